@@ -1,0 +1,96 @@
+"""One error class per boundary. Each message names the boundary, the value that was wrong, and a remedy.
+
+A rollout, a request or a step is caught at exactly one boundary and recorded once; nothing below that boundary
+swallows errors. `hint` is what the reader should do next; the command line prints it on a line of its own.
+"""
+
+from __future__ import annotations
+
+
+class RollmillError(Exception):
+    """Anything Rollmill refuses to do, with what the reader can do about it."""
+
+    boundary = "rollmill"
+
+    def __init__(self, message: str, *, hint: str | None = None) -> None:
+        super().__init__(message)
+        self.message = message
+        self.hint = hint
+
+    def __str__(self) -> str:
+        text = f"{self.boundary}: {self.message}"
+        return f"{text}\nhint: {self.hint}" if self.hint else text
+
+
+class ConfigError(RollmillError, ValueError):
+    """A configuration value is unknown, of the wrong type, or contradicts another one."""
+
+    boundary = "config"
+
+
+class StorageError(RollmillError):
+    """An object or the database could not be read or written."""
+
+    boundary = "storage"
+
+
+class ObjectMissing(StorageError, KeyError):
+    """No object under that key."""
+
+    __str__ = RollmillError.__str__
+
+
+class ObjectExists(StorageError):
+    """A create-only object is already there: someone else wrote it first."""
+
+
+class WeightsError(RollmillError):
+    """A version cannot be read, does not match its digest, or cannot be published."""
+
+    boundary = "weights"
+
+
+class EngineError(RollmillError):
+    """The engine cannot serve this request."""
+
+    boundary = "engine"
+
+
+class GatewayError(RollmillError):
+    """A request to the gateway is malformed, unauthorised, or cannot be served. `status` is the HTTP status."""
+
+    boundary = "gateway"
+
+    def __init__(self, message: str, *, status: int = 400, hint: str | None = None) -> None:
+        super().__init__(message, hint=hint)
+        self.status = status
+
+
+class TaskError(RollmillError):
+    """A task is malformed: its image is missing, its grading cannot run."""
+
+    boundary = "task"
+
+
+class MachineError(RollmillError):
+    """The machine itself failed (not the command that ran in it). Never a reward."""
+
+    boundary = "machine"
+
+
+class HarnessError(RollmillError):
+    """The harness could not go on for a reason that is not the policy's doing."""
+
+    boundary = "harness"
+
+
+class TrajectoryError(RollmillError):
+    """An illegal transition, or a record that contradicts itself."""
+
+    boundary = "trajectories"
+
+
+class TrainingError(RollmillError):
+    """The trainer cannot go on: checkpoint unreadable, digests differ, numbers not finite."""
+
+    boundary = "training"

@@ -1,0 +1,65 @@
+"""The Engine: serves tokens for one version at a time. Tokens in, tokens out; text is the gateway's business.
+
+The same contract over HTTP (`inference/server.py`) and in process (`inference/embedded`):
+
+    POST /generate   GenerateRequest as JSON → newline-delimited JSON, one GenerateChunk a line, the last has `finish`
+    GET  /health     {"engine", "region", "policy": {line, number, form, digest}, "running", "waiting", "paused"}
+    GET  /metrics    counters as Prometheus text
+    POST /pause, /resume
+"""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator, Mapping
+from dataclasses import dataclass, field
+from typing import Any, Protocol
+
+import numpy as np
+
+from rollmill.types import FinishReason, PolicyRef, Sampling, TrafficClass
+
+
+@dataclass
+class GenerateRequest:
+    """`tokens` is the whole context. The engine reuses the KV cache of `session` where `tokens` extends it exactly."""
+
+    session: str
+    tokens: list[int]
+    sampling: Sampling
+    traffic: TrafficClass = "rollout"
+    min_version: int = 0  # wait until the served version number is at least this: how staleness 0 is kept
+
+
+@dataclass
+class GenerateChunk:
+    """Freshly sampled tokens. Indices in `policy` point into `policies` of the same chunk."""
+
+    tokens: list[int]
+    logprobs: list[float]
+    policy: list[int]
+    policies: list[PolicyRef]
+    # Expert routes of the context positions computed since the previous chunk (prompt positions and sampled ones):
+    # rows for positions [routes_start, routes_start + len(routes)). None for a dense model.
+    routes_start: int = 0
+    routes: np.ndarray | None = None
+    finish: FinishReason | None = None
+    # set on the last chunk
+    oldest_kv_policy: PolicyRef | None = None
+    cached_tokens: int = 0
+    timing: Mapping[str, float] = field(default_factory=dict)
+
+
+class Engine(Protocol):
+    """What the gateway and the follower need of an engine; the embedded engine and vLLM both provide it."""
+
+    def generate(self, request: GenerateRequest) -> AsyncIterator[GenerateChunk]: ...
+
+    async def apply(self, update: Any) -> None:
+        """Switch to new weights between two decode steps, without dropping requests (see weights.follower.Update)."""
+        ...
+
+    async def pause(self) -> None: ...
+
+    async def resume(self) -> None: ...
+
+    def health(self) -> dict[str, Any]: ...

@@ -1,0 +1,198 @@
+"""The nouns that cross package borders. Plain data, numpy at most, no torch.
+
+The record everything turns on is the Segment. Two turns of a conversation, as the trainer gets them (P prompt,
+A sampled by the policy, T tool result):
+
+    tokens      [P P P P | A A A | T T | A A]
+    sampled     [0 0 0 0 | 1 1 1 | 0 0 | 1 1]              a fact; what to learn from is decided when batching
+    logprobs    [. . . . | -.1 -2.3 -.4 | . . | -.2 -.9]   under the exact distribution that sampled
+    policy      [. . . . | 0 0 1 | . . | 1 1]              index into `policies`: the weights changed mid-answer
+    routes      [tokens, moe layers, k]                    experts chosen when token t was the *input*, top-k order;
+                                                           routes_valid[t] says whether row t was recorded
+"""
+
+from __future__ import annotations
+
+import enum
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+import numpy as np
+
+TrafficClass = Literal["production", "rollout"]
+Cause = Literal["start", "summary", "edit", "sub_agent", "retry", "fork"]
+FinishReason = Literal["stop", "length", "abort"]
+
+
+@dataclass(frozen=True, order=True)
+class Version:
+    """One set of weights: a line (training lineage) and a number on it."""
+
+    line: str
+    number: int
+
+    def __str__(self) -> str:
+        return f"{self.line}@{self.number}"
+
+
+@dataclass(frozen=True)
+class PolicyRef:
+    """The exact bytes that sampled a token: version, form (bf16, fp8, …) and root digest of that form."""
+
+    line: str
+    number: int
+    form: str
+    digest: str
+
+
+@dataclass(frozen=True)
+class Sampling:
+    """How tokens are drawn. Log-probs are recorded under this exact distribution."""
+
+    temperature: float = 1.0
+    top_p: float = 1.0
+    top_k: int = 0
+    max_tokens: int = 256
+    stop_tokens: tuple[int, ...] = ()
+    seed: int | None = None
+
+    @property
+    def trainable(self) -> bool:
+        """Spans whose distribution cannot be reconstructed are recorded but never trained on."""
+        return self.temperature > 0
+
+
+@dataclass
+class Span:
+    """A run of sampled tokens of one answer: tokens[start:end] of its segment."""
+
+    start: int
+    end: int
+    sampling: Sampling
+    finish: FinishReason
+    engine: str
+    region: str
+    traffic: TrafficClass
+    started_at: float  # seconds since the epoch
+    ended_at: float
+    oldest_kv_policy: int  # index into the segment's policies: the oldest weights that wrote KV this span attended to
+
+
+@dataclass
+class Segment:
+    """One contiguous token context with per-token facts. All arrays have length T = len(tokens)."""
+
+    id: str
+    tokens: np.ndarray  # int32 [T]
+    sampled: np.ndarray  # bool [T]
+    logprobs: np.ndarray  # float32 [T], NaN where not sampled
+    policy: np.ndarray  # int16 [T], index into policies, -1 where not sampled
+    policies: list[PolicyRef]
+    spans: list[Span]
+    routes: np.ndarray | None = None  # uint8 or uint16 [T, moe layers, k]; None for a dense model
+    routes_valid: np.ndarray | None = None  # bool [T]
+    parent: tuple[str, int] | None = None  # (segment id, token offset): tokens[:offset] are the parent's, by value
+    cause: Cause = "start"
+
+
+@dataclass(frozen=True)
+class Reward:
+    """A grade: its value, what it is made of, and the evidence. Append-only; a step pins the one it used."""
+
+    value: float
+    parts: Mapping[str, float] = field(default_factory=dict)
+    evidence: Mapping[str, Any] = field(default_factory=dict)
+    grader: str = ""
+
+
+class TrajectoryState(enum.StrEnum):
+    running = "running"
+    finished = "finished"
+    graded = "graded"
+    failed = "failed"
+    quarantined = "quarantined"
+    deleted = "deleted"
+
+
+class LedgerState(enum.StrEnum):
+    """What a training run did with a trajectory; keyed (run, trajectory)."""
+
+    admitted = "admitted"
+    leased = "leased"
+    trained = "trained"
+    stale = "stale"
+    no_signal = "no_signal"
+    dropped = "dropped"
+
+
+class GroupState(enum.StrEnum):
+    """A group counts against the staleness bound until it is final."""
+
+    running = "running"
+    waiting = "waiting"
+    leased = "leased"
+    final = "final"
+
+
+# Both tables of transitions are code: stores refuse anything not listed, so every report adds up.
+TRAJECTORY_TRANSITIONS: Mapping[TrajectoryState, frozenset[TrajectoryState]] = {
+    TrajectoryState.running: frozenset({TrajectoryState.finished, TrajectoryState.failed, TrajectoryState.deleted}),
+    TrajectoryState.finished: frozenset(
+        {TrajectoryState.graded, TrajectoryState.failed, TrajectoryState.quarantined, TrajectoryState.deleted}
+    ),
+    TrajectoryState.graded: frozenset({TrajectoryState.quarantined, TrajectoryState.deleted}),
+    TrajectoryState.failed: frozenset({TrajectoryState.deleted}),
+    TrajectoryState.quarantined: frozenset({TrajectoryState.graded, TrajectoryState.deleted}),
+    TrajectoryState.deleted: frozenset(),
+}
+LEDGER_TRANSITIONS: Mapping[LedgerState, frozenset[LedgerState]] = {
+    LedgerState.admitted: frozenset(
+        {LedgerState.leased, LedgerState.stale, LedgerState.no_signal, LedgerState.dropped}
+    ),
+    LedgerState.leased: frozenset({LedgerState.trained}),
+    LedgerState.trained: frozenset(),
+    LedgerState.stale: frozenset(),
+    LedgerState.no_signal: frozenset(),
+    LedgerState.dropped: frozenset(),
+}
+GROUP_TRANSITIONS: Mapping[GroupState, frozenset[GroupState]] = {
+    GroupState.running: frozenset({GroupState.waiting, GroupState.final}),
+    GroupState.waiting: frozenset({GroupState.leased, GroupState.final}),
+    GroupState.leased: frozenset({GroupState.final}),
+    GroupState.final: frozenset(),
+}
+
+
+@dataclass
+class Trajectory:
+    """A tree of segments (mostly a chain) with its rewards and where it came from."""
+
+    id: str
+    segments: list[Segment]
+    task_id: str = ""
+    group_id: str = ""
+    state: TrajectoryState = TrajectoryState.running
+    reason: str | None = None
+    traffic: TrafficClass = "rollout"
+    messages: list[dict[str, Any]] = field(default_factory=list)  # the conversation as text, for people to read
+    provenance: dict[str, Any] = field(default_factory=dict)  # task family, split, image, harness, attempt …
+    rewards: list[tuple[int, Reward]] = field(default_factory=list)  # (reward id, reward), oldest first
+
+
+@dataclass(frozen=True)
+class StepRecord:
+    """Exactly what one optimizer step trains on, written before it runs. Create-only, keyed (run, number).
+
+    Step `number` trains from version `number - 1` of `line` and publishes version `number`.
+    """
+
+    run: str
+    number: int
+    line: str
+    groups: tuple[str, ...]
+    # trajectory id -> (reward id, reward value, group advantage); only those that carry signal
+    trajectories: Mapping[str, tuple[int, float, float]]
+    # trajectory id -> (ledger state, reason) for the ones of these groups that are not trained on
+    excluded: Mapping[str, tuple[LedgerState, str]]
+    created_at: float
