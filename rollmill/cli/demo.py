@@ -1,0 +1,38 @@
+"""`rollmill demo`: the whole circle on a laptop's CPU."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+
+def demo(
+    seed: Annotated[int, typer.Option(help="everything random follows from it")] = 0,
+    name: Annotated[str, typer.Option(help="the run's name and directory under runs/", show_default="demo, demo-2, …")] = "",
+    dry_run: Annotated[bool, typer.Option("--dry-run", help="print the configuration and stop")] = False,
+    root: Annotated[Path, typer.Option(help="where run directories lie")] = Path("runs"),
+) -> None:
+    """Mid-train a small mixture of experts, reinforce it on coding tasks, and report what it learned.
+
+    Takes a few minutes on two cores: a trainer, two engines in two regions, a gateway and isolated machines all run
+    for real. The report opens in a browser.
+    """
+    from rollmill.cli.train import print_config, run_to_report
+    from rollmill.cluster.run import RunConfig, RunDirectory
+    from rollmill.config import load_config
+
+    name = name or unused_name(root)
+    config = load_config(RunConfig, Path(__file__).with_name("demo.toml"), [f'name="{name}"', f"seed={seed}"])
+    if dry_run:
+        print_config(config)
+        return
+    run_to_report(RunDirectory.create(root, config))
+
+
+def unused_name(root: Path) -> str:
+    number = 1
+    while (root / (name := "demo" if number == 1 else f"demo-{number}")).exists():
+        number += 1
+    return name

@@ -1,0 +1,65 @@
+"""`rollmill train`: run a configuration from mid-training through RL to the report."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+
+def train(
+    source: Annotated[Path, typer.Argument(help="a RUN.toml, or with --resume a run directory", show_default=False)],
+    overrides: Annotated[
+        list[str] | None, typer.Argument(help="settings laid over the file: `key.path=value`, values as in TOML")
+    ] = None,
+    resume: Annotated[bool, typer.Option("--resume", help="go on with the run in that directory")] = False,
+    dry_run: Annotated[bool, typer.Option("--dry-run", help="print the resolved configuration and stop")] = False,
+    root: Annotated[Path, typer.Option(help="where run directories lie")] = Path("runs"),
+) -> None:
+    """Train a model: mid-training, then asynchronous RL, then a report.
+
+    Every process may be killed at any moment; `--resume` goes on with what the stores hold. For example:
+
+        rollmill train examples/micro.toml steps=20 max_staleness=0
+        rollmill train --resume runs/micro
+    """
+    from rollmill.cluster.run import RunConfig, RunDirectory
+    from rollmill.config import load_config
+    from rollmill.errors import ConfigError
+
+    if resume:
+        if overrides or dry_run:
+            raise ConfigError(
+                "--resume goes on with the run's own configuration and takes no overrides",
+                hint="start a new run to change settings",
+            )
+        run = RunDirectory.open(source)
+    else:
+        config = load_config(RunConfig, source, overrides or ())
+        if dry_run:
+            print_config(config)
+            return
+        run = RunDirectory.create(root, config)
+    run_to_report(run)
+
+
+def print_config(config) -> None:  # type: ignore[no-untyped-def]
+    """The resolved tree as JSON: every value that will be used, defaults included."""
+    from rich.console import Console
+
+    Console().print_json(config.model_dump_json())
+
+
+def run_to_report(run) -> None:  # type: ignore[no-untyped-def]
+    """Drive the run with a live display, write its report, and say where it lies."""
+    from rich.console import Console
+
+    from rollmill.cli.progress import Progress
+    from rollmill.cluster.drive import STAGES, drive
+    from rollmill.evals.report import write_report
+
+    with Progress(run.events, list(STAGES), title=f"rollmill · {run.config.name}") as progress:
+        drive(run, on_tick=progress.update)
+    report = write_report(run.path)
+    Console().print(f"\nreport: [link=file://{report.resolve()}]{report}[/link]")

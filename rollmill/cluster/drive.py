@@ -1,0 +1,85 @@
+"""Take a run through its stages. Every stage asks the stores what is already done, so `drive` is also how to resume.
+
+    mid-train   the base line up to its last step                                     (skipped when published)
+    evaluate    the engines come up on version 0 of the line; held-out tasks          (skipped when recorded)
+    reinforce   dispatcher and trainer until the last step is committed
+    evaluate    the same held-out tasks on the last version
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import time
+from collections.abc import Callable, Iterator
+
+from rollmill import telemetry
+from rollmill.cluster.local import LocalCluster, exclusive
+from rollmill.cluster.run import RunDirectory
+from rollmill.errors import WeightsError
+from rollmill.evals.run import EvalResult
+from rollmill.evals.suite import EvalConfig
+from rollmill.types import Version
+
+STAGES = ("mid-train", "evaluate before", "reinforce", "evaluate after")
+TICK_S = 0.2
+
+
+def drive(run: RunDirectory, on_tick: Callable[[], None] = lambda: None) -> None:
+    """Run all stages to their end. Raises RollmillError when a process cannot be kept alive."""
+    telemetry.open_events(run.events, "supervisor")
+    with exclusive(run, "supervisor", patience_s=5.0):
+        cluster = LocalCluster(run)
+        try:
+            telemetry.emit("stage", stage=STAGES[0], index=0, stages=len(STAGES), state="start")
+            cluster.start("midtrain", threads=run.config.midtrain.training.threads)
+            _until_ended(cluster, "midtrain", on_tick)
+            telemetry.emit("stage", stage=STAGES[0], index=0, stages=len(STAGES), state="end")
+            _start_serving(cluster, run)
+            cluster.start("trainer", threads=run.config.training.threads)
+            cluster.start("dispatcher")
+            _until_ended(cluster, "dispatcher", on_tick)
+        finally:
+            cluster.stop()
+            on_tick()
+
+
+@contextlib.contextmanager
+def serving(run: RunDirectory, version: int | None = None) -> Iterator[LocalCluster]:
+    """Gateway and engines of a run alone, following its line or pinned to one version."""
+    with exclusive(run, "supervisor", patience_s=5.0):
+        cluster = LocalCluster(run)
+        try:
+            _start_serving(cluster, run, *([] if version is None else [str(version)]))
+            yield cluster
+        finally:
+            cluster.stop()
+
+
+def evaluate_version(run: RunDirectory, suite: EvalConfig, version: int | None) -> list[EvalResult]:
+    """Evaluate one version of the run's line, by default its newest."""
+    from rollmill.cluster.roles import evaluate
+    from rollmill.storage.objects import Objects
+    from rollmill.weights.store import WeightStore
+
+    store = WeightStore(Objects.open(run.store_path(run.config.regions[0])))
+    number = store.head(run.config.line) if version is None else version
+    if number is None:
+        raise WeightsError(f"line {run.config.line!r} has no version yet", hint="train first: `rollmill train`")
+    store.manifest(Version(run.config.line, number))  # says so if there is no such version
+    with serving(run, number):
+        return asyncio.run(evaluate(run, suite, number))
+
+
+def _start_serving(cluster: LocalCluster, run: RunDirectory, *pinned: str) -> None:
+    cluster.start("store")
+    cluster.start("gateway")
+    for region in run.config.regions:
+        cluster.start(f"engine-{region}", *pinned, threads=run.config.engine.threads)
+
+
+def _until_ended(cluster: LocalCluster, role: str, on_tick: Callable[[], None]) -> None:
+    while not cluster.ended(role):
+        cluster.watch()
+        on_tick()
+        time.sleep(TICK_S)

@@ -1,0 +1,128 @@
+"""All processes of a run on this machine: started, watched, restarted when they die, stopped in order.
+
+No process holds a handle to another, so restarting one needs no word to the rest: they meet in the stores and at
+URLs, and the run converges. What a process says goes to `logs/NAME.log` of the run directory.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from rollmill import telemetry
+from rollmill.cluster.run import RunDirectory
+from rollmill.errors import RollmillError
+
+MAX_RESTARTS = 5  # of one process; more than that is a fault restarting does not mend
+STOP_PATIENCE_S = 20.0
+
+
+@dataclass
+class Worker:
+    """One child process. It has `ended` when it exited with 0: its work is done."""
+
+    role: str
+    threads: int = 1
+    arguments: tuple[str, ...] = ()
+    process: subprocess.Popen[bytes] | None = None
+    restarts: int = 0
+    ended: bool = False
+
+
+class LocalCluster:
+    def __init__(self, run: RunDirectory) -> None:
+        self._run = run
+        self._workers: dict[str, Worker] = {}
+
+    def start(self, role: str, *arguments: str, threads: int = 1) -> None:
+        worker = Worker(role, threads, arguments)
+        self._workers[role] = worker
+        self._spawn(worker)
+
+    def ended(self, role: str) -> bool:
+        return self._workers[role].ended
+
+    def watch(self) -> None:
+        """Look at every process once: note the ones that are done, start again the ones that died."""
+        for worker in self._workers.values():
+            code = worker.process.poll() if worker.process and not worker.ended else None
+            if code == 0:
+                worker.ended = True
+            elif code is not None:
+                self._restart(worker, code)
+
+    def stop(self) -> None:
+        """Ask all to finish; after a while stop asking."""
+        alive = [worker.process for worker in self._workers.values() if worker.process and not worker.ended]
+        for process in alive:
+            with contextlib.suppress(ProcessLookupError):
+                process.terminate()
+        deadline = time.monotonic() + STOP_PATIENCE_S
+        for process in alive:
+            try:
+                process.wait(max(0.1, deadline - time.monotonic()))
+            except subprocess.TimeoutExpired:
+                process.kill()
+                process.wait()
+
+    def _restart(self, worker: Worker, code: int) -> None:
+        # Exit code 3 is the worker's word that trying again will not help: its log says why.
+        if code == 3 or worker.restarts >= MAX_RESTARTS:
+            raise RollmillError(
+                f"process {worker.role!r} {_describe(code)}: {self._last_words(worker.role)}",
+                hint=f"the whole story is in {self._run.logs / (worker.role + '.log')}; when mended, "
+                f"`rollmill train --resume {self._run.path}` goes on",
+            )
+        worker.restarts += 1
+        telemetry.emit("restart", target=worker.role, exit_code=code, restarts=worker.restarts)
+        time.sleep(min(0.1 * 2**worker.restarts, 3.0))
+        self._spawn(worker)
+
+    def _spawn(self, worker: Worker) -> None:
+        self._run.logs.mkdir(parents=True, exist_ok=True)
+        environment = {**os.environ, "OMP_NUM_THREADS": str(worker.threads), "PYTHONUNBUFFERED": "1"}
+        with (self._run.logs / f"{worker.role}.log").open("ab") as log:
+            worker.process = subprocess.Popen(
+                [sys.executable, "-m", "rollmill.cluster.worker", worker.role, str(self._run.path), *worker.arguments],
+                stdin=subprocess.DEVNULL,
+                stdout=log,
+                stderr=log,
+                env=environment,
+            )
+
+    def _last_words(self, role: str) -> str:
+        lines = (self._run.logs / f"{role}.log").read_text(errors="replace").strip().splitlines()
+        return " ".join(lines[-2:])[-600:] or "it said nothing"
+
+
+def _describe(code: int) -> str:
+    if code < 0:
+        return f"was killed by {signal.Signals(-code).name}"
+    return f"stopped with exit code {code}"
+
+
+@contextlib.contextmanager
+def exclusive(run: RunDirectory, what: str, patience_s: float = 30.0) -> Iterator[None]:
+    """Hold `locks/WHAT` of the run: two supervisors, or a dying trainer and its successor, never overlap."""
+    (run.path / "locks").mkdir(parents=True, exist_ok=True)
+    with (run.path / "locks" / what).open("w") as file:
+        deadline = time.monotonic() + patience_s
+        while True:
+            try:
+                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                break
+            except BlockingIOError:
+                if time.monotonic() > deadline:
+                    raise RollmillError(
+                        f"{run.path} is in use: another process holds {what!r}",
+                        hint="wait for it to end or stop it; a killed run frees its locks by itself",
+                    ) from None
+                time.sleep(0.05)
+        yield

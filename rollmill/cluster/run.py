@@ -1,0 +1,158 @@
+"""A run: one configuration tree and one directory.
+
+    runs/NAME/
+      run.json         the resolved configuration, ports and keys of this run (mode 0600)
+      store/           the home object store: weights, trajectories, submissions, checkpoints
+      regions/R/store/ the store of another region R; it reaches the home store over HTTP only
+      mill.db          the index (SQLite), unless `database` names a PostgreSQL
+      events/ logs/    telemetry and output, one file a process
+      gateway/         the gateway's local log of open sessions
+      report.html      written at the end, with report.json
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import secrets
+import socket
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal
+
+from pydantic import Field, model_validator
+
+from rollmill.config import Config, validate_config
+from rollmill.environments.harnesses.coding import HarnessConfig
+from rollmill.environments.machines.namespace.client import NamespaceConfig
+from rollmill.errors import ConfigError
+from rollmill.evals.suite import EvalConfig
+from rollmill.gateway.config import GatewayConfig
+from rollmill.inference.config import EngineConfig
+from rollmill.models.config import ModelConfig
+from rollmill.rollouts.config import RolloutConfig
+from rollmill.training.config import MidtrainConfig, RLConfig, TrainingConfig
+
+HOME = "home"
+
+
+class MidtrainStage(MidtrainConfig):
+    steps: int = Field(ge=1)
+    training: TrainingConfig = TrainingConfig()
+
+
+class RunConfig(Config):
+    """Facts that several parts share stand here; each part's own dials stand in its section."""
+
+    name: str = Field(pattern=r"^[a-z0-9][a-z0-9_-]{0,62}$", description="the run's name and its directory under runs/")
+    seed: int = 0
+    line: str = Field("main", description="the line of weights that RL trains")
+    steps: int = Field(ge=0, description="RL steps; each publishes one version")
+    groups_per_step: int = Field(8, ge=1)
+    group_size: int = Field(8, ge=2)
+    max_staleness: int = Field(2, ge=0, description="0 is synchronous training, by the same code")
+    regions: tuple[str, ...] = Field((HOME,), min_length=1, description="one engine each; the first is where the trainer is")
+    tasks: Literal["micro-repos"] = "micro-repos"
+    chat_format: Literal["compact"] = "compact"
+    database: str | None = Field(None, description="SQLAlchemy URL; the default is SQLite in the run directory")
+    model: ModelConfig
+    midtrain: MidtrainStage
+    training: TrainingConfig = TrainingConfig()
+    rl: RLConfig = RLConfig()
+    rollouts: RolloutConfig = RolloutConfig()
+    harness: HarnessConfig = HarnessConfig()
+    machine: NamespaceConfig = NamespaceConfig()
+    engine: EngineConfig = EngineConfig()
+    gateway: GatewayConfig = GatewayConfig()
+    evals: EvalConfig = EvalConfig()
+
+    @model_validator(mode="after")
+    def _regions_are_distinct(self) -> RunConfig:
+        if len(set(self.regions)) != len(self.regions):
+            raise ValueError(f"regions must be distinct, got {list(self.regions)}")
+        return self
+
+    @property
+    def base_line(self) -> str:
+        """The line mid-training writes and RL starts from."""
+        return f"{self.line}-base"
+
+    @property
+    def staleness_bound(self) -> int:
+        """How many groups may be running, waiting or being trained on at once (promise 4)."""
+        return (self.max_staleness + 1) * self.groups_per_step
+
+
+@dataclass(frozen=True)
+class RunDirectory:
+    path: Path
+    config: RunConfig
+    ports: dict[str, int]
+    admin_token: str
+    production_key: str
+
+    @classmethod
+    def create(cls, root: Path, config: RunConfig) -> RunDirectory:
+        path = root / config.name
+        if (path / "run.json").exists():
+            raise ConfigError(
+                f"{path} already holds a run",
+                hint=f"`rollmill train --resume {path}` goes on with it; another `name` starts a new one",
+            )
+        path.mkdir(parents=True, exist_ok=True)
+        roles = ["gateway", "store", *(f"engine-{region}" for region in config.regions)]
+        ports = dict(zip(roles, _free_ports(len(roles)), strict=True))
+        run = cls(path, config, ports, secrets.token_urlsafe(24), secrets.token_urlsafe(24))
+        run._save()
+        return run
+
+    @classmethod
+    def open(cls, path: Path) -> RunDirectory:
+        try:
+            saved = json.loads((path / "run.json").read_text())
+        except FileNotFoundError:
+            raise ConfigError(f"{path} holds no run (no run.json)", hint="`ls runs/` shows the runs there are") from None
+        config = validate_config(RunConfig, saved["config"], str(path / "run.json"))
+        return cls(path, config, saved["ports"], saved["admin_token"], saved["production_key"])
+
+    def _save(self) -> None:
+        body = {
+            "config": self.config.model_dump(mode="json"),
+            "ports": self.ports,
+            "admin_token": self.admin_token,
+            "production_key": self.production_key,
+        }
+        file = os.open(self.path / "run.json", os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600)
+        with os.fdopen(file, "w") as stream:
+            json.dump(body, stream, indent=1)
+
+    def url(self, role: str) -> str:
+        return f"http://127.0.0.1:{self.ports[role]}"
+
+    def store_path(self, region: str) -> Path:
+        home = region == self.config.regions[0]
+        return self.path / "store" if home else self.path / "regions" / region / "store"
+
+    @property
+    def database_url(self) -> str:
+        return self.config.database or f"sqlite:///{self.path / 'mill.db'}"
+
+    @property
+    def events(self) -> Path:
+        return self.path / "events"
+
+    @property
+    def logs(self) -> Path:
+        return self.path / "logs"
+
+
+def _free_ports(count: int) -> list[int]:
+    """Ports nobody listens on now. They are kept for the life of the run, so a restarted process keeps its address."""
+    sockets = [socket.socket() for _ in range(count)]
+    try:
+        for one in sockets:
+            one.bind(("127.0.0.1", 0))
+        return [one.getsockname()[1] for one in sockets]
+    finally:
+        for one in sockets:
+            one.close()

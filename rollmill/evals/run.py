@@ -1,0 +1,110 @@
+"""Run an evaluation: the same rollouts as training, on held-out tasks, against the version the engines serve."""
+
+from __future__ import annotations
+
+import asyncio
+import secrets
+import time
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+
+from rollmill import telemetry
+from rollmill.environments.task import Task, TaskSet
+from rollmill.errors import RollmillError
+from rollmill.evals.statistics import clustered_interval
+from rollmill.evals.suite import Cell, EvalConfig
+from rollmill.rollouts.rollout import Outcome, Stage, run_rollout
+from rollmill.types import Sampling
+
+MAX_FAILED_SHARE = 0.05
+
+
+@dataclass(frozen=True)
+class EvalResult:
+    label: str
+    split: str
+    mode: str
+    version: int
+    solved: int
+    attempts: int
+    failed: int  # attempts that infrastructure lost: not counted as attempts
+    rate: float
+    low: float  # 95 % interval, attempts of one task taken together
+    high: float
+    seconds: float
+    example_solved: str | None = None  # a trajectory worth reading
+    example_unsolved: str | None = None
+
+
+async def run_eval(
+    stage: Stage, tasks: TaskSet, config: EvalConfig, *, run: str, label: str, version: int
+) -> list[EvalResult]:
+    """Evaluate every cell of the suite on weights at least as new as `version`."""
+    slots = asyncio.Semaphore(config.concurrency)
+    results = []
+    for cell in config.cells():
+        result = await _run_cell(stage, tasks, cell, slots, run, label, version)
+        telemetry.emit("eval", **asdict(result))
+        results.append(result)
+    return results
+
+
+async def _run_cell(
+    stage: Stage, tasks: TaskSet, cell: Cell, slots: asyncio.Semaphore, run: str, label: str, version: int
+) -> EvalResult:
+    started = time.time()
+    sampling = Sampling(temperature=1.0 if cell.mode == "sampled" else 0.0)
+    once = secrets.token_hex(3)  # an evaluation that is run again, after a crash say, is a new set of trajectories
+
+    async def attempt_task(index: int, task: Task) -> list[Outcome]:
+        group = f"{run}-{label}-{once}-{cell.split}-{cell.mode}-{index:04d}"
+        ids = [f"{group}-{attempt}" for attempt in range(cell.attempts)]
+        facts = {
+            "run": f"{run}/eval-{label}",
+            "group_id": group,
+            "provenance": {"family": task.family, "split": task.split, "image": task.image, "mode": cell.mode},
+        }
+        async with slots:
+            await asyncio.to_thread(
+                stage.trajectories.create, facts["run"], group, task.id, ids, provenance=facts["provenance"]
+            )
+            rollouts = (
+                run_rollout(stage, task, id, sampling=sampling, min_version=version, facts=facts) for id in ids
+            )
+            return await asyncio.gather(*rollouts)
+
+    suite = tasks.heldout(cell.split, cell.tasks)
+    by_task = await asyncio.gather(*(attempt_task(index, task) for index, task in enumerate(suite)))
+    return _summarise(by_task, cell, label, version, time.time() - started)
+
+
+def _summarise(
+    by_task: Sequence[list[Outcome]], cell: Cell, label: str, version: int, seconds: float
+) -> EvalResult:
+    """Attempts lost to infrastructure are left out of the rate; too many of them and there is no rate to speak of."""
+    graded = [[outcome for outcome in outcomes if outcome.reward is not None] for outcomes in by_task]
+    attempts = sum(map(len, graded))
+    failed = sum(map(len, by_task)) - attempts
+    if failed > MAX_FAILED_SHARE * (attempts + failed):
+        reason = next(outcome.reason for outcomes in by_task for outcome in outcomes if outcome.reason)
+        raise RollmillError(
+            f"evaluation {label!r}: {failed} of {attempts + failed} attempts failed, the first: {reason}",
+            hint="an evaluation with that many lost attempts would mislead; mend the cause and run it again",
+        )
+    rate, low, high = clustered_interval([[outcome.solved for outcome in outcomes] for outcomes in graded if outcomes])
+    flat = [outcome for outcomes in graded for outcome in outcomes]
+    return EvalResult(
+        label=label,
+        split=cell.split,
+        mode=cell.mode,
+        version=version,
+        solved=sum(outcome.solved for outcome in flat),
+        attempts=attempts,
+        failed=failed,
+        rate=rate,
+        low=low,
+        high=high,
+        seconds=seconds,
+        example_solved=next((outcome.trajectory for outcome in flat if outcome.solved), None),
+        example_unsolved=next((outcome.trajectory for outcome in flat if not outcome.solved), None),
+    )

@@ -1,0 +1,158 @@
+"""The dispatcher starts groups of rollouts as fast as the staleness bound allows and not faster.
+
+What each loop waits for, and who unblocks it:
+
+    admit    waits for (groups not final) < (max_staleness + 1) · groups_per_step   the trainer, by committing a step
+    rollout  waits for the gateway (tokens), its machine (tools), its grader        their processes; each wait is bounded
+    group    waits for all of its rollouts                                          the rollouts
+    run      ends when steps · groups_per_step groups were started and have ended
+
+All counts come from the store, so a dispatcher that is killed and started again goes on where the last one was:
+sealed trajectories are graded from what was handed in, the ones lost in mid-air are replaced by fresh attempts.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import time
+from collections.abc import Iterator
+
+from rollmill import telemetry
+from rollmill.environments.task import Task, TaskSet
+from rollmill.errors import HarnessError
+from rollmill.rollouts.config import RolloutConfig
+from rollmill.rollouts.rollout import Outcome, Stage, give_up, regrade, run_rollout
+from rollmill.trajectories.ledger import GroupRow, Ledger
+from rollmill.types import GroupState, Sampling, TrajectoryState
+
+POLL_S = 0.05
+
+
+class Dispatcher:
+    def __init__(
+        self,
+        stage: Stage,
+        ledger: Ledger,
+        tasks: TaskSet,
+        config: RolloutConfig,
+        *,
+        run: str,
+        seed: int,
+        group_size: int,
+        bound: int,
+        total_groups: int,
+    ) -> None:
+        self._stage = stage
+        self._ledger = ledger
+        self._tasks = tasks
+        self._config = config
+        self._run = run
+        self._seed = seed
+        self._group_size = group_size
+        self._bound = bound
+        self._total_groups = total_groups
+        self._slots = asyncio.Semaphore(config.concurrency)
+        self._failures_in_a_row = 0
+        self._running = 0
+
+    async def run(self) -> None:
+        """Start, run and grade every group of the run; return when the last one is ready for the trainer."""
+        clock = asyncio.create_task(self._mark_busy())
+        try:
+            async with asyncio.TaskGroup() as groups:
+                started = await self._recover(groups)
+                for index, task in self._upcoming(started):
+                    await self._start_group(index, task, groups)
+        finally:
+            clock.cancel()
+
+    def _upcoming(self, started: int) -> Iterator[tuple[int, Task]]:
+        stream = enumerate(self._tasks.train(self._seed))
+        return itertools.islice(stream, started, self._total_groups)
+
+    async def _start_group(self, index: int, task: Task, groups: asyncio.TaskGroup) -> None:
+        """Wait until the bound has room, then start group `index`. The count and the start are one transaction."""
+        group_id = f"{self._run}-{index:06d}"
+        ids = [f"{group_id}-{member}" for member in range(self._group_size)]
+        while True:
+            min_version = await asyncio.to_thread(self._ledger.committed)
+            admitted = await asyncio.to_thread(
+                self._ledger.start_group,
+                group_id,
+                task.id,
+                self._group_size,
+                bound=self._bound,
+                min_version=min_version,
+                ids=ids,
+            )
+            if admitted:
+                break
+            await asyncio.sleep(POLL_S)
+        groups.create_task(self._run_group(group_id, task, ids, min_version))
+
+    async def _run_group(self, group_id: str, task: Task, ids: list[str], min_version: int) -> None:
+        async with asyncio.TaskGroup() as rollouts:
+            for trajectory in ids:
+                rollouts.create_task(self._run_one(group_id, task, trajectory, min_version))
+        await asyncio.to_thread(self._ledger.group_ready, group_id)
+
+    async def _run_one(self, group_id: str, task: Task, trajectory: str, min_version: int) -> None:
+        facts = {
+            "run": self._run,
+            "group_id": group_id,
+            "provenance": {"family": task.family, "split": task.split, "image": task.image},
+        }
+        async with self._slots:
+            self._running += 1
+            try:
+                outcome = await run_rollout(
+                    self._stage,
+                    task,
+                    trajectory,
+                    sampling=Sampling(temperature=self._config.temperature),
+                    min_version=min_version,
+                    facts=facts,
+                )
+            finally:
+                self._running -= 1
+        self._count_failure(outcome)
+
+    def _count_failure(self, outcome: Outcome) -> None:
+        """One bad rollout is data. Nothing but bad rollouts is a broken host, and going on would only waste time."""
+        self._failures_in_a_row = self._failures_in_a_row + 1 if outcome.reward is None else 0
+        if self._failures_in_a_row >= self._config.give_up_after:
+            raise HarnessError(
+                f"the last {self._failures_in_a_row} rollouts all failed; the latest one: {outcome.reason}",
+                hint="`rollmill doctor` checks what machines need; `rollmill trajectories list --state failed` shows reasons",
+            )
+
+    async def _recover(self, groups: asyncio.TaskGroup) -> int:
+        """Take up the groups an earlier dispatcher left running. Returns how many groups the run has started."""
+        for group in await asyncio.to_thread(self._ledger.groups, GroupState.running):
+            groups.create_task(self._resume_group(group))
+        return await asyncio.to_thread(self._ledger.groups_started)
+
+    async def _resume_group(self, group: GroupRow) -> None:
+        task = self._tasks.get(group.task_id)
+        replacements = []
+        for row in await asyncio.to_thread(self._stage.trajectories.list, run=self._run, group_id=group.id):
+            if row.state == TrajectoryState.finished:
+                await regrade(self._stage, task, row.id, row.submission_key)
+            elif row.state == TrajectoryState.running:
+                await give_up(self._stage, row.id, "the dispatcher was restarted in the middle of this rollout")
+                base, _, attempt = row.id.partition("~")
+                fresh = f"{base}~{int(attempt or 0) + 1}"
+                await asyncio.to_thread(self._ledger.replace_lost, group.id, row.id, fresh)
+                replacements.append(fresh)
+        await self._run_group(group.id, task, replacements, group.min_version)
+
+    async def _mark_busy(self) -> None:
+        """One `busy` event per second of work: enough for the timeline, nothing for the log to choke on."""
+        start = time.time()
+        while True:
+            was_running = self._running
+            await asyncio.sleep(1.0)
+            if was_running and self._running:
+                telemetry.emit("busy", what="rollouts", start=start, end=time.time(), running=self._running)
+            start = time.time()

@@ -1,0 +1,58 @@
+"""SIMULATION, for benchmarks: machines whose commands take as long as they would in a larger repository.
+
+The micro-repositories' tests run in milliseconds. To see what asynchrony gains when tools are slow, each command also
+waits a time drawn from a recorded distribution. Only waiting is simulated; the commands still run.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import random
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from rollmill.environments.machine import Capabilities, ExecResult, Machine, MachineHost
+
+
+class SlowMachine:
+    def __init__(self, machine: Machine, seconds: Sequence[float], draw: random.Random) -> None:
+        self._machine = machine
+        self._seconds = seconds
+        self._draw = draw
+        self.capabilities: Capabilities = machine.capabilities
+
+    async def exec(self, argv: Sequence[str], **options: Any) -> ExecResult:
+        await asyncio.sleep(self._draw.choice(self._seconds))
+        return await self._machine.exec(argv, **options)
+
+    async def read(self, path: str, *, max_bytes: int = 1 << 20) -> bytes:
+        return await self._machine.read(path, max_bytes=max_bytes)
+
+    async def write(self, path: str, data: bytes) -> None:
+        await self._machine.write(path, data)
+
+    async def snapshot(self) -> bytes:
+        return await self._machine.snapshot()
+
+    async def fork(self) -> Machine:
+        return SlowMachine(await self._machine.fork(), self._seconds, self._draw)
+
+    async def close(self) -> None:
+        await self._machine.close()
+
+
+class SlowMachines:
+    """A MachineHost whose machines are slow. Grading uses the host underneath: it is not the policy's waiting."""
+
+    def __init__(self, host: MachineHost, seconds: Sequence[float], seed: int) -> None:
+        self._host = host
+        self._seconds = seconds
+        self._draw = random.Random(seed)
+
+    async def create(
+        self, image: str, files: Mapping[str, bytes] | None = None, *, snapshot: bytes | None = None
+    ) -> Machine:
+        return SlowMachine(await self._host.create(image, files, snapshot=snapshot), self._seconds, self._draw)
+
+    async def close(self) -> None:
+        await self._host.close()
