@@ -39,7 +39,9 @@ def tool_seconds() -> list[float]:
     return [round(seconds * scale, 3) for seconds in recorded]
 
 
-def run(root: Path, base: Path | None, name: str, steps: int, evals: int, max_staleness: int, midtrain: list[str]) -> Path:
+def run(
+    root: Path, base: Path | None, name: str, steps: int, evals: int, max_staleness: int, midtrain: list[str]
+) -> Path:
     """One run of the demo's configuration with slow tools; from the mid-trained weights of `base` if given."""
     overrides = [
         f"name={name}",
@@ -59,7 +61,7 @@ def run(root: Path, base: Path | None, name: str, steps: int, evals: int, max_st
 
 
 def samples_per_second(run_path: Path, group_size: int, groups_per_step: int) -> tuple[float, float]:
-    """Trajectories consumed a second between the end of the warm-up and the last step; and the steps' mean staleness."""
+    """Trajectories trained on a second, from the end of the warm-up to the last step; and their mean staleness."""
     steps = [event for event in read_events(run_path / "events") if event["kind"] == "step"]
     timed = steps[WARMUP_STEPS - 1 :]
     seconds = timed[-1]["at"] - timed[0]["at"]

@@ -12,14 +12,88 @@ import sys
 import time
 from pathlib import Path
 
-MODULES = (
-    "argparse array base64 binascii bisect bool bytes calendar cmath collections colorsys configparser contextlib copy "
-    "csv dataclasses datetime decimal deque dict difflib enum fileinput fnmatch fractions functools genericpath "
-    "getopt glob graphlib gzip hashlib heapq hmac html htmlparser inspect int io ipaddress itertools json keyword list "
-    "locale math mimetypes netrc numeric_tower operator opcodes pathlib pprint queue quopri random range reprlib sched set "
-    "shelve shlex shutil slice statistics string struct tempfile textwrap timeit tokenize traceback tuple types unicodedata "
-    "urlparse uuid weakref zipfile zlib"
-).split()
+MODULES = [
+    "argparse",
+    "array",
+    "base64",
+    "binascii",
+    "bisect",
+    "bool",
+    "bytes",
+    "calendar",
+    "cmath",
+    "collections",
+    "colorsys",
+    "configparser",
+    "contextlib",
+    "copy",
+    "csv",
+    "dataclasses",
+    "datetime",
+    "decimal",
+    "deque",
+    "dict",
+    "difflib",
+    "enum",
+    "fileinput",
+    "fnmatch",
+    "fractions",
+    "functools",
+    "genericpath",
+    "getopt",
+    "glob",
+    "graphlib",
+    "gzip",
+    "hashlib",
+    "heapq",
+    "hmac",
+    "html",
+    "htmlparser",
+    "inspect",
+    "int",
+    "io",
+    "ipaddress",
+    "itertools",
+    "json",
+    "keyword",
+    "list",
+    "locale",
+    "math",
+    "mimetypes",
+    "netrc",
+    "numeric_tower",
+    "operator",
+    "opcodes",
+    "pathlib",
+    "pprint",
+    "queue",
+    "quopri",
+    "random",
+    "range",
+    "reprlib",
+    "sched",
+    "set",
+    "shelve",
+    "shlex",
+    "shutil",
+    "slice",
+    "statistics",
+    "string",
+    "struct",
+    "tempfile",
+    "textwrap",
+    "timeit",
+    "tokenize",
+    "traceback",
+    "tuple",
+    "types",
+    "unicodedata",
+    "urlparse",
+    "uuid",
+    "weakref",
+    "zipfile",
+    "zlib",
+]
 OUT = Path(__file__).with_name("tool_times.json")
 
 
@@ -34,7 +108,9 @@ def main() -> None:
         if b"Ran " in ran.stderr:  # failing tests take time as well; a module that is not there does not count
             seconds[f"test_{module}"] = round(taken, 3)
             print(f"{module:20s} {taken:8.3f} s")
-    OUT.write_text(json.dumps({"what": "seconds of one run of each module of Python's test suite", "seconds": seconds}, indent=1))
+    OUT.write_text(
+        json.dumps({"what": "seconds of one run of each module of Python's test suite", "seconds": seconds}, indent=1)
+    )
 
 
 if __name__ == "__main__":

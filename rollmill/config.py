@@ -1,7 +1,7 @@
 """TOML into a strict, validated tree.
 
 Every component owns a `Config` subclass next to its code; `rollmill.cluster.run.RunConfig` composes them. Unknown keys
-fail and name the nearest valid one; `key.path=value` overrides come from the command line and are parsed as TOML values.
+fail and name the nearest valid one; `key.path=value` overrides come from the command line, their values parsed as TOML.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ import json
 import tomllib
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, TypeVar, get_args, get_origin
 
 from pydantic import BaseModel, ConfigDict, ValidationError
 
@@ -32,11 +32,15 @@ def load_config(model: type[C], path: Path | None, overrides: Sequence[str] = ()
     tree: dict[str, Any] = {}
     source = "the command line"
     if path is not None:
-        source = str(path)
+        source = f"{path} with overrides" if overrides else str(path)
         try:
             tree = tomllib.loads(path.read_text())
         except FileNotFoundError:
-            raise ConfigError(f"{path} does not exist", hint="`ls examples/` shows configurations to start from") from None
+            raise ConfigError(
+                f"{path} does not exist", hint="`ls examples/` shows configurations to start from"
+            ) from None
+        except OSError as error:
+            raise ConfigError(f"{path} cannot be read: {error.strerror}") from None
         except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
             raise ConfigError(f"{path} is not valid TOML: {error}") from None
     for override in overrides:
@@ -50,14 +54,16 @@ def validate_config(model: type[C], tree: dict[str, Any], source: str) -> C:
         return model.model_validate_json(json.dumps(tree))
     except ValidationError as error:
         raise ConfigError(f"{source}: {_explain(model, error)}") from None
-    except TypeError as error:
+    except TypeError as error:  # the one thing TOML has and JSON has not
         raise ConfigError(f"{source}: {error}", hint="dates are not used in configurations; quote them") from None
 
 
 def _apply_override(tree: dict[str, Any], override: str) -> None:
     key, separator, text = override.partition("=")
     if not separator or not key:
-        raise ConfigError(f"override {override!r} is not of the form key.path=value", hint="for example training.lr=1e-4")
+        raise ConfigError(
+            f"override {override!r} is not of the form key.path=value", hint="for example training.lr=1e-4"
+        )
     try:
         value = tomllib.loads(f"value = {text}")["value"]
     except tomllib.TOMLDecodeError:
@@ -74,42 +80,72 @@ def _apply_override(tree: dict[str, Any], override: str) -> None:
 def _explain(model: type[Config], error: ValidationError) -> str:
     lines = []
     for problem in error.errors():
-        where = ".".join(str(part) for part in problem["loc"]) or "(top level)"
+        path, siblings = _locate(model, problem["loc"])
+        where = ".".join(path) or "(top level)"
         if problem["type"] == "extra_forbidden":
-            lines.append(f"unknown key {where!r}{_nearest(model, problem['loc'])}")
+            lines.append(f"unknown key {where!r}{_nearest(model, path, siblings)}")
         else:
-            given = "" if problem["type"] == "missing" else f" (got {problem['input']!r})"
+            given = "" if problem["type"] == "missing" else f" (got {_shorten(problem['input'])})"
             lines.append(f"{where}: {problem['msg']}{given}")
     return "; ".join(lines)
 
 
-def _nearest(model: type[Config], location: tuple[Any, ...]) -> str:
+def _locate(model: type[Config], location: tuple[int | str, ...]) -> tuple[list[str], list[str]]:
+    """A validation error's place as its path in the TOML, and the keys that are valid beside its last part."""
+    sections: list[type[Config]] = [model]
+    path: list[str] = []
+    siblings: list[str] = []
+    for part in map(str, location):
+        siblings = list(dict.fromkeys(name for section in sections for name in section.model_fields))
+        fields = [section.model_fields[part] for section in sections if part in section.model_fields]
+        # pydantic also names the member of a union it tried, by its tag or class; that is no part of the TOML
+        member = [section for section in sections if not fields and part in (section.__name__, *_tags(section))]
+        if fields:
+            sections = [section for field in fields for section in _sections(field.annotation)]
+        elif member:
+            sections = member
+            continue
+        path.append(part)
+    return path, siblings
+
+
+def _nearest(model: type[Config], path: list[str], siblings: list[str]) -> str:
     """The valid key nearest to a mistyped one: first among its siblings, then anywhere in the tree."""
-    section: Any = model
-    for part in location[:-1]:
-        field = section.model_fields.get(part) if hasattr(section, "model_fields") else None
-        section = _section_of(field.annotation) if field is not None else section
-    siblings = list(getattr(section, "model_fields", {}))
-    near = difflib.get_close_matches(str(location[-1]), siblings, n=1, cutoff=0.5)
-    if near:
-        return f"; did you mean {'.'.join([*map(str, location[:-1]), near[0]])!r}?"
-    paths = {path.rpartition(".")[2]: path for path in _paths(model)}
-    near = difflib.get_close_matches(str(location[-1]), list(paths), n=1, cutoff=0.7)
-    return f"; did you mean {paths[near[0]]!r}?" if near else f"; valid keys here: {', '.join(siblings)}"
+    *parents, key = path
+    beside = [(_likeness(key, name), ".".join([*parents, name])) for name in siblings]
+    # a key in another section must be clearly more alike than one right here
+    elsewhere = [(_likeness(key, path.rpartition(".")[2]) - 0.2, path) for path in _paths(model)]
+    likeness, nearest = max([*beside, *elsewhere], key=lambda candidate: candidate[0], default=(0.0, ""))
+    return f"; did you mean {nearest!r}?" if likeness >= 0.5 else f"; valid keys here: {', '.join(siblings)}"
 
 
-def _section_of(annotation: Any) -> Any:
-    for candidate in (annotation, *getattr(annotation, "__args__", ())):
-        if isinstance(candidate, type) and issubclass(candidate, Config):
-            return candidate
-    return annotation
+def _likeness(word: str, other: str) -> float:
+    return difflib.SequenceMatcher(None, word, other).ratio()
 
 
-def _paths(model: Any, prefix: str = "") -> list[str]:
+def _sections(annotation: Any) -> list[type[Config]]:
+    """The configuration sections an annotation may hold: itself, members of a union, items of a collection."""
+    if isinstance(annotation, type) and issubclass(annotation, Config):
+        return [annotation]
+    return [section for member in get_args(annotation) for section in _sections(member)]
+
+
+def _tags(section: type[Config]) -> list[str]:
+    return [str(tag) for field in section.model_fields.values() for tag in get_args(field.annotation)]
+
+
+def _paths(model: type[Config], prefix: str = "") -> list[str]:
+    """Every key that a file may name, except inside collections, whose keys are the user's own."""
     found = []
     for name, field in model.model_fields.items():
-        section = _section_of(field.annotation)
         found.append(prefix + name)
-        if isinstance(section, type) and issubclass(section, Config):
-            found.extend(_paths(section, f"{prefix}{name}."))
+        if get_origin(field.annotation) not in (dict, list, tuple):
+            found.extend(
+                path for section in _sections(field.annotation) for path in _paths(section, f"{prefix}{name}.")
+            )
     return found
+
+
+def _shorten(value: Any) -> str:
+    text = repr(value)
+    return text if len(text) <= 80 else f"{text[:77]}..."

@@ -10,7 +10,9 @@ import typer
 
 def demo(
     seed: Annotated[int, typer.Option(help="everything random follows from it")] = 0,
-    name: Annotated[str, typer.Option(help="the run's name and directory under runs/", show_default="demo, demo-2, …")] = "",
+    name: Annotated[
+        str, typer.Option(help="the run's name and directory under runs/", show_default="demo, demo-2, …")
+    ] = "",
     dry_run: Annotated[bool, typer.Option("--dry-run", help="print the configuration and stop")] = False,
     root: Annotated[Path, typer.Option(help="where run directories lie")] = Path("runs"),
 ) -> None:

@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
+
+if TYPE_CHECKING:
+    from rollmill.cluster.run import RunConfig, RunDirectory
 
 
 def train(
@@ -44,22 +47,33 @@ def train(
     run_to_report(run)
 
 
-def print_config(config) -> None:  # type: ignore[no-untyped-def]
+def print_config(config: RunConfig) -> None:
     """The resolved tree as JSON: every value that will be used, defaults included."""
     from rich.console import Console
 
     Console().print_json(config.model_dump_json())
 
 
-def run_to_report(run) -> None:  # type: ignore[no-untyped-def]
+def run_to_report(run: RunDirectory) -> None:
     """Drive the run with a live display, write its report, and say where it lies."""
     from rich.console import Console
 
+    from rollmill.chat.tokenizer import Tokenizer
     from rollmill.cli.progress import Progress
-    from rollmill.cluster.drive import STAGES, drive
-    from rollmill.evals.report import write_report
+    from rollmill.cluster.drive import drive
+    from rollmill.cluster.run import STAGES
+    from rollmill.evals.report import example_trajectories, write_report
+    from rollmill.storage.database import open_database
+    from rollmill.storage.objects import Objects
+    from rollmill.trajectories.store import TrajectoryStore
 
     with Progress(run.events, list(STAGES), title=f"rollmill · {run.config.name}") as progress:
         drive(run, on_tick=progress.update)
-    report = write_report(run.path)
+    store = TrajectoryStore(open_database(run.database_url), Objects.open(run.home_store))
+    report = write_report(
+        run.path,
+        seed=run.config.seed,
+        trajectories={title: store.load(id) for title, id in example_trajectories(run.path).items()},
+        decode=Tokenizer.load(run.tokenizer).decode,
+    )
     Console().print(f"\nreport: [link=file://{report.resolve()}]{report}[/link]")

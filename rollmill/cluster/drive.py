@@ -1,9 +1,9 @@
 """Take a run through its stages. Every stage asks the stores what is already done, so `drive` is also how to resume.
 
-    mid-train   the base line up to its last step                                     (skipped when published)
-    evaluate    the engines come up on version 0 of the line; held-out tasks          (skipped when recorded)
-    reinforce   dispatcher and trainer until the last step is committed
-    evaluate    the same held-out tasks on the last version
+mid-train   the base line up to its last step                                     (skipped when published)
+evaluate    the engines come up on version 0 of the line; held-out tasks          (skipped when recorded)
+reinforce   dispatcher and trainer until the last step is committed
+evaluate    the same held-out tasks on the last version
 """
 
 from __future__ import annotations
@@ -21,7 +21,6 @@ from rollmill.evals.run import EvalResult
 from rollmill.evals.suite import EvalConfig
 from rollmill.types import Version
 
-STAGES = ("mid-train", "evaluate before", "reinforce", "evaluate after")
 TICK_S = 0.2
 
 
@@ -31,10 +30,9 @@ def drive(run: RunDirectory, on_tick: Callable[[], None] = lambda: None) -> None
     with exclusive(run, "supervisor", patience_s=5.0):
         cluster = LocalCluster(run)
         try:
-            telemetry.emit("stage", stage=STAGES[0], index=0, stages=len(STAGES), state="start")
-            cluster.start("midtrain", threads=run.config.midtrain.training.threads)
-            _until_ended(cluster, "midtrain", on_tick)
-            telemetry.emit("stage", stage=STAGES[0], index=0, stages=len(STAGES), state="end")
+            with run.stage("mid-train"):
+                cluster.start("midtrain", threads=run.config.midtrain.training.threads)
+                _until_ended(cluster, "midtrain", on_tick)
             _start_serving(cluster, run)
             cluster.start("trainer", threads=run.config.training.threads)
             cluster.start("dispatcher")
@@ -58,11 +56,11 @@ def serving(run: RunDirectory, version: int | None = None) -> Iterator[LocalClus
 
 def evaluate_version(run: RunDirectory, suite: EvalConfig, version: int | None) -> list[EvalResult]:
     """Evaluate one version of the run's line, by default its newest."""
-    from rollmill.cluster.roles import evaluate
+    from rollmill.cluster.roles.dispatcher import evaluate
     from rollmill.storage.objects import Objects
     from rollmill.weights.store import WeightStore
 
-    store = WeightStore(Objects.open(run.store_path(run.config.regions[0])))
+    store = WeightStore(Objects.open(run.home_store))
     number = store.head(run.config.line) if version is None else version
     if number is None:
         raise WeightsError(f"line {run.config.line!r} has no version yet", hint="train first: `rollmill train`")

@@ -1,27 +1,30 @@
 """A run: one configuration tree and one directory.
 
-    runs/NAME/
-      run.json         the resolved configuration, ports and keys of this run (mode 0600)
-      store/           the home object store: weights, trajectories, submissions, checkpoints
-      regions/R/store/ the store of another region R; it reaches the home store over HTTP only
-      mill.db          the index (SQLite), unless `database` names a PostgreSQL
-      events/ logs/    telemetry and output, one file a process
-      gateway/         the gateway's local log of open sessions
-      report.html      written at the end, with report.json
+runs/NAME/
+  run.json         the resolved configuration, ports and keys of this run (mode 0600)
+  store/           the home object store: weights, trajectories, submissions, checkpoints
+  regions/R/store/ the store of another region R; it reaches the home store over HTTP only
+  mill.db          the index (SQLite), unless `database` names a PostgreSQL
+  events/ logs/    telemetry and output, one file a process
+  gateway/         the gateway's local log of open sessions
+  report.html      written at the end, with report.json
 """
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import secrets
 import socket
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
 from pydantic import Field, model_validator
 
+from rollmill import telemetry
 from rollmill.config import Config, validate_config
 from rollmill.environments.harnesses.coding import HarnessConfig
 from rollmill.environments.machines.namespace.client import NamespaceConfig
@@ -34,6 +37,7 @@ from rollmill.rollouts.config import RolloutConfig
 from rollmill.training.config import MidtrainConfig, RLConfig, TrainingConfig
 
 HOME = "home"
+STAGES = ("mid-train", "evaluate before", "reinforce", "evaluate after")
 
 
 class MidtrainStage(MidtrainConfig):
@@ -51,7 +55,9 @@ class RunConfig(Config):
     groups_per_step: int = Field(8, ge=1)
     group_size: int = Field(8, ge=2)
     max_staleness: int = Field(2, ge=0, description="0 is synchronous training, by the same code")
-    regions: tuple[str, ...] = Field((HOME,), min_length=1, description="one engine each; the first is where the trainer is")
+    regions: tuple[str, ...] = Field(
+        (HOME,), min_length=1, description="one engine each; the first is where the trainer is"
+    )
     tasks: Literal["micro-repos"] = "micro-repos"
     chat_format: Literal["compact"] = "compact"
     database: str | None = Field(None, description="SQLAlchemy URL; the default is SQLite in the run directory")
@@ -111,7 +117,9 @@ class RunDirectory:
         try:
             saved = json.loads((path / "run.json").read_text())
         except FileNotFoundError:
-            raise ConfigError(f"{path} holds no run (no run.json)", hint="`ls runs/` shows the runs there are") from None
+            raise ConfigError(
+                f"{path} holds no run (no run.json)", hint="`ls runs/` shows the runs there are"
+            ) from None
         config = validate_config(RunConfig, saved["config"], str(path / "run.json"))
         return cls(path, config, saved["ports"], saved["admin_token"], saved["production_key"])
 
@@ -132,6 +140,22 @@ class RunDirectory:
     def store_path(self, region: str) -> Path:
         home = region == self.config.regions[0]
         return self.path / "store" if home else self.path / "regions" / region / "store"
+
+    @property
+    def home_store(self) -> Path:
+        return self.store_path(self.config.regions[0])
+
+    @property
+    def tokenizer(self) -> Path:
+        return self.path / "tokenizer.json"
+
+    @contextlib.contextmanager
+    def stage(self, name: str) -> Iterator[None]:
+        """Mark a stage of the run for the display and the report. One that fails has no end."""
+        place = {"stage": name, "index": STAGES.index(name), "stages": len(STAGES)}
+        telemetry.emit("stage", **place, state="start")
+        yield
+        telemetry.emit("stage", **place, state="end")
 
     @property
     def database_url(self) -> str:

@@ -1,4 +1,4 @@
-"""One process of a run: `python -m rollmill.cluster.worker ROLE[-REGION] DIRECTORY [ARGUMENT…]`. What each role is, is told in ARCHITECTURE.md.
+"""One process of a run: `python -m rollmill.cluster.worker ROLE[-REGION] DIRECTORY [ARGUMENT…]`. See ARCHITECTURE.md.
 
 Exit codes: 0 the work is done, 3 trying again will not help (bad configuration, broken host), anything else may be
 restarted.
@@ -7,29 +7,21 @@ restarted.
 from __future__ import annotations
 
 import ctypes
+import importlib
 import os
 import signal
 import sys
 import traceback
-from collections.abc import Callable
 from pathlib import Path
 
 from rollmill import telemetry
-from rollmill.cluster import roles
 from rollmill.cluster.local import exclusive
 from rollmill.cluster.run import RunDirectory
 from rollmill.errors import ConfigError, HarnessError, RollmillError, TaskError, TrainingError
 
 FINAL = 3
 PR_SET_PDEATHSIG = 1
-ROLES: dict[str, Callable[..., None]] = {
-    "midtrain": roles.midtrain,
-    "trainer": roles.train,
-    "store": roles.serve_store,
-    "engine": roles.serve_engine,
-    "gateway": roles.serve_gateway,
-    "dispatcher": roles.dispatch,
-}
+ROLES = ("midtrain", "trainer", "store", "engine", "gateway", "dispatcher")
 
 
 def main(role: str, directory: str, *arguments: str) -> int:
@@ -39,7 +31,9 @@ def main(role: str, directory: str, *arguments: str) -> int:
     try:
         with exclusive(run, role):
             kind, _, region = role.partition("-")
-            ROLES[kind](run, *([region] if region else []), *arguments)
+            assert kind in ROLES, f"no role {kind!r}"
+            module = importlib.import_module(f"rollmill.cluster.roles.{kind}")
+            module.main(run, *([region] if region else []), *arguments)
     except (ConfigError, HarnessError, TaskError, TrainingError) as error:
         print(error, file=sys.stderr)
         return FINAL

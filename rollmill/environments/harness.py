@@ -7,13 +7,15 @@ from typing import Literal, Protocol
 
 from rollmill.environments.machine import Machine
 from rollmill.environments.task import Task
+from rollmill.types import Sampling
 
 
 @dataclass(frozen=True)
 class HarnessResult:
     """How the episode ended. All of these are the policy's doing: infrastructure trouble raises instead."""
 
-    stop: Literal["done", "max_turns", "length"]
+    # done: it said so; answer: it stopped calling tools; length: an answer or the context ran out of tokens
+    stop: Literal["done", "answer", "max_turns", "length"]
     turns: int
     tool_calls: int
     bad_tool_calls: int = 0  # not JSON, unknown tool, wrong arguments: answered with an error the model can read
@@ -22,4 +24,10 @@ class HarnessResult:
 class Harness(Protocol):
     name: str
 
-    async def run(self, task: Task, machine: Machine, *, base_url: str, api_key: str) -> HarnessResult: ...
+    async def run(
+        self, task: Task, machine: Machine, *, base_url: str, api_key: str, sampling: Sampling
+    ) -> HarnessResult:
+        """One episode. HarnessError if the model cannot be reached; MachineError passes through."""
+        ...
+
+    async def close(self) -> None: ...

@@ -12,9 +12,9 @@ WORK = "/work"  # the directory a task's files lie in, inside every machine
 @dataclass(frozen=True)
 class ExecResult:
     exit_code: int
-    output: bytes  # stdout and stderr together, cut to max_output
+    output: bytes  # stdout and stderr together; beyond max_output the middle is cut out, with a line that says so
     truncated: bool = False
-    stopped: Literal["time", "memory"] | None = None  # why the machine ended the command, if it did
+    stopped: Literal["time", "memory", "processes"] | None = None  # which limit ended the command, if one did
     seconds: float = 0.0
 
 
@@ -40,17 +40,22 @@ class Machine(Protocol):
         timeout_s: float = 10.0,
         max_output: int = 65536,
     ) -> ExecResult:
-        """Run a command to its end. A command that fails, loops or floods is a result; MachineError is ours alone."""
+        """Run a command to its end, and end whatever it left running.
+
+        A command that fails, loops or floods is a result; MachineError is ours alone.
+        """
         ...
 
     async def read(self, path: str, *, max_bytes: int = 1 << 20) -> bytes:
-        """FileNotFoundError / IsADirectoryError as usual; links that leave the machine do not exist."""
+        """OSError as usual (FileNotFoundError …; EFBIG beyond max_bytes); links lead nowhere outside the machine."""
         ...
 
-    async def write(self, path: str, data: bytes) -> None: ...
+    async def write(self, path: str, data: bytes) -> None:
+        """Create or replace a file, and its directories. OSError as usual (ENOSPC …)."""
+        ...
 
     async def snapshot(self) -> bytes:
-        """The work directory as bytes that `MachineHost.create(files_from=...)` takes."""
+        """The work directory as bytes that `MachineHost.create(image, snapshot=…)` takes."""
         ...
 
     async def fork(self) -> Machine: ...

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import secrets
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 
 from rollmill import telemetry
@@ -32,6 +32,7 @@ class EvalResult:
     low: float  # 95 % interval, attempts of one task taken together
     high: float
     seconds: float
+    by_task: dict[str, list[bool]]  # task id → what became of its attempts
     example_solved: str | None = None  # a trajectory worth reading
     example_unsolved: str | None = None
 
@@ -59,40 +60,36 @@ async def _run_cell(
     async def attempt_task(index: int, task: Task) -> list[Outcome]:
         group = f"{run}-{label}-{once}-{cell.split}-{cell.mode}-{index:04d}"
         ids = [f"{group}-{attempt}" for attempt in range(cell.attempts)]
-        facts = {
-            "run": f"{run}/eval-{label}",
-            "group_id": group,
-            "provenance": {"family": task.family, "split": task.split, "image": task.image, "mode": cell.mode},
-        }
+        eval_run = f"{run}/eval-{label}"
+        provenance = {"family": task.family, "split": task.split, "image": task.image, "mode": cell.mode}
+        facts = {"run": eval_run, "group_id": group, "provenance": provenance}
         async with slots:
-            await asyncio.to_thread(
-                stage.trajectories.create, facts["run"], group, task.id, ids, provenance=facts["provenance"]
-            )
-            rollouts = (
-                run_rollout(stage, task, id, sampling=sampling, min_version=version, facts=facts) for id in ids
-            )
+            await asyncio.to_thread(stage.trajectories.create, eval_run, group, task.id, ids, provenance=provenance)
+            rollouts = (run_rollout(stage, task, id, sampling=sampling, min_version=version, facts=facts) for id in ids)
             return await asyncio.gather(*rollouts)
 
     suite = tasks.heldout(cell.split, cell.tasks)
     by_task = await asyncio.gather(*(attempt_task(index, task) for index, task in enumerate(suite)))
-    return _summarise(by_task, cell, label, version, time.time() - started)
+    outcomes = dict(zip((task.id for task in suite), by_task, strict=True))
+    return _summarise(outcomes, cell, label, version, time.time() - started)
 
 
 def _summarise(
-    by_task: Sequence[list[Outcome]], cell: Cell, label: str, version: int, seconds: float
+    by_task: Mapping[str, list[Outcome]], cell: Cell, label: str, version: int, seconds: float
 ) -> EvalResult:
     """Attempts lost to infrastructure are left out of the rate; too many of them and there is no rate to speak of."""
-    graded = [[outcome for outcome in outcomes if outcome.reward is not None] for outcomes in by_task]
-    attempts = sum(map(len, graded))
-    failed = sum(map(len, by_task)) - attempts
+    graded = {task: [outcome for outcome in outcomes if outcome.reward] for task, outcomes in by_task.items()}
+    attempts = sum(map(len, graded.values()))
+    failed = sum(map(len, by_task.values())) - attempts
     if failed > MAX_FAILED_SHARE * (attempts + failed):
-        reason = next(outcome.reason for outcomes in by_task for outcome in outcomes if outcome.reason)
+        reason = next(outcome.reason for outcomes in by_task.values() for outcome in outcomes if outcome.reason)
         raise RollmillError(
             f"evaluation {label!r}: {failed} of {attempts + failed} attempts failed, the first: {reason}",
             hint="an evaluation with that many lost attempts would mislead; mend the cause and run it again",
         )
-    rate, low, high = clustered_interval([[outcome.solved for outcome in outcomes] for outcomes in graded if outcomes])
-    flat = [outcome for outcomes in graded for outcome in outcomes]
+    solved = {task: [outcome.solved for outcome in outcomes] for task, outcomes in graded.items() if outcomes}
+    interval = clustered_interval(list(solved.values()))
+    flat = [outcome for outcomes in graded.values() for outcome in outcomes]
     return EvalResult(
         label=label,
         split=cell.split,
@@ -101,10 +98,11 @@ def _summarise(
         solved=sum(outcome.solved for outcome in flat),
         attempts=attempts,
         failed=failed,
-        rate=rate,
-        low=low,
-        high=high,
+        rate=interval.value,
+        low=interval.low,
+        high=interval.high,
         seconds=seconds,
+        by_task=solved,
         example_solved=next((outcome.trajectory for outcome in flat if outcome.solved), None),
         example_unsolved=next((outcome.trajectory for outcome in flat if not outcome.solved), None),
     )

@@ -10,13 +10,21 @@ The same contract over HTTP (`inference/server.py`) and in process (`inference/e
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator, Mapping
+from collections.abc import AsyncGenerator, Mapping
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 import numpy as np
 
+from rollmill.errors import EngineError
 from rollmill.types import FinishReason, PolicyRef, Sampling, TrafficClass
+
+if TYPE_CHECKING:
+    from rollmill.weights.follower import Update
+
+
+class EngineUnavailable(EngineError):
+    """The engine cannot serve any request now; another one may."""
 
 
 @dataclass
@@ -49,13 +57,23 @@ class GenerateChunk:
     timing: Mapping[str, float] = field(default_factory=dict)
 
 
+@dataclass(frozen=True)
+class Applied:
+    """How a switch of weights went: how long no token was computed, and how many requests it happened under."""
+
+    pause_seconds: float
+    running: int
+
+
 class Engine(Protocol):
     """What the gateway and the follower need of an engine; the embedded engine and vLLM both provide it."""
 
-    def generate(self, request: GenerateRequest) -> AsyncIterator[GenerateChunk]: ...
+    def generate(self, request: GenerateRequest, *, stream: bool = False) -> AsyncGenerator[GenerateChunk, None]:
+        """Chunks as tokens come if `stream`, else one at the end. Closing the generator frees all the request holds."""
+        ...
 
-    async def apply(self, update: Any) -> None:
-        """Switch to new weights between two decode steps, without dropping requests (see weights.follower.Update)."""
+    async def apply(self, update: Update) -> Applied:
+        """Switch to new weights between two decode steps, without dropping requests."""
         ...
 
     async def pause(self) -> None: ...
@@ -63,3 +81,5 @@ class Engine(Protocol):
     async def resume(self) -> None: ...
 
     def health(self) -> dict[str, Any]: ...
+
+    def metrics(self) -> dict[str, float]: ...

@@ -55,7 +55,9 @@ class GatewayClient:
                         raise aiohttp.ClientConnectionError("gateway not ready")
                     if response.status >= 400:
                         text = (await response.text())[:500]
-                        raise GatewayError(f"{method} {path} answered {response.status}: {text}", status=response.status)
+                        raise GatewayError(
+                            f"{method} {path} answered {response.status}: {text}", status=response.status
+                        )
                     return await response.json() if response.content_length != 0 else {}
             except (aiohttp.ClientConnectionError, aiohttp.ClientPayloadError) as error:
                 if asyncio.get_running_loop().time() >= deadline:

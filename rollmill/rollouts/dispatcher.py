@@ -3,7 +3,7 @@
 What each loop waits for, and who unblocks it:
 
     admit    waits for (groups not final) < (max_staleness + 1) · groups_per_step   the trainer, by committing a step
-    rollout  waits for the gateway (tokens), its machine (tools), its grader        their processes; each wait is bounded
+    rollout  waits for the gateway (tokens), its machine (tools), its grader        their processes, or a time limit
     group    waits for all of its rollouts                                          the rollouts
     run      ends when steps · groups_per_step groups were started and have ended
 
@@ -85,6 +85,7 @@ class Dispatcher:
                 bound=self._bound,
                 min_version=min_version,
                 ids=ids,
+                provenance=_provenance(task),
             )
             if admitted:
                 break
@@ -101,7 +102,7 @@ class Dispatcher:
         facts = {
             "run": self._run,
             "group_id": group_id,
-            "provenance": {"family": task.family, "split": task.split, "image": task.image},
+            "provenance": _provenance(task),
         }
         async with self._slots:
             self._running += 1
@@ -124,7 +125,7 @@ class Dispatcher:
         if self._failures_in_a_row >= self._config.give_up_after:
             raise HarnessError(
                 f"the last {self._failures_in_a_row} rollouts all failed; the latest one: {outcome.reason}",
-                hint="`rollmill doctor` checks what machines need; `rollmill trajectories list --state failed` shows reasons",
+                hint="`rollmill doctor` checks what machines need; `rollmill trajectories list` shows the reasons",
             )
 
     async def _recover(self, groups: asyncio.TaskGroup) -> int:
@@ -138,11 +139,12 @@ class Dispatcher:
         replacements = []
         for row in await asyncio.to_thread(self._stage.trajectories.list, run=self._run, group_id=group.id):
             if row.state == TrajectoryState.finished:
+                assert row.submission_key is not None, "a rollout is sealed with its submission"
                 await regrade(self._stage, task, row.id, row.submission_key)
             elif row.state == TrajectoryState.running:
                 await give_up(self._stage, row.id, "the dispatcher was restarted in the middle of this rollout")
-                base, _, attempt = row.id.partition("~")
-                fresh = f"{base}~{int(attempt or 0) + 1}"
+                base, _, attempt = row.id.partition("+")
+                fresh = f"{base}+{int(attempt or 0) + 1}"
                 await asyncio.to_thread(self._ledger.replace_lost, group.id, row.id, fresh)
                 replacements.append(fresh)
         await self._run_group(group.id, task, replacements, group.min_version)
@@ -156,3 +158,7 @@ class Dispatcher:
             if was_running and self._running:
                 telemetry.emit("busy", what="rollouts", start=start, end=time.time(), running=self._running)
             start = time.time()
+
+
+def _provenance(task: Task) -> dict[str, str]:
+    return {"family": task.family, "split": task.split, "image": task.image}

@@ -50,6 +50,7 @@ class Outcome:
     trajectory: str
     reward: Reward | None
     result: HarnessResult | None
+    tokens: int = 0
     reason: str | None = None  # why there is no reward
 
     @property
@@ -65,13 +66,13 @@ async def run_rollout(
     outcome = Outcome(trajectory, None, None)
     try:
         async with asyncio.timeout(stage.timeout_s):
-            result, submission = await _play(stage, task, trajectory, sampling, min_version, facts)
+            result, submission, tokens = await _play(stage, task, trajectory, sampling, min_version, facts)
             reward = await stage.grader.grade(task, submission, stage.grading_machines)
         await asyncio.to_thread(stage.trajectories.grade, trajectory, reward)
-        outcome = Outcome(trajectory, reward, result)
+        outcome = Outcome(trajectory, reward, result, tokens)
     except (RollmillError, TimeoutError, OSError) as error:
         reason = str(error) or f"no end after {stage.timeout_s:.0f} s"
-        outcome = Outcome(trajectory, None, None, reason)
+        outcome = Outcome(trajectory, None, None, reason=reason)
         await give_up(stage, trajectory, reason)
     _report(task, outcome, facts, time.time() - started)
     return outcome
@@ -79,7 +80,7 @@ async def run_rollout(
 
 async def _play(
     stage: Stage, task: Task, trajectory: str, sampling: Sampling, min_version: int, facts: dict[str, Any]
-) -> tuple[HarnessResult, Submission]:
+) -> tuple[HarnessResult, Submission, int]:
     machine = await stage.machines.create(task.image, {path: text.encode() for path, text in task.files.items()})
     try:
         key = await stage.gateway.open_session(
@@ -92,8 +93,8 @@ async def _play(
     finally:
         await machine.close()
     submission_key = await asyncio.to_thread(store_submission, stage.objects, trajectory, submission)
-    await stage.gateway.seal(trajectory, submission_key)
-    return result, submission
+    sealed = await stage.gateway.seal(trajectory, submission_key)
+    return result, submission, sealed["tokens"]
 
 
 async def _hand_in(machine: Machine, task: Task) -> Submission:
@@ -147,6 +148,7 @@ def _report(task: Task, outcome: Outcome, facts: dict[str, Any], seconds: float)
         turns=result.turns if result else 0,
         tool_calls=result.tool_calls if result else 0,
         bad_tool_calls=result.bad_tool_calls if result else 0,
+        tokens=outcome.tokens,
         seconds=seconds,
         reason=outcome.reason,
     )

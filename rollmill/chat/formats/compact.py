@@ -1,0 +1,141 @@
+"""Compact: a format for very small models. One special token a role; an answer is as few sampled tokens as can be.
+
+    <user>Fix add.<agent>read<arg>add.py<end><tool>def add(a, b): …<agent>run<end><tool>ok<agent><text>Fixed.<end>
+                         └── sampled ──────┘                     └ sampled ┘         └─── sampled ────┘
+
+An answer is a call unless it begins with <text>; further calls follow behind <call>:
+
+    answer = first { "<call>" call } "<end>"        first = call | "<text>" text        call = name { "<arg>" argument }
+
+Arguments are positional, in the order of the tool's JSON schema properties, each as plain text (strings as they are,
+other types as JSON). Tool definitions are not part of the prompt: such a model has learnt its tools.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from rollmill.chat.format import ContentStream, Message, Tool, assistant_message, message_calls
+from rollmill.chat.tokenizer import Tokenizer
+
+SPECIAL_TOKENS = ("<end>", "<agent>", "<user>", "<tool>", "<system>", "<text>", "<call>", "<arg>")
+
+
+class CompactFormat:
+    name = "compact"
+
+    def __init__(self, tokenizer: Tokenizer) -> None:
+        self._tokenizer = tokenizer
+        self._end, self._agent, user, tool, system, self._text, self._call, self._arg = (
+            tokenizer.token_id(token) for token in SPECIAL_TOKENS
+        )
+        self._roles = {"user": user, "tool": tool, "system": system}
+        self.stop_tokens: tuple[int, ...] = (self._end,)
+
+    def render_start(self, messages: Sequence[Message], tools: Sequence[Tool]) -> list[int]:
+        return [*self._render(messages, tools), self._agent]
+
+    def render_turn(self, messages: Sequence[Message], tools: Sequence[Tool], *, answer_closed: bool) -> list[int]:
+        closing = [] if answer_closed else [self._end]
+        return [*closing, *self._render(messages, tools), self._agent]
+
+    def render_answer(self, message: Message, tools: Sequence[Tool]) -> list[int]:
+        parts = []
+        if message.get("content") or not message.get("tool_calls"):
+            parts.append([self._text, *self._tokenizer.encode(message.get("content") or "")])
+        schemas = _properties(tools)
+        for name, arguments in message_calls(message):
+            tokens = self._tokenizer.encode(name)
+            for argument in _positional(arguments, schemas.get(name)):
+                tokens += [self._arg, *self._tokenizer.encode(argument)]
+            parts.append(tokens)
+        return [*_joined(parts, self._call), self._end]
+
+    def parse(self, tokens: Sequence[int], tools: Sequence[Tool]) -> Message:
+        if tokens and tokens[-1] == self._end:
+            tokens = tokens[:-1]
+        elif not tokens:
+            return assistant_message("", [])  # cut off before it began
+        parts = _split(tokens, self._call)
+        content = None
+        if parts[0][:1] == [self._text]:
+            content = self._tokenizer.decode(parts.pop(0)[1:])
+        schemas = _properties(tools)
+        return assistant_message(content, [self._parse_call(part, schemas) for part in parts])
+
+    def content_stream(self, stops: Sequence[str] = ()) -> ContentStream:
+        return ContentStream(self._tokenizer, start="<text>", ends=("<call>", "<end>", *stops))
+
+    def _render(self, messages: Sequence[Message], tools: Sequence[Tool]) -> list[int]:
+        tokens: list[int] = []
+        for message in messages:
+            if message["role"] == "assistant":
+                tokens += [self._agent, *self.render_answer(message, tools)]
+            else:
+                tokens += [self._roles[message["role"]], *self._tokenizer.encode(message["content"])]
+        return tokens
+
+    def _parse_call(self, tokens: list[int], schemas: Mapping[str, Mapping[str, Any]]) -> tuple[str, str]:
+        name_tokens, *arguments = _split(tokens, self._arg)
+        name = self._tokenizer.decode(name_tokens).strip()
+        properties = schemas.get(name)
+        if properties is None or len(arguments) > len(properties):
+            # Not a call this tool understands: its raw text, which is no JSON object, lets the harness say so.
+            return name, self._tokenizer.decode(tokens[len(name_tokens) :])
+        values = {
+            key: _typed(self._tokenizer.decode(argument), schema)
+            for (key, schema), argument in zip(properties.items(), arguments, strict=False)
+        }
+        return name, json.dumps(values, ensure_ascii=False)
+
+
+def _properties(tools: Sequence[Tool]) -> dict[str, Mapping[str, Any]]:
+    return {
+        tool["function"]["name"]: (tool["function"].get("parameters") or {}).get("properties") or {} for tool in tools
+    }
+
+
+def _positional(arguments: str, properties: Mapping[str, Any] | None) -> list[str]:
+    """Arguments in schema order. What does not fit the schema stays one raw argument: it was never a proper call."""
+    try:
+        values = json.loads(arguments)
+    except (ValueError, RecursionError):
+        return [arguments] if arguments else []
+    if not isinstance(values, dict) or properties is None or set(values) != set(list(properties)[: len(values)]):
+        return [arguments] if arguments else []
+    ordered = (values[key] for key in list(properties)[: len(values)])
+    return [value if isinstance(value, str) else json.dumps(value, ensure_ascii=False) for value in ordered]
+
+
+def _typed(text: str, schema: Any) -> Any:
+    """The argument as its schema types it; text that does not fit stays text, so that the harness can object."""
+    kind = schema.get("type", "string") if isinstance(schema, Mapping) else "string"
+    if "string" in kind:  # one type, or a list of them
+        return text
+    try:
+        return json.loads(text, parse_constant=_refuse)
+    except (ValueError, RecursionError):
+        return text
+
+
+def _refuse(constant: str) -> Any:
+    raise ValueError(f"{constant} is not JSON")
+
+
+def _split(tokens: Sequence[int], mark: int) -> list[list[int]]:
+    parts: list[list[int]] = [[]]
+    for token in tokens:
+        if token == mark:
+            parts.append([])
+        else:
+            parts[-1].append(token)
+    return parts
+
+
+def _joined(parts: Sequence[list[int]], mark: int) -> list[int]:
+    tokens = list(parts[0])
+    for part in parts[1:]:
+        tokens += [mark, *part]
+    return tokens

@@ -1,0 +1,164 @@
+"""Hermes: ChatML with `<tool_call>{"name": …, "arguments": {…}}</tool_call>`, as Qwen-type models use.
+
+    <|im_start|>user⏎Fix add.<|im_end|>⏎<|im_start|>assistant⏎<tool_call>⏎{"name": "read", …}⏎</tool_call><|im_end|>⏎
+    <|im_start|>user⏎<tool_response>⏎def add…⏎</tool_response><|im_end|>⏎<|im_start|>assistant⏎Fixed.<|im_end|>
+
+The results of parallel calls share one user block. Marks such as <tool_call> are single tokens where the vocabulary has
+them and plain text where not; text from users and tools is always spelled out (see chat.tokenizer).
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+from rollmill.chat.format import ContentStream, Message, Tool, assistant_message, message_calls
+from rollmill.chat.tokenizer import Tokenizer
+
+_NAME = re.compile(r'"name"\s*:\s*"([^"]*)"')
+_MARKS = re.compile(r"(<\|im_start\|>|<\|im_end\|>|</?tool_call>|</?tool_response>)")
+_TOOLS = """# Tools
+
+You may call one or more functions to assist with the user query.
+
+You are provided with function signatures within <tools></tools> XML tags:
+<tools>
+{signatures}
+</tools>
+
+For each function call, return a json object with function name and arguments within <tool_call></tool_call> XML tags:
+<tool_call>
+{{"name": <function-name>, "arguments": <args-json-object>}}
+</tool_call>"""
+
+
+class HermesFormat:
+    name = "hermes"
+
+    def __init__(self, tokenizer: Tokenizer) -> None:
+        self._tokenizer = tokenizer
+        tokenizer.token_id("<|im_start|>")
+        end_of_text = tokenizer.find_token("<|endoftext|>")
+        self._end = tokenizer.token_id("<|im_end|>")
+        self.stop_tokens: tuple[int, ...] = (self._end,) if end_of_text is None else (self._end, end_of_text)
+
+    def render_start(self, messages: Sequence[Message], tools: Sequence[Tool]) -> list[int]:
+        writer = _Writer(self._tokenizer)
+        self._write_system(writer, messages, tools)
+        self._write(writer, messages[1:] if messages and messages[0]["role"] == "system" else messages)
+        return writer.mark("<|im_start|>assistant\n").tokens()
+
+    def render_turn(self, messages: Sequence[Message], tools: Sequence[Tool], *, answer_closed: bool) -> list[int]:
+        writer = _Writer(self._tokenizer)
+        writer.mark("\n" if answer_closed else "<|im_end|>\n")
+        self._write(writer, messages)
+        return writer.mark("<|im_start|>assistant\n").tokens()
+
+    def render_answer(self, message: Message, tools: Sequence[Tool]) -> list[int]:
+        writer = _Writer(self._tokenizer)
+        self._write_answer(writer, message)
+        return writer.mark("<|im_end|>").tokens()
+
+    def parse(self, tokens: Sequence[int], tools: Sequence[Tool]) -> Message:
+        end = len(tokens) - 1 if tokens and tokens[-1] in self.stop_tokens else len(tokens)
+        text = self._tokenizer.decode(tokens[:end])
+        content, *bodies = text.split("<tool_call>")
+        calls = [_parse_call(body.partition("</tool_call>")[0].strip()) for body in bodies]
+        return assistant_message(content if content.strip() or not calls else None, calls)
+
+    def content_stream(self, stops: Sequence[str] = ()) -> ContentStream:
+        return ContentStream(self._tokenizer, start="", ends=("<tool_call>", "<|im_end|>", "<|endoftext|>", *stops))
+
+    def _write_system(self, writer: _Writer, messages: Sequence[Message], tools: Sequence[Tool]) -> None:
+        system = messages[0]["content"] if messages and messages[0]["role"] == "system" else ""
+        if not system and not tools:
+            return
+        writer.mark("<|im_start|>system\n").text(system)
+        if tools:
+            signatures = "\n".join(json.dumps(tool, ensure_ascii=False) for tool in tools)
+            before, after = _TOOLS.format(signatures="\0").split("\0")
+            writer.mark("\n\n" + before if system else before).text(signatures).mark(after)
+        writer.mark("<|im_end|>\n")
+
+    def _write(self, writer: _Writer, messages: Sequence[Message]) -> None:
+        for block in _blocks(messages):
+            role = block[0]["role"]
+            writer.mark(f"<|im_start|>{'user' if role == 'tool' else role}\n")
+            if role == "tool":
+                for index, message in enumerate(block):
+                    writer.mark("\n<tool_response>\n" if index else "<tool_response>\n")
+                    writer.text(message["content"]).mark("\n</tool_response>")
+            elif role == "assistant":
+                self._write_answer(writer, block[0])
+            else:
+                writer.text(block[0]["content"])
+            writer.mark("<|im_end|>\n")
+
+    def _write_answer(self, writer: _Writer, message: Message) -> None:
+        content = message.get("content") or ""
+        writer.text(content)
+        for index, (name, arguments) in enumerate(message_calls(message)):
+            separator = "\n" if index or (content and not content.endswith("\n")) else ""
+            body = f'{{"name": {json.dumps(name, ensure_ascii=False)}, "arguments": {arguments}}}'
+            writer.mark(f"{separator}<tool_call>\n").text(body).mark("\n</tool_call>")
+
+
+class _Writer:
+    """Collects text and marks; the text between two special tokens is tokenised in one piece, as a template would."""
+
+    def __init__(self, tokenizer: Tokenizer) -> None:
+        self._tokenizer = tokenizer
+        self._tokens: list[int] = []
+        self._pending = ""
+
+    def text(self, text: str) -> _Writer:
+        """Text that is not ours: spelled out, whatever it says."""
+        self._pending += text
+        return self
+
+    def mark(self, template: str) -> _Writer:
+        """Text of the template: its marks become special tokens where the vocabulary has them."""
+        for piece in _MARKS.split(template):
+            special = self._tokenizer.find_token(piece) if _MARKS.fullmatch(piece) else None
+            if special is None:
+                self._pending += piece
+            else:
+                self._flush()
+                self._tokens.append(special)
+        return self
+
+    def tokens(self) -> list[int]:
+        self._flush()
+        return self._tokens
+
+    def _flush(self) -> None:
+        if self._pending:
+            self._tokens += self._tokenizer.encode(self._pending)
+            self._pending = ""
+
+
+def _blocks(messages: Sequence[Message]) -> Iterator[list[Message]]:
+    """One message a block, but tool results in a row together."""
+    block: list[Message] = []
+    for message in messages:
+        if block and not (message["role"] == "tool" == block[0]["role"]):
+            yield block
+            block = []
+        block.append(message)
+    if block:
+        yield block
+
+
+def _parse_call(body: str) -> tuple[str, str]:
+    """Name and arguments; what is no proper call keeps its raw text as arguments, so that the harness can answer it."""
+    try:
+        call: Any = json.loads(body)
+    except (ValueError, RecursionError):
+        call = None
+    if isinstance(call, dict) and isinstance(call.get("name"), str) and isinstance(call.get("arguments"), dict | str):
+        arguments = call["arguments"]
+        return call["name"], arguments if isinstance(arguments, str) else json.dumps(arguments, ensure_ascii=False)
+    named = _NAME.search(body)
+    return named.group(1) if named else "invalid", body

@@ -1,0 +1,104 @@
+"""Tokenizer: text ↔ token ids, with one rule of its own: text never becomes a special token.
+
+Special tokens carry the structure of a conversation (who speaks, where an answer ends). A user, a file or a tool result
+that contains the characters "<end>" must not be able to end a turn, so `encode` spells them out in ordinary tokens and
+only `token_id` gives the special one.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+
+import tokenizers
+from tokenizers import Regex, decoders, models, pre_tokenizers, trainers
+
+from rollmill.errors import ConfigError
+
+# One or two digits stand alone (so 0–99 can be one token wherever they appear), a line break takes the indentation
+# behind it along, words and punctuation take the blank before them along.
+_PIECES = r"\p{N}{1,2}|\n[ ]*| ?[\p{L}_]+| ?[^\s\p{L}\p{N}_]+|\s"
+
+
+class Tokenizer:
+    """Wraps a Hugging Face `tokenizer.json`; byte-level ones give every text back exactly."""
+
+    def __init__(self, tokenizer: tokenizers.Tokenizer) -> None:
+        self._full = tokenizer
+        self._ordinary = _without_added_tokens(tokenizer)
+        self.special_ids = frozenset(tokenizer.get_added_tokens_decoder())
+        self.vocab_size: int = max(tokenizer.get_vocab(with_added_tokens=True).values()) + 1
+
+    @classmethod
+    def load(cls, path: Path) -> Tokenizer:
+        try:
+            return cls(tokenizers.Tokenizer.from_file(str(path)))
+        except Exception as error:  # the library raises bare Exception
+            raise ConfigError(
+                f"cannot read tokenizer {path}: {error}", hint="it must be a tokenizer.json file"
+            ) from None
+
+    def save(self, path: Path) -> None:
+        self._full.save(str(path))
+
+    def encode(self, text: str) -> list[int]:
+        """Ordinary tokens only, whatever the text spells."""
+        if not text.isascii():
+            text = text.encode("utf-8", "replace").decode()  # JSON can carry half a surrogate pair, UTF-8 cannot
+        ids: list[int] = self._ordinary.encode(text, add_special_tokens=False).ids
+        return ids
+
+    def decode(self, ids: Sequence[int]) -> str:
+        """The text; special tokens appear as they are spelled, bytes that are no UTF-8 as U+FFFD."""
+        return str(self._full.decode(list(ids), skip_special_tokens=False))
+
+    def token_id(self, token: str) -> int:
+        found = self.find_token(token)
+        if found is None:
+            raise ConfigError(
+                f"the tokenizer has no token {token!r}", hint="choose the chat format this model was made for"
+            )
+        return found
+
+    def find_token(self, token: str) -> int | None:
+        found: int | None = self._full.token_to_id(token)
+        return found
+
+
+def train_tokenizer(texts: Iterable[str], vocab_size: int, special_tokens: Sequence[str]) -> tokenizers.Tokenizer:
+    """Byte-level BPE learnt from `texts`; the special tokens get the ids 0, 1, 2, …. Same input, same tokenizer."""
+    smallest = 256 + len(special_tokens)
+    if vocab_size < smallest:
+        raise ConfigError(
+            f"vocab_size {vocab_size} is too small", hint=f"256 bytes and the special tokens need at least {smallest}"
+        )
+    tokenizer = tokenizers.Tokenizer(models.BPE())
+    tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
+        [
+            pre_tokenizers.Split(Regex(_PIECES), behavior="isolated"),
+            pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False),
+        ]
+    )
+    tokenizer.decoder = decoders.ByteLevel()
+    trainer = trainers.BpeTrainer(
+        vocab_size=vocab_size,
+        min_frequency=2,
+        special_tokens=list(special_tokens),
+        initial_alphabet=sorted(pre_tokenizers.ByteLevel.alphabet()),
+        show_progress=False,
+    )
+    tokenizer.train_from_iterator(texts, trainer=trainer)
+    return tokenizer
+
+
+def _without_added_tokens(tokenizer: tokenizers.Tokenizer) -> tokenizers.Tokenizer:
+    """The same tokenizer, unable to produce any added token: neither by matching its text nor from the vocabulary."""
+    tree = json.loads(tokenizer.to_str())
+    names = {added["content"] for added in tree["added_tokens"]}
+    tree["added_tokens"] = []
+    tree["post_processor"] = None
+    vocabulary = tree["model"].get("vocab")
+    if isinstance(vocabulary, dict):
+        tree["model"]["vocab"] = {token: number for token, number in vocabulary.items() if token not in names}
+    return tokenizers.Tokenizer.from_str(json.dumps(tree))

@@ -1,0 +1,161 @@
+"""`rollmill doctor`: what this machine has, what it lacks, and what to do about it."""
+
+from __future__ import annotations
+
+import asyncio
+import importlib.metadata
+import importlib.util
+import os
+import shutil
+import sqlite3
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, Literal, NamedTuple
+
+import typer
+
+from rollmill.errors import MachineError
+
+GIB = 1 << 30
+
+
+class Check(NamedTuple):
+    name: str
+    status: Literal["ok", "warn", "missing"]
+    found: str
+    remedy: str = ""
+
+
+def doctor() -> None:
+    """Check this machine: what is there, what is missing, the remedy. Exit code 1 if something needed is missing."""
+    from rich.console import Console
+    from rich.table import Table
+
+    checks = [check for probe in PROBES for check in probe()]
+    table = Table("", "check", "found", "remedy")
+    marks = {"ok": "[green]ok[/]", "warn": "[yellow]warn[/]", "missing": "[red]missing[/]"}
+    for check in checks:
+        table.add_row(marks[check.status], check.name, check.found, check.remedy)
+    Console().print(table)
+    if any(check.status == "missing" for check in checks):
+        raise typer.Exit(1)
+
+
+def _python() -> list[Check]:
+    version = ".".join(map(str, sys.version_info[:3]))
+    if (3, 11) <= sys.version_info < (3, 14):
+        return [Check("Python", "ok", version)]
+    return [Check("Python", "missing", version, "install Python 3.11, 3.12 or 3.13")]
+
+
+def _torch() -> list[Check]:
+    try:
+        version = importlib.metadata.version("torch")
+    except importlib.metadata.PackageNotFoundError:
+        return [Check("torch", "missing", "not installed", "`scripts/setup`, or `pip install 'torch>=2.11'`")]
+    major, minor = (int(part) for part in version.split(".")[:2])
+    if (major, minor) < (2, 11):
+        return [Check("torch", "missing", version, "`pip install 'torch>=2.11'`")]
+    return [Check("torch", "ok", version)]
+
+
+def _processors() -> list[Check]:
+    count = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    remedy = "" if count >= 2 else "works, but rollouts and training take turns: give it 2"
+    return [Check("CPU threads", "ok" if count >= 2 else "warn", str(count), remedy)]
+
+
+def _memory() -> list[Check]:
+    try:
+        lines = Path("/proc/meminfo").read_text().splitlines()
+    except OSError:
+        return [Check("memory", "warn", "unknown on this system", "4 GiB are enough for the demo")]
+    sizes = {line.split(":")[0]: int(line.split()[1]) * 1024 for line in lines if line.endswith("kB")}
+    found = f"{sizes['MemAvailable'] / GIB:.1f} of {sizes['MemTotal'] / GIB:.1f} GiB free"
+    if sizes["MemAvailable"] >= 3 * GIB:
+        return [Check("memory", "ok", found)]
+    return [Check("memory", "warn", found, "close something: the demo needs about 3 GiB")]
+
+
+def _disk() -> list[Check]:
+    free = shutil.disk_usage(Path.cwd()).free
+    found = f"{free / GIB:.1f} GiB free here"
+    if free >= 2 * GIB:
+        return [Check("disk", "ok", found)]
+    return [Check("disk", "warn", found, "runs are written below the current directory: free 2 GiB")]
+
+
+def _machines() -> list[Check]:
+    """Make a real machine and run something in it: nothing else tells whether the kernel allows one."""
+    try:
+        limits, milliseconds = asyncio.run(_try_machine())
+    except MachineError as error:
+        return [Check("machines (namespaces)", "missing", error.message, error.hint or "")]
+    found = f"a command ran in one, {milliseconds:.0f} ms after asking for it"
+    identity = "each machine a user id of its own" if limits["separate_users"] else "machines share your user id"
+    checks = [Check("machines (namespaces)", "ok", f"{found}; {identity}")]
+    missing_groups = {"memory", "pids"} - set(limits["control_groups"])
+    if missing_groups:
+        remedy = "enough for development; groups are used as root or under `systemd-run --user --scope -p Delegate=yes`"
+        held_by = "rlimits and a watchdog" if limits["process_rlimit"] else "a watchdog alone (Linux 5.14 also counts)"
+        found = f"no control group for {' and '.join(sorted(missing_groups))}: {held_by}"
+        checks.append(Check("machine limits", "warn", found, remedy))
+    else:
+        checks.append(Check("machine limits", "ok", "control groups (memory, pids), rlimits, watchdog"))
+    if not limits["seccomp"]:
+        remedy = "known for x86-64 and aarch64"
+        checks.append(Check("system-call filter", "warn", f"none for {os.uname().machine}", remedy))
+    return checks
+
+
+async def _try_machine() -> tuple[dict[str, Any], float]:
+    from rollmill.environments.machines.images import BUILT_IN
+    from rollmill.environments.machines.namespace.client import NamespaceHost
+
+    host = NamespaceHost()
+    try:
+        await host.start()
+        started = asyncio.get_running_loop().time()
+        machine = await host.create(BUILT_IN)
+        result = await machine.exec(["python", "-c", "print(6 * 7)"])
+        seconds = asyncio.get_running_loop().time() - started
+        await machine.close()
+        if result.output != b"42\n":
+            raise MachineError(f"Python does not work in a machine: {result.output.decode('utf-8', 'replace')[-300:]}")
+        return host.limits, seconds * 1000
+    finally:
+        await host.close()
+
+
+def _databases() -> list[Check]:
+    new_enough = sqlite3.sqlite_version_info >= (3, 35)
+    remedy = "" if new_enough else "3.35 or newer is needed: use a newer Python build"
+    checks = [Check("SQLite", "ok" if new_enough else "missing", sqlite3.sqlite_version, remedy)]
+    if importlib.util.find_spec("psycopg"):
+        checks.append(Check("PostgreSQL client", "ok", f"psycopg {importlib.metadata.version('psycopg')}"))
+    else:
+        remedy = "only for runs over several hosts: `pip install 'rollmill[postgres]'`"
+        checks.append(Check("PostgreSQL client", "warn", "not installed", remedy))
+    return checks
+
+
+def _git() -> list[Check]:
+    path = shutil.which("git")
+    if path is None:
+        return [Check("git", "warn", "not found", "only for working on Rollmill itself: install git")]
+    version = subprocess.run([path, "--version"], capture_output=True, text=True, check=False).stdout.strip()
+    return [Check("git", "ok", version.removeprefix("git version "))]
+
+
+PROBES: tuple[Callable[[], list[Check]], ...] = (
+    _python,
+    _torch,
+    _processors,
+    _memory,
+    _disk,
+    _machines,
+    _databases,
+    _git,
+)

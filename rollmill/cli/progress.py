@@ -1,0 +1,320 @@
+"""Live progress of a run, read from its events: a display that redraws in a terminal, a line now and then elsewhere.
+
+`Progress` only looks: the run goes on the same without it. Events fold into a `State`; drawing reads nothing else.
+"""
+
+from __future__ import annotations
+
+import time
+from collections import deque
+from dataclasses import dataclass, field
+from pathlib import Path
+from types import TracebackType
+from typing import Any
+
+from rich.console import Console, Group, RenderableType
+from rich.live import Live
+from rich.padding import Padding
+from rich.progress_bar import ProgressBar
+from rich.table import Table
+from rich.text import Text
+
+from rollmill.telemetry import EventTail
+
+LINE_EVERY = 5.0  # seconds between plain lines
+FRESH = 5.0  # seconds after which an engine's speed no longer describes it
+SPARKS = "▁▂▃▄▅▆▇█"
+SPLITS = {"heldout": "held out", "heldout_family": "held-out family"}
+
+
+@dataclass
+class Stage:
+    """`done` and `total` count steps, or rollouts where a stage has no steps (an evaluation)."""
+
+    name: str
+    start: float | None = None
+    end: float | None = None
+    done: int = 0
+    total: int | None = None
+    first: tuple[float, int] | None = None  # when counting began and at what: the pace is measured from there
+
+    def count(self, done: int, total: int | None, at: float) -> None:
+        self.first = self.first or (at, done)
+        self.done, self.total = done, total
+
+    def seconds(self, now: float) -> float:
+        return 0.0 if self.start is None else max(0.0, (self.end or now) - self.start)
+
+    def seconds_left(self, now: float) -> float | None:
+        """At the pace so far; None while there is no pace yet."""
+        if not self.total or self.first is None or self.done <= self.first[1]:
+            return None
+        pace = (now - self.first[0]) / (self.done - self.first[1])
+        return max(0.0, pace * (self.total - self.done))
+
+
+@dataclass
+class Engine:
+    version: int | None = None
+    tokens_per_s: float = 0.0
+    at: float = 0.0  # of the last figure
+
+
+@dataclass
+class State:
+    """What the events so far say."""
+
+    stages: list[Stage]
+    step: dict[str, Any] = field(default_factory=dict)  # the newest step event, of reinforcement or mid-training
+    solve_rates: deque[float] = field(default_factory=lambda: deque(maxlen=32))
+    engines: dict[str, Engine] = field(default_factory=dict)
+    evals: dict[str, list[dict[str, Any]]] = field(default_factory=dict)  # by stage
+    restarts: int = 0
+    warning: str = ""
+
+    @property
+    def current(self) -> Stage | None:
+        return next((stage for stage in self.stages if stage.start is not None and stage.end is None), None)
+
+    def fold(self, event: dict[str, Any]) -> None:
+        handler = getattr(self, f"_on_{event['kind']}", None)
+        if handler is not None:
+            handler(event)
+
+    def tokens_per_s(self, now: float) -> float:
+        return sum(engine.tokens_per_s for engine in self.engines.values() if now - engine.at < FRESH)
+
+    def _on_stage(self, event: dict[str, Any]) -> None:
+        name = str(event.get("stage"))
+        stage = next((stage for stage in self.stages if stage.name == name), None)
+        if stage is None:
+            stage = Stage(name)
+            self.stages.append(stage)
+        if event.get("state") == "start":
+            before = [other for other in self.stages if other.end is not None and other.total is None and other.done]
+            self.step, stage.start, stage.end, stage.done, stage.first = {}, event["at"], None, 0, None
+            # an evaluation takes as many rollouts as the one before it
+            stage.total = before[-1].done if before else None
+        else:
+            stage.end = event["at"]
+
+    def _on_step(self, event: dict[str, Any]) -> None:
+        self.step = event
+        self.solve_rates.append(float(event.get("solve_rate") or 0.0))
+        if self.current is not None:
+            self.current.count(int(event.get("step", 0)), event.get("steps"), event["at"])
+
+    def _on_midtrain_step(self, event: dict[str, Any]) -> None:
+        self.step = event
+        if self.current is not None:
+            self.current.count(int(event.get("step", 0)), event.get("steps"), event["at"])
+
+    def _on_rollout(self, event: dict[str, Any]) -> None:
+        stage = self.current
+        if stage is not None and event.get("split") != "train":
+            stage.count(stage.done + 1, stage.total, event["at"])
+
+    def _on_engine(self, event: dict[str, Any]) -> None:
+        engine = self.engines.setdefault(str(event.get("engine")), Engine())
+        engine.tokens_per_s, engine.at = float(event.get("tokens_per_s") or 0.0), event["at"]
+
+    def _on_apply(self, event: dict[str, Any]) -> None:
+        self.engines.setdefault(str(event.get("engine")), Engine()).version = event.get("version")
+
+    def _on_eval(self, event: dict[str, Any]) -> None:
+        self.evals.setdefault(self.current.name if self.current else "", []).append(event)
+
+    def _on_restart(self, event: dict[str, Any]) -> None:
+        self.restarts += 1
+        self.warning = f"{event.get('target')} was started again (exit code {event.get('exit_code')})"
+
+    def _on_warning(self, event: dict[str, Any]) -> None:
+        self.warning = str(event.get("text"))
+
+
+class Progress:
+    """Shows how far a run is. Call `update()` a few times a second; it never blocks on the run."""
+
+    def __init__(self, events_dir: Path, stages: list[str], title: str, console: Console | None = None) -> None:
+        self._tail = EventTail(events_dir)
+        self._state = State([Stage(name) for name in stages])
+        self._title = title
+        self._console = console or Console(highlight=False)
+        self._live: Live | None = None
+        self._started = time.time()
+        self._line_at = 0.0
+        self._failed = False
+
+    def __enter__(self) -> Progress:
+        self._started = self._line_at = time.time()
+        if self._console.is_terminal:
+            self._live = Live(self._draw(self._started), console=self._console, auto_refresh=False)
+            self._live.start()
+        else:
+            self._console.print(self._title)
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._failed = kind is not None
+        self.update()
+        if self._live is not None:
+            self._live.stop()
+            self._live = None
+
+    def update(self) -> None:
+        now = time.time()
+        for event in self._tail.poll():
+            self._state.fold(event)
+            if self._live is None:
+                self._say(event)
+        if self._live is not None:
+            self._live.update(self._draw(now), refresh=True)
+        elif now - self._line_at >= LINE_EVERY and self._state.current is not None:
+            self._line_at = now
+            self._print(now, plain_line(self._state, now))
+
+    def _say(self, event: dict[str, Any]) -> None:
+        """What a log should have the moment it happens."""
+        if event["kind"] == "stage":
+            stage = next(stage for stage in self._state.stages if stage.name == str(event.get("stage")))
+            ended = event.get("state") != "start"
+            self._print(
+                event["at"], f"{stage.name}: " + (f"done in {clock(stage.seconds(0.0))}" if ended else "started")
+            )
+        elif event["kind"] == "eval":
+            self._print(event["at"], describe_eval(event))
+        elif event["kind"] in ("restart", "warning"):
+            self._print(event["at"], self._state.warning)
+
+    def _print(self, at: float, words: str) -> None:
+        self._console.print(f"[{clock(at - self._started):>5}] {words}", markup=False, soft_wrap=True)
+
+    def _draw(self, now: float) -> RenderableType:
+        return draw(self._state, self._title, now - self._started, now, self._failed)
+
+
+def clock(seconds: float) -> str:
+    whole = max(0, round(seconds))
+    minutes = f"{whole // 60 % 60:02}" if whole >= 3600 else f"{whole // 60}"
+    return (f"{whole // 3600}:" if whole >= 3600 else "") + f"{minutes}:{whole % 60:02}"
+
+
+def describe_eval(event: dict[str, Any]) -> str:
+    place = f"{SPLITS.get(str(event.get('split')), event.get('split'))}, {event.get('mode')}"
+    rate, low, high = (100 * float(event.get(key) or 0.0) for key in ("rate", "low", "high"))
+    return (
+        f"{event.get('label')}: {place}: {rate:.1f} % solved ({low:.1f}–{high:.1f}, {event.get('attempts')} attempts)"
+    )
+
+
+def facts(state: State, now: float) -> list[tuple[str, str]]:
+    """Names and values of the current stage's figures, most telling first."""
+    step, found = state.step, []
+    if "reward_mean" in step:
+        found.append(("reward", f"{float(step['reward_mean'] or 0.0):.2f}"))
+    if "solve_rate" in step:
+        found.append(("solved", f"{100 * float(step['solve_rate'] or 0.0):.0f} %"))
+    if step.get("staleness_mean") is not None:
+        found.append(("staleness", f"{float(step['staleness_mean']):.1f} (max {step.get('staleness_max', 0)})"))
+    if step.get("kind") == "midtrain_step" and step.get("loss") is not None:
+        found.append(("loss", f"{float(step['loss']):.3f}"))
+    speed = state.tokens_per_s(now)
+    if not speed and now - step.get("at", 0.0) < FRESH:
+        speed = float(step.get("tokens_per_s") or 0.0)
+    if speed:
+        found.append(("tokens/s", f"{speed:,.0f}"))
+    versions = [
+        f"{name} v{engine.version}" for name, engine in sorted(state.engines.items()) if engine.version is not None
+    ]
+    if versions:
+        found.append(("engines", " · ".join(versions)))
+    return found
+
+
+def plain_line(state: State, now: float) -> str:
+    stage = state.current
+    if stage is None:
+        return "waiting"
+    words = [stage.name, _counted(stage)]
+    words += [f"{name} {value}" for name, value in facts(state, now)]
+    left = stage.seconds_left(now)
+    words.append(f"about {clock(left)} left" if left is not None else "")
+    return "  ".join(word for word in words if word)
+
+
+def draw(state: State, title: str, elapsed: float, now: float, failed: bool = False) -> RenderableType:
+    head = Table.grid(expand=True)
+    head.add_column()
+    head.add_column(justify="right")
+    head.add_row(Text(title, "bold"), Text(clock(elapsed), "dim"))
+    rows: list[RenderableType] = [head, _stages(state, now, failed)]
+    if state.current is not None and not failed:
+        rows.append(Padding(_bar(state.current, now), (1, 0, 0, 0)))
+        rows.append(_figures(state, now))
+    if state.warning:
+        rows.append(Text(f"! {state.warning}", "yellow", no_wrap=True, overflow="ellipsis"))
+    return Padding(Group(*rows), (1, 2))
+
+
+def _stages(state: State, now: float, failed: bool) -> Table:
+    table = Table.grid(padding=(0, 2, 0, 0))
+    for stage in state.stages:
+        if stage.end is not None:
+            mark, style = Text("✓", "green"), ""
+        elif stage.start is not None:
+            mark, style = (Text("✗", "red"), "red") if failed else (Text("●", "cyan"), "bold")
+        else:
+            mark, style = Text("○", "dim"), "dim"
+        spent = Text(clock(stage.seconds(now)) if stage.start is not None else "", "dim", justify="right")
+        table.add_row(
+            mark, Text(stage.name, style), spent, Text(_result(state, stage), no_wrap=True, overflow="ellipsis")
+        )
+    return table
+
+
+def _result(state: State, stage: Stage) -> str:
+    """What an evaluation stage found, beside it."""
+    words = []
+    for event in state.evals.get(stage.name, []):
+        greedy = ", greedy" if event.get("mode") == "greedy" else ""
+        place = SPLITS.get(str(event.get("split")), str(event.get("split")))
+        words.append(f"{place}{greedy} {100 * float(event.get('rate') or 0.0):.0f} %")
+    return " · ".join(words)
+
+
+def _bar(stage: Stage, now: float) -> Table:
+    left = stage.seconds_left(now)
+    row = Table.grid(padding=(0, 2, 0, 0), expand=True)
+    row.add_column(ratio=1)
+    row.add_column(no_wrap=True)
+    row.add_column(no_wrap=True, justify="right")
+    bar = ProgressBar(
+        total=stage.total,
+        completed=min(stage.done, stage.total or 0),
+        pulse=not stage.total,
+        complete_style="cyan",
+        pulse_style="cyan",
+    )
+    row.add_row(bar, _counted(stage), Text(f"about {clock(left)} left" if left is not None else "", "dim"))
+    return row
+
+
+def _counted(stage: Stage) -> str:
+    if not stage.total:
+        return f"{stage.done}" if stage.done else ""
+    return f"{min(stage.done, stage.total)}/{stage.total}"
+
+
+def _figures(state: State, now: float) -> Table:
+    table = Table.grid(padding=(0, 2, 0, 0))
+    for name, value in facts(state, now):
+        spark = _sparkline(state.solve_rates) if name == "solved" and len(state.solve_rates) > 1 else ""
+        table.add_row(Text(name, "dim"), Text.assemble((value, "bold"), "  ", (spark, "cyan")))
+    return table
+
+
+def _sparkline(values: deque[float]) -> str:
+    """Shares of one: the same height always means the same rate."""
+    return "".join(SPARKS[min(len(SPARKS) - 1, max(0, int(value * len(SPARKS))))] for value in values)

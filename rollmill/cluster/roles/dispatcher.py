@@ -1,0 +1,106 @@
+"""Evaluate the starting point, run every group of the run, evaluate what came of it."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+from collections.abc import AsyncIterator
+from dataclasses import asdict
+
+from rollmill.cluster.run import RunDirectory
+from rollmill.environments.harnesses.coding import CodingHarness
+from rollmill.environments.machine import MachineHost
+from rollmill.environments.machines.namespace.client import NamespaceHost
+from rollmill.environments.rewards.hidden_tests import HiddenTests
+from rollmill.environments.tasks.micro_repos import MicroRepos
+from rollmill.evals.run import EvalResult, run_eval
+from rollmill.evals.suite import EvalConfig
+from rollmill.rollouts.client import GatewayClient
+from rollmill.rollouts.dispatcher import Dispatcher
+from rollmill.rollouts.rollout import Stage
+from rollmill.rollouts.simulation import SlowMachines
+from rollmill.storage.database import open_database
+from rollmill.storage.objects import Objects
+from rollmill.trajectories.ledger import Ledger
+from rollmill.trajectories.store import TrajectoryStore
+
+COMMIT_POLL_S = 0.1
+
+
+def main(run: RunDirectory) -> None:
+    asyncio.run(_dispatch(run))
+
+
+async def _dispatch(run: RunDirectory) -> None:
+    config = run.config
+    ledger = Ledger(open_database(run.database_url), config.name)
+    async with open_stage(run) as stage:
+        await _evaluate_once(run, stage, "before", 0)
+        if config.steps == 0:
+            return
+        with run.stage("reinforce"):
+            await Dispatcher(
+                stage,
+                ledger,
+                MicroRepos(),
+                config.rollouts,
+                run=config.name,
+                seed=config.seed,
+                group_size=config.group_size,
+                bound=config.staleness_bound,
+                total_groups=config.steps * config.groups_per_step,
+            ).run()
+            await _until_committed(ledger, config.steps)
+        await _evaluate_once(run, stage, "after", config.steps)
+
+
+async def _until_committed(ledger: Ledger, step: int) -> None:
+    while await asyncio.to_thread(ledger.committed) < step:  # noqa: ASYNC110  another process commits: only asking tells
+        await asyncio.sleep(COMMIT_POLL_S)
+
+
+async def _evaluate_once(run: RunDirectory, stage: Stage, label: str, version: int) -> None:
+    """An evaluation that is recorded is not repeated when the run is resumed."""
+    key = f"evals/{run.config.name}/{label}.json"
+    if stage.objects.head(key) is not None:
+        return
+    with run.stage(f"evaluate {label}"):
+        results = await run_eval(
+            stage, MicroRepos(), run.config.evals, run=run.config.name, label=label, version=version
+        )
+        stage.objects.create(key, json.dumps([asdict(result) for result in results]).encode())
+
+
+async def evaluate(run: RunDirectory, suite: EvalConfig, version: int) -> list[EvalResult]:
+    """Evaluate a version that the engines of a running cluster are pinned to."""
+    async with open_stage(run) as stage:
+        label = f"version-{version}"
+        return await run_eval(stage, MicroRepos(), suite, run=run.config.name, label=label, version=version)
+
+
+@contextlib.asynccontextmanager
+async def open_stage(run: RunDirectory) -> AsyncIterator[Stage]:
+    config = run.config
+    objects = Objects.open(run.home_store)
+    host = NamespaceHost(config.machine)
+    machines: MachineHost = host
+    if config.rollouts.simulated_tool_seconds:
+        machines = SlowMachines(host, config.rollouts.simulated_tool_seconds, config.seed)
+    harness = CodingHarness(config.harness)
+    try:
+        async with GatewayClient(run.url("gateway"), run.admin_token) as gateway:
+            await gateway.wait_until_healthy()
+            yield Stage(
+                gateway=gateway,
+                machines=machines,
+                grading_machines=host,
+                harness=harness,
+                grader=HiddenTests(),
+                trajectories=TrajectoryStore(open_database(run.database_url), objects),
+                objects=objects,
+                timeout_s=config.rollouts.timeout_s,
+            )
+    finally:
+        await harness.close()
+        await host.close()

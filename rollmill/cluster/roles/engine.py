@@ -1,0 +1,27 @@
+"""An engine that follows the line, or stays at one version. Outside the home region it mirrors the home store."""
+
+from __future__ import annotations
+
+from rollmill.cluster.run import RunDirectory
+from rollmill.inference.server import serve_engine
+from rollmill.storage.objects import Objects
+from rollmill.weights.store import WeightStore
+from rollmill.weights.transfer import Mirror
+
+
+def main(run: RunDirectory, region: str, version: str | None = None) -> None:
+    own = Objects.open(run.store_path(region))
+    mirror = None
+    if region != run.config.regions[0]:
+        mirror = Mirror(Objects.open(run.url("store"), token=run.admin_token), own)
+    serve_engine(
+        run.config.engine,
+        run.config.model,
+        WeightStore(own),
+        line=run.config.line,
+        mirror=mirror,
+        pinned=int(version) if version else None,
+        name=f"engine-{region}",
+        region=region,
+        port=run.ports[f"engine-{region}"],
+    )

@@ -1,0 +1,31 @@
+"""The one door to the engines."""
+
+from __future__ import annotations
+
+from aiohttp import web
+
+from rollmill.chat.formats.compact import CompactFormat
+from rollmill.chat.tokenizer import Tokenizer
+from rollmill.cluster.run import RunDirectory
+from rollmill.gateway.app import make_app
+from rollmill.gateway.config import EngineEndpoint
+from rollmill.storage.database import open_database
+from rollmill.storage.objects import Objects
+from rollmill.trajectories.store import TrajectoryStore
+
+
+def main(run: RunDirectory) -> None:
+    tokenizer = Tokenizer.load(run.tokenizer)
+    objects = Objects.open(run.home_store)
+    app = make_app(
+        run.config.gateway,
+        CompactFormat(tokenizer),
+        tokenizer,
+        [EngineEndpoint(run.url(f"engine-{region}"), region) for region in run.config.regions],
+        TrajectoryStore(open_database(run.database_url), objects),
+        objects,
+        run.path / "gateway",
+        run.admin_token,
+        run.production_key,
+    )
+    web.run_app(app, host="127.0.0.1", port=run.ports["gateway"], access_log=None, print=None, shutdown_timeout=1.0)

@@ -1,0 +1,14 @@
+"""Serve the home store over HTTP, read-only, for the other regions."""
+
+from __future__ import annotations
+
+from aiohttp import web
+
+from rollmill.cluster.run import RunDirectory
+from rollmill.storage.http import object_app
+from rollmill.storage.objects import Objects
+
+
+def main(run: RunDirectory) -> None:
+    app = object_app(Objects.open(run.home_store), run.admin_token)
+    web.run_app(app, host="127.0.0.1", port=run.ports["store"], access_log=None, print=None, shutdown_timeout=1.0)

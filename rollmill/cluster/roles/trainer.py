@@ -1,0 +1,43 @@
+"""Reinforce the line, from the newest version of the base line, until its last step is committed."""
+
+from __future__ import annotations
+
+from rollmill.cluster.run import RunDirectory
+from rollmill.errors import TrainingError
+from rollmill.storage.database import open_database
+from rollmill.storage.objects import Objects
+from rollmill.training.loop import Trainer
+from rollmill.training.objectives.rl import Pace, RLObjective
+from rollmill.trajectories.ledger import Ledger
+from rollmill.trajectories.store import TrajectoryStore
+from rollmill.types import Version
+from rollmill.weights.store import WeightStore
+
+
+def main(run: RunDirectory) -> None:
+    config = run.config
+    objects = Objects.open(run.home_store)
+    weights = WeightStore(objects)
+    database = open_database(run.database_url)
+    base = weights.head(config.base_line)
+    if base is None:
+        raise TrainingError(f"line {config.base_line!r} has no version to start from", hint="mid-training comes first")
+    objective = RLObjective(
+        config.rl,
+        Ledger(database, config.name),
+        TrajectoryStore(database, objects),
+        pace=Pace(config.groups_per_step, config.group_size, config.max_staleness),
+        model_config=config.model,
+        tokens_per_microbatch=config.training.tokens_per_microbatch,
+    )
+    Trainer(
+        config.training,
+        config.model,
+        objective,
+        weights,
+        objects,
+        config.line,
+        Version(config.base_line, base),
+        steps=config.steps,
+        seed=config.seed,
+    ).run(config.steps)

@@ -1,0 +1,224 @@
+"""The coding harness: a model reads, edits and tests the files of one machine until it says it is done.
+
+It speaks plain OpenAI chat completions with tools, so the model may be anything behind a URL. What the model reads and
+which tools it has is in `tools.py`; here is the loop:
+
+    user prompt ─► answer ─► tool calls run in the machine ─► their results ─► answer ─► …
+                                                     until done / no call / max_turns / an answer cut short
+"""
+
+from __future__ import annotations
+
+import asyncio
+import errno
+import random
+import time
+from collections.abc import Mapping
+from typing import Any
+
+import aiohttp
+from pydantic import Field
+
+from rollmill.config import Config
+from rollmill.environments.harness import HarnessResult
+from rollmill.environments.harnesses import tools
+from rollmill.environments.machine import Machine
+from rollmill.environments.task import Task
+from rollmill.errors import HarnessError
+from rollmill.types import Sampling
+
+
+class HarnessConfig(Config):
+    max_turns: int = Field(default=8, ge=1)
+    tool_timeout_s: float = Field(default=5.0, gt=0)
+    max_tool_output: int = Field(default=2000, ge=20)  # characters of one tool result the model gets to read
+    full_tracebacks: bool = False  # False: an uncaught exception reads `error NameError line 2`
+    test_command: tuple[str, ...] = Field(default=("python", "test.py"), min_length=1)
+    system_prompt: str = ""
+    model: str = "policy"
+    request_deadline_s: float = Field(default=120.0, gt=0)  # for one answer, restarts of the gateway included
+
+
+# Answers that say "later", not "no": the gateway is starting, draining, or has no engine right now.
+_RETRY_STATUS = frozenset({429, 502, 503, 504})
+_LIST_COMMAND = ("find", ".", "-type", "f", "!", "-path", "*/.*")
+
+
+class CodingHarness:
+    """One per dispatcher: all episodes share its connections."""
+
+    name = "coding"
+
+    def __init__(self, config: HarnessConfig | None = None) -> None:
+        self.config = config or HarnessConfig()
+        self._session: aiohttp.ClientSession | None = None
+        self._schemas = tools.tool_schemas()
+
+    async def run(
+        self, task: Task, machine: Machine, *, base_url: str, api_key: str, sampling: Sampling
+    ) -> HarnessResult:
+        messages: list[dict[str, Any]] = []
+        if self.config.system_prompt:
+            messages.append({"role": "system", "content": self.config.system_prompt})
+        messages.append({"role": "user", "content": task.prompt})
+        tool_calls = bad_tool_calls = 0
+        for turn in range(1, self.config.max_turns + 1):
+            choice = await self._answer(messages, base_url, api_key, _sampling_fields(sampling, turn))
+            if choice is None or choice.get("finish_reason") == "length":
+                return HarnessResult("length", turn, tool_calls, bad_tool_calls)
+            message = choice["message"]
+            calls = message.get("tool_calls") or []
+            if not calls:
+                return HarnessResult("answer", turn, tool_calls, bad_tool_calls)
+            messages.append(message)
+            for call in calls:
+                tool_calls += 1
+                try:
+                    text = await self._call(machine, call)
+                except tools.BadToolCall as bad:
+                    bad_tool_calls += 1
+                    text = bad.text
+                if text is None:
+                    return HarnessResult("done", turn, tool_calls, bad_tool_calls)
+                text = tools.cut(text, self.config.max_tool_output)
+                messages.append({"role": "tool", "tool_call_id": call.get("id", ""), "content": text})
+        return HarnessResult("max_turns", self.config.max_turns, tool_calls, bad_tool_calls)
+
+    async def close(self) -> None:
+        if self._session is not None:
+            await self._session.close()
+            self._session = None
+
+    # tools
+
+    async def _call(self, machine: Machine, call: Mapping[str, Any]) -> str | None:
+        """Run one tool call: its text for the model, or None when the model is done. BadToolCall if the model erred."""
+        function = call.get("function") or {}
+        name = str(function.get("name"))
+        arguments = tools.parse_arguments(name, function.get("arguments") or "")
+        try:
+            match name:
+                case "done":
+                    return None
+                case "run":
+                    return await self._run_tests(machine)
+                case "list":
+                    result = await machine.exec(_LIST_COMMAND, timeout_s=self.config.tool_timeout_s)
+                    paths = result.output.decode("utf-8", "replace").splitlines()
+                    return tools.render_list([path.removeprefix("./") for path in paths])
+                case "read":
+                    return tools.render_read(await self._read(machine, arguments["path"]))
+                case "write":
+                    await machine.write(arguments["path"], arguments["content"].encode("utf-8", "replace"))
+                    return tools.OK
+                case _:
+                    text = await self._read(machine, arguments["path"])
+                    edited = tools.apply_edit(text, arguments["line"], arguments["text"])
+                    await machine.write(arguments["path"], edited.encode("utf-8", "replace"))
+                    return tools.OK
+        except OSError as error:
+            raise tools.BadToolCall(_error_text(error)) from None
+
+    async def _read(self, machine: Machine, path: str) -> str:
+        return (await machine.read(path)).decode("utf-8", "replace")
+
+    async def _run_tests(self, machine: Machine) -> str:
+        result = await machine.exec(self.config.test_command, timeout_s=self.config.tool_timeout_s)
+        return tools.render_run(
+            result.exit_code,
+            result.output,
+            stopped=result.stopped,
+            full_tracebacks=self.config.full_tracebacks,
+        )
+
+    # the model
+
+    async def _answer(
+        self, messages: list[dict[str, Any]], base_url: str, api_key: str, sampling: dict[str, Any]
+    ) -> dict[str, Any] | None:
+        """The model's next choice, or None when the conversation no longer fits its context.
+
+        A gateway that restarts is waited for; the deadline covers all attempts at this one answer.
+        """
+        url = base_url.rstrip("/") + "/chat/completions"
+        body = {"model": self.config.model, "messages": messages, "tools": self._schemas, **sampling}
+        deadline = time.monotonic() + self.config.request_deadline_s
+        pause = 0.05
+        while True:
+            try:
+                status, answer = await self._post(url, api_key, body, deadline - time.monotonic())
+                problem = f"{url} answered {status}: {_error_message(answer)}"
+            except (aiohttp.ClientConnectionError, aiohttp.ClientPayloadError, TimeoutError) as error:
+                status, problem = 0, f"{url} cannot be reached: {error!r}"
+            if status == 200:
+                return _first_choice(answer, url)
+            if status == 400 and _error_code(answer) == "context_length_exceeded":
+                return None
+            if status and status not in _RETRY_STATUS:
+                raise HarnessError(problem, hint="the gateway's log says why it refused the request")
+            if time.monotonic() + pause > deadline:
+                raise HarnessError(
+                    f"{problem} (tried for {self.config.request_deadline_s:.0f} s)",
+                    hint="is the gateway running? `harness.request_deadline_s` is how long it is waited for",
+                )
+            await asyncio.sleep(pause * random.uniform(0.5, 1.0))
+            pause = min(pause * 2, 2.0)
+
+    async def _post(self, url: str, api_key: str, body: dict[str, Any], timeout_s: float) -> tuple[int, Any]:
+        if self._session is None:
+            # no connection limit: the dispatcher already bounds how many episodes run at once
+            self._session = aiohttp.ClientSession(connector=aiohttp.TCPConnector(limit=0))
+        headers = {"Authorization": f"Bearer {api_key}"}
+        timeout = aiohttp.ClientTimeout(total=max(timeout_s, 0.1))
+        async with self._session.post(url, json=body, headers=headers, timeout=timeout) as response:
+            try:
+                return response.status, await response.json(content_type=None)
+            except ValueError:
+                return response.status, None
+
+
+def _sampling_fields(sampling: Sampling, turn: int) -> dict[str, Any]:
+    fields: dict[str, Any] = {
+        "temperature": sampling.temperature,
+        "top_p": sampling.top_p,
+        "max_tokens": sampling.max_tokens,
+    }
+    if sampling.top_k:
+        fields["top_k"] = sampling.top_k
+    if sampling.seed is not None:
+        # another seed each turn: the same one would draw the same random numbers for every answer of the episode
+        fields["seed"] = sampling.seed + turn
+    return fields
+
+
+def _first_choice(answer: Any, url: str) -> dict[str, Any]:
+    try:
+        choice = answer["choices"][0]
+        if not isinstance(choice["message"], dict):
+            raise TypeError("message is not an object")
+    except (TypeError, KeyError, IndexError) as error:
+        raise HarnessError(f"{url} did not answer in the chat completions format: {error!r}") from None
+    return choice
+
+
+def _error_message(answer: Any) -> str:
+    error = answer.get("error") if isinstance(answer, dict) else None
+    return str(error.get("message", error) if isinstance(error, dict) else error or "no explanation")[:500]
+
+
+def _error_code(answer: Any) -> str | None:
+    error = answer.get("error") if isinstance(answer, dict) else None
+    return error.get("code") if isinstance(error, dict) else None
+
+
+_ERROR_TEXTS = {
+    errno.ENOENT: tools.ERROR_NO_FILE,
+    errno.ENOTDIR: tools.ERROR_NO_FILE,
+    errno.EISDIR: tools.ERROR_DIRECTORY,
+    errno.EFBIG: tools.ERROR_TOO_LARGE,
+    errno.ENOSPC: tools.ERROR_TOO_LARGE,
+}
+
+
+def _error_text(error: OSError) -> str:
+    return _ERROR_TEXTS.get(error.errno or 0, tools.ERROR_DENIED)

@@ -1,0 +1,169 @@
+"""The coding tools: their JSON schemas and every text the model ever reads from them, in one place.
+
+Texts are short on purpose: a model with a small vocabulary and a small context reads them, and generated training
+transcripts must match them exactly. Whoever writes such transcripts calls the same pure functions:
+
+    call                          the model reads
+    list()                        render_list(["main.py", "test.py"])       "main.py\\ntest.py"
+    read("main.py")               render_read("def f(x):\\n    return x\\n")   "1 def f(x):\\n2     return x"
+    write("main.py", "…")         OK                                        "ok"
+    edit("main.py", 2, "return 1")  OK, and the file is apply_edit(text, 2, "return 1")
+    run()                         render_run(0, b"")                        "ok"
+                                  render_run(1, b"fail f(3) = 5 not 7\\n")   "fail f(3) = 5 not 7"
+                                  render_run(1, b"Traceback …")             "error NameError line 2"
+                                  render_run(-9, b"", stopped="time")       "error time limit"
+    done()                        nothing: the episode is over
+    anything wrong                one of the ERROR texts below
+
+All of them pass through `cut`, which keeps at most `limit` characters and says how many it left out.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Literal
+
+OK = "ok"
+ERROR_NOT_JSON = "error not json"
+ERROR_UNKNOWN_TOOL = "error no such tool"
+ERROR_ARGUMENTS = "error wrong arguments"
+ERROR_NO_FILE = "error no such file"
+ERROR_NO_LINE = "error no such line"
+ERROR_DIRECTORY = "error is a directory"
+ERROR_DENIED = "error not allowed"
+ERROR_TOO_LARGE = "error too large"
+ERROR_TIME = "error time limit"
+ERROR_MEMORY = "error memory limit"
+ERROR_PROCESSES = "error process limit"
+
+
+@dataclass(frozen=True)
+class Tool:
+    """One function the model may call. Arguments stand in the order of `parameters`; all of them are required."""
+
+    name: str
+    description: str
+    parameters: Mapping[str, type[str] | type[int]]
+
+    def schema(self) -> dict[str, Any]:
+        """The tool as the OpenAI chat format declares it."""
+        properties = {name: {"type": "integer" if kind is int else "string"} for name, kind in self.parameters.items()}
+        parameters = {
+            "type": "object",
+            "properties": properties,
+            "required": list(self.parameters),
+            "additionalProperties": False,
+        }
+        function = {"name": self.name, "description": self.description, "parameters": parameters}
+        return {"type": "function", "function": function}
+
+
+TOOLS: tuple[Tool, ...] = (
+    Tool("list", "List the files of the work directory.", {}),
+    Tool("read", "Show a file with its lines numbered.", {"path": str}),
+    Tool("write", "Create or replace a file.", {"path": str, "content": str}),
+    Tool(
+        "edit",
+        "Replace one numbered line of a file. The line's indentation is kept if the text has none.",
+        {"path": str, "line": int, "text": str},
+    ),
+    Tool("run", "Run the tests.", {}),
+    Tool("done", "Hand in the work as it is.", {}),
+)
+_TOOLS_BY_NAME = {tool.name: tool for tool in TOOLS}
+
+
+class BadToolCall(Exception):
+    """A call the policy got wrong; `text` is what the model is told."""
+
+    def __init__(self, text: str) -> None:
+        super().__init__(text)
+        self.text = text
+
+
+def tool_schemas() -> list[dict[str, Any]]:
+    return [tool.schema() for tool in TOOLS]
+
+
+def parse_arguments(name: str, arguments: str) -> dict[str, Any]:
+    """The arguments of a call, checked against the tool's parameters; BadToolCall otherwise."""
+    tool = _TOOLS_BY_NAME.get(name)
+    if tool is None:
+        raise BadToolCall(ERROR_UNKNOWN_TOOL)
+    try:
+        values = json.loads(arguments or "{}")
+    except (ValueError, RecursionError):
+        raise BadToolCall(ERROR_NOT_JSON) from None
+    # `type(…) is` and not isinstance: true must not pass for the line number 1
+    if not isinstance(values, dict) or {key: type(value) for key, value in values.items()} != dict(tool.parameters):
+        raise BadToolCall(ERROR_ARGUMENTS)
+    return values
+
+
+def cut(text: str, limit: int) -> str:
+    """At most `limit` characters of `text`, from both ends: a test's verdict is at its end."""
+    if len(text) <= limit:
+        return text
+    head = limit // 2
+    tail = limit - head
+    return f"{text[:head]}[… {len(text) - limit} characters cut]{text[len(text) - tail :]}"
+
+
+def render_list(paths: Sequence[str]) -> str:
+    return "\n".join(sorted(paths)) or "no files"
+
+
+def render_read(text: str) -> str:
+    return "\n".join(f"{number} {line}" for number, line in enumerate(_lines(text), start=1)) or "empty"
+
+
+def apply_edit(text: str, line: int, replacement: str) -> str:
+    """`text` with its numbered line replaced (by several, if `replacement` has several); BadToolCall if absent."""
+    lines = _lines(text)
+    if not 1 <= line <= len(lines):
+        raise BadToolCall(ERROR_NO_LINE)
+    old = lines[line - 1]
+    if replacement and not replacement[0].isspace():
+        replacement = old[: len(old) - len(old.lstrip())] + replacement
+    lines[line - 1] = replacement.rstrip("\n")
+    return "\n".join(lines) + "\n"
+
+
+def _lines(text: str) -> list[str]:
+    """Split at newlines alone: str.splitlines also splits at form feeds and the like, and an edit would lose them."""
+    return text.removesuffix("\n").split("\n") if text else []
+
+
+_TRACEBACK = re.compile(r"^Traceback \(most recent call last\):$|^  File \"", re.MULTILINE)
+_FRAME_LINE = re.compile(r"^ +File \"[^\"]*\", line (\d+)", re.MULTILINE)
+_EXCEPTION = re.compile(r"^([A-Za-z_][\w.]*)(?::|$)", re.MULTILINE)
+
+
+def render_run(
+    exit_code: int,
+    output: bytes,
+    *,
+    stopped: Literal["time", "memory", "processes"] | None = None,
+    full_tracebacks: bool = False,
+) -> str:
+    """What a test run comes to. An uncaught exception becomes one short line unless `full_tracebacks`."""
+    text = output.decode("utf-8", "replace").rstrip().lstrip("\n")  # a syntax error begins with spaces
+    if stopped is not None:
+        reason = {"time": ERROR_TIME, "memory": ERROR_MEMORY, "processes": ERROR_PROCESSES}[stopped]
+        return f"{text}\n{reason}" if text else reason
+    if exit_code == 0:
+        return text or OK
+    if not full_tracebacks and (start := _TRACEBACK.search(text)):
+        text = (text[: start.start()].strip() + "\n" + _short_traceback(text[start.start() :])).strip()
+    return text or f"error exit {exit_code}"
+
+
+def _short_traceback(traceback: str) -> str:
+    """`error NameError line 2`: the last frame's line and the exception's name are what an edit needs."""
+    lines = _FRAME_LINE.findall(traceback)
+    names = _EXCEPTION.findall(traceback)
+    name = names[-1].rpartition(".")[2] if names else "exception"
+    return f"error {name} line {lines[-1]}" if lines else f"error {name}"

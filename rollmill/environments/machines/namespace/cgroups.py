@@ -1,0 +1,141 @@
+"""Memory and process limits of a whole machine, where this user may write control groups.
+
+Slots are made once and used again: a slot belongs to one machine at a time. Version 2 and version 1 are both found; in
+either, the slots lie below the nearest group above our own that lets us create groups with these controllers.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+from typing import NamedTuple
+
+_ROOT = "/sys/fs/cgroup"
+_UNIFIED = ""  # the controller name of version 2, as /proc/self/cgroup has it
+_LIMIT_FILES = {"memory": ("memory.limit_in_bytes", "memory.max"), "pids": ("pids.max", "pids.max")}  # version 1, 2
+
+
+class Slot(NamedTuple):
+    """The groups of one machine. On version 2 `directory` goes to clone; on version 1 the child is moved in."""
+
+    directory: int | None
+    members: list[int]  # open cgroup.procs files
+
+    def add(self, pid: int) -> None:
+        for file in self.members:
+            os.write(file, str(pid).encode())
+
+
+class Groups(NamedTuple):
+    """Open directories below which slots are made: they stay usable after the host has left this file system."""
+
+    name: str
+    parents: dict[str, int]  # controller -> directory; version 2 has one directory for all controllers
+    limits: dict[str, int]  # controller -> its limit
+
+    @property
+    def controllers(self) -> list[str]:
+        return sorted(_LIMIT_FILES) if _UNIFIED in self.parents else sorted(self.parents)
+
+    def make_slot(self, number: int) -> Slot:
+        slot = Slot(self._make_unified(number), [])
+        for controller, parent in self.parents.items():
+            if controller != _UNIFIED:
+                directory = _make_directory(parent, f"m{number}")
+                _write_at(directory, _LIMIT_FILES[controller][0], str(self.limits[controller]))
+                slot.members.append(os.open("cgroup.procs", os.O_WRONLY, dir_fd=directory))
+                os.close(directory)
+        return slot
+
+    def _make_unified(self, number: int) -> int | None:
+        if _UNIFIED not in self.parents:
+            return None
+        directory = _make_directory(self.parents[_UNIFIED], f"m{number}")
+        for controller, (_, file) in _LIMIT_FILES.items():
+            _write_at(directory, file, str(self.limits[controller]))
+        with contextlib.suppress(OSError):  # not every kernel counts swap
+            _write_at(directory, "memory.swap.max", "0")
+        return directory
+
+    def remove(self) -> None:
+        """Take the groups away. Best effort: one that still has a dying process in it stays, empty and harmless."""
+        for parent in self.parents.values():
+            names = [name for name in os.listdir(parent) if name[:1] == "m" and name[1:].isdigit()]
+            for name in [*names, f"../{self.name}"]:
+                with contextlib.suppress(OSError):
+                    os.rmdir(name, dir_fd=parent)
+
+
+def find(memory: int, processes: int) -> Groups | None:
+    """Groups for our machines, or None where the kernel or the permissions do not allow any."""
+    name = f"rollmill-{os.getpid()}"
+    limits = {"memory": memory, "pids": processes}
+    own = _own_groups()
+    if _UNIFIED in own:
+        mount = _ROOT if os.path.exists(f"{_ROOT}/cgroup.controllers") else f"{_ROOT}/unified"
+        directory = _nearest(mount, own[_UNIFIED], name, unified=True)
+        if directory is not None:
+            return Groups(name, {_UNIFIED: directory}, limits)
+    parents = {}
+    for controller in _LIMIT_FILES:
+        if controller in own:
+            directory = _nearest(f"{_ROOT}/{controller}", own[controller], name, unified=False)
+            if directory is not None:
+                parents[controller] = directory
+    return Groups(name, parents, limits) if parents else None
+
+
+def _own_groups() -> dict[str, str]:
+    """Controller -> path of this process's group."""
+    groups = {}
+    with contextlib.suppress(OSError), open("/proc/self/cgroup") as lines:
+        for line in lines:
+            _, controllers, path = line.rstrip("\n").split(":", 2)
+            groups.update(dict.fromkeys(controllers.split(","), path))
+    return groups
+
+
+def _nearest(mount: str, own: str, name: str, *, unified: bool) -> int | None:
+    """An open new directory below the nearest ancestor of `own` that gives its children what we need."""
+    ancestor = own
+    while True:
+        above = mount + ancestor.rstrip("/")
+        _sweep(above)
+        with contextlib.suppress(OSError):
+            os.mkdir(f"{above}/{name}")
+            directory = os.open(f"{above}/{name}", os.O_RDONLY | os.O_DIRECTORY)
+            try:
+                if unified:
+                    _write_at(directory, "cgroup.subtree_control", "+memory +pids")
+                return directory
+            except OSError:
+                os.close(directory)
+                os.rmdir(f"{above}/{name}")
+        if ancestor == "/":
+            return None
+        ancestor = os.path.dirname(ancestor)
+
+
+def _sweep(directory: str) -> None:
+    """Remove the groups of hosts that were killed before they could."""
+    with contextlib.suppress(OSError):
+        for name in os.listdir(directory):
+            owner = name.removeprefix("rollmill-")
+            if owner != name and not os.path.exists(f"/proc/{owner}"):
+                groups = [entry.path for entry in os.scandir(f"{directory}/{name}") if entry.is_dir()]
+                for group in [*groups, f"{directory}/{name}"]:
+                    os.rmdir(group)
+
+
+def _make_directory(parent: int, name: str) -> int:
+    with contextlib.suppress(FileExistsError):
+        os.mkdir(name, dir_fd=parent)
+    return os.open(name, os.O_RDONLY | os.O_DIRECTORY, dir_fd=parent)
+
+
+def _write_at(directory: int, name: str, text: str) -> None:
+    file = os.open(name, os.O_WRONLY, dir_fd=directory)
+    try:
+        os.write(file, text.encode())
+    finally:
+        os.close(file)

@@ -1,0 +1,344 @@
+"""The dispatcher's side of namespace machines: asyncio, one socket a machine, and one to the machine host."""
+
+from __future__ import annotations
+
+import asyncio
+import errno
+import json
+import os
+import socket
+import subprocess
+import sys
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from pydantic import Field
+
+from rollmill.config import Config
+from rollmill.environments.machine import WORK, Capabilities, ExecResult
+from rollmill.environments.machines.images import load_image
+from rollmill.environments.machines.namespace import launch, wire
+from rollmill.errors import MachineError
+
+_GRACE_S = 20.0  # beyond its own time limit, before a machine that does not answer is given up
+# A machine whose own commands destroyed it: that is the doing of whoever ran them, and its files are gone with it.
+_RUIN = {"exit_code": -9, "truncated": False, "stopped": "memory", "seconds": 0.0}
+_PACKAGE_ROOT = Path(__file__).resolve().parents[4]
+
+
+class NamespaceConfig(Config):
+    memory_mb: int = Field(default=256, ge=32)  # of all processes and files of a machine together
+    disk_mb: int = Field(default=64, ge=1)  # of the work directory, and as much again for /tmp
+    processes: int = Field(default=64, ge=4)
+    open_files: int = Field(default=256, ge=32)
+    images: str | None = None  # directory of images by name; "host-python" is built in
+
+
+class NamespaceMachine:
+    """One machine. Requests are answered one after the other; callers may share it."""
+
+    capabilities = Capabilities(kernel="shared", snapshot="files")
+
+    def __init__(self, host: NamespaceHost, identifier: int, image: str, connection: socket.socket) -> None:
+        self._host = host
+        self._id = identifier
+        self._image = image
+        self._connection = connection
+        self._lock = asyncio.Lock()
+        self._ruined = False  # by a command of its own
+        self._unanswered = False
+        self._closed = False
+
+    async def exec(
+        self,
+        argv: Sequence[str],
+        *,
+        cwd: str = WORK,
+        env: Mapping[str, str] | None = None,
+        stdin: bytes = b"",
+        timeout_s: float = 10.0,
+        max_output: int = 65536,
+    ) -> ExecResult:
+        header = {
+            "op": "exec",
+            "argv": list(argv),
+            "cwd": cwd,
+            "env": dict(env or {}),
+            "timeout_s": timeout_s,
+            "max_output": max_output,
+        }
+        reply, output = await self._request(header, stdin, timeout_s=timeout_s, by_command=True)
+        return ExecResult(
+            exit_code=reply["exit_code"],
+            output=output,
+            truncated=reply["truncated"],
+            stopped=reply["stopped"],
+            seconds=reply["seconds"],
+        )
+
+    async def read(self, path: str, *, max_bytes: int = 1 << 20) -> bytes:
+        _, data = await self._request({"op": "read", "path": _inside(path), "max_bytes": max_bytes})
+        return data
+
+    async def write(self, path: str, data: bytes) -> None:
+        await self.write_all({path: data})
+
+    async def write_all(self, files: Mapping[str, bytes]) -> None:
+        entries = [[_inside(path), len(data)] for path, data in files.items()]
+        await self._request({"op": "write", "files": entries}, b"".join(files.values()))
+
+    async def snapshot(self) -> bytes:
+        limit = self._host.config.disk_mb << 20
+        _, data = await self._request({"op": "snapshot", "max_bytes": limit})
+        return data
+
+    async def restore(self, snapshot: bytes) -> None:
+        await self._request({"op": "restore"}, snapshot)
+
+    async def fork(self) -> NamespaceMachine:
+        return await self._host.create(self._image, snapshot=await self.snapshot())
+
+    async def close(self) -> None:
+        """When this returns no process of the machine is left. A request still running fails."""
+        self._closed = True
+        await self._host.end(self._id)
+        async with self._lock:
+            self._connection.close()
+
+    async def wait_ready(self) -> None:
+        try:
+            async with asyncio.timeout(_GRACE_S):
+                reply, _ = await self._receive()
+        except (OSError, wire.WireError) as error:
+            raise MachineError(f"a machine could not be set up: {error!r}") from None
+        if "ready" not in reply:
+            raise MachineError(f"a machine could not be set up: {reply.get('error')}", hint=launch.hint())
+
+    async def _request(
+        self, header: dict[str, Any], body: bytes = b"", *, timeout_s: float = 0.0, by_command: bool = False
+    ) -> tuple[dict[str, Any], bytes]:
+        """One request and its reply. OSError for what the machine's own contents caused; MachineError is ours."""
+        async with self._lock:
+            if self._ruined and by_command:
+                return _RUIN, b""
+            if self._ruined:
+                raise FileNotFoundError(errno.ENOENT, "the machine's commands ended it", header.get("path"))
+            if self._unanswered:
+                raise MachineError(f"machine {self._id} still owes the answer to a request that was cancelled")
+            self._unanswered = True
+            try:
+                async with asyncio.timeout(timeout_s + _GRACE_S):
+                    await asyncio.get_running_loop().sock_sendall(self._connection, wire.pack(header, body))
+                    reply, data = await self._receive()
+            except TimeoutError:
+                await self._host.end(self._id)
+                raise MachineError(f"machine {self._id} does not answer", hint="is the host overloaded?") from None
+            except (OSError, wire.WireError) as error:
+                # its command is to blame only if the host confirms that it ended while everything around it lives
+                if not (await self._host.end(self._id) and by_command) or self._closed:
+                    raise MachineError(f"machine {self._id} is gone: {error!r}") from None
+                self._ruined = True
+                return _RUIN, b""
+            self._unanswered = False
+        if "errno" in reply:
+            raise OSError(reply["errno"], os.strerror(reply["errno"]), reply.get("path"))
+        if "error" in reply:
+            raise MachineError(f"machine {self._id}: {reply['error']}")
+        return reply, data
+
+    async def _receive(self) -> tuple[dict[str, Any], bytes]:
+        header_length, body_length = wire.unpack_lengths(await self._receive_exactly(wire.LENGTHS.size))
+        data = await self._receive_exactly(header_length + body_length)
+        return wire.unpack_header(data[:header_length]), data[header_length:]
+
+    async def _receive_exactly(self, count: int) -> bytes:
+        loop = asyncio.get_running_loop()
+        data = bytearray()
+        while len(data) < count:
+            part = await loop.sock_recv(self._connection, min(count - len(data), 1 << 20))
+            if not part:
+                raise ConnectionResetError("end of stream")
+            data += part
+        return bytes(data)
+
+
+class NamespaceHost:
+    """Creates namespace machines; starts its machine host process on first use. One per event loop."""
+
+    def __init__(self, config: NamespaceConfig | None = None) -> None:
+        self.config = config or NamespaceConfig()
+        self.limits: dict[str, Any] = {}  # what bounds machines on this host, as found at the start
+        self._process: subprocess.Popen[bytes] | None = None
+        self._control: socket.socket | None = None
+        self._starting = asyncio.Lock()
+        self._next = 0
+        self._creating: dict[int, asyncio.Future[socket.socket]] = {}
+        self._ending: dict[int, asyncio.Future[None]] = {}
+
+    async def create(
+        self, image: str, files: Mapping[str, bytes] | None = None, *, snapshot: bytes | None = None
+    ) -> NamespaceMachine:
+        contents = load_image(image, self.config.images)
+        await self.start()
+        self._next += 1
+        identifier = self._next
+        connection = await self._connect(identifier)
+        machine = NamespaceMachine(self, identifier, image, connection)
+        try:
+            await machine.wait_ready()
+            if snapshot is not None:
+                await machine.restore(snapshot)
+            elif contents:
+                await machine.write_all(contents)
+            if files:
+                await machine.write_all(files)
+        except BaseException:
+            await machine.close()
+            raise
+        return machine
+
+    async def end(self, identifier: int) -> bool:
+        """End a machine. False if the machine host itself is gone, and its machines with it."""
+        ended = self._ending.get(identifier)
+        try:
+            if ended is None:
+                ended = self._ending[identifier] = asyncio.get_running_loop().create_future()
+                await self._tell("close", identifier)
+            await asyncio.shield(ended)  # several may wait for the same end
+            return True
+        except MachineError:
+            self._ending.pop(identifier, None)
+            return False
+
+    async def close(self) -> None:
+        """End all machines and the machine host."""
+        self._lost("the machine host was closed")
+        process, self._process = self._process, None
+        if process is None:
+            return
+        try:
+            await asyncio.to_thread(process.wait, 10)
+        except subprocess.TimeoutExpired:
+            process.kill()
+            process.wait()
+        assert process.stderr is not None
+        process.stderr.close()
+
+    async def start(self) -> None:
+        """Start the machine host process unless it runs. MachineError says what this host lacks."""
+        async with self._starting:
+            if self._control is not None:
+                return
+            if not sys.platform.startswith("linux"):
+                raise MachineError(f"namespaces need Linux, this is {sys.platform}", hint="use a Linux host or VM")
+            await self.close()  # what is left of one that died
+            control, other = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+            control.setblocking(False)
+            with other:
+                self._process = _launch(other, self.config)
+            greeting = await _greeting(control, self._process)
+            if "error" in greeting:
+                control.close()
+                await self.close()
+                raise MachineError(greeting["error"], hint=greeting.get("hint"))
+            self.limits = greeting["limits"]
+            self._control = control
+            asyncio.get_running_loop().add_reader(control, self._on_control)
+
+    async def _connect(self, identifier: int) -> socket.socket:
+        """Have a machine made: its socket."""
+        future = self._creating[identifier] = asyncio.get_running_loop().create_future()
+        try:
+            await self._tell("create", identifier)
+            return await future
+        finally:
+            del self._creating[identifier]
+
+    async def _tell(self, operation: str, identifier: int) -> None:
+        if self._control is None:
+            raise MachineError("the machine host is not running")
+        try:
+            message = json.dumps({"op": operation, "id": identifier}).encode()
+            await asyncio.get_running_loop().sock_sendall(self._control, message)
+        except OSError as error:
+            raise MachineError(f"the machine host does not answer: {error!r}") from None
+
+    def _on_control(self) -> None:
+        assert self._control is not None
+        try:
+            message, handed_over, _, _ = socket.recv_fds(self._control, 1 << 16, 1)
+        except BlockingIOError:
+            return
+        except OSError:
+            message, handed_over = b"", []
+        if not message:
+            return self._lost("the machine host ended unexpectedly")
+        reply = json.loads(message)
+        if "closed" in reply:
+            ended = self._ending.pop(reply["closed"], None)
+            if ended is not None:
+                ended.set_result(None)
+            return
+        connection = socket.socket(fileno=handed_over[0]) if handed_over else None
+        created = self._creating.get(reply["id"])
+        if created is None or created.done():
+            if connection is not None:
+                connection.close()  # nobody waits any more: end of file ends the machine
+        elif connection is None:
+            created.set_exception(MachineError(f"no machine could be created: {reply['error']}"))
+        else:
+            connection.setblocking(False)
+            created.set_result(connection)
+
+    def _lost(self, why: str) -> None:
+        """Forget the machine host; whoever waits for it learns why. Its machines die with it."""
+        control, self._control = self._control, None
+        if control is not None:
+            asyncio.get_running_loop().remove_reader(control)
+            control.close()
+        waiting: list[asyncio.Future[Any]] = [*self._creating.values(), *self._ending.values()]
+        for future in waiting:
+            if not future.done():
+                future.set_exception(MachineError(why))
+
+
+def _launch(control: socket.socket, config: NamespaceConfig) -> subprocess.Popen[bytes]:
+    limits = {
+        "memory": config.memory_mb << 20,
+        "disk": config.disk_mb << 20,
+        "processes": config.processes,
+        "open_files": config.open_files,
+    }
+    module = f"{__package__}.launch"
+    return subprocess.Popen(
+        [sys.executable, "-m", module, str(control.fileno()), json.dumps(limits)],
+        stdin=subprocess.DEVNULL,
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.PIPE,
+        pass_fds=[control.fileno()],
+        start_new_session=True,  # an interrupt at the terminal is the dispatcher's to handle; we end when it does
+        env={**os.environ, "PYTHONPATH": str(_PACKAGE_ROOT)},
+    )
+
+
+async def _greeting(control: socket.socket, process: subprocess.Popen[bytes]) -> dict[str, Any]:
+    """The machine host's first message, or its last words if it never got that far."""
+    try:
+        async with asyncio.timeout(_GRACE_S):
+            message = await asyncio.get_running_loop().sock_recv(control, 1 << 16)
+    except TimeoutError:
+        message = b""
+    if message:
+        return json.loads(message)
+    process.kill()
+    assert process.stderr is not None
+    words = (await asyncio.to_thread(process.stderr.read)).decode("utf-8", "replace").strip()
+    return {"error": f"the machine host did not start: {words[-500:] or 'no reason given'}"}
+
+
+def _inside(path: str) -> str:
+    """Relative paths are relative to the work directory; a NUL byte names nothing."""
+    if "\0" in path or not path:
+        raise FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT), path)
+    return os.path.join(WORK, path)

@@ -1,0 +1,188 @@
+"""One command of a machine, from pid 1's side: start it, gather its output, end it and everything it started."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import select
+import signal
+import socket
+import time
+from typing import Any, Literal, NamedTuple, NoReturn
+
+from rollmill.environments.machines.namespace import kernel, warm_python
+
+_WATCH_INTERVAL_S = 0.05
+_PAGE = os.sysconf("SC_PAGE_SIZE")
+
+
+class Order(NamedTuple):
+    argv: list[str]
+    cwd: str
+    env: dict[str, str]
+    stdin: bytes
+    timeout_s: float
+    max_output: int
+
+
+def run(order: Order, connection: socket.socket, memory: int, processes: int) -> tuple[dict[str, Any], bytes]:
+    """Run to the end or the limit. Whatever the command left running is killed: nothing outlives its reply."""
+    started = time.monotonic()
+    reading, writing = os.pipe()
+    pid = _start(order, writing)
+    os.close(writing)
+    output = _Output(order.max_output)
+    stopped = _watch(pid, reading, output, connection, started + order.timeout_s, memory, processes)
+    status = _end_all(pid)
+    while output.take(reading):  # what was still in the pipe; all its writers are dead
+        pass
+    os.close(reading)
+    exit_code = os.waitstatus_to_exitcode(status)
+    if stopped is None and exit_code == -signal.SIGKILL:
+        stopped = "memory"  # we did not kill it: the kernel did, for want of memory
+    result = {
+        "exit_code": exit_code,
+        "truncated": output.total > order.max_output,
+        "stopped": stopped,
+        "seconds": time.monotonic() - started,
+    }
+    return result, output.bytes()
+
+
+def _start(order: Order, writing: int) -> int:
+    reading = os.memfd_create("stdin") if order.stdin else os.open("/dev/null", os.O_RDONLY)
+    try:
+        if order.stdin:
+            os.write(reading, order.stdin)
+            os.lseek(reading, 0, os.SEEK_SET)
+        # the child inherits this; no command runs in the meantime that could make use of it
+        kernel.prctl(kernel.PR_SET_DUMPABLE, 1)
+        pid = os.fork()
+        if pid == 0:
+            _become(order, reading, writing)
+        return pid
+    finally:
+        kernel.prctl(kernel.PR_SET_DUMPABLE, 0)
+        os.close(reading)
+
+
+def _become(order: Order, reading: int, writing: int) -> NoReturn:
+    """In the child: turn into the command."""
+    try:
+        os.dup2(reading, 0)
+        os.dup2(writing, 1)
+        os.dup2(writing, 2)
+        os.closerange(3, 64)  # pid 1 never has more open
+        os.setsid()
+        _prefer_as_victim()
+        os.chdir(order.cwd)
+        if order.env:
+            os.environ.update(order.env)
+        if warm_python.can_run(order.argv):
+            warm_python.run(order.argv)
+        signal.signal(signal.SIGPIPE, signal.SIG_DFL)
+        os.execvp(order.argv[0], order.argv)  # noqa: S606
+    except BaseException as error:
+        os.write(2, f"{order.argv[0]}: {error}\n".encode("utf-8", "replace"))
+        os._exit(127 if isinstance(error, FileNotFoundError) else 126)
+
+
+def _prefer_as_victim() -> None:
+    """Where the kernel runs out of the machine's memory, it shall take the command and not pid 1."""
+    file = os.open("/proc/self/oom_score_adj", os.O_WRONLY)
+    os.write(file, b"1000")
+    os.close(file)
+
+
+def _watch(
+    pid: int,
+    reading: int,
+    output: _Output,
+    connection: socket.socket,
+    deadline: float,
+    memory: int,
+    processes: int,
+) -> Literal["time", "memory", "processes"] | None:
+    """Until the command ends or must be ended. Memory and processes are counted here too: not every host has
+    control groups, and then this is what bounds the machine as a whole."""
+    pidfd = os.pidfd_open(pid)
+    poll = select.poll()
+    for file in (pidfd, reading, connection.fileno()):
+        poll.register(file, select.POLLIN)
+    next_count = time.monotonic() + _WATCH_INTERVAL_S
+    try:
+        while True:
+            now = time.monotonic()
+            if now >= deadline:
+                return "time"
+            if now >= next_count:
+                if limit := _over(memory, processes):
+                    return limit
+                next_count = now + _WATCH_INTERVAL_S
+            ready = dict(poll.poll((min(deadline, next_count) - now) * 1000))
+            if connection.fileno() in ready:
+                os._exit(0)  # the client has gone, nobody waits for this
+            if reading in ready and not output.take(reading):
+                poll.unregister(reading)
+            if pidfd in ready:
+                return None
+    finally:
+        os.close(pidfd)
+
+
+def _over(memory: int, processes: int) -> Literal["memory", "processes"] | None:
+    """Commands start as copies of this process: what they share with it is not counted against them."""
+    shared = _resident(os.getpid())
+    others = [int(name) for name in os.listdir("/proc") if name.isdigit()]
+    if len(others) > processes:
+        return "processes"
+    return "memory" if sum(max(_resident(pid) - shared, 0) for pid in others) > memory else None
+
+
+def _resident(pid: int) -> int:
+    try:
+        with open(f"/proc/{pid}/statm", "rb") as statm:
+            return int(statm.read().split()[1]) * _PAGE
+    except OSError:
+        return 0  # it has just ended
+
+
+def _end_all(pid: int) -> int:
+    """Kill everything but ourselves and reap it. The wait status of `pid`."""
+    status = 0
+    while True:
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(-1, signal.SIGKILL)
+        try:
+            ended, its_status = os.waitpid(-1, 0)
+        except ChildProcessError:
+            return status
+        if ended == pid:
+            status = its_status
+
+
+class _Output:
+    """The beginning and the end of what a command prints, however much it is."""
+
+    def __init__(self, limit: int) -> None:
+        self._half = limit // 2
+        self._head = bytearray()
+        self._tail = bytearray()
+        self.total = 0
+
+    def take(self, file: int) -> bool:
+        """Read once. False at the end."""
+        data = os.read(file, 1 << 16)
+        self.total += len(data)
+        room = max(self._half - len(self._head), 0)
+        self._head += data[:room]
+        self._tail += data[room:]
+        if len(self._tail) > 4 * self._half + (1 << 16):
+            del self._tail[: -self._half]
+        return bool(data)
+
+    def bytes(self) -> bytes:
+        cut = self.total - 2 * self._half
+        if cut <= 0:
+            return bytes(self._head + self._tail)
+        return bytes(self._head) + f"\n[… {cut} bytes cut]\n".encode() + bytes(self._tail[-self._half :])

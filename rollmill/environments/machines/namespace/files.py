@@ -1,0 +1,108 @@
+"""Reading and writing a machine's files from inside it: links lead to where they lead there, never out of it."""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import io
+import os
+import stat
+from collections.abc import Iterator, Sequence
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    import tarfile
+
+
+def read(path: str, max_bytes: int) -> bytes:
+    """A regular file's contents; EFBIG if there is more than `max_bytes`."""
+    with _open_regular(path, os.O_RDONLY) as file:
+        data = _read_up_to(file, max_bytes + 1)
+    if len(data) > max_bytes:
+        raise OSError(errno.EFBIG, os.strerror(errno.EFBIG), path)
+    return data
+
+
+def write_all(entries: Sequence[Sequence[str | int]], body: bytes) -> None:
+    """Each entry is [path, size]; `body` is their contents one after the other. Directories are made as needed."""
+    start = 0
+    for path, size in entries:
+        assert isinstance(path, str) and isinstance(size, int)
+        if parent := os.path.dirname(path):
+            os.makedirs(parent, exist_ok=True)
+        with _open_regular(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC) as file:
+            _write_fully(file, body[start : start + size])
+        start += size
+
+
+def pack_directory(directory: str, max_bytes: int) -> bytes:
+    """Regular files and directories as a tar; links, sockets and devices are left out."""
+    import tarfile  # here: seldom needed, and every machine is a copy of a process that would hold it
+
+    buffer = io.BytesIO()
+    with tarfile.open(fileobj=buffer, mode="w", format=tarfile.PAX_FORMAT) as archive:
+        for folder, names, leaves in os.walk(directory):
+            names.sort()
+            for name in [*names, *sorted(leaves)]:
+                _pack(archive, os.path.join(folder, name), directory, max_bytes - buffer.tell())
+    return buffer.getvalue()
+
+
+def unpack_directory(directory: str, data: bytes) -> None:
+    import tarfile
+
+    with tarfile.open(fileobj=io.BytesIO(data)) as archive:
+        for member in archive:
+            path = os.path.join(directory, os.path.normpath("/" + member.name)[1:])
+            if member.isdir():
+                os.makedirs(path, exist_ok=True)
+            elif member.isreg():
+                content = archive.extractfile(member)
+                assert content is not None
+                write_all([(path, member.size)], content.read())
+                os.chmod(path, member.mode & 0o777)
+
+
+def _pack(archive: tarfile.TarFile, path: str, directory: str, room: int) -> None:
+    try:
+        status = os.lstat(path)
+    except FileNotFoundError:
+        return
+    member = archive.tarinfo(os.path.relpath(path, directory))
+    member.mode = stat.S_IMODE(status.st_mode)
+    if stat.S_ISDIR(status.st_mode):
+        member.type = b"5"  # a directory
+        archive.addfile(member)
+    elif stat.S_ISREG(status.st_mode):
+        content = read(path, max(room, 0))
+        member.size = len(content)
+        archive.addfile(member, io.BytesIO(content))
+
+
+@contextlib.contextmanager
+def _open_regular(path: str, flags: int) -> Iterator[int]:
+    """Not blocking: a pipe planted under a file's name must not hold up pid 1. Not /proc: it would show pid 1."""
+    file = os.open(path, flags | os.O_NONBLOCK | os.O_NOCTTY | os.O_CLOEXEC, 0o644)
+    try:
+        status = os.fstat(file)
+        if stat.S_ISDIR(status.st_mode):
+            raise IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR), path)
+        if not stat.S_ISREG(status.st_mode) or status.st_dev == os.stat("/proc").st_dev:
+            raise PermissionError(errno.EACCES, os.strerror(errno.EACCES), path)
+        yield file
+    finally:
+        os.close(file)
+
+
+def _read_up_to(file: int, count: int) -> bytes:
+    parts = []
+    while count > 0 and (part := os.read(file, min(count, 1 << 20))):
+        parts.append(part)
+        count -= len(part)
+    return b"".join(parts)
+
+
+def _write_fully(file: int, data: bytes) -> None:
+    view = memoryview(data)
+    while view:
+        view = view[os.write(file, view) :]

@@ -1,0 +1,232 @@
+"""The machine host: one single-threaded process that makes machines on request and sees to it that they end.
+
+It waits for two things: messages on the control socket (from the client; end of file means the client is gone and all
+machines with it), and the end of a machine's first process. The kernel kills everything else in a machine with it.
+
+A few machines are kept ready: a caller need not wait for one to be set up, and making several at once costs less.
+
+    client: {"op": "create", "id": 7}   host: {"id": 7} + the machine's socket, or {"id": 7, "error": "…"}
+    client: {"op": "close", "id": 7}    host: {"closed": 7} once no process of the machine is left
+"""
+
+from __future__ import annotations
+
+import contextlib
+import gc
+import json
+import os
+import selectors
+import signal
+import socket
+import sys
+from typing import Any, NamedTuple
+
+from rollmill.environments.machines.namespace import agent, cgroups, kernel, layout, seccomp
+
+_NAMESPACES = (
+    kernel.CLONE_NEWUSER
+    | kernel.CLONE_NEWNS
+    | kernel.CLONE_NEWPID
+    | kernel.CLONE_NEWNET
+    | kernel.CLONE_NEWIPC
+    | kernel.CLONE_NEWUTS
+)
+# Real user ids of machines count down from here: above every range that systems hand out (systemd's ends at
+# 0x6FFFFFFF), and one each, because the kernel counts processes by user id.
+_HIGHEST_USER = 0x70010000
+_BATCH = 8
+_PER_NAMESPACE_COUNTS = (5, 14)  # the first kernel that counts a user's processes per user namespace
+
+
+class _Slot(NamedTuple):
+    """A place for one machine at a time: its own user id and control groups."""
+
+    number: int
+    group: cgroups.Slot | None
+
+
+class _Machine(NamedTuple):
+    pid: int
+    pidfd: int
+    slot: _Slot
+    client_end: socket.socket
+
+
+class Host:
+    def __init__(self, state: dict[str, Any]) -> None:
+        self._control = socket.socket(fileno=state["control"])
+        self._identities: int = state["identities"]
+        self._groups = _usable(cgroups.Groups(*state["groups"]) if state["groups"] else None)
+        self._limits = agent.Limits(**state["limits"], count_processes=self._counts_processes(), filter=seccomp.build())
+        self._selector = selectors.DefaultSelector()
+        self._machines: dict[int, _Machine] = {}  # by the client's identifier
+        self._identifiers: dict[int, int] = {}  # pid -> identifier
+        self._spare: list[_Machine] = []
+        self._free: list[_Slot] = []
+        self._slots = 0
+
+    def run(self) -> None:
+        self._selector.register(self._control, selectors.EVENT_READ)
+        self._send({"ready": True, "limits": self._describe_limits()})
+        while True:
+            for key, _ in self._selector.select():
+                if key.data is not None:
+                    self._reap(key.data)
+                elif not self._handle(self._control.recv(1 << 16)):
+                    return self._shut_down()
+
+    def _handle(self, message: bytes) -> bool:
+        if not message:
+            return False
+        request = json.loads(message)
+        if request["op"] == "create":
+            self._create(request["id"])
+        elif machine := self._machines.get(request["id"]):
+            _kill(machine.pidfd)
+        else:
+            self._send({"closed": request["id"]})  # it had ended by itself
+        return True
+
+    def _create(self, identifier: int) -> None:
+        try:
+            if not self._spare:
+                self._make_spares()
+            machine = self._spare.pop()
+        except OSError as error:
+            self._send({"id": identifier, "error": str(error)})
+            return
+        self._machines[identifier] = machine
+        self._identifiers[machine.pid] = identifier
+        with machine.client_end:
+            self._send({"id": identifier}, machine.client_end)
+
+    def _make_spares(self) -> None:
+        """Several at once: moving a process into a version 1 group waits for the kernel to come to rest (about 10 ms,
+        in which no process of the whole system can fork), but only the first in a row does."""
+        for _ in range(_BATCH):
+            try:
+                machine = self._start()
+            except OSError:
+                if self._spare:
+                    return  # fewer will do; the reason comes up again if it persists
+                raise
+            self._spare.append(machine)
+            self._selector.register(machine.pidfd, selectors.EVENT_READ, machine)
+
+    def _start(self) -> _Machine:
+        slot = self._free.pop() if self._free else self._new_slot()
+        client_end, machine_end = socket.socketpair()
+        with machine_end:
+            try:
+                pid, pidfd = kernel.clone(_NAMESPACES, slot.group.directory if slot.group else None)
+            except OSError:
+                self._free.append(slot)
+                client_end.close()
+                raise
+            if pid == 0:
+                agent.main(machine_end, self._limits)  # never returns
+        machine = _Machine(pid, pidfd, slot, client_end)
+        try:
+            self._map_identity(pid, slot)
+            if slot.group:
+                slot.group.add(pid)
+            client_end.send(b"g")  # identities and limits are in place: go
+        except OSError:
+            self._discard(machine)
+            raise
+        return machine
+
+    def _map_identity(self, pid: int, slot: _Slot) -> None:
+        outside = 0 if self._identities == 1 else min(self._identities, _HIGHEST_USER) - 1 - slot.number
+        for name in ("uid_map", "gid_map"):
+            file = os.open(f"/proc/{pid}/{name}", os.O_WRONLY)
+            try:
+                os.write(file, f"{layout.USER_ID} {outside} 1".encode())
+            finally:
+                os.close(file)
+
+    def _new_slot(self) -> _Slot:
+        number = self._slots
+        self._slots += 1
+        return _Slot(number, self._groups.make_slot(number) if self._groups else None)
+
+    def _reap(self, machine: _Machine) -> None:
+        self._selector.unregister(machine.pidfd)
+        identifier = self._identifiers.pop(machine.pid, None)
+        self._discard(machine)
+        if identifier is None:
+            self._spare.remove(machine)
+            return
+        del self._machines[identifier]
+        with contextlib.suppress(OSError):  # a client that is gone is noticed by the next receive
+            self._send({"closed": identifier})
+
+    def _discard(self, machine: _Machine) -> None:
+        _kill(machine.pidfd)
+        os.waitpid(machine.pid, 0)
+        os.close(machine.pidfd)
+        machine.client_end.close()
+        self._free.append(machine.slot)
+
+    def _shut_down(self) -> None:
+        for machine in [*self._machines.values(), *self._spare]:
+            self._discard(machine)
+        if self._groups is not None:
+            self._groups.remove()
+
+    def _send(self, message: dict[str, Any], handed_over: socket.socket | None = None) -> None:
+        files = [handed_over.fileno()] if handed_over else []
+        socket.send_fds(self._control, [json.dumps(message).encode()], files)
+
+    def _counts_processes(self) -> bool:
+        release = os.uname().release.split("-")[0].split(".")
+        return self._identities > 1 or (int(release[0]), int(release[1])) >= _PER_NAMESPACE_COUNTS
+
+    def _describe_limits(self) -> dict[str, Any]:
+        """For `rollmill doctor`: what bounds a machine here."""
+        return {
+            "control_groups": self._groups.controllers if self._groups else [],
+            "process_rlimit": self._limits.count_processes,
+            "seccomp": bool(self._limits.filter),
+            "separate_users": self._identities > 1,
+        }
+
+
+def _usable(groups: cgroups.Groups | None) -> cgroups.Groups | None:
+    """Being allowed to make groups does not mean that processes may enter them: try it once."""
+    if groups is None:
+        return None
+    try:
+        slot = groups.make_slot(0)
+        pid, pidfd = kernel.clone(0, slot.directory)
+        if pid == 0:
+            signal.pause()
+    except OSError:
+        return None
+    try:
+        slot.add(pid)
+        return groups
+    except OSError:
+        return None
+    finally:
+        _kill(pidfd)
+        os.waitpid(pid, 0)
+        os.close(pidfd)
+
+
+def _kill(pidfd: int) -> None:
+    with contextlib.suppress(ProcessLookupError):
+        signal.pidfd_send_signal(pidfd, signal.SIGKILL)
+
+
+def main(state: str) -> None:
+    sys.path = [path for path in sys.path if path not in (layout.CODE, "")]
+    os.environ.pop("LC_CTYPE", None)  # Python sets it for itself under the C locale; commands need not see it
+    kernel.unmount(layout.CODE)
+    host = Host(json.loads(state))
+    for name in [name for name in sys.modules if name.partition(".")[0] == __name__.partition(".")[0]]:
+        del sys.modules[name]  # programs in the machines shall not find us
+    # machines are copies of this process: what is garbage now would be copied into each of them
+    gc.collect()
+    gc.freeze()
+    host.run()

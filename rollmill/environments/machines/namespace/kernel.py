@@ -1,0 +1,127 @@
+"""The few Linux calls that Python's standard library lacks (os.unshare needs 3.12), by their names in the manual."""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import signal
+import struct
+
+CLONE_NEWNS = 0x00020000
+CLONE_NEWUTS = 0x04000000
+CLONE_NEWIPC = 0x08000000
+CLONE_NEWUSER = 0x10000000
+CLONE_NEWPID = 0x20000000
+CLONE_NEWNET = 0x40000000
+CLONE_PIDFD = 0x00001000
+CLONE_INTO_CGROUP = 0x200000000
+
+MS_RDONLY, MS_NOSUID, MS_NODEV, MS_NOEXEC = 1, 2, 4, 8
+MS_BIND, MS_REC, MS_PRIVATE = 4096, 16384, 1 << 18
+MNT_DETACH = 2
+MOUNT_ATTR_RDONLY, MOUNT_ATTR_NOSUID, MOUNT_ATTR_NODEV, MOUNT_ATTR_NOEXEC = 1, 2, 4, 8
+
+PR_SET_PDEATHSIG = 1
+PR_SET_DUMPABLE = 4
+PR_SET_SECCOMP = 22
+PR_SET_NO_NEW_PRIVS = 38
+
+CAP_SETUID, CAP_SYS_ADMIN = 7, 21
+
+# these numbers are the same on every architecture; older calls go through their C library wrappers
+_SYS_CLONE3 = 435
+_SYS_CLOSE_RANGE = 436
+_SYS_MOUNT_SETATTR = 442
+_AT_FDCWD = -100
+_AT_RECURSIVE = 0x8000
+
+# PyDLL keeps the interpreter lock during a call: a clone that returned without it would not be a Python process
+_libc = ctypes.PyDLL(None, use_errno=True)
+_libc.syscall.restype = ctypes.c_long
+
+
+def _check(result: int, what: str) -> int:
+    if result < 0:
+        number = ctypes.get_errno()
+        raise OSError(number, f"{what}: {os.strerror(number)}")
+    return result
+
+
+def _syscall(number: int, what: str, *arguments: object) -> int:
+    return _check(_libc.syscall(ctypes.c_long(number), *arguments), what)
+
+
+def unshare(flags: int) -> None:
+    _check(_libc.unshare(flags), "unshare")
+
+
+def clone(flags: int, cgroup: int | None = None) -> tuple[int, int]:
+    """Fork into new namespaces, and into a cgroup (an open version 2 directory). (pid, pidfd), or (0, -1) in the child.
+
+    One clone instead of fork, unshare, fork: the child is pid 1 of its own tree from its first instruction.
+    """
+    pidfd = ctypes.c_int(-1)
+    flags |= CLONE_PIDFD | (CLONE_INTO_CGROUP if cgroup is not None else 0)
+    arguments = (flags, ctypes.addressof(pidfd), 0, 0, signal.SIGCHLD, 0, 0, 0, 0, 0, cgroup or 0)
+    buffer = ctypes.create_string_buffer(struct.pack("=11Q", *arguments))
+    ctypes.pythonapi.PyOS_BeforeFork()
+    pid = _libc.syscall(ctypes.c_long(_SYS_CLONE3), buffer, ctypes.c_size_t(88))
+    if pid == 0:
+        ctypes.pythonapi.PyOS_AfterFork_Child()
+        return 0, -1
+    number = ctypes.get_errno()
+    ctypes.pythonapi.PyOS_AfterFork_Parent()
+    if pid < 0:
+        raise OSError(number, f"clone3: {os.strerror(number)}")
+    return pid, pidfd.value
+
+
+def close_from(first: int) -> None:
+    """os.closerange tries every number up to its end where Python was built for an older C library."""
+    _syscall(_SYS_CLOSE_RANGE, "close_range", ctypes.c_uint(first), ctypes.c_uint(0xFFFFFFFF), ctypes.c_uint(0))
+
+
+def mount(source: str, target: str, kind: str | None, flags: int, options: str = "") -> None:
+    arguments = (source.encode(), target.encode(), kind.encode() if kind else None, ctypes.c_ulong(flags))
+    _check(_libc.mount(*arguments, options.encode() or None), f"mount {kind or 'bind'} {target}")
+
+
+def restrict_mount(target: str, attributes: int, *, recursive: bool = False) -> None:
+    """Add attributes such as read-only. mount(2) cannot do that for a whole tree, nor where other flags are locked."""
+    buffer = ctypes.create_string_buffer(struct.pack("=4Q", attributes, 0, 0, 0))
+    flags = ctypes.c_uint(_AT_RECURSIVE if recursive else 0)
+    what = f"mount_setattr {target}"
+    _syscall(_SYS_MOUNT_SETATTR, what, _AT_FDCWD, target.encode(), flags, buffer, ctypes.c_size_t(32))
+
+
+def unmount(target: str) -> None:
+    _check(_libc.umount2(target.encode(), MNT_DETACH), f"umount {target}")
+
+
+def pivot_root(new: str, old: str) -> None:
+    _check(_libc.pivot_root(new.encode(), old.encode()), "pivot_root")
+
+
+def prctl(option: int, *values: int | ctypes.Array[ctypes.c_char]) -> None:
+    words = [ctypes.c_ulong(value) if isinstance(value, int) else value for value in values]
+    words += [ctypes.c_ulong(0)] * (4 - len(words))
+    _check(_libc.prctl(option, *words), f"prctl {option}")
+
+
+def drop_capabilities() -> None:
+    """No capability now, and by no_new_privs none to be gained by any later exec."""
+    prctl(PR_SET_NO_NEW_PRIVS, 1)
+    version_3, this_process = 0x20080522, 0
+    header = ctypes.create_string_buffer(struct.pack("=Ii", version_3, this_process))
+    nothing = ctypes.create_string_buffer(24)
+    _check(_libc.capset(header, nothing), "capset")
+
+
+def has_capability(capability: int) -> bool:
+    with open("/proc/self/status") as status:
+        effective = next(line for line in status if line.startswith("CapEff:"))
+    return bool(int(effective.split()[1], 16) >> capability & 1)
+
+
+def sethostname(name: str) -> None:
+    _check(_libc.sethostname(name.encode(), ctypes.c_size_t(len(name))), "sethostname")

@@ -1,0 +1,144 @@
+"""The root file system every machine of a host starts from: read-only, and nothing of this host but its userland.
+
+    /usr /bin /lib …      the host's programs and libraries
+    /opt/python           the Python installation in use, where it is not part of /usr; standard library only
+    /opt/bin              python, python3
+    /etc /dev             a handful of files made for the purpose
+    /proc /tmp /work      mounted afresh by each machine
+
+Not there: home directories, the checkout, virtual environments, the run directory, installed Python packages.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+import site
+import sys
+import sysconfig
+from pathlib import Path
+
+from rollmill.environments.machines.namespace import kernel, layout
+
+_STAGE = "/tmp"  # noqa: S108  any directory that always exists: covered in our own mount namespace only
+_USERLAND = ("usr", "bin", "sbin", "lib", "lib32", "lib64", "libx32", "nix")
+_DEVICES = ("null", "zero", "full", "random", "urandom")
+_LINKS = {"fd": "/proc/self/fd", "stdin": "fd/0", "stdout": "fd/1", "stderr": "fd/2", "shm": layout.TEMPORARY}
+_ETC = {
+    "passwd": f"root:x:0:0::/:/bin/sh\nuser:x:{layout.USER_ID}:{layout.USER_ID}::{layout.TEMPORARY}:/bin/sh\n",
+    "group": f"root:x:0:\nuser:x:{layout.USER_ID}:\n",
+    "hosts": "127.0.0.1 localhost\n",
+    "hostname": "machine\n",
+}
+_SEALED = kernel.MOUNT_ATTR_RDONLY | kernel.MOUNT_ATTR_NOSUID | kernel.MOUNT_ATTR_NODEV
+
+
+def enter_new_root() -> str:
+    """Build the root in this process's (already private) mount namespace and move into it. The Python to run there.
+
+    Its own source is still there when this returns, on a mount of its own: the host drops it once it has loaded it.
+    """
+    python_home = Path(sys.base_prefix).resolve()
+    hidden = [path for path in _private_directories() if path not in (python_home, *python_home.parents)]
+    kernel.mount("none", "/", None, kernel.MS_REC | kernel.MS_PRIVATE)
+    kernel.mount("tmpfs", _STAGE, "tmpfs", kernel.MS_NOSUID | kernel.MS_NODEV, "mode=755")
+    os.mkdir(f"{_STAGE}/old")
+    kernel.pivot_root(_STAGE, f"{_STAGE}/old")
+    os.mkdir("/new")
+    kernel.mount("tmpfs", "/new", "tmpfs", kernel.MS_NOSUID | kernel.MS_NODEV, "mode=755,size=16m")
+    new, old = Path("/new"), Path("/old")
+    for name in (layout.TEMPORARY, layout.WORK, layout.PROGRAMS, layout.CODE, "/proc", "/dev", "/etc"):
+        (new / name[1:]).mkdir(parents=True)
+    _bind_userland(old, new)
+    inside = python_home
+    if not python_home.is_relative_to("/usr"):
+        inside = Path(layout.PYTHON)
+        _bind(old / python_home.relative_to("/"), new / layout.PYTHON[1:])
+    inside /= f"bin/python{sys.version_info.major}.{sys.version_info.minor}"
+    for name in ("python", "python3"):
+        (new / layout.PROGRAMS[1:] / name).symlink_to(inside)
+    _cover(hidden, python_home, new)
+    _copy_own_code(old, new)
+    kernel.restrict_mount(str(new), _SEALED)
+    os.chdir(new)
+    kernel.pivot_root(".", ".")
+    kernel.unmount(".")
+    os.chdir("/")
+    return str(inside)
+
+
+def environment() -> dict[str, str]:
+    """What a command in a machine finds in its environment."""
+    home = Path(sys.base_prefix)
+    variables = {
+        "PATH": f"{layout.PROGRAMS}:{layout.PYTHON}/bin:/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin",
+        "HOME": layout.TEMPORARY,
+        "LANG": "C.UTF-8",
+        "PYTHONDONTWRITEBYTECODE": "1",
+    }
+    if sysconfig.get_config_var("Py_ENABLE_SHARED") and not home.is_relative_to("/usr"):
+        variables["LD_LIBRARY_PATH"] = f"{layout.PYTHON}/lib"
+    return variables
+
+
+def _bind_userland(old: Path, new: Path) -> None:
+    for name in _USERLAND:
+        entry = old / name
+        if entry.is_symlink():
+            (new / name).symlink_to(os.readlink(entry))
+        elif entry.is_dir():
+            _bind(entry, new / name)
+    for name, text in _ETC.items():
+        (new / "etc" / name).write_text(text)
+    for name in ("ld.so.cache", "alternatives"):  # programs find their libraries, and Debian's links their programs
+        if (old / "etc" / name).exists():
+            _bind(old / "etc" / name, new / "etc" / name)
+    for name in _DEVICES:
+        _bind(old / "dev" / name, new / "dev" / name, kernel.MOUNT_ATTR_NOSUID | kernel.MOUNT_ATTR_NOEXEC)
+    for name, target in _LINKS.items():
+        (new / "dev" / name).symlink_to(target)
+    # the kernel lets a machine mount its own /proc only while a whole one is visible; that one is covered by its own
+    _bind(old / "proc", new / "proc", 0)
+
+
+def _bind(source: Path, target: Path, attributes: int = _SEALED) -> None:
+    if source.is_dir():
+        target.mkdir(parents=True, exist_ok=True)
+    else:
+        target.touch()
+    kernel.mount(str(source), str(target), None, kernel.MS_BIND | kernel.MS_REC)
+    if attributes:
+        kernel.restrict_mount(str(target), attributes, recursive=True)
+
+
+def _private_directories() -> list[Path]:
+    """Directories that may lie inside /usr or the Python installation and are nobody's business in a machine."""
+    packages = [Path(path) for path in site.getsitepackages([sys.base_prefix])]
+    packages += [Path("/usr/lib/python3/dist-packages"), Path("/usr/src"), Path("/usr/local/src")]
+    checkout = Path(__file__).resolve().parents[4]
+    return [path.resolve() for path in (*packages, checkout, Path.cwd(), Path(sys.prefix)) if path.is_dir()]
+
+
+def _cover(hidden: list[Path], python_home: Path, new: Path) -> None:
+    """Lay an empty directory over each private one that the binds made visible."""
+    for path in sorted(set(hidden)):
+        visible = new / path.relative_to("/")
+        if not path.is_relative_to("/usr") and path.is_relative_to(python_home):
+            visible = new / layout.PYTHON[1:] / path.relative_to(python_home)
+        if visible.is_dir():
+            kernel.mount(
+                "tmpfs", str(visible), "tmpfs", kernel.MS_RDONLY | kernel.MS_NOSUID | kernel.MS_NODEV, "size=4k"
+            )
+
+
+def _copy_own_code(old: Path, new: Path) -> None:
+    """This package's source, under its own name, with empty packages above it."""
+    here = Path(__file__).resolve().parent
+    target = new / layout.CODE[1:]
+    kernel.mount("tmpfs", str(target), "tmpfs", kernel.MS_NOSUID | kernel.MS_NODEV, "size=4m")
+    for part in __package__.split("."):
+        target /= part
+        target.mkdir(parents=True)
+        (target / "__init__.py").touch()
+    for source in (old / here.relative_to("/")).glob("*.py"):
+        shutil.copy(source, target / source.name)

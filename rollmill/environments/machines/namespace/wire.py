@@ -1,0 +1,63 @@
+"""Frames on a machine's socket: a small JSON header and raw bytes, each with its length in front."""
+
+from __future__ import annotations
+
+import json
+import socket
+import struct
+from typing import Any
+
+LENGTHS = struct.Struct("!II")
+MAX_HEADER = 1 << 20
+MAX_BODY = 1 << 28
+
+
+class WireError(Exception):
+    """The other side sent something that is no frame."""
+
+
+def pack(header: dict[str, Any], body: bytes = b"") -> bytes:
+    text = json.dumps(header, separators=(",", ":")).encode()
+    return LENGTHS.pack(len(text), len(body)) + text + body
+
+
+def unpack_lengths(data: bytes) -> tuple[int, int]:
+    header, body = LENGTHS.unpack(data)
+    if header > MAX_HEADER or body > MAX_BODY:
+        raise WireError(f"a frame of {header} + {body} bytes")
+    return header, body
+
+
+def unpack_header(data: bytes) -> dict[str, Any]:
+    try:
+        header = json.loads(data)
+    except (ValueError, RecursionError):
+        raise WireError("a header that is not JSON") from None
+    if not isinstance(header, dict):
+        raise WireError("a header that is not an object")
+    return header
+
+
+def receive(connection: socket.socket) -> tuple[dict[str, Any], bytes] | None:
+    """The next frame, or None when the other side has gone. Blocks."""
+    lengths = _receive_exactly(connection, LENGTHS.size)
+    if lengths is None:
+        return None
+    header_length, body_length = unpack_lengths(lengths)
+    data = _receive_exactly(connection, header_length + body_length)
+    return None if data is None else (unpack_header(data[:header_length]), data[header_length:])
+
+
+def _receive_exactly(connection: socket.socket, count: int) -> bytes | None:
+    data = connection.recv(count)
+    if len(data) == count:
+        return data
+    parts = [data]
+    missing = count - len(data)
+    while missing:
+        part = connection.recv(min(missing, 1 << 20))
+        if not part:
+            return None
+        parts.append(part)
+        missing -= len(part)
+    return b"".join(parts)

@@ -1,0 +1,154 @@
+"""The functions micro-repositories are about: one or two steps on a number, said in words and written in Python.
+
+A step names an operator, one of its phrases and a number; `subtract-1-8` then `at_most-1-28` is
+
+    words       x less 8 then within 28         what a docstring or a failing test says
+    code        (x - 8) <= 28                   what the agent has to write
+    value(30)   True                            by Python's own semantics
+"""
+
+from __future__ import annotations
+
+import hashlib
+import operator
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
+
+from rollmill.errors import TaskError
+
+NUMBERS = range(2, 60)  # one token each in the demo's vocabulary
+HELDOUT_SHARE = 0.2
+
+
+@dataclass(frozen=True)
+class Operator:
+    name: str
+    symbol: str
+    apply: Callable[[int, int], int]
+    phrases: tuple[str, ...]
+    confusable: str  # the operator that people who misread the phrase write instead
+    final: bool = False  # a comparison: nothing sensible can be computed from its result, so it only stands last
+
+
+OPERATORS: dict[str, Operator] = {
+    entry.name: entry
+    for entry in (
+        Operator("add", "+", operator.add, ("plus", "add"), "or"),
+        Operator("subtract", "-", operator.sub, ("minus", "less"), "xor"),
+        Operator("multiply", "*", operator.mul, ("times", "by"), "add"),
+        Operator("divide", "//", operator.floordiv, ("over", "split"), "remainder"),
+        Operator("remainder", "%", operator.mod, ("mod", "rest"), "divide"),
+        Operator("xor", "^", operator.xor, ("xor", "flip"), "or"),
+        Operator("and", "&", operator.and_, ("mask", "keep"), "remainder"),
+        Operator("or", "|", operator.or_, ("or", "set"), "and"),
+        Operator("above", ">", operator.gt, ("above", "past"), "at_least", final=True),
+        Operator("below", "<", operator.lt, ("below", "under"), "at_most", final=True),
+        Operator("at_least", ">=", operator.ge, ("at least", "reaches"), "above", final=True),
+        Operator("at_most", "<=", operator.le, ("at most", "within"), "below", final=True),
+    )
+}
+
+
+def _held_out(name: str) -> bool:
+    """A hash and not a draw, so that the split is the same for every seed, machine and version of Python."""
+    digest = hashlib.blake2s(name.encode(), digest_size=4).digest()
+    return int.from_bytes(digest, "big") < HELDOUT_SHARE * 2**32
+
+
+@dataclass(frozen=True)
+class Step:
+    operator: Operator
+    phrase: str
+    number: int
+
+    @property
+    def words(self) -> str:
+        return f"{self.phrase} {self.number}"
+
+    @property
+    def key(self) -> str:
+        return f"{self.operator.name}-{self.operator.phrases.index(self.phrase)}-{self.number}"
+
+    @property
+    def heldout(self) -> bool:
+        """A fixed fifth of all pairs of phrase and number; no training task of any seed contains one of them."""
+        return _held_out(self.key)
+
+    def with_operator(self, operator: Operator) -> Step:
+        return Step(operator, operator.phrases[0], self.number)
+
+    @staticmethod
+    def from_key(key: str) -> Step:
+        try:
+            name, phrase, number = key.split("-")
+            found = OPERATORS[name]
+            step = Step(found, found.phrases[int(phrase)], int(number))
+        except (ValueError, KeyError, IndexError):
+            step = None
+        if step is None or step.number not in NUMBERS or step.key != key:
+            raise TaskError(f"{key!r} is not a step", hint="a step is OPERATOR-PHRASE-NUMBER, for example add-0-8")
+        return step
+
+
+@dataclass(frozen=True)
+class Function:
+    steps: tuple[Step, ...]  # one or two
+
+    @property
+    def key(self) -> str:
+        return "+".join(step.key for step in self.steps)
+
+    @staticmethod
+    def from_key(key: str) -> Function:
+        function = Function(tuple(map(Step.from_key, key.split("+"))))
+        if len(function.steps) > 2 or any(step.operator.final for step in function.steps[:-1]):
+            raise TaskError(
+                f"{key!r} is not a function", hint="one or two steps, and a comparison only as the last one"
+            )
+        return function
+
+    @property
+    def heldout_pair(self) -> bool:
+        """A fixed fifth of all ordered pairs of operators; no training task of any seed combines them."""
+        return len(self.steps) == 2 and _held_out(" then ".join(step.operator.name for step in self.steps))
+
+    @property
+    def words(self) -> str:
+        return "x " + " then ".join(step.words for step in self.steps)
+
+    @property
+    def code(self) -> str:
+        text = "x"
+        for index, step in enumerate(self.steps):
+            text = f"({text})" if index else text
+            text = f"{text} {step.operator.symbol} {step.number}"
+        return text
+
+    def value(self, x: int) -> int:
+        for step in self.steps:
+            x = step.operator.apply(x, step.number)
+        return x
+
+    def with_step(self, index: int, step: Step) -> Function:
+        return Function((*self.steps[:index], step, *self.steps[index + 1 :]))
+
+    def rivals(self, index: int) -> list[Operator]:
+        """The other operators that may stand in step `index`."""
+        last = index + 1 == len(self.steps)
+        return [
+            other
+            for other in OPERATORS.values()
+            if other is not self.steps[index].operator and (last or not other.final)
+        ]
+
+    def mistakes(self) -> Iterator[Function]:
+        """What someone who nearly understood would write: any other operator, a near number, a step left out."""
+        for index, step in enumerate(self.steps):
+            for other in self.rivals(index):
+                yield self.with_step(index, step.with_operator(other))
+            for shift in (-2, -1, 1, 2):
+                if step.number + shift > 0:
+                    yield self.with_step(index, replace(step, number=step.number + shift))
+        if len(self.steps) > 1:
+            yield Function(self.steps[:1])
+            yield Function(self.steps[1:])

@@ -1,0 +1,321 @@
+"""A run's events, summed up: what `report.json` says.
+
+Keys are stable; a figure that a run did not produce is null. Rates are shares of one, times are seconds, sizes bytes.
+
+    format                     1; raised when a key changes its meaning
+    name, seed, seconds        of the run; seconds is wall time, all stages together
+    solve_rate_before, _after  held-out tasks, sampled, mid-trained model and trained one; `*_interval` is [low, high]
+    gain, gain_interval        after minus before: paired by task where the evaluation recorded outcomes by task
+    evals                      one entry per label, split and mode: solved, attempts, rate, low, high, version, seconds
+    gains                      one entry per split and mode that has both before and after: gain, low, high
+    stages                     seconds by stage
+    training                   steps, version, groups, trajectories, tokens, trained_tokens, masked_stale, seconds,
+                               wait_seconds, tokens_per_s; reward_first, reward_last, solve_rate_first, solve_rate_last
+                               are means of the first and last tenth of steps
+    midtraining                steps, tokens, loss_first, loss_last
+    rollouts                   total, graded, failed, by split; turns, tool_calls, bad_tool_calls, seconds (means)
+    staleness                  mean, max, counts (trained tokens by versions behind)
+    mismatch                   k1, k3, p99, max of the trainer's log-probs against the engine's: mean and worst step;
+                               mask_fraction, ess, router_flip_rate (means)
+    weights                    versions, snapshots, deltas (a snapshot may have one too), full_bytes, delta_bytes,
+                               delta_ratio, density (share of values that changed), publish_seconds: means
+    engines                    by name: region, switches, switches_in_flight, pause_seconds (mean, max), time_to_engine
+                               (mean, max), bytes, tokens_per_s
+    pauses, restarts           count and total seconds of weight switches; processes that had to be started again
+"""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from rollmill.evals.statistics import Interval, clustered_difference, combine, wilson
+
+Event = Mapping[str, Any]
+FORMAT = 1
+
+
+@dataclass(frozen=True)
+class Record:
+    """Events by kind, in time order. What ran twice (a step repeated after a crash) is here once, the later one."""
+
+    all: Sequence[Event]
+    steps: Sequence[Event]
+    midtrain: Sequence[Event]
+    publishes: Sequence[Event]
+    applies: Sequence[Event]
+    engines: Sequence[Event]
+    rollouts: Sequence[Event]
+    evals: Sequence[Event]
+    stages: Sequence[Event]
+    busy: Sequence[Event]
+    restarts: Sequence[Event]
+
+    @staticmethod
+    def of(events: Sequence[Event]) -> Record:
+        kinds: dict[str, list[Event]] = {}
+        for event in events:
+            kinds.setdefault(str(event["kind"]), []).append(event)
+
+        def once(kind: str, *keys: str) -> list[Event]:
+            latest = {tuple(event.get(key) for key in keys): event for event in kinds.get(kind, [])}
+            return list(latest.values())
+
+        return Record(
+            all=events,
+            steps=sorted(once("step", "step"), key=lambda event: finite(event.get("step"), 0.0)),
+            midtrain=sorted(once("midtrain_step", "step"), key=lambda event: finite(event.get("step"), 0.0)),
+            publishes=once("publish", "line", "version"),
+            applies=kinds.get("apply", []),
+            engines=kinds.get("engine", []),
+            rollouts=once("rollout", "trajectory"),
+            evals=once("eval", "label", "split", "mode"),
+            stages=kinds.get("stage", []),
+            busy=kinds.get("busy", []),
+            restarts=kinds.get("restart", []),
+        )
+
+    @property
+    def span(self) -> tuple[float, float]:
+        return (self.all[0]["at"], self.all[-1]["at"]) if self.all else (0.0, 0.0)
+
+    def stage_spans(self) -> list[tuple[str, float, float]]:
+        """(stage, start, end); a stage without an end lasts until the last event."""
+        spans: list[tuple[str, float, float]] = []
+        started: dict[str, float] = {}
+        for event in self.stages:
+            name = str(event.get("stage"))
+            if event.get("state") == "start":
+                started[name] = event["at"]
+            elif name in started:
+                spans.append((name, started.pop(name), event["at"]))
+        spans.extend((name, start, self.span[1]) for name, start in started.items())
+        return sorted(spans, key=lambda span: span[1])
+
+
+def finite(value: Any, otherwise: float = math.nan) -> float:
+    """The number an event holds; events are read back from files, so anything may stand there."""
+    number = float(value) if isinstance(value, int | float) else math.nan
+    return number if math.isfinite(number) else otherwise
+
+
+def column(events: Iterable[Event], key: str) -> list[float]:
+    return [number for number in (finite(event.get(key)) for event in events) if not math.isnan(number)]
+
+
+def mean(values: Sequence[float]) -> float | None:
+    return sum(values) / len(values) if values else None
+
+
+def rate_of(result: Event) -> Interval:
+    """An evaluation's rate with the interval it came with, or Wilson's if it came without."""
+    value, low, high = (finite(result.get(key)) for key in ("rate", "low", "high"))
+    if any(map(math.isnan, (value, low, high))):
+        return wilson(int(finite(result.get("solved"), 0)), int(finite(result.get("attempts"), 0)))
+    return Interval(value, low, high)
+
+
+def gain_of(before: Event, after: Event) -> Interval:
+    """Paired by task where both evaluations say how each task went, else from the two intervals."""
+    if isinstance(before.get("by_task"), Mapping) and isinstance(after.get("by_task"), Mapping):
+        return clustered_difference(before["by_task"], after["by_task"])
+    return combine(rate_of(before), rate_of(after))
+
+
+def find_eval(record: Record, label: str, split: str = "heldout", mode: str = "sampled") -> Event | None:
+    wanted = (label, split, mode)
+    return next((one for one in record.evals if (one.get("label"), one.get("split"), one.get("mode")) == wanted), None)
+
+
+def figures(record: Record, *, name: str, seed: int | None, seconds: float | None = None) -> dict[str, Any]:
+    start, end = record.span
+    before, after = find_eval(record, "before"), find_eval(record, "after")
+    gain = gain_of(before, after) if before and after else None
+    tree = {
+        "format": FORMAT,
+        "name": name,
+        "seed": seed,
+        "seconds": end - start if seconds is None else seconds,
+        **_rate("solve_rate_before", before),
+        **_rate("solve_rate_after", after),
+        "gain": gain.value if gain else None,
+        "gain_interval": [gain.low, gain.high] if gain else None,
+        "evals": [_eval(result) for result in record.evals],
+        "gains": _gains(record),
+        "stages": _stages(record),
+        "training": _training(record.steps),
+        "midtraining": _midtraining(record.midtrain),
+        "rollouts": _rollouts(record.rollouts),
+        "staleness": _staleness(record.steps),
+        "mismatch": _mismatch(record.steps),
+        "weights": _weights(record.publishes),
+        "engines": _engines(record),
+        "pauses": {"count": len(record.applies), "seconds": sum(column(record.applies, "pause_seconds"))},
+        "restarts": len(record.restarts),
+    }
+    return _without_nan(tree)
+
+
+def delta_bytes(publish: Event) -> float:
+    """What an engine one version behind has to fetch; not a number where there was no parent to differ from."""
+    if publish.get("encoding") == "delta":
+        return finite(publish.get("delta_bytes"), finite(publish.get("bytes")))
+    return finite(publish.get("delta_bytes"))  # a snapshot may come with a delta beside it
+
+
+def trained_line(record: Record) -> Any:
+    """The line of weights that training wrote last: the one to draw, where a base line came before it."""
+    newest = max(record.publishes, key=lambda publish: publish["at"], default=None)
+    return newest.get("line") if newest else None
+
+
+def _rate(key: str, result: Event | None) -> dict[str, Any]:
+    if result is None:
+        return {key: None, f"{key}_interval": None}
+    rate = rate_of(result)
+    return {key: rate.value, f"{key}_interval": [rate.low, rate.high]}
+
+
+def _eval(result: Event) -> dict[str, Any]:
+    rate = rate_of(result)
+    kept = {key: result.get(key) for key in ("label", "split", "mode", "solved", "attempts", "version", "seconds")}
+    return {**kept, "rate": rate.value, "low": rate.low, "high": rate.high}
+
+
+def _gains(record: Record) -> list[dict[str, Any]]:
+    gains = []
+    for before in record.evals:
+        after = find_eval(record, "after", str(before.get("split")), str(before.get("mode")))
+        if before.get("label") == "before" and after is not None:
+            gain = gain_of(before, after)
+            place = {"split": before.get("split"), "mode": before.get("mode")}
+            gains.append({**place, "gain": gain.value, "low": gain.low, "high": gain.high})
+    return gains
+
+
+def _stages(record: Record) -> dict[str, float]:
+    seconds: dict[str, float] = {}
+    for name, start, end in record.stage_spans():
+        seconds[name] = seconds.get(name, 0.0) + end - start
+    return seconds
+
+
+def _training(steps: Sequence[Event]) -> dict[str, Any]:
+    tenth = max(1, len(steps) // 10)
+    first, last = steps[:tenth], steps[-tenth:]
+    seconds = sum(column(steps, "seconds"))
+    totals = ("groups", "trajectories", "tokens", "trained_tokens", "masked_stale")
+    return {
+        "steps": len(steps),
+        "version": steps[-1].get("version") if steps else None,
+        **{key: sum(column(steps, key)) for key in totals},
+        "reward_first": mean(column(first, "reward_mean")),
+        "reward_last": mean(column(last, "reward_mean")),
+        "solve_rate_first": mean(column(first, "solve_rate")),
+        "solve_rate_last": mean(column(last, "solve_rate")),
+        "seconds": seconds,
+        "wait_seconds": sum(column(steps, "wait_seconds")),
+        "tokens_per_s": sum(column(steps, "tokens")) / seconds if seconds else None,
+    }
+
+
+def _midtraining(steps: Sequence[Event]) -> dict[str, Any]:
+    losses = column(steps, "loss")
+    tenth = max(1, len(losses) // 10)
+    return {
+        "steps": max((int(step) for step in column(steps, "step")), default=0),
+        "tokens": sum(column(steps, "tokens")),
+        "loss_first": mean(losses[:tenth]),
+        "loss_last": mean(losses[-tenth:]),
+    }
+
+
+def _rollouts(rollouts: Sequence[Event]) -> dict[str, Any]:
+    states = Counter(str(rollout.get("state")) for rollout in rollouts)
+    averaged = ("turns", "tool_calls", "bad_tool_calls", "tokens", "seconds")
+    return {
+        "total": len(rollouts),
+        "graded": states["graded"],
+        "failed": states["failed"],
+        "by_split": dict(Counter(str(rollout.get("split")) for rollout in rollouts)),
+        **{key: mean(column(rollouts, key)) for key in averaged},
+    }
+
+
+def staleness_counts(step: Event) -> dict[int, float]:
+    counts = step.get("staleness_counts")
+    if not isinstance(counts, Mapping):
+        return {}
+    return {int(level): finite(count, 0.0) for level, count in counts.items() if str(level).isdigit()}
+
+
+def _staleness(steps: Sequence[Event]) -> dict[str, Any]:
+    counts: Counter[int] = Counter()
+    for step in steps:
+        counts.update({level: int(count) for level, count in staleness_counts(step).items()})
+    total = sum(counts.values())
+    return {
+        "mean": sum(level * count for level, count in counts.items()) / total if total else None,
+        "max": max(column(steps, "staleness_max"), default=None),
+        "counts": {str(level): counts[level] for level in sorted(counts)},
+    }
+
+
+def _mismatch(steps: Sequence[Event]) -> dict[str, Any]:
+    tree: dict[str, Any] = {}
+    for key in ("k1", "k3", "p99", "max"):
+        values = column(steps, f"mismatch_{key}")
+        tree[key] = {"mean": mean(values), "worst": max(values, key=abs, default=None)}
+    return {**tree, **{key: mean(column(steps, key)) for key in ("mask_fraction", "ess", "router_flip_rate")}}
+
+
+def _weights(publishes: Sequence[Event]) -> dict[str, Any]:
+    deltas = [publish for publish in publishes if not math.isnan(delta_bytes(publish))]
+    full, delta = mean(column(deltas or publishes, "full_bytes")), mean([delta_bytes(publish) for publish in deltas])
+    return {
+        "versions": len(publishes),
+        "snapshots": sum(publish.get("encoding") == "snapshot" for publish in publishes),
+        "deltas": len(deltas),
+        "full_bytes": full,
+        "delta_bytes": delta,
+        "delta_ratio": delta / full if delta is not None and full else None,
+        "density": mean(column(deltas, "density")),
+        "publish_seconds": mean(column(publishes, "seconds")),
+    }
+
+
+def _engines(record: Record) -> dict[str, Any]:
+    names = sorted({str(event["engine"]) for event in (*record.applies, *record.engines) if "engine" in event})
+    tree = {}
+    for name in names:
+        applies = [event for event in record.applies if event.get("engine") == name]
+        active = [
+            event for event in record.engines if event.get("engine") == name and finite(event.get("running"), 0) > 0
+        ]
+        regions = [event["region"] for event in (*applies, *active) if "region" in event]
+        tree[name] = {
+            "region": regions[-1] if regions else None,
+            "switches": len(applies),
+            "switches_in_flight": sum(finite(event.get("running"), 0) > 0 for event in applies),
+            "pause_seconds": _spread(column(applies, "pause_seconds")),
+            "time_to_engine": _spread(column(applies, "since_publish_seconds")),
+            "bytes": sum(column(applies, "bytes")),
+            "tokens_per_s": mean(column(active, "tokens_per_s")),
+        }
+    return tree
+
+
+def _spread(values: Sequence[float]) -> dict[str, float | None]:
+    return {"mean": mean(values), "max": max(values, default=None)}
+
+
+def _without_nan(tree: Any) -> Any:
+    """JSON has no NaN; a figure that could not be computed is null."""
+    if isinstance(tree, dict):
+        return {key: _without_nan(value) for key, value in tree.items()}
+    if isinstance(tree, list):
+        return [_without_nan(value) for value in tree]
+    return None if isinstance(tree, float) and not math.isfinite(tree) else tree

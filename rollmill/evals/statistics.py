@@ -1,0 +1,124 @@
+"""How sure a solve rate is. Pure functions of counts; nothing here knows what a task is.
+
+Attempts of one task resemble each other: sixteen attempts at one task say less than one attempt at sixteen tasks. The
+`clustered_*` functions therefore resample whole tasks; `wilson` and `difference` are for attempts that are independent.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from statistics import NormalDist
+from typing import NamedTuple
+
+import numpy as np
+
+Counts = tuple[int, int]  # solved, attempts
+Outcomes = Sequence[bool]  # of the attempts at one task: solved or not
+
+
+class Interval(NamedTuple):
+    """A value and the confidence interval around it."""
+
+    value: float
+    low: float
+    high: float
+
+
+def wilson(solved: int, attempts: int, confidence: float = 0.95) -> Interval:
+    """A solve rate with its Wilson score interval, which stays honest near 0 and 1 and for few attempts."""
+    _check(solved, attempts)
+    if attempts == 0:
+        return Interval(math.nan, 0.0, 1.0)
+    rate, z = solved / attempts, _z(confidence)
+    centre = (rate + z * z / (2 * attempts)) / (1 + z * z / attempts)
+    half = z * math.sqrt(rate * (1 - rate) / attempts + z * z / (4 * attempts**2)) / (1 + z * z / attempts)
+    # rounding may leave a bound just inside the rate itself when that is exactly 0 or 1
+    return Interval(rate, max(0.0, min(rate, centre - half)), min(1.0, max(rate, centre + half)))
+
+
+def difference(before: Counts, after: Counts, confidence: float = 0.95) -> Interval:
+    """`after` minus `before` for independent attempts: Newcombe's interval, built from the two Wilson intervals."""
+    return combine(wilson(*before, confidence), wilson(*after, confidence))
+
+
+def combine(before: Interval, after: Interval) -> Interval:
+    """The difference of two independent estimates whose intervals are known, however those were made."""
+    gain = after.value - before.value
+    down = math.hypot(after.value - after.low, before.high - before.value)
+    up = math.hypot(after.high - after.value, before.value - before.low)
+    return Interval(gain, gain - down, gain + up)
+
+
+def clustered_interval(
+    tasks: Sequence[Outcomes], confidence: float = 0.95, *, resamples: int = 4000, seed: int = 0
+) -> Interval:
+    """A solve rate over several attempts each of several tasks: percentile bootstrap over tasks."""
+    counts_T2 = _counts([outcomes for outcomes in tasks if outcomes])
+    if len(counts_T2) == 0:
+        return Interval(math.nan, 0.0, 1.0)
+    solved, attempts = counts_T2.sum(axis=0)
+    if solved in (0, attempts):
+        # every resample looks alike here, which would claim certainty; count each task once instead
+        edge = wilson(len(counts_T2) if solved else 0, len(counts_T2), confidence)
+        return Interval(float(solved / attempts), edge.low, edge.high)
+    drawn_R2 = counts_T2[_draw(len(counts_T2), resamples, seed)].sum(axis=1)
+    low, high = _percentiles(_rate(drawn_R2), confidence)
+    return Interval(float(solved / attempts), low, high)
+
+
+def clustered_difference(
+    before: Mapping[str, Outcomes],
+    after: Mapping[str, Outcomes],
+    confidence: float = 0.95,
+    *,
+    resamples: int = 4000,
+    seed: int = 0,
+) -> Interval:
+    """`after` minus `before` on the same tasks (by id): resampling pairs takes out how hard each task is."""
+    shared = sorted(task for task in before.keys() & after.keys() if before[task] and after[task])
+    if not shared:
+        return Interval(math.nan, -1.0, 1.0)
+    first_T2, second_T2 = _counts([before[task] for task in shared]), _counts([after[task] for task in shared])
+    chosen_RT = _draw(len(shared), resamples, seed)
+    gains_R = _rate(second_T2[chosen_RT].sum(axis=1)) - _rate(first_T2[chosen_RT].sum(axis=1))
+    gain = float(_rate(second_T2.sum(axis=0)) - _rate(first_T2.sum(axis=0)))
+    low, high = _percentiles(gains_R, confidence)
+    return Interval(gain, min(low, gain), max(high, gain))
+
+
+def pass_at_k(solved: int, attempts: int, k: int) -> float:
+    """The chance that at least one of `k` attempts, drawn without putting back, solves the task (unbiased)."""
+    _check(solved, attempts)
+    if not 1 <= k <= attempts:
+        raise ValueError(f"pass@{k} needs at least {k} attempts and k >= 1; there are {attempts}")
+    return 1.0 - math.comb(attempts - solved, k) / math.comb(attempts, k)
+
+
+def _check(solved: int, attempts: int) -> None:
+    if not 0 <= solved <= attempts:
+        raise ValueError(f"{solved} solved of {attempts} attempts is not a count")
+
+
+def _z(confidence: float) -> float:
+    if not 0 < confidence < 1:
+        raise ValueError(f"confidence is between 0 and 1, not {confidence}")
+    return NormalDist().inv_cdf(0.5 + confidence / 2)
+
+
+def _counts(tasks: Sequence[Outcomes]) -> np.ndarray:
+    return np.array([(sum(map(bool, outcomes)), len(outcomes)) for outcomes in tasks], dtype=np.int64).reshape(-1, 2)
+
+
+def _rate(counts: np.ndarray) -> np.ndarray:
+    return counts[..., 0] / counts[..., 1]
+
+
+def _draw(tasks: int, resamples: int, seed: int) -> np.ndarray:
+    return np.random.default_rng(seed).integers(0, tasks, size=(resamples, tasks))
+
+
+def _percentiles(values: np.ndarray, confidence: float) -> tuple[float, float]:
+    tail = (1 - confidence) / 2
+    low, high = np.quantile(values, [tail, 1 - tail])
+    return float(low), float(high)

@@ -1,0 +1,131 @@
+"""An answer while it is sampled: chunks from one engine, or several when one died, become one record."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+
+import numpy as np
+
+from rollmill.chat.format import ChatFormat, Tool
+from rollmill.chat.tokenizer import Tokenizer
+from rollmill.gateway.router import EngineState
+from rollmill.gateway.segments import Answer
+from rollmill.inference.engine import GenerateChunk, GenerateRequest
+from rollmill.types import FinishReason, PolicyRef, Span
+
+
+class AnswerBuilder:
+    """Positions are those of the segment: the answer begins where the request's context ends."""
+
+    def __init__(self, request: GenerateRequest, tokenizer: Tokenizer, stops: Sequence[str]) -> None:
+        self._request = request
+        self._tokenizer = tokenizer
+        self._stops = stops
+        self._offset = len(request.tokens)
+        self._piece: _Piece | None = None  # what the current engine contributes
+        self._cut: str | None = None  # the stop string that ended the answer
+        self._cached = 0
+        self.tokens: list[int] = []
+        self._logprobs: list[float] = []
+        self._policy: list[int] = []
+        self._policies: list[PolicyRef] = []
+        self._spans: list[Span] = []
+        self._routes: list[tuple[int, np.ndarray]] = []
+        self._started_at = time.time()
+        self.finish: FinishReason | None = None
+
+    def add(self, engine: EngineState, chunk: GenerateChunk) -> list[int]:
+        """Take a chunk in; the tokens of it that belong to the answer."""
+        if self._piece is None or self._piece.engine is not engine:
+            self._end_piece("abort", None)
+            self._piece = _Piece(engine, len(self.tokens), self._started_at)
+        before = len(self.tokens)
+        self.tokens += chunk.tokens
+        self._logprobs += chunk.logprobs
+        numbers = [self._number(policy) for policy in chunk.policies]
+        self._policy += [numbers[index] for index in chunk.policy]
+        if chunk.routes is not None and len(chunk.routes):
+            self._routes.append((chunk.routes_start, chunk.routes))
+        self._cached = max(self._cached, chunk.cached_tokens)
+        if self._stops:
+            self._stop_at_string(before)
+        if self.finish is None and chunk.finish not in (None, "abort"):
+            self.finish = chunk.finish
+        if self.finish is not None:
+            self._end_piece(self.finish, chunk.oldest_kv_policy)
+        return self.tokens[before:]
+
+    def abort(self) -> None:
+        """Nobody waits for the rest."""
+        if self.finish is None:
+            self.finish = "abort"
+            self._end_piece("abort", None)
+
+    def build(self, format: ChatFormat, tools: Sequence[Tool]) -> Answer:
+        assert self.finish is not None, "an answer is built once it has ended"
+        message = format.parse(self.tokens, tools)
+        for index, call in enumerate(message.get("tool_calls") or ()):
+            call["id"] = f"call_{self._offset}_{index}"  # where it stands: unique in its context, same after a replay
+        if self._cut is not None and message["content"]:
+            message["content"] = message["content"].partition(self._cut)[0]
+        return Answer(
+            tokens=self.tokens,
+            logprobs=self._logprobs,
+            policy=self._policy,
+            policies=self._policies,
+            spans=self._spans,
+            routes=self._routes,
+            finish=self.finish,
+            closed=bool(self.tokens) and self.tokens[-1] in format.stop_tokens,
+            message=message,
+            cached_tokens=self._cached,
+        )
+
+    def _end_piece(self, finish: FinishReason, oldest: PolicyRef | None) -> None:
+        piece, now = self._piece, time.time()
+        self._piece = None
+        self._started_at = now
+        if piece is None or (piece.start == len(self.tokens) and (finish == "abort" or self._spans)):
+            return  # it contributed nothing
+        if oldest is not None:
+            number = self._number(oldest)
+        else:  # an engine that dies cannot tell; the weights of its first token are the oldest it is known to have used
+            number = self._policy[piece.start] if piece.start < len(self.tokens) else -1
+        self._spans.append(
+            Span(
+                start=self._offset + piece.start,
+                end=self._offset + len(self.tokens),
+                sampling=self._request.sampling,
+                finish=finish,
+                engine=piece.engine.name,
+                region=piece.engine.region,
+                traffic=self._request.traffic,
+                started_at=piece.started_at,
+                ended_at=now,
+                oldest_kv_policy=number,
+            )
+        )
+
+    def _stop_at_string(self, before: int) -> None:
+        """End right behind the token that completes a stop string; what the engine sampled beyond it is dropped."""
+        reach = 4 * max(map(len, self._stops))  # a character is at most four tokens
+        for count in range(before + 1, len(self.tokens) + 1):
+            text = self._tokenizer.decode(self.tokens[max(0, count - reach) : count])
+            found = next((stop for stop in self._stops if stop in text), None)
+            if found is not None:
+                del self.tokens[count:], self._logprobs[count:], self._policy[count:]
+                self._cut, self.finish = found, "stop"
+                return
+
+    def _number(self, policy: PolicyRef) -> int:
+        if policy not in self._policies:
+            self._policies.append(policy)
+        return self._policies.index(policy)
+
+
+class _Piece:
+    def __init__(self, engine: EngineState, start: int, started_at: float) -> None:
+        self.engine = engine
+        self.start = start
+        self.started_at = started_at

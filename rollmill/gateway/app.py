@@ -1,0 +1,237 @@
+"""The gateway: the one door to the engines. Clients speak OpenAI chat completions; every token is recorded exactly.
+
+    POST   /v1/chat/completions     a session's key, or the production key        see gateway.completions
+    GET    /v1/models
+    POST   /sessions                admin token: open a session for a trajectory, get its key
+    POST   /sessions/ID/seal        admin token: the record becomes an object and the trajectory is finished
+    DELETE /sessions/ID             admin token: forget the session
+    GET    /health, /metrics        no key; 503 while no engine is alive
+
+A production client names its conversation with the header `x-rollmill-session: ID`; without it, a request belongs to
+the conversation whose history it continues. Keys and message contents never reach a log line.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import hmac
+import logging
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+from aiohttp import web
+
+from rollmill.chat.format import ChatFormat
+from rollmill.chat.tokenizer import Tokenizer
+from rollmill.errors import GatewayError, StorageError
+from rollmill.gateway.completions import Completions
+from rollmill.gateway.config import EngineEndpoint, GatewayConfig
+from rollmill.gateway.dialects import openai_chat
+from rollmill.gateway.dialects.openai_chat import parse_object
+from rollmill.gateway.metrics import Metrics
+from rollmill.gateway.recorder import Recorder
+from rollmill.gateway.records import encode_open
+from rollmill.gateway.registry import Registry, check_id
+from rollmill.gateway.router import Router
+from rollmill.gateway.sealing import Sealer
+from rollmill.gateway.sessions import SessionFacts
+from rollmill.storage.objects import Objects
+from rollmill.trajectories.store import TrajectoryStore
+
+log = logging.getLogger(__name__)
+_RETRY_AFTER_S = 1
+_FACTS: dict[str, type] = {"run": str, "task_id": str, "group_id": str, "min_version": int, "provenance": dict}
+
+
+def make_app(
+    config: GatewayConfig,
+    format: ChatFormat,
+    tokenizer: Tokenizer,
+    engines: Sequence[EngineEndpoint],
+    trajectories: TrajectoryStore,
+    objects: Objects,
+    log_dir: Path,
+    admin_token: str,
+    production_key: str | None = None,
+) -> web.Application:
+    """Sessions found in `log_dir` go on where a crash left them. Without a production key only rollouts are served."""
+    gateway = Gateway(config, format, tokenizer, engines, trajectories, objects, log_dir, admin_token, production_key)
+    app = web.Application(client_max_size=config.max_body_bytes, middlewares=[gateway.report_errors])
+    app.router.add_post("/v1/chat/completions", gateway.chat)
+    app.router.add_get("/v1/models", gateway.models)
+    app.router.add_post("/sessions", gateway.open_session)
+    app.router.add_post("/sessions/{id}/seal", gateway.seal_session)
+    app.router.add_delete("/sessions/{id}", gateway.delete_session)
+    app.router.add_get("/health", gateway.health)
+    app.router.add_get("/metrics", gateway.show_metrics)
+    app.cleanup_ctx.append(gateway.lifetime)
+    return app
+
+
+class Gateway:
+    def __init__(
+        self,
+        config: GatewayConfig,
+        format: ChatFormat,
+        tokenizer: Tokenizer,
+        engines: Sequence[EngineEndpoint],
+        trajectories: TrajectoryStore,
+        objects: Objects,
+        log_dir: Path,
+        admin_token: str,
+        production_key: str | None,
+    ) -> None:
+        self._config = config
+        self._stop_tokens = format.stop_tokens
+        self._admin_token = admin_token
+        self._production_key = production_key
+        self._metrics = Metrics()
+        self._registry = Registry(admin_token)
+        self._recorder = Recorder(log_dir, compact_bytes=config.compact_bytes)
+        self._registry.replay(self._recorder.replay())
+        self._router = Router(engines, config)
+        self._sealer = Sealer(config, self._recorder, self._registry, trajectories, objects, self._metrics)
+        self._completions = Completions(
+            config, format, tokenizer, self._router, self._recorder, self._registry, self._metrics
+        )
+
+    async def lifetime(self, app: web.Application) -> AsyncIterator[None]:
+        self._recorder.start()
+        await self._router.start()
+        sweep = asyncio.create_task(self._sealer.sweep())
+        yield
+        sweep.cancel()
+        with contextlib.suppress(asyncio.CancelledError):
+            await sweep
+        await self._completions.close()
+        await self._router.close()
+        self._recorder.close()
+
+    async def chat(self, request: web.Request) -> web.StreamResponse:
+        key = _bearer(request)
+        session = self._registry.by_key(key)
+        if session is None and not _same(key, self._production_key):
+            raise GatewayError(
+                "this API key is unknown or its session has ended",
+                status=401,
+                hint="send `Authorization: Bearer KEY` with the key of an open session",
+            )
+        chat = openai_chat.parse_request(
+            await request.read(),
+            stop_tokens=self._stop_tokens,
+            default_max_tokens=self._config.default_max_tokens,
+            max_messages=self._config.max_messages,
+        )
+        if session is None:
+            session = self._registry.production(request.headers.get("x-rollmill-session"), chat.user, chat.messages)
+        self._metrics.count("requests_total", traffic=session.facts.traffic)
+        return await self._completions.answer(session, chat, request)
+
+    async def models(self, request: web.Request) -> web.Response:
+        return web.json_response(
+            {"object": "list", "data": [{"id": "rollmill", "object": "model", "owned_by": "rollmill"}]}
+        )
+
+    async def open_session(self, request: web.Request) -> web.Response:
+        self._check_admin(request)
+        facts = _facts(parse_object(await request.read()))
+        sealed = await self._sealer.is_sealed(facts.trajectory)
+        session = self._registry.get(facts.trajectory)
+        if sealed or (session is not None and session.facts != facts):
+            what = "already sealed" if sealed else "open with other facts"
+            raise GatewayError(f"{facts.trajectory} is {what}", status=409, hint="use a fresh id")
+        if session is None:
+            await self._recorder.append(facts.trajectory, encode_open(facts))
+            # the same request sent twice may have opened it while this one waited for the disk
+            session = self._registry.get(facts.trajectory) or self._registry.add(facts)
+            session.logged = True
+        return web.json_response({"key": self._registry.key(facts.trajectory)})
+
+    async def seal_session(self, request: web.Request) -> web.Response:
+        self._check_admin(request)
+        submission_key = parse_object(await request.read() or b"{}").get("submission_key")
+        if submission_key is not None and not isinstance(submission_key, str):
+            raise GatewayError("submission_key must be a string or null")
+        return web.json_response(await self._sealer.seal(check_id(request.match_info["id"]), submission_key))
+
+    async def delete_session(self, request: web.Request) -> web.Response:
+        self._check_admin(request)
+        session = self._registry.get(check_id(request.match_info["id"]))
+        if session is not None:
+            await self._sealer.give_up(session)
+        return web.json_response({"deleted": session is not None})
+
+    async def health(self, request: web.Request) -> web.Response:
+        alive = any(engine.alive for engine in self._router.engines)
+        problems = [problem for problem in (self._recorder.problem, self._sealer.problem) if problem]
+        body = {
+            "status": ("degraded" if problems else "ok") if alive else "no engine",
+            "problems": problems,
+            "engines": [engine.describe() for engine in self._router.engines],
+            "sessions": len(self._registry),
+        }
+        return web.json_response(body, status=200 if alive else 503)
+
+    async def show_metrics(self, request: web.Request) -> web.Response:
+        gauges: dict[str, float] = {"sessions": len(self._registry), "log_fsyncs_total": self._recorder.fsyncs}
+        for engine in self._router.engines:
+            gauges[f'engine_alive{{url="{engine.url}"}}'] = int(engine.alive)
+            gauges[f'engine_failures_total{{url="{engine.url}"}}'] = engine.failures
+        return web.Response(text=self._metrics.render(gauges))
+
+    @web.middleware
+    async def report_errors(
+        self, request: web.Request, handler: Callable[[web.Request], Awaitable[web.StreamResponse]]
+    ) -> web.StreamResponse:
+        """The one boundary: whatever went wrong becomes OpenAI's error object with the right status."""
+        try:
+            return await handler(request)
+        except GatewayError as error:
+            status, message, hint = error.status, error.message, error.hint
+        except web.HTTPRequestEntityTooLarge:
+            limit = self._config.max_body_bytes
+            status, message, hint = 413, f"the request body is larger than {limit} bytes", "gateway.max_body_bytes"
+        except web.HTTPException as error:
+            status, message, hint = error.status, f"{request.method} {request.path}: {error.reason}", None
+        except StorageError as error:
+            log.error("%s %s: %s", request.method, request.path, error)
+            status, message, hint = 503, error.message, error.hint
+        except (ConnectionResetError, asyncio.CancelledError):
+            raise
+        except Exception:
+            log.exception("%s %s failed", request.method, request.path)
+            status, message, hint = 500, "internal error", "the gateway's log has the details"
+        self._metrics.count("errors_total", status=status)
+        headers = {"Retry-After": str(_RETRY_AFTER_S)} if status == 503 else None
+        return web.json_response(openai_chat.error_body(status, message, hint), status=status, headers=headers)
+
+    def _check_admin(self, request: web.Request) -> None:
+        if not _same(_bearer(request), self._admin_token):
+            raise GatewayError("this needs the admin token", status=401, hint="send `Authorization: Bearer TOKEN`")
+
+
+def _facts(tree: dict[str, Any]) -> SessionFacts:
+    values: dict[str, Any] = {}
+    for name, value in tree.items():
+        if name in ("trajectory", "traffic") or value is None:
+            continue
+        kind = _FACTS.get(name)
+        if kind is None:
+            raise GatewayError(f"unknown field {name!r}", hint=f"known: trajectory, traffic, {', '.join(_FACTS)}")
+        if not isinstance(value, kind) or isinstance(value, bool):
+            raise GatewayError(f"{name} must be of type {kind.__name__}")
+        values[name] = value
+    traffic = tree.get("traffic", "rollout")
+    if traffic not in ("rollout", "production"):
+        raise GatewayError(f"traffic is {traffic!r}", hint="rollout or production")
+    return SessionFacts(check_id(tree.get("trajectory")), traffic, **values)
+
+
+def _bearer(request: web.Request) -> str:
+    return request.headers.get("Authorization", "").removeprefix("Bearer ")
+
+
+def _same(given: str, secret: str | None) -> bool:
+    return bool(secret) and hmac.compare_digest(given.encode(errors="replace"), str(secret).encode())

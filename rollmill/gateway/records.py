@@ -1,0 +1,146 @@
+"""What the gateway's log says, as bytes. One record:
+
+    "RMG1" | length of body | crc32 of body | body = length of header | header (JSON) | arrays, as the header lists them
+
+Kinds (`op` of the header): open (a session and its facts), turn (one answer), seal (nothing more will come), close (the
+session has left the log).
+"""
+
+from __future__ import annotations
+
+import json
+import struct
+import zlib
+from collections.abc import Iterator, Mapping
+from dataclasses import asdict
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from rollmill.gateway.segments import Answer, Turn
+from rollmill.gateway.sessions import SessionFacts
+from rollmill.types import PolicyRef, Sampling, Span
+
+_MAGIC = b"RMG1"
+_FRAME = struct.Struct("<4sII")
+_LENGTH = struct.Struct("<I")
+
+
+class Record(NamedTuple):
+    op: str
+    session: str
+    header: dict[str, Any]
+    arrays: dict[str, np.ndarray]
+
+
+def encode_record(op: str, session: str, header: Mapping[str, Any], arrays: Mapping[str, np.ndarray] = {}) -> bytes:
+    listed = [[name, array.dtype.str, array.shape] for name, array in arrays.items()]
+    text = json.dumps({"op": op, "session": session, **header, "arrays": listed}, separators=(",", ":")).encode()
+    body = b"".join([_LENGTH.pack(len(text)), text, *(array.tobytes() for array in arrays.values())])
+    return _FRAME.pack(_MAGIC, len(body), zlib.crc32(body)) + body
+
+
+def read_records(data: bytes) -> Iterator[tuple[int, int, Record]]:
+    """(begin, end, record) of every record up to the first that is cut short or damaged."""
+    at = 0
+    while True:
+        end = _whole(data, at)
+        if end is None:
+            return
+        yield at, end, _decode(data[at + _FRAME.size : end])
+        at = end
+
+
+def find_whole_record(data: bytes, start: int) -> int | None:
+    """Where the next undamaged record begins, at `start` or behind it."""
+    at = data.find(_MAGIC, start)
+    while at >= 0:
+        if _whole(data, at) is not None:
+            return at
+        at = data.find(_MAGIC, at + 1)
+    return None
+
+
+def _whole(data: bytes, at: int) -> int | None:
+    if len(data) - at < _FRAME.size:
+        return None
+    magic, length, checksum = _FRAME.unpack_from(data, at)
+    begin = at + _FRAME.size
+    if magic != _MAGIC or begin + length > len(data) or zlib.crc32(data[begin : begin + length]) != checksum:
+        return None
+    return begin + length
+
+
+def _decode(body: bytes) -> Record:
+    (length,) = _LENGTH.unpack_from(body)
+    at = _LENGTH.size + length
+    header = json.loads(body[_LENGTH.size : at])
+    arrays = {}
+    for name, dtype, shape in header.pop("arrays"):
+        count = int(np.prod(shape, dtype=np.int64))
+        arrays[name] = np.frombuffer(body, dtype, count, at).reshape(shape)
+        at += arrays[name].nbytes
+    return Record(header.pop("op"), header.pop("session"), header, arrays)
+
+
+def encode_open(facts: SessionFacts) -> bytes:
+    return encode_record("open", facts.trajectory, {"facts": asdict(facts)})
+
+
+def encode_turn(session: str, turn: Turn) -> bytes:
+    answer = turn.answer
+    header = {
+        "segment": turn.segment,
+        "messages": turn.messages,
+        "tools": turn.tools,
+        "parent": turn.parent,
+        "cause": turn.cause,
+        "inherited": turn.inherited,
+        "message": answer.message,
+        "policies": [vars(policy) for policy in answer.policies],
+        "spans": [{**vars(span), "sampling": vars(span.sampling)} for span in answer.spans],
+        "routes": [first for first, _ in answer.routes],
+        "finish": answer.finish,
+        "closed": answer.closed,
+        "cached_tokens": answer.cached_tokens,
+    }
+    arrays: dict[str, np.ndarray] = {
+        "prompt": np.array(turn.prompt, np.int32),
+        "tokens": np.array(answer.tokens, np.int32),
+        "logprobs": np.array(answer.logprobs, np.float32),
+        "policy": np.array(answer.policy, np.int16),
+        **{f"routes{index}": rows for index, (_, rows) in enumerate(answer.routes)},
+    }
+    return encode_record("turn", session, header, arrays)
+
+
+def decode_turn(record: Record) -> Turn:
+    header, arrays = record.header, record.arrays
+    answer = Answer(
+        tokens=arrays["tokens"].tolist(),
+        logprobs=arrays["logprobs"].tolist(),
+        policy=arrays["policy"].tolist(),
+        policies=[PolicyRef(**policy) for policy in header["policies"]],
+        spans=[_span(span) for span in header["spans"]],
+        routes=[(first, arrays[f"routes{index}"]) for index, first in enumerate(header["routes"])],
+        finish=header["finish"],
+        closed=header["closed"],
+        message=header["message"],
+        cached_tokens=header["cached_tokens"],
+    )
+    return Turn(
+        segment=header["segment"],
+        messages=header["messages"],
+        prompt=arrays["prompt"].tolist(),
+        answer=answer,
+        tools=header["tools"],
+        parent=tuple(header["parent"]) if header["parent"] else None,
+        cause=header["cause"],
+        inherited=header["inherited"],
+    )
+
+
+def _span(fields: dict[str, Any]) -> Span:
+    sampling = dict(fields.pop("sampling"))
+    sampling["stop_tokens"] = tuple(sampling["stop_tokens"])
+    return Span(**fields, sampling=Sampling(**sampling))

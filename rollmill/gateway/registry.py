@@ -1,0 +1,137 @@
+"""All open sessions, and how a request finds its own: by its key, or in production by the conversation it continues."""
+
+from __future__ import annotations
+
+import hashlib
+import hmac
+import json
+import re
+import uuid
+from collections.abc import Iterable, Iterator, Sequence
+
+from rollmill.chat.format import Message
+from rollmill.errors import GatewayError
+from rollmill.gateway.records import Record, decode_turn
+from rollmill.gateway.segments import Turn
+from rollmill.gateway.sessions import Session, SessionFacts
+
+_ID = re.compile(r"[A-Za-z0-9_-][A-Za-z0-9._-]{0,127}")
+_KEY_PREFIX = "rm-"
+
+
+class Registry:
+    """Session keys are derived from the admin token, so opening a session twice gives the same key, also after a crash,
+    and no secret has to be stored."""
+
+    def __init__(self, admin_token: str) -> None:
+        self._secret = admin_token.encode()
+        self._sessions: dict[str, Session] = {}
+        self._named: dict[str, str] = {}  # the client's own name for a production conversation -> trajectory
+        self._histories: dict[bytes, str] = {}  # digest of a production conversation up to an answer -> trajectory
+        self._digests: dict[str, list[bytes]] = {}  # the other way round
+
+    def __len__(self) -> int:
+        return len(self._sessions)
+
+    def __iter__(self) -> Iterator[Session]:
+        return iter(list(self._sessions.values()))
+
+    def add(self, facts: SessionFacts) -> Session:
+        check_id(facts.trajectory)
+        session = self._sessions[facts.trajectory] = Session(facts)
+        name = facts.provenance.get("session")
+        if facts.traffic == "production" and isinstance(name, str):
+            self._named[name] = facts.trajectory
+        return session
+
+    def get(self, trajectory: str) -> Session | None:
+        return self._sessions.get(trajectory)
+
+    def remove(self, session: Session) -> None:
+        trajectory = session.facts.trajectory
+        self._sessions.pop(trajectory, None)
+        name = session.facts.provenance.get("session")
+        if self._named.get(str(name)) == trajectory:
+            del self._named[str(name)]
+        for digest in self._digests.pop(trajectory, ()):
+            if self._histories.get(digest) == trajectory:
+                del self._histories[digest]
+
+    def key(self, trajectory: str) -> str:
+        proof = hmac.new(self._secret, f"session {trajectory}".encode(), hashlib.sha256).hexdigest()[:40]
+        return f"{_KEY_PREFIX}{trajectory}-{proof}"
+
+    def by_key(self, key: str) -> Session | None:
+        """The open session a key belongs to. Keys end with their session: when it is sealed or given up."""
+        if not key.startswith(_KEY_PREFIX):
+            return None
+        session = self._sessions.get(key.removeprefix(_KEY_PREFIX).rpartition("-")[0])
+        if session is None or not hmac.compare_digest(self.key(session.facts.trajectory).encode(), key.encode()):
+            return None
+        return session
+
+    def production(self, name: str | None, user: str, messages: Sequence[Message]) -> Session:
+        """The conversation the client names, or the one these messages continue, or a new one."""
+        if name is not None:
+            provenance = {"session": check_id(name)}
+            trajectory = self._named.get(name)
+        else:
+            provenance = {"user": _pseudonym(user)} if user else {}
+            digests = list(_digests(provenance.get("user", ""), messages))
+            trajectory = next((self._histories[d] for d in reversed(digests) if d in self._histories), None)
+        session = self._sessions.get(trajectory) if trajectory is not None else None
+        if session is not None and not session.sealing:
+            return session
+        return self.add(SessionFacts(f"live-{uuid.uuid4().hex}", "production", run="production", provenance=provenance))
+
+    def append(self, session: Session, turn: Turn) -> None:
+        """A turn that is on disk becomes part of its session; an unnamed conversation is found by it from now on."""
+        session.append(turn)
+        facts = session.facts
+        if facts.traffic == "production" and session.latest is not None and "session" not in facts.provenance:
+            *_, digest = _digests(facts.provenance.get("user", ""), session.latest.messages)
+            self._histories[digest] = facts.trajectory
+            self._digests.setdefault(facts.trajectory, []).append(digest)
+
+    def replay(self, records: Iterable[Record]) -> None:
+        """Rebuild the sessions a crash interrupted."""
+        for record in records:
+            session = self._sessions.get(record.session)
+            if session is None:
+                session = self.add(SessionFacts(**record.header["facts"]))
+                session.logged = True
+            elif record.op == "seal":
+                session.sealing, session.submission_key = True, record.header["submission_key"]
+            elif record.op == "turn":
+                self.append(session, decode_turn(record))
+
+
+def check_id(text: object) -> str:
+    if not isinstance(text, str) or not _ID.fullmatch(text):
+        raise GatewayError(f"{text!r:.80} is not an id", hint="1 to 128 letters, digits, dots, dashes or underscores")
+    return text
+
+
+def _pseudonym(user: str) -> str:
+    """Who it was stays with the client; that it was the same one is worth knowing."""
+    return hashlib.blake2b(user.encode(errors="replace"), digest_size=16).hexdigest()
+
+
+def _digests(owner: str, messages: Sequence[Message]) -> Iterator[bytes]:
+    """One digest for the conversation up to each answer. Clients re-format answers, see `same_message`."""
+    running = hashlib.blake2b(owner.encode(), digest_size=16)
+    for message in messages:
+        content = message["content"] or ""
+        if message["role"] != "assistant":
+            running.update(json.dumps([message["role"], content]).encode())
+            continue
+        calls = [_canonical(call["function"]) for call in message.get("tool_calls") or ()]
+        running.update(json.dumps(["assistant", content.strip(), calls]).encode())
+        yield running.digest()
+
+
+def _canonical(function: dict[str, str]) -> list[str]:
+    try:
+        return [function["name"], json.dumps(json.loads(function["arguments"]), sort_keys=True)]
+    except (ValueError, RecursionError):
+        return [function["name"], function["arguments"]]

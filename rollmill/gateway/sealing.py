@@ -1,0 +1,150 @@
+"""The end of a session: its record becomes one object, the index learns of it, the log forgets it.
+
+    log "seal" ─► create payload object ─► index: finished ─► log "close"
+
+Each arrow may be the last thing this process ever does. From the first one on the record cannot change any more, so
+after a restart the rest is simply done again: the object is create-only, and finishing twice is no error.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import time
+from typing import Any
+
+from rollmill.errors import GatewayError, ObjectExists, StorageError, TrajectoryError
+from rollmill.gateway.config import GatewayConfig
+from rollmill.gateway.metrics import Metrics
+from rollmill.gateway.recorder import Recorder
+from rollmill.gateway.records import encode_record
+from rollmill.gateway.registry import Registry
+from rollmill.gateway.sessions import Session
+from rollmill.storage.objects import Objects
+from rollmill.trajectories.schema import encode_trajectory, seal_facts
+from rollmill.trajectories.store import TrajectoryStore
+from rollmill.types import Trajectory, TrajectoryState
+
+log = logging.getLogger(__name__)
+_SWEEP_S = 5.0
+_SEALED = tuple(seal_facts(Trajectory("", [])))  # the names of what the index keeps of a record
+
+
+class Sealer:
+    def __init__(
+        self,
+        config: GatewayConfig,
+        recorder: Recorder,
+        registry: Registry,
+        trajectories: TrajectoryStore,
+        objects: Objects,
+        metrics: Metrics,
+    ) -> None:
+        self._config = config
+        self._recorder = recorder
+        self._registry = registry
+        self._trajectories = trajectories
+        self._objects = objects
+        self._metrics = metrics
+        self.problem: str | None = None  # why the last seal failed, until one succeeds
+
+    async def seal(self, trajectory: str, submission_key: str | None) -> dict[str, Any]:
+        """Idempotent: a session that is already sealed gives the same answer again."""
+        session = self._registry.get(trajectory)
+        if session is None:
+            return await self._already_sealed(trajectory)
+        async with session.lock:  # an answer that is being sampled still belongs to the record
+            if self._registry.get(trajectory) is not session:
+                return await self._already_sealed(trajectory)
+            return await self._seal(session, submission_key)
+
+    async def give_up(self, session: Session) -> None:
+        """Forget a session; what was recorded of it is not kept."""
+        self._registry.remove(session)
+        session.sealing = True
+        if session.logged:
+            with contextlib.suppress(StorageError):  # it would be replayed after a restart, and expire then
+                await self._recorder.forget(session.facts.trajectory)
+
+    async def is_sealed(self, trajectory: str) -> bool:
+        return await asyncio.to_thread(self._objects.head, payload_key(trajectory)) is not None
+
+    async def sweep(self) -> None:
+        """Finish what a crash interrupted, then, for ever, end the conversations that have gone silent."""
+        while True:
+            for session in self._registry:
+                idle_s = time.time() - session.used_at
+                if not session.lock.locked() and (session.sealing or idle_s > self._limit_s(session)):
+                    await self._end(session)
+            await asyncio.sleep(_SWEEP_S)
+
+    async def _end(self, session: Session) -> None:
+        trajectory = session.facts.trajectory
+        try:
+            if session.facts.traffic == "rollout" and not session.sealing:
+                log.warning("session %s expired: nobody sealed it", trajectory)
+                await self.give_up(session)
+            else:
+                await self.seal(trajectory, session.submission_key)
+        except GatewayError as error:
+            log.error("session %s cannot be sealed: %s", trajectory, error)
+            if error.status == 409:
+                await self.give_up(session)  # the index has given it up, or its record contradicts itself
+        except Exception:  # one session must not keep the others from being sealed
+            log.exception("session %s cannot be sealed", trajectory)
+
+    async def _seal(self, session: Session, submission_key: str | None) -> dict[str, Any]:
+        trajectory = session.facts.trajectory
+        if session.unrecorded is not None:
+            await self.give_up(session)
+            raise GatewayError(f"{trajectory} was not recorded: {session.unrecorded}", status=410)
+        try:
+            if not session.sealing:
+                await self._recorder.append(
+                    trajectory, encode_record("seal", trajectory, {"submission_key": submission_key})
+                )
+                session.sealing, session.submission_key = True, submission_key
+            sealed = await asyncio.to_thread(self._store, session)
+            self.problem = None
+        except TrajectoryError as error:
+            raise GatewayError(f"{trajectory} cannot be sealed: {error.message}", status=409, hint=error.hint) from None
+        except (StorageError, OSError) as error:
+            self.problem, hint = (error.message, error.hint) if isinstance(error, StorageError) else (str(error), None)
+            raise GatewayError(f"{trajectory} cannot be stored: {self.problem}", status=503, hint=hint) from None
+        self._registry.remove(session)
+        with contextlib.suppress(StorageError):  # it is stored; a restart would find that out
+            await self._recorder.forget(trajectory)
+        self._metrics.count("sealed_total", traffic=session.facts.traffic)
+        return sealed
+
+    def _store(self, session: Session) -> dict[str, Any]:
+        """Runs in a thread: compression, the object store and the database may take their time."""
+        facts = session.facts
+        trajectory = session.build()
+        key = payload_key(facts.trajectory)
+        with contextlib.suppress(ObjectExists):  # ours, from before a crash: the record was fixed by then
+            self._objects.create(key, encode_trajectory(trajectory))
+        if facts.traffic == "production":  # nobody planned it, so the index meets it here
+            self._trajectories.create(
+                facts.run, facts.group_id, facts.task_id, [facts.trajectory], trajectory.provenance, facts.traffic
+            )
+        sealed = seal_facts(trajectory)
+        self._trajectories.finish(facts.trajectory, key, session.submission_key, **sealed)
+        return {"trajectory": facts.trajectory, "payload_key": key, **sealed}
+
+    async def _already_sealed(self, trajectory: str) -> dict[str, Any]:
+        try:
+            row = await asyncio.to_thread(self._trajectories.get, trajectory)
+        except TrajectoryError:
+            row = None
+        if row is None or row.payload_key is None or row.state in (TrajectoryState.running, TrajectoryState.deleted):
+            raise GatewayError(f"there is no session {trajectory}", status=404, hint="POST /sessions opens one")
+        return {"trajectory": row.id, "payload_key": row.payload_key, **{name: getattr(row, name) for name in _SEALED}}
+
+    def _limit_s(self, session: Session) -> float:
+        return self._config.seal_idle_s if session.facts.traffic == "production" else self._config.expire_idle_s
+
+
+def payload_key(trajectory: str) -> str:
+    return f"trajectories/{trajectory}.zst"

@@ -1,0 +1,182 @@
+"""A segment while it grows: turns are appended, and any earlier point between two turns can be branched off.
+
+A Turn is what one request adds: the messages that were new, their tokens, and the answer with all its facts. It is also
+the unit of the gateway's log, so live recording and the replay after a crash run through the same `append`.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any, Literal, NamedTuple
+
+import numpy as np
+
+from rollmill.chat.format import Message, Tool
+from rollmill.types import Cause, FinishReason, PolicyRef, Segment, Span
+
+
+@dataclass
+class Answer:
+    """Sampled tokens and the facts about each. `policy` points into `policies`; spans and routes count from the
+    beginning of the segment."""
+
+    tokens: list[int]
+    logprobs: list[float]
+    policy: list[int]
+    policies: list[PolicyRef]
+    spans: list[Span]
+    routes: list[tuple[int, np.ndarray]]  # (first position, rows)
+    finish: FinishReason
+    closed: bool  # ended with a token of the format that ends answers
+    message: Message
+    cached_tokens: int = 0
+
+
+@dataclass
+class Turn:
+    segment: str
+    messages: list[Message]  # new in this turn, without the answer
+    prompt: list[int]  # their tokens
+    answer: Answer
+    # of the first turn of a segment only
+    tools: list[Tool] = field(default_factory=list)
+    parent: tuple[str, int] | None = None
+    cause: Cause = "start"
+    inherited: int = 0  # how many messages of the parent come before `messages`
+
+
+class Mark(NamedTuple):
+    """A place between two turns: so many messages, so many tokens."""
+
+    messages: int
+    tokens: int
+    kind: Literal["start", "prompt", "answer"]  # nothing before it, a generation prompt, an answer
+    closed: bool = False
+
+
+class OpenSegment:
+    def __init__(self, first: Turn, parent: OpenSegment | None) -> None:
+        self.id = first.segment
+        self.cause = first.cause
+        self.tools = first.tools
+        self.parent = parent
+        self.offset = first.parent[1] if first.parent else 0
+        self.tokens: list[int] = parent.tokens[: self.offset] if parent else []
+        self.messages: list[Message] = parent.messages[: first.inherited] if parent else []
+        # A mark of the parent holds here when its messages and its tokens are both shared.
+        self.marks: list[Mark] = [
+            mark
+            for mark in (parent.marks if parent else [Mark(0, 0, "start")])
+            if mark.messages <= first.inherited and mark.tokens <= self.offset
+        ]
+        self.turns: list[Turn] = []
+        self.delivered = False
+
+    def append(self, turn: Turn) -> None:
+        self.turns.append(turn)
+        self.messages += turn.messages
+        self.tokens += turn.prompt
+        self._mark(Mark(len(self.messages), len(self.tokens), "prompt"))
+        self.messages.append(turn.answer.message)
+        self.tokens += turn.answer.tokens
+        self._mark(Mark(len(self.messages), len(self.tokens), "answer", turn.answer.closed))
+        # Replayed turns count as not delivered: the log knows that an answer was recorded, not that it arrived.
+        self.delivered = False
+
+    @property
+    def closed(self) -> bool:
+        return self.marks[-1].closed
+
+    def shared_messages(self, messages: Sequence[Message]) -> int:
+        """How many leading messages are the same here and there."""
+        count = 0
+        for mine, theirs in zip(self.messages, messages, strict=False):
+            if not same_message(mine, theirs):
+                break
+            count += 1
+        return count
+
+    def build(self, parent: Segment | None) -> Segment:
+        """The finished record. Tokens shared with the parent stay the parent's: they are not sampled here."""
+        length = len(self.tokens)
+        segment = Segment(
+            id=self.id,
+            tokens=np.array(self.tokens, np.int32),
+            sampled=np.zeros(length, np.bool_),
+            logprobs=np.full(length, np.nan, np.float32),
+            policy=np.full(length, -1, np.int16),
+            policies=[],
+            spans=[],
+            parent=(parent.id, self.offset) if parent else None,
+            cause=self.cause,
+        )
+        if parent is not None and parent.routes is not None and parent.routes_valid is not None:
+            _put_routes(segment, 0, parent.routes[: self.offset], parent.routes_valid[: self.offset])
+        at = self.offset
+        for turn in self.turns:
+            at += len(turn.prompt)
+            _put_answer(segment, at, turn.answer)
+            at += len(turn.answer.tokens)
+        return segment
+
+    def _mark(self, mark: Mark) -> None:
+        if self.marks[-1][:3] != mark[:3]:  # asking again starts at a mark that is already there
+            self.marks.append(mark)
+
+
+def same_message(recorded: Message, sent: Message) -> bool:
+    """Whether a client's copy of a message means the recorded one. Ids of calls are names, not content, and clients
+    re-format what an assistant said: arguments are compared as JSON, text without surrounding blanks."""
+    if recorded["role"] != sent["role"]:
+        return False
+    if recorded["role"] != "assistant":
+        return bool(recorded["content"] == sent["content"])
+    if (recorded["content"] or "").strip() != (sent["content"] or "").strip():
+        return False
+    mine, theirs = recorded.get("tool_calls") or [], sent.get("tool_calls") or []
+    return len(mine) == len(theirs) and all(map(_same_call, mine, theirs))
+
+
+def _same_call(recorded: dict[str, Any], sent: dict[str, Any]) -> bool:
+    mine, theirs = recorded["function"], sent["function"]
+    if mine["name"] != theirs["name"]:
+        return False
+    if mine["arguments"] == theirs["arguments"]:
+        return True
+    try:
+        return bool(json.loads(mine["arguments"]) == json.loads(theirs["arguments"]))
+    except (ValueError, RecursionError):
+        return False
+
+
+def _put_answer(segment: Segment, start: int, answer: Answer) -> None:
+    numbers = []
+    for policy in answer.policies:
+        if policy not in segment.policies:
+            segment.policies.append(policy)
+        numbers.append(segment.policies.index(policy))
+    end = start + len(answer.tokens)
+    segment.sampled[start:end] = True
+    segment.logprobs[start:end] = answer.logprobs
+    segment.policy[start:end] = [numbers[index] for index in answer.policy]
+    for span in answer.spans:
+        oldest = numbers[span.oldest_kv_policy] if span.oldest_kv_policy >= 0 else -1
+        segment.spans.append(Span(**{**vars(span), "oldest_kv_policy": oldest}))
+    for first, rows in answer.routes:
+        _put_routes(segment, first, rows, np.ones(len(rows), np.bool_))
+
+
+def _put_routes(segment: Segment, first: int, rows: np.ndarray, valid: np.ndarray) -> None:
+    """The first record of a position stands: it is the one its token was sampled with. A later one comes from computing
+    the context again, after an eviction or on another engine."""
+    if segment.routes is None or segment.routes_valid is None:
+        segment.routes = np.zeros((len(segment.tokens), *rows.shape[1:]), rows.dtype)
+        segment.routes_valid = np.zeros(len(segment.tokens), np.bool_)
+    last = min(first + len(rows), len(segment.tokens))
+    count = max(0, last - first)  # an answer cut at a stop string has rows for tokens that were dropped
+    last = first + count
+    fresh = valid[:count] & ~segment.routes_valid[first:last]
+    segment.routes[first:last][fresh] = rows[:count][fresh]
+    segment.routes_valid[first:last] |= fresh

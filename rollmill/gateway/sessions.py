@@ -1,0 +1,175 @@
+"""A session: one conversation with the model, recorded as one trajectory. Its requests are fitted onto its segments.
+
+request extends a segment            only the new messages are rendered and appended
+request repeats the last one         answered again from the record if that answer may not have arrived,
+                                     otherwise a new segment, cause "retry"
+anything else                        a new segment, cause "edit", branching off behind the longest shared history
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from rollmill.chat.format import ChatFormat, Message, Tool
+from rollmill.gateway.segments import Answer, Mark, OpenSegment, Turn
+from rollmill.types import Cause, Segment, TrafficClass, Trajectory
+
+
+@dataclass(frozen=True)
+class SessionFacts:
+    """What whoever opened the session said about it."""
+
+    trajectory: str
+    traffic: TrafficClass
+    run: str = ""
+    task_id: str = ""
+    group_id: str = ""
+    min_version: int = 0
+    provenance: dict[str, Any] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class Plan:
+    """How a request continues the session: `context` goes to the engine, `prompt` is its part that is new."""
+
+    segment: str
+    context: list[int]
+    prompt: list[int]
+    messages: list[Message]
+    tools: list[Tool]
+    opens: bool  # whether it begins a new segment
+    parent: tuple[str, int] | None = None
+    cause: Cause = "start"
+    inherited: int = 0
+
+    def turn(self, answer: Answer) -> Turn:
+        return Turn(
+            segment=self.segment,
+            messages=self.messages,
+            prompt=self.prompt,
+            answer=answer,
+            tools=self.tools if self.opens else [],
+            parent=self.parent,
+            cause=self.cause,
+            inherited=self.inherited,
+        )
+
+
+class Session:
+    def __init__(self, facts: SessionFacts) -> None:
+        self.facts = facts
+        self.segments: dict[str, OpenSegment] = {}  # oldest first
+        self.latest: OpenSegment | None = None  # the segment of the last answer
+        self.lock = asyncio.Lock()  # one answer at a time: a turn is planned on top of the ones before it
+        self.engine: str | None = None  # URL of the engine that holds its KV cache
+        self.used_at = time.time()  # when its last answer was recorded
+        self.logged = False  # whether the log knows of it
+        self.sealing = False  # nothing more will come
+        self.submission_key: str | None = None
+        self.unrecorded: str | None = None  # why its later answers are not in the log
+
+    def append(self, turn: Turn) -> None:
+        segment = self.segments.get(turn.segment)
+        if segment is None:
+            segment = OpenSegment(turn, self.segments[turn.parent[0]] if turn.parent else None)
+            self.segments[turn.segment] = segment
+        segment.append(turn)
+        self.latest = segment
+        self.used_at = time.time()
+
+    def undelivered(self, messages: Sequence[Message], tools: Sequence[Tool]) -> OpenSegment | None:
+        """The segment whose last answer is what these messages ask for, if that answer may never have arrived."""
+        segment = self.latest
+        if segment is None or segment.delivered or segment.tools != tools:
+            return None
+        asked = len(segment.messages) - 1
+        return segment if len(messages) == asked == segment.shared_messages(messages) else None
+
+    def plan(self, messages: list[Message], tools: list[Tool], format: ChatFormat) -> Plan:
+        if not self.segments:
+            prompt = format.render_start(messages, tools)
+            return Plan(self._next_id(), prompt, prompt, messages, tools, opens=True)
+        base, shared = self._nearest(messages, tools)
+        if base.tools == tools and shared == len(base.messages):
+            new = messages[shared:]
+            prompt = format.render_turn(new, tools, answer_closed=base.closed)
+            return Plan(base.id, base.tokens + prompt, prompt, new, tools, opens=False)
+        return self._branch(base, shared, messages, tools, format)
+
+    def build(self) -> Trajectory:
+        built: dict[str, Segment] = {}
+        for segment in self.segments.values():
+            built[segment.id] = segment.build(built[segment.parent.id] if segment.parent else None)
+        facts = self.facts
+        return Trajectory(
+            id=facts.trajectory,
+            segments=list(built.values()),
+            task_id=facts.task_id,
+            group_id=facts.group_id,
+            traffic=facts.traffic,
+            messages=self.latest.messages if self.latest else [],
+            provenance={"run": facts.run, **facts.provenance},
+        )
+
+    def _nearest(self, messages: list[Message], tools: list[Tool]) -> tuple[OpenSegment, int]:
+        """The segment that shares most with these messages; of equals one they extend, then the one used last."""
+
+        def rank(segment: OpenSegment) -> tuple[int, bool, bool]:
+            shared = segment.shared_messages(messages) if segment.tools == tools else 0
+            return shared, shared == len(segment.messages), segment is self.latest
+
+        ranks = {segment.id: rank(segment) for segment in self.segments.values()}
+        best = max(reversed(self.segments.values()), key=lambda segment: ranks[segment.id])
+        return best, ranks[best.id][0]
+
+    def _branch(
+        self, base: OpenSegment, shared: int, messages: list[Message], tools: list[Tool], format: ChatFormat
+    ) -> Plan:
+        index = max(at for at, mark in enumerate(base.marks) if _usable(mark, shared, messages))
+        mark, new = base.marks[index], messages[base.marks[index].messages :]
+        if mark.kind == "start":
+            rendered = format.render_start(new, tools)
+        elif mark.kind == "answer":
+            rendered = format.render_turn(new, tools, answer_closed=mark.closed)
+        elif new:  # the client put its own words in place of the answer
+            rendered = format.render_answer(new[0], tools) + format.render_turn(new[1:], tools, answer_closed=True)
+        else:
+            rendered = []
+        # Tokens may agree beyond the mark, up to the base's next answer: an edited message keeps its beginning.
+        following = base.marks[index + 1].tokens if mark.kind != "prompt" else mark.tokens
+        agreed = _common(rendered, base.tokens[mark.tokens : following])
+        asked_again = not new and mark == base.marks[-2]
+        return Plan(
+            segment=self._next_id(),
+            context=base.tokens[: mark.tokens] + rendered,
+            prompt=rendered[agreed:],
+            messages=new,
+            tools=tools,
+            opens=True,
+            parent=(base.id, mark.tokens + agreed),
+            cause="retry" if asked_again else "edit",
+            inherited=mark.messages,
+        )
+
+    def _next_id(self) -> str:
+        return f"{self.facts.trajectory}.{len(self.segments)}"
+
+
+def _usable(mark: Mark, shared: int, messages: list[Message]) -> bool:
+    """A branch may begin at a mark inside the shared history; behind a generation prompt only an answer can follow."""
+    if mark.messages > shared:
+        return False
+    return mark.kind != "prompt" or mark.messages == len(messages) or messages[mark.messages]["role"] == "assistant"
+
+
+def _common(left: list[int], right: list[int]) -> int:
+    count = 0
+    for mine, theirs in zip(left, right, strict=False):
+        if mine != theirs:
+            break
+        count += 1
+    return count

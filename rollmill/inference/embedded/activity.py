@@ -1,0 +1,66 @@
+"""What the worker did: counters for `/metrics`, and telemetry in pieces coarse enough to keep."""
+
+from __future__ import annotations
+
+import time
+from typing import get_args
+
+from rollmill import telemetry
+from rollmill.types import FinishReason
+
+REPORT_SECONDS = 1.0
+GAP_SECONDS = 0.2  # shorter pauses between steps do not end a stretch
+COUNTERS = (
+    "steps_total",
+    "computed_tokens_total",
+    "sampled_tokens_total",
+    "applied_total",
+    *(f"finished_{reason}_total" for reason in get_args(FinishReason)),
+)
+
+
+class Activity:
+    """Steps that follow each other are one stretch of `busy`; a report goes out every second while there is work."""
+
+    def __init__(self, engine: str, region: str) -> None:
+        self._engine, self._region = engine, region
+        self.counters = dict.fromkeys(COUNTERS, 0)
+        self._started: float | None = None
+        self._ended = 0.0
+        self._sampled = 0
+
+    def step(self, started: float, sampled: int, computed: int, running: int, waiting: int) -> None:
+        self.counters["steps_total"] += 1
+        self.counters["sampled_tokens_total"] += sampled
+        self.counters["computed_tokens_total"] += computed
+        self._sampled += sampled
+        if self._started is None:
+            self._started = started
+        self._ended = time.time()
+        if self._ended - self._started >= REPORT_SECONDS:
+            self._report(running, waiting)
+
+    def rest(self) -> None:
+        """Nothing was computed for a while."""
+        if self._started is not None:
+            self._report(0, 0)
+
+    def finished(self, reason: FinishReason) -> None:
+        self.counters[f"finished_{reason}_total"] += 1
+
+    def applied(self) -> None:
+        self.counters["applied_total"] += 1
+
+    def _report(self, running: int, waiting: int) -> None:
+        assert self._started is not None
+        start, end = self._started, self._ended
+        telemetry.emit("busy", what="decode", start=start, end=end)
+        telemetry.emit(
+            "engine",
+            engine=self._engine,
+            region=self._region,
+            tokens_per_s=self._sampled / max(end - start, 1e-9),
+            running=running,
+            waiting=waiting,
+        )
+        self._started, self._sampled = None, 0

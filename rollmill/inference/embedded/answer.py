@@ -1,0 +1,110 @@
+"""One request inside the engine: its context as it grows, and the facts about its tokens that are still to be sent."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from rollmill.inference.engine import GenerateChunk, GenerateRequest
+from rollmill.types import FinishReason, PolicyRef
+
+
+@dataclass(eq=False)
+class Answer:
+    """`tokens[:computed]` have their keys and values in `blocks`; the rest is to be computed, the last one sampled."""
+
+    number: int  # order of arrival; the highest is the youngest
+    request: GenerateRequest
+    stream: bool
+    limit: int  # the length at which generation ends
+    seed: int
+    deliver: Callable[[GenerateChunk | Exception], None]
+    tokens: list[int] = field(init=False)
+    blocks: list[int] = field(default_factory=list)
+    computed: int = 0
+    oldest: PolicyRef | None = None
+    cached_tokens: int | None = None  # None until first admitted
+    arrived_at: float = field(default_factory=time.monotonic)
+    admitted_at: float | None = None
+    first_token_at: float | None = None
+    sent_at: float = 0.0
+    _fresh: list[tuple[int, float, PolicyRef]] = field(default_factory=list)
+    _routes: list[np.ndarray] = field(default_factory=list)
+    _routes_sent: int = 0  # positions before this one were reported; recomputing them does not report them again
+    _routes_held: int = 0
+
+    def __post_init__(self) -> None:
+        self.tokens = list(self.request.tokens)
+
+    @property
+    def missing(self) -> int:
+        return len(self.tokens) - self.computed
+
+    @property
+    def is_rollout(self) -> bool:
+        return self.request.traffic == "rollout"
+
+    @property
+    def has_news(self) -> bool:
+        return bool(self._fresh)
+
+    def admit(self, cached_tokens: int) -> None:
+        if self.cached_tokens is None:
+            self.cached_tokens = cached_tokens
+            self.admitted_at = time.monotonic()
+            self._routes_sent = cached_tokens
+
+    def advance(self, count: int, routes: np.ndarray | None, policy: PolicyRef) -> None:
+        """`count` further positions were computed with the weights of `policy`."""
+        start, self.computed = self.computed, self.computed + count
+        if self.oldest is None:
+            self.oldest = policy
+        known = self._routes_sent + self._routes_held
+        if routes is not None and self.computed > known:
+            # a context recomputed after preemption keeps the routes its tokens were sampled with
+            self._routes.append(routes[known - start :])
+            self._routes_held += self.computed - known
+
+    def sample(self, token: int, logprob: float, policy: PolicyRef) -> FinishReason | None:
+        self.tokens.append(token)
+        self._fresh.append((token, logprob, policy))
+        if self.first_token_at is None:
+            self.first_token_at = time.monotonic()
+        if token in self.request.sampling.stop_tokens:
+            return "stop"
+        return "length" if len(self.tokens) >= self.limit else None
+
+    def chunk(self, finish: FinishReason | None = None) -> GenerateChunk:
+        """Everything not sent yet."""
+        policies = list(dict.fromkeys(policy for _, _, policy in self._fresh))
+        chunk = GenerateChunk(
+            tokens=[token for token, _, _ in self._fresh],
+            logprobs=[logprob for _, logprob, _ in self._fresh],
+            policy=[policies.index(policy) for _, _, policy in self._fresh],
+            policies=policies,
+            routes_start=self._routes_sent,
+            routes=np.concatenate(self._routes) if self._routes else None,
+            finish=finish,
+        )
+        if finish is not None:
+            chunk.oldest_kv_policy, chunk.cached_tokens, chunk.timing = (
+                self.oldest,
+                self.cached_tokens or 0,
+                self._timing(),
+            )
+        self._fresh, self._routes = [], []
+        self._routes_sent, self._routes_held = self._routes_sent + self._routes_held, 0
+        self.sent_at = time.monotonic()
+        return chunk
+
+    def _timing(self) -> dict[str, float]:
+        now = time.monotonic()
+        admitted = self.admitted_at or now
+        return {
+            "queue_seconds": admitted - self.arrived_at,
+            "first_token_seconds": (self.first_token_at or now) - self.arrived_at,
+            "total_seconds": now - self.arrived_at,
+        }

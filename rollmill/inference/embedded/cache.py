@@ -1,0 +1,120 @@
+"""The paged KV cache: pages of `block_size` positions, a free list, and the pages that finished turns leave behind.
+
+Pages belong to exactly one owner: a request, or a session between two turns. Bookkeeping is plain Python; only
+`KVCache` holds tensors.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from rollmill.models.config import ModelConfig
+from rollmill.types import PolicyRef
+
+
+class KVCache:
+    """Keys and values of every page, one row a (page, head, position), so that the pages of one head lie together."""
+
+    def __init__(self, model: ModelConfig, blocks: int, block_size: int, dtype: torch.dtype = torch.float32) -> None:
+        self.block_size, self.kv_heads, self.head_dim = block_size, model.kv_heads, model.head_dim
+        self.group = model.heads // model.kv_heads  # query heads that share a KV head
+        self._heads = torch.arange(model.kv_heads)
+        shape = (model.layers, 2, blocks * model.kv_heads * block_size, model.head_dim)
+        self._rows = torch.zeros(shape, dtype=dtype)
+
+    def write(self, layer: int, rows_M: Tensor, k_NKD: Tensor, v_NKD: Tensor) -> None:
+        """`rows`: where each (token, head) goes, see `rows_of`."""
+        self._rows[layer, 0].index_copy_(0, rows_M, k_NKD.reshape(-1, self.head_dim))
+        self._rows[layer, 1].index_copy_(0, rows_M, v_NKD.reshape(-1, self.head_dim))
+
+    def read(self, layer: int, pages_P: Tensor) -> tuple[Tensor, Tensor]:
+        """The pages' keys and values, [pages, block_size · D] each; a page here is one head's, see `pages_of`."""
+        keys, values = self._rows[layer].view(2, -1, self.block_size * self.head_dim)
+        return keys.index_select(0, pages_P), values.index_select(0, pages_P)
+
+    def clear(self, blocks: list[int]) -> None:
+        pages = self._rows.view(*self._rows.shape[:2], -1, self.kv_heads * self.block_size, self.head_dim)
+        pages[:, :, blocks] = 0
+
+    def rows_of(self, blocks_N: Tensor, offsets_N: Tensor) -> Tensor:
+        pages_NK = blocks_N.unsqueeze(1) * self.kv_heads + self._heads
+        return (pages_NK * self.block_size + offsets_N.unsqueeze(1)).flatten()
+
+    def pages_of(self, tables_BP: Tensor) -> Tensor:
+        """Block tables into pages, ordered (sequence, head, page): gathered, they are [B · heads, positions, D]."""
+        return (tables_BP.unsqueeze(1) * self.kv_heads + self._heads.unsqueeze(1)).flatten()
+
+
+class BlockPool:
+    """The free list."""
+
+    def __init__(self, blocks: int) -> None:
+        self.size = blocks
+        self._free = list(range(blocks))
+
+    @property
+    def free(self) -> int:
+        return len(self._free)
+
+    def take(self, count: int) -> list[int]:
+        assert count <= len(self._free), "room is made before blocks are taken"
+        return [self._free.pop() for _ in range(count)]
+
+    def give(self, blocks: list[int]) -> None:
+        self._free.extend(blocks)
+
+
+@dataclass
+class CachedContext:
+    """The computed positions of a context: `tokens` have their keys and values in `blocks`."""
+
+    tokens: list[int]
+    blocks: list[int]
+    oldest: PolicyRef | None  # the oldest weights that wrote here; kept when newer weights arrive
+
+
+class SessionCache:
+    """What finished turns left, by session. The least recently used goes first when room is needed."""
+
+    def __init__(self, pool: BlockPool) -> None:
+        self._pool = pool
+        self._contexts: OrderedDict[str, CachedContext] = OrderedDict()
+        self.blocks = 0  # counted along the way: other threads read it
+
+    def keep(self, session: str, context: CachedContext) -> None:
+        self.drop(session)
+        self._contexts[session] = context
+        self.blocks += len(context.blocks)
+
+    def claim(self, session: str, tokens: list[int]) -> CachedContext | None:
+        """Hand over the session's pages if `tokens` extends them exactly; a changed history frees them."""
+        context = self._pop(session)
+        if context is None:
+            return None
+        length = len(context.tokens)
+        if length < len(tokens) and tokens[:length] == context.tokens:
+            return context
+        self._pool.give(context.blocks)
+        return None
+
+    def drop(self, session: str) -> None:
+        context = self._pop(session)
+        if context is not None:
+            self._pool.give(context.blocks)
+
+    def _pop(self, session: str) -> CachedContext | None:
+        context = self._contexts.pop(session, None)
+        if context is not None:
+            self.blocks -= len(context.blocks)
+        return context
+
+    def evict(self) -> bool:
+        """Free the pages of the least recently used session; False when there is none."""
+        if not self._contexts:
+            return False
+        self.drop(next(iter(self._contexts)))
+        return True

@@ -1,0 +1,130 @@
+"""The embedded engine: the event loop's side of it. The model runs in `worker`'s thread."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import secrets
+from collections.abc import AsyncGenerator
+from concurrent.futures import Future
+from typing import Any
+
+from rollmill.errors import EngineError
+from rollmill.inference.config import EngineConfig
+from rollmill.inference.embedded.activity import Activity
+from rollmill.inference.embedded.answer import Answer
+from rollmill.inference.embedded.worker import Outbox, Worker
+from rollmill.inference.engine import Applied, EngineUnavailable, GenerateChunk, GenerateRequest
+from rollmill.models.config import ModelConfig
+from rollmill.weights.follower import Update
+
+
+class EmbeddedEngine:
+    """An async context manager. Until the first `apply`, requests wait."""
+
+    def __init__(self, model: ModelConfig, config: EngineConfig, *, name: str = "engine", region: str = "home") -> None:
+        self.name, self.region = name, region
+        self._vocab_size = model.vocab_size
+        self._context_limit = min(model.max_context, config.cache_tokens)
+        self._activity = Activity(name, region)
+        self._worker = Worker(model, config, self._activity, self._send)
+        self._loop: asyncio.AbstractEventLoop | None = None
+        self._requests = 0
+
+    async def __aenter__(self) -> EmbeddedEngine:
+        self._loop = asyncio.get_running_loop()
+        self._worker.thread.start()
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        with contextlib.suppress(EngineUnavailable):
+            self._worker.post(self._worker.close)
+        await asyncio.to_thread(self._worker.thread.join)
+
+    @property
+    def ended(self) -> Future[None]:
+        """Done when the worker has stopped; holds the error if one stopped it."""
+        return self._worker.ended
+
+    async def generate(self, request: GenerateRequest, *, stream: bool = False) -> AsyncGenerator[GenerateChunk, None]:
+        self._check(request)
+        if len(request.tokens) >= self._context_limit:
+            yield GenerateChunk([], [], [], [], finish="length")  # no room for a single token: data, not an error
+            return
+        chunks: asyncio.Queue[GenerateChunk | Exception] = asyncio.Queue()
+        answer = self._answer(request, stream, chunks)
+        finish = None
+        try:
+            await asyncio.wrap_future(self._worker.post(lambda: self._worker.add(answer)))
+            while finish is None:
+                chunk = await chunks.get()
+                if isinstance(chunk, Exception):
+                    raise chunk
+                finish = chunk.finish
+                yield chunk
+        finally:
+            if finish is None:  # the client went away
+                with contextlib.suppress(EngineUnavailable):
+                    self._worker.post(lambda: self._worker.abort(answer))
+
+    async def apply(self, update: Update) -> Applied:
+        return await asyncio.wrap_future(self._worker.post(lambda: self._worker.apply(update)))
+
+    async def pause(self) -> None:
+        """No token is computed once this returns; requests are kept."""
+        await asyncio.wrap_future(self._worker.post(lambda: self._worker.set_paused(True)))
+
+    async def resume(self) -> None:
+        await asyncio.wrap_future(self._worker.post(lambda: self._worker.set_paused(False)))
+
+    def health(self) -> dict[str, Any]:
+        policy, scheduler = self._worker.policy, self._worker.scheduler
+        return {
+            "engine": self.name,
+            "region": self.region,
+            "policy": None if policy is None else vars(policy),
+            "running": len(scheduler.running),
+            "waiting": scheduler.waiting,
+            "paused": self._worker.paused,
+        }
+
+    def metrics(self) -> dict[str, float]:
+        policy, scheduler = self._worker.policy, self._worker.scheduler
+        return {
+            **self._activity.counters,
+            "preemptions_total": scheduler.preemptions,
+            "running": len(scheduler.running),
+            "waiting": scheduler.waiting,
+            "cache_blocks": scheduler.pool.size,
+            "cache_blocks_free": scheduler.pool.free,
+            "cache_blocks_sessions": scheduler.sessions.blocks,
+            "version": -1 if policy is None else policy.number,
+        }
+
+    def _check(self, request: GenerateRequest) -> None:
+        if not request.tokens:
+            raise EngineError("a request needs at least one token of context")
+        if min(request.tokens) < 0 or max(request.tokens) >= self._vocab_size:
+            raise EngineError(
+                f"token ids must be from 0 to {self._vocab_size - 1}",
+                hint="was the context made with another model's tokenizer?",
+            )
+
+    def _answer(
+        self, request: GenerateRequest, stream: bool, chunks: asyncio.Queue[GenerateChunk | Exception]
+    ) -> Answer:
+        self._requests += 1
+        limit = min(len(request.tokens) + request.sampling.max_tokens, self._context_limit)
+        seed = request.sampling.seed
+        seed = secrets.randbits(64) if seed is None else seed % 2**64
+        return Answer(self._requests, request, stream, limit, seed, chunks.put_nowait)
+
+    def _send(self, outbox: Outbox) -> None:
+        """From the worker's thread. One call for all: waking the event loop for each answer costs more than a step."""
+        if self._loop is not None and not self._loop.is_closed():
+            self._loop.call_soon_threadsafe(_deliver, outbox)
+
+
+def _deliver(outbox: Outbox) -> None:
+    for answer, chunk in outbox:
+        answer.deliver(chunk)

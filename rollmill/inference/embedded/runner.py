@@ -1,0 +1,120 @@
+"""One forward pass of the decoder over all that is scheduled for a step: fresh prompts, suffixes and single tokens.
+
+They are packed into one batch; only attention looks at sequences, in groups of similar shape so that little is padded.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from torch import Tensor
+from torch.nn.functional import scaled_dot_product_attention
+
+from rollmill.inference.embedded.cache import KVCache
+from rollmill.inference.embedded.scheduler import Work
+from rollmill.models.decoder import Decoder
+
+
+@dataclass(frozen=True)
+class StepOutput:
+    work: list[Work]  # in the order of `routes`: groups of similar shape together
+    routes: np.ndarray | None  # uint8 or uint16 [N, moe layers, k], rows of each work in turn
+    logits: Tensor  # FP32 [M, vocab], one row for each work that completes its context, in order
+
+
+class Runner:
+    def __init__(self, model: Decoder, cache: KVCache) -> None:
+        self.model = model
+        self._cache = cache
+        self._route_type = np.uint8 if model.config.experts <= 256 else np.uint16
+
+    @torch.inference_mode()
+    def run(self, work: Sequence[Work]) -> StepOutput:
+        ordered = sorted(work, key=self._shape)
+        tokens = [token for item in ordered for token in item.answer.tokens[item.start : item.start + item.count]]
+        attend = PagedAttention(self._cache, [list(group) for _, group in itertools.groupby(ordered, self._shape)])
+        output = self.model(torch.tensor(tokens), attend.positions, attend)
+        ends = list(itertools.accumulate(item.count for item in ordered))
+        rows = [end - 1 for end, item in zip(ends, ordered, strict=True) if item.completes]
+        routes = output.routes
+        return StepOutput(
+            work=ordered,
+            routes=None if routes is None else routes.numpy().astype(self._route_type),
+            logits=self.model.logits(output.hidden.index_select(0, torch.tensor(rows, dtype=torch.long))),
+        )
+
+    def _shape(self, item: Work) -> tuple[int, int]:
+        """Work of one shape is padded together: within a factor of two in new positions and in pages."""
+        pages = -(-(item.start + item.count) // self._cache.block_size)
+        return (item.count - 1).bit_length(), (pages - 1).bit_length()
+
+
+class PagedAttention:
+    """Writes the new keys and values into their pages, then attends over each sequence's pages."""
+
+    def __init__(self, cache: KVCache, groups: Sequence[Sequence[Work]]) -> None:
+        self._cache = cache
+        self._groups = [_Group(cache, group) for group in groups]
+        self._sizes = [group.tokens for group in self._groups]
+        self.positions = torch.cat([group.positions for group in self._groups])
+        self._rows = torch.cat([group.rows for group in self._groups])
+
+    def __call__(self, layer: int, q_NHD: Tensor, k_NKD: Tensor, v_NKD: Tensor) -> Tensor:
+        self._cache.write(layer, self._rows, k_NKD, v_NKD)
+        queries = q_NHD.reshape(q_NHD.shape[0], -1).split(self._sizes)
+        return torch.cat([group.attend(layer, q_NW) for group, q_NW in zip(self._groups, queries, strict=True)])
+
+
+class _Group:
+    """Sequences padded together: B of them, with up to Q new positions each, over up to P pages."""
+
+    def __init__(self, cache: KVCache, group: Sequence[Work]) -> None:
+        self._cache = cache
+        size, counts = cache.block_size, np.array([item.count for item in group])
+        starts = np.array([item.start for item in group])
+        longest = int(counts.max())
+        pages = -(-int((starts + counts).max()) // size)
+        tables_BP = _block_tables(group, pages)
+        # padded query slots repeat the last real one: what they compute is dropped
+        slots_BQ = np.minimum(np.arange(longest), (counts - 1)[:, None])
+        positions_BQ = starts[:, None] + slots_BQ
+        real_BQ = np.arange(longest) < counts[:, None]
+        self.tokens = int(counts.sum())
+        self.positions = torch.from_numpy(positions_BQ[real_BQ])
+        blocks_BQ = np.take_along_axis(tables_BP, positions_BQ // size, axis=1)
+        self.rows = cache.rows_of(torch.from_numpy(blocks_BQ[real_BQ]), self.positions % size)
+        self._pages = cache.pages_of(torch.from_numpy(tables_BP))
+        hidden_BQT = torch.from_numpy(np.arange(pages * size) > positions_BQ[:, :, None])
+        mask_BQT = torch.zeros(hidden_BQT.shape).masked_fill_(hidden_BQT, -torch.inf)
+        self._mask_B1QT = mask_BQT.repeat(1, cache.group, 1).unsqueeze(1)  # Q counts query heads times positions
+        self._padding: tuple[Tensor, Tensor] | None = None
+        if not real_BQ.all():
+            source_BQ = (np.cumsum(counts) - counts)[:, None] + slots_BQ
+            self._padding = torch.from_numpy(source_BQ.ravel()), torch.from_numpy(np.flatnonzero(real_BQ))
+        self._shape = (len(group), longest)
+
+    def attend(self, layer: int, q_NW: Tensor) -> Tensor:
+        batch, longest = self._shape
+        heads, dim = self._cache.kv_heads, self._cache.head_dim
+        if self._padding is not None:
+            q_NW = q_NW.index_select(0, self._padding[0])
+        # query heads that share a KV head are stacked as further query rows: no copies of K and V
+        q = q_NW.view(batch, longest, heads, -1, dim).permute(0, 2, 3, 1, 4)
+        k, v = (x.view(batch, heads, -1, dim) for x in self._cache.read(layer, self._pages))
+        out = scaled_dot_product_attention(q.reshape(batch, heads, -1, dim), k, v, attn_mask=self._mask_B1QT)
+        out = out.view(batch, heads, -1, longest, dim).permute(0, 3, 1, 2, 4)
+        out_NW = out.reshape(batch * longest, -1)
+        return out_NW if self._padding is None else out_NW.index_select(0, self._padding[1])
+
+
+def _block_tables(group: Sequence[Work], pages: int) -> np.ndarray:
+    """int64 [B, P]; sequences with fewer pages are filled up with page 0, which the mask hides."""
+    tables_BP = np.zeros((len(group), pages), dtype=np.int64)
+    for row, item in enumerate(group):
+        blocks = item.answer.blocks[:pages]
+        tables_BP[row, : len(blocks)] = blocks
+    return tables_BP

@@ -1,0 +1,124 @@
+"""Mixture of experts: an FP32 router, top-k experts a token, shared experts, and router replay.
+
+Replay makes the trainer compute with the experts the engine used. The recorded choice replaces the live one where it is
+valid; the gate weights stay live: gathered from the full dense scores and renormalised over the chosen experts, so the
+gate keeps its gradient (gathering from scores already zeroed outside the live top-k would lose it).
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+
+from rollmill.models.config import ModelConfig
+from rollmill.models.kernels.elementwise import swiglu
+from rollmill.models.kernels.rows import combine_rows, dispatch_rows, grouped_linear
+
+
+@dataclass(frozen=True)
+class Replay:
+    """Recorded routes of N packed tokens: row t holds the experts chosen when token t was the input."""
+
+    routes: Tensor  # integer [N, moe layers, k], top-k order
+    valid: Tensor  # bool [N]; elsewhere the router runs live
+
+
+@dataclass(frozen=True)
+class Routing:
+    """What one layer's router did. `live` and `chosen` differ only under replay."""
+
+    scores: Tensor  # FP32 [N, experts], with gradient
+    live: Tensor  # int64 [N, k]
+    chosen: Tensor  # int64 [N, k]
+
+
+@dataclass(frozen=True)
+class RouterStats:
+    """Means over the tokens; `flip_rate` and `zero_overlap` compare the live choice with the replayed one."""
+
+    load: Tensor  # [moe layers, experts], shares of the choices, sums to 1 a layer
+    balance: Tensor  # scalar with gradient, 1 when the load is even; add a small multiple to the loss
+    flip_rate: Tensor  # [moe layers], share of tokens whose set of experts differs
+    zero_overlap: Tensor  # [moe layers], share of tokens with no expert in common: misaligned routes show here
+
+
+def router_stats(routings: list[Routing], valid_N: Tensor | None = None) -> RouterStats:
+    """Over all tokens, or for the comparison with the replay over the `valid` ones."""
+    load, balance, flips, zeros = [], [], [], []
+    for routing in routings:
+        experts = routing.scores.shape[1]
+        share = torch.bincount(routing.chosen.flatten(), minlength=experts).float() / routing.chosen.numel()
+        probability = routing.scores / routing.scores.sum(-1, keepdim=True)
+        load.append(share)
+        balance.append(experts * (share * probability.mean(0)).sum())
+        common = (routing.live.unsqueeze(2) == routing.chosen.unsqueeze(1)).any(2).sum(1)
+        if valid_N is not None:
+            common = common[valid_N]
+        flips.append((common < routing.chosen.shape[1]).float().mean())
+        zeros.append((common == 0).float().mean())
+    return RouterStats(torch.stack(load), torch.stack(balance).mean(), torch.stack(flips), torch.stack(zeros))
+
+
+class Router(nn.Module):
+    """Scores in FP32 whatever the model computes in: near-ties decided by rounding flip experts between machines."""
+
+    def __init__(self, config: ModelConfig, moe_layer: int, dtype: torch.dtype) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.empty(config.experts, config.width, dtype=dtype))
+        self._moe_layer, self._k, self._gate = moe_layer, config.experts_per_token, config.gate
+
+    def forward(self, x_NW: Tensor, replay: Replay | None) -> tuple[Routing, Tensor]:
+        """The choice, and the gate's weights [N, k] of the chosen experts."""
+        logits_NE = nn.functional.linear(x_NW.float(), self.weight.float())
+        scores_NE = logits_NE.softmax(-1) if self._gate == "softmax" else logits_NE.sigmoid()
+        live_Nk = scores_NE.topk(self._k, dim=-1).indices
+        chosen_Nk = live_Nk
+        if replay is not None:
+            recorded_Nk = replay.routes[:, self._moe_layer].long()
+            chosen_Nk = torch.where(replay.valid.unsqueeze(1), recorded_Nk, live_Nk)
+        weights_Nk = scores_NE.gather(1, chosen_Nk)
+        if self._k > 1:  # a single weight would always be 1, and the gate would never learn
+            weights_Nk = weights_Nk / weights_Nk.sum(-1, keepdim=True)
+        return Routing(scores_NE, live_Nk, chosen_Nk), weights_Nk
+
+
+class MixtureOfExperts(nn.Module):
+    def __init__(self, config: ModelConfig, moe_layer: int, dtype: torch.dtype) -> None:
+        super().__init__()
+        experts, width, inner = config.experts, config.width, config.expert_width
+        self.router = Router(config, moe_layer, dtype)
+        # [in, out], unlike the dense layers: with the few rows an expert gets while decoding, BLAS would spend most of
+        # its time turning a transposed right side round
+        self.gate_up = nn.Parameter(torch.empty(experts, width, 2 * inner, dtype=dtype))
+        self.down = nn.Parameter(torch.empty(experts, inner, width, dtype=dtype))
+        self.shared = MLP(width, config.shared_experts * inner, dtype) if config.shared_experts else None
+
+    def forward(self, x_NW: Tensor, replay: Replay | None) -> tuple[Tensor, Routing]:
+        routing, weights_Nk = self.router(x_NW, replay)
+        # sorted by expert once; stable, so the order of a run's rows never depends on the sorter
+        expert_R = routing.chosen.flatten()
+        order_R = expert_R.argsort(stable=True)
+        rank_R = torch.arange(order_R.numel(), device=order_R.device)
+        place_Nk = torch.empty_like(order_R).index_copy_(0, order_R, rank_R).view_as(routing.chosen)
+        token_R = order_R // routing.chosen.shape[1]
+        counts = torch.bincount(expert_R, minlength=self.gate_up.shape[0]).tolist()
+        rows = dispatch_rows(x_NW, token_R, place_Nk)
+        rows = grouped_linear(swiglu(grouped_linear(rows, self.gate_up, counts)), self.down, counts)
+        out_NW = combine_rows(rows, weights_Nk, token_R, place_Nk)
+        if self.shared is not None:
+            out_NW = out_NW + self.shared(x_NW)
+        return out_NW, routing
+
+
+class MLP(nn.Module):
+    """SwiGLU: the dense layer, and the shared experts as one wide one."""
+
+    def __init__(self, width: int, inner: int, dtype: torch.dtype) -> None:
+        super().__init__()
+        self.gate_up = nn.Parameter(torch.empty(2 * inner, width, dtype=dtype))
+        self.down = nn.Parameter(torch.empty(width, inner, dtype=dtype))
+
+    def forward(self, x_NW: Tensor) -> Tensor:
+        return nn.functional.linear(swiglu(nn.functional.linear(x_NW, self.gate_up)), self.down)

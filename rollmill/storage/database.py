@@ -1,0 +1,208 @@
+"""The database through SQLAlchemy Core: SQLite embedded, PostgreSQL for several hosts, the same statements on both.
+
+Readers use `reading`, writers hand `writing` a function that may run more than once:
+
+    with reading(engine) as connection: ...
+    result = writing(engine, lambda connection: ...)
+
+A SQLite write transaction takes the write lock at its first moment (BEGIN IMMEDIATE), so what it has read cannot change
+before it writes. On PostgreSQL writers say `with_for_update()` on the row that stands for what they decide about (the
+run, the trajectory); SQLite has no such clause and needs none. Serialization failures and deadlocks are tried again.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import random
+import sqlite3
+import time
+from collections.abc import Callable, Iterator
+from typing import Any, TypeVar
+
+import sqlalchemy as sa
+from sqlalchemy import event
+from sqlalchemy.exc import ArgumentError, DBAPIError, IntegrityError, NoSuchModuleError
+from sqlalchemy.exc import TimeoutError as PoolTimeout
+
+from rollmill.errors import StorageError
+
+T = TypeVar("T")
+LOCK_SECONDS = 30  # how long a writer waits for another one
+_ATTEMPTS = 10
+_RETRIED = {"40001", "40P01"}  # SQLSTATE: serialization failure, deadlock
+_SCHEMA_LOCK = 0x526F6C6C6D696C6C  # any constant: PostgreSQL's advisory lock around creating tables
+
+_schema_version = sa.Table(
+    "schema_version",
+    sa.MetaData(),
+    sa.Column("component", sa.Text, primary_key=True),
+    sa.Column("version", sa.Integer, nullable=False),
+)
+
+
+def open_database(url: str) -> sa.Engine:
+    """`sqlite:///PATH` or `postgresql://USER:PASSWORD@HOST/NAME`. Connects once, so that a wrong URL fails here."""
+    try:
+        parsed = sa.make_url(url)
+    except ArgumentError:
+        # the text may hold a password, so it is not repeated
+        raise StorageError("the database URL is malformed", hint=_URL_HINT) from None
+    if parsed.get_backend_name() == "sqlite":
+        engine = _open_sqlite(parsed)
+    elif parsed.get_backend_name() == "postgresql":
+        engine = _open_postgresql(parsed)
+    else:
+        raise StorageError(f"no support for databases of the kind {parsed.drivername!r}", hint=_URL_HINT)
+    with reading(engine) as connection:
+        connection.exec_driver_sql("SELECT 1")
+    return engine
+
+
+def ensure_schema(engine: sa.Engine, metadata: sa.MetaData, component: str, version: int) -> None:
+    """Create the tables of a component if they are not there. A database of another schema version is refused."""
+
+    def create(connection: sa.Connection) -> None:
+        if connection.dialect.name == "postgresql":
+            # "if not exists" races with itself between two sessions
+            connection.execute(sa.select(sa.func.pg_advisory_xact_lock(_SCHEMA_LOCK)))
+        _schema_version.create(connection, checkfirst=True)
+        if _found_version(connection, component) is None:
+            metadata.create_all(connection)
+            connection.execute(_schema_version.insert(), {"component": component, "version": version})
+
+    with reading(engine) as connection:
+        found = _found_version(connection, component) if sa.inspect(connection).has_table("schema_version") else None
+    if found is None:
+        writing(engine, create)
+        with reading(engine) as connection:
+            found = _found_version(connection, component)
+    if found != version:
+        raise StorageError(
+            f"{name_of(engine)} holds {component} in schema version {found}; this rollmill reads version {version}",
+            hint="use the rollmill that wrote it, or a newer one"
+            if (found or 0) > version
+            else "start with a new database",
+        )
+
+
+@contextlib.contextmanager
+def reading(engine: sa.Engine) -> Iterator[sa.Connection]:
+    """A read-only view of one moment (on PostgreSQL: of each statement)."""
+    with _explained(engine), engine.connect() as connection:
+        yield connection
+
+
+def writing(engine: sa.Engine, work: Callable[[sa.Connection], T]) -> T:
+    """Run `work` in one write transaction: all of it happens, or, when it raises or the process dies, none of it."""
+    with _explained(engine):
+        for attempt in range(_ATTEMPTS):
+            try:
+                with engine.connect() as connection:
+                    connection.execution_options(rollmill_begin="BEGIN IMMEDIATE")
+                    with connection.begin():
+                        return work(connection)
+            except DBAPIError as error:
+                if getattr(error.orig, "sqlstate", None) not in _RETRIED or attempt == _ATTEMPTS - 1:
+                    raise
+                time.sleep(random.uniform(0, 0.01 * 2**attempt))
+    raise AssertionError("unreachable")
+
+
+def name_of(engine: sa.Engine) -> str:
+    """The database as people name it, without its password."""
+    return engine.url.render_as_string(hide_password=True)
+
+
+def _open_sqlite(url: sa.URL) -> sa.Engine:
+    if url.database in (None, "", ":memory:"):
+        raise StorageError("an SQLite database in memory cannot be shared between processes", hint=_URL_HINT)
+    engine = sa.create_engine(url, connect_args={"timeout": LOCK_SECONDS}, max_overflow=-1)
+
+    @event.listens_for(engine, "connect")
+    def prepare(connection: Any, record: Any) -> None:
+        connection.isolation_level = None  # transactions begin where we say, not where the driver guesses
+        connection.execute(f"PRAGMA busy_timeout = {LOCK_SECONDS * 1000}")
+        _use_write_ahead_log(connection)
+        connection.execute("PRAGMA synchronous = FULL")  # acknowledged means on the disk
+        connection.execute("PRAGMA foreign_keys = ON")
+
+    @event.listens_for(engine, "begin")
+    def begin(connection: sa.Connection) -> None:
+        connection.exec_driver_sql(connection.get_execution_options().get("rollmill_begin", "BEGIN"))
+
+    return engine
+
+
+def _use_write_ahead_log(connection: sqlite3.Connection) -> None:
+    """Switching the mode does not wait for other processes that are switching it too, so we wait."""
+    deadline = time.monotonic() + LOCK_SECONDS
+    while True:
+        try:
+            connection.execute("PRAGMA journal_mode = WAL")
+            return
+        except sqlite3.OperationalError as error:
+            if "locked" not in str(error) or time.monotonic() > deadline:
+                raise
+            time.sleep(0.01)
+
+
+def _open_postgresql(url: sa.URL) -> sa.Engine:
+    limits = f"-c lock_timeout={LOCK_SECONDS}s -c idle_in_transaction_session_timeout=120s"
+    given = url.query.get("options", "")
+    options = " ".join([given if isinstance(given, str) else " ".join(given), limits]).strip()
+    try:
+        return sa.create_engine(
+            url.set(drivername="postgresql+psycopg").update_query_dict({"options": options}),
+            # a server has a hundred connections by default, and every process of every host wants some
+            pool_size=4,
+            max_overflow=4,
+            pool_pre_ping=True,  # a server that was restarted costs a reconnect, not an error
+            connect_args={"connect_timeout": 10},
+        )
+    except (NoSuchModuleError, ModuleNotFoundError):
+        raise StorageError("PostgreSQL needs the psycopg driver", hint="pip install 'rollmill[postgres]'") from None
+
+
+def _found_version(connection: sa.Connection, component: str) -> int | None:
+    version = _schema_version.c.version
+    return connection.execute(sa.select(version).where(_schema_version.c.component == component)).scalar()
+
+
+@contextlib.contextmanager
+def _explained(engine: sa.Engine) -> Iterator[None]:
+    """Errors of the database leave as StorageError with a remedy; a broken constraint is the caller's to explain."""
+    try:
+        yield
+    except IntegrityError:
+        raise
+    except (DBAPIError, PoolTimeout) as error:
+        cause = str(getattr(error, "orig", None) or error).strip()
+        raise StorageError(f"{name_of(engine)}: {cause}", hint=_hint(cause, error)) from error
+
+
+_URL_HINT = "sqlite:///runs/NAME/mill.db or postgresql://USER:PASSWORD@HOST/NAME"
+_HINTS = {
+    "database is locked": f"another process held the write lock for {LOCK_SECONDS} s; is one stopped in a debugger?",
+    "lock timeout": f"another session held a lock for {LOCK_SECONDS} s; see pg_stat_activity for who it is",
+    "disk is full": "free some space and start again; nothing that was acknowledged is lost",
+    "No space left": "free some space on the database host and start again; nothing that was acknowledged is lost",
+    "disk I/O error": "the disk under the database fails or is full; see the system log",
+    "unable to open": "does its directory exist, and may this user write there?",
+    "readonly database": "this user may not write there; check the owner of the file and of its directory",
+    "read-only": "the server is a standby; give the URL of the primary",
+    "malformed": "the file is damaged; restore a copy, or begin a new run",
+    "not a database": "the path names a file that is not an SQLite database",
+    "password authentication": "check the user and the password in the URL",
+    "does not exist": "create the database and its user first: createdb NAME",
+    "too many connections": "raise max_connections or run fewer processes",
+    "QueuePool limit": "too many threads use one database handle at once",
+}
+
+
+def _hint(cause: str, error: Exception) -> str:
+    for text, hint in _HINTS.items():
+        if text in cause:
+            return hint
+    if getattr(error, "connection_invalidated", False) or "connection" in cause:
+        return "is the database server running and reachable? Unfinished transactions were undone; start again"
+    return "this is not expected to happen; the cause above comes from the database itself"

@@ -1,0 +1,214 @@
+"""From trajectories to packed micro-batches. Each segment is one sequence; each sampled token is a target once.
+
+A segment and what becomes of it (T tool result; the last answer was sampled by weights that are over the bound):
+
+    tokens      [P0 P1 P2 | A3 A4 | T5 | A6 A7]
+    targets      A3 A4                            the ones to learn from: sampled, fresh enough, reconstructible
+    rows         P2 A3                            the input that predicts each target
+    inputs      [P0 P1 P2 | A3]                   nothing after the last row is worth computing
+
+Sampled tokens that are no targets are counted by reason. A child segment repeats the tokens it shares with its parent
+by value; they are marked as not sampled there, so they are context and nothing is learnt from them twice.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, fields
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from rollmill.errors import TrajectoryError
+from rollmill.models.config import ModelConfig
+from rollmill.training.lineage import Lineage
+from rollmill.types import Segment
+
+STALE = "stale"
+GREEDY = "sampled at temperature 0"
+TRUNCATED = "sampled with top-p or top-k, whose cut was not recorded"
+FOREIGN = "sampled by a line this one does not descend from"
+NO_CONTEXT = "the first token of a segment, which nothing predicts"
+
+
+@dataclass(frozen=True)
+class SampledFacts:
+    """What the engine recorded of each target and what the step makes of it; all arrays are [M]."""
+
+    logprobs: np.ndarray  # float32, the engine's own
+    temperatures: np.ndarray  # float32
+    advantages: np.ndarray  # float32
+    staleness: np.ndarray  # int64, in versions
+    current: np.ndarray  # bool: sampled by the very version this step trains from
+
+
+@dataclass(frozen=True)
+class PackedSequence:
+    """One context with its targets, ready to be laid end to end with others."""
+
+    tokens: np.ndarray  # int64 [T] inputs
+    rows: np.ndarray  # int64 [M] which input predicts the target
+    targets: np.ndarray  # int64 [M]
+    routes: np.ndarray | None = None  # [T, moe layers, k]
+    routes_valid: np.ndarray | None = None  # bool [T]
+    facts: SampledFacts | None = None  # None where nothing was sampled (documents)
+
+
+@dataclass(frozen=True)
+class MicroBatch:
+    """Sequences laid end to end: N inputs, M targets."""
+
+    tokens_N: Tensor  # int64
+    positions_N: Tensor  # int64, from 0 in each sequence
+    lengths: list[int]
+    rows_M: Tensor  # int64, into N
+    targets_M: Tensor  # int64
+    routes: np.ndarray | None
+    routes_valid: np.ndarray | None
+    facts: SampledFacts | None
+
+
+@dataclass(frozen=True)
+class TokenRule:
+    """Which sampled tokens a step may learn from. `base` is the number of the version it trains from."""
+
+    lineage: Lineage
+    base: int
+    max_staleness: int
+
+
+def segment_sequence(
+    segment: Segment, advantage: float, rule: TokenRule, masked: Counter[str]
+) -> PackedSequence | None:
+    """The sequence of a segment, or None if no token of it may be learnt from; `masked` counts those by reason."""
+    age_of_policy, current_of_policy = _policy_ages(segment, rule)
+    staleness_T = np.where(segment.sampled, age_of_policy[segment.policy], 0)
+    temperatures_T, learn_T = _reconstructible(segment, masked)
+    foreign_T = learn_T & (staleness_T == _UNRELATED)
+    stale_T = learn_T & ~foreign_T & (staleness_T > rule.max_staleness)
+    masked.update({FOREIGN: int(foreign_T.sum()), STALE: int(stale_T.sum())})
+    picked = np.flatnonzero(learn_T & ~foreign_T & ~stale_T)
+    if picked.size == 0:
+        return None
+    end = int(picked[-1])  # the last target is predicted by the input before it
+    facts = SampledFacts(
+        logprobs=segment.logprobs[picked],
+        temperatures=temperatures_T[picked],
+        advantages=np.full(picked.size, advantage, np.float32),
+        staleness=np.maximum(staleness_T[picked], 0),
+        current=current_of_policy[segment.policy[picked]],
+    )
+    tokens = segment.tokens.astype(np.int64)
+    return PackedSequence(
+        tokens=tokens[:end],
+        rows=picked - 1,
+        targets=tokens[picked],
+        routes=None if segment.routes is None else segment.routes[:end],
+        routes_valid=None if segment.routes_valid is None else segment.routes_valid[:end],
+        facts=facts,
+    )
+
+
+_UNRELATED = np.iinfo(np.int64).max
+
+
+def _policy_ages(segment: Segment, rule: TokenRule) -> tuple[np.ndarray, np.ndarray]:
+    """Per policy of the segment: its staleness, and whether it is the version trained from."""
+    positions = [rule.lineage.position(policy.line, policy.number) for policy in segment.policies]
+    ages = [_UNRELATED if position is None else rule.base - position for position in positions]
+    current = [(policy.line, policy.number) == (rule.lineage.line, rule.base) for policy in segment.policies]
+    return np.array(ages or [0], np.int64), np.array(current or [False], np.bool_)
+
+
+def _reconstructible(segment: Segment, masked: Counter[str]) -> tuple[np.ndarray, np.ndarray]:
+    """Temperatures [T] and which sampled tokens [T] have a distribution the trainer can compute again."""
+    temperatures_T = np.ones(len(segment.tokens), np.float32)
+    learn_T = segment.sampled.copy()
+    for span in segment.spans:
+        temperatures_T[span.start : span.end] = span.sampling.temperature
+        if not span.sampling.trainable:
+            masked[GREEDY] += span.end - span.start
+            learn_T[span.start : span.end] = False
+        elif span.sampling.top_p < 1.0 or span.sampling.top_k > 0:
+            masked[TRUNCATED] += span.end - span.start
+            learn_T[span.start : span.end] = False
+    if learn_T.size and learn_T[0]:
+        masked[NO_CONTEXT] += 1
+        learn_T[0] = False
+    return temperatures_T, learn_T
+
+
+def check_fits(segments: Iterable[Segment], model: ModelConfig) -> None:
+    """TrajectoryError if this model could not have produced them: payloads may come from anywhere."""
+    for segment in segments:
+        if len(segment.tokens) > model.max_context:
+            raise TrajectoryError(f"a segment of {len(segment.tokens)} tokens for a context of {model.max_context}")
+        if segment.tokens.size and int(segment.tokens.max()) >= model.vocab_size:
+            raise TrajectoryError(f"token id {int(segment.tokens.max())} in a vocabulary of {model.vocab_size}")
+        if segment.routes is not None and segment.routes_valid is not None:
+            _check_routes(segment.routes[segment.routes_valid], model)
+
+
+def _check_routes(routes: np.ndarray, model: ModelConfig) -> None:
+    expected = (model.moe_layers, model.experts_per_token)
+    if routes.shape[1:] != expected:
+        raise TrajectoryError(f"routes of shape {routes.shape[1:]}, this model has {expected} (moe layers, k)")
+    if int(routes.max(initial=0)) >= model.experts:
+        raise TrajectoryError(f"a route to expert {int(routes.max())} of {model.experts}")
+    ordered = np.sort(routes, axis=-1)
+    if (ordered[..., 1:] == ordered[..., :-1]).any():
+        raise TrajectoryError("a token routed to one expert twice", hint="padding must be marked as not valid")
+
+
+def pack(sequences: Iterable[PackedSequence], budget: int) -> list[MicroBatch]:
+    """Lay sequences end to end, at most `budget` tokens a micro-batch (a longer sequence gets one to itself).
+
+    Longest first: sequences of like length share a micro-batch, which is what padded attention wants. The sort is
+    stable, so the same sequences in the same order give the same micro-batches, bit for bit.
+    """
+    batches: list[list[PackedSequence]] = []
+    room = 0
+    for sequence in sorted(sequences, key=lambda each: -len(each.tokens)):
+        if not batches or len(sequence.tokens) > room:
+            batches.append([])
+            room = budget
+        batches[-1].append(sequence)
+        room -= len(sequence.tokens)
+    return [_concatenate(batch) for batch in batches]
+
+
+def _concatenate(batch: Sequence[PackedSequence]) -> MicroBatch:
+    lengths = [len(sequence.tokens) for sequence in batch]
+    starts = np.cumsum([0, *lengths[:-1]])
+    rows = np.concatenate([start + sequence.rows for start, sequence in zip(starts, batch, strict=True)])
+    return MicroBatch(
+        tokens_N=torch.from_numpy(np.concatenate([sequence.tokens for sequence in batch])),
+        positions_N=torch.from_numpy(np.concatenate([np.arange(length) for length in lengths])),
+        lengths=lengths,
+        rows_M=torch.from_numpy(rows),
+        targets_M=torch.from_numpy(np.concatenate([sequence.targets for sequence in batch])),
+        routes=_concatenate_routes(batch, [sequence.routes for sequence in batch]),
+        routes_valid=_concatenate_routes(batch, [sequence.routes_valid for sequence in batch]),
+        facts=_concatenate_facts([sequence.facts for sequence in batch if sequence.facts is not None]),
+    )
+
+
+def _concatenate_routes(batch: Sequence[PackedSequence], parts: Sequence[np.ndarray | None]) -> np.ndarray | None:
+    """Rows of sequences without routes are zeros: not valid, so the live router decides there."""
+    known = next((part for part in parts if part is not None), None)
+    if known is None:
+        return None
+    filled = [
+        np.zeros((len(sequence.tokens), *known.shape[1:]), known.dtype) if part is None else part
+        for sequence, part in zip(batch, parts, strict=True)
+    ]
+    return np.concatenate(filled)
+
+
+def _concatenate_facts(facts: Sequence[SampledFacts]) -> SampledFacts | None:
+    if not facts:
+        return None
+    columns = (np.concatenate([getattr(each, field.name) for each in facts]) for field in fields(SampledFacts))
+    return SampledFacts(*columns)

@@ -1,0 +1,52 @@
+"""Where versions of other lines stand on the line being trained, so that staleness is one subtraction.
+
+A line begins at a first number with a parent in another line. Numbers of an ancestor are moved so that the parent
+version lands on the number it became:
+
+    base:   … 480 ── 500                 base@500 became main@0:   base@500 counts as 0, base@480 as −20
+    main:             0 ── 1 ── 2 ── 3
+    main.2:                2 ── 3 ── 4   main@2 became main.2@2:   the abandoned main@3 counts as 3
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from rollmill.types import Version
+from rollmill.weights.store import WeightStore, newest_line
+
+
+@dataclass(frozen=True)
+class Lineage:
+    line: str
+    offsets: Mapping[str, int]  # line → what to add to its numbers; the line itself and its ancestors only
+
+    def position(self, line: str, number: int) -> int | None:
+        """The number a version counts as on this line; None if it is no relative."""
+        offset = self.offsets.get(line)
+        return None if offset is None else number + offset
+
+
+def trace_lineage(weights: WeightStore, line: str) -> Lineage:
+    """Follow the parents of first versions back to the root. Lines with no version yet stand alone."""
+    offsets = {line: 0}
+    version: Version | None = _first(weights, line)
+    while version is not None:
+        parent = weights.manifest(version).parent
+        if parent is None or parent.line in offsets:
+            break
+        offsets[parent.line] = offsets[version.line] + version.number - parent.number
+        version = _first(weights, parent.line)
+    return Lineage(line, offsets)
+
+
+def _first(weights: WeightStore, line: str) -> Version | None:
+    numbers = weights.numbers(line)
+    return Version(line, numbers[0]) if numbers else None
+
+
+def next_line(weights: WeightStore, line: str) -> str:
+    """A name no published line has yet. `line` is the first of the family."""
+    newest = newest_line(weights, line)
+    return f"{line}.{2 if newest == line else int(newest.rpartition('.')[2]) + 1}"

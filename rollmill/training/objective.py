@@ -1,0 +1,49 @@
+"""An Objective says what a step trains on and how; the loop does everything else. Implementations in `objectives/`."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, Protocol, TypeVar
+
+from rollmill.models.decoder import Decoder
+from rollmill.training.lineage import Lineage
+from rollmill.training.optimizer import Update
+from rollmill.types import Version
+
+
+@dataclass(frozen=True)
+class StepOutcome:
+    """What the loop knows of a step when it is done; `figures` come from the objective's own backward pass."""
+
+    number: int
+    steps: int
+    update: Update
+    seconds: float
+    figures: dict[str, Any]
+
+
+Batch = TypeVar("Batch")
+
+
+class Objective(Protocol[Batch]):
+    def next_batch(self, number: int, lineage: Lineage, stopping: Callable[[], bool]) -> Batch | None:
+        """What step `number` trains on, waiting for it if need be; None once `stopping()`.
+
+        A step asked for again gets the same batch, bit for bit: that is how a restart re-runs it.
+        """
+        ...
+
+    def backward(self, model: Decoder, batch: Batch) -> dict[str, Any]:
+        """Forward and backward over the whole batch; gradients are left on the model. None at all: nothing to learn."""
+        ...
+
+    def publishes(self, number: int) -> bool:
+        """Whether step `number` ends in a published version."""
+        ...
+
+    def commit(self, number: int, version: Version, digest: str) -> None:
+        """Step `number` is published as `version`. Called again after a crash, so it must be idempotent."""
+        ...
+
+    def report(self, batch: Batch, outcome: StepOutcome) -> None: ...

@@ -1,0 +1,123 @@
+"""Mid-training: next-token cross-entropy on documents.
+
+The batch of step n is documents (n−1)·D … n·D − 1 of a stream that depends on the seed alone, so a resumed run sees
+exactly what an uninterrupted one would have seen, and needs no record of it.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import numpy as np
+
+from rollmill import telemetry
+from rollmill.errors import TrainingError
+from rollmill.models.attention import PackedAttention
+from rollmill.models.decoder import Decoder
+from rollmill.models.moe import router_stats
+from rollmill.training.batching import MicroBatch, PackedSequence, pack
+from rollmill.training.config import MidtrainConfig
+from rollmill.training.lineage import Lineage
+from rollmill.training.loss import target_logprobs
+from rollmill.training.objective import StepOutcome
+from rollmill.types import Version
+
+Document = tuple[Sequence[int], Sequence[bool]]  # token ids, and for each whether to learn to predict it
+
+
+class Documents(Protocol):
+    """A stream of documents without end: document i depends on (seed, i) alone."""
+
+    def __call__(self, seed: int, start: int) -> Iterator[Document]: ...
+
+
+@dataclass(frozen=True)
+class DocumentBatch:
+    microbatches: list[MicroBatch]
+    tokens: int
+    targets: int
+
+
+class MidtrainObjective:
+    def __init__(
+        self,
+        config: MidtrainConfig,
+        documents: Documents,
+        *,
+        seed: int,
+        max_context: int,
+        tokens_per_microbatch: int,
+    ) -> None:
+        self._config = config
+        self._documents = documents
+        self._seed = seed
+        self._max_context = max_context
+        self._budget = tokens_per_microbatch
+        self._stream: Iterator[Document] = iter(())
+        self._next_document = -1
+
+    def next_batch(self, number: int, lineage: Lineage, stopping: Callable[[], bool]) -> DocumentBatch | None:
+        if stopping():
+            return None
+        sequences = [
+            sequence
+            for document in self._read((number - 1) * self._config.documents_per_step)
+            if (sequence := self._sequence(document)) is not None
+        ]
+        return DocumentBatch(
+            microbatches=pack(sequences, self._budget),
+            tokens=sum(len(sequence.tokens) for sequence in sequences),
+            targets=sum(len(sequence.targets) for sequence in sequences),
+        )
+
+    def _read(self, start: int) -> list[Document]:
+        if start != self._next_document:
+            self._stream = self._documents(self._seed, start)
+        documents = list(itertools.islice(self._stream, self._config.documents_per_step))
+        if len(documents) < self._config.documents_per_step:
+            raise TrainingError(
+                f"the document stream ended at document {start + len(documents)}",
+                hint="mid-training needs steps · documents_per_step documents; train fewer steps or repeat the stream",
+            )
+        self._next_document = start + len(documents)
+        return documents
+
+    def _sequence(self, document: Document) -> PackedSequence | None:
+        tokens = np.asarray(document[0], np.int64)[: self._max_context]
+        mask = np.asarray(document[1], np.bool_)[: self._max_context]
+        picked = np.flatnonzero(mask[1:]) + 1
+        if picked.size == 0:
+            return None
+        return PackedSequence(tokens=tokens[: picked[-1]], rows=picked - 1, targets=tokens[picked])
+
+    def backward(self, model: Decoder, batch: DocumentBatch) -> dict[str, Any]:
+        total = 0.0
+        for part in batch.microbatches:
+            output = model(part.tokens_N, part.positions_N, PackedAttention(part.lengths))
+            logprobs_M, _ = target_logprobs(model.logits(output.hidden.index_select(0, part.rows_M)), part.targets_M)
+            loss = -logprobs_M.sum() / batch.targets
+            total += loss.item()
+            if output.routings and self._config.balance:
+                share = len(part.tokens_N) / batch.tokens
+                loss = loss + self._config.balance * share * router_stats(output.routings).balance
+            loss.backward()
+        return {"loss": total, "tokens": batch.tokens}
+
+    def publishes(self, number: int) -> bool:
+        return number % self._config.publish_every == 0
+
+    def commit(self, number: int, version: Version, digest: str) -> None:
+        """Documents are not consumed: there is nothing to settle."""
+
+    def report(self, batch: DocumentBatch, outcome: StepOutcome) -> None:
+        telemetry.emit(
+            "midtrain_step",
+            step=outcome.number,
+            steps=outcome.steps,
+            **outcome.figures,
+            tokens_per_s=batch.tokens / outcome.seconds,
+            **outcome.update.figures(),
+        )

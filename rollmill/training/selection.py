@@ -1,0 +1,91 @@
+"""What a step makes of its groups. Decided once, written down in the step's record, never decided again.
+
+graded, its group has reward variance, some token may be learnt from     trained, with its advantage
+graded, all graded rewards of its group alike                            no_signal
+graded, every token over the staleness bound                             stale
+graded, no token may be learnt from, or it does not fit the model        dropped, with the reason
+failed, not graded, quarantined or deleted                               dropped; its group is still usable
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable, Mapping, Sequence
+
+import numpy as np
+
+from rollmill.errors import StorageError, TrajectoryError
+from rollmill.models.config import ModelConfig
+from rollmill.training.advantage import group_advantages, has_signal
+from rollmill.training.batching import STALE, PackedSequence, TokenRule, check_fits, segment_sequence
+from rollmill.trajectories.store import TrajectoryRow, TrajectoryStore
+from rollmill.types import LedgerState, Segment, TrajectoryState
+
+Graded = dict[str, tuple[int, float, float]]  # trajectory id → (reward id, reward, advantage)
+Excluded = dict[str, tuple[LedgerState, str]]
+Contents = Mapping[str, Sequence[Segment] | str]  # trajectory id → its segments, or why they cannot be used
+
+
+def weigh_groups(members: Mapping[str, Sequence[TrajectoryRow]]) -> tuple[Graded, Excluded]:
+    """Advantages of the graded trajectories, group by group; everything without one is excluded."""
+    graded: Graded = {}
+    excluded: Excluded = {}
+    for rows in members.values():
+        usable = [row for row in rows if row.state == TrajectoryState.graded]
+        excluded.update({row.id: (LedgerState.dropped, _why_not_graded(row)) for row in rows if row not in usable})
+        rewards_G = np.array([row.reward for row in usable], np.float64)
+        if not has_signal(rewards_G):
+            why = f"all {len(usable)} graded rewards of its group are alike"
+            excluded.update({row.id: (LedgerState.no_signal, why) for row in usable})
+            continue
+        for row, advantage in zip(usable, group_advantages(rewards_G).tolist(), strict=True):
+            assert row.reward_id is not None and row.reward is not None, "graded means there is a reward"
+            graded[row.id] = (row.reward_id, row.reward, advantage)
+    return graded, excluded
+
+
+def _why_not_graded(row: TrajectoryRow) -> str:
+    return f"{row.state}: {row.reason}" if row.reason else f"{row.state}, not graded"
+
+
+def read_segments(trajectories: TrajectoryStore, ids: Sequence[str], model: ModelConfig) -> Contents:
+    """Payloads from the store. One that is missing, damaged or of another model is a reason, not an error."""
+    try:
+        loaded = {trajectory.id: trajectory.segments for trajectory in trajectories.load_many(ids)}
+        for segments in loaded.values():
+            check_fits(segments, model)
+        return loaded
+    except (TrajectoryError, StorageError) as error:
+        if len(ids) == 1:
+            return {ids[0]: error.message}
+        return {id: content for each in ids for id, content in read_segments(trajectories, [each], model).items()}
+
+
+def trainable_sequences(
+    segments: Iterable[Segment], advantage: float, rule: TokenRule
+) -> tuple[list[PackedSequence], Counter[str]]:
+    """What to train on, and the sampled tokens that are left out, counted by reason."""
+    masked: Counter[str] = Counter()
+    found = [segment_sequence(segment, advantage, rule, masked) for segment in segments]
+    return [sequence for sequence in found if sequence is not None], masked
+
+
+def exclude_unusable(graded: Graded, contents: Contents, rule: TokenRule) -> Excluded:
+    """The graded trajectories with nothing left to learn from."""
+    excluded: Excluded = {}
+    for id in graded:
+        content = contents[id]
+        if isinstance(content, str):
+            excluded[id] = (LedgerState.dropped, content)
+            continue
+        sequences, masked = trainable_sequences(content, 0.0, rule)
+        if not sequences:
+            excluded[id] = _nothing_left(masked, rule)
+    return excluded
+
+
+def _nothing_left(masked: Counter[str], rule: TokenRule) -> tuple[LedgerState, str]:
+    if masked[STALE]:
+        return LedgerState.stale, f"every token was sampled more than {rule.max_staleness} versions before {rule.base}"
+    reasons = ", ".join(reason for reason, count in masked.most_common() if count)
+    return LedgerState.dropped, f"no token to learn from: {reasons or 'none was sampled'}"

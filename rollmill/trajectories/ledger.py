@@ -1,0 +1,336 @@
+"""The run's own books: which groups are under way, what each step trains on, what became of every trajectory.
+
+    group    running ──► waiting ──► leased ──► final         counts against the staleness bound until it is final
+    ledger   admitted ─────────────► leased ──► trained       or stale | no_signal | dropped, each with a reason
+             start_group group_ready write_step commit_step
+
+Each method is one transaction. All writers of a run first lock the run's row, so what they count cannot change before
+they write; a process killed anywhere in between leaves nothing half-done. `write_step` comes before the update it
+describes and `commit_step` after its weights are published, so a restart runs recorded steps again and nothing else.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, TypeVar
+
+import sqlalchemy as sa
+from sqlalchemy import bindparam
+from sqlalchemy.exc import IntegrityError
+
+from rollmill.errors import TrajectoryError
+from rollmill.storage.database import reading, writing
+from rollmill.trajectories import steps, tables
+from rollmill.trajectories.steps import Commit
+from rollmill.trajectories.store import COLUMNS, TrajectoryRow, move_trajectory, trajectory_rows
+from rollmill.trajectories.tables import from_json, groups, ledger, runs, trajectories
+from rollmill.types import (
+    GROUP_TRANSITIONS,
+    GroupState,
+    LedgerState,
+    StepRecord,
+    TrafficClass,
+    TrajectoryState,
+    Version,
+)
+
+T = TypeVar("T")
+
+
+@dataclass(frozen=True)
+class GroupRow:
+    id: str
+    task_id: str
+    size: int
+    state: GroupState
+    min_version: int  # engines older than this must not sample for it
+    step: int | None
+    created_at: float
+    ready_at: float | None
+
+
+_GROUP_COLUMNS = tuple(groups.c[name] for name in GroupRow.__annotations__)
+_OPEN = [state.value for state in GroupState if state is not GroupState.final]
+_UNSETTLED = (TrajectoryState.running, TrajectoryState.finished)
+# parameters must not be called as a column is: SQLAlchemy would set that column to them
+_of_run: sa.BindParameter[str] = bindparam("of_run")
+_named: sa.BindParameter[str] = bindparam("named", expanding=True)
+
+_LOCK = sa.select(runs.c.id).where(runs.c.id == _of_run).with_for_update()
+_COUNT_OPEN = sa.select(sa.func.count()).where(groups.c.run == _of_run, groups.c.state.in_(_OPEN))
+_COUNT_ALL = sa.select(sa.func.count()).where(groups.c.run == _of_run)
+_COUNTS = sa.select(ledger.c.state, sa.func.count()).where(ledger.c.run == _of_run).group_by(ledger.c.state)
+_REASONS = (
+    sa.select(ledger.c.state, ledger.c.reason, sa.func.count().label("number"))
+    .where(ledger.c.run == _of_run, ledger.c.reason.is_not(None))
+    .group_by(ledger.c.state, ledger.c.reason)
+)
+_ENTERED = sa.select(ledger.c.trajectory).where(ledger.c.run == _of_run, ledger.c.group_id == bindparam("group"))
+_GROUPS = sa.select(*_GROUP_COLUMNS).where(groups.c.run == _of_run).order_by(groups.c.created_at, groups.c.id)
+_WAITING = (
+    sa.select(*_GROUP_COLUMNS)
+    .where(groups.c.run == _of_run, groups.c.state == GroupState.waiting.value)
+    .order_by(groups.c.ready_at, groups.c.id)
+    .limit(bindparam("most"))
+)
+
+
+def _move_groups(where: sa.ColumnElement[bool], source: GroupState, target: GroupState) -> sa.Update:
+    assert target in GROUP_TRANSITIONS[source]
+    return (
+        groups.update().where(groups.c.run == _of_run, groups.c.state == source.value, where).values(state=target.value)
+    )
+
+
+_READY = _move_groups(groups.c.id.in_(_named), GroupState.running, GroupState.waiting).values(ready_at=bindparam("now"))
+_LEASE = _move_groups(groups.c.id.in_(_named), GroupState.waiting, GroupState.leased).values(step=bindparam("decided"))
+_FINAL = _move_groups(groups.c.step == bindparam("decided"), GroupState.leased, GroupState.final)
+_CLOSE = [
+    _move_groups(groups.c.id.in_(_named), source, GroupState.final)
+    for source in (GroupState.running, GroupState.waiting)
+]
+
+
+class Ledger:
+    """The books of one run. Safe to use from several threads and processes."""
+
+    def __init__(self, engine: sa.Engine, run: str) -> None:
+        self.run = run
+        self._engine = engine
+        tables.create_tables(engine)
+        with reading(engine) as connection:
+            known = connection.execute(sa.select(runs.c.id).where(runs.c.id == run)).scalar()
+        if known is None:
+            row = {"id": run, "created_at": time.time()}
+            with contextlib.suppress(IntegrityError):  # another process was faster
+                writing(engine, lambda connection: connection.execute(runs.insert(), row))
+
+    # groups: the dispatcher's side
+
+    def start_group(
+        self,
+        group_id: str,
+        task_id: str,
+        size: int,
+        *,
+        bound: int,
+        min_version: int,
+        ids: Sequence[str],
+        provenance: Mapping[str, Any] | None = None,
+        traffic: TrafficClass = "rollout",
+    ) -> bool:
+        """Admit a group and its trajectories, unless `bound` groups are under way already: then False.
+
+        Asking again for a group that was admitted is True, whatever the bound: the first answer may have been lost.
+        """
+        if size != len(set(ids)):
+            raise TrajectoryError(f"group {group_id} of size {size} was given {len(set(ids))} different ids")
+        group = {
+            "run": self.run,
+            "id": group_id,
+            "task_id": task_id,
+            "size": size,
+            "state": GroupState.running.value,
+            "min_version": min_version,
+            "created_at": time.time(),
+        }
+        members = trajectory_rows(self.run, group_id, task_id, ids, provenance or {}, traffic)
+
+        def work(connection: sa.Connection) -> bool:
+            if connection.execute(_COUNT_OPEN, {"of_run": self.run}).scalar_one() >= bound:
+                return self._has_started(connection, group_id, ids)
+            connection.execute(groups.insert(), group)
+            connection.execute(trajectories.insert(), members)
+            connection.execute(ledger.insert(), self._admitted(group_id, ids))
+            return True
+
+        try:
+            return self._write(work)
+        except IntegrityError:
+            with reading(self._engine) as connection:
+                if self._has_started(connection, group_id, ids):
+                    return True
+            raise TrajectoryError(
+                f"group {group_id} or one of its trajectories is already there", hint="use fresh ids for a new group"
+            ) from None
+
+    def group_ready(self, group_id: str) -> None:
+        """Every trajectory of the group is graded or has failed: the trainer may have it."""
+
+        def work(connection: sa.Connection) -> None:
+            for row in steps.undecided(connection, self.run, [group_id]):
+                if row.state in _UNSETTLED:
+                    raise TrajectoryError(f"group {group_id} is not ready: {row.id} is {row.state}")
+            params = {"of_run": self.run, "named": [group_id], "now": time.time()}
+            if connection.execute(_READY, params).rowcount == 0:
+                self._expect_group(connection, group_id, GroupState.waiting)
+
+        self._write(work)
+
+    def replace_lost(self, group_id: str, old_id: str, new_id: str, reason: str = "lost") -> None:
+        """Infrastructure failed the old trajectory: it is dropped, and a fresh attempt takes its place in the group."""
+
+        def work(connection: sa.Connection) -> None:
+            old = connection.execute(
+                sa.select(*COLUMNS, ledger.c.state.label("entry"))
+                .join_from(ledger, trajectories, ledger.c.trajectory == trajectories.c.id)
+                .where(ledger.c.run == self.run, ledger.c.group_id == group_id, ledger.c.trajectory == old_id)
+            ).first()
+            if old is None or old.entry != LedgerState.admitted:
+                state = old.entry if old is not None else "unknown"
+                raise TrajectoryError(f"{old_id} cannot be replaced in group {group_id}: it is {state} there")
+            self._expect_group(connection, group_id, GroupState.running)
+            move_trajectory(connection, old_id, TrajectoryState.failed, reason)
+            why = f"replaced by {new_id}: {old.reason or reason}"
+            steps.decide(connection, self.run, {old_id: (LedgerState.dropped, why)}, None)
+            provenance = {**from_json(old.provenance), "replaces": old_id}
+            fresh = trajectory_rows(self.run, group_id, old.task_id, [new_id], provenance, old.traffic)
+            connection.execute(trajectories.insert(), fresh)
+            connection.execute(ledger.insert(), self._admitted(group_id, [new_id]))
+
+        try:
+            self._write(work)
+        except IntegrityError:
+            raise TrajectoryError(
+                f"{new_id} is already a trajectory", hint="a fresh attempt needs a fresh id"
+            ) from None
+
+    def close_group(self, group_id: str, excluded: Mapping[str, tuple[LedgerState, str]]) -> None:
+        """A group that no step will train on is final at once, and makes room for the next one."""
+
+        def work(connection: sa.Connection) -> None:
+            params = {"of_run": self.run, "named": [group_id]}
+            if not any(connection.execute(statement, params).rowcount for statement in _CLOSE):
+                return self._expect_group(connection, group_id, GroupState.final)
+            steps.check_complete(connection, self.run, [group_id], {}, excluded)
+            steps.decide(connection, self.run, excluded, None)
+
+        self._write(work)
+
+    # steps: the trainer's side
+
+    def ready_groups(self, limit: int) -> list[GroupRow]:
+        """Waiting groups, the one that has waited longest first."""
+        with reading(self._engine) as connection:
+            return [_to_group(row) for row in connection.execute(_WAITING, {"of_run": self.run, "most": limit})]
+
+    def members(self, group_ids: Sequence[str]) -> dict[str, list[TrajectoryRow]]:
+        """The trajectories of each group that no step has decided about yet."""
+        found: dict[str, list[TrajectoryRow]] = {id: [] for id in group_ids}
+        with reading(self._engine) as connection:
+            for row in steps.undecided(connection, self.run, group_ids):
+                found[row.group_id].append(row)
+        return found
+
+    def write_step(self, record: StepRecord) -> None:
+        """Lease exactly what the step trains on, before it runs. Every trajectory of its groups is accounted for."""
+        if record.run != self.run:
+            raise TrajectoryError(f"a step of run {record.run!r} in the books of run {self.run!r}")
+
+        def work(connection: sa.Connection) -> None:
+            steps.insert_step(connection, record)
+            params = {"of_run": self.run, "named": list(record.groups), "decided": record.number}
+            if connection.execute(_LEASE, params).rowcount != len(record.groups):
+                for group_id in record.groups:
+                    self._expect_group(connection, group_id, GroupState.leased, record.number)
+
+        self._write(work)
+
+    def commit_step(self, number: int, version: Version, digest: str) -> None:
+        """The weights of the step are published: what it leased is trained, its groups are final."""
+
+        def work(connection: sa.Connection) -> None:
+            if steps.insert_commit(connection, self.run, number, version, digest):
+                connection.execute(_FINAL, {"of_run": self.run, "decided": number})
+
+        self._write(work)
+
+    def steps(self, after: int = 0) -> list[StepRecord]:
+        with reading(self._engine) as connection:
+            return steps.read_steps(connection, self.run, after)
+
+    def step(self, number: int) -> StepRecord | None:
+        with reading(self._engine) as connection:
+            found = steps.read_steps(connection, self.run, number - 1, number)
+        return found[0] if found else None
+
+    def committed(self) -> int:
+        """The newest committed step, 0 if there is none."""
+        with reading(self._engine) as connection:
+            return steps.committed(connection, self.run)
+
+    def commits(self) -> list[Commit]:
+        """Which version each step became, in the order it happened."""
+        with reading(self._engine) as connection:
+            return steps.read_commits(connection, self.run)
+
+    # reports
+
+    def open_groups(self) -> int:
+        """Groups that are not final: what the staleness bound bounds."""
+        with reading(self._engine) as connection:
+            return connection.execute(_COUNT_OPEN, {"of_run": self.run}).scalar_one()
+
+    def groups_started(self) -> int:
+        """How many groups the run has ever admitted, final ones included."""
+        with reading(self._engine) as connection:
+            return connection.execute(_COUNT_ALL, {"of_run": self.run}).scalar_one()
+
+    def groups(self, state: GroupState | str | None = None) -> list[GroupRow]:
+        """Oldest first."""
+        query = _GROUPS if state is None else _GROUPS.where(groups.c.state == str(state))
+        with reading(self._engine) as connection:
+            return [_to_group(row) for row in connection.execute(query, {"of_run": self.run})]
+
+    def counts(self) -> dict[str, int]:
+        """How many trajectories of the run are in each ledger state. Each is in exactly one."""
+        counts = {state.value: 0 for state in LedgerState}
+        with reading(self._engine) as connection:
+            for state, number in connection.execute(_COUNTS, {"of_run": self.run}):
+                counts[state] = number
+        return counts
+
+    def reasons(self) -> dict[tuple[str, str], int]:
+        """(ledger state, reason) -> how many, for everything that was not trained on."""
+        with reading(self._engine) as connection:
+            rows = connection.execute(_REASONS, {"of_run": self.run})
+            return {(row.state, row.reason): row.number for row in rows}
+
+    def _write(self, work: Callable[[sa.Connection], T]) -> T:
+        def locked(connection: sa.Connection) -> T:
+            connection.execute(_LOCK, {"of_run": self.run})
+            return work(connection)
+
+        return writing(self._engine, locked)
+
+    def _has_started(self, connection: sa.Connection, group_id: str, ids: Sequence[str]) -> bool:
+        entered = connection.execute(_ENTERED, {"of_run": self.run, "group": group_id}).scalars()
+        return set(ids) <= set(entered)
+
+    def _admitted(self, group_id: str, ids: Sequence[str]) -> list[dict[str, Any]]:
+        entry = {"run": self.run, "group_id": group_id, "state": LedgerState.admitted.value}
+        return [{"trajectory": id, **entry} for id in ids]
+
+    def _expect_group(
+        self, connection: sa.Connection, group_id: str, state: GroupState, step: int | None = None
+    ) -> None:
+        query = _GROUPS.where(groups.c.id == group_id)
+        found = connection.execute(query, {"of_run": self.run}).first()
+        if found is None:
+            raise TrajectoryError(f"run {self.run!r} has no group {group_id!r}")
+        if found.state != state or (step is not None and found.step != step):
+            where = f" to step {found.step}" if found.step is not None else ""
+            allowed = ", ".join(sorted(GROUP_TRANSITIONS[GroupState(found.state)])) or "nothing"
+            raise TrajectoryError(
+                f"group {group_id} is {found.state}{where}, not {state}",
+                hint=f"only {allowed} can follow {found.state}",
+            )
+
+
+def _to_group(row: sa.Row[Any]) -> GroupRow:
+    fields = dict(row._mapping)
+    fields["state"] = GroupState(fields["state"])
+    return GroupRow(**fields)

@@ -1,0 +1,299 @@
+"""A sealed trajectory as bytes: one safetensors file inside one zstd frame.
+
+    record            uint8    the JSON of `_Record`: ids, provenance, messages; of each segment its policies and spans
+    N.tokens          int32    [T - offset]   of segment N; what it shares with its parent is stored once, by the parent
+    N.sampled         bool     [T]
+    N.logprobs        float32  [T]
+    N.policy          int16    [T]
+    N.routes          uint8 or uint16 [T, moe layers, k], absent for a dense model
+    N.routes_valid    bool     [T]
+
+Payloads come from other regions and from object stores anyone might write to, so decoding trusts nothing: whatever
+`decode_trajectory` returns keeps every invariant of `check_trajectory`, and anything else is a TrajectoryError.
+Encoding checks the same, so that nothing is sealed that could not be read again. State, reason and rewards are facts
+of the index, not of the payload: a decoded trajectory is `finished`, and `TrajectoryStore.load` fills in the rest.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+from typing import Any, Literal, NoReturn
+
+import numpy as np
+import safetensors
+import safetensors.numpy
+import zstandard
+from pydantic import ConfigDict, TypeAdapter, ValidationError
+
+from rollmill.errors import TrajectoryError
+from rollmill.types import Cause, PolicyRef, Sampling, Segment, Span, TrafficClass, Trajectory, TrajectoryState
+
+MAX_PAYLOAD_BYTES = 512 << 20  # uncompressed; 200,000 tokens with 60 layers of 8 experts are about 200 MB
+_ROUNDING = 1e-3  # a log-softmax may round to a hair above zero
+_DTYPES: dict[str, tuple[str, ...]] = {
+    "tokens": ("int32",),
+    "sampled": ("bool",),
+    "logprobs": ("float32",),
+    "policy": ("int16",),
+    "routes": ("uint8", "uint16"),
+    "routes_valid": ("bool",),
+}
+_SAFETENSORS_DTYPES = {"U8": "uint8", "U16": "uint16", "I16": "int16", "I32": "int32", "F32": "float32", "BOOL": "bool"}
+
+
+@dataclass
+class _SegmentRecord:
+    id: str
+    policies: list[PolicyRef]
+    spans: list[Span]
+    parent: tuple[str, int] | None
+    cause: Cause
+
+
+@dataclass
+class _Record:
+    __pydantic_config__ = ConfigDict(strict=True, extra="forbid", allow_inf_nan=False)
+
+    version: Literal[1]
+    id: str
+    task_id: str
+    group_id: str
+    traffic: TrafficClass
+    messages: list[dict[str, Any]]
+    provenance: dict[str, Any]
+    segments: list[_SegmentRecord]
+
+
+_RECORD = TypeAdapter(_Record)
+
+
+def encode_trajectory(trajectory: Trajectory) -> bytes:
+    """The payload of a sealed trajectory. TrajectoryError if the record contradicts itself."""
+    check_trajectory(trajectory)
+    arrays = {"record": np.frombuffer(_record_json(trajectory), np.uint8)}
+    for index, segment in enumerate(trajectory.segments):
+        own = {name: getattr(segment, name) for name in _DTYPES}
+        own["tokens"] = segment.tokens[segment.parent[1] if segment.parent else 0 :]
+        for name, array in own.items():
+            if array is not None:
+                # safetensors copies the buffer as it lies in memory: a strided view would be written scrambled
+                arrays[f"{index}.{name}"] = np.ascontiguousarray(array)
+    size = sum(array.nbytes for array in arrays.values())
+    if size > MAX_PAYLOAD_BYTES:
+        _refuse(trajectory.id, f"{size} bytes, over the limit of {MAX_PAYLOAD_BYTES}")
+    return zstandard.ZstdCompressor(level=3, write_checksum=True).compress(safetensors.numpy.save(arrays))
+
+
+def decode_trajectory(data: bytes) -> Trajectory:
+    """What `encode_trajectory` was given, bit for bit. TrajectoryError for any bytes it would not have written."""
+    arrays = _unpack(data)
+    record = _parse_record(arrays.pop("record", None))
+    segments: dict[str, Segment] = {}
+    for index, described in enumerate(record.segments):
+        if described.id in segments:
+            _refuse(record.id, f"two segments with the id {described.id!r}")
+        own = {name: arrays.pop(f"{index}.{name}", None) for name in _DTYPES}
+        own["tokens"] = _whole_tokens(record.id, own["tokens"], own["sampled"], described, segments)
+        segments[described.id] = Segment(**vars(described), **own)  # type: ignore[arg-type]
+    if arrays:
+        _refuse(record.id, f"arrays that belong to no segment: {', '.join(sorted(arrays)[:5])}")
+    trajectory = Trajectory(
+        id=record.id,
+        segments=list(segments.values()),
+        task_id=record.task_id,
+        group_id=record.group_id,
+        state=TrajectoryState.finished,
+        traffic=record.traffic,
+        messages=record.messages,
+        provenance=record.provenance,
+    )
+    check_trajectory(trajectory)
+    return trajectory
+
+
+def seal_facts(trajectory: Trajectory) -> dict[str, Any]:
+    """What the index keeps of the segments: the keyword arguments of `TrajectoryStore.finish`."""
+    segments = trajectory.segments
+    policies = [policy for segment in segments for policy in segment.policies]
+    newest = max(policies, key=lambda policy: policy.number, default=None)
+    return {
+        "tokens": sum(len(segment.tokens) - (segment.parent[1] if segment.parent else 0) for segment in segments),
+        "sampled_tokens": sum(int(segment.sampled.sum()) for segment in segments),
+        "segments": len(segments),
+        "line": newest.line if newest else None,
+        "form": newest.form if newest else None,
+        "oldest_version": min((policy.number for policy in policies), default=None),
+        "newest_version": newest.number if newest else None,
+        "causes": ",".join(dict.fromkeys(segment.cause for segment in segments)),
+        "regions": ",".join(dict.fromkeys(span.region for segment in segments for span in segment.spans)),
+    }
+
+
+def check_trajectory(trajectory: Trajectory) -> None:
+    """Every invariant of the record, or a TrajectoryError that names the one that is broken."""
+    seen: dict[str, Segment] = {}
+    for segment in trajectory.segments:
+        refuse = partial(_refuse, f"{trajectory.id}: segment {segment.id!r}")
+        if segment.id in seen:
+            refuse("its id is used twice")
+        _check_arrays(segment, refuse)
+        _check_parent(segment, seen, refuse)
+        _check_policies(segment, refuse)
+        _check_spans(segment, refuse)
+        seen[segment.id] = segment
+
+
+def _check_arrays(segment: Segment, refuse: Callable[[str], NoReturn]) -> None:
+    length = len(segment.tokens) if segment.tokens is not None else 0
+    for name, dtypes in _DTYPES.items():
+        array = getattr(segment, name)
+        if array is None:
+            if not name.startswith("routes"):
+                refuse(f"{name} is missing")
+            continue
+        if array.dtype.name not in dtypes:
+            refuse(f"{name} is {array.dtype.name}, not {' or '.join(dtypes)}")
+        if array.ndim != (3 if name == "routes" else 1) or array.shape[0] != length:
+            refuse(f"{name} has shape {array.shape} for {length} tokens")
+        if array.dtype == np.bool_ and length and array.view(np.uint8).max() > 1:
+            refuse(f"{name} holds bytes that are neither true nor false")
+    if (segment.routes is None) != (segment.routes_valid is None):
+        refuse("routes and routes_valid come together")
+    if length and segment.tokens.min() < 0:
+        refuse("a token id is negative")
+
+
+def _check_parent(segment: Segment, seen: dict[str, Segment], refuse: Callable[[str], NoReturn]) -> None:
+    if segment.parent is None:
+        return
+    name, offset = segment.parent
+    parent = seen.get(name)
+    if segment.cause == "start":
+        refuse("a segment with a parent needs a cause other than 'start'")
+    if parent is None:
+        refuse(f"its parent {name!r} does not come before it")
+    if not 0 <= offset <= min(len(parent.tokens), len(segment.tokens)):
+        refuse(f"it shares {offset} tokens with a parent of {len(parent.tokens)} and has {len(segment.tokens)}")
+    if not np.array_equal(segment.tokens[:offset], parent.tokens[:offset]):
+        refuse(f"its first {offset} tokens are not those of its parent")
+    if segment.sampled[:offset].any():
+        refuse("tokens shared with the parent are sampled twice; each sampled token belongs to one segment")
+
+
+def _check_policies(segment: Segment, refuse: Callable[[str], NoReturn]) -> None:
+    sampled = segment.sampled
+    logprobs = segment.logprobs[sampled]
+    if not np.isnan(segment.logprobs[~sampled]).all():
+        refuse("a log-prob stands where nothing was sampled")
+    if not np.isfinite(logprobs).all() or (logprobs > _ROUNDING).any():
+        refuse("a sampled token has a log-prob that is not finite or is above zero")
+    if (segment.policy[~sampled] != -1).any():
+        refuse("a policy stands where nothing was sampled")
+    policy = segment.policy[sampled]
+    if policy.size and not 0 <= int(policy.min()) <= int(policy.max()) < len(segment.policies):
+        refuse(f"a policy index is outside of the {len(segment.policies)} policies")
+    if any(reference.number < 0 or not reference.line for reference in segment.policies):
+        refuse("a policy without a line or with a negative number")
+
+
+def _check_spans(segment: Segment, refuse: Callable[[str], NoReturn]) -> None:
+    """Spans are in order, do not overlap, and cover the sampled tokens exactly."""
+    covered = np.zeros(len(segment.tokens), np.bool_)
+    end = 0
+    for span in segment.spans:
+        if not end <= span.start <= span.end <= len(segment.tokens):
+            refuse(f"span [{span.start}, {span.end}) overlaps, is out of order or leaves the segment")
+        # an answer that ended before its first token attended to nothing
+        lowest = 0 if span.end > span.start else -1
+        if not lowest <= span.oldest_kv_policy < len(segment.policies):
+            refuse(f"span [{span.start}, {span.end}): oldest_kv_policy {span.oldest_kv_policy} is out of range")
+        sampling = span.sampling
+        if not all(map(math.isfinite, (span.started_at, span.ended_at, sampling.temperature, sampling.top_p))):
+            refuse(f"span [{span.start}, {span.end}) has a time or a sampling parameter that is not finite")
+        covered[span.start : span.end] = True
+        end = span.end
+    if not np.array_equal(covered, segment.sampled):
+        refuse("its spans do not cover exactly the sampled tokens")
+
+
+def _record_json(trajectory: Trajectory) -> bytes:
+    record = {
+        name: getattr(trajectory, name) for name in _Record.__annotations__ if name not in ("version", "segments")
+    }
+    record["version"] = 1
+    record["segments"] = [
+        {name: getattr(segment, name) for name in _SegmentRecord.__annotations__} for segment in trajectory.segments
+    ]
+    try:
+        text = json.dumps(record, default=_plain, ensure_ascii=False, allow_nan=False)
+    except (TypeError, ValueError, RecursionError) as error:
+        _refuse(trajectory.id, f"its messages or provenance are not JSON: {error}")
+    # a lone surrogate out of somebody's JSON has no bytes; messages are for people to read, a question mark will do
+    return text.encode("utf-8", "replace")
+
+
+def _plain(value: object) -> object:
+    if isinstance(value, Span | Sampling | PolicyRef):
+        return vars(value)
+    if isinstance(value, np.generic):
+        return value.item()
+    raise TypeError(f"{type(value).__name__} {value!r}")
+
+
+def _unpack(data: bytes) -> dict[str, np.ndarray]:
+    try:
+        # decompress() allocates what the frame states in one piece and stops there, so it must state it
+        size = zstandard.frame_content_size(data)
+        if not 0 <= size <= MAX_PAYLOAD_BYTES:
+            stated = f"{size} bytes, over the limit of {MAX_PAYLOAD_BYTES}" if size >= 0 else "an unknown size"
+            _refuse("payload", f"would unpack to {stated}")
+        parts = safetensors.deserialize(zstandard.ZstdDecompressor().decompress(data, allow_extra_data=False))
+        return {
+            name: np.frombuffer(part["data"], _SAFETENSORS_DTYPES[part["dtype"]]).reshape(part["shape"])
+            for name, part in parts
+        }
+    except KeyError as error:
+        _refuse("payload", f"an array has the type {error.args[0]}")
+    except (zstandard.ZstdError, safetensors.SafetensorError, ValueError, OverflowError) as error:
+        _refuse("payload", f"damaged or truncated: {error}")
+
+
+def _parse_record(record: np.ndarray | None) -> _Record:
+    if record is None or record.dtype != np.uint8:
+        _refuse("payload", "the record is missing")
+    try:
+        return _RECORD.validate_json(record.tobytes())
+    except ValidationError as error:
+        first = error.errors(include_url=False, include_input=False)[0]
+        where = ".".join(map(str, first["loc"]))
+        _refuse("payload", f"the record is malformed at {where or 'its top'}: {first['msg']}")
+
+
+def _whole_tokens(
+    trajectory_id: str,
+    own: np.ndarray | None,
+    sampled: np.ndarray | None,
+    described: _SegmentRecord,
+    earlier: dict[str, Segment],
+) -> np.ndarray:
+    """The tokens of a segment with the prefix it shares with its parent put back in front."""
+    name, offset = described.parent or ("", 0)
+    shared = earlier[name].tokens if name in earlier else np.empty(0, np.int32)
+    if own is None or own.dtype != np.int32 or own.ndim != 1:
+        _refuse(trajectory_id, f"segment {described.id!r}: tokens are missing or not a row of int32")
+    if not 0 <= offset <= len(shared):
+        _refuse(trajectory_id, f"segment {described.id!r} refers to {offset} tokens of {name!r}, which are not there")
+    # before anything is copied: a chain of references to one long parent would be a bomb of its own
+    if sampled is None or sampled.shape != (offset + len(own),):
+        _refuse(trajectory_id, f"segment {described.id!r}: sampled is missing or not as long as the tokens")
+    return np.concatenate([shared[:offset], own])
+
+
+def _refuse(where: str, why: str) -> NoReturn:
+    raise TrajectoryError(
+        f"{where}: {why}", hint="the payload is not used; `rollmill trajectories show` tells where it came from"
+    )

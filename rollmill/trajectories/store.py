@@ -1,0 +1,383 @@
+"""The experience: the index in SQL, the payload in objects.
+
+Every change of state is one conditional UPDATE built from TRAJECTORY_TRANSITIONS, so an illegal one changes no row
+and is refused with the state that was found. Writing something again that already holds is no error: callers that were
+killed between the write and the answer simply repeat themselves.
+"""
+
+from __future__ import annotations
+
+import builtins
+import math
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import sqlalchemy as sa
+from sqlalchemy import bindparam
+from sqlalchemy.exc import IntegrityError
+
+from rollmill.errors import TrajectoryError
+from rollmill.storage.database import reading, writing
+from rollmill.storage.objects import Objects
+from rollmill.trajectories import tables
+from rollmill.trajectories.schema import decode_trajectory
+from rollmill.trajectories.tables import feedback, from_json, ledger, rewards, to_json, to_text, trajectories
+from rollmill.types import (
+    TRAJECTORY_TRANSITIONS,
+    LedgerState,
+    Reward,
+    TrafficClass,
+    Trajectory,
+    TrajectoryState,
+)
+
+
+@dataclass(frozen=True)
+class TrajectoryRow:
+    """What the index knows of a trajectory."""
+
+    id: str
+    run: str
+    group_id: str
+    task_id: str
+    state: TrajectoryState
+    reason: str | None
+    traffic: TrafficClass
+    payload_key: str | None
+    submission_key: str | None
+    tokens: int | None
+    sampled_tokens: int | None
+    segments: int | None
+    created_at: float
+    finished_at: float | None
+    provenance: dict[str, Any]
+    reward: float | None  # the newest
+    reward_id: int | None
+    split: str | None
+    family: str | None
+    # of the tokens in it, once sealed
+    line: str | None
+    form: str | None
+    oldest_version: int | None
+    newest_version: int | None
+    causes: str | None
+    regions: str | None
+
+
+@dataclass(frozen=True)
+class FeedbackRow:
+    id: int
+    kind: str
+    value: float | None
+    data: Any
+    created_at: float
+
+
+Grades = list[tuple[int, Reward]]  # reward id, reward; oldest first
+COLUMNS = tuple(trajectories.c[name] for name in TrajectoryRow.__annotations__)
+
+
+def _into(target: TrajectoryState, *also_from: TrajectoryState) -> sa.ColumnElement[bool]:
+    """The row `key`, where its state allows to move it to `target`."""
+    sources = {state for state, targets in TRAJECTORY_TRANSITIONS.items() if target in targets}
+    return (trajectories.c.id == bindparam("key")) & trajectories.c.state.in_(sorted(sources | set(also_from)))
+
+
+_MOVE = {
+    target: trajectories.update()
+    .where(_into(target))
+    .values(state=target.value, reason=sa.func.coalesce(bindparam("why", type_=sa.Text), trajectories.c.reason))
+    for target in (TrajectoryState.failed, TrajectoryState.quarantined, TrajectoryState.deleted)
+}
+_FINISH = trajectories.update().where(_into(TrajectoryState.finished)).values(state=TrajectoryState.finished.value)
+# two graders may finish in the other order than they began: the row shows the reward with the higher number
+_SUPERSEDED = trajectories.c.reward_id > bindparam("given_id")
+_GRADE = (
+    trajectories.update()
+    .where(_into(TrajectoryState.graded, TrajectoryState.graded))
+    .values(
+        state=TrajectoryState.graded.value,
+        reward_id=sa.case((_SUPERSEDED, trajectories.c.reward_id), else_=bindparam("given_id")),
+        reward=sa.case((_SUPERSEDED, trajectories.c.reward), else_=bindparam("given")),
+    )
+)
+_ADD_REWARD = rewards.insert().returning(rewards.c.id)
+_ADD_FEEDBACK = feedback.insert().returning(feedback.c.id)
+_GET = sa.select(*COLUMNS).where(trajectories.c.id.in_(bindparam("ids", expanding=True)))
+_REWARDS = (
+    sa.select(rewards)
+    .where(rewards.c.trajectory.in_(bindparam("ids", expanding=True)))
+    .order_by(rewards.c.trajectory, rewards.c.id)
+)
+_LEASE = sa.select(ledger.c.run, ledger.c.step).where(
+    ledger.c.trajectory == bindparam("key"), ledger.c.state == LedgerState.leased.value
+)
+
+
+class TrajectoryStore:
+    """Facts about trajectories, shared by all runs. Safe to use from several threads and processes."""
+
+    def __init__(self, engine: sa.Engine, objects: Objects) -> None:
+        self._engine = engine
+        self._objects = objects
+        tables.create_tables(engine)
+
+    def create(
+        self,
+        run: str,
+        group_id: str,
+        task_id: str,
+        ids: Sequence[str],
+        provenance: Mapping[str, Any],
+        traffic: TrafficClass = "rollout",
+    ) -> None:
+        rows = trajectory_rows(run, group_id, task_id, ids, provenance, traffic)
+        try:
+            writing(self._engine, lambda connection: connection.execute(trajectories.insert(), rows))
+        except IntegrityError:
+            there = {row.id: (row.run, row.group_id, row.task_id) for row in self._rows(ids)}
+            if any(there.get(id) != (run, group_id, task_id) for id in ids):
+                raise TrajectoryError(
+                    f"one of the ids {', '.join(ids)} belongs to another trajectory",
+                    hint="ids are unique in a database; make them from random bytes",
+                ) from None
+
+    def finish(
+        self,
+        id: str,
+        payload_key: str,
+        submission_key: str | None,
+        *,
+        tokens: int,
+        sampled_tokens: int,
+        segments: int,
+        line: str | None = None,
+        form: str | None = None,
+        oldest_version: int | None = None,
+        newest_version: int | None = None,
+        causes: str | None = None,
+        regions: str | None = None,
+    ) -> None:
+        """The seal: the payload object is in place. `schema.seal_facts` gives the keyword arguments."""
+        values = {
+            "payload_key": payload_key,
+            "submission_key": submission_key,
+            "tokens": tokens,
+            "sampled_tokens": sampled_tokens,
+            "segments": segments,
+            "line": line,
+            "form": form,
+            "oldest_version": oldest_version,
+            "newest_version": newest_version,
+            "causes": causes,
+            "regions": regions,
+            "finished_at": time.time(),
+        }
+
+        def work(connection: sa.Connection) -> None:
+            if connection.execute(_FINISH, {"key": id, **values}).rowcount == 0:
+                found = _found(connection, id)
+                sealed = (TrajectoryState.finished, TrajectoryState.graded, TrajectoryState.quarantined)
+                if found.state not in sealed or found.payload_key != payload_key:
+                    raise _illegal(found, TrajectoryState.finished)
+
+        writing(self._engine, work)
+
+    def grade(self, id: str, reward: Reward) -> int:
+        """Append a reward; the id of its row. A finished (or quarantined, then reviewed) trajectory becomes graded."""
+        row = {
+            "trajectory": id,
+            "value": _finite(reward.value, f"the reward of {id}"),
+            "parts": to_json("reward.parts", dict(reward.parts)),
+            "evidence": to_json("reward.evidence", dict(reward.evidence)),
+            "grader": to_text(reward.grader),
+            "created_at": time.time(),
+        }
+
+        def work(connection: sa.Connection) -> int:
+            reward_id = connection.execute(_ADD_REWARD, row).scalar_one()
+            if connection.execute(_GRADE, {"key": id, "given_id": reward_id, "given": row["value"]}).rowcount == 0:
+                raise _illegal(_found(connection, id), TrajectoryState.graded)
+            return reward_id
+
+        return self._append(id, work)
+
+    def fail(self, id: str, reason: str) -> None:
+        """Infrastructure gave up on it. Never a reward."""
+        self._move(id, TrajectoryState.failed, reason)
+
+    def quarantine(self, id: str, reason: str) -> None:
+        """Kept, but not trained on until someone grades it again."""
+        self._move(id, TrajectoryState.quarantined, reason)
+
+    def delete(self, id: str) -> None:
+        """Forget its payload and submission; the row stays, so that every report still adds up."""
+
+        def work(connection: sa.Connection) -> None:
+            move_trajectory(connection, id, TrajectoryState.deleted, None)
+            lease = connection.execute(_LEASE, {"key": id}).first()
+            if lease is not None:
+                raise TrajectoryError(
+                    f"{id} is leased to step {lease.step} of run {lease.run!r}",
+                    hint="delete it once that step is committed: a restart would need its payload",
+                )
+
+        writing(self._engine, work)
+        # after the row: a process killed in between leaves an object nobody reads, and deleting again removes it
+        row = self.get(id)
+        for key in (row.payload_key, row.submission_key):
+            if key is not None and self._objects.head(key) is not None:
+                self._objects.delete(key)
+
+    def add_feedback(self, id: str, kind: str, value: float | None, data: Mapping[str, Any]) -> int:
+        row = {
+            "trajectory": id,
+            "kind": to_text(kind),
+            "value": None if value is None else _finite(value, f"the feedback to {id}"),
+            "data": to_json("feedback", dict(data)),
+            "created_at": time.time(),
+        }
+        return self._append(id, lambda connection: connection.execute(_ADD_FEEDBACK, row).scalar_one())
+
+    def get(self, id: str) -> TrajectoryRow:
+        return self._rows([id])[0]
+
+    def list(
+        self,
+        run: str | None = None,
+        state: TrajectoryState | str | None = None,
+        group_id: str | None = None,
+        split: str | None = None,
+        limit: int | None = None,
+        *,
+        id_prefix: str | None = None,
+    ) -> builtins.list[TrajectoryRow]:
+        """Newest first."""
+        query = sa.select(*COLUMNS).order_by(trajectories.c.created_at.desc(), trajectories.c.id).limit(limit)
+        for column, wanted in (("run", run), ("state", state), ("group_id", group_id), ("split", split)):
+            if wanted is not None:
+                query = query.where(trajectories.c[column] == str(wanted))
+        if id_prefix is not None:
+            query = query.where(trajectories.c.id.startswith(id_prefix, autoescape=True))
+        with reading(self._engine) as connection:
+            return [to_row(row) for row in connection.execute(query)]
+
+    def feedback(self, id: str) -> builtins.list[FeedbackRow]:
+        query = sa.select(feedback).where(feedback.c.trajectory == id).order_by(feedback.c.id)
+        with reading(self._engine) as connection:
+            rows = connection.execute(query).all()
+        return [FeedbackRow(row.id, row.kind, row.value, from_json(row.data), row.created_at) for row in rows]
+
+    def rewards(self, ids: Sequence[str]) -> dict[str, Grades]:
+        """Every grade of each trajectory, oldest first, with the id a step pins."""
+        found: dict[str, Grades] = {id: [] for id in ids}
+        with reading(self._engine) as connection:
+            for row in connection.execute(_REWARDS, {"ids": list(ids)}):
+                reward = Reward(row.value, from_json(row.parts), from_json(row.evidence), row.grader)
+                found[row.trajectory].append((row.id, reward))
+        return found
+
+    def load(self, id: str) -> Trajectory:
+        return self.load_many([id])[0]
+
+    def load_many(self, ids: Sequence[str]) -> builtins.list[Trajectory]:
+        """Payloads with their state and rewards, in the order asked for."""
+        found = self.rewards(ids)
+        loaded = []
+        for row in self._rows(ids):
+            if row.payload_key is None or row.state == TrajectoryState.deleted:
+                raise TrajectoryError(f"{row.id} is {row.state} and has no payload", hint=row.reason)
+            trajectory = decode_trajectory(self._objects.get(row.payload_key))
+            if trajectory.id != row.id:
+                raise TrajectoryError(f"the payload {row.payload_key} is of {trajectory.id}, not of {row.id}")
+            trajectory.state, trajectory.reason, trajectory.rewards = row.state, row.reason, found[row.id]
+            loaded.append(trajectory)
+        return loaded
+
+    def _rows(self, ids: Sequence[str]) -> builtins.list[TrajectoryRow]:
+        with reading(self._engine) as connection:
+            found = {row.id: to_row(row) for row in connection.execute(_GET, {"ids": list(ids)})}
+        for id in ids:
+            if id not in found:
+                raise _missing(id)
+        return [found[id] for id in ids]
+
+    def _move(self, id: str, target: TrajectoryState, reason: str) -> None:
+        writing(self._engine, lambda connection: move_trajectory(connection, id, target, reason))
+
+    def _append(self, id: str, work: Callable[[sa.Connection], int]) -> int:
+        try:
+            return writing(self._engine, work)
+        except IntegrityError:  # the foreign key: the only one such a row can break
+            raise _missing(id) from None
+
+
+def trajectory_rows(
+    run: str,
+    group_id: str,
+    task_id: str,
+    ids: Sequence[str],
+    provenance: Mapping[str, Any],
+    traffic: TrafficClass,
+) -> list[dict[str, Any]]:
+    """Fresh rows for `trajectories`."""
+    if not ids:
+        raise TrajectoryError(f"no ids for the trajectories of task {task_id!r}")
+    split, family = (provenance.get(name) for name in ("split", "family"))
+    shared = {
+        "run": run,
+        "group_id": group_id,
+        "task_id": task_id,
+        "traffic": traffic,
+        "split": None if split is None else to_text(str(split)),
+        "family": None if family is None else to_text(str(family)),
+        "state": TrajectoryState.running.value,
+        "provenance": to_json("provenance", dict(provenance)),
+        "created_at": time.time(),
+    }
+    return [{"id": id, **shared} for id in ids]
+
+
+def move_trajectory(connection: sa.Connection, id: str, target: TrajectoryState, reason: str | None) -> None:
+    """Change the state inside a transaction of the caller's; already there is fine, and the first reason stays."""
+    why = None if reason is None else to_text(reason)
+    if connection.execute(_MOVE[target], {"key": id, "why": why}).rowcount == 0:
+        found = _found(connection, id)
+        if found.state != target:
+            raise _illegal(found, target)
+
+
+def to_row(row: sa.Row[Any]) -> TrajectoryRow:
+    fields = dict(row._mapping)
+    fields["state"] = TrajectoryState(fields["state"])
+    fields["provenance"] = from_json(fields["provenance"])
+    return TrajectoryRow(**fields)
+
+
+def _found(connection: sa.Connection, id: str) -> TrajectoryRow:
+    row = connection.execute(_GET, {"ids": [id]}).first()
+    if row is None:
+        raise _missing(id)
+    return to_row(row)
+
+
+def _missing(id: str) -> TrajectoryError:
+    return TrajectoryError(
+        f"there is no trajectory {id!r}", hint="`rollmill trajectories list` shows the ones there are"
+    )
+
+
+def _illegal(row: TrajectoryRow, target: TrajectoryState) -> TrajectoryError:
+    allowed = ", ".join(sorted(TRAJECTORY_TRANSITIONS[row.state])) or "nothing"
+    because = f" ({row.reason})" if row.reason else ""
+    return TrajectoryError(
+        f"{row.id} is {row.state}{because} and cannot become {target}", hint=f"only {allowed} can follow"
+    )
+
+
+def _finite(value: float, what: str) -> float:
+    if not math.isfinite(value):
+        raise TrajectoryError(f"{what} is {value}", hint="a grader that cannot grade fails the trajectory instead")
+    return float(value)

@@ -1,0 +1,172 @@
+"""The tables: facts about trajectories, and each run's own books about them.
+
+    trajectories ──< rewards            append-only; the row also carries the newest one, which listings show
+                 ──< feedback           append-only; what users said, often days later
+    runs ──< groups ──< ledger          what this run did with a trajectory, keyed (run, trajectory)
+         ──< steps ──< step_trajectories  exactly what a step trains on; rows are inserted and never changed
+                   ──< commits          the versions a step became: one a line
+
+Facts and books are apart, so another run can read the same experience again. JSON lives in text columns: it is read
+back whole, and PostgreSQL's own JSON types refuse some of what agents print.
+"""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import sqlalchemy as sa
+from sqlalchemy import Column, ForeignKey, ForeignKeyConstraint, Index, Integer, Table, Text
+
+from rollmill.errors import TrajectoryError
+from rollmill.storage.database import ensure_schema
+
+SCHEMA_VERSION = 1
+metadata = sa.MetaData()
+_Time = sa.Double  # seconds since the epoch
+_Serial = sa.BigInteger().with_variant(Integer, "sqlite")  # SQLite numbers rows only by a column called INTEGER
+
+trajectories = Table(
+    "trajectories",
+    metadata,
+    Column("id", Text, primary_key=True),
+    Column("run", Text, nullable=False),
+    Column("group_id", Text, nullable=False),
+    Column("task_id", Text, nullable=False),
+    Column("traffic", Text, nullable=False),
+    Column("split", Text),  # of the task, out of the provenance, because people filter by it
+    Column("family", Text),
+    Column("state", Text, nullable=False),
+    Column("reason", Text),
+    Column("payload_key", Text),
+    Column("submission_key", Text),
+    Column("tokens", Integer),
+    Column("sampled_tokens", Integer),
+    Column("segments", Integer),
+    # what the seal knows of the segments, so that nobody opens payloads to select by it
+    Column("line", Text),
+    Column("form", Text),
+    Column("oldest_version", Integer),
+    Column("newest_version", Integer),
+    Column("causes", Text),  # distinct, joined by commas
+    Column("regions", Text),
+    Column("reward_id", _Serial),  # the newest; no foreign key, because rewards refer here
+    Column("reward", sa.Double),
+    Column("provenance", Text, nullable=False),
+    Column("created_at", _Time, nullable=False),
+    Column("finished_at", _Time),
+    Index("trajectories_by_run", "run", "created_at"),
+    Index("trajectories_by_group", "group_id"),
+)
+rewards = Table(
+    "rewards",
+    metadata,
+    Column("id", _Serial, primary_key=True, autoincrement=True),
+    Column("trajectory", Text, ForeignKey("trajectories.id"), nullable=False, index=True),
+    Column("value", sa.Double, nullable=False),
+    Column("parts", Text, nullable=False),
+    Column("evidence", Text, nullable=False),
+    Column("grader", Text, nullable=False),
+    Column("created_at", _Time, nullable=False),
+    sqlite_autoincrement=True,  # a number is never used again: steps refer to it
+)
+feedback = Table(
+    "feedback",
+    metadata,
+    Column("id", _Serial, primary_key=True, autoincrement=True),
+    Column("trajectory", Text, ForeignKey("trajectories.id"), nullable=False, index=True),
+    Column("kind", Text, nullable=False),
+    Column("value", sa.Double),
+    Column("data", Text, nullable=False),
+    Column("created_at", _Time, nullable=False),
+    sqlite_autoincrement=True,
+)
+runs = Table(
+    "runs",
+    metadata,
+    Column("id", Text, primary_key=True),
+    Column("created_at", _Time, nullable=False),
+)
+groups = Table(
+    "groups",
+    metadata,
+    Column("run", Text, ForeignKey("runs.id"), primary_key=True),
+    Column("id", Text, primary_key=True),
+    Column("task_id", Text, nullable=False),
+    Column("size", Integer, nullable=False),
+    Column("state", Text, nullable=False),
+    Column("min_version", Integer, nullable=False),
+    Column("step", Integer),
+    Column("created_at", _Time, nullable=False),
+    Column("ready_at", _Time),
+    Index("groups_by_state", "run", "state", "ready_at", "id"),
+)
+ledger = Table(
+    "ledger",
+    metadata,
+    Column("run", Text, primary_key=True),
+    Column("trajectory", Text, ForeignKey("trajectories.id"), primary_key=True),
+    Column("group_id", Text, nullable=False),
+    Column("state", Text, nullable=False),
+    Column("reason", Text),
+    Column("step", Integer),  # the step that decided
+    ForeignKeyConstraint(["run", "group_id"], ["groups.run", "groups.id"]),
+    Index("ledger_by_group", "run", "group_id"),
+    Index("ledger_by_state", "run", "state", "step"),
+)
+steps = Table(
+    "steps",
+    metadata,
+    Column("run", Text, ForeignKey("runs.id"), primary_key=True),
+    Column("number", Integer, primary_key=True),
+    Column("line", Text, nullable=False),
+    Column("groups", Text, nullable=False),  # JSON list: a step is run again in the same order
+    Column("created_at", _Time, nullable=False),
+)
+step_trajectories = Table(
+    "step_trajectories",
+    metadata,
+    # the key leaves the step out: a trajectory is in at most one step of a run
+    Column("run", Text, primary_key=True),
+    Column("trajectory", Text, ForeignKey("trajectories.id"), primary_key=True),
+    Column("step", Integer, nullable=False),
+    Column("position", Integer, nullable=False),
+    Column("reward_id", _Serial, ForeignKey("rewards.id"), nullable=False),
+    Column("reward", sa.Double, nullable=False),
+    Column("advantage", sa.Double, nullable=False),
+    ForeignKeyConstraint(["run", "step"], ["steps.run", "steps.number"]),
+    Index("step_trajectories_by_step", "run", "step", "position", unique=True),
+)
+commits = Table(
+    "commits",
+    metadata,
+    Column("run", Text, primary_key=True),
+    Column("step", Integer, primary_key=True),
+    Column("line", Text, primary_key=True),
+    Column("number", Integer, nullable=False),
+    Column("digest", Text, nullable=False),
+    Column("created_at", _Time, nullable=False),
+    ForeignKeyConstraint(["run", "step"], ["steps.run", "steps.number"]),
+)
+
+
+def create_tables(engine: sa.Engine) -> None:
+    ensure_schema(engine, metadata, "trajectories", SCHEMA_VERSION)
+
+
+def to_text(value: str, limit: int = 20_000) -> str:
+    """Text any database stores: agents print NUL bytes and half characters, and PostgreSQL refuses both."""
+    return value[:limit].encode("utf-8", "replace").decode().replace("\0", "\N{SYMBOL FOR NULL}")
+
+
+def to_json(what: str, value: object) -> str:
+    try:
+        return json.dumps(value, allow_nan=False, separators=(",", ":"))
+    except (TypeError, ValueError, RecursionError) as error:
+        raise TrajectoryError(
+            f"{what} is not JSON: {error}", hint="plain numbers, strings, lists and objects"
+        ) from None
+
+
+def from_json(text: str) -> Any:
+    return json.loads(text)

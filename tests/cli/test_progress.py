@@ -1,0 +1,141 @@
+"""Progress: what it says of a run's events, in a terminal and in a log."""
+
+from __future__ import annotations
+
+import io
+import json
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+from rich.console import Console
+
+from rollmill.cli.progress import Progress, Stage, State, clock, draw, plain_line
+from tests.evals.synthetic import STAGES, demo_run
+
+
+def screen(state: State, now: float, width: int = 90, failed: bool = False) -> str:
+    console = Console(file=io.StringIO(), width=width, force_terminal=True, color_system=None)
+    console.print(draw(state, "rollmill · demo", 12.0, now, failed))
+    return console.file.getvalue()  # type: ignore[attr-defined]
+
+
+def folded(until: str | None = None, count: int = 0) -> tuple[State, float]:
+    """The state after all events, or after the `count`-th event of one kind."""
+    state, seen, now = State([Stage(name) for name in STAGES]), 0, 0.0
+    for event in sorted(demo_run(steps=20).events, key=lambda event: event["at"]):
+        state.fold(event)
+        now = event["at"]
+        seen += event["kind"] == until
+        if until is not None and seen == count:
+            break
+    return state, now
+
+
+def test_midtraining_shows_loss_speed_and_time_left() -> None:
+    state, now = folded("midtrain_step", 25)
+    shown = screen(state, now)
+    assert "●  mid-train" in shown and "○  reinforce" in shown
+    assert "250/500" in shown and "about 0:26 left" in shown
+    assert "loss" in shown and "11,400" in shown and "reward" not in shown
+
+
+def test_reinforcement_shows_step_reward_solve_rate_staleness_speed_and_versions() -> None:
+    state, now = folded("step", 12)
+    shown, line = screen(state, now), plain_line(state, now)
+    for text in (shown, line):
+        assert "12/20" in text and "left" in text
+        assert all(word in text for word in ("reward", "solved", "staleness", "(max 3)", "engine-home v11"))
+        assert "4,800" in text  # both engines together
+        assert "loss" not in text
+    assert "✓  mid-train" in shown and "▅" in shown
+    assert "held out 42 %" in shown  # what the evaluation before found, beside it
+
+
+def test_a_finished_run_has_all_stages_ticked_and_names_its_restarts() -> None:
+    state, now = folded()
+    shown = screen(state, now)
+    assert shown.count("✓") == len(STAGES) and "left" not in shown
+    assert "held out 87 %" in shown and "engine-away was started again" in shown
+    assert plain_line(state, now) == "waiting"
+
+
+def test_a_failed_run_says_where() -> None:
+    state, now = folded("step", 3)
+    shown = screen(state, now, failed=True)
+    assert "✗  reinforce" in shown and "○  evaluate after" in shown and "left" not in shown
+
+
+def test_it_fits_a_narrow_terminal() -> None:
+    state, now = folded("step", 12)
+    assert max(map(len, screen(state, now, width=44).splitlines())) <= 44
+
+
+def test_an_engine_that_fell_silent_has_no_speed() -> None:
+    state, now = folded("step", 12)
+    assert state.tokens_per_s(now) == pytest.approx(4800) and state.tokens_per_s(now + 60) == 0
+
+
+def test_an_evaluation_expects_as_many_rollouts_as_the_one_before() -> None:
+    state = State([Stage("before"), Stage("after")])
+    state.fold({"at": 0.0, "kind": "stage", "stage": "before", "state": "start"})
+    for at in range(4):
+        state.fold({"at": float(at), "kind": "rollout", "split": "heldout"})
+    assert state.current is not None and state.current.seconds_left(4.0) is None  # nothing to compare with yet
+    state.fold({"at": 5.0, "kind": "stage", "stage": "before", "state": "end"})
+    state.fold({"at": 9.0, "kind": "stage", "stage": "after", "state": "start"})
+    state.fold({"at": 10.0, "kind": "rollout", "split": "heldout"})
+    state.fold({"at": 12.0, "kind": "rollout", "split": "heldout"})
+    assert (state.current.done, state.current.total) == (2, 4)
+    assert state.current.seconds_left(12.0) == pytest.approx(4.0)
+
+
+def test_a_stage_nobody_announced_is_shown_too() -> None:
+    state = State([Stage("mid-train")])
+    state.fold({"at": 1.0, "kind": "stage", "stage": "control", "state": "start"})
+    assert "control" in screen(state, 2.0)
+
+
+def write(directory: Path, event: dict[str, Any]) -> None:
+    directory.mkdir(exist_ok=True)
+    with (directory / f"{event['process']}.jsonl").open("a") as file:
+        file.write(json.dumps({**event, "at": time.time()}) + "\n")
+
+
+def test_a_log_gets_lines_as_things_happen(tmp_path: Path) -> None:
+    console = Console(file=io.StringIO(), force_terminal=False, width=200)
+    events = sorted(demo_run(steps=5).events, key=lambda event: event["at"])
+    with Progress(tmp_path / "events", STAGES, "rollmill · demo", console) as progress:
+        progress.update()  # before the first event there is not even a directory
+        for event in events:
+            write(tmp_path / "events", event)
+        progress.update()
+    text = console.file.getvalue()  # type: ignore[attr-defined]
+    assert text.startswith("rollmill · demo\n") and "\x1b" not in text
+    for name in STAGES:
+        assert f"{name}: started" in text and f"{name}: done in 0:0" in text
+    assert "after: held-out family, sampled: 76.2 % solved" in text and "engine-away was started again" in text
+
+
+def test_a_terminal_is_redrawn_in_place_and_left_clean(tmp_path: Path) -> None:
+    console = Console(file=io.StringIO(), force_terminal=True, width=80, height=30)
+    with pytest.raises(KeyboardInterrupt), Progress(tmp_path, STAGES, "rollmill · demo", console) as progress:
+        write(tmp_path, {"process": "supervisor", "kind": "stage", "stage": STAGES[0], "state": "start"})
+        progress.update()
+        raise KeyboardInterrupt
+    text = console.file.getvalue()  # type: ignore[attr-defined]
+    assert "●" in text and "✗" in text
+    assert "\x1b[?25h" in text  # the cursor is back
+
+
+def test_untrusted_text_is_not_markup(tmp_path: Path) -> None:
+    console = Console(file=io.StringIO(), force_terminal=False, width=200)
+    with Progress(tmp_path, STAGES, "t", console):
+        write(tmp_path, {"process": "trainer", "kind": "warning", "text": "[bold]no[/bold] [link=x]"})
+    assert "[bold]no[/bold] [link=x]" in console.file.getvalue()  # type: ignore[attr-defined]
+
+
+@pytest.mark.parametrize(("seconds", "shown"), [(0, "0:00"), (59.6, "1:00"), (125, "2:05"), (3725, "1:02:05")])
+def test_clock(seconds: float, shown: str) -> None:
+    assert clock(seconds) == shown

@@ -1,0 +1,136 @@
+"""Promise 5, on a whole run: kill any process at a random moment, go on, and nothing is lost or trained twice."""
+
+from __future__ import annotations
+
+import json
+import os
+import random
+import signal
+import subprocess
+import sys
+import time
+from collections import Counter
+from pathlib import Path
+
+import pytest
+
+from rollmill.cluster.run import RunDirectory
+from rollmill.storage.database import open_database
+from rollmill.storage.objects import Objects
+from rollmill.telemetry import read_events
+from rollmill.trajectories.ledger import Ledger
+from rollmill.trajectories.store import TrajectoryStore
+from rollmill.types import GroupState, TrajectoryState, Version
+from rollmill.weights.store import WeightStore
+from tests.e2e.small_run import small_run
+
+VICTIMS = ("trainer", "engine-home", "gateway", "dispatcher", "engine-away", "everything")
+
+
+def start(run: RunDirectory) -> subprocess.Popen[bytes]:
+    """`rollmill train --resume`, which is also how a run directory that was only created is started."""
+    return subprocess.Popen(
+        [sys.executable, "-c", "from rollmill.cli.main import main; main()", "train", "--resume", str(run.path)],
+        stdout=(run.path / "train.out").open("ab"),
+        stderr=subprocess.STDOUT,
+        start_new_session=True,
+    )
+
+
+def stores(run: RunDirectory) -> tuple[WeightStore, Ledger, TrajectoryStore]:
+    objects = Objects.open(run.store_path("home"))
+    database = open_database(run.database_url)
+    return WeightStore(objects), Ledger(database, run.config.name), TrajectoryStore(database, objects)
+
+
+def pid_of(run: RunDirectory, role: str) -> int | None:
+    wanted = ["rollmill.cluster.worker", role, str(run.path)]
+    for entry in Path("/proc").iterdir():
+        if entry.name.isdigit():
+            try:
+                arguments = (entry / "cmdline").read_bytes().decode().split("\0")
+            except OSError:
+                continue
+            if arguments[2:5] == wanted:
+                return int(entry.name)
+    return None
+
+
+def wait_for(condition, seconds: float, process: subprocess.Popen[bytes], run: RunDirectory) -> None:
+    deadline = time.monotonic() + seconds
+    while not condition():
+        assert process.poll() is None, (run.path / "train.out").read_text()[-3000:]
+        assert time.monotonic() < deadline, "nothing happened in time"
+        time.sleep(0.05)
+
+
+def finished_ids(trajectories: TrajectoryStore, run: RunDirectory) -> set[str]:
+    rows = trajectories.list(run=run.config.name, limit=100_000)
+    return {row.id for row in rows if row.state in (TrajectoryState.finished, TrajectoryState.graded)}
+
+
+def digests(weights: WeightStore, line: str) -> dict[int, str]:
+    return {manifest.number: manifest.digest for manifest in weights.versions(line)}
+
+
+@pytest.mark.timeout(240)
+def test_a_run_survives_the_death_of_every_process(tmp_path: Path) -> None:
+    run = small_run(tmp_path, "steps=10")
+    weights, ledger, trajectories = stores(run)
+    draw = random.Random(os.urandom(8))
+    process = start(run)
+    seen_digests: dict[int, str] = {}
+    seen_finished: set[str] = set()
+    try:
+        for number, victim in enumerate(VICTIMS):
+            wait_for(lambda number=number: ledger.committed() >= number + 1, 90, process, run)
+            time.sleep(draw.uniform(0, 0.5))
+            if victim == "everything":
+                os.killpg(process.pid, signal.SIGKILL)
+                process.wait()
+            else:
+                pid = pid_of(run, victim)
+                assert pid is not None, f"{victim} is not running"
+                os.kill(pid, signal.SIGKILL)
+            seen_digests |= digests(weights, "main")
+            seen_finished |= finished_ids(trajectories, run)
+            if victim == "everything":
+                process = start(run)
+        assert process.wait(120) == 0, (run.path / "train.out").read_text()[-3000:]
+    finally:
+        if process.poll() is None:
+            os.killpg(process.pid, signal.SIGKILL)
+            process.wait()
+    check_books(run, seen_digests, seen_finished)
+
+
+def check_books(run: RunDirectory, seen_digests: dict[int, str], seen_finished: set[str]) -> None:
+    weights, ledger, trajectories = stores(run)
+    steps = ledger.steps()
+    assert [step.number for step in steps] == list(
+        range(1, run.config.steps + 1)
+    ) and ledger.committed() == run.config.steps
+    # nothing is trained twice
+    uses = Counter(id for step in steps for id in step.trajectories)
+    assert max(uses.values(), default=1) == 1
+    # nothing that was finished is lost: it is graded, and the books say what became of it
+    rows = {row.id: row for row in trajectories.list(run=run.config.name, limit=100_000)}
+    assert all(rows[id].state == TrajectoryState.graded for id in seen_finished)
+    decided = {id for step in steps for id in (*step.trajectories, *step.excluded)}
+    assert seen_finished <= decided
+    # every group ended, every trajectory is in exactly one state
+    total = run.config.steps * run.config.groups_per_step
+    assert len(ledger.groups(GroupState.final)) == total and ledger.open_groups() == 0
+    assert sum(ledger.counts().values()) == len(rows)
+    # the same digest chain: what was published stayed, and all of it verifies
+    after = digests(weights, "main")
+    assert {number: after[number] for number in seen_digests} == seen_digests
+    assert sorted(after) == list(range(run.config.steps + 1))
+    assert all(ok for _, ok, _ in weights.verify("main"))
+    # every sampled token names weights that exist
+    for id in seen_finished:
+        for segment in trajectories.load(id).segments:
+            for policy in segment.policies:
+                assert weights.manifest(Version(policy.line, policy.number)).digest == policy.digest
+    assert json.loads((run.path / "report.json").read_text())["restarts"] >= 0
+    assert {event["target"] for event in read_events(run.events) if event["kind"] == "restart"} >= set(VICTIMS[:-1])

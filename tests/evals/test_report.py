@@ -1,0 +1,352 @@
+"""The report: figures that add up, a page that stands alone, and text from models that stays text."""
+
+from __future__ import annotations
+
+import json
+import re
+import xml.etree.ElementTree as ElementTree
+from html.parser import HTMLParser
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from rollmill.errors import StorageError
+from rollmill.evals.report import example_trajectories, write_report
+from rollmill.evals.report.charts import NARROW, WIDE, Axes, Series, column_chart, line_chart, smooth, stacked_chart
+from rollmill.evals.report.conversation import conversation
+from rollmill.evals.report.figures import Record, figures
+from rollmill.evals.report.markup import VOID, Markup, escape, tag
+from rollmill.evals.report.scales import clock, clock_ticks, duration, linear, logarithmic, number, power, size
+from rollmill.evals.report.timeline import Piece, busy_share, lanes
+from rollmill.types import Reward, Trajectory, TrajectoryState
+from tests.evals.synthetic import FULL_BYTES, STAGES, Script, decode, demo_run, trajectories, trajectory
+
+HOSTILE = "</pre></script><script>alert(1)</script><img src=x onerror=alert(2)>\" onmouseover='alert(3)' &amp; ]]>"
+
+
+class Page(HTMLParser):
+    """Parses a page as a browser would and notes what it holds."""
+
+    def __init__(self, text: str) -> None:
+        super().__init__()
+        self.tags: list[tuple[str, dict[str, str | None]]] = []
+        self.open: list[str] = []
+        self.text: list[str] = []
+        self.feed(text)
+        self.close()
+
+    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        self.tags.append((tag, dict(attrs)))
+        if tag not in VOID:
+            self.open.append(tag)
+
+    def handle_endtag(self, tag: str) -> None:
+        assert self.open.pop() == tag
+
+    def handle_data(self, data: str) -> None:
+        self.text.append(data)
+
+    def named(self, tag: str) -> list[dict[str, str | None]]:
+        return [attributes for name, attributes in self.tags if name == tag]
+
+
+@pytest.fixture(scope="module")
+def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    directory = tmp_path_factory.mktemp("runs") / "demo"
+    demo_run().write(directory / "events")
+    write_report(directory, seed=2, trajectories=trajectories(), decode=decode, reproduce="scripts/demo --seed 2")
+    return directory
+
+
+@pytest.fixture(scope="module")
+def summary(run: Path) -> dict[str, Any]:
+    return json.loads((run / "report.json").read_text())
+
+
+@pytest.fixture(scope="module")
+def page(run: Path) -> Page:
+    return Page((run / "report.html").read_text())
+
+
+def report(tmp_path: Path, events: Script, **options: Any) -> tuple[dict[str, Any], str]:
+    events.write(tmp_path / "events")
+    path = write_report(tmp_path, **options)
+    return json.loads((tmp_path / "report.json").read_text()), path.read_text()
+
+
+# --- figures
+
+
+def test_headline_figures(summary: dict[str, Any]) -> None:
+    assert (summary["name"], summary["seed"], summary["format"]) == ("demo", 2, 1)
+    assert (summary["solve_rate_before"], summary["solve_rate_after"]) == (0.418, 0.867)
+    low, high = summary["solve_rate_after_interval"]
+    assert low < 0.867 < high
+    assert summary["gain"] == pytest.approx(0.449) and summary["gain_interval"][0] > 0.35
+    assert len(summary["evals"]) == 6 and len(summary["gains"]) == 3
+    assert list(summary["stages"]) == STAGES
+    assert sum(summary["stages"].values()) == pytest.approx(summary["seconds"], rel=0.01)
+
+
+def test_every_part_of_the_run_is_summed_up(summary: dict[str, Any]) -> None:
+    assert summary["training"]["steps"] == 60 and summary["training"]["trained_tokens"] == 60 * 1800
+    assert summary["training"]["solve_rate_last"] > summary["training"]["solve_rate_first"] + 0.25
+    assert summary["rollouts"]["total"] == summary["rollouts"]["graded"] + summary["rollouts"]["failed"] == 480
+    counts = summary["staleness"]["counts"]
+    assert summary["staleness"]["max"] == 3 and list(counts) == ["0", "1", "2", "3"]
+    weighted = sum(int(level) * count for level, count in counts.items())
+    assert summary["staleness"]["mean"] == pytest.approx(weighted / sum(counts.values()))
+    assert summary["weights"]["deltas"] == 60 and summary["weights"]["snapshots"] == 3
+    assert summary["weights"]["delta_ratio"] == pytest.approx(summary["weights"]["delta_bytes"] / FULL_BYTES)
+    assert summary["engines"]["engine-away"]["region"] == "away"
+    assert summary["engines"]["engine-home"]["switches_in_flight"] == 60
+    assert summary["pauses"]["count"] == 120 and summary["restarts"] == 1
+    assert 0 < summary["mismatch"]["k3"]["mean"] < summary["mismatch"]["p99"]["mean"] < 1e-2
+
+
+def test_a_step_that_ran_again_after_a_crash_counts_once() -> None:
+    script = demo_run(steps=6)
+    once = figures(Record.of(script.events), name="x", seed=0)
+    again = [event for event in script.events if event["kind"] in ("step", "publish") and event.get("version") == 4]
+    twice = figures(Record.of([*script.events, *again]), name="x", seed=0)
+    assert once["training"] == twice["training"] and once["weights"] == twice["weights"]
+
+
+def test_gain_is_paired_by_task_where_outcomes_are_known(tmp_path: Path) -> None:
+    script = Script()
+    for label, solved in (("before", [True, False]), ("after", [True, True])):
+        by_task = {f"t{index}": solved for index in range(30)}
+        rates = {"solved": 30 * sum(solved), "attempts": 60, "rate": sum(solved) / 2, "low": 0.0, "high": 1.0}
+        script.emit("main", "eval", label=label, split="heldout", mode="sampled", by_task=by_task, **rates)
+    summary, _ = report(tmp_path, script)
+    assert summary["gain"] == 0.5 and summary["gain_interval"] == [0.5, 0.5]
+
+
+def test_an_evaluation_without_interval_gets_wilsons(tmp_path: Path) -> None:
+    script = Script()
+    script.emit("main", "eval", label="before", split="heldout", mode="sampled", solved=81, attempts=263)
+    summary, _ = report(tmp_path, script)
+    assert summary["solve_rate_before_interval"] == [pytest.approx(0.2553, abs=1e-4), pytest.approx(0.3662, abs=1e-4)]
+    assert summary["gain"] is None
+
+
+@pytest.mark.parametrize("kept", [0, 1, 30, 120])
+def test_an_unfinished_run_has_a_report_too(tmp_path: Path, kept: int) -> None:
+    script = demo_run(steps=10)
+    script.events = sorted(script.events, key=lambda event: event["at"])[:kept]
+    summary, text = report(tmp_path, script)
+    assert summary["solve_rate_after"] is None and "nan" not in text.lower().replace("nanos", "")
+    Page(text)
+
+
+def test_odd_numbers_in_events_become_null_not_nan(tmp_path: Path) -> None:
+    script = Script()
+    for step in range(1, 8):
+        odd = {"loss": float("nan"), "reward_mean": None, "solve_rate": "high", "mismatch_k3": float("inf")}
+        script.emit("trainer", "step", step=step, steps=7, seconds=1.0, staleness_counts={"0": 5, "x": 1}, **odd)
+    summary, text = report(tmp_path, script)
+    assert summary["training"]["reward_last"] is None and summary["mismatch"]["k3"]["mean"] is None
+    assert "NaN" not in (tmp_path / "report.json").read_text() and "NaN" not in text
+
+
+def test_examples_are_those_the_evaluations_named(tmp_path: Path) -> None:
+    script = Script()
+    for label in ("before", "after"):
+        named = {"example_solved": f"{label}-good", "example_unsolved": f"{label}-bad"}
+        script.emit("main", "eval", label=label, split="heldout", mode="sampled", solved=1, attempts=2, **named)
+    script.write(tmp_path / "events")
+    assert list(example_trajectories(tmp_path).values()) == ["before-bad", "after-bad", "after-good"]
+    assert example_trajectories(tmp_path / "empty") == {}
+
+
+# --- the page
+
+
+def test_the_page_stands_alone(run: Path, page: Page) -> None:
+    text = (run / "report.html").read_text()
+    assert not page.open, "every element is closed"
+    for name, attributes in page.tags:
+        assert name not in ("link", "img", "iframe", "object", "base", "form")
+        assert not any(key.startswith("on") for key in attributes)
+        assert all(not str(attributes.get(key, "#")).strip("#").startswith(("http", "//")) for key in ("src", "href"))
+    assert "http://" not in text and "https://" not in text and "@import" not in text and "url(" not in text
+    policy = next(one["content"] for one in page.named("meta") if one.get("http-equiv") == "Content-Security-Policy")
+    assert policy and "default-src 'none'" in policy and re.search(r"script-src 'sha256-[A-Za-z0-9+/=]{44}'", policy)
+    assert len(page.named("script")) == 1
+    assert len(text) < 1_500_000
+
+
+def test_the_page_has_every_chart_in_two_widths(page: Page) -> None:
+    drawings = page.named("svg")
+    labels = {one["aria-label"] for one in drawings}
+    assert len(drawings) == 2 * len(labels) and all(one["role"] == "img" for one in drawings)
+    wanted = ("Reward", "Solve rate in training", "Staleness", "Log-prob mismatch", "Bytes published", "Density")
+    wanted += ("From publish to engine", "Pause", "Timeline of the run", "held-out solve rates")
+    for words in wanted:
+        assert any(words in str(label) for label in labels), words
+
+
+def test_the_page_says_what_happened(page: Page) -> None:
+    words = " ".join(" ".join(page.text).replace("\N{NO-BREAK SPACE}", " ").split())
+    assert "rose from 41.8 % to 86.7 % , +44.9 points" in words
+    assert "engine-away was started again" in words and "scripts/demo --seed 2" in words
+    assert "Before training" in words and "Solved" in words and "hidden_tests 1" in words
+
+
+def test_hostile_text_stays_text(tmp_path: Path) -> None:
+    script = demo_run(steps=6)
+    for event in script.events:
+        for key in ("engine", "region", "what", "task", "stage", "split", "label", "target"):
+            if isinstance(event.get(key), str):
+                event[key] += HOSTILE
+    script.emit("trainer", "warning", text=HOSTILE)
+    hostile = trajectory(True, [1, 2])
+    hostile.task_id = hostile.provenance["family"] = HOSTILE
+    for message in hostile.messages:
+        message["content"] = HOSTILE
+        message["name"] = HOSTILE
+    call = {"function": {"name": HOSTILE, "arguments": json.dumps({HOSTILE: [HOSTILE]})}}
+    hostile.messages[2]["tool_calls"] = [call, {"function": {"name": "x", "arguments": HOSTILE}}, HOSTILE, None]
+    hostile.rewards = [(1, Reward(1.0, {HOSTILE: 1.0}, {HOSTILE: {HOSTILE: HOSTILE}}, HOSTILE))]
+    shown = {HOSTILE: hostile}
+    _, text = report(tmp_path, script, trajectories=shown, decode=lambda ids: HOSTILE, reproduce=HOSTILE)
+    page = Page(text)
+    assert not page.open and len(page.named("script")) == 1 and not page.named("img")
+    assert not any(key.startswith("on") for _, attributes in page.tags for key in attributes)
+    assert "alert(1)" in " ".join(page.text)  # it is shown, as text
+
+
+def test_a_report_that_cannot_be_written_leaves_the_old_one(tmp_path: Path) -> None:
+    (tmp_path / "report.json").mkdir()
+    with pytest.raises(StorageError, match="cannot be written"):
+        write_report(tmp_path)
+    assert not list(tmp_path.glob("*.part"))
+
+
+# --- trajectories
+
+
+def test_answers_show_which_weights_sampled_each_token() -> None:
+    text = conversation("Solved", trajectory(True, [58, 59, 60]), decode)
+    for version in (58, 59, 60):
+        assert f"demo v{version}" in text
+    assert text.count('class="switched"') == 2  # both changes happen inside the second answer
+    tokens = Page(text).named("span")
+    assert sum("token" in str(one.get("class")) for one in tokens) == 22
+    assert "probability" in text and "--heat-of:" in text and "mean log-prob −" in text
+
+
+def test_without_a_tokenizer_the_conversation_is_still_there() -> None:
+    text = conversation("Solved", trajectory(True, [3]))
+    assert 'class="tokens"' not in text and "demo v3" in text and "return ( x - 8 )" in text
+
+
+def test_tokens_are_not_pinned_on_the_wrong_message() -> None:
+    told = trajectory(True, [3])
+    del told.messages[-1]  # three assistant messages, four answers
+    text = conversation("Odd", told, decode)
+    assert text.count('class="tokens"') == 4
+    assert text.index("1 passed") < text.index('class="tokens"')
+
+
+def test_an_answer_continued_elsewhere_is_one_answer() -> None:
+    moved = trajectory(True, [3])
+    spans = moved.segments[0].spans
+    first = spans[1]
+    spans[1:2] = [
+        type(first)(**{**vars(first), "end": first.start + 5, "finish": "abort"}),
+        type(first)(**{**vars(first), "start": first.start + 5, "engine": "engine-away"}),
+    ]
+    text = conversation("Moved", moved, decode)
+    assert "engine-home → engine-away" in text and text.count('class="tokens"') == 4
+
+
+def test_long_output_is_cut_in_the_middle() -> None:
+    long = trajectory(True, [3])
+    long.messages[3]["content"] = "head " + "x" * 5_000_000 + " tail"
+    long.messages += [{"role": "tool", "content": "again"}] * 1000
+    text = conversation("Long", long, decode)
+    assert len(text) < 200_000 and "head" in text and " tail" in text and "characters left out" in text
+    assert "more turns are left out" in text
+
+
+def test_an_ungraded_trajectory_says_why() -> None:
+    failed = Trajectory("t", [], state=TrajectoryState.failed, reason="the machine <died>")
+    assert "Not graded: failed (the machine &lt;died&gt;)" in conversation("Failed", failed)
+
+
+# --- drawing
+
+
+def parse(drawing: Markup) -> ElementTree.Element:
+    return ElementTree.fromstring(drawing)
+
+
+@pytest.mark.parametrize("width", [WIDE, NARROW])
+@pytest.mark.parametrize("points", [0, 1, 2, 5000])
+def test_charts_are_well_formed_and_inside_their_frame(width: float, points: int) -> None:
+    values = [(float(index), abs(float(np.sin(index)))) for index in range(points)]
+    axes = Axes("step", "share", floor=0.0)
+    drawings = [
+        line_chart([Series("a", values, "ember", smooth=True), Series("b", values, "steel", dots=True)], axes, "x")(
+            width
+        ),
+        line_chart([Series("a", values, "ember")], Axes("step", "share", log=True), "x")(width),
+        stacked_chart([(at, {0: 1.0, 3: value}) for at, value in values], axes, "x")(width),
+    ]
+    if points:
+        drawings.append(column_chart([(at, value, "ember") for at, value in values], axes, "x")(width))
+    assert max(map(len, drawings)) < 250_000
+    for drawing in map(parse, drawings):
+        for rect in drawing.iter("rect"):
+            left, right = float(rect.attrib["x"]), float(rect.attrib["x"]) + float(rect.attrib["width"])
+            assert -0.5 * width <= left <= right <= 1.5 * width and float(rect.attrib["height"]) >= 0
+
+
+def test_smoothing_keeps_straight_lines_straight() -> None:
+    line = [(float(at), 3.0 * at - 7) for at in range(50)]
+    assert [value for _, value in smooth(line)] == pytest.approx([value for _, value in line])
+    noisy = [(at, value + (-1) ** index) for index, (at, value) in enumerate(line)]
+    assert max(abs(a[1] - b[1]) for a, b in zip(smooth(noisy)[2:-2], line[2:-2], strict=True)) < 0.5
+
+
+def test_lanes_and_busy_share() -> None:
+    record = Record.of(demo_run(steps=6).events)
+    assert list(lanes(record)) == ["trainer", "dispatcher", "engine-away", "engine-home"]
+    pieces = [Piece("step", 0.0, 2.0), Piece("publish", 1.0, 3.0), Piece("wait", 3.0, 9.0), Piece("step", 9.0, 20.0)]
+    assert busy_share(pieces, 0.0, 10.0) == pytest.approx(0.4)
+
+
+def test_markup_escapes_unless_told() -> None:
+    assert (
+        tag("b", "<i>", class_='"x"', data_tip=1.50, hidden=None)
+        == '<b class="&quot;x&quot;" data-tip="1.5">&lt;i&gt;</b>'
+    )
+    assert tag("p", tag("b", "x"), ["y", "<"]) == "<p><b>x</b>y&lt;</p>"
+    assert escape("a\x00b\u202ec\ud800d") == "a\ufffdb\ufffdc\ufffdd"
+    assert escape("tab\tand\nline") == "tab\tand\nline"
+
+
+def test_axes_have_round_numbers() -> None:
+    assert linear([0.12, 0.87], 0, 1, floor=0.0).ticks() == pytest.approx([0, 0.2, 0.4, 0.6, 0.8, 1.0])
+    assert linear([5.0, 5.0], 0, 1).high > 5 and linear([], 0, 1).ticks()
+    scale = logarithmic([3e-7, 2e-3], 100, 0)
+    assert scale.ticks() == pytest.approx([1e-7, 1e-6, 1e-5, 1e-4, 1e-3, 1e-2][::2]) and scale(1e-7) == 100
+    assert clock_ticks(3.0, 200.0, 8) == [30, 60, 90, 120, 150, 180]
+
+
+def test_numbers_read_well() -> None:
+    words = [
+        number(12345),
+        number(0.1234),
+        power(4.2e-6),
+        power(1e-3),
+        size(1_912_000),
+        duration(252),
+        duration(0.0123),
+    ]
+    plain = [re.sub("[\N{NO-BREAK SPACE}\N{NARROW NO-BREAK SPACE}]", " ", word) for word in words]
+    assert plain == ["12 345", "0.123", "4.2·10⁻⁶", "10⁻³", "1.91 MB", "4 min 12 s", "12.3 ms"]
+    assert [clock(65), clock(7230.5)] == ["1:05", "2:00:30.5"]

@@ -1,0 +1,126 @@
+"""Intervals against published values, and against what they promise: coverage."""
+
+from __future__ import annotations
+
+import math
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from rollmill.evals.statistics import clustered_difference, clustered_interval, difference, pass_at_k, wilson
+
+
+def tries(solved: int, attempts: int) -> list[bool]:
+    return [index < solved for index in range(attempts)]
+
+
+counts = st.integers(1, 400).flatmap(lambda attempts: st.tuples(st.integers(0, attempts), st.just(attempts)))
+
+
+# Newcombe (1998), "Two-sided confidence intervals for the single proportion", table I, method 3
+@pytest.mark.parametrize(
+    ("solved", "attempts", "low", "high"),
+    [(81, 263, 0.2553, 0.3662), (15, 148, 0.0624, 0.1605), (0, 20, 0.0, 0.1611), (1, 29, 0.0061, 0.1718)],
+)
+def test_wilson_matches_published_values(solved: int, attempts: int, low: float, high: float) -> None:
+    interval = wilson(solved, attempts)
+    assert (interval.low, interval.high) == (pytest.approx(low, abs=5e-5), pytest.approx(high, abs=5e-5))
+
+
+# Newcombe (1998), "Interval estimation for the difference between independent proportions", table II, method 10
+@pytest.mark.parametrize(
+    ("after", "before", "low", "high"),
+    [((56, 70), (48, 80), 0.0524, 0.3339), ((9, 10), (3, 10), 0.1705, 0.8090), ((10, 10), (0, 10), 0.6075, 1.0)],
+)
+def test_difference_matches_published_values(
+    after: tuple[int, int], before: tuple[int, int], low: float, high: float
+) -> None:
+    interval = difference(before, after)
+    assert interval.value == pytest.approx(after[0] / after[1] - before[0] / before[1])
+    assert (interval.low, interval.high) == (pytest.approx(low, abs=5e-5), pytest.approx(high, abs=5e-5))
+
+
+@given(counts)
+def test_wilson_contains_its_rate_and_stays_a_rate(count: tuple[int, int]) -> None:
+    interval = wilson(*count)
+    assert 0 <= interval.low <= interval.value <= interval.high <= 1
+    mirrored = wilson(count[1] - count[0], count[1])
+    assert mirrored.low == pytest.approx(1 - interval.high) and mirrored.high == pytest.approx(1 - interval.low)
+
+
+def test_no_attempts_say_nothing() -> None:
+    interval = wilson(0, 0)
+    assert math.isnan(interval.value) and (interval.low, interval.high) == (0, 1)
+    assert math.isnan(clustered_interval([]).value)
+    assert math.isnan(clustered_difference({}, {"a": [True]}).value)
+
+
+@pytest.mark.parametrize("count", [(-1, 3), (4, 3)])
+def test_impossible_counts_are_refused(count: tuple[int, int]) -> None:
+    with pytest.raises(ValueError, match="is not a count"):
+        wilson(*count)
+    with pytest.raises(ValueError, match="confidence"):
+        wilson(1, 2, confidence=95)
+
+
+def test_clusters_widen_the_interval_when_attempts_of_a_task_agree() -> None:
+    agreeing = [tries(16, 16), tries(0, 16)] * 16  # 512 attempts, but really 32 coin tosses
+    mixed = [tries(8, 16)] * 31 + [tries(9, 16)]
+    as_tosses, as_attempts = wilson(16, 32), wilson(256, 512)
+    clustered = clustered_interval(agreeing)
+    assert clustered.value == 0.5
+    assert clustered.high - clustered.low > 3 * (as_attempts.high - as_attempts.low)
+    assert clustered.high - clustered.low == pytest.approx(as_tosses.high - as_tosses.low, rel=0.15)
+    narrow = clustered_interval(mixed)
+    assert narrow.high - narrow.low < as_attempts.high - as_attempts.low
+
+
+@pytest.mark.parametrize("solved", [0, 4])
+def test_unanimous_tasks_are_not_called_certain(solved: int) -> None:
+    interval = clustered_interval([tries(solved, 4)] * 20)
+    assert interval.value == solved / 4
+    expected = wilson(20 if solved else 0, 20)
+    assert (interval.low, interval.high) == (expected.low, expected.high)
+
+
+def test_clustered_interval_covers_the_truth_about_as_often_as_it_says() -> None:
+    generator = np.random.default_rng(7)
+    covered = 0
+    for seed in range(200):
+        difficulty = generator.beta(0.8, 0.8, size=64)  # tasks are mostly easy or mostly hard; the mean is one half
+        interval = clustered_interval(
+            [tries(generator.binomial(4, p), 4) for p in difficulty], resamples=400, seed=seed
+        )
+        covered += interval.low <= 0.5 <= interval.high
+    assert covered >= 0.88 * 200
+
+
+def test_pairing_takes_out_task_difficulty() -> None:
+    solved = {f"t{i}": 8 if i % 2 else 1 for i in range(40)}
+    before = {task: tries(count, 10) for task, count in solved.items()}
+    after = {task: tries(count + 1 + index % 2, 10) for index, (task, count) in enumerate(solved.items())}
+    paired = clustered_difference(before, after)
+    unpaired = difference((sum(map(sum, before.values())), 400), (sum(map(sum, after.values())), 400))
+    assert paired.value == pytest.approx(unpaired.value) == pytest.approx(0.15)
+    assert 0 < paired.low <= paired.value <= paired.high
+    assert paired.high - paired.low < (unpaired.high - unpaired.low) / 3
+
+
+def test_only_shared_tasks_are_compared_and_seeds_repeat() -> None:
+    before, after = (
+        {"a": tries(1, 4), "b": tries(2, 4), "x": tries(4, 4), "z": []},
+        {"a": tries(3, 4), "b": tries(2, 4), "y": tries(0, 4), "z": tries(4, 4)},
+    )
+    interval = clustered_difference(before, after, seed=3)
+    assert interval.value == pytest.approx(0.25)
+    assert interval == clustered_difference(before, after, seed=3)
+
+
+def test_pass_at_k() -> None:
+    assert pass_at_k(3, 10, 1) == pytest.approx(0.3)
+    assert pass_at_k(3, 10, 2) == pytest.approx(1 - (7 / 10) * (6 / 9))
+    assert pass_at_k(0, 10, 10) == 0 and pass_at_k(1, 10, 10) == 1 and pass_at_k(8, 10, 3) == 1
+    with pytest.raises(ValueError, match="at least 5 attempts"):
+        pass_at_k(1, 4, 5)

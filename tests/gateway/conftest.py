@@ -1,0 +1,153 @@
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+from collections.abc import AsyncIterator, Awaitable, Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import aiohttp
+import pytest
+from aiohttp.test_utils import TestServer
+
+from rollmill.chat.format import assistant_message
+from rollmill.chat.formats.compact import CompactFormat
+from rollmill.chat.tokenizer import Tokenizer
+from rollmill.gateway.app import make_app
+from rollmill.gateway.config import EngineEndpoint, GatewayConfig
+from rollmill.storage.database import open_database
+from rollmill.storage.objects import Objects
+from rollmill.trajectories.store import TrajectoryStore
+from rollmill.types import Trajectory
+from tests.chat.conftest import TOOLS, tokenizer  # noqa: F401
+from tests.gateway.serve import ADMIN, LIVE
+from tests.gateway.stand_in import StandIn
+
+USER = {"role": "user", "content": "Fix add."}
+QUICK = GatewayConfig(engine_wait_s=1.0, health_interval_s=0.02)
+
+
+async def until(holds: Callable[[], Awaitable[bool]]) -> None:
+    while not await holds():  # noqa: ASYNC110 - other processes and sockets cannot set an event
+        await asyncio.sleep(0.01)
+
+
+@pytest.fixture
+def format(tokenizer: Tokenizer) -> CompactFormat:  # noqa: F811
+    return CompactFormat(tokenizer)
+
+
+@dataclass
+class Answers:
+    """Scripted answers as tokens."""
+
+    format: CompactFormat
+
+    def call(self, name: str, **arguments: Any) -> list[int]:
+        return self.format.render_answer(assistant_message(None, [(name, json.dumps(arguments))]), TOOLS)
+
+    def text(self, text: str) -> list[int]:
+        return self.format.render_answer(assistant_message(text, []), TOOLS)
+
+
+@pytest.fixture
+def answers(format: CompactFormat) -> Answers:
+    return Answers(format)
+
+
+@dataclass
+class Door:
+    """A running gateway and a client of it."""
+
+    url: str
+    trajectories: TrajectoryStore
+    http: aiohttp.ClientSession = field(repr=False)
+
+    async def open(self, trajectory: str, **facts: Any) -> str:
+        status, body = await self.admin("POST", "/sessions", {"trajectory": trajectory, **facts})
+        assert status == 200, body
+        return str(body["key"])
+
+    async def admin(self, method: str, path: str, body: Any = None, token: str = ADMIN) -> tuple[int, Any]:
+        headers = {"Authorization": f"Bearer {token}"}
+        async with self.http.request(method, self.url + path, json=body, headers=headers) as response:
+            return response.status, await response.json()
+
+    async def ask(self, key: str, messages: Any, headers: Any = (), **fields: Any) -> tuple[int, Any]:
+        body = {"model": "m", "messages": messages, "tools": TOOLS, **fields}
+        async with self.http.post(
+            f"{self.url}/v1/chat/completions", json=body, headers={"Authorization": f"Bearer {key}", **dict(headers)}
+        ) as response:
+            return response.status, await response.json()
+
+    async def say(self, key: str, messages: list[Any], **fields: Any) -> dict[str, Any]:
+        """Ask, and append the answer to `messages`, as a client does."""
+        status, body = await self.ask(key, messages, **fields)
+        assert status == 200, body
+        messages.append(body["choices"][0]["message"])
+        return dict(body)
+
+    async def seal(self, trajectory: str) -> Trajectory:
+        status, body = await self.admin("POST", f"/sessions/{trajectory}/seal", {"submission_key": None})
+        assert status == 200, body
+        return self.trajectories.load(trajectory)
+
+    async def health(self) -> dict[str, Any]:
+        async with self.http.get(f"{self.url}/health") as response:
+            return dict(await response.json())
+
+    async def all_engines_up(self) -> bool:
+        return all(engine["alive"] for engine in (await self.health())["engines"])
+
+    async def sessions(self) -> int:
+        return int((await self.health())["sessions"])
+
+    async def metrics(self) -> str:
+        async with self.http.get(f"{self.url}/metrics") as response:
+            return await response.text()
+
+
+@dataclass
+class Mill:
+    """Builds gateways over one directory, and the engines behind them."""
+
+    directory: Path
+    format: CompactFormat
+    tokenizer: Tokenizer
+    stack: contextlib.AsyncExitStack
+
+    async def engine(self, stand_in: StandIn) -> EngineEndpoint:
+        server = TestServer(stand_in.app())
+        await self.stack.enter_async_context(server)
+        return EngineEndpoint(str(server.make_url("")), "home")
+
+    async def gateway(self, *engines: EngineEndpoint, config: GatewayConfig = QUICK, wait: bool = True) -> Door:
+        return await self.stack.enter_async_context(self.running(*engines, config=config, wait=wait))
+
+    @contextlib.asynccontextmanager
+    async def running(
+        self, *engines: EngineEndpoint, config: GatewayConfig = QUICK, wait: bool = True
+    ) -> AsyncIterator[Door]:
+        objects = Objects.open(self.directory / "store")
+        trajectories = TrajectoryStore(open_database(f"sqlite:///{self.directory}/mill.db"), objects)
+        app = make_app(
+            config, self.format, self.tokenizer, engines, trajectories, objects, self.directory / "gateway", ADMIN, LIVE
+        )
+        async with TestServer(app) as server, aiohttp.ClientSession() as http:
+            door = Door(str(server.make_url("")).rstrip("/"), trajectories, http)
+            if wait:
+                await until(door.all_engines_up)
+            yield door
+
+    def plan(self, *ids: str) -> None:
+        """What the dispatcher does before it opens sessions: the rows of the trajectories."""
+        objects = Objects.open(self.directory / "store")
+        TrajectoryStore(open_database(f"sqlite:///{self.directory}/mill.db"), objects).create("run", "g", "t", ids, {})
+
+
+@pytest.fixture
+async def mill(tmp_path: Path, format: CompactFormat, tokenizer: Tokenizer) -> AsyncIterator[Mill]:  # noqa: F811
+    async with contextlib.AsyncExitStack() as stack:
+        yield Mill(tmp_path, format, tokenizer, stack)

@@ -1,0 +1,146 @@
+"""kill -9 of the gateway process, at several moments; it is started again on the same port and directory."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import socket
+import subprocess
+import sys
+from collections.abc import AsyncIterator
+from typing import Any
+
+import aiohttp
+
+from rollmill.chat.tokenizer import Tokenizer
+from rollmill.gateway.records import read_records
+from rollmill.gateway.sealing import payload_key
+from rollmill.storage.database import open_database
+from rollmill.storage.objects import Objects
+from rollmill.trajectories.store import TrajectoryStore
+from tests.chat.conftest import TOOLS
+from tests.gateway.conftest import USER, Answers, Door, Mill, until
+from tests.gateway.stand_in import StandIn
+
+
+class Process:
+    def __init__(self, mill: Mill, engine: str) -> None:
+        with socket.socket() as free:
+            free.bind(("127.0.0.1", 0))
+            self.port = free.getsockname()[1]
+        self._arguments = [sys.executable, "-m", "tests.gateway.serve", str(mill.directory), str(self.port), engine]
+        self._process: subprocess.Popen[bytes] | None = None
+
+    def start(self) -> None:
+        self._process = subprocess.Popen(self._arguments)
+
+    def kill(self) -> None:
+        if self._process is not None:
+            self._process.kill()
+            self._process.wait()
+
+
+@contextlib.asynccontextmanager
+async def process(mill: Mill, tokenizer: Tokenizer, engine: StandIn) -> AsyncIterator[tuple[Process, Door]]:
+    tokenizer.save(mill.directory / "tokenizer.json")
+    trajectories = TrajectoryStore(
+        open_database(f"sqlite:///{mill.directory}/mill.db"), Objects.open(mill.directory / "store")
+    )
+    running = Process(mill, (await mill.engine(engine)).url)
+    running.start()
+    try:
+        async with aiohttp.ClientSession() as http:
+            door = Door(f"http://127.0.0.1:{running.port}", trajectories, http)
+            await up(door)
+            yield running, door
+    finally:
+        running.kill()
+
+
+async def up(door: Door) -> None:
+    async def healthy() -> bool:
+        with contextlib.suppress(aiohttp.ClientError):
+            return bool((await door.health())["status"] == "ok")
+        return False
+
+    await until(healthy)
+
+
+async def nothing_open(door: Door) -> bool:
+    return await door.sessions() == 0
+
+
+async def persistent(door: Door, key: str, messages: list[Any], **fields: Any) -> dict[str, Any]:
+    """Say something the way a harness does: a gateway that is away is asked again."""
+    while True:
+        with contextlib.suppress(aiohttp.ClientError):
+            return await door.say(key, messages, **fields)
+        await asyncio.sleep(0.05)
+
+
+async def test_a_session_survives_kills_between_turns_in_mid_answer_and_after_the_seal(
+    mill: Mill, tokenizer: Tokenizer, answers: Answers
+) -> None:
+    turns = [answers.call("read", path="a.py"), answers.text("two " * 10), answers.text("three")]
+    engine = StandIn([turns[0], turns[1], turns[1], turns[2]])
+    mill.plan("a", "b")
+    async with process(mill, tokenizer, engine) as (gateway, door):
+        key = await door.open("a", run="run", task_id="t", group_id="g")
+        await door.open("b")
+        messages: list[Any] = [USER]
+        await door.say(key, messages)
+        gateway.kill()  # between two turns
+        gateway.start()
+
+        messages.append({"role": "tool", "content": "def add"})
+        engine.token_delay_s = 0.05
+        asked = asyncio.create_task(persistent(door, key, messages, max_tokens=200))
+        await engine.asked(2)
+        await asyncio.sleep(0.2)
+        gateway.kill()  # in the middle of an answer
+        torn = mill.directory / "gateway" / "sessions.log"
+        torn.write_bytes(torn.read_bytes() + b"RMG1\x40\x00\x00\x00torn")  # and in the middle of a write
+        engine.token_delay_s = 0
+        gateway.start()
+        await asked
+
+        messages.append({"role": "user", "content": "and?"})
+        await door.say(key, messages)
+        trajectory = await door.seal("a")
+        sealed = await door.admin("POST", "/sessions/a/seal", {"submission_key": None})
+        gateway.kill()  # after the seal: nothing of it comes back
+        gateway.start()
+        await up(door)
+        assert await door.admin("POST", "/sessions/a/seal", {"submission_key": None}) == sealed
+        assert (await door.health())["sessions"] == 1  # b
+
+    (segment,) = trajectory.segments
+    tokens = mill.format.render_start([USER], TOOLS) + turns[0]
+    tokens += mill.format.render_turn([messages[2]], TOOLS, answer_closed=True) + turns[1]
+    tokens += mill.format.render_turn([messages[4]], TOOLS, answer_closed=True) + turns[2]
+    assert segment.tokens.tolist() == tokens
+    assert int(segment.sampled.sum()) == sum(map(len, turns))
+    assert trajectory.messages == messages
+
+
+async def test_a_seal_interrupted_at_any_point_is_finished_by_the_next_process(
+    mill: Mill, tokenizer: Tokenizer, answers: Answers
+) -> None:
+    """The log is put back to before its "close" records, for one session with the object in place, for one without."""
+    mill.plan("stored", "unstored")
+    async with process(mill, tokenizer, StandIn([answers.text("x")])) as (gateway, door):
+        for trajectory in ("stored", "unstored"):
+            await door.say(await door.open(trajectory), [USER])
+            await door.seal(trajectory)
+        gateway.kill()
+        log = mill.directory / "gateway" / "sessions.log"
+        data = log.read_bytes()
+        log.write_bytes(b"".join(data[begin:end] for begin, end, record in read_records(data) if record.op != "close"))
+        payload = mill.directory / "store" / payload_key("unstored")
+        content = payload.read_bytes()
+        payload.unlink()
+        gateway.start()
+        await up(door)
+        await until(lambda: nothing_open(door))
+        assert payload.read_bytes() == content
+        assert [len(door.trajectories.load(id).segments) for id in ("stored", "unstored")] == [1, 1]

@@ -1,0 +1,123 @@
+"""The gateway's log: real files, cut, damaged, full."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import resource
+from collections.abc import AsyncIterator, Iterator
+from pathlib import Path
+
+import pytest
+
+from rollmill.errors import GatewayError, StorageError
+from rollmill.gateway.recorder import Recorder
+from rollmill.gateway.records import encode_record
+
+LARGE = 1 << 30
+
+
+@contextlib.asynccontextmanager
+async def recording(directory: Path, compact_bytes: int = LARGE) -> AsyncIterator[Recorder]:
+    recorder = Recorder(directory, compact_bytes=compact_bytes)
+    recorder.replay()
+    recorder.start()
+    try:
+        yield recorder
+    finally:
+        recorder.close()
+
+
+def record(session: str, text: str) -> bytes:
+    return encode_record("turn", session, {"text": text})
+
+
+def replayed(directory: Path) -> list[tuple[str, str]]:
+    recorder = Recorder(directory, compact_bytes=LARGE)
+    try:
+        return [(entry.session, entry.header["text"]) for entry in recorder.replay()]
+    finally:
+        recorder.close()
+
+
+@contextlib.contextmanager
+def full_disk(limit: int) -> Iterator[None]:
+    """Writes beyond `limit` bytes of a file fail, as on a disk that is full."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (limit, hard))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+
+
+async def test_what_is_appended_is_there_after_a_restart(tmp_path: Path) -> None:
+    async with recording(tmp_path) as recorder:
+        await recorder.append("a", record("a", "1"))
+        await recorder.append("b", record("b", "1"))
+        await recorder.append("a", record("a", "2"))
+        await recorder.forget("b")
+    assert replayed(tmp_path) == [("a", "1"), ("a", "2")]
+
+
+async def test_a_write_cut_short_anywhere_is_dropped_cleanly(tmp_path: Path) -> None:
+    async with recording(tmp_path) as recorder:
+        await recorder.append("a", record("a", "1"))
+        whole = (tmp_path / "sessions.log").read_bytes()
+        await recorder.append("a", record("a", "2"))
+    data = (tmp_path / "sessions.log").read_bytes()
+    for cut in range(len(whole), len(data)):
+        (tmp_path / "sessions.log").write_bytes(data[:cut])
+        assert replayed(tmp_path) == [("a", "1")]
+        assert (tmp_path / "sessions.log").read_bytes() == whole
+    assert not (tmp_path / "sessions.damaged").exists()
+
+
+async def test_damage_in_the_middle_is_kept_aside_and_told(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    async with recording(tmp_path) as recorder:
+        for text in "123":
+            await recorder.append("a", record("a", text))
+    data = bytearray((tmp_path / "sessions.log").read_bytes())
+    data[len(data) // 2] ^= 1
+    (tmp_path / "sessions.log").write_bytes(data)
+    assert replayed(tmp_path) == [("a", "1")]
+    assert (tmp_path / "sessions.damaged").read_bytes() == bytes(data)
+    assert "damaged" in caplog.text
+
+
+async def test_many_waiting_records_share_an_fsync(tmp_path: Path) -> None:
+    async with recording(tmp_path) as recorder:
+        await asyncio.gather(*(recorder.append("a", record("a", str(index))) for index in range(200)))
+        assert recorder.fsyncs < 100
+    assert len(replayed(tmp_path)) == 200
+
+
+async def test_the_log_is_rewritten_without_closed_sessions(tmp_path: Path) -> None:
+    async with recording(tmp_path, compact_bytes=4096) as recorder:
+        await recorder.append("keep", record("keep", "first"))
+        for index in range(50):
+            await recorder.append(f"s{index}", record(f"s{index}", "x" * 200))
+            await recorder.forget(f"s{index}")
+        await recorder.append("keep", record("keep", "second"))
+        assert (tmp_path / "sessions.log").stat().st_size < 3 * 4096
+    assert replayed(tmp_path) == [("keep", "first"), ("keep", "second")]
+
+
+async def test_a_full_disk_is_an_error_now_and_no_damage_later(tmp_path: Path) -> None:
+    async with recording(tmp_path) as recorder:
+        await recorder.append("a", record("a", "1"))
+        size = (tmp_path / "sessions.log").stat().st_size
+        with full_disk(size + 10):
+            with pytest.raises(StorageError, match="hint"):
+                await recorder.append("a", record("a", "lost"))
+            assert recorder.problem is not None
+        assert (tmp_path / "sessions.log").stat().st_size == size
+        await recorder.append("a", record("a", "2"))
+        assert recorder.problem is None
+    assert replayed(tmp_path) == [("a", "1"), ("a", "2")]
+
+
+async def test_two_gateways_cannot_share_a_log(tmp_path: Path) -> None:
+    async with recording(tmp_path):
+        with pytest.raises(GatewayError, match="another gateway"):
+            Recorder(tmp_path, compact_bytes=LARGE)

@@ -1,0 +1,182 @@
+"""How requests are fitted onto the recorded segments."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from rollmill.chat.formats.compact import CompactFormat
+from rollmill.chat.tokenizer import Tokenizer
+from rollmill.gateway.records import decode_turn, encode_turn, read_records
+from rollmill.gateway.segments import Answer, same_message
+from rollmill.gateway.sessions import Plan, Session, SessionFacts
+from rollmill.trajectories.schema import check_trajectory
+from rollmill.types import PolicyRef, Sampling, Span
+from tests.chat.conftest import TOOLS
+from tests.gateway.conftest import USER, Answers
+
+POLICY = PolicyRef("main", 1, "bf16", "d")
+
+
+def user(text: str) -> dict[str, Any]:
+    return {"role": "user", "content": text}
+
+
+def answered(
+    session: Session, format: CompactFormat, messages: list[Any], tokens: list[int], tools: Any = TOOLS
+) -> Plan:
+    """Plan a request and record these tokens as its answer."""
+    plan = session.plan(messages, tools, format)
+    start = len(plan.context)
+    span = Span(start, start + len(tokens), Sampling(), "stop", "e", "home", "rollout", 0.0, 1.0, 0)
+    answer = Answer(
+        tokens=tokens,
+        logprobs=[-0.5] * len(tokens),
+        policy=[0] * len(tokens),
+        policies=[POLICY],
+        spans=[span],
+        routes=[],
+        finish="stop",
+        closed=tokens[-1:] == list(format.stop_tokens),
+        message=format.parse(tokens, tools),
+    )
+    (_, _, record), *_ = read_records(encode_turn("t", plan.turn(answer)))
+    session.append(decode_turn(record))  # through the log's bytes: replay and live recording are the same
+    assert session.latest is not None
+    assert session.latest.tokens == plan.context + tokens
+    session.latest.delivered = True
+    return plan
+
+
+def new_session() -> Session:
+    return Session(SessionFacts("t", "rollout"))
+
+
+def test_only_new_messages_are_rendered(format: CompactFormat, answers: Answers) -> None:
+    session = new_session()
+    answered(session, format, [USER], answers.text("one"))
+    history = [USER, {"role": "assistant", "content": " one\n"}]  # a client that adds blanks
+    plan = session.plan([*history, user("more")], TOOLS, format)
+    assert plan.prompt == format.render_turn([user("more")], TOOLS, answer_closed=True)
+    assert (plan.segment, plan.opens, plan.messages) == ("t.0", False, [user("more")])
+
+
+def test_the_same_question_again_is_a_retry_only_of_the_last_answer(format: CompactFormat, answers: Answers) -> None:
+    session = new_session()
+    answered(session, format, [USER], answers.text("one"))
+    again = session.plan([USER], TOOLS, format)
+    assert (again.cause, again.prompt, again.messages) == ("retry", [], [])
+    history = [USER, {"role": "assistant", "content": "one"}, user("more")]
+    answered(session, format, history, answers.text("two"))
+    assert session.plan([USER], TOOLS, format).cause == "edit"
+
+
+def test_an_edited_message_shares_the_tokens_before_it(
+    format: CompactFormat, answers: Answers, tokenizer: Tokenizer
+) -> None:
+    session = new_session()
+    system = {"role": "system", "content": "Be brief."}
+    answered(session, format, [system, user("x")], answers.text("one"))
+    plan = answered(session, format, [system, user("y")], answers.text("two"))
+    assert plan.parent == ("t.0", len(tokenizer.encode("Be brief.")) + 2)  # <system> … <user>
+    assert (plan.cause, plan.opens) == ("edit", True)
+    assert plan.context == format.render_start([system, user("y")], TOOLS)
+
+
+def test_a_dropped_answer_branches_off_before_its_question(format: CompactFormat, answers: Answers) -> None:
+    session = new_session()
+    one = {"role": "assistant", "content": "one"}
+    answered(session, format, [USER], answers.text("one"))
+    answered(session, format, [USER, one, user("a")], answers.text("two"))
+    plan = answered(session, format, [USER, one, user("a"), user("b")], answers.text("three"))
+    assert plan.context == (
+        format.render_start([USER], TOOLS)
+        + answers.text("one")
+        + format.render_turn([user("a"), user("b")], TOOLS, answer_closed=True)
+    )
+    assert plan.cause == "edit"
+    extended = session.plan(
+        [USER, one, user("a"), user("b"), {"role": "assistant", "content": "three"}, USER], TOOLS, format
+    )
+    assert (extended.segment, extended.opens) == (plan.segment, False)
+
+
+def test_words_put_into_the_models_mouth_are_not_sampled(format: CompactFormat, answers: Answers) -> None:
+    session = new_session()
+    answered(session, format, [USER], answers.text("one"))
+    forged = [USER, {"role": "assistant", "content": "two"}, user("a")]
+    answered(session, format, forged, answers.text("three"))
+    first, second = session.build().segments
+    assert second.tokens[second.sampled].tolist() == answers.text("three")
+    assert first.tokens[first.sampled].tolist() == answers.text("one")
+
+
+def test_other_tools_are_another_context(format: CompactFormat, answers: Answers) -> None:
+    session = new_session()
+    answered(session, format, [USER], answers.text("one"))
+    plan = session.plan([USER, {"role": "assistant", "content": "one"}, USER], TOOLS[:1], format)
+    assert plan.opens and plan.cause == "edit"
+
+
+def test_two_agents_in_one_session_keep_their_own_segments(format: CompactFormat, answers: Answers) -> None:
+    session = new_session()
+    main, sub = [USER], [user("You are a helper.")]
+    answered(session, format, main, answers.text("one"))
+    answered(session, format, sub, answers.text("uno"))
+    main += [{"role": "assistant", "content": "one"}, USER]
+    sub += [{"role": "assistant", "content": "uno"}, USER]
+    assert answered(session, format, main, answers.text("two")).segment == "t.0"
+    assert answered(session, format, sub, answers.text("dos")).segment == "t.1"
+
+
+def test_messages_are_compared_by_meaning() -> None:
+    def call(arguments: str, id: str = "a", name: str = "f") -> dict[str, Any]:
+        function = {"name": name, "arguments": arguments}
+        return {"role": "assistant", "content": None, "tool_calls": [{"id": id, "function": function}]}
+
+    assert same_message(call('{"a": 1, "b": 2}'), call('{"b":2,"a":1}', id="b"))
+    assert same_message(call("not json"), call("not json"))
+    assert not same_message(call('{"a": 1}'), call('{"a": 2}'))
+    assert not same_message(call("{}"), call("{}", name="g"))
+    assert not same_message(call("not json"), call("{}"))
+    assert not same_message(call("[" * 10_000), call("[" * 10_001))
+    assert not same_message(user("a"), user("a "))
+    assert not same_message(user("a"), {"role": "tool", "content": "a"})
+
+
+STEPS = st.lists(
+    st.tuples(st.sampled_from(["extend", "retry", "drop", "edit", "forge"]), st.integers(0, 5), st.booleans()),
+    max_size=8,
+)
+
+
+@settings(max_examples=60, deadline=None)
+@given(steps=STEPS)
+def test_whatever_a_client_does_each_sampled_token_has_one_owner(tokenizer: Tokenizer, steps: list[Any]) -> None:
+    format = CompactFormat(tokenizer)
+    session, messages, sampled = new_session(), [USER], 0
+    for number, (step, where, closed) in enumerate([("extend", 0, True), *steps]):
+        at = where % len(messages)
+        if step == "extend":
+            messages = [*messages, user(f"m{number}")]
+        elif step == "retry":
+            messages = messages[:-1] if messages[-1]["role"] == "assistant" and len(messages) > 1 else messages
+        elif step == "drop":
+            messages = messages[: at + 1]
+        elif step == "edit":
+            messages = [*messages[:at], user(f"e{number}"), *messages[at + 1 :]]
+        else:
+            messages = [*messages[:at], {"role": "assistant", "content": f"f{number}"}, *messages[at:], USER]
+        tokens = Answers(format).text(f"a{number}")[: None if closed else -1]
+        plan = answered(session, format, messages, tokens)
+        sampled += len(tokens)
+        assert session.latest is not None
+        messages = json.loads(json.dumps([*messages, session.latest.messages[-1]]))
+        assert session.latest.messages == messages
+        assert plan.context[-1] == tokenizer.token_id("<agent>")
+    trajectory = session.build()
+    check_trajectory(trajectory)
+    assert sum(int(segment.sampled.sum()) for segment in trajectory.segments) == sampled

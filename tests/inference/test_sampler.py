@@ -1,0 +1,81 @@
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+
+from rollmill.inference.embedded.sampler import Draw, log_distribution, sample, uniform
+from rollmill.types import Sampling
+
+LOGITS = torch.tensor([2.0, 1.0, 0.5, 0.0, -1.0, -3.0])
+
+
+def _many(sampling: Sampling, draws: int = 20000) -> tuple[np.ndarray, np.ndarray]:
+    tokens, logprobs = sample(LOGITS.expand(draws, -1), [Draw(sampling, seed, 11) for seed in range(draws)])
+    return np.array(tokens), np.array(logprobs)
+
+
+@pytest.mark.parametrize(
+    "sampling",
+    [
+        Sampling(),
+        Sampling(temperature=0.5),
+        Sampling(temperature=2.0, top_k=3),
+        Sampling(top_p=0.8),
+        Sampling(temperature=1.5, top_k=5, top_p=0.6),
+    ],
+    ids=str,
+)
+def test_tokens_come_with_the_frequency_their_logprob_says(sampling: Sampling) -> None:
+    tokens, logprobs = _many(sampling)
+    exact = log_distribution(LOGITS.unsqueeze(0), [sampling])[0].exp().numpy()
+    assert exact.sum() == pytest.approx(1)
+    np.testing.assert_allclose(np.exp(logprobs), exact[tokens], rtol=1e-6)
+    counts = np.bincount(tokens, minlength=len(exact))
+    assert (counts[exact == 0] == 0).all()
+    deviation = np.sqrt(exact * (1 - exact) / len(tokens))
+    assert (np.abs(counts / len(tokens) - exact) <= 5 * deviation).all()
+
+
+def test_top_k_and_top_p_keep_what_their_names_say() -> None:
+    def kept(sampling: Sampling) -> list[int]:
+        return log_distribution(LOGITS.unsqueeze(0), [sampling])[0].isfinite().nonzero().flatten().tolist()
+
+    probabilities = LOGITS.softmax(-1)
+    assert kept(Sampling(top_k=2)) == [0, 1]
+    assert kept(Sampling(top_p=float(probabilities[0]) + 1e-4)) == [0, 1], "the smallest set that reaches p"
+    assert kept(Sampling(top_p=float(probabilities[0]) - 1e-4)) == [0]
+    assert kept(Sampling(top_p=1e-9)) == [0], "the most likely token always stays"
+    assert kept(Sampling(top_k=3, top_p=0.999)) == [0, 1, 2]
+    assert kept(Sampling()) == [0, 1, 2, 3, 4, 5]
+
+
+def test_greedy_takes_the_likeliest_and_records_the_plain_logprob() -> None:
+    draws = [Draw(Sampling(temperature=0.0), 1, 1), Draw(Sampling(temperature=0.01), 1, 1)]
+    tokens, logprobs = sample(LOGITS.expand(2, -1), draws)
+    assert tokens == [0, 0]
+    assert logprobs[0] == pytest.approx(float(LOGITS.log_softmax(-1)[0]))
+
+
+def test_a_draw_depends_on_seed_and_position_alone() -> None:
+    draws = [Draw(Sampling(), seed, position) for seed in range(20) for position in range(20)]
+    together = sample(LOGITS.expand(len(draws), -1), draws)[0]
+    alone = [sample(LOGITS.unsqueeze(0), [draw])[0][0] for draw in draws]
+    assert together == alone
+    assert len(set(together)) > 3
+
+
+def test_uniform_numbers_are_uniform_and_unrelated() -> None:
+    rows = uniform(list(range(5000)), [3] * 5000)
+    columns = uniform([3] * 5000, list(range(5000)))
+    for numbers in (rows, columns, uniform([2**64 - 1] * 100, list(range(100)))):
+        assert ((numbers >= 0) & (numbers < 1)).all()
+    for numbers in (rows, columns):
+        histogram = np.histogram(numbers, 10, (0, 1))[0]
+        assert ((histogram > 380) & (histogram < 620)).all()
+        assert abs(np.corrcoef(numbers[:-1], numbers[1:])[0, 1]) < 0.05
+
+
+def test_logits_that_are_not_finite_give_a_logprob_that_is_not() -> None:
+    tokens, logprobs = sample(torch.full((1, 6), torch.nan), [Draw(Sampling(), 1, 1)])
+    assert 0 <= tokens[0] < 6 and not np.isfinite(logprobs[0])

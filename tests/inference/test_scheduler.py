@@ -1,0 +1,168 @@
+"""The scheduler alone, driven by random traffic: no page is owned twice, nobody starves, everything comes back."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from rollmill.inference.config import EngineConfig
+from rollmill.inference.embedded.answer import Answer
+from rollmill.inference.embedded.scheduler import Scheduler, Work
+from rollmill.inference.engine import GenerateRequest
+from rollmill.types import PolicyRef, Sampling
+
+POLICY = PolicyRef("main", 0, "bf16", "digest")
+CONFIG = EngineConfig(max_batch=3, block_size=4, cache_tokens=48, prefill_chunk=8)
+
+
+def make_answer(
+    number: int,
+    prompt: int = 4,
+    new: int = 4,
+    traffic: Literal["production", "rollout"] = "rollout",
+    session: str = "",
+    min_version: int = 0,
+) -> Answer:
+    request = GenerateRequest(
+        session or f"s{number}", [1] * prompt, Sampling(max_tokens=new), traffic, min_version=min_version
+    )
+    return Answer(number, request, False, min(prompt + new, CONFIG.cache_tokens), 0, lambda chunk: None)
+
+
+def run(scheduler: Scheduler, work: list[Work]) -> list[Answer]:
+    """Pretend to compute; the answers that finished."""
+    finished = []
+    for item in work:
+        item.answer.advance(item.count, None, POLICY)
+        if not item.answer.missing and item.answer.sample(1, -1.0, POLICY) is not None:
+            scheduler.finish(item.answer, "length")
+            finished.append(item.answer)
+    return finished
+
+
+def check(scheduler: Scheduler, work: list[Work]) -> None:
+    owned = [block for answer in scheduler.everyone() for block in answer.blocks]
+    kept = [block for context in scheduler.sessions._contexts.values() for block in context.blocks]
+    blocks = owned + kept + scheduler.pool._free
+    assert sorted(blocks) == list(range(scheduler.pool.size)), "each page has exactly one owner"
+    assert len(scheduler.running) <= CONFIG.max_batch
+    for item in work:
+        assert item.answer.number in scheduler.running and item.start == item.answer.computed
+        assert len(item.answer.blocks) * CONFIG.block_size >= item.start + item.count
+    assert sum(item.count for item in work if item.count > 1) <= CONFIG.prefill_chunk
+
+
+arrivals = st.lists(
+    st.tuples(
+        st.integers(0, 6),  # steps before it arrives
+        st.integers(1, 40),  # prompt
+        st.integers(1, 40),  # new tokens
+        st.sampled_from(["production", "rollout"]),
+        st.integers(0, 2),  # session
+        st.booleans(),  # leaves after a while
+    ),
+    min_size=1,
+    max_size=12,
+)
+
+
+@settings(max_examples=120, deadline=None)
+@given(arrivals)
+def test_random_traffic_always_ends(traffic: list[tuple[int, int, int, str, int, bool]]) -> None:
+    scheduler, finished, leaving = Scheduler(CONFIG), 0, []
+    for number, (steps, prompt, new, kind, session, leaves) in enumerate(traffic):
+        for _ in range(steps):
+            finished += len(run(scheduler, scheduler.schedule(0)))
+        answer = make_answer(number, min(prompt, 47), new, kind, f"session {session}")  # type: ignore[arg-type]
+        scheduler.add(answer)
+        leaving += [answer] if leaves else []
+        if len(leaving) > 2 and (gone := leaving.pop(0)) in scheduler.everyone():
+            scheduler.finish(gone, "abort")
+            finished += 1
+    for _ in range(5000):
+        work = scheduler.schedule(0)
+        check(scheduler, work)
+        if not scheduler.everyone():
+            break
+        assert work, "somebody can always go on"
+        finished += len(run(scheduler, work))
+    assert finished == len(traffic)
+    assert scheduler.pool.free + scheduler.sessions.blocks == scheduler.pool.size
+
+
+def test_production_goes_first_from_the_queue() -> None:
+    scheduler = Scheduler(CONFIG.model_copy(update={"max_batch": 1}))
+    for answer in (make_answer(1), make_answer(2), make_answer(3, traffic="production")):
+        scheduler.add(answer)
+    assert [item.answer.number for item in scheduler.schedule(0)] == [3]
+
+
+def test_the_youngest_rollout_yields_its_place_and_keeps_its_pages() -> None:
+    scheduler = Scheduler(CONFIG)
+    rollouts = [make_answer(number) for number in (1, 2, 3)]
+    for answer in rollouts:
+        scheduler.add(answer)
+    run(scheduler, scheduler.schedule(0))  # the first two are computed, the budget ends there
+    run(scheduler, scheduler.schedule(0))
+    scheduler.add(make_answer(4, traffic="production"))
+    scheduler.schedule(0)
+    assert sorted(scheduler.running) == [1, 2, 4]
+    assert rollouts[2].computed == 4 and rollouts[2].blocks, "nothing is lost unless pages run out"
+
+
+def test_pages_are_taken_from_idle_sessions_first_then_from_the_youngest_rollout() -> None:
+    scheduler = Scheduler(CONFIG)
+    scheduler.add(make_answer(1, prompt=4, new=1, session="idle"))
+    run(scheduler, scheduler.schedule(0))
+    assert scheduler.sessions.blocks == 1
+    user, old, young = (
+        make_answer(2, 8, 24, "production"),
+        make_answer(3, 8, 30),
+        make_answer(4, 8, 30),
+    )
+    for answer in (user, old, young):
+        scheduler.add(answer)
+    while not scheduler.preemptions:
+        run(scheduler, scheduler.schedule(0))
+    assert scheduler.sessions.blocks == 0, "the idle session went before anybody's work"
+    assert not young.blocks and young.computed == 0
+    assert sorted(scheduler.running) == [2, 3]
+
+
+def test_the_least_recently_used_session_goes_first() -> None:
+    scheduler = Scheduler(CONFIG)
+    for number, session in enumerate(("a", "b", "c")):
+        scheduler.add(make_answer(number, 4, 1, session=session))
+        run(scheduler, scheduler.schedule(0))
+    again = make_answer(5, 6, 1, session="a")  # a was used again
+    scheduler.add(again)
+    run(scheduler, scheduler.schedule(0))
+    assert again.cached_tokens == 4
+    assert scheduler.sessions.evict() and scheduler.sessions.evict()
+    last = make_answer(6, 9, 1, session="a")
+    scheduler.add(last)
+    scheduler.schedule(0)
+    assert last.cached_tokens == 6, "b and c were evicted, a was not"
+
+
+def test_a_long_prompt_is_computed_in_pieces_while_others_decode() -> None:
+    scheduler = Scheduler(CONFIG)
+    scheduler.add(make_answer(1, 4, 20))
+    run(scheduler, scheduler.schedule(0))
+    scheduler.add(make_answer(2, 20, 4))
+    counts = []
+    for _ in range(4):
+        work = scheduler.schedule(0)
+        counts.append({item.answer.number: item.count for item in work})
+        run(scheduler, work)
+    assert counts == [{1: 1, 2: 8}, {1: 1, 2: 8}, {1: 1, 2: 4}, {1: 1, 2: 1}]
+
+
+def test_a_request_for_a_later_version_holds_nobody_up() -> None:
+    scheduler = Scheduler(CONFIG)
+    scheduler.add(make_answer(1, min_version=5))
+    scheduler.add(make_answer(2))
+    assert [item.answer.number for item in scheduler.schedule(4)] == [2]
+    assert [item.answer.number for item in scheduler.schedule(5)] == [1, 2]

@@ -1,0 +1,115 @@
+"""The engine's contract over a real socket."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from dataclasses import replace
+
+import aiohttp
+import pytest
+
+from rollmill.inference.embedded.engine import EmbeddedEngine
+from rollmill.inference.server import make_app, serving
+from rollmill.inference.wire import chunk_from_json, request_to_json
+from tests.inference.world import PROMPT, answer, engine_at, make_update, request, until
+
+
+@asynccontextmanager
+async def client_of(engine: EmbeddedEngine) -> AsyncIterator[aiohttp.ClientSession]:
+    async with serving(make_app(engine, lambda: "the store is away"), "127.0.0.1", 0) as runner:
+        host, port = runner.addresses[0][:2]
+        async with aiohttp.ClientSession(f"http://{host}:{port}") as client:
+            yield client
+
+
+async def test_generate_answers_in_one_line_or_as_a_stream() -> None:
+    async with engine_at(make_update(0)) as engine, client_of(engine) as client:
+        expected = await answer(engine, request())
+        async with client.post("/generate", data=request_to_json(request(session="a"))) as response:
+            assert response.status == 200
+            lines = (await response.read()).splitlines()
+        async with client.post("/generate", data=request_to_json(request(session="b"), stream=True)) as response:
+            pieces = [chunk_from_json(line) async for line in response.content]
+    assert len(lines) == 1
+    whole = chunk_from_json(lines[0])
+    assert (whole.tokens, whole.logprobs, whole.finish) == (expected.tokens, expected.logprobs, "length")
+    assert whole.routes is not None and len(whole.routes) == len(PROMPT) + len(whole.tokens) - 1
+    assert whole.policies == [make_update(0).policy] == [whole.oldest_kv_policy]
+    assert len(pieces) > 1 and pieces[-1].finish == "length"
+    assert [token for piece in pieces for token in piece.tokens] == whole.tokens
+
+
+async def test_health_and_metrics() -> None:
+    update = make_update(3)
+    async with engine_at(update) as engine, client_of(engine) as client:
+        await answer(engine, request())
+        health = await (await client.get("/health")).json()
+        metrics = await (await client.get("/metrics")).text()
+    assert health == {
+        "engine": "engine-test",
+        "region": "home",
+        "policy": {"line": "main", "number": 3, "form": "bf16", "digest": update.policy.digest},
+        "running": 0,
+        "waiting": 0,
+        "paused": False,
+        "problem": "the store is away",
+    }
+    assert 'rollmill_engine_version{engine="engine-test",region="home"} 3' in metrics.splitlines()
+    assert 'rollmill_engine_sampled_tokens_total{engine="engine-test",region="home"} 12' in metrics.splitlines()
+    assert "# TYPE rollmill_engine_sampled_tokens_total counter" in metrics
+
+
+async def test_pause_and_resume() -> None:
+    async with engine_at(make_update(0)) as engine, client_of(engine) as client:
+        assert (await (await client.post("/pause")).json())["paused"]
+        task = asyncio.create_task(client.post("/generate", data=request_to_json(request())))
+        await until(lambda: engine.health()["waiting"] == 1)
+        assert not (await (await client.post("/resume")).json())["paused"]
+        assert chunk_from_json(await (await task).read()).finish == "length"
+
+
+@pytest.mark.parametrize("body", [b"nonsense", request_to_json(request([999])), request_to_json(request([]))])
+async def test_a_request_that_is_wrong_gets_a_400_that_says_why(body: bytes) -> None:
+    async with engine_at(make_update(0)) as engine, client_of(engine) as client:
+        response = await client.post("/generate", data=body)
+        assert response.status == 400
+        assert (await response.json())["error"]
+
+
+async def test_a_broken_engine_answers_503() -> None:
+    async with engine_at(make_update(0)) as engine, client_of(engine) as client:
+        engine._worker._runner.run = lambda work: 1 / 0  # type: ignore[assignment, method-assign]
+        for _ in range(2):
+            response = await client.post("/generate", data=request_to_json(request()))
+            assert response.status == 503
+
+
+async def test_an_answer_that_breaks_off_has_no_finish() -> None:
+    async with engine_at(make_update(0)) as engine, client_of(engine) as client:
+        lines = []
+        async with client.post("/generate", data=request_to_json(request(max_tokens=9999), stream=True)) as response:
+            with pytest.raises(aiohttp.ClientError):
+                async for line in response.content:
+                    lines.append(json.loads(line))
+                    engine._worker._runner.run = lambda work: 1 / 0  # type: ignore[assignment, method-assign]
+    assert lines and all(line["finish"] is None for line in lines)
+
+
+async def test_a_client_that_disconnects_frees_its_pages() -> None:
+    async with engine_at(make_update(0)) as engine:
+        async with client_of(engine) as client:
+            streaming = await client.post("/generate", data=request_to_json(request(max_tokens=9999), stream=True))
+            await streaming.content.readline()
+            await engine.pause()  # so that it cannot finish by itself
+            body = request_to_json(replace(request(session="w"), min_version=99))
+            waiting = asyncio.create_task(client.post("/generate", data=body))
+            await until(lambda: engine.metrics()["waiting"] == 1)
+            assert engine.metrics()["cache_blocks_free"] < engine.metrics()["cache_blocks"]
+            streaming.close()
+            waiting.cancel()
+            await until(lambda: engine.metrics()["cache_blocks_free"] == engine.metrics()["cache_blocks"])
+            await until(lambda: engine.metrics()["waiting"] == 0)
+        assert engine.metrics()["running"] == 0

@@ -1,0 +1,179 @@
+"""New weights in the middle of running generations: what each token says about its weights is true."""
+
+from __future__ import annotations
+
+import asyncio
+from dataclasses import replace
+from functools import partial
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+from torch.nn.functional import scaled_dot_product_attention
+
+from rollmill.errors import EngineError, WeightsError
+from rollmill.models.decoder import Decoder
+from rollmill.models.host import to_host
+from rollmill.weights.manifest import describe, root_digest
+from rollmill.weights.tensors import HostTensor
+from tests.inference.world import PROMPT, answer, engine_at, make_model, make_update, put_together, request, until
+from tests.inference.world import trainer_logprobs as logprobs_of
+
+TOLERANCE = 1e-4
+
+
+class Remembering:
+    """Attention over all keys and values seen so far, whichever weights computed them."""
+
+    def __init__(self) -> None:
+        self._seen: dict[int, tuple[Tensor, Tensor]] = {}
+
+    def __call__(self, layer: int, q_NHD: Tensor, k_NKD: Tensor, v_NKD: Tensor) -> Tensor:
+        if layer in self._seen:
+            keys, values = self._seen[layer]
+            k_NKD, v_NKD = torch.cat((keys, k_NKD)), torch.cat((values, v_NKD))
+        self._seen[layer] = k_NKD, v_NKD
+        new, total = q_NHD.shape[0], k_NKD.shape[0]
+        visible = torch.arange(total) <= torch.arange(total - new, total).unsqueeze(1)
+        q, k, v = (x.transpose(0, 1) for x in (q_NHD, k_NKD, v_NKD))
+        group = q.shape[0] // k.shape[0]
+        k, v = k.repeat_interleave(group, 0), v.repeat_interleave(group, 0)
+        return scaled_dot_product_attention(q, k, v, attn_mask=visible).transpose(0, 1).reshape(new, -1)
+
+
+@torch.no_grad()
+def mixed_logprobs(old: Decoder, new: Decoder, tokens: list[int], switch: int, start: int) -> list[float]:
+    """Log-probs of tokens[start:], where positions before `switch` were computed with the old weights."""
+    attend, everything = Remembering(), torch.tensor(tokens)
+    parts = []
+    for model, piece in ((old, slice(0, switch)), (new, slice(switch, len(tokens)))):
+        positions = torch.arange(len(tokens))[piece]
+        parts.append(model.logits(model(everything[piece], positions, attend).hidden).log_softmax(-1))
+    table = torch.cat(parts)
+    return [float(table[position - 1, tokens[position]]) for position in range(start, len(tokens))]
+
+
+async def test_a_switch_in_the_middle_of_an_answer() -> None:
+    old, new = make_update(1), make_update(2)
+    async with engine_at(old) as engine:
+        chunks = []
+        async for chunk in engine.generate(request(max_tokens=200), stream=True):
+            chunks.append(chunk)
+            if len(chunks) == 4:
+                applied = await engine.apply(new)
+        session = await answer(engine, request(PROMPT + put_together(chunks).tokens + [1]))
+    got = put_together(chunks)
+    assert applied.running == 1 and applied.pause_seconds > 0
+    assert got.last.finish == "length" and len(got.tokens) == 200, "nothing was dropped"
+    assert set(got.policies) == {old.policy, new.policy}
+    switch = got.policies.index(new.policy)
+    assert switch > 0 and set(got.policies[switch:]) == {new.policy}, "old weights are never used again"
+    tokens = PROMPT + got.tokens
+    # before the switch: exactly the old weights
+    expected = logprobs_of(make_model(old), tokens[: len(PROMPT) + switch], got.routes)[len(PROMPT) - 1 :]
+    np.testing.assert_allclose(got.logprobs[:switch], expected, atol=TOLERANCE)
+    # after it: the new weights, over keys and values that the old ones wrote; the input of the first token they
+    # sampled is the first position they computed
+    computed = len(PROMPT) + switch - 1
+    mixed = mixed_logprobs(make_model(old), make_model(new), tokens, computed, computed + 1)
+    np.testing.assert_allclose(got.logprobs[switch:], mixed, atol=TOLERANCE)
+    purely_new = logprobs_of(make_model(new), tokens)[computed:]
+    assert abs(float(purely_new[0]) - got.logprobs[switch]) > 10 * TOLERANCE, "old keys and values make a difference"
+    assert got.last.oldest_kv_policy == old.policy
+    assert session.last.oldest_kv_policy == old.policy and session.last.cached_tokens > 0
+
+
+async def test_a_request_after_the_switch_is_all_new() -> None:
+    async with engine_at(make_update(1)) as engine:
+        await answer(engine, request(session="old"))
+        await engine.apply(make_update(2))
+        got = await answer(engine, request(session="new"))
+    assert {policy.number for policy in got.policies} == {2}
+    assert got.last.oldest_kv_policy == make_update(2).policy
+
+
+async def test_many_switches_under_load_drop_nothing() -> None:
+    updates = [make_update(number) for number in range(6)]
+    models = {update.policy.number: make_model(update) for update in updates}
+    async with engine_at(updates[0]) as engine:
+        tasks = [
+            asyncio.create_task(answer(engine, request(session=f"s{n}", seed=n, max_tokens=150))) for n in range(6)
+        ]
+
+        def enough(sampled: float) -> bool:
+            return engine.metrics()["sampled_tokens_total"] >= sampled or all(task.done() for task in tasks)
+
+        for update in updates[1:]:
+            sampled = engine.metrics()["sampled_tokens_total"]
+            await until(partial(enough, sampled + 30))
+            await engine.apply(update)
+        got = [await task for task in tasks]
+    for one in got:
+        assert len(one.tokens) == 150
+        numbers = [policy.number for policy in one.policies]
+        assert numbers == sorted(numbers) and len(set(numbers)) > 1
+        first = numbers.count(numbers[0])
+        expected = logprobs_of(models[numbers[0]], PROMPT + one.tokens[:first], one.routes)[len(PROMPT) - 1 :]
+        np.testing.assert_allclose(one.logprobs[:first], expected, atol=TOLERANCE)
+
+
+async def test_only_changed_tensors_need_to_be_loaded() -> None:
+    first = make_update(1)
+    model = make_model(first)
+    with torch.no_grad():
+        model.norm.mul_(2)
+    tensors = to_host(model.state_dict())
+    policy = replace(first.policy, number=2, digest=root_digest(describe(tensors)))
+    async with engine_at(first) as engine:
+        await engine.apply(replace(first, policy=policy, tensors=tensors, changed={"norm"}))
+        got = await answer(engine, request())
+        # a difference relative to weights that were never applied here still ends at the right bytes
+        await engine.apply(replace(make_update(3), changed=set()))
+        assert engine.health()["policy"]["digest"] == make_update(3).policy.digest
+    expected = logprobs_of(model, PROMPT + got.tokens)[len(PROMPT) - 1 :]
+    np.testing.assert_allclose(got.logprobs, expected, atol=TOLERANCE)
+
+
+async def test_bytes_that_do_not_match_are_never_served() -> None:
+    good, bad = make_update(1), make_update(2)
+    flipped = bad.tensors["embedding"].data.copy()
+    flipped[10] ^= 1
+    bad.tensors["embedding"] = HostTensor("bf16", bad.tensors["embedding"].shape, flipped)
+    async with engine_at(good) as engine:
+        with pytest.raises(WeightsError, match="do not have digest"):
+            await engine.apply(bad)
+        assert engine.health()["policy"] is None, "its parameters are neither version: it serves nothing"
+        task = asyncio.create_task(answer(engine, request()))
+        await until(lambda: engine.metrics()["waiting"] == 1)
+        await engine.apply(make_update(2))
+        assert {policy.number for policy in (await task).policies} == {2}
+
+
+async def test_weights_of_another_model_leave_the_served_ones_in_place() -> None:
+    good, other = make_update(1), make_update(2)
+    del other.tensors["norm"]
+    async with engine_at(good) as engine:
+        with pytest.raises(WeightsError, match="another model"):
+            await engine.apply(other)
+        assert {policy.number for policy in (await answer(engine, request())).policies} == {1}
+
+
+async def test_weights_that_are_not_finite_fail_requests_and_poison_nothing() -> None:
+    good = make_update(1)
+    model = make_model(good)
+    with torch.no_grad():
+        model.layers[0].qkv.fill_(torch.nan)
+    tensors = to_host(model.state_dict())
+    broken = replace(
+        good, policy=replace(good.policy, number=2, digest=root_digest(describe(tensors))), tensors=tensors
+    )
+    async with engine_at(good) as engine:
+        expected = await answer(engine, request())
+        await engine.apply(broken)
+        for n in range(4):
+            with pytest.raises(EngineError, match="not finite"):
+                await answer(engine, request([1] * 60, f"s{n}"))
+        await engine.apply(replace(good, policy=replace(good.policy, number=3)))
+        got = await asyncio.gather(*(answer(engine, request(session=f"t{n}")) for n in range(4)))
+    assert [one.tokens for one in got] == [expected.tokens] * 4

@@ -1,0 +1,108 @@
+from __future__ import annotations
+
+import json
+
+import numpy as np
+import pytest
+
+from rollmill.errors import EngineError
+from rollmill.inference.engine import GenerateChunk, GenerateRequest
+from rollmill.inference.wire import chunk_from_json, chunk_to_json, request_from_json, request_to_json
+from rollmill.types import PolicyRef, Sampling
+
+REQUEST = GenerateRequest(
+    "session", [1, 2, 3], Sampling(0.7, 0.9, 5, 33, (4, 5), 2**63), traffic="production", min_version=6
+)
+OLD, NEW = PolicyRef("main", 1, "bf16", "aa"), PolicyRef("main", 2, "bf16", "bb")
+CHUNK = GenerateChunk(
+    tokens=[5, 6],
+    logprobs=[-0.1, float(np.float32(-1 / 3))],
+    policy=[0, 1],
+    policies=[OLD, NEW],
+    routes_start=7,
+    routes=np.arange(12, dtype=np.uint16).reshape(3, 2, 2),
+    finish="stop",
+    oldest_kv_policy=OLD,
+    cached_tokens=4,
+    timing={"total_seconds": 0.5},
+)
+
+
+def test_a_request_survives_the_wire() -> None:
+    assert request_from_json(request_to_json(REQUEST)) == (REQUEST, False)
+    assert request_from_json(request_to_json(REQUEST, stream=True)) == (REQUEST, True)
+
+
+def test_a_request_may_leave_out_what_has_a_default() -> None:
+    request, stream = request_from_json(b'{"session": "s", "tokens": [1]}')
+    assert request == GenerateRequest("s", [1], Sampling()) and not stream
+
+
+def test_a_chunk_survives_the_wire_bit_for_bit() -> None:
+    line = chunk_to_json(CHUNK)
+    assert b"\n" not in line
+    decoded = chunk_from_json(line)
+    assert decoded.routes is not None and CHUNK.routes is not None
+    assert np.array_equal(decoded.routes, CHUNK.routes) and decoded.routes.dtype == np.uint16
+    decoded.routes = CHUNK.routes
+    assert decoded == CHUNK
+
+
+def test_a_chunk_of_a_dense_model_in_the_middle_of_an_answer() -> None:
+    chunk = GenerateChunk([1], [-2.0], [0], [OLD])
+    assert chunk_from_json(chunk_to_json(chunk)) == chunk
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"tokens": "abc"},
+        {"tokens": [1.5]},
+        {"tokens": [-1]},
+        {"tokens": [True]},
+        {"session": 5},
+        {"traffic": "vip"},
+        {"min_version": "1"},
+        {"stream": "yes"},
+        {"sampling": []},
+        {"sampling": {"temperature": -1}},
+        {"sampling": {"temperature": 1e-9}},
+        {"sampling": {"temperature": float("nan")}},
+        {"sampling": {"top_p": 0}},
+        {"sampling": {"top_k": -1}},
+        {"sampling": {"max_tokens": 0}},
+        {"sampling": {"stop_tokens": 3}},
+        {"sampling": {"seed": "x"}},
+    ],
+    ids=str,
+)
+def test_a_request_that_makes_no_sense_is_refused(change: dict[str, object]) -> None:
+    tree = {"session": "s", "tokens": [1], **change}
+    with pytest.raises(EngineError):
+        request_from_json(json.dumps(tree).encode())
+
+
+@pytest.mark.parametrize("data", [b"", b"{", b"[]", b"\xff", b"[" * 100000, b"{}"])
+def test_what_is_not_a_request_is_refused(data: bytes) -> None:
+    with pytest.raises(EngineError):
+        request_from_json(data)
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"logprobs": [-1.0]},
+        {"policy": [0, 2]},
+        {"logprobs": [None, -1.0]},
+        {"finish": "bored"},
+        {"policies": [{"line": "main"}]},
+        {"routes": {"shape": [3, 2, 2], "dtype": "uint8", "data": "AAAA"}},
+        {"routes": {"shape": [1], "dtype": "object", "data": "AA=="}},
+        {"routes": {"shape": [1], "dtype": "uint8", "data": "???"}},
+    ],
+    ids=str,
+)
+def test_a_chunk_that_contradicts_itself_is_refused(change: dict[str, object]) -> None:
+    tree = {**json.loads(chunk_to_json(CHUNK)), **change}
+    with pytest.raises(EngineError):
+        chunk_from_json(json.dumps(tree).encode())

@@ -1,0 +1,120 @@
+"""A tiny model, its versions, and what the trainer's forward pass says about an answer."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+
+from rollmill.inference.config import EngineConfig
+from rollmill.inference.embedded.engine import EmbeddedEngine
+from rollmill.inference.engine import GenerateChunk, GenerateRequest
+from rollmill.models.attention import PackedAttention, packed_positions
+from rollmill.models.config import ModelConfig
+from rollmill.models.decoder import Decoder
+from rollmill.models.host import load_host, to_host
+from rollmill.models.moe import Replay
+from rollmill.types import PolicyRef, Sampling
+from rollmill.weights.follower import Update
+from rollmill.weights.manifest import describe, root_digest
+
+TINY = ModelConfig(
+    vocab_size=40,
+    layers=2,
+    width=32,
+    heads=4,
+    kv_heads=2,
+    head_dim=8,
+    experts=6,
+    experts_per_token=2,
+    expert_width=16,
+    max_context=256,
+)
+ENGINE = EngineConfig(max_batch=8, block_size=4, cache_tokens=1024, prefill_chunk=16, stream_seconds=0.0)
+PROMPT = [3, 1, 4, 1, 5, 9, 2, 6, 5, 3, 5]
+
+
+def make_update(number: int, config: ModelConfig = TINY) -> Update:
+    """Version `number`: random weights of their own."""
+    model = Decoder(config)
+    model.initialise(number)
+    tensors = to_host(model.state_dict())
+    policy = PolicyRef("main", number, "bf16", root_digest(describe(tensors)))
+    return Update(policy, tensors, set(tensors), 0, {}, time.time())
+
+
+def make_model(update: Update, config: ModelConfig = TINY) -> Decoder:
+    model = Decoder(config)
+    load_host(model, update.tensors)
+    return model
+
+
+@asynccontextmanager
+async def engine_at(
+    update: Update | None, config: EngineConfig = ENGINE, model: ModelConfig = TINY
+) -> AsyncIterator[EmbeddedEngine]:
+    async with EmbeddedEngine(model, config, name="engine-test", region="home") as engine:
+        if update is not None:
+            await engine.apply(update)
+        yield engine
+
+
+def request(tokens: list[int] = PROMPT, session: str = "s", **sampling: object) -> GenerateRequest:
+    return GenerateRequest(session, list(tokens), Sampling(**{"max_tokens": 12, "seed": 7, **sampling}))
+
+
+async def until(condition: Callable[[], bool]) -> None:
+    """Wait for it; the test's own timeout ends a wait in vain."""
+    while not condition():  # noqa: ASYNC110 - what is waited for happens in another thread or process
+        await asyncio.sleep(0.005)
+
+
+@dataclass
+class Whole:
+    """All chunks of an answer, put together as the gateway does."""
+
+    tokens: list[int]
+    logprobs: list[float]
+    policies: list[PolicyRef]  # one a token
+    routes: dict[int, np.ndarray]  # by position
+    last: GenerateChunk
+
+
+def put_together(chunks: list[GenerateChunk]) -> Whole:
+    routes: dict[int, np.ndarray] = {}
+    for chunk in chunks:
+        for offset, row in enumerate(() if chunk.routes is None else chunk.routes):
+            assert chunk.routes_start + offset not in routes, "a position is reported once"
+            routes[chunk.routes_start + offset] = row
+    return Whole(
+        [token for chunk in chunks for token in chunk.tokens],
+        [logprob for chunk in chunks for logprob in chunk.logprobs],
+        [chunk.policies[index] for chunk in chunks for index in chunk.policy],
+        routes,
+        chunks[-1],
+    )
+
+
+async def answer(engine: EmbeddedEngine, wanted: GenerateRequest, *, stream: bool = False) -> Whole:
+    return put_together([chunk async for chunk in engine.generate(wanted, stream=stream)])
+
+
+@torch.no_grad()
+def trainer_logprobs(model: Decoder, tokens: list[int], routes: dict[int, np.ndarray] | None = None) -> torch.Tensor:
+    """Log-probs of tokens[1:] by the trainer's packed forward pass, with the engine's routes replayed where known."""
+    replay = None
+    if routes is not None:
+        rows = torch.zeros(len(tokens), model.config.moe_layers, model.config.experts_per_token, dtype=torch.long)
+        valid = torch.zeros(len(tokens), dtype=torch.bool)
+        for position, row in routes.items():
+            if position < len(tokens):
+                rows[position], valid[position] = torch.from_numpy(row.astype(np.int64)), True
+        replay = Replay(rows, valid)
+    lengths = [len(tokens)]
+    output = model(torch.tensor(tokens), packed_positions(lengths), PackedAttention(lengths), replay)
+    return model.logits(output.hidden)[:-1].log_softmax(-1).gather(1, torch.tensor(tokens[1:]).unsqueeze(1)).squeeze(1)

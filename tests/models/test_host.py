@@ -1,0 +1,74 @@
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+
+from rollmill.errors import WeightsError
+from rollmill.models.decoder import Decoder
+from rollmill.models.host import device_digest, load_host, round_to_form_, to_host
+from rollmill.weights.manifest import describe, root_digest
+from rollmill.weights.tensors import HostTensor
+from tests.models.reference import TINY, make_decoder
+
+
+@pytest.mark.parametrize("form", ["bf16", "fp16", "fp32"])
+def test_loading_and_exporting_again_gives_the_same_bytes(form: str) -> None:
+    tensors = to_host(make_decoder().state_dict(), form)
+    engine = Decoder(TINY)
+    load_host(engine, tensors)
+    again = to_host(engine.state_dict(), form)
+    assert tensors.keys() == again.keys()
+    assert all(np.array_equal(tensors[name].data, again[name].data) for name in tensors)
+    assert device_digest(engine, form) == root_digest(describe(tensors))
+
+
+def test_trainer_and_engine_hold_the_same_values_once_rounded() -> None:
+    trainer, engine = make_decoder(), Decoder(TINY)
+    round_to_form_(trainer.parameters())
+    load_host(engine, to_host(trainer.state_dict()))
+    assert all(torch.equal(a, b) for a, b in zip(trainer.parameters(), engine.parameters(), strict=True))
+
+
+def test_only_changed_tensors_are_copied() -> None:
+    model = make_decoder()
+    digest = device_digest(model)
+    tensors = to_host(make_decoder(seed=1).state_dict())
+    load_host(model, tensors, {"norm"})
+    assert np.array_equal(to_host(model.state_dict())["norm"].data, tensors["norm"].data)
+    assert not np.array_equal(to_host(model.state_dict())["embedding"].data, tensors["embedding"].data)
+    assert device_digest(model) != digest
+
+
+def test_the_audit_sees_one_bit() -> None:
+    model = make_decoder()
+    round_to_form_(model.parameters())
+    digest = device_digest(model)
+    with torch.no_grad():
+        model.layers[1].qkv[3, 5] *= 1 + 2**-7
+    assert device_digest(model) != digest
+
+
+def test_weights_of_another_model_touch_nothing() -> None:
+    model = make_decoder()
+    before = device_digest(model)
+    tensors = to_host(make_decoder(seed=1).state_dict())
+    missing = {name: tensor for name, tensor in tensors.items() if name != "norm"}
+    other_shape = {**tensors, "norm": HostTensor("bf16", (12,), np.zeros(24, np.uint8))}
+    for wrong in (missing, other_shape, {**tensors, "extra": tensors["norm"]}):
+        with pytest.raises(WeightsError, match="another model"):
+            load_host(model, wrong)
+    assert device_digest(model) == before
+
+
+def test_read_only_bytes_can_be_loaded(recwarn: pytest.WarningsRecorder) -> None:
+    tensors = to_host(make_decoder().state_dict())
+    for tensor in tensors.values():
+        tensor.data.flags.writeable = False
+    load_host(Decoder(TINY), tensors)
+    assert not recwarn.list
+
+
+def test_an_unknown_form_is_refused() -> None:
+    with pytest.raises(WeightsError, match="fp3"):
+        to_host(make_decoder().state_dict(), "fp3")

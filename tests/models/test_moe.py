@@ -1,0 +1,120 @@
+from __future__ import annotations
+
+import pytest
+import torch
+
+from rollmill.errors import TrainingError
+from rollmill.models.attention import PackedAttention, packed_positions
+from rollmill.models.decoder import Decoder, DecoderOutput
+from rollmill.models.moe import Replay, router_stats
+from tests.models.reference import TINY, make_decoder
+
+LENGTHS = [30, 30]
+TOKENS = sum(LENGTHS)
+
+
+def _run(model: Decoder, replay: Replay | None = None) -> DecoderOutput:
+    tokens = torch.randint(TINY.vocab_size, (TOKENS,), generator=torch.Generator().manual_seed(5))
+    return model(tokens, packed_positions(LENGTHS), PackedAttention(LENGTHS), replay)
+
+
+def _everywhere(routes: torch.Tensor) -> Replay:
+    return Replay(routes, torch.ones(len(routes), dtype=torch.bool))
+
+
+def test_replaying_its_own_routes_changes_not_one_bit() -> None:
+    model = make_decoder()
+    live = _run(model)
+    assert live.routes is not None and live.routes.shape == (TOKENS, 2, 2)
+    replayed = _run(model, _everywhere(live.routes.to(torch.uint8)))
+    assert torch.equal(live.hidden, replayed.hidden)
+    assert torch.equal(live.routes, replayed.routes)
+
+
+def test_recorded_experts_are_used_where_valid_and_only_there() -> None:
+    model = make_decoder()
+    live = _run(model).routes
+    forced = (live + 1) % TINY.experts
+    valid = torch.arange(TOKENS) % 2 == 0
+    output = _run(model, Replay(forced, valid))
+    assert torch.equal(output.routes[valid], forced[valid])
+    first_layer = output.routings[0]
+    assert torch.equal(first_layer.chosen[~valid], first_layer.live[~valid])
+    assert torch.equal(first_layer.live, live[:, 0]), "the live choice is still made, for comparison"
+
+
+@pytest.mark.parametrize("gate", ["softmax", "sigmoid"])
+def test_the_gate_stays_live_under_replay(gate: str) -> None:
+    """Weights are the live scores of the recorded experts, renormalised; the gate learns even for experts it would not
+    have chosen itself."""
+    model = make_decoder(TINY.model_copy(update={"gate": gate}))
+    live = _run(model).routes
+    forced = (live + 1) % TINY.experts  # often no live expert among them
+    output = _run(model, _everywhere(forced))
+    output.hidden.sum().backward()
+    for layer in model.layers:
+        gradient = layer.mlp.router.weight.grad
+        assert (gradient.abs().sum(-1) > 0).all(), "every expert's gate gets a gradient"
+
+
+def test_router_gradient_under_replay_of_live_routes_is_the_live_gradient() -> None:
+    gradients = []
+    model = make_decoder()
+    routes = _run(model).routes
+    for replay in (None, _everywhere(routes)):
+        model.zero_grad()
+        _run(model, replay).hidden.pow(3).sum().backward()
+        gradients.append(model.layers[0].mlp.router.weight.grad.clone())
+    assert torch.equal(*gradients)
+
+
+def test_misaligned_routes_have_a_signature() -> None:
+    """Moved by a token or a layer, routes agree with the router no better than chance; aligned ones agree fully."""
+    model = make_decoder()
+    routes = _run(model).routes
+    shares = {}
+    for name, moved in {
+        "aligned": routes,
+        "one token": routes.roll(1, 0),
+        "one layer": routes.roll(1, 1),
+    }.items():
+        replay = _everywhere(moved)
+        stats = router_stats(_run(model, replay).routings, replay.valid)
+        shares[name] = float(stats.zero_overlap.mean()), float(stats.flip_rate.mean())
+    assert shares["aligned"] == (0.0, 0.0)
+    assert min(shares["one token"] + shares["one layer"]) > 0.1
+
+
+def test_stats_count_only_valid_rows_for_the_comparison() -> None:
+    model = make_decoder()
+    live = _run(model).routes
+    valid = torch.zeros(TOKENS, dtype=torch.bool)
+    valid[:10] = True
+    forced = live.clone()
+    forced[:10, 0] = (live[:10, 0] + 2) % TINY.experts
+    stats = router_stats(_run(model, Replay(forced, valid)).routings, valid)
+    assert stats.flip_rate[0] == 1.0
+    assert stats.load.shape == (2, TINY.experts)
+    torch.testing.assert_close(stats.load.sum(-1), torch.ones(2))
+
+
+def test_balance_is_one_for_an_even_load_and_pulls_towards_it() -> None:
+    model = make_decoder()
+    for layer in model.layers:
+        torch.nn.init.zeros_(layer.mlp.router.weight)
+    output = _run(model)
+    assert float(router_stats(output.routings).balance.detach()) == pytest.approx(1.0)
+    skewed = make_decoder()
+    with torch.no_grad():
+        for layer in skewed.layers:
+            layer.mlp.router.weight.mul_(20)
+    balance = router_stats(_run(skewed).routings).balance
+    assert float(balance.detach()) > 1.05
+    balance.backward()
+    assert skewed.layers[0].mlp.router.weight.grad.abs().sum() > 0
+
+
+def test_routes_of_another_model_are_refused() -> None:
+    model = make_decoder()
+    with pytest.raises(TrainingError, match="cannot replay"):
+        _run(model, _everywhere(torch.zeros(TOKENS, 3, 2, dtype=torch.uint8)))

@@ -1,0 +1,377 @@
+"""The repository's own promises: layers, light imports, sizes, examples, and documents that do not lie.
+
+Every test walks what is in the tree, so a new file, example, document or command is held to the same rules.
+"""
+
+from __future__ import annotations
+
+import ast
+import fnmatch
+import importlib.util
+import os
+import re
+import subprocess
+import sys
+import time
+import tomllib
+from collections.abc import Iterator
+from functools import cache
+from pathlib import Path
+
+import pytest
+
+import rollmill
+
+ROOT = Path(__file__).parents[1]
+PACKAGE = ROOT / "rollmill"
+SKIPPED = {".git", ".venv", "runs", "build", "dist", "__pycache__"}
+
+# Imports go downwards only: a module may import from strictly lower rows, and from its own package.
+LAYERS = (
+    ("errors",),
+    ("types",),
+    ("config",),
+    ("telemetry",),
+    ("storage",),
+    ("chat",),
+    ("trajectories", "weights"),
+    ("models",),
+    ("inference",),
+    ("gateway",),
+    ("environments",),
+    ("rollouts",),
+    ("training",),
+    ("evals",),
+    ("cluster",),
+    ("cli",),
+)
+RANK = {name: rank for rank, names in enumerate(LAYERS) for name in names}
+TORCH_ALLOWED = (
+    "rollmill.training",
+    "rollmill.models",
+    "rollmill.inference.embedded",
+    # bodies of the processes that compute; only those processes import them
+    "rollmill.cluster.roles.midtrain",
+    "rollmill.cluster.roles.trainer",
+    "rollmill.cluster.roles.engine",
+)
+GUESTS = ("rollmill.environments.machines.namespace.warm_python",)  # runs programs inside a machine; that is its work
+HEAVY = ("torch", "sqlalchemy", "obstore", "numpy")
+
+
+def files(pattern: str) -> list[Path]:
+    found = []
+    for path in sorted(ROOT.rglob(pattern)):
+        parts = path.relative_to(ROOT).parts
+        if path.is_file() and not any(part in SKIPPED or part.endswith((".egg-info", "_cache")) for part in parts):
+            found.append(path)
+    return found
+
+
+def module_name(path: Path) -> str:
+    parts = path.relative_to(ROOT).with_suffix("").parts
+    return ".".join(parts[:-1] if parts[-1] == "__init__" else parts)
+
+
+MODULES = {module_name(path): path for path in sorted(PACKAGE.rglob("*.py"))}
+SOURCES = files("*.py")
+DOCUMENTS = files("*.md")
+
+
+@cache
+def tree(path: Path) -> ast.Module:
+    return ast.parse(path.read_text(encoding="utf-8"), str(path))
+
+
+def imported(node: ast.AST) -> Iterator[str]:
+    """The absolute names an import statement brings in; `from a import b` may mean the module a.b."""
+    if isinstance(node, ast.Import):
+        yield from (alias.name for alias in node.names)
+    elif isinstance(node, ast.ImportFrom):
+        assert node.level == 0, "imports are absolute"
+        yield from (f"{node.module}.{alias.name}" for alias in node.names)
+
+
+def layer(name: str) -> str | None:
+    """The second part of a name in our package: the row of LAYERS it belongs to."""
+    parts = name.split(".")
+    return parts[1] if parts[0] == "rollmill" and len(parts) > 1 and not parts[1].startswith("__") else None
+
+
+# --- code
+
+
+@pytest.mark.parametrize("name", MODULES)
+def test_imports_go_downwards_only(name: str) -> None:
+    mine = layer(name)
+    if mine is None:
+        return
+    assert mine in RANK, f"{mine} has no place in LAYERS yet"
+    for node in ast.walk(tree(MODULES[name])):
+        for target in imported(node):
+            other = layer(target)
+            if other is not None and other != mine:
+                assert other in RANK, f"{target} is no known layer"
+                assert RANK[other] < RANK[mine], f"{name} imports {target}, which is not below it"
+
+
+def test_every_package_has_an_init() -> None:
+    for path in SOURCES:
+        if path.parent != ROOT and path.parts[len(ROOT.parts)] in ("rollmill", "tests", "benchmarks"):
+            assert (path.parent / "__init__.py").exists(), f"{path.parent} has no __init__.py"
+
+
+@pytest.mark.parametrize("name", MODULES)
+def test_files_and_functions_fit_a_reader(name: str) -> None:
+    lines = MODULES[name].read_text(encoding="utf-8").count("\n")
+    assert lines <= 500, f"{name} has {lines} lines"
+    for node in ast.walk(tree(MODULES[name])):
+        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
+            length = (node.end_lineno or node.lineno) - node.lineno + 1
+            assert length <= 80, f"{name}.{node.name} has {length} lines"
+
+
+@pytest.mark.parametrize("name", MODULES)
+def test_nothing_executes_data(name: str) -> None:
+    for node in ast.walk(tree(MODULES[name])):
+        for target in imported(node):
+            assert target.split(".")[0] not in ("pickle", "cPickle", "dill", "marshal", "shelve"), f"{name}: {target}"
+        if not isinstance(node, ast.Call):
+            continue
+        called = ast.unparse(node.func)
+        keywords = {keyword.arg: keyword.value for keyword in node.keywords}
+        assert name in GUESTS or called not in ("eval", "exec", "os.system", "os.popen"), f"{name} calls {called}"
+        shell = keywords.get("shell")
+        assert not (isinstance(shell, ast.Constant) and shell.value), f"{name}:{node.lineno} runs a shell string"
+        if called == "torch.load":
+            assert "weights_only" in keywords, f"{name}:{node.lineno} could unpickle anything"
+
+
+def test_a_helper_lives_with_its_owner() -> None:
+    for path in SOURCES:
+        assert path.stem not in ("utils", "util", "helpers", "common", "misc"), path
+
+
+def test_nothing_is_left_for_later() -> None:
+    unfinished = re.compile(r"\b(" + "|".join(("TO" + "DO", "FIX" + "ME", "X" * 3)) + r")\b")
+    for path in [*SOURCES, *DOCUMENTS, *files("*.toml"), *files("*.js"), *files("*.css")]:
+        for number, line in enumerate(path.read_text(encoding="utf-8").splitlines(), 1):
+            assert not unfinished.search(line), f"{path.relative_to(ROOT)}:{number}: {line.strip()}"
+
+
+# --- light imports
+
+
+def python(script: str) -> str:
+    done = subprocess.run(
+        [sys.executable, "-c", script], cwd=ROOT, capture_output=True, text=True, timeout=110, check=False
+    )
+    assert done.returncode == 0, done.stderr
+    return done.stdout
+
+
+def test_the_command_line_imports_nothing_heavy() -> None:
+    if "rollmill.cli.main" not in MODULES:
+        return
+    started = time.monotonic()
+    script = (
+        "import sys; sys.argv = ['rollmill', '--help']\n"
+        "from rollmill.cli.main import app\n"
+        "try:\n    app()\nexcept SystemExit as done:\n    assert not done.code, done.code\n"
+        f"print('heavy:', [name for name in {HEAVY!r} if name in sys.modules])"
+    )
+    output = python(script)
+    print(f"rollmill --help took {time.monotonic() - started:.2f} s")
+    assert "demo" in output
+    assert output.rstrip().endswith("heavy: []")
+
+
+def test_importing_is_light_and_has_no_side_effects() -> None:
+    """All modules that may not have torch, imported for real in one process: what they pull in indirectly counts too.
+
+    They are imported in an empty directory: no banner, no file, no directory comes of it.
+    """
+    names = [name for name in MODULES if not name.startswith(TORCH_ALLOWED) and not name.endswith("__main__")]
+    names += [name for name in MODULES if name.endswith(".config")]  # configuration is read before torch is needed
+    script = (
+        f"import importlib, os, sys, tempfile; sys.path.insert(0, {str(ROOT)!r})\n"
+        "os.chdir(tempfile.mkdtemp())\n"
+        f"for name in {names!r}:\n"
+        "    importlib.import_module(name)\n"
+        "    if 'torch' in sys.modules:\n        sys.exit(f'{name} imports torch')\n"
+        "assert os.listdir('.') == [], os.listdir('.')\n"
+        "os.rmdir(os.getcwd())\n"
+    )
+    assert python(script) == ""
+
+
+# --- configuration and packaging
+
+
+@cache
+def project() -> dict:  # type: ignore[type-arg]
+    return tomllib.loads((ROOT / "pyproject.toml").read_text())
+
+
+@pytest.mark.parametrize(
+    "path", [*sorted((ROOT / "examples").glob("*.toml")), *sorted(PACKAGE.rglob("*.toml"))], ids=str
+)
+def test_every_example_loads(path: Path) -> None:
+    from rollmill.cluster.run import RunConfig
+    from rollmill.config import load_config
+
+    overrides = [] if "name" in tomllib.loads(path.read_text()) else ['name="example"']
+    load_config(RunConfig, path, overrides)
+
+
+def test_everything_in_the_package_is_shipped() -> None:
+    patterns = project()["tool"]["setuptools"]["package-data"]["rollmill"]
+    for path in PACKAGE.rglob("*"):
+        relative = path.relative_to(PACKAGE).as_posix()
+        if path.is_file() and path.suffix not in (".py", ".pyc"):
+            shipped = any(fnmatch.fnmatch(f"/{relative}", pattern.replace("**/", "*/")) for pattern in patterns)
+            assert shipped, f"rollmill/{relative} matches no package-data pattern"
+
+
+def test_versions_are_pinned_and_agree() -> None:
+    lines = [line for line in (ROOT / "constraints.txt").read_text().splitlines() if line and not line.startswith("#")]
+    for line in lines:
+        assert re.fullmatch(r"[A-Za-z0-9._-]+==[A-Za-z0-9.]+", line), f"{line!r} is not an exact, portable pin"
+    assert "torch==2.13.0" in lines
+    pinned = {re.sub(r"[-_.]+", "-", line.partition("==")[0]).lower() for line in lines}
+    groups = project()["project"]["optional-dependencies"].values()
+    for requirement in [*project()["project"]["dependencies"], *(one for group in groups for one in group)]:
+        name = re.match(r"[A-Za-z0-9._-]+", requirement)
+        assert name is not None
+        assert name[0] == "rollmill" or re.sub(r"[-_.]+", "-", name[0]).lower() in pinned, (
+            f"{requirement} is not pinned"
+        )
+    assert project()["project"]["version"] == rollmill.__version__
+    assert f"## {rollmill.__version__}" in (ROOT / "CHANGELOG.md").read_text()
+    assert "Apache License" in (ROOT / "LICENSE").read_text()
+
+
+@pytest.mark.parametrize(
+    "path", [*sorted((ROOT / "scripts").iterdir()), ROOT / ".ci" / "run"], ids=lambda path: path.name
+)
+def test_scripts_are_careful_and_executable(path: Path) -> None:
+    text = path.read_text()
+    assert os.access(path, os.X_OK) and text.startswith("#!/usr/bin/env bash\n") and "set -euo pipefail" in text
+    subprocess.run(["bash", "-n", str(path)], check=True)
+
+
+# --- documents
+
+TOP = tuple(path.name for path in ROOT.iterdir() if path.is_dir() and path.name not in SKIPPED)
+PLACEHOLDER = re.compile(r"(^|/)([A-Z][A-Z0-9_]*|\.\.\.)(/|$)|[…<>$]")
+
+
+def code_lines(text: str) -> Iterator[str]:
+    """Lines of indented and fenced code, with their indentation."""
+    fenced = False
+    for line in text.splitlines():
+        if line.lstrip().startswith("```"):
+            fenced = not fenced
+        elif fenced or line.startswith("    "):
+            yield line
+
+
+def snippets(text: str) -> Iterator[str]:
+    """Everything set as code: between backticks, and the command part of code lines (a comment follows two spaces)."""
+    yield from re.findall(r"`([^`\n]+)`", text)
+    for line in code_lines(text):
+        yield re.split(r" {2,}|\s#\s", line.strip())[0]
+
+
+def expand(path: str) -> list[str]:
+    """`scripts/{setup,check}` names two paths."""
+    braces = re.search(r"\{([^{}]*)\}", path)
+    if braces is None:
+        return [path]
+    return [
+        one for choice in braces[1].split(",") for one in expand(path[: braces.start()] + choice + path[braces.end() :])
+    ]
+
+
+def named_paths(text: str) -> Iterator[str]:
+    """Words set as code that are paths of this repository: below one of its directories, or files at its root."""
+    for snippet in snippets(text):
+        for word in snippet.split():
+            word = word.strip("(),;:\"'")
+            path = word.partition("::")[0].rstrip("/")
+            in_tree = path.split("/")[0] in TOP and "/" in word
+            at_root = re.fullmatch(r"[A-Za-z]+\.(md|toml|txt)", path) is not None and snippet == word
+            if (in_tree or at_root) and not PLACEHOLDER.search(path):
+                yield from expand(path)
+
+
+def tree_paths(text: str) -> Iterator[str]:
+    """Paths of a drawn file tree: names ending in / or a file suffix, nested by indentation under a directory."""
+    parents: list[tuple[int, str]] = []
+    for line in code_lines(text):
+        indent = len(line) - len(line.lstrip())
+        names = re.match(r"((?:[\w.-]+(?:/[\w.-]+)*(?:/|\.py|\.md|\.toml))(?:  ?(?=[\w.-]+\.py)|))+", line.strip())
+        parents = [(depth, name) for depth, name in parents if depth < indent]
+        if names is None:
+            continue
+        prefix = "".join(name for _, name in parents)
+        words = names[0].split()
+        if parents or words[0].rstrip("/") in TOP:
+            yield from (prefix + word for word in words)
+            if words[0].endswith("/"):
+                parents.append((indent, words[0]))
+
+
+@pytest.mark.parametrize("document", DOCUMENTS, ids=lambda path: str(path.relative_to(ROOT)))
+def test_paths_named_in_documents_exist(document: Path) -> None:
+    text = document.read_text(encoding="utf-8")
+    links = [
+        link for link in re.findall(r"\]\(([^)#\s]+)", text) if "://" not in link and not link.startswith("mailto:")
+    ]
+    for link in links:
+        assert (document.parent / link).exists(), f"link to {link}"
+    for path in [*named_paths(text), *tree_paths(text)]:
+        here = document.parent / path
+        assert here.exists() or any(ROOT.glob(path.rstrip("/"))), f"{path} is named but not there"
+
+
+def check_command(words: list[str]) -> None:
+    """`rollmill a b --option`: a and b are commands, the option is one of theirs."""
+    import typer
+
+    from rollmill.cli.main import app
+
+    command = typer.main.get_command(app)
+    for word in words:
+        commands = getattr(command, "commands", None)
+        if word.startswith("-"):
+            options = {option for parameter in command.params for option in parameter.opts + parameter.secondary_opts}
+            assert word.partition("=")[0] in options | {"--help"}, f"{word} is no option of {command.name}"
+        elif commands is not None:
+            assert word in commands, f"{word} is no command of {command.name}"
+            command = commands[word]
+
+
+@pytest.mark.parametrize("document", DOCUMENTS, ids=lambda path: str(path.relative_to(ROOT)))
+def test_commands_named_in_documents_exist(document: Path) -> None:
+    for snippet in snippets(document.read_text(encoding="utf-8")):
+        words = snippet.split()
+        if len(words) > 1 and words[0] in ("rollmill", ".venv/bin/rollmill") and not re.search(r"[|…]|\.\.\.", snippet):
+            check_command(words[1:])
+        module = re.search(r"python3? -m ((?:benchmarks|rollmill)(?:\.\w+)+)", snippet)
+        if module and not module[1].rpartition(".")[2].isupper():
+            assert importlib.util.find_spec(module[1]), f"python -m {module[1]} is named but not there"
+        if words and words[0].startswith(("scripts/", ".ci/")):
+            assert os.access(ROOT / words[0], os.X_OK), f"{words[0]} cannot be run"
+
+
+def test_the_readers_of_documents_read() -> None:
+    """The tests above must see what they are meant to see."""
+    sample = (
+        "Text with `rollmill/types.py`, `scripts/{setup,check}`, `runs/NAME/report.html`, `tests/X/Y` and `a/b`.\n\n"
+        "    scripts/test tests/cli   runs some\n"
+        "    rollmill/\n      types.py  errors.py    nouns\n      storage/      objects\n    examples/   more\n"
+    )
+    assert list(named_paths(sample))[:3] == ["rollmill/types.py", "scripts/setup", "scripts/check"]
+    assert "tests/cli" in set(named_paths(sample)) and not any("NAME" in path for path in named_paths(sample))
+    assert {"rollmill/types.py", "rollmill/errors.py", "rollmill/storage/", "examples/"} <= set(tree_paths(sample))

@@ -1,0 +1,88 @@
+"""Where lines begin: from random weights, from a version of another line, and where nothing is there to go on from."""
+
+from pathlib import Path
+
+import pytest
+
+from rollmill.errors import TrainingError
+from rollmill.training.lineage import next_line, trace_lineage
+from rollmill.types import Version
+from rollmill.weights.publisher import Publisher
+from rollmill.weights.store import newest_line
+from tests.training.world import PACE, STEPS, World
+
+
+def test_version_0_depends_on_the_seed_alone(tmp_path: Path):
+    chains = []
+    for name in ("a", "b"):
+        world = World(tmp_path / name)
+        assert world.trainer().run(0) == Version("main", 0)
+        chains.append(world.chain())
+    assert chains[0] == chains[1]
+
+
+def test_a_line_starts_from_a_version_of_another_one(tmp_path: Path):
+    world = World(tmp_path)
+    world.trainer().run(0)
+    tensors = world.weights.load(Version("main", 0))
+    base = Publisher(world.weights, "base")
+    for number in range(3):
+        base.publish(number, tensors, metadata={"step": 10 * number})
+    other = World(tmp_path / "other")
+    Publisher(other.weights, "base").publish(2, tensors)
+    other.add_steps()
+    other.trainer(parent=Version("base", 2)).run(1)
+    first = other.weights.manifest(Version("main", 0))
+    assert first.parent == Version("base", 2) and first.digest == world.chain()[0][1]
+    lineage = trace_lineage(other.weights, "main")
+    assert lineage.position("main", 1) == 1
+    assert lineage.position("base", 2) == 0 and lineage.position("base", 1) == -1
+    assert lineage.position("stranger", 1) is None
+    # on a restart the parent no longer matters: the line has its own checkpoint
+    assert other.trainer(parent=None).run(2) == Version("main", 2)
+
+
+def test_names_of_the_lines_that_go_on(tmp_path: Path):
+    world = World(tmp_path)
+    assert newest_line(world.weights, "main") == "main" and next_line(world.weights, "main") == "main.2"
+    world.trainer().run(0)
+    tensors = world.weights.load(Version("main", 0))
+    for line in ("main.2", "main.10", "main.x", "main-base", "other.3"):
+        Publisher(world.weights, line).publish(0, tensors, parent=Version("main", 0))
+    assert newest_line(world.weights, "main") == "main.10" and next_line(world.weights, "main") == "main.11"
+
+
+def test_versions_without_any_checkpoint_are_not_overwritten(tmp_path: Path):
+    world = World(tmp_path)
+    world.trainer().run(0)
+    for key in world.objects.list("checkpoints"):
+        world.objects.delete(key)
+    with pytest.raises(TrainingError, match="no checkpoint"):
+        world.trainer().run(1)
+
+
+def test_a_damaged_checkpoint_falls_back_to_the_one_before(tmp_path: Path):
+    world = World(tmp_path)
+    world.add_steps()
+    world.trainer().run(STEPS)
+    before = world.chain()
+    assert world.trainer()._checkpoints.steps("main") == [STEPS - 2, STEPS], "older ones are removed"
+    world.objects.put(f"checkpoints/main/{STEPS:08d}/state.safetensors", b"damaged")
+    trainer = world.trainer()
+    trainer.run(STEPS)
+    assert world.chain() == before and world.ledger.committed() == STEPS
+    for step in (STEPS - 2, STEPS):
+        world.objects.put(f"checkpoints/main/{step:08d}/state.safetensors", b"damaged")
+    with pytest.raises(TrainingError, match="reads back whole"):
+        world.trainer().run(STEPS)
+
+
+def test_another_seed_does_not_change_a_line_that_exists(tmp_path: Path):
+    world = World(tmp_path)
+    world.add_steps()
+    world.trainer().run(2)
+    trainer = world.trainer()
+    trainer._seed = 99
+    trainer.run(3)
+    assert world.weights.lines() == ["main"] and len(world.chain()) == 4
+    assert world.ledger.open_groups() == (STEPS - 3) * PACE.groups_per_step

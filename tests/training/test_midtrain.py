@@ -1,0 +1,103 @@
+from collections.abc import Iterator
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from rollmill import telemetry
+from rollmill.errors import TrainingError
+from rollmill.storage.objects import Objects
+from rollmill.training.config import MidtrainConfig, OptimizerConfig, TrainingConfig
+from rollmill.training.loop import Trainer
+from rollmill.training.objectives.midtrain import Document, MidtrainObjective
+from rollmill.types import Version
+from rollmill.weights.store import WeightStore
+from tests.training.world import MODEL
+
+STEPS = 30
+
+
+def counting(seed: int, start: int) -> Iterator[Document]:
+    """Documents that count up by their own stride: easy to learn, and only from what came before."""
+    index = start
+    while True:
+        draw = np.random.default_rng((seed, index))
+        stride, length = int(draw.integers(1, 4)), int(draw.integers(6, 20))
+        tokens = [(index + stride * place) % MODEL.vocab_size for place in range(length)]
+        yield tokens, [place > 1 for place in range(length)]
+        index += 1
+
+
+def make_trainer(path: Path, documents=counting, training: TrainingConfig | None = None) -> tuple[Trainer, WeightStore]:
+    objective = MidtrainObjective(
+        MidtrainConfig(documents_per_step=8, publish_every=10),
+        documents,
+        seed=5,
+        max_context=MODEL.max_context,
+        tokens_per_microbatch=64,
+    )
+    training = training or TrainingConfig(checkpoint_every=7, optimizer=OptimizerConfig(lr=0.02, warmup_steps=3))
+    objects = Objects.open(path / "store")
+    weights = WeightStore(objects)
+    return Trainer(training, MODEL, objective, weights, objects, "base", steps=STEPS, seed=5), weights
+
+
+def test_loss_goes_down_and_versions_are_published_now_and_then(tmp_path: Path):
+    telemetry.open_events(tmp_path / "events", "midtrain")
+    trainer, weights = make_trainer(tmp_path)
+    assert trainer.run(25) == Version("base", 3)
+    steps = [manifest.step for manifest in weights.versions("base")]
+    assert steps == [0, 10, 20, 25], "the last step always is a version"
+    events = [event for event in telemetry.read_events(tmp_path / "events") if event["kind"] == "midtrain_step"]
+    losses = [event["loss"] for event in events]
+    assert len(losses) == 25 and np.mean(losses[-5:]) < 0.6 * np.mean(losses[:5])
+    assert trainer.run(STEPS) == Version("base", 4), "and can go on from there"
+
+
+def test_resume_is_exact_wherever_the_checkpoint_was(tmp_path: Path):
+    straight, expected = make_trainer(tmp_path / "straight")
+    straight.run(STEPS)
+    make_trainer(tmp_path / "stopped")[0].run(12)  # checkpoints at 7 and, because it ended there, at 12
+    resumed, weights = make_trainer(tmp_path / "stopped")
+    assert resumed.run(STEPS) == Version("base", 4)
+    digests = {manifest.step: manifest.digest for manifest in expected.versions("base")}
+    resumed_digests = {manifest.step: manifest.digest for manifest in weights.versions("base")}
+    assert resumed_digests.items() >= digests.items() and set(resumed_digests) - set(digests) == {12}
+
+
+def test_other_documents_start_a_new_line(tmp_path: Path):
+    """Checkpoint 7 is loaded, step 10 comes out differently."""
+    trainer, weights = make_trainer(tmp_path, training=TrainingConfig(checkpoint_every=7, keep_checkpoints=9))
+    trainer.run(10)
+    trainer._checkpoints._objects.delete("checkpoints/base/00000010/checkpoint.json")
+
+    def changed(seed: int, start: int) -> Iterator[Document]:
+        return counting(seed + 1, start)
+
+    trainer, weights = make_trainer(tmp_path, changed)
+    assert trainer.run(20) == Version("base.2", 2)
+    manifests = weights.versions("base.2")
+    assert [(manifest.number, manifest.step) for manifest in manifests] == [(0, 7), (1, 10), (2, 20)]
+    assert manifests[0].parent == Version("base", 0) and manifests[0].metadata["abandons"] == ["base@1"]
+
+
+def test_targets_are_the_masked_tokens_only(tmp_path: Path):
+    objective = MidtrainObjective(
+        MidtrainConfig(documents_per_step=2),
+        lambda seed, start: iter([([5, 6, 7, 8], [True, False, True, False]), ([1, 2], [True, False])]),
+        seed=0,
+        max_context=64,
+        tokens_per_microbatch=64,
+    )
+    batch = objective.next_batch(1, None, lambda: False)  # type: ignore[arg-type]
+    assert (
+        batch is not None and batch.targets == 1
+    )  # a first token has no context, and the second document has no other
+    (part,) = batch.microbatches
+    assert part.tokens_N.tolist() == [5, 6] and part.targets_M.tolist() == [7] and part.rows_M.tolist() == [1]
+
+
+def test_a_stream_that_ends_is_an_error_with_a_remedy(tmp_path: Path):
+    trainer, _ = make_trainer(tmp_path, lambda seed, start: iter([([1, 2], [True, True])]))
+    with pytest.raises(TrainingError, match="ended at document 1"):
+        trainer.run(1)

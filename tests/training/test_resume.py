@@ -1,0 +1,143 @@
+"""Promise 5: kill the trainer at any moment, start it again, and the digests are those of an undisturbed run."""
+
+import multiprocessing
+import random
+import shutil
+import signal
+import time
+from multiprocessing.process import BaseProcess
+from pathlib import Path
+
+import pytest
+
+from rollmill import telemetry
+from rollmill.types import LedgerState, Version
+from tests.training.worker import run_trainer
+from tests.training.world import PACE, STEPS, World
+
+# Each start dies after the next effect. Checkpoints are written every second step, two objects each; `create` of a
+# manifest commits a version.
+DEATHS = [
+    "put:1:00000000/state.safetensors",  # half of checkpoint 0
+    "put:1:00000000/checkpoint.json",  # checkpoint 0 without version 0
+    "write_step:1",  # step 1 recorded, not run
+    "create:1:packs/0000000001",  # version 1 half written
+    "create:1:0000000001.manifest",  # version 1 published, not committed
+    "put:1:00000002/checkpoint.json",  # checkpoint 2 written, step 2 not committed
+    "commit_step:2",  # step 3 committed; step 2 was by the restart
+    "put:1:00000004/state.safetensors",  # half of checkpoint 4: steps 3 and 4 run again
+    "create:1:0000000005.manifest",
+]
+
+
+# A process that has imported torch and done nothing else, from which each trainer process is forked: torch takes
+# seconds to import.
+SERVER = multiprocessing.get_context("forkserver")
+SERVER.set_forkserver_preload(["tests.training.worker"])
+
+
+def start(directory: Path, effect: str) -> BaseProcess:
+    process = SERVER.Process(target=run_trainer, args=(directory, effect))
+    process.start()
+    return process
+
+
+def finish(directory: Path, effect: str = "none") -> int | None:
+    process = start(directory, effect)
+    process.join()
+    return process.exitcode
+
+
+@pytest.fixture(scope="module")
+def prepared(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("prepared")
+    World(path).add_steps()
+    return path
+
+
+@pytest.fixture(scope="module")
+def uninterrupted(prepared: Path, tmp_path_factory: pytest.TempPathFactory) -> World:
+    path = tmp_path_factory.mktemp("uninterrupted") / "world"
+    shutil.copytree(prepared, path)
+    assert finish(path) == 0
+    return World(path)
+
+
+def assert_same_run(world: World, expected: World) -> None:
+    assert world.chain() == expected.chain()
+    assert world.weights.lines() == ["main"]
+    assert world.ledger.counts() == expected.ledger.counts()
+    assert world.ledger.counts()[LedgerState.trained] == STEPS * PACE.groups_per_step * PACE.group_size
+    steps = world.ledger.steps()
+    assert [step.number for step in steps] == list(range(1, STEPS + 1))
+    trained = [id for step in steps for id in step.trajectories]
+    assert len(trained) == len(set(trained)), "no trajectory is trained twice"
+    assert world.ledger.committed() == STEPS
+
+
+def test_killed_after_every_kind_of_effect(prepared: Path, uninterrupted: World, tmp_path: Path):
+    path = tmp_path / "world"
+    shutil.copytree(prepared, path)
+    for effect in DEATHS:
+        assert finish(path, effect) == -signal.SIGKILL, effect
+    assert finish(path) == 0
+    assert_same_run(World(path), uninterrupted)
+
+
+def test_killed_at_a_random_moment(prepared: Path, uninterrupted: World, tmp_path: Path):
+    path = tmp_path / "world"
+    shutil.copytree(prepared, path)
+    process = start(path, "none")
+    while not World(path).weights.numbers("main"):
+        time.sleep(0.02)
+    time.sleep(random.uniform(0, 0.3))
+    process.kill()
+    process.join()
+    assert finish(path) == 0
+    assert_same_run(World(path), uninterrupted)
+
+
+def test_sigterm_leaves_a_checkpoint_and_exit_code_0(prepared: Path, tmp_path: Path):
+    path = tmp_path / "world"
+    shutil.copytree(prepared, path)
+    process = start(path, "wait")
+    while not (path / "waiting").exists():
+        time.sleep(0.02)
+    process.terminate()
+    process.join()
+    assert process.exitcode == 0
+    assert f"checkpoints/main/{STEPS:08d}/checkpoint.json" in World(path).objects.list("checkpoints")
+
+
+def test_other_bits_start_a_new_line(prepared: Path, tmp_path: Path):
+    """A payload deleted after its step was committed: the step cannot come out the same again."""
+    path = tmp_path / "world"
+    shutil.copytree(prepared, path)
+    assert finish(path, "commit_step:5") == -signal.SIGKILL  # checkpoint 4, version 5
+    world = World(path)
+    before = world.chain()
+    world.trajectories.delete(next(iter(world.ledger.steps()[4].trajectories)))
+    assert finish(path) == 0
+    assert world.chain()[: len(before)] == before, "nothing published is overwritten"
+    first = world.weights.manifest(Version("main.2", 4))
+    assert first.parent == Version("main", 4) and first.digest == dict(before)[4]
+    assert first.metadata["abandons"] == ["main@5"]
+    assert [number for number, _ in world.chain("main.2")] == [4, 5, 6]
+    assert dict(world.chain("main.2"))[5] != dict(before)[5]
+    assert world.ledger.committed() == STEPS and world.ledger.counts()[LedgerState.leased] == 0
+    events = [event for event in telemetry.read_events(path / "events") if event["kind"] == "new_line"]
+    assert [event["abandons"] for event in events] == [["main@5"]]
+
+
+def test_a_new_line_is_resumed_like_any_other(prepared: Path, tmp_path: Path):
+    path = tmp_path / "world"
+    shutil.copytree(prepared, path)
+    assert finish(path, "commit_step:5") == -signal.SIGKILL
+    world = World(path)
+    world.trajectories.delete(next(iter(world.ledger.steps()[4].trajectories)))
+    for effect in ("put:1:main.2/00000004/checkpoint.json", "create:1:main.2/bf16/manifests/0000000005"):
+        assert finish(path, effect) == -signal.SIGKILL, effect
+    assert finish(path) == 0
+    assert world.weights.lines() == ["main", "main.2"]
+    assert [number for number, _ in world.chain("main.2")] == [4, 5, 6]
+    assert world.ledger.committed() == STEPS

@@ -1,0 +1,217 @@
+"""The RL objective on a real ledger: who is trained on, who is not and why, and what the gradient is made of."""
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+from rollmill import telemetry
+from rollmill.errors import TrainingError
+from rollmill.models.attention import PackedAttention
+from rollmill.models.decoder import Decoder
+from rollmill.training.batching import STALE, TokenRule, pack
+from rollmill.training.config import OptimizerConfig, RLConfig, TrainingConfig
+from rollmill.training.lineage import Lineage
+from rollmill.training.loss import target_logprobs
+from rollmill.training.objectives.rl import Pace, RolloutBatch
+from rollmill.training.selection import trainable_sequences
+from rollmill.types import LedgerState, Sampling, Segment, Version
+from tests.training.world import MODEL, STEPS, TRAINING, World, make_segment, policy
+
+MAIN = Lineage("main", {"main": 0})
+ANSWER = [0, 0, 0, 1, 1, 1]
+
+
+def never() -> bool:
+    return False
+
+
+def segments(count: int, **named: object) -> list[Segment]:
+    return [make_segment(ANSWER, seed=seed, **named) for seed in range(count)]  # type: ignore[arg-type]
+
+
+def next_batch(world: World, number: int, pace: Pace) -> RolloutBatch:
+    batch = world.objective(pace=pace).next_batch(number, MAIN, never)
+    assert batch is not None
+    return batch
+
+
+def test_every_trajectory_of_a_step_is_trained_or_excluded_with_a_reason(tmp_path: Path):
+    world = World(tmp_path)
+    world.add_group("a", segments(4), [1.0, 0.0, None, 0.0])
+    world.add_group("b", segments(3), [1.0, 1.0, 1.0])
+    greedy = make_segment(ANSWER, sampling=Sampling(temperature=0.0))
+    wide = make_segment(ANSWER)
+    wide.tokens[0] = MODEL.vocab_size
+    world.add_group("c", [*segments(2), greedy, wide], [1.0, 0.0, 0.0, 1.0])
+    record = next_batch(world, 1, Pace(3, 4, max_staleness=0)).record
+    advantages = {id: advantage for id, (_, _, advantage) in record.trajectories.items()}
+    third = 1 / 3  # the failed one does not count towards the mean
+    assert advantages == pytest.approx({"a-0": 2 * third, "a-1": -third, "a-3": -third, "c-0": 0.5, "c-1": -0.5})
+    states = {id: state for id, (state, _) in record.excluded.items()}
+    assert states == {
+        "a-2": LedgerState.dropped,
+        **{f"b-{index}": LedgerState.no_signal for index in range(3)},
+        "c-2": LedgerState.dropped,
+        "c-3": LedgerState.dropped,
+    }
+    assert "machine was lost" in record.excluded["a-2"][1]
+    assert "temperature 0" in record.excluded["c-2"][1]
+    assert "vocabulary" in record.excluded["c-3"][1]
+    assert world.ledger.step(1) == record, "written before anything is trained"
+    assert world.ledger.counts()[LedgerState.leased] == 5
+
+
+def test_a_trajectory_is_stale_only_when_no_token_remains(tmp_path: Path):
+    world = World(tmp_path)
+    old, recent = policy(497, "base"), policy(499, "base")  # three versions and one version before main@0
+    mixed = make_segment(ANSWER, policies=[old, recent], policy_of=[0, 0, 0, 0, 0, 1])
+    world.add_group("a", [make_segment(ANSWER, policies=[old]), mixed], [1.0, 0.0])
+    lineage = Lineage("main", {"main": 0, "base": -500})
+    batch = world.objective(pace=Pace(1, 2, max_staleness=1)).next_batch(1, lineage, never)
+    assert batch is not None and list(batch.record.trajectories) == ["a-1"]
+    state, reason = batch.record.excluded["a-0"]
+    assert state == LedgerState.stale and "more than 1 versions before 0" in reason
+    assert batch.masked[STALE] == 2 and [len(part.targets_M) for part in batch.microbatches] == [1]
+
+
+def test_a_recorded_step_is_given_again_as_it_was(tmp_path: Path):
+    world = World(tmp_path)
+    world.add_steps(2)
+    pace = Pace(2, 3, 100)
+    first = next_batch(world, 1, pace)
+    again = next_batch(World(tmp_path), 1, pace)
+    assert again.record == first.record
+    for before, after in zip(first.microbatches, again.microbatches, strict=True):
+        assert torch.equal(before.tokens_N, after.tokens_N) and torch.equal(before.targets_M, after.targets_M)
+        assert before.facts is not None and after.facts is not None
+        np.testing.assert_array_equal(before.facts.advantages, after.facts.advantages)
+    assert set(next_batch(world, 2, pace).record.groups).isdisjoint(first.record.groups)
+
+
+def test_waiting_ends_when_asked_to_stop(tmp_path: Path):
+    assert World(tmp_path).objective().next_batch(1, MAIN, lambda: True) is None
+
+
+def gradients_and_figures(
+    world: World, budget: int, config: RLConfig
+) -> tuple[dict[str, torch.Tensor], dict[str, object]]:
+    rule = TokenRule(MAIN, 0, 0)
+    sequences = [
+        each
+        for seed in range(5)
+        for each in trainable_sequences([make_segment([0] * (seed + 1) + [1] * 3, seed=seed)], seed - 2.0, rule)[0]
+    ]
+    model = Decoder(MODEL)
+    model.initialise(0)
+    batch = RolloutBatch(record=None, microbatches=pack(sequences, budget), masked=None, rewards=None, wait_seconds=0)  # type: ignore[arg-type]
+    figures = world.objective(config).backward(model, batch)
+    return {name: p.grad for name, p in model.named_parameters() if p.grad is not None}, figures
+
+
+def test_microbatches_add_up_to_the_gradient_of_one_batch(tmp_path: Path):
+    world = World(tmp_path)
+    whole, figures = gradients_and_figures(world, 1000, RLConfig())
+    parts, parts_figures = gradients_and_figures(world, 8, RLConfig())
+    assert whole.keys() == parts.keys()
+    for name in whole:
+        torch.testing.assert_close(parts[name], whole[name], rtol=1e-4, atol=1e-7)
+    assert parts_figures["loss"] == pytest.approx(figures["loss"])
+    assert parts_figures["trained_tokens"] == figures["trained_tokens"] == 15
+
+
+def test_routes_are_replayed_and_disagreement_is_counted(tmp_path: Path):
+    world = World(tmp_path)
+    replayed, figures = gradients_and_figures(world, 1000, RLConfig())
+    live, live_figures = gradients_and_figures(world, 1000, RLConfig(router_replay=False))
+    assert not torch.equal(replayed["layers.0.mlp.gate_up"], live["layers.0.mlp.gate_up"])
+    # random routes: two of four experts agree as a set one time in six, and have nothing in common as often
+    assert 0.5 < figures["router_flip_rate"] < 1 and 0 < figures["router_zero_overlap"] < 0.5  # type: ignore[operator]
+    assert live_figures["router_flip_rate"] is None
+
+
+def honest_segment(model: Decoder, seed: int, temperature: float) -> Segment:
+    """A segment whose log-probs and routes are what this very model gives."""
+    segment = make_segment([0] * 4 + [1] * 5, seed=seed, sampling=Sampling(temperature=temperature))
+    tokens = torch.from_numpy(segment.tokens.astype(np.int64))
+    with torch.no_grad():
+        output = model(tokens[:-1], torch.arange(len(tokens) - 1), PackedAttention([len(tokens) - 1]))
+        heat = torch.full((len(tokens) - 1,), temperature)
+        logprobs, _ = target_logprobs(model.logits(output.hidden), tokens[1:], heat)
+    segment.logprobs[4:] = logprobs.numpy()[3:]
+    assert segment.routes is not None and segment.routes_valid is not None and output.routes is not None
+    segment.routes[:-1], segment.routes_valid[:] = output.routes.numpy(), True
+    return segment
+
+
+@pytest.mark.parametrize("temperature", [1.0, 0.7])
+def test_same_weights_mean_no_mismatch(tmp_path: Path, temperature: float):
+    """The loop's own model, its version and the sampled log-probs agree: no mismatch, all weights one."""
+    telemetry.open_events(tmp_path / "events", "trainer")
+    world = World(tmp_path)
+    trainer = world.trainer(pace=Pace(1, 2, 0))
+    trainer.run(0)
+    members = [honest_segment(trainer._model, seed, temperature) for seed in range(2)]
+    world.add_group("a", members, [1.0, 0.0])
+    assert trainer.run(1) == Version("main", 1)
+    (event,) = [event for event in telemetry.read_events(tmp_path / "events") if event["kind"] == "step"]
+    assert event["mismatch_max"] < 1e-5 and event["mismatch_tokens"] == 10 and event["ess"] == pytest.approx(1)
+    assert event["router_flip_rate"] == 0 and event["router_zero_overlap"] == 0
+    assert (event["staleness_max"], event["staleness_counts"]) == (0, {"0": 10})
+    assert (event["reward_mean"], event["solve_rate"], event["groups"], event["trajectories"]) == (0.5, 0.5, 1, 2)
+    assert event["grad_norm"] > 0 and event["lr"] == TRAINING.optimizer.lr / 2
+
+
+def test_the_better_answer_becomes_likelier(tmp_path: Path):
+    world = World(tmp_path)
+    trainer = world.trainer(pace=Pace(1, 2, 100))
+    trainer.run(0)
+    good, bad = (honest_segment(trainer._model, seed, 1.0) for seed in range(2))
+    for step in range(1, 4):
+        world.add_group(f"group-{step}", [good, bad], [1.0, 0.0])
+        trainer.run(step)
+    for segment, better in ((good, True), (bad, False)):
+        assert (
+            honest_segment(trainer._model, 0 if better else 1, 1.0).logprobs[4:].sum() > segment.logprobs[4:].sum()
+        ) == better
+
+
+def test_a_step_without_signal_publishes_the_same_weights(tmp_path: Path):
+    telemetry.open_events(tmp_path / "events", "trainer")
+    world = World(tmp_path)
+    world.add_group("a", segments(2), [1.0, 0.0])
+    world.add_group("b", segments(2), [1.0, 1.0])
+    world.trainer(pace=Pace(1, 2, 100)).run(2)
+    chain = dict(world.chain())
+    assert chain[0] != chain[1] == chain[2], "momentum alone must not move the weights"
+    assert world.weights.manifest(Version("main", 2)).metadata["unchanged"] == "there was nothing to learn from"
+    event = [event for event in telemetry.read_events(tmp_path / "events") if event["kind"] == "step"][-1]
+    assert event["trained_tokens"] == 0 and event["reward_mean"] == 1.0 and event["mismatch_k3"] is None
+
+
+def test_steps_that_are_not_finite_are_skipped_and_end_the_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    world = World(tmp_path)
+    world.add_steps()
+    objective = world.objective()
+    broken = {2, 4, 5}
+
+    def backward(model: Decoder, batch: RolloutBatch) -> dict[str, object]:
+        figures = type(objective).backward(objective, model, batch)
+        if batch.record.number in broken:
+            next(model.parameters()).grad.fill_(torch.nan)  # type: ignore[union-attr]
+        return figures
+
+    training = TrainingConfig(max_bad_steps=2, checkpoint_every=2, optimizer=OptimizerConfig(lr=0.02))
+    trainer = world.trainer(training)
+    monkeypatch.setattr(objective, "backward", backward)
+    monkeypatch.setattr(trainer, "_objective", objective)
+    with pytest.raises(TrainingError, match="last 2 steps, up to step 5"):
+        trainer.run(STEPS)
+    chain = dict(world.chain())
+    assert chain[1] == chain[2] != chain[3] == chain[4] == chain[5]
+    assert world.ledger.committed() == 5, "a skipped step is settled like any other"
+    with pytest.raises(TrainingError, match="up to step 5"):  # one bad step is in checkpoint 4, the other runs again
+        resumed = world.trainer(training)
+        monkeypatch.setattr(resumed, "_objective", objective)
+        resumed.run(STEPS)

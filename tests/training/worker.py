@@ -1,0 +1,47 @@
+"""A trainer process that kills itself, with SIGKILL, right after one effect.
+
+The effect is METHOD:COUNT[:TEXT], the COUNT-th call of that method whose first argument contains TEXT. `none` runs to
+the end; `wait` goes on after that, waiting for groups that never come, and says so with a file `waiting`.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+from pathlib import Path
+from typing import Any
+
+from rollmill import telemetry
+from rollmill.storage.objects import Objects
+from rollmill.trajectories.ledger import Ledger
+from tests.training.world import STEPS, World
+
+OWNERS: dict[str, Any] = {"write_step": Ledger, "commit_step": Ledger, "put": Objects, "create": Objects}
+
+
+def die_after(effect: str) -> None:
+    method, count, text = (*effect.split(":"), "")[:3]
+    owner = OWNERS[method]
+    original = getattr(owner, method)
+    calls = [0]
+
+    def wrapped(self: Any, first: Any, *rest: Any, **named: Any) -> Any:
+        result = original(self, first, *rest, **named)
+        calls[0] += text in str(first)
+        if calls[0] == int(count):
+            os.kill(os.getpid(), signal.SIGKILL)
+        return result
+
+    setattr(owner, method, wrapped)
+
+
+def run_trainer(directory: Path, effect: str) -> None:
+    world = World(directory)
+    telemetry.open_events(directory / "events", "trainer")
+    if effect not in ("none", "wait"):
+        die_after(effect)
+    trainer = world.trainer()
+    if effect == "wait":
+        trainer.run(STEPS)
+        (directory / "waiting").touch()
+    trainer.run(STEPS + 1 if effect == "wait" else STEPS)

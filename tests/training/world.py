@@ -1,0 +1,142 @@
+"""A small real world for the trainer: a directory store, SQLite, a tiny model, trajectories made up from seeds."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+
+from rollmill.models.config import ModelConfig
+from rollmill.storage.database import open_database
+from rollmill.storage.objects import Objects
+from rollmill.training.config import OptimizerConfig, RLConfig, TrainingConfig
+from rollmill.training.loop import Trainer
+from rollmill.training.objectives.rl import Pace, RLObjective
+from rollmill.trajectories.ledger import Ledger
+from rollmill.trajectories.schema import encode_trajectory
+from rollmill.trajectories.store import TrajectoryStore
+from rollmill.types import PolicyRef, Reward, Sampling, Segment, Span, Trajectory, Version
+from rollmill.weights.store import WeightStore
+
+MODEL = ModelConfig(
+    vocab_size=24,
+    layers=2,
+    width=16,
+    heads=2,
+    kv_heads=1,
+    head_dim=8,
+    mlp_width=16,
+    experts=4,
+    experts_per_token=2,
+    expert_width=8,
+    max_context=64,
+)
+PACE = Pace(groups_per_step=2, group_size=3, max_staleness=100)
+TRAINING = TrainingConfig(
+    checkpoint_every=2,
+    snapshot_every=4,
+    tokens_per_microbatch=48,
+    optimizer=OptimizerConfig(lr=0.02, warmup_steps=2),
+)
+RUN = "run"
+STEPS = 6
+
+
+def policy(number: int = 0, line: str = "main") -> PolicyRef:
+    return PolicyRef(line, number, "bf16", "0" * 64)
+
+
+def make_segment(
+    sampled: list[int],
+    *,
+    seed: int = 0,
+    policies: list[PolicyRef] | None = None,
+    policy_of: list[int] | None = None,
+    sampling: Sampling | None = None,
+    routes: bool = True,
+) -> Segment:
+    """`sampled`: 0 or 1 per token; runs of ones are spans. Tokens, log-probs and routes are drawn from the seed."""
+    draw = np.random.default_rng(seed)
+    mask = np.array(sampled, np.bool_)
+    edges = np.flatnonzero(np.diff(np.concatenate([[False], mask, [False]]).astype(np.int8))).reshape(-1, 2)
+    spans = [
+        Span(int(a), int(b), sampling or Sampling(), "stop", "engine", "home", "rollout", 0.0, 1.0, 0) for a, b in edges
+    ]
+    shape = (len(mask), MODEL.moe_layers)
+    chosen = np.array([draw.permutation(MODEL.experts)[: MODEL.experts_per_token] for _ in range(np.prod(shape))])
+    indices = np.array(policy_of if policy_of is not None else [0] * len(mask), np.int16)
+    return Segment(
+        id=f"segment-{seed}",
+        tokens=draw.integers(0, MODEL.vocab_size, len(mask)).astype(np.int32),
+        sampled=mask,
+        logprobs=np.where(mask, np.log(draw.uniform(0.02, 0.2, len(mask))), np.nan).astype(np.float32),
+        policy=np.where(mask, indices, -1).astype(np.int16),
+        policies=policies or [policy()],
+        spans=spans,
+        routes=chosen.reshape(*shape, -1).astype(np.uint8) if routes else None,
+        routes_valid=draw.random(len(mask)) < 0.9 if routes else None,
+    )
+
+
+@dataclass
+class World:
+    path: Path
+
+    def __post_init__(self) -> None:
+        self.objects = Objects.open(self.path / "store")
+        database = open_database(f"sqlite:///{self.path / 'mill.db'}")
+        self.weights = WeightStore(self.objects)
+        self.trajectories = TrajectoryStore(database, self.objects)
+        self.ledger = Ledger(database, RUN)
+
+    def add_group(self, name: str, segments: list[Segment], rewards: list[float | None]) -> list[str]:
+        """A waiting group; a reward of None is a failed rollout."""
+        ids = [f"{name}-{index}" for index in range(len(rewards))]
+        assert self.ledger.start_group(name, "task", len(ids), bound=10_000, min_version=0, ids=ids)
+        for id, segment, reward in zip(ids, segments, rewards, strict=True):
+            if reward is None:
+                self.trajectories.fail(id, "the machine was lost")
+                continue
+            key = f"trajectories/{id}"
+            self.objects.create(key, encode_trajectory(Trajectory(id, [segment], task_id="task", group_id=name)))
+            self.trajectories.finish(
+                id, key, None, tokens=len(segment.tokens), sampled_tokens=int(segment.sampled.sum()), segments=1
+            )
+            self.trajectories.grade(id, Reward(reward))
+        self.ledger.group_ready(name)
+        return ids
+
+    def add_steps(self, steps: int = STEPS) -> None:
+        """Groups for this many steps, all waiting."""
+        draw = np.random.default_rng(7)
+        for index in range(steps * PACE.groups_per_step):
+            patterns = [[0] * int(draw.integers(2, 8)) + [1] * 4 + [0] * 2 + [1] * 3 for _ in range(PACE.group_size)]
+            segments = [make_segment(each, seed=100 * index + i) for i, each in enumerate(patterns)]
+            self.add_group(f"group-{index:03d}", segments, [1.0, 0.0, float(index % 2)])
+
+    def objective(self, config: RLConfig | None = None, pace: Pace = PACE) -> RLObjective:
+        return RLObjective(
+            config or RLConfig(),
+            self.ledger,
+            self.trajectories,
+            pace=pace,
+            model_config=MODEL,
+            tokens_per_microbatch=TRAINING.tokens_per_microbatch,
+        )
+
+    def trainer(self, training: TrainingConfig = TRAINING, pace: Pace = PACE, parent: Version | None = None) -> Trainer:
+        return Trainer(
+            training,
+            MODEL,
+            self.objective(pace=pace),
+            self.weights,
+            self.objects,
+            "main",
+            parent,
+            steps=STEPS,
+            seed=3,
+        )
+
+    def chain(self, line: str = "main") -> list[tuple[int, str]]:
+        return [(manifest.number, manifest.digest) for manifest in WeightStore(self.objects).versions(line)]

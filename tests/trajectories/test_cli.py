@@ -1,0 +1,162 @@
+"""`rollmill trajectories list | show` over a run directory and over a database."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+from typer.testing import CliRunner
+
+import rollmill.cli
+from rollmill.chat.tokenizer import Tokenizer, train_tokenizer
+from rollmill.cli.trajectories import app
+from rollmill.cluster.run import RunConfig, RunDirectory
+from rollmill.config import load_config
+from rollmill.errors import ConfigError, TrajectoryError
+from rollmill.storage.database import open_database
+from rollmill.storage.objects import Objects
+from rollmill.trajectories.ledger import Ledger
+from rollmill.trajectories.schema import encode_trajectory, seal_facts
+from rollmill.trajectories.store import TrajectoryStore
+from rollmill.types import Reward
+from tests.trajectories import build
+
+DEMO = Path(rollmill.cli.__file__).with_name("demo.toml")
+CALL = {"name": "edit", "arguments": '{"path": "clamp.py", "new": "if x:\\n    return hi"}'}
+MESSAGES = [
+    {"role": "user", "content": "Fix clamp"},
+    {"role": "assistant", "content": None, "tool_calls": [{"id": "1", "type": "function", "function": CALL}]},
+    {"role": "tool", "name": "edit", "content": "ok \x1b[2J\u202eevil [bold]text[/bold]"},
+    {"role": "assistant", "content": "Done."},
+]
+
+
+@pytest.fixture
+def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> RunDirectory:
+    """Four trajectories of a group: one solved, one failed, one not solved, one under way."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("COLUMNS", "160")
+    run = RunDirectory.create(Path("runs"), load_config(RunConfig, DEMO, ['name="demo"']))
+    engine, objects = open_database(run.database_url), Objects.open(run.home_store)
+    store = TrajectoryStore(engine, objects)
+    ids = [f"demo-1-{number}" for number in range(4)]
+    provenance = {"split": "train", "family": "bug", "image": "python"}
+    Ledger(engine, "demo").start_group("demo-1", "bug/7", 4, bound=1, min_version=0, ids=ids, provenance=provenance)
+    solved = build.trajectory(ids[0], segments=[build.segment()], messages=MESSAGES)
+    objects.create("trajectories/0", encode_trajectory(solved))
+    store.finish(ids[0], "trajectories/0", None, **seal_facts(solved))
+    store.grade(ids[0], Reward(1.0, {"tests": 0.75}, {"output": "3 passed"}, "hidden_tests"))
+    store.add_feedback(ids[0], "thumb", 1.0, {"by": "somebody"})
+    store.fail(ids[1], "machine: no namespaces\nhint: run the doctor")
+    store.finish(ids[2], "trajectories/lost", None, tokens=9, sampled_tokens=4, segments=1)
+    store.grade(ids[2], Reward(0.0))
+    store.create("demo", "", "heldout/1", ["eval-1"], {"split": "heldout"})
+    return run
+
+
+def call(*arguments: Any) -> str:
+    result = CliRunner().invoke(app, [str(argument) for argument in arguments], catch_exceptions=False)
+    assert result.exit_code == 0, result.output
+    return result.output
+
+
+def test_list(run: RunDirectory) -> None:
+    everything = call("list", run.path)
+    assert [line.split()[0] for line in everything.splitlines()[1:]] == ["eval-1", *(f"demo-1-{n}" for n in range(4))]
+    solved = next(line for line in everything.splitlines() if line.startswith("demo-1-0"))
+    assert solved.split()[1:8] == ["graded", "1", "bug/7", "train", "6/12", "rl@3–4", *solved.split()[7:8]]
+    failed = call("list", "--state", "failed")  # the newest run under runs/
+    assert "demo-1-1" in failed and "no namespaces" in failed and "demo-1-0" not in failed
+    assert "eval-1" in call("list", "--split", "heldout", "--database", f"sqlite:///{run.path}/mill.db")
+    assert "--limit 8 shows more" in call("list", "--limit", 2)
+    assert "no trajectories match" in call("list", "--state", "quarantined")
+
+
+def test_show_prints_the_conversation(run: RunDirectory) -> None:
+    text = call("show", "demo-1-0", run.path)
+    for part in (
+        "demo-1-0 graded 1",
+        "bug/7 · bug · train",
+        "demo-1  1 failed 0 running",
+        "assistant  rl@3 → rl@4 · 3 tokens",  # the weights changed in the middle of the first answer
+        "assistant  rl@4 · 3 tokens",
+        "engine-0 (home)",
+        "▶ edit\n    path: clamp.py\n    new: \n      if x:\n          return hi",
+        "Done.",
+        "hidden_tests  tests 0.75",
+        "output: 3 passed",
+        "feedback  thumb 1",
+    ):
+        assert part in text, part
+    assert "[bold]text[/bold]" in text  # not taken for markup
+    assert "\x1b" not in text and "\u202e" not in text  # and not for orders to the terminal
+
+
+def test_show_tokens(run: RunDirectory) -> None:
+    Tokenizer(train_tokenizer(["def clamp(x, lo, hi): return max(lo, min(x, hi))"], 300, ["<end>"])).save(run.tokenizer)
+    text = call("show", "demo-1-0", "--tokens")
+    assert "segment s0 (start)" in text and text.count("⟨rl@3⟩") == text.count("⟨rl@4⟩") == 1
+
+
+def test_show_takes_the_beginning_of_an_id(run: RunDirectory) -> None:
+    assert "eval-1 running" in call("show", "ev")
+    with pytest.raises(TrajectoryError, match="4 trajectories begin with 'demo'"):
+        call("show", "demo")
+    with pytest.raises(TrajectoryError, match="no trajectory begins with '%'"):
+        call("show", "%")
+
+
+def test_show_what_has_no_payload_or_a_broken_one(run: RunDirectory) -> None:
+    assert "hint: run the doctor" in call("show", "demo-1-1")
+    broken = call("show", "demo-1-2")
+    assert "payload cannot be read" in broken and "reward #2  0" in broken
+
+
+def test_long_messages_are_cut_unless_asked(run: RunDirectory) -> None:
+    store = TrajectoryStore(open_database(run.database_url), Objects.open(run.home_store))
+    long = build.trajectory(
+        "long", segments=[build.segment()], messages=[{"role": "tool", "content": "x" * 9000 + "end"}]
+    )
+    store.create("demo", "", "", ["long"], {})
+    Objects.open(run.home_store).create("trajectories/long", encode_trajectory(long))
+    store.finish("long", "trajectories/long", None, **seal_facts(long))
+    assert "characters left out" in call("show", "long") and "xend" in call("show", "long")
+    assert "characters left out" not in call("show", "long", "--full")
+
+
+def test_answers_that_are_not_in_the_messages_stand_apart(run: RunDirectory) -> None:
+    """A client that rewrote its history: three segments, and a conversation that tells of one answer only."""
+    store = TrajectoryStore(open_database(run.database_url), Objects.open(run.home_store))
+    edited = build.trajectory("edited", messages=[{"role": "assistant", "content": "hm"}] * 9)
+    store.create("demo", "", "", ["edited"], {})
+    Objects.open(run.home_store).create("trajectories/edited", encode_trajectory(edited))
+    store.finish("edited", "trajectories/edited", None, **seal_facts(edited))
+    text = call("show", "edited")
+    assert "3 (start,summary,sub_agent)" in text and "s1 (summary)  rl@3 → rl@4 · 3 tokens" in text
+
+
+def test_mistakes(run: RunDirectory, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for arguments, message in (
+        (["list", "--state", "sleeping"], "no state 'sleeping'"),
+        (["list", tmp_path / "nowhere"], "holds no run"),
+        (["list", "--database", "sqlite:///nowhere.db"], "does not exist"),
+        (["show", "x", "--database", f"sqlite:///{run.path}/mill.db"], "needs --objects"),
+        (["show", "demo-1-0", "--tokens"], "tokenizer"),
+    ):
+        with pytest.raises(ConfigError, match=message):
+            call(*arguments)
+    monkeypatch.chdir("/")
+    with pytest.raises(ConfigError, match="no run under runs/"):
+        call("list")
+
+
+def test_the_module_imports_nothing_heavy() -> None:
+    script = (
+        "import sys, rollmill.cli.trajectories\n"
+        "print([name for name in ('torch', 'numpy', 'sqlalchemy', 'pydantic') if name in sys.modules])"
+    )
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True)
+    assert done.stdout.strip() == "[]"
