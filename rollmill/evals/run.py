@@ -37,45 +37,55 @@ class EvalResult:
     example_unsolved: str | None = None
 
 
-async def run_eval(
-    stage: Stage, tasks: TaskSet, config: EvalConfig, *, run: str, label: str, version: int
-) -> list[EvalResult]:
-    """Evaluate every cell of the suite on weights at least as new as `version`."""
+@dataclass(frozen=True)
+class Examination:
+    """What is evaluated: weights at least as new as `version`, recorded under the run's name and `label`."""
+
+    run: str
+    label: str
+    version: int
+    max_answer_tokens: int
+
+
+async def run_eval(stage: Stage, tasks: TaskSet, config: EvalConfig, examination: Examination) -> list[EvalResult]:
+    """Evaluate every cell of the suite."""
     slots = asyncio.Semaphore(config.concurrency)
     results = []
     for cell in config.cells():
-        result = await _run_cell(stage, tasks, cell, slots, run, label, version)
+        started = time.time()
+        suite = tasks.heldout(cell.split, cell.tasks)
+        # an evaluation that is run again, after a crash say, is a new set of trajectories
+        prefix = f"{examination.run}-{examination.label}-{secrets.token_hex(3)}-{cell.split}-{cell.mode}"
+        attempts = (
+            _attempt_task(stage, task, cell, examination, f"{prefix}-{index:04d}", slots)
+            for index, task in enumerate(suite)
+        )
+        outcomes = dict(zip((task.id for task in suite), await asyncio.gather(*attempts), strict=True))
+        result = _summarise(outcomes, cell, examination, time.time() - started)
         telemetry.emit("eval", **asdict(result))
         results.append(result)
     return results
 
 
-async def _run_cell(
-    stage: Stage, tasks: TaskSet, cell: Cell, slots: asyncio.Semaphore, run: str, label: str, version: int
-) -> EvalResult:
-    started = time.time()
-    sampling = Sampling(temperature=1.0 if cell.mode == "sampled" else 0.0)
-    once = secrets.token_hex(3)  # an evaluation that is run again, after a crash say, is a new set of trajectories
+async def _attempt_task(
+    stage: Stage, task: Task, cell: Cell, examination: Examination, group: str, slots: asyncio.Semaphore
+) -> list[Outcome]:
+    run = f"{examination.run}/eval-{examination.label}"
+    ids = [f"{group}-{attempt}" for attempt in range(cell.attempts)]
+    provenance = {"family": task.family, "split": task.split, "image": task.image, "mode": cell.mode}
+    facts = {"run": run, "group_id": group, "provenance": provenance}
+    sampling = Sampling(temperature=1.0 if cell.mode == "sampled" else 0.0, max_tokens=examination.max_answer_tokens)
+    await asyncio.to_thread(stage.trajectories.create, run, group, task.id, ids, provenance=provenance)
 
-    async def attempt_task(index: int, task: Task) -> list[Outcome]:
-        group = f"{run}-{label}-{once}-{cell.split}-{cell.mode}-{index:04d}"
-        ids = [f"{group}-{attempt}" for attempt in range(cell.attempts)]
-        eval_run = f"{run}/eval-{label}"
-        provenance = {"family": task.family, "split": task.split, "image": task.image, "mode": cell.mode}
-        facts = {"run": eval_run, "group_id": group, "provenance": provenance}
+    async def attempt(id: str) -> Outcome:
         async with slots:
-            await asyncio.to_thread(stage.trajectories.create, eval_run, group, task.id, ids, provenance=provenance)
-            rollouts = (run_rollout(stage, task, id, sampling=sampling, min_version=version, facts=facts) for id in ids)
-            return await asyncio.gather(*rollouts)
+            return await run_rollout(stage, task, id, sampling=sampling, min_version=examination.version, facts=facts)
 
-    suite = tasks.heldout(cell.split, cell.tasks)
-    by_task = await asyncio.gather(*(attempt_task(index, task) for index, task in enumerate(suite)))
-    outcomes = dict(zip((task.id for task in suite), by_task, strict=True))
-    return _summarise(outcomes, cell, label, version, time.time() - started)
+    return await asyncio.gather(*map(attempt, ids))
 
 
 def _summarise(
-    by_task: Mapping[str, list[Outcome]], cell: Cell, label: str, version: int, seconds: float
+    by_task: Mapping[str, list[Outcome]], cell: Cell, examination: Examination, seconds: float
 ) -> EvalResult:
     """Attempts lost to infrastructure are left out of the rate; too many of them and there is no rate to speak of."""
     graded = {task: [outcome for outcome in outcomes if outcome.reward] for task, outcomes in by_task.items()}
@@ -84,17 +94,17 @@ def _summarise(
     if failed > MAX_FAILED_SHARE * (attempts + failed):
         reason = next(outcome.reason for outcomes in by_task.values() for outcome in outcomes if outcome.reason)
         raise RollmillError(
-            f"evaluation {label!r}: {failed} of {attempts + failed} attempts failed, the first: {reason}",
+            f"evaluation {examination.label!r}: {failed} of {attempts + failed} attempts failed, the first: {reason}",
             hint="an evaluation with that many lost attempts would mislead; mend the cause and run it again",
         )
     solved = {task: [outcome.solved for outcome in outcomes] for task, outcomes in graded.items() if outcomes}
     interval = clustered_interval(list(solved.values()))
     flat = [outcome for outcomes in graded.values() for outcome in outcomes]
     return EvalResult(
-        label=label,
+        label=examination.label,
         split=cell.split,
         mode=cell.mode,
-        version=version,
+        version=examination.version,
         solved=sum(outcome.solved for outcome in flat),
         attempts=attempts,
         failed=failed,

@@ -111,7 +111,7 @@ class Dispatcher:
                     self._stage,
                     task,
                     trajectory,
-                    sampling=Sampling(temperature=self._config.temperature),
+                    sampling=Sampling(temperature=self._config.temperature, max_tokens=self._config.max_answer_tokens),
                     min_version=min_version,
                     facts=facts,
                 )

@@ -14,7 +14,7 @@ from rollmill.environments.machine import MachineHost
 from rollmill.environments.machines.namespace.client import NamespaceHost
 from rollmill.environments.rewards.hidden_tests import HiddenTests
 from rollmill.environments.tasks.micro_repos import MicroRepos
-from rollmill.evals.run import EvalResult, run_eval
+from rollmill.evals.run import EvalResult, Examination, run_eval
 from rollmill.evals.suite import EvalConfig
 from rollmill.rollouts.client import GatewayClient
 from rollmill.rollouts.dispatcher import Dispatcher
@@ -66,17 +66,19 @@ async def _evaluate_once(run: RunDirectory, stage: Stage, label: str, version: i
     if stage.objects.head(key) is not None:
         return
     with run.stage(f"evaluate {label}"):
-        results = await run_eval(
-            stage, MicroRepos(), run.config.evals, run=run.config.name, label=label, version=version
-        )
+        results = await _evaluate(run, stage, run.config.evals, label, version)
         stage.objects.create(key, json.dumps([asdict(result) for result in results]).encode())
 
 
 async def evaluate(run: RunDirectory, suite: EvalConfig, version: int) -> list[EvalResult]:
     """Evaluate a version that the engines of a running cluster are pinned to."""
     async with open_stage(run) as stage:
-        label = f"version-{version}"
-        return await run_eval(stage, MicroRepos(), suite, run=run.config.name, label=label, version=version)
+        return await _evaluate(run, stage, suite, f"version-{version}", version)
+
+
+async def _evaluate(run: RunDirectory, stage: Stage, suite: EvalConfig, label: str, version: int) -> list[EvalResult]:
+    examination = Examination(run.config.name, label, version, run.config.rollouts.max_answer_tokens)
+    return await run_eval(stage, MicroRepos(), suite, examination)
 
 
 @contextlib.asynccontextmanager

@@ -31,7 +31,7 @@ class Habits:
     right_when_weak: float = 0.25
     right_otherwise: float = 0.85
     misconception: float = 0.8  # of wrong operators: the confusable one; the others are slips
-    right_number: float = 0.95
+    right_number: float = 0.97
     runs_tests: float = 0.85
     tries_again: float = 0.3  # after a failing run; otherwise it gives up
     right_again: float = 0.4  # the second try never repeats the first, and is right this often
@@ -99,7 +99,7 @@ def misread(function: Function, generator: random.Random, habits: Habits) -> Fun
         if generator.random() >= right:
             confused = generator.random() < habits.misconception
             other = OPERATORS[step.operator.confusable] if confused else generator.choice(function.rivals(index))
-            step = step.with_operator(other)
+            step = replace(step, operator=other)
         if generator.random() >= habits.right_number:
             step = replace(step, number=generator.choice(NUMBERS))
         function = function.with_step(index, step)
@@ -110,7 +110,7 @@ def _second_try(function: Function, first: Function, generator: random.Random, h
     if first != function and generator.random() < habits.right_again:
         return function
     index = generator.randrange(len(first.steps))
-    return first.with_step(index, first.steps[index].with_operator(generator.choice(first.rivals(index))))
+    return first.with_step(index, replace(first.steps[index], operator=generator.choice(first.rivals(index))))
 
 
 @dataclass(frozen=True)

@@ -1,8 +1,8 @@
 """The functions micro-repositories are about: one or two steps on a number, said in words and written in Python.
 
-A step names an operator, one of its phrases and a number; `subtract-1-8` then `at_most-1-28` is
+A step is an operator and a number; `subtract-8` then `at_most-28` is
 
-    words       x less 8 then within 28         what a docstring or a failing test says
+    words       x minus 8 then at most 28       what a docstring or a failing test says
     code        (x - 8) <= 28                   what the agent has to write
     value(30)   True                            by Python's own semantics
 """
@@ -18,6 +18,7 @@ from rollmill.errors import TaskError
 
 NUMBERS = range(2, 60)  # one token each in the demo's vocabulary
 HELDOUT_SHARE = 0.2
+_NUMBER_NAMES = frozenset(map(str, NUMBERS))
 
 
 @dataclass(frozen=True)
@@ -25,7 +26,7 @@ class Operator:
     name: str
     symbol: str
     apply: Callable[[int, int], int]
-    phrases: tuple[str, ...]
+    phrase: str
     confusable: str  # the operator that people who misread the phrase write instead
     final: bool = False  # a comparison: nothing sensible can be computed from its result, so it only stands last
 
@@ -33,18 +34,18 @@ class Operator:
 OPERATORS: dict[str, Operator] = {
     entry.name: entry
     for entry in (
-        Operator("add", "+", operator.add, ("plus", "add"), "or"),
-        Operator("subtract", "-", operator.sub, ("minus", "less"), "xor"),
-        Operator("multiply", "*", operator.mul, ("times", "by"), "add"),
-        Operator("divide", "//", operator.floordiv, ("over", "split"), "remainder"),
-        Operator("remainder", "%", operator.mod, ("mod", "rest"), "divide"),
-        Operator("xor", "^", operator.xor, ("xor", "flip"), "or"),
-        Operator("and", "&", operator.and_, ("mask", "keep"), "remainder"),
-        Operator("or", "|", operator.or_, ("or", "set"), "and"),
-        Operator("above", ">", operator.gt, ("above", "past"), "at_least", final=True),
-        Operator("below", "<", operator.lt, ("below", "under"), "at_most", final=True),
-        Operator("at_least", ">=", operator.ge, ("at least", "reaches"), "above", final=True),
-        Operator("at_most", "<=", operator.le, ("at most", "within"), "below", final=True),
+        Operator("add", "+", operator.add, "plus", "or"),
+        Operator("subtract", "-", operator.sub, "minus", "xor"),
+        Operator("multiply", "*", operator.mul, "times", "add"),
+        Operator("divide", "//", operator.floordiv, "over", "remainder"),
+        Operator("remainder", "%", operator.mod, "mod", "divide"),
+        Operator("xor", "^", operator.xor, "xor", "or"),
+        Operator("and", "&", operator.and_, "mask", "remainder"),
+        Operator("or", "|", operator.or_, "or", "and"),
+        Operator("above", ">", operator.gt, "above", "at_least", final=True),
+        Operator("below", "<", operator.lt, "below", "at_most", final=True),
+        Operator("at_least", ">=", operator.ge, "at least", "above", final=True),
+        Operator("at_most", "<=", operator.le, "at most", "below", final=True),
     )
 }
 
@@ -58,36 +59,27 @@ def _held_out(name: str) -> bool:
 @dataclass(frozen=True)
 class Step:
     operator: Operator
-    phrase: str
     number: int
 
     @property
     def words(self) -> str:
-        return f"{self.phrase} {self.number}"
+        return f"{self.operator.phrase} {self.number}"
 
     @property
     def key(self) -> str:
-        return f"{self.operator.name}-{self.operator.phrases.index(self.phrase)}-{self.number}"
+        return f"{self.operator.name}-{self.number}"
 
     @property
     def heldout(self) -> bool:
         """A fixed fifth of all pairs of phrase and number; no training task of any seed contains one of them."""
         return _held_out(self.key)
 
-    def with_operator(self, operator: Operator) -> Step:
-        return Step(operator, operator.phrases[0], self.number)
-
     @staticmethod
     def from_key(key: str) -> Step:
-        try:
-            name, phrase, number = key.split("-")
-            found = OPERATORS[name]
-            step = Step(found, found.phrases[int(phrase)], int(number))
-        except (ValueError, KeyError, IndexError):
-            step = None
-        if step is None or step.number not in NUMBERS or step.key != key:
-            raise TaskError(f"{key!r} is not a step", hint="a step is OPERATOR-PHRASE-NUMBER, for example add-0-8")
-        return step
+        name, _, number = key.partition("-")
+        if name in OPERATORS and number in _NUMBER_NAMES:
+            return Step(OPERATORS[name], int(number))
+        raise TaskError(f"{key!r} is not a step", hint="a step is OPERATOR-NUMBER, for example add-8")
 
 
 @dataclass(frozen=True)
@@ -145,7 +137,7 @@ class Function:
         """What someone who nearly understood would write: any other operator, a near number, a step left out."""
         for index, step in enumerate(self.steps):
             for other in self.rivals(index):
-                yield self.with_step(index, step.with_operator(other))
+                yield self.with_step(index, replace(step, operator=other))
             for shift in (-2, -1, 1, 2):
                 if step.number + shift > 0:
                     yield self.with_step(index, replace(step, number=step.number + shift))

@@ -9,7 +9,7 @@
 Splits: `train`; `heldout`, in which no phrase comes with a number that it comes with in training; `heldout_family`, the
 family `pairs`, held out as a whole. A task's id says everything it is made of, so `get` rebuilds it anywhere:
 
-    fix/subtract-1-8+at_most-0-28/17        asked how / steps of f / variant (which bug, which visible case)
+    fix/subtract-8+at_most-28/17        asked how / steps of f / variant (which bug, which visible case)
 
 Hidden cases are chosen until they refute the repository as it was handed out, every constant and every near
 mistake; a function for which no such cases exist is not made into a task.
@@ -29,7 +29,7 @@ NAME = "micro-repos"
 IMAGE = "host-python"
 MAIN, TEST = "main.py", "test.py"
 HELDOUT_FAMILY = "pairs"
-TWO_STEP_SHARE = 0.4
+TWO_STEP_SHARE = 0.3
 OPERATOR_BUG_SHARE = 0.7  # the other bugs are wrong numbers
 VARIANTS = 1000
 _VARIANT_NAMES = frozenset(map(str, range(VARIANTS)))
@@ -183,7 +183,7 @@ def repository_of(task_id: str) -> Repository:
         repository = None if blueprint.split is None else blueprint.build()
         if repository is not None:
             return repository
-    hint = "a task is SHAPE/STEP[+STEP]/VARIANT, for example fix/add-0-8/17"
+    hint = "a task is SHAPE/STEP[+STEP]/VARIANT, for example fix/add-8/17"
     raise TaskError(f"{task_id!r} names no task of {NAME}", hint=hint)
 
 
@@ -207,12 +207,11 @@ def draw_repository(split: str, generator: random.Random) -> Repository:
 
 
 def _draw_function(length: int, generator: random.Random, *, heldout: bool) -> Function:
-    """Uniform over operators, phrases and numbers of one side of the split."""
+    """Uniform over operators and numbers of one side of the split."""
     steps: list[Step] = []
     while len(steps) < length:
         operators = [entry for entry in OPERATORS.values() if not entry.final or len(steps) + 1 == length]
-        operator = generator.choice(operators)
-        step = Step(operator, generator.choice(operator.phrases), generator.choice(NUMBERS))
+        step = Step(generator.choice(operators), generator.choice(NUMBERS))
         if step.heldout == heldout:
             steps.append(step)
     return Function(tuple(steps))
@@ -223,7 +222,7 @@ def _bug(function: Function, generator: random.Random) -> Function:
     index = generator.randrange(len(function.steps))
     step = function.steps[index]
     if generator.random() < OPERATOR_BUG_SHARE:
-        return function.with_step(index, step.with_operator(generator.choice(function.rivals(index))))
+        return function.with_step(index, replace(step, operator=generator.choice(function.rivals(index))))
     number = generator.choice([number for number in NUMBERS if number != step.number])
     return function.with_step(index, replace(step, number=number))
 

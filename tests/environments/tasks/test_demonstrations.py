@@ -123,7 +123,7 @@ def test_the_agent_is_as_wrong_as_its_habits_say() -> None:
     generator = random.Random(1)
     habits = Habits()
     for operator in OPERATORS.values():
-        function = Function((Step(operator, operator.phrases[0], 20),))
+        function = Function((Step(operator, 20),))
         written = [misread(function, generator, habits).steps[0] for _ in range(2000)]
         right = sum(step.operator is operator for step in written) / 2000
         wrong = [step.operator.name for step in written if step.operator is not operator]
@@ -163,6 +163,6 @@ def test_sessions_are_short_and_numbers_are_one_token(
 
 
 def test_plain_code_says_nothing_in_words() -> None:
-    function = Function((Step(OPERATORS["subtract"], "less", 8), Step(OPERATORS["at_most"], "within", 28)))
+    function = Function((Step(OPERATORS["subtract"], 8), Step(OPERATORS["at_most"], 28)))
     assert plain_code(function) == "def f(x):\n    return (x - 8) <= 28\n"
     assert MAIN not in plain_code(function)
