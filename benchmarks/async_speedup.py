@@ -13,6 +13,8 @@ import argparse
 import json
 import shutil
 import statistics
+import subprocess
+import sys
 import tempfile
 from pathlib import Path
 
@@ -25,90 +27,83 @@ from rollmill.cluster.run import RunConfig, RunDirectory
 from rollmill.config import load_config
 from rollmill.telemetry import read_events
 
-ROOT = Path(__file__).parents[1]
-DEMO = ROOT / "rollmill" / "cli" / "demo.toml"
+DEMO = Path(__file__).parents[1] / "rollmill" / "cli" / "demo.toml"
 TOOL_TIMES = Path(__file__).with_name("tool_times.json")
-STEP_SECONDS = 0.8  # what one training step of the demo's size takes on two cores, and so the mean of the tool times
+TRAINING_SECONDS = 0.012  # what training on one trajectory of the demo takes on such a core: the scale of tool times
 WARMUP_STEPS = 2  # engines start, caches fill
 MODES = {"synchronous": 0, "asynchronous": 2}
+SUITE = ["evals.family_tasks=0", "evals.greedy=false"]
+QUICK = ["midtrain.steps=100", "groups_per_step=2", "steps=8", "evals.tasks=1", "evals.attempts=1"]
 
 
-def tool_seconds() -> list[float]:
+def create(root: Path, *overrides: str) -> RunDirectory:
+    return RunDirectory.create(root, load_config(RunConfig, DEMO, [*SUITE, *overrides]))
+
+
+def midtrain(root: Path, overrides: list[str]) -> RunDirectory:
+    """The weights both runs start from."""
+    run = create(root, *overrides, "name=base")
+    subprocess.run([sys.executable, "-m", "rollmill.cluster.worker", "midtrain", str(run.path)], check=True)
+    return run
+
+
+def reinforce(root: Path, base: RunDirectory, mode: str, overrides: list[str]) -> RunDirectory:
+    tools = tool_seconds(base.config.groups_per_step * base.config.group_size)
+    slow = f"rollouts.simulated_tool_seconds={tools}"
+    run = create(root, *overrides, slow, f"name={mode}", f"max_staleness={MODES[mode]}")
+    shutil.copytree(base.home_store, run.home_store)
+    drive(run)
+    return run
+
+
+def tool_seconds(trajectories: int) -> list[float]:
+    """The recorded distribution, scaled so that its mean is the time of a training step on so many trajectories."""
     recorded = list(json.loads(TOOL_TIMES.read_text())["seconds"].values())
-    scale = STEP_SECONDS / statistics.mean(recorded)
+    scale = TRAINING_SECONDS * trajectories / statistics.mean(recorded)
     return [round(seconds * scale, 3) for seconds in recorded]
 
 
-def run(
-    root: Path, base: Path | None, name: str, steps: int, evals: int, max_staleness: int, midtrain: list[str]
-) -> Path:
-    """One run of the demo's configuration with slow tools; from the mid-trained weights of `base` if given."""
-    overrides = [
-        f"name={name}",
-        f"steps={steps}",
-        f"max_staleness={max_staleness}",
-        f"rollouts.simulated_tool_seconds={tool_seconds() if base else []}",
-        f"evals.tasks={max(evals, 1)}",
-        "evals.family_tasks=0",
-        "evals.greedy=false",
-        *midtrain,
-    ]
-    directory = RunDirectory.create(root, load_config(RunConfig, DEMO, overrides))
-    if base is not None:
-        shutil.copytree(base / "store", directory.path / "store")
-    drive(directory)
-    return directory.path
-
-
-def samples_per_second(run_path: Path, group_size: int, groups_per_step: int) -> tuple[float, float]:
-    """Trajectories trained on a second, from the end of the warm-up to the last step; and their mean staleness."""
-    steps = [event for event in read_events(run_path / "events") if event["kind"] == "step"]
-    timed = steps[WARMUP_STEPS - 1 :]
-    seconds = timed[-1]["at"] - timed[0]["at"]
-    samples = (len(timed) - 1) * group_size * groups_per_step
-    return samples / seconds, statistics.mean(step["staleness_mean"] for step in timed[1:])
-
-
-def final_rate(run_path: Path) -> dict[str, float]:
-    evals = [event for event in read_events(run_path / "events") if event["kind"] == "eval"]
-    after = next(event for event in evals if event["label"] == "after")
-    return {key: after[key] for key in ("rate", "low", "high")}
+def measure(run: RunDirectory) -> dict[str, float]:
+    """Trajectories consumed a second, from the end of the warm-up to the last step, and what training ended with."""
+    events = read_events(run.events)
+    steps = [event for event in events if event["kind"] == "step"][WARMUP_STEPS - 1 :]
+    samples = (len(steps) - 1) * run.config.group_size * run.config.groups_per_step
+    ages = [step["staleness_mean"] for step in steps[1:] if step["staleness_mean"] is not None]
+    after = next(event for event in events if event["kind"] == "eval" and event["label"] == "after")
+    return {
+        "samples_per_second": samples / (steps[-1]["at"] - steps[0]["at"]),
+        "mean_staleness": statistics.mean(ages) if ages else 0.0,
+        "solve_rate": after["rate"],
+        "solve_rate_low": after["low"],
+        "solve_rate_high": after["high"],
+    }
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--quick", action="store_true", help="the ratio only, under a minute")
-    parser.add_argument("--steps", type=int, default=0, help="RL steps of each run")
+    parser.add_argument("--quick", action="store_true", help="the ratio only, on smaller steps")
+    parser.add_argument("--steps", type=int, help="RL steps of each run")
     arguments = parser.parse_args()
-    steps = arguments.steps or (6 if arguments.quick else 40)
-    midtrain = ["midtrain.steps=30"] if arguments.quick else []
-    figures: dict[str, float] = {}
+    overrides = [*(QUICK if arguments.quick else []), *([f"steps={arguments.steps}"] if arguments.steps else [])]
+    with tempfile.TemporaryDirectory() as folder:
+        base = midtrain(Path(folder), overrides)
+        rows = {mode: measure(reinforce(Path(folder), base, mode, overrides)) for mode in MODES}
     table = Table(title="tool times SIMULATED from a recorded distribution")
     for column in ("training", "samples/s", "mean staleness", "final solve rate"):
         table.add_column(column)
-    with tempfile.TemporaryDirectory() as folder:
-        base = run(Path(folder), None, "base", 0, 1, 0, midtrain)
-        demo = RunDirectory.open(base).config
-        for mode, max_staleness in MODES.items():
-            evals = 0 if arguments.quick else demo.evals.tasks
-            path = run(Path(folder), base, mode, steps, evals, max_staleness, midtrain)
-            rate, staleness = samples_per_second(path, demo.group_size, demo.groups_per_step)
-            figures |= {f"{mode}_samples_per_second": rate, f"{mode}_mean_staleness": staleness}
-            solved = ""
-            if not arguments.quick:
-                final = final_rate(path)
-                figures |= {f"{mode}_solve_rate": final["rate"], f"{mode}_solve_rate_low": final["low"]}
-                figures |= {f"{mode}_solve_rate_high": final["high"]}
-                solved = f"{final['rate']:.3f} ({final['low']:.3f} – {final['high']:.3f})"
-            table.add_row(mode, f"{rate:.1f}", f"{staleness:.2f}", solved)
-    figures["ratio"] = figures["asynchronous_samples_per_second"] / figures["synchronous_samples_per_second"]
+    for mode, row in rows.items():
+        rate = f"{row['solve_rate']:.3f} ({row['solve_rate_low']:.3f} – {row['solve_rate_high']:.3f})"
+        cells = f"{row['samples_per_second']:.1f}", f"{row['mean_staleness']:.2f}", "" if arguments.quick else rate
+        table.add_row(mode, *cells)
+    Console().print(table)
+    figures = {f"{mode}_{name}": value for mode, row in rows.items() for name, value in row.items()}
+    synchronous, asynchronous = rows["synchronous"], rows["asynchronous"]
+    figures["ratio"] = asynchronous["samples_per_second"] / synchronous["samples_per_second"]
     bars = {"ratio": at_least(figures["ratio"], 1.5)}
     if not arguments.quick:
         # equal within noise: no further apart than the wider of both 95 % intervals
-        apart = abs(figures["asynchronous_solve_rate"] - figures["synchronous_solve_rate"])
-        width = max(figures[f"{mode}_solve_rate_high"] - figures[f"{mode}_solve_rate_low"] for mode in MODES)
-        bars["solve_rates_apart"] = at_most(apart, width)
-    Console().print(table)
+        width = max(row["solve_rate_high"] - row["solve_rate_low"] for row in rows.values())
+        bars["solve_rates_apart"] = at_most(abs(asynchronous["solve_rate"] - synchronous["solve_rate"]), width)
     finish("async_speedup", figures, bars)
 
 

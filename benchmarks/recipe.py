@@ -53,21 +53,22 @@ class Recipe:
     experts: int = 8
     expert_width: int = 128
     rope_theta: float = 500.0
-    midtrain_steps: int = 400
+    midtrain_steps: int = 300
     documents_per_step: int = 32
     midtrain_lr: float = 2e-3
     midtrain_warmup: int = 20
     midtrain_final_fraction: float = 0.05
-    steps: int = 45
-    groups_per_step: int = 8
+    steps: int = 32
+    groups_per_step: int = 12
     group_size: int = 8
-    lr: float = 8e-4
+    lr: float = 6.5e-4
     final_fraction: float = 0.2
     warmup_steps: int = 3
+    beta2: float = 0.99
     lag: int = 2
     mask_delta: float = 0.2
-    ratio_penalty: float = 1e-3
-    weight_cap: float = 20.0
+    ratio_penalty: float = 1e-2
+    weight_cap: float = 2.0
     expected_tokens: float = 24.0
     eval_tasks: int = 128
     eval_attempts: int = 4
@@ -95,7 +96,7 @@ class Recipe:
         )
 
 
-QUICK = Recipe(midtrain_steps=60, steps=4, eval_tasks=32, eval_attempts=2, family_tasks=16)
+QUICK = Recipe(midtrain_steps=30, steps=2, eval_tasks=16, eval_attempts=2, family_tasks=16)
 
 
 @dataclass
@@ -136,6 +137,7 @@ class Student:
             lr=recipe.midtrain_lr,
             warmup_steps=recipe.midtrain_warmup,
             final_fraction=recipe.midtrain_final_fraction,
+            betas=(0.9, recipe.beta2),
         )
         objective = MidtrainObjective(
             MidtrainConfig(documents_per_step=recipe.documents_per_step),
@@ -157,7 +159,12 @@ class Student:
     def reinforce(self) -> list[dict[str, float]]:
         """One row of figures a step."""
         recipe = self.recipe
-        settings = OptimizerConfig(lr=recipe.lr, warmup_steps=recipe.warmup_steps, final_fraction=recipe.final_fraction)
+        settings = OptimizerConfig(
+            lr=recipe.lr,
+            warmup_steps=recipe.warmup_steps,
+            final_fraction=recipe.final_fraction,
+            betas=(0.9, recipe.beta2),
+        )
         optimizer = MasterOptimizer(self.model, settings, "bf16")
         sampler, versions, rows = Decoder(self.model.config), [_copy(self.model)], []
         tasks = repositories("train", self.seed)
@@ -216,7 +223,6 @@ def _sequence(episode: Episode, advantage: float) -> PackedSequence:
         temperatures=np.ones(count, np.float32),
         advantages=np.full(count, advantage, np.float32),
         staleness=np.zeros(count, np.int64),
-        current=np.zeros(count, np.bool_),
     )
     tokens = np.array(episode.tokens, np.int64)
     routes = np.stack(episode.routes[:end])

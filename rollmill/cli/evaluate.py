@@ -10,9 +10,13 @@ import typer
 
 def evaluate(
     directory: Annotated[Path, typer.Argument(help="a run directory")],
-    version: Annotated[int | None, typer.Option(help="which version of the run's line; default: the newest")] = None,
-    tasks: Annotated[int | None, typer.Option(help="held-out tasks; default: as the run's configuration says")] = None,
-    attempts: Annotated[int | None, typer.Option(help="sampled attempts a task")] = None,
+    version: Annotated[
+        int | None, typer.Option(min=0, help="which version of the run's line; default: the newest")
+    ] = None,
+    tasks: Annotated[
+        int | None, typer.Option(min=1, help="held-out tasks; default: as the run's configuration says")
+    ] = None,
+    attempts: Annotated[int | None, typer.Option(min=1, help="sampled attempts a task")] = None,
 ) -> None:
     """Evaluate a version on held-out tasks and print solve rates with 95 % intervals.
 

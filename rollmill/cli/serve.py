@@ -10,11 +10,14 @@ import typer
 
 def serve(
     directory: Annotated[Path, typer.Argument(help="a run directory")],
-    version: Annotated[int | None, typer.Option(help="serve this version; default: follow the newest one")] = None,
+    version: Annotated[
+        int | None, typer.Option(min=0, help="serve this version; default: follow the newest one")
+    ] = None,
 ) -> None:
     """Serve a run's model: the gateway with its engines, production traffic, every conversation recorded.
 
-    Prints the address and the key; anything that speaks OpenAI chat completions can talk to it. Ctrl-C stops it.
+    Prints the address and where the key lies; anything that speaks OpenAI chat completions can talk to it.
+    Ctrl-C stops it.
     """
     import time
 

@@ -34,11 +34,14 @@ def train(
     if resume:
         if overrides or dry_run:
             raise ConfigError(
-                "--resume goes on with the run's own configuration and takes no overrides",
+                "--resume goes on with the run's own configuration: it takes no overrides and no --dry-run",
                 hint="start a new run to change settings",
             )
         run = RunDirectory.open(source)
     else:
+        if source.is_dir():
+            hint = f"`rollmill train --resume {source}` goes on with a run"
+            raise ConfigError(f"{source} is a directory, not a RUN.toml", hint=hint)
         config = load_config(RunConfig, source, overrides or ())
         if dry_run:
             print_config(config)
@@ -68,7 +71,11 @@ def run_to_report(run: RunDirectory) -> None:
     from rollmill.trajectories.store import TrajectoryStore
 
     with Progress(run.events, list(STAGES), title=f"rollmill · {run.config.name}") as progress:
-        drive(run, on_tick=progress.update)
+        try:
+            drive(run, on_tick=progress.update)
+        except KeyboardInterrupt:
+            typer.echo(f"stopped; `rollmill train --resume {run.path}` goes on", err=True)
+            raise typer.Exit(130) from None
     store = TrajectoryStore(open_database(run.database_url), Objects.open(run.home_store))
     report = write_report(
         run.path,

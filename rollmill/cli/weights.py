@@ -111,7 +111,7 @@ def _table(store: WeightStore, line: str, form: str) -> Table:
     from rollmill.errors import RollmillError
     from rollmill.types import Version
 
-    table = Table(title=f"{line} ({form})", title_justify="left", box=box.SIMPLE_HEAD)
+    table = Table(title=f"{line} ({form})", title_justify="left", box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0))
     for column in ("version", "parent", "kind", "bytes", "ratio", "density", "digest", "when"):
         table.add_column(column, justify="right" if column in _NUMBERS else "left", no_wrap=column != "digest")
     for number in store.numbers(line, form):
@@ -120,13 +120,13 @@ def _table(store: WeightStore, line: str, form: str) -> Table:
         except RollmillError as error:
             table.add_row(str(number), "", "[red]damaged[/]", "", "", "", escape(error.message), "")
             continue
-        density = "" if manifest.density is None else f"{manifest.density:.2%}"
+        density = "" if manifest.density is None else f"{manifest.density:.1%}"
         ratio = f"{manifest.full_bytes / max(manifest.bytes, 1):.1f}×"
         parent = str(manifest.parent or "")
-        cells = filesize.decimal(manifest.bytes), ratio, density, manifest.digest[:12], _when(manifest.created_at)
+        cells = filesize.decimal(manifest.bytes), ratio, density, manifest.digest[:8], _when(manifest.created_at)
         table.add_row(str(number), parent, manifest.kind, *cells)
     return table
 
 
 def _when(at: float) -> str:
-    return datetime.fromtimestamp(at).astimezone().strftime("%y-%m-%d %H:%M:%S")
+    return datetime.fromtimestamp(at).astimezone().strftime("%m-%d %H:%M")

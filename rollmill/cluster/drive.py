@@ -11,7 +11,8 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Coroutine, Iterator
+from typing import Any, TypeVar
 
 from rollmill import telemetry
 from rollmill.cluster.local import LocalCluster, exclusive
@@ -22,6 +23,7 @@ from rollmill.evals.suite import EvalConfig
 from rollmill.types import Version
 
 TICK_S = 0.2
+T = TypeVar("T")
 
 
 def drive(run: RunDirectory, on_tick: Callable[[], None] = lambda: None) -> None:
@@ -44,7 +46,8 @@ def drive(run: RunDirectory, on_tick: Callable[[], None] = lambda: None) -> None
 
 @contextlib.contextmanager
 def serving(run: RunDirectory, version: int | None = None) -> Iterator[LocalCluster]:
-    """Gateway and engines of a run alone, following its line or pinned to one version."""
+    """Gateway and engines of a run alone, following its line or pinned to one version of it."""
+    published_version(run, version)
     with exclusive(run, "supervisor", patience_s=5.0):
         cluster = LocalCluster(run)
         try:
@@ -57,23 +60,41 @@ def serving(run: RunDirectory, version: int | None = None) -> Iterator[LocalClus
 def evaluate_version(run: RunDirectory, suite: EvalConfig, version: int | None) -> list[EvalResult]:
     """Evaluate one version of the run's line, by default its newest."""
     from rollmill.cluster.roles.dispatcher import evaluate
+
+    number = published_version(run, version)
+    with serving(run, number) as cluster:
+        return asyncio.run(_while_watching(cluster, evaluate(run, suite, number)))
+
+
+def published_version(run: RunDirectory, version: int | None) -> int:
+    """The number itself if the run's line has it, the newest one for None; WeightsError if there is none."""
     from rollmill.storage.objects import Objects
     from rollmill.weights.store import WeightStore
 
     store = WeightStore(Objects.open(run.home_store))
     number = store.head(run.config.line) if version is None else version
     if number is None:
-        raise WeightsError(f"line {run.config.line!r} has no version yet", hint="train first: `rollmill train`")
+        raise WeightsError(
+            f"line {run.config.line!r} has no version yet", hint=f"`rollmill train --resume {run.path}` trains it"
+        )
     store.manifest(Version(run.config.line, number))  # says so if there is no such version
-    with serving(run, number):
-        return asyncio.run(evaluate(run, suite, number))
+    return number
+
+
+async def _while_watching(cluster: LocalCluster, work: Coroutine[Any, Any, T]) -> T:
+    """The result of `work`, which needs the processes of the cluster alive."""
+    task = asyncio.create_task(work)
+    while not task.done():
+        cluster.watch()
+        await asyncio.wait([task], timeout=TICK_S)
+    return task.result()
 
 
 def _start_serving(cluster: LocalCluster, run: RunDirectory, *pinned: str) -> None:
-    cluster.start("store")
-    cluster.start("gateway")
+    cluster.start("store", service=True)
+    cluster.start("gateway", service=True)
     for region in run.config.regions:
-        cluster.start(f"engine-{region}", *pinned, threads=run.config.engine.threads)
+        cluster.start(f"engine-{region}", *pinned, threads=run.config.engine.threads, service=True)
 
 
 def _until_ended(cluster: LocalCluster, role: str, on_tick: Callable[[], None]) -> None:

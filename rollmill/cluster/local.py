@@ -21,17 +21,23 @@ from rollmill.cluster.run import RunDirectory
 from rollmill.errors import RollmillError
 
 MAX_RESTARTS = 5  # of one process; more than that is a fault restarting does not mend
+STEADY_S = 600.0  # a process that lived so long is judged anew when it dies
 STOP_PATIENCE_S = 20.0
+FINAL = 3  # a worker's exit code: trying again will not help, its log says why
+TERMINATED = 128 + signal.SIGTERM  # a worker's exit code: it was asked to stop before its work was done
+SUPERVISOR = "ROLLMILL_SUPERVISOR"  # environment variable: the process a worker must not outlive
 
 
 @dataclass
 class Worker:
-    """One child process. It has `ended` when it exited with 0: its work is done."""
+    """One child process. It has `ended` when it exited with 0: its work is done. The work of a service never is."""
 
     role: str
-    threads: int = 1
-    arguments: tuple[str, ...] = ()
+    arguments: tuple[str, ...]
+    threads: int
+    service: bool
     process: subprocess.Popen[bytes] | None = None
+    started_at: float = 0.0
     restarts: int = 0
     ended: bool = False
 
@@ -41,8 +47,8 @@ class LocalCluster:
         self._run = run
         self._workers: dict[str, Worker] = {}
 
-    def start(self, role: str, *arguments: str, threads: int = 1) -> None:
-        worker = Worker(role, threads, arguments)
+    def start(self, role: str, *arguments: str, threads: int = 1, service: bool = False) -> None:
+        worker = Worker(role, arguments, threads, service)
         self._workers[role] = worker
         self._spawn(worker)
 
@@ -53,7 +59,7 @@ class LocalCluster:
         """Look at every process once: note the ones that are done, start again the ones that died."""
         for worker in self._workers.values():
             code = worker.process.poll() if worker.process and not worker.ended else None
-            if code == 0:
+            if code == 0 and not worker.service:
                 worker.ended = True
             elif code is not None:
                 self._restart(worker, code)
@@ -73,8 +79,9 @@ class LocalCluster:
                 process.wait()
 
     def _restart(self, worker: Worker, code: int) -> None:
-        # Exit code 3 is the worker's word that trying again will not help: its log says why.
-        if code == 3 or worker.restarts >= MAX_RESTARTS:
+        if time.monotonic() - worker.started_at > STEADY_S:
+            worker.restarts = 0
+        if code == FINAL or worker.restarts >= MAX_RESTARTS:
             raise RollmillError(
                 f"process {worker.role!r} {_describe(code)}: {self._last_words(worker.role)}",
                 hint=f"the whole story is in {self._run.logs / (worker.role + '.log')}; when mended, "
@@ -87,7 +94,13 @@ class LocalCluster:
 
     def _spawn(self, worker: Worker) -> None:
         self._run.logs.mkdir(parents=True, exist_ok=True)
-        environment = {**os.environ, "OMP_NUM_THREADS": str(worker.threads), "PYTHONUNBUFFERED": "1"}
+        environment = {
+            **os.environ,
+            "OMP_NUM_THREADS": str(worker.threads),
+            "PYTHONUNBUFFERED": "1",
+            SUPERVISOR: str(os.getpid()),
+        }
+        worker.started_at = time.monotonic()
         with (self._run.logs / f"{worker.role}.log").open("ab") as log:
             worker.process = subprocess.Popen(
                 [sys.executable, "-m", "rollmill.cluster.worker", worker.role, str(self._run.path), *worker.arguments],
@@ -98,7 +111,9 @@ class LocalCluster:
             )
 
     def _last_words(self, role: str) -> str:
-        lines = (self._run.logs / f"{role}.log").read_text(errors="replace").strip().splitlines()
+        with (self._run.logs / f"{role}.log").open("rb") as log:
+            log.seek(max(0, log.seek(0, os.SEEK_END) - 4096))
+            lines = log.read().decode(errors="replace").strip().splitlines()
         return " ".join(lines[-2:])[-600:] or "it said nothing"
 
 

@@ -17,10 +17,11 @@ import json
 import os
 import secrets
 import socket
+import tempfile
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal
+from typing import Annotated, Literal
 
 from pydantic import Field, model_validator
 
@@ -37,6 +38,8 @@ from rollmill.rollouts.config import RolloutConfig
 from rollmill.training.config import MidtrainConfig, RLConfig, TrainingConfig
 
 HOME = "home"
+# names of runs, lines and regions become names of directories, objects and processes
+NAME = r"^[a-z0-9][a-z0-9_-]{0,62}$"
 STAGES = ("mid-train", "evaluate before", "reinforce", "evaluate after")
 
 
@@ -48,14 +51,14 @@ class MidtrainStage(MidtrainConfig):
 class RunConfig(Config):
     """Facts that several parts share stand here; each part's own dials stand in its section."""
 
-    name: str = Field(pattern=r"^[a-z0-9][a-z0-9_-]{0,62}$", description="the run's name and its directory under runs/")
+    name: str = Field(pattern=NAME, description="the run's name and its directory under runs/")
     seed: int = 0
-    line: str = Field("main", description="the line of weights that RL trains")
+    line: str = Field("main", pattern=NAME, description="the line of weights that RL trains")
     steps: int = Field(ge=0, description="RL steps; each publishes one version")
     groups_per_step: int = Field(8, ge=1)
     group_size: int = Field(8, ge=2)
     max_staleness: int = Field(2, ge=0, description="0 is synchronous training, by the same code")
-    regions: tuple[str, ...] = Field(
+    regions: tuple[Annotated[str, Field(pattern=NAME)], ...] = Field(
         (HOME,), min_length=1, description="one engine each; the first is where the trainer is"
     )
     tasks: Literal["micro-repos"] = "micro-repos"
@@ -100,39 +103,53 @@ class RunDirectory:
     @classmethod
     def create(cls, root: Path, config: RunConfig) -> RunDirectory:
         path = root / config.name
-        if (path / "run.json").exists():
-            raise ConfigError(
-                f"{path} already holds a run",
-                hint=f"`rollmill train --resume {path}` goes on with it; another `name` starts a new one",
-            )
-        path.mkdir(parents=True, exist_ok=True)
         roles = ["gateway", "store", *(f"engine-{region}" for region in config.regions)]
         ports = dict(zip(roles, _free_ports(len(roles)), strict=True))
         run = cls(path, config, ports, secrets.token_urlsafe(24), secrets.token_urlsafe(24))
-        run._save()
+        run._create()
         return run
 
     @classmethod
     def open(cls, path: Path) -> RunDirectory:
+        file = path / "run.json"
         try:
-            saved = json.loads((path / "run.json").read_text())
-        except FileNotFoundError:
+            saved = json.loads(file.read_text())
+            config = validate_config(RunConfig, saved["config"], str(file))
+            return cls(path, config, saved["ports"], saved["admin_token"], saved["production_key"])
+        except (FileNotFoundError, NotADirectoryError):
             raise ConfigError(
                 f"{path} holds no run (no run.json)", hint="`ls runs/` shows the runs there are"
             ) from None
-        config = validate_config(RunConfig, saved["config"], str(path / "run.json"))
-        return cls(path, config, saved["ports"], saved["admin_token"], saved["production_key"])
+        except OSError as error:
+            raise ConfigError(f"{file} cannot be read: {error.strerror}") from None
+        except (json.JSONDecodeError, UnicodeDecodeError, KeyError, TypeError) as error:
+            raise ConfigError(
+                f"{file} is damaged: {error!r}", hint="restore it, or start a run of another name"
+            ) from None
 
-    def _save(self) -> None:
+    def _create(self) -> None:
+        """Write run.json, which must not exist yet: it appears whole or not at all, and only its owner can read it."""
         body = {
             "config": self.config.model_dump(mode="json"),
             "ports": self.ports,
             "admin_token": self.admin_token,
             "production_key": self.production_key,
         }
-        file = os.open(self.path / "run.json", os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600)
-        with os.fdopen(file, "w") as stream:
-            json.dump(body, stream, indent=1)
+        file = self.path / "run.json"
+        try:
+            self.path.mkdir(parents=True, exist_ok=True)
+            with tempfile.NamedTemporaryFile("w", dir=self.path, prefix=".run.json-") as draft:  # mode 0600
+                json.dump(body, draft, indent=1)
+                draft.flush()
+                os.fsync(draft.fileno())
+                os.link(draft.name, file)
+        except FileExistsError:
+            raise ConfigError(
+                f"{self.path} already holds a run",
+                hint=f"`rollmill train --resume {self.path}` goes on with it; another `name` starts a new one",
+            ) from None
+        except OSError as error:
+            raise ConfigError(f"{self.path} cannot be written: {error.strerror}") from None
 
     def url(self, role: str) -> str:
         return f"http://127.0.0.1:{self.ports[role]}"

@@ -15,57 +15,46 @@ import traceback
 from pathlib import Path
 
 from rollmill import telemetry
-from rollmill.cluster.local import exclusive
+from rollmill.cluster.local import FINAL, SUPERVISOR, exclusive
 from rollmill.cluster.run import RunDirectory
 from rollmill.errors import ConfigError, HarnessError, RollmillError, TaskError, TrainingError
 
-FINAL = 3
+HOPELESS = (ConfigError, HarnessError, TaskError, TrainingError)
 PR_SET_PDEATHSIG = 1
 ROLES = ("midtrain", "trainer", "store", "engine", "gateway", "dispatcher")
 
 
 def main(role: str, directory: str, *arguments: str) -> int:
-    _end_with_parent()
-    run = RunDirectory.open(Path(directory))
-    telemetry.open_events(run.events, role)
+    _end_with_supervisor()
     try:
+        run = RunDirectory.open(Path(directory))
+        telemetry.open_events(run.events, role)
         with exclusive(run, role):
             kind, _, region = role.partition("-")
             assert kind in ROLES, f"no role {kind!r}"
             module = importlib.import_module(f"rollmill.cluster.roles.{kind}")
             module.main(run, *([region] if region else []), *arguments)
-    except (ConfigError, HarnessError, TaskError, TrainingError) as error:
-        print(error, file=sys.stderr)
-        return FINAL
-    except RollmillError as error:
-        print(error, file=sys.stderr)
-        return 1
-    except BaseExceptionGroup as group:
-        return _judge(group)
-    except Exception:
-        traceback.print_exc()
-        return 1
+    except Exception as error:
+        ours = _first_of_ours(error)
+        if ours is None:
+            traceback.print_exc()
+            return 1
+        print(ours, file=sys.stderr)
+        return FINAL if isinstance(ours, HOPELESS) else 1
     return 0
 
 
-def _judge(group: BaseExceptionGroup) -> int:
+def _first_of_ours(error: BaseException) -> RollmillError | None:
     """Task groups wrap what went wrong; the first error of ours in there is the one to tell."""
-    ours = group.subgroup(RollmillError)
-    if ours is None:
-        traceback.print_exception(group)
-        return 1
-    error: BaseException = ours
-    while isinstance(error, BaseExceptionGroup):
-        error = error.exceptions[0]
-    print(error, file=sys.stderr)
-    return FINAL if isinstance(error, ConfigError | HarnessError | TaskError) else 1
+    if isinstance(error, BaseExceptionGroup):
+        return next(filter(None, map(_first_of_ours, error.exceptions)), None)
+    return error if isinstance(error, RollmillError) else None
 
 
-def _end_with_parent() -> None:
+def _end_with_supervisor() -> None:
     """A run whose supervisor was killed must not go on half-alive: its processes end with it."""
-    parent = os.getppid()
     ctypes.CDLL(None, use_errno=True).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
-    if os.getppid() != parent:  # it died before the call
+    if os.getppid() != int(os.environ.get(SUPERVISOR, os.getppid())):  # it died before the call
         sys.exit(1)
 
 

@@ -49,6 +49,7 @@ class Examination:
 
 async def run_eval(stage: Stage, tasks: TaskSet, config: EvalConfig, examination: Examination) -> list[EvalResult]:
     """Evaluate every cell of the suite."""
+    await stage.gateway.wait_until_serving(examination.version)
     slots = asyncio.Semaphore(config.concurrency)
     results = []
     for cell in config.cells():

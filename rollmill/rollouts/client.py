@@ -9,6 +9,8 @@ import aiohttp
 
 from rollmill.errors import GatewayError
 
+_FIRST_PAUSE_S = 0.05
+
 
 class GatewayClient:
     """Admin calls to the gateway at a URL. A gateway that is being restarted is waited for, up to `patience_s`."""
@@ -39,32 +41,47 @@ class GatewayClient:
         """Forget a session that will not be finished."""
         await self._call("DELETE", f"/sessions/{trajectory}", None)
 
-    async def wait_until_healthy(self) -> dict[str, Any]:
-        return await self._call("GET", "/health", None)
+    async def wait_until_serving(self, version: int) -> None:
+        """Return once an engine serves `version` or a newer one: from then on none older is asked for it."""
+        deadline = asyncio.get_running_loop().time() + self._patience_s
+        while True:
+            engines = (await self._call("GET", "/health", None))["engines"]
+            numbers = [engine["policy"]["number"] for engine in engines if engine["alive"]]
+            if max(numbers, default=-1) >= version:
+                return
+            if asyncio.get_running_loop().time() >= deadline:
+                raise GatewayError(
+                    f"no engine serves version {version} after {self._patience_s:.0f} s; they are at {numbers}",
+                    status=503,
+                    hint="the engines' logs say why they do not follow",
+                )
+            await asyncio.sleep(_FIRST_PAUSE_S)
 
     async def _call(self, method: str, path: str, body: Any) -> dict[str, Any]:
         assert self._session is not None, "use as an async context manager"
-        deadline = asyncio.get_running_loop().time() + self._patience_s
-        pause = 0.05
+        loop = asyncio.get_running_loop()
+        deadline = loop.time() + self._patience_s
+        pause = _FIRST_PAUSE_S
         while True:
+            timeout = aiohttp.ClientTimeout(total=max(deadline - loop.time(), 0.1))
             try:
                 async with self._session.request(
-                    method, self.base_url + path, json=body, headers=self._headers
+                    method, self.base_url + path, json=body, headers=self._headers, timeout=timeout
                 ) as response:
-                    if response.status == 503 and asyncio.get_running_loop().time() < deadline:
-                        raise aiohttp.ClientConnectionError("gateway not ready")
-                    if response.status >= 400:
-                        text = (await response.text())[:500]
-                        raise GatewayError(
-                            f"{method} {path} answered {response.status}: {text}", status=response.status
-                        )
-                    return await response.json() if response.content_length != 0 else {}
-            except (aiohttp.ClientConnectionError, aiohttp.ClientPayloadError) as error:
-                if asyncio.get_running_loop().time() >= deadline:
-                    raise GatewayError(
-                        f"{self.base_url} did not answer for {self._patience_s:.0f} s: {error}",
-                        status=503,
-                        hint="is the gateway process running? its log is under logs/ of the run directory",
-                    ) from None
-                await asyncio.sleep(pause)
-                pause = min(pause * 2, 1.0)
+                    if response.status < 400:
+                        return await response.json()
+                    problem = f"{method} {path} answered {response.status}: {(await response.text())[:500]}"
+                    if response.status != 503:
+                        raise GatewayError(problem, status=response.status)
+            except aiohttp.ContentTypeError as error:
+                problem = f"{self.base_url} is no gateway: {error.message}"
+            except (aiohttp.ClientConnectionError, aiohttp.ClientPayloadError, TimeoutError) as error:
+                problem = f"{self.base_url} cannot be reached: {error or type(error).__name__}"
+            if loop.time() + pause >= deadline:
+                raise GatewayError(
+                    f"{problem} (tried for {self._patience_s:.0f} s)",
+                    status=503,
+                    hint="is the gateway process running? its log is under logs/ of the run directory",
+                )
+            await asyncio.sleep(pause)
+            pause = min(pause * 2, 1.0)

@@ -16,14 +16,16 @@ from __future__ import annotations
 import asyncio
 import itertools
 import time
-from collections.abc import Iterator
+from collections.abc import Awaitable, Callable, Iterator
+from typing import Any
 
 from rollmill import telemetry
 from rollmill.environments.task import Task, TaskSet
 from rollmill.errors import HarnessError
 from rollmill.rollouts.config import RolloutConfig
-from rollmill.rollouts.rollout import Outcome, Stage, give_up, regrade, run_rollout
+from rollmill.rollouts.rollout import Outcome, Stage, abandon, regrade, run_rollout, seal_again
 from rollmill.trajectories.ledger import GroupRow, Ledger
+from rollmill.trajectories.store import TrajectoryRow
 from rollmill.types import GroupState, Sampling, TrajectoryState
 
 POLL_S = 0.05
@@ -90,6 +92,8 @@ class Dispatcher:
             if admitted:
                 break
             await asyncio.sleep(POLL_S)
+        # a step may have been committed between the look and the start; only one after the start sees all before it
+        min_version = await asyncio.to_thread(self._ledger.committed)
         groups.create_task(self._run_group(group_id, task, ids, min_version))
 
     async def _run_group(self, group_id: str, task: Task, ids: list[str], min_version: int) -> None:
@@ -99,22 +103,17 @@ class Dispatcher:
         await asyncio.to_thread(self._ledger.group_ready, group_id)
 
     async def _run_one(self, group_id: str, task: Task, trajectory: str, min_version: int) -> None:
-        facts = {
-            "run": self._run,
-            "group_id": group_id,
-            "provenance": _provenance(task),
-        }
+        sampling = Sampling(temperature=self._config.temperature, max_tokens=self._config.max_answer_tokens)
+        facts = self._facts(group_id, task)
+        await self._in_slot(
+            lambda: run_rollout(self._stage, task, trajectory, sampling=sampling, min_version=min_version, facts=facts)
+        )
+
+    async def _in_slot(self, work: Callable[[], Awaitable[Outcome]]) -> None:
         async with self._slots:
             self._running += 1
             try:
-                outcome = await run_rollout(
-                    self._stage,
-                    task,
-                    trajectory,
-                    sampling=Sampling(temperature=self._config.temperature, max_tokens=self._config.max_answer_tokens),
-                    min_version=min_version,
-                    facts=facts,
-                )
+                outcome = await work()
             finally:
                 self._running -= 1
         self._count_failure(outcome)
@@ -136,18 +135,30 @@ class Dispatcher:
 
     async def _resume_group(self, group: GroupRow) -> None:
         task = self._tasks.get(group.task_id)
-        replacements = []
-        for row in await asyncio.to_thread(self._stage.trajectories.list, run=self._run, group_id=group.id):
-            if row.state == TrajectoryState.finished:
-                assert row.submission_key is not None, "a rollout is sealed with its submission"
-                await regrade(self._stage, task, row.id, row.submission_key)
-            elif row.state == TrajectoryState.running:
-                await give_up(self._stage, row.id, "the dispatcher was restarted in the middle of this rollout")
-                base, _, attempt = row.id.partition("+")
-                fresh = f"{base}+{int(attempt or 0) + 1}"
-                await asyncio.to_thread(self._ledger.replace_lost, group.id, row.id, fresh)
-                replacements.append(fresh)
-        await self._run_group(group.id, task, replacements, group.min_version)
+        rows = await asyncio.to_thread(self._stage.trajectories.list, run=self._run, group_id=group.id)
+        async with asyncio.TaskGroup() as rollouts:
+            for row in rows:
+                rollouts.create_task(self._resume_one(group, task, row))
+        await asyncio.to_thread(self._ledger.group_ready, group.id)
+
+    async def _resume_one(self, group: GroupRow, task: Task, row: TrajectoryRow) -> None:
+        """Grade what was handed in; start afresh what was lost; leave alone what was decided."""
+        handed_in = row.submission_key if row.state == TrajectoryState.finished else None
+        if row.state == TrajectoryState.running:
+            handed_in = await seal_again(self._stage, row.id)
+            if handed_in is None:
+                member, _, attempt = row.id.removeprefix(f"{group.id}-").partition("_")
+                fresh = f"{group.id}-{member}_{int(attempt or 0) + 1}"
+                why = "the dispatcher was restarted in the middle of this rollout"
+                await asyncio.to_thread(self._ledger.replace_lost, group.id, row.id, fresh, why)
+                await abandon(self._stage, row.id)
+                await self._run_one(group.id, task, fresh, group.min_version)
+        if handed_in is not None:
+            key, facts = handed_in, self._facts(group.id, task)
+            await self._in_slot(lambda: regrade(self._stage, task, row.id, key, facts=facts))
+
+    def _facts(self, group_id: str, task: Task) -> dict[str, Any]:
+        return {"run": self._run, "group_id": group_id, "provenance": _provenance(task)}
 
     async def _mark_busy(self) -> None:
         """One `busy` event per second of work: enough for the timeline, nothing for the log to choke on."""

@@ -6,7 +6,7 @@
                              trajectory is `finished` and can always be graded again from what was stored
 
 Errors are caught here and nowhere below: an episode that went wrong through no fault of the policy becomes a `failed`
-trajectory with a reason, never a reward.
+trajectory with a reason, never a reward. Only a store that cannot be written to goes further up.
 """
 
 from __future__ import annotations
@@ -15,7 +15,9 @@ import asyncio
 import base64
 import contextlib
 import json
+import logging
 import time
+from collections.abc import Awaitable
 from dataclasses import dataclass
 from typing import Any
 
@@ -24,11 +26,13 @@ from rollmill.environments.harness import Harness, HarnessResult
 from rollmill.environments.machine import WORK, Machine, MachineHost
 from rollmill.environments.reward import Grader, Submission
 from rollmill.environments.task import Task
-from rollmill.errors import ObjectExists, RollmillError
+from rollmill.errors import GatewayError, ObjectExists, RollmillError
 from rollmill.rollouts.client import GatewayClient
 from rollmill.storage.objects import Objects
 from rollmill.trajectories.store import TrajectoryStore
 from rollmill.types import Reward, Sampling
+
+log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
@@ -62,20 +66,49 @@ async def run_rollout(
     stage: Stage, task: Task, trajectory: str, *, sampling: Sampling, min_version: int, facts: dict[str, Any]
 ) -> Outcome:
     """Run and grade one episode. Its trajectory row must exist; it is final when this returns."""
+
+    async def episode() -> Outcome:
+        result, submission, tokens = await _play(stage, task, trajectory, sampling, min_version, facts)
+        reward = await stage.grader.grade(task, submission, stage.grading_machines)
+        return Outcome(trajectory, reward, result, tokens)
+
+    return await _settle(stage, task, trajectory, facts, episode())
+
+
+async def regrade(stage: Stage, task: Task, trajectory: str, submission_key: str, *, facts: dict[str, Any]) -> Outcome:
+    """Grade a finished trajectory from what was handed in: after a crash, or with a better grader."""
+
+    async def grading() -> Outcome:
+        submission = await asyncio.to_thread(load_submission, stage.objects, submission_key)
+        reward = await stage.grader.grade(task, submission, stage.grading_machines)
+        return Outcome(trajectory, reward, None)
+
+    return await _settle(stage, task, trajectory, facts, grading())
+
+
+async def _settle(
+    stage: Stage, task: Task, trajectory: str, facts: dict[str, Any], work: Awaitable[Outcome]
+) -> Outcome:
+    """The boundary: whatever becomes of `work`, the trajectory gets a reward or a reason."""
     started = time.time()
-    outcome = Outcome(trajectory, None, None)
     try:
-        async with asyncio.timeout(stage.timeout_s):
-            result, submission, tokens = await _play(stage, task, trajectory, sampling, min_version, facts)
-            reward = await stage.grader.grade(task, submission, stage.grading_machines)
-        await asyncio.to_thread(stage.trajectories.grade, trajectory, reward)
-        outcome = Outcome(trajectory, reward, result, tokens)
-    except (RollmillError, TimeoutError, OSError) as error:
-        reason = str(error) or f"no end after {stage.timeout_s:.0f} s"
+        async with asyncio.timeout(stage.timeout_s) as limit:
+            outcome = await work
+    except Exception as error:
+        if not isinstance(error, RollmillError | OSError):
+            log.exception("rollout %s", trajectory)  # nobody foresaw it: the log keeps where it came from
+        reason = f"no end after {stage.timeout_s:g} s" if limit.expired() else _describe(error)
         outcome = Outcome(trajectory, None, None, reason=reason)
         await give_up(stage, trajectory, reason)
+    # outside the boundary: a reward that cannot be written must not turn into a failure of the rollout
+    if outcome.reward is not None:
+        await asyncio.to_thread(stage.trajectories.grade, trajectory, outcome.reward)
     _report(task, outcome, facts, time.time() - started)
     return outcome
+
+
+def _describe(error: Exception) -> str:
+    return str(error) if isinstance(error, RollmillError) else f"{type(error).__name__}: {error}"
 
 
 async def _play(
@@ -106,8 +139,12 @@ async def _hand_in(machine: Machine, task: Task) -> Submission:
     return submission
 
 
+def submission_key(trajectory: str) -> str:
+    return f"submissions/{trajectory}.json"
+
+
 def store_submission(objects: Objects, trajectory: str, submission: Submission) -> str:
-    key = f"submissions/{trajectory}.json"
+    key = submission_key(trajectory)
     body = {path: base64.b64encode(data).decode() for path, data in submission.items()}
     with contextlib.suppress(ObjectExists):  # handed in before a crash: the first one counts
         objects.create(key, json.dumps(body).encode())
@@ -118,17 +155,29 @@ def load_submission(objects: Objects, key: str) -> Submission:
     return {path: base64.b64decode(text) for path, text in json.loads(objects.get(key)).items()}
 
 
-async def regrade(stage: Stage, task: Task, trajectory: str, submission_key: str) -> Reward:
-    """Grade a finished trajectory from its stored submission: after a crash, or with a better grader."""
-    submission = await asyncio.to_thread(load_submission, stage.objects, submission_key)
-    reward = await stage.grader.grade(task, submission, stage.grading_machines)
-    await asyncio.to_thread(stage.trajectories.grade, trajectory, reward)
-    return reward
+async def seal_again(stage: Stage, trajectory: str) -> str | None:
+    """The submission of a rollout whose process died between handing in and hearing of the seal; None if it is lost.
+
+    The gateway may be sealing it this very moment: asking is the only way not to throw away a finished trajectory.
+    """
+    key = submission_key(trajectory)
+    if await asyncio.to_thread(stage.objects.head, key) is None:
+        return None
+    try:
+        await stage.gateway.seal(trajectory, key)
+    except GatewayError:
+        return None
+    return key
 
 
 async def give_up(stage: Stage, trajectory: str, reason: str) -> None:
-    """Record a failed trajectory once. The gateway may be the very thing that failed, so telling it is best effort."""
+    """Record a failed trajectory once."""
     await asyncio.to_thread(stage.trajectories.fail, trajectory, reason)
+    await abandon(stage, trajectory)
+
+
+async def abandon(stage: Stage, trajectory: str) -> None:
+    """Have the gateway forget a session. It may be the very thing that failed, so this is best effort."""
     with contextlib.suppress(RollmillError, TimeoutError, OSError):
         async with asyncio.timeout(2.0):
             await stage.gateway.abandon(trajectory)

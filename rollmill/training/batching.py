@@ -41,7 +41,6 @@ class SampledFacts:
     temperatures: np.ndarray  # float32
     advantages: np.ndarray  # float32
     staleness: np.ndarray  # int64, in versions
-    current: np.ndarray  # bool: sampled by the very version this step trains from
 
 
 @dataclass(frozen=True)
@@ -83,8 +82,7 @@ def segment_sequence(
     segment: Segment, advantage: float, rule: TokenRule, masked: Counter[str]
 ) -> PackedSequence | None:
     """The sequence of a segment, or None if no token of it may be learnt from; `masked` counts those by reason."""
-    age_of_policy, current_of_policy = _policy_ages(segment, rule)
-    staleness_T = np.where(segment.sampled, age_of_policy[segment.policy], 0)
+    staleness_T = np.where(segment.sampled, _policy_ages(segment, rule)[segment.policy], 0)
     temperatures_T, learn_T = _reconstructible(segment, masked)
     foreign_T = learn_T & (staleness_T == _UNRELATED)
     stale_T = learn_T & ~foreign_T & (staleness_T > rule.max_staleness)
@@ -98,7 +96,6 @@ def segment_sequence(
         temperatures=temperatures_T[picked],
         advantages=np.full(picked.size, advantage, np.float32),
         staleness=np.maximum(staleness_T[picked], 0),
-        current=current_of_policy[segment.policy[picked]],
     )
     tokens = segment.tokens.astype(np.int64)
     return PackedSequence(
@@ -114,12 +111,11 @@ def segment_sequence(
 _UNRELATED = np.iinfo(np.int64).max
 
 
-def _policy_ages(segment: Segment, rule: TokenRule) -> tuple[np.ndarray, np.ndarray]:
-    """Per policy of the segment: its staleness, and whether it is the version trained from."""
+def _policy_ages(segment: Segment, rule: TokenRule) -> np.ndarray:
+    """The staleness of each policy of the segment."""
     positions = [rule.lineage.position(policy.line, policy.number) for policy in segment.policies]
     ages = [_UNRELATED if position is None else rule.base - position for position in positions]
-    current = [(policy.line, policy.number) == (rule.lineage.line, rule.base) for policy in segment.policies]
-    return np.array(ages or [0], np.int64), np.array(current or [False], np.bool_)
+    return np.array(ages or [0], np.int64)
 
 
 def _reconstructible(segment: Segment, masked: Counter[str]) -> tuple[np.ndarray, np.ndarray]:

@@ -12,6 +12,8 @@ from pydantic import Field
 
 from rollmill.config import Config
 
+FORM = "bf16"  # what versions are published as; the trainer computes with the values of this form
+
 
 class OptimizerConfig(Config):
     """AdamW on fp32 masters: linear warm-up to `lr`, then decay to `final_fraction · lr` at the last step."""

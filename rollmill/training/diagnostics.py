@@ -1,8 +1,11 @@
-"""What a step says about itself, and which figures mean trouble.
+"""What a step says about itself, and which figures mean trouble. With Δ = log π − log μ of a token, μ the engine's:
 
-Mismatch is the distance between trainer and engine *for the same weights*, so it is measured on tokens sampled by the
-version trained from; only a step that has none falls back to all of its tokens, where staleness is in the figure too.
-With Δ = log π − log μ:  k1 = mean(−Δ),  k3 = mean(e^Δ − 1 − Δ),  and the 99th percentile and maximum of |Δ|.
+    drift       π is the version trained from, over all trained tokens: how far the policy has moved since it sampled
+                them. Grows with staleness and learning rate; ess and mask_fraction say when it is too much.
+    mismatch    π is the very version that sampled the token, over a few trajectories (training/mismatch.py): how far
+                trainer and engine disagree on the same weights. Rounding alone; more is a bug or another precision.
+
+Each as  k1 = mean(−Δ),  k3 = mean(e^Δ − 1 − Δ), an estimate of the KL divergence,  p99 and max of |Δ|.
 """
 
 from __future__ import annotations
@@ -22,13 +25,17 @@ class TokenMeasures:
     kept: np.ndarray  # bool: the loss did not mask it
     entropies: np.ndarray
     staleness: np.ndarray
-    current: np.ndarray  # bool: sampled by the version trained from
 
 
 def token_figures(parts: Sequence[TokenMeasures]) -> dict[str, Any]:
     """The per-token part of the `step` event, over all micro-batches. A step that trains on nothing has no figures."""
     if not parts:
-        return {"trained_tokens": 0, "staleness_counts": {}, **dict.fromkeys(_FIGURES)}
+        return {
+            "trained_tokens": 0,
+            "staleness_counts": {},
+            **distance("drift", np.empty(0)),
+            **dict.fromkeys(_FIGURES),
+        }
     columns = (np.concatenate([getattr(part, field.name) for part in parts]) for field in fields(TokenMeasures))
     measures = TokenMeasures(*columns)
     weights = np.exp(np.minimum(measures.log_weights.astype(np.float64), 60.0))
@@ -38,36 +45,36 @@ def token_figures(parts: Sequence[TokenMeasures]) -> dict[str, Any]:
         "staleness_mean": float(measures.staleness.mean()),
         "staleness_max": int(measures.staleness.max()),
         "staleness_counts": {str(age): int(count) for age, count in zip(ages, counts, strict=True)},
-        **_mismatch(measures.log_weights[measures.current] if measures.current.any() else measures.log_weights),
-        "mismatch_tokens": int(measures.current.sum()),  # 0: the mismatch figures are over all tokens
+        **distance("drift", measures.log_weights),
         "ess": float(weights.sum() ** 2 / (weights.size * np.square(weights).sum())),
         "mask_fraction": float(1 - measures.kept.mean()),
         "entropy": float(measures.entropies.mean()),
     }
 
 
-_FIGURES = (
-    "staleness_mean",
-    "staleness_max",
-    "mismatch_k1",
-    "mismatch_k3",
-    "mismatch_p99",
-    "mismatch_max",
-    "mismatch_tokens",
-    "ess",
-    "mask_fraction",
-    "entropy",
-)
+_FIGURES = ("staleness_mean", "staleness_max", "ess", "mask_fraction", "entropy")
 
 
-def _mismatch(log_weights: np.ndarray) -> dict[str, float]:
-    delta = log_weights.astype(np.float64)
+def mismatch_figures(deltas: np.ndarray, left_out: Mapping[str, int]) -> dict[str, Any]:
+    """The mismatch part of the `step` event. `left_out`: tokens looked at that could not be measured, by reason."""
+    return {
+        **distance("mismatch", deltas),
+        "mismatch_tokens": int(deltas.size),
+        "mismatch_left_out": {reason: count for reason, count in left_out.items() if count},
+    }
+
+
+def distance(name: str, deltas: np.ndarray) -> dict[str, float | None]:
+    """NAME_k1, NAME_k3, NAME_p99, NAME_max; None without tokens, for no measurement is not the same as agreement."""
+    if deltas.size == 0:
+        return {f"{name}_{figure}": None for figure in ("k1", "k3", "p99", "max")}
+    delta = deltas.astype(np.float64)
     size = np.abs(delta)
     return {
-        "mismatch_k1": float(-delta.mean()),
-        "mismatch_k3": float((np.expm1(np.minimum(delta, 60.0)) - delta).mean()),
-        "mismatch_p99": float(np.quantile(size, 0.99)),
-        "mismatch_max": float(size.max()),
+        f"{name}_k1": float(-delta.mean()),
+        f"{name}_k3": float((np.expm1(np.minimum(delta, 60.0)) - delta).mean()),
+        f"{name}_p99": float(np.quantile(size, 0.99)),
+        f"{name}_max": float(size.max()),
     }
 
 
@@ -99,8 +106,6 @@ def warnings(figures: Mapping[str, Any]) -> list[str]:
         value = figures.get(limit.figure)
         if not isinstance(value, float):
             continue
-        if limit.figure == "mismatch_k3" and not figures.get("mismatch_tokens"):
-            continue  # that is how far the policy has moved, not a disagreement
         if limit.above is not None and value > limit.above:
             found.append(f"{limit.figure} is {value:.3g}, above {limit.above:g}: {limit.advice}")
         if limit.below is not None and value < limit.below:

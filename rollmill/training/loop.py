@@ -41,7 +41,7 @@ from rollmill.models.decoder import Decoder
 from rollmill.models.host import load_host, to_host
 from rollmill.storage.objects import Objects
 from rollmill.training.checkpoint import Checkpoint, Checkpoints
-from rollmill.training.config import TrainingConfig
+from rollmill.training.config import FORM, TrainingConfig
 from rollmill.training.lineage import next_line, trace_lineage
 from rollmill.training.objective import Batch, Objective, StepOutcome
 from rollmill.training.optimizer import MasterOptimizer, Update, learning_rate
@@ -49,8 +49,6 @@ from rollmill.types import Version
 from rollmill.weights.manifest import Manifest, describe, root_digest
 from rollmill.weights.publisher import Publisher
 from rollmill.weights.store import WeightStore, newest_line
-
-FORM = "bf16"
 
 
 class Trainer(Generic[Batch]):
@@ -138,7 +136,7 @@ class Trainer(Generic[Batch]):
         if self._bad_steps >= self._config.max_bad_steps:
             raise TrainingError(
                 f"the gradients of the last {self._bad_steps} steps, up to step {self.step}, were not finite",
-                hint="lower the learning rate; mismatch and ess of the steps before tell whether the policy ran away",
+                hint="lower the learning rate; drift and ess of the steps before tell whether the policy ran away",
             )
 
     def _publish(self, metadata: dict[str, Any] | None = None) -> Manifest | None:

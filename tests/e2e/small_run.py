@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 from pathlib import Path
 
 from rollmill.cluster.run import RunConfig, RunDirectory
@@ -9,12 +10,11 @@ from rollmill.config import load_config
 
 DEMO = Path(__file__).parents[2] / "rollmill" / "cli" / "demo.toml"
 SMALL = (
-    "name=small",
     "steps=6",
-    "groups_per_step=2",
+    "groups_per_step=3",
     "group_size=4",
-    "midtrain.steps=60",
-    "midtrain.training.checkpoint_every=60",
+    "midtrain.steps=140",  # enough to solve some tasks and fail others: no training without that
+    "midtrain.training.threads=1",
     "training.checkpoint_every=3",
     "evals.tasks=4",
     "evals.attempts=2",
@@ -22,5 +22,9 @@ SMALL = (
 )
 
 
-def small_run(root: Path, *overrides: str) -> RunDirectory:
-    return RunDirectory.create(root, load_config(RunConfig, DEMO, [*SMALL, *overrides]))
+def small_run(root: Path, name: str, *overrides: str, base: RunDirectory | None = None) -> RunDirectory:
+    """A run directory that was created and not started; with `base`, mid-training is already done."""
+    run = RunDirectory.create(root, load_config(RunConfig, DEMO, [f"name={name}", *SMALL, *overrides]))
+    if base is not None:
+        shutil.copytree(base.home_store, run.home_store)
+    return run

@@ -103,7 +103,10 @@ def test_every_part_of_the_run_is_summed_up(summary: dict[str, Any]) -> None:
     assert summary["engines"]["engine-away"]["region"] == "away"
     assert summary["engines"]["engine-home"]["switches_in_flight"] == 60
     assert summary["pauses"]["count"] == 120 and summary["restarts"] == 1
-    assert 0 < summary["mismatch"]["k3"]["mean"] < summary["mismatch"]["p99"]["mean"] < 1e-2
+    mismatch, drift = summary["mismatch"], summary["drift"]
+    assert 0 < mismatch["k3"]["mean"] < mismatch["p99"]["mean"] < 1e-2
+    assert mismatch["tokens"] == 60 * 150 and list(mismatch["left_out"].values()) == [60 * 30]
+    assert mismatch["k3"]["worst"] < drift["k3"]["mean"] < drift["k3"]["worst"] and 0.9 < drift["ess"] < 1
 
 
 def test_a_step_that_ran_again_after_a_crash_counts_once() -> None:
@@ -144,7 +147,9 @@ def test_an_unfinished_run_has_a_report_too(tmp_path: Path, kept: int) -> None:
 def test_odd_numbers_in_events_become_null_not_nan(tmp_path: Path) -> None:
     script = Script()
     for step in range(1, 8):
-        odd = {"loss": float("nan"), "reward_mean": None, "solve_rate": "high", "mismatch_k3": float("inf")}
+        odd: dict[str, Any] = {"loss": float("nan"), "reward_mean": None, "solve_rate": "high"}
+        odd["mismatch_k3"] = float("inf")
+        odd["mismatch_left_out"] = {"x": None} if step % 2 else "many"
         script.emit("trainer", "step", step=step, steps=7, seconds=1.0, staleness_counts={"0": 5, "x": 1}, **odd)
     summary, text = report(tmp_path, script)
     assert summary["training"]["reward_last"] is None and summary["mismatch"]["k3"]["mean"] is None

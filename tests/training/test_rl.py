@@ -1,6 +1,7 @@
 """The RL objective on a real ledger: who is trained on, who is not and why, and what the gradient is made of."""
 
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -8,16 +9,14 @@ import torch
 
 from rollmill import telemetry
 from rollmill.errors import TrainingError
-from rollmill.models.attention import PackedAttention
 from rollmill.models.decoder import Decoder
 from rollmill.training.batching import STALE, TokenRule, pack
 from rollmill.training.config import OptimizerConfig, RLConfig, TrainingConfig
 from rollmill.training.lineage import Lineage
-from rollmill.training.loss import target_logprobs
 from rollmill.training.objectives.rl import Pace, RolloutBatch
 from rollmill.training.selection import trainable_sequences
 from rollmill.types import LedgerState, Sampling, Segment, Version
-from tests.training.world import MODEL, STEPS, TRAINING, World, make_segment, policy
+from tests.training.world import MODEL, STEPS, TRAINING, World, honest_segment, make_segment, policy
 
 MAIN = Lineage("main", {"main": 0})
 ANSWER = [0, 0, 0, 1, 1, 1]
@@ -105,7 +104,8 @@ def gradients_and_figures(
     ]
     model = Decoder(MODEL)
     model.initialise(0)
-    batch = RolloutBatch(record=None, microbatches=pack(sequences, budget), masked=None, rewards=None, wait_seconds=0)  # type: ignore[arg-type]
+    nothing: Any = None
+    batch = RolloutBatch(nothing, pack(sequences, budget), nothing, nothing, nothing, wait_seconds=0)
     figures = world.objective(config).backward(model, batch)
     return {name: p.grad for name, p in model.named_parameters() if p.grad is not None}, figures
 
@@ -131,32 +131,20 @@ def test_routes_are_replayed_and_disagreement_is_counted(tmp_path: Path):
     assert live_figures["router_flip_rate"] is None
 
 
-def honest_segment(model: Decoder, seed: int, temperature: float) -> Segment:
-    """A segment whose log-probs and routes are what this very model gives."""
-    segment = make_segment([0] * 4 + [1] * 5, seed=seed, sampling=Sampling(temperature=temperature))
-    tokens = torch.from_numpy(segment.tokens.astype(np.int64))
-    with torch.no_grad():
-        output = model(tokens[:-1], torch.arange(len(tokens) - 1), PackedAttention([len(tokens) - 1]))
-        heat = torch.full((len(tokens) - 1,), temperature)
-        logprobs, _ = target_logprobs(model.logits(output.hidden), tokens[1:], heat)
-    segment.logprobs[4:] = logprobs.numpy()[3:]
-    assert segment.routes is not None and segment.routes_valid is not None and output.routes is not None
-    segment.routes[:-1], segment.routes_valid[:] = output.routes.numpy(), True
-    return segment
-
-
 @pytest.mark.parametrize("temperature", [1.0, 0.7])
 def test_same_weights_mean_no_mismatch(tmp_path: Path, temperature: float):
-    """The loop's own model, its version and the sampled log-probs agree: no mismatch, all weights one."""
+    """The loop's own model, its version and the sampled log-probs agree: no mismatch, no drift, all weights one."""
     telemetry.open_events(tmp_path / "events", "trainer")
     world = World(tmp_path)
     trainer = world.trainer(pace=Pace(1, 2, 0))
     trainer.run(0)
-    members = [honest_segment(trainer._model, seed, temperature) for seed in range(2)]
+    model, current = world.version(0)
+    members = [honest_segment(model, seed, temperature, current) for seed in range(2)]
     world.add_group("a", members, [1.0, 0.0])
     assert trainer.run(1) == Version("main", 1)
     (event,) = [event for event in telemetry.read_events(tmp_path / "events") if event["kind"] == "step"]
-    assert event["mismatch_max"] < 1e-5 and event["mismatch_tokens"] == 10 and event["ess"] == pytest.approx(1)
+    assert event["mismatch_max"] < 1e-5 and event["mismatch_tokens"] == 5, "one trajectory of two is measured"
+    assert event["drift_max"] < 1e-5 and event["ess"] == pytest.approx(1)
     assert event["router_flip_rate"] == 0 and event["router_zero_overlap"] == 0
     assert (event["staleness_max"], event["staleness_counts"]) == (0, {"0": 10})
     assert (event["reward_mean"], event["solve_rate"], event["groups"], event["trajectories"]) == (0.5, 0.5, 1, 2)
@@ -187,7 +175,8 @@ def test_a_step_without_signal_publishes_the_same_weights(tmp_path: Path):
     assert chain[0] != chain[1] == chain[2], "momentum alone must not move the weights"
     assert world.weights.manifest(Version("main", 2)).metadata["unchanged"] == "there was nothing to learn from"
     event = [event for event in telemetry.read_events(tmp_path / "events") if event["kind"] == "step"][-1]
-    assert event["trained_tokens"] == 0 and event["reward_mean"] == 1.0 and event["mismatch_k3"] is None
+    assert event["trained_tokens"] == 0 and event["reward_mean"] == 1.0 and event["drift_k3"] is None
+    assert event["mismatch_k3"] is None and event["mismatch_tokens"] == 0
 
 
 def test_steps_that_are_not_finite_are_skipped_and_end_the_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):

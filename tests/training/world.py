@@ -6,12 +6,17 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
+import torch
 
+from rollmill.models.attention import PackedAttention
 from rollmill.models.config import ModelConfig
+from rollmill.models.decoder import Decoder
+from rollmill.models.host import load_host
 from rollmill.storage.database import open_database
 from rollmill.storage.objects import Objects
 from rollmill.training.config import OptimizerConfig, RLConfig, TrainingConfig
 from rollmill.training.loop import Trainer
+from rollmill.training.loss import target_logprobs
 from rollmill.training.objectives.rl import Pace, RLObjective
 from rollmill.trajectories.ledger import Ledger
 from rollmill.trajectories.schema import encode_trajectory
@@ -79,6 +84,28 @@ def make_segment(
     )
 
 
+def record_as(segment: Segment, model: Decoder, start: int, end: int) -> Segment:
+    """Log-probs of tokens[start:end], and the routes of the rows since the answer before, as this model gives them."""
+    tokens = torch.from_numpy(segment.tokens.astype(np.int64))
+    heat = torch.full((len(tokens) - 1,), segment.spans[0].sampling.temperature)
+    with torch.no_grad():
+        output = model(tokens[:-1], torch.arange(len(tokens) - 1), PackedAttention([len(tokens) - 1]))
+        logprobs, _ = target_logprobs(model.logits(output.hidden), tokens[1:], heat)
+    segment.logprobs[start:end] = logprobs.numpy()[start - 1 : end - 1]
+    assert segment.routes is not None and segment.routes_valid is not None and output.routes is not None
+    first = max((position for position in np.flatnonzero(segment.sampled) if position < start), default=0)
+    segment.routes[first : end - 1] = output.routes.numpy()[first : end - 1]
+    segment.routes_valid[first : end - 1] = True
+    return segment
+
+
+def honest_segment(model: Decoder, seed: int, temperature: float = 1.0, by: PolicyRef | None = None) -> Segment:
+    """A segment whose log-probs and routes are what this very model gives."""
+    sampling = Sampling(temperature=temperature)
+    segment = make_segment([0] * 4 + [1] * 5, seed=seed, sampling=sampling, policies=[by or policy()])
+    return record_as(segment, model, 4, 9)
+
+
 @dataclass
 class World:
     path: Path
@@ -120,6 +147,7 @@ class World:
             config or RLConfig(),
             self.ledger,
             self.trajectories,
+            self.weights,
             pace=pace,
             model_config=MODEL,
             tokens_per_microbatch=TRAINING.tokens_per_microbatch,
@@ -137,6 +165,12 @@ class World:
             steps=STEPS,
             seed=3,
         )
+
+    def version(self, number: int, line: str = "main") -> tuple[Decoder, PolicyRef]:
+        """A model with the weights of a published version, and what an engine that has them calls them."""
+        model = Decoder(MODEL)
+        load_host(model, self.weights.load(Version(line, number)))
+        return model, self.weights.manifest(Version(line, number)).policy
 
     def chain(self, line: str = "main") -> list[tuple[int, str]]:
         return [(manifest.number, manifest.digest) for manifest in WeightStore(self.objects).versions(line)]

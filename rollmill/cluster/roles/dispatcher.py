@@ -92,7 +92,7 @@ async def open_stage(run: RunDirectory) -> AsyncIterator[Stage]:
     harness = CodingHarness(config.harness)
     try:
         async with GatewayClient(run.url("gateway"), run.admin_token) as gateway:
-            await gateway.wait_until_healthy()
+            await gateway.wait_until_serving(0)
             yield Stage(
                 gateway=gateway,
                 machines=machines,

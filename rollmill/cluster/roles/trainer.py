@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from rollmill.cluster.local import TERMINATED
 from rollmill.cluster.run import RunDirectory
 from rollmill.errors import TrainingError
 from rollmill.storage.database import open_database
@@ -26,11 +27,12 @@ def main(run: RunDirectory) -> None:
         config.rl,
         Ledger(database, config.name),
         TrajectoryStore(database, objects),
+        weights,
         pace=Pace(config.groups_per_step, config.group_size, config.max_staleness),
         model_config=config.model,
         tokens_per_microbatch=config.training.tokens_per_microbatch,
     )
-    Trainer(
+    trainer = Trainer(
         config.training,
         config.model,
         objective,
@@ -40,4 +42,7 @@ def main(run: RunDirectory) -> None:
         Version(config.base_line, base),
         steps=config.steps,
         seed=config.seed,
-    ).run(config.steps)
+    )
+    trainer.run(config.steps)
+    if trainer.step < config.steps:
+        raise SystemExit(TERMINATED)

@@ -27,14 +27,14 @@ from rollmill.environments.tasks.micro_repos import MAIN, Repository, draw_repos
 class Habits:
     """How the scripted agent goes wrong. All numbers are probabilities."""
 
-    weak: tuple[str, ...] = ("multiply", "divide", "remainder", "xor", "and", "or", "at_least", "at_most")
-    right_when_weak: float = 0.25
+    weak: tuple[str, ...] = ("divide", "remainder", "xor", "and")
+    right_when_weak: float = 0.15
     right_otherwise: float = 0.85
     misconception: float = 0.8  # of wrong operators: the confusable one; the others are slips
     right_number: float = 0.97
     runs_tests: float = 0.85
     tries_again: float = 0.3  # after a failing run; otherwise it gives up
-    right_again: float = 0.4  # the second try never repeats the first, and is right this often
+    right_again: float = 0.35  # the second try never repeats the first, and is right this often
 
 
 Document = tuple[list[int], list[bool]]  # token ids, and for each whether to learn to predict it

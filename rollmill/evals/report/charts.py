@@ -219,8 +219,7 @@ def _references(frame: Frame, axes: Axes) -> Markup:
 
 
 def _line(frame: Frame, series: Series) -> Markup:
-    points = _thin(series.points)
-    raw = [(frame.x(position), frame.y(value)) for position, value in points if math.isfinite(value)]
+    raw = _placed(frame, series)
     dots = [
         tag("circle", class_=f"dot fill-{series.colour}", cx=x, cy=y, r=2.2 if series.dots else 1.5) for x, y in raw
     ]
@@ -228,8 +227,12 @@ def _line(frame: Frame, series: Series) -> Markup:
         return tag("g", dots)
     if not series.smooth:
         return _path(raw, f"line stroke-{series.colour}")
-    average = [(frame.x(position), frame.y(value)) for position, value in smooth(points) if math.isfinite(value)]
-    return tag("g", tag("g", dots, class_="raw"), _path(average, f"line stroke-{series.colour}"))
+    return tag("g", tag("g", dots, class_="raw"), _path(smooth(raw), f"line stroke-{series.colour}"))
+
+
+def _placed(frame: Frame, series: Series) -> list[Point]:
+    """Where the points stand on the page. Smoothing comes after, so that on a log scale it smooths the logarithms."""
+    return [(frame.x(position), frame.y(value)) for position, value in _thin(series.points) if math.isfinite(value)]
 
 
 def _thin(points: Sequence[Point]) -> Sequence[Point]:
@@ -247,11 +250,10 @@ def _end_labels(frame: Frame, axes: Axes, series: Sequence[Series]) -> Markup:
     """Each line's name beside its last value, pushed apart where they would overlap."""
     ends = []
     for one in series:
-        finite = [
-            value for _, value in (smooth(_thin(one.points)) if one.smooth else one.points) if math.isfinite(value)
-        ]
-        if finite and one.name:
-            ends.append((frame.y(_median(finite) if one.dots else finite[-1]), one))
+        placed = _placed(frame, one)
+        heights = [y for _, y in (smooth(placed) if one.smooth else placed)]
+        if heights and one.name:
+            ends.append((_median(heights) if one.dots else heights[-1], one))
     ends.sort(key=lambda end: end[0])
     children, lowest = [], 0.0
     for at, one in ends:

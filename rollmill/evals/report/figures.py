@@ -15,8 +15,10 @@ Keys are stable; a figure that a run did not produce is null. Rates are shares o
     midtraining                steps, tokens, loss_first, loss_last
     rollouts                   total, graded, failed, by split; turns, tool_calls, bad_tool_calls, seconds (means)
     staleness                  mean, max, counts (trained tokens by versions behind)
-    mismatch                   k1, k3, p99, max of the trainer's log-probs against the engine's: mean and worst step;
-                               mask_fraction, ess, router_flip_rate (means)
+    mismatch                   k1, k3, p99, max of the trainer's log-probs against the engine's on the same weights:
+                               mean and worst step; tokens measured, left_out (those that could not be, by reason)
+    drift                      the same figures for the weights trained from, which are newer than those that sampled:
+                               how far the policy had moved; mask_fraction, ess, router_flip_rate (means)
     weights                    versions, snapshots, deltas (a snapshot may have one too), full_bytes, delta_bytes,
                                delta_ratio, density (share of values that changed), publish_seconds: means
     engines                    by name: region, switches, switches_in_flight, pause_seconds (mean, max), time_to_engine
@@ -151,6 +153,7 @@ def figures(record: Record, *, name: str, seed: int | None, seconds: float | Non
         "rollouts": _rollouts(record.rollouts),
         "staleness": _staleness(record.steps),
         "mismatch": _mismatch(record.steps),
+        "drift": _drift(record.steps),
         "weights": _weights(record.publishes),
         "engines": _engines(record),
         "pauses": {"count": len(record.applies), "seconds": sum(column(record.applies, "pause_seconds"))},
@@ -265,11 +268,26 @@ def _staleness(steps: Sequence[Event]) -> dict[str, Any]:
 
 
 def _mismatch(steps: Sequence[Event]) -> dict[str, Any]:
-    tree: dict[str, Any] = {}
+    left_out: Counter[str] = Counter()
+    for step in steps:
+        reasons = step.get("mismatch_left_out")
+        if isinstance(reasons, Mapping):
+            left_out.update({str(reason): int(finite(count, 0.0)) for reason, count in reasons.items()})
+    tokens = int(sum(column(steps, "mismatch_tokens")))
+    return {**_distance(steps, "mismatch"), "tokens": tokens, "left_out": dict(left_out)}
+
+
+def _drift(steps: Sequence[Event]) -> dict[str, Any]:
+    means = {key: mean(column(steps, key)) for key in ("mask_fraction", "ess", "router_flip_rate")}
+    return {**_distance(steps, "drift"), **means}
+
+
+def _distance(steps: Sequence[Event], name: str) -> dict[str, Any]:
+    tree = {}
     for key in ("k1", "k3", "p99", "max"):
-        values = column(steps, f"mismatch_{key}")
+        values = column(steps, f"{name}_{key}")
         tree[key] = {"mean": mean(values), "worst": max(values, key=abs, default=None)}
-    return {**tree, **{key: mean(column(steps, key)) for key in ("mask_fraction", "ess", "router_flip_rate")}}
+    return tree
 
 
 def _weights(publishes: Sequence[Event]) -> dict[str, Any]:

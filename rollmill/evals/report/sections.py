@@ -209,15 +209,20 @@ def timelines(record: Record) -> Markup:
 
 
 def numerics(record: Record) -> Markup:
-    mismatch = {"mismatch_k3": ("k3", "ember"), "mismatch_p99": ("p99", "steel")}
+    distances = {
+        "mismatch_p99": ("p99", "steel"),
+        "mismatch_k3": ("k3", "ember"),
+        "drift_k3": ("drift k3", "sand"),
+    }
     charts = [
         _by_step(
             record,
             "Log-prob mismatch, trainer against engine",
-            "For the same tokens and the same weights: k3 estimates the KL divergence (nats), p99 is the 99th "
-            "percentile of the absolute difference.",
-            mismatch,
-            Axes("step", "mismatch", power, log=True),
+            "A sample of each step, computed again under the very weights that sampled it: k3 estimates the KL "
+            "divergence (nats), p99 is the 99th percentile of the absolute difference. Drift is k3 under the newer "
+            "weights trained from: how far the policy had moved.",
+            distances,
+            Axes("step", "difference", power, log=True),
             positive=True,
         ),
         _by_step(

@@ -18,6 +18,7 @@ COLOURS = {
     "step": "ember",
     "grade": "plum",
     "checkpoint": "sand",
+    "measure": "sand",
     "publish": "ink",
     "apply": "ink",
 }

@@ -3,13 +3,16 @@
 A step takes the groups that have waited longest, decides about each of their trajectories (training/selection.py),
 writes its record to the run's ledger, and only then trains. A record that is already there is a step a killed trainer
 left behind: it is run again from the same payloads, in the same order.
+
+One forward pass gives the loss and its figures. After the commit a few trajectories are computed again under the
+versions that sampled them, to see whether trainer and engine agree (training/mismatch.py).
 """
 
 from __future__ import annotations
 
 import time
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -17,15 +20,16 @@ import numpy as np
 import torch
 
 from rollmill import telemetry
-from rollmill.models.attention import PackedAttention
 from rollmill.models.config import ModelConfig
 from rollmill.models.decoder import Decoder
 from rollmill.training.batching import STALE, MicroBatch, TokenRule, pack
-from rollmill.training.config import RLConfig
-from rollmill.training.diagnostics import TokenMeasures, token_figures, warnings
+from rollmill.training.config import FORM, RLConfig
+from rollmill.training.diagnostics import TokenMeasures, mismatch_figures, token_figures, warnings
 from rollmill.training.lineage import Lineage
-from rollmill.training.loss import policy_loss, target_logprobs
+from rollmill.training.loss import policy_loss
+from rollmill.training.mismatch import MismatchMeter, Sample, ServedWeights, choose_sample
 from rollmill.training.objective import StepOutcome
+from rollmill.training.recompute import recompute
 from rollmill.training.replay import RouterAgreement, replay_of
 from rollmill.training.selection import (
     Contents,
@@ -36,7 +40,8 @@ from rollmill.training.selection import (
 )
 from rollmill.trajectories.ledger import Ledger
 from rollmill.trajectories.store import TrajectoryStore
-from rollmill.types import StepRecord, TrajectoryState, Version
+from rollmill.types import Segment, StepRecord, TrajectoryState, Version
+from rollmill.weights.store import WeightStore
 
 POLL_S = 0.02
 
@@ -54,6 +59,7 @@ class Pace:
 class RolloutBatch:
     record: StepRecord
     microbatches: list[MicroBatch]
+    sample: Sample  # what of it mismatch is measured on
     masked: Counter[str]  # sampled tokens that are not learnt from, by reason
     rewards: np.ndarray  # of every graded trajectory of the step's groups, also those without signal
     wait_seconds: float
@@ -65,6 +71,7 @@ class RLObjective:
         config: RLConfig,
         ledger: Ledger,
         trajectories: TrajectoryStore,
+        weights: WeightStore,
         *,
         pace: Pace,
         model_config: ModelConfig,
@@ -76,6 +83,11 @@ class RLObjective:
         self._trajectories = trajectories
         self._pace = pace
         self._budget = tokens_per_microbatch
+        # tokens are at most max_staleness versions older than the one trained from
+        served = ServedWeights(weights, FORM, keep=pace.max_staleness + 1)
+        self._mismatch = MismatchMeter(
+            served, model_config, budget=tokens_per_microbatch, router_replay=config.router_replay
+        )
         self._divisor = pace.groups_per_step * pace.group_size * config.expected_tokens
 
     def next_batch(self, number: int, lineage: Lineage, stopping: Callable[[], bool]) -> RolloutBatch | None:
@@ -121,6 +133,7 @@ class RLObjective:
 
     def _batch(self, record: StepRecord, contents: Contents, rule: TokenRule, waited: float) -> RolloutBatch:
         sequences, masked = [], Counter[str]()
+        trained: list[Sequence[Segment]] = []
         for id, (_, _, advantage) in record.trajectories.items():
             content = contents[id]
             if isinstance(content, str):
@@ -132,11 +145,20 @@ class RLObjective:
             found, left_out = trainable_sequences(content, advantage, rule)
             sequences += found
             masked += left_out
+            trained.append(content)
         rows = [row for group in record.groups for row in self._trajectories.list(record.run, group_id=group)]
         rewards = [row.reward for row in rows if row.state == TrajectoryState.graded]
-        return RolloutBatch(record, pack(sequences, self._budget), masked, np.array(rewards, np.float64), waited)
+        return RolloutBatch(
+            record=record,
+            microbatches=pack(sequences, self._budget),
+            sample=choose_sample(record.number, trained, rule),
+            masked=masked,
+            rewards=np.array(rewards, np.float64),
+            wait_seconds=waited,
+        )
 
     def backward(self, model: Decoder, batch: RolloutBatch) -> dict[str, Any]:
+        self._mismatch.served.remember(model)  # engines sample with this version until the next one reaches them
         total, agreement = 0.0, RouterAgreement()
         measures: list[TokenMeasures] = []
         for part in batch.microbatches:
@@ -156,14 +178,9 @@ class RLObjective:
         facts = part.facts
         assert facts is not None, "sequences of sampled tokens carry their facts"
         replay = replay_of(part) if self._config.router_replay else None
-        output = model(part.tokens_N, part.positions_N, PackedAttention(part.lengths), replay)
-        logprobs_M, entropies_M = target_logprobs(
-            model.logits(output.hidden.index_select(0, part.rows_M)),
-            part.targets_M,
-            torch.from_numpy(facts.temperatures),
-        )
+        policy = recompute(model, part, replay)
         result = policy_loss(
-            logprobs_M,
+            policy.logprobs_M,
             torch.from_numpy(facts.logprobs),
             torch.from_numpy(facts.advantages),
             mask_delta=self._config.mask_delta,
@@ -172,13 +189,12 @@ class RLObjective:
             divisor=self._divisor,
         )
         result.loss.backward()
-        agreement.add(output.routings, replay)
+        agreement.add(policy.routings, replay)
         measured = TokenMeasures(
             log_weights=result.log_weights_M.numpy(),
             kept=result.kept_M.numpy(),
-            entropies=entropies_M.numpy(),
+            entropies=policy.entropies_M.numpy(),
             staleness=facts.staleness,
-            current=facts.current,
         )
         return result.loss.item(), measured
 
@@ -190,8 +206,11 @@ class RLObjective:
 
     def report(self, batch: RolloutBatch, outcome: StepOutcome) -> None:
         rewards = batch.rewards
+        with telemetry.busy("measure"):
+            mismatch = mismatch_figures(*self._mismatch.measure(outcome.number, batch.sample))
         figures = {
             **outcome.figures,
+            **mismatch,
             "groups": len(batch.record.groups),
             "trajectories": len(batch.record.trajectories),
             "reward_mean": float(rewards.mean()) if rewards.size else None,

@@ -163,6 +163,6 @@ def test_sessions_are_short_and_numbers_are_one_token(
 
 
 def test_plain_code_says_nothing_in_words() -> None:
-    function = Function((Step(OPERATORS["subtract"], 8), Step(OPERATORS["at_most"], 28)))
-    assert plain_code(function) == "def f(x):\n    return (x - 8) <= 28\n"
+    function = Function((Step(OPERATORS["subtract"], 8), Step(OPERATORS["and"], 28)))
+    assert plain_code(function) == "def f(x):\n    return (x - 8) & 28\n"
     assert MAIN not in plain_code(function)

@@ -1,0 +1,35 @@
+"""The trainer's own view of sampled tokens: one forward pass of a micro-batch, under whichever weights the model holds.
+
+The loss and every figure of a step come out of this one pass; measuring mismatch runs the same pass on other weights.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from rollmill.models.attention import PackedAttention
+from rollmill.models.decoder import Decoder
+from rollmill.models.moe import Replay, Routing
+from rollmill.training.batching import MicroBatch
+from rollmill.training.loss import target_logprobs
+
+
+class Recomputed(NamedTuple):
+    logprobs_M: Tensor  # of the targets, under the distribution they were sampled from
+    entropies_M: Tensor
+    routings: Sequence[Routing]
+
+
+def recompute(model: Decoder, part: MicroBatch, replay: Replay | None) -> Recomputed:
+    assert part.facts is not None, "sequences of sampled tokens carry their facts"
+    output = model(part.tokens_N, part.positions_N, PackedAttention(part.lengths), replay)
+    logprobs_M, entropies_M = target_logprobs(
+        model.logits(output.hidden.index_select(0, part.rows_M)),
+        part.targets_M,
+        torch.from_numpy(part.facts.temperatures),
+    )
+    return Recomputed(logprobs_M, entropies_M, output.routings)

@@ -1,0 +1,40 @@
+from __future__ import annotations
+
+import subprocess
+import sys
+from collections.abc import Callable
+
+import pytest
+
+from tests.cli.conftest import Told
+
+COMMANDS = ("demo", "train", "eval", "serve", "weights", "trajectories", "doctor")
+
+
+def test_help_lists_every_command(rollmill: Callable[..., Told]) -> None:
+    told = rollmill("--help")
+    assert told.code == 0
+    assert all(f" {command} " in told.out for command in COMMANDS)
+
+
+@pytest.mark.parametrize("command", COMMANDS)
+def test_every_command_explains_itself(rollmill: Callable[..., Told], command: str) -> None:
+    told = rollmill(command, "--help")
+    assert told.code == 0 and f"rollmill {command}" in told.out
+
+
+def test_an_unknown_command_is_a_usage_error(rollmill: Callable[..., Told]) -> None:
+    assert rollmill("trane").code == 2
+
+
+def test_an_error_is_two_lines_and_exit_code_1() -> None:
+    """In a process of its own: nothing but the message may reach the terminal."""
+    done = subprocess.run(
+        [sys.executable, "-c", "from rollmill.cli.main import main; main()", "train", "absent.toml"],
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert (done.returncode, done.stdout) == (1, "")
+    error, hint = done.stderr.splitlines()
+    assert error == "error: config: absent.toml does not exist" and hint.startswith("hint: ")

@@ -1,0 +1,22 @@
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+from rollmill.cluster.run import RunConfig, RunDirectory
+from rollmill.config import load_config
+from tests.cli.conftest import Told
+from tests.cli.test_train import MICRO, refused
+
+
+def test_a_directory_without_a_run(rollmill: Callable[..., Told], tmp_path: Path) -> None:
+    assert refused(rollmill("serve", tmp_path), "holds no run", "`ls runs/`")
+
+
+def test_a_run_without_weights(rollmill: Callable[..., Told], tmp_path: Path) -> None:
+    run = RunDirectory.create(tmp_path, load_config(RunConfig, MICRO))
+    assert refused(rollmill("serve", run.path), "'main' has no version yet", f"--resume {run.path}")
+    told = rollmill("serve", run.path, "--version", 3)
+    assert refused(told, "main@3", "")
+    assert run.production_key not in told.err + told.out
+    assert rollmill("serve", run.path, "--version", -1).code == 2

@@ -1,0 +1,82 @@
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from rollmill.cluster.run import RunConfig, RunDirectory
+from rollmill.config import load_config
+from tests.cli.conftest import Told
+
+MICRO = Path(__file__).parents[2] / "examples" / "micro.toml"
+
+
+def refused(told: Told, error: str, hint: str) -> bool:
+    """An error of ours: what was wrong, what to do, and no traceback."""
+    first, *rest = told.err.strip().splitlines()
+    assert told.code == 1 and "Traceback" not in told.err, told
+    assert first.startswith("error: ") and error in first, told
+    assert not hint or (rest and rest[-1].startswith("hint: ") and hint in rest[-1]), told
+    return True
+
+
+@pytest.fixture(autouse=True)
+def elsewhere(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+
+
+def test_a_dry_run_prints_the_resolved_tree_and_leaves_nothing(rollmill: Callable[..., Told], tmp_path: Path) -> None:
+    told = rollmill("train", MICRO, "steps=7", "rollouts.timeout_s=2.5", "--dry-run")
+    tree = json.loads(told.out)
+    assert told.code == 0 and (tree["steps"], tree["rollouts"]["timeout_s"]) == (7, 2.5)
+    assert tree["gateway"]["engine_wait_s"] == 30.0  # defaults included
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_the_demo_as_a_dry_run(rollmill: Callable[..., Told], tmp_path: Path) -> None:
+    tree = json.loads(rollmill("demo", "--dry-run", "--seed", 5).out)
+    assert (tree["name"], tree["seed"], tree["regions"]) == ("demo", 5, ["home", "away"])
+    (tmp_path / "runs" / "demo").mkdir(parents=True)
+    assert json.loads(rollmill("demo", "--dry-run").out)["name"] == "demo-2"
+    assert json.loads(rollmill("demo", "--dry-run", "--name", "mine").out)["name"] == "mine"
+    assert refused(rollmill("demo", "--dry-run", "--name", 'a"b'), "name: ", "")
+
+
+def test_wrong_settings(rollmill: Callable[..., Told], tmp_path: Path) -> None:
+    assert refused(rollmill("train", MICRO, "stepps=3"), "unknown key 'stepps'; did you mean 'steps'?", "")
+    assert refused(rollmill("train", MICRO, "steps"), "'steps' is not of the form key.path=value", "training.lr")
+    assert refused(rollmill("train", MICRO, "steps=few"), "steps: Input should be a valid integer", "")
+    (tmp_path / "broken.toml").write_text("steps = [")
+    assert refused(rollmill("train", "broken.toml"), "not valid TOML", "")
+    assert not (tmp_path / "runs").exists()
+
+
+def test_a_name_that_is_taken(rollmill: Callable[..., Told], tmp_path: Path) -> None:
+    RunDirectory.create(Path("runs"), load_config(RunConfig, MICRO))
+    assert refused(rollmill("train", MICRO), "runs/micro already holds a run", "`rollmill train --resume runs/micro`")
+    assert refused(rollmill("demo", "--name", "micro"), "already holds a run", "--resume runs/micro")
+
+
+def test_what_cannot_be_resumed(rollmill: Callable[..., Told], tmp_path: Path) -> None:
+    assert refused(rollmill("train", "--resume", "runs/absent"), "runs/absent holds no run", "`ls runs/`")
+    assert refused(rollmill("train", "--resume", MICRO), "holds no run", "`ls runs/`")
+    assert refused(rollmill("train", "--resume", tmp_path, "steps=3"), "takes no overrides", "start a new run")
+    assert refused(rollmill("train", "--resume", tmp_path, "--dry-run"), "no --dry-run", "start a new run")
+
+
+def test_a_directory_is_not_a_configuration(rollmill: Callable[..., Told], tmp_path: Path) -> None:
+    assert refused(rollmill("train", tmp_path), "is a directory", f"--resume {tmp_path}")
+
+
+def test_ctrl_c_says_how_to_go_on(rollmill: Callable[..., Told], monkeypatch: pytest.MonkeyPatch) -> None:
+    from rollmill.cluster import drive
+
+    def interrupted(*_: object, **__: object) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(drive, "drive", interrupted)
+    told = rollmill("train", MICRO)
+    assert told.code == 130 and "`rollmill train --resume runs/micro` goes on" in told.err
+    assert "Traceback" not in told.err

@@ -1,0 +1,213 @@
+"""Processes of a run on this machine. The store is the process under test: it is real, and light."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+import urllib.request
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+
+from rollmill.cluster import local
+from rollmill.cluster.drive import _while_watching, evaluate_version, serving
+from rollmill.cluster.local import TERMINATED, LocalCluster, exclusive
+from rollmill.cluster.run import RunDirectory
+from rollmill.errors import RollmillError, WeightsError
+from rollmill.telemetry import read_events
+
+
+@pytest.fixture
+def cluster(run: RunDirectory) -> Iterator[LocalCluster]:
+    cluster = LocalCluster(run)
+    yield cluster
+    cluster.stop()
+
+
+def pid_of(run: RunDirectory, role: str) -> int | None:
+    """By what /proc says: the test asks the system, not the supervisor."""
+    for entry in Path("/proc").iterdir():
+        if entry.name.isdigit():
+            try:
+                arguments = (entry / "cmdline").read_bytes().decode().split("\0")
+            except (OSError, UnicodeDecodeError):
+                continue
+            if arguments[2:5] == ["rollmill.cluster.worker", role, str(run.path)]:
+                return int(entry.name)
+    return None
+
+
+def kill(run: RunDirectory, role: str, deadly: signal.Signals = signal.SIGKILL) -> int:
+    pid = pid_of(run, role)
+    assert pid is not None, f"{role} is not running"
+    os.kill(pid, deadly)
+    return pid
+
+
+def until(condition: Callable[[], bool], cluster: LocalCluster | None = None) -> None:
+    while not condition():
+        if cluster is not None:
+            cluster.watch()
+        time.sleep(0.01)
+
+
+def answers(run: RunDirectory) -> bool:
+    request = urllib.request.Request(
+        f"{run.url('store')}/list?prefix=", headers={"Authorization": f"Bearer {run.admin_token}"}
+    )
+    try:
+        with urllib.request.urlopen(request, timeout=1) as response:
+            return response.status == 200
+    except OSError:
+        return False
+
+
+@pytest.mark.parametrize("deadly", [signal.SIGKILL, signal.SIGTERM])
+def test_a_service_that_dies_is_started_again_at_the_same_address(
+    run: RunDirectory, cluster: LocalCluster, deadly: signal.Signals
+) -> None:
+    """Also one that was asked to stop and left politely: while the run goes on it is needed."""
+    cluster.start("store", service=True)
+    until(lambda: answers(run), cluster)
+    first = kill(run, "store", deadly)
+    until(lambda: pid_of(run, "store") not in (None, first) and answers(run), cluster)
+    assert not cluster.ended("store")
+    cluster.stop()
+    assert pid_of(run, "store") is None and not answers(run)
+
+
+def test_work_that_is_done_stays_done(run: RunDirectory, cluster: LocalCluster) -> None:
+    cluster.start("store")
+    until(lambda: answers(run))
+    kill(run, "store", signal.SIGTERM)  # it exits with 0
+    until(lambda: cluster.ended("store"), cluster)
+    assert pid_of(run, "store") is None
+
+
+def test_too_many_restarts_end_the_run_with_the_last_words(
+    run: RunDirectory, cluster: LocalCluster, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(local, "MAX_RESTARTS", 1)
+    with socket.socket() as other:
+        other.bind(("127.0.0.1", run.ports["store"]))
+        other.listen()
+        cluster.start("store", service=True)
+        with pytest.raises(RollmillError) as raised:
+            until(lambda: False, cluster)
+    assert "'store' stopped with exit code 1" in raised.value.message
+    assert "address already in use" in raised.value.message
+    assert "store.log" in str(raised.value.hint) and f"--resume {run.path}" in str(raised.value.hint)
+    assert (run.logs / "store.log").read_text().count("Traceback") >= 2  # it was tried again
+
+
+def test_a_process_that_lived_long_is_judged_anew(
+    run: RunDirectory, cluster: LocalCluster, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(local, "MAX_RESTARTS", 1)
+    monkeypatch.setattr(local, "STEADY_S", 0.0)
+    cluster.start("store", service=True)
+    for _ in range(3):
+        killed = kill(run, "store")
+        until(lambda: pid_of(run, "store") not in (None, killed), cluster)  # noqa: B023
+
+
+def test_exit_code_3_is_final(run: RunDirectory, cluster: LocalCluster) -> None:
+    (run.path / "run.json").write_text("{")
+    cluster.start("store", service=True)
+    with pytest.raises(RollmillError, match=r"exit code 3: config: .*run\.json is damaged") as raised:
+        until(lambda: False, cluster)
+    assert "hint: restore it" in raised.value.message
+    assert (run.logs / "store.log").read_text().count("config: ") == 1  # and not tried again
+
+
+def test_work_is_given_up_when_a_process_it_needs_cannot_be_kept_alive(
+    run: RunDirectory, cluster: LocalCluster
+) -> None:
+    (run.path / "run.json").write_text("{")
+    cluster.start("store", service=True)
+    with pytest.raises(RollmillError, match="exit code 3"):
+        asyncio.run(_while_watching(cluster, asyncio.sleep(3600)))
+
+
+async def test_the_result_of_watched_work(cluster: LocalCluster) -> None:
+    assert await _while_watching(cluster, asyncio.sleep(0, "result")) == "result"
+
+
+SUPERVISOR = """
+import os, signal, sys, time
+from pathlib import Path
+from rollmill.cluster.local import LocalCluster
+from rollmill.cluster.run import RunDirectory
+cluster = LocalCluster(RunDirectory.open(Path(sys.argv[1])))
+cluster.start("store", service=True)
+if sys.argv[2] == "at once":
+    os.kill(os.getpid(), signal.SIGKILL)
+time.sleep(600)
+"""
+
+
+def test_processes_end_when_their_supervisor_is_killed(run: RunDirectory) -> None:
+    supervisor = subprocess.Popen([sys.executable, "-c", SUPERVISOR, str(run.path), "later"])
+    until(lambda: answers(run))
+    supervisor.kill()
+    supervisor.wait()
+    until(lambda: pid_of(run, "store") is None)
+
+
+def test_a_supervisor_killed_before_its_process_was_up_leaves_nothing_behind(run: RunDirectory) -> None:
+    subprocess.run([sys.executable, "-c", SUPERVISOR, str(run.path), "at once"], check=False)
+    until(lambda: pid_of(run, "store") is None)
+
+
+HOLDER = """
+import sys, time
+from pathlib import Path
+from rollmill.cluster.local import exclusive
+from rollmill.cluster.run import RunDirectory
+with exclusive(RunDirectory.open(Path(sys.argv[1])), "supervisor"):
+    print("held", flush=True)
+    time.sleep(600)
+"""
+
+
+def test_two_processes_never_hold_a_run_at_once(run: RunDirectory) -> None:
+    holder = subprocess.Popen([sys.executable, "-c", HOLDER, str(run.path)], stdout=subprocess.PIPE)
+    assert holder.stdout is not None and holder.stdout.readline() == b"held\n"
+    with (
+        pytest.raises(RollmillError, match=r"in use: another process holds 'supervisor'"),
+        exclusive(run, "supervisor", patience_s=0.1),
+    ):
+        pass
+    with exclusive(run, "trainer", patience_s=0.0):  # another lock
+        pass
+    holder.kill()
+    holder.wait()
+    holder.stdout.close()
+    with exclusive(run, "supervisor", patience_s=5.0):  # a killed one lets go
+        pass
+
+
+def test_serving_needs_weights(run: RunDirectory) -> None:
+    for action in (lambda: serving(run).__enter__(), lambda: evaluate_version(run, run.config.evals, None)):
+        with pytest.raises(WeightsError, match=r"'main' has no version yet[\s\S]*--resume"):
+            action()
+    with pytest.raises(RollmillError, match="99"):
+        serving(run, 99).__enter__()
+
+
+def test_mid_training_that_was_asked_to_stop_is_not_done(make_run: Callable[..., RunDirectory]) -> None:
+    """Its exit code must not be 0: reinforcement would begin from half-trained weights."""
+    small = ("layers=1", "width=16", "heads=2", "kv_heads=1", "head_dim=8", "mlp_width=16", "expert_width=8")
+    run = make_run("midtrain.steps=100000", "midtrain.training.threads=1", *(f"model.{setting}" for setting in small))
+    worker = [sys.executable, "-m", "rollmill.cluster.worker", "midtrain", str(run.path)]
+    process = subprocess.Popen(worker, env={**os.environ, "OMP_NUM_THREADS": "1"}, stderr=subprocess.PIPE)
+    until(lambda: process.poll() is not None or any(e["kind"] == "midtrain_step" for e in read_events(run.events)))
+    process.terminate()
+    _, errors = process.communicate()
+    assert process.returncode == TERMINATED, errors.decode()

@@ -1,0 +1,113 @@
+from __future__ import annotations
+
+import json
+import socket
+import stat
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import pytest
+
+from rollmill.cluster.run import RunDirectory
+from rollmill.errors import ConfigError
+from tests.cluster.conftest import make_config
+
+
+@pytest.mark.parametrize(
+    ("override", "complaint"),
+    [
+        ("steps=many", "steps: Input should be a valid integer (got 'many')"),
+        ("steps=1.5", "steps: "),
+        ("group_size=1", "group_size: Input should be greater than or equal to 2"),
+        ("max_stalness=1", "unknown key 'max_stalness'; did you mean 'max_staleness'?"),
+        ("rollouts.timeout=1", "unknown key 'rollouts.timeout'; did you mean 'rollouts.timeout_s'?"),
+        ("model.layer=3", "did you mean 'model.layers'?"),
+        ('regions=["home", "home"]', "regions must be distinct, got ['home', 'home']"),
+        ('regions=["home", "../away"]', "regions.1: String should match pattern"),
+        ("regions=[]", "regions: "),
+        ('line="../main"', "line: String should match pattern"),
+        ("name=Demo Run", "name: String should match pattern"),
+        ("tasks=swe", "tasks: "),
+    ],
+)
+def test_a_wrong_configuration_is_named_with_its_place(override: str, complaint: str) -> None:
+    with pytest.raises(ConfigError) as raised:
+        make_config(override)
+    assert complaint in raised.value.message
+
+
+def test_every_mistake_is_listed_at_once() -> None:
+    with pytest.raises(ConfigError) as raised:
+        make_config("steps=many", "group_size=0", "colour=red")
+    assert all(word in raised.value.message for word in ("steps", "group_size", "colour"))
+
+
+def test_the_bound_is_what_promise_4_says() -> None:
+    assert make_config("max_staleness=2", "groups_per_step=12").staleness_bound == 36
+    assert make_config("max_staleness=0", "groups_per_step=12").staleness_bound == 12
+
+
+def test_a_run_directory_is_opened_as_it_was_created(tmp_path: Path) -> None:
+    run = RunDirectory.create(tmp_path, make_config("regions=['home','away','far-away']"))
+    assert RunDirectory.open(run.path) == run
+    assert len(set(run.ports.values())) == len(run.ports) == 5
+    assert run.home_store == run.path / "store"
+    assert run.store_path("far-away") == run.path / "regions" / "far-away" / "store"
+    assert run.admin_token != run.production_key and len(run.admin_token) >= 32
+
+
+def test_only_the_owner_can_read_the_keys(run: RunDirectory) -> None:
+    assert stat.S_IMODE((run.path / "run.json").stat().st_mode) == 0o600
+    assert [path.name for path in run.path.iterdir()] == ["run.json"]  # no draft is left behind
+
+
+def test_a_second_run_of_the_name_is_refused_and_the_first_one_kept(run: RunDirectory) -> None:
+    with pytest.raises(ConfigError, match=r"already holds a run[\s\S]*hint: `rollmill train --resume .*small"):
+        RunDirectory.create(run.path.parent, make_config("steps=1"))
+    assert RunDirectory.open(run.path) == run
+
+
+def test_of_two_that_create_at_once_one_wins(tmp_path: Path) -> None:
+    def create(seed: int) -> RunDirectory | None:
+        try:
+            return RunDirectory.create(tmp_path, make_config(f"seed={seed}"))
+        except ConfigError:
+            return None
+
+    with ThreadPoolExecutor(8) as pool:
+        made = [run for run in pool.map(create, range(8)) if run is not None]
+    assert made == [RunDirectory.open(tmp_path / "small")]
+
+
+def test_a_place_that_cannot_be_written(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    with pytest.raises(ConfigError, match="cannot be written"):
+        RunDirectory.create(tmp_path / "file", make_config())
+
+
+def test_a_place_without_a_run(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    for path in (tmp_path, tmp_path / "absent", tmp_path / "file"):
+        with pytest.raises(ConfigError, match=r"holds no run[\s\S]*hint: `ls runs/`"):
+            RunDirectory.open(path)
+
+
+@pytest.mark.parametrize("content", ["", "{", "[]", "{}", '{"config": {}}', "\udcff"])
+def test_a_damaged_run_json(run: RunDirectory, content: str) -> None:
+    (run.path / "run.json").write_bytes(content.encode(errors="surrogateescape"))
+    with pytest.raises(ConfigError, match=r"run\.json"):
+        RunDirectory.open(run.path)
+
+
+def test_a_run_of_another_release_names_the_setting(run: RunDirectory) -> None:
+    saved = json.loads((run.path / "run.json").read_text())
+    saved["config"]["groups_per_stop"] = saved["config"].pop("groups_per_step")
+    (run.path / "run.json").write_text(json.dumps(saved))
+    with pytest.raises(ConfigError, match=r"run\.json.*'groups_per_stop'; did you mean 'groups_per_step'"):
+        RunDirectory.open(run.path)
+
+
+def test_ports_are_free(run: RunDirectory) -> None:
+    for port in run.ports.values():
+        with socket.socket() as one:
+            one.bind(("127.0.0.1", port))

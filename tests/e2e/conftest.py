@@ -1,0 +1,18 @@
+from __future__ import annotations
+
+import subprocess
+import sys
+
+import pytest
+
+from rollmill.cluster.run import RunDirectory
+from tests.e2e.small_run import small_run
+
+
+@pytest.fixture(scope="session")
+def midtrained(tmp_path_factory: pytest.TempPathFactory) -> RunDirectory:
+    """Mid-trained weights that every test of this folder starts from."""
+    run = small_run(tmp_path_factory.mktemp("base"), "base")
+    worker = [sys.executable, "-m", "rollmill.cluster.worker", "midtrain", str(run.path)]
+    subprocess.run(worker, check=True, timeout=240)
+    return run

@@ -1,0 +1,100 @@
+"""An evaluation is rollouts, counted: its rates add up, its attempts are recorded, and it refuses to mislead."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import pytest_asyncio
+
+from rollmill.chat.tokenizer import Tokenizer
+from rollmill.environments.machines.namespace.client import NamespaceHost
+from rollmill.errors import GatewayError, RollmillError
+from rollmill.evals.run import Examination, _summarise, run_eval
+from rollmill.evals.statistics import clustered_interval
+from rollmill.evals.suite import Cell, EvalConfig
+from rollmill.rollouts.client import GatewayClient
+from rollmill.rollouts.rollout import Outcome
+from rollmill.types import Reward, TrajectoryState
+from tests.chat.conftest import tokenizer  # noqa: F401
+from tests.environments.conftest import host  # noqa: F401
+from tests.rollouts.world import ADMIN, RUN, Additions, StandInHost, World, open_world
+
+pytestmark = pytest.mark.asyncio(loop_scope="module")
+EXAMINATION = Examination(RUN, "before", 0, max_answer_tokens=400)
+SUITE = EvalConfig(tasks=4, attempts=3, family_tasks=1, concurrency=4)
+
+
+@pytest_asyncio.fixture(loop_scope="module")
+async def world(
+    tmp_path: Path,
+    tokenizer: Tokenizer,  # noqa: F811
+    host: NamespaceHost,  # noqa: F811
+) -> AsyncIterator[World]:
+    async with open_world(tmp_path, tokenizer, host) as world:
+        yield world
+
+
+async def test_every_cell_is_counted_and_every_attempt_recorded(world: World) -> None:
+    sampled, greedy, family = await run_eval(world.stage, Additions(), SUITE, EXAMINATION)
+    # the script solves the tasks with an even number
+    assert sampled.by_task == {f"heldout/{number}": [number % 2 == 0] * 3 for number in range(4)}
+    assert (sampled.split, sampled.mode, sampled.solved, sampled.attempts) == ("heldout", "sampled", 6, 12)
+    assert (sampled.rate, sampled.low, sampled.high) == clustered_interval(list(sampled.by_task.values()))
+    assert sampled.low < 0.5 < sampled.high and sampled.failed == 0 and sampled.label == "before"
+    assert (greedy.mode, greedy.solved, greedy.attempts) == ("greedy", 2, 4)
+    assert (family.split, family.solved, family.attempts, family.rate) == ("heldout_family", 3, 3, 1.0)
+    assert family.example_unsolved is None
+    temperatures = [request["sampling"]["temperature"] for request in world.engine.requests]
+    assert set(temperatures) == {0.0, 1.0} and temperatures.count(0.0) == 4 * 3  # greedy attempts, three turns each
+    # the examples can be read, and are what they are called
+    assert sampled.example_solved is not None and sampled.example_unsolved is not None
+    assert world.row(sampled.example_solved).reward == 1.0 and world.row(sampled.example_unsolved).reward == 0.0
+    assert world.stage.trajectories.load(sampled.example_solved).messages
+    rows = world.stage.trajectories.list(run=f"{RUN}/eval-before")
+    assert len(rows) == 12 + 4 + 3 and all(row.state == TrajectoryState.graded for row in rows)
+    # none of them is the training run's
+    assert world.ledger.counts() == dict.fromkeys(world.ledger.counts(), 0)
+
+
+async def test_an_evaluation_can_be_repeated(world: World) -> None:
+    suite = EvalConfig(tasks=2, attempts=1, family_tasks=0, greedy=False)
+    (first,) = await run_eval(world.stage, Additions(), suite, EXAMINATION)
+    (second,) = await run_eval(world.stage, Additions(), suite, EXAMINATION)
+    assert first.by_task == second.by_task and first.example_solved != second.example_solved
+
+
+async def test_too_many_lost_attempts_are_an_error_that_names_the_first(world: World) -> None:
+    stage = replace(world.stage, machines=StandInHost(lambda asked: asked == 1, world.stage.machines))
+    with pytest.raises(RollmillError, match=r"1 of 12 attempts failed, the first: machine: .*out of machines"):
+        await run_eval(stage, Additions(), SUITE, EXAMINATION)
+
+
+async def test_it_waits_for_the_version_it_is_about(world: World) -> None:
+    """The router asks an older engine rather than none: an evaluation must not begin before a fitting one is there."""
+    examination = replace(EXAMINATION, version=3)
+    async with GatewayClient(world.stage.gateway.base_url, ADMIN, patience_s=0.2) as gateway:
+        with pytest.raises(GatewayError, match=r"no engine serves version 3 .* at \[0\]"):
+            await run_eval(replace(world.stage, gateway=gateway), Additions(), SUITE, examination)
+    assert world.engine.requests == []
+    world.engine.number = 3
+    suite = EvalConfig(tasks=1, attempts=1, family_tasks=0, greedy=False)
+    (result,) = await run_eval(world.stage, Additions(), suite, examination)
+    assert result.version == 3
+    assert world.row(str(result.example_solved)).oldest_version == 3
+
+
+async def test_a_few_lost_attempts_are_left_out_of_the_rate() -> None:
+    by_task = {
+        f"task-{task}": [Outcome(f"{task}-{attempt}", Reward(float(attempt > 0)), None) for attempt in range(4)]
+        for task in range(10)
+    }
+    by_task["task-3"][2:] = [Outcome("lost", None, None, reason="gone")] * 2
+    result = _summarise(by_task, Cell("heldout", "sampled", 10, 4), EXAMINATION, 1.0)
+    assert (result.solved, result.attempts, result.failed) == (28, 38, 2)
+    assert result.rate == 28 / 38 and result.by_task["task-3"] == [False, True]
+    by_task["task-4"] = [Outcome("lost", None, None, reason="gone")]
+    with pytest.raises(RollmillError, match="3 of 37"):
+        _summarise(by_task, Cell("heldout", "sampled", 10, 4), EXAMINATION, 1.0)

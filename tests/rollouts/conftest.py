@@ -1,0 +1,22 @@
+from __future__ import annotations
+
+from collections.abc import AsyncIterator
+from pathlib import Path
+
+import pytest_asyncio
+
+from rollmill.chat.tokenizer import Tokenizer
+from rollmill.environments.machines.namespace.client import NamespaceHost
+from tests.chat.conftest import tokenizer  # noqa: F401
+from tests.environments.conftest import host  # noqa: F401
+from tests.rollouts.world import World, open_world
+
+
+@pytest_asyncio.fixture(loop_scope="module")
+async def world(
+    tmp_path: Path,
+    tokenizer: Tokenizer,  # noqa: F811
+    host: NamespaceHost,  # noqa: F811
+) -> AsyncIterator[World]:
+    async with open_world(tmp_path, tokenizer, host) as world:
+        yield world

@@ -1,0 +1,235 @@
+"""Promises 4 and 5, the dispatcher's part: the bound holds whatever the trainer does, and a restart loses nothing."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections import Counter
+from dataclasses import replace
+from typing import Any
+
+import pytest
+
+from rollmill.environments.rewards.hidden_tests import HiddenTests
+from rollmill.errors import HarnessError
+from rollmill.rollouts.client import GatewayClient
+from rollmill.rollouts.config import RolloutConfig
+from rollmill.rollouts.dispatcher import POLL_S, Dispatcher
+from rollmill.rollouts.rollout import Stage
+from rollmill.trajectories.ledger import Ledger
+from rollmill.types import GroupState, LedgerState, Reward, StepRecord, TrajectoryState, Version
+from tests.rollouts.world import ADMIN, RUN, Additions, StandInHost, World
+
+pytestmark = pytest.mark.asyncio(loop_scope="module")
+SIZE = 3
+
+
+def make_dispatcher(world: World, *, stage: Stage | None = None, bound: int = 3, total: int = 3, **config: Any) -> Any:
+    return Dispatcher(
+        stage or world.stage,
+        world.ledger,
+        Additions(),
+        RolloutConfig(max_answer_tokens=400, **{"concurrency": 16, **config}),
+        run=RUN,
+        seed=0,
+        group_size=SIZE,
+        bound=bound,
+        total_groups=total,
+    )
+
+
+def train_one_step(ledger: Ledger, groups_per_step: int) -> bool:
+    """A stand-in for the trainer: decides about the next groups as the real one does, without computing anything."""
+    groups = ledger.ready_groups(groups_per_step)
+    if len(groups) < groups_per_step:
+        return False
+    number = ledger.committed() + 1
+    members = [row for rows in ledger.members([group.id for group in groups]).values() for row in rows]
+    excluded = {row.id: (LedgerState.no_signal, "stand-in") for row in members}
+    names = tuple(group.id for group in groups)
+    ledger.write_step(StepRecord(RUN, number, "main", names, {}, excluded, time.time()))
+    ledger.commit_step(number, Version("main", number), f"digest-{number}")
+    return True
+
+
+async def until(condition: Any) -> None:
+    while not await asyncio.to_thread(condition):  # noqa: ASYNC110 - what is waited for happens in the store
+        await asyncio.sleep(0.005)
+
+
+async def test_the_bound_holds_while_a_slow_trainer_commits(world: World) -> None:
+    seen: list[int] = []
+    dispatching = asyncio.create_task(make_dispatcher(world, bound=3, total=8).run())
+
+    async def watch() -> None:
+        while True:
+            seen.append(await asyncio.to_thread(world.ledger.open_groups))
+
+    watching = asyncio.create_task(watch())
+    for step in range(4):
+        await until(lambda: len(world.ledger.ready_groups(3)) >= (3 if step < 3 else 2))  # noqa: B023
+        assert train_one_step(world.ledger, 2)
+    await dispatching
+    watching.cancel()
+    assert max(seen) == 3  # never more, and no fewer than it may
+    groups = world.ledger.groups()
+    assert [group.id for group in groups] == [f"{RUN}-{index:06d}" for index in range(8)]
+    assert all(group.state == GroupState.final for group in groups)
+    assert [group.min_version for group in groups] == sorted(group.min_version for group in groups)
+    assert groups[-1].min_version >= 2  # later groups ask for newer weights
+
+
+async def test_it_waits_for_as_long_as_there_is_no_room(world: World) -> None:
+    dispatching = asyncio.create_task(make_dispatcher(world, bound=2, total=4).run())
+    await until(lambda: len(world.ledger.groups(GroupState.waiting)) == 2)
+    await asyncio.sleep(10 * POLL_S)
+    assert world.ledger.groups_started() == 2 and not dispatching.done()
+    assert train_one_step(world.ledger, 1)
+    await until(lambda: world.ledger.groups_started() == 3)
+    assert train_one_step(world.ledger, 1)
+    await dispatching
+    assert world.ledger.groups_started() == 4
+
+
+async def test_a_failed_rollout_leaves_its_group_usable(world: World) -> None:
+    machines = StandInHost(lambda asked: asked == 2, world.stage.machines)
+    await make_dispatcher(world, stage=replace(world.stage, machines=machines), total=1).run()
+    (group,) = world.ledger.groups(GroupState.waiting)
+    states = Counter(row.state for row in world.ledger.members([group.id])[group.id])
+    assert states == {TrajectoryState.graded: SIZE - 1, TrajectoryState.failed: 1}
+
+
+async def test_a_host_that_only_fails_stops_the_run(world: World) -> None:
+    stage = replace(world.stage, machines=StandInHost(lambda asked: True))
+    with pytest.raises(BaseExceptionGroup) as raised:
+        await make_dispatcher(world, stage=stage, total=3, give_up_after=4, concurrency=1).run()
+    error = raised.value
+    while isinstance(error, BaseExceptionGroup):
+        error = error.exceptions[0]
+    assert isinstance(error, HarnessError)
+    assert "last 4 rollouts all failed" in str(error) and "out of machines" in str(error) and "doctor" in str(error)
+    failed = world.stage.trajectories.list(run=RUN, state=TrajectoryState.failed)
+    assert 4 <= len(failed) < 3 * SIZE  # most of those in the queue were not tried
+
+
+async def test_failures_with_successes_in_between_do_not_stop_the_run(world: World) -> None:
+    machines = StandInHost(lambda asked: asked % 2 == 0, world.stage.machines)
+    stage = replace(world.stage, machines=machines)
+    await make_dispatcher(world, stage=stage, total=2, give_up_after=2, concurrency=1).run()
+    assert len(world.ledger.groups(GroupState.waiting)) == 2
+
+
+# restarts
+
+
+class StandInGrader:
+    """Grades some, then never answers again."""
+
+    name = "stand-in"
+
+    def __init__(self, grades: int) -> None:
+        self._left = grades
+
+    async def grade(self, *arguments: Any) -> Reward:
+        self._left -= 1
+        if self._left < 0:
+            await asyncio.Future()
+        return await HiddenTests().grade(*arguments)
+
+
+class StandInGateway(GatewayClient):
+    """Never hears that a session was sealed, or never even asks for it."""
+
+    def __init__(self, url: str, *, asks: bool) -> None:
+        super().__init__(url, ADMIN)
+        self._asks = asks
+        self.waiting = 0
+
+    async def seal(self, trajectory: str, submission_key: str | None) -> dict[str, Any]:
+        if self._asks:
+            await super().seal(trajectory, submission_key)
+        self.waiting += 1
+        return await asyncio.Future()
+
+
+async def stop(dispatching: asyncio.Task[None]) -> None:
+    """The dispatcher dies: nothing it does on the way out reaches the store."""
+    dispatching.cancel()
+    await asyncio.wait([dispatching])
+
+
+def check_books(world: World, groups: int) -> dict[str, list[str]]:
+    """Every group is complete and ready, every member graded. Returns their ids by group."""
+    waiting = world.ledger.groups(GroupState.waiting)
+    members = world.ledger.members([group.id for group in waiting])
+    assert len(waiting) == groups and all(len(rows) == SIZE for rows in members.values())
+    assert all(row.state == TrajectoryState.graded for rows in members.values() for row in rows)
+    rows = world.stage.trajectories.list(run=RUN)
+    assert sum(world.ledger.counts().values()) == len(rows)
+    # nobody has two rewards: what was graded before the restart was left alone
+    assert all(len(grades) <= 1 for grades in world.stage.trajectories.rewards([row.id for row in rows]).values())
+    return {group: [row.id for row in rows] for group, rows in members.items()}
+
+
+async def test_a_restart_grades_what_was_finished_and_replaces_what_was_lost(world: World) -> None:
+    blocked: set[str] = set()
+
+    async def block(session: str, turn: int) -> None:
+        if any(f"{RUN}-{lost}" in session for lost in ("000000-1", "000001-0")):
+            blocked.add(session)
+            await asyncio.Future()
+
+    world.engine.on_turn = block
+    stage = replace(world.stage, grader=StandInGrader(grades=5))
+    dispatching = asyncio.create_task(make_dispatcher(world, stage=stage, total=5).run())
+
+    def stuck() -> bool:
+        states = Counter(row.state for row in world.stage.trajectories.list(run=RUN))
+        return (states[TrajectoryState.graded], states[TrajectoryState.finished], len(blocked)) == (5, 2, 2)
+
+    await until(stuck)
+    finished = {row.id for row in world.stage.trajectories.list(run=RUN, state=TrajectoryState.finished)}
+    await stop(dispatching)
+    # and once more, in the middle of taking up
+    blocked.clear()
+    again = asyncio.create_task(make_dispatcher(world, stage=stage, total=5).run())
+    await until(lambda: len(blocked) == 2)
+    await stop(again)
+
+    world.engine.on_turn = None
+    last = asyncio.create_task(make_dispatcher(world, total=5).run())
+    await until(lambda: len(world.ledger.groups(GroupState.waiting)) == 3)
+    members = check_books(world, 3)
+    assert members[f"{RUN}-000000"] == [f"{RUN}-000000-0", f"{RUN}-000000-2", f"{RUN}-000000-1_2"]
+    assert members[f"{RUN}-000001"] == [f"{RUN}-000001-1", f"{RUN}-000001-2", f"{RUN}-000001-0_2"]
+    assert finished <= {id for ids in members.values() for id in ids}
+    assert world.ledger.counts()["dropped"] == 4
+    assert "dispatcher was restarted" in str(world.row(f"{RUN}-000000-1").reason)
+    assert train_one_step(world.ledger, 3)  # and the run goes on where it was
+    await last
+    assert [group.id for group in world.ledger.groups(GroupState.waiting)] == [f"{RUN}-000003", f"{RUN}-000004"]
+    assert await world.open_sessions() == 0
+
+
+@pytest.mark.parametrize("asks", [True, False], ids=["heard too late", "never asked"])
+async def test_what_was_handed_in_is_not_lost_with_the_answer_to_its_seal(world: World, asks: bool) -> None:
+    async with StandInGateway(world.stage.gateway.base_url, asks=asks) as gateway:
+        stage = replace(world.stage, gateway=gateway)
+        dispatching = asyncio.create_task(make_dispatcher(world, stage=stage, total=1).run())
+        await until(lambda: gateway.waiting == SIZE)
+        await stop(dispatching)
+    await make_dispatcher(world, total=1).run()
+    assert check_books(world, 1) == {f"{RUN}-000000": [f"{RUN}-000000-{member}" for member in range(SIZE)]}
+    assert world.ledger.counts()["dropped"] == 0
+
+
+async def test_a_grade_that_cannot_be_given_after_a_restart_is_a_reason(world: World) -> None:
+    stage = replace(world.stage, grader=StandInGrader(grades=0))
+    dispatching = asyncio.create_task(make_dispatcher(world, stage=stage, total=1).run())
+    await until(lambda: len(world.stage.trajectories.list(run=RUN, state=TrajectoryState.finished)) == SIZE)
+    await stop(dispatching)
+    broken = StandInHost(lambda asked: asked == 1, world.stage.grading_machines)
+    await make_dispatcher(world, stage=replace(world.stage, grading_machines=broken), total=1).run()
+    (group,) = world.ledger.groups(GroupState.waiting)
+    states = Counter(row.state for row in world.ledger.members([group.id])[group.id])
+    assert states == {TrajectoryState.graded: SIZE - 1, TrajectoryState.failed: 1}

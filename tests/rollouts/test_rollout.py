@@ -1,0 +1,250 @@
+"""Promise 8, for one rollout: what the policy did is graded, what anything else did is a reason and never a reward."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import os
+import signal
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+import pytest
+from aiohttp import web
+from aiohttp.test_utils import TestServer, unused_port
+
+from rollmill.environments.machines.namespace.client import NamespaceHost
+from rollmill.errors import StorageError
+from rollmill.gateway.config import EngineEndpoint
+from rollmill.inference.server import make_app, serving
+from rollmill.rollouts.client import GatewayClient
+from rollmill.rollouts.rollout import load_submission, regrade, seal_again
+from rollmill.types import Reward, TrajectoryState
+from tests.inference.world import TINY, engine_at, make_update
+from tests.rollouts.world import ADMIN, SOLUTION, StandInHost, World, make_task, start_gateway
+
+pytestmark = pytest.mark.asyncio(loop_scope="module")
+
+
+async def test_an_episode_ends_graded_with_its_submission_stored_and_its_record_sealed(world: World) -> None:
+    outcome = await world.play()
+    assert outcome.solved and outcome.result is not None
+    assert (outcome.result.stop, outcome.result.turns) == ("done", 3)
+    row = world.row()
+    assert (row.state, row.reward, row.tokens) == (TrajectoryState.graded, 1.0, outcome.tokens)
+    assert row.submission_key is not None
+    assert load_submission(world.stage.objects, row.submission_key) == {"main.py": b"def f(x):\n    return x + 7\n"}
+    (segment,) = world.stage.trajectories.load("t0").segments
+    assert len(segment.spans) == 3 and segment.sampled.sum() == sum(map(len, world.engine.script))
+    assert world.tool_results() == ["ok", "ok"]
+    assert await world.open_sessions() == 0
+
+
+async def test_a_random_model_on_the_real_engine_is_graded(world: World) -> None:
+    """Weights that know nothing produce every kind of nonsense; all of it is the policy's doing."""
+    config = TINY.model_copy(update={"vocab_size": world.tokenizer.vocab_size})
+    async with contextlib.AsyncExitStack() as stack:
+        engine = await stack.enter_async_context(engine_at(make_update(1, config), model=config))
+        runner = await stack.enter_async_context(serving(make_app(engine), "127.0.0.1", 0))
+        endpoint = EngineEndpoint(f"http://127.0.0.1:{runner.addresses[0][1]}", "home")
+        url = await start_gateway(stack, world.directory, world.tokenizer, endpoint)
+        gateway = await stack.enter_async_context(GatewayClient(url, ADMIN))
+        await gateway.wait_until_serving(1)
+        stage = replace(world.stage, gateway=gateway)
+        outcomes = await asyncio.gather(*(world.play(id=f"t{index}", stage=stage) for index in range(4)))
+    for outcome in outcomes:
+        assert outcome.reward is not None and outcome.reward.value == 0.0
+        trajectory = world.stage.trajectories.load(outcome.trajectory)
+        assert {policy.number for segment in trajectory.segments for policy in segment.policies} == {1}
+
+
+# the policy's own faults
+
+
+def write(source: str) -> tuple[str, dict[str, Any]]:
+    return "write", {"path": "main.py", "content": source}
+
+
+FLOOD = "import os\nfor _ in range(1600):\n    os.write(1, b'x' * 65536)\ndef f(x):\n    return x\n"
+FORKS = "import os\nwhile True:\n    try:\n        os.fork()\n    except OSError:\n        pass\n"
+FAULTS: dict[str, tuple[list[Any], str]] = {
+    "deletes its work": (
+        [("write", {"path": "test.py", "content": "import os\nos.remove('main.py')\n"}), ("run", {}), ("done", {})],
+        "ok",
+    ),
+    "output of 100 MB": ([write(FLOOD), ("run", {}), ("done", {})], "characters cut"),
+    "fork bomb": ([write(FORKS), ("run", {}), ("done", {})], "limit"),
+    "a call that does not end": ([write("while True: pass\n"), ("run", {}), ("done", {})], "error time limit"),
+}
+
+
+@pytest.mark.parametrize("name", FAULTS)
+async def test_what_the_policy_breaks_is_worth_nothing_and_breaks_nothing_else(world: World, name: str) -> None:
+    script, seen = FAULTS[name]
+    world.says(*script)
+    outcome = await world.play()
+    assert outcome.reward is not None and outcome.reward.value == 0.0, outcome
+    assert world.row().state == TrajectoryState.graded and world.row().reward == 0.0
+    assert seen in world.tool_results()[-1]
+    world.says(*SOLUTION)
+    assert (await world.play(id="t1")).solved
+
+
+async def test_a_model_that_never_stops_is_cut_off(world: World) -> None:
+    world.says(world.tokenizer.encode("def f(a, b): " * 400))
+    outcome = await world.play()
+    assert outcome.reward is not None and outcome.reward.value == 0.0
+    assert outcome.result is not None and outcome.result.stop == "length"
+    assert world.row().sampled_tokens == 400
+
+
+async def test_a_tool_call_that_is_not_json_is_answered_and_the_episode_goes_on(world: World) -> None:
+    argument, end = world.tokenizer.token_id("<arg>"), world.tokenizer.token_id("<end>")
+    world.says([*world.tokenizer.encode("run"), argument, *world.tokenizer.encode("{x"), end], *SOLUTION)
+    outcome = await world.play()
+    assert outcome.solved and outcome.result is not None and outcome.result.bad_tool_calls == 1
+    assert world.tool_results()[0] == "error not json"
+
+
+# everybody else's faults
+
+
+async def test_a_missing_image(world: World) -> None:
+    outcome = await world.play(make_task(image="absent"))
+    world.check_failed(outcome, "image 'absent' does not exist")
+
+
+async def test_a_gateway_that_cannot_be_reached(world: World) -> None:
+    async with GatewayClient(f"http://127.0.0.1:{unused_port()}", ADMIN, patience_s=0.2) as gateway:
+        outcome = await world.play(stage=replace(world.stage, gateway=gateway))
+    world.check_failed(outcome, "cannot be reached")
+
+
+async def test_an_address_that_is_no_gateway(world: World) -> None:
+    async def hello(request: web.Request) -> web.Response:
+        return web.Response(text="hi", content_type="text/html")
+
+    app = web.Application()
+    app.router.add_route("*", "/sessions", hello)
+    async with TestServer(app) as server:
+        async with GatewayClient(str(server.make_url("")).rstrip("/"), ADMIN, patience_s=0.2) as gateway:
+            outcome = await world.play(stage=replace(world.stage, gateway=gateway))
+    world.check_failed(outcome, "is no gateway")
+
+
+async def test_engines_that_are_gone(world: World) -> None:
+    world.engine.refuse = (500, "out of order")
+    harness = type(world.stage.harness)(world.stage.harness.config.model_copy(update={"request_deadline_s": 0.5}))
+    outcome = await world.play(stage=replace(world.stage, harness=harness))
+    await harness.close()
+    world.check_failed(outcome, "harness: ")
+    assert await world.open_sessions() == 0
+
+
+async def test_a_machine_host_killed_in_the_middle(world: World) -> None:
+    host = NamespaceHost()
+    stage = replace(world.stage, machines=host, grading_machines=host)
+
+    async def kill(session: str, turn: int) -> None:
+        if turn == 2:
+            assert host._process is not None
+            os.kill(host._process.pid, signal.SIGKILL)
+
+    world.engine.on_turn = kill
+    try:
+        outcome = await world.play(stage=stage)
+        world.check_failed(outcome, "machine")
+        assert await world.open_sessions() == 0
+        world.engine.on_turn = None
+        assert (await world.play(id="t1", stage=stage)).solved  # the next one finds a new machine host
+    finally:
+        await host.close()
+
+
+async def test_a_grading_machine_that_fails(world: World) -> None:
+    outcome = await world.play(stage=replace(world.stage, grading_machines=StandInHost(lambda asked: True)))
+    world.check_failed(outcome, "out of machines\nhint: buy more")
+
+
+async def test_the_time_limit(world: World) -> None:
+    world.engine.token_delay_s = 60.0
+    outcome = await world.play(stage=replace(world.stage, timeout_s=0.5))
+    world.check_failed(outcome, "no end after 0.5 s")
+
+
+class StandInGrader:
+    name = "stand-in"
+
+    def __init__(self, act: Callable[[], Any]) -> None:
+        self._act = act
+
+    async def grade(self, *_: Any) -> Reward:
+        return await self._act()
+
+
+async def test_an_error_nobody_foresaw(world: World, caplog: pytest.LogCaptureFixture) -> None:
+    async def stumble() -> Reward:
+        raise KeyError("surprise")
+
+    outcome = await world.play(stage=replace(world.stage, grader=StandInGrader(stumble)))
+    world.check_failed(outcome, "KeyError: 'surprise'")
+    assert "in stumble" in caplog.text  # the log has the traceback
+
+
+async def test_a_reward_that_cannot_be_written_is_no_failure_of_the_rollout(
+    world: World, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def full_disk(*_: Any) -> int:
+        raise StorageError("the disk is full")
+
+    with monkeypatch.context() as patch, pytest.raises(StorageError):
+        patch.setattr(world.stage.trajectories, "grade", full_disk)
+        await world.play()
+    row = world.row()
+    assert row.state == TrajectoryState.finished and row.submission_key is not None  # to be graded when there is room
+    assert (await regrade(world.stage, make_task(), "t0", row.submission_key, facts={})).solved
+
+
+# grading again
+
+
+async def test_grading_again_from_what_was_handed_in_gives_the_same_reward(world: World) -> None:
+    outcome = await world.play()
+    key = world.row().submission_key
+    assert key is not None
+    again = await regrade(world.stage, make_task(), "t0", key, facts={})
+    assert again.reward == outcome.reward
+    (first, _), (second, _) = world.stage.trajectories.rewards(["t0"])["t0"]
+    assert world.row().reward_id == second > first
+
+
+async def test_a_rollout_whose_process_died_while_grading_is_graded_later(world: World) -> None:
+    grading = asyncio.Event()
+
+    async def hang() -> Reward:
+        grading.set()
+        return await asyncio.Future()
+
+    work = asyncio.create_task(world.play(stage=replace(world.stage, grader=StandInGrader(hang))))
+    await grading.wait()
+    work.cancel()
+    await asyncio.wait([work])
+    key = world.row().submission_key
+    assert world.row().state == TrajectoryState.finished and key is not None
+    assert (await regrade(world.stage, make_task(), "t0", key, facts={})).solved
+    assert world.row().state == TrajectoryState.graded
+
+
+async def test_a_submission_that_is_gone_is_a_reason(world: World) -> None:
+    world.stage.trajectories.create("r", "g", "train/0", ["t0"], {})
+    world.stage.trajectories.finish("t0", "payload", "submissions/t0.json", tokens=0, sampled_tokens=0, segments=0)
+    world.check_failed(await regrade(world.stage, make_task(), "t0", "submissions/t0.json", facts={}), "submissions/t0")
+
+
+async def test_sealing_again(world: World) -> None:
+    await world.play()
+    assert await seal_again(world.stage, "t0") == world.row().submission_key  # sealed before: the same answer
+    assert await seal_again(world.stage, "unknown") is None  # never handed in
+    world.stage.objects.create("submissions/t9.json", b"{}")
+    assert await seal_again(world.stage, "t9") is None  # handed in, but the gateway has no such session

@@ -1,0 +1,190 @@
+"""Everything a rollout meets: a real gateway on a socket, real machines, a real store; the model is a script.
+
+Only what is named `StandIn…` or `Scripted…` is not real.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+from aiohttp import web
+from aiohttp.test_utils import TestServer
+
+from rollmill.chat.format import assistant_message
+from rollmill.chat.formats.compact import CompactFormat
+from rollmill.chat.tokenizer import Tokenizer
+from rollmill.environments.harnesses.coding import CodingHarness, HarnessConfig
+from rollmill.environments.harnesses.tools import tool_schemas
+from rollmill.environments.machine import Machine, MachineHost
+from rollmill.environments.machines.images import BUILT_IN
+from rollmill.environments.rewards.hidden_tests import HiddenTests, HiddenTestsConfig
+from rollmill.environments.task import Task
+from rollmill.errors import MachineError
+from rollmill.gateway.app import make_app
+from rollmill.gateway.config import EngineEndpoint, GatewayConfig
+from rollmill.rollouts.client import GatewayClient
+from rollmill.rollouts.rollout import Outcome, Stage, run_rollout
+from rollmill.storage.database import open_database
+from rollmill.storage.objects import Objects
+from rollmill.trajectories.ledger import Ledger
+from rollmill.trajectories.store import TrajectoryRow, TrajectoryStore
+from rollmill.types import Sampling, TrajectoryState
+from tests.gateway.stand_in import StandIn
+
+ADMIN = "admin-secret"
+RUN = "r"
+SAMPLING = Sampling(max_tokens=400)
+GATEWAY = GatewayConfig(engine_wait_s=1.0, health_interval_s=0.02, stream_above=1000)
+SOLUTION = ("edit", {"path": "main.py", "line": 2, "text": "return x + 7"}), ("run", {}), ("done", {})
+
+
+def make_task(number: int = 0, split: str = "train", **changes: Any) -> Task:
+    """f should add 7, which is what the script makes it do; in tasks with an odd number it should add 8."""
+    offset = 7 + number % 2
+    task = Task(
+        id=f"{split}/{number}",
+        family="add",
+        split=split,
+        prompt="fix main.py",
+        image=BUILT_IN,
+        files={
+            "main.py": "def f(x):\n    return x\n",
+            "test.py": f"from main import f\nif f(1) != {1 + offset}:\n    raise SystemExit('fail')\n",
+        },
+        submission=("main.py",),
+        grading={
+            "kind": "calls",
+            "module": "main.py",
+            "function": "f",
+            "cases": [[[3], 3 + offset], [[9], 9 + offset]],
+        },
+    )
+    return replace(task, **changes)
+
+
+class Additions:
+    name = "additions"
+
+    def train(self, seed: int) -> Iterator[Task]:
+        return (make_task(number) for number in range(seed, 1 << 30))
+
+    def heldout(self, split: str, count: int) -> list[Task]:
+        return [make_task(number, split) for number in range(count)]
+
+    def get(self, task_id: str) -> Task:
+        split, _, number = task_id.partition("/")
+        return make_task(int(number), split)
+
+
+class ScriptedEngine(StandIn):
+    """Gives the same answers to every session: the first at its first turn, and so on, the last for ever."""
+
+    script: list[list[int]]
+    agent_token: int
+    on_turn: Callable[[str, int], Awaitable[None]] | None = None  # (session, turn), before it answers
+
+    async def generate(self, request: web.Request) -> web.StreamResponse:
+        body = json.loads(await request.read())
+        turn = body["tokens"].count(self.agent_token)
+        if self.on_turn is not None:
+            await self.on_turn(body["session"], turn)
+        self.answers = [self.script[min(turn, len(self.script)) - 1]]
+        return await super().generate(request)
+
+
+@dataclass
+class StandInHost:
+    """Fails to create machines where `fails` says so, counting from 1; the others come from the real host."""
+
+    fails: Callable[[int], bool]
+    host: MachineHost | None = None
+    asked: int = 0
+
+    async def create(self, *arguments: Any, **options: Any) -> Machine:
+        self.asked += 1
+        if self.fails(self.asked) or self.host is None:
+            raise MachineError("no machine could be created: out of machines", hint="buy more")
+        return await self.host.create(*arguments, **options)
+
+    async def close(self) -> None: ...
+
+
+@dataclass
+class World:
+    directory: Path
+    tokenizer: Tokenizer
+    engine: ScriptedEngine
+    stage: Stage
+    ledger: Ledger
+    stack: contextlib.AsyncExitStack = field(repr=False)
+
+    def says(self, *calls: tuple[str, dict[str, Any]] | list[int]) -> None:
+        """What the model does in each session: tool calls, or tokens as they are."""
+        format = CompactFormat(self.tokenizer)
+        self.engine.script = [
+            call
+            if isinstance(call, list)
+            else format.render_answer(assistant_message(None, [(call[0], json.dumps(call[1]))]), tool_schemas())
+            for call in calls
+        ]
+
+    async def play(self, task: Task | None = None, id: str = "t0", stage: Stage | None = None) -> Outcome:
+        task = task or make_task()
+        stage = stage or self.stage
+        stage.trajectories.create(RUN, "g", task.id, [id], {"split": task.split})
+        facts = {"run": RUN, "group_id": "g", "provenance": {"split": task.split}}
+        return await run_rollout(stage, task, id, sampling=SAMPLING, min_version=0, facts=facts)
+
+    def row(self, id: str = "t0") -> TrajectoryRow:
+        return self.stage.trajectories.get(id)
+
+    def tool_results(self, id: str = "t0") -> list[str]:
+        messages = self.stage.trajectories.load(id).messages
+        return [message["content"] for message in messages if message["role"] == "tool"]
+
+    async def open_sessions(self) -> int:
+        return int((await self.stage.gateway._call("GET", "/health", None))["sessions"])
+
+    def check_failed(self, outcome: Outcome, reason: str) -> None:
+        """Recorded once, with its reason, and never a reward."""
+        row = self.row(outcome.trajectory)
+        assert outcome.reward is None and row.state == TrajectoryState.failed
+        assert row.reason == outcome.reason and reason in str(row.reason), row.reason
+        assert row.reward is None and self.stage.trajectories.rewards([row.id]) == {row.id: []}
+
+
+@contextlib.asynccontextmanager
+async def open_world(directory: Path, tokenizer: Tokenizer, machines: MachineHost) -> AsyncIterator[World]:
+    objects = Objects.open(directory / "store")
+    database = open_database(f"sqlite:///{directory}/mill.db")
+    trajectories = TrajectoryStore(database, objects)
+    engine = ScriptedEngine([[]])
+    engine.agent_token = tokenizer.token_id("<agent>")
+    harness = CodingHarness(HarnessConfig(tool_timeout_s=1.0, max_tool_output=200, request_deadline_s=5.0))
+    async with contextlib.AsyncExitStack() as stack:
+        server = await stack.enter_async_context(TestServer(engine.app()))
+        url = await start_gateway(stack, directory, tokenizer, EngineEndpoint(str(server.make_url("")), "home"))
+        gateway = await stack.enter_async_context(GatewayClient(url, ADMIN, patience_s=5.0))
+        stack.push_async_callback(harness.close)
+        grader = HiddenTests(HiddenTestsConfig(timeout_s=1.0))
+        stage = Stage(gateway, machines, machines, harness, grader, trajectories, objects, timeout_s=30.0)
+        await gateway.wait_until_serving(0)
+        world = World(directory, tokenizer, engine, stage, Ledger(database, RUN), stack)
+        world.says(*SOLUTION)
+        yield world
+
+
+async def start_gateway(
+    stack: contextlib.AsyncExitStack, directory: Path, tokenizer: Tokenizer, engine: EngineEndpoint
+) -> str:
+    objects = Objects.open(directory / "store")
+    trajectories = TrajectoryStore(open_database(f"sqlite:///{directory}/mill.db"), objects)
+    log = directory / f"gateway-{engine.url.rpartition(':')[2].strip('/')}"
+    app = make_app(GATEWAY, CompactFormat(tokenizer), tokenizer, [engine], trajectories, objects, log, ADMIN)
+    server = await stack.enter_async_context(TestServer(app))
+    return str(server.make_url("")).rstrip("/")

@@ -1,0 +1,193 @@
+"""Mismatch is measured under the very weights that sampled a token, whatever has been trained since."""
+
+from collections import Counter
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from rollmill import telemetry
+from rollmill.training.batching import TokenRule
+from rollmill.training.lineage import Lineage
+from rollmill.training.mismatch import (
+    MIXED,
+    MOST_TRAJECTORIES,
+    UNAVAILABLE,
+    MismatchMeter,
+    Sample,
+    ServedWeights,
+    choose_sample,
+)
+from rollmill.training.objectives.rl import Pace
+from rollmill.types import Segment
+from rollmill.weights.store import WeightStore
+from tests.training.world import MODEL, PACE, STEPS, World, honest_segment, make_segment, policy, record_as
+
+RULE = TokenRule(Lineage("main", {"main": 0}), base=2, max_staleness=2)
+ANSWERS = [0, 0, 0, 1, 1, 1, 0, 1, 1]
+
+
+@pytest.fixture(scope="module")
+def trained(tmp_path_factory: pytest.TempPathFactory) -> World:
+    """Versions 0, 1 and 2, far enough from each other to be told apart."""
+    world = World(tmp_path_factory.mktemp("trained"))
+    world.add_steps(2)
+    world.trainer().run(2)
+    return world
+
+
+def meter(world: World) -> MismatchMeter:
+    return MismatchMeter(ServedWeights(world.weights, "bf16", 3), MODEL, budget=48, router_replay=True)
+
+
+def measure(world: World, *segments: Segment) -> tuple[np.ndarray, Counter[str]]:
+    return meter(world).measure(3, choose_sample(0, [[segment] for segment in segments], RULE))
+
+
+def two_versions(world: World, *, oldest: tuple[int, int] = (0, 1), policy_of: str = "...000.11") -> Segment:
+    """Two answers sampled by versions 0 and 1; `oldest` are the oldest weights in the KV cache of each."""
+    (old, first), (new, second) = world.version(0), world.version(1)
+    indices = [0 if each == "." else int(each) for each in policy_of]
+    segment = make_segment(ANSWERS, policies=[first, second], policy_of=indices)
+    for span, number in zip(segment.spans, oldest, strict=True):
+        span.oldest_kv_policy = number
+    return record_as(record_as(segment, old, 3, 6), new, 7, 9)
+
+
+@pytest.mark.parametrize("number", [0, 1, 2])
+def test_the_weights_that_sampled_give_the_same_log_probs(trained: World, number: int):
+    model, by = trained.version(number)
+    deltas, left_out = measure(trained, honest_segment(model, seed=1, temperature=0.7, by=by))
+    assert deltas.size == 5 and np.abs(deltas).max() < 1e-5 and not +left_out
+
+
+def test_weights_other_than_the_ones_named_show(trained: World):
+    model, _ = trained.version(0)
+    _, named = trained.version(1)
+    deltas, _ = measure(trained, honest_segment(model, seed=1, by=named))
+    assert np.abs(deltas).max() > 0.1
+
+
+def test_each_token_is_measured_under_its_own_version(trained: World):
+    sample = choose_sample(0, [[two_versions(trained)]], RULE)
+    assert [(probe.policy.number, probe.tokens, len(probe.sequence.tokens)) for probe in sample.probes] == [
+        (0, 3, 5),
+        (1, 2, 8),
+    ]
+    deltas, left_out = meter(trained).measure(3, sample)
+    assert deltas.size == 5 and np.abs(deltas).max() < 1e-5 and not +left_out
+
+
+def test_routes_that_other_weights_recorded_are_not_replayed(trained: World):
+    """The second answer had its context computed again, by version 1; its routes are on record as version 0 chose."""
+    segment = two_versions(trained)
+    assert segment.routes is not None
+    live = segment.routes[:5].copy()
+    segment.routes[:5] = (live + 1) % MODEL.experts
+    segment.spans[0].finish = "abort"  # so that only the second answer is measured
+    deltas, left_out = measure(trained, segment)
+    assert deltas.size == 2 and np.abs(deltas).max() < 1e-5 and left_out[MIXED] == 3
+
+
+def test_recorded_routes_of_the_same_weights_are_replayed(trained: World):
+    model, by = trained.version(1)
+    segment = honest_segment(model, seed=1, by=by)
+    assert segment.routes is not None
+    segment.routes[:] = (segment.routes + 1) % MODEL.experts
+    deltas, _ = measure(trained, segment)
+    assert np.abs(deltas).max() > 1e-2, "an engine that records other routes than it used is found out"
+
+
+@pytest.mark.parametrize(
+    ("policy_of", "oldest", "measured"),
+    [
+        ("...000.11", (0, 0), 3),  # the second answer went on with the first one's cache
+        ("...001.11", (0, 1), 4),  # the weights changed before the last token of the first answer
+        ("...000.11", (1, 1), 2),  # the first answer was computed again under other weights, halfway
+    ],
+)
+def test_tokens_on_keys_of_other_weights_are_left_out_and_counted(
+    trained: World, policy_of: str, oldest: tuple[int, int], measured: int
+):
+    sample = choose_sample(0, [[two_versions(trained, oldest=oldest, policy_of=policy_of)]], RULE)
+    assert sum(probe.tokens for probe in sample.probes) == measured
+    assert sample.left_out == Counter({MIXED: 5 - measured})
+
+
+def test_weights_that_cannot_be_had_cost_a_figure_and_nothing_else(trained: World, tmp_path: Path):
+    telemetry.open_events(tmp_path, "trainer")
+    model, by = trained.version(0)
+    forged, gone = replace(by, digest="0" * 64), policy(99)
+    rule = replace(RULE, base=99, max_staleness=99)
+    segments = [[honest_segment(model, seed, by=each)] for seed, each in enumerate((by, forged, gone))]
+    probes = [probe for each in segments for probe in choose_sample(0, [each], rule).probes]
+    deltas, left_out = meter(trained).measure(3, Sample(probes, Counter()))
+    assert deltas.size == 5 and left_out[UNAVAILABLE] == 10
+    texts = [event["text"] for event in telemetry.read_events(tmp_path) if event["kind"] == "warning"]
+    assert len(texts) == 2 and "main@0 with digest 0000" in texts[0] and "main@99" in texts[1]
+
+
+def test_versions_in_memory_need_no_store(trained: World, tmp_path: Path):
+    model, by = trained.version(2)
+    served = ServedWeights(WeightStore(World(tmp_path).objects), "bf16", keep=1)
+    served.remember(model)
+    kept = MismatchMeter(served, MODEL, budget=48, router_replay=True)
+    deltas, _ = kept.measure(3, choose_sample(0, [[honest_segment(model, 1, by=by)]], RULE))
+    assert deltas.size == 5 and np.abs(deltas).max() < 1e-5
+
+
+def test_the_sample_is_small_and_the_same_every_time(trained: World):
+    model, by = trained.version(2)
+    for count, wanted in ((0, 0), (1, 1), (10, 1), (11, 2), (200, MOST_TRAJECTORIES)):
+        members = [[honest_segment(model, seed, by=by)] for seed in range(min(count, 12))] * -(-count // 12)
+        chosen, again = (choose_sample(7, members[:count], RULE).probes for _ in range(2))
+        assert len(chosen) == wanted
+        for one, other in zip(chosen, again, strict=True):
+            np.testing.assert_array_equal(one.sequence.targets, other.sequence.targets)
+
+
+def honest_step(world: World, trainer: Any, step: int, by: int) -> dict[str, Any]:
+    """Train one more step, on tokens of version `by`; its event."""
+    model, named = world.version(by)
+    members = [honest_segment(model, 10 * step + index, by=named) for index in range(2)]
+    world.add_group(f"group-{step}", members, [1.0, 0.0])
+    trainer.run(step)
+    events = telemetry.read_events(world.path / "events")
+    return [event for event in events if event["kind"] == "step"][-1]
+
+
+def test_a_stale_step_shows_drift_and_no_mismatch(tmp_path: Path):
+    telemetry.open_events(tmp_path / "events", "trainer")
+    world, pace = World(tmp_path), Pace(1, 2, max_staleness=2)
+    trainer = world.trainer(pace=pace)
+    trainer.run(0)
+    for step in (1, 2, 3):
+        event = honest_step(world, trainer, step, by=0)
+        assert event["mismatch_tokens"] == 5 and event["mismatch_max"] < 1e-5, step
+        assert (event["drift_k3"] > 1e-3) == (step > 1) and event["staleness_max"] == step - 1
+    resumed = World(tmp_path).trainer(pace=pace)  # nothing in memory: the weights come from the store
+    event = honest_step(world, resumed, 4, by=1)
+    assert event["mismatch_tokens"] == 5 and event["mismatch_max"] < 1e-5 and event["drift_k3"] > 1e-3
+
+
+def trained_chain(path: Path) -> tuple[list[tuple[int, str]], list[int]]:
+    """Digests of a run on tokens that can be measured, and the random state it ends with."""
+    world = World(path)
+    trainer = world.trainer()
+    trainer.run(0)
+    model, by = world.version(0)
+    for index in range(STEPS * PACE.groups_per_step):
+        members = [honest_segment(model, 10 * index + member, by=by) for member in range(3)]
+        world.add_group(f"group-{index:03d}", members, [1.0, 0.0, 0.0])
+    trainer.run(STEPS)
+    return world.chain(), torch.get_rng_state().tolist()
+
+
+def test_measuring_leaves_no_trace_in_the_weights(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    measured = trained_chain(tmp_path / "measured")
+    monkeypatch.setattr(MismatchMeter, "measure", lambda *_: (np.empty(0, np.float32), Counter()))
+    monkeypatch.setattr(ServedWeights, "remember", lambda *_: None)
+    assert trained_chain(tmp_path / "unmeasured") == measured
