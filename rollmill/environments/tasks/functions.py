@@ -1,22 +1,22 @@
 """The functions micro-repositories are about: one or two steps on a number, said in words and written in Python.
 
-A step is an operator and a number; `subtract-8` then `at_most-28` is
+A step is an operator and a number; `subtract-8` then `remainder-3` is
 
-    words       x minus 8 then at most 28       what a docstring or a failing test says
-    code        (x - 8) <= 28                   what the agent has to write
-    value(30)   True                            by Python's own semantics
+    words       x minus 8 then mod 3       what a docstring or a failing test says
+    code        (x - 8) % 3                what the agent has to write
+    value(30)   1                          by Python's own semantics
 """
 
 from __future__ import annotations
 
 import hashlib
 import operator
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, replace
 
 from rollmill.errors import TaskError
 
-NUMBERS = range(2, 60)  # one token each in the demo's vocabulary
+NUMBERS = range(2, 30)  # one token each in the demo's vocabulary
 HELDOUT_SHARE = 0.2
 _NUMBER_NAMES = frozenset(map(str, NUMBERS))
 
@@ -28,32 +28,34 @@ class Operator:
     apply: Callable[[int, int], int]
     phrase: str
     confusable: str  # the operator that people who misread the phrase write instead
-    final: bool = False  # a comparison: nothing sensible can be computed from its result, so it only stands last
 
 
 OPERATORS: dict[str, Operator] = {
     entry.name: entry
     for entry in (
         Operator("add", "+", operator.add, "plus", "or"),
-        Operator("subtract", "-", operator.sub, "minus", "xor"),
+        Operator("subtract", "-", operator.sub, "minus", "add"),
         Operator("multiply", "*", operator.mul, "times", "add"),
-        Operator("divide", "//", operator.floordiv, "over", "remainder"),
-        Operator("remainder", "%", operator.mod, "mod", "divide"),
+        Operator("or", "|", operator.or_, "or", "add"),
+        # each of these is mistaken for one of the operators above and never for another of its kind: two operators
+        # mistaken for each other can only be learnt together, and what is learnt of one first hides the other
+        Operator("divide", "//", operator.floordiv, "over", "multiply"),
+        Operator("remainder", "%", operator.mod, "mod", "subtract"),
         Operator("xor", "^", operator.xor, "xor", "or"),
-        Operator("and", "&", operator.and_, "mask", "remainder"),
-        Operator("or", "|", operator.or_, "or", "and"),
-        Operator("above", ">", operator.gt, "above", "at_least", final=True),
-        Operator("below", "<", operator.lt, "below", "at_most", final=True),
-        Operator("at_least", ">=", operator.ge, "at least", "above", final=True),
-        Operator("at_most", "<=", operator.le, "at most", "below", final=True),
+        Operator("and", "&", operator.and_, "mask", "add"),
     )
 }
 
 
-def _held_out(name: str) -> bool:
-    """A hash and not a draw, so that the split is the same for every seed, machine and version of Python."""
-    digest = hashlib.blake2s(name.encode(), digest_size=4).digest()
-    return int.from_bytes(digest, "big") < HELDOUT_SHARE * 2**32
+def _fifth(names: Iterable[str]) -> frozenset[str]:
+    """A fixed fifth of some names, by hash and not by draw: the same for every seed, machine and version of Python."""
+    ranked = sorted(names, key=lambda name: hashlib.blake2s(name.encode()).digest())
+    return frozenset(ranked[: round(HELDOUT_SHARE * len(ranked))])
+
+
+# of every operator a fifth of its numbers, and a fifth of all ordered pairs of operators
+HELDOUT_STEPS = frozenset().union(*(_fifth(f"{name}-{number}" for number in NUMBERS) for name in OPERATORS))
+HELDOUT_PAIRS = _fifth(f"{first} then {second}" for first in OPERATORS for second in OPERATORS)
 
 
 @dataclass(frozen=True)
@@ -71,8 +73,8 @@ class Step:
 
     @property
     def heldout(self) -> bool:
-        """A fixed fifth of all pairs of phrase and number; no training task of any seed contains one of them."""
-        return _held_out(self.key)
+        """No training task of any seed contains a held-out step."""
+        return self.key in HELDOUT_STEPS
 
     @staticmethod
     def from_key(key: str) -> Step:
@@ -93,16 +95,14 @@ class Function:
     @staticmethod
     def from_key(key: str) -> Function:
         function = Function(tuple(map(Step.from_key, key.split("+"))))
-        if len(function.steps) > 2 or any(step.operator.final for step in function.steps[:-1]):
-            raise TaskError(
-                f"{key!r} is not a function", hint="one or two steps, and a comparison only as the last one"
-            )
+        if len(function.steps) > 2:
+            raise TaskError(f"{key!r} is not a function", hint="a function has one or two steps")
         return function
 
     @property
     def heldout_pair(self) -> bool:
-        """A fixed fifth of all ordered pairs of operators; no training task of any seed combines them."""
-        return len(self.steps) == 2 and _held_out(" then ".join(step.operator.name for step in self.steps))
+        """No training task of any seed combines the operators of a held-out pair."""
+        return " then ".join(step.operator.name for step in self.steps) in HELDOUT_PAIRS
 
     @property
     def words(self) -> str:
@@ -126,12 +126,7 @@ class Function:
 
     def rivals(self, index: int) -> list[Operator]:
         """The other operators that may stand in step `index`."""
-        last = index + 1 == len(self.steps)
-        return [
-            other
-            for other in OPERATORS.values()
-            if other is not self.steps[index].operator and (last or not other.final)
-        ]
+        return [other for other in OPERATORS.values() if other is not self.steps[index].operator]
 
     def mistakes(self) -> Iterator[Function]:
         """What someone who nearly understood would write: any other operator, a near number, a step left out."""

@@ -9,7 +9,7 @@
 Splits: `train`; `heldout`, in which no phrase comes with a number that it comes with in training; `heldout_family`, the
 family `pairs`, held out as a whole. A task's id says everything it is made of, so `get` rebuilds it anywhere:
 
-    fix/subtract-8+at_most-28/17        asked how / steps of f / variant (which bug, which visible case)
+    fix/subtract-8+remainder-3/17       asked how / steps of f / variant (which bug, which visible case)
 
 Hidden cases are chosen until they refute the repository as it was handed out, every constant and every near
 mistake; a function for which no such cases exist is not made into a task.
@@ -210,7 +210,7 @@ def _draw_function(length: int, generator: random.Random, *, heldout: bool) -> F
     """Uniform over operators and numbers of one side of the split."""
     steps: list[Step] = []
     while len(steps) < length:
-        operators = [entry for entry in OPERATORS.values() if not entry.final or len(steps) + 1 == length]
+        operators = list(OPERATORS.values())
         step = Step(generator.choice(operators), generator.choice(NUMBERS))
         if step.heldout == heldout:
             steps.append(step)
