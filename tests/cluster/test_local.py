@@ -44,8 +44,8 @@ def pid_of(run: RunDirectory, role: str) -> int | None:
 
 
 def kill(run: RunDirectory, role: str, deadly: signal.Signals = signal.SIGKILL) -> int:
-    pid = pid_of(run, role)
-    assert pid is not None, f"{role} is not running"
+    while (pid := pid_of(run, role)) is None:  # just started: /proc does not know its arguments yet
+        time.sleep(0.01)
     os.kill(pid, deadly)
     return pid
 
@@ -162,6 +162,7 @@ def test_processes_end_when_their_supervisor_is_killed(run: RunDirectory) -> Non
 
 def test_a_supervisor_killed_before_its_process_was_up_leaves_nothing_behind(run: RunDirectory) -> None:
     subprocess.run([sys.executable, "-c", SUPERVISOR, str(run.path), "at once"], check=False)
+    time.sleep(0.1)  # until /proc knows its arguments
     until(lambda: pid_of(run, "store") is None)
 
 
