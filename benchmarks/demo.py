@@ -44,7 +44,7 @@ def main() -> None:
     extra = QUICK if arguments.quick else []
     seeds = arguments.seeds[:1] if arguments.quick else arguments.seeds
     steps = load_config(RunConfig, DEMO, extra).midtrain.steps
-    rows = []
+    rows: list[tuple[int, dict[str, Any], dict[str, Any] | None]] = []
     with tempfile.TemporaryDirectory() as folder:
         for seed in seeds:
             demo = run(Path(folder), f"demo-{seed}", seed, *extra)

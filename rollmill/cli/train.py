@@ -53,7 +53,11 @@ def train(
 def print_config(config: RunConfig) -> None:
     """The resolved tree as JSON: every value that will be used, defaults included."""
     from rich.console import Console
+    from sqlalchemy import make_url
 
+    if config.database is not None:
+        shown = make_url(config.database).render_as_string(hide_password=True)
+        config = config.model_copy(update={"database": shown})
     Console().print_json(config.model_dump_json())
 
 
