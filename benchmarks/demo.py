@@ -19,9 +19,9 @@ from rich.table import Table
 
 from benchmarks.output import at_least, at_most, finish
 from rollmill.cluster.drive import drive
+from rollmill.cluster.report import report_run
 from rollmill.cluster.run import RunConfig, RunDirectory
 from rollmill.config import load_config
-from rollmill.evals.report import write_report
 
 DEMO = Path(__file__).parents[1] / "rollmill" / "cli" / "demo.toml"
 QUICK = ["midtrain.steps=40", "steps=3", "evals.tasks=8", "evals.family_tasks=4", "groups_per_step=2"]
@@ -31,7 +31,7 @@ def run(root: Path, name: str, seed: int, *overrides: str) -> dict[str, Any]:
     """One run of the demo's configuration; the figures of its report."""
     directory = RunDirectory.create(root, load_config(RunConfig, DEMO, [f"name={name}", f"seed={seed}", *overrides]))
     drive(directory)
-    write_report(directory.path)
+    report_run(directory)
     return json.loads((directory.path / "report.json").read_text())
 
 

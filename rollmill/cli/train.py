@@ -65,14 +65,10 @@ def run_to_report(run: RunDirectory) -> None:
     """Drive the run with a live display, write its report, and say where it lies."""
     from rich.console import Console
 
-    from rollmill.chat.tokenizer import Tokenizer
     from rollmill.cli.progress import Progress
     from rollmill.cluster.drive import drive
+    from rollmill.cluster.report import report_run
     from rollmill.cluster.run import STAGES
-    from rollmill.evals.report import example_trajectories, write_report
-    from rollmill.storage.database import open_database
-    from rollmill.storage.objects import Objects
-    from rollmill.trajectories.store import TrajectoryStore
 
     with Progress(run.events, list(STAGES), title=f"rollmill · {run.config.name}") as progress:
         try:
@@ -80,11 +76,20 @@ def run_to_report(run: RunDirectory) -> None:
         except KeyboardInterrupt:
             typer.echo(f"stopped; `rollmill train --resume {run.path}` goes on", err=True)
             raise typer.Exit(130) from None
-    store = TrajectoryStore(open_database(run.database_url), Objects.open(run.home_store))
-    report = write_report(
-        run.path,
-        seed=run.config.seed,
-        trajectories={title: store.load(id) for title, id in example_trajectories(run.path).items()},
-        decode=Tokenizer.load(run.tokenizer).decode,
-    )
-    Console().print(f"\nreport: [link=file://{report.resolve()}]{report}[/link]")
+    report = report_run(run)
+    console = Console(soft_wrap=True)
+    console.print(f"\n{_verdict(report.with_suffix('.json'))}", highlight=False)
+    console.print(f"report: [link=file://{report.resolve()}]{report}[/link]", highlight=False)
+
+
+def _verdict(figures: Path) -> str:
+    """The run in one line; a run without RL steps has nothing to compare."""
+    import json
+
+    report = json.loads(figures.read_text())
+    before, after = report["solve_rate_before"], report["solve_rate_after"]
+    if before is None or after is None:
+        return f"finished in {report['seconds']:.0f} s"
+    low, high = report["gain_interval"]
+    gain = f"{100 * (after - before):+.1f} points, 95 % interval {100 * low:+.1f} to {100 * high:+.1f}"
+    return f"held-out solve rate {before:.1%} → {after:.1%} ({gain}) in {report['seconds']:.0f} s"
