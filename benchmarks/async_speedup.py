@@ -33,7 +33,14 @@ TRAINING_SECONDS = 0.012  # what training on one trajectory of the demo takes on
 WARMUP_STEPS = 2  # engines start, caches fill
 MODES = {"synchronous": 0, "asynchronous": 2}
 SUITE = ["evals.family_tasks=0", "evals.greedy=false"]
-QUICK = ["midtrain.steps=100", "groups_per_step=2", "steps=8", "evals.tasks=1", "evals.attempts=1"]
+QUICK = [
+    "midtrain.steps=70",
+    "midtrain.training.threads=2",
+    "groups_per_step=2",
+    "steps=6",
+    "evals.tasks=1",
+    "evals.attempts=1",
+]
 
 
 def create(root: Path, *overrides: str) -> RunDirectory:
