@@ -34,10 +34,10 @@ WARMUP_STEPS = 2  # engines start, caches fill
 MODES = {"synchronous": 0, "asynchronous": 2}
 SUITE = ["evals.family_tasks=0", "evals.greedy=false"]
 QUICK = [
-    "midtrain.steps=70",
+    "midtrain.steps=60",
     "midtrain.training.threads=2",
     "groups_per_step=2",
-    "steps=6",
+    "steps=5",
     "evals.tasks=1",
     "evals.attempts=1",
 ]
