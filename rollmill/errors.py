@@ -40,6 +40,10 @@ class ObjectMissing(StorageError, KeyError):
     __str__ = RollmillError.__str__
 
 
+class ObjectTruncated(StorageError):
+    """The object is shorter than what was asked for: damage, which asking again does not heal."""
+
+
 class ObjectExists(StorageError):
     """A create-only object is already there: someone else wrote it first."""
 

@@ -19,6 +19,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 from rollmill.errors import ObjectExists, ObjectMissing, StorageError
+from rollmill.storage.objects import Stat, look_until
 
 _STAGING = ".staging"
 _ABANDONED_SECONDS = 3600.0
@@ -53,11 +54,11 @@ class DirectoryBackend:
             with self._staged(data) as staged:
                 self._into_place(key, lambda target: os.link(staged, target))
 
-    def head(self, key: str) -> int | None:
+    def stat(self, key: str) -> Stat | None:
         with self._explained(key):
             try:
                 found = os.stat(f"{self._root}/{key}")  # asked many times a second; Path would cost more
-                return found.st_size if stat.S_ISREG(found.st_mode) else None
+                return Stat(found.st_size, found.st_mtime) if stat.S_ISREG(found.st_mode) else None
             except (FileNotFoundError, NotADirectoryError):
                 return None
 
@@ -85,6 +86,10 @@ class DirectoryBackend:
             with contextlib.suppress(FileNotFoundError, NotADirectoryError):
                 path.unlink()
                 _sync_folder(path.parent)
+
+    def wait_for(self, key: str, seconds: float) -> bytes | None:
+        there = look_until(lambda: self.stat(key) is not None, seconds, longest_pause=0.05)
+        return self.get(key) if there else None
 
     @contextlib.contextmanager
     def _staged(self, data: bytes) -> Iterator[Path]:

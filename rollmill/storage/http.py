@@ -1,8 +1,9 @@
-"""A store over HTTP, read-only: how one region reads another one's objects. Server and client of the same three calls.
+"""A store over HTTP, read-only: how one region reads another one's objects. Server and client of the same calls.
 
-    GET  /objects/KEY     the bytes; `Range: bytes=FIRST-LAST` for a part, HEAD for the size
-    GET  /list?prefix=    {"keys": […]}
-    GET  /folders?prefix= {"folders": […]}
+    GET  /objects/KEY             the bytes; `Range: bytes=FIRST-LAST` for a part, HEAD for size and Last-Modified
+    GET  /list?prefix=            {"keys": […]}
+    GET  /folders?prefix=         {"folders": […]}
+    GET  /watch?key=KEY&seconds=S the bytes as soon as they are there, 204 after S seconds: saves polling, and a round trip
 
 With a token, every request needs `Authorization: Bearer TOKEN`. What arrives is untrusted: readers check digests.
 """
@@ -11,25 +12,34 @@ from __future__ import annotations
 
 import asyncio
 import builtins
+import collections
+import contextlib
 import hmac
 import http.client
+import itertools
 import json
 import re
-import threading
-from typing import TYPE_CHECKING, Any
+import time
+from email.utils import formatdate, parsedate_to_datetime
+from typing import TYPE_CHECKING, Any, NamedTuple
 from urllib.parse import quote, urlsplit
 
 from rollmill.errors import ObjectMissing, StorageError
+from rollmill.storage.objects import PATIENCE_SECONDS, Stat
 
 if TYPE_CHECKING:
     from aiohttp import web
 
     from rollmill.storage.objects import Objects
 
-_TIMEOUT_SECONDS = 30.0
-_PIECE = 8 << 20
+_PIECE = 1 << 20  # what the server holds in memory for one request
+_LONGEST_WATCH_SECONDS, _WATCH_LOOK_SECONDS = 30.0, 0.05
 _LARGEST_REPLY = 1 << 30  # a reply announced larger than this is refused before any of it is read
 _LARGEST_REFUSAL = 1 << 16
+_SLOWEST_BYTES_PER_SECOND = 50_000  # a body that comes slower than this is given up
+_MOST_IDLE = 32  # connections kept for the next requests
+_TRY_AGAIN = {429, 502, 503, 504}
+_FIRST_PAUSE_SECONDS, _LONGEST_PAUSE_SECONDS = 0.1, 2.0
 _RANGE = re.compile(r"bytes=(\d{1,18})-(\d{1,18})")
 
 
@@ -56,7 +66,12 @@ def object_app(objects: Objects, token: str | None = None) -> web.Application:
     async def read(request: web.Request) -> web.StreamResponse:
         return await _send(request, objects, request.match_info["key"])
 
+    async def watch(request: web.Request) -> web.StreamResponse:
+        status = await _watch(request, objects)
+        return await _send(request, objects, request.query["key"]) if status == 200 else web.Response(status=status)
+
     app = web.Application(middlewares=[guard])
+    app.router.add_get("/watch", watch)
     app.router.add_get("/list", listing)
     app.router.add_get("/folders", listing)
     app.router.add_get("/objects/{key:.+}", read)  # answers HEAD too
@@ -66,9 +81,10 @@ def object_app(objects: Objects, token: str | None = None) -> web.Application:
 async def _send(request: web.Request, objects: Objects, key: str) -> web.StreamResponse:
     from aiohttp import web
 
-    size = await asyncio.to_thread(objects.head, key)
-    if size is None:
+    found = await asyncio.to_thread(objects.stat, key)
+    if found is None:
         raise ObjectMissing(f"no object {key!r}")
+    size = found.bytes
     start, stop, status = 0, size, 200
     if "Range" in request.headers:
         wanted = _RANGE.fullmatch(request.headers["Range"])
@@ -77,47 +93,80 @@ async def _send(request: web.Request, objects: Objects, key: str) -> web.StreamR
         start, stop, status = int(wanted[1]), min(int(wanted[2]) + 1, size), 206
     response = web.StreamResponse(status=status, headers={"Content-Type": "application/octet-stream"})
     response.content_length = stop - start
+    response.headers["Last-Modified"] = formatdate(found.modified, usegmt=True)
     if status == 206:
         response.headers["Content-Range"] = f"bytes {start}-{stop - 1}/{size}"
-    await response.prepare(request)
-    if request.method != "HEAD":
-        for first in range(start, stop, _PIECE):
-            await response.write(await asyncio.to_thread(objects.get_range, key, first, min(_PIECE, stop - first)))
-    await response.write_eof()
+    with contextlib.suppress(ConnectionResetError):  # whoever asked has gone, as happens when a link is cut
+        await response.prepare(request)
+        if request.method != "HEAD":
+            for first in range(start, stop, _PIECE):
+                await response.write(await asyncio.to_thread(objects.get_range, key, first, min(_PIECE, stop - first)))
+        await response.write_eof()
     return response
 
 
-class HttpBackend:
-    """The client: one kept-alive connection, reopened once when the server has closed it. Any thread may call."""
+async def _watch(request: web.Request, objects: Objects) -> int:
+    try:
+        seconds = float(request.query.get("seconds", "0"))
+    except ValueError:
+        seconds = -1.0
+    if not seconds >= 0:  # not a number is refused too
+        return 400
+    deadline = time.monotonic() + min(seconds, _LONGEST_WATCH_SECONDS)
+    while await asyncio.to_thread(objects.head, request.query.get("key", "")) is None:
+        left = deadline - time.monotonic()
+        if left <= 0:
+            return 204
+        await asyncio.sleep(min(_WATCH_LOOK_SECONDS, left))
+    return 200
 
-    def __init__(self, url: str, token: str | None = None) -> None:
+
+class _Reply(NamedTuple):
+    status: int
+    headers: http.client.HTTPMessage
+    body: bytes
+
+
+class HttpBackend:
+    """The client; any thread may call. Connections are kept and used again, one for each request under way: over an
+    ocean, a new one costs a round trip."""
+
+    def __init__(self, url: str, token: str | None = None, patience: float = PATIENCE_SECONDS) -> None:
         parts = urlsplit(url)
         if not parts.hostname or parts.username or parts.query or parts.fragment:
             raise StorageError(f"{url!r} is not the address of an object store", hint="for example http://host:8000")
         self._url = url
         self._path = parts.path.rstrip("/")
-        kind = http.client.HTTPSConnection if parts.scheme == "https" else http.client.HTTPConnection
-        self._connection = kind(parts.hostname, parts.port, timeout=_TIMEOUT_SECONDS)
+        self._address = parts.hostname, parts.port
+        self._kind = http.client.HTTPSConnection if parts.scheme == "https" else http.client.HTTPConnection
         self._headers = {"Authorization": f"Bearer {token}"} if token else {}
-        self._lock = threading.Lock()
+        self._patience = patience
+        self._idle: collections.deque[http.client.HTTPConnection] = collections.deque()  # its methods are atomic
 
     def get(self, key: str) -> bytes:
-        return self._request("GET", key, f"/objects/{quote(key)}")[1]
+        return self._request("GET", key, f"/objects/{quote(key)}").body
 
     def get_range(self, key: str, start: int, length: int) -> bytes:
         if length == 0:
             return b""
         wanted = {"Range": f"bytes={start}-{start + length - 1}"}
-        status, data = self._request("GET", key, f"/objects/{quote(key)}", wanted, limit=length)
-        if status != 206:
+        reply = self._request("GET", key, f"/objects/{quote(key)}", wanted, limit=length)
+        if reply.status == 416:
+            return b""
+        if reply.status != 206:
             raise StorageError(f"{self._url} does not answer range requests as an object store does")
-        return data
+        return reply.body
 
-    def head(self, key: str) -> int | None:
+    def stat(self, key: str) -> Stat | None:
         try:
-            return self._request("HEAD", key, f"/objects/{quote(key)}")[0]
+            headers = self._request("HEAD", key, f"/objects/{quote(key)}").headers
         except ObjectMissing:
             return None
+        try:
+            modified = parsedate_to_datetime(headers["Last-Modified"])
+            return Stat(int(headers["Content-Length"]), modified.timestamp())
+        except (ValueError, TypeError):
+            raise StorageError(f"{self._url} does not say how large {key!r} is and since when") from None
 
     def list(self, prefix: str) -> builtins.list[str]:
         return self._names("list", "keys", prefix)
@@ -134,9 +183,13 @@ class HttpBackend:
     def delete(self, key: str) -> None:
         raise self._read_only(key)
 
+    def wait_for(self, key: str, seconds: float) -> bytes | None:
+        reply = self._request("GET", key, f"/watch?key={quote(key)}&seconds={seconds:.3f}", silence=seconds)
+        return reply.body if reply.status == 200 else None
+
     def _names(self, call: str, field: str, prefix: str) -> builtins.list[str]:
         try:
-            names = json.loads(self._request("GET", prefix, f"/{call}?prefix={quote(prefix)}")[1])[field]
+            names = json.loads(self._request("GET", prefix, f"/{call}?prefix={quote(prefix)}").body)[field]
         except (ValueError, LookupError, TypeError, RecursionError):
             names = None
         if not isinstance(names, builtins.list) or not all(isinstance(name, str) for name in names):
@@ -144,45 +197,94 @@ class HttpBackend:
         return names
 
     def _request(
-        self, method: str, key: str, path: str, headers: dict[str, str] | None = None, limit: int = _LARGEST_REPLY
-    ) -> tuple[int, bytes]:
-        """(status, body); for HEAD, (size, nothing). A connection that the server has closed is opened again, once."""
-        with self._lock:
-            for attempt in (1, 2):
-                try:
-                    self._connection.request(method, self._path + path, headers={**self._headers, **(headers or {})})
-                    return self._reply(method, key, self._connection.getresponse(), limit)
-                except (OSError, http.client.HTTPException) as error:
-                    self._connection.close()
-                    if attempt == 2:
-                        raise StorageError(
-                            f"{key!r} at {self._url}: {error or type(error).__name__}",
-                            hint="check that the region is up and reachable; the call can be repeated",
-                        ) from error
+        self,
+        method: str,
+        key: str,
+        path: str,
+        headers: dict[str, str] | None = None,
+        limit: int = _LARGEST_REPLY,
+        silence: float = 0.0,
+    ) -> _Reply:
+        """One answer. A connection that fails is opened again, once; a busy server is asked again for `patience`
+        seconds. `silence` is how long it may be silent on purpose.
+        """
+        deadline = time.monotonic() + self._patience + silence
+        failures = 0
+        for pauses in itertools.count():
+            try:
+                reply = self._exchange(method, path, {**self._headers, **(headers or {})}, limit, silence)
+            except (OSError, http.client.HTTPException) as error:
+                failures += 1
+                if failures == 2:
+                    raise StorageError(
+                        f"{key!r} at {self._url}: {error or type(error).__name__}",
+                        hint="check that the region is up and reachable; the call can be repeated",
+                    ) from error
+                continue
+            pause = min(_FIRST_PAUSE_SECONDS * 2**pauses, _LONGEST_PAUSE_SECONDS)
+            if reply.status not in _TRY_AGAIN or time.monotonic() + pause > deadline:
+                return self._accepted(key, reply)
+            time.sleep(pause)
         raise AssertionError("unreachable")
 
-    def _reply(self, method: str, key: str, response: http.client.HTTPResponse, limit: int) -> tuple[int, bytes]:
-        if method == "HEAD" and response.status == 200:
-            response.read()
-            return int(response.headers.get("Content-Length") or 0), b""
-        if response.status not in (200, 206):
-            response.read(_LARGEST_REFUSAL)
-            self._forget_unread(response)
-            raise self._refusal(key, response.status)
+    def _accepted(self, key: str, reply: _Reply) -> _Reply:
+        if reply.status in (200, 204, 206, 416):
+            return reply
+        if reply.status == 404:
+            raise ObjectMissing(f"no object {key!r} at {self._url}")
+        hint = "the store asks for another token" if reply.status == 401 else None
+        raise StorageError(f"{key!r} at {self._url}: HTTP status {reply.status}", hint=hint)
+
+    def _exchange(self, method: str, path: str, headers: dict[str, str], limit: int, silence: float) -> _Reply:
+        """A request and its answer. The connection is kept only if nothing of the answer is left in it."""
+        timeout = self._patience / 3
+        try:
+            connection = self._idle.pop()
+        except IndexError:
+            connection = self._kind(*self._address, timeout=timeout)
+        kept = False
+        try:
+            if connection.sock is None:
+                connection.connect()
+            connection.sock.settimeout(timeout + silence)
+            connection.request(method, self._path + path, headers=headers)
+            response = connection.getresponse()
+            body = self._body(method, path, response, limit)
+            kept = response.isclosed() and not response.will_close and len(self._idle) < _MOST_IDLE
+            return _Reply(response.status, response.headers, body)
+        except OSError:
+            self._forget_idle()  # what broke this connection has probably broken the others
+            raise
+        finally:
+            if kept:
+                self._idle.append(connection)
+            else:
+                connection.close()
+
+    def _body(self, method: str, path: str, response: http.client.HTTPResponse, limit: int) -> bytes:
+        if method == "HEAD" or response.status not in (200, 206):
+            return response.read(_LARGEST_REFUSAL)
         if response.length is None or response.length > limit:
-            self._forget_unread(response)
-            raise StorageError(f"{key!r} at {self._url}: a reply of {response.length} bytes, at most {limit} expected")
-        return response.status, response.read()
+            raise StorageError(f"{path!r} at {self._url}: a reply of {response.length} bytes, at most {limit} expected")
+        length = response.length
+        deadline = time.monotonic() + self._patience + length / _SLOWEST_BYTES_PER_SECOND
+        parts: builtins.list[bytes] = []
+        while part := response.read1(1 << 18):
+            parts.append(part)
+            if time.monotonic() > deadline:
+                raise TimeoutError("the answer comes too slowly")
+        body = b"".join(parts)
+        if len(body) != length:
+            raise http.client.IncompleteRead(body, length - len(body))
+        response.read()  # nothing; but only this tells the response that it is over
+        return body
 
-    def _forget_unread(self, response: http.client.HTTPResponse) -> None:
-        if not response.isclosed():  # the next reply on this connection would begin in the middle of this one
-            self._connection.close()
-
-    def _refusal(self, key: str, status: int) -> StorageError:
-        if status == 404:
-            return ObjectMissing(f"no object {key!r} at {self._url}")
-        hint = "the store asks for another token" if status == 401 else None
-        return StorageError(f"{key!r} at {self._url}: HTTP status {status}", hint=hint)
+    def _forget_idle(self) -> None:
+        while True:
+            try:
+                self._idle.pop().close()
+            except IndexError:
+                return
 
     def _read_only(self, key: str) -> StorageError:
         return StorageError(

@@ -1,28 +1,50 @@
 """Objects: one small interface to every object store, synchronous, keys as '/'-separated relative strings.
 
     directory path, file://   files under a folder, each write durable before the call returns (storage/directory.py)
-    s3://, gs://, az://       through obstore; credentials come from the environment
+    s3://, gs://, az://       through obstore; credentials, region and endpoint come from the environment (below)
     memory://                 through obstore; private to this object, for tests
     http://, https://         read-only view of another region's store (storage/http.py)
 
+Environment of an s3:// store: AWS_ACCESS_KEY_ID, AWS_SECRET_ACCESS_KEY, AWS_REGION; for a server that is not Amazon's
+AWS_ENDPOINT_URL=http://host:port, and AWS_ALLOW_HTTP=true where that is not https.
+
 `create` is the one primitive everything above rests on: it is atomic and refused when the key is taken, on every
-store. Overwriting compare-and-swap is not, so nothing uses it.
+store. Overwriting compare-and-swap is not, so nothing uses it. Where an answer is lost on the way and the request is
+sent again, what a refused `create` found may be its own first attempt: callers compare before they give up.
+
+A store that fails or hangs is asked again for `patience` seconds, then the call raises StorageError.
 """
 
 from __future__ import annotations
 
 import builtins
+import os
 import re
+import time
+from collections.abc import Callable, Mapping
+from datetime import timedelta
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 from urllib.parse import unquote, urlsplit
 
-from rollmill.errors import ObjectExists, ObjectMissing, StorageError
+from rollmill.errors import ObjectExists, ObjectMissing, ObjectTruncated, StorageError
 
 # Characters that mean the same on every store and file system. A leading dot is kept for the stores' own files.
 _SEGMENT = re.compile(r"[A-Za-z0-9_=@+:,-][A-Za-z0-9._=@+:,-]*")
 _LONGEST_SEGMENT = 200
 _LONGEST_KEY = 900
+PATIENCE_SECONDS = 15.0
+_LARGE_WRITE = 1 << 20  # a larger one may take longer than a silent server is waited for
+_LARGE_WRITE_SECONDS = 60.0
+_SLOWEST_GET_SECONDS = 600.0  # as long as bytes keep coming
+_SERVICES = {"s3": "AWS", "gs": "GOOGLE", "az": "AZURE"}
+_CLIENT_SETTINGS = ("allow_http", "allow_invalid_certificates", "proxy_url", "proxy_excludes")
+_PAST_THE_END = ("416 Range Not Satisfiable", "Invalid range")  # what stores say to a range that begins at the end
+
+
+class Stat(NamedTuple):
+    bytes: int
+    modified: float  # when it was written by the store's own clock, seconds since the epoch
 
 
 class Backend(Protocol):
@@ -32,10 +54,11 @@ class Backend(Protocol):
     def get_range(self, key: str, start: int, length: int) -> bytes: ...
     def put(self, key: str, data: bytes) -> None: ...
     def create(self, key: str, data: bytes) -> None: ...
-    def head(self, key: str) -> int | None: ...
+    def stat(self, key: str) -> Stat | None: ...
     def list(self, prefix: str) -> builtins.list[str]: ...
     def folders(self, prefix: str) -> builtins.list[str]: ...
     def delete(self, key: str) -> None: ...
+    def wait_for(self, key: str, seconds: float) -> bytes | None: ...
 
 
 class Objects:
@@ -46,20 +69,27 @@ class Objects:
         self.url = url
 
     @staticmethod
-    def open(url: str | Path, *, token: str | None = None) -> Objects:
-        """Open a store by path or URL; a directory is made if missing. `token` is for an http(s):// store that asks."""
+    def open(
+        url: str | Path,
+        *,
+        token: str | None = None,
+        options: Mapping[str, str] | None = None,
+        patience: float = PATIENCE_SECONDS,
+    ) -> Objects:
+        """Open a store by path or URL; a directory is made if missing. `token` is for an http(s):// store that asks,
+        `options` (endpoint, access_key_id …) go before the environment of an s3://, gs:// or az:// store."""
         text = str(url)
         scheme = text.partition("://")[0] if "://" in text else "file"
         if scheme in ("http", "https"):
             from rollmill.storage.http import HttpBackend
 
-            return Objects(HttpBackend(text, token), text)
+            return Objects(HttpBackend(text, token, patience), text)
         if scheme == "file":
             from rollmill.storage.directory import DirectoryBackend
 
             path = Path(unquote(urlsplit(text).path) if text.startswith("file://") else text)
             return Objects(DirectoryBackend(path), str(path))
-        return Objects(_ObstoreBackend(text), text)
+        return Objects(_ObstoreBackend(text, options or {}, patience), text)
 
     def __repr__(self) -> str:
         return f"Objects({self.url!r})"
@@ -68,12 +98,12 @@ class Objects:
         return self._backend.get(_valid(key))
 
     def get_range(self, key: str, start: int, length: int) -> bytes:
-        """Exactly `length` bytes from `start`; StorageError when the object is shorter than that."""
+        """Exactly `length` bytes from `start`, in one request; ObjectTruncated when the object is shorter than that."""
         if start < 0 or length < 0:
             raise StorageError(f"range {start}+{length} of {key!r} is negative")
         data = self._backend.get_range(_valid(key), start, length)
         if len(data) != length:
-            raise StorageError(
+            raise ObjectTruncated(
                 f"{key!r} in {self.url} is truncated: bytes {start} to {start + length} were asked for, "
                 f"{len(data)} of them exist",
                 hint="restore the object from another region or a backup",
@@ -90,7 +120,23 @@ class Objects:
 
     def head(self, key: str) -> int | None:
         """Size in bytes; None when there is no such object."""
-        return self._backend.head(_valid(key))
+        found = self.stat(key)
+        return found.bytes if found else None
+
+    def modified(self, key: str) -> float | None:
+        """When it was written by the store's own clock, in seconds since the epoch; None when there is no such object.
+
+        Stores round to a second. Compare it with another object's, never with the clock of this machine.
+        """
+        found = self.stat(key)
+        return found.modified if found else None
+
+    def stat(self, key: str) -> Stat | None:
+        return self._backend.stat(_valid(key))
+
+    def wait_for(self, key: str, seconds: float) -> bytes | None:
+        """The object as soon as it is there; None if it is not after so long. A store may give up earlier."""
+        return self._backend.wait_for(_valid(key), seconds)
 
     def list(self, prefix: str = "") -> builtins.list[str]:
         """All keys under a folder, at any depth, sorted. `weights/a` does not match `weights/ab`."""
@@ -120,17 +166,34 @@ def _valid_folder(prefix: str) -> str:
     return _valid(prefix) if prefix else ""
 
 
-class _ObstoreBackend:
-    """S3, GCS, Azure and memory through obstore."""
+def look_until(is_there: Callable[[], bool], seconds: float, longest_pause: float) -> bool:
+    """Look again and again, ever more rarely: how stores that cannot push wait for an object."""
+    deadline, pause = time.monotonic() + seconds, 0.02
+    while not is_there():
+        left = deadline - time.monotonic()
+        if left <= 0:
+            return False
+        time.sleep(min(pause, left))
+        pause = min(pause * 1.5, longest_pause)
+    return True
 
-    def __init__(self, url: str) -> None:
+
+class _ObstoreBackend:
+    """S3, GCS, Azure and memory through obstore, which asks again by itself when a store fails."""
+
+    def __init__(self, url: str, options: Mapping[str, str], patience: float) -> None:
         from obstore.exceptions import BaseError
-        from obstore.store import MemoryStore, from_url
+        from obstore.store import MemoryStore
 
         self._url = url
         self._store: Any
         try:
-            self._store = MemoryStore() if url.startswith("memory:") else from_url(url)
+            if url.startswith("memory:"):
+                self._store = self._for_large_writes = MemoryStore()
+            else:
+                self._store = _connect(url, options, patience / 3, patience)
+                # obstore's clock runs from the first byte of a request that is sent to the first of the answer
+                self._for_large_writes = _connect(url, options, _LARGE_WRITE_SECONDS, patience)
         except (BaseError, ValueError) as error:
             raise StorageError(
                 f"cannot open the object store {url!r}: {error}",
@@ -141,24 +204,28 @@ class _ObstoreBackend:
         return self._call(key, lambda: bytes(self._store.get(key).bytes()))
 
     def get_range(self, key: str, start: int, length: int) -> bytes:
-        size = self.head(key)
-        if size is None:
-            raise _missing(key, self._url)
-        length = min(length, max(size - start, 0))
-        return self._call(key, lambda: bytes(self._store.get_range(key, start=start, length=length))) if length else b""
+        if length == 0:
+            return b""
+        try:
+            return self._call(key, lambda: bytes(self._store.get_range(key, start=start, length=length)))
+        except StorageError as error:
+            if any(sign in error.message for sign in _PAST_THE_END):
+                return b""
+            raise
 
     def put(self, key: str, data: bytes) -> None:
-        self._call(key, lambda: self._store.put(key, data))
+        self._call(key, lambda: self._writer(data).put(key, data))
 
     def create(self, key: str, data: bytes) -> None:
         # One conditional request: a multipart upload has no create-only mode on every store.
-        self._call(key, lambda: self._store.put(key, data, mode="create", use_multipart=False))
+        self._call(key, lambda: self._writer(data).put(key, data, mode="create", use_multipart=False))
 
-    def head(self, key: str) -> int | None:
+    def stat(self, key: str) -> Stat | None:
         try:
-            return self._call(key, lambda: self._store.head(key)["size"])
+            found = self._call(key, lambda: self._store.head(key))
         except ObjectMissing:
             return None
+        return Stat(found["size"], found["last_modified"].timestamp())
 
     def list(self, prefix: str) -> builtins.list[str]:
         def keys() -> builtins.list[str]:
@@ -176,6 +243,13 @@ class _ObstoreBackend:
         except ObjectMissing:
             return
 
+    def wait_for(self, key: str, seconds: float) -> bytes | None:
+        there = look_until(lambda: self.stat(key) is not None, seconds, longest_pause=1.0)  # each look is paid for
+        return self.get(key) if there else None
+
+    def _writer(self, data: bytes) -> Any:
+        return self._store if len(data) <= _LARGE_WRITE else self._for_large_writes
+
     def _call(self, key: str, operation: Any) -> Any:
         from obstore.exceptions import AlreadyExistsError, BaseError
 
@@ -187,9 +261,35 @@ class _ObstoreBackend:
             raise ObjectExists(f"{key!r} in {self._url} is already there") from None
         except (BaseError, OSError) as error:
             raise StorageError(
-                f"{key!r} in {self._url}: {error}",
+                f"{key!r} in {self._url}: {_first_lines(error)}",
                 hint="check that the bucket is reachable and the credentials allow this; the call can be repeated",
             ) from error
+
+
+def _connect(url: str, options: Mapping[str, str], answer_seconds: float, patience: float) -> Any:
+    """A client that waits `answer_seconds` for an answer and begins its last attempt after two thirds of `patience`."""
+    from obstore.store import from_url
+
+    client: Any = {
+        "connect_timeout": timedelta(seconds=patience / 3),
+        "read_timeout": timedelta(seconds=answer_seconds),
+        "timeout": timedelta(seconds=_SLOWEST_GET_SECONDS),
+    }
+    pauses = {"init_backoff": timedelta(seconds=0.2), "max_backoff": timedelta(seconds=2), "base": 2}
+    retries: Any = {"max_retries": 20, "retry_timeout": timedelta(seconds=patience * 2 / 3), "backoff": pauses}
+    config: Any = dict(options)
+    if config.get("endpoint", "").startswith("http://"):
+        client["allow_http"] = True  # who writes it down means it
+    service = _SERVICES.get(urlsplit(url).scheme, "")
+    for name in _CLIENT_SETTINGS:  # obstore reads these from the environment only if it is given no client options
+        if value := os.environ.get(f"{service}_{name.upper()}"):
+            client[name] = value.lower() == "true" if name.startswith("allow_") else value
+    return from_url(url, config=config, client_options=client, retry_config=retries)
+
+
+def _first_lines(error: Exception) -> str:
+    """obstore adds the inside of its error as many lines of Rust."""
+    return str(error).partition("\n\nDebug source")[0]
 
 
 def _missing(key: str, url: str) -> ObjectMissing:

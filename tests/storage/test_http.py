@@ -1,13 +1,18 @@
+import os
 import socket
 import threading
+import urllib.error
+import urllib.request
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
 
-from rollmill.errors import ObjectMissing, StorageError
+from benchmarks.relay import Relay
+from rollmill.errors import ObjectMissing, ObjectTruncated, StorageError
 from rollmill.storage.http import object_app
 from rollmill.storage.objects import Objects
-from tests.storage.serving import served
+from tests.storage.serving import Front, port_of, served
 
 
 def test_the_same_reads_over_http(tmp_path: Path) -> None:
@@ -26,8 +31,10 @@ def test_the_same_reads_over_http(tmp_path: Path) -> None:
         assert away.folders() == ["a"]
         with pytest.raises(ObjectMissing):
             away.get("a/none")
+        assert away.modified("a/none") is None
+        assert away.modified("a/big") == int(home.modified("a/big") or 0)  # HTTP counts in seconds
         for start, length in ((0, len(big) + 1), (len(big), 1)):
-            with pytest.raises(StorageError):
+            with pytest.raises(ObjectTruncated):
                 away.get_range("a/big", start, length)
         assert away.get("a/empty") == b""  # the connection is still in step after all these answers
 
@@ -103,3 +110,110 @@ def test_a_broken_or_hostile_server_is_an_error(reply: bytes) -> None:
         thread.start()
         with pytest.raises(StorageError):
             Objects.open(f"http://127.0.0.1:{server.getsockname()[1]}").get("k")
+
+
+def test_many_threads_read_at_once_over_connections_that_are_kept(tmp_path: Path) -> None:
+    home = Objects.open(tmp_path)
+    data = os.urandom(3 << 20)
+    home.put("k", data)
+    with served(object_app(home)) as url, Relay(("127.0.0.1", port_of(url)), mbit=10_000, rtt_ms=0) as relay:
+        away = Objects.open(f"http://127.0.0.1:{relay.port}")
+        for _ in range(10):
+            assert away.get_range("k", 5, 5) == data[5:10]
+            assert away.head("none") is None
+        assert relay.connections == 1
+        starts = range(0, len(data), 1 << 16)
+        for _ in range(3):  # new threads, the same connections
+            with ThreadPoolExecutor(4) as pool:
+                parts = list(pool.map(lambda start: away.get_range("k", start, 1 << 16), starts))
+            assert b"".join(parts) == data
+        assert relay.connections <= 4
+
+
+def test_a_watch_answers_when_the_object_is_there(tmp_path: Path) -> None:
+    home = Objects.open(tmp_path)
+    with served(object_app(home, token="secret")) as url:
+        away = Objects.open(url, token="secret")
+        assert not away.wait_for("a/k", 0)
+        assert not away.wait_for("a/k", 0.2)
+        writer = threading.Timer(0.3, home.create, ("a/k", b"x"))
+        writer.start()
+        assert away.wait_for("a/k", 25)
+        writer.join()
+        assert away.wait_for("a/k", 25)
+        with pytest.raises(StorageError, match="401"):
+            Objects.open(url).wait_for("a/k", 1)
+        for seconds in ("nan", "-1", "soon"):
+            request = urllib.request.Request(
+                f"{url}/watch?key=a/none&seconds={seconds}", headers={"Authorization": "Bearer secret"}
+            )
+            with pytest.raises(urllib.error.HTTPError, match="400"):
+                urllib.request.urlopen(request, timeout=10)
+
+
+def test_a_watch_does_not_keep_others_waiting(tmp_path: Path) -> None:
+    home = Objects.open(tmp_path)
+    home.put("k", b"x")
+    with served(object_app(home)) as url, ThreadPoolExecutor(40) as pool:
+        away = Objects.open(url)
+        watches = [pool.submit(away.wait_for, "later", 25) for _ in range(40)]
+        assert [away.get("k") for _ in range(20)] == [b"x"] * 20
+        assert not any(watch.done() for watch in watches)
+        home.put("later", b"x")
+        assert all(watch.result(20) for watch in watches)
+
+
+def test_a_region_that_is_busy_for_a_while_is_asked_again(tmp_path: Path) -> None:
+    home = Objects.open(tmp_path)
+    home.put("k", b"0123")
+    with served(object_app(home)) as url, Front(url) as front:
+        away = Objects.open(front.url)
+        for call in (away.get, away.head, lambda key: away.get_range(key, 1, 2), lambda _: away.list()):
+            front.busy_for = 2
+            call("k")
+            assert front.busy_for == 0
+
+
+@pytest.mark.parametrize("mode", ["busy", "stall", "half"])
+def test_a_region_that_does_not_come_back_is_an_error_in_bounded_time(tmp_path: Path, mode: str) -> None:
+    home = Objects.open(tmp_path)
+    home.put("k", bytes(1000))
+    with served(object_app(home)) as url, Front(url) as front:
+        away = Objects.open(front.url, patience=1.5)
+        assert away.head("k") == 1000
+        front.mode = mode
+        for call in (lambda: away.get("k"), lambda: away.get_range("k", 0, 1000), lambda: away.list()):
+            with pytest.raises(StorageError) as caught:
+                call()
+            assert not isinstance(caught.value, ObjectMissing | ObjectTruncated)
+        front.mode = "pass"
+        assert away.get("k") == bytes(1000)
+
+
+def test_a_body_that_drips_is_given_up() -> None:
+    """One byte now and then keeps a socket alive for ever; below some rate that does not count as an answer."""
+    stop = threading.Event()
+
+    def drip(server: socket.socket) -> None:
+        while not stop.is_set():
+            try:
+                connection, _ = server.accept()
+            except OSError:
+                return
+            with connection:
+                connection.recv(4096)
+                connection.sendall(b"HTTP/1.1 200 OK\r\nContent-Length: 1000\r\n\r\n")
+                try:
+                    while not stop.wait(0.05):
+                        connection.sendall(b"x")
+                except OSError:
+                    pass
+
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        thread = threading.Thread(target=drip, args=(server,), daemon=True)
+        thread.start()
+        try:
+            with pytest.raises(StorageError, match="too slowly"):
+                Objects.open(f"http://127.0.0.1:{server.getsockname()[1]}", patience=0.5).get("k")
+        finally:
+            stop.set()

@@ -1,17 +1,26 @@
+"""One contract for every store: a directory, memory, and S3 as a real server process over HTTP."""
+
 import os
 import resource
 import subprocess
 import sys
+import threading
+import time
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
 
-from rollmill.errors import ObjectExists, ObjectMissing, StorageError
+from rollmill.errors import ObjectExists, ObjectMissing, ObjectTruncated, StorageError
 from rollmill.storage.objects import Objects
+from rollmill.storage.parallel import Uploads
+from tests.storage.serving import Front, new_bucket, s3_environment, s3_options, s3_server
 
 
-@pytest.fixture(params=["directory", "file-url", "memory"])
+@pytest.fixture(params=["directory", "file-url", "memory", "s3"])
 def objects(request: pytest.FixtureRequest, tmp_path: Path) -> Objects:
+    if request.param == "s3":
+        return Objects.open(new_bucket(), options=s3_options(s3_server()))
     urls = {"directory": tmp_path / "store", "file-url": f"file://{tmp_path}/a%20store", "memory": "memory://"}
     return Objects.open(urls[request.param])
 
@@ -36,6 +45,25 @@ def test_create_is_refused_where_something_is(objects: Objects) -> None:
     assert objects.get("k") == b"mine"
 
 
+def test_one_of_many_threads_creates_a_key(objects: Objects) -> None:
+    together = threading.Barrier(8)
+
+    def race(name: str) -> int:
+        won = 0
+        for number in range(5):
+            together.wait(30)
+            try:
+                objects.create(f"k/{number}", name.encode() * 1000)
+                won += 1
+            except ObjectExists:
+                pass
+        return won
+
+    with ThreadPoolExecutor(8) as pool:
+        assert sum(pool.map(race, "abcdefgh")) == 5
+    assert all(len(set(objects.get(f"k/{number}"))) == 1 for number in range(5))
+
+
 def test_missing_objects_are_told_from_other_trouble(objects: Objects) -> None:
     with pytest.raises(ObjectMissing, match="no/such"):
         objects.get("no/such")
@@ -45,9 +73,39 @@ def test_missing_objects_are_told_from_other_trouble(objects: Objects) -> None:
 
 def test_a_range_past_the_end_is_an_error_not_a_short_answer(objects: Objects) -> None:
     objects.put("k", b"0123")
-    for start, length in ((0, 5), (4, 1), (9, 1)):
-        with pytest.raises(StorageError, match="truncated"):
-            objects.get_range("k", start, length)
+    objects.put("empty", b"")
+    for key, start, length in (("k", 0, 5), ("k", 4, 1), ("k", 9, 1), ("k", 3, 1 << 30), ("empty", 0, 1)):
+        with pytest.raises(ObjectTruncated, match="truncated"):
+            objects.get_range(key, start, length)
+
+
+def test_the_store_says_when_an_object_was_written(objects: Objects) -> None:
+    assert objects.modified("k") is None
+    objects.put("k", b"x")
+    written = objects.modified("k")
+    assert written is not None and abs(written - time.time()) < 60
+    time.sleep(1.1)  # S3 counts in seconds
+    assert objects.modified("k") == written
+    objects.put("k", b"y")
+    again = objects.modified("k")
+    assert again is not None and again > written
+
+
+def test_waiting_for_an_object_ends_when_it_is_there(objects: Objects) -> None:
+    assert not objects.wait_for("k", 0.05)
+    writer = threading.Timer(0.1, objects.put, ("k", b"x"))
+    writer.start()
+    assert objects.wait_for("k", 60)
+    writer.join()
+
+
+def test_large_objects_and_views_are_written(objects: Objects) -> None:
+    data = os.urandom(12 << 20)  # more than one part of a multipart upload
+    objects.create("created", data)
+    objects.put("put", data)
+    assert objects.get("created") == objects.get("put") == data
+    with pytest.raises(ObjectExists):
+        objects.create("created", data)
 
 
 def test_listing_goes_by_folders(objects: Objects) -> None:
@@ -59,6 +117,15 @@ def test_listing_goes_by_folders(objects: Objects) -> None:
     assert objects.folders() == ["w", "wide"]
     assert objects.folders("w") == ["b"]
     assert objects.folders("nothing") == []
+
+
+@pytest.mark.parametrize("objects", ["directory", "s3"], indirect=True)
+def test_long_listings_are_complete(objects: Objects) -> None:
+    with Uploads(objects, threads=4) as uploads:
+        for number in range(1050):  # S3 answers with a thousand at a time
+            uploads.create(f"w/{number:04d}/k", b"")
+    assert objects.list("w") == [f"w/{number:04d}/k" for number in range(1050)]
+    assert objects.folders("w") == [f"{number:04d}" for number in range(1050)]
 
 
 @pytest.mark.parametrize(
@@ -92,24 +159,44 @@ def test_an_unknown_kind_of_store_is_explained() -> None:
     assert caught.value.hint
 
 
-def test_one_of_many_processes_creates_a_key(tmp_path: Path) -> None:
-    program = (
-        "import sys\nfrom rollmill.errors import ObjectExists\nfrom rollmill.storage.objects import Objects\n"
-        "objects = Objects.open(sys.argv[1])\nwon = 0\nsys.stdin.readline()\n"
-        "for number in range(50):\n"
-        "    try:\n        objects.create(f'k/{number}', sys.argv[2].encode() * 1000)\n        won += 1\n"
-        "    except ObjectExists:\n        pass\nprint(won)\n"
-    )
+RACE = """
+import sys
+from rollmill.errors import ObjectExists
+from rollmill.storage.objects import Objects
+objects = Objects.open(sys.argv[1])
+won = 0
+print("ready", flush=True)
+sys.stdin.readline()
+for number in range(50):
+    try:
+        objects.create(f"k/{number}", sys.argv[2].encode() * 1000)
+        won += 1
+    except ObjectExists:
+        pass
+print(won)
+"""
+
+
+@pytest.mark.parametrize("kind", ["directory", "s3"])
+def test_one_of_many_processes_creates_a_key(tmp_path: Path, kind: str) -> None:
+    url = str(tmp_path) if kind == "directory" else new_bucket()
+    environment = os.environ | s3_environment(s3_server())  # as a user says where the store is
     racers = [
         subprocess.Popen(
-            [sys.executable, "-c", program, str(tmp_path), name],
-            stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True,
+            [sys.executable, "-c", RACE, url, name],
+            stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env=environment,
         )
         for name in "abc"
     ]  # fmt: skip
-    won = [int(racer.communicate("\n")[0]) for racer in racers]
+    assert all(racer.stdout and racer.stdout.readline() == "ready\n" for racer in racers)
+    for racer in racers:
+        assert racer.stdin is not None
+        racer.stdin.write("\n")
+        racer.stdin.flush()
+    won = [int(racer.communicate()[0]) for racer in racers]
     assert sum(won) == 50
-    assert all(len(set(Objects.open(tmp_path).get(f"k/{number}"))) == 1 for number in range(50))
+    store = Objects.open(url, options=s3_options(s3_server()))
+    assert all(len(set(store.get(f"k/{number}"))) == 1 for number in range(50))
 
 
 def test_files_of_a_killed_writer_are_never_seen_and_go_away(tmp_path: Path) -> None:
@@ -147,3 +234,55 @@ objects.create("new", bytes(100_000))
 def test_a_full_disk_loses_nothing_and_says_what_to_do(tmp_path: Path) -> None:
     assert resource.getrlimit(resource.RLIMIT_FSIZE)[0] == resource.RLIM_INFINITY
     subprocess.run([sys.executable, "-c", FULL_DISK, str(tmp_path)], check=True)
+
+
+def test_a_range_is_one_request() -> None:
+    """Over an ocean, each one more is a tenth of a second."""
+    with Front(s3_server()) as front:
+        objects = Objects.open(new_bucket(), options=s3_options(front.url))
+        objects.put("k", bytes(range(100)))
+        front.requests.clear()
+        assert objects.get_range("k", 10, 5) == bytes(range(10, 15))
+        with pytest.raises(ObjectTruncated):
+            objects.get_range("k", 100, 5)
+        with pytest.raises(ObjectMissing):
+            objects.get_range("none", 0, 5)
+        assert [request.split()[0] for request in front.requests] == ["GET", "GET", "GET"]
+
+
+def test_a_store_that_is_busy_for_a_while_is_asked_again() -> None:
+    with Front(s3_server()) as front:
+        objects = Objects.open(new_bucket(), options=s3_options(front.url))
+        for call in (
+            lambda: objects.create("k", b"x"),
+            lambda: objects.put("k", b"xy"),
+            lambda: objects.get("k"),
+            lambda: objects.get_range("k", 1, 1),
+            lambda: objects.head("k"),
+            lambda: objects.list(),
+        ):
+            front.busy_for = 2
+            call()
+            assert front.busy_for == 0
+        assert objects.get("k") == b"xy"
+
+
+@pytest.mark.parametrize("mode", ["busy", "stall", "half"])
+def test_a_store_that_does_not_come_back_is_an_error_in_bounded_time(mode: str) -> None:
+    with Front(s3_server()) as front:
+        objects = Objects.open(new_bucket(), options=s3_options(front.url), patience=1.5)
+        objects.put("k", bytes(1000))
+        front.mode = mode
+        calls = [lambda: objects.get("k"), lambda: objects.get_range("k", 0, 1000)]
+        if mode != "half":  # these have no body worth cutting
+            calls += [lambda: objects.create("new", b"x"), lambda: objects.head("k"), lambda: objects.list()]
+
+        def refused(call: object) -> bool:
+            with pytest.raises(StorageError) as caught:
+                call()  # type: ignore[operator]
+            return bool(caught.value.hint) and not isinstance(caught.value, ObjectMissing | ObjectExists)
+
+        with ThreadPoolExecutor(len(calls)) as pool:
+            assert all(pool.map(refused, calls))
+        front.mode = "pass"
+        assert objects.get("k") == bytes(1000)

@@ -1,0 +1,181 @@
+"""Many requests at a time: how a long, fat link is filled, where one connection would wait for its round trips.
+
+Reading: each range is cut into pieces that are fetched side by side and asked for again one by one, so that a link that
+is cut costs the pieces under way and not the object. Writing: objects go out while the next ones are made. Both hold a
+bounded number of bytes.
+"""
+
+from __future__ import annotations
+
+import collections
+import threading
+from collections.abc import Generator, Iterable, Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
+from typing import NamedTuple
+
+from rollmill.errors import ObjectExists, ObjectMissing, ObjectTruncated, StorageError
+from rollmill.storage.objects import Objects
+
+THREADS = 8
+PIECE_BYTES = 8 << 20
+BYTES_IN_FLIGHT = 128 << 20
+# Stores have already asked again by themselves when these begin: this is for a link that is away a little longer.
+_PAUSES_SECONDS = (0.2, 1.0)
+
+
+class Range(NamedTuple):
+    key: str
+    start: int
+    length: int
+
+
+def read_ranges(
+    objects: Objects,
+    ranges: Iterable[tuple[str, int, int]],
+    threads: int = THREADS,
+    piece_bytes: int = PIECE_BYTES,
+    bytes_in_flight: int = BYTES_IN_FLIGHT,
+) -> Generator[bytes, None, None]:
+    """The bytes of each (key, start, length), in order. What is ahead of the caller is at most `bytes_in_flight`.
+
+    Raises what `Objects.get_range` raises, at the range that cannot be had; the ones before it have been yielded.
+    """
+    pieces = ((piece, last) for wanted in ranges for piece, last in _pieces(Range(*wanted), piece_bytes))
+    ahead: collections.deque[tuple[Future[bytes], int, bool]] = collections.deque()
+    given_up = threading.Event()
+    pool = ThreadPoolExecutor(threads, thread_name_prefix="read-ranges")
+    flying = 0
+    parts: list[bytes] = []
+    try:
+        more = True
+        while True:
+            while more and (flying < bytes_in_flight or not ahead):
+                piece, last = next(pieces, (None, False))
+                if piece is None:
+                    more = False
+                    break
+                ahead.append((pool.submit(_read_piece, objects, piece, given_up), piece.length, last))
+                flying += piece.length
+            if not ahead:
+                return
+            future, length, last = ahead.popleft()
+            parts.append(future.result())
+            flying -= length
+            if last:
+                data = parts[0] if len(parts) == 1 else b"".join(parts)
+                parts = []
+                yield data
+    finally:
+        given_up.set()
+        pool.shutdown(wait=False, cancel_futures=True)  # a request that hangs must not hold up the caller
+
+
+def _pieces(wanted: Range, piece_bytes: int) -> Iterator[tuple[Range, bool]]:
+    """The range in pieces, each with whether it is the last one."""
+    key, start, length = wanted
+    for offset in range(0, max(length, 1), piece_bytes):
+        size = min(piece_bytes, length - offset)
+        yield Range(key, start + offset, size), offset + size == length
+
+
+def _read_piece(objects: Objects, piece: Range, given_up: threading.Event) -> bytes:
+    for pause in _PAUSES_SECONDS:
+        try:
+            return objects.get_range(*piece)
+        except (ObjectMissing, ObjectTruncated):
+            raise  # an answer, and always the same one
+        except StorageError:
+            if given_up.wait(pause):
+                raise
+    return objects.get_range(*piece)
+
+
+class Uploads:
+    """Writes objects in threads while the caller makes the next ones.
+
+        with Uploads(objects) as uploads:
+            uploads.create(key, data)     # returns at once while few bytes are under way
+                                          # the end of the block waits for all of them, and raises the first error
+
+    For objects whose key names their content: one that is already there counts as written. A write that failed is
+    repeated, which is safe for the same reason.
+    """
+
+    def __init__(self, objects: Objects, threads: int = THREADS, bytes_in_flight: int = BYTES_IN_FLIGHT) -> None:
+        self._objects, self._limit = objects, bytes_in_flight
+        self._pool = ThreadPoolExecutor(threads, thread_name_prefix="uploads")
+        self._given_up = threading.Event()
+        self._changed = threading.Condition()
+        self._objects_left = self._bytes_left = 0
+        self._error: Exception | None = None
+
+    def create(self, key: str, data: bytes) -> None:
+        """Begin to write; waits while too much is under way. Raises what an earlier write failed with."""
+        with self._changed:
+            self._changed.wait_for(lambda: self._error or not self._objects_left or self._fits(data))
+            self._raise_error()
+            self._objects_left += 1
+            self._bytes_left += len(data)
+        self._pool.submit(self._write, key, data)
+
+    def join(self) -> None:
+        """Wait until everything is written; raises the first error."""
+        with self._changed:
+            self._changed.wait_for(lambda: self._error or not self._objects_left)
+            self._raise_error()
+
+    def close(self) -> None:
+        try:
+            self.join()
+        finally:
+            self._stop()
+
+    def __enter__(self) -> Uploads:
+        return self
+
+    def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
+        if error is None:
+            self.close()
+        else:
+            self._stop()
+
+    def _stop(self) -> None:
+        self._given_up.set()
+        self._pool.shutdown(wait=False, cancel_futures=True)
+
+    def _fits(self, data: bytes) -> bool:
+        return self._bytes_left + len(data) <= self._limit
+
+    def _raise_error(self) -> None:
+        if self._error is not None:
+            raise self._error
+
+    def _write(self, key: str, data: bytes) -> None:
+        failure: Exception | None = None
+        try:
+            self._write_patiently(key, data)
+        except Exception as error:
+            failure = error  # the caller's thread raises it
+        with self._changed:
+            self._objects_left -= 1
+            self._bytes_left -= len(data)
+            self._error = self._error or failure
+            self._changed.notify_all()
+
+    def _write_patiently(self, key: str, data: bytes) -> None:
+        for pause in _PAUSES_SECONDS:
+            try:
+                return write_named(self._objects, key, data)
+            except StorageError:
+                if self._given_up.wait(pause):
+                    raise
+        write_named(self._objects, key, data)
+
+
+def write_named(objects: Objects, key: str, data: bytes) -> None:
+    """Write an object whose key names its content. One of another size is damage, and written over."""
+    try:
+        objects.create(key, data)
+    except ObjectExists:
+        if objects.head(key) != len(data):
+            objects.put(key, data)
