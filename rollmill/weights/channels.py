@@ -53,9 +53,7 @@ class Channels:
 
         With `expect`, only if that entry is still the newest (0: the channel is new); otherwise whatever is there.
         """
-        store = WeightStore(self._objects)
-        if not any(store.exists(to, form) for form in store.forms(to.line)):
-            raise WeightsError(f"channel {name!r} cannot point at {to}: no such version in {self._objects.url}")
+        self._check_exists(name, to)
         while True:
             newest = self.entry(name)
             number = newest.number if newest else 0
@@ -63,9 +61,30 @@ class Channels:
                 raise self._moved(name, expect, newest)
             try:
                 self._objects.create(entry_key(name, number + 1), _encode(to))
-                return number + 1
             except ObjectExists:
                 continue  # somebody else moved it first: look again
+            self._check_exists(name, to)  # `collect` may have looked at the channel before, and removed it since
+            return number + 1
+
+    def rollback(self, name: str) -> ChannelEntry:
+        """Point the channel at the version before the current one. Returns the new entry."""
+        newest, before = self.entry(name), self.before(name)
+        if newest is None or before is None:
+            raise WeightsError(
+                f"channel {name!r} has no version before {newest.version if newest else 'its first'}",
+                hint="its history has to name another one; move it to a version of your choice",
+            )
+        number = self.move(name, before.version, expect=newest.number)
+        return self._read(name, number)
+
+    def before(self, name: str) -> ChannelEntry | None:
+        """The newest entry with another version than the current one: where a rollback leads. `collect` keeps it."""
+        newest = self.entry(name)
+        for number in reversed(self._numbers(name)) if newest else ():
+            entry = self._read(name, number)
+            if newest and entry.version != newest.version:
+                return entry
+        return None
 
     def history(self, name: str) -> list[ChannelEntry]:
         """All entries, oldest first."""
@@ -73,6 +92,11 @@ class Channels:
 
     def names(self) -> list[str]:
         return self._objects.folders("channels")
+
+    def _check_exists(self, name: str, to: Version) -> None:
+        store = WeightStore(self._objects)
+        if not any(store.exists(to, form) for form in store.forms(to.line)):
+            raise WeightsError(f"channel {name!r} cannot point at {to}: no such version in {self._objects.url}")
 
     def _numbers(self, name: str) -> list[int]:
         keys = self._objects.list(f"channels/{name}")

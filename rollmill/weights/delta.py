@@ -1,59 +1,168 @@
 """Codings: the bytes of one chunk, alone or as the difference from the same chunk of a base. Lossless, bit for bit.
 
-    raw      byte planes of the elements themselves; needs no base
-    dense    byte planes of every element's difference from the base
-    sparse   only the elements that changed: gaps between their indices, a sign, and what is not ±1
+    raw        byte planes of the elements themselves, the exponent in a plane of its own; needs no base
+    dense      byte planes of every element's difference from the base
+    sparse     only the elements that changed: gaps between their indices, a sign, and what is not ±1
+    classed    `sparse` for each class of elements, by their exponent in the base: small weights change oftener
+    overwrite  gaps, and the new elements as they are; needs no base, and writing it twice does no harm
 
 Differences are counted in units in the last place: elements are mapped onto integers in the order of the numbers they
 stand for (a bijection: −0, NaN payloads and subnormals each keep their own integer) and subtracted modulo 2^width, so
 that one optimizer step is mostly ±1 and no value needs a special case to come back exactly.
 
-Payloads are untrusted when they are read: `decode_chunk` returns exactly the chunk's number of bytes or raises
-WeightsError. That they are the right bytes is checked by their digest, one level up.
+Payloads are untrusted when they are read: decoding returns elements of the chunk or raises WeightsError. That they are
+the right ones is checked by the chunk's digest, one level up. Loops over elements are in `kernels`; what they are
+given is checked here.
 """
 
 from __future__ import annotations
 
-import threading
-from collections.abc import Sequence
-from typing import Any, Literal, get_args
+from collections.abc import Iterator
+from typing import Literal, NamedTuple, get_args
 
 import numpy as np
-import zstandard
 
 from rollmill.errors import WeightsError
+from rollmill.weights.classes import MOST_CLASSES, choose_boundaries
+from rollmill.weights.kernels import kernels_for, plain
+from rollmill.weights.kernels.plain import SKIP, UNSIGNED
+from rollmill.weights.streams import Streams, pack_streams
 
-Coding = Literal["raw", "dense", "sparse"]
+Coding = Literal["raw", "dense", "sparse", "classed", "overwrite"]
 CODINGS: tuple[Coding, ...] = get_args(Coding)
+SPARSE_CODINGS: frozenset[Coding] = frozenset({"sparse", "classed", "overwrite"})
+Goal = Literal["fast", "small", "overwrite"]  # what deltas should be: quick to make and read, smallest, or baseless
 
-_UNSIGNED: dict[int, np.dtype[Any]] = {1: np.dtype("u1"), 2: np.dtype("<u2"), 4: np.dtype("<u4")}
-_SIGNED: dict[int, np.dtype[Any]] = {1: np.dtype("i1"), 2: np.dtype("<i2"), 4: np.dtype("<i4")}
-_LEVEL = 1
-_FEW, _MANY = 1 / 16, 1 / 2  # changed shares: below the first only `sparse`, above the second only the others can win
-_TRIALS, _TRIAL_ELEMENTS = 4, 4096  # codings of many elements are compared on this many stretches of this length
-_WIDE_16, _WIDE_32 = 254, 255  # gap bytes that say: the gap itself is in the next wider stream
-_LARGEST_MAGNITUDE = 255
+_FEW, _MANY = 1 / 16, 3 / 4  # changed shares: below the first only sparse codings can win, above the second others too
+_STRETCH = 4096  # elements; a coding is chosen by stretches of a chunk
+_STRETCHES: dict[Goal, int] = {"fast": 16, "small": 64, "overwrite": 0}
 
-_thread = threading.local()  # zstd contexts are dear to make and must not be shared between threads
+
+class Encoded(NamedTuple):
+    coding: Coding
+    payload: bytes
+    changed: int  # elements; 0 means there is nothing to send
+
+
+class Changes(NamedTuple):
+    """Elements of a chunk and what they become."""
+
+    indices: np.ndarray  # uint32, ascending
+    values: np.ndarray  # unsigned integers of the element's width
+
+
+class _Plan(NamedTuple):
+    coding: Coding
+    boundaries: np.ndarray  # of classes
+
+
+# --- encoding
 
 
 def encode_full(new: np.ndarray, width: int) -> bytes:
     """`raw` payload of a chunk given as flat uint8."""
-    return _pack(_planes(new, width))
+    bits = new.view(UNSIGNED[width])
+    kernels = kernels_for(bits.size)
+    return pack_streams(kernels.raw_plane(bits, plane) for plane in range(width))
 
 
-def encode_difference(base: np.ndarray, new: np.ndarray, width: int) -> tuple[Coding, bytes, int]:
-    """Smallest payload that turns `base` into `new`, its coding, and how many elements changed (0: nothing to send)."""
-    old_bits, new_bits = base.view(_UNSIGNED[width]), new.view(_UNSIGNED[width])
-    changed = int(np.count_nonzero(old_bits != new_bits))
-    if changed == 0:
-        return "sparse", b"", 0
-    share = changed / new_bits.size
-    if share < _FEW:
-        coding: Coding = "sparse"
-    else:
-        coding = _smallest(("sparse", "dense") if share < _MANY else ("dense", "raw"), old_bits, new_bits, width)
-    return coding, encode_as(coding, old_bits, new_bits, width), changed
+def encode_difference(base: np.ndarray, new: np.ndarray, width: int, goal: Goal = "fast") -> Encoded:
+    """The payload that turns `base` into `new` (flat uint8) in the coding that serves the goal best."""
+    old_bits, new_bits = base.view(UNSIGNED[width]), new.view(UNSIGNED[width])
+    plan = _choose(old_bits, new_bits, goal)
+    changed, streams = _streams(plan, old_bits, new_bits)
+    return Encoded(plan.coding, pack_streams(streams), changed) if changed else Encoded("sparse", b"", 0)
+
+
+def encode_as(coding: Coding, old: np.ndarray, new: np.ndarray, width: int) -> bytes:
+    """Payload in a given coding; elements as unsigned integers of their width."""
+    boundaries = _boundaries(*_sample(old, new, "small")) if coding == "classed" else np.empty(0, np.uint8)
+    return pack_streams(_streams(_Plan(coding, boundaries), old, new)[1])
+
+
+def _streams(plan: _Plan, old: np.ndarray, new: np.ndarray) -> tuple[int, Iterator[np.ndarray]]:
+    """How many elements differ, and the streams of the payload, made as they are asked for."""
+    kernels = kernels_for(new.size)
+    if plan.coding == "raw":
+        return kernels.count_changed(old, new), (kernels.raw_plane(new, plane) for plane in range(new.itemsize))
+    if plan.coding == "dense":
+        planes = (kernels.dense_plane(old, new, plane) for plane in range(new.itemsize))
+        return kernels.count_changed(old, new), planes
+    if plan.coding == "classed":
+        classes = kernels.collect_classed(old, new, plan.boundaries)
+        return sum(found[1].size for found in classes), _classed_streams(kernels, plan.boundaries, classes)
+    indices, differences, values = kernels.collect(old, new)
+    if plan.coding == "overwrite":
+        return indices.size, _overwrite_streams(kernels, new.size, indices, values)
+    return indices.size, _sparse_streams(kernels, new.size, indices, differences, values)
+
+
+def _sparse_streams(kernels, size, indices, differences, values) -> Iterator[np.ndarray]:
+    yield kernels.gap_bytes(indices, size)
+    signs, exceptions, magnitudes, literals = kernels.split_differences(differences, values)
+    yield signs
+    yield kernels.gap_bytes(exceptions, indices.size)
+    yield magnitudes
+    yield literals.view(np.uint8)
+
+
+def _classed_streams(kernels, boundaries, classes) -> Iterator[np.ndarray]:
+    yield boundaries
+    for size, members, differences, values in classes:
+        yield from _sparse_streams(kernels, size, members, differences, values)
+
+
+def _overwrite_streams(kernels, size, indices, values) -> Iterator[np.ndarray]:
+    yield kernels.gap_bytes(indices, size)
+    for plane in range(values.itemsize):
+        yield kernels.raw_plane(values, plane)
+
+
+# --- choosing a coding
+
+
+def _choose(old: np.ndarray, new: np.ndarray, goal: Goal) -> _Plan:
+    """The coding that is smallest for these elements among those that serve the goal, judged by stretches of them.
+
+    A sample can mislead, and then the payload is larger than it had to be, never wrong.
+    """
+    none = np.empty(0, dtype=np.uint8)
+    if goal == "overwrite":
+        return _Plan("overwrite", none)
+    old_sample, new_sample, scale = _sample(old, new, goal)
+    boundaries = _boundaries(old_sample, new_sample, scale) if goal == "small" else none
+    plans = [_Plan("classed", boundaries) if boundaries.size else _Plan("sparse", none)]
+    share = np.count_nonzero(old_sample != new_sample) / max(new_sample.size, 1)
+    if share >= _FEW:
+        plans.append(_Plan("dense", none))
+    if share >= _MANY:
+        plans.append(_Plan("raw", none))
+    if len(plans) == 1:
+        return plans[0]
+    return min(plans, key=lambda plan: len(pack_streams(_streams(plan, old_sample, new_sample)[1])))
+
+
+def _sample(old: np.ndarray, new: np.ndarray, goal: Goal) -> tuple[np.ndarray, np.ndarray, float]:
+    """Stretches of the elements, evenly spread, and how many times they go into the whole."""
+    stretches = _STRETCHES[goal]
+    if new.size <= stretches * _STRETCH:
+        return old, new, 1.0
+    starts = np.linspace(0, new.size - _STRETCH, stretches).astype(np.int64)
+    old_sample, new_sample = (np.concatenate([bits[s : s + _STRETCH] for s in starts]) for bits in (old, new))
+    return old_sample, new_sample, new.size / new_sample.size
+
+
+def _boundaries(old: np.ndarray, new: np.ndarray, scale: float) -> np.ndarray:
+    indices, differences, _ = plain.collect(old, new)
+    one = differences.dtype.type(1)
+    unusual = indices[(differences != one) & (differences != np.negative(one))]
+    elements, changed, odd = (
+        np.bincount(plain.magnitude_bytes(bits), minlength=256) for bits in (old, old[indices], old[unusual])
+    )
+    return choose_boundaries(elements, changed, odd, scale)
+
+
+# --- decoding
 
 
 def decode_chunk(
@@ -62,217 +171,101 @@ def decode_chunk(
     """The chunk (flat uint8, `size` bytes, freshly allocated) that `payload` stands for."""
     if coding != "raw" and base is None:
         raise WeightsError(f"a {coding} payload needs a base")
+    if size % width or (base is not None and base.size != size):
+        raise WeightsError(f"a chunk of {size} bytes cannot have this base, or elements of {width} bytes")
     try:
-        if coding == "raw":
-            return _decode_planes(payload, size, width)
-        assert base is not None
-        if coding == "dense":
-            return _decode_dense(payload, base, width)
-        return _decode_sparse(payload, base, width)
+        if base is not None and coding in SPARSE_CODINGS:
+            changes = decode_changes(coding, payload, base, width)
+            result = base.copy()
+            scatter(result, changes, width)
+            return result
+        streams, kernels = Streams(payload), kernels_for(size // width)
+        planes = [streams.exactly(size // width) for _ in range(width)]
+        streams.end()
+        if base is None or coding == "raw":
+            return kernels.raw_elements(planes, width).view(np.uint8)
+        return kernels.dense_elements(base.view(UNSIGNED[width]), planes).view(np.uint8)
     except MemoryError:
         raise WeightsError(f"not enough memory to decode a chunk of {size} bytes") from None
 
 
-def _smallest(candidates: Sequence[Coding], old_bits: np.ndarray, new_bits: np.ndarray, width: int) -> Coding:
-    """The coding that is smallest for these elements, judged by a few stretches of them when they are many."""
-    if new_bits.size > _TRIALS * _TRIAL_ELEMENTS:
-        step = (new_bits.size - _TRIAL_ELEMENTS) // (_TRIALS - 1)
-        stretches = [slice(i * step, i * step + _TRIAL_ELEMENTS) for i in range(_TRIALS)]
-        old_bits, new_bits = (np.concatenate([bits[s] for s in stretches]) for bits in (old_bits, new_bits))
-    return min(candidates, key=lambda coding: len(encode_as(coding, old_bits, new_bits, width)))
-
-
-def encode_as(coding: Coding, old: np.ndarray, new: np.ndarray, width: int) -> bytes:
-    """Payload in a given coding; elements as unsigned integers of their width."""
-    if coding == "raw":
-        return encode_full(new.view(np.uint8), width)
-    if coding == "dense":
-        difference = _ordered(new, width) - _ordered(old, width)
-        return _pack(_planes(_zigzag(difference, width).view(np.uint8), width))
-    changed = np.flatnonzero(old != new)
-    return _encode_sparse(old[changed], new[changed], changed, width)
-
-
-def _encode_sparse(old: np.ndarray, new: np.ndarray, changed: np.ndarray, width: int) -> bytes:
-    difference = _ordered(new, width) - _ordered(old, width)
-    negative = difference.view(_SIGNED[width]) < 0
-    magnitude = np.where(negative, np.negative(difference), difference)
-    exceptions = np.flatnonzero(magnitude != 1)
-    unusual = magnitude[exceptions]
-    escaped = unusual > _LARGEST_MAGNITUDE
-    return _pack(
-        [
-            *_gap_streams(changed),
-            np.packbits(negative),
-            *_gap_streams(exceptions),
-            np.where(escaped, 0, unusual).astype(np.uint8),
-            new[exceptions[escaped]].view(np.uint8),
-        ]
-    )
-
-
-def _decode_sparse(payload: bytes | memoryview, base: np.ndarray, width: int) -> np.ndarray:
-    bits = base.view(_UNSIGNED[width])
-    streams = _Streams(payload)
-    changed = _read_gaps(streams, bits.size)
-    negative = np.unpackbits(streams.exactly((changed.size + 7) // 8), count=changed.size).view(bool)
-    exceptions = _read_gaps(streams, changed.size)
-    unusual = streams.exactly(exceptions.size)
-    escaped = exceptions[unusual == 0]
-    literals = streams.exactly(escaped.size * width).view(_UNSIGNED[width])
+def decode_changes(coding: Coding, payload: bytes | memoryview, base: np.ndarray, width: int) -> Changes:
+    """The elements that a sparse coding changes, with their new values. The base is only read."""
+    bits = base.view(UNSIGNED[width])
+    streams, kernels = Streams(payload), kernels_for(bits.size)
+    if coding == "sparse":
+        moves = _Moves(kernels, streams, bits.size, width)
+        values = kernels.add_differences(bits, moves.indices, moves.differences)
+        values[moves.escaped] = moves.literals
+        changes = Changes(moves.indices, values)
+    elif coding == "classed":
+        changes = _decode_classed(kernels, streams, bits)
+    elif coding == "overwrite":
+        indices = _read_gaps(kernels, streams, bits.size)
+        planes = [streams.exactly(indices.size) for _ in range(width)]
+        changes = Changes(indices, kernels.raw_elements(planes, width))
+    else:
+        raise WeightsError(f"a {coding} payload is not a list of changes")
     streams.end()
-
-    magnitude = np.ones(changed.size, dtype=_UNSIGNED[width])
-    magnitude[exceptions] = unusual
-    difference = np.where(negative, np.negative(magnitude), magnitude)
-    values = _unordered(_ordered(bits[changed], width) + difference, width)
-    values[escaped] = literals
-    result = bits.copy()
-    result[changed] = values
-    return result.view(np.uint8)
+    return changes
 
 
-def _decode_dense(payload: bytes | memoryview, base: np.ndarray, width: int) -> np.ndarray:
-    zigzagged = _decode_planes(payload, base.size, width).view(_UNSIGNED[width])
-    one = zigzagged.dtype.type(1)
-    difference = (zigzagged >> one) ^ np.negative(zigzagged & one)
-    return _unordered(_ordered(base.view(_UNSIGNED[width]), width) + difference, width).view(np.uint8)
+def scatter(chunk: np.ndarray, changes: Changes, width: int) -> np.ndarray:
+    """Write the changes into a chunk (flat uint8). Returns the values that were there, to put them back."""
+    bits = chunk.view(UNSIGNED[width])
+    if changes.indices.size and int(changes.indices.max()) >= bits.size:
+        raise WeightsError(f"changes of a larger chunk than one of {chunk.size} bytes")
+    return kernels_for(bits.size).scatter(bits, changes.indices, changes.values)
 
 
-def _decode_planes(payload: bytes | memoryview, size: int, width: int) -> np.ndarray:
-    streams = _Streams(payload)
-    result = np.empty(size, dtype=np.uint8)
-    for plane in range(width):
-        result[plane::width] = streams.exactly(size // width)
-    streams.end()
-    return result
+class _Moves:
+    """The five streams of `sparse`, read and checked: differences of elements out of `limit`, and literals."""
+
+    def __init__(self, kernels, streams: Streams, limit: int, width: int) -> None:
+        self.indices = _read_gaps(kernels, streams, limit)
+        count = self.indices.size
+        signs = streams.exactly((count + 7) // 8)
+        exceptions = _read_gaps(kernels, streams, count)
+        magnitudes = streams.exactly(exceptions.size)
+        self.differences = kernels.expand_differences(signs, exceptions, magnitudes, count, width)
+        self.escaped = exceptions[magnitudes == 0]
+        self.literals = streams.exactly(self.escaped.size * width).view(UNSIGNED[width])
 
 
-def _ordered(bits: np.ndarray, width: int) -> np.ndarray:
-    """Sign-magnitude bit patterns as integers in numeric order: …, −1 ULP, −0, +0, +1 ULP, …"""
-    top = bits.dtype.type(1 << (8 * width - 1))
-    negative = (bits.view(_SIGNED[width]) >> (8 * width - 1)).view(bits.dtype)  # all ones or all zeros
-    return bits ^ (negative | top)
+def _decode_classed(kernels, streams: Streams, bits: np.ndarray) -> Changes:
+    boundaries = streams.at_most(MOST_CLASSES - 1)
+    if np.any(boundaries[1:] <= boundaries[:-1]):
+        raise WeightsError("the boundaries of a classed payload do not ascend")
+    classes: list[_Moves] = []
+    changed = 0
+    for _ in range(boundaries.size + 1):
+        classes.append(_Moves(kernels, streams, bits.size, bits.itemsize))
+        changed += classes[-1].indices.size
+        if changed > bits.size:
+            raise WeightsError(f"a payload changes {changed} elements of {bits.size}")
+    placed = kernels.place_members(bits, boundaries, [moves.indices for moves in classes])
+    if placed is None:
+        raise WeightsError("a payload changes more elements of a class than there are")
+    indices, order = placed
+    differences = np.concatenate([moves.differences for moves in classes])[order]
+    values = kernels.add_differences(bits, indices, differences)
+    escaped = np.flatnonzero(differences == 0)
+    if escaped.size:
+        literals = np.concatenate([moves.differences for moves in classes])
+        literals[literals == 0] = np.concatenate([moves.literals for moves in classes])
+        values[escaped] = literals[order[escaped]]
+    return Changes(indices, values)
 
 
-def _unordered(integers: np.ndarray, width: int) -> np.ndarray:
-    top = integers.dtype.type(1 << (8 * width - 1))
-    positive = (integers.view(_SIGNED[width]) >> (8 * width - 1)).view(integers.dtype)
-    return integers ^ (~positive | top)
-
-
-def _zigzag(difference: np.ndarray, width: int) -> np.ndarray:
-    sign = (difference.view(_SIGNED[width]) >> (8 * width - 1)).view(difference.dtype)
-    return (difference << difference.dtype.type(1)) ^ sign
-
-
-def _planes(data: np.ndarray, width: int) -> list[np.ndarray]:
-    return [np.ascontiguousarray(data[plane::width]) for plane in range(width)]
-
-
-def _gap_streams(indices: np.ndarray) -> list[np.ndarray]:
-    """Ascending indices as the numbers skipped between them: one byte each, the long ones in two wider streams."""
-    positions = indices.astype(np.int32)  # half the memory traffic; a chunk has far fewer than 2^31 elements
-    gaps = np.empty_like(positions)
-    gaps[:1] = positions[:1]
-    np.subtract(positions[1:], positions[:-1] + 1, out=gaps[1:])
-    narrow = np.minimum(gaps, _WIDE_16).astype(np.uint8)
-    wide = gaps >= _WIDE_16
-    if not wide.any():
-        return [narrow, narrow[:0], narrow[:0]]
-    very_wide = gaps > 0xFFFF
-    narrow[very_wide] = _WIDE_32
-    return [
-        narrow,
-        gaps[wide & ~very_wide].astype("<u2").view(np.uint8),
-        gaps[very_wide].astype("<u4").view(np.uint8),
-    ]
-
-
-def _read_gaps(streams: _Streams, limit: int) -> np.ndarray:
+def _read_gaps(kernels, streams: Streams, limit: int) -> np.ndarray:
     """Indices below `limit`, ascending."""
-    narrow = streams.at_most(limit)
-    gaps = narrow.astype(np.int64)
-    for marker, dtype in ((_WIDE_16, np.dtype("<u2")), (_WIDE_32, np.dtype("<u4"))):
-        where = np.flatnonzero(narrow == marker)
-        gaps[where] = streams.exactly(where.size * dtype.itemsize).view(dtype)
-    indices = np.cumsum(gaps + 1) - 1
-    if indices.size and indices[-1] >= limit:
-        raise WeightsError(f"a sparse payload changes element {indices[-1]} of {limit}")
-    return indices
-
-
-def _pack(streams: Sequence[np.ndarray]) -> bytes:
-    """Streams one after the other, each behind its length and its stored length; equal lengths mean not compressed."""
-    if not hasattr(_thread, "compressor"):
-        _thread.compressor = zstandard.ZstdCompressor(level=_LEVEL, write_checksum=False)
-    parts = []
-    for stream in streams:
-        data = stream.data
-        stored = _thread.compressor.compress(data) if len(data) > 32 else data
-        if len(stored) >= len(data):
-            stored = data
-        parts += [_varint(len(data)), _varint(len(stored)), stored]
-    return b"".join(parts)
-
-
-class _Streams:
-    """Reads back what `_pack` wrote, never allocating more than the caller said it expects."""
-
-    def __init__(self, payload: bytes | memoryview) -> None:
-        self._payload = memoryview(payload)
-        self._position = 0
-
-    def exactly(self, size: int) -> np.ndarray:
-        data = self.at_most(size)
-        if data.size != size:
-            raise WeightsError(f"a payload stream has {data.size} bytes where {size} belong")
-        return data
-
-    def at_most(self, size: int) -> np.ndarray:
-        length, stored_length = self._read_varint(), self._read_varint()
-        stored = self._payload[self._position : self._position + stored_length]
-        self._position += stored_length
-        if length > size or stored_length > length or len(stored) != stored_length:
-            raise WeightsError("a payload is truncated or its lengths contradict each other")
-        if stored_length == length:
-            return np.frombuffer(stored, dtype=np.uint8)
-        return np.frombuffer(_decompress(stored, length), dtype=np.uint8)
-
-    def end(self) -> None:
-        if self._position != len(self._payload):
-            raise WeightsError(f"a payload has {len(self._payload) - self._position} bytes too many")
-
-    def _read_varint(self) -> int:
-        value = shift = 0
-        while shift < 35:
-            if self._position >= len(self._payload):
-                raise WeightsError("a payload is truncated")
-            byte = self._payload[self._position]
-            self._position += 1
-            value |= (byte & 127) << shift
-            if byte < 128:
-                return value
-            shift += 7
-        raise WeightsError("a payload length is not a valid number")
-
-
-def _decompress(stored: memoryview, length: int) -> bytes:
-    if not hasattr(_thread, "decompressor"):
-        _thread.decompressor = zstandard.ZstdDecompressor()
-    try:
-        # The frame's own idea of its size is what zstd allocates, so it is compared before it is believed.
-        if zstandard.frame_content_size(stored) != length:
-            raise WeightsError("a payload stream contradicts its length")
-        return _thread.decompressor.decompress(stored, allow_extra_data=False)
-    except zstandard.ZstdError as error:
-        raise WeightsError(f"a payload stream does not decompress: {error}") from None
-
-
-def _varint(value: int) -> bytes:
-    out = bytearray()
-    while value > 127:
-        out.append(value & 127 | 128)
-        value >>= 7
-    out.append(value)
-    return bytes(out)
+    data = streams.at_most(limit + limit // SKIP + 1)
+    if not data.size:
+        return np.empty(0, dtype=np.uint32)
+    if data[-1] == SKIP:
+        raise WeightsError("a list of gaps ends in the middle of one")
+    count = int(np.count_nonzero(data != SKIP))
+    reached = int(data.sum(dtype=np.int64)) + count - 1
+    if reached >= limit:
+        raise WeightsError(f"a payload changes element {reached} of {limit}")
+    return kernels.expand_gaps(data, count)

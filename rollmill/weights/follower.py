@@ -1,6 +1,7 @@
-"""Follower: keeps one engine's host copy of the weights at the head of a line, or at a channel.
+"""Follower: keeps one engine's host image of the weights at the head of a line, or at a channel.
 
-A line that was abandoned for a successor (main → main.2) is left for it.
+A line that was abandoned for a successor (main → main.2) is left for it. An engine that is lent follows another line in
+a second image, while the one it left stays as it was: `recall` needs no download.
 
 `poll()` never raises for what storage or other regions do. What it returns is verified; when nothing newer verifies,
 the engine goes on with what it has, `problem` says why, and later polls try again, more and more rarely.
@@ -8,31 +9,43 @@ the engine goes on with what it has, `problem` says why, and later polls try aga
 
 from __future__ import annotations
 
+import contextlib
+import threading
 import time
-from dataclasses import dataclass
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
 
 from rollmill.errors import StorageError, WeightsError
 from rollmill.types import PolicyRef, Version
 from rollmill.weights.channels import Channels
-from rollmill.weights.manifest import Manifest, Pack
-from rollmill.weights.restore import Held, LegFailed, restore
-from rollmill.weights.store import HeadWatch, WeightStore, newest_line, valid_name
+from rollmill.weights.image import Image
+from rollmill.weights.leases import Leases
+from rollmill.weights.legs import LegFailed, Source
+from rollmill.weights.manifest import Anchor, Manifest, Pack, layout_of
+from rollmill.weights.patches import Patch, Patches, TensorPatches
+from rollmill.weights.restore import restore
+from rollmill.weights.store import HeadWatch, WeightStore, manifest_key, newest_line, valid_name
 from rollmill.weights.tensors import HostTensor
 from rollmill.weights.transfer import Mirror
 
+__all__ = ["Follower", "Patch", "Update"]
+
 _FIRST_RETRY_SECONDS, _LAST_RETRY_SECONDS = 0.5, 30.0
 _SUCCESSOR_SECONDS = 2.0  # how often to look for a line that took over
+LEASE_SECONDS = 300.0
+_RENEWALS = 3  # of a lease, in the time it lasts
 
 
 @dataclass(frozen=True)
 class Update:
-    """New weights for an engine. The arrays are read-only and shared with the follower."""
+    """New weights for an engine. `tensors` are views of the follower's image: valid until the next poll."""
 
     policy: PolicyRef
     tensors: dict[str, HostTensor]
-    changed: set[str]  # names of the tensors that differ from the previous update
+    patches: TensorPatches | None  # what changed since `base`; None: copy everything
+    base: PolicyRef | None  # the update before this one, which patches start from
     bytes: int  # read from the store for this update
-    seconds: dict[str, float]  # mirror: copying from the other region; fetch: reading; decode: decoding and verifying
+    seconds: Mapping[str, float]  # mirror: copying from the other region; fetch: reading; decode: decoding, verifying
     created_at: float  # when the version was published
 
 
@@ -54,141 +67,352 @@ class _Backoff:
         self._failures, self._at = 0, 0.0
 
 
-class Follower:
-    """Called from one thread at a time. `mirror` copies from another region before each look at the own store."""
+@dataclass
+class _Course:
+    """What is followed, and how far it was followed."""
 
-    def __init__(self, store: WeightStore, line: str, form: str = "bf16", mirror: Mirror | None = None) -> None:
-        self.store, self.line, self.form, self.mirror = store, valid_name(line), valid_name(form), mirror
+    line: str
+    head: HeadWatch
+    channel: str | None = None
+    image: Image | None = None
+    served: Manifest | None = None  # what the last update was
+    patches: Patches = field(default_factory=Patches)  # what changed in the image since
+    target: Version | None = None  # where the line or the channel stood when it was last looked at
+    failed_target: Version | None = None
+    looked_at: float = float("-inf")
+
+    def __post_init__(self) -> None:
+        self.family = self.line
+
+
+class _Reader:
+    """Reads legs from the own store, from the other region what is missing or damaged here, and counts the cost."""
+
+    def __init__(self, store: WeightStore, form: str, mirror: Mirror | None) -> None:
+        self._store, self._mirror = store, mirror
+        own = store.source(form)
+        self.source = Source(own.manifest, own.anchor, self._pack, self._part)
+        self._lock = threading.Lock()
+        self.bytes, self.busy_seconds = 0, 0.0
+        self._reading, self._since = 0, 0.0
+
+    def reset(self) -> None:
+        self.bytes, self.busy_seconds = 0, 0.0
+
+    def _pack(self, manifest: Manifest | Anchor, pack: Pack) -> bytes:
+        with self:
+            try:
+                data = self._store.read_pack(manifest, pack)
+            except (StorageError, WeightsError):
+                if self._mirror is None or not isinstance(manifest, Manifest):
+                    raise
+                data = self._mirror.fetch_pack(manifest, pack)  # the other region still has it whole
+        return self._count(data)
+
+    def _part(self, manifest: Manifest | Anchor, pack: Pack, offset: int, length: int) -> bytes:
+        with self:
+            data = self._store.read_part(manifest, pack, offset, length)
+        return self._count(data)
+
+    def _count(self, data: bytes) -> bytes:
+        with self._lock:
+            self.bytes += len(data)
+        return data
+
+    def __enter__(self) -> None:
+        """Time counts once, however many threads read."""
+        with self._lock:
+            self._since = self._since if self._reading else time.perf_counter()
+            self._reading += 1
+
+    def __exit__(self, *_: object) -> None:
+        with self._lock:
+            self._reading -= 1
+            if not self._reading:
+                self.busy_seconds += time.perf_counter() - self._since
+
+
+class _HeldLeases:
+    """The leases of one holder, one a line. Not being able to write one is a problem, and no reason to stop."""
+
+    def __init__(self, store: WeightStore, form: str, holder: str | None, about: Mapping[str, str]) -> None:
+        self._objects, self._form, self._about = store.objects, form, about
+        # nothing can be written to a store over HTTP; whoever copies from it holds a lease on the copy
+        self._holder = None if store.objects.url.startswith(("http://", "https://")) else holder
+        self._held: dict[str, tuple[int, float]] = {}  # by line: the version, and when it was written
         self.problem: str | None = None
+
+    def renew(self, versions: Iterable[Version]) -> None:
+        for version in versions:
+            number, at = self._held.get(version.line, (-1, 0.0))
+            if self._holder is None or (number == version.number and time.monotonic() < at + LEASE_SECONDS / _RENEWALS):
+                continue
+            try:
+                leases = Leases(self._objects, version.line, self._form)
+                leases.hold(self._holder, version.number, LEASE_SECONDS, **self._about)
+                self._held[version.line], self.problem = (version.number, time.monotonic()), None
+            except (StorageError, WeightsError) as error:
+                self.problem = f"the lease on {version} cannot be written, it may be collected: {error}"
+
+    def release(self, line: str) -> None:
+        if self._holder is not None and line in self._held:
+            del self._held[line]
+            with contextlib.suppress(StorageError):  # it ends by itself
+                Leases(self._objects, line, self._form).release(self._holder)
+
+    def close(self) -> None:
+        for line in list(self._held):
+            self.release(line)
+        self._holder = None
+
+
+class Follower:
+    """Any thread may call; one call is served at a time. `mirror` copies from another region before each look at the
+    own store. With `holder`, a lease in the own store says which version is in use, so that it is not collected."""
+
+    def __init__(
+        self,
+        store: WeightStore,
+        line: str,
+        form: str = "bf16",
+        mirror: Mirror | None = None,
+        holder: str | None = None,
+        about: Mapping[str, str] | None = None,
+    ) -> None:
+        self.store, self.form, self.mirror = store, valid_name(form), mirror
+        self.problem: str | None = None
+        self._course = _Course(valid_name(line), HeadWatch(store, line, form))
+        self._own: _Course | None = None  # while lent: what it comes back to
         self._mirror_problem: str | None = None
-        self._channel: str | None = None
-        self._channels = Channels(store.objects)
-        self._held: Held | None = None
-        self._failed_target: Version | None = None
         self._restoring, self._mirroring = _Backoff(), _Backoff()
-        self._family, self._looked_at = line, float("-inf")
-        self._head = HeadWatch(store, line, form)
-        self._bytes = 0
-        self._fetch_seconds = 0.0
+        self._channels = Channels(store.objects)
+        self._reader = _Reader(store, form, mirror)
+        self._leases = _HeldLeases(store, form, holder, about or {})
+        self._lock = threading.RLock()
+
+    @property
+    def line(self) -> str:
+        return self._course.line
+
+    @property
+    def lent(self) -> str | None:
+        """The line the engine is lent to."""
+        return self._course.line if self._own else None
 
     @property
     def current(self) -> PolicyRef | None:
-        return self._held.manifest.policy if self._held else None
+        """What the last update was."""
+        return self._course.served.policy if self._course.served else None
 
     def follow_channel(self, name: str) -> None:
         """From the next poll on, follow a channel, back as well as forth, instead of the head of the line."""
-        self._channel = valid_name(name)
+        self._course.channel = valid_name(name)
 
     def poll(self) -> Update | None:
         """The newest verified weights, if they are not the ones returned last."""
+        with self._lock:
+            update = self._poll()
+            self._leases.renew([c.served.version for c in (self._course, self._own) if c and c.served])
+            self.problem = self.problem or self._leases.problem
+            return update
+
+    def again(self) -> Update | None:
+        """The weights of the last update once more, all of them: for an engine that could not use it. As the image may
+        be why, every chunk is hashed, and what went bad is read from the store again."""
+        with self._lock:
+            course, served = self._course, self._course.served
+            if served is None or course.image is None:
+                return None
+            self._reader.reset()
+            began = time.perf_counter()
+            try:
+                if not _is(course.image.manifest, served):
+                    restore(self._reader.source, served.version, course.image, course.patches)
+                course.image.heal(served, self._reader.source)
+            except (StorageError, WeightsError) as error:
+                self.problem = f"{served.version} cannot be restored: {error}"
+                return None
+            course.patches = Patches()
+            return self._make_update(served, None, None, {"decode": time.perf_counter() - began})
+
+    def lend(self, line: str) -> None:
+        """From the next poll on, follow another line; the image of the own one is kept for `recall`."""
+        with self._lock:
+            if self._own is not None:
+                raise WeightsError(f"already lent to {self.lent}", hint="recall it first")
+            own, course = self._course, _Course(valid_name(line), HeadWatch(self.store, line, self.form))
+            if own.image is not None and own.served is not None and _is(own.image.manifest, own.served):
+                course.image, course.served = own.image.copy(), own.served  # much of it may be the same
+            self._course, self._own = course, own
+            self._restoring.succeeded()
+            self._mirroring.succeeded()
+
+    def recall(self) -> Update | None:
+        """Back to the own line: the version it was lent at, without asking any store, if the engine has another one."""
+        with self._lock:
+            if self._own is None:
+                return None
+            lent, self._course, self._own = self._course, self._own, None
+            self._leases.release(lent.line)
+            self._restoring.succeeded()
+            self._mirroring.succeeded()
+            course, self.problem = self._course, None
+            served = course.served
+            if served is None or course.image is None or not _is(course.image.manifest, served):
+                course.served = None  # it was on its way: the next poll gives all of what it arrives at
+                return None
+            self._reader.reset()
+            patches = _whole_tensors(lent.served, served)
+            return self._make_update(served, patches, lent.served.policy if lent.served else None, {})
+
+    def hint(self) -> None:
+        """Somebody says that there is something new: what failed before may be tried again at once."""
+        self._restoring.succeeded()
+        self._mirroring.succeeded()
+
+    def wait(self, seconds: float) -> None:
+        """Until there may be something new, at most so long."""
+        course, began = self._course, time.monotonic()
+        if self.problem is None and course.target is not None and course.channel is None:
+            following = Version(course.target.line, course.target.number + 1)
+            try:
+                if self.mirror is not None:
+                    self.mirror.wait_for_next(following.line, self.form, seconds)
+                else:
+                    self.store.objects.wait_for(manifest_key(following, self.form), seconds)
+                return
+            except StorageError:
+                seconds -= time.monotonic() - began  # the poll that follows says what is wrong
+        time.sleep(max(seconds, 0.0))
+
+    def close(self) -> None:
+        """What it holds may be collected."""
+        with self._lock:
+            self._leases.close()
+
+    # -- one poll
+
+    def _poll(self) -> Update | None:
         began = time.perf_counter()
-        self._look_for_successor()
-        self._copy_from_mirror()
+        course = self._course
+        self._copy_from_mirror(course)
         mirrored = time.perf_counter() - began
         try:
-            target = self._target()
+            course.target = target = self._target(course)
         except (StorageError, WeightsError) as error:
             self.problem = str(error)
             return None
-        if target is None or (self._held and target == self._held.manifest.version):
+        if target is None or (course.served and target == course.served.version):
             self.problem = self._mirror_problem
+            self._look_for_successor(course)  # over an ocean a round trip: not when there is something new to fetch
             return None
-        if target == self._failed_target and self._restoring.waiting():
+        if target == course.failed_target and self._restoring.waiting():
             return None
-        before = self._held
-        self._bytes, self._fetch_seconds, began = 0, 0.0, time.perf_counter()
-        self.problem = self._restore_newest(target) or self._mirror_problem
-        if self._held is before or self._held is None:
-            return None
-        decode = time.perf_counter() - began - self._fetch_seconds
-        return self._update(before, {"mirror": mirrored, "fetch": self._fetch_seconds, "decode": decode})
+        self._reader.reset()
+        began = time.perf_counter()
+        self.problem = self._restore_newest(course, target) or self._mirror_problem
+        fetch = self._reader.busy_seconds
+        arrived = course.image.manifest if course.image else None
+        if arrived is None or _is(arrived, course.served) or (course.channel and arrived.version != target):
+            return None  # a channel's followers serve what it points at, nothing on the way there
+        base, patches = course.served, course.patches.take()
+        decode = max(time.perf_counter() - began - fetch, 0.0)
+        return self._make_update(
+            arrived,
+            patches if base and layout_of(base.tensors) == layout_of(arrived.tensors) else None,
+            base.policy if base else None,
+            {"mirror": mirrored, "fetch": fetch, "decode": decode},
+        )
 
-    def _update(self, before: Held | None, seconds: dict[str, float]) -> Update:
-        assert self._held is not None
-        old = {entry.name: entry for entry in before.manifest.tensors} if before else {}
-        manifest = self._held.manifest
-        changed = {entry.name for entry in manifest.tensors if entry != old.get(entry.name)}
-        return Update(manifest.policy, self._held.tensors, changed, self._bytes, seconds, manifest.created_at)
+    def _make_update(
+        self, manifest: Manifest, patches: TensorPatches | None, base: PolicyRef | None, seconds: Mapping[str, float]
+    ) -> Update:
+        course = self._course
+        assert course.image is not None
+        course.served = manifest
+        tensors, read = dict(course.image.tensors), self._reader.bytes
+        return Update(manifest.policy, tensors, patches, base, read, seconds, manifest.created_at)
 
-    def _target(self) -> Version | None:
-        if self._channel is not None:
-            return self._channels.get(self._channel)
-        number = self._head.newest()
-        return Version(self.line, number) if number is not None else None
+    def _target(self, course: _Course) -> Version | None:
+        if course.channel is not None:
+            return self._channels.get(course.channel)
+        number = course.head.newest()
+        return Version(course.line, number) if number is not None else None
 
-    def _look_for_successor(self) -> None:
-        if self._channel is not None or time.monotonic() - self._looked_at < _SUCCESSOR_SECONDS:
+    def _look_for_successor(self, course: _Course) -> None:
+        if course.channel is not None or time.monotonic() - course.looked_at < _SUCCESSOR_SECONDS:
             return
-        self._looked_at = time.monotonic()
+        course.looked_at = time.monotonic()
         try:
-            line = newest_line(self.mirror.source if self.mirror else self.store, self._family)
+            line = newest_line(self.mirror.source if self.mirror else self.store, course.family)
         except (StorageError, WeightsError):
             return  # what cannot be read now is said by the copy or the look at the head that follows
-        if line != self.line:
-            self.line, self._head = line, HeadWatch(self.store, line, self.form)
+        if line != course.line:
+            self._leases.release(course.line)
+            course.line, course.head = line, HeadWatch(self.store, line, self.form)
 
-    def _restore_newest(self, target: Version) -> str | None:
+    def _restore_newest(self, course: _Course, target: Version) -> str | None:
         """Move to the target, or to the newest version below it that can be had. Returns what went wrong."""
         failure: StorageError | WeightsError | None = None
         wanted = target
         while True:
             try:
-                self._held = restore(self._read_manifest, self._read_pack, wanted, self._held)
+                if course.image is None:  # made here, so that an attempt that is cut short is gone on with
+                    course.image = Image(self._reader.source.manifest(wanted).tensors)
+                restore(self._reader.source, wanted, course.image, course.patches)
                 break
             except (StorageError, WeightsError) as error:
                 failure = failure or error
                 broken = error.leg.manifest.number if isinstance(error, LegFailed) else wanted.number
                 wanted = Version(wanted.line, broken - 1)  # nothing from the broken leg upwards can be had
-                if self._channel is not None or wanted.number <= self._held_number() or not self._readable(wanted):
+                if course.channel is not None or wanted.number <= _served_number(course) or not self._readable(wanted):
                     break
         if failure is None:
-            self._failed_target = None
+            course.failed_target = None
             self._restoring.succeeded()
             return None
-        if target != self._failed_target:
+        if target != course.failed_target:
             self._restoring.succeeded()
-        self._failed_target = target
+        course.failed_target = target
         self._restoring.failed()
-        serving = self._held.manifest.version if self._held else "nothing"
-        return f"{target} cannot be restored, serving {serving}: {failure}"
-
-    def _held_number(self) -> int:
-        return self._held.manifest.number if self._held and self._held.manifest.line == self.line else -1
+        arrived = course.image.manifest if course.image and course.channel is None else None
+        serving = arrived or course.served
+        return f"{target} cannot be restored, serving {serving.version if serving else 'nothing'}: {failure}"
 
     def _readable(self, version: Version) -> bool:
         try:
-            return self.store.exists(version, self.form)
+            return version.number >= 0 and self.store.exists(version, self.form)
         except StorageError:
             return False
 
-    def _read_manifest(self, version: Version) -> Manifest:
-        return self.store.manifest(version, self.form)
-
-    def _read_pack(self, manifest: Manifest, pack: Pack) -> bytes:
-        began = time.perf_counter()
-        try:
-            data = self.store.read_pack(manifest, pack)
-        except (StorageError, WeightsError):
-            if self.mirror is None:
-                raise
-            data = self.mirror.fetch_pack(manifest, pack)  # the other region still has it whole
-        finally:
-            self._fetch_seconds += time.perf_counter() - began
-        self._bytes += len(data)
-        return data
-
-    def _copy_from_mirror(self) -> None:
+    def _copy_from_mirror(self, course: _Course) -> None:
         if self.mirror is None or self._mirroring.waiting():
             return
         try:
-            if self._channel is not None:
-                self.mirror.copy_channel(self._channel, self.form)
+            if course.channel is not None:
+                self.mirror.copy_channel(course.channel, self.form)
             else:
-                for version in self.mirror.copy(self.line, self.form).versions:
-                    self._head.learn(version.number)
+                for version in self.mirror.copy(course.line, self.form).versions:
+                    course.head.learn(version.number)
         except (StorageError, WeightsError) as error:
             self._mirroring.failed()
             self._mirror_problem = f"the other region cannot be copied from: {error}"
         else:
             self._mirroring.succeeded()
             self._mirror_problem = None
+
+
+def _is(manifest: Manifest | None, other: Manifest | None) -> bool:
+    """The same version with the same bytes."""
+    return manifest is not None and other is not None and manifest.policy == other.policy
+
+
+def _served_number(course: _Course) -> int:
+    return course.served.number if course.served and course.served.line == course.line else -1
+
+
+def _whole_tensors(old: Manifest | None, new: Manifest) -> TensorPatches | None:
+    """The difference between two versions by their chunk tables alone."""
+    if old is None or layout_of(old.tensors) != layout_of(new.tensors):
+        return None
+    return {entry.name: None for was, entry in zip(old.tensors, new.tensors, strict=True) if was != entry}

@@ -1,8 +1,9 @@
 """Publisher: commits versions of one line in one form. The trainer holds one.
 
-Order of a publish: packs (named by their digest), then the manifest, create-only. Only when the manifest is there does
-the base move on. A publisher that dies at any point leaves either the whole version or nothing anyone looks at, and
-publishing the same number again with the same weights completes or confirms it.
+Order of a publish: packs (named by their digest), a look whether somebody took the line over, then the manifest,
+create-only. Only when the manifest is there does the base move on. A publisher that dies at any point leaves either
+the whole version or nothing anyone looks at, and publishing the same number again with the same weights completes or
+confirms it. epochs.py says what happens to two publishers of one line; parts.py is for a trainer in several processes.
 """
 
 from __future__ import annotations
@@ -11,7 +12,7 @@ import os
 import socket
 import time
 import uuid
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 import numpy as np
@@ -19,111 +20,65 @@ from pydantic import ValidationError
 
 from rollmill.errors import ObjectExists, WeightsError
 from rollmill.types import Version
-from rollmill.weights.delta import Coding, encode_difference, encode_full
-from rollmill.weights.manifest import (
-    Base,
-    Chunk,
-    Encoding,
-    Manifest,
-    Pack,
-    Payload,
-    TensorEntry,
-    chunk_table,
-    describe,
-    digest_bytes,
-    layout_of,
-    root_digest,
-)
+from rollmill.weights.delta import Goal
+from rollmill.weights.epochs import check_epoch, take_epoch
+from rollmill.weights.manifest import Base, Encoding, Manifest, TensorEntry, describe, layout_of, root_digest
+from rollmill.weights.packs import Before, BytesOf, Encoder, Row, entries_of, rows_of
 from rollmill.weights.store import WeightStore, manifest_key, valid_name
 from rollmill.weights.tensors import HostTensor, Tensors
 
-PACK_BYTES = 32 << 20  # a pack is closed once it is at least this large
-RUN_BYTES = 512 << 10  # small chunks are coded together up to this much: fewer calls, and they compress better
 
+class Writer:
+    """The right to commit versions of a line: takes it over, and stops for good once somebody else has."""
 
-class Publisher:
-    """`publish` numbers a line without gaps; a snapshot every `snapshot_every` numbers, deltas always."""
-
-    def __init__(self, store: WeightStore, line: str, form: str = "bf16", snapshot_every: int = 25) -> None:
-        if snapshot_every < 1:
-            raise WeightsError(f"snapshot_every is {snapshot_every}", hint="1 makes every version a snapshot")
+    def __init__(self, store: WeightStore, line: str, form: str) -> None:
         self.store, self.line, self.form = store, valid_name(line), valid_name(form)
-        self.snapshot_every = snapshot_every
-        self.last: Manifest | None = None  # the newest version of the line as far as this publisher knows
-        self.problem: str | None = None  # why the newest version cannot serve as a base, if it cannot
-        self._base: dict[str, HostTensor] | None = None  # private, writeable copy of the weights of `last`
-        self._resumed = False
-        self._writer = f"{socket.gethostname()[:100]}:{os.getpid()}:{uuid.uuid4().hex[:8]}"
-        self._epoch = 0
+        self.epoch = 0
+        self.name = f"{socket.gethostname()[:100]}:{os.getpid()}:{uuid.uuid4().hex[:8]}"
+        self._fenced: WeightsError | None = None
 
-    def resume(self) -> Manifest | None:
-        """Take the line over where it stands: rebuild the base from the newest committed version, verified.
+    def take_over(self) -> Manifest | None:
+        """Fence every other writer; returns the newest version, after which none of theirs is to be expected."""
+        self.refuse_if_fenced()
+        head = self.store.head(self.line, self.form)
+        self.epoch = take_epoch(self.store, self.line, self.form, self.name, head)
+        head = self.store.head(self.line, self.form, after=head)  # one may have come in between
+        return self.store.manifest(Version(self.line, head), self.form) if head is not None else None
 
-        A version that cannot be read back is no reason to stop training: the next one is then a snapshot of its own,
-        which is also what heals the engines.
-        """
-        self._resumed, self._base, self.problem = True, None, None
-        number = self.store.head(self.line, self.form)
-        if number is None:
-            self.last = None
-            return None
-        self.last = self.store.manifest(Version(self.line, number), self.form)
-        self._epoch = self.last.epoch + 1
+    def refuse_if_fenced(self) -> None:
+        if self._fenced is not None:
+            raise WeightsError(self._fenced.message, hint=self._fenced.hint)
+
+    def check(self) -> None:
+        """WeightsError, from now on always, if somebody took the line over."""
+        self.refuse_if_fenced()
         try:
-            self._base = _owned(self.store.load(self.last.version, self.form))
+            check_epoch(self.store, self.line, self.form, self.epoch)
         except WeightsError as error:
-            self.problem = str(error)
-        return self.last
+            self._fenced = error
+            raise
 
-    def publish(
-        self, number: int, tensors: Tensors, parent: Version | None = None, metadata: Mapping[str, Any] | None = None
-    ) -> Manifest:
-        """Commit version `number`. Its parent is the previous number unless another version, of any line, is named.
-
-        A number that exists is compared: same weights, and the existing manifest is the answer; others are an error.
-        """
-        if not self._resumed:
-            self.resume()
-        known = self.last.number if self.last else None
-        head = self.store.head(self.line, self.form, after=known)
-        if head is not None and number <= head:
-            return self._confirm(number, tensors)
-        if head != known:
-            raise self._overtaken(head)
-        if known is not None and number != known + 1:
-            raise WeightsError(
-                f"{self.line} stands at {known}, so {number} cannot be published: numbers follow each other",
-                hint="a line that should go on from an earlier version needs a new name; its parent can be any version",
-            )
-        manifest = self._write(number, tensors, parent or (self.last.version if self.last else None), metadata or {})
-        self._promote(manifest, tensors)
-        return manifest
-
-    def _write(self, number: int, tensors: Tensors, parent: Version | None, metadata: Mapping[str, Any]) -> Manifest:
-        delta: Encoding | None = None
-        if self._base is not None and self.last is not None and layout_of(self.last.tensors) == layout_of(tensors):
-            entries, delta = self._encode_delta(number, self.last, self._base, tensors)
-        else:
-            entries = describe(tensors)
-        snapshot = None
-        if delta is None or number % self.snapshot_every == 0:
-            snapshot = self._encode_snapshot(number, entries, tensors)
-        manifest = self._manifest(number, entries, snapshot, delta, parent, metadata)
+    def commit(self, manifest: Manifest) -> bool:
+        """Create the manifest. False: the number is taken, by whatever."""
+        self.check()
         try:
             self.store.objects.create(manifest_key(manifest.version, self.form), manifest.to_bytes())
-        except ObjectExists:  # somebody was faster since we looked
-            return self._confirm(number, tensors)
-        return manifest
+        except ObjectExists:
+            return False
+        return True
 
-    def _manifest(
+    def manifest(
         self,
         number: int,
         entries: tuple[TensorEntry, ...],
-        snapshot: Encoding | None,
-        delta: Encoding | None,
+        encodings: tuple[Encoding | None, Encoding | None],
+        last: Manifest | None,
         parent: Version | None,
         metadata: Mapping[str, Any],
     ) -> Manifest:
+        """The manifest of the version after `last`; its encodings are delta and snapshot."""
+        parent = parent or (last.version if last else None)
+        origin = last.origin if last else parent
         try:
             return Manifest(
                 line=self.line,
@@ -131,13 +86,16 @@ class Publisher:
                 form=self.form,
                 parent_line=parent.line if parent else None,
                 parent_number=parent.number if parent else None,
+                first=last.first if last else number,
+                origin_line=origin.line if origin else None,
+                origin_number=origin.number if origin else None,
                 digest=root_digest(entries),
                 tensors=entries,
-                snapshot=snapshot,
-                delta=delta,
+                delta=encodings[0],
+                snapshot=encodings[1],
                 metadata=dict(metadata),
-                writer=self._writer,
-                epoch=self._epoch,
+                writer=self.name,
+                epoch=self.epoch,
                 created_at=time.time(),
             )
         except ValidationError as error:
@@ -148,38 +106,108 @@ class Publisher:
                 hint="metadata must be plain JSON values, numbers count from 0",
             ) from None
 
-    def _encode_delta(
-        self, number: int, last: Manifest, base: dict[str, HostTensor], tensors: Tensors
-    ) -> tuple[tuple[TensorEntry, ...], Encoding]:
-        packs = _PackWriter(self.store, self.line, self.form, number)
-        digests, changed_elements = [], 0
-        for first, run in _runs(last.chunks):
-            coding, payload, changed = encode_difference(_join(base, run), _join(tensors, run), run[0].tensor.width)
-            changed_elements += changed
-            if changed:
-                packs.add(first, len(run), coding, payload)
-                digests += [digest_bytes(_bytes_of(tensors, chunk).data) for chunk in run]
-            else:
-                digests += [chunk.digest for chunk in run]
-        rest = iter(digests)
-        entries = tuple(e.model_copy(update={"chunks": tuple(next(rest) for _ in e.chunks)}) for e in last.tensors)
-        return entries, packs.finish(changed_elements, Base(number=last.number, digest=last.digest))
+    def diverged(self, manifest: Manifest, ours: str) -> WeightsError:
+        return WeightsError(
+            f"{manifest.version} ({self.form}) has diverged: {manifest.writer} (epoch {manifest.epoch}) published "
+            f"{manifest.digest[:16]}…, and this writer (epoch {self.epoch}) has {ours}",
+            hint="one trainer per line; to go on with these weights, start a new line from the last common version",
+        )
 
-    def _encode_snapshot(self, number: int, entries: tuple[TensorEntry, ...], tensors: Tensors) -> Encoding:
-        packs = _PackWriter(self.store, self.line, self.form, number)
-        for first, run in _runs(chunk_table(entries)):
-            packs.add(first, len(run), "raw", encode_full(_join(tensors, run), run[0].tensor.width))
-        return packs.finish(sum(tensor.elements for tensor in tensors.values()))
+    def check_number(self, number: int, last: Manifest | None) -> None:
+        """WeightsError unless `number` follows the version this writer stands at."""
+        if last is not None and number != last.number + 1:
+            raise WeightsError(
+                f"{self.line} stands at {last.number}, so {number} cannot be published: numbers follow each other",
+                hint="a line that should go on from an earlier version needs a new name; its parent can be any version",
+            )
+
+
+class Publisher:
+    """`publish` numbers a line without gaps; a snapshot every `snapshot_every` numbers, deltas always.
+
+    `goal` is what deltas should be: quick to make ("fast"), "small", or without a base ("overwrite").
+    """
+
+    def __init__(
+        self,
+        store: WeightStore,
+        line: str,
+        form: str = "bf16",
+        snapshot_every: int = 25,
+        goal: Goal = "fast",
+        threads: int | None = None,
+    ) -> None:
+        self.snapshot_every = checked_snapshot_every(snapshot_every)
+        self._writer = Writer(store, line, form)
+        self.store, self.line, self.form = store, line, form
+        self.last: Manifest | None = None  # the newest version of the line as far as this publisher knows
+        self.problem: str | None = None  # why the newest version cannot serve as a base, if it cannot
+        self._encoder = Encoder(store, line, form, goal, threads)
+        self._base: dict[str, HostTensor] | None = None  # private, writeable copy of the weights of `last`
+        self._resumed = False
+
+    @property
+    def epoch(self) -> int:
+        """Which of the publishers that have taken the line over this one is; 0 before it has."""
+        return self._writer.epoch
+
+    def resume(self) -> Manifest | None:
+        """Take the line over where it stands: rebuild the base from the newest committed version, verified.
+
+        Whoever published on it before is fenced. A version that cannot be read back is no reason to stop training:
+        the next one is then a snapshot of its own, which is also what heals the engines.
+        """
+        self.last, self._base, self.problem = self._writer.take_over(), None, None
+        self._resumed = True
+        if self.last is not None:
+            try:
+                self._base = _taken(self.store.load(self.last.version, self.form))
+            except WeightsError as error:
+                self.problem = str(error)
+        return self.last
+
+    def publish(
+        self, number: int, tensors: Tensors, parent: Version | None = None, metadata: Mapping[str, Any] | None = None
+    ) -> Manifest:
+        """Commit version `number`. Its parent is the previous number unless another version, of any line, is named.
+
+        A number that exists is compared: same weights, and the existing manifest is the answer; others are an error.
+        """
+        self._writer.refuse_if_fenced()
+        if not self._resumed:
+            self.resume()
+        self._writer.check()
+        known = self.last.number if self.last else None
+        head = self.store.head(self.line, self.form, after=known)
+        if head is not None and number <= head:
+            return self._confirm(number, tensors)
+        if head != known:
+            self._writer.check()
+            raise self._overtaken(head)
+        self._writer.check_number(number, self.last)
+        manifest = self._write(number, tensors, parent, metadata or {})
+        if not self._writer.commit(manifest):
+            return self._confirm(number, tensors)
+        self._promote(manifest, tensors)
+        return manifest
+
+    def _write(self, number: int, tensors: Tensors, parent: Version | None, metadata: Mapping[str, Any]) -> Manifest:
+        layout = layout_of(tensors)
+        before = None
+        if self._base is not None and self.last is not None and layout_of(self.last.tensors) == layout:
+            base = Base(number=self.last.number, digest=self.last.digest)
+            before = Before(base, [chunk.digest for chunk in self.last.chunks], _bytes_of(self._base))
+        snapshot = number % self.snapshot_every == 0
+        coded = self._encoder.encode(number, rows_of(layout), _bytes_of(tensors), before, snapshot)
+        entries = entries_of(layout, [coded.digests[place] for place in range(len(coded.digests))])
+        return self._writer.manifest(number, entries, (coded.delta, coded.snapshot), self.last, parent, metadata)
 
     def _confirm(self, number: int, tensors: Tensors) -> Manifest:
         manifest = self.store.manifest(Version(self.line, number), self.form)
         digest = root_digest(describe(tensors))
         if digest != manifest.digest:
-            raise WeightsError(
-                f"{manifest.version} ({self.form}) has diverged: {manifest.writer} (epoch {manifest.epoch}) published "
-                f"{manifest.digest[:16]}…, and this writer (epoch {self._epoch}) has {digest[:16]}…",
-                hint="one trainer per line; to go on with these weights, start a new line from the last common version",
-            )
+            self._writer.check()  # by whoever fenced us since we looked, or else by a late writer whom we fenced
+            raise self._writer.diverged(manifest, f"{digest[:16]}…")
         if self.last is None or manifest.number > self.last.number:
             self._promote(manifest, tensors)
         return manifest
@@ -194,76 +222,36 @@ class Publisher:
         )
 
     def _promote(self, manifest: Manifest, tensors: Tensors) -> None:
-        """The base moves only now: the version is committed."""
+        """The base moves only now: the version is committed. Only the chunks that differ are copied."""
         if self._base is not None and self.last is not None and layout_of(self.last.tensors) == layout_of(tensors):
-            for old, new in zip(self.last.tensors, manifest.tensors, strict=True):
-                if old.chunks != new.chunks:
-                    np.copyto(self._base[old.name].data, tensors[old.name].data)
+            for old, new in zip(self.last.chunks, manifest.chunks, strict=True):
+                if old.digest != new.digest:
+                    part = slice(new.start, new.stop)
+                    np.copyto(self._base[new.tensor.name].data[part], tensors[new.tensor.name].data[part])
         else:
+            self._base = None  # before the copy is made: there is never more than one
             self._base = _owned(tensors)
         self.last, self.problem = manifest, None
 
 
-class _PackWriter:
-    """Collects payloads in the order of the chunk table and writes full packs as it goes."""
-
-    def __init__(self, store: WeightStore, line: str, form: str, number: int) -> None:
-        self._objects = store.objects
-        self._folder = f"weights/{line}/{form}/packs/{number:010d}"
-        self._open: list[bytes] = []
-        self._open_bytes = 0
-        self._packs: list[Pack] = []
-        self._payloads: list[Payload] = []
-
-    def add(self, first: int, chunks: int, coding: Coding, payload: bytes) -> None:
-        where = {"pack": len(self._packs), "offset": self._open_bytes, "bytes": len(payload)}
-        self._payloads.append(Payload(first=first, chunks=chunks, coding=coding, **where))
-        self._open.append(payload)
-        self._open_bytes += len(payload)
-        if self._open_bytes >= PACK_BYTES:
-            self._close_pack()
-
-    def finish(self, changed_elements: int, base: Base | None = None) -> Encoding:
-        if self._open:
-            self._close_pack()
-        return Encoding(
-            base=base, packs=tuple(self._packs), payloads=tuple(self._payloads), changed_elements=changed_elements
-        )
-
-    def _close_pack(self) -> None:
-        data = b"".join(self._open)
-        pack = Pack(digest=digest_bytes(data), bytes=len(data))
-        key = f"{self._folder}-{pack.digest}"
-        try:
-            self._objects.create(key, data)
-        except ObjectExists:  # left by a publish that was cut short, with the same bytes unless it was damaged since
-            if self._objects.head(key) != len(data):
-                self._objects.put(key, data)
-        self._packs.append(pack)
-        self._open, self._open_bytes = [], 0
+def checked_snapshot_every(snapshot_every: int) -> int:
+    if snapshot_every < 1:
+        raise WeightsError(f"snapshot_every is {snapshot_every}", hint="1 makes every version a snapshot")
+    return snapshot_every
 
 
-def _runs(chunks: list[Chunk]) -> Iterator[tuple[int, list[Chunk]]]:
-    """The chunk table cut into runs of one element width that are coded together, each with its first index."""
-    run: list[Chunk] = []
-    size = 0
-    for index, chunk in enumerate(chunks):
-        if run and (size + chunk.size() > RUN_BYTES or chunk.tensor.width != run[0].tensor.width):
-            yield index - len(run), run
-            run, size = [], 0
-        run.append(chunk)
-        size += chunk.size()
-    if run:
-        yield len(chunks) - len(run), run
+def _bytes_of(tensors: Tensors) -> BytesOf:
+    def bytes_of(row: Row) -> np.ndarray:
+        return tensors[row.tensor].data[row.start : row.stop]
+
+    return bytes_of
 
 
-def _bytes_of(tensors: Tensors, chunk: Chunk) -> np.ndarray:
-    return tensors[chunk.tensor.name].data[chunk.start : chunk.stop]
-
-
-def _join(tensors: Tensors, run: list[Chunk]) -> np.ndarray:
-    parts = [_bytes_of(tensors, chunk) for chunk in run]
-    return parts[0] if len(parts) == 1 else np.concatenate(parts)
+def _taken(tensors: dict[str, HostTensor]) -> dict[str, HostTensor]:
+    """Weights that were loaded for us alone and may be written to, without a second copy of them."""
+    for tensor in tensors.values():
+        tensor.data.flags.writeable = True
+    return tensors
 
 
 def _owned(tensors: Tensors) -> dict[str, HostTensor]:

@@ -5,17 +5,20 @@ from __future__ import annotations
 import collections
 import re
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 from rollmill.errors import ObjectMissing, StorageError, WeightsError
 from rollmill.storage.objects import Objects
 from rollmill.types import Version
-from rollmill.weights.manifest import Manifest, Pack, digest_bytes, parse_manifest
-from rollmill.weights.restore import Held, Leg, restore, take_leg
+from rollmill.weights.fetch import fetch
+from rollmill.weights.legs import Leg, Source
+from rollmill.weights.manifest import Anchor, Manifest, Pack, digest_bytes, parse_anchor, parse_manifest
+from rollmill.weights.repair import decode_run
+from rollmill.weights.restore import Image, restore
 from rollmill.weights.tensors import HostTensor
 
 _NAME = re.compile(r"[A-Za-z0-9_-][A-Za-z0-9._-]{0,99}")
-_MANIFEST_NUMBER = re.compile(r"(\d{10})\.manifest")
+_NUMBER = re.compile(r"\d{10}")
 _MANIFESTS_KEPT = 64
 _PROBES = 8  # a reader that is further behind than this asks for a listing instead
 _LISTING_SECONDS = 10.0
@@ -28,6 +31,7 @@ class WeightStore:
         self.objects = objects
         # manifests never change, and chains are walked again and again
         self._manifests: collections.OrderedDict[tuple[Version, str], Manifest] = collections.OrderedDict()
+        self._begun: set[str] = set()  # lines that were seen with a version
 
     def lines(self) -> list[str]:
         return self.objects.folders("weights")
@@ -37,8 +41,25 @@ class WeightStore:
 
     def numbers(self, line: str, form: str = "bf16") -> list[int]:
         """Numbers of all committed versions, ascending."""
-        keys = self.objects.list(f"weights/{valid_name(line)}/{valid_name(form)}/manifests")
-        return [int(found[1]) for key in keys if (found := _MANIFEST_NUMBER.fullmatch(key.rpartition("/")[2]))]
+        return self._numbers(line, form, "manifests", ".manifest")
+
+    def anchors(self, line: str, form: str = "bf16") -> list[int]:
+        """Numbers of the versions that have an anchor in this store, ascending."""
+        return self._numbers(line, form, "anchors", ".anchor")
+
+    def epoch(self, line: str, form: str = "bf16") -> int:
+        """The newest epoch: how many publishers have taken the line over."""
+        return max(self._numbers(line, form, "epochs", ".json"), default=0)
+
+    def _numbers(self, line: str, form: str, folder: str, ending: str) -> list[int]:
+        names = (key.rpartition("/")[2] for key in self.objects.list(f"{form_folder(line, form)}/{folder}"))
+        return [int(name[:10]) for name in names if _NUMBER.fullmatch(name.removesuffix(ending)) and ending in name]
+
+    def begun(self, line: str) -> bool:
+        """Whether the line has a version in some form. What a writer left that died before its first is no line."""
+        if line not in self._begun and any(self.numbers(line, form) for form in self.forms(line)):
+            self._begun.add(line)
+        return line in self._begun
 
     def head(self, line: str, form: str = "bf16", after: int | None = None) -> int | None:
         """Newest committed number. With `after`, a number known to be committed, only what follows it is asked for."""
@@ -48,7 +69,7 @@ class WeightStore:
         for number in range(after, after + _PROBES):
             if not self.exists(Version(line, number + 1), form):
                 return number
-        return max(after, self.head(line, form) or 0)
+        return max(after, self.head(line, form) or after)
 
     def exists(self, version: Version, form: str = "bf16") -> bool:
         return self.objects.head(manifest_key(version, form)) is not None
@@ -70,6 +91,18 @@ class WeightStore:
             self._manifests.popitem(last=False)
         return manifest
 
+    def forget(self, version: Version, form: str = "bf16") -> None:
+        """The version was deleted."""
+        self._manifests.pop((version, form), None)
+
+    def anchor(self, version: Version, form: str = "bf16") -> Anchor | None:
+        """The snapshot of a version that was made in this store, if there is one."""
+        try:
+            data = self.objects.get(anchor_key(version, form))
+        except ObjectMissing:
+            return None
+        return parse_anchor(data, self.manifest(version, form))
+
     def versions(self, line: str, form: str = "bf16") -> list[Manifest]:
         """Manifests of a line, oldest first."""
         return [self.manifest(Version(line, number), form) for number in self.numbers(line, form)]
@@ -78,11 +111,24 @@ class WeightStore:
         """The weights of a version: nearest snapshot and the deltas after it, every chunk and the root verified."""
         return self.hold(version, form).tensors
 
-    def hold(self, version: Version, form: str = "bf16") -> Held:
-        """Like `load`, together with the manifest."""
-        return restore(lambda wanted: self.manifest(wanted, form), self.read_pack, version)
+    def hold(self, version: Version, form: str = "bf16") -> Image:
+        """Like `load`, as an image that can be brought to other versions."""
+        return restore(self.source(form), version)
 
-    def read_pack(self, manifest: Manifest, pack: Pack) -> bytes:
+    def source(self, form: str = "bf16") -> Source:
+        """This store as a place to read one form from."""
+        return Source(
+            manifest=lambda version: self.manifest(version, form),
+            anchor=lambda version: self.anchor(version, form),
+            pack=self.read_pack,
+            part=self.read_part,
+        )
+
+    def read_part(self, manifest: Manifest | Anchor, pack: Pack, offset: int, length: int) -> bytes:
+        """Some bytes of a pack, which nothing vouches for but what they are decoded into."""
+        return self.objects.get_range(pack_key(manifest, pack), offset, length)
+
+    def read_pack(self, manifest: Manifest | Anchor, pack: Pack) -> bytes:
         """A pack, digest checked. It is never larger than the manifest says."""
         key = pack_key(manifest, pack)
         data = self.objects.get_range(key, 0, pack.bytes)
@@ -94,50 +140,80 @@ class WeightStore:
 
     def verify(self, line: str, form: str = "bf16") -> Iterator[tuple[Version, bool, str]]:
         """Read and decode everything a line consists of: for each version whether it can be had, and what is wrong."""
-        held: Held | None = None
+        image: Image | None = None
         for number in self.numbers(line, form):
             version = Version(line, number)
             try:
-                held, note = self._verify_version(self.manifest(version, form), held)
+                image, note = self._verify_version(self.manifest(version, form), image)
                 yield version, True, note
             except (StorageError, WeightsError) as error:
-                held = None
+                image = None
                 yield version, False, error.message
 
-    def _verify_version(self, manifest: Manifest, held: Held | None) -> tuple[Held, str]:
-        reached: Held | None = None
-        note = ""
+    def _verify_version(self, manifest: Manifest, image: Image | None) -> tuple[Image, str]:
+        """Every encoding of a version and its anchor. Returns an image of it."""
+        source, notes = self.source(manifest.form), []
+        reached: Image | None = None
         if manifest.delta is not None and manifest.delta.base is not None:
             base = Version(manifest.line, manifest.delta.base.number)
-            if held is None or held.manifest.version != base:
-                held = self._hold_or_none(base, manifest.form)
-            if held is not None:
-                reached = take_leg(Leg(manifest, "delta"), self.read_pack, held)
-            elif manifest.snapshot is None:
-                raise WeightsError(f"its base {base} cannot be restored")
+            if image is None or not image.holds(manifest.delta.base.digest):
+                image = self._hold_or_none(base, manifest.form)
+            if image is not None:
+                image.take(Leg(manifest, "delta"), source)
+                reached = image
             else:
-                note = f"delta not checked: its base {base} cannot be restored"
-        if manifest.snapshot is None:
-            assert reached is not None
-            return reached, note
-        if reached is not None and any(
-            self.objects.head(pack_key(manifest, p)) is None for p in manifest.snapshot.packs
-        ):
-            return reached, "its snapshot is not kept in this store"  # a region copies only what it needs
-        return take_leg(Leg(manifest, "snapshot"), self.read_pack, None), note
+                notes.append(f"delta not checked: its base {base} cannot be restored")
+        starts = self._starts(manifest, notes if reached else None)
+        if reached is None and not starts:
+            raise WeightsError(notes[0].removeprefix("delta not checked: "))
+        for start in starts:
+            if reached is None:
+                reached = Image(manifest.tensors)
+                reached.take(start, source)
+            else:
+                _check_start(start, self.read_pack)
+        assert reached is not None
+        return reached, "; ".join(notes)
 
-    def _hold_or_none(self, version: Version, form: str) -> Held | None:
+    def _starts(self, manifest: Manifest, notes: list[str] | None) -> list[Leg]:
+        """The snapshots of a version. A region copies only what it needs: one whose packs are elsewhere is noted."""
+        starts = []
+        if manifest.snapshot:
+            if notes is not None and not self.has_snapshot(manifest):
+                notes.append("its snapshot is not kept in this store")
+            else:
+                starts.append(Leg(manifest, "snapshot"))
+        anchor = self.anchor(manifest.version, manifest.form)
+        return [*starts, Leg(manifest, "anchor", anchor)] if anchor else starts
+
+    def has_snapshot(self, manifest: Manifest) -> bool:
+        """Whether the version was published with a snapshot and its packs are in this store."""
+        packs = manifest.snapshot.packs if manifest.snapshot else ()
+        here = all(self.objects.head(pack_key(manifest, pack)) is not None for pack in packs)
+        return manifest.snapshot is not None and here
+
+    def _hold_or_none(self, version: Version, form: str) -> Image | None:
         try:
             return self.hold(version, form)
         except (StorageError, WeightsError):
             return None
 
 
+def _check_start(start: Leg, read_pack: Callable[[Manifest, Pack], bytes]) -> None:
+    """Decode a snapshot against its chunk table, payload by payload, without keeping it."""
+    for group in fetch(start, start.encoding.payloads, read_pack) if start.encoding.payloads else ():
+        for payload, data in group:
+            decode_run(start, payload, data, {})
+
+
 def newest_line(weights: WeightStore, line: str) -> str:
     """The line that goes on where `line` was abandoned, if any: main → main.2 → main.3."""
     prefix = f"{line}."
     numbers = [int(name[len(prefix) :]) for name in weights.lines() if _is_successor(name, prefix)]
-    return f"{prefix}{max(numbers)}" if numbers else line
+    for number in sorted(numbers, reverse=True):
+        if weights.begun(f"{prefix}{number}"):
+            return f"{prefix}{number}"
+    return line
 
 
 def _is_successor(name: str, prefix: str) -> bool:
@@ -155,7 +231,7 @@ class HeadWatch:
 
     def learn(self, number: int) -> None:
         """A version that is known to be there."""
-        self._known = max(number, self._known or 0)
+        self._known = number if self._known is None else max(number, self._known)
 
     def newest(self) -> int | None:
         listing = self._known is None or time.monotonic() - self._listed_at > _LISTING_SECONDS
@@ -175,9 +251,26 @@ def valid_name(name: str) -> str:
     return name
 
 
+def form_folder(line: str, form: str) -> str:
+    return f"weights/{valid_name(line)}/{valid_name(form)}"
+
+
 def manifest_key(version: Version, form: str) -> str:
-    return f"weights/{valid_name(version.line)}/{valid_name(form)}/manifests/{version.number:010d}.manifest"
+    return f"{form_folder(version.line, form)}/manifests/{version.number:010d}.manifest"
 
 
-def pack_key(manifest: Manifest, pack: Pack) -> str:
-    return f"weights/{manifest.line}/{manifest.form}/packs/{manifest.number:010d}-{pack.digest}"
+def anchor_key(version: Version, form: str) -> str:
+    return f"{form_folder(version.line, form)}/anchors/{version.number:010d}.anchor"
+
+
+def epoch_key(line: str, form: str, number: int) -> str:
+    return f"{form_folder(line, form)}/epochs/{number:010d}.json"
+
+
+def pack_prefix(line: str, form: str, number: int) -> str:
+    """What the keys of all packs of a version begin with; their digest follows."""
+    return f"{form_folder(line, form)}/packs/{number:010d}-"
+
+
+def pack_key(manifest: Manifest | Anchor, pack: Pack) -> str:
+    return pack_prefix(manifest.line, manifest.form, manifest.number) + pack.digest

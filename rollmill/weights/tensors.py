@@ -21,6 +21,7 @@ WIDTHS: Mapping[str, int] = {
     "int8": 1,
     "uint8": 1,
     "int32": 4,
+    "fp4x2": 1,  # two 4-bit numbers a byte, the first in its low half; shapes count bytes
 }
 CHUNK_ELEMENTS = 1 << 24
 LARGEST_TENSOR = 1 << 42  # elements; a manifest that claims more is not believed

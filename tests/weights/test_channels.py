@@ -44,6 +44,24 @@ def test_a_channel_points_only_at_what_exists(objects: Objects) -> None:
             Channels(objects).move("live", version)
 
 
+def test_rollback_goes_to_the_version_before(objects: Objects) -> None:
+    channels = Channels(objects)
+    with pytest.raises(WeightsError, match="no version before") as caught:
+        channels.rollback("live")
+    assert caught.value.hint
+    channels.move("live", Version("rl", 0))
+    with pytest.raises(WeightsError, match="no version before rl@0"):
+        channels.rollback("live")
+    channels.move("live", Version("rl", 1))
+    channels.move("live", Version("rl", 2))
+    channels.move("live", Version("rl", 2))
+    entry = channels.rollback("live")
+    assert (entry.number, entry.version) == (5, Version("rl", 1))
+    assert channels.entry("live") == entry
+    assert channels.rollback("live").version == Version("rl", 2)  # back again: history only grows
+    assert len(channels.history("live")) == 6
+
+
 @pytest.mark.parametrize(
     "data", [b"", b"[]", b"{}", b'{"line": "rl", "number": -1, "at": 1.0}', b'{"line": "../x", "number": 1, "at": 1.0}']
 )

@@ -11,8 +11,9 @@ from hypothesis import strategies as st
 
 from rollmill.storage.objects import Objects
 from rollmill.types import Version
-from rollmill.weights import Channels, Follower, Publisher, Update, WeightStore
+from rollmill.weights import Channels, Follower, HostTensor, Publisher, Tensors, Update, WeightStore
 from rollmill.weights import follower as follower_module
+from rollmill.weights.patches import Patches
 from tests.weights.build import delta_pack, history, make_tensors, publish_line, same
 
 
@@ -33,6 +34,20 @@ def poll(follower: Follower) -> Update:
     return update
 
 
+def copy_of(tensors: Tensors) -> dict[str, HostTensor]:
+    return {name: HostTensor(t.dtype, t.shape, t.data.copy()) for name, t in tensors.items()}
+
+
+def apply_patches(engine: dict[str, HostTensor], update: Update) -> None:
+    """What an engine does to its parameters."""
+    assert update.patches is not None
+    for name, patches in update.patches.items():
+        if patches is None:
+            np.copyto(engine[name].data, update.tensors[name].data)
+        for start, indices, values in patches or ():
+            engine[name].data.view(values.dtype)[start + indices.astype(np.int64)] = values
+
+
 def test_it_follows_by_deltas_and_reads_little(tmp_path: Path) -> None:
     versions = history(6)
     store = WeightStore(Objects.open(tmp_path))
@@ -49,16 +64,21 @@ def test_it_follows_by_deltas_and_reads_little(tmp_path: Path) -> None:
         assert follower.poll() is None
 
 
-def test_only_what_changed_is_named(tmp_path: Path) -> None:
-    tensors = make_tensors()
+def test_patches_say_exactly_what_changed(tmp_path: Path) -> None:
+    versions = history(3)
+    versions.append({**versions[2], "embed.weight": make_tensors(5)["embed.weight"]})
     publisher, follower = Publisher(WeightStore(Objects.open(tmp_path)), "rl"), follow(tmp_path)
-    publisher.publish(0, tensors)
-    assert poll(follower).changed == set(tensors)
-    first = follower._held
-    publisher.publish(1, {**tensors, "embed.weight": make_tensors(5)["embed.weight"]})
+    publisher.publish(0, versions[0])
     update = poll(follower)
-    assert update.changed == {"embed.weight"}
-    assert first is not None and same(first.tensors, tensors)  # what the engine still serves was not touched
+    assert update.patches is None and update.base is None
+    engine = copy_of(update.tensors)
+    for number in (1, 2, 3):
+        publisher.publish(number, versions[number])
+        before, update = update, poll(follower)
+        assert update.base == before.policy
+        apply_patches(engine, update)
+        assert same(engine, versions[number])
+    assert update.patches == {"embed.weight": None}  # every element is another one: copied whole
     with pytest.raises(ValueError, match="read-only"):
         update.tensors["embed.weight"].data[0] = 1
 
@@ -73,7 +93,7 @@ def test_catching_up_takes_the_cheapest_way(tmp_path: Path) -> None:
     assert update.bytes == store.manifest(Version("rl", 5)).encoding("snapshot").bytes + sum(deltas[5:])
 
     behind = follow(tmp_path)
-    behind._held = WeightStore(Objects.open(tmp_path)).hold(Version("rl", 3))
+    behind._course.image = WeightStore(Objects.open(tmp_path)).hold(Version("rl", 3))
     update = poll(behind)
     assert same(update.tensors, versions[9])
     assert update.bytes == sum(deltas[3:])
@@ -89,7 +109,12 @@ def flip(pack: Path) -> None:
     pack.write_bytes(data)
 
 
-@pytest.mark.parametrize("damage", [truncate, flip, Path.unlink])
+def exchange(pack: Path) -> None:
+    """The bytes of another pack under its name."""
+    pack.write_bytes(next(other for other in sorted(pack.parent.iterdir()) if other != pack).read_bytes())
+
+
+@pytest.mark.parametrize("damage", [truncate, flip, exchange, Path.unlink])
 def test_a_damaged_delta_keeps_the_last_good_version_until_it_is_repaired(
     tmp_path: Path, damage: Callable[[Path], None]
 ) -> None:
@@ -111,7 +136,7 @@ def test_a_damaged_delta_keeps_the_last_good_version_until_it_is_repaired(
     assert follower.problem is None
 
 
-@pytest.mark.parametrize("damage", [truncate, flip, Path.unlink])
+@pytest.mark.parametrize("damage", [truncate, flip, exchange, Path.unlink])
 def test_a_damaged_delta_is_healed_by_the_next_snapshot(tmp_path: Path, damage: Callable[[Path], None]) -> None:
     versions = history(6)
     publisher, follower = Publisher(WeightStore(Objects.open(tmp_path)), "rl", snapshot_every=4), follow(tmp_path)
@@ -175,19 +200,90 @@ def test_a_damaged_snapshot_is_gone_around(tmp_path: Path) -> None:
     assert same(WeightStore(Objects.open(tmp_path)).load(Version("rl", 5)), versions[5])
 
 
-def test_memory_that_went_bad_is_replaced_from_a_snapshot(tmp_path: Path) -> None:
+def test_fifty_versions_in_one_update(tmp_path: Path) -> None:
+    """A link that was cut for a while: one update, and one pause, for all that came meanwhile."""
+    versions = history(52)
+    publisher, follower = Publisher(WeightStore(Objects.open(tmp_path)), "rl", snapshot_every=100), follow(tmp_path)
+    publisher.publish(0, versions[0])
+    publisher.publish(1, versions[1])
+    first = poll(follower)
+    engine = copy_of(first.tensors)
+    for number in range(2, 52):
+        publisher.publish(number, versions[number])
+    update = poll(follower)
+    assert (update.policy.number, update.base) == (51, first.policy)
+    apply_patches(engine, update)
+    assert same(engine, versions[51])
+    assert follower.poll() is None
+
+
+def test_patches_are_bounded(tmp_path: Path) -> None:
+    versions = history(4)
+    publisher, follower = Publisher(WeightStore(Objects.open(tmp_path)), "rl"), follow(tmp_path)
+    publisher.publish(0, versions[0])
+    engine = copy_of(poll(follower).tensors)
+    follower._course.patches = Patches(budget=3000)
+    for number in (1, 2, 3):
+        publisher.publish(number, versions[number])
+    update = poll(follower)
+    assert update.patches is not None
+    kept = [patch for patches in update.patches.values() for patch in patches or ()]
+    assert kept and sum(patch.bytes for patch in kept) <= 3000
+    assert None in update.patches.values()
+    apply_patches(engine, update)
+    assert same(engine, versions[3])
+
+
+def bad_memory(follower: Follower, name: str) -> None:
+    assert follower._course.image is not None
+    follower._course.image._memory[name][7] ^= 16
+
+
+def test_memory_that_went_bad_is_repaired(tmp_path: Path) -> None:
     versions = history(3)
     publisher, follower = Publisher(WeightStore(Objects.open(tmp_path)), "rl"), follow(tmp_path)
     publisher.publish(0, versions[0])
-    update = poll(follower)
-    data = update.tensors["embed.weight"].data
-    while isinstance(data.base, np.ndarray):
-        data = data.base
-    data.flags.writeable = True
-    data[7] ^= 16
+    engine = copy_of(poll(follower).tensors)
+    bad_memory(follower, "embed.weight")
     publisher.publish(1, versions[1])
-    assert same(poll(follower).tensors, versions[1])
-    assert follower.problem is None
+    update = poll(follower)
+    assert same(update.tensors, versions[1]) and follower.problem is None
+    apply_patches(engine, update)
+    assert same(engine, versions[1])
+
+
+def test_an_engine_that_could_not_use_an_update_gets_everything_again(tmp_path: Path) -> None:
+    versions = history(2)
+    publisher, follower = Publisher(WeightStore(Objects.open(tmp_path)), "rl"), follow(tmp_path)
+    assert follower.again() is None
+    for number in range(2):
+        publisher.publish(number, versions[number])
+    first = poll(follower)
+    bad_memory(follower, "layers.0.norm")  # no delta will ever touch it, so only looking finds it
+    update = follower.again()
+    assert update is not None and (update.policy, update.patches, update.base) == (first.policy, None, None)
+    assert same(update.tensors, versions[1])
+
+
+def test_a_failed_catch_up_serves_nothing_on_the_way_to_a_channels_version(tmp_path: Path) -> None:
+    versions = publish_line(tmp_path, 5)
+    channels, follower = Channels(Objects.open(tmp_path)), follow(tmp_path)
+    follower.follow_channel("live")
+    channels.move("live", Version("rl", 1))
+    first = poll(follower)
+    engine = copy_of(first.tensors)
+    pack = delta_pack(tmp_path, 3)
+    whole = pack.read_bytes()
+    flip(pack)
+    channels.move("live", Version("rl", 4))
+    time.sleep(0.002)
+    assert follower.poll() is None and follower.current == first.policy  # its image is at 2, which nobody asked for
+    assert follower.problem and "rl@4 cannot be restored, serving rl@1" in follower.problem
+    pack.write_bytes(whole)
+    update = poll(follower)
+    assert update.policy.number == 4 and update.base == first.policy
+    apply_patches(engine, update)
+    assert same(engine, versions[4])
 
 
 def test_a_number_missing_from_a_line_does_not_stop_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -220,7 +316,7 @@ def test_following_a_channel_back_and_forth_and_across_lines(tmp_path: Path) -> 
     poll(follower)
     channels.move("live", Version("rl", 0))
     update = poll(follower)
-    assert (update.policy.line, update.bytes, update.changed) == ("rl", 0, set())  # the same bytes under another name
+    assert (update.policy.line, update.bytes, update.patches) == ("rl", 0, {})  # the same bytes under another name
     assert follower.poll() is None
 
 

@@ -1,5 +1,6 @@
 """kill -9 at every step of a publish and of a copy: half a version does not exist, and doing it again is safe."""
 
+import shutil
 import signal
 import subprocess
 import sys
@@ -11,8 +12,11 @@ from rollmill.storage.http import object_app
 from rollmill.storage.objects import Objects
 from rollmill.types import Version
 from rollmill.weights import Follower, Mirror, Publisher, WeightStore
+from rollmill.weights.manifest import layout_of
+from rollmill.weights.parts import PartPublisher
 from tests.storage.serving import served
 from tests.weights.build import history, publish_line, same
+from tests.weights.worker import killed_at, owned_by
 
 
 def run_worker(*arguments: object) -> int:
@@ -31,7 +35,7 @@ def check_line(path: Path, versions: list) -> int:
 # Version 1 is a delta (one pack), version 2 a delta and a snapshot (two packs). Each pack and each manifest takes four
 # steps: fsync of the file, link, fsync of the folder, unlink of the staged name.
 @pytest.mark.parametrize(("step", "alive"), [(1, 1), (3, 1), (5, 1), (6, 2), (13, 2), (17, 2), (18, 3)])
-def test_a_publisher_killed_at_any_step(tmp_path: Path, step: int, alive: int) -> None:
+def test_a_publisher_killed_on_its_way_to_the_disk(tmp_path: Path, step: int, alive: int) -> None:
     versions = history(4)
     store = WeightStore(Objects.open(tmp_path))
     Publisher(store, "rl", snapshot_every=2).publish(0, versions[0])
@@ -41,13 +45,74 @@ def test_a_publisher_killed_at_any_step(tmp_path: Path, step: int, alive: int) -
     assert check_line(tmp_path, versions) == alive
     follower.poll()
     assert follower.problem is None and follower.current and follower.current.number == alive - 1
+    go_on(tmp_path, versions, follower)
 
-    again = Publisher(WeightStore(Objects.open(tmp_path)), "rl", snapshot_every=2)
-    for number in range(4):
-        again.publish(number, versions[number])
-    assert check_line(tmp_path, versions) == 4
+
+def go_on(path: Path, versions: list, follower: Follower) -> None:
+    """The trainer starts again and publishes everything again, as it does after its newest checkpoint."""
+    again = Publisher(WeightStore(Objects.open(path)), "rl", snapshot_every=2)
+    for number, tensors in enumerate(versions):
+        again.publish(number, tensors)
+    assert check_line(path, versions) == len(versions)
     update = follower.poll()
-    assert update is not None and same(update.tensors, versions[3])
+    assert update is not None and same(update.tensors, versions[-1])
+
+
+@pytest.mark.parametrize("first", [0, 1, 2], ids=["snapshot", "delta", "both"])
+def test_a_publisher_killed_at_every_call_of_the_store(tmp_path: Path, first: int) -> None:
+    """Before and after each one, from taking the line over to the last."""
+    versions = history(first + 2)
+    line = tmp_path / "line"
+    Objects.open(line)
+    if first:
+        publish_line(line, first, snapshot_every=2)
+
+    def publish(objects: Objects) -> None:
+        Publisher(WeightStore(objects), "rl", snapshot_every=2).publish(first, versions[first])
+
+    for step in range(200):
+        path = tmp_path / str(step)
+        shutil.copytree(line, path)
+        follower = Follower(WeightStore(Objects.open(path)), "rl")
+        follower.poll()
+        killed = killed_at(path, step, publish)
+        alive = check_line(path, versions)
+        assert alive in (first, first + 1)
+        follower.poll()
+        assert follower.problem is None and (follower.current.number if follower.current else -1) == alive - 1
+        go_on(path, versions, follower)
+        shutil.rmtree(path)
+        if not killed:
+            break
+    assert alive == first + 1 and 15 < step < 199
+
+
+def test_ranks_killed_at_every_call_of_the_store(tmp_path: Path) -> None:
+    """The ranks of a sharded trainer one after the other in one process: each call of each of them is the last once."""
+    versions = history(2)
+    publish_line(tmp_path / "line", 1)
+
+    def publish(objects: Objects) -> None:
+        ranks = [PartPublisher(WeightStore(objects), "rl", layout_of(versions[0]), rank, 2) for rank in range(2)]
+        standing = ranks[0].resume(owned_by(versions[0], 0, 2))
+        ranks[1].resume(owned_by(versions[0], 1, 2), standing)
+        for rank in ranks:
+            rank.publish_part(1, owned_by(versions[1], rank.rank, 2))
+        ranks[0].commit_parts(1, wait=0)
+        for rank in ranks:
+            rank.settle(1, wait=0)
+
+    for step in range(300):
+        path = tmp_path / str(step)
+        shutil.copytree(tmp_path / "line", path)
+        killed = killed_at(path, step, publish)
+        alive = check_line(path, versions)
+        publish(Objects.open(path))
+        assert check_line(path, versions) == 2
+        shutil.rmtree(path)
+        if not killed:
+            break
+    assert alive == 2 and 30 < step < 299
 
 
 @pytest.mark.parametrize("step", [1, 6, 13, 20])

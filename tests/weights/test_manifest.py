@@ -115,6 +115,8 @@ def lie(fields: dict, path: str, value: object) -> None:
     ("path", "value"),
     [
         ("digest", "0" * 64),
+        ("format", 1),
+        ("tensors.0.chunks.0", "0" * 32),
         ("tensors.0.chunks.0", "0" * 64),
         ("tensors.0.dtype", "bf17"),
         ("tensors.0.shape", [1 << 52, 1 << 52]),
@@ -133,6 +135,9 @@ def lie(fields: dict, path: str, value: object) -> None:
         ("snapshot", None),
         ("line", "../x"),
         ("number", 1.5),
+        ("first", 2),
+        ("origin_line", "sft"),
+        ("parent_line", None),
         ("unknown", 1),
     ],
 )

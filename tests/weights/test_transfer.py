@@ -3,13 +3,15 @@ from pathlib import Path
 
 import pytest
 
-from rollmill.errors import WeightsError
+from rollmill.errors import StorageError, WeightsError
 from rollmill.storage.http import object_app
 from rollmill.storage.objects import Objects
 from rollmill.types import Version
 from rollmill.weights import Channels, Follower, Mirror, Publisher, WeightStore
 from rollmill.weights import follower as follower_module
-from tests.storage.serving import served
+from rollmill.weights import transfer as transfer_module
+from rollmill.weights.anchors import AnchorBuilder
+from tests.storage.serving import Front, new_bucket, s3_options, s3_server, served
 from tests.weights.build import delta_pack, history, make_tensors, publish_line, same
 
 
@@ -162,3 +164,132 @@ def test_channels_reach_other_regions_after_their_versions(tmp_path: Path) -> No
             update = follower.poll()
             assert update is not None and same(update.tensors, versions[number])
         assert Channels(Objects.open(tmp_path / "away")).history("live") == Channels(home).history("live")
+
+
+def names_of(front: Front) -> list[str]:
+    """What was asked for since the last look, sorted: manifests by number, and packs."""
+    paths = sorted(request.removeprefix("GET /objects/weights/rl/bf16/") for request in front.requests)
+    front.requests.clear()
+    return [path.partition("-")[0] for path in paths]
+
+
+def test_one_version_behind_is_two_manifests_and_its_packs(tmp_path: Path) -> None:
+    """Two round trips. And each look that finds nothing is a single one."""
+    versions = history(3)
+    home = Objects.open(tmp_path / "home")
+    publisher = Publisher(WeightStore(home), "rl")
+    publisher.publish(0, versions[0])
+    with served(object_app(home)) as url, Front(url) as front:
+        mirror = Mirror(Objects.open(front.url), Objects.open(tmp_path / "away"))
+        assert mirror.copy("rl").versions == (Version("rl", 0),)
+        mirror.copy("rl")  # this one also looks past a gap, which it will not do again soon
+        for number in (1, 2):
+            front.requests.clear()
+            assert mirror.copy("rl").versions == ()
+            assert names_of(front) == [f"manifests/000000000{number + ahead}.manifest" for ahead in (0, 1)]
+            publisher.publish(number, versions[number])
+            assert mirror.copy("rl").versions == (Version("rl", number),)
+            manifests = [f"manifests/000000000{number + ahead}.manifest" for ahead in (0, 1)]
+            assert names_of(front) == [*manifests, f"packs/000000000{number}"]
+
+
+def test_a_region_far_behind_reads_manifests_many_at_a_time(tmp_path: Path) -> None:
+    versions = publish_line(tmp_path / "home", 30, snapshot_every=100)
+    home, away = Objects.open(tmp_path / "home"), Objects.open(tmp_path / "away")
+    assert len(Mirror(home, away).copy("rl", number=0).versions) == 1
+    with served(object_app(home)) as url, Front(url) as front:
+        copied = Mirror(Objects.open(front.url), away).copy("rl")
+        asked = names_of(front)
+    assert [version.number for version in copied.versions] == list(range(1, 30))
+    assert len([name for name in asked if name.startswith("packs")]) == 29
+    assert len(asked) < 29 + 29 + 40 and len(set(asked)) == len(asked)  # none of them twice
+    assert same(WeightStore(away).load(Version("rl", 29)), versions[29])
+
+
+def test_a_copy_that_was_cut_short_goes_on_where_it_was(tmp_path: Path) -> None:
+    versions = publish_line(tmp_path / "home", 4)
+    home, away = Objects.open(tmp_path / "home"), Objects.open(tmp_path / "away")
+    pack = delta_pack(tmp_path / "home", 2)
+    whole = pack.read_bytes()
+    pack.unlink()
+    with pytest.raises(WeightsError, match="no object"):
+        Mirror(home, away).copy("rl")
+    assert WeightStore(away).numbers("rl") == [0, 1]
+    pack.write_bytes(whole)
+    away.put(f"weights/rl/bf16/packs/{pack.name}", whole)  # it had come, and then the power went
+    with served(object_app(home)) as url, Front(url) as front:
+        copied = Mirror(Objects.open(front.url), away).copy("rl")
+        assert [name for name in names_of(front) if name.startswith("packs")] == ["packs/0000000003"]
+    assert copied.bytes == delta_pack(tmp_path / "home", 3).stat().st_size
+    assert same(WeightStore(away).load(Version("rl", 3)), versions[3])
+
+
+def test_damage_in_the_source_is_gone_around(tmp_path: Path) -> None:
+    """The delta of 2 is damaged; 3 has a snapshot. And where nothing leads further, what can be had is copied."""
+    versions = publish_line(tmp_path / "home", 6, snapshot_every=3)
+    home, away = Objects.open(tmp_path / "home"), Objects.open(tmp_path / "away")
+    mirror = Mirror(home, away)
+    mirror.copy("rl", number=1)
+    delta_pack(tmp_path / "home", 2).write_bytes(b"damaged")
+    broken = tmp_path / "home" / "weights" / "rl" / "bf16" / "manifests" / "0000000005.manifest"
+    broken.write_bytes(b"half a mani")
+    with pytest.raises(WeightsError, match=r"rl@5.*damaged"):
+        mirror.copy("rl")
+    assert WeightStore(away).numbers("rl") == [0, 1, 3, 4]
+    assert same(WeightStore(away).load(Version("rl", 4)), versions[4])
+    assert all(ok for _, ok, _ in WeightStore(away).verify("rl"))
+
+
+def test_a_gap_in_the_source_is_seen_past(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(transfer_module, "_LISTING_SECONDS", 0.0)
+    versions = publish_line(tmp_path / "home", 7, snapshot_every=3)
+    home, away = Objects.open(tmp_path / "home"), Objects.open(tmp_path / "away")
+    mirror = Mirror(home, away)
+    mirror.copy("rl", number=1)
+    for number in (2, 3, 4):
+        home.delete(f"weights/rl/bf16/manifests/{number:010d}.manifest")
+    assert mirror.copy("rl").versions == (Version("rl", 6),)
+    assert same(WeightStore(away).load(Version("rl", 6)), versions[6])
+
+
+def test_an_anchor_of_the_source_is_where_a_new_region_begins(tmp_path: Path) -> None:
+    versions = publish_line(tmp_path / "home", 40, snapshot_every=100)
+    home, away = Objects.open(tmp_path / "home"), Objects.open(tmp_path / "away")
+    assert AnchorBuilder(WeightStore(home), "rl", every=19).poll() == 38
+    copied = Mirror(home, away).copy("rl")
+    assert [version.number for version in copied.versions] == [38, 39]
+    assert WeightStore(away).anchors("rl") == [38]
+    assert same(WeightStore(away).load(Version("rl", 39)), versions[39])
+
+
+def test_a_source_that_cannot_be_reached_is_not_taken_for_damage(tmp_path: Path) -> None:
+    """In the middle of a plan the link is lost: no snapshot is fetched instead of the deltas that were not seen."""
+    publish_line(tmp_path / "home", 20, snapshot_every=100)
+    home, away = Objects.open(tmp_path / "home"), Objects.open(tmp_path / "away")
+    with served(object_app(home)) as url, Front(url) as front:
+        mirror = Mirror(Objects.open(front.url, patience=0.3), away)
+
+        def lose_the_link(key: str) -> bytes:
+            data = get(key)
+            front.mode = "busy"  # from the second manifest on
+            return data
+
+        get, mirror.source.objects.get = mirror.source.objects.get, lose_the_link  # type: ignore[method-assign]
+        with pytest.raises(StorageError, match="503"):
+            mirror.copy("rl", number=19)
+    assert away.list("weights") == []
+
+
+def test_between_buckets(tmp_path: Path) -> None:
+    home = Objects.open(new_bucket(), options=s3_options(s3_server()))
+    away = Objects.open(new_bucket(), options=s3_options(s3_server()))
+    versions = history(3)
+    publisher = Publisher(WeightStore(home), "rl", snapshot_every=100)
+    for number, tensors in enumerate(versions):
+        publisher.publish(number, tensors)
+    Channels(home).move("live", Version("rl", 1))
+    mirror = Mirror(home, away)
+    assert mirror.copy_channel("live") == Version("rl", 1)
+    assert [version.number for version in mirror.copy("rl").versions] == [2]
+    assert Channels(away).get("live") == Version("rl", 1)
+    assert same(WeightStore(away).load(Version("rl", 2)), versions[2])

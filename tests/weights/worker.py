@@ -1,21 +1,99 @@
-"""A process that publishes or copies and is killed, truly, just before its n-th step towards the disk.
+"""Processes that are killed, truly, in the middle of what they do.
 
-python -m tests.weights.worker publish STORE FIRST LAST KILL_AT
-python -m tests.weights.worker copy SOURCE TARGET KILL_AT
+python -m tests.weights.worker publish STORE FIRST LAST KILL_AT     killed before its n-th step towards the disk
+python -m tests.weights.worker copy SOURCE TARGET KILL_AT           the same
+python -m tests.weights.worker race STORE SEED LAST                 publishes as fast as it can until fenced (exit 3)
+
+`killed_at`, `stopped_at` and `run_ranks` do it to children of this process, at their n-th call of the object store.
 """
 
 from __future__ import annotations
 
+import json
 import os
 import signal
 import sys
+import threading
+import traceback
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+from rollmill.errors import WeightsError
 from rollmill.storage.objects import Objects
 from rollmill.weights import Mirror, Publisher, WeightStore
-from tests.weights.build import history
+from rollmill.weights.manifest import layout_of
+from rollmill.weights.parts import PartPublisher, Standing
+from rollmill.weights.tensors import Tensors
+from tests.weights.build import history, make_tensors, train_step
+
+FENCED = 3
+
+
+class Mortal:
+    """A store's backend that sends this process a signal just before (even) or after (odd) one of its calls."""
+
+    def __init__(self, backend: Any, step: int, number: int = signal.SIGKILL) -> None:
+        self._backend, self._left, self._number = backend, step, number
+        self._lock = threading.Lock()
+
+    def __getattr__(self, name: str) -> Any:
+        call = getattr(self._backend, name)
+
+        def counted(*args: Any) -> Any:
+            self._count()
+            result = call(*args)
+            self._count()
+            return result
+
+        return counted
+
+    def _count(self) -> None:
+        with self._lock:
+            if self._left == 0:
+                os.kill(os.getpid(), self._number)
+            self._left -= 1
+
+
+def mortal(path: Path, step: int, number: int = signal.SIGKILL) -> Objects:
+    objects = Objects.open(path)
+    return Objects(Mortal(objects._backend, step, number), objects.url)
+
+
+def in_child(work: Callable[[], None]) -> int:
+    """Runs `work` in a child; its process id. It exits with 3 when it is fenced, with 1 for other errors."""
+    child = os.fork()
+    if child:
+        return child
+    status = 1
+    try:
+        work()
+        status = 0
+    except WeightsError as error:
+        status = FENCED if "fenced" in error.message else 1
+        if status == 1:
+            traceback.print_exc()
+    except BaseException:
+        traceback.print_exc()
+    finally:
+        os._exit(status)
+
+
+def killed_at(path: Path, step: int, work: Callable[[Objects], object]) -> bool:
+    """Runs `work` in a child on the store at `path`. False: it ended before it came to that call."""
+    _, status = os.waitpid(in_child(lambda: (work(mortal(path, step)), None)[1]), 0)
+    if os.WIFSIGNALED(status):
+        assert os.WTERMSIG(status) == signal.SIGKILL
+        return True
+    assert os.WEXITSTATUS(status) == 0
+    return False
+
+
+def stopped_at(path: Path, step: int, work: Callable[[Objects], object]) -> int | None:
+    """The same with SIGSTOP: the child's process id, or None when it ended before."""
+    child = in_child(lambda: (work(mortal(path, step, signal.SIGSTOP)), None)[1])
+    _, status = os.waitpid(child, os.WUNTRACED)
+    return child if os.WIFSTOPPED(status) else None
 
 
 def die_at(step: int) -> None:
@@ -50,5 +128,58 @@ def copy(source: str, target: str, kill_at: str) -> None:
     mirror.copy("rl")
 
 
+def race(store: str, seed: str, last: str) -> None:
+    """A trainer with a mind of its own: goes on from wherever the line stands, until somebody takes it over."""
+    publisher = Publisher(WeightStore(Objects.open(Path(store))), "rl", snapshot_every=4)
+    try:
+        head = publisher.resume()
+        tensors: Tensors = publisher.store.load(head.version) if head else make_tensors()
+        while publisher.last is None or publisher.last.number < int(last):
+            number = publisher.last.number + 1 if publisher.last else 0
+            tensors = train_step(tensors, 1000 * int(seed) + number)
+            publisher.publish(number, tensors)
+            print(number, flush=True)
+    except WeightsError as error:
+        print(error.message, flush=True)
+        sys.exit(FENCED if "fenced" in error.message else 1)
+
+
+def owned_by(tensors: Tensors, rank: int, world: int) -> dict[tuple[str, int], Any]:
+    """Every `world`-th chunk."""
+    keys = [(name, chunk) for name in sorted(tensors) for chunk in range(len(tensors[name].chunks()))]
+    return {(name, chunk): tensors[name].chunks()[chunk] for name, chunk in keys[rank::world]}
+
+
+def rank(objects: Objects, me: int, pipes: list[tuple[int, int]], last: int, wait: float) -> None:
+    """One rank of a sharded trainer. Rank 0 takes the line over and tells the others where it stands."""
+    world, versions = len(pipes), history(last + 1)
+    publisher = PartPublisher(WeightStore(objects), "rl", layout_of(versions[0]), me, world, snapshot_every=2)
+    told = None if me == 0 else Standing(*json.loads(os.read(pipes[me][0], 100)))
+    standing = publisher.resume(owned_by(versions[0], me, world), told)
+    for _, other in pipes[1:] if me == 0 else []:
+        os.write(other, json.dumps(standing).encode())
+    for number, tensors in enumerate(versions):
+        publisher.publish_part(number, owned_by(tensors, me, world))
+        if me == 0:
+            publisher.commit_parts(number, metadata={"step": number}, wait=wait)
+        publisher.settle(number, wait)
+
+
+def run_ranks(path: Path, world: int, last: int, killed: int = 0, kill_at: int = -1) -> list[int]:
+    """Processes that publish together, one of which is killed at its n-th call of the store. Their exit codes."""
+    pipes = [os.pipe() for _ in range(world)]
+
+    def start(me: int) -> None:
+        objects = mortal(path, kill_at) if me == killed and kill_at >= 0 else Objects.open(path)
+        for _, writer in pipes if me else []:
+            os.close(writer)  # so that a rank hears the end of rank 0
+        rank(objects, me, pipes, last, 60 if kill_at < 0 else 1)
+
+    children = [in_child(lambda me=me: start(me)) for me in range(world)]  # type: ignore[misc]
+    for pipe in pipes:
+        os.close(pipe[0]), os.close(pipe[1])
+    return [os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) for child in children]
+
+
 if __name__ == "__main__":
-    {"publish": publish, "copy": copy}[sys.argv[1]](*sys.argv[2:])
+    {"publish": publish, "copy": copy, "race": race}[sys.argv[1]](*sys.argv[2:])

@@ -1,0 +1,442 @@
+"""Compiled loops over the elements of a chunk. Imports numba: only `compiled` imports this, and only when it is needed.
+
+They check nothing: `compiled` passes buffers that are large enough, and indices that were found to lie in the chunk.
+Words are the same elements, eight bytes at a time, in whole tiles. Numbers are unsigned wherever they index (a signed
+index costs a test for wrapping around) and mostly 64 bits wide (numba widens them anyway). What is unpredictable is
+done without branches: a place is written down, and then kept or not.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+from numba import njit, uint8, uint32, uint64, uintp
+
+TILE_WORDS = 2048  # 16 KiB of the base and as much of the new elements: both stay in the first-level cache
+BLOCK_WORDS = 8
+STRETCH = 8  # elements between two checkpoints of the counts of classes
+SEGMENT = 128  # elements after which those counts are added up: a count fits a byte
+SKIP = 255
+MOST_CLASSES = 8
+
+compiled = njit(nogil=True, cache=True, error_model="numpy")
+
+
+@compiled
+def width_of(elements):
+    """Bytes of an element: a constant for the compiler, unlike `itemsize`, so that loops over them unroll."""
+    largest = uint64(elements.dtype.type(-1))
+    return uintp(1) if largest == uint64(0xFF) else uintp(2) if largest == uint64(0xFFFF) else uintp(4)
+
+
+@compiled
+def ordered(bits, sign):
+    """Sign-magnitude bits as an integer in numeric order; `sign` is the number of the sign bit."""
+    top = uint64(1) << sign
+    return bits ^ (top | ((uint64(0) - (bits >> sign)) & (top - uint64(1))))
+
+
+@compiled
+def unordered(number, sign):
+    top = uint64(1) << sign
+    return number ^ (top | (((number >> sign) - uint64(1)) & (top - uint64(1))))
+
+
+# --- encoding: collect what changed, then write streams
+
+
+@compiled
+def make_scratch(elements):
+    """What `find_changed` works with: flags and places of blocks, places of words; and what it finds."""
+    return (
+        np.empty(TILE_WORDS // BLOCK_WORDS, np.uint64),
+        np.empty(TILE_WORDS // BLOCK_WORDS, np.uint32),
+        np.empty(TILE_WORDS, np.uint32),
+        np.empty(uintp(TILE_WORDS) * (uintp(8) // width_of(elements)), np.uint32),
+    )
+
+
+@compiled
+def find_changed(old, old_words, new_words, first, scratch):
+    """The indices of the changed elements of the tile at word `first`, in the last scratch array. Returns how many.
+
+    Three levels (blocks of 64 bytes, words, elements), each branch-free.
+    """
+    flags, blocks, words, found = scratch
+    per_word, lane_bits, lane = uintp(8) // width_of(old), uint64(8) * width_of(old), uint64(old.dtype.type(-1))
+    for block in range(uintp(TILE_WORDS // BLOCK_WORDS)):
+        differs = uint64(0)
+        place = first + block * uintp(BLOCK_WORDS)
+        for word in range(uintp(BLOCK_WORDS)):
+            differs |= old_words[place + word] ^ new_words[place + word]
+        flags[block] = differs
+    kept_blocks, kept_words, count = uintp(0), uintp(0), uintp(0)
+    for block in range(uintp(TILE_WORDS // BLOCK_WORDS)):
+        blocks[kept_blocks] = uint32(block)
+        kept_blocks += uintp(flags[block] != uint64(0))
+    for block in range(kept_blocks):
+        place = first + uintp(blocks[block]) * uintp(BLOCK_WORDS)
+        for word in range(uintp(BLOCK_WORDS)):
+            words[kept_words] = uint32(place + word)
+            kept_words += uintp(old_words[place + word] != new_words[place + word])
+    for word in range(kept_words):
+        place = uintp(words[word])
+        differs = old_words[place] ^ new_words[place]
+        for index in range(place * per_word, (place + uintp(1)) * per_word):
+            found[count] = uint32(index)
+            count += uintp((differs & lane) != uint64(0))
+            differs >>= lane_bits
+    return count
+
+
+@compiled
+def collect(old, new, old_words, new_words, offset, changed, indices, differences, values):
+    """The changed elements: where (plus `offset`), by how much, and what they become. They are added to the `changed`
+    ones that are there; returns how many there are then."""
+    kind, width = old.dtype.type, width_of(old)
+    sign = uint64(8) * width - uint64(1)
+    scratch = make_scratch(old)
+    found = scratch[3]
+    changed = uintp(changed)
+    for first in range(uintp(0), uintp(old_words.size), uintp(TILE_WORDS)):
+        for which in range(find_changed(old, old_words, new_words, first, scratch)):
+            index = uintp(found[which])
+            indices[changed] = uint32(uintp(offset) + index)
+            differences[changed] = kind(ordered(uint64(new[index]), sign) - ordered(uint64(old[index]), sign))
+            values[changed] = new[index]
+            changed += uintp(1)
+    return changed
+
+
+@compiled
+def write_gaps(indices, gaps):
+    """Ascending indices as gap bytes. Returns how many bytes."""
+    place, behind = uintp(0), uint64(0)
+    for which in range(uintp(indices.size)):
+        gap = uint64(indices[which]) - behind
+        behind = uint64(indices[which]) + uint64(1)
+        while gap >= uint64(SKIP):
+            gaps[place] = uint8(SKIP)
+            place += uintp(1)
+            gap -= uint64(SKIP)
+        gaps[place] = uint8(gap)
+        place += uintp(1)
+    return place
+
+
+@compiled
+def write_signs(differences, signs, exceptions):
+    """The signs, one bit each, and which differences are not ±1. Returns how many are not."""
+    sign, full = uint64(8) * width_of(differences) - uint64(1), uint64(differences.dtype.type(-1))
+    bits, odd = uint64(0), uintp(0)
+    for change in range(uintp(differences.size)):
+        difference = uint64(differences[change])
+        bits = (bits << uint64(1)) | (difference >> sign)
+        signs[change >> uintp(3)] = uint8(bits)
+        exceptions[odd] = uint32(change)
+        odd += uintp((difference != uint64(1)) & (difference != full))
+    rest = uint64(differences.size) & uint64(7)
+    if rest:
+        signs[uintp(differences.size) >> uintp(3)] = uint8(bits << (uint64(8) - rest))
+    return odd
+
+
+@compiled
+def write_exceptions(differences, values, exceptions, magnitudes, literals):
+    """A byte for each exception, and the elements that a byte does not describe. Returns how many of those."""
+    kind, sign = differences.dtype.type, uint64(8) * width_of(differences) - uint64(1)
+    escaped = uintp(0)
+    for which in range(uintp(exceptions.size)):
+        change = uintp(exceptions[which])
+        difference = uint64(differences[change])
+        negative = difference >> sign
+        magnitude = uint64(kind((difference ^ (uint64(0) - negative)) + negative))
+        fits = magnitude <= uint64(255)
+        magnitudes[which] = uint8(magnitude * uint64(fits))
+        literals[escaped] = values[change]
+        escaped += uintp(not fits)
+    return escaped
+
+
+# --- classes: their members are counted in words of eight bytes, one for each class
+
+
+@compiled
+def count_members(bits, words, first, units, totals, before, checkpoints):
+    """For the tile at word `first`: the members of each class before each segment, and inside it before each stretch.
+
+    `units` has for each magnitude byte a one in the byte of its class. `totals` moves on to the end of the tile.
+    """
+    width = width_of(bits)
+    per_word, lane_bits = uintp(8) // width, uint64(8) * width
+    shift = lane_bits - uint64(9) if width > uintp(1) else uint64(0)
+    mask = uint64(255) if width > uintp(1) else uint64(127)
+    word, checkpoint = first, uintp(0)
+    for segment in range(uintp(TILE_WORDS) * per_word // uintp(SEGMENT)):
+        inside = uint64(0)
+        for _ in range(uintp(SEGMENT // STRETCH)):
+            checkpoints[checkpoint] = inside
+            checkpoint += uintp(1)
+            for _ in range(width):  # that many words are a stretch
+                elements, count = words[word] >> shift, uint64(0)
+                word += uintp(1)
+                for _ in range(per_word):
+                    count += units[elements & mask]
+                    elements >>= lane_bits
+                inside += count
+        for which in range(uintp(MOST_CLASSES)):
+            before[segment, which] = totals[which]
+            totals[which] += uint32(inside & uint64(255))
+            inside >>= uint64(8)
+
+
+@compiled
+def make_counts(elements):
+    """Room for what `count_members` says about a tile."""
+    per_tile = uintp(TILE_WORDS) * (uintp(8) // width_of(elements))
+    before = np.empty((per_tile // uintp(SEGMENT), uintp(MOST_CLASSES)), np.uint32)
+    return before, np.empty(per_tile // uintp(STRETCH), np.uint64)
+
+
+@compiled
+def magnitude_byte(bits, width):
+    """The eight bits below the sign, mostly the exponent."""
+    return (bits >> (uint64(8) * width - uint64(9))) & uint64(255) if width > uintp(1) else bits & uint64(127)
+
+
+@compiled
+def collect_classed(
+    old, new, old_words, new_words, changed, units, table, totals, members, classes, differences, values
+):
+    """Like `collect`, with the class of each change, and in `members` its place among the members of that class."""
+    kind, width = old.dtype.type, width_of(old)
+    sign = uint64(8) * width - uint64(1)
+    scratch = make_scratch(old)
+    found = scratch[3]
+    before, checkpoints = make_counts(old)
+    changed = uintp(changed)
+    for first in range(uintp(0), uintp(old_words.size), uintp(TILE_WORDS)):
+        start = first * (uintp(8) // width)
+        count_members(old, old_words, first, units, totals, before, checkpoints)
+        for found_at in range(find_changed(old, old_words, new_words, first, scratch)):
+            index = uintp(found[found_at])
+            place = index - start
+            which = uintp(table[magnitude_byte(uint64(old[index]), width)])
+            stretch = place // uintp(STRETCH)
+            inside = checkpoints[stretch] >> (uint64(8) * which) & uint64(255)
+            for other in range(uintp(STRETCH)):
+                element = uint64(old[start + stretch * uintp(STRETCH) + other])
+                member = uintp(table[magnitude_byte(element, width)]) == which
+                inside += uint64(member & (other < place % uintp(STRETCH)))
+            members[changed] = before[place // uintp(SEGMENT), which] + uint32(inside)
+            classes[changed] = uint8(which)
+            differences[changed] = kind(ordered(uint64(new[index]), sign) - ordered(uint64(old[index]), sign))
+            values[changed] = new[index]
+            changed += uintp(1)
+    return changed
+
+
+@compiled
+def sort_by_class(classes, members, differences, values, next_place, sorted_members, sorted_differences, sorted_values):
+    for change in range(uintp(classes.size)):
+        which = uintp(classes[change])
+        place = uintp(next_place[which])
+        next_place[which] += 1
+        sorted_members[place] = members[change]
+        sorted_differences[place] = differences[change]
+        sorted_values[place] = values[change]
+
+
+@compiled
+def find_member(bits, start, table, which, left, checkpoints, segment):
+    """The place in the tile at `start` of the member of a class that has `left` others before it in its segment."""
+    width, stretch = width_of(bits), segment * uintp(SEGMENT // STRETCH)
+    shift = uint64(8) * which
+    behind = uintp(0)
+    for other in range(uintp(1), uintp(SEGMENT // STRETCH)):
+        behind += uintp((checkpoints[stretch + other] >> shift & uint64(255)) <= left)
+    stretch += behind
+    left -= checkpoints[stretch] >> shift & uint64(255)
+    place = stretch * uintp(STRETCH)
+    seen, behind = uint64(0), uintp(0)
+    for other in range(uintp(STRETCH)):
+        seen += uint64(uintp(table[magnitude_byte(uint64(bits[start + place + other]), width)]) == which)
+        behind += uintp(seen <= left)
+    return place + behind
+
+
+@compiled
+def mark_members(bits, start, table, totals, before, checkpoints, members, next_member, ends, marks):
+    """Mark the changed elements of a tile with their class, from 1."""
+    last = uintp(before.shape[0] - 1)
+    for which in range(uintp(ends.size)):
+        segment, at, end = uintp(0), uintp(next_member[which]), uintp(ends[which])
+        while at < end and members[at] < totals[which]:
+            member = members[at]
+            while segment < last and before[segment + uintp(1), which] <= member:
+                segment += uintp(1)
+            left = uint64(member - before[segment, which])
+            marks[find_member(bits, start, table, which, left, checkpoints, segment)] = uint8(which + uintp(1))
+            at += uintp(1)
+        next_member[which] = at
+
+
+@compiled
+def find_marks(marks, words, found):
+    """The marked places of a tile, ascending."""
+    mark_words = marks.view(np.uint64)
+    kept, count = uintp(0), uintp(0)
+    for word in range(uintp(mark_words.size)):
+        words[kept] = uint32(word)
+        kept += uintp(mark_words[word] != uint64(0))
+    for word in range(kept):
+        place = uintp(words[word])
+        marked = mark_words[place]
+        for index in range(place * uintp(8), place * uintp(8) + uintp(8)):
+            found[count] = uint32(index)
+            count += uintp((marked & uint64(255)) != uint64(0))
+            marked >>= uint64(8)
+    return count
+
+
+@compiled
+def place_members(
+    bits, words, offset, placed, units, table, totals, members, next_member, ends, next_change, indices, order
+):
+    """Changes of all classes, given by their places among the members of their class, in the order of the chunk:
+    their indices, and their places in the lists.
+
+    Returns how many were placed: fewer than all means that a class has not as many members as its list says.
+    """
+    width = width_of(bits)
+    per_word = uintp(8) // width
+    before, checkpoints = make_counts(bits)
+    marks = np.zeros(uintp(TILE_WORDS) * per_word, np.uint8)
+    mark_words, found = np.empty(marks.size // 8, np.uint32), np.empty(marks.size, np.uint32)
+    placed = uintp(placed)
+    for first in range(uintp(0), uintp(words.size), uintp(TILE_WORDS)):
+        start = first * per_word
+        count_members(bits, words, first, units, totals, before, checkpoints)
+        mark_members(bits, start, table, totals, before, checkpoints, members, next_member, ends, marks)
+        for found_at in range(find_marks(marks, mark_words, found)):
+            place = uintp(found[found_at])
+            which = uintp(marks[place]) - uintp(1)
+            marks[place] = uint8(0)
+            indices[placed] = uint32(uintp(offset) + start + place)
+            order[placed] = uint32(next_change[which])
+            next_change[which] += uint32(1)
+            placed += uintp(1)
+    return placed
+
+
+# --- decoding
+
+
+@compiled
+def expand_gaps(gaps, indices):
+    """Gap bytes as indices; `indices` has one place more than there are."""
+    place, reached = uintp(0), uint32(0)
+    for at in range(uintp(gaps.size)):
+        byte = gaps[at]
+        reached += uint32(byte)
+        indices[place] = reached
+        ends = uint32(byte != uint8(SKIP))
+        place += uintp(ends)
+        reached += ends
+
+
+@compiled
+def expand_differences(signs, exceptions, magnitudes, differences):
+    """Signs and exceptions as one difference for each change; 0 stands for a literal. There is room for whole bytes."""
+    kind = differences.dtype.type
+    for byte in range(uintp(signs.size)):
+        bits = uint64(signs[byte])
+        for bit in range(uintp(8)):
+            negative = bits >> (uint64(7) - uint64(bit)) & uint64(1)
+            differences[byte * uintp(8) + bit] = kind(uint64(1) - (negative << uint64(1)))
+    for exception in range(uintp(exceptions.size)):
+        change = uintp(exceptions[exception])
+        # it is 1 or -1 so far
+        differences[change] = kind(uint64(differences[change]) * uint64(magnitudes[exception]))
+
+
+@compiled
+def gather(bits, indices, values):
+    """A loop of its own: the shorter it is, the more of its cache misses are under way at a time."""
+    for change in range(uintp(indices.size)):
+        values[change] = bits[uintp(indices[change])]
+
+
+@compiled
+def add_differences(values, differences):
+    kind, sign = values.dtype.type, uint64(8) * width_of(values) - uint64(1)
+    for change in range(uintp(values.size)):
+        number = kind(ordered(uint64(values[change]), sign) + uint64(differences[change]))
+        values[change] = kind(unordered(uint64(number), sign))
+
+
+@compiled
+def scatter(bits, indices, values, before):
+    for change in range(uintp(indices.size)):
+        index = uintp(indices[change])
+        before[change] = bits[index]
+        bits[index] = values[change]
+
+
+# --- planes: bytes of elements
+
+
+@compiled
+def raw_plane(elements, plane, data):
+    kind, bits, shift = elements.dtype.type, uint64(8) * width_of(elements), uint64(8) * uint64(plane)
+    for place in range(uintp(elements.size)):
+        element = uint64(elements[place])
+        rotated = kind((element << uint64(1)) | (element >> (bits - uint64(1))))
+        data[place] = uint8(uint64(rotated) >> shift)
+
+
+@compiled
+def dense_plane(old, new, plane, data):
+    kind, shift = old.dtype.type, uint64(8) * uint64(plane)
+    sign = uint64(8) * width_of(old) - uint64(1)
+    for place in range(uintp(old.size)):
+        difference = uint64(kind(ordered(uint64(new[place]), sign) - ordered(uint64(old[place]), sign)))
+        zigzagged = kind((difference << uint64(1)) ^ (uint64(0) - (difference >> sign)))
+        data[place] = uint8(uint64(zigzagged) >> shift)
+
+
+@compiled
+def count_changed(old, new):
+    changed = uint64(0)
+    for place in range(uintp(old.size)):
+        changed += uint64(old[place] != new[place])
+    return changed
+
+
+@compiled
+def add_plane(elements, data, plane):
+    kind, shift = elements.dtype.type, uint64(8) * uint64(plane)
+    if shift == uint64(0):
+        for place in range(uintp(elements.size)):
+            elements[place] = kind(data[place])
+    else:
+        for place in range(uintp(elements.size)):
+            elements[place] = kind(uint64(elements[place]) | (uint64(data[place]) << shift))
+
+
+@compiled
+def rotate_right(elements):
+    kind, sign = elements.dtype.type, uint64(8) * width_of(elements) - uint64(1)
+    for place in range(uintp(elements.size)):
+        element = uint64(elements[place])
+        elements[place] = kind((element >> uint64(1)) | (element << sign))
+
+
+@compiled
+def undo_dense(base, elements):
+    """Zigzagged differences become the elements they lead to."""
+    kind, sign = base.dtype.type, uint64(8) * width_of(base) - uint64(1)
+    for place in range(uintp(base.size)):
+        zigzagged = uint64(elements[place])
+        difference = (zigzagged >> uint64(1)) ^ (uint64(0) - (zigzagged & uint64(1)))
+        number = uint64(kind(ordered(uint64(base[place]), sign) + difference))
+        elements[place] = kind(unordered(number, sign))
