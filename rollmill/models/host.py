@@ -12,9 +12,10 @@ import torch
 from torch import Tensor, nn
 
 from rollmill.errors import WeightsError
-from rollmill.weights.manifest import describe, root_digest
+from rollmill.weights.manifest import TensorEntry, describe, root_digest
 from rollmill.weights.tensors import HostTensor
 
+_PIECE = 1 << 23  # elements
 DTYPES: Mapping[str, torch.dtype] = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
 
 
@@ -33,14 +34,32 @@ def to_host(state: Mapping[str, Tensor], form: str = "bf16") -> dict[str, HostTe
 def load_host(model: nn.Module, tensors: Mapping[str, HostTensor], changed: Iterable[str] | None = None) -> None:
     """Copy host bytes into the parameters, only those of `changed` if given. Nothing is touched unless all fit."""
     state = model.state_dict()
-    _check_layout(state, tensors)
+    check_layout(state, tensors)
     for name in state if changed is None else changed:
-        state[name].copy_(_view(tensors[name]))
+        _copy(state[name], tensors[name])
 
 
 def device_digest(model: nn.Module, form: str = "bf16") -> str:
     """The root digest of what the parameters hold now, exported to `form`: the audit of a device copy."""
     return root_digest(describe(to_host(model.state_dict(), form)))
+
+
+class Auditor:
+    """`device_digest` again and again: tensors that nobody has touched since the last time are not exported again."""
+
+    def __init__(self, state: Mapping[str, Tensor]) -> None:
+        self._state = state  # of parameters that are changed in place
+        self._entries: dict[str, TensorEntry] = {}
+        self._form: str | None = None
+
+    def digest(self, form: str, touched: Iterable[str] | None = None) -> str:
+        """The root digest now, if only `touched` (all by default) have changed since this was last asked."""
+        if touched is None or form != self._form:
+            touched, self._form, self._entries = self._state, form, {}
+        names = [*touched, *(self._state.keys() - self._entries.keys())]
+        for entry in describe(to_host({name: self._state[name] for name in names}, form)):
+            self._entries[entry.name] = entry
+        return root_digest(tuple(self._entries[name] for name in sorted(self._entries)))
 
 
 @torch.no_grad()
@@ -57,13 +76,20 @@ def _dtype(form: str) -> torch.dtype:
     return DTYPES[form]
 
 
-def _view(tensor: HostTensor) -> Tensor:
-    # torch wants writable memory even to read from it; a mapped or received buffer may be read-only
-    data = tensor.data if tensor.data.flags.writeable else tensor.data.copy()
-    return torch.from_numpy(data).view(_dtype(tensor.dtype)).view(tensor.shape)
+def _copy(parameter: Tensor, tensor: HostTensor) -> None:
+    dtype = _dtype(tensor.dtype)
+    if tensor.data.flags.writeable:
+        parameter.copy_(torch.from_numpy(tensor.data).view(dtype).view(tensor.shape))
+        return
+    # torch wants writable memory even to read from it; a large read-only tensor is not copied all at once for that
+    flat = parameter.view(-1)
+    for start in range(0, tensor.elements, _PIECE):
+        piece = tensor.data[start * tensor.width : (start + _PIECE) * tensor.width].copy()
+        flat[start : start + _PIECE].copy_(torch.from_numpy(piece).view(dtype))
 
 
-def _check_layout(state: Mapping[str, Tensor], tensors: Mapping[str, HostTensor]) -> None:
+def check_layout(state: Mapping[str, Tensor], tensors: Mapping[str, HostTensor]) -> None:
+    """WeightsError unless these weights are of this model."""
     missing, unknown = sorted(state.keys() - tensors.keys()), sorted(tensors.keys() - state.keys())
     shapes = [
         f"{name} is {tuple(state[name].shape)} here and {tensors[name].shape} there"
