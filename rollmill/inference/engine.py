@@ -3,9 +3,12 @@
 The same contract over HTTP (`inference/server.py`) and in process (`inference/embedded`):
 
     POST /generate   GenerateRequest as JSON → newline-delimited JSON, one GenerateChunk a line, the last has `finish`
-    GET  /health     {"engine", "region", "policy": {line, number, form, digest}, "running", "waiting", "paused"}
+    GET  /health     {"engine", "region", "policy": {line, number, form, digest}, "running", "waiting", "paused"}, and
+                     of its follower "problem" and "lent": why it is not at the newest weights, the line it is lent to
     GET  /metrics    counters as Prometheus text
     POST /pause, /resume
+    POST /hint       {"version": n}: look for new weights now
+    POST /lend       {"line"}: serve another line, keeping the own weights in memory; POST /recall: serve the own again
 """
 
 from __future__ import annotations
@@ -73,7 +76,11 @@ class Engine(Protocol):
         ...
 
     async def apply(self, update: Update) -> Applied:
-        """Switch to new weights between two decode steps, without dropping requests."""
+        """Switch to new weights between two decode steps, without dropping requests.
+
+        If it fails or is cut short, applying the update again, or any other, leads to the right weights: an engine that
+        is not at `update.base` copies everything.
+        """
         ...
 
     async def pause(self) -> None: ...

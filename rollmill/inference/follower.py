@@ -1,30 +1,43 @@
-"""Keeps an engine at the head of its line: asks the store in a thread, applies between two decode steps."""
+"""Keeps an engine at the head of its line: asks the store in a thread, applies between two decode steps.
+
+source, in a thread                     event loop                            engine
+1  poll: fetch, decode, verify ──────►  2  apply: stage beside decoding ────► 3  write, audit, switch the label
+   an image in host memory                 (refused: 1 gives everything again)
+4  wait for the next version  ◄───────     a hint, a lending or a recall ends the wait
+"""
 
 from __future__ import annotations
 
 import asyncio
 import logging
 import time
+from collections.abc import Callable
 from typing import Protocol
 
 from rollmill import telemetry
-from rollmill.errors import RollmillError, StorageError, WeightsError
+from rollmill.errors import EngineError, RollmillError, StorageError, WeightsError
 from rollmill.inference.engine import Engine
 from rollmill.types import Version
-from rollmill.weights.follower import Update
+from rollmill.weights.follower import Follower, Update
 from rollmill.weights.store import WeightStore
 from rollmill.weights.transfer import Mirror
 
 log = logging.getLogger(__name__)
-RETRY_SECONDS = 1.0
+RETRY_SECONDS, LONGEST_RETRY_SECONDS = 1.0, 30.0
+LONGEST_WAIT_SECONDS = 2.0
+_WAIT_SHARE = 0.05  # of the time since something happened: what comes every minute is seen three seconds late at most
 
 
 class UpdateSource(Protocol):
-    """`rollmill.weights.follower.Follower`, or `Pinned`."""
+    """`rollmill.weights.follower.Follower`, or `Pinned`. Updates are valid until the next call."""
 
     problem: str | None
 
     def poll(self) -> Update | None: ...
+    def again(self) -> Update | None: ...
+    def hint(self) -> None: ...
+    def wait(self, seconds: float) -> None: ...
+    def close(self) -> None: ...
 
 
 class Pinned:
@@ -32,25 +45,38 @@ class Pinned:
 
     def __init__(self, store: WeightStore, version: Version, form: str, mirror: Mirror | None = None) -> None:
         self._store, self._version, self._form, self._mirror = store, version, form, mirror
-        self._served = False
+        self._update: Update | None = None
         self.problem: str | None = None
 
     def poll(self) -> Update | None:
-        if self._served:
-            return None
+        return self.again() if self._update is None else None
+
+    def again(self) -> Update | None:
         started = time.perf_counter()
+        self._update = None
         try:
             if self._mirror is not None:
                 self._mirror.copy(self._version.line, self._form, self._version.number)
-            held = self._store.hold(self._version, self._form)
+            image = self._store.hold(self._version, self._form)
         except (StorageError, WeightsError) as error:
             self.problem = str(error)
             return None
-        self._served, self.problem = True, None
-        manifest, seconds = held.manifest, time.perf_counter() - started
-        return Update(
-            manifest.policy, held.tensors, set(held.tensors), manifest.bytes, {"fetch": seconds}, manifest.created_at
+        manifest, seconds = image.manifest, time.perf_counter() - started
+        assert manifest is not None, "what is restored is whole"
+        self.problem = None
+        self._update = Update(
+            manifest.policy, image.tensors, None, None, manifest.bytes, {"fetch": seconds}, manifest.created_at
         )
+        return self._update
+
+    def hint(self) -> None:
+        pass
+
+    def wait(self, seconds: float) -> None:
+        time.sleep(seconds)
+
+    def close(self) -> None:
+        pass
 
 
 class EngineFollower:
@@ -59,29 +85,105 @@ class EngineFollower:
     def __init__(self, engine: Engine, source: UpdateSource, poll_seconds: float) -> None:
         self._engine, self._source, self._poll_seconds = engine, source, poll_seconds
         self._refused: str | None = None
+        self._refusals = 0
+        self._happened_at = time.monotonic()  # a version came, or somebody said that one would
+        self._wake = asyncio.Event()
+        self._orders: list[tuple[Callable[[], Update | None], asyncio.Future[None]]] = []
 
     @property
     def problem(self) -> str | None:
         return self._refused or self._source.problem
 
-    async def run(self) -> None:
-        update: Update | None = None
-        while True:
-            update = await asyncio.to_thread(self._source.poll) or update
-            if update is not None and await self._apply(update):
-                update = None
-            await asyncio.sleep(self._poll_seconds if update is None else RETRY_SECONDS)
+    @property
+    def lent(self) -> str | None:
+        """The line the engine is lent to, if it is."""
+        return self._source.lent if isinstance(self._source, Follower) else None
 
-    async def _apply(self, update: Update) -> bool:
+    def hint(self) -> None:
+        """There may be a new version: look at once, and often for a while."""
+        self._source.hint()
+        self._happened_at = time.monotonic()
+        self._wake.set()
+
+    async def lend(self, line: str) -> None:
+        """Follow another line, the weights of the own one kept in memory. The engine serves those until others come."""
+        source = self._lendable()
+        await self._order(lambda: source.lend(line))
+
+    async def recall(self) -> None:
+        """Serve the own line again; done when the engine does."""
+        await self._order(self._lendable().recall)
+        if self._refused is not None:
+            raise EngineError(f"the weights it was lent with were not applied: {self._refused}")
+
+    async def run(self) -> None:
+        try:
+            while True:
+                self._wake.clear()
+                await self._obey()
+                update = await asyncio.to_thread(self._source.poll)
+                if update is None and self._refused is not None:
+                    update = await asyncio.to_thread(self._source.again)
+                if update is not None:
+                    await self._apply(update)
+                await self._wait()
+        finally:
+            await asyncio.to_thread(self._source.close)
+
+    def _lendable(self) -> Follower:
+        if not isinstance(self._source, Follower):
+            raise EngineError("an engine that is pinned to one version cannot be lent")
+        return self._source
+
+    async def _order(self, order: Callable[[], Update | None]) -> None:
+        """Have something done between two polls, and wait until it is."""
+        done: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        self._orders.append((order, done))
+        self.hint()
+        await done
+
+    async def _obey(self) -> None:
+        while self._orders:
+            order, done = self._orders.pop(0)
+            try:
+                update = await asyncio.to_thread(order)
+                if update is not None:
+                    await self._apply(update)
+            except RollmillError as error:
+                if not done.cancelled():
+                    done.set_exception(error)
+            else:
+                if not done.cancelled():
+                    done.set_result(None)
+
+    async def _wait(self) -> None:
+        """Rarely where little happens; a source that can tell when something does ends the wait itself."""
+        if self._refused is not None:
+            seconds = min(RETRY_SECONDS * 2 ** (self._refusals - 1), LONGEST_RETRY_SECONDS)
+            waiting = asyncio.ensure_future(asyncio.sleep(seconds))
+        else:
+            idle = time.monotonic() - self._happened_at
+            seconds = max(self._poll_seconds, min(idle * _WAIT_SHARE, LONGEST_WAIT_SECONDS))
+            waiting = asyncio.ensure_future(asyncio.to_thread(self._source.wait, seconds))
+        woken = asyncio.ensure_future(self._wake.wait())
+        try:
+            await asyncio.wait([waiting, woken], return_when=asyncio.FIRST_COMPLETED)
+        finally:
+            for task in (waiting, woken):
+                task.cancel()
+
+    async def _apply(self, update: Update) -> None:
         policy, start = update.policy, time.time()
+        self._happened_at = time.monotonic()
         try:
             applied = await self._engine.apply(update)
         except RollmillError as error:
             if self._refused is None:
                 log.error("%s@%d was not applied: %s", policy.line, policy.number, error)
             self._refused = str(error)
-            return False
-        self._refused = None
+            self._refusals += 1
+            return
+        self._refused, self._refusals = None, 0
         health = self._engine.health()
         telemetry.emit("busy", what="apply", start=start, end=time.time())
         telemetry.emit(
@@ -97,4 +199,3 @@ class EngineFollower:
             running=applied.running,
             since_publish_seconds=time.time() - update.created_at,
         )
-        return True

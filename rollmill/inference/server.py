@@ -6,11 +6,12 @@ import asyncio
 import contextlib
 import json
 import signal
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable
+from typing import Any
 
 from aiohttp import web
 
-from rollmill.errors import EngineError
+from rollmill.errors import EngineError, RollmillError
 from rollmill.inference.config import EngineConfig
 from rollmill.inference.engine import Engine, EngineUnavailable
 from rollmill.inference.follower import EngineFollower, Pinned, UpdateSource
@@ -25,21 +26,24 @@ LARGEST_REQUEST = 64 * 2**20
 SHUTDOWN_SECONDS = 2.0
 
 
-def make_app(engine: Engine, problem: Callable[[], str | None] = lambda: None) -> web.Application:
-    """`problem` says why the engine is not at the newest weights; `/health` passes it on."""
-    handlers = _Handlers(engine, problem)
+def make_app(engine: Engine, follower: EngineFollower | None = None) -> web.Application:
+    """`follower` is what keeps the engine's weights up to date, if anything does."""
+    handlers = _Handlers(engine, follower)
     app = web.Application(client_max_size=LARGEST_REQUEST)
     app.router.add_post("/generate", handlers.generate)
     app.router.add_get("/health", handlers.health)
     app.router.add_get("/metrics", handlers.metrics)
     app.router.add_post("/pause", handlers.pause)
     app.router.add_post("/resume", handlers.resume)
+    app.router.add_post("/hint", handlers.hint)
+    app.router.add_post("/lend", handlers.lend)
+    app.router.add_post("/recall", handlers.recall)
     return app
 
 
 class _Handlers:
-    def __init__(self, engine: Engine, problem: Callable[[], str | None]) -> None:
-        self._engine, self._problem = engine, problem
+    def __init__(self, engine: Engine, follower: EngineFollower | None) -> None:
+        self._engine, self._follower = engine, follower
 
     async def generate(self, http: web.Request) -> web.StreamResponse:
         """The status waits for the first chunk, so that a request that cannot be served gets a plain error."""
@@ -62,7 +66,7 @@ class _Handlers:
         return response
 
     async def health(self, http: web.Request) -> web.Response:
-        return web.json_response({**self._engine.health(), "problem": self._problem()})
+        return web.json_response(self._health())
 
     async def metrics(self, http: web.Request) -> web.Response:
         health = self._engine.health()
@@ -75,14 +79,52 @@ class _Handlers:
 
     async def pause(self, http: web.Request) -> web.Response:
         await self._engine.pause()
-        return web.json_response(self._engine.health())
+        return web.json_response(self._health())
 
     async def resume(self, http: web.Request) -> web.Response:
         await self._engine.resume()
-        return web.json_response(self._engine.health())
+        return web.json_response(self._health())
+
+    async def hint(self, http: web.Request) -> web.Response:
+        """Whatever number it names: what there is, the store says."""
+        if self._follower is not None:
+            self._follower.hint()
+        return web.json_response(self._health())
+
+    async def lend(self, http: web.Request) -> web.Response:
+        line = _field(await http.read(), "line")
+        return await self._order(lambda follower: follower.lend(line))
+
+    async def recall(self, http: web.Request) -> web.Response:
+        return await self._order(lambda follower: follower.recall())
+
+    async def _order(self, order: Callable[[EngineFollower], Awaitable[None]]) -> web.Response:
+        try:
+            if self._follower is None:
+                raise EngineError("nothing keeps this engine's weights up to date")
+            await order(self._follower)
+        except RollmillError as error:
+            return _refusal(error)
+        return web.json_response(self._health())
+
+    def _health(self) -> dict[str, Any]:
+        follower = self._follower
+        told = {"problem": follower.problem, "lent": follower.lent} if follower else {"problem": None, "lent": None}
+        return {**self._engine.health(), **told}
 
 
-def _refusal(error: EngineError) -> web.Response:
+def _field(body: bytes, name: str) -> str:
+    """A text of a small JSON object."""
+    try:
+        value = json.loads(body)[name]
+    except (ValueError, LookupError, TypeError, RecursionError):
+        value = None
+    if not isinstance(value, str):
+        raise web.HTTPBadRequest(text=json.dumps({"error": f"a JSON object with a text {name!r} is needed"}))
+    return value
+
+
+def _refusal(error: RollmillError) -> web.Response:
     status = 503 if isinstance(error, EngineUnavailable) else 400
     return web.json_response({"error": error.message, "hint": error.hint}, status=status)
 
@@ -104,7 +146,7 @@ def serve_engine(
     """An embedded engine that follows a line (or stays at version `pinned`) until SIGTERM or SIGINT."""
     source: UpdateSource
     if pinned is None:
-        source = Follower(store, line, form, mirror)
+        source = Follower(store, line, form, mirror, holder=name, about={"engine": name, "region": region})
     else:
         source = Pinned(store, Version(line, pinned), form, mirror)
     asyncio.run(_serve(config, model, source, name=name, region=region, host=host, port=port))
@@ -120,14 +162,14 @@ async def _serve(
         asyncio.get_running_loop().add_signal_handler(number, stop.set)
     async with EmbeddedEngine(model, config, name=name, region=region) as engine:
         follower = EngineFollower(engine, source, config.poll_seconds)
-        app = make_app(engine, lambda: follower.problem)
-        async with serving(app, host, port):
+        async with serving(make_app(engine, follower), host, port):
             tasks = [
                 asyncio.ensure_future(work) for work in (stop.wait(), follower.run(), asyncio.wrap_future(engine.ended))
             ]
             done, pending = await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
             for task in pending:
                 task.cancel()
+            await asyncio.gather(*pending, return_exceptions=True)  # the follower gives its leases back
             for task in done:
                 task.result()  # raises what stopped the engine
 

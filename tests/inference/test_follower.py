@@ -8,20 +8,27 @@ import signal
 import socket
 import subprocess
 import sys
+import threading
+import time
 import urllib.request
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from pathlib import Path
 
+import aiohttp
 import pytest
 
 from rollmill import telemetry
+from rollmill.errors import EngineError
 from rollmill.inference.embedded.engine import EmbeddedEngine
+from rollmill.inference.engine import Applied
 from rollmill.inference.follower import EngineFollower, Pinned, UpdateSource
+from rollmill.inference.server import make_app, serving
 from rollmill.models.config import ModelConfig
 from rollmill.storage.objects import Objects
 from rollmill.types import Version
-from rollmill.weights.follower import Follower
+from rollmill.weights.follower import Follower, Update
+from rollmill.weights.leases import Leases
 from rollmill.weights.publisher import Publisher
 from rollmill.weights.store import WeightStore
 from rollmill.weights.transfer import Mirror
@@ -31,23 +38,26 @@ from tests.inference.world import ENGINE, TINY, answer, engine_at, make_update, 
 class Line:
     """A trainer's side of the store."""
 
-    def __init__(self, path: Path, model: ModelConfig = TINY) -> None:
+    def __init__(self, path: Path, model: ModelConfig = TINY, name: str = "main", shift: int = 0) -> None:
         self.objects = Objects.open(path)
         self.store = WeightStore(self.objects)
-        self._model = model
-        self._publisher = Publisher(self.store, "main")
+        self._model, self._name, self._shift = model, name, shift
+        self._publisher = Publisher(self.store, name)
         self.digests: list[str] = []
 
     def publish(self) -> None:
         number = len(self.digests)
-        parent = Version("main", number - 1) if number else None
-        manifest = self._publisher.publish(number, make_update(number, self._model).tensors, parent)
+        parent = Version(self._name, number - 1) if number else None
+        tensors = make_update(number + self._shift, self._model).tensors
+        manifest = self._publisher.publish(number, tensors, parent)
         self.digests.append(manifest.digest)
 
 
 @asynccontextmanager
-async def following(engine: EmbeddedEngine, source: UpdateSource) -> AsyncIterator[EngineFollower]:
-    follower = EngineFollower(engine, source, poll_seconds=0.01)
+async def following(
+    engine: EmbeddedEngine, source: UpdateSource, poll_seconds: float = 0.01
+) -> AsyncIterator[EngineFollower]:
+    follower = EngineFollower(engine, source, poll_seconds)
     task = asyncio.create_task(follower.run())
     try:
         yield follower
@@ -137,6 +147,112 @@ async def test_weights_an_engine_refuses_are_tried_again_and_reported(tmp_path: 
         assert engine.health()["policy"] is None
 
 
+async def test_bad_memory_on_the_host_is_found_by_the_engine_and_healed(tmp_path: Path) -> None:
+    line = Line(tmp_path / "store")
+    line.publish()
+    source = Follower(line.store, "main")
+    first = source.poll()
+    assert first is not None and source._course.image is not None
+    source._course.image._memory["embedding"][10] ^= 1
+    source._course.served = None  # so that it gives the same version out again
+    async with engine_at(None) as engine, following(engine, source) as follower:
+        await until(lambda: follower.problem is not None)
+        assert "do not have digest" in str(follower.problem) and engine.health()["policy"] is None
+        await until(serves(engine, 0))
+        assert follower.problem is None
+
+
+async def test_an_update_is_never_applied_after_its_image_has_moved_on(tmp_path: Path) -> None:
+    """The engine refuses a version, and the next one comes: what is applied then is the next one, all of it."""
+    line = Line(tmp_path / "store")
+    line.publish()
+    async with engine_at(None) as engine:
+        apply, refused = engine.apply, []
+
+        async def refusing(update: Update) -> Applied:
+            if update.policy.number == 1 and len(refused) < 2:
+                refused.append(update)
+                line.publish()
+                raise EngineError("not now")
+            return await apply(update)
+
+        engine.apply = refusing  # type: ignore[method-assign]
+        async with following(engine, Follower(line.store, "main")) as follower:
+            await until(serves(engine, 0))
+            line.publish()
+            await until(lambda: bool(refused))
+            await until(serves(engine, len(line.digests) - 1))
+            assert engine.health()["policy"]["digest"] == line.digests[-1]
+            assert follower.problem is None
+
+
+async def test_a_hint_ends_a_long_wait(tmp_path: Path) -> None:
+    line = Line(tmp_path / "store")
+    line.publish()
+    source, release = Follower(line.store, "main"), threading.Event()
+    source.wait = lambda _: release.wait()  # type: ignore[assignment, method-assign, return-value]
+    try:
+        async with engine_at(None) as engine, following(engine, source) as follower:
+            await until(serves(engine, 0))
+            for number in (1, 2):
+                line.publish()
+                follower.hint()
+                await until(serves(engine, number))
+    finally:
+        release.set()
+
+
+async def test_the_store_is_asked_rarely_where_nothing_happens(tmp_path: Path) -> None:
+    line = Line(tmp_path / "store")
+    line.publish()
+    source = Follower(line.store, "main")
+    waits: list[float] = []
+    wait = source.wait
+
+    def noted(seconds: float) -> None:
+        waits.append(seconds)
+        wait(min(seconds, 0.01))
+
+    source.wait = noted  # type: ignore[method-assign]
+    async with engine_at(None) as engine, following(engine, source) as follower:
+        await until(serves(engine, 0))
+        for idle, least, most in ((20.0, 0.99, 1.5), (10_000.0, 2.0, 2.0)):
+            follower._happened_at = time.monotonic() - idle
+            waits.clear()
+            await until(lambda: len(waits) > 2)
+            assert least <= waits[-1] <= most
+        line.publish()
+        await until(serves(engine, 1))
+        waits.clear()
+        await until(lambda: bool(waits))
+        assert waits[0] < 1.0, "something happens again"
+
+
+async def test_lending_and_recalling_under_load(tmp_path: Path) -> None:
+    line, other = Line(tmp_path / "store"), Line(tmp_path / "store", name="rl", shift=100)
+    line.publish()
+    for _ in range(2):
+        other.publish()
+    async with engine_at(None) as engine, following(engine, Follower(line.store, "main")) as follower:
+        app = make_app(engine, follower)
+        async with serving(app, "127.0.0.1", 0) as runner, aiohttp.ClientSession() as client:
+            url = "http://{}:{}".format(*runner.addresses[0][:2])
+            await until(serves(engine, 0))
+            task = asyncio.create_task(answer(engine, request(max_tokens=240)))
+            lent = await (await client.post(f"{url}/lend", json={"line": "rl"})).json()
+            assert lent["lent"] == "rl"
+            await until(lambda: engine.health()["policy"]["digest"] == other.digests[1])
+            assert (await client.post(f"{url}/lend", json={"line": "more"})).status == 400
+            other.publish()
+            await until(lambda: engine.health()["policy"]["digest"] == other.digests[2])
+            line.publish()
+            back = await (await client.post(f"{url}/recall")).json()
+            assert back["lent"] is None and back["policy"]["line"] == "main"
+            await until(serves(engine, 1))
+            got = await task
+    assert len(got.tokens) == 240 and {policy.line for policy in got.policies} <= {"main", "rl"}
+
+
 SERVE = """
 import json, sys
 from rollmill.config import validate_config
@@ -177,8 +293,15 @@ async def test_the_engine_process_serves_follows_and_ends(tmp_path: Path) -> Non
         await until(lambda: _served_digest(port) == line.digests[0])
         line.publish()
         await until(lambda: _served_digest(port) == line.digests[1])
+        assert [lease.number for lease in Leases(line.objects, "main").held()] == [1]
+        line.publish()
+        process.kill()  # at some step of following
+        await process.wait()
+        process = await asyncio.create_subprocess_exec(sys.executable, "-c", SERVE, *arguments)
+        await until(lambda: _served_digest(port) == line.digests[2])
         process.send_signal(signal.SIGTERM)
         assert await process.wait() == 0
+        assert Leases(line.objects, "main").held() == []
     finally:
         if process.returncode is None:
             process.kill()

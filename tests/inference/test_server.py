@@ -12,14 +12,20 @@ import aiohttp
 import pytest
 
 from rollmill.inference.embedded.engine import EmbeddedEngine
+from rollmill.inference.follower import EngineFollower, Pinned
 from rollmill.inference.server import make_app, serving
 from rollmill.inference.wire import chunk_from_json, request_to_json
+from rollmill.storage.objects import Objects
+from rollmill.types import Version
+from rollmill.weights.store import WeightStore
 from tests.inference.world import PROMPT, answer, engine_at, make_update, request, until
 
 
 @asynccontextmanager
 async def client_of(engine: EmbeddedEngine) -> AsyncIterator[aiohttp.ClientSession]:
-    async with serving(make_app(engine, lambda: "the store is away"), "127.0.0.1", 0) as runner:
+    source = Pinned(WeightStore(Objects.open("memory://")), Version("main", 9), "bf16")
+    source.poll()
+    async with serving(make_app(engine, EngineFollower(engine, source, 0.1)), "127.0.0.1", 0) as runner:
         host, port = runner.addresses[0][:2]
         async with aiohttp.ClientSession(f"http://{host}:{port}") as client:
             yield client
@@ -55,8 +61,10 @@ async def test_health_and_metrics() -> None:
         "running": 0,
         "waiting": 0,
         "paused": False,
-        "problem": "the store is away",
+        "problem": health["problem"],
+        "lent": None,
     }
+    assert "main@9 (bf16) does not exist" in health["problem"]
     assert 'rollmill_engine_version{engine="engine-test",region="home"} 3' in metrics.splitlines()
     assert 'rollmill_engine_sampled_tokens_total{engine="engine-test",region="home"} 12' in metrics.splitlines()
     assert "# TYPE rollmill_engine_sampled_tokens_total counter" in metrics
@@ -69,6 +77,14 @@ async def test_pause_and_resume() -> None:
         await until(lambda: engine.health()["waiting"] == 1)
         assert not (await (await client.post("/resume")).json())["paused"]
         assert chunk_from_json(await (await task).read()).finish == "length"
+
+
+async def test_an_engine_pinned_to_a_version_is_not_lent() -> None:
+    async with engine_at(make_update(0)) as engine, client_of(engine) as client:
+        for path, body in (("/lend", b'{"line": "rl"}'), ("/lend", b"[]"), ("/lend", b"{"), ("/recall", b"")):
+            response = await client.post(path, data=body)
+            assert response.status == 400 and (await response.json(content_type=None))["error"]
+        assert (await client.post("/hint", data=b'{"version": 3}')).status == 200
 
 
 @pytest.mark.parametrize("body", [b"nonsense", request_to_json(request([999])), request_to_json(request([]))])

@@ -14,7 +14,9 @@ from torch.nn.functional import scaled_dot_product_attention
 
 from rollmill.errors import EngineError, WeightsError
 from rollmill.models.decoder import Decoder
-from rollmill.models.host import to_host
+from rollmill.models.host import device_digest, to_host
+from rollmill.models.kernels import stage as stage_module
+from rollmill.weights.follower import Patch, Update
 from rollmill.weights.manifest import describe, root_digest
 from rollmill.weights.tensors import HostTensor
 from tests.inference.world import PROMPT, answer, engine_at, make_model, make_update, put_together, request, until
@@ -118,21 +120,104 @@ async def test_many_switches_under_load_drop_nothing() -> None:
         np.testing.assert_allclose(one.logprobs[:first], expected, atol=TOLERANCE)
 
 
-async def test_only_changed_tensors_need_to_be_loaded() -> None:
+def changed(update: Update, number: int, share: float = 0.1) -> tuple[Update, dict[str, list[Patch] | None]]:
+    """The next version, and the patches that lead to it: some elements of most tensors, the norm whole."""
+    random = np.random.default_rng(number)
+    tensors: dict[str, HostTensor] = {}
+    patches: dict[str, list[Patch] | None] = {}
+    for name, tensor in update.tensors.items():
+        bits = tensor.data.copy().view(np.uint16)
+        if name == "norm":
+            bits += 1
+            patches[name] = None
+        elif name != "embedding":  # unchanged, and not named
+            indices = np.flatnonzero(random.random(bits.size) < share).astype(np.uint32)
+            bits[indices] ^= 1
+            half = len(indices) // 2  # two legs: the first one's values are not the last word
+            wrong = Patch(0, indices[:half], bits[indices[:half]] ^ 7)
+            patches[name] = [wrong, Patch(0, indices[:half], bits[indices[:half]]), _shifted(indices[half:], bits)]
+        tensors[name] = HostTensor(tensor.dtype, tensor.shape, bits.view(np.uint8))
+    policy = replace(update.policy, number=number, digest=root_digest(describe(tensors)))
+    return Update(policy, tensors, patches, update.policy, 0, {}, 0.0), patches
+
+
+def _shifted(indices: np.ndarray, bits: np.ndarray) -> Patch:
+    start = int(indices[0]) if indices.size else 0
+    return Patch(start, (indices - np.uint32(start)).astype(np.uint32), bits[indices])
+
+
+def unread(update: Update) -> Update:
+    """The same update whose unpatched tensors are wrong: whoever reads more than the patches ends elsewhere."""
+    assert update.patches is not None
+    tensors = {
+        name: tensor if update.patches.get(name, ()) is None else replace(tensor, data=np.zeros_like(tensor.data))
+        for name, tensor in update.tensors.items()
+    }
+    return replace(update, tensors=tensors)
+
+
+async def test_patches_are_all_that_is_written() -> None:
     first = make_update(1)
-    model = make_model(first)
-    with torch.no_grad():
-        model.norm.mul_(2)
-    tensors = to_host(model.state_dict())
-    policy = replace(first.policy, number=2, digest=root_digest(describe(tensors)))
+    second, _ = changed(first, 2)
+    third, _ = changed(second, 3)
     async with engine_at(first) as engine:
-        await engine.apply(replace(first, policy=policy, tensors=tensors, changed={"norm"}))
+        for update in (second, third):
+            await engine.apply(unread(update))
+            assert engine.health()["policy"]["digest"] == update.policy.digest
+            assert device_digest(engine._worker._model) == update.policy.digest, "the audit of touched tensors is whole"
         got = await answer(engine, request())
-        # a difference relative to weights that were never applied here still ends at the right bytes
-        await engine.apply(replace(make_update(3), changed=set()))
-        assert engine.health()["policy"]["digest"] == make_update(3).policy.digest
-    expected = logprobs_of(model, PROMPT + got.tokens)[len(PROMPT) - 1 :]
+    expected = logprobs_of(make_model(third), PROMPT + got.tokens)[len(PROMPT) - 1 :]
     np.testing.assert_allclose(got.logprobs, expected, atol=TOLERANCE)
+
+
+async def test_applying_again_or_from_elsewhere_ends_at_the_right_bytes() -> None:
+    first = make_update(1)
+    second, _ = changed(first, 2)
+    async with engine_at(first) as engine:
+        for update in (second, second, replace(second, base=make_update(5).policy), make_update(7), second):
+            await engine.apply(update)
+            assert device_digest(engine._worker._model) == update.policy.digest
+    async with engine_at(None) as engine:  # at no version at all
+        await engine.apply(second)
+        assert device_digest(engine._worker._model) == second.policy.digest
+
+
+async def test_patches_that_do_not_lead_there_are_made_up_for() -> None:
+    first = make_update(1)
+    second, patches = changed(first, 2)
+    less = {name: listed for name, listed in patches.items() if name != "layers.0.qkv"}
+    assert len(less) < len(patches)
+    async with engine_at(first) as engine:
+        await engine.apply(replace(second, patches=less))
+        assert device_digest(engine._worker._model) == second.policy.digest
+
+
+@pytest.mark.parametrize("place", range(6))
+async def test_an_apply_cut_short_is_run_again(place: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A write into the parameters fails, in the middle of the pause."""
+    first = make_update(1)
+    second, _ = changed(first, 2)
+    write, left = stage_module.TorchStage.write, [place]
+
+    def failing(stage: stage_module.TorchStage) -> None:
+        for one in stage._writes:
+            left[0] -= 1
+            if left[0] == -1:
+                raise WeightsError("cut")
+            one()
+
+    async with engine_at(first) as engine:
+        task = asyncio.create_task(answer(engine, request(max_tokens=200)))
+        await until(lambda: engine.metrics()["sampled_tokens_total"] > 5)
+        monkeypatch.setattr(stage_module.TorchStage, "write", failing)
+        with pytest.raises(WeightsError, match="cut"):
+            await engine.apply(second)
+        assert engine.health()["policy"] is None, "half of it is neither version"
+        monkeypatch.setattr(stage_module.TorchStage, "write", write)
+        await engine.apply(second)
+        assert device_digest(engine._worker._model) == second.policy.digest
+        got = await task
+    assert len(got.tokens) == 200 and set(got.policies) == {first.policy, second.policy}, "nothing was dropped"
 
 
 async def test_bytes_that_do_not_match_are_never_served() -> None:

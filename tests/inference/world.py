@@ -45,7 +45,7 @@ def make_update(number: int, config: ModelConfig = TINY) -> Update:
     model.initialise(number)
     tensors = to_host(model.state_dict())
     policy = PolicyRef("main", number, "bf16", root_digest(describe(tensors)))
-    return Update(policy, tensors, set(tensors), 0, {}, time.time())
+    return Update(policy, tensors, None, None, 0, {}, time.time())
 
 
 def make_model(update: Update, config: ModelConfig = TINY) -> Decoder:

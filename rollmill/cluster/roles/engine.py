@@ -13,7 +13,7 @@ def main(run: RunDirectory, region: str, version: str | None = None) -> None:
     own = Objects.open(run.store_path(region))
     mirror = None
     if region != run.config.regions[0]:
-        mirror = Mirror(Objects.open(run.url("store"), token=run.admin_token), own)
+        mirror = Mirror(Objects.open(run.url("store"), token=run.admin_token), own, region)
     serve_engine(
         run.config.engine,
         run.config.model,

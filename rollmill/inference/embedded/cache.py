@@ -20,25 +20,30 @@ class KVCache:
     """Keys and values of every page, one row a (page, head, position), so that the pages of one head lie together."""
 
     def __init__(self, model: ModelConfig, blocks: int, block_size: int, dtype: torch.dtype = torch.float32) -> None:
-        self.block_size, self.kv_heads, self.head_dim = block_size, model.kv_heads, model.head_dim
+        self.block_size, self.kv_heads = block_size, model.kv_heads
+        self.head_dim, self.value_dim = model.head_dim, model.value_dim
         self.group = model.heads // model.kv_heads  # query heads that share a KV head
         self._heads = torch.arange(model.kv_heads)
-        shape = (model.layers, 2, blocks * model.kv_heads * block_size, model.head_dim)
-        self._rows = torch.zeros(shape, dtype=dtype)
+        rows = (model.layers, blocks * model.kv_heads * block_size)
+        self._keys = torch.zeros((*rows, model.head_dim), dtype=dtype)
+        self._values = torch.zeros((*rows, model.value_dim), dtype=dtype)
 
     def write(self, layer: int, rows_M: Tensor, k_NKD: Tensor, v_NKD: Tensor) -> None:
         """`rows`: where each (token, head) goes, see `rows_of`."""
-        self._rows[layer, 0].index_copy_(0, rows_M, k_NKD.reshape(-1, self.head_dim))
-        self._rows[layer, 1].index_copy_(0, rows_M, v_NKD.reshape(-1, self.head_dim))
+        self._keys[layer].index_copy_(0, rows_M, k_NKD.reshape(-1, k_NKD.shape[-1]))
+        self._values[layer].index_copy_(0, rows_M, v_NKD.reshape(-1, v_NKD.shape[-1]))
 
     def read(self, layer: int, pages_P: Tensor) -> tuple[Tensor, Tensor]:
         """The pages' keys and values, [pages, block_size · D] each; a page here is one head's, see `pages_of`."""
-        keys, values = self._rows[layer].view(2, -1, self.block_size * self.head_dim)
-        return keys.index_select(0, pages_P), values.index_select(0, pages_P)
+        keys, values = (
+            rows[layer].view(-1, self.block_size * rows.shape[-1]).index_select(0, pages_P)
+            for rows in (self._keys, self._values)
+        )
+        return keys, values
 
     def clear(self, blocks: list[int]) -> None:
-        pages = self._rows.view(*self._rows.shape[:2], -1, self.kv_heads * self.block_size, self.head_dim)
-        pages[:, :, blocks] = 0
+        for rows in (self._keys, self._values):
+            rows.unflatten(1, (-1, self.kv_heads * self.block_size))[:, blocks] = 0
 
     def rows_of(self, blocks_N: Tensor, offsets_N: Tensor) -> Tensor:
         pages_NK = blocks_N.unsqueeze(1) * self.kv_heads + self._heads

@@ -30,6 +30,7 @@ class EmbeddedEngine:
         self._worker = Worker(model, config, self._activity, self._send)
         self._loop: asyncio.AbstractEventLoop | None = None
         self._requests = 0
+        self._applying = asyncio.Lock()
 
     async def __aenter__(self) -> EmbeddedEngine:
         self._loop = asyncio.get_running_loop()
@@ -68,7 +69,9 @@ class EmbeddedEngine:
                     self._worker.post(lambda: self._worker.abort(answer))
 
     async def apply(self, update: Update) -> Applied:
-        return await asyncio.wrap_future(self._worker.post(lambda: self._worker.apply(update)))
+        async with self._applying:
+            ready = await asyncio.to_thread(self._worker.stage, update)
+            return await asyncio.wrap_future(self._worker.post(lambda: self._worker.apply(update, ready)))
 
     async def pause(self) -> None:
         """No token is computed once this returns; requests are kept."""

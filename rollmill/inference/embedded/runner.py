@@ -104,9 +104,10 @@ class _Group:
             q_NW = q_NW.index_select(0, self._padding[0])
         # query heads that share a KV head are stacked as further query rows: no copies of K and V
         q = q_NW.view(batch, longest, heads, -1, dim).permute(0, 2, 3, 1, 4)
-        k, v = (x.view(batch, heads, -1, dim) for x in self._cache.read(layer, self._pages))
+        keys, values = self._cache.read(layer, self._pages)
+        k, v = keys.view(batch, heads, -1, dim), values.view(batch, heads, -1, self._cache.value_dim)
         out = scaled_dot_product_attention(q.reshape(batch, heads, -1, dim), k, v, attn_mask=self._mask_B1QT)
-        out = out.view(batch, heads, -1, longest, dim).permute(0, 3, 1, 2, 4)
+        out = out.view(batch, heads, -1, longest, self._cache.value_dim).permute(0, 3, 1, 2, 4)
         out_NW = out.reshape(batch * longest, -1)
         return out_NW if self._padding is None else out_NW.index_select(0, self._padding[1])
 

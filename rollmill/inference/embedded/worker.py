@@ -18,7 +18,7 @@ import threading
 import time
 from collections.abc import Callable
 from concurrent.futures import Future
-from typing import Any, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 
@@ -33,12 +33,20 @@ from rollmill.inference.embedded.scheduler import Scheduler
 from rollmill.inference.engine import Applied, EngineUnavailable, GenerateChunk
 from rollmill.models.config import ModelConfig
 from rollmill.models.decoder import Decoder
-from rollmill.models.host import device_digest, load_host
+from rollmill.models.host import Auditor, check_layout, load_host
+from rollmill.models.kernels.stage import Staged, stage
 from rollmill.types import FinishReason, PolicyRef
 from rollmill.weights.follower import Update
 
 T = TypeVar("T")
 Outbox = list[tuple[Answer, GenerateChunk | Exception]]
+
+
+class Ready(NamedTuple):
+    """An update prepared for the pause: its patches, or all of its tensors."""
+
+    patched: bool
+    staged: Staged
 
 
 class Worker:
@@ -54,6 +62,8 @@ class Worker:
         self.ended.set_running_or_notify_cancel()
         self._config, self._activity, self._send = config, activity, send
         self._model = Decoder(model)
+        self._parameters = self._model.state_dict()
+        self._auditor = Auditor(self._parameters)
         self._cache = KVCache(model, self.scheduler.pool.size, config.block_size)
         self._runner = Runner(self._model, self._cache)
         self._closing = False
@@ -71,6 +81,13 @@ class Worker:
             self._inbox.put((future, command))
         return future
 
+    def stage(self, update: Update) -> Ready:
+        """What an update takes that can be done while decoding goes on, by any thread. Raises if it is not for this
+        model; otherwise `apply` is to follow, and the update's tensors must stay as they are until it has."""
+        check_layout(self._parameters, update.tensors)
+        patched = update.patches is not None and self.policy is not None and self.policy == update.base
+        return Ready(patched, stage(self._parameters, update.patches if patched else None, update.tensors))
+
     # -- commands: what `post` is given
 
     def add(self, answer: Answer) -> None:
@@ -87,21 +104,32 @@ class Worker:
     def close(self) -> None:
         self._closing = True
 
-    def apply(self, update: Update) -> Applied:
-        """Load, then audit: the parameters, exported again, must have the digest that tokens will be labelled with."""
+    def apply(self, update: Update, ready: Ready) -> Applied:
+        """Nothing is computed meanwhile. Parameters that are no version, because this failed, serve nothing."""
         started, policy = time.monotonic(), update.policy
-        load_host(self._model, update.tensors, None if self.policy is None else update.changed)
-        self.policy = None
-        if device_digest(self._model, policy.form) != policy.digest:
-            load_host(self._model, update.tensors)  # `changed` may be relative to weights that never arrived here
-            if device_digest(self._model, policy.form) != policy.digest:
+        try:
+            self._load(update, ready)
+        except BaseException:
+            self.policy = None
+            raise
+        self.policy = policy
+        self._activity.applied()
+        return Applied(time.monotonic() - started, len(self.scheduler.running))
+
+    def _load(self, update: Update, ready: Ready) -> None:
+        """Write, then audit: the parameters, exported again, must have the digest that tokens will be labelled with."""
+        policy = update.policy
+        if ready.patched and self.policy != update.base:  # other weights were applied since it was staged
+            ready = Ready(False, stage(self._parameters, None, update.tensors))
+        ready.staged.apply()
+        touched = update.patches if ready.patched else None
+        if self._auditor.digest(policy.form, touched) != policy.digest:
+            load_host(self._model, update.tensors)
+            if self._auditor.digest(policy.form) != policy.digest:
                 raise WeightsError(
                     f"{policy.line}@{policy.number}: the parameters do not have digest {policy.digest}",
                     hint="nothing is served until weights that match arrive; `rollmill weights verify` checks them",
                 )
-        self.policy = policy
-        self._activity.applied()
-        return Applied(time.monotonic() - started, len(self.scheduler.running))
 
     # -- the loop
 
