@@ -198,6 +198,7 @@ def test_the_page_says_what_happened(page: Page) -> None:
     assert "rose from 41.8 % to 86.7 % , +44.9 points" in words
     assert "engine-away was started again" in words and "scripts/demo --seed 2" in words
     assert "Before training" in words and "Solved" in words and "hidden_tests 1" in words
+    assert "Every version (60)" in words and "To away" in words and "Longest pause" in words
 
 
 def test_hostile_text_stays_text(tmp_path: Path) -> None:

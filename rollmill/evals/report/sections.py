@@ -31,6 +31,7 @@ from rollmill.evals.report.figures import (
 from rollmill.evals.report.markup import Markup, join, tag
 from rollmill.evals.report.scales import GAP, duration, number, percent, power, size
 from rollmill.evals.report.timeline import COLOURS, timeline
+from rollmill.weights.arrivals import Arrivals
 
 FULL = 1100.0
 CLOSE_UP = 20.0  # seconds: long enough for several weight switches, short enough to see each
@@ -264,6 +265,7 @@ def weights(record: Record, engines: Mapping[str, Any]) -> Markup:
         "between two tokens.",
         _grid(charts),
         _engine_table(engines),
+        _version_table([row for row in Arrivals().fold(record.all) if row["line"] == line]),
     )
 
 
@@ -319,6 +321,33 @@ def _engine_table(engines: Mapping[str, Any]) -> Markup:
     rows = [tag("tr", [tag("td", cell) for cell in _engine_row(name, facts)]) for name, facts in engines.items()]
     header = tag("thead", tag("tr", [tag("th", head, scope="col") for head in heads]))
     return tag("div", tag("table", header, tag("tbody", rows)), class_="scroll")
+
+
+def _version_table(versions: Sequence[Mapping[str, Any]]) -> Markup:
+    """Every version: how small it was, how soon each region served it, and the pause. The same as `weights events`."""
+    regions = sorted({name for row in versions for name in row["regions"]})
+    if not regions:
+        return Markup("")
+    heads = ("Version", "Sent", "Of full size", "Changed", *(f"To {name}" for name in regions), "Longest pause")
+    rows = [tag("tr", [tag("td", cell) for cell in _version_row(row, regions)]) for row in versions]
+    header = tag("thead", tag("tr", [tag("th", head, scope="col") for head in heads]))
+    table = tag("div", tag("table", header, tag("tbody", rows)), class_="scroll")
+    return tag("details", tag("summary", f"Every version ({len(rows)})"), table)
+
+
+def _version_row(row: Mapping[str, Any], regions: Sequence[str]) -> list[str]:
+    there = [row["regions"].get(name, {}) for name in regions]
+    times = [one.get("serving_seconds") for one in there]
+    pauses = [one["pause_ms_max"] / 1000 for one in there if one.get("pause_ms_max") is not None]
+    sent = row["bytes"] if row["delta_bytes"] is None else row["delta_bytes"]
+    return [
+        str(row["version"]),
+        "–" if sent is None else size(sent),
+        percent(1 / row["ratio"], 1) if row["ratio"] else "–",
+        "–" if row["density"] is None else percent(row["density"], 1),
+        *("–" if time is None else duration(time) for time in times),
+        duration(max(pauses)) if pauses else "–",
+    ]
 
 
 def _engine_row(name: str, facts: Mapping[str, Any]) -> list[str]:

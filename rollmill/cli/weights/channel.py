@@ -1,0 +1,135 @@
+"""`rollmill weights channel list | history | set` and `rollmill weights rollback`: where named pointers point."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from rollmill.cli.weights.places import Line, Place, Token, Where, Which, find_version, open_place
+
+if TYPE_CHECKING:
+    from rollmill.types import Version
+    from rollmill.weights.channels import ChannelEntry
+
+app = typer.Typer(
+    help="Channels: named pointers to versions. Moving one adds an entry; none is changed.", no_args_is_help=True
+)
+Name = Annotated[str, typer.Argument(help="for example live")]
+
+
+@app.command("list")
+def list_channels(where: Where, token: Token = None) -> None:
+    """List the channels and the version each points at."""
+    from rollmill.cli.weights import display
+    from rollmill.weights import Channels
+
+    channels = Channels(open_place(where, token).objects)
+    made = display.table("channel", "version", "entry", "when", numbers=("entry",))
+    for name in channels.names():
+        entry = channels.entry(name)
+        if entry is not None:
+            made.add_row(display.safe(name), display.safe(entry.version), str(entry.number), display.when(entry.at))
+    display.console().print(made if made.row_count else "no channels")
+
+
+@app.command()
+def history(where: Where, name: Name, token: Token = None) -> None:
+    """Show where a channel points and where it pointed before."""
+    from rollmill.cli.weights import display
+
+    entries = _entries(open_place(where, token), name)
+    made = display.table("entry", "version", "when", title=f"channel {name}", numbers=("entry",))
+    for entry in reversed(entries):
+        made.add_row(str(entry.number), display.safe(entry.version), display.when(entry.at))
+    display.console().print(made)
+
+
+@app.command("set")
+def set_channel(
+    where: Where,
+    name: Name,
+    version: Which,
+    expect: Annotated[
+        int | None, typer.Option(min=0, help="only if this entry is still the newest (0: the channel is new)")
+    ] = None,
+    line: Line = None,
+    token: Token = None,
+) -> None:
+    """Point a channel at a version, once everything that version needs has been seen to be there."""
+    from rollmill.weights import Channels
+
+    place = open_place(where, token)
+    wanted = find_version(place, version, line)
+    before = Channels(place.objects).entry(name)
+    _say(name, before, wanted, _move(place, name, wanted, expect))
+
+
+def rollback(
+    where: Where,
+    channel: Name,
+    to: Annotated[
+        str | None, typer.Option(help="back to this version; default: the one before the current one")
+    ] = None,
+    line: Line = None,
+    token: Token = None,
+) -> None:
+    """Point a channel back at the version before its current one. That is a new entry; history stays as it is.
+
+    Rolling back twice goes back two versions: one that was rolled back from is not returned to unless it is named.
+    """
+    from rollmill.errors import WeightsError
+
+    place = open_place(where, token)
+    entries = _entries(place, channel)
+    now = entries[-1]
+    if to is not None:
+        wanted = find_version(place, to, line)
+    else:
+        path = _path(entries)
+        if len(path) < 2:
+            raise WeightsError(
+                f"channel {channel!r} points at {now.version} and there is nothing before that to go back to",
+                hint="`rollmill weights channel history` shows its entries; --to names a version",
+            )
+        wanted = path[-2]
+    # whoever moved it in the meantime had a reason that was not known here
+    _say(channel, now, wanted, _move(place, channel, wanted, now.number))
+
+
+def _path(entries: list[ChannelEntry]) -> list[Version]:
+    """How the channel came to where it is: a return to an earlier version undoes what came after it."""
+    path: list[Version] = []
+    for entry in entries:
+        if entry.version in path:
+            del path[path.index(entry.version) :]
+        path.append(entry.version)
+    return path
+
+
+def _entries(place: Place, name: str) -> list[ChannelEntry]:
+    from rollmill.errors import WeightsError
+    from rollmill.weights import Channels
+
+    channels = Channels(place.objects)
+    entries = channels.history(name)
+    if not entries:
+        raise WeightsError(f"no channel {name!r}", hint=f"channels here: {', '.join(channels.names()) or 'none'}")
+    return entries
+
+
+def _move(place: Place, name: str, wanted: Version, expect: int | None) -> int:
+    from rollmill.weights import Channels
+    from rollmill.weights.routes import check_present
+
+    for form in place.store.forms(wanted.line):
+        if place.store.exists(wanted, form):
+            check_present(place.store, wanted, form)
+    return Channels(place.objects).move(name, wanted, expect)
+
+
+def _say(name: str, before: ChannelEntry | None, wanted: Version, number: int) -> None:
+    from rollmill.cli.weights.display import console, safe
+
+    was = f", before {before.version}" if before else ", a new channel"
+    console().print(safe(f"{name} → {wanted} (entry {number}{was})"), soft_wrap=True)

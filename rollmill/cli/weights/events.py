@@ -1,0 +1,90 @@
+"""`rollmill weights events`: every version of a run, how small it was and how soon each region served it."""
+
+from __future__ import annotations
+
+import json as json_module
+import time
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+_POLL_SECONDS = 0.5
+
+
+def events(
+    run: Annotated[Path, typer.Argument(help="run directory")],
+    follow: Annotated[bool, typer.Option("--follow", "-f", help="go on with what happens; Ctrl-C ends it")] = False,
+    json: Annotated[bool, typer.Option("--json", help="one JSON object a line, for a dashboard")] = False,
+) -> None:
+    """Say of every version its bytes, ratio and density, the time to each region, and the longest pause.
+
+    A time in brackets: the version is in the region's store and no engine serves it yet. With ~, clocks disagree.
+
+    With --follow a version is said again whenever more is known of it, as when another region serves it.
+    """
+    from rollmill.errors import WeightsError
+    from rollmill.telemetry import EventTail
+    from rollmill.weights.arrivals import Arrivals
+
+    if not (run / "events").is_dir():
+        raise WeightsError(f"{run} has no events", hint="give a run directory, as runs/demo")
+    tail, arrivals = EventTail(run / "events"), Arrivals()
+    _print(arrivals.fold(tail.poll()), json, follow)
+    try:
+        while follow:
+            time.sleep(_POLL_SECONDS)
+            _print(arrivals.fold(tail.poll()), json, follow)
+    except KeyboardInterrupt:
+        return
+
+
+def _print(rows: list[dict[str, Any]], as_json: bool, lines: bool) -> None:
+    from rollmill.cli.weights import display
+
+    if as_json:
+        for row in rows:
+            print(json_module.dumps(row, allow_nan=False), flush=True)
+    elif lines:
+        for row in rows:
+            display.console().print(display.safe(_line(row)), soft_wrap=True)
+    elif not rows:
+        display.console().print("no version yet")
+    else:
+        display.console().print(_table(rows))
+
+
+def _line(row: dict[str, Any]) -> str:
+    from rollmill.cli.weights import display
+
+    words = [f"{row['line']}@{row['version']}"]
+    if row["bytes"] is not None:
+        words.append(
+            f"{display.size(row['bytes'])} ({row['ratio']:.1f}×)" if row["ratio"] else display.size(row["bytes"])
+        )
+    if row["density"] is not None:
+        words.append(f"{display.share(row['density'])} changed")
+    for name, region in row["regions"].items():
+        words.append(f"{name} {display.region(region)}".strip())
+    return "  ".join(words)
+
+
+def _table(rows: list[dict[str, Any]]) -> Any:
+    from rollmill.cli.weights import display
+
+    regions = sorted({name for row in rows for name in row["regions"]})
+    numbers = ("bytes", "ratio", "density", "publish", "pause", *(f"→ {name}" for name in regions))
+    made = display.table("version", *numbers[:4], *numbers[5:], "pause", numbers=numbers)
+    for row in rows:
+        there = row["regions"]
+        pauses = [one["pause_ms_max"] for one in there.values() if one["pause_ms_max"] is not None]
+        made.add_row(
+            display.safe(f"{row['line']}@{row['version']}"),
+            "" if row["bytes"] is None else display.size(row["bytes"]),
+            "" if row["ratio"] is None else f"{row['ratio']:.1f}×",
+            display.share(row["density"]),
+            display.seconds(row["publish_seconds"]),
+            *(display.region(there[name]) if name in there else "" for name in regions),
+            display.milliseconds(max(pauses, default=None)),
+        )
+    return made

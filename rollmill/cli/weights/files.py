@@ -1,0 +1,139 @@
+"""`rollmill weights export | import`: weights leave and come as a Hugging Face directory."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from rollmill.cli.weights.places import Form, Line, Place, Token, Where, Which, find_form, find_version, open_place
+
+if TYPE_CHECKING:
+    from rollmill.types import Version
+    from rollmill.weights.manifest import Manifest
+
+_TORCH_NAMES = {"bf16": "bfloat16", "fp16": "float16", "fp32": "float32"}
+_LONGEST_LINEAGE = 32
+
+
+def export(
+    where: Where,
+    version: Which,
+    directory: Annotated[Path, typer.Argument(metavar="DIR", help="the directory to write")],
+    force: Annotated[bool, typer.Option("--force", help="replace what is in DIR")] = False,
+    line: Line = None,
+    form: Form = None,
+    token: Token = None,
+) -> None:
+    """Write a version as a Hugging Face directory: safetensors, config.json, tokenizer. All of it, or nothing."""
+    from rollmill.cli.weights import display
+    from rollmill.weights.files import export_directory
+
+    place = open_place(where, token)
+    wanted = find_version(place, version, line)
+    manifest = place.store.manifest(wanted, find_form(place.store, wanted, form))
+    companions = _companions(place, manifest)
+    with display.progress(display.errors()) as bars:
+        tensors = display.load(bars, place.store, manifest)
+        task = bars.add_task("writing and checking", total=2 * manifest.full_bytes)
+        files = export_directory(
+            directory,
+            tensors,
+            manifest.policy,
+            companions,
+            force=force,
+            advance=lambda count: bars.advance(task, count),
+        )
+    out = display.console()
+    out.print(display.safe(f"{wanted} ({manifest.form}), {display.size(manifest.full_bytes)}, is in {directory}"))
+    out.print(display.safe("  " + " ".join(path.name for path in files), "dim"))
+    if "config.json" not in companions:
+        out.print("  no config.json: nothing here says what model this is", style="yellow")
+
+
+def import_(
+    directory: Annotated[Path, typer.Argument(metavar="DIR", help="a directory with safetensors files")],
+    where: Where,
+    line: Annotated[str, typer.Option("--line", help="the new line; the weights become its version 0")],
+    form: Annotated[str, typer.Option("--form", help="the form to serve: bf16, fp16, fp32, fp8_e4m3, …")] = "bf16",
+    convert: Annotated[bool, typer.Option("--convert", help="round what does not fit the form exactly")] = False,
+    token: Token = None,
+) -> None:
+    """Bring a Hugging Face directory in as version 0 of a new line. Nothing in it is executed or believed unchecked."""
+    from rollmill.cli.weights import display
+    from rollmill.weights.files import (
+        check_export,
+        import_directory,
+        keep_companions,
+        publish_import,
+        read_companions,
+        weight_files,
+    )
+
+    total = sum(path.stat().st_size for path in weight_files(directory))
+    place = open_place(where, token, create=True)
+    with display.progress(display.errors()) as bars:
+        task = bars.add_task("reading", total=total)
+        with import_directory(
+            directory, form, lossy=convert, advance=lambda count: bars.advance(task, count)
+        ) as imported:
+            bars.update(task, completed=total)
+            size = sum(tensor.data.size for tensor in imported.tensors.values())
+            checking, coding = (bars.add_task(name, total=size) for name in ("checking", "coding and storing"))
+            check_export(directory, form, imported, lambda count: bars.advance(checking, count))
+            bars.update(checking, completed=size)
+            manifest = publish_import(
+                place.store, directory, line, form, imported, lambda count: bars.advance(coding, count)
+            )
+            keep_companions(place.objects, line, read_companions(directory))
+    out = display.console()
+    sizes = f"{display.size(manifest.full_bytes)} stored as {display.size(manifest.bytes)}"
+    out.print(display.safe(f"{manifest.version} ({form}): {len(manifest.tensors)} tensors, {sizes}"))
+    out.print(display.safe(f"  digest {manifest.digest}", "dim"))
+    if imported.converted:
+        converted = display.count(len(imported.converted), "tensor")
+        out.print(display.safe(f"  {converted} with another dtype became {form}", "yellow"))
+
+
+def _companions(place: Place, manifest: Manifest) -> dict[str, bytes]:
+    """What belongs to the model: kept with its line or a line it comes from, else what the run says."""
+    from rollmill.weights.files import kept_companions
+
+    for line in _lineage(place, manifest):
+        kept = kept_companions(place.objects, line)
+        if kept:
+            return kept
+    return _of_run(place.run, manifest.form) if place.run and (place.run / "run.json").is_file() else {}
+
+
+def _lineage(place: Place, manifest: Manifest) -> list[str]:
+    """The line of a version, the line it began from, and so on."""
+    from rollmill.errors import StorageError, WeightsError
+
+    lines = [manifest.line]
+    origin: Version | None = manifest.origin
+    while origin is not None and origin.line not in lines and len(lines) < _LONGEST_LINEAGE:
+        lines.append(origin.line)
+        try:
+            origin = place.store.manifest(origin, manifest.form).origin
+        except (StorageError, WeightsError):
+            break  # the line it came from is not in this store
+    return lines
+
+
+def _of_run(run: Path, form: str) -> dict[str, bytes]:
+    from rollmill.cluster.run import RunDirectory
+
+    opened = RunDirectory.open(run)
+    # the model's own keys as they are: the same file builds the same model here, and nobody else claims the type
+    config = {
+        "model_type": "rollmill",
+        "dtype": _TORCH_NAMES.get(form, form),
+        **opened.config.model.model_dump(mode="json"),
+    }
+    found = {"config.json": (json.dumps(config, indent=2) + "\n").encode()}
+    if opened.tokenizer.is_file():
+        found["tokenizer.json"] = opened.tokenizer.read_bytes()
+    return found

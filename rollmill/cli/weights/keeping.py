@@ -1,0 +1,90 @@
+"""What `rollmill weights mirror` shows while it works. Imported when the command is called: it imports the weights."""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+from collections.abc import Callable
+
+import typer
+from rich.console import Console
+from rich.status import Status
+
+from rollmill.cli.weights import display
+from rollmill.errors import WeightsError
+from rollmill.types import Version
+from rollmill.weights.region import RegionKeeper, Round
+
+
+class ToldKeeper(RegionKeeper):
+    """A keeper that tells what each of its rounds did."""
+
+    tell: Callable[[Round], object] | None = None
+
+    def step(self) -> Round:
+        done = super().step()
+        if self.tell is not None:
+            self.tell(done)
+        return done
+
+
+def keep_region(keeper: ToldKeeper, once: bool) -> None:
+    """Keep a region until Ctrl-C, or with `once` until nothing is left to copy. Exits with 1 if it cannot get there."""
+    out = display.console()
+    with out.status("looking") as status:
+        shown = _Shown(keeper, out, status)
+        keeper.tell = shown.tell
+        with contextlib.suppress(KeyboardInterrupt):
+            while once and keeper.step().versions:
+                pass
+            if not once:
+                keeper.run(threading.Event())
+    out.print(display.safe(shown.sum()), soft_wrap=True)
+    if once and keeper.problem is not None:
+        raise typer.Exit(1)
+    if once and keeper.mirror.target.head(keeper.line, keeper.form) is None:
+        lines = ", ".join(keeper.mirror.source.lines()) or "none"
+        raise WeightsError(
+            f"no line {keeper.line!r} ({keeper.form}) in {keeper.mirror.source.objects.url}",
+            hint=f"lines there: {lines}",
+        )
+
+
+class _Shown:
+    """A line for each version that came, and one that says how things stand."""
+
+    def __init__(self, keeper: RegionKeeper, out: Console, status: Status) -> None:
+        self._keeper, self._out, self._status = keeper, out, status
+        self._versions = self._bytes = self._anchors = self._removed = 0
+        head = keeper.mirror.target.head(keeper.line, keeper.form)
+        self._newest = None if head is None else Version(keeper.line, head)
+        self._problem = ""
+
+    def tell(self, done: Round) -> None:
+        if done.versions:
+            self._newest = done.versions[-1]
+            few = ", ".join(map(str, done.versions)) if len(done.versions) < 4 else None
+            names = few or f"{done.versions[0]} to {done.versions[-1]}"
+            self._out.print(display.safe(f"{names}: {display.size(done.bytes)}"), soft_wrap=True)
+        if done.anchored is not None:
+            self._out.print(display.safe(f"{self._keeper.line}@{done.anchored}: an anchor was made here"))
+        self._versions += len(done.versions)
+        self._bytes += done.bytes
+        self._anchors += done.anchored is not None
+        self._removed += done.removed
+        problem = self._keeper.problem or ""
+        if problem and problem != self._problem:
+            for line in problem.splitlines():
+                self._out.print(display.safe(line, "yellow"), soft_wrap=True)
+        self._problem = problem
+        self._status.update(display.safe(f"{self.sum()} · {'trying again' if problem else 'waiting for the next'}"))
+
+    def sum(self) -> str:
+        words = [f"{self._keeper.line}: {display.count(self._versions, 'version')}, {display.size(self._bytes)} copied"]
+        if self._newest is not None:
+            words.append(f"at {self._newest}")
+        if self._anchors:
+            words.append(display.count(self._anchors, "anchor"))
+        if self._removed:
+            words.append(f"{display.count(self._removed, 'old version')} removed")
+        return " · ".join(words)

@@ -1,0 +1,129 @@
+"""Where weights are and which version is meant: the arguments that the commands share.
+
+WHERE is a run directory, a store directory or the URL of an object store. VERSION is written as every command prints
+it, LINE@NUMBER; a number alone where there is one line, or `--line`; or the name of a channel.
+"""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+if TYPE_CHECKING:
+    from rollmill.storage.objects import Objects
+    from rollmill.types import Version
+    from rollmill.weights.store import WeightStore
+
+Where = Annotated[
+    str, typer.Argument(metavar="WHERE", help="run directory, store directory, or object store URL (s3://…, http://…)")
+]
+Which = Annotated[
+    str, typer.Argument(metavar="VERSION", help="LINE@NUMBER, a number where the line is clear, or a channel as live")
+]
+Line = Annotated[str | None, typer.Option("--line", help="only this line")]
+Form = Annotated[str | None, typer.Option("--form", help="only this form; default: the only one, or bf16")]
+Token = Annotated[str | None, typer.Option("--token", envvar="ROLLMILL_STORE_TOKEN", help="for an http(s):// store")]
+Json = Annotated[bool, typer.Option("--json", help="for programs: JSON instead of tables")]
+
+_VERSION = re.compile(r"(?P<line>[^@]+)@(?P<number>\d{1,10})")
+
+
+@dataclass(frozen=True)
+class Place:
+    store: WeightStore
+    run: Path | None  # the run directory, if it is one
+
+    @property
+    def objects(self) -> Objects:
+        return self.store.objects
+
+
+def open_place(where: str, token: str | None, *, create: bool = False) -> Place:
+    """`create` makes a store that is not there yet, but never inside a directory that is something else."""
+    from rollmill.errors import WeightsError
+    from rollmill.storage.objects import Objects
+    from rollmill.weights import WeightStore
+
+    if "://" in where:
+        return Place(WeightStore(Objects.open(where, token=token)), None)
+    path = Path(where)
+    run = path if (path / "run.json").is_file() or (path / "store").is_dir() else None
+    if run is not None:
+        path = path / "store"
+    if not (path / "weights").is_dir() and not create:
+        raise WeightsError(f"no weights in {where}", hint="give a run directory (runs/NAME) or an object store")
+    if run is None and not _could_be_store(path):
+        raise WeightsError(
+            f"{where} is there and holds no weights", hint="name a run, a store, or a directory that does not exist"
+        )
+    return Place(WeightStore(Objects.open(path)), run)
+
+
+def _could_be_store(path: Path) -> bool:
+    """Whether a store is there or can be made there: nothing that is not a store's own lies in it."""
+    if not path.exists() or (path / "weights").is_dir():
+        return True
+    return path.is_dir() and all(inside.name == ".staging" for inside in path.iterdir())
+
+
+def begun_lines(store: WeightStore) -> list[str]:
+    """The lines that have a version; a writer that died before its first one leaves a name and nothing else."""
+    return [line for line in store.lines() if store.begun(line)]
+
+
+def chosen(store: WeightStore, line: str | None, form: str | None = None) -> list[tuple[str, str]]:
+    """Lines and forms that are meant."""
+    from rollmill.errors import WeightsError
+
+    lines = begun_lines(store)
+    if line is not None and line not in lines:
+        raise WeightsError(f"no line {line!r} in {store.objects.url}", hint=f"lines here: {', '.join(lines) or 'none'}")
+    pairs = [(name, one) for name in ([line] if line else lines) for one in store.forms(name)]
+    kept = [(name, one) for name, one in pairs if form in (None, one)]
+    if form is not None and pairs and not kept:
+        there = ", ".join(sorted({one for _, one in pairs}))
+        raise WeightsError(f"no form {form!r} in {store.objects.url}", hint=f"forms here: {there}")
+    return kept
+
+
+def find_version(place: Place, text: str, line: str | None = None) -> Version:
+    """What the user wrote, as a version. That it exists is for whoever reads it to say."""
+    from rollmill.errors import WeightsError
+    from rollmill.types import Version
+    from rollmill.weights import Channels
+    from rollmill.weights.store import valid_name
+
+    if found := _VERSION.fullmatch(text):
+        return Version(valid_name(found["line"]), int(found["number"]))
+    if text.isascii() and text.isdecimal() and len(text) <= 10:
+        lines = [line] if line else begun_lines(place.store)
+        if len(lines) == 1:
+            return Version(valid_name(lines[0]), int(text))
+        these = ", ".join(f"{name}@{text}" for name in lines) or "there is no line here"
+        raise WeightsError(f"{text} could be of any line", hint=f"say which: {these}")
+    channels = Channels(place.objects)
+    version = channels.get(text) if re.fullmatch(r"[\w.-]+", text) else None
+    if version is None:
+        names = ", ".join(channels.names()) or "none"
+        raise WeightsError(f"{text!r} is neither LINE@NUMBER nor a channel", hint=f"channels here: {names}")
+    return version
+
+
+def find_form(store: WeightStore, version: Version, form: str | None) -> str:
+    """The form that is meant: the one asked for, the only one there is, or bf16."""
+    from rollmill.errors import WeightsError
+
+    if form is not None:
+        return form
+    forms = [one for one in store.forms(version.line) if store.exists(version, one)]
+    if not forms:
+        numbers = {number for one in store.forms(version.line) for number in store.numbers(version.line, one)}
+        hint = f"{version.line} has {min(numbers)} to {max(numbers)}" if numbers else "`rollmill weights log` lists all"
+        raise WeightsError(f"{version} does not exist in {store.objects.url}", hint=hint)
+    if len(forms) > 1 and "bf16" not in forms:
+        raise WeightsError(f"{version} has the forms {', '.join(forms)}", hint="say which with --form")
+    return "bf16" if "bf16" in forms else forms[0]

@@ -1,0 +1,299 @@
+"""`rollmill weights log | show | verify`: what was published, and whether it is still right."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from rollmill.cli.weights.places import (
+    Form,
+    Json,
+    Line,
+    Token,
+    Where,
+    Which,
+    chosen,
+    find_form,
+    find_version,
+    open_place,
+)
+
+if TYPE_CHECKING:
+    from rich.console import Console
+    from rich.table import Table
+
+    from rollmill.weights.manifest import Manifest
+    from rollmill.weights.store import WeightStore
+
+_NUMBERS = ("version", "bytes", "ratio", "density", "epoch", "pause")
+Top = Annotated[int, typer.Option("--top", min=1, help="how many tensors to list")]
+
+
+def log(where: Where, line: Line = None, form: Form = None, token: Token = None) -> None:
+    """List the versions of every line. Of a run also how soon each region served them, and the longest pause.
+
+    Ratio: all bytes over what an engine one version behind fetches. A time in brackets: stored, not served yet.
+    """
+    from rollmill.cli.weights.display import console, safe
+
+    place, out = open_place(where, token), console()
+    arrived = _arrivals(place.run)
+    lines = chosen(place.store, line, form)
+    if not lines:
+        out.print("no version yet")
+    for name, one in lines:
+        manifests, damaged = _read_manifests(place.store, name, one)
+        if manifests:
+            _print_log(out, manifests, damaged, arrived)
+        for message in damaged.values():
+            out.print(safe("damaged ", "red") + safe(message), soft_wrap=True)
+
+
+def show(
+    where: Where,
+    version: Which,
+    line: Line = None,
+    form: Form = None,
+    top: Top = 12,
+    json: Json = False,
+    token: Token = None,
+) -> None:
+    """Show one version: where it comes from, what it consists of, and which tensors its delta is about."""
+    from rollmill.cli.weights import display
+
+    place = open_place(where, token)
+    wanted = find_version(place, version, line)
+    manifest = place.store.manifest(wanted, find_form(place.store, wanted, form))
+    told = _describe(place.store, manifest)
+    if json:
+        display.print_json(told)
+        return
+    out = display.console()
+    out.print(_fact_table(told))
+    out.print(_tensor_table(told["tensors"][:top], len(told["tensors"])))
+
+
+def verify(where: Where, line: Line = None, form: Form = None, token: Token = None) -> None:
+    """Read every version and every anchor back and check every digest. Exits with 1 when something is wrong."""
+    from rollmill.cli.weights import display
+
+    store = open_place(where, token).store
+    out = display.console()
+    checked = wrong = 0
+    with display.progress(out, sizes=False) as bars:
+        for name, one in chosen(store, line, form):
+            task = bars.add_task(f"{name} ({one})", total=len(store.numbers(name, one)))
+            for version, ok, why in store.verify(name, one):
+                checked, wrong = checked + 1, wrong + (not ok)
+                if not ok or why:
+                    word = display.safe("note " if ok else "wrong ", "yellow" if ok else "bold red")
+                    out.print(word + display.safe(f"{version} ({one}): {why}"), soft_wrap=True)
+                bars.advance(task)
+    if wrong:
+        out.print(f"[bold red]{wrong} of {checked} versions are wrong[/] in", store.objects.url, soft_wrap=True)
+        raise typer.Exit(1)
+    out.print(f"[green]all {checked} versions verified[/], every chunk and every root digest")
+
+
+def _arrivals(run: Path | None) -> dict[tuple[str, int], dict[str, Any]]:
+    from rollmill.telemetry import read_events
+    from rollmill.weights.arrivals import Arrivals
+
+    if run is None or not (run / "events").is_dir():
+        return {}
+    rows = Arrivals(keep=1 << 30).fold(read_events(run / "events"))
+    return {(row["line"], row["version"]): row for row in rows}
+
+
+def _read_manifests(store: WeightStore, line: str, form: str) -> tuple[list[Manifest], dict[int, str]]:
+    """All manifests of a line, and what is wrong with the others."""
+    from rollmill.cli.weights import display
+    from rollmill.errors import RollmillError
+    from rollmill.types import Version
+
+    manifests, damaged = [], {}
+    numbers = store.numbers(line, form)
+    with display.progress(display.errors(), sizes=False) as bars:
+        for number in bars.track(numbers, description=f"{line} ({form})"):
+            try:
+                manifests.append(store.manifest(Version(line, number), form))
+            except RollmillError as error:
+                damaged[number] = error.message
+    return manifests, damaged
+
+
+def _print_log(
+    out: Console, manifests: list[Manifest], damaged: dict[int, str], arrived: dict[tuple[str, int], dict[str, Any]]
+) -> None:
+    from rollmill.cli.weights import display
+
+    first = manifests[0]
+    origin = f" from {first.origin}" if first.origin else ""
+    title = f"{first.line} ({first.form}){origin}, epoch {manifests[-1].epoch}"
+    told = {one.number: arrived.get((one.line, one.number), {}).get("regions", {}) for one in manifests}
+    regions = [f"→ {name}" for name in sorted({name for one in told.values() for name in one})]
+    rows = {one.number: _log_cells(one, told[one.number]) for one in manifests}
+    rows |= {number: {"version": str(number), "kind": "damaged"} for number in damaged}
+
+    def make(columns: list[str]) -> Table:
+        made = display.table(*columns, title=title, numbers=[*_NUMBERS, *regions])
+        for number, cells in sorted(rows.items()):
+            made.add_row(*(cells.get(column, "") for column in columns), style="red" if number in damaged else "")
+        return made
+
+    columns = ["version", "parent", "kind", "bytes", "ratio", "density", "coding", "epoch", *regions]
+    columns += ["pause", "digest", "when"] if regions else ["digest", "when"]
+    if all(_follows(one) for one in manifests):
+        columns.remove("parent")
+    if len({one.epoch for one in manifests}) == 1:
+        columns.remove("epoch")  # the title has it; with several writers, each row does
+    out.print(display.fitted(out, make, columns, ("when", "digest", "coding", "kind", "density")))
+
+
+def _follows(manifest: Manifest) -> bool:
+    """Whether its parent is what one expects: the version before, or where its line began."""
+    parent = manifest.parent
+    if manifest.number == manifest.first:
+        return parent == manifest.origin
+    return parent is not None and (parent.line, parent.number) == (manifest.line, manifest.number - 1)
+
+
+def _log_cells(manifest: Manifest, regions: dict[str, Any]) -> dict[str, Any]:
+    from rollmill.cli.weights import display
+
+    # an engine that is up to date fetches the delta, also of a version that has a snapshot beside it
+    fetched = manifest.delta or manifest.snapshot
+    assert fetched is not None
+    pauses = [one["pause_ms_max"] for one in regions.values() if one["pause_ms_max"] is not None]
+    return {
+        "version": str(manifest.number),
+        "parent": display.safe(manifest.parent or ""),
+        "kind": manifest.kind,
+        "bytes": display.size(manifest.bytes),
+        "ratio": display.ratio(manifest.full_bytes, fetched.bytes),
+        "density": display.share(manifest.density),
+        "coding": display.coding_mix(fetched),
+        "epoch": str(manifest.epoch),
+        **{f"→ {name}": display.region(one) for name, one in regions.items()},
+        "pause": display.milliseconds(max(pauses, default=None)),
+        "digest": manifest.digest[:8],
+        "when": display.when(manifest.created_at),
+    }
+
+
+def _describe(store: WeightStore, manifest: Manifest) -> dict[str, Any]:
+    """One version as plain JSON."""
+    from rollmill.cli.weights.display import coding_bytes
+    from rollmill.errors import WeightsError
+
+    fetched = manifest.delta or manifest.snapshot
+    assert fetched is not None
+    try:
+        anchor = store.anchor(manifest.version, manifest.form)
+    except WeightsError:
+        anchor = None  # damaged: `verify` says so, and nobody needs it to show the rest
+    encodings = {"snapshot": manifest.snapshot, "delta": manifest.delta, "anchor": anchor.snapshot if anchor else None}
+    return {
+        "line": manifest.line,
+        "number": manifest.number,
+        "form": manifest.form,
+        "digest": manifest.digest,
+        "parent": str(manifest.parent) if manifest.parent else None,
+        "step": manifest.step,
+        "metadata": manifest.metadata,
+        "writer": manifest.writer,
+        "epoch": manifest.epoch,
+        "created_at": manifest.created_at,
+        "bytes": manifest.bytes,
+        "full_bytes": manifest.full_bytes,
+        "ratio": manifest.full_bytes / max(fetched.bytes, 1),
+        "density": manifest.density,
+        "encodings": {
+            name: {
+                "bytes": encoding.bytes,
+                "packs": len(encoding.packs),
+                "payloads": len(encoding.payloads),
+                "base": f"{manifest.line}@{encoding.base.number}" if encoding.base else None,
+                "codings": coding_bytes(encoding),
+            }
+            for name, encoding in encodings.items()
+            if encoding is not None
+        },
+        "anchors": store.anchors(manifest.line, manifest.form),
+        "tensors": _tensor_facts(manifest),
+    }
+
+
+def _tensor_facts(manifest: Manifest) -> list[dict[str, Any]]:
+    """The tensors, largest first, with their part of the delta. A payload may cover several: it is divided by size, and
+    so are the elements that changed; a tensor that no payload covers has not changed at all."""
+    sent: dict[str, float] = {}
+    delta = manifest.delta
+    for payload in delta.payloads if delta else ():
+        run = manifest.chunks[payload.first : payload.first + payload.chunks]
+        whole = max(sum(chunk.size() for chunk in run), 1)
+        for chunk in run:
+            sent[chunk.tensor.name] = sent.get(chunk.tensor.name, 0.0) + payload.bytes * chunk.size() / whole
+    total = max(sum(sent.values()), 1.0)
+    told = []
+    for entry in manifest.tensors:
+        elements = entry.bytes // entry.width
+        part = sent.get(entry.name, 0.0)
+        changed = delta.changed_elements * part / total / max(elements, 1) if delta else None
+        fact = {"name": entry.name, "dtype": entry.dtype, "shape": list(entry.shape), "bytes": entry.bytes}
+        share = None if changed is None else min(changed, 1.0)
+        told.append({**fact, "delta_bytes": round(part) if delta else None, "changed_share_estimate": share})
+    return sorted(told, key=lambda one: (-one["bytes"], one["name"]))
+
+
+def _fact_table(told: dict[str, Any]) -> Table:
+    from rollmill.cli.weights import display
+
+    encodings = {}
+    for name, one in told["encodings"].items():
+        base = f" from {one['base']}" if one["base"] else ""
+        codings = ", ".join(f"{coding} {display.size(count)}" for coding, count in one["codings"].items())
+        encodings[name] = (
+            f"{display.size(one['bytes'])}{base} in {display.count(one['packs'], 'pack')}: {codings or 'nothing'}"
+        )
+    metadata = {name: value for name, value in told["metadata"].items() if name != "step"}
+    near = [number for number in told["anchors"] if number <= told["number"]]
+    return display.facts(
+        {
+            "version": f"{told['line']}@{told['number']} ({told['form']})",
+            "digest": told["digest"],
+            "parent": told["parent"],
+            "step": told["step"],
+            "published": display.when(told["created_at"], "%Y-%m-%d %H:%M:%S %Z"),
+            "writer": f"{told['writer']}, epoch {told['epoch']}",
+            "size": f"{display.size(told['full_bytes'])} in {len(told['tensors'])} tensors",
+            "ratio": display.ratio(told["full_bytes"], told["full_bytes"] / told["ratio"]),
+            "density": display.share(told["density"]),
+            **encodings,
+            "nearest anchor": f"{told['line']}@{near[-1]}" if near else "",
+            **{f"  {name}": value for name, value in metadata.items()},
+        }
+    )
+
+
+def _tensor_table(tensors: list[dict[str, Any]], count: int) -> Table:
+    from rollmill.cli.weights import display
+
+    title = f"the {len(tensors)} largest of {count} tensors" if len(tensors) < count else None
+    made = display.table(
+        "tensor", "dtype", "shape", "bytes", "in the delta", "changed",
+        title=title, numbers=("bytes", "in the delta", "changed"),
+    )  # fmt: skip
+    for one in tensors:
+        changed = one["changed_share_estimate"]
+        made.add_row(
+            display.safe(one["name"]),
+            one["dtype"],
+            "×".join(map(str, one["shape"])) or "scalar",
+            display.size(one["bytes"]),
+            "" if one["delta_bytes"] is None else display.size(one["delta_bytes"]),
+            "" if changed is None else "none" if not changed else f"≈ {display.share(changed)}",
+        )
+    return made
