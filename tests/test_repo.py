@@ -228,7 +228,7 @@ def test_everything_in_the_package_is_shipped() -> None:
     patterns = project()["tool"]["setuptools"]["package-data"]["rollmill"]
     for path in PACKAGE.rglob("*"):
         relative = path.relative_to(PACKAGE).as_posix()
-        if path.is_file() and path.suffix not in (".py", ".pyc"):
+        if path.is_file() and path.suffix != ".py" and "__pycache__" not in path.parts:
             shipped = any(fnmatch.fnmatch(f"/{relative}", pattern.replace("**/", "*/")) for pattern in patterns)
             assert shipped, f"rollmill/{relative} matches no package-data pattern"
 

@@ -1,0 +1,314 @@
+"""New versions across an ocean: how soon three regions serve them, against sending the whole weights.
+
+    python -m benchmarks.weights_wan [--quick] [--versions 5] [--goal fast|small] [--mbit 200] [--rtt-ms 120]
+
+One home: this process is the trainer and publishes into a directory, a process of its own serves it over HTTP. Three
+regions, each a process with a store of its own, a mirror and a follower, behind a link of its own (benchmarks.relay).
+An engine is simulated by a copy of the weights into which updates are written; at the end its digest is compared. A
+version counts from the trainer's call of publish until the last region has written it into its engine. Weights and
+updates are synthetic, drawn by the law that was recorded at lr 1e-6 (benchmarks.weights_synthetic).
+
+The whole transfer: the same bytes in one object, written by the trainer, read by every region in parallel ranges over
+the same links, verified and copied into the engine. The first version, a compressed snapshot, is reported too.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import queue
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+from contextlib import ExitStack
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from blake3 import blake3
+from rich.console import Console
+from rich.table import Table
+
+from benchmarks.output import at_least, finish
+from benchmarks.recordings import FOLDER, Recording
+from benchmarks.relay import RelayProcess
+from benchmarks.weights_synthetic import Law, draw_weights, update
+from rollmill.storage.objects import Objects
+from rollmill.storage.parallel import read_ranges
+from rollmill.weights.delta import Changes, Goal, scatter
+from rollmill.weights.follower import Follower, Update
+from rollmill.weights.manifest import describe, root_digest
+from rollmill.weights.publisher import Publisher
+from rollmill.weights.store import WeightStore
+from rollmill.weights.tensors import HostTensor
+from rollmill.weights.transfer import Mirror
+
+LINE = "main"
+RAW = "raw/weights"
+REGIONS = ("americas", "europe", "asia")
+SOONER = 30.0  # the bar, for 1 GiB
+_WAIT_SECONDS = 600.0
+_STAGES = ("publish", "notice", "mirror", "fetch", "decode", "apply")
+
+
+# --- a region
+
+
+class Engine:
+    """The weights an engine would compute with, apart from the follower's image."""
+
+    def __init__(self) -> None:
+        self.tensors: dict[str, HostTensor] = {}
+
+    def apply(self, update: Update) -> None:
+        if update.patches is None:
+            self.copy({name: tensor.data for name, tensor in update.tensors.items()}, update.tensors)
+            return
+        for name, patches in update.patches.items():
+            if patches is None:
+                np.copyto(self.tensors[name].data, update.tensors[name].data)
+                continue
+            tensor = self.tensors[name]
+            for patch in patches:
+                scatter(tensor.data[patch.start * tensor.width :], Changes(patch.indices, patch.values), tensor.width)
+
+    def copy(self, data: dict[str, np.ndarray], layout: dict[str, HostTensor]) -> None:
+        for name, array in data.items():
+            if name not in self.tensors:
+                tensor = layout[name]
+                self.tensors[name] = HostTensor(tensor.dtype, tensor.shape, np.empty(array.size, np.uint8))
+            np.copyto(self.tensors[name].data, array)
+
+    def digest(self) -> str:
+        return root_digest(describe(self.tensors))
+
+
+def serve_region(source: str, folder: Path, versions: int) -> None:
+    """Follow the home's line; a line of JSON for every version, then whatever standard input asks for."""
+    mirror = Mirror(Objects.open(source), Objects.open(folder))
+    follower, engine = Follower(mirror.target, LINE, mirror=mirror), Engine()
+    _say(ready=True)
+    last: Update | None = None
+    for _ in range(versions):
+        while True:
+            looked = time.time()
+            if (arrived := follower.poll()) is not None:
+                break
+            follower.wait(20.0 if last and not follower.problem else 0.1)
+        began = time.perf_counter()
+        engine.apply(arrived)
+        seconds = {**arrived.seconds, "apply": time.perf_counter() - began, "notice": looked - arrived.created_at}
+        _say(version=arrived.policy.number, at=time.time(), seconds=seconds, problem=follower.problem)
+        last = arrived
+    assert last is not None
+    _say(digest=engine.digest(), expected=last.policy.digest)
+    sys.stdin.readline()  # the whole weights are there
+    _say(digest=fetch_whole(mirror.source.objects, engine, last), at=time.time())
+
+
+def fetch_whole(objects: Objects, engine: Engine, last: Update) -> str:
+    """All bytes of the weights in one object, in the order of names, verified and copied. Returns their digest."""
+    size = objects.head(RAW)
+    assert size is not None
+    piece = 16 << 20
+    ranges = [(RAW, start, min(piece, size - start)) for start in range(0, size, piece)]
+    whole, position, hasher = np.empty(size, np.uint8), 0, blake3()
+    for data in read_ranges(objects, ranges):
+        hasher.update(data)
+        whole[position : position + len(data)] = np.frombuffer(data, np.uint8)
+        position += len(data)
+    digest, offset, parts = hasher.hexdigest(), 0, {}
+    for name in sorted(engine.tensors):
+        parts[name] = whole[offset : offset + engine.tensors[name].data.size]
+        offset += parts[name].size
+    engine.copy(parts, last.tensors)
+    return digest
+
+
+def serve_home(folder: Path) -> None:
+    from aiohttp import web
+
+    from rollmill.storage.http import object_app
+
+    app = object_app(Objects.open(folder))
+    web.run_app(app, host="127.0.0.1", port=0, print=lambda text: _say(text=text))
+
+
+def _say(**fields: Any) -> None:
+    print(json.dumps(fields), flush=True)
+
+
+# --- the measurement
+
+
+class Child:
+    """A process of this module and the lines of JSON it writes."""
+
+    def __init__(self, *arguments: str) -> None:
+        self.process = subprocess.Popen(
+            [sys.executable, "-m", "benchmarks.weights_wan", *arguments],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            text=True,
+        )
+        self._lines: queue.Queue[dict[str, Any] | None] = queue.Queue()
+        threading.Thread(target=self._read, daemon=True).start()
+
+    def _read(self) -> None:
+        assert self.process.stdout is not None
+        for line in self.process.stdout:
+            self._lines.put(json.loads(line))
+        self._lines.put(None)
+
+    def next(self) -> dict[str, Any]:
+        line = self._lines.get(timeout=_WAIT_SECONDS)
+        if line is None:
+            raise RuntimeError("a process of the benchmark ended early")
+        return line
+
+    def tell(self, word: str) -> None:
+        assert self.process.stdin is not None
+        self.process.stdin.write(word + "\n")
+        self.process.stdin.flush()
+
+    def close(self) -> None:
+        self.process.kill()
+        self.process.wait()
+
+
+@dataclass
+class Measured:
+    bytes: int  # of the weights
+    whole_seconds: float = 0.0
+    snapshot_seconds: float = 0.0
+    snapshot_bytes: int = 0
+    snapshot_stages: dict[str, float] = field(default_factory=dict)
+    seconds: list[float] = field(default_factory=list)  # of each delta, until the last region serves it
+    delta_bytes: list[int] = field(default_factory=list)
+    density: list[float] = field(default_factory=list)
+    # of the region that was last
+    stages: dict[str, list[float]] = field(default_factory=lambda: {stage: [] for stage in _STAGES})
+
+    @property
+    def sooner(self) -> float:
+        return self.whole_seconds / float(np.median(self.seconds))
+
+
+def measure(
+    mebibytes: int,
+    recording: Recording,
+    versions: int = 5,
+    goal: Goal = "fast",
+    mbit: float = 200.0,
+    rtt_ms: float = 120.0,
+) -> Measured:
+    law = Law.of(recording)
+    with ExitStack() as stack:
+        folder = Path(stack.enter_context(tempfile.TemporaryDirectory()))
+        (folder / "home").mkdir()
+        home = Child("--home", str(folder / "home"))
+        stack.callback(home.close)
+        port = int(home.next()["text"].split("127.0.0.1:")[1].split()[0].rstrip("/ ="))
+        regions = []
+        for name in REGIONS:
+            relay = stack.enter_context(RelayProcess(("127.0.0.1", port), mbit, rtt_ms))
+            url = f"http://127.0.0.1:{relay.port}"
+            region = Child("--region", str(folder / name), "--source", url, "--versions", str(versions + 1))
+            stack.callback(region.close)
+            regions.append(region)
+        for region in regions:
+            region.next()
+        return _run(regions, Objects.open(folder / "home"), mebibytes, law, versions, goal)
+
+
+def _run(regions: list[Child], objects: Objects, mebibytes: int, law: Law, versions: int, goal: Goal) -> Measured:
+    tensors = draw_weights(mebibytes)
+    result = Measured(sum(tensor.data.nbytes for tensor in tensors.values()))
+    publisher = Publisher(WeightStore(objects), LINE, snapshot_every=1000, goal=goal)
+    for number in range(versions + 1):
+        if number:
+            result.density.append(update(tensors, law, seed=number))
+        called = time.time()
+        manifest = publisher.publish(number, tensors)
+        answers = [region.next() for region in regions]
+        assert all(answer["version"] == number for answer in answers), answers
+        served = max(answer["at"] for answer in answers)
+        slowest = max(answers, key=lambda answer: answer["at"])["seconds"] | {"publish": manifest.created_at - called}
+        if number == 0:
+            result.snapshot_seconds, result.snapshot_bytes = served - called, manifest.bytes
+            result.snapshot_stages = slowest
+            continue
+        result.seconds.append(served - called)
+        result.delta_bytes.append(manifest.bytes)
+        for stage in _STAGES:
+            result.stages[stage].append(slowest[stage])
+    for answer in [region.next() for region in regions]:
+        if answer["digest"] != answer["expected"]:
+            raise RuntimeError(f"an engine does not hold what it serves: {answer}")
+    result.whole_seconds = _send_whole(regions, objects, tensors)
+    return result
+
+
+def _send_whole(regions: list[Child], objects: Objects, tensors: dict[str, HostTensor]) -> float:
+    called = time.time()
+    data = b"".join([tensors[name].data.data for name in sorted(tensors)])
+    objects.put(RAW, data)
+    digest = blake3(data).hexdigest()
+    for region in regions:
+        region.tell("whole")
+    answers = [region.next() for region in regions]
+    if any(answer["digest"] != digest for answer in answers):
+        raise RuntimeError("the whole transfer did not arrive as it was sent")
+    return max(answer["at"] for answer in answers) - called
+
+
+def report(result: Measured, mbit: float = 200.0, rtt_ms: float = 120.0) -> None:
+    size = result.bytes / (1 << 20)
+    title = (
+        f"{size:.0f} MiB, {len(REGIONS)} regions behind {mbit:.0f} Mbit/s and {rtt_ms:.0f} ms each: all serve it after"
+    )
+    table = Table(title=title)
+    for column in ("what", "MB over each link", "seconds", "least–most", "sooner"):
+        table.add_column(column)
+    whole = result.whole_seconds
+    table.add_row("whole weights", f"{result.bytes / 1e6:.1f}", f"{whole:.2f}", "", "1")
+    snapshot = (f"{result.snapshot_bytes / 1e6:.1f}", f"{result.snapshot_seconds:.2f}", "")
+    table.add_row("snapshot", *snapshot, f"{whole / result.snapshot_seconds:.1f}")
+    spread = f"{min(result.seconds):.2f}–{max(result.seconds):.2f}"
+    delta = (f"{np.mean(result.delta_bytes) / 1e6:.2f}", f"{np.median(result.seconds):.2f}", spread)
+    table.add_row(f"delta ({100 * np.mean(result.density):.2f} % changed)", *delta, f"{result.sooner:.1f}")
+    Console().print(table)
+    print("of the snapshot: " + ", ".join(f"{name} {result.snapshot_stages[name]:.2f} s" for name in _STAGES))
+    print("of a delta: " + ", ".join(f"{name} {np.median(values):.2f} s" for name, values in result.stages.items()))
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--quick", action="store_true", help="a model of 64 MiB instead of 1 GiB")
+    parser.add_argument("--versions", type=int, default=5, help="deltas to measure")
+    parser.add_argument("--goal", choices=("fast", "small"), default="fast")
+    parser.add_argument("--mbit", type=float, default=200.0)
+    parser.add_argument("--rtt-ms", type=float, default=120.0)
+    parser.add_argument("--recording", type=Path)
+    parser.add_argument("--home", type=Path, help=argparse.SUPPRESS)
+    parser.add_argument("--region", type=Path, help=argparse.SUPPRESS)
+    parser.add_argument("--source", help=argparse.SUPPRESS)
+    given = parser.parse_args()
+    if given.home:
+        serve_home(given.home)
+    elif given.region:
+        serve_region(given.source, given.region, given.versions)
+    else:
+        recording = Recording(given.recording or FOLDER / ("quick" if given.quick else "full"))
+        link = {"mbit": given.mbit, "rtt_ms": given.rtt_ms}
+        result = measure(64 if given.quick else 1024, recording, given.versions, given.goal, **link)
+        report(result, **link)
+        bars = {} if given.quick else {"wan_sooner": at_least(result.sooner, SOONER)}  # a bar for 1 GiB
+        finish("weights_wan", {"wan_sooner": result.sooner}, bars)
+
+
+if __name__ == "__main__":
+    main()
