@@ -6,7 +6,7 @@ import sys
 
 import typer
 
-from rollmill.cli import demo, doctor, evaluate, serve, train, trajectories, weights
+from rollmill.cli import demo, doctor, evaluate, model, serve, train, trajectories, weights
 from rollmill.errors import RollmillError
 
 app = typer.Typer(
@@ -22,6 +22,7 @@ app.command("demo")(demo.demo)
 app.command("train")(train.train)
 app.command("eval")(evaluate.evaluate)
 app.command("serve")(serve.serve)
+app.add_typer(model.app, name="model")
 app.add_typer(weights.app, name="weights")
 app.add_typer(trajectories.app, name="trajectories")
 app.command("doctor")(doctor.doctor)

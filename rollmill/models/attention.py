@@ -1,7 +1,7 @@
 """Causal attention over packed sequences: the trainer's strategy (the engine's reads a paged cache).
 
-A strategy is called `attend(layer, q, k, v)` with q [N, heads, D] and k, v [N, kv_heads, D], already rotated, for the N
-packed tokens, and returns [N, heads · D].
+A strategy is called `attend(layer, q, k, v)` with q [N, heads, D], k [N, kv_heads, D], already rotated, and
+v [N, kv_heads, E] (E = D except with latent attention) for the N packed tokens, and returns [N, heads · E].
 """
 
 from __future__ import annotations
@@ -87,7 +87,7 @@ class PackedAttention:
 
     def __call__(self, layer: int, q_NHD: Tensor, k_NKD: Tensor, v_NKD: Tensor) -> Tensor:
         tokens, heads, dim = q_NHD.shape
-        kv_heads = k_NKD.shape[1]
+        kv_heads, value_dim = v_NKD.shape[1:]
         sizes = [sequences * length for sequences, length in self._buckets]
         q, k, v = (
             pad_rows(x.reshape(tokens, -1), self._source, self._slot).split(sizes) for x in (q_NHD, k_NKD, v_NKD)
@@ -98,11 +98,11 @@ class PackedAttention:
             # query heads that share a KV head are stacked as further query rows: no copies of K and V
             q_heads = q[index].view(*batch, -1, dim).permute(0, 2, 3, 1, 4).reshape(sequences * kv_heads, -1, dim)
             k_heads, v_heads = (
-                x[index].view(*batch, dim).transpose(1, 2).reshape(sequences * kv_heads, length, dim) for x in (k, v)
+                x[index].view(*batch, -1).transpose(1, 2).reshape(sequences * kv_heads, length, -1) for x in (k, v)
             )
             out = attention(q_heads, k_heads, v_heads, self._mask(length, heads // kv_heads))
-            out = out.view(sequences, kv_heads, -1, length, dim).permute(0, 3, 1, 2, 4)
-            outs.append(out.reshape(sequences * length, heads * dim))
+            out = out.view(sequences, kv_heads, -1, length, value_dim).permute(0, 3, 1, 2, 4)
+            outs.append(out.reshape(sequences * length, heads * value_dim))
         return unpad_rows(torch.cat(outs) if len(outs) > 1 else outs[0], self._slot)
 
     def _mask(self, length: int, group: int) -> Tensor:

@@ -1,7 +1,7 @@
 """The one decoder, used by trainer and engine alike: what differs is only how attention finds its keys and values.
 
-Tokens are packed flat [N]: sequences end to end, without padding. Grouped-query attention, rotary embedding, RMSNorm,
-SwiGLU, dense or mixture of experts.
+Tokens are packed flat [N]: sequences end to end, without padding. Grouped-query or latent attention, rotary embedding,
+RMSNorm, SwiGLU, dense or mixture of experts.
 """
 
 from __future__ import annotations
@@ -15,7 +15,9 @@ from rollmill.errors import TrainingError
 from rollmill.models.attention import Attend
 from rollmill.models.config import ModelConfig
 from rollmill.models.kernels.elementwise import rms_norm, rotate
+from rollmill.models.latent import LatentProjection
 from rollmill.models.moe import MLP, MixtureOfExperts, Replay, Routing
+from rollmill.models.rope import angle_table, score_scale
 
 
 @dataclass(frozen=True)
@@ -32,25 +34,48 @@ class DecoderOutput:
 class Layer(nn.Module):
     def __init__(self, config: ModelConfig, index: int, dtype: torch.dtype) -> None:
         super().__init__()
-        self._index, self._eps = index, config.norm_eps
+        self._index, self._eps, self._score_scale = index, config.norm_eps, score_scale(config)
         self._heads, self._kv_heads, self._dim = config.heads, config.kv_heads, config.head_dim
-        rows = (config.heads + 2 * config.kv_heads) * config.head_dim
-        self.attention_norm = nn.Parameter(torch.empty(config.width, dtype=dtype))
-        self.qkv = nn.Parameter(torch.empty(rows, config.width, dtype=dtype))
-        self.output = nn.Parameter(torch.empty(config.width, config.heads * config.head_dim, dtype=dtype))
-        self.mlp_norm = nn.Parameter(torch.empty(config.width, dtype=dtype))
+
+        def empty(*shape: int) -> nn.Parameter:
+            return nn.Parameter(torch.empty(*shape, dtype=dtype))
+
+        self.attention_norm = empty(config.width)
+        self.latent = None if config.latent is None else LatentProjection(config, dtype)
+        if config.latent is None:
+            rows = (config.heads + 2 * config.kv_heads) * config.head_dim
+            self.qkv = empty(rows, config.width)
+            self.qkv_bias = empty(rows) if config.qkv_bias else None
+            self.q_norm = empty(config.head_dim) if config.qk_norm else None
+            self.k_norm = empty(config.head_dim) if config.qk_norm else None
+        self.output = empty(config.width, config.heads * config.value_dim)
+        self.output_bias = empty(config.width) if config.output_bias else None
+        self.mlp_norm = empty(config.width)
         self.mlp: nn.Module = (
-            MixtureOfExperts(config, index - config.dense_layers, dtype)
+            MixtureOfExperts(config, config.mixtures_before(index), dtype)
             if config.is_mixture(index)
             else MLP(config.width, config.mlp_width, dtype)
         )
 
     def attend(self, x_NW: Tensor, angles: tuple[Tensor, Tensor], attend: Attend) -> Tensor:
         normal_NW = rms_norm(x_NW, self.attention_norm, self._eps)
-        qkv = nn.functional.linear(normal_NW, self.qkv).view(x_NW.shape[0], -1, self._dim)
+        q_NHD, k_NKD, v_NKD = (self._project if self.latent is None else self.latent)(normal_NW, angles)
+        if self._score_scale != 1.0:
+            q_NHD = q_NHD * self._score_scale
+        return x_NW + nn.functional.linear(attend(self._index, q_NHD, k_NKD, v_NKD), self.output, self.output_bias)
+
+    def _project(self, normal_NW: Tensor, angles: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor, Tensor]:
+        qkv = nn.functional.linear(normal_NW, self.qkv, self.qkv_bias).view(normal_NW.shape[0], -1, self._dim)
         qk, v_NKD = qkv.split((self._heads + self._kv_heads, self._kv_heads), dim=1)
+        if self.q_norm is not None and self.k_norm is not None:
+            q_NHD, k_NKD = qk.split((self._heads, self._kv_heads), dim=1)
+            q_NHD, k_NKD = self._head_norm(q_NHD, self.q_norm), self._head_norm(k_NKD, self.k_norm)
+            return rotate(q_NHD, *angles), rotate(k_NKD, *angles), v_NKD
         q_NHD, k_NKD = rotate(qk, *angles).split((self._heads, self._kv_heads), dim=1)
-        return x_NW + nn.functional.linear(attend(self._index, q_NHD, k_NKD, v_NKD), self.output)
+        return q_NHD, k_NKD, v_NKD
+
+    def _head_norm(self, x_NHD: Tensor, weight_D: Tensor) -> Tensor:
+        return rms_norm(x_NHD.reshape(-1, self._dim), weight_D, self._eps).view(x_NHD.shape)
 
     def mix(self, x_NW: Tensor, replay: Replay | None) -> tuple[Tensor, Routing | None]:
         normal_NW = rms_norm(x_NW, self.mlp_norm, self._eps)
@@ -73,7 +98,7 @@ class Decoder(nn.Module):
         self.head = (
             None if config.tie_embeddings else nn.Parameter(torch.empty(config.vocab_size, config.width, dtype=dtype))
         )
-        cos, sin = _angle_table(config)
+        cos, sin = (table.to(self.embedding.device) for table in angle_table(config))
         self.register_buffer("_cos", cos, persistent=False)
         self.register_buffer("_sin", sin, persistent=False)
 
@@ -84,7 +109,7 @@ class Decoder(nn.Module):
         residual = (2 * self.config.layers) ** -0.5  # each layer adds twice to the residual stream
         for name, parameter in sorted(self.named_parameters()):
             if parameter.dim() == 1:
-                parameter.fill_(1.0)
+                parameter.fill_(0.0 if name.endswith("bias") else 1.0)
                 continue
             fan_in = parameter.shape[-2] if parameter.dim() == 3 else parameter.shape[-1]  # experts are [in, out]
             deviation = fan_in**-0.5
@@ -121,10 +146,3 @@ class Decoder(nn.Module):
         """FP32 [M, vocab], accumulated and kept in FP32: a logit rounded to bf16 would move log-probs by 1e-2."""
         weight = self.embedding if self.head is None else self.head
         return nn.functional.linear(hidden_MW.float(), weight.float())
-
-
-def _angle_table(config: ModelConfig) -> tuple[Tensor, Tensor]:
-    """cos and sin of every position, [max_context, 1, D/2], computed in FP64 so that all machines agree."""
-    exponents = torch.arange(0, config.head_dim, 2, dtype=torch.float64) / config.head_dim
-    angles = torch.outer(torch.arange(config.max_context, dtype=torch.float64), config.rope_theta**-exponents)
-    return angles.cos().float().unsqueeze(1), angles.sin().float().unsqueeze(1)

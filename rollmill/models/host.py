@@ -16,17 +16,19 @@ from rollmill.weights.manifest import TensorEntry, describe, root_digest
 from rollmill.weights.tensors import HostTensor
 
 _PIECE = 1 << 23  # elements
+_KEPT_WIDE = ".router.bias"
 DTYPES: Mapping[str, torch.dtype] = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
 
 
 def to_host(state: Mapping[str, Tensor], form: str = "bf16") -> dict[str, HostTensor]:
     """The bytes of `form`, rounded to nearest where parameters are wider."""
-    dtype = _dtype(form)
     tensors = {}
     for name, tensor in state.items():
-        served = tensor.detach().to(device="cpu", dtype=dtype, copy=True).contiguous()
+        # what decides between experts is never rounded: engine and trainer would choose different ones
+        kept = "fp32" if name.endswith(_KEPT_WIDE) else form
+        served = tensor.detach().to(device="cpu", dtype=_dtype(kept), copy=True).contiguous()
         data = served.view(-1).view(torch.uint8).numpy()
-        tensors[name] = HostTensor(form, tuple(tensor.shape), data)
+        tensors[name] = HostTensor(kept, tuple(tensor.shape), data)
     return tensors
 
 

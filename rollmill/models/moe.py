@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from rollmill.models.config import ModelConfig
 from rollmill.models.kernels.elementwise import swiglu
 from rollmill.models.kernels.rows import combine_rows, dispatch_rows, grouped_linear
+from rollmill.models.replay import plausible_routes
 
 
 @dataclass(frozen=True)
@@ -23,6 +24,7 @@ class Replay:
 
     routes: Tensor  # integer [N, moe layers, k], top-k order
     valid: Tensor  # bool [N]; elsewhere the router runs live
+    plausibility: float = 0.0  # the ratio of models.replay's filter; 0 replays everything as recorded
 
 
 @dataclass(frozen=True)
@@ -64,24 +66,49 @@ def router_stats(routings: list[Routing], valid_N: Tensor | None = None) -> Rout
 class Router(nn.Module):
     """Scores in FP32 whatever the model computes in: near-ties decided by rounding flip experts between machines."""
 
+    bias: Tensor | None
+
     def __init__(self, config: ModelConfig, moe_layer: int, dtype: torch.dtype) -> None:
         super().__init__()
         self.weight = nn.Parameter(torch.empty(config.experts, config.width, dtype=dtype))
+        # not learnt by gradient; FP32 because it is of the size of the scores' differences, not of the scores
+        self.register_buffer("bias", torch.zeros(config.experts) if config.gate_bias else None)
         self._moe_layer, self._k, self._gate = moe_layer, config.experts_per_token, config.gate
+        self._groups, self._groups_kept = config.gate_groups, config.gate_groups_kept
+        # a single weight would always be 1, and the gate would never learn
+        self._normalised = config.gate_normalised and config.experts_per_token > 1
+        self._scale = config.gate_scale
 
     def forward(self, x_NW: Tensor, replay: Replay | None) -> tuple[Routing, Tensor]:
         """The choice, and the gate's weights [N, k] of the chosen experts."""
         logits_NE = nn.functional.linear(x_NW.float(), self.weight.float())
         scores_NE = logits_NE.softmax(-1) if self._gate == "softmax" else logits_NE.sigmoid()
-        live_Nk = scores_NE.topk(self._k, dim=-1).indices
+        live_Nk = self._choose(scores_NE)
         chosen_Nk = live_Nk
         if replay is not None:
             recorded_Nk = replay.routes[:, self._moe_layer].long()
+            if replay.plausibility > 0:
+                recorded_Nk = plausible_routes(recorded_Nk, live_Nk, scores_NE, replay.plausibility)
             chosen_Nk = torch.where(replay.valid.unsqueeze(1), recorded_Nk, live_Nk)
         weights_Nk = scores_NE.gather(1, chosen_Nk)
-        if self._k > 1:  # a single weight would always be 1, and the gate would never learn
+        if self._normalised:
             weights_Nk = weights_Nk / weights_Nk.sum(-1, keepdim=True)
+        if self._scale != 1.0:
+            weights_Nk = weights_Nk * self._scale
         return Routing(scores_NE, live_Nk, chosen_Nk), weights_Nk
+
+    def _choose(self, scores_NE: Tensor) -> Tensor:
+        """The k best experts by score and bias, of the best groups only where there are groups."""
+        scores_NE = scores_NE.detach()
+        if self.bias is not None:
+            scores_NE = scores_NE + self.bias
+        if self._groups > 1:
+            grouped_NGE = scores_NE.unflatten(1, (self._groups, -1))
+            # a group is as good as its two best experts together
+            kept_NG = grouped_NGE.topk(2, dim=-1).values.sum(-1).topk(self._groups_kept, dim=-1).indices
+            hidden_NG = torch.ones_like(grouped_NGE[..., 0], dtype=torch.bool).scatter_(1, kept_NG, False)
+            scores_NE = grouped_NGE.masked_fill(hidden_NG.unsqueeze(-1), -torch.inf).flatten(1)
+        return scores_NE.topk(self._k, dim=-1).indices
 
 
 class MixtureOfExperts(nn.Module):

@@ -13,7 +13,6 @@ import contextlib
 import errno
 import os
 import stat
-import time
 import uuid
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -115,9 +114,18 @@ class DirectoryBackend:
         _sync_folder(target.parent)
 
     def _remove_abandoned(self) -> None:
-        for path in self._staging.iterdir():
+        """Old by the clock of the file system: that of this machine may be wrong, and others are writing here now."""
+        files = list(self._staging.iterdir())
+        if not files:
+            return
+        try:
+            with self._staged(b"") as path:
+                now = path.stat().st_mtime
+        except OSError:
+            return  # a store that can only be read is not tidied
+        for path in files:
             with contextlib.suppress(FileNotFoundError):  # another process may tidy at the same time
-                if time.time() - path.stat().st_mtime > _ABANDONED_SECONDS:
+                if now - path.stat().st_mtime > _ABANDONED_SECONDS:
                     path.unlink()
 
     @contextlib.contextmanager

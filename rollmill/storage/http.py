@@ -3,7 +3,7 @@
     GET  /objects/KEY             the bytes; `Range: bytes=FIRST-LAST` for a part, HEAD for size and Last-Modified
     GET  /list?prefix=            {"keys": […]}
     GET  /folders?prefix=         {"folders": […]}
-    GET  /watch?key=KEY&seconds=S the bytes as soon as they are there, 204 after S seconds: saves polling, and a round trip
+    GET  /watch?key=KEY&seconds=S the bytes as soon as they are there, 204 after S seconds: saves polling
 
 With a token, every request needs `Authorization: Bearer TOKEN`. What arrives is untrusted: readers check digests.
 """
@@ -33,7 +33,7 @@ if TYPE_CHECKING:
     from rollmill.storage.objects import Objects
 
 _PIECE = 1 << 20  # what the server holds in memory for one request
-_LONGEST_WATCH_SECONDS, _WATCH_LOOK_SECONDS = 30.0, 0.05
+_LONGEST_WATCH_SECONDS, _WATCH_LOOK_SECONDS = 30.0, 0.02
 _LARGEST_REPLY = 1 << 30  # a reply announced larger than this is refused before any of it is read
 _LARGEST_REFUSAL = 1 << 16
 _SLOWEST_BYTES_PER_SECOND = 50_000  # a body that comes slower than this is given up

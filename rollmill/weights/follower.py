@@ -93,6 +93,7 @@ class _Reader:
         own = store.source(form)
         self.source = Source(own.manifest, own.anchor, self._pack, self._part)
         self._lock = threading.Lock()
+        self.reaches_mirror = True  # if not, what is not here is not waited for: there may be another way
         self.bytes, self.busy_seconds = 0, 0.0
         self._reading, self._since = 0, 0.0
 
@@ -102,9 +103,11 @@ class _Reader:
     def _pack(self, manifest: Manifest | Anchor, pack: Pack) -> bytes:
         with self:
             try:
-                data = self._store.read_pack(manifest, pack)
+                data = self._mirror.remembered(pack) if self._mirror else None
+                if data is None:
+                    data = self._store.read_pack(manifest, pack)
             except (StorageError, WeightsError):
-                if self._mirror is None or not isinstance(manifest, Manifest):
+                if self._mirror is None or not self.reaches_mirror:
                     raise
                 data = self._mirror.fetch_pack(manifest, pack)  # the other region still has it whole
         return self._count(data)
@@ -396,9 +399,11 @@ class Follower:
                     course.head.learn(version.number)
         except (StorageError, WeightsError) as error:
             self._mirroring.failed()
+            self._reader.reaches_mirror = not isinstance(error, StorageError)
             self._mirror_problem = f"the other region cannot be copied from: {error}"
         else:
             self._mirroring.succeeded()
+            self._reader.reaches_mirror = True
             self._mirror_problem = None
 
 

@@ -79,8 +79,7 @@ def plan_legs(
     Walks back from the target along its deltas; every snapshot and every anchor on the way is a place to start from.
     """
     plan = _Plan(read_anchor, avoid)
-    manifest = read_manifest(target)
-    ended = ""
+    manifest, ended = read_manifest(target), ""
     if have(manifest.version, manifest.digest):
         return []
     while plan.pass_by(manifest):
@@ -99,8 +98,10 @@ def plan_legs(
         except (StorageError, WeightsError) as error:
             if isinstance(error, StorageError) and not isinstance(error, ObjectMissing) and not plan.found:
                 raise  # the store did not answer: that there is no way is not known
+            ended = f": {error.message}"
             break  # damaged, or no longer kept: what was found so far is all there is
         if manifest.digest != base.digest:
+            ended = f": {manifest.version} is not what the delta of the version after it starts from"
             break
     legs = plan.end()
     if legs is None:

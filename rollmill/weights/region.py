@@ -73,13 +73,24 @@ class _Duty:
 
 
 class _Repaired(WeightStore):
-    """The region's own store; a pack that is missing or damaged there is fetched again from the other region. Those of
-    snapshots only when told: mostly they are elsewhere on purpose, and there is a way around them."""
+    """The region's own store; what is damaged there, and packs that are missing, are fetched again from the other one.
+    Packs of snapshots only when told: mostly they are elsewhere on purpose, and there is a way around them."""
 
     def __init__(self, mirror: Mirror) -> None:
         super().__init__(mirror.target.objects)
         self._mirror = mirror
         self.fetches_snapshots = False
+
+    def manifest(self, version: Version, form: str = "bf16") -> Manifest:
+        try:
+            return super().manifest(version, form)
+        except WeightsError as error:
+            if not self.exists(version, form):
+                raise  # it was collected
+            try:
+                return self._mirror.fetch_manifest(version, form)
+            except (StorageError, WeightsError):
+                raise error from None
 
     def read_pack(self, manifest: Manifest | Anchor, pack: Pack) -> bytes:
         try:

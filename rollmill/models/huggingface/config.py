@@ -1,0 +1,287 @@
+"""A checkpoint's config.json as a ModelConfig. No torch: `rollmill model show` and run configurations are read without.
+
+What our decoder does not do (sliding windows, partial rotation, other activations …) is refused by name: a model
+computed almost right is worse than none.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any, TypeVar
+
+from rollmill.config import validate_config
+from rollmill.errors import ConfigError
+from rollmill.models.config import ModelConfig
+
+# A config.json that claims more is not believed: memory and time are spent by these numbers.
+LARGEST = {
+    "max_position_embeddings": 1 << 24,
+    "original_max_position_embeddings": 1 << 24,
+    "vocab_size": 1 << 24,
+    "num_hidden_layers": 10_000,
+    "num_nextn_predict_layers": 100,
+    **dict.fromkeys(("num_experts", "num_local_experts", "n_routed_experts", "n_shared_experts"), 1 << 16),
+    **dict.fromkeys(("num_attention_heads", "head_dim", "qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim"), 1 << 14),
+}
+LARGEST_OTHER = 1 << 20
+T = TypeVar("T")
+_ROPE_TYPES = ("default", "llama3", "yarn")
+
+
+@dataclass(frozen=True)
+class Layout:
+    """What a checkpoint is: our configuration, and what its files need beside it to be read."""
+
+    architecture: str
+    model: ModelConfig
+    interleaved: bool = False  # rotated rows are stored as pairs (0, 1), (2, 3) … where ours are (0, D/2) …
+    unused_layers: int = 0  # layers behind the last one that only predict further tokens; they are not read
+
+
+def config_from_huggingface(config: Mapping[str, Any], source: str = "config.json") -> ModelConfig:
+    return read_layout(config, source).model
+
+
+def read_layout(config: Mapping[str, Any], source: str = "config.json") -> Layout:
+    """ConfigError for an architecture, an option or a value that our decoder does not have."""
+    fields = _Fields(config, source)
+    architecture = _architecture(fields)
+    if fields.get("hidden_act", "silu") != "silu":
+        raise fields.refuse("hidden_act", "the MLP is SwiGLU, with silu")
+    for option in ("mlp_bias", "use_sliding_window", "attention_sink", "add_cross_attention"):
+        if fields.get(option, False):
+            raise fields.refuse(option)
+    if any(kind != "full_attention" for kind in fields.items("layer_types", str)):
+        raise fields.refuse("layer_types", "every layer attends to the whole context")
+    tree = {**_common(fields), **_ARCHITECTURES[architecture](fields)}
+    tree["rope_theta"], tree["rope_scaling"] = _rope(fields, latent="latent" in tree)
+    if tree.get("experts") and tree["experts_per_token"] == 1 and tree["gate_normalised"]:
+        raise fields.refuse("num_experts_per_tok", "with one expert and norm_topk_prob the gate is always 1")
+    latent = "latent" in tree
+    return Layout(
+        architecture,
+        validate_config(ModelConfig, tree, source),
+        interleaved=latent and bool(fields.get("rope_interleave", True)),
+        unused_layers=fields.integer("num_nextn_predict_layers", 0) if latent else 0,
+    )
+
+
+class _Fields:
+    """config.json, read with care: every complaint names the file, the key and the value."""
+
+    def __init__(self, tree: Mapping[str, Any], source: str) -> None:
+        self._tree, self.source = tree, source
+
+    def get(self, key: str, default: Any) -> Any:
+        value = self._tree.get(key)
+        return default if value is None else value
+
+    def integer(self, key: str, default: int | None = None) -> int:
+        value = self.get(key, default)
+        if value is None:
+            raise ConfigError(f"{self.source} has no {key}", hint="is it the config.json of a language model?")
+        if type(value) is not int or not 0 <= value <= LARGEST.get(key, LARGEST_OTHER):
+            raise ConfigError(f"{self.source}: {key} is {value!r}, not a whole number that a real model has")
+        return value
+
+    def number(self, key: str, default: float | None = None) -> float:
+        value = self.get(key, default)
+        if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value):
+            raise ConfigError(f"{self.source}: {key} is {value!r}, not a number")
+        return float(value)
+
+    def flag(self, key: str, default: bool) -> bool:
+        value = self.get(key, default)
+        if not isinstance(value, bool):
+            raise ConfigError(f"{self.source}: {key} is {value!r}, not true or false")
+        return value
+
+    def items(self, key: str, kind: type[T]) -> list[T]:
+        value = self.get(key, [])
+        if not isinstance(value, list) or not all(type(item) is kind for item in value):
+            raise ConfigError(f"{self.source}: {key} is {value!r}, not a list of {kind.__name__}")
+        return value
+
+    def refuse(self, key: str, why: str = "the decoder has no such thing") -> ConfigError:
+        return ConfigError(
+            f"{self.source}: {key} = {self._tree.get(key)!r} cannot be computed here: {why}",
+            hint="a checkpoint without it; a wrong computation would go unnoticed",
+        )
+
+
+def _architecture(fields: _Fields) -> str:
+    kind = str(fields.get("model_type", ""))
+    named = fields.items("architectures", str) or [_MODEL_TYPES.get(kind, "")]
+    if named[0] in _ARCHITECTURES:
+        return named[0]
+    raise ConfigError(
+        f"{fields.source}: the architecture {named[0]!r} (model_type {kind!r}) is not known",
+        hint=f"one of {', '.join(_ARCHITECTURES)}",
+    )
+
+
+def _common(fields: _Fields) -> dict[str, Any]:
+    width, heads = fields.integer("hidden_size"), fields.integer("num_attention_heads")
+    if not heads:
+        raise ConfigError(f"{fields.source}: num_attention_heads is 0")
+    return {
+        "vocab_size": fields.integer("vocab_size"),
+        "layers": fields.integer("num_hidden_layers"),
+        "width": width,
+        "heads": heads,
+        "kv_heads": fields.integer("num_key_value_heads", heads),
+        "head_dim": fields.integer("head_dim", width // heads),
+        "mlp_width": fields.integer("intermediate_size"),
+        "experts": 0,
+        "norm_eps": fields.number("rms_norm_eps", 1e-6),
+        "tie_embeddings": fields.flag("tie_word_embeddings", False),
+        "max_context": fields.integer("max_position_embeddings"),
+    }
+
+
+def _llama(fields: _Fields) -> dict[str, Any]:
+    bias = fields.flag("attention_bias", False)
+    return {"qkv_bias": bias, "output_bias": bias}
+
+
+def _qwen2(fields: _Fields) -> dict[str, Any]:
+    return {"qkv_bias": True}
+
+
+def _qwen3(fields: _Fields) -> dict[str, Any]:
+    return {**_llama(fields), "qk_norm": True, "head_dim": fields.integer("head_dim", 128)}
+
+
+def _qwen3_moe(fields: _Fields) -> dict[str, Any]:
+    layers, every = fields.integer("num_hidden_layers"), fields.integer("decoder_sparse_step", 1)
+    dense = set(fields.items("mlp_only_layers", int))
+    dense |= {layer for layer in range(layers) if every == 0 or (layer + 1) % every}
+    width, heads = fields.integer("hidden_size"), fields.integer("num_attention_heads")
+    return {
+        **_llama(fields),
+        "qk_norm": True,
+        "head_dim": fields.integer("head_dim", width // heads),
+        "experts": fields.integer("num_experts", fields.integer("num_local_experts", 128)),
+        "experts_per_token": fields.integer("num_experts_per_tok", 8),
+        "expert_width": fields.integer("moe_intermediate_size", 768),
+        "gate_normalised": fields.flag("norm_topk_prob", False),
+        "dense_also": sorted(dense),
+    }
+
+
+def _mixtral(fields: _Fields) -> dict[str, Any]:
+    if fields.integer("sliding_window", 0):
+        raise fields.refuse("sliding_window", "every layer attends to the whole context")
+    return {
+        "experts": fields.integer("num_local_experts", 8),
+        "experts_per_token": fields.integer("num_experts_per_tok", 2),
+        "expert_width": fields.integer("intermediate_size"),
+        "gate_normalised": True,
+    }
+
+
+def _deepseek(fields: _Fields) -> dict[str, Any]:
+    for option, expected in {"attention_bias": False, "moe_layer_freq": 1, "scoring_func": "sigmoid"}.items():
+        if fields.get(option, expected) != expected:
+            raise fields.refuse(option)
+    if fields.get("topk_method", "noaux_tc") != "noaux_tc":
+        raise fields.refuse("topk_method", "experts are chosen by score and bias (noaux_tc)")
+    plain, rope = fields.integer("qk_nope_head_dim"), fields.integer("qk_rope_head_dim")
+    q_rank = fields.get("q_lora_rank", None)
+    return {
+        "kv_heads": fields.integer("num_attention_heads"),
+        "head_dim": plain + rope,
+        "latent": {
+            "q_rank": None if q_rank is None else fields.integer("q_lora_rank"),
+            "kv_rank": fields.integer("kv_lora_rank"),
+            "plain_dim": plain,
+            "rope_dim": rope,
+            "value_dim": fields.integer("v_head_dim"),
+        },
+        "experts": fields.integer("n_routed_experts", fields.integer("num_local_experts", 0)),
+        "experts_per_token": fields.integer("num_experts_per_tok"),
+        "expert_width": fields.integer("moe_intermediate_size"),
+        "shared_experts": fields.integer("n_shared_experts", 0),
+        "gate": "sigmoid",
+        "gate_bias": True,
+        "gate_groups": fields.integer("n_group", 1),
+        "gate_groups_kept": fields.integer("topk_group", 1),
+        "gate_normalised": fields.flag("norm_topk_prob", True),
+        "gate_scale": fields.number("routed_scaling_factor", 1.0),
+        "dense_layers": fields.integer("first_k_dense_replace", 0),
+    }
+
+
+def _rope(fields: _Fields, *, latent: bool) -> tuple[float, dict[str, Any] | None]:
+    """rope_theta and our rope_scaling. Newer files say rope_parameters, older ones rope_theta and rope_scaling."""
+    parameters = fields.get("rope_parameters", None) or fields.get("rope_scaling", None) or {}
+    if not isinstance(parameters, dict):
+        raise ConfigError(f"{fields.source}: the rope parameters are {parameters!r}, not an object")
+    rope = _Fields(parameters, f"{fields.source}, rope parameters")
+    kind = rope.get("rope_type", rope.get("type", "default"))
+    if kind not in _ROPE_TYPES:
+        raise ConfigError(
+            f"{fields.source}: rope type {kind!r} is not known", hint=f"known are {', '.join(_ROPE_TYPES)}"
+        )
+    for owner in (fields, rope):
+        # latent attention has its own way to say which part is rotated
+        if not latent and owner.get("partial_rotary_factor", 1.0) != 1.0:
+            raise owner.refuse("partial_rotary_factor", "whole heads are rotated")
+    theta = rope.number("rope_theta", fields.number("rope_theta", 10000.0))
+    context = fields.integer("max_position_embeddings")
+    original = rope.integer("original_max_position_embeddings", context)
+    if kind == "default":
+        return theta, None
+    if kind == "llama3":
+        return theta, {
+            "type": "llama3",
+            "factor": rope.number("factor"),
+            "low_factor": rope.number("low_freq_factor"),
+            "high_factor": rope.number("high_freq_factor"),
+            "original_context": original,
+        }
+    return theta, _yarn(rope, original, context, latent=latent)
+
+
+def _yarn(rope: _Fields, original: int, context: int, *, latent: bool) -> dict[str, Any]:
+    factor = rope.number("factor", context / max(original, 1))
+    scale, scale_all = rope.number("mscale", 0.0), rope.number("mscale_all_dim", 0.0)
+    default = _yarn_scale(factor, 1.0)
+    if scale and scale_all:
+        default = _yarn_scale(factor, scale) / _yarn_scale(factor, scale_all)
+    return {
+        "type": "yarn",
+        "factor": factor,
+        "original_context": original,
+        "beta_fast": rope.number("beta_fast", 32.0),
+        "beta_slow": rope.number("beta_slow", 1.0),
+        "truncate": rope.flag("truncate", True),
+        "angle_scale": rope.number("attention_factor", default),
+        # only latent attention has it: what is not rotated must be scaled too
+        "score_scale": _yarn_scale(factor, scale_all) ** 2 if latent and scale_all else 1.0,
+    }
+
+
+def _yarn_scale(factor: float, weight: float) -> float:
+    return 1.0 if factor <= 1 else 0.1 * weight * math.log(factor) + 1.0
+
+
+_ARCHITECTURES: Mapping[str, Callable[[_Fields], dict[str, Any]]] = {
+    "LlamaForCausalLM": _llama,
+    "Qwen2ForCausalLM": _qwen2,
+    "Qwen3ForCausalLM": _qwen3,
+    "Qwen3MoeForCausalLM": _qwen3_moe,
+    "MixtralForCausalLM": _mixtral,
+    "DeepseekV3ForCausalLM": _deepseek,
+}
+_MODEL_TYPES: Mapping[str, str] = {
+    "llama": "LlamaForCausalLM",
+    "qwen2": "Qwen2ForCausalLM",
+    "qwen3": "Qwen3ForCausalLM",
+    "qwen3_moe": "Qwen3MoeForCausalLM",
+    "mixtral": "MixtralForCausalLM",
+    "deepseek_v3": "DeepseekV3ForCausalLM",
+    "kimi_k2": "DeepseekV3ForCausalLM",
+}

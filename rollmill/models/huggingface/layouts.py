@@ -1,0 +1,118 @@
+"""Their names and ours. All supported layouts name alike what they have in common; a layout is what our decoder has.
+
+One of our tensors may be several of theirs: q, k and v are one product, gate and up are one, and the experts of a layer
+are stacked [expert, in, out]. Each of theirs is a *view* of ours in their orientation, so loading copies into the views
+and saving writes them out: one table serves both ways.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from rollmill.models.config import ModelConfig
+from rollmill.models.huggingface.config import Layout
+
+OUTER: Mapping[str, str] = {
+    "embedding": "model.embed_tokens.weight",
+    "norm": "model.norm.weight",
+    "head": "lm_head.weight",
+}
+# Of a layer, behind model.layers.N. — several names: rows of ours, one after another.
+LAYER: Mapping[str, tuple[str, ...]] = {
+    "attention_norm": ("input_layernorm.weight",),
+    "qkv": ("self_attn.q_proj.weight", "self_attn.k_proj.weight", "self_attn.v_proj.weight"),
+    "qkv_bias": ("self_attn.q_proj.bias", "self_attn.k_proj.bias", "self_attn.v_proj.bias"),
+    "q_norm": ("self_attn.q_norm.weight",),
+    "k_norm": ("self_attn.k_norm.weight",),
+    "latent.q": ("self_attn.q_proj.weight",),
+    "latent.q_down": ("self_attn.q_a_proj.weight",),
+    "latent.q_norm": ("self_attn.q_a_layernorm.weight",),
+    "latent.q_up": ("self_attn.q_b_proj.weight",),
+    "latent.kv_down": ("self_attn.kv_a_proj_with_mqa.weight",),
+    "latent.kv_norm": ("self_attn.kv_a_layernorm.weight",),
+    "latent.kv_up": ("self_attn.kv_b_proj.weight",),
+    "output": ("self_attn.o_proj.weight",),
+    "output_bias": ("self_attn.o_proj.bias",),
+    "mlp_norm": ("post_attention_layernorm.weight",),
+    "mlp.gate_up": ("mlp.gate_proj.weight", "mlp.up_proj.weight"),
+    "mlp.down": ("mlp.down_proj.weight",),
+    "mlp.router.weight": ("mlp.gate.weight",),
+    "mlp.router.bias": ("mlp.gate.e_score_correction_bias",),
+    "mlp.shared.gate_up": ("mlp.shared_experts.gate_proj.weight", "mlp.shared_experts.up_proj.weight"),
+    "mlp.shared.down": ("mlp.shared_experts.down_proj.weight",),
+}
+# Of a layer's experts, each theirs alone.
+EXPERTS: Mapping[str, tuple[str, ...]] = {
+    "mlp.gate_up": ("mlp.experts.{expert}.gate_proj.weight", "mlp.experts.{expert}.up_proj.weight"),
+    "mlp.down": ("mlp.experts.{expert}.down_proj.weight",),
+}
+# What an architecture calls differently.
+RENAMED: Mapping[str, Mapping[str, tuple[str, ...]]] = {
+    "MixtralForCausalLM": {
+        "mlp.router.weight": ("block_sparse_moe.gate.weight",),
+        "mlp.gate_up": ("block_sparse_moe.experts.{expert}.w1.weight", "block_sparse_moe.experts.{expert}.w3.weight"),
+        "mlp.down": ("block_sparse_moe.experts.{expert}.w2.weight",),
+    }
+}
+_IN_LAYER = re.compile(r"layers\.(\d+)\.(.+)")
+
+
+class Piece(NamedTuple):
+    """One of their tensors."""
+
+    name: str
+    view: Tensor  # of one of ours
+    order: Tensor | None = None  # which of their rows each of our rows is; None: the same
+
+
+def pieces(layout: Layout, state: Mapping[str, Tensor]) -> Iterator[Piece]:
+    """Every tensor of a checkpoint of this layout, for the `state_dict` of a decoder of its shape."""
+    renamed = RENAMED.get(layout.architecture, {})
+    for ours, tensor in state.items():
+        if ours in OUTER:
+            yield Piece(OUTER[ours], tensor)
+            continue
+        match = _IN_LAYER.fullmatch(ours)
+        assert match is not None, ours
+        number, inner = int(match[1]), match[2]
+        prefix = f"model.layers.{number}."
+        if inner in EXPERTS and layout.model.is_mixture(number):
+            names = renamed.get(inner, EXPERTS[inner])
+            for expert, matrix in enumerate(tensor.unbind()):
+                for name, view in zip(names, matrix.t().chunk(len(names)), strict=True):
+                    yield Piece(prefix + name.format(expert=expert), view)
+        else:
+            names = renamed.get(inner, LAYER[inner]) if layout.model.is_mixture(number) else LAYER[inner]
+            order = _row_order(inner, layout.model) if layout.interleaved else None
+            for name, view in zip(names, tensor.split(_rows(inner, tensor, names, layout.model)), strict=True):
+                yield Piece(prefix + name, view, order)
+
+
+def halves_order(blocks: int, kept: int, rotated: int) -> Tensor:
+    """From rows rotated in pairs (0, 1), (2, 3) … to pairs (i, i + D/2): ours[i] = theirs[order[i]].
+
+    In each of `blocks`, the first `kept` rows are not rotated and stay, and `rotated` rows follow.
+    """
+    pairs = torch.arange(rotated).view(-1, 2).t().flatten() + kept
+    block = torch.cat((torch.arange(kept), pairs))
+    return (torch.arange(blocks).unsqueeze(1) * (kept + rotated) + block).flatten()
+
+
+def _rows(inner: str, tensor: Tensor, names: Sequence[str], config: ModelConfig) -> list[int]:
+    if inner.startswith("qkv"):
+        return [config.heads * config.head_dim, *[config.kv_heads * config.head_dim] * 2]
+    return [tensor.shape[0] // len(names)] * len(names)
+
+
+def _row_order(inner: str, config: ModelConfig) -> Tensor | None:
+    latent = config.latent
+    if latent is not None and inner in ("latent.q", "latent.q_up"):
+        return halves_order(config.heads, latent.plain_dim, latent.rope_dim)
+    if latent is not None and inner == "latent.kv_down":
+        return halves_order(1, latent.kv_rank, latent.rope_dim)
+    return None
