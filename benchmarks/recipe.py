@@ -32,9 +32,9 @@ from rollmill.models.config import ModelConfig
 from rollmill.models.decoder import Decoder
 from rollmill.training.advantage import group_advantages, has_signal
 from rollmill.training.batching import MicroBatch, PackedSequence, SampledFacts, pack
-from rollmill.training.config import MidtrainConfig, OptimizerConfig
+from rollmill.training.config import MidtrainConfig, OptimizerConfig, RLConfig
 from rollmill.training.lineage import Lineage
-from rollmill.training.loss import PolicyLoss, policy_loss, target_logprobs
+from rollmill.training.loss import PolicyLoss, PolicyTokens, policy_loss, target_logprobs
 from rollmill.training.objectives.midtrain import MidtrainObjective
 from rollmill.training.optimizer import MasterOptimizer, learning_rate
 from rollmill.training.replay import replay_of
@@ -204,15 +204,13 @@ def _policy_loss(model: Decoder, batch: MicroBatch, recipe: Recipe) -> PolicyLos
     assert batch.facts is not None
     output = model(batch.tokens_N, batch.positions_N, PackedAttention(batch.lengths), replay_of(batch))
     logits_MV = model.logits(output.hidden.index_select(0, batch.rows_M))
-    return policy_loss(
+    tokens = PolicyTokens(
         target_logprobs(logits_MV, batch.targets_M)[0],
         torch.from_numpy(batch.facts.logprobs),
         torch.from_numpy(batch.facts.advantages),
-        mask_delta=recipe.mask_delta,
-        ratio_penalty=recipe.ratio_penalty,
-        weight_cap=recipe.weight_cap,
-        divisor=recipe.groups_per_step * recipe.group_size * recipe.expected_tokens,
     )
+    config = RLConfig(mask_delta=recipe.mask_delta, ratio_penalty=recipe.ratio_penalty, weight_cap=recipe.weight_cap)
+    return policy_loss(tokens, config, recipe.groups_per_step * recipe.group_size * recipe.expected_tokens)
 
 
 def _sequence(episode: Episode, advantage: float) -> PackedSequence:
@@ -223,6 +221,7 @@ def _sequence(episode: Episode, advantage: float) -> PackedSequence:
         temperatures=np.ones(count, np.float32),
         advantages=np.full(count, advantage, np.float32),
         staleness=np.zeros(count, np.int64),
+        trajectory=np.zeros(count, np.int64),
     )
     tokens = np.array(episode.tokens, np.int64)
     routes = np.stack(episode.routes[:end])

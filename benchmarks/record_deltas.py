@@ -40,8 +40,8 @@ from rollmill.models.config import ModelConfig
 from rollmill.models.decoder import Decoder
 from rollmill.models.moe import router_stats
 from rollmill.training.advantage import group_advantages, has_signal
-from rollmill.training.config import OptimizerConfig
-from rollmill.training.loss import policy_loss, target_logprobs
+from rollmill.training.config import OptimizerConfig, RLConfig
+from rollmill.training.loss import PolicyTokens, policy_loss, target_logprobs
 from rollmill.training.optimizer import MasterOptimizer, learning_rate
 
 DEVIATION = 0.02  # of the initial weights, as large models have it
@@ -228,15 +228,9 @@ class Trainer:
         hidden = output.hidden.view(len(tokens), tokens.shape[1], -1)[:, recipe.prompt - 1 :]
         now, _ = target_logprobs(self.model.logits(hidden.reshape(-1, hidden.shape[-1])), targets.flatten())
         advantages_M = torch.from_numpy(advantages).float().to(self.device).repeat_interleave(recipe.answer)
-        policy_loss(
-            now,
-            logprobs.to(self.device).flatten(),
-            advantages_M,
-            mask_delta=0.2,
-            ratio_penalty=1e-3,
-            weight_cap=20.0,
-            divisor=float(recipe.groups * recipe.group_size * recipe.answer),
-        ).loss.backward()
+        sampled = PolicyTokens(now, logprobs.to(self.device).flatten(), advantages_M)
+        divisor = float(recipe.groups * recipe.group_size * recipe.answer)
+        policy_loss(sampled, RLConfig(), divisor).loss.backward()
 
     def version(self) -> Version:
         """The served bytes; parameters hold bf16 values exactly."""

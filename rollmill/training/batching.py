@@ -41,6 +41,7 @@ class SampledFacts:
     temperatures: np.ndarray  # float32
     advantages: np.ndarray  # float32
     staleness: np.ndarray  # int64, in versions
+    trajectory: np.ndarray  # int64, which of the step's trajectories it is of
 
 
 @dataclass(frozen=True)
@@ -79,7 +80,7 @@ class TokenRule:
 
 
 def segment_sequence(
-    segment: Segment, advantage: float, rule: TokenRule, masked: Counter[str]
+    segment: Segment, advantage: float, rule: TokenRule, masked: Counter[str], trajectory: int = 0
 ) -> PackedSequence | None:
     """The sequence of a segment, or None if no token of it may be learnt from; `masked` counts those by reason."""
     staleness_T = np.where(segment.sampled, _policy_ages(segment, rule)[segment.policy], 0)
@@ -96,6 +97,7 @@ def segment_sequence(
         temperatures=temperatures_T[picked],
         advantages=np.full(picked.size, advantage, np.float32),
         staleness=np.maximum(staleness_T[picked], 0),
+        trajectory=np.full(picked.size, trajectory, np.int64),
     )
     tokens = segment.tokens.astype(np.int64)
     return PackedSequence(

@@ -6,9 +6,10 @@ run's configuration, and arrive here as arguments.
 
 from __future__ import annotations
 
-from typing import Literal
+from collections.abc import Mapping
+from typing import Any, Literal, Self
 
-from pydantic import Field
+from pydantic import Field, model_validator
 
 from rollmill.config import Config
 
@@ -38,10 +39,33 @@ class TrainingConfig(Config):
     snapshot_every: int = Field(
         default=25, ge=1, description="a version in this many is published whole, the others as deltas"
     )
+    delta_goal: Literal["fast", "small", "overwrite"] = Field(
+        default="fast", description="what deltas should be: quick to make, small for a thin link, or without a base"
+    )
     max_bad_steps: int = Field(
         default=3, ge=1, description="stop after this many steps in a row with gradients not finite"
     )
     optimizer: OptimizerConfig = OptimizerConfig()
+
+
+ObjectiveName = Literal[
+    "policy_gradient", "dppo", "ppo", "cispo", "gspo", "decoupled_ppo", "tis", "mis", "icepop"
+]  # fmt: skip
+
+_CLIP = {"clip_low": 0.2, "clip_high": 0.2}
+# The dials an objective has beside the ones all have, at their usual values; training/loss.py says what each does.
+DIALS: Mapping[str, Mapping[str, float | str]] = {
+    "policy_gradient": {"weight_cap": 20.0},
+    "dppo": {"mask_delta": 0.2, "weight_cap": 20.0, "ratio_penalty": 1e-3},
+    "ppo": _CLIP,
+    "cispo": {"clip_low": 1.0, "clip_high": 4.0},  # bounded above only
+    "gspo": {"clip_low": 3e-4, "clip_high": 4e-4},  # a mean over a sequence moves far less than a token
+    "decoupled_ppo": {**_CLIP, "weight_cap": 20.0},
+    "tis": {**_CLIP, "weight_cap": 2.0, "weight_level": "token"},
+    "mis": {**_CLIP, "weight_cap": 2.0, "weight_level": "token"},
+    "icepop": {**_CLIP, "weight_floor": 0.5, "weight_cap": 5.0},
+}
+_OWN_DIALS = frozenset({"mask_delta", "weight_cap", "weight_floor", "weight_level", "clip_low", "clip_high"})
 
 
 class RLConfig(Config):
@@ -50,16 +74,72 @@ class RLConfig(Config):
     weight = π(token) / μ(token), π the policy being trained, μ what the engine sampled from. The constant is
     groups_per_step · group_size · expected_tokens: it never depends on the batch, so that a long answer is neither
     cheaper nor dearer a token than a short one.
+
+    `objective` chooses another composition by its known name; its dials are filled in, and a dial it does not have is
+    refused. The default, dppo, is the policy gradient with a group baseline, masked by movement in probability.
     """
 
-    mask_delta: float = Field(0.2, gt=0, le=1, description="a token that moved further (π − μ) is left alone")
-    ratio_penalty: float = Field(default=1e-3, ge=0, description="factor of (log weight)²")
-    weight_cap: float = Field(default=20.0, ge=1, description="weights count as at most this in the gradient")
+    objective: ObjectiveName = "dppo"
+    mask_delta: float | None = Field(None, gt=0, le=1, description="a token that moved further (π − μ) is left alone")
+    ratio_penalty: float = Field(default=0.0, ge=0, description="factor of (log weight)²")
+    weight_cap: float | None = Field(None, ge=1, description="weights count as at most this; mis and icepop mask above")
+    weight_floor: float | None = Field(None, gt=0, le=1, description="icepop masks tokens of a smaller weight")
+    weight_level: Literal["token", "sequence"] | None = Field(
+        None, description="sequence: the weight is the product over the sequence; only for short ones"
+    )
+    clip_low: float | None = Field(None, gt=0, le=1, description="ratios are clipped below 1 − this")
+    clip_high: float | None = Field(None, gt=0, description="ratios are clipped above 1 + this")
+    veto_ratio: float | None = Field(
+        None, gt=0, lt=1, description="a sequence with a token of a smaller weight is dropped; 1e-4 is usual"
+    )
+    veto_drift: float | None = Field(
+        None, gt=0, description="a sequence of negative advantage is dropped if mean(log μ − log π) exceeds this (OPSM)"
+    )
+    kl_factor: float = Field(default=0.0, ge=0, description="how strongly the policy is held to `reference`")
+    kl_form: Literal["k1_reward", "k2", "k3"] = Field(
+        "k1_reward", description="k1 taken off the reward, or k2 or importance-weighted k3 added to the loss"
+    )
+    reference: str | None = Field(
+        None, pattern=r"^[^@]+@\d+$", description="the published version KL is measured to, as line@number"
+    )
+    entropy_factor: float = Field(default=0.0, ge=0, description="how strongly entropy is rewarded")
+    aggregation: Literal["constant", "token_mean", "sequence_mean"] = Field(
+        "constant", description="what the sum over tokens is divided by; the means make a token's worth vary by batch"
+    )
     expected_tokens: float = Field(
         default=16.0, gt=0, description="sampled tokens a trajectory, roughly; only scales the loss"
     )
     router_replay: bool = Field(True, description="train through the experts the engine chose, where it recorded them")
+    replay_plausibility: float = Field(
+        default=0.0,
+        ge=0,
+        le=1,
+        description="a recorded expert scoring below this times the weakest live choice is replaced; 0 replays all",
+    )
     solved_at: float = Field(default=1.0, description="a trajectory with at least this reward counts as solved")
+
+    @model_validator(mode="before")
+    @classmethod
+    def _fill_in_dials(cls, values: Any) -> Any:
+        if not isinstance(values, dict):
+            return values
+        usual = DIALS.get(str(values.get("objective", cls.model_fields["objective"].default)), {})
+        return {**usual, **{name: value for name, value in values.items() if value is not None}}
+
+    @model_validator(mode="after")
+    def _fits_together(self) -> Self:
+        dials = DIALS[self.objective]
+        strange = sorted(name for name in _OWN_DIALS - dials.keys() if getattr(self, name) is not None)
+        if strange:
+            own = ", ".join(sorted(_OWN_DIALS & dials.keys()))
+            raise ValueError(f"objective {self.objective!r} has no {', '.join(strange)}; its own dials are {own}")
+        if self.kl_factor > 0 and self.reference is None:
+            raise ValueError("kl_factor needs a reference: the version to stay close to, for example 'main@0'")
+        if self.kl_factor == 0 and self.reference is not None:
+            raise ValueError("a reference does nothing with kl_factor = 0")
+        if self.replay_plausibility > 0 and not self.router_replay:
+            raise ValueError("replay_plausibility filters replayed routes, and router_replay is off")
+        return self
 
 
 class MidtrainConfig(Config):

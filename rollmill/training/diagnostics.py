@@ -4,8 +4,13 @@
                 them. Grows with staleness and learning rate; ess and mask_fraction say when it is too much.
     mismatch    π is the very version that sampled the token, over a few trajectories (training/mismatch.py): how far
                 trainer and engine disagree on the same weights. Rounding alone; more is a bug or another precision.
+    reference   Δ = log reference − log π, over all trained tokens; only in runs that hold the policy to a reference.
 
-Each as  k1 = mean(−Δ),  k3 = mean(e^Δ − 1 − Δ), an estimate of the KL divergence,  p99 and max of |Δ|.
+Each as  k1 = mean(−Δ),  k3 = mean(e^Δ − 1 − Δ), an estimate of the KL divergence,  p99 and max of |Δ|,  and outside:
+the share of ratios e^Δ below ½ or above 2.
+
+Staleness has two parts: in flight, the versions published while the rest of the trajectory was sampled, and queue, the
+versions published after its last token. The first falls with shorter episodes, the second with fewer groups waiting.
 """
 
 from __future__ import annotations
@@ -23,8 +28,12 @@ class TokenMeasures:
 
     log_weights: np.ndarray  # Δ
     kept: np.ndarray  # bool: the loss did not mask it
+    clipped: np.ndarray  # bool: its ratio or weight was bounded
+    vetoed: np.ndarray  # bool: its whole sequence was dropped
+    advantages: np.ndarray
     entropies: np.ndarray
     staleness: np.ndarray
+    queued: np.ndarray  # the part of the staleness that passed after the trajectory's last token
 
 
 def token_figures(parts: Sequence[TokenMeasures]) -> dict[str, Any]:
@@ -39,20 +48,41 @@ def token_figures(parts: Sequence[TokenMeasures]) -> dict[str, Any]:
     columns = (np.concatenate([getattr(part, field.name) for part in parts]) for field in fields(TokenMeasures))
     measures = TokenMeasures(*columns)
     weights = np.exp(np.minimum(measures.log_weights.astype(np.float64), 60.0))
-    ages, counts = np.unique(measures.staleness, return_counts=True)
+    drift, entropy = distance("drift", measures.log_weights), float(measures.entropies.mean())
+    assert drift["drift_k3"] is not None
     return {
         "trained_tokens": int(measures.log_weights.size),
-        "staleness_mean": float(measures.staleness.mean()),
-        "staleness_max": int(measures.staleness.max()),
-        "staleness_counts": {str(age): int(count) for age, count in zip(ages, counts, strict=True)},
-        **distance("drift", measures.log_weights),
+        **_staleness(measures),
+        **drift,
         "ess": float(weights.sum() ** 2 / (weights.size * np.square(weights).sum())),
-        "mask_fraction": float(1 - measures.kept.mean()),
-        "entropy": float(measures.entropies.mean()),
+        **_by_sign("mask_fraction", ~measures.kept, measures.advantages),
+        **_by_sign("clip_fraction", measures.clipped, measures.advantages),
+        "veto_share": float(measures.vetoed.mean()),
+        "entropy": entropy,
+        "kl_entropy": drift["drift_k3"] / entropy if entropy > 0 else None,
     }
 
 
-_FIGURES = ("staleness_mean", "staleness_max", "ess", "mask_fraction", "entropy")
+_STALENESS = ("staleness_mean", "staleness_max", "staleness_queue", "staleness_flight")
+_SIGNED = tuple(f"{name}_fraction{sign}" for name in ("mask", "clip") for sign in ("", "_positive", "_negative"))
+_FIGURES = (*_STALENESS, "ess", *_SIGNED, "veto_share", "entropy", "kl_entropy")
+
+
+def _staleness(measures: TokenMeasures) -> dict[str, Any]:
+    ages, counts = np.unique(measures.staleness, return_counts=True)
+    return {
+        "staleness_mean": float(measures.staleness.mean()),
+        "staleness_max": int(measures.staleness.max()),
+        "staleness_counts": {str(age): int(count) for age, count in zip(ages, counts, strict=True)},
+        "staleness_queue": float(measures.queued.mean()),
+        "staleness_flight": float((measures.staleness - measures.queued).mean()),
+    }
+
+
+def _by_sign(name: str, hit: np.ndarray, advantages: np.ndarray) -> dict[str, float | None]:
+    """The share of all tokens, of those to be made likelier, and of those to be made less likely."""
+    signs = {name: np.ones(hit.shape, np.bool_), f"{name}_positive": advantages > 0, f"{name}_negative": advantages < 0}
+    return {key: float(hit[of].mean()) if of.any() else None for key, of in signs.items()}
 
 
 def mismatch_figures(deltas: np.ndarray, left_out: Mapping[str, int]) -> dict[str, Any]:
@@ -65,9 +95,9 @@ def mismatch_figures(deltas: np.ndarray, left_out: Mapping[str, int]) -> dict[st
 
 
 def distance(name: str, deltas: np.ndarray) -> dict[str, float | None]:
-    """NAME_k1, NAME_k3, NAME_p99, NAME_max; None without tokens, for no measurement is not the same as agreement."""
+    """NAME_k1, _k3, _p99, _max, _outside; None without tokens, for no measurement is not the same as agreement."""
     if deltas.size == 0:
-        return {f"{name}_{figure}": None for figure in ("k1", "k3", "p99", "max")}
+        return {f"{name}_{figure}": None for figure in ("k1", "k3", "p99", "max", "outside")}
     delta = deltas.astype(np.float64)
     size = np.abs(delta)
     return {
@@ -75,6 +105,7 @@ def distance(name: str, deltas: np.ndarray) -> dict[str, float | None]:
         f"{name}_k3": float((np.expm1(np.minimum(delta, 60.0)) - delta).mean()),
         f"{name}_p99": float(np.quantile(size, 0.99)),
         f"{name}_max": float(size.max()),
+        f"{name}_outside": float((size > np.log(2.0)).mean()),
     }
 
 
@@ -91,23 +122,100 @@ _LIMITS = (
         "mismatch_k3",
         0.015,
         None,
-        "trainer and engine disagree on the same weights: compare their model code, precision and expert routes",
+        "trainer and engine disagree on the same weights: {mismatch}",
     ),
-    _Limit("ess", None, 0.3, "most of the weight is on few tokens: lower max_staleness or the learning rate"),
+    _Limit(
+        "mismatch_outside",
+        0.01,
+        None,
+        "on the same weights the engine finds many tokens twice or half as likely: compare precision and quantisation",
+    ),
+    _Limit("ess", None, 0.3, "most of the weight is on few tokens: lower {staleness} or the learning rate"),
     _Limit("mask_fraction", 0.5, None, "most tokens have moved too far to be learnt from: lower the learning rate"),
-    _Limit("router_zero_overlap", 0.01, None, "recorded routes do not fit the tokens: check how they are aligned"),
+    _Limit(
+        "mask_fraction_positive",
+        0.5,
+        None,
+        "good answers are hardly learnt from, so the policy is mostly pushed away: lower the learning rate",
+    ),
+    _Limit(
+        "mask_fraction_negative",
+        0.5,
+        None,
+        "bad answers are hardly unlearnt, which feeds the entropy's fall: lower the learning rate",
+    ),
+    _Limit("clip_fraction", 0.5, None, "most ratios are bounded: lower {staleness} or widen the clip"),
+    _Limit(
+        "veto_share",
+        0.05,
+        None,
+        "whole sequences hold tokens the trainer finds next to impossible: check the recorded sampling and weights",
+    ),
+    _Limit("entropy", None, 0.01, "the policy hardly explores any more: raise the temperature or entropy_factor"),
+    _Limit("router_zero_overlap", 0.01, None, "{alignment}"),
+    _Limit(
+        "router_replaced",
+        0.02,
+        None,
+        "the live router finds recorded experts implausible: the record is damaged, or the router moved far since",
+    ),
+    _Limit("experts_dead", 0.0, None, "some experts get no token and learn nothing: mid-train with a higher balance"),
+    _Limit("expert_load_max", 16.0, None, "one expert gets many times its share, which slows every step"),
 )
+# a limit that says the same as another one that is broken too is left out
+_IMPLIED = {
+    "mismatch_outside": "mismatch_k3",
+    "mask_fraction_positive": "mask_fraction",
+    "mask_fraction_negative": "mask_fraction",
+}
 
 
 def warnings(figures: Mapping[str, Any]) -> list[str]:
-    """The figures that are out of bounds, in words."""
+    """The figures that are out of bounds, in words, with the likely cause."""
+    broken = {limit.figure: limit for limit in _LIMITS if _is_broken(limit, figures.get(limit.figure))}
+    causes = {
+        "staleness": _staleness_cause(figures),
+        "alignment": _alignment_cause(figures),
+        "mismatch": "most likely for the expert routes, which do not fit either"
+        if "router_zero_overlap" in broken
+        else "compare their model code, precision and quantisation",
+    }
     found = []
-    for limit in _LIMITS:
-        value = figures.get(limit.figure)
-        if not isinstance(value, float):
-            continue
-        if limit.above is not None and value > limit.above:
-            found.append(f"{limit.figure} is {value:.3g}, above {limit.above:g}: {limit.advice}")
-        if limit.below is not None and value < limit.below:
-            found.append(f"{limit.figure} is {value:.3g}, below {limit.below:g}: {limit.advice}")
+    for name, limit in broken.items():
+        if _IMPLIED.get(name) not in broken:
+            side = f"above {limit.above:g}" if limit.above is not None else f"below {limit.below:g}"
+            found.append(f"{name} is {figures[name]:.3g}, {side}: {limit.advice.format(**causes)}")
     return found
+
+
+def _is_broken(limit: _Limit, value: object) -> bool:
+    if not isinstance(value, float):
+        return False
+    return (limit.above is not None and value > limit.above) or (limit.below is not None and value < limit.below)
+
+
+def _staleness_cause(figures: Mapping[str, Any]) -> str:
+    queue, flight = figures.get("staleness_queue") or 0.0, figures.get("staleness_flight") or 0.0
+    if flight > queue:
+        return "max_staleness (most of the staleness arises in flight, while long episodes are sampled)"
+    if queue > 0:
+        return "max_staleness (most of the staleness arises in the queue, after sampling)"
+    return "max_staleness"
+
+
+def _alignment_cause(figures: Mapping[str, Any]) -> str:
+    """Routes that are off by one place fit the live router when they are moved back; others fit nowhere."""
+    general = "recorded routes do not fit the tokens: check how they are aligned"
+    fit: Mapping[str, float] = figures.get("router_fit") or {}
+    if not fit:
+        return general
+    best, second, *_ = sorted(fit, key=lambda name: -fit[name])
+    if fit[best] < 1.5 * fit[second]:  # chance lifts all of them alike
+        by_layer = figures.get("router_zero_overlap_by_layer") or [0.0]
+        worst = int(np.argmax(by_layer))
+        return f"{general}; moved by a token or a layer they fit no better; the worst is mixture layer {worst}"
+    what = "token" if "token" in best else "layer"
+    return (
+        f"recorded routes are off by one {what}, they stand {best}: moved back, {fit[best]:.0%} of the experts agree "
+        "where none did"
+    )

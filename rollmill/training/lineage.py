@@ -14,6 +14,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from rollmill.types import Version
+from rollmill.weights.manifest import Manifest
 from rollmill.weights.store import WeightStore, newest_line
 
 
@@ -29,21 +30,20 @@ class Lineage:
 
 
 def trace_lineage(weights: WeightStore, line: str) -> Lineage:
-    """Follow the parents of first versions back to the root. Lines with no version yet stand alone."""
+    """Follow the lines back to where each began. Lines with no version yet stand alone."""
     offsets = {line: 0}
-    version: Version | None = _first(weights, line)
-    while version is not None:
-        parent = weights.manifest(version).parent
-        if parent is None or parent.line in offsets:
-            break
-        offsets[parent.line] = offsets[version.line] + version.number - parent.number
-        version = _first(weights, parent.line)
+    newest = _newest(weights, line)
+    while newest is not None and newest.origin is not None and newest.origin.line not in offsets:
+        origin = newest.origin
+        offsets[origin.line] = offsets[newest.line] + newest.first - origin.number
+        newest = _newest(weights, origin.line)
     return Lineage(line, offsets)
 
 
-def _first(weights: WeightStore, line: str) -> Version | None:
-    numbers = weights.numbers(line)
-    return Version(line, numbers[0]) if numbers else None
+def _newest(weights: WeightStore, line: str) -> Manifest | None:
+    """Any version says where its line began, and the head is the one that is never collected."""
+    head = weights.head(line)
+    return weights.manifest(Version(line, head)) if head is not None else None
 
 
 def next_line(weights: WeightStore, line: str) -> str:

@@ -188,7 +188,9 @@ class Trainer(Generic[Batch]):
         """Publish on `line` from now on; if it has no version yet, it begins with `number`, a child of `parent`."""
         self.line = line
         self._beginning = (number, parent)
-        self._publisher = Publisher(self._weights, line, FORM, self._config.snapshot_every)
+        self._publisher = Publisher(
+            self._weights, line, FORM, self._config.snapshot_every, goal=self._config.delta_goal
+        )
         self._publisher.resume()
         self._published: dict[int, int] = {}  # step → version number, for the steps a restart may come across
 
@@ -252,7 +254,13 @@ def _published_since(weights: WeightStore, line: str, step: int) -> dict[int, in
         published = weights.manifest(Version(line, number), FORM).step
         found[number if published is None else published] = number
         if min(found) <= step:
-            break
+            return found
+    if found:  # a line begins with the version of its first checkpoint
+        raise TrainingError(
+            f"the newest checkpoint of line {line!r} is of step {step}, and its versions up to step {min(found) - 1} "
+            "were collected: steps that are run again could not be compared",
+            hint="collect with more versions kept than lie between two checkpoints; start another line from the head",
+        )
     return found
 
 

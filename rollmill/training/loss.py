@@ -1,24 +1,269 @@
 """The losses of one micro-batch, on the log-probs of target tokens. Losses are minimised.
 
-RL, per token, with Δ = log π − log μ (π trained now, μ the engine's own log-prob) and w = e^Δ:
+Per token, with π the policy being trained, π_old the version the step trains from, μ what the engine sampled from:
 
-    −mask · A · f(Δ) + penalty · Δ²
-    f(Δ) = w up to weight_cap, and goes on in a straight line in Δ above it: the gradient is A · min(w, cap) · ∇log π
-    mask = 0 where the token has already moved by more than δ in probability the way A pushes it:
-           A > 0 and π − μ > δ, or A < 0 and π − μ < −δ                                              (DPPO-TV)
+    w = π/μ = r·ρ      r = π/π_old      ρ = π_old/μ      Δ = log w      A the advantage
 
-The mask looks at probabilities, not ratios: a token going from 1e-4 to 1e-3 has a ratio of ten and has hardly moved.
-The sum over tokens is divided by a constant the caller chooses, never by a length.
+    loss = −keep · weight · bound(ratio, A)  +  penalty · Δ²  +  KL to a reference  −  entropy bonus
+
+    objective         ratio                  bound     weight         keep
+    policy_gradient   w                      cap
+    dppo              w                      cap                      unless moved by more than δ the way A pushes
+    ppo               w                      clip
+    cispo             w                      detach
+    gspo              w, geometric mean      clip
+                      over the sequence
+    decoupled_ppo     r                      clip      min(ρ, cap)
+    tis               r                      clip      min(ρ, cap)
+    mis               r                      clip      ρ              ρ ≤ cap
+    icepop            r                      clip      ρ              floor ≤ ρ ≤ cap
+
+    cap      A·w up to the cap, and on in a straight line in Δ above it: the gradient is A·min(w, cap)·∇log π
+    clip     min(x·A, clip(x, 1 − low, 1 + high)·A): no gradient once x has left the range the way A pushes it
+    detach   clip(x, 1 − low, 1 + high) as a constant times A·log π: every token keeps a gradient
+
+dppo's mask looks at probabilities, not ratios: A > 0 and π − μ > δ, or A < 0 and π − μ < −δ. A token going from 1e-4 to
+1e-3 has a ratio of ten and has hardly moved.
+
+A sequence veto drops all terms of a sequence. The sum over tokens is divided by a constant the caller chooses; tokens
+that are masked or dropped still count where that is a mean.
 """
 
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
+
+from rollmill.training.config import DIALS, RLConfig
+
+Ratio = Literal["engine", "sequence", "old"]
+Bound = Literal["cap", "clip", "detach"]
+Correction = Literal["none", "truncate", "band"]
+
+# name → where the ratio comes from, how it is bounded, what becomes of ρ
+_COMPOSITIONS: dict[str, tuple[Ratio, Bound, Correction]] = {
+    "policy_gradient": ("engine", "cap", "none"),
+    "dppo": ("engine", "cap", "none"),
+    "ppo": ("engine", "clip", "none"),
+    "cispo": ("engine", "detach", "none"),
+    "gspo": ("sequence", "clip", "none"),
+    "decoupled_ppo": ("old", "clip", "truncate"),
+    "tis": ("old", "clip", "truncate"),
+    "mis": ("old", "clip", "band"),
+    "icepop": ("old", "clip", "band"),
+}
+assert _COMPOSITIONS.keys() == DIALS.keys()
+
+_MOST_LOG = 30.0  # e^30 is far from overflow in FP32, also squared, and far beyond any ratio that means something
+
+
+@dataclass(frozen=True)
+class PolicyTokens:
+    """What the loss is computed from; all are [M], over the target tokens of a micro-batch."""
+
+    logprobs: Tensor  # log π, with gradient
+    engine_logprobs: Tensor  # log μ
+    advantages: Tensor
+    sequences: Tensor | None = None  # int64, ascending: which sequence of the micro-batch each token belongs to
+    old_logprobs: Tensor | None = None  # log π_old
+    reference_logprobs: Tensor | None = None
+    entropies: Tensor | None = None  # with gradient, if there is a bonus for it
+
+
+@dataclass(frozen=True)
+class PolicyLoss:
+    loss: Tensor  # scalar, differentiable
+    log_weights_M: Tensor  # Δ, detached
+    kept_M: Tensor  # bool: not masked
+    clipped_M: Tensor  # bool: the ratio or the weight was bounded
+    vetoed_M: Tensor  # bool: the whole sequence was dropped
+
+
+def policy_loss(tokens: PolicyTokens, config: RLConfig, divisor: float) -> PolicyLoss:
+    """`divisor`: see `step_divisor`."""
+    ratio, bound, correction = _COMPOSITIONS[config.objective]
+    log_weights_M = tokens.logprobs - tokens.engine_logprobs
+    if ratio == "old":
+        log_ratio_M = tokens.logprobs - _needed(tokens.old_logprobs, config.objective, "log-probs under π_old")
+    elif ratio == "sequence":
+        log_ratio_M = sequence_means(log_weights_M, _sequences(tokens, config.objective))
+    else:
+        log_ratio_M = log_weights_M
+    gain_M, clipped_M = _BOUNDS[bound](log_ratio_M, tokens, config)
+    kept_M = torch.ones_like(clipped_M)
+    if config.mask_delta is not None:
+        kept_M = probability_mask(tokens, config.mask_delta)
+    if correction != "none":
+        weight_M, kept_M, truncated_M = _correct(tokens, config, correction)
+        gain_M, clipped_M = weight_M * gain_M, clipped_M | truncated_M
+    loss_M = config.ratio_penalty * log_weights_M.square() - kept_M * gain_M
+    loss_M = loss_M + _regularisers(tokens, config)
+    vetoed_M = veto(tokens, config)
+    loss = _aggregate(loss_M.masked_fill(vetoed_M, 0.0), tokens, config, divisor)
+    return PolicyLoss(loss, log_weights_M.detach(), kept_M, clipped_M, vetoed_M)
+
+
+# bounds: (what is maximised, which tokens were bounded)
+
+
+def _capped(log_ratio_M: Tensor, tokens: PolicyTokens, config: RLConfig) -> tuple[Tensor, Tensor]:
+    assert config.weight_cap is not None
+    ceiling = math.log(config.weight_cap)
+    surrogate_M = log_ratio_M.clamp(max=ceiling).exp() + config.weight_cap * (log_ratio_M - ceiling).relu()
+    return tokens.advantages * surrogate_M, log_ratio_M.detach() > ceiling
+
+
+def _clipped(log_ratio_M: Tensor, tokens: PolicyTokens, config: RLConfig) -> tuple[Tensor, Tensor]:
+    low, high = _clip_range(config)
+    ratio_M = _exp(log_ratio_M)
+    plain_M, bounded_M = ratio_M * tokens.advantages, ratio_M.detach().clamp(low, high) * tokens.advantages
+    clipped_M = bounded_M < plain_M.detach()
+    return torch.where(clipped_M, bounded_M, plain_M), clipped_M
+
+
+def _detached(log_ratio_M: Tensor, tokens: PolicyTokens, config: RLConfig) -> tuple[Tensor, Tensor]:
+    low, high = _clip_range(config)
+    ratio_M = _exp(log_ratio_M.detach())
+    return ratio_M.clamp(low, high) * tokens.advantages * tokens.logprobs, (ratio_M < low) | (ratio_M > high)
+
+
+_BOUNDS: dict[Bound, Callable[[Tensor, PolicyTokens, RLConfig], tuple[Tensor, Tensor]]] = {
+    "cap": _capped,
+    "clip": _clipped,
+    "detach": _detached,
+}
+
+
+def _clip_range(config: RLConfig) -> tuple[float, float]:
+    assert config.clip_low is not None and config.clip_high is not None
+    return 1 - config.clip_low, 1 + config.clip_high
+
+
+# masks and weights: no gradient goes through them
+
+
+@torch.no_grad()
+def probability_mask(tokens: PolicyTokens, delta: float) -> Tensor:
+    """bool: the token has not moved by more than `delta` in probability the way its advantage pushes it (DPPO-TV)."""
+    moved_M = tokens.logprobs.exp() - tokens.engine_logprobs.exp()
+    return moved_M * tokens.advantages.sign() <= delta
+
+
+@torch.no_grad()
+def _correct(tokens: PolicyTokens, config: RLConfig, how: Correction) -> tuple[Tensor, Tensor, Tensor]:
+    """(weight, keep, truncated) of ρ, by token or as the product over the sequence."""
+    assert config.weight_cap is not None
+    log_rho_M = _needed(tokens.old_logprobs, config.objective, "log-probs under π_old") - tokens.engine_logprobs
+    if config.weight_level == "sequence":
+        log_rho_M = sequence_sums(log_rho_M, _sequences(tokens, config.objective))
+    rho_M = _exp(log_rho_M)
+    if how == "truncate":
+        return rho_M.clamp(max=config.weight_cap), torch.ones_like(rho_M).bool(), rho_M > config.weight_cap
+    keep_M = (rho_M >= (config.weight_floor or 0.0)) & (rho_M <= config.weight_cap)
+    return rho_M, keep_M, torch.zeros_like(keep_M)
+
+
+@torch.no_grad()
+def veto(tokens: PolicyTokens, config: RLConfig) -> Tensor:
+    """bool: of a sequence to drop. One token the trainer finds next to impossible means that trainer and engine do not
+    agree on the whole; a failure the policy has left behind teaches nothing (OPSM)."""
+    log_weights_M = tokens.logprobs - tokens.engine_logprobs
+    vetoed_M = torch.zeros_like(log_weights_M, dtype=torch.bool)
+    if config.veto_ratio is not None:
+        impossible_M = (log_weights_M < math.log(config.veto_ratio)).to(log_weights_M.dtype)
+        vetoed_M |= sequence_sums(impossible_M, _sequences(tokens, "veto_ratio")) > 0
+    if config.veto_drift is not None:
+        drift_M = -sequence_means(log_weights_M, _sequences(tokens, "veto_drift"))
+        vetoed_M |= (tokens.advantages < 0) & (drift_M > config.veto_drift)
+    return vetoed_M
+
+
+# regularisers
+
+
+def _regularisers(tokens: PolicyTokens, config: RLConfig) -> Tensor | float:
+    total: Tensor | float = 0.0
+    if config.kl_factor and config.kl_form != "k1_reward":
+        total = total + config.kl_factor * kl_loss(tokens, config.kl_form)
+    if config.entropy_factor:
+        entropies_M = _needed(tokens.entropies, "entropy_factor", "entropies")
+        # without one the bonus would change the loss that is reported and nothing else
+        assert entropies_M.requires_grad or not tokens.logprobs.requires_grad, "a bonus for entropy needs its gradient"
+        total = total - config.entropy_factor * entropies_M
+    return total
+
+
+def kl_loss(tokens: PolicyTokens, form: Literal["k2", "k3"]) -> Tensor:
+    """Per token a loss whose expected gradient is that of KL(π ‖ reference), with d = log π − log reference:
+
+    k2   sg(w) · d²/2                  k3   w · (e^−d − 1 + d)
+
+    Both have the gradient w·d·∇log π. k1 = d as a loss would have none in expectation, which is why it goes into the
+    reward; k3 without the weight would have that of the other direction, KL(reference ‖ π).
+    """
+    reference_M = _needed(tokens.reference_logprobs, f"KL as {form}", "a reference: log-probs under a pinned version")
+    distance_M = tokens.logprobs - reference_M
+    weight_M = _exp(tokens.logprobs - tokens.engine_logprobs)
+    if form == "k2":
+        return weight_M.detach() * distance_M.square() / 2
+    return weight_M * (_exp(-distance_M) - 1 + distance_M)
+
+
+# aggregation
+
+
+def step_divisor(config: RLConfig, *, trajectories: int, tokens: int, sequences: int) -> float:
+    """What the sums of all micro-batches of a step are divided by; tokens and sequences are those it trains on."""
+    if config.aggregation == "constant":
+        return trajectories * config.expected_tokens
+    return max(1, tokens if config.aggregation == "token_mean" else sequences)
+
+
+def _aggregate(loss_M: Tensor, tokens: PolicyTokens, config: RLConfig, divisor: float) -> Tensor:
+    if config.aggregation == "sequence_mean":
+        sequences_M = _sequences(tokens, "sequence_mean")
+        loss_M = loss_M / sequence_sums(torch.ones_like(loss_M), sequences_M)
+    return loss_M.sum() / divisor
+
+
+def next_token_loss(logprobs_M: Tensor, divisor: float) -> Tensor:
+    """Mid-training and SFT: cross-entropy of the targets. The mask is in which tokens are targets."""
+    return -logprobs_M.sum() / divisor
+
+
+# sequences
+
+
+def sequence_sums(values_M: Tensor, sequences_M: Tensor) -> Tensor:
+    """[M]: for each token the sum over its sequence."""
+    sums_S = values_M.new_zeros(int(sequences_M[-1]) + 1 if len(sequences_M) else 0)
+    return sums_S.index_add(0, sequences_M, values_M).index_select(0, sequences_M)
+
+
+def sequence_means(values_M: Tensor, sequences_M: Tensor) -> Tensor:
+    return sequence_sums(values_M, sequences_M) / sequence_sums(torch.ones_like(values_M), sequences_M)
+
+
+def _sequences(tokens: PolicyTokens, who: str) -> Tensor:
+    return _needed(tokens.sequences, who, "to know which sequence each token belongs to")
+
+
+def _needed(value: Tensor | None, who: str, what: str) -> Tensor:
+    if value is None:
+        raise ValueError(f"{who} needs {what}")
+    return value
+
+
+def _exp(log_M: Tensor) -> Tensor:
+    return log_M.clamp(max=_MOST_LOG).exp()
+
+
+# log-probs
 
 
 class _TargetLogprobs(torch.autograd.Function):
@@ -30,49 +275,28 @@ class _TargetLogprobs(torch.autograd.Function):
         logprobs_M = logprobs_MV.gather(1, targets_M[:, None]).squeeze(1)
         probabilities_MV = logprobs_MV.exp()
         entropies_M = -logprobs_MV.mul_(probabilities_MV).nansum(-1)  # 0 · −inf is 0 here
-        ctx.save_for_backward(probabilities_MV, targets_M)
-        ctx.mark_non_differentiable(entropies_M)
+        ctx.save_for_backward(probabilities_MV, targets_M, entropies_M)
+        ctx.set_materialize_grads(False)  # hardly ever is there a bonus for entropy
         return logprobs_M, entropies_M
 
     @staticmethod
-    def backward(ctx: Any, grad_M: Tensor, _: Tensor) -> tuple[Tensor, None]:
-        probabilities_MV, targets_M = ctx.saved_tensors
-        grad_MV = probabilities_MV * -grad_M[:, None]
-        grad_MV.scatter_add_(1, targets_M[:, None], grad_M[:, None])
+    def backward(ctx: Any, grad_M: Tensor | None, grad_entropies_M: Tensor | None) -> tuple[Tensor | None, None]:
+        probabilities_MV, targets_M, entropies_M = ctx.saved_tensors
+        if grad_M is None and grad_entropies_M is None:
+            return None, None
+        grad_MV = torch.zeros_like(probabilities_MV) if grad_M is None else probabilities_MV * -grad_M[:, None]
+        if grad_M is not None:
+            grad_MV.scatter_add_(1, targets_M[:, None], grad_M[:, None])
+        if grad_entropies_M is not None:  # dH/dlogit = −p · (log p + H), and p · log p is 0 where p is
+            surprise_MV = probabilities_MV.log().clamp_(min=-1e4).add_(entropies_M[:, None])
+            grad_MV -= probabilities_MV * surprise_MV.mul_(grad_entropies_M[:, None])
         return grad_MV, None
 
 
 def target_logprobs(
     logits_MV: Tensor, targets_M: Tensor, temperatures_M: Tensor | None = None
 ) -> tuple[Tensor, Tensor]:
-    """(log-probs of the targets, entropies) under the distribution sampled from. Entropies carry no gradient."""
+    """(log-probs of the targets, entropies) under the distribution sampled from, both with gradient."""
     if temperatures_M is not None and not bool((temperatures_M == 1).all()):
         logits_MV = logits_MV / temperatures_M[:, None]
     return _TargetLogprobs.apply(logits_MV, targets_M)
-
-
-@dataclass(frozen=True)
-class PolicyLoss:
-    loss: Tensor  # scalar, differentiable
-    log_weights_M: Tensor  # Δ, detached
-    kept_M: Tensor  # bool: not masked
-
-
-def policy_loss(
-    logprobs_M: Tensor,
-    engine_logprobs_M: Tensor,
-    advantages_M: Tensor,
-    *,
-    mask_delta: float,
-    ratio_penalty: float,
-    weight_cap: float,
-    divisor: float,
-) -> PolicyLoss:
-    log_weights_M = logprobs_M - engine_logprobs_M
-    with torch.no_grad():
-        moved_M = logprobs_M.exp() - engine_logprobs_M.exp()
-        kept_M = moved_M * advantages_M.sign() <= mask_delta
-    ceiling = math.log(weight_cap)
-    surrogate_M = log_weights_M.clamp(max=ceiling).exp() + weight_cap * (log_weights_M - ceiling).relu()
-    loss_M = ratio_penalty * log_weights_M.square() - kept_M * advantages_M * surrogate_M
-    return PolicyLoss(loss_M.sum() / divisor, log_weights_M.detach(), kept_M)

@@ -1,50 +1,131 @@
-"""Router replay: train through the experts the engine chose, and count how often the live router would differ.
+"""Router replay: train through the experts the engine chose, and measure how the live router sees them.
 
 Routes are recorded per input token. Rows without a record (validity bit 0) route live; that is harmless for a prompt,
-while a row moved by one token or one layer is not: misaligned routes show as sets with nothing in common.
+while a row moved by one token or one layer is not: misaligned routes show as sets with nothing in common. Those are
+also held against the record moved by one place, which tells what is wrong with it.
 """
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Sequence
-from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import torch
+from torch import Tensor
 
-from rollmill.models.moe import Replay, Routing, router_stats
+from rollmill.models.moe import Replay, Routing
 from rollmill.training.batching import MicroBatch
 
+ZERO_OVERLAP = 0.01  # healthy runs have none at all
+ENOUGH_CHOICES = 30  # an expert that an even router chooses this often goes without one time in e^30
 
-def replay_of(batch: MicroBatch) -> Replay | None:
+# where the record may stand → (tokens, layers) that would move it back
+MOVES = {
+    "one token early": (1, 0),
+    "one token late": (-1, 0),
+    "one layer early": (0, 1),
+    "one layer late": (0, -1),
+}
+
+
+def replay_of(batch: MicroBatch, plausibility: float = 0.0) -> Replay | None:
     """The recorded routes of a micro-batch, or None where nothing was recorded."""
     if batch.routes is None or batch.routes_valid is None or not batch.routes_valid.any():
         return None
     # int64 is what gather wants; uint16 has few torch kernels
-    return Replay(torch.from_numpy(batch.routes.astype(np.int64)), torch.from_numpy(batch.routes_valid))
+    routes = torch.from_numpy(batch.routes.astype(np.int64))
+    return Replay(routes, torch.from_numpy(batch.routes_valid), plausibility)
 
 
-@dataclass
-class RouterAgreement:
-    """Live choice against the recorded one, summed over micro-batches and averaged over layers."""
+class RouterMeasures:
+    """What the routers of each layer did, summed over micro-batches.
 
-    rows: int = 0
-    flips: float = 0.0
-    zero_overlap: float = 0.0
+    The live choice is compared with the record, not with what the filter left of it: a filter must not hide that the
+    record is wrong.
+    """
+
+    def __init__(self) -> None:
+        self._tokens = 0  # all inputs, replayed or not
+        self._rows = 0  # inputs with a record
+        self._load: Tensor | float = 0.0  # [layers, experts] choices
+        self._counts: Tensor | float = 0.0  # [3, layers]: rows whose set differs, that share nothing, choices replaced
+        self._k = 1
+        self._moved: Counter[str] = Counter()  # experts in common once moved, of choices that had none
+        self._compared = 0
 
     @torch.no_grad()
     def add(self, routings: Sequence[Routing], replay: Replay | None) -> None:
-        if replay is None or not routings:
+        if not routings:
             return
-        rows = int(replay.valid.sum())
-        stats = router_stats(list(routings), replay.valid)
-        self.rows += rows
-        self.flips += rows * float(stats.flip_rate.mean())
-        self.zero_overlap += rows * float(stats.zero_overlap.mean())
+        self._tokens += len(routings[0].chosen)
+        self._k = routings[0].chosen.shape[1]
+        self._load = self._load + torch.stack([_load(routing) for routing in routings])
+        if replay is None:
+            return
+        valid_N = replay.valid
+        live_NLk = torch.stack([routing.live for routing in routings], 1)[valid_N]
+        chosen_NLk = torch.stack([routing.chosen for routing in routings], 1)[valid_N]
+        recorded_NLk = replay.routes.long()[valid_N]
+        common_NL = _common(live_NLk, recorded_NLk)
+        replaced_L = (chosen_NLk != recorded_NLk).sum((0, 2))
+        counts = [(common_NL < self._k).sum(0), (common_NL == 0).sum(0), replaced_L]
+        self._counts = self._counts + torch.stack(counts)
+        self._rows += len(live_NLk)
+        apart_NL = common_NL == 0
+        if int(apart_NL.sum()) > ZERO_OVERLAP * apart_NL.numel():
+            for name, move in MOVES.items():
+                self._moved[name] += int(_common(live_NLk, recorded_NLk.roll(move, (0, 1)))[apart_NL].sum())
+            self._compared += int(apart_NL.sum()) * self._k
 
-    def figures(self) -> dict[str, float | None]:
+    def figures(self) -> dict[str, Any]:
         """None where nothing was replayed: no measurement is not the same as agreement."""
-        return {
-            "router_flip_rate": self.flips / self.rows if self.rows else None,
-            "router_zero_overlap": self.zero_overlap / self.rows if self.rows else None,
+        return {**self._agreement(), **self.load_figures()}
+
+    def _agreement(self) -> dict[str, Any]:
+        names = ("router_flip_rate", "router_zero_overlap", "router_replaced")
+        if not isinstance(self._counts, Tensor) or self._rows == 0:
+            layers: dict[str, list[float]] = {f"{name}_by_layer": [] for name in names[:2]}
+            return {**dict.fromkeys(names), **layers, "router_live_rows": 1.0 if self._tokens else None}
+        flips, zeros, replaced = (self._counts.double() / self._rows).tolist()
+        found = {
+            "router_flip_rate": _mean(flips),
+            "router_zero_overlap": _mean(zeros),
+            "router_replaced": _mean(replaced) / self._k,
+            "router_flip_rate_by_layer": flips,
+            "router_zero_overlap_by_layer": zeros,
+            "router_live_rows": 1 - self._rows / self._tokens,
         }
+        if self._compared:
+            found["router_fit"] = {name: self._moved[name] / self._compared for name in MOVES}
+        return found
+
+    def load_figures(self) -> dict[str, Any]:
+        """The largest load of an expert over the mean one, and the share of experts that no token came to."""
+        if not isinstance(self._load, Tensor):
+            return {"expert_load_max": None, "expert_load_by_layer": [], "experts_dead": None}
+        load_LE = self._load.double()
+        by_layer = (load_LE.amax(1) / load_LE.mean(1)).tolist()
+        dead = int((load_LE == 0).sum())
+        # with few choices an expert may go without by chance
+        enough = float(load_LE.mean()) >= ENOUGH_CHOICES
+        return {
+            "expert_load_max": max(by_layer),
+            "expert_load_by_layer": by_layer,
+            "experts_dead": dead / load_LE.numel() if enough else None,
+        }
+
+
+def _load(routing: Routing) -> Tensor:
+    return torch.bincount(routing.chosen.flatten(), minlength=routing.scores.shape[1])
+
+
+def _common(left_NLk: Tensor, right_NLk: Tensor) -> Tensor:
+    """[N, layers]: how many experts two choices have in common."""
+    columns = left_NLk.split(1, dim=2)  # one at a time: [N, layers, k, k] would be the largest tensor of a step
+    return torch.stack([(column == right_NLk).any(2) for column in columns]).sum(0)
+
+
+def _mean(values: Sequence[float]) -> float:
+    return sum(values) / len(values)

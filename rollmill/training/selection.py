@@ -62,11 +62,11 @@ def read_segments(trajectories: TrajectoryStore, ids: Sequence[str], model: Mode
 
 
 def trainable_sequences(
-    segments: Iterable[Segment], advantage: float, rule: TokenRule
+    segments: Iterable[Segment], advantage: float, rule: TokenRule, trajectory: int = 0
 ) -> tuple[list[PackedSequence], Counter[str]]:
     """What to train on, and the sampled tokens that are left out, counted by reason."""
     masked: Counter[str] = Counter()
-    found = [segment_sequence(segment, advantage, rule, masked) for segment in segments]
+    found = [segment_sequence(segment, advantage, rule, masked, trajectory) for segment in segments]
     return [sequence for sequence in found if sequence is not None], masked
 
 

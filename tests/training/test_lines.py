@@ -7,9 +7,10 @@ import pytest
 from rollmill.errors import TrainingError
 from rollmill.training.lineage import next_line, trace_lineage
 from rollmill.types import Version
+from rollmill.weights.collect import collect
 from rollmill.weights.publisher import Publisher
 from rollmill.weights.store import newest_line
-from tests.training.world import PACE, STEPS, World
+from tests.training.world import PACE, STEPS, TRAINING, World
 
 
 def test_version_0_depends_on_the_seed_alone(tmp_path: Path):
@@ -86,3 +87,38 @@ def test_another_seed_does_not_change_a_line_that_exists(tmp_path: Path):
     trainer.run(3)
     assert world.weights.lines() == ["main"] and len(world.chain()) == 4
     assert world.ledger.open_groups() == (STEPS - 3) * PACE.groups_per_step
+
+
+def test_collected_versions_take_neither_the_lineage_nor_the_run_along(tmp_path: Path):
+    world = World(tmp_path)
+    world.trainer().run(0)
+    tensors = world.weights.load(Version("main", 0))
+    publisher = Publisher(world.weights, "main.2", snapshot_every=8)
+    publisher.publish(7, tensors, parent=Version("main", 0))
+    for number in (8, 9):
+        publisher.publish(number, tensors)
+    before = trace_lineage(world.weights, "main.2")
+    assert before.offsets == {"main.2": 0, "main": 7}
+    assert collect(world.weights, "main.2", keep=1).removed == (7,)
+    assert trace_lineage(world.weights, "main.2") == before
+
+    other = World(tmp_path / "other")
+    other.add_steps()
+    other.trainer().run(STEPS)
+    before = other.chain()
+    assert collect(other.weights, "main", keep=1).kept == (4, 5, 6)
+    assert other.trainer().run(STEPS) == Version("main", STEPS)
+    assert other.chain() == before[4:]
+
+
+def test_a_run_whose_versions_since_the_checkpoint_were_collected_says_so(tmp_path: Path):
+    """Steps that are run again could not be compared with what was published, and must not be published twice."""
+    world = World(tmp_path)
+    world.add_steps()
+    world.trainer(TRAINING.model_copy(update={"snapshot_every": 1})).run(STEPS)
+    world.objects.put(f"checkpoints/main/{STEPS:08d}/state.safetensors", b"damaged")
+    assert collect(world.weights, "main", keep=1).kept == (STEPS,)
+    with pytest.raises(TrainingError, match=f"checkpoint of line 'main' is of step {STEPS - 2}.*collected") as caught:
+        world.trainer().run(STEPS)
+    assert caught.value.hint and "keep" in caught.value.hint.replace("kept", "keep")
+    assert [number for number, _ in world.chain()] == [STEPS]

@@ -51,6 +51,7 @@ def test_loss_goes_down_and_versions_are_published_now_and_then(tmp_path: Path):
     events = [event for event in telemetry.read_events(tmp_path / "events") if event["kind"] == "midtrain_step"]
     losses = [event["loss"] for event in events]
     assert len(losses) == 25 and np.mean(losses[-5:]) < 0.6 * np.mean(losses[:5])
+    assert all(len(event["expert_load_by_layer"]) == MODEL.moe_layers for event in events)
     assert trainer.run(STEPS) == Version("base", 4), "and can go on from there"
 
 

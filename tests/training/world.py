@@ -153,11 +153,17 @@ class World:
             tokens_per_microbatch=TRAINING.tokens_per_microbatch,
         )
 
-    def trainer(self, training: TrainingConfig = TRAINING, pace: Pace = PACE, parent: Version | None = None) -> Trainer:
+    def trainer(
+        self,
+        training: TrainingConfig = TRAINING,
+        pace: Pace = PACE,
+        parent: Version | None = None,
+        config: RLConfig | None = None,
+    ) -> Trainer:
         return Trainer(
             training,
             MODEL,
-            self.objective(pace=pace),
+            self.objective(config, pace),
             self.weights,
             self.objects,
             "main",

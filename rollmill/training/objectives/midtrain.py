@@ -21,8 +21,9 @@ from rollmill.models.moe import router_stats
 from rollmill.training.batching import MicroBatch, PackedSequence, pack
 from rollmill.training.config import MidtrainConfig
 from rollmill.training.lineage import Lineage
-from rollmill.training.loss import target_logprobs
+from rollmill.training.loss import next_token_loss, target_logprobs
 from rollmill.training.objective import StepOutcome
+from rollmill.training.replay import RouterMeasures
 from rollmill.types import Version
 
 Document = tuple[Sequence[int], Sequence[bool]]  # token ids, and for each whether to learn to predict it
@@ -94,17 +95,18 @@ class MidtrainObjective:
         return PackedSequence(tokens=tokens[: picked[-1]], rows=picked - 1, targets=tokens[picked])
 
     def backward(self, model: Decoder, batch: DocumentBatch) -> dict[str, Any]:
-        total = 0.0
+        total, router = 0.0, RouterMeasures()
         for part in batch.microbatches:
             output = model(part.tokens_N, part.positions_N, PackedAttention(part.lengths))
             logprobs_M, _ = target_logprobs(model.logits(output.hidden.index_select(0, part.rows_M)), part.targets_M)
-            loss = -logprobs_M.sum() / batch.targets
+            loss = next_token_loss(logprobs_M, batch.targets)
             total += loss.item()
             if output.routings and self._config.balance:
                 share = len(part.tokens_N) / batch.tokens
                 loss = loss + self._config.balance * share * router_stats(output.routings).balance
             loss.backward()
-        return {"loss": total, "tokens": batch.tokens}
+            router.add(output.routings, None)
+        return {"loss": total, "tokens": batch.tokens, **router.load_figures()}
 
     def publishes(self, number: int) -> bool:
         return number % self._config.publish_every == 0

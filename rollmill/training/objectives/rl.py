@@ -18,19 +18,22 @@ from typing import Any
 
 import numpy as np
 import torch
+from torch import Tensor
 
 from rollmill import telemetry
 from rollmill.models.config import ModelConfig
 from rollmill.models.decoder import Decoder
+from rollmill.training.advantage import kl_advantages
 from rollmill.training.batching import STALE, MicroBatch, TokenRule, pack
 from rollmill.training.config import FORM, RLConfig
-from rollmill.training.diagnostics import TokenMeasures, mismatch_figures, token_figures, warnings
+from rollmill.training.diagnostics import TokenMeasures, distance, mismatch_figures, token_figures, warnings
 from rollmill.training.lineage import Lineage
-from rollmill.training.loss import policy_loss
+from rollmill.training.loss import PolicyTokens, policy_loss, step_divisor
 from rollmill.training.mismatch import MismatchMeter, Sample, ServedWeights, choose_sample
 from rollmill.training.objective import StepOutcome
 from rollmill.training.recompute import recompute
-from rollmill.training.replay import RouterAgreement, replay_of
+from rollmill.training.reference import Reference
+from rollmill.training.replay import RouterMeasures, replay_of
 from rollmill.training.selection import (
     Contents,
     exclude_unusable,
@@ -63,6 +66,7 @@ class RolloutBatch:
     masked: Counter[str]  # sampled tokens that are not learnt from, by reason
     rewards: np.ndarray  # of every graded trajectory of the step's groups, also those without signal
     wait_seconds: float
+    groups_T: np.ndarray | None = None  # int64, the group of each trajectory of the record, as an index
 
 
 class RLObjective:
@@ -88,7 +92,7 @@ class RLObjective:
         self._mismatch = MismatchMeter(
             served, model_config, budget=tokens_per_microbatch, router_replay=config.router_replay
         )
-        self._divisor = pace.groups_per_step * pace.group_size * config.expected_tokens
+        self._reference = Reference(config.reference, weights, model_config) if config.reference else None
 
     def next_batch(self, number: int, lineage: Lineage, stopping: Callable[[], bool]) -> RolloutBatch | None:
         rule = TokenRule(lineage, base=number - 1, max_staleness=self._pace.max_staleness)
@@ -134,7 +138,7 @@ class RLObjective:
     def _batch(self, record: StepRecord, contents: Contents, rule: TokenRule, waited: float) -> RolloutBatch:
         sequences, masked = [], Counter[str]()
         trained: list[Sequence[Segment]] = []
-        for id, (_, _, advantage) in record.trajectories.items():
+        for index, (id, (_, _, advantage)) in enumerate(record.trajectories.items()):
             content = contents[id]
             if isinstance(content, str):
                 # Only on a re-run: deleted after the step was committed. The weights cannot come out the same without
@@ -142,12 +146,13 @@ class RLObjective:
                 text = f"step {record.number} is run again without {id}: {content}"
                 telemetry.emit("warning", step=record.number, text=text)
                 continue
-            found, left_out = trainable_sequences(content, advantage, rule)
+            found, left_out = trainable_sequences(content, advantage, rule, trajectory=index)
             sequences += found
             masked += left_out
             trained.append(content)
-        rows = [row for group in record.groups for row in self._trajectories.list(record.run, group_id=group)]
-        rewards = [row.reward for row in rows if row.state == TrajectoryState.graded]
+        members = [self._trajectories.list(record.run, group_id=group) for group in record.groups]
+        rewards = [row.reward for rows in members for row in rows if row.state == TrajectoryState.graded]
+        group_of = {row.id: index for index, rows in enumerate(members) for row in rows}
         return RolloutBatch(
             record=record,
             microbatches=pack(sequences, self._budget),
@@ -155,48 +160,87 @@ class RLObjective:
             masked=masked,
             rewards=np.array(rewards, np.float64),
             wait_seconds=waited,
+            groups_T=np.array([group_of[id] for id in record.trajectories], np.int64),
         )
 
     def backward(self, model: Decoder, batch: RolloutBatch) -> dict[str, Any]:
         self._mismatch.served.remember(model)  # engines sample with this version until the next one reaches them
-        total, agreement = 0.0, RouterAgreement()
+        parts = batch.microbatches
+        references = [self._reference.logprobs(part) if self._reference else None for part in parts]
+        shared = _Shared(
+            divisor=step_divisor(
+                self._config,
+                trajectories=self._pace.groups_per_step * self._pace.group_size,
+                tokens=sum(len(part.targets_M) for part in parts),
+                sequences=sum(len(part.lengths) for part in parts),
+            ),
+            queued_T=_queued(parts),
+            kl_advantages_T=self._kl_advantages(batch, references),
+        )
+        total, router = 0.0, RouterMeasures()
         measures: list[TokenMeasures] = []
-        for part in batch.microbatches:
-            loss, measured = self._backward_part(model, part, agreement)
+        distances: list[np.ndarray] = []
+        for part, reference_M in zip(parts, references, strict=True):
+            loss, measured, to_reference = self._backward_part(model, part, reference_M, shared, router)
             total += loss
             measures.append(measured)
+            distances += to_reference
         return {
             "loss": total,
-            "tokens": sum(len(part.tokens_N) for part in batch.microbatches),
+            "tokens": sum(len(part.tokens_N) for part in parts),
             **token_figures(measures),
-            **agreement.figures(),
+            **router.figures(),
+            **(distance("reference", np.concatenate(distances)) if distances else {}),
         }
 
+    def _kl_advantages(self, batch: RolloutBatch, references: Sequence[Tensor | None]) -> np.ndarray | None:
+        """float64 [T]: what the KL of each trajectory adds to its advantage, if it is taken off the reward."""
+        if self._config.kl_factor == 0 or self._config.kl_form != "k1_reward":
+            return None
+        assert batch.groups_T is not None
+        kl_T = np.zeros(len(batch.groups_T))
+        for part, reference_M in zip(batch.microbatches, references, strict=True):
+            assert part.facts is not None and reference_M is not None
+            kl_T += np.bincount(
+                part.facts.trajectory, part.facts.logprobs - reference_M.cpu().numpy(), minlength=len(kl_T)
+            )
+        return kl_advantages(kl_T, batch.groups_T, self._config.kl_factor)
+
     def _backward_part(
-        self, model: Decoder, part: MicroBatch, agreement: RouterAgreement
-    ) -> tuple[float, TokenMeasures]:
+        self, model: Decoder, part: MicroBatch, reference_M: Tensor | None, shared: _Shared, router: RouterMeasures
+    ) -> tuple[float, TokenMeasures, list[np.ndarray]]:
         facts = part.facts
         assert facts is not None, "sequences of sampled tokens carry their facts"
-        replay = replay_of(part) if self._config.router_replay else None
+        replay = replay_of(part, self._config.replay_plausibility) if self._config.router_replay else None
         policy = recompute(model, part, replay)
-        result = policy_loss(
-            policy.logprobs_M,
-            torch.from_numpy(facts.logprobs),
-            torch.from_numpy(facts.advantages),
-            mask_delta=self._config.mask_delta,
-            ratio_penalty=self._config.ratio_penalty,
-            weight_cap=self._config.weight_cap,
-            divisor=self._divisor,
+        device, advantages = policy.logprobs_M.device, facts.advantages
+        if shared.kl_advantages_T is not None:
+            advantages = advantages + shared.kl_advantages_T[facts.trajectory].astype(np.float32)
+        tokens = PolicyTokens(
+            logprobs=policy.logprobs_M,
+            engine_logprobs=torch.from_numpy(facts.logprobs).to(device),
+            advantages=torch.from_numpy(advantages).to(device),
+            sequences=_sequence_of(part).to(device),
+            # A step is one update, so this pass is the recomputation of π_old: r is 1, and its gradient is ∇log π.
+            old_logprobs=policy.logprobs_M.detach(),
+            reference_logprobs=reference_M,
+            entropies=policy.entropies_M,
         )
+        result = policy_loss(tokens, self._config, shared.divisor)
         result.loss.backward()
-        agreement.add(policy.routings, replay)
+        router.add(policy.routings, replay)
         measured = TokenMeasures(
-            log_weights=result.log_weights_M.numpy(),
-            kept=result.kept_M.numpy(),
-            entropies=policy.entropies_M.numpy(),
+            log_weights=result.log_weights_M.cpu().numpy(),
+            kept=result.kept_M.cpu().numpy(),
+            clipped=result.clipped_M.cpu().numpy(),
+            vetoed=result.vetoed_M.cpu().numpy(),
+            advantages=advantages,
+            entropies=policy.entropies_M.detach().cpu().numpy(),
             staleness=facts.staleness,
+            queued=shared.queued_T[facts.trajectory],
         )
-        return result.loss.item(), measured
+        to_reference = [] if reference_M is None else [(reference_M - policy.logprobs_M.detach()).cpu().numpy()]
+        return result.loss.item(), measured, to_reference
 
     def publishes(self, number: int) -> bool:
         return True
@@ -225,3 +269,27 @@ class RLObjective:
         telemetry.emit("step", step=outcome.number, steps=outcome.steps, version=outcome.number, **figures)
         for text in warnings(figures):
             telemetry.emit("warning", step=outcome.number, text=text)
+
+
+@dataclass(frozen=True)
+class _Shared:
+    """What the micro-batches of a step have in common. [T] is over the trajectories of its record."""
+
+    divisor: float
+    queued_T: np.ndarray
+    kl_advantages_T: np.ndarray | None
+
+
+def _queued(parts: Sequence[MicroBatch]) -> np.ndarray:
+    """int64 [T]: the staleness of each trajectory's newest token, which is all it gathered while waiting."""
+    facts = [part.facts for part in parts if part.facts is not None]
+    queued_T = np.full(max((int(each.trajectory.max()) + 1 for each in facts), default=0), np.iinfo(np.int64).max)
+    for each in facts:
+        np.minimum.at(queued_T, each.trajectory, each.staleness)
+    return queued_T
+
+
+def _sequence_of(part: MicroBatch) -> Tensor:
+    """int64 [M]: which sequence each target belongs to."""
+    ends = torch.tensor(part.lengths).cumsum(0)
+    return torch.searchsorted(ends, part.rows_M.cpu(), right=True)
