@@ -154,10 +154,11 @@ def _make_folder(folder: Path) -> None:
     """Make a folder so that it is still there after a power cut: its parent is synced too."""
     if folder.is_dir():
         return
-    if folder.exists():
-        raise NotADirectoryError(errno.ENOTDIR, os.strerror(errno.ENOTDIR))
     _make_folder(folder.parent)
-    folder.mkdir(exist_ok=True)
+    try:
+        folder.mkdir(exist_ok=True)  # another process may make it at the same time
+    except FileExistsError:
+        raise NotADirectoryError(errno.ENOTDIR, os.strerror(errno.ENOTDIR)) from None
     _sync_folder(folder.parent)
 
 

@@ -116,14 +116,16 @@ class RegionKeeper:
         channels: Sequence[str] = (),
         anchor_every: int = 32,
         keep: int = 50,
+        budget: int | None = None,
         region: str = "",
         collect_seconds: float = 60.0,
     ) -> None:
-        """Of the line that is followed `keep` versions stay, of those it took over from the last one."""
+        """Of the line that is followed `keep` versions stay, fewer if they have more than `budget` bytes; of those it
+        took over from, the last one."""
         self.mirror = Mirror(source, target, region)
         self.line, self.form, self.region = valid_name(line), valid_name(form), region
         self._family, self._channels, self._keep = line, tuple(map(valid_name, channels)), keep
-        self._anchor_every = anchor_every
+        self._anchor_every, self._budget = anchor_every, budget
         self._looked = False
         self._repaired = _Repaired(self.mirror)
         self._anchors = self._anchor_builder()
@@ -208,8 +210,13 @@ class RegionKeeper:
         removed = 0
         for line in store.lines():
             if line == self._family or line.removeprefix(f"{self._family}.").isdecimal():
-                collected = collect(store, line, self.form, self._keep if line == self.line else 1)
+                followed = line == self.line
+                collected = collect(
+                    store, line, self.form, self._keep if followed else 1, self._budget if followed else None
+                )
                 removed += len(collected.removed)
+                if collected.problem:
+                    raise WeightsError(collected.problem)
         return removed
 
     def _duties(self) -> list[_Duty]:

@@ -132,6 +132,7 @@ class Mirror:
         if known is None or time.monotonic() - at >= _LISTING_SECONDS:
             listed = self.source.head(there.line, there.form)
             self._listed[key] = time.monotonic(), listed
+            there.forget_missing()  # what was not there a moment ago may have been published before the listing
         return listed if known is None or (listed is not None and listed > known) else known
 
     def _announcement(self, there: _Manifests, newest: int) -> int | None:
@@ -280,6 +281,9 @@ class _Manifests:
 
     def learn(self, number: int, data: bytes) -> None:
         self._raw[number] = data
+
+    def forget_missing(self) -> None:
+        self._raw = {number: data for number, data in self._raw.items() if data is not None}
 
     def read(self, version: Version) -> Manifest:
         """For a walk back along the deltas: it mostly ends at its first step, and is long where it does not."""

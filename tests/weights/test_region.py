@@ -196,3 +196,19 @@ def test_what_fails_here_does_not_keep_versions_from_arriving(tmp_path: Path) ->
     time.sleep(0.002)
     assert keeper.step().anchored == 3 and keeper.problem is None
     assert delta_pack(tmp_path / "away", 1).read_bytes() == whole
+
+
+def test_a_budget_holds_or_is_said_not_to(tmp_path: Path) -> None:
+    home, away = Objects.open(tmp_path / "home"), Objects.open(tmp_path / "away")
+    publish_line(tmp_path / "home", 13, snapshot_every=100)
+    whole = sum(home.head(key) or 0 for key in home.list())
+    keeper = RegionKeeper(home, away, "rl", anchor_every=4, keep=50, budget=whole, collect_seconds=0)
+    for _ in range(3):
+        keeper.step()
+    assert keeper.problem is None
+    assert sum(away.head(key) or 0 for key in away.list("weights")) <= whole
+    assert WeightStore(away).numbers("rl")[-1] == 12
+    keeper = RegionKeeper(home, away, "rl", anchor_every=4, keep=50, budget=1, collect_seconds=0)
+    keeper.step()
+    assert keeper.problem is not None and "a budget of 1" in keeper.problem and "rl@12" in keeper.problem
+    assert all(ok for _, ok, _ in WeightStore(away).verify("rl"))

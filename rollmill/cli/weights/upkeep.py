@@ -122,6 +122,7 @@ def mirror(
         int, typer.Option(min=0, help="make a snapshot here every so many versions; 0: never")
     ] = 32,
     keep: Annotated[int, typer.Option(min=1, help="the newest versions that stay here")] = 50,
+    budget: Annotated[str | None, typer.Option(help="fewer stay if they have more bytes, for example 200GB")] = None,
     once: Annotated[bool, typer.Option("--once", help="stop when everything is here")] = False,
     region: Annotated[str, typer.Option(help="the name of this region, for events")] = "",
     events: Annotated[Path | None, typer.Option(help="write events (arrivals, anchors) into this directory")] = None,
@@ -137,5 +138,5 @@ def mirror(
     if events is not None:
         open_events(events, f"mirror-{region}" if region else "mirror")
     there, here = open_place(source, token).objects, open_place(target, token, create=True).objects
-    channels = channel or []
-    keep_region(ToldKeeper(there, here, line, form, channels, anchor_every, keep=keep, region=region), once)
+    limit = None if budget is None else _parse_size(budget)
+    keep_region(ToldKeeper(there, here, line, form, channel or [], anchor_every, keep, limit, region=region), once)

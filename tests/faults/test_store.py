@@ -1,0 +1,103 @@
+"""An object store that answers 503, or not at all, or stops in the middle; and one that is far away and slow.
+
+A minute of it is many failed attempts and the back-off between them: here they are counted, and each takes less time.
+"""
+
+from __future__ import annotations
+
+import http.client
+import random
+from http.server import BaseHTTPRequestHandler
+
+import pytest
+
+from benchmarks.relay import Relay
+from tests.faults.world import World
+from tests.storage.serving import Front, new_bucket, port_of, s3_options, s3_server
+
+PATIENCE = 1.5  # of a client, in seconds
+ATTEMPTS = 15
+
+
+@pytest.mark.parametrize(
+    ("mode", "said"), [("busy", "503"), ("stall", "timeout|timed out|error sending request"), ("half", "error")]
+)
+def test_a_store_that_fails_for_a_while(world: World, mode: str, said: str) -> None:
+    url = new_bucket()
+    with Front(s3_server()) as front:
+        access = {"options": s3_options(front.url), "patience": PATIENCE}
+        trainer = world.trainer(store=url, **access)
+        engine = world.follower("engine-home", url, region="home", **access)
+        keeper = world.keeper(url, **access)
+        away = world.follower("engine-away", world.folder / "away")
+        world.publish_to(2)
+        world.converge(2)
+        world.until(lambda: trainer.number == 2)
+
+        front.mode = mode
+        attempts = len(front.requests)
+        world.publish_to(4)
+        for process in (trainer, engine, keeper) if mode != "half" else (engine, keeper):
+            problem = world.until_problem(process, url.removeprefix("s3://"))
+            assert any(word in problem.lower() for word in said.split("|")), problem
+        world.until(lambda: len(front.requests) >= attempts + ATTEMPTS)
+        assert (engine.number, away.number, away.problem) == (2, 2, None)
+
+        front.mode = "pass"
+        world.converge(4)
+        world.until(lambda: keeper.problem is None and trainer.problem is None)
+        world.check()
+
+
+class Forgetful(Front):
+    """Some answers are lost on the way: what was asked for was done all the same."""
+
+    def __init__(self, behind: str, share: float) -> None:
+        super().__init__(behind)
+        self._dice, self._share = random.Random(1), share
+        self.lost = 0
+
+    def _answer(self, request: BaseHTTPRequestHandler, port: int) -> None:
+        if self._dice.random() >= self._share:
+            return super()._answer(request, port)
+        self.lost += 1
+        body = request.rfile.read(int(request.headers.get("Content-Length") or 0))
+        connection = http.client.HTTPConnection("127.0.0.1", port, timeout=30)
+        connection.request(request.command, request.path, body, dict(request.headers))
+        connection.getresponse().read()
+        connection.close()
+        request.close_connection = True
+
+
+def test_answers_that_are_lost(world: World) -> None:
+    """A create that was done is sent again and refused: the trainer finds that it was its own."""
+    url = new_bucket()
+    with Forgetful(s3_server(), share=0.15) as front:
+        access = {"options": s3_options(front.url), "patience": 6.0}
+        trainer = world.trainer(store=url, snapshot_every=4, **access)
+        world.follower("engine-home", url, region="home", **access)
+        world.keeper(url, **access)
+        world.follower("engine-away", world.folder / "away")
+        for last in (2, 5, 8):
+            world.publish_to(last)
+            world.converge(last)
+        world.until(lambda: trainer.number == 8 and trainer.problem is None)
+        assert front.lost > 10
+        world.check()
+        assert not any("fenced" in (report["problem"] or "") for report in trainer.reports)
+
+
+def test_a_store_that_is_far_away_and_slow(world: World) -> None:
+    """4 Mbit/s and 80 ms are no reason to complain."""
+    url = new_bucket()
+    near = {"options": s3_options(s3_server()), "patience": 15.0}
+    with Relay(("127.0.0.1", port_of(s3_server())), mbit=4, rtt_ms=80) as relay:
+        far = {"options": s3_options(f"http://127.0.0.1:{relay.port}"), "patience": 15.0}
+        world.trainer(store=url, **near)
+        engine = world.follower("engine-far", url, **far)
+        for last in (1, 4):
+            world.publish_to(last)
+            world.converge(last)
+        assert all(report["problem"] is None for report in engine.reports)
+        world.check()
+        world.close()
