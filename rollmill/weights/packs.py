@@ -26,7 +26,9 @@ from rollmill.weights.manifest import Base, Encoding, Layout, Pack, Payload, Ten
 from rollmill.weights.store import WeightStore, pack_prefix
 from rollmill.weights.tensors import WIDTHS, chunk_ranges
 
-PACK_BYTES = 32 << 20  # a pack is closed before it grows past this, unless it is a single payload
+# A pack is closed before it grows past a quarter of the packs before it, within these bounds, unless it is a single
+# payload: a delta travels in several packs, so that the first are checked and written while the last are under way.
+SMALLEST_PACK_BYTES, PACK_BYTES = 1 << 20, 32 << 20
 RUN_BYTES = 512 << 10  # small chunks are coded together up to this much: fewer calls, and they compress better
 UPLOAD_BYTES = 64 << 20  # at most this much is on its way
 CODING_BYTES = 192 << 20  # at most this much scratch for coding, or one chunk
@@ -160,12 +162,13 @@ class _PackWriter:
     def __init__(self, uploads: Uploads, prefix: str) -> None:
         self._uploads, self._prefix = uploads, prefix
         self._open: list[bytes] = []
-        self._open_bytes = 0
+        self._open_bytes = self._closed_bytes = 0
         self._packs: list[Pack] = []
         self._payloads: list[Payload] = []
 
     def add(self, run: Run, coding: Coding, payload: bytes) -> None:
-        if self._open and self._open_bytes + len(payload) > PACK_BYTES:
+        limit = min(max(self._closed_bytes // 4, SMALLEST_PACK_BYTES), PACK_BYTES)
+        if self._open and self._open_bytes + len(payload) > limit:
             self._close_pack()
         where = {"pack": len(self._packs), "offset": self._open_bytes, "bytes": len(payload)}
         self._payloads.append(Payload(first=run[0].place, chunks=len(run), coding=coding, **where))
@@ -182,6 +185,7 @@ class _PackWriter:
     def _close_pack(self) -> None:
         data = self._open[0] if len(self._open) == 1 else b"".join(self._open)
         self._open, self._open_bytes = [], 0
+        self._closed_bytes += len(data)
         pack = Pack(digest=digest_bytes(data), bytes=len(data))
         self._uploads.create(f"{self._prefix}{pack.digest}", data)
         self._packs.append(pack)

@@ -22,7 +22,7 @@ from dataclasses import dataclass
 from rollmill import telemetry
 from rollmill.errors import ObjectExists, ObjectMissing, ObjectTruncated, StorageError, WeightsError
 from rollmill.storage.objects import Objects
-from rollmill.storage.parallel import THREADS, read_ranges
+from rollmill.storage.parallel import THREADS, Uploads, read_ranges
 from rollmill.types import Version
 from rollmill.weights.channels import Channels, entry_key, parse_entry
 from rollmill.weights.legs import Leg, LegFailed, LegId, plan_legs
@@ -33,6 +33,7 @@ _FIRST_LOOK, _LONGEST_LOOK = 2, 16  # manifests asked for at a time
 _LISTING_SECONDS = 30.0  # how often to look past a number that is missing in the source
 _DEEPEST = 64  # how far below the head to look for a version that can be had
 _REMEMBERED_BYTES = 64 << 20  # of the packs copied last: whoever waited for them need not read and check them again
+_WRITING_BYTES = 64 << 20  # that may be on their way into the own store
 _LARGEST_PACK = 1 << 30  # a manifest that names a larger one is not believed
 
 
@@ -207,8 +208,9 @@ class Mirror:
         began = time.monotonic()
         with contextlib.closing(read_ranges(self.source.objects, ranges, self._threads)) as stream:
             for leg, packs in zip(legs, missing, strict=True):
-                for pack in packs:
-                    self._take_pack(leg, pack, stream)
+                with Uploads(self.target.objects, bytes_in_flight=_WRITING_BYTES) as writes:
+                    for pack in packs:
+                        self._take_pack(leg, pack, stream, writes)
                 self._commit(leg, there.raw(leg.manifest.number))
                 size, seconds = sum(pack.bytes for pack in packs), time.monotonic() - began
                 began = time.monotonic()
@@ -228,14 +230,14 @@ class Mirror:
             raise LegFailed(leg, f"a pack of {pack.bytes} bytes")
         return self.target.objects.head(pack_key(leg.manifest, pack)) == pack.bytes
 
-    def _take_pack(self, leg: Leg, pack: Pack, stream: Iterator[bytes]) -> None:
+    def _take_pack(self, leg: Leg, pack: Pack, stream: Iterator[bytes], writes: Uploads) -> None:
         key = pack_key(leg.manifest, pack)
         try:
             data = next(stream)
             self._check(key, data, pack)
         except (ObjectMissing, ObjectTruncated, WeightsError) as error:
             raise LegFailed(leg, error.message) from None
-        self.target.objects.put(key, data)
+        writes.create(key, data)
         if sum(map(len, self._remembered.values())) + len(data) <= _REMEMBERED_BYTES:
             self._remembered[pack.digest] = data
 
