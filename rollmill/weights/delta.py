@@ -17,7 +17,7 @@ given is checked here.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from typing import Literal, NamedTuple, get_args
 
 import numpy as np
@@ -80,8 +80,8 @@ def encode_as(coding: Coding, old: np.ndarray, new: np.ndarray, width: int) -> b
     return pack_streams(_streams(_Plan(coding, boundaries), old, new)[1])
 
 
-def _streams(plan: _Plan, old: np.ndarray, new: np.ndarray) -> tuple[int, Iterator[np.ndarray]]:
-    """How many elements differ, and the streams of the payload, made as they are asked for."""
+def _streams(plan: _Plan, old: np.ndarray, new: np.ndarray) -> tuple[int, Iterable[np.ndarray]]:
+    """How many elements differ, and the streams of the payload, mostly made as they are asked for."""
     kernels = kernels_for(new.size)
     if plan.coding == "raw":
         return kernels.count_changed(old, new), (kernels.raw_plane(new, plane) for plane in range(new.itemsize))
@@ -91,10 +91,10 @@ def _streams(plan: _Plan, old: np.ndarray, new: np.ndarray) -> tuple[int, Iterat
     if plan.coding == "classed":
         classes = kernels.collect_classed(old, new, plan.boundaries)
         return sum(found[1].size for found in classes), _classed_streams(kernels, plan.boundaries, classes)
-    indices, differences, values = kernels.collect(old, new)
-    if plan.coding == "overwrite":
-        return indices.size, _overwrite_streams(kernels, new.size, indices, values)
-    return indices.size, _sparse_streams(kernels, new.size, indices, differences, values)
+    if plan.coding == "sparse":
+        return kernels.sparse_streams(old, new)
+    indices, _, values = kernels.collect(old, new)
+    return indices.size, _overwrite_streams(kernels, new.size, indices, values)
 
 
 def _sparse_streams(kernels, size, indices, differences, values) -> Iterator[np.ndarray]:

@@ -99,6 +99,26 @@ def collect_classed(
     ]
 
 
+def sparse_streams(old: np.ndarray, new: np.ndarray) -> tuple[int, list[np.ndarray]]:
+    """In one loop, while the elements of a tile are still near."""
+    most = old.size + old.size // SKIP + 2
+    found = _buffer.room(most, np.uint8, np.uint8, np.uint32, old.dtype, old.dtype)
+    state = np.zeros(5, dtype=np.uint64)
+    for (start, old_bits, old_words), (_, new_bits, new_words) in zip(_tiles(old), _tiles(new), strict=True):
+        loops.encode_sparse(old_bits, new_bits, old_words, new_words, start, state, *found)
+    _, changed, gap_size, odd, bits = map(int, state)
+    gaps, signs, exceptions, differences, values = found
+    if changed % 8:  # the last byte of signs is filled up with zeros
+        signs[changed // 8] = (bits << (8 - changed % 8)) & 255
+    _buffer.used(gap_size + changed // 8 + odd * (4 + 2 * old.itemsize))
+    magnitudes, literals, each = np.empty(odd, np.uint8), np.empty(odd, old.dtype), np.arange(odd, dtype=np.uint32)
+    escaped = loops.write_exceptions(
+        _fixed(differences[:odd]), _fixed(values[:odd]), _fixed(each), magnitudes, literals
+    )
+    streams = [gaps[:gap_size], signs[: (changed + 7) // 8], gap_bytes(exceptions[:odd], changed)]
+    return changed, [*streams, magnitudes, literals[:escaped].view(np.uint8)]
+
+
 def gap_bytes(indices: np.ndarray, limit: int) -> np.ndarray:
     data = np.empty(indices.size + limit // SKIP + 1, dtype=np.uint8)
     return data[: loops.write_gaps(_fixed(indices), data)]

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import numpy as np
 from numba import njit, uint8, uint32, uint64, uintp
+from numba.cpython.unsafe.numbers import trailing_zeros
 
 TILE_WORDS = 2048  # 16 KiB of the base and as much of the new elements: both stay in the first-level cache
 BLOCK_WORDS = 8
@@ -59,7 +60,7 @@ def make_scratch(elements):
 def find_changed(old, old_words, new_words, first, scratch):
     """The indices of the changed elements of the tile at word `first`, in the last scratch array. Returns how many.
 
-    Three levels (blocks of 64 bytes, words, elements), each branch-free.
+    Three levels: blocks of 64 bytes and words, without branches; then the elements of a word, where mostly one changed.
     """
     flags, blocks, words, found = scratch
     per_word, lane_bits, lane = uintp(8) // width_of(old), uint64(8) * width_of(old), uint64(old.dtype.type(-1))
@@ -81,10 +82,11 @@ def find_changed(old, old_words, new_words, first, scratch):
     for word in range(kept_words):
         place = uintp(words[word])
         differs = old_words[place] ^ new_words[place]
-        for index in range(place * per_word, (place + uintp(1)) * per_word):
-            found[count] = uint32(index)
-            count += uintp((differs & lane) != uint64(0))
-            differs >>= lane_bits
+        while differs != uint64(0):
+            which = uint64(trailing_zeros(differs)) // lane_bits
+            found[count] = uint32(place * per_word + uintp(which))
+            count += uintp(1)
+            differs &= ~(lane << (which * lane_bits))
     return count
 
 
@@ -105,6 +107,41 @@ def collect(old, new, old_words, new_words, offset, changed, indices, difference
             values[changed] = new[index]
             changed += uintp(1)
     return changed
+
+
+@compiled
+def encode_sparse(old, new, old_words, new_words, offset, state, gaps, signs, exceptions, differences, values):
+    """Gaps and signs of what changed, and of the exceptions which they are, their differences and new elements.
+
+    `state` goes from part to part of a chunk: the element behind the last change, changes, gap bytes, exceptions, and
+    the sign bits of the byte that is being filled.
+    """
+    kind, width = old.dtype.type, width_of(old)
+    sign, full = uint64(8) * width - uint64(1), uint64(old.dtype.type(-1))
+    scratch = make_scratch(old)
+    found = scratch[3]
+    behind, bits = uint64(state[0]), uint64(state[4])
+    change, place, odd = uintp(state[1]), uintp(state[2]), uintp(state[3])
+    for first in range(uintp(0), uintp(old_words.size), uintp(TILE_WORDS)):
+        for which in range(find_changed(old, old_words, new_words, first, scratch)):
+            index = uintp(found[which])
+            gap = uint64(offset) + uint64(index) - behind
+            behind = uint64(offset) + uint64(index) + uint64(1)
+            while gap >= uint64(SKIP):
+                gaps[place] = uint8(SKIP)
+                place += uintp(1)
+                gap -= uint64(SKIP)
+            gaps[place] = uint8(gap)
+            place += uintp(1)
+            difference = uint64(kind(ordered(uint64(new[index]), sign) - ordered(uint64(old[index]), sign)))
+            bits = (bits << uint64(1)) | (difference >> sign)
+            signs[change >> uintp(3)] = uint8(bits)
+            exceptions[odd] = uint32(change)
+            differences[odd] = kind(difference)
+            values[odd] = new[index]
+            odd += uintp((difference != uint64(1)) & (difference != full))
+            change += uintp(1)
+    state[0], state[1], state[2], state[3], state[4] = behind, change, place, odd, bits
 
 
 @compiled

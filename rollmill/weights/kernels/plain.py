@@ -23,6 +23,14 @@ def collect(old: np.ndarray, new: np.ndarray) -> tuple[np.ndarray, np.ndarray, n
     return indices.astype(np.uint32), _ordered(values) - _ordered(old[indices]), values
 
 
+def sparse_streams(old: np.ndarray, new: np.ndarray) -> tuple[int, list[np.ndarray]]:
+    """How many elements changed, and the five streams of `sparse`; valid until this thread encodes again."""
+    indices, differences, values = collect(old, new)
+    signs, exceptions, magnitudes, literals = split_differences(differences, values)
+    gaps = gap_bytes(indices, new.size), gap_bytes(exceptions, indices.size)
+    return indices.size, [gaps[0], signs, gaps[1], magnitudes, literals.view(np.uint8)]
+
+
 def collect_classed(
     old: np.ndarray, new: np.ndarray, boundaries: np.ndarray
 ) -> list[tuple[int, np.ndarray, np.ndarray, np.ndarray]]:
