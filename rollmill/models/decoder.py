@@ -13,8 +13,9 @@ from torch import Tensor, nn
 
 from rollmill.errors import TrainingError
 from rollmill.models.attention import Attend
+from rollmill.models.checkpointing import run_layer
 from rollmill.models.config import ModelConfig
-from rollmill.models.kernels.elementwise import rms_norm, rotate
+from rollmill.models.kernels.fused import add_linear, add_swiglu_linear, norm_fork, norm_linear, rotate_heads
 from rollmill.models.latent import LatentProjection
 from rollmill.models.moe import MLP, MixtureOfExperts, Replay, Routing
 from rollmill.models.rope import angle_table, score_scale
@@ -57,32 +58,37 @@ class Layer(nn.Module):
             else MLP(config.width, config.mlp_width, dtype)
         )
 
+    @property
+    def qkv_rows(self) -> tuple[int, int, int]:
+        """How many rows of `qkv` make q, k and v."""
+        return self._heads * self._dim, self._kv_heads * self._dim, self._kv_heads * self._dim
+
+    def forward(
+        self, x_NW: Tensor, angles: tuple[Tensor, Tensor], attend: Attend, replay: Replay | None
+    ) -> tuple[Tensor, Routing | None]:
+        return self.mix(self.attend(x_NW, angles, attend), replay)
+
     def attend(self, x_NW: Tensor, angles: tuple[Tensor, Tensor], attend: Attend) -> Tensor:
-        normal_NW = rms_norm(x_NW, self.attention_norm, self._eps)
-        q_NHD, k_NKD, v_NKD = (self._project if self.latent is None else self.latent)(normal_NW, angles)
+        if self.latent is None:
+            qkv, x_NW = norm_linear(x_NW, self.attention_norm, self._eps, self.qkv, self.qkv_bias)
+            norms = None if self.q_norm is None or self.k_norm is None else (self.q_norm, self.k_norm)
+            heads = (self._heads, self._kv_heads, self._dim)
+            q_NHD, k_NKD, v_NKD = rotate_heads(qkv, angles, heads, norms, self._eps)
+        else:
+            normal_NW, x_NW = norm_fork(x_NW, self.attention_norm, self._eps)
+            q_NHD, k_NKD, v_NKD = self.latent(normal_NW, angles)
         if self._score_scale != 1.0:
             q_NHD = q_NHD * self._score_scale
-        return x_NW + nn.functional.linear(attend(self._index, q_NHD, k_NKD, v_NKD), self.output, self.output_bias)
-
-    def _project(self, normal_NW: Tensor, angles: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor, Tensor]:
-        qkv = nn.functional.linear(normal_NW, self.qkv, self.qkv_bias).view(normal_NW.shape[0], -1, self._dim)
-        qk, v_NKD = qkv.split((self._heads + self._kv_heads, self._kv_heads), dim=1)
-        if self.q_norm is not None and self.k_norm is not None:
-            q_NHD, k_NKD = qk.split((self._heads, self._kv_heads), dim=1)
-            q_NHD, k_NKD = self._head_norm(q_NHD, self.q_norm), self._head_norm(k_NKD, self.k_norm)
-            return rotate(q_NHD, *angles), rotate(k_NKD, *angles), v_NKD
-        q_NHD, k_NKD = rotate(qk, *angles).split((self._heads, self._kv_heads), dim=1)
-        return q_NHD, k_NKD, v_NKD
-
-    def _head_norm(self, x_NHD: Tensor, weight_D: Tensor) -> Tensor:
-        return rms_norm(x_NHD.reshape(-1, self._dim), weight_D, self._eps).view(x_NHD.shape)
+        return add_linear(x_NW, attend(self._index, q_NHD, k_NKD, v_NKD), self.output, self.output_bias)
 
     def mix(self, x_NW: Tensor, replay: Replay | None) -> tuple[Tensor, Routing | None]:
-        normal_NW = rms_norm(x_NW, self.mlp_norm, self._eps)
         if isinstance(self.mlp, MixtureOfExperts):
+            normal_NW, x_NW = norm_fork(x_NW, self.mlp_norm, self._eps)
             out_NW, routing = self.mlp(normal_NW, replay)
             return x_NW + out_NW, routing
-        return x_NW + self.mlp(normal_NW), None
+        assert isinstance(self.mlp, MLP)
+        gate_up, x_NW = norm_linear(x_NW, self.mlp_norm, self._eps, self.mlp.gate_up)
+        return add_swiglu_linear(x_NW, gate_up, self.mlp.down), None
 
 
 class Decoder(nn.Module):
@@ -92,6 +98,7 @@ class Decoder(nn.Module):
     def __init__(self, config: ModelConfig, dtype: torch.dtype = torch.float32) -> None:
         super().__init__()
         self.config = config
+        self.recompute_every = 0  # see models.checkpointing
         self.embedding = nn.Parameter(torch.empty(config.vocab_size, config.width, dtype=dtype))
         self.layers = nn.ModuleList(Layer(config, index, dtype) for index in range(config.layers))
         self.norm = nn.Parameter(torch.empty(config.width, dtype=dtype))
@@ -126,13 +133,11 @@ class Decoder(nn.Module):
         angles = (self._cos.index_select(0, positions_N), self._sin.index_select(0, positions_N))
         x_NW = nn.functional.embedding(tokens_N, self.embedding)
         routings: list[Routing] = []
-        for layer in self.layers:
-            assert isinstance(layer, Layer)
-            x_NW = layer.attend(x_NW, angles, attend)
-            x_NW, routing = layer.mix(x_NW, replay)
+        for number, layer in enumerate(self.layers):
+            x_NW, routing = run_layer(layer, number, self.recompute_every, x_NW, angles, attend, replay)
             if routing is not None:
                 routings.append(routing)
-        return DecoderOutput(rms_norm(x_NW, self.norm, self.config.norm_eps), routings)
+        return DecoderOutput(norm_fork(x_NW, self.norm, self.config.norm_eps)[0], routings)
 
     def _check_replay(self, replay: Replay | None, tokens_N: Tensor) -> None:
         expected = (tokens_N.shape[0], self.config.moe_layers, self.config.experts_per_token)

@@ -14,6 +14,8 @@ from torch import Tensor, nn
 
 from rollmill.models.config import ModelConfig
 from rollmill.models.kernels.elementwise import swiglu
+from rollmill.models.kernels.fused import exact_linear
+from rollmill.models.kernels.grouped import experts, groups
 from rollmill.models.kernels.rows import combine_rows, dispatch_rows, grouped_linear
 from rollmill.models.replay import plausible_routes
 
@@ -46,12 +48,21 @@ class RouterStats:
     zero_overlap: Tensor  # [moe layers], share of tokens with no expert in common: misaligned routes show here
 
 
+def expert_counts(chosen_Nk: Tensor, experts: int) -> Tensor:
+    """int64 [experts]: how often each was chosen."""
+    flat = chosen_Nk.flatten()
+    if not flat.is_cuda:
+        return torch.bincount(flat, minlength=experts)
+    # bincount would wait for the device to learn the largest number
+    return torch.zeros(experts, dtype=torch.long, device=flat.device).scatter_add_(0, flat, torch.ones_like(flat))
+
+
 def router_stats(routings: list[Routing], valid_N: Tensor | None = None) -> RouterStats:
     """Over all tokens, or for the comparison with the replay over the `valid` ones."""
     load, balance, flips, zeros = [], [], [], []
     for routing in routings:
         experts = routing.scores.shape[1]
-        share = torch.bincount(routing.chosen.flatten(), minlength=experts).float() / routing.chosen.numel()
+        share = expert_counts(routing.chosen, experts).float() / routing.chosen.numel()
         probability = routing.scores / routing.scores.sum(-1, keepdim=True)
         load.append(share)
         balance.append(experts * (share * probability.mean(0)).sum())
@@ -81,7 +92,7 @@ class Router(nn.Module):
 
     def forward(self, x_NW: Tensor, replay: Replay | None) -> tuple[Routing, Tensor]:
         """The choice, and the gate's weights [N, k] of the chosen experts."""
-        logits_NE = nn.functional.linear(x_NW.float(), self.weight.float())
+        logits_NE = exact_linear(x_NW, self.weight)
         scores_NE = logits_NE.softmax(-1) if self._gate == "softmax" else logits_NE.sigmoid()
         live_Nk = self._choose(scores_NE)
         chosen_Nk = live_Nk
@@ -124,19 +135,25 @@ class MixtureOfExperts(nn.Module):
 
     def forward(self, x_NW: Tensor, replay: Replay | None) -> tuple[Tensor, Routing]:
         routing, weights_Nk = self.router(x_NW, replay)
-        # sorted by expert once; stable, so the order of a run's rows never depends on the sorter
-        expert_R = routing.chosen.flatten()
-        order_R = expert_R.argsort(stable=True)
-        rank_R = torch.arange(order_R.numel(), device=order_R.device)
-        place_Nk = torch.empty_like(order_R).index_copy_(0, order_R, rank_R).view_as(routing.chosen)
-        token_R = order_R // routing.chosen.shape[1]
-        counts = torch.bincount(expert_R, minlength=self.gate_up.shape[0]).tolist()
-        rows = dispatch_rows(x_NW, token_R, place_Nk)
-        rows = grouped_linear(swiglu(grouped_linear(rows, self.gate_up, counts)), self.down, counts)
-        out_NW = combine_rows(rows, weights_Nk, token_R, place_Nk)
+        if groups(x_NW, self.gate_up, self.down):
+            out_NW = experts(x_NW, weights_Nk, routing.chosen, self.gate_up, self.down)
+        else:
+            out_NW = self._experts(x_NW, weights_Nk, routing.chosen)
         if self.shared is not None:
             out_NW = out_NW + self.shared(x_NW)
         return out_NW, routing
+
+    def _experts(self, x_NW: Tensor, weights_Nk: Tensor, chosen_Nk: Tensor) -> Tensor:
+        # sorted by expert once; stable, so the order of a run's rows never depends on the sorter
+        expert_R = chosen_Nk.flatten()
+        order_R = expert_R.argsort(stable=True)
+        rank_R = torch.arange(order_R.numel(), device=order_R.device)
+        place_Nk = torch.empty_like(order_R).index_copy_(0, order_R, rank_R).view_as(chosen_Nk)
+        token_R = order_R // chosen_Nk.shape[1]
+        counts = torch.bincount(expert_R, minlength=self.gate_up.shape[0]).tolist()
+        rows = dispatch_rows(x_NW, token_R, place_Nk)
+        rows = grouped_linear(swiglu(grouped_linear(rows, self.gate_up, counts)), self.down, counts)
+        return combine_rows(rows, weights_Nk, token_R, place_Nk)
 
 
 class MLP(nn.Module):

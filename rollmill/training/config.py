@@ -17,8 +17,12 @@ FORM = "bf16"  # what versions are published as; the trainer computes with the v
 
 
 class OptimizerConfig(Config):
-    """AdamW on fp32 masters: linear warm-up to `lr`, then decay to `final_fraction · lr` at the last step."""
+    """AdamW or Muon on fp32 masters: linear warm-up to `lr`, then decay to `final_fraction · lr` at the last step."""
 
+    kind: Literal["adamw", "muon"] = Field(
+        "adamw", description="muon orthogonalises the updates of layers' matrices; all else stays with AdamW"
+    )
+    momentum: float = Field(default=0.95, ge=0, lt=1, description="of muon's matrices; AdamW has its betas")
     lr: float = Field(default=5e-4, ge=0)
     warmup_steps: int = Field(default=3, ge=0)
     decay: Literal["constant", "linear", "cosine"] = "linear"

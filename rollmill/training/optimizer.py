@@ -1,4 +1,4 @@
-"""AdamW on fp32 masters. The model itself holds the served values: masters rounded to the form that is published.
+"""AdamW or Muon on fp32 masters. The model itself holds the served values: masters rounded to the published form.
 
 So the trainer computes its log-probs with exactly the weights the engines have, and an update too small to move a
 rounded weight is not lost but gathers in the master.
@@ -9,13 +9,19 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor, nn
 
 from rollmill.errors import TrainingError
-from rollmill.models.host import round_to_form_
+from rollmill.models.host import DTYPES, round_to_form_
+from rollmill.models.kernels.fused import fuses
 from rollmill.training.config import OptimizerConfig
+from rollmill.training.muon import matrix_parts, muon_step
+
+if TYPE_CHECKING:
+    from rollmill.models.kernels.adamw import FusedAdamW
 
 
 def learning_rate(config: OptimizerConfig, step: int, steps: int) -> float:
@@ -43,26 +49,51 @@ class Update:
 
 
 class MasterOptimizer:
-    """Takes the model's parameters as masters and rounds the model to `form`."""
+    """Takes the model's parameters as masters and rounds the model to `form`.
+
+    On CUDA all of AdamW is one launch (models.kernels.adamw). Muon's matrices have no `square`.
+    """
 
     def __init__(self, model: nn.Module, config: OptimizerConfig, form: str) -> None:
         self._config = config
         self._form = form
         self._served = dict(model.named_parameters())
-        self._masters = {name: served.detach().clone() for name, served in self._served.items()}
+        self._masters = {name: served.detach().to(torch.float32, copy=True) for name, served in self._served.items()}
         self._means = {name: torch.zeros_like(master) for name, master in self._masters.items()}
-        self._squares = {name: torch.zeros_like(master) for name, master in self._masters.items()}
+        self._parts = matrix_parts(model) if config.kind == "muon" else {}
+        rest = {name: master for name, master in self._masters.items() if name not in self._parts}
+        self._squares = {name: torch.zeros_like(master) for name, master in rest.items()}
+        self._sums: dict[str, Tensor] = {}  # of gradients, FP32, while a step has several micro-batches
         self._updates = 0
         self._serve()
+        self._fused = self._fuse() if rest and all(fuses(served) for served in self._served.values()) else None
+
+    @torch.no_grad()
+    def accumulate(self) -> None:
+        """Add the gradients the model holds to FP32 sums. After every micro-batch, if a step has more than one: a sum
+        kept in bf16 would lose the later ones."""
+        for name, served in self._served.items():
+            if served.grad is None:
+                continue
+            if name in self._sums:
+                self._sums[name].add_(served.grad)
+            else:
+                self._sums[name] = served.grad.to(torch.float32, copy=True)  # it may be a graph's own
+            served.grad = None
 
     @torch.no_grad()
     def update(self, lr: float) -> Update:
-        """One AdamW step with the gradients the model holds, which are consumed."""
-        gradients = {name: served.grad for name, served in self._served.items() if served.grad is not None}
+        """One step with the gradients the model holds or has accumulated, which are consumed."""
+        if self._sums:
+            self.accumulate()
+        gradients = self._sums or {name: own.grad for name, own in self._served.items() if own.grad is not None}
+        self._sums = {}
         for served in self._served.values():
             served.grad = None
         if not gradients:
             return Update(0.0, lr, applied=False)  # zeros would still move the weights, by momentum
+        if self._fused is not None:
+            return self._update_fused(gradients, lr)
         norm = float(torch.stack([gradient.norm() for gradient in gradients.values()]).norm())
         if not math.isfinite(norm):
             return Update(norm, lr, applied=False)
@@ -70,11 +101,13 @@ class MasterOptimizer:
         self._updates += 1
         for name, master in self._masters.items():
             gradient = gradients.get(name)
-            self._step(name, torch.zeros_like(master) if gradient is None else gradient.mul_(scale), lr)
+            self._step(name, torch.zeros_like(master) if gradient is None else gradient.float().mul_(scale), lr)
         self._serve()
         return Update(norm, lr, applied=True)
 
     def _step(self, name: str, gradient: Tensor, lr: float) -> None:
+        if name in self._parts:
+            return self._step_muon(name, gradient, lr)
         master, mean, square = self._masters[name], self._means[name], self._squares[name]
         beta_mean, beta_square = self._config.betas
         mean.lerp_(gradient, 1 - beta_mean)
@@ -83,6 +116,44 @@ class MasterOptimizer:
         if master.ndim > 1:
             master.mul_(1 - lr * self._config.weight_decay)
         master.addcdiv_(mean, spread, value=-lr / (1 - beta_mean**self._updates))
+
+    def _step_muon(self, name: str, gradient: Tensor, lr: float) -> None:
+        muon_step(
+            self._masters[name],
+            self._means[name],
+            gradient,
+            self._parts[name],
+            lr=lr,
+            momentum=self._config.momentum,
+            decay=self._config.weight_decay,
+        )
+
+    def _fuse(self) -> FusedAdamW:
+        from rollmill.models.kernels.adamw import FusedAdamW, Group
+
+        named = (self._masters, self._means, self._squares, self._served)
+        groups = [Group(*(tensors[name].detach() for tensors in named)) for name in self._squares]
+        decays = [self._config.weight_decay if group.master.ndim > 1 else 0.0 for group in groups]
+        return FusedAdamW(groups, decays, DTYPES[self._form])
+
+    def _update_fused(self, gradients: dict[str, Tensor], lr: float) -> Update:
+        """The norm is read last, when all work is queued: the kernel itself changes nothing if it is not finite."""
+        assert self._fused is not None
+        norm = torch.stack(torch._foreach_norm(list(gradients.values()), 2, torch.float32)).norm()
+        if self._parts and not math.isfinite(float(norm)):  # what follows has no way to leave matrices alone
+            return Update(float(norm), lr, applied=False)
+        missing = {name: torch.zeros_like(self._served[name]) for name in self._served.keys() - gradients.keys()}
+        gradients = {**gradients, **missing}
+        dials = (*self._config.betas, self._config.eps, self._config.max_grad_norm)
+        self._fused.step([gradients[name] for name in self._squares], norm, lr, self._updates + 1, dials)
+        for name in self._parts:
+            scale = min(1.0, self._config.max_grad_norm / max(float(norm), 1e-12))
+            self._step_muon(name, gradients[name].float().mul_(scale), lr)
+            self._served[name].copy_(self._masters[name])
+        round_to_form_([self._served[name] for name in self._parts], self._form)
+        applied = math.isfinite(float(norm))
+        self._updates += applied
+        return Update(float(norm), lr, applied=applied)
 
     @torch.no_grad()
     def _serve(self) -> None:

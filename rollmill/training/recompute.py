@@ -11,11 +11,10 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from rollmill.models.attention import PackedAttention
 from rollmill.models.decoder import Decoder
 from rollmill.models.moe import Replay, Routing
 from rollmill.training.batching import MicroBatch
-from rollmill.training.loss import target_logprobs
+from rollmill.training.step import forward_packed, token_logprobs
 
 
 class Recomputed(NamedTuple):
@@ -26,10 +25,7 @@ class Recomputed(NamedTuple):
 
 def recompute(model: Decoder, part: MicroBatch, replay: Replay | None) -> Recomputed:
     assert part.facts is not None, "sequences of sampled tokens carry their facts"
-    output = model(part.tokens_N, part.positions_N, PackedAttention(part.lengths), replay)
-    logprobs_M, entropies_M = target_logprobs(
-        model.logits(output.hidden.index_select(0, part.rows_M)),
-        part.targets_M,
-        torch.from_numpy(part.facts.temperatures),
-    )
+    output, hidden_MW = forward_packed(model, part, replay)
+    temperatures_M = torch.from_numpy(part.facts.temperatures)
+    logprobs_M, entropies_M = token_logprobs(model, hidden_MW, part.targets_M, temperatures_M)
     return Recomputed(logprobs_M, entropies_M, output.routings)

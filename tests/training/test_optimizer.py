@@ -122,3 +122,58 @@ def test_learning_rate_schedule():
     assert learning_rate(cosine, 3, 6) > learning_rate(linear, 3, 6)
     constant = OptimizerConfig(lr=1.0, warmup_steps=0, decay="constant")
     assert [learning_rate(constant, step, 6) for step in (1, 6)] == [1.0, 1.0]
+
+
+def test_accumulated_gradients_are_summed_in_fp32():
+    model = Tiny().to(torch.bfloat16)
+    optimizer = MasterOptimizer(model, CONFIG, "bf16")
+    parts = [1.0, *[2.0**-9] * 64]  # each too small to move a bf16 sum of about 1
+    for value in parts:
+        model.matrix.grad = torch.full((4, 3), value, dtype=torch.bfloat16)
+        optimizer.accumulate()
+        assert model.matrix.grad is None
+    assert optimizer.update(1e-3).grad_norm == pytest.approx(sum(parts) * math.sqrt(12))
+
+
+cuda = pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
+
+
+@cuda
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
+@pytest.mark.parametrize("longest", [1e9, 0.5])
+def test_one_launch_does_what_the_host_does(dtype: torch.dtype, longest: float):
+    class Wide(Tiny):
+        def __init__(self) -> None:
+            super().__init__()
+            self.other = nn.Parameter(torch.randn(77, 131, generator=torch.Generator().manual_seed(5)))
+
+    config = CONFIG.model_copy(update={"max_grad_norm": longest})
+    host, device = Wide(), Wide().cuda().to(dtype)
+    host.load_state_dict(device.state_dict())
+    first, second = MasterOptimizer(host, config, "bf16"), MasterOptimizer(device, config, "bf16")
+    for seed in range(4):
+        set_gradients(host, seed)
+        for name, parameter in host.named_parameters():
+            assert parameter.grad is not None
+            parameter.grad = parameter.grad.to(dtype).float()
+            device.get_parameter(name).grad = parameter.grad.to("cuda", dtype)
+        ours, theirs = second.update(1e-2), first.update(1e-2)
+        assert ours.applied and ours.grad_norm == pytest.approx(theirs.grad_norm, rel=1e-5)
+    for name, tensor in first.state().items():
+        torch.testing.assert_close(second.state()[name].cpu(), tensor, rtol=2e-5, atol=1e-6)
+    for name, parameter in device.named_parameters():  # the served copy is the master, rounded
+        master = second.state()[f"master.{name}"]
+        assert torch.equal(parameter.float(), master.to(torch.bfloat16).float())
+
+
+@cuda
+@pytest.mark.parametrize("bad", [math.nan, math.inf])
+def test_on_the_device_a_gradient_that_is_not_finite_changes_nothing(bad: float):
+    model = Tiny().cuda()
+    optimizer = MasterOptimizer(model, CONFIG, "bf16")
+    before = {name: tensor.clone() for name, tensor in optimizer.state().items()}
+    for parameter in model.parameters():
+        parameter.grad = torch.ones_like(parameter)
+    model.matrix.grad[0, 0] = bad  # type: ignore[index]
+    assert not optimizer.update(1e-2).applied
+    assert all(torch.equal(tensor, before[name]) for name, tensor in optimizer.state().items())

@@ -15,15 +15,14 @@ import numpy as np
 
 from rollmill import telemetry
 from rollmill.errors import TrainingError
-from rollmill.models.attention import PackedAttention
 from rollmill.models.decoder import Decoder
 from rollmill.models.moe import router_stats
 from rollmill.training.batching import MicroBatch, PackedSequence, pack
 from rollmill.training.config import MidtrainConfig
 from rollmill.training.lineage import Lineage
-from rollmill.training.loss import next_token_loss, target_logprobs
 from rollmill.training.objective import StepOutcome
 from rollmill.training.replay import RouterMeasures
+from rollmill.training.step import forward_packed, token_loss
 from rollmill.types import Version
 
 Document = tuple[Sequence[int], Sequence[bool]]  # token ids, and for each whether to learn to predict it
@@ -97,9 +96,8 @@ class MidtrainObjective:
     def backward(self, model: Decoder, batch: DocumentBatch) -> dict[str, Any]:
         total, router = 0.0, RouterMeasures()
         for part in batch.microbatches:
-            output = model(part.tokens_N, part.positions_N, PackedAttention(part.lengths))
-            logprobs_M, _ = target_logprobs(model.logits(output.hidden.index_select(0, part.rows_M)), part.targets_M)
-            loss = next_token_loss(logprobs_M, batch.targets)
+            output, hidden_MW = forward_packed(model, part)
+            loss = token_loss(model, hidden_MW, part.targets_M, batch.targets)
             total += loss.item()
             if output.routings and self._config.balance:
                 share = len(part.tokens_N) / batch.tokens

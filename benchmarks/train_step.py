@@ -1,0 +1,254 @@
+"""One training step, side by side: ours, `transformers` compiled by torch, and the same with `liger-kernel`.
+
+    python -m benchmarks.train_step [--quick] [--only dense|mixture] [--ours] [--plain]
+
+Forward, backward and AdamW on 32k tokens in sequences of 2048: a dense model of the shape of SmolLM2-135M and a mixture
+of experts (16 layers, width 1024, 32 experts of 512, top-4), with random weights. All sides have the same weights and
+tokens, compute in bf16 with FP32 masters and moments, and scale gradients by their norm; their first losses must agree.
+Compilation and warm-up are not timed. Shares are of 790 TFLOP/s, counting 6 operations a token and active parameter;
+the floor is the least an H200 could take by operations and by bytes. Without a CUDA device the same runs tiny on the
+CPU, uncompiled, and there are no bars.
+
+Of transformers' implementations of experts the grouped product is used: the batched one gathers a token's weights,
+which no memory holds at this size, and the loop over experts breaks the compiled graph.
+"""
+
+from __future__ import annotations
+
+import argparse
+import gc
+import statistics
+import time
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+
+from benchmarks.output import at_least, at_most, finish
+from benchmarks.train_step_peers import has, transformers_step
+from benchmarks.train_step_shapes import PEAK_OPERATIONS, Shape, floor_seconds, shapes, step_bytes, step_operations
+from rollmill.models.decoder import Decoder
+from rollmill.models.host import round_to_form_
+from rollmill.training.batching import MicroBatch, PackedSequence, pack
+from rollmill.training.config import OptimizerConfig
+from rollmill.training.optimizer import MasterOptimizer
+from rollmill.training.step import NextTokenStep
+
+LR = 1e-4
+CONFIG = OptimizerConfig(lr=LR, max_grad_norm=1.0)
+LOSS_TOLERANCE = 1e-2  # of about 11: activations are rounded in other places, which moves a few experts
+Step = Callable[[], float]
+
+
+class Result(NamedTuple):
+    loss: float  # of the first step
+    seconds: list[float]
+    peak_bytes: int | None
+    error: str | None = None
+
+    @property
+    def median(self) -> float:
+        return statistics.median(self.seconds)
+
+
+def measure(make: Callable[[], Step], repeats: int, warmup: int) -> Result:
+    """Steps are timed one by one, each with the device at rest before and after."""
+    cuda = torch.cuda.is_available()
+    gc.collect()
+    if cuda:
+        torch.cuda.empty_cache()
+        torch.cuda.reset_peak_memory_stats()
+    try:
+        step = make()
+        # the peak is that of all steps: a recorded graph's memory is counted when it is recorded
+        losses = [step() for _ in range(warmup)]
+        seconds = [_timed(step) for _ in range(repeats)]
+        return Result(losses[0], seconds, torch.cuda.max_memory_allocated() if cuda else None)
+    except Exception as error:  # a side that cannot run is reported, and the others still run
+        return Result(float("nan"), [float("nan")], None, f"{type(error).__name__}: {error}"[:500])
+    finally:
+        gc.collect()
+        torch.compiler.reset()
+
+
+def _timed(step: Step) -> float:
+    started = time.perf_counter()
+    step()  # returns the loss as a number, so the device has finished
+    if torch.cuda.is_available():
+        torch.cuda.synchronize()
+    return time.perf_counter() - started
+
+
+class Batch(NamedTuple):
+    tokens: np.ndarray  # [sequences, length]
+    targets: np.ndarray
+
+
+def batch_of(shape: Shape) -> Batch:
+    drawn = np.random.default_rng(0).integers(0, shape.model.vocab_size, (shape.sequences, shape.length + 1))
+    return Batch(np.ascontiguousarray(drawn[:, :-1]), np.ascontiguousarray(drawn[:, 1:]))
+
+
+def model_of(shape: Shape, device: str) -> Decoder:
+    """The same random weights every time, of values bf16 can hold."""
+    generator = torch.Generator(device).manual_seed(0)
+    with torch.device(device), torch.no_grad():
+        model = Decoder(shape.model, torch.bfloat16 if device == "cuda" else torch.float32)
+        for parameter in model.parameters():
+            if parameter.ndim == 1:
+                parameter.fill_(1.0)
+            else:
+                fan_in = parameter.shape[-2] if parameter.ndim == 3 else parameter.shape[-1]
+                parameter.normal_(std=fan_in**-0.5, generator=generator)
+        round_to_form_(model.parameters(), "bf16")
+    return model
+
+
+def ours(
+    shape: Shape, device: str, tokens_per_microbatch: int, *, recompute_every: int = 0, graphs: bool = True
+) -> Step:
+    model = model_of(shape, device)
+    model.recompute_every = recompute_every
+    optimizer = MasterOptimizer(model, CONFIG, "bf16")
+    parts = [_moved(part, device) for part in _packed(batch_of(shape), tokens_per_microbatch)]
+    step = NextTokenStep(model, optimizer, graphs=graphs)
+    return lambda: step(parts, LR)[0]
+
+
+def _packed(batch: Batch, tokens_per_microbatch: int) -> list[MicroBatch]:
+    rows = np.arange(batch.tokens.shape[1])
+    sequences = [
+        PackedSequence(tokens=tokens, rows=rows, targets=targets)
+        for tokens, targets in zip(batch.tokens, batch.targets, strict=True)
+    ]
+    return pack(sequences, tokens_per_microbatch)
+
+
+def _moved(part: MicroBatch, device: str) -> MicroBatch:
+    names = ("tokens_N", "positions_N", "rows_M", "targets_M")
+    return replace(part, **{name: getattr(part, name).to(device) for name in names})
+
+
+def theirs(shape: Shape, device: str, **options: Any) -> Step:
+    batch = batch_of(shape)
+    tokens, targets = (torch.from_numpy(array).to(device) for array in batch)
+    step = transformers_step(model_of(shape, device), tokens, targets, CONFIG, compiled=device == "cuda", **options)
+    return lambda: float(step(LR))
+
+
+def sides(shape: Shape, device: str, *, peers: bool, variants: bool) -> dict[str, Callable[[], Step]]:
+    """Ours in one pass over all tokens, the peers, and ours with its dials turned."""
+    whole, quarter = shape.tokens, max(shape.tokens // 4, shape.length)
+    found: dict[str, Callable[[], Step]] = {"ours": lambda: ours(shape, device, whole)}
+    if peers and has("transformers"):
+        found["transformers"] = lambda: theirs(shape, device, liger=False)
+    if peers and device == "cuda" and not shape.model.experts and has("liger_kernel"):
+        found["transformers + liger"] = lambda: theirs(shape, device, liger=True)
+    if variants:
+        found |= {
+            "ours, without graphs": lambda: ours(shape, device, whole, graphs=False),
+            "ours, 4 micro-batches": lambda: ours(shape, device, quarter),
+            "ours, layers recomputed": lambda: ours(shape, device, whole, recompute_every=1),
+        }
+    return found
+
+
+def print_heading(shape: Shape) -> None:
+    parameters, attention = step_operations(shape)
+    by_operations, by_bytes = floor_seconds(shape)
+    print(f"\n{shape.name}: {shape.sequences} sequences of {shape.length}; a step has {parameters / 1e12:.3g} TFLOP of")
+    print(f"parameters, {attention / 1e12:.3g} of attention, {step_bytes(shape) / 1e9:.3g} GB: on an H200 at least")
+    print(f"{by_operations * 1e3:.3g} ms by operations and {by_bytes * 1e3:.3g} ms by bytes")
+    print(f"{'':24} {'ms':>8} {'least–most':>15} {'tokens/s':>10} {'share':>6} {'floor':>6} {'GiB':>6} {'loss':>9}")
+
+
+def print_row(shape: Shape, name: str, result: Result) -> None:
+    if result.error:
+        print(f"{name:24} did not run: {result.error}", flush=True)
+        return
+    spread = f"{min(result.seconds) * 1e3:.1f}–{max(result.seconds) * 1e3:.1f}"
+    memory = "" if result.peak_bytes is None else f"{result.peak_bytes / 2**30:.1f}"
+    floor = max(floor_seconds(shape)) / result.median
+    print(
+        f"{name:24} {result.median * 1e3:8.1f} {spread:>15} {shape.tokens / result.median:10,.0f} "
+        f"{_share(shape, result):6.1%} {floor:6.1%} {memory:>6} {result.loss:9.5f}",
+        flush=True,
+    )
+
+
+def _share(shape: Shape, result: Result) -> float:
+    return step_operations(shape)[0] / result.median / PEAK_OPERATIONS
+
+
+def figures_of(shape: Shape, results: dict[str, Result]) -> dict[str, float]:
+    figures: dict[str, float] = {}
+    for name, result in results.items():
+        if result.error:
+            continue
+        key = f"{shape.name}_{name}".replace(",", "").replace("+ ", "").replace(" ", "_").replace("-", "_")
+        figures[f"{key}_tokens_s"] = shape.tokens / result.median
+        figures[f"{key}_share"] = _share(shape, result)
+        figures[f"{key}_ms_least"], figures[f"{key}_ms_most"] = (f(result.seconds) * 1e3 for f in (min, max))
+        if result.peak_bytes is not None:
+            figures[f"{key}_peak_gib"] = result.peak_bytes / 2**30
+    return figures
+
+
+def bars_of(shape: Shape, results: dict[str, Result]) -> dict[str, dict[str, Any]]:
+    """Against a side that ran; a bar about one that did not is left out."""
+    mine = results["ours"]
+    bars: dict[str, dict[str, Any]] = {}
+    peers = {name: result for name, result in results.items() if "ours" not in name and not result.error}
+    if mine.error:
+        return bars
+    if shape.model.experts:
+        bars["mixture_share"] = at_least(_share(shape, mine), 0.15)
+        if peers:
+            fastest = min(result.median for result in peers.values())
+            bars["mixture_speedup_transformers"] = at_least(fastest / mine.median, 1.5)
+        return bars
+    for name, speedup, memory in (("transformers", 1.5, 0.25), ("transformers + liger", 1.3, 0.5)):
+        if name in peers:
+            peer, key = peers[name], name.replace(" + ", "_")
+            assert mine.peak_bytes is not None and peer.peak_bytes is not None
+            bars[f"dense_speedup_{key}"] = at_least(peer.median / mine.median, speedup)
+            bars[f"dense_memory_{key}"] = at_most(mine.peak_bytes / peer.peak_bytes, memory)
+    return bars
+
+
+def check_losses(results: dict[str, Result]) -> None:
+    losses = {name: result.loss for name, result in results.items() if not result.error}
+    assert losses, "no side ran"
+    spread = max(losses.values()) - min(losses.values())
+    assert spread < LOSS_TOLERANCE, f"the sides do not compute the same: first losses {losses}"
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--quick", action="store_true", help="fewer repeats; without a device under a minute")
+    parser.add_argument("--only", choices=("dense", "mixture"))
+    parser.add_argument("--ours", action="store_true", help="leave the peers out")
+    parser.add_argument("--plain", action="store_true", help="leave our own variants out")
+    options = parser.parse_args()
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    figures: dict[str, float] = {}
+    bars: dict[str, dict[str, Any]] = {}
+    for shape in shapes(device):
+        if options.only not in (None, shape.name):
+            continue
+        print_heading(shape)
+        results = {}
+        for name, make in sides(shape, device, peers=not options.ours, variants=not options.plain).items():
+            results[name] = measure(make, 5 if options.quick else 15, warmup=4)
+            print_row(shape, name, results[name])
+        check_losses(results)
+        figures |= figures_of(shape, results)
+        if device == "cuda":
+            bars |= bars_of(shape, results)
+    finish("train_step", figures, bars)
+
+
+if __name__ == "__main__":
+    main()

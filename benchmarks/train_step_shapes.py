@@ -1,0 +1,106 @@
+"""The models `benchmarks.train_step` trains, and the fewest operations and bytes a step of each can do with."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from rollmill.models.config import ModelConfig
+
+PEAK_OPERATIONS = 790e12  # a second, bf16 products of random numbers on an H200
+PEAK_BYTES = 4.3e12  # a second, read plus written, on an H200
+
+
+@dataclass(frozen=True)
+class Shape:
+    name: str
+    model: ModelConfig
+    length: int  # of a sequence
+    sequences: int
+
+    @property
+    def tokens(self) -> int:
+        return self.length * self.sequences
+
+
+SMOLLM2 = {
+    "vocab_size": 49152,
+    "layers": 30,
+    "width": 576,
+    "heads": 9,
+    "kv_heads": 3,
+    "head_dim": 64,
+    "mlp_width": 1536,
+    "experts": 0,
+    "tie_embeddings": True,
+    "rope_theta": 100000.0,
+    "max_context": 2048,
+}
+MIXTURE = {
+    "vocab_size": 49152,
+    "layers": 16,
+    "width": 1024,
+    "heads": 16,
+    "kv_heads": 4,
+    "head_dim": 64,
+    "qk_norm": True,
+    "experts": 32,
+    "experts_per_token": 4,
+    "expert_width": 512,
+    "norm_eps": 1e-6,
+    "rope_theta": 1000000.0,
+    "max_context": 2048,
+}
+TINY = {"vocab_size": 512, "layers": 2, "width": 64, "heads": 4, "kv_heads": 2, "head_dim": 16, "max_context": 64}
+
+
+def shapes(device: str) -> list[Shape]:
+    if device == "cuda":
+        return [
+            Shape("dense", ModelConfig.model_validate(SMOLLM2), 2048, 16),
+            Shape("mixture", ModelConfig.model_validate(MIXTURE), 2048, 16),
+        ]
+    dense = SMOLLM2 | TINY | {"mlp_width": 128}
+    mixture = MIXTURE | TINY | {"expert_width": 32, "experts": 8, "experts_per_token": 2}
+    return [
+        Shape("dense", ModelConfig.model_validate(dense), 64, 8),
+        Shape("mixture", ModelConfig.model_validate(mixture), 64, 8),
+    ]
+
+
+def active_parameters(model: ModelConfig) -> int:
+    """Parameters a token is multiplied with, the head counted, a separate embedding not."""
+    attention = model.width * (2 * model.heads + 2 * model.kv_heads) * model.head_dim
+    dense = 3 * model.width * model.mlp_width
+    mixture = 3 * model.width * model.expert_width * model.experts_per_token + model.width * model.experts
+    mixtures = model.moe_layers
+    layers = model.layers * attention + mixtures * mixture + (model.layers - mixtures) * dense
+    return layers + model.vocab_size * model.width
+
+
+def all_parameters(model: ModelConfig) -> int:
+    further = 3 * model.width * model.expert_width * (model.experts - model.experts_per_token) * model.moe_layers
+    embedding = 0 if model.tie_embeddings else model.vocab_size * model.width
+    return active_parameters(model) + further + embedding
+
+
+def step_operations(shape: Shape) -> tuple[float, float]:
+    """(of parameters: 6 a token and active one, of causal attention) in forward and backward."""
+    model = shape.model
+    attention = 6 * model.layers * model.heads * model.head_dim * shape.length  # half of the scores are masked
+    return 6.0 * active_parameters(model) * shape.tokens, float(attention) * shape.tokens
+
+
+def step_bytes(shape: Shape) -> float:
+    """Weights read twice, gradients written and read, optimizer state read and written; of every layer the activations
+    one has to keep (inputs of both halves, q k v, attended, gate and up) written, and read again."""
+    model = shape.model
+    optimizer = all_parameters(model) * (2 * 2 + 2 * 2 + 3 * 4 * 2 + 2)
+    rows = (3 * model.heads + 2 * model.kv_heads) * model.head_dim - model.heads * model.head_dim
+    inner = 2 * (model.expert_width * model.experts_per_token if model.experts else model.mlp_width)
+    kept = model.layers * (2 * model.width + rows + inner) * 2
+    return float(optimizer + 2 * kept * shape.tokens)
+
+
+def floor_seconds(shape: Shape) -> tuple[float, float]:
+    """The least an H200 could take: (by operations, by bytes)."""
+    return sum(step_operations(shape)) / PEAK_OPERATIONS, step_bytes(shape) / PEAK_BYTES

@@ -1,0 +1,141 @@
+"""AdamW of a whole model in one launch: masters, moments and the served copy are read and written once.
+
+Addresses of all tensors are in a table on the device; a block of it works on 1024 elements of one of them. The length
+of the gradient stays on the device too: if it is not finite nothing is written, and nobody waited to find out.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+_ALIGNED = 16  # bytes: what the kernel takes for granted of every address
+_BLOCK = 1024  # with eight warps four elements a thread: 16-byte accesses, and registers for six programs at once
+
+
+class Group(NamedTuple):
+    """One tensor's state. `master`, `mean` and `square` are FP32; all are contiguous."""
+
+    master: Tensor
+    mean: Tensor
+    square: Tensor
+    served: Tensor
+
+
+@triton.jit
+def _pointer(table_ptr, at, TYPE: tl.constexpr):
+    return tl.multiple_of(tl.load(table_ptr + at).to(tl.pointer_type(TYPE)), 16)
+
+
+@triton.jit
+def _update(
+    master_ptr, mean_ptr, square_ptr, served_ptr, grad_ptr, at, inside, scale, lr, decay, beta_mean, beta_square, eps,
+    mean_scale, square_scale, FORM: tl.constexpr,
+):  # fmt: skip
+    grad = tl.load(grad_ptr + at, inside).to(tl.float32) * scale
+    mean = tl.load(mean_ptr + at, inside)
+    square = tl.load(square_ptr + at, inside)
+    master = tl.load(master_ptr + at, inside)
+    mean += (grad - mean) * (1.0 - beta_mean)
+    square = square * beta_square + grad * grad * (1.0 - beta_square)
+    master *= 1.0 - lr * decay
+    master -= lr * mean_scale * mean / (tl.sqrt(square) * square_scale + eps)
+    tl.store(mean_ptr + at, mean, inside)
+    tl.store(square_ptr + at, square, inside)
+    tl.store(master_ptr + at, master, inside)
+    tl.store(served_ptr + at, master.to(FORM).to(served_ptr.dtype.element_ty), inside)
+
+
+@triton.jit
+def _adamw(
+    table_ptr, size_ptr, decay_ptr, owner_ptr, first_ptr, norm_ptr, lr, beta_mean, beta_square, eps, mean_scale,
+    square_scale, max_norm, tensors, GRAD: tl.constexpr, SERVED: tl.constexpr, FORM: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    norm = tl.load(norm_ptr)
+    if norm < float("inf"):  # false for NaN too
+        block = tl.program_id(0)
+        owner = tl.load(owner_ptr + block)
+        start = (block - tl.load(first_ptr + owner)).to(tl.int64) * BLOCK
+        at, size, decay = start + tl.arange(0, BLOCK), tl.load(size_ptr + owner), tl.load(decay_ptr + owner)
+        scale = tl.minimum(1.0, max_norm / tl.maximum(norm, 1e-12))
+        master_ptr = _pointer(table_ptr, owner, tl.float32)
+        mean_ptr = _pointer(table_ptr, tensors + owner, tl.float32)
+        square_ptr = _pointer(table_ptr, 2 * tensors + owner, tl.float32)
+        served_ptr = _pointer(table_ptr, 3 * tensors + owner, SERVED)
+        grad_ptr = _pointer(table_ptr, 4 * tensors + owner, GRAD)
+        if start + BLOCK <= size:  # without a mask, whose edge could be anywhere, accesses are four elements wide
+            _update(
+                master_ptr, mean_ptr, square_ptr, served_ptr, grad_ptr, at, None, scale, lr, decay, beta_mean,
+                beta_square, eps, mean_scale, square_scale, FORM,
+            )  # fmt: skip
+        else:
+            _update(
+                master_ptr, mean_ptr, square_ptr, served_ptr, grad_ptr, at, at < size, scale, lr, decay, beta_mean,
+                beta_square, eps, mean_scale, square_scale, FORM,
+            )  # fmt: skip
+
+
+_TYPES = {torch.float32: tl.float32, torch.bfloat16: tl.bfloat16, torch.float16: tl.float16}
+
+
+def _aligned(tensor: Tensor) -> Tensor:
+    return tensor.clone() if tensor.data_ptr() % _ALIGNED else tensor
+
+
+class FusedAdamW:
+    """For tensors that stay where they are; gradients may come from anywhere, each time."""
+
+    def __init__(self, groups: Sequence[Group], decays: Sequence[float], form: torch.dtype) -> None:
+        self._groups, self._form = list(groups), form
+        self._device = groups[0].master.device
+        sizes = [group.master.numel() for group in groups]
+        blocks = torch.tensor([-(-size // _BLOCK) for size in sizes])
+        self._blocks = int(blocks.sum())
+        addresses = [[tensor.data_ptr() for tensor in column] for column in zip(*groups, strict=True)]
+        assert not any(address % _ALIGNED for column in addresses for address in column)
+        self._table = torch.tensor([*addresses, addresses[0]]).to(self._device)
+        self._addresses: list[int] = []  # of the gradients in the table
+        self._sizes = torch.tensor(sizes).to(self._device)
+        self._decays = torch.tensor(decays, dtype=torch.float32).to(self._device)
+        self._owners = torch.repeat_interleave(torch.arange(len(sizes)), blocks).int().to(self._device)
+        self._firsts = (blocks.cumsum(0) - blocks).int().to(self._device)
+
+    def step(
+        self, gradients: Sequence[Tensor], norm: Tensor, lr: float, updates: int, config: tuple[float, ...]
+    ) -> None:
+        """`norm`: of all gradients, an FP32 scalar on the device; `config`: both betas, eps, the longest gradient."""
+        beta_mean, beta_square, eps, max_norm = config
+        gradients = [_aligned(gradient.contiguous()) for gradient in gradients]
+        dtype = gradients[0].dtype
+        assert all(gradient.dtype == dtype for gradient in gradients)
+        addresses = [gradient.data_ptr() for gradient in gradients]
+        if addresses != self._addresses:
+            column = torch.tensor(addresses)
+            self._table[4].copy_(column.pin_memory() if self._device.type == "cuda" else column, non_blocking=True)
+            self._addresses = addresses
+        _adamw[(self._blocks,)](
+            self._table,
+            self._sizes,
+            self._decays,
+            self._owners,
+            self._firsts,
+            norm,
+            lr,
+            beta_mean,
+            beta_square,
+            eps,
+            1 / (1 - beta_mean**updates),
+            (1 - beta_square**updates) ** -0.5,
+            max_norm,
+            len(self._groups),
+            GRAD=_TYPES[dtype],
+            SERVED=_TYPES[self._groups[0].served.dtype],
+            FORM=_TYPES[self._form],
+            BLOCK=_BLOCK,
+            num_warps=8,
+        )

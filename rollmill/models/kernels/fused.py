@@ -1,0 +1,192 @@
+"""What a decoder layer does between two products, joined to the products so that little is kept for the backward pass.
+
+Everywhere but on CUDA these are the plain compositions of `elementwise` and `linear`, bit for bit. On CUDA the passes
+are Triton kernels, a residual is added by the product itself, and what one cheap pass can make again (normalised rows,
+activations) is made again in the backward pass, in a kernel that reads its inputs anyway:
+
+    kept a token and layer, in elements      plain                    fused
+    attention                                x n qkv q k a            x qkv a         (n normalised, a attended)
+    dense layer                              x n gate_up s h          x gate_up       (s sigmoid, h activation)
+
+`fork` is how a residual stream goes on beside a branch: it returns its input as a second output, whose gradient then
+arrives where the branch's does and is added there instead of in a pass of its own.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.autograd import Function
+from torch.nn.functional import linear
+
+from rollmill.models.kernels import elementwise
+from rollmill.models.kernels.bits import has_triton
+from rollmill.models.kernels.call import call
+
+Angles = tuple[Tensor, Tensor]  # cos and sin, FP32 [N, 1, D/2]
+
+
+def fuses(x: Tensor) -> bool:
+    return x.is_cuda and has_triton(x.device)
+
+
+class _NormFork(Function):
+    @staticmethod
+    def forward(ctx: Any, x_NW: Tensor, norm_W: Tensor, eps: float) -> tuple[Tensor, Tensor]:
+        from rollmill.models.kernels.fused_triton import norm_forward
+
+        normal_NW, scale_N = norm_forward(x_NW, norm_W, eps)
+        ctx.save_for_backward(x_NW, norm_W, scale_N)
+        ctx.set_materialize_grads(False)
+        return normal_NW, x_NW.view_as(x_NW)
+
+    @staticmethod
+    def backward(ctx: Any, grad_NW: Tensor, skip_NW: Tensor | None) -> tuple[Tensor, Tensor, None]:
+        from rollmill.models.kernels.fused_triton import norm_backward
+
+        x_NW, norm_W, scale_N = ctx.saved_tensors
+        grad_x, grad_norm, _ = norm_backward(x_NW, norm_W, scale_N, grad_NW, skip_NW, normal=False)
+        return grad_x, grad_norm, None
+
+
+def norm_fork(x_NW: Tensor, norm_W: Tensor, eps: float) -> tuple[Tensor, Tensor]:
+    """(RMSNorm of x, x for the residual)."""
+    if not fuses(x_NW):
+        return elementwise.rms_norm(x_NW, norm_W, eps), x_NW
+    return call(_NormFork, x_NW, norm_W, eps)  # type: ignore[return-value]
+
+
+class _NormLinear(Function):
+    @staticmethod
+    def forward(
+        ctx: Any, x_NW: Tensor, norm_W: Tensor, eps: float, weight: Tensor, bias: Tensor | None
+    ) -> tuple[Tensor, Tensor]:
+        from rollmill.models.kernels.fused_triton import norm_forward
+
+        normal_NW, scale_N = norm_forward(x_NW, norm_W, eps)
+        ctx.save_for_backward(x_NW, norm_W, scale_N, weight)
+        ctx.has_bias = bias is not None
+        ctx.set_materialize_grads(False)
+        return linear(normal_NW, weight, bias), x_NW.view_as(x_NW)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor, skip_NW: Tensor | None) -> tuple[Tensor | None, ...]:
+        from rollmill.models.kernels.fused_triton import norm_backward
+
+        x_NW, norm_W, scale_N, weight = ctx.saved_tensors
+        grad_x, grad_norm, normal_NW = norm_backward(x_NW, norm_W, scale_N, grad @ weight, skip_NW, normal=True)
+        assert normal_NW is not None
+        return grad_x, grad_norm, None, grad.t() @ normal_NW, grad.sum(0) if ctx.has_bias else None
+
+
+def norm_linear(
+    x_NW: Tensor, norm_W: Tensor, eps: float, weight: Tensor, bias: Tensor | None = None
+) -> tuple[Tensor, Tensor]:
+    """(the linear map of x's RMSNorm, x for the residual)."""
+    if not fuses(x_NW):
+        return linear(elementwise.rms_norm(x_NW, norm_W, eps), weight, bias), x_NW
+    return call(_NormLinear, x_NW, norm_W, eps, weight, bias)  # type: ignore[return-value]
+
+
+def add_linear(x_NW: Tensor, y: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+    """x + the linear map of y."""
+    if not fuses(x_NW) or bias is not None:
+        return x_NW + linear(y, weight, bias)
+    return torch.addmm(x_NW, y, weight.t())
+
+
+class _AddSwiGLULinear(Function):
+    @staticmethod
+    def forward(ctx: Any, x_NW: Tensor, gate_up: Tensor, weight: Tensor) -> Tensor:
+        from rollmill.models.kernels.fused_triton import swiglu_forward
+
+        ctx.save_for_backward(gate_up, weight)
+        return torch.addmm(x_NW, swiglu_forward(gate_up), weight.t())
+
+    @staticmethod
+    def backward(ctx: Any, grad_NW: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        from rollmill.models.kernels.fused_triton import swiglu_backward
+
+        gate_up, weight = ctx.saved_tensors
+        grad_gate_up, inner, _ = swiglu_backward(gate_up, grad_NW @ weight)
+        return grad_NW, grad_gate_up, grad_NW.t() @ inner
+
+
+def add_swiglu_linear(x_NW: Tensor, gate_up: Tensor, weight: Tensor) -> Tensor:
+    """x + the linear map of silu(gate) · up."""
+    if not fuses(x_NW):
+        return x_NW + linear(elementwise.swiglu(gate_up), weight)
+    return call(_AddSwiGLULinear, x_NW, gate_up, weight)
+
+
+class _RotateHeads(Function):
+    @staticmethod
+    def forward(
+        ctx: Any, qkv: Tensor, angles: Angles, heads: tuple[int, int, int], q_norm: Any, k_norm: Any, eps: float
+    ) -> tuple[Tensor, ...]:
+        from rollmill.models.kernels.fused_triton import rotate_heads
+
+        norms = None if q_norm is None else (q_norm, k_norm)
+        rotated = rotate_heads(qkv, *angles, heads, norms, eps)
+        ctx.save_for_backward(*angles, *((qkv, *norms) if norms else ()))
+        ctx.eps = eps
+        q, k, dim = heads
+        return rotated.view(-1, q + 2 * k, dim).split((q, k, k), dim=1)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        from rollmill.models.kernels.fused_triton import unrotate_heads
+
+        cos, sin, *rest = ctx.saved_tensors
+        qkv, norms = (rest[0], (rest[1], rest[2])) if rest else (None, None)
+        grad_qkv, grad_q_norm, grad_k_norm = unrotate_heads(grads, qkv, cos, sin, norms, ctx.eps)  # type: ignore[arg-type]
+        return grad_qkv, None, None, grad_q_norm, grad_k_norm, None
+
+
+def rotate_heads(
+    qkv: Tensor, angles: Angles, heads: tuple[int, int, int], norms: tuple[Tensor, Tensor] | None, eps: float
+) -> tuple[Tensor, Tensor, Tensor]:
+    """q [N, H, D], k and v [N, K, D] of packed rows q|k|v; q and k each head normalised (if `norms`) and rotated.
+
+    `heads` is (H, K, D). On CUDA the rows are rotated in place: nothing else may hold them.
+    """
+    if fuses(qkv) and qkv.is_contiguous():
+        return call(_RotateHeads, qkv, angles, heads, *(norms or (None, None)), eps)  # type: ignore[return-value]
+    q_heads, k_heads, dim = heads
+    qk, v_NKD = qkv.view(qkv.shape[0], -1, dim).split((q_heads + k_heads, k_heads), dim=1)
+    if norms is not None:
+        q_NHD, k_NKD = qk.split((q_heads, k_heads), dim=1)
+        q_NHD, k_NKD = (
+            elementwise.rms_norm(x.reshape(-1, dim), norm, eps).view(x.shape)
+            for x, norm in zip((q_NHD, k_NKD), norms, strict=True)
+        )
+        return elementwise.rotate(q_NHD, *angles), elementwise.rotate(k_NKD, *angles), v_NKD
+    q_NHD, k_NKD = elementwise.rotate(qk, *angles).split((q_heads, k_heads), dim=1)
+    return q_NHD, k_NKD, v_NKD
+
+
+class _ExactLinear(Function):
+    @staticmethod
+    def forward(ctx: Any, x_NW: Tensor, weight: Tensor) -> Tensor:
+        ctx.save_for_backward(x_NW, weight)
+        return torch.mm(x_NW, weight.t(), out_dtype=torch.float32)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor]:
+        x_NW, weight = ctx.saved_tensors
+        # an FP32 number as the sum of two of bf16: sixteen bits of it, at the speed of bf16
+        high = grad.to(x_NW.dtype)
+        low = (grad - high).to(x_NW.dtype)
+        grad_weight = torch.mm(high.t(), x_NW, out_dtype=torch.float32) + torch.mm(
+            low.t(), x_NW, out_dtype=torch.float32
+        )
+        return torch.mm(high, weight), grad_weight.to(weight.dtype)
+
+
+def exact_linear(x_NW: Tensor, weight: Tensor) -> Tensor:
+    """FP32: products of bf16 numbers are exact in it, so only the order of the sum differs from FP32 operands."""
+    if x_NW.is_cuda and x_NW.dtype == weight.dtype == torch.bfloat16:
+        return call(_ExactLinear, x_NW, weight)
+    return linear(x_NW.float(), weight.float())

@@ -1,0 +1,85 @@
+"""Mixture-of-experts layers on CUDA: nothing waits for the host to learn how many rows each expert got.
+
+Rows are sorted by expert and multiplied in one grouped product per matrix. What is kept for the backward pass is the
+layer's input and the rows of gate_up; the dispatched rows are gathered again, the activations are made again, and the
+experts' outputs are not needed: the gradient of a gate's weight, ⟨g, h·D⟩, is taken as ⟨g·Dᵀ, h⟩.
+"""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from torch.autograd import Function
+
+from rollmill.models.kernels.call import call
+
+
+class Sorted(NamedTuple):
+    """(token, choice) pairs in expert order, R = N · k of them."""
+
+    order_R: Tensor  # int64, row r is pair order[r] of the flattened [N, k]
+    token_R: Tensor  # int64, the token of row r
+    place_Nk: Tensor  # int64, where the pair is
+    ends_E: Tensor  # int32, where the rows of each expert end
+
+
+def sort_by_expert(chosen_Nk: Tensor, experts: int) -> Sorted:
+    """Stable, so the order of an expert's rows never depends on the sorter."""
+    expert_R = chosen_Nk.flatten().to(torch.uint8 if experts <= 256 else torch.int16)  # fewer digits to sort by
+    sorted_R, order_R = expert_R.sort(stable=True)
+    rank_R = torch.arange(order_R.numel(), device=order_R.device)
+    place_Nk = torch.empty_like(order_R).index_copy_(0, order_R, rank_R).view_as(chosen_Nk)
+    numbers_E = torch.arange(experts, device=sorted_R.device, dtype=sorted_R.dtype)
+    ends_E = torch.searchsorted(sorted_R, numbers_E, right=True, out_int32=True)
+    return Sorted(order_R, order_R // chosen_Nk.shape[1], place_Nk, ends_E)
+
+
+def groups(x: Tensor, *weights: Tensor) -> bool:
+    """Whether `experts` takes these: bf16 on CUDA, rows of a multiple of 16 bytes."""
+    bf16 = all(tensor.dtype == torch.bfloat16 for tensor in (x, *weights))
+    return x.is_cuda and bf16 and all(size % 8 == 0 for weight in weights for size in weight.shape[1:])
+
+
+class _Experts(Function):
+    @staticmethod
+    def forward(
+        ctx: Any, x_NW: Tensor, weights_Nk: Tensor, gate_up_EWF: Tensor, down_EfW: Tensor, rows: Sorted
+    ) -> Tensor:
+        from rollmill.models.kernels.fused_triton import gather_sum, swiglu_forward
+
+        gate_up_RF = torch._grouped_mm(x_NW.index_select(0, rows.token_R), gate_up_EWF, offs=rows.ends_E)
+        out_RW = torch._grouped_mm(swiglu_forward(gate_up_RF), down_EfW, offs=rows.ends_E)
+        ctx.save_for_backward(x_NW, weights_Nk, gate_up_EWF, down_EfW, gate_up_RF, *rows)
+        return gather_sum(out_RW, rows.place_Nk, weights_Nk)
+
+    @staticmethod
+    def backward(ctx: Any, grad_NW: Tensor) -> tuple[Tensor | None, ...]:
+        from rollmill.models.kernels.fused_triton import gather_sum, swiglu_backward
+
+        x_NW, weights_Nk, gate_up_EWF, down_EfW, gate_up_RF, *rest = ctx.saved_tensors
+        rows = Sorted(*rest)
+        grad_RW = grad_NW.index_select(0, rows.token_R)
+        grad_Rf = torch._grouped_mm(grad_RW, down_EfW.transpose(1, 2), offs=rows.ends_E)  # before the gate's weight
+        weights_R = weights_Nk.flatten().index_select(0, rows.order_R)
+        grad_gate_up_RF, inner_Rf, grad_weights_R = swiglu_backward(gate_up_RF, grad_Rf, weights_R)
+        assert grad_weights_R is not None
+        grad_down = torch._grouped_mm(inner_Rf.t(), grad_RW, offs=rows.ends_E)
+        del grad_RW, grad_Rf, inner_Rf
+        grad_gate_up = torch._grouped_mm(x_NW.index_select(0, rows.token_R).t(), grad_gate_up_RF, offs=rows.ends_E)
+        grad_rows = torch._grouped_mm(grad_gate_up_RF, gate_up_EWF.transpose(1, 2), offs=rows.ends_E)
+        grad_weights = grad_weights_R.index_select(0, rows.place_Nk.flatten()).view_as(weights_Nk)
+        return (
+            gather_sum(grad_rows, rows.place_Nk),
+            grad_weights.to(weights_Nk.dtype),
+            grad_gate_up,
+            grad_down,
+            None,
+        )
+
+
+def experts(x_NW: Tensor, weights_Nk: Tensor, chosen_Nk: Tensor, gate_up_EWF: Tensor, down_EfW: Tensor) -> Tensor:
+    """Each token through its chosen experts, weighted by its gate and summed in top-k order."""
+    rows = sort_by_expert(chosen_Nk, gate_up_EWF.shape[0])
+    return call(_Experts, x_NW, weights_Nk, gate_up_EWF, down_EfW, rows)

@@ -1,0 +1,118 @@
+"""Triton passes over rows of FP32 logits: one program a row, blocks of the vocabulary in order."""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+_BLOCK = 4096
+
+
+@triton.jit
+def _row_sums(x_ptr, vocabulary, WEIGHTED: tl.constexpr, BLOCK: tl.constexpr):
+    """(largest logit m, Σ e^(x − m), and if wanted Σ e^(x − m) · (x − m))."""
+    top, total, weighted = -float("inf"), 0.0, 0.0
+    for start in range(0, vocabulary, BLOCK):
+        column = start + tl.arange(0, BLOCK)
+        x = tl.load(x_ptr + column, column < vocabulary, -float("inf"))
+        higher = tl.maximum(top, tl.max(x, 0))
+        shrink = tl.exp(top - higher)
+        powers = tl.exp(x - higher)
+        if WEIGHTED:
+            if start > 0:  # sums that were about a lower one
+                weighted = (weighted + total * (top - higher)) * shrink
+            weighted += tl.sum(tl.where(powers > 0, powers * (x - higher), 0.0), 0)
+        total = total * shrink + tl.sum(powers, 0)
+        top = higher
+    return top, total, weighted
+
+
+@triton.jit
+def _measure(x_ptr, target_ptr, out_ptr, rows_stride, vocabulary, BLOCK: tl.constexpr):
+    row = tl.program_id(0).to(tl.int64)
+    x_ptr += row * vocabulary
+    top, total, weighted = _row_sums(x_ptr, vocabulary, True, BLOCK)
+    log_sum = top + tl.log(total)
+    tl.store(out_ptr + row, tl.load(x_ptr + tl.load(target_ptr + row)) - log_sum)
+    tl.store(out_ptr + rows_stride + row, tl.log(total) - weighted / total)
+    tl.store(out_ptr + 2 * rows_stride + row, log_sum)
+
+
+def measure(logits_MV: Tensor, targets_M: Tensor, out_3M: Tensor) -> None:
+    rows, vocabulary = logits_MV.shape
+    _measure[(rows,)](logits_MV, targets_M, out_3M, out_3M.stride(0), vocabulary, BLOCK=_BLOCK, num_warps=8)
+
+
+@triton.jit
+def _slopes(
+    x_ptr, target_ptr, sum_ptr, entropy_ptr, grad_ptr, grad_entropy_ptr, out_ptr, vocabulary, ENTROPY: tl.constexpr,
+    BLOCK: tl.constexpr,
+):  # fmt: skip
+    row = tl.program_id(0).to(tl.int64)
+    x_ptr += row * vocabulary
+    out_ptr += row * vocabulary
+    target, log_sum, grad = tl.load(target_ptr + row), tl.load(sum_ptr + row), tl.load(grad_ptr + row)
+    for start in range(0, vocabulary, BLOCK):
+        column = start + tl.arange(0, BLOCK)
+        logprob = tl.load(x_ptr + column, column < vocabulary, -float("inf")) - log_sum
+        probability = tl.exp(logprob)
+        out = grad * (tl.where(column == target, 1.0, 0.0) - probability)
+        if ENTROPY:
+            surprise = tl.maximum(logprob, -1e4) + tl.load(entropy_ptr + row)
+            out -= probability * surprise * tl.load(grad_entropy_ptr + row)
+        tl.store(out_ptr + column, out.to(out_ptr.dtype.element_ty), column < vocabulary)
+
+
+def slopes(
+    logits_MV: Tensor,
+    targets_M: Tensor,
+    sums_M: Tensor,
+    entropies_M: Tensor,
+    grad_M: Tensor,
+    grad_entropies_M: Tensor | None,
+    dtype: torch.dtype,
+) -> Tensor:
+    rows, vocabulary = logits_MV.shape
+    out = torch.empty(logits_MV.shape, dtype=dtype, device=logits_MV.device)
+    _slopes[(rows,)](
+        logits_MV,
+        targets_M,
+        sums_M,
+        entropies_M,
+        grad_M.contiguous(),
+        grad_M if grad_entropies_M is None else grad_entropies_M.contiguous(),
+        out,
+        vocabulary,
+        ENTROPY=grad_entropies_M is not None,
+        BLOCK=_BLOCK,
+        num_warps=8,
+    )
+    return out
+
+
+@triton.jit
+def _next_token(x_ptr, target_ptr, weight_ptr, logprob_ptr, out_ptr, vocabulary, BLOCK: tl.constexpr):
+    row = tl.program_id(0).to(tl.int64)
+    x_ptr += row * vocabulary
+    out_ptr += row * vocabulary
+    top, total, _ = _row_sums(x_ptr, vocabulary, False, BLOCK)
+    log_sum = top + tl.log(total)
+    target, weight = tl.load(target_ptr + row), tl.load(weight_ptr + row)
+    tl.store(logprob_ptr + row, tl.load(x_ptr + target) - log_sum)
+    for start in range(0, vocabulary, BLOCK):
+        column = start + tl.arange(0, BLOCK)
+        probability = tl.exp(tl.load(x_ptr + column, column < vocabulary, -float("inf")) - log_sum)
+        out = weight * (probability - tl.where(column == target, 1.0, 0.0))
+        tl.store(out_ptr + column, out.to(out_ptr.dtype.element_ty), column < vocabulary)
+
+
+def next_token_slopes(
+    logits_MV: Tensor, targets_M: Tensor, weights_M: Tensor, logprobs_M: Tensor, dtype: torch.dtype
+) -> Tensor:
+    rows, vocabulary = logits_MV.shape
+    out = torch.empty(logits_MV.shape, dtype=dtype, device=logits_MV.device)
+    weights_M = weights_M.float().contiguous()
+    _next_token[(rows,)](logits_MV, targets_M, weights_M, logprobs_M, out, vocabulary, BLOCK=_BLOCK, num_warps=8)
+    return out

@@ -1,0 +1,67 @@
+"""Passes whose shape comes back are recorded once as a CUDA graph and replayed: the device then never waits for Python.
+
+A pass launches a thousand kernels. Where micro-batches are small, or the model is, queueing them takes longer than
+running them. A graph is bound to its shapes (here: the lengths of the sequences and how many targets there are) and to
+the memory it was recorded with, so inputs are copied into it, and gradients are found where the recording left them.
+"""
+
+from __future__ import annotations
+
+from collections import Counter, OrderedDict
+from collections.abc import Callable, Hashable, Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+MOST = 4  # shapes kept; each graph holds on to a pass's memory
+
+
+class _Recorded(NamedTuple):
+    graph: Any  # torch.cuda.CUDAGraph
+    inputs: Sequence[Tensor]
+    output: Tensor
+    gradients: Sequence[Tensor | None]
+    backward: Callable[..., Tensor]  # what it holds on to is read by the graph: it must not be freed
+
+
+class GraphedPasses:
+    """Forward and backward passes of one model. The first pass of a shape runs as it is, the second is recorded."""
+
+    def __init__(self, model: nn.Module) -> None:
+        self._parameters = list(model.parameters())
+        self._seen: Counter[Hashable] = Counter()
+        self._recorded: OrderedDict[Hashable, _Recorded] = OrderedDict()
+
+    def run(self, shape: Hashable, inputs: Sequence[Tensor], backward: Callable[..., Tensor]) -> Tensor:
+        """`backward(*inputs)`, which returns a loss and leaves gradients on parameters that had none.
+
+        `inputs` are on the device. The result is overwritten by the next pass of this shape.
+        """
+        assert all(parameter.grad is None for parameter in self._parameters)
+        if shape not in self._recorded:
+            self._seen[shape] += 1
+            if self._seen[shape] == 1:
+                return backward(*inputs)
+            self._recorded[shape] = self._record(inputs, backward)
+            if len(self._recorded) > MOST:
+                self._recorded.popitem(last=False)
+        self._recorded.move_to_end(shape)
+        found = self._recorded[shape]
+        for mine, given in zip(found.inputs, inputs, strict=True):
+            mine.copy_(given)
+        found.graph.replay()
+        for parameter, gradient in zip(self._parameters, found.gradients, strict=True):
+            parameter.grad = gradient
+        return found.output
+
+    def _record(self, inputs: Sequence[Tensor], backward: Callable[..., Tensor]) -> _Recorded:
+        inputs = [tensor.clone() for tensor in inputs]
+        graph = torch.cuda.CUDAGraph()
+        torch.cuda.synchronize()
+        with torch.cuda.graph(graph):
+            output = backward(*inputs)
+        gradients = [parameter.grad for parameter in self._parameters]
+        for parameter in self._parameters:
+            parameter.grad = None
+        return _Recorded(graph, inputs, output, gradients, backward)

@@ -1,0 +1,111 @@
+"""The head in pieces, against logits held whole: values and gradients."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+import torch
+from torch import Tensor
+
+from rollmill.models.kernels import head
+from rollmill.models.kernels.head import head_logprobs, head_next_token
+
+ROWS, VOCABULARY, WIDTH = 150, 203, 32
+
+
+@pytest.fixture(params=["cpu", "cuda", "cuda bf16"])
+def place(request: pytest.FixtureRequest) -> tuple[str, torch.dtype]:
+    device, _, bf16 = request.param.partition(" ")
+    if device == "cuda" and not torch.cuda.is_available():
+        pytest.skip("no CUDA device")
+    return device, torch.bfloat16 if bf16 else torch.float32
+
+
+@pytest.fixture(autouse=True)
+def small_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Three pieces, the last of them shorter."""
+    monkeypatch.setattr(head, "PIECE_ELEMENTS", 64 * VOCABULARY)
+
+
+def problem(place: tuple[str, torch.dtype]) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Hidden rows, head, targets, temperatures; some logits are far from the others."""
+    device, dtype = place
+    generator = torch.Generator().manual_seed(0)
+    hidden = torch.randn(ROWS, WIDTH, generator=generator) * torch.linspace(0.1, 4, ROWS)[:, None]
+    weight = torch.randn(VOCABULARY, WIDTH, generator=generator)
+    targets = torch.randint(0, VOCABULARY, (ROWS,), generator=generator)
+    temperatures = torch.rand(ROWS, generator=generator) + 0.5
+    hidden, weight = (tensor.to(device, dtype).requires_grad_() for tensor in (hidden, weight))
+    return hidden, weight, targets.to(device), temperatures.to(device)
+
+
+def straightforward(
+    hidden: Tensor, weight: Tensor, targets: Tensor, temperatures: Tensor | None
+) -> tuple[Tensor, Tensor]:
+    logits = hidden.double() @ weight.double().t()
+    if temperatures is not None:
+        logits = logits / temperatures[:, None]
+    logprobs = torch.log_softmax(logits, -1)
+    entropies = -(logprobs.exp() * logprobs).sum(-1)
+    return logprobs.gather(1, targets[:, None]).squeeze(1), entropies
+
+
+def gradients(loss: Tensor, *tensors: Tensor) -> list[Tensor]:
+    return [grad.double() for grad in torch.autograd.grad(loss, tensors)]
+
+
+def assert_near(ours: Tensor, theirs: Tensor, dtype: torch.dtype) -> None:
+    """Values are FP32 in either case; gradients of a bf16 model are rounded, once a piece."""
+    error = float((ours.double() - theirs.double()).norm() / theirs.double().norm())
+    assert error < (5e-3 if dtype == torch.bfloat16 else 2e-5), error
+
+
+@pytest.mark.parametrize("tempered", [False, True])
+@pytest.mark.parametrize(
+    "loss_of",
+    [
+        lambda logprobs, entropies, weights: (logprobs * weights).sum(),
+        lambda logprobs, entropies, weights: (entropies * weights).sum(),
+        lambda logprobs, entropies, weights: (logprobs.exp() * weights - 0.1 * entropies).sum(),
+    ],
+    ids=["log-probs", "entropies", "both"],
+)
+def test_logprobs_and_entropies(
+    place: tuple[str, torch.dtype], loss_of: Callable[[Tensor, Tensor, Tensor], Tensor], tempered: bool
+):
+    hidden, weight, targets, temperatures = problem(place)
+    used = temperatures if tempered else None
+    ours, theirs = (f(hidden, weight, targets, used) for f in (head_logprobs, straightforward))
+    for mine, reference in zip(ours, theirs, strict=True):
+        assert mine.dtype == torch.float32
+        torch.testing.assert_close(mine.double(), reference, rtol=1e-5, atol=2e-5)
+    for mine, reference in zip(
+        gradients(loss_of(*ours, temperatures), hidden, weight),
+        gradients(loss_of(*theirs, temperatures), hidden, weight),
+        strict=True,
+    ):
+        assert_near(mine, reference, place[1])
+
+
+def test_next_token(place: tuple[str, torch.dtype]):
+    hidden, weight, targets, weights = problem(place)
+    mine = head_next_token(hidden, weight, targets, weights)
+    reference = -(straightforward(hidden, weight, targets, None)[0] * weights).sum()
+    torch.testing.assert_close(mine.double(), reference, rtol=1e-6, atol=1e-4)
+    # scaled as by a further term of a loss
+    for ours, theirs in zip(
+        gradients(0.25 * mine, hidden, weight), gradients(0.25 * reference, hidden, weight), strict=True
+    ):
+        assert_near(ours, theirs, place[1])
+    with torch.no_grad():
+        torch.testing.assert_close(head_next_token(hidden, weight, targets, weights).double(), reference.detach())
+
+
+def test_values_without_gradient_are_the_same(place: tuple[str, torch.dtype]):
+    hidden, weight, targets, temperatures = problem(place)
+    with torch.no_grad():
+        plain = head_logprobs(hidden, weight, targets, temperatures)
+    assert all(
+        torch.equal(a, b) for a, b in zip(plain, head_logprobs(hidden, weight, targets, temperatures), strict=True)
+    )

@@ -1,0 +1,102 @@
+"""One step on packed tokens: micro-batches, pieces of the head and recorded graphs do not change what is learnt."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from rollmill.models.config import ModelConfig
+from rollmill.models.decoder import Decoder
+from rollmill.models.kernels import head
+from rollmill.training import step as step_module
+from rollmill.training.batching import MicroBatch, PackedSequence, pack
+from rollmill.training.config import OptimizerConfig
+from rollmill.training.loss import target_logprobs
+from rollmill.training.optimizer import MasterOptimizer
+from rollmill.training.step import NextTokenStep, forward_packed, token_logprobs, token_loss
+
+VOCABULARY = 120
+
+
+@pytest.fixture(params=["cpu", "cuda"])
+def device(request: pytest.FixtureRequest) -> str:
+    if request.param == "cuda" and not torch.cuda.is_available():
+        pytest.skip("no CUDA device")
+    return request.param
+
+
+def decoder(device: str) -> Decoder:
+    config = ModelConfig(vocab_size=VOCABULARY, width=64, head_dim=16, expert_width=32, max_context=64)
+    model = Decoder(config, torch.bfloat16 if device == "cuda" else torch.float32)
+    model.initialise(0)
+    return model.to(device)
+
+
+def sequences(lengths: list[int], seed: int = 0) -> list[PackedSequence]:
+    rng = np.random.default_rng(seed)
+    found = []
+    for length in lengths:
+        tokens = rng.integers(0, VOCABULARY, length + 1)
+        rows = np.flatnonzero(rng.random(length) < 0.7)
+        rows = rows if rows.size else np.array([0])
+        found.append(PackedSequence(tokens=tokens[:-1], rows=rows, targets=tokens[rows + 1]))
+    return found
+
+
+def losses(device: str, parts: list[list[MicroBatch]], **options: Any) -> tuple[list[float], Decoder]:
+    model = decoder(device)
+    step = NextTokenStep(model, MasterOptimizer(model, OptimizerConfig(), "bf16"), **options)
+    return [step(each, 1e-3)[0] for each in parts], model
+
+
+def test_micro_batches_make_no_difference(device: str):
+    drawn = sequences([40, 17, 40, 3])
+    whole, first = losses(device, [pack(drawn, 1000)] * 3)
+    parts, second = losses(device, [pack(drawn, 45)] * 3)
+    assert len(pack(drawn, 45)) > 1
+    assert parts == pytest.approx(whole, rel=1e-2 if device == "cuda" else 1e-4)
+    for name, parameter in first.named_parameters():
+        other = second.get_parameter(name)
+        assert float((parameter - other).detach().float().norm() / parameter.detach().float().norm()) < 1e-2, name
+
+
+def test_the_loss_falls(device: str):
+    found, _ = losses(device, [pack(sequences([40, 40]), 1000)] * 12)
+    assert found[-1] < found[0] - 0.2
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
+def test_replayed_passes_learn_what_passes_do():
+    batches = [pack(sequences([32, 32], seed), 1000) for seed in range(6)]
+    for batch in batches:  # one shape, whatever was drawn
+        assert len(batch) == 1
+    alike = [[_with_targets(batch[0])] for batch in batches]
+    recorded, first = losses("cuda", alike, balance=0.01, graphs=True)
+    plain, second = losses("cuda", alike, balance=0.01, graphs=False)
+    assert recorded == pytest.approx(plain, rel=2e-3)
+    for name, parameter in first.named_parameters():
+        other = second.get_parameter(name)
+        assert float((parameter - other).detach().float().norm() / parameter.detach().float().norm()) < 2e-2, name
+
+
+def _with_targets(part: MicroBatch) -> MicroBatch:
+    rows = torch.arange(0, len(part.tokens_N), 2)
+    return MicroBatch(part.tokens_N, part.positions_N, part.lengths, rows, part.tokens_N[rows], None, None, None)
+
+
+def test_head_in_pieces(device: str, monkeypatch: pytest.MonkeyPatch):
+    model = decoder(device)
+    (part,) = pack(sequences([40, 17]), 1000)
+    _, hidden_MW = forward_packed(model, part)
+    logits_MV, targets_M = model.logits(hidden_MW), part.targets_M.to(device)
+    temperatures_M = torch.linspace(0.5, 1.5, len(targets_M))
+    expected = target_logprobs(logits_MV, targets_M, temperatures_M.to(device))
+    monkeypatch.setattr(step_module, "PIECE_ELEMENTS", 1)
+    monkeypatch.setattr(head, "PIECE_ELEMENTS", 1)
+    for ours, theirs in zip(token_logprobs(model, hidden_MW, targets_M, temperatures_M), expected, strict=True):
+        torch.testing.assert_close(ours, theirs, rtol=1e-5, atol=1e-5)
+    loss = -target_logprobs(logits_MV, targets_M)[0].mean()
+    torch.testing.assert_close(token_loss(model, hidden_MW, targets_M, len(targets_M)), loss)
