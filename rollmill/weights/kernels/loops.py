@@ -83,7 +83,7 @@ def find_changed(old, old_words, new_words, first, scratch):
         place = uintp(words[word])
         differs = old_words[place] ^ new_words[place]
         while differs != uint64(0):
-            which = uint64(trailing_zeros(differs)) // lane_bits
+            which = uint64(trailing_zeros(differs)) // lane_bits  # type: ignore[call-arg]
             found[count] = uint32(place * per_word + uintp(which))
             count += uintp(1)
             differs &= ~(lane << (which * lane_bits))
