@@ -84,7 +84,7 @@ class DirectoryBackend:
             path = self._root / key
             with contextlib.suppress(FileNotFoundError, NotADirectoryError):
                 path.unlink()
-                _sync_folder(path.parent)
+                sync_folder(path.parent)
 
     def wait_for(self, key: str, seconds: float) -> bytes | None:
         there = look_until(lambda: self.stat(key) is not None, seconds, longest_pause=0.05)
@@ -111,7 +111,7 @@ class DirectoryBackend:
         except FileNotFoundError:  # the first object of its folder
             _make_folder(target.parent)
             place(target)
-        _sync_folder(target.parent)
+        sync_folder(target.parent)
 
     def _remove_abandoned(self) -> None:
         """Old by the clock of the file system: that of this machine may be wrong, and others are writing here now."""
@@ -159,10 +159,11 @@ def _make_folder(folder: Path) -> None:
         folder.mkdir(exist_ok=True)  # another process may make it at the same time
     except FileExistsError:
         raise NotADirectoryError(errno.ENOTDIR, os.strerror(errno.ENOTDIR)) from None
-    _sync_folder(folder.parent)
+    sync_folder(folder.parent)
 
 
-def _sync_folder(folder: Path) -> None:
+def sync_folder(folder: Path) -> None:
+    """What was made or renamed in it is still there after a power cut."""
     descriptor = os.open(folder, os.O_RDONLY)
     try:
         os.fsync(descriptor)

@@ -23,6 +23,7 @@ from typing import Any
 import numpy as np
 
 from rollmill.errors import ObjectExists, WeightsError
+from rollmill.storage.directory import sync_folder
 from rollmill.storage.objects import Objects
 from rollmill.types import PolicyRef, Version
 from rollmill.weights.convert import convert, dtype_in
@@ -149,7 +150,7 @@ def _into_place(draft: Path, directory: Path) -> None:
         if old is not None:
             old.rename(directory)
         raise
-    _sync(directory.parent)
+    sync_folder(directory.parent)
     if old is not None:
         shutil.rmtree(old, ignore_errors=True)
 
@@ -400,14 +401,6 @@ def _write(path: Path, data: bytes) -> None:
         out.write(data)
         out.flush()
         os.fsync(out.fileno())
-
-
-def _sync(folder: Path) -> None:
-    descriptor = os.open(folder, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
 
 
 def _json(value: Any) -> bytes:

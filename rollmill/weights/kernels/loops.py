@@ -110,6 +110,17 @@ def collect(old, new, old_words, new_words, offset, changed, indices, difference
 
 
 @compiled
+def write_gap(gaps, place, gap):
+    """One gap at `place`. Returns the place behind it."""
+    while gap >= uint64(SKIP):
+        gaps[place] = uint8(SKIP)
+        place += uintp(1)
+        gap -= uint64(SKIP)
+    gaps[place] = uint8(gap)
+    return place + uintp(1)
+
+
+@compiled
 def encode_sparse(old, new, old_words, new_words, offset, state, gaps, signs, exceptions, differences, values):
     """Gaps and signs of what changed, and of the exceptions which they are, their differences and new elements.
 
@@ -127,12 +138,7 @@ def encode_sparse(old, new, old_words, new_words, offset, state, gaps, signs, ex
             index = uintp(found[which])
             gap = uint64(offset) + uint64(index) - behind
             behind = uint64(offset) + uint64(index) + uint64(1)
-            while gap >= uint64(SKIP):
-                gaps[place] = uint8(SKIP)
-                place += uintp(1)
-                gap -= uint64(SKIP)
-            gaps[place] = uint8(gap)
-            place += uintp(1)
+            place = write_gap(gaps, place, gap)
             difference = uint64(kind(ordered(uint64(new[index]), sign) - ordered(uint64(old[index]), sign)))
             bits = (bits << uint64(1)) | (difference >> sign)
             signs[change >> uintp(3)] = uint8(bits)
@@ -151,12 +157,7 @@ def write_gaps(indices, gaps):
     for which in range(uintp(indices.size)):
         gap = uint64(indices[which]) - behind
         behind = uint64(indices[which]) + uint64(1)
-        while gap >= uint64(SKIP):
-            gaps[place] = uint8(SKIP)
-            place += uintp(1)
-            gap -= uint64(SKIP)
-        gaps[place] = uint8(gap)
-        place += uintp(1)
+        place = write_gap(gaps, place, gap)
     return place
 
 
