@@ -20,13 +20,13 @@ from rollmill.types import PolicyRef, Version
 from rollmill.weights.channels import Channels
 from rollmill.weights.image import Image
 from rollmill.weights.leases import Leases
-from rollmill.weights.legs import LegFailed, Source
+from rollmill.weights.legs import Leg, LegFailed, LegId, Source
 from rollmill.weights.manifest import Anchor, Manifest, Pack, layout_of
 from rollmill.weights.patches import Patch, Patches, TensorPatches
 from rollmill.weights.restore import restore
 from rollmill.weights.store import HeadWatch, WeightStore, manifest_key, newest_line, valid_name
 from rollmill.weights.tensors import HostTensor
-from rollmill.weights.transfer import Mirror
+from rollmill.weights.transfer import Ahead, Mirror
 
 __all__ = ["Follower", "Patch", "Update"]
 
@@ -45,7 +45,7 @@ class Update:
     patches: TensorPatches | None  # what changed since `base`; None: copy everything
     base: PolicyRef | None  # the update before this one, which patches start from
     bytes: int  # read from the store for this update
-    seconds: Mapping[str, float]  # mirror: copying from the other region; fetch: reading; decode: decoding, verifying
+    seconds: Mapping[str, float]  # mirror: copying, and decoding meanwhile; fetch: reading; decode: the rest of it
     created_at: float  # when the version was published
 
 
@@ -110,14 +110,14 @@ class _Reader:
                 if self._mirror is None or not self.reaches_mirror:
                     raise
                 data = self._mirror.fetch_pack(manifest, pack)  # the other region still has it whole
-        return self._count(data)
+        return self.count(data)
 
     def _part(self, manifest: Manifest | Anchor, pack: Pack, offset: int, length: int) -> bytes:
         with self:
             data = self._store.read_part(manifest, pack, offset, length)
-        return self._count(data)
+        return self.count(data)
 
-    def _count(self, data: bytes) -> bytes:
+    def count(self, data: bytes) -> bytes:
         with self._lock:
             self.bytes += len(data)
         return data
@@ -298,6 +298,7 @@ class Follower:
     def _poll(self) -> Update | None:
         began = time.perf_counter()
         course = self._course
+        self._reader.reset()
         self._copy_from_mirror(course)
         mirrored = time.perf_counter() - began
         try:
@@ -311,7 +312,6 @@ class Follower:
             return None
         if target == course.failed_target and self._restoring.waiting():
             return None
-        self._reader.reset()
         began = time.perf_counter()
         self.problem = self._restore_newest(course, target) or self._mirror_problem
         fetch = self._reader.busy_seconds
@@ -395,7 +395,7 @@ class Follower:
             if course.channel is not None:
                 self.mirror.copy_channel(course.channel, self.form)
             else:
-                for version in self.mirror.copy(course.line, self.form).versions:
+                for version in self.mirror.copy(course.line, self.form, ahead=self._ahead(course)).versions:
                     course.head.learn(version.number)
         except (StorageError, WeightsError) as error:
             self._mirroring.failed()
@@ -405,6 +405,25 @@ class Follower:
             self._mirroring.succeeded()
             self._reader.reaches_mirror = True
             self._mirror_problem = None
+
+    def _ahead(self, course: _Course) -> Ahead:
+        """Deltas from what the image holds are decoded while the rest of them crosses the ocean. An image that is then
+        left between two versions goes on from there: nothing is served from it before it has arrived at one."""
+        failed: set[LegId] = set()
+
+        def ahead(leg: Leg, pack: Pack, data: bytes) -> bool:
+            base, image = leg.encoding.base, course.image
+            if image is None or base is None or leg.id in failed or not image.holds(base.digest):
+                return False
+            try:
+                image.begin(leg, pack, memoryview(data), self._reader.source, course.patches)
+            except (StorageError, WeightsError):
+                failed.add(leg.id)  # what is wrong with it is found again and said when all of it is here
+                return False
+            self._reader.count(data)
+            return True
+
+        return ahead
 
 
 def _is(manifest: Manifest | None, other: Manifest | None) -> bool:

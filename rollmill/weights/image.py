@@ -24,9 +24,9 @@ import numpy as np
 
 from rollmill.errors import StorageError, WeightsError
 from rollmill.weights.delta import SPARSE_CODINGS, Changes, decode_changes, scatter
-from rollmill.weights.fetch import fetch
+from rollmill.weights.fetch import Fetched, fetch
 from rollmill.weights.legs import Leg, LegFailed, Source
-from rollmill.weights.manifest import Chunk, Manifest, Payload, TensorEntry, chunk_digest, layout_of
+from rollmill.weights.manifest import Chunk, Manifest, Pack, Payload, TensorEntry, chunk_digest, layout_of
 from rollmill.weights.patches import Patch, Patches
 from rollmill.weights.repair import decode_run, join, places, read_chunk
 from rollmill.weights.tensors import HostTensor
@@ -101,20 +101,27 @@ class Image:
     def take(self, leg: Leg, source: Source, patches: Patches | None = None) -> None:
         """Go along one leg. LegFailed leaves every chunk either as it was or as it should be, and taking the leg again,
         or another one, goes on from there."""
-        step = self._begin(leg, source, patches or Patches(0))
+        step = self._start(leg, source, patches or Patches(0))
         wanted = {i for i, chunk in enumerate(step.chunks) if self._digests[i] != chunk.digest}
         payloads = [p for p in leg.encoding.payloads if not wanted.isdisjoint(places(p))]
         try:
             for group in fetch(leg, payloads, source.pack) if payloads else ():
-                if self.bytes < THREADED_BYTES:
-                    for payload, data in group:
-                        self._take_payload(step, payload, data)
-                else:
-                    self._take_in_threads(step, group)
+                self._take_payloads(step, group)
             for index in wanted.difference(*map(places, payloads)):
                 # no payload, and not what it should be: left behind by a leg that was cut short
                 self._settle(step, index, leg.manifest)
             self.manifest, self._leaving = leg.manifest, None
+        finally:
+            self._end_early()
+
+    def begin(self, leg: Leg, pack: Pack, data: memoryview, source: Source, patches: Patches) -> None:
+        """Take the payloads of one pack of a delta while its others are still on their way; `take` does the rest.
+        LegFailed as there."""
+        step = self._start(leg, source, patches)
+        index = leg.encoding.packs.index(pack)
+        group = [(p, data[p.offset : p.offset + p.bytes]) for p in leg.encoding.payloads if p.pack == index]
+        try:
+            self._take_payloads(step, group)
         finally:
             self._end_early()
 
@@ -132,7 +139,7 @@ class Image:
 
     # -- a leg's beginning and end
 
-    def _begin(self, leg: Leg, source: Source, patches: Patches) -> _Step:
+    def _start(self, leg: Leg, source: Source, patches: Patches) -> _Step:
         base = leg.encoding.base
         if not self.fits(leg.manifest):
             raise LegFailed(leg, "its base has other tensors" if base else "it has other tensors than the image")
@@ -163,7 +170,13 @@ class Image:
 
     # -- payloads
 
-    def _take_in_threads(self, step: _Step, group: list[tuple[Payload, memoryview]]) -> None:
+    def _take_payloads(self, step: _Step, group: Fetched) -> None:
+        if self.bytes >= THREADED_BYTES:
+            return self._take_in_threads(step, group)
+        for payload, data in group:
+            self._take_payload(step, payload, data)
+
+    def _take_in_threads(self, step: _Step, group: Fetched) -> None:
         """Decoding, writing and hashing release the interpreter; the memory they need bounds how many at once."""
         threads = min(os.cpu_count() or 1, _LARGEST_THREADS)
         running: dict[Future[None], int] = {}

@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import contextlib
 import time
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 
@@ -36,6 +36,9 @@ _REMEMBERED_BYTES = 64 << 20  # of the packs copied last: whoever waited for the
 _WRITING_BYTES = 64 << 20  # that may be on their way into the own store
 _LARGEST_PACK = 1 << 30  # a manifest that names a larger one is not believed
 
+# Told of every pack that has come, whole and checked, before the rest of its leg; True: nobody will ask for it again.
+Ahead = Callable[[Leg, Pack, bytes], bool]
+
 
 @dataclass(frozen=True)
 class Copied:
@@ -55,8 +58,8 @@ class Mirror:
         self._remembered: dict[str, bytes] = {}  # by digest
         self._channels_there, self._channels_here = Channels(source), Channels(target)
 
-    def copy(self, line: str, form: str = "bf16", number: int | None = None) -> Copied:
-        """Bring a line up to `number`, or to the head it has in the source.
+    def copy(self, line: str, form: str = "bf16", number: int | None = None, ahead: Ahead | None = None) -> Copied:
+        """Bring a line up to `number`, or to the head it has in the source. `ahead` works on packs while others come.
 
         Raises what keeps it from getting there; versions before that have been copied then.
         """
@@ -70,7 +73,7 @@ class Mirror:
         lowest = wanted if number is not None else max(wanted - _DEEPEST, 0 if newest is None else newest + 1)
         versions: list[Version] = []
         copied = 0
-        for manifest, size in self._approach(there, wanted, lowest):
+        for manifest, size in self._approach(there, wanted, lowest, ahead):
             versions.append(manifest.version)
             copied += size
             head.learn(manifest.number)
@@ -144,7 +147,9 @@ class Mirror:
         there.learn(newest + 1, announced[2])
         return newest + 1
 
-    def _approach(self, there: _Manifests, wanted: int, lowest: int) -> Iterator[tuple[Manifest, int]]:
+    def _approach(
+        self, there: _Manifests, wanted: int, lowest: int, ahead: Ahead | None
+    ) -> Iterator[tuple[Manifest, int]]:
         """Copy what leads to `wanted`, around damage; where nothing does, to the newest below it down to `lowest`."""
         avoid: frozenset[LegId] = frozenset()
         failure: WeightsError | None = None
@@ -159,7 +164,7 @@ class Mirror:
                 target -= 1
                 continue
             try:
-                for manifest, size in self._take(plan, there):
+                for manifest, size in self._take(plan, there, ahead):
                     lowest = max(lowest, manifest.number + 1)
                     yield manifest, size
                 break
@@ -197,7 +202,7 @@ class Mirror:
         except _Unreachable as unreachable:
             raise unreachable.error from None
 
-    def _take(self, legs: list[Leg], there: _Manifests) -> Iterator[tuple[Manifest, int]]:
+    def _take(self, legs: list[Leg], there: _Manifests, ahead: Ahead | None) -> Iterator[tuple[Manifest, int]]:
         """Copy leg after leg, the packs of later ones being fetched while earlier ones are written."""
         missing = [[pack for pack in leg.encoding.packs if not self._has(leg, pack)] for leg in legs]
         ranges = [
@@ -210,7 +215,7 @@ class Mirror:
             for leg, packs in zip(legs, missing, strict=True):
                 with Uploads(self.target.objects, bytes_in_flight=_WRITING_BYTES) as writes:
                     for pack in packs:
-                        self._take_pack(leg, pack, stream, writes)
+                        self._take_pack(leg, pack, stream, writes, ahead)
                 self._commit(leg, there.raw(leg.manifest.number))
                 size, seconds = sum(pack.bytes for pack in packs), time.monotonic() - began
                 began = time.monotonic()
@@ -230,7 +235,7 @@ class Mirror:
             raise LegFailed(leg, f"a pack of {pack.bytes} bytes")
         return self.target.objects.head(pack_key(leg.manifest, pack)) == pack.bytes
 
-    def _take_pack(self, leg: Leg, pack: Pack, stream: Iterator[bytes], writes: Uploads) -> None:
+    def _take_pack(self, leg: Leg, pack: Pack, stream: Iterator[bytes], writes: Uploads, ahead: Ahead | None) -> None:
         key = pack_key(leg.manifest, pack)
         try:
             data = next(stream)
@@ -238,6 +243,8 @@ class Mirror:
         except (ObjectMissing, ObjectTruncated, WeightsError) as error:
             raise LegFailed(leg, error.message) from None
         writes.create(key, data)
+        if ahead is not None and ahead(leg, pack, data):
+            return
         if sum(map(len, self._remembered.values())) + len(data) <= _REMEMBERED_BYTES:
             self._remembered[pack.digest] = data
 

@@ -9,10 +9,12 @@ from rollmill.storage.objects import Objects
 from rollmill.types import Version
 from rollmill.weights import Channels, Follower, Mirror, Publisher, WeightStore
 from rollmill.weights import follower as follower_module
+from rollmill.weights import packs as packs_module
 from rollmill.weights import transfer as transfer_module
 from rollmill.weights.anchors import AnchorBuilder
+from rollmill.weights.store import pack_key
 from tests.storage.serving import Front, new_bucket, s3_options, s3_server, served
-from tests.weights.build import delta_pack, history, make_tensors, publish_line, same
+from tests.weights.build import delta_pack, history, make_tensors, publish_line, same, train_step
 
 
 @pytest.fixture(autouse=True)
@@ -293,3 +295,31 @@ def test_between_buckets(tmp_path: Path) -> None:
     assert [version.number for version in mirror.copy("rl").versions] == [2]
     assert Channels(away).get("live") == Version("rl", 1)
     assert same(WeightStore(away).load(Version("rl", 2)), versions[2])
+
+
+def test_a_delta_is_decoded_while_the_rest_of_it_is_on_its_way(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its last pack is missing at first: until then the version before is served, also to who asks for it again."""
+    monkeypatch.setattr(packs_module, "SMALLEST_PACK_BYTES", 1)
+    monkeypatch.setattr(packs_module, "RUN_BYTES", 1)
+    versions = publish_line(tmp_path / "home", 2)
+    follower = away_follower(str(tmp_path / "home"), tmp_path / "away")
+    versions.append(train_step(versions[1], 2))
+    assert (update := follower.poll()) is not None and update.policy.number == 1
+    manifest = Publisher(WeightStore(Objects.open(tmp_path / "home")), "rl").publish(2, versions[2])
+    assert manifest.delta is not None and len(manifest.delta.packs) > 2
+    last = tmp_path / "home" / pack_key(manifest, manifest.delta.packs[-1])
+    whole = last.read_bytes()
+    last.unlink()
+
+    assert follower.poll() is None
+    assert follower.problem is not None and "no object" in follower.problem
+    image = follower._course.image
+    assert image is not None and image.manifest is None  # half of it is the new version
+    served = follower.again()
+    assert served is not None and served.policy.number == 1 and same(served.tensors, versions[1])
+
+    last.write_bytes(whole)
+    follower.hint()
+    arrived = follower.poll()
+    assert arrived is not None and arrived.policy == manifest.policy and same(arrived.tensors, versions[2])
+    assert arrived.bytes <= manifest.delta.bytes

@@ -70,8 +70,8 @@ def collect(old: np.ndarray, new: np.ndarray) -> tuple[np.ndarray, np.ndarray, n
     kinds = (np.uint32, old.dtype, old.dtype)
     found = _buffer.room(old.size, *kinds)
     changed = 0
-    for (start, old_bits, old_words), (_, new_bits, new_words) in zip(_tiles(old), _tiles(new), strict=True):
-        changed = int(loops.collect(old_bits, new_bits, old_words, new_words, start, changed, *found))
+    for (start, old_bits, _), (_, new_bits, _) in zip(_tiles(old), _tiles(new), strict=True):
+        changed = int(loops.collect(old_bits, new_bits, start, changed, *found))
     _buffer.used(changed * (4 + 2 * old.itemsize))
     return found[0][:changed], found[1][:changed], found[2][:changed]
 
@@ -83,10 +83,8 @@ def collect_classed(
     totals = np.zeros(loops.MOST_CLASSES, dtype=np.uint32)
     found = _buffer.room(old.size, np.uint32, np.uint8, old.dtype, old.dtype)
     changed = 0
-    for (_, old_bits, old_words), (_, new_bits, new_words) in zip(_tiles(old), _tiles(new), strict=True):
-        changed = int(
-            loops.collect_classed(old_bits, new_bits, old_words, new_words, changed, units, table, totals, *found)
-        )
+    for (_, old_bits, old_words), (_, new_bits, _) in zip(_tiles(old), _tiles(new), strict=True):
+        changed = int(loops.collect_classed(old_bits, new_bits, old_words, changed, units, table, totals, *found))
     _buffer.used(changed * (5 + 2 * old.itemsize))
     members, classes, differences, values = (array[:changed] for array in found)
     ends = np.cumsum(np.bincount(classes, minlength=boundaries.size + 1))
@@ -104,8 +102,8 @@ def sparse_streams(old: np.ndarray, new: np.ndarray) -> tuple[int, list[np.ndarr
     most = old.size + old.size // SKIP + 2
     found = _buffer.room(most, np.uint8, np.uint8, np.uint32, old.dtype, old.dtype)
     state = np.zeros(5, dtype=np.uint64)
-    for (start, old_bits, old_words), (_, new_bits, new_words) in zip(_tiles(old), _tiles(new), strict=True):
-        loops.encode_sparse(old_bits, new_bits, old_words, new_words, start, state, *found)
+    for (start, old_bits, _), (_, new_bits, _) in zip(_tiles(old), _tiles(new), strict=True):
+        loops.encode_sparse(old_bits, new_bits, start, state, *found)
     _, changed, gap_size, odd, bits = map(int, state)
     gaps, signs, exceptions, differences, values = found
     if changed % 8:  # the last byte of signs is filled up with zeros

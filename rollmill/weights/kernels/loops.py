@@ -9,11 +9,13 @@ done without branches: a place is written down, and then kept or not.
 from __future__ import annotations
 
 import numpy as np
+from llvmlite import ir
 from numba import njit, uint8, uint32, uint64, uintp
 from numba.cpython.unsafe.numbers import trailing_zeros
+from numba.extending import intrinsic
 
 TILE_WORDS = 2048  # 16 KiB of the base and as much of the new elements: both stay in the first-level cache
-BLOCK_WORDS = 8
+BLOCK = 64  # bytes that are looked at together
 STRETCH = 8  # elements between two checkpoints of the counts of classes
 SEGMENT = 128  # elements after which those counts are added up: a count fits a byte
 SKIP = 255
@@ -45,62 +47,71 @@ def unordered(number, sign):
 # --- encoding: collect what changed, then write streams
 
 
+@intrinsic
+def changed_mask(context, old, new, index):
+    """A bit for each element of the block at `index` that changed, in as many vector instructions as a scan needs."""
+    lanes = 8 * BLOCK // old.dtype.bitwidth
+
+    def generate(context, builder, signature, arguments):
+        block = ir.VectorType(ir.IntType(old.dtype.bitwidth), lanes)
+        loaded = []
+        for kind, array in zip(signature.args[:2], arguments[:2], strict=True):
+            place = builder.gep(context.make_array(kind)(context, builder, array).data, [arguments[2]])
+            loaded.append(builder.load(builder.bitcast(place, block.as_pointer()), align=old.dtype.bitwidth // 8))
+        mask = builder.bitcast(builder.icmp_unsigned("!=", *loaded), ir.IntType(lanes))
+        return mask if lanes == 64 else builder.zext(mask, ir.IntType(64))
+
+    return uint64(old, new, uintp), generate
+
+
 @compiled
 def make_scratch(elements):
-    """What `find_changed` works with: flags and places of blocks, places of words; and what it finds."""
-    return (
-        np.empty(TILE_WORDS // BLOCK_WORDS, np.uint64),
-        np.empty(TILE_WORDS // BLOCK_WORDS, np.uint32),
-        np.empty(TILE_WORDS, np.uint32),
-        np.empty(uintp(TILE_WORDS) * (uintp(8) // width_of(elements)), np.uint32),
-    )
+    """What `find_changed` works with: masks and places of blocks; and what it finds, with room for one more."""
+    blocks = uintp(TILE_WORDS * 8 // BLOCK)
+    per_tile = uintp(TILE_WORDS * 8) // width_of(elements)
+    return np.empty(blocks, np.uint64), np.empty(blocks, np.uint32), np.empty(per_tile + uintp(1), np.uint32)
 
 
 @compiled
-def find_changed(old, old_words, new_words, first, scratch):
-    """The indices of the changed elements of the tile at word `first`, in the last scratch array. Returns how many.
+def find_changed(old, new, start, scratch):
+    """The indices of the changed elements of the tile at element `start`, in the last scratch array. Returns how many.
 
-    Three levels: blocks of 64 bytes and words, without branches; then the elements of a word, where mostly one changed.
+    The masks cost no more than reading does. Most blocks have no change, most others one or two: these take no branch.
     """
-    flags, blocks, words, found = scratch
-    per_word, lane_bits, lane = uintp(8) // width_of(old), uint64(8) * width_of(old), uint64(old.dtype.type(-1))
-    for block in range(uintp(TILE_WORDS // BLOCK_WORDS)):
-        differs = uint64(0)
-        place = first + block * uintp(BLOCK_WORDS)
-        for word in range(uintp(BLOCK_WORDS)):
-            differs |= old_words[place + word] ^ new_words[place + word]
-        flags[block] = differs
-    kept_blocks, kept_words, count = uintp(0), uintp(0), uintp(0)
-    for block in range(uintp(TILE_WORDS // BLOCK_WORDS)):
-        blocks[kept_blocks] = uint32(block)
-        kept_blocks += uintp(flags[block] != uint64(0))
-    for block in range(kept_blocks):
-        place = first + uintp(blocks[block]) * uintp(BLOCK_WORDS)
-        for word in range(uintp(BLOCK_WORDS)):
-            words[kept_words] = uint32(place + word)
-            kept_words += uintp(old_words[place + word] != new_words[place + word])
-    for word in range(kept_words):
-        place = uintp(words[word])
-        differs = old_words[place] ^ new_words[place]
-        while differs != uint64(0):
-            which = uint64(trailing_zeros(differs)) // lane_bits  # type: ignore[call-arg]
-            found[count] = uint32(place * per_word + uintp(which))
+    masks, blocks, found = scratch
+    per_block = uintp(BLOCK) // width_of(old)
+    for block in range(uintp(masks.size)):
+        masks[block] = changed_mask(old, new, start + block * per_block)  # type: ignore[call-arg]
+    kept, count = uintp(0), uintp(0)
+    for block in range(uintp(masks.size)):
+        blocks[kept] = uint32(block)
+        kept += uintp(masks[block] != uint64(0))
+    for which in range(kept):
+        mask, place = masks[blocks[which]], start + uintp(blocks[which]) * per_block
+        found[count] = uint32(place + uintp(trailing_zeros(mask)))  # type: ignore[call-arg]
+        mask &= mask - uint64(1)
+        found[count + uintp(1)] = uint32(place + uintp(trailing_zeros(mask)))
+        second = uint64(mask != uint64(0))
+        mask &= mask - second
+        count += uintp(1) + uintp(second)
+        while mask != uint64(0):
+            found[count] = uint32(place + uintp(trailing_zeros(mask)))
             count += uintp(1)
-            differs &= ~(lane << (which * lane_bits))
+            mask &= mask - uint64(1)
     return count
 
 
 @compiled
-def collect(old, new, old_words, new_words, offset, changed, indices, differences, values):
+def collect(old, new, offset, changed, indices, differences, values):
     """The changed elements: where (plus `offset`), by how much, and what they become. They are added to the `changed`
     ones that are there; returns how many there are then."""
     kind, width = old.dtype.type, width_of(old)
     sign = uint64(8) * width - uint64(1)
     scratch = make_scratch(old)
-    found = scratch[3]
+    found = scratch[2]
     changed = uintp(changed)
-    for first in range(uintp(0), uintp(old_words.size), uintp(TILE_WORDS)):
-        for which in range(find_changed(old, old_words, new_words, first, scratch)):
+    for start in range(uintp(0), uintp(old.size), uintp(TILE_WORDS * 8) // width):
+        for which in range(find_changed(old, new, start, scratch)):
             index = uintp(found[which])
             indices[changed] = uint32(uintp(offset) + index)
             differences[changed] = kind(ordered(uint64(new[index]), sign) - ordered(uint64(old[index]), sign))
@@ -121,7 +132,7 @@ def write_gap(gaps, place, gap):
 
 
 @compiled
-def encode_sparse(old, new, old_words, new_words, offset, state, gaps, signs, exceptions, differences, values):
+def encode_sparse(old, new, offset, state, gaps, signs, exceptions, differences, values):
     """Gaps and signs of what changed, and of the exceptions which they are, their differences and new elements.
 
     `state` goes from part to part of a chunk: the element behind the last change, changes, gap bytes, exceptions, and
@@ -130,11 +141,11 @@ def encode_sparse(old, new, old_words, new_words, offset, state, gaps, signs, ex
     kind, width = old.dtype.type, width_of(old)
     sign, full = uint64(8) * width - uint64(1), uint64(old.dtype.type(-1))
     scratch = make_scratch(old)
-    found = scratch[3]
+    found = scratch[2]
     behind, bits = uint64(state[0]), uint64(state[4])
     change, place, odd = uintp(state[1]), uintp(state[2]), uintp(state[3])
-    for first in range(uintp(0), uintp(old_words.size), uintp(TILE_WORDS)):
-        for which in range(find_changed(old, old_words, new_words, first, scratch)):
+    for start in range(uintp(0), uintp(old.size), uintp(TILE_WORDS * 8) // width):
+        for which in range(find_changed(old, new, start, scratch)):
             index = uintp(found[which])
             gap = uint64(offset) + uint64(index) - behind
             behind = uint64(offset) + uint64(index) + uint64(1)
@@ -242,20 +253,18 @@ def magnitude_byte(bits, width):
 
 
 @compiled
-def collect_classed(
-    old, new, old_words, new_words, changed, units, table, totals, members, classes, differences, values
-):
+def collect_classed(old, new, old_words, changed, units, table, totals, members, classes, differences, values):
     """Like `collect`, with the class of each change, and in `members` its place among the members of that class."""
     kind, width = old.dtype.type, width_of(old)
     sign = uint64(8) * width - uint64(1)
     scratch = make_scratch(old)
-    found = scratch[3]
+    found = scratch[2]
     before, checkpoints = make_counts(old)
     changed = uintp(changed)
     for first in range(uintp(0), uintp(old_words.size), uintp(TILE_WORDS)):
         start = first * (uintp(8) // width)
         count_members(old, old_words, first, units, totals, before, checkpoints)
-        for found_at in range(find_changed(old, old_words, new_words, first, scratch)):
+        for found_at in range(find_changed(old, new, start, scratch)):
             index = uintp(found[found_at])
             place = index - start
             which = uintp(table[magnitude_byte(uint64(old[index]), width)])
