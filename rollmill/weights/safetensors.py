@@ -70,25 +70,46 @@ def read_file(path: Path) -> dict[str, Stored]:
     return _tensors(path, header, data)
 
 
+class Entry(NamedTuple):
+    """A tensor to be written; its bytes are made when their turn comes."""
+
+    name: str
+    dtype: str  # in the file's words
+    shape: tuple[int, ...]
+    size: int  # bytes
+    width: int  # bytes of an element
+    pieces: Callable[[], Iterable[memoryview]]
+
+
 def write_file(file: BinaryIO, tensors: Mapping[str, HostTensor], advance: Advance = lambda _: None) -> None:
-    """The file for these tensors: the same bytes each time, and laid out as the reference implementation does it."""
-    names = sorted(tensors, key=lambda name: (-tensors[name].width, name))  # wide elements first keep all aligned
+    """The file for these tensors."""
+
+    def entry(name: str, tensor: HostTensor) -> Entry:
+        def pieces() -> list[memoryview]:
+            return [chunk.data for chunk in tensor.chunks()]
+
+        return Entry(name, DTYPES[tensor.dtype], tensor.shape, tensor.data.size, tensor.width, pieces)
+
+    write_entries(file, [entry(name, tensor) for name, tensor in tensors.items()], advance)
+
+
+def write_entries(file: BinaryIO, entries: Iterable[Entry], advance: Advance = lambda _: None) -> None:
+    """The same bytes each time, laid out as the reference implementation does it."""
+    ordered = sorted(entries, key=lambda entry: (-entry.width, entry.name))  # wide elements first keep all aligned
     # the metadata is what other loaders look for to tell a PyTorch checkpoint from others
     header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
     offset = 0
-    for name in names:
-        tensor = tensors[name]
-        stop = offset + tensor.data.size
-        header[name] = {"dtype": DTYPES[tensor.dtype], "shape": list(tensor.shape), "data_offsets": [offset, stop]}
-        offset = stop
+    for entry in ordered:
+        span = [offset, offset + entry.size]
+        header[entry.name] = {"dtype": entry.dtype, "shape": list(entry.shape), "data_offsets": span}
+        offset += entry.size
     text = json.dumps(header, separators=(",", ":"), ensure_ascii=False).encode()
     text += b" " * (-len(text) % 8)
-    file.write(len(text).to_bytes(8, "little"))
-    file.write(text)
-    for name in names:
-        for piece in tensors[name].chunks():
-            file.write(piece.data)
-            advance(piece.size)
+    file.write(len(text).to_bytes(8, "little") + text)
+    for entry in ordered:
+        for piece in entry.pieces():
+            file.write(piece)
+            advance(piece.nbytes)
 
 
 def _parse_header(path: Path, text: bytes) -> dict[str, Any]:

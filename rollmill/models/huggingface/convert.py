@@ -17,7 +17,6 @@ from rollmill.models.decoder import Decoder
 from rollmill.models.huggingface.config import Layout, read_layout
 from rollmill.models.huggingface.files import (
     CONFIG,
-    Entry,
     Files,
     companions,
     encode_json,
@@ -26,7 +25,7 @@ from rollmill.models.huggingface.files import (
     write_checkpoint,
 )
 from rollmill.models.huggingface.layouts import OUTER, Piece, pieces
-from rollmill.weights.safetensors import Stored
+from rollmill.weights.safetensors import Entry, Stored
 
 SHARD_BYTES = 5_000_000_000
 DTYPES: Mapping[str, torch.dtype] = {"BF16": torch.bfloat16, "F16": torch.float16, "F32": torch.float32}
@@ -105,17 +104,17 @@ def save_checkpoint(
             f"the model is not of the shape that {like / CONFIG} describes",
             hint="save it beside the config.json it was loaded with",
         )
-    saved = _saved_config(tree, model, layout)
+    saved = saved_config(tree, model.embedding.dtype, layout)
     if config is not None or saved != tree:
         kept[CONFIG] = encode_json(saved)
     entries = [_piece_entry(piece) for piece in pieces(layout, model.state_dict())]
     write_checkpoint(directory, entries, kept, shard_bytes)
 
 
-def _saved_config(tree: Mapping[str, Any], model: Decoder, layout: Layout) -> dict[str, Any]:
+def saved_config(tree: Mapping[str, Any], dtype: torch.dtype, layout: Layout) -> dict[str, Any]:
     """config.json, without what the saved files no longer are: quantised, of another dtype, with unused layers."""
     saved = {key: value for key, value in tree.items() if key != "quantization_config"}
-    name = str(model.embedding.dtype).removeprefix("torch.")
+    name = str(dtype).removeprefix("torch.")
     if saved.get("dtype", saved.get("torch_dtype")) != name:
         saved["dtype" if "dtype" in saved else "torch_dtype"] = name
     if layout.unused_layers:
@@ -126,10 +125,10 @@ def _saved_config(tree: Mapping[str, Any], model: Decoder, layout: Layout) -> di
 def tensor_entry(name: str, dtype: torch.dtype, shape: Sequence[int], produce: Callable[[], Tensor]) -> Entry:
     """A tensor to be written, rounded to `dtype`, that exists only while it is being written."""
 
-    def data() -> memoryview:
-        return produce().to("cpu", dtype).contiguous().view(-1).view(torch.uint8).numpy().data
+    def parts() -> list[memoryview]:
+        return [produce().to("cpu", dtype).contiguous().view(-1).view(torch.uint8).numpy().data]
 
-    return Entry(name, _NAMES[dtype], tuple(shape), math.prod(shape) * dtype.itemsize, dtype.itemsize, data)
+    return Entry(name, _NAMES[dtype], tuple(shape), math.prod(shape) * dtype.itemsize, dtype.itemsize, parts)
 
 
 def _piece_entry(piece: Piece) -> Entry:

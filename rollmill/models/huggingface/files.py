@@ -14,12 +14,12 @@ from __future__ import annotations
 import json
 import os
 import shutil
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from rollmill.errors import WeightsError
-from rollmill.weights.safetensors import Stored, read_file
+from rollmill.weights.safetensors import Entry, Stored, read_file, write_entries
 
 CONFIG, SINGLE, INDEX = "config.json", "model.safetensors", "model.safetensors.index.json"
 WEIGHT_SUFFIXES = (".safetensors", ".safetensors.index.json", ".bin", ".bin.index.json", ".pt", ".pth", ".gguf", ".h5")
@@ -31,17 +31,6 @@ class Files(NamedTuple):
     config: dict[str, Any]
     tensors: Mapping[str, Stored]
     shards: list[Path]
-
-
-class Entry(NamedTuple):
-    """A tensor to be written; its bytes are made when their turn comes."""
-
-    name: str
-    dtype: str  # in the file's words: BF16, F32, …
-    shape: tuple[int, ...]
-    size: int  # bytes
-    width: int  # bytes of an element
-    data: Callable[[], memoryview]
 
 
 def open_files(directory: Path) -> Files:
@@ -182,17 +171,6 @@ def _write_weights(directory: Path, shards: Sequence[Sequence[Entry]]) -> None:
 
 
 def _write_file(path: Path, entries: Sequence[Entry]) -> None:
-    """One tensor after another: what is written costs the memory of one tensor. Format: see weights.safetensors."""
-    ordered = sorted(entries, key=lambda entry: (-entry.width, entry.name))  # wide elements first keep all aligned
-    header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
-    offset = 0
-    for entry in ordered:
-        span = [offset, offset + entry.size]
-        header[entry.name] = {"dtype": entry.dtype, "shape": list(entry.shape), "data_offsets": span}
-        offset += entry.size
-    text = json.dumps(header, separators=(",", ":"), ensure_ascii=False).encode()
-    text += b" " * (-len(text) % 8)
+    """One tensor after another: what is written costs the memory of one tensor."""
     with path.open("wb") as file:
-        file.write(len(text).to_bytes(8, "little") + text)
-        for entry in ordered:
-            file.write(entry.data())
+        write_entries(file, entries)
