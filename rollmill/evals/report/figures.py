@@ -19,8 +19,8 @@ Keys are stable; a figure that a run did not produce is null. Rates are shares o
                                mean and worst step; tokens measured, left_out (those that could not be, by reason)
     drift                      the same figures for the weights trained from, which are newer than those that sampled:
                                how far the policy had moved; mask_fraction, ess, router_flip_rate (means)
-    weights                    versions, snapshots, deltas (a snapshot may have one too), full_bytes, delta_bytes,
-                               delta_ratio, density (share of values that changed), publish_seconds: means
+    weights                    of the trained line: versions, snapshots, deltas (a snapshot may have one too); means of
+                               full_bytes, delta_bytes, delta_ratio, density (share of changed values), publish_seconds
     engines                    by name: region, switches, switches_in_flight, pause_seconds (mean, max), time_to_engine
                                (mean, max), bytes, tokens_per_s
     pauses, restarts           count and total seconds of weight switches; processes that had to be started again
@@ -154,7 +154,7 @@ def figures(record: Record, *, name: str, seed: int | None, seconds: float | Non
         "staleness": _staleness(record.steps),
         "mismatch": _mismatch(record.steps),
         "drift": _drift(record.steps),
-        "weights": _weights(record.publishes),
+        "weights": _weights([one for one in record.publishes if one.get("line") == trained_line(record)]),
         "engines": _engines(record),
         "pauses": {"count": len(record.applies), "seconds": sum(column(record.applies, "pause_seconds"))},
         "restarts": len(record.restarts),

@@ -135,7 +135,7 @@ def _tiles(summary: Mapping[str, Any]) -> list[tuple[str, str, str]]:
         ("Staleness, mean", _or_dash(staleness["mean"]), f"at most {_or_dash(staleness['max'])} versions"),
         ("Delta, of full size", _or_dash(weights["delta_ratio"], True), f"{number(weights['deltas'])} deltas sent"),
         ("Weight switches", number(summary["pauses"]["count"]), f"{number(in_flight)} in mid-answer"),
-        ("Tokens/s", number(round(sum(speed))) if speed else "–", f"sampled by {len(speed)} engines"),
+        ("Tokens/s", number(round(sum(speed))) if speed else "–", f"sampled, engines: {len(speed)}"),
         ("Restarts", number(summary["restarts"]), "of processes"),
         ("Seed", "–" if summary["seed"] is None else str(summary["seed"]), ""),
     ]
