@@ -31,13 +31,14 @@ class Check(NamedTuple):
 def doctor() -> None:
     """Check this machine: what is there, what is missing, the remedy. Exit code 1 if something needed is missing."""
     from rich.console import Console
+    from rich.markup import escape
     from rich.table import Table
 
     checks = [check for probe in PROBES for check in probe()]
     table = Table("", "check", "found", "remedy")
     marks = {"ok": "[green]ok[/]", "warn": "[yellow]warn[/]", "missing": "[red]missing[/]"}
     for check in checks:
-        table.add_row(marks[check.status], check.name, check.found, check.remedy)
+        table.add_row(marks[check.status], *map(escape, (check.name, check.found, check.remedy)))
     Console().print(table)
     if any(check.status == "missing" for check in checks):
         raise typer.Exit(1)
@@ -59,6 +60,27 @@ def _torch() -> list[Check]:
     if (major, minor) < (2, 11):
         return [Check("torch", "missing", version, "`pip install 'torch>=2.11'`")]
     return [Check("torch", "ok", version)]
+
+
+def _gpu() -> list[Check]:
+    """Asked for in a process of its own: torch takes seconds, and a broken driver may end it."""
+    if importlib.util.find_spec("torch") is None:
+        return []
+    ask = (
+        "import torch; found = [torch.cuda.get_device_properties(n) for n in range(torch.cuda.device_count())]; "
+        "print(', '.join(f'{each.name}, {each.total_memory / (1 << 30):.0f} GiB' for each in found))"
+    )
+    asked = subprocess.run([sys.executable, "-c", ask], capture_output=True, text=True, check=False)
+    found = asked.stdout.strip()
+    if asked.returncode != 0:
+        return [Check("GPU", "warn", (asked.stderr.strip().splitlines() or ["no answer"])[-1], "look at `nvidia-smi`")]
+    if not found:
+        there = Path("/dev/nvidia0").exists()
+        remedy = "torch is built without CUDA, or for a newer driver" if there else ""
+        return [Check("GPU", "warn" if there else "ok", "none: models compute on the CPU", remedy)]
+    if importlib.util.find_spec("triton") is None:
+        return [Check("GPU", "missing", found, "its kernels need triton: `pip install triton`, or set device = 'cpu'")]
+    return [Check("GPU", "ok", found)]
 
 
 def _processors() -> list[Check]:
@@ -152,6 +174,7 @@ def _git() -> list[Check]:
 PROBES: tuple[Callable[[], list[Check]], ...] = (
     _python,
     _torch,
+    _gpu,
     _processors,
     _memory,
     _disk,
