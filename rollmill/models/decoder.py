@@ -15,9 +15,10 @@ from rollmill.errors import TrainingError
 from rollmill.models.attention import Attend
 from rollmill.models.checkpointing import run_layer
 from rollmill.models.config import ModelConfig
-from rollmill.models.kernels.fused import add_linear, add_swiglu_linear, norm_fork, norm_linear, rotate_heads
+from rollmill.models.kernels.fused import norm_fork, remade_gate_up, rotate_heads
 from rollmill.models.latent import LatentProjection
 from rollmill.models.moe import MLP, MixtureOfExperts, Replay, Routing
+from rollmill.models.products import products
 from rollmill.models.rope import angle_table, score_scale
 
 
@@ -33,8 +34,9 @@ class DecoderOutput:
 
 
 class Layer(nn.Module):
-    def __init__(self, config: ModelConfig, index: int, dtype: torch.dtype) -> None:
+    def __init__(self, config: ModelConfig, index: int, dtype: torch.dtype, form: str) -> None:
         super().__init__()
+        self._products = products(form)
         self._index, self._eps, self._score_scale = index, config.norm_eps, score_scale(config)
         self._heads, self._kv_heads, self._dim = config.heads, config.kv_heads, config.head_dim
 
@@ -42,7 +44,7 @@ class Layer(nn.Module):
             return nn.Parameter(torch.empty(*shape, dtype=dtype))
 
         self.attention_norm = empty(config.width)
-        self.latent = None if config.latent is None else LatentProjection(config, dtype)
+        self.latent = None if config.latent is None else LatentProjection(config, dtype, form)
         if config.latent is None:
             rows = (config.heads + 2 * config.kv_heads) * config.head_dim
             self.qkv = empty(rows, config.width)
@@ -53,9 +55,9 @@ class Layer(nn.Module):
         self.output_bias = empty(config.width) if config.output_bias else None
         self.mlp_norm = empty(config.width)
         self.mlp: nn.Module = (
-            MixtureOfExperts(config, config.mixtures_before(index), dtype)
+            MixtureOfExperts(config, config.mixtures_before(index), dtype, form)
             if config.is_mixture(index)
-            else MLP(config.width, config.mlp_width, dtype)
+            else MLP(config.width, config.mlp_width, dtype, form)
         )
 
     @property
@@ -70,7 +72,7 @@ class Layer(nn.Module):
 
     def attend(self, x_NW: Tensor, angles: tuple[Tensor, Tensor], attend: Attend) -> Tensor:
         if self.latent is None:
-            qkv, x_NW = norm_linear(x_NW, self.attention_norm, self._eps, self.qkv, self.qkv_bias)
+            qkv, x_NW = self._products.norm_linear(x_NW, self.attention_norm, self._eps, self.qkv, self.qkv_bias)
             norms = None if self.q_norm is None or self.k_norm is None else (self.q_norm, self.k_norm)
             heads = (self._heads, self._kv_heads, self._dim)
             q_NHD, k_NKD, v_NKD = rotate_heads(qkv, angles, heads, norms, self._eps)
@@ -79,28 +81,31 @@ class Layer(nn.Module):
             q_NHD, k_NKD, v_NKD = self.latent(normal_NW, angles)
         if self._score_scale != 1.0:
             q_NHD = q_NHD * self._score_scale
-        return add_linear(x_NW, attend(self._index, q_NHD, k_NKD, v_NKD), self.output, self.output_bias)
+        attended = attend(self._index, q_NHD, k_NKD, v_NKD)
+        return self._products.add_linear(x_NW, attended, self.output, self.output_bias)
 
     def mix(self, x_NW: Tensor, replay: Replay | None) -> tuple[Tensor, Routing | None]:
         if isinstance(self.mlp, MixtureOfExperts):
-            normal_NW, x_NW = norm_fork(x_NW, self.mlp_norm, self._eps)
+            normal_NW, x_NW = norm_fork(x_NW, self.mlp_norm, self._eps, copy=False)
             out_NW, routing = self.mlp(normal_NW, replay)
             return x_NW + out_NW, routing
         assert isinstance(self.mlp, MLP)
-        gate_up, x_NW = norm_linear(x_NW, self.mlp_norm, self._eps, self.mlp.gate_up)
-        return add_swiglu_linear(x_NW, gate_up, self.mlp.down), None
+        gate_up, x_NW = self._products.norm_linear(x_NW, self.mlp_norm, self._eps, self.mlp.gate_up)
+        return self._products.add_swiglu_linear(x_NW, gate_up, self.mlp.down), None
 
 
 class Decoder(nn.Module):
     _cos: Tensor
     _sin: Tensor
 
-    def __init__(self, config: ModelConfig, dtype: torch.dtype = torch.float32) -> None:
+    def __init__(self, config: ModelConfig, dtype: torch.dtype = torch.float32, form: str = "bf16") -> None:
+        """`form`: what the weights are served as. With a quantised one, layers multiply by its rules."""
         super().__init__()
-        self.config = config
+        self.config, self.form = config, form
         self.recompute_every = 0  # see models.checkpointing
+        self.recompute_gate_up = False  # see models.kernels.fused
         self.embedding = nn.Parameter(torch.empty(config.vocab_size, config.width, dtype=dtype))
-        self.layers = nn.ModuleList(Layer(config, index, dtype) for index in range(config.layers))
+        self.layers = nn.ModuleList(Layer(config, index, dtype, form) for index in range(config.layers))
         self.norm = nn.Parameter(torch.empty(config.width, dtype=dtype))
         self.head = (
             None if config.tie_embeddings else nn.Parameter(torch.empty(config.vocab_size, config.width, dtype=dtype))
@@ -130,14 +135,16 @@ class Decoder(nn.Module):
     ) -> DecoderOutput:
         """`attend` also decides which tokens see which; `replay` forces recorded experts (see models.moe)."""
         self._check_replay(replay, tokens_N)
+        replay = None if replay is None else replay.to(tokens_N.device)
         angles = (self._cos.index_select(0, positions_N), self._sin.index_select(0, positions_N))
         x_NW = nn.functional.embedding(tokens_N, self.embedding)
         routings: list[Routing] = []
-        for number, layer in enumerate(self.layers):
-            x_NW, routing = run_layer(layer, number, self.recompute_every, x_NW, angles, attend, replay)
-            if routing is not None:
-                routings.append(routing)
-        return DecoderOutput(norm_fork(x_NW, self.norm, self.config.norm_eps)[0], routings)
+        with remade_gate_up(self.recompute_gate_up):
+            for number, layer in enumerate(self.layers):
+                x_NW, routing = run_layer(layer, number, self.recompute_every, x_NW, angles, attend, replay)
+                if routing is not None:
+                    routings.append(routing)
+        return DecoderOutput(norm_fork(x_NW, self.norm, self.config.norm_eps, copy=False)[0], routings)
 
     def _check_replay(self, replay: Replay | None, tokens_N: Tensor) -> None:
         expected = (tokens_N.shape[0], self.config.moe_layers, self.config.experts_per_token)

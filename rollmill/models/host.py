@@ -1,27 +1,35 @@
 """Between a model's parameters and the host bytes a version is served as.
 
 The trainer publishes `to_host(model.state_dict())`; engines load exactly those bytes. Parameters may be kept in a wider
-type than the form: every bf16 value is exact in FP32, so loading and exporting again gives the same bytes.
+type than the form: every bf16 value is exact in FP32, so loading and exporting again gives the same bytes. Forms that
+are codes with scales go through models.quantize, with the same guarantee.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor, nn
 
 from rollmill.errors import WeightsError
+from rollmill.weights.audit import audit_host
 from rollmill.weights.manifest import TensorEntry, describe, root_digest
 from rollmill.weights.tensors import HostTensor
 
 _PIECE = 1 << 23  # elements
 _KEPT_WIDE = ".router.bias"
 DTYPES: Mapping[str, torch.dtype] = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
+_CODES = ("fp8_e4m3", "fp4x2")  # what only tensors of quantised forms are
 
 
 def to_host(state: Mapping[str, Tensor], form: str = "bf16") -> dict[str, HostTensor]:
     """The bytes of `form`, rounded to nearest where parameters are wider."""
+    if is_quantised(form):
+        from rollmill.models.quantize import quantise_state
+
+        return quantise_state(state, form)
     tensors = {}
     for name, tensor in state.items():
         # what decides between experts is never rounded: engine and trainer would choose different ones
@@ -35,6 +43,11 @@ def to_host(state: Mapping[str, Tensor], form: str = "bf16") -> dict[str, HostTe
 @torch.no_grad()
 def load_host(model: nn.Module, tensors: Mapping[str, HostTensor], changed: Iterable[str] | None = None) -> None:
     """Copy host bytes into the parameters, only those of `changed` if given. Nothing is touched unless all fit."""
+    if any(tensor.dtype in _CODES for tensor in tensors.values()):
+        from rollmill.models.quantize import dequantise_into
+
+        dequantise_into(model, tensors, changed)
+        return
     state = model.state_dict()
     check_layout(state, tensors)
     for name in state if changed is None else changed:
@@ -64,12 +77,49 @@ class Auditor:
         return root_digest(tuple(self._entries[name] for name in sorted(self._entries)))
 
 
+@dataclass(frozen=True)
+class HostFacts:
+    """What the host bytes of a version say: the digest that names it, and the audits a device copy must have."""
+
+    entries: Mapping[str, TensorEntry]
+    audits: Mapping[str, int]
+
+    @classmethod
+    def of(cls, tensors: Mapping[str, HostTensor]) -> HostFacts:
+        audits = {name: audit_host(tensor.data, tensor.width) for name, tensor in tensors.items()}
+        return cls({entry.name: entry for entry in describe(tensors)}, audits)
+
+    def after(self, tensors: Mapping[str, HostTensor], changed: Iterable[str]) -> HostFacts:
+        """Of the version that follows, where only `changed` have other bytes: nothing else is read."""
+        new = HostFacts.of({name: tensors[name] for name in changed})
+        return HostFacts({**self.entries, **new.entries}, {**self.audits, **new.audits})
+
+    @property
+    def digest(self) -> str:
+        return root_digest(tuple(self.entries[name] for name in sorted(self.entries)))
+
+
 @torch.no_grad()
-def round_to_form_(parameters: Iterable[Tensor], form: str = "bf16") -> None:
-    """Round in place to the values that will be served, so that trainer and engine compute with the same weights."""
+def round_to_form_(parameters: Iterable[Tensor] | Iterable[tuple[str, Tensor]], form: str = "bf16") -> None:
+    """Round in place to the values that will be served, so that trainer and engine compute with the same weights.
+    A quantised form must know their names: only some of them are quantised."""
+    named = [item if isinstance(item, tuple) else ("", item) for item in parameters]
+    if is_quantised(form):
+        from rollmill.models.quantize import round_parameters_
+
+        assert all(name for name, _ in named), "pairs of name and parameter"
+        round_parameters_(named, form)
+        return
     dtype = _dtype(form)
-    for parameter in parameters:
+    for _, parameter in named:
         parameter.copy_(parameter.to(dtype))
+
+
+def is_quantised(form: str) -> bool:
+    """Whether a form's bytes are codes with scales."""
+    from rollmill.models import quantize
+
+    return quantize.is_quantised(form)
 
 
 def _dtype(form: str) -> torch.dtype:

@@ -10,18 +10,19 @@ from __future__ import annotations
 
 import torch
 from torch import Tensor, nn
-from torch.nn.functional import linear
 
 from rollmill.models.config import ModelConfig
 from rollmill.models.kernels.elementwise import rms_norm, rotate
+from rollmill.models.products import products
 
 NORM_EPS = 1e-6  # of the latent norms in every published checkpoint, whatever the model's own norm_eps is
 
 
 class LatentProjection(nn.Module):
-    def __init__(self, config: ModelConfig, dtype: torch.dtype) -> None:
+    def __init__(self, config: ModelConfig, dtype: torch.dtype, form: str = "bf16") -> None:
         super().__init__()
         assert config.latent is not None
+        self._products = products(form)
         self._shape, self._heads = config.latent, config.heads
         queries, rank = config.heads * config.head_dim, config.latent.q_rank
         if rank is None:
@@ -38,7 +39,7 @@ class LatentProjection(nn.Module):
 
     def forward(self, x_NW: Tensor, angles: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor, Tensor]:
         """q and k [N, heads, D], rotated, and v [N, heads, value_dim]."""
-        shape, tokens = self._shape, x_NW.shape[0]
+        shape, tokens, linear = self._shape, x_NW.shape[0], self._products.linear
         q_NHD = self._queries(x_NW).view(tokens, self._heads, -1)
         q_plain, q_rope = q_NHD.split((shape.plain_dim, shape.rope_dim), dim=2)
         latent_NC, k_rope = linear(x_NW, self.kv_down).split((shape.kv_rank, shape.rope_dim), dim=1)
@@ -49,6 +50,7 @@ class LatentProjection(nn.Module):
         return q_NHD, torch.cat((k_plain, k_rope), dim=2), v_NHE
 
     def _queries(self, x_NW: Tensor) -> Tensor:
+        linear = self._products.linear
         if self._shape.q_rank is None:
             return linear(x_NW, self.q)
         return linear(rms_norm(linear(x_NW, self.q_down), self.q_norm, NORM_EPS), self.q_up)

@@ -15,8 +15,9 @@ from torch import Tensor, nn
 from rollmill.models.config import ModelConfig
 from rollmill.models.kernels.elementwise import swiglu
 from rollmill.models.kernels.fused import exact_linear
-from rollmill.models.kernels.grouped import experts, groups
-from rollmill.models.kernels.rows import combine_rows, dispatch_rows, grouped_linear
+from rollmill.models.kernels.grouped import groups
+from rollmill.models.kernels.rows import combine_rows, dispatch_rows
+from rollmill.models.products import products
 from rollmill.models.replay import plausible_routes
 
 
@@ -27,6 +28,12 @@ class Replay:
     routes: Tensor  # integer [N, moe layers, k], top-k order
     valid: Tensor  # bool [N]; elsewhere the router runs live
     plausibility: float = 0.0  # the ratio of models.replay's filter; 0 replays everything as recorded
+
+    def to(self, device: torch.device) -> Replay:
+        """Routes travel in the type they were recorded in, the smallest; a layer widens its own."""
+        if self.routes.device == device and self.valid.device == device:
+            return self
+        return Replay(self.routes.to(device), self.valid.to(device), self.plausibility)
 
 
 @dataclass(frozen=True)
@@ -99,7 +106,7 @@ class Router(nn.Module):
         if replay is not None:
             recorded_Nk = replay.routes[:, self._moe_layer].long()
             if replay.plausibility > 0:
-                recorded_Nk = plausible_routes(recorded_Nk, live_Nk, scores_NE, replay.plausibility)
+                recorded_Nk = plausible_routes(recorded_Nk, live_Nk, scores_NE, replay.plausibility, self.bias)
             chosen_Nk = torch.where(replay.valid.unsqueeze(1), recorded_Nk, live_Nk)
         weights_Nk = scores_NE.gather(1, chosen_Nk)
         if self._normalised:
@@ -123,27 +130,28 @@ class Router(nn.Module):
 
 
 class MixtureOfExperts(nn.Module):
-    def __init__(self, config: ModelConfig, moe_layer: int, dtype: torch.dtype) -> None:
+    def __init__(self, config: ModelConfig, moe_layer: int, dtype: torch.dtype, form: str = "bf16") -> None:
         super().__init__()
+        self._products = products(form)
         experts, width, inner = config.experts, config.width, config.expert_width
         self.router = Router(config, moe_layer, dtype)
         # [in, out], unlike the dense layers: with the few rows an expert gets while decoding, BLAS would spend most of
         # its time turning a transposed right side round
         self.gate_up = nn.Parameter(torch.empty(experts, width, 2 * inner, dtype=dtype))
         self.down = nn.Parameter(torch.empty(experts, inner, width, dtype=dtype))
-        self.shared = MLP(width, config.shared_experts * inner, dtype) if config.shared_experts else None
+        self.shared = MLP(width, config.shared_experts * inner, dtype, form) if config.shared_experts else None
 
     def forward(self, x_NW: Tensor, replay: Replay | None) -> tuple[Tensor, Routing]:
         routing, weights_Nk = self.router(x_NW, replay)
-        if groups(x_NW, self.gate_up, self.down):
-            out_NW = experts(x_NW, weights_Nk, routing.chosen, self.gate_up, self.down)
-        else:
-            out_NW = self._experts(x_NW, weights_Nk, routing.chosen)
+        out_NW = self.through_experts(x_NW, weights_Nk, routing.chosen)
         if self.shared is not None:
             out_NW = out_NW + self.shared(x_NW)
         return out_NW, routing
 
-    def _experts(self, x_NW: Tensor, weights_Nk: Tensor, chosen_Nk: Tensor) -> Tensor:
+    def through_experts(self, x_NW: Tensor, weights_Nk: Tensor, chosen_Nk: Tensor) -> Tensor:
+        """Each token through the experts chosen of those here, weighted by its gate and summed in top-k order."""
+        if len(x_NW) and groups(x_NW, self.gate_up, self.down):
+            return self._products.experts(x_NW, weights_Nk, chosen_Nk, self.gate_up, self.down)
         # sorted by expert once; stable, so the order of a run's rows never depends on the sorter
         expert_R = chosen_Nk.flatten()
         order_R = expert_R.argsort(stable=True)
@@ -151,6 +159,7 @@ class MixtureOfExperts(nn.Module):
         place_Nk = torch.empty_like(order_R).index_copy_(0, order_R, rank_R).view_as(chosen_Nk)
         token_R = order_R // chosen_Nk.shape[1]
         counts = torch.bincount(expert_R, minlength=self.gate_up.shape[0]).tolist()
+        grouped_linear = self._products.grouped_linear
         rows = dispatch_rows(x_NW, token_R, place_Nk)
         rows = grouped_linear(swiglu(grouped_linear(rows, self.gate_up, counts)), self.down, counts)
         return combine_rows(rows, weights_Nk, token_R, place_Nk)
@@ -159,10 +168,12 @@ class MixtureOfExperts(nn.Module):
 class MLP(nn.Module):
     """SwiGLU: the dense layer, and the shared experts as one wide one."""
 
-    def __init__(self, width: int, inner: int, dtype: torch.dtype) -> None:
+    def __init__(self, width: int, inner: int, dtype: torch.dtype, form: str = "bf16") -> None:
         super().__init__()
+        self._products = products(form)
         self.gate_up = nn.Parameter(torch.empty(2 * inner, width, dtype=dtype))
         self.down = nn.Parameter(torch.empty(width, inner, dtype=dtype))
 
     def forward(self, x_NW: Tensor) -> Tensor:
-        return nn.functional.linear(swiglu(nn.functional.linear(x_NW, self.gate_up)), self.down)
+        linear = self._products.linear
+        return linear(swiglu(linear(x_NW, self.gate_up)), self.down)

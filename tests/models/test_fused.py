@@ -113,6 +113,19 @@ def test_recomputed_layers_give_the_same_bits(variant: str, every: int, device: 
     assert all(torch.equal(gradient, gradients_again[name]) for name, gradient in gradients.items())
 
 
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
+@pytest.mark.parametrize("variant", ["dense", "dense with biases", "mixture with shared experts"])
+def test_gate_up_made_again_gives_the_same_bits(variant: str):
+    model = Decoder(decoder(variant).config, torch.bfloat16)
+    model.load_state_dict(decoder(variant).state_dict())
+    model = model.cuda()
+    hidden, gradients = run(model)
+    model.recompute_gate_up = True
+    again, gradients_again = run(model)
+    assert torch.equal(hidden, again)
+    assert all(torch.equal(gradient, gradients_again[name]) for name, gradient in gradients.items())
+
+
 @pytest.mark.parametrize("experts", [4, 300])
 def test_rows_sorted_by_expert(experts: int):
     chosen = torch.stack([torch.randperm(experts)[:3] for _ in range(50)])

@@ -6,7 +6,8 @@ import torch
 
 from rollmill.errors import WeightsError
 from rollmill.models.decoder import Decoder
-from rollmill.models.host import device_digest, load_host, round_to_form_, to_host
+from rollmill.models.host import HostFacts, device_digest, load_host, round_to_form_, to_host
+from rollmill.models.kernels.audit import audit
 from rollmill.weights.manifest import describe, root_digest
 from rollmill.weights.tensors import HostTensor
 from tests.models.reference import TINY, make_decoder
@@ -84,3 +85,28 @@ def test_the_bias_of_the_router_is_never_rounded() -> None:
     for name, bias in biases.items():
         assert torch.equal(other.state_dict()[name], bias), name
     assert device_digest(other) == device_digest(model)
+
+
+def test_what_host_bytes_say_is_what_a_copy_has() -> None:
+    model = make_decoder()
+    tensors = to_host(model.state_dict())
+    facts = HostFacts.of(tensors)
+    assert facts.digest == root_digest(describe(tensors))
+    round_to_form_(model.parameters())
+    assert facts.audits == {name: audit(tensor, torch.bfloat16) for name, tensor in model.state_dict().items()}
+    bits = tensors["norm"].data.copy()
+    bits[3] ^= 1
+    following = {**tensors, "norm": HostTensor("bf16", tensors["norm"].shape, bits)}
+    after = facts.after({"norm": following["norm"]}, ["norm"])
+    assert after == HostFacts.of(following)
+    assert after.digest != facts.digest
+
+
+@pytest.mark.parametrize("form", ["fp8", "nvfp4"])
+def test_quantised_bytes_come_back_as_they_were(form: str) -> None:
+    trainer, engine = make_decoder(), Decoder(TINY, torch.float32, form)
+    round_to_form_(trainer.named_parameters(), form)
+    tensors = to_host(trainer.state_dict(), form)
+    load_host(engine, tensors)
+    assert all(torch.equal(a, b) for a, b in zip(trainer.parameters(), engine.parameters(), strict=True))
+    assert device_digest(engine, form) == root_digest(describe(tensors))

@@ -10,11 +10,16 @@ from tests.models.reference import TINY, make_decoder
 from tests.models.test_moe import TOKENS, _run
 
 
-def filtered(recorded: list[int], live: list[int], scores: dict[int, float], ratio: float) -> list[int]:
-    row = torch.zeros(1, 12)
+def filtered(
+    recorded: list[int], live: list[int], scores: dict[int, float], ratio: float, bias: dict[int, float] | None = None
+) -> list[int]:
+    row, added = torch.zeros(1, 12), torch.zeros(12)
     for expert, score in scores.items():
         row[0, expert] = score
-    return plausible_routes(torch.tensor([recorded]), torch.tensor([live]), row, ratio)[0].tolist()
+    for expert, amount in (bias or {}).items():
+        added[expert] = amount
+    routes = torch.tensor([recorded]), torch.tensor([live])
+    return plausible_routes(*routes, row, ratio, None if bias is None else added)[0].tolist()
 
 
 def test_worked_out_by_hand() -> None:
@@ -26,6 +31,64 @@ def test_worked_out_by_hand() -> None:
     assert filtered([9, 11, 10], live, scores, 0.5) == [7, 2, 5], "nothing is left: the live choice in its order"
     assert filtered([5, 2, 7], live, scores, 1.0) == [5, 2, 7], "the live set in another order keeps its order"
     assert filtered([2, 2, 7], live, scores, 0.5) == [2, 5, 7], "of an expert recorded twice the first stays"
+
+
+def test_with_a_bias_worked_out_by_hand() -> None:
+    """The live choice by score + bias is 7 [.90 − .50 = .40] and 2 [.05 + .35 = .40], so .40 is what is needed."""
+    scores = {7: 0.90, 2: 0.05, 5: 0.10, 4: 0.30, 9: 0.60, 8: 0.02}
+    bias = {7: -0.50, 2: 0.35, 5: 0.295, 9: -0.30, 8: 0.45}
+    live = [7, 2]
+    assert filtered([5, 7], live, scores, 0.9, bias) == [5, 7], "5 needs .105 and has .10: it lost by a hair"
+    assert filtered([5, 7], live, scores, 0.96, bias) == [2, 7], "and .96 of .105 is more than .10"
+    assert filtered([5, 7], [7, 9], scores, 0.5) == [9, 7], "by scores alone, half of .60 would be needed"
+    assert filtered([4, 7], live, scores, 0.7, bias) == [4, 7], "without a bias of its own 4 needs .40, and has .30"
+    assert filtered([9, 7], live, scores, 0.9, bias) == [2, 7], "9 has twice the score of 4, and needs .70"
+    assert filtered([8, 7], live, scores, 1.0, bias) == [8, 7], "the bias alone carries 8: it needs less than nothing"
+    assert filtered([2, 7], live, scores, 1.0, bias) == [2, 7], "the live choice is always plausible"
+
+
+def test_a_bias_that_makes_every_sum_negative_leaves_the_live_choice_alone() -> None:
+    scores = {7: 0.40, 2: 0.30, 5: 0.10, 4: 0.06}
+    bias = dict.fromkeys(range(12), -2.0)
+    assert filtered([2, 7, 5], [7, 2, 5], scores, 0.99, bias) == [2, 7, 5]
+    assert filtered([2, 4, 9], [7, 2, 5], scores, 0.5, bias) == [2, 4, 7], "the same for all, it changes nothing"
+
+
+def test_with_any_bias_the_live_choice_stands() -> None:
+    """(s + b) − b is not s after rounding; the live choice must not lose an expert over that."""
+    generator = torch.Generator().manual_seed(0)
+    scores, bias = torch.rand(2000, 16, generator=generator), torch.randn(16, generator=generator)
+    live = (scores + bias).topk(4, dim=1).indices
+    assert torch.equal(plausible_routes(live, live, scores, 1.0, bias), live)
+    worst = (scores + bias).topk(3, dim=1, largest=False).indices
+    recorded = torch.cat((live[:, 3:], worst), 1)
+    expected = torch.cat((live[:, 3:], live[:, :3]), 1)
+    assert torch.equal(plausible_routes(recorded, live, scores, 1.0, bias), expected), "the weakest keeps its place"
+
+
+@pytest.mark.parametrize("groups", [1, 3])
+def test_in_the_decoder_a_bias_decides_and_the_filter_knows(groups: int) -> None:
+    model = make_decoder(
+        TINY.model_copy(update={"gate": "sigmoid", "gate_bias": True, "experts": 6, "gate_groups": groups})
+    )
+    bias = torch.tensor([0.3, -0.1, 0.2, -0.1, 0.0, 0.1])
+    for layer in model.layers:
+        layer.mlp.router.bias.copy_(bias)
+    everywhere = torch.ones(TOKENS, dtype=torch.bool)
+    live = _run(model)
+    assert live.routes is not None
+    honest = _run(model, Replay(live.routes.to(torch.uint16), everywhere, plausibility=1.0))
+    assert torch.equal(honest.hidden, live.hidden) and torch.equal(honest.routes, live.routes)
+    damaged = live.routes.clone()
+    damaged[:, 0] = torch.tensor([3, 1])
+    routing = _run(model, Replay(damaged, everywhere, plausibility=0.9)).routings[0]
+    needed = (routing.scores + bias).gather(1, routing.live).amin(1, keepdim=True) - bias
+    kept = routing.scores[:, [3, 1]] >= 0.9 * needed[:, [3, 1]]
+    assert kept.any() and not kept.all()
+    assert (routing.chosen == torch.tensor([3, 1]))[kept].all(), "what is plausible keeps its place"
+    replaced = routing.chosen[~kept.any(1)]
+    assert torch.equal(replaced, routing.live[~kept.any(1)]), "where nothing is, the live choice stands"
+    assert torch.equal(routing.scores, live.routings[0].scores), "the gate's scores know nothing of the bias"
 
 
 def test_agrees_with_the_rule_spelled_out_and_never_repeats_an_expert() -> None:

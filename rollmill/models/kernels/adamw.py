@@ -1,4 +1,5 @@
-"""AdamW of a whole model in one launch: masters, moments and the served copy are read and written once.
+"""AdamW of a whole model in one launch: masters, moments and the served copy are read and written once. So are the sums
+of gradients, where a step has several passes.
 
 Addresses of all tensors are in a table on the device; a block of it works on 1024 elements of one of them. The length
 of the gradient stays on the device too: if it is not finite nothing is written, and nobody waited to find out.
@@ -6,7 +7,8 @@ of the gradient stays on the device too: if it is not finite nothing is written,
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import itertools
+from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
 import torch
@@ -83,8 +85,85 @@ def _adamw(
 _TYPES = {torch.float32: tl.float32, torch.bfloat16: tl.bfloat16, torch.float16: tl.float16}
 
 
+@triton.jit
+def _add(table_ptr, size_ptr, owner_ptr, first_ptr, tensors, GRAD: tl.constexpr, BLOCK: tl.constexpr):
+    block = tl.program_id(0)
+    owner = tl.load(owner_ptr + block)
+    start = (block - tl.load(first_ptr + owner)).to(tl.int64) * BLOCK
+    at, size = start + tl.arange(0, BLOCK), tl.load(size_ptr + owner)
+    sum_ptr, grad_ptr = _pointer(table_ptr, owner, tl.float32), _pointer(table_ptr, tensors + owner, GRAD)
+    if start + BLOCK <= size:
+        tl.store(sum_ptr + at, tl.load(sum_ptr + at) + tl.load(grad_ptr + at).to(tl.float32))
+    else:
+        inside = at < size
+        total = tl.load(sum_ptr + at, inside) + tl.load(grad_ptr + at, inside).to(tl.float32)
+        tl.store(sum_ptr + at, total, inside)
+
+
 def _aligned(tensor: Tensor) -> Tensor:
     return tensor.clone() if tensor.data_ptr() % _ALIGNED else tensor
+
+
+def _sent(numbers: Sequence[int] | Sequence[Sequence[int]], device: torch.device) -> Tensor:
+    """On the device, without waiting for it."""
+    tensor = torch.tensor(numbers)
+    return tensor.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else tensor
+
+
+class _Blocks:
+    """How tensors are cut: which of them each block is of, and the first block of each."""
+
+    def __init__(self, tensors: Sequence[Tensor]) -> None:
+        sizes = torch.tensor([tensor.numel() for tensor in tensors])
+        blocks = (sizes + _BLOCK - 1) // _BLOCK
+        device = tensors[0].device
+        self.count = int(blocks.sum())
+        self.sizes = sizes.to(device)
+        self.owners = torch.repeat_interleave(torch.arange(len(tensors)), blocks).int().to(device)
+        self.firsts = (blocks.cumsum(0) - blocks).int().to(device)
+
+
+class GradientSums:
+    """Adds parameters' gradients to FP32 sums. Where nothing has moved since the last time it is one launch."""
+
+    def __init__(self) -> None:
+        self._addresses: list[list[int]] = []
+        self._table: Tensor | None = None
+        self._sizes: list[int] = []
+        self._cut: _Blocks | None = None  # made anew only for other sizes: that waits for the device
+
+    def add(self, sums: dict[str, Tensor], parameters: Mapping[str, Tensor]) -> None:
+        """To `sums`, which begins as zeros where a name is new; the gradients are consumed."""
+        gradients: dict[str, Tensor] = {}
+        for name, parameter in parameters.items():
+            if parameter.grad is not None:
+                gradients[name] = _aligned(parameter.grad.contiguous())
+                parameter.grad = None
+        new = [name for name in gradients if name not in sums]
+        if new:
+            sums |= zip(new, _zeros([gradients[name] for name in new]), strict=True)
+        if not gradients:
+            return
+        (dtype,) = {gradient.dtype for gradient in gradients.values()}
+        columns = [sums[name] for name in gradients], list(gradients.values())
+        addresses = [[tensor.data_ptr() for tensor in column] for column in columns]
+        if addresses != self._addresses or self._table is None:
+            self._table, self._addresses = _sent(addresses, columns[0][0].device), addresses
+        sizes = [tensor.numel() for tensor in columns[0]]
+        if sizes != self._sizes or self._cut is None:
+            self._cut, self._sizes = _Blocks(columns[0]), sizes
+        cut = self._cut
+        _add[(cut.count,)](
+            self._table, cut.sizes, cut.owners, cut.firsts, len(gradients), GRAD=_TYPES[dtype], BLOCK=_BLOCK,
+            num_warps=8,
+        )  # fmt: skip
+
+
+def _zeros(like: Sequence[Tensor]) -> list[Tensor]:
+    """FP32, views of one tensor: one allocation and one launch, and the same addresses step after step."""
+    starts = [0, *itertools.accumulate(-(-tensor.numel() // _BLOCK) * _BLOCK for tensor in like)]
+    flat = torch.zeros(starts[-1], dtype=torch.float32, device=like[0].device)
+    return [flat[start : start + tensor.numel()].view_as(tensor) for start, tensor in zip(starts, like, strict=False)]
 
 
 class FusedAdamW:
@@ -92,18 +171,14 @@ class FusedAdamW:
 
     def __init__(self, groups: Sequence[Group], decays: Sequence[float], form: torch.dtype) -> None:
         self._groups, self._form = list(groups), form
+        self.sums = GradientSums()
         self._device = groups[0].master.device
-        sizes = [group.master.numel() for group in groups]
-        blocks = torch.tensor([-(-size // _BLOCK) for size in sizes])
-        self._blocks = int(blocks.sum())
+        self._cut = _Blocks([group.master for group in groups])
         addresses = [[tensor.data_ptr() for tensor in column] for column in zip(*groups, strict=True)]
         assert not any(address % _ALIGNED for column in addresses for address in column)
         self._table = torch.tensor([*addresses, addresses[0]]).to(self._device)
         self._addresses: list[int] = []  # of the gradients in the table
-        self._sizes = torch.tensor(sizes).to(self._device)
         self._decays = torch.tensor(decays, dtype=torch.float32).to(self._device)
-        self._owners = torch.repeat_interleave(torch.arange(len(sizes)), blocks).int().to(self._device)
-        self._firsts = (blocks.cumsum(0) - blocks).int().to(self._device)
 
     def step(
         self, gradients: Sequence[Tensor], norm: Tensor, lr: float, updates: int, config: tuple[float, ...]
@@ -115,15 +190,14 @@ class FusedAdamW:
         assert all(gradient.dtype == dtype for gradient in gradients)
         addresses = [gradient.data_ptr() for gradient in gradients]
         if addresses != self._addresses:
-            column = torch.tensor(addresses)
-            self._table[4].copy_(column.pin_memory() if self._device.type == "cuda" else column, non_blocking=True)
+            self._table[4] = _sent(addresses, self._device)
             self._addresses = addresses
-        _adamw[(self._blocks,)](
+        _adamw[(self._cut.count,)](
             self._table,
-            self._sizes,
+            self._cut.sizes,
             self._decays,
-            self._owners,
-            self._firsts,
+            self._cut.owners,
+            self._cut.firsts,
             norm,
             lr,
             beta_mean,

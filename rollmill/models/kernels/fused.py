@@ -7,13 +7,18 @@ activations) is made again in the backward pass, in a kernel that reads its inpu
     kept a token and layer, in elements      plain                    fused
     attention                                x n qkv q k a            x qkv a         (n normalised, a attended)
     dense layer                              x n gate_up s h          x gate_up       (s sigmoid, h activation)
+    the same in `remade_gate_up`                                      x
 
 `fork` is how a residual stream goes on beside a branch: it returns its input as a second output, whose gradient then
-arrives where the branch's does and is added there instead of in a pass of its own.
+arrives where the branch's does and is added there instead of in a pass of its own. The output is a copy, written by the
+norm that reads the row anyway, so that the product at the branch's end can add to it in place.
 """
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
 from typing import Any
 
 import torch
@@ -27,6 +32,18 @@ from rollmill.models.kernels.call import call
 
 Angles = tuple[Tensor, Tensor]  # cos and sin, FP32 [N, 1, D/2]
 
+_remakes: ContextVar[bool] = ContextVar("remakes", default=False)
+
+
+@contextmanager
+def remade_gate_up(wanted: bool) -> Iterator[None]:
+    """Forward passes in here need not keep gate_up, half of what a dense layer keeps: one product makes it again."""
+    token = _remakes.set(wanted)
+    try:
+        yield
+    finally:
+        _remakes.reset(token)
+
 
 def fuses(x: Tensor) -> bool:
     return x.is_cuda and has_triton(x.device)
@@ -34,28 +51,29 @@ def fuses(x: Tensor) -> bool:
 
 class _NormFork(Function):
     @staticmethod
-    def forward(ctx: Any, x_NW: Tensor, norm_W: Tensor, eps: float) -> tuple[Tensor, Tensor]:
+    def forward(ctx: Any, x_NW: Tensor, norm_W: Tensor, eps: float, copy: bool) -> tuple[Tensor, Tensor]:
         from rollmill.models.kernels.fused_triton import norm_forward
 
-        normal_NW, scale_N = norm_forward(x_NW, norm_W, eps)
+        copy_NW = x_NW.new_empty(x_NW.shape) if copy else None
+        normal_NW, scale_N = norm_forward(x_NW, norm_W, eps, copy_NW)
         ctx.save_for_backward(x_NW, norm_W, scale_N)
         ctx.set_materialize_grads(False)
-        return normal_NW, x_NW.view_as(x_NW)
+        return normal_NW, x_NW.view_as(x_NW) if copy_NW is None else copy_NW
 
     @staticmethod
-    def backward(ctx: Any, grad_NW: Tensor, skip_NW: Tensor | None) -> tuple[Tensor, Tensor, None]:
+    def backward(ctx: Any, grad_NW: Tensor, skip_NW: Tensor | None) -> tuple[Tensor | None, ...]:
         from rollmill.models.kernels.fused_triton import norm_backward
 
         x_NW, norm_W, scale_N = ctx.saved_tensors
         grad_x, grad_norm, _ = norm_backward(x_NW, norm_W, scale_N, grad_NW, skip_NW, normal=False)
-        return grad_x, grad_norm, None
+        return grad_x, grad_norm, None, None
 
 
-def norm_fork(x_NW: Tensor, norm_W: Tensor, eps: float) -> tuple[Tensor, Tensor]:
-    """(RMSNorm of x, x for the residual)."""
+def norm_fork(x_NW: Tensor, norm_W: Tensor, eps: float, *, copy: bool = True) -> tuple[Tensor, Tensor]:
+    """(RMSNorm of x, x for the residual: on CUDA a copy that may be added to in place, or x itself)."""
     if not fuses(x_NW):
         return elementwise.rms_norm(x_NW, norm_W, eps), x_NW
-    return call(_NormFork, x_NW, norm_W, eps)  # type: ignore[return-value]
+    return call(_NormFork, x_NW, norm_W, eps, copy)  # type: ignore[return-value]
 
 
 class _NormLinear(Function):
@@ -65,60 +83,82 @@ class _NormLinear(Function):
     ) -> tuple[Tensor, Tensor]:
         from rollmill.models.kernels.fused_triton import norm_forward
 
-        normal_NW, scale_N = norm_forward(x_NW, norm_W, eps)
+        copy_NW = x_NW.new_empty(x_NW.shape)
+        normal_NW, scale_N = norm_forward(x_NW, norm_W, eps, copy_NW)
         ctx.save_for_backward(x_NW, norm_W, scale_N, weight)
-        ctx.has_bias = bias is not None
+        ctx.has_bias, ctx.eps = bias is not None, eps
+        ctx.normal = None  # what `_again` makes
         ctx.set_materialize_grads(False)
-        return linear(normal_NW, weight, bias), x_NW.view_as(x_NW)
+        return linear(normal_NW, weight, bias), copy_NW
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor, skip_NW: Tensor | None) -> tuple[Tensor | None, ...]:
         from rollmill.models.kernels.fused_triton import norm_backward
 
         x_NW, norm_W, scale_N, weight = ctx.saved_tensors
-        grad_x, grad_norm, normal_NW = norm_backward(x_NW, norm_W, scale_N, grad @ weight, skip_NW, normal=True)
-        assert normal_NW is not None
+        made, ctx.normal = ctx.normal, None
+        grad_x, grad_norm, normal_NW = norm_backward(x_NW, norm_W, scale_N, grad @ weight, skip_NW, normal=made is None)
+        normal_NW = made if normal_NW is None else normal_NW
         return grad_x, grad_norm, None, grad.t() @ normal_NW, grad.sum(0) if ctx.has_bias else None
 
 
 def norm_linear(
     x_NW: Tensor, norm_W: Tensor, eps: float, weight: Tensor, bias: Tensor | None = None
 ) -> tuple[Tensor, Tensor]:
-    """(the linear map of x's RMSNorm, x for the residual)."""
+    """(the linear map of x's RMSNorm, x for the residual: on CUDA a copy, for `add_linear` to add to in place)."""
     if not fuses(x_NW):
         return linear(elementwise.rms_norm(x_NW, norm_W, eps), weight, bias), x_NW
     return call(_NormLinear, x_NW, norm_W, eps, weight, bias)  # type: ignore[return-value]
 
 
 def add_linear(x_NW: Tensor, y: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
-    """x + the linear map of y."""
-    if not fuses(x_NW) or bias is not None:
+    """x + the linear map of y. On CUDA in place: x is the copy that `norm_linear` or `norm_fork` made."""
+    if not fuses(x_NW):
         return x_NW + linear(y, weight, bias)
-    return torch.addmm(x_NW, y, weight.t())
+    x_NW.addmm_(y, weight.t())
+    return x_NW if bias is None else x_NW.add_(bias)
+
+
+def _again(node: Any) -> Tensor:
+    """What a `norm_linear` made, from the node it left in the graph."""
+    from rollmill.models.kernels.fused_triton import norm_forward
+
+    x_NW, norm_W, _, weight = node.saved_tensors
+    node.normal, _ = norm_forward(x_NW, norm_W, node.eps)
+    return linear(node.normal, weight)
 
 
 class _AddSwiGLULinear(Function):
+    """`maker` is the node of the `norm_linear` that made gate_up, where that is to make it again."""
+
     @staticmethod
-    def forward(ctx: Any, x_NW: Tensor, gate_up: Tensor, weight: Tensor) -> Tensor:
+    def forward(ctx: Any, x_NW: Tensor, gate_up: Tensor, weight: Tensor, maker: Any) -> Tensor:
         from rollmill.models.kernels.fused_triton import swiglu_forward
 
-        ctx.save_for_backward(gate_up, weight)
-        return torch.addmm(x_NW, swiglu_forward(gate_up), weight.t())
+        ctx.save_for_backward(None if maker else gate_up, weight)
+        ctx.maker = maker
+        ctx.mark_dirty(x_NW)
+        return x_NW.addmm_(swiglu_forward(gate_up), weight.t())
 
     @staticmethod
-    def backward(ctx: Any, grad_NW: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    def backward(ctx: Any, grad_NW: Tensor) -> tuple[Tensor | None, ...]:
         from rollmill.models.kernels.fused_triton import swiglu_backward
 
         gate_up, weight = ctx.saved_tensors
+        if gate_up is None:
+            gate_up = _again(ctx.maker)
         grad_gate_up, inner, _ = swiglu_backward(gate_up, grad_NW @ weight)
-        return grad_NW, grad_gate_up, grad_NW.t() @ inner
+        return grad_NW, grad_gate_up, grad_NW.t() @ inner, None
 
 
 def add_swiglu_linear(x_NW: Tensor, gate_up: Tensor, weight: Tensor) -> Tensor:
-    """x + the linear map of silu(gate) · up."""
+    """x + the linear map of silu(gate) · up. On CUDA in place, like `add_linear`."""
     if not fuses(x_NW):
         return x_NW + linear(elementwise.swiglu(gate_up), weight)
-    return call(_AddSwiGLULinear, x_NW, gate_up, weight)
+    maker = gate_up.grad_fn if _remakes.get() else None
+    if getattr(maker, "_forward_cls", None) is not _NormLinear or getattr(maker, "has_bias", False):
+        maker = None
+    return call(_AddSwiGLULinear, x_NW, gate_up, weight, maker)
 
 
 class _RotateHeads(Function):
@@ -126,7 +166,7 @@ class _RotateHeads(Function):
     def forward(
         ctx: Any, qkv: Tensor, angles: Angles, heads: tuple[int, int, int], q_norm: Any, k_norm: Any, eps: float
     ) -> tuple[Tensor, ...]:
-        from rollmill.models.kernels.fused_triton import rotate_heads
+        from rollmill.models.kernels.rotate_triton import rotate_heads
 
         norms = None if q_norm is None else (q_norm, k_norm)
         rotated = rotate_heads(qkv, *angles, heads, norms, eps)
@@ -137,7 +177,7 @@ class _RotateHeads(Function):
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        from rollmill.models.kernels.fused_triton import unrotate_heads
+        from rollmill.models.kernels.rotate_triton import unrotate_heads
 
         cos, sin, *rest = ctx.saved_tensors
         qkv, norms = (rest[0], (rest[1], rest[2])) if rest else (None, None)

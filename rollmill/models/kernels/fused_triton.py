@@ -6,16 +6,15 @@ rows are made of partial sums in a fixed order: nothing is added atomically.
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
-# Programs that each keep a partial sum over their rows: as many as an H200 has room for at once, by their registers six
-# or four for each of its 132 multiprocessors. A few more would run alone after the others.
-_NORM_PROGRAMS, _HEAD_PROGRAMS = 792, 528
+# Programs that each keep a partial sum over their rows: as many as an H200 has room for at once, by their registers so
+# many for each of its 132 multiprocessors. A few more would run alone after the others.
+_NORM_PROGRAMS = 132 * 12
+_NORM_WARPS, _NORM_ELEMENTS = 1, 1024
 
 
 def _block(width: int) -> int:
@@ -23,76 +22,109 @@ def _block(width: int) -> int:
 
 
 def _tile(width: int, elements: int) -> dict[str, int]:
-    """Rows a program takes at once, so that it has about so many elements in flight."""
-    block = _block(width)
-    return {"BLOCK": block, "ROWS": max(1, elements // block), "num_warps": 4 if block <= 4096 else 8}
+    """Rows a program takes at once, so that it has about so many elements in flight, and how it cuts them: into a
+    power of two and, where there is one, a rest. One block of 1024 for rows of 576 would leave half its threads idle.
+    """
+    block = _block(width + 1) // 2
+    rest = 0 if block == width else _block(width - block)
+    return {"BLOCK": block, "REST": rest, "ROWS": max(1, elements // block), "num_warps": 4 if block < 4096 else 8}
 
 
 @triton.jit
 def _norm_forward(
-    x_ptr, weight_ptr, out_ptr, scale_ptr, rows, width, stride, eps, BLOCK: tl.constexpr, ROWS: tl.constexpr
-):
+    x_ptr, weight_ptr, out_ptr, copy_ptr, scale_ptr, rows, width, stride, eps, COPY: tl.constexpr,
+    BLOCK: tl.constexpr, REST: tl.constexpr, ROWS: tl.constexpr,
+):  # fmt: skip
     row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
     column = tl.arange(0, BLOCK)
-    inside = (row < rows)[:, None] & (column < width)[None, :]
+    inside = (row < rows)[:, None]
     x = tl.load(x_ptr + row[:, None] * stride + column[None, :], inside, 0.0).to(tl.float32)
-    weight = tl.load(weight_ptr + column, column < width, 0.0).to(tl.float32)
-    scale = 1.0 / tl.sqrt(tl.sum(x * x, 1) / width + eps)
+    squares = tl.sum(x * x, 1)
+    if REST:
+        rest = BLOCK + tl.arange(0, REST)
+        in_rest = inside & (rest < width)[None, :]
+        y = tl.load(x_ptr + row[:, None] * stride + rest[None, :], in_rest, 0.0).to(tl.float32)
+        squares += tl.sum(y * y, 1)
+    scale = 1.0 / tl.sqrt(squares / width + eps)
     tl.store(scale_ptr + row, scale, row < rows)
-    out = x * scale[:, None] * weight[None, :]
-    tl.store(out_ptr + row[:, None] * width + column[None, :], out.to(out_ptr.dtype.element_ty), inside)
+    at = row[:, None] * width + column[None, :]
+    out = x * scale[:, None] * tl.load(weight_ptr + column).to(tl.float32)[None, :]
+    tl.store(out_ptr + at, out.to(out_ptr.dtype.element_ty), inside)
+    if COPY:
+        tl.store(copy_ptr + at, x.to(copy_ptr.dtype.element_ty), inside)
+    if REST:
+        at = row[:, None] * width + rest[None, :]
+        out = y * scale[:, None] * tl.load(weight_ptr + rest, rest < width, 0.0).to(tl.float32)[None, :]
+        tl.store(out_ptr + at, out.to(out_ptr.dtype.element_ty), in_rest)
+        if COPY:
+            tl.store(copy_ptr + at, y.to(copy_ptr.dtype.element_ty), in_rest)
 
 
-def norm_forward(x_NW: Tensor, weight_W: Tensor, eps: float) -> tuple[Tensor, Tensor]:
+def norm_forward(x_NW: Tensor, weight_W: Tensor, eps: float, copy_NW: Tensor | None = None) -> tuple[Tensor, Tensor]:
+    """(normalised rows, their scales); fills `copy` with x."""
     rows, width = x_NW.shape
     out_NW = torch.empty((rows, width), dtype=x_NW.dtype, device=x_NW.device)
     scale_N = torch.empty(rows, dtype=torch.float32, device=x_NW.device)
     tile = _tile(width, 4096)
     grid = (triton.cdiv(rows, tile["ROWS"]),)
-    _norm_forward[grid](x_NW, weight_W, out_NW, scale_N, rows, width, x_NW.stride(0), eps, **tile)
+    copy = out_NW if copy_NW is None else copy_NW
+    copies = copy_NW is not None
+    _norm_forward[grid](x_NW, weight_W, out_NW, copy, scale_N, rows, width, x_NW.stride(0), eps, COPY=copies, **tile)
     return out_NW, scale_N
 
 
 @triton.jit
-def _norm_backward(
-    x_ptr,
-    weight_ptr,
-    scale_ptr,
-    grad_ptr,
-    skip_ptr,
-    grad_x_ptr,
-    normal_ptr,
-    partial_ptr,
-    rows,
-    width,
-    stride,
-    SKIP: tl.constexpr,
+def _norm_columns(x, grad, weight, scale, projection, skip_at, grad_x_at, normal_at, inside, SKIP: tl.constexpr,
     NORMAL: tl.constexpr,
-    BLOCK: tl.constexpr,
-    ROWS: tl.constexpr,
-):
+):  # fmt: skip
+    """The second half of `_norm_backward`, for some of the columns; `x` is normalised."""
+    grad_x = (grad * weight[None, :] - x * projection) * scale
+    if SKIP:
+        grad_x += tl.load(skip_at, inside, 0.0).to(tl.float32)
+    tl.store(grad_x_at, grad_x.to(grad_x_at.dtype.element_ty), inside)
+    if NORMAL:
+        tl.store(normal_at, (x * weight[None, :]).to(normal_at.dtype.element_ty), inside)
+
+
+@triton.jit
+def _norm_backward(
+    x_ptr, weight_ptr, scale_ptr, grad_ptr, skip_ptr, grad_x_ptr, normal_ptr, partial_ptr, rows, width, stride,
+    SKIP: tl.constexpr, NORMAL: tl.constexpr, BLOCK: tl.constexpr, REST: tl.constexpr, ROWS: tl.constexpr,
+):  # fmt: skip
     column = tl.arange(0, BLOCK)
-    weight = tl.load(weight_ptr + column, column < width, 0.0).to(tl.float32)
-    partial = tl.zeros([BLOCK], tl.float32)
+    weight = tl.load(weight_ptr + column).to(tl.float32)
+    partial = tl.zeros([ROWS, BLOCK], tl.float32)
+    if REST:
+        rest = BLOCK + tl.arange(0, REST)
+        rest_weight = tl.load(weight_ptr + rest, rest < width, 0.0).to(tl.float32)
+        rest_partial = tl.zeros([ROWS, REST], tl.float32)
     for start in range(tl.program_id(0) * ROWS, rows, tl.num_programs(0) * ROWS):
-        row = (start + tl.arange(0, ROWS)).to(tl.int64)
-        inside = (row < rows)[:, None] & (column < width)[None, :]
-        at = row[:, None] * width + column[None, :]
-        x = tl.load(x_ptr + row[:, None] * stride + column[None, :], inside, 0.0).to(tl.float32)
+        row = (start + tl.arange(0, ROWS)).to(tl.int64)[:, None]
+        inside = row < rows
+        at = row * width + column[None, :]
+        scale = tl.load(scale_ptr + row, inside, 0.0)
+        x = tl.load(x_ptr + row * stride + column[None, :], inside, 0.0).to(tl.float32) * scale
         grad = tl.load(grad_ptr + at, inside, 0.0).to(tl.float32)
-        scale = tl.load(scale_ptr + row, row < rows, 0.0)[:, None]
-        normal = x * scale
-        partial += tl.sum(grad * normal, 0)
-        grad_normal = grad * weight[None, :]
-        projection = tl.sum(grad_normal * normal, 1)[:, None] / width
-        grad_x = (grad_normal - normal * projection) * scale
-        if SKIP:
-            grad_x += tl.load(skip_ptr + at, inside, 0.0).to(tl.float32)
-        tl.store(grad_x_ptr + at, grad_x.to(grad_x_ptr.dtype.element_ty), inside)
-        if NORMAL:
-            out = normal * weight[None, :]
-            tl.store(normal_ptr + at, out.to(normal_ptr.dtype.element_ty), inside)
-    tl.store(partial_ptr + tl.program_id(0) * width + column, partial, column < width)
+        projection = tl.sum(grad * weight[None, :] * x, 1)
+        partial += grad * x
+        if REST:
+            in_rest, rest_at = inside & (rest < width)[None, :], row * width + rest[None, :]
+            y = tl.load(x_ptr + row * stride + rest[None, :], in_rest, 0.0).to(tl.float32) * scale
+            rest_grad = tl.load(grad_ptr + rest_at, in_rest, 0.0).to(tl.float32)
+            projection += tl.sum(rest_grad * rest_weight[None, :] * y, 1)
+            rest_partial += rest_grad * y
+        projection = projection[:, None] / width
+        _norm_columns(
+            x, grad, weight, scale, projection, skip_ptr + at, grad_x_ptr + at, normal_ptr + at, inside, SKIP, NORMAL
+        )
+        if REST:
+            _norm_columns(
+                y, rest_grad, rest_weight, scale, projection, skip_ptr + rest_at, grad_x_ptr + rest_at,
+                normal_ptr + rest_at, in_rest, SKIP, NORMAL,
+            )  # fmt: skip
+    tl.store(partial_ptr + tl.program_id(0) * width + column, tl.sum(partial, 0))
+    if REST:
+        tl.store(partial_ptr + tl.program_id(0) * width + rest, tl.sum(rest_partial, 0), rest < width)
 
 
 def norm_backward(
@@ -102,7 +134,8 @@ def norm_backward(
     rows, width = x_NW.shape
     grad_x = torch.empty((rows, width), dtype=x_NW.dtype, device=x_NW.device)
     normal_NW = torch.empty_like(grad_x) if normal else None
-    tile = _tile(width, 2048)  # of several tensors
+    # one warp where a row is short: nothing is exchanged between warps while a row is summed
+    tile = _tile(width, _NORM_ELEMENTS) | {"num_warps": max(_NORM_WARPS, min(8, width // 1024))}
     programs = min(_NORM_PROGRAMS, triton.cdiv(rows, tile["ROWS"]))
     partial = torch.empty((programs, width), dtype=torch.float32, device=x_NW.device)
     _norm_backward[(programs,)](
@@ -121,7 +154,26 @@ def norm_backward(
         NORMAL=normal,
         **tile,
     )
-    return grad_x, partial.sum(0).to(weight_W.dtype), normal_NW
+    return grad_x, sum_rows(partial, weight_W.dtype), normal_NW
+
+
+@triton.jit
+def _sum_rows(x_ptr, out_ptr, rows, width, ROWS: tl.constexpr, COLUMNS: tl.constexpr):
+    column = tl.program_id(0) * COLUMNS + tl.arange(0, COLUMNS)
+    total = tl.zeros([ROWS, COLUMNS], tl.float32)
+    for start in range(0, rows, ROWS):
+        row = start + tl.arange(0, ROWS)
+        inside = (row < rows)[:, None] & (column < width)[None, :]
+        total += tl.load(x_ptr + row[:, None] * width + column[None, :], inside, 0.0)
+    tl.store(out_ptr + column, tl.sum(total, 0).to(out_ptr.dtype.element_ty), column < width)
+
+
+def sum_rows(x_RW: Tensor, dtype: torch.dtype) -> Tensor:
+    """[W] of the FP32 rows of partial sums. Torch's own sum takes four times as long over so few columns."""
+    rows, width = x_RW.shape
+    out = torch.empty(width, dtype=dtype, device=x_RW.device)
+    _sum_rows[(triton.cdiv(width, 8),)](x_RW, out, rows, width, ROWS=256, COLUMNS=8, num_warps=4)
+    return out
 
 
 @triton.jit
@@ -205,6 +257,29 @@ def swiglu_backward(
 
 
 @triton.jit
+def _spread(x_ptr, place_ptr, out_ptr, width, K: tl.constexpr, BLOCK: tl.constexpr):
+    row = tl.program_id(0).to(tl.int64)
+    column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    inside = column < width
+    x = tl.load(x_ptr + row * width + column, inside)
+    for choice in tl.static_range(K):
+        place = tl.load(place_ptr + row * K + choice).to(tl.int64)
+        tl.store(out_ptr + place * width + column, x, inside)
+
+
+def spread(x_NW: Tensor, place_Nk: Tensor) -> Tensor:
+    """[N · k, W]: each token's row at its k places. A gather would read it from memory k times."""
+    (tokens, k), width = place_Nk.shape, x_NW.shape[1]
+    out = torch.empty((tokens * k, width), dtype=x_NW.dtype, device=x_NW.device)
+    block = min(_block(width), 1024)
+    if tokens:
+        _spread[(tokens, triton.cdiv(width, block))](
+            x_NW.contiguous(), place_Nk, out, width, K=k, BLOCK=block, num_warps=4
+        )
+    return out
+
+
+@triton.jit
 def _gather_sum(
     y_ptr, weights_ptr, place_ptr, skip_ptr, out_ptr, width, K: tl.constexpr, WEIGHTED: tl.constexpr,
     SKIP: tl.constexpr, BLOCK: tl.constexpr,
@@ -244,134 +319,3 @@ def gather_sum(y_RW: Tensor, place_Nk: Tensor, weights_Nk: Tensor | None = None,
             num_warps=4,
         )
     return out
-
-
-@triton.jit
-def _rotate_heads(
-    x_ptr, out_ptr, cos_ptr, sin_ptr, q_weight_ptr, k_weight_ptr, tokens, width, eps, Q: tl.constexpr, K: tl.constexpr,
-    D: tl.constexpr, NORM: tl.constexpr, HEADS: tl.constexpr, HALF: tl.constexpr,
-):  # fmt: skip
-    token = tl.program_id(0).to(tl.int64)
-    head, pair = tl.arange(0, HEADS)[:, None], tl.arange(0, HALF)[None, :]
-    inside = (head < Q + K) & (pair < D // 2)
-    at = token * width + head * D + pair
-    first = tl.load(x_ptr + at, inside, 0.0).to(tl.float32)
-    second = tl.load(x_ptr + at + D // 2, inside, 0.0).to(tl.float32)
-    if NORM:
-        scale = 1.0 / tl.sqrt((tl.sum(first * first, 1) + tl.sum(second * second, 1)) / D + eps)[:, None]
-        is_q, is_k = inside & (head < Q), inside & (head >= Q)
-        w1 = tl.load(q_weight_ptr + pair, is_q, 0.0) + tl.load(k_weight_ptr + pair, is_k, 0.0)
-        w2 = tl.load(q_weight_ptr + D // 2 + pair, is_q, 0.0) + tl.load(k_weight_ptr + D // 2 + pair, is_k, 0.0)
-        # rounded as a separate norm's output would be
-        first = (first * scale * w1.to(tl.float32)).to(out_ptr.dtype.element_ty).to(tl.float32)
-        second = (second * scale * w2.to(tl.float32)).to(out_ptr.dtype.element_ty).to(tl.float32)
-    angle = token * (D // 2) + pair
-    cos = tl.load(cos_ptr + angle, pair < D // 2, 0.0)
-    sin = tl.load(sin_ptr + angle, pair < D // 2, 0.0)
-    tl.store(out_ptr + at, (first * cos - second * sin).to(out_ptr.dtype.element_ty), inside)
-    tl.store(out_ptr + at + D // 2, (second * cos + first * sin).to(out_ptr.dtype.element_ty), inside)
-    if NORM:  # into fresh memory: the values have to come along
-        value = Q * D + K * D + head * D + pair
-        is_v = (head < K) & (pair < D // 2)
-        for side in tl.static_range(2):
-            here = token * width + value + side * (D // 2)
-            tl.store(out_ptr + here, tl.load(x_ptr + here, is_v, 0.0), is_v)
-
-
-def rotate_heads(
-    x: Tensor, cos: Tensor, sin: Tensor, heads: tuple[int, int, int], norms: tuple[Tensor, Tensor] | None, eps: float
-) -> Tensor:
-    """q and k of packed q|k|v rows [N, (q + 2k)·D] rotated: in place, or with `norms` (of each head) a new tensor."""
-    q, k, dim = heads
-    out = x if norms is None else torch.empty_like(x)
-    _rotate_heads[(x.shape[0],)](
-        x,
-        out,
-        cos,
-        sin,
-        *(norms or (x, x)),
-        x.shape[0],
-        x.shape[1],
-        eps,
-        Q=q,
-        K=k,
-        D=dim,
-        NORM=norms is not None,
-        HEADS=_block(q + k),
-        HALF=_block(dim // 2),
-        num_warps=2 if norms is None else 4,
-    )
-    return out
-
-
-@triton.jit
-def _unrotate_heads(
-    dq_ptr, dk_ptr, dv_ptr, x_ptr, cos_ptr, sin_ptr, q_weight_ptr, k_weight_ptr, out_ptr, partial_ptr, tokens, width,
-    q_stride, k_stride, v_stride, eps, Q: tl.constexpr, K: tl.constexpr, D: tl.constexpr, NORM: tl.constexpr,
-    HEADS: tl.constexpr, HALF: tl.constexpr,
-):  # fmt: skip
-    head, pair = tl.arange(0, HEADS)[:, None], tl.arange(0, HALF)[None, :]
-    paired = pair < D // 2
-    is_q, is_k = (head < Q) & paired, (head >= Q) & (head < Q + K) & paired
-    inside, is_v = is_q | is_k, (head < K) & paired
-    q_sum1 = tl.zeros([HEADS, HALF], tl.float32)
-    q_sum2 = tl.zeros([HEADS, HALF], tl.float32)
-    if NORM:
-        w1 = (tl.load(q_weight_ptr + pair, is_q, 0.0) + tl.load(k_weight_ptr + pair, is_k, 0.0)).to(tl.float32)
-        w2 = tl.load(q_weight_ptr + D // 2 + pair, is_q, 0.0) + tl.load(k_weight_ptr + D // 2 + pair, is_k, 0.0)
-        w2 = w2.to(tl.float32)
-    for index in range(tl.program_id(0), tokens, tl.num_programs(0)):
-        token = index + tl.zeros([1, 1], tl.int64)
-        q_at, k_at = dq_ptr + token * q_stride + head * D + pair, dk_ptr + token * k_stride + (head - Q) * D + pair
-        first = tl.load(q_at, is_q, 0.0).to(tl.float32) + tl.load(k_at, is_k, 0.0).to(tl.float32)
-        second = tl.load(q_at + D // 2, is_q, 0.0).to(tl.float32) + tl.load(k_at + D // 2, is_k, 0.0).to(tl.float32)
-        cos = tl.load(cos_ptr + token * (D // 2) + pair, paired, 0.0)
-        sin = tl.load(sin_ptr + token * (D // 2) + pair, paired, 0.0)
-        back1, back2 = first * cos + second * sin, second * cos - first * sin
-        at = token * width + head * D + pair
-        if NORM:
-            x1 = tl.load(x_ptr + at, inside, 0.0).to(tl.float32)
-            x2 = tl.load(x_ptr + at + D // 2, inside, 0.0).to(tl.float32)
-            scale = 1.0 / tl.sqrt((tl.sum(x1 * x1, 1) + tl.sum(x2 * x2, 1)) / D + eps)[:, None]
-            x1, x2 = x1 * scale, x2 * scale
-            q_sum1 += back1 * x1
-            q_sum2 += back2 * x2
-            back1, back2 = back1 * w1, back2 * w2
-            projection = (tl.sum(back1 * x1, 1) + tl.sum(back2 * x2, 1))[:, None] / D
-            back1, back2 = (back1 - x1 * projection) * scale, (back2 - x2 * projection) * scale
-        tl.store(out_ptr + at, back1.to(out_ptr.dtype.element_ty), inside)
-        tl.store(out_ptr + at + D // 2, back2.to(out_ptr.dtype.element_ty), inside)
-        v_at = dv_ptr + token * v_stride + head * D + pair
-        o_at = out_ptr + token * width + (Q + K + head) * D + pair
-        tl.store(o_at, tl.load(v_at, is_v, 0.0), is_v)
-        tl.store(o_at + D // 2, tl.load(v_at + D // 2, is_v, 0.0), is_v)
-    if NORM:
-        here = partial_ptr + tl.program_id(0) * (Q + K) * D + head * D + pair
-        tl.store(here, q_sum1, inside)
-        tl.store(here + D // 2, q_sum2, inside)
-
-
-def unrotate_heads(
-    grads: tuple[Tensor, Tensor, Tensor],
-    x: Tensor | None,
-    cos: Tensor,
-    sin: Tensor,
-    norms: tuple[Tensor, Tensor] | None,
-    eps: float,
-) -> tuple[Tensor, Tensor | None, Tensor | None]:
-    """The packed gradient of `rotate_heads`' input, and those of the two norms. `x` is that input, for the norms."""
-    dq, dk, dv = (grad if grad.stride()[1:] == (grad.shape[2], 1) else grad.contiguous() for grad in grads)
-    (tokens, q, dim), k = dq.shape, dk.shape[1]
-    width = (q + 2 * k) * dim
-    out = torch.empty((tokens, width), dtype=dq.dtype, device=dq.device)
-    programs = tokens if norms is None else min(tokens, _HEAD_PROGRAMS)
-    partial = torch.empty((programs if norms else 1, q + k, dim), dtype=torch.float32, device=dq.device)
-    arguments: tuple[Any, ...] = (dq, dk, dv, out if x is None else x, cos, sin, *(norms or (out, out)), out, partial)
-    _unrotate_heads[(programs,)](
-        *arguments, tokens, width, dq.stride(0), dk.stride(0), dv.stride(0), eps, Q=q, K=k, D=dim,
-        NORM=norms is not None, HEADS=_block(q + k), HALF=_block(dim // 2), num_warps=2 if norms is None else 8,
-    )  # fmt: skip
-    if norms is None:
-        return out, None, None
-    sums = partial.sum(0)
-    return out, sums[:q].sum(0).to(norms[0].dtype), sums[q:].sum(0).to(norms[1].dtype)

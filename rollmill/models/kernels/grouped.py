@@ -47,27 +47,27 @@ class _Experts(Function):
     def forward(
         ctx: Any, x_NW: Tensor, weights_Nk: Tensor, gate_up_EWF: Tensor, down_EfW: Tensor, rows: Sorted
     ) -> Tensor:
-        from rollmill.models.kernels.fused_triton import gather_sum, swiglu_forward
+        from rollmill.models.kernels.fused_triton import gather_sum, spread, swiglu_forward
 
-        gate_up_RF = torch._grouped_mm(x_NW.index_select(0, rows.token_R), gate_up_EWF, offs=rows.ends_E)
+        gate_up_RF = torch._grouped_mm(spread(x_NW, rows.place_Nk), gate_up_EWF, offs=rows.ends_E)
         out_RW = torch._grouped_mm(swiglu_forward(gate_up_RF), down_EfW, offs=rows.ends_E)
         ctx.save_for_backward(x_NW, weights_Nk, gate_up_EWF, down_EfW, gate_up_RF, *rows)
         return gather_sum(out_RW, rows.place_Nk, weights_Nk)
 
     @staticmethod
     def backward(ctx: Any, grad_NW: Tensor) -> tuple[Tensor | None, ...]:
-        from rollmill.models.kernels.fused_triton import gather_sum, swiglu_backward
+        from rollmill.models.kernels.fused_triton import gather_sum, spread, swiglu_backward
 
         x_NW, weights_Nk, gate_up_EWF, down_EfW, gate_up_RF, *rest = ctx.saved_tensors
         rows = Sorted(*rest)
-        grad_RW = grad_NW.index_select(0, rows.token_R)
+        grad_RW = spread(grad_NW, rows.place_Nk)
         grad_Rf = torch._grouped_mm(grad_RW, down_EfW.transpose(1, 2), offs=rows.ends_E)  # before the gate's weight
         weights_R = weights_Nk.flatten().index_select(0, rows.order_R)
         grad_gate_up_RF, inner_Rf, grad_weights_R = swiglu_backward(gate_up_RF, grad_Rf, weights_R)
         assert grad_weights_R is not None
         grad_down = torch._grouped_mm(inner_Rf.t(), grad_RW, offs=rows.ends_E)
         del grad_RW, grad_Rf, inner_Rf
-        grad_gate_up = torch._grouped_mm(x_NW.index_select(0, rows.token_R).t(), grad_gate_up_RF, offs=rows.ends_E)
+        grad_gate_up = torch._grouped_mm(spread(x_NW, rows.place_Nk).t(), grad_gate_up_RF, offs=rows.ends_E)
         grad_rows = torch._grouped_mm(grad_gate_up_RF, gate_up_EWF.transpose(1, 2), offs=rows.ends_E)
         grad_weights = grad_weights_R.index_select(0, rows.place_Nk.flatten()).view_as(weights_Nk)
         return (

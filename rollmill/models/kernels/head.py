@@ -11,7 +11,7 @@ Gradients of logits are in the model's type, those of the weight are summed over
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
@@ -21,6 +21,9 @@ from torch.autograd import Function
 from rollmill.models.kernels.bits import has_triton
 
 PIECE_ELEMENTS = 101_000_000  # logits at a time: 400 MB, enough rows for the products to run near full speed
+# Where gradients are made, half as many logits at a time, and so many times their rows in one product of gradients: at
+# most 600 MB together. That of the weight is added to an FP32 sum, whose own reading and writing should be rare.
+PARTS = 4
 
 
 def head_logprobs(
@@ -38,12 +41,13 @@ def head_next_token(hidden_MW: Tensor, weight_VW: Tensor, targets_M: Tensor, wei
     return _NextToken.apply(hidden_MW, weight_VW, targets_M, weights_M)
 
 
-def _pieces(rows: int, vocabulary: int) -> Iterator[slice]:
+def _pieces(rows: slice, vocabulary: int, elements: int) -> Iterator[slice]:
     """As few as there may be, of nearly one size: a short one at the end would leave most of a device idle."""
-    pieces = -(-rows // max(1, PIECE_ELEMENTS // vocabulary))
-    step = -(-rows // max(1, pieces) // 64) * 64
-    for start in range(0, rows, max(step, 1)):
-        yield slice(start, min(start + step, rows))
+    count = rows.stop - rows.start
+    pieces = -(-count // max(1, elements // vocabulary))
+    step = -(-count // max(1, pieces) // 64) * 64
+    for start in range(rows.start, rows.stop, max(step, 1)):
+        yield slice(start, min(start + step, rows.stop))
 
 
 def _logits(hidden_MW: Tensor, weight_VW: Tensor, temperatures_M: Tensor | None) -> Tensor:
@@ -62,10 +66,19 @@ class _Gradients:
         self.hidden = torch.empty_like(hidden_MW)
         self._sum = torch.zeros(weight_VW.shape, dtype=torch.float32, device=weight_VW.device)
 
-    def add(self, piece: slice, grad_MV: Tensor) -> None:
-        """`grad` is that of the piece's logits, in the type of the hidden rows."""
+    def add_all(self, fill: Callable[[slice, Tensor], None]) -> None:
+        """`fill(rows, grad)` writes the gradient of the logits of these rows."""
+        rows, vocabulary = len(self._hidden), len(self._weight)
+        for piece in _pieces(slice(0, rows), vocabulary, PARTS * PIECE_ELEMENTS // 2):
+            grad_MV = self._hidden.new_empty(piece.stop - piece.start, vocabulary)
+            for part in _pieces(piece, vocabulary, PIECE_ELEMENTS // 2):
+                fill(part, grad_MV[part.start - piece.start : part.stop - piece.start])
+            self._add(piece, grad_MV)
+            del grad_MV  # the next one takes its memory
+
+    def _add(self, piece: slice, grad_MV: Tensor) -> None:
         hidden_MW, weight_VW = self._hidden[piece], self._weight.to(grad_MV.dtype)
-        self.hidden[piece] = torch.mm(grad_MV, weight_VW)
+        torch.mm(grad_MV, weight_VW, out=self.hidden[piece])
         if grad_MV.is_cuda and grad_MV.dtype == torch.bfloat16:
             torch.ops.aten.addmm.dtype_out(self._sum, grad_MV.t(), hidden_MW, torch.float32, out=self._sum)
         else:
@@ -82,7 +95,7 @@ class _Logprobs(Function):
         ctx: Any, hidden_MW: Tensor, weight_VW: Tensor, targets_M: Tensor, temperatures_M: Tensor | None
     ) -> tuple[Tensor, Tensor]:
         out = torch.empty((3, len(targets_M)), dtype=torch.float32, device=hidden_MW.device)
-        for piece in _pieces(len(targets_M), len(weight_VW)):
+        for piece in _pieces(slice(0, len(targets_M)), len(weight_VW), PIECE_ELEMENTS):
             logits_MV = _logits(hidden_MW[piece], weight_VW, _of(temperatures_M, piece))
             _measure(logits_MV, targets_M[piece], out[:, piece])
         logprobs_M, entropies_M, sums_M = out.unbind()
@@ -95,25 +108,18 @@ class _Logprobs(Function):
         hidden_MW, weight_VW, targets_M, temperatures_M, sums_M, entropies_M = ctx.saved_tensors
         if grad_M is None and grad_entropies_M is None:
             return None, None, None, None
-        if grad_M is None:
-            grad_M = torch.zeros_like(sums_M)
-        gradients = _Gradients(hidden_MW, weight_VW)
-        for piece in _pieces(len(targets_M), len(weight_VW)):
-            temperatures = _of(temperatures_M, piece)
-            grads = (grad_M[piece], _of(grad_entropies_M, piece))
+        slopes_M = torch.zeros_like(sums_M) if grad_M is None else grad_M
+
+        def fill(part: slice, grad_MV: Tensor) -> None:
+            temperatures = _of(temperatures_M, part)
+            grads = (slopes_M[part], _of(grad_entropies_M, part))
             if temperatures is not None:  # of the logits before they were divided
                 grads = (grads[0] / temperatures, None if grads[1] is None else grads[1] / temperatures)
-            gradients.add(
-                piece,
-                _slopes(
-                    _logits(hidden_MW[piece], weight_VW, temperatures),
-                    targets_M[piece],
-                    sums_M[piece],
-                    entropies_M[piece],
-                    *grads,
-                    hidden_MW.dtype,
-                ),
-            )
+            logits_MV = _logits(hidden_MW[part], weight_VW, temperatures)
+            _slopes(logits_MV, targets_M[part], sums_M[part], entropies_M[part], *grads, grad_MV)
+
+        gradients = _Gradients(hidden_MW, weight_VW)
+        gradients.add_all(fill)
         return gradients.hidden, gradients.weight, None, None
 
 
@@ -121,19 +127,13 @@ class _NextToken(Function):
     @staticmethod
     def forward(ctx: Any, hidden_MW: Tensor, weight_VW: Tensor, targets_M: Tensor, weights_M: Tensor) -> Tensor:
         logprobs_M = torch.empty(len(targets_M), dtype=torch.float32, device=hidden_MW.device)
+
+        def fill(part: slice, grad_MV: Tensor) -> None:
+            logits_MV = _logits(hidden_MW[part], weight_VW, None)
+            _next_token_slopes(logits_MV, targets_M[part], weights_M[part], logprobs_M[part], grad_MV)
+
         gradients = _Gradients(hidden_MW, weight_VW)
-        for piece in _pieces(len(targets_M), len(weight_VW)):
-            # nothing holds on to a piece: the next one takes its memory
-            gradients.add(
-                piece,
-                _next_token_slopes(
-                    _logits(hidden_MW[piece], weight_VW, None),
-                    targets_M[piece],
-                    weights_M[piece],
-                    logprobs_M[piece],
-                    hidden_MW.dtype,
-                ),
-            )
+        gradients.add_all(fill)
         ctx.save_for_backward(gradients.hidden, gradients.weight)
         return -(logprobs_M * weights_M).sum()
 
@@ -168,13 +168,13 @@ def _slopes(
     entropies_M: Tensor,
     grad_M: Tensor,
     grad_entropies_M: Tensor | None,
-    dtype: torch.dtype,
-) -> Tensor:
+    out_MV: Tensor,
+) -> None:
     """The gradient of the logits, given those of the log-probs and entropies. The logits may be overwritten."""
     if logits_MV.is_cuda and has_triton(logits_MV.device):
         from rollmill.models.kernels.head_triton import slopes
 
-        return slopes(logits_MV, targets_M, sums_M, entropies_M, grad_M, grad_entropies_M, dtype)
+        return slopes(logits_MV, targets_M, sums_M, entropies_M, grad_M, grad_entropies_M, out_MV)
     logprobs_MV = logits_MV.sub_(sums_M[:, None])
     probabilities_MV = logprobs_MV.exp()
     grad_MV = probabilities_MV * -grad_M[:, None]
@@ -182,17 +182,17 @@ def _slopes(
     if grad_entropies_M is not None:  # dH/dlogit = −p · (log p + H), and p · log p is 0 where p is
         surprise_MV = logprobs_MV.clamp_(min=-1e4).add_(entropies_M[:, None])
         grad_MV -= probabilities_MV * surprise_MV.mul_(grad_entropies_M[:, None])
-    return grad_MV.to(dtype)
+    out_MV.copy_(grad_MV)
 
 
 def _next_token_slopes(
-    logits_MV: Tensor, targets_M: Tensor, weights_M: Tensor, logprobs_M: Tensor, dtype: torch.dtype
-) -> Tensor:
+    logits_MV: Tensor, targets_M: Tensor, weights_M: Tensor, logprobs_M: Tensor, out_MV: Tensor
+) -> None:
     """The gradient of the logits of Σ weight · (−log-prob); fills in the log-probs."""
     if logits_MV.is_cuda and has_triton(logits_MV.device):
         from rollmill.models.kernels.head_triton import next_token_slopes
 
-        return next_token_slopes(logits_MV, targets_M, weights_M, logprobs_M, dtype)
+        return next_token_slopes(logits_MV, targets_M, weights_M, logprobs_M, out_MV)
     sums_M = torch.logsumexp(logits_MV, -1)
     logprobs_M.copy_(logits_MV.gather(1, targets_M[:, None]).squeeze(1) - sums_M)
-    return _slopes(logits_MV, targets_M, sums_M, sums_M, -weights_M.float(), None, dtype)
+    _slopes(logits_MV, targets_M, sums_M, sums_M, -weights_M.float(), None, out_MV)

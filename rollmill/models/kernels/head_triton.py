@@ -1,6 +1,12 @@
-"""Triton passes over rows of FP32 logits: one program a row, blocks of the vocabulary in order."""
+"""Triton passes over rows of FP32 logits, blocks of the vocabulary in order.
+
+A pass that reads a row twice has one large program a multiprocessor: the rows all of them work on then stay in the
+second-level cache, and the second reading costs the memory nothing.
+"""
 
 from __future__ import annotations
+
+import functools
 
 import torch
 import triton
@@ -8,11 +14,12 @@ import triton.language as tl
 from torch import Tensor
 
 _BLOCK = 4096
+_TWICE = {"BLOCK": 8192, "num_warps": 32}
 
 
 @triton.jit
-def _row_sums(x_ptr, vocabulary, WEIGHTED: tl.constexpr, BLOCK: tl.constexpr):
-    """(largest logit m, Σ e^(x − m), and if wanted Σ e^(x − m) · (x − m))."""
+def _row_sums(x_ptr, vocabulary, BLOCK: tl.constexpr):
+    """(largest logit m, Σ e^(x − m), Σ e^(x − m) · (x − m))."""
     top, total, weighted = -float("inf"), 0.0, 0.0
     for start in range(0, vocabulary, BLOCK):
         column = start + tl.arange(0, BLOCK)
@@ -20,10 +27,9 @@ def _row_sums(x_ptr, vocabulary, WEIGHTED: tl.constexpr, BLOCK: tl.constexpr):
         higher = tl.maximum(top, tl.max(x, 0))
         shrink = tl.exp(top - higher)
         powers = tl.exp(x - higher)
-        if WEIGHTED:
-            if start > 0:  # sums that were about a lower one
-                weighted = (weighted + total * (top - higher)) * shrink
-            weighted += tl.sum(tl.where(powers > 0, powers * (x - higher), 0.0), 0)
+        if start > 0:  # sums that were about a lower one
+            weighted = (weighted + total * (top - higher)) * shrink
+        weighted += tl.sum(tl.where(powers > 0, powers * (x - higher), 0.0), 0)
         total = total * shrink + tl.sum(powers, 0)
         top = higher
     return top, total, weighted
@@ -33,7 +39,7 @@ def _row_sums(x_ptr, vocabulary, WEIGHTED: tl.constexpr, BLOCK: tl.constexpr):
 def _measure(x_ptr, target_ptr, out_ptr, rows_stride, vocabulary, BLOCK: tl.constexpr):
     row = tl.program_id(0).to(tl.int64)
     x_ptr += row * vocabulary
-    top, total, weighted = _row_sums(x_ptr, vocabulary, True, BLOCK)
+    top, total, weighted = _row_sums(x_ptr, vocabulary, BLOCK)
     log_sum = top + tl.log(total)
     tl.store(out_ptr + row, tl.load(x_ptr + tl.load(target_ptr + row)) - log_sum)
     tl.store(out_ptr + rows_stride + row, tl.log(total) - weighted / total)
@@ -72,10 +78,9 @@ def slopes(
     entropies_M: Tensor,
     grad_M: Tensor,
     grad_entropies_M: Tensor | None,
-    dtype: torch.dtype,
-) -> Tensor:
+    out_MV: Tensor,
+) -> None:
     rows, vocabulary = logits_MV.shape
-    out = torch.empty(logits_MV.shape, dtype=dtype, device=logits_MV.device)
     _slopes[(rows,)](
         logits_MV,
         targets_M,
@@ -83,36 +88,49 @@ def slopes(
         entropies_M,
         grad_M.contiguous(),
         grad_M if grad_entropies_M is None else grad_entropies_M.contiguous(),
-        out,
+        out_MV,
         vocabulary,
         ENTROPY=grad_entropies_M is not None,
         BLOCK=_BLOCK,
         num_warps=8,
     )
-    return out
 
 
 @triton.jit
-def _next_token(x_ptr, target_ptr, weight_ptr, logprob_ptr, out_ptr, vocabulary, BLOCK: tl.constexpr):
-    row = tl.program_id(0).to(tl.int64)
-    x_ptr += row * vocabulary
-    out_ptr += row * vocabulary
-    top, total, _ = _row_sums(x_ptr, vocabulary, False, BLOCK)
-    log_sum = top + tl.log(total)
-    target, weight = tl.load(target_ptr + row), tl.load(weight_ptr + row)
-    tl.store(logprob_ptr + row, tl.load(x_ptr + target) - log_sum)
-    for start in range(0, vocabulary, BLOCK):
-        column = start + tl.arange(0, BLOCK)
-        probability = tl.exp(tl.load(x_ptr + column, column < vocabulary, -float("inf")) - log_sum)
-        out = weight * (probability - tl.where(column == target, 1.0, 0.0))
-        tl.store(out_ptr + column, out.to(out_ptr.dtype.element_ty), column < vocabulary)
+def _next_token(x_ptr, target_ptr, weight_ptr, logprob_ptr, out_ptr, rows, vocabulary, BLOCK: tl.constexpr):
+    for index in range(tl.program_id(0), rows, tl.num_programs(0)):
+        row = tl.full([], index, tl.int64)
+        x_row, out_row = x_ptr + row * vocabulary, out_ptr + row * vocabulary
+        # a maximum and a sum for each place in a block: nothing is exchanged between threads until the end
+        top = tl.full([BLOCK], -1e30, tl.float32)
+        total = tl.zeros([BLOCK], tl.float32)
+        for start in range(0, vocabulary, BLOCK):
+            column = start + tl.arange(0, BLOCK)
+            x = tl.load(x_row + column, column < vocabulary, -float("inf"), eviction_policy="evict_last")
+            higher = tl.maximum(top, x)
+            total = total * tl.exp(top - higher) + tl.exp(x - higher)
+            top = higher
+        highest = tl.max(top, 0)
+        log_sum = highest + tl.log(tl.sum(total * tl.exp(top - highest), 0))
+        target, weight = tl.load(target_ptr + row), tl.load(weight_ptr + row)
+        tl.store(logprob_ptr + row, tl.load(x_row + target) - log_sum)
+        for start in range(0, vocabulary, BLOCK):
+            column = start + tl.arange(0, BLOCK)
+            x = tl.load(x_row + column, column < vocabulary, -float("inf"), eviction_policy="evict_first")
+            out = weight * (tl.exp(x - log_sum) - tl.where(column == target, 1.0, 0.0))
+            out = out.to(out_ptr.dtype.element_ty)
+            tl.store(out_row + column, out, column < vocabulary, eviction_policy="evict_first")
 
 
 def next_token_slopes(
-    logits_MV: Tensor, targets_M: Tensor, weights_M: Tensor, logprobs_M: Tensor, dtype: torch.dtype
-) -> Tensor:
+    logits_MV: Tensor, targets_M: Tensor, weights_M: Tensor, logprobs_M: Tensor, out_MV: Tensor
+) -> None:
     rows, vocabulary = logits_MV.shape
-    out = torch.empty(logits_MV.shape, dtype=dtype, device=logits_MV.device)
+    programs = min(rows, _multiprocessors(logits_MV.device))
     weights_M = weights_M.float().contiguous()
-    _next_token[(rows,)](logits_MV, targets_M, weights_M, logprobs_M, out, vocabulary, BLOCK=_BLOCK, num_warps=8)
-    return out
+    _next_token[(programs,)](logits_MV, targets_M, weights_M, logprobs_M, out_MV, rows, vocabulary, **_TWICE)
+
+
+@functools.cache
+def _multiprocessors(device: torch.device) -> int:
+    return int(torch.cuda.get_device_properties(device).multi_processor_count) if device.type == "cuda" else 2

@@ -1,0 +1,77 @@
+"""FP8 on CUDA in one read and one write. The rules are those of `fp8`, and so are the bits."""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+BLOCK = tl.constexpr(128)
+_TOKENS = 32  # rows of a tile of activations
+
+
+@triton.jit
+def scale_of(largest):
+    """(2^e, 2^-e), see `fp8.scale_of`."""
+    exponent = tl.maximum(((largest.to(tl.int32, bitcast=True) + 0x17FFFF) >> 23) - 8, 67)
+    return (exponent << 23).to(tl.float32, bitcast=True), ((254 - exponent) << 23).to(tl.float32, bitcast=True)
+
+
+@triton.jit
+def _quantise_fp8(
+    x_ptr, out_ptr, scale_ptr, rows, columns, scale_row, scale_column, scale_matrix, TOKENS: tl.constexpr,
+    CODES: tl.constexpr, ROWS: tl.constexpr,
+):  # fmt: skip
+    """A tile: 128 columns of one block of rows, or of some tokens that each have a scale."""
+    row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
+    column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    matrix = tl.program_id(2).to(tl.int64)
+    inside = (row < rows)[:, None] & (column < columns)[None, :]
+    at = (matrix * rows + row)[:, None] * columns + column[None, :]
+    x = tl.load(x_ptr + at, inside, 0.0).to(tl.float32)
+    largest_R = tl.max(tl.abs(x), 1)
+    scale_at = matrix * scale_matrix + tl.program_id(1) * scale_column
+    if TOKENS:
+        scale_R, inverse_R = scale_of(largest_R)
+        scale, inverse = scale_R[:, None], inverse_R[:, None]
+        if CODES:
+            tl.store(scale_ptr + scale_at + row * scale_row, scale_R, row < rows)
+    else:
+        scale, inverse = scale_of(tl.max(largest_R, 0))
+        if CODES:
+            tl.store(scale_ptr + scale_at + tl.program_id(0) * scale_row, scale)
+    codes = (x * inverse).to(tl.float8e4nv)
+    if CODES:
+        tl.store(out_ptr + at, codes, inside)
+    else:
+        tl.store(out_ptr + at, (codes.to(tl.float32) * scale).to(out_ptr.dtype.element_ty), inside)
+
+
+def _launch(x: Tensor, out: Tensor, scales: Tensor | None, rows: int) -> None:
+    lead = x.shape[:-2].numel()
+    tile = _TOKENS if rows == 1 else rows
+    strides = (0, 0, 0) if scales is None else (*scales.stride()[-2:], scales.stride(0))
+    grid = (triton.cdiv(x.shape[-2], tile), triton.cdiv(x.shape[-1], BLOCK.value), lead)
+    _quantise_fp8[grid](
+        x, out, scales, *x.shape[-2:], *strides, TOKENS=rows == 1, CODES=scales is not None, ROWS=tile,
+        num_warps=4 if rows == 1 else 8,
+    )  # fmt: skip
+
+
+def quantise(x: Tensor, rows: int) -> tuple[Tensor, Tensor]:
+    """As `fp8.quantise`; the scales of tokens lie column by column, as the product wants them."""
+    codes = torch.empty(x.shape, dtype=torch.float8_e4m3fn, device=x.device)
+    shape = (*x.shape[:-2], triton.cdiv(x.shape[-2], rows), triton.cdiv(x.shape[-1], BLOCK.value))
+    if rows == 1:
+        scales = torch.empty(shape[::-1], dtype=torch.float32, device=x.device).t()
+    else:
+        scales = torch.empty(shape, dtype=torch.float32, device=x.device)
+    _launch(x, codes, scales, rows)
+    return codes, scales
+
+
+def rounded(x: Tensor, rows: int) -> Tensor:
+    out = torch.empty_like(x)
+    _launch(x, out, None, rows)
+    return out

@@ -1,0 +1,223 @@
+"""Quantised forms: between a model's parameters and codes with scales. One quantiser for trainer, exporter and engine.
+
+    form      matrices of the layers                        beside NAME (the codes)
+    fp8       e4m3, see kernels.fp8                         NAME.scale  fp32 [⌈R/128⌉, ⌈C/128⌉]
+    nvfp4     e2m1, two a byte, see kernels.nvfp4           NAME.scale  e4m3 [out, ⌈in/16⌉], NAME.scale2  fp32 []
+
+Experts are stacked: each is a matrix of its own, with a leading dimension in codes and scales. In nvfp4 all are kept
+[out, in], since its blocks lie along the inputs; our experts are [in, out] and are turned. Embedding, head, norms,
+router and biases stay bf16 (what the router adds for choosing: FP32).
+
+Parameters always hold the values that are served, dequantised and exact in bf16, and quantising those gives back the
+codes they came from. So a model needs no second copy of its weights, trainer and engine cannot disagree about them, and
+a digest of what is on the device can be taken at any time.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping
+
+import torch
+from torch import Tensor, nn
+
+from rollmill.errors import WeightsError
+from rollmill.models.kernels import fp8, nvfp4
+from rollmill.weights.tensors import HostTensor
+
+FORMS = ("fp8", "nvfp4")
+SCALE, POWER = ".scale", ".scale2"
+_KEPT_WIDE = ".router.bias"
+_DTYPES: Mapping[str, torch.dtype] = {
+    "bf16": torch.bfloat16,
+    "fp32": torch.float32,
+    "fp8_e4m3": fp8.CODES,
+    "fp4x2": torch.uint8,
+}
+_PIECE = 1 << 24  # elements quantised at a time: what is needed beside a tensor is a few times this
+
+
+def is_quantised(form: str) -> bool:
+    return form in FORMS
+
+
+def quantises(name: str, tensor: Tensor) -> bool:
+    """Whether a quantised form has codes for this parameter: the matrices of the layers, and not the router's."""
+    return name.startswith("layers.") and tensor.dim() > 1 and ".router." not in name
+
+
+def owner(name: str) -> str:
+    """The parameter that a tensor of a version is a part of: itself, or the one whose scales it holds."""
+    return name.removesuffix(POWER).removesuffix(SCALE)
+
+
+@torch.no_grad()
+def quantise_state(state: Mapping[str, Tensor], form: str) -> dict[str, HostTensor]:
+    """All tensors of a version, in host memory. WeightsError for what has no codes: NaN, infinities."""
+    tensors: dict[str, HostTensor] = {}
+    for name, tensor in state.items():
+        if quantises(name, tensor):
+            _check_finite({name: largest_of(tensor)})
+            parts = quantise(name, tensor.detach(), form)
+        else:
+            parts = {name: tensor.detach().to(_plain(name))}
+        for part, values in parts.items():
+            tensors[part] = _to_host(values)
+    return tensors
+
+
+@torch.no_grad()
+def dequantise_into(model: nn.Module, tensors: Mapping[str, HostTensor], changed: Iterable[str] | None = None) -> None:
+    """Copy a version into the parameters, only those that `changed` names (or names scales of) if given. Nothing is
+    touched unless all fit."""
+    state = model.state_dict()
+    _check_layout(state, tensors)
+    for name in state if changed is None else dict.fromkeys(map(owner, changed)):
+        parts = {part: tensors[part] for part in (name, name + SCALE, name + POWER) if part in tensors}
+        state[name].copy_(dequantise(name, {part: _to_device(parts[part], state[name].device) for part in parts}))
+
+
+@torch.no_grad()
+def round_parameters_(parameters: Iterable[tuple[str, Tensor]], form: str) -> None:
+    """Replace values by those that will be served, so that trainer and engine compute with the same weights."""
+    largest: dict[str, Tensor] = {}
+    for name, parameter in parameters:
+        if not quantises(name, parameter):
+            parameter.copy_(parameter.to(_plain(name)))
+            continue
+        largest[name] = largest_of(parameter)
+        for piece, power in _pieces(parameter, form, largest[name]):
+            piece.copy_(fp8.rounded(piece, fp8.BLOCK) if power is None else nvfp4.rounded(piece, power))
+    _check_finite(largest)
+
+
+def quantise(name: str, tensor: Tensor, form: str) -> dict[str, Tensor]:
+    """Codes and scales by their names, where the tensor is."""
+    pieces = list(_pieces(tensor, form, largest_of(tensor)))
+    if form == "fp8":
+        quantised = [fp8.quantise(piece, fp8.BLOCK) for piece, _ in pieces]
+        codes, scales = (torch.cat(parts) for parts in zip(*quantised, strict=True))
+        return {name: codes, name + SCALE: scales}
+    if tensor.shape[-2 if tensor.dim() == 3 else -1] % 2:
+        raise WeightsError(
+            f"{name} {tuple(tensor.shape)} has an odd number of inputs, and nvfp4 packs two of them into a byte",
+            hint="form = 'fp8' takes any shape",
+        )
+    blocks, scales_, powers = [], [], []
+    for piece, power in pieces:
+        assert power is not None
+        codes, scales = nvfp4.quantise(piece, power)
+        blocks.append(codes)
+        scales_.append(scales)
+        powers.append(power.flatten())
+    power = torch.cat(powers) if tensor.dim() == 3 else powers[0].squeeze()
+    return {name: torch.cat(blocks), name + SCALE: torch.cat(scales_), name + POWER: power}
+
+
+def dequantise(name: str, parts: Mapping[str, Tensor]) -> Tensor:
+    """The values of a parameter; a plain one as it is."""
+    codes = parts[name]
+    if codes.dtype == fp8.CODES:
+        return fp8.dequantise(codes, parts[name + SCALE], fp8.BLOCK)
+    if name + POWER not in parts:
+        return codes
+    power = parts[name + POWER].unsqueeze(-1).unsqueeze(-1)
+    values = nvfp4.dequantise(codes, parts[name + SCALE], power)
+    return values.transpose(1, 2) if values.dim() == 3 else values
+
+
+def dequantised(tensors: Mapping[str, HostTensor]) -> dict[str, HostTensor]:
+    """A version of a quantised form as the bf16 numbers it stands for, without loss."""
+    plain: dict[str, HostTensor] = {}
+    for name in dict.fromkeys(map(owner, tensors)):
+        parts = {part: tensors[part] for part in (name, name + SCALE, name + POWER) if part in tensors}
+        values = dequantise(name, {part: _to_device(parts[part], torch.device("cpu")) for part in parts})
+        plain[name] = _to_host(values.to(_plain(name)))
+    return plain
+
+
+def largest_of(tensor: Tensor) -> Tensor:
+    """The largest magnitude of each matrix: [] or [experts]. NaN where there is one."""
+    smallest, largest = torch.aminmax(tensor.detach().flatten(-2), dim=-1)
+    return torch.maximum(largest, -smallest).float()
+
+
+def _pieces(tensor: Tensor, form: str, largest: Tensor) -> Iterator[tuple[Tensor, Tensor | None]]:
+    """Views of whole blocks, in order; for nvfp4 [..., out, in], each with the power of its matrices."""
+    powers = nvfp4.power_of(largest)[..., None, None] if form == "nvfp4" else None
+    if form == "nvfp4" and tensor.dim() == 3:
+        tensor = tensor.transpose(1, 2)
+    step = max(1, _PIECE // max(tensor[0].numel(), 1))
+    if tensor.dim() == 2:
+        step = max(fp8.BLOCK, step - step % fp8.BLOCK)
+    for start in range(0, tensor.shape[0], step):
+        piece = tensor[start : start + step]
+        if powers is None:
+            yield piece, None
+        else:
+            yield piece, powers[start : start + step] if tensor.dim() == 3 else powers
+
+
+def _check_finite(largest: Mapping[str, Tensor]) -> None:
+    """One look for all: asking the device for each would wait for each."""
+    if not largest:
+        return
+    most = torch.stack([values.max() for values in largest.values()])
+    bad = ~(most <= fp8.LARGEST_WEIGHT)
+    if bool(bad.any()):
+        place = int(bad.int().argmax())
+        raise WeightsError(
+            f"{list(largest)[place]} has no codes: its largest magnitude is {float(most[place])}",
+            hint="weights that are not finite are beyond repair: go back to the last good version or checkpoint",
+        )
+
+
+def _plain(name: str) -> torch.dtype:
+    # what decides between experts is never rounded: engine and trainer would choose different ones
+    return torch.float32 if name.endswith(_KEPT_WIDE) else torch.bfloat16
+
+
+def _to_host(values: Tensor) -> HostTensor:
+    kinds = {dtype: kind for kind, dtype in _DTYPES.items()}
+    served = values.to("cpu").contiguous().clone()
+    return HostTensor(kinds[values.dtype], tuple(values.shape), served.view(-1).view(torch.uint8).numpy())
+
+
+def _to_device(tensor: HostTensor, device: torch.device) -> Tensor:
+    data = tensor.data if tensor.data.flags.writeable else tensor.data.copy()  # torch reads only writable memory
+    return torch.from_numpy(data).to(device).view(_DTYPES[tensor.dtype]).view(tensor.shape)
+
+
+def _check_layout(state: Mapping[str, Tensor], tensors: Mapping[str, HostTensor]) -> None:
+    """WeightsError unless these tensors are of this model, in whichever quantised form."""
+    form = "nvfp4" if any(tensor.dtype == "fp4x2" for tensor in tensors.values()) else "fp8"
+    expected = {part: entry for name, tensor in state.items() for part, entry in _layout(name, tensor, form).items()}
+    odd = sorted(expected.keys() ^ tensors.keys())
+    odd += [name for name in expected.keys() & tensors.keys() if expected[name] != _entry(tensors[name])]
+    if odd:
+        here, there = expected.get(odd[0]), _entry(tensors[odd[0]]) if odd[0] in tensors else None
+        raise WeightsError(
+            f"the weights are of another model: {len(odd)} tensors differ, as {odd[0]}: {here} here, {there} there",
+            hint="the [model] section and the form must be those the line was trained with",
+        )
+
+
+def _entry(tensor: HostTensor) -> tuple[str, tuple[int, ...]]:
+    return tensor.dtype, tensor.shape
+
+
+def _layout(name: str, tensor: Tensor, form: str) -> dict[str, tuple[str, tuple[int, ...]]]:
+    """dtype and shape of the parts of a parameter."""
+    shape = tuple(tensor.shape)
+    if not quantises(name, tensor):
+        return {name: ("fp32" if _plain(name) == torch.float32 else "bf16", shape)}
+    *lead, rows, columns = shape
+    if form == "fp8":
+        scales = (*lead, -(-rows // fp8.BLOCK), -(-columns // fp8.BLOCK))
+        return {name: ("fp8_e4m3", shape), name + SCALE: ("fp32", scales)}
+    if lead:
+        rows, columns = columns, rows
+    return {
+        name: ("fp4x2", (*lead, rows, columns // 2)),
+        name + SCALE: ("fp8_e4m3", (*lead, rows, -(-columns // nvfp4.BLOCK))),
+        name + POWER: ("fp32", tuple(lead)),
+    }

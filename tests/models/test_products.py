@@ -1,0 +1,252 @@
+"""Products of quantised forms: what they see, what gradient they give, and that a model learns through them."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+from torch import Tensor
+from torch.nn.functional import cross_entropy, linear
+
+from rollmill.models.attention import PackedAttention, packed_positions
+from rollmill.models.config import LatentAttention, ModelConfig
+from rollmill.models.decoder import Decoder, DecoderOutput
+from rollmill.models.kernels import fp8, fused, nvfp4, rows
+from rollmill.models.kernels.varlen import packed_attention
+from rollmill.models.moe import Replay
+from rollmill.models.products import Products, QuantisedProducts, activation, products
+from rollmill.models.quantize import FORMS, round_parameters_
+from tests.models.reference import TINY, make_decoder
+from tests.models.test_quantize import blocks, draw
+
+cuda = pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
+forms = pytest.mark.parametrize("form", FORMS)
+LENGTHS = [20, 9]
+LATENT = TINY.model_copy(
+    update={
+        "latent": LatentAttention(q_rank=12, kv_rank=16, plain_dim=8, rope_dim=4, value_dim=8),
+        "head_dim": 12,
+        "kv_heads": 4,
+        "shared_experts": 1,
+        "dense_layers": 1,
+    }
+)
+QWEN = TINY.model_copy(update={"qkv_bias": True, "output_bias": True, "qk_norm": True, "experts": 0})
+SMALL = ModelConfig(
+    vocab_size=512, layers=4, width=512, heads=8, kv_heads=4, head_dim=64, mlp_width=1024, dense_layers=2,
+    experts=8, experts_per_token=2, expert_width=128, max_context=1024,
+)  # fmt: skip
+
+
+def served(config: ModelConfig, form: str, dtype: torch.dtype = torch.float32, device: str = "cpu") -> Decoder:
+    source = make_decoder(config)
+    round_parameters_(source.named_parameters(), form)
+    model = Decoder(config, dtype, form)
+    model.load_state_dict(source.state_dict())
+    return model.to(device)
+
+
+def run(
+    model: Decoder, lengths: list[int], replay: Replay | None = None, seed: int = 5
+) -> tuple[Tensor, DecoderOutput]:
+    """Tokens, and what the model makes of them."""
+    tokens = torch.randint(model.config.vocab_size, (sum(lengths),), generator=torch.Generator().manual_seed(seed))
+    tokens = tokens.to(model.embedding.device)
+    attend = packed_attention(lengths, tokens.device, model.embedding.dtype)
+    return tokens, model(tokens, packed_positions(lengths).to(tokens.device), attend, replay)
+
+
+def test_bf16_multiplies_exactly_as_without_forms() -> None:
+    plain = products("bf16")
+    assert isinstance(plain, Products) and isinstance(products("fp16"), Products)
+    assert plain.norm_linear is fused.norm_linear and plain.add_swiglu_linear is fused.add_swiglu_linear
+    assert plain.grouped_linear is rows.grouped_linear and plain.linear is linear
+    model = make_decoder()
+    explicit = Decoder(TINY, form="bf16")
+    explicit.load_state_dict(model.state_dict())
+    assert torch.equal(run(model, LENGTHS)[1].hidden, run(explicit, LENGTHS)[1].hidden)
+
+
+@forms
+def test_a_product_sees_quantised_inputs_and_its_gradient_does_not(form: str) -> None:
+    x, weight, bias = draw(7, 40).requires_grad_(), draw(24, 40, seed=1).requires_grad_(), draw(24).requires_grad_()
+    out = QuantisedProducts(form).linear(x, weight, bias)
+    assert torch.equal(out, linear(activation(x.detach(), form), weight, bias))
+    assert not torch.equal(out, linear(x, weight, bias))
+    grad = draw(7, 24, seed=2)
+    ours = torch.autograd.grad(out, (x, weight, bias), grad)
+    theirs = torch.autograd.grad(linear(x, weight, bias), (x, weight, bias), grad)
+    for mine, plain in zip(ours, theirs, strict=True):
+        torch.testing.assert_close(mine, plain, rtol=1e-6, atol=1e-6)
+
+
+@forms
+def test_experts_see_quantised_rows_and_their_gradient_does_not(form: str) -> None:
+    x, weight, counts = draw(9, 24).requires_grad_(), draw(4, 24, 16, seed=1).requires_grad_(), [3, 0, 5, 1]
+    out = QuantisedProducts(form).grouped_linear(x, weight, counts)
+    assert torch.equal(out, rows.grouped_linear(activation(x.detach(), form), weight.detach(), counts))
+    grad = draw(9, 16, seed=2)
+    ours = torch.autograd.grad(out, (x, weight), grad)
+    theirs = torch.autograd.grad(rows.grouped_linear(x, weight, counts), (x, weight), grad)
+    assert all(torch.equal(mine, plain) for mine, plain in zip(ours, theirs, strict=True))
+
+
+@forms
+@pytest.mark.parametrize("config", [TINY, LATENT, QWEN], ids=["mixture", "latent", "biases"])
+def test_every_matrix_of_a_model_is_quantised_and_no_token_sees_another(form: str, config: ModelConfig) -> None:
+    model, plain = served(config, form), Decoder(config)
+    plain.load_state_dict(model.state_dict())
+    seen: set[int] = set()
+
+    class Watch(QuantisedProducts):
+        def linear(self, x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+            seen.add(id(weight))
+            return super().linear(x, weight, bias)
+
+        def grouped_linear(self, x_RI: Tensor, weight_EIO: Tensor, counts: list[int]) -> Tensor:
+            seen.add(id(weight_EIO))
+            return super().grouped_linear(x_RI, weight_EIO, counts)
+
+    for module in model.modules():
+        if hasattr(module, "_products"):
+            module._products = Watch(form)
+    with torch.no_grad():
+        together, exact = run(model, LENGTHS)[1].hidden, run(plain, LENGTHS)[1].hidden
+        tokens, _ = run(model, LENGTHS)
+        for number, part in enumerate(tokens.split(LENGTHS)):
+            length = LENGTHS[number]
+            alone = model(part, packed_positions([length]), PackedAttention([length])).hidden
+            torch.testing.assert_close(alone, together.split(LENGTHS)[number], rtol=1e-5, atol=1e-5)
+    matrices = {
+        name for name, p in model.named_parameters() if p.dim() > 1 and "layers." in name and "router" not in name
+    }
+    assert {name for name, p in model.named_parameters() if id(p) in seen} == matrices
+    error = float((together - exact).norm() / exact.norm())
+    assert 0 < error < (0.2 if form == "fp8" else 0.6)
+
+
+@forms
+def test_a_model_learns_in_this_form(form: str) -> None:
+    """Masters in FP32, served values of the form, gradients straight through: next tokens of a fixed text."""
+    torch.set_num_threads(1)
+    config = TINY.model_copy(update={"dense_layers": 1})
+    model = served(config, form)
+    masters = [parameter.detach().clone().requires_grad_() for parameter in model.parameters()]
+    adam = torch.optim.AdamW(masters, lr=1e-2)
+    text = torch.tensor([(7 * i * i + 3 * i) % 31 for i in range(60)])
+    losses = []
+    for _ in range(60):
+        out = model(text[:-1], packed_positions([59]), PackedAttention([59]))
+        loss = cross_entropy(model.logits(out.hidden), text[1:])
+        loss.backward()
+        losses.append(loss.item())
+        for master, parameter in zip(masters, model.parameters(), strict=True):
+            master.grad, parameter.grad = parameter.grad, None
+        adam.step()
+        with torch.no_grad():
+            for master, parameter in zip(masters, model.parameters(), strict=True):
+                parameter.copy_(master)
+        round_parameters_(model.named_parameters(), form)
+    assert losses[-1] < 0.5 * losses[0], losses[::10]
+
+
+# --- on the device
+
+
+@cuda
+@forms
+def test_one_pass_on_the_device_gives_the_bits_of_the_plain_rules(form: str) -> None:
+    rounded = fp8.rounded_tokens if form == "fp8" else nvfp4.rounded_tokens
+    cases = [(what, x if x.dim() == 2 else x.flatten(0, 1)) for what, x in blocks()]
+    cases += [("wide", draw(33, 1536)), ("narrow", draw(5, 8)), ("one", draw(1, 576))]
+    for what, x in cases:
+        for dtype in (torch.float32, torch.bfloat16):
+            here, there = rounded(x.to(dtype)), rounded(x.to("cuda", dtype)).cpu()
+            assert torch.equal(here, there) and torch.equal(here.signbit(), there.signbit()), what
+    x = draw(3, 64)
+    x[1, 5], x[2, 7] = math.nan, math.inf
+    out = rounded(x.cuda()).cpu()
+    assert out[0].isfinite().all() and out[1, 5].isnan() and not out[2, 7].isfinite()
+
+
+@cuda
+@pytest.mark.skipif(
+    not torch.cuda.is_available() or torch.cuda.get_device_capability() != (9, 0), reason="no Hopper device"
+)
+@pytest.mark.parametrize("shape", [(2048, 256, 512), (2051, 640, 512), (4096, 4096, 4096)], ids=str)
+def test_fp8_products_of_the_hardware_agree_with_the_emulated_ones(shape: tuple[int, int, int]) -> None:
+    tokens, out, inputs = shape
+    x = (draw(tokens, inputs) * torch.exp2(draw(tokens, 1, seed=3) * 4)).cuda().bfloat16()
+    weight = draw(out, inputs, seed=1).cuda().bfloat16()
+    round_parameters_([("layers.0.output", weight)], "fp8")
+    assert fp8.multiplies(x, weight)
+    exact = fp8.rounded_tokens(x).double() @ weight.double().t()
+    size = exact.abs().amax(1, keepdim=True)
+    hardware = ((fp8.product(x, weight).double() - exact).abs() / size).max()
+    emulated = ((linear(fp8.rounded_tokens(x), weight).double() - exact).abs() / size).max()
+    print(f"{shape}: error of the largest in its row: hardware {hardware:.2e}, emulated {emulated:.2e}")
+    assert emulated < 2**-8 and hardware < 2**-7
+
+
+@cuda
+@forms
+def test_the_device_agrees_with_the_cpu(form: str) -> None:
+    """A whole small model, mixtures included; routes are replayed, so that near-ties decide nothing. Routes come as
+    they are recorded: small unsigned integers in host memory. Where bf16 rounds a sum the other way, the next quantiser
+    may take a whole step the other way, so agreement is only as good as the form: random weights are the worst case."""
+    host = served(SMALL, form)
+    device = served(SMALL, form, torch.bfloat16, "cuda")
+    lengths = [300, 212]
+    with torch.no_grad():
+        tokens, live = run(host, lengths)
+        assert live.routes is not None
+        valid = torch.ones(len(tokens), dtype=torch.bool)
+        for kind in (torch.uint8, torch.uint16):
+            _, there = run(device, lengths, Replay(live.routes.to(kind), valid))
+            assert torch.equal(there.routes.cpu(), live.routes)
+        logps = [
+            model.logits(out.hidden).log_softmax(-1).cpu().gather(1, tokens.cpu().roll(-1)[:, None])
+            for model, out in ((host, live), (device, there))
+        ]
+    delta = logps[1] - logps[0]
+    k3 = float((delta.exp() - 1 - delta).mean())
+    print(f"{form}: k3 {k3:.2e}, largest |Δ log-prob| {float(delta.abs().max()):.3f}")
+    assert k3 < {"fp8": 0.02, "nvfp4": 0.15}[form]
+
+
+@cuda
+@forms
+def test_gradients_on_the_device_are_those_of_the_cpu(form: str) -> None:
+    host, device = served(SMALL, form), served(SMALL, form, torch.bfloat16, "cuda")
+    lengths = [300, 212]
+    routes = run(host, lengths)[1].routes
+    assert routes is not None
+    replay = Replay(routes.to(torch.uint8), torch.ones(sum(lengths), dtype=torch.bool))
+    for model in (host, device):
+        tokens, out = run(model, lengths, replay)
+        cross_entropy(model.logits(out.hidden[:-1]), tokens[1:]).backward()
+    for (name, mine), theirs in zip(device.named_parameters(), host.parameters(), strict=True):
+        assert mine.grad is not None and theirs.grad is not None
+        cosine = torch.cosine_similarity(mine.grad.float().cpu().flatten(), theirs.grad.flatten(), dim=0)
+        assert cosine > {"fp8": 0.9, "nvfp4": 0.7}[form], (name, float(cosine))
+
+
+@cuda
+@forms
+def test_experts_of_the_device_are_those_of_the_cpu(form: str) -> None:
+    """One layer, forward and all its gradients: here rounding has nowhere to grow."""
+    outs = []
+    for device, dtype in (("cpu", torch.float32), ("cuda", torch.bfloat16)):
+        layer = served(SMALL, form, dtype, device).layers[3].mlp
+        x = draw(300, 512).bfloat16().to(device, dtype).requires_grad_()
+        chosen = torch.stack([torch.arange(300) % 8, (torch.arange(300) * 3 + 1) % 8], 1).to(device)
+        valid = torch.ones(300, dtype=torch.bool)
+        replay = Replay(torch.zeros(300, 2, 2, dtype=torch.uint8), valid).to(torch.device(device))
+        replay.routes[:, 1] = chosen
+        out, _ = layer(x, replay)
+        out.backward(draw(300, 512, seed=9).to(device, dtype))
+        outs.append([out, x.grad, *(parameter.grad for parameter in layer.parameters())])
+    for here, there in zip(*outs, strict=True):
+        cosine = torch.cosine_similarity(here.flatten(), there.float().cpu().flatten(), dim=0)
+        assert cosine > 0.995, (here.shape, float(cosine))

@@ -1,0 +1,61 @@
+"""Checkpoint → served bytes → checkpoint: nothing is lost but what bf16 cannot hold."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor
+
+from rollmill.models.decoder import Decoder
+from rollmill.models.host import load_host
+from rollmill.models.huggingface.convert import open_checkpoint, read_tensor
+from rollmill.models.huggingface.served import checkpoint_tensors, served_companions, served_tensors
+from rollmill.weights.tensors import HostTensor
+from tests.models.checkpoints import LAYOUTS, make_checkpoint, our_logits, their_logits, tokens_of
+
+pytest.importorskip("transformers")
+
+
+def tensor_of(host: HostTensor) -> Tensor:
+    dtype = {"bf16": torch.bfloat16, "fp32": torch.float32}[host.dtype]
+    return torch.from_numpy(host.data.copy()).view(dtype).view(host.shape)
+
+
+@pytest.mark.parametrize("name", LAYOUTS)
+def test_there_and_back(name: str, tmp_path: Path) -> None:
+    make_checkpoint(name, tmp_path, torch.bfloat16)
+    checkpoint = open_checkpoint(tmp_path)
+    back = checkpoint_tensors(checkpoint.layout, served_tensors(checkpoint))
+    assert back.keys() == set(checkpoint.names)
+    for tensor, host in back.items():
+        # the one thing that is never rounded, and that transformers rounds with all else when it is asked to
+        assert host.dtype == ("fp32" if tensor.endswith("e_score_correction_bias") else "bf16")
+        assert torch.equal(tensor_of(host).float(), read_tensor(checkpoint.files, tensor).float()), tensor
+
+
+@torch.no_grad()
+def test_a_wider_checkpoint_is_rounded_and_says_so(tmp_path: Path) -> None:
+    theirs = make_checkpoint("llama", tmp_path, torch.float32)
+    checkpoint = open_checkpoint(tmp_path)
+    tensors = served_tensors(checkpoint)
+    assert {tensor.dtype for tensor in tensors.values()} == {"bf16"}
+    config = json.loads(served_companions(checkpoint)["config.json"])
+    assert config.get("dtype", config.get("torch_dtype")) == "bfloat16"
+    assert config.keys() == checkpoint.files.config.keys()
+    ours = Decoder(checkpoint.layout.model)
+    load_host(ours, tensors)
+    for parameter in theirs.parameters():
+        parameter.copy_(parameter.bfloat16())
+    torch.testing.assert_close(our_logits(ours, tokens_of()), their_logits(theirs, tokens_of()), atol=1e-4, rtol=1e-4)
+
+
+def test_companions_are_kept_verbatim(tmp_path: Path) -> None:
+    make_checkpoint("llama", tmp_path, torch.bfloat16)
+    (tmp_path / "tokenizer.json").write_text('{"any": "thing"}')
+    (tmp_path / "notes.txt").write_text("not of the model")
+    kept = served_companions(open_checkpoint(tmp_path))
+    assert kept["config.json"] == (tmp_path / "config.json").read_bytes()
+    assert kept["tokenizer.json"] == b'{"any": "thing"}' and "notes.txt" not in kept
