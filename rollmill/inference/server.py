@@ -7,7 +7,7 @@ import contextlib
 import json
 import signal
 from collections.abc import AsyncIterator, Awaitable, Callable
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from aiohttp import web
 
@@ -21,6 +21,9 @@ from rollmill.types import Version
 from rollmill.weights.follower import Follower
 from rollmill.weights.store import WeightStore
 from rollmill.weights.transfer import Mirror
+
+if TYPE_CHECKING:
+    from rollmill.models.device import Device
 
 LARGEST_REQUEST = 64 * 2**20
 SHUTDOWN_SECONDS = 2.0
@@ -139,6 +142,7 @@ def serve_engine(
     region: str,
     port: int,
     host: str = "127.0.0.1",
+    device: Device = "cpu",
     form: str = "bf16",
     mirror: Mirror | None = None,
     pinned: int | None = None,
@@ -149,18 +153,20 @@ def serve_engine(
         source = Follower(store, line, form, mirror, holder=name, about={"engine": name, "region": region})
     else:
         source = Pinned(store, Version(line, pinned), form, mirror)
-    asyncio.run(_serve(config, model, source, name=name, region=region, host=host, port=port))
+    made = {"name": name, "region": region, "device": device, "form": form}
+    asyncio.run(_serve(config, model, source, made, host=host, port=port))
 
 
 async def _serve(
-    config: EngineConfig, model: ModelConfig, source: UpdateSource, *, name: str, region: str, host: str, port: int
+    config: EngineConfig, model: ModelConfig, source: UpdateSource, made: dict[str, Any], *, host: str, port: int
 ) -> None:
+    """`made`: what the engine is made with beside its configuration."""
     from rollmill.inference.embedded.engine import EmbeddedEngine  # torch: only the process that serves loads it
 
     stop = asyncio.Event()
     for number in (signal.SIGTERM, signal.SIGINT):
         asyncio.get_running_loop().add_signal_handler(number, stop.set)
-    async with EmbeddedEngine(model, config, name=name, region=region) as engine:
+    async with EmbeddedEngine(model, config, **made) as engine:
         follower = EngineFollower(engine, source, config.poll_seconds)
         async with serving(make_app(engine, follower), host, port):
             tasks = [

@@ -12,7 +12,7 @@ import torch
 from rollmill.errors import EngineError
 from rollmill.inference.embedded.engine import EmbeddedEngine
 from rollmill.inference.engine import EngineUnavailable, GenerateRequest
-from rollmill.models.attention import PackedAttention, packed_positions
+from rollmill.models.device import Device
 from tests.inference.world import (
     ENGINE,
     PROMPT,
@@ -23,11 +23,17 @@ from tests.inference.world import (
     make_model,
     make_update,
     request,
+    tolerance,
     trainer_logprobs,
+    trainer_pass,
     until,
+    use_device,
 )
 
-TOLERANCE = 1e-4
+
+@pytest.fixture(autouse=True, params=["cpu", "cuda"])
+def device(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Device:
+    return use_device(request.param, monkeypatch)
 
 
 async def settle(engine: EmbeddedEngine, **expected: float) -> None:
@@ -47,17 +53,18 @@ async def test_logprobs_are_the_trainers(experts: int) -> None:
         expected = trainer_logprobs(model, one.tokens + got.tokens, got.routes if experts else None)
         worst = max(worst, float((expected[len(one.tokens) - 1 :] - torch.tensor(got.logprobs)).abs().max()))
     print(f"largest log-prob difference, engine against trainer: {worst:.1e}")
-    assert worst < TOLERANCE
+    assert worst < tolerance()
 
 
-async def test_every_computed_position_has_its_routes() -> None:
+async def test_every_computed_position_has_its_routes(device: Device) -> None:
     update = make_update(0)
     async with engine_at(update) as engine:
         got = await answer(engine, request(), stream=True)
     assert sorted(got.routes) == list(range(len(PROMPT) + len(got.tokens) - 1)), "all but the last token were inputs"
     tokens = PROMPT + got.tokens[:-1]
-    live = make_model(update)(torch.tensor(tokens), packed_positions([len(tokens)]), PackedAttention([len(tokens)]))
-    assert np.array_equal(np.stack([got.routes[position] for position in sorted(got.routes)]), live.routes.numpy())
+    live = trainer_pass(make_model(update), tokens).routes.cpu().numpy()
+    same = np.stack([got.routes[position] for position in sorted(got.routes)]) == live
+    assert same.all() if device == "cpu" else same.mean() > 0.9, "bf16 flips a near-tie now and then"
     assert got.routes[0].dtype == np.uint8
 
 

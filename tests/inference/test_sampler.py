@@ -4,10 +4,18 @@ import numpy as np
 import pytest
 import torch
 
-from rollmill.inference.embedded.sampler import Draw, log_distribution, sample, uniform
+from rollmill.inference.embedded.sampler import Draw, listed, log_distribution, sample, sample_uncut, uniform
 from rollmill.types import Sampling
 
 LOGITS = torch.tensor([2.0, 1.0, 0.5, 0.0, -1.0, -3.0])
+LARGE = 49152  # tokens in a real vocabulary
+
+
+@pytest.fixture(params=["cpu", "cuda"])
+def device(request: pytest.FixtureRequest) -> str:
+    if request.param == "cuda" and not torch.cuda.is_available():
+        pytest.skip("no CUDA device")
+    return str(request.param)
 
 
 def _many(sampling: Sampling, draws: int = 20000) -> tuple[np.ndarray, np.ndarray]:
@@ -79,3 +87,42 @@ def test_uniform_numbers_are_uniform_and_unrelated() -> None:
 def test_logits_that_are_not_finite_give_a_logprob_that_is_not() -> None:
     tokens, logprobs = sample(torch.full((1, 6), torch.nan), [Draw(Sampling(), 1, 1)])
     assert 0 <= tokens[0] < 6 and not np.isfinite(logprobs[0])
+
+
+# -- a large vocabulary, searched in two levels
+
+
+def test_two_levels_draw_what_one_does(device: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    logits = 3 * torch.randn((64, LARGE), generator=torch.Generator().manual_seed(0)).to(device)
+    draws = [Draw(Sampling(temperature=0.5 + seed / 64), seed, 5) for seed in range(64)]
+    tokens, logprobs = sample(logits, draws)
+    monkeypatch.setattr("rollmill.inference.embedded.sampler._ONE_LEVEL", LARGE)
+    assert sample(logits, draws) == (tokens, logprobs)
+    assert len(set(tokens)) > 32
+
+
+@pytest.mark.parametrize("size", [LARGE, 5000], ids=["whole chunks", "a chunk cut short"])
+def test_what_cannot_be_drawn_never_is(size: int, device: str) -> None:
+    """Six tokens, at the ends of chunks and of the vocabulary, come as often as they should and no other ever."""
+    places = torch.tensor([0, 511, 512, 1024, size - 2, size - 1])
+    row = torch.full((size,), -torch.inf).index_copy_(0, places, LOGITS).to(device)
+    tokens = sample(row.expand(2000, -1), [Draw(Sampling(), seed, 3) for seed in range(2000)])[0]
+    counts = np.array([tokens.count(place) for place in places.tolist()])
+    assert counts.sum() == 2000
+    exact = LOGITS.softmax(-1).numpy()
+    assert (np.abs(counts / 2000 - exact) <= 5 * np.sqrt(exact * (1 - exact) / 2000)).all()
+
+
+def test_large_and_not_finite(device: str) -> None:
+    tokens, logprobs = sample(torch.full((1, LARGE), torch.nan, device=device), [Draw(Sampling(), 1, 1)])
+    assert 0 <= tokens[0] < LARGE and not np.isfinite(logprobs[0])
+
+
+@pytest.mark.parametrize("size", [300, LARGE])
+def test_drawing_on_the_device_alone_gives_the_same(size: int, device: str) -> None:
+    logits = 3 * torch.randn((32, size), generator=torch.Generator().manual_seed(0)).to(device)
+    temperatures = [(1.0, 0.0, 0.7, 1.3)[row % 4] for row in range(32)]
+    draws = [Draw(Sampling(temperature=temperature), row, 5) for row, temperature in enumerate(temperatures)]
+    numbers = torch.from_numpy(uniform(range(32), [5] * 32)).to(device)
+    drawn = sample_uncut(logits, torch.tensor(temperatures, dtype=torch.float64, device=device), numbers)
+    assert listed(drawn) == sample(logits, draws)

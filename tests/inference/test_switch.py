@@ -14,15 +14,33 @@ from torch.nn.functional import scaled_dot_product_attention
 
 from rollmill.errors import EngineError, WeightsError
 from rollmill.models.decoder import Decoder
+from rollmill.models.device import Device
 from rollmill.models.host import device_digest, to_host
 from rollmill.models.kernels import stage as stage_module
 from rollmill.weights.follower import Patch, Update
 from rollmill.weights.manifest import describe, root_digest
 from rollmill.weights.tensors import HostTensor
-from tests.inference.world import PROMPT, answer, engine_at, make_model, make_update, put_together, request, until
+from tests.inference.world import (
+    PROMPT,
+    answer,
+    engine_at,
+    make_model,
+    make_update,
+    put_together,
+    request,
+    tolerance,
+    until,
+    use_device,
+)
 from tests.inference.world import trainer_logprobs as logprobs_of
 
-TOLERANCE = 1e-4
+
+@pytest.fixture(autouse=True, params=["cpu", "cuda"])
+def device(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Device:
+    return use_device(request.param, monkeypatch)
+
+
+on_cpu = pytest.mark.parametrize("device", ["cpu"], indirect=True)
 
 
 class Remembering:
@@ -37,7 +55,8 @@ class Remembering:
             k_NKD, v_NKD = torch.cat((keys, k_NKD)), torch.cat((values, v_NKD))
         self._seen[layer] = k_NKD, v_NKD
         new, total = q_NHD.shape[0], k_NKD.shape[0]
-        visible = torch.arange(total) <= torch.arange(total - new, total).unsqueeze(1)
+        positions = torch.arange(total, device=q_NHD.device)
+        visible = positions <= positions[total - new :].unsqueeze(1)
         q, k, v = (x.transpose(0, 1) for x in (q_NHD, k_NKD, v_NKD))
         group = q.shape[0] // k.shape[0]
         k, v = k.repeat_interleave(group, 0), v.repeat_interleave(group, 0)
@@ -47,16 +66,16 @@ class Remembering:
 @torch.no_grad()
 def mixed_logprobs(old: Decoder, new: Decoder, tokens: list[int], switch: int, start: int) -> list[float]:
     """Log-probs of tokens[start:], where positions before `switch` were computed with the old weights."""
-    attend, everything = Remembering(), torch.tensor(tokens)
+    attend, everything = Remembering(), torch.tensor(tokens, device=old.embedding.device)
     parts = []
     for model, piece in ((old, slice(0, switch)), (new, slice(switch, len(tokens)))):
-        positions = torch.arange(len(tokens))[piece]
+        positions = torch.arange(len(tokens), device=everything.device)[piece]
         parts.append(model.logits(model(everything[piece], positions, attend).hidden).log_softmax(-1))
     table = torch.cat(parts)
     return [float(table[position - 1, tokens[position]]) for position in range(start, len(tokens))]
 
 
-async def test_a_switch_in_the_middle_of_an_answer() -> None:
+async def test_a_switch_in_the_middle_of_an_answer(device: Device) -> None:
     old, new = make_update(1), make_update(2)
     async with engine_at(old) as engine:
         chunks = []
@@ -74,14 +93,17 @@ async def test_a_switch_in_the_middle_of_an_answer() -> None:
     tokens = PROMPT + got.tokens
     # before the switch: exactly the old weights
     expected = logprobs_of(make_model(old), tokens[: len(PROMPT) + switch], got.routes)[len(PROMPT) - 1 :]
-    np.testing.assert_allclose(got.logprobs[:switch], expected, atol=TOLERANCE)
+    np.testing.assert_allclose(got.logprobs[:switch], expected, atol=tolerance())
     # after it: the new weights, over keys and values that the old ones wrote; the input of the first token they
     # sampled is the first position they computed
     computed = len(PROMPT) + switch - 1
     mixed = mixed_logprobs(make_model(old), make_model(new), tokens, computed, computed + 1)
-    np.testing.assert_allclose(got.logprobs[switch:], mixed, atol=TOLERANCE)
+    far = np.abs(np.subtract(got.logprobs[switch:], mixed)) > tolerance()
+    assert far.mean() <= (0.0 if device == "cpu" else 0.03), (
+        "nothing is replayed: in bf16 a router may choose otherwise"
+    )
     purely_new = logprobs_of(make_model(new), tokens)[computed:]
-    assert abs(float(purely_new[0]) - got.logprobs[switch]) > 10 * TOLERANCE, "old keys and values make a difference"
+    assert np.abs(purely_new.numpy() - got.logprobs[switch:]).max() > 5 * tolerance(), "old keys make a difference"
     assert got.last.oldest_kv_policy == old.policy
     assert session.last.oldest_kv_policy == old.policy and session.last.cached_tokens > 0
 
@@ -117,7 +139,7 @@ async def test_many_switches_under_load_drop_nothing() -> None:
         assert numbers == sorted(numbers) and len(set(numbers)) > 1
         first = numbers.count(numbers[0])
         expected = logprobs_of(models[numbers[0]], PROMPT + one.tokens[:first], one.routes)[len(PROMPT) - 1 :]
-        np.testing.assert_allclose(one.logprobs[:first], expected, atol=TOLERANCE)
+        np.testing.assert_allclose(one.logprobs[:first], expected, atol=tolerance())
 
 
 def changed(update: Update, number: int, share: float = 0.1) -> tuple[Update, dict[str, list[Patch] | None]]:
@@ -156,6 +178,7 @@ def unread(update: Update) -> Update:
     return replace(update, tensors=tensors)
 
 
+@on_cpu  # on a device the host bytes are read, to be held against the digest and for the audits
 async def test_patches_are_all_that_is_written() -> None:
     first = make_update(1)
     second, _ = changed(first, 2)
@@ -167,7 +190,7 @@ async def test_patches_are_all_that_is_written() -> None:
             assert device_digest(engine._worker._model) == update.policy.digest, "the audit of touched tensors is whole"
         got = await answer(engine, request())
     expected = logprobs_of(make_model(third), PROMPT + got.tokens)[len(PROMPT) - 1 :]
-    np.testing.assert_allclose(got.logprobs, expected, atol=TOLERANCE)
+    np.testing.assert_allclose(got.logprobs, expected, atol=tolerance())
 
 
 async def test_applying_again_or_from_elsewhere_ends_at_the_right_bytes() -> None:
@@ -192,6 +215,7 @@ async def test_patches_that_do_not_lead_there_are_made_up_for() -> None:
         assert device_digest(engine._worker._model) == second.policy.digest
 
 
+@on_cpu
 @pytest.mark.parametrize("place", range(6))
 async def test_an_apply_cut_short_is_run_again(place: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """A write into the parameters fails, in the middle of the pause."""
@@ -220,7 +244,7 @@ async def test_an_apply_cut_short_is_run_again(place: int, monkeypatch: pytest.M
     assert len(got.tokens) == 200 and set(got.policies) == {first.policy, second.policy}, "nothing was dropped"
 
 
-async def test_bytes_that_do_not_match_are_never_served() -> None:
+async def test_bytes_that_do_not_match_are_never_served(device: Device) -> None:
     good, bad = make_update(1), make_update(2)
     flipped = bad.tensors["embedding"].data.copy()
     flipped[10] ^= 1
@@ -228,8 +252,11 @@ async def test_bytes_that_do_not_match_are_never_served() -> None:
     async with engine_at(good) as engine:
         with pytest.raises(WeightsError, match="do not have digest"):
             await engine.apply(bad)
-        assert engine.health()["policy"] is None, "its parameters are neither version: it serves nothing"
-        task = asyncio.create_task(answer(engine, request()))
+        if device == "cuda":  # found out before anything was written
+            assert {policy.number for policy in (await answer(engine, request(session="old"))).policies} == {1}
+        else:
+            assert engine.health()["policy"] is None, "its parameters are neither version: it serves nothing"
+        task = asyncio.create_task(answer(engine, replace(request(), min_version=2)))
         await until(lambda: engine.metrics()["waiting"] == 1)
         await engine.apply(make_update(2))
         assert {policy.number for policy in (await task).policies} == {2}

@@ -9,15 +9,18 @@ from contextlib import asynccontextmanager
 from dataclasses import dataclass
 
 import numpy as np
+import pytest
 import torch
 
 from rollmill.inference.config import EngineConfig
 from rollmill.inference.embedded.engine import EmbeddedEngine
 from rollmill.inference.engine import GenerateChunk, GenerateRequest
-from rollmill.models.attention import PackedAttention, packed_positions
+from rollmill.models.attention import packed_positions
 from rollmill.models.config import ModelConfig
-from rollmill.models.decoder import Decoder
+from rollmill.models.decoder import Decoder, DecoderOutput
+from rollmill.models.device import Device, decoder_on
 from rollmill.models.host import load_host, to_host
+from rollmill.models.kernels.varlen import packed_attention
 from rollmill.models.moe import Replay
 from rollmill.types import PolicyRef, Sampling
 from rollmill.weights.follower import Update
@@ -37,6 +40,20 @@ TINY = ModelConfig(
 )
 ENGINE = EngineConfig(max_batch=8, block_size=4, cache_tokens=1024, prefill_chunk=16, stream_seconds=0.0)
 PROMPT = [3, 1, 4, 1, 5, 9, 2, 6, 5, 3, 5]
+DEVICE: Device = "cpu"  # where engines and the trainer's models of a test are
+
+
+def use_device(device: Device, monkeypatch: pytest.MonkeyPatch) -> Device:
+    """For the time of a test."""
+    if device == "cuda" and not torch.cuda.is_available():
+        pytest.skip("no CUDA device")
+    monkeypatch.setattr("tests.inference.world.DEVICE", device)
+    return device
+
+
+def tolerance() -> float:
+    """Of log-probs of tiny models, engine against trainer: FP32 rounding, or bf16 rounding of every activation."""
+    return 1e-4 if DEVICE == "cpu" else 0.05
 
 
 def make_update(number: int, config: ModelConfig = TINY) -> Update:
@@ -49,7 +66,7 @@ def make_update(number: int, config: ModelConfig = TINY) -> Update:
 
 
 def make_model(update: Update, config: ModelConfig = TINY) -> Decoder:
-    model = Decoder(config)
+    model = decoder_on(torch.device(DEVICE), config)
     load_host(model, update.tensors)
     return model
 
@@ -58,7 +75,7 @@ def make_model(update: Update, config: ModelConfig = TINY) -> Decoder:
 async def engine_at(
     update: Update | None, config: EngineConfig = ENGINE, model: ModelConfig = TINY
 ) -> AsyncIterator[EmbeddedEngine]:
-    async with EmbeddedEngine(model, config, name="engine-test", region="home") as engine:
+    async with EmbeddedEngine(model, config, name="engine-test", region="home", device=DEVICE) as engine:
         if update is not None:
             await engine.apply(update)
         yield engine
@@ -115,6 +132,15 @@ def trainer_logprobs(model: Decoder, tokens: list[int], routes: dict[int, np.nda
             if position < len(tokens):
                 rows[position], valid[position] = torch.from_numpy(row.astype(np.int64)), True
         replay = Replay(rows, valid)
-    lengths = [len(tokens)]
-    output = model(torch.tensor(tokens), packed_positions(lengths), PackedAttention(lengths), replay)
-    return model.logits(output.hidden)[:-1].log_softmax(-1).gather(1, torch.tensor(tokens[1:]).unsqueeze(1)).squeeze(1)
+    logprobs = model.logits(trainer_pass(model, tokens, replay).hidden)[:-1].log_softmax(-1).cpu()
+    return logprobs.gather(1, torch.tensor(tokens[1:]).unsqueeze(1)).squeeze(1)
+
+
+@torch.no_grad()
+def trainer_pass(model: Decoder, tokens: list[int], replay: Replay | None = None) -> DecoderOutput:
+    """The trainer's packed forward pass over one sequence."""
+    device, lengths = model.embedding.device, [len(tokens)]
+    if replay is not None:
+        replay = Replay(replay.routes.to(device), replay.valid.to(device))
+    attend = packed_attention(lengths, device, model.embedding.dtype)
+    return model(torch.tensor(tokens, device=device), packed_positions(lengths, device), attend, replay)

@@ -19,30 +19,39 @@ from rollmill.types import PolicyRef
 class KVCache:
     """Keys and values of every page, one row a (page, head, position), so that the pages of one head lie together."""
 
-    def __init__(self, model: ModelConfig, blocks: int, block_size: int, dtype: torch.dtype = torch.float32) -> None:
+    def __init__(
+        self,
+        model: ModelConfig,
+        blocks: int,
+        block_size: int,
+        dtype: torch.dtype = torch.float32,
+        device: torch.device | str = "cpu",
+    ) -> None:
         self.block_size, self.kv_heads = block_size, model.kv_heads
         self.head_dim, self.value_dim = model.head_dim, model.value_dim
         self.group = model.heads // model.kv_heads  # query heads that share a KV head
+        self.device = torch.device(device)
+        self.spare = blocks  # a page beyond those that are given out, for rows that only fill up a batch
         self._heads = torch.arange(model.kv_heads)
-        rows = (model.layers, blocks * model.kv_heads * block_size)
-        self._keys = torch.zeros((*rows, model.head_dim), dtype=dtype)
-        self._values = torch.zeros((*rows, model.value_dim), dtype=dtype)
+        rows = (model.layers, (blocks + 1) * model.kv_heads * block_size)
+        self.keys = torch.zeros((*rows, model.head_dim), dtype=dtype, device=device)
+        self.values = torch.zeros((*rows, model.value_dim), dtype=dtype, device=device)
 
     def write(self, layer: int, rows_M: Tensor, k_NKD: Tensor, v_NKD: Tensor) -> None:
         """`rows`: where each (token, head) goes, see `rows_of`."""
-        self._keys[layer].index_copy_(0, rows_M, k_NKD.reshape(-1, k_NKD.shape[-1]))
-        self._values[layer].index_copy_(0, rows_M, v_NKD.reshape(-1, v_NKD.shape[-1]))
+        self.keys[layer].index_copy_(0, rows_M, k_NKD.reshape(-1, k_NKD.shape[-1]))
+        self.values[layer].index_copy_(0, rows_M, v_NKD.reshape(-1, v_NKD.shape[-1]))
 
     def read(self, layer: int, pages_P: Tensor) -> tuple[Tensor, Tensor]:
         """The pages' keys and values, [pages, block_size · D] each; a page here is one head's, see `pages_of`."""
         keys, values = (
             rows[layer].view(-1, self.block_size * rows.shape[-1]).index_select(0, pages_P)
-            for rows in (self._keys, self._values)
+            for rows in (self.keys, self.values)
         )
         return keys, values
 
     def clear(self, blocks: list[int]) -> None:
-        for rows in (self._keys, self._values):
+        for rows in (self.keys, self.values):
             rows.unflatten(1, (-1, self.kv_heads * self.block_size))[:, blocks] = 0
 
     def rows_of(self, blocks_N: Tensor, offsets_N: Tensor) -> Tensor:

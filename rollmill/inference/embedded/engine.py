@@ -16,18 +16,28 @@ from rollmill.inference.embedded.answer import Answer
 from rollmill.inference.embedded.worker import Outbox, Worker
 from rollmill.inference.engine import Applied, EngineUnavailable, GenerateChunk, GenerateRequest
 from rollmill.models.config import ModelConfig
+from rollmill.models.device import Device, choose_device
 from rollmill.weights.follower import Update
 
 
 class EmbeddedEngine:
     """An async context manager. Until the first `apply`, requests wait."""
 
-    def __init__(self, model: ModelConfig, config: EngineConfig, *, name: str = "engine", region: str = "home") -> None:
+    def __init__(
+        self,
+        model: ModelConfig,
+        config: EngineConfig,
+        *,
+        name: str = "engine",
+        region: str = "home",
+        device: Device = "cpu",
+        form: str = "bf16",
+    ) -> None:
         self.name, self.region = name, region
         self._vocab_size = model.vocab_size
         self._context_limit = min(model.max_context, config.cache_tokens)
         self._activity = Activity(name, region)
-        self._worker = Worker(model, config, self._activity, self._send)
+        self._worker = Worker(model, config, self._activity, self._send, device=choose_device(device), form=form)
         self._loop: asyncio.AbstractEventLoop | None = None
         self._requests = 0
         self._applying = asyncio.Lock()

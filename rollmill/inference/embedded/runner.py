@@ -1,6 +1,7 @@
 """One forward pass of the decoder over all that is scheduled for a step: fresh prompts, suffixes and single tokens.
 
 They are packed into one batch; only attention looks at sequences, in groups of similar shape so that little is padded.
+That is how it runs anywhere; on CUDA, `device_runner` does the same with kernels of its own.
 """
 
 from __future__ import annotations
@@ -8,6 +9,7 @@ from __future__ import annotations
 import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Protocol
 
 import numpy as np
 import torch
@@ -16,36 +18,70 @@ from torch.nn.functional import scaled_dot_product_attention
 
 from rollmill.inference.embedded.cache import KVCache
 from rollmill.inference.embedded.scheduler import Work
+from rollmill.models.config import ModelConfig
 from rollmill.models.decoder import Decoder
+from rollmill.models.kernels.bits import has_triton
+from rollmill.models.kernels.fused import exact_linear
 
 
 @dataclass(frozen=True)
 class StepOutput:
+    """On the device that computed it."""
+
     work: list[Work]  # in the order of `routes`: groups of similar shape together
-    routes: np.ndarray | None  # uint8 or uint16 [N, moe layers, k], rows of each work in turn
+    routes: Tensor | None  # see `narrow_routes`; rows of each work in turn
     logits: Tensor  # FP32 [M, vocab], one row for each work that completes its context, in order
+    drawn: Tensor | None = None  # [M, 2], see sampler.sample_uncut, where tokens were drawn along with the step
+
+    def host_routes(self) -> np.ndarray | None:
+        """uint8 or uint16 [N, moe layers, k]. Waits for the device."""
+        if self.routes is None:
+            return None
+        routes = self.routes.cpu().numpy()
+        return routes if routes.dtype == np.uint8 else routes.view(np.uint16)
+
+
+class StepRunner(Protocol):
+    model: Decoder
+
+    def run(self, work: Sequence[Work]) -> StepOutput: ...
+
+
+def make_runner(model: Decoder, cache: KVCache, longest: int) -> StepRunner:
+    """`longest`: positions of the longest context there can be."""
+    if not has_triton(cache.device):
+        return Runner(model, cache)
+    from rollmill.inference.embedded.device_runner import DeviceRunner
+
+    return DeviceRunner(model, cache, longest)
+
+
+def narrow_routes(routes: Tensor | None, config: ModelConfig) -> Tensor | None:
+    """As they are recorded: a byte each, or two where there are more experts (torch knows those as signed only)."""
+    return None if routes is None else routes.to(torch.uint8 if config.experts <= 256 else torch.int16)
+
+
+def exact_logits(model: Decoder, hidden_MW: Tensor) -> Tensor:
+    """FP32 [M, vocab], as the trainer computes them on this device: never rounded, and no FP32 copy of the head."""
+    return exact_linear(hidden_MW, model.embedding if model.head is None else model.head)
 
 
 class Runner:
     def __init__(self, model: Decoder, cache: KVCache) -> None:
         self.model = model
         self._cache = cache
-        self._route_type = np.uint8 if model.config.experts <= 256 else np.uint16
 
     @torch.inference_mode()
     def run(self, work: Sequence[Work]) -> StepOutput:
         ordered = sorted(work, key=self._shape)
         tokens = [token for item in ordered for token in item.answer.tokens[item.start : item.start + item.count]]
         attend = PagedAttention(self._cache, [list(group) for _, group in itertools.groupby(ordered, self._shape)])
-        output = self.model(torch.tensor(tokens), attend.positions, attend)
+        device = self._cache.device
+        output = self.model(torch.tensor(tokens, device=device), attend.positions, attend)
         ends = list(itertools.accumulate(item.count for item in ordered))
         rows = [end - 1 for end, item in zip(ends, ordered, strict=True) if item.completes]
-        routes = output.routes
-        return StepOutput(
-            work=ordered,
-            routes=None if routes is None else routes.numpy().astype(self._route_type),
-            logits=self.model.logits(output.hidden.index_select(0, torch.tensor(rows, dtype=torch.long))),
-        )
+        hidden_MW = output.hidden.index_select(0, torch.tensor(rows, dtype=torch.long, device=device))
+        return StepOutput(ordered, narrow_routes(output.routes, self.model.config), exact_logits(self.model, hidden_MW))
 
     def _shape(self, item: Work) -> tuple[int, int]:
         """Work of one shape is padded together: within a factor of two in new positions and in pages."""
@@ -60,8 +96,8 @@ class PagedAttention:
         self._cache = cache
         self._groups = [_Group(cache, group) for group in groups]
         self._sizes = [group.tokens for group in self._groups]
-        self.positions = torch.cat([group.positions for group in self._groups])
-        self._rows = torch.cat([group.rows for group in self._groups])
+        self.positions = torch.cat([group.positions for group in self._groups]).to(cache.device)
+        self._rows = torch.cat([group.rows for group in self._groups]).to(cache.device)
 
     def __call__(self, layer: int, q_NHD: Tensor, k_NKD: Tensor, v_NKD: Tensor) -> Tensor:
         self._cache.write(layer, self._rows, k_NKD, v_NKD)
@@ -87,14 +123,16 @@ class _Group:
         self.positions = torch.from_numpy(positions_BQ[real_BQ])
         blocks_BQ = np.take_along_axis(tables_BP, positions_BQ // size, axis=1)
         self.rows = cache.rows_of(torch.from_numpy(blocks_BQ[real_BQ]), self.positions % size)
-        self._pages = cache.pages_of(torch.from_numpy(tables_BP))
+        self._pages = cache.pages_of(torch.from_numpy(tables_BP)).to(cache.device)
         hidden_BQT = torch.from_numpy(np.arange(pages * size) > positions_BQ[:, :, None])
-        mask_BQT = torch.zeros(hidden_BQT.shape).masked_fill_(hidden_BQT, -torch.inf)
+        mask_BQT = torch.zeros(hidden_BQT.shape, dtype=cache.keys.dtype).masked_fill_(hidden_BQT, -torch.inf)
+        mask_BQT = mask_BQT.to(cache.device)
         self._mask_B1QT = mask_BQT.repeat(1, cache.group, 1).unsqueeze(1)  # Q counts query heads times positions
         self._padding: tuple[Tensor, Tensor] | None = None
         if not real_BQ.all():
             source_BQ = (np.cumsum(counts) - counts)[:, None] + slots_BQ
-            self._padding = torch.from_numpy(source_BQ.ravel()), torch.from_numpy(np.flatnonzero(real_BQ))
+            padding = torch.from_numpy(source_BQ.ravel()), torch.from_numpy(np.flatnonzero(real_BQ))
+            self._padding = padding[0].to(cache.device), padding[1].to(cache.device)
         self._shape = (len(group), longest)
 
     def attend(self, layer: int, q_NW: Tensor) -> Tensor:

@@ -16,6 +16,8 @@ from torch import Tensor
 
 from rollmill.types import Sampling
 
+_ONE_LEVEL, _CHUNK = 4096, 512  # tokens: the largest vocabulary that is searched whole, the parts of a larger one
+
 
 @dataclass(frozen=True)
 class Draw:
@@ -27,26 +29,77 @@ class Draw:
 
 
 def sample(logits_MV: Tensor, draws: Sequence[Draw]) -> tuple[list[int], list[float]]:
-    """One token and its log-prob for each row."""
+    """One token and its log-prob for each row. Waits for the device once, at the end."""
+    if not draws:
+        return [], []
     logprobs_MV = log_distribution(logits_MV, [draw.sampling for draw in draws])
-    cumulative_MV = logprobs_MV.double().exp_().cumsum(-1)
-    uniform_M1 = torch.from_numpy(uniform([draw.seed for draw in draws], [draw.position for draw in draws])).unsqueeze(
-        1
-    )
-    # the first token whose cumulative probability exceeds the draw: never one of probability zero
-    tokens_M1 = torch.searchsorted(cumulative_MV, uniform_M1 * cumulative_MV[:, -1:], right=True)
-    tokens_M1.clamp_(max=logits_MV.shape[1] - 1)  # beyond the end only where logits are not finite
+    uniform_M = torch.from_numpy(uniform([draw.seed for draw in draws], [draw.position for draw in draws]))
+    tokens_M1 = _draw(logprobs_MV, uniform_M.to(logits_MV.device, non_blocking=True).unsqueeze(1))
     greedy = [row for row, draw in enumerate(draws) if draw.sampling.temperature == 0]
     if greedy:
         tokens_M1[greedy] = logprobs_MV[greedy].argmax(-1, keepdim=True)
-    return tokens_M1.squeeze(1).tolist(), logprobs_MV.gather(1, tokens_M1).squeeze(1).tolist()
+    return listed(_with_logprobs(tokens_M1, logprobs_MV))
+
+
+def sample_uncut(logits_MV: Tensor, temperatures_M: Tensor, uniform_M: Tensor) -> Tensor:
+    """`sample` without top k and top p, as [M, 2] for `listed`: the host has no part in it, so it can be recorded."""
+    hot_M1 = (temperatures_M > 0).unsqueeze(1)
+    divisor_M1 = torch.where(hot_M1, temperatures_M.unsqueeze(1), 1.0).to(logits_MV.dtype)
+    logprobs_MV = torch.log_softmax(logits_MV / divisor_M1, -1)
+    tokens_M1 = _draw(logprobs_MV, uniform_M.unsqueeze(1))
+    return _with_logprobs(torch.where(hot_M1, tokens_M1, logprobs_MV.argmax(-1, keepdim=True)), logprobs_MV)
+
+
+def is_cut(sampling: Sampling) -> bool:
+    """Whether some tokens cannot be drawn."""
+    return bool(sampling.temperature and (sampling.top_k or sampling.top_p < 1))
+
+
+def listed(drawn_M2: Tensor) -> tuple[list[int], list[float]]:
+    """Tokens and log-probs on the host, with one wait for both."""
+    drawn = drawn_M2.tolist()
+    return [int(token) for token, _ in drawn], [logprob for _, logprob in drawn]
+
+
+def _with_logprobs(tokens_M1: Tensor, logprobs_MV: Tensor) -> Tensor:
+    """FP64, which holds both kinds of number exactly."""
+    return torch.cat((tokens_M1.double(), logprobs_MV.gather(1, tokens_M1).double()), 1)
+
+
+def _draw(logprobs_MV: Tensor, uniform_M1: Tensor) -> Tensor:
+    """int64 [M, 1]. A large vocabulary is gone through in two levels: FP64 only for the chunk a draw falls into."""
+    vocabulary = logprobs_MV.shape[1]
+    if vocabulary <= _ONE_LEVEL:
+        return _search(logprobs_MV, uniform_M1)
+    padded_MV = torch.nn.functional.pad(logprobs_MV.exp(), (0, -vocabulary % _CHUNK))
+    mass_MC = padded_MV.unflatten(1, (-1, _CHUNK)).sum(-1).double()
+    cumulative_MC = mass_MC.cumsum(-1)
+    goal_M1 = uniform_M1 * cumulative_MC[:, -1:]
+    chunk_M1 = torch.searchsorted(cumulative_MC, goal_M1, right=True).clamp_(max=mass_MC.shape[1] - 1)
+    mass_M1 = mass_MC.gather(1, chunk_M1)
+    rest_M1 = (goal_M1 - (cumulative_MC.gather(1, chunk_M1) - mass_M1)) / mass_M1
+    token_MT = chunk_M1 * _CHUNK + torch.arange(_CHUNK, device=chunk_M1.device)
+    chosen_MT = logprobs_MV.gather(1, token_MT.clamp(max=vocabulary - 1)).masked_fill_(
+        token_MT >= vocabulary, -torch.inf
+    )
+    tokens_M1 = chunk_M1 * _CHUNK + _search(chosen_MT, rest_M1.clamp_(0.0, 1 - 2.0**-53))
+    return tokens_M1.clamp_(max=vocabulary - 1)
+
+
+def _search(logprobs_MV: Tensor, uniform_M1: Tensor) -> Tensor:
+    """The first token whose cumulative probability exceeds the draw: never one of probability zero."""
+    cumulative_MV = logprobs_MV.double().exp_().cumsum(-1)
+    tokens_M1 = torch.searchsorted(cumulative_MV, uniform_M1 * cumulative_MV[:, -1:], right=True)
+    return tokens_M1.clamp_(max=logprobs_MV.shape[1] - 1)  # beyond the end only where logits are not finite
 
 
 def log_distribution(logits_MV: Tensor, samplings: Sequence[Sampling]) -> Tensor:
     """FP32 log-probs [M, vocab], -inf for tokens that cannot be drawn."""
-    temperatures = torch.tensor([sampling.temperature or 1.0 for sampling in samplings])
-    logprobs_MV = torch.log_softmax(logits_MV / temperatures.unsqueeze(1), -1)
-    cut = [row for row, one in enumerate(samplings) if one.temperature and (one.top_k or one.top_p < 1)]
+    temperatures = [sampling.temperature or 1.0 for sampling in samplings]
+    if any(temperature != 1 for temperature in temperatures):
+        logits_MV = logits_MV / torch.tensor(temperatures, device=logits_MV.device).unsqueeze(1)
+    logprobs_MV = torch.log_softmax(logits_MV, -1)
+    cut = [row for row, one in enumerate(samplings) if is_cut(one)]
     if cut:
         logprobs_MV[cut] = _truncate(logprobs_MV[cut], [samplings[row] for row in cut])
     return logprobs_MV
@@ -55,10 +108,11 @@ def log_distribution(logits_MV: Tensor, samplings: Sequence[Sampling]) -> Tensor
 def _truncate(logprobs_MV: Tensor, samplings: Sequence[Sampling]) -> Tensor:
     """Keep each row's top k, then the smallest set of those that reaches its top p; the likeliest always stays."""
     vocabulary = logprobs_MV.shape[1]
-    top_k_M1 = torch.tensor([[sampling.top_k or vocabulary] for sampling in samplings])
-    top_p_M1 = torch.tensor([[sampling.top_p] for sampling in samplings])
+    device = logprobs_MV.device
+    top_k_M1 = torch.tensor([[sampling.top_k or vocabulary] for sampling in samplings], device=device)
+    top_p_M1 = torch.tensor([[sampling.top_p] for sampling in samplings], device=device)
     ordered_MV, token_MV = logprobs_MV.sort(descending=True, stable=True)
-    rank_V = torch.arange(vocabulary)
+    rank_V = torch.arange(vocabulary, device=device)
     ordered_MV = ordered_MV.masked_fill(rank_V >= top_k_M1, -torch.inf)
     probability_MV = ordered_MV.softmax(-1)
     before_MV = probability_MV.cumsum(-1) - probability_MV

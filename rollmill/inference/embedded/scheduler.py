@@ -16,6 +16,7 @@ from dataclasses import dataclass
 from rollmill.inference.config import EngineConfig
 from rollmill.inference.embedded.answer import Answer
 from rollmill.inference.embedded.cache import BlockPool, CachedContext, SessionCache
+from rollmill.inference.embedded.sampler import Draw
 from rollmill.types import FinishReason
 
 
@@ -31,6 +32,12 @@ class Work:
     def completes(self) -> bool:
         """Whether the last position is the context's last: then the next token is sampled."""
         return self.start + self.count == len(self.answer.tokens)
+
+    @property
+    def draw(self) -> Draw:
+        """What its next token is drawn with."""
+        answer = self.answer
+        return Draw(answer.request.sampling, answer.seed, self.start + self.count)
 
 
 class Scheduler:

@@ -16,25 +16,24 @@ import math
 import queue
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from concurrent.futures import Future
 from typing import Any, NamedTuple, TypeVar
 
 import torch
 
-from rollmill.errors import EngineError, WeightsError
+from rollmill.errors import EngineError
 from rollmill.inference.config import EngineConfig
 from rollmill.inference.embedded.activity import GAP_SECONDS, Activity
 from rollmill.inference.embedded.answer import Answer
 from rollmill.inference.embedded.cache import KVCache
-from rollmill.inference.embedded.runner import Runner, StepOutput
-from rollmill.inference.embedded.sampler import Draw, sample
+from rollmill.inference.embedded.loading import make_loader
+from rollmill.inference.embedded.runner import StepOutput, make_runner
+from rollmill.inference.embedded.sampler import listed, sample
 from rollmill.inference.embedded.scheduler import Scheduler
 from rollmill.inference.engine import Applied, EngineUnavailable, GenerateChunk
 from rollmill.models.config import ModelConfig
-from rollmill.models.decoder import Decoder
-from rollmill.models.host import Auditor, check_layout, load_host
-from rollmill.models.kernels.stage import Staged, stage
+from rollmill.models.device import decoder_on
 from rollmill.types import FinishReason, PolicyRef
 from rollmill.weights.follower import Update
 
@@ -46,14 +45,21 @@ class Ready(NamedTuple):
     """An update prepared for the pause: its patches, or all of its tensors."""
 
     patched: bool
-    staged: Staged
+    prepared: Any
 
 
 class Worker:
     """Computes nothing until the first `apply`. `send` is called from the worker's thread."""
 
     def __init__(
-        self, model: ModelConfig, config: EngineConfig, activity: Activity, send: Callable[[Outbox], None]
+        self,
+        model: ModelConfig,
+        config: EngineConfig,
+        activity: Activity,
+        send: Callable[[Outbox], None],
+        *,
+        device: torch.device,
+        form: str,
     ) -> None:
         self.scheduler = Scheduler(config)
         self.policy: PolicyRef | None = None
@@ -61,11 +67,11 @@ class Worker:
         self.ended: Future[None] = Future()  # holds the error that stopped the worker, if one did
         self.ended.set_running_or_notify_cancel()
         self._config, self._activity, self._send = config, activity, send
-        self._model = Decoder(model)
-        self._parameters = self._model.state_dict()
-        self._auditor = Auditor(self._parameters)
-        self._cache = KVCache(model, self.scheduler.pool.size, config.block_size)
-        self._runner = Runner(self._model, self._cache)
+        self._model = decoder_on(device, model, form)
+        self._loader = make_loader(self._model)
+        dtype = self._model.embedding.dtype
+        self._cache = KVCache(model, self.scheduler.pool.size, config.block_size, dtype, device)
+        self._runner = make_runner(self._model, self._cache, min(model.max_context, config.cache_tokens))
         self._closing = False
         self._lock = threading.Lock()  # between the last look into the inbox and those who put something there
         self._inbox: queue.SimpleQueue[tuple[Future[Any], Callable[[], Any]]] = queue.SimpleQueue()
@@ -84,9 +90,8 @@ class Worker:
     def stage(self, update: Update) -> Ready:
         """What an update takes that can be done while decoding goes on, by any thread. Raises if it is not for this
         model; otherwise `apply` is to follow, and the update's tensors must stay as they are until it has."""
-        check_layout(self._parameters, update.tensors)
         patched = update.patches is not None and self.policy is not None and self.policy == update.base
-        return Ready(patched, stage(self._parameters, update.patches if patched else None, update.tensors))
+        return Ready(patched, self._loader.prepare(update, patched))
 
     # -- commands: what `post` is given
 
@@ -117,19 +122,9 @@ class Worker:
         return Applied(time.monotonic() - started, len(self.scheduler.running))
 
     def _load(self, update: Update, ready: Ready) -> None:
-        """Write, then audit: the parameters, exported again, must have the digest that tokens will be labelled with."""
-        policy = update.policy
         if ready.patched and self.policy != update.base:  # other weights were applied since it was staged
-            ready = Ready(False, stage(self._parameters, None, update.tensors))
-        ready.staged.apply()
-        touched = update.patches if ready.patched else None
-        if self._auditor.digest(policy.form, touched) != policy.digest:
-            load_host(self._model, update.tensors)
-            if self._auditor.digest(policy.form) != policy.digest:
-                raise WeightsError(
-                    f"{policy.line}@{policy.number}: the parameters do not have digest {policy.digest}",
-                    hint="nothing is served until weights that match arrive; `rollmill weights verify` checks them",
-                )
+            ready = Ready(False, self._loader.prepare(update, False))
+        self._loader.load(update, ready.patched, ready.prepared)
 
     # -- the loop
 
@@ -185,26 +180,27 @@ class Worker:
             return False
         started = time.time()
         output = self._runner.run(work)
+        complete = [item for item in output.work if item.completes]
+        # on a device, everything before this was only queued
+        drawn = (
+            sample(output.logits, [item.draw for item in complete]) if output.drawn is None else listed(output.drawn)
+        )
         self._advance(output, policy)
-        sampled = self._sample(output, policy)
+        self._record(zip([item.answer for item in complete], *drawn, strict=True), policy)
         computed = sum(item.count for item in work)
-        self._activity.step(started, sampled, computed, len(self.scheduler.running), self.scheduler.waiting)
+        self._activity.step(started, len(complete), computed, len(self.scheduler.running), self.scheduler.waiting)
         return True
 
     def _advance(self, output: StepOutput, policy: PolicyRef) -> None:
-        start = 0
+        start, routes = 0, output.host_routes()
         for item in output.work:
             end = start + item.count
-            item.answer.advance(item.count, None if output.routes is None else output.routes[start:end], policy)
+            item.answer.advance(item.count, None if routes is None else routes[start:end], policy)
             start = end
 
-    def _sample(self, output: StepOutput, policy: PolicyRef) -> int:
-        answers = [item.answer for item in output.work if not item.answer.missing]
-        if not answers:
-            return 0
-        draws = [Draw(answer.request.sampling, answer.seed, len(answer.tokens)) for answer in answers]
+    def _record(self, drawn: Iterable[tuple[Answer, int, float]], policy: PolicyRef) -> None:
         now = time.monotonic()
-        for answer, token, logprob in zip(answers, *sample(output.logits, draws), strict=True):
+        for answer, token, logprob in drawn:
             if not math.isfinite(logprob):
                 self._fail(answer, EngineError(f"{policy.line}@{policy.number} gives logits that are not finite"))
                 continue
@@ -213,7 +209,6 @@ class Worker:
                 self._finish(answer, finish)
             elif answer.stream and now - answer.sent_at >= self._config.stream_seconds:
                 self._outbox.append((answer, answer.chunk()))
-        return len(answers)
 
     def _finish(self, answer: Answer, reason: FinishReason) -> None:
         self._outbox.append((answer, answer.chunk(reason)))

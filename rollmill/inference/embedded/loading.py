@@ -1,0 +1,113 @@
+"""How an update's bytes get into the parameters, and how it is made sure that they did.
+
+    prepare   beside decoding, any thread: refuses what is not for this model, moves and converts what can be
+    load      in the pause: writes, then holds the parameters against the version that tokens will be labelled with
+
+On the CPU parameters are exported again and must have the version's digest. On a device that would take the model over
+the bus in every pause. There the host bytes are held against the digest before anything is written, so a version that
+is not what it says leaves the served one in place, and the parameters against the audits of the host bytes afterwards.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+from rollmill.errors import WeightsError
+from rollmill.models.decoder import Decoder
+from rollmill.models.host import Auditor, HostFacts, check_layout, device_digest, is_quantised, load_host
+from rollmill.models.kernels.stage import Staged, stage
+from rollmill.types import PolicyRef
+from rollmill.weights.follower import Update
+from rollmill.weights.manifest import describe, root_digest
+
+
+class Loader(Protocol):
+    """`patched`: the parameters are at `update.base`, so its patches lead to the new version."""
+
+    def prepare(self, update: Update, patched: bool) -> Any: ...
+    def load(self, update: Update, patched: bool, prepared: Any) -> None: ...
+
+
+def make_loader(model: Decoder) -> Loader:
+    if is_quantised(model.form):
+        return QuantisedLoader(model)
+    return DeviceLoader(model) if model.embedding.is_cuda else HostLoader(model)
+
+
+class HostLoader:
+    def __init__(self, model: Decoder) -> None:
+        self._model, self._parameters = model, model.state_dict()
+        self._auditor = Auditor(self._parameters)
+
+    def prepare(self, update: Update, patched: bool) -> Staged:
+        check_layout(self._parameters, update.tensors)
+        return stage(self._parameters, update.patches if patched else None, update.tensors)
+
+    def load(self, update: Update, patched: bool, prepared: Staged) -> None:
+        policy = update.policy
+        prepared.apply()
+        if self._auditor.digest(policy.form, update.patches if patched else None) != policy.digest:
+            load_host(self._model, update.tensors)
+            _expect_parameters(self._auditor.digest(policy.form), policy)
+
+
+@dataclass(frozen=True)
+class _Prepared:
+    staged: Staged
+    facts: HostFacts
+
+
+class DeviceLoader:
+    def __init__(self, model: Decoder) -> None:
+        self._parameters = model.state_dict()
+        self._served = HostFacts.of({})
+
+    def prepare(self, update: Update, patched: bool) -> _Prepared:
+        check_layout(self._parameters, update.tensors)
+        patches, facts = update.patches if patched else None, None
+        if patches is not None:
+            facts = self._served.after(update.tensors, patches)
+        if facts is None or facts.digest != update.policy.digest:  # patches may leave out what has changed
+            patches, facts = None, HostFacts.of(update.tensors)
+        _expect_bytes(facts.digest, update.policy)
+        return _Prepared(stage(self._parameters, patches, update.tensors, facts.audits), facts)
+
+    def load(self, update: Update, patched: bool, prepared: _Prepared) -> None:
+        try:
+            prepared.staged.apply()
+        except WeightsError:  # patches that do not lead there
+            stage(self._parameters, None, update.tensors, prepared.facts.audits).apply()
+        self._served = prepared.facts
+
+
+class QuantisedLoader:
+    """Bytes of a form that parameters do not hold: they are dequantised in the pause, and exported again to be
+    compared. Which elements changed does not matter to it, only which tensors."""
+
+    def __init__(self, model: Decoder) -> None:
+        self._model = model
+
+    def prepare(self, update: Update, patched: bool) -> None:
+        _expect_bytes(root_digest(describe(update.tensors)), update.policy)
+
+    def load(self, update: Update, patched: bool, prepared: None) -> None:
+        load_host(self._model, update.tensors, update.patches if patched else None)
+        _expect_parameters(device_digest(self._model, self._model.form), update.policy)
+
+
+def _expect_bytes(digest: str, policy: PolicyRef) -> None:
+    """Before anything is written."""
+    if digest != policy.digest:
+        raise WeightsError(
+            f"{policy.line}@{policy.number}: the bytes that arrived do not have digest {policy.digest}",
+            hint="the version before is served meanwhile; `rollmill weights verify` checks what is stored",
+        )
+
+
+def _expect_parameters(digest: str, policy: PolicyRef) -> None:
+    if digest != policy.digest:
+        raise WeightsError(
+            f"{policy.line}@{policy.number}: the parameters do not have digest {policy.digest}",
+            hint="nothing is served until weights that match arrive; `rollmill weights verify` checks them",
+        )

@@ -1,0 +1,162 @@
+"""The engine on a CUDA device: kernels against torch, bits that do not depend on company, and weights that arrive."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Sequence
+
+import numpy as np
+import pytest
+import torch
+
+from rollmill.inference.embedded.answer import Answer
+from rollmill.inference.embedded.cache import KVCache
+from rollmill.inference.embedded.runner import Runner, StepRunner
+from rollmill.inference.embedded.scheduler import Work
+from rollmill.models.config import LatentAttention, ModelConfig
+from rollmill.models.decoder import Decoder
+from rollmill.models.device import decoder_on
+from rollmill.models.host import device_digest
+from tests.inference.test_switch import changed
+from tests.inference.world import PROMPT, TINY, answer, engine_at, make_update, request, until, use_device
+
+if not torch.cuda.is_available():
+    pytest.skip("no CUDA device", allow_module_level=True)
+
+from rollmill.inference.embedded.device_runner import DeviceRunner  # needs triton
+
+CUDA = torch.device("cuda")
+BLOCKS, BLOCK_SIZE = 80, 16
+LATENT = LatentAttention(kv_rank=16, plain_dim=16, rope_dim=8, value_dim=16)
+SHAPES = {
+    "grouped": TINY,
+    "odd": TINY.model_copy(update={"heads": 6, "kv_heads": 2, "head_dim": 24}),
+    "smollm2": TINY.model_copy(update={"heads": 9, "kv_heads": 3, "head_dim": 64, "experts": 0}),
+    "latent": TINY.model_copy(update={"heads": 4, "kv_heads": 4, "head_dim": 24, "latent": LATENT}),
+}
+
+
+@pytest.fixture(autouse=True)
+def device(monkeypatch: pytest.MonkeyPatch) -> None:
+    use_device("cuda", monkeypatch)
+
+
+def model_of(config: ModelConfig) -> Decoder:
+    model = decoder_on(CUDA, config)
+    model.initialise(1)
+    return model
+
+
+def make_answers(lengths: Sequence[int]) -> list[Answer]:
+    random = np.random.default_rng(0)
+    pages = random.permutation(BLOCKS).tolist()
+    answers = []
+    for number, length in enumerate(lengths):
+        tokens = random.integers(0, TINY.vocab_size, length).tolist()
+        one = Answer(number, request(tokens), False, 256, 0, lambda chunk: None)
+        one.blocks = [pages.pop() for _ in range(length // BLOCK_SIZE + 2)]
+        answers.append(one)
+    return answers
+
+
+class Steps:
+    """Steps of one runner, and the last position's logits by (answer, position)."""
+
+    def __init__(self, runner: StepRunner) -> None:
+        self._runner = runner
+        self.logits: dict[tuple[int, int], torch.Tensor] = {}
+
+    def run(self, work: Sequence[Work]) -> None:
+        output = self._runner.run(work)
+        torch.cuda.synchronize()  # as sampling does, before the next step's plan is written
+        rows = iter(output.logits.clone())
+        for item in output.work:
+            if item.completes:
+                self.logits[item.answer.number, item.start + item.count] = next(rows)
+
+    def decode(self, answers: Sequence[Answer], times: int) -> None:
+        for _ in range(times):
+            for one in answers:
+                one.tokens.append((one.tokens[-1] * 7 + 1) % TINY.vocab_size)
+            self.run([Work(one, len(one.tokens) - 1, 1) for one in answers])
+
+
+def device_steps(model: Decoder, *, graphs: bool = True) -> Steps:
+    runner = DeviceRunner(model, KVCache(model.config, BLOCKS, BLOCK_SIZE, torch.bfloat16, CUDA), 256)
+    assert runner.graphs
+    runner.graphs = graphs
+    return Steps(runner)
+
+
+@pytest.mark.parametrize("shape", SHAPES)
+def test_the_kernels_give_what_torch_does(shape: str) -> None:
+    """Prompts in chunks, then single tokens; recorded steps among them."""
+    model = model_of(SHAPES[shape])
+    reference = Steps(Runner(model, KVCache(model.config, BLOCKS, BLOCK_SIZE, torch.bfloat16, CUDA)))
+    steps = device_steps(model)
+    for one in (reference, steps):
+        answers = make_answers([100, 37, 1, 16, 17])
+        one.run([Work(item, 0, min(30, len(item.tokens))) for item in answers])
+        one.run([Work(answers[0], 30, 70), Work(answers[1], 30, 7)])
+        one.decode(answers, 5)
+        one.decode(answers[1:4], 5)
+    assert steps.logits.keys() == reference.logits.keys() and len(steps.logits) > 40
+    worst = max(float((steps.logits[key] - reference.logits[key]).abs().max()) for key in steps.logits)
+    print(f"{shape}: largest difference of logits {worst:.1e}")
+    assert worst < 0.15
+
+
+@pytest.mark.parametrize("shape", ["grouped", "smollm2", "latent"])
+def test_a_row_has_the_same_bits_in_any_company(shape: str) -> None:
+    """Alone, among others, recorded or not, and whether its context was sampled or came as a prompt."""
+    model = model_of(SHAPES[shape])
+    together, eager, alone, prompt = (device_steps(model, graphs=graphs) for graphs in (True, False, True, True))
+    for one in (together, eager):
+        answers = make_answers([100, 37, 1, 16, 17, 64])
+        one.run([Work(item, 0, len(item.tokens)) for item in answers])
+        one.decode(answers, 6)
+    for index in range(6):
+        single = make_answers([100, 37, 1, 16, 17, 64])[index]
+        alone.run([Work(single, 0, len(single.tokens))])
+        alone.decode([single], 6)
+        prompt.run([Work(single, 0, len(single.tokens))])
+    for key, logits in together.logits.items():
+        assert torch.equal(logits, eager.logits[key]), key
+        assert torch.equal(logits, alone.logits[key]), key
+    for key, logits in prompt.logits.items():
+        assert torch.equal(logits, together.logits[key]), key
+
+
+async def test_a_chain_of_versions_arrives_while_decoding() -> None:
+    update = make_update(0)
+    async with engine_at(update) as engine:
+        tasks = [
+            asyncio.create_task(answer(engine, request(session=f"s{n}", seed=n, max_tokens=200))) for n in range(8)
+        ]
+        digests = {update.policy.digest}
+        for number in range(1, 9):
+            sampled = engine.metrics()["sampled_tokens_total"]
+            await until(lambda sampled=sampled: engine.metrics()["sampled_tokens_total"] > sampled + 20)  # type: ignore[misc]
+            update, _ = changed(update, number)
+            await engine.apply(update)
+            assert device_digest(engine._worker._model) == update.policy.digest
+            digests.add(update.policy.digest)
+        got = [await task for task in tasks]
+    for one in got:
+        numbers = [policy.number for policy in one.policies]
+        assert len(numbers) == 200 and numbers == sorted(numbers)
+        assert {policy.digest for policy in one.policies} <= digests
+    assert len({policy.number for one in got for policy in one.policies}) > 4
+
+
+async def test_memory_that_went_bad_is_noticed_by_the_next_update() -> None:
+    """Also in a tensor that the update does not change."""
+    first = make_update(1)
+    second, patches = changed(first, 2)
+    assert "embedding" not in patches
+    async with engine_at(first) as engine:
+        with torch.no_grad():
+            engine._worker._model.embedding[3, 4] += 1
+        await engine.apply(second)
+        assert device_digest(engine._worker._model) == second.policy.digest
+        assert (await answer(engine, request(PROMPT))).policies[0] == second.policy

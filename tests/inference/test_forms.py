@@ -1,0 +1,59 @@
+"""Engines that serve a quantised form: bytes in, dequantised parameters, and the digest of the bytes on every token."""
+
+from __future__ import annotations
+
+import time
+from dataclasses import replace
+
+import numpy as np
+import pytest
+import torch
+
+from rollmill.errors import WeightsError
+from rollmill.inference.embedded.engine import EmbeddedEngine
+from rollmill.models.decoder import Decoder
+from rollmill.models.device import Device, decoder_on
+from rollmill.models.host import device_digest, load_host, to_host
+from rollmill.types import PolicyRef
+from rollmill.weights.follower import Update
+from rollmill.weights.manifest import describe, root_digest
+from tests.inference.world import ENGINE, PROMPT, TINY, answer, request, tolerance, trainer_logprobs, use_device
+
+
+@pytest.fixture(autouse=True, params=["cpu", "cuda"])
+def device(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Device:
+    return use_device(request.param, monkeypatch)
+
+
+def make_update(number: int, form: str) -> Update:
+    model = Decoder(TINY)
+    model.initialise(number)
+    tensors = to_host(model.state_dict(), form)
+    policy = PolicyRef("main", number, form, root_digest(describe(tensors)))
+    return Update(policy, tensors, None, None, 0, {}, time.time())
+
+
+@pytest.mark.parametrize("form", ["fp8", "nvfp4"])
+async def test_tokens_are_sampled_from_the_form_and_name_it(form: str, device: Device) -> None:
+    first, second = make_update(1, form), make_update(2, form)
+    patched = replace(second, base=first.policy, patches={name: [] for name in second.tensors})
+    async with EmbeddedEngine(TINY, ENGINE, device=device, form=form) as engine:
+        for update in (first, patched):
+            await engine.apply(update)
+            got = await answer(engine, request(session=str(update.policy.number), max_tokens=40))
+            assert set(got.policies) == {update.policy}
+            assert device_digest(engine._worker._model, form) == update.policy.digest
+            model = decoder_on(torch.device(device), TINY, form)
+            load_host(model, update.tensors)
+            expected = trainer_logprobs(model, PROMPT + got.tokens, got.routes)[len(PROMPT) - 1 :]
+            np.testing.assert_allclose(got.logprobs, expected, atol=tolerance() if device == "cpu" else 0.2)
+
+
+async def test_a_damaged_version_leaves_the_served_one_in_place(device: Device) -> None:
+    good, bad = make_update(1, "fp8"), make_update(2, "fp8")
+    bad.tensors["layers.0.qkv"].data[7] ^= 1
+    async with EmbeddedEngine(TINY, ENGINE, device=device, form="fp8") as engine:
+        await engine.apply(good)
+        with pytest.raises(WeightsError, match="do not have digest"):
+            await engine.apply(bad)
+        assert set((await answer(engine, request())).policies) == {good.policy}
