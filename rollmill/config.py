@@ -23,6 +23,11 @@ class Config(BaseModel):
 
     model_config = ConfigDict(extra="forbid", frozen=True, strict=True)
 
+    @classmethod
+    def derive(cls, tree: dict[str, Any]) -> dict[str, Any]:
+        """The tree with what follows from it filled in, before it is validated."""
+        return tree
+
 
 C = TypeVar("C", bound=Config)
 
@@ -51,7 +56,7 @@ def load_config(model: type[C], path: Path | None, overrides: Sequence[str] = ()
 def validate_config(model: type[C], tree: dict[str, Any], source: str) -> C:
     try:
         # JSON mode, so that TOML arrays may fill tuples and strings may fill enums while numbers stay strict
-        return model.model_validate_json(json.dumps(tree))
+        return model.model_validate_json(json.dumps(model.derive(tree)))
     except ValidationError as error:
         raise ConfigError(f"{source}: {_explain(model, error)}") from None
     except TypeError as error:  # the one thing TOML has and JSON has not

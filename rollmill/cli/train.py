@@ -1,4 +1,4 @@
-"""`rollmill train`: run a configuration from mid-training through RL to the report."""
+"""`rollmill train`: run a configuration from its checkpoint or mid-training through RL to the report."""
 
 from __future__ import annotations
 
@@ -27,6 +27,8 @@ def train(
         rollmill train examples/micro.toml steps=20 max_staleness=0
         rollmill train --resume runs/micro
     """
+    from rollmill.cluster.checkpoint import check_checkpoint
+    from rollmill.cluster.ranks import begin_run
     from rollmill.cluster.run import RunConfig, RunDirectory
     from rollmill.config import load_config
     from rollmill.errors import ConfigError
@@ -46,7 +48,9 @@ def train(
         if dry_run:
             print_config(config)
             return
-        run = RunDirectory.create(root, config)
+        if config.checkpoint is not None:
+            check_checkpoint(config)
+        run = begin_run(root, config)
     run_to_report(run)
 
 
@@ -66,10 +70,14 @@ def run_to_report(run: RunDirectory) -> None:
     from rich.console import Console
 
     from rollmill.cli.progress import Progress
-    from rollmill.cluster.drive import drive
+    from rollmill.cluster.drive import drive, follow
+    from rollmill.cluster.ranks import outside_rank
     from rollmill.cluster.report import report_run
     from rollmill.cluster.run import STAGES
 
+    if outside_rank() > 0:
+        follow(run)
+        return
     with Progress(run.events, list(STAGES), title=f"rollmill · {run.config.name}") as progress:
         try:
             drive(run, on_tick=progress.update)

@@ -9,6 +9,7 @@ import pytest
 from rollmill.cluster.run import RunConfig, RunDirectory
 from rollmill.config import load_config
 from tests.cli.conftest import Told
+from tests.cluster.checkpoints import make_chat_checkpoint
 
 MICRO = Path(__file__).parents[2] / "examples" / "micro.toml"
 
@@ -80,3 +81,17 @@ def test_ctrl_c_says_how_to_go_on(rollmill: Callable[..., Told], monkeypatch: py
     told = rollmill("train", MICRO)
     assert told.code == 130 and "`rollmill train --resume runs/micro` goes on" in told.err
     assert "Traceback" not in told.err
+
+
+def test_a_bad_checkpoint_is_refused_before_anything_is_made(rollmill: Callable[..., Told], tmp_path: Path) -> None:
+    pytest.importorskip("transformers")
+    (tmp_path / "mine.toml").write_text('name = "mine"\nsteps = 1\ncheckpoint = "model"\n')
+    assert refused(rollmill("train", "mine.toml"), "there is no directory", "`rollmill model get`")
+    make_chat_checkpoint(Path("model"))
+    tree = json.loads(rollmill("train", "mine.toml", "--dry-run").out)
+    assert (tree["model"]["layers"], tree["model"]["vocab_size"], tree["midtrain"]) == (2, 300, None)
+    Path("model/tokenizer.json").unlink()
+    assert refused(rollmill("train", "mine.toml"), "has no tokenizer.json", "save_pretrained")
+    Path("model/model.safetensors").unlink()
+    assert refused(rollmill("train", "mine.toml"), "neither model.safetensors nor", "")
+    assert not (tmp_path / "runs").exists()

@@ -37,8 +37,10 @@ For each function call, return a json object with function name and arguments wi
 class HermesFormat:
     name = "hermes"
 
-    def __init__(self, tokenizer: Tokenizer) -> None:
+    def __init__(self, tokenizer: Tokenizer, *, tools_in_prompt: bool = True) -> None:
+        """Without `tools_in_prompt` nothing tells the model of its tools: it has learnt them, and prompts are short."""
         self._tokenizer = tokenizer
+        self._tools_in_prompt = tools_in_prompt
         tokenizer.token_id("<|im_start|>")
         end_of_text = tokenizer.find_token("<|endoftext|>")
         self._end = tokenizer.token_id("<|im_end|>")
@@ -46,7 +48,7 @@ class HermesFormat:
 
     def render_start(self, messages: Sequence[Message], tools: Sequence[Tool]) -> list[int]:
         writer = _Writer(self._tokenizer)
-        self._write_system(writer, messages, tools)
+        self._write_system(writer, messages, tools if self._tools_in_prompt else ())
         self._write(writer, messages[1:] if messages and messages[0]["role"] == "system" else messages)
         return writer.mark("<|im_start|>assistant\n").tokens()
 

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -11,10 +13,13 @@ import typer
 from rollmill.cli.weights.places import Form, Line, Place, Token, Where, Which, find_form, find_version, open_place
 
 if TYPE_CHECKING:
-    from rollmill.types import Version
+    from rollmill.models.huggingface.config import Layout
+    from rollmill.types import PolicyRef, Version
     from rollmill.weights.manifest import Manifest
+    from rollmill.weights.tensors import Tensors
 
-_TORCH_NAMES = {"bf16": "bfloat16", "fp16": "float16", "fp32": "float32"}
+_TORCH_NAMES = {"bf16": "bfloat16", "fp16": "float16", "fp32": "float32", "fp8": "bfloat16", "nvfp4": "bfloat16"}
+QUANTISED_FORMS = ("fp8", "nvfp4")  # those of models.quantize, which needs torch
 _LONGEST_LINEAGE = 32
 
 
@@ -36,18 +41,19 @@ def export(
     manifest = place.store.manifest(wanted, find_form(place.store, wanted, form))
     companions = _companions(place, manifest)
     with display.progress(display.errors()) as bars:
-        tensors = display.load(bars, place.store, manifest)
-        task = bars.add_task("writing and checking", total=2 * manifest.full_bytes)
+        tensors, policy = _as_checkpoint(companions, display.load(bars, place.store, manifest), manifest.policy)
+        size = sum(tensor.data.size for tensor in tensors.values())
+        task = bars.add_task("writing and checking", total=2 * size)
         files = export_directory(
             directory,
             tensors,
-            manifest.policy,
+            policy,
             companions,
             force=force,
             advance=lambda count: bars.advance(task, count),
         )
     out = display.console()
-    out.print(display.safe(f"{wanted} ({manifest.form}), {display.size(manifest.full_bytes)}, is in {directory}"))
+    out.print(display.safe(f"{wanted} ({manifest.form}), {display.size(size)}, is in {directory}"))
     out.print(display.safe("  " + " ".join(path.name for path in files), "dim"))
     if "config.json" not in companions:
         out.print("  no config.json: nothing here says what model this is", style="yellow")
@@ -95,6 +101,38 @@ def import_(
     if imported.converted:
         converted = display.count(len(imported.converted), "tensor")
         out.print(display.safe(f"  {converted} with another dtype became {form}", "yellow"))
+
+
+def _as_checkpoint(companions: Mapping[str, bytes], tensors: Tensors, policy: PolicyRef) -> tuple[Tensors, PolicyRef]:
+    """The weights under the names that config.json's layout has, where a run began with a checkpoint of that layout.
+    Codes of a quantised form become the bf16 numbers they stand for: quantising those gives the same codes again."""
+    layout, quantised = _layout(companions.get("config.json")), policy.form in QUANTISED_FORMS
+    if "embedding" not in tensors:  # our name for it: the others are in a checkpoint's words already
+        return tensors, policy
+    if quantised:
+        from rollmill.models.quantize import dequantised  # torch
+
+        tensors, policy = dequantised(tensors), replace(policy, form="bf16")
+    if layout is not None:
+        from rollmill.models.huggingface.served import checkpoint_tensors  # torch
+
+        tensors = checkpoint_tensors(layout, tensors)
+    if quantised or layout is not None:
+        from rollmill.weights.manifest import describe, root_digest
+
+        policy = replace(policy, digest=root_digest(describe(tensors)))
+    return tensors, policy
+
+
+def _layout(config: bytes | None) -> Layout | None:
+    from rollmill.errors import ConfigError
+    from rollmill.models.huggingface.config import read_layout
+
+    try:
+        tree = json.loads(config or b"")
+        return read_layout(tree) if isinstance(tree, dict) else None
+    except (ConfigError, ValueError, RecursionError):
+        return None
 
 
 def _companions(place: Place, manifest: Manifest) -> dict[str, bytes]:

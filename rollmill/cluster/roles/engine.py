@@ -24,4 +24,6 @@ def main(run: RunDirectory, region: str, version: str | None = None) -> None:
         name=f"engine-{region}",
         region=region,
         port=run.ports[f"engine-{region}"],
+        device=run.config.device,
+        form=run.config.form,
     )

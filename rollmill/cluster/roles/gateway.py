@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from aiohttp import web
 
-from rollmill.chat.formats.compact import CompactFormat
+from rollmill.chat.formats.choice import format_of
 from rollmill.chat.tokenizer import Tokenizer
 from rollmill.cluster.run import RunDirectory
 from rollmill.gateway.app import make_app
@@ -19,7 +19,7 @@ def main(run: RunDirectory) -> None:
     objects = Objects.open(run.home_store)
     app = make_app(
         run.config.gateway,
-        CompactFormat(tokenizer),
+        format_of(tokenizer, tools_in_prompt=run.config.tools_in_prompt),
         tokenizer,
         [EngineEndpoint(run.url(f"engine-{region}"), region) for region in run.config.regions],
         TrajectoryStore(open_database(run.database_url), objects),

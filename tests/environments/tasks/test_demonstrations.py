@@ -11,7 +11,8 @@ from pathlib import Path
 
 import pytest
 
-from rollmill.chat.format import Message, message_calls
+from rollmill.chat.format import ChatFormat, Message, message_calls
+from rollmill.chat.formats.choice import format_of
 from rollmill.chat.formats.compact import SPECIAL_TOKENS, CompactFormat
 from rollmill.chat.tokenizer import Tokenizer, train_tokenizer
 from rollmill.environments.harnesses.tools import OK, apply_edit, parse_arguments, render_read, render_run, tool_schemas
@@ -62,11 +63,19 @@ def answer(repository: Repository, directory: Path, message: Message) -> str:
     return render_run(process.returncode, process.stdout + process.stderr)
 
 
+@pytest.fixture(scope="module", params=["compact", "hermes", "hermes, tools learnt"])
+def any_format(request: pytest.FixtureRequest, tokenizer: Tokenizer) -> ChatFormat:
+    if request.param == "compact":
+        return format_of(tokenizer)
+    chatml = Tokenizer(train_tokenizer(tokenizer_texts(200), 512, ("<|endoftext|>", "<|im_start|>", "<|im_end|>")))
+    return format_of(chatml, tools_in_prompt=request.param == "hermes")
+
+
 def test_a_real_session_gives_the_same_tokens(
-    sessions: list[tuple[Repository, list[Message], Function]], format: CompactFormat, tmp_path: Path
+    sessions: list[tuple[Repository, list[Message], Function]], any_format: ChatFormat, tmp_path: Path
 ) -> None:
     """The model's answers are parsed, carried out for real and rendered turn by turn, as gateway and harness do."""
-    tools = tool_schemas()
+    format, tools = any_format, tool_schemas()
     longest = sorted(sessions, key=lambda session: -len(session[1]))[:2]
     shapes = [
         next(session for session in sessions if session[0].blueprint.shape == name) for name in ("fix", "write", "test")
@@ -88,11 +97,11 @@ def test_a_real_session_gives_the_same_tokens(
 
 
 def test_exactly_the_agents_tokens_are_learnt(
-    sessions: list[tuple[Repository, list[Message], Function]], format: CompactFormat
+    sessions: list[tuple[Repository, list[Message], Function]], any_format: ChatFormat
 ) -> None:
     for _, messages, _ in sessions[:50]:
-        tokens, learnt = render_transcript(messages, format)
-        answers = [token for message in messages[1::2] for token in format.render_answer(message, tool_schemas())]
+        tokens, learnt = render_transcript(messages, any_format)
+        answers = [token for message in messages[1::2] for token in any_format.render_answer(message, tool_schemas())]
         assert [token for token, flag in zip(tokens, learnt, strict=True) if flag] == answers
 
 

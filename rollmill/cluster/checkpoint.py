@@ -1,0 +1,81 @@
+"""A run that starts from a checkpoint: everything wrong with it is said before the run begins, and then it is imported.
+
+The weights become version 0 of the line `RunConfig.checkpoint_line`; config.json and tokenizer are kept beside them and
+leave with every version that descends from it (`rollmill weights export`). After that nothing reads the checkpoint.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from rollmill import telemetry
+from rollmill.chat.formats.choice import format_of
+from rollmill.chat.tokenizer import Tokenizer
+from rollmill.cluster.run import RunConfig
+from rollmill.errors import ConfigError
+from rollmill.types import Version
+from rollmill.weights.files import Imported, keep_companions, kept_companions, publish_import
+from rollmill.weights.store import WeightStore
+
+if TYPE_CHECKING:
+    from rollmill.models.huggingface.convert import Checkpoint
+
+TOKENIZER = "tokenizer.json"
+
+
+def check_checkpoint(config: RunConfig) -> Checkpoint:
+    """Names, shapes and dtypes of all weights, and that text can be turned into tokens. No weight is read."""
+    from rollmill.models.huggingface.convert import open_checkpoint  # torch
+
+    assert config.checkpoint is not None
+    directory = Path(config.checkpoint)
+    checkpoint = open_checkpoint(directory)
+    model = checkpoint.layout.model
+    if model.model_copy(update={"max_context": config.model.max_context}) != config.model:
+        raise ConfigError(
+            f"[model] is not what the config.json of {directory} describes",
+            hint="with `checkpoint`, [model] may hold max_context alone",
+        )
+    if not (directory / TOKENIZER).is_file():
+        raise ConfigError(
+            f"{directory} has no {TOKENIZER}",
+            hint="transformers writes one: AutoTokenizer.from_pretrained(NAME).save_pretrained(DIRECTORY)",
+        )
+    tokenizer = Tokenizer.load(directory / TOKENIZER)
+    if tokenizer.vocab_size > model.vocab_size:
+        raise ConfigError(
+            f"the tokenizer of {directory} has {tokenizer.vocab_size} tokens, and its model {model.vocab_size}",
+            hint=f"{TOKENIZER} and weights must be of the same checkpoint; download or copy it again",
+        )
+    format_of(tokenizer)
+    return checkpoint
+
+
+def import_checkpoint(config: RunConfig, weights: WeightStore) -> Version:
+    """Version 0 of the checkpoint's line, imported unless it is there. What lies beside it is kept before it: once the
+    version is there, everything is, and the checkpoint may be gone."""
+    from rollmill.models.huggingface.served import FORM, served_companions, served_tensors  # torch
+
+    version = Version(config.checkpoint_line, 0)
+    if weights.exists(version, FORM):
+        return version
+    checkpoint = check_checkpoint(config)
+    keep_companions(weights.objects, version.line, served_companions(checkpoint))
+    imported = Imported(served_tensors(checkpoint), converted=(), files=len(checkpoint.files.shards))
+    manifest = publish_import(weights, checkpoint.files.directory, version.line, FORM, imported)
+    telemetry.emit(
+        "import",
+        version=str(version),
+        parameters=checkpoint.parameters,
+        active_parameters=checkpoint.active_parameters,
+        stored_as=str(checkpoint.dtype).removeprefix("torch."),
+        bytes=manifest.bytes,
+        full_bytes=manifest.full_bytes,
+        digest=manifest.digest,
+    )
+    return version
+
+
+def imported_tokenizer(config: RunConfig, weights: WeightStore) -> bytes:
+    return kept_companions(weights.objects, config.checkpoint_line)[TOKENIZER]

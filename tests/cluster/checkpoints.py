@@ -1,0 +1,27 @@
+"""A tiny checkpoint that a run can start from: Llama's layout, random weights, and a ChatML tokenizer."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from rollmill.chat.tokenizer import Tokenizer, train_tokenizer
+from rollmill.environments.tasks.demonstrations import tokenizer_texts
+from tests.models.checkpoints import make_checkpoint
+
+CHATML = ("<|endoftext|>", "<|im_start|>", "<|im_end|>")
+VOCABULARY = 300
+
+
+def chat_tokenizer(special: tuple[str, ...] = CHATML, size: int = VOCABULARY) -> Tokenizer:
+    return Tokenizer(train_tokenizer(tokenizer_texts(200), size, special))
+
+
+def make_chat_checkpoint(directory: Path, **change: Any) -> Any:
+    """The model of `transformers`, saved in bf16 beside the tokenizer."""
+    settings = {"vocab_size": VOCABULARY, "num_hidden_layers": 2, "max_position_embeddings": 512, **change}
+    model = make_checkpoint("llama", directory, torch.bfloat16, **settings)
+    chat_tokenizer().save(directory / "tokenizer.json")
+    return model

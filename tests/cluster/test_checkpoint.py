@@ -1,0 +1,214 @@
+"""A run that starts from a checkpoint: what is derived, what is refused, what is kept."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from rollmill.cluster.checkpoint import check_checkpoint, import_checkpoint
+from rollmill.cluster.roles import midtrain
+from rollmill.cluster.run import RunConfig, RunDirectory
+from rollmill.config import load_config
+from rollmill.errors import ConfigError, RollmillError, WeightsError
+from rollmill.models.huggingface.convert import load_checkpoint
+from rollmill.storage.objects import Objects
+from rollmill.types import Version
+from rollmill.weights.files import kept_companions
+from rollmill.weights.store import WeightStore
+from tests.cluster.checkpoints import chat_tokenizer, make_chat_checkpoint
+
+pytest.importorskip("transformers")
+
+
+@pytest.fixture(scope="session")
+def made(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    directory = tmp_path_factory.mktemp("checkpoint")
+    make_chat_checkpoint(directory)
+    return directory
+
+
+@pytest.fixture
+def checkpoint(made: Path, tmp_path: Path) -> Path:
+    """A copy that a test may break."""
+    return Path(shutil.copytree(made, tmp_path / "model"))
+
+
+def config_of(checkpoint: Path, *overrides: str) -> RunConfig:
+    return load_config(RunConfig, None, ["name=small", "steps=1", f"checkpoint={checkpoint}", *overrides])
+
+
+# --- what is derived
+
+
+def test_the_model_is_what_the_checkpoint_says(checkpoint: Path) -> None:
+    config = config_of(checkpoint, "model.max_context=100")
+    expected, _ = load_checkpoint(checkpoint)
+    assert config.model == expected.model_copy(update={"max_context": 100})
+    assert config_of(checkpoint).model == expected
+    assert config.midtrain is None and config.base_line == config.checkpoint_line == "main-checkpoint"
+    assert config_of(checkpoint, "midtrain.steps=1").base_line == "main-base"
+    check_checkpoint(config)
+
+
+def test_a_relative_path_is_made_whole(checkpoint: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(checkpoint.parent)
+    assert config_of(Path("model")).checkpoint == str(checkpoint)
+
+
+def test_without_a_checkpoint_there_must_be_mid_training() -> None:
+    with pytest.raises(ConfigError, match=r"without a checkpoint needs \[midtrain\]"):
+        load_config(RunConfig, None, ["name=small", "steps=1", "model.vocab_size=512"])
+    with pytest.raises(ConfigError, match="model: Field required"):
+        load_config(RunConfig, None, ["name=small", "steps=1", "midtrain.steps=1"])
+
+
+def test_a_run_is_opened_when_its_checkpoint_is_gone(checkpoint: Path, tmp_path: Path) -> None:
+    run = RunDirectory.create(tmp_path / "runs", config_of(checkpoint, "model.max_context=100"))
+    shutil.rmtree(checkpoint)
+    assert RunDirectory.open(run.path) == run
+
+
+# --- what is refused
+
+
+@pytest.mark.parametrize(
+    ("overrides", "complaint"),
+    [
+        (("model.width=64",), r"model\.width is given[\s\S]*max_context alone"),
+        (("model.max_context=513",), r"max_context is 513.*made for 512[\s\S]*shorter, not longer"),
+        (("model.max_context=long",), r"model\.max_context: Input should be a valid integer"),
+        (("model.max_context=0",), r"model\.max_context: Input should be greater than 0"),
+    ],
+)
+def test_a_model_section_that_contradicts(checkpoint: Path, overrides: tuple[str, ...], complaint: str) -> None:
+    with pytest.raises(ConfigError, match=complaint):
+        config_of(checkpoint, *overrides)
+
+
+def test_a_whole_model_section_that_differs(checkpoint: Path) -> None:
+    same = config_of(checkpoint)
+    whole = [f"model.{key}={json.dumps(value)}" for key, value in same.model.model_dump(mode="json").items() if value]
+    config = config_of(checkpoint, *whole, "model.layers=3")
+    with pytest.raises(ConfigError, match=r"\[model\] is not what"):
+        check_checkpoint(config)
+
+
+def test_no_such_directory(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"no directory .*absent[\s\S]*rollmill model get"):
+        config_of(tmp_path / "absent")
+
+
+def test_no_config(checkpoint: Path) -> None:
+    (checkpoint / "config.json").unlink()
+    with pytest.raises(WeightsError, match=r"no config\.json"):
+        config_of(checkpoint)
+
+
+def test_an_unknown_architecture(checkpoint: Path) -> None:
+    edit_config(checkpoint, architectures=["MambaForCausalLM"], model_type="mamba")
+    with pytest.raises(ConfigError, match=r"'MambaForCausalLM' .* is not known[\s\S]*LlamaForCausalLM"):
+        config_of(checkpoint)
+
+
+def drop_tokenizer(checkpoint: Path) -> None:
+    (checkpoint / "tokenizer.json").unlink()
+
+
+def drop_weights(checkpoint: Path) -> None:
+    (checkpoint / "model.safetensors").unlink()
+
+
+def drop_a_shard(checkpoint: Path) -> None:
+    tensors = load_file(checkpoint / "model.safetensors")
+    (checkpoint / "model.safetensors").unlink()
+    placed = {name: f"model-0000{1 + index % 2}-of-00002.safetensors" for index, name in enumerate(tensors)}
+    save_file({name: tensors[name] for name in tensors if "00001" in placed[name]}, checkpoint / min(placed.values()))
+    (checkpoint / "model.safetensors.index.json").write_text(json.dumps({"weight_map": placed}))
+
+
+def reshape(checkpoint: Path) -> None:
+    tensors = load_file(checkpoint / "model.safetensors")
+    tensors["model.norm.weight"] = torch.zeros(31, dtype=torch.bfloat16)
+    save_file(tensors, checkpoint / "model.safetensors")
+
+
+def grow_tokenizer(checkpoint: Path) -> None:
+    chat_tokenizer(size=320).save(checkpoint / "tokenizer.json")
+
+
+def unknown_format(checkpoint: Path) -> None:
+    chat_tokenizer(special=("<s>", "</s>")).save(checkpoint / "tokenizer.json")
+
+
+@pytest.mark.parametrize(
+    ("damage", "complaint"),
+    [
+        (drop_tokenizer, r"no tokenizer\.json[\s\S]*save_pretrained"),
+        (drop_weights, r"neither model\.safetensors nor"),
+        (drop_a_shard, r"lacks 1 of 2 shards: model-00002-of-00002\.safetensors"),
+        (reshape, r"model\.norm\.weight is \[31\], and \[32\] by config\.json"),
+        (grow_tokenizer, r"tokenizer .* has 320 tokens, and its model 300"),
+        (unknown_format, r"no chat format that is known[\s\S]*ChatML"),
+    ],
+)
+def test_a_checkpoint_that_cannot_be_trained(checkpoint: Path, damage: Callable[[Path], None], complaint: str) -> None:
+    config = config_of(checkpoint)
+    damage(checkpoint)
+    with pytest.raises(RollmillError, match=complaint):
+        check_checkpoint(config)
+
+
+def edit_config(checkpoint: Path, **change: object) -> None:
+    file = checkpoint / "config.json"
+    file.write_text(json.dumps({**json.loads(file.read_text()), **change}))
+
+
+# --- what is kept
+
+
+def test_the_import_is_version_0_and_happens_once(checkpoint: Path, tmp_path: Path) -> None:
+    config = config_of(checkpoint)
+    weights = WeightStore(Objects.open(tmp_path / "store"))
+    assert import_checkpoint(config, weights) == Version("main-checkpoint", 0)
+    digest = weights.manifest(Version("main-checkpoint", 0)).digest
+    kept = kept_companions(weights.objects, "main-checkpoint")
+    for name in ("config.json", "tokenizer.json"):
+        assert kept[name] == (checkpoint / name).read_bytes()
+    shutil.rmtree(checkpoint)
+    assert import_checkpoint(config, weights) == Version("main-checkpoint", 0)
+    assert weights.manifest(Version("main-checkpoint", 0)).digest == digest
+    assert weights.numbers("main-checkpoint") == [0]
+
+
+def test_an_import_that_was_interrupted_is_done_again(checkpoint: Path, tmp_path: Path) -> None:
+    """Companions come first: with them and no version, nothing else can tell that the import was under way."""
+    config = config_of(checkpoint)
+    weights = WeightStore(Objects.open(tmp_path / "store"))
+    import_checkpoint(config, weights)
+    for key in weights.objects.list("weights"):
+        weights.objects.delete(key)
+    assert not weights.exists(Version("main-checkpoint", 0))
+    import_checkpoint(config, weights)
+    assert weights.exists(Version("main-checkpoint", 0))
+
+
+def test_mid_training_goes_on_from_the_checkpoint(checkpoint: Path, tmp_path: Path) -> None:
+    torch.set_num_threads(1)
+    settings = ("midtrain.steps=2", "midtrain.documents_per_step=2", "tools_in_prompt=false", "device=cpu")
+    run = RunDirectory.create(tmp_path / "runs", config_of(checkpoint, *settings))
+    midtrain.main(run)
+    weights = WeightStore(Objects.open(run.home_store))
+    first, last = (weights.manifest(Version("main-base", number)) for number in (0, weights.head("main-base") or 0))
+    assert first.digest == weights.manifest(Version("main-checkpoint", 0)).digest != last.digest
+    assert first.origin == Version("main-checkpoint", 0) and last.number == 1
+    assert run.tokenizer.read_bytes() == (checkpoint / "tokenizer.json").read_bytes()
+    shutil.rmtree(checkpoint)
+    run.tokenizer.unlink()
+    midtrain.main(run)  # done already: everything it needs is in the run's own store
+    assert run.tokenizer.is_file() and weights.head("main-base") == 1
