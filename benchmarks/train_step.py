@@ -33,8 +33,8 @@ from rollmill.models.decoder import Decoder
 from rollmill.models.host import round_to_form_
 from rollmill.training.batching import MicroBatch, PackedSequence, pack
 from rollmill.training.config import OptimizerConfig
+from rollmill.training.next_token import NextTokenStep
 from rollmill.training.optimizer import MasterOptimizer
-from rollmill.training.step import NextTokenStep
 
 LR = 1e-4
 CONFIG = OptimizerConfig(lr=LR, max_grad_norm=1.0)
@@ -107,10 +107,16 @@ def model_of(shape: Shape, device: str) -> Decoder:
 
 
 def ours(
-    shape: Shape, device: str, tokens_per_microbatch: int, *, recompute_every: int = 0, graphs: bool = True
+    shape: Shape,
+    device: str,
+    tokens_per_microbatch: int,
+    *,
+    remake: bool = False,
+    recompute_every: int = 0,
+    graphs: bool = True,
 ) -> Step:
     model = model_of(shape, device)
-    model.recompute_every = recompute_every
+    model.recompute_every, model.recompute_gate_up = recompute_every, remake
     optimizer = MasterOptimizer(model, CONFIG, "bf16")
     parts = [_moved(part, device) for part in _packed(batch_of(shape), tokens_per_microbatch)]
     step = NextTokenStep(model, optimizer, graphs=graphs)
@@ -140,7 +146,7 @@ def theirs(shape: Shape, device: str, **options: Any) -> Step:
 
 def sides(shape: Shape, device: str, *, peers: bool, variants: bool) -> dict[str, Callable[[], Step]]:
     """Ours in one pass over all tokens, the peers, and ours with its dials turned."""
-    whole, quarter = shape.tokens, max(shape.tokens // 4, shape.length)
+    whole, half, quarter = (max(shape.tokens // parts, shape.length) for parts in (1, 2, 4))
     found: dict[str, Callable[[], Step]] = {"ours": lambda: ours(shape, device, whole)}
     if peers and has("transformers"):
         found["transformers"] = lambda: theirs(shape, device, liger=False)
@@ -149,9 +155,14 @@ def sides(shape: Shape, device: str, *, peers: bool, variants: bool) -> dict[str
     if variants:
         found |= {
             "ours, without graphs": lambda: ours(shape, device, whole, graphs=False),
+            "ours, gate_up remade": lambda: ours(shape, device, whole, remake=True),
+            "ours, 2 micro-batches": lambda: ours(shape, device, half),
+            "ours, 2, remade": lambda: ours(shape, device, half, remake=True),
             "ours, 4 micro-batches": lambda: ours(shape, device, quarter),
             "ours, layers recomputed": lambda: ours(shape, device, whole, recompute_every=1),
         }
+    if shape.model.experts:  # their gate_up is kept
+        found = {name: make for name, make in found.items() if "remade" not in name}
     return found
 
 

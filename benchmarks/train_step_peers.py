@@ -119,7 +119,7 @@ def _model(ours: Decoder, experts: str) -> nn.Module:
 @torch.no_grad()
 def _copy_weights(ours: Decoder, theirs: nn.Module) -> None:
     state = theirs.state_dict()
-    names = {"model.embed_tokens.weight": ours.embedding, "model.norm.weight": ours.norm}
+    names: dict[str, Tensor] = {"model.embed_tokens.weight": ours.embedding, "model.norm.weight": ours.norm}
     if ours.head is not None:
         names["lm_head.weight"] = ours.head
     for number, layer in enumerate(ours.layers):

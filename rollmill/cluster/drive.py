@@ -1,6 +1,6 @@
 """Take a run through its stages. Every stage asks the stores what is already done, so `drive` is also how to resume.
 
-mid-train   the base line up to its last step                                     (skipped when published)
+mid-train   the base line: the checkpoint imported, trained to its last step      (skipped when published)
 evaluate    the engines come up on version 0 of the line; held-out tasks          (skipped when recorded)
 reinforce   dispatcher and trainer until the last step is committed
 evaluate    the same held-out tasks on the last version
@@ -16,10 +16,12 @@ from typing import Any, TypeVar
 
 from rollmill import telemetry
 from rollmill.cluster.local import LocalCluster, exclusive
+from rollmill.cluster.ranks import outside_world
 from rollmill.cluster.run import RunDirectory
 from rollmill.errors import WeightsError
 from rollmill.evals.run import EvalResult
 from rollmill.evals.suite import EvalConfig
+from rollmill.training.config import TrainingConfig
 from rollmill.types import Version
 
 TICK_S = 0.2
@@ -33,15 +35,28 @@ def drive(run: RunDirectory, on_tick: Callable[[], None] = lambda: None) -> None
         cluster = LocalCluster(run)
         try:
             with run.stage("mid-train"):
-                cluster.start("midtrain", threads=run.config.midtrain.training.threads)
+                _start_midtrain(cluster, run)
                 _until_ended(cluster, "midtrain", on_tick)
             _start_serving(cluster, run)
-            cluster.start("trainer", threads=run.config.training.threads)
+            _start_trainer(cluster, run)
             cluster.start("dispatcher")
             _until_ended(cluster, "dispatcher", on_tick)
         finally:
             cluster.stop()
             on_tick()
+
+
+def follow(run: RunDirectory) -> None:
+    """What a rank that torchrun started does while the first one drives: its part of the training, and nothing else."""
+    cluster = LocalCluster(run)
+    try:
+        if run.config.midtrain is not None:
+            _start_midtrain(cluster, run)
+            _until_ended(cluster, "midtrain", lambda: None)
+        _start_trainer(cluster, run)
+        _until_ended(cluster, "trainer", lambda: None)
+    finally:
+        cluster.stop()
 
 
 @contextlib.contextmanager
@@ -72,12 +87,12 @@ def published_version(run: RunDirectory, version: int | None) -> int:
     from rollmill.weights.store import WeightStore
 
     store = WeightStore(Objects.open(run.home_store))
-    number = store.head(run.config.line) if version is None else version
+    number = store.head(run.config.line, run.config.form) if version is None else version
     if number is None:
         raise WeightsError(
             f"line {run.config.line!r} has no version yet", hint=f"`rollmill train --resume {run.path}` trains it"
         )
-    store.manifest(Version(run.config.line, number))  # says so if there is no such version
+    store.manifest(Version(run.config.line, number), run.config.form)  # says so if there is no such version
     return number
 
 
@@ -95,6 +110,22 @@ def _start_serving(cluster: LocalCluster, run: RunDirectory, *pinned: str) -> No
     cluster.start("gateway", service=True)
     for region in run.config.regions:
         cluster.start(f"engine-{region}", *pinned, threads=run.config.engine.threads, service=True)
+
+
+def _start_midtrain(cluster: LocalCluster, run: RunDirectory) -> None:
+    stage = run.config.midtrain
+    training = stage.training if stage else TrainingConfig()
+    cluster.start("midtrain", threads=training.threads, ranks=_local_ranks(training))
+
+
+def _start_trainer(cluster: LocalCluster, run: RunDirectory) -> None:
+    training = run.config.training
+    cluster.start("trainer", threads=training.threads, ranks=_local_ranks(training))
+
+
+def _local_ranks(training: TrainingConfig) -> int:
+    """How many ranks to start here: all of them, or this one of those that were started from outside."""
+    return 1 if outside_world() else training.ranks
 
 
 def _until_ended(cluster: LocalCluster, role: str, on_tick: Callable[[], None]) -> None:

@@ -13,16 +13,18 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
-from dataclasses import dataclass
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
 
 from rollmill import telemetry
+from rollmill.cluster.ranks import outside_world, places, rank_name
 from rollmill.cluster.run import RunDirectory
 from rollmill.errors import RollmillError
 
 MAX_RESTARTS = 5  # of one process; more than that is a fault restarting does not mend
 STEADY_S = 600.0  # a process that lived so long is judged anew when it dies
 STOP_PATIENCE_S = 20.0
+RANK_PATIENCE_S = 2.0  # for ranks to notice that another one has died
 FINAL = 3  # a worker's exit code: trying again will not help, its log says why
 TERMINATED = 128 + signal.SIGTERM  # a worker's exit code: it was asked to stop before its work was done
 SUPERVISOR = "ROLLMILL_SUPERVISOR"  # environment variable: the process a worker must not outlive
@@ -30,13 +32,15 @@ SUPERVISOR = "ROLLMILL_SUPERVISOR"  # environment variable: the process a worker
 
 @dataclass
 class Worker:
-    """One child process. It has `ended` when it exited with 0: its work is done. The work of a service never is."""
+    """A child process, or several ranks that live and die together, as torchrun's do. It has `ended` when all exited
+    with 0: its work is done. The work of a service never is."""
 
     role: str
     arguments: tuple[str, ...]
     threads: int
     service: bool
-    process: subprocess.Popen[bytes] | None = None
+    ranks: int
+    processes: list[subprocess.Popen[bytes]] = field(default_factory=list)
     started_at: float = 0.0
     restarts: int = 0
     ended: bool = False
@@ -47,8 +51,8 @@ class LocalCluster:
         self._run = run
         self._workers: dict[str, Worker] = {}
 
-    def start(self, role: str, *arguments: str, threads: int = 1, service: bool = False) -> None:
-        worker = Worker(role, arguments, threads, service)
+    def start(self, role: str, *arguments: str, threads: int = 1, service: bool = False, ranks: int = 1) -> None:
+        worker = Worker(role, arguments, threads, service, ranks)
         self._workers[role] = worker
         self._spawn(worker)
 
@@ -58,15 +62,17 @@ class LocalCluster:
     def watch(self) -> None:
         """Look at every process once: note the ones that are done, start again the ones that died."""
         for worker in self._workers.values():
-            code = worker.process.poll() if worker.process and not worker.ended else None
-            if code == 0 and not worker.service:
+            if worker.ended:
+                continue
+            codes = [process.poll() for process in worker.processes]
+            if all(code == 0 for code in codes) and not worker.service:
                 worker.ended = True
-            elif code is not None:
-                self._restart(worker, code)
+            elif any(code is not None and (code != 0 or worker.service) for code in codes):
+                self._restart(worker, *_end_all(worker.processes))
 
     def stop(self) -> None:
         """Ask all to finish; after a while stop asking."""
-        alive = [worker.process for worker in self._workers.values() if worker.process and not worker.ended]
+        alive = [process for worker in self._workers.values() if not worker.ended for process in worker.processes]
         for process in alive:
             with contextlib.suppress(ProcessLookupError):
                 process.terminate()
@@ -78,13 +84,16 @@ class LocalCluster:
                 process.kill()
                 process.wait()
 
-    def _restart(self, worker: Worker, code: int) -> None:
+    def _restart(self, worker: Worker, rank: int, code: int) -> None:
+        """All its ranks are ended; `rank` is the one that says why."""
         if time.monotonic() - worker.started_at > STEADY_S:
             worker.restarts = 0
-        if code == FINAL or worker.restarts >= MAX_RESTARTS:
+        # ranks of other machines would not know of a restart: whoever started them all starts them all again
+        if code == FINAL or worker.restarts >= MAX_RESTARTS or (outside_world() and not worker.service):
+            name = rank_name(worker.role, rank)
             raise RollmillError(
-                f"process {worker.role!r} {_describe(code)}: {self._last_words(worker.role)}",
-                hint=f"the whole story is in {self._run.logs / (worker.role + '.log')}; when mended, "
+                f"process {name!r} {_describe(code)}: {self._last_words(name)}",
+                hint=f"the whole story is in {self._run.logs / (name + '.log')}; when mended, "
                 f"`rollmill train --resume {self._run.path}` goes on",
             )
         worker.restarts += 1
@@ -101,20 +110,34 @@ class LocalCluster:
             SUPERVISOR: str(os.getpid()),
         }
         worker.started_at = time.monotonic()
-        with (self._run.logs / f"{worker.role}.log").open("ab") as log:
-            worker.process = subprocess.Popen(
-                [sys.executable, "-m", "rollmill.cluster.worker", worker.role, str(self._run.path), *worker.arguments],
-                stdin=subprocess.DEVNULL,
-                stdout=log,
-                stderr=log,
-                env=environment,
-            )
+        worker.processes = []
+        command = [sys.executable, "-m", "rollmill.cluster.worker", worker.role, str(self._run.path), *worker.arguments]
+        for rank, place in enumerate(places(worker.ranks)):
+            with (self._run.logs / f"{rank_name(worker.role, rank)}.log").open("ab") as log:
+                process = subprocess.Popen(
+                    command, stdin=subprocess.DEVNULL, stdout=log, stderr=log, env={**environment, **place}
+                )
+            worker.processes.append(process)
 
-    def _last_words(self, role: str) -> str:
-        with (self._run.logs / f"{role}.log").open("rb") as log:
+    def _last_words(self, name: str) -> str:
+        with (self._run.logs / f"{name}.log").open("rb") as log:
             log.seek(max(0, log.seek(0, os.SEEK_END) - 4096))
             lines = log.read().decode(errors="replace").strip().splitlines()
         return " ".join(lines[-2:])[-600:] or "it said nothing"
+
+
+def _end_all(processes: Sequence[subprocess.Popen[bytes]]) -> tuple[int, int]:
+    """End what is left of ranks one of which has ended: which of them tells why, and its exit code."""
+    failed = [rank for rank, process in enumerate(processes) if process.poll() is not None]
+    deadline = time.monotonic() + RANK_PATIENCE_S
+    for process in processes:  # others may know better, and notice only now
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            process.wait(max(0.0, deadline - time.monotonic()))
+        process.kill()
+        process.wait()
+    final = [rank for rank, process in enumerate(processes) if process.returncode == FINAL]
+    rank = (final or [rank for rank in failed if processes[rank].returncode] or failed)[0]
+    return rank, processes[rank].returncode
 
 
 def _describe(code: int) -> str:

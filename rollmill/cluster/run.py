@@ -7,6 +7,7 @@ runs/NAME/
   mill.db          the index (SQLite), unless `database` names a PostgreSQL
   events/ logs/    telemetry and output, one file a process
   gateway/         the gateway's local log of open sessions
+  tokenizer.json   the vocabulary of its model
   report.html      written at the end, with report.json
 """
 
@@ -21,7 +22,7 @@ import tempfile
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal
 
 from pydantic import Field, model_validator
 
@@ -62,10 +63,17 @@ class RunConfig(Config):
         (HOME,), min_length=1, description="one engine each; the first is where the trainer is"
     )
     tasks: Literal["micro-repos"] = "micro-repos"
-    chat_format: Literal["compact"] = "compact"
+    tools_in_prompt: bool = Field(
+        True, description="prompts define the tools, if the model's chat format can; False: it has learnt them"
+    )
+    checkpoint: str | None = Field(
+        None, description="a Hugging Face checkpoint directory to start from; [model] is then read from it"
+    )
+    device: Literal["auto", "cpu", "cuda"] = Field("auto", description="where models compute; auto: the GPU, if any")
+    form: Literal["bf16", "fp8", "nvfp4"] = Field("bf16", description="what versions are published and served as")
     database: str | None = Field(None, description="SQLAlchemy URL; the default is SQLite in the run directory")
-    model: ModelConfig
-    midtrain: MidtrainStage
+    model: ModelConfig = Field(description="with a checkpoint only max_context may be given, to make it shorter")
+    midtrain: MidtrainStage | None = Field(None, description="without it RL starts from the checkpoint as it is")
     training: TrainingConfig = TrainingConfig()
     rl: RLConfig = RLConfig()
     rollouts: RolloutConfig = RolloutConfig()
@@ -75,16 +83,49 @@ class RunConfig(Config):
     gateway: GatewayConfig = GatewayConfig()
     evals: EvalConfig = EvalConfig()
 
+    @classmethod
+    def derive(cls, tree: Any) -> Any:
+        """Fill [model] in from the checkpoint. A run's own file has all of it, and its checkpoint may be gone."""
+        if not isinstance(tree, dict) or not isinstance(tree.get("checkpoint"), str):
+            return tree
+        given = tree.get("model", {})
+        if not isinstance(given, dict) or "vocab_size" in given:
+            return tree
+        directory = Path(tree["checkpoint"]).expanduser().absolute()
+        return {**tree, "checkpoint": str(directory), "model": _model_of(directory, given)}
+
     @model_validator(mode="after")
     def _regions_are_distinct(self) -> RunConfig:
         if len(set(self.regions)) != len(self.regions):
             raise ValueError(f"regions must be distinct, got {list(self.regions)}")
         return self
 
+    @model_validator(mode="after")
+    def _has_a_beginning(self) -> RunConfig:
+        if self.checkpoint is None and self.midtrain is None:
+            raise ValueError("a run without a checkpoint needs [midtrain]: random weights solve no task")
+        return self
+
+    @model_validator(mode="after")
+    def _ranks_fit_the_model(self) -> RunConfig:
+        for training in (self.training, *([self.midtrain.training] if self.midtrain else [])):
+            training.check_model(self.model.experts)
+        return self
+
+    @property
+    def checkpoint_line(self) -> str:
+        """The line whose version 0 is the imported checkpoint."""
+        return f"{self.line}-checkpoint"
+
     @property
     def base_line(self) -> str:
-        """The line mid-training writes and RL starts from."""
-        return f"{self.line}-base"
+        """The line RL starts from: what mid-training writes, or the checkpoint itself."""
+        return f"{self.line}-base" if self.midtrain else self.checkpoint_line
+
+    @property
+    def base_form(self) -> str:
+        """What the base line is published as. A checkpoint is imported as it is, whatever the run serves."""
+        return self.form if self.midtrain else "bf16"
 
     @property
     def staleness_bound(self) -> int:
@@ -104,7 +145,7 @@ class RunDirectory:
     def create(cls, root: Path, config: RunConfig) -> RunDirectory:
         path = root / config.name
         roles = ["gateway", "store", *(f"engine-{region}" for region in config.regions)]
-        ports = dict(zip(roles, _free_ports(len(roles)), strict=True))
+        ports = dict(zip(roles, free_ports(len(roles)), strict=True))
         run = cls(path, config, ports, secrets.token_urlsafe(24), secrets.token_urlsafe(24))
         run._create()
         return run
@@ -187,7 +228,33 @@ class RunDirectory:
         return self.path / "logs"
 
 
-def _free_ports(count: int) -> list[int]:
+def _model_of(directory: Path, given: dict[str, Any]) -> dict[str, Any]:
+    """The [model] of a checkpoint, its context made as short as asked for."""
+    from rollmill.models.huggingface.config import config_from_huggingface
+    from rollmill.models.huggingface.files import CONFIG, read_json
+
+    strange = sorted(given.keys() - {"max_context"})
+    if strange:
+        raise ConfigError(
+            f"model.{strange[0]} is given, and the checkpoint {directory} says it already",
+            hint="with `checkpoint`, [model] may hold max_context alone",
+        )
+    if not directory.is_dir():
+        raise ConfigError(
+            f"checkpoint: there is no directory {directory}", hint="`rollmill model get` makes one; see its --help"
+        )
+    model = config_from_huggingface(read_json(directory / CONFIG), str(directory / CONFIG)).model_dump(mode="json")
+    longest = model["max_context"]
+    wanted = given.get("max_context", longest)
+    if isinstance(wanted, int) and wanted > longest:
+        raise ConfigError(
+            f"model.max_context is {wanted}, and the checkpoint {directory} was made for {longest}",
+            hint="it can be made shorter, not longer",
+        )
+    return {**model, "max_context": wanted}
+
+
+def free_ports(count: int) -> list[int]:
     """Ports nobody listens on now. They are kept for the life of the run, so a restarted process keeps its address."""
     sockets = [socket.socket() for _ in range(count)]
     try:

@@ -6,6 +6,7 @@ restarted.
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import importlib
 import os
@@ -16,11 +17,13 @@ from pathlib import Path
 
 from rollmill import telemetry
 from rollmill.cluster.local import FINAL, SUPERVISOR, exclusive
+from rollmill.cluster.ranks import outside_rank
 from rollmill.cluster.run import RunDirectory
 from rollmill.errors import ConfigError, HarnessError, RollmillError, TaskError, TrainingError
 
 HOPELESS = (ConfigError, HarnessError, TaskError, TrainingError)
 PR_SET_PDEATHSIG = 1
+TRAINING = ("midtrain", "trainer")  # what may run on several ranks
 ROLES = ("midtrain", "trainer", "store", "engine", "gateway", "dispatcher")
 
 
@@ -28,10 +31,13 @@ def main(role: str, directory: str, *arguments: str) -> int:
     _end_with_supervisor()
     try:
         run = RunDirectory.open(Path(directory))
-        telemetry.open_events(run.events, role)
-        with exclusive(run, role):
-            kind, _, region = role.partition("-")
-            assert kind in ROLES, f"no role {kind!r}"
+        kind, _, region = role.partition("-")
+        assert kind in ROLES, f"no role {kind!r}"
+        with contextlib.ExitStack() as held:
+            # of several ranks the first speaks for all, and none does anything without it
+            if kind not in TRAINING or outside_rank() == 0:
+                telemetry.open_events(run.events, role)
+                held.enter_context(exclusive(run, role))
             module = importlib.import_module(f"rollmill.cluster.roles.{kind}")
             module.main(run, *([region] if region else []), *arguments)
     except Exception as error:

@@ -41,26 +41,28 @@ class GatewayClient:
         """Forget a session that will not be finished."""
         await self._call("DELETE", f"/sessions/{trajectory}", None)
 
-    async def wait_until_serving(self, version: int) -> None:
+    async def wait_until_serving(self, version: int, patience_s: float | None = None) -> None:
         """Return once an engine serves `version` or a newer one: from then on none older is asked for it."""
-        deadline = asyncio.get_running_loop().time() + self._patience_s
+        patience_s = self._patience_s if patience_s is None else patience_s
+        deadline = asyncio.get_running_loop().time() + patience_s
         while True:
-            engines = (await self._call("GET", "/health", None))["engines"]
+            engines = (await self._call("GET", "/health", None, patience_s))["engines"]
             numbers = [engine["policy"]["number"] for engine in engines if engine["alive"]]
             if max(numbers, default=-1) >= version:
                 return
             if asyncio.get_running_loop().time() >= deadline:
                 raise GatewayError(
-                    f"no engine serves version {version} after {self._patience_s:.0f} s; they are at {numbers}",
+                    f"no engine serves version {version} after {patience_s:.0f} s; they are at {numbers}",
                     status=503,
                     hint="the engines' logs say why they do not follow",
                 )
             await asyncio.sleep(_FIRST_PAUSE_S)
 
-    async def _call(self, method: str, path: str, body: Any) -> dict[str, Any]:
+    async def _call(self, method: str, path: str, body: Any, patience_s: float | None = None) -> dict[str, Any]:
         assert self._session is not None, "use as an async context manager"
         loop = asyncio.get_running_loop()
-        deadline = loop.time() + self._patience_s
+        patience_s = self._patience_s if patience_s is None else patience_s
+        deadline = loop.time() + patience_s
         pause = _FIRST_PAUSE_S
         while True:
             timeout = aiohttp.ClientTimeout(total=max(deadline - loop.time(), 0.1))
@@ -79,7 +81,7 @@ class GatewayClient:
                 problem = f"{self.base_url} cannot be reached: {error or type(error).__name__}"
             if loop.time() + pause >= deadline:
                 raise GatewayError(
-                    f"{problem} (tried for {self._patience_s:.0f} s)",
+                    f"{problem} (tried for {patience_s:.0f} s)",
                     status=503,
                     hint="is the gateway process running? its log is under logs/ of the run directory",
                 )

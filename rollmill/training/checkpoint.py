@@ -4,6 +4,7 @@
     checkpoints/LINE/00000010/checkpoint.json       written last, with the digest of the state: now it counts
 
 A restart takes the newest one that reads back whole. Versions in the weight store are no substitute: they are rounded.
+Many ranks write a state each (training.parallel.checkpoint); any number of ranks, also one, goes on from either.
 """
 
 from __future__ import annotations
@@ -11,6 +12,7 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import Any
 
 import safetensors
 import safetensors.torch
@@ -21,10 +23,15 @@ from torch import Tensor
 from rollmill import telemetry
 from rollmill.errors import StorageError, TrainingError
 from rollmill.storage.objects import Objects
+from rollmill.training.parallel.rows import Rows, Shards
+
+UNREADABLE = (StorageError, safetensors.SafetensorError, ValueError, KeyError)
 
 
 @dataclass(frozen=True)
 class Checkpoint:
+    """On many ranks the tensors are what this rank holds of them."""
+
     line: str
     step: int
     bad_steps: int  # steps in a row with gradients not finite, up to here
@@ -32,29 +39,40 @@ class Checkpoint:
 
 
 class Checkpoints:
-    def __init__(self, objects: Objects, keep: int) -> None:
+    def __init__(self, objects: Objects, keep: int, shards: Shards | None = None) -> None:
+        """With `shards` all ranks save and read together."""
         self._objects = objects
         self._keep = keep
+        self._shards = shards
 
     def save(self, checkpoint: Checkpoint) -> None:
         """Durable when this returns. Older checkpoints of the line beyond `keep` are then removed."""
         folder = _folder(checkpoint.line, checkpoint.step)
-        state = safetensors.torch.save({name: tensor.contiguous() for name, tensor in checkpoint.tensors.items()})
         described = {
             "line": checkpoint.line,
             "step": checkpoint.step,
             "bad_steps": checkpoint.bad_steps,
-            "bytes": len(state),
-            "blake3": blake3(state).hexdigest(),
             "torch": torch.__version__,
             "threads": torch.get_num_threads(),
         }
-        self._objects.put(f"{folder}/state.safetensors", state)
-        self._objects.put(f"{folder}/checkpoint.json", json.dumps(described, indent=1).encode())
-        for step in self.steps(checkpoint.line)[: -self._keep]:
+        if self._shards is None:
+            state = safetensors.torch.save({name: tensor.contiguous() for name, tensor in checkpoint.tensors.items()})
+            described |= {"bytes": len(state), "blake3": blake3(state).hexdigest()}
+            self._objects.put(f"{folder}/state.safetensors", state)
+            self._objects.put(f"{folder}/checkpoint.json", json.dumps(described, indent=1).encode())
+        else:
+            from rollmill.training.parallel.checkpoint import write_state
+
+            write_state(self._objects, folder, described, checkpoint.tensors, self._shards)
+        if self._shards is None or self._shards.world.first:
+            self._remove_old(checkpoint.line)
+
+    def _remove_old(self, line: str) -> None:
+        for step in self.steps(line)[: -self._keep]:
             # the description goes first, so that what is half removed no longer counts
-            self._objects.delete(f"{_folder(checkpoint.line, step)}/checkpoint.json")
-            self._objects.delete(f"{_folder(checkpoint.line, step)}/state.safetensors")
+            self._objects.delete(f"{_folder(line, step)}/checkpoint.json")
+            for key in self._objects.list(_folder(line, step)):
+                self._objects.delete(key)
 
     def steps(self, line: str) -> list[int]:
         """Steps with a complete checkpoint, oldest first."""
@@ -63,12 +81,13 @@ class Checkpoints:
 
     def newest(self, line: str) -> Checkpoint | None:
         """The newest one that reads back whole; None if there never was one."""
-        steps = self.steps(line)
+        steps = self._agreed(self.steps(line))
         for step in reversed(steps):
-            try:
-                return self._read(line, step)
-            except (StorageError, safetensors.SafetensorError, ValueError, KeyError) as error:
-                text = f"checkpoint {step} of {line} is unreadable, trying an older one: {error}"
+            found, problem = self._try(line, step)
+            if self._all(found is not None):
+                return found
+            if problem is not None:
+                text = f"checkpoint {step} of {line} is unreadable, trying an older one: {problem}"
                 telemetry.emit("warning", text=text)
         if steps:
             raise TrainingError(
@@ -77,13 +96,53 @@ class Checkpoints:
             )
         return None
 
-    def _read(self, line: str, step: int) -> Checkpoint:
+    def _try(self, line: str, step: int) -> tuple[Checkpoint | None, str | None]:
+        """The checkpoint, or why it cannot be read."""
+        described: dict[str, Any] | None = None
+        problem = None
+        try:
+            described = json.loads(self._objects.get(f"{_folder(line, step)}/checkpoint.json"))
+        except UNREADABLE as error:
+            problem = str(error)
+        described = self._agreed(described)
+        if described is None:
+            return None, problem
+        try:
+            return self._read(line, step, described), None
+        except UNREADABLE as error:
+            return None, str(error)
+
+    def _read(self, line: str, step: int, described: Mapping[str, Any]) -> Checkpoint:
         folder = _folder(line, step)
-        described = json.loads(self._objects.get(f"{folder}/checkpoint.json"))
-        state = self._objects.get(f"{folder}/state.safetensors")
-        if blake3(state).hexdigest() != described["blake3"]:
-            raise ValueError("its bytes do not match their digest")
-        return Checkpoint(line, step, int(described["bad_steps"]), safetensors.torch.load(state))
+        if "tensors" in described:
+            from rollmill.training.parallel.checkpoint import read_state
+
+            tensors: Mapping[str, Tensor] = read_state(self._objects, folder, described, self._shards)
+        else:
+            state = self._objects.get(f"{folder}/state.safetensors")
+            if blake3(state).hexdigest() != described["blake3"]:
+                raise ValueError("its bytes do not match their digest")
+            tensors = safetensors.torch.load(state)
+            if self._shards is not None:
+                tensors = {name: _own_rows(name, tensor, self._shards) for name, tensor in tensors.items()}
+        return Checkpoint(line, step, int(described["bad_steps"]), tensors)
+
+    def _agreed(self, value: Any) -> Any:
+        return value if self._shards is None else self._shards.world.from_first(value)
+
+    def _all(self, good: bool) -> bool:
+        return good if self._shards is None else self._shards.world.all(good)
+
+
+def rows_held(name: str, shards: Shards) -> Rows | None:
+    """Which rows of a tensor of the state are here: those of its parameter. None: all of it, as on any rank."""
+    parameter = name.partition(".")[2]  # master.NAME, mean.NAME, square.NAME
+    return shards.own(parameter) if parameter in shards.rows else None
+
+
+def _own_rows(name: str, tensor: Tensor, shards: Shards) -> Tensor:
+    rows = rows_held(name, shards)
+    return tensor if rows is None else tensor[rows.start : rows.stop].clone()
 
 
 def _folder(line: str, step: int) -> str:

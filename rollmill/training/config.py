@@ -13,7 +13,7 @@ from pydantic import Field, model_validator
 
 from rollmill.config import Config
 
-FORM = "bf16"  # what versions are published as; the trainer computes with the values of this form
+FORM = "bf16"  # what versions are published as unless told; the trainer computes with the values of its form
 
 
 class OptimizerConfig(Config):
@@ -38,6 +38,29 @@ class TrainingConfig(Config):
 
     threads: int = Field(default=1, ge=1, description="part of what makes a re-run give the same bits")
     tokens_per_microbatch: int = Field(default=8192, ge=1, description="at most this many tokens in one forward pass")
+    recompute_every: int = Field(
+        default=0,
+        ge=0,
+        description="activation checkpointing, memory for time: of every k-th layer only the input is kept, and the "
+        "layer runs again in the backward pass. 0 keeps everything; 1 keeps least and takes a third longer, on CUDA "
+        "up to twice as long where the model is small",
+    )
+    deterministic: bool = Field(
+        True,
+        description="a re-run gives the same bits, so a restart meets its own versions; without it one may have to go "
+        "on in a new line. On CUDA steps take 1.2 to 1.4 times as long for it",
+    )
+    ranks: int = Field(
+        default=1,
+        ge=1,
+        description="processes that train together, one a GPU: weights, optimizer and tokens are divided among them",
+    )
+    expert_parallel: int = Field(
+        default=1, ge=1, description="ranks among which the experts of a layer are divided; tokens travel to them"
+    )
+    context_parallel: int = Field(
+        default=1, ge=1, description="ranks among which each sequence is divided, where one is too long for a GPU"
+    )
     checkpoint_every: int = Field(default=10, ge=1)
     keep_checkpoints: int = Field(default=2, ge=1)
     snapshot_every: int = Field(
@@ -50,6 +73,23 @@ class TrainingConfig(Config):
         default=3, ge=1, description="stop after this many steps in a row with gradients not finite"
     )
     optimizer: OptimizerConfig = OptimizerConfig()
+
+    @model_validator(mode="after")
+    def _ranks_divide(self) -> Self:
+        for name in ("expert_parallel", "context_parallel"):
+            if self.ranks % getattr(self, name):
+                raise ValueError(f"{name} ({getattr(self, name)}) must divide ranks ({self.ranks})")
+        return self
+
+    @property
+    def tokens_per_pass(self) -> int:
+        """Of all ranks together."""
+        return self.ranks * self.tokens_per_microbatch
+
+    def check_model(self, experts: int) -> None:
+        """ValueError if a model with so many experts a layer cannot be divided so."""
+        if self.expert_parallel > 1 and (not experts or experts % self.expert_parallel):
+            raise ValueError(f"expert_parallel ({self.expert_parallel}) must divide the model's {experts} experts")
 
 
 ObjectiveName = Literal[

@@ -15,6 +15,7 @@ versions published after its last token. The first falls with shorter episodes, 
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields
 from typing import Any
@@ -106,6 +107,14 @@ def distance(name: str, deltas: np.ndarray) -> dict[str, float | None]:
         f"{name}_p99": float(np.quantile(size, 0.99)),
         f"{name}_max": float(size.max()),
         f"{name}_outside": float((size > np.log(2.0)).mean()),
+    }
+
+
+def finite(figures: Mapping[str, Any]) -> dict[str, Any]:
+    """For events; JSON has no NaN, and a figure of a step that came out as one says nothing."""
+    return {
+        name: None if isinstance(value, float) and not math.isfinite(value) else value
+        for name, value in figures.items()
     }
 
 

@@ -7,7 +7,8 @@ the memory it was recorded with, so inputs are copied into it, and gradients are
 
 from __future__ import annotations
 
-from collections import Counter, OrderedDict
+import gc
+from collections import Counter
 from collections.abc import Callable, Hashable, Sequence
 from typing import Any, NamedTuple
 
@@ -26,12 +27,14 @@ class _Recorded(NamedTuple):
 
 
 class GraphedPasses:
-    """Forward and backward passes of one model. The first pass of a shape runs as it is, the second is recorded."""
+    """Forward and backward passes of one model. The first pass of a shape runs as it is, the second is recorded, while
+    there is room: recording costs more than it saves where shapes take turns with too many others."""
 
     def __init__(self, model: nn.Module) -> None:
         self._parameters = list(model.parameters())
         self._seen: Counter[Hashable] = Counter()
-        self._recorded: OrderedDict[Hashable, _Recorded] = OrderedDict()
+        self._recorded: dict[Hashable, _Recorded] = {}
+        self._pool: Any = None  # passes run one after another, so their graphs share what they need on the way
 
     def run(self, shape: Hashable, inputs: Sequence[Tensor], backward: Callable[..., Tensor]) -> Tensor:
         """`backward(*inputs)`, which returns a loss and leaves gradients on parameters that had none.
@@ -41,12 +44,9 @@ class GraphedPasses:
         assert all(parameter.grad is None for parameter in self._parameters)
         if shape not in self._recorded:
             self._seen[shape] += 1
-            if self._seen[shape] == 1:
+            if self._seen[shape] == 1 or len(self._recorded) == MOST:
                 return backward(*inputs)
             self._recorded[shape] = self._record(inputs, backward)
-            if len(self._recorded) > MOST:
-                self._recorded.popitem(last=False)
-        self._recorded.move_to_end(shape)
         found = self._recorded[shape]
         for mine, given in zip(found.inputs, inputs, strict=True):
             mine.copy_(given)
@@ -59,7 +59,10 @@ class GraphedPasses:
         inputs = [tensor.clone() for tensor in inputs]
         graph = torch.cuda.CUDAGraph()
         torch.cuda.synchronize()
-        with torch.cuda.graph(graph):
+        gc.collect()  # a graph that is freed while another is recorded spoils it
+        torch.cuda.empty_cache()  # what the pass that ran as it is left behind
+        self._pool = self._pool or torch.cuda.graph_pool_handle()
+        with torch.cuda.graph(graph, pool=self._pool):
             output = backward(*inputs)
         gradients = [parameter.grad for parameter in self._parameters]
         for parameter in self._parameters:

@@ -13,6 +13,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 
+from rollmill.training.config import FORM
 from rollmill.types import Version
 from rollmill.weights.manifest import Manifest
 from rollmill.weights.store import WeightStore, newest_line
@@ -29,21 +30,25 @@ class Lineage:
         return None if offset is None else number + offset
 
 
-def trace_lineage(weights: WeightStore, line: str) -> Lineage:
+def trace_lineage(weights: WeightStore, line: str, form: str = FORM) -> Lineage:
     """Follow the lines back to where each began. Lines with no version yet stand alone."""
     offsets = {line: 0}
-    newest = _newest(weights, line)
+    newest = _newest(weights, line, form)
     while newest is not None and newest.origin is not None and newest.origin.line not in offsets:
         origin = newest.origin
         offsets[origin.line] = offsets[newest.line] + newest.first - origin.number
-        newest = _newest(weights, origin.line)
+        newest = _newest(weights, origin.line, form)
     return Lineage(line, offsets)
 
 
-def _newest(weights: WeightStore, line: str) -> Manifest | None:
-    """Any version says where its line began, and the head is the one that is never collected."""
-    head = weights.head(line)
-    return weights.manifest(Version(line, head)) if head is not None else None
+def _newest(weights: WeightStore, line: str, form: str) -> Manifest | None:
+    """Any version says where its line began, and the head is the one that is never collected. A run in another form may
+    have begun with an imported checkpoint, which is bf16."""
+    for each in dict.fromkeys((form, FORM)):
+        head = weights.head(line, each)
+        if head is not None:
+            return weights.manifest(Version(line, head), each)
+    return None
 
 
 def next_line(weights: WeightStore, line: str) -> str:

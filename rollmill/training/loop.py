@@ -20,35 +20,48 @@ agree. Effects of step n in their order, and what a kill −9 right after each l
 Version 0 of a line follows the same order: checkpoint 0, then its version. Where digests do not agree (other hardware,
 another thread count, a payload that had to be deleted) nothing published is overwritten: a new line starts from the
 checkpoint, names the versions it abandons in the metadata of its first one, and the steps run again there.
+
+On many ranks (training.parallel) every rank runs this loop. The first asks for batches, keeps the ledger and reports;
+the others get from it what it decides. They compute, publish and save together, and a rank that dies takes the step
+with it: all start again, from what the table says is left behind.
 """
 
 from __future__ import annotations
 
 import contextlib
 import math
+import os
 import signal
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, Generic
 
 import torch
+from torch import Tensor
 
 from rollmill import telemetry
 from rollmill.errors import TrainingError
 from rollmill.models.config import ModelConfig
 from rollmill.models.decoder import Decoder
-from rollmill.models.host import load_host, to_host
+from rollmill.models.device import Device, choose_device, compute_dtype, decoder_on
+from rollmill.models.host import load_host
 from rollmill.storage.objects import Objects
+from rollmill.training.batching import MicroBatch
 from rollmill.training.checkpoint import Checkpoint, Checkpoints
 from rollmill.training.config import FORM, TrainingConfig
 from rollmill.training.lineage import next_line, trace_lineage
+from rollmill.training.memory import explain_out_of_memory
 from rollmill.training.objective import Batch, Objective, StepOutcome
 from rollmill.training.optimizer import MasterOptimizer, Update, learning_rate
+from rollmill.training.parallel.rows import shards_of
+from rollmill.training.parallel.world import ALONE, World
+from rollmill.training.publish import publisher_of
 from rollmill.types import Version
-from rollmill.weights.manifest import Manifest, describe, root_digest
-from rollmill.weights.publisher import Publisher
+from rollmill.weights.manifest import Manifest
 from rollmill.weights.store import WeightStore, newest_line
+
+_BUFFER = "buffer."  # how tensors that are no parameters are called in a checkpoint
 
 
 class Trainer(Generic[Batch]):
@@ -66,28 +79,45 @@ class Trainer(Generic[Batch]):
         *,
         steps: int,
         seed: int,
+        form: str = FORM,
+        device: Device = "cpu",
+        world: World = ALONE,
     ) -> None:
         """`parent`: start from this published version of another line; without it, from random weights of the seed.
 
         `steps`: of the whole run; the learning rate is scheduled over them. The objects hold the checkpoints.
+        `form`: what versions are published as, and computed with. `world`: of `config.ranks` ranks.
         """
-        torch.set_num_threads(config.threads)
-        # the same switch as use_deterministic_algorithms(True), which first imports the compiler for a second or two
-        torch.set_deterministic_debug_mode("error")
+        self._device = choose_device(device)
+        _fix_bits(config, self._device)
         self._config = config
         self._objective = objective
         self._weights = weights
-        self._checkpoints = Checkpoints(checkpoints, config.keep_checkpoints)
         self._family = line
         self._parent = parent
         self._steps = steps
         self._seed = seed
-        self._model = Decoder(model_config)
+        self._form = form
+        self._world = world
+        with self._explained("the model"):
+            self._model = self._make_model(model_config)
+        self._model.recompute_every = config.recompute_every
+        self._checkpoints = Checkpoints(checkpoints, config.keep_checkpoints, shards_of(self._model))
         self._stop = threading.Event()
         self._bad_steps = 0
         self._saved = -1  # step of the newest checkpoint; −1 before the start
         self.step = 0
         self.line = line
+
+    def _make_model(self, config: ModelConfig) -> Decoder:
+        if self._world.size == 1:
+            return decoder_on(self._device, config, self._form)
+        from rollmill.training.parallel.mesh import Meshes
+        from rollmill.training.parallel.shard import shard_decoder
+
+        meshes = Meshes(self._world.size, self._config.expert_parallel, self._config.context_parallel, self._device)
+        whole = Decoder(config, compute_dtype(self._device), self._form)  # on the host, in memory nobody has touched
+        return shard_decoder(whole, self._world, meshes, self._device)
 
     def stop(self) -> None:
         """Finish the step under way, write a checkpoint, return from `run`. Safe to call from a signal handler."""
@@ -97,22 +127,30 @@ class Trainer(Generic[Batch]):
         """Train up to step `until`; the newest version of the line. SIGTERM does what `stop` does."""
         with _on_sigterm(self.stop):
             if self._saved < 0:
-                self._start()
-            while self.step < until and not self._stop.is_set():
-                batch = self._objective.next_batch(self.step + 1, self._lineage, self._stop.is_set)
+                with self._explained("the model with its optimizer"):
+                    self._start()
+            while self.step < until and not self._world.any(self._stop.is_set()):
+                batch = self._next_batch()
                 if batch is None:
                     break
-                self._run_step(batch)
+                with self._explained(f"step {self.step + 1}", batch.microbatches):
+                    self._run_step(batch)
             if self.step == until and self.step not in self._published:
                 self._publish()
             if self._saved != self.step:
                 self._save()
         return Version(self.line, max(self._published.values()))
 
+    def _next_batch(self) -> Batch | None:
+        batch = None
+        if self._world.first:
+            batch = self._objective.next_batch(self.step + 1, self._lineage, self._stop.is_set)
+        return self._world.from_first(batch)
+
     def _run_step(self, batch: Batch) -> None:
         start = time.time()
         with telemetry.busy("step"):
-            figures = self._objective.backward(self._model, batch)
+            figures = self._objective.backward(self._model, batch, self._optimizer.accumulate)
             update = self._optimizer.update(learning_rate(self._config.optimizer, self.step + 1, self._steps))
         self.step += 1
         self._bad_steps = 0 if math.isfinite(update.grad_norm) else self._bad_steps + 1
@@ -125,9 +163,14 @@ class Trainer(Generic[Batch]):
         if self.step % self._config.checkpoint_every == 0:
             self._save()
         if manifest is not None:
-            self._objective.commit(self.step, manifest.version, manifest.digest)
-        self._objective.report(batch, StepOutcome(self.step, self._steps, update, time.time() - start, figures))
+            self._commit(manifest)
+        if self._world.first:
+            self._objective.report(batch, StepOutcome(self.step, self._steps, update, time.time() - start, figures))
         self._check_numbers(update)
+
+    def _commit(self, manifest: Manifest) -> None:
+        if self._world.first:
+            self._objective.commit(self.step, manifest.version, manifest.digest)
 
     def _check_numbers(self, update: Update) -> None:
         if self._bad_steps == 0:
@@ -143,15 +186,19 @@ class Trainer(Generic[Batch]):
         """The weights of this step as a version. None: the step was published before, with other weights."""
         start = time.time()
         with telemetry.busy("publish"):
-            tensors = to_host(self._model.state_dict(), FORM)
+            exported = self._publisher.export(self._model)
             known = self._published.get(self.step)
             if known is not None:
-                manifest = self._weights.manifest(Version(self.line, known), FORM)
-                return manifest if manifest.digest == root_digest(describe(tensors)) else None
+                manifest = self._weights.manifest(Version(self.line, known), self._form)
+                if not self._publisher.matches(manifest, exported):
+                    return None
+                self._remember(manifest, exported)
+                return manifest
             last = self._publisher.last
             number, parent = (last.number + 1, None) if last else self._beginning
-            manifest = self._publisher.publish(number, tensors, parent, {"step": self.step, **(metadata or {})})
+            manifest = self._publisher.publish(number, exported, parent, {"step": self.step, **(metadata or {})})
         self._published[self.step] = number
+        self._remember(manifest, exported)
         telemetry.emit(
             "publish",
             line=self.line,
@@ -167,30 +214,42 @@ class Trainer(Generic[Batch]):
         )
         return manifest
 
+    def _remember(self, manifest: Manifest, exported: Any) -> None:
+        if self._world.size == 1:  # of many ranks none has it whole
+            self._objective.remember(manifest.digest, exported)
+
     def _save(self) -> None:
         with telemetry.busy("checkpoint"):
-            tensors = {**self._optimizer.state(), "rng": torch.get_rng_state()}
+            buffers = {f"{_BUFFER}{name}": buffer for name, buffer in self._buffers().items()}
+            tensors = {**self._optimizer.state(), **buffers, "rng": torch.get_rng_state()}
             self._checkpoints.save(Checkpoint(self.line, self.step, self._bad_steps, tensors))
         self._saved = self.step
+
+    def _buffers(self) -> dict[str, Tensor]:
+        """What versions hold beside the parameters, which no optimizer keeps: a gate's bias."""
+        parameters = dict(self._model.named_parameters())
+        return {name: tensor for name, tensor in self._model.state_dict().items() if name not in parameters}
+
+    def _explained(self, what: str, parts: Sequence[MicroBatch] = ()) -> contextlib.AbstractContextManager[None]:
+        return explain_out_of_memory(what, self._device, self._config, parts)
 
     # where a run begins, and begins again
 
     def _start(self) -> None:
-        self._take_line(newest_line(self._weights, self._family), number=0, parent=self._parent)
+        line = self._world.from_first(newest_line(self._weights, self._family))
+        self._take_line(line, number=0, parent=self._parent)
         checkpoint = self._checkpoints.newest(self.line)
         if checkpoint is None:
             self._initialise()
         else:
             self._resume(checkpoint)
-        self._lineage = trace_lineage(self._weights, self.line)
+        self._lineage = trace_lineage(self._weights, self.line, self._form)
 
     def _take_line(self, line: str, number: int, parent: Version | None) -> None:
         """Publish on `line` from now on; if it has no version yet, it begins with `number`, a child of `parent`."""
         self.line = line
         self._beginning = (number, parent)
-        self._publisher = Publisher(
-            self._weights, line, FORM, self._config.snapshot_every, goal=self._config.delta_goal
-        )
+        self._publisher = publisher_of(self._model, self._weights, line, self._form, self._config)
         self._publisher.resume()
         self._published: dict[int, int] = {}  # step → version number, for the steps a restart may come across
 
@@ -200,33 +259,59 @@ class Trainer(Generic[Batch]):
                 f"line {self.line!r} has versions up to {self._publisher.last.number} but no checkpoint to go on from",
                 hint="restore checkpoints/, or start another line with a version of this one as its parent",
             )
-        if self._parent is None:
-            self._model.initialise(self._seed)
+        if self._world.size == 1:
+            self._fill(self._model)
         else:
-            load_host(self._model, self._weights.load(self._parent, FORM))
+            from rollmill.training.parallel.shard import fill_rows
+
+            whole = Decoder(self._model.config, form=self._form)
+            self._fill(whole)
+            fill_rows(self._model, whole.state_dict())
         torch.manual_seed(self._seed)
-        self._optimizer = MasterOptimizer(self._model, self._config.optimizer, FORM)
+        self._optimizer = MasterOptimizer(self._model, self._config.optimizer, self._form)
         self._save()
         self._publish()
 
+    def _fill(self, model: Decoder) -> None:
+        """With the weights a line begins with."""
+        if self._parent is None:
+            model.initialise(self._seed)
+        else:
+            # an imported checkpoint is FORM, whatever is served: masters keep all it has
+            form = self._form if self._weights.exists(self._parent, self._form) else FORM
+            load_host(model, self._weights.load(self._parent, form))
+
     def _resume(self, checkpoint: Checkpoint) -> None:
         self._load(checkpoint)
-        self._published = _published_since(self._weights, self.line, self.step)
+        published = _published_since(self._weights, self.line, self._form, self.step)
+        self._published = self._world.from_first(published)
         if self._published and self.step not in self._published:
             return  # mid-training: this step was not one to publish
         manifest = self._publish()
         if manifest is None:
             self._fork(f"the checkpoint of step {self.step} holds other weights than were published")
         elif self.step > 0:
-            self._objective.commit(self.step, manifest.version, manifest.digest)
+            self._commit(manifest)
 
     def _load(self, checkpoint: Checkpoint) -> None:
-        self._optimizer = MasterOptimizer(self._model, self._config.optimizer, FORM)
         tensors = dict(checkpoint.tensors)
         torch.set_rng_state(tensors.pop("rng"))
+        saved = {name: tensors.pop(name) for name in list(tensors) if name.startswith(_BUFFER)}
+        self._load_buffers({name.removeprefix(_BUFFER): buffer for name, buffer in saved.items()})
+        self._optimizer = MasterOptimizer(self._model, self._config.optimizer, self._form)
         self._optimizer.load(tensors)
         self.step = self._saved = checkpoint.step
         self._bad_steps = checkpoint.bad_steps
+
+    def _load_buffers(self, saved: Mapping[str, Tensor]) -> None:
+        own = self._buffers()
+        if own.keys() != saved.keys():
+            raise TrainingError(
+                f"the checkpoint is of another model: it has the buffers {sorted(saved)}, the model {sorted(own)}",
+                hint="go on with the [model] it was made with, or give this one another line",
+            )
+        for name, buffer in own.items():
+            buffer.copy_(saved[name])
 
     def _fork(self, why: str) -> None:
         """Go on from the newest checkpoint in a new line: what is published stays as it is and is abandoned."""
@@ -234,24 +319,25 @@ class Trainer(Generic[Batch]):
         assert checkpoint is not None, "a line begins with a checkpoint"
         parent = Version(self.line, max(n for step, n in self._published.items() if step <= checkpoint.step))
         keeps_parent = checkpoint.step < self.step
-        abandoned = [n for n in self._weights.numbers(self.line, FORM) if n > parent.number - (not keeps_parent)]
+        abandoned = [n for n in self._weights.numbers(self.line, self._form) if n > parent.number - (not keeps_parent)]
         names = [str(Version(self.line, number)) for number in abandoned]
         self._load(checkpoint)
-        self._take_line(next_line(self._weights, self._family), parent.number, parent)
+        line = self._world.from_first(next_line(self._weights, self._family))
+        self._take_line(line, parent.number, parent)
         self._save()
         manifest = self._publish({"abandons": names, "reason": why})
         assert manifest is not None, "a new line has nothing to differ from"
         if self.step > 0:
-            self._objective.commit(self.step, manifest.version, manifest.digest)
-        self._lineage = trace_lineage(self._weights, self.line)
+            self._commit(manifest)
+        self._lineage = trace_lineage(self._weights, self.line, self._form)
         telemetry.emit("new_line", line=self.line, parent=str(parent), step=self.step, abandons=names, reason=why)
 
 
-def _published_since(weights: WeightStore, line: str, step: int) -> dict[int, int]:
+def _published_since(weights: WeightStore, line: str, form: str, step: int) -> dict[int, int]:
     """step → version number, from the newest version that `step` includes to the head of the line."""
     found: dict[int, int] = {}
-    for number in reversed(weights.numbers(line, FORM)):
-        published = weights.manifest(Version(line, number), FORM).step
+    for number in reversed(weights.numbers(line, form)):
+        published = weights.manifest(Version(line, number), form).step
         found[number if published is None else published] = number
         if min(found) <= step:
             return found
@@ -262,6 +348,18 @@ def _published_since(weights: WeightStore, line: str, step: int) -> dict[int, in
             hint="collect with more versions kept than lie between two checkpoints; start another line from the head",
         )
     return found
+
+
+def _fix_bits(config: TrainingConfig, device: torch.device) -> None:
+    """What makes a re-run of the same steps give the same bits, for the whole process."""
+    torch.set_num_threads(config.threads)
+    # the same switch as use_deterministic_algorithms, which first imports the compiler for a second or two
+    torch.set_deterministic_debug_mode("error" if config.deterministic else "default")
+    # comes with the switch: an aid against bugs that writes to all new memory first
+    torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]
+    if config.deterministic and device.type == "cuda":
+        # workspaces of its own for each stream, asked for before cuBLAS starts
+        os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
 
 
 def _why_unchanged(update: Update) -> str:

@@ -27,14 +27,13 @@ import torch
 
 from rollmill import telemetry
 from rollmill.errors import StorageError, WeightsError
-from rollmill.models.config import ModelConfig
 from rollmill.models.decoder import Decoder
-from rollmill.models.host import load_host, to_host
+from rollmill.models.device import decoder_like
+from rollmill.models.host import load_host
 from rollmill.training.batching import MicroBatch, PackedSequence, SampledFacts, TokenRule, pack, segment_sequence
 from rollmill.training.recompute import recompute
 from rollmill.training.replay import replay_of
 from rollmill.types import PolicyRef, Segment, Version
-from rollmill.weights.manifest import describe, root_digest
 from rollmill.weights.store import WeightStore
 from rollmill.weights.tensors import HostTensor
 
@@ -132,16 +131,15 @@ def _part(whole: PackedSequence, picked_M: np.ndarray, routes_valid: np.ndarray 
 
 
 class ServedWeights:
-    """The newest versions trained from, by digest, as the bytes engines serve; any other comes from the store."""
+    """The newest versions by digest, as the bytes engines serve; any other comes from the store."""
 
-    def __init__(self, store: WeightStore, form: str, keep: int) -> None:
+    def __init__(self, store: WeightStore, keep: int) -> None:
         self._store = store
-        self._form = form
         self._held: collections.deque[tuple[str, Mapping[str, HostTensor]]] = collections.deque(maxlen=keep)
 
-    def remember(self, model: Decoder) -> None:
-        tensors = to_host(model.state_dict(), self._form)
-        self._held.append((root_digest(describe(tensors)), tensors))
+    def remember(self, digest: str, tensors: Mapping[str, HostTensor]) -> None:
+        if all(digest != held for held, _ in self._held):
+            self._held.append((digest, tensors))
 
     def find(self, policy: PolicyRef) -> Mapping[str, HostTensor]:
         """The bytes with that digest; WeightsError or StorageError if there are none."""
@@ -158,11 +156,16 @@ class ServedWeights:
 class MismatchMeter:
     """Computes probes with a decoder of its own."""
 
-    def __init__(self, served: ServedWeights, model: ModelConfig, *, budget: int, router_replay: bool) -> None:
+    def __init__(self, served: ServedWeights, *, budget: int, router_replay: bool) -> None:
         self.served = served
-        self._decoder = Decoder(model)
+        self._decoder: Decoder | None = None
         self._budget = budget
         self._router_replay = router_replay
+
+    def compute_like(self, model: Decoder) -> None:
+        """Measure where `model` computes and as it does: any other way would be a mismatch of the meter's own."""
+        if self._decoder is None:
+            self._decoder = decoder_like(model)
 
     def measure(self, step: int, sample: Sample) -> tuple[np.ndarray, Counter[str]]:
         """Δ = log π − log μ of the tokens measured, and the ones that are not, by reason."""
@@ -172,6 +175,7 @@ class MismatchMeter:
         deltas: list[np.ndarray] = [np.empty(0, np.float32)]
         left_out = sample.left_out.copy()
         for policy, found in sequences.items():
+            assert self._decoder is not None, "compute_like comes first"
             try:
                 load_host(self._decoder, self.served.find(policy))
             except (WeightsError, StorageError) as error:
@@ -180,14 +184,14 @@ class MismatchMeter:
                 text = f"mismatch of step {step} is not measured on all tokens: {error.message}"
                 telemetry.emit("warning", step=step, text=text)
                 continue
-            deltas += self._deltas(pack(found, self._budget))
+            deltas += self._deltas(self._decoder, pack(found, self._budget))
         return np.concatenate(deltas), left_out
 
     @torch.no_grad()
-    def _deltas(self, parts: Iterable[MicroBatch]) -> list[np.ndarray]:
+    def _deltas(self, decoder: Decoder, parts: Iterable[MicroBatch]) -> list[np.ndarray]:
         found = []
         for part in parts:
             assert part.facts is not None
             replay = replay_of(part) if self._router_replay else None
-            found.append(recompute(self._decoder, part, replay).logprobs_M.numpy() - part.facts.logprobs)
+            found.append(recompute(decoder, part, replay).logprobs_M.cpu().numpy() - part.facts.logprobs)
         return found

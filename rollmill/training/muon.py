@@ -8,7 +8,7 @@ both go by the same learning rate and weight decay.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 import torch
@@ -75,13 +75,33 @@ def _parts(module: nn.Module, name: str, parameter: Tensor) -> Sequence[Part]:
 
 @torch.no_grad()
 def muon_step(
-    master: Tensor, mean: Tensor, gradient: Tensor, parts: Sequence[Part], *, lr: float, momentum: float, decay: float
+    master: Tensor,
+    mean: Tensor,
+    gradient: Tensor,
+    parts: Sequence[Part],
+    *,
+    lr: float,
+    momentum: float,
+    decay: float,
+    gather: Callable[[Tensor], Tensor] | None = None,
+    first_row: int = 0,
 ) -> None:
-    """One update of a master and its momentum, in place."""
+    """One update of a master and its momentum, in place.
+
+    Where they are rows of a matrix from `first_row` on, `gather` makes it whole: each rank turns all of it for the sake
+    of its own rows, which costs less than waiting for another rank to do so.
+    """
     mean.lerp_(gradient, 1 - momentum)
     ahead = gradient.lerp(mean, momentum)  # Nesterov: where the momentum will be
+    if gather is not None:
+        ahead = gather(ahead)
     master.mul_(1 - lr * decay)
     for dim, start, size in parts:
         direction = orthogonalise(ahead.narrow(dim, start, size))
         scale = _RMS * max(direction.shape[-2:]) ** 0.5
-        master.narrow(dim, start, size).add_(direction.to(master.dtype), alpha=-lr * scale)
+        if gather is not None:
+            first, last = max(start, first_row), min(start + size, first_row + len(master))
+            direction = direction[max(first - start, 0) : max(last - start, 0)]
+            start, size = first - first_row, max(last - first, 0)
+        if size:
+            master.narrow(dim, start, size).add_(direction.to(master.dtype), alpha=-lr * scale)

@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol, TypeVar
 
 from rollmill.models.decoder import Decoder
+from rollmill.training.batching import MicroBatch
 from rollmill.training.lineage import Lineage
 from rollmill.training.optimizer import Update
 from rollmill.types import Version
+from rollmill.weights.tensors import HostTensor
 
 
 @dataclass(frozen=True)
@@ -23,7 +25,16 @@ class StepOutcome:
     figures: dict[str, Any]
 
 
-Batch = TypeVar("Batch")
+class Batched(Protocol):
+    @property
+    def microbatches(self) -> Sequence[MicroBatch]: ...
+
+
+Batch = TypeVar("Batch", bound=Batched)
+
+
+def leave_on_model() -> None:
+    """Gradients of all micro-batches add up in the parameters' own type."""
 
 
 class Objective(Protocol[Batch]):
@@ -34,8 +45,15 @@ class Objective(Protocol[Batch]):
         """
         ...
 
-    def backward(self, model: Decoder, batch: Batch) -> dict[str, Any]:
-        """Forward and backward over the whole batch; gradients are left on the model. None at all: nothing to learn."""
+    def backward(self, model: Decoder, batch: Batch, accumulate: Callable[[], None] = leave_on_model) -> dict[str, Any]:
+        """Forward and backward over the whole batch; gradients are left on the model. None at all: nothing to learn.
+
+        `accumulate` is called after each micro-batch but the last. It may take the gradients, to add them up in FP32.
+        """
+        ...
+
+    def remember(self, digest: str, tensors: Mapping[str, HostTensor]) -> None:
+        """The weights the next step trains from, with the digest they are published under."""
         ...
 
     def publishes(self, number: int) -> bool:

@@ -2,12 +2,15 @@
 
 So the trainer computes its log-probs with exactly the weights the engines have, and an update too small to move a
 rounded weight is not lost but gathers in the master.
+
+Of a sharded model each rank updates the rows it holds; only the length of the gradient, and what Muon turns as a whole,
+is made by all of them together.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -15,10 +18,12 @@ import torch
 from torch import Tensor, nn
 
 from rollmill.errors import TrainingError
-from rollmill.models.host import DTYPES, round_to_form_
+from rollmill.models.host import DTYPES, is_quantised, round_to_form_
 from rollmill.models.kernels.fused import fuses
+from rollmill.models.quantize import quantises
 from rollmill.training.config import OptimizerConfig
 from rollmill.training.muon import matrix_parts, muon_step
+from rollmill.training.parallel.rows import local, own_rows, shards_of, whole_matrix
 
 if TYPE_CHECKING:
     from rollmill.models.kernels.adamw import FusedAdamW
@@ -57,8 +62,10 @@ class MasterOptimizer:
     def __init__(self, model: nn.Module, config: OptimizerConfig, form: str) -> None:
         self._config = config
         self._form = form
-        self._served = dict(model.named_parameters())
-        self._masters = {name: served.detach().to(torch.float32, copy=True) for name, served in self._served.items()}
+        self._shards = shards_of(model)
+        self._parameters = dict(model.named_parameters())
+        self._served = {name: local(parameter.detach()) for name, parameter in self._parameters.items()}
+        self._masters = {name: served.to(torch.float32, copy=True) for name, served in self._served.items()}
         self._means = {name: torch.zeros_like(master) for name, master in self._masters.items()}
         self._parts = matrix_parts(model) if config.kind == "muon" else {}
         rest = {name: master for name, master in self._masters.items() if name not in self._parts}
@@ -72,29 +79,33 @@ class MasterOptimizer:
     def accumulate(self) -> None:
         """Add the gradients the model holds to FP32 sums. After every micro-batch, if a step has more than one: a sum
         kept in bf16 would lose the later ones."""
-        for name, served in self._served.items():
-            if served.grad is None:
+        if self._fused is not None and self._shards is None:
+            return self._fused.sums.add(self._sums, self._parameters)
+        for name, parameter in self._parameters.items():
+            if parameter.grad is None:
                 continue
+            gradient = local(parameter.grad)
             if name in self._sums:
-                self._sums[name].add_(served.grad)
+                self._sums[name].add_(gradient)
             else:
-                self._sums[name] = served.grad.to(torch.float32, copy=True)  # it may be a graph's own
-            served.grad = None
+                self._sums[name] = gradient.to(torch.float32, copy=True)  # it may be a graph's own
+            parameter.grad = None
 
     @torch.no_grad()
     def update(self, lr: float) -> Update:
         """One step with the gradients the model holds or has accumulated, which are consumed."""
         if self._sums:
             self.accumulate()
-        gradients = self._sums or {name: own.grad for name, own in self._served.items() if own.grad is not None}
+        held = {name: each.grad for name, each in self._parameters.items() if each.grad is not None}
+        gradients = self._sums or {name: local(gradient) for name, gradient in held.items()}
         self._sums = {}
-        for served in self._served.values():
-            served.grad = None
+        for parameter in self._parameters.values():
+            parameter.grad = None
         if not gradients:
             return Update(0.0, lr, applied=False)  # zeros would still move the weights, by momentum
         if self._fused is not None:
             return self._update_fused(gradients, lr)
-        norm = float(torch.stack([gradient.norm() for gradient in gradients.values()]).norm())
+        norm = self._length(torch.stack([gradient.norm() for gradient in gradients.values()]).norm())
         if not math.isfinite(norm):
             return Update(norm, lr, applied=False)
         scale = min(1.0, self._config.max_grad_norm / max(norm, 1e-12))
@@ -104,6 +115,12 @@ class MasterOptimizer:
             self._step(name, torch.zeros_like(master) if gradient is None else gradient.float().mul_(scale), lr)
         self._serve()
         return Update(norm, lr, applied=True)
+
+    def _length(self, norm: Tensor) -> float:
+        """Of the whole gradient, given that of the rows here: every row is held by one rank."""
+        if self._shards is None:
+            return float(norm)
+        return math.sqrt(self._shards.world.sum([float(norm) ** 2])[0])
 
     def _step(self, name: str, gradient: Tensor, lr: float) -> None:
         if name in self._parts:
@@ -118,6 +135,9 @@ class MasterOptimizer:
         master.addcdiv_(mean, spread, value=-lr / (1 - beta_mean**self._updates))
 
     def _step_muon(self, name: str, gradient: Tensor, lr: float) -> None:
+        gather = None
+        if self._shards is not None and gradient.ndim == 2:  # of stacked experts each is whole on its rank
+            gather = self._shards.gather_of(name)
         muon_step(
             self._masters[name],
             self._means[name],
@@ -126,6 +146,8 @@ class MasterOptimizer:
             lr=lr,
             momentum=self._config.momentum,
             decay=self._config.weight_decay,
+            gather=gather,
+            first_row=self._shards.own(name).start if gather is not None and self._shards is not None else 0,
         )
 
     def _fuse(self) -> FusedAdamW:
@@ -134,12 +156,14 @@ class MasterOptimizer:
         named = (self._masters, self._means, self._squares, self._served)
         groups = [Group(*(tensors[name].detach() for tensors in named)) for name in self._squares]
         decays = [self._config.weight_decay if group.master.ndim > 1 else 0.0 for group in groups]
-        return FusedAdamW(groups, decays, DTYPES[self._form])
+        return FusedAdamW(groups, decays, DTYPES.get(self._form, torch.bfloat16))
 
     def _update_fused(self, gradients: dict[str, Tensor], lr: float) -> Update:
         """The norm is read last, when all work is queued: the kernel itself changes nothing if it is not finite."""
         assert self._fused is not None
         norm = torch.stack(torch._foreach_norm(list(gradients.values()), 2, torch.float32)).norm()
+        if self._shards is not None:
+            norm.fill_(self._length(norm))
         if self._parts and not math.isfinite(float(norm)):  # what follows has no way to leave matrices alone
             return Update(float(norm), lr, applied=False)
         missing = {name: torch.zeros_like(self._served[name]) for name in self._served.keys() - gradients.keys()}
@@ -150,7 +174,7 @@ class MasterOptimizer:
             scale = min(1.0, self._config.max_grad_norm / max(float(norm), 1e-12))
             self._step_muon(name, gradients[name].float().mul_(scale), lr)
             self._served[name].copy_(self._masters[name])
-        round_to_form_([self._served[name] for name in self._parts], self._form)
+        self._round(self._served if is_quantised(self._form) else self._parts)  # the kernel rounds to plain types only
         applied = math.isfinite(float(norm))
         self._updates += applied
         return Update(float(norm), lr, applied=applied)
@@ -159,7 +183,21 @@ class MasterOptimizer:
     def _serve(self) -> None:
         for name, master in self._masters.items():
             self._served[name].copy_(master)
-        round_to_form_(self._served.values(), self._form)
+        self._round(self._served)
+
+    def _round(self, names: Iterable[str]) -> None:
+        """What the model holds of these to what is served."""
+        if self._shards is None or not is_quantised(self._form):
+            return round_to_form_([(name, self._served[name]) for name in names], self._form)
+        for name in names:
+            served = self._served[name]
+            if not quantises(name, served):
+                round_to_form_([(name, served)], self._form)
+                continue
+            whole = whole_matrix(name, served, self._shards)
+            if whole.numel():
+                round_to_form_([(name, whole)], self._form)
+                served.copy_(own_rows(name, whole, self._shards))
 
     def state(self) -> dict[str, Tensor]:
         """Everything needed to go on bit for bit: `master.NAME`, `mean.NAME`, `square.NAME`, and `updates`."""

@@ -7,7 +7,6 @@ also held against the record moved by one place, which tells what is wrong with 
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Sequence
 from typing import Any
 
@@ -15,8 +14,11 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from rollmill.models.moe import Replay, Routing
+from rollmill.models.decoder import Decoder
+from rollmill.models.moe import Replay, Routing, expert_counts
 from rollmill.training.batching import MicroBatch
+from rollmill.training.parallel.rows import shards_of
+from rollmill.training.step import moved
 
 ZERO_OVERLAP = 0.01  # healthy runs have none at all
 ENOUGH_CHOICES = 30  # an expert that an even router chooses this often goes without one time in e^30
@@ -43,7 +45,7 @@ class RouterMeasures:
     """What the routers of each layer did, summed over micro-batches.
 
     The live choice is compared with the record, not with what the filter left of it: a filter must not hide that the
-    record is wrong.
+    record is wrong. Counts stay on the device until figures are asked for; nothing before waits for it.
     """
 
     def __init__(self) -> None:
@@ -52,32 +54,51 @@ class RouterMeasures:
         self._load: Tensor | float = 0.0  # [layers, experts] choices
         self._counts: Tensor | float = 0.0  # [3, layers]: rows whose set differs, that share nothing, choices replaced
         self._k = 1
-        self._moved: Counter[str] = Counter()  # experts in common once moved, of choices that had none
-        self._compared = 0
+        self._moved: Tensor | float = 0.0  # [1 + moves]: choices that had no expert in common; and once moved, how many
 
     @torch.no_grad()
     def add(self, routings: Sequence[Routing], replay: Replay | None) -> None:
+        """`replay` as `replay_of` made it, on the host: which rows have a record is known there."""
         if not routings:
             return
-        self._tokens += len(routings[0].chosen)
-        self._k = routings[0].chosen.shape[1]
-        self._load = self._load + torch.stack([_load(routing) for routing in routings])
+        self.add_load(len(routings[0].chosen), expert_load(routings))
         if replay is None:
             return
-        valid_N = replay.valid
-        live_NLk = torch.stack([routing.live for routing in routings], 1)[valid_N]
-        chosen_NLk = torch.stack([routing.chosen for routing in routings], 1)[valid_N]
-        recorded_NLk = replay.routes.long()[valid_N]
+        rows = replay.valid.nonzero().flatten()
+        device = routings[0].chosen.device
+        recorded_NLk, rows_N = moved(replay.routes.index_select(0, rows).long(), device), moved(rows, device)
+        live_NLk, chosen_NLk = (
+            torch.stack([getattr(routing, choice) for routing in routings], 1).index_select(0, rows_N)
+            for choice in ("live", "chosen")
+        )
+        self._rows += len(rows)
+        self._k = live_NLk.shape[2]
         common_NL = _common(live_NLk, recorded_NLk)
-        replaced_L = (chosen_NLk != recorded_NLk).sum((0, 2))
-        counts = [(common_NL < self._k).sum(0), (common_NL == 0).sum(0), replaced_L]
+        counts = [(common_NL < self._k).sum(0), (common_NL == 0).sum(0), (chosen_NLk != recorded_NLk).sum((0, 2))]
         self._counts = self._counts + torch.stack(counts)
-        self._rows += len(live_NLk)
-        apart_NL = common_NL == 0
-        if int(apart_NL.sum()) > ZERO_OVERLAP * apart_NL.numel():
-            for name, move in MOVES.items():
-                self._moved[name] += int(_common(live_NLk, recorded_NLk.roll(move, (0, 1)))[apart_NL].sum())
-            self._compared += int(apart_NL.sum()) * self._k
+        self._compare_moved(live_NLk, recorded_NLk, common_NL == 0)
+
+    def add_load(self, tokens: int, load_LE: Tensor) -> None:
+        self._tokens += tokens
+        self._load = self._load + load_LE
+
+    def _compare_moved(self, live_NLk: Tensor, recorded_NLk: Tensor, apart_NL: Tensor) -> None:
+        """Count only where too many share nothing. The GPU computes it always: asking whether it must would wait."""
+        many = apart_NL.sum() > ZERO_OVERLAP * apart_NL.numel()
+        if not many.is_cuda and not many:
+            return
+        fits = [(_common(live_NLk, recorded_NLk.roll(move, (0, 1))) * apart_NL).sum() for move in MOVES.values()]
+        self._moved = self._moved + torch.stack([apart_NL.sum() * self._k, *fits]) * many
+
+    def over_ranks(self, model: Decoder) -> RouterMeasures:
+        """These, and those of the other ranks the model is on: each has measured its own tokens."""
+        shards = shards_of(model)
+        if shards is not None:
+            counts = (self._load, self._counts, self._moved)
+            on_host = [count.cpu() if isinstance(count, Tensor) else count for count in counts]
+            columns = zip(*shards.world.gather([self._tokens, self._rows, *on_host]), strict=True)
+            self._tokens, self._rows, self._load, self._counts, self._moved = (sum(column) for column in columns)
+        return self
 
     def figures(self) -> dict[str, Any]:
         """None where nothing was replayed: no measurement is not the same as agreement."""
@@ -88,7 +109,7 @@ class RouterMeasures:
         if not isinstance(self._counts, Tensor) or self._rows == 0:
             layers: dict[str, list[float]] = {f"{name}_by_layer": [] for name in names[:2]}
             return {**dict.fromkeys(names), **layers, "router_live_rows": 1.0 if self._tokens else None}
-        flips, zeros, replaced = (self._counts.double() / self._rows).tolist()
+        flips, zeros, replaced = (self._counts.cpu().double() / self._rows).tolist()
         found = {
             "router_flip_rate": _mean(flips),
             "router_zero_overlap": _mean(zeros),
@@ -97,15 +118,16 @@ class RouterMeasures:
             "router_zero_overlap_by_layer": zeros,
             "router_live_rows": 1 - self._rows / self._tokens,
         }
-        if self._compared:
-            found["router_fit"] = {name: self._moved[name] / self._compared for name in MOVES}
+        compared, *fits = self._moved.tolist() if isinstance(self._moved, Tensor) else [0]
+        if compared:
+            found["router_fit"] = {name: fit / compared for name, fit in zip(MOVES, fits, strict=True)}
         return found
 
     def load_figures(self) -> dict[str, Any]:
         """The largest load of an expert over the mean one, and the share of experts that no token came to."""
         if not isinstance(self._load, Tensor):
             return {"expert_load_max": None, "expert_load_by_layer": [], "experts_dead": None}
-        load_LE = self._load.double()
+        load_LE = self._load.cpu().double()
         by_layer = (load_LE.amax(1) / load_LE.mean(1)).tolist()
         dead = int((load_LE == 0).sum())
         # with few choices an expert may go without by chance
@@ -117,8 +139,9 @@ class RouterMeasures:
         }
 
 
-def _load(routing: Routing) -> Tensor:
-    return torch.bincount(routing.chosen.flatten(), minlength=routing.scores.shape[1])
+def expert_load(routings: Sequence[Routing]) -> Tensor:
+    """int64 [layers, experts]: how often each was chosen."""
+    return torch.stack([expert_counts(routing.chosen, routing.scores.shape[1]) for routing in routings])
 
 
 def _common(left_NLk: Tensor, right_NLk: Tensor) -> Tensor:

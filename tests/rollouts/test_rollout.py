@@ -15,7 +15,7 @@ from aiohttp import web
 from aiohttp.test_utils import TestServer, unused_port
 
 from rollmill.environments.machines.namespace.client import NamespaceHost
-from rollmill.errors import StorageError
+from rollmill.errors import GatewayError, StorageError
 from rollmill.gateway.config import EngineEndpoint
 from rollmill.inference.server import make_app, serving
 from rollmill.rollouts.client import GatewayClient
@@ -131,6 +131,25 @@ async def test_an_address_that_is_no_gateway(world: World) -> None:
         async with GatewayClient(str(server.make_url("")).rstrip("/"), ADMIN, patience_s=0.2) as gateway:
             outcome = await world.play(stage=replace(world.stage, gateway=gateway))
     world.check_failed(outcome, "is no gateway")
+
+
+async def test_a_first_version_that_takes_its_time_is_waited_for() -> None:
+    asked = 0
+
+    async def health(request: web.Request) -> web.Response:
+        nonlocal asked
+        asked += 1
+        engines = [{"alive": True, "policy": {"number": 0}}]
+        return web.json_response({"engines": engines}, status=200 if asked > 4 else 503)
+
+    app = web.Application()
+    app.router.add_get("/health", health)
+    async with TestServer(app) as server:
+        async with GatewayClient(str(server.make_url("")).rstrip("/"), ADMIN, patience_s=0.2) as gateway:
+            with pytest.raises(GatewayError, match=r"answered 503.*tried for 0 s"):
+                await gateway.wait_until_serving(0)
+            await gateway.wait_until_serving(0, patience_s=60.0)
+            assert asked > 4
 
 
 async def test_engines_that_are_gone(world: World) -> None:

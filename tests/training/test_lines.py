@@ -11,6 +11,7 @@ from rollmill.weights.collect import collect
 from rollmill.weights.publisher import Publisher
 from rollmill.weights.store import newest_line
 from tests.training.world import PACE, STEPS, TRAINING, World
+from tests.weights.build import make_tensors
 
 
 def test_version_0_depends_on_the_seed_alone(tmp_path: Path):
@@ -122,3 +123,13 @@ def test_a_run_whose_versions_since_the_checkpoint_were_collected_says_so(tmp_pa
         world.trainer().run(STEPS)
     assert caught.value.hint and "keep" in caught.value.hint.replace("kept", "keep")
     assert [number for number, _ in world.chain()] == [STEPS]
+
+
+def test_a_run_in_another_form_knows_the_checkpoint_it_began_with(tmp_path: Path):
+    """The imported checkpoint is bf16, whatever the line is served as."""
+    world = World(tmp_path)
+    tensors = make_tensors()
+    Publisher(world.weights, "base").publish(4, tensors)
+    Publisher(world.weights, "main", form="fp8").publish(0, tensors, parent=Version("base", 4))
+    assert trace_lineage(world.weights, "main", "fp8").position("base", 4) == 0
+    assert trace_lineage(world.weights, "main").position("base", 4) is None

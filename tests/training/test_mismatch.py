@@ -10,6 +10,8 @@ import pytest
 import torch
 
 from rollmill import telemetry
+from rollmill.models.decoder import Decoder
+from rollmill.models.host import to_host
 from rollmill.training.batching import TokenRule
 from rollmill.training.lineage import Lineage
 from rollmill.training.mismatch import (
@@ -40,7 +42,9 @@ def trained(tmp_path_factory: pytest.TempPathFactory) -> World:
 
 
 def meter(world: World) -> MismatchMeter:
-    return MismatchMeter(ServedWeights(world.weights, "bf16", 3), MODEL, budget=48, router_replay=True)
+    found = MismatchMeter(ServedWeights(world.weights, 3), budget=48, router_replay=True)
+    found.compute_like(Decoder(MODEL))
+    return found
 
 
 def measure(world: World, *segments: Segment) -> tuple[np.ndarray, Counter[str]]:
@@ -132,9 +136,10 @@ def test_weights_that_cannot_be_had_cost_a_figure_and_nothing_else(trained: Worl
 
 def test_versions_in_memory_need_no_store(trained: World, tmp_path: Path):
     model, by = trained.version(2)
-    served = ServedWeights(WeightStore(World(tmp_path).objects), "bf16", keep=1)
-    served.remember(model)
-    kept = MismatchMeter(served, MODEL, budget=48, router_replay=True)
+    served = ServedWeights(WeightStore(World(tmp_path).objects), keep=1)
+    served.remember(by.digest, to_host(model.state_dict()))
+    kept = MismatchMeter(served, budget=48, router_replay=True)
+    kept.compute_like(model)
     deltas, _ = kept.measure(3, choose_sample(0, [[honest_segment(model, 1, by=by)]], RULE))
     assert deltas.size == 5 and np.abs(deltas).max() < 1e-5
 

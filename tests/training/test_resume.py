@@ -7,13 +7,18 @@ import signal
 import time
 from multiprocessing.process import BaseProcess
 from pathlib import Path
+from typing import Any
 
 import pytest
+import torch
 
 from rollmill import telemetry
+from rollmill.models.decoder import Decoder
+from rollmill.models.host import to_host
 from rollmill.types import LedgerState, Version
+from rollmill.weights.publisher import Publisher
 from tests.training.worker import run_trainer
-from tests.training.world import PACE, STEPS, World
+from tests.training.world import MODEL, PACE, STEPS, World
 
 # Each start dies after the next effect. Checkpoints are written every second step, two objects each; `create` of a
 # manifest commits a version.
@@ -36,14 +41,14 @@ SERVER = multiprocessing.get_context("forkserver")
 SERVER.set_forkserver_preload(["tests.training.worker"])
 
 
-def start(directory: Path, effect: str) -> BaseProcess:
-    process = SERVER.Process(target=run_trainer, args=(directory, effect))
+def start(directory: Path, effect: str, *given: Any) -> BaseProcess:
+    process = SERVER.Process(target=run_trainer, args=(directory, effect, *given))
     process.start()
     return process
 
 
-def finish(directory: Path, effect: str = "none") -> int | None:
-    process = start(directory, effect)
+def finish(directory: Path, effect: str = "none", *given: Any) -> int | None:
+    process = start(directory, effect, *given)
     process.join()
     return process.exitcode
 
@@ -82,6 +87,31 @@ def test_killed_after_every_kind_of_effect(prepared: Path, uninterrupted: World,
         assert finish(path, effect) == -signal.SIGKILL, effect
     assert finish(path) == 0
     assert_same_run(World(path), uninterrupted)
+
+
+def test_a_gates_bias_survives_a_kill(prepared: Path, tmp_path: Path):
+    """It is no parameter, so no optimizer keeps it; a version without it would choose other experts."""
+    biased = MODEL.model_copy(update={"gate": "sigmoid", "gate_bias": True})
+    model = Decoder(biased)
+    model.initialise(0)
+    names = [name for name, _ in model.named_buffers() if name.endswith("router.bias")]
+    for name in names:
+        model.get_buffer(name).copy_(torch.linspace(-0.3, 0.3, biased.experts) + 1e-7)  # bf16 would round it
+    worlds = []
+    for name, deaths in (("straight", []), ("killed", ["create:1:0000000003.manifest", "commit_step:2"])):
+        path = tmp_path / name
+        shutil.copytree(prepared, path)
+        world = World(path, biased)
+        Publisher(world.weights, "base", "bf16").publish(0, to_host(model.state_dict()))
+        for effect in deaths:
+            assert finish(path, effect, biased, Version("base", 0)) == -signal.SIGKILL, effect
+        assert finish(path, "none", biased, Version("base", 0)) == 0
+        worlds.append(world)
+    straight, killed = worlds
+    assert killed.chain() == straight.chain() and killed.weights.lines() == ["base", "main"]
+    served, own = killed.weights.load(Version("main", STEPS)), to_host(model.state_dict())
+    assert len(names) == MODEL.moe_layers
+    assert all(served[name].data.tobytes() == own[name].data.tobytes() for name in names)
 
 
 def test_killed_at_a_random_moment(prepared: Path, uninterrupted: World, tmp_path: Path):

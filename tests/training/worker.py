@@ -12,9 +12,11 @@ from pathlib import Path
 from typing import Any
 
 from rollmill import telemetry
+from rollmill.models.config import ModelConfig
 from rollmill.storage.objects import Objects
 from rollmill.trajectories.ledger import Ledger
-from tests.training.world import STEPS, World
+from rollmill.types import Version
+from tests.training.world import MODEL, STEPS, World
 
 OWNERS: dict[str, Any] = {"write_step": Ledger, "commit_step": Ledger, "put": Objects, "create": Objects}
 
@@ -35,12 +37,12 @@ def die_after(effect: str) -> None:
     setattr(owner, method, wrapped)
 
 
-def run_trainer(directory: Path, effect: str) -> None:
-    world = World(directory)
+def run_trainer(directory: Path, effect: str, model: ModelConfig = MODEL, parent: Version | None = None) -> None:
+    world = World(directory, model)
     telemetry.open_events(directory / "events", "trainer")
     if effect not in ("none", "wait"):
         die_after(effect)
-    trainer = world.trainer()
+    trainer = world.trainer(parent=parent)
     if effect == "wait":
         trainer.run(STEPS)
         (directory / "waiting").touch()

@@ -11,6 +11,7 @@ import torch
 from rollmill.models.attention import PackedAttention
 from rollmill.models.config import ModelConfig
 from rollmill.models.decoder import Decoder
+from rollmill.models.device import Device
 from rollmill.models.host import load_host
 from rollmill.storage.database import open_database
 from rollmill.storage.objects import Objects
@@ -109,6 +110,8 @@ def honest_segment(model: Decoder, seed: int, temperature: float = 1.0, by: Poli
 @dataclass
 class World:
     path: Path
+    model: ModelConfig = MODEL
+    device: Device = "cpu"
 
     def __post_init__(self) -> None:
         self.objects = Objects.open(self.path / "store")
@@ -149,7 +152,7 @@ class World:
             self.trajectories,
             self.weights,
             pace=pace,
-            model_config=MODEL,
+            model_config=self.model,
             tokens_per_microbatch=TRAINING.tokens_per_microbatch,
         )
 
@@ -162,7 +165,7 @@ class World:
     ) -> Trainer:
         return Trainer(
             training,
-            MODEL,
+            self.model,
             self.objective(config, pace),
             self.weights,
             self.objects,
@@ -170,11 +173,12 @@ class World:
             parent,
             steps=STEPS,
             seed=3,
+            device=self.device,
         )
 
     def version(self, number: int, line: str = "main") -> tuple[Decoder, PolicyRef]:
         """A model with the weights of a published version, and what an engine that has them calls them."""
-        model = Decoder(MODEL)
+        model = Decoder(self.model)
         load_host(model, self.weights.load(Version(line, number)))
         return model, self.weights.manifest(Version(line, number)).policy
 

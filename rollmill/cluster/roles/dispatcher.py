@@ -26,6 +26,8 @@ from rollmill.trajectories.ledger import Ledger
 from rollmill.trajectories.store import TrajectoryStore
 
 COMMIT_POLL_S = 0.1
+# A large model takes its time to be published and loaded; that trainer and engines are alive, the supervisor watches.
+START_PATIENCE_S = 3600.0
 
 
 def main(run: RunDirectory) -> None:
@@ -92,7 +94,7 @@ async def open_stage(run: RunDirectory) -> AsyncIterator[Stage]:
     harness = CodingHarness(config.harness)
     try:
         async with GatewayClient(run.url("gateway"), run.admin_token) as gateway:
-            await gateway.wait_until_serving(0)
+            await gateway.wait_until_serving(0, START_PATIENCE_S)
             yield Stage(
                 gateway=gateway,
                 machines=machines,

@@ -1,15 +1,21 @@
-"""Mid-train the base line from random weights to its last step; nothing to do if it is there."""
+"""Make the base line, which RL starts from: import the checkpoint or begin with random weights, then mid-train to the
+last step. What is there already is not made again."""
 
 from __future__ import annotations
 
-from rollmill.chat.formats.compact import SPECIAL_TOKENS, CompactFormat
+from rollmill.chat.formats.choice import format_of
+from rollmill.chat.formats.compact import SPECIAL_TOKENS
 from rollmill.chat.tokenizer import Tokenizer, train_tokenizer
+from rollmill.cluster.checkpoint import import_checkpoint, imported_tokenizer
 from rollmill.cluster.local import TERMINATED
-from rollmill.cluster.run import RunDirectory
+from rollmill.cluster.run import MidtrainStage, RunDirectory
 from rollmill.environments.tasks.demonstrations import Demonstrations, tokenizer_texts
+from rollmill.models.device import choose_device
 from rollmill.storage.objects import Objects
 from rollmill.training.loop import Trainer
 from rollmill.training.objectives.midtrain import MidtrainObjective
+from rollmill.training.parallel.world import ALONE, World, join
+from rollmill.types import Version
 from rollmill.weights.store import WeightStore
 
 TOKENIZER_SESSIONS = 2000  # generated sessions the vocabulary is learnt from
@@ -17,31 +23,60 @@ TOKENIZER_SESSIONS = 2000  # generated sessions the vocabulary is learnt from
 
 def main(run: RunDirectory) -> None:
     config = run.config
-    objects = Objects.open(run.home_store)
-    tokenizer = make_tokenizer(run, objects)
+    weights = WeightStore(Objects.open(run.home_store))
+    stage = config.midtrain
+    world = join("midtrain", choose_device(config.device), stage.training.ranks) if stage else ALONE
+    start = None
+    if world.first:
+        start = _prepare(run, weights)
+    start = world.from_first(start)
+    if stage is not None:
+        _train(run, stage, weights, start, world)
+    world.leave()
+
+
+def _prepare(run: RunDirectory, weights: WeightStore) -> Version | None:
+    """Tokenizer, and the imported version if the run has a checkpoint."""
+    config = run.config
+    if config.checkpoint is None:
+        make_tokenizer(run, weights.objects)
+        return None
+    start = import_checkpoint(config, weights)
+    run.tokenizer.write_bytes(imported_tokenizer(config, weights))
+    return start
+
+
+def _train(run: RunDirectory, stage: MidtrainStage, weights: WeightStore, start: Version | None, world: World) -> None:
+    config = run.config
+    tokenizer = Tokenizer.load(run.tokenizer)
+    format = format_of(tokenizer, tools_in_prompt=config.tools_in_prompt)
     objective = MidtrainObjective(
-        config.midtrain,
-        Demonstrations(CompactFormat(tokenizer), tokenizer),
+        stage,
+        Demonstrations(format, tokenizer),
         seed=config.seed,
         max_context=config.model.max_context,
-        tokens_per_microbatch=config.midtrain.training.tokens_per_microbatch,
+        tokens_per_microbatch=stage.training.tokens_per_pass,
     )
     trainer = Trainer(
-        config.midtrain.training,
+        stage.training,
         config.model,
         objective,
-        WeightStore(objects),
-        objects,
+        weights,
+        weights.objects,
         config.base_line,
-        steps=config.midtrain.steps,
+        start,
+        steps=stage.steps,
         seed=config.seed,
+        form=config.form,
+        device=config.device,
+        world=world,
     )
-    trainer.run(config.midtrain.steps)
-    if trainer.step < config.midtrain.steps:
+    trainer.run(stage.steps)
+    if trainer.step < stage.steps:
         raise SystemExit(TERMINATED)
 
 
-def make_tokenizer(run: RunDirectory, objects: Objects) -> Tokenizer:
+def make_tokenizer(run: RunDirectory, objects: Objects) -> None:
     """The vocabulary the weights are made for, so it lies beside them in the store: learnt once, never again."""
     key = f"tokenizers/{run.config.base_line}.json"
     if objects.head(key) is None:
@@ -49,4 +84,3 @@ def make_tokenizer(run: RunDirectory, objects: Objects) -> Tokenizer:
         Tokenizer(train_tokenizer(texts, run.config.model.vocab_size, SPECIAL_TOKENS)).save(run.tokenizer)
         objects.create(key, run.tokenizer.read_bytes())
     run.tokenizer.write_bytes(objects.get(key))
-    return Tokenizer.load(run.tokenizer)

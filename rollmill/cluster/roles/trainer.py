@@ -5,10 +5,12 @@ from __future__ import annotations
 from rollmill.cluster.local import TERMINATED
 from rollmill.cluster.run import RunDirectory
 from rollmill.errors import TrainingError
+from rollmill.models.device import choose_device
 from rollmill.storage.database import open_database
 from rollmill.storage.objects import Objects
 from rollmill.training.loop import Trainer
 from rollmill.training.objectives.rl import Pace, RLObjective
+from rollmill.training.parallel.world import join
 from rollmill.trajectories.ledger import Ledger
 from rollmill.trajectories.store import TrajectoryStore
 from rollmill.types import Version
@@ -17,10 +19,11 @@ from rollmill.weights.store import WeightStore
 
 def main(run: RunDirectory) -> None:
     config = run.config
+    world = join("trainer", choose_device(config.device), config.training.ranks)
     objects = Objects.open(run.home_store)
     weights = WeightStore(objects)
     database = open_database(run.database_url)
-    base = weights.head(config.base_line)
+    base = weights.head(config.base_line, config.base_form)
     if base is None:
         raise TrainingError(f"line {config.base_line!r} has no version to start from", hint="mid-training comes first")
     objective = RLObjective(
@@ -30,7 +33,7 @@ def main(run: RunDirectory) -> None:
         weights,
         pace=Pace(config.groups_per_step, config.group_size, config.max_staleness),
         model_config=config.model,
-        tokens_per_microbatch=config.training.tokens_per_microbatch,
+        tokens_per_microbatch=config.training.tokens_per_pass,
     )
     trainer = Trainer(
         config.training,
@@ -42,7 +45,11 @@ def main(run: RunDirectory) -> None:
         Version(config.base_line, base),
         steps=config.steps,
         seed=config.seed,
+        form=config.form,
+        device=config.device,
+        world=world,
     )
     trainer.run(config.steps)
+    world.leave()
     if trainer.step < config.steps:
         raise SystemExit(TERMINATED)

@@ -7,23 +7,30 @@ exactly what an uninterrupted one would have seen, and needs no record of it.
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 import numpy as np
+import torch
+from torch import Tensor
 
 from rollmill import telemetry
 from rollmill.errors import TrainingError
 from rollmill.models.decoder import Decoder
-from rollmill.models.moe import router_stats
 from rollmill.training.batching import MicroBatch, PackedSequence, pack
 from rollmill.training.config import MidtrainConfig
+from rollmill.training.diagnostics import finite
 from rollmill.training.lineage import Lineage
-from rollmill.training.objective import StepOutcome
+from rollmill.training.next_token import NextTokenPasses
+from rollmill.training.objective import StepOutcome, leave_on_model
+from rollmill.training.parallel.rows import shards_of
 from rollmill.training.replay import RouterMeasures
-from rollmill.training.step import forward_packed, token_loss
 from rollmill.types import Version
+from rollmill.weights.tensors import HostTensor
+
+if TYPE_CHECKING:
+    from rollmill.training.parallel.spread import SpreadPasses
 
 Document = tuple[Sequence[int], Sequence[bool]]  # token ids, and for each whether to learn to predict it
 
@@ -58,6 +65,7 @@ class MidtrainObjective:
         self._budget = tokens_per_microbatch
         self._stream: Iterator[Document] = iter(())
         self._next_document = -1
+        self._passes: NextTokenPasses | SpreadPasses | None = None
 
     def next_batch(self, number: int, lineage: Lineage, stopping: Callable[[], bool]) -> DocumentBatch | None:
         if stopping():
@@ -93,18 +101,26 @@ class MidtrainObjective:
             return None
         return PackedSequence(tokens=tokens[: picked[-1]], rows=picked - 1, targets=tokens[picked])
 
-    def backward(self, model: Decoder, batch: DocumentBatch) -> dict[str, Any]:
-        total, router = 0.0, RouterMeasures()
+    def backward(
+        self, model: Decoder, batch: DocumentBatch, accumulate: Callable[[], None] = leave_on_model
+    ) -> dict[str, Any]:
+        if self._passes is None or self._passes.model is not model:
+            self._passes = _passes(model, self._config.balance)
+        losses: list[Tensor] = []
+        router = RouterMeasures()
         for part in batch.microbatches:
-            output, hidden_MW = forward_packed(model, part)
-            loss = token_loss(model, hidden_MW, part.targets_M, batch.targets)
-            total += loss.item()
-            if output.routings and self._config.balance:
-                share = len(part.tokens_N) / batch.tokens
-                loss = loss + self._config.balance * share * router_stats(output.routings).balance
-            loss.backward()
-            router.add(output.routings, None)
-        return {"loss": total, "tokens": batch.tokens, **router.load_figures()}
+            if losses:
+                accumulate()
+            loss, load_LE = self._passes(part, batch.targets, batch.tokens)
+            losses.append(loss)
+            if load_LE is not None:
+                router.add_load(len(part.tokens_N), load_LE)
+        # read when everything is queued: it waits for the device
+        total = sum(torch.stack(losses).tolist()) if losses else 0.0
+        return {"loss": total, "tokens": batch.tokens, **router.over_ranks(model).load_figures()}
+
+    def remember(self, digest: str, tensors: Mapping[str, HostTensor]) -> None:
+        """Nothing is sampled with them."""
 
     def publishes(self, number: int) -> bool:
         return number % self._config.publish_every == 0
@@ -117,7 +133,16 @@ class MidtrainObjective:
             "midtrain_step",
             step=outcome.number,
             steps=outcome.steps,
-            **outcome.figures,
+            **finite(outcome.figures),
             tokens_per_s=batch.tokens / outcome.seconds,
             **outcome.update.figures(),
         )
+
+
+def _passes(model: Decoder, balance: float) -> NextTokenPasses | SpreadPasses:
+    shards = shards_of(model)
+    if shards is None:
+        return NextTokenPasses(model, balance)
+    from rollmill.training.parallel.spread import SpreadPasses
+
+    return SpreadPasses(model, shards, balance)

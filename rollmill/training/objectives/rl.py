@@ -12,9 +12,9 @@ from __future__ import annotations
 
 import time
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -24,13 +24,14 @@ from rollmill import telemetry
 from rollmill.models.config import ModelConfig
 from rollmill.models.decoder import Decoder
 from rollmill.training.advantage import kl_advantages
-from rollmill.training.batching import STALE, MicroBatch, TokenRule, pack
-from rollmill.training.config import FORM, RLConfig
-from rollmill.training.diagnostics import TokenMeasures, distance, mismatch_figures, token_figures, warnings
+from rollmill.training.batching import STALE, MicroBatch, SampledFacts, TokenRule, pack
+from rollmill.training.config import RLConfig
+from rollmill.training.diagnostics import TokenMeasures, distance, finite, mismatch_figures, token_figures, warnings
 from rollmill.training.lineage import Lineage
 from rollmill.training.loss import PolicyTokens, policy_loss, step_divisor
 from rollmill.training.mismatch import MismatchMeter, Sample, ServedWeights, choose_sample
-from rollmill.training.objective import StepOutcome
+from rollmill.training.objective import StepOutcome, leave_on_model
+from rollmill.training.parallel.rows import shards_of
 from rollmill.training.recompute import recompute
 from rollmill.training.reference import Reference
 from rollmill.training.replay import RouterMeasures, replay_of
@@ -41,10 +42,12 @@ from rollmill.training.selection import (
     trainable_sequences,
     weigh_groups,
 )
+from rollmill.training.step import moved
 from rollmill.trajectories.ledger import Ledger
 from rollmill.trajectories.store import TrajectoryStore
 from rollmill.types import Segment, StepRecord, TrajectoryState, Version
 from rollmill.weights.store import WeightStore
+from rollmill.weights.tensors import HostTensor
 
 POLL_S = 0.02
 
@@ -87,12 +90,10 @@ class RLObjective:
         self._trajectories = trajectories
         self._pace = pace
         self._budget = tokens_per_microbatch
-        # tokens are at most max_staleness versions older than the one trained from
-        served = ServedWeights(weights, FORM, keep=pace.max_staleness + 1)
-        self._mismatch = MismatchMeter(
-            served, model_config, budget=tokens_per_microbatch, router_replay=config.router_replay
-        )
-        self._reference = Reference(config.reference, weights, model_config) if config.reference else None
+        # tokens are at most max_staleness versions older than the one trained from, and the next one is there already
+        served = ServedWeights(weights, keep=pace.max_staleness + 2)
+        self._mismatch = MismatchMeter(served, budget=tokens_per_microbatch, router_replay=config.router_replay)
+        self._reference = Reference(config.reference, weights) if config.reference else None
 
     def next_batch(self, number: int, lineage: Lineage, stopping: Callable[[], bool]) -> RolloutBatch | None:
         rule = TokenRule(lineage, base=number - 1, max_staleness=self._pace.max_staleness)
@@ -163,10 +164,14 @@ class RLObjective:
             groups_T=np.array([group_of[id] for id in record.trajectories], np.int64),
         )
 
-    def backward(self, model: Decoder, batch: RolloutBatch) -> dict[str, Any]:
-        self._mismatch.served.remember(model)  # engines sample with this version until the next one reaches them
+    def backward(
+        self, model: Decoder, batch: RolloutBatch, accumulate: Callable[[], None] = leave_on_model
+    ) -> dict[str, Any]:
+        shards = shards_of(model)
+        if shards is None or shards.world.first:  # the one that reports
+            self._mismatch.compute_like(model)
         parts = batch.microbatches
-        references = [self._reference.logprobs(part) if self._reference else None for part in parts]
+        references = [self._reference.logprobs(model, part) if self._reference else None for part in parts]
         shared = _Shared(
             divisor=step_divisor(
                 self._config,
@@ -177,20 +182,16 @@ class RLObjective:
             queued_T=_queued(parts),
             kl_advantages_T=self._kl_advantages(batch, references),
         )
-        total, router = 0.0, RouterMeasures()
-        measures: list[TokenMeasures] = []
-        distances: list[np.ndarray] = []
+        router, passes = RouterMeasures(), list[_Pass]()
         for part, reference_M in zip(parts, references, strict=True):
-            loss, measured, to_reference = self._backward_part(model, part, reference_M, shared, router)
-            total += loss
-            measures.append(measured)
-            distances += to_reference
+            if passes:
+                accumulate()
+            passes.append(self._backward_part(model, part, reference_M, shared, router))
         return {
-            "loss": total,
+            "loss": sum(torch.stack([each.loss for each in passes]).tolist()) if passes else 0.0,
             "tokens": sum(len(part.tokens_N) for part in parts),
-            **token_figures(measures),
-            **router.figures(),
-            **(distance("reference", np.concatenate(distances)) if distances else {}),
+            **_figures(parts, passes, shared),
+            **router.over_ranks(model).figures(),
         }
 
     def _kl_advantages(self, batch: RolloutBatch, references: Sequence[Tensor | None]) -> np.ndarray | None:
@@ -208,19 +209,17 @@ class RLObjective:
 
     def _backward_part(
         self, model: Decoder, part: MicroBatch, reference_M: Tensor | None, shared: _Shared, router: RouterMeasures
-    ) -> tuple[float, TokenMeasures, list[np.ndarray]]:
+    ) -> _Pass:
         facts = part.facts
         assert facts is not None, "sequences of sampled tokens carry their facts"
         replay = replay_of(part, self._config.replay_plausibility) if self._config.router_replay else None
         policy = recompute(model, part, replay)
-        device, advantages = policy.logprobs_M.device, facts.advantages
-        if shared.kl_advantages_T is not None:
-            advantages = advantages + shared.kl_advantages_T[facts.trajectory].astype(np.float32)
+        device = policy.logprobs_M.device
         tokens = PolicyTokens(
             logprobs=policy.logprobs_M,
-            engine_logprobs=torch.from_numpy(facts.logprobs).to(device),
-            advantages=torch.from_numpy(advantages).to(device),
-            sequences=_sequence_of(part).to(device),
+            engine_logprobs=moved(torch.from_numpy(facts.logprobs), device),
+            advantages=moved(torch.from_numpy(shared.advantages(facts)), device),
+            sequences=moved(_sequence_of(part), device),
             # A step is one update, so this pass is the recomputation of π_old: r is 1, and its gradient is ∇log π.
             old_logprobs=policy.logprobs_M.detach(),
             reference_logprobs=reference_M,
@@ -228,19 +227,19 @@ class RLObjective:
         )
         result = policy_loss(tokens, self._config, shared.divisor)
         result.loss.backward()
-        router.add(policy.routings, replay)
-        measured = TokenMeasures(
-            log_weights=result.log_weights_M.cpu().numpy(),
-            kept=result.kept_M.cpu().numpy(),
-            clipped=result.clipped_M.cpu().numpy(),
-            vetoed=result.vetoed_M.cpu().numpy(),
-            advantages=advantages,
-            entropies=policy.entropies_M.detach().cpu().numpy(),
-            staleness=facts.staleness,
-            queued=shared.queued_T[facts.trajectory],
-        )
-        to_reference = [] if reference_M is None else [(reference_M - policy.logprobs_M.detach()).cpu().numpy()]
-        return result.loss.item(), measured, to_reference
+        router.add(policy.routings, policy.replay)
+        columns = [
+            result.log_weights_M,
+            result.kept_M,
+            result.clipped_M,
+            result.vetoed_M,
+            policy.entropies_M.detach(),
+            *([] if reference_M is None else [reference_M - policy.logprobs_M.detach()]),
+        ]
+        return _Pass(result.loss.detach(), torch.stack([column.float() for column in columns]))
+
+    def remember(self, digest: str, tensors: Mapping[str, HostTensor]) -> None:
+        self._mismatch.served.remember(digest, tensors)
 
     def publishes(self, number: int) -> bool:
         return True
@@ -266,6 +265,7 @@ class RLObjective:
             "seconds": outcome.seconds,
             **outcome.update.figures(),
         }
+        figures = finite(figures)
         telemetry.emit("step", step=outcome.number, steps=outcome.steps, version=outcome.number, **figures)
         for text in warnings(figures):
             telemetry.emit("warning", step=outcome.number, text=text)
@@ -278,6 +278,40 @@ class _Shared:
     divisor: float
     queued_T: np.ndarray
     kl_advantages_T: np.ndarray | None
+
+    def advantages(self, facts: SampledFacts) -> np.ndarray:
+        """float32 [M]"""
+        if self.kl_advantages_T is None:
+            return facts.advantages
+        return facts.advantages + self.kl_advantages_T[facts.trajectory].astype(np.float32)
+
+
+class _Pass(NamedTuple):
+    """What a micro-batch measured, still on the device: to read it there and then would wait for its backward pass."""
+
+    loss: Tensor
+    columns: Tensor  # FP32 [5 or 6, M]: Δ, kept, clipped, vetoed, entropies, and how far the reference is
+
+
+def _figures(parts: Sequence[MicroBatch], passes: Sequence[_Pass], shared: _Shared) -> dict[str, Any]:
+    """Of all tokens, read from the device at once."""
+    if not passes:
+        return token_figures([])
+    log_weights, kept, clipped, vetoed, entropies, *to_reference = (
+        torch.cat([each.columns for each in passes], 1).cpu().numpy()
+    )
+    facts = [part.facts for part in parts if part.facts is not None]
+    measures = TokenMeasures(
+        log_weights=log_weights,
+        kept=kept.astype(np.bool_),
+        clipped=clipped.astype(np.bool_),
+        vetoed=vetoed.astype(np.bool_),
+        advantages=np.concatenate([shared.advantages(each) for each in facts]),
+        entropies=entropies,
+        staleness=np.concatenate([each.staleness for each in facts]),
+        queued=np.concatenate([shared.queued_T[each.trajectory] for each in facts]),
+    )
+    return {**token_figures([measures]), **(distance("reference", to_reference[0]) if to_reference else {})}
 
 
 def _queued(parts: Sequence[MicroBatch]) -> np.ndarray:

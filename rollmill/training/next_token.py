@@ -1,0 +1,87 @@
+"""Training on the next-token loss: on CUDA, passes whose shape comes back are replayed (see graphs)."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from rollmill.models.decoder import Decoder
+from rollmill.models.kernels.grouped import groups
+from rollmill.models.kernels.varlen import packed_attention
+from rollmill.models.moe import MixtureOfExperts, router_stats
+from rollmill.training.batching import MicroBatch
+from rollmill.training.graphs import MOST as GRAPHS
+from rollmill.training.graphs import GraphedPasses
+from rollmill.training.optimizer import MasterOptimizer, Update
+from rollmill.training.replay import expert_load
+from rollmill.training.step import moved, predicting_rows, token_loss
+
+
+class NextTokenPasses:
+    """Forward and backward passes of one model."""
+
+    def __init__(self, model: Decoder, balance: float, graphs: bool = True) -> None:
+        """`balance`: factor of the loss that spreads tokens over experts."""
+        self.model, self._balance = model, balance
+        self._graphs = GraphedPasses(model) if graphs and _can_be_recorded(model) else None
+        device, dtype = model.embedding.device, model.embedding.dtype
+        self._attend = functools.lru_cache(GRAPHS)(functools.partial(packed_attention, device=device, dtype=dtype))
+
+    def __call__(self, part: MicroBatch, targets: int, tokens: int) -> tuple[Tensor, Tensor | None]:
+        """Of a step with so many targets and tokens: the micro-batch's part of the loss, and how many choices of each
+        layer's router fell on each expert, FP32 [layers, experts]. Gradients are left on the model."""
+        # a graph keeps what its pass refers to: were that this object, both would wait for the garbage collector, which
+        # may come while another pass is recorded and spoil it
+        model, balance, attend = self.model, self._balance, self._attend(tuple(part.lengths))
+
+        def backward(tokens_N: Tensor, positions_N: Tensor, rows_M: Tensor, targets_M: Tensor) -> Tensor:
+            output = model(tokens_N, positions_N, attend)
+            loss = token_loss(model, predicting_rows(output.hidden, rows_M), targets_M, targets)
+            whole = loss
+            if output.routings and balance:
+                share = len(tokens_N) / tokens
+                whole = loss + balance * share * router_stats(output.routings).balance
+            whole.backward()
+            load = [expert_load(output.routings).flatten()] if output.routings else []
+            return torch.cat([loss.detach().view(1), *load])
+
+        device = model.embedding.device
+        inputs = [moved(x, device) for x in (part.tokens_N, part.positions_N, part.rows_M, part.targets_M)]
+        if self._graphs is None:
+            found = backward(*inputs)
+        else:
+            shape = (*part.lengths, len(part.rows_M), targets, tokens)
+            found = self._graphs.run(shape, inputs, backward).clone()
+        config = model.config
+        return found[0], found[1:].view(config.moe_layers, config.experts) if config.moe_layers else None
+
+
+class NextTokenStep:
+    """Whole updates of a model that is trained on nothing else, outside of any run."""
+
+    def __init__(
+        self, model: Decoder, optimizer: MasterOptimizer, *, balance: float = 0.0, graphs: bool = True
+    ) -> None:
+        self._passes, self._optimizer = NextTokenPasses(model, balance, graphs), optimizer
+
+    def __call__(self, parts: Sequence[MicroBatch], lr: float) -> tuple[float, Update]:
+        """One update on all targets of the micro-batches, and their mean loss."""
+        targets = sum(len(part.targets_M) for part in parts)
+        tokens = sum(len(part.tokens_N) for part in parts)
+        losses = []
+        for part in parts:
+            losses.append(self._passes(part, targets, tokens)[0])
+            if len(parts) > 1:
+                self._optimizer.accumulate()
+        update = self._optimizer.update(lr)
+        return float(torch.stack(losses).sum()), update
+
+
+def _can_be_recorded(model: Decoder) -> bool:
+    """A graph cannot hold a pass that waits for the device, as experts do that are multiplied one by one."""
+    mixtures = [module for module in model.modules() if isinstance(module, MixtureOfExperts)]
+    grouped = all(groups(each.gate_up, each.gate_up, each.down) for each in mixtures)
+    return model.embedding.is_cuda and model.form == "bf16" and grouped

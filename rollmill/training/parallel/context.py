@@ -1,0 +1,111 @@
+"""Context parallel attention: a rank's queries are pieces of sequences, their keys are gathered from its group.
+
+    k, v of my tokens ─► everyone's ─► for each of my pieces the keys up to its end ─► causal attention
+
+Gathering needs the keys of the group's sequences in memory, of one layer at a time; queries, scores and all other
+activations stay divided.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.autograd import Function
+from torch.nn.functional import pad
+
+from rollmill.models.attention import attention
+from rollmill.models.kernels.call import call
+from rollmill.training.parallel.exchange import gather_rows
+from rollmill.training.parallel.split import Piece
+
+
+class PieceAttention:
+    """Causal attention of queries in pieces, packed, to keys packed likewise: `keys[i]` of them for piece i, the last
+    of which is the last query's own."""
+
+    def __init__(self, queries: Sequence[int], keys: Sequence[int], device: torch.device) -> None:
+        self._queries, self._keys, self._device = list(queries), list(keys), device
+        self._query_starts, self._key_starts = (
+            torch.tensor([0, *itertools.accumulate(lengths)], dtype=torch.int32).to(device, non_blocking=True)
+            for lengths in (queries, keys)
+        )
+
+    def __call__(self, q_NHD: Tensor, k_TKD: Tensor, v_TKD: Tensor) -> Tensor:
+        value_dim, dim = v_TKD.shape[2], q_NHD.shape[2]
+        if q_NHD.is_cuda and q_NHD.dtype in (torch.bfloat16, torch.float16):
+            starts, longest = (self._query_starts, self._key_starts), (max(self._queries), max(self._keys))
+            padded = pad(v_TKD, (0, dim - value_dim))  # the kernel wants one width for keys and values
+            return call(_Flash, q_NHD, k_TKD, padded, starts, longest)[..., :value_dim].flatten(1)
+        pieces = zip(q_NHD.split(self._queries), k_TKD.split(self._keys), v_TKD.split(self._keys), strict=True)
+        return torch.cat([self._piece(*piece) for piece in pieces])
+
+    def _piece(self, q_QHD: Tensor, k_TKD: Tensor, v_TKD: Tensor) -> Tensor:
+        (queries, heads, dim), (keys, kv_heads, value_dim) = q_QHD.shape, v_TKD.shape
+        # query heads that share a KV head are stacked as further query rows, as in PackedAttention
+        q_heads = q_QHD.view(queries, kv_heads, -1, dim).permute(1, 2, 0, 3).reshape(kv_heads, -1, dim)
+        mask = torch.full((queries, keys), float("-inf"), device=self._device).triu_(keys - queries + 1)
+        out = attention(q_heads, k_TKD.transpose(0, 1), v_TKD.transpose(0, 1), mask.repeat(heads // kv_heads, 1))
+        return out.view(kv_heads, -1, queries, value_dim).permute(2, 0, 1, 3).reshape(queries, heads * value_dim)
+
+
+class _Flash(Function):
+    """Flash attention of torch, whose causal mask is aligned to the last query and the last key."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, q_NHD: Tensor, k_TKD: Tensor, v_TKD: Tensor, starts: tuple[Tensor, Tensor], longest: tuple[int, int]
+    ) -> Tensor:
+        out, sums, state, unused, _ = torch.ops.aten._flash_attention_forward(
+            q_NHD, k_TKD, v_TKD, *starts, *longest, 0.0, True, False
+        )
+        ctx.save_for_backward(q_NHD, k_TKD, v_TKD, out, sums, *starts, state, unused)
+        ctx.longest = longest
+        return out
+
+    @staticmethod
+    def backward(ctx: Any, grad_NHD: Tensor) -> tuple[Tensor | None, ...]:
+        q, k, v, out, sums, query_starts, key_starts, state, unused = ctx.saved_tensors
+        starts = (query_starts, key_starts)
+        grads = torch.ops.aten._flash_attention_backward(
+            grad_NHD.contiguous(), q, k, v, out, sums, *starts, *ctx.longest, 0.0, True, state, unused
+        )
+        return *grads, None, None
+
+
+class ContextAttention:
+    """The strategy of one rank. `pieces[c]` are those of rank c of the context group."""
+
+    def __init__(
+        self, pieces: Sequence[Sequence[Piece]], rank: int, group: dist.ProcessGroup, device: torch.device
+    ) -> None:
+        self._group = group
+        self._counts = [max(1, sum(piece.stop - piece.start for piece in own)) for own in pieces]
+        firsts = [0, *itertools.accumulate(self._counts)]
+        lengths: dict[int, int] = {}
+        for piece in itertools.chain(*pieces):
+            lengths[piece.first] = max(piece.stop, lengths.get(piece.first, 0))
+        place = {first: np.empty(length, np.int64) for first, length in lengths.items()}
+        for own, start in zip(pieces, firsts, strict=False):
+            for piece in own:
+                size = piece.stop - piece.start
+                place[piece.first][piece.start : piece.stop] = np.arange(start, start + size)
+                start += size
+        mine = pieces[rank]
+        # a rank without tokens has a filler, which sees itself
+        keys = [place[piece.first][: piece.stop] for piece in mine] or [np.array([firsts[rank]])]
+        self._keys = torch.from_numpy(np.concatenate(keys)).to(device, non_blocking=True)
+        queries = [piece.stop - piece.start for piece in mine] or [1]
+        self._attend = PieceAttention(queries, [len(each) for each in keys], device)
+
+    def __call__(self, layer: int, q_NHD: Tensor, k_NKD: Tensor, v_NKD: Tensor) -> Tensor:
+        kv_heads, dim = k_NKD.shape[1:]
+        both = torch.cat((k_NKD, v_NKD), dim=2).flatten(1)  # one message instead of two
+        both = gather_rows(both, self._counts, self._group).index_select(0, self._keys).unflatten(1, (kv_heads, -1))
+        k_TKD, v_TKD = both.split((dim, v_NKD.shape[2]), dim=2)
+        return self._attend(q_NHD, k_TKD, v_TKD)

@@ -1,0 +1,52 @@
+"""Expert parallel: each rank of an expert group has some experts whole, and tokens travel to the ones they chose.
+
+    route at home ─► rows in order of expert ─► to the experts' ranks ─► through them ─► home ─► weighted and summed
+
+Router, replay and weighting stay where the token is, so routing figures and the order of a token's sum are as ever.
+"""
+
+from __future__ import annotations
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from rollmill.models.kernels.rows import combine_rows, dispatch_rows
+from rollmill.models.moe import MixtureOfExperts, Replay, Routing, expert_counts
+from rollmill.training.parallel.exchange import send_rows
+
+
+class ExpertParallel:
+    """What a mixture layer does instead of its own forward, once it holds its share of the experts alone."""
+
+    def __init__(self, layer: MixtureOfExperts, number: int, group: dist.ProcessGroup) -> None:
+        """`number`: of experts in the whole layer."""
+        self._layer, self._number, self._group = layer, number, group
+        self._ranks = dist.get_world_size(group)
+
+    def forward(self, x_NW: Tensor, replay: Replay | None) -> tuple[Tensor, Routing]:
+        routing, weights_Nk = self._layer.router(x_NW, replay)
+        out_NW = self._through_experts(x_NW, weights_Nk, routing.chosen)
+        if self._layer.shared is not None:
+            out_NW = out_NW + self._layer.shared(x_NW)
+        return out_NW, routing
+
+    def _through_experts(self, x_NW: Tensor, weights_Nk: Tensor, chosen_Nk: Tensor) -> Tensor:
+        expert_R = chosen_Nk.flatten()
+        order_R = expert_R.argsort(stable=True)
+        rank_R = torch.arange(order_R.numel(), device=order_R.device)
+        place_Nk = torch.empty_like(order_R).index_copy_(0, order_R, rank_R).view_as(chosen_Nk)
+        token_R = order_R // chosen_Nk.shape[1]
+        leaving = expert_counts(chosen_Nk, self._number).view(self._ranks, -1)
+        arriving = torch.empty_like(leaving)  # [rank it comes from, expert of ours]
+        dist.all_to_all_single(arriving, leaving, group=self._group)
+        sent, received = leaving.sum(1).tolist(), arriving.sum(1).tolist()
+        rows = send_rows(dispatch_rows(x_NW, token_R, place_Nk), sent, received, self._group)
+        rows = send_rows(self._own_experts(rows, arriving), received, sent, self._group)
+        return combine_rows(rows, weights_Nk, token_R, place_Nk)
+
+    def _own_experts(self, rows_RW: Tensor, arriving: Tensor) -> Tensor:
+        numbers = torch.arange(arriving.shape[1], device=arriving.device).repeat(self._ranks)
+        chosen_R1 = numbers.repeat_interleave(arriving.flatten(), output_size=len(rows_RW)).unsqueeze(1)
+        ones_R1 = torch.ones(chosen_R1.shape, device=rows_RW.device)  # weighted at home
+        return self._layer.through_experts(rows_RW, ones_R1, chosen_R1)

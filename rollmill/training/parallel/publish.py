@@ -1,0 +1,219 @@
+"""How a version leaves the trainer: whole from one rank, or from many of them without a gather.
+
+Canonical chunks are fixed ranges of a tensor; which rank holds which part of one is fixed too. A chunk is owned by a
+rank that holds most of it (in turn, where several hold as much), the others send their parts there, and each rank
+publishes the chunks it owns (weights.parts). What comes out is the digest a single process would have published.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+import torch.distributed as dist
+
+from rollmill.models.decoder import Decoder
+from rollmill.models.host import is_quantised, to_host
+from rollmill.models.quantize import POWER, owner, quantises
+from rollmill.training.parallel.rows import Rows, Shards, local, whole_matrix
+from rollmill.types import Version
+from rollmill.weights.delta import Goal
+from rollmill.weights.manifest import Layout, Manifest, chunk_digest, layout_of
+from rollmill.weights.packs import Row, rows_of
+from rollmill.weights.parts import ChunkKey, PartPublisher
+from rollmill.weights.store import WeightStore
+from rollmill.weights.tensors import HostTensor
+
+PartRows = Mapping[str, Sequence[Rows]]  # name of a tensor of a version → what of it each rank has
+ROUND_BYTES = 256 << 20  # chunks are put together this much at a time
+
+
+class Piece(NamedTuple):
+    """Bytes [start, stop) of a tensor, which `rank` holds."""
+
+    rank: int
+    start: int
+    stop: int
+
+
+class Parcel(NamedTuple):
+    """A chunk, who puts it together, and who has what of it."""
+
+    row: Row
+    owner: int
+    pieces: Sequence[Piece]
+
+
+class ShardPublisher:
+    """One rank's part in publishing a line of a sharded decoder."""
+
+    def __init__(self, shards: Shards, publisher: PartPublisher, layout: Layout, rows: PartRows) -> None:
+        self._shards, self._parts, self._layout, self._rows = shards, publisher, layout, rows
+        self._parcels = plan_parcels(layout, rows)
+
+    @property
+    def last(self) -> Manifest | None:
+        return self._parts.last
+
+    def resume(self) -> None:
+        """Take the line over, all ranks together."""
+        world = self._shards.world
+        owned = [_key(parcel.row) for parcel in self._parcels if parcel.owner == world.rank]
+        standing = world.from_first(self._parts.resume(owned) if world.first else None)
+        if not world.first:
+            self._parts.resume(owned, standing)
+
+    def export(self, model: Decoder) -> dict[ChunkKey, np.ndarray]:
+        """The chunks this rank owns."""
+        mine, rank = host_parts(model, self._shards, self._parts.form), self._shards.world.rank
+        found: dict[ChunkKey, np.ndarray] = {}
+        for parcels in _rounds(self._parcels):
+            arrived = iter(self._exchange(parcels, mine))
+            for parcel in parcels:
+                if parcel.owner == rank:
+                    found[_key(parcel.row)] = self._assemble(parcel, mine, arrived)
+        return found
+
+    def matches(self, manifest: Manifest, chunks: Mapping[ChunkKey, np.ndarray]) -> bool:
+        """Whether these are the chunks of that version, on all ranks."""
+        if layout_of(manifest.tensors) != self._layout:
+            return False
+        published = zip(self._parcels, manifest.chunks, strict=True)
+        digests = {_key(parcel.row): chunk.digest for parcel, chunk in published}
+        return self._shards.world.all(all(digests[key] == chunk_digest(data.data) for key, data in chunks.items()))
+
+    def publish(
+        self,
+        number: int,
+        chunks: Mapping[ChunkKey, np.ndarray],
+        parent: Version | None = None,
+        metadata: Mapping[str, Any] | None = None,
+    ) -> Manifest:
+        self._parts.publish_part(number, chunks)
+        if self._shards.world.first:
+            self._parts.commit_parts(number, parent, metadata)
+        return self._parts.settle(number)
+
+    def _exchange(self, parcels: Sequence[Parcel], mine: Mapping[str, HostTensor]) -> Iterator[np.ndarray]:
+        """Send what others own; what they send, in the order of chunks and pieces."""
+        world = self._shards.world
+        away = [(parcel, piece) for parcel in parcels for piece in parcel.pieces if piece.rank != parcel.owner]
+        leaving: list[list[np.ndarray]] = [[] for _ in range(world.size)]
+        arriving = [0] * world.size
+        for parcel, piece in away:
+            if piece.rank == world.rank:
+                leaving[parcel.owner].append(self._own_bytes(parcel, piece, mine))
+            elif parcel.owner == world.rank:
+                arriving[piece.rank] += piece.stop - piece.start
+        sent = torch.from_numpy(np.concatenate([np.empty(0, np.uint8), *itertools.chain(*leaving)]))
+        arrived = torch.empty(sum(arriving), dtype=torch.uint8)
+        if away:
+            dist.all_to_all_single(arrived, sent, arriving, [sum(map(len, parts)) for parts in leaving])
+        streams, cursors = arrived.numpy(), [0, *itertools.accumulate(arriving)]
+        for parcel, piece in away:
+            if parcel.owner == world.rank:
+                start = cursors[piece.rank]
+                cursors[piece.rank] += piece.stop - piece.start
+                yield streams[start : cursors[piece.rank]]
+
+    def _assemble(self, parcel: Parcel, mine: Mapping[str, HostTensor], arrived: Iterator[np.ndarray]) -> np.ndarray:
+        if len(parcel.pieces) == 1:
+            return self._own_bytes(parcel, parcel.pieces[0], mine)
+        data = np.empty(parcel.row.size, np.uint8)
+        for piece in parcel.pieces:
+            own = piece.rank == parcel.owner
+            start, stop = piece.start - parcel.row.start, piece.stop - parcel.row.start
+            data[start:stop] = self._own_bytes(parcel, piece, mine) if own else next(arrived)
+        return data
+
+    def _own_bytes(self, parcel: Parcel, piece: Piece, mine: Mapping[str, HostTensor]) -> np.ndarray:
+        name = parcel.row.tensor
+        first = self._rows[name][piece.rank].elements[0] * parcel.row.width if name in self._rows else 0
+        return mine[name].data[piece.start - first : piece.stop - first]
+
+
+def shard_publisher(
+    model: Decoder, shards: Shards, store: WeightStore, line: str, form: str, snapshot_every: int, goal: Goal
+) -> ShardPublisher:
+    """The layout is of whole tensors, whatever is here of them."""
+    parts = host_parts(model, shards, form)
+    found = {name: _part_rows(name, part, shards, form) for name, part in parts.items()}
+    rows = {name: each for name, each in found.items() if each is not None}
+    layout = tuple(
+        (name, dtype, rows[name][0].shape if name in rows else shape) for name, dtype, shape in layout_of(parts)
+    )
+    world = shards.world
+    publisher = PartPublisher(store, line, layout, world.rank, world.size, form, snapshot_every, goal)
+    return ShardPublisher(shards, publisher, layout, rows)
+
+
+def plan_parcels(layout: Layout, rows: PartRows) -> list[Parcel]:
+    """Every chunk of the layout with its owner, the same on all ranks."""
+    parcels = []
+    for row in rows_of(layout):
+        # what all ranks have alike counts as the first one's
+        elements = [each.elements for each in rows[row.tensor]] if row.tensor in rows else [(0, row.stop // row.width)]
+        held = [
+            Piece(rank, max(row.start, start * row.width), min(row.stop, stop * row.width))
+            for rank, (start, stop) in enumerate(elements)
+        ]
+        held = [piece for piece in held if piece.start < piece.stop]
+        most = max(piece.stop - piece.start for piece in held)
+        able = [piece.rank for piece in held if piece.stop - piece.start == most]
+        parcels.append(Parcel(row, able[row.place % len(able)], held))
+    return parcels
+
+
+@torch.no_grad()
+def host_parts(model: Decoder, shards: Shards, form: str) -> dict[str, HostTensor]:
+    """What this rank has of the tensors of a version, as the bytes they are served as."""
+    found: dict[str, HostTensor] = {}
+    for name, tensor in model.state_dict().items():
+        own = local(tensor)
+        if not (is_quantised(form) and name in shards.rows and quantises(name, own)):
+            found |= to_host({name: own}, form)
+            continue
+        whole = whole_matrix(name, own, shards)
+        parts = to_host({name: whole if len(whole) else whole.new_zeros(1, *whole.shape[1:])}, form)
+        for part, host in parts.items():
+            rows = _part_rows(part, host, shards, form)
+            first = 0 if rows is None or own.dim() == 3 else rows[shards.world.rank].start
+            found[part] = host if rows is None else _cut(host, first, len(own))
+    return found
+
+
+def _part_rows(name: str, part: HostTensor, shards: Shards, form: str) -> Sequence[Rows] | None:
+    """Which rows each rank has of a tensor of a version: those of the parameter it is of. None: all have it whole."""
+    rows = shards.rows.get(owner(name))
+    if rows is None:
+        return None
+    # codes go by rows, and so does all that belongs to one expert; other scales may be of more rows than one
+    if name != owner(name) and len(rows[0].shape) == 2 and (form == "fp8" or name.endswith(POWER)):
+        return None
+    return [Rows((each.shape[0], *part.shape[1:]), each.start, each.stop) for each in rows]
+
+
+def _cut(part: HostTensor, first: int, count: int) -> HostTensor:
+    row = math.prod(part.shape[1:]) * part.width
+    return HostTensor(part.dtype, (count, *part.shape[1:]), part.data[first * row : (first + count) * row])
+
+
+def _rounds(parcels: Sequence[Parcel]) -> Iterator[list[Parcel]]:
+    found: list[Parcel] = []
+    room = ROUND_BYTES
+    for parcel in parcels:
+        if found and parcel.row.size > room:
+            yield found
+            found, room = [], ROUND_BYTES
+        found.append(parcel)
+        room -= parcel.row.size
+    if found:
+        yield found
+
+
+def _key(row: Row) -> ChunkKey:
+    return row.tensor, row.chunk

@@ -1,0 +1,94 @@
+"""A decoder in rows over the ranks: FSDP2 gathers a layer's parameters when it computes, and sums its gradients.
+
+Gradients are summed, not averaged: losses are divided by what the whole step has, on whichever rank it is computed.
+Parameters stay rows of the canonical tensors, by the same names; only experts are first cut by expert (see mesh).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
+from torch.distributed.tensor import DTensor
+from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
+
+from rollmill.models.decoder import Decoder, Layer
+from rollmill.models.moe import MixtureOfExperts
+from rollmill.training.parallel.experts import ExpertParallel
+from rollmill.training.parallel.mesh import Meshes
+from rollmill.training.parallel.rows import Rows, Shards, local, shards_of
+from rollmill.training.parallel.world import World
+
+
+def shard_decoder(model: Decoder, world: World, meshes: Meshes, device: torch.device) -> Decoder:
+    """The model itself, its parameters now rows on `device`. Its values are kept."""
+    expert = meshes.experts.get_local_rank("expert")
+    cut: dict[str, int] = {}  # parameters cut by expert → the first expert here
+    if meshes.expert > 1:
+        for name, module in model.named_modules():
+            if isinstance(module, MixtureOfExperts):
+                first = _keep_experts(module, model.config.experts, meshes.expert, expert)
+                cut |= {f"{name}.gate_up": first, f"{name}.down": first}
+                parallel = ExpertParallel(module, model.config.experts, meshes.experts.get_group("expert"))
+                module.forward = parallel.forward  # type: ignore[method-assign]
+    _fully_shard(model, meshes, meshes.expert > 1)
+    model.to(device)  # buffers; parameters are there
+    own = {name: _rows(each, cut.get(name), model.config.experts) for name, each in model.named_parameters()}
+    everyone = world.gather(own)
+    rows = {name: [each[name] for each in everyone] for name in own}
+    model.shards = Shards(world, meshes, rows)  # type: ignore[assignment]
+    return model
+
+
+def _keep_experts(module: MixtureOfExperts, experts: int, ranks: int, rank: int) -> int:
+    size = experts // ranks
+    for name in ("gate_up", "down"):
+        whole = getattr(module, name)
+        setattr(module, name, nn.Parameter(whole.detach()[rank * size : (rank + 1) * size].clone()))
+    return rank * size
+
+
+def _fully_shard(model: Decoder, meshes: Meshes, experts: bool) -> None:
+    # sums over ranks are made in FP32 whatever the model computes in
+    policy = MixedPrecisionPolicy(reduce_dtype=torch.float32)
+    for layer in model.layers:
+        assert isinstance(layer, Layer)
+        if experts and isinstance(layer.mlp, MixtureOfExperts):
+            # what a nested module does not hold its parent no longer sees: router and shared experts go by themselves
+            fully_shard(layer.mlp.router, mesh=meshes.all, mp_policy=policy)
+            if layer.mlp.shared is not None:
+                fully_shard(layer.mlp.shared, mesh=meshes.all, mp_policy=policy)
+            fully_shard(layer.mlp, mesh=meshes.experts["replica"], mp_policy=policy)
+        fully_shard(layer, mesh=meshes.all, mp_policy=policy)
+    # embedding, norm and head: the head is used after the forward pass
+    fully_shard(model, mesh=meshes.all, reshard_after_forward=False, mp_policy=policy)
+    for module in model.modules():
+        if isinstance(module, FSDPModule):
+            module.set_gradient_divide_factor(1.0)
+            module.set_force_sum_reduction_for_comms(True)  # not every backend has another reduction
+
+
+def _rows(parameter: Tensor, first_expert: int | None, experts: int) -> Rows:
+    assert isinstance(parameter, DTensor)
+    shape, offset = compute_local_shape_and_global_offset(parameter.shape, parameter.device_mesh, parameter.placements)
+    start, whole = offset[0], tuple(parameter.shape)
+    if shape[0] == 0:
+        start = 0
+    if first_expert is not None:
+        start, whole = start + first_expert, (experts, *whole[1:])
+    return Rows(whole, start, start + shape[0])
+
+
+@torch.no_grad()
+def fill_rows(model: Decoder, values: Mapping[str, Tensor]) -> None:
+    """Take the own rows out of whole tensors, by name; buffers as they are."""
+    shards = shards_of(model)
+    assert shards is not None
+    for name, tensor in model.state_dict().items():
+        value = values[name]
+        if name in shards.rows:
+            own = shards.own(name)
+            value = value[own.start : own.stop]
+        local(tensor).copy_(value)

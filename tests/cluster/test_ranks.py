@@ -1,0 +1,61 @@
+"""Ranks that live and die together."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+
+import pytest
+
+from rollmill.cluster.local import FINAL, LocalCluster, _end_all
+from rollmill.cluster.ranks import begin_run, outside_rank, outside_world, places
+from rollmill.cluster.run import RunDirectory
+from rollmill.errors import ConfigError, RollmillError
+
+
+@pytest.fixture
+def cluster(run: RunDirectory) -> Iterator[LocalCluster]:
+    cluster = LocalCluster(run)
+    yield cluster
+    cluster.stop()
+
+
+def test_what_ranks_are_told() -> None:
+    first, second = places(2)
+    assert first.pop("RANK") == first.pop("LOCAL_RANK") == "0"
+    assert second.pop("RANK") == second.pop("LOCAL_RANK") == "1"
+    assert first == second and first["WORLD_SIZE"] == first["LOCAL_WORLD_SIZE"] == "2"
+    assert places(1) == [{}]
+
+
+def test_ranks_started_from_outside(run: RunDirectory, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert not outside_world() and outside_rank() == 0
+    with pytest.raises(ConfigError, match="already holds a run"):
+        begin_run(run.path.parent, run.config)
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    monkeypatch.setenv("RANK", "1")
+    assert outside_world() and outside_rank() == 1
+    assert begin_run(run.path.parent, run.config) == run, "the first rank has created it"
+    monkeypatch.setenv("RANK", "0")
+    monkeypatch.setenv("TORCHELASTIC_RESTART_COUNT", "1")
+    assert begin_run(run.path.parent, run.config) == run, "all were started again"
+
+
+def test_the_rank_that_knows_why_is_heard() -> None:
+    """One was killed, another says that trying again will not help, a third has noticed nothing."""
+    codes = ["import os, signal; os.kill(os.getpid(), signal.SIGKILL)", f"raise SystemExit({FINAL})"]
+    processes = [subprocess.Popen([sys.executable, "-c", code]) for code in (*codes, "import time; time.sleep(60)")]
+    processes[0].wait()
+    start = time.monotonic()
+    assert _end_all(processes) == (1, FINAL)
+    assert time.monotonic() - start < 30 and all(process.returncode is not None for process in processes)
+
+
+def test_a_world_of_another_size_is_refused(run: RunDirectory, cluster: LocalCluster) -> None:
+    cluster.start("trainer", ranks=2)
+    with pytest.raises(RollmillError, match=r"training\.ranks is 1, and the environment describes a world of 2"):
+        while True:
+            cluster.watch()
+            time.sleep(0.05)

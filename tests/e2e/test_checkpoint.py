@@ -1,0 +1,113 @@
+"""A user comes with a checkpoint and leaves with one: imported, mid-trained, reinforced, exported, all for real."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+
+import pytest
+import torch
+from typer.testing import CliRunner
+
+from rollmill.cli.train import run_to_report
+from rollmill.cli.weights import app
+from rollmill.cluster.drive import drive
+from rollmill.cluster.run import RunConfig, RunDirectory
+from rollmill.config import load_config
+from rollmill.models.decoder import Decoder
+from rollmill.models.host import load_host
+from rollmill.storage.database import open_database
+from rollmill.storage.objects import Objects
+from rollmill.trajectories.ledger import Ledger
+from rollmill.trajectories.store import TrajectoryStore
+from rollmill.types import TrajectoryState, Version
+from rollmill.weights.store import WeightStore
+from tests.cluster.checkpoints import make_chat_checkpoint
+from tests.models.checkpoints import our_logits, their_logits
+
+transformers = pytest.importorskip("transformers")
+
+SETTINGS = (
+    "steps=2",
+    "groups_per_step=2",
+    "group_size=2",
+    "tools_in_prompt=false",
+    "device=cpu",
+    "model.max_context=256",
+    "midtrain.steps=3",
+    "midtrain.documents_per_step=4",
+    "rollouts.max_answer_tokens=8",
+    "harness.max_turns=2",
+    "evals.tasks=2",
+    "evals.attempts=1",
+    "evals.family_tasks=0",
+    "evals.greedy=false",
+)
+
+
+def export(run: RunDirectory, version: str, directory: Path) -> None:
+    result = CliRunner().invoke(app, ["export", str(run.path), version, str(directory)])
+    assert result.exit_code == 0, result.output
+
+
+@pytest.mark.timeout(300)
+def test_from_checkpoint_to_checkpoint(tmp_path: Path) -> None:
+    checkpoint = tmp_path / "model"
+    make_chat_checkpoint(checkpoint)
+    settings = ["name=mine", f"checkpoint={checkpoint}", *SETTINGS]
+    run = RunDirectory.create(tmp_path / "runs", load_config(RunConfig, None, settings))
+    run_to_report(run)
+    assert json.loads((run.path / "report.json").read_text())["solve_rate_after"] is not None
+
+    # the gateway spoke ChatML with the checkpoint's own tokenizer, and every rollout ended
+    objects = Objects.open(run.home_store)
+    trajectories = TrajectoryStore(open_database(run.database_url), objects)
+    rows = trajectories.list()
+    assert rows and {row.state for row in rows} == {TrajectoryState.graded}
+    tokenizer = transformers.PreTrainedTokenizerFast(tokenizer_file=str(checkpoint / "tokenizer.json"))
+    text = tokenizer.decode(trajectories.load(rows[0].id).segments[0].tokens)
+    assert text.startswith("<|im_start|>user\n") and "<|im_end|>\n<|im_start|>assistant\n" in text
+    assert len(Ledger(open_database(run.database_url), "mine").steps()) == 2
+
+    # the checkpoint is not needed any more: the run is resumed without it, and finds everything done
+    moved = Path(shutil.move(checkpoint, tmp_path / "moved"))
+    weights = WeightStore(objects)
+    drive(RunDirectory.open(run.path))
+    assert weights.head("main") == 2 and len(trajectories.list()) == len(rows)
+
+    # versions before and after training leave as complete directories
+    tokens = torch.arange(3, 60)
+    for version in ("main-checkpoint@0", "main@2"):
+        out = tmp_path / version.replace("@", "-")
+        export(run, version, out)
+        for kept in ("config.json", "tokenizer.json", "generation_config.json"):
+            assert (out / kept).read_bytes() == (moved / kept).read_bytes()
+        ours = Decoder(run.config.model)
+        line, _, number = version.partition("@")
+        load_host(ours, weights.load(Version(line, int(number))))
+        theirs = transformers.AutoModelForCausalLM.from_pretrained(out, dtype=torch.float32).eval()
+        with torch.no_grad():
+            torch.testing.assert_close(our_logits(ours, tokens), their_logits(theirs, tokens), atol=1e-4, rtol=1e-4)
+    before, after = (tmp_path / name / "model.safetensors" for name in ("main-checkpoint-0", "main-2"))
+    assert before.read_bytes() != after.read_bytes() and before.stat().st_size == after.stat().st_size
+
+
+@pytest.mark.timeout(300)
+@pytest.mark.parametrize("form", ["bf16", "fp8"])
+def test_without_mid_training_rl_starts_from_the_checkpoint(form: str, tmp_path: Path) -> None:
+    checkpoint = tmp_path / "model"
+    make_chat_checkpoint(checkpoint)
+    skipped = [setting for setting in SETTINGS if not setting.startswith("midtrain")]
+    settings = ["name=mine", f"checkpoint={checkpoint}", *skipped, "steps=1", f"form={form}"]
+    run = RunDirectory.create(tmp_path / "runs", load_config(RunConfig, None, settings))
+    run_to_report(run)
+    weights = WeightStore(Objects.open(run.home_store))
+    first, imported = weights.manifest(Version("main", 0), form), weights.manifest(Version("main-checkpoint", 0))
+    assert first.origin == imported.version and weights.head("main", form) == 1
+    assert (first.digest == imported.digest) == (form == "bf16")
+
+    # an export is a checkpoint like any other: the next run starts from it
+    export(run, "main@1", tmp_path / "export")
+    again = load_config(RunConfig, None, ["name=again", f"checkpoint={tmp_path / 'export'}", *skipped])
+    assert again.model == run.config.model

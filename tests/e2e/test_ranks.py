@@ -1,0 +1,91 @@
+"""A trainer on two ranks in a whole run: `rollmill train` starts them, and a rank that is killed costs nothing."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from rollmill.cluster.run import RunDirectory
+from rollmill.telemetry import read_events
+from tests.e2e.small_run import DEMO, SMALL, small_run
+from tests.e2e.test_kill import digests, start, stores, wait_for
+
+STEPS = 4
+
+
+def ranks_of(run: RunDirectory) -> dict[int, int]:
+    """rank → process id, by what the system says."""
+    found = {}
+    for entry in Path("/proc").iterdir():
+        try:
+            arguments = (entry / "cmdline").read_bytes().decode().split("\0")
+            if arguments[2:5] == ["rollmill.cluster.worker", "trainer", str(run.path)]:
+                environment = dict(_pairs((entry / "environ").read_bytes().decode()))
+                found[int(environment["RANK"])] = int(entry.name)
+        except (OSError, KeyError, UnicodeDecodeError):
+            continue
+    return found
+
+
+def _pairs(environment: str) -> Iterator[tuple[str, str]]:
+    for each in environment.split("\0"):
+        name, _, value = each.partition("=")
+        yield name, value
+
+
+@pytest.mark.timeout(300)
+def test_two_ranks_reach_the_report_though_one_is_killed(tmp_path: Path, midtrained: RunDirectory) -> None:
+    dials = (f"steps={STEPS}", "training.ranks=2", "training.expert_parallel=2", 'device="cpu"')
+    run = small_run(tmp_path, "ranks", *dials, base=midtrained)
+    weights, ledger, _ = stores(run)
+    process = start(run)
+    try:
+        wait_for(lambda: ledger.committed() >= 1, 120, process, run)
+        before, first = digests(weights, "main"), ranks_of(run)
+        assert first.keys() == {0, 1}
+        time.sleep(0.3)
+        os.kill(first[1], signal.SIGKILL)
+        wait_for(
+            lambda: not ranks_of(run).keys() ^ {0, 1} and not ranks_of(run).items() & first.items(), 60, process, run
+        )
+        assert process.wait(timeout=180) == 0, (run.path / "train.out").read_text()[-3000:]
+    finally:
+        if process.poll() is None:
+            os.killpg(process.pid, signal.SIGKILL)
+            process.wait()
+    after = digests(weights, "main")
+    assert sorted(after) == list(range(STEPS + 1)) and before.items() <= after.items()
+    assert ledger.committed() == STEPS and weights.lines() == sorted(["main", "main-base"])
+    trained = [id for step in ledger.steps() for id in step.trajectories]
+    assert len(trained) == len(set(trained)), "no trajectory is trained twice"
+    assert (run.path / "report.html").exists()
+    events = list(read_events(run.events))
+    assert [event["target"] for event in events if event["kind"] == "restart"] == ["trainer"]
+    assert {event["step"] for event in events if event["kind"] == "step"} == set(range(1, STEPS + 1))
+    assert (run.logs / "trainer-rank1.log").exists()
+
+
+@pytest.mark.timeout(300)
+def test_ranks_that_torchrun_started(tmp_path: Path) -> None:
+    """Each runs `rollmill train`: the first drives the run, the second follows, and both train. Mid-training only."""
+    dials = ("steps=0", "midtrain.steps=4", "midtrain.training.ranks=2", "training.ranks=2", 'device="cpu"')
+    torchrun = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2", "--no-python", "--standalone"]
+    rollmill = [sys.executable, "-c", "from rollmill.cli.main import main; main()", "train", str(DEMO)]
+    rollmill += ["--root", str(tmp_path), "name=outside", *SMALL, *dials]
+    done = subprocess.run([*torchrun, *rollmill], capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
+    run = RunDirectory.open(tmp_path / "outside")
+    weights, _, _ = stores(run)
+    assert sorted(digests(weights, "main-base")) == [0, 1] and sorted(digests(weights, "main")) == [0]
+    assert (run.path / "report.html").exists()
+    checkpoints = weights.objects.list("checkpoints/main-base")
+    assert any(key.endswith("state-00001-of-00002.safetensors") for key in checkpoints)
+    names = {event["process"] for event in read_events(run.events)}
+    assert "midtrain" in names and not any("rank" in name for name in names)

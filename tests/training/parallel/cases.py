@@ -1,0 +1,223 @@
+"""The same work by one process and by ranks; the tests compare what comes out."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from rollmill.models.config import LatentAttention, ModelConfig
+from rollmill.models.decoder import Decoder
+from rollmill.models.host import to_host
+from rollmill.storage.objects import Objects
+from rollmill.training.batching import MicroBatch, PackedSequence, SampledFacts, pack
+from rollmill.training.checkpoint import Checkpoint, Checkpoints
+from rollmill.training.config import OptimizerConfig
+from rollmill.training.next_token import NextTokenPasses
+from rollmill.training.optimizer import MasterOptimizer
+from rollmill.training.parallel.mesh import Meshes
+from rollmill.training.parallel.publish import ShardPublisher, shard_publisher
+from rollmill.training.parallel.rows import local, shards_of
+from rollmill.training.parallel.shard import fill_rows, shard_decoder
+from rollmill.training.parallel.spread import SpreadPasses
+from rollmill.training.parallel.world import World
+from rollmill.training.recompute import recompute
+from rollmill.training.replay import replay_of
+from rollmill.weights.manifest import describe, root_digest
+from rollmill.weights.store import WeightStore
+
+CPU = torch.device("cpu")
+BASE: dict[str, Any] = {
+    "vocab_size": 24,
+    "layers": 2,
+    "width": 16,
+    "heads": 2,
+    "kv_heads": 1,
+    "head_dim": 8,
+    "mlp_width": 20,
+    "max_context": 64,
+}
+MODELS = {
+    "dense": ModelConfig(**BASE, experts=0),
+    "mixture": ModelConfig(
+        **BASE, experts=4, experts_per_token=2, expert_width=8, shared_experts=1, gate="sigmoid", gate_bias=True
+    ),
+    "latent": ModelConfig(
+        **{**BASE, "kv_heads": 2},
+        experts=0,
+        tie_embeddings=True,
+        latent=LatentAttention(q_rank=6, kv_rank=8, plain_dim=4, rope_dim=4, value_dim=6),
+    ),
+}
+ADAMW = OptimizerConfig(lr=0.02, max_grad_norm=0.5, weight_decay=0.1)
+MUON = OptimizerConfig(lr=0.02, max_grad_norm=0.5, kind="muon")
+LENGTHS = (13, 9, 8, 5, 3, 1)
+Shape = tuple[int, int, int]  # ranks, expert, context
+
+
+def make_microbatches(config: ModelConfig, seed: int = 5) -> list[MicroBatch]:
+    """Two micro-batches; in the first there are fewer sequences than four ranks."""
+    draw = np.random.default_rng(seed)
+    sequences = []
+    for index, length in enumerate(LENGTHS):
+        rows = np.sort(draw.choice(length, max(1, length // 2), replace=False))
+        routes = None
+        if config.moe_layers:
+            places = length * config.moe_layers
+            orders = [draw.permutation(config.experts)[: config.experts_per_token] for _ in range(places)]
+            routes = np.array(orders, np.uint8).reshape(length, config.moe_layers, -1)
+        facts = SampledFacts(
+            logprobs=np.log(draw.uniform(0.02, 0.2, len(rows))).astype(np.float32),
+            temperatures=np.full(len(rows), 0.5 + 0.1 * index, np.float32),
+            advantages=draw.normal(size=len(rows)).astype(np.float32),
+            staleness=np.zeros(len(rows), np.int64),
+            trajectory=np.full(len(rows), index, np.int64),
+        )
+        sequences.append(
+            PackedSequence(
+                tokens=draw.integers(0, config.vocab_size, length),
+                rows=rows,
+                targets=draw.integers(0, config.vocab_size, len(rows)),
+                routes=routes,
+                routes_valid=None if routes is None else draw.random(length) < 0.8,
+                facts=facts,
+            )
+        )
+    return pack(sequences, 24)
+
+
+def make_model(name: str, form: str = "bf16") -> Decoder:
+    model = Decoder(MODELS[name], form=form)
+    model.initialise(1)
+    for key, buffer in model.state_dict().items():
+        if key.endswith("router.bias"):
+            buffer.copy_(torch.linspace(-0.1, 0.1, len(buffer)))
+    return model
+
+
+def make_sharded(world: World, name: str, shape: Shape, form: str = "bf16") -> Decoder:
+    model = make_model(name, form)
+    values = {key: value.clone() for key, value in model.state_dict().items()}
+    shard_decoder(model, world, Meshes(*shape, CPU), CPU)
+    for parameter in model.parameters():
+        local(parameter.detach()).fill_(torch.nan)
+    fill_rows(model, values)
+    return model
+
+
+def next_token_pass(model: Decoder, parts: list[MicroBatch]) -> float:
+    shards = shards_of(model)
+    targets, tokens = sum(len(part.targets_M) for part in parts), sum(len(part.tokens_N) for part in parts)
+    passes = NextTokenPasses(model, 0.01) if shards is None else SpreadPasses(model, shards, 0.01)
+    return sum(float(passes(part, targets, tokens)[0]) for part in parts)
+
+
+def policy_pass(model: Decoder, parts: list[MicroBatch], plausibility: float = 0.0) -> dict[str, Any]:
+    """A policy gradient with entropy, replayed."""
+    total, rows, found = 0.0, 0, []
+    for part in parts:
+        assert part.facts is not None
+        result = recompute(model, part, replay_of(part, plausibility))
+        loss = -(result.logprobs_M * torch.from_numpy(part.facts.advantages)).sum() / 9
+        loss = loss - 0.1 * result.entropies_M.sum() / 9
+        loss.backward()
+        total += float(loss.detach())
+        found.append(result.logprobs_M.detach())
+        for number, routing in enumerate(result.routings):
+            assert len(routing.chosen) == len(routing.scores)
+            if result.replay is not None and plausibility == 0.0:
+                valid = result.replay.valid
+                assert torch.equal(routing.chosen[valid], result.replay.routes[valid][:, number].long())
+            rows += len(routing.chosen)
+    return {"loss": total, "logprobs": torch.cat(found), "routed": rows}
+
+
+def gradients(model: Decoder) -> dict[str, Tensor]:
+    """Taken off the model and made whole."""
+    found = {name: parameter.grad for name, parameter in model.named_parameters()}
+    model.zero_grad()
+    return assemble(model, {name: local(gradient) for name, gradient in found.items() if gradient is not None})
+
+
+def assemble(model: Decoder, own: dict[str, Tensor]) -> dict[str, Tensor]:
+    """Tensors sharded as the parameters are, made whole."""
+    shards = shards_of(model)
+    if shards is None:
+        return {name: tensor.clone() for name, tensor in own.items()}
+    found = {}
+    for name, each in {name: shards.world.gather(tensor) for name, tensor in own.items()}.items():
+        found[name] = torch.full(shards.own(name).shape, torch.nan)
+        for rows, tensor in zip(shards.rows[name], each, strict=True):
+            found[name][rows.start : rows.stop] = tensor
+    return found
+
+
+def passes(world: World | None, name: str, shape: Shape = (1, 1, 1)) -> dict[str, Any]:
+    """Loss and gradients of both objectives."""
+    model = make_model(name) if world is None else make_sharded(world, name, shape)
+    parts = make_microbatches(model.config)
+    found: dict[str, Any] = {"next token": next_token_pass(model, parts), "next token gradients": gradients(model)}
+    found["policy"] = policy_pass(model, parts)
+    found["policy gradients"] = gradients(model)
+    found["filtered"] = policy_pass(model, parts, plausibility=0.9)
+    found["filtered gradients"] = gradients(model)
+    return found
+
+
+class Run:
+    """A little trainer: steps, checkpoints, versions."""
+
+    def __init__(
+        self, path: Path, world: World | None, name: str, shape: Shape, config: OptimizerConfig, form: str = "bf16"
+    ) -> None:
+        self.name, self.form = name, form
+        self.model = make_model(name, form) if world is None else make_sharded(world, name, shape, form)
+        self.shards = shards_of(self.model)
+        self.optimizer = MasterOptimizer(self.model, config, form)
+        self.objects = Objects.open(path)
+        self.checkpoints = Checkpoints(self.objects, 2, self.shards)
+        self.step = 0
+
+    def train(self, steps: int) -> list[tuple[float, float]]:
+        """(loss, length of the gradient) of each step."""
+        found = []
+        for _ in range(steps):
+            self.step += 1
+            loss = next_token_pass(self.model, make_microbatches(self.model.config, self.step))
+            found.append((loss, self.optimizer.update(0.02).grad_norm))
+        return found
+
+    def save(self) -> None:
+        self.checkpoints.save(Checkpoint("line", self.step, 0, {**self.optimizer.state(), "rng": torch.arange(8)}))
+
+    def resume(self) -> int:
+        checkpoint = self.checkpoints.newest("line")
+        assert checkpoint is not None
+        tensors = dict(checkpoint.tensors)
+        assert torch.equal(tensors.pop("rng"), torch.arange(8))
+        self.optimizer.load(tensors)
+        self.step = checkpoint.step
+        return self.step
+
+    def masters(self) -> dict[str, Tensor]:
+        state = {key: value for key, value in self.optimizer.state().items() if key.startswith("master.")}
+        return assemble(self.model, {key.removeprefix("master."): value for key, value in state.items()})
+
+    def digest(self) -> str:
+        """Of the version one process would publish that had these masters."""
+        whole = make_model(self.name, self.form)
+        masters = self.masters()
+        with torch.no_grad():
+            for name, parameter in whole.named_parameters():
+                parameter.copy_(masters[name])
+        MasterOptimizer(whole, ADAMW, self.form)
+        return root_digest(describe(to_host(whole.state_dict(), self.form)))
+
+    def publisher(self, line: str) -> ShardPublisher:
+        assert self.shards is not None
+        found = shard_publisher(self.model, self.shards, WeightStore(self.objects), line, self.form, 4, "fast")
+        found.resume()
+        return found

@@ -1,0 +1,143 @@
+"""Out of memory, for real: on the CPU with a limit on the process, on CUDA with a part of the device's memory."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+from rollmill.errors import TrainingError
+from rollmill.models.config import ModelConfig
+from rollmill.models.device import Device
+from rollmill.storage.objects import Objects
+from rollmill.training.config import MidtrainConfig, TrainingConfig
+from rollmill.training.loop import Trainer
+from rollmill.training.memory import explain_out_of_memory
+from rollmill.training.objectives.midtrain import Document, MidtrainObjective
+from rollmill.types import Version
+from rollmill.weights.store import WeightStore
+
+MODEL = ModelConfig(
+    vocab_size=512, layers=2, width=64, heads=4, kv_heads=2, head_dim=16, mlp_width=4096, experts=0, max_context=65_536
+)
+LENGTH = 16_384
+
+
+def documents(seed: int, start: int) -> Iterator[Document]:
+    """The third step's are long."""
+    index = start
+    while True:
+        length = LENGTH if index >= 4 else 64
+        tokens = np.random.default_rng((seed, index)).integers(0, MODEL.vocab_size, length)
+        yield tokens.tolist(), [True] * length
+        index += 1
+
+
+def make_trainer(path: Path, device: Device, **dials: int) -> Trainer:
+    training = TrainingConfig(tokens_per_microbatch=2 * LENGTH, checkpoint_every=1, deterministic=False, **dials)
+    objective = MidtrainObjective(
+        MidtrainConfig(documents_per_step=2, publish_every=1),
+        documents,
+        seed=0,
+        max_context=MODEL.max_context,
+        tokens_per_microbatch=training.tokens_per_microbatch,
+    )
+    objects = Objects.open(path / "store")
+    return Trainer(training, MODEL, objective, WeightStore(objects), objects, "main", steps=9, seed=0, device=device)
+
+
+LIMITED = """
+import pathlib, resource, sys
+from tests.training.test_memory import make_trainer
+trainer = make_trainer(pathlib.Path(sys.argv[1]), "cpu")
+trainer.run(1)
+used = next(int(line.split()[1]) for line in open("/proc/self/status") if line.startswith("VmSize"))
+resource.setrlimit(resource.RLIMIT_AS, (used * 1024 + (256 << 20),) * 2)
+trainer.run(9)
+"""
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="limits of memory are Linux's")
+def test_on_the_cpu_it_says_what_was_tried_and_loses_nothing(tmp_path: Path):
+    found = subprocess.run(
+        [sys.executable, "-c", LIMITED, str(tmp_path)], capture_output=True, text=True, timeout=120, check=False
+    )
+    assert found.returncode == 1
+    text = found.stderr[found.stderr.rindex("TrainingError") :]
+    assert f"step 3 ran out of memory: its micro-batch has {2 * LENGTH - 2} tokens in 2 sequences" in text
+    assert (
+        "GiB were in use, the machine has" in text and "this process may use" in text and "more were asked for" in text
+    )
+    first, second = text.index(f"tokens_per_microbatch (it is {2 * LENGTH})"), text.index("recompute_every = 1")
+    assert first < second < text.index("max_context")
+    weights = WeightStore(Objects.open(tmp_path / "store"))
+    assert weights.numbers("main") == [0, 1, 2], "two steps were made, and can be gone on from"
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
+def test_on_cuda_it_says_what_was_tried_and_loses_nothing(tmp_path: Path):
+    trainer = make_trainer(tmp_path, "cuda")
+    trainer.run(1)
+    _, total = torch.cuda.mem_get_info()
+    torch.cuda.empty_cache()
+    torch.cuda.set_per_process_memory_fraction((torch.cuda.memory_reserved() + (100 << 20)) / total)
+    try:
+        with pytest.raises(
+            TrainingError, match=f"step 3 ran out of memory: its micro-batch has {2 * LENGTH - 2}"
+        ) as found:
+            trainer.run(9)
+    finally:
+        torch.cuda.set_per_process_memory_fraction(1.0)
+    assert "the device has" in found.value.message and "of which others hold" in found.value.message
+    assert "more were asked for" in found.value.message
+    assert (found.value.hint or "").startswith("lower training.tokens_per_microbatch")
+    del found, trainer
+    assert make_trainer(tmp_path, "cuda").run(4) == Version("main", 4), "with more memory the same step is made"
+
+
+@pytest.mark.parametrize(
+    ("dials", "first"), [({}, "set training.recompute_every = 1 (it is 0)"), ({"recompute_every": 1}, "shorten")]
+)
+def test_a_dial_that_would_change_nothing_is_not_named(tmp_path: Path, dials: dict[str, int], first: str):
+    """A single sequence is not cut by smaller micro-batches, and layers cannot run again twice."""
+    trainer = make_trainer(tmp_path, "cpu")
+    batch = trainer._objective.next_batch(3, None, lambda: False)  # type: ignore[arg-type]
+    assert batch is not None
+    (part,) = batch.microbatches
+    alone = type(part)(part.tokens_N[:9], part.positions_N[:9], [9], part.rows_M, part.targets_M, None, None, None)
+    with (
+        pytest.raises(TrainingError) as found,
+        explain_out_of_memory("it", torch.device("cpu"), TrainingConfig(**dials), [alone]),
+    ):
+        raise MemoryError
+    assert (found.value.hint or "").startswith(first)
+
+
+def test_other_errors_pass():
+    with (
+        pytest.raises(RuntimeError, match="shapes"),
+        explain_out_of_memory("it", torch.device("cpu"), TrainingConfig()),
+    ):
+        raise RuntimeError("shapes do not fit")
+
+
+def test_a_model_that_does_not_fit_says_so(tmp_path: Path):
+    huge = ModelConfig(vocab_size=1 << 20, width=1 << 26, heads=1, kv_heads=1, head_dim=16, layers=1, experts=0)
+    objects = Objects.open(tmp_path / "store")
+    with pytest.raises(TrainingError, match="the model ran out of memory; at the peak") as found:
+        Trainer(
+            TrainingConfig(),
+            huge,
+            None,
+            WeightStore(objects),
+            objects,
+            "main",
+            steps=1,
+            seed=0,  # type: ignore[arg-type]
+        )
+    assert "16 bytes a parameter" in (found.value.hint or "")
