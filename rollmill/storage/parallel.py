@@ -18,7 +18,7 @@ from rollmill.storage.objects import Objects
 
 THREADS = 16  # requests at a time: a link of 200 Mbit/s and 120 ms holds 3 MB, and small objects must fill it too
 PIECE_BYTES = 8 << 20
-_SMALL_PIECE_BYTES = 1 << 20
+_SMALL_PIECE_BYTES, _LEAST_PIECE_BYTES = 512 << 10, 128 << 10
 BYTES_IN_FLIGHT = 128 << 20
 # Stores have already asked again by themselves when these begin: this is for a link that is away a little longer.
 _PAUSES_SECONDS = (0.2, 1.0)
@@ -41,7 +41,7 @@ def read_ranges(
 
     Raises what `Objects.get_range` raises, at the range that cannot be had; the ones before it have been yielded.
     """
-    pieces = ((piece, last) for wanted in ranges for piece, last in _pieces(Range(*wanted), piece_bytes, threads))
+    pieces = _pieces(ranges, piece_bytes, threads)
     ahead: collections.deque[tuple[Future[bytes], int, bool]] = collections.deque()
     given_up = threading.Event()
     pool = ThreadPoolExecutor(threads, thread_name_prefix="read-ranges")
@@ -71,13 +71,26 @@ def read_ranges(
         pool.shutdown(wait=False, cancel_futures=True)  # a request that hangs must not hold up the caller
 
 
-def _pieces(wanted: Range, piece_bytes: int, threads: int) -> Iterator[tuple[Range, bool]]:
-    """The range in pieces, each with whether it is the last: enough for all threads, as long as they are not tiny."""
-    key, start, length = wanted
-    piece_bytes = min(piece_bytes, max(-(-length // threads), _SMALL_PIECE_BYTES))
-    for offset in range(0, max(length, 1), piece_bytes):
-        size = min(piece_bytes, length - offset)
-        yield Range(key, start + offset, size), offset + size == length
+def _pieces(ranges: Iterable[tuple[str, int, int]], piece_bytes: int, threads: int) -> Iterator[tuple[Range, bool]]:
+    """The ranges in pieces, each with whether it is the last of its range: enough for all threads, and not tiny.
+
+    The first requests begin together, share the link, and would all end together: nothing could be worked on until
+    then, and nothing would be on its way after. So each of them asks for more than the one before.
+    """
+    number = 0
+    for key, start, length in ranges:
+        usual = min(piece_bytes, max(-(-length // threads), _SMALL_PIECE_BYTES))
+        least = min(usual, _LEAST_PIECE_BYTES)
+        end = start + length
+        while True:
+            number += 1
+            size = max(usual * min(number, threads) // threads, least)
+            if end - start - size < least:
+                size = end - start
+            yield Range(key, start, size), start + size == end
+            start += size
+            if start == end:
+                break
 
 
 def _read_piece(objects: Objects, piece: Range, given_up: threading.Event) -> bytes:

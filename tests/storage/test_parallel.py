@@ -175,3 +175,18 @@ def test_the_first_error_of_an_upload_is_raised(monkeypatch: pytest.MonkeyPatch)
             front.busy_for = 2
             uploads.create("p/1", bytes(1000))
         assert objects.head("p/1") == 1000
+
+
+def test_the_first_pieces_ask_for_more_and_more() -> None:
+    """They share a link: were they equal, all would arrive at the same moment, and nothing before."""
+    wanted = [("a", 5, 300 << 10), ("b", 0, 0), ("c", 0, 6 << 20), ("d", 0, 64 << 20)]
+    pieces = list(parallel._pieces(wanted, 8 << 20, 16))
+    for key, start, length in wanted:
+        mine = [(piece, last) for piece, last in pieces if piece.key == key]
+        ends = [piece.start + piece.length for piece, _ in mine]
+        assert [piece.start for piece, _ in mine] == [start, *ends[:-1]] and ends[-1] == start + length
+        assert [last for _, last in mine] == [False] * (len(mine) - 1) + [True]
+    sizes = [piece.length for piece, last in pieces if piece.key == "c" and not last]
+    assert sizes[0] < sizes[6] < sizes[-1] == 512 << 10
+    assert min(piece.length for piece, _ in pieces if piece.key != "b") >= 128 << 10
+    assert max(piece.length for piece, _ in pieces) == 4 << 20
