@@ -1,7 +1,8 @@
 """Checkpoints: everything a step needs of the steps before it (fp32 masters, Adam moments, counters, random state).
 
-    checkpoints/LINE/00000010/state.safetensors     written first
-    checkpoints/LINE/00000010/checkpoint.json       written last, with the digest of the state: now it counts
+    checkpoints/LINE/00000010/state-00000.safetensors …   written first, one after another: what is needed beside the
+                                                          state is the memory of one of them
+    checkpoints/LINE/00000010/checkpoint.json             written last, with their digests: now it counts
 
 A restart takes the newest one that reads back whole. Versions in the weight store are no substitute: they are rounded.
 Many ranks write a state each (training.parallel.checkpoint); any number of ranks, also one, goes on from either.
@@ -10,7 +11,7 @@ Many ranks write a state each (training.parallel.checkpoint); any number of rank
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -25,6 +26,7 @@ from rollmill.errors import StorageError, TrainingError
 from rollmill.storage.objects import Objects
 from rollmill.training.parallel.rows import Rows, Shards
 
+OBJECT_BYTES = 256 << 20
 UNREADABLE = (StorageError, safetensors.SafetensorError, ValueError, KeyError)
 
 
@@ -48,7 +50,7 @@ class Checkpoints:
     def save(self, checkpoint: Checkpoint) -> None:
         """Durable when this returns. Older checkpoints of the line beyond `keep` are then removed."""
         folder = _folder(checkpoint.line, checkpoint.step)
-        described = {
+        described: dict[str, Any] = {
             "line": checkpoint.line,
             "step": checkpoint.step,
             "bad_steps": checkpoint.bad_steps,
@@ -56,9 +58,10 @@ class Checkpoints:
             "threads": torch.get_num_threads(),
         }
         if self._shards is None:
-            state = safetensors.torch.save({name: tensor.contiguous() for name, tensor in checkpoint.tensors.items()})
-            described |= {"bytes": len(state), "blake3": blake3(state).hexdigest()}
-            self._objects.put(f"{folder}/state.safetensors", state)
+            described["objects"] = [
+                self._write(folder, f"state-{number:05d}.safetensors", part)
+                for number, part in enumerate(parts_of(checkpoint.tensors))
+            ]
             self._objects.put(f"{folder}/checkpoint.json", json.dumps(described, indent=1).encode())
         else:
             from rollmill.training.parallel.checkpoint import write_state
@@ -66,6 +69,11 @@ class Checkpoints:
             write_state(self._objects, folder, described, checkpoint.tensors, self._shards)
         if self._shards is None or self._shards.world.first:
             self._remove_old(checkpoint.line)
+
+    def _write(self, folder: str, name: str, tensors: Mapping[str, Tensor]) -> dict[str, Any]:
+        data = safetensors.torch.save(dict(tensors))
+        self._objects.put(f"{folder}/{name}", data)
+        return {"name": name, "bytes": len(data), "blake3": state_digest(data)}
 
     def _remove_old(self, line: str) -> None:
         for step in self.steps(line)[: -self._keep]:
@@ -119,19 +127,39 @@ class Checkpoints:
 
             tensors: Mapping[str, Tensor] = read_state(self._objects, folder, described, self._shards)
         else:
-            state = self._objects.get(f"{folder}/state.safetensors")
-            if blake3(state).hexdigest() != described["blake3"]:
-                raise ValueError("its bytes do not match their digest")
-            tensors = safetensors.torch.load(state)
-            if self._shards is not None:
-                tensors = {name: _own_rows(name, tensor, self._shards) for name, tensor in tensors.items()}
+            tensors = dict(self._objects_read(folder, described["objects"]))
         return Checkpoint(line, step, int(described["bad_steps"]), tensors)
+
+    def _objects_read(self, folder: str, objects: Sequence[Mapping[str, Any]]) -> Iterator[tuple[str, Tensor]]:
+        for entry in objects:
+            data = self._objects.get(f"{folder}/{entry['name']}")
+            if state_digest(data) != entry["blake3"]:
+                raise ValueError(f"the bytes of {entry['name']} do not match their digest")
+            for name, tensor in safetensors.torch.load(data).items():
+                yield name, tensor if self._shards is None else _own_rows(name, tensor, self._shards)
 
     def _agreed(self, value: Any) -> Any:
         return value if self._shards is None else self._shards.world.from_first(value)
 
     def _all(self, good: bool) -> bool:
         return good if self._shards is None else self._shards.world.all(good)
+
+
+def parts_of(tensors: Mapping[str, Tensor]) -> Iterator[dict[str, Tensor]]:
+    """In order, on the host, as much at a time as one object should hold."""
+    part: dict[str, Tensor] = {}
+    size = 0
+    for name, tensor in tensors.items():
+        if part and size + tensor.nbytes > OBJECT_BYTES:
+            yield part
+            part, size = {}, 0
+        part[name] = tensor.detach().cpu().contiguous()
+        size += tensor.nbytes
+    yield part
+
+
+def state_digest(data: bytes | memoryview) -> str:
+    return blake3(data, max_threads=blake3.AUTO).hexdigest()
 
 
 def rows_held(name: str, shards: Shards) -> Rows | None:

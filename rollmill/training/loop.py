@@ -58,6 +58,7 @@ from rollmill.training.parallel.rows import shards_of
 from rollmill.training.parallel.world import ALONE, World
 from rollmill.training.publish import publisher_of
 from rollmill.types import Version
+from rollmill.weights.leases import LONGEST_SECONDS, Leases
 from rollmill.weights.manifest import Manifest
 from rollmill.weights.store import WeightStore, newest_line
 
@@ -102,6 +103,7 @@ class Trainer(Generic[Batch]):
         with self._explained("the model"):
             self._model = self._make_model(model_config)
         self._model.recompute_every = config.recompute_every
+        self._model.recompute_gate_up = config.recompute_gate_up
         self._checkpoints = Checkpoints(checkpoints, config.keep_checkpoints, shards_of(self._model))
         self._stop = threading.Event()
         self._bad_steps = 0
@@ -224,6 +226,15 @@ class Trainer(Generic[Batch]):
             tensors = {**self._optimizer.state(), **buffers, "rng": torch.get_rng_state()}
             self._checkpoints.save(Checkpoint(self.line, self.step, self._bad_steps, tensors))
         self._saved = self.step
+        self._hold_versions()
+
+    def _hold_versions(self) -> None:
+        """Steps after a checkpoint may run again, and are then compared with their versions: a collection in the
+        meantime leaves these alone."""
+        if self._world.first and self._published:
+            oldest = min(self._checkpoints.steps(self.line))
+            held = max((number for step, number in self._published.items() if step <= oldest), default=0)
+            Leases(self._weights.objects, self.line, self._form).hold("trainer", held, LONGEST_SECONDS)
 
     def _buffers(self) -> dict[str, Tensor]:
         """What versions hold beside the parameters, which no optimizer keeps: a gate's bias."""

@@ -200,14 +200,21 @@ class MasterOptimizer:
                 served.copy_(own_rows(name, whole, self._shards))
 
     def state(self) -> dict[str, Tensor]:
-        """Everything needed to go on bit for bit: `master.NAME`, `mean.NAME`, `square.NAME`, and `updates`."""
-        groups = {"master": self._masters, "mean": self._means, "square": self._squares}
+        """Everything needed to go on bit for bit: `master.NAME`, `mean.NAME`, `square.NAME`, and `updates`. Before the
+        first update there are no moments."""
+        return self._state(self._updates)
+
+    def _state(self, updates: int) -> dict[str, Tensor]:
+        """What there is after so many updates."""
+        moments = {"mean": self._means, "square": self._squares} if updates else {}
+        groups = {"master": self._masters, **moments}
         tensors = {f"{kind}.{name}": tensor for kind, group in groups.items() for name, tensor in group.items()}
-        return {**tensors, "updates": torch.tensor(self._updates)}
+        return {**tensors, "updates": torch.tensor(updates)}
 
     @torch.no_grad()
     def load(self, tensors: Mapping[str, Tensor]) -> None:
-        own = self.state()
+        updates = int(tensors["updates"])
+        own = self._state(updates)
         different = {name for name in own.keys() | tensors.keys() if _shape(own, name) != _shape(tensors, name)}
         if different:
             raise TrainingError(
@@ -216,7 +223,10 @@ class MasterOptimizer:
             )
         for name, tensor in own.items():
             tensor.copy_(tensors[name])
-        self._updates = int(tensors["updates"])
+        if not updates:
+            for moment in (*self._means.values(), *self._squares.values()):
+                moment.zero_()
+        self._updates = updates
         self._serve()
 
 

@@ -5,9 +5,11 @@ from pathlib import Path
 import pytest
 
 from rollmill.errors import TrainingError
+from rollmill.training import checkpoint as checkpoint_module
 from rollmill.training.lineage import next_line, trace_lineage
 from rollmill.types import Version
 from rollmill.weights.collect import collect
+from rollmill.weights.leases import Leases
 from rollmill.weights.publisher import Publisher
 from rollmill.weights.store import newest_line
 from tests.training.world import PACE, STEPS, TRAINING, World
@@ -69,12 +71,12 @@ def test_a_damaged_checkpoint_falls_back_to_the_one_before(tmp_path: Path):
     world.trainer().run(STEPS)
     before = world.chain()
     assert world.trainer()._checkpoints.steps("main") == [STEPS - 2, STEPS], "older ones are removed"
-    world.objects.put(f"checkpoints/main/{STEPS:08d}/state.safetensors", b"damaged")
+    world.objects.put(f"checkpoints/main/{STEPS:08d}/state-00000.safetensors", b"damaged")
     trainer = world.trainer()
     trainer.run(STEPS)
     assert world.chain() == before and world.ledger.committed() == STEPS
     for step in (STEPS - 2, STEPS):
-        world.objects.put(f"checkpoints/main/{step:08d}/state.safetensors", b"damaged")
+        world.objects.put(f"checkpoints/main/{step:08d}/state-00000.safetensors", b"damaged")
     with pytest.raises(TrainingError, match="reads back whole"):
         world.trainer().run(STEPS)
 
@@ -107,6 +109,7 @@ def test_collected_versions_take_neither_the_lineage_nor_the_run_along(tmp_path:
     other.add_steps()
     other.trainer().run(STEPS)
     before = other.chain()
+    Leases(other.objects, "main").release("trainer")
     assert collect(other.weights, "main", keep=1).kept == (4, 5, 6)
     assert other.trainer().run(STEPS) == Version("main", STEPS)
     assert other.chain() == before[4:]
@@ -117,7 +120,9 @@ def test_a_run_whose_versions_since_the_checkpoint_were_collected_says_so(tmp_pa
     world = World(tmp_path)
     world.add_steps()
     world.trainer(TRAINING.model_copy(update={"snapshot_every": 1})).run(STEPS)
-    world.objects.put(f"checkpoints/main/{STEPS:08d}/state.safetensors", b"damaged")
+    world.objects.put(f"checkpoints/main/{STEPS:08d}/state-00000.safetensors", b"damaged")
+    assert collect(world.weights, "main", keep=1).kept == (STEPS - 2, STEPS - 1, STEPS), "both checkpoints need these"
+    Leases(world.objects, "main").release("trainer")  # it has ended: nobody came back for a day
     assert collect(world.weights, "main", keep=1).kept == (STEPS,)
     with pytest.raises(TrainingError, match=f"checkpoint of line 'main' is of step {STEPS - 2}.*collected") as caught:
         world.trainer().run(STEPS)
@@ -133,3 +138,21 @@ def test_a_run_in_another_form_knows_the_checkpoint_it_began_with(tmp_path: Path
     Publisher(world.weights, "main", form="fp8").publish(0, tensors, parent=Version("base", 4))
     assert trace_lineage(world.weights, "main", "fp8").position("base", 4) == 0
     assert trace_lineage(world.weights, "main").position("base", 4) is None
+
+
+def test_a_large_state_is_written_in_parts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    """And the first one has no moments yet."""
+    monkeypatch.setattr(checkpoint_module, "OBJECT_BYTES", 8_000)
+    world = World(tmp_path)
+    world.add_steps()
+    world.trainer().run(1)
+    sizes = {
+        step: [world.objects.head(key) for key in world.objects.list(f"checkpoints/main/{step:08d}") if "state" in key]
+        for step in (0, 1)
+    }
+    assert len(sizes[0]) > 2 and sum(map(int, sizes[1])) > 2 * sum(map(int, sizes[0]))
+    straight = World(tmp_path / "straight")
+    straight.add_steps()
+    straight.trainer().run(2)
+    world.trainer().run(2)
+    assert world.chain() == straight.chain()

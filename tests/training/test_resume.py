@@ -23,14 +23,14 @@ from tests.training.world import MODEL, PACE, STEPS, World
 # Each start dies after the next effect. Checkpoints are written every second step, two objects each; `create` of a
 # manifest commits a version.
 DEATHS = [
-    "put:1:00000000/state.safetensors",  # half of checkpoint 0
+    "put:1:00000000/state-00000.safetensors",  # half of checkpoint 0
     "put:1:00000000/checkpoint.json",  # checkpoint 0 without version 0
     "write_step:1",  # step 1 recorded, not run
     "create:1:packs/0000000001",  # version 1 half written
     "create:1:0000000001.manifest",  # version 1 published, not committed
     "put:1:00000002/checkpoint.json",  # checkpoint 2 written, step 2 not committed
     "commit_step:2",  # step 3 committed; step 2 was by the restart
-    "put:1:00000004/state.safetensors",  # half of checkpoint 4: steps 3 and 4 run again
+    "put:1:00000004/state-00000.safetensors",  # half of checkpoint 4: steps 3 and 4 run again
     "create:1:0000000005.manifest",
 ]
 

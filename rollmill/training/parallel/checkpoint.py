@@ -1,9 +1,9 @@
 """Checkpoints by many ranks, with torch.distributed.checkpoint: each writes its rows, any number of ranks reads them.
 
-    checkpoints/LINE/00000010/state-00000-of-00002.safetensors     each rank's own, written first
-    checkpoints/LINE/00000010/state-00001-of-00002.safetensors
-    checkpoints/LINE/00000010/checkpoint.json                      written last, by the first rank: which rows of which
-                                                                   tensor are where, each piece with its digest
+    checkpoints/LINE/00000010/state-00000-of-00002-00000.safetensors …     each rank's own, written first
+    checkpoints/LINE/00000010/state-00001-of-00002-00000.safetensors …
+    checkpoints/LINE/00000010/checkpoint.json      written last, by the first rank: which rows of which tensor are
+                                                   where, each piece with its digest
 
 One rank writes as training.checkpoint does; either reads the other's.
 """
@@ -19,7 +19,6 @@ from typing import Any
 import safetensors.torch
 import torch
 import torch.distributed.checkpoint as dcp
-from blake3 import blake3
 from torch import Tensor
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner, DefaultSavePlanner
@@ -43,7 +42,7 @@ from torch.distributed.checkpoint.storage import StorageReader, StorageWriter, W
 from torch.futures import Future
 
 from rollmill.storage.objects import Objects
-from rollmill.training.checkpoint import rows_held
+from rollmill.training.checkpoint import parts_of, rows_held, state_digest
 from rollmill.training.parallel.rows import Rows, Shards
 from rollmill.training.parallel.world import World
 
@@ -130,7 +129,7 @@ def _tensor(value: RowShard | Tensor) -> Tensor:
 class _Writer(StorageWriter):
     def __init__(self, objects: Objects, folder: str, described: Mapping[str, Any], world: World) -> None:
         self._objects, self._folder, self._described = objects, folder, described
-        self._object = f"state-{world.rank:05d}-of-{world.size:05d}.safetensors"
+        self._object = f"state-{world.rank:05d}-of-{world.size:05d}"
 
     def reset(self, checkpoint_id: Any = None) -> None: ...
 
@@ -143,23 +142,28 @@ class _Writer(StorageWriter):
         return plans
 
     def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
-        tensors = {
-            item.index.fqn: planner.resolve_data(item).detach().cpu().contiguous()  # type: ignore[union-attr]
-            for item in plan.items
-        }
-        data = safetensors.torch.save(tensors)
-        self._objects.put(f"{self._folder}/{self._object}", data)
-        size = int.from_bytes(data[:8], "little")
-        header = json.loads(data[8 : 8 + size])
+        items = {item.index.fqn: item for item in plan.items}
+        tensors = {name: planner.resolve_data(item) for name, item in items.items()}
         results = []
-        for item in plan.items:
-            start, stop = (8 + size + place for place in header[item.index.fqn]["data_offsets"])
-            place = {"object": self._object, "start": start, "bytes": stop - start}
-            digest = blake3(memoryview(data)[start:stop]).hexdigest()
-            results.append(WriteResult(item.index, stop - start, {**place, "blake3": digest}))
+        for number, part in enumerate(parts_of(tensors)):  # type: ignore[arg-type]
+            for name, place in self._write(f"{self._object}-{number:05d}.safetensors", part).items():
+                results.append(WriteResult(items[name].index, place["bytes"], place))
         done: Future[list[WriteResult]] = Future()
         done.set_result(results)
         return done
+
+    def _write(self, name: str, tensors: dict[str, Tensor]) -> dict[str, dict[str, Any]]:
+        """One object, and where each tensor lies in it."""
+        data = safetensors.torch.save(tensors)
+        self._objects.put(f"{self._folder}/{name}", data)
+        size = int.from_bytes(data[:8], "little")
+        places: dict[str, dict[str, Any]] = {}
+        for tensor, entry in json.loads(data[8 : 8 + size]).items():
+            if tensor in tensors:
+                start, stop = (8 + size + place for place in entry["data_offsets"])
+                digest = state_digest(memoryview(data)[start:stop])
+                places[tensor] = {"object": name, "start": start, "bytes": stop - start, "blake3": digest}
+        return places
 
     def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
         places = {result.index: result.storage_data for of_rank in results for result in of_rank}
@@ -231,7 +235,7 @@ class _Reader(StorageReader):
         """A piece as it was written: its digest is that of all of it."""
         place, dtype = self._places[MetadataIndex(index.fqn, index.offset)]
         data = self._objects.get_range(f"{self._folder}/{place['object']}", place["start"], place["bytes"])
-        if blake3(data).hexdigest() != place["blake3"]:
+        if state_digest(data) != place["blake3"]:
             raise ValueError(f"the bytes of {index.fqn} in {place['object']} do not match their digest")
         return torch.frombuffer(bytearray(data), dtype=getattr(torch, dtype)).view(place["sizes"])
 

@@ -98,7 +98,7 @@ def damaged(world: World, path: Path) -> int:
         run.train(1)
         run.save()
     if world.first:
-        key = "checkpoints/line/00000002/state-00001-of-00002.safetensors"
+        key = "checkpoints/line/00000002/state-00001-of-00002-00000.safetensors"
         data = bytearray(run.objects.get(key))
         data[-1] ^= 1
         run.objects.put(key, bytes(data))
