@@ -59,21 +59,29 @@ def quantise_state(state: Mapping[str, Tensor], form: str) -> dict[str, HostTens
             _check_finite({name: largest_of(tensor)})
             parts = quantise(name, tensor.detach(), form)
         else:
-            parts = {name: tensor.detach().to(_plain(name))}
+            parts = {name: tensor.detach().to(served_type(name))}
         for part, values in parts.items():
             tensors[part] = _to_host(values)
     return tensors
 
 
-@torch.no_grad()
-def dequantise_into(model: nn.Module, tensors: Mapping[str, HostTensor], changed: Iterable[str] | None = None) -> None:
-    """Copy a version into the parameters, only those that `changed` names (or names scales of) if given. Nothing is
-    touched unless all fit."""
-    state = model.state_dict()
+def placed_parts(
+    state: Mapping[str, Tensor], tensors: Mapping[str, HostTensor], changed: Iterable[str] | None = None
+) -> Iterator[tuple[str, dict[str, Tensor]]]:
+    """Codes and scales of each parameter, where it is; only of those that `changed` names (or names scales of), if
+    given. WeightsError at once for weights of another model."""
     _check_layout(state, tensors)
     for name in state if changed is None else dict.fromkeys(map(owner, changed)):
         parts = {part: tensors[part] for part in (name, name + SCALE, name + POWER) if part in tensors}
-        state[name].copy_(dequantise(name, {part: _to_device(parts[part], state[name].device) for part in parts}))
+        yield name, {part: _to_device(parts[part], state[name].device) for part in parts}
+
+
+@torch.no_grad()
+def dequantise_into(model: nn.Module, tensors: Mapping[str, HostTensor], changed: Iterable[str] | None = None) -> None:
+    """Copy a version into the parameters. Nothing is touched unless all fit."""
+    state = model.state_dict()
+    for name, parts in placed_parts(state, tensors, changed):
+        state[name].copy_(dequantise(name, parts))
 
 
 @torch.no_grad()
@@ -82,7 +90,7 @@ def round_parameters_(parameters: Iterable[tuple[str, Tensor]], form: str) -> No
     largest: dict[str, Tensor] = {}
     for name, parameter in parameters:
         if not quantises(name, parameter):
-            parameter.copy_(parameter.to(_plain(name)))
+            parameter.copy_(parameter.to(served_type(name)))
             continue
         largest[name] = largest_of(parameter)
         for piece, power in _pieces(parameter, form, largest[name]):
@@ -131,7 +139,7 @@ def dequantised(tensors: Mapping[str, HostTensor]) -> dict[str, HostTensor]:
     for name in dict.fromkeys(map(owner, tensors)):
         parts = {part: tensors[part] for part in (name, name + SCALE, name + POWER) if part in tensors}
         values = dequantise(name, {part: _to_device(parts[part], torch.device("cpu")) for part in parts})
-        plain[name] = _to_host(values.to(_plain(name)))
+        plain[name] = _to_host(values.to(served_type(name)))
     return plain
 
 
@@ -171,7 +179,8 @@ def _check_finite(largest: Mapping[str, Tensor]) -> None:
         )
 
 
-def _plain(name: str) -> torch.dtype:
+def served_type(name: str) -> torch.dtype:
+    """The narrowest type that holds a parameter's served values exactly."""
     # what decides between experts is never rounded: engine and trainer would choose different ones
     return torch.float32 if name.endswith(_KEPT_WIDE) else torch.bfloat16
 
@@ -209,7 +218,7 @@ def _layout(name: str, tensor: Tensor, form: str) -> dict[str, tuple[str, tuple[
     """dtype and shape of the parts of a parameter."""
     shape = tuple(tensor.shape)
     if not quantises(name, tensor):
-        return {name: ("fp32" if _plain(name) == torch.float32 else "bf16", shape)}
+        return {name: ("fp32" if served_type(name) == torch.float32 else "bf16", shape)}
     *lead, rows, columns = shape
     if form == "fp8":
         scales = (*lead, -(-rows // fp8.BLOCK), -(-columns // fp8.BLOCK))

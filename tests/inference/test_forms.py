@@ -57,3 +57,20 @@ async def test_a_damaged_version_leaves_the_served_one_in_place(device: Device) 
         with pytest.raises(WeightsError, match="do not have digest"):
             await engine.apply(bad)
         assert set((await answer(engine, request())).policies) == {good.policy}
+
+
+@pytest.mark.parametrize("form", ["fp8", "nvfp4"])
+async def test_a_parameter_that_went_bad_is_made_good_by_the_next_version(form: str, device: Device) -> None:
+    first = make_update(1, form)
+    tensors = {**first.tensors, "norm": make_update(2, form).tensors["norm"]}
+    tensors["norm"].data[:2] ^= 1
+    policy = PolicyRef("main", 2, form, root_digest(describe(tensors)))
+    second = Update(policy, tensors, {"norm": []}, first.policy, 0, {}, time.time())
+    async with EmbeddedEngine(TINY, ENGINE, device=device, form=form) as engine:
+        await engine.apply(first)
+        model = engine._worker._model
+        with torch.no_grad():
+            model.layers[0].output[3, 5] += 1.0
+        await engine.apply(second)
+        assert device_digest(model, form) == policy.digest
+        assert set((await answer(engine, request())).policies) == {policy}

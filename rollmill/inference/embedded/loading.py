@@ -10,13 +10,19 @@ is not what it says leaves the served one in place, and the parameters against t
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Protocol
+
+import torch
+from torch import Tensor
 
 from rollmill.errors import WeightsError
 from rollmill.models.decoder import Decoder
 from rollmill.models.host import Auditor, HostFacts, check_layout, device_digest, is_quantised, load_host
+from rollmill.models.kernels.audit import audit, audit_many
 from rollmill.models.kernels.stage import Staged, stage
+from rollmill.models.quantize import dequantise, placed_parts, served_type
 from rollmill.types import PolicyRef
 from rollmill.weights.follower import Update
 from rollmill.weights.manifest import describe, root_digest
@@ -81,19 +87,44 @@ class DeviceLoader:
         self._served = prepared.facts
 
 
+@dataclass(frozen=True)
+class _Codes:
+    parts: Mapping[str, Mapping[str, Tensor]]  # by parameter, where it is: a fraction of what it takes itself
+    audits: Mapping[str, int]  # that it will have
+
+
 class QuantisedLoader:
-    """Bytes of a form that parameters do not hold: they are dequantised in the pause, and exported again to be
-    compared. Which elements changed does not matter to it, only which tensors."""
+    """Bytes of a form that parameters do not hold: codes are moved to them beside decoding, and dequantised in the
+    pause. Which elements changed does not matter to it, only which tensors."""
 
     def __init__(self, model: Decoder) -> None:
-        self._model = model
+        self._model, self._parameters = model, model.state_dict()
+        self._served: Mapping[str, int] = {}  # audits of all parameters
 
-    def prepare(self, update: Update, patched: bool) -> None:
+    @torch.no_grad()
+    def prepare(self, update: Update, patched: bool) -> _Codes:
         _expect_bytes(root_digest(describe(update.tensors)), update.policy)
+        parts = dict(placed_parts(self._parameters, update.tensors, update.patches if patched else None))
+        audits = {}
+        for name, each in parts.items():
+            values = torch.empty_like(self._parameters[name]).copy_(dequantise(name, each))  # made again in the pause
+            audits[name] = audit(values, served_type(name))
+        return _Codes(parts, audits)
 
-    def load(self, update: Update, patched: bool, prepared: None) -> None:
-        load_host(self._model, update.tensors, update.patches if patched else None)
-        _expect_parameters(device_digest(self._model, self._model.form), update.policy)
+    @torch.no_grad()
+    def load(self, update: Update, patched: bool, prepared: _Codes) -> None:
+        for name, parts in prepared.parts.items():
+            self._parameters[name].copy_(dequantise(name, parts))
+        expected = {**(self._served if patched else {}), **prepared.audits}
+        if self._audits() != expected:  # patches that leave something out, or a parameter that went bad
+            load_host(self._model, update.tensors)
+            _expect_parameters(device_digest(self._model, self._model.form), update.policy)
+            expected = self._audits()
+        self._served = expected
+
+    def _audits(self) -> dict[str, int]:
+        found = audit_many([(parameter, served_type(name)) for name, parameter in self._parameters.items()])
+        return dict(zip(self._parameters, found, strict=True))
 
 
 def _expect_bytes(digest: str, policy: PolicyRef) -> None:
