@@ -186,18 +186,17 @@ class MasterOptimizer:
         self._round(self._served)
 
     def _round(self, names: Iterable[str]) -> None:
-        """What the model holds of these to what is served."""
-        if self._shards is None or not is_quantised(self._form):
+        """What the model holds of these to what is served. Codes are those of the masters: of a value that was rounded
+        to the model's type first they could be others."""
+        if not is_quantised(self._form):
             return round_to_form_([(name, self._served[name]) for name in names], self._form)
         for name in names:
-            served = self._served[name]
-            if not quantises(name, served):
-                round_to_form_([(name, served)], self._form)
-                continue
-            whole = whole_matrix(name, served, self._shards)
-            if whole.numel():
-                round_to_form_([(name, whole)], self._form)
-                served.copy_(own_rows(name, whole, self._shards))
+            master = self._masters[name]
+            shards = self._shards if quantises(name, master) else None
+            rounded = (master if shards is None else whole_matrix(name, master, shards)).clone()
+            if rounded.numel():
+                round_to_form_([(name, rounded)], self._form)
+                self._served[name].copy_(rounded if shards is None else own_rows(name, rounded, shards))
 
     def state(self) -> dict[str, Tensor]:
         """Everything needed to go on bit for bit: `master.NAME`, `mean.NAME`, `square.NAME`, and `updates`. Before the

@@ -5,6 +5,9 @@ import torch
 from torch import nn
 
 from rollmill.errors import TrainingError
+from rollmill.models.config import ModelConfig
+from rollmill.models.decoder import Decoder
+from rollmill.models.host import device_digest
 from rollmill.training.config import OptimizerConfig
 from rollmill.training.optimizer import MasterOptimizer, learning_rate
 
@@ -177,3 +180,19 @@ def test_on_the_device_a_gradient_that_is_not_finite_changes_nothing(bad: float)
     model.matrix.grad[0, 0] = bad  # type: ignore[index]
     assert not optimizer.update(1e-2).applied
     assert all(torch.equal(tensor, before[name]) for name, tensor in optimizer.state().items())
+
+
+@pytest.mark.parametrize("form", ["fp8", "nvfp4"])
+def test_codes_are_those_of_the_masters_whatever_the_model_computes_in(form: str):
+    """A trainer on a GPU computes in bf16, one on the CPU in FP32: the same masters make the same version."""
+    config = ModelConfig(vocab_size=96, width=64, head_dim=16, expert_width=32, max_context=32)
+    wide, narrow = Decoder(config, torch.float32, form), Decoder(config, torch.bfloat16, form)
+    wide.initialise(0)
+    with torch.no_grad():
+        for parameter in wide.parameters():
+            parameter.mul_(1 + 1e-3)  # what a bf16 has no bits for
+    first = MasterOptimizer(wide, CONFIG, form)
+    second = MasterOptimizer(narrow, CONFIG, form)
+    second.load(first.state())
+    assert device_digest(wide, form) == device_digest(narrow, form)
+    assert all(torch.equal(each.float(), narrow.get_parameter(name).float()) for name, each in wide.named_parameters())
