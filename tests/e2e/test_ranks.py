@@ -86,6 +86,6 @@ def test_ranks_that_torchrun_started(tmp_path: Path) -> None:
     assert sorted(digests(weights, "main-base")) == [0, 1] and sorted(digests(weights, "main")) == [0]
     assert (run.path / "report.html").exists()
     checkpoints = weights.objects.list("checkpoints/main-base")
-    assert any(key.endswith("state-00001-of-00002.safetensors") for key in checkpoints)
+    assert any("state-00001-of-00002" in key for key in checkpoints)
     names = {event["process"] for event in read_events(run.events)}
     assert "midtrain" in names and not any("rank" in name for name in names)

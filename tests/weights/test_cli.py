@@ -455,7 +455,13 @@ def test_mirror_that_cannot_says_why(run: Path) -> None:
 @contextlib.contextmanager
 def started(*arguments: object) -> Iterator[subprocess.Popen[str]]:
     program = [sys.executable, "-c", "from rollmill.cli.main import main; main()", "weights", *map(str, arguments)]
-    process = subprocess.Popen(program, stdout=subprocess.PIPE, text=True, env={**os.environ, "COLUMNS": "100"})
+    process = subprocess.Popen(
+        program,
+        stdout=subprocess.PIPE,
+        text=True,
+        env={**os.environ, "COLUMNS": "100"},
+        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),  # tests in the background have it ignored
+    )
     try:
         yield process
     finally:
