@@ -27,7 +27,7 @@ from rollmill.storage.objects import Objects
 from rollmill.training.parallel.rows import Rows, Shards
 
 OBJECT_BYTES = 256 << 20
-UNREADABLE = (StorageError, safetensors.SafetensorError, ValueError, KeyError)
+UNREADABLE = (StorageError, safetensors.SafetensorError, ValueError, KeyError, TypeError)
 
 
 @dataclass(frozen=True)

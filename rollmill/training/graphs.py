@@ -43,8 +43,10 @@ class GraphedPasses:
         """
         assert all(parameter.grad is None for parameter in self._parameters)
         if shape not in self._recorded:
+            if len(self._recorded) == MOST:
+                return backward(*inputs)
             self._seen[shape] += 1
-            if self._seen[shape] == 1 or len(self._recorded) == MOST:
+            if self._seen[shape] == 1:
                 return backward(*inputs)
             self._recorded[shape] = self._record(inputs, backward)
         found = self._recorded[shape]

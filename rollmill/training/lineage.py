@@ -41,10 +41,14 @@ def trace_lineage(weights: WeightStore, line: str, form: str = FORM) -> Lineage:
     return Lineage(line, offsets)
 
 
+def form_held(weights: WeightStore, version: Version, form: str) -> str:
+    """What a version is read as: the form of the run, or FORM for an imported checkpoint, which has no other."""
+    return form if weights.exists(version, form) else FORM
+
+
 def _newest(weights: WeightStore, line: str, form: str) -> Manifest | None:
-    """Any version says where its line began, and the head is the one that is never collected. A run in another form may
-    have begun with an imported checkpoint, which is bf16."""
-    for each in dict.fromkeys((form, FORM)):
+    """Any version says where its line began, and the head is the one that is never collected."""
+    for each in dict.fromkeys((form, FORM)):  # see form_held
         head = weights.head(line, each)
         if head is not None:
             return weights.manifest(Version(line, head), each)

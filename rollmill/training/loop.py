@@ -50,7 +50,7 @@ from rollmill.storage.objects import Objects
 from rollmill.training.batching import MicroBatch
 from rollmill.training.checkpoint import Checkpoint, Checkpoints
 from rollmill.training.config import FORM, TrainingConfig
-from rollmill.training.lineage import next_line, trace_lineage
+from rollmill.training.lineage import form_held, next_line, trace_lineage
 from rollmill.training.memory import explain_out_of_memory
 from rollmill.training.objective import Batch, Objective, StepOutcome
 from rollmill.training.optimizer import MasterOptimizer, Update, learning_rate
@@ -288,9 +288,8 @@ class Trainer(Generic[Batch]):
         if self._parent is None:
             model.initialise(self._seed)
         else:
-            # an imported checkpoint is FORM, whatever is served: masters keep all it has
-            form = self._form if self._weights.exists(self._parent, self._form) else FORM
-            load_host(model, self._weights.load(self._parent, form))
+            # of an imported checkpoint masters keep all it has, whatever is served
+            load_host(model, self._weights.load(self._parent, form_held(self._weights, self._parent, self._form)))
 
     def _resume(self, checkpoint: Checkpoint) -> None:
         self._load(checkpoint)

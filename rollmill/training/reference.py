@@ -7,8 +7,9 @@ from torch import Tensor
 
 from rollmill.models.decoder import Decoder
 from rollmill.models.device import decoder_like
-from rollmill.models.host import load_host
+from rollmill.models.host import load_host, round_to_form_
 from rollmill.training.batching import MicroBatch
+from rollmill.training.lineage import form_held
 from rollmill.training.parallel.rows import shards_of
 from rollmill.training.recompute import recompute
 from rollmill.types import Version
@@ -30,7 +31,10 @@ class Reference:
             decoder = (
                 decoder_like(model) if shards is None else Decoder(model.config, model.embedding.dtype, model.form)
             )
-            load_host(decoder, self._weights.load(self._version, model.form))
+            form = form_held(self._weights, self._version, model.form)
+            load_host(decoder, self._weights.load(self._version, form))
+            if form != model.form:
+                round_to_form_(decoder.named_parameters(), model.form)
             if shards is not None:
                 from rollmill.training.parallel.shard import shard_decoder
 

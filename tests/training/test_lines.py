@@ -75,6 +75,9 @@ def test_a_damaged_checkpoint_falls_back_to_the_one_before(tmp_path: Path):
     trainer = world.trainer()
     trainer.run(STEPS)
     assert world.chain() == before and world.ledger.committed() == STEPS
+    world.objects.put(f"checkpoints/main/{STEPS:08d}/checkpoint.json", b'{"bad_steps": 0, "objects": ["state"]}')
+    world.trainer().run(STEPS)
+    assert world.chain() == before
     for step in (STEPS - 2, STEPS):
         world.objects.put(f"checkpoints/main/{step:08d}/state-00000.safetensors", b"damaged")
     with pytest.raises(TrainingError, match="reads back whole"):

@@ -12,12 +12,14 @@ from rollmill import telemetry
 from rollmill.config import load_config, validate_config
 from rollmill.errors import ConfigError, WeightsError
 from rollmill.models.decoder import Decoder
+from rollmill.models.host import round_to_form_, to_host
 from rollmill.training.batching import TokenRule, pack
 from rollmill.training.config import DIALS, ObjectiveName, RLConfig
 from rollmill.training.lineage import Lineage
 from rollmill.training.objectives.rl import Pace, RolloutBatch
 from rollmill.training.selection import trainable_sequences
 from rollmill.types import Segment
+from rollmill.weights.publisher import Publisher
 from tests.training.world import MODEL, World, honest_segment, make_segment, policy, record_as
 
 OBJECTIVES = get_args(ObjectiveName)
@@ -76,7 +78,12 @@ def test_combinations_that_mean_nothing_are_refused(tree: dict[str, Any], words:
 
 
 def backward(
-    world: World, config: RLConfig, segments: list[Segment], groups: list[int] | None = None, budget: int = 20
+    world: World,
+    config: RLConfig,
+    segments: list[Segment],
+    groups: list[int] | None = None,
+    budget: int = 20,
+    form: str | None = None,
 ) -> tuple[Decoder, dict[str, Any]]:
     """The gradients and figures of one step on these trajectories; every second one is the better of its pair."""
     rule = TokenRule(MAIN, base=2, max_staleness=9)
@@ -85,8 +92,11 @@ def backward(
         for index, segment in enumerate(segments)
         for sequence in trainable_sequences([segment], 0.5 - index % 2, rule, trajectory=index)[0]
     ]
-    model = Decoder(MODEL)
+    model = Decoder(MODEL, form=form or "bf16")
     model.initialise(0)
+    if form is not None:
+        round_to_form_(model.parameters(), "bf16")
+        round_to_form_(model.named_parameters(), form)
     nothing: Any = None
     groups_T = np.array(groups or [0] * len(segments))
     batch = RolloutBatch(nothing, pack(sequences, budget), nothing, nothing, nothing, wait_seconds=0, groups_T=groups_T)
@@ -157,6 +167,17 @@ def published(path: Path) -> World:
 
 def kl(form: str, factor: float = 0.5, reference: str = "main@2") -> RLConfig:
     return RLConfig(kl_factor=factor, kl_form=form, reference=reference, ratio_penalty=0.0)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("form", ["bf16", "fp8", "nvfp4"])
+def test_a_reference_that_was_imported_is_measured_in_the_form_of_the_run(tmp_path: Path, form: str):
+    """A checkpoint is there as bf16 alone. Here the policy was made from it, so nothing lies between the two."""
+    world, model = World(tmp_path), Decoder(MODEL)
+    model.initialise(0)
+    Publisher(world.weights, "base").publish(0, to_host(model.state_dict()))
+    config = kl("k2", reference="base@0").model_copy(update={"router_replay": False})
+    _, own = backward(world, config, segments(4), form=form)
+    assert 0 <= own["reference_k3"] < 1e-9
 
 
 def test_the_distance_to_the_reference_is_reported(tmp_path: Path):

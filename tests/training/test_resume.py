@@ -54,13 +54,6 @@ def finish(directory: Path, effect: str = "none", *given: Any) -> int | None:
 
 
 @pytest.fixture(scope="module")
-def prepared(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    path = tmp_path_factory.mktemp("prepared")
-    World(path).add_steps()
-    return path
-
-
-@pytest.fixture(scope="module")
 def uninterrupted(prepared: Path, tmp_path_factory: pytest.TempPathFactory) -> World:
     path = tmp_path_factory.mktemp("uninterrupted") / "world"
     shutil.copytree(prepared, path)

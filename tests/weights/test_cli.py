@@ -1,20 +1,13 @@
-import contextlib
 import json
-import os
-import signal
 import subprocess
 import sys
-from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from typer.testing import CliRunner
 
-from rollmill.cli.weights import app
 from rollmill.cluster.run import RunConfig, RunDirectory
 from rollmill.errors import ConfigError, WeightsError
 from rollmill.storage.http import object_app
@@ -25,29 +18,7 @@ from rollmill.weights.anchors import AnchorBuilder
 from rollmill.weights.leases import Leases
 from tests.storage.serving import new_bucket, s3_environment, s3_server, served
 from tests.weights.build import delta_pack, history, make_tensors, publish_line, same, train_step
-
-
-@pytest.fixture
-def run(tmp_path: Path) -> Path:
-    publish_line(tmp_path / "store", 5, snapshot_every=3)
-    return tmp_path
-
-
-def invoke(*arguments: object, columns: int = 100) -> tuple[int, str]:
-    result = CliRunner(env={"COLUMNS": str(columns)}).invoke(app, [str(argument) for argument in arguments])
-    if result.exception and not isinstance(result.exception, SystemExit):
-        raise result.exception
-    return result.exit_code, result.stdout
-
-
-def shown(*arguments: object, columns: int = 100) -> str:
-    code, output = invoke(*arguments, columns=columns)
-    assert code == 0, output
-    return output
-
-
-def open_store(run: Path) -> WeightStore:
-    return WeightStore(Objects.open(run / "store"))
+from tests.weights.commands import invoke, open_store, shown, write_events
 
 
 def rows(output: str) -> list[list[str]]:
@@ -427,107 +398,6 @@ def test_sizes_are_read_as_people_write_them(text: str, size: int) -> None:
     from rollmill.cli.weights.upkeep import _parse_size
 
     assert _parse_size(text) == size
-
-
-# --- mirror
-
-
-def test_mirror_brings_a_region_up_to_date(run: Path) -> None:
-    shown("channel", "set", run, "live", "rl@2")
-    with served(object_app(Objects.open(run / "store"), token="secret")) as url:
-        command = "mirror", url, run / "away", "--line", "rl", "--channel", "live", "--token", "secret", "--once"
-        output = shown(*command, "--region", "away", "--events", run / "events")
-        assert "rl@4" in output
-        assert "0 versions" in shown(*command)
-    assert "rl@2" in shown("channel", "list", run / "away")
-    assert same(WeightStore(Objects.open(run / "away")).load(Version("rl", 4)), history(5)[4])
-    arrived = [json.loads(line) for line in shown("events", run, "--json").splitlines()]
-    assert "away" in {region for row in arrived for region in row["regions"]}
-
-
-def test_mirror_that_cannot_says_why(run: Path) -> None:
-    code, output = invoke("mirror", "http://127.0.0.1:9", run / "away", "--line", "rl", "--once")
-    assert code == 1 and "cannot be copied from" in output and "hint:" in output
-    with pytest.raises(WeightsError, match="no line 'nope'"):
-        invoke("mirror", run, run / "away", "--line", "nope", "--once")
-
-
-@contextlib.contextmanager
-def started(*arguments: object) -> Iterator[subprocess.Popen[str]]:
-    program = [sys.executable, "-c", "from rollmill.cli.main import main; main()", "weights", *map(str, arguments)]
-    process = subprocess.Popen(
-        program,
-        stdout=subprocess.PIPE,
-        text=True,
-        env={**os.environ, "COLUMNS": "100"},
-        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),  # tests in the background have it ignored
-    )
-    try:
-        yield process
-    finally:
-        process.kill()
-        process.wait()
-        assert process.stdout is not None
-        process.stdout.close()
-
-
-def test_mirror_follows_until_it_is_stopped(run: Path) -> None:
-    with started("mirror", run, run / "away", "--line", "rl") as process:
-        assert process.stdout is not None
-        assert "rl@4" in process.stdout.readline()
-        publisher = Publisher(open_store(run), "rl")
-        publisher.publish(5, train_step(history(5)[4], 5))
-        assert "rl@5" in process.stdout.readline()
-        process.send_signal(signal.SIGINT)
-        assert "3 versions" in process.stdout.readline() and process.wait(20) == 0
-    assert "all 3 versions verified" in shown("verify", run / "away")
-
-
-# --- events
-
-
-def write_events(run: Path) -> None:
-    (run / "events").mkdir(exist_ok=True)
-    lines: list[dict[str, Any]] = []
-    for version in (1, 2):
-        facts = {"line": "rl", "version": version, "at": 1000.0 * version}
-        sizes = {"bytes": 100, "delta_bytes": 100, "full_bytes": 5000, "density": 0.01}
-        lines.append({"kind": "publish", "process": "trainer", **facts, **sizes, "step": version, "seconds": 0.5})
-        away = {"process": "mirror", "region": "away", "bytes": 90, "since_publish_seconds": 1.5}
-        lines.append({"kind": "arrive", **facts, **away})
-        engines = [("e0", "home", 0.25), ("e1", "away", 2.0)] if version == 1 else [("e0", "home", 0.25)]
-        for engine, region, since in engines:
-            place = {"engine": engine, "region": region, "since_publish_seconds": since, "pause_seconds": 0.004}
-            lines.append({"kind": "apply", "process": engine, **facts, **place})
-    for line in lines:
-        with (run / "events" / f"{line['process']}.jsonl").open("a") as file:
-            file.write(json.dumps(line) + "\n")
-
-
-def test_events_are_one_object_a_version(run: Path) -> None:
-    write_events(run)
-    told = [json.loads(line) for line in shown("events", run, "--json").splitlines()]
-    assert [row["version"] for row in told] == [1, 2] and told[0]["ratio"] == 50.0
-    assert told[0]["regions"]["away"]["serving_seconds"] == 2.0
-    output = shown("events", run)
-    assert "rl@1" in output and "→ away" in output and "(1.5 s)" in output and "50.0×" in output
-    with pytest.raises(WeightsError, match="has no events"):
-        invoke("events", run / "store")
-
-
-def test_events_follow(run: Path) -> None:
-    write_events(run)
-    with started("events", run, "--follow", "--json") as process:
-        assert process.stdout is not None
-        first = [json.loads(process.stdout.readline()) for _ in range(2)]
-        assert [row["version"] for row in first] == [1, 2] and first[1]["regions"]["away"]["engines"] == 0
-        late = {"kind": "apply", "at": 2003.0, "engine": "e1", "region": "away", "line": "rl", "version": 2}
-        with (run / "events/e1.jsonl").open("a") as file:
-            file.write(json.dumps(late) + "\n")
-        again = json.loads(process.stdout.readline())
-        assert again["version"] == 2 and again["regions"]["away"]["serving_seconds"] == 3.0
-        process.send_signal(signal.SIGINT)
-        assert process.wait(20) == 0
 
 
 def test_the_commands_are_light_until_they_are_called() -> None:

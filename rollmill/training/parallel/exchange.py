@@ -60,12 +60,7 @@ class _GatherRows(Function):
         return mine[: counts[dist.get_rank(ctx.group)]], None, None
 
 
-class _ShareRows(Function):
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, counts: Sequence[int], group: dist.ProcessGroup | None) -> Tensor:
-        ctx.counts, ctx.group = counts, group
-        return _gather(x, counts, group)
-
+class _ShareRows(_GatherRows):
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
         return grad.split(list(ctx.counts))[dist.get_rank(ctx.group)], None, None

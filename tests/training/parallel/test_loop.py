@@ -74,13 +74,6 @@ def finish(processes: list[BaseProcess]) -> list[int | None]:
 
 
 @pytest.fixture(scope="module")
-def prepared(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    path = tmp_path_factory.mktemp("prepared")
-    World(path).add_steps()
-    return path
-
-
-@pytest.fixture(scope="module")
 def undisturbed(prepared: Path, tmp_path_factory: pytest.TempPathFactory) -> World:
     path = tmp_path_factory.mktemp("undisturbed") / "world"
     shutil.copytree(prepared, path)
