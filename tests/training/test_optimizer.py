@@ -188,6 +188,7 @@ def test_codes_are_those_of_the_masters_whatever_the_model_computes_in(form: str
     config = ModelConfig(vocab_size=96, width=64, head_dim=16, expert_width=32, max_context=32)
     wide, narrow = Decoder(config, torch.float32, form), Decoder(config, torch.bfloat16, form)
     wide.initialise(0)
+    narrow.initialise(1)
     with torch.no_grad():
         for parameter in wide.parameters():
             parameter.mul_(1 + 1e-3)  # what a bf16 has no bits for
