@@ -15,7 +15,8 @@ from rollmill.chat.tokenizer import Tokenizer
 from rollmill.cluster.run import RunConfig
 from rollmill.errors import ConfigError
 from rollmill.types import Version
-from rollmill.weights.files import Imported, keep_companions, kept_companions, publish_import
+from rollmill.weights.companions import kept_companions
+from rollmill.weights.files import Imported, publish_import
 from rollmill.weights.store import WeightStore
 
 if TYPE_CHECKING:
@@ -61,9 +62,9 @@ def import_checkpoint(config: RunConfig, weights: WeightStore) -> Version:
     if weights.exists(version, FORM):
         return version
     checkpoint = check_checkpoint(config)
-    keep_companions(weights.objects, version.line, served_companions(checkpoint))
     imported = Imported(served_tensors(checkpoint), converted=(), files=len(checkpoint.files.shards))
-    manifest = publish_import(weights, checkpoint.files.directory, version.line, FORM, imported)
+    companions = served_companions(checkpoint)
+    manifest = publish_import(weights, checkpoint.files.directory, version.line, FORM, imported, companions)
     telemetry.emit(
         "import",
         version=str(version),

@@ -17,6 +17,7 @@ from rollmill.types import Version
 from rollmill.weights.store import WeightStore, valid_name
 
 _ENTRY = re.compile(r"(\d{10})\.json")
+_LOOKED_AT = 64  # entries, for the one to roll back to
 
 
 @dataclass(frozen=True)
@@ -71,20 +72,22 @@ class Channels:
         newest, before = self.entry(name), self.before(name)
         if newest is None or before is None:
             raise WeightsError(
-                f"channel {name!r} has no version before {newest.version if newest else 'its first'}",
-                hint="its history has to name another one; move it to a version of your choice",
+                f"channel {name!r} has no version before {newest.version if newest else 'its first'} to go back to",
+                hint="`rollmill weights channel history` shows its entries; name a version to move it there",
             )
         number = self.move(name, before.version, expect=newest.number)
         return self._read(name, number)
 
     def before(self, name: str) -> ChannelEntry | None:
-        """The newest entry with another version than the current one: where a rollback leads. `collect` keeps it."""
-        newest = self.entry(name)
-        for number in reversed(self._numbers(name)) if newest else ():
-            entry = self._read(name, number)
-            if newest and entry.version != newest.version:
-                return entry
-        return None
+        """Where a rollback leads: to the version before the current one, and never to one that was rolled back from.
+        `collect` keeps it, and asks often: only the last entries of a long history are looked at."""
+        path: list[ChannelEntry] = []  # how it came to where it is
+        for entry in (self._read(name, number) for number in self._numbers(valid_name(name))[-_LOOKED_AT:]):
+            versions = [earlier.version for earlier in path]
+            if entry.version in versions:  # a return undoes what came after
+                del path[versions.index(entry.version) :]
+            path.append(entry)
+        return path[-2] if len(path) > 1 else None
 
     def history(self, name: str) -> list[ChannelEntry]:
         """All entries, oldest first."""
@@ -96,7 +99,10 @@ class Channels:
     def _check_exists(self, name: str, to: Version) -> None:
         store = WeightStore(self._objects)
         if not any(store.exists(to, form) for form in store.forms(to.line)):
-            raise WeightsError(f"channel {name!r} cannot point at {to}: no such version in {self._objects.url}")
+            raise WeightsError(
+                f"channel {name!r} cannot point at {to}: no such version in {self._objects.url}",
+                hint="`rollmill weights log` lists the versions that exist",
+            )
 
     def _numbers(self, name: str) -> list[int]:
         keys = self._objects.list(f"channels/{name}")

@@ -8,7 +8,7 @@ Order, safe under kill -9 at any point: versions are removed from the newest tha
 manifest first, then its anchor, then its packs. So at every moment each version that exists can be restored, and a
 collection that was cut short leaves only objects nobody names, which a later one removes. What has no manifest may
 also belong to somebody who is about to write it: such objects go only when they are older than an hour by the store's
-own clock, and packs above the head never do.
+own clock, and packs above the head never do. Companions go by the same rule: those of a line that has versions stay.
 """
 
 from __future__ import annotations
@@ -25,6 +25,7 @@ from rollmill.errors import WeightsError
 from rollmill.storage.objects import Stat
 from rollmill.types import Version
 from rollmill.weights.channels import Channels
+from rollmill.weights.companions import index_key
 from rollmill.weights.leases import Leases, store_time
 from rollmill.weights.manifest import Encoding
 from rollmill.weights.store import WeightStore, anchor_key, form_folder, manifest_key, pack_prefix
@@ -69,6 +70,27 @@ def collect(
     problem = _over_budget(line, plan, budget, holds) if budget is not None and plan.left > budget else None
     abandoned = len(found.abandoned)
     return Collected(plan.kept, plan.doomed, abandoned, plan.freed, plan.left, problem)
+
+
+def collect_companions(store: WeightStore, dry_run: bool = False) -> dict[str, int]:
+    """Remove the companions of lines that have no version in any form: an import or a copy died before its first one.
+    Returns how many bytes each line had. A line of which anything is younger than an hour may be on its way."""
+    lines: dict[str, list[str]] = collections.defaultdict(list)
+    for key in store.objects.list("companions"):
+        line, separator, _ = key.removeprefix("companions/").partition("/")
+        if separator and not store.begun(line):
+            lines[line].append(key)
+    now = store_time(store.objects, "collection") if lines else 0.0
+    removed: dict[str, int] = {}
+    for line, keys in lines.items():
+        stats = [store.objects.stat(key) for key in (*keys, *store.objects.list(f"weights/{line}"))]
+        young = any(stat is None or now - stat.modified <= ABANDONED_SECONDS for stat in stats)
+        if young or store.begun(line):  # asked last: it may have come meanwhile
+            continue
+        removed[line] = sum(stat.bytes for stat in stats[: len(keys)] if stat)
+        for key in () if dry_run else (index_key(line), *keys):  # the index first: it names only what is there
+            store.objects.delete(key)
+    return removed
 
 
 class _Plan(NamedTuple):

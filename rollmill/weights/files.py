@@ -22,10 +22,10 @@ from typing import Any
 
 import numpy as np
 
-from rollmill.errors import ObjectExists, WeightsError
+from rollmill.errors import WeightsError
 from rollmill.storage.directory import sync_folder
-from rollmill.storage.objects import Objects
 from rollmill.types import PolicyRef, Version
+from rollmill.weights.companions import COMPANIONS, LARGEST_BYTES, keep_companions
 from rollmill.weights.convert import convert, dtype_in
 from rollmill.weights.manifest import Encoding, Manifest, TensorEntry, describe, layout_of, root_digest
 from rollmill.weights.packs import Encoder, Row, entries_of, rows_of
@@ -36,12 +36,6 @@ from rollmill.weights.tensors import WIDTHS, HostTensor, Tensors
 
 SHARD_BYTES = 4 << 30
 INDEX, WHOLE, ABOUT = "model.safetensors.index.json", "model.safetensors", "rollmill.json"
-# Files that belong to a model and not to one version of it.
-COMPANIONS = (
-    "config.json", "generation_config.json", "tokenizer.json", "tokenizer_config.json", "special_tokens_map.json",
-    "added_tokens.json", "vocab.json", "merges.txt", "tokenizer.model", "chat_template.jinja",
-)  # fmt: skip
-_LARGEST_COMPANION = 256 << 20
 _LARGEST_INDEX = 256 << 20
 
 
@@ -197,6 +191,8 @@ def import_directory(
 
 def weight_files(directory: Path) -> dict[Path, set[str] | None]:
     """The safetensors files of a model, each with the names the index says it holds (None: there is no index)."""
+    if not directory.is_dir():
+        raise WeightsError(f"{directory} is not a directory", hint="name one as Hugging Face models have it")
     if (directory / INDEX).is_file():
         files: dict[Path, set[str] | None] = {}
         for name, file in _read_index(directory).items():
@@ -236,10 +232,12 @@ def publish_import(
     line: str,
     form: str,
     imported: Imported,
+    companions: Mapping[str, bytes],
     advance: Advance = lambda _: None,
 ) -> Manifest:
     """Commit what was imported as version 0 of a new line, a snapshot. Repeating it confirms what is there.
 
+    Companions are kept just before: where the version is, they are, and a line with other weights never gets them.
     No copy of the weights is made, as a publisher that goes on to the next version would have to.
     """
     about = exported_as(directory)
@@ -249,6 +247,7 @@ def publish_import(
         writer.take_over()  # only of a line without versions: a trainer at work is not to be fenced by an import
         entries, encodings = _code(store, line, form, imported.tensors, advance)
         manifest = writer.manifest(0, entries, encodings, None, None, _source(directory, imported, about))
+        keep_companions(store.objects, line, companions)
         if writer.commit(manifest):
             return manifest
     first = store.manifest(Version(line, (there or [0])[0]), form)
@@ -257,6 +256,7 @@ def publish_import(
             f"{line} ({form}) already has versions in {store.objects.url}, and these weights are not its first",
             hint="--line names another line",
         )
+    keep_companions(store.objects, line, companions)
     return first
 
 
@@ -338,30 +338,10 @@ def _scratch(sizes: Mapping[str, int]) -> Iterator[dict[str, np.ndarray]]:
         yield {name: room[start : start + sizes[name]] for name, start in starts.items()}
 
 
-# --- companions
-
-
 def read_companions(directory: Path) -> dict[str, bytes]:
+    """What lies beside the weights and belongs to the model."""
     found = (directory / name for name in COMPANIONS)
-    return {path.name: _read(path, _LARGEST_COMPANION) for path in found if path.is_file()}
-
-
-def keep_companions(objects: Objects, line: str, files: Mapping[str, bytes]) -> None:
-    """Beside the weights of a line, so that they leave with them again."""
-    for name, data in files.items():
-        key = f"companions/{line}/{name}"
-        try:
-            objects.create(key, data)
-        except ObjectExists:
-            if objects.get(key) != data:
-                raise WeightsError(
-                    f"{key!r} in {objects.url} is there and differs", hint="--line names another line"
-                ) from None
-
-
-def kept_companions(objects: Objects, line: str) -> dict[str, bytes]:
-    keys = objects.list(f"companions/{line}")
-    return {name: objects.get(key) for key in keys if (name := key.rpartition("/")[2]) in COMPANIONS}
+    return {path.name: _read(path, LARGEST_BYTES) for path in found if path.is_file()}
 
 
 class Watched(Mapping[str, HostTensor]):

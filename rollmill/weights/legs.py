@@ -22,6 +22,7 @@ LegId = tuple[str, int, LegKind]
 ReadManifest = Callable[[Version], Manifest]
 ReadAnchor = Callable[[Version], "Anchor | None"]
 Have = Callable[[Version, str], bool]  # whether that version, with that root digest, is already at hand
+_DAMAGED = "`rollmill weights verify` names the damaged objects; the next snapshot of the line heals it"
 _ANCHORLESS_LEGS = 8  # a chain this long is worth asking for anchors beside it
 
 
@@ -62,7 +63,8 @@ class LegFailed(WeightsError):
     """This leg does not lead to the version it names. `memory`: the fault lies in what it started from."""
 
     def __init__(self, leg: Leg, why: str, *, memory: bool = False) -> None:
-        super().__init__(f"the {leg.kind} of {leg.manifest.version} ({leg.manifest.form}) is unusable: {why}")
+        message = f"the {leg.kind} of {leg.manifest.version} ({leg.manifest.form}) is unusable: {why}"
+        super().__init__(message, hint=_DAMAGED)
         self.leg = leg
         self.memory = memory
 
@@ -107,7 +109,7 @@ def plan_legs(
     if legs is None:
         raise WeightsError(
             f"no readable chain of snapshots and deltas leads to {target}{ended}",
-            hint="`rollmill weights verify` names the damaged objects; the next snapshot of the line heals it",
+            hint=_DAMAGED,
         )
     return legs
 

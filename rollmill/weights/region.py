@@ -1,6 +1,7 @@
 """RegionKeeper: the one process of a region that keeps its store up to date. Its engines read only that store.
 
-    copy       new versions of the line, and of the line that takes over from it (main → main.2)
+    copy       new versions of the line, and of the line that takes over from it (main → main.2); what belongs to
+               their model (config.json, tokenizer …) before the first of them
     channels   their entries, after the versions they point at
     anchor     snapshots made here from the deltas, so that full ones need not cross regions
     collect    what no reader needs any more
@@ -22,7 +23,7 @@ from rollmill.errors import StorageError, WeightsError
 from rollmill.storage.objects import Objects
 from rollmill.types import Version
 from rollmill.weights.anchors import AnchorBuilder
-from rollmill.weights.collect import collect
+from rollmill.weights.collect import collect, collect_companions
 from rollmill.weights.legs import LegFailed
 from rollmill.weights.manifest import Anchor, Manifest, Pack
 from rollmill.weights.store import WeightStore, newest_line, valid_name
@@ -124,14 +125,14 @@ class RegionKeeper:
         took over from, the last one."""
         self.mirror = Mirror(source, target, region)
         self.line, self.form, self.region = valid_name(line), valid_name(form), region
-        self._family, self._channels, self._keep = line, tuple(map(valid_name, channels)), keep
+        self._family, self.channels, self._keep = line, tuple(map(valid_name, channels)), keep
         self._anchor_every, self._budget = anchor_every, budget
         self._looked = False
         self._repaired = _Repaired(self.mirror)
         self._anchors = self._anchor_builder()
         self._succeed = _Duty("the lines of the other region cannot be read", _SUCCESSOR_SECONDS)
         self._copy = _Duty("the other region cannot be copied from")
-        self._copy_channels = {name: _Duty(f"channel {name} cannot be copied") for name in self._channels}
+        self._copy_channels = {name: _Duty(f"channel {name} cannot be copied") for name in self.channels}
         self._anchor = _Duty("no anchor can be made")
         self._collect = _Duty("nothing can be collected", collect_seconds)
 
@@ -146,7 +147,7 @@ class RegionKeeper:
         if not self._looked:  # a line that was left long ago must not cross an ocean first
             self._look_for_successor()
         copied = self._copy.attempt(lambda: self.mirror.copy(self.line, self.form)) or Copied((), 0)
-        channels = tuple(filter(None, map(self._bring_channel, self._channels)))
+        channels = tuple(filter(None, map(self._bring_channel, self.channels)))
         self._look_for_successor()  # last: a new version does not wait for this round trip
         return Round(
             versions=copied.versions,
@@ -174,7 +175,7 @@ class RegionKeeper:
         """Whether there is something new. A hint that is lost, or cannot be had, only delays."""
         if self._copy.problem is not None:
             return False
-        seconds = _HINT_SECONDS_WITH_CHANNELS if self._channels else _HINT_SECONDS
+        seconds = _HINT_SECONDS_WITH_CHANNELS if self.channels else _HINT_SECONDS
         try:
             return self.mirror.wait_for_next(self.line, self.form, seconds)
         except (StorageError, WeightsError):
@@ -207,6 +208,7 @@ class RegionKeeper:
 
     def _remove(self) -> int:
         store = self.mirror.target
+        collect_companions(store)
         removed = 0
         for line in store.lines():
             if line == self._family or line.removeprefix(f"{self._family}.").isdecimal():

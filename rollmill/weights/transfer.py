@@ -1,10 +1,10 @@
 """Mirror: brings versions from another region's store into this one. Nothing unverified is ever written.
 
-Order, safe under kill -9 at any point: the packs of a version, then its manifest, versions ascending; a channel's entry
-after the version it points at. Packs are named by their digest, so what a killed copy left behind is used and not
-fetched again. Only what the next reader needs is copied: the deltas after what is here, or the newest snapshot (or
-anchor of the source) and the deltas after it. Other packs that a manifest names can be had later, one by one
-(`fetch_pack`).
+Order, safe under kill -9 at any point: the packs of a version, then its manifest, versions ascending; before the first
+manifest of a line, what belongs to its model (companions.py); a channel's entry after the version it points at. Packs
+are named by their digest, so what a killed copy left behind is used and not fetched again. Only what the next reader
+needs is copied: the deltas after what is here, or the newest snapshot (or anchor of the source) and the deltas after
+it. Other packs that a manifest names can be had later, one by one (`fetch_pack`).
 
 Round trips are what costs over an ocean. The next two manifests are simply asked for, one not there being the answer
 "nothing new"; then the packs of all versions to be copied come in parallel pieces, while those before them are verified
@@ -25,6 +25,7 @@ from rollmill.storage.objects import Objects
 from rollmill.storage.parallel import THREADS, Uploads, read_ranges
 from rollmill.types import Version
 from rollmill.weights.channels import Channels, entry_key, parse_entry
+from rollmill.weights.companions import copy_companions
 from rollmill.weights.legs import Leg, LegFailed, LegId, plan_legs
 from rollmill.weights.manifest import Anchor, Manifest, Pack, digest_bytes, parse_manifest
 from rollmill.weights.store import HeadWatch, WeightStore, anchor_key, manifest_key, pack_key
@@ -56,6 +57,7 @@ class Mirror:
         self._listed: dict[tuple[str, str], tuple[float, int | None]] = {}  # those of the source, and when they were
         self._announced: tuple[Version, str, bytes] | None = None  # a manifest that a wait ended with, and its form
         self._remembered: dict[str, bytes] = {}  # by digest
+        self._accompanied: set[str] = set()  # lines whose companions are in the target, if they have any
         self._channels_there, self._channels_here = Channels(source), Channels(target)
 
     def copy(self, line: str, form: str = "bf16", number: int | None = None, ahead: Ahead | None = None) -> Copied:
@@ -255,12 +257,16 @@ class Mirror:
             )
 
     def _commit(self, leg: Leg, manifest: bytes) -> None:
-        """Without its anchor, the manifest would promise a version that nobody can restore here: it comes last."""
+        """The manifest comes last: without its anchor it would promise a version that nobody can restore here, without
+        companions one that nobody can export."""
         version, form = leg.manifest.version, leg.manifest.form
+        if version.line not in self._accompanied:
+            copy_companions(self.source, self.target, leg.manifest)
         if leg.anchor is not None:
             with contextlib.suppress(ObjectExists):  # made here meanwhile; as good
                 self.target.objects.create(anchor_key(version, form), leg.anchor.to_bytes())
         _create(self.target.objects, manifest_key(version, form), manifest)
+        self._accompanied.add(version.line)  # only now: those of a line without a version may be collected
 
 
 def is_of_delta(manifest: Manifest | Anchor, pack: Pack) -> bool:

@@ -19,7 +19,7 @@ from rollmill.errors import ConfigError, RollmillError, WeightsError
 from rollmill.models.huggingface.convert import load_checkpoint
 from rollmill.storage.objects import Objects
 from rollmill.types import Version
-from rollmill.weights.files import kept_companions
+from rollmill.weights.companions import kept_companions
 from rollmill.weights.store import WeightStore
 from tests.cluster.checkpoints import chat_tokenizer, make_chat_checkpoint
 

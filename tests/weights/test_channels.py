@@ -58,8 +58,9 @@ def test_rollback_goes_to_the_version_before(objects: Objects) -> None:
     entry = channels.rollback("live")
     assert (entry.number, entry.version) == (5, Version("rl", 1))
     assert channels.entry("live") == entry
-    assert channels.rollback("live").version == Version("rl", 2)  # back again: history only grows
+    assert channels.rollback("live").version == Version("rl", 0)  # further back, and never to what was rolled back from
     assert len(channels.history("live")) == 6
+    assert channels.before("live") is None
 
 
 @pytest.mark.parametrize(

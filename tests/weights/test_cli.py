@@ -1,4 +1,5 @@
 import json
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -8,6 +9,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
+from rollmill.cluster.roles.midtrain import make_tokenizer
 from rollmill.cluster.run import RunConfig, RunDirectory
 from rollmill.errors import ConfigError, WeightsError
 from rollmill.storage.http import object_app
@@ -33,7 +35,7 @@ def test_log_lists_every_version(run: Path) -> None:
         output = shown("log", where)
         assert "rl (bf16), epoch 1" in output
         assert [row[:2] for row in rows(output)] == [
-            ["0", "snapshot"], ["1", "delta"], ["2", "delta"], ["3", "snapshot"], ["4", "delta"],
+            ["0", "snapshot"], ["1", "delta"], ["2", "delta"], ["3", "both"], ["4", "delta"],
         ]  # fmt: skip
         assert all("sparse" in row or "classed" in row for row in rows(output)[1:])
     (run / "store/weights/rl/bf16/manifests/0000000004.manifest").write_bytes(b"{}")
@@ -102,6 +104,9 @@ def test_what_a_store_says_is_text_and_not_markup(tmp_path: Path) -> None:
 def test_verify_says_what_is_wrong_and_fails(run: Path) -> None:
     assert "all 5 versions verified" in shown("verify", run)
     delta_pack(run / "store", 1).write_bytes(b"short")
+    with pytest.raises(WeightsError, match="is unusable") as caught:
+        invoke("export", run, "rl@2", run / "out")
+    assert caught.value.hint and "weights verify" in caught.value.hint
     code, output = invoke("verify", run)
     assert code == 1
     assert "rl@1" in output and "truncated" in output and "2 of 5 versions are wrong" in output
@@ -161,8 +166,8 @@ def test_versions_are_written_as_they_are_printed(run: Path) -> None:
     "text, message, hint",
     [
         ("rl@7", "rl@7 does not exist", "rl has 0 to 4"),
-        ("sft@0", "sft@0 does not exist", "log"),
-        ("canary", "neither LINE@NUMBER nor a channel", "channels here: none"),
+        ("sft@0", "sft@0 does not exist", "lines here: rl"),
+        ("canary", "neither LINE@NUMBER nor a channel", "channels here: none; lines: rl"),
         ("rl@x", "neither LINE@NUMBER nor a channel", "channels here"),
         ("../x@1", "cannot name a line", "letters"),
     ],
@@ -220,8 +225,8 @@ MODEL = {"vocab_size": 300, "layers": 1, "width": 64}
 def real_run(tmp_path: Path) -> RunDirectory:
     config = RunConfig.model_validate({"name": "demo", "steps": 2, "model": MODEL, "midtrain": {"steps": 1}})
     made = RunDirectory.create(tmp_path / "runs", config)
-    made.tokenizer.write_text('{"model": {}}')
-    publish_line(made.home_store, 3, line="main")
+    make_tokenizer(made, Objects.open(made.home_store))
+    publish_line(made.home_store, 3, line=config.base_line)
     return made
 
 
@@ -230,8 +235,8 @@ def files_of(directory: Path) -> dict[str, bytes]:
 
 
 def test_export_import_export_is_byte_identical(real_run: RunDirectory, tmp_path: Path) -> None:
-    first, second = tmp_path / "first", tmp_path / "second"
-    assert "main@2 (bf16)" in shown("export", real_run.path, "main@2", first)
+    first, second, base = tmp_path / "first", tmp_path / "second", real_run.config.base_line
+    assert f"{base}@2 (bf16)" in shown("export", real_run.path, f"{base}@2", first)
     assert "main@0 (bf16): 5 tensors" in shown("import", first, tmp_path / "elsewhere", "--line", "main")
     shown("export", tmp_path / "elsewhere", "0", second)
     before, after = files_of(first), files_of(second)
@@ -240,7 +245,8 @@ def test_export_import_export_is_byte_identical(real_run: RunDirectory, tmp_path
     assert [one["number"] for one in about] == [2, 0] and about[0]["digest"] == about[1]["digest"]
     config = json.loads(before["config.json"])
     assert config.items() >= MODEL.items() and config["dtype"] == "bfloat16"
-    assert same(open_store(real_run.path).load(Version("main", 2)), history(3)[2])
+    assert before["tokenizer.json"] == real_run.tokenizer.read_bytes()
+    assert same(open_store(real_run.path).load(Version(base, 2)), history(3)[2])
     loaded = load_file(first / "model.safetensors")
     assert all(loaded[name].dtype is torch.bfloat16 for name in history(1)[0])
 
@@ -320,8 +326,8 @@ def test_channels_are_moved_listed_and_rolled_back(run: Path) -> None:
         output = shown("channel", "set", run, "live", f"rl@{number}", "--expect", entry)
         assert f"live → rl@{number} (entry {entry + 1}" in output
     assert "rl@3" in shown("channel", "list", run)
-    assert "live → rl@2 (entry 4, before rl@3)" in shown("rollback", run, "live")
-    assert "live → rl@1 (entry 5, before rl@2)" in shown("rollback", run, "live"), "not forward to rl@3 again"
+    assert "live → rl@2 (entry 4, it was rl@3)" in shown("rollback", run, "live")
+    assert "live → rl@1 (entry 5, it was rl@2)" in shown("rollback", run, "live"), "not forward to rl@3 again"
     with pytest.raises(WeightsError, match="nothing before that"):
         invoke("rollback", run, "live")
     assert "live → rl@4" in shown("rollback", run, "live", "--to", "rl@4")
@@ -364,9 +370,17 @@ def test_gc_says_what_goes_and_who_keeps_the_rest(tmp_path: Path) -> None:
     store = open_store(tmp_path)
     shown("channel", "set", tmp_path, "live", "rl@4")
     Leases(store.objects, "rl").hold("engine-away", 7, 600.0, region="away")
+    shown("channel", "set", tmp_path, "old", "rl@6")
+    shown("channel", "set", tmp_path, "old", "rl@9")
     output = shown("gc", tmp_path, "--keep", 2, "--dry-run")
     assert "would go: rl@0–3, 5" in output and "stay: rl@4, 6–9" in output
-    for fact in ("rl@9: the head", "rl@4: channel live", "rl@7: engine-away in away holds a lease"):
+    facts = (
+        "rl@9: the head",
+        "rl@4: channel live",
+        "rl@6: a rollback of channel old",
+        "rl@7: engine-away in away holds",
+    )
+    for fact in facts:
         assert fact in output
     assert store.numbers("rl") == list(range(10))
     assert "gone: rl@0–3, 5" in shown("gc", tmp_path, "--keep", 2)
@@ -398,6 +412,20 @@ def test_sizes_are_read_as_people_write_them(text: str, size: int) -> None:
     from rollmill.cli.weights.upkeep import _parse_size
 
     assert _parse_size(text) == size
+
+
+def test_what_is_piped_is_not_cut_to_a_screen(run: Path) -> None:
+    write_events(run)
+    command = [sys.executable, "-c", "from rollmill.cli.main import main; main()", "weights", "log", str(run)]
+    environment = {name: value for name, value in os.environ.items() if name != "COLUMNS"}
+    output = subprocess.check_output(command, env=environment, text=True)
+    assert all(column in output for column in ("pause", "digest", "when")) and "…" not in output
+    assert "\x1b" not in output and max(map(len, output.splitlines())) < 140
+
+
+def test_a_store_without_a_version_says_so(tmp_path: Path) -> None:
+    (tmp_path / "weights").mkdir()
+    assert [shown(command, tmp_path) for command in ("log", "verify", "gc")] == ["no version yet\n"] * 3
 
 
 def test_the_commands_are_light_until_they_are_called() -> None:

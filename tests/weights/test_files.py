@@ -14,13 +14,12 @@ from rollmill.errors import WeightsError
 from rollmill.storage.objects import Objects
 from rollmill.types import PolicyRef, Version
 from rollmill.weights import HostTensor, Tensors, WeightStore
+from rollmill.weights.companions import kept_companions
 from rollmill.weights.convert import _round_bf16
 from rollmill.weights.files import (
     export_directory,
     exported_as,
     import_directory,
-    keep_companions,
-    kept_companions,
     publish_import,
     weight_files,
 )
@@ -277,15 +276,6 @@ def test_what_has_no_place_in_a_form_is_named(tmp_path: Path, tensor: torch.Tens
     assert str(caught.value.message).startswith("w ") and caught.value.hint
 
 
-def test_companions_stay_with_their_line(tmp_path: Path) -> None:
-    objects = Objects.open(tmp_path)
-    keep_companions(objects, "base", COMPANIONS)
-    keep_companions(objects, "base", COMPANIONS)  # an import that is repeated
-    assert kept_companions(objects, "base") == COMPANIONS and kept_companions(objects, "other") == {}
-    with pytest.raises(WeightsError, match="differs"):
-        keep_companions(objects, "base", {"config.json": b"other"})
-
-
 def test_progress_adds_up(tmp_path: Path) -> None:
     def total(work: Callable[[Callable[[int], object]], object]) -> int:
         told: list[int] = []
@@ -310,13 +300,16 @@ def test_an_import_that_is_killed_is_simply_repeated(tmp_path: Path) -> None:
 
     def bring(objects: Objects) -> None:
         with import_directory(tmp_path / "model", "bf16") as imported:
-            publish_import(WeightStore(objects), tmp_path / "model", "base", "bf16", imported)
+            publish_import(WeightStore(objects), tmp_path / "model", "base", "bf16", imported, COMPANIONS)
 
     step = committed = 0
     while killed_at(tmp_path / f"store{step}", step, bring):
         store = WeightStore(Objects.open(tmp_path / f"store{step}"))
-        committed += bool(store.numbers("base"))
+        if store.numbers("base"):
+            committed += 1
+            assert kept_companions(store.objects, "base") == COMPANIONS
         bring(store.objects)
+        assert kept_companions(store.objects, "base") == COMPANIONS
         assert store.numbers("base") == [0] and same(WeightStore(store.objects).load(Version("base", 0)), tensors)
         step += 1
     assert step > 8 and 0 < committed < step

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from rollmill.cli.weights.places import Line, Place, Token, Where, Which, find_version, open_place
+from rollmill.cli.weights.places import LineOfNumber, Place, Token, Where, Which, find_version, open_place
 
 if TYPE_CHECKING:
     from rollmill.types import Version
@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 app = typer.Typer(
     help="Channels: named pointers to versions. Moving one adds an entry; none is changed.", no_args_is_help=True
 )
-Name = Annotated[str, typer.Argument(help="for example live")]
+Name = Annotated[str, typer.Argument(metavar="CHANNEL", help="for example live")]
 
 
 @app.command("list")
@@ -53,7 +53,7 @@ def set_channel(
     expect: Annotated[
         int | None, typer.Option(min=0, help="only if this entry is still the newest (0: the channel is new)")
     ] = None,
-    line: Line = None,
+    line: LineOfNumber = None,
     token: Token = None,
 ) -> None:
     """Point a channel at a version, once everything that version needs has been seen to be there."""
@@ -71,7 +71,7 @@ def rollback(
     to: Annotated[
         str | None, typer.Option(help="back to this version; default: the one before the current one")
     ] = None,
-    line: Line = None,
+    line: LineOfNumber = None,
     token: Token = None,
 ) -> None:
     """Point a channel back at the version before its current one. That is a new entry; history stays as it is.
@@ -79,32 +79,22 @@ def rollback(
     Rolling back twice goes back two versions: one that was rolled back from is not returned to unless it is named.
     """
     from rollmill.errors import WeightsError
+    from rollmill.weights import Channels
 
     place = open_place(where, token)
-    entries = _entries(place, channel)
-    now = entries[-1]
+    now = _entries(place, channel)[-1]
     if to is not None:
         wanted = find_version(place, to, line)
     else:
-        path = _path(entries)
-        if len(path) < 2:
+        before = Channels(place.objects).before(channel)
+        if before is None:
             raise WeightsError(
                 f"channel {channel!r} points at {now.version} and there is nothing before that to go back to",
                 hint="`rollmill weights channel history` shows its entries; --to names a version",
             )
-        wanted = path[-2]
+        wanted = before.version
     # whoever moved it in the meantime had a reason that was not known here
     _say(channel, now, wanted, _move(place, channel, wanted, now.number))
-
-
-def _path(entries: list[ChannelEntry]) -> list[Version]:
-    """How the channel came to where it is: a return to an earlier version undoes what came after it."""
-    path: list[Version] = []
-    for entry in entries:
-        if entry.version in path:
-            del path[path.index(entry.version) :]
-        path.append(entry.version)
-    return path
 
 
 def _entries(place: Place, name: str) -> list[ChannelEntry]:
@@ -131,5 +121,5 @@ def _move(place: Place, name: str, wanted: Version, expect: int | None) -> int:
 def _say(name: str, before: ChannelEntry | None, wanted: Version, number: int) -> None:
     from rollmill.cli.weights.display import console, safe
 
-    was = f", before {before.version}" if before else ", a new channel"
+    was = f", it was {before.version}" if before else ", a new channel"
     console().print(safe(f"{name} → {wanted} (entry {number}{was})"), soft_wrap=True)

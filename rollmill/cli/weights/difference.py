@@ -9,11 +9,10 @@ import typer
 from rollmill.cli.weights.places import (
     Form,
     Json,
-    Line,
+    LineOfNumber,
     Place,
     Token,
     Where,
-    Which,
     find_form,
     find_version,
     open_place,
@@ -25,14 +24,15 @@ if TYPE_CHECKING:
     from rollmill.weights.compare import Comparison, TensorChange
     from rollmill.weights.manifest import Manifest
 
+_VERSION = "a version: LINE@NUMBER, a number where the line is clear, or a channel as live"
 _COLUMNS = ("changed", "share", "±1 ULP", "largest", "max |Δ|")
 
 
 def diff(
     where: Where,
-    old: Which,
-    new: Which,
-    line: Line = None,
+    old: Annotated[str, typer.Argument(metavar="OLD", help=_VERSION)],
+    new: Annotated[str, typer.Argument(metavar="NEW", help="the one to compare with it")],
+    line: LineOfNumber = None,
     form: Form = None,
     top: Annotated[int, typer.Option("--top", min=1, help="how many tensors to list")] = 12,
     json: Json = False,

@@ -7,6 +7,7 @@ markup, and without control characters.
 from __future__ import annotations
 
 import json
+import os
 import re
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping
@@ -34,11 +35,14 @@ from rollmill.weights.routes import cheapest_route
 from rollmill.weights.store import WeightStore
 from rollmill.weights.tensors import HostTensor
 
+_UNBOUNDED = 10_000  # columns
 _CONTROLS = re.compile("[\x00-\x1f\x7f-\x9f\u202a-\u202e\u2066-\u2069]")
 
 
 def console() -> Console:
-    return Console(highlight=False)
+    """For what a command says. In a pipe or a file nothing is cut to the width of a screen that is not there."""
+    made = Console(highlight=False)
+    return made if made.is_terminal or "COLUMNS" in os.environ else Console(highlight=False, width=_UNBOUNDED)
 
 
 def errors() -> Console:
@@ -48,6 +52,10 @@ def errors() -> Console:
 
 def safe(text: object, style: str = "") -> Text:
     return Text(_CONTROLS.sub("\N{REPLACEMENT CHARACTER}", str(text)), style)
+
+
+def labelled(label: str, style: str, text: object) -> Text:
+    return Text.assemble((label, style), " ", safe(text))
 
 
 def table(*columns: str, title: str | None = None, numbers: Iterable[str] = ()) -> Table:
@@ -66,7 +74,7 @@ def table(*columns: str, title: str | None = None, numbers: Iterable[str] = ()) 
 
 def fitted(out: Console, make: Callable[[list[str]], Table], columns: list[str], spare: Iterable[str]) -> Table:
     """The table with as many columns as fit the screen; those of `spare` go first, in their order."""
-    wide = out.options.update(width=10_000)
+    wide = out.options.update(width=_UNBOUNDED)
     for column in spare:
         if out.measure(make(columns), options=wide).maximum <= out.width:
             break

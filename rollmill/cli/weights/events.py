@@ -13,7 +13,7 @@ _POLL_SECONDS = 0.5
 
 
 def events(
-    run: Annotated[Path, typer.Argument(help="run directory")],
+    run: Annotated[Path, typer.Argument(metavar="RUN", help="run directory")],
     follow: Annotated[bool, typer.Option("--follow", "-f", help="go on with what happens; Ctrl-C ends it")] = False,
     json: Annotated[bool, typer.Option("--json", help="one JSON object a line, for a dashboard")] = False,
 ) -> None:

@@ -10,17 +10,23 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from rollmill.cli.weights.places import Form, Line, Place, Token, Where, Which, find_form, find_version, open_place
+from rollmill.cli.weights.places import (
+    Form,
+    LineOfNumber,
+    Token,
+    Where,
+    Which,
+    find_form,
+    find_version,
+    open_place,
+)
 
 if TYPE_CHECKING:
     from rollmill.models.huggingface.config import Layout
-    from rollmill.types import PolicyRef, Version
-    from rollmill.weights.manifest import Manifest
+    from rollmill.types import PolicyRef
     from rollmill.weights.tensors import Tensors
 
-_TORCH_NAMES = {"bf16": "bfloat16", "fp16": "float16", "fp32": "float32", "fp8": "bfloat16", "nvfp4": "bfloat16"}
 QUANTISED_FORMS = ("fp8", "nvfp4")  # those of models.quantize, which needs torch
-_LONGEST_LINEAGE = 32
 
 
 def export(
@@ -28,18 +34,19 @@ def export(
     version: Which,
     directory: Annotated[Path, typer.Argument(metavar="DIR", help="the directory to write")],
     force: Annotated[bool, typer.Option("--force", help="replace what is in DIR")] = False,
-    line: Line = None,
+    line: LineOfNumber = None,
     form: Form = None,
     token: Token = None,
 ) -> None:
     """Write a version as a Hugging Face directory: safetensors, config.json, tokenizer. All of it, or nothing."""
     from rollmill.cli.weights import display
+    from rollmill.weights.companions import companions_of
     from rollmill.weights.files import export_directory
 
     place = open_place(where, token)
     wanted = find_version(place, version, line)
     manifest = place.store.manifest(wanted, find_form(place.store, wanted, form))
-    companions = _companions(place, manifest)
+    companions = companions_of(place.store, manifest)
     with display.progress(display.errors()) as bars:
         tensors, policy = _as_checkpoint(companions, display.load(bars, place.store, manifest), manifest.policy)
         size = sum(tensor.data.size for tensor in tensors.values())
@@ -63,7 +70,9 @@ def import_(
     directory: Annotated[Path, typer.Argument(metavar="DIR", help="a directory with safetensors files")],
     where: Where,
     line: Annotated[str, typer.Option("--line", help="the new line; the weights become its version 0")],
-    form: Annotated[str, typer.Option("--form", help="the form to serve: bf16, fp16, fp32, fp8_e4m3, …")] = "bf16",
+    form: Annotated[
+        str, typer.Option("--form", help="bf16, fp16 or fp32; under any other name every tensor stays as it is")
+    ] = "bf16",
     convert: Annotated[bool, typer.Option("--convert", help="round what does not fit the form exactly")] = False,
     token: Token = None,
 ) -> None:
@@ -72,7 +81,6 @@ def import_(
     from rollmill.weights.files import (
         check_export,
         import_directory,
-        keep_companions,
         publish_import,
         read_companions,
         weight_files,
@@ -91,9 +99,14 @@ def import_(
             check_export(directory, form, imported, lambda count: bars.advance(checking, count))
             bars.update(checking, completed=size)
             manifest = publish_import(
-                place.store, directory, line, form, imported, lambda count: bars.advance(coding, count)
+                place.store,
+                directory,
+                line,
+                form,
+                imported,
+                read_companions(directory),
+                lambda count: bars.advance(coding, count),
             )
-            keep_companions(place.objects, line, read_companions(directory))
     out = display.console()
     sizes = f"{display.size(manifest.full_bytes)} stored as {display.size(manifest.bytes)}"
     out.print(display.safe(f"{manifest.version} ({form}): {len(manifest.tensors)} tensors, {sizes}"))
@@ -101,6 +114,11 @@ def import_(
     if imported.converted:
         converted = display.count(len(imported.converted), "tensor")
         out.print(display.safe(f"  {converted} with another dtype became {form}", "yellow"))
+    dtypes = sorted({tensor.dtype for tensor in manifest.tensors})
+    if form not in ("bf16", "fp16", "fp32") and dtypes != [form]:
+        out.print(
+            display.safe(f"  every tensor is kept as it is, under the form {form}: {', '.join(dtypes)}", "yellow")
+        )
 
 
 def _as_checkpoint(companions: Mapping[str, bytes], tensors: Tensors, policy: PolicyRef) -> tuple[Tensors, PolicyRef]:
@@ -133,45 +151,3 @@ def _layout(config: bytes | None) -> Layout | None:
         return read_layout(tree) if isinstance(tree, dict) else None
     except (ConfigError, ValueError, RecursionError):
         return None
-
-
-def _companions(place: Place, manifest: Manifest) -> dict[str, bytes]:
-    """What belongs to the model: kept with its line or a line it comes from, else what the run says."""
-    from rollmill.weights.files import kept_companions
-
-    for line in _lineage(place, manifest):
-        kept = kept_companions(place.objects, line)
-        if kept:
-            return kept
-    return _of_run(place.run, manifest.form) if place.run and (place.run / "run.json").is_file() else {}
-
-
-def _lineage(place: Place, manifest: Manifest) -> list[str]:
-    """The line of a version, the line it began from, and so on."""
-    from rollmill.errors import StorageError, WeightsError
-
-    lines = [manifest.line]
-    origin: Version | None = manifest.origin
-    while origin is not None and origin.line not in lines and len(lines) < _LONGEST_LINEAGE:
-        lines.append(origin.line)
-        try:
-            origin = place.store.manifest(origin, manifest.form).origin
-        except (StorageError, WeightsError):
-            break  # the line it came from is not in this store
-    return lines
-
-
-def _of_run(run: Path, form: str) -> dict[str, bytes]:
-    from rollmill.cluster.run import RunDirectory
-
-    opened = RunDirectory.open(run)
-    # the model's own keys as they are: the same file builds the same model here, and nobody else claims the type
-    config = {
-        "model_type": "rollmill",
-        "dtype": _TORCH_NAMES.get(form, form),
-        **opened.config.model.model_dump(mode="json"),
-    }
-    found = {"config.json": (json.dumps(config, indent=2) + "\n").encode()}
-    if opened.tokenizer.is_file():
-        found["tokenizer.json"] = opened.tokenizer.read_bytes()
-    return found

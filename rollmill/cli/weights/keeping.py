@@ -13,6 +13,7 @@ from rich.status import Status
 from rollmill.cli.weights import display
 from rollmill.errors import WeightsError
 from rollmill.types import Version
+from rollmill.weights.channels import Channels
 from rollmill.weights.region import RegionKeeper, Round
 
 
@@ -40,6 +41,9 @@ def keep_region(keeper: ToldKeeper, once: bool) -> None:
             if not once:
                 keeper.run(threading.Event())
     out.print(display.safe(shown.sum()), soft_wrap=True)
+    missing = [name for name in keeper.channels if Channels(keeper.mirror.target.objects).entry(name) is None]
+    for name in missing if once and keeper.problem is None else ():
+        out.print(display.labelled("note", "yellow", f"there is no channel {name} to bring"), soft_wrap=True)
     if once and keeper.problem is not None:
         raise typer.Exit(1)
     if once and keeper.mirror.target.head(keeper.line, keeper.form) is None:
@@ -56,8 +60,7 @@ class _Shown:
     def __init__(self, keeper: RegionKeeper, out: Console, status: Status) -> None:
         self._keeper, self._out, self._status = keeper, out, status
         self._versions = self._bytes = self._anchors = self._removed = 0
-        head = keeper.mirror.target.head(keeper.line, keeper.form)
-        self._newest = None if head is None else Version(keeper.line, head)
+        self._newest: Version | None = None
         self._problem = ""
 
     def tell(self, done: Round) -> None:
@@ -68,6 +71,9 @@ class _Shown:
             self._out.print(display.safe(f"{names}: {display.size(done.bytes)}"), soft_wrap=True)
         if done.anchored is not None:
             self._out.print(display.safe(f"{self._keeper.line}@{done.anchored}: an anchor was made here"))
+        if self._newest is None or self._newest.line != self._keeper.line:  # nothing came yet of the line it follows
+            head = self._keeper.mirror.target.head(self._keeper.line, self._keeper.form)
+            self._newest = self._newest if head is None else Version(self._keeper.line, head)
         self._versions += len(done.versions)
         self._bytes += done.bytes
         self._anchors += done.anchored is not None

@@ -24,8 +24,10 @@ Where = Annotated[
 Which = Annotated[
     str, typer.Argument(metavar="VERSION", help="LINE@NUMBER, a number where the line is clear, or a channel as live")
 ]
-Line = Annotated[str | None, typer.Option("--line", help="only this line")]
-Form = Annotated[str | None, typer.Option("--form", help="only this form; default: the only one, or bf16")]
+Line = Annotated[str | None, typer.Option("--line", help="only this line; default: all")]
+LineOfNumber = Annotated[str | None, typer.Option("--line", help="the line of a VERSION that is only a number")]
+Form = Annotated[str | None, typer.Option("--form", help="which form; default: the only one, or bf16")]
+Forms = Annotated[str | None, typer.Option("--form", help="only this form; default: all")]
 Token = Annotated[str | None, typer.Option("--token", envvar="ROLLMILL_STORE_TOKEN", help="for an http(s):// store")]
 Json = Annotated[bool, typer.Option("--json", help="for programs: JSON instead of tables")]
 
@@ -108,8 +110,9 @@ def find_version(place: Place, text: str, line: str | None = None) -> Version:
     channels = Channels(place.objects)
     version = channels.get(text) if re.fullmatch(r"[\w.-]+", text) else None
     if version is None:
-        names = ", ".join(channels.names()) or "none"
-        raise WeightsError(f"{text!r} is neither LINE@NUMBER nor a channel", hint=f"channels here: {names}")
+        names, lines = channels.names(), begun_lines(place.store)
+        hint = f"channels here: {', '.join(names) or 'none'}; lines: {', '.join(lines) or 'none'}"
+        raise WeightsError(f"{text!r} is neither LINE@NUMBER nor a channel", hint=hint)
     return version
 
 
@@ -122,7 +125,8 @@ def find_form(store: WeightStore, version: Version, form: str | None) -> str:
     forms = [one for one in store.forms(version.line) if store.exists(version, one)]
     if not forms:
         numbers = {number for one in store.forms(version.line) for number in store.numbers(version.line, one)}
-        hint = f"{version.line} has {min(numbers)} to {max(numbers)}" if numbers else "`rollmill weights log` lists all"
+        lines = ", ".join(begun_lines(store)) or "none"
+        hint = f"{version.line} has {min(numbers)} to {max(numbers)}" if numbers else f"lines here: {lines}"
         raise WeightsError(f"{version} does not exist in {store.objects.url}", hint=hint)
     if len(forms) > 1 and "bf16" not in forms:
         raise WeightsError(f"{version} has the forms {', '.join(forms)}", hint="say which with --form")

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from rollmill.cli.weights.places import Form, Line, Token, Where, chosen, open_place
+from rollmill.cli.weights.places import Forms, Line, Token, Where, chosen, open_place
 
 if TYPE_CHECKING:
     from rollmill.weights.collect import Collected
@@ -25,17 +25,17 @@ def gc(
     ] = None,
     dry_run: Annotated[bool, typer.Option("--dry-run", help="only say what would go")] = False,
     line: Line = None,
-    form: Form = None,
+    form: Forms = None,
     token: Token = None,
 ) -> None:
-    """Remove versions that nobody needs any more.
+    """Remove versions that nobody needs any more, and what attempts that died left behind an hour ago or more.
 
     The head, what channels point at and what engines hold by lease always stay, and so do the deltas on the way there
     from the nearest snapshot.
     """
     from rollmill.cli.weights import display
     from rollmill.errors import WeightsError
-    from rollmill.weights.collect import collect
+    from rollmill.weights.collect import collect, collect_companions
 
     store = open_place(where, token).store
     limit = None if budget is None else _parse_size(budget)
@@ -51,6 +51,13 @@ def gc(
             out.print(words, soft_wrap=True)
         for words in _holders(store, name, one, done):
             out.print(display.safe(f"  {words}", "dim"), soft_wrap=True)
+    stray = collect_companions(store, dry_run) if line is None and form is None else {}
+    for name, size in stray.items():
+        verb = "would go" if dry_run else "went"
+        told = f"{name}: no version, and its companions {verb}, {display.size(size)}"
+        out.print(display.safe(told), soft_wrap=True)
+    if not lines and not stray:
+        out.print("no version yet")
 
 
 def _describe(line: str, form: str, done: Collected, dry_run: bool) -> list[object]:
@@ -81,9 +88,10 @@ def _holders(store: WeightStore, line: str, form: str, done: Collected) -> list[
     told = [f"{line}@{done.kept[-1]}: the head"] if done.kept else []
     channels = Channels(store.objects)
     for name in channels.names():
-        target = channels.get(name)
-        if target is not None and target.line == line:
-            told.append(f"{target}: channel {name}")
+        entries = {f"channel {name}": channels.entry(name), f"a rollback of channel {name}": channels.before(name)}
+        for who, entry in entries.items():
+            if entry is not None and entry.version.line == line and entry.version.number in done.kept:
+                told.append(f"{entry.version}: {who}")
     for lease in Leases(store.objects, line, form).held():
         place = lease.about.get("region")
         where = f" in {place}" if place else ""

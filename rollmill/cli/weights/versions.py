@@ -9,8 +9,10 @@ import typer
 
 from rollmill.cli.weights.places import (
     Form,
+    Forms,
     Json,
     Line,
+    LineOfNumber,
     Token,
     Where,
     Which,
@@ -31,12 +33,13 @@ _NUMBERS = ("version", "bytes", "ratio", "density", "epoch", "pause")
 Top = Annotated[int, typer.Option("--top", min=1, help="how many tensors to list")]
 
 
-def log(where: Where, line: Line = None, form: Form = None, token: Token = None) -> None:
+def log(where: Where, line: Line = None, form: Forms = None, token: Token = None) -> None:
     """List the versions of every line. Of a run also how soon each region served them, and the longest pause.
 
-    Ratio: all bytes over what an engine one version behind fetches. A time in brackets: stored, not served yet.
+    Kind "both": a snapshot with a delta beside it. Ratio: all bytes over what an engine one version behind fetches. A
+    time in brackets: stored, not served yet.
     """
-    from rollmill.cli.weights.display import console, safe
+    from rollmill.cli.weights.display import console, labelled
 
     place, out = open_place(where, token), console()
     arrived = _arrivals(place.run)
@@ -48,13 +51,13 @@ def log(where: Where, line: Line = None, form: Form = None, token: Token = None)
         if manifests:
             _print_log(out, manifests, damaged, arrived)
         for message in damaged.values():
-            out.print(safe("damaged ", "red") + safe(message), soft_wrap=True)
+            out.print(labelled("damaged", "red", message), soft_wrap=True)
 
 
 def show(
     where: Where,
     version: Which,
-    line: Line = None,
+    line: LineOfNumber = None,
     form: Form = None,
     top: Top = 12,
     json: Json = False,
@@ -75,26 +78,51 @@ def show(
     out.print(_tensor_table(told["tensors"][:top], len(told["tensors"])))
 
 
-def verify(where: Where, line: Line = None, form: Form = None, token: Token = None) -> None:
-    """Read every version and every anchor back and check every digest. Exits with 1 when something is wrong."""
+def verify(where: Where, line: Line = None, form: Forms = None, token: Token = None) -> None:
+    """Read every version, every anchor and what lies beside them back, and check every digest. Exits with 1 when
+    something is wrong."""
     from rollmill.cli.weights import display
 
     store = open_place(where, token).store
     out = display.console()
+    lines = chosen(store, line, form)
+    if not lines:
+        out.print("no version yet")
+        return
     checked = wrong = 0
     with display.progress(out, sizes=False) as bars:
-        for name, one in chosen(store, line, form):
+        for name, one in lines:
             task = bars.add_task(f"{name} ({one})", total=len(store.numbers(name, one)))
             for version, ok, why in store.verify(name, one):
                 checked, wrong = checked + 1, wrong + (not ok)
                 if not ok or why:
-                    word = display.safe("note " if ok else "wrong ", "yellow" if ok else "bold red")
-                    out.print(word + display.safe(f"{version} ({one}): {why}"), soft_wrap=True)
+                    label, style = ("note", "yellow") if ok else ("wrong", "bold red")
+                    out.print(display.labelled(label, style, f"{version} ({one}): {why}"), soft_wrap=True)
                 bars.advance(task)
+    damaged = _damaged_companions(store, sorted({name for name, _ in lines}))
+    for message in damaged:
+        out.print(display.labelled("wrong", "bold red", message), soft_wrap=True)
     if wrong:
-        out.print(f"[bold red]{wrong} of {checked} versions are wrong[/] in", store.objects.url, soft_wrap=True)
+        told = f"{wrong} of {display.count(checked, 'version')} {'is' if wrong == 1 else 'are'} wrong in"
+        out.print(display.labelled(told, "bold red", store.objects.url), soft_wrap=True)
+    if wrong or damaged:
         raise typer.Exit(1)
-    out.print(f"[green]all {checked} versions verified[/], every chunk and every root digest")
+    told = f"all {checked:,} versions" if checked > 1 else "1 version"
+    out.print(f"[green]{told} verified[/], every chunk and every root digest")
+
+
+def _damaged_companions(store: WeightStore, lines: list[str]) -> list[str]:
+    """What is wrong with config.json, tokenizer and the like, for each line where something is."""
+    from rollmill.errors import StorageError, WeightsError
+    from rollmill.weights.companions import kept_companions
+
+    found = []
+    for line in lines:
+        try:
+            kept_companions(store.objects, line)
+        except (StorageError, WeightsError) as error:
+            found.append(f"companions of {line}: {error.message}")
+    return found
 
 
 def _arrivals(run: Path | None) -> dict[tuple[str, int], dict[str, Any]]:
@@ -170,7 +198,7 @@ def _log_cells(manifest: Manifest, regions: dict[str, Any]) -> dict[str, Any]:
     return {
         "version": str(manifest.number),
         "parent": display.safe(manifest.parent or ""),
-        "kind": manifest.kind,
+        "kind": "both" if manifest.snapshot and manifest.delta else manifest.kind,
         "bytes": display.size(manifest.bytes),
         "ratio": display.ratio(manifest.full_bytes, fetched.bytes),
         "density": display.share(manifest.density),

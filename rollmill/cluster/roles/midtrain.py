@@ -3,10 +3,12 @@ last step. What is there already is not made again."""
 
 from __future__ import annotations
 
+import json
+
 from rollmill.chat.formats.choice import format_of
 from rollmill.chat.formats.compact import SPECIAL_TOKENS
 from rollmill.chat.tokenizer import Tokenizer, train_tokenizer
-from rollmill.cluster.checkpoint import import_checkpoint, imported_tokenizer
+from rollmill.cluster.checkpoint import TOKENIZER, import_checkpoint, imported_tokenizer
 from rollmill.cluster.local import TERMINATED
 from rollmill.cluster.run import MidtrainStage, RunDirectory
 from rollmill.environments.tasks.demonstrations import Demonstrations, tokenizer_texts
@@ -16,6 +18,7 @@ from rollmill.training.loop import Trainer
 from rollmill.training.objectives.midtrain import MidtrainObjective
 from rollmill.training.parallel.world import ALONE, World, join
 from rollmill.types import Version
+from rollmill.weights.companions import keep_companions, kept_companions
 from rollmill.weights.store import WeightStore
 
 TOKENIZER_SESSIONS = 2000  # generated sessions the vocabulary is learnt from
@@ -77,10 +80,14 @@ def _train(run: RunDirectory, stage: MidtrainStage, weights: WeightStore, start:
 
 
 def make_tokenizer(run: RunDirectory, objects: Objects) -> None:
-    """The vocabulary the weights are made for, so it lies beside them in the store: learnt once, never again."""
-    key = f"tokenizers/{run.config.base_line}.json"
-    if objects.head(key) is None:
+    """The vocabulary the weights are made for is learnt once. It is kept beside them, with what describes the model."""
+    line, config = run.config.base_line, run.config
+    kept = kept_companions(objects, line)
+    if not kept:
         texts = tokenizer_texts(TOKENIZER_SESSIONS)
-        Tokenizer(train_tokenizer(texts, run.config.model.vocab_size, SPECIAL_TOKENS)).save(run.tokenizer)
-        objects.create(key, run.tokenizer.read_bytes())
-    run.tokenizer.write_bytes(objects.get(key))
+        Tokenizer(train_tokenizer(texts, config.model.vocab_size, SPECIAL_TOKENS)).save(run.tokenizer)
+        # the model's own keys as they are: the same file builds the same model here, and nobody else claims the type
+        about = {"model_type": "rollmill", "dtype": "bfloat16", **config.model.model_dump(mode="json")}
+        kept = {"config.json": (json.dumps(about, indent=2) + "\n").encode(), TOKENIZER: run.tokenizer.read_bytes()}
+        keep_companions(objects, line, kept)
+    run.tokenizer.write_bytes(kept[TOKENIZER])
