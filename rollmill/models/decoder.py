@@ -6,6 +6,9 @@ RMSNorm, SwiGLU, dense or mixture of experts.
 
 from __future__ import annotations
 
+import itertools
+import math
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
 import torch
@@ -20,6 +23,8 @@ from rollmill.models.latent import LatentProjection
 from rollmill.models.moe import MLP, MixtureOfExperts, Replay, Routing
 from rollmill.models.products import products
 from rollmill.models.rope import angle_table, score_scale
+
+DRAWN_ELEMENTS = 1 << 24  # at a time; a multiple of 16
 
 
 @dataclass(frozen=True)
@@ -110,25 +115,21 @@ class Decoder(nn.Module):
         self.head = (
             None if config.tie_embeddings else nn.Parameter(torch.empty(config.vocab_size, config.width, dtype=dtype))
         )
-        cos, sin = (table.to(self.embedding.device) for table in angle_table(config))
-        self.register_buffer("_cos", cos, persistent=False)
-        self.register_buffer("_sin", sin, persistent=False)
+        self.register_buffer("_cos", None, persistent=False)
+        self.register_buffer("_sin", None, persistent=False)
+        self.make_angles()
+
+    def make_angles(self) -> None:
+        """Where the model is: it may have been made on no device at first."""
+        self._cos, self._sin = (table.to(self.embedding.device) for table in angle_table(self.config))
 
     @torch.no_grad()
     def initialise(self, seed: int) -> None:
-        """Random weights, the same for the same seed on every machine: drawn in FP32 on the CPU, in order of name."""
-        generator = torch.Generator().manual_seed(seed)
-        residual = (2 * self.config.layers) ** -0.5  # each layer adds twice to the residual stream
-        for name, parameter in sorted(self.named_parameters()):
-            if parameter.dim() == 1:
-                parameter.fill_(0.0 if name.endswith("bias") else 1.0)
-                continue
-            fan_in = parameter.shape[-2] if parameter.dim() == 3 else parameter.shape[-1]  # experts are [in, out]
-            deviation = fan_in**-0.5
-            if name.endswith(("output", "down")):
-                deviation *= residual
-            draw = torch.randn(parameter.shape, generator=generator, dtype=torch.float32)
-            parameter.copy_(draw * deviation)
+        """Random weights, the same for the same seed on every machine."""
+        flat = {name: parameter.view(-1) for name, parameter in self.named_parameters()}
+        shapes = {name: parameter.shape for name, parameter in self.named_parameters()}
+        for name, first, values in initial_values(shapes, self.config.layers, seed):
+            flat[name][first : first + len(values)].copy_(values)
 
     def forward(
         self, tokens_N: Tensor, positions_N: Tensor, attend: Attend, replay: Replay | None = None
@@ -158,3 +159,21 @@ class Decoder(nn.Module):
         """FP32 [M, vocab], accumulated and kept in FP32: a logit rounded to bf16 would move log-probs by 1e-2."""
         weight = self.embedding if self.head is None else self.head
         return nn.functional.linear(hidden_MW.float(), weight.float())
+
+
+def initial_values(shapes: Mapping[str, Sequence[int]], layers: int, seed: int) -> Iterator[tuple[str, int, Tensor]]:
+    """Random weights for parameters of these shapes, drawn in FP32 on the CPU, in order of name. Large ones come in
+    pieces: (name, first element, values), which are those of one draw of all."""
+    generator = torch.Generator().manual_seed(seed)
+    residual = (2 * layers) ** -0.5  # each layer adds twice to the residual stream
+    for name, shape in sorted(shapes.items()):
+        total = math.prod(shape)
+        # numbers are drawn sixteen at a time, and by another rule where there are fewer: no piece has less
+        starts = range(0, max(total - 15, 1), DRAWN_ELEMENTS)
+        for first, stop in itertools.pairwise((*starts, total)):
+            if len(shape) == 1:
+                yield name, first, torch.full((stop - first,), 0.0 if name.endswith("bias") else 1.0)
+                continue
+            fan_in = shape[-2] if len(shape) == 3 else shape[-1]  # experts are [in, out]
+            deviation = fan_in**-0.5 * (residual if name.endswith(("output", "down")) else 1.0)
+            yield name, first, torch.randn(stop - first, generator=generator, dtype=torch.float32) * deviation

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from rollmill.errors import WeightsError
 from rollmill.weights.audit import audit_host
-from rollmill.weights.manifest import TensorEntry, describe, root_digest
+from rollmill.weights.manifest import Layout, TensorEntry, describe, root_digest
 from rollmill.weights.tensors import HostTensor
 
 _PIECE = 1 << 23  # elements
@@ -32,8 +32,7 @@ def to_host(state: Mapping[str, Tensor], form: str = "bf16") -> dict[str, HostTe
         return quantise_state(state, form)
     tensors = {}
     for name, tensor in state.items():
-        # what decides between experts is never rounded: engine and trainer would choose different ones
-        kept = "fp32" if name.endswith(_KEPT_WIDE) else form
+        kept = _kept(name, form)
         served = tensor.detach().to(device="cpu", dtype=_dtype(kept), copy=True).contiguous()
         data = served.view(-1).view(torch.uint8).numpy()
         tensors[name] = HostTensor(kept, tuple(tensor.shape), data)
@@ -52,6 +51,16 @@ def load_host(model: nn.Module, tensors: Mapping[str, HostTensor], changed: Iter
     check_layout(state, tensors)
     for name in state if changed is None else changed:
         _copy(state[name], tensors[name])
+
+
+def layout_in(state: Mapping[str, Tensor], form: str) -> Layout:
+    """Names, dtypes and shapes that `to_host` gives. Values are not looked at."""
+    if is_quantised(form):
+        from rollmill.models.quantize import layout_of_parts
+
+        parts = [layout_of_parts(name, tensor, form) for name, tensor in state.items()]
+        return tuple(sorted((name, *entry) for each in parts for name, entry in each.items()))
+    return tuple(sorted((name, _kept(name, form), tuple(tensor.shape)) for name, tensor in state.items()))
 
 
 def device_digest(model: nn.Module, form: str = "bf16") -> str:
@@ -122,6 +131,11 @@ def is_quantised(form: str) -> bool:
     return quantize.is_quantised(form)
 
 
+def _kept(name: str, form: str) -> str:
+    # what decides between experts is never rounded: engine and trainer would choose different ones
+    return "fp32" if name.endswith(_KEPT_WIDE) else form
+
+
 def _dtype(form: str) -> torch.dtype:
     if form not in DTYPES:
         raise WeightsError(f"form {form!r} is not one a model can be exported to", hint=f"one of {', '.join(DTYPES)}")
@@ -140,7 +154,7 @@ def _copy(parameter: Tensor, tensor: HostTensor) -> None:
         flat[start : start + _PIECE].copy_(torch.from_numpy(piece).view(dtype))
 
 
-def check_layout(state: Mapping[str, Tensor], tensors: Mapping[str, HostTensor]) -> None:
+def check_layout(state: Mapping[str, Tensor], tensors: Mapping[str, HostTensor | TensorEntry]) -> None:
     """WeightsError unless these weights are of this model."""
     missing, unknown = sorted(state.keys() - tensors.keys()), sorted(tensors.keys() - state.keys())
     shapes = [

@@ -22,6 +22,7 @@ from torch import Tensor, nn
 
 from rollmill.errors import WeightsError
 from rollmill.models.kernels import fp8, nvfp4
+from rollmill.weights.manifest import TensorEntry
 from rollmill.weights.tensors import HostTensor
 
 FORMS = ("fp8", "nvfp4")
@@ -29,6 +30,7 @@ SCALE, POWER = ".scale", ".scale2"
 _KEPT_WIDE = ".router.bias"
 _DTYPES: Mapping[str, torch.dtype] = {
     "bf16": torch.bfloat16,
+    "fp16": torch.float16,
     "fp32": torch.float32,
     "fp8_e4m3": fp8.CODES,
     "fp4x2": torch.uint8,
@@ -48,6 +50,11 @@ def quantises(name: str, tensor: Tensor) -> bool:
 def owner(name: str) -> str:
     """The parameter that a tensor of a version is a part of: itself, or the one whose scales it holds."""
     return name.removesuffix(POWER).removesuffix(SCALE)
+
+
+def part_names(name: str) -> tuple[str, ...]:
+    """What the tensors of a version may be called that a parameter is made of."""
+    return name, name + SCALE, name + POWER
 
 
 @torch.no_grad()
@@ -70,10 +77,10 @@ def placed_parts(
 ) -> Iterator[tuple[str, dict[str, Tensor]]]:
     """Codes and scales of each parameter, where it is; only of those that `changed` names (or names scales of), if
     given. WeightsError at once for weights of another model."""
-    _check_layout(state, tensors)
+    check_layout(state, tensors)
     for name in state if changed is None else dict.fromkeys(map(owner, changed)):
-        parts = {part: tensors[part] for part in (name, name + SCALE, name + POWER) if part in tensors}
-        yield name, {part: _to_device(parts[part], state[name].device) for part in parts}
+        parts = {part: tensors[part] for part in part_names(name) if part in tensors}
+        yield name, {part: place(parts[part], state[name].device) for part in parts}
 
 
 @torch.no_grad()
@@ -133,12 +140,22 @@ def dequantise(name: str, parts: Mapping[str, Tensor]) -> Tensor:
     return values.transpose(1, 2) if values.dim() == 3 else values
 
 
+def dequantise_rows(name: str, parts: Mapping[str, Tensor], first: int) -> Tensor:
+    """The values of some rows of a parameter, from row `first` on. Parts are of these rows alone, but for scales that
+    rows share: those are all there."""
+    codes = parts[name]
+    if codes.dtype != fp8.CODES or codes.dim() == 3:
+        return dequantise(name, parts)
+    blocks = torch.arange(first, first + len(codes), device=codes.device) // fp8.BLOCK
+    return fp8.dequantise(codes, parts[name + SCALE][blocks], 1)
+
+
 def dequantised(tensors: Mapping[str, HostTensor]) -> dict[str, HostTensor]:
     """A version of a quantised form as the bf16 numbers it stands for, without loss."""
     plain: dict[str, HostTensor] = {}
     for name in dict.fromkeys(map(owner, tensors)):
-        parts = {part: tensors[part] for part in (name, name + SCALE, name + POWER) if part in tensors}
-        values = dequantise(name, {part: _to_device(parts[part], torch.device("cpu")) for part in parts})
+        parts = {part: tensors[part] for part in part_names(name) if part in tensors}
+        values = dequantise(name, {part: place(parts[part], torch.device("cpu")) for part in parts})
         plain[name] = _to_host(values.to(served_type(name)))
     return plain
 
@@ -191,15 +208,17 @@ def _to_host(values: Tensor) -> HostTensor:
     return HostTensor(kinds[values.dtype], tuple(values.shape), served.view(-1).view(torch.uint8).numpy())
 
 
-def _to_device(tensor: HostTensor, device: torch.device) -> Tensor:
+def place(tensor: HostTensor, device: torch.device) -> Tensor:
+    """A tensor of a version, of whichever form, where it is wanted."""
     data = tensor.data if tensor.data.flags.writeable else tensor.data.copy()  # torch reads only writable memory
     return torch.from_numpy(data).to(device).view(_DTYPES[tensor.dtype]).view(tensor.shape)
 
 
-def _check_layout(state: Mapping[str, Tensor], tensors: Mapping[str, HostTensor]) -> None:
+def check_layout(state: Mapping[str, Tensor], tensors: Mapping[str, HostTensor | TensorEntry]) -> None:
     """WeightsError unless these tensors are of this model, in whichever quantised form."""
     form = "nvfp4" if any(tensor.dtype == "fp4x2" for tensor in tensors.values()) else "fp8"
-    expected = {part: entry for name, tensor in state.items() for part, entry in _layout(name, tensor, form).items()}
+    parts = [layout_of_parts(name, tensor, form) for name, tensor in state.items()]
+    expected = {part: entry for each in parts for part, entry in each.items()}
     odd = sorted(expected.keys() ^ tensors.keys())
     odd += [name for name in expected.keys() & tensors.keys() if expected[name] != _entry(tensors[name])]
     if odd:
@@ -210,11 +229,11 @@ def _check_layout(state: Mapping[str, Tensor], tensors: Mapping[str, HostTensor]
         )
 
 
-def _entry(tensor: HostTensor) -> tuple[str, tuple[int, ...]]:
+def _entry(tensor: HostTensor | TensorEntry) -> tuple[str, tuple[int, ...]]:
     return tensor.dtype, tensor.shape
 
 
-def _layout(name: str, tensor: Tensor, form: str) -> dict[str, tuple[str, tuple[int, ...]]]:
+def layout_of_parts(name: str, tensor: Tensor, form: str) -> dict[str, tuple[str, tuple[int, ...]]]:
     """dtype and shape of the parts of a parameter."""
     shape = tuple(tensor.shape)
     if not quantises(name, tensor):

@@ -8,14 +8,17 @@ the memory it was recorded with, so inputs are copied into it, and gradients are
 from __future__ import annotations
 
 import gc
-from collections import Counter
+from collections import deque
 from collections.abc import Callable, Hashable, Sequence
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 
+from rollmill import telemetry
+
 MOST = 4  # shapes kept; each graph holds on to a pass's memory
+_REMEMBERED = 256  # shapes that came once: what comes back later than that is not worth a graph
 
 
 class _Recorded(NamedTuple):
@@ -32,21 +35,33 @@ class GraphedPasses:
 
     def __init__(self, model: nn.Module) -> None:
         self._parameters = list(model.parameters())
-        self._seen: Counter[Hashable] = Counter()
+        self._most = MOST
+        self._seen: deque[Hashable] = deque(maxlen=_REMEMBERED)
         self._recorded: dict[Hashable, _Recorded] = {}
         self._pool: Any = None  # passes run one after another, so their graphs share what they need on the way
 
     def run(self, shape: Hashable, inputs: Sequence[Tensor], backward: Callable[..., Tensor]) -> Tensor:
         """`backward(*inputs)`, which returns a loss and leaves gradients on parameters that had none.
 
-        `inputs` are on the device. The result is overwritten by the next pass of this shape.
+        `inputs` are on the device. The result is overwritten by the next pass of this shape. Memory that graphs hold is
+        given back where a pass needs it.
         """
         assert all(parameter.grad is None for parameter in self._parameters)
+        try:
+            return self._run(shape, inputs, backward)
+        except torch.OutOfMemoryError:
+            if self._pool is None:
+                raise
+        # only here, since the error held on to what the pass had made
+        self._give_back()
+        return backward(*inputs)
+
+    def _run(self, shape: Hashable, inputs: Sequence[Tensor], backward: Callable[..., Tensor]) -> Tensor:
         if shape not in self._recorded:
-            if len(self._recorded) == MOST:
+            if len(self._recorded) == self._most:
                 return backward(*inputs)
-            self._seen[shape] += 1
-            if self._seen[shape] == 1:
+            if shape not in self._seen:
+                self._seen.append(shape)
                 return backward(*inputs)
             self._recorded[shape] = self._record(inputs, backward)
         found = self._recorded[shape]
@@ -56,6 +71,16 @@ class GraphedPasses:
         for parameter, gradient in zip(self._parameters, found.gradients, strict=True):
             parameter.grad = gradient
         return found.output
+
+    def _give_back(self) -> None:
+        """All graphs, since they share their memory, and no more are recorded: passes run as they are."""
+        telemetry.emit("warning", text="recorded passes left too little memory for others: none is recorded any more")
+        for parameter in self._parameters:
+            parameter.grad = None
+        self._recorded.clear()
+        self._most, self._pool = 0, None
+        gc.collect()
+        torch.cuda.empty_cache()
 
     def _record(self, inputs: Sequence[Tensor], backward: Callable[..., Tensor]) -> _Recorded:
         inputs = [tensor.clone() for tensor in inputs]

@@ -21,9 +21,9 @@ Version 0 of a line follows the same order: checkpoint 0, then its version. Wher
 another thread count, a payload that had to be deleted) nothing published is overwritten: a new line starts from the
 checkpoint, names the versions it abandons in the metadata of its first one, and the steps run again there.
 
-On many ranks (training.parallel) every rank runs this loop. The first asks for batches, keeps the ledger and reports;
-the others get from it what it decides. They compute, publish and save together, and a rank that dies takes the step
-with it: all start again, from what the table says is left behind.
+On many ranks (training.parallel) every rank runs this loop. The first asks for batches, keeps the ledger and has its
+events written; the others get from it what it decides. They compute, publish, save and measure together, and a rank
+that dies takes the step with it: all start again, from what the table says is left behind.
 """
 
 from __future__ import annotations
@@ -45,7 +45,6 @@ from rollmill.errors import TrainingError
 from rollmill.models.config import ModelConfig
 from rollmill.models.decoder import Decoder
 from rollmill.models.device import Device, choose_device, compute_dtype, decoder_on
-from rollmill.models.host import load_host
 from rollmill.storage.objects import Objects
 from rollmill.training.batching import MicroBatch
 from rollmill.training.checkpoint import Checkpoint, Checkpoints
@@ -57,6 +56,7 @@ from rollmill.training.optimizer import MasterOptimizer, Update, learning_rate
 from rollmill.training.parallel.rows import shards_of
 from rollmill.training.parallel.world import ALONE, World
 from rollmill.training.publish import publisher_of
+from rollmill.training.versions import initialise, load_version
 from rollmill.types import Version
 from rollmill.weights.leases import LONGEST_SECONDS, Leases
 from rollmill.weights.manifest import Manifest
@@ -115,11 +115,10 @@ class Trainer(Generic[Batch]):
         if self._world.size == 1:
             return decoder_on(self._device, config, self._form)
         from rollmill.training.parallel.mesh import Meshes
-        from rollmill.training.parallel.shard import shard_decoder
+        from rollmill.training.parallel.shard import sharded_decoder
 
         meshes = Meshes(self._world.size, self._config.expert_parallel, self._config.context_parallel, self._device)
-        whole = Decoder(config, compute_dtype(self._device), self._form)  # on the host, in memory nobody has touched
-        return shard_decoder(whole, self._world, meshes, self._device)
+        return sharded_decoder(config, compute_dtype(self._device), self._form, self._world, meshes, self._device)
 
     def stop(self) -> None:
         """Finish the step under way, write a checkpoint, return from `run`. Safe to call from a signal handler."""
@@ -166,8 +165,7 @@ class Trainer(Generic[Batch]):
             self._save()
         if manifest is not None:
             self._commit(manifest)
-        if self._world.first:
-            self._objective.report(batch, StepOutcome(self.step, self._steps, update, time.time() - start, figures))
+        self._objective.report(batch, StepOutcome(self.step, self._steps, update, time.time() - start, figures))
         self._check_numbers(update)
 
     def _commit(self, manifest: Manifest) -> None:
@@ -194,13 +192,13 @@ class Trainer(Generic[Batch]):
                 manifest = self._weights.manifest(Version(self.line, known), self._form)
                 if not self._publisher.matches(manifest, exported):
                     return None
-                self._remember(manifest, exported)
+                self._objective.remember(manifest.digest, self._publisher.held(exported))
                 return manifest
             last = self._publisher.last
             number, parent = (last.number + 1, None) if last else self._beginning
             manifest = self._publisher.publish(number, exported, parent, {"step": self.step, **(metadata or {})})
         self._published[self.step] = number
-        self._remember(manifest, exported)
+        self._objective.remember(manifest.digest, self._publisher.held(exported))
         telemetry.emit(
             "publish",
             line=self.line,
@@ -215,10 +213,6 @@ class Trainer(Generic[Batch]):
             digest=manifest.digest,
         )
         return manifest
-
-    def _remember(self, manifest: Manifest, exported: Any) -> None:
-        if self._world.size == 1:  # of many ranks none has it whole
-            self._objective.remember(manifest.digest, exported)
 
     def _save(self) -> None:
         with telemetry.busy("checkpoint"):
@@ -270,26 +264,15 @@ class Trainer(Generic[Batch]):
                 f"line {self.line!r} has versions up to {self._publisher.last.number} but no checkpoint to go on from",
                 hint="restore checkpoints/, or start another line with a version of this one as its parent",
             )
-        if self._world.size == 1:
-            self._fill(self._model)
+        if self._parent is None:
+            initialise(self._model, self._seed)
         else:
-            from rollmill.training.parallel.shard import fill_rows
-
-            whole = Decoder(self._model.config, form=self._form)
-            self._fill(whole)
-            fill_rows(self._model, whole.state_dict())
+            # of an imported checkpoint masters keep all it has, whatever is served
+            load_version(self._model, self._weights, self._parent, form_held(self._weights, self._parent, self._form))
         torch.manual_seed(self._seed)
         self._optimizer = MasterOptimizer(self._model, self._config.optimizer, self._form)
         self._save()
         self._publish()
-
-    def _fill(self, model: Decoder) -> None:
-        """With the weights a line begins with."""
-        if self._parent is None:
-            model.initialise(self._seed)
-        else:
-            # of an imported checkpoint masters keep all it has, whatever is served
-            load_host(model, self._weights.load(self._parent, form_held(self._weights, self._parent, self._form)))
 
     def _resume(self, checkpoint: Checkpoint) -> None:
         self._load(checkpoint)
@@ -308,8 +291,7 @@ class Trainer(Generic[Batch]):
         torch.set_rng_state(tensors.pop("rng"))
         saved = {name: tensors.pop(name) for name in list(tensors) if name.startswith(_BUFFER)}
         self._load_buffers({name.removeprefix(_BUFFER): buffer for name, buffer in saved.items()})
-        self._optimizer = MasterOptimizer(self._model, self._config.optimizer, self._form)
-        self._optimizer.load(tensors)
+        self._optimizer = MasterOptimizer(self._model, self._config.optimizer, self._form, tensors)
         self.step = self._saved = checkpoint.step
         self._bad_steps = checkpoint.bad_steps
 

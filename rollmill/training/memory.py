@@ -87,7 +87,7 @@ def _hint(config: TrainingConfig, largest: MicroBatch | None, device: torch.devi
     dials = []
     if len(largest.lengths) > 1:
         dials.append(f"lower training.tokens_per_microbatch (it is {config.tokens_per_microbatch}), which costs little")
-    if device.type == "cuda" and not config.recompute_gate_up:
+    if device.type == "cuda" and not config.recompute_gate_up and config.recompute_every != 1:
         dials.append("set training.recompute_gate_up = true, which costs a dense model 7 % more time")
     if config.recompute_every != 1:
         dials.append(

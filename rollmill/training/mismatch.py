@@ -23,16 +23,13 @@ from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 
 import numpy as np
-import torch
 
 from rollmill import telemetry
 from rollmill.errors import StorageError, WeightsError
 from rollmill.models.decoder import Decoder
-from rollmill.models.device import decoder_like
-from rollmill.models.host import load_host
 from rollmill.training.batching import MicroBatch, PackedSequence, SampledFacts, TokenRule, pack, segment_sequence
-from rollmill.training.recompute import recompute
 from rollmill.training.replay import replay_of
+from rollmill.training.versions import Twin, load_held, load_version
 from rollmill.types import PolicyRef, Segment, Version
 from rollmill.weights.store import WeightStore
 from rollmill.weights.tensors import HostTensor
@@ -131,7 +128,8 @@ def _part(whole: PackedSequence, picked_M: np.ndarray, routes_valid: np.ndarray 
 
 
 class ServedWeights:
-    """The newest versions by digest, as the bytes engines serve; any other comes from the store."""
+    """The newest versions by digest, as the bytes engines serve; any other comes from the store. Of many ranks each has
+    its rows."""
 
     def __init__(self, store: WeightStore, keep: int) -> None:
         self._store = store
@@ -141,31 +139,31 @@ class ServedWeights:
         if all(digest != held for held, _ in self._held):
             self._held.append((digest, tensors))
 
-    def find(self, policy: PolicyRef) -> Mapping[str, HostTensor]:
-        """The bytes with that digest; WeightsError or StorageError if there are none."""
+    def load(self, policy: PolicyRef, decoder: Decoder) -> None:
+        """Into the decoder the bytes with that digest; WeightsError or StorageError if there are none."""
         for digest, tensors in self._held:
             if digest == policy.digest:
-                return tensors
+                return load_held(decoder, tensors)
         version = Version(policy.line, policy.number)  # of before a restart
         digest = self._store.manifest(version, policy.form).digest
         if digest != policy.digest:
             raise WeightsError(f"tokens name {version} with digest {policy.digest}, published is {digest}")
-        return self._store.load(version, policy.form)
+        load_version(decoder, self._store, version, policy.form)
 
 
 class MismatchMeter:
-    """Computes probes with a decoder of its own."""
+    """Computes probes with a decoder of its own. Of many ranks each calls all of it, at the same time."""
 
     def __init__(self, served: ServedWeights, *, budget: int, router_replay: bool) -> None:
         self.served = served
-        self._decoder: Decoder | None = None
+        self._twin: Twin | None = None
         self._budget = budget
         self._router_replay = router_replay
 
     def compute_like(self, model: Decoder) -> None:
         """Measure where `model` computes and as it does: any other way would be a mismatch of the meter's own."""
-        if self._decoder is None:
-            self._decoder = decoder_like(model)
+        if self._twin is None:
+            self._twin = Twin(model)
 
     def measure(self, step: int, sample: Sample) -> tuple[np.ndarray, Counter[str]]:
         """Δ = log π − log μ of the tokens measured, and the ones that are not, by reason."""
@@ -175,23 +173,30 @@ class MismatchMeter:
         deltas: list[np.ndarray] = [np.empty(0, np.float32)]
         left_out = sample.left_out.copy()
         for policy, found in sequences.items():
-            assert self._decoder is not None, "compute_like comes first"
-            try:
-                load_host(self._decoder, self.served.find(policy))
-            except (WeightsError, StorageError) as error:
+            assert self._twin is not None, "compute_like comes first"
+            problem = self._load(policy, self._twin)
+            if problem is not None:
                 # a figure less, never a step less
                 left_out[UNAVAILABLE] += sum(len(sequence.targets) for sequence in found)
-                text = f"mismatch of step {step} is not measured on all tokens: {error.message}"
+                text = f"mismatch of step {step} is not measured on all tokens: {problem}"
                 telemetry.emit("warning", step=step, text=text)
                 continue
-            deltas += self._deltas(self._decoder, pack(found, self._budget))
+            deltas += self._deltas(self._twin, pack(found, self._budget))
         return np.concatenate(deltas), left_out
 
-    @torch.no_grad()
-    def _deltas(self, decoder: Decoder, parts: Iterable[MicroBatch]) -> list[np.ndarray]:
+    def _load(self, policy: PolicyRef, twin: Twin) -> str | None:
+        """Why these weights cannot be had. If one rank has not got its rows none computes: they would wait for it."""
+        problem = None
+        try:
+            self.served.load(policy, twin.decoder)
+        except (WeightsError, StorageError) as error:
+            problem = error.message
+        return next(filter(None, twin.world.gather(problem)), None)
+
+    def _deltas(self, twin: Twin, parts: Iterable[MicroBatch]) -> list[np.ndarray]:
         found = []
         for part in parts:
             assert part.facts is not None
             replay = replay_of(part) if self._router_replay else None
-            found.append(recompute(decoder, part, replay).logprobs_M.cpu().numpy() - part.facts.logprobs)
+            found.append(twin.logprobs(part, replay).cpu().numpy() - part.facts.logprobs)
         return found

@@ -53,7 +53,8 @@ class Objective(Protocol[Batch]):
         ...
 
     def remember(self, digest: str, tensors: Mapping[str, HostTensor]) -> None:
-        """The weights the next step trains from, with the digest they are published under."""
+        """The weights the next step trains from, with the digest they are published under; of many ranks each has its
+        rows."""
         ...
 
     def publishes(self, number: int) -> bool:
@@ -64,4 +65,6 @@ class Objective(Protocol[Batch]):
         """Step `number` is published as `version`. Called again after a crash, so it must be idempotent."""
         ...
 
-    def report(self, batch: Batch, outcome: StepOutcome) -> None: ...
+    def report(self, batch: Batch, outcome: StepOutcome) -> None:
+        """Measure and emit. Of many ranks each calls it, at the same time."""
+        ...

@@ -20,10 +20,9 @@ from torch import Tensor, nn
 from rollmill.errors import TrainingError
 from rollmill.models.host import DTYPES, is_quantised, round_to_form_
 from rollmill.models.kernels.fused import fuses
-from rollmill.models.quantize import quantises
 from rollmill.training.config import OptimizerConfig
 from rollmill.training.muon import matrix_parts, muon_step
-from rollmill.training.parallel.rows import local, own_rows, shards_of, whole_matrix
+from rollmill.training.parallel.rows import local, rounded, shards_of
 
 if TYPE_CHECKING:
     from rollmill.models.kernels.adamw import FusedAdamW
@@ -59,7 +58,10 @@ class MasterOptimizer:
     On CUDA all of AdamW is one launch (models.kernels.adamw). Muon's matrices have no `square`.
     """
 
-    def __init__(self, model: nn.Module, config: OptimizerConfig, form: str) -> None:
+    def __init__(
+        self, model: nn.Module, config: OptimizerConfig, form: str, state: Mapping[str, Tensor] | None = None
+    ) -> None:
+        """With a `state` to go on from, the parameters may be whatever memory held."""
         self._config = config
         self._form = form
         self._shards = shards_of(model)
@@ -72,7 +74,10 @@ class MasterOptimizer:
         self._squares = {name: torch.zeros_like(master) for name, master in rest.items()}
         self._sums: dict[str, Tensor] = {}  # of gradients, FP32, while a step has several micro-batches
         self._updates = 0
-        self._serve()
+        if state is None:
+            self._serve()
+        else:
+            self.load(state)
         self._fused = self._fuse() if rest and all(fuses(served) for served in self._served.values()) else None
 
     @torch.no_grad()
@@ -166,8 +171,9 @@ class MasterOptimizer:
             norm.fill_(self._length(norm))
         if self._parts and not math.isfinite(float(norm)):  # what follows has no way to leave matrices alone
             return Update(float(norm), lr, applied=False)
-        missing = {name: torch.zeros_like(self._served[name]) for name in self._served.keys() - gradients.keys()}
-        gradients = {**gradients, **missing}
+        dtype = next(iter(gradients.values())).dtype  # sums are FP32 whatever the model is
+        absent = self._served.keys() - gradients.keys()
+        gradients |= {name: torch.zeros_like(self._served[name], dtype=dtype) for name in absent}
         dials = (*self._config.betas, self._config.eps, self._config.max_grad_norm)
         self._fused.step([gradients[name] for name in self._squares], norm, lr, self._updates + 1, dials)
         for name in self._parts:
@@ -191,12 +197,7 @@ class MasterOptimizer:
         if not is_quantised(self._form):
             return round_to_form_([(name, self._served[name]) for name in names], self._form)
         for name in names:
-            master = self._masters[name]
-            shards = self._shards if quantises(name, master) else None
-            rounded = (master if shards is None else whole_matrix(name, master, shards)).clone()
-            if rounded.numel():
-                round_to_form_([(name, rounded)], self._form)
-                self._served[name].copy_(rounded if shards is None else own_rows(name, rounded, shards))
+            self._served[name].copy_(rounded(name, self._masters[name], self._form, self._shards))
 
     def state(self) -> dict[str, Tensor]:
         """Everything needed to go on bit for bit: `master.NAME`, `mean.NAME`, `square.NAME`, and `updates`. Before the

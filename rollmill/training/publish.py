@@ -30,6 +30,10 @@ class ModelPublisher(Protocol):
         """The bytes of a version, or what this rank publishes of them."""
         ...
 
+    def held(self, exported: Any) -> Tensors:
+        """What of an export this rank computes with, as the bytes it is served as: its rows, or all."""
+        ...
+
     def matches(self, manifest: Manifest, exported: Any) -> bool:
         """Whether that version has these bytes."""
         ...
@@ -50,6 +54,9 @@ class WholePublisher:
 
     def export(self, model: Decoder) -> Tensors:
         return to_host(model.state_dict(), self._publisher.form)
+
+    def held(self, exported: Tensors) -> Tensors:
+        return exported
 
     def matches(self, manifest: Manifest, exported: Tensors) -> bool:
         return manifest.digest == root_digest(describe(exported))

@@ -49,6 +49,16 @@ async def test_tokens_are_sampled_from_the_form_and_name_it(form: str, device: D
             np.testing.assert_allclose(got.logprobs, expected, atol=tolerance() if device == "cpu" else 0.2)
 
 
+@pytest.mark.parametrize("form", ["fp8", "nvfp4"])
+async def test_patches_that_leave_a_tensor_out_are_made_up_for(form: str, device: Device) -> None:
+    first, second = make_update(1, form), make_update(2, form)
+    patches = {name: [] for name in second.tensors if not name.startswith("layers.0.qkv")}
+    async with EmbeddedEngine(TINY, ENGINE, device=device, form=form) as engine:
+        await engine.apply(first)
+        await engine.apply(replace(second, base=first.policy, patches=patches))
+        assert device_digest(engine._worker._model, form) == second.policy.digest
+
+
 async def test_a_damaged_version_leaves_the_served_one_in_place(device: Device) -> None:
     good, bad = make_update(1, "fp8"), make_update(2, "fp8")
     bad.tensors["layers.0.qkv"].data[7] ^= 1

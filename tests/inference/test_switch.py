@@ -244,6 +244,30 @@ async def test_an_apply_cut_short_is_run_again(place: int, monkeypatch: pytest.M
     assert len(got.tokens) == 200 and set(got.policies) == {first.policy, second.policy}, "nothing was dropped"
 
 
+@on_cpu
+@pytest.mark.parametrize("place", ["add_whole", "write"])
+async def test_a_device_that_is_full_refuses_an_update_and_takes_it_later(
+    place: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Beside decoding, or in the pause."""
+    first, second = make_update(1), make_update(2)
+
+    def full(*_: object) -> None:
+        raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB. GPU 0 has a total of 1 GiB.")
+
+    async with engine_at(first) as engine:
+        with monkeypatch.context() as patch:
+            patch.setattr(stage_module.TorchStage, place, full)
+            with pytest.raises(WeightsError, match=r"main@2 was not loaded: .*Tried to allocate 2\.00 GiB\n"):
+                await engine.apply(second)
+        if place == "add_whole":  # before anything was written
+            assert set((await answer(engine, request(session="old"))).policies) == {first.policy}
+        else:
+            assert engine.health()["policy"] is None
+        await engine.apply(second)
+        assert set((await answer(engine, request())).policies) == {second.policy}
+
+
 async def test_bytes_that_do_not_match_are_never_served(device: Device) -> None:
     good, bad = make_update(1), make_update(2)
     flipped = bad.tensors["embedding"].data.copy()

@@ -145,9 +145,9 @@ class _Decode:
 
 
 def _recordable(model: Decoder) -> bool:
-    """Experts of odd sizes, and quantised products, may ask the device for something on the way."""
+    """On CUDA. Experts of odd sizes, and quantised products, may ask the device for something on the way."""
     mixtures = [layer.mlp for layer in model.layers if isinstance(layer.mlp, MixtureOfExperts)]
-    plain = not is_quantised(model.form)
+    plain = model.embedding.is_cuda and not is_quantised(model.form)
     return plain and all(groups(model.embedding, mixture.gate_up, mixture.down) for mixture in mixtures)
 
 

@@ -5,11 +5,13 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import secrets
-from collections.abc import AsyncGenerator
+from collections.abc import AsyncGenerator, Iterator
 from concurrent.futures import Future
 from typing import Any
 
-from rollmill.errors import EngineError
+import torch
+
+from rollmill.errors import EngineError, WeightsError
 from rollmill.inference.config import EngineConfig
 from rollmill.inference.embedded.activity import Activity
 from rollmill.inference.embedded.answer import Answer
@@ -17,6 +19,7 @@ from rollmill.inference.embedded.worker import Outbox, Worker
 from rollmill.inference.engine import Applied, EngineUnavailable, GenerateChunk, GenerateRequest
 from rollmill.models.config import ModelConfig
 from rollmill.models.device import Device, choose_device
+from rollmill.types import PolicyRef
 from rollmill.weights.follower import Update
 
 
@@ -80,8 +83,9 @@ class EmbeddedEngine:
 
     async def apply(self, update: Update) -> Applied:
         async with self._applying:
-            ready = await asyncio.to_thread(self._worker.stage, update)
-            return await asyncio.wrap_future(self._worker.post(lambda: self._worker.apply(update, ready)))
+            with _refused_without_memory(update.policy):
+                ready = await asyncio.to_thread(self._worker.stage, update)
+                return await asyncio.wrap_future(self._worker.post(lambda: self._worker.apply(update, ready)))
 
     async def pause(self) -> None:
         """No token is computed once this returns; requests are kept."""
@@ -141,3 +145,17 @@ class EmbeddedEngine:
 def _deliver(outbox: Outbox) -> None:
     for answer, chunk in outbox:
         answer.deliver(chunk)
+
+
+@contextlib.contextmanager
+def _refused_without_memory(policy: PolicyRef) -> Iterator[None]:
+    """A device that is full for a moment, as one shared with a trainer can be, is no reason to stop: what is refused
+    is tried again."""
+    try:
+        yield
+    except torch.OutOfMemoryError as error:
+        what = ". ".join(str(error).split(". ")[:2])  # what follows is about torch's own dials
+        raise WeightsError(
+            f"{policy.line}@{policy.number} was not loaded: {what}",
+            hint="it is tried again; lower the engine's cache_tokens, or give it a device of its own",
+        ) from error

@@ -25,7 +25,7 @@ from rollmill.models.kernels.stage import Staged, stage
 from rollmill.models.quantize import dequantise, placed_parts, served_type
 from rollmill.types import PolicyRef
 from rollmill.weights.follower import Update
-from rollmill.weights.manifest import describe, root_digest
+from rollmill.weights.manifest import TensorEntry, describe, root_digest
 
 
 class Loader(Protocol):
@@ -91,36 +91,40 @@ class DeviceLoader:
 class _Codes:
     parts: Mapping[str, Mapping[str, Tensor]]  # by parameter, where it is: a fraction of what it takes itself
     audits: Mapping[str, int]  # that it will have
+    entries: Mapping[str, TensorEntry]  # of all tensors of the version
 
 
 class QuantisedLoader:
     """Bytes of a form that parameters do not hold: codes are moved to them beside decoding, and dequantised in the
-    pause. Which elements changed does not matter to it, only which tensors."""
+    pause. Which tensors changed is told by their digests: patches may leave out some that did."""
 
     def __init__(self, model: Decoder) -> None:
         self._model, self._parameters = model, model.state_dict()
         self._served: Mapping[str, int] = {}  # audits of all parameters
+        self._entries: Mapping[str, TensorEntry] = {}  # of the bytes they were made from
 
     @torch.no_grad()
     def prepare(self, update: Update, patched: bool) -> _Codes:
-        _expect_bytes(root_digest(describe(update.tensors)), update.policy)
-        parts = dict(placed_parts(self._parameters, update.tensors, update.patches if patched else None))
+        entries = {entry.name: entry for entry in describe(update.tensors)}
+        _expect_bytes(root_digest(tuple(entries.values())), update.policy)
+        changed = [name for name, entry in entries.items() if entry != self._entries.get(name)] if patched else None
+        parts = dict(placed_parts(self._parameters, update.tensors, changed))
         audits = {}
         for name, each in parts.items():
             values = torch.empty_like(self._parameters[name]).copy_(dequantise(name, each))  # made again in the pause
             audits[name] = audit(values, served_type(name))
-        return _Codes(parts, audits)
+        return _Codes(parts, audits, entries)
 
     @torch.no_grad()
     def load(self, update: Update, patched: bool, prepared: _Codes) -> None:
         for name, parts in prepared.parts.items():
             self._parameters[name].copy_(dequantise(name, parts))
         expected = {**(self._served if patched else {}), **prepared.audits}
-        if self._audits() != expected:  # patches that leave something out, or a parameter that went bad
+        if self._audits() != expected:  # a parameter that went bad
             load_host(self._model, update.tensors)
             _expect_parameters(device_digest(self._model, self._model.form), update.policy)
             expected = self._audits()
-        self._served = expected
+        self._served, self._entries = expected, prepared.entries
 
     def _audits(self) -> dict[str, int]:
         found = audit_many([(parameter, served_type(name)) for name, parameter in self._parameters.items()])

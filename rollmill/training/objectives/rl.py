@@ -31,7 +31,6 @@ from rollmill.training.lineage import Lineage
 from rollmill.training.loss import PolicyTokens, policy_loss, step_divisor
 from rollmill.training.mismatch import MismatchMeter, Sample, ServedWeights, choose_sample
 from rollmill.training.objective import StepOutcome, leave_on_model
-from rollmill.training.parallel.rows import shards_of
 from rollmill.training.recompute import recompute
 from rollmill.training.reference import Reference
 from rollmill.training.replay import RouterMeasures, replay_of
@@ -167,9 +166,7 @@ class RLObjective:
     def backward(
         self, model: Decoder, batch: RolloutBatch, accumulate: Callable[[], None] = leave_on_model
     ) -> dict[str, Any]:
-        shards = shards_of(model)
-        if shards is None or shards.world.first:  # the one that reports
-            self._mismatch.compute_like(model)
+        self._mismatch.compute_like(model)
         parts = batch.microbatches
         references = [self._reference.logprobs(model, part) if self._reference else None for part in parts]
         shared = _Shared(

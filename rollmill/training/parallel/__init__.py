@@ -5,5 +5,5 @@
 
 What belongs to whole micro-batches (log-probs, losses, counts) is brought together, so objectives do not know of ranks.
 Files: world (who we are), mesh, shard (parameters), experts, context (attention), split and spread (micro-batches),
-rows, publish, checkpoint (bytes in and out), exchange (collectives with gradients).
+rows, load, publish, checkpoint (bytes in and out), exchange (collectives with gradients).
 """

@@ -17,9 +17,9 @@ import torch
 import torch.distributed as dist
 
 from rollmill.models.decoder import Decoder
-from rollmill.models.host import is_quantised, to_host
-from rollmill.models.quantize import POWER, owner, quantises
-from rollmill.training.parallel.rows import Rows, Shards, local, whole_matrix
+from rollmill.models.host import is_quantised, layout_in, to_host
+from rollmill.models.quantize import quantises
+from rollmill.training.parallel.rows import Rows, Shards, local, part_rows, whole_matrix, whole_state
 from rollmill.types import Version
 from rollmill.weights.delta import Goal
 from rollmill.weights.manifest import Layout, Manifest, chunk_digest, layout_of
@@ -48,6 +48,13 @@ class Parcel(NamedTuple):
     pieces: Sequence[Piece]
 
 
+class Export(NamedTuple):
+    """A version as one rank has it."""
+
+    held: Mapping[str, HostTensor]  # the rows that are here, as they are served
+    chunks: Mapping[ChunkKey, np.ndarray]  # that it publishes
+
+
 class ShardPublisher:
     """One rank's part in publishing a line of a sharded decoder."""
 
@@ -67,8 +74,7 @@ class ShardPublisher:
         if not world.first:
             self._parts.resume(owned, standing)
 
-    def export(self, model: Decoder) -> dict[ChunkKey, np.ndarray]:
-        """The chunks this rank owns."""
+    def export(self, model: Decoder) -> Export:
         mine, rank = host_parts(model, self._shards, self._parts.form), self._shards.world.rank
         found: dict[ChunkKey, np.ndarray] = {}
         for parcels in _rounds(self._parcels):
@@ -76,24 +82,29 @@ class ShardPublisher:
             for parcel in parcels:
                 if parcel.owner == rank:
                     found[_key(parcel.row)] = self._assemble(parcel, mine, arrived)
-        return found
+        return Export(mine, found)
 
-    def matches(self, manifest: Manifest, chunks: Mapping[ChunkKey, np.ndarray]) -> bool:
+    def held(self, exported: Export) -> Mapping[str, HostTensor]:
+        return exported.held
+
+    def matches(self, manifest: Manifest, exported: Export) -> bool:
         """Whether these are the chunks of that version, on all ranks."""
         if layout_of(manifest.tensors) != self._layout:
             return False
         published = zip(self._parcels, manifest.chunks, strict=True)
         digests = {_key(parcel.row): chunk.digest for parcel, chunk in published}
-        return self._shards.world.all(all(digests[key] == chunk_digest(data.data) for key, data in chunks.items()))
+        return self._shards.world.all(
+            all(digests[key] == chunk_digest(data.data) for key, data in exported.chunks.items())
+        )
 
     def publish(
         self,
         number: int,
-        chunks: Mapping[ChunkKey, np.ndarray],
+        exported: Export,
         parent: Version | None = None,
         metadata: Mapping[str, Any] | None = None,
     ) -> Manifest:
-        self._parts.publish_part(number, chunks)
+        self._parts.publish_part(number, exported.chunks)
         if self._shards.world.first:
             self._parts.commit_parts(number, parent, metadata)
         return self._parts.settle(number)
@@ -139,13 +150,10 @@ class ShardPublisher:
 def shard_publisher(
     model: Decoder, shards: Shards, store: WeightStore, line: str, form: str, snapshot_every: int, goal: Goal
 ) -> ShardPublisher:
-    """The layout is of whole tensors, whatever is here of them."""
-    parts = host_parts(model, shards, form)
-    found = {name: _part_rows(name, part, shards, form) for name, part in parts.items()}
+    """Names and shapes are of whole tensors, whatever is here of them."""
+    layout = layout_in(whole_state(model, shards), form)
+    found = {name: part_rows(name, shape, shards, form) for name, _, shape in layout}
     rows = {name: each for name, each in found.items() if each is not None}
-    layout = tuple(
-        (name, dtype, rows[name][0].shape if name in rows else shape) for name, dtype, shape in layout_of(parts)
-    )
     world = shards.world
     publisher = PartPublisher(store, line, layout, world.rank, world.size, form, snapshot_every, goal)
     return ShardPublisher(shards, publisher, layout, rows)
@@ -180,26 +188,16 @@ def host_parts(model: Decoder, shards: Shards, form: str) -> dict[str, HostTenso
         whole = whole_matrix(name, own, shards)
         parts = to_host({name: whole if len(whole) else whole.new_zeros(1, *whole.shape[1:])}, form)
         for part, host in parts.items():
-            rows = _part_rows(part, host, shards, form)
+            rows = part_rows(part, host.shape, shards, form)
             first = 0 if rows is None or own.dim() == 3 else rows[shards.world.rank].start
             found[part] = host if rows is None else _cut(host, first, len(own))
     return found
 
 
-def _part_rows(name: str, part: HostTensor, shards: Shards, form: str) -> Sequence[Rows] | None:
-    """Which rows each rank has of a tensor of a version: those of the parameter it is of. None: all have it whole."""
-    rows = shards.rows.get(owner(name))
-    if rows is None:
-        return None
-    # codes go by rows, and so does all that belongs to one expert; other scales may be of more rows than one
-    if name != owner(name) and len(rows[0].shape) == 2 and (form == "fp8" or name.endswith(POWER)):
-        return None
-    return [Rows((each.shape[0], *part.shape[1:]), each.start, each.stop) for each in rows]
-
-
 def _cut(part: HostTensor, first: int, count: int) -> HostTensor:
+    """Rows in memory of their own: a view would keep the whole matrix."""
     row = math.prod(part.shape[1:]) * part.width
-    return HostTensor(part.dtype, (count, *part.shape[1:]), part.data[first * row : (first + count) * row])
+    return HostTensor(part.dtype, (count, *part.shape[1:]), part.data[first * row : (first + count) * row].copy())
 
 
 def _rounds(parcels: Sequence[Parcel]) -> Iterator[list[Parcel]]:

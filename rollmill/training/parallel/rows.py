@@ -11,6 +11,9 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor, nn
 
+from rollmill.models.host import is_quantised, round_to_form_
+from rollmill.models.quantize import POWER, owner, quantises
+
 if TYPE_CHECKING:
     from rollmill.training.parallel.mesh import Meshes
     from rollmill.training.parallel.world import World
@@ -53,6 +56,14 @@ class Shards:
         return functools.partial(gather_rows, counts=[rows.count for rows in self.rows[name]])
 
 
+def whole_state(model: nn.Module, shards: Shards) -> dict[str, Tensor]:
+    """The tensors of a version as a single process has them, in shape alone."""
+    return {
+        name: torch.empty(shards.rows[name][0].shape if name in shards.rows else tensor.shape, device="meta")
+        for name, tensor in model.state_dict().items()
+    }
+
+
 @torch.no_grad()
 def whole_matrix(name: str, tensor: Tensor, shards: Shards) -> Tensor:
     """A parameter with all rows its codes depend on. Scales are shared by rows of a matrix; stacked experts have their
@@ -64,6 +75,28 @@ def own_rows(name: str, whole: Tensor, shards: Shards) -> Tensor:
     """What `whole_matrix` was made from."""
     rows = shards.own(name)
     return whole if whole.dim() == 3 else whole[rows.start : rows.stop]
+
+
+def part_rows(name: str, shape: tuple[int, ...], shards: Shards, form: str) -> Sequence[Rows] | None:
+    """Which rows each rank has of a tensor of a version, of this shape in this form: those of the parameter it is of.
+    None: all have it whole."""
+    rows = shards.rows.get(owner(name))
+    if rows is None:
+        return None
+    # codes go by rows, and so does all that belongs to one expert; other scales may be of more rows than one
+    if name != owner(name) and len(rows[0].shape) == 2 and (form == "fp8" or name.endswith(POWER)):
+        return None
+    return [Rows((each.shape[0], *shape[1:]), each.start, each.stop) for each in rows]
+
+
+@torch.no_grad()
+def rounded(name: str, tensor: Tensor, form: str, shards: Shards | None) -> Tensor:
+    """What is served of a parameter, or of the rows of it that `tensor` holds, in its own type."""
+    gathering = shards if is_quantised(form) and quantises(name, tensor) else None
+    found = (tensor if gathering is None else whole_matrix(name, tensor, gathering)).clone()
+    if found.numel():
+        round_to_form_([(name, found)], form)
+    return found if gathering is None else own_rows(name, found, gathering)
 
 
 def shards_of(model: nn.Module) -> Shards | None:

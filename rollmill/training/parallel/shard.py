@@ -6,40 +6,59 @@ Parameters stay rows of the canonical tensors, by the same names; only experts a
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-
 import torch
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
+from rollmill.models.config import ModelConfig
 from rollmill.models.decoder import Decoder, Layer
 from rollmill.models.moe import MixtureOfExperts
 from rollmill.training.parallel.experts import ExpertParallel
 from rollmill.training.parallel.mesh import Meshes
-from rollmill.training.parallel.rows import Rows, Shards, local, shards_of
+from rollmill.training.parallel.rows import Rows, Shards
 from rollmill.training.parallel.world import World
 
 
-def shard_decoder(model: Decoder, world: World, meshes: Meshes, device: torch.device) -> Decoder:
-    """The model itself, its parameters now rows on `device`. Its values are kept."""
+def sharded_decoder(
+    config: ModelConfig, dtype: torch.dtype, form: str, world: World, meshes: Meshes, device: torch.device
+) -> Decoder:
+    """What this rank holds of a decoder, on `device`; there is no whole one at any time, not even on the host. Its
+    parameters are whatever memory held."""
+    with torch.device("meta"):
+        model = Decoder(config, dtype, form)
     expert = meshes.experts.get_local_rank("expert")
     cut: dict[str, int] = {}  # parameters cut by expert → the first expert here
     if meshes.expert > 1:
         for name, module in model.named_modules():
             if isinstance(module, MixtureOfExperts):
-                first = _keep_experts(module, model.config.experts, meshes.expert, expert)
+                first = _keep_experts(module, config.experts, meshes.expert, expert)
                 cut |= {f"{name}.gate_up": first, f"{name}.down": first}
-                parallel = ExpertParallel(module, model.config.experts, meshes.experts.get_group("expert"))
+                parallel = ExpertParallel(module, config.experts, meshes.experts.get_group("expert"))
                 module.forward = parallel.forward  # type: ignore[method-assign]
     _fully_shard(model, meshes, meshes.expert > 1)
-    model.to(device)  # buffers; parameters are there
-    own = {name: _rows(each, cut.get(name), model.config.experts) for name, each in model.named_parameters()}
+    model.to_empty(device=device)
+    for buffer in model.buffers():  # as a decoder that was made whole has them
+        buffer.zero_()
+    model.make_angles()
+    own = {name: _rows(each, cut.get(name), config.experts) for name, each in model.named_parameters()}
     everyone = world.gather(own)
     rows = {name: [each[name] for each in everyone] for name in own}
     model.shards = Shards(world, meshes, rows)  # type: ignore[assignment]
     return model
+
+
+def sharded_like(model: Decoder, shards: Shards) -> Decoder:
+    """Another one, cut and computing as this one."""
+    own = model.embedding
+    return sharded_decoder(model.config, own.dtype, model.form, shards.world, shards.meshes, own.device)
+
+
+def release(model: Decoder) -> None:
+    """Give back what a forward pass gathered and left for a backward pass, which is not going to come."""
+    assert isinstance(model, FSDPModule)
+    model.reshard()
 
 
 def _keep_experts(module: MixtureOfExperts, experts: int, ranks: int, rank: int) -> int:
@@ -79,16 +98,3 @@ def _rows(parameter: Tensor, first_expert: int | None, experts: int) -> Rows:
     if first_expert is not None:
         start, whole = start + first_expert, (experts, *whole[1:])
     return Rows(whole, start, start + shape[0])
-
-
-@torch.no_grad()
-def fill_rows(model: Decoder, values: Mapping[str, Tensor]) -> None:
-    """Take the own rows out of whole tensors, by name; buffers as they are."""
-    shards = shards_of(model)
-    assert shards is not None
-    for name, tensor in model.state_dict().items():
-        value = values[name]
-        if name in shards.rows:
-            own = shards.own(name)
-            value = value[own.start : own.stop]
-        local(tensor).copy_(value)

@@ -18,10 +18,11 @@ from rollmill.training.checkpoint import Checkpoint, Checkpoints
 from rollmill.training.config import OptimizerConfig
 from rollmill.training.next_token import NextTokenPasses
 from rollmill.training.optimizer import MasterOptimizer
+from rollmill.training.parallel.load import fill_rows
 from rollmill.training.parallel.mesh import Meshes
 from rollmill.training.parallel.publish import ShardPublisher, shard_publisher
 from rollmill.training.parallel.rows import local, shards_of
-from rollmill.training.parallel.shard import fill_rows, shard_decoder
+from rollmill.training.parallel.shard import sharded_decoder
 from rollmill.training.parallel.spread import SpreadPasses
 from rollmill.training.parallel.world import World
 from rollmill.training.recompute import recompute
@@ -60,6 +61,10 @@ Shape = tuple[int, int, int]  # ranks, expert, context
 
 def make_microbatches(config: ModelConfig, seed: int = 5) -> list[MicroBatch]:
     """Two micro-batches; in the first there are fewer sequences than four ranks."""
+    return pack(make_sequences(config, seed), 24)
+
+
+def make_sequences(config: ModelConfig, seed: int) -> list[PackedSequence]:
     draw = np.random.default_rng(seed)
     sequences = []
     for index, length in enumerate(LENGTHS):
@@ -86,7 +91,7 @@ def make_microbatches(config: ModelConfig, seed: int = 5) -> list[MicroBatch]:
                 facts=facts,
             )
         )
-    return pack(sequences, 24)
+    return sequences
 
 
 def make_model(name: str, form: str = "bf16") -> Decoder:
@@ -99,12 +104,12 @@ def make_model(name: str, form: str = "bf16") -> Decoder:
 
 
 def make_sharded(world: World, name: str, shape: Shape, form: str = "bf16") -> Decoder:
-    model = make_model(name, form)
-    values = {key: value.clone() for key, value in model.state_dict().items()}
-    shard_decoder(model, world, Meshes(*shape, CPU), CPU)
-    for parameter in model.parameters():
-        local(parameter.detach()).fill_(torch.nan)
-    fill_rows(model, values)
+    model = sharded_decoder(MODELS[name], torch.float32, form, world, Meshes(*shape, CPU), CPU)
+    shards = shards_of(model)
+    assert shards is not None
+    values = make_model(name, form).state_dict()
+    own = {key: values[key][rows[world.rank].start : rows[world.rank].stop] for key, rows in shards.rows.items()}
+    fill_rows(model, [to_host(values | own, "fp32")])
     return model
 
 

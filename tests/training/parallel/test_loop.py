@@ -33,7 +33,10 @@ DEATHS = [
 ]
 
 
-def train_rank(directory: Path, rank: int, ranks: int, port: int, effect: str, config: RLConfig) -> None:
+def train_rank(
+    directory: Path, rank: int, ranks: int, port: int, effect: str, config: RLConfig, cut: tuple[int, int] = (2, 1)
+) -> None:
+    """`cut`: of experts, of context."""
     be_rank(rank, ranks, port)
     world = join("train", torch.device("cpu"), ranks)
     if world.first:
@@ -41,7 +44,7 @@ def train_rank(directory: Path, rank: int, ranks: int, port: int, effect: str, c
     if effect != "none":
         die_after(effect)
     place = World(directory)
-    training = TRAINING.model_copy(update={"ranks": ranks, "expert_parallel": 2, "context_parallel": 1})
+    training = TRAINING.model_copy(update={"ranks": ranks, "expert_parallel": cut[0], "context_parallel": cut[1]})
     trainer = Trainer(
         training, MODEL, place.objective(config), place.weights, place.objects, "main", steps=STEPS, seed=3, world=world
     )

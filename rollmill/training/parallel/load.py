@@ -1,0 +1,80 @@
+"""How a rank gets what it holds of some weights, without anybody ever having them whole:
+
+    stored_rows    a version in the store      the chunks that have some of its rows, a bounded number at a time
+    drawn_rows     random weights of a seed    all of them are drawn, a piece at a time, and its rows are kept
+    (a mapping)    a version kept in memory    the rows this rank published it with
+
+Each comes as tensors by name, in the rows that are here, some parameters at a time; `fill_rows` copies them into the
+model. No rank waits for another meanwhile, so one that finds nothing can say so.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterable, Iterator
+
+import numpy as np
+import torch
+
+from rollmill.models import host, quantize
+from rollmill.models.decoder import Decoder, initial_values
+from rollmill.training.parallel.rows import Shards, local, part_rows, shards_of, whole_state
+from rollmill.types import Version
+from rollmill.weights.manifest import TensorEntry
+from rollmill.weights.ranges import RowRange, read_rows
+from rollmill.weights.store import WeightStore
+from rollmill.weights.tensors import HostTensor, Tensors
+
+
+@torch.no_grad()
+def fill_rows(model: Decoder, batches: Iterable[Tensors]) -> None:
+    """Into a sharded model. A batch has all parts of the parameters it is about."""
+    shards = shards_of(model)
+    assert shards is not None
+    state = model.state_dict()
+    for batch in batches:
+        for name in dict.fromkeys(map(quantize.owner, batch)):
+            held = local(state[name])
+            if held.numel():
+                parts = {part: batch[part] for part in quantize.part_names(name) if part in batch}
+                placed = {part: quantize.place(parts[part], held.device) for part in parts}
+                first = shards.own(name).start if name in shards.rows else 0
+                held.copy_(quantize.dequantise_rows(name, placed, first))
+
+
+def stored_rows(model: Decoder, store: WeightStore, version: Version, form: str) -> Iterator[Tensors]:
+    """The rows this rank holds of a version. WeightsError before anything is read if it is of another model."""
+    shards = shards_of(model)
+    assert shards is not None
+    entries = {entry.name: entry for entry in store.manifest(version, form).tensors}
+    check = quantize.check_layout if quantize.is_quantised(form) else host.check_layout
+    check(whole_state(model, shards), entries)
+    groups: dict[str, dict[str, RowRange]] = {}
+    for entry in entries.values():
+        groups.setdefault(quantize.owner(entry.name), {})[entry.name] = _own(entry, shards, form)
+    return read_rows(store.source(form), version, groups.values())
+
+
+def _own(entry: TensorEntry, shards: Shards, form: str) -> RowRange:
+    rows = part_rows(entry.name, entry.shape, shards, form)
+    if rows is None:
+        return 0, entry.shape[0] if entry.shape else 1
+    own = rows[shards.world.rank]
+    return own.start, own.stop
+
+
+def drawn_rows(model: Decoder, seed: int) -> Iterator[Tensors]:
+    """The rows this rank holds of what `Decoder.initialise` gives."""
+    shards = shards_of(model)
+    assert shards is not None
+    shapes = {name: rows[0].shape for name, rows in shards.rows.items()}
+    pieces = initial_values(shapes, model.config.layers, seed)
+    for name, drawn in itertools.groupby(pieces, key=lambda piece: piece[0]):
+        rows = shards.own(name)
+        start, stop = rows.elements
+        kept = np.empty(stop - start, np.float32)
+        for _, first, values in drawn:
+            lower, upper = max(first, start), min(first + len(values), stop)
+            if lower < upper:
+                kept[lower - start : upper - start] = values[lower - first : upper - first].numpy()
+        yield {name: HostTensor("fp32", (rows.count, *rows.shape[1:]), kept.view(np.uint8))}
