@@ -2,6 +2,8 @@
 
 PostgreSQL is found on PATH or where Linux distributions put it, and started once a session on a Unix socket of its own.
 ROLLMILL_TEST_POSTGRES=required makes a missing one an error (continuous integration), =off leaves it out.
+
+Tests marked `kernels` run on a CUDA device or in Triton's interpreter: see tests/kernels.py.
 """
 
 from __future__ import annotations
@@ -20,6 +22,14 @@ from pathlib import Path
 import pytest
 
 _numbers = itertools.count()
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_runtest_setup(item: pytest.Item) -> None:
+    if item.get_closest_marker("kernels"):
+        from tests.kernels import prepare  # imports torch, as every test of a kernel has
+
+        prepare()
 
 
 @pytest.fixture(params=["sqlite", "postgresql"])

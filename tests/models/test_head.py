@@ -10,21 +10,25 @@ from torch import Tensor
 
 from rollmill.models.kernels import head
 from rollmill.models.kernels.head import head_logprobs, head_next_token
+from tests.kernels import DEVICE, INTERPRETED
 
-ROWS, VOCABULARY, WIDTH = 150, 203, 32
+ROWS, VOCABULARY, WIDTH = 70 if INTERPRETED else 150, 203, 32
 
 
-@pytest.fixture(params=["cpu", "cuda", "cuda bf16"])
+@pytest.fixture(
+    params=[
+        pytest.param(("cpu", torch.float32), id="cpu"),
+        pytest.param((DEVICE, torch.float32), marks=pytest.mark.kernels, id="kernels"),
+        pytest.param((DEVICE, torch.bfloat16), marks=pytest.mark.kernels, id="kernels bf16"),
+    ]
+)
 def place(request: pytest.FixtureRequest) -> tuple[str, torch.dtype]:
-    device, _, bf16 = request.param.partition(" ")
-    if device == "cuda" and not torch.cuda.is_available():
-        pytest.skip("no CUDA device")
-    return device, torch.bfloat16 if bf16 else torch.float32
+    return request.param
 
 
 @pytest.fixture(autouse=True)
 def small_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Three pieces, the last of them shorter."""
+    """Several pieces, the last of them shorter."""
     monkeypatch.setattr(head, "PIECE_ELEMENTS", 64 * VOCABULARY)
 
 

@@ -1,20 +1,15 @@
-"""The Triton passes of the decoder, each against the plain one in FP32. They run on a CUDA device, or anywhere in
-Triton's interpreter (TRITON_INTERPRET=1, where Triton is installed)."""
+"""The Triton passes of the decoder, each against the plain one in FP32."""
 
 from __future__ import annotations
-
-import os
 
 import pytest
 import torch
 from torch import Tensor
 
 from rollmill.models.kernels import elementwise
+from tests.kernels import DEVICE
 
-INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
-DEVICE = "cpu" if INTERPRETED else "cuda"
-
-pytestmark = pytest.mark.skipif(not INTERPRETED and not torch.cuda.is_available(), reason="no CUDA device")
+pytestmark = pytest.mark.kernels
 
 
 def drawn(*shape: int, seed: int = 0, dtype: torch.dtype = torch.bfloat16) -> Tensor:

@@ -17,10 +17,10 @@ from rollmill.models.kernels.varlen import packed_attention
 from rollmill.models.moe import Replay
 from rollmill.models.products import Products, QuantisedProducts, activation, products
 from rollmill.models.quantize import FORMS, round_parameters_
+from tests.kernels import DEVICE, INTERPRETED, without_kernels
 from tests.models.reference import TINY, make_decoder
 from tests.models.test_quantize import blocks, draw
 
-cuda = pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
 forms = pytest.mark.parametrize("form", FORMS)
 LENGTHS = [20, 9]
 LATENT = TINY.model_copy(
@@ -37,11 +37,19 @@ SMALL = ModelConfig(
     vocab_size=512, layers=4, width=512, heads=8, kv_heads=4, head_dim=64, mlp_width=1024, dense_layers=2,
     experts=8, experts_per_token=2, expert_width=128, max_context=1024,
 )  # fmt: skip
+SMALL_LENGTHS = [300, 212]
+MOST_ROWS = 6 if INTERPRETED else None
+if INTERPRETED:  # which takes milliseconds a row
+    SMALL = SMALL.model_copy(
+        update={"layers": 2, "dense_layers": 1, "width": 64, "head_dim": 16, "mlp_width": 160, "expert_width": 48}
+    )
+    SMALL_LENGTHS = [7, 4]
 
 
 def served(config: ModelConfig, form: str, dtype: torch.dtype = torch.float32, device: str = "cpu") -> Decoder:
     source = make_decoder(config)
-    round_parameters_(source.named_parameters(), form)
+    with without_kernels():
+        round_parameters_(source.named_parameters(), form)
     model = Decoder(config, dtype, form)
     model.load_state_dict(source.state_dict())
     return model.to(device)
@@ -151,26 +159,28 @@ def test_a_model_learns_in_this_form(form: str) -> None:
     assert losses[-1] < 0.5 * losses[0], losses[::10]
 
 
-# --- on the device
+# --- kernels
 
 
-@cuda
+@pytest.mark.kernels
 @forms
-def test_one_pass_on_the_device_gives_the_bits_of_the_plain_rules(form: str) -> None:
+def test_one_pass_gives_the_bits_of_the_plain_rules(form: str) -> None:
     rounded = fp8.rounded_tokens if form == "fp8" else nvfp4.rounded_tokens
     cases = [(what, x if x.dim() == 2 else x.flatten(0, 1)) for what, x in blocks()]
     cases += [("wide", draw(33, 1536)), ("narrow", draw(5, 8)), ("one", draw(1, 576))]
     for what, x in cases:
+        x = x[:MOST_ROWS]
         for dtype in (torch.float32, torch.bfloat16):
-            here, there = rounded(x.to(dtype)), rounded(x.to("cuda", dtype)).cpu()
+            there = rounded(x.to(DEVICE, dtype)).cpu()
+            with without_kernels():
+                here = rounded(x.to(dtype))
             assert torch.equal(here, there) and torch.equal(here.signbit(), there.signbit()), what
     x = draw(3, 64)
     x[1, 5], x[2, 7] = math.nan, math.inf
-    out = rounded(x.cuda()).cpu()
+    out = rounded(x.to(DEVICE)).cpu()
     assert out[0].isfinite().all() and out[1, 5].isnan() and not out[2, 7].isfinite()
 
 
-@cuda
 @pytest.mark.skipif(
     not torch.cuda.is_available() or torch.cuda.get_device_capability() != (9, 0), reason="no Hopper device"
 )
@@ -189,21 +199,21 @@ def test_fp8_products_of_the_hardware_agree_with_the_emulated_ones(shape: tuple[
     assert emulated < 2**-8 and hardware < 2**-7
 
 
-@cuda
+@pytest.mark.kernels
 @forms
-def test_the_device_agrees_with_the_cpu(form: str) -> None:
+def test_kernels_agree_with_the_plain_model(form: str) -> None:
     """A whole small model, mixtures included; routes are replayed, so that near-ties decide nothing. Routes come as
     they are recorded: small unsigned integers in host memory. Where bf16 rounds a sum the other way, the next quantiser
     may take a whole step the other way, so agreement is only as good as the form: random weights are the worst case."""
     host = served(SMALL, form)
-    device = served(SMALL, form, torch.bfloat16, "cuda")
-    lengths = [300, 212]
+    device = served(SMALL, form, torch.bfloat16, DEVICE)
     with torch.no_grad():
-        tokens, live = run(host, lengths)
+        with without_kernels():
+            tokens, live = run(host, SMALL_LENGTHS)
         assert live.routes is not None
         valid = torch.ones(len(tokens), dtype=torch.bool)
         for kind in (torch.uint8, torch.uint16):
-            _, there = run(device, lengths, Replay(live.routes.to(kind), valid))
+            _, there = run(device, SMALL_LENGTHS, Replay(live.routes.to(kind), valid))
             assert torch.equal(there.routes.cpu(), live.routes)
         logps = [
             model.logits(out.hidden).log_softmax(-1).cpu().gather(1, tokens.cpu().roll(-1)[:, None])
@@ -215,38 +225,45 @@ def test_the_device_agrees_with_the_cpu(form: str) -> None:
     assert k3 < {"fp8": 0.02, "nvfp4": 0.15}[form]
 
 
-@cuda
+def learn(model: Decoder, replay: Replay) -> None:
+    tokens, out = run(model, SMALL_LENGTHS, replay)
+    cross_entropy(model.logits(out.hidden[:-1]), tokens[1:]).backward()
+
+
+@pytest.mark.kernels
 @forms
-def test_gradients_on_the_device_are_those_of_the_cpu(form: str) -> None:
-    host, device = served(SMALL, form), served(SMALL, form, torch.bfloat16, "cuda")
-    lengths = [300, 212]
-    routes = run(host, lengths)[1].routes
-    assert routes is not None
-    replay = Replay(routes.to(torch.uint8), torch.ones(sum(lengths), dtype=torch.bool))
-    for model in (host, device):
-        tokens, out = run(model, lengths, replay)
-        cross_entropy(model.logits(out.hidden[:-1]), tokens[1:]).backward()
+def test_gradients_through_kernels_are_those_of_the_plain_model(form: str) -> None:
+    host, device = served(SMALL, form), served(SMALL, form, torch.bfloat16, DEVICE)
+    with without_kernels():
+        routes = run(host, SMALL_LENGTHS)[1].routes
+        assert routes is not None
+        replay = Replay(routes.to(torch.uint8), torch.ones(sum(SMALL_LENGTHS), dtype=torch.bool))
+        learn(host, replay)
+    learn(device, replay)
     for (name, mine), theirs in zip(device.named_parameters(), host.parameters(), strict=True):
         assert mine.grad is not None and theirs.grad is not None
         cosine = torch.cosine_similarity(mine.grad.float().cpu().flatten(), theirs.grad.flatten(), dim=0)
         assert cosine > {"fp8": 0.9, "nvfp4": 0.7}[form], (name, float(cosine))
 
 
-@cuda
+def through_experts(form: str, device: str, dtype: torch.dtype) -> list[Tensor]:
+    """What a layer makes of some tokens, and the gradients."""
+    layer, tokens = served(SMALL, form, dtype, device).layers[-1].mlp, sum(SMALL_LENGTHS)
+    x = draw(tokens, SMALL.width).bfloat16().to(device, dtype).requires_grad_()
+    routes = torch.zeros(tokens, SMALL.moe_layers, 2, dtype=torch.uint8)
+    routes[:, -1, 0] = torch.arange(tokens) % SMALL.experts
+    routes[:, -1, 1] = (torch.arange(tokens) * 3 + 1) % SMALL.experts
+    out, _ = layer(x, Replay(routes, torch.ones(tokens, dtype=torch.bool)).to(torch.device(device)))
+    out.backward(draw(tokens, SMALL.width, seed=9).to(device, dtype))
+    return [out, x.grad, *(parameter.grad for parameter in layer.parameters())]
+
+
+@pytest.mark.kernels
 @forms
-def test_experts_of_the_device_are_those_of_the_cpu(form: str) -> None:
+def test_experts_through_kernels_are_the_plain_ones(form: str) -> None:
     """One layer, forward and all its gradients: here rounding has nowhere to grow."""
-    outs = []
-    for device, dtype in (("cpu", torch.float32), ("cuda", torch.bfloat16)):
-        layer = served(SMALL, form, dtype, device).layers[3].mlp
-        x = draw(300, 512).bfloat16().to(device, dtype).requires_grad_()
-        chosen = torch.stack([torch.arange(300) % 8, (torch.arange(300) * 3 + 1) % 8], 1).to(device)
-        valid = torch.ones(300, dtype=torch.bool)
-        replay = Replay(torch.zeros(300, 2, 2, dtype=torch.uint8), valid).to(torch.device(device))
-        replay.routes[:, 1] = chosen
-        out, _ = layer(x, replay)
-        out.backward(draw(300, 512, seed=9).to(device, dtype))
-        outs.append([out, x.grad, *(parameter.grad for parameter in layer.parameters())])
-    for here, there in zip(*outs, strict=True):
+    with without_kernels():
+        plain_ones = through_experts(form, "cpu", torch.float32)
+    for here, there in zip(plain_ones, through_experts(form, DEVICE, torch.bfloat16), strict=True):
         cosine = torch.cosine_similarity(here.flatten(), there.float().cpu().flatten(), dim=0)
         assert cosine > 0.995, (here.shape, float(cosine))

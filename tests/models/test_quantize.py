@@ -27,11 +27,10 @@ from rollmill.models.quantize import (
 from rollmill.storage.objects import Objects
 from rollmill.weights import Follower, HostTensor, Publisher, WeightStore
 from rollmill.weights.manifest import describe, root_digest
+from tests.kernels import DEVICE, cuda, devices, without_kernels
 from tests.models.reference import TINY, make_decoder
 
 NAME = "layers.0.mlp.down"
-cuda = pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
-devices = pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=cuda)])
 forms = pytest.mark.parametrize("form", FORMS)
 BIASED = TINY.model_copy(update={"gate": "sigmoid", "gate_bias": True, "shared_experts": 1, "dense_layers": 1})
 
@@ -42,18 +41,18 @@ def draw(*shape: int, seed: int = 0, scale: float = 1.0) -> Tensor:
 
 def blocks() -> Iterator[tuple[str, Tensor]]:
     """Matrices that have gone wrong elsewhere: at the edges of every range."""
-    yield "random", draw(200, 300)
-    yield "spread over magnitudes", draw(256, 256) * torch.exp2(draw(256, 256, seed=1) * 12)
-    yield "zero", torch.zeros(130, 140)
+    yield "random", draw(130, 300)
+    yield "spread over magnitudes", draw(32, 256) * torch.exp2(draw(32, 256, seed=1) * 12)
+    yield "zero", torch.zeros(12, 140)
     yield "negative zero", -torch.zeros(16, 32)
-    yield "subnormal", draw(64, 64, scale=1e-42)
-    yield "smallest", draw(128, 160, scale=2.0**-75)
-    yield "huge", draw(128, 128, scale=2.0**123)
-    yield "experts", draw(5, 48, 36) * torch.exp2(torch.arange(5.0) * 9 - 20)[:, None, None]
+    yield "subnormal", draw(16, 64, scale=1e-42)
+    yield "smallest", draw(16, 160, scale=2.0**-75)
+    yield "huge", draw(16, 128, scale=2.0**123)
+    yield "experts", draw(5, 12, 36) * torch.exp2(torch.arange(5.0) * 9 - 20)[:, None, None]
     yield "experts of several blocks", draw(2, 136, 260)
     for largest in (224.0, 231.999, 232.0, 232.001, 240.0, 447.0, 448.0, 463.999, 464.0, 464.001, 480.0):
         for power in (0, -9, 30):
-            edge = draw(16, 32, scale=0.1).clamp(-1, 1)
+            edge = draw(4, 32, scale=0.1).clamp(-1, 1)
             edge[3, 5] = -largest
             yield f"edge {largest} · 2^{power}", edge * 2.0**power
     every = torch.arange(256, dtype=torch.uint8).view(fp8.CODES).float()
@@ -85,17 +84,19 @@ def test_quantising_again_gives_the_same_bytes_and_bf16_holds_them(form: str, de
         assert torch.equal(rounded.signbit(), served.signbit()), what
 
 
-@cuda
+@pytest.mark.kernels
 @forms
-def test_the_device_gives_the_bytes_of_the_cpu(form: str) -> None:
+def test_kernels_give_the_bytes_of_the_plain_rules(form: str) -> None:
     for what, values in blocks():
         for dtype in (torch.float32, torch.bfloat16):
-            there = quantise(NAME, values.to("cuda", dtype), form)
-            here = quantise(NAME, values.to(dtype), form)
+            there = quantise(NAME, values.to(DEVICE, dtype), form)
+            with without_kernels():
+                here = quantise(NAME, values.to(dtype), form)
             assert parts_equal(here, there), what
-    model = make_decoder(BIASED)
-    state = model.state_dict()
-    here, there = (quantise_state(s, form) for s in (state, {name: t.cuda() for name, t in state.items()}))
+    state = make_decoder(BIASED).state_dict()
+    there = quantise_state({name: tensor.to(DEVICE) for name, tensor in state.items()}, form)
+    with without_kernels():
+        here = quantise_state(state, form)
     assert root_digest(describe(here)) == root_digest(describe(there))
 
 
@@ -154,7 +155,7 @@ def test_errors_are_as_small_as_the_form_allows(form: str) -> None:
     assert error < {"fp8": 0.03, "nvfp4": 0.1}[form]
 
 
-@devices
+@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=cuda)])
 @forms
 @pytest.mark.parametrize("wrong", [math.nan, math.inf, -math.inf, 3e38])
 def test_what_is_not_finite_is_refused_by_name(form: str, wrong: float, device: str) -> None:
@@ -215,18 +216,19 @@ def test_names_shapes_and_what_stays_as_it_is(form: str) -> None:
 def test_an_engine_holds_what_the_trainer_does_and_gives_back_the_bytes(
     form: str, device: str, dtype: torch.dtype
 ) -> None:
-    trainer = make_decoder(BIASED)
-    round_parameters_(trainer.named_parameters(), form)
-    tensors = quantise_state(trainer.state_dict(), form)
+    with without_kernels():
+        trainer = make_decoder(BIASED)
+        round_parameters_(trainer.named_parameters(), form)
+        tensors = quantise_state(trainer.state_dict(), form)
     engine = Decoder(BIASED, dtype, form).to(device)
     dequantise_into(engine, tensors)
     for (name, ours), theirs in zip(trainer.named_parameters(), engine.parameters(), strict=True):
         assert torch.equal(ours, theirs.float().cpu()), name
     assert root_digest(describe(quantise_state(engine.state_dict(), form))) == root_digest(describe(tensors))
     again = Decoder(BIASED)
-    plain = dequantised(tensors)
+    exact = dequantised(tensors)
     for name, tensor in again.state_dict().items():
-        served = torch.from_numpy(plain[name].data.copy())
+        served = torch.from_numpy(exact[name].data.copy())
         served = served.view(torch.float32 if name.endswith("router.bias") else torch.bfloat16).view(tensor.shape)
         assert torch.equal(served.float(), trainer.state_dict()[name]), name
 

@@ -10,8 +10,8 @@ from torch import Tensor
 
 from rollmill.models.attention import PackedAttention
 from rollmill.models.kernels.varlen import VarlenAttention, packed_attention
+from tests.kernels import cuda
 
-cuda = pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
 Shape = tuple[int, int, int, int]  # heads, kv_heads, D, E
 
 

@@ -16,7 +16,7 @@ from rollmill import telemetry
 from rollmill.errors import TrainingError
 from rollmill.models.config import ModelConfig
 from rollmill.models.decoder import Decoder
-from rollmill.models.device import Device
+from rollmill.models.device import Device, decoder_on
 from rollmill.models.host import to_host
 from rollmill.models.moe import Replay, Routing
 from rollmill.training.config import MidtrainConfig, OptimizerConfig, RLConfig, TrainingConfig
@@ -46,7 +46,9 @@ def documents(seed: int, start: int) -> Iterator[Document]:
         index += 1
 
 
-def midtrainer(world: World, training: TrainingConfig = TRAINING, parent: Version | None = None) -> Trainer:
+def midtrainer(
+    world: World, training: TrainingConfig = TRAINING, parent: Version | None = None, form: str = "bf16"
+) -> Trainer:
     objective = MidtrainObjective(
         MidtrainConfig(documents_per_step=6, publish_every=1),
         documents,
@@ -64,6 +66,7 @@ def midtrainer(world: World, training: TrainingConfig = TRAINING, parent: Versio
         parent,
         steps=STEPS,
         seed=5,
+        form=form,
         device=world.device,
     )
 
@@ -87,6 +90,24 @@ def test_a_run_that_was_interrupted_has_the_bits_of_one_that_was_not(tmp_path: P
         run(World(stopped.path, device=device), kind, until)
     assert len(straight.chain()) == STEPS + 1 and straight.chain() == stopped.chain()
     assert len(set(straight.chain())) == STEPS + 1
+
+
+@pytest.mark.parametrize("form", ["fp8", "nvfp4"])
+def test_a_quantised_run_goes_on_whatever_memory_held(
+    tmp_path: Path, device: Device, form: str, monkeypatch: pytest.MonkeyPatch
+):
+    """A model is made in memory that nobody has written, where there may be numbers that have no codes."""
+
+    def littered(*given: Any) -> Decoder:
+        model = decoder_on(*given)
+        for parameter in model.parameters():
+            torch.nn.init.constant_(parameter, torch.nan)
+        return model
+
+    monkeypatch.setattr("rollmill.training.loop.decoder_on", littered)
+    for until in (1, 3):
+        trainer = midtrainer(World(tmp_path, device=device), form=form)
+        assert trainer.run(until) == Version("main", until)
 
 
 @GPU

@@ -101,9 +101,18 @@ def test_on_cuda_it_says_what_was_tried_and_loses_nothing(tmp_path: Path):
 
 
 @pytest.mark.parametrize(
-    ("dials", "first"), [({}, "set training.recompute_every = 1 (it is 0)"), ({"recompute_every": 1}, "shorten")]
+    ("device", "dials", "first"),
+    [
+        ("cpu", {}, "set training.recompute_every = 1 (it is 0)"),
+        ("cpu", {"recompute_every": 1}, "shorten"),
+        ("cuda", {}, "set training.recompute_gate_up = true"),
+        ("cuda", {"recompute_gate_up": True}, "set training.recompute_every = 1 (it is 0)"),
+        ("cuda", {"recompute_every": 1}, "shorten"),
+    ],
 )
-def test_a_dial_that_would_change_nothing_is_not_named(tmp_path: Path, dials: dict[str, int], first: str):
+def test_a_dial_that_would_change_nothing_is_not_named(
+    tmp_path: Path, device: Device, dials: dict[str, int], first: str
+):
     """A single sequence is not cut by smaller micro-batches, and layers cannot run again twice."""
     trainer = make_trainer(tmp_path, "cpu")
     batch = trainer._objective.next_batch(3, None, lambda: False)  # type: ignore[arg-type]
@@ -112,7 +121,7 @@ def test_a_dial_that_would_change_nothing_is_not_named(tmp_path: Path, dials: di
     alone = type(part)(part.tokens_N[:9], part.positions_N[:9], [9], part.rows_M, part.targets_M, None, None, None)
     with (
         pytest.raises(TrainingError) as found,
-        explain_out_of_memory("it", torch.device("cpu"), TrainingConfig(**dials), [alone]),
+        explain_out_of_memory("it", torch.device(device), TrainingConfig(**dials), [alone]),
     ):
         raise MemoryError
     assert (found.value.hint or "").startswith(first)

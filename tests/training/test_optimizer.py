@@ -10,6 +10,7 @@ from rollmill.models.decoder import Decoder
 from rollmill.models.host import device_digest
 from rollmill.training.config import OptimizerConfig
 from rollmill.training.optimizer import MasterOptimizer, learning_rate
+from tests.kernels import DEVICE, devices, without_kernels
 
 CONFIG = OptimizerConfig(lr=1e-2, weight_decay=0.1, max_grad_norm=1e9)
 
@@ -138,10 +139,24 @@ def test_accumulated_gradients_are_summed_in_fp32():
     assert optimizer.update(1e-3).grad_norm == pytest.approx(sum(parts) * math.sqrt(12))
 
 
-cuda = pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
+@devices
+@pytest.mark.parametrize("parts", [1, 2])
+def test_a_parameter_without_a_gradient_goes_on_by_its_momentum(device: str, parts: int):
+    model = Tiny().to(device, torch.bfloat16)
+    optimizer = MasterOptimizer(model, CONFIG, "bf16")
+    for held in (("matrix", "norm"), ("matrix",)):
+        before = optimizer.state()["master.norm"].clone()
+        for part in range(parts):
+            for name in held:
+                parameter = model.get_parameter(name)
+                parameter.grad = torch.ones_like(parameter)
+            if part + 1 < parts:
+                optimizer.accumulate()
+        assert optimizer.update(1e-2).applied
+        assert bool((optimizer.state()["master.norm"] < before).all())
 
 
-@cuda
+@pytest.mark.kernels
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
 @pytest.mark.parametrize("longest", [1e9, 0.5])
 def test_one_launch_does_what_the_host_does(dtype: torch.dtype, longest: float):
@@ -151,15 +166,18 @@ def test_one_launch_does_what_the_host_does(dtype: torch.dtype, longest: float):
             self.other = nn.Parameter(torch.randn(77, 131, generator=torch.Generator().manual_seed(5)))
 
     config = CONFIG.model_copy(update={"max_grad_norm": longest})
-    host, device = Wide(), Wide().cuda().to(dtype)
+    host, device = Wide(), Wide().to(DEVICE, dtype)
     host.load_state_dict(device.state_dict())
-    first, second = MasterOptimizer(host, config, "bf16"), MasterOptimizer(device, config, "bf16")
+    with without_kernels():
+        first = MasterOptimizer(host, config, "bf16")
+    second = MasterOptimizer(device, config, "bf16")
+    assert second._fused is not None and first._fused is None
     for seed in range(4):
         set_gradients(host, seed)
         for name, parameter in host.named_parameters():
             assert parameter.grad is not None
             parameter.grad = parameter.grad.to(dtype).float()
-            device.get_parameter(name).grad = parameter.grad.to("cuda", dtype)
+            device.get_parameter(name).grad = parameter.grad.to(DEVICE, dtype)
         ours, theirs = second.update(1e-2), first.update(1e-2)
         assert ours.applied and ours.grad_norm == pytest.approx(theirs.grad_norm, rel=1e-5)
     for name, tensor in first.state().items():
@@ -169,10 +187,10 @@ def test_one_launch_does_what_the_host_does(dtype: torch.dtype, longest: float):
         assert torch.equal(parameter.float(), master.to(torch.bfloat16).float())
 
 
-@cuda
+@pytest.mark.kernels
 @pytest.mark.parametrize("bad", [math.nan, math.inf])
 def test_on_the_device_a_gradient_that_is_not_finite_changes_nothing(bad: float):
-    model = Tiny().cuda()
+    model = Tiny().to(DEVICE)
     optimizer = MasterOptimizer(model, CONFIG, "bf16")
     before = {name: tensor.clone() for name, tensor in optimizer.state().items()}
     for parameter in model.parameters():

@@ -15,9 +15,10 @@ from rollmill.training import step as step_module
 from rollmill.training.batching import MicroBatch, PackedSequence, pack
 from rollmill.training.config import OptimizerConfig
 from rollmill.training.loss import target_logprobs
-from rollmill.training.next_token import NextTokenStep
+from rollmill.training.next_token import NextTokenPasses, NextTokenStep
 from rollmill.training.optimizer import MasterOptimizer
 from rollmill.training.step import forward_packed, token_logprobs, token_loss
+from tests.kernels import DEVICE
 
 VOCABULARY = 120
 
@@ -94,6 +95,25 @@ def test_replayed_passes_of_several_shapes_do_not_disturb_each_other():
     for name, parameter in first.named_parameters():
         other = second.get_parameter(name)
         assert float((parameter - other).detach().float().norm() / parameter.detach().float().norm()) < 2e-2, name
+
+
+@pytest.mark.kernels
+@pytest.mark.parametrize("every", [0, 1, 2])
+@pytest.mark.parametrize("gate_up", [False, True])
+def test_what_is_made_again_changes_no_gradient(every: int, gate_up: bool):
+    """The two dials that out-of-memory advice names one after the other."""
+    config = ModelConfig(vocab_size=VOCABULARY, width=64, head_dim=16, experts=0, mlp_width=96, max_context=64)
+    model = Decoder(config, torch.bfloat16)
+    model.initialise(0)
+    model.to(DEVICE)
+    (part,) = pack(sequences([20, 7]), 1000)
+    found = []
+    for dials in ((0, False), (every, gate_up)):
+        model.recompute_every, model.recompute_gate_up = dials
+        NextTokenPasses(model, 0.0, graphs=False)(part, len(part.targets_M), len(part.tokens_N))
+        found.append([parameter.grad for parameter in model.parameters()])
+        model.zero_grad()
+    assert all(torch.equal(kept, again) for kept, again in zip(*found, strict=True))
 
 
 def _with_targets(part: MicroBatch) -> MicroBatch:

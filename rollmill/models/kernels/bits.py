@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import importlib.util
+import os
 from contextlib import AbstractContextManager, nullcontext
 
 import torch
@@ -13,6 +14,9 @@ from rollmill.errors import WeightsError
 
 # Signed, since torch has few operations for wider unsigned integers; where the sign matters it is masked off.
 INTEGERS = {1: torch.int8, 2: torch.int16, 4: torch.int32}
+
+# Triton then runs its kernels as Python, on the CPU too: slow, and how tests reach them where there is no GPU.
+interpreted = os.environ.get("TRITON_INTERPRET") == "1"
 
 
 def bits_of(tensor: Tensor) -> Tensor:
@@ -53,9 +57,13 @@ def packed_bits(flags: Tensor) -> Tensor:
     return (flags.view(-1, 8).to(torch.uint8) * places).sum(1, dtype=torch.uint8)
 
 
-@functools.cache
 def has_triton(device: torch.device) -> bool:
-    return device.type == "cuda" and importlib.util.find_spec("triton") is not None
+    return (device.type == "cuda" or interpreted) and _finds_triton()
+
+
+@functools.cache
+def _finds_triton() -> bool:
+    return importlib.util.find_spec("triton") is not None
 
 
 def current(device: torch.device) -> AbstractContextManager[object]:

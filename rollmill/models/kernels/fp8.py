@@ -88,15 +88,18 @@ def _whole(blocks: Tensor, shape: torch.Size) -> Tensor:
     return blocks.flatten(-2).flatten(-3, -2)[..., : shape[-2], : shape[-1]].contiguous()
 
 
-@functools.cache
 def has_e4m3(device: torch.device) -> bool:
     """Whether kernels that read once and write once run there."""
-    return has_triton(device) and torch.cuda.get_device_capability(device) >= (8, 9)
+    return has_triton(device) and (device.type != "cuda" or _capability(device) >= (8, 9))
+
+
+def _has_block_products(device: torch.device) -> bool:
+    return device.type == "cuda" and _capability(device) == (9, 0)
 
 
 @functools.cache
-def _has_block_products(device: torch.device) -> bool:
-    return device.type == "cuda" and torch.cuda.get_device_capability(device) == (9, 0)
+def _capability(device: torch.device) -> tuple[int, int]:
+    return torch.cuda.get_device_capability(device)
 
 
 def multiplies(x_NI: Tensor, weight_OI: Tensor) -> bool:

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 from torch.autograd import Function
 
+from rollmill.models.kernels.bits import has_triton
 from rollmill.models.kernels.call import call
 
 
@@ -39,7 +40,7 @@ def sort_by_expert(chosen_Nk: Tensor, experts: int) -> Sorted:
 def groups(x: Tensor, *weights: Tensor) -> bool:
     """Whether `experts` takes these: bf16 on CUDA, rows of a multiple of 16 bytes."""
     bf16 = all(tensor.dtype == torch.bfloat16 for tensor in (x, *weights))
-    return x.is_cuda and bf16 and all(size % 8 == 0 for weight in weights for size in weight.shape[1:])
+    return has_triton(x.device) and bf16 and all(size % 8 == 0 for weight in weights for size in weight.shape[1:])
 
 
 class _Experts(Function):

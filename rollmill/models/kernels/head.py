@@ -150,7 +150,7 @@ def _of(values_M: Tensor | None, piece: slice) -> Tensor | None:
 
 def _measure(logits_MV: Tensor, targets_M: Tensor, out_3M: Tensor) -> None:
     """Fill rows of (log-prob of the target, entropy, log of the sum of exponentials). Overwrites the logits."""
-    if logits_MV.is_cuda and has_triton(logits_MV.device):
+    if has_triton(logits_MV.device):
         from rollmill.models.kernels.head_triton import measure
 
         return measure(logits_MV, targets_M, out_3M)
@@ -171,7 +171,7 @@ def _slopes(
     out_MV: Tensor,
 ) -> None:
     """The gradient of the logits, given those of the log-probs and entropies. The logits may be overwritten."""
-    if logits_MV.is_cuda and has_triton(logits_MV.device):
+    if has_triton(logits_MV.device):
         from rollmill.models.kernels.head_triton import slopes
 
         return slopes(logits_MV, targets_M, sums_M, entropies_M, grad_M, grad_entropies_M, out_MV)
@@ -189,7 +189,7 @@ def _next_token_slopes(
     logits_MV: Tensor, targets_M: Tensor, weights_M: Tensor, logprobs_M: Tensor, out_MV: Tensor
 ) -> None:
     """The gradient of the logits of Σ weight · (−log-prob); fills in the log-probs."""
-    if logits_MV.is_cuda and has_triton(logits_MV.device):
+    if has_triton(logits_MV.device):
         from rollmill.models.kernels.head_triton import next_token_slopes
 
         return next_token_slopes(logits_MV, targets_M, weights_M, logprobs_M, out_MV)

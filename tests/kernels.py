@@ -1,0 +1,71 @@
+"""Where kernels are tested: on a CUDA device, or on the CPU in Triton's interpreter (TRITON_INTERPRET=1).
+
+A test marked `kernels` has its tensors on DEVICE and is skipped where there is neither. In the interpreter all that is
+on the CPU runs through kernels; `without_kernels` is how such a test gets what they are held against.
+"""
+
+from __future__ import annotations
+
+import functools
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from rollmill.models.kernels import bits
+
+INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
+DEVICE = "cpu" if INTERPRETED else "cuda"
+cuda = pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")  # where more than kernels is tested
+# for a test that runs with kernels and without
+devices = pytest.mark.parametrize("device", ["cpu", pytest.param(DEVICE, marks=pytest.mark.kernels, id="kernels")])
+
+
+def prepare() -> None:
+    """Before a test marked `kernels`."""
+    if INTERPRETED:
+        _round_like_hardware()
+    elif not torch.cuda.is_available():
+        pytest.skip("no CUDA device")
+
+
+@contextmanager
+def without_kernels() -> Iterator[None]:
+    """What is on the CPU runs without kernels in here."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(bits, "interpreted", False)
+        yield
+
+
+@functools.cache
+def _round_like_hardware() -> None:
+    """The interpreter cuts FP32 to bf16, rounds to FP8 in a way of its own, and multiplies the bits of bf16 numbers as
+    integers. Torch does these as the hardware does."""
+    import triton.language as tl
+    from triton.runtime import interpreter
+
+    types = {
+        tl.float32: torch.float32,
+        tl.float16: torch.float16,
+        tl.bfloat16: torch.bfloat16,
+        tl.float8e4nv: torch.float8_e4m3fn,
+    }
+
+    def convert(data: np.ndarray, source: Any, target: Any, rounding: Any) -> np.ndarray:
+        numbers = torch.from_numpy(np.array(data)).view(types[source])
+        if target == tl.float8e4nv:
+            numbers = numbers.float().clamp(-448, 448)  # NaN stays NaN, all else becomes a number
+        return numbers.to(types[target]).view(bits.INTEGERS[types[target].itemsize]).numpy()
+
+    dot = interpreter.InterpreterBuilder.create_dot
+
+    def wide_dot(self: Any, a: Any, b: Any, *rest: Any) -> Any:
+        wide = [self.cast_impl(x, tl.float32) if x.dtype.scalar == tl.bfloat16 else x for x in (a, b)]
+        return dot(self, *wide, *rest)
+
+    interpreter._convert_float = convert
+    interpreter.InterpreterBuilder.create_dot = wide_dot
