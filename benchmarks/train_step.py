@@ -116,7 +116,7 @@ def ours(
     graphs: bool = True,
 ) -> Step:
     model = model_of(shape, device)
-    model.recompute_every, model.recompute_gate_up = recompute_every, remake
+    model.recompute_every, model.recompute_mlp = recompute_every, remake
     optimizer = MasterOptimizer(model, CONFIG, "bf16")
     parts = [_moved(part, device) for part in _packed(batch_of(shape), tokens_per_microbatch)]
     step = NextTokenStep(model, optimizer, graphs=graphs)

@@ -16,15 +16,12 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from rollmill.models.kernels.fused import remade_gate_up
-
 
 def run_layer(layer: nn.Module, number: int, recompute_every: int, x_NW: Tensor, *arguments: Any) -> Any:
     """`layer(x, …)`, recomputed in the backward pass if it is the turn of layer `number`."""
     if recompute_every and torch.is_grad_enabled() and number % recompute_every == 0:
         from torch.utils.checkpoint import checkpoint  # imports the compiler
 
-        # there is no dropout, so no random state to bring back; and what a layer keeps must be the same both times
-        with remade_gate_up(False):
-            return checkpoint(layer, x_NW, *arguments, use_reentrant=False, preserve_rng_state=False)
+        # there is no dropout, so no random state to bring back
+        return checkpoint(layer, x_NW, *arguments, use_reentrant=False, preserve_rng_state=False)
     return layer(x_NW, *arguments)

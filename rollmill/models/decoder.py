@@ -18,7 +18,7 @@ from rollmill.errors import TrainingError
 from rollmill.models.attention import Attend
 from rollmill.models.checkpointing import run_layer
 from rollmill.models.config import ModelConfig
-from rollmill.models.kernels.fused import norm_fork, remade_gate_up, rotate_heads
+from rollmill.models.kernels.fused import DenseMLP, norm_fork, rotate_heads
 from rollmill.models.latent import LatentProjection
 from rollmill.models.moe import MLP, MixtureOfExperts, Replay, Routing
 from rollmill.models.products import products
@@ -71,32 +71,30 @@ class Layer(nn.Module):
         return self._heads * self._dim, self._kv_heads * self._dim, self._kv_heads * self._dim
 
     def forward(
-        self, x_NW: Tensor, angles: tuple[Tensor, Tensor], attend: Attend, replay: Replay | None
+        self, x_NW: Tensor, angles: tuple[Tensor, Tensor], attend: Attend, replay: Replay | None, remakes: bool
     ) -> tuple[Tensor, Routing | None]:
-        return self.mix(self.attend(x_NW, angles, attend), replay)
+        """`remakes`: see models.kernels.fused."""
+        attended, copy_NW = self._attend(x_NW, angles, attend)
+        if isinstance(self.mlp, MLP):
+            mlp = DenseMLP(self.output, self.output_bias, self.mlp_norm, self.mlp.gate_up, self.mlp.down)
+            return self._products.add_mlp(copy_NW, x_NW, attended, mlp, self._eps, remakes=remakes), None
+        x_NW = self._products.add_linear(copy_NW, attended, self.output, self.output_bias)
+        normal_NW, x_NW = norm_fork(x_NW, self.mlp_norm, self._eps, copy=False)
+        return self.mlp(normal_NW, x_NW, replay)
 
-    def attend(self, x_NW: Tensor, angles: tuple[Tensor, Tensor], attend: Attend) -> Tensor:
+    def _attend(self, x_NW: Tensor, angles: tuple[Tensor, Tensor], attend: Attend) -> tuple[Tensor, Tensor]:
+        """What was attended to, and x for the residual (see `norm_fork`)."""
         if self.latent is None:
-            qkv, x_NW = self._products.norm_linear(x_NW, self.attention_norm, self._eps, self.qkv, self.qkv_bias)
+            qkv, copy_NW = self._products.norm_linear(x_NW, self.attention_norm, self._eps, self.qkv, self.qkv_bias)
             norms = None if self.q_norm is None or self.k_norm is None else (self.q_norm, self.k_norm)
             heads = (self._heads, self._kv_heads, self._dim)
             q_NHD, k_NKD, v_NKD = rotate_heads(qkv, angles, heads, norms, self._eps)
         else:
-            normal_NW, x_NW = norm_fork(x_NW, self.attention_norm, self._eps)
+            normal_NW, copy_NW = norm_fork(x_NW, self.attention_norm, self._eps)
             q_NHD, k_NKD, v_NKD = self.latent(normal_NW, angles)
         if self._score_scale != 1.0:
             q_NHD = q_NHD * self._score_scale
-        attended = attend(self._index, q_NHD, k_NKD, v_NKD)
-        return self._products.add_linear(x_NW, attended, self.output, self.output_bias)
-
-    def mix(self, x_NW: Tensor, replay: Replay | None) -> tuple[Tensor, Routing | None]:
-        if isinstance(self.mlp, MixtureOfExperts):
-            normal_NW, x_NW = norm_fork(x_NW, self.mlp_norm, self._eps, copy=False)
-            out_NW, routing = self.mlp(normal_NW, replay)
-            return x_NW + out_NW, routing
-        assert isinstance(self.mlp, MLP)
-        gate_up, x_NW = self._products.norm_linear(x_NW, self.mlp_norm, self._eps, self.mlp.gate_up)
-        return self._products.add_swiglu_linear(x_NW, gate_up, self.mlp.down), None
+        return attend(self._index, q_NHD, k_NKD, v_NKD), copy_NW
 
 
 class Decoder(nn.Module):
@@ -108,7 +106,7 @@ class Decoder(nn.Module):
         super().__init__()
         self.config, self.form = config, form
         self.recompute_every = 0  # see models.checkpointing
-        self.recompute_gate_up = False  # see models.kernels.fused
+        self.recompute_mlp = False  # see models.kernels.fused
         self.embedding = nn.Parameter(torch.empty(config.vocab_size, config.width, dtype=dtype))
         self.layers = nn.ModuleList(Layer(config, index, dtype, form) for index in range(config.layers))
         self.norm = nn.Parameter(torch.empty(config.width, dtype=dtype))
@@ -140,11 +138,11 @@ class Decoder(nn.Module):
         angles = (self._cos.index_select(0, positions_N), self._sin.index_select(0, positions_N))
         x_NW = nn.functional.embedding(tokens_N, self.embedding)
         routings: list[Routing] = []
-        with remade_gate_up(self.recompute_gate_up):
-            for number, layer in enumerate(self.layers):
-                x_NW, routing = run_layer(layer, number, self.recompute_every, x_NW, angles, attend, replay)
-                if routing is not None:
-                    routings.append(routing)
+        for number, layer in enumerate(self.layers):
+            arguments = (x_NW, angles, attend, replay, self.recompute_mlp)
+            x_NW, routing = run_layer(layer, number, self.recompute_every, *arguments)
+            if routing is not None:
+                routings.append(routing)
         return DecoderOutput(norm_fork(x_NW, self.norm, self.config.norm_eps, copy=False)[0], routings)
 
     def _check_replay(self, replay: Replay | None, tokens_N: Tensor) -> None:

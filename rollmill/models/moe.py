@@ -16,6 +16,7 @@ from rollmill.models.config import ModelConfig
 from rollmill.models.kernels.elementwise import swiglu
 from rollmill.models.kernels.fused import exact_linear
 from rollmill.models.kernels.grouped import groups
+from rollmill.models.kernels.routing import choose_experts, gate_weights, score
 from rollmill.models.kernels.rows import combine_rows, dispatch_rows
 from rollmill.models.products import products
 from rollmill.models.replay import plausible_routes
@@ -99,34 +100,29 @@ class Router(nn.Module):
 
     def forward(self, x_NW: Tensor, replay: Replay | None) -> tuple[Routing, Tensor]:
         """The choice, and the gate's weights [N, k] of the chosen experts."""
-        logits_NE = exact_linear(x_NW, self.weight)
-        scores_NE = logits_NE.softmax(-1) if self._gate == "softmax" else logits_NE.sigmoid()
-        live_Nk = self._choose(scores_NE)
+        scores_NE, live_Nk = self._choose(exact_linear(x_NW, self.weight))
         chosen_Nk = live_Nk
         if replay is not None:
             recorded_Nk = replay.routes[:, self._moe_layer].long()
             if replay.plausibility > 0:
                 recorded_Nk = plausible_routes(recorded_Nk, live_Nk, scores_NE, replay.plausibility, self.bias)
             chosen_Nk = torch.where(replay.valid.unsqueeze(1), recorded_Nk, live_Nk)
-        weights_Nk = scores_NE.gather(1, chosen_Nk)
-        if self._normalised:
-            weights_Nk = weights_Nk / weights_Nk.sum(-1, keepdim=True)
-        if self._scale != 1.0:
-            weights_Nk = weights_Nk * self._scale
+        weights_Nk = gate_weights(scores_NE, chosen_Nk, self._scale, normalised=self._normalised)
         return Routing(scores_NE, live_Nk, chosen_Nk), weights_Nk
 
-    def _choose(self, scores_NE: Tensor) -> Tensor:
-        """The k best experts by score and bias, of the best groups only where there are groups."""
-        scores_NE = scores_NE.detach()
-        if self.bias is not None:
-            scores_NE = scores_NE + self.bias
-        if self._groups > 1:
-            grouped_NGE = scores_NE.unflatten(1, (self._groups, -1))
-            # a group is as good as its two best experts together
-            kept_NG = grouped_NGE.topk(2, dim=-1).values.sum(-1).topk(self._groups_kept, dim=-1).indices
-            hidden_NG = torch.ones_like(grouped_NGE[..., 0], dtype=torch.bool).scatter_(1, kept_NG, False)
-            scores_NE = grouped_NGE.masked_fill(hidden_NG.unsqueeze(-1), -torch.inf).flatten(1)
-        return scores_NE.topk(self._k, dim=-1).indices
+    def _choose(self, logits_NE: Tensor) -> tuple[Tensor, Tensor]:
+        """The scores, and the k best experts by score and bias, of the best groups only where there are groups."""
+        softmax = self._gate == "softmax"
+        if self._groups == 1:
+            return choose_experts(logits_NE, self.bias, self._k, softmax=softmax)
+        scores_NE = score(logits_NE, softmax=softmax)
+        ranks_NE = scores_NE.detach() if self.bias is None else scores_NE.detach() + self.bias
+        grouped_NGE = ranks_NE.unflatten(1, (self._groups, -1))
+        # a group is as good as its two best experts together
+        kept_NG = grouped_NGE.topk(2, dim=-1).values.sum(-1).topk(self._groups_kept, dim=-1).indices
+        hidden_NG = torch.ones_like(grouped_NGE[..., 0], dtype=torch.bool).scatter_(1, kept_NG, False)
+        ranks_NE = grouped_NGE.masked_fill(hidden_NG.unsqueeze(-1), -torch.inf).flatten(1)
+        return scores_NE, ranks_NE.topk(self._k, dim=-1).indices
 
 
 class MixtureOfExperts(nn.Module):
@@ -141,17 +137,20 @@ class MixtureOfExperts(nn.Module):
         self.down = nn.Parameter(torch.empty(experts, inner, width, dtype=dtype))
         self.shared = MLP(width, config.shared_experts * inner, dtype, form) if config.shared_experts else None
 
-    def forward(self, x_NW: Tensor, replay: Replay | None) -> tuple[Tensor, Routing]:
+    def forward(self, x_NW: Tensor, skip_NW: Tensor, replay: Replay | None) -> tuple[Tensor, Routing]:
+        """`skip`, the residual, with what the experts make of x added."""
         routing, weights_Nk = self.router(x_NW, replay)
-        out_NW = self.through_experts(x_NW, weights_Nk, routing.chosen)
         if self.shared is not None:
-            out_NW = out_NW + self.shared(x_NW)
-        return out_NW, routing
+            skip_NW = skip_NW + self.shared(x_NW)
+        return self.through_experts(x_NW, weights_Nk, routing.chosen, skip_NW), routing
 
-    def through_experts(self, x_NW: Tensor, weights_Nk: Tensor, chosen_Nk: Tensor) -> Tensor:
-        """Each token through the experts chosen of those here, weighted by its gate and summed in top-k order."""
+    def through_experts(
+        self, x_NW: Tensor, weights_Nk: Tensor, chosen_Nk: Tensor, skip_NW: Tensor | None = None
+    ) -> Tensor:
+        """Each token through the experts chosen of those here, weighted by its gate, summed in top-k order and added to
+        `skip`."""
         if len(x_NW) and groups(x_NW, self.gate_up, self.down):
-            return self._products.experts(x_NW, weights_Nk, chosen_Nk, self.gate_up, self.down)
+            return self._products.experts(x_NW, weights_Nk, chosen_Nk, self.gate_up, self.down, skip_NW)
         # sorted by expert once; stable, so the order of a run's rows never depends on the sorter
         expert_R = chosen_Nk.flatten()
         order_R = expert_R.argsort(stable=True)
@@ -162,7 +161,8 @@ class MixtureOfExperts(nn.Module):
         grouped_linear = self._products.grouped_linear
         rows = dispatch_rows(x_NW, token_R, place_Nk)
         rows = grouped_linear(swiglu(grouped_linear(rows, self.gate_up, counts)), self.down, counts)
-        return combine_rows(rows, weights_Nk, token_R, place_Nk)
+        out_NW = combine_rows(rows, weights_Nk, token_R, place_Nk)
+        return out_NW if skip_NW is None else skip_NW + out_NW
 
 
 class MLP(nn.Module):

@@ -28,7 +28,7 @@ class Products:
 
     norm_linear = staticmethod(fused.norm_linear)
     add_linear = staticmethod(fused.add_linear)
-    add_swiglu_linear = staticmethod(fused.add_swiglu_linear)
+    add_mlp = staticmethod(fused.add_mlp)
     linear = staticmethod(linear)
     grouped_linear = staticmethod(rows.grouped_linear)
     experts = staticmethod(grouped.experts)
@@ -52,17 +52,28 @@ class QuantisedProducts:
     def add_linear(self, x_NW: Tensor, y: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
         return x_NW + self.linear(y, weight, bias)
 
-    def add_swiglu_linear(self, x_NW: Tensor, gate_up: Tensor, weight: Tensor) -> Tensor:
-        return x_NW + self.linear(swiglu(gate_up), weight)
+    def add_mlp(
+        self, copy_NW: Tensor, x_NW: Tensor, attended: Tensor, mlp: fused.DenseMLP, eps: float, *, remakes: bool = False
+    ) -> Tensor:
+        """Keeps what it needs: `remakes` is for the kernels of the plain one."""
+        y_NW = self.add_linear(copy_NW, attended, mlp.output, mlp.output_bias)
+        gate_up, y_NW = self.norm_linear(y_NW, mlp.norm, eps, mlp.gate_up)
+        return y_NW + self.linear(swiglu(gate_up), mlp.down)
 
     def grouped_linear(self, x_RI: Tensor, weight_EIO: Tensor, counts: Sequence[int]) -> Tensor:
         return call(_GroupedLinear, x_RI, weight_EIO, counts, self._form)
 
     def experts(
-        self, x_NW: Tensor, weights_Nk: Tensor, chosen_Nk: Tensor, gate_up_EWF: Tensor, down_EfW: Tensor
+        self,
+        x_NW: Tensor,
+        weights_Nk: Tensor,
+        chosen_Nk: Tensor,
+        gate_up_EWF: Tensor,
+        down_EfW: Tensor,
+        skip_NW: Tensor | None = None,
     ) -> Tensor:
         sorted_rows = grouped.sort_by_expert(chosen_Nk, gate_up_EWF.shape[0])
-        return call(_Experts, x_NW, weights_Nk, gate_up_EWF, down_EfW, sorted_rows, self._form)
+        return call(_Experts, x_NW, weights_Nk, gate_up_EWF, down_EfW, sorted_rows, skip_NW, self._form)
 
 
 def products(form: str) -> Products | QuantisedProducts:
@@ -113,6 +124,7 @@ class _Experts(Function):
         gate_up_EWF: Tensor,
         down_EfW: Tensor,
         order: grouped.Sorted,
+        skip_NW: Tensor | None,
         form: str,
     ) -> Tensor:
         from rollmill.models.kernels.fused_triton import gather_sum, swiglu_forward
@@ -121,7 +133,8 @@ class _Experts(Function):
         gate_up_RF = _grouped_mm(seen_RW, gate_up_EWF, offs=order.ends_E)
         out_RW = _grouped_mm(activation(swiglu_forward(gate_up_RF), form), down_EfW, offs=order.ends_E)
         ctx.save_for_backward(x_NW, weights_Nk, gate_up_EWF, down_EfW, gate_up_RF, *order)
-        return gather_sum(out_RW, order.place_Nk, weights_Nk)
+        ctx.skips = skip_NW is not None
+        return gather_sum(out_RW, order.place_Nk, weights_Nk, skip_NW)
 
     @staticmethod
     def backward(ctx: Any, grad_NW: Tensor) -> tuple[Tensor | None, ...]:

@@ -103,7 +103,7 @@ class Trainer(Generic[Batch]):
         with self._explained("the model"):
             self._model = self._make_model(model_config)
         self._model.recompute_every = config.recompute_every
-        self._model.recompute_gate_up = config.recompute_gate_up
+        self._model.recompute_mlp = config.recompute_mlp
         self._checkpoints = Checkpoints(checkpoints, config.keep_checkpoints, shards_of(self._model))
         self._stop = threading.Event()
         self._bad_steps = 0

@@ -125,10 +125,10 @@ def test_recomputed_layers_give_the_same_bits(variant: str, every: int, device: 
 
 @pytest.mark.kernels
 @pytest.mark.parametrize("variant", ["dense", "dense with biases", "mixture with shared experts"])
-def test_gate_up_made_again_gives_the_same_bits(variant: str):
+def test_an_mlp_made_again_gives_the_same_bits(variant: str):
     model = in_type(decoder(variant), torch.bfloat16)
     hidden, gradients = run(model)
-    model.recompute_gate_up = True
+    model.recompute_mlp = True
     again, gradients_again = run(model)
     assert torch.equal(hidden, again)
     assert all(torch.equal(gradient, gradients_again[name]) for name, gradient in gradients.items())

@@ -68,7 +68,7 @@ def run(
 def test_bf16_multiplies_exactly_as_without_forms() -> None:
     plain = products("bf16")
     assert isinstance(plain, Products) and isinstance(products("fp16"), Products)
-    assert plain.norm_linear is fused.norm_linear and plain.add_swiglu_linear is fused.add_swiglu_linear
+    assert plain.norm_linear is fused.norm_linear and plain.add_mlp is fused.add_mlp
     assert plain.grouped_linear is rows.grouped_linear and plain.linear is linear
     model = make_decoder()
     explicit = Decoder(TINY, form="bf16")

@@ -109,7 +109,7 @@ def test_what_is_made_again_changes_no_gradient(every: int, gate_up: bool):
     (part,) = pack(sequences([20, 7]), 1000)
     found = []
     for dials in ((0, False), (every, gate_up)):
-        model.recompute_every, model.recompute_gate_up = dials
+        model.recompute_every, model.recompute_mlp = dials
         NextTokenPasses(model, 0.0, graphs=False)(part, len(part.targets_M), len(part.tokens_N))
         found.append([parameter.grad for parameter in model.parameters()])
         model.zero_grad()

@@ -6,8 +6,8 @@ activations) is made again in the backward pass, in a kernel that reads its inpu
 
     kept a token and layer, in elements      plain                    fused
     attention                                x n qkv q k a            x qkv a         (n normalised, a attended)
-    dense layer                              x n gate_up s h          x gate_up       (s sigmoid, h activation)
-    the same in `remade_gate_up`                                      x
+    dense MLP                                y n gate_up s h          y gate_up       (s sigmoid, h activation)
+    the same, remade                                                  —               (y is made of x and a)
 
 `fork` is how a residual stream goes on beside a branch: it returns its input as a second output, whose gradient then
 arrives where the branch's does and is added there instead of in a pass of its own. The output is a copy, written by the
@@ -16,10 +16,7 @@ norm that reads the row anyway, so that the product at the branch's end can add 
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager
-from contextvars import ContextVar
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -31,18 +28,6 @@ from rollmill.models.kernels.bits import has_triton
 from rollmill.models.kernels.call import call
 
 Angles = tuple[Tensor, Tensor]  # cos and sin, FP32 [N, 1, D/2]
-
-_remakes: ContextVar[bool] = ContextVar("remakes", default=False)
-
-
-@contextmanager
-def remade_gate_up(wanted: bool) -> Iterator[None]:
-    """Forward passes in here need not keep gate_up, half of what a dense layer keeps: one product makes it again."""
-    token = _remakes.set(wanted)
-    try:
-        yield
-    finally:
-        _remakes.reset(token)
 
 
 def fuses(x: Tensor) -> bool:
@@ -86,8 +71,7 @@ class _NormLinear(Function):
         copy_NW = x_NW.new_empty(x_NW.shape)
         normal_NW, scale_N = norm_forward(x_NW, norm_W, eps, copy_NW)
         ctx.save_for_backward(x_NW, norm_W, scale_N, weight)
-        ctx.has_bias, ctx.eps = bias is not None, eps
-        ctx.normal = None  # what `_again` makes
+        ctx.has_bias = bias is not None
         ctx.set_materialize_grads(False)
         return linear(normal_NW, weight, bias), copy_NW
 
@@ -96,9 +80,8 @@ class _NormLinear(Function):
         from rollmill.models.kernels.fused_triton import norm_backward
 
         x_NW, norm_W, scale_N, weight = ctx.saved_tensors
-        made, ctx.normal = ctx.normal, None
-        grad_x, grad_norm, normal_NW = norm_backward(x_NW, norm_W, scale_N, grad @ weight, skip_NW, normal=made is None)
-        normal_NW = made if normal_NW is None else normal_NW
+        grad_x, grad_norm, normal_NW = norm_backward(x_NW, norm_W, scale_N, grad @ weight, skip_NW, normal=True)
+        assert normal_NW is not None
         return grad_x, grad_norm, None, grad.t() @ normal_NW, grad.sum(0) if ctx.has_bias else None
 
 
@@ -119,46 +102,79 @@ def add_linear(x_NW: Tensor, y: Tensor, weight: Tensor, bias: Tensor | None = No
     return x_NW if bias is None else x_NW.add_(bias)
 
 
-def _again(node: Any) -> Tensor:
-    """What a `norm_linear` made, from the node it left in the graph."""
-    from rollmill.models.kernels.fused_triton import norm_forward
+class DenseMLP(NamedTuple):
+    """The weights a dense layer has after its attention."""
 
-    x_NW, norm_W, _, weight = node.saved_tensors
-    node.normal, _ = norm_forward(x_NW, norm_W, node.eps)
-    return linear(node.normal, weight)
+    output: Tensor
+    output_bias: Tensor | None
+    norm: Tensor
+    gate_up: Tensor
+    down: Tensor
 
 
-class _AddSwiGLULinear(Function):
-    """`maker` is the node of the `norm_linear` that made gate_up, where that is to make it again."""
+class _AddMLP(Function):
+    """`x` is what `copy` is a copy of, for the backward pass: its gradient goes the copy's way."""
 
     @staticmethod
-    def forward(ctx: Any, x_NW: Tensor, gate_up: Tensor, weight: Tensor, maker: Any) -> Tensor:
-        from rollmill.models.kernels.fused_triton import swiglu_forward
+    def forward(
+        ctx: Any, copy_NW: Tensor, x_NW: Tensor, attended: Tensor, eps: float, remakes: bool, *weights: Tensor | None
+    ) -> Tensor:
+        from rollmill.models.kernels.fused_triton import norm_forward, swiglu_forward
 
-        ctx.save_for_backward(None if maker else gate_up, weight)
-        ctx.maker = maker
-        ctx.mark_dirty(x_NW)
-        return x_NW.addmm_(swiglu_forward(gate_up), weight.t())
+        mlp = DenseMLP(*weights)  # type: ignore[arg-type]
+        y_NW = add_linear(copy_NW, attended, mlp.output, mlp.output_bias)
+        out_NW = y_NW if remakes else y_NW.new_empty(y_NW.shape)
+        normal_NW, scale_N = norm_forward(y_NW, mlp.norm, eps, None if remakes else out_NW)
+        if remakes:
+            from rollmill.models.kernels.swiglu_triton import swiglu_product
+
+            gate_up, inner = None, swiglu_product(normal_NW, mlp.gate_up)
+        else:
+            gate_up = linear(normal_NW, mlp.gate_up)
+            inner = swiglu_forward(gate_up)
+        ctx.save_for_backward(x_NW if remakes else y_NW, attended, scale_N, gate_up, *weights)
+        ctx.eps = eps
+        if remakes:  # otherwise it is y now, which nothing outside has
+            ctx.mark_dirty(copy_NW)
+        return out_NW.addmm_(inner, mlp.down.t())
 
     @staticmethod
     def backward(ctx: Any, grad_NW: Tensor) -> tuple[Tensor | None, ...]:
-        from rollmill.models.kernels.fused_triton import swiglu_backward
+        from rollmill.models.kernels.fused_triton import norm_backward, norm_forward, swiglu_backward
 
-        gate_up, weight = ctx.saved_tensors
+        y_NW, attended, scale_N, gate_up, *weights = ctx.saved_tensors
+        mlp, normal_NW = DenseMLP(*weights), None
         if gate_up is None:
-            gate_up = _again(ctx.maker)
-        grad_gate_up, inner, _ = swiglu_backward(gate_up, grad_NW @ weight)
-        return grad_NW, grad_gate_up, grad_NW.t() @ inner, None
+            from rollmill.models.kernels.swiglu_triton import swiglu_product_backward
+
+            y_NW = add_linear(y_NW.clone(), attended, mlp.output, mlp.output_bias)
+            normal_NW, _ = norm_forward(y_NW, mlp.norm, ctx.eps)
+            grad_gate_up, inner = swiglu_product_backward(normal_NW, mlp.gate_up, grad_NW @ mlp.down)
+        else:
+            grad_gate_up, inner, _ = swiglu_backward(gate_up, grad_NW @ mlp.down)
+        grad_down = grad_NW.t() @ inner
+        del inner
+        grad_normal, kept = grad_gate_up @ mlp.gate_up, normal_NW is not None
+        grad_y, grad_norm, made = norm_backward(y_NW, mlp.norm, scale_N, grad_normal, grad_NW, normal=not kept)
+        normal_NW = normal_NW if made is None else made
+        assert normal_NW is not None
+        grad_bias = None if mlp.output_bias is None else grad_y.sum(0)
+        found = (grad_y.t() @ attended, grad_bias, grad_norm, grad_gate_up.t() @ normal_NW, grad_down)
+        return grad_y, None, grad_y @ mlp.output, None, None, *found
 
 
-def add_swiglu_linear(x_NW: Tensor, gate_up: Tensor, weight: Tensor) -> Tensor:
-    """x + the linear map of silu(gate) · up. On CUDA in place, like `add_linear`."""
-    if not fuses(x_NW):
-        return x_NW + linear(elementwise.swiglu(gate_up), weight)
-    maker = gate_up.grad_fn if _remakes.get() else None
-    if getattr(maker, "_forward_cls", None) is not _NormLinear or getattr(maker, "has_bias", False):
-        maker = None
-    return call(_AddSwiGLULinear, x_NW, gate_up, weight, maker)
+def add_mlp(
+    copy_NW: Tensor, x_NW: Tensor, attended: Tensor, mlp: DenseMLP, eps: float, *, remakes: bool = False
+) -> Tensor:
+    """y = x + the linear map of what was attended to, and then y + the MLP of its RMSNorm.
+
+    `copy` is the one of x that `norm_linear` or `norm_fork` made. With `remakes` the MLP keeps nothing for the backward
+    pass on CUDA: two products make y and gate_up again.
+    """
+    if fuses(copy_NW):
+        return call(_AddMLP, copy_NW, x_NW, attended, eps, remakes, *mlp)
+    y_NW = add_linear(x_NW, attended, mlp.output, mlp.output_bias)
+    return y_NW + linear(elementwise.swiglu(linear(elementwise.rms_norm(y_NW, mlp.norm, eps), mlp.gate_up)), mlp.down)
 
 
 class _RotateHeads(Function):

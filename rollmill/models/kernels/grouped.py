@@ -28,6 +28,10 @@ class Sorted(NamedTuple):
 
 def sort_by_expert(chosen_Nk: Tensor, experts: int) -> Sorted:
     """Stable, so the order of an expert's rows never depends on the sorter."""
+    if has_triton(chosen_Nk.device):
+        from rollmill.models.kernels.routing_triton import sort_pairs
+
+        return Sorted(*sort_pairs(chosen_Nk.contiguous(), experts))
     expert_R = chosen_Nk.flatten().to(torch.uint8 if experts <= 256 else torch.int16)  # fewer digits to sort by
     sorted_R, order_R = expert_R.sort(stable=True)
     rank_R = torch.arange(order_R.numel(), device=order_R.device)
@@ -46,14 +50,21 @@ def groups(x: Tensor, *weights: Tensor) -> bool:
 class _Experts(Function):
     @staticmethod
     def forward(
-        ctx: Any, x_NW: Tensor, weights_Nk: Tensor, gate_up_EWF: Tensor, down_EfW: Tensor, rows: Sorted
+        ctx: Any,
+        x_NW: Tensor,
+        weights_Nk: Tensor,
+        gate_up_EWF: Tensor,
+        down_EfW: Tensor,
+        rows: Sorted,
+        skip_NW: Tensor | None,
     ) -> Tensor:
         from rollmill.models.kernels.fused_triton import gather_sum, spread, swiglu_forward
 
         gate_up_RF = torch._grouped_mm(spread(x_NW, rows.place_Nk), gate_up_EWF, offs=rows.ends_E)
         out_RW = torch._grouped_mm(swiglu_forward(gate_up_RF), down_EfW, offs=rows.ends_E)
         ctx.save_for_backward(x_NW, weights_Nk, gate_up_EWF, down_EfW, gate_up_RF, *rows)
-        return gather_sum(out_RW, rows.place_Nk, weights_Nk)
+        ctx.skips = skip_NW is not None
+        return gather_sum(out_RW, rows.place_Nk, weights_Nk, skip_NW)
 
     @staticmethod
     def backward(ctx: Any, grad_NW: Tensor) -> tuple[Tensor | None, ...]:
@@ -77,10 +88,18 @@ class _Experts(Function):
             grad_gate_up,
             grad_down,
             None,
+            grad_NW if ctx.skips else None,
         )
 
 
-def experts(x_NW: Tensor, weights_Nk: Tensor, chosen_Nk: Tensor, gate_up_EWF: Tensor, down_EfW: Tensor) -> Tensor:
-    """Each token through its chosen experts, weighted by its gate and summed in top-k order."""
+def experts(
+    x_NW: Tensor,
+    weights_Nk: Tensor,
+    chosen_Nk: Tensor,
+    gate_up_EWF: Tensor,
+    down_EfW: Tensor,
+    skip_NW: Tensor | None = None,
+) -> Tensor:
+    """Each token through its chosen experts, weighted by its gate, summed in top-k order and added to `skip`."""
     rows = sort_by_expert(chosen_Nk, gate_up_EWF.shape[0])
-    return call(_Experts, x_NW, weights_Nk, gate_up_EWF, down_EfW, rows)
+    return call(_Experts, x_NW, weights_Nk, gate_up_EWF, down_EfW, rows, skip_NW)

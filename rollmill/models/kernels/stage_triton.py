@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections import Counter, defaultdict
 from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
@@ -30,12 +31,18 @@ class _Kind(NamedTuple):
     dtype: torch.dtype
 
 
+@functools.cache
+def _stream_of(device: torch.device) -> torch.cuda.Stream | None:
+    """One for all updates: cached memory belongs to a stream, and a new one each time would keep as much again."""
+    return torch.cuda.Stream(device) if device.type == "cuda" else None
+
+
 class TritonStage:
     """Everything is moved and converted on a stream of its own, so decoding does not wait for it."""
 
     def __init__(self, device: torch.device) -> None:
         self.device = device
-        self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None
+        self._stream = _stream_of(device)
         self._patches: defaultdict[_Kind, list[tuple[int, np.ndarray, np.ndarray]]] = defaultdict(list)
         self._tables: list[ScatterTable] = []
         self._moved: list[tuple[Tensor, Tensor]] = []

@@ -24,12 +24,11 @@ class ExpertParallel:
         self._layer, self._number, self._group = layer, number, group
         self._ranks = dist.get_world_size(group)
 
-    def forward(self, x_NW: Tensor, replay: Replay | None) -> tuple[Tensor, Routing]:
+    def forward(self, x_NW: Tensor, skip_NW: Tensor, replay: Replay | None) -> tuple[Tensor, Routing]:
         routing, weights_Nk = self._layer.router(x_NW, replay)
-        out_NW = self._through_experts(x_NW, weights_Nk, routing.chosen)
         if self._layer.shared is not None:
-            out_NW = out_NW + self._layer.shared(x_NW)
-        return out_NW, routing
+            skip_NW = skip_NW + self._layer.shared(x_NW)
+        return skip_NW + self._through_experts(x_NW, weights_Nk, routing.chosen), routing
 
     def _through_experts(self, x_NW: Tensor, weights_Nk: Tensor, chosen_Nk: Tensor) -> Tensor:
         expert_R = chosen_Nk.flatten()

@@ -1,0 +1,118 @@
+"""The product of gate_up with SwiGLU at its end: gate_up need not be written and read again.
+
+A program makes the same columns of gate and up together, so that their SwiGLU (or its gradient, given that of the
+output) is at hand where the sums are. Elements of gate_up are rounded to their type first: the same numbers as those of
+a product and a pass over it, whose sums may only be in another order.
+
+Tiles travel through the tensor memory accelerator, which Hopper has and which wants rows of whole 16 bytes.
+"""
+
+from __future__ import annotations
+
+import functools
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+from torch.nn.functional import linear
+from triton.tools.tensor_descriptor import TensorDescriptor
+
+from rollmill.models.kernels.fused_triton import swiglu_backward, swiglu_forward
+
+_SIZES = {
+    "ROWS": 128,
+    "COLUMNS": 128,
+    "DEPTH": 64,
+}  # of a tile: tokens, columns of gate and as many of up, summed at once
+_LAUNCH = {"num_warps": 8, "num_stages": 3}
+_FEWEST_ROWS = 4096  # with fewer there are not enough tiles, and torch's product is as good
+
+
+@triton.jit
+def _gate_and_up(x_desc, weight_desc, row, column, inner, width, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
+    DEPTH: tl.constexpr,
+):  # fmt: skip
+    gate = tl.zeros([ROWS, COLUMNS], tl.float32)
+    up = tl.zeros([ROWS, COLUMNS], tl.float32)
+    for start in range(0, width, DEPTH):
+        x = x_desc.load([row, start])
+        gate = tl.dot(x, weight_desc.load([column, start]).T, gate)
+        up = tl.dot(x, weight_desc.load([inner + column, start]).T, up)
+    return gate.to(x_desc.dtype).to(tl.float32), up.to(x_desc.dtype).to(tl.float32)
+
+
+@triton.jit
+def _forward(
+    x_desc, weight_desc, out_desc, rows, inner, width, ROWS: tl.constexpr, COLUMNS: tl.constexpr, DEPTH: tl.constexpr
+):
+    across = tl.cdiv(inner, COLUMNS)
+    for tile in range(tl.program_id(0), tl.cdiv(rows, ROWS) * across, tl.num_programs(0)):
+        row, column = tile // across * ROWS, tile % across * COLUMNS
+        gate, up = _gate_and_up(x_desc, weight_desc, row, column, inner, width, ROWS, COLUMNS, DEPTH)
+        out_desc.store([row, column], (gate * tl.sigmoid(gate) * up).to(x_desc.dtype))
+
+
+@triton.jit
+def _backward(
+    x_desc, weight_desc, grad_desc, out_desc, gate_desc, up_desc, rows, inner, width, ROWS: tl.constexpr,
+    COLUMNS: tl.constexpr, DEPTH: tl.constexpr,
+):  # fmt: skip
+    across = tl.cdiv(inner, COLUMNS)
+    for tile in range(tl.program_id(0), tl.cdiv(rows, ROWS) * across, tl.num_programs(0)):
+        row, column = tile // across * ROWS, tile % across * COLUMNS
+        gate, up = _gate_and_up(x_desc, weight_desc, row, column, inner, width, ROWS, COLUMNS, DEPTH)
+        grad = grad_desc.load([row, column]).to(tl.float32)
+        sigmoid = tl.sigmoid(gate)
+        silu = gate * sigmoid
+        out_desc.store([row, column], (silu * up).to(x_desc.dtype))
+        up_desc.store([row, column], (grad * silu).to(x_desc.dtype))
+        gate_desc.store([row, column], (grad * up * (sigmoid + silu * (1.0 - sigmoid))).to(x_desc.dtype))
+
+
+def swiglu_product(x_NW: Tensor, weight_FW: Tensor) -> Tensor:
+    """SwiGLU of the linear map gate_up of x."""
+    if not _fits(x_NW, weight_FW):
+        return swiglu_forward(linear(x_NW, weight_FW))
+    (rows, width), inner = x_NW.shape, len(weight_FW) // 2
+    out = x_NW.new_empty(rows, inner)
+    _forward[_grid(rows, inner, x_NW)](*_tiles(x_NW, weight_FW, out), rows, inner, width, **_SIZES, **_LAUNCH)
+    return out
+
+
+def swiglu_product_backward(x_NW: Tensor, weight_FW: Tensor, grad_Nf: Tensor) -> tuple[Tensor, Tensor]:
+    """(gradient of gate_up, SwiGLU again), gate_up being made again."""
+    if not _fits(x_NW, weight_FW):
+        return swiglu_backward(linear(x_NW, weight_FW), grad_Nf)[:2]
+    (rows, width), inner = x_NW.shape, len(weight_FW) // 2
+    out, grad_gate_up = torch.empty_like(grad_Nf), x_NW.new_empty(rows, 2 * inner)
+    outputs = (out, *grad_gate_up.split(inner, 1))
+    _backward[_grid(rows, inner, x_NW)](
+        *_tiles(x_NW, weight_FW, grad_Nf, *outputs), rows, inner, width, **_SIZES, **_LAUNCH
+    )
+    return grad_gate_up, out
+
+
+def _fits(x_NW: Tensor, weight_FW: Tensor) -> bool:
+    whole = x_NW.shape[1] % 8 == 0 and len(weight_FW) % 16 == 0
+    alike = x_NW.dtype == weight_FW.dtype and x_NW.dtype in (torch.bfloat16, torch.float16)
+    plain = x_NW.is_contiguous() and weight_FW.is_contiguous()
+    return whole and alike and plain and len(x_NW) >= _FEWEST_ROWS and _has_accelerator(x_NW.device)
+
+
+@functools.cache
+def _has_accelerator(device: torch.device) -> bool:
+    """The interpreter of Triton stands in for one on the CPU."""
+    return device.type == "cpu" or torch.cuda.get_device_capability(device)[0] == 9
+
+
+def _grid(rows: int, inner: int, x: Tensor) -> tuple[int]:
+    """One program a multiprocessor, each making one tile after the other."""
+    tiles = triton.cdiv(rows, _SIZES["ROWS"]) * triton.cdiv(inner, _SIZES["COLUMNS"])
+    return (min(tiles, torch.cuda.get_device_properties(x.device).multi_processor_count if x.is_cuda else 2),)
+
+
+def _tiles(x: Tensor, weight: Tensor, *others: Tensor) -> list[TensorDescriptor]:
+    rows, columns, depth = _SIZES.values()
+    shapes = [[rows, depth], [columns, depth], *[[rows, columns] for _ in others]]
+    return [TensorDescriptor.from_tensor(each, shape) for each, shape in zip((x, weight, *others), shapes, strict=True)]
