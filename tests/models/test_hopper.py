@@ -1,0 +1,177 @@
+"""Every Triton kernel compiles for the GPUs it was written for, wherever Triton is installed: no device is needed.
+
+The code that launches kernels runs on the CPU, and each launch is replaced by a compilation with the types it was
+given. What kernels compute is tested elsewhere (the interpreter knows nothing of layouts, registers or instructions).
+"""
+
+from __future__ import annotations
+
+import importlib
+import importlib.util
+import pkgutil
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+import rollmill.inference.embedded
+import rollmill.models.kernels
+from rollmill.models.decoder import Decoder
+from rollmill.models.host import round_to_form_
+from rollmill.models.kernels import bits
+from rollmill.models.kernels.delta import audit, difference_streams, stage
+from rollmill.models.kernels.head import head_logprobs, head_next_token
+from rollmill.training.config import OptimizerConfig
+from rollmill.training.optimizer import MasterOptimizer
+from rollmill.weights.patches import Patch
+from tests.inference import test_device
+from tests.kernels import INTERPRETED
+from tests.models import test_delta_kernels, test_fused
+
+pytestmark = pytest.mark.skipif(
+    INTERPRETED or importlib.util.find_spec("triton") is None, reason="Triton is not installed, or only interprets"
+)
+TYPES = {
+    torch.float32: "fp32", torch.bfloat16: "bf16", torch.float16: "fp16", torch.float8_e4m3fn: "fp8e4nv",
+    torch.int64: "i64", torch.int32: "i32", torch.int16: "i16", torch.int8: "i8", torch.uint8: "u8", torch.bool: "i1",
+    torch.uint32: "u32", torch.uint16: "u16", torch.uint64: "u64",
+}  # fmt: skip
+
+
+def type_of(value: Any) -> str:
+    if hasattr(value, "block_shape"):
+        return f"tensordesc<{TYPES[value.base.dtype]}{list(value.block_shape)}>"
+    if isinstance(value, torch.Tensor):
+        return f"*{TYPES[value.dtype]}"
+    if isinstance(value, float):
+        return "fp32"
+    return "i32" if -(2**31) <= value < 2**31 else "i64"
+
+
+class Compiler:
+    """Compiles what is launched, once for the same types and sizes."""
+
+    def __init__(self) -> None:
+        self.kernels: set[Any] = set()
+        self._done: set[Any] = set()
+
+    def launch(self, kernel: Any, *arguments: Any, grid: Any, warmup: bool, **options: Any) -> None:
+        import triton
+        from triton.backends.compiler import GPUTarget
+        from triton.compiler import ASTSource
+
+        dials = {name: options.pop(name) for name in ("num_warps", "num_stages") if name in options}
+        given = kernel.signature.bind(*arguments, **options)
+        given.apply_defaults()
+        constexprs = {each.name for each in kernel.params if each.is_constexpr}
+        constants = {name: value for name, value in given.arguments.items() if name in constexprs or value is None}
+        types = {name: "constexpr" if name in constants else type_of(value) for name, value in given.arguments.items()}
+        self.kernels.add(kernel)
+        key = (kernel, str(types), str(constants), str(dials))
+        if key not in self._done:
+            source = ASTSource(kernel, types, constants)
+            triton.compile(source, target=GPUTarget("cuda", 90, 32), options=dials)
+            self._done.add(key)
+
+
+@pytest.fixture
+def compiler(monkeypatch: pytest.MonkeyPatch) -> Compiler:
+    from triton.runtime.jit import JITFunction
+
+    found = Compiler()
+    monkeypatch.setattr(bits, "interpreted", True)  # the code of kernels is asked for on the CPU
+    # nothing is computed: what kernels would have written is read as zeros
+    monkeypatch.setattr(torch, "empty", torch.zeros)
+    monkeypatch.setattr(torch, "empty_like", torch.zeros_like)
+    monkeypatch.setattr(torch.Tensor, "new_empty", torch.Tensor.new_zeros)
+    monkeypatch.setattr(JITFunction, "run", lambda kernel, *given, **options: found.launch(kernel, *given, **options))
+    return found
+
+
+def decoders() -> None:
+    for variant in test_fused.VARIANTS:
+        for form in ("bf16", "fp8", "nvfp4") if variant in ("dense", "mixture") else ("bf16",):
+            model = Decoder(test_fused.decoder(variant).config, torch.bfloat16, form)
+            model.initialise(0)
+            for model.recompute_mlp in (False, True):
+                test_fused.run(model)
+
+
+def joined_products() -> None:
+    from rollmill.models.kernels import swiglu_triton
+
+    x, weight, grad = (torch.zeros(shape, dtype=torch.bfloat16) for shape in ((4096, 64), (256, 64), (4096, 128)))
+    swiglu_triton.swiglu_product(x, weight)
+    swiglu_triton.swiglu_product_backward(x, weight, grad)
+
+
+def heads() -> None:
+    for dtype in (torch.bfloat16, torch.float32):
+        hidden, weight = (torch.zeros(shape, dtype=dtype, requires_grad=True) for shape in ((9, 64), (96, 64)))
+        targets = torch.zeros(9, dtype=torch.int64)
+        logprobs, entropies = head_logprobs(hidden, weight, targets, torch.ones(9))
+        logprobs.sum().backward(retain_graph=True)
+        (logprobs.sum() + entropies.sum()).backward()
+        head_next_token(hidden, weight, targets, torch.ones(9)).backward()
+
+
+def optimizers() -> None:
+    for dtype in (torch.bfloat16, torch.float32):
+        model = Decoder(test_fused.decoder("dense").config, dtype)
+        model.initialise(0)
+        optimizer = MasterOptimizer(model, OptimizerConfig(), "bf16")
+        for times in (1, 2):
+            for _ in range(times):
+                for parameter in model.parameters():
+                    parameter.grad = torch.zeros_like(parameter)
+                if times > 1:
+                    optimizer.accumulate()
+            optimizer.update(1e-3)
+
+
+def quantisers() -> None:
+    for form in ("fp8", "nvfp4"):
+        for dtype in (torch.bfloat16, torch.float32):
+            round_to_form_([("layers.0.qkv", torch.ones(256, 128, dtype=dtype))], form)
+
+
+def updates() -> None:
+    for dtype in (torch.float8_e4m3fn, torch.bfloat16, torch.float32):
+        old, new = torch.zeros(40_000).to(dtype), torch.ones(40_000).to(dtype)
+        difference_streams(old, new)
+        audit(old)
+    served, parameters = {"a": np.zeros(5000, np.uint16)}, {"a": torch.zeros(5000, dtype=torch.bfloat16)}
+    change = Patch(0, np.zeros(1, np.uint32), np.ones(1, np.uint16))
+    stage(parameters, {"a": [change]}, test_delta_kernels.host(served), {"a": 0})
+
+
+def engines() -> None:
+    from rollmill.inference.embedded.device_runner import DeviceRunner
+
+    for shape in test_device.SHAPES.values():
+        for dtype in (torch.bfloat16, torch.float32):
+            model = Decoder(shape, dtype)
+            model.initialise(0)
+            runner = DeviceRunner(model, test_device.cache_of(model), 256)
+            test_device.in_chunks(test_device.Steps(runner))
+
+
+def launched(module: Any) -> set[Any]:
+    """The kernels of a module that no other kernel calls."""
+    from triton.runtime.jit import JITFunction
+
+    kernels = {name: each for name, each in vars(module).items() if isinstance(each, JITFunction)}
+    called = {name for each in kernels.values() for name in each.fn.__code__.co_names}
+    return {each for name, each in kernels.items() if name not in called}
+
+
+@pytest.mark.timeout(400)
+def test_every_kernel_compiles(compiler: Compiler) -> None:
+    for drive in (decoders, joined_products, heads, optimizers, quantisers, updates, engines):
+        drive()
+    found = set()
+    for package in (rollmill.models.kernels, rollmill.inference.embedded):
+        for module in pkgutil.iter_modules(package.__path__, f"{package.__name__}."):
+            found |= launched(importlib.import_module(module.name))
+    assert found <= compiler.kernels, {each.fn.__name__ for each in found - compiler.kernels}
