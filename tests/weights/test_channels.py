@@ -63,6 +63,21 @@ def test_rollback_goes_to_the_version_before(objects: Objects) -> None:
     assert channels.before("live") is None
 
 
+def test_a_long_history_is_not_read_whole_to_find_the_version_before(
+    objects: Objects, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Every collection asks for it, and a channel may move with every version."""
+    channels = Channels(objects)
+    for number in range(100):
+        channels.move("live", Version("rl", number % 2))
+    read: list[str] = []
+    get = objects.get
+    monkeypatch.setattr(objects, "get", lambda key: read.append(key) or get(key))
+    before = channels.before("live")
+    assert before is not None and before.version == Version("rl", 0)
+    assert 0 < len(read) <= 64
+
+
 @pytest.mark.parametrize(
     "data", [b"", b"[]", b"{}", b'{"line": "rl", "number": -1, "at": 1.0}', b'{"line": "../x", "number": 1, "at": 1.0}']
 )
