@@ -253,9 +253,10 @@ def through_experts(form: str, device: str, dtype: torch.dtype) -> list[Tensor]:
     routes = torch.zeros(tokens, SMALL.moe_layers, 2, dtype=torch.uint8)
     routes[:, -1, 0] = torch.arange(tokens) % SMALL.experts
     routes[:, -1, 1] = (torch.arange(tokens) * 3 + 1) % SMALL.experts
-    out, _ = layer(x, Replay(routes, torch.ones(tokens, dtype=torch.bool)).to(torch.device(device)))
+    skip = draw(tokens, SMALL.width, seed=8).bfloat16().to(device, dtype).requires_grad_()
+    out, _ = layer(x, skip, Replay(routes, torch.ones(tokens, dtype=torch.bool)).to(torch.device(device)))
     out.backward(draw(tokens, SMALL.width, seed=9).to(device, dtype))
-    return [out, x.grad, *(parameter.grad for parameter in layer.parameters())]
+    return [out, x.grad, skip.grad, *(parameter.grad for parameter in layer.parameters())]
 
 
 @pytest.mark.kernels
