@@ -39,3 +39,12 @@ def decoder_like(model: Decoder) -> Decoder:
     """Another one that computes where and as this one does."""
     with model.embedding.device:
         return Decoder(model.config, model.embedding.dtype, model.form)
+
+
+def is_full(error: BaseException) -> bool:
+    """Whether a device had no memory left. Torch's allocator has an error for it; kernels and cuBLAS, which also need
+    some, only have words."""
+    if isinstance(error, torch.OutOfMemoryError):
+        return True
+    text = str(error)
+    return isinstance(error, RuntimeError) and ("out of memory" in text or "ALLOC_FAILED" in text)

@@ -16,6 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from rollmill import telemetry
+from rollmill.models.device import is_full
 
 MOST = 4  # shapes kept; each graph holds on to a pass's memory
 _REMEMBERED = 256  # shapes that came once: what comes back later than that is not worth a graph
@@ -49,8 +50,8 @@ class GraphedPasses:
         assert all(parameter.grad is None for parameter in self._parameters)
         try:
             return self._run(shape, inputs, backward)
-        except torch.OutOfMemoryError:
-            if self._pool is None:
+        except RuntimeError as error:
+            if self._pool is None or not is_full(error):
                 raise
         # only here, since the error held on to what the pass had made
         self._give_back()

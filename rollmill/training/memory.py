@@ -12,6 +12,7 @@ from collections.abc import Iterator, Sequence
 import torch
 
 from rollmill.errors import TrainingError
+from rollmill.models.device import is_full as device_is_full
 from rollmill.training.batching import MicroBatch
 from rollmill.training.config import TrainingConfig
 
@@ -32,13 +33,13 @@ def explain_out_of_memory(
             raise
         largest = max(parts, key=lambda part: len(part.tokens_N), default=None)
         tried = "" if largest is None else f": {_describe(largest, len(parts))}"
-        memory = _cuda_memory(device) if isinstance(error, torch.OutOfMemoryError) else _host_memory()
+        memory = _cuda_memory(device) if device.type == "cuda" and device_is_full(error) else _host_memory()
         message = f"{what} ran out of memory{tried}; {memory}{_asked(error)}"
         raise TrainingError(message, hint=_hint(config, largest, device)) from error
 
 
 def _ran_out(error: Exception) -> bool:
-    return isinstance(error, MemoryError | torch.OutOfMemoryError) or _CPU_ALLOCATOR in str(error)
+    return isinstance(error, MemoryError) or device_is_full(error) or _CPU_ALLOCATOR in str(error)
 
 
 def _describe(part: MicroBatch, count: int) -> str:

@@ -10,11 +10,17 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from rollmill.models.device import decoder_on
+from rollmill.models.device import decoder_on, is_full
 from rollmill.training.batching import MicroBatch
 from rollmill.training.graphs import GraphedPasses
 from rollmill.training.next_token import NextTokenPasses
 from tests.training.test_memory import LENGTH, MODEL
+
+FULL = [
+    torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB."),
+    RuntimeError("Triton Error [CUDA]: out of memory"),
+    RuntimeError("CUDA error: CUBLAS_STATUS_ALLOC_FAILED when calling `cublasCreate(handle)`"),
+]
 
 
 class Recorder(GraphedPasses):
@@ -28,7 +34,7 @@ class Recorder(GraphedPasses):
         self.tried.append(inputs)
         self._pool = "a pool"
         backward(*inputs)  # what is left half done
-        raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB.")
+        raise FULL[0]
 
 
 def double(model: nn.Linear) -> Any:
@@ -70,10 +76,20 @@ def test_a_pass_that_finds_no_memory_by_itself_says_so():
     model = nn.Linear(3, 1, bias=False)
 
     def backward(x: Tensor) -> Tensor:
-        raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB.")
+        raise FULL[0]
 
     with pytest.raises(torch.OutOfMemoryError):
         Recorder(model).run("a shape", [torch.ones(1, 3)], backward)
+
+
+@pytest.mark.parametrize("error", FULL, ids=str)
+def test_a_full_device_is_known_by_every_error_it_has(error: Exception):
+    assert is_full(error)
+
+
+@pytest.mark.parametrize("error", [RuntimeError("shapes differ"), ValueError("out of memory"), MemoryError()], ids=repr)
+def test_other_errors_are_not_of_a_full_device(error: Exception):
+    assert not is_full(error)
 
 
 def packed(lengths: list[int]) -> MicroBatch:

@@ -9,8 +9,6 @@ from collections.abc import AsyncGenerator, Iterator
 from concurrent.futures import Future
 from typing import Any
 
-import torch
-
 from rollmill.errors import EngineError, WeightsError
 from rollmill.inference.config import EngineConfig
 from rollmill.inference.embedded.activity import Activity
@@ -18,7 +16,7 @@ from rollmill.inference.embedded.answer import Answer
 from rollmill.inference.embedded.worker import Outbox, Worker
 from rollmill.inference.engine import Applied, EngineUnavailable, GenerateChunk, GenerateRequest
 from rollmill.models.config import ModelConfig
-from rollmill.models.device import Device, choose_device
+from rollmill.models.device import Device, choose_device, is_full
 from rollmill.types import PolicyRef
 from rollmill.weights.follower import Update
 
@@ -153,7 +151,9 @@ def _refused_without_memory(policy: PolicyRef) -> Iterator[None]:
     is tried again."""
     try:
         yield
-    except torch.OutOfMemoryError as error:
+    except RuntimeError as error:
+        if not is_full(error):
+            raise
         what = ". ".join(str(error).split(". ")[:2])  # what follows is about torch's own dials
         raise WeightsError(
             f"{policy.line}@{policy.number} was not loaded: {what}",
