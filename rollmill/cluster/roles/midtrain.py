@@ -83,11 +83,11 @@ def make_tokenizer(run: RunDirectory, objects: Objects) -> None:
     """The vocabulary the weights are made for is learnt once. It is kept beside them, with what describes the model."""
     line, config = run.config.base_line, run.config
     kept = kept_companions(objects, line)
-    if not kept:
+    if TOKENIZER not in kept:  # a start that was cut short may have left the rest
         texts = tokenizer_texts(TOKENIZER_SESSIONS)
         Tokenizer(train_tokenizer(texts, config.model.vocab_size, SPECIAL_TOKENS)).save(run.tokenizer)
         # the model's own keys as they are: the same file builds the same model here, and nobody else claims the type
         about = {"model_type": "rollmill", "dtype": "bfloat16", **config.model.model_dump(mode="json")}
         kept = {"config.json": (json.dumps(about, indent=2) + "\n").encode(), TOKENIZER: run.tokenizer.read_bytes()}
-        keep_companions(objects, line, kept)
+    keep_companions(objects, line, kept)
     run.tokenizer.write_bytes(kept[TOKENIZER])

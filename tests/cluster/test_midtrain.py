@@ -1,0 +1,45 @@
+"""What mid-training keeps before the first version: a start that is cut short at any point is made good by the next."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from rollmill.cluster.roles.midtrain import make_tokenizer
+from rollmill.cluster.run import RunConfig, RunDirectory
+from rollmill.storage.objects import Objects
+from rollmill.weights.companions import index_key, kept_companions
+
+MODEL = {"vocab_size": 300, "layers": 1, "width": 64}
+
+
+class CutShort(Exception):
+    pass
+
+
+@pytest.mark.parametrize("created", [0, 1, 2, 3])
+def test_a_start_cut_short_is_made_good(created: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    config = RunConfig.model_validate({"name": "demo", "steps": 2, "model": MODEL, "midtrain": {"steps": 1}})
+    run = RunDirectory.create(tmp_path / "runs", config)
+    objects = Objects.open(run.home_store)
+    create, left = objects.create, iter(range(created))
+
+    def cut(key: str, data: bytes) -> None:
+        if next(left, None) is None:
+            raise CutShort(key)
+        create(key, data)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(objects, "create", cut)
+        if created < 3:  # config, tokenizer and their index
+            with pytest.raises(CutShort):
+                make_tokenizer(run, objects)
+        else:
+            make_tokenizer(run, objects)
+    make_tokenizer(run, objects)
+    kept = kept_companions(objects, config.base_line)
+    assert objects.head(index_key(config.base_line)) is not None
+    assert json.loads(kept["config.json"]).items() >= MODEL.items()
+    assert kept["tokenizer.json"] == run.tokenizer.read_bytes()
