@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import gc
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Literal
 
 import torch
@@ -39,6 +42,18 @@ def decoder_like(model: Decoder) -> Decoder:
     """Another one that computes where and as this one does."""
     with model.embedding.device:
         return Decoder(model.config, model.embedding.dtype, model.form)
+
+
+@contextmanager
+def uncollected() -> Iterator[None]:
+    """No garbage is collected in here: a CUDA graph that is freed while another is recorded spoils it."""
+    enabled = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if enabled:
+            gc.enable()
 
 
 def is_full(error: BaseException) -> bool:

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from rollmill.models.config import ModelConfig
+from rollmill.models.kernels.bits import has_triton
 from rollmill.models.kernels.elementwise import swiglu
 from rollmill.models.kernels.fused import exact_linear
 from rollmill.models.kernels.grouped import groups
@@ -58,11 +59,11 @@ class RouterStats:
 
 def expert_counts(chosen_Nk: Tensor, experts: int) -> Tensor:
     """int64 [experts]: how often each was chosen."""
-    flat = chosen_Nk.flatten()
-    if not flat.is_cuda:
-        return torch.bincount(flat, minlength=experts)
-    # bincount would wait for the device to learn the largest number
-    return torch.zeros(experts, dtype=torch.long, device=flat.device).scatter_add_(0, flat, torch.ones_like(flat))
+    if has_triton(chosen_Nk.device):  # bincount would wait for the device to learn the largest number
+        from rollmill.models.kernels.routing_triton import count
+
+        return count(chosen_Nk, experts)
+    return torch.bincount(chosen_Nk.flatten(), minlength=experts)
 
 
 def router_stats(routings: list[Routing], valid_N: Tensor | None = None) -> RouterStats:

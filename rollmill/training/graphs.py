@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from rollmill import telemetry
-from rollmill.models.device import is_full
+from rollmill.models.device import is_full, uncollected
 
 MOST = 4  # shapes kept; each graph holds on to a pass's memory
 _REMEMBERED = 256  # shapes that came once: what comes back later than that is not worth a graph
@@ -87,10 +87,10 @@ class GraphedPasses:
         inputs = [tensor.clone() for tensor in inputs]
         graph = torch.cuda.CUDAGraph()
         torch.cuda.synchronize()
-        gc.collect()  # a graph that is freed while another is recorded spoils it
+        gc.collect()
         torch.cuda.empty_cache()  # what the pass that ran as it is left behind
         self._pool = self._pool or torch.cuda.graph_pool_handle()
-        with torch.cuda.graph(graph, pool=self._pool):
+        with uncollected(), torch.cuda.graph(graph, pool=self._pool):
             output = backward(*inputs)
         gradients = [parameter.grad for parameter in self._parameters]
         for parameter in self._parameters:

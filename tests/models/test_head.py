@@ -106,6 +106,57 @@ def test_next_token(place: tuple[str, torch.dtype]):
         torch.testing.assert_close(head_next_token(hidden, weight, targets, weights).double(), reference.detach())
 
 
+def powers_problem(scale: float) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Of a vocabulary that travels in tiles, the last of them not full."""
+    generator = torch.Generator().manual_seed(1)
+    hidden = scale * torch.randn(ROWS, WIDTH, generator=generator)
+    weight = torch.randn(208, WIDTH, generator=generator)
+    targets = torch.randint(0, 208, (ROWS,), generator=generator)
+    hidden, weight = (tensor.to(DEVICE, torch.bfloat16).requires_grad_() for tensor in (hidden, weight))
+    return hidden, weight, targets.to(DEVICE), (torch.rand(ROWS, generator=generator) + 0.5).to(DEVICE)
+
+
+@pytest.mark.kernels
+@pytest.mark.parametrize("scale", [0.0, 0.3, 2.0])
+@pytest.mark.parametrize("confident", [False, True])
+def test_next_token_by_powers(scale: float, confident: bool):
+    """Confident: targets of the largest logits, whose gradients are small differences."""
+    hidden, weight, targets, weights = powers_problem(scale)
+    if confident:
+        targets = (hidden @ weight.t()).argmax(-1)
+    assert head._powers_fit(hidden, weight)
+    mine = head_next_token(hidden, weight, targets, weights)
+    reference = -(straightforward(hidden, weight, targets, None)[0] * weights).sum()
+    torch.testing.assert_close(mine.double(), reference, rtol=1e-6, atol=1e-4)
+    for ours, theirs in zip(gradients(mine, hidden, weight), gradients(reference, hidden, weight), strict=True):
+        error = float((ours - theirs).norm() / theirs.norm().clamp(min=1e-3))
+        assert error < 5e-3, error
+
+
+@pytest.mark.kernels
+def test_powers_beyond_the_range_of_numbers_are_cut():
+    hidden, weight, targets, weights = powers_problem(0.1)
+    with torch.no_grad():
+        hidden[0] *= 4000  # surprise of some thousand nats
+        targets[0] = (hidden[0] @ weight.t()).argmin()
+    loss = head_next_token(hidden, weight, targets, weights)
+    rest = -(straightforward(hidden, weight, targets, None)[0] * weights)[1:].sum()
+    assert 104 < float((loss - rest) / weights[0]) < 112
+    ours, theirs = (gradients(each, hidden, weight) for each in (loss, rest))
+    assert all(bool(each.isfinite().all()) for each in ours)
+    torch.testing.assert_close(ours[0][1:], theirs[0][1:], rtol=2e-2, atol=1e-3)
+    assert float(ours[0][0] @ weight[targets[0]].double()) < 0, "towards the target still"
+
+
+@pytest.mark.kernels
+@pytest.mark.parametrize("where", ["hidden", "weight"])
+def test_powers_pass_nan_on(where: str):
+    hidden, weight, targets, weights = powers_problem(0.3)
+    with torch.no_grad():
+        (hidden if where == "hidden" else weight)[7, 3] = float("nan")
+    assert bool(head_next_token(hidden, weight, targets, weights).isnan())
+
+
 def test_values_without_gradient_are_the_same(place: tuple[str, torch.dtype]):
     hidden, weight, targets, temperatures = problem(place)
     with torch.no_grad():

@@ -61,7 +61,7 @@ class Compiler:
         from triton.backends.compiler import GPUTarget
         from triton.compiler import ASTSource
 
-        dials = {name: options.pop(name) for name in ("num_warps", "num_stages") if name in options}
+        dials = {name: options.pop(name) for name in ("num_warps", "num_stages", "maxnreg") if name in options}
         given = kernel.signature.bind(*arguments, **options)
         given.apply_defaults()
         constexprs = {each.name for each in kernel.params if each.is_constexpr}

@@ -87,19 +87,20 @@ async def sample_through_versions(device: Device, updates: list[Update]) -> list
     random = np.random.default_rng(0)
     prompts = [random.integers(0, MODEL.vocab_size, 5 + n % 60).tolist() for n in range(ANSWERS)]
     temperatures = [(1.0, 0.7)[n % 2] for n in range(ANSWERS)]
+    per_version = -(-ANSWERS // len(updates))
+    tasks: list[asyncio.Task[Whole]] = []
     async with EmbeddedEngine(MODEL, ENGINE, device=device) as engine:
-        await engine.apply(updates[0])
-        tasks = [
-            asyncio.create_task(
-                answer(engine, request(prompt, f"s{n}", seed=n, max_tokens=TOKENS, temperature=temperatures[n]))
-            )
-            for n, prompt in enumerate(prompts)
-        ]
-        for place, update in enumerate(updates[1:], 1):
-            due = place * ANSWERS * TOKENS // len(updates)
-            await until(lambda due=due: engine.metrics()["sampled_tokens_total"] >= due)  # type: ignore[misc]
+        for update in updates:
             await engine.apply(update)
             assert device_digest(engine._worker._model) == update.policy.digest
+            tasks += [
+                asyncio.create_task(
+                    answer(engine, request(prompts[n], f"s{n}", seed=n, max_tokens=TOKENS, temperature=temperatures[n]))
+                )
+                for n in range(len(tasks), min(len(tasks) + per_version, ANSWERS))
+            ]
+            half = (len(tasks) - per_version // 2) * TOKENS
+            await until(lambda half=half: engine.metrics()["sampled_tokens_total"] >= half)  # type: ignore[misc]
         wholes = [await task for task in tasks]
     return [Sampled(*each) for each in zip(prompts, temperatures, wholes, strict=True)]
 

@@ -23,6 +23,7 @@ from rollmill.inference.embedded.paged_triton import Plan, TritonAttention, tile
 from rollmill.inference.embedded.runner import StepOutput, exact_logits, narrow_routes
 from rollmill.inference.embedded.sampler import is_cut, sample_uncut, uniform
 from rollmill.inference.embedded.scheduler import Work
+from rollmill.models.device import uncollected
 from rollmill.models.decoder import Decoder
 from rollmill.models.host import is_quantised
 from rollmill.models.kernels.grouped import groups
@@ -122,7 +123,7 @@ class _Decode:
     def record(self, pool: Any) -> None:
         graph = torch.cuda.CUDAGraph()
         # other threads stage weights meanwhile, which is no part of this
-        with torch.cuda.graph(graph, pool=pool, capture_error_mode="thread_local"):
+        with uncollected(), torch.cuda.graph(graph, pool=pool, capture_error_mode="thread_local"):
             self._output = self._forward()
         self._graph = graph
 

@@ -13,7 +13,7 @@ from torch import Tensor
 
 # Programs that each keep a partial sum over their rows: as many as an H200 has room for at once, by their registers so
 # many for each of its 132 multiprocessors. A few more would run alone after the others.
-_NORM_PROGRAMS = 132 * 12
+_NORM_PROGRAMS = 132 * 4
 _NORM_WARPS, _NORM_ELEMENTS = 1, 1024
 
 
@@ -74,13 +74,14 @@ def norm_forward(x_NW: Tensor, weight_W: Tensor, eps: float, copy_NW: Tensor | N
 
 
 @triton.jit
-def _norm_columns(x, grad, weight, scale, projection, skip_at, grad_x_at, normal_at, inside, SKIP: tl.constexpr,
-    NORMAL: tl.constexpr,
-):  # fmt: skip
+def _load(pointer, at, inside, GIVEN: tl.constexpr):
+    return tl.load(pointer + at, inside, 0.0).to(tl.float32) if GIVEN else 0.0
+
+
+@triton.jit
+def _norm_columns(x, grad, weight, scale, projection, skip, grad_x_at, normal_at, inside, NORMAL: tl.constexpr):
     """The second half of `_norm_backward`, for some of the columns; `x` is normalised."""
-    grad_x = (grad * weight[None, :] - x * projection) * scale
-    if SKIP:
-        grad_x += tl.load(skip_at, inside, 0.0).to(tl.float32)
+    grad_x = (grad * weight[None, :] - x * projection) * scale + skip
     tl.store(grad_x_at, grad_x.to(grad_x_at.dtype.element_ty), inside)
     if NORMAL:
         tl.store(normal_at, (x * weight[None, :]).to(normal_at.dtype.element_ty), inside)
@@ -98,29 +99,30 @@ def _norm_backward(
         rest = BLOCK + tl.arange(0, REST)
         rest_weight = tl.load(weight_ptr + rest, rest < width, 0.0).to(tl.float32)
         rest_partial = tl.zeros([ROWS, REST], tl.float32)
-    for start in range(tl.program_id(0) * ROWS, rows, tl.num_programs(0) * ROWS):
+    # in stages: rows are loaded while those before them are worked on
+    for start in tl.range(tl.program_id(0) * ROWS, rows, tl.num_programs(0) * ROWS, num_stages=3):
         row = (start + tl.arange(0, ROWS)).to(tl.int64)[:, None]
         inside = row < rows
         at = row * width + column[None, :]
         scale = tl.load(scale_ptr + row, inside, 0.0)
         x = tl.load(x_ptr + row * stride + column[None, :], inside, 0.0).to(tl.float32) * scale
         grad = tl.load(grad_ptr + at, inside, 0.0).to(tl.float32)
+        skip = _load(skip_ptr, at, inside, SKIP)
         projection = tl.sum(grad * weight[None, :] * x, 1)
         partial += grad * x
         if REST:
             in_rest, rest_at = inside & (rest < width)[None, :], row * width + rest[None, :]
             y = tl.load(x_ptr + row * stride + rest[None, :], in_rest, 0.0).to(tl.float32) * scale
             rest_grad = tl.load(grad_ptr + rest_at, in_rest, 0.0).to(tl.float32)
+            rest_skip = _load(skip_ptr, rest_at, in_rest, SKIP)
             projection += tl.sum(rest_grad * rest_weight[None, :] * y, 1)
             rest_partial += rest_grad * y
         projection = projection[:, None] / width
-        _norm_columns(
-            x, grad, weight, scale, projection, skip_ptr + at, grad_x_ptr + at, normal_ptr + at, inside, SKIP, NORMAL
-        )
+        _norm_columns(x, grad, weight, scale, projection, skip, grad_x_ptr + at, normal_ptr + at, inside, NORMAL)
         if REST:
             _norm_columns(
-                y, rest_grad, rest_weight, scale, projection, skip_ptr + rest_at, grad_x_ptr + rest_at,
-                normal_ptr + rest_at, in_rest, SKIP, NORMAL,
+                y, rest_grad, rest_weight, scale, projection, rest_skip, grad_x_ptr + rest_at, normal_ptr + rest_at,
+                in_rest, NORMAL,
             )  # fmt: skip
     tl.store(partial_ptr + tl.program_id(0) * width + column, tl.sum(partial, 0))
     if REST:
@@ -198,20 +200,14 @@ def swiglu_forward(gate_up_RF: Tensor) -> Tensor:
 
 @triton.jit
 def _swiglu_backward(
-    x_ptr,
-    grad_ptr,
-    weight_ptr,
-    grad_x_ptr,
-    out_ptr,
-    grad_weight_ptr,
-    width,
-    WEIGHTED: tl.constexpr,
+    x_ptr, grad_ptr, weight_ptr, order_ptr, grad_x_ptr, out_ptr, grad_weight_ptr, width, WEIGHTED: tl.constexpr,
     BLOCK: tl.constexpr,
-):
+):  # fmt: skip
     row = tl.program_id(0).to(tl.int64)
     weight = 1.0
     if WEIGHTED:
-        weight = tl.load(weight_ptr + row).to(tl.float32)
+        pair = tl.load(order_ptr + row)
+        weight = tl.load(weight_ptr + pair).to(tl.float32)
     dots = tl.zeros([BLOCK], tl.float32)
     for start in range(0, width, BLOCK):
         column = start + tl.arange(0, BLOCK)
@@ -230,29 +226,26 @@ def _swiglu_backward(
         tl.store(at, grad_gate.to(grad_x_ptr.dtype.element_ty), inside)
         tl.store(at + width, (grad * silu).to(grad_x_ptr.dtype.element_ty), inside)
     if WEIGHTED:
-        tl.store(grad_weight_ptr + row, tl.sum(dots, 0))
+        tl.store(grad_weight_ptr + pair, tl.sum(dots, 0))
 
 
 def swiglu_backward(
-    gate_up_RF: Tensor, grad_Rf: Tensor, weights_R: Tensor | None = None
+    gate_up_RF: Tensor, grad_Rf: Tensor, weights: Tensor | None = None, order_R: Tensor | None = None
 ) -> tuple[Tensor, Tensor, Tensor | None]:
-    """(gradient of gate_up, weights · swiglu(gate_up) again, gradient of the weights) of weights · swiglu(gate_up)."""
+    """(gradient of gate_up, weights · swiglu(gate_up) again, gradient of the weights) of weights · swiglu(gate_up).
+
+    The weight of row r is number order[r] of all of them.
+    """
     rows, width = grad_Rf.shape
     grad_x, out = torch.empty_like(gate_up_RF), torch.empty_like(grad_Rf)
-    grad_weights = None if weights_R is None else torch.empty(rows, dtype=torch.float32, device=grad_Rf.device)
+    grad_weights = None if weights is None else torch.empty_like(weights, dtype=torch.float32)
     if rows:
+        weighted = (weights, order_R, grad_weights) if weights is not None else (grad_Rf, grad_Rf, grad_x)
+        block = min(_block(width), 2048)
         _swiglu_backward[(rows,)](
-            gate_up_RF,
-            grad_Rf,
-            grad_Rf if weights_R is None else weights_R,
-            grad_x,
-            out,
-            grad_x if grad_weights is None else grad_weights,
-            width,
-            WEIGHTED=weights_R is not None,
-            BLOCK=min(_block(width), 2048),
-            num_warps=4,
-        )
+            gate_up_RF, grad_Rf, weighted[0], weighted[1], grad_x, out, weighted[2], width,
+            WEIGHTED=weights is not None, BLOCK=block, num_warps=4,
+        )  # fmt: skip
     return grad_x, out, grad_weights
 
 

@@ -74,14 +74,14 @@ class _Experts(Function):
         rows = Sorted(*rest)
         grad_RW = spread(grad_NW, rows.place_Nk)
         grad_Rf = torch._grouped_mm(grad_RW, down_EfW.transpose(1, 2), offs=rows.ends_E)  # before the gate's weight
-        weights_R = weights_Nk.flatten().index_select(0, rows.order_R)
-        grad_gate_up_RF, inner_Rf, grad_weights_R = swiglu_backward(gate_up_RF, grad_Rf, weights_R)
-        assert grad_weights_R is not None
+        grad_gate_up_RF, inner_Rf, grad_weights = swiglu_backward(
+            gate_up_RF, grad_Rf, weights_Nk.contiguous(), rows.order_R
+        )
+        assert grad_weights is not None
         grad_down = torch._grouped_mm(inner_Rf.t(), grad_RW, offs=rows.ends_E)
         del grad_RW, grad_Rf, inner_Rf
         grad_gate_up = torch._grouped_mm(spread(x_NW, rows.place_Nk).t(), grad_gate_up_RF, offs=rows.ends_E)
         grad_rows = torch._grouped_mm(grad_gate_up_RF, gate_up_EWF.transpose(1, 2), offs=rows.ends_E)
-        grad_weights = grad_weights_R.index_select(0, rows.place_Nk.flatten()).view_as(weights_Nk)
         return (
             gather_sum(grad_rows, rows.place_Nk),
             grad_weights.to(weights_Nk.dtype),

@@ -50,11 +50,15 @@ def _pieces(rows: slice, vocabulary: int, elements: int) -> Iterator[slice]:
         yield slice(start, min(start + step, rows.stop))
 
 
+def _exact(left: Tensor, right: Tensor) -> Tensor:
+    """The product in FP32."""
+    if left.is_cuda and left.dtype == right.dtype == torch.bfloat16:
+        return torch.mm(left, right, out_dtype=torch.float32)
+    return torch.mm(left.float(), right.float())
+
+
 def _logits(hidden_MW: Tensor, weight_VW: Tensor, temperatures_M: Tensor | None) -> Tensor:
-    if hidden_MW.is_cuda and hidden_MW.dtype == weight_VW.dtype == torch.bfloat16:
-        logits_MV = torch.mm(hidden_MW, weight_VW.t(), out_dtype=torch.float32)
-    else:
-        logits_MV = torch.mm(hidden_MW.float(), weight_VW.float().t())
+    logits_MV = _exact(hidden_MW, weight_VW.t())
     return logits_MV if temperatures_M is None else logits_MV.div_(temperatures_M[:, None])
 
 
@@ -76,9 +80,17 @@ class _Gradients:
             self._add(piece, grad_MV)
             del grad_MV  # the next one takes its memory
 
+    def add_powers(self, piece: slice, powers_MV: Tensor, scales_M: Tensor) -> None:
+        """The gradient of these rows' logits is that of the powers times a factor of its row."""
+        scaled_MW = torch.mul(self._hidden[piece], scales_M[:, None]).to(powers_MV.dtype)
+        torch.mul(_exact(powers_MV, self._weight), scales_M[:, None], out=self.hidden[piece])
+        self._add_weight(powers_MV, scaled_MW)
+
     def _add(self, piece: slice, grad_MV: Tensor) -> None:
-        hidden_MW, weight_VW = self._hidden[piece], self._weight.to(grad_MV.dtype)
-        torch.mm(grad_MV, weight_VW, out=self.hidden[piece])
+        torch.mm(grad_MV, self._weight.to(grad_MV.dtype), out=self.hidden[piece])
+        self._add_weight(grad_MV, self._hidden[piece])
+
+    def _add_weight(self, grad_MV: Tensor, hidden_MW: Tensor) -> None:
         if grad_MV.is_cuda and grad_MV.dtype == torch.bfloat16:
             torch.ops.aten.addmm.dtype_out(self._sum, grad_MV.t(), hidden_MW, torch.float32, out=self._sum)
         else:
@@ -128,12 +140,20 @@ class _NextToken(Function):
     def forward(ctx: Any, hidden_MW: Tensor, weight_VW: Tensor, targets_M: Tensor, weights_M: Tensor) -> Tensor:
         logprobs_M = torch.empty(len(targets_M), dtype=torch.float32, device=hidden_MW.device)
 
-        def fill(part: slice, grad_MV: Tensor) -> None:
-            logits_MV = _logits(hidden_MW[part], weight_VW, None)
-            _next_token_slopes(logits_MV, targets_M[part], weights_M[part], logprobs_M[part], grad_MV)
-
         gradients = _Gradients(hidden_MW, weight_VW)
-        gradients.add_all(fill)
+        if has_triton(hidden_MW.device) and _powers_fit(hidden_MW, weight_VW):
+            from rollmill.models.kernels.powers_triton import next_token_powers
+
+            for piece in _pieces(slice(0, len(targets_M)), len(weight_VW), PARTS * PIECE_ELEMENTS // 2):
+                given = (hidden_MW[piece], weight_VW, targets_M[piece], weights_M[piece], logprobs_M[piece])
+                gradients.add_powers(piece, *next_token_powers(*given))
+        else:
+
+            def fill(part: slice, grad_MV: Tensor) -> None:
+                logits_MV = _logits(hidden_MW[part], weight_VW, None)
+                _next_token_slopes(logits_MV, targets_M[part], weights_M[part], logprobs_M[part], grad_MV)
+
+            gradients.add_all(fill)
         ctx.save_for_backward(gradients.hidden, gradients.weight)
         return -(logprobs_M * weights_M).sum()
 
@@ -142,6 +162,12 @@ class _NextToken(Function):
         grad_hidden, grad_weight = ctx.saved_tensors
         # made for one use: nothing else holds them, so they are scaled in place
         return grad_hidden.mul_(grad), grad_weight.mul_(grad), None, None
+
+
+def _powers_fit(hidden_MW: Tensor, weight_VW: Tensor) -> bool:
+    from rollmill.models.kernels.powers_triton import fits
+
+    return fits(hidden_MW, weight_VW)
 
 
 def _of(values_M: Tensor | None, piece: slice) -> Tensor | None:

@@ -6,12 +6,11 @@ second-level cache, and the second reading costs the memory nothing.
 
 from __future__ import annotations
 
-import functools
-
-import torch
 import triton
 import triton.language as tl
 from torch import Tensor
+
+from rollmill.models.kernels.tiles import multiprocessors
 
 _BLOCK = 4096
 _TWICE = {"BLOCK": 8192, "num_warps": 32}
@@ -126,11 +125,6 @@ def next_token_slopes(
     logits_MV: Tensor, targets_M: Tensor, weights_M: Tensor, logprobs_M: Tensor, out_MV: Tensor
 ) -> None:
     rows, vocabulary = logits_MV.shape
-    programs = min(rows, _multiprocessors(logits_MV.device))
+    programs = min(rows, multiprocessors(logits_MV.device))
     weights_M = weights_M.float().contiguous()
     _next_token[(programs,)](logits_MV, targets_M, weights_M, logprobs_M, out_MV, rows, vocabulary, **_TWICE)
-
-
-@functools.cache
-def _multiprocessors(device: torch.device) -> int:
-    return int(torch.cuda.get_device_properties(device).multi_processor_count) if device.type == "cuda" else 2

@@ -188,16 +188,30 @@ def _place(
     tl.store(token_ptr + place, (pair // k).to(tl.int64), inside)
 
 
+def count(chosen: Tensor, experts: int) -> Tensor:
+    """int64 [experts]: how often each was chosen."""
+    return _count_blocks(chosen.contiguous(), experts).sum(1)
+
+
+def _count_blocks(chosen: Tensor, experts: int) -> Tensor:
+    """int32 [experts, blocks]."""
+    pairs = chosen.numel()
+    (blocks,), sizes = _blocks(pairs, experts)
+    counts_EB = torch.empty((experts, blocks), dtype=torch.int32, device=chosen.device)
+    if pairs:
+        _count[(blocks,)](chosen, counts_EB, pairs, experts, blocks, **sizes)
+    return counts_EB
+
+
 def sort_pairs(chosen_Nk: Tensor, experts: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """What `grouped.Sorted` holds: each block of pairs is counted, and then knows where its rows begin."""
     pairs, device = chosen_Nk.numel(), chosen_Nk.device
     (blocks,), sizes = _blocks(pairs, experts)
-    counts_EB = torch.empty((experts, blocks), dtype=torch.int32, device=device)
     order_R, token_R = (torch.empty(pairs, dtype=torch.int64, device=device) for _ in range(2))
     place_Nk = torch.empty_like(chosen_Nk)
     if not pairs:
         return order_R, token_R, place_Nk, torch.zeros(experts, dtype=torch.int32, device=device)
-    _count[(blocks,)](chosen_Nk, counts_EB, pairs, experts, blocks, **sizes)
+    counts_EB = _count_blocks(chosen_Nk, experts)
     ends_EB = counts_EB.view(-1).cumsum(0, dtype=torch.int32).view(experts, blocks)
     k = chosen_Nk.shape[1]
     _place[(blocks,)](chosen_Nk, ends_EB, counts_EB, place_Nk, order_R, token_R, pairs, experts, blocks, k, **sizes)

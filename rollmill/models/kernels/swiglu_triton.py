@@ -9,8 +9,6 @@ Tiles travel through the tensor memory accelerator, which Hopper has and which w
 
 from __future__ import annotations
 
-import functools
-
 import torch
 import triton
 import triton.language as tl
@@ -19,26 +17,26 @@ from torch.nn.functional import linear
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from rollmill.models.kernels.fused_triton import swiglu_backward, swiglu_forward
+from rollmill.models.kernels.tiles import has_accelerator, programs
 
-_SIZES = {
-    "ROWS": 128,
-    "COLUMNS": 128,
-    "DEPTH": 64,
-}  # of a tile: tokens, columns of gate and as many of up, summed at once
-_LAUNCH = {"num_warps": 8, "num_stages": 3}
+# of a tile: tokens, columns of gate and as many of up, summed at once; two programs fit on a multiprocessor, and one of
+# them multiplies while the other writes
+_SIZES = {"ROWS": 128, "COLUMNS": 64, "DEPTH": 64}
+_FORWARD = {"num_warps": 4, "num_stages": 3}
+_BACKWARD = {"num_warps": 8, "num_stages": 3, "maxnreg": 128}
 _FEWEST_ROWS = 4096  # with fewer there are not enough tiles, and torch's product is as good
 
 
 @triton.jit
-def _gate_and_up(x_desc, weight_desc, row, column, inner, width, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
+def _gate_and_up(x_desc, weight_desc, row, column, width, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
     DEPTH: tl.constexpr,
 ):  # fmt: skip
-    gate = tl.zeros([ROWS, COLUMNS], tl.float32)
-    up = tl.zeros([ROWS, COLUMNS], tl.float32)
+    """The two are halves of one product, which reads x from shared memory once."""
+    both = tl.zeros([ROWS, 2 * COLUMNS], tl.float32)
     for start in range(0, width, DEPTH):
-        x = x_desc.load([row, start])
-        gate = tl.dot(x, weight_desc.load([column, start]).T, gate)
-        up = tl.dot(x, weight_desc.load([inner + column, start]).T, up)
+        weight = weight_desc.load([0, column, start]).reshape(2 * COLUMNS, DEPTH)
+        both = tl.dot(x_desc.load([row, start]), weight.T, both)
+    gate, up = both.reshape(ROWS, 2, COLUMNS).permute(0, 2, 1).split()
     return gate.to(x_desc.dtype).to(tl.float32), up.to(x_desc.dtype).to(tl.float32)
 
 
@@ -47,9 +45,10 @@ def _forward(
     x_desc, weight_desc, out_desc, rows, inner, width, ROWS: tl.constexpr, COLUMNS: tl.constexpr, DEPTH: tl.constexpr
 ):
     across = tl.cdiv(inner, COLUMNS)
-    for tile in range(tl.program_id(0), tl.cdiv(rows, ROWS) * across, tl.num_programs(0)):
+    # flat: the first loads of a tile are under way while the last one is written
+    for tile in tl.range(tl.program_id(0), tl.cdiv(rows, ROWS) * across, tl.num_programs(0), flatten=True):
         row, column = tile // across * ROWS, tile % across * COLUMNS
-        gate, up = _gate_and_up(x_desc, weight_desc, row, column, inner, width, ROWS, COLUMNS, DEPTH)
+        gate, up = _gate_and_up(x_desc, weight_desc, row, column, width, ROWS, COLUMNS, DEPTH)
         out_desc.store([row, column], (gate * tl.sigmoid(gate) * up).to(x_desc.dtype))
 
 
@@ -61,7 +60,7 @@ def _backward(
     across = tl.cdiv(inner, COLUMNS)
     for tile in range(tl.program_id(0), tl.cdiv(rows, ROWS) * across, tl.num_programs(0)):
         row, column = tile // across * ROWS, tile % across * COLUMNS
-        gate, up = _gate_and_up(x_desc, weight_desc, row, column, inner, width, ROWS, COLUMNS, DEPTH)
+        gate, up = _gate_and_up(x_desc, weight_desc, row, column, width, ROWS, COLUMNS, DEPTH)
         grad = grad_desc.load([row, column]).to(tl.float32)
         sigmoid = tl.sigmoid(gate)
         silu = gate * sigmoid
@@ -76,7 +75,7 @@ def swiglu_product(x_NW: Tensor, weight_FW: Tensor) -> Tensor:
         return swiglu_forward(linear(x_NW, weight_FW))
     (rows, width), inner = x_NW.shape, len(weight_FW) // 2
     out = x_NW.new_empty(rows, inner)
-    _forward[_grid(rows, inner, x_NW)](*_tiles(x_NW, weight_FW, out), rows, inner, width, **_SIZES, **_LAUNCH)
+    _forward[_grid(rows, inner, x_NW)](*_tiles(x_NW, weight_FW, out), rows, inner, width, **_SIZES, **_FORWARD)
     return out
 
 
@@ -88,7 +87,7 @@ def swiglu_product_backward(x_NW: Tensor, weight_FW: Tensor, grad_Nf: Tensor) ->
     out, grad_gate_up = torch.empty_like(grad_Nf), x_NW.new_empty(rows, 2 * inner)
     outputs = (out, *grad_gate_up.split(inner, 1))
     _backward[_grid(rows, inner, x_NW)](
-        *_tiles(x_NW, weight_FW, grad_Nf, *outputs), rows, inner, width, **_SIZES, **_LAUNCH
+        *_tiles(x_NW, weight_FW, grad_Nf, *outputs), rows, inner, width, **_SIZES, **_BACKWARD
     )
     return grad_gate_up, out
 
@@ -97,22 +96,16 @@ def _fits(x_NW: Tensor, weight_FW: Tensor) -> bool:
     whole = x_NW.shape[1] % 8 == 0 and len(weight_FW) % 16 == 0
     alike = x_NW.dtype == weight_FW.dtype and x_NW.dtype in (torch.bfloat16, torch.float16)
     plain = x_NW.is_contiguous() and weight_FW.is_contiguous()
-    return whole and alike and plain and len(x_NW) >= _FEWEST_ROWS and _has_accelerator(x_NW.device)
-
-
-@functools.cache
-def _has_accelerator(device: torch.device) -> bool:
-    """The interpreter of Triton stands in for one on the CPU."""
-    return device.type == "cpu" or torch.cuda.get_device_capability(device)[0] == 9
+    return whole and alike and plain and len(x_NW) >= _FEWEST_ROWS and has_accelerator(x_NW.device)
 
 
 def _grid(rows: int, inner: int, x: Tensor) -> tuple[int]:
-    """One program a multiprocessor, each making one tile after the other."""
-    tiles = triton.cdiv(rows, _SIZES["ROWS"]) * triton.cdiv(inner, _SIZES["COLUMNS"])
-    return (min(tiles, torch.cuda.get_device_properties(x.device).multi_processor_count if x.is_cuda else 2),)
+    return programs(triton.cdiv(rows, _SIZES["ROWS"]) * triton.cdiv(inner, _SIZES["COLUMNS"]), 2, x.device)
 
 
 def _tiles(x: Tensor, weight: Tensor, *others: Tensor) -> list[TensorDescriptor]:
     rows, columns, depth = _SIZES.values()
-    shapes = [[rows, depth], [columns, depth], *[[rows, columns] for _ in others]]
-    return [TensorDescriptor.from_tensor(each, shape) for each, shape in zip((x, weight, *others), shapes, strict=True)]
+    weight_2fW = weight.view(2, len(weight) // 2, weight.shape[1])
+    shapes = [[rows, depth], [2, columns, depth], *[[rows, columns] for _ in others]]
+    tensors = (x, weight_2fW, *others)
+    return [TensorDescriptor.from_tensor(each, shape) for each, shape in zip(tensors, shapes, strict=True)]
