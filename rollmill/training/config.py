@@ -46,9 +46,9 @@ class TrainingConfig(Config):
         "up to twice as long where the model is small",
     )
     recompute_mlp: bool = Field(
-        False,
-        description="on CUDA, dense layers keep nothing of their MLP and make it again by two products: more than 40 % "
-        "less memory on an H200 for less than a tenth more time, which is cheaper than recompute_every",
+        True,
+        description="on CUDA, dense layers keep nothing of their MLP and make it again by two products: half the "
+        "memory for 6 % more time on an H200, which is cheaper than recompute_every",
     )
     deterministic: bool = Field(
         True,

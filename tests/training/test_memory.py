@@ -105,8 +105,8 @@ def test_on_cuda_it_says_what_was_tried_and_loses_nothing(tmp_path: Path):
     [
         ("cpu", {}, "set training.recompute_every = 1 (it is 0)"),
         ("cpu", {"recompute_every": 1}, "shorten"),
-        ("cuda", {}, "set training.recompute_mlp = true"),
-        ("cuda", {"recompute_mlp": True}, "set training.recompute_every = 1 (it is 0)"),
+        ("cuda", {"recompute_mlp": False}, "set training.recompute_mlp = true"),
+        ("cuda", {}, "set training.recompute_every = 1 (it is 0)"),
         ("cuda", {"recompute_every": 1}, "shorten"),
     ],
 )

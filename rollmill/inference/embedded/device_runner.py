@@ -23,8 +23,8 @@ from rollmill.inference.embedded.paged_triton import Plan, TritonAttention, tile
 from rollmill.inference.embedded.runner import StepOutput, exact_logits, narrow_routes
 from rollmill.inference.embedded.sampler import is_cut, sample_uncut, uniform
 from rollmill.inference.embedded.scheduler import Work
-from rollmill.models.device import uncollected
 from rollmill.models.decoder import Decoder
+from rollmill.models.device import uncollected
 from rollmill.models.host import is_quantised
 from rollmill.models.kernels.grouped import groups
 from rollmill.models.moe import MixtureOfExperts

@@ -4,7 +4,8 @@ The head's product is made for some rows at a time, with FP32 accumulation and F
 would move log-probs by 1e-2. Two ways, by when the gradient of a log-prob is known:
 
     logprobs      any loss of log-probs and entropies: logits are made again in the backward pass
-    next_token    Σ weight · (−log-prob), weights known: gradients are made beside the loss, logits once
+    next_token    Σ weight · (−log-prob), weights known: gradients are made beside the loss, logits once; on Hopper not
+                  even that, the product ends in their exponentials (powers_triton)
 
 Gradients of logits are in the model's type, those of the weight are summed over the pieces in FP32.
 """
@@ -139,21 +140,23 @@ class _NextToken(Function):
     @staticmethod
     def forward(ctx: Any, hidden_MW: Tensor, weight_VW: Tensor, targets_M: Tensor, weights_M: Tensor) -> Tensor:
         logprobs_M = torch.empty(len(targets_M), dtype=torch.float32, device=hidden_MW.device)
-
         gradients = _Gradients(hidden_MW, weight_VW)
-        if has_triton(hidden_MW.device) and _powers_fit(hidden_MW, weight_VW):
+        if _makes_powers(hidden_MW, weight_VW):
             from rollmill.models.kernels.powers_triton import next_token_powers
 
             for piece in _pieces(slice(0, len(targets_M)), len(weight_VW), PARTS * PIECE_ELEMENTS // 2):
                 given = (hidden_MW[piece], weight_VW, targets_M[piece], weights_M[piece], logprobs_M[piece])
                 gradients.add_powers(piece, *next_token_powers(*given))
         else:
-
-            def fill(part: slice, grad_MV: Tensor) -> None:
-                logits_MV = _logits(hidden_MW[part], weight_VW, None)
-                _next_token_slopes(logits_MV, targets_M[part], weights_M[part], logprobs_M[part], grad_MV)
-
-            gradients.add_all(fill)
+            gradients.add_all(
+                lambda part, grad_MV: _next_token_slopes(
+                    _logits(hidden_MW[part], weight_VW, None),
+                    targets_M[part],
+                    weights_M[part],
+                    logprobs_M[part],
+                    grad_MV,
+                )
+            )
         ctx.save_for_backward(gradients.hidden, gradients.weight)
         return -(logprobs_M * weights_M).sum()
 
@@ -164,7 +167,9 @@ class _NextToken(Function):
         return grad_hidden.mul_(grad), grad_weight.mul_(grad), None, None
 
 
-def _powers_fit(hidden_MW: Tensor, weight_VW: Tensor) -> bool:
+def _makes_powers(hidden_MW: Tensor, weight_VW: Tensor) -> bool:
+    if not has_triton(hidden_MW.device):
+        return False
     from rollmill.models.kernels.powers_triton import fits
 
     return fits(hidden_MW, weight_VW)

@@ -2,8 +2,8 @@
 
 A softmax is e^(x − m) over its sum s, whatever m is, if only no power leaves the range of numbers. So m need not be the
 largest logit, which is known too late: the target's plus a margin is known before. What is written is the power itself,
-in bf16, which has the exponents of FP32. The products of gradients take it as it is, since the factor weight / s belongs
-to whole rows; at the target stands e^(x − m) − s, so that a probability near 1 keeps its small gradient.
+in bf16, which has the exponents of FP32. The products of gradients take it as it is, since the factor weight / s is one
+of whole rows; at the target stands e^(x − m) − s, so that a probability near 1 keeps its small gradient.
 
     surprise of the target, in nats         powers
     0                                       up to e^−40, a probability is 0 below e^−47
@@ -30,7 +30,9 @@ _LAUNCH = {"num_warps": 8, "num_stages": 3, "maxnreg": 128}
 
 
 @triton.jit
-def _shifts(x_ptr, weight_ptr, target_ptr, shift_ptr, rows, width, margin, log2_e, ROWS: tl.constexpr, BLOCK: tl.constexpr):
+def _shifts(
+    x_ptr, weight_ptr, target_ptr, shift_ptr, rows, width, margin, log2_e, ROWS: tl.constexpr, BLOCK: tl.constexpr
+):
     row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
     target = tl.load(target_ptr + row, row < rows, 0)
     total = tl.zeros([ROWS], tl.float32)

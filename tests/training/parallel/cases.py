@@ -11,6 +11,7 @@ from torch import Tensor
 
 from rollmill.models.config import LatentAttention, ModelConfig
 from rollmill.models.decoder import Decoder
+from rollmill.models.device import compute_dtype
 from rollmill.models.host import to_host
 from rollmill.storage.objects import Objects
 from rollmill.training.batching import MicroBatch, PackedSequence, SampledFacts, pack
@@ -94,22 +95,23 @@ def make_sequences(config: ModelConfig, seed: int) -> list[PackedSequence]:
     return sequences
 
 
-def make_model(name: str, form: str = "bf16") -> Decoder:
-    model = Decoder(MODELS[name], form=form)
+def make_model(name: str, form: str = "bf16", device: torch.device = CPU) -> Decoder:
+    model = Decoder(MODELS[name], compute_dtype(device), form)
     model.initialise(1)
     for key, buffer in model.state_dict().items():
         if key.endswith("router.bias"):
             buffer.copy_(torch.linspace(-0.1, 0.1, len(buffer)))
-    return model
+    return model.to(device)
 
 
-def make_sharded(world: World, name: str, shape: Shape, form: str = "bf16") -> Decoder:
-    model = sharded_decoder(MODELS[name], torch.float32, form, world, Meshes(*shape, CPU), CPU)
+def make_sharded(world: World, name: str, shape: Shape, form: str = "bf16", device: torch.device = CPU) -> Decoder:
+    dtype = compute_dtype(device)
+    model = sharded_decoder(MODELS[name], dtype, form, world, Meshes(*shape, device), device)
     shards = shards_of(model)
     assert shards is not None
-    values = make_model(name, form).state_dict()
+    values = make_model(name, form, device).state_dict()
     own = {key: values[key][rows[world.rank].start : rows[world.rank].stop] for key, rows in shards.rows.items()}
-    fill_rows(model, [to_host(values | own, "fp32")])
+    fill_rows(model, [to_host(values | own, "fp32" if dtype == torch.float32 else "bf16")])
     return model
 
 
@@ -126,7 +128,8 @@ def policy_pass(model: Decoder, parts: list[MicroBatch], plausibility: float = 0
     for part in parts:
         assert part.facts is not None
         result = recompute(model, part, replay_of(part, plausibility))
-        loss = -(result.logprobs_M * torch.from_numpy(part.facts.advantages)).sum() / 9
+        advantages_M = torch.from_numpy(part.facts.advantages).to(result.logprobs_M.device)
+        loss = -(result.logprobs_M * advantages_M).sum() / 9
         loss = loss - 0.1 * result.entropies_M.sum() / 9
         loss.backward()
         total += float(loss.detach())
@@ -154,15 +157,15 @@ def assemble(model: Decoder, own: dict[str, Tensor]) -> dict[str, Tensor]:
         return {name: tensor.clone() for name, tensor in own.items()}
     found = {}
     for name, each in {name: shards.world.gather(tensor) for name, tensor in own.items()}.items():
-        found[name] = torch.full(shards.own(name).shape, torch.nan)
+        found[name] = torch.full(shards.own(name).shape, torch.nan, device=own[name].device)
         for rows, tensor in zip(shards.rows[name], each, strict=True):
             found[name][rows.start : rows.stop] = tensor
     return found
 
 
-def passes(world: World | None, name: str, shape: Shape = (1, 1, 1)) -> dict[str, Any]:
+def passes(world: World | None, name: str, shape: Shape = (1, 1, 1), device: torch.device = CPU) -> dict[str, Any]:
     """Loss and gradients of both objectives."""
-    model = make_model(name) if world is None else make_sharded(world, name, shape)
+    model = make_model(name, device=device) if world is None else make_sharded(world, name, shape, device=device)
     parts = make_microbatches(model.config)
     found: dict[str, Any] = {"next token": next_token_pass(model, parts), "next token gradients": gradients(model)}
     found["policy"] = policy_pass(model, parts)
