@@ -37,7 +37,12 @@ class TrainingConfig(Config):
     """The step loop, the same for every objective."""
 
     threads: int = Field(default=1, ge=1, description="part of what makes a re-run give the same bits")
-    tokens_per_microbatch: int = Field(default=8192, ge=1, description="at most this many tokens in one forward pass")
+    tokens_per_microbatch: int = Field(
+        default=0,
+        ge=0,
+        description="at most this many tokens in one forward pass. 0: 8192 on a CPU, on a GPU what half of it holds, "
+        "up to 32768",
+    )
     recompute_every: int = Field(
         default=0,
         ge=0,
@@ -88,7 +93,8 @@ class TrainingConfig(Config):
 
     @property
     def tokens_per_pass(self) -> int:
-        """Of all ranks together."""
+        """Of all ranks together, once fitted (see training.fitting)."""
+        assert self.tokens_per_microbatch > 0
         return self.ranks * self.tokens_per_microbatch
 
     def check_model(self, experts: int) -> None:

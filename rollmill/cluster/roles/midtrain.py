@@ -14,6 +14,7 @@ from rollmill.cluster.run import MidtrainStage, RunDirectory
 from rollmill.environments.tasks.demonstrations import Demonstrations, tokenizer_texts
 from rollmill.models.device import choose_device
 from rollmill.storage.objects import Objects
+from rollmill.training.fitting import fitted
 from rollmill.training.loop import Trainer
 from rollmill.training.objectives.midtrain import MidtrainObjective
 from rollmill.training.parallel.world import ALONE, World, join
@@ -53,15 +54,16 @@ def _train(run: RunDirectory, stage: MidtrainStage, weights: WeightStore, start:
     config = run.config
     tokenizer = Tokenizer.load(run.tokenizer)
     format = format_of(tokenizer, tools_in_prompt=config.tools_in_prompt)
+    training = fitted(stage.training, config.model, choose_device(config.device))
     objective = MidtrainObjective(
         stage,
         Demonstrations(format, tokenizer),
         seed=config.seed,
         max_context=config.model.max_context,
-        tokens_per_microbatch=stage.training.tokens_per_pass,
+        tokens_per_microbatch=training.tokens_per_pass,
     )
     trainer = Trainer(
-        stage.training,
+        training,
         config.model,
         objective,
         weights,

@@ -8,6 +8,7 @@ from rollmill.errors import TrainingError
 from rollmill.models.device import choose_device
 from rollmill.storage.database import open_database
 from rollmill.storage.objects import Objects
+from rollmill.training.fitting import fitted
 from rollmill.training.loop import Trainer
 from rollmill.training.objectives.rl import Pace, RLObjective
 from rollmill.training.parallel.world import join
@@ -19,7 +20,9 @@ from rollmill.weights.store import WeightStore
 
 def main(run: RunDirectory) -> None:
     config = run.config
-    world = join("trainer", choose_device(config.device), config.training.ranks)
+    device = choose_device(config.device)
+    world = join("trainer", device, config.training.ranks)
+    training = fitted(config.training, config.model, device)
     objects = Objects.open(run.home_store)
     weights = WeightStore(objects)
     database = open_database(run.database_url)
@@ -33,10 +36,10 @@ def main(run: RunDirectory) -> None:
         weights,
         pace=Pace(config.groups_per_step, config.group_size, config.max_staleness),
         model_config=config.model,
-        tokens_per_microbatch=config.training.tokens_per_pass,
+        tokens_per_microbatch=training.tokens_per_pass,
     )
     trainer = Trainer(
-        config.training,
+        training,
         config.model,
         objective,
         weights,

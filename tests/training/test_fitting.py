@@ -1,0 +1,75 @@
+"""How many tokens a micro-batch has where nobody said."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from rollmill.models.attention import packed_positions
+from rollmill.models.config import LatentAttention, ModelConfig
+from rollmill.models.device import decoder_on
+from rollmill.models.kernels.varlen import packed_attention
+from rollmill.training.config import TrainingConfig
+from rollmill.training.fitting import fitted, fitting_tokens, kept_bytes
+from tests.kernels import cuda
+
+GIB = 1 << 30
+DENSE = ModelConfig(
+    vocab_size=512, layers=6, width=512, heads=8, kv_heads=4, head_dim=64, mlp_width=2048, experts=0, max_context=4096
+)
+MODELS = {
+    "dense": DENSE,
+    "mixture": DENSE.model_copy(
+        update={"experts": 16, "experts_per_token": 4, "expert_width": 256, "shared_experts": 1, "dense_layers": 1}
+    ),
+    "latent": DENSE.model_copy(
+        update={
+            "kv_heads": 8,
+            "latent": LatentAttention(q_rank=128, kv_rank=64, plain_dim=32, rope_dim=32, value_dim=32),
+        }
+    ),
+}
+LARGE = ModelConfig(
+    vocab_size=128256, layers=80, width=8192, heads=64, kv_heads=8, head_dim=128, mlp_width=28672, experts=0
+)
+
+
+def test_what_is_given_stays_and_a_cpu_has_its_own():
+    cpu = torch.device("cpu")
+    given = TrainingConfig(tokens_per_microbatch=77)
+    assert fitted(given, DENSE, cpu) is given
+    assert fitted(TrainingConfig(), DENSE, cpu).tokens_per_pass == 8192
+    assert fitted(TrainingConfig(ranks=2), DENSE, cpu).tokens_per_pass == 16384
+
+
+def test_a_gpu_takes_what_half_of_it_holds():
+    assert fitting_tokens(TrainingConfig(), DENSE, 80 * GIB) == 32768
+    little = [fitting_tokens(TrainingConfig(ranks=64), LARGE, size * GIB) for size in (40, 80, 140)]
+    assert little == sorted(little) and little[0] == 1024 and 2048 < little[-1] < 32768
+    assert all(each % 1024 == 0 for each in little)
+    kept = TrainingConfig(ranks=64, recompute_mlp=False)
+    assert fitting_tokens(kept, LARGE, 140 * GIB) < little[-1], "what is kept leaves room for fewer"
+
+
+@cuda
+@pytest.mark.parametrize("recompute_mlp", [False, True])
+@pytest.mark.parametrize("name", MODELS)
+def test_what_a_token_keeps_is_what_was_counted(name: str, recompute_mlp: bool):
+    config, device = MODELS[name], torch.device("cuda")
+    model = decoder_on(device, config)
+    model.initialise(0)
+    model.recompute_mlp = recompute_mlp
+    lengths = [2048] * 4
+
+    def held() -> int:
+        tokens = torch.zeros(sum(lengths), dtype=torch.int64, device=device)
+        attend = packed_attention(lengths, device, torch.bfloat16)
+        positions = packed_positions(lengths).to(device)
+        before = torch.cuda.memory_allocated()
+        output = model(tokens, positions, attend)
+        found = torch.cuda.memory_allocated() - before
+        del output
+        return found
+
+    held()  # kernels and workspaces of the first time are not a token's
+    assert held() / sum(lengths) == pytest.approx(kept_bytes(config, recompute_mlp), rel=0.3)
