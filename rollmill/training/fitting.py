@@ -40,9 +40,10 @@ def kept_bytes(model: ModelConfig, recompute_mlp: bool) -> int:
     attended = model.heads * (model.latent.value_dim if model.latent else model.head_dim)
     if model.latent is None:
         qkv = (model.heads + 2 * model.kv_heads) * model.head_dim
-    else:
+    else:  # normalised rows and small vectors too, and keys and values before and after they are put together
         ranks = 2 * (model.latent.q_rank or 0) + 2 * (model.latent.kv_rank + model.latent.rope_dim)
-        qkv = 3 * model.heads * model.head_dim + attended + ranks
+        apart = model.heads * (model.latent.plain_dim + model.latent.value_dim)
+        qkv = 3 * model.heads * model.head_dim + apart + attended + ranks + model.width
     dense = 0 if recompute_mlp else model.width + 2 * model.mlp_width
     chosen = model.experts_per_token * (2 * model.expert_width + 16)  # with where each row went
     mixture = 2 * model.width + chosen + model.shared_experts * 3 * model.expert_width + 4 * model.experts
