@@ -4,8 +4,9 @@ A quantised form quantises what goes into a product, token by token (so no token
 and multiplies it with the weights that are served. The gradient is that of the product as if nothing had been
 quantised: dX = dY · W and dW = dYᵀ · X, in the type of the parameters.
 
-On Hopper the dense products of fp8 run in FP8 where shapes allow it (kernels.fp8). Elsewhere, and for nvfp4, codes are
-multiplied as the bf16 or FP32 numbers they stand for, exactly, and summed in FP32: only the order of the sum differs.
+On Hopper products of fp8 run in FP8 where shapes allow it (kernels.fp8, kernels.fp8_grouped_triton). Elsewhere, and for
+nvfp4, codes are multiplied as the bf16 or FP32 numbers they stand for, exactly, and summed in FP32: only the order of
+the sum differs.
 """
 
 from __future__ import annotations
@@ -127,11 +128,9 @@ class _Experts(Function):
         skip_NW: Tensor | None,
         form: str,
     ) -> Tensor:
-        from rollmill.models.kernels.fused_triton import gather_sum, swiglu_forward
+        from rollmill.models.kernels.fused_triton import gather_sum
 
-        seen_RW = activation(x_NW, form).index_select(0, order.token_R)
-        gate_up_RF = _grouped_mm(seen_RW, gate_up_EWF, offs=order.ends_E)
-        out_RW = _grouped_mm(activation(swiglu_forward(gate_up_RF), form), down_EfW, offs=order.ends_E)
+        gate_up_RF, out_RW = _through_experts(x_NW, order, gate_up_EWF, down_EfW, form)
         ctx.save_for_backward(x_NW, weights_Nk, gate_up_EWF, down_EfW, gate_up_RF, *order)
         ctx.skips = skip_NW is not None
         return gather_sum(out_RW, order.place_Nk, weights_Nk, skip_NW)
@@ -139,3 +138,18 @@ class _Experts(Function):
     @staticmethod
     def backward(ctx: Any, grad_NW: Tensor) -> tuple[Tensor | None, ...]:
         return (*grouped._Experts.backward(ctx, grad_NW), None)
+
+
+def _through_experts(
+    x_NW: Tensor, order: grouped.Sorted, gate_up_EWF: Tensor, down_EfW: Tensor, form: str
+) -> tuple[Tensor, Tensor]:
+    """(rows of gate_up, the experts' outputs)."""
+    from rollmill.models.kernels import fp8_grouped_triton
+    from rollmill.models.kernels.fused_triton import swiglu_forward
+
+    weights = (gate_up_EWF, down_EfW)
+    if form == "fp8" and fp8_grouped_triton.multiplies(x_NW, order.place_Nk, *weights):
+        return fp8_grouped_triton.through_experts(x_NW, order.place_Nk, order.ends_E, *weights)
+    seen_RW = activation(x_NW, form).index_select(0, order.token_R)
+    gate_up_RF = _grouped_mm(seen_RW, gate_up_EWF, offs=order.ends_E)
+    return gate_up_RF, _grouped_mm(activation(swiglu_forward(gate_up_RF), form), down_EfW, offs=order.ends_E)

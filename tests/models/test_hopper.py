@@ -106,6 +106,14 @@ def joined_products() -> None:
     swiglu_triton.swiglu_product_backward(x, weight, grad)
 
 
+def mixtures() -> None:
+    from rollmill.models.kernels import fp8_grouped_triton
+
+    x, gate_up, down = (torch.zeros(shape).bfloat16() for shape in ((16, 128), (4, 128, 256), (4, 128, 128)))
+    ends = torch.zeros(4, dtype=torch.int32)
+    fp8_grouped_triton.through_experts(x, torch.zeros(16, 2, dtype=torch.int64), ends, gate_up, down)
+
+
 def heads() -> None:
     for dtype in (torch.bfloat16, torch.float32):
         hidden, weight = (torch.zeros(shape, dtype=dtype, requires_grad=True) for shape in ((9, 64), (96, 64)))
@@ -168,7 +176,7 @@ def launched(module: Any) -> set[Any]:
 
 @pytest.mark.timeout(400)
 def test_every_kernel_compiles(compiler: Compiler) -> None:
-    for drive in (decoders, joined_products, heads, optimizers, quantisers, updates, engines):
+    for drive in (decoders, joined_products, mixtures, heads, optimizers, quantisers, updates, engines):
         drive()
     found = set()
     for package in (rollmill.models.kernels, rollmill.inference.embedded):

@@ -19,9 +19,16 @@ def scale_of(largest):
 
 
 @triton.jit
+def token_codes(x):
+    """(codes, scales) of a tile each of whose rows has a scale."""
+    scale_R, inverse_R = scale_of(tl.max(tl.abs(x), 1))
+    return (x * inverse_R[:, None]).to(tl.float8e4nv), scale_R
+
+
+@triton.jit
 def _quantise_fp8(
     x_ptr, out_ptr, scale_ptr, rows, columns, scale_row, scale_column, scale_matrix, TOKENS: tl.constexpr,
-    CODES: tl.constexpr, ROWS: tl.constexpr,
+    CODES: tl.constexpr, TRANSPOSED: tl.constexpr, ROWS: tl.constexpr,
 ):  # fmt: skip
     """A tile: 128 columns of one block of rows, or of some tokens that each have a scale."""
     row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
@@ -30,32 +37,34 @@ def _quantise_fp8(
     inside = (row < rows)[:, None] & (column < columns)[None, :]
     at = (matrix * rows + row)[:, None] * columns + column[None, :]
     x = tl.load(x_ptr + at, inside, 0.0).to(tl.float32)
-    largest_R = tl.max(tl.abs(x), 1)
     scale_at = matrix * scale_matrix + tl.program_id(1) * scale_column
     if TOKENS:
-        scale_R, inverse_R = scale_of(largest_R)
-        scale, inverse = scale_R[:, None], inverse_R[:, None]
+        codes, scale_R = token_codes(x)
+        scale = scale_R[:, None]
         if CODES:
             tl.store(scale_ptr + scale_at + row * scale_row, scale_R, row < rows)
     else:
-        scale, inverse = scale_of(tl.max(largest_R, 0))
+        scale, inverse = scale_of(tl.max(tl.max(tl.abs(x), 1), 0))
+        codes = (x * inverse).to(tl.float8e4nv)
         if CODES:
             tl.store(scale_ptr + scale_at + tl.program_id(0) * scale_row, scale)
-    codes = (x * inverse).to(tl.float8e4nv)
-    if CODES:
+    if TRANSPOSED:
+        at = (matrix * columns + column)[:, None] * rows + row[None, :]
+        tl.store(out_ptr + at, tl.trans(codes), tl.trans(inside))
+    elif CODES:
         tl.store(out_ptr + at, codes, inside)
     else:
         tl.store(out_ptr + at, (codes.to(tl.float32) * scale).to(out_ptr.dtype.element_ty), inside)
 
 
-def _launch(x: Tensor, out: Tensor, scales: Tensor | None, rows: int) -> None:
+def _launch(x: Tensor, out: Tensor, scales: Tensor | None, rows: int, *, transposed: bool = False) -> None:
     lead = x.shape[:-2].numel()
     tile = _TOKENS if rows == 1 else rows
     strides = (0, 0, 0) if scales is None else (*scales.stride()[-2:], scales.stride(0))
     grid = (triton.cdiv(x.shape[-2], tile), triton.cdiv(x.shape[-1], BLOCK.value), lead)
     _quantise_fp8[grid](
-        x, out, scales, *x.shape[-2:], *strides, TOKENS=rows == 1, CODES=scales is not None, ROWS=tile,
-        num_warps=4 if rows == 1 else 8,
+        x, out, scales, *x.shape[-2:], *strides, TOKENS=rows == 1, CODES=scales is not None,
+        TRANSPOSED=transposed, ROWS=tile, num_warps=4 if rows == 1 else 8,
     )  # fmt: skip
 
 
@@ -69,6 +78,17 @@ def quantise(x: Tensor, rows: int) -> tuple[Tensor, Tensor]:
         scales = torch.empty(shape, dtype=torch.float32, device=x.device)
     _launch(x, codes, scales, rows)
     return codes, scales
+
+
+def quantise_transposed(weight_EIO: Tensor) -> tuple[Tensor, Tensor]:
+    """Codes [E, O, I] and scales [E, O / 128, I / 128] of whole blocks: Hopper multiplies codes only where both factors
+    are contiguous along what is summed over."""
+    experts, inputs, outputs = weight_EIO.shape
+    codes_EOI = torch.empty((experts, outputs, inputs), dtype=torch.float8_e4m3fn, device=weight_EIO.device)
+    shape = (experts, outputs // BLOCK.value, inputs // BLOCK.value)
+    scales_ECB = torch.empty(shape, dtype=torch.float32, device=weight_EIO.device)
+    _launch(weight_EIO, codes_EOI, scales_ECB.transpose(1, 2), BLOCK.value, transposed=True)
+    return codes_EOI, scales_ECB
 
 
 def rounded(x: Tensor, rows: int) -> Tensor:

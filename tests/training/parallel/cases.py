@@ -118,7 +118,8 @@ def make_sharded(world: World, name: str, shape: Shape, form: str = "bf16", devi
 def next_token_pass(model: Decoder, parts: list[MicroBatch]) -> float:
     shards = shards_of(model)
     targets, tokens = sum(len(part.targets_M) for part in parts), sum(len(part.tokens_N) for part in parts)
-    passes = NextTokenPasses(model, 0.01) if shards is None else SpreadPasses(model, shards, 0.01)
+    # recorded passes want gradients to be taken away after each
+    passes = NextTokenPasses(model, 0.01, graphs=False) if shards is None else SpreadPasses(model, shards, 0.01)
     return sum(float(passes(part, targets, tokens)[0]) for part in parts)
 
 
@@ -137,8 +138,8 @@ def policy_pass(model: Decoder, parts: list[MicroBatch], plausibility: float = 0
         for number, routing in enumerate(result.routings):
             assert len(routing.chosen) == len(routing.scores)
             if result.replay is not None and plausibility == 0.0:
-                valid = result.replay.valid
-                assert torch.equal(routing.chosen[valid], result.replay.routes[valid][:, number].long())
+                replay = result.replay.to(routing.chosen.device)
+                assert torch.equal(routing.chosen[replay.valid], replay.routes[replay.valid][:, number].long())
             rows += len(routing.chosen)
     return {"loss": total, "logprobs": torch.cat(found), "routed": rows}
 

@@ -54,6 +54,7 @@ def _rank(file: Path, rank: int, ranks: int, port: int, work: Callable[..., Any]
     except BaseException:
         result = False, traceback.format_exc()
     file.write_bytes(pickle.dumps(result))
+    os._exit(0)  # on its way out a rank that failed would wait for the others
 
 
 def be_rank(rank: int, ranks: int, port: int) -> None:

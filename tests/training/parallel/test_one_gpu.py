@@ -1,11 +1,13 @@
-"""Ranks on CUDA that share one GPU and meet over gloo: all that many GPUs have but NCCL, which wants one each."""
+"""Ranks on CUDA. Two share one GPU and meet over gloo, one meets itself over NCCL, which wants a GPU for each."""
 
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 
+from rollmill.training.parallel.world import World
 from tests.kernels import cuda
 from tests.training.parallel.cases import Shape, passes
 from tests.training.parallel.ranks import run_ranks
@@ -39,6 +41,16 @@ def test_same_losses_and_gradients_as_one_process(tmp_path: Path) -> None:
         expected = on_gpu(None, [(name, (1, 1, 1))])[0]
         for rank in range(2):
             assert_near(found[rank][index], expected, f"{name} {shape}")
+
+
+def test_one_rank_over_nccl() -> None:
+    dist.init_process_group("cpu:gloo,cuda:nccl", store=dist.HashStore(), rank=0, world_size=1)
+    try:
+        for name in ("dense", "mixture", "latent"):
+            found, expected = (on_gpu(world, [(name, (1, 1, 1))])[0] for world in (World(0, 1), None))
+            assert_near(found, expected, name)
+    finally:
+        dist.destroy_process_group()
 
 
 def assert_near(found: dict[str, Any], expected: dict[str, Any], case: str) -> None:
