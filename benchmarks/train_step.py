@@ -5,9 +5,10 @@
 Forward, backward and AdamW on 32k tokens in sequences of 2048: a dense model of the shape of SmolLM2-135M and a mixture
 of experts (16 layers, width 1024, 32 experts of 512, top-4), with random weights. All sides have the same weights and
 tokens, compute in bf16 with FP32 masters and moments, and scale gradients by their norm; their first losses must agree.
-Compilation and warm-up are not timed. Shares are of 790 TFLOP/s, counting 6 operations a token and active parameter;
-the floor is the least an H200 could take by operations and by bytes. Without a CUDA device the same runs tiny on the
-CPU, uncompiled, and there are no bars.
+No side need give the same bits again but where it says so, which is what a run does unless told otherwise
+(training.deterministic). Compilation and warm-up are not timed. Shares are of 790 TFLOP/s, counting 6 operations for
+each token and active parameter; the floor is the least an H200 could take by operations and by bytes. Without a CUDA
+device the same runs tiny on the CPU, uncompiled, and there are no bars.
 
 Of transformers' implementations of experts the grouped product is used: the batched one gathers a token's weights,
 which no memory holds at this size, and the loop over experts breaks the compiled graph.
@@ -33,6 +34,7 @@ from rollmill.models.decoder import Decoder
 from rollmill.models.host import round_to_form_
 from rollmill.training.batching import MicroBatch, PackedSequence, pack
 from rollmill.training.config import OptimizerConfig, TrainingConfig
+from rollmill.training.loop import fix_bits
 from rollmill.training.next_token import NextTokenStep
 from rollmill.training.optimizer import MasterOptimizer
 
@@ -114,13 +116,22 @@ def ours(
     recompute_mlp: bool = TrainingConfig().recompute_mlp,
     recompute_every: int = 0,
     graphs: bool = True,
+    deterministic: bool = False,
 ) -> Step:
     model = model_of(shape, device)
     model.recompute_every, model.recompute_mlp = recompute_every, recompute_mlp
     optimizer = MasterOptimizer(model, CONFIG, "bf16")
     parts = [_moved(part, device) for part in _packed(batch_of(shape), tokens_per_microbatch)]
     step = NextTokenStep(model, optimizer, graphs=graphs)
-    return lambda: step(parts, LR)[0]
+
+    def run() -> float:
+        fix_bits(deterministic)
+        try:
+            return step(parts, LR)[0]
+        finally:
+            fix_bits(False)
+
+    return run
 
 
 def _packed(batch: Batch, tokens_per_microbatch: int) -> list[MicroBatch]:
@@ -150,10 +161,9 @@ def sides(shape: Shape, device: str, *, peers: bool, variants: bool) -> dict[str
     found: dict[str, Callable[[], Step]] = {"ours": lambda: ours(shape, device, whole)}
     if peers and has("transformers"):
         found["transformers"] = lambda: theirs(shape, device, liger=False)
-    if peers and device == "cuda" and not shape.model.experts and has("liger_kernel"):
-        found["transformers + liger"] = lambda: theirs(shape, device, liger=True)
     if variants:
         found |= {
+            "ours, same bits again": lambda: ours(shape, device, whole, deterministic=True),
             "ours, without graphs": lambda: ours(shape, device, whole, graphs=False),
             "ours, MLPs kept": lambda: ours(shape, device, whole, recompute_mlp=False),
             "ours, 2 micro-batches": lambda: ours(shape, device, half),
@@ -163,6 +173,9 @@ def sides(shape: Shape, device: str, *, peers: bool, variants: bool) -> dict[str
         }
     if shape.model.experts:  # their rows of gate_up always are
         found = {name: make for name, make in found.items() if "kept" not in name}
+    elif peers and device == "cuda" and has("liger_kernel"):
+        # last, for it has been seen to break the device's context, and everything after it
+        found["transformers + liger"] = lambda: theirs(shape, device, liger=True)
     return found
 
 

@@ -56,14 +56,14 @@ TINY = {"vocab_size": 512, "layers": 2, "width": 64, "heads": 4, "kv_heads": 2, 
 def shapes(device: str) -> list[Shape]:
     if device == "cuda":
         return [
-            Shape("dense", ModelConfig.model_validate(SMOLLM2), 2048, 16),
             Shape("mixture", ModelConfig.model_validate(MIXTURE), 2048, 16),
+            Shape("dense", ModelConfig.model_validate(SMOLLM2), 2048, 16),
         ]
     dense = SMOLLM2 | TINY | {"mlp_width": 128}
     mixture = MIXTURE | TINY | {"expert_width": 32, "experts": 8, "experts_per_token": 2}
     return [
-        Shape("dense", ModelConfig.model_validate(dense), 64, 8),
         Shape("mixture", ModelConfig.model_validate(mixture), 64, 8),
+        Shape("dense", ModelConfig.model_validate(dense), 64, 8),
     ]
 
 

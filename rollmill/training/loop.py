@@ -90,7 +90,8 @@ class Trainer(Generic[Batch]):
         `form`: what versions are published as, and computed with. `world`: of `config.ranks` ranks.
         """
         self._device = choose_device(device)
-        _fix_bits(config, self._device)
+        torch.set_num_threads(config.threads)
+        fix_bits(config.deterministic)
         self._config = config
         self._objective = objective
         self._weights = weights
@@ -342,15 +343,13 @@ def _published_since(weights: WeightStore, line: str, form: str, step: int) -> d
     return found
 
 
-def _fix_bits(config: TrainingConfig, device: torch.device) -> None:
+def fix_bits(deterministic: bool) -> None:
     """What makes a re-run of the same steps give the same bits, for the whole process."""
-    torch.set_num_threads(config.threads)
     # the same switch as use_deterministic_algorithms, which first imports the compiler for a second or two
-    torch.set_deterministic_debug_mode("error" if config.deterministic else "default")
+    torch.set_deterministic_debug_mode("error" if deterministic else "default")
     # comes with the switch: an aid against bugs that writes to all new memory first
     torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]
-    if config.deterministic and device.type == "cuda":
-        # workspaces of its own for each stream, asked for before cuBLAS starts
+    if deterministic:  # workspaces of its own for each stream, asked for before cuBLAS starts
         os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
 
 

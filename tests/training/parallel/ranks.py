@@ -60,5 +60,6 @@ def _rank(file: Path, rank: int, ranks: int, port: int, work: Callable[..., Any]
 def be_rank(rank: int, ranks: int, port: int) -> None:
     torch.set_num_threads(1)
     os.environ.update(
-        RANK=str(rank), WORLD_SIZE=str(ranks), LOCAL_RANK=str(rank), MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port)
-    )
+        RANK=str(rank), WORLD_SIZE=str(ranks), LOCAL_RANK=str(rank), MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port),
+        CUBLAS_WORKSPACE_CONFIG=":4096:8",
+    )  # fmt: skip
