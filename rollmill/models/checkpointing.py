@@ -17,9 +17,14 @@ import torch
 from torch import Tensor, nn
 
 
+def recomputes(number: int, recompute_every: int) -> bool:
+    """Whether it is the turn of layer `number`."""
+    return recompute_every > 0 and torch.is_grad_enabled() and number % recompute_every == 0
+
+
 def run_layer(layer: nn.Module, number: int, recompute_every: int, x_NW: Tensor, *arguments: Any) -> Any:
-    """`layer(x, …)`, recomputed in the backward pass if it is the turn of layer `number`."""
-    if recompute_every and torch.is_grad_enabled() and number % recompute_every == 0:
+    """`layer(x, …)`, recomputed in the backward pass if it is its turn."""
+    if recomputes(number, recompute_every):
         from torch.utils.checkpoint import checkpoint  # imports the compiler
 
         # there is no dropout, so no random state to bring back

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 from rollmill.errors import TrainingError
 from rollmill.models.attention import Attend
-from rollmill.models.checkpointing import run_layer
+from rollmill.models.checkpointing import recomputes, run_layer
 from rollmill.models.config import ModelConfig
 from rollmill.models.kernels.fused import DenseMLP, norm_fork, rotate_heads
 from rollmill.models.latent import LatentProjection
@@ -139,7 +139,9 @@ class Decoder(nn.Module):
         x_NW = nn.functional.embedding(tokens_N, self.embedding)
         routings: list[Routing] = []
         for number, layer in enumerate(self.layers):
-            arguments = (x_NW, angles, attend, replay, self.recompute_mlp)
+            # what runs again as a whole need not make its MLP a third time
+            remakes = self.recompute_mlp and not recomputes(number, self.recompute_every)
+            arguments = (x_NW, angles, attend, replay, remakes)
             x_NW, routing = run_layer(layer, number, self.recompute_every, *arguments)
             if routing is not None:
                 routings.append(routing)
