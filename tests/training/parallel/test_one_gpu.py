@@ -12,7 +12,7 @@ from tests.kernels import cuda
 from tests.training.parallel.cases import Shape, passes
 from tests.training.parallel.ranks import run_ranks
 
-pytestmark = cuda
+pytestmark = [cuda, pytest.mark.timeout(600)]  # each rank compiles its kernels the first time
 # ranks, expert, context
 CASES: list[tuple[str, Shape]] = [
     ("dense", (2, 1, 1)),
