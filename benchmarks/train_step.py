@@ -2,13 +2,14 @@
 
     python -m benchmarks.train_step [--quick] [--only dense|mixture] [--ours] [--plain]
 
-Forward, backward and AdamW on 32k tokens in sequences of 2048: a dense model of the shape of SmolLM2-135M and a mixture
-of experts (16 layers, width 1024, 32 experts of 512, top-4), with random weights. All sides have the same weights and
-tokens, compute in bf16 with FP32 masters and moments, and scale gradients by their norm; their first losses must agree.
-No side need give the same bits again but where it says so, which is what a run does unless told otherwise
-(training.deterministic). Compilation and warm-up are not timed. Shares are of 790 TFLOP/s, counting 6 operations for
-each token and active parameter; the floor is the least an H200 could take by operations and by bytes. Without a CUDA
-device the same runs tiny on the CPU, uncompiled, and there are no bars.
+Forward, backward and AdamW on 32k tokens in sequences of 2048: a dense model of the shape of SmolLM2-135M and a
+mixture of experts (16 layers, width 1024, 32 experts of 512, top-4), with random weights. All sides have the same
+weights and tokens, compute in bf16 with FP32 masters and moments, and scale gradients by their norm; their first
+losses must agree. No side need give the same bits again but where it says so, which is what a run does unless told
+otherwise (training.deterministic); "ragged" are the same tokens in sequences of all lengths, as a run has them.
+Compilation and warm-up are not timed. Shares are of 790 TFLOP/s, counting 6 operations for each token and active
+parameter; the floor is the least an H200 could take by operations and by bytes. Without a CUDA device the same runs
+tiny on the CPU, uncompiled, and there are no bars.
 
 Of transformers' implementations of experts the grouped product is used: the batched one gathers a token's weights,
 which no memory holds at this size, and the loop over experts breaks the compiled graph.
@@ -117,11 +118,13 @@ def ours(
     recompute_every: int = 0,
     graphs: bool = True,
     deterministic: bool = False,
+    ragged: bool = False,
 ) -> Step:
     model = model_of(shape, device)
     model.recompute_every, model.recompute_mlp = recompute_every, recompute_mlp
     optimizer = MasterOptimizer(model, CONFIG, "bf16")
-    parts = [_moved(part, device) for part in _packed(batch_of(shape), tokens_per_microbatch)]
+    lengths = _ragged_lengths(shape) if ragged else [shape.length] * shape.sequences
+    parts = [_moved(part, device) for part in _packed(batch_of(shape), lengths, tokens_per_microbatch)]
     step = NextTokenStep(model, optimizer, graphs=graphs)
 
     def run() -> float:
@@ -134,13 +137,25 @@ def ours(
     return run
 
 
-def _packed(batch: Batch, tokens_per_microbatch: int) -> list[MicroBatch]:
-    rows = np.arange(batch.tokens.shape[1])
+def _packed(batch: Batch, lengths: list[int], tokens_per_microbatch: int) -> list[MicroBatch]:
+    cuts = np.cumsum(lengths)[:-1]
+    tokens, targets = (np.split(array.reshape(-1), cuts) for array in batch)
     sequences = [
-        PackedSequence(tokens=tokens, rows=rows, targets=targets)
-        for tokens, targets in zip(batch.tokens, batch.targets, strict=True)
+        PackedSequence(tokens=own, rows=np.arange(len(own)), targets=wanted)
+        for own, wanted in zip(tokens, targets, strict=True)
     ]
     return pack(sequences, tokens_per_microbatch)
+
+
+def _ragged_lengths(shape: Shape) -> list[int]:
+    """As many tokens in sequences of all lengths up to the longest."""
+    lengths, left = [], shape.tokens
+    for drawn in np.random.default_rng(1).integers(shape.length // 16, shape.length + 1, shape.tokens):
+        lengths.append(min(int(drawn), left))
+        left -= lengths[-1]
+        if not left:
+            break
+    return lengths
 
 
 def _moved(part: MicroBatch, device: str) -> MicroBatch:
@@ -164,6 +179,8 @@ def sides(shape: Shape, device: str, *, peers: bool, variants: bool) -> dict[str
     if variants:
         found |= {
             "ours, same bits again": lambda: ours(shape, device, whole, deterministic=True),
+            "ours, ragged": lambda: ours(shape, device, whole, ragged=True),
+            "ours, ragged, same bits": lambda: ours(shape, device, whole, ragged=True, deterministic=True),
             "ours, without graphs": lambda: ours(shape, device, whole, graphs=False),
             "ours, MLPs kept": lambda: ours(shape, device, whole, recompute_mlp=False),
             "ours, 2 micro-batches": lambda: ours(shape, device, half),
@@ -243,7 +260,8 @@ def bars_of(shape: Shape, results: dict[str, Result]) -> dict[str, dict[str, Any
 
 
 def check_losses(results: dict[str, Result]) -> None:
-    losses = {name: result.loss for name, result in results.items() if not result.error}
+    """Of sides that have the same sequences."""
+    losses = {name: result.loss for name, result in results.items() if not result.error and "ragged" not in name}
     assert losses, "no side ran"
     spread = max(losses.values()) - min(losses.values())
     assert spread < LOSS_TOLERANCE, f"the sides do not compute the same: first losses {losses}"
