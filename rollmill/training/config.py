@@ -53,7 +53,7 @@ class TrainingConfig(Config):
     recompute_mlp: bool = Field(
         True,
         description="on CUDA, dense layers keep nothing of their MLP and make it again by two products: half the "
-        "memory for 6 % more time on an H200, which is cheaper than recompute_every",
+        "memory for 6 % more time on an H200, which is cheaper than recompute_every. Quantised forms keep theirs",
     )
     deterministic: bool = Field(
         True,

@@ -2,20 +2,27 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
+from torch import Tensor
+from torch.autograd import Function
+from torch.nn.functional import pad
 
 from rollmill.models.attention import packed_positions
 from rollmill.models.config import LatentAttention, ModelConfig
 from rollmill.models.device import decoder_on
+from rollmill.models.kernels.call import call
 from rollmill.models.kernels.varlen import packed_attention
 from rollmill.training.config import TrainingConfig
 from rollmill.training.fitting import fitted, fitting_tokens, kept_bytes
-from tests.kernels import cuda
+from tests.kernels import DEVICE, cuda
 
 GIB = 1 << 30
+TOKENS = 64
 DENSE = ModelConfig(
-    vocab_size=512, layers=6, width=512, heads=8, kv_heads=4, head_dim=64, mlp_width=2048, experts=0, max_context=4096
+    vocab_size=512, layers=3, width=512, heads=8, kv_heads=4, head_dim=64, mlp_width=2048, experts=0, max_context=4096
 )
 MODELS = {
     "dense": DENSE,
@@ -37,26 +44,32 @@ LARGE = ModelConfig(
 def test_what_is_given_stays_and_a_cpu_has_its_own():
     cpu = torch.device("cpu")
     given = TrainingConfig(tokens_per_microbatch=77)
-    assert fitted(given, DENSE, cpu) is given
-    assert fitted(TrainingConfig(), DENSE, cpu).tokens_per_pass == 8192
-    assert fitted(TrainingConfig(ranks=2), DENSE, cpu).tokens_per_pass == 16384
+    assert fitted(given, DENSE, "bf16", cpu) is given
+    assert fitted(TrainingConfig(), DENSE, "bf16", cpu).tokens_per_pass == 8192
+    assert fitted(TrainingConfig(ranks=2), DENSE, "bf16", cpu).tokens_per_pass == 16384
 
 
 def test_a_gpu_takes_what_half_of_it_holds():
-    assert fitting_tokens(TrainingConfig(), DENSE, 80 * GIB) == 32768
-    little = [fitting_tokens(TrainingConfig(ranks=64), LARGE, size * GIB) for size in (40, 80, 140)]
+    assert fitting_tokens(TrainingConfig(), DENSE, "bf16", 80 * GIB) == 32768
+    little = [fitting_tokens(TrainingConfig(ranks=64), LARGE, "bf16", size * GIB) for size in (40, 80, 140)]
     assert little == sorted(little) and little[0] == 1024 and 2048 < little[-1] < 32768
     assert all(each % 1024 == 0 for each in little)
     kept = TrainingConfig(ranks=64, recompute_mlp=False)
-    assert fitting_tokens(kept, LARGE, 140 * GIB) < little[-1], "what is kept leaves room for fewer"
+    assert fitting_tokens(kept, LARGE, "bf16", 140 * GIB) < little[-1], "what is kept leaves room for fewer"
+    assert fitting_tokens(TrainingConfig(ranks=64), LARGE, "fp8", 140 * GIB) < little[-1]
+
+
+variants = pytest.mark.parametrize(
+    "form, recompute_mlp", [("bf16", False), ("bf16", True), ("fp8", True)], ids=["kept", "remade", "fp8"]
+)
 
 
 @cuda
-@pytest.mark.parametrize("recompute_mlp", [False, True])
+@variants
 @pytest.mark.parametrize("name", MODELS)
-def test_what_a_token_keeps_is_what_was_counted(name: str, recompute_mlp: bool):
+def test_what_a_token_keeps_is_what_was_counted(name: str, form: str, recompute_mlp: bool):
     config, device = MODELS[name], torch.device("cuda")
-    model = decoder_on(device, config)
+    model = decoder_on(device, config, form)
     model.initialise(0)
     model.recompute_mlp = recompute_mlp
     lengths = [2048] * 4
@@ -72,4 +85,43 @@ def test_what_a_token_keeps_is_what_was_counted(name: str, recompute_mlp: bool):
         return found
 
     held()  # kernels and workspaces of the first time are not a token's
-    assert held() / sum(lengths) == pytest.approx(kept_bytes(config, recompute_mlp), rel=0.3)
+    assert held() / sum(lengths) == pytest.approx(kept_bytes(config, form, recompute_mlp), rel=0.3)
+
+
+class Attended(Function):
+    """Keeps what attention on CUDA does, and computes nothing."""
+
+    @staticmethod
+    def forward(ctx: Any, q_NHD: Tensor, k_NKD: Tensor, v_NKD: Tensor) -> Tensor:
+        v_NKD = pad(v_NKD, (0, q_NHD.shape[2] - v_NKD.shape[2]))
+        out = torch.zeros_like(q_NHD).contiguous()
+        ctx.save_for_backward(q_NHD, k_NKD, v_NKD, out)
+        return out
+
+
+@pytest.mark.kernels
+@variants
+@pytest.mark.parametrize("name", MODELS)
+def test_what_the_graph_refers_to_is_what_was_counted(name: str, form: str, recompute_mlp: bool):
+    """The same by the storages that are saved for the backward pass."""
+    config = MODELS[name]
+    model = decoder_on(torch.device(DEVICE), config, form).to(torch.bfloat16)
+    model.initialise(0)
+    model.recompute_mlp = recompute_mlp
+    tokens = torch.zeros(TOKENS, dtype=torch.int64, device=DEVICE)
+    positions = torch.arange(TOKENS, device=DEVICE)
+    own = {each.untyped_storage().data_ptr() for each in (*model.parameters(), *model.buffers(), tokens, positions)}
+    saved: dict[int, Tensor] = {}
+
+    def keep(tensor: Tensor) -> Tensor:
+        saved[tensor.untyped_storage().data_ptr()] = tensor
+        return tensor
+
+    def attend(layer: int, q_NHD: Tensor, k_NKD: Tensor, v_NKD: Tensor) -> Tensor:
+        return call(Attended, q_NHD, k_NKD, v_NKD)[..., : v_NKD.shape[2]].flatten(1)
+
+    with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
+        output = model(tokens, positions, attend)
+    kept = sum(each.untyped_storage().nbytes() for place, each in saved.items() if place not in own)
+    assert output.hidden.requires_grad
+    assert kept / TOKENS == pytest.approx(kept_bytes(config, form, recompute_mlp), rel=0.3)
