@@ -69,6 +69,10 @@ def finished_ids(trajectories: TrajectoryStore, run: RunDirectory) -> set[str]:
     return {row.id for row in rows if row.state in (TrajectoryState.finished, TrajectoryState.graded)}
 
 
+def restarted(run: RunDirectory) -> set[str]:
+    return {event["target"] for event in read_events(run.events) if event["kind"] == "restart"}
+
+
 def digests(weights: WeightStore, line: str) -> dict[int, str]:
     return {manifest.number: manifest.digest for manifest in weights.versions(line)}
 
@@ -85,7 +89,8 @@ def test_a_run_survives_the_death_of_every_process(tmp_path: Path, midtrained: R
         for number, victim in enumerate(VICTIMS):
             wait_for(lambda number=number: ledger.committed() >= number + 1, 90, process, run)
             time.sleep(draw.uniform(0, 0.5))
-            if victim == "everything":
+            if victim == "everything":  # the supervisor dies too: what it saw of the others must be on record by then
+                wait_for(lambda: restarted(run) >= set(VICTIMS[:-1]), 60, process, run)
                 os.killpg(process.pid, signal.SIGKILL)
                 process.wait()
             else:
@@ -133,4 +138,4 @@ def check_books(run: RunDirectory, seen_digests: dict[int, str], seen_finished: 
             for policy in segment.policies:
                 assert weights.manifest(Version(policy.line, policy.number)).digest == policy.digest
     assert json.loads((run.path / "report.json").read_text())["restarts"] >= 0
-    assert {event["target"] for event in read_events(run.events) if event["kind"] == "restart"} >= set(VICTIMS[:-1])
+    assert restarted(run) >= set(VICTIMS[:-1])
