@@ -62,9 +62,10 @@ def import_checkpoint(config: RunConfig, weights: WeightStore) -> Version:
     if weights.exists(version, FORM):
         return version
     checkpoint = check_checkpoint(config)
-    imported = Imported(served_tensors(checkpoint), converted=(), files=len(checkpoint.files.shards))
     companions = served_companions(checkpoint)
-    manifest = publish_import(weights, checkpoint.files.directory, version.line, FORM, imported, companions)
+    with served_tensors(checkpoint) as tensors:
+        imported = Imported(tensors, converted=(), files=len(checkpoint.files.shards))
+        manifest = publish_import(weights, checkpoint.files.directory, version.line, FORM, imported, companions)
     telemetry.emit(
         "import",
         version=str(version),

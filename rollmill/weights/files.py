@@ -176,7 +176,7 @@ def import_directory(
     dtypes = {name: dtype_in(form, name, tensor) for name, tensor in stored.items()}
     converted = tuple(name for name in sorted(stored) if SERVED.get(stored[name].dtype) != dtypes[name])
     sizes = {name: stored[name].elements * WIDTHS[dtypes[name]] for name in converted}
-    with _scratch(sizes) as rooms:
+    with scratch(sizes) as rooms:
         tensors: dict[str, HostTensor] = {}
         for name, tensor in sorted(stored.items()):
             data = rooms.get(name, tensor.data)
@@ -316,7 +316,7 @@ def _read_index(directory: Path) -> dict[str, str]:
 
 
 @contextlib.contextmanager
-def _scratch(sizes: Mapping[str, int]) -> Iterator[dict[str, np.ndarray]]:
+def scratch(sizes: Mapping[str, int]) -> Iterator[dict[str, np.ndarray]]:
     """Room for so many bytes by name, mapped from one temporary file."""
     starts: dict[str, int] = {}
     total = 0

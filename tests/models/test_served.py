@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import multiprocessing
+import resource
 from pathlib import Path
 
 import pytest
@@ -28,25 +30,25 @@ def tensor_of(host: HostTensor) -> Tensor:
 def test_there_and_back(name: str, tmp_path: Path) -> None:
     make_checkpoint(name, tmp_path, torch.bfloat16)
     checkpoint = open_checkpoint(tmp_path)
-    back = checkpoint_tensors(checkpoint.layout, served_tensors(checkpoint))
-    assert back.keys() == set(checkpoint.names)
-    for tensor, host in back.items():
-        # the one thing that is never rounded, and that transformers rounds with all else when it is asked to
-        assert host.dtype == ("fp32" if tensor.endswith("e_score_correction_bias") else "bf16")
-        assert torch.equal(tensor_of(host).float(), read_tensor(checkpoint.files, tensor).float()), tensor
+    with served_tensors(checkpoint) as served, checkpoint_tensors(checkpoint.layout, served) as back:
+        assert back.keys() == set(checkpoint.names)
+        for tensor, host in back.items():
+            # the one thing that is never rounded, and that transformers rounds with all else when it is asked to
+            assert host.dtype == ("fp32" if tensor.endswith("e_score_correction_bias") else "bf16")
+            assert torch.equal(tensor_of(host).float(), read_tensor(checkpoint.files, tensor).float()), tensor
 
 
 @torch.no_grad()
 def test_a_wider_checkpoint_is_rounded_and_says_so(tmp_path: Path) -> None:
     theirs = make_checkpoint("llama", tmp_path, torch.float32)
     checkpoint = open_checkpoint(tmp_path)
-    tensors = served_tensors(checkpoint)
-    assert {tensor.dtype for tensor in tensors.values()} == {"bf16"}
+    ours = Decoder(checkpoint.layout.model)
+    with served_tensors(checkpoint) as tensors:
+        assert {tensor.dtype for tensor in tensors.values()} == {"bf16"}
+        load_host(ours, tensors)
     config = json.loads(served_companions(checkpoint)["config.json"])
     assert config.get("dtype", config.get("torch_dtype")) == "bfloat16"
     assert config.keys() == checkpoint.files.config.keys()
-    ours = Decoder(checkpoint.layout.model)
-    load_host(ours, tensors)
     for parameter in theirs.parameters():
         parameter.copy_(parameter.bfloat16())
     torch.testing.assert_close(our_logits(ours, tokens_of()), their_logits(theirs, tokens_of()), atol=1e-4, rtol=1e-4)
@@ -59,3 +61,26 @@ def test_companions_are_kept_verbatim(tmp_path: Path) -> None:
     kept = served_companions(open_checkpoint(tmp_path))
     assert kept["config.json"] == (tmp_path / "config.json").read_bytes()
     assert kept["tokenizer.json"] == b'{"any": "thing"}' and "notes.txt" not in kept
+
+
+def _there_and_back_in_little_memory(directory: Path, room: int) -> None:
+    checkpoint = open_checkpoint(directory)
+    torch.set_num_threads(1)  # others would need stacks
+    resource.setrlimit(resource.RLIMIT_DATA, (_own_memory() + room,) * 2)
+    with served_tensors(checkpoint) as served, checkpoint_tensors(checkpoint.layout, served) as back:
+        assert sum(tensor.data.size for tensor in back.values()) > 2 * room
+
+
+def _own_memory() -> int:
+    status = Path("/proc/self/status").read_text().split("\n")
+    return next(int(line.split()[1]) << 10 for line in status if line.startswith("VmData"))
+
+
+def test_memory_never_holds_a_model(tmp_path: Path) -> None:
+    make_checkpoint("qwen3 moe", tmp_path, torch.bfloat16, hidden_size=256, moe_intermediate_size=512, vocab_size=9000)
+    work = multiprocessing.get_context("spawn").Process(
+        target=_there_and_back_in_little_memory, args=(tmp_path, 10 << 20)
+    )
+    work.start()
+    work.join()
+    assert work.exitcode == 0

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
@@ -48,17 +49,18 @@ def export(
     manifest = place.store.manifest(wanted, find_form(place.store, wanted, form))
     companions = companions_of(place.store, manifest)
     with display.progress(display.errors()) as bars:
-        tensors, policy = _as_checkpoint(companions, display.load(bars, place.store, manifest), manifest.policy)
-        size = sum(tensor.data.size for tensor in tensors.values())
-        task = bars.add_task("writing and checking", total=2 * size)
-        files = export_directory(
-            directory,
-            tensors,
-            policy,
-            companions,
-            force=force,
-            advance=lambda count: bars.advance(task, count),
-        )
+        loaded = display.load(bars, place.store, manifest)
+        with _as_checkpoint(companions, loaded, manifest.policy) as (tensors, policy):
+            size = sum(tensor.data.size for tensor in tensors.values())
+            task = bars.add_task("writing and checking", total=2 * size)
+            files = export_directory(
+                directory,
+                tensors,
+                policy,
+                companions,
+                force=force,
+                advance=lambda count: bars.advance(task, count),
+            )
     out = display.console()
     out.print(display.safe(f"{wanted} ({manifest.form}), {display.size(size)}, is in {directory}"))
     out.print(display.safe("  " + " ".join(path.name for path in files), "dim"))
@@ -121,25 +123,30 @@ def import_(
         )
 
 
-def _as_checkpoint(companions: Mapping[str, bytes], tensors: Tensors, policy: PolicyRef) -> tuple[Tensors, PolicyRef]:
+@contextlib.contextmanager
+def _as_checkpoint(
+    companions: Mapping[str, bytes], tensors: Tensors, policy: PolicyRef
+) -> Iterator[tuple[Tensors, PolicyRef]]:
     """The weights under the names that config.json's layout has, where a run began with a checkpoint of that layout.
     Codes of a quantised form become the bf16 numbers they stand for: quantising those gives the same codes again."""
-    layout, quantised = _layout(companions.get("config.json")), policy.form in QUANTISED_FORMS
     if "embedding" not in tensors:  # our name for it: the others are in a checkpoint's words already
-        return tensors, policy
-    if quantised:
-        from rollmill.models.quantize import dequantised  # torch
+        yield tensors, policy
+        return
+    layout, quantised = _layout(companions.get("config.json")), policy.form in QUANTISED_FORMS
+    with contextlib.ExitStack() as stack:
+        if quantised:
+            from rollmill.models.quantize import dequantised  # torch
 
-        tensors, policy = dequantised(tensors), replace(policy, form="bf16")
-    if layout is not None:
-        from rollmill.models.huggingface.served import checkpoint_tensors  # torch
+            tensors, policy = dequantised(tensors), replace(policy, form="bf16")
+        if layout is not None:
+            from rollmill.models.huggingface.served import checkpoint_tensors  # torch
 
-        tensors = checkpoint_tensors(layout, tensors)
-    if quantised or layout is not None:
-        from rollmill.weights.manifest import describe, root_digest
+            tensors = stack.enter_context(checkpoint_tensors(layout, tensors))
+        if quantised or layout is not None:
+            from rollmill.weights.manifest import describe, root_digest
 
-        policy = replace(policy, digest=root_digest(describe(tensors)))
-    return tensors, policy
+            policy = replace(policy, digest=root_digest(describe(tensors)))
+        yield tensors, policy
 
 
 def _layout(config: bytes | None) -> Layout | None:

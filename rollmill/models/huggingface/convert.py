@@ -52,19 +52,19 @@ def open_checkpoint(directory: Path) -> Checkpoint:
     layout = read_layout(files.config, str(directory / CONFIG))
     _check_quantisation(files)
     _check_size(files, layout.model)
-    expected = {piece.name: tuple(piece.view.shape) for piece in pieces(layout, _shapes(layout.model))}
+    expected = {piece.name: tuple(piece.view.shape) for piece in pieces(layout, empty_state(layout.model))}
     _check_tensors(files, layout, expected)
     return Checkpoint(files, layout, tuple(expected), _widest(files, expected), *parameter_counts(layout.model))
 
 
 def parameter_counts(config: ModelConfig) -> tuple[int, int]:
     """All of a model's parameters, and those one token meets: not the experts it is not sent to."""
-    total = sum(tensor.numel() for tensor in _shapes(config).values())
+    total = sum(tensor.numel() for tensor in empty_state(config).values())
     expert = 3 * config.width * config.expert_width
     return total, total - config.moe_layers * (config.experts - config.experts_per_token) * expert
 
 
-def _shapes(config: ModelConfig) -> dict[str, Tensor]:
+def empty_state(config: ModelConfig) -> dict[str, Tensor]:
     """The tensors of a decoder, without memory for what they hold."""
     with torch.device("meta"):
         return Decoder(config.model_copy(update={"max_context": 1})).state_dict()
@@ -79,14 +79,14 @@ def load_checkpoint(
     if max_context is not None:
         config = config.model_copy(update={"max_context": min(max_context, config.max_context)})
     model = Decoder(config, dtype or checkpoint.dtype)
-    load_tensors(model, checkpoint)
+    load_tensors(model.state_dict(), checkpoint)
     return config, model
 
 
 @torch.no_grad()
-def load_tensors(model: Decoder, checkpoint: Checkpoint) -> None:
-    """One tensor at a time: beside the model, memory holds one tensor of the file."""
-    for piece in pieces(checkpoint.layout, model.state_dict()):
+def load_tensors(state: Mapping[str, Tensor], checkpoint: Checkpoint) -> None:
+    """One tensor at a time: beside `state`, memory holds one tensor of the file."""
+    for piece in pieces(checkpoint.layout, state):
         tensor = read_tensor(checkpoint.files, piece.name)
         piece.view.copy_(tensor if piece.order is None else tensor.index_select(0, piece.order))
 

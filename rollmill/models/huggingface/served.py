@@ -1,31 +1,37 @@
 """Between a checkpoint and the bytes that a line serves: a run begins with one, and every version can be one again.
 
-In the store tensors have our names, so that trainer and engines load them as they are.
+In the store tensors have our names, so that trainer and engines load them as they are. Both ways go through a temporary
+file, tensor by tensor: what they give is valid inside the `with`, and memory never holds a model.
 """
 
 from __future__ import annotations
 
-import torch
-from torch import Tensor
+import contextlib
+import math
+from collections.abc import Iterator, Mapping
 
-from rollmill.models.decoder import Decoder
-from rollmill.models.host import DTYPES, load_host, to_host
+import torch
+
+from rollmill.models.host import DTYPES, check_layout, layout_in
 from rollmill.models.huggingface.config import Layout
-from rollmill.models.huggingface.convert import Checkpoint, load_tensors, saved_config
+from rollmill.models.huggingface.convert import Checkpoint, empty_state, load_tensors, saved_config
 from rollmill.models.huggingface.files import CONFIG, encode_json
 from rollmill.models.huggingface.layouts import pieces
-from rollmill.weights.files import read_companions
-from rollmill.weights.tensors import HostTensor, Tensors
+from rollmill.models.quantize import place
+from rollmill.weights.files import read_companions, scratch
+from rollmill.weights.tensors import WIDTHS, HostTensor, Tensors
 
 FORM = "bf16"  # of what is imported: other forms are made from it
-_NAMES = {dtype: name for name, dtype in DTYPES.items()}
+_HOST = torch.device("cpu")
 
 
-def served_tensors(checkpoint: Checkpoint) -> dict[str, HostTensor]:
+@contextlib.contextmanager
+def served_tensors(checkpoint: Checkpoint) -> Iterator[dict[str, HostTensor]]:
     """The weights under our names, rounded to bf16 where the files have more."""
-    model = _decoder(checkpoint.layout)
-    load_tensors(model, checkpoint)
-    return to_host(model.state_dict(), FORM)
+    layout = layout_in(empty_state(checkpoint.layout.model), FORM)
+    with _mapped({name: (dtype, shape) for name, dtype, shape in layout}) as served:
+        load_tensors({name: place(tensor, _HOST) for name, tensor in served.items()}, checkpoint)
+        yield served
 
 
 def served_companions(checkpoint: Checkpoint) -> dict[str, bytes]:
@@ -37,21 +43,27 @@ def served_companions(checkpoint: Checkpoint) -> dict[str, bytes]:
     return found
 
 
-def checkpoint_tensors(layout: Layout, tensors: Tensors) -> dict[str, HostTensor]:
+@contextlib.contextmanager
+def checkpoint_tensors(layout: Layout, tensors: Tensors) -> Iterator[dict[str, HostTensor]]:
     """A version's weights under the names of a layout."""
-    model = _decoder(layout)
-    load_host(model, tensors)
-    return {
-        piece.name: _host(piece.view if piece.order is None else piece.view.index_select(0, piece.order.argsort()))
-        for piece in pieces(layout, model.state_dict())
+    state = empty_state(layout.model)
+    check_layout(state, tensors)
+    entries = {
+        piece.name: (tensors[name].dtype, tuple(piece.view.shape))
+        for name, empty in state.items()
+        for piece in pieces(layout, {name: empty})
     }
+    with _mapped(entries) as found:
+        for name in state:
+            for piece in pieces(layout, {name: place(tensors[name], _HOST)}):
+                view = piece.view if piece.order is None else piece.view.index_select(0, piece.order.argsort())
+                place(found[piece.name], _HOST).copy_(view)
+        yield found
 
 
-def _decoder(layout: Layout) -> Decoder:
-    # the table of angles is not needed here, and would be long
-    return Decoder(layout.model.model_copy(update={"max_context": 1}), DTYPES[FORM])
-
-
-def _host(tensor: Tensor) -> HostTensor:
-    data = tensor.detach().contiguous().view(-1).view(torch.uint8).numpy()
-    return HostTensor(_NAMES[tensor.dtype], tuple(tensor.shape), data)
+@contextlib.contextmanager
+def _mapped(entries: Mapping[str, tuple[str, tuple[int, ...]]]) -> Iterator[dict[str, HostTensor]]:
+    """Room for tensors of these dtypes and shapes in a temporary file, inside the `with`: memory need not hold them."""
+    sizes = {name: math.prod(shape) * WIDTHS[dtype] for name, (dtype, shape) in entries.items()}
+    with scratch(sizes) as rooms:
+        yield {name: HostTensor(dtype, shape, rooms[name]) for name, (dtype, shape) in entries.items()}
