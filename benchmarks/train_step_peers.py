@@ -9,7 +9,7 @@ from __future__ import annotations
 import importlib.util
 import logging
 from collections.abc import Callable
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
@@ -55,22 +55,23 @@ def transformers_step(
     config: OptimizerConfig,
     *,
     liger: bool,
-    compiled: bool,
+    compile: Literal["all", "layers"] | None,
     experts: str = "grouped_mm",
 ) -> Callable[[float], Tensor]:
-    """A function that does one step at a learning rate and returns the loss, on the device."""
+    """A function that does one step at a learning rate and returns the loss, on the device. Compiled is all of the
+    model, or its layers, and then the head and its loss run as they are."""
     model = _model(ours, experts)
     if liger:
         _patch(model)
     model.train()
     optimizer = MasterAdamW(model, config)
-    run: Any = model
-    if compiled:
+    if compile:
         torch._logging.set_logs(all=logging.ERROR)  # thousands of lines about liger's kernels
-        run = torch.compile(model)
+        part: Any = model.model if compile == "layers" else model
+        part.compile()
 
     def step(lr: float) -> Tensor:
-        loss = run(input_ids=tokens_BT, labels=targets_BT, shift_labels=targets_BT, use_cache=False).loss
+        loss = model(input_ids=tokens_BT, labels=targets_BT, shift_labels=targets_BT, use_cache=False).loss
         loss.backward()
         optimizer.step(lr)
         return loss.detach()
