@@ -6,7 +6,8 @@ Forward, backward and AdamW on 32k tokens in sequences of 2048: a dense model of
 mixture of experts (16 layers, width 1024, 32 experts of 512, top-4), with random weights. All sides have the same
 weights and tokens, compute in bf16 with FP32 masters and moments, and scale gradients by their norm; their first
 losses must agree. No side need give the same bits again but where it says so, which is what a run does unless told
-otherwise (training.deterministic); "ragged" are the same tokens in sequences of all lengths, as a run has them.
+otherwise (training.deterministic); "ragged" are the same tokens in sequences of all lengths, as a run has them;
+"fp8" and "nvfp4" compute with weights and activations of that form.
 Compilation and warm-up are not timed. Shares are of 790 TFLOP/s, counting 6 operations for each token and active
 parameter; the floor is the least an H200 could take by operations and by bytes. Without a CUDA device the same runs
 tiny on the CPU, uncompiled, and there are no bars.
@@ -94,11 +95,11 @@ def batch_of(shape: Shape) -> Batch:
     return Batch(np.ascontiguousarray(drawn[:, :-1]), np.ascontiguousarray(drawn[:, 1:]))
 
 
-def model_of(shape: Shape, device: str) -> Decoder:
-    """The same random weights every time, of values bf16 can hold."""
+def model_of(shape: Shape, device: str, form: str = "bf16") -> Decoder:
+    """The same random weights every time, of values bf16 can hold, or a quantised form."""
     generator = torch.Generator(device).manual_seed(0)
     with torch.device(device), torch.no_grad():
-        model = Decoder(shape.model, torch.bfloat16 if device == "cuda" else torch.float32)
+        model = Decoder(shape.model, torch.bfloat16 if device == "cuda" else torch.float32, form)
         for parameter in model.parameters():
             if parameter.ndim == 1:
                 parameter.fill_(1.0)
@@ -106,6 +107,8 @@ def model_of(shape: Shape, device: str) -> Decoder:
                 fan_in = parameter.shape[-2] if parameter.ndim == 3 else parameter.shape[-1]
                 parameter.normal_(std=fan_in**-0.5, generator=generator)
         round_to_form_(model.parameters(), "bf16")
+        if form != "bf16":
+            round_to_form_(model.named_parameters(), form)
     return model
 
 
@@ -119,10 +122,11 @@ def ours(
     graphs: bool = True,
     deterministic: bool = False,
     ragged: bool = False,
+    form: str = "bf16",
 ) -> Step:
-    model = model_of(shape, device)
+    model = model_of(shape, device, form)
     model.recompute_every, model.recompute_mlp = recompute_every, recompute_mlp
-    optimizer = MasterOptimizer(model, CONFIG, "bf16")
+    optimizer = MasterOptimizer(model, CONFIG, form)
     lengths = _ragged_lengths(shape) if ragged else [shape.length] * shape.sequences
     parts = [_moved(part, device) for part in _packed(batch_of(shape), lengths, tokens_per_microbatch)]
     step = NextTokenStep(model, optimizer, graphs=graphs)
@@ -188,6 +192,8 @@ def sides(shape: Shape, device: str, *, peers: bool, variants: bool) -> dict[str
             "ours, 2, MLPs kept": lambda: ours(shape, device, half, recompute_mlp=False),
             "ours, 4 micro-batches": lambda: ours(shape, device, quarter),
             "ours, layers recomputed": lambda: ours(shape, device, whole, recompute_every=1),
+            "ours, fp8": lambda: ours(shape, device, whole, form="fp8"),
+            "ours, nvfp4": lambda: ours(shape, device, whole, form="nvfp4"),
         }
     if shape.model.experts:  # their rows of gate_up always are
         found = {name: make for name, make in found.items() if "kept" not in name}
@@ -263,8 +269,9 @@ def bars_of(shape: Shape, results: dict[str, Result]) -> dict[str, dict[str, Any
 
 
 def check_losses(results: dict[str, Result]) -> None:
-    """Of sides that have the same sequences."""
-    losses = {name: result.loss for name, result in results.items() if not result.error and "ragged" not in name}
+    """Of sides that have the same sequences and weights."""
+    others = {name for name in results if any(word in name for word in ("ragged", "fp8", "nvfp4"))}
+    losses = {name: result.loss for name, result in results.items() if not result.error and name not in others}
     assert losses, "no side ran"
     spread = max(losses.values()) - min(losses.values())
     assert spread < LOSS_TOLERANCE, f"the sides do not compute the same: first losses {losses}"
