@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import multiprocessing
 import resource
 from pathlib import Path
 
@@ -17,6 +16,7 @@ from rollmill.models.huggingface.convert import open_checkpoint, read_tensor
 from rollmill.models.huggingface.served import checkpoint_tensors, served_companions, served_tensors
 from rollmill.weights.tensors import HostTensor
 from tests.models.checkpoints import LAYOUTS, make_checkpoint, our_logits, their_logits, tokens_of
+from tests.processes import SERVER
 
 pytest.importorskip("transformers")
 
@@ -78,9 +78,7 @@ def _own_memory() -> int:
 
 def test_memory_never_holds_a_model(tmp_path: Path) -> None:
     make_checkpoint("qwen3 moe", tmp_path, torch.bfloat16, hidden_size=256, moe_intermediate_size=512, vocab_size=9000)
-    work = multiprocessing.get_context("spawn").Process(
-        target=_there_and_back_in_little_memory, args=(tmp_path, 10 << 20)
-    )
+    work = SERVER.Process(target=_there_and_back_in_little_memory, args=(tmp_path, 10 << 20))
     work.start()
     work.join()
     assert work.exitcode == 0

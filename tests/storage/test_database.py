@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import multiprocessing
 import os
 import sqlite3
 import threading
@@ -14,6 +13,7 @@ import sqlalchemy as sa
 from rollmill.errors import StorageError
 from rollmill.storage import database
 from rollmill.storage.database import ensure_schema, open_database, reading, writing
+from tests.processes import SERVER
 
 metadata = sa.MetaData()
 counters = sa.Table("counters", metadata, sa.Column("name", sa.Text, primary_key=True), sa.Column("value", sa.Integer))
@@ -94,9 +94,7 @@ def _open(url: str) -> None:
 
 
 def test_schema_is_created_once_by_many_processes(database_url: str) -> None:
-    context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload([__name__, "psycopg"])
-    processes = [context.Process(target=_open, args=(database_url,)) for _ in range(4)]
+    processes = [SERVER.Process(target=_open, args=(database_url,)) for _ in range(4)]
     for process in processes:
         process.start()
     for process in processes:

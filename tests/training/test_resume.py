@@ -1,6 +1,5 @@
 """Promise 5: kill the trainer at any moment, start it again, and the digests are those of an undisturbed run."""
 
-import multiprocessing
 import random
 import shutil
 import signal
@@ -17,6 +16,7 @@ from rollmill.models.decoder import Decoder
 from rollmill.models.host import to_host
 from rollmill.types import LedgerState, Version
 from rollmill.weights.publisher import Publisher
+from tests.processes import SERVER
 from tests.training.worker import run_trainer
 from tests.training.world import MODEL, PACE, STEPS, World
 
@@ -33,12 +33,6 @@ DEATHS = [
     "put:1:00000004/state-00000.safetensors",  # half of checkpoint 4: steps 3 and 4 run again
     "create:1:0000000005.manifest",
 ]
-
-
-# A process that has imported torch and done nothing else, from which each trainer process is forked: torch takes
-# seconds to import.
-SERVER = multiprocessing.get_context("forkserver")
-SERVER.set_forkserver_preload(["tests.training.worker"])
 
 
 def start(directory: Path, effect: str, *given: Any) -> BaseProcess:

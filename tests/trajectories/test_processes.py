@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import itertools
-import multiprocessing
 import os
 import signal
 import time
@@ -21,10 +20,7 @@ from rollmill.trajectories import tables
 from rollmill.trajectories.ledger import Ledger
 from rollmill.trajectories.store import TrajectoryStore
 from rollmill.types import LedgerState, Reward, StepRecord, Version
-
-# children are forked from one clean process that has done the imports: real processes, without a second of start each
-context = multiprocessing.get_context("forkserver")
-context.set_forkserver_preload([__name__, "psycopg", "sqlalchemy.dialects.sqlite", "sqlalchemy.dialects.postgresql"])
+from tests.processes import SERVER
 
 BOUND = 5
 
@@ -51,8 +47,8 @@ def race(url: str, name: str, close: bool, go: Any, results: Any) -> None:
 def run_race(url: str, *, close: bool) -> tuple[list[str], int]:
     """What was started in all, and the most groups that were ever open at once."""
     ledger = Ledger(open_database(url), "run")
-    go, results = context.Event(), context.Queue()
-    racers = [context.Process(target=race, args=(url, f"p{number}", close, go, results)) for number in range(3)]
+    go, results = SERVER.Event(), SERVER.Queue()
+    racers = [SERVER.Process(target=race, args=(url, f"p{number}", close, go, results)) for number in range(3)]
     for racer in racers:
         racer.start()
     go.set()
@@ -133,8 +129,8 @@ def test_killed_after_any_statement_nothing_is_half_done(database_url: str, tmp_
     for moment in LIFE:
         before = contents(engine)
         for statement in itertools.count():
-            ours, theirs = context.Pipe()
-            process = context.Process(target=live_until, args=(database_url, tmp_path / "o", moment, statement, theirs))
+            ours, theirs = SERVER.Pipe()
+            process = SERVER.Process(target=live_until, args=(database_url, tmp_path / "o", moment, statement, theirs))
             process.start()
             assert ours.poll(60), moment
             outcome = ours.recv()

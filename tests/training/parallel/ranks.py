@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import multiprocessing
 import os
 import pickle
 import socket
@@ -14,10 +13,7 @@ from typing import Any
 import torch
 
 from rollmill.training.parallel.world import World, join
-
-SERVER = multiprocessing.get_context("forkserver")
-# what each rank would import for itself, for seconds
-SERVER.set_forkserver_preload(["tests.training.parallel.cases", "rollmill.training.parallel.checkpoint"])
+from tests.processes import SERVER
 
 
 def free_port() -> int:

@@ -17,7 +17,8 @@ from rollmill.training.config import RLConfig
 from rollmill.training.loop import Trainer
 from rollmill.training.parallel.world import join
 from rollmill.types import LedgerState, Version
-from tests.training.parallel.ranks import SERVER, be_rank, free_port
+from tests.processes import SERVER
+from tests.training.parallel.ranks import be_rank, free_port
 from tests.training.worker import die_after
 from tests.training.world import MODEL, PACE, STEPS, TRAINING, World
 

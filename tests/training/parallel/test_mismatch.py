@@ -25,8 +25,9 @@ from rollmill.training.versions import load_version
 from rollmill.types import PolicyRef, Version
 from rollmill.weights.publisher import Publisher
 from rollmill.weights.store import WeightStore
+from tests.processes import SERVER
 from tests.training.parallel.cases import ADAMW, MODELS, Shape, make_model, make_sequences, make_sharded
-from tests.training.parallel.ranks import SERVER, free_port, run_ranks
+from tests.training.parallel.ranks import free_port, run_ranks
 from tests.training.parallel.test_loop import RANKS, finish, train_rank
 from tests.training.world import PACE, STEPS, honest_segment
 from tests.training.world import World as TrainingWorld

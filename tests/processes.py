@@ -1,0 +1,22 @@
+"""Real processes for tests, forked from one that has imported what each would import for seconds and done nothing else.
+
+Python has one such server for a whole test run, and it imports the list it was last given before its start: so there
+is one list, and it is here.
+"""
+
+from __future__ import annotations
+
+import multiprocessing
+
+SERVER = multiprocessing.get_context("forkserver")
+SERVER.set_forkserver_preload(
+    [
+        "tests.training.worker",
+        "tests.training.parallel.cases",
+        "rollmill.training.parallel.checkpoint",
+        "rollmill.trajectories.ledger",
+        "psycopg",
+        "sqlalchemy.dialects.sqlite",
+        "sqlalchemy.dialects.postgresql",
+    ]
+)
