@@ -317,7 +317,7 @@ def _read_index(directory: Path) -> dict[str, str]:
 
 @contextlib.contextmanager
 def scratch(sizes: Mapping[str, int]) -> Iterator[dict[str, np.ndarray]]:
-    """Room for so many bytes by name, mapped from one temporary file."""
+    """Room for so many bytes by name, mapped from one temporary file, which has no name and dies with the process."""
     starts: dict[str, int] = {}
     total = 0
     for name, size in sizes.items():
@@ -331,7 +331,7 @@ def scratch(sizes: Mapping[str, int]) -> Iterator[dict[str, np.ndarray]]:
             os.posix_fallocate(file.fileno(), 0, total)  # a full disk is an error here, and a dead process later
         except OSError as error:
             raise WeightsError(
-                f"{total} bytes for converted tensors cannot be had in {tempfile.gettempdir()}: {error.strerror}",
+                f"a temporary file of {total} bytes cannot be had in {tempfile.gettempdir()}: {error.strerror}",
                 hint="make room, or let TMPDIR name another place",
             ) from None
         room = np.asarray(np.memmap(file, dtype=np.uint8, mode="r+", shape=(total,)))

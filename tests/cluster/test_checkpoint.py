@@ -22,6 +22,7 @@ from rollmill.types import Version
 from rollmill.weights.companions import kept_companions
 from rollmill.weights.store import WeightStore
 from tests.cluster.checkpoints import chat_tokenizer, make_chat_checkpoint
+from tests.gateway.test_recorder import full_disk
 
 pytest.importorskip("transformers")
 
@@ -184,6 +185,15 @@ def test_the_import_is_version_0_and_happens_once(checkpoint: Path, tmp_path: Pa
     assert import_checkpoint(config, weights) == Version("main-checkpoint", 0)
     assert weights.manifest(Version("main-checkpoint", 0)).digest == digest
     assert weights.numbers("main-checkpoint") == [0]
+
+
+def test_an_import_without_room_says_where_and_leaves_nothing(checkpoint: Path, tmp_path: Path) -> None:
+    config = config_of(checkpoint)
+    weights = WeightStore(Objects.open(tmp_path / "store"))
+    with full_disk(1 << 12), pytest.raises(WeightsError, match=r"temporary file of \d+ bytes[\s\S]*TMPDIR"):
+        import_checkpoint(config, weights)
+    assert weights.numbers("main-checkpoint") == []
+    assert import_checkpoint(config, weights) == Version("main-checkpoint", 0)
 
 
 def test_an_import_that_was_interrupted_is_done_again(checkpoint: Path, tmp_path: Path) -> None:

@@ -1,7 +1,7 @@
 """Between a checkpoint and the bytes that a line serves: a run begins with one, and every version can be one again.
 
 In the store tensors have our names, so that trainer and engines load them as they are. Both ways go through a temporary
-file, tensor by tensor: what they give is valid inside the `with`, and memory never holds a model.
+file, tensor by tensor: what they give is valid inside the `with`, and takes no memory.
 """
 
 from __future__ import annotations
