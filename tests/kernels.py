@@ -21,6 +21,10 @@ from rollmill.models.kernels import bits
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 DEVICE = "cpu" if INTERPRETED else "cuda"
 cuda = pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")  # where more than kernels is tested
+hopper = pytest.mark.skipif(
+    not INTERPRETED and torch.cuda.is_available() and torch.cuda.get_device_capability() != (9, 0),
+    reason="no Hopper device",
+)
 # for a test that runs with kernels and without
 devices = pytest.mark.parametrize("device", ["cpu", pytest.param(DEVICE, marks=pytest.mark.kernels, id="kernels")])
 

@@ -10,16 +10,10 @@ from torch import Tensor
 
 from rollmill.models.kernels import fp8
 from rollmill.models.products import QuantisedProducts, activation
-from tests.kernels import DEVICE, INTERPRETED, without_kernels
+from tests.kernels import DEVICE, INTERPRETED, hopper, without_kernels
 from tests.models.test_quantize import draw
 
-pytestmark = [
-    pytest.mark.kernels,
-    pytest.mark.skipif(
-        not INTERPRETED and torch.cuda.is_available() and torch.cuda.get_device_capability() != (9, 0),
-        reason="no Hopper device",
-    ),
-]
+pytestmark = [pytest.mark.kernels, hopper]
 # what another order of a sum may change, of the largest in its row: Hopper keeps 14 bits or so of each product of 128
 SUMS = 2**-11 if INTERPRETED else 2**-8
 # the next quantiser may take a whole step the other way where bf16 rounded a sum the other way

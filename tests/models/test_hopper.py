@@ -22,6 +22,7 @@ from rollmill.models.host import round_to_form_
 from rollmill.models.kernels import bits
 from rollmill.models.kernels.delta import audit, difference_streams, stage
 from rollmill.models.kernels.head import head_logprobs, head_next_token
+from rollmill.models.kernels.varlen import VarlenAttention
 from rollmill.training.config import OptimizerConfig
 from rollmill.training.optimizer import MasterOptimizer
 from rollmill.weights.patches import Patch
@@ -96,6 +97,12 @@ def decoders() -> None:
             model.initialise(0)
             for model.recompute_mlp in (False, True):
                 test_fused.run(model)
+
+
+def attention() -> None:
+    for dim in (32, 64, 128):
+        rows = torch.zeros(70, 15, dim, dtype=torch.bfloat16, requires_grad=True)
+        VarlenAttention([69, 1], "cpu")(0, *rows.split((9, 3, 3), 1)).sum().backward()
 
 
 def joined_products() -> None:
@@ -176,7 +183,7 @@ def launched(module: Any) -> set[Any]:
 
 @pytest.mark.timeout(400)
 def test_every_kernel_compiles(compiler: Compiler) -> None:
-    for drive in (decoders, joined_products, mixtures, heads, optimizers, quantisers, updates, engines):
+    for drive in (decoders, attention, joined_products, mixtures, heads, optimizers, quantisers, updates, engines):
         drive()
     found = set()
     for package in (rollmill.models.kernels, rollmill.inference.embedded):

@@ -14,7 +14,7 @@ from rollmill.models.attention import packed_positions
 from rollmill.models.config import LatentAttention, ModelConfig
 from rollmill.models.device import decoder_on
 from rollmill.models.kernels.call import call
-from rollmill.models.kernels.varlen import packed_attention
+from rollmill.models.kernels.varlen import VarlenAttention, packed_attention
 from rollmill.training.config import TrainingConfig
 from rollmill.training.fitting import fitted, fitting_tokens, kept_bytes
 from tests.kernels import DEVICE, cuda
@@ -67,12 +67,12 @@ variants = pytest.mark.parametrize(
 @cuda
 @variants
 @pytest.mark.parametrize("name", MODELS)
-def test_what_a_token_keeps_is_what_was_counted(name: str, form: str, recompute_mlp: bool):
+@pytest.mark.parametrize("lengths", [[2048] * 4, [3000, 2048, 1000, 2144]], ids=["even", "ragged"])
+def test_what_a_token_keeps_is_what_was_counted(name: str, lengths: list[int], form: str, recompute_mlp: bool):
     config, device = MODELS[name], torch.device("cuda")
     model = decoder_on(device, config, form)
     model.initialise(0)
     model.recompute_mlp = recompute_mlp
-    lengths = [2048] * 4
 
     def held() -> int:
         tokens = torch.zeros(sum(lengths), dtype=torch.int64, device=device)
@@ -89,7 +89,7 @@ def test_what_a_token_keeps_is_what_was_counted(name: str, form: str, recompute_
 
 
 class Attended(Function):
-    """Keeps what attention on CUDA does, and computes nothing."""
+    """Keeps what latent attention on CUDA does, and computes nothing."""
 
     @staticmethod
     def forward(ctx: Any, q_NHD: Tensor, k_NKD: Tensor, v_NKD: Tensor) -> Tensor:
@@ -117,9 +117,10 @@ def test_what_the_graph_refers_to_is_what_was_counted(name: str, form: str, reco
         saved[tensor.untyped_storage().data_ptr()] = tensor
         return tensor
 
-    def attend(layer: int, q_NHD: Tensor, k_NKD: Tensor, v_NKD: Tensor) -> Tensor:
+    def latent(layer: int, q_NHD: Tensor, k_NKD: Tensor, v_NKD: Tensor) -> Tensor:
         return call(Attended, q_NHD, k_NKD, v_NKD)[..., : v_NKD.shape[2]].flatten(1)
 
+    attend = VarlenAttention([TOKENS], DEVICE) if config.latent is None else latent
     with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
         output = model(tokens, positions, attend)
     kept = sum(each.untyped_storage().nbytes() for place, each in saved.items() if place not in own)

@@ -30,8 +30,8 @@ def device(request: pytest.FixtureRequest) -> str:
     return request.param
 
 
-def decoder(device: str) -> Decoder:
-    config = ModelConfig(vocab_size=VOCABULARY, width=64, head_dim=16, expert_width=32, max_context=64)
+def decoder(device: str, head_dim: int = 16) -> Decoder:
+    config = ModelConfig(vocab_size=VOCABULARY, width=64, head_dim=head_dim, expert_width=32, max_context=64)
     model = Decoder(config, torch.bfloat16 if device == "cuda" else torch.float32)
     model.initialise(0)
     return model.to(device)
@@ -48,8 +48,10 @@ def sequences(lengths: list[int], seed: int = 0) -> list[PackedSequence]:
     return found
 
 
-def losses(device: str, parts: list[list[MicroBatch]], **options: Any) -> tuple[list[float], Decoder]:
-    model = decoder(device)
+def losses(
+    device: str, parts: list[list[MicroBatch]], head_dim: int = 16, **options: Any
+) -> tuple[list[float], Decoder]:
+    model = decoder(device, head_dim)
     step = NextTokenStep(model, MasterOptimizer(model, OptimizerConfig(), "bf16"), **options)
     return [step(each, 1e-3)[0] for each in parts], model
 
@@ -85,12 +87,13 @@ def test_replayed_passes_learn_what_passes_do():
 
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
-def test_replayed_passes_of_several_shapes_do_not_disturb_each_other():
+@pytest.mark.parametrize("head_dim", [16, 32])  # attention of torch, and of our own
+def test_replayed_passes_of_several_shapes_do_not_disturb_each_other(head_dim: int):
     """Their graphs share memory, and their gradients are summed."""
     steps = [[_with_targets(part) for part in pack(sequences([32, 32, 20, 7], seed), 70)] for seed in range(6)]
     assert [[len(part.lengths) for part in parts] for parts in steps] == [[2, 2]] * 6
-    recorded, first = losses("cuda", steps, graphs=True)
-    plain, second = losses("cuda", steps, graphs=False)
+    recorded, first = losses("cuda", steps, head_dim, graphs=True)
+    plain, second = losses("cuda", steps, head_dim, graphs=False)
     assert recorded == pytest.approx(plain, rel=2e-3)
     for name, parameter in first.named_parameters():
         other = second.get_parameter(name)

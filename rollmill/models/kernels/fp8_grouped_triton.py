@@ -13,10 +13,9 @@ import torch
 import triton
 import triton.language as tl
 from torch import Tensor
-from triton.tools.tensor_descriptor import TensorDescriptor
 
 from rollmill.models.kernels.fp8_triton import BLOCK, quantise_transposed, token_codes
-from rollmill.models.kernels.tiles import has_accelerator
+from rollmill.models.kernels.tiles import descriptor, has_accelerator
 
 # three programs fit on a multiprocessor, and two of them multiply while the third adds up, begins or writes
 _ROWS = 64  # of a tile of a product
@@ -84,8 +83,8 @@ def product(codes_RI: Tensor, scales_BR: Tensor, codes_EOI: Tensor, scales_ECB: 
     (rows, inputs), outputs, block = codes_RI.shape, codes_EOI.shape[1], BLOCK.value
     out_RO = torch.empty((rows, outputs), dtype=torch.bfloat16, device=codes_RI.device)
     _multiply[(len(tiles_T3) * (outputs // block),)](
-        TensorDescriptor.from_tensor(codes_RI, [_ROWS, block]),
-        TensorDescriptor.from_tensor(codes_EOI, [1, block, block]),
+        descriptor(codes_RI, [_ROWS, block]),
+        descriptor(codes_EOI, [1, block, block]),
         out_RO, scales_BR, scales_ECB, tiles_T3, rows, inputs, outputs, ROWS=_ROWS, **_LAUNCH,
     )  # fmt: skip
     return out_RO

@@ -19,9 +19,8 @@ import torch
 import triton
 import triton.language as tl
 from torch import Tensor
-from triton.tools.tensor_descriptor import TensorDescriptor
 
-from rollmill.models.kernels.tiles import has_accelerator, programs
+from rollmill.models.kernels.tiles import descriptor, has_accelerator, programs
 
 _MARGIN, _LIMIT = 40.0, 65.0
 _LOG2_E = math.log2(math.e)
@@ -116,7 +115,7 @@ def next_token_powers(
     shifts_M, scales_M = (torch.empty(rows, dtype=torch.float32, device=device) for _ in range(2))
     sums = torch.empty((across, rows), dtype=torch.float32, device=device)
     tiles = [
-        TensorDescriptor.from_tensor(tensor, shape)
+        descriptor(tensor, shape)
         for tensor, shape in ((hidden_MW, [size, depth]), (weight_VW, [2 * half, depth]), (powers_MV, [size, half]))
     ]
     _shifts[(triton.cdiv(rows, 8),)](

@@ -17,7 +17,7 @@ from torch.nn.functional import linear
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from rollmill.models.kernels.fused_triton import swiglu_backward, swiglu_forward
-from rollmill.models.kernels.tiles import has_accelerator, programs
+from rollmill.models.kernels.tiles import descriptor, has_accelerator, programs
 
 # of a tile: tokens, columns of gate and as many of up, summed at once; two programs fit on a multiprocessor, and one of
 # them multiplies while the other writes
@@ -108,4 +108,4 @@ def _tiles(x: Tensor, weight: Tensor, *others: Tensor) -> list[TensorDescriptor]
     weight_2fW = weight.view(2, len(weight) // 2, weight.shape[1])
     shapes = [[rows, depth], [2, columns, depth], *[[rows, columns] for _ in others]]
     tensors = (x, weight_2fW, *others)
-    return [TensorDescriptor.from_tensor(each, shape) for each, shape in zip(tensors, shapes, strict=True)]
+    return [descriptor(each, shape) for each, shape in zip(tensors, shapes, strict=True)]

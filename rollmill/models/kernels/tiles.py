@@ -4,8 +4,14 @@ the other by as many programs as run at once."""
 from __future__ import annotations
 
 import functools
+import threading
+from collections.abc import Sequence
 
 import torch
+from torch import Tensor
+from triton.tools.tensor_descriptor import TensorDescriptor
+
+_thread = threading.local()
 
 
 @functools.cache
@@ -22,3 +28,12 @@ def multiprocessors(device: torch.device) -> int:
 def programs(tiles: int, each: int, device: torch.device) -> tuple[int]:
     """The grid for so many tiles, with `each` programs at once on a multiprocessor."""
     return (min(tiles, each * multiprocessors(device)),)
+
+
+def descriptor(x: Tensor, tile: Sequence[int]) -> TensorDescriptor:
+    """Of the tensor, for tiles of this shape. The driver makes it in the context of CUDA, which a thread has only after
+    something of torch ran in it; autograd's may begin with us."""
+    if x.is_cuda and not hasattr(_thread, "has_context"):
+        torch.zeros(1, device=x.device)
+        _thread.has_context = True
+    return TensorDescriptor.from_tensor(x, list(tile))

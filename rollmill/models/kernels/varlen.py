@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -12,9 +12,14 @@ from torch.autograd import Function
 from torch.nn.functional import pad
 
 from rollmill.models.attention import Attend, PackedAttention
+from rollmill.models.kernels.bits import has_triton
 from rollmill.models.kernels.call import call
 
+if TYPE_CHECKING:
+    from rollmill.models.kernels.attention_triton import Tiles
+
 _HALF = (torch.bfloat16, torch.float16)
+_WIDE = 64  # up to this width of a head our kernels are as fast as cuDNN
 
 
 def packed_attention(lengths: Sequence[int], device: torch.device | str, dtype: torch.dtype) -> Attend:
@@ -25,50 +30,74 @@ def packed_attention(lengths: Sequence[int], device: torch.device | str, dtype: 
     return PackedAttention(lengths, device)
 
 
-class _Varlen(Function):
-    """Flash attention of torch: scores are made again in the backward pass from one number a row."""
+class _Flash(Function):
+    """Scores are made again in the backward pass from one number a row."""
 
     @staticmethod
-    def forward(ctx: Any, q_NHD: Tensor, k_NKD: Tensor, v_NKD: Tensor, starts: Tensor, longest: int) -> Tensor:
+    def forward(
+        ctx: Any, q_NHD: Tensor, k_TKD: Tensor, v_TKD: Tensor, starts: tuple[Tensor, Tensor], longest: tuple[int, int]
+    ) -> Tensor:
         out, sums, state, unused, _ = torch.ops.aten._flash_attention_forward(
-            q_NHD, k_NKD, v_NKD, starts, starts, longest, longest, 0.0, True, False
+            q_NHD, k_TKD, v_TKD, *starts, *longest, 0.0, True, False
         )
-        ctx.save_for_backward(q_NHD, k_NKD, v_NKD, out, sums, state, unused, starts)
+        ctx.save_for_backward(q_NHD, k_TKD, v_TKD, out, sums, *starts, state, unused)
         ctx.longest = longest
         return out
 
     @staticmethod
     def backward(ctx: Any, grad_NHD: Tensor) -> tuple[Tensor | None, ...]:
-        q_NHD, k_NKD, v_NKD, out, sums, state, unused, starts = ctx.saved_tensors
-        longest = ctx.longest
+        q, k, v, out, sums, query_starts, key_starts, state, unused = ctx.saved_tensors
+        starts = (query_starts, key_starts)
         grads = torch.ops.aten._flash_attention_backward(
-            grad_NHD.contiguous(),
-            q_NHD,
-            k_NKD,
-            v_NKD,
-            out,
-            sums,
-            starts,
-            starts,
-            longest,
-            longest,
-            0.0,
-            True,
-            state,
-            unused,
+            grad_NHD.contiguous(), q, k, v, out, sums, *starts, *ctx.longest, 0.0, True, state, unused
         )
         return *grads, None, None
 
 
-def _uniform(q_NHD: Tensor, k_NKD: Tensor, v_NKD: Tensor, length: int) -> Tensor:
-    """Sequences of one length as a batch, through cuDNN: about twice as fast on Hopper as what takes any lengths."""
+def flash(
+    q_NHD: Tensor, k_TKD: Tensor, v_TKE: Tensor, starts: tuple[Tensor, Tensor], longest: tuple[int, int]
+) -> Tensor:
+    """Torch's flash attention, [N, H · E]: of packed queries to packed keys, a sequence's last query having its last
+    key. `starts` and `longest` are of queries and of keys."""
+    v_TKD = _wide(v_TKE, q_NHD.shape[2])
+    out_NHD = call(_Flash, *(_aligned(each) for each in (q_NHD, k_TKD, v_TKD)), starts, longest)
+    return out_NHD[..., : v_TKE.shape[2]].flatten(1)
+
+
+def _wide(v_TKE: Tensor, dim: int) -> Tensor:
+    """Latent attention: kernels want one width for keys and values."""
+    return v_TKE if v_TKE.shape[2] == dim else pad(v_TKE, (0, dim - v_TKE.shape[2]))
+
+
+def _aligned(x: Tensor) -> Tensor:
+    """Rows are read 16 bytes at a time, and nobody looks whether they begin there."""
+    good = x.data_ptr() % 16 == 0 and all(stride % 8 == 0 for stride in x.stride()[:-1])
+    return x if good else x.clone(memory_format=torch.contiguous_format)
+
+
+def _uniform(q_NHD: Tensor, k_NKD: Tensor, v_NKE: Tensor, length: int) -> Tensor:
+    """Sequences of one length as a batch, through cuDNN: [N, H · E]."""
+    v_NKD = _wide(v_NKE, q_NHD.shape[2])
     q, k, v = (x.unflatten(0, (-1, length)).transpose(1, 2) for x in (q_NHD, k_NKD, v_NKD))
     out = torch.ops.aten._scaled_dot_product_cudnn_attention(q, k, v, None, torch.is_grad_enabled(), 0.0, True)[0]
-    return out.transpose(1, 2).flatten(0, 1)
+    return out.transpose(1, 2).flatten(0, 1)[..., : v_NKE.shape[2]].flatten(1)
+
+
+def _tiles(lengths: Sequence[int], device: torch.device) -> Tiles | None:
+    """For the kernels of our own."""
+    if not has_triton(device):
+        return None
+    from rollmill.models.kernels.attention_triton import Tiles
+
+    return Tiles(lengths, device)
 
 
 class VarlenAttention:
-    """Block-diagonal causal attention: the packed tokens are sequences of `lengths`, end to end."""
+    """Block-diagonal causal attention: the packed tokens are sequences of `lengths`, end to end.
+
+    It goes through kernels of our own, and where these do not fit through torch's flash attention. Sequences of one
+    length go through cuDNN instead, which is faster with wide heads, unless bits have to repeat.
+    """
 
     def __init__(self, lengths: Sequence[int], device: torch.device | str) -> None:
         assert all(length > 0 for length in lengths), "an empty sequence has no token to pack"
@@ -77,13 +106,15 @@ class VarlenAttention:
         self._starts = torch.tensor(starts, dtype=torch.int32).to(device, non_blocking=True)
         # cuDNN plans anew for every shape, which pays where shapes come back: documents cut to one length
         self._uniform = len(set(lengths)) == 1 and len(lengths) > 1
+        self._tiles = _tiles(lengths, torch.device(device))
 
     def __call__(self, layer: int, q_NHD: Tensor, k_NKD: Tensor, v_NKD: Tensor) -> Tensor:
-        value_dim, dim = v_NKD.shape[2], q_NHD.shape[2]
-        if value_dim != dim:  # latent attention: the kernels want one width for keys and values
-            v_NKD = pad(v_NKD, (0, dim - value_dim))
-        if self._uniform and not torch.are_deterministic_algorithms_enabled():
-            out_NHD = _uniform(q_NHD, k_NKD, v_NKD, self._longest)
-        else:
-            out_NHD = call(_Varlen, q_NHD, k_NKD, v_NKD, self._starts, self._longest)
-        return out_NHD[..., :value_dim].flatten(1)
+        uniform = self._uniform and not torch.are_deterministic_algorithms_enabled()
+        if self._tiles is not None and not (uniform and q_NHD.shape[2] > _WIDE):
+            from rollmill.models.kernels.attention_triton import attend, fits
+
+            if fits(q_NHD, k_NKD, v_NKD):
+                return attend(q_NHD, k_NKD, v_NKD, self._tiles).flatten(1)
+        if uniform:
+            return _uniform(q_NHD, k_NKD, v_NKD, self._longest)
+        return flash(q_NHD, k_NKD, v_NKD, (self._starts, self._starts), (self._longest, self._longest))

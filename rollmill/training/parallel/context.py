@@ -10,17 +10,14 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Sequence
-from typing import Any
 
 import numpy as np
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.autograd import Function
-from torch.nn.functional import pad
 
 from rollmill.models.attention import attention
-from rollmill.models.kernels.call import call
+from rollmill.models.kernels.varlen import flash
 from rollmill.training.parallel.exchange import gather_rows
 from rollmill.training.parallel.split import Piece
 
@@ -37,11 +34,9 @@ class PieceAttention:
         )
 
     def __call__(self, q_NHD: Tensor, k_TKD: Tensor, v_TKD: Tensor) -> Tensor:
-        value_dim, dim = v_TKD.shape[2], q_NHD.shape[2]
         if q_NHD.is_cuda and q_NHD.dtype in (torch.bfloat16, torch.float16):
             starts, longest = (self._query_starts, self._key_starts), (max(self._queries), max(self._keys))
-            padded = pad(v_TKD, (0, dim - value_dim))  # the kernel wants one width for keys and values
-            return call(_Flash, q_NHD, k_TKD, padded, starts, longest)[..., :value_dim].flatten(1)
+            return flash(q_NHD, k_TKD, v_TKD, starts, longest)
         pieces = zip(q_NHD.split(self._queries), k_TKD.split(self._keys), v_TKD.split(self._keys), strict=True)
         return torch.cat([self._piece(*piece) for piece in pieces])
 
@@ -52,30 +47,6 @@ class PieceAttention:
         mask = torch.full((queries, keys), float("-inf"), device=self._device).triu_(keys - queries + 1)
         out = attention(q_heads, k_TKD.transpose(0, 1), v_TKD.transpose(0, 1), mask.repeat(heads // kv_heads, 1))
         return out.view(kv_heads, -1, queries, value_dim).permute(2, 0, 1, 3).reshape(queries, heads * value_dim)
-
-
-class _Flash(Function):
-    """Flash attention of torch, whose causal mask is aligned to the last query and the last key."""
-
-    @staticmethod
-    def forward(
-        ctx: Any, q_NHD: Tensor, k_TKD: Tensor, v_TKD: Tensor, starts: tuple[Tensor, Tensor], longest: tuple[int, int]
-    ) -> Tensor:
-        out, sums, state, unused, _ = torch.ops.aten._flash_attention_forward(
-            q_NHD, k_TKD, v_TKD, *starts, *longest, 0.0, True, False
-        )
-        ctx.save_for_backward(q_NHD, k_TKD, v_TKD, out, sums, *starts, state, unused)
-        ctx.longest = longest
-        return out
-
-    @staticmethod
-    def backward(ctx: Any, grad_NHD: Tensor) -> tuple[Tensor | None, ...]:
-        q, k, v, out, sums, query_starts, key_starts, state, unused = ctx.saved_tensors
-        starts = (query_starts, key_starts)
-        grads = torch.ops.aten._flash_attention_backward(
-            grad_NHD.contiguous(), q, k, v, out, sums, *starts, *ctx.longest, 0.0, True, state, unused
-        )
-        return *grads, None, None
 
 
 class ContextAttention:

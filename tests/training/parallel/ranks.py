@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import faulthandler
 import os
 import pickle
 import socket
@@ -34,6 +35,8 @@ def run_ranks(path: Path, ranks: int, work: Callable[..., Any], *arguments: Any)
         process.start()
     for process in processes:
         process.join()
+    codes = [process.exitcode for process in processes]
+    assert not any(codes), f"ranks ended with {codes}: their last words are on stderr"
     found = [pickle.loads((path / f"{rank}.pickle").read_bytes()) for rank in range(ranks)]
     for rank, (good, value) in enumerate(found):
         assert good, f"rank {rank}: {value}"
@@ -42,6 +45,7 @@ def run_ranks(path: Path, ranks: int, work: Callable[..., Any], *arguments: Any)
 
 def _rank(file: Path, rank: int, ranks: int, port: int, work: Callable[..., Any], arguments: tuple[Any, ...]) -> None:
     be_rank(rank, ranks, port)
+    faulthandler.enable()
     try:
         torch.set_deterministic_debug_mode("error")
         world: World = join("test", torch.device("cpu"), ranks)
