@@ -18,10 +18,9 @@ from rollmill.errors import TrainingError
 from rollmill.models.attention import Attend
 from rollmill.models.checkpointing import recomputes, run_layer
 from rollmill.models.config import ModelConfig
-from rollmill.models.kernels.fused import DenseMLP, norm_fork, rotate_heads
+from rollmill.models.kernels.fused import DenseMLP, add_linear, add_mlp, norm_fork, norm_linear, rotate_heads
 from rollmill.models.latent import LatentProjection
 from rollmill.models.moe import MLP, MixtureOfExperts, Replay, Routing
-from rollmill.models.products import products
 from rollmill.models.rope import angle_table, score_scale
 
 DRAWN_ELEMENTS = 1 << 24  # at a time; a multiple of 16
@@ -41,8 +40,8 @@ class DecoderOutput:
 class Layer(nn.Module):
     def __init__(self, config: ModelConfig, index: int, dtype: torch.dtype, form: str) -> None:
         super().__init__()
-        self._products = products(form)
-        self._index, self._eps, self._score_scale = index, config.norm_eps, score_scale(config)
+        self._form, self._index = form, index
+        self._eps, self._score_scale = config.norm_eps, score_scale(config)
         self._heads, self._kv_heads, self._dim = config.heads, config.kv_heads, config.head_dim
 
         def empty(*shape: int) -> nn.Parameter:
@@ -77,15 +76,16 @@ class Layer(nn.Module):
         attended, copy_NW = self._attend(x_NW, angles, attend)
         if isinstance(self.mlp, MLP):
             mlp = DenseMLP(self.output, self.output_bias, self.mlp_norm, self.mlp.gate_up, self.mlp.down)
-            return self._products.add_mlp(copy_NW, x_NW, attended, mlp, self._eps, remakes=remakes), None
-        x_NW = self._products.add_linear(copy_NW, attended, self.output, self.output_bias)
+            return add_mlp(copy_NW, x_NW, attended, mlp, self._eps, remakes=remakes, form=self._form), None
+        x_NW = add_linear(copy_NW, attended, self.output, self.output_bias, self._form)
         normal_NW, x_NW = norm_fork(x_NW, self.mlp_norm, self._eps, copy=False)
         return self.mlp(normal_NW, x_NW, replay)
 
     def _attend(self, x_NW: Tensor, angles: tuple[Tensor, Tensor], attend: Attend) -> tuple[Tensor, Tensor]:
         """What was attended to, and x for the residual (see `norm_fork`)."""
         if self.latent is None:
-            qkv, copy_NW = self._products.norm_linear(x_NW, self.attention_norm, self._eps, self.qkv, self.qkv_bias)
+            weights = (self.attention_norm, self._eps, self.qkv, self.qkv_bias)
+            qkv, copy_NW = norm_linear(x_NW, *weights, self._form)
             norms = None if self.q_norm is None or self.k_norm is None else (self.q_norm, self.k_norm)
             heads = (self._heads, self._kv_heads, self._dim)
             q_NHD, k_NKD, v_NKD = rotate_heads(qkv, angles, heads, norms, self._eps)

@@ -8,12 +8,14 @@ Keys and values are expanded to all heads before `attend`, which then knows noth
 
 from __future__ import annotations
 
+import functools
+
 import torch
 from torch import Tensor, nn
 
 from rollmill.models.config import ModelConfig
 from rollmill.models.kernels.elementwise import rms_norm, rotate
-from rollmill.models.products import products
+from rollmill.models.kernels.forms import linear
 
 NORM_EPS = 1e-6  # of the latent norms in every published checkpoint, whatever the model's own norm_eps is
 
@@ -22,7 +24,7 @@ class LatentProjection(nn.Module):
     def __init__(self, config: ModelConfig, dtype: torch.dtype, form: str = "bf16") -> None:
         super().__init__()
         assert config.latent is not None
-        self._products = products(form)
+        self._linear = functools.partial(linear, form=form)
         self._shape, self._heads = config.latent, config.heads
         queries, rank = config.heads * config.head_dim, config.latent.q_rank
         if rank is None:
@@ -39,7 +41,7 @@ class LatentProjection(nn.Module):
 
     def forward(self, x_NW: Tensor, angles: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor, Tensor]:
         """q and k [N, heads, D], rotated, and v [N, heads, value_dim]."""
-        shape, tokens, linear = self._shape, x_NW.shape[0], self._products.linear
+        shape, tokens, linear = self._shape, x_NW.shape[0], self._linear
         q_NHD = self._queries(x_NW).view(tokens, self._heads, -1)
         q_plain, q_rope = q_NHD.split((shape.plain_dim, shape.rope_dim), dim=2)
         latent_NC, k_rope = linear(x_NW, self.kv_down).split((shape.kv_rank, shape.rope_dim), dim=1)
@@ -50,7 +52,7 @@ class LatentProjection(nn.Module):
         return q_NHD, torch.cat((k_plain, k_rope), dim=2), v_NHE
 
     def _queries(self, x_NW: Tensor) -> Tensor:
-        linear = self._products.linear
+        linear = self._linear
         if self._shape.q_rank is None:
             return linear(x_NW, self.q)
         return linear(rms_norm(linear(x_NW, self.q_down), self.q_norm, NORM_EPS), self.q_up)

@@ -15,11 +15,11 @@ from torch import Tensor, nn
 from rollmill.models.config import ModelConfig
 from rollmill.models.kernels.bits import has_triton
 from rollmill.models.kernels.elementwise import swiglu
+from rollmill.models.kernels.forms import linear
 from rollmill.models.kernels.fused import exact_linear
-from rollmill.models.kernels.grouped import groups
+from rollmill.models.kernels.grouped import experts, groups
 from rollmill.models.kernels.routing import choose_experts, gate_weights, score
-from rollmill.models.kernels.rows import combine_rows, dispatch_rows
-from rollmill.models.products import products
+from rollmill.models.kernels.rows import combine_rows, dispatch_rows, grouped_linear
 from rollmill.models.replay import plausible_routes
 
 
@@ -129,13 +129,13 @@ class Router(nn.Module):
 class MixtureOfExperts(nn.Module):
     def __init__(self, config: ModelConfig, moe_layer: int, dtype: torch.dtype, form: str = "bf16") -> None:
         super().__init__()
-        self._products = products(form)
-        experts, width, inner = config.experts, config.width, config.expert_width
+        self._form = form
+        width, inner = config.width, config.expert_width
         self.router = Router(config, moe_layer, dtype)
         # [in, out], unlike the dense layers: with the few rows an expert gets while decoding, BLAS would spend most of
         # its time turning a transposed right side round
-        self.gate_up = nn.Parameter(torch.empty(experts, width, 2 * inner, dtype=dtype))
-        self.down = nn.Parameter(torch.empty(experts, inner, width, dtype=dtype))
+        self.gate_up = nn.Parameter(torch.empty(config.experts, width, 2 * inner, dtype=dtype))
+        self.down = nn.Parameter(torch.empty(config.experts, inner, width, dtype=dtype))
         self.shared = MLP(width, config.shared_experts * inner, dtype, form) if config.shared_experts else None
 
     def forward(self, x_NW: Tensor, skip_NW: Tensor, replay: Replay | None) -> tuple[Tensor, Routing]:
@@ -151,7 +151,7 @@ class MixtureOfExperts(nn.Module):
         """Each token through the experts chosen of those here, weighted by its gate, summed in top-k order and added to
         `skip`."""
         if len(x_NW) and groups(x_NW, self.gate_up, self.down):
-            return self._products.experts(x_NW, weights_Nk, chosen_Nk, self.gate_up, self.down, skip_NW)
+            return experts(x_NW, weights_Nk, chosen_Nk, self.gate_up, self.down, skip_NW, self._form)
         # sorted by expert once; stable, so the order of a run's rows never depends on the sorter
         expert_R = chosen_Nk.flatten()
         order_R = expert_R.argsort(stable=True)
@@ -159,9 +159,9 @@ class MixtureOfExperts(nn.Module):
         place_Nk = torch.empty_like(order_R).index_copy_(0, order_R, rank_R).view_as(chosen_Nk)
         token_R = order_R // chosen_Nk.shape[1]
         counts = torch.bincount(expert_R, minlength=self.gate_up.shape[0]).tolist()
-        grouped_linear = self._products.grouped_linear
         rows = dispatch_rows(x_NW, token_R, place_Nk)
-        rows = grouped_linear(swiglu(grouped_linear(rows, self.gate_up, counts)), self.down, counts)
+        inner = swiglu(grouped_linear(rows, self.gate_up, counts, self._form))
+        rows = grouped_linear(inner, self.down, counts, self._form)
         out_NW = combine_rows(rows, weights_Nk, token_R, place_Nk)
         return out_NW if skip_NW is None else skip_NW + out_NW
 
@@ -171,10 +171,9 @@ class MLP(nn.Module):
 
     def __init__(self, width: int, inner: int, dtype: torch.dtype, form: str = "bf16") -> None:
         super().__init__()
-        self._products = products(form)
+        self._form = form
         self.gate_up = nn.Parameter(torch.empty(2 * inner, width, dtype=dtype))
         self.down = nn.Parameter(torch.empty(width, inner, dtype=dtype))
 
     def forward(self, x_NW: Tensor) -> Tensor:
-        linear = self._products.linear
-        return linear(swiglu(linear(x_NW, self.gate_up)), self.down)
+        return linear(swiglu(linear(x_NW, self.gate_up, form=self._form)), self.down, form=self._form)

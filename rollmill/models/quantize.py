@@ -94,14 +94,21 @@ def dequantise_into(model: nn.Module, tensors: Mapping[str, HostTensor], changed
 @torch.no_grad()
 def round_parameters_(parameters: Iterable[tuple[str, Tensor]], form: str) -> None:
     """Replace values by those that will be served, so that trainer and engine compute with the same weights."""
+    round_into(((name, parameter, parameter) for name, parameter in parameters), form)
+
+
+@torch.no_grad()
+def round_into(parameters: Iterable[tuple[str, Tensor, Tensor]], form: str) -> None:
+    """Of each name and values what will be served, into the third, which may be the second."""
     largest: dict[str, Tensor] = {}
-    for name, parameter in parameters:
-        if not quantises(name, parameter):
-            parameter.copy_(parameter.to(served_type(name)))
+    for name, values, into in parameters:
+        if not quantises(name, values):
+            into.copy_(values.to(served_type(name)))
             continue
-        largest[name] = largest_of(parameter)
-        for piece, power in _pieces(parameter, form, largest[name]):
-            piece.copy_(fp8.rounded(piece, fp8.BLOCK) if power is None else nvfp4.rounded(piece, power))
+        largest[name] = largest_of(values)
+        pieces = (_pieces(each, form, largest[name]) for each in (values, into))
+        for (piece, power), (place, _) in zip(*pieces, strict=True):
+            place.copy_(fp8.rounded(piece, fp8.BLOCK) if power is None else nvfp4.rounded(piece, power))
     _check_finite(largest)
 
 

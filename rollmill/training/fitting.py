@@ -11,7 +11,6 @@ import torch
 
 from rollmill.models.config import ModelConfig
 from rollmill.models.decoder import Decoder
-from rollmill.models.host import is_quantised
 from rollmill.training.config import TrainingConfig
 
 _ON_CPU = 8192
@@ -20,45 +19,41 @@ _STATE = 20  # bytes a parameter: weight and gradient in bf16, master, moments a
 _HEAD = 1 << 30  # the head in pieces, and one layer's gradients
 
 
-def fitted(config: TrainingConfig, model: ModelConfig, form: str, device: torch.device) -> TrainingConfig:
-    """The configuration with `tokens_per_microbatch` filled in, for a model that is served as `form`."""
+def fitted(config: TrainingConfig, model: ModelConfig, device: torch.device) -> TrainingConfig:
+    """The configuration with `tokens_per_microbatch` filled in."""
     if config.tokens_per_microbatch:
         return config
     tokens = _ON_CPU
     if device.type == "cuda":
-        tokens = fitting_tokens(config, model, form, torch.cuda.get_device_properties(device).total_memory)
+        tokens = fitting_tokens(config, model, torch.cuda.get_device_properties(device).total_memory)
     return config.model_copy(update={"tokens_per_microbatch": tokens})
 
 
-def fitting_tokens(config: TrainingConfig, model: ModelConfig, form: str, memory: int) -> int:
+def fitting_tokens(config: TrainingConfig, model: ModelConfig, memory: int) -> int:
     """Of each rank, on devices with so many bytes."""
     room = memory // 2 - _HEAD - _STATE * _parameters(model) // config.ranks
-    return min(_MOST, max(_LEAST, room // kept_bytes(model, form, config.recompute_mlp) // _STEP * _STEP))
+    return min(_MOST, max(_LEAST, room // kept_bytes(model, config.recompute_mlp) // _STEP * _STEP))
 
 
-def kept_bytes(model: ModelConfig, form: str, recompute_mlp: bool) -> int:
+def kept_bytes(model: ModelConfig, recompute_mlp: bool) -> int:
     """What a token keeps for the backward pass on CUDA, in bf16 (see models.kernels.fused)."""
-    mixtures, quantised = model.moe_layers, is_quantised(form)
-    elements = model.layers * _attention(model, quantised)
-    elements += (model.layers - mixtures) * _dense(model, quantised, recompute_mlp) + mixtures * _mixture(model)
+    mixtures, elements = model.moe_layers, model.layers * _attention(model)
+    elements += (model.layers - mixtures) * _dense(model, recompute_mlp) + mixtures * _mixture(model)
     return 2 * elements
 
 
-def _attention(model: ModelConfig, quantised: bool) -> int:
+def _attention(model: ModelConfig) -> int:
     """Elements: what comes in, its products, and what is attended to."""
     latent = model.latent
-    if latent is None:  # a quantised product also keeps its input, the normalised row
-        qkv = (model.heads + 2 * model.kv_heads) * model.head_dim
-        return model.width + qkv + model.heads * model.head_dim + (model.width if quantised else 0)
+    if latent is None:
+        return model.width + 2 * (model.heads + model.kv_heads) * model.head_dim
     # normalised rows and small vectors too, and keys and values before and after they are put together
     ranks = 2 * (latent.q_rank or 0) + 2 * (latent.kv_rank + latent.rope_dim)
     apart = model.heads * (latent.plain_dim + 3 * latent.value_dim)
     return 2 * model.width + ranks + apart + 3 * model.heads * model.head_dim
 
 
-def _dense(model: ModelConfig, quantised: bool, recompute_mlp: bool) -> int:
-    if quantised:  # makes nothing again
-        return 2 * model.width + 4 * model.mlp_width
+def _dense(model: ModelConfig, recompute_mlp: bool) -> int:
     return 0 if recompute_mlp else model.width + 2 * model.mlp_width
 
 

@@ -84,4 +84,4 @@ def _can_be_recorded(model: Decoder) -> bool:
     """A graph cannot hold a pass that waits for the device, as experts do that are multiplied one by one."""
     mixtures = [module for module in model.modules() if isinstance(module, MixtureOfExperts)]
     grouped = all(groups(each.gate_up, each.gate_up, each.down) for each in mixtures)
-    return model.embedding.is_cuda and model.form == "bf16" and grouped
+    return model.embedding.is_cuda and grouped

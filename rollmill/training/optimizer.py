@@ -20,6 +20,7 @@ from torch import Tensor, nn
 from rollmill.errors import TrainingError
 from rollmill.models.host import DTYPES, is_quantised, round_to_form_
 from rollmill.models.kernels.fused import fuses
+from rollmill.models.quantize import round_into
 from rollmill.training.config import OptimizerConfig
 from rollmill.training.muon import matrix_parts, muon_step
 from rollmill.training.parallel.rows import local, rounded, shards_of
@@ -196,6 +197,8 @@ class MasterOptimizer:
         to the model's type first they could be others."""
         if not is_quantised(self._form):
             return round_to_form_([(name, self._served[name]) for name in names], self._form)
+        if self._shards is None:
+            return round_into(((name, self._masters[name], self._served[name]) for name in names), self._form)
         for name in names:
             self._served[name].copy_(rounded(name, self._masters[name], self._form, self._shards))
 

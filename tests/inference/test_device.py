@@ -15,7 +15,7 @@ from rollmill.inference.embedded.runner import Runner, StepRunner
 from rollmill.inference.embedded.scheduler import Work
 from rollmill.models.config import LatentAttention, ModelConfig
 from rollmill.models.decoder import Decoder
-from rollmill.models.host import device_digest
+from rollmill.models.host import device_digest, round_to_form_
 from tests.inference.test_switch import changed
 from tests.inference.world import PROMPT, TINY, answer, engine_at, make_update, request, until, use_device
 from tests.kernels import DEVICE, INTERPRETED, cuda, without_kernels
@@ -38,9 +38,10 @@ def engine_on_cuda(monkeypatch: pytest.MonkeyPatch) -> None:
     use_device("cuda", monkeypatch)
 
 
-def model_of(config: ModelConfig, dtype: torch.dtype = torch.bfloat16) -> Decoder:
-    model = Decoder(config, dtype).to(DEVICE)
+def model_of(config: ModelConfig, dtype: torch.dtype = torch.bfloat16, form: str = "bf16") -> Decoder:
+    model = Decoder(config, dtype, form).to(DEVICE)
     model.initialise(1)
+    round_to_form_(model.named_parameters(), form)
     return model
 
 
@@ -114,10 +115,13 @@ def test_the_kernels_give_what_torch_does(shape: str, dtype: torch.dtype) -> Non
 
 
 @cuda
-@pytest.mark.parametrize("shape", ["grouped", "smollm2", "latent"])
-def test_a_row_has_the_same_bits_in_any_company(shape: str) -> None:
+@pytest.mark.parametrize(
+    "shape, form",
+    [("grouped", "bf16"), ("smollm2", "bf16"), ("latent", "bf16"), ("grouped", "fp8"), ("smollm2", "nvfp4")],
+)
+def test_a_row_has_the_same_bits_in_any_company(shape: str, form: str) -> None:
     """Alone, among others, recorded or not, and whether its context was sampled or came as a prompt."""
-    model = model_of(SHAPES[shape])
+    model = model_of(SHAPES[shape], form=form)
     together, eager, alone, prompt = (device_steps(model, graphs=graphs) for graphs in (True, False, True, True))
     for one in (together, eager):
         answers = make_answers([100, 37, 1, 16, 17, 64])

@@ -9,7 +9,8 @@ import torch
 from torch import Tensor
 
 from rollmill.models.kernels import fp8
-from rollmill.models.products import QuantisedProducts, activation
+from rollmill.models.kernels.forms import seen
+from rollmill.models.kernels.grouped import experts as through_grouped
 from tests.kernels import DEVICE, INTERPRETED, hopper, without_kernels
 from tests.models.test_quantize import draw
 
@@ -44,8 +45,8 @@ def ends(counts: list[int]) -> Tensor:
 
 def exact(x_RI: Tensor, weight_EIO: Tensor, counts: list[int]) -> Tensor:
     with without_kernels():
-        seen = activation(x_RI, "fp8").double().split(counts)
-    return torch.cat([rows @ weight for rows, weight in zip(seen, weight_EIO.double(), strict=True)])
+        rounded = seen(x_RI, "fp8").double().split(counts)
+    return torch.cat([rows @ weight for rows, weight in zip(rounded, weight_EIO.double(), strict=True)])
 
 
 def multiplied(x_RI: Tensor, weight_EIO: Tensor, counts: list[int]) -> Tensor:
@@ -130,7 +131,7 @@ def through(experts: int, *, skips: bool) -> list[Tensor]:
         draw(tokens, width, seed=6).bfloat16(),
     ]
     x, weights, gate_up, down, skip = (each.to(DEVICE).requires_grad_() for each in inputs)
-    out = QuantisedProducts("fp8").experts(x, weights, chosen.to(DEVICE), gate_up, down, skip if skips else None)
+    out = through_grouped(x, weights, chosen.to(DEVICE), gate_up, down, skip if skips else None, "fp8")
     wanted = (x, weights, gate_up, down, *([skip] if skips else []))
     slope = draw(tokens, width, seed=7).to(DEVICE, torch.bfloat16)
     return [each.detach().float().cpu() for each in (out, *torch.autograd.grad(out, wanted, slope))]

@@ -3,25 +3,27 @@
 from __future__ import annotations
 
 import math
+from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
+from torch.nn import Parameter
 from torch.nn.functional import cross_entropy, linear
 
 from rollmill.models.attention import PackedAttention, packed_positions
 from rollmill.models.config import LatentAttention, ModelConfig
 from rollmill.models.decoder import Decoder, DecoderOutput
-from rollmill.models.kernels import fp8, fused, nvfp4, rows
+from rollmill.models.kernels import forms, fp8, nvfp4, rows
+from rollmill.models.kernels.forms import seen
 from rollmill.models.kernels.varlen import packed_attention
 from rollmill.models.moe import Replay
-from rollmill.models.products import Products, QuantisedProducts, activation, products
 from rollmill.models.quantize import FORMS, round_parameters_
 from tests.kernels import DEVICE, INTERPRETED, without_kernels
 from tests.models.reference import TINY, make_decoder
 from tests.models.test_quantize import blocks, draw
 
-forms = pytest.mark.parametrize("form", FORMS)
+each_form = pytest.mark.parametrize("form", FORMS)
 LENGTHS = [20, 9]
 LATENT = TINY.model_copy(
     update={
@@ -66,21 +68,19 @@ def run(
 
 
 def test_bf16_multiplies_exactly_as_without_forms() -> None:
-    plain = products("bf16")
-    assert isinstance(plain, Products) and isinstance(products("fp16"), Products)
-    assert plain.norm_linear is fused.norm_linear and plain.add_mlp is fused.add_mlp
-    assert plain.grouped_linear is rows.grouped_linear and plain.linear is linear
+    x = draw(7, 40)
+    assert all(seen(x, form) is x for form in ("bf16", "fp16", "fp32"))
     model = make_decoder()
     explicit = Decoder(TINY, form="bf16")
     explicit.load_state_dict(model.state_dict())
     assert torch.equal(run(model, LENGTHS)[1].hidden, run(explicit, LENGTHS)[1].hidden)
 
 
-@forms
+@each_form
 def test_a_product_sees_quantised_inputs_and_its_gradient_does_not(form: str) -> None:
     x, weight, bias = draw(7, 40).requires_grad_(), draw(24, 40, seed=1).requires_grad_(), draw(24).requires_grad_()
-    out = QuantisedProducts(form).linear(x, weight, bias)
-    assert torch.equal(out, linear(activation(x.detach(), form), weight, bias))
+    out = forms.linear(x, weight, bias, form)
+    assert torch.equal(out, linear(seen(x.detach(), form), weight, bias))
     assert not torch.equal(out, linear(x, weight, bias))
     grad = draw(7, 24, seed=2)
     ours = torch.autograd.grad(out, (x, weight, bias), grad)
@@ -89,36 +89,36 @@ def test_a_product_sees_quantised_inputs_and_its_gradient_does_not(form: str) ->
         torch.testing.assert_close(mine, plain, rtol=1e-6, atol=1e-6)
 
 
-@forms
+@each_form
 def test_experts_see_quantised_rows_and_their_gradient_does_not(form: str) -> None:
     x, weight, counts = draw(9, 24).requires_grad_(), draw(4, 24, 16, seed=1).requires_grad_(), [3, 0, 5, 1]
-    out = QuantisedProducts(form).grouped_linear(x, weight, counts)
-    assert torch.equal(out, rows.grouped_linear(activation(x.detach(), form), weight.detach(), counts))
+    out = rows.grouped_linear(x, weight, counts, form)
+    assert torch.equal(out, rows.grouped_linear(seen(x.detach(), form), weight.detach(), counts))
     grad = draw(9, 16, seed=2)
     ours = torch.autograd.grad(out, (x, weight), grad)
     theirs = torch.autograd.grad(rows.grouped_linear(x, weight, counts), (x, weight), grad)
     assert all(torch.equal(mine, plain) for mine, plain in zip(ours, theirs, strict=True))
 
 
-@forms
+@each_form
 @pytest.mark.parametrize("config", [TINY, LATENT, QWEN], ids=["mixture", "latent", "biases"])
-def test_every_matrix_of_a_model_is_quantised_and_no_token_sees_another(form: str, config: ModelConfig) -> None:
+def test_every_matrix_of_a_model_is_quantised_and_no_token_sees_another(
+    form: str, config: ModelConfig, monkeypatch: pytest.MonkeyPatch
+) -> None:
     model, plain = served(config, form), Decoder(config)
     plain.load_state_dict(model.state_dict())
-    seen: set[int] = set()
+    multiplied: set[int] = set()
 
-    class Watch(QuantisedProducts):
-        def linear(self, x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
-            seen.add(id(weight))
-            return super().linear(x, weight, bias)
+    def watch(kernel: Any) -> Any:
+        def call(*given: Any) -> Tensor:
+            if given[-1] == form:
+                multiplied.update(id(each) for each in given if isinstance(each, Parameter))
+            return kernel(*given)
 
-        def grouped_linear(self, x_RI: Tensor, weight_EIO: Tensor, counts: list[int]) -> Tensor:
-            seen.add(id(weight_EIO))
-            return super().grouped_linear(x_RI, weight_EIO, counts)
+        return call
 
-    for module in model.modules():
-        if hasattr(module, "_products"):
-            module._products = Watch(form)
+    monkeypatch.setattr(forms, "call", watch(forms.call))
+    monkeypatch.setattr(rows, "call", watch(rows.call))
     with torch.no_grad():
         together, exact = run(model, LENGTHS)[1].hidden, run(plain, LENGTHS)[1].hidden
         tokens, _ = run(model, LENGTHS)
@@ -129,12 +129,13 @@ def test_every_matrix_of_a_model_is_quantised_and_no_token_sees_another(form: st
     matrices = {
         name for name, p in model.named_parameters() if p.dim() > 1 and "layers." in name and "router" not in name
     }
-    assert {name for name, p in model.named_parameters() if id(p) in seen} == matrices
+    biases = {name for name, p in model.named_parameters() if p.dim() == 1}
+    assert {name for name, p in model.named_parameters() if id(p) in multiplied} - biases == matrices
     error = float((together - exact).norm() / exact.norm())
     assert 0 < error < (0.2 if form == "fp8" else 0.6)
 
 
-@forms
+@each_form
 def test_a_model_learns_in_this_form(form: str) -> None:
     """Masters in FP32, served values of the form, gradients straight through: next tokens of a fixed text."""
     torch.set_num_threads(1)
@@ -163,7 +164,7 @@ def test_a_model_learns_in_this_form(form: str) -> None:
 
 
 @pytest.mark.kernels
-@forms
+@each_form
 def test_one_pass_gives_the_bits_of_the_plain_rules(form: str) -> None:
     rounded = fp8.rounded_tokens if form == "fp8" else nvfp4.rounded_tokens
     cases = [(what, x if x.dim() == 2 else x.flatten(0, 1)) for what, x in blocks()]
@@ -200,7 +201,7 @@ def test_fp8_products_of_the_hardware_agree_with_the_emulated_ones(shape: tuple[
 
 
 @pytest.mark.kernels
-@forms
+@each_form
 def test_kernels_agree_with_the_plain_model(form: str) -> None:
     """A whole small model, mixtures included; routes are replayed, so that near-ties decide nothing. Routes come as
     they are recorded: small unsigned integers in host memory. Where bf16 rounds a sum the other way, the next quantiser
@@ -231,7 +232,7 @@ def learn(model: Decoder, replay: Replay) -> None:
 
 
 @pytest.mark.kernels
-@forms
+@each_form
 def test_gradients_through_kernels_are_those_of_the_plain_model(form: str) -> None:
     host, device = served(SMALL, form), served(SMALL, form, torch.bfloat16, DEVICE)
     with without_kernels():
@@ -260,7 +261,7 @@ def through_experts(form: str, device: str, dtype: torch.dtype) -> list[Tensor]:
 
 
 @pytest.mark.kernels
-@forms
+@each_form
 def test_experts_through_kernels_are_the_plain_ones(form: str) -> None:
     """One layer, forward and all its gradients: here rounding has nowhere to grow."""
     with without_kernels():

@@ -44,23 +44,24 @@ LARGE = ModelConfig(
 def test_what_is_given_stays_and_a_cpu_has_its_own():
     cpu = torch.device("cpu")
     given = TrainingConfig(tokens_per_microbatch=77)
-    assert fitted(given, DENSE, "bf16", cpu) is given
-    assert fitted(TrainingConfig(), DENSE, "bf16", cpu).tokens_per_pass == 8192
-    assert fitted(TrainingConfig(ranks=2), DENSE, "bf16", cpu).tokens_per_pass == 16384
+    assert fitted(given, DENSE, cpu) is given
+    assert fitted(TrainingConfig(), DENSE, cpu).tokens_per_pass == 8192
+    assert fitted(TrainingConfig(ranks=2), DENSE, cpu).tokens_per_pass == 16384
 
 
 def test_a_gpu_takes_what_half_of_it_holds():
-    assert fitting_tokens(TrainingConfig(), DENSE, "bf16", 80 * GIB) == 32768
-    little = [fitting_tokens(TrainingConfig(ranks=64), LARGE, "bf16", size * GIB) for size in (40, 80, 140)]
+    assert fitting_tokens(TrainingConfig(), DENSE, 80 * GIB) == 32768
+    little = [fitting_tokens(TrainingConfig(ranks=64), LARGE, size * GIB) for size in (40, 80, 140)]
     assert little == sorted(little) and little[0] == 1024 and 2048 < little[-1] < 32768
     assert all(each % 1024 == 0 for each in little)
     kept = TrainingConfig(ranks=64, recompute_mlp=False)
-    assert fitting_tokens(kept, LARGE, "bf16", 140 * GIB) < little[-1], "what is kept leaves room for fewer"
-    assert fitting_tokens(TrainingConfig(ranks=64), LARGE, "fp8", 140 * GIB) < little[-1]
+    assert fitting_tokens(kept, LARGE, 140 * GIB) < little[-1], "what is kept leaves room for fewer"
 
 
 variants = pytest.mark.parametrize(
-    "form, recompute_mlp", [("bf16", False), ("bf16", True), ("fp8", True)], ids=["kept", "remade", "fp8"]
+    "form, recompute_mlp",
+    [("bf16", False), ("bf16", True), ("fp8", False), ("fp8", True), ("nvfp4", True)],
+    ids=["kept", "remade", "fp8 kept", "fp8 remade", "nvfp4 remade"],
 )
 
 
@@ -85,7 +86,7 @@ def test_what_a_token_keeps_is_what_was_counted(name: str, lengths: list[int], f
         return found
 
     held()  # kernels and workspaces of the first time are not a token's
-    assert held() / sum(lengths) == pytest.approx(kept_bytes(config, form, recompute_mlp), rel=0.3)
+    assert held() / sum(lengths) == pytest.approx(kept_bytes(config, recompute_mlp), rel=0.3)
 
 
 class Attended(Function):
@@ -125,4 +126,4 @@ def test_what_the_graph_refers_to_is_what_was_counted(name: str, form: str, reco
         output = model(tokens, positions, attend)
     kept = sum(each.untyped_storage().nbytes() for place, each in saved.items() if place not in own)
     assert output.hidden.requires_grad
-    assert kept / TOKENS == pytest.approx(kept_bytes(config, form, recompute_mlp), rel=0.3)
+    assert kept / TOKENS == pytest.approx(kept_bytes(config, recompute_mlp), rel=0.3)

@@ -30,9 +30,17 @@ def device(request: pytest.FixtureRequest) -> str:
     return request.param
 
 
-def decoder(device: str, head_dim: int = 16) -> Decoder:
-    config = ModelConfig(vocab_size=VOCABULARY, width=64, head_dim=head_dim, expert_width=32, max_context=64)
-    model = Decoder(config, torch.bfloat16 if device == "cuda" else torch.float32)
+def decoder(device: str, head_dim: int = 16, form: str = "bf16") -> Decoder:
+    config = ModelConfig(
+        vocab_size=VOCABULARY,
+        width=64,
+        head_dim=head_dim,
+        expert_width=32,
+        mlp_width=96,
+        dense_layers=1,
+        max_context=64,
+    )
+    model = Decoder(config, torch.bfloat16 if device == "cuda" else torch.float32, form)
     model.initialise(0)
     return model.to(device)
 
@@ -49,10 +57,11 @@ def sequences(lengths: list[int], seed: int = 0) -> list[PackedSequence]:
 
 
 def losses(
-    device: str, parts: list[list[MicroBatch]], head_dim: int = 16, **options: Any
+    device: str, parts: list[list[MicroBatch]], head_dim: int = 16, form: str = "bf16", **options: Any
 ) -> tuple[list[float], Decoder]:
-    model = decoder(device, head_dim)
-    step = NextTokenStep(model, MasterOptimizer(model, OptimizerConfig(), "bf16"), **options)
+    model = decoder(device, head_dim, form)
+    model.recompute_mlp = True
+    step = NextTokenStep(model, MasterOptimizer(model, OptimizerConfig(), form), **options)
     return [step(each, 1e-3)[0] for each in parts], model
 
 
@@ -73,13 +82,14 @@ def test_the_loss_falls(device: str):
 
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
-def test_replayed_passes_learn_what_passes_do():
+@pytest.mark.parametrize("form", ["bf16", "fp8", "nvfp4"])
+def test_replayed_passes_learn_what_passes_do(form: str):
     batches = [pack(sequences([32, 32], seed), 1000) for seed in range(6)]
     for batch in batches:  # one shape, whatever was drawn
         assert len(batch) == 1
     alike = [[_with_targets(batch[0])] for batch in batches]
-    recorded, first = losses("cuda", alike, balance=0.01, graphs=True)
-    plain, second = losses("cuda", alike, balance=0.01, graphs=False)
+    recorded, first = losses("cuda", alike, form=form, balance=0.01, graphs=True)
+    plain, second = losses("cuda", alike, form=form, balance=0.01, graphs=False)
     assert recorded == pytest.approx(plain, rel=2e-3)
     for name, parameter in first.named_parameters():
         other = second.get_parameter(name)
@@ -103,10 +113,11 @@ def test_replayed_passes_of_several_shapes_do_not_disturb_each_other(head_dim: i
 @pytest.mark.kernels
 @pytest.mark.parametrize("every", [0, 1, 2])
 @pytest.mark.parametrize("gate_up", [False, True])
-def test_what_is_made_again_changes_no_gradient(every: int, gate_up: bool):
+@pytest.mark.parametrize("form", ["bf16", "fp8"])
+def test_what_is_made_again_changes_no_gradient(every: int, gate_up: bool, form: str):
     """The two dials that out-of-memory advice names one after the other."""
     config = ModelConfig(vocab_size=VOCABULARY, width=64, head_dim=16, experts=0, mlp_width=96, max_context=64)
-    model = Decoder(config, torch.bfloat16)
+    model = Decoder(config, torch.bfloat16, form)
     model.initialise(0)
     model.to(DEVICE)
     (part,) = pack(sequences([20, 7]), 1000)

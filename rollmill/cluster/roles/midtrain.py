@@ -54,7 +54,7 @@ def _train(run: RunDirectory, stage: MidtrainStage, weights: WeightStore, start:
     config = run.config
     tokenizer = Tokenizer.load(run.tokenizer)
     format = format_of(tokenizer, tools_in_prompt=config.tools_in_prompt)
-    training = fitted(stage.training, config.model, config.form, choose_device(config.device))
+    training = fitted(stage.training, config.model, choose_device(config.device))
     objective = MidtrainObjective(
         stage,
         Demonstrations(format, tokenizer),

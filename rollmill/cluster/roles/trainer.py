@@ -22,7 +22,7 @@ def main(run: RunDirectory) -> None:
     config = run.config
     device = choose_device(config.device)
     world = join("trainer", device, config.training.ranks)
-    training = fitted(config.training, config.model, config.form, device)
+    training = fitted(config.training, config.model, device)
     objects = Objects.open(run.home_store)
     weights = WeightStore(objects)
     database = open_database(run.database_url)

@@ -25,7 +25,6 @@ from rollmill.inference.embedded.sampler import is_cut, sample_uncut, uniform
 from rollmill.inference.embedded.scheduler import Work
 from rollmill.models.decoder import Decoder
 from rollmill.models.device import uncollected
-from rollmill.models.host import is_quantised
 from rollmill.models.kernels.grouped import groups
 from rollmill.models.moe import MixtureOfExperts
 
@@ -146,10 +145,10 @@ class _Decode:
 
 
 def _recordable(model: Decoder) -> bool:
-    """On CUDA. Experts of odd sizes, and quantised products, may ask the device for something on the way."""
+    """On CUDA. Experts of odd sizes ask the device for something on the way."""
     mixtures = [layer.mlp for layer in model.layers if isinstance(layer.mlp, MixtureOfExperts)]
-    plain = model.embedding.is_cuda and not is_quantised(model.form)
-    return plain and all(groups(model.embedding, mixture.gate_up, mixture.down) for mixture in mixtures)
+    grouped = all(groups(model.embedding, mixture.gate_up, mixture.down) for mixture in mixtures)
+    return model.embedding.is_cuda and grouped
 
 
 def _plan(cache: KVCache, work: Sequence[Work]) -> Plan:

@@ -21,11 +21,11 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 from torch.autograd import Function
-from torch.nn.functional import linear
 
 from rollmill.models.kernels import elementwise
 from rollmill.models.kernels.bits import has_triton
 from rollmill.models.kernels.call import call
+from rollmill.models.kernels.forms import add_product_, linear, product
 
 Angles = tuple[Tensor, Tensor]  # cos and sin, FP32 [N, 1, D/2]
 
@@ -64,7 +64,7 @@ def norm_fork(x_NW: Tensor, norm_W: Tensor, eps: float, *, copy: bool = True) ->
 class _NormLinear(Function):
     @staticmethod
     def forward(
-        ctx: Any, x_NW: Tensor, norm_W: Tensor, eps: float, weight: Tensor, bias: Tensor | None
+        ctx: Any, x_NW: Tensor, norm_W: Tensor, eps: float, weight: Tensor, bias: Tensor | None, form: str
     ) -> tuple[Tensor, Tensor]:
         from rollmill.models.kernels.fused_triton import norm_forward
 
@@ -73,7 +73,7 @@ class _NormLinear(Function):
         ctx.save_for_backward(x_NW, norm_W, scale_N, weight)
         ctx.has_bias = bias is not None
         ctx.set_materialize_grads(False)
-        return linear(normal_NW, weight, bias), copy_NW
+        return product(normal_NW, weight, bias, form), copy_NW
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor, skip_NW: Tensor | None) -> tuple[Tensor | None, ...]:
@@ -82,24 +82,37 @@ class _NormLinear(Function):
         x_NW, norm_W, scale_N, weight = ctx.saved_tensors
         grad_x, grad_norm, normal_NW = norm_backward(x_NW, norm_W, scale_N, grad @ weight, skip_NW, normal=True)
         assert normal_NW is not None
-        return grad_x, grad_norm, None, grad.t() @ normal_NW, grad.sum(0) if ctx.has_bias else None
+        return grad_x, grad_norm, None, grad.t() @ normal_NW, grad.sum(0) if ctx.has_bias else None, None
 
 
 def norm_linear(
-    x_NW: Tensor, norm_W: Tensor, eps: float, weight: Tensor, bias: Tensor | None = None
+    x_NW: Tensor, norm_W: Tensor, eps: float, weight: Tensor, bias: Tensor | None = None, form: str = "bf16"
 ) -> tuple[Tensor, Tensor]:
     """(the linear map of x's RMSNorm, x for the residual: on CUDA a copy, for `add_linear` to add to in place)."""
     if not fuses(x_NW):
-        return linear(elementwise.rms_norm(x_NW, norm_W, eps), weight, bias), x_NW
-    return call(_NormLinear, x_NW, norm_W, eps, weight, bias)  # type: ignore[return-value]
+        return linear(elementwise.rms_norm(x_NW, norm_W, eps), weight, bias, form), x_NW
+    return call(_NormLinear, x_NW, norm_W, eps, weight, bias, form)  # type: ignore[return-value]
 
 
-def add_linear(x_NW: Tensor, y: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+class _AddLinear(Function):
+    @staticmethod
+    def forward(ctx: Any, x_NW: Tensor, y: Tensor, weight: Tensor, bias: Tensor | None, form: str) -> Tensor:
+        ctx.save_for_backward(y, weight)
+        ctx.has_bias = bias is not None
+        ctx.mark_dirty(x_NW)
+        return add_product_(x_NW, y, weight, bias, form)
+
+    @staticmethod
+    def backward(ctx: Any, grad_NW: Tensor) -> tuple[Tensor | None, ...]:
+        y, weight = ctx.saved_tensors
+        return grad_NW, grad_NW @ weight, grad_NW.t() @ y, grad_NW.sum(0) if ctx.has_bias else None, None
+
+
+def add_linear(x_NW: Tensor, y: Tensor, weight: Tensor, bias: Tensor | None = None, form: str = "bf16") -> Tensor:
     """x + the linear map of y. On CUDA in place: x is the copy that `norm_linear` or `norm_fork` made."""
     if not fuses(x_NW):
-        return x_NW + linear(y, weight, bias)
-    x_NW.addmm_(y, weight.t())
-    return x_NW if bias is None else x_NW.add_(bias)
+        return x_NW + linear(y, weight, bias, form)
+    return call(_AddLinear, x_NW, y, weight, bias, form)
 
 
 class DenseMLP(NamedTuple):
@@ -117,26 +130,33 @@ class _AddMLP(Function):
 
     @staticmethod
     def forward(
-        ctx: Any, copy_NW: Tensor, x_NW: Tensor, attended: Tensor, eps: float, remakes: bool, *weights: Tensor | None
+        ctx: Any,
+        copy_NW: Tensor,
+        x_NW: Tensor,
+        attended: Tensor,
+        eps: float,
+        remakes: bool,
+        form: str,
+        *weights: Tensor | None,
     ) -> Tensor:
         from rollmill.models.kernels.fused_triton import norm_forward, swiglu_forward
 
         mlp = DenseMLP(*weights)  # type: ignore[arg-type]
-        y_NW = add_linear(copy_NW, attended, mlp.output, mlp.output_bias)
+        y_NW = add_product_(copy_NW, attended, mlp.output, mlp.output_bias, form)
         out_NW = y_NW if remakes else y_NW.new_empty(y_NW.shape)
         normal_NW, scale_N = norm_forward(y_NW, mlp.norm, eps, None if remakes else out_NW)
         if remakes:
             from rollmill.models.kernels.swiglu_triton import swiglu_product
 
-            gate_up, inner = None, swiglu_product(normal_NW, mlp.gate_up)
+            gate_up, inner = None, swiglu_product(normal_NW, mlp.gate_up, form)
         else:
-            gate_up = linear(normal_NW, mlp.gate_up)
+            gate_up = product(normal_NW, mlp.gate_up, None, form)
             inner = swiglu_forward(gate_up)
         ctx.save_for_backward(x_NW if remakes else y_NW, attended, scale_N, gate_up, *weights)
-        ctx.eps = eps
+        ctx.eps, ctx.form = eps, form
         if remakes:  # otherwise it is y now, which nothing outside has
             ctx.mark_dirty(copy_NW)
-        return out_NW.addmm_(inner, mlp.down.t())
+        return add_product_(out_NW, inner, mlp.down, None, form)
 
     @staticmethod
     def backward(ctx: Any, grad_NW: Tensor) -> tuple[Tensor | None, ...]:
@@ -147,9 +167,9 @@ class _AddMLP(Function):
         if gate_up is None:
             from rollmill.models.kernels.swiglu_triton import swiglu_product_backward
 
-            y_NW = add_linear(y_NW.clone(), attended, mlp.output, mlp.output_bias)
+            y_NW = add_product_(y_NW.clone(), attended, mlp.output, mlp.output_bias, ctx.form)
             normal_NW, _ = norm_forward(y_NW, mlp.norm, ctx.eps)
-            grad_gate_up, inner = swiglu_product_backward(normal_NW, mlp.gate_up, grad_NW @ mlp.down)
+            grad_gate_up, inner = swiglu_product_backward(normal_NW, mlp.gate_up, grad_NW @ mlp.down, ctx.form)
         else:
             grad_gate_up, inner, _ = swiglu_backward(gate_up, grad_NW @ mlp.down)
         grad_down = grad_NW.t() @ inner
@@ -160,11 +180,18 @@ class _AddMLP(Function):
         assert normal_NW is not None
         grad_bias = None if mlp.output_bias is None else grad_y.sum(0)
         found = (grad_y.t() @ attended, grad_bias, grad_norm, grad_gate_up.t() @ normal_NW, grad_down)
-        return grad_y, None, grad_y @ mlp.output, None, None, *found
+        return grad_y, None, grad_y @ mlp.output, None, None, None, *found
 
 
 def add_mlp(
-    copy_NW: Tensor, x_NW: Tensor, attended: Tensor, mlp: DenseMLP, eps: float, *, remakes: bool = False
+    copy_NW: Tensor,
+    x_NW: Tensor,
+    attended: Tensor,
+    mlp: DenseMLP,
+    eps: float,
+    *,
+    remakes: bool = False,
+    form: str = "bf16",
 ) -> Tensor:
     """y = x + the linear map of what was attended to, and then y + the MLP of its RMSNorm.
 
@@ -172,9 +199,10 @@ def add_mlp(
     pass on CUDA: two products make y and gate_up again.
     """
     if fuses(copy_NW):
-        return call(_AddMLP, copy_NW, x_NW, attended, eps, remakes, *mlp)
-    y_NW = add_linear(x_NW, attended, mlp.output, mlp.output_bias)
-    return y_NW + linear(elementwise.swiglu(linear(elementwise.rms_norm(y_NW, mlp.norm, eps), mlp.gate_up)), mlp.down)
+        return call(_AddMLP, copy_NW, x_NW, attended, eps, remakes, form, *mlp)
+    y_NW = add_linear(x_NW, attended, mlp.output, mlp.output_bias, form)
+    gate_up = linear(elementwise.rms_norm(y_NW, mlp.norm, eps), mlp.gate_up, form=form)
+    return y_NW + linear(elementwise.swiglu(gate_up), mlp.down, form=form)
 
 
 class _RotateHeads(Function):

@@ -15,6 +15,7 @@ from torch.autograd import Function
 
 from rollmill.models.kernels.bits import has_triton
 from rollmill.models.kernels.call import call
+from rollmill.models.kernels.forms import seen
 
 
 class Sorted(NamedTuple):
@@ -57,11 +58,11 @@ class _Experts(Function):
         down_EfW: Tensor,
         rows: Sorted,
         skip_NW: Tensor | None,
+        form: str,
     ) -> Tensor:
-        from rollmill.models.kernels.fused_triton import gather_sum, spread, swiglu_forward
+        from rollmill.models.kernels.fused_triton import gather_sum
 
-        gate_up_RF = torch._grouped_mm(spread(x_NW, rows.place_Nk), gate_up_EWF, offs=rows.ends_E)
-        out_RW = torch._grouped_mm(swiglu_forward(gate_up_RF), down_EfW, offs=rows.ends_E)
+        gate_up_RF, out_RW = _products(x_NW, gate_up_EWF, down_EfW, rows, form)
         ctx.save_for_backward(x_NW, weights_Nk, gate_up_EWF, down_EfW, gate_up_RF, *rows)
         ctx.skips = skip_NW is not None
         return gather_sum(out_RW, rows.place_Nk, weights_Nk, skip_NW)
@@ -89,7 +90,19 @@ class _Experts(Function):
             grad_down,
             None,
             grad_NW if ctx.skips else None,
+            None,
         )
+
+
+def _products(x_NW: Tensor, gate_up_EWF: Tensor, down_EfW: Tensor, rows: Sorted, form: str) -> tuple[Tensor, Tensor]:
+    """(rows of gate_up, the experts' outputs)."""
+    from rollmill.models.kernels import fp8_grouped_triton
+    from rollmill.models.kernels.fused_triton import spread, swiglu_forward
+
+    if form == "fp8" and fp8_grouped_triton.multiplies(x_NW, rows.place_Nk, gate_up_EWF, down_EfW):
+        return fp8_grouped_triton.through_experts(x_NW, rows.place_Nk, rows.ends_E, gate_up_EWF, down_EfW)
+    gate_up_RF = torch._grouped_mm(spread(seen(x_NW, form), rows.place_Nk), gate_up_EWF, offs=rows.ends_E)
+    return gate_up_RF, torch._grouped_mm(seen(swiglu_forward(gate_up_RF), form), down_EfW, offs=rows.ends_E)
 
 
 def experts(
@@ -99,7 +112,8 @@ def experts(
     gate_up_EWF: Tensor,
     down_EfW: Tensor,
     skip_NW: Tensor | None = None,
+    form: str = "bf16",
 ) -> Tensor:
     """Each token through its chosen experts, weighted by its gate, summed in top-k order and added to `skip`."""
     rows = sort_by_expert(chosen_Nk, gate_up_EWF.shape[0])
-    return call(_Experts, x_NW, weights_Nk, gate_up_EWF, down_EfW, rows, skip_NW)
+    return call(_Experts, x_NW, weights_Nk, gate_up_EWF, down_EfW, rows, skip_NW, form)

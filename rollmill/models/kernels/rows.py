@@ -10,6 +10,7 @@ from torch import Tensor
 from torch.autograd import Function
 
 from rollmill.models.kernels.call import call
+from rollmill.models.kernels.forms import seen
 
 
 class _Pad(Function):
@@ -99,9 +100,10 @@ def combine_rows(y_RW: Tensor, weights_Nk: Tensor, token_R: Tensor, place_Nk: Te
 
 class _GroupedLinear(Function):
     @staticmethod
-    def forward(ctx: Any, x_RI: Tensor, weight_EIO: Tensor, counts: Sequence[int]) -> Tensor:
+    def forward(ctx: Any, x_RI: Tensor, weight_EIO: Tensor, counts: Sequence[int], form: str) -> Tensor:
         ctx.save_for_backward(x_RI, weight_EIO)
         ctx.counts = counts
+        x_RI = seen(x_RI, form)
         out_RO = x_RI.new_empty(x_RI.shape[0], weight_EIO.shape[2])
         runs = zip(counts, x_RI.split(counts), weight_EIO.unbind(), out_RO.split(counts), strict=True)
         for count, x, weight, out in runs:
@@ -110,7 +112,7 @@ class _GroupedLinear(Function):
         return out_RO
 
     @staticmethod
-    def backward(ctx: Any, grad_RO: Tensor) -> tuple[Tensor, Tensor, None]:
+    def backward(ctx: Any, grad_RO: Tensor) -> tuple[Tensor, Tensor, None, None]:
         x_RI, weight_EIO = ctx.saved_tensors
         grad_x_RI, grad_weight_EIO = torch.empty_like(x_RI), torch.empty_like(weight_EIO)
         runs = zip(grad_RO.split(ctx.counts), x_RI.split(ctx.counts), grad_x_RI.split(ctx.counts), strict=True)
@@ -119,9 +121,9 @@ class _GroupedLinear(Function):
         ):
             torch.mm(grad, weight.t(), out=grad_x)
             torch.mm(x.t(), grad, out=grad_weight)
-        return grad_x_RI, grad_weight_EIO, None
+        return grad_x_RI, grad_weight_EIO, None, None
 
 
-def grouped_linear(x_RI: Tensor, weight_EIO: Tensor, counts: Sequence[int]) -> Tensor:
+def grouped_linear(x_RI: Tensor, weight_EIO: Tensor, counts: Sequence[int], form: str = "bf16") -> Tensor:
     """Rows in expert order times their expert's weight: the first counts[0] rows by expert 0, and so on."""
-    return call(_GroupedLinear, x_RI, weight_EIO, counts)
+    return call(_GroupedLinear, x_RI, weight_EIO, counts, form)

@@ -13,9 +13,9 @@ import torch
 import triton
 import triton.language as tl
 from torch import Tensor
-from torch.nn.functional import linear
 from triton.tools.tensor_descriptor import TensorDescriptor
 
+from rollmill.models.kernels.forms import multiplies_codes, product, seen
 from rollmill.models.kernels.fused_triton import swiglu_backward, swiglu_forward
 from rollmill.models.kernels.tiles import descriptor, has_accelerator, programs
 
@@ -69,20 +69,24 @@ def _backward(
         gate_desc.store([row, column], (grad * up * (sigmoid + silu * (1.0 - sigmoid))).to(x_desc.dtype))
 
 
-def swiglu_product(x_NW: Tensor, weight_FW: Tensor) -> Tensor:
+def swiglu_product(x_NW: Tensor, weight_FW: Tensor, form: str = "bf16") -> Tensor:
     """SwiGLU of the linear map gate_up of x."""
-    if not _fits(x_NW, weight_FW):
-        return swiglu_forward(linear(x_NW, weight_FW))
+    if not _fits(x_NW, weight_FW, form):
+        return swiglu_forward(product(x_NW, weight_FW, None, form))
+    x_NW = seen(x_NW, form)
     (rows, width), inner = x_NW.shape, len(weight_FW) // 2
     out = x_NW.new_empty(rows, inner)
     _forward[_grid(rows, inner, x_NW)](*_tiles(x_NW, weight_FW, out), rows, inner, width, **_SIZES, **_FORWARD)
     return out
 
 
-def swiglu_product_backward(x_NW: Tensor, weight_FW: Tensor, grad_Nf: Tensor) -> tuple[Tensor, Tensor]:
+def swiglu_product_backward(
+    x_NW: Tensor, weight_FW: Tensor, grad_Nf: Tensor, form: str = "bf16"
+) -> tuple[Tensor, Tensor]:
     """(gradient of gate_up, SwiGLU again), gate_up being made again."""
-    if not _fits(x_NW, weight_FW):
-        return swiglu_backward(linear(x_NW, weight_FW), grad_Nf)[:2]
+    if not _fits(x_NW, weight_FW, form):
+        return swiglu_backward(product(x_NW, weight_FW, None, form), grad_Nf)[:2]
+    x_NW = seen(x_NW, form)
     (rows, width), inner = x_NW.shape, len(weight_FW) // 2
     out, grad_gate_up = torch.empty_like(grad_Nf), x_NW.new_empty(rows, 2 * inner)
     outputs = (out, *grad_gate_up.split(inner, 1))
@@ -92,7 +96,9 @@ def swiglu_product_backward(x_NW: Tensor, weight_FW: Tensor, grad_Nf: Tensor) ->
     return grad_gate_up, out
 
 
-def _fits(x_NW: Tensor, weight_FW: Tensor) -> bool:
+def _fits(x_NW: Tensor, weight_FW: Tensor, form: str) -> bool:
+    if multiplies_codes(x_NW, weight_FW, form):
+        return False
     whole = x_NW.shape[1] % 8 == 0 and len(weight_FW) % 16 == 0
     alike = x_NW.dtype == weight_FW.dtype and x_NW.dtype in (torch.bfloat16, torch.float16)
     plain = x_NW.is_contiguous() and weight_FW.is_contiguous()

@@ -1,0 +1,67 @@
+"""What a product multiplies: in the type of its weights, or as a quantised form does.
+
+A quantised form quantises what goes into a product, token by token (so no token's result depends on its neighbours),
+and multiplies it with the weights that are served. The gradient is that of the product as if nothing had been
+quantised: dX = dY · W and dW = dYᵀ · X, in the type of the weights.
+
+On Hopper products of fp8 run in FP8 where shapes allow it (fp8, fp8_grouped_triton). Elsewhere, and for nvfp4, codes
+are multiplied as the bf16 or FP32 numbers they stand for, exactly, and summed in FP32: only the order of the sum
+differs.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torch import Tensor, nn
+from torch.autograd import Function
+
+from rollmill.models.kernels import fp8, nvfp4
+from rollmill.models.kernels.call import call
+
+
+def seen(x_NI: Tensor, form: str) -> Tensor:
+    """What a product of this form sees of its input, in the input's type."""
+    if form == "fp8":
+        return fp8.rounded_tokens(x_NI)
+    return nvfp4.rounded_tokens(x_NI) if form == "nvfp4" else x_NI
+
+
+def multiplies_codes(x_NI: Tensor, weight_OI: Tensor, form: str) -> bool:
+    return form == "fp8" and fp8.multiplies(x_NI, weight_OI)
+
+
+def product(x_NI: Tensor, weight_OI: Tensor, bias_O: Tensor | None, form: str) -> Tensor:
+    """Without a gradient of its own."""
+    if multiplies_codes(x_NI, weight_OI, form):
+        out_NO = fp8.product(x_NI, weight_OI)
+        return out_NO if bias_O is None else out_NO.add_(bias_O)
+    return nn.functional.linear(seen(x_NI, form), weight_OI, bias_O)
+
+
+def add_product_(out_NO: Tensor, x_NI: Tensor, weight_OI: Tensor, bias_O: Tensor | None, form: str) -> Tensor:
+    """The same, added to what is there."""
+    if multiplies_codes(x_NI, weight_OI, form):
+        out_NO.add_(fp8.product(x_NI, weight_OI))
+    else:
+        out_NO.addmm_(seen(x_NI, form), weight_OI.t())
+    return out_NO if bias_O is None else out_NO.add_(bias_O)
+
+
+class _Linear(Function):
+    @staticmethod
+    def forward(ctx: Any, x_NI: Tensor, weight_OI: Tensor, bias_O: Tensor | None, form: str) -> Tensor:
+        ctx.save_for_backward(x_NI, weight_OI)
+        ctx.has_bias = bias_O is not None
+        return product(x_NI, weight_OI, bias_O, form)
+
+    @staticmethod
+    def backward(ctx: Any, grad_NO: Tensor) -> tuple[Tensor | None, ...]:
+        x_NI, weight_OI = ctx.saved_tensors
+        return grad_NO @ weight_OI, grad_NO.t() @ x_NI, grad_NO.sum(0) if ctx.has_bias else None, None
+
+
+def linear(x_NI: Tensor, weight_OI: Tensor, bias_O: Tensor | None = None, form: str = "bf16") -> Tensor:
+    if form in ("fp8", "nvfp4"):
+        return call(_Linear, x_NI, weight_OI, bias_O, form)
+    return nn.functional.linear(x_NI, weight_OI, bias_O)
