@@ -33,10 +33,16 @@ def to_host(state: Mapping[str, Tensor], form: str = "bf16") -> dict[str, HostTe
     tensors = {}
     for name, tensor in state.items():
         kept = _kept(name, form)
-        served = tensor.detach().to(device="cpu", dtype=_dtype(kept), copy=True).contiguous()
-        data = served.view(-1).view(torch.uint8).numpy()
-        tensors[name] = HostTensor(kept, tuple(tensor.shape), data)
+        tensors[name] = host_tensor(tensor.detach(), kept, _dtype(kept))
     return tensors
+
+
+def host_tensor(values: Tensor, kind: str, dtype: torch.dtype) -> HostTensor:
+    """A copy in host memory, as `kind`, which torch calls `dtype`. What comes from a GPU comes into locked pages, which
+    it writes to by itself, and which are kept for the next copy: fresh ones would have to be found and cleared by the
+    system one at a time."""
+    copy = torch.empty(values.shape, dtype=dtype, pin_memory=values.is_cuda).copy_(values)
+    return HostTensor(kind, tuple(values.shape), copy.view(-1).view(torch.uint8).numpy())
 
 
 @torch.no_grad()

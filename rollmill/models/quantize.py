@@ -21,6 +21,7 @@ import torch
 from torch import Tensor, nn
 
 from rollmill.errors import WeightsError
+from rollmill.models.host import host_tensor
 from rollmill.models.kernels import fp8, nvfp4
 from rollmill.weights.manifest import TensorEntry
 from rollmill.weights.tensors import HostTensor
@@ -211,8 +212,7 @@ def served_type(name: str) -> torch.dtype:
 
 def _to_host(values: Tensor) -> HostTensor:
     kinds = {dtype: kind for kind, dtype in _DTYPES.items()}
-    served = values.to("cpu").contiguous().clone()
-    return HostTensor(kinds[values.dtype], tuple(values.shape), served.view(-1).view(torch.uint8).numpy())
+    return host_tensor(values, kinds[values.dtype], values.dtype)
 
 
 def place(tensor: HostTensor, device: torch.device) -> Tensor:

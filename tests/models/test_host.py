@@ -10,6 +10,7 @@ from rollmill.models.host import HostFacts, device_digest, load_host, round_to_f
 from rollmill.models.kernels.audit import audit
 from rollmill.weights.manifest import describe, root_digest
 from rollmill.weights.tensors import HostTensor
+from tests.kernels import cuda
 from tests.models.reference import TINY, make_decoder
 
 
@@ -22,6 +23,25 @@ def test_loading_and_exporting_again_gives_the_same_bytes(form: str) -> None:
     assert tensors.keys() == again.keys()
     assert all(np.array_equal(tensors[name].data, again[name].data) for name in tensors)
     assert device_digest(engine, form) == root_digest(describe(tensors))
+
+
+@cuda
+@pytest.mark.parametrize("form", ["bf16", "fp32", "fp8", "nvfp4"])
+def test_copies_from_a_gpu_are_the_same_bytes_and_stay_so(form: str) -> None:
+    """Pages of copies that are gone are used again; those of copies that are not must not be."""
+    model = make_decoder().to("cuda")
+    expected = [to_host({name: t.cpu() for name, t in model.state_dict().items()}, form)]
+    found = [to_host(model.state_dict(), form)]
+    for _ in range(3):
+        with torch.no_grad():
+            for parameter in model.parameters():
+                parameter.mul_(1.5)
+        expected.append(to_host({name: t.cpu() for name, t in model.state_dict().items()}, form))
+        to_host(model.state_dict(), form)  # gone at once
+        found.append(to_host(model.state_dict(), form))
+    for mine, theirs in zip(found, expected, strict=True):
+        assert mine.keys() == theirs.keys()
+        assert all(np.array_equal(mine[name].data, theirs[name].data) for name in theirs)
 
 
 def test_trainer_and_engine_hold_the_same_values_once_rounded() -> None:
