@@ -15,7 +15,9 @@ a digest of what is on the device can be taken at any time.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
+import itertools
+import math
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 
 import torch
 from torch import Tensor, nn
@@ -64,7 +66,7 @@ def quantise_state(state: Mapping[str, Tensor], form: str) -> dict[str, HostTens
     tensors: dict[str, HostTensor] = {}
     for name, tensor in state.items():
         if quantises(name, tensor):
-            _check_finite({name: largest_of(tensor)})
+            _check_finite([name], *_largest([tensor]))
             parts = quantise(name, tensor.detach(), form)
         else:
             parts = {name: tensor.detach().to(served_type(name))}
@@ -100,24 +102,28 @@ def round_parameters_(parameters: Iterable[tuple[str, Tensor]], form: str) -> No
 
 @torch.no_grad()
 def round_into(parameters: Iterable[tuple[str, Tensor, Tensor]], form: str) -> None:
-    """Of each name and values what will be served, into the third, which may be the second."""
-    largest: dict[str, Tensor] = {}
+    """Of each name and values what will be served, into the third, which may be the second. Few kernels and one wait:
+    it comes after every step."""
+    coded: list[tuple[str, Tensor, Tensor]] = []
     for name, values, into in parameters:
-        if not quantises(name, values):
+        if quantises(name, values):
+            coded.append((name, values, into))
+        else:
             into.copy_(values.to(served_type(name)))
-            continue
-        largest[name] = largest_of(values)
-        pieces = (_pieces(each, form, largest[name]) for each in (values, into))
-        for (piece, power), (place, _) in zip(*pieces, strict=True):
-            place.copy_(fp8.rounded(piece, fp8.BLOCK) if power is None else nvfp4.rounded(piece, power))
-    _check_finite(largest)
+    if not coded:
+        return
+    largest, matrices = _largest([values for _, values, _ in coded])
+    powers = nvfp4.power_of(largest).split(matrices) if form == "nvfp4" else itertools.repeat(None)
+    for (_, values, into), power in zip(coded, powers, strict=False):
+        for (piece, own), (place, _) in zip(_pieces(values, power), _pieces(into, power), strict=True):
+            place.copy_(fp8.rounded(piece, fp8.BLOCK) if own is None else nvfp4.rounded(piece, own))
+    _check_finite([name for name, _, _ in coded], largest, matrices)
 
 
 def quantise(name: str, tensor: Tensor, form: str) -> dict[str, Tensor]:
     """Codes and scales by their names, where the tensor is."""
-    pieces = list(_pieces(tensor, form, largest_of(tensor)))
     if form == "fp8":
-        quantised = [fp8.quantise(piece, fp8.BLOCK) for piece, _ in pieces]
+        quantised = [fp8.quantise(piece, fp8.BLOCK) for piece, _ in _pieces(tensor, None)]
         codes, scales = (torch.cat(parts) for parts in zip(*quantised, strict=True))
         return {name: codes, name + SCALE: scales}
     if tensor.shape[-2 if tensor.dim() == 3 else -1] % 2:
@@ -125,15 +131,10 @@ def quantise(name: str, tensor: Tensor, form: str) -> dict[str, Tensor]:
             f"{name} {tuple(tensor.shape)} has an odd number of inputs, and nvfp4 packs two of them into a byte",
             hint="form = 'fp8' takes any shape",
         )
-    blocks, scales_, powers = [], [], []
-    for piece, power in pieces:
-        assert power is not None
-        codes, scales = nvfp4.quantise(piece, power)
-        blocks.append(codes)
-        scales_.append(scales)
-        powers.append(power.flatten())
-    power = torch.cat(powers) if tensor.dim() == 3 else powers[0].squeeze()
-    return {name: torch.cat(blocks), name + SCALE: torch.cat(scales_), name + POWER: power}
+    powers = nvfp4.power_of(_largest([tensor])[0])
+    quantised = [nvfp4.quantise(piece, own) for piece, own in _pieces(tensor, powers) if own is not None]
+    codes, scales = (torch.cat(parts) for parts in zip(*quantised, strict=True))
+    return {name: codes, name + SCALE: scales, name + POWER: powers if tensor.dim() == 3 else powers.squeeze()}
 
 
 def dequantise(name: str, parts: Mapping[str, Tensor]) -> Tensor:
@@ -168,38 +169,39 @@ def dequantised(tensors: Mapping[str, HostTensor]) -> dict[str, HostTensor]:
     return plain
 
 
-def largest_of(tensor: Tensor) -> Tensor:
-    """The largest magnitude of each matrix: [] or [experts]. NaN where there is one."""
-    smallest, largest = torch.aminmax(tensor.detach().flatten(-2), dim=-1)
-    return torch.maximum(largest, -smallest).float()
+def _largest(tensors: Sequence[Tensor]) -> tuple[Tensor, list[int]]:
+    """The largest magnitude of each matrix, one after the other, NaN where there is one; and how many matrices each
+    tensor is."""
+    matrices = [tensor.detach().unbind() if tensor.dim() == 3 else (tensor.detach(),) for tensor in tensors]
+    found = torch._foreach_norm(list(itertools.chain(*matrices)), math.inf)
+    return torch.stack(found).float(), [len(each) for each in matrices]
 
 
-def _pieces(tensor: Tensor, form: str, largest: Tensor) -> Iterator[tuple[Tensor, Tensor | None]]:
-    """Views of whole blocks, in order; for nvfp4 [..., out, in], each with the power of its matrices."""
-    powers = nvfp4.power_of(largest)[..., None, None] if form == "nvfp4" else None
-    if form == "nvfp4" and tensor.dim() == 3:
+def _pieces(tensor: Tensor, powers: Tensor | None) -> Iterator[tuple[Tensor, Tensor | None]]:
+    """Views of whole blocks, in order. With a power for each matrix (nvfp4) they are [..., out, in], and each comes
+    with its own."""
+    stacked = tensor.dim() == 3
+    if powers is not None and stacked:
         tensor = tensor.transpose(1, 2)
     step = max(1, _PIECE // max(tensor[0].numel(), 1))
-    if tensor.dim() == 2:
+    if not stacked:
         step = max(fp8.BLOCK, step - step % fp8.BLOCK)
     for start in range(0, tensor.shape[0], step):
         piece = tensor[start : start + step]
         if powers is None:
             yield piece, None
         else:
-            yield piece, powers[start : start + step] if tensor.dim() == 3 else powers
+            yield piece, powers[start : start + step, None, None] if stacked else powers[:, None]
 
 
-def _check_finite(largest: Mapping[str, Tensor]) -> None:
+def _check_finite(names: Sequence[str], largest: Tensor, matrices: Sequence[int]) -> None:
     """One look for all: asking the device for each would wait for each."""
-    if not largest:
-        return
-    most = torch.stack([values.max() for values in largest.values()])
-    bad = ~(most <= fp8.LARGEST_WEIGHT)
+    bad = ~(largest <= fp8.LARGEST_WEIGHT)
     if bool(bad.any()):
         place = int(bad.int().argmax())
+        name = list(itertools.chain(*([name] * count for name, count in zip(names, matrices, strict=True))))[place]
         raise WeightsError(
-            f"{list(largest)[place]} has no codes: its largest magnitude is {float(most[place])}",
+            f"{name} has no codes: its largest magnitude is {float(largest[place])}",
             hint="weights that are not finite are beyond repair: go back to the last good version or checkpoint",
         )
 
