@@ -17,10 +17,10 @@ from rollmill.models.kernels.call import call
 from rollmill.models.kernels.varlen import VarlenAttention, packed_attention
 from rollmill.training.config import TrainingConfig
 from rollmill.training.fitting import fitted, fitting_tokens, kept_bytes
-from tests.kernels import DEVICE, cuda
+from tests.kernels import DEVICE, INTERPRETED, cuda
 
 GIB = 1 << 30
-TOKENS = 64
+TOKENS = 32 if INTERPRETED else 64  # it takes milliseconds a row
 DENSE = ModelConfig(
     vocab_size=512, layers=3, width=512, heads=8, kv_heads=4, head_dim=64, mlp_width=2048, experts=0, max_context=4096
 )
