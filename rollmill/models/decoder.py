@@ -19,6 +19,7 @@ from rollmill.models.attention import Attend
 from rollmill.models.checkpointing import recomputes, run_layer
 from rollmill.models.config import ModelConfig
 from rollmill.models.kernels.fused import DenseMLP, add_linear, add_mlp, norm_fork, norm_linear, rotate_heads
+from rollmill.models.kernels.grouped import groups
 from rollmill.models.latent import LatentProjection
 from rollmill.models.moe import MLP, MixtureOfExperts, Replay, Routing
 from rollmill.models.rope import angle_table, score_scale
@@ -120,6 +121,13 @@ class Decoder(nn.Module):
     def make_angles(self) -> None:
         """Where the model is: it may have been made on no device at first."""
         self._cos, self._sin = (table.to(self.embedding.device) for table in angle_table(self.config))
+
+    @property
+    def recordable(self) -> bool:
+        """Whether a CUDA graph can hold a pass. It cannot where the pass waits for the device, as experts do that are
+        multiplied one by one."""
+        mixtures = [layer.mlp for layer in self.layers if isinstance(layer.mlp, MixtureOfExperts)]
+        return self.embedding.is_cuda and all(groups(self.embedding, each.gate_up, each.down) for each in mixtures)
 
     @torch.no_grad()
     def initialise(self, seed: int) -> None:

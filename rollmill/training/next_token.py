@@ -9,9 +9,8 @@ import torch
 from torch import Tensor
 
 from rollmill.models.decoder import Decoder
-from rollmill.models.kernels.grouped import groups
 from rollmill.models.kernels.varlen import packed_attention
-from rollmill.models.moe import MixtureOfExperts, router_stats
+from rollmill.models.moe import router_stats
 from rollmill.training.batching import MicroBatch
 from rollmill.training.graphs import MOST as GRAPHS
 from rollmill.training.graphs import GraphedPasses
@@ -26,7 +25,7 @@ class NextTokenPasses:
     def __init__(self, model: Decoder, balance: float, graphs: bool = True) -> None:
         """`balance`: factor of the loss that spreads tokens over experts."""
         self.model, self._balance = model, balance
-        self._graphs = GraphedPasses(model) if graphs and _can_be_recorded(model) else None
+        self._graphs = GraphedPasses(model) if graphs and model.recordable else None
         device, dtype = model.embedding.device, model.embedding.dtype
         self._attend = functools.lru_cache(GRAPHS)(functools.partial(packed_attention, device=device, dtype=dtype))
 
@@ -78,10 +77,3 @@ class NextTokenStep:
                 self._optimizer.accumulate()
         update = self._optimizer.update(lr)
         return float(torch.stack(losses).sum()), update
-
-
-def _can_be_recorded(model: Decoder) -> bool:
-    """A graph cannot hold a pass that waits for the device, as experts do that are multiplied one by one."""
-    mixtures = [module for module in model.modules() if isinstance(module, MixtureOfExperts)]
-    grouped = all(groups(each.gate_up, each.gate_up, each.down) for each in mixtures)
-    return model.embedding.is_cuda and grouped

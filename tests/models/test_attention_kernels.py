@@ -10,7 +10,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from tests.kernels import DEVICE, INTERPRETED, hopper
+from rollmill.models.attention import PackedAttention
+from tests.kernels import DEVICE, INTERPRETED, hopper, without_kernels
 
 pytest.importorskip("triton")
 from rollmill.models.kernels import attention_triton
@@ -50,15 +51,9 @@ def heads_of(rows: Tensor, shape: Shape) -> tuple[Tensor, ...]:
 
 
 def plain(q: Tensor, k: Tensor, v: Tensor, lengths: Sequence[int]) -> Tensor:
-    """Each sequence with all its scores."""
-    outs = []
-    for q_THD, k_TKD, v_TKD in zip(*(each.split(list(lengths)) for each in (q, k, v)), strict=True):
-        group, length = q.shape[1] // k.shape[1], len(q_THD)
-        k_HTD, v_HTD = (each.repeat_interleave(group, 1).transpose(0, 1) for each in (k_TKD, v_TKD))
-        scores = q_THD.transpose(0, 1) @ k_HTD.transpose(1, 2) * q.shape[2] ** -0.5
-        above = torch.ones(length, length, dtype=torch.bool, device=q.device).triu_(1)
-        outs.append((scores.masked_fill(above, float("-inf")).softmax(-1) @ v_HTD).transpose(0, 1))
-    return torch.cat(outs)
+    """With all scores."""
+    with without_kernels():
+        return PackedAttention(lengths, DEVICE)(0, q, k, v).view(q.shape)
 
 
 def both(lengths: Sequence[int], shape: Shape, dtype: torch.dtype) -> tuple[list[Tensor], list[Tensor]]:

@@ -67,13 +67,11 @@ def run(
     return tokens, model(tokens, packed_positions(lengths).to(tokens.device), attend, replay)
 
 
-def test_bf16_multiplies_exactly_as_without_forms() -> None:
-    x = draw(7, 40)
-    assert all(seen(x, form) is x for form in ("bf16", "fp16", "fp32"))
-    model = make_decoder()
-    explicit = Decoder(TINY, form="bf16")
-    explicit.load_state_dict(model.state_dict())
-    assert torch.equal(run(model, LENGTHS)[1].hidden, run(explicit, LENGTHS)[1].hidden)
+@pytest.mark.parametrize("form", ["bf16", "fp16", "fp32"])
+def test_plain_forms_multiply_what_comes_in(form: str) -> None:
+    x, weight, bias = draw(7, 40), draw(24, 40, seed=1), draw(24)
+    assert seen(x, form) is x
+    assert torch.equal(forms.linear(x, weight, bias, form), linear(x, weight, bias))
 
 
 @each_form

@@ -25,15 +25,13 @@ from rollmill.inference.embedded.sampler import is_cut, sample_uncut, uniform
 from rollmill.inference.embedded.scheduler import Work
 from rollmill.models.decoder import Decoder
 from rollmill.models.device import uncollected
-from rollmill.models.kernels.grouped import groups
-from rollmill.models.moe import MixtureOfExperts
 
 
 class DeviceRunner:
     def __init__(self, model: Decoder, cache: KVCache, longest: int) -> None:
         """`longest`: positions of the longest context there can be."""
         self.model = model
-        self._cache, self.graphs = cache, _recordable(model)
+        self._cache, self.graphs = cache, model.recordable
         self._pages = -(-longest // cache.block_size)
         self._decodes: dict[int, _Decode] = {}  # by how many sequences there is room for
         self._pool: Any = None  # memory that all graphs share: only the last one's output is ever read
@@ -142,13 +140,6 @@ class _Decode:
         logits_MV = exact_logits(self._model, output.hidden)
         drawn_M2 = sample_uncut(logits_MV, *self._device_sampling_2B)
         return _Output(logits_MV, narrow_routes(output.routes, self._model.config), drawn_M2)
-
-
-def _recordable(model: Decoder) -> bool:
-    """On CUDA. Experts of odd sizes ask the device for something on the way."""
-    mixtures = [layer.mlp for layer in model.layers if isinstance(layer.mlp, MixtureOfExperts)]
-    grouped = all(groups(model.embedding, mixture.gate_up, mixture.down) for mixture in mixtures)
-    return model.embedding.is_cuda and grouped
 
 
 def _plan(cache: KVCache, work: Sequence[Work]) -> Plan:

@@ -18,6 +18,7 @@ from torch.autograd import Function
 
 from rollmill.models.kernels import fp8, nvfp4
 from rollmill.models.kernels.call import call
+from rollmill.models.quantize import is_quantised
 
 
 def seen(x_NI: Tensor, form: str) -> Tensor:
@@ -62,6 +63,6 @@ class _Linear(Function):
 
 
 def linear(x_NI: Tensor, weight_OI: Tensor, bias_O: Tensor | None = None, form: str = "bf16") -> Tensor:
-    if form in ("fp8", "nvfp4"):
+    if is_quantised(form):
         return call(_Linear, x_NI, weight_OI, bias_O, form)
     return nn.functional.linear(x_NI, weight_OI, bias_O)
