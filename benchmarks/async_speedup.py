@@ -25,9 +25,9 @@ from benchmarks.output import at_least, at_most, finish
 from rollmill.cluster.drive import drive
 from rollmill.cluster.run import RunConfig, RunDirectory
 from rollmill.config import load_config
+from rollmill.demo import CONFIG as DEMO
 from rollmill.telemetry import read_events
 
-DEMO = Path(__file__).parents[1] / "rollmill" / "cli" / "demo.toml"
 TOOL_TIMES = Path(__file__).with_name("tool_times.json")
 TRAINING_SECONDS = 0.012  # what training on one trajectory of the demo takes on such a core: the scale of tool times
 WARMUP_STEPS = 2  # engines start, caches fill

@@ -22,8 +22,8 @@ from rollmill.cluster.drive import drive
 from rollmill.cluster.report import report_run
 from rollmill.cluster.run import RunConfig, RunDirectory
 from rollmill.config import load_config
+from rollmill.demo import CONFIG as DEMO
 
-DEMO = Path(__file__).parents[1] / "rollmill" / "cli" / "demo.toml"
 QUICK = ["midtrain.steps=40", "steps=3", "evals.tasks=8", "evals.family_tasks=4", "groups_per_step=2"]
 
 

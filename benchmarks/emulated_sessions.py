@@ -17,8 +17,8 @@ import torch
 from torch import Tensor
 
 from rollmill.chat.format import ChatFormat, Tool, message_calls
+from rollmill.demo.micro_repos import MAIN, Repository
 from rollmill.environments.harnesses import tools
-from rollmill.environments.tasks.micro_repos import MAIN, Repository
 from rollmill.models.config import ModelConfig
 from rollmill.models.decoder import Decoder
 

@@ -25,8 +25,8 @@ from benchmarks.emulated_sessions import MAX_CONTEXT, Episode, play
 from benchmarks.output import at_least, finish
 from rollmill.chat.formats.compact import SPECIAL_TOKENS, CompactFormat
 from rollmill.chat.tokenizer import Tokenizer, train_tokenizer
-from rollmill.environments.tasks.demonstrations import Demonstrations, tokenizer_texts
-from rollmill.environments.tasks.micro_repos import MicroRepos, repositories, repository_of
+from rollmill.demo.demonstrations import Demonstrations, tokenizer_texts
+from rollmill.demo.micro_repos import MicroRepos, repositories, repository_of
 from rollmill.models.attention import PackedAttention
 from rollmill.models.config import ModelConfig
 from rollmill.models.decoder import Decoder

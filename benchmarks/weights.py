@@ -31,12 +31,12 @@ from benchmarks.output import at_least, at_most, finish
 from benchmarks.recordings import FOLDER, REFERENCE, Recording, Version
 from benchmarks.weights_codec import PULSE, XOR, Race, Spread, faster
 from rollmill.storage.objects import Objects
-from rollmill.weights.delta import Goal
-from rollmill.weights.follower import Follower
-from rollmill.weights.manifest import describe, root_digest
-from rollmill.weights.publisher import Publisher
-from rollmill.weights.store import WeightStore
-from rollmill.weights.tensors import HostTensor
+from rollmill.weights.format.codings import Goal
+from rollmill.weights.format.manifest import describe, root_digest
+from rollmill.weights.format.tensors import HostTensor
+from rollmill.weights.reading.follower import Follower
+from rollmill.weights.reading.store import WeightStore
+from rollmill.weights.writing.publisher import Publisher
 
 CONSOLE = Console(width=160)
 _MIB = 1 << 20

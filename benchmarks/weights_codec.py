@@ -18,7 +18,7 @@ import numpy as np
 
 from benchmarks import weights_baselines as baselines
 from benchmarks.recordings import Version, flat
-from rollmill.weights.delta import (
+from rollmill.weights.format.codings import (
     SPARSE_CODINGS,
     Coding,
     Encoded,
@@ -29,7 +29,7 @@ from rollmill.weights.delta import (
     encode_difference,
     scatter,
 )
-from rollmill.weights.tensors import CHUNK_ELEMENTS
+from rollmill.weights.format.tensors import CHUNK_ELEMENTS
 
 WIDTH = 2
 CODINGS: tuple[Coding, ...] = ("sparse", "classed", "overwrite", "dense")

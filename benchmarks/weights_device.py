@@ -21,11 +21,11 @@ import torch
 from torch import Tensor
 
 from benchmarks.output import at_least, at_most, finish
-from rollmill.models.kernels import delta
-from rollmill.weights.audit import audit_host
-from rollmill.weights.delta import encode_as
-from rollmill.weights.patches import Patch
-from rollmill.weights.tensors import CHUNK_ELEMENTS, HostTensor, chunk_ranges
+from rollmill.models.updates import delta
+from rollmill.weights.format.audit import audit_host
+from rollmill.weights.format.codings import encode_as
+from rollmill.weights.format.tensors import CHUNK_ELEMENTS, HostTensor, chunk_ranges
+from rollmill.weights.reading.patches import Patch
 
 DENSITY, ONE_ULP = 0.012, 0.89
 Model = dict[str, Tensor]

@@ -25,11 +25,11 @@ from benchmarks.recordings import Recording
 from benchmarks.weights_synthetic import Law, draw_weights, update
 from rollmill.storage.objects import Objects
 from rollmill.types import Version
-from rollmill.weights.follower import Follower
-from rollmill.weights.publisher import Publisher
-from rollmill.weights.store import WeightStore
-from rollmill.weights.tensors import HostTensor, Tensors
-from rollmill.weights.transfer import Mirror
+from rollmill.weights.format.tensors import HostTensor, Tensors
+from rollmill.weights.reading.follower import Follower
+from rollmill.weights.reading.store import WeightStore
+from rollmill.weights.regions.mirror import Mirror
+from rollmill.weights.writing.publisher import Publisher
 
 LINE, OTHER_LINE = "main", "other"
 VERSIONS = 3  # a snapshot and two deltas

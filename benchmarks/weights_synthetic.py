@@ -11,7 +11,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from benchmarks.recordings import REFERENCE, Recording, exponents, flat, ordered
-from rollmill.weights.tensors import HostTensor
+from rollmill.weights.format.tensors import HostTensor
 
 DEVIATION, RESIDUAL = 0.02, 12**-0.5  # as the recorded models begin; the second for what adds to the residual stream
 _BLOCK = 1 << 20  # elements drawn at a time

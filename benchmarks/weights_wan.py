@@ -38,13 +38,13 @@ from benchmarks.relay import RelayProcess
 from benchmarks.weights_synthetic import Law, draw_weights, update
 from rollmill.storage.objects import Objects
 from rollmill.storage.parallel import read_ranges
-from rollmill.weights.delta import Changes, Goal, scatter
-from rollmill.weights.follower import Follower, Update
-from rollmill.weights.manifest import describe, root_digest
-from rollmill.weights.publisher import Publisher
-from rollmill.weights.store import WeightStore
-from rollmill.weights.tensors import HostTensor
-from rollmill.weights.transfer import Mirror
+from rollmill.weights.format.codings import Changes, Goal, scatter
+from rollmill.weights.format.manifest import describe, root_digest
+from rollmill.weights.format.tensors import HostTensor
+from rollmill.weights.reading.follower import Follower, Update
+from rollmill.weights.reading.store import WeightStore
+from rollmill.weights.regions.mirror import Mirror
+from rollmill.weights.writing.publisher import Publisher
 
 LINE = "main"
 RAW = "raw/weights"

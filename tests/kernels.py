@@ -16,7 +16,7 @@ import numpy as np
 import pytest
 import torch
 
-from rollmill.models.kernels import bits
+from rollmill.models.updates import bits
 
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 DEVICE = "cpu" if INTERPRETED else "cuda"

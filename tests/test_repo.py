@@ -40,6 +40,7 @@ LAYERS = (
     ("inference",),
     ("gateway",),
     ("environments",),
+    ("demo",),
     ("rollouts",),
     ("training",),
     ("evals",),

@@ -24,9 +24,10 @@ def demo(
     from rollmill.cli.train import print_config, run_to_report
     from rollmill.cluster.run import RunConfig, RunDirectory
     from rollmill.config import load_config
+    from rollmill.demo import CONFIG
 
     name = name or unused_name(root)
-    config = load_config(RunConfig, Path(__file__).with_name("demo.toml"), [f'name="{name}"', f"seed={seed}"])
+    config = load_config(RunConfig, CONFIG, [f'name="{name}"', f"seed={seed}"])
     if dry_run:
         print_config(config)
         return

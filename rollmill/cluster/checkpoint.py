@@ -15,9 +15,9 @@ from rollmill.chat.tokenizer import Tokenizer
 from rollmill.cluster.run import RunConfig
 from rollmill.errors import ConfigError
 from rollmill.types import Version
-from rollmill.weights.companions import kept_companions
-from rollmill.weights.files import Imported, publish_import
-from rollmill.weights.store import WeightStore
+from rollmill.weights.files.companions import kept_companions
+from rollmill.weights.files.directory import Imported, publish_import
+from rollmill.weights.reading.store import WeightStore
 
 if TYPE_CHECKING:
     from rollmill.models.huggingface.convert import Checkpoint

@@ -84,7 +84,7 @@ def evaluate_version(run: RunDirectory, suite: EvalConfig, version: int | None) 
 def published_version(run: RunDirectory, version: int | None) -> int:
     """The number itself if the run's line has it, the newest one for None; WeightsError if there is none."""
     from rollmill.storage.objects import Objects
-    from rollmill.weights.store import WeightStore
+    from rollmill.weights.reading.store import WeightStore
 
     store = WeightStore(Objects.open(run.home_store))
     number = store.head(run.config.line, run.config.form) if version is None else version

@@ -23,7 +23,7 @@ from rollmill.errors import EngineError
 from rollmill.types import FinishReason, PolicyRef, Sampling, TrafficClass
 
 if TYPE_CHECKING:
-    from rollmill.weights.follower import Update
+    from rollmill.weights.reading.follower import Update
 
 
 class EngineUnavailable(EngineError):

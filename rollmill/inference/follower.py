@@ -18,9 +18,9 @@ from rollmill import telemetry
 from rollmill.errors import EngineError, RollmillError, StorageError, WeightsError
 from rollmill.inference.engine import Engine
 from rollmill.types import Version
-from rollmill.weights.follower import Follower, Update
-from rollmill.weights.store import WeightStore
-from rollmill.weights.transfer import Mirror
+from rollmill.weights.reading.follower import Follower, Update
+from rollmill.weights.reading.store import WeightStore
+from rollmill.weights.regions.mirror import Mirror
 
 log = logging.getLogger(__name__)
 RETRY_SECONDS, LONGEST_RETRY_SECONDS = 1.0, 30.0
@@ -29,7 +29,7 @@ _WAIT_SHARE = 0.05  # of the time since something happened: what comes every min
 
 
 class UpdateSource(Protocol):
-    """`rollmill.weights.follower.Follower`, or `Pinned`. Updates are valid until the next call."""
+    """`rollmill.weights.reading.follower.Follower`, or `Pinned`. Updates are valid until the next call."""
 
     problem: str | None
 

@@ -18,9 +18,9 @@ from rollmill.inference.follower import EngineFollower, Pinned, UpdateSource
 from rollmill.inference.wire import chunk_to_json, request_from_json
 from rollmill.models.config import ModelConfig
 from rollmill.types import Version
-from rollmill.weights.follower import Follower
-from rollmill.weights.store import WeightStore
-from rollmill.weights.transfer import Mirror
+from rollmill.weights.reading.follower import Follower
+from rollmill.weights.reading.store import WeightStore
+from rollmill.weights.regions.mirror import Mirror
 
 if TYPE_CHECKING:
     from rollmill.models.device import Device

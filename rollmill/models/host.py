@@ -14,9 +14,9 @@ import torch
 from torch import Tensor, nn
 
 from rollmill.errors import WeightsError
-from rollmill.weights.audit import audit_host
-from rollmill.weights.manifest import Layout, TensorEntry, describe, root_digest
-from rollmill.weights.tensors import HostTensor
+from rollmill.weights.format.audit import audit_host
+from rollmill.weights.format.manifest import Layout, TensorEntry, describe, root_digest
+from rollmill.weights.format.tensors import HostTensor
 
 _PIECE = 1 << 23  # elements
 _KEPT_WIDE = ".router.bias"

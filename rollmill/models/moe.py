@@ -13,7 +13,6 @@ import torch
 from torch import Tensor, nn
 
 from rollmill.models.config import ModelConfig
-from rollmill.models.kernels.bits import has_triton
 from rollmill.models.kernels.elementwise import swiglu
 from rollmill.models.kernels.forms import linear
 from rollmill.models.kernels.fused import exact_linear
@@ -21,6 +20,7 @@ from rollmill.models.kernels.grouped import experts, groups
 from rollmill.models.kernels.routing import choose_experts, gate_weights, score
 from rollmill.models.kernels.rows import combine_rows, dispatch_rows, grouped_linear
 from rollmill.models.replay import plausible_routes
+from rollmill.models.triton import has_triton
 
 
 @dataclass(frozen=True)

@@ -25,8 +25,8 @@ from torch import Tensor, nn
 from rollmill.errors import WeightsError
 from rollmill.models.host import host_tensor
 from rollmill.models.kernels import fp8, nvfp4
-from rollmill.weights.manifest import TensorEntry
-from rollmill.weights.tensors import HostTensor
+from rollmill.weights.format.manifest import TensorEntry
+from rollmill.weights.format.tensors import HostTensor
 
 FORMS = ("fp8", "nvfp4")
 SCALE, POWER = ".scale", ".scale2"

@@ -15,8 +15,8 @@ from dataclasses import dataclass
 
 from rollmill.training.config import FORM
 from rollmill.types import Version
-from rollmill.weights.manifest import Manifest
-from rollmill.weights.store import WeightStore, newest_line
+from rollmill.weights.format.manifest import Manifest
+from rollmill.weights.reading.store import WeightStore, newest_line
 
 
 @dataclass(frozen=True)

@@ -58,9 +58,9 @@ from rollmill.training.parallel.world import ALONE, World
 from rollmill.training.publish import publisher_of
 from rollmill.training.versions import initialise, load_version
 from rollmill.types import Version
-from rollmill.weights.leases import LONGEST_SECONDS, Leases
-from rollmill.weights.manifest import Manifest
-from rollmill.weights.store import WeightStore, newest_line
+from rollmill.weights.format.manifest import Manifest
+from rollmill.weights.reading.leases import LONGEST_SECONDS, Leases
+from rollmill.weights.reading.store import WeightStore, newest_line
 
 _BUFFER = "buffer."  # how tensors that are no parameters are called in a checkpoint
 

@@ -31,8 +31,8 @@ from rollmill.training.batching import MicroBatch, PackedSequence, SampledFacts,
 from rollmill.training.replay import replay_of
 from rollmill.training.versions import Twin, load_held, load_version
 from rollmill.types import PolicyRef, Segment, Version
-from rollmill.weights.store import WeightStore
-from rollmill.weights.tensors import HostTensor
+from rollmill.weights.format.tensors import HostTensor
+from rollmill.weights.reading.store import WeightStore
 
 # A forward pass is a third of a training pass, so one trajectory in ten, and six at most, are a few per cent of a step.
 MOST_TRAJECTORIES = 6

@@ -11,7 +11,7 @@ from rollmill.training.batching import MicroBatch
 from rollmill.training.lineage import Lineage
 from rollmill.training.optimizer import Update
 from rollmill.types import Version
-from rollmill.weights.tensors import HostTensor
+from rollmill.weights.format.tensors import HostTensor
 
 
 @dataclass(frozen=True)

@@ -26,7 +26,7 @@ from rollmill.training.muon import matrix_parts, muon_step
 from rollmill.training.parallel.rows import local, rounded, shards_of
 
 if TYPE_CHECKING:
-    from rollmill.models.kernels.adamw import FusedAdamW
+    from rollmill.training.fused_adamw import FusedAdamW
 
 
 def learning_rate(config: OptimizerConfig, step: int, steps: int) -> float:
@@ -157,7 +157,7 @@ class MasterOptimizer:
         )
 
     def _fuse(self) -> FusedAdamW:
-        from rollmill.models.kernels.adamw import FusedAdamW, Group
+        from rollmill.training.fused_adamw import FusedAdamW, Group
 
         named = (self._masters, self._means, self._squares, self._served)
         groups = [Group(*(tensors[name].detach() for tensors in named)) for name in self._squares]

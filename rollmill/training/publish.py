@@ -10,10 +10,10 @@ from rollmill.models.host import to_host
 from rollmill.training.config import TrainingConfig
 from rollmill.training.parallel.rows import shards_of
 from rollmill.types import Version
-from rollmill.weights.manifest import Manifest, describe, root_digest
-from rollmill.weights.publisher import Publisher
-from rollmill.weights.store import WeightStore
-from rollmill.weights.tensors import Tensors
+from rollmill.weights.format.manifest import Manifest, describe, root_digest
+from rollmill.weights.format.tensors import Tensors
+from rollmill.weights.reading.store import WeightStore
+from rollmill.weights.writing.publisher import Publisher
 
 
 class ModelPublisher(Protocol):

@@ -9,7 +9,7 @@ from rollmill.training.batching import MicroBatch
 from rollmill.training.lineage import form_held
 from rollmill.training.versions import Twin, load_version
 from rollmill.types import Version
-from rollmill.weights.store import WeightStore
+from rollmill.weights.reading.store import WeightStore
 
 
 class Reference:

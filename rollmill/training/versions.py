@@ -17,8 +17,8 @@ from rollmill.training.parallel.rows import local, rounded, shards_of
 from rollmill.training.parallel.world import ALONE
 from rollmill.training.recompute import recompute
 from rollmill.types import Version
-from rollmill.weights.store import WeightStore
-from rollmill.weights.tensors import Tensors
+from rollmill.weights.format.tensors import Tensors
+from rollmill.weights.reading.store import WeightStore
 
 
 def initialise(model: Decoder, seed: int) -> None:

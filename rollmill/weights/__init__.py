@@ -1,15 +1,15 @@
 """Weights: lines of versions as snapshots and lossless deltas in an object store. FORMAT.md is the format."""
 
-from rollmill.weights.anchors import AnchorBuilder
-from rollmill.weights.channels import ChannelEntry, Channels
-from rollmill.weights.follower import Follower, Update
-from rollmill.weights.leases import Lease, Leases
-from rollmill.weights.manifest import Anchor, Manifest
-from rollmill.weights.parts import PartPublisher
-from rollmill.weights.publisher import Publisher
-from rollmill.weights.store import WeightStore
-from rollmill.weights.tensors import HostTensor, Tensors
-from rollmill.weights.transfer import Mirror
+from rollmill.weights.format.manifest import Anchor, Manifest
+from rollmill.weights.format.tensors import HostTensor, Tensors
+from rollmill.weights.reading.channels import ChannelEntry, Channels
+from rollmill.weights.reading.follower import Follower, Update
+from rollmill.weights.reading.leases import Lease, Leases
+from rollmill.weights.reading.store import WeightStore
+from rollmill.weights.regions.anchors import AnchorBuilder
+from rollmill.weights.regions.mirror import Mirror
+from rollmill.weights.writing.publisher import Publisher
+from rollmill.weights.writing.sharded import PartPublisher
 
 __all__ = [
     "Anchor",

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from rollmill.chat.tokenizer import Tokenizer, train_tokenizer
-from rollmill.environments.tasks.demonstrations import tokenizer_texts
+from rollmill.demo.demonstrations import tokenizer_texts
 from tests.models.checkpoints import make_checkpoint
 
 CHATML = ("<|endoftext|>", "<|im_start|>", "<|im_end|>")

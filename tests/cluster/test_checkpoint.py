@@ -19,8 +19,8 @@ from rollmill.errors import ConfigError, RollmillError, WeightsError
 from rollmill.models.huggingface.convert import load_checkpoint
 from rollmill.storage.objects import Objects
 from rollmill.types import Version
-from rollmill.weights.companions import kept_companions
-from rollmill.weights.store import WeightStore
+from rollmill.weights.files.companions import kept_companions
+from rollmill.weights.reading.store import WeightStore
 from tests.cluster.checkpoints import chat_tokenizer, make_chat_checkpoint
 from tests.gateway.test_recorder import full_disk
 

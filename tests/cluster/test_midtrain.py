@@ -10,7 +10,7 @@ import pytest
 from rollmill.cluster.roles.midtrain import make_tokenizer
 from rollmill.cluster.run import RunConfig, RunDirectory
 from rollmill.storage.objects import Objects
-from rollmill.weights.companions import index_key, kept_companions
+from rollmill.weights.files.companions import index_key, kept_companions
 
 MODEL = {"vocab_size": 300, "layers": 1, "width": 64}
 

@@ -7,8 +7,8 @@ from pathlib import Path
 
 from rollmill.cluster.run import RunConfig, RunDirectory
 from rollmill.config import load_config
+from rollmill.demo import CONFIG as DEMO
 
-DEMO = Path(__file__).parents[2] / "rollmill" / "cli" / "demo.toml"
 SMALL = (
     "steps=6",
     "groups_per_step=3",

@@ -22,7 +22,7 @@ from rollmill.storage.objects import Objects
 from rollmill.trajectories.ledger import Ledger
 from rollmill.trajectories.store import TrajectoryStore
 from rollmill.types import TrajectoryState, Version
-from rollmill.weights.store import WeightStore
+from rollmill.weights.reading.store import WeightStore
 from tests.cluster.checkpoints import make_chat_checkpoint
 from tests.models.checkpoints import our_logits, their_logits
 

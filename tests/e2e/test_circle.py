@@ -17,7 +17,7 @@ from rollmill.telemetry import read_events
 from rollmill.trajectories.ledger import Ledger
 from rollmill.trajectories.store import TrajectoryStore
 from rollmill.types import TrajectoryState, Version
-from rollmill.weights.store import WeightStore
+from rollmill.weights.reading.store import WeightStore
 from tests.e2e.small_run import small_run
 
 

@@ -21,7 +21,7 @@ from rollmill.telemetry import read_events
 from rollmill.trajectories.ledger import Ledger
 from rollmill.trajectories.store import TrajectoryStore
 from rollmill.types import GroupState, TrajectoryState, Version
-from rollmill.weights.store import WeightStore
+from rollmill.weights.reading.store import WeightStore
 from tests.e2e.small_run import small_run
 
 VICTIMS = ("trainer", "engine-home", "gateway", "dispatcher", "engine-away", "everything")

@@ -28,12 +28,12 @@ from rollmill.errors import StorageError, WeightsError
 from rollmill.storage.http import object_app
 from rollmill.storage.objects import Objects
 from rollmill.weights import Follower, HostTensor, Mirror, Publisher, WeightStore
-from rollmill.weights import follower as follower_module
-from rollmill.weights import region as region_module
-from rollmill.weights import store as store_module
-from rollmill.weights import transfer as transfer_module
-from rollmill.weights.manifest import describe, root_digest
-from rollmill.weights.region import RegionKeeper, Round
+from rollmill.weights.format.manifest import describe, root_digest
+from rollmill.weights.reading import follower as follower_module
+from rollmill.weights.reading import store as store_module
+from rollmill.weights.regions import keeper as region_module
+from rollmill.weights.regions import mirror as transfer_module
+from rollmill.weights.regions.keeper import RegionKeeper, Round
 from tests.weights.build import make_tensors
 from tests.weights.follow import Parameters
 

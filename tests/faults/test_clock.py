@@ -9,8 +9,8 @@ import pytest
 
 from rollmill import telemetry
 from rollmill.storage.objects import Objects
-from rollmill.weights.arrivals import Arrivals
-from rollmill.weights.leases import Leases
+from rollmill.weights.reading.leases import Leases
+from rollmill.weights.regions.arrivals import Arrivals
 from tests.faults.roles import LINE
 from tests.faults.world import World, open_weights
 

@@ -25,7 +25,7 @@ from rollmill.inference.config import EngineConfig
 from rollmill.inference.server import serve_engine
 from rollmill.models.config import ModelConfig
 from rollmill.storage.objects import Objects
-from rollmill.weights.store import WeightStore
+from rollmill.weights.reading.store import WeightStore
 
 config, model, store, port = sys.argv[1:]
 serve_engine(

@@ -8,7 +8,7 @@ import time
 import pytest
 
 from rollmill.storage.objects import Objects
-from rollmill.weights.leases import Leases
+from rollmill.weights.reading.leases import Leases
 from tests.faults.roles import LINE
 from tests.faults.world import World, broken, open_weights
 

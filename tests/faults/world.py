@@ -18,7 +18,7 @@ from typing import Any
 from rollmill.storage.objects import Objects
 from rollmill.types import Version
 from rollmill.weights import WeightStore
-from rollmill.weights.manifest import Manifest
+from rollmill.weights.format.manifest import Manifest
 from tests.faults.roles import LINE, digest_of
 
 Report = dict[str, Any]

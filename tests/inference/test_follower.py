@@ -27,11 +27,11 @@ from rollmill.inference.server import make_app, serving
 from rollmill.models.config import ModelConfig
 from rollmill.storage.objects import Objects
 from rollmill.types import Version
-from rollmill.weights.follower import Follower, Update
-from rollmill.weights.leases import Leases
-from rollmill.weights.publisher import Publisher
-from rollmill.weights.store import WeightStore
-from rollmill.weights.transfer import Mirror
+from rollmill.weights.reading.follower import Follower, Update
+from rollmill.weights.reading.leases import Leases
+from rollmill.weights.reading.store import WeightStore
+from rollmill.weights.regions.mirror import Mirror
+from rollmill.weights.writing.publisher import Publisher
 from tests.inference.world import ENGINE, TINY, answer, engine_at, make_update, request, until
 
 
@@ -260,7 +260,7 @@ from rollmill.inference.config import EngineConfig
 from rollmill.inference.server import serve_engine
 from rollmill.models.config import ModelConfig
 from rollmill.storage.objects import Objects
-from rollmill.weights.store import WeightStore
+from rollmill.weights.reading.store import WeightStore
 
 config, model, store, port = sys.argv[1:]
 serve_engine(

@@ -15,8 +15,8 @@ from rollmill.models.decoder import Decoder
 from rollmill.models.device import Device, decoder_on
 from rollmill.models.host import device_digest, load_host, to_host
 from rollmill.types import PolicyRef
-from rollmill.weights.follower import Update
-from rollmill.weights.manifest import describe, root_digest
+from rollmill.weights.format.manifest import describe, root_digest
+from rollmill.weights.reading.follower import Update
 from tests.inference.world import ENGINE, PROMPT, TINY, answer, request, tolerance, trainer_logprobs, use_device
 
 

@@ -17,7 +17,7 @@ from rollmill.inference.server import make_app, serving
 from rollmill.inference.wire import chunk_from_json, request_to_json
 from rollmill.storage.objects import Objects
 from rollmill.types import Version
-from rollmill.weights.store import WeightStore
+from rollmill.weights.reading.store import WeightStore
 from tests.inference.world import PROMPT, answer, engine_at, make_update, request, until
 
 

@@ -16,10 +16,10 @@ from rollmill.errors import EngineError, WeightsError
 from rollmill.models.decoder import Decoder
 from rollmill.models.device import Device
 from rollmill.models.host import device_digest, to_host
-from rollmill.models.kernels import stage as stage_module
-from rollmill.weights.follower import Patch, Update
-from rollmill.weights.manifest import describe, root_digest
-from rollmill.weights.tensors import HostTensor
+from rollmill.models.updates import stage as stage_module
+from rollmill.weights.format.manifest import describe, root_digest
+from rollmill.weights.format.tensors import HostTensor
+from rollmill.weights.reading.follower import Patch, Update
 from tests.inference.world import (
     PROMPT,
     answer,

@@ -23,8 +23,8 @@ from rollmill.models.host import load_host, to_host
 from rollmill.models.kernels.varlen import packed_attention
 from rollmill.models.moe import Replay
 from rollmill.types import PolicyRef, Sampling
-from rollmill.weights.follower import Update
-from rollmill.weights.manifest import describe, root_digest
+from rollmill.weights.format.manifest import describe, root_digest
+from rollmill.weights.reading.follower import Update
 
 TINY = ModelConfig(
     vocab_size=40,

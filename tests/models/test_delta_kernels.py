@@ -11,13 +11,13 @@ import torch
 from torch import Tensor
 
 from rollmill.errors import WeightsError
-from rollmill.models.kernels import delta
-from rollmill.models.kernels.audit import reference_audit
-from rollmill.models.kernels.delta import Differences, apply_changes, audit, audit_change, stage
-from rollmill.weights.audit import audit_change_host, audit_host
-from rollmill.weights.delta import decode_chunk, encode_as
-from rollmill.weights.patches import Patch
-from rollmill.weights.tensors import HostTensor
+from rollmill.models.updates import delta
+from rollmill.models.updates.audit import reference_audit
+from rollmill.models.updates.delta import Differences, apply_changes, audit, audit_change, stage
+from rollmill.weights.format.audit import audit_change_host, audit_host
+from rollmill.weights.format.codings import decode_chunk, encode_as
+from rollmill.weights.format.tensors import HostTensor
+from rollmill.weights.reading.patches import Patch
 from tests.kernels import DEVICE, INTERPRETED
 
 LONGEST = 18_000 if INTERPRETED else 40_000  # more than a kernel's tile in either case

@@ -19,13 +19,13 @@ import rollmill.inference.embedded
 import rollmill.models.kernels
 from rollmill.models.decoder import Decoder
 from rollmill.models.host import round_to_form_
-from rollmill.models.kernels import bits
-from rollmill.models.kernels.delta import audit, difference_streams, stage
 from rollmill.models.kernels.head import head_logprobs, head_next_token
 from rollmill.models.kernels.varlen import VarlenAttention
+from rollmill.models.updates import bits
+from rollmill.models.updates.delta import audit, difference_streams, stage
 from rollmill.training.config import OptimizerConfig
 from rollmill.training.optimizer import MasterOptimizer
-from rollmill.weights.patches import Patch
+from rollmill.weights.reading.patches import Patch
 from tests.inference import test_device
 from tests.kernels import INTERPRETED
 from tests.models import test_delta_kernels, test_fused

@@ -7,9 +7,9 @@ import torch
 from rollmill.errors import WeightsError
 from rollmill.models.decoder import Decoder
 from rollmill.models.host import HostFacts, device_digest, load_host, round_to_form_, to_host
-from rollmill.models.kernels.audit import audit
-from rollmill.weights.manifest import describe, root_digest
-from rollmill.weights.tensors import HostTensor
+from rollmill.models.updates.audit import audit
+from rollmill.weights.format.manifest import describe, root_digest
+from rollmill.weights.format.tensors import HostTensor
 from tests.kernels import cuda
 from tests.models.reference import TINY, make_decoder
 

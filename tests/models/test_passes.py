@@ -94,7 +94,7 @@ def test_next_token(vocabulary: int):
 
 
 def test_gradients_of_several_passes_are_summed():
-    from rollmill.models.kernels.adamw import GradientSums
+    from rollmill.training.fused_adamw import GradientSums
 
     shapes = [(3,), (40, 50), (1024,), (2, 1025)]
     named = {str(index): torch.nn.Parameter(drawn(*shape)) for index, shape in enumerate(shapes)}

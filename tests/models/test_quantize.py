@@ -26,7 +26,7 @@ from rollmill.models.quantize import (
 )
 from rollmill.storage.objects import Objects
 from rollmill.weights import Follower, HostTensor, Publisher, WeightStore
-from rollmill.weights.manifest import describe, root_digest
+from rollmill.weights.format.manifest import describe, root_digest
 from tests.kernels import DEVICE, cuda, devices, without_kernels
 from tests.models.reference import TINY, make_decoder
 

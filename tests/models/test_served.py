@@ -14,7 +14,7 @@ from rollmill.models.decoder import Decoder
 from rollmill.models.host import load_host
 from rollmill.models.huggingface.convert import open_checkpoint, read_tensor
 from rollmill.models.huggingface.served import checkpoint_tensors, served_companions, served_tensors
-from rollmill.weights.tensors import HostTensor
+from rollmill.weights.format.tensors import HostTensor
 from tests.models.checkpoints import LAYOUTS, make_checkpoint, our_logits, their_logits, tokens_of
 from tests.processes import SERVER
 

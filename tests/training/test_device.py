@@ -26,7 +26,7 @@ from rollmill.training.objectives.midtrain import Document, MidtrainObjective
 from rollmill.training.objectives.rl import Pace
 from rollmill.training.replay import RouterMeasures
 from rollmill.types import Version
-from rollmill.weights.publisher import Publisher
+from rollmill.weights.writing.publisher import Publisher
 from tests.training.world import MODEL, STEPS, TRAINING, World, honest_segment, make_segment, policy
 
 GPU = pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")

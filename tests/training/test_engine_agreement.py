@@ -23,7 +23,7 @@ from rollmill.training.batching import PackedSequence, SampledFacts, pack
 from rollmill.training.recompute import recompute
 from rollmill.training.replay import replay_of
 from rollmill.types import PolicyRef
-from rollmill.weights.follower import Update
+from rollmill.weights.reading.follower import Update
 from tests.inference.test_switch import changed
 from tests.inference.world import Whole, answer, make_update, request, until
 

@@ -8,10 +8,10 @@ from rollmill.errors import TrainingError
 from rollmill.training import checkpoint as checkpoint_module
 from rollmill.training.lineage import next_line, trace_lineage
 from rollmill.types import Version
-from rollmill.weights.collect import collect
-from rollmill.weights.leases import Leases
-from rollmill.weights.publisher import Publisher
-from rollmill.weights.store import newest_line
+from rollmill.weights.reading.leases import Leases
+from rollmill.weights.reading.store import newest_line
+from rollmill.weights.regions.collect import collect
+from rollmill.weights.writing.publisher import Publisher
 from tests.training.world import PACE, STEPS, TRAINING, World
 from tests.weights.build import make_tensors
 

@@ -20,7 +20,7 @@ from rollmill.training.loop import Trainer
 from rollmill.training.memory import explain_out_of_memory
 from rollmill.training.objectives.midtrain import Document, MidtrainObjective
 from rollmill.types import Version
-from rollmill.weights.store import WeightStore
+from rollmill.weights.reading.store import WeightStore
 
 MODEL = ModelConfig(
     vocab_size=512, layers=2, width=64, heads=4, kv_heads=2, head_dim=16, mlp_width=4096, experts=0, max_context=65_536

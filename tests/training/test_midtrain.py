@@ -11,7 +11,7 @@ from rollmill.training.config import MidtrainConfig, OptimizerConfig, TrainingCo
 from rollmill.training.loop import Trainer
 from rollmill.training.objectives.midtrain import Document, MidtrainObjective
 from rollmill.types import Version
-from rollmill.weights.store import WeightStore
+from rollmill.weights.reading.store import WeightStore
 from tests.training.world import MODEL
 
 STEPS = 30

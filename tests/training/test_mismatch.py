@@ -25,7 +25,7 @@ from rollmill.training.mismatch import (
 )
 from rollmill.training.objectives.rl import Pace
 from rollmill.types import Segment
-from rollmill.weights.store import WeightStore
+from rollmill.weights.reading.store import WeightStore
 from tests.training.world import MODEL, PACE, STEPS, World, honest_segment, make_segment, policy, record_as
 
 RULE = TokenRule(Lineage("main", {"main": 0}), base=2, max_staleness=2)

@@ -19,7 +19,7 @@ from rollmill.training.lineage import Lineage
 from rollmill.training.objectives.rl import Pace, RolloutBatch
 from rollmill.training.selection import trainable_sequences
 from rollmill.types import Segment
-from rollmill.weights.publisher import Publisher
+from rollmill.weights.writing.publisher import Publisher
 from tests.training.world import MODEL, World, honest_segment, make_segment, policy, record_as
 
 OBJECTIVES = get_args(ObjectiveName)

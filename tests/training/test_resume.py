@@ -15,7 +15,7 @@ from rollmill import telemetry
 from rollmill.models.decoder import Decoder
 from rollmill.models.host import to_host
 from rollmill.types import LedgerState, Version
-from rollmill.weights.publisher import Publisher
+from rollmill.weights.writing.publisher import Publisher
 from tests.processes import SERVER
 from tests.training.worker import run_trainer
 from tests.training.world import MODEL, PACE, STEPS, World

@@ -23,7 +23,7 @@ from rollmill.trajectories.ledger import Ledger
 from rollmill.trajectories.schema import encode_trajectory
 from rollmill.trajectories.store import TrajectoryStore
 from rollmill.types import PolicyRef, Reward, Sampling, Segment, Span, Trajectory, Version
-from rollmill.weights.store import WeightStore
+from rollmill.weights.reading.store import WeightStore
 
 MODEL = ModelConfig(
     vocab_size=24,

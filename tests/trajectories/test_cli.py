@@ -10,11 +10,11 @@ from typing import Any
 import pytest
 from typer.testing import CliRunner
 
-import rollmill.cli
 from rollmill.chat.tokenizer import Tokenizer, train_tokenizer
 from rollmill.cli.trajectories import app
 from rollmill.cluster.run import RunConfig, RunDirectory
 from rollmill.config import load_config
+from rollmill.demo import CONFIG as DEMO
 from rollmill.errors import ConfigError, TrajectoryError
 from rollmill.storage.database import open_database
 from rollmill.storage.objects import Objects
@@ -24,7 +24,6 @@ from rollmill.trajectories.store import TrajectoryStore
 from rollmill.types import Reward
 from tests.trajectories import build
 
-DEMO = Path(rollmill.cli.__file__).with_name("demo.toml")
 CALL = {"name": "edit", "arguments": '{"path": "clamp.py", "new": "if x:\\n    return hi"}'}
 MESSAGES = [
     {"role": "user", "content": "Fix clamp"},

@@ -16,8 +16,9 @@ from typing import Any
 import numpy as np
 
 from rollmill.storage.objects import Objects
-from rollmill.weights import Follower, HostTensor, Update, WeightStore, image
-from rollmill.weights.manifest import describe, root_digest
+from rollmill.weights import Follower, HostTensor, Update, WeightStore
+from rollmill.weights.format.manifest import describe, root_digest
+from rollmill.weights.reading import image
 
 
 def die_at(step: int) -> None:

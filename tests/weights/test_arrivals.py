@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 
-from rollmill.weights.arrivals import Arrivals
+from rollmill.weights.regions.arrivals import Arrivals
 
 Event = dict[str, Any]
 

@@ -16,8 +16,8 @@ from rollmill.storage.http import object_app
 from rollmill.storage.objects import Objects
 from rollmill.types import Version
 from rollmill.weights import Channels, Publisher, WeightStore
-from rollmill.weights.anchors import AnchorBuilder
-from rollmill.weights.leases import Leases
+from rollmill.weights.reading.leases import Leases
+from rollmill.weights.regions.anchors import AnchorBuilder
 from tests.storage.serving import new_bucket, s3_environment, s3_server, served
 from tests.weights.build import delta_pack, history, make_tensors, publish_line, same, train_step
 from tests.weights.commands import invoke, open_store, shown, write_events

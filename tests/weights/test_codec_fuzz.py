@@ -23,11 +23,12 @@ from hypothesis import strategies as st
 from rollmill.errors import WeightsError
 from rollmill.storage.objects import Objects
 from rollmill.types import Version
-from rollmill.weights import WeightStore, kernels
-from rollmill.weights.delta import CODINGS, Coding, decode_chunk, encode_as
-from rollmill.weights.kernels import plain
-from rollmill.weights.manifest import chunk_digest
-from rollmill.weights.streams import Streams, pack_streams
+from rollmill.weights import WeightStore
+from rollmill.weights.format import kernels
+from rollmill.weights.format.codings import CODINGS, Coding, decode_chunk, encode_as
+from rollmill.weights.format.kernels import plain
+from rollmill.weights.format.manifest import chunk_digest
+from rollmill.weights.format.streams import Streams, pack_streams
 from tests.weights.build import delta_pack, publish_line, same
 
 ELEMENTS = 3001
@@ -158,9 +159,9 @@ BOMBS = """
 import resource
 import numpy as np, zstandard
 from rollmill.errors import WeightsError
-from rollmill.weights import kernels
-from rollmill.weights.delta import CODINGS, decode_chunk, encode_as
-from rollmill.weights.kernels import compiled
+from rollmill.weights.format import kernels
+from rollmill.weights.format.codings import CODINGS, decode_chunk, encode_as
+from rollmill.weights.format.kernels import compiled
 
 def number(value):
     out = bytearray()

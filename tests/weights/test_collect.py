@@ -8,11 +8,11 @@ from rollmill.errors import StorageError, WeightsError
 from rollmill.storage.objects import Objects
 from rollmill.types import Version
 from rollmill.weights import Channels, Follower, Publisher, WeightStore
-from rollmill.weights.anchors import AnchorBuilder
-from rollmill.weights.collect import ABANDONED_SECONDS, collect
-from rollmill.weights.leases import Leases
-from rollmill.weights.parts import part_key
-from rollmill.weights.store import manifest_key, pack_prefix
+from rollmill.weights.format.keys import manifest_key, pack_prefix
+from rollmill.weights.reading.leases import Leases
+from rollmill.weights.regions.anchors import AnchorBuilder
+from rollmill.weights.regions.collect import ABANDONED_SECONDS, collect
+from rollmill.weights.writing.sharded import part_key
 from tests.storage.serving import new_bucket, s3_options, s3_server
 from tests.weights.build import history, publish_line, same, train_step
 from tests.weights.worker import killed_at, mortal

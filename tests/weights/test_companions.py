@@ -11,12 +11,19 @@ from rollmill.storage.http import object_app
 from rollmill.storage.objects import Objects
 from rollmill.types import Version
 from rollmill.weights import Mirror, Publisher, WeightStore
-from rollmill.weights import companions as companions_module
-from rollmill.weights.collect import ABANDONED_SECONDS, collect, collect_companions
-from rollmill.weights.companions import Companion, Index, companions_of, index_key, keep_companions, kept_companions
-from rollmill.weights.manifest import digest_bytes, seal
-from rollmill.weights.region import RegionKeeper
-from rollmill.weights.store import manifest_key
+from rollmill.weights.files.companions import (
+    Companion,
+    Index,
+    companions_of,
+    index_key,
+    keep_companions,
+    kept_companions,
+)
+from rollmill.weights.files.directory import companions as companions_module
+from rollmill.weights.format.keys import manifest_key
+from rollmill.weights.format.manifest import digest_bytes, seal
+from rollmill.weights.regions.collect import ABANDONED_SECONDS, collect, collect_companions
+from rollmill.weights.regions.keeper import RegionKeeper
 from tests.storage.serving import new_bucket, s3_options, s3_server, served
 from tests.weights.build import history, publish_line, same
 from tests.weights.commands import invoke, open_store, shown

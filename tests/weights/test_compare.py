@@ -7,7 +7,7 @@ import torch
 from rollmill.storage.objects import Objects
 from rollmill.types import Version
 from rollmill.weights import HostTensor, Publisher, Tensors, WeightStore
-from rollmill.weights.compare import _FP8, Comparison, compare
+from rollmill.weights.reading.compare import _FP8, Comparison, compare
 from tests.weights.build import make_tensors, train_step
 
 

@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from rollmill.errors import WeightsError
-from rollmill.weights.delta import (
+from rollmill.weights.format.codings import (
     CODINGS,
     SPARSE_CODINGS,
     Changes,

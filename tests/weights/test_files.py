@@ -14,17 +14,17 @@ from rollmill.errors import WeightsError
 from rollmill.storage.objects import Objects
 from rollmill.types import PolicyRef, Version
 from rollmill.weights import HostTensor, Tensors, WeightStore
-from rollmill.weights.companions import kept_companions
-from rollmill.weights.convert import _round_bf16
-from rollmill.weights.files import (
+from rollmill.weights.files.companions import kept_companions
+from rollmill.weights.files.convert import _round_bf16
+from rollmill.weights.files.directory import (
     export_directory,
     exported_as,
     import_directory,
     publish_import,
     weight_files,
 )
-from rollmill.weights.manifest import describe, root_digest
-from rollmill.weights.safetensors import read_file
+from rollmill.weights.files.safetensors import read_file
+from rollmill.weights.format.manifest import describe, root_digest
 from tests.weights.build import make_tensors, same
 from tests.weights.worker import in_child, killed_at
 

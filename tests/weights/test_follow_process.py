@@ -13,7 +13,7 @@ import pytest
 from rollmill.storage.objects import Objects
 from rollmill.types import Version
 from rollmill.weights import HostTensor, Publisher, WeightStore
-from rollmill.weights.leases import Leases
+from rollmill.weights.reading.leases import Leases
 from tests.weights.build import history
 
 

@@ -12,8 +12,8 @@ from hypothesis import strategies as st
 from rollmill.storage.objects import Objects
 from rollmill.types import Version
 from rollmill.weights import Channels, Follower, HostTensor, Publisher, Tensors, Update, WeightStore
-from rollmill.weights import follower as follower_module
-from rollmill.weights.patches import Patches
+from rollmill.weights.reading import follower as follower_module
+from rollmill.weights.reading.patches import Patches
 from tests.weights.build import delta_pack, history, make_tensors, publish_line, same
 
 
@@ -295,7 +295,7 @@ def test_a_number_missing_from_a_line_does_not_stop_it(tmp_path: Path, monkeypat
         publisher.publish(number, versions[number])
     (tmp_path / "weights/rl/bf16/manifests/0000000001.manifest").unlink()
     assert follower.poll() is None
-    monkeypatch.setattr("rollmill.weights.store._LISTING_SECONDS", 0.0)
+    monkeypatch.setattr("rollmill.weights.reading.store._LISTING_SECONDS", 0.0)
     assert same(poll(follower).tensors, versions[4])
 
 

@@ -13,16 +13,16 @@ import pytest
 from rollmill.storage.objects import Objects
 from rollmill.types import Version
 from rollmill.weights import HostTensor, Publisher, Tensors, WeightStore
-from rollmill.weights import fetch as fetch_module
-from rollmill.weights import image as image_module
-from rollmill.weights import packs as packs_module
-from rollmill.weights import tensors as tensors_module
-from rollmill.weights.anchors import AnchorBuilder
-from rollmill.weights.image import Image
-from rollmill.weights.legs import Leg, LegFailed, Source
-from rollmill.weights.manifest import Manifest, Pack
-from rollmill.weights.patches import Patches
-from rollmill.weights.restore import restore
+from rollmill.weights.format import tensors as tensors_module
+from rollmill.weights.format.manifest import Manifest, Pack
+from rollmill.weights.reading import image as image_module
+from rollmill.weights.reading import payloads as fetch_module
+from rollmill.weights.reading.image import Image
+from rollmill.weights.reading.patches import Patches
+from rollmill.weights.reading.plan import Leg, LegFailed, Source
+from rollmill.weights.reading.restore import restore
+from rollmill.weights.regions.anchors import AnchorBuilder
+from rollmill.weights.writing import encoder as packs_module
 from tests.weights.build import history, make_tensors, same, train_step
 
 

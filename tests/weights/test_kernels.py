@@ -8,8 +8,8 @@ import threading
 import numpy as np
 import pytest
 
-from rollmill.weights import kernels
-from rollmill.weights.delta import (
+from rollmill.weights.format import kernels
+from rollmill.weights.format.codings import (
     CODINGS,
     SPARSE_CODINGS,
     Changes,
@@ -19,7 +19,7 @@ from rollmill.weights.delta import (
     encode_difference,
     scatter,
 )
-from rollmill.weights.kernels import compiled, plain
+from rollmill.weights.format.kernels import compiled, plain
 
 ELEMENTS = 40_000 + 13  # whole tiles and a rest, at every width
 
@@ -158,8 +158,8 @@ class Missing:
             raise ImportError("no numba here")
 sys.meta_path.insert(0, Missing())
 import numpy as np
-from rollmill.weights import kernels
-from rollmill.weights.delta import decode_chunk, encode_difference
+from rollmill.weights.format import kernels
+from rollmill.weights.format.codings import decode_chunk, encode_difference
 assert kernels.kernels_for(1 << 24) is kernels.plain
 old = np.arange(1 << 20, dtype=np.uint32).astype(np.uint16)
 new = old.copy(); new[::99] += 1
@@ -175,6 +175,6 @@ def test_without_numba_everything_works() -> None:
 
 
 def test_the_compiler_is_only_loaded_when_it_is_needed() -> None:
-    code = "import sys, rollmill.weights.delta; print('numba' in sys.modules)"
+    code = "import sys, rollmill.weights.format.codings; print('numba' in sys.modules)"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, env=os.environ)
     assert done.stdout == "False\n", done.stderr

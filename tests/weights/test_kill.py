@@ -12,8 +12,8 @@ from rollmill.storage.http import object_app
 from rollmill.storage.objects import Objects
 from rollmill.types import Version
 from rollmill.weights import Follower, Mirror, Publisher, WeightStore
-from rollmill.weights.manifest import layout_of
-from rollmill.weights.parts import PartPublisher
+from rollmill.weights.format.manifest import layout_of
+from rollmill.weights.writing.sharded import PartPublisher
 from tests.storage.serving import served
 from tests.weights.build import history, publish_line, same
 from tests.weights.worker import killed_at, owned_by

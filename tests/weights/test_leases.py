@@ -6,7 +6,7 @@ import pytest
 
 from rollmill.errors import WeightsError
 from rollmill.storage.objects import Objects
-from rollmill.weights.leases import LONGEST_SECONDS, Leases
+from rollmill.weights.reading.leases import LONGEST_SECONDS, Leases
 
 
 @pytest.fixture

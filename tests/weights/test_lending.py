@@ -13,8 +13,8 @@ from rollmill.storage.http import object_app
 from rollmill.storage.objects import Objects
 from rollmill.types import Version
 from rollmill.weights import Follower, Publisher, Update, WeightStore
-from rollmill.weights import follower as follower_module
-from rollmill.weights.leases import Leases
+from rollmill.weights.reading import follower as follower_module
+from rollmill.weights.reading.leases import Leases
 from tests.storage.serving import served
 from tests.weights.build import history, make_tensors, same, train_step
 from tests.weights.test_follower import apply_patches, copy_of, poll

@@ -12,8 +12,8 @@ from rollmill.errors import WeightsError
 from rollmill.storage.objects import Objects
 from rollmill.types import Version
 from rollmill.weights import HostTensor, Publisher, WeightStore
-from rollmill.weights.manifest import describe, parse_manifest, root_digest
-from rollmill.weights.tensors import CHUNK_ELEMENTS, WIDTHS, chunk_ranges
+from rollmill.weights.format.manifest import describe, parse_manifest, root_digest
+from rollmill.weights.format.tensors import CHUNK_ELEMENTS, WIDTHS, chunk_ranges
 from tests.weights.build import make_tensors, train_step
 
 

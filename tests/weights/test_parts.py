@@ -8,9 +8,9 @@ from rollmill.errors import WeightsError
 from rollmill.storage.objects import Objects
 from rollmill.types import Version
 from rollmill.weights import HostTensor, Publisher, Tensors, WeightStore
-from rollmill.weights import tensors as tensors_module
-from rollmill.weights.manifest import describe, layout_of, root_digest
-from rollmill.weights.parts import PartPublisher, part_key
+from rollmill.weights.format import tensors as tensors_module
+from rollmill.weights.format.manifest import describe, layout_of, root_digest
+from rollmill.weights.writing.sharded import PartPublisher, part_key
 from tests.weights.build import history, make_tensors, publish_line, same, train_step
 from tests.weights.worker import owned_by, run_ranks
 

@@ -10,9 +10,9 @@ from rollmill.errors import StorageError, WeightsError
 from rollmill.storage.objects import Objects
 from rollmill.types import Version
 from rollmill.weights import Follower, HostTensor, Publisher, WeightStore
-from rollmill.weights.delta import Goal
-from rollmill.weights.manifest import describe, root_digest
-from rollmill.weights.store import newest_line
+from rollmill.weights.format.codings import Goal
+from rollmill.weights.format.manifest import describe, root_digest
+from rollmill.weights.reading.store import newest_line
 from tests.weights.build import delta_pack, history, make_tensors, publish_line, same, train_step
 
 
@@ -68,8 +68,8 @@ def test_special_tensors(store: WeightStore) -> None:
 
 
 def test_large_tensors_are_cut_into_chunks(store: WeightStore, monkeypatch: pytest.MonkeyPatch) -> None:
-    from rollmill.weights import packs as packs_module
-    from rollmill.weights import tensors as tensors_module
+    from rollmill.weights.format import tensors as tensors_module
+    from rollmill.weights.writing import encoder as packs_module
 
     monkeypatch.setattr(tensors_module, "CHUNK_ELEMENTS", 4096)
     monkeypatch.setattr(packs_module, "PACK_BYTES", 10_000)
@@ -164,7 +164,7 @@ def published_keys(path: Path, threads: int) -> tuple[list[str], list[dict]]:
 
 
 def test_packs_do_not_depend_on_the_threads(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    from rollmill.weights import packs as packs_module
+    from rollmill.weights.writing import encoder as packs_module
 
     monkeypatch.setattr(packs_module, "PACK_BYTES", 300_000)
     alone = published_keys(tmp_path / "1", 1)

@@ -8,9 +8,10 @@ import pytest
 from rollmill.errors import WeightsError
 from rollmill.storage.objects import Objects
 from rollmill.types import Version
-from rollmill.weights import HostTensor, WeightStore, ranges
-from rollmill.weights import tensors as tensors_module
-from rollmill.weights.ranges import RowRange, read_rows
+from rollmill.weights import HostTensor, WeightStore
+from rollmill.weights.format import tensors as tensors_module
+from rollmill.weights.reading import rows as ranges
+from rollmill.weights.reading.rows import RowRange, read_rows
 from tests.weights.build import SHAPES, delta_pack, publish_line
 
 GROUPS: list[dict[str, RowRange]] = [
@@ -50,7 +51,7 @@ def check_rows(found: HostTensor, whole: HostTensor, start: int, stop: int) -> N
 
 
 def test_few_rows_are_few_bytes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("rollmill.weights.packs.RUN_BYTES", 1)
+    monkeypatch.setattr("rollmill.weights.writing.encoder.RUN_BYTES", 1)
     publish_line(tmp_path, 1)
     store = WeightStore(Objects.open(tmp_path))
     total = store.manifest(Version("rl", 0)).bytes

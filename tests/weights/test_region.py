@@ -13,8 +13,8 @@ from rollmill.storage.http import object_app
 from rollmill.storage.objects import Objects
 from rollmill.types import Version
 from rollmill.weights import Channels, Follower, Publisher, WeightStore
-from rollmill.weights import region as region_module
-from rollmill.weights.region import RegionKeeper
+from rollmill.weights.regions import keeper as region_module
+from rollmill.weights.regions.keeper import RegionKeeper
 from tests.storage.serving import new_bucket, port_of, s3_options, s3_server, served
 from tests.weights.build import delta_pack, history, publish_line, same
 

@@ -10,9 +10,9 @@ from rollmill.errors import WeightsError
 from rollmill.storage.objects import Objects
 from rollmill.types import Version
 from rollmill.weights import Publisher, WeightStore
-from rollmill.weights.anchors import AnchorBuilder
-from rollmill.weights.legs import Leg
-from rollmill.weights.restore import plan_legs, restore
+from rollmill.weights.reading.plan import Leg
+from rollmill.weights.reading.restore import plan_legs, restore
+from rollmill.weights.regions.anchors import AnchorBuilder
 from tests.weights.build import history, make_tensors, publish_line, same, train_step
 
 

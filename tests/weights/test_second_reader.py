@@ -12,9 +12,9 @@ import pytest
 from rollmill.storage.objects import Objects
 from rollmill.types import Version
 from rollmill.weights import HostTensor, Publisher, Tensors, WeightStore
-from rollmill.weights.delta import CODINGS, encode_as
-from rollmill.weights.kernels.plain import UNSIGNED, magnitude_bytes
-from rollmill.weights.tensors import WIDTHS, chunk_ranges
+from rollmill.weights.format.codings import CODINGS, encode_as
+from rollmill.weights.format.kernels.plain import UNSIGNED, magnitude_bytes
+from rollmill.weights.format.tensors import WIDTHS, chunk_ranges
 from tests.weights import second_reader
 
 SHAPES = {"bf16": (300, 133), "fp16": (70, 9), "fp32": (41, 7), "int32": (), "fp4x2": (65, 32), "uint8": (0, 4)}
@@ -99,7 +99,7 @@ def test_chunks_are_cut_alike() -> None:
 
 
 def test_an_anchor_is_read_where_a_snapshot_is_not_kept(tmp_path: Path) -> None:
-    from rollmill.weights.anchors import AnchorBuilder
+    from rollmill.weights.regions.anchors import AnchorBuilder
 
     store = WeightStore(Objects.open(tmp_path))
     publisher = Publisher(store, "rl", "mixed", goal="small")

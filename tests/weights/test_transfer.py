@@ -8,11 +8,11 @@ from rollmill.storage.http import object_app
 from rollmill.storage.objects import Objects
 from rollmill.types import Version
 from rollmill.weights import Channels, Follower, Mirror, Publisher, WeightStore
-from rollmill.weights import follower as follower_module
-from rollmill.weights import packs as packs_module
-from rollmill.weights import transfer as transfer_module
-from rollmill.weights.anchors import AnchorBuilder
-from rollmill.weights.store import pack_key
+from rollmill.weights.format.keys import pack_key
+from rollmill.weights.reading import follower as follower_module
+from rollmill.weights.regions import mirror as transfer_module
+from rollmill.weights.regions.anchors import AnchorBuilder
+from rollmill.weights.writing import encoder as packs_module
 from tests.storage.serving import Front, new_bucket, s3_options, s3_server, served
 from tests.weights.build import delta_pack, history, make_tensors, publish_line, same, train_step
 

@@ -22,9 +22,9 @@ from typing import Any
 from rollmill.errors import WeightsError
 from rollmill.storage.objects import Objects
 from rollmill.weights import Mirror, Publisher, WeightStore
-from rollmill.weights.manifest import layout_of
-from rollmill.weights.parts import PartPublisher, Standing
-from rollmill.weights.tensors import Tensors
+from rollmill.weights.format.manifest import layout_of
+from rollmill.weights.format.tensors import Tensors
+from rollmill.weights.writing.sharded import PartPublisher, Standing
 from tests.weights.build import history, make_tensors, train_step
 
 FENCED = 3

@@ -10,7 +10,7 @@ from rollmill.cli.weights.places import LineOfNumber, Place, Token, Where, Which
 
 if TYPE_CHECKING:
     from rollmill.types import Version
-    from rollmill.weights.channels import ChannelEntry
+    from rollmill.weights.reading.channels import ChannelEntry
 
 app = typer.Typer(
     help="Channels: named pointers to versions. Moving one adds an entry; none is changed.", no_args_is_help=True
@@ -110,7 +110,7 @@ def _entries(place: Place, name: str) -> list[ChannelEntry]:
 
 def _move(place: Place, name: str, wanted: Version, expect: int | None) -> int:
     from rollmill.weights import Channels
-    from rollmill.weights.routes import check_present
+    from rollmill.weights.reading.routes import check_present
 
     for form in place.store.forms(wanted.line):
         if place.store.exists(wanted, form):

@@ -21,8 +21,8 @@ from rollmill.cli.weights.places import (
 if TYPE_CHECKING:
     from rich.table import Table
 
-    from rollmill.weights.compare import Comparison, TensorChange
-    from rollmill.weights.manifest import Manifest
+    from rollmill.weights.format.manifest import Manifest
+    from rollmill.weights.reading.compare import Comparison, TensorChange
 
 _VERSION = "a version: LINE@NUMBER, a number where the line is clear, or a channel as live"
 _COLUMNS = ("changed", "share", "±1 ULP", "largest", "max |Δ|")
@@ -70,7 +70,7 @@ def _manifest(place: Place, text: str, line: str | None, form: str | None) -> Ma
 
 def _compare(place: Place, old: Manifest, new: Manifest) -> Comparison:
     from rollmill.cli.weights import display
-    from rollmill.weights.compare import compare
+    from rollmill.weights.reading.compare import compare
 
     with display.progress(display.errors()) as bars:
         task = bars.add_task("comparing", total=new.full_bytes)
@@ -85,7 +85,7 @@ def _compare(place: Place, old: Manifest, new: Manifest) -> Comparison:
 
 def _wire(place: Place, old: Manifest, new: Manifest) -> dict[str, Any]:
     """What an engine that holds the old version fetches to serve the new one."""
-    from rollmill.weights.routes import cheapest_route
+    from rollmill.weights.reading.routes import cheapest_route
 
     legs = cheapest_route(place.store, new.version, new.form, old.digest)
     return {"bytes": sum(leg.bytes for leg in legs), "legs": [f"{leg.kind} of {leg.manifest.version}" for leg in legs]}

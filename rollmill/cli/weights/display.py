@@ -30,10 +30,10 @@ from rich.table import Table
 from rich.text import Text
 
 from rollmill.storage.objects import Objects
-from rollmill.weights.manifest import Anchor, Encoding, Manifest, Pack
-from rollmill.weights.routes import cheapest_route
-from rollmill.weights.store import WeightStore
-from rollmill.weights.tensors import HostTensor
+from rollmill.weights.format.manifest import Anchor, Encoding, Manifest, Pack
+from rollmill.weights.format.tensors import HostTensor
+from rollmill.weights.reading.routes import cheapest_route
+from rollmill.weights.reading.store import WeightStore
 
 _UNBOUNDED = 10_000  # columns
 _CONTROLS = re.compile("[\x00-\x1f\x7f-\x9f\u202a-\u202e\u2066-\u2069]")

@@ -25,7 +25,7 @@ def events(
     """
     from rollmill.errors import WeightsError
     from rollmill.telemetry import EventTail
-    from rollmill.weights.arrivals import Arrivals
+    from rollmill.weights.regions.arrivals import Arrivals
 
     if not (run / "events").is_dir():
         raise WeightsError(f"{run} has no events", hint="give a run directory, as runs/demo")

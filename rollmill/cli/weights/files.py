@@ -25,7 +25,7 @@ from rollmill.cli.weights.places import (
 if TYPE_CHECKING:
     from rollmill.models.huggingface.config import Layout
     from rollmill.types import PolicyRef
-    from rollmill.weights.tensors import Tensors
+    from rollmill.weights.format.tensors import Tensors
 
 QUANTISED_FORMS = ("fp8", "nvfp4")  # those of models.quantize, which needs torch
 
@@ -41,8 +41,8 @@ def export(
 ) -> None:
     """Write a version as a Hugging Face directory: safetensors, config.json, tokenizer. All of it, or nothing."""
     from rollmill.cli.weights import display
-    from rollmill.weights.companions import companions_of
-    from rollmill.weights.files import export_directory
+    from rollmill.weights.files.companions import companions_of
+    from rollmill.weights.files.directory import export_directory
 
     place = open_place(where, token)
     wanted = find_version(place, version, line)
@@ -80,7 +80,7 @@ def import_(
 ) -> None:
     """Bring a Hugging Face directory in as version 0 of a new line. Nothing in it is executed or believed unchecked."""
     from rollmill.cli.weights import display
-    from rollmill.weights.files import (
+    from rollmill.weights.files.directory import (
         check_export,
         import_directory,
         publish_import,
@@ -143,7 +143,7 @@ def _as_checkpoint(
 
             tensors = stack.enter_context(checkpoint_tensors(layout, tensors))
         if quantised or layout is not None:
-            from rollmill.weights.manifest import describe, root_digest
+            from rollmill.weights.format.manifest import describe, root_digest
 
             policy = replace(policy, digest=root_digest(describe(tensors)))
         yield tensors, policy

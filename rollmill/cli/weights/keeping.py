@@ -13,8 +13,8 @@ from rich.status import Status
 from rollmill.cli.weights import display
 from rollmill.errors import WeightsError
 from rollmill.types import Version
-from rollmill.weights.channels import Channels
-from rollmill.weights.region import RegionKeeper, Round
+from rollmill.weights.reading.channels import Channels
+from rollmill.weights.regions.keeper import RegionKeeper, Round
 
 
 class ToldKeeper(RegionKeeper):

@@ -16,7 +16,7 @@ import typer
 if TYPE_CHECKING:
     from rollmill.storage.objects import Objects
     from rollmill.types import Version
-    from rollmill.weights.store import WeightStore
+    from rollmill.weights.reading.store import WeightStore
 
 Where = Annotated[
     str, typer.Argument(metavar="WHERE", help="run directory, store directory, or object store URL (s3://…, http://…)")
@@ -97,7 +97,7 @@ def find_version(place: Place, text: str, line: str | None = None) -> Version:
     from rollmill.errors import WeightsError
     from rollmill.types import Version
     from rollmill.weights import Channels
-    from rollmill.weights.store import valid_name
+    from rollmill.weights.format.keys import valid_name
 
     if found := _VERSION.fullmatch(text):
         return Version(valid_name(found["line"]), int(found["number"]))

@@ -11,8 +11,8 @@ import typer
 from rollmill.cli.weights.places import Forms, Line, Token, Where, chosen, open_place
 
 if TYPE_CHECKING:
-    from rollmill.weights.collect import Collected
-    from rollmill.weights.store import WeightStore
+    from rollmill.weights.reading.store import WeightStore
+    from rollmill.weights.regions.collect import Collected
 
 _SIZE = re.compile(r"(\d+(?:\.\d+)?)\s*([kMGTP]?)(i?)B?", re.IGNORECASE)
 
@@ -35,7 +35,7 @@ def gc(
     """
     from rollmill.cli.weights import display
     from rollmill.errors import WeightsError
-    from rollmill.weights.collect import collect, collect_companions
+    from rollmill.weights.regions.collect import collect, collect_companions
 
     store = open_place(where, token).store
     limit = None if budget is None else _parse_size(budget)
@@ -82,8 +82,8 @@ def _describe(line: str, form: str, done: Collected, dry_run: bool) -> list[obje
 def _holders(store: WeightStore, line: str, form: str, done: Collected) -> list[str]:
     """Who keeps what, beside the number of versions that was asked for."""
     from rollmill.cli.weights import display
-    from rollmill.weights.channels import Channels
-    from rollmill.weights.leases import Leases
+    from rollmill.weights.reading.channels import Channels
+    from rollmill.weights.reading.leases import Leases
 
     told = [f"{line}@{done.kept[-1]}: the head"] if done.kept else []
     channels = Channels(store.objects)

@@ -26,8 +26,8 @@ if TYPE_CHECKING:
     from rich.console import Console
     from rich.table import Table
 
-    from rollmill.weights.manifest import Manifest
-    from rollmill.weights.store import WeightStore
+    from rollmill.weights.format.manifest import Manifest
+    from rollmill.weights.reading.store import WeightStore
 
 _NUMBERS = ("version", "bytes", "ratio", "density", "epoch", "pause")
 Top = Annotated[int, typer.Option("--top", min=1, help="how many tensors to list")]
@@ -114,7 +114,7 @@ def verify(where: Where, line: Line = None, form: Forms = None, token: Token = N
 def _damaged_companions(store: WeightStore, lines: list[str]) -> list[str]:
     """What is wrong with config.json, tokenizer and the like, for each line where something is."""
     from rollmill.errors import StorageError, WeightsError
-    from rollmill.weights.companions import kept_companions
+    from rollmill.weights.files.companions import kept_companions
 
     found = []
     for line in lines:
@@ -127,7 +127,7 @@ def _damaged_companions(store: WeightStore, lines: list[str]) -> list[str]:
 
 def _arrivals(run: Path | None) -> dict[tuple[str, int], dict[str, Any]]:
     from rollmill.telemetry import read_events
-    from rollmill.weights.arrivals import Arrivals
+    from rollmill.weights.regions.arrivals import Arrivals
 
     if run is None or not (run / "events").is_dir():
         return {}

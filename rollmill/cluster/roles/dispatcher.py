@@ -9,11 +9,11 @@ from collections.abc import AsyncIterator
 from dataclasses import asdict
 
 from rollmill.cluster.run import RunDirectory
+from rollmill.demo.micro_repos import MicroRepos
 from rollmill.environments.harnesses.coding import CodingHarness
 from rollmill.environments.machine import MachineHost
 from rollmill.environments.machines.namespace.client import NamespaceHost
 from rollmill.environments.rewards.hidden_tests import HiddenTests
-from rollmill.environments.tasks.micro_repos import MicroRepos
 from rollmill.evals.run import EvalResult, Examination, run_eval
 from rollmill.evals.suite import EvalConfig
 from rollmill.rollouts.client import GatewayClient

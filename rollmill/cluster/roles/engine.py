@@ -5,8 +5,8 @@ from __future__ import annotations
 from rollmill.cluster.run import RunDirectory
 from rollmill.inference.server import serve_engine
 from rollmill.storage.objects import Objects
-from rollmill.weights.store import WeightStore
-from rollmill.weights.transfer import Mirror
+from rollmill.weights.reading.store import WeightStore
+from rollmill.weights.regions.mirror import Mirror
 
 
 def main(run: RunDirectory, region: str, version: str | None = None) -> None:

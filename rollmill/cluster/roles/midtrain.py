@@ -11,7 +11,7 @@ from rollmill.chat.tokenizer import Tokenizer, train_tokenizer
 from rollmill.cluster.checkpoint import TOKENIZER, import_checkpoint, imported_tokenizer
 from rollmill.cluster.local import TERMINATED
 from rollmill.cluster.run import MidtrainStage, RunDirectory
-from rollmill.environments.tasks.demonstrations import Demonstrations, tokenizer_texts
+from rollmill.demo.demonstrations import Demonstrations, tokenizer_texts
 from rollmill.models.device import choose_device
 from rollmill.storage.objects import Objects
 from rollmill.training.fitting import fitted
@@ -19,8 +19,8 @@ from rollmill.training.loop import Trainer
 from rollmill.training.objectives.midtrain import MidtrainObjective
 from rollmill.training.parallel.world import ALONE, World, join
 from rollmill.types import Version
-from rollmill.weights.companions import keep_companions, kept_companions
-from rollmill.weights.store import WeightStore
+from rollmill.weights.files.companions import keep_companions, kept_companions
+from rollmill.weights.reading.store import WeightStore
 
 TOKENIZER_SESSIONS = 2000  # generated sessions the vocabulary is learnt from
 

@@ -15,7 +15,7 @@ from rollmill.training.parallel.world import join
 from rollmill.trajectories.ledger import Ledger
 from rollmill.trajectories.store import TrajectoryStore
 from rollmill.types import Version
-from rollmill.weights.store import WeightStore
+from rollmill.weights.reading.store import WeightStore
 
 
 def main(run: RunDirectory) -> None:

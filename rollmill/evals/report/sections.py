@@ -31,7 +31,7 @@ from rollmill.evals.report.figures import (
 from rollmill.evals.report.markup import Markup, join, tag
 from rollmill.evals.report.scales import GAP, duration, number, percent, power, size
 from rollmill.evals.report.timeline import COLOURS, timeline
-from rollmill.weights.arrivals import Arrivals
+from rollmill.weights.regions.arrivals import Arrivals
 
 FULL = 1100.0
 CLOSE_UP = 20.0  # seconds: long enough for several weight switches, short enough to see each

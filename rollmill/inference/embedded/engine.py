@@ -18,7 +18,7 @@ from rollmill.inference.engine import Applied, EngineUnavailable, GenerateChunk,
 from rollmill.models.config import ModelConfig
 from rollmill.models.device import Device, choose_device, is_full
 from rollmill.types import PolicyRef
-from rollmill.weights.follower import Update
+from rollmill.weights.reading.follower import Update
 
 
 class EmbeddedEngine:

@@ -20,12 +20,12 @@ from torch import Tensor
 from rollmill.errors import WeightsError
 from rollmill.models.decoder import Decoder
 from rollmill.models.host import Auditor, HostFacts, check_layout, device_digest, is_quantised, load_host
-from rollmill.models.kernels.audit import audit, audit_many
-from rollmill.models.kernels.stage import Staged, stage
 from rollmill.models.quantize import dequantise, placed_parts, served_type
+from rollmill.models.updates.audit import audit, audit_many
+from rollmill.models.updates.stage import Staged, stage
 from rollmill.types import PolicyRef
-from rollmill.weights.follower import Update
-from rollmill.weights.manifest import TensorEntry, describe, root_digest
+from rollmill.weights.format.manifest import TensorEntry, describe, root_digest
+from rollmill.weights.reading.follower import Update
 
 
 class Loader(Protocol):

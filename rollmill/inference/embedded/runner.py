@@ -20,8 +20,8 @@ from rollmill.inference.embedded.cache import KVCache
 from rollmill.inference.embedded.scheduler import Work
 from rollmill.models.config import ModelConfig
 from rollmill.models.decoder import Decoder
-from rollmill.models.kernels.bits import has_triton
 from rollmill.models.kernels.fused import exact_linear
+from rollmill.models.triton import has_triton
 
 
 @dataclass(frozen=True)

@@ -35,7 +35,7 @@ from rollmill.inference.engine import Applied, EngineUnavailable, GenerateChunk
 from rollmill.models.config import ModelConfig
 from rollmill.models.device import decoder_on
 from rollmill.types import FinishReason, PolicyRef
-from rollmill.weights.follower import Update
+from rollmill.weights.reading.follower import Update
 
 T = TypeVar("T")
 Outbox = list[tuple[Answer, GenerateChunk | Exception]]

@@ -25,7 +25,7 @@ from rollmill.models.huggingface.files import (
     write_checkpoint,
 )
 from rollmill.models.huggingface.layouts import OUTER, Piece, pieces
-from rollmill.weights.safetensors import Entry, Stored
+from rollmill.weights.files.safetensors import Entry, Stored
 
 SHARD_BYTES = 5_000_000_000
 DTYPES: Mapping[str, torch.dtype] = {"BF16": torch.bfloat16, "F16": torch.float16, "F32": torch.float32}

@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from rollmill.errors import WeightsError
-from rollmill.weights.safetensors import Entry, Stored, read_file, write_entries
+from rollmill.weights.files.safetensors import Entry, Stored, read_file, write_entries
 
 CONFIG, SINGLE, INDEX = "config.json", "model.safetensors", "model.safetensors.index.json"
 WEIGHT_SUFFIXES = (".safetensors", ".safetensors.index.json", ".bin", ".bin.index.json", ".pt", ".pth", ".gguf", ".h5")

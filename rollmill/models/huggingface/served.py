@@ -18,8 +18,8 @@ from rollmill.models.huggingface.convert import Checkpoint, empty_state, load_te
 from rollmill.models.huggingface.files import CONFIG, encode_json
 from rollmill.models.huggingface.layouts import pieces
 from rollmill.models.quantize import place
-from rollmill.weights.files import read_companions, scratch
-from rollmill.weights.tensors import WIDTHS, HostTensor, Tensors
+from rollmill.weights.files.directory import read_companions, scratch
+from rollmill.weights.format.tensors import WIDTHS, HostTensor, Tensors
 
 FORM = "bf16"  # of what is imported: other forms are made from it
 _HOST = torch.device("cpu")

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from rollmill.models.kernels.bits import has_triton
+from rollmill.models.triton import has_triton
 
 BLOCK = 128
 CODES = torch.float8_e4m3fn

@@ -23,9 +23,9 @@ from torch import Tensor
 from torch.autograd import Function
 
 from rollmill.models.kernels import elementwise
-from rollmill.models.kernels.bits import has_triton
 from rollmill.models.kernels.call import call
 from rollmill.models.kernels.forms import add_product_, linear, product
+from rollmill.models.triton import has_triton
 
 Angles = tuple[Tensor, Tensor]  # cos and sin, FP32 [N, 1, D/2]
 

@@ -13,9 +13,9 @@ import torch
 from torch import Tensor
 from torch.autograd import Function
 
-from rollmill.models.kernels.bits import has_triton
 from rollmill.models.kernels.call import call
 from rollmill.models.kernels.forms import seen
+from rollmill.models.triton import has_triton
 
 
 class Sorted(NamedTuple):

@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 from torch.autograd import Function
 
-from rollmill.models.kernels.bits import has_triton
+from rollmill.models.triton import has_triton
 
 PIECE_ELEMENTS = 101_000_000  # logits at a time: 400 MB, enough rows for the products to run near full speed
 # Where gradients are made, half as many logits at a time, and so many times their rows in one product of gradients: at

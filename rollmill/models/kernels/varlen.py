@@ -12,8 +12,8 @@ from torch.autograd import Function
 from torch.nn.functional import pad
 
 from rollmill.models.attention import Attend, PackedAttention
-from rollmill.models.kernels.bits import has_triton
 from rollmill.models.kernels.call import call
+from rollmill.models.triton import has_triton
 
 if TYPE_CHECKING:
     from rollmill.models.kernels.attention_triton import Tiles

@@ -27,7 +27,7 @@ from rollmill.training.objective import StepOutcome, leave_on_model
 from rollmill.training.parallel.rows import shards_of
 from rollmill.training.replay import RouterMeasures
 from rollmill.types import Version
-from rollmill.weights.tensors import HostTensor
+from rollmill.weights.format.tensors import HostTensor
 
 if TYPE_CHECKING:
     from rollmill.training.parallel.spread import SpreadPasses

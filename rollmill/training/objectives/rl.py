@@ -45,8 +45,8 @@ from rollmill.training.step import moved
 from rollmill.trajectories.ledger import Ledger
 from rollmill.trajectories.store import TrajectoryStore
 from rollmill.types import Segment, StepRecord, TrajectoryState, Version
-from rollmill.weights.store import WeightStore
-from rollmill.weights.tensors import HostTensor
+from rollmill.weights.format.tensors import HostTensor
+from rollmill.weights.reading.store import WeightStore
 
 POLL_S = 0.02
 

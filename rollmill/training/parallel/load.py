@@ -20,10 +20,10 @@ from rollmill.models import host, quantize
 from rollmill.models.decoder import Decoder, initial_values
 from rollmill.training.parallel.rows import Shards, local, part_rows, shards_of, whole_state
 from rollmill.types import Version
-from rollmill.weights.manifest import TensorEntry
-from rollmill.weights.ranges import RowRange, read_rows
-from rollmill.weights.store import WeightStore
-from rollmill.weights.tensors import HostTensor, Tensors
+from rollmill.weights.format.manifest import TensorEntry
+from rollmill.weights.format.tensors import HostTensor, Tensors
+from rollmill.weights.reading.rows import RowRange, read_rows
+from rollmill.weights.reading.store import WeightStore
 
 
 @torch.no_grad()

@@ -21,12 +21,12 @@ from rollmill.models.host import is_quantised, layout_in, to_host
 from rollmill.models.quantize import quantises
 from rollmill.training.parallel.rows import Rows, Shards, local, part_rows, whole_matrix, whole_state
 from rollmill.types import Version
-from rollmill.weights.delta import Goal
-from rollmill.weights.manifest import Layout, Manifest, chunk_digest, layout_of
-from rollmill.weights.packs import Row, rows_of
-from rollmill.weights.parts import ChunkKey, PartPublisher
-from rollmill.weights.store import WeightStore
-from rollmill.weights.tensors import HostTensor
+from rollmill.weights.format.codings import Goal
+from rollmill.weights.format.manifest import Layout, Manifest, chunk_digest, layout_of
+from rollmill.weights.format.tensors import HostTensor
+from rollmill.weights.reading.store import WeightStore
+from rollmill.weights.writing.encoder import Row, rows_of
+from rollmill.weights.writing.sharded import ChunkKey, PartPublisher
 
 PartRows = Mapping[str, Sequence[Rows]]  # name of a tensor of a version → what of it each rank has
 ROUND_BYTES = 256 << 20  # chunks are put together this much at a time

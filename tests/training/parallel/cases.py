@@ -28,8 +28,8 @@ from rollmill.training.parallel.spread import SpreadPasses
 from rollmill.training.parallel.world import World
 from rollmill.training.recompute import recompute
 from rollmill.training.replay import replay_of
-from rollmill.weights.manifest import describe, root_digest
-from rollmill.weights.store import WeightStore
+from rollmill.weights.format.manifest import describe, root_digest
+from rollmill.weights.reading.store import WeightStore
 
 CPU = torch.device("cpu")
 BASE: dict[str, Any] = {

@@ -28,12 +28,14 @@ from rollmill.training.parallel.world import ALONE, World
 from rollmill.training.recompute import recompute
 from rollmill.training.versions import Twin, initialise, load_version
 from rollmill.types import Version
-from rollmill.weights import packs, ranges, repair
-from rollmill.weights import tensors as tensors_module
-from rollmill.weights.manifest import layout_of
-from rollmill.weights.publisher import Publisher
-from rollmill.weights.store import WeightStore
-from rollmill.weights.tensors import HostTensor
+from rollmill.weights.format import tensors as tensors_module
+from rollmill.weights.format.manifest import layout_of
+from rollmill.weights.format.tensors import HostTensor
+from rollmill.weights.reading import chunks as repair
+from rollmill.weights.reading import rows as ranges
+from rollmill.weights.reading.store import WeightStore
+from rollmill.weights.writing import encoder as packs
+from rollmill.weights.writing.publisher import Publisher
 from tests.training.parallel.cases import (
     ADAMW,
     CPU,

@@ -23,8 +23,8 @@ from rollmill.training.parallel.rows import shards_of
 from rollmill.training.parallel.world import World
 from rollmill.training.versions import load_version
 from rollmill.types import PolicyRef, Version
-from rollmill.weights.publisher import Publisher
-from rollmill.weights.store import WeightStore
+from rollmill.weights.reading.store import WeightStore
+from rollmill.weights.writing.publisher import Publisher
 from tests.processes import SERVER
 from tests.training.parallel.cases import ADAMW, MODELS, Shape, make_model, make_sequences, make_sharded
 from tests.training.parallel.ranks import free_port, run_ranks

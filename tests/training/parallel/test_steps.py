@@ -11,9 +11,9 @@ from rollmill.storage.objects import Objects
 from rollmill.training.config import OptimizerConfig, TrainingConfig
 from rollmill.training.parallel.world import World
 from rollmill.types import Version
-from rollmill.weights import tensors as tensors_module
-from rollmill.weights.publisher import Publisher
-from rollmill.weights.store import WeightStore
+from rollmill.weights.format import tensors as tensors_module
+from rollmill.weights.reading.store import WeightStore
+from rollmill.weights.writing.publisher import Publisher
 from tests.training.parallel.cases import ADAMW, MUON, Run, Shape
 from tests.training.parallel.ranks import run_ranks
 

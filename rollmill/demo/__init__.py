@@ -1,0 +1,5 @@
+"""The demo: micro-repositories, their demonstrations, and the configuration of `rollmill demo`."""
+
+from pathlib import Path
+
+CONFIG = Path(__file__).with_name("demo.toml")

@@ -1,0 +1,169 @@
+"""Transcripts to mid-train on: an imperfect scripted agent at work on training tasks, and plain generated code.
+
+The agent handles its tools flawlessly and has misconceptions: it reads some operators wrongly, mostly in the same way
+every time. A model that imitates it perfectly is as wrong as it is, however long it imitates, while what it lacks can
+be found by trying: which is what reinforcement learning is for. (Uniform noise would not do: the most likely answer
+would already be the right one.)
+
+A transcript is rendered by the calls that the gateway makes while a real session runs, so the two agree token by token.
+"""
+
+from __future__ import annotations
+
+import json
+import random
+from collections.abc import Iterator
+from dataclasses import dataclass, field, replace
+from itertools import count
+
+from rollmill.chat.format import ChatFormat, Message, assistant_message, message_calls
+from rollmill.chat.tokenizer import Tokenizer
+from rollmill.demo.functions import NUMBERS, OPERATORS, Function
+from rollmill.demo.micro_repos import MAIN, Repository, draw_repository
+from rollmill.environments.harnesses.tools import OK, render_read, render_run, tool_schemas
+
+
+@dataclass(frozen=True)
+class Habits:
+    """How the scripted agent goes wrong. All numbers are probabilities."""
+
+    weak: tuple[str, ...] = ("divide", "remainder", "xor", "and")
+    right_when_weak: float = 0.15
+    right_otherwise: float = 0.85
+    misconception: float = 0.8  # of wrong operators: the confusable one; the others are slips
+    right_number: float = 0.97
+    runs_tests: float = 0.85
+    tries_again: float = 0.3  # after a failing run; otherwise it gives up
+    right_again: float = 0.35  # the second try never repeats the first, and is right this often
+
+
+Document = tuple[list[int], list[bool]]  # token ids, and for each whether to learn to predict it
+PLAIN_CODE_SHARE = 0.1
+
+
+@dataclass
+class Transcript:
+    """A session as messages, written down one call at a time."""
+
+    repository: Repository
+    messages: list[Message] = field(default_factory=list)
+
+    def call(self, name: str, **arguments: str | int) -> None:
+        self.messages.append(assistant_message(None, [(name, json.dumps(arguments))]))
+
+    def result(self, text: str) -> None:
+        call_id = self.messages[-1]["tool_calls"][0]["id"]
+        self.messages.append({"role": "tool", "tool_call_id": call_id, "content": text})
+
+    def look(self) -> None:
+        """Find out what f should do."""
+        if self.repository.shape.documented:
+            self.call("read", path=MAIN)
+            self.result(render_read(self.repository.main))
+        else:
+            self.call("run")
+            self.result(render_run(1, self.repository.failure.encode()))
+
+    def edit(self, attempt: Function) -> None:
+        self.call("edit", path=MAIN, line=self.repository.edit_line, text=f"return {attempt.code}")
+        self.result(OK)
+
+    def run(self, attempt: Function) -> bool:
+        """Whether the visible case passes with `attempt` in place."""
+        x = self.repository.visible
+        passed = attempt.value(x) == self.repository.function.value(x)
+        self.call("run")
+        self.result(render_run(0, b"") if passed else render_run(1, self.repository.failure.encode()))
+        return passed
+
+
+def demonstrate(repository: Repository, generator: random.Random, habits: Habits) -> tuple[list[Message], Function]:
+    """One session of the scripted agent, from the prompt to `done`, and the function it hands in."""
+    transcript = Transcript(repository, [{"role": "user", "content": repository.shape.prompt}])
+    transcript.look()
+    attempt = misread(repository.function, generator, habits)
+    transcript.edit(attempt)
+    runs = generator.random() < habits.runs_tests
+    if runs and not transcript.run(attempt) and generator.random() < habits.tries_again:
+        attempt = _second_try(repository.function, attempt, generator, habits)
+        transcript.edit(attempt)
+        transcript.run(attempt)
+    transcript.call("done")
+    return transcript.messages, attempt
+
+
+def misread(function: Function, generator: random.Random, habits: Habits) -> Function:
+    """The function as the agent understands it."""
+    for index, step in enumerate(function.steps):
+        right = habits.right_when_weak if step.operator.name in habits.weak else habits.right_otherwise
+        if generator.random() >= right:
+            confused = generator.random() < habits.misconception
+            other = OPERATORS[step.operator.confusable] if confused else generator.choice(function.rivals(index))
+            step = replace(step, operator=other)
+        if generator.random() >= habits.right_number:
+            step = replace(step, number=generator.choice(NUMBERS))
+        function = function.with_step(index, step)
+    return function
+
+
+def _second_try(function: Function, first: Function, generator: random.Random, habits: Habits) -> Function:
+    if first != function and generator.random() < habits.right_again:
+        return function
+    index = generator.randrange(len(first.steps))
+    return first.with_step(index, replace(first.steps[index], operator=generator.choice(first.rivals(index))))
+
+
+@dataclass(frozen=True)
+class Demonstrations:
+    """The document stream of mid-training: called with a seed, it starts at any document of an endless stream."""
+
+    format: ChatFormat
+    tokenizer: Tokenizer
+    habits: Habits = Habits()
+
+    def __call__(self, seed: int, start: int = 0) -> Iterator[Document]:
+        return (self.document(seed, index) for index in count(start))
+
+    def document(self, seed: int, index: int) -> Document:
+        """Depends on its arguments alone, so that a stream can be taken up anywhere."""
+        generator = random.Random(f"demonstration {seed} {index}")
+        repository = draw_repository("train", generator)
+        if generator.random() < PLAIN_CODE_SHARE:
+            tokens = self.tokenizer.encode(plain_code(repository.function))
+            return tokens, [True] * len(tokens)
+        messages, _ = demonstrate(repository, generator, self.habits)
+        return render_transcript(messages, self.format)
+
+
+def plain_code(function: Function) -> str:
+    """Code with no words in it: the language, without any hint of what a phrase means."""
+    return f"def f(x):\n    return {function.code}\n"
+
+
+def render_transcript(messages: list[Message], format: ChatFormat) -> Document:
+    """The session's tokens as the gateway makes them: prompt, answer, turn, answer, … Only the answers are learnt."""
+    tools = tool_schemas()
+    tokens = format.render_start(messages[:1], tools)
+    learnt = [False] * len(tokens)
+    for index in range(1, len(messages), 2):
+        answer = format.render_answer(messages[index], tools)
+        results = messages[index + 1 : index + 2]
+        turn = format.render_turn(results, tools, answer_closed=True) if results else []
+        tokens += answer + turn
+        learnt += [True] * len(answer) + [False] * len(turn)
+    return tokens, learnt
+
+
+def tokenizer_texts(sessions: int) -> Iterator[str]:
+    """Every text of some sessions, piece by piece as `encode` will see them: what a tokenizer is trained on."""
+    for index in range(sessions):
+        generator = random.Random(f"tokenizer {index}")
+        repository = draw_repository("train", generator)
+        messages, _ = demonstrate(repository, generator, Habits())
+        yield plain_code(repository.function)
+        for message in messages:
+            if message["content"]:
+                yield message["content"]
+            for name, arguments in message_calls(message):
+                yield name
+                yield from map(str, json.loads(arguments).values())

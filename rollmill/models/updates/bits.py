@@ -1,0 +1,49 @@
+"""Elements as the integers their bits are: what deltas and audits work on, whatever the dtype."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from rollmill.errors import WeightsError
+
+# Signed, since torch has few operations for wider unsigned integers; where the sign matters it is masked off.
+INTEGERS = {1: torch.int8, 2: torch.int16, 4: torch.int32}
+
+
+def bits_of(tensor: Tensor) -> Tensor:
+    """The elements as flat integers of their width; shares the memory."""
+    if not tensor.is_contiguous():
+        raise WeightsError(f"a tensor of shape {tuple(tensor.shape)} is not contiguous", hint="tensor.contiguous()")
+    if tensor.element_size() not in INTEGERS:
+        raise WeightsError(f"{tensor.dtype} has elements of {tensor.element_size()} bytes", hint="1, 2 or 4 bytes")
+    return tensor.detach().view(-1).view(INTEGERS[tensor.element_size()])
+
+
+def unsigned(bits: Tensor) -> Tensor:
+    """Integers of any width as the unsigned numbers their bits are, in int64."""
+    return bits.to(torch.int64) & ((1 << 8 * bits.element_size()) - 1)
+
+
+def ordered(bits: Tensor) -> Tensor:
+    """Sign-magnitude bit patterns as integers (int64) in numeric order: …, −1 ULP, −0, +0, +1 ULP, …"""
+    top = 1 << (8 * bits.element_size() - 1)
+    numbers = unsigned(bits)
+    return torch.where(numbers >= top, 2 * top - 1 - numbers, numbers + top)
+
+
+def widened(bits: Tensor, form: torch.dtype, dtype: torch.dtype) -> Tensor:
+    """Elements of `form` as the bits they have in a parameter of `dtype`, which must hold every one of them exactly."""
+    if form == dtype:
+        return bits
+    if (form, dtype) == (torch.bfloat16, torch.float32):
+        return bits.to(torch.int32) << 16  # not a conversion: that may change a NaN
+    if (form, dtype) != (torch.float16, torch.float32):
+        raise WeightsError(f"a parameter of {dtype} cannot hold every {form}", hint=f"keep it in {form} or float32")
+    return bits.view(form).to(dtype).view(INTEGERS[dtype.itemsize])
+
+
+def packed_bits(flags: Tensor) -> Tensor:
+    """Eight flags a byte, the first one in the highest bit. Their number is a multiple of eight."""
+    places = torch.tensor([128, 64, 32, 16, 8, 4, 2, 1], dtype=torch.uint8, device=flags.device)
+    return (flags.view(-1, 8).to(torch.uint8) * places).sum(1, dtype=torch.uint8)

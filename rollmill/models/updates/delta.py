@@ -1,0 +1,214 @@
+"""Weight deltas on the device: what changed between two versions, made into payloads without moving the model.
+
+Only the streams of coding `sparse` (rollmill/weights/FORMAT.md) leave the device, about a hundredth of the model; their
+entropy stage runs on the host. The bytes are those the host's encoder makes of the same elements. Torch alone is the
+reference and runs anywhere; on CUDA Triton does the same, in a few launches for a whole model.
+
+Applying a delta is in `stage`, the checksum of a device copy in `audit`; both can be had from here.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from typing import TYPE_CHECKING, NamedTuple
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from rollmill.errors import WeightsError
+from rollmill.models.triton import has_triton
+from rollmill.models.updates.audit import audit, audit_change
+from rollmill.models.updates.bits import bits_of, ordered, packed_bits
+from rollmill.models.updates.stage import Staged, apply_changes, stage
+
+if TYPE_CHECKING:
+    from rollmill.models.updates.delta_batch import Batch, DeviceStreams
+    from rollmill.weights.format.codings import Encoded
+
+__all__ = [
+    "Differences",
+    "Pair",
+    "SparseStreams",
+    "Staged",
+    "apply_changes",
+    "audit",
+    "audit_change",
+    "changes",
+    "difference_streams",
+    "encode_chunks",
+    "stage",
+]
+
+Pair = tuple[Tensor, Tensor]  # the same elements of the base and of the new version, both contiguous
+DENSEST = 1 / 16  # changed share from which on another coding may be smaller: that is left to the host's encoder
+_BATCH_ELEMENTS = 3 << 29  # at a time: bounds the memory for lists of changes, and every position fits 32 bits
+_SKIP, _LARGEST_MAGNITUDE = 255, 255
+
+
+class SparseStreams(NamedTuple):
+    """The streams of one `sparse` payload, flat uint8, before they are compressed."""
+
+    gaps: Tensor
+    signs: Tensor
+    exception_gaps: Tensor
+    magnitudes: Tensor
+    literals: Tensor
+    changed: int
+
+    def arrays(self) -> list[np.ndarray]:
+        return [stream.cpu().numpy() for stream in self[:5]]
+
+
+def difference_streams(base: Tensor, new: Tensor) -> SparseStreams:
+    """Streams that turn one chunk into another."""
+    (streams,) = Differences([[(base, new)]]).streams()
+    assert streams is not None
+    return streams
+
+
+def changes(base: Tensor, new: Tensor) -> tuple[Tensor, Tensor]:
+    """Ascending indices (int32) of the elements that differ in their bits, and what they become."""
+    indices, values = Differences([[(base, new)]]).changes()
+    return indices, values.view(new.dtype)
+
+
+def encode_chunks(
+    groups: Sequence[Sequence[Pair]], densest: float = DENSEST, threads: int | None = None
+) -> list[Encoded | None]:
+    """A payload for each group of chunks; None where more than `densest` of its elements changed.
+
+    A group is what a payload covers: one chunk, or several of the same width coded as if they were one.
+    """
+    return Differences(groups, threads).encode(densest)
+
+
+class Differences:
+    """Pairs of tensors to compare after every step: the tables that describe them are made once.
+
+    The tensors must stay where they are; what they hold is read anew by every call.
+    """
+
+    def __init__(self, groups: Sequence[Sequence[Pair]], threads: int | None = None) -> None:
+        self._groups = [[(bits_of(base), bits_of(new)) for base, new in group] for group in groups]
+        for group in self._groups:
+            if len({(new.dtype, new.device) for pair in group for new in pair}) != 1:
+                raise WeightsError("the chunks of one payload have elements of one width on one device")
+            if any(base.numel() != new.numel() for base, new in group):
+                raise WeightsError("a chunk and its base have different numbers of elements")
+            if sum(new.numel() for _, new in group) > _BATCH_ELEMENTS:
+                raise WeightsError("one payload cannot cover as many elements", hint="cut the tensor into its chunks")
+        self._batches = [self._batch(groups) for groups in self._device_batches()]
+        on_device = {group for batch in self._batches for group in batch.groups}
+        self._others = [group for group in range(len(groups)) if group not in on_device]
+        self._pool = ThreadPoolExecutor(threads)  # its threads, and what compressors they hold, begin with `encode`
+
+    def streams(self, densest: float = 1.0) -> Iterator[SparseStreams | None]:
+        """Streams of each group; None where more than `densest` of its elements changed.
+
+        They are made now, for all groups, and cut into tensors for each one as these are asked for.
+        """
+        found: dict[int, SparseStreams | None] = {
+            group: reference_streams(*self._flat(group), densest) for group in self._others
+        }
+        places: dict[int, tuple[DeviceStreams, int]] = {}
+        for batch in self._batches:
+            done = batch.run(densest)
+            places |= {group: (done, place) for place, group in enumerate(batch.groups)}
+        return (found[group] if group in found else _cut(*places[group]) for group in range(len(self._groups)))
+
+    def changes(self) -> tuple[Tensor, Tensor]:
+        """Indices and new elements as integers, of a single group."""
+        if self._batches:
+            return self._batches[0].changes()
+        old, new = self._flat(0)
+        indices = torch.nonzero(old != new).flatten()
+        return indices.to(torch.int32), new[indices]
+
+    def encode(self, densest: float = DENSEST) -> list[Encoded | None]:
+        """Payloads, compressed by threads while the device goes on with the next batch."""
+        futures: dict[int, Future[Encoded | None]] = {}
+        for batch in self._batches:
+            done = batch.run(densest)
+            for group, arrays, changed in zip(batch.groups, done.on_host(), done.changed, strict=True):
+                futures[group] = self._pool.submit(_encoded, arrays, changed)
+        for group in self._others:
+            streams = reference_streams(*self._flat(group), densest)
+            arrays, changed = (streams.arrays(), streams.changed) if streams else (None, 0)
+            futures[group] = self._pool.submit(_encoded, arrays, changed)
+        return [futures[group].result() for group in range(len(self._groups))]
+
+    def _device_batches(self) -> Iterable[list[int]]:
+        """Groups that Triton can work on, in batches of one device and width."""
+        batches: dict[tuple[torch.device, torch.dtype], list[int]] = {}
+        sizes: dict[tuple[torch.device, torch.dtype], int] = {}
+        for group, pairs in enumerate(self._groups):
+            key = pairs[0][1].device, pairs[0][1].dtype
+            if not has_triton(key[0]):
+                continue
+            size = sum(new.numel() for _, new in pairs)
+            if key in batches and sizes[key] + size > _BATCH_ELEMENTS:
+                yield batches.pop(key)
+            if key not in batches:
+                batches[key], sizes[key] = [], 0
+            batches[key].append(group)
+            sizes[key] += size
+        yield from batches.values()
+
+    def _batch(self, groups: list[int]) -> Batch:
+        from rollmill.models.updates.delta_batch import Batch
+
+        return Batch(groups, [self._groups[group] for group in groups])
+
+    def _flat(self, group: int) -> Pair:
+        pairs = self._groups[group]
+        if len(pairs) == 1:
+            return pairs[0]
+        return torch.cat([old for old, _ in pairs]), torch.cat([new for _, new in pairs])
+
+
+def _cut(batch: DeviceStreams, place: int) -> SparseStreams | None:
+    streams = batch[place]
+    return None if streams is None else SparseStreams._make((*streams, batch.changed[place]))
+
+
+def _encoded(streams: list[np.ndarray] | None, changed: int) -> Encoded | None:
+    from rollmill.weights.format.codings import Encoded
+    from rollmill.weights.format.streams import pack_streams
+
+    if streams is None:
+        return None
+    return Encoded("sparse", pack_streams(streams) if changed else b"", changed)
+
+
+def reference_streams(old: Tensor, new: Tensor, densest: float = 1.0) -> SparseStreams | None:
+    """What the kernels compute, in torch: of elements as flat integers of their width."""
+    indices = torch.nonzero(old != new).flatten()
+    if indices.numel() > densest * new.numel():
+        return None
+    before, after = old[indices], new[indices]
+    modulus = 1 << 8 * new.element_size()
+    difference = torch.remainder(ordered(after) - ordered(before), modulus)
+    negative = difference >= modulus // 2
+    magnitude = torch.where(negative, modulus - difference, difference)
+    exceptions = torch.nonzero(magnitude != 1).flatten()
+    unusual = magnitude[exceptions]
+    escaped = unusual > _LARGEST_MAGNITUDE
+    return SparseStreams(
+        _gap_bytes(indices),
+        packed_bits(torch.nn.functional.pad(negative, (0, -negative.numel() % 8))),
+        _gap_bytes(exceptions),
+        torch.where(escaped, 0, unusual).to(torch.uint8),
+        after[exceptions[escaped]].view(torch.uint8),
+        indices.numel(),
+    )
+
+
+def _gap_bytes(indices: Tensor) -> Tensor:
+    gaps = torch.diff(indices, prepend=indices.new_tensor([-1])) - 1
+    skips = gaps // _SKIP
+    ends = torch.cumsum(skips + 1, 0)
+    data = torch.full((int(ends[-1]) if ends.numel() else 0,), _SKIP, dtype=torch.uint8, device=indices.device)
+    data[ends - 1] = (gaps - _SKIP * skips).to(torch.uint8)
+    return data

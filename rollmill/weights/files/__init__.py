@@ -1,0 +1,1 @@
+"""Weights as Hugging Face directories, and the files that belong to a model."""

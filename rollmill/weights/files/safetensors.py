@@ -1,0 +1,170 @@
+"""One safetensors file, read as what it is: bytes from anywhere. Headers are checked before anything is believed.
+
+    8 bytes        length of the header, little-endian
+    header         JSON: {name: {"dtype", "shape", "data_offsets": [start, stop]}, "__metadata__": {…}}
+    data           the tensors; offsets count from here, without holes and without overlap
+
+Data is mapped, not read: a tensor costs memory only while somebody looks at it. There is no code in such a file, which
+is why it is the only one that is read (a pickled .bin would run whatever its author put into it).
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Callable, Iterable, Mapping
+from pathlib import Path
+from typing import Any, BinaryIO, NamedTuple
+
+import numpy as np
+
+from rollmill.errors import WeightsError
+from rollmill.weights.format.tensors import LARGEST_TENSOR, HostTensor
+
+Advance = Callable[[int], object]  # told of every stretch of bytes that is done, for progress bars
+LARGEST_HEADER = 100_000_000  # what the reference implementation accepts
+DTYPES: Mapping[str, str] = {
+    "bf16": "BF16",
+    "fp16": "F16",
+    "fp32": "F32",
+    "fp8_e4m3": "F8_E4M3",
+    "fp8_e5m2": "F8_E5M2",
+    "int8": "I8",
+    "uint8": "U8",
+    "int32": "I32",
+}
+SERVED = {theirs: ours for ours, theirs in DTYPES.items()}
+# Bytes of one element of everything a file may hold; what has no place among ours is refused later, by name.
+_WIDTHS: Mapping[str, int] = {
+    "BOOL": 1, "U8": 1, "I8": 1, "F8_E4M3": 1, "F8_E5M2": 1, "F8_E8M0": 1, "U16": 2, "I16": 2, "F16": 2, "BF16": 2,
+    "U32": 4, "I32": 4, "F32": 4, "U64": 8, "I64": 8, "F64": 8,
+}  # fmt: skip
+
+
+class Stored(NamedTuple):
+    """One tensor as the file has it."""
+
+    dtype: str  # in the file's words: BF16, F32, …
+    shape: tuple[int, ...]
+    data: np.ndarray  # uint8, flat, mapped read-only
+
+    @property
+    def elements(self) -> int:
+        return math.prod(self.shape)
+
+
+def read_file(path: Path) -> dict[str, Stored]:
+    """All tensors of a file, mapped. WeightsError for anything the header says that the file does not bear out."""
+    try:
+        size = path.stat().st_size
+        with path.open("rb") as file:
+            length = int.from_bytes(file.read(8), "little")
+            if size < 8 or length > size - 8:
+                raise _damaged(path, "it is truncated: its header reaches past its end")
+            if length > LARGEST_HEADER:
+                raise _damaged(path, f"its header claims {length} bytes")
+            header = _parse_header(path, file.read(length))
+        data = np.asarray(np.memmap(path, dtype=np.uint8, mode="r"))[8 + length :]
+    except OSError as error:
+        raise WeightsError(f"{path} cannot be read: {error.strerror}") from None
+    return _tensors(path, header, data)
+
+
+class Entry(NamedTuple):
+    """A tensor to be written; its bytes are made when their turn comes."""
+
+    name: str
+    dtype: str  # in the file's words
+    shape: tuple[int, ...]
+    size: int  # bytes
+    width: int  # bytes of an element
+    pieces: Callable[[], Iterable[memoryview]]
+
+
+def write_file(file: BinaryIO, tensors: Mapping[str, HostTensor], advance: Advance = lambda _: None) -> None:
+    """The file for these tensors."""
+
+    def entry(name: str, tensor: HostTensor) -> Entry:
+        def pieces() -> list[memoryview]:
+            return [chunk.data for chunk in tensor.chunks()]
+
+        return Entry(name, DTYPES[tensor.dtype], tensor.shape, tensor.data.size, tensor.width, pieces)
+
+    write_entries(file, [entry(name, tensor) for name, tensor in tensors.items()], advance)
+
+
+def write_entries(file: BinaryIO, entries: Iterable[Entry], advance: Advance = lambda _: None) -> None:
+    """The same bytes each time, laid out as the reference implementation does it."""
+    ordered = sorted(entries, key=lambda entry: (-entry.width, entry.name))  # wide elements first keep all aligned
+    # the metadata is what other loaders look for to tell a PyTorch checkpoint from others
+    header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
+    offset = 0
+    for entry in ordered:
+        span = [offset, offset + entry.size]
+        header[entry.name] = {"dtype": entry.dtype, "shape": list(entry.shape), "data_offsets": span}
+        offset += entry.size
+    text = json.dumps(header, separators=(",", ":"), ensure_ascii=False).encode()
+    text += b" " * (-len(text) % 8)
+    file.write(len(text).to_bytes(8, "little") + text)
+    for entry in ordered:
+        for piece in entry.pieces():
+            file.write(piece)
+            advance(piece.nbytes)
+
+
+def _parse_header(path: Path, text: bytes) -> dict[str, Any]:
+    def once(pairs: Iterable[tuple[str, Any]]) -> dict[str, Any]:
+        found: dict[str, Any] = {}
+        for key, value in pairs:
+            if key in found:
+                raise ValueError(f"{key!r} is there twice")
+            found[key] = value
+        return found
+
+    try:
+        header = json.loads(text, object_pairs_hook=once)
+        if not isinstance(header, dict):
+            raise ValueError("it is not an object")
+    except (ValueError, RecursionError) as error:
+        raise _damaged(path, f"its header is not valid JSON: {error}") from None
+    header.pop("__metadata__", None)
+    return header
+
+
+def _tensors(path: Path, header: dict[str, Any], data: np.ndarray) -> dict[str, Stored]:
+    spans = sorted((*_span(path, name, entry), name) for name, entry in header.items())
+    found: dict[str, Stored] = {}
+    reached = 0
+    for start, stop, name in spans:
+        if start != reached:
+            raise _damaged(path, f"{name!r} {'overlaps another tensor' if start < reached else 'leaves a hole'}")
+        if stop > data.size:
+            raise _damaged(path, f"it is truncated: {name!r} ends at byte {stop} of {data.size}")
+        reached = stop
+        found[name] = Stored(header[name]["dtype"], tuple(header[name]["shape"]), data[start:stop])
+    if reached != data.size:
+        raise _damaged(path, f"{data.size - reached} bytes at its end belong to no tensor")
+    return found
+
+
+def _span(path: Path, name: str, entry: Any) -> tuple[int, int]:
+    """Where a tensor lies; its dtype, shape and offsets agree with each other."""
+    try:
+        dtype, shape, (start, stop) = entry["dtype"], entry["shape"], entry["data_offsets"]
+        numbers = [start, stop, *shape]
+        if not isinstance(shape, list):
+            raise TypeError
+    except (LookupError, TypeError, ValueError):
+        raise _damaged(path, f"{name!r} has no dtype, shape or offsets") from None
+    if not isinstance(dtype, str) or dtype not in _WIDTHS:
+        raise _damaged(path, f"{name!r} has the unknown dtype {dtype!r}")
+    if any(type(number) is not int or not 0 <= number < 1 << 62 for number in numbers) or len(shape) > 16:
+        raise _damaged(path, f"{name!r} has impossible numbers in its shape or its offsets")
+    elements = math.prod(shape)
+    if elements > LARGEST_TENSOR or stop - start != elements * _WIDTHS[dtype]:
+        raise _damaged(path, f"{name!r} is {dtype} {shape}, which is not {stop - start} bytes")
+    return start, stop
+
+
+def _damaged(path: Path, why: str) -> WeightsError:
+    return WeightsError(f"{path} is not a whole safetensors file: {why}", hint="copy or download it again")

@@ -1,0 +1,208 @@
+"""The loops of the codings, compiled: the functions of `plain`, with the buffers that the loops work in."""
+
+from __future__ import annotations
+
+import threading
+from typing import Any
+
+import numpy as np
+
+from rollmill.weights.format.kernels import loops
+from rollmill.weights.format.kernels.plain import SKIP, UNSIGNED
+
+_TILE = 8 * loops.TILE_WORDS  # bytes
+_KEPT = 32 << 20  # a thread keeps its buffer for the next chunk unless more of it than this was used
+
+
+class _Buffer(threading.local):
+    """Room for what changed, for as long as it is not known how much that is. Memory is only taken where it is used."""
+
+    def __init__(self) -> None:
+        self._data = np.empty(0, dtype=np.uint8)
+
+    def room(self, count: int, *kinds: Any) -> list[np.ndarray]:
+        """Arrays of `count` elements, valid until this thread asks again."""
+        sizes = [-(-count * np.dtype(kind).itemsize // 64) * 64 for kind in kinds]
+        if sum(sizes) > self._data.size:
+            self._data = np.empty(sum(sizes), dtype=np.uint8)
+        ends = np.cumsum(sizes)
+        return [
+            self._data[end - size : end].view(kind)[:count] for kind, size, end in zip(kinds, sizes, ends, strict=True)
+        ]
+
+    def used(self, size: int) -> None:
+        if size > _KEPT:
+            self._data = np.empty(0, dtype=np.uint8)
+
+
+_buffer = _Buffer()
+
+
+def _fixed(array: np.ndarray) -> np.ndarray:
+    """Read-only, as all inputs are given: loops are compiled for each kind of argument, and this makes it one kind."""
+    view = array.view()
+    view.flags.writeable = False
+    return view
+
+
+def _tiles(bits: np.ndarray) -> list[tuple[int, np.ndarray, np.ndarray]]:
+    """The elements as whole tiles: index of the first one, elements, words. The last tile is filled up with zeros."""
+    data = bits.view(np.uint8)
+    whole = data.size - data.size % _TILE
+    rest = np.zeros(_TILE, dtype=np.uint8)
+    rest[: data.size - whole] = data[whole:]
+    body = data[:whole]
+    if not whole or body.ctypes.data % 8:  # a word has to lie where words lie
+        body = body.copy()
+    return [
+        (start // bits.itemsize, _fixed(part.view(bits.dtype)), _fixed(part.view(np.uint64)))
+        for start, part in ((0, body), (whole, rest))
+    ]
+
+
+def _class_tables(boundaries: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """By magnitude byte: a one in the byte of its class, and the class."""
+    table = np.searchsorted(boundaries, np.arange(256), side="right").astype(np.uint8)
+    return np.uint64(1) << (np.uint64(8) * table.astype(np.uint64)), table
+
+
+def collect(old: np.ndarray, new: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    kinds = (np.uint32, old.dtype, old.dtype)
+    found = _buffer.room(old.size, *kinds)
+    changed = 0
+    for (start, old_bits, _), (_, new_bits, _) in zip(_tiles(old), _tiles(new), strict=True):
+        changed = int(loops.collect(old_bits, new_bits, start, changed, *found))
+    _buffer.used(changed * (4 + 2 * old.itemsize))
+    return found[0][:changed], found[1][:changed], found[2][:changed]
+
+
+def collect_classed(
+    old: np.ndarray, new: np.ndarray, boundaries: np.ndarray
+) -> list[tuple[int, np.ndarray, np.ndarray, np.ndarray]]:
+    units, table = _class_tables(boundaries)
+    totals = np.zeros(loops.MOST_CLASSES, dtype=np.uint32)
+    found = _buffer.room(old.size, np.uint32, np.uint8, old.dtype, old.dtype)
+    changed = 0
+    for (_, old_bits, old_words), (_, new_bits, _) in zip(_tiles(old), _tiles(new), strict=True):
+        changed = int(loops.collect_classed(old_bits, new_bits, old_words, changed, units, table, totals, *found))
+    _buffer.used(changed * (5 + 2 * old.itemsize))
+    members, classes, differences, values = (array[:changed] for array in found)
+    ends = np.cumsum(np.bincount(classes, minlength=boundaries.size + 1))
+    starts = np.concatenate([[0], ends[:-1]])
+    by_class = np.empty_like(members), np.empty_like(differences), np.empty_like(values)
+    loops.sort_by_class(classes, members, differences, values, starts.copy(), *by_class)
+    return [
+        (int(total), by_class[0][start:end], by_class[1][start:end], by_class[2][start:end])
+        for total, start, end in zip(totals[: boundaries.size + 1], starts, ends, strict=True)
+    ]
+
+
+def sparse_streams(old: np.ndarray, new: np.ndarray) -> tuple[int, list[np.ndarray]]:
+    """In one loop, while the elements of a tile are still near."""
+    most = old.size + old.size // SKIP + 2
+    found = _buffer.room(most, np.uint8, np.uint8, np.uint32, old.dtype, old.dtype)
+    state = np.zeros(5, dtype=np.uint64)
+    for (start, old_bits, _), (_, new_bits, _) in zip(_tiles(old), _tiles(new), strict=True):
+        loops.encode_sparse(old_bits, new_bits, start, state, *found)
+    _, changed, gap_size, odd, bits = map(int, state)
+    gaps, signs, exceptions, differences, values = found
+    if changed % 8:  # the last byte of signs is filled up with zeros
+        signs[changed // 8] = (bits << (8 - changed % 8)) & 255
+    _buffer.used(gap_size + changed // 8 + odd * (4 + 2 * old.itemsize))
+    magnitudes, literals, each = np.empty(odd, np.uint8), np.empty(odd, old.dtype), np.arange(odd, dtype=np.uint32)
+    escaped = loops.write_exceptions(
+        _fixed(differences[:odd]), _fixed(values[:odd]), _fixed(each), magnitudes, literals
+    )
+    streams = [gaps[:gap_size], signs[: (changed + 7) // 8], gap_bytes(exceptions[:odd], changed)]
+    return changed, [*streams, magnitudes, literals[:escaped].view(np.uint8)]
+
+
+def gap_bytes(indices: np.ndarray, limit: int) -> np.ndarray:
+    data = np.empty(indices.size + limit // SKIP + 1, dtype=np.uint8)
+    return data[: loops.write_gaps(_fixed(indices), data)]
+
+
+def split_differences(differences: np.ndarray, values: np.ndarray) -> tuple[np.ndarray, ...]:
+    signs, exceptions = np.empty((differences.size + 7) // 8, np.uint8), np.empty(differences.size, np.uint32)
+    exceptions = exceptions[: loops.write_signs(_fixed(differences), signs, exceptions)]
+    magnitudes, literals = np.empty(exceptions.size, np.uint8), np.empty(exceptions.size, values.dtype)
+    escaped = loops.write_exceptions(_fixed(differences), _fixed(values), _fixed(exceptions), magnitudes, literals)
+    return signs, exceptions, magnitudes, literals[:escaped]
+
+
+def raw_plane(elements: np.ndarray, plane: int) -> np.ndarray:
+    data = np.empty(elements.size, dtype=np.uint8)
+    loops.raw_plane(_fixed(elements), plane, data)
+    return data
+
+
+def dense_plane(old: np.ndarray, new: np.ndarray, plane: int) -> np.ndarray:
+    data = np.empty(old.size, dtype=np.uint8)
+    loops.dense_plane(_fixed(old), _fixed(new), plane, data)
+    return data
+
+
+def count_changed(old: np.ndarray, new: np.ndarray) -> int:
+    return int(loops.count_changed(_fixed(old), _fixed(new)))
+
+
+def expand_gaps(gaps: np.ndarray, count: int) -> np.ndarray:
+    indices = np.empty(count + 1, dtype=np.uint32)
+    loops.expand_gaps(_fixed(gaps), indices)
+    return indices[:count]
+
+
+def expand_differences(
+    signs: np.ndarray, exceptions: np.ndarray, magnitudes: np.ndarray, count: int, width: int
+) -> np.ndarray:
+    differences = np.empty(8 * signs.size, dtype=UNSIGNED[width])
+    loops.expand_differences(_fixed(signs), _fixed(exceptions), _fixed(magnitudes), differences)
+    return differences[:count]
+
+
+def add_differences(bits: np.ndarray, indices: np.ndarray, differences: np.ndarray) -> np.ndarray:
+    values = np.empty(indices.size, dtype=bits.dtype)
+    loops.gather(_fixed(bits), _fixed(indices), values)
+    loops.add_differences(values, _fixed(differences))
+    return values
+
+
+def place_members(
+    bits: np.ndarray, boundaries: np.ndarray, lists: list[np.ndarray]
+) -> tuple[np.ndarray, np.ndarray] | None:
+    units, table = _class_tables(boundaries)
+    totals = np.zeros(loops.MOST_CLASSES, dtype=np.uint32)
+    members = np.concatenate(lists)
+    ends = np.cumsum([len(places) for places in lists], dtype=np.uint32)
+    next_member = np.concatenate([np.zeros(1, np.uint32), ends[:-1]])
+    next_change = next_member.copy()
+    indices, order = np.empty(members.size, np.uint32), np.empty(members.size, np.uint32)
+    placed = 0
+    for start, part, words in _tiles(bits):
+        lists_left = (members, next_member, ends, next_change)
+        placed = int(loops.place_members(part, words, start, placed, units, table, totals, *lists_left, indices, order))
+    if placed < members.size or (placed and indices[-1] >= bits.size):  # zeros that fill the last tile are no members
+        return None
+    return indices, order
+
+
+def raw_elements(planes: list[np.ndarray], width: int) -> np.ndarray:
+    elements = np.empty(planes[0].size, dtype=UNSIGNED[width])
+    for which, plane in enumerate(planes):
+        loops.add_plane(elements, _fixed(plane), which)
+    loops.rotate_right(elements)
+    return elements
+
+
+def dense_elements(base: np.ndarray, planes: list[np.ndarray]) -> np.ndarray:
+    elements = np.empty(base.size, dtype=base.dtype)
+    for which, plane in enumerate(planes):
+        loops.add_plane(elements, _fixed(plane), which)
+    loops.undo_dense(_fixed(base), elements)
+    return elements
+
+
+def scatter(bits: np.ndarray, indices: np.ndarray, values: np.ndarray) -> np.ndarray:
+    before = np.empty(indices.size, dtype=bits.dtype)
+    loops.scatter(bits, _fixed(indices), _fixed(values), before)
+    return before

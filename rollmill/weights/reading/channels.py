@@ -1,0 +1,140 @@
+"""Channels: named pointers to versions (candidate, live). Numbered, create-only entries: channels/NAME/0000000001.json
+
+Whoever creates the next number has moved the channel, on any object store; everybody else learns that they were late.
+Entries are never changed, so the history is what is there.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+import time
+from dataclasses import dataclass
+
+from rollmill.errors import ObjectExists, WeightsError
+from rollmill.storage.objects import Objects
+from rollmill.types import Version
+from rollmill.weights.format.keys import valid_name
+from rollmill.weights.reading.store import WeightStore
+
+_ENTRY = re.compile(r"(\d{10})\.json")
+_LOOKED_AT = 64  # entries, for the one to roll back to
+
+
+@dataclass(frozen=True)
+class ChannelEntry:
+    number: int  # 1 is the first
+    version: Version
+    at: float  # seconds since the epoch
+
+
+class Channels:
+    def __init__(self, objects: Objects) -> None:
+        self._objects = objects
+        self._newest: dict[str, ChannelEntry] = {}  # entries never change, so looking starts here
+
+    def get(self, name: str) -> Version | None:
+        entry = self.entry(name)
+        return entry.version if entry else None
+
+    def entry(self, name: str) -> ChannelEntry | None:
+        """The newest entry; its number is what `move` expects."""
+        newest = self._newest.get(valid_name(name))
+        if newest is None:
+            numbers = self._numbers(name)
+            if not numbers:
+                return None
+            newest = self._read(name, numbers[-1])
+        while self._objects.head(entry_key(name, newest.number + 1)) is not None:
+            newest = self._read(name, newest.number + 1)
+        self._newest[name] = newest
+        return newest
+
+    def move(self, name: str, to: Version, expect: int | None = None) -> int:
+        """Point the channel at a version. Returns the number of the new entry.
+
+        With `expect`, only if that entry is still the newest (0: the channel is new); otherwise whatever is there.
+        """
+        self._check_exists(name, to)
+        while True:
+            newest = self.entry(name)
+            number = newest.number if newest else 0
+            if expect is not None and number != expect:
+                raise self._moved(name, expect, newest)
+            try:
+                self._objects.create(entry_key(name, number + 1), _encode(to))
+            except ObjectExists:
+                continue  # somebody else moved it first: look again
+            self._check_exists(name, to)  # `collect` may have looked at the channel before, and removed it since
+            return number + 1
+
+    def rollback(self, name: str) -> ChannelEntry:
+        """Point the channel at the version before the current one. Returns the new entry."""
+        newest, before = self.entry(name), self.before(name)
+        if newest is None or before is None:
+            raise WeightsError(
+                f"channel {name!r} has no version before {newest.version if newest else 'its first'} to go back to",
+                hint="`rollmill weights channel history` shows its entries; name a version to move it there",
+            )
+        number = self.move(name, before.version, expect=newest.number)
+        return self._read(name, number)
+
+    def before(self, name: str) -> ChannelEntry | None:
+        """Where a rollback leads: to the version before the current one, and never to one that was rolled back from.
+        `collect` keeps it, and asks often: only the last entries of a long history are looked at."""
+        path: list[ChannelEntry] = []  # how it came to where it is
+        for entry in (self._read(name, number) for number in self._numbers(valid_name(name))[-_LOOKED_AT:]):
+            versions = [earlier.version for earlier in path]
+            if entry.version in versions:  # a return undoes what came after
+                del path[versions.index(entry.version) :]
+            path.append(entry)
+        return path[-2] if len(path) > 1 else None
+
+    def history(self, name: str) -> list[ChannelEntry]:
+        """All entries, oldest first."""
+        return [self._read(name, number) for number in self._numbers(valid_name(name))]
+
+    def names(self) -> list[str]:
+        return self._objects.folders("channels")
+
+    def _check_exists(self, name: str, to: Version) -> None:
+        store = WeightStore(self._objects)
+        if not any(store.exists(to, form) for form in store.forms(to.line)):
+            raise WeightsError(
+                f"channel {name!r} cannot point at {to}: no such version in {self._objects.url}",
+                hint="`rollmill weights log` lists the versions that exist",
+            )
+
+    def _numbers(self, name: str) -> list[int]:
+        keys = self._objects.list(f"channels/{name}")
+        return [int(found[1]) for key in keys if (found := _ENTRY.fullmatch(key.rpartition("/")[2]))]
+
+    def _read(self, name: str, number: int) -> ChannelEntry:
+        return ChannelEntry(number, *parse_entry(self._objects.get(entry_key(name, number)), name, number))
+
+    def _moved(self, name: str, expect: int, newest: ChannelEntry | None) -> WeightsError:
+        now = f"entry {newest.number} ({newest.version})" if newest else "empty"
+        return WeightsError(
+            f"channel {name!r} was expected at entry {expect} and is at {now}",
+            hint="somebody else moved it; look at its history and decide again",
+        )
+
+
+def entry_key(name: str, number: int) -> str:
+    return f"channels/{valid_name(name)}/{number:010d}.json"
+
+
+def parse_entry(data: bytes, name: str, number: int) -> tuple[Version, float]:
+    """Read an untrusted entry."""
+    try:
+        fields = json.loads(data)
+        line, version, at = fields["line"], fields["number"], fields["at"]
+    except (ValueError, LookupError, TypeError, RecursionError):
+        line = version = at = None
+    if not (isinstance(line, str) and type(version) is int and version >= 0 and isinstance(at, float)):
+        raise WeightsError(f"entry {number} of channel {name!r} is damaged", hint="move the channel again")
+    return Version(valid_name(line), version), at
+
+
+def _encode(to: Version) -> bytes:
+    return json.dumps({"line": to.line, "number": to.number, "at": time.time()}).encode()

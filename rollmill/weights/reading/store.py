@@ -1,0 +1,241 @@
+"""WeightStore: the versions in an object store. Reading only; publisher.py writes. FORMAT.md has the keys."""
+
+from __future__ import annotations
+
+import collections
+import re
+import time
+from collections.abc import Callable, Iterator
+
+from rollmill.errors import ObjectMissing, StorageError, WeightsError
+from rollmill.storage.objects import Objects
+from rollmill.types import Version
+from rollmill.weights.format.keys import anchor_key, form_folder, manifest_key, pack_key, valid_name
+from rollmill.weights.format.manifest import Anchor, Manifest, Pack, digest_bytes, parse_anchor, parse_manifest
+from rollmill.weights.format.tensors import HostTensor
+from rollmill.weights.reading.chunks import decode_run
+from rollmill.weights.reading.payloads import fetch
+from rollmill.weights.reading.plan import Leg, Source
+from rollmill.weights.reading.restore import Image, restore
+
+_NUMBER = re.compile(r"\d{10}")
+_MANIFESTS_KEPT = 64
+_PROBES = 8  # a reader that is further behind than this asks for a listing instead
+_LISTING_SECONDS = 10.0
+
+
+class WeightStore:
+    """Lines, their versions, and the weights themselves, verified down to the last byte."""
+
+    def __init__(self, objects: Objects) -> None:
+        self.objects = objects
+        # manifests never change, and chains are walked again and again
+        self._manifests: collections.OrderedDict[tuple[Version, str], Manifest] = collections.OrderedDict()
+        self._begun: set[str] = set()  # lines that were seen with a version
+
+    def lines(self) -> list[str]:
+        return self.objects.folders("weights")
+
+    def forms(self, line: str) -> list[str]:
+        return self.objects.folders(f"weights/{valid_name(line)}")
+
+    def numbers(self, line: str, form: str = "bf16") -> list[int]:
+        """Numbers of all committed versions, ascending."""
+        return self._numbers(line, form, "manifests", ".manifest")
+
+    def anchors(self, line: str, form: str = "bf16") -> list[int]:
+        """Numbers of the versions that have an anchor in this store, ascending."""
+        return self._numbers(line, form, "anchors", ".anchor")
+
+    def epoch(self, line: str, form: str = "bf16") -> int:
+        """The newest epoch: how many publishers have taken the line over."""
+        return max(self._numbers(line, form, "epochs", ".json"), default=0)
+
+    def _numbers(self, line: str, form: str, folder: str, ending: str) -> list[int]:
+        names = (key.rpartition("/")[2] for key in self.objects.list(f"{form_folder(line, form)}/{folder}"))
+        return [int(name[:10]) for name in names if _NUMBER.fullmatch(name.removesuffix(ending)) and ending in name]
+
+    def begun(self, line: str) -> bool:
+        """Whether the line has a version in some form. What a writer left that died before its first is no line."""
+        if line not in self._begun and any(self.numbers(line, form) for form in self.forms(line)):
+            self._begun.add(line)
+        return line in self._begun
+
+    def head(self, line: str, form: str = "bf16", after: int | None = None) -> int | None:
+        """Newest committed number. With `after`, a number known to be committed, only what follows it is asked for."""
+        if after is None:
+            numbers = self.numbers(line, form)
+            return numbers[-1] if numbers else None
+        for number in range(after, after + _PROBES):
+            if not self.exists(Version(line, number + 1), form):
+                return number
+        return max(after, self.head(line, form) or after)
+
+    def exists(self, version: Version, form: str = "bf16") -> bool:
+        return self.objects.head(manifest_key(version, form)) is not None
+
+    def manifest(self, version: Version, form: str = "bf16") -> Manifest:
+        known = self._manifests.get((version, form))
+        if known is not None:
+            return known
+        try:
+            data = self.objects.get(manifest_key(version, form))
+        except ObjectMissing:
+            raise WeightsError(
+                f"{version} ({form}) does not exist in {self.objects.url}",
+                hint="`rollmill weights log` lists the versions that do",
+            ) from None
+        manifest = parse_manifest(data, version, form)
+        self._manifests[version, form] = manifest
+        if len(self._manifests) > _MANIFESTS_KEPT:
+            self._manifests.popitem(last=False)
+        return manifest
+
+    def forget(self, version: Version, form: str = "bf16") -> None:
+        """The version was deleted."""
+        self._manifests.pop((version, form), None)
+
+    def anchor(self, version: Version, form: str = "bf16") -> Anchor | None:
+        """The snapshot of a version that was made in this store, if there is one."""
+        try:
+            data = self.objects.get(anchor_key(version, form))
+        except ObjectMissing:
+            return None
+        return parse_anchor(data, self.manifest(version, form))
+
+    def versions(self, line: str, form: str = "bf16") -> list[Manifest]:
+        """Manifests of a line, oldest first."""
+        return [self.manifest(Version(line, number), form) for number in self.numbers(line, form)]
+
+    def load(self, version: Version, form: str = "bf16") -> dict[str, HostTensor]:
+        """The weights of a version: nearest snapshot and the deltas after it, every chunk and the root verified."""
+        return self.hold(version, form).tensors
+
+    def hold(self, version: Version, form: str = "bf16") -> Image:
+        """Like `load`, as an image that can be brought to other versions."""
+        return restore(self.source(form), version)
+
+    def source(self, form: str = "bf16") -> Source:
+        """This store as a place to read one form from."""
+        return Source(
+            manifest=lambda version: self.manifest(version, form),
+            anchor=lambda version: self.anchor(version, form),
+            pack=self.read_pack,
+            part=self.read_part,
+        )
+
+    def read_part(self, manifest: Manifest | Anchor, pack: Pack, offset: int, length: int) -> bytes:
+        """Some bytes of a pack, which nothing vouches for but what they are decoded into."""
+        return self.objects.get_range(pack_key(manifest, pack), offset, length)
+
+    def read_pack(self, manifest: Manifest | Anchor, pack: Pack) -> bytes:
+        """A pack, digest checked. It is never larger than the manifest says."""
+        key = pack_key(manifest, pack)
+        data = self.objects.get_range(key, 0, pack.bytes)
+        if digest_bytes(data) != pack.digest:
+            raise WeightsError(
+                f"{key!r} in {self.objects.url} is damaged: its bytes do not have the digest in its name"
+            )
+        return data
+
+    def verify(self, line: str, form: str = "bf16") -> Iterator[tuple[Version, bool, str]]:
+        """Read and decode everything a line consists of: for each version whether it can be had, and what is wrong."""
+        image: Image | None = None
+        for number in self.numbers(line, form):
+            version = Version(line, number)
+            try:
+                image, note = self._verify_version(self.manifest(version, form), image)
+                yield version, True, note
+            except (StorageError, WeightsError) as error:
+                image = None
+                yield version, False, error.message
+
+    def _verify_version(self, manifest: Manifest, image: Image | None) -> tuple[Image, str]:
+        """Every encoding of a version and its anchor. Returns an image of it."""
+        source, notes = self.source(manifest.form), []
+        reached: Image | None = None
+        if manifest.delta is not None and manifest.delta.base is not None:
+            base = Version(manifest.line, manifest.delta.base.number)
+            if image is None or not image.holds(manifest.delta.base.digest):
+                image = self._hold_or_none(base, manifest.form)
+            if image is not None:
+                image.take(Leg(manifest, "delta"), source)
+                reached = image
+            else:
+                notes.append(f"delta not checked: its base {base} cannot be restored")
+        starts = self._starts(manifest, notes if reached else None)
+        if reached is None and not starts:
+            raise WeightsError(notes[0].removeprefix("delta not checked: "))
+        for start in starts:
+            if reached is None:
+                reached = Image(manifest.tensors)
+                reached.take(start, source)
+            else:
+                _check_start(start, self.read_pack)
+        assert reached is not None
+        return reached, "; ".join(notes)
+
+    def _starts(self, manifest: Manifest, notes: list[str] | None) -> list[Leg]:
+        """The snapshots of a version. A region copies only what it needs: one whose packs are elsewhere is noted."""
+        starts = []
+        if manifest.snapshot:
+            if notes is not None and not self.has_snapshot(manifest):
+                notes.append("its snapshot is not kept in this store")
+            else:
+                starts.append(Leg(manifest, "snapshot"))
+        anchor = self.anchor(manifest.version, manifest.form)
+        return [*starts, Leg(manifest, "anchor", anchor)] if anchor else starts
+
+    def has_snapshot(self, manifest: Manifest) -> bool:
+        """Whether the version was published with a snapshot and its packs are in this store."""
+        packs = manifest.snapshot.packs if manifest.snapshot else ()
+        here = all(self.objects.head(pack_key(manifest, pack)) is not None for pack in packs)
+        return manifest.snapshot is not None and here
+
+    def _hold_or_none(self, version: Version, form: str) -> Image | None:
+        try:
+            return self.hold(version, form)
+        except (StorageError, WeightsError):
+            return None
+
+
+def _check_start(start: Leg, read_pack: Callable[[Manifest, Pack], bytes]) -> None:
+    """Decode a snapshot against its chunk table, payload by payload, without keeping it."""
+    for group in fetch(start, start.encoding.payloads, read_pack) if start.encoding.payloads else ():
+        for payload, data in group:
+            decode_run(start, payload, data, {})
+
+
+def newest_line(weights: WeightStore, line: str) -> str:
+    """The line that goes on where `line` was abandoned, if any: main → main.2 → main.3."""
+    prefix = f"{line}."
+    numbers = [int(name[len(prefix) :]) for name in weights.lines() if _is_successor(name, prefix)]
+    for number in sorted(numbers, reverse=True):
+        if weights.begun(f"{prefix}{number}"):
+            return f"{prefix}{number}"
+    return line
+
+
+def _is_successor(name: str, prefix: str) -> bool:
+    return name.startswith(prefix) and name[len(prefix) :].isdecimal()
+
+
+class HeadWatch:
+    """Looks for the head of a line again and again: a probe of the next number, which costs next to nothing, and now
+    and then a full listing, which also sees past a number that is missing."""
+
+    def __init__(self, store: WeightStore, line: str, form: str) -> None:
+        self._store, self._line, self._form = store, line, form
+        self._known: int | None = None
+        self._listed_at = float("-inf")
+
+    def learn(self, number: int) -> None:
+        """A version that is known to be there."""
+        self._known = number if self._known is None else max(number, self._known)
+
+    def newest(self) -> int | None:
+        listing = self._known is None or time.monotonic() - self._listed_at > _LISTING_SECONDS
+        if listing:
+            self._listed_at = time.monotonic()
+        self._known = self._store.head(self._line, self._form, after=None if listing else self._known)
+        return self._known

@@ -1,0 +1,1 @@
+"""Stores of several regions: copying between them, anchors, collection."""

@@ -1,0 +1,86 @@
+"""Anchors: a region makes its own snapshots from the deltas it has, so that full snapshots need not cross regions.
+
+Order, safe under kill -9 at any point: the image of a version is restored and verified, its packs are written, and
+then the anchor, create-only. A builder that dies leaves packs that nobody names, which the next one writes again or
+`collect` removes. Two builders make the same packs; the second finds the anchor there.
+"""
+
+from __future__ import annotations
+
+import time
+
+from rollmill.errors import ObjectExists, WeightsError
+from rollmill.types import Version
+from rollmill.weights.format.keys import anchor_key, pack_key, valid_name
+from rollmill.weights.format.manifest import Anchor, Manifest, layout_of
+from rollmill.weights.reading.restore import Image, restore
+from rollmill.weights.reading.store import HeadWatch, WeightStore
+from rollmill.weights.writing.encoder import Encoder, rows_of
+
+
+class AnchorBuilder:
+    """Keeps one image. `poll` raises what the store or a damaged chain raises; calling it again goes on."""
+
+    def __init__(
+        self, store: WeightStore, line: str, form: str = "bf16", every: int = 32, threads: int | None = None
+    ) -> None:
+        if every < 1:
+            raise WeightsError(f"an anchor every {every} versions", hint="1 makes one for every version")
+        self.store, self.line, self.form, self.every = store, valid_name(line), valid_name(form), every
+        self._head = HeadWatch(store, line, form)
+        self._encoder = Encoder(store, line, form, threads=threads)
+        self._image: Image | None = None
+        self._done = -1  # nothing up to this number is to be looked at again
+
+    def poll(self) -> int | None:
+        """Make the anchor that is due, if one is: its number.
+
+        Due is the newest version whose number is a multiple of `every`, unless it has a snapshot or an anchor here.
+        Older ones are not made up for: what they would shorten is the way to versions that have passed.
+        """
+        head = self._head.newest()
+        due = head - head % self.every if head is not None else -1
+        version = Version(self.line, due)
+        if due <= self._done or not self.store.exists(version, self.form):
+            return None
+        manifest = self.store.manifest(version, self.form)
+        made = None
+        if self.store.anchor(version, self.form) is None and not self.store.has_snapshot(manifest):
+            made = due if self._make(manifest) else None
+        self._done = due
+        return made
+
+    def _make(self, manifest: Manifest) -> bool:
+        image = self._image = restore(self.store.source(self.form), manifest.version, self._image)
+        rows = rows_of(layout_of(manifest.tensors))
+        coded = self._encoder.encode(
+            manifest.number, rows, lambda row: image.tensors[row.tensor].data[row.start : row.stop], None, True
+        )
+        assert coded.snapshot is not None
+        # taken of the bytes that were just coded: memory that went bad since it was verified must not become an anchor
+        if [coded.digests[row.place] for row in rows] != [chunk.digest for chunk in manifest.chunks]:
+            self._image = None
+            raise WeightsError(
+                f"the image of {manifest.version} ({self.form}) changed in memory while it was written",
+                hint="nothing was committed; if it happens again, check the memory of this host",
+            )
+        anchor = Anchor(
+            line=self.line,
+            number=manifest.number,
+            form=self.form,
+            digest=manifest.digest,
+            snapshot=coded.snapshot,
+            created_at=time.time(),
+        )
+        key = anchor_key(manifest.version, self.form)
+        try:
+            self.store.objects.create(key, anchor.to_bytes())
+        except ObjectExists:  # another builder, or our own request sent twice: either is an anchor of this version
+            return False
+        if any(self.store.objects.head(pack_key(anchor, pack)) is None for pack in anchor.snapshot.packs):
+            self.store.objects.delete(key)
+            raise WeightsError(
+                f"packs for an anchor of {manifest.version} ({self.form}) were collected while it was made",
+                hint="they lay there from an attempt that died; the next poll makes them again",
+            )
+        return True

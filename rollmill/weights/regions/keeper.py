@@ -1,0 +1,226 @@
+"""RegionKeeper: the one process of a region that keeps its store up to date. Its engines read only that store.
+
+    copy       new versions of the line, and of the line that takes over from it (main → main.2); what belongs to
+               their model (config.json, tokenizer …) before the first of them
+    channels   their entries, after the versions they point at
+    anchor     snapshots made here from the deltas, so that full ones need not cross regions
+    collect    what no reader needs any more
+
+Each is tried on its own and, when it fails, ever more rarely: a link that is cut does not keep anchors from being made,
+nor a full disk the channels from being read. Nothing that storage or other regions do is raised; `problem` says it.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import TypeVar
+
+from rollmill import telemetry
+from rollmill.errors import StorageError, WeightsError
+from rollmill.storage.objects import Objects
+from rollmill.types import Version
+from rollmill.weights.format.keys import valid_name
+from rollmill.weights.format.manifest import Anchor, Manifest, Pack
+from rollmill.weights.reading.plan import LegFailed
+from rollmill.weights.reading.store import WeightStore, newest_line
+from rollmill.weights.regions.anchors import AnchorBuilder
+from rollmill.weights.regions.collect import collect, collect_companions
+from rollmill.weights.regions.mirror import Copied, Mirror, is_of_delta
+
+_FIRST_RETRY_SECONDS, _LAST_RETRY_SECONDS = 0.5, 30.0
+_SUCCESSOR_SECONDS = 2.0  # how often to look for a line that took over
+_HINT_SECONDS, _HINT_SECONDS_WITH_CHANNELS = 10.0, 2.0  # how long to wait for the next version before looking around
+_IDLE_SECONDS = 0.5  # between two looks where the source cannot be waited at
+
+_Result = TypeVar("_Result")
+
+
+@dataclass(frozen=True)
+class Round:
+    """What one step did."""
+
+    versions: tuple[Version, ...] = ()
+    bytes: int = 0
+    channels: tuple[Version, ...] = ()  # where they point now
+    anchored: int | None = None
+    removed: int = 0  # versions
+
+
+class _Duty:
+    """Something done again and again: when it is next due, and why it failed last."""
+
+    def __init__(self, what: str, every: float = 0.0) -> None:
+        self._what, self._every = what, every
+        self._failures = 0
+        self.due = 0.0  # by the monotonic clock
+        self.problem: str | None = None
+        self.unreachable = False  # it was not the answer that was wrong: there was none
+
+    def attempt(self, call: Callable[[], _Result]) -> _Result | None:
+        if time.monotonic() < self.due:
+            return None
+        try:
+            result = call()
+        except (StorageError, WeightsError) as error:
+            delay = min(_FIRST_RETRY_SECONDS * 2**self._failures, _LAST_RETRY_SECONDS)
+            self._failures, self.due = self._failures + 1, time.monotonic() + delay
+            self.problem, self.unreachable = f"{self._what}: {error}", isinstance(error, StorageError)
+            return None
+        self._failures, self.due = 0, time.monotonic() + self._every
+        self.problem, self.unreachable = None, False
+        return result
+
+
+class _Repaired(WeightStore):
+    """The region's own store; what is damaged there, and packs that are missing, are fetched again from the other one.
+    Packs of snapshots only when told: mostly they are elsewhere on purpose, and there is a way around them."""
+
+    def __init__(self, mirror: Mirror) -> None:
+        super().__init__(mirror.target.objects)
+        self._mirror = mirror
+        self.fetches_snapshots = False
+
+    def manifest(self, version: Version, form: str = "bf16") -> Manifest:
+        try:
+            return super().manifest(version, form)
+        except WeightsError as error:
+            if not self.exists(version, form):
+                raise  # it was collected
+            try:
+                return self._mirror.fetch_manifest(version, form)
+            except (StorageError, WeightsError):
+                raise error from None
+
+    def read_pack(self, manifest: Manifest | Anchor, pack: Pack) -> bytes:
+        try:
+            return super().read_pack(manifest, pack)
+        except (StorageError, WeightsError) as error:
+            if not self.fetches_snapshots and not is_of_delta(manifest, pack):
+                raise
+            try:
+                return self._mirror.fetch_pack(manifest, pack)
+            except (StorageError, WeightsError):
+                raise error from None
+
+
+class RegionKeeper:
+    """Called from one thread at a time."""
+
+    def __init__(
+        self,
+        source: Objects,
+        target: Objects,
+        line: str,
+        form: str = "bf16",
+        channels: Sequence[str] = (),
+        anchor_every: int = 32,
+        keep: int = 50,
+        budget: int | None = None,
+        region: str = "",
+        collect_seconds: float = 60.0,
+    ) -> None:
+        """Of the line that is followed `keep` versions stay, fewer if they have more than `budget` bytes; of those it
+        took over from, the last one."""
+        self.mirror = Mirror(source, target, region)
+        self.line, self.form, self.region = valid_name(line), valid_name(form), region
+        self._family, self.channels, self._keep = line, tuple(map(valid_name, channels)), keep
+        self._anchor_every, self._budget = anchor_every, budget
+        self._looked = False
+        self._repaired = _Repaired(self.mirror)
+        self._anchors = self._anchor_builder()
+        self._succeed = _Duty("the lines of the other region cannot be read", _SUCCESSOR_SECONDS)
+        self._copy = _Duty("the other region cannot be copied from")
+        self._copy_channels = {name: _Duty(f"channel {name} cannot be copied") for name in self.channels}
+        self._anchor = _Duty("no anchor can be made")
+        self._collect = _Duty("nothing can be collected", collect_seconds)
+
+    @property
+    def problem(self) -> str | None:
+        """What keeps the region from being up to date and in order, if anything does."""
+        problems = [duty.problem for duty in self._duties() if duty.problem]
+        return "\n".join(problems) or None
+
+    def step(self) -> Round:
+        """Do what is due, once."""
+        if not self._looked:  # a line that was left long ago must not cross an ocean first
+            self._look_for_successor()
+        copied = self._copy.attempt(lambda: self.mirror.copy(self.line, self.form)) or Copied((), 0)
+        channels = tuple(filter(None, map(self._bring_channel, self.channels)))
+        self._look_for_successor()  # last: a new version does not wait for this round trip
+        return Round(
+            versions=copied.versions,
+            bytes=copied.bytes,
+            channels=channels,
+            anchored=self._anchor.attempt(self._make_anchor),
+            removed=self._collect.attempt(self._remove) or 0,
+        )
+
+    def _look_for_successor(self) -> None:
+        line = self._succeed.attempt(lambda: newest_line(self.mirror.source, self._family))
+        if line is not None:
+            self._looked = True
+            if line != self.line:
+                self.line, self._anchors = line, self._anchor_builder(line)
+
+    def run(self, stop: threading.Event) -> None:
+        """Step until told to stop; in between, wait where the next version will appear."""
+        while not stop.is_set():
+            began = time.monotonic()
+            if not self.step().versions and not self._wait_for_next():
+                stop.wait(max(_IDLE_SECONDS - (time.monotonic() - began), 0.0))
+
+    def _wait_for_next(self) -> bool:
+        """Whether there is something new. A hint that is lost, or cannot be had, only delays."""
+        if self._copy.problem is not None:
+            return False
+        seconds = _HINT_SECONDS_WITH_CHANNELS if self.channels else _HINT_SECONDS
+        try:
+            return self.mirror.wait_for_next(self.line, self.form, seconds)
+        except (StorageError, WeightsError):
+            return False
+
+    def _bring_channel(self, name: str) -> Version | None:
+        if self._copy.unreachable:
+            return None  # the same link
+        return self._copy_channels[name].attempt(lambda: self.mirror.copy_channel(name, self.form))
+
+    def _anchor_builder(self, line: str | None = None) -> AnchorBuilder | None:
+        if self._anchor_every < 1:
+            return None
+        return AnchorBuilder(self._repaired, line or self.line, self.form, self._anchor_every)
+
+    def _make_anchor(self) -> int | None:
+        if self._anchors is None:
+            return None
+        began = time.monotonic()
+        self._repaired.fetches_snapshots = False
+        try:
+            number = self._anchors.poll()
+        except LegFailed:
+            self._repaired.fetches_snapshots = True
+            number = self._anchors.poll()
+        if number is not None:
+            seconds = time.monotonic() - began
+            telemetry.emit("anchor", region=self.region, line=self.line, version=number, seconds=seconds)
+        return number
+
+    def _remove(self) -> int:
+        store = self.mirror.target
+        collect_companions(store)
+        removed = 0
+        for line in store.lines():
+            if line == self._family or line.removeprefix(f"{self._family}.").isdecimal():
+                followed = line == self.line
+                collected = collect(
+                    store, line, self.form, self._keep if followed else 1, self._budget if followed else None
+                )
+                removed += len(collected.removed)
+                if collected.problem:
+                    raise WeightsError(collected.problem)
+        return removed
+
+    def _duties(self) -> list[_Duty]:
+        return [self._succeed, self._copy, *self._copy_channels.values(), self._anchor, self._collect]

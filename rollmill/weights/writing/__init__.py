@@ -1,0 +1,1 @@
+"""Committing versions: encoding, publishing by one process or by many ranks, who may write."""

@@ -1,0 +1,259 @@
+"""Packs: chunks go in, are coded in several threads, and come out as objects and the encodings that name them.
+
+    rows of the chunk table ─► runs ─► coded side by side ─► packs, in the order of the table ─► uploaded meanwhile
+
+Which packs there are depends on the bytes alone and never on the threads, so an attempt that is repeated finds the
+packs of the one before. Packs are content-addressed and nobody looks at them until a manifest names them.
+
+Memory, beside the weights and their base: what is being coded, the pack being filled, and the packs being uploaded.
+Each has a bound below, together less than 256 MiB.
+"""
+
+from __future__ import annotations
+
+import collections
+import os
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from typing import NamedTuple, TypeVar
+
+import numpy as np
+
+from rollmill.errors import WeightsError
+from rollmill.storage.parallel import Uploads
+from rollmill.weights.format.codings import Coding, Encoded, Goal, encode_difference, encode_full
+from rollmill.weights.format.keys import pack_prefix
+from rollmill.weights.format.manifest import (
+    Base,
+    Encoding,
+    Layout,
+    Pack,
+    Payload,
+    TensorEntry,
+    chunk_digest,
+    digest_bytes,
+)
+from rollmill.weights.format.tensors import WIDTHS, chunk_ranges
+from rollmill.weights.reading.store import WeightStore
+
+# A pack is closed before it grows past a quarter of the packs before it, within these bounds, unless it is a single
+# payload: a delta travels in several packs, so that the first are checked and written while the last are under way.
+SMALLEST_PACK_BYTES, PACK_BYTES = 1 << 20, 32 << 20
+RUN_BYTES = 512 << 10  # small chunks are coded together up to this much: fewer calls, and they compress better
+UPLOAD_BYTES = 64 << 20  # at most this much is on its way
+CODING_BYTES = 192 << 20  # at most this much scratch for coding, or one chunk
+_MOST_THREADS = 16
+_SMALL_BYTES = 8 << 20  # a model of this size is coded sooner than threads are started
+
+_Result = TypeVar("_Result")
+
+
+class Row(NamedTuple):
+    """One row of the chunk table, before its digest is known."""
+
+    place: int  # in the chunk table
+    tensor: str
+    chunk: int  # in the tensor
+    start: int  # byte range in the tensor
+    stop: int
+    width: int  # of an element
+
+    @property
+    def size(self) -> int:
+        return self.stop - self.start
+
+
+Run = list[Row]
+BytesOf = Callable[[Row], np.ndarray]  # the bytes of a chunk: flat uint8, a view
+
+
+class Before(NamedTuple):
+    """The version a delta starts from."""
+
+    base: Base
+    digests: Sequence[str]  # of its whole chunk table
+    bytes_of: BytesOf | None  # None: they could not be read back, and chunks are coded whole
+
+
+class Coded(NamedTuple):
+    """What became of the rows: everything is in the store, and nothing names it yet."""
+
+    digests: dict[int, str]  # by place
+    delta: Encoding | None
+    snapshot: Encoding | None
+
+
+def rows_of(layout: Layout) -> list[Row]:
+    """The chunk table of tensors with these names, dtypes and shapes."""
+    rows: list[Row] = []
+    for name, dtype, shape in layout:
+        width = WIDTHS[dtype]
+        for chunk, (start, stop) in enumerate(chunk_ranges(shape)):
+            rows.append(Row(len(rows), name, chunk, start * width, stop * width, width))
+    return rows
+
+
+def entries_of(layout: Layout, digests: Sequence[str]) -> tuple[TensorEntry, ...]:
+    """The layout with the digest of each chunk."""
+    rest = iter(digests)
+    return tuple(
+        TensorEntry(name=name, dtype=dtype, shape=shape, chunks=tuple(next(rest) for _ in chunk_ranges(shape)))
+        for name, dtype, shape in layout
+    )
+
+
+class Encoder:
+    """Codes chunks of one line and writes their packs."""
+
+    def __init__(
+        self, store: WeightStore, line: str, form: str, goal: Goal = "fast", threads: int | None = None
+    ) -> None:
+        if threads is not None and threads < 1:
+            raise WeightsError(f"a publisher with {threads} threads", hint="leave it out to use the cores there are")
+        self._objects, self._line, self._form = store.objects, line, form
+        self._goal, self._threads = goal, threads
+
+    def encode(self, number: int, rows: Sequence[Row], new: BytesOf, before: Before | None, snapshot: bool) -> Coded:
+        """Code the rows as a delta where there is a version before, and as a snapshot if asked or there is none."""
+        total = sum(row.size for row in rows)
+        threads = 1 if total < _SMALL_BYTES else self._threads or min(_cores(), _MOST_THREADS)
+        runs = _runs(rows)
+        prefix = pack_prefix(self._line, self._form, number)
+        digests: dict[int, str] = {}
+        delta = full = None
+        with Uploads(self._objects, bytes_in_flight=UPLOAD_BYTES) as uploads:
+            if before is not None:
+                delta = self._delta(_PackWriter(uploads, prefix), runs, new, before, digests, threads)
+            if snapshot or before is None:
+                full = _snapshot(_PackWriter(uploads, prefix), runs, new, digests, threads)
+        return Coded(digests, delta, full)
+
+    def _delta(
+        self, packs: _PackWriter, runs: list[Run], new: BytesOf, before: Before, digests: dict[int, str], threads: int
+    ) -> Encoding:
+        def code(run: Run) -> tuple[Encoded, list[str]]:
+            elements, width = _join(new, run), run[0].width
+            if before.bytes_of is None:
+                encoded = Encoded("raw", encode_full(elements, width), elements.size // width)
+            else:
+                encoded = encode_difference(_join(before.bytes_of, run), elements, width, self._goal)
+            if not encoded.changed:
+                return encoded, [before.digests[row.place] for row in run]
+            return encoded, [chunk_digest(new(row).data) for row in run]
+
+        changed = 0
+        raw = before.bytes_of is None
+        for run, (encoded, found) in _in_order(
+            code, runs, threads, lambda run: _size(run) * 3 if raw else _size(run) // 2
+        ):
+            digests.update((row.place, digest) for row, digest in zip(run, found, strict=True))
+            changed += encoded.changed
+            if encoded.changed:
+                packs.add(run, encoded.coding, encoded.payload)
+        return packs.finish(changed, before.base)
+
+
+def _snapshot(packs: _PackWriter, runs: list[Run], new: BytesOf, digests: dict[int, str], threads: int) -> Encoding:
+    known = bool(digests)
+
+    def code(run: Run) -> tuple[bytes, list[str]]:
+        payload = encode_full(_join(new, run), run[0].width)
+        return payload, [] if known else [chunk_digest(new(row).data) for row in run]
+
+    for run, (payload, found) in _in_order(code, runs, threads, lambda run: _size(run) * 3):
+        digests.update((row.place, digest) for row, digest in zip(run, found, strict=False))
+        packs.add(run, "raw", payload)
+    return packs.finish(sum(row.size // row.width for run in runs for row in run))
+
+
+class _PackWriter:
+    """Collects payloads in the order of the chunk table and hands full packs to be uploaded."""
+
+    def __init__(self, uploads: Uploads, prefix: str) -> None:
+        self._uploads, self._prefix = uploads, prefix
+        self._open: list[bytes] = []
+        self._open_bytes = self._closed_bytes = 0
+        self._packs: list[Pack] = []
+        self._payloads: list[Payload] = []
+
+    def add(self, run: Run, coding: Coding, payload: bytes) -> None:
+        limit = min(max(self._closed_bytes // 4, SMALLEST_PACK_BYTES), PACK_BYTES)
+        if self._open and self._open_bytes + len(payload) > limit:
+            self._close_pack()
+        where = {"pack": len(self._packs), "offset": self._open_bytes, "bytes": len(payload)}
+        self._payloads.append(Payload(first=run[0].place, chunks=len(run), coding=coding, **where))
+        self._open.append(payload)
+        self._open_bytes += len(payload)
+
+    def finish(self, changed_elements: int, base: Base | None = None) -> Encoding:
+        if self._open:
+            self._close_pack()
+        return Encoding(
+            base=base, packs=tuple(self._packs), payloads=tuple(self._payloads), changed_elements=changed_elements
+        )
+
+    def _close_pack(self) -> None:
+        data = self._open[0] if len(self._open) == 1 else b"".join(self._open)
+        self._open, self._open_bytes = [], 0
+        self._closed_bytes += len(data)
+        pack = Pack(digest=digest_bytes(data), bytes=len(data))
+        self._uploads.create(f"{self._prefix}{pack.digest}", data)
+        self._packs.append(pack)
+
+
+def _runs(rows: Sequence[Row]) -> list[Run]:
+    """Rows that follow each other in the chunk table and have one element width, coded together."""
+    runs: list[Run] = []
+    size = 0
+    for row in rows:
+        last = runs[-1][-1] if runs else None
+        joins = last is not None and last.place + 1 == row.place and last.width == row.width
+        if not joins or size + row.size > RUN_BYTES:
+            runs.append([])
+            size = 0
+        runs[-1].append(row)
+        size += row.size
+    return runs
+
+
+def _in_order(
+    work: Callable[[Run], _Result], runs: list[Run], threads: int, scratch: Callable[[Run], int]
+) -> Iterator[tuple[Run, _Result]]:
+    """The runs with what `work` makes of them, worked on side by side as far as the scratch memory allows."""
+    if threads == 1:
+        yield from ((run, work(run)) for run in runs)
+        return
+    ahead: collections.deque[tuple[Run, Future[_Result]]] = collections.deque()
+    held = 0
+    with ThreadPoolExecutor(threads, thread_name_prefix="encode") as pool:
+        try:
+            for run in runs:
+                while ahead and (held + scratch(run) > CODING_BYTES or len(ahead) > 2 * threads):
+                    held -= scratch(ahead[0][0])
+                    yield _finished(ahead)
+                ahead.append((run, pool.submit(work, run)))
+                held += scratch(run)
+            while ahead:
+                yield _finished(ahead)
+        finally:
+            for _, future in ahead:
+                future.cancel()
+
+
+def _finished(ahead: collections.deque[tuple[Run, Future[_Result]]]) -> tuple[Run, _Result]:
+    run, future = ahead.popleft()
+    return run, future.result()
+
+
+def _cores() -> int:
+    """Those this process may use, where the system tells."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+
+
+def _size(run: Run) -> int:
+    return sum(row.size for row in run)
+
+
+def _join(bytes_of: BytesOf, run: Run) -> np.ndarray:
+    """A run as one array: small chunks are copied together, a large one is a view."""
+    return bytes_of(run[0]) if len(run) == 1 else np.concatenate([bytes_of(row) for row in run])

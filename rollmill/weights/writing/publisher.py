@@ -1,0 +1,259 @@
+"""Publisher: commits versions of one line in one form. The trainer holds one.
+
+Order of a publish: packs (named by their digest), a look whether somebody took the line over, then the manifest,
+create-only. Only when the manifest is there does the base move on. A publisher that dies at any point leaves either
+the whole version or nothing anyone looks at, and publishing the same number again with the same weights completes or
+confirms it. epochs.py says what happens to two publishers of one line; parts.py is for a trainer in several processes.
+"""
+
+from __future__ import annotations
+
+import os
+import socket
+import time
+import uuid
+from collections.abc import Mapping
+from typing import Any
+
+import numpy as np
+from pydantic import ValidationError
+
+from rollmill.errors import ObjectExists, WeightsError
+from rollmill.types import Version
+from rollmill.weights.format.codings import Goal
+from rollmill.weights.format.keys import manifest_key, valid_name
+from rollmill.weights.format.manifest import Base, Encoding, Manifest, TensorEntry, describe, layout_of, root_digest
+from rollmill.weights.format.tensors import HostTensor, Tensors
+from rollmill.weights.reading.store import WeightStore
+from rollmill.weights.writing.encoder import Before, BytesOf, Encoder, Row, entries_of, rows_of
+from rollmill.weights.writing.epochs import check_epoch, take_epoch
+
+
+class Writer:
+    """The right to commit versions of a line: takes it over, and stops for good once somebody else has."""
+
+    def __init__(self, store: WeightStore, line: str, form: str) -> None:
+        self.store, self.line, self.form = store, valid_name(line), valid_name(form)
+        self.epoch = 0
+        self.name = f"{socket.gethostname()[:100]}:{os.getpid()}:{uuid.uuid4().hex[:8]}"
+        self._fenced: WeightsError | None = None
+
+    def take_over(self) -> Manifest | None:
+        """Fence every other writer; returns the newest version, after which none of theirs is to be expected."""
+        self.refuse_if_fenced()
+        head = self.store.head(self.line, self.form)
+        self.epoch = take_epoch(self.store, self.line, self.form, self.name, head)
+        head = self.store.head(self.line, self.form, after=head)  # one may have come in between
+        return self.store.manifest(Version(self.line, head), self.form) if head is not None else None
+
+    def refuse_if_fenced(self) -> None:
+        if self._fenced is not None:
+            raise WeightsError(self._fenced.message, hint=self._fenced.hint)
+
+    def check(self) -> None:
+        """WeightsError, from now on always, if somebody took the line over."""
+        self.refuse_if_fenced()
+        try:
+            check_epoch(self.store, self.line, self.form, self.epoch)
+        except WeightsError as error:
+            self._fenced = error
+            raise
+
+    def commit(self, manifest: Manifest) -> bool:
+        """Create the manifest. False: the number is taken, by whatever."""
+        self.check()
+        try:
+            self.store.objects.create(manifest_key(manifest.version, self.form), manifest.to_bytes())
+        except ObjectExists:
+            return False
+        return True
+
+    def manifest(
+        self,
+        number: int,
+        entries: tuple[TensorEntry, ...],
+        encodings: tuple[Encoding | None, Encoding | None],
+        last: Manifest | None,
+        parent: Version | None,
+        metadata: Mapping[str, Any],
+    ) -> Manifest:
+        """The manifest of the version after `last`; its encodings are delta and snapshot."""
+        parent = parent or (last.version if last else None)
+        origin = last.origin if last else parent
+        try:
+            return Manifest(
+                line=self.line,
+                number=number,
+                form=self.form,
+                parent_line=parent.line if parent else None,
+                parent_number=parent.number if parent else None,
+                first=last.first if last else number,
+                origin_line=origin.line if origin else None,
+                origin_number=origin.number if origin else None,
+                digest=root_digest(entries),
+                tensors=entries,
+                delta=encodings[0],
+                snapshot=encodings[1],
+                metadata=dict(metadata),
+                writer=self.name,
+                epoch=self.epoch,
+                created_at=time.time(),
+            )
+        except ValidationError as error:
+            problem = error.errors()[0]
+            where = ".".join(map(str, problem["loc"]))
+            raise WeightsError(
+                f"{Version(self.line, number)} cannot be published: {where}: {problem['msg']}",
+                hint="metadata must be plain JSON values, numbers count from 0",
+            ) from None
+
+    def diverged(self, manifest: Manifest, ours: str) -> WeightsError:
+        return WeightsError(
+            f"{manifest.version} ({self.form}) has diverged: {manifest.writer} (epoch {manifest.epoch}) published "
+            f"{manifest.digest[:16]}…, and this writer (epoch {self.epoch}) has {ours}",
+            hint="one trainer per line; to go on with these weights, start a new line from the last common version",
+        )
+
+    def check_number(self, number: int, last: Manifest | None) -> None:
+        """WeightsError unless `number` follows the version this writer stands at."""
+        if last is not None and number != last.number + 1:
+            raise WeightsError(
+                f"{self.line} stands at {last.number}, so {number} cannot be published: numbers follow each other",
+                hint="a line that should go on from an earlier version needs a new name; its parent can be any version",
+            )
+
+
+class Publisher:
+    """`publish` numbers a line without gaps; a snapshot every `snapshot_every` numbers, deltas always.
+
+    `goal` is what deltas should be: quick to make ("fast"), "small", or without a base ("overwrite").
+    """
+
+    def __init__(
+        self,
+        store: WeightStore,
+        line: str,
+        form: str = "bf16",
+        snapshot_every: int = 25,
+        goal: Goal = "fast",
+        threads: int | None = None,
+    ) -> None:
+        self.snapshot_every = checked_snapshot_every(snapshot_every)
+        self._writer = Writer(store, line, form)
+        self.store, self.line, self.form = store, line, form
+        self.last: Manifest | None = None  # the newest version of the line as far as this publisher knows
+        self.problem: str | None = None  # why the newest version cannot serve as a base, if it cannot
+        self._encoder = Encoder(store, line, form, goal, threads)
+        self._base: dict[str, HostTensor] | None = None  # private, writeable copy of the weights of `last`
+        self._resumed = False
+
+    @property
+    def epoch(self) -> int:
+        """Which of the publishers that have taken the line over this one is; 0 before it has."""
+        return self._writer.epoch
+
+    def resume(self) -> Manifest | None:
+        """Take the line over where it stands: rebuild the base from the newest committed version, verified.
+
+        Whoever published on it before is fenced. A version that cannot be read back is no reason to stop training:
+        the next one is then a snapshot of its own, which is also what heals the engines.
+        """
+        self.last, self._base, self.problem = self._writer.take_over(), None, None
+        self._resumed = True
+        if self.last is not None:
+            try:
+                self._base = _taken(self.store.load(self.last.version, self.form))
+            except WeightsError as error:
+                self.problem = str(error)
+        return self.last
+
+    def publish(
+        self, number: int, tensors: Tensors, parent: Version | None = None, metadata: Mapping[str, Any] | None = None
+    ) -> Manifest:
+        """Commit version `number`. Its parent is the previous number unless another version, of any line, is named.
+
+        A number that exists is compared: same weights, and the existing manifest is the answer; others are an error.
+        """
+        self._writer.refuse_if_fenced()
+        if not self._resumed:
+            self.resume()
+        self._writer.check()
+        known = self.last.number if self.last else None
+        head = self.store.head(self.line, self.form, after=known)
+        if head is not None and number <= head:
+            return self._confirm(number, tensors)
+        if head != known:
+            self._writer.check()
+            raise self._overtaken(head)
+        self._writer.check_number(number, self.last)
+        manifest = self._write(number, tensors, parent, metadata or {})
+        if not self._writer.commit(manifest):
+            return self._confirm(number, tensors)
+        self._promote(manifest, tensors)
+        return manifest
+
+    def _write(self, number: int, tensors: Tensors, parent: Version | None, metadata: Mapping[str, Any]) -> Manifest:
+        layout = layout_of(tensors)
+        before = None
+        if self._base is not None and self.last is not None and layout_of(self.last.tensors) == layout:
+            base = Base(number=self.last.number, digest=self.last.digest)
+            before = Before(base, [chunk.digest for chunk in self.last.chunks], _bytes_of(self._base))
+        snapshot = number % self.snapshot_every == 0
+        coded = self._encoder.encode(number, rows_of(layout), _bytes_of(tensors), before, snapshot)
+        entries = entries_of(layout, [coded.digests[place] for place in range(len(coded.digests))])
+        return self._writer.manifest(number, entries, (coded.delta, coded.snapshot), self.last, parent, metadata)
+
+    def _confirm(self, number: int, tensors: Tensors) -> Manifest:
+        manifest = self.store.manifest(Version(self.line, number), self.form)
+        digest = root_digest(describe(tensors))
+        if digest != manifest.digest:
+            self._writer.check()  # by whoever fenced us since we looked, or else by a late writer whom we fenced
+            raise self._writer.diverged(manifest, f"{digest[:16]}…")
+        if self.last is None or manifest.number > self.last.number:
+            self._promote(manifest, tensors)
+        return manifest
+
+    def _overtaken(self, head: int | None) -> WeightsError:
+        newest = self.store.manifest(Version(self.line, head), self.form) if head is not None else None
+        writer = f" by {newest.writer} (epoch {newest.epoch})" if newest else ""
+        return WeightsError(
+            f"{self.line} has moved to version {head}{writer} while this publisher stood at "
+            f"{self.last.number if self.last else 'the beginning'}: two writers on one line",
+            hint="stop one of them; resume() takes the line over where it stands",
+        )
+
+    def _promote(self, manifest: Manifest, tensors: Tensors) -> None:
+        """The base moves only now: the version is committed. Only the chunks that differ are copied."""
+        if self._base is not None and self.last is not None and layout_of(self.last.tensors) == layout_of(tensors):
+            for old, new in zip(self.last.chunks, manifest.chunks, strict=True):
+                if old.digest != new.digest:
+                    part = slice(new.start, new.stop)
+                    np.copyto(self._base[new.tensor.name].data[part], tensors[new.tensor.name].data[part])
+        else:
+            self._base = None  # before the copy is made: there is never more than one
+            self._base = _owned(tensors)
+        self.last, self.problem = manifest, None
+
+
+def checked_snapshot_every(snapshot_every: int) -> int:
+    if snapshot_every < 1:
+        raise WeightsError(f"snapshot_every is {snapshot_every}", hint="1 makes every version a snapshot")
+    return snapshot_every
+
+
+def _bytes_of(tensors: Tensors) -> BytesOf:
+    def bytes_of(row: Row) -> np.ndarray:
+        return tensors[row.tensor].data[row.start : row.stop]
+
+    return bytes_of
+
+
+def _taken(tensors: dict[str, HostTensor]) -> dict[str, HostTensor]:
+    """Weights that were loaded for us alone and may be written to, without a second copy of them."""
+    for tensor in tensors.values():
+        tensor.data.flags.writeable = True
+    return tensors
+
+
+def _owned(tensors: Tensors) -> dict[str, HostTensor]:
+    return {name: HostTensor(tensor.dtype, tensor.shape, tensor.data.copy()) for name, tensor in tensors.items()}

@@ -1,0 +1,177 @@
+"""Demonstrations agree token by token with real sessions, and are wrong in the way they are meant to be."""
+
+from __future__ import annotations
+
+import json
+import random
+import subprocess
+import sys
+from itertools import islice
+from pathlib import Path
+
+import pytest
+
+from rollmill.chat.format import ChatFormat, Message, message_calls
+from rollmill.chat.formats.choice import format_of
+from rollmill.chat.formats.compact import SPECIAL_TOKENS, CompactFormat
+from rollmill.chat.tokenizer import Tokenizer, train_tokenizer
+from rollmill.demo.demonstrations import (
+    Demonstrations,
+    Habits,
+    demonstrate,
+    misread,
+    plain_code,
+    render_transcript,
+    tokenizer_texts,
+)
+from rollmill.demo.functions import NUMBERS, OPERATORS, Function, Step
+from rollmill.demo.micro_repos import MAIN, TEST, Repository, repositories
+from rollmill.environments.harnesses.tools import OK, apply_edit, parse_arguments, render_read, render_run, tool_schemas
+
+
+@pytest.fixture(scope="module")
+def tokenizer() -> Tokenizer:
+    return Tokenizer(train_tokenizer(tokenizer_texts(1000), 512, SPECIAL_TOKENS))
+
+
+@pytest.fixture(scope="module")
+def format(tokenizer: Tokenizer) -> CompactFormat:
+    return CompactFormat(tokenizer)
+
+
+@pytest.fixture(scope="module")
+def sessions() -> list[tuple[Repository, list[Message], Function]]:
+    generator = random.Random(0)
+    return [
+        (repository, *demonstrate(repository, generator, Habits()))
+        for repository in islice(repositories("train", 1), 600)
+    ]
+
+
+def answer(repository: Repository, directory: Path, message: Message) -> str:
+    """What the harness would answer, from real files and a real test run."""
+    [(name, arguments)] = message_calls(message)
+    values = parse_arguments(name, arguments)
+    if name == "read":
+        return render_read((directory / values["path"]).read_text())
+    if name == "edit":
+        path = directory / values["path"]
+        path.write_text(apply_edit(path.read_text(), values["line"], values["text"]))
+        return OK
+    assert name == "run"
+    process = subprocess.run([sys.executable, "-B", TEST], cwd=directory, capture_output=True, check=False)
+    return render_run(process.returncode, process.stdout + process.stderr)
+
+
+@pytest.fixture(scope="module", params=["compact", "hermes", "hermes, tools learnt"])
+def any_format(request: pytest.FixtureRequest, tokenizer: Tokenizer) -> ChatFormat:
+    if request.param == "compact":
+        return format_of(tokenizer)
+    chatml = Tokenizer(train_tokenizer(tokenizer_texts(200), 512, ("<|endoftext|>", "<|im_start|>", "<|im_end|>")))
+    return format_of(chatml, tools_in_prompt=request.param == "hermes")
+
+
+def test_a_real_session_gives_the_same_tokens(
+    sessions: list[tuple[Repository, list[Message], Function]], any_format: ChatFormat, tmp_path: Path
+) -> None:
+    """The model's answers are parsed, carried out for real and rendered turn by turn, as gateway and harness do."""
+    format, tools = any_format, tool_schemas()
+    longest = sorted(sessions, key=lambda session: -len(session[1]))[:2]
+    shapes = [
+        next(session for session in sessions if session[0].blueprint.shape == name) for name in ("fix", "write", "test")
+    ]
+    for number, (repository, messages, _) in enumerate(longest + shapes):
+        directory = tmp_path / str(number)
+        directory.mkdir()
+        for path, text in repository.task.files.items():
+            (directory / path).write_text(text)
+        tokens = format.render_start([{"role": "user", "content": repository.task.prompt}], tools)
+        for index in range(1, len(messages), 2):
+            sampled = format.render_answer(messages[index], tools)
+            tokens += sampled
+            parsed = format.parse(sampled, tools)
+            if message_calls(parsed)[0][0] != "done":
+                result = {"role": "tool", "tool_call_id": "any", "content": answer(repository, directory, parsed)}
+                tokens += format.render_turn([result], tools, answer_closed=True)
+        assert render_transcript(messages, format)[0] == tokens
+
+
+def test_exactly_the_agents_tokens_are_learnt(
+    sessions: list[tuple[Repository, list[Message], Function]], any_format: ChatFormat
+) -> None:
+    for _, messages, _ in sessions[:50]:
+        tokens, learnt = render_transcript(messages, any_format)
+        answers = [token for message in messages[1::2] for token in any_format.render_answer(message, tool_schemas())]
+        assert [token for token, flag in zip(tokens, learnt, strict=True) if flag] == answers
+
+
+def test_documents_depend_on_seed_and_index_alone(format: CompactFormat, tokenizer: Tokenizer) -> None:
+    documents = Demonstrations(format, tokenizer)
+    stream = list(islice(documents(5), 40))
+    assert list(islice(documents(5, start=25), 15)) == stream[25:]
+    assert list(islice(documents(6), 40)) != stream
+    assert all(len(tokens) == len(learnt) and any(learnt) for tokens, learnt in stream)
+
+
+def test_sessions_show_every_course_a_session_can_take(
+    sessions: list[tuple[Repository, list[Message], Function]],
+) -> None:
+    courses = set()
+    for _, messages, _ in sessions:
+        calls = [message_calls(message)[0][0] for message in messages[1::2]]
+        passed = messages[-2]["content"] == OK
+        courses.add((calls.count("edit"), calls[-2] == "run", passed))
+    assert (1, True, True) in courses  # right, or wrong unnoticed
+    assert (1, True, False) in courses  # failed and given up
+    assert (1, False, True) in courses  # not tested
+    assert (2, True, True) in courses  # failed, tried again, passed
+    assert (2, True, False) in courses
+
+
+def test_the_agent_is_as_wrong_as_its_habits_say() -> None:
+    generator = random.Random(1)
+    habits = Habits()
+    for operator in OPERATORS.values():
+        function = Function((Step(operator, 20),))
+        written = [misread(function, generator, habits).steps[0] for _ in range(2000)]
+        right = sum(step.operator is operator for step in written) / 2000
+        wrong = [step.operator.name for step in written if step.operator is not operator]
+        assert right == pytest.approx(
+            habits.right_when_weak if operator.name in habits.weak else habits.right_otherwise, abs=0.04
+        )
+        assert wrong.count(operator.confusable) / len(wrong) > 0.7
+        assert sum(step.number == 20 for step in written) / 2000 == pytest.approx(habits.right_number, abs=0.02)
+
+
+def test_perfect_imitation_solves_less_than_half(
+    sessions: list[tuple[Repository, list[Message], Function]],
+) -> None:
+    solved = [
+        all(handed_in.value(x) == repository.function.value(x) for x in repository.hidden)
+        for repository, _, handed_in in sessions
+    ]
+    assert 0.3 < sum(solved) / len(solved) < 0.5
+
+
+def test_nothing_held_out_is_demonstrated(sessions: list[tuple[Repository, list[Message], Function]]) -> None:
+    for repository, messages, _ in sessions:
+        assert repository.task.split == "train"
+        assert not any(step.heldout for step in repository.function.steps)
+        assert json.dumps(messages).count(repository.function.words) >= 1
+
+
+def test_sessions_are_short_and_numbers_are_one_token(
+    sessions: list[tuple[Repository, list[Message], Function]], format: CompactFormat, tokenizer: Tokenizer
+) -> None:
+    rendered = [render_transcript(messages, format) for _, messages, _ in sessions]
+    assert sum(len(tokens) for tokens, _ in rendered) / len(rendered) < 70
+    assert sum(sum(learnt) for _, learnt in rendered) / len(rendered) < 30
+    assert all(len(tokenizer.encode(str(number))) == 1 for number in NUMBERS)
+    for operator in OPERATORS.values():
+        assert len(tokenizer.encode(f" {operator.symbol}")) == 1
+
+
+def test_plain_code_says_nothing_in_words() -> None:
+    function = Function((Step(OPERATORS["subtract"], 8), Step(OPERATORS["and"], 28)))
+    assert plain_code(function) == "def f(x):\n    return (x - 8) & 28\n"
+    assert MAIN not in plain_code(function)
