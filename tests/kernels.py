@@ -16,6 +16,7 @@ import numpy as np
 import pytest
 import torch
 
+from rollmill.models import triton as triton_support
 from rollmill.models.updates import bits
 
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
@@ -41,7 +42,7 @@ def prepare() -> None:
 def without_kernels() -> Iterator[None]:
     """What is on the CPU runs without kernels in here."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(bits, "interpreted", False)
+        patch.setattr(triton_support, "interpreted", False)
         yield
 
 

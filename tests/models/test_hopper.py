@@ -17,11 +17,11 @@ import torch
 
 import rollmill.inference.embedded
 import rollmill.models.kernels
+from rollmill.models import triton as triton_support
 from rollmill.models.decoder import Decoder
 from rollmill.models.host import round_to_form_
 from rollmill.models.kernels.head import head_logprobs, head_next_token
 from rollmill.models.kernels.varlen import VarlenAttention
-from rollmill.models.updates import bits
 from rollmill.models.updates.delta import audit, difference_streams, stage
 from rollmill.training.config import OptimizerConfig
 from rollmill.training.optimizer import MasterOptimizer
@@ -81,7 +81,7 @@ def compiler(monkeypatch: pytest.MonkeyPatch) -> Compiler:
     from triton.runtime.jit import JITFunction
 
     found = Compiler()
-    monkeypatch.setattr(bits, "interpreted", True)  # the code of kernels is asked for on the CPU
+    monkeypatch.setattr(triton_support, "interpreted", True)  # the code of kernels is asked for on the CPU
     # nothing is computed: what kernels would have written is read as zeros
     monkeypatch.setattr(torch, "empty", torch.zeros)
     monkeypatch.setattr(torch, "empty_like", torch.zeros_like)

@@ -11,6 +11,7 @@ from rollmill.storage.http import object_app
 from rollmill.storage.objects import Objects
 from rollmill.types import Version
 from rollmill.weights import Mirror, Publisher, WeightStore
+from rollmill.weights.files import companions as companions_module
 from rollmill.weights.files.companions import (
     Companion,
     Index,
@@ -19,7 +20,6 @@ from rollmill.weights.files.companions import (
     keep_companions,
     kept_companions,
 )
-from rollmill.weights.files.directory import companions as companions_module
 from rollmill.weights.format.keys import manifest_key
 from rollmill.weights.format.manifest import digest_bytes, seal
 from rollmill.weights.regions.collect import ABANDONED_SECONDS, collect, collect_companions
