@@ -137,6 +137,7 @@ class RunConfig(Config):
 class RunDirectory:
     path: Path
     config: RunConfig
+    id: str  # globally unique: keys ledger, groups, trajectories and evaluations, also in a database that runs share
     ports: dict[str, int]
     admin_token: str
     production_key: str
@@ -146,7 +147,8 @@ class RunDirectory:
         path = root / config.name
         roles = ["gateway", "store", *(f"engine-{region}" for region in config.regions)]
         ports = dict(zip(roles, free_ports(len(roles)), strict=True))
-        run = cls(path, config, ports, secrets.token_urlsafe(24), secrets.token_urlsafe(24))
+        id = f"{config.name}-{secrets.token_hex(4)}"
+        run = cls(path, config, id, ports, secrets.token_urlsafe(24), secrets.token_urlsafe(24))
         run._create()
         return run
 
@@ -156,7 +158,8 @@ class RunDirectory:
         try:
             saved = json.loads(file.read_text())
             config = validate_config(RunConfig, saved["config"], str(file))
-            return cls(path, config, saved["ports"], saved["admin_token"], saved["production_key"])
+            id = saved.get("id", config.name)  # runs made before there were ids are keyed by their name
+            return cls(path, config, id, saved["ports"], saved["admin_token"], saved["production_key"])
         except (FileNotFoundError, NotADirectoryError):
             raise ConfigError(
                 f"{path} holds no run (no run.json)", hint="`ls runs/` shows the runs there are"
@@ -171,6 +174,7 @@ class RunDirectory:
     def _create(self) -> None:
         """Write run.json, which must not exist yet: it appears whole or not at all, and only its owner can read it."""
         body = {
+            "id": self.id,
             "config": self.config.model_dump(mode="json"),
             "ports": self.ports,
             "admin_token": self.admin_token,

@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import json
+import re
 import socket
 import stat
 from concurrent.futures import ThreadPoolExecutor
@@ -10,6 +11,8 @@ import pytest
 
 from rollmill.cluster.run import RunDirectory
 from rollmill.errors import ConfigError
+from rollmill.storage.database import open_database
+from rollmill.trajectories.ledger import Ledger
 from tests.cluster.conftest import make_config
 
 
@@ -54,6 +57,25 @@ def test_a_run_directory_is_opened_as_it_was_created(tmp_path: Path) -> None:
     assert run.home_store == run.path / "store"
     assert run.store_path("far-away") == run.path / "regions" / "far-away" / "store"
     assert run.admin_token != run.production_key and len(run.admin_token) >= 32
+
+
+def test_runs_of_one_name_have_different_ids(tmp_path: Path) -> None:
+    """So runs of two people or two machines can share a database and a store."""
+    runs = [RunDirectory.create(tmp_path / owner, make_config()) for owner in ("ann", "bob")]
+    assert runs[0].id != runs[1].id
+    assert all(re.fullmatch("small-[0-9a-f]{8}", run.id) for run in runs)
+    database = open_database(f"sqlite:///{tmp_path / 'shared.db'}")
+    ledgers = [Ledger(database, run.id) for run in runs]
+    ids = ["one-trajectory"]
+    assert ledgers[0].start_group("group", "task", 1, bound=1, min_version=0, ids=ids, provenance={})
+    assert [ledger.groups_started() for ledger in ledgers] == [1, 0]
+
+
+def test_a_run_made_before_there_were_ids_is_keyed_by_its_name(run: RunDirectory) -> None:
+    saved = json.loads((run.path / "run.json").read_text())
+    del saved["id"]
+    (run.path / "run.json").write_text(json.dumps(saved))
+    assert RunDirectory.open(run.path).id == run.config.name
 
 
 def test_only_the_owner_can_read_the_keys(run: RunDirectory) -> None:

@@ -68,7 +68,7 @@ def test_from_checkpoint_to_checkpoint(tmp_path: Path) -> None:
     tokenizer = transformers.PreTrainedTokenizerFast(tokenizer_file=str(checkpoint / "tokenizer.json"))
     text = tokenizer.decode(trajectories.load(rows[0].id).segments[0].tokens)
     assert text.startswith("<|im_start|>user\n") and "<|im_end|>\n<|im_start|>assistant\n" in text
-    assert len(Ledger(open_database(run.database_url), "mine").steps()) == 2
+    assert len(Ledger(open_database(run.database_url), run.id).steps()) == 2
 
     # the checkpoint is not needed any more: the run is resumed without it, and finds everything done
     moved = Path(shutil.move(checkpoint, tmp_path / "moved"))

@@ -26,7 +26,7 @@ def test_synchronous_run_in_two_regions(tmp_path: Path, midtrained: RunDirectory
     run = small_run(tmp_path, "circle", "max_staleness=0", base=midtrained)
     run_to_report(run)
     objects = Objects.open(run.home_store)
-    weights, ledger = WeightStore(objects), Ledger(open_database(run.database_url), "circle")
+    weights, ledger = WeightStore(objects), Ledger(open_database(run.database_url), run.id)
     trajectories = TrajectoryStore(open_database(run.database_url), objects)
     events = read_events(run.events)
 

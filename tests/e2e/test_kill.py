@@ -40,7 +40,7 @@ def start(run: RunDirectory) -> subprocess.Popen[bytes]:
 def stores(run: RunDirectory) -> tuple[WeightStore, Ledger, TrajectoryStore]:
     objects = Objects.open(run.store_path("home"))
     database = open_database(run.database_url)
-    return WeightStore(objects), Ledger(database, run.config.name), TrajectoryStore(database, objects)
+    return WeightStore(objects), Ledger(database, run.id), TrajectoryStore(database, objects)
 
 
 def pid_of(run: RunDirectory, role: str) -> int | None:
@@ -65,7 +65,7 @@ def wait_for(condition, seconds: float, process: subprocess.Popen[bytes], run: R
 
 
 def finished_ids(trajectories: TrajectoryStore, run: RunDirectory) -> set[str]:
-    rows = trajectories.list(run=run.config.name, limit=100_000)
+    rows = trajectories.list(run=run.id, limit=100_000)
     return {row.id for row in rows if row.state in (TrajectoryState.finished, TrajectoryState.graded)}
 
 
@@ -119,8 +119,8 @@ def check_books(run: RunDirectory, seen_digests: dict[int, str], seen_finished: 
     uses = Counter(id for step in steps for id in step.trajectories)
     assert uses and max(uses.values()) == 1
     # nothing that was finished is lost: it is graded, and the books say what became of it
-    rows = {row.id: row for row in trajectories.list(run=run.config.name, limit=100_000)}
-    assert all(rows[id].state == TrajectoryState.graded for id in seen_finished)
+    rows = {row.id: row for row in trajectories.list(run=run.id, limit=100_000)}
+    assert seen_finished and all(rows[id].state == TrajectoryState.graded for id in seen_finished)
     decided = {id for step in steps for id in (*step.trajectories, *step.excluded)}
     assert seen_finished <= decided
     # every group ended, every trajectory is in exactly one state
@@ -137,5 +137,8 @@ def check_books(run: RunDirectory, seen_digests: dict[int, str], seen_finished: 
         for segment in trajectories.load(id).segments:
             for policy in segment.policies:
                 assert weights.manifest(Version(policy.line, policy.number)).digest == policy.digest
-    assert json.loads((run.path / "report.json").read_text())["restarts"] >= 0
-    assert restarted(run) >= set(VICTIMS[:-1])
+    # each process that was killed was restarted once, no other died with it, and the report counts them
+    restarts = [event for event in read_events(run.events) if event["kind"] == "restart"]
+    died = sorted((event["target"], event["exit_code"]) for event in restarts)
+    assert died == sorted((victim, -signal.SIGKILL) for victim in VICTIMS[:-1])
+    assert json.loads((run.path / "report.json").read_text())["restarts"] == len(restarts)

@@ -36,7 +36,7 @@ def main(run: RunDirectory) -> None:
 
 async def _dispatch(run: RunDirectory) -> None:
     config = run.config
-    ledger = Ledger(open_database(run.database_url), config.name)
+    ledger = Ledger(open_database(run.database_url), run.id)
     async with open_stage(run) as stage:
         await _evaluate_once(run, stage, "before", 0)
         if config.steps == 0:
@@ -47,7 +47,7 @@ async def _dispatch(run: RunDirectory) -> None:
                 ledger,
                 MicroRepos(),
                 config.rollouts,
-                run=config.name,
+                run=run.id,
                 seed=config.seed,
                 group_size=config.group_size,
                 bound=config.staleness_bound,
@@ -64,7 +64,7 @@ async def _until_committed(ledger: Ledger, step: int) -> None:
 
 async def _evaluate_once(run: RunDirectory, stage: Stage, label: str, version: int) -> None:
     """An evaluation that is recorded is not repeated when the run is resumed."""
-    key = f"evals/{run.config.name}/{label}.json"
+    key = f"evals/{run.id}/{label}.json"
     if stage.objects.head(key) is not None:
         return
     with run.stage(f"evaluate {label}"):
@@ -79,7 +79,7 @@ async def evaluate(run: RunDirectory, suite: EvalConfig, version: int) -> list[E
 
 
 async def _evaluate(run: RunDirectory, stage: Stage, suite: EvalConfig, label: str, version: int) -> list[EvalResult]:
-    examination = Examination(run.config.name, label, version, run.config.rollouts.max_answer_tokens)
+    examination = Examination(run.id, label, version, run.config.rollouts.max_answer_tokens)
     return await run_eval(stage, MicroRepos(), suite, examination)
 
 

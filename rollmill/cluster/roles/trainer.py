@@ -31,7 +31,7 @@ def main(run: RunDirectory) -> None:
         raise TrainingError(f"line {config.base_line!r} has no version to start from", hint="mid-training comes first")
     objective = RLObjective(
         config.rl,
-        Ledger(database, config.name),
+        Ledger(database, run.id),
         TrajectoryStore(database, objects),
         weights,
         pace=Pace(config.groups_per_step, config.group_size, config.max_staleness),
