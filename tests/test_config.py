@@ -6,6 +6,7 @@ import json
 import subprocess
 import sys
 import threading
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Annotated, Literal
 
@@ -14,6 +15,7 @@ import pytest
 from pydantic import Field, ValidationError
 
 from rollmill import telemetry
+from rollmill.cluster.run import RunConfig
 from rollmill.config import Config, load_config
 from rollmill.errors import ConfigError, GatewayError, ObjectMissing, RollmillError, StorageError
 
@@ -126,6 +128,22 @@ def test_unreadable_files_are_clear(tmp_path: Path) -> None:
     (tmp_path / "binary.toml").write_bytes(b"\xff\xfe\x00")
     with pytest.raises(ConfigError, match="is not valid TOML"):
         load_config(Root, tmp_path / "binary.toml")
+
+
+def config_classes(model: type[Config]) -> Iterator[type[Config]]:
+    for each in model.__subclasses__():
+        if each.__module__.startswith("rollmill."):
+            yield each
+            yield from config_classes(each)
+
+
+def test_every_setting_has_a_description() -> None:
+    models = set(config_classes(Config))
+    assert RunConfig in models and len(models) > 12
+    for model in models:
+        for name, field in model.model_fields.items():
+            text = field.description or ""
+            assert text.endswith("."), f"{model.__name__}.{name}: describe it in a sentence"
 
 
 def test_long_values_do_not_flood_the_message() -> None:

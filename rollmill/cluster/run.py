@@ -45,43 +45,76 @@ STAGES = ("mid-train", "evaluate before", "reinforce", "evaluate after")
 
 
 class MidtrainStage(MidtrainConfig):
-    steps: int = Field(ge=1)
-    training: TrainingConfig = TrainingConfig()
+    steps: int = Field(ge=1, description="Mid-training steps. More make the model stronger before RL begins.")
+    training: TrainingConfig = Field(TrainingConfig(), description="The step loop of mid-training.")
 
 
 class RunConfig(Config):
     """Facts that several parts share stand here; each part's own dials stand in its section."""
 
-    name: str = Field(pattern=NAME, description="the run's name and its directory under runs/")
-    seed: int = 0
-    line: str = Field("main", pattern=NAME, description="the line of weights that RL trains")
-    steps: int = Field(ge=0, description="RL steps; each publishes one version")
-    groups_per_step: int = Field(8, ge=1)
-    group_size: int = Field(8, ge=2)
-    max_staleness: int = Field(2, ge=0, description="0 is synchronous training, by the same code")
-    regions: tuple[Annotated[str, Field(pattern=NAME)], ...] = Field(
-        (HOME,), min_length=1, description="one engine each; the first is where the trainer is"
+    name: str = Field(
+        pattern=NAME, description="The run's name and its directory under runs/: lower-case letters, digits, - and _."
     )
-    tasks: Literal["micro-repos"] = "micro-repos"
+    seed: int = Field(0, description="Everything random follows from it. Change it to repeat an experiment.")
+    line: str = Field("main", pattern=NAME, description="Name of the line of weights that RL trains.")
+    steps: int = Field(ge=0, description="RL steps; each publishes one version. 0 stops after mid-training.")
+    groups_per_step: int = Field(
+        8, ge=1, description="Groups that one RL step trains on. More give steadier and slower steps."
+    )
+    group_size: int = Field(
+        8,
+        ge=2,
+        description="Attempts at one task that form a group; advantages are relative to the group. Larger finds signal "
+        "in harder tasks and costs more rollouts.",
+    )
+    max_staleness: int = Field(
+        2,
+        ge=0,
+        description="How many versions old a token may be when it is trained on. Larger keeps engines and trainer "
+        "busier; smaller is closer to on-policy. 0 is synchronous training.",
+    )
+    regions: tuple[Annotated[str, Field(pattern=NAME)], ...] = Field(
+        (HOME,), min_length=1, description="Names of regions, one engine each. The trainer is in the first one."
+    )
+    tasks: Literal["micro-repos"] = Field(
+        "micro-repos", description="The task set: generated micro-repositories, the only one so far."
+    )
     tools_in_prompt: bool = Field(
-        True, description="prompts define the tools, if the model's chat format can; False: it has learnt them"
+        True,
+        description="Prompts define the tools, if the model's chat format can. Turn it off when mid-training has "
+        "taught them: prompts become shorter.",
     )
     checkpoint: str | None = Field(
-        None, description="a Hugging Face checkpoint directory to start from; [model] is then read from it"
+        None,
+        description="A Hugging Face checkpoint directory to start from; [model] is then read from it. Not set: "
+        "random weights, and [midtrain] is needed.",
     )
-    device: Literal["auto", "cpu", "cuda"] = Field("auto", description="where models compute; auto: the GPU, if any")
-    form: Literal["bf16", "fp8", "nvfp4"] = Field("bf16", description="what versions are published and served as")
-    database: str | None = Field(None, description="SQLAlchemy URL; the default is SQLite in the run directory")
-    model: ModelConfig = Field(description="with a checkpoint only max_context may be given, to make it shorter")
-    midtrain: MidtrainStage | None = Field(None, description="without it RL starts from the checkpoint as it is")
-    training: TrainingConfig = TrainingConfig()
-    rl: RLConfig = RLConfig()
-    rollouts: RolloutConfig = RolloutConfig()
-    harness: HarnessConfig = HarnessConfig()
-    machine: NamespaceConfig = NamespaceConfig()
-    engine: EngineConfig = EngineConfig()
-    gateway: GatewayConfig = GatewayConfig()
-    evals: EvalConfig = EvalConfig()
+    device: Literal["auto", "cpu", "cuda"] = Field(
+        "auto", description="Where models compute. `auto` is the GPU if there is one, else the CPU."
+    )
+    form: Literal["bf16", "fp8", "nvfp4"] = Field(
+        "bf16",
+        description="Number format that versions are published and served in. The trainer computes with the values of "
+        "this format; fp8 and nvfp4 halve and quarter the served bytes.",
+    )
+    database: str | None = Field(
+        None,
+        description="SQLAlchemy URL of the index. Not set: SQLite in the run directory. Keep passwords out of it.",
+    )
+    model: ModelConfig = Field(
+        description="The model's shape. With `checkpoint`, only max_context may be given, to make it shorter."
+    )
+    midtrain: MidtrainStage | None = Field(
+        None, description="Mid-training before RL. Not set: RL starts from the checkpoint as it is."
+    )
+    training: TrainingConfig = Field(TrainingConfig(), description="The step loop of RL.")
+    rl: RLConfig = Field(RLConfig(), description="The RL objective: loss, clipping, KL, router replay.")
+    rollouts: RolloutConfig = Field(RolloutConfig(), description="How rollouts are run.")
+    harness: HarnessConfig = Field(HarnessConfig(), description="The agent loop and its tools.")
+    machine: NamespaceConfig = Field(NamespaceConfig(), description="Limits of the machine that each rollout gets.")
+    engine: EngineConfig = Field(EngineConfig(), description="The embedded engine that serves the model.")
+    gateway: GatewayConfig = Field(GatewayConfig(), description="The gateway before the engines.")
+    evals: EvalConfig = Field(EvalConfig(), description="What is measured before and after RL.")
 
     @classmethod
     def derive(cls, tree: Any) -> Any:

@@ -21,11 +21,19 @@ class Cell:
 class EvalConfig(Config):
     """Sampled attempts give the solve rate that training moves; greedy ones show what the policy thinks best."""
 
-    tasks: int = Field(128, ge=1, description="held-out tasks")
-    attempts: int = Field(4, ge=1, description="sampled attempts a task; greedy is one attempt")
-    family_tasks: int = Field(64, ge=0, description="tasks of the family that training never sees")
-    greedy: bool = True
-    concurrency: int = Field(128, ge=1)
+    tasks: int = Field(
+        128, ge=1, description="Held-out tasks. More give narrower confidence intervals and take longer."
+    )
+    attempts: int = Field(
+        4, ge=1, description="Sampled attempts per task, at temperature 1. Greedy decoding is one attempt per task."
+    )
+    family_tasks: int = Field(
+        64, ge=0, description="Tasks of the family that training never sees. 0 leaves this measurement out."
+    )
+    greedy: bool = Field(True, description="Also measure greedy decoding (temperature 0).")
+    concurrency: int = Field(
+        128, ge=1, description="Most attempts in progress at once. More keep the engines busier and take more memory."
+    )
 
     def cells(self) -> list[Cell]:
         cells = [Cell("heldout", "sampled", self.tasks, self.attempts)]

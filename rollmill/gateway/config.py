@@ -11,27 +11,47 @@ from rollmill.config import Config
 
 class GatewayConfig(Config):
     max_body_bytes: int = Field(
-        default=16 << 20, ge=1024, description="largest request body; more is answered with 413"
+        default=16 << 20, ge=1024, description="Largest request body in bytes; a larger one gets status 413."
     )
-    max_messages: int = Field(default=4096, ge=1, description="most messages in one request")
-    default_max_tokens: int = Field(default=1024, ge=1, description="length of an answer when the request does not say")
+    max_messages: int = Field(default=4096, ge=1, description="Most messages in one request.")
+    default_max_tokens: int = Field(
+        default=1024, ge=1, description="Most tokens of an answer when the request does not say."
+    )
     engine_wait_s: float = Field(
-        default=30.0, ge=0, description="how long a request waits for an engine before it gets a 503"
+        default=30.0,
+        ge=0,
+        description="Seconds a request waits for an engine before it gets status 503. Raise it if engines restart "
+        "slowly.",
     )
-    engine_silence_s: float = Field(default=300.0, gt=0, description="an engine silent for so long is taken for dead")
-    health_interval_s: float = Field(default=0.25, gt=0, description="how often each engine is asked how it is")
+    engine_silence_s: float = Field(
+        default=300.0,
+        gt=0,
+        description="Seconds without a byte from an engine after which the gateway gives it up and retries elsewhere.",
+    )
+    health_interval_s: float = Field(
+        default=0.25, gt=0, description="Seconds between two health checks of each engine."
+    )
     stream_above: int = Field(
         default=64,
         ge=0,
-        description="answers that may be longer come from the engine token by token, so that its death costs none of "
-        "them; shorter ones come in one piece, which is cheaper, and are asked for again",
+        description="Answers that may have more tokens than this are read from the engine as a stream, so that an "
+        "engine's death loses none of them. Shorter ones come whole, which is cheaper, and are asked for again.",
     )
-    seal_idle_s: float = Field(default=1800.0, gt=0, description="a production conversation ends after so much silence")
+    seal_idle_s: float = Field(
+        default=1800.0,
+        gt=0,
+        description="Seconds without a request after which a production conversation is sealed into a trajectory.",
+    )
     expire_idle_s: float = Field(
-        default=86400.0, gt=0, description="a rollout session nobody seals is given up after so long"
+        default=86400.0,
+        gt=0,
+        description="Seconds without a request after which a rollout session that nobody sealed is given up.",
     )
     compact_bytes: int = Field(
-        default=64 << 20, ge=1 << 12, description="the log is rewritten when larger and mostly dead"
+        default=64 << 20,
+        ge=1 << 12,
+        description="The session log is rewritten when it has more bytes than this and most of them are of sealed "
+        "sessions.",
     )
 
 

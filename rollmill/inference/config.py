@@ -10,13 +10,34 @@ from rollmill.config import Config
 
 
 class EngineConfig(Config):
-    max_batch: int = Field(64, gt=0, description="requests decoded together; production may take a rollout's place")
-    block_size: int = Field(16, gt=0, description="positions a page of the KV cache")
-    cache_tokens: int = Field(32768, gt=0, description="positions the KV cache holds, for all requests and sessions")
-    prefill_chunk: int = Field(512, gt=0, description="prompt tokens a step: more fills faster, less delays decoding")
-    threads: int = Field(1, gt=0, description="CPU threads of one product")
-    poll_seconds: float = Field(0.1, gt=0, description="how often the store is asked for new weights")
-    stream_seconds: float = Field(0.1, ge=0, description="streams send fresh tokens at most this often")
+    max_batch: int = Field(
+        64,
+        gt=0,
+        description="Most requests decoded together. Larger raises throughput and the time per token; production "
+        "requests may take a rollout's place.",
+    )
+    block_size: int = Field(16, gt=0, description="Tokens per page of the KV cache. Must divide `cache_tokens`.")
+    cache_tokens: int = Field(
+        32768,
+        gt=0,
+        description="Tokens that the KV cache holds, for all requests and sessions together. Larger takes more memory "
+        "and recomputes fewer prompts; lower it when the device's memory runs out.",
+    )
+    prefill_chunk: int = Field(
+        512,
+        gt=0,
+        description="Most prompt tokens processed per decode step. Larger answers long prompts sooner and delays "
+        "running requests more.",
+    )
+    threads: int = Field(1, gt=0, description="CPU threads of one engine. Raise it where cores are idle.")
+    poll_seconds: float = Field(
+        0.1,
+        gt=0,
+        description="Seconds between two looks for new weights. Smaller follows sooner and asks the store more often.",
+    )
+    stream_seconds: float = Field(
+        0.1, ge=0, description="Seconds between two parts of a streamed answer, at least. 0 sends every token at once."
+    )
 
     @model_validator(mode="after")
     def _whole_pages(self) -> Self:

@@ -12,11 +12,15 @@ from rollmill.config import Config
 class Llama3Rope(Config):
     """Llama 3.1: slow rotations are slowed further by `factor`, fast ones kept, those between blended."""
 
-    type: Literal["llama3"]
-    factor: float = Field(gt=0)
-    low_factor: float = Field(default=1.0, gt=0)
-    high_factor: float = Field(default=4.0, gt=0)
-    original_context: int = Field(gt=0)
+    type: Literal["llama3"] = Field(description="Llama 3.1's scaling.")
+    factor: float = Field(gt=0, description="How much longer the context becomes: slow pairs turn this much slower.")
+    low_factor: float = Field(
+        default=1.0, gt=0, description="Pairs that turn fewer times over the original context are slowed in full."
+    )
+    high_factor: float = Field(
+        default=4.0, gt=0, description="Pairs that turn more times over the original context are not slowed."
+    )
+    original_context: int = Field(gt=0, description="Tokens of context that the model was trained with.")
 
     @model_validator(mode="after")
     def _ordered(self) -> Self:
@@ -29,58 +33,99 @@ class YarnRope(Config):
     """YaRN: pairs that turn less than `beta_slow` times over the original context are slowed by `factor`, those that
     turn more than `beta_fast` times are kept, and between the two it is a ramp over the pairs."""
 
-    type: Literal["yarn"]
-    factor: float = Field(ge=1)
-    original_context: int = Field(gt=0)
-    beta_fast: float = Field(default=32.0, gt=0)
-    beta_slow: float = Field(default=1.0, gt=0)
-    truncate: bool = True  # the ramp begins and ends at whole pairs
-    angle_scale: float = Field(default=1.0, gt=0)  # of cos and sin, so of the rotated part of q and of k
-    score_scale: float = Field(default=1.0, gt=0)  # of the attention scores, beside 1/√D
+    type: Literal["yarn"] = Field(description="YaRN's scaling.")
+    factor: float = Field(ge=1, description="How much longer the context becomes: slow pairs turn this much slower.")
+    original_context: int = Field(gt=0, description="Tokens of context that the model was trained with.")
+    beta_fast: float = Field(
+        default=32.0, gt=0, description="Pairs that turn more times over the original context are not slowed."
+    )
+    beta_slow: float = Field(
+        default=1.0, gt=0, description="Pairs that turn fewer times over the original context are slowed in full."
+    )
+    truncate: bool = Field(
+        True, description="The ramp between slowed and unslowed pairs begins and ends at whole pairs."
+    )
+    angle_scale: float = Field(
+        default=1.0, gt=0, description="Factor of cos and sin, so of the rotated part of queries and keys."
+    )
+    score_scale: float = Field(default=1.0, gt=0, description="Factor of the attention scores, beside 1/√head_dim.")
 
 
 class LatentAttention(Config):
     """Multi-head latent attention: keys and values are made from one small vector a token. Each head has a part that
     is rotated and a part that is not; `head_dim` is their sum."""
 
-    q_rank: int | None = Field(default=None, gt=0)  # None: queries come straight from the hidden state
-    kv_rank: int = Field(gt=0)
-    plain_dim: int = Field(gt=0)
-    rope_dim: int = Field(gt=0)  # one rotated key, shared by all heads
-    value_dim: int = Field(gt=0)
+    q_rank: int | None = Field(
+        default=None,
+        gt=0,
+        description="Width of the small vector that queries are made from. Not set: from the hidden state itself.",
+    )
+    kv_rank: int = Field(
+        gt=0, description="Width of the small vector that keys and values are made from; the KV cache holds it."
+    )
+    plain_dim: int = Field(gt=0, description="Width of each head's part that is not rotated.")
+    rope_dim: int = Field(gt=0, description="Width of the rotated part; its key is shared by all heads.")
+    value_dim: int = Field(gt=0, description="Width of each head's values.")
 
 
 class ModelConfig(Config):
     """One decoder, dense (`experts = 0`) or mixture of experts. The defaults are the demo's 0.95M parameters."""
 
-    vocab_size: int = Field(gt=0)
-    layers: int = Field(default=2, gt=0)
-    width: int = Field(default=128, gt=0)
-    heads: int = Field(default=4, gt=0)
-    kv_heads: int = Field(default=2, gt=0)  # fewer than `heads`: grouped-query attention
-    head_dim: int = Field(default=32, gt=0)
-    qkv_bias: bool = False
-    output_bias: bool = False  # of attention's output
-    qk_norm: bool = False  # RMSNorm of each head's q and k, before they are rotated
-    latent: LatentAttention | None = None
-    mlp_width: int = Field(default=256, gt=0)  # of dense layers
-    experts: int = Field(default=8, ge=0)  # 0: every layer is dense
-    experts_per_token: int = Field(default=2, gt=0)
-    expert_width: int = Field(default=128, gt=0)
-    shared_experts: int = Field(default=0, ge=0)  # experts every token passes through, without a gate
-    gate: Literal["softmax", "sigmoid"] = "softmax"
-    gate_bias: bool = False  # added to the scores for choosing, not for weighting: balances without a loss
-    gate_groups: int = Field(default=1, gt=0)  # experts are chosen from the best `gate_groups_kept` of these groups
-    gate_groups_kept: int = Field(default=1, gt=0)
-    gate_normalised: bool = True  # the chosen weights sum to one (not with one expert: see models.moe)
-    gate_scale: float = Field(default=1.0, gt=0)  # of what the routed experts add
-    dense_layers: int = Field(default=0, ge=0)  # the first layers that are dense in a mixture of experts
-    dense_also: tuple[int, ...] = ()  # further dense layers, by number
-    rope_theta: float = Field(default=10000.0, gt=0)
-    rope_scaling: Annotated[Llama3Rope | YarnRope, Field(discriminator="type")] | None = None
-    norm_eps: float = Field(default=1e-5, gt=0)
-    tie_embeddings: bool = False
-    max_context: int = Field(default=512, gt=0)
+    vocab_size: int = Field(
+        gt=0, description="Tokens in the vocabulary. Without a checkpoint, the tokenizer is trained to this size."
+    )
+    layers: int = Field(default=2, gt=0, description="Decoder layers.")
+    width: int = Field(default=128, gt=0, description="Width of the hidden state.")
+    heads: int = Field(default=4, gt=0, description="Attention heads per layer.")
+    kv_heads: int = Field(
+        default=2,
+        gt=0,
+        description="Heads of keys and values. Fewer than `heads` is grouped-query attention: a smaller KV cache.",
+    )
+    head_dim: int = Field(default=32, gt=0, description="Width of one attention head.")
+    qkv_bias: bool = Field(False, description="The projections to queries, keys and values have a bias.")
+    output_bias: bool = Field(False, description="The projection of attention's output has a bias.")
+    qk_norm: bool = Field(False, description="RMSNorm on each head's queries and keys before they are rotated.")
+    latent: LatentAttention | None = Field(
+        None, description="Multi-head latent attention (DeepSeek). Not set: ordinary attention."
+    )
+    mlp_width: int = Field(default=256, gt=0, description="Inner width of the MLP in dense layers.")
+    experts: int = Field(default=8, ge=0, description="Experts per mixture layer. 0 makes every layer dense.")
+    experts_per_token: int = Field(default=2, gt=0, description="Experts that the router chooses per token.")
+    expert_width: int = Field(default=128, gt=0, description="Inner width of one expert.")
+    shared_experts: int = Field(default=0, ge=0, description="Experts that every token passes through, ungated.")
+    gate: Literal["softmax", "sigmoid"] = Field("softmax", description="How the router's logits become scores.")
+    gate_bias: bool = Field(
+        False,
+        description="A bias is added to the scores for choosing experts, not for weighting them: it balances the load "
+        "without a loss.",
+    )
+    gate_groups: int = Field(
+        default=1,
+        gt=0,
+        description="Groups that the experts are cut into; experts are chosen from the best `gate_groups_kept` groups.",
+    )
+    gate_groups_kept: int = Field(default=1, gt=0, description="Groups that experts may be chosen from, per token.")
+    gate_normalised: bool = Field(
+        True, description="The weights of the chosen experts sum to 1 (except with one expert per token)."
+    )
+    gate_scale: float = Field(default=1.0, gt=0, description="Factor of the routed experts' output.")
+    dense_layers: int = Field(default=0, ge=0, description="How many of the first layers are dense.")
+    dense_also: tuple[int, ...] = Field((), description="Further dense layers, by number from 0.")
+    rope_theta: float = Field(
+        default=10000.0, gt=0, description="Base of the rotary embedding. Larger suits longer contexts."
+    )
+    rope_scaling: Annotated[Llama3Rope | YarnRope, Field(discriminator="type")] | None = Field(
+        None, description="Stretches the rotary embedding to a longer context, as some checkpoints do. Not set: none."
+    )
+    norm_eps: float = Field(default=1e-5, gt=0, description="Term in RMSNorm that keeps the division finite.")
+    tie_embeddings: bool = Field(False, description="The output layer uses the input embedding's weights.")
+    max_context: int = Field(
+        default=512,
+        gt=0,
+        description="Most tokens in one context, prompt and answers together. Larger takes more memory; an episode "
+        "that reaches it ends.",
+    )
 
     @model_validator(mode="after")
     def _consistent(self) -> Self:

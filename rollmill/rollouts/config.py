@@ -8,11 +8,31 @@ from rollmill.config import Config
 
 
 class RolloutConfig(Config):
-    concurrency: int = Field(192, ge=1, description="rollouts in progress at once in one dispatcher")
-    timeout_s: float = Field(120.0, gt=0, description="an episode that takes longer than this has failed")
-    temperature: float = Field(1.0, gt=0, description="sampling temperature of training rollouts")
-    max_answer_tokens: int = Field(64, ge=1, description="a model that does not stop is cut off after this many tokens")
-    give_up_after: int = Field(64, ge=1, description="stop the run after this many failed rollouts in a row")
+    concurrency: int = Field(
+        192,
+        ge=1,
+        description="Most rollouts in progress at once. More keep the engines busier and take more memory for "
+        "machines; `max_staleness` bounds them too.",
+    )
+    timeout_s: float = Field(
+        120.0,
+        gt=0,
+        description="Seconds one rollout may take, grading included. Raise it on slow hosts.",
+    )
+    temperature: float = Field(
+        1.0,
+        gt=0,
+        description="Sampling temperature of training rollouts. Larger explores more; 1 samples from the policy "
+        "itself.",
+    )
+    max_answer_tokens: int = Field(
+        64, ge=1, description="Most tokens of one answer of the model; a longer one is cut off and ends the episode."
+    )
+    give_up_after: int = Field(
+        64, ge=1, description="The run stops after this many failed rollouts in a row: then the host is at fault."
+    )
     simulated_tool_seconds: tuple[float, ...] = Field(
-        (), description="SIMULATION, for benchmarks: every tool call also waits a time drawn from this list"
+        (),
+        description="Simulation, for benchmarks only: every tool call also waits a number of seconds drawn from this "
+        "list. Leave it empty.",
     )

@@ -20,70 +20,131 @@ class OptimizerConfig(Config):
     """AdamW or Muon on fp32 masters: linear warm-up to `lr`, then decay to `final_fraction · lr` at the last step."""
 
     kind: Literal["adamw", "muon"] = Field(
-        "adamw", description="muon orthogonalises the updates of layers' matrices; all else stays with AdamW"
+        "adamw",
+        description="The optimizer. `muon` orthogonalises the updates of the layers' matrices and leaves all other "
+        "parameters to AdamW.",
     )
-    momentum: float = Field(default=0.95, ge=0, lt=1, description="of muon's matrices; AdamW has its betas")
-    lr: float = Field(default=5e-4, ge=0)
-    warmup_steps: int = Field(default=3, ge=0)
-    decay: Literal["constant", "linear", "cosine"] = "linear"
-    final_fraction: float = Field(default=0.2, ge=0, le=1)
-    betas: tuple[float, float] = (0.9, 0.95)
-    eps: float = Field(default=1e-8, gt=0)
-    weight_decay: float = Field(default=0.0, ge=0, description="on matrices only, never on norms")
-    max_grad_norm: float = Field(default=1.0, gt=0, description="gradients longer than this are scaled down to it")
+    momentum: float = Field(
+        default=0.95,
+        ge=0,
+        lt=1,
+        description="Momentum of Muon's matrices; AdamW uses `betas`. Larger values average over more steps.",
+    )
+    lr: float = Field(
+        default=5e-4,
+        ge=0,
+        description="Peak learning rate, reached after the warm-up. Larger learns faster and becomes unstable sooner; "
+        "lower it first when rewards or losses jump.",
+    )
+    warmup_steps: int = Field(
+        default=3, ge=0, description="Steps over which the learning rate rises linearly from 0 to `lr`."
+    )
+    decay: Literal["constant", "linear", "cosine"] = Field(
+        "linear", description="How the learning rate falls from `lr` to `final_fraction` of it by the last step."
+    )
+    final_fraction: float = Field(
+        default=0.2,
+        ge=0,
+        le=1,
+        description='Learning rate of the last step as a fraction of `lr`. Not used with `decay = "constant"`.',
+    )
+    betas: tuple[float, float] = Field(
+        (0.9, 0.95),
+        description="AdamW's decay rates of the gradient's mean and of its square. Closer to 1 averages over more "
+        "steps: steadier, and slower to follow a change.",
+    )
+    eps: float = Field(
+        default=1e-8, gt=0, description="AdamW's term that keeps the division by the gradient's size finite."
+    )
+    weight_decay: float = Field(
+        default=0.0,
+        ge=0,
+        description="Pull of the weights towards 0, per step and times the learning rate. Applies to matrices only, "
+        "never to norms.",
+    )
+    max_grad_norm: float = Field(
+        default=1.0,
+        gt=0,
+        description="Gradients with a larger norm are scaled down to it. Smaller values bound what one unusual batch "
+        "can do.",
+    )
 
 
 class TrainingConfig(Config):
     """The step loop, the same for every objective."""
 
-    threads: int = Field(default=1, ge=1, description="part of what makes a re-run give the same bits")
+    threads: int = Field(
+        default=1,
+        ge=1,
+        description="CPU threads of the trainer. More are faster on idle cores; another number gives other bits, so "
+        "keep it for the life of a run.",
+    )
     tokens_per_microbatch: int = Field(
         default=0,
         ge=0,
-        description="at most this many tokens in one forward pass. 0: 8192 on a CPU, on a GPU what half of it holds, "
-        "up to 32768",
+        description="Most tokens in one forward pass of one rank. Larger is faster and takes more memory. 0 chooses: "
+        "8192 on a CPU; on a GPU, what half of its memory holds, up to 32768.",
     )
     recompute_every: int = Field(
         default=0,
         ge=0,
-        description="activation checkpointing, memory for time: of every k-th layer only the input is kept, and the "
-        "layer runs again in the backward pass. 0 keeps everything; 1 keeps least and takes a third longer, on CUDA "
-        "up to twice as long where the model is small",
+        description="Activation checkpointing: every k-th layer keeps only its input and runs again in the backward "
+        "pass. 0 keeps everything; 1 takes the least memory and a third more time (on CUDA up to twice the time, "
+        "where the model is small).",
     )
     recompute_mlp: bool = Field(
         True,
-        description="on CUDA, dense layers keep nothing of their MLP and make it again by two products: half the "
-        "memory for 6 % more time on an H200, which is cheaper than recompute_every",
+        description="On CUDA, dense layers keep nothing of their MLP and compute it again: half the memory for 6 % "
+        "more time on an H200. Turn it off only when memory is plentiful.",
     )
     deterministic: bool = Field(
         True,
-        description="a re-run gives the same bits, so a restart meets its own versions; without it one may have to go "
-        "on in a new line. Free on CUDA where heads are 64 wide; where attention is not our own (widths besides 32, 64 "
-        "and 128, latent attention) steps take up to 1.4 times as long",
+        description="A re-run gives the same bits, so a restarted trainer arrives at its own versions; without it, a "
+        "restart may have to go on in a new line. Free on CUDA with heads 64 wide; with heads that are not 32, 64 "
+        "or 128 wide, and with latent attention, steps take up to 1.4 times as long.",
     )
     ranks: int = Field(
         default=1,
         ge=1,
-        description="processes that train together, one a GPU: weights, optimizer and tokens are divided among them",
+        description="Processes that train together, one per GPU. Weights, optimizer state and tokens are sharded over "
+        "them.",
     )
     expert_parallel: int = Field(
-        default=1, ge=1, description="ranks among which the experts of a layer are divided; tokens travel to them"
+        default=1,
+        ge=1,
+        description="Ranks over which the experts of each layer are sharded; tokens travel to their experts. Must "
+        "divide `ranks` and the number of experts.",
     )
     context_parallel: int = Field(
-        default=1, ge=1, description="ranks among which each sequence is divided, where one is too long for a GPU"
+        default=1,
+        ge=1,
+        description="Ranks over which each sequence is sharded. Use it when one sequence is too long for one GPU; "
+        "must divide `ranks`.",
     )
-    checkpoint_every: int = Field(default=10, ge=1)
-    keep_checkpoints: int = Field(default=2, ge=1)
+    checkpoint_every: int = Field(
+        default=10,
+        ge=1,
+        description="Steps between checkpoints of the trainer's full state. Smaller means fewer steps to repeat after "
+        "a crash, and more writing.",
+    )
+    keep_checkpoints: int = Field(
+        default=2, ge=1, description="How many of the newest checkpoints are kept; older ones are deleted."
+    )
     snapshot_every: int = Field(
-        default=25, ge=1, description="a version in this many is published whole, the others as deltas"
+        default=25,
+        ge=1,
+        description="Every N-th version is published whole, the others as deltas. Smaller lets a new engine catch up "
+        "faster and takes more storage.",
     )
     delta_goal: Literal["fast", "small", "overwrite"] = Field(
-        default="fast", description="what deltas should be: quick to make, small for a thin link, or without a base"
+        default="fast",
+        description="What deltas are optimised for: `fast` to encode, `small` for a slow link, or `overwrite`: new "
+        "values that need no base to apply.",
     )
     max_bad_steps: int = Field(
-        default=3, ge=1, description="stop after this many steps in a row with gradients not finite"
+        default=3, ge=1, description="The run stops after this many steps in a row whose gradients are not finite."
     )
-    optimizer: OptimizerConfig = OptimizerConfig()
+    optimizer: OptimizerConfig = Field(OptimizerConfig(), description="The optimizer and its learning-rate schedule.")
 
     @model_validator(mode="after")
     def _ranks_divide(self) -> Self:
@@ -135,44 +196,105 @@ class RLConfig(Config):
     refused. The default, dppo, is the policy gradient with a group baseline, masked by movement in probability.
     """
 
-    objective: ObjectiveName = "dppo"
-    mask_delta: float | None = Field(None, gt=0, le=1, description="a token that moved further (π − μ) is left alone")
-    ratio_penalty: float = Field(default=0.0, ge=0, description="factor of (log weight)²")
-    weight_cap: float | None = Field(None, ge=1, description="weights count as at most this; mis and icepop mask above")
-    weight_floor: float | None = Field(None, gt=0, le=1, description="icepop masks tokens of a smaller weight")
-    weight_level: Literal["token", "sequence"] | None = Field(
-        None, description="sequence: the weight is the product over the sequence; only for short ones"
+    objective: ObjectiveName = Field(
+        "dppo",
+        description="The policy objective. It fills in the dials below that it uses and refuses those it does not "
+        "have; rollmill/training/loss.py has the table.",
     )
-    clip_low: float | None = Field(None, gt=0, le=1, description="ratios are clipped below 1 − this")
-    clip_high: float | None = Field(None, gt=0, description="ratios are clipped above 1 + this")
+    mask_delta: float | None = Field(
+        None,
+        gt=0,
+        le=1,
+        description="dppo: a token whose probability has already moved by more than this in the direction of its "
+        "advantage gets no gradient. Smaller is more careful.",
+    )
+    ratio_penalty: float = Field(
+        default=0.0,
+        ge=0,
+        description="Factor of the penalty (log weight)², where weight = trained policy / sampling policy. Larger "
+        "holds the policy closer to the one that sampled.",
+    )
+    weight_cap: float | None = Field(
+        None,
+        ge=1,
+        description="Upper bound of a token's importance weight; mis and icepop mask tokens above it instead. Smaller "
+        "is steadier with stale data and more biased.",
+    )
+    weight_floor: float | None = Field(
+        None, gt=0, le=1, description="icepop: tokens with a smaller importance weight are masked."
+    )
+    weight_level: Literal["token", "sequence"] | None = Field(
+        None,
+        description="tis and mis: importance weights per `token`, or one per `sequence` (the product over its tokens; "
+        "for short sequences only).",
+    )
+    clip_low: float | None = Field(
+        None, gt=0, le=1, description="Ratios below 1 minus this are clipped. Smaller keeps each update smaller."
+    )
+    clip_high: float | None = Field(
+        None, gt=0, description="Ratios above 1 plus this are clipped. Smaller keeps each update smaller."
+    )
     veto_ratio: float | None = Field(
-        None, gt=0, lt=1, description="a sequence with a token of a smaller weight is dropped; 1e-4 is usual"
+        None,
+        gt=0,
+        lt=1,
+        description="A sequence is dropped if one of its tokens has an importance weight below this; 1e-4 is usual. "
+        "Not set: nothing is dropped.",
     )
     veto_drift: float | None = Field(
-        None, gt=0, description="a sequence of negative advantage is dropped if mean(log μ − log π) exceeds this (OPSM)"
+        None,
+        gt=0,
+        description="A sequence with negative advantage is dropped if its mean of log(sampling policy / trained "
+        "policy) exceeds this (OPSM). Not set: nothing is dropped.",
     )
-    kl_factor: float = Field(default=0.0, ge=0, description="how strongly the policy is held to `reference`")
+    kl_factor: float = Field(
+        default=0.0,
+        ge=0,
+        description="Weight of the KL divergence to `reference`. Larger holds the policy closer to it; 0 turns it off.",
+    )
     kl_form: Literal["k1_reward", "k2", "k3"] = Field(
-        "k1_reward", description="k1 taken off the reward, or k2 or importance-weighted k3 added to the loss"
+        "k1_reward",
+        description="How the KL divergence enters: k1 subtracted from the reward, or k2 or importance-weighted k3 "
+        "added to the loss.",
     )
     reference: str | None = Field(
-        None, pattern=r"^[^@]+@\d+$", description="the published version KL is measured to, as line@number"
+        None,
+        pattern=r"^[^@]+@\d+$",
+        description="The published version that the KL divergence is measured to, as `line@number`. Needed if "
+        "`kl_factor` is above 0.",
     )
-    entropy_factor: float = Field(default=0.0, ge=0, description="how strongly entropy is rewarded")
+    entropy_factor: float = Field(
+        default=0.0,
+        ge=0,
+        description="Weight of the entropy bonus. Larger keeps the policy's choices more varied; 0 turns it off.",
+    )
     aggregation: Literal["constant", "token_mean", "sequence_mean"] = Field(
-        "constant", description="what the sum over tokens is divided by; the means make a token's worth vary by batch"
+        "constant",
+        description="What the sum over tokens is divided by: a constant, the batch's tokens, or each sequence's "
+        "tokens. With the means, the weight of one token depends on its batch.",
     )
     expected_tokens: float = Field(
-        default=16.0, gt=0, description="sampled tokens a trajectory, roughly; only scales the loss"
+        default=16.0,
+        gt=0,
+        description="Sampled tokens per trajectory, roughly; part of the constant that divides the loss. A larger "
+        "value scales the loss down.",
     )
-    router_replay: bool = Field(True, description="train through the experts the engine chose, where it recorded them")
+    router_replay: bool = Field(
+        True,
+        description="Train mixtures of experts through the experts that the engine chose, where it recorded them.",
+    )
     replay_plausibility: float = Field(
         default=0.0,
         ge=0,
         le=1,
-        description="a recorded expert scoring below this times the weakest live choice is replaced; 0 replays all",
+        description="A recorded expert is replaced if its score is below this fraction of the weakest live choice's. 0 "
+        "replays every recorded expert.",
     )
-    solved_at: float = Field(default=1.0, description="a trajectory with at least this reward counts as solved")
+    solved_at: float = Field(
+        default=1.0,
+        description="Trajectories with at least this reward count as solved in diagnostics and the report. Training "
+        "does not depend on it.",
+    )
 
     @model_validator(mode="before")
     @classmethod
@@ -199,8 +321,15 @@ class RLConfig(Config):
 
 
 class MidtrainConfig(Config):
-    documents_per_step: int = Field(default=32, ge=1)
-    publish_every: int = Field(
-        default=100, ge=1, description="steps between published versions; the last step always is one"
+    documents_per_step: int = Field(
+        default=32, ge=1, description="Documents in one mid-training step. More give steadier and slower steps."
     )
-    balance: float = Field(default=0.01, ge=0, description="factor of the loss that spreads tokens over experts")
+    publish_every: int = Field(
+        default=100, ge=1, description="Steps between published versions. The last step always publishes one."
+    )
+    balance: float = Field(
+        default=0.01,
+        ge=0,
+        description="Weight of the loss that spreads tokens evenly over experts. 0 turns it off; too large costs "
+        "quality.",
+    )

@@ -29,14 +29,28 @@ from rollmill.types import Sampling
 
 
 class HarnessConfig(Config):
-    max_turns: int = Field(default=8, ge=1)
-    tool_timeout_s: float = Field(default=5.0, gt=0)
-    max_tool_output: int = Field(default=2000, ge=20)  # characters of one tool result the model gets to read
-    full_tracebacks: bool = False  # False: an uncaught exception reads `error NameError line 2`
-    test_command: tuple[str, ...] = Field(default=("python", "test.py"), min_length=1)
-    system_prompt: str = ""
-    model: str = "policy"
-    request_deadline_s: float = Field(default=120.0, gt=0)  # for one answer, restarts of the gateway included
+    max_turns: int = Field(
+        default=8, ge=1, description="Most answers of the model in one episode. It is graded as it stands after that."
+    )
+    tool_timeout_s: float = Field(default=5.0, gt=0, description="Seconds one tool call may run before it is stopped.")
+    max_tool_output: int = Field(
+        default=2000, ge=20, description="Most characters of one tool result that the model reads; the middle is cut."
+    )
+    full_tracebacks: bool = Field(
+        False, description="Show whole tracebacks. Off: an uncaught exception reads `error NameError line 2`."
+    )
+    test_command: tuple[str, ...] = Field(
+        default=("python", "test.py"),
+        min_length=1,
+        description="What the `run` tool runs in the machine: an argv list.",
+    )
+    system_prompt: str = Field("", description="System message before the task. Empty: none.")
+    model: str = Field("policy", description="Model name in requests to the gateway.")
+    request_deadline_s: float = Field(
+        default=120.0,
+        gt=0,
+        description="Seconds to wait for one answer of the model, restarts of the gateway and retries included.",
+    )
 
 
 # Answers that say "later", not "no": the gateway is starting, draining, or has no engine right now.

@@ -15,6 +15,8 @@ import json
 import secrets
 from typing import Any, NamedTuple
 
+from pydantic import Field
+
 from rollmill.config import Config
 from rollmill.environments.machine import ExecResult, MachineHost
 from rollmill.environments.reward import Submission
@@ -62,8 +64,8 @@ for index, arguments in enumerate(work["inputs"]):
 
 
 class HiddenTestsConfig(Config):
-    timeout_s: float = 5.0
-    max_output: int = 1 << 18
+    timeout_s: float = Field(5.0, gt=0, description="Seconds that all hidden cases of one submission may take.")
+    max_output: int = Field(1 << 18, ge=1, description="Most bytes of output that the grader reads.")
 
 
 class _Calls(NamedTuple):

@@ -28,11 +28,17 @@ _PACKAGE_ROOT = Path(__file__).resolve().parents[4]
 
 
 class NamespaceConfig(Config):
-    memory_mb: int = Field(default=256, ge=32)  # of all processes and files of a machine together
-    disk_mb: int = Field(default=64, ge=1)  # of the work directory, and as much again for /tmp
-    processes: int = Field(default=64, ge=4)
-    open_files: int = Field(default=256, ge=32)
-    images: str | None = None  # directory of images by name; "host-python" is built in
+    memory_mb: int = Field(
+        default=256, ge=32, description="Memory of one machine in MiB, for all its processes and files together."
+    )
+    disk_mb: int = Field(
+        default=64, ge=1, description="Size of a machine's work directory in MiB; /tmp may take as much again."
+    )
+    processes: int = Field(default=64, ge=4, description="Most processes and threads in one machine.")
+    open_files: int = Field(default=256, ge=32, description="Most open files of one process in a machine.")
+    images: str | None = Field(
+        None, description="Directory with machine images, one folder per name. The image `host-python` is built in."
+    )
 
 
 class NamespaceMachine:
