@@ -13,7 +13,7 @@ from rollmill.environments.task import Task, TaskSet
 from rollmill.errors import RollmillError
 from rollmill.evals.statistics import clustered_interval
 from rollmill.evals.suite import Cell, EvalConfig
-from rollmill.rollouts.rollout import Outcome, Stage, run_rollout
+from rollmill.rollouts.rollout import Outcome, RolloutContext, run_rollout
 from rollmill.types import Sampling
 
 MAX_FAILED_SHARE = 0.05
@@ -47,9 +47,11 @@ class Examination:
     max_answer_tokens: int
 
 
-async def run_eval(stage: Stage, tasks: TaskSet, config: EvalConfig, examination: Examination) -> list[EvalResult]:
+async def run_eval(
+    context: RolloutContext, tasks: TaskSet, config: EvalConfig, examination: Examination
+) -> list[EvalResult]:
     """Evaluate every cell of the suite."""
-    await stage.gateway.wait_until_serving(examination.version)
+    await context.gateway.wait_until_serving(examination.version)
     slots = asyncio.Semaphore(config.concurrency)
     results = []
     for cell in config.cells():
@@ -58,7 +60,7 @@ async def run_eval(stage: Stage, tasks: TaskSet, config: EvalConfig, examination
         # an evaluation that is run again, after a crash say, is a new set of trajectories
         prefix = f"{examination.run}-{examination.label}-{secrets.token_hex(3)}-{cell.split}-{cell.mode}"
         attempts = (
-            _attempt_task(stage, task, cell, examination, f"{prefix}-{index:04d}", slots)
+            _attempt_task(context, task, cell, examination, f"{prefix}-{index:04d}", slots)
             for index, task in enumerate(suite)
         )
         outcomes = dict(zip((task.id for task in suite), await asyncio.gather(*attempts), strict=True))
@@ -69,18 +71,18 @@ async def run_eval(stage: Stage, tasks: TaskSet, config: EvalConfig, examination
 
 
 async def _attempt_task(
-    stage: Stage, task: Task, cell: Cell, examination: Examination, group: str, slots: asyncio.Semaphore
+    context: RolloutContext, task: Task, cell: Cell, examination: Examination, group: str, slots: asyncio.Semaphore
 ) -> list[Outcome]:
     run = f"{examination.run}/eval-{examination.label}"
     ids = [f"{group}-{attempt}" for attempt in range(cell.attempts)]
     provenance = {"family": task.family, "split": task.split, "image": task.image, "mode": cell.mode}
     facts = {"run": run, "group_id": group, "provenance": provenance}
     sampling = Sampling(temperature=1.0 if cell.mode == "sampled" else 0.0, max_tokens=examination.max_answer_tokens)
-    await asyncio.to_thread(stage.trajectories.create, run, group, task.id, ids, provenance=provenance)
+    await asyncio.to_thread(context.trajectories.create, run, group, task.id, ids, provenance=provenance)
 
     async def attempt(id: str) -> Outcome:
         async with slots:
-            return await run_rollout(stage, task, id, sampling=sampling, min_version=examination.version, facts=facts)
+            return await run_rollout(context, task, id, sampling=sampling, min_version=examination.version, facts=facts)
 
     return await asyncio.gather(*map(attempt, ids))
 

@@ -23,7 +23,7 @@ from rollmill import telemetry
 from rollmill.environments.task import Task, TaskSet
 from rollmill.errors import HarnessError
 from rollmill.rollouts.config import RolloutConfig
-from rollmill.rollouts.rollout import Outcome, Stage, abandon, regrade, run_rollout, seal_again
+from rollmill.rollouts.rollout import Outcome, RolloutContext, abandon, regrade, run_rollout, seal_again
 from rollmill.trajectories.ledger import GroupRow, Ledger
 from rollmill.trajectories.store import TrajectoryRow
 from rollmill.types import GroupState, Sampling, TrajectoryState
@@ -34,7 +34,7 @@ POLL_S = 0.05
 class Dispatcher:
     def __init__(
         self,
-        stage: Stage,
+        context: RolloutContext,
         ledger: Ledger,
         tasks: TaskSet,
         config: RolloutConfig,
@@ -45,7 +45,7 @@ class Dispatcher:
         bound: int,
         total_groups: int,
     ) -> None:
-        self._stage = stage
+        self._context = context
         self._ledger = ledger
         self._tasks = tasks
         self._config = config
@@ -106,7 +106,9 @@ class Dispatcher:
         sampling = Sampling(temperature=self._config.temperature, max_tokens=self._config.max_answer_tokens)
         facts = self._facts(group_id, task)
         await self._in_slot(
-            lambda: run_rollout(self._stage, task, trajectory, sampling=sampling, min_version=min_version, facts=facts)
+            lambda: run_rollout(
+                self._context, task, trajectory, sampling=sampling, min_version=min_version, facts=facts
+            )
         )
 
     async def _in_slot(self, work: Callable[[], Awaitable[Outcome]]) -> None:
@@ -135,7 +137,7 @@ class Dispatcher:
 
     async def _resume_group(self, group: GroupRow) -> None:
         task = self._tasks.get(group.task_id)
-        rows = await asyncio.to_thread(self._stage.trajectories.list, run=self._run, group_id=group.id)
+        rows = await asyncio.to_thread(self._context.trajectories.list, run=self._run, group_id=group.id)
         async with asyncio.TaskGroup() as rollouts:
             for row in rows:
                 rollouts.create_task(self._resume_one(group, task, row))
@@ -145,17 +147,17 @@ class Dispatcher:
         """Grade what was handed in; start afresh what was lost; leave alone what was decided."""
         handed_in = row.submission_key if row.state == TrajectoryState.finished else None
         if row.state == TrajectoryState.running:
-            handed_in = await seal_again(self._stage, row.id)
+            handed_in = await seal_again(self._context, row.id)
             if handed_in is None:
                 member, _, attempt = row.id.removeprefix(f"{group.id}-").partition("_")
                 fresh = f"{group.id}-{member}_{int(attempt or 0) + 1}"
                 why = "the dispatcher was restarted in the middle of this rollout"
                 await asyncio.to_thread(self._ledger.replace_lost, group.id, row.id, fresh, why)
-                await abandon(self._stage, row.id)
+                await abandon(self._context, row.id)
                 await self._run_one(group.id, task, fresh, group.min_version)
         if handed_in is not None:
             key, facts = handed_in, self._facts(group.id, task)
-            await self._in_slot(lambda: regrade(self._stage, task, row.id, key, facts=facts))
+            await self._in_slot(lambda: regrade(self._context, task, row.id, key, facts=facts))
 
     def _facts(self, group_id: str, task: Task) -> dict[str, Any]:
         return {"run": self._run, "group_id": group_id, "provenance": _provenance(task)}

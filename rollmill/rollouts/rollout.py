@@ -36,7 +36,7 @@ log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
-class Stage:
+class RolloutContext:
     """Everything a rollout needs besides its task; shared by all rollouts of a process."""
 
     gateway: GatewayClient
@@ -63,46 +63,48 @@ class Outcome:
 
 
 async def run_rollout(
-    stage: Stage, task: Task, trajectory: str, *, sampling: Sampling, min_version: int, facts: dict[str, Any]
+    context: RolloutContext, task: Task, trajectory: str, *, sampling: Sampling, min_version: int, facts: dict[str, Any]
 ) -> Outcome:
     """Run and grade one episode. Its trajectory row must exist; it is final when this returns."""
 
     async def episode() -> Outcome:
-        result, submission, tokens = await _play(stage, task, trajectory, sampling, min_version, facts)
-        reward = await stage.grader.grade(task, submission, stage.grading_machines)
+        result, submission, tokens = await _play(context, task, trajectory, sampling, min_version, facts)
+        reward = await context.grader.grade(task, submission, context.grading_machines)
         return Outcome(trajectory, reward, result, tokens)
 
-    return await _settle(stage, task, trajectory, facts, episode())
+    return await _settle(context, task, trajectory, facts, episode())
 
 
-async def regrade(stage: Stage, task: Task, trajectory: str, submission_key: str, *, facts: dict[str, Any]) -> Outcome:
+async def regrade(
+    context: RolloutContext, task: Task, trajectory: str, submission_key: str, *, facts: dict[str, Any]
+) -> Outcome:
     """Grade a finished trajectory from what was handed in: after a crash, or with a better grader."""
 
     async def grading() -> Outcome:
-        submission = await asyncio.to_thread(load_submission, stage.objects, submission_key)
-        reward = await stage.grader.grade(task, submission, stage.grading_machines)
+        submission = await asyncio.to_thread(load_submission, context.objects, submission_key)
+        reward = await context.grader.grade(task, submission, context.grading_machines)
         return Outcome(trajectory, reward, None)
 
-    return await _settle(stage, task, trajectory, facts, grading())
+    return await _settle(context, task, trajectory, facts, grading())
 
 
 async def _settle(
-    stage: Stage, task: Task, trajectory: str, facts: dict[str, Any], work: Awaitable[Outcome]
+    context: RolloutContext, task: Task, trajectory: str, facts: dict[str, Any], work: Awaitable[Outcome]
 ) -> Outcome:
     """The boundary: whatever becomes of `work`, the trajectory gets a reward or a reason."""
     started = time.time()
     try:
-        async with asyncio.timeout(stage.timeout_s) as limit:
+        async with asyncio.timeout(context.timeout_s) as limit:
             outcome = await work
     except Exception as error:
         if not isinstance(error, RollmillError | OSError):
             log.exception("rollout %s", trajectory)  # nobody foresaw it: the log keeps where it came from
-        reason = f"no end after {stage.timeout_s:g} s" if limit.expired() else _describe(error)
+        reason = f"no end after {context.timeout_s:g} s" if limit.expired() else _describe(error)
         outcome = Outcome(trajectory, None, None, reason=reason)
-        await give_up(stage, trajectory, reason)
+        await give_up(context, trajectory, reason)
     # outside the boundary: a reward that cannot be written must not turn into a failure of the rollout
     if outcome.reward is not None:
-        await asyncio.to_thread(stage.trajectories.grade, trajectory, outcome.reward)
+        await asyncio.to_thread(context.trajectories.grade, trajectory, outcome.reward)
     _report(task, outcome, facts, time.time() - started)
     return outcome
 
@@ -112,21 +114,21 @@ def _describe(error: Exception) -> str:
 
 
 async def _play(
-    stage: Stage, task: Task, trajectory: str, sampling: Sampling, min_version: int, facts: dict[str, Any]
+    context: RolloutContext, task: Task, trajectory: str, sampling: Sampling, min_version: int, facts: dict[str, Any]
 ) -> tuple[HarnessResult, Submission, int]:
-    machine = await stage.machines.create(task.image, {path: text.encode() for path, text in task.files.items()})
+    machine = await context.machines.create(task.image, {path: text.encode() for path, text in task.files.items()})
     try:
-        key = await stage.gateway.open_session(
+        key = await context.gateway.open_session(
             trajectory, traffic="rollout", min_version=min_version, task_id=task.id, **facts
         )
-        result = await stage.harness.run(
-            task, machine, base_url=f"{stage.gateway.base_url}/v1", api_key=key, sampling=sampling
+        result = await context.harness.run(
+            task, machine, base_url=f"{context.gateway.base_url}/v1", api_key=key, sampling=sampling
         )
         submission = await _hand_in(machine, task)
     finally:
         await machine.close()
-    submission_key = await asyncio.to_thread(store_submission, stage.objects, trajectory, submission)
-    sealed = await stage.gateway.seal(trajectory, submission_key)
+    submission_key = await asyncio.to_thread(store_submission, context.objects, trajectory, submission)
+    sealed = await context.gateway.seal(trajectory, submission_key)
     return result, submission, sealed["tokens"]
 
 
@@ -155,32 +157,32 @@ def load_submission(objects: Objects, key: str) -> Submission:
     return {path: base64.b64decode(text) for path, text in json.loads(objects.get(key)).items()}
 
 
-async def seal_again(stage: Stage, trajectory: str) -> str | None:
+async def seal_again(context: RolloutContext, trajectory: str) -> str | None:
     """The submission of a rollout whose process died between handing in and hearing of the seal; None if it is lost.
 
     The gateway may be sealing it this very moment: asking is the only way not to throw away a finished trajectory.
     """
     key = submission_key(trajectory)
-    if await asyncio.to_thread(stage.objects.head, key) is None:
+    if await asyncio.to_thread(context.objects.head, key) is None:
         return None
     try:
-        await stage.gateway.seal(trajectory, key)
+        await context.gateway.seal(trajectory, key)
     except GatewayError:
         return None
     return key
 
 
-async def give_up(stage: Stage, trajectory: str, reason: str) -> None:
+async def give_up(context: RolloutContext, trajectory: str, reason: str) -> None:
     """Record a failed trajectory once."""
-    await asyncio.to_thread(stage.trajectories.fail, trajectory, reason)
-    await abandon(stage, trajectory)
+    await asyncio.to_thread(context.trajectories.fail, trajectory, reason)
+    await abandon(context, trajectory)
 
 
-async def abandon(stage: Stage, trajectory: str) -> None:
+async def abandon(context: RolloutContext, trajectory: str) -> None:
     """Have the gateway forget a session. It may be the very thing that failed, so this is best effort."""
     with contextlib.suppress(RollmillError, TimeoutError, OSError):
         async with asyncio.timeout(2.0):
-            await stage.gateway.abandon(trajectory)
+            await context.gateway.abandon(trajectory)
 
 
 def _report(task: Task, outcome: Outcome, facts: dict[str, Any], seconds: float) -> None:

@@ -38,7 +38,7 @@ async def world(
 
 
 async def test_every_cell_is_counted_and_every_attempt_recorded(world: World) -> None:
-    sampled, greedy, family = await run_eval(world.stage, Additions(), SUITE, EXAMINATION)
+    sampled, greedy, family = await run_eval(world.context, Additions(), SUITE, EXAMINATION)
     # the script solves the tasks with an even number
     assert sampled.by_task == {f"heldout/{number}": [number % 2 == 0] * 3 for number in range(4)}
     assert (sampled.split, sampled.mode, sampled.solved, sampled.attempts) == ("heldout", "sampled", 6, 12)
@@ -52,8 +52,8 @@ async def test_every_cell_is_counted_and_every_attempt_recorded(world: World) ->
     # the examples can be read, and are what they are called
     assert sampled.example_solved is not None and sampled.example_unsolved is not None
     assert world.row(sampled.example_solved).reward == 1.0 and world.row(sampled.example_unsolved).reward == 0.0
-    assert world.stage.trajectories.load(sampled.example_solved).messages
-    rows = world.stage.trajectories.list(run=f"{RUN}/eval-before")
+    assert world.context.trajectories.load(sampled.example_solved).messages
+    rows = world.context.trajectories.list(run=f"{RUN}/eval-before")
     assert len(rows) == 12 + 4 + 3 and all(row.state == TrajectoryState.graded for row in rows)
     # none of them is the training run's
     assert world.ledger.counts() == dict.fromkeys(world.ledger.counts(), 0)
@@ -61,27 +61,27 @@ async def test_every_cell_is_counted_and_every_attempt_recorded(world: World) ->
 
 async def test_an_evaluation_can_be_repeated(world: World) -> None:
     suite = EvalConfig(tasks=2, attempts=1, family_tasks=0, greedy=False)
-    (first,) = await run_eval(world.stage, Additions(), suite, EXAMINATION)
-    (second,) = await run_eval(world.stage, Additions(), suite, EXAMINATION)
+    (first,) = await run_eval(world.context, Additions(), suite, EXAMINATION)
+    (second,) = await run_eval(world.context, Additions(), suite, EXAMINATION)
     assert first.by_task == second.by_task and first.example_solved != second.example_solved
 
 
 async def test_too_many_lost_attempts_are_an_error_that_names_the_first(world: World) -> None:
-    stage = replace(world.stage, machines=StandInHost(lambda asked: asked == 1, world.stage.machines))
+    context = replace(world.context, machines=StandInHost(lambda asked: asked == 1, world.context.machines))
     with pytest.raises(RollmillError, match=r"1 of 12 attempts failed, the first: machine: .*out of machines"):
-        await run_eval(stage, Additions(), SUITE, EXAMINATION)
+        await run_eval(context, Additions(), SUITE, EXAMINATION)
 
 
 async def test_it_waits_for_the_version_it_is_about(world: World) -> None:
     """The router asks an older engine rather than none: an evaluation must not begin before a fitting one is there."""
     examination = replace(EXAMINATION, version=3)
-    async with GatewayClient(world.stage.gateway.base_url, ADMIN, patience_s=0.2) as gateway:
+    async with GatewayClient(world.context.gateway.base_url, ADMIN, patience_s=0.2) as gateway:
         with pytest.raises(GatewayError, match=r"no engine serves version 3 .* at \[0\]"):
-            await run_eval(replace(world.stage, gateway=gateway), Additions(), SUITE, examination)
+            await run_eval(replace(world.context, gateway=gateway), Additions(), SUITE, examination)
     assert world.engine.requests == []
     world.engine.number = 3
     suite = EvalConfig(tasks=1, attempts=1, family_tasks=0, greedy=False)
-    (result,) = await run_eval(world.stage, Additions(), suite, examination)
+    (result,) = await run_eval(world.context, Additions(), suite, examination)
     assert result.version == 3
     assert world.row(str(result.example_solved)).oldest_version == 3
 

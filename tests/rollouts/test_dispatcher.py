@@ -15,7 +15,7 @@ from rollmill.errors import HarnessError
 from rollmill.rollouts.client import GatewayClient
 from rollmill.rollouts.config import RolloutConfig
 from rollmill.rollouts.dispatcher import POLL_S, Dispatcher
-from rollmill.rollouts.rollout import Stage
+from rollmill.rollouts.rollout import RolloutContext
 from rollmill.trajectories.ledger import Ledger
 from rollmill.types import GroupState, LedgerState, Reward, StepRecord, TrajectoryState, Version
 from tests.rollouts.world import ADMIN, RUN, Additions, StandInHost, World
@@ -24,9 +24,11 @@ pytestmark = pytest.mark.asyncio(loop_scope="module")
 SIZE = 3
 
 
-def make_dispatcher(world: World, *, stage: Stage | None = None, bound: int = 3, total: int = 3, **config: Any) -> Any:
+def make_dispatcher(
+    world: World, *, context: RolloutContext | None = None, bound: int = 3, total: int = 3, **config: Any
+) -> Any:
     return Dispatcher(
-        stage or world.stage,
+        context or world.context,
         world.ledger,
         Additions(),
         RolloutConfig(max_answer_tokens=400, **{"concurrency": 16, **config}),
@@ -92,30 +94,30 @@ async def test_it_waits_for_as_long_as_there_is_no_room(world: World) -> None:
 
 
 async def test_a_failed_rollout_leaves_its_group_usable(world: World) -> None:
-    machines = StandInHost(lambda asked: asked == 2, world.stage.machines)
-    await make_dispatcher(world, stage=replace(world.stage, machines=machines), total=1).run()
+    machines = StandInHost(lambda asked: asked == 2, world.context.machines)
+    await make_dispatcher(world, context=replace(world.context, machines=machines), total=1).run()
     (group,) = world.ledger.groups(GroupState.waiting)
     states = Counter(row.state for row in world.ledger.members([group.id])[group.id])
     assert states == {TrajectoryState.graded: SIZE - 1, TrajectoryState.failed: 1}
 
 
 async def test_a_host_that_only_fails_stops_the_run(world: World) -> None:
-    stage = replace(world.stage, machines=StandInHost(lambda asked: True))
+    context = replace(world.context, machines=StandInHost(lambda asked: True))
     with pytest.raises(BaseExceptionGroup) as raised:
-        await make_dispatcher(world, stage=stage, total=3, give_up_after=4, concurrency=1).run()
+        await make_dispatcher(world, context=context, total=3, give_up_after=4, concurrency=1).run()
     error = raised.value
     while isinstance(error, BaseExceptionGroup):
         error = error.exceptions[0]
     assert isinstance(error, HarnessError)
     assert "last 4 rollouts all failed" in str(error) and "out of machines" in str(error) and "doctor" in str(error)
-    failed = world.stage.trajectories.list(run=RUN, state=TrajectoryState.failed)
+    failed = world.context.trajectories.list(run=RUN, state=TrajectoryState.failed)
     assert 4 <= len(failed) < 3 * SIZE  # most of those in the queue were not tried
 
 
 async def test_failures_with_successes_in_between_do_not_stop_the_run(world: World) -> None:
-    machines = StandInHost(lambda asked: asked % 2 == 0, world.stage.machines)
-    stage = replace(world.stage, machines=machines)
-    await make_dispatcher(world, stage=stage, total=2, give_up_after=2, concurrency=1).run()
+    machines = StandInHost(lambda asked: asked % 2 == 0, world.context.machines)
+    context = replace(world.context, machines=machines)
+    await make_dispatcher(world, context=context, total=2, give_up_after=2, concurrency=1).run()
     assert len(world.ledger.groups(GroupState.waiting)) == 2
 
 
@@ -164,10 +166,10 @@ def check_books(world: World, groups: int) -> dict[str, list[str]]:
     members = world.ledger.members([group.id for group in waiting])
     assert len(waiting) == groups and all(len(rows) == SIZE for rows in members.values())
     assert all(row.state == TrajectoryState.graded for rows in members.values() for row in rows)
-    rows = world.stage.trajectories.list(run=RUN)
+    rows = world.context.trajectories.list(run=RUN)
     assert sum(world.ledger.counts().values()) == len(rows)
     # nobody has two rewards: what was graded before the restart was left alone
-    assert all(len(grades) <= 1 for grades in world.stage.trajectories.rewards([row.id for row in rows]).values())
+    assert all(len(grades) <= 1 for grades in world.context.trajectories.rewards([row.id for row in rows]).values())
     return {group: [row.id for row in rows] for group, rows in members.items()}
 
 
@@ -180,19 +182,19 @@ async def test_a_restart_grades_what_was_finished_and_replaces_what_was_lost(wor
             await asyncio.Future()
 
     world.engine.on_turn = block
-    stage = replace(world.stage, grader=StandInGrader(grades=5))
-    dispatching = asyncio.create_task(make_dispatcher(world, stage=stage, total=5).run())
+    context = replace(world.context, grader=StandInGrader(grades=5))
+    dispatching = asyncio.create_task(make_dispatcher(world, context=context, total=5).run())
 
     def stuck() -> bool:
-        states = Counter(row.state for row in world.stage.trajectories.list(run=RUN))
+        states = Counter(row.state for row in world.context.trajectories.list(run=RUN))
         return (states[TrajectoryState.graded], states[TrajectoryState.finished], len(blocked)) == (5, 2, 2)
 
     await until(stuck)
-    finished = {row.id for row in world.stage.trajectories.list(run=RUN, state=TrajectoryState.finished)}
+    finished = {row.id for row in world.context.trajectories.list(run=RUN, state=TrajectoryState.finished)}
     await stop(dispatching)
     # and once more, in the middle of taking up
     blocked.clear()
-    again = asyncio.create_task(make_dispatcher(world, stage=stage, total=5).run())
+    again = asyncio.create_task(make_dispatcher(world, context=context, total=5).run())
     await until(lambda: len(blocked) == 2)
     await stop(again)
 
@@ -213,9 +215,9 @@ async def test_a_restart_grades_what_was_finished_and_replaces_what_was_lost(wor
 
 @pytest.mark.parametrize("asks", [True, False], ids=["heard too late", "never asked"])
 async def test_what_was_handed_in_is_not_lost_with_the_answer_to_its_seal(world: World, asks: bool) -> None:
-    async with StandInGateway(world.stage.gateway.base_url, asks=asks) as gateway:
-        stage = replace(world.stage, gateway=gateway)
-        dispatching = asyncio.create_task(make_dispatcher(world, stage=stage, total=1).run())
+    async with StandInGateway(world.context.gateway.base_url, asks=asks) as gateway:
+        context = replace(world.context, gateway=gateway)
+        dispatching = asyncio.create_task(make_dispatcher(world, context=context, total=1).run())
         await until(lambda: gateway.waiting == SIZE)
         await stop(dispatching)
     await make_dispatcher(world, total=1).run()
@@ -224,12 +226,12 @@ async def test_what_was_handed_in_is_not_lost_with_the_answer_to_its_seal(world:
 
 
 async def test_a_grade_that_cannot_be_given_after_a_restart_is_a_reason(world: World) -> None:
-    stage = replace(world.stage, grader=StandInGrader(grades=0))
-    dispatching = asyncio.create_task(make_dispatcher(world, stage=stage, total=1).run())
-    await until(lambda: len(world.stage.trajectories.list(run=RUN, state=TrajectoryState.finished)) == SIZE)
+    context = replace(world.context, grader=StandInGrader(grades=0))
+    dispatching = asyncio.create_task(make_dispatcher(world, context=context, total=1).run())
+    await until(lambda: len(world.context.trajectories.list(run=RUN, state=TrajectoryState.finished)) == SIZE)
     await stop(dispatching)
-    broken = StandInHost(lambda asked: asked == 1, world.stage.grading_machines)
-    await make_dispatcher(world, stage=replace(world.stage, grading_machines=broken), total=1).run()
+    broken = StandInHost(lambda asked: asked == 1, world.context.grading_machines)
+    await make_dispatcher(world, context=replace(world.context, grading_machines=broken), total=1).run()
     (group,) = world.ledger.groups(GroupState.waiting)
     states = Counter(row.state for row in world.ledger.members([group.id])[group.id])
     assert states == {TrajectoryState.graded: SIZE - 1, TrajectoryState.failed: 1}

@@ -34,8 +34,8 @@ async def test_an_episode_ends_graded_with_its_submission_stored_and_its_record_
     row = world.row()
     assert (row.state, row.reward, row.tokens) == (TrajectoryState.graded, 1.0, outcome.tokens)
     assert row.submission_key is not None
-    assert load_submission(world.stage.objects, row.submission_key) == {"main.py": b"def f(x):\n    return x + 7\n"}
-    (segment,) = world.stage.trajectories.load("t0").segments
+    assert load_submission(world.context.objects, row.submission_key) == {"main.py": b"def f(x):\n    return x + 7\n"}
+    (segment,) = world.context.trajectories.load("t0").segments
     assert len(segment.spans) == 3 and segment.sampled.sum() == sum(map(len, world.engine.script))
     assert world.tool_results() == ["ok", "ok"]
     assert await world.open_sessions() == 0
@@ -51,11 +51,11 @@ async def test_a_random_model_on_the_real_engine_is_graded(world: World) -> None
         url = await start_gateway(stack, world.directory, world.tokenizer, endpoint)
         gateway = await stack.enter_async_context(GatewayClient(url, ADMIN))
         await gateway.wait_until_serving(1)
-        stage = replace(world.stage, gateway=gateway)
-        outcomes = await asyncio.gather(*(world.play(id=f"t{index}", stage=stage) for index in range(4)))
+        context = replace(world.context, gateway=gateway)
+        outcomes = await asyncio.gather(*(world.play(id=f"t{index}", context=context) for index in range(4)))
     for outcome in outcomes:
         assert outcome.reward is not None and outcome.reward.value == 0.0
-        trajectory = world.stage.trajectories.load(outcome.trajectory)
+        trajectory = world.context.trajectories.load(outcome.trajectory)
         assert {policy.number for segment in trajectory.segments for policy in segment.policies} == {1}
 
 
@@ -117,7 +117,7 @@ async def test_a_missing_image(world: World) -> None:
 
 async def test_a_gateway_that_cannot_be_reached(world: World) -> None:
     async with GatewayClient(f"http://127.0.0.1:{unused_port()}", ADMIN, patience_s=0.2) as gateway:
-        outcome = await world.play(stage=replace(world.stage, gateway=gateway))
+        outcome = await world.play(context=replace(world.context, gateway=gateway))
     world.check_failed(outcome, "cannot be reached")
 
 
@@ -129,7 +129,7 @@ async def test_an_address_that_is_no_gateway(world: World) -> None:
     app.router.add_route("*", "/sessions", hello)
     async with TestServer(app) as server:
         async with GatewayClient(str(server.make_url("")).rstrip("/"), ADMIN, patience_s=0.2) as gateway:
-            outcome = await world.play(stage=replace(world.stage, gateway=gateway))
+            outcome = await world.play(context=replace(world.context, gateway=gateway))
     world.check_failed(outcome, "is no gateway")
 
 
@@ -154,8 +154,8 @@ async def test_a_first_version_that_takes_its_time_is_waited_for() -> None:
 
 async def test_engines_that_are_gone(world: World) -> None:
     world.engine.refuse = (500, "out of order")
-    harness = type(world.stage.harness)(world.stage.harness.config.model_copy(update={"request_deadline_s": 0.5}))
-    outcome = await world.play(stage=replace(world.stage, harness=harness))
+    harness = type(world.context.harness)(world.context.harness.config.model_copy(update={"request_deadline_s": 0.5}))
+    outcome = await world.play(context=replace(world.context, harness=harness))
     await harness.close()
     world.check_failed(outcome, "harness: ")
     assert await world.open_sessions() == 0
@@ -163,7 +163,7 @@ async def test_engines_that_are_gone(world: World) -> None:
 
 async def test_a_machine_host_killed_in_the_middle(world: World) -> None:
     host = NamespaceHost()
-    stage = replace(world.stage, machines=host, grading_machines=host)
+    context = replace(world.context, machines=host, grading_machines=host)
 
     async def kill(session: str, turn: int) -> None:
         if turn == 2:
@@ -172,23 +172,23 @@ async def test_a_machine_host_killed_in_the_middle(world: World) -> None:
 
     world.engine.on_turn = kill
     try:
-        outcome = await world.play(stage=stage)
+        outcome = await world.play(context=context)
         world.check_failed(outcome, "machine")
         assert await world.open_sessions() == 0
         world.engine.on_turn = None
-        assert (await world.play(id="t1", stage=stage)).solved  # the next one finds a new machine host
+        assert (await world.play(id="t1", context=context)).solved  # the next one finds a new machine host
     finally:
         await host.close()
 
 
 async def test_a_grading_machine_that_fails(world: World) -> None:
-    outcome = await world.play(stage=replace(world.stage, grading_machines=StandInHost(lambda asked: True)))
+    outcome = await world.play(context=replace(world.context, grading_machines=StandInHost(lambda asked: True)))
     world.check_failed(outcome, "out of machines\nhint: buy more")
 
 
 async def test_the_time_limit(world: World) -> None:
     world.engine.token_delay_s = 60.0
-    outcome = await world.play(stage=replace(world.stage, timeout_s=0.5))
+    outcome = await world.play(context=replace(world.context, timeout_s=0.5))
     world.check_failed(outcome, "no end after 0.5 s")
 
 
@@ -206,7 +206,7 @@ async def test_an_error_nobody_foresaw(world: World, caplog: pytest.LogCaptureFi
     async def stumble() -> Reward:
         raise KeyError("surprise")
 
-    outcome = await world.play(stage=replace(world.stage, grader=StandInGrader(stumble)))
+    outcome = await world.play(context=replace(world.context, grader=StandInGrader(stumble)))
     world.check_failed(outcome, "KeyError: 'surprise'")
     assert "in stumble" in caplog.text  # the log has the traceback
 
@@ -218,11 +218,11 @@ async def test_a_reward_that_cannot_be_written_is_no_failure_of_the_rollout(
         raise StorageError("the disk is full")
 
     with monkeypatch.context() as patch, pytest.raises(StorageError):
-        patch.setattr(world.stage.trajectories, "grade", full_disk)
+        patch.setattr(world.context.trajectories, "grade", full_disk)
         await world.play()
     row = world.row()
     assert row.state == TrajectoryState.finished and row.submission_key is not None  # to be graded when there is room
-    assert (await regrade(world.stage, make_task(), "t0", row.submission_key, facts={})).solved
+    assert (await regrade(world.context, make_task(), "t0", row.submission_key, facts={})).solved
 
 
 # grading again
@@ -232,9 +232,9 @@ async def test_grading_again_from_what_was_handed_in_gives_the_same_reward(world
     outcome = await world.play()
     key = world.row().submission_key
     assert key is not None
-    again = await regrade(world.stage, make_task(), "t0", key, facts={})
+    again = await regrade(world.context, make_task(), "t0", key, facts={})
     assert again.reward == outcome.reward
-    (first, _), (second, _) = world.stage.trajectories.rewards(["t0"])["t0"]
+    (first, _), (second, _) = world.context.trajectories.rewards(["t0"])["t0"]
     assert world.row().reward_id == second > first
 
 
@@ -245,25 +245,27 @@ async def test_a_rollout_whose_process_died_while_grading_is_graded_later(world:
         grading.set()
         return await asyncio.Future()
 
-    work = asyncio.create_task(world.play(stage=replace(world.stage, grader=StandInGrader(hang))))
+    work = asyncio.create_task(world.play(context=replace(world.context, grader=StandInGrader(hang))))
     await grading.wait()
     work.cancel()
     await asyncio.wait([work])
     key = world.row().submission_key
     assert world.row().state == TrajectoryState.finished and key is not None
-    assert (await regrade(world.stage, make_task(), "t0", key, facts={})).solved
+    assert (await regrade(world.context, make_task(), "t0", key, facts={})).solved
     assert world.row().state == TrajectoryState.graded
 
 
 async def test_a_submission_that_is_gone_is_a_reason(world: World) -> None:
-    world.stage.trajectories.create("r", "g", "train/0", ["t0"], {})
-    world.stage.trajectories.finish("t0", "payload", "submissions/t0.json", tokens=0, sampled_tokens=0, segments=0)
-    world.check_failed(await regrade(world.stage, make_task(), "t0", "submissions/t0.json", facts={}), "submissions/t0")
+    world.context.trajectories.create("r", "g", "train/0", ["t0"], {})
+    world.context.trajectories.finish("t0", "payload", "submissions/t0.json", tokens=0, sampled_tokens=0, segments=0)
+    world.check_failed(
+        await regrade(world.context, make_task(), "t0", "submissions/t0.json", facts={}), "submissions/t0"
+    )
 
 
 async def test_sealing_again(world: World) -> None:
     await world.play()
-    assert await seal_again(world.stage, "t0") == world.row().submission_key  # sealed before: the same answer
-    assert await seal_again(world.stage, "unknown") is None  # never handed in
-    world.stage.objects.create("submissions/t9.json", b"{}")
-    assert await seal_again(world.stage, "t9") is None  # handed in, but the gateway has no such session
+    assert await seal_again(world.context, "t0") == world.row().submission_key  # sealed before: the same answer
+    assert await seal_again(world.context, "unknown") is None  # never handed in
+    world.context.objects.create("submissions/t9.json", b"{}")
+    assert await seal_again(world.context, "t9") is None  # handed in, but the gateway has no such session

@@ -28,7 +28,7 @@ from rollmill.errors import MachineError
 from rollmill.gateway.app import make_app
 from rollmill.gateway.config import EngineEndpoint, GatewayConfig
 from rollmill.rollouts.client import GatewayClient
-from rollmill.rollouts.rollout import Outcome, Stage, run_rollout
+from rollmill.rollouts.rollout import Outcome, RolloutContext, run_rollout
 from rollmill.storage.database import open_database
 from rollmill.storage.objects import Objects
 from rollmill.trajectories.ledger import Ledger
@@ -119,7 +119,7 @@ class World:
     directory: Path
     tokenizer: Tokenizer
     engine: ScriptedEngine
-    stage: Stage
+    context: RolloutContext
     ledger: Ledger
     stack: contextlib.AsyncExitStack = field(repr=False)
 
@@ -133,29 +133,29 @@ class World:
             for call in calls
         ]
 
-    async def play(self, task: Task | None = None, id: str = "t0", stage: Stage | None = None) -> Outcome:
+    async def play(self, task: Task | None = None, id: str = "t0", context: RolloutContext | None = None) -> Outcome:
         task = task or make_task()
-        stage = stage or self.stage
-        stage.trajectories.create(RUN, "g", task.id, [id], {"split": task.split})
+        context = context or self.context
+        context.trajectories.create(RUN, "g", task.id, [id], {"split": task.split})
         facts = {"run": RUN, "group_id": "g", "provenance": {"split": task.split}}
-        return await run_rollout(stage, task, id, sampling=SAMPLING, min_version=0, facts=facts)
+        return await run_rollout(context, task, id, sampling=SAMPLING, min_version=0, facts=facts)
 
     def row(self, id: str = "t0") -> TrajectoryRow:
-        return self.stage.trajectories.get(id)
+        return self.context.trajectories.get(id)
 
     def tool_results(self, id: str = "t0") -> list[str]:
-        messages = self.stage.trajectories.load(id).messages
+        messages = self.context.trajectories.load(id).messages
         return [message["content"] for message in messages if message["role"] == "tool"]
 
     async def open_sessions(self) -> int:
-        return int((await self.stage.gateway._call("GET", "/health", None))["sessions"])
+        return int((await self.context.gateway._call("GET", "/health", None))["sessions"])
 
     def check_failed(self, outcome: Outcome, reason: str) -> None:
         """Recorded once, with its reason, and never a reward."""
         row = self.row(outcome.trajectory)
         assert outcome.reward is None and row.state == TrajectoryState.failed
         assert row.reason == outcome.reason and reason in str(row.reason), row.reason
-        assert row.reward is None and self.stage.trajectories.rewards([row.id]) == {row.id: []}
+        assert row.reward is None and self.context.trajectories.rewards([row.id]) == {row.id: []}
 
 
 @contextlib.asynccontextmanager
@@ -172,9 +172,9 @@ async def open_world(directory: Path, tokenizer: Tokenizer, machines: MachineHos
         gateway = await stack.enter_async_context(GatewayClient(url, ADMIN, patience_s=5.0))
         stack.push_async_callback(harness.close)
         grader = HiddenTests(HiddenTestsConfig(timeout_s=1.0))
-        stage = Stage(gateway, machines, machines, harness, grader, trajectories, objects, timeout_s=30.0)
+        context = RolloutContext(gateway, machines, machines, harness, grader, trajectories, objects, timeout_s=30.0)
         await gateway.wait_until_serving(0)
-        world = World(directory, tokenizer, engine, stage, Ledger(database, RUN), stack)
+        world = World(directory, tokenizer, engine, context, Ledger(database, RUN), stack)
         world.says(*SOLUTION)
         yield world
 

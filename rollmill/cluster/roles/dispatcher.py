@@ -18,7 +18,7 @@ from rollmill.evals.run import EvalResult, Examination, run_eval
 from rollmill.evals.suite import EvalConfig
 from rollmill.rollouts.client import GatewayClient
 from rollmill.rollouts.dispatcher import Dispatcher
-from rollmill.rollouts.rollout import Stage
+from rollmill.rollouts.rollout import RolloutContext
 from rollmill.rollouts.simulation import SlowMachines
 from rollmill.storage.database import open_database
 from rollmill.storage.objects import Objects
@@ -37,13 +37,13 @@ def main(run: RunDirectory) -> None:
 async def _dispatch(run: RunDirectory) -> None:
     config = run.config
     ledger = Ledger(open_database(run.database_url), run.id)
-    async with open_stage(run) as stage:
-        await _evaluate_once(run, stage, "before", 0)
+    async with open_context(run) as context:
+        await _evaluate_once(run, context, "before", 0)
         if config.steps == 0:
             return
         with run.stage("reinforce"):
             await Dispatcher(
-                stage,
+                context,
                 ledger,
                 MicroRepos(),
                 config.rollouts,
@@ -54,7 +54,7 @@ async def _dispatch(run: RunDirectory) -> None:
                 total_groups=config.steps * config.groups_per_step,
             ).run()
             await _until_committed(ledger, config.steps)
-        await _evaluate_once(run, stage, "after", config.steps)
+        await _evaluate_once(run, context, "after", config.steps)
 
 
 async def _until_committed(ledger: Ledger, step: int) -> None:
@@ -62,29 +62,31 @@ async def _until_committed(ledger: Ledger, step: int) -> None:
         await asyncio.sleep(COMMIT_POLL_S)
 
 
-async def _evaluate_once(run: RunDirectory, stage: Stage, label: str, version: int) -> None:
+async def _evaluate_once(run: RunDirectory, context: RolloutContext, label: str, version: int) -> None:
     """An evaluation that is recorded is not repeated when the run is resumed."""
     key = f"evals/{run.id}/{label}.json"
-    if stage.objects.head(key) is not None:
+    if context.objects.head(key) is not None:
         return
     with run.stage(f"evaluate {label}"):
-        results = await _evaluate(run, stage, run.config.evals, label, version)
-        stage.objects.create(key, json.dumps([asdict(result) for result in results]).encode())
+        results = await _evaluate(run, context, run.config.evals, label, version)
+        context.objects.create(key, json.dumps([asdict(result) for result in results]).encode())
 
 
 async def evaluate(run: RunDirectory, suite: EvalConfig, version: int) -> list[EvalResult]:
     """Evaluate a version that the engines of a running cluster are pinned to."""
-    async with open_stage(run) as stage:
-        return await _evaluate(run, stage, suite, f"version-{version}", version)
+    async with open_context(run) as context:
+        return await _evaluate(run, context, suite, f"version-{version}", version)
 
 
-async def _evaluate(run: RunDirectory, stage: Stage, suite: EvalConfig, label: str, version: int) -> list[EvalResult]:
+async def _evaluate(
+    run: RunDirectory, context: RolloutContext, suite: EvalConfig, label: str, version: int
+) -> list[EvalResult]:
     examination = Examination(run.id, label, version, run.config.rollouts.max_answer_tokens)
-    return await run_eval(stage, MicroRepos(), suite, examination)
+    return await run_eval(context, MicroRepos(), suite, examination)
 
 
 @contextlib.asynccontextmanager
-async def open_stage(run: RunDirectory) -> AsyncIterator[Stage]:
+async def open_context(run: RunDirectory) -> AsyncIterator[RolloutContext]:
     config = run.config
     objects = Objects.open(run.home_store)
     host = NamespaceHost(config.machine)
@@ -95,7 +97,7 @@ async def open_stage(run: RunDirectory) -> AsyncIterator[Stage]:
     try:
         async with GatewayClient(run.url("gateway"), run.admin_token) as gateway:
             await gateway.wait_until_serving(0, START_PATIENCE_S)
-            yield Stage(
+            yield RolloutContext(
                 gateway=gateway,
                 machines=machines,
                 grading_machines=host,
