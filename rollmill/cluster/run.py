@@ -14,6 +14,7 @@ runs/NAME/
 from __future__ import annotations
 
 import contextlib
+import hmac
 import json
 import os
 import secrets
@@ -41,6 +42,7 @@ from rollmill.training.config import MidtrainConfig, RLConfig, TrainingConfig
 HOME = "home"
 # names of runs, lines and regions become names of directories, objects and processes
 NAME = r"^[a-z0-9][a-z0-9_-]{0,62}$"
+SECRETS = ("admin_token", "store_token", "engine_token", "production_key")
 STAGES = ("mid-train", "evaluate before", "reinforce", "evaluate after")
 
 
@@ -172,8 +174,10 @@ class RunDirectory:
     config: RunConfig
     id: str  # globally unique: keys ledger, groups, trajectories and evaluations, also in a database that runs share
     ports: dict[str, int]
-    admin_token: str
-    production_key: str
+    admin_token: str  # administers the gateway, and session keys derive from it: only gateway and dispatcher use it
+    store_token: str  # reads the home store over HTTP
+    engine_token: str  # every request to an engine but its health and metrics
+    production_key: str  # the API key of production traffic
 
     @classmethod
     def create(cls, root: Path, config: RunConfig) -> RunDirectory:
@@ -181,7 +185,7 @@ class RunDirectory:
         roles = ["gateway", "store", *(f"engine-{region}" for region in config.regions)]
         ports = dict(zip(roles, free_ports(len(roles)), strict=True))
         id = f"{config.name}-{secrets.token_hex(4)}"
-        run = cls(path, config, id, ports, secrets.token_urlsafe(24), secrets.token_urlsafe(24))
+        run = cls(path, config, id, ports, **{name: secrets.token_urlsafe(24) for name in SECRETS})
         run._create()
         return run
 
@@ -192,7 +196,7 @@ class RunDirectory:
             saved = json.loads(file.read_text())
             config = validate_config(RunConfig, saved["config"], str(file))
             id = saved.get("id", config.name)  # runs made before there were ids are keyed by their name
-            return cls(path, config, id, saved["ports"], saved["admin_token"], saved["production_key"])
+            return cls(path, config, id, saved["ports"], **{name: _secret(saved, name) for name in SECRETS})
         except (FileNotFoundError, NotADirectoryError):
             raise ConfigError(
                 f"{path} holds no run (no run.json)", hint="`ls runs/` shows the runs there are"
@@ -210,8 +214,7 @@ class RunDirectory:
             "id": self.id,
             "config": self.config.model_dump(mode="json"),
             "ports": self.ports,
-            "admin_token": self.admin_token,
-            "production_key": self.production_key,
+            **{name: getattr(self, name) for name in SECRETS},
         }
         file = self.path / "run.json"
         try:
@@ -263,6 +266,14 @@ class RunDirectory:
     @property
     def logs(self) -> Path:
         return self.path / "logs"
+
+
+def _secret(saved: dict[str, Any], name: str) -> str:
+    """A run.json of an older release lacks some tokens: every process derives the same ones from `admin_token`."""
+    if name in ("store_token", "engine_token") and name not in saved:
+        return hmac.new(str(saved["admin_token"]).encode(), name.encode(), "sha256").hexdigest()
+    secret: str = saved[name]
+    return secret
 
 
 def _model_of(directory: Path, given: dict[str, Any]) -> dict[str, Any]:

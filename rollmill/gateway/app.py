@@ -42,6 +42,7 @@ from rollmill.trajectories.store import TrajectoryStore
 
 log = logging.getLogger(__name__)
 _RETRY_AFTER_S = 1
+_ADMIN_HINT = "send `Authorization: Bearer TOKEN`; TOKEN is `admin_token` in the run's run.json"
 _FACTS: dict[str, type] = {"run": str, "task_id": str, "group_id": str, "min_version": int, "provenance": dict}
 
 
@@ -209,7 +210,7 @@ class Gateway:
 
     def _check_admin(self, request: web.Request) -> None:
         if not _same(_bearer(request), self._admin_token):
-            raise GatewayError("this needs the admin token", status=401, hint="send `Authorization: Bearer TOKEN`")
+            raise GatewayError("this needs the admin token", status=401, hint=_ADMIN_HINT)
 
 
 def _facts(tree: dict[str, Any]) -> SessionFacts:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from pydantic import Field
 
@@ -59,3 +59,4 @@ class GatewayConfig(Config):
 class EngineEndpoint:
     url: str
     region: str
+    token: str | None = field(default=None, repr=False)  # the bearer token the engine asks for

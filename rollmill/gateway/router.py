@@ -35,6 +35,7 @@ class EngineState:
 
     url: str
     region: str
+    token: str | None = field(default=None, repr=False)
     alive: bool = False
     name: str = ""
     policy: PolicyRef | None = None
@@ -67,7 +68,9 @@ class EngineState:
 
 class Router:
     def __init__(self, endpoints: Sequence[EngineEndpoint], config: GatewayConfig) -> None:
-        self.engines = [EngineState(endpoint.url.rstrip("/"), endpoint.region) for endpoint in endpoints]
+        self.engines = [
+            EngineState(endpoint.url.rstrip("/"), endpoint.region, endpoint.token) for endpoint in endpoints
+        ]
         self._config = config
         self._timeout = aiohttp.ClientTimeout(total=None, sock_connect=5, sock_read=config.engine_silence_s)
         self._changed = asyncio.Condition()
@@ -125,7 +128,9 @@ class Router:
         engine.in_flight += 1
         try:
             body = request_to_json(request, stream=stream)
-            async with self._client.post(f"{engine.url}/generate", data=body, timeout=self._timeout) as response:
+            headers = {"Authorization": f"Bearer {engine.token}"} if engine.token else None
+            url = f"{engine.url}/generate"
+            async with self._client.post(url, data=body, headers=headers, timeout=self._timeout) as response:
                 if response.status != 200:
                     await _refuse(response)
                 if not stream:
@@ -246,9 +251,12 @@ def _ended(request: GenerateRequest, sampled: list[int]) -> GenerateChunk | None
 
 
 async def _refuse(response: aiohttp.ClientResponse) -> None:
-    """A request the engine calls wrong is wrong on every engine; anything else may work on another one."""
+    """A request the engine calls wrong is wrong on every engine; anything else may work on another one.
+
+    401 is not the client's fault: this gateway holds the wrong token for that engine.
+    """
     text = (await response.content.read(2000)).decode(errors="replace")
-    if 400 <= response.status < 500 and response.status not in (408, 429):
+    if 400 <= response.status < 500 and response.status not in (401, 408, 429):
         try:
             error = json.loads(text).get("error", text)
             text = error if isinstance(error, str) else str(error.get("message", error))

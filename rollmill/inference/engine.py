@@ -9,6 +9,9 @@ The same contract over HTTP (`inference/server.py`) and in process (`inference/e
     POST /pause, /resume
     POST /hint       {"version": n}: look for new weights now
     POST /lend       {"line"}: serve another line, keeping the own weights in memory; POST /recall: serve the own again
+
+An engine started with a token answers 401 to every request without `Authorization: Bearer TOKEN`, except for /health
+and /metrics.
 """
 
 from __future__ import annotations

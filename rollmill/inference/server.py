@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import hmac
 import json
 import signal
 from collections.abc import AsyncIterator, Awaitable, Callable
@@ -27,12 +28,13 @@ if TYPE_CHECKING:
 
 LARGEST_REQUEST = 64 * 2**20
 SHUTDOWN_SECONDS = 2.0
+OPEN = ("/health", "/metrics")  # need no token: the one is polled by gateways, the other by monitors
 
 
-def make_app(engine: Engine, follower: EngineFollower | None = None) -> web.Application:
-    """`follower` is what keeps the engine's weights up to date, if anything does."""
+def make_app(engine: Engine, follower: EngineFollower | None = None, token: str | None = None) -> web.Application:
+    """`follower` keeps the engine's weights up to date. With a `token`, every path not in `OPEN` asks for it."""
     handlers = _Handlers(engine, follower)
-    app = web.Application(client_max_size=LARGEST_REQUEST)
+    app = web.Application(client_max_size=LARGEST_REQUEST, middlewares=[_guard(token)] if token else [])
     app.router.add_post("/generate", handlers.generate)
     app.router.add_get("/health", handlers.health)
     app.router.add_get("/metrics", handlers.metrics)
@@ -42,6 +44,23 @@ def make_app(engine: Engine, follower: EngineFollower | None = None) -> web.Appl
     app.router.add_post("/lend", handlers.lend)
     app.router.add_post("/recall", handlers.recall)
     return app
+
+
+def _guard(token: str) -> Any:
+    """A middleware that answers 401 to a request without the engine token."""
+    expected = f"Bearer {token}".encode()
+
+    @web.middleware
+    async def guard(request: web.Request, handler: Any) -> web.StreamResponse:
+        given = request.headers.get("Authorization", "").encode(errors="replace")
+        if request.path in OPEN or hmac.compare_digest(given, expected):
+            response: web.StreamResponse = await handler(request)
+            return response
+        error = "the engine token is wrong" if given else "the engine token is missing"
+        hint = "send `Authorization: Bearer TOKEN`; TOKEN is `engine_token` in the run's run.json"
+        return web.json_response({"error": error, "hint": hint}, status=401)
+
+    return guard
 
 
 class _Handlers:
@@ -146,21 +165,32 @@ def serve_engine(
     form: str = "bf16",
     mirror: Mirror | None = None,
     pinned: int | None = None,
+    token: str | None = None,
 ) -> None:
-    """An embedded engine that follows a line (or stays at version `pinned`) until SIGTERM or SIGINT."""
+    """Serve an embedded engine until SIGTERM or SIGINT. It follows `line`, or stays at version `pinned`.
+
+    With a `token`, requests must carry it as a bearer token.
+    """
     source: UpdateSource
     if pinned is None:
         source = Follower(store, line, form, mirror, holder=name, about={"engine": name, "region": region})
     else:
         source = Pinned(store, Version(line, pinned), form, mirror)
     made = {"name": name, "region": region, "device": device, "form": form}
-    asyncio.run(_serve(config, model, source, made, host=host, port=port))
+    asyncio.run(_serve(config, model, source, made, host=host, port=port, token=token))
 
 
 async def _serve(
-    config: EngineConfig, model: ModelConfig, source: UpdateSource, made: dict[str, Any], *, host: str, port: int
+    config: EngineConfig,
+    model: ModelConfig,
+    source: UpdateSource,
+    made: dict[str, Any],
+    *,
+    host: str,
+    port: int,
+    token: str | None,
 ) -> None:
-    """`made`: what the engine is made with beside its configuration."""
+    """`made` holds the engine's other arguments."""
     from rollmill.inference.embedded.engine import EmbeddedEngine  # torch: only the process that serves loads it
 
     stop = asyncio.Event()
@@ -168,7 +198,7 @@ async def _serve(
         asyncio.get_running_loop().add_signal_handler(number, stop.set)
     async with EmbeddedEngine(model, config, **made) as engine:
         follower = EngineFollower(engine, source, config.poll_seconds)
-        async with serving(make_app(engine, follower), host, port):
+        async with serving(make_app(engine, follower, token), host, port):
             tasks = [
                 asyncio.ensure_future(work) for work in (stop.wait(), follower.run(), asyncio.wrap_future(engine.ended))
             ]

@@ -40,6 +40,7 @@ _SLOWEST_BYTES_PER_SECOND = 50_000  # a body that comes slower than this is give
 _MOST_IDLE = 32  # connections kept for the next requests
 _TRY_AGAIN = {429, 502, 503, 504}
 _FIRST_PAUSE_SECONDS, _LONGEST_PAUSE_SECONDS = 0.1, 2.0
+_UNAUTHORISED_HINT = "send `Authorization: Bearer TOKEN`; TOKEN is `store_token` in the run's run.json"
 _RANGE = re.compile(r"bytes=(\d{1,18})-(\d{1,18})")
 
 
@@ -49,9 +50,10 @@ def object_app(objects: Objects, token: str | None = None) -> web.Application:
 
     @web.middleware
     async def guard(request: web.Request, handler: Any) -> web.StreamResponse:
-        given = request.headers.get("Authorization", "").removeprefix("Bearer ")
-        if token is not None and not hmac.compare_digest(given.encode(), token.encode()):
-            return web.json_response({"error": "a bearer token is needed"}, status=401)
+        given = request.headers.get("Authorization", "").removeprefix("Bearer ").encode(errors="replace")
+        if token is not None and not hmac.compare_digest(given, token.encode()):
+            error = "the store token is missing or wrong"
+            return web.json_response({"error": error, "hint": _UNAUTHORISED_HINT}, status=401)
         try:
             return await handler(request)
         except ObjectMissing as error:
@@ -232,7 +234,7 @@ class HttpBackend:
             return reply
         if reply.status == 404:
             raise ObjectMissing(f"no object {key!r} at {self._url}")
-        hint = "the store asks for another token" if reply.status == 401 else None
+        hint = _UNAUTHORISED_HINT if reply.status == 401 else None
         raise StorageError(f"{key!r} at {self._url}: HTTP status {reply.status}", hint=hint)
 
     def _exchange(self, method: str, path: str, headers: dict[str, str], limit: int, silence: float) -> _Reply:

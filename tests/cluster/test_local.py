@@ -9,18 +9,21 @@ import socket
 import subprocess
 import sys
 import time
+import urllib.error
 import urllib.request
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
 
+from rollmill.chat.tokenizer import Tokenizer
 from rollmill.cluster import local
 from rollmill.cluster.drive import _while_watching, evaluate_version, serving
 from rollmill.cluster.local import TERMINATED, LocalCluster, exclusive
-from rollmill.cluster.run import RunDirectory
+from rollmill.cluster.run import SECRETS, RunDirectory
 from rollmill.errors import RollmillError, WeightsError
 from rollmill.telemetry import read_events
+from tests.chat.conftest import tokenizer  # noqa: F401
 
 
 @pytest.fixture
@@ -59,7 +62,7 @@ def until(condition: Callable[[], bool], cluster: LocalCluster | None = None) ->
 
 def answers(run: RunDirectory) -> bool:
     request = urllib.request.Request(
-        f"{run.url('store')}/list?prefix=", headers={"Authorization": f"Bearer {run.admin_token}"}
+        f"{run.url('store')}/list?prefix=", headers={"Authorization": f"Bearer {run.store_token}"}
     )
     try:
         with urllib.request.urlopen(request, timeout=1) as response:
@@ -143,7 +146,8 @@ SUPERVISOR = """
 import os, signal, sys, time
 from pathlib import Path
 from rollmill.cluster.local import LocalCluster
-from rollmill.cluster.run import RunDirectory
+from rollmill.chat.tokenizer import Tokenizer
+from rollmill.cluster.run import SECRETS, RunDirectory
 cluster = LocalCluster(RunDirectory.open(Path(sys.argv[1])))
 cluster.start("store", service=True)
 if sys.argv[2] == "at once":
@@ -170,7 +174,8 @@ HOLDER = """
 import sys, time
 from pathlib import Path
 from rollmill.cluster.local import exclusive
-from rollmill.cluster.run import RunDirectory
+from rollmill.chat.tokenizer import Tokenizer
+from rollmill.cluster.run import SECRETS, RunDirectory
 with exclusive(RunDirectory.open(Path(sys.argv[1])), "supervisor"):
     print("held", flush=True)
     time.sleep(600)
@@ -212,3 +217,36 @@ def test_mid_training_that_was_asked_to_stop_is_not_done(make_run: Callable[...,
     process.terminate()
     _, errors = process.communicate()
     assert process.returncode == TERMINATED, errors.decode()
+
+
+DOORS = {  # role: a request that asks for a token, and the one secret that opens it
+    "store": ("GET", "/list?prefix=", "store_token"),
+    "gateway": ("DELETE", "/sessions/none", "admin_token"),
+    "engine-home": ("POST", "/hint", "engine_token"),
+}
+
+
+def test_each_token_opens_one_door(run: RunDirectory, cluster: LocalCluster, tokenizer: Tokenizer) -> None:  # noqa: F811
+    tokenizer.save(run.tokenizer)
+    for role in DOORS:
+        cluster.start(role, service=True)
+    for role, (method, path, opening) in DOORS.items():
+        until(lambda role=role: status(run.url(role), "GET", "/health") is not None, cluster)
+        for secret in SECRETS:
+            headers = {"Authorization": f"Bearer {getattr(run, secret)}"}
+            refused = status(run.url(role), method, path, headers) == 401
+            assert refused == (secret != opening), (role, secret)
+        assert status(run.url(role), method, path) == 401
+
+
+def status(url: str, method: str, path: str, headers: dict[str, str] | None = None) -> int | None:
+    """None if nobody listens."""
+    try:
+        with urllib.request.urlopen(
+            urllib.request.Request(url + path, headers=headers or {}, method=method), timeout=5
+        ) as response:
+            return int(response.status)
+    except urllib.error.HTTPError as error:
+        return error.code
+    except OSError:
+        return None

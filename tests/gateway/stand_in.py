@@ -33,6 +33,7 @@ class StandIn:
     die_after: int | None = None  # tokens after which the connection breaks, once
     token_delay_s: float = 0.0
     refuse: tuple[int, str] | None = None  # (status, message) for every request
+    token: str | None = None  # what a request must carry
     alive: bool = True
     health_body: Any = None  # instead of the true one
     requests: list[dict[str, Any]] = field(default_factory=list)
@@ -70,6 +71,8 @@ class StandIn:
     async def generate(self, request: web.Request) -> web.StreamResponse:
         body = json.loads(await request.read())
         self.requests.append(body)
+        if self.token is not None and request.headers.get("Authorization") != f"Bearer {self.token}":
+            return web.json_response({"error": "the engine token is wrong"}, status=401)
         if self.refuse is not None:
             return web.json_response({"error": self.refuse[1]}, status=self.refuse[0])
         answer = self.answers.pop(0) if len(self.answers) > 1 else self.answers[0]

@@ -16,9 +16,12 @@ async def test_the_trainer_reproduces_the_recorded_log_probs(mill: Mill) -> None
     config = TINY.model_copy(update={"vocab_size": mill.tokenizer.vocab_size})
     first, second = make_update(1, config), make_update(2, config)
     mill.plan("a")
-    async with engine_at(first, model=config) as engine, serving(make_app(engine), "127.0.0.1", 0) as runner:
+    async with (
+        engine_at(first, model=config) as engine,
+        serving(make_app(engine, token="secret"), "127.0.0.1", 0) as runner,
+    ):
         host, port = runner.addresses[0][:2]
-        async with mill.running(EngineEndpoint(f"http://{host}:{port}", "home")) as door:
+        async with mill.running(EngineEndpoint(f"http://{host}:{port}", "home", "secret")) as door:
             key = await door.open("a", min_version=1)
             messages: list[Any] = [USER]
             reply = await door.say(key, messages, max_tokens=24, temperature=1.0)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -119,6 +120,19 @@ async def test_a_request_the_engine_calls_wrong_is_not_tried_again(mill: Mill, a
     status, body = await door.ask(key, [USER])
     assert status == 400 and "the context is too long" in body["error"]["message"]
     assert len(engine.requests) == 1
+
+
+async def test_an_engine_whose_token_the_gateway_does_not_hold_is_no_fault_of_the_request(
+    mill: Mill, answers: Answers
+) -> None:
+    locked = StandIn([answers.text("one")], token="other")
+    engine = replace(await mill.engine(locked), token="mine")
+    door = await mill.gateway(engine, config=QUICK.model_copy(update={"engine_wait_s": 0.3}))
+    key = await door.open("a")
+    assert (await door.ask(key, [USER]))[0] == 503
+    assert "mine" not in str(await door.health())
+    locked.token = "mine"
+    assert (await door.ask(key, [USER]))[0] == 200
 
 
 async def test_a_hanging_engine_is_taken_for_dead(mill: Mill, answers: Answers) -> None:

@@ -22,10 +22,10 @@ from tests.inference.world import PROMPT, answer, engine_at, make_update, reques
 
 
 @asynccontextmanager
-async def client_of(engine: EmbeddedEngine) -> AsyncIterator[aiohttp.ClientSession]:
+async def client_of(engine: EmbeddedEngine, token: str | None = None) -> AsyncIterator[aiohttp.ClientSession]:
     source = Pinned(WeightStore(Objects.open("memory://")), Version("main", 9), "bf16")
     source.poll()
-    async with serving(make_app(engine, EngineFollower(engine, source, 0.1)), "127.0.0.1", 0) as runner:
+    async with serving(make_app(engine, EngineFollower(engine, source, 0.1), token), "127.0.0.1", 0) as runner:
         host, port = runner.addresses[0][:2]
         async with aiohttp.ClientSession(f"http://{host}:{port}") as client:
             yield client
@@ -68,6 +68,26 @@ async def test_health_and_metrics() -> None:
     assert 'rollmill_engine_version{engine="engine-test",region="home"} 3' in metrics.splitlines()
     assert 'rollmill_engine_sampled_tokens_total{engine="engine-test",region="home"} 12' in metrics.splitlines()
     assert "# TYPE rollmill_engine_sampled_tokens_total counter" in metrics
+
+
+@pytest.mark.parametrize("given", [None, "Bearer wrong", "Bearer ", "secret", "Bearer secret2", "Bearer \u20ac"])
+async def test_every_order_needs_the_token_and_health_does_not(given: str | None) -> None:
+    headers = {} if given is None else {"Authorization": given}
+    async with engine_at(make_update(0)) as engine, client_of(engine, "secret") as client:
+        for path in ("/generate", "/pause", "/resume", "/hint", "/lend", "/recall", "/nothing"):
+            response = await client.post(path, data=request_to_json(request()), headers=headers)
+            body = await response.json()
+            assert response.status == 401 and "token" in body["error"] and "run.json" in body["hint"]
+        assert not engine.health()["paused"]
+        assert (await client.get("/health")).status == (await client.get("/metrics")).status == 200
+
+
+async def test_the_right_token_opens_the_engine() -> None:
+    async with engine_at(make_update(0)) as engine, client_of(engine, "secret") as client:
+        headers = {"Authorization": "Bearer secret"}
+        response = await client.post("/generate", data=request_to_json(request()), headers=headers)
+        assert chunk_from_json(await response.read()).finish == "length"
+        assert (await client.post("/pause", headers=headers)).status == 200 and engine.health()["paused"]
 
 
 async def test_pause_and_resume() -> None:

@@ -13,7 +13,7 @@ def main(run: RunDirectory, region: str, version: str | None = None) -> None:
     own = Objects.open(run.store_path(region))
     mirror = None
     if region != run.config.regions[0]:
-        mirror = Mirror(Objects.open(run.url("store"), token=run.admin_token), own, region)
+        mirror = Mirror(Objects.open(run.url("store"), token=run.store_token), own, region)
     serve_engine(
         run.config.engine,
         run.config.model,
@@ -26,4 +26,5 @@ def main(run: RunDirectory, region: str, version: str | None = None) -> None:
         port=run.ports[f"engine-{region}"],
         device=run.config.device,
         form=run.config.form,
+        token=run.engine_token,
     )

@@ -21,7 +21,7 @@ def main(run: RunDirectory) -> None:
         run.config.gateway,
         format_of(tokenizer, tools_in_prompt=run.config.tools_in_prompt),
         tokenizer,
-        [EngineEndpoint(run.url(f"engine-{region}"), region) for region in run.config.regions],
+        [EngineEndpoint(run.url(f"engine-{region}"), region, run.engine_token) for region in run.config.regions],
         TrajectoryStore(open_database(run.database_url), objects),
         objects,
         run.path / "gateway",
