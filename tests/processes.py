@@ -8,6 +8,8 @@ from __future__ import annotations
 
 import multiprocessing
 
+from rollmill.cluster.run import free_ports
+
 SERVER = multiprocessing.get_context("forkserver")
 SERVER.set_forkserver_preload(
     [
@@ -20,3 +22,7 @@ SERVER.set_forkserver_preload(
         "sqlalchemy.dialects.postgresql",
     ]
 )
+
+
+def free_port() -> int:
+    return free_ports(1)[0]

@@ -40,6 +40,7 @@ from rollmill.rollouts.config import RolloutConfig
 from rollmill.training.config import MidtrainConfig, RLConfig, TrainingConfig
 
 HOME = "home"
+PORTS = range(10_000, 32_768)
 # names of runs, lines and regions become names of directories, objects and processes
 NAME = r"^[a-z0-9][a-z0-9_-]{0,62}$"
 SECRETS = ("admin_token", "store_token", "engine_token", "production_key")
@@ -303,12 +304,15 @@ def _model_of(directory: Path, given: dict[str, Any]) -> dict[str, Any]:
 
 
 def free_ports(count: int) -> list[int]:
-    """Ports nobody listens on now. They are kept for the life of the run, so a restarted process keeps its address."""
-    sockets = [socket.socket() for _ in range(count)]
-    try:
-        for one in sockets:
-            one.bind(("127.0.0.1", 0))
-        return [one.getsockname()[1] for one in sockets]
-    finally:
-        for one in sockets:
-            one.close()
+    """Ports nobody listens on now. They are kept for the life of the run, so a restarted process keeps its address.
+
+    They lie below the range that the kernel gives to outgoing connections, so that no client takes one meanwhile.
+    """
+    found: list[int] = []
+    while len(found) < count:
+        port = secrets.choice(PORTS)
+        with contextlib.suppress(OSError), socket.socket() as probe:
+            probe.bind(("127.0.0.1", port))
+            if port not in found:
+                found.append(port)
+    return found

@@ -20,6 +20,7 @@ from rollmill.types import Version
 from rollmill.weights import WeightStore
 from rollmill.weights.format.manifest import Manifest
 from tests.faults.roles import LINE, digest_of
+from tests.processes import free_port
 
 Report = dict[str, Any]
 DEFAULTS = {"clock": 0.0, "patience": 0.6}
@@ -229,12 +230,6 @@ def delta_path(store: Path, number: int) -> Path:
 def broken(store: Path) -> list[tuple[int, str]]:
     """The versions in a store that cannot be restored from it, and why. Empty at every moment."""
     return [(version.number, why) for version, ok, why in open_weights(store).verify(LINE) if not ok]
-
-
-def free_port() -> int:
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        return int(free.getsockname()[1])
 
 
 def _listens(port: int) -> bool:

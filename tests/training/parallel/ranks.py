@@ -5,7 +5,6 @@ from __future__ import annotations
 import faulthandler
 import os
 import pickle
-import socket
 import traceback
 from collections.abc import Callable
 from pathlib import Path
@@ -14,13 +13,7 @@ from typing import Any
 import torch
 
 from rollmill.training.parallel.world import World, join
-from tests.processes import SERVER
-
-
-def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
+from tests.processes import SERVER, free_port
 
 
 def run_ranks(path: Path, ranks: int, work: Callable[..., Any], *arguments: Any) -> list[Any]:
