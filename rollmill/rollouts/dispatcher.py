@@ -23,7 +23,16 @@ from rollmill import telemetry
 from rollmill.environments.task import Task, TaskSet
 from rollmill.errors import HarnessError
 from rollmill.rollouts.config import RolloutConfig
-from rollmill.rollouts.rollout import Outcome, RolloutContext, abandon, regrade, run_rollout, seal_again
+from rollmill.rollouts.rollout import (
+    Outcome,
+    RolloutContext,
+    abandon,
+    give_up,
+    reason_of,
+    regrade,
+    run_rollout,
+    seal_again,
+)
 from rollmill.trajectories.ledger import GroupRow, Ledger
 from rollmill.trajectories.store import TrajectoryRow
 from rollmill.types import GroupState, Sampling, TrajectoryState
@@ -136,11 +145,18 @@ class Dispatcher:
         return await asyncio.to_thread(self._ledger.groups_started)
 
     async def _resume_group(self, group: GroupRow) -> None:
-        task = self._tasks.get(group.task_id)
         rows = await asyncio.to_thread(self._context.trajectories.list, run=self._run, group_id=group.id)
-        async with asyncio.TaskGroup() as rollouts:
+        try:
+            task = self._tasks.get(group.task_id)
+        except Exception as error:  # the task set has changed since: what is left of the group cannot be graded
+            reason = reason_of(error, group.id)
             for row in rows:
-                rollouts.create_task(self._resume_one(group, task, row))
+                if row.state in (TrajectoryState.running, TrajectoryState.finished):
+                    await give_up(self._context, row.id, reason)
+        else:
+            async with asyncio.TaskGroup() as rollouts:
+                for row in rows:
+                    rollouts.create_task(self._resume_one(group, task, row))
         await asyncio.to_thread(self._ledger.group_ready, group.id)
 
     async def _resume_one(self, group: GroupRow, task: Task, row: TrajectoryRow) -> None:

@@ -1,47 +1,57 @@
-"""One rollout: a task, a machine, a harness talking to the model at a URL, a hand-in, a grade.
+"""One rollout: a task, a machine, a harness that talks to the model at a URL, a submission, a reward.
 
-    create machine → open session → harness runs → take the submission out → store it → seal → close → grade
-                                                                              │
-                             everything before the seal may be lost with its process; from the seal on the
-                             trajectory is `finished` and can always be graded again from what was stored
+    create machine → open session → run harness → read the submission → close machine → store it → seal → grade
+                                                                                                    │
+        before the seal, a rollout is lost when its process dies. After the seal, the trajectory is `finished`
+        and can be graded at any time from the stored submission.
 
-Errors are caught here and nowhere below: an episode that went wrong through no fault of the policy becomes a `failed`
-trajectory with a reason, never a reward. Only a store that cannot be written to goes further up.
+This module is the boundary for errors of a rollout. An episode that fails through no fault of the policy becomes a
+`failed` trajectory with a reason, never a reward. The same holds for a reward that cannot be stored. Only a store that
+is down raises further up: the trajectory keeps its state, and a restart takes it up again.
 """
 
 from __future__ import annotations
 
 import asyncio
-import base64
 import contextlib
-import json
 import logging
 import time
 from collections.abc import Awaitable
 from dataclasses import dataclass
 from typing import Any
 
+from pydantic import ConfigDict, TypeAdapter, ValidationError
+
 from rollmill import telemetry
 from rollmill.environments.harness import Harness, HarnessResult
 from rollmill.environments.machine import WORK, Machine, MachineHost
 from rollmill.environments.reward import Grader, Submission
 from rollmill.environments.task import Task
-from rollmill.errors import GatewayError, ObjectExists, RollmillError
+from rollmill.errors import (
+    GatewayError,
+    ObjectExists,
+    ObjectMissing,
+    ObjectTruncated,
+    RollmillError,
+    StorageError,
+    TrajectoryError,
+)
 from rollmill.rollouts.client import GatewayClient
 from rollmill.storage.objects import Objects
 from rollmill.trajectories.store import TrajectoryStore
 from rollmill.types import Reward, Sampling
 
 log = logging.getLogger(__name__)
+_SUBMISSION = TypeAdapter(dict[str, bytes], config=ConfigDict(ser_json_bytes="base64", val_json_bytes="base64"))
 
 
 @dataclass(frozen=True)
 class RolloutContext:
-    """Everything a rollout needs besides its task; shared by all rollouts of a process."""
+    """Everything a rollout needs besides its task. All rollouts of a process share it."""
 
     gateway: GatewayClient
     machines: MachineHost  # where agents work
-    grading_machines: MachineHost  # where their work is graded; usually the same host
+    grading_machines: MachineHost  # where submissions are graded; usually the same host
     harness: Harness
     grader: Grader
     trajectories: TrajectoryStore
@@ -65,7 +75,7 @@ class Outcome:
 async def run_rollout(
     context: RolloutContext, task: Task, trajectory: str, *, sampling: Sampling, min_version: int, facts: dict[str, Any]
 ) -> Outcome:
-    """Run and grade one episode. Its trajectory row must exist; it is final when this returns."""
+    """Run and grade one episode. The row of `trajectory` must exist; its state is final when this returns."""
 
     async def episode() -> Outcome:
         result, submission, tokens = await _play(context, task, trajectory, sampling, min_version, facts)
@@ -78,7 +88,7 @@ async def run_rollout(
 async def regrade(
     context: RolloutContext, task: Task, trajectory: str, submission_key: str, *, facts: dict[str, Any]
 ) -> Outcome:
-    """Grade a finished trajectory from what was handed in: after a crash, or with a better grader."""
+    """Grade a finished trajectory from its stored submission: after a crash, or with a better grader."""
 
     async def grading() -> Outcome:
         submission = await asyncio.to_thread(load_submission, context.objects, submission_key)
@@ -96,20 +106,22 @@ async def _settle(
     try:
         async with asyncio.timeout(context.timeout_s) as limit:
             outcome = await work
+        assert outcome.reward is not None, "the grader returned no reward"
+        await asyncio.to_thread(context.trajectories.grade, trajectory, outcome.reward)
     except Exception as error:
-        if not isinstance(error, RollmillError | OSError):
-            log.exception("rollout %s", trajectory)  # nobody foresaw it: the log keeps where it came from
-        reason = f"no end after {context.timeout_s:g} s" if limit.expired() else _describe(error)
+        reason = f"no end after {context.timeout_s:g} s" if limit.expired() else reason_of(error, trajectory)
         outcome = Outcome(trajectory, None, None, reason=reason)
         await give_up(context, trajectory, reason)
-    # outside the boundary: a reward that cannot be written must not turn into a failure of the rollout
-    if outcome.reward is not None:
-        await asyncio.to_thread(context.trajectories.grade, trajectory, outcome.reward)
     _report(task, outcome, facts, time.time() - started)
     return outcome
 
 
-def _describe(error: Exception) -> str:
+def reason_of(error: Exception, what: str) -> str:
+    """The text to record for `error`. Raises the error again if a store is down: that is no failure of a rollout."""
+    if isinstance(error, StorageError) and not isinstance(error, ObjectMissing | ObjectTruncated):
+        raise error
+    if not isinstance(error, RollmillError | OSError):
+        log.error("%s failed in a way that nobody foresaw", what, exc_info=error)
     return str(error) if isinstance(error, RollmillError) else f"{type(error).__name__}: {error}"
 
 
@@ -133,7 +145,7 @@ async def _play(
 
 
 async def _hand_in(machine: Machine, task: Task) -> Submission:
-    """Only the declared paths leave the machine; one the agent deleted or made unreadable is simply not handed in."""
+    """Read the declared paths. A file that the agent deleted or made unreadable is left out."""
     submission = {}
     for path in task.submission:
         with contextlib.suppress(OSError):
@@ -147,20 +159,24 @@ def submission_key(trajectory: str) -> str:
 
 def store_submission(objects: Objects, trajectory: str, submission: Submission) -> str:
     key = submission_key(trajectory)
-    body = {path: base64.b64encode(data).decode() for path, data in submission.items()}
-    with contextlib.suppress(ObjectExists):  # handed in before a crash: the first one counts
-        objects.create(key, json.dumps(body).encode())
+    with contextlib.suppress(ObjectExists):  # stored before a crash: the first one counts
+        objects.create(key, _SUBMISSION.dump_json(dict(submission)))
     return key
 
 
 def load_submission(objects: Objects, key: str) -> Submission:
-    return {path: base64.b64decode(text) for path, text in json.loads(objects.get(key)).items()}
+    try:
+        return _SUBMISSION.validate_json(objects.get(key))
+    except ValidationError as error:
+        raise TrajectoryError(
+            f"the submission {key} is damaged: {error.errors()[0]['msg']}", hint="its trajectory cannot be graded"
+        ) from None
 
 
 async def seal_again(context: RolloutContext, trajectory: str) -> str | None:
-    """The submission of a rollout whose process died between handing in and hearing of the seal; None if it is lost.
+    """The key of the submission of a rollout whose process died around the seal; None if the rollout is lost.
 
-    The gateway may be sealing it this very moment: asking is the only way not to throw away a finished trajectory.
+    The gateway may be sealing the session at this moment, so it is asked: a finished trajectory must not be lost.
     """
     key = submission_key(trajectory)
     if await asyncio.to_thread(context.objects.head, key) is None:
@@ -173,13 +189,16 @@ async def seal_again(context: RolloutContext, trajectory: str) -> str | None:
 
 
 async def give_up(context: RolloutContext, trajectory: str, reason: str) -> None:
-    """Record a failed trajectory once."""
-    await asyncio.to_thread(context.trajectories.fail, trajectory, reason)
+    """Record that a trajectory failed. One that was deleted or graded in the meantime stays as it is."""
+    try:
+        await asyncio.to_thread(context.trajectories.fail, trajectory, reason)
+    except TrajectoryError as refused:
+        log.warning("%s failed (%s), which is not recorded: %s", trajectory, reason, refused)
     await abandon(context, trajectory)
 
 
 async def abandon(context: RolloutContext, trajectory: str) -> None:
-    """Have the gateway forget a session. It may be the very thing that failed, so this is best effort."""
+    """Ask the gateway to forget a session. Best effort: the gateway may be what failed."""
     with contextlib.suppress(RollmillError, TimeoutError, OSError):
         async with asyncio.timeout(2.0):
             await context.gateway.abandon(trajectory)

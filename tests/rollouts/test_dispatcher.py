@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import math
 import time
 from collections import Counter
 from dataclasses import replace
@@ -11,7 +12,8 @@ from typing import Any
 import pytest
 
 from rollmill.environments.rewards.hidden_tests import HiddenTests
-from rollmill.errors import HarnessError
+from rollmill.environments.task import Task, TaskSet
+from rollmill.errors import HarnessError, TaskError
 from rollmill.rollouts.client import GatewayClient
 from rollmill.rollouts.config import RolloutConfig
 from rollmill.rollouts.dispatcher import POLL_S, Dispatcher
@@ -25,12 +27,18 @@ SIZE = 3
 
 
 def make_dispatcher(
-    world: World, *, context: RolloutContext | None = None, bound: int = 3, total: int = 3, **config: Any
-) -> Any:
+    world: World,
+    *,
+    context: RolloutContext | None = None,
+    tasks: TaskSet | None = None,
+    bound: int = 3,
+    total: int = 3,
+    **config: Any,
+) -> Dispatcher:
     return Dispatcher(
         context or world.context,
         world.ledger,
-        Additions(),
+        tasks or Additions(),
         RolloutConfig(max_answer_tokens=400, **{"concurrency": 16, **config}),
         run=RUN,
         seed=0,
@@ -235,3 +243,51 @@ async def test_a_grade_that_cannot_be_given_after_a_restart_is_a_reason(world: W
     (group,) = world.ledger.groups(GroupState.waiting)
     states = Counter(row.state for row in world.ledger.members([group.id])[group.id])
     assert states == {TrajectoryState.graded: SIZE - 1, TrajectoryState.failed: 1}
+
+
+async def test_a_reward_that_cannot_be_stored_does_not_end_the_run_for_ever(world: World) -> None:
+    """The first dispatcher dies before it grades; the second one meets a grader whose evidence is infinite."""
+    context = replace(world.context, grader=StandInGrader(grades=0))
+    dispatching = asyncio.create_task(make_dispatcher(world, context=context, total=1).run())
+    await until(lambda: len(world.context.trajectories.list(run=RUN, state=TrajectoryState.finished)) == SIZE)
+    await stop(dispatching)
+
+    class Infinite:
+        name = "infinite"
+
+        async def grade(self, *arguments: Any) -> Reward:
+            return Reward(0.0, evidence={"first_wrong": math.inf})
+
+    await make_dispatcher(world, context=replace(world.context, grader=Infinite()), total=1).run()
+    (group,) = world.ledger.groups(GroupState.waiting)
+    assert {row.state for row in world.ledger.members([group.id])[group.id]} == {TrajectoryState.failed}
+
+
+async def test_a_task_that_no_longer_exists_fails_its_own_group_after_a_restart(world: World) -> None:
+    async def block(session: str, turn: int) -> None:
+        if "-000000-1" in session:
+            await asyncio.Future()
+
+    class FewerTasks(Additions):
+        def get(self, task_id: str) -> Task:
+            raise TaskError(f"{task_id} names no task")
+
+    world.engine.on_turn = block
+    context = replace(world.context, grader=StandInGrader(grades=1))
+    dispatching = asyncio.create_task(make_dispatcher(world, context=context, total=1).run())
+
+    def stuck() -> bool:
+        states = Counter(row.state for row in world.context.trajectories.list(run=RUN))
+        return (states[TrajectoryState.graded], states[TrajectoryState.finished]) == (1, 1)
+
+    await until(stuck)
+    await stop(dispatching)
+    world.engine.on_turn = None
+    await make_dispatcher(world, tasks=FewerTasks(), total=2).run()
+    first, second = world.ledger.groups(GroupState.waiting)
+    members = world.ledger.members([first.id, second.id])
+    assert Counter(row.state for row in members[first.id]) == {TrajectoryState.graded: 1, TrajectoryState.failed: 2}
+    assert all(row.state == TrajectoryState.graded for row in members[second.id])
+    failed = [row for row in members[first.id] if row.state == TrajectoryState.failed]
+    assert all("names no task" in str(row.reason) for row in failed)
+    assert await world.open_sessions() == 0

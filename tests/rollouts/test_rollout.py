@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import math
 import os
 import signal
 from collections.abc import Callable
@@ -19,12 +20,13 @@ from rollmill.errors import GatewayError, StorageError
 from rollmill.gateway.config import EngineEndpoint
 from rollmill.inference.server import make_app, serving
 from rollmill.rollouts.client import GatewayClient
-from rollmill.rollouts.rollout import load_submission, regrade, seal_again
+from rollmill.rollouts.rollout import load_submission, regrade, seal_again, submission_key
 from rollmill.types import Reward, TrajectoryState
 from tests.inference.world import TINY, engine_at, make_update
-from tests.rollouts.world import ADMIN, SOLUTION, StandInHost, World, make_task, start_gateway
+from tests.rollouts.world import ADMIN, RUN, SOLUTION, StandInHost, World, make_task, start_gateway
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
+NO_TOKENS: dict[str, Any] = {"tokens": 0, "sampled_tokens": 0, "segments": 0}
 
 
 async def test_an_episode_ends_graded_with_its_submission_stored_and_its_record_sealed(world: World) -> None:
@@ -211,9 +213,59 @@ async def test_an_error_nobody_foresaw(world: World, caplog: pytest.LogCaptureFi
     assert "in stumble" in caplog.text  # the log has the traceback
 
 
-async def test_a_reward_that_cannot_be_written_is_no_failure_of_the_rollout(
-    world: World, monkeypatch: pytest.MonkeyPatch
-) -> None:
+UNWRITABLE: dict[str, Any] = {
+    "infinite value": Reward(math.inf),
+    "value beyond a float": Reward(10**400),
+    "no number": Reward("1"),  # type: ignore[arg-type]
+    "nan in the parts": Reward(0.0, parts={"cases": math.nan}),
+    "infinity in the evidence": Reward(0.0, evidence={"first_wrong": {"outcome": {"value": -math.inf}}}),
+    "evidence that is no JSON": Reward(0.0, evidence={"output": b"bytes"}),
+    "no reward": None,
+}
+
+
+@pytest.mark.parametrize("name", UNWRITABLE)
+async def test_a_reward_that_cannot_be_stored_fails_its_own_trajectory(world: World, name: str) -> None:
+    """Not the dispatcher: it would regrade the same submission after each restart and stop again."""
+
+    async def grade() -> Reward:
+        return UNWRITABLE[name]
+
+    context = replace(world.context, grader=StandInGrader(grade))
+    outcome = await world.play(context=context)
+    world.check_failed(outcome, "")
+    assert outcome.reason and world.row().submission_key is not None
+    # the same after a crash between seal and grade
+    world.context.trajectories.create(RUN, "g", "train/0", ["t1"], {})
+    world.context.trajectories.finish("t1", "payload", world.row().submission_key, **NO_TOKENS)
+    world.check_failed(await regrade(context, make_task(), "t1", str(world.row().submission_key), facts={}), "")
+
+
+async def test_evidence_no_database_stores_as_it_is_does_no_harm(world: World) -> None:
+    """Lone surrogates and NUL characters: code that was graded can return them."""
+    evidence = {"output": "\ud800 \0", "first_wrong": {"outcome": {"\udfff": ["\ud800"]}}}
+
+    async def grade() -> Reward:
+        return Reward(0.0, evidence=evidence, grader="\ud800\0")
+
+    outcome = await world.play(context=replace(world.context, grader=StandInGrader(grade)))
+    assert outcome.reward is not None and world.row().state == TrajectoryState.graded
+    ((_, stored),) = world.context.trajectories.rewards(["t0"])["t0"]
+    assert set(stored.evidence) == set(evidence)
+
+
+async def test_a_trajectory_deleted_in_flight_harms_no_other(world: World) -> None:
+    async def delete() -> Reward:
+        world.context.trajectories.delete("t0")
+        return Reward(1.0)
+
+    outcome = await world.play(context=replace(world.context, grader=StandInGrader(delete)))
+    assert outcome.reward is None and "deleted" in str(outcome.reason)
+    assert world.row().state == TrajectoryState.deleted
+    assert (await world.play(id="t1")).solved
+
+
+async def test_a_store_that_is_down_is_no_failure_of_the_rollout(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
     def full_disk(*_: Any) -> int:
         raise StorageError("the disk is full")
 
@@ -255,12 +307,48 @@ async def test_a_rollout_whose_process_died_while_grading_is_graded_later(world:
     assert world.row().state == TrajectoryState.graded
 
 
-async def test_a_submission_that_is_gone_is_a_reason(world: World) -> None:
-    world.context.trajectories.create("r", "g", "train/0", ["t0"], {})
-    world.context.trajectories.finish("t0", "payload", "submissions/t0.json", tokens=0, sampled_tokens=0, segments=0)
-    world.check_failed(
-        await regrade(world.context, make_task(), "t0", "submissions/t0.json", facts={}), "submissions/t0"
-    )
+DAMAGED = {
+    "gone": None,
+    "empty": b"",
+    "no JSON": b"\xff{",
+    "no object": b"[]",
+    "no base64": b'{"main.py": "\xc3\xa4"}',
+    "no text": b'{"main.py": 1}',
+}
+
+
+@pytest.mark.parametrize("name", DAMAGED)
+async def test_a_submission_that_cannot_be_read_is_a_reason(world: World, name: str) -> None:
+    key = submission_key("t0")
+    if (body := DAMAGED[name]) is not None:
+        world.context.objects.create(key, body)
+    world.context.trajectories.create(RUN, "g", "train/0", ["t0"], {})
+    world.context.trajectories.finish("t0", "payload", key, **NO_TOKENS)
+    world.check_failed(await regrade(world.context, make_task(), "t0", key, facts={}), key)
+
+
+async def test_a_graded_trajectory_keeps_its_reward_when_grading_again_fails(world: World) -> None:
+    await world.play()
+    context = replace(world.context, grading_machines=StandInHost(lambda asked: True))
+    again = await regrade(context, make_task(), "t0", str(world.row().submission_key), facts={})
+    assert again.reward is None and "out of machines" in str(again.reason)
+    assert (world.row().state, world.row().reward) == (TrajectoryState.graded, 1.0)
+
+
+async def test_a_store_that_cannot_be_read_is_no_failure_of_a_finished_rollout(
+    world: World, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    await world.play()
+
+    def unreachable(*_: Any) -> bytes:
+        raise StorageError("cannot be reached")
+
+    world.context.trajectories.create(RUN, "g", "train/0", ["t1"], {})
+    world.context.trajectories.finish("t1", "payload", world.row().submission_key, **NO_TOKENS)
+    with monkeypatch.context() as patch, pytest.raises(StorageError):
+        patch.setattr(type(world.context.objects), "get", unreachable)
+        await regrade(world.context, make_task(), "t1", str(world.row().submission_key), facts={})
+    assert world.row("t1").state == TrajectoryState.finished  # to be graded when the store is back
 
 
 async def test_sealing_again(world: World) -> None:
