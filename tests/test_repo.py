@@ -58,7 +58,7 @@ TORCH_ALLOWED = (
     "rollmill.cluster.roles.engine",
 )
 GUESTS = ("rollmill.environments.machines.namespace.warm_python",)  # runs programs inside a machine; that is its work
-HEAVY = ("torch", "sqlalchemy", "obstore", "numpy")
+HEAVY = ("torch", "sqlalchemy", "alembic", "obstore", "numpy")
 
 
 def files(pattern: str) -> list[Path]:

@@ -17,6 +17,7 @@ import random
 import sqlite3
 import time
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any, TypeVar
 
 import sqlalchemy as sa
@@ -30,18 +31,16 @@ T = TypeVar("T")
 LOCK_SECONDS = 30  # how long a writer waits for another one
 _ATTEMPTS = 10
 _RETRIED = {"40001", "40P01"}  # SQLSTATE: serialization failure, deadlock
-_SCHEMA_LOCK = 0x526F6C6C6D696C6C  # any constant: PostgreSQL's advisory lock around creating tables
-
-_schema_version = sa.Table(
-    "schema_version",
-    sa.MetaData(),
-    sa.Column("component", sa.Text, primary_key=True),
-    sa.Column("version", sa.Integer, nullable=False),
-)
+_MIGRATION_LOCK = 0x526F6C6C6D696C6C  # any constant: PostgreSQL's advisory lock around migrations
+_REVISIONS = Path(__file__).parent / "migrations" / "versions"
+_FIRST = "0001"  # the schema of databases that were made before there were revisions
 
 
 def open_database(url: str) -> sa.Engine:
-    """`sqlite:///PATH` or `postgresql://USER:PASSWORD@HOST/NAME`. Connects once, so that a wrong URL fails here."""
+    """Open `sqlite:///PATH` or `postgresql://USER:PASSWORD@HOST/NAME` and bring it to the newest schema.
+
+    Several processes may open the same database at once: one migrates, the others wait for it. A wrong URL fails here.
+    """
     try:
         parsed = sa.make_url(url)
     except ArgumentError:
@@ -53,36 +52,13 @@ def open_database(url: str) -> sa.Engine:
         engine = _open_postgresql(parsed)
     else:
         raise StorageError(f"no support for databases of the kind {parsed.drivername!r}", hint=_URL_HINT)
-    with reading(engine) as connection:
-        connection.exec_driver_sql("SELECT 1")
+    _migrate(engine)
     return engine
 
 
-def ensure_schema(engine: sa.Engine, metadata: sa.MetaData, component: str, version: int) -> None:
-    """Create the tables of a component if they are not there. A database of another schema version is refused."""
-
-    def create(connection: sa.Connection) -> None:
-        if connection.dialect.name == "postgresql":
-            # "if not exists" races with itself between two sessions
-            connection.execute(sa.select(sa.func.pg_advisory_xact_lock(_SCHEMA_LOCK)))
-        _schema_version.create(connection, checkfirst=True)
-        if _found_version(connection, component) is None:
-            metadata.create_all(connection)
-            connection.execute(_schema_version.insert(), {"component": component, "version": version})
-
-    with reading(engine) as connection:
-        found = _found_version(connection, component) if sa.inspect(connection).has_table("schema_version") else None
-    if found is None:
-        writing(engine, create)
-        with reading(engine) as connection:
-            found = _found_version(connection, component)
-    if found != version:
-        raise StorageError(
-            f"{name_of(engine)} holds {component} in schema version {found}; this rollmill reads version {version}",
-            hint="use the rollmill that wrote it, or a newer one"
-            if (found or 0) > version
-            else "start with a new database",
-        )
+def newest_revision() -> str:
+    """The schema this rollmill reads and writes. Files are named after their revision, so no import is needed."""
+    return max(path.stem[1:5] for path in _REVISIONS.glob("r[0-9]*.py"))
 
 
 @contextlib.contextmanager
@@ -113,7 +89,7 @@ def name_of(engine: sa.Engine) -> str:
     return engine.url.render_as_string(hide_password=True)
 
 
-def _open_sqlite(url: sa.URL) -> sa.Engine:
+def _open_sqlite(url: sa.URL, *, foreign_keys: bool = True) -> sa.Engine:
     if url.database in (None, "", ":memory:"):
         raise StorageError("an SQLite database in memory cannot be shared between processes", hint=_URL_HINT)
     engine = sa.create_engine(url, connect_args={"timeout": LOCK_SECONDS}, max_overflow=-1)
@@ -124,7 +100,7 @@ def _open_sqlite(url: sa.URL) -> sa.Engine:
         connection.execute(f"PRAGMA busy_timeout = {LOCK_SECONDS * 1000}")
         _use_write_ahead_log(connection)
         connection.execute("PRAGMA synchronous = FULL")  # acknowledged means on the disk
-        connection.execute("PRAGMA foreign_keys = ON")
+        connection.execute(f"PRAGMA foreign_keys = {int(foreign_keys)}")
 
     @event.listens_for(engine, "begin")
     def begin(connection: sa.Connection) -> None:
@@ -163,9 +139,58 @@ def _open_postgresql(url: sa.URL) -> sa.Engine:
         raise StorageError("PostgreSQL needs the psycopg driver", hint="pip install 'rollmill[postgres]'") from None
 
 
-def _found_version(connection: sa.Connection, component: str) -> int | None:
-    version = _schema_version.c.version
-    return connection.execute(sa.select(version).where(_schema_version.c.component == component)).scalar()
+def _migrate(engine: sa.Engine) -> None:
+    newest = newest_revision()
+    with reading(engine) as connection:
+        found = _find_revision(connection)
+    if found is None or found < newest:
+        _upgrade(engine)
+    elif found > newest:
+        raise StorageError(
+            f"{name_of(engine)} has schema revision {found}; this rollmill knows revisions up to {newest}",
+            hint="a newer rollmill wrote it: use that one",
+        )
+
+
+def _find_revision(connection: sa.Connection) -> str | None:
+    """The revision of the database; None if it is empty."""
+    tables = set(sa.inspect(connection).get_table_names())
+    if "alembic_version" in tables:
+        return connection.exec_driver_sql("SELECT version_num FROM alembic_version").scalar_one()
+    return _FIRST if "trajectories" in tables else None
+
+
+def _upgrade(engine: sa.Engine) -> None:
+    if engine.dialect.name == "postgresql":
+        return writing(engine, _run_revisions)
+    # SQLite changes a column by copying its table, which foreign keys would refuse; they are checked at the end
+    unchecked = _open_sqlite(engine.url, foreign_keys=False)
+    try:
+        writing(unchecked, _run_revisions)
+    finally:
+        unchecked.dispose()
+
+
+def _run_revisions(connection: sa.Connection) -> None:
+    """Run the revisions that the database does not have yet. One transaction: all of them, or none."""
+    from alembic.operations import Operations
+    from alembic.runtime.migration import MigrationContext
+    from alembic.script import ScriptDirectory
+
+    if connection.dialect.name == "postgresql":  # SQLite took its write lock when the transaction began
+        connection.execute(sa.select(sa.func.pg_advisory_xact_lock(_MIGRATION_LOCK)))
+    found = _find_revision(connection)  # again: another process may have run them while this one waited
+    scripts = ScriptDirectory(_REVISIONS.parent)
+    context = MigrationContext.configure(connection)
+    if found is not None:
+        context.stamp(scripts, found)
+    for script in reversed(list(scripts.iterate_revisions("head", found or "base"))):
+        with Operations.context(context):
+            script.module.upgrade()
+        context.stamp(scripts, script.revision)
+    if connection.dialect.name == "sqlite":
+        broken = connection.exec_driver_sql("PRAGMA foreign_key_check").first()
+        assert broken is None, f"the migration broke a foreign key: {broken}"
 
 
 @contextlib.contextmanager

@@ -23,7 +23,7 @@ from sqlalchemy.exc import IntegrityError
 
 from rollmill.errors import TrajectoryError
 from rollmill.storage.database import reading, writing
-from rollmill.trajectories import steps, tables
+from rollmill.trajectories import steps
 from rollmill.trajectories.steps import Commit
 from rollmill.trajectories.store import COLUMNS, TrajectoryRow, move_trajectory, trajectory_rows
 from rollmill.trajectories.tables import from_json, groups, ledger, runs, trajectories
@@ -100,7 +100,6 @@ class Ledger:
     def __init__(self, engine: sa.Engine, run: str) -> None:
         self.run = run
         self._engine = engine
-        tables.create_tables(engine)
         with reading(engine) as connection:
             known = connection.execute(sa.select(runs.c.id).where(runs.c.id == run)).scalar()
         if known is None:

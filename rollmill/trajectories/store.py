@@ -21,7 +21,6 @@ from sqlalchemy.exc import IntegrityError
 from rollmill.errors import TrajectoryError
 from rollmill.storage.database import reading, writing
 from rollmill.storage.objects import Objects
-from rollmill.trajectories import tables
 from rollmill.trajectories.schema import decode_trajectory
 from rollmill.trajectories.tables import feedback, from_json, ledger, rewards, to_json, to_text, trajectories
 from rollmill.types import (
@@ -122,7 +121,6 @@ class TrajectoryStore:
     def __init__(self, engine: sa.Engine, objects: Objects) -> None:
         self._engine = engine
         self._objects = objects
-        tables.create_tables(engine)
 
     def create(
         self,

@@ -1,4 +1,6 @@
-"""The tables: facts about trajectories, and each run's own books about them.
+"""The tables as queries see them: facts about trajectories, and each run's own books about them.
+
+`rollmill.storage.migrations` creates and changes them in the database; a test holds the two equal.
 
     trajectories ──< rewards            append-only; the row also carries the newest one, which listings show
                  ──< feedback           append-only; what users said, often days later
@@ -19,9 +21,7 @@ import sqlalchemy as sa
 from sqlalchemy import Column, ForeignKey, ForeignKeyConstraint, Index, Integer, Table, Text
 
 from rollmill.errors import TrajectoryError
-from rollmill.storage.database import ensure_schema
 
-SCHEMA_VERSION = 1
 metadata = sa.MetaData()
 _Time = sa.Double  # seconds since the epoch
 _Serial = sa.BigInteger().with_variant(Integer, "sqlite")  # SQLite numbers rows only by a column called INTEGER
@@ -57,6 +57,7 @@ trajectories = Table(
     Column("finished_at", _Time),
     Index("trajectories_by_run", "run", "created_at"),
     Index("trajectories_by_group", "group_id"),
+    Index("trajectories_by_age", "created_at", "id"),
 )
 rewards = Table(
     "rewards",
@@ -148,10 +149,6 @@ commits = Table(
     Column("created_at", _Time, nullable=False),
     ForeignKeyConstraint(["run", "step"], ["steps.run", "steps.number"]),
 )
-
-
-def create_tables(engine: sa.Engine) -> None:
-    ensure_schema(engine, metadata, "trajectories", SCHEMA_VERSION)
 
 
 def to_text(value: str, limit: int = 20_000) -> str:

@@ -1,4 +1,5 @@
-"""The database layer on SQLite and on PostgreSQL: transactions, schema versions, errors people can act on."""
+"""The database layer on SQLite and on PostgreSQL: transactions, errors people can act on. Migrations:
+tests/trajectories/test_migrations.py."""
 
 from __future__ import annotations
 
@@ -12,8 +13,7 @@ import sqlalchemy as sa
 
 from rollmill.errors import StorageError
 from rollmill.storage import database
-from rollmill.storage.database import ensure_schema, open_database, reading, writing
-from tests.processes import SERVER
+from rollmill.storage.database import open_database, reading, writing
 
 metadata = sa.MetaData()
 counters = sa.Table("counters", metadata, sa.Column("name", sa.Text, primary_key=True), sa.Column("value", sa.Integer))
@@ -22,7 +22,7 @@ counters = sa.Table("counters", metadata, sa.Column("name", sa.Text, primary_key
 @pytest.fixture
 def engine(database_url: str) -> sa.Engine:
     engine = open_database(database_url)
-    ensure_schema(engine, metadata, "counters", 1)
+    metadata.create_all(engine)
     return engine
 
 
@@ -89,27 +89,6 @@ def test_serialization_failures_are_tried_again(engine: sa.Engine) -> None:
         assert connection.execute(sa.select(counters.c.value)).scalars().all() == [2, 2]
 
 
-def _open(url: str) -> None:
-    ensure_schema(open_database(url), metadata, "counters", 1)
-
-
-def test_schema_is_created_once_by_many_processes(database_url: str) -> None:
-    processes = [SERVER.Process(target=_open, args=(database_url,)) for _ in range(4)]
-    for process in processes:
-        process.start()
-    for process in processes:
-        process.join(60)
-    assert [process.exitcode for process in processes] == [0, 0, 0, 0]
-
-
-def test_a_newer_schema_is_refused(engine: sa.Engine) -> None:
-    ensure_schema(engine, metadata, "counters", 1)  # again: nothing happens
-    writing(engine, lambda connection: connection.execute(database._schema_version.update().values(version=2)))
-    with pytest.raises(StorageError, match=r"schema version 2.*reads version 1") as caught:
-        ensure_schema(engine, metadata, "counters", 1)
-    assert "newer" in str(caught.value.hint)
-
-
 def test_sqlite_settings(tmp_path: Path) -> None:
     engine = open_database(f"sqlite:///{tmp_path}/mill.db")
     with reading(engine) as connection:
@@ -123,7 +102,7 @@ def test_sqlite_settings(tmp_path: Path) -> None:
 def test_locked(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(database, "LOCK_SECONDS", 0.05)
     engine = open_database(f"sqlite:///{tmp_path}/mill.db")
-    ensure_schema(engine, metadata, "counters", 1)
+    metadata.create_all(engine)
     other = sqlite3.connect(tmp_path / "mill.db", isolation_level=None)
     other.execute("BEGIN IMMEDIATE")
     with pytest.raises(StorageError, match="locked") as caught:
@@ -135,7 +114,7 @@ def test_locked(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_full_disk_is_a_storage_error_and_loses_nothing(tmp_path: Path) -> None:
     engine = open_database(f"sqlite:///{tmp_path}/mill.db")
-    ensure_schema(engine, metadata, "counters", 1)
+    metadata.create_all(engine)
 
     def fill(connection: sa.Connection) -> None:
         connection.exec_driver_sql("PRAGMA max_page_count = 8")  # what SQLite reports is what a full disk gives
@@ -149,7 +128,7 @@ def test_full_disk_is_a_storage_error_and_loses_nothing(tmp_path: Path) -> None:
 
 def test_a_lost_connection_undoes_the_transaction_and_the_next_one_works(postgresql_directory: Path) -> None:
     engine = open_database(f"postgresql://rollmill@/postgres?host={postgresql_directory}")
-    ensure_schema(engine, metadata, "counters", 1)
+    metadata.create_all(engine)
 
     def work(connection: sa.Connection) -> None:
         connection.execute(counters.insert(), {"name": "lost", "value": 1})

@@ -11,10 +11,9 @@ from typing import Any
 import pytest
 import sqlalchemy as sa
 
-from rollmill.errors import ObjectMissing, StorageError, TrajectoryError
-from rollmill.storage.database import open_database, reading, writing
+from rollmill.errors import ObjectMissing, TrajectoryError
+from rollmill.storage.database import open_database, reading
 from rollmill.storage.objects import Objects
-from rollmill.trajectories import tables
 from rollmill.trajectories.ledger import Ledger
 from rollmill.trajectories.schema import encode_trajectory, seal_facts
 from rollmill.trajectories.store import TrajectoryStore
@@ -203,13 +202,6 @@ def test_a_leased_trajectory_is_not_deleted(store: TrajectoryStore, objects: Obj
     assert store.load("a").state == "graded"
     ledger.commit_step(1, Version("rl", 1), "digest")
     store.delete("a")
-
-
-def test_a_newer_schema_is_refused(store: TrajectoryStore, engine: sa.Engine, objects: Objects) -> None:
-    statement = sa.text("UPDATE schema_version SET version = :version")
-    writing(engine, lambda connection: connection.execute(statement, {"version": tables.SCHEMA_VERSION + 1}))
-    with pytest.raises(StorageError, match="schema version"):
-        TrajectoryStore(engine, objects)
 
 
 def test_polled_queries_use_an_index(tmp_path: Path) -> None:

@@ -1,0 +1,7 @@
+"""The database schema as a chain of Alembic revisions. `open_database` runs the ones a database does not have yet.
+
+A change of the schema is a new file in `versions`: the next number, `down_revision` names the one before, `upgrade`
+makes the change with `alembic.op` on SQLite and PostgreSQL. Change `rollmill/trajectories/tables.py` in the same
+commit: tests compare the two. A revision that has been released is never edited. Upgrades keep all rows.
+There is no downgrade: an older rollmill refuses a newer database.
+"""
