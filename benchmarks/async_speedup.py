@@ -50,7 +50,7 @@ def create(root: Path, *overrides: str) -> RunDirectory:
 def midtrain(root: Path, overrides: list[str]) -> RunDirectory:
     """The weights both runs start from."""
     run = create(root, *overrides, "name=base")
-    subprocess.run([sys.executable, "-m", "rollmill.cluster.worker", "midtrain", str(run.path)], check=True)
+    subprocess.run([sys.executable, "-m", "rollmill.cluster.role", "midtrain", str(run.path)], check=True)
     return run
 
 

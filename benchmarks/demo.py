@@ -49,10 +49,10 @@ def main() -> None:
         for seed in seeds:
             demo = run(Path(folder), f"demo-{seed}", seed, *extra)
             print(f"seed {seed}: {json.dumps(demo)}", flush=True)
-            stages = demo["stages"]
+            phases = demo["phases"]
             control = None
             if len(rows) < arguments.controls:
-                longer = round(steps * (1 + stages["reinforce"] / stages["mid-train"]))
+                longer = round(steps * (1 + phases["reinforce"] / phases["mid-train"]))
                 control = run(Path(folder), f"control-{seed}", seed, *extra, f"midtrain.steps={longer}", "steps=0")
             rows.append((seed, demo, control))
     table = Table(title="held-out solve rate, sampled at temperature 1")

@@ -28,8 +28,8 @@ SPLITS = {"heldout": "held out", "heldout_family": "held-out family"}
 
 
 @dataclass
-class Stage:
-    """`done` and `total` count steps, or rollouts where a stage has no steps (an evaluation)."""
+class Phase:
+    """`done` and `total` count steps, or rollouts where a phase has no steps (an evaluation)."""
 
     name: str
     start: float | None = None
@@ -64,17 +64,17 @@ class Engine:
 class State:
     """What the events so far say."""
 
-    stages: list[Stage]
+    phases: list[Phase]
     step: dict[str, Any] = field(default_factory=dict)  # the newest step event, of reinforcement or mid-training
     solve_rates: deque[float] = field(default_factory=lambda: deque(maxlen=32))
     engines: dict[str, Engine] = field(default_factory=dict)
-    evals: dict[str, list[dict[str, Any]]] = field(default_factory=dict)  # by stage
+    evals: dict[str, list[dict[str, Any]]] = field(default_factory=dict)  # by phase
     restarts: int = 0
     warning: str = ""
 
     @property
-    def current(self) -> Stage | None:
-        return next((stage for stage in self.stages if stage.start is not None and stage.end is None), None)
+    def current(self) -> Phase | None:
+        return next((phase for phase in self.phases if phase.start is not None and phase.end is None), None)
 
     def fold(self, event: dict[str, Any]) -> None:
         handler = getattr(self, f"_on_{event['kind']}", None)
@@ -84,19 +84,18 @@ class State:
     def tokens_per_s(self, now: float) -> float:
         return sum(engine.tokens_per_s for engine in self.engines.values() if now - engine.at < FRESH)
 
-    def _on_stage(self, event: dict[str, Any]) -> None:
-        name = str(event.get("stage"))
-        stage = next((stage for stage in self.stages if stage.name == name), None)
-        if stage is None:
-            stage = Stage(name)
-            self.stages.append(stage)
+    def _on_phase(self, event: dict[str, Any]) -> None:
+        name = str(event.get("phase"))
+        phase = next((phase for phase in self.phases if phase.name == name), None)
+        if phase is None:
+            phase = Phase(name)
+            self.phases.append(phase)
         if event.get("state") == "start":
-            before = [other for other in self.stages if other.end is not None and other.total is None and other.done]
-            self.step, stage.start, stage.end, stage.done, stage.first = {}, event["at"], None, 0, None
-            # an evaluation takes as many rollouts as the one before it
-            stage.total = before[-1].done if before else None
+            self.step, phase.start, phase.end = {}, event["at"], None
+            phase.done, phase.total = 0, event.get("total")
+            phase.first = (event["at"], 0) if phase.total else None
         else:
-            stage.end = event["at"]
+            phase.end = event["at"]
 
     def _on_step(self, event: dict[str, Any]) -> None:
         self.step = event
@@ -110,9 +109,9 @@ class State:
             self.current.count(int(event.get("step", 0)), event.get("steps"), event["at"])
 
     def _on_rollout(self, event: dict[str, Any]) -> None:
-        stage = self.current
-        if stage is not None and event.get("split") != "train":
-            stage.count(stage.done + 1, stage.total, event["at"])
+        phase = self.current
+        if phase is not None and event.get("split") != "train":
+            phase.count(phase.done + 1, phase.total, event["at"])
 
     def _on_engine(self, event: dict[str, Any]) -> None:
         engine = self.engines.setdefault(str(event.get("engine")), Engine())
@@ -135,9 +134,9 @@ class State:
 class Progress:
     """Shows how far a run is. Call `update()` a few times a second; it never blocks on the run."""
 
-    def __init__(self, events_dir: Path, stages: list[str], title: str, console: Console | None = None) -> None:
+    def __init__(self, events_dir: Path, phases: list[str], title: str, console: Console | None = None) -> None:
         self._tail = EventTail(events_dir)
-        self._state = State([Stage(name) for name in stages])
+        self._state = State([Phase(name) for name in phases])
         self._title = title
         self._console = console or Console(highlight=False)
         self._live: Live | None = None
@@ -177,11 +176,11 @@ class Progress:
 
     def _say(self, event: dict[str, Any]) -> None:
         """What a log should have the moment it happens."""
-        if event["kind"] == "stage":
-            stage = next(stage for stage in self._state.stages if stage.name == str(event.get("stage")))
+        if event["kind"] == "phase":
+            phase = next(phase for phase in self._state.phases if phase.name == str(event.get("phase")))
             ended = event.get("state") != "start"
             self._print(
-                event["at"], f"{stage.name}: " + (f"done in {clock(stage.seconds(0.0))}" if ended else "started")
+                event["at"], f"{phase.name}: " + (f"done in {clock(phase.seconds(0.0))}" if ended else "started")
             )
         elif event["kind"] == "eval":
             self._print(event["at"], describe_eval(event))
@@ -210,7 +209,7 @@ def describe_eval(event: dict[str, Any]) -> str:
 
 
 def facts(state: State, now: float) -> list[tuple[str, str]]:
-    """Names and values of the current stage's figures, most telling first."""
+    """Names and values of the current phase's figures, most telling first."""
     step, found = state.step, []
     if "reward_mean" in step:
         found.append(("reward", f"{float(step['reward_mean'] or 0.0):.2f}"))
@@ -234,12 +233,12 @@ def facts(state: State, now: float) -> list[tuple[str, str]]:
 
 
 def plain_line(state: State, now: float) -> str:
-    stage = state.current
-    if stage is None:
+    phase = state.current
+    if phase is None:
         return "waiting"
-    words = [stage.name, _counted(stage)]
+    words = [phase.name, _counted(phase)]
     words += [f"{name} {value}" for name, value in facts(state, now)]
-    left = stage.seconds_left(now)
+    left = phase.seconds_left(now)
     words.append(f"about {clock(left)} left" if left is not None else "")
     return "  ".join(word for word in words if word)
 
@@ -249,7 +248,7 @@ def draw(state: State, title: str, elapsed: float, now: float, failed: bool = Fa
     head.add_column()
     head.add_column(justify="right")
     head.add_row(Text(title, "bold"), Text(clock(elapsed), "dim"))
-    rows: list[RenderableType] = [head, _stages(state, now, failed)]
+    rows: list[RenderableType] = [head, _phases(state, now, failed)]
     if state.current is not None and not failed:
         rows.append(Padding(_bar(state.current, now), (1, 0, 0, 0)))
         rows.append(_figures(state, now))
@@ -258,53 +257,53 @@ def draw(state: State, title: str, elapsed: float, now: float, failed: bool = Fa
     return Padding(Group(*rows), (1, 2))
 
 
-def _stages(state: State, now: float, failed: bool) -> Table:
+def _phases(state: State, now: float, failed: bool) -> Table:
     table = Table.grid(padding=(0, 2, 0, 0))
-    for stage in state.stages:
-        if stage.end is not None:
+    for phase in state.phases:
+        if phase.end is not None:
             mark, style = Text("✓", "green"), ""
-        elif stage.start is not None:
+        elif phase.start is not None:
             mark, style = (Text("✗", "red"), "red") if failed else (Text("●", "cyan"), "bold")
         else:
             mark, style = Text("○", "dim"), "dim"
-        spent = Text(clock(stage.seconds(now)) if stage.start is not None else "", "dim", justify="right")
+        spent = Text(clock(phase.seconds(now)) if phase.start is not None else "", "dim", justify="right")
         table.add_row(
-            mark, Text(stage.name, style), spent, Text(_result(state, stage), no_wrap=True, overflow="ellipsis")
+            mark, Text(phase.name, style), spent, Text(_result(state, phase), no_wrap=True, overflow="ellipsis")
         )
     return table
 
 
-def _result(state: State, stage: Stage) -> str:
-    """What an evaluation stage found, beside it."""
+def _result(state: State, phase: Phase) -> str:
+    """What an evaluation phase found, beside it."""
     words = []
-    for event in state.evals.get(stage.name, []):
+    for event in state.evals.get(phase.name, []):
         greedy = ", greedy" if event.get("mode") == "greedy" else ""
         place = SPLITS.get(str(event.get("split")), str(event.get("split")))
         words.append(f"{place}{greedy} {100 * float(event.get('rate') or 0.0):.0f} %")
     return " · ".join(words)
 
 
-def _bar(stage: Stage, now: float) -> Table:
-    left = stage.seconds_left(now)
+def _bar(phase: Phase, now: float) -> Table:
+    left = phase.seconds_left(now)
     row = Table.grid(padding=(0, 2, 0, 0), expand=True)
     row.add_column(ratio=1)
     row.add_column(no_wrap=True)
     row.add_column(no_wrap=True, justify="right")
     bar = ProgressBar(
-        total=stage.total,
-        completed=min(stage.done, stage.total or 0),
-        pulse=not stage.total,
+        total=phase.total,
+        completed=min(phase.done, phase.total or 0),
+        pulse=not phase.total,
         complete_style="cyan",
         pulse_style="cyan",
     )
-    row.add_row(bar, _counted(stage), Text(f"about {clock(left)} left" if left is not None else "", "dim"))
+    row.add_row(bar, _counted(phase), Text(f"about {clock(left)} left" if left is not None else "", "dim"))
     return row
 
 
-def _counted(stage: Stage) -> str:
-    if not stage.total:
-        return f"{stage.done}" if stage.done else ""
-    return f"{min(stage.done, stage.total)}/{stage.total}"
+def _counted(phase: Phase) -> str:
+    if not phase.total:
+        return f"{phase.done}" if phase.done else ""
+    return f"{min(phase.done, phase.total)}/{phase.total}"
 
 
 def _figures(state: State, now: float) -> Table:

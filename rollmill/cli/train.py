@@ -73,12 +73,12 @@ def run_to_report(run: RunDirectory) -> None:
     from rollmill.cluster.drive import drive, follow
     from rollmill.cluster.ranks import outside_rank
     from rollmill.cluster.report import report_run
-    from rollmill.cluster.run import STAGES
+    from rollmill.cluster.run import PHASES
 
     if outside_rank() > 0:
         follow(run)
         return
-    with Progress(run.events, list(STAGES), title=f"rollmill · {run.config.name}") as progress:
+    with Progress(run.events, list(PHASES), title=f"rollmill · {run.config.name}") as progress:
         try:
             drive(run, on_tick=progress.update)
         except KeyboardInterrupt:

@@ -1,4 +1,4 @@
-"""Take a run through its stages. Every stage asks the stores what is already done, so `drive` is also how to resume.
+"""Take a run through its phases. Every phase asks the stores what is already done, so `drive` also resumes a run.
 
 mid-train   the base line: the checkpoint imported, trained to its last step      (skipped when published)
 evaluate    the engines come up on version 0 of the line; held-out tasks          (skipped when recorded)
@@ -15,7 +15,8 @@ from collections.abc import Callable, Coroutine, Iterator
 from typing import Any, TypeVar
 
 from rollmill import telemetry
-from rollmill.cluster.local import LocalCluster, exclusive
+from rollmill.cluster.local import LocalCluster
+from rollmill.cluster.lock import exclusive
 from rollmill.cluster.ranks import outside_world
 from rollmill.cluster.run import RunDirectory
 from rollmill.errors import WeightsError
@@ -29,12 +30,12 @@ T = TypeVar("T")
 
 
 def drive(run: RunDirectory, on_tick: Callable[[], None] = lambda: None) -> None:
-    """Run all stages to their end. Raises RollmillError when a process cannot be kept alive."""
+    """Run all phases to their end. Raises RollmillError when a process cannot be kept alive."""
     telemetry.open_events(run.events, "supervisor")
-    with exclusive(run, "supervisor", patience_s=5.0):
+    with exclusive(run.path, "supervisor", patience_s=5.0):
         cluster = LocalCluster(run)
         try:
-            with run.stage("mid-train"):
+            with run.phase("mid-train"):
                 _start_midtrain(cluster, run)
                 _until_ended(cluster, "midtrain", on_tick)
             _start_serving(cluster, run)
@@ -63,7 +64,7 @@ def follow(run: RunDirectory) -> None:
 def serving(run: RunDirectory, version: int | None = None) -> Iterator[LocalCluster]:
     """Gateway and engines of a run alone, following its line or pinned to one version of it."""
     published_version(run, version)
-    with exclusive(run, "supervisor", patience_s=5.0):
+    with exclusive(run.path, "supervisor", patience_s=5.0):
         cluster = LocalCluster(run)
         try:
             _start_serving(cluster, run, *([] if version is None else [str(version)]))
@@ -113,8 +114,8 @@ def _start_serving(cluster: LocalCluster, run: RunDirectory, *pinned: str) -> No
 
 
 def _start_midtrain(cluster: LocalCluster, run: RunDirectory) -> None:
-    stage = run.config.midtrain
-    training = stage.training if stage else TrainingConfig()
+    midtrain = run.config.midtrain
+    training = midtrain.training if midtrain else TrainingConfig()
     cluster.start("midtrain", threads=training.threads, ranks=_local_ranks(training))
 
 

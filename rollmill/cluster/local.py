@@ -1,19 +1,18 @@
-"""All processes of a run on this machine: started, watched, restarted when they die, stopped in order.
+"""The role processes of a run on this machine: starts, watches, restarts and stops them.
 
-No process holds a handle to another, so restarting one needs no word to the rest: they meet in the stores and at
-URLs, and the run converges. What a process says goes to `logs/NAME.log` of the run directory.
+No role process holds a handle to another: they meet in the stores and at URLs. So one can be restarted without telling
+the others. Their output goes to `logs/NAME.log` of the run directory.
 """
 
 from __future__ import annotations
 
 import contextlib
-import fcntl
 import os
 import signal
 import subprocess
 import sys
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from rollmill import telemetry
@@ -21,21 +20,21 @@ from rollmill.cluster.ranks import outside_world, places, rank_name
 from rollmill.cluster.run import RunDirectory
 from rollmill.errors import RollmillError
 
-MAX_RESTARTS = 5  # of one process; more than that is a fault restarting does not mend
-STEADY_S = 600.0  # a process that lived so long is judged anew when it dies
+MAX_RESTARTS = 5  # of one role; after that a restart will not help either
+STEADY_S = 600.0  # a role that ran this long starts with a fresh count of restarts
 STOP_PATIENCE_S = 20.0
 RANK_PATIENCE_S = 2.0  # for ranks to notice that another one has died
-FINAL = 3  # a worker's exit code: trying again will not help, its log says why
-TERMINATED = 128 + signal.SIGTERM  # a worker's exit code: it was asked to stop before its work was done
-SUPERVISOR = "ROLLMILL_SUPERVISOR"  # environment variable: the process a worker must not outlive
+FINAL = 3  # exit code of a role process: a restart will not help, its log says why
+TERMINATED = 128 + signal.SIGTERM  # exit code of a role process: it was asked to stop before its work was done
+SUPERVISOR = "ROLLMILL_SUPERVISOR"  # environment variable: pid of the supervisor, whose death ends the role process
 
 
 @dataclass
-class Worker:
-    """A child process, or several ranks that live and die together, as torchrun's do. It has `ended` when all exited
-    with 0: its work is done. The work of a service never is."""
+class RoleProcess:
+    """The child process of a role, or several ranks that start and end together, as under torchrun. `ended`: all
+    exited with 0, the work is done. A service never ends by itself: whenever it exits it is restarted."""
 
-    role: str
+    name: str
     arguments: tuple[str, ...]
     threads: int
     service: bool
@@ -49,30 +48,30 @@ class Worker:
 class LocalCluster:
     def __init__(self, run: RunDirectory) -> None:
         self._run = run
-        self._workers: dict[str, Worker] = {}
+        self._roles: dict[str, RoleProcess] = {}
 
     def start(self, role: str, *arguments: str, threads: int = 1, service: bool = False, ranks: int = 1) -> None:
-        worker = Worker(role, arguments, threads, service, ranks)
-        self._workers[role] = worker
-        self._spawn(worker)
+        process = RoleProcess(role, arguments, threads, service, ranks)
+        self._roles[role] = process
+        self._spawn(process)
 
     def ended(self, role: str) -> bool:
-        return self._workers[role].ended
+        return self._roles[role].ended
 
     def watch(self) -> None:
-        """Look at every process once: note the ones that are done, start again the ones that died."""
-        for worker in self._workers.values():
-            if worker.ended:
+        """Check every process once: mark the roles that are done, restart those that died."""
+        for role in self._roles.values():
+            if role.ended:
                 continue
-            codes = [process.poll() for process in worker.processes]
-            if all(code == 0 for code in codes) and not worker.service:
-                worker.ended = True
-            elif any(code is not None and (code != 0 or worker.service) for code in codes):
-                self._restart(worker, *_end_all(worker.processes))
+            codes = [process.poll() for process in role.processes]
+            if all(code == 0 for code in codes) and not role.service:
+                role.ended = True
+            elif any(code is not None and (code != 0 or role.service) for code in codes):
+                self._restart(role, *_end_all(role.processes))
 
     def stop(self) -> None:
-        """Ask all to finish; after a while stop asking."""
-        alive = [process for worker in self._workers.values() if not worker.ended for process in worker.processes]
+        """Send SIGTERM to all; kill what is left after STOP_PATIENCE_S."""
+        alive = [process for role in self._roles.values() if not role.ended for process in role.processes]
         for process in alive:
             with contextlib.suppress(ProcessLookupError):
                 process.terminate()
@@ -84,53 +83,58 @@ class LocalCluster:
                 process.kill()
                 process.wait()
 
-    def _restart(self, worker: Worker, rank: int, code: int) -> None:
-        """All its ranks are ended; `rank` is the one that says why."""
-        if time.monotonic() - worker.started_at > STEADY_S:
-            worker.restarts = 0
-        # ranks of other machines would not know of a restart: whoever started them all starts them all again
-        if code == FINAL or worker.restarts >= MAX_RESTARTS or (outside_world() and not worker.service):
-            name = rank_name(worker.role, rank)
+    def _restart(self, role: RoleProcess, rank: int, code: int) -> None:
+        """All ranks have exited; `rank` is the one whose log says why."""
+        if time.monotonic() - role.started_at > STEADY_S:
+            role.restarts = 0
+        # torchrun restarts ranks on all machines together: a restart here would leave the others behind
+        if code == FINAL or role.restarts >= MAX_RESTARTS or (outside_world() and not role.service):
+            name = rank_name(role.name, rank)
             raise RollmillError(
                 f"process {name!r} {_describe(code)}: {self._last_words(name)}",
-                hint=f"the whole story is in {self._run.logs / (name + '.log')}; when mended, "
-                f"`rollmill train --resume {self._run.path}` goes on",
+                hint=f"the rest is in {self._run.logs / (name + '.log')}; once it is fixed, "
+                f"`rollmill train --resume {self._run.path}` continues the run",
             )
-        worker.restarts += 1
-        telemetry.emit("restart", target=worker.role, exit_code=code, restarts=worker.restarts)
-        time.sleep(min(0.1 * 2**worker.restarts, 3.0))
-        self._spawn(worker)
+        role.restarts += 1
+        telemetry.emit("restart", target=role.name, exit_code=code, restarts=role.restarts)
+        time.sleep(min(0.1 * 2**role.restarts, 3.0))
+        self._spawn(role)
 
-    def _spawn(self, worker: Worker) -> None:
+    def _spawn(self, role: RoleProcess) -> None:
         self._run.logs.mkdir(parents=True, exist_ok=True)
         environment = {
             **os.environ,
-            "OMP_NUM_THREADS": str(worker.threads),
+            "OMP_NUM_THREADS": str(role.threads),
             "PYTHONUNBUFFERED": "1",
             SUPERVISOR: str(os.getpid()),
         }
-        worker.started_at = time.monotonic()
-        worker.processes = []
-        command = [sys.executable, "-m", "rollmill.cluster.worker", worker.role, str(self._run.path), *worker.arguments]
-        for rank, place in enumerate(places(worker.ranks)):
-            with (self._run.logs / f"{rank_name(worker.role, rank)}.log").open("ab") as log:
+        role.started_at = time.monotonic()
+        role.processes = []
+        command = [sys.executable, "-m", "rollmill.cluster.role", role.name, str(self._run.path), *role.arguments]
+        for rank, place in enumerate(places(role.ranks)):
+            with (self._run.logs / f"{rank_name(role.name, rank)}.log").open("ab") as log:
                 process = subprocess.Popen(
-                    command, stdin=subprocess.DEVNULL, stdout=log, stderr=log, env={**environment, **place}
+                    command,
+                    stdin=subprocess.DEVNULL,
+                    stdout=log,
+                    stderr=log,
+                    env={**environment, **place},
+                    process_group=0,  # Ctrl-C reaches the supervisor alone, which then stops the roles in order
                 )
-            worker.processes.append(process)
+            role.processes.append(process)
 
     def _last_words(self, name: str) -> str:
         with (self._run.logs / f"{name}.log").open("rb") as log:
             log.seek(max(0, log.seek(0, os.SEEK_END) - 4096))
             lines = log.read().decode(errors="replace").strip().splitlines()
-        return " ".join(lines[-2:])[-600:] or "it said nothing"
+        return " ".join(lines[-2:])[-600:] or "its log is empty"
 
 
 def _end_all(processes: Sequence[subprocess.Popen[bytes]]) -> tuple[int, int]:
-    """End what is left of ranks one of which has ended: which of them tells why, and its exit code."""
+    """One rank has exited: stop the others, return the failing rank and its exit code."""
     failed = [rank for rank, process in enumerate(processes) if process.poll() is not None]
     deadline = time.monotonic() + RANK_PATIENCE_S
-    for process in processes:  # others may know better, and notice only now
+    for process in processes:  # another rank may know the cause, and exits a moment later
         with contextlib.suppress(subprocess.TimeoutExpired):
             process.wait(max(0.0, deadline - time.monotonic()))
         process.kill()
@@ -144,23 +148,3 @@ def _describe(code: int) -> str:
     if code < 0:
         return f"was killed by {signal.Signals(-code).name}"
     return f"stopped with exit code {code}"
-
-
-@contextlib.contextmanager
-def exclusive(run: RunDirectory, what: str, patience_s: float = 30.0) -> Iterator[None]:
-    """Hold `locks/WHAT` of the run: two supervisors, or a dying trainer and its successor, never overlap."""
-    (run.path / "locks").mkdir(parents=True, exist_ok=True)
-    with (run.path / "locks" / what).open("w") as file:
-        deadline = time.monotonic() + patience_s
-        while True:
-            try:
-                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-                break
-            except BlockingIOError:
-                if time.monotonic() > deadline:
-                    raise RollmillError(
-                        f"{run.path} is in use: another process holds {what!r}",
-                        hint="wait for it to end or stop it; a killed run frees its locks by itself",
-                    ) from None
-                time.sleep(0.05)
-        yield

@@ -44,7 +44,7 @@ PORTS = range(10_000, 32_768)
 # names of runs, lines and regions become names of directories, objects and processes
 NAME = r"^[a-z0-9][a-z0-9_-]{0,62}$"
 SECRETS = ("admin_token", "store_token", "engine_token", "production_key")
-STAGES = ("mid-train", "evaluate before", "reinforce", "evaluate after")
+PHASES = ("mid-train", "evaluate before", "reinforce", "evaluate after")
 
 
 class MidtrainStage(MidtrainConfig):
@@ -195,6 +195,7 @@ class RunDirectory:
         file = path / "run.json"
         try:
             saved = json.loads(file.read_text())
+            saved["config"].pop("tasks", None)  # a setting of earlier releases that nothing read
             config = validate_config(RunConfig, saved["config"], str(file))
             id = saved.get("id", config.name)  # runs made before there were ids are keyed by their name
             return cls(path, config, id, saved["ports"], **{name: _secret(saved, name) for name in SECRETS})
@@ -204,7 +205,7 @@ class RunDirectory:
             ) from None
         except OSError as error:
             raise ConfigError(f"{file} cannot be read: {error.strerror}") from None
-        except (json.JSONDecodeError, UnicodeDecodeError, KeyError, TypeError) as error:
+        except (json.JSONDecodeError, UnicodeDecodeError, KeyError, TypeError, AttributeError) as error:
             raise ConfigError(
                 f"{file} is damaged: {error!r}", hint="restore it, or start a run of another name"
             ) from None
@@ -249,12 +250,13 @@ class RunDirectory:
         return self.path / "tokenizer.json"
 
     @contextlib.contextmanager
-    def stage(self, name: str) -> Iterator[None]:
-        """Mark a stage of the run for the display and the report. One that fails has no end."""
-        place = {"stage": name, "index": STAGES.index(name), "stages": len(STAGES)}
-        telemetry.emit("stage", **place, state="start")
+    def phase(self, name: str, total: int | None = None) -> Iterator[None]:
+        """Mark a phase of the run for the display and the report; `total` rollouts are expected. A phase that fails
+        has no end."""
+        place = {"phase": name, "index": PHASES.index(name), "phases": len(PHASES)}
+        telemetry.emit("phase", **place, state="start", total=total)
         yield
-        telemetry.emit("stage", **place, state="end")
+        telemetry.emit("phase", **place, state="end")
 
     @property
     def database_url(self) -> str:

@@ -11,8 +11,8 @@ from typing import Any
 import pytest
 from rich.console import Console
 
-from rollmill.cli.progress import Progress, Stage, State, clock, draw, plain_line
-from tests.evals.synthetic import STAGES, demo_run
+from rollmill.cli.progress import Phase, Progress, State, clock, draw, plain_line
+from tests.evals.synthetic import PHASES, demo_run
 
 
 def screen(state: State, now: float, width: int = 90, failed: bool = False) -> str:
@@ -23,7 +23,7 @@ def screen(state: State, now: float, width: int = 90, failed: bool = False) -> s
 
 def folded(until: str | None = None, count: int = 0) -> tuple[State, float]:
     """The state after all events, or after the `count`-th event of one kind."""
-    state, seen, now = State([Stage(name) for name in STAGES]), 0, 0.0
+    state, seen, now = State([Phase(name) for name in PHASES]), 0, 0.0
     for event in sorted(demo_run(steps=20).events, key=lambda event: event["at"]):
         state.fold(event)
         now = event["at"]
@@ -53,10 +53,10 @@ def test_reinforcement_shows_step_reward_solve_rate_staleness_speed_and_versions
     assert "held out 42 %" in shown  # what the evaluation before found, beside it
 
 
-def test_a_finished_run_has_all_stages_ticked_and_names_its_restarts() -> None:
+def test_a_finished_run_has_all_phases_ticked_and_names_its_restarts() -> None:
     state, now = folded()
     shown = screen(state, now)
-    assert shown.count("✓") == len(STAGES) and "left" not in shown
+    assert shown.count("✓") == len(PHASES) and "left" not in shown
     assert "held out 87 %" in shown and "engine-away was started again" in shown
     assert plain_line(state, now) == "waiting"
 
@@ -77,23 +77,21 @@ def test_an_engine_that_fell_silent_has_no_speed() -> None:
     assert state.tokens_per_s(now) == pytest.approx(4800) and state.tokens_per_s(now + 60) == 0
 
 
-def test_an_evaluation_expects_as_many_rollouts_as_the_one_before() -> None:
-    state = State([Stage("before"), Stage("after")])
-    state.fold({"at": 0.0, "kind": "stage", "stage": "before", "state": "start"})
-    for at in range(4):
-        state.fold({"at": float(at), "kind": "rollout", "split": "heldout"})
-    assert state.current is not None and state.current.seconds_left(4.0) is None  # nothing to compare with yet
-    state.fold({"at": 5.0, "kind": "stage", "stage": "before", "state": "end"})
-    state.fold({"at": 9.0, "kind": "stage", "stage": "after", "state": "start"})
-    state.fold({"at": 10.0, "kind": "rollout", "split": "heldout"})
-    state.fold({"at": 12.0, "kind": "rollout", "split": "heldout"})
+def test_an_evaluation_shows_how_many_rollouts_are_left() -> None:
+    state = State([Phase("before"), Phase("after")])
+    state.fold({"at": 0.0, "kind": "phase", "phase": "before", "state": "start", "total": 4})
+    assert state.current is not None and state.current.seconds_left(1.0) is None  # no pace yet
+    assert "0/4" in plain_line(state, 1.0) and "0/4" in screen(state, 1.0)
+    for at in (1.0, 2.0):
+        state.fold({"at": at, "kind": "rollout", "split": "heldout"})
     assert (state.current.done, state.current.total) == (2, 4)
-    assert state.current.seconds_left(12.0) == pytest.approx(4.0)
+    assert state.current.seconds_left(2.0) == pytest.approx(2.0)
+    assert "2/4" in plain_line(state, 2.0) and "about 0:02 left" in screen(state, 2.0)
 
 
-def test_a_stage_nobody_announced_is_shown_too() -> None:
-    state = State([Stage("mid-train")])
-    state.fold({"at": 1.0, "kind": "stage", "stage": "control", "state": "start"})
+def test_a_phase_nobody_announced_is_shown_too() -> None:
+    state = State([Phase("mid-train")])
+    state.fold({"at": 1.0, "kind": "phase", "phase": "control", "state": "start"})
     assert "control" in screen(state, 2.0)
 
 
@@ -106,22 +104,22 @@ def write(directory: Path, event: dict[str, Any]) -> None:
 def test_a_log_gets_lines_as_things_happen(tmp_path: Path) -> None:
     console = Console(file=io.StringIO(), force_terminal=False, width=200)
     events = sorted(demo_run(steps=5).events, key=lambda event: event["at"])
-    with Progress(tmp_path / "events", STAGES, "rollmill · demo", console) as progress:
+    with Progress(tmp_path / "events", PHASES, "rollmill · demo", console) as progress:
         progress.update()  # before the first event there is not even a directory
         for event in events:
             write(tmp_path / "events", event)
         progress.update()
     text = console.file.getvalue()  # type: ignore[attr-defined]
     assert text.startswith("rollmill · demo\n") and "\x1b" not in text
-    for name in STAGES:
+    for name in PHASES:
         assert f"{name}: started" in text and f"{name}: done in 0:0" in text
     assert "after: held-out family, sampled: 76.2 % solved" in text and "engine-away was started again" in text
 
 
 def test_a_terminal_is_redrawn_in_place_and_left_clean(tmp_path: Path) -> None:
     console = Console(file=io.StringIO(), force_terminal=True, width=80, height=30)
-    with pytest.raises(KeyboardInterrupt), Progress(tmp_path, STAGES, "rollmill · demo", console) as progress:
-        write(tmp_path, {"process": "supervisor", "kind": "stage", "stage": STAGES[0], "state": "start"})
+    with pytest.raises(KeyboardInterrupt), Progress(tmp_path, PHASES, "rollmill · demo", console) as progress:
+        write(tmp_path, {"process": "supervisor", "kind": "phase", "phase": PHASES[0], "state": "start"})
         progress.update()
         raise KeyboardInterrupt
     text = console.file.getvalue()  # type: ignore[attr-defined]
@@ -131,7 +129,7 @@ def test_a_terminal_is_redrawn_in_place_and_left_clean(tmp_path: Path) -> None:
 
 def test_untrusted_text_is_not_markup(tmp_path: Path) -> None:
     console = Console(file=io.StringIO(), force_terminal=False, width=200)
-    with Progress(tmp_path, STAGES, "t", console):
+    with Progress(tmp_path, PHASES, "t", console):
         write(tmp_path, {"process": "trainer", "kind": "warning", "text": "[bold]no[/bold] [link=x]"})
     assert "[bold]no[/bold] [link=x]" in console.file.getvalue()  # type: ignore[attr-defined]
 

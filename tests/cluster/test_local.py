@@ -19,7 +19,7 @@ import pytest
 from rollmill.chat.tokenizer import Tokenizer
 from rollmill.cluster import local
 from rollmill.cluster.drive import _while_watching, evaluate_version, serving
-from rollmill.cluster.local import TERMINATED, LocalCluster, exclusive
+from rollmill.cluster.local import TERMINATED, LocalCluster
 from rollmill.cluster.run import SECRETS, RunDirectory
 from rollmill.errors import RollmillError, WeightsError
 from rollmill.telemetry import read_events
@@ -41,7 +41,7 @@ def pid_of(run: RunDirectory, role: str) -> int | None:
                 arguments = (entry / "cmdline").read_bytes().decode().split("\0")
             except (OSError, UnicodeDecodeError):
                 continue
-            if arguments[2:5] == ["rollmill.cluster.worker", role, str(run.path)]:
+            if arguments[2:5] == ["rollmill.cluster.role", role, str(run.path)]:
                 return int(entry.name)
     return None
 
@@ -170,35 +170,6 @@ def test_a_supervisor_killed_before_its_process_was_up_leaves_nothing_behind(run
     until(lambda: pid_of(run, "store") is None)
 
 
-HOLDER = """
-import sys, time
-from pathlib import Path
-from rollmill.cluster.local import exclusive
-from rollmill.chat.tokenizer import Tokenizer
-from rollmill.cluster.run import SECRETS, RunDirectory
-with exclusive(RunDirectory.open(Path(sys.argv[1])), "supervisor"):
-    print("held", flush=True)
-    time.sleep(600)
-"""
-
-
-def test_two_processes_never_hold_a_run_at_once(run: RunDirectory) -> None:
-    holder = subprocess.Popen([sys.executable, "-c", HOLDER, str(run.path)], stdout=subprocess.PIPE)
-    assert holder.stdout is not None and holder.stdout.readline() == b"held\n"
-    with (
-        pytest.raises(RollmillError, match=r"in use: another process holds 'supervisor'"),
-        exclusive(run, "supervisor", patience_s=0.1),
-    ):
-        pass
-    with exclusive(run, "trainer", patience_s=0.0):  # another lock
-        pass
-    holder.kill()
-    holder.wait()
-    holder.stdout.close()
-    with exclusive(run, "supervisor", patience_s=5.0):  # a killed one lets go
-        pass
-
-
 def test_serving_needs_weights(run: RunDirectory) -> None:
     for action in (lambda: serving(run).__enter__(), lambda: evaluate_version(run, run.config.evals, None)):
         with pytest.raises(WeightsError, match=r"'main' has no version yet[\s\S]*--resume"):
@@ -211,8 +182,8 @@ def test_mid_training_that_was_asked_to_stop_is_not_done(make_run: Callable[...,
     """Its exit code must not be 0: reinforcement would begin from half-trained weights."""
     small = ("layers=1", "width=16", "heads=2", "kv_heads=1", "head_dim=8", "mlp_width=16", "expert_width=8")
     run = make_run("midtrain.steps=100000", "midtrain.training.threads=1", *(f"model.{setting}" for setting in small))
-    worker = [sys.executable, "-m", "rollmill.cluster.worker", "midtrain", str(run.path)]
-    process = subprocess.Popen(worker, env={**os.environ, "OMP_NUM_THREADS": "1"}, stderr=subprocess.PIPE)
+    command = [sys.executable, "-m", "rollmill.cluster.role", "midtrain", str(run.path)]
+    process = subprocess.Popen(command, env={**os.environ, "OMP_NUM_THREADS": "1"}, stderr=subprocess.PIPE)
     until(lambda: process.poll() is not None or any(e["kind"] == "midtrain_step" for e in read_events(run.events)))
     process.terminate()
     _, errors = process.communicate()

@@ -13,6 +13,6 @@ from tests.e2e.small_run import small_run
 def midtrained(tmp_path_factory: pytest.TempPathFactory) -> RunDirectory:
     """Mid-trained weights that every test of this folder starts from."""
     run = small_run(tmp_path_factory.mktemp("base"), "base")
-    worker = [sys.executable, "-m", "rollmill.cluster.worker", "midtrain", str(run.path)]
-    subprocess.run(worker, check=True, timeout=240)
+    command = [sys.executable, "-m", "rollmill.cluster.role", "midtrain", str(run.path)]
+    subprocess.run(command, check=True, timeout=240)
     return run

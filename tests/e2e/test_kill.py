@@ -44,7 +44,7 @@ def stores(run: RunDirectory) -> tuple[WeightStore, Ledger, TrajectoryStore]:
 
 
 def pid_of(run: RunDirectory, role: str) -> int | None:
-    wanted = ["rollmill.cluster.worker", role, str(run.path)]
+    wanted = ["rollmill.cluster.role", role, str(run.path)]
     for entry in Path("/proc").iterdir():
         if entry.name.isdigit():
             try:

@@ -26,7 +26,7 @@ def ranks_of(run: RunDirectory) -> dict[int, int]:
     for entry in Path("/proc").iterdir():
         try:
             arguments = (entry / "cmdline").read_bytes().decode().split("\0")
-            if arguments[2:5] == ["rollmill.cluster.worker", "trainer", str(run.path)]:
+            if arguments[2:5] == ["rollmill.cluster.role", "trainer", str(run.path)]:
                 environment = dict(_pairs((entry / "environ").read_bytes().decode()))
                 found[int(environment["RANK"])] = int(entry.name)
         except (OSError, KeyError, UnicodeDecodeError):

@@ -14,7 +14,7 @@ from rollmill.types import PolicyRef, Reward, Sampling, Segment, Span, Trajector
 START = 1_700_000_000.0
 MIDTRAIN, EVALUATE, STEP = 52.0, 14.0, 2.1  # seconds
 FULL_BYTES = 1_912_000
-STAGES = ["mid-train", "evaluate before", "reinforce", "evaluate after"]
+PHASES = ["mid-train", "evaluate before", "reinforce", "evaluate after"]
 
 
 class Script:
@@ -43,21 +43,21 @@ def demo_run(steps: int = 60, seed: int = 0) -> Script:
     script = Script(seed)
     _midtrain(script)
     _evaluate(script, "before", 1, 0)
-    _stage(script, 2, "start")
+    _phase(script, 2, "start")
     for step in range(1, steps + 1):
         _reinforce(script, step, steps)
-    _stage(script, 2, "end")
+    _phase(script, 2, "end")
     _evaluate(script, "after", 3, steps)
     script.emit("supervisor", "restart", target="engine-away", exit_code=-9, restarts=1)
     return script
 
 
-def _stage(script: Script, index: int, state: str) -> None:
-    script.emit("supervisor", "stage", stage=STAGES[index], index=index, stages=len(STAGES), state=state)
+def _phase(script: Script, index: int, state: str) -> None:
+    script.emit("supervisor", "phase", phase=PHASES[index], index=index, phases=len(PHASES), state=state)
 
 
 def _midtrain(script: Script) -> None:
-    _stage(script, 0, "start")
+    _phase(script, 0, "start")
     for step in range(10, 501, 10):
         start, script.now = script.now, script.now + MIDTRAIN / 50
         loss = 0.55 + 2.6 * math.exp(-step / 70) + script.random.normal(0, 0.03)
@@ -74,11 +74,11 @@ def _midtrain(script: Script) -> None:
         density=1.0,
         seconds=0.06,
     )
-    _stage(script, 0, "end")
+    _phase(script, 0, "end")
 
 
 def _evaluate(script: Script, label: str, index: int, version: int) -> None:
-    _stage(script, index, "start")
+    _phase(script, index, "start")
     start = script.now
     script.now += EVALUATE
     for engine in ("engine-home", "engine-away"):
@@ -106,7 +106,7 @@ def _evaluate(script: Script, label: str, index: int, version: int) -> None:
             version=version,
             seconds=EVALUATE / 3,
         )
-    _stage(script, index, "end")
+    _phase(script, index, "end")
 
 
 def _reinforce(script: Script, step: int, steps: int) -> None:

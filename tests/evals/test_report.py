@@ -21,7 +21,7 @@ from rollmill.evals.report.markup import VOID, Markup, escape, tag
 from rollmill.evals.report.scales import clock, clock_ticks, duration, linear, logarithmic, number, power, size
 from rollmill.evals.report.timeline import Piece, busy_share, lanes
 from rollmill.types import Reward, Trajectory, TrajectoryState
-from tests.evals.synthetic import FULL_BYTES, STAGES, Script, decode, demo_run, trajectories, trajectory
+from tests.evals.synthetic import FULL_BYTES, PHASES, Script, decode, demo_run, trajectories, trajectory
 
 HOSTILE = "</pre></script><script>alert(1)</script><img src=x onerror=alert(2)>\" onmouseover='alert(3)' &amp; ]]>"
 
@@ -80,14 +80,14 @@ def report(tmp_path: Path, events: Script, **options: Any) -> tuple[dict[str, An
 
 
 def test_headline_figures(summary: dict[str, Any]) -> None:
-    assert (summary["name"], summary["seed"], summary["format"]) == ("demo", 2, 1)
+    assert (summary["name"], summary["seed"], summary["format"]) == ("demo", 2, 2)
     assert (summary["solve_rate_before"], summary["solve_rate_after"]) == (0.418, 0.867)
     low, high = summary["solve_rate_after_interval"]
     assert low < 0.867 < high
     assert summary["gain"] == pytest.approx(0.449) and summary["gain_interval"][0] > 0.35
     assert len(summary["evals"]) == 6 and len(summary["gains"]) == 3
-    assert list(summary["stages"]) == STAGES
-    assert sum(summary["stages"].values()) == pytest.approx(summary["seconds"], rel=0.01)
+    assert list(summary["phases"]) == PHASES
+    assert sum(summary["phases"].values()) == pytest.approx(summary["seconds"], rel=0.01)
 
 
 def test_every_part_of_the_run_is_summed_up(summary: dict[str, Any]) -> None:
@@ -204,7 +204,7 @@ def test_the_page_says_what_happened(page: Page) -> None:
 def test_hostile_text_stays_text(tmp_path: Path) -> None:
     script = demo_run(steps=6)
     for event in script.events:
-        for key in ("engine", "region", "what", "task", "stage", "split", "label", "target"):
+        for key in ("engine", "region", "what", "task", "phase", "split", "label", "target"):
             if isinstance(event.get(key), str):
                 event[key] += HOSTILE
     script.emit("trainer", "warning", text=HOSTILE)

@@ -41,7 +41,7 @@ async def _dispatch(run: RunDirectory) -> None:
         await _evaluate_once(run, context, "before", 0)
         if config.steps == 0:
             return
-        with run.stage("reinforce"):
+        with run.phase("reinforce"):
             await Dispatcher(
                 context,
                 ledger,
@@ -67,8 +67,9 @@ async def _evaluate_once(run: RunDirectory, context: RolloutContext, label: str,
     key = f"evals/{run.id}/{label}.json"
     if context.objects.head(key) is not None:
         return
-    with run.stage(f"evaluate {label}"):
-        results = await _evaluate(run, context, run.config.evals, label, version)
+    suite = run.config.evals
+    with run.phase(f"evaluate {label}", total=sum(cell.tasks * cell.attempts for cell in suite.cells())):
+        results = await _evaluate(run, context, suite, label, version)
         context.objects.create(key, json.dumps([asdict(result) for result in results]).encode())
 
 

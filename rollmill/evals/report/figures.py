@@ -2,13 +2,13 @@
 
 Keys are stable; a figure that a run did not produce is null. Rates are shares of one, times are seconds, sizes bytes.
 
-    format                     1; raised when a key changes its meaning
-    name, seed, seconds        of the run; seconds is wall time, all stages together
+    format                     2; raised when a key changes its meaning
+    name, seed, seconds        of the run; seconds is wall time, all phases together
     solve_rate_before, _after  held-out tasks, sampled, mid-trained model and trained one; `*_interval` is [low, high]
     gain, gain_interval        after minus before: paired by task where the evaluation recorded outcomes by task
     evals                      one entry per label, split and mode: solved, attempts, rate, low, high, version, seconds
     gains                      one entry per split and mode that has both before and after: gain, low, high
-    stages                     seconds by stage
+    phases                     seconds by phase
     training                   steps, version, groups, trajectories, tokens, trained_tokens, masked_stale, seconds,
                                wait_seconds, tokens_per_s; reward_first, reward_last, solve_rate_first, solve_rate_last
                                are means of the first and last tenth of steps
@@ -37,7 +37,7 @@ from typing import Any
 from rollmill.evals.statistics import Interval, clustered_difference, combine, wilson
 
 Event = Mapping[str, Any]
-FORMAT = 1
+FORMAT = 2
 
 
 @dataclass(frozen=True)
@@ -52,7 +52,7 @@ class Record:
     engines: Sequence[Event]
     rollouts: Sequence[Event]
     evals: Sequence[Event]
-    stages: Sequence[Event]
+    phases: Sequence[Event]
     busy: Sequence[Event]
     restarts: Sequence[Event]
 
@@ -75,7 +75,7 @@ class Record:
             engines=kinds.get("engine", []),
             rollouts=once("rollout", "trajectory"),
             evals=once("eval", "label", "split", "mode"),
-            stages=kinds.get("stage", []),
+            phases=kinds.get("phase", []),
             busy=kinds.get("busy", []),
             restarts=kinds.get("restart", []),
         )
@@ -84,12 +84,12 @@ class Record:
     def span(self) -> tuple[float, float]:
         return (self.all[0]["at"], self.all[-1]["at"]) if self.all else (0.0, 0.0)
 
-    def stage_spans(self) -> list[tuple[str, float, float]]:
-        """(stage, start, end); a stage without an end lasts until the last event."""
+    def phase_spans(self) -> list[tuple[str, float, float]]:
+        """(phase, start, end); a phase without an end lasts until the last event."""
         spans: list[tuple[str, float, float]] = []
         started: dict[str, float] = {}
-        for event in self.stages:
-            name = str(event.get("stage"))
+        for event in self.phases:
+            name = str(event.get("phase"))
             if event.get("state") == "start":
                 started[name] = event["at"]
             elif name in started:
@@ -147,7 +147,7 @@ def figures(record: Record, *, name: str, seed: int | None, seconds: float | Non
         "gain_interval": [gain.low, gain.high] if gain else None,
         "evals": [_eval(result) for result in record.evals],
         "gains": _gains(record),
-        "stages": _stages(record),
+        "phases": _phases(record),
         "training": _training(record.steps),
         "midtraining": _midtraining(record.midtrain),
         "rollouts": _rollouts(record.rollouts),
@@ -199,9 +199,9 @@ def _gains(record: Record) -> list[dict[str, Any]]:
     return gains
 
 
-def _stages(record: Record) -> dict[str, float]:
+def _phases(record: Record) -> dict[str, float]:
     seconds: dict[str, float] = {}
-    for name, start, end in record.stage_spans():
+    for name, start, end in record.phase_spans():
         seconds[name] = seconds.get(name, 0.0) + end - start
     return seconds
 

@@ -177,7 +177,7 @@ def asynchrony(record: Record) -> Markup:
 
 
 def timelines(record: Record) -> Markup:
-    """The whole run, and a close look at the middle of the reinforcement stage."""
+    """The whole run, and a close look at the middle of the reinforcement phase."""
     if not record.busy:
         return Markup("")
     start, end = record.span

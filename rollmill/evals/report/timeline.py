@@ -69,7 +69,7 @@ def timeline(record: Record, start: float, end: float, label: str) -> Draw:
         above = 22.0 if narrow else 0.0  # room for the lane's name, over its switches
         pitch = LANE + above
         height = TOP + pitch * len(everything) + 30
-        children: list[str] = [*_stages(record, scale, height), _axis(scale, origin, height)]
+        children: list[str] = [*_phases(record, scale, height), _axis(scale, origin, height)]
         for index, (process, pieces) in enumerate(everything.items()):
             top = TOP + index * pitch + above
             children.append(_lane(process, pieces, scale, top, narrow))
@@ -79,16 +79,16 @@ def timeline(record: Record, start: float, end: float, label: str) -> Draw:
     return draw
 
 
-def _stages(record: Record, scale: Scale, height: float) -> list[str]:
+def _phases(record: Record, scale: Scale, height: float) -> list[str]:
     """Bands behind the lanes, named above them on two alternating rows, where there is room for the name."""
     children: list[str] = []
     free = [scale.start, scale.start]
-    for index, (name, begin, finish) in enumerate(record.stage_spans()):
+    for index, (name, begin, finish) in enumerate(record.phase_spans()):
         left, right = max(scale(begin), scale.start), min(scale(finish), scale.end)
         if right <= left:
             continue
         children.append(
-            tag("rect", class_=f"stage stage{index % 2}", x=left, y=28, width=right - left, height=height - 52)
+            tag("rect", class_=f"phase phase{index % 2}", x=left, y=28, width=right - left, height=height - 52)
         )
         row, words = index % 2, f"{name} {duration(finish - begin)}"
         length = CHARACTER * len(words)
