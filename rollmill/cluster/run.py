@@ -79,9 +79,6 @@ class RunConfig(Config):
     regions: tuple[Annotated[str, Field(pattern=NAME)], ...] = Field(
         (HOME,), min_length=1, description="Names of regions, one engine each. The trainer is in the first one."
     )
-    tasks: Literal["micro-repos"] = Field(
-        "micro-repos", description="The task set: generated micro-repositories, the only one so far."
-    )
     tools_in_prompt: bool = Field(
         True,
         description="Prompts define the tools, if the model's chat format can. Turn it off when mid-training has "
