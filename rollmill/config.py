@@ -106,7 +106,7 @@ def _locate(model: type[Config], location: tuple[int | str, ...]) -> tuple[list[
         # pydantic also names the member of a union it tried, by its tag or class; that is no part of the TOML
         member = [section for section in sections if not fields and part in (section.__name__, *_tags(section))]
         if fields:
-            sections = [section for field in fields for section in _sections(field.annotation)]
+            sections = [section for field in fields for section in sections_in(field.annotation)]
         elif member:
             sections = member
             continue
@@ -128,11 +128,11 @@ def _likeness(word: str, other: str) -> float:
     return difflib.SequenceMatcher(None, word, other).ratio()
 
 
-def _sections(annotation: Any) -> list[type[Config]]:
+def sections_in(annotation: Any) -> list[type[Config]]:
     """The configuration sections an annotation may hold: itself, members of a union, items of a collection."""
     if isinstance(annotation, type) and issubclass(annotation, Config):
         return [annotation]
-    return [section for member in get_args(annotation) for section in _sections(member)]
+    return [section for member in get_args(annotation) for section in sections_in(member)]
 
 
 def _tags(section: type[Config]) -> list[str]:
@@ -146,7 +146,7 @@ def _paths(model: type[Config], prefix: str = "") -> list[str]:
         found.append(prefix + name)
         if get_origin(field.annotation) not in (dict, list, tuple):
             found.extend(
-                path for section in _sections(field.annotation) for path in _paths(section, f"{prefix}{name}.")
+                path for section in sections_in(field.annotation) for path in _paths(section, f"{prefix}{name}.")
             )
     return found
 

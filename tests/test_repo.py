@@ -32,6 +32,7 @@ LAYERS = (
     ("errors",),
     ("types",),
     ("config",),
+    ("reference",),
     ("telemetry",),
     ("storage",),
     ("chat",),
@@ -227,20 +228,25 @@ SMOLLM2 = {
 }
 
 
-@pytest.mark.parametrize(
-    "path", [*sorted((ROOT / "examples").glob("*.toml")), *sorted(PACKAGE.rglob("*.toml"))], ids=str
-)
+EXAMPLES = [*sorted((ROOT / "examples").glob("*.toml")), *sorted(PACKAGE.rglob("*.toml"))]
+
+
+def example_overrides(path: Path) -> list[str]:
+    """What an example needs to load in an empty directory: a name, and a stand-in for its checkpoint."""
+    tree = tomllib.loads(path.read_text())
+    if "checkpoint" in tree:  # its shape is all that is looked at
+        Path(tree["checkpoint"]).mkdir(parents=True)
+        (Path(tree["checkpoint"]) / "config.json").write_text(json.dumps(SMOLLM2))
+    return [] if "name" in tree else ['name="example"']
+
+
+@pytest.mark.parametrize("path", EXAMPLES, ids=str)
 def test_every_example_loads(path: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     from rollmill.cluster.run import RunConfig
     from rollmill.config import load_config
 
-    tree = tomllib.loads(path.read_text())
-    overrides = [] if "name" in tree else ['name="example"']
     monkeypatch.chdir(tmp_path)
-    if "checkpoint" in tree:  # the reader gets it as the example says; its shape is all that is looked at here
-        Path(tree["checkpoint"]).mkdir(parents=True)
-        (Path(tree["checkpoint"]) / "config.json").write_text(json.dumps(SMOLLM2))
-    load_config(RunConfig, path, overrides)
+    load_config(RunConfig, path, example_overrides(path))
 
 
 def test_everything_in_the_package_is_shipped() -> None:

@@ -13,7 +13,9 @@ def demo(
     name: Annotated[
         str, typer.Option(help="the run's name and directory under runs/", show_default="demo, demo-2, …")
     ] = "",
-    dry_run: Annotated[bool, typer.Option("--dry-run", help="print the configuration and stop")] = False,
+    dry_run: Annotated[
+        bool, typer.Option("--dry-run", help="print the whole configuration as commented TOML and stop")
+    ] = False,
     root: Annotated[Path, typer.Option(help="where run directories lie")] = Path("runs"),
 ) -> None:
     """Mid-train a small mixture of experts, reinforce it on coding tasks, and report what it learned.
@@ -21,7 +23,8 @@ def demo(
     Takes a few minutes on two cores: a trainer, two engines in two regions, a gateway and isolated machines all run
     for real. The report opens in a browser.
     """
-    from rollmill.cli.train import print_config, run_to_report
+    from rollmill.cli.config import print_config
+    from rollmill.cli.train import run_to_report
     from rollmill.cluster.run import RunConfig, RunDirectory
     from rollmill.config import load_config
     from rollmill.demo import CONFIG

@@ -6,7 +6,7 @@ import sys
 
 import typer
 
-from rollmill.cli import demo, doctor, evaluate, model, serve, train, trajectories, weights
+from rollmill.cli import config, demo, doctor, evaluate, model, serve, train, trajectories, weights
 from rollmill.errors import RollmillError
 
 app = typer.Typer(
@@ -25,6 +25,7 @@ app.command("serve")(serve.serve)
 app.add_typer(model.app, name="model")
 app.add_typer(weights.app, name="weights")
 app.add_typer(trajectories.app, name="trajectories")
+app.command("config")(config.show_settings)
 app.command("doctor")(doctor.doctor)
 
 

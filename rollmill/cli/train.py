@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 if TYPE_CHECKING:
-    from rollmill.cluster.run import RunConfig, RunDirectory
+    from rollmill.cluster.run import RunDirectory
 
 
 def train(
@@ -17,7 +17,9 @@ def train(
         list[str] | None, typer.Argument(help="settings laid over the file: `key.path=value`, values as in TOML")
     ] = None,
     resume: Annotated[bool, typer.Option("--resume", help="go on with the run in that directory")] = False,
-    dry_run: Annotated[bool, typer.Option("--dry-run", help="print the resolved configuration and stop")] = False,
+    dry_run: Annotated[
+        bool, typer.Option("--dry-run", help="print the whole configuration as commented TOML and stop")
+    ] = False,
     root: Annotated[Path, typer.Option(help="where run directories lie")] = Path("runs"),
 ) -> None:
     """Train a model: mid-training, then asynchronous RL, then a report.
@@ -27,6 +29,7 @@ def train(
         rollmill train examples/micro.toml steps=20 max_staleness=0
         rollmill train --resume runs/micro
     """
+    from rollmill.cli.config import print_config
     from rollmill.cluster.checkpoint import check_checkpoint
     from rollmill.cluster.ranks import begin_run
     from rollmill.cluster.run import RunConfig, RunDirectory
@@ -52,17 +55,6 @@ def train(
             check_checkpoint(config)
         run = begin_run(root, config)
     run_to_report(run)
-
-
-def print_config(config: RunConfig) -> None:
-    """The resolved tree as JSON: every value that will be used, defaults included."""
-    from rich.console import Console
-    from sqlalchemy import make_url
-
-    if config.database is not None:
-        shown = make_url(config.database).render_as_string(hide_password=True)
-        config = config.model_copy(update={"database": shown})
-    Console().print_json(config.model_dump_json())
 
 
 def run_to_report(run: RunDirectory) -> None:

@@ -53,12 +53,14 @@ class MidtrainStage(MidtrainConfig):
 
 
 class RunConfig(Config):
-    """Facts that several parts share stand here; each part's own dials stand in its section."""
+    """Settings that several parts share. The settings of one part are in its section."""
 
     name: str = Field(
         pattern=NAME, description="The run's name and its directory under runs/: lower-case letters, digits, - and _."
     )
-    seed: int = Field(0, description="Everything random follows from it. Change it to repeat an experiment.")
+    seed: int = Field(
+        0, description="Everything random follows from it. Change it to repeat an experiment with other draws."
+    )
     line: str = Field("main", pattern=NAME, description="Name of the line of weights that RL trains.")
     steps: int = Field(ge=0, description="RL steps; each publishes one version. 0 stops after mid-training.")
     groups_per_step: int = Field(

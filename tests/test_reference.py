@@ -1,0 +1,136 @@
+"""The settings as people read them: `rollmill config`, and `--dry-run`, whose output is a configuration file."""
+
+from __future__ import annotations
+
+import math
+import tomllib
+from pathlib import Path
+from typing import Annotated, Literal
+
+import pytest
+from pydantic import Field
+from typer.testing import CliRunner
+
+from rollmill.cli.config import print_config
+from rollmill.cli.main import app
+from rollmill.cluster.run import RunConfig
+from rollmill.config import Config, load_config
+from rollmill.errors import ConfigError
+from rollmill.reference import find_sections, sections, setting_paths, to_toml
+from tests.test_repo import EXAMPLES, example_overrides
+
+MICRO = next(path for path in EXAMPLES if path.name == "micro.toml")
+
+
+class Square(Config):
+    kind: Literal["square"] = "square"
+    side: float = 1.0
+
+
+class Circle(Config):
+    kind: Literal["circle"] = "circle"
+    radius: float = Field(1.0, gt=0, description="Half its width.")
+
+
+class Everything(Config):
+    text: str = ""
+    whole: int = 0
+    number: float = 0.0
+    flag: bool = False
+    many: tuple[str, ...] = ()
+    pairs: tuple[tuple[int, float], ...] = ()
+    table: dict[str, int] = Field(default_factory=dict)
+    maybe: int | None = None
+    shape: Annotated[Square | Circle, Field(discriminator="kind")] = Square()
+    named: dict[str, Circle] = Field(default_factory=dict)
+    listed: tuple[Circle, ...] = ()
+    absent: Circle | None = None
+
+
+NASTY = 'quote " backslash \\ newline \n tab \t zero \0 bell \a del \x7f # = [x] \'\'\' """ é 漢 \U0001f600 \u2028 \r\n'
+
+
+@pytest.mark.parametrize(
+    "config",
+    [
+        Everything(),
+        Everything(text=NASTY, many=(NASTY, "", "a,b"), table={NASTY: 1, "": 2, "a.b": 3, "plain-key_1": 4}),
+        Everything(whole=-(2**63), number=1e-300, flag=True, maybe=0, pairs=((1, 2.5), (3, -0.0))),
+        *(Everything(number=number) for number in (math.inf, -math.inf, 1e22, 0.1 + 0.2, -0.0)),
+        Everything(shape=Circle(radius=2.0), named={"a b": Circle(radius=3.0), "c": Circle()}, absent=Circle()),
+        Everything(listed=(Circle(radius=4.0), Circle(radius=5.0)), many=("x",)),
+    ],
+)  # fmt: skip
+def test_every_type_of_value_survives_toml(config: Everything, tmp_path: Path) -> None:
+    path = tmp_path / "saved.toml"
+    path.write_text(to_toml(config))
+    assert load_config(Everything, path) == config
+
+
+def test_not_a_number_survives_toml() -> None:
+    assert math.isnan(tomllib.loads(to_toml(Everything(number=math.nan)))["number"])
+
+
+@pytest.mark.parametrize("example", EXAMPLES, ids=lambda path: path.name)
+def test_a_printed_configuration_can_be_saved_and_run(
+    example: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    config = load_config(RunConfig, example, example_overrides(example))
+    print_config(config)
+    saved = tmp_path / "saved.toml"
+    saved.write_text(capsys.readouterr().out)
+    assert load_config(RunConfig, saved) == config
+
+
+def test_a_dry_run_prints_the_configuration_with_comments() -> None:
+    done = CliRunner().invoke(app, ["train", str(MICRO), "seed=7", "--dry-run"])
+    assert done.exit_code == 0, done.output
+    assert tomllib.loads(done.stdout)["seed"] == 7 and "# Peak learning rate" in done.stdout
+
+
+def test_a_dry_run_keeps_the_database_password_to_itself() -> None:
+    url = "postgresql+psycopg://me:hunter2@host/db?password=hunter2"
+    done = CliRunner().invoke(app, ["train", str(MICRO), f"database={url}", "--dry-run"])
+    assert 'database = "postgresql+psycopg://me@host/db"' in done.stdout and "hunter2" not in done.output
+
+
+def test_settings_know_type_default_and_bounds() -> None:
+    (section,) = find_sections(RunConfig, "training.optimizer.lr")
+    (setting,) = section.settings
+    assert (setting.path, setting.type, setting.default) == ("training.optimizer.lr", "number ≥ 0", "0.0005")
+    kinds = {setting.name: setting.type for each in sections(Everything) for setting in each.settings}
+    assert kinds["many"] == "list of text" and kinds["maybe"] == "integer" and kinds["flag"] == "true or false"
+    assert [each.title for each in sections(Everything) if each.choice] == [
+        '[shape] with kind = "square"', '[shape] with kind = "circle"',
+    ]  # fmt: skip
+    assert {"shape.radius", "named.NAME.radius", "absent"} <= setting_paths(Everything)
+
+
+def test_sections_that_occur_twice_are_listed_once() -> None:
+    same = {each.path: each.same_as for each in sections(RunConfig) if each.same_as}
+    assert same == {"midtrain.training": "training", "midtrain.training.optimizer": "training.optimizer"}
+    (section, *_) = find_sections(RunConfig, "midtrain.training")
+    assert section.settings[0].path.startswith("midtrain.training.")
+
+
+def test_the_command_explains_settings() -> None:
+    def shown(*arguments: str) -> str:
+        done = CliRunner().invoke(app, ["config", *arguments], env={"COLUMNS": "200"})
+        assert done.exit_code == 0, done.output
+        return done.stdout
+
+    assert "max_staleness  integer ≥ 0; default 2" in shown() and "training" in shown()
+    assert "training.optimizer.lr" in shown("training") and "gateway." not in shown("training")
+    assert "seed" not in shown("rl.weight_cap") and "Upper bound" in shown("rl.weight_cap")
+    everything = shown("--all")
+    assert all(setting.path in everything for each in sections(RunConfig) for setting in each.settings)
+
+
+def test_an_unknown_section_names_the_nearest() -> None:
+    with pytest.raises(ConfigError, match=r"'trainin'\nhint: did you mean training"):
+        find_sections(RunConfig, "trainin")
+    with pytest.raises(ConfigError, match=r"training\.optimizer\.lr"):
+        find_sections(RunConfig, "training.lr")
+    with pytest.raises(ConfigError, match="sections: model, midtrain"):
+        find_sections(RunConfig, "zzzzzzzz")
