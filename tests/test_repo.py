@@ -118,6 +118,19 @@ def test_imports_go_downwards_only(name: str) -> None:
                 assert RANK[other] < RANK[mine], f"{name} imports {target}, which is not below it"
 
 
+WEIGHTS = ("format", "reading", "writing", "files", "regions")  # the folders of rollmill/weights, lowest first
+
+
+@pytest.mark.parametrize("name", [name for name in MODULES if name.startswith("rollmill.weights.")])
+def test_the_folders_of_weights_import_downwards_only(name: str) -> None:
+    mine = WEIGHTS.index(name.split(".")[2])
+    for node in ast.walk(tree(MODULES[name])):
+        for target in imported(node):
+            if target.startswith("rollmill.weights."):
+                other = target.split(".")[2]
+                assert other in WEIGHTS[: mine + 1], f"{name} imports {target}, which is not below it"
+
+
 def test_every_package_has_an_init() -> None:
     for path in SOURCES:
         if path.parent != ROOT and path.parts[len(ROOT.parts)] in ("rollmill", "tests", "benchmarks"):

@@ -110,11 +110,10 @@ def _entries(place: Place, name: str) -> list[ChannelEntry]:
 
 def _move(place: Place, name: str, wanted: Version, expect: int | None) -> int:
     from rollmill.weights import Channels
-    from rollmill.weights.reading.routes import check_present
 
     for form in place.store.forms(wanted.line):
         if place.store.exists(wanted, form):
-            check_present(place.store, wanted, form)
+            place.store.check_present(wanted, form)
     return Channels(place.objects).move(name, wanted, expect)
 
 

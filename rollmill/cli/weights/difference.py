@@ -85,9 +85,7 @@ def _compare(place: Place, old: Manifest, new: Manifest) -> Comparison:
 
 def _wire(place: Place, old: Manifest, new: Manifest) -> dict[str, Any]:
     """What an engine that holds the old version fetches to serve the new one."""
-    from rollmill.weights.reading.routes import cheapest_route
-
-    legs = cheapest_route(place.store, new.version, new.form, old.digest)
+    legs = place.store.route(new.version, new.form, old.digest)
     return {"bytes": sum(leg.bytes for leg in legs), "legs": [f"{leg.kind} of {leg.manifest.version}" for leg in legs]}
 
 

@@ -32,7 +32,6 @@ from rich.text import Text
 from rollmill.storage.objects import Objects
 from rollmill.weights.format.manifest import Anchor, Encoding, Manifest, Pack
 from rollmill.weights.format.tensors import HostTensor
-from rollmill.weights.reading.routes import cheapest_route
 from rollmill.weights.reading.store import WeightStore
 
 _UNBOUNDED = 10_000  # columns
@@ -172,7 +171,7 @@ def progress(out: Console, *, sizes: bool = True) -> Iterator[Progress]:
 
 def load(bars: Progress, store: WeightStore, manifest: Manifest) -> dict[str, HostTensor]:
     """The weights of a version, verified, with a bar for what is read."""
-    total = sum(leg.bytes for leg in cheapest_route(store, manifest.version, manifest.form))
+    total = sum(leg.bytes for leg in store.route(manifest.version, manifest.form))
     task = bars.add_task(f"reading {manifest.version}", total=total)
     counted = _CountedStore(store.objects, lambda count: bars.advance(task, count))
     tensors = counted.load(manifest.version, manifest.form)

@@ -22,7 +22,7 @@ from rollmill.training.parallel.rows import Shards, local, part_rows, shards_of,
 from rollmill.types import Version
 from rollmill.weights.format.manifest import TensorEntry
 from rollmill.weights.format.tensors import HostTensor, Tensors
-from rollmill.weights.reading.rows import RowRange, read_rows
+from rollmill.weights.reading.chunks import RowRange, read_rows
 from rollmill.weights.reading.store import WeightStore
 
 

@@ -18,7 +18,7 @@ from rollmill.errors import ObjectExists, ObjectMissing, WeightsError
 from rollmill.storage.objects import Objects
 from rollmill.types import Version
 from rollmill.weights.format.keys import valid_name
-from rollmill.weights.format.manifest import Count, Digest, Manifest, Name, Record, digest_bytes, seal, unseal
+from rollmill.weights.format.manifest import Count, Digest, Manifest, Name, StrictModel, digest_bytes, seal, unseal
 from rollmill.weights.reading.store import WeightStore
 
 # An export puts them into a directory under these names: no others are taken from a store.
@@ -33,13 +33,13 @@ _INDEX = "index"
 _HINT = "restore it from another region or a backup"
 
 
-class Companion(Record):
+class Companion(StrictModel):
     name: str
     bytes: Count
     digest: Digest
 
 
-class Index(Record):
+class Index(StrictModel):
     """All companions of a line."""
 
     format: Literal[2] = 2

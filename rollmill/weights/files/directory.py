@@ -32,7 +32,7 @@ from rollmill.weights.format.manifest import Encoding, Manifest, TensorEntry, de
 from rollmill.weights.format.tensors import WIDTHS, HostTensor, Tensors
 from rollmill.weights.reading.store import WeightStore
 from rollmill.weights.writing.encoder import Encoder, Row, entries_of, rows_of
-from rollmill.weights.writing.publisher import Writer
+from rollmill.weights.writing.writer import Writer
 
 SHARD_BYTES = 4 << 30
 INDEX, WHOLE, ABOUT = "model.safetensors.index.json", "model.safetensors", "rollmill.json"

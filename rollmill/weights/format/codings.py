@@ -23,7 +23,6 @@ from typing import Literal, NamedTuple, get_args
 import numpy as np
 
 from rollmill.errors import WeightsError
-from rollmill.weights.format.classes import MOST_CLASSES, choose_boundaries
 from rollmill.weights.format.kernels import kernels_for, plain
 from rollmill.weights.format.kernels.plain import SKIP, UNSIGNED
 from rollmill.weights.format.streams import Streams, pack_streams
@@ -36,6 +35,8 @@ Goal = Literal["fast", "small", "overwrite"]  # what deltas should be: quick to 
 _FEW, _MANY = 1 / 16, 3 / 4  # changed shares: below the first only sparse codings can win, above the second others too
 _STRETCH = 4096  # elements; a coding is chosen by stretches of a chunk
 _STRETCHES: dict[Goal, int] = {"fast": 16, "small": 64, "overwrite": 0}
+MOST_CLASSES = 8
+_CLASS_BITS = 8 * 150  # the fixed cost of another class: lengths, and the tables of its entropy coders
 
 
 class Encoded(NamedTuple):
@@ -160,6 +161,47 @@ def _boundaries(old: np.ndarray, new: np.ndarray, scale: float) -> np.ndarray:
         np.bincount(plain.magnitude_bytes(bits), minlength=256) for bits in (old, old[indices], old[unusual])
     )
     return choose_boundaries(elements, changed, odd, scale)
+
+
+# --- classes
+#
+# One step moves all weights by about the same amount, so a small weight (with a small unit in the last place) changes
+# far more often than a large one. The positions of the changes take fewer bits when each class of magnitudes is coded
+# apart. A class of N elements of which n changed costs about N times the entropy of n / N; the changes that are not ±1
+# are priced the same way. Dynamic programming over the values that occur finds the cheapest cut into classes exactly.
+
+
+def choose_boundaries(elements: np.ndarray, changed: np.ndarray, unusual: np.ndarray, scale: float) -> np.ndarray:
+    """Ascending bytes: a class is how many of them are not above an element's magnitude byte.
+
+    Given are counts by magnitude byte (256 each): of all elements, of those that changed, of those that changed by
+    other than ±1. `scale` is how many times the whole is larger than what was counted.
+    """
+    present = np.flatnonzero(elements)
+    if present.size < 2:
+        return np.empty(0, dtype=np.uint8)
+    totals = [np.concatenate([[0.0], np.cumsum(counts[present])]) for counts in (elements, changed, unusual)]
+    inside, moved, odd = (np.maximum(total[None, :] - total[:, None], 0) for total in totals)  # from row to column
+    bits = scale * (_entropy(moved, inside) + _entropy(odd, moved)) + _CLASS_BITS
+    bits[np.tril_indices(present.size + 1)] = np.inf
+    # cost[j]: the values before the j-th in the classes so far; cuts[k][j]: where the last of k + 1 classes began
+    cost, cuts, best = bits[0], [np.zeros(present.size + 1, dtype=np.intp)], (bits[0, -1], 0)
+    for more in range(1, MOST_CLASSES):
+        ways = cost[:, None] + bits
+        cuts.append(ways.argmin(axis=0))
+        cost = ways.min(axis=0)
+        best = min(best, (cost[-1], more))
+    boundaries, place = [], present.size
+    for more in range(best[1], 0, -1):
+        place = int(cuts[more][place])
+        boundaries.append(int(present[place]))
+    return np.array(boundaries[::-1], dtype=np.uint8)
+
+
+def _entropy(part: np.ndarray, whole: np.ndarray) -> np.ndarray:
+    """Bits that tell which `part` of the `whole` is meant."""
+    share = np.clip(part / np.maximum(whole, 1), 1e-9, 1 - 1e-9)
+    return np.asarray(-whole * (share * np.log2(share) + (1 - share) * np.log2(1 - share)))
 
 
 # --- decoding

@@ -32,13 +32,13 @@ RUN_BYTES = 64 << 20  # the most a payload of several chunks may cover
 _HINT = "restore the object from another region or a backup; engines recover at the next snapshot"
 
 
-class Record(BaseModel):
+class StrictModel(BaseModel):
     """Something that is written down. What is read back is untrusted: nothing unknown, nothing converted."""
 
     model_config = ConfigDict(extra="forbid", frozen=True, strict=True)
 
 
-class TensorEntry(Record):
+class TensorEntry(StrictModel):
     """One tensor: its dtype, its shape, and the digest of each of its canonical chunks."""
 
     name: str = Field(min_length=1, max_length=500)
@@ -75,14 +75,14 @@ class Chunk(NamedTuple):
         return self.stop - self.start
 
 
-class Pack(Record):
+class Pack(StrictModel):
     """An object that holds payloads one after the other; its digest is part of its key."""
 
     digest: Digest
     bytes: Count
 
 
-class Payload(Record):
+class Payload(StrictModel):
     """A run of consecutive chunks of the table: which, where its bytes are, and how they are coded."""
 
     first: Count
@@ -93,14 +93,14 @@ class Payload(Record):
     coding: Coding
 
 
-class Base(Record):
+class Base(StrictModel):
     """The version of the same line that a delta starts from."""
 
     number: Count
     digest: Digest
 
 
-class Encoding(Record):
+class Encoding(StrictModel):
     """One way to arrive at the version. Chunks that no payload covers are as in the base."""
 
     base: Base | None = None
@@ -132,7 +132,7 @@ class Encoding(Record):
             raise ValueError("a snapshot has payloads for all chunks")
 
 
-class Manifest(Record):
+class Manifest(StrictModel):
     """A version in one form. It has a snapshot, a delta, or both: whoever holds the base takes the delta."""
 
     format: Literal[2] = 2
@@ -234,7 +234,7 @@ class Manifest(Record):
         return seal(self)
 
 
-class Anchor(Record):
+class Anchor(StrictModel):
     """A snapshot of a version that exists, written later and elsewhere than its manifest, made from the deltas."""
 
     format: Literal[2] = 2
@@ -257,10 +257,10 @@ class Anchor(Record):
         return seal(self)
 
 
-_Sealed = TypeVar("_Sealed", bound=Record)
+_Sealed = TypeVar("_Sealed", bound=StrictModel)
 
 
-def seal(record: Record) -> bytes:
+def seal(record: StrictModel) -> bytes:
     body = record.model_dump_json().encode()
     return body + b"\n" + digest_bytes(body).encode() + b"\n"
 

@@ -12,8 +12,9 @@ from __future__ import annotations
 import contextlib
 import threading
 import time
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
+from typing import Protocol
 
 from rollmill.errors import StorageError, WeightsError
 from rollmill.types import PolicyRef, Version
@@ -21,13 +22,11 @@ from rollmill.weights.format.keys import manifest_key, valid_name
 from rollmill.weights.format.manifest import Anchor, Manifest, Pack, layout_of
 from rollmill.weights.format.tensors import HostTensor
 from rollmill.weights.reading.channels import Channels
-from rollmill.weights.reading.image import Image
+from rollmill.weights.reading.image import Image, restore
 from rollmill.weights.reading.leases import Leases
 from rollmill.weights.reading.patches import Patch, Patches, TensorPatches
 from rollmill.weights.reading.plan import Leg, LegFailed, LegId, Source
-from rollmill.weights.reading.restore import restore
 from rollmill.weights.reading.store import HeadWatch, WeightStore, newest_line
-from rollmill.weights.regions.mirror import Ahead, Mirror
 
 __all__ = ["Follower", "Patch", "Update"]
 
@@ -35,6 +34,30 @@ _FIRST_RETRY_SECONDS, _LAST_RETRY_SECONDS = 0.5, 30.0
 _SUCCESSOR_SECONDS = 2.0  # how often to look for a line that took over
 LEASE_SECONDS = 300.0
 _RENEWALS = 3  # of a lease, in the time it lasts
+
+
+# Called with each pack that has arrived, whole and checked, before the rest of its leg; True: it need not be kept.
+Ahead = Callable[[Leg, Pack, bytes], bool]
+
+
+@dataclass(frozen=True)
+class Copied:
+    """What a copy from another region brought."""
+
+    versions: tuple[Version, ...]
+    bytes: int
+
+
+class OtherRegion(Protocol):
+    """Another region's store, as a follower uses it. `regions/mirror.py` implements it."""
+
+    @property
+    def source(self) -> WeightStore: ...
+    def copy(self, line: str, form: str, number: int | None = None, ahead: Ahead | None = None) -> Copied: ...
+    def copy_channel(self, name: str, form: str) -> Version | None: ...
+    def remembered(self, pack: Pack) -> bytes | None: ...
+    def fetch_pack(self, manifest: Manifest | Anchor, pack: Pack) -> bytes: ...
+    def wait_for_next(self, line: str, form: str, seconds: float) -> bool: ...
 
 
 @dataclass(frozen=True)
@@ -89,7 +112,7 @@ class _Course:
 class _Reader:
     """Reads legs from the own store, from the other region what is missing or damaged here, and counts the cost."""
 
-    def __init__(self, store: WeightStore, form: str, mirror: Mirror | None) -> None:
+    def __init__(self, store: WeightStore, form: str, mirror: OtherRegion | None) -> None:
         self._store, self._mirror = store, mirror
         own = store.source(form)
         self.source = Source(own.manifest, own.anchor, self._pack, self._part)
@@ -179,7 +202,7 @@ class Follower:
         store: WeightStore,
         line: str,
         form: str = "bf16",
-        mirror: Mirror | None = None,
+        mirror: OtherRegion | None = None,
         holder: str | None = None,
         about: Mapping[str, str] | None = None,
     ) -> None:

@@ -8,7 +8,7 @@ What is in memory is known chunk by chunk, by digest. A leg is taken payload by 
     raw, dense, several chunks in one       decoded beside the chunk, hashed, copied into place
 
 When a digest is wrong, the chunk as it was decides whose fault it is: if it still hashes to what the base should be,
-the leg is damaged and is given up; if not, memory was, and that one chunk is read from the store again (repair.py).
+the leg is damaged and is given up; if not, memory was, and that one chunk is read from the store again (chunks.py).
 """
 
 from __future__ import annotations
@@ -23,17 +23,69 @@ from typing import NamedTuple
 import numpy as np
 
 from rollmill.errors import StorageError, WeightsError
+from rollmill.types import Version
 from rollmill.weights.format.codings import SPARSE_CODINGS, Changes, decode_changes, scatter
 from rollmill.weights.format.manifest import Chunk, Manifest, Pack, Payload, TensorEntry, chunk_digest, layout_of
 from rollmill.weights.format.tensors import HostTensor
-from rollmill.weights.reading.chunks import decode_run, join, places, read_chunk
+from rollmill.weights.reading.chunks import Fetched, decode_run, fetch, join, places, read_chunk
 from rollmill.weights.reading.patches import Patch, Patches
-from rollmill.weights.reading.payloads import Fetched, fetch
-from rollmill.weights.reading.plan import Leg, LegFailed, Source
+from rollmill.weights.reading.plan import Have, Leg, LegFailed, LegId, Source, plan_legs
 
 THREADED_BYTES = 64 << 20  # smaller weights are not worth a thread
 SCRATCH_BYTES = 128 << 20  # what payloads that are decoded at the same time may need, roughly
 _LARGEST_THREADS = 16
+_MEMORY_FAULTS = 3  # repairs of bad memory that may fail in one `restore`: more is no accident
+
+
+def restore(source: Source, target: Version, image: Image | None = None, patches: Patches | None = None) -> Image:
+    """An image of `target`, every chunk verified: the given one, brought there, or a new one.
+
+    `patches` collects what changed, if given. An error leaves the image wherever the last good leg led, or in the
+    middle of one; restoring it again, to whatever version, goes on from there.
+    """
+    avoid: frozenset[LegId] = frozenset()
+    failure: LegFailed | None = None
+    patches, faults = patches or Patches(0), 0
+    while True:
+        try:
+            legs = plan_legs(source.manifest, source.anchor, target, _recognise(image), avoid)
+        except WeightsError as error:
+            raise failure or error from None
+        try:
+            for leg in legs:
+                image = _fitting(image, leg)
+                image.take(leg, source, patches)
+            assert image is not None, "a plan from nothing starts with a snapshot"
+            _name(image, source.manifest(target), source, patches)
+            return image
+        except LegFailed as error:
+            failure = failure if failure and failure.memory else error  # where bad memory leads is not worth telling
+            faults += error.memory
+            if faults == _MEMORY_FAULTS:
+                raise
+            if not error.memory:
+                avoid |= {error.leg.id}
+
+
+def _recognise(image: Image | None) -> Have:
+    """By the root digest alone: the same bytes may have another version's name."""
+    return lambda _, digest: image is not None and image.holds(digest)
+
+
+def _fitting(image: Image | None, leg: Leg) -> Image:
+    if image is None:
+        return Image(leg.manifest.tensors)
+    if leg.encoding.base is None and not image.fits(leg.manifest):
+        image.allocate(leg.manifest.tensors)
+    return image
+
+
+def _name(image: Image, manifest: Manifest, source: Source, patches: Patches) -> None:
+    """No leg was needed: the image has these bytes under another name, or was half on its way from here."""
+    if image.manifest is None:
+        image.heal(manifest, source, patches)
+    elif image.manifest.version != manifest.version:
+        image.rename(manifest)
 
 
 class _Step(NamedTuple):

@@ -13,10 +13,9 @@ from rollmill.types import Version
 from rollmill.weights.format.keys import anchor_key, form_folder, manifest_key, pack_key, valid_name
 from rollmill.weights.format.manifest import Anchor, Manifest, Pack, digest_bytes, parse_anchor, parse_manifest
 from rollmill.weights.format.tensors import HostTensor
-from rollmill.weights.reading.chunks import decode_run
-from rollmill.weights.reading.payloads import fetch
-from rollmill.weights.reading.plan import Leg, Source
-from rollmill.weights.reading.restore import Image, restore
+from rollmill.weights.reading.chunks import decode_run, fetch
+from rollmill.weights.reading.image import Image, restore
+from rollmill.weights.reading.plan import Leg, LegId, Source, plan_legs
 
 _NUMBER = re.compile(r"\d{10}")
 _MANIFESTS_KEPT = 64
@@ -137,6 +136,47 @@ class WeightStore:
                 f"{key!r} in {self.objects.url} is damaged: its bytes do not have the digest in its name"
             )
         return data
+
+    # -- routes: how a version can be restored from what is in this store. Nothing is decoded.
+
+    def route(
+        self, target: Version, form: str = "bf16", digest: str | None = None, avoid: frozenset[LegId] = frozenset()
+    ) -> list[Leg]:
+        """The legs with the fewest bytes to a version, from weights with the root digest `digest` or from nothing."""
+        source = self.source(form)
+        return plan_legs(source.manifest, source.anchor, target, lambda _, found: found == digest, avoid)
+
+    def check_present(self, target: Version, form: str = "bf16") -> list[Leg]:
+        """A route whose objects all exist with the right size. WeightsError says what is missing.
+
+        A quick check before something points at the version. Only `verify` reads the bytes.
+        """
+        avoid: frozenset[LegId] = frozenset()
+        missing: str | None = None
+        while True:
+            try:
+                legs = self.route(target, form, avoid=avoid)
+            except WeightsError as error:
+                if missing is None:
+                    raise
+                raise WeightsError(
+                    f"{target} ({form}) cannot be restored from {self.objects.url}: {missing}", hint=error.hint
+                ) from None
+            broken = next((leg for leg in legs if self._missing(leg)), None)
+            if broken is None:
+                return legs
+            missing = missing or self._missing(broken)
+            avoid |= {broken.id}
+
+    def _missing(self, leg: Leg) -> str | None:
+        for pack in leg.encoding.packs:
+            key = pack_key(leg.manifest, pack)
+            size = self.objects.head(key)
+            if size != pack.bytes:
+                return f"{key!r} is missing" if size is None else f"{key!r} has {size} bytes, not {pack.bytes}"
+        return None
+
+    # -- verifying
 
     def verify(self, line: str, form: str = "bf16") -> Iterator[tuple[Version, bool, str]]:
         """Read and decode everything a line consists of: for each version whether it can be had, and what is wrong."""

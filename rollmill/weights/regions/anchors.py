@@ -13,7 +13,7 @@ from rollmill.errors import ObjectExists, WeightsError
 from rollmill.types import Version
 from rollmill.weights.format.keys import anchor_key, pack_key, valid_name
 from rollmill.weights.format.manifest import Anchor, Manifest, layout_of
-from rollmill.weights.reading.restore import Image, restore
+from rollmill.weights.reading.image import Image, restore
 from rollmill.weights.reading.store import HeadWatch, WeightStore
 from rollmill.weights.writing.encoder import Encoder, rows_of
 

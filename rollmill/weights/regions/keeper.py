@@ -24,11 +24,12 @@ from rollmill.storage.objects import Objects
 from rollmill.types import Version
 from rollmill.weights.format.keys import valid_name
 from rollmill.weights.format.manifest import Anchor, Manifest, Pack
+from rollmill.weights.reading.follower import Copied
 from rollmill.weights.reading.plan import LegFailed
 from rollmill.weights.reading.store import WeightStore, newest_line
 from rollmill.weights.regions.anchors import AnchorBuilder
 from rollmill.weights.regions.collect import collect, collect_companions
-from rollmill.weights.regions.mirror import Copied, Mirror, is_of_delta
+from rollmill.weights.regions.mirror import Mirror, is_of_delta
 
 _FIRST_RETRY_SECONDS, _LAST_RETRY_SECONDS = 0.5, 30.0
 _SUCCESSOR_SECONDS = 2.0  # how often to look for a line that took over

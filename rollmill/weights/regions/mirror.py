@@ -15,9 +15,8 @@ from __future__ import annotations
 
 import contextlib
 import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
 
 from rollmill import telemetry
 from rollmill.errors import ObjectExists, ObjectMissing, ObjectTruncated, StorageError, WeightsError
@@ -28,6 +27,7 @@ from rollmill.weights.files.companions import copy_companions
 from rollmill.weights.format.keys import anchor_key, manifest_key, pack_key
 from rollmill.weights.format.manifest import Anchor, Manifest, Pack, digest_bytes, parse_manifest
 from rollmill.weights.reading.channels import Channels, entry_key, parse_entry
+from rollmill.weights.reading.follower import Ahead, Copied
 from rollmill.weights.reading.plan import Leg, LegFailed, LegId, plan_legs
 from rollmill.weights.reading.store import HeadWatch, WeightStore
 
@@ -37,15 +37,6 @@ _DEEPEST = 64  # how far below the head to look for a version that can be had
 _REMEMBERED_BYTES = 64 << 20  # of the packs copied last: whoever waited for them need not read and check them again
 _WRITING_BYTES = 64 << 20  # that may be on their way into the own store
 _LARGEST_PACK = 1 << 30  # a manifest that names a larger one is not believed
-
-# Told of every pack that has come, whole and checked, before the rest of its leg; True: nobody will ask for it again.
-Ahead = Callable[[Leg, Pack, bytes], bool]
-
-
-@dataclass(frozen=True)
-class Copied:
-    versions: tuple[Version, ...]
-    bytes: int
 
 
 class Mirror:

@@ -3,124 +3,24 @@
 Order of a publish: packs (named by their digest), a look whether somebody took the line over, then the manifest,
 create-only. Only when the manifest is there does the base move on. A publisher that dies at any point leaves either
 the whole version or nothing anyone looks at, and publishing the same number again with the same weights completes or
-confirms it. epochs.py says what happens to two publishers of one line; parts.py is for a trainer in several processes.
+confirms it. writer.py says what happens to two publishers of one line; sharded.py is for a trainer with many ranks.
 """
 
 from __future__ import annotations
 
-import os
-import socket
-import time
-import uuid
 from collections.abc import Mapping
 from typing import Any
 
 import numpy as np
-from pydantic import ValidationError
 
-from rollmill.errors import ObjectExists, WeightsError
+from rollmill.errors import WeightsError
 from rollmill.types import Version
 from rollmill.weights.format.codings import Goal
-from rollmill.weights.format.keys import manifest_key, valid_name
-from rollmill.weights.format.manifest import Base, Encoding, Manifest, TensorEntry, describe, layout_of, root_digest
+from rollmill.weights.format.manifest import Base, Manifest, describe, layout_of, root_digest
 from rollmill.weights.format.tensors import HostTensor, Tensors
 from rollmill.weights.reading.store import WeightStore
 from rollmill.weights.writing.encoder import Before, BytesOf, Encoder, Row, entries_of, rows_of
-from rollmill.weights.writing.epochs import check_epoch, take_epoch
-
-
-class Writer:
-    """The right to commit versions of a line: takes it over, and stops for good once somebody else has."""
-
-    def __init__(self, store: WeightStore, line: str, form: str) -> None:
-        self.store, self.line, self.form = store, valid_name(line), valid_name(form)
-        self.epoch = 0
-        self.name = f"{socket.gethostname()[:100]}:{os.getpid()}:{uuid.uuid4().hex[:8]}"
-        self._fenced: WeightsError | None = None
-
-    def take_over(self) -> Manifest | None:
-        """Fence every other writer; returns the newest version, after which none of theirs is to be expected."""
-        self.refuse_if_fenced()
-        head = self.store.head(self.line, self.form)
-        self.epoch = take_epoch(self.store, self.line, self.form, self.name, head)
-        head = self.store.head(self.line, self.form, after=head)  # one may have come in between
-        return self.store.manifest(Version(self.line, head), self.form) if head is not None else None
-
-    def refuse_if_fenced(self) -> None:
-        if self._fenced is not None:
-            raise WeightsError(self._fenced.message, hint=self._fenced.hint)
-
-    def check(self) -> None:
-        """WeightsError, from now on always, if somebody took the line over."""
-        self.refuse_if_fenced()
-        try:
-            check_epoch(self.store, self.line, self.form, self.epoch)
-        except WeightsError as error:
-            self._fenced = error
-            raise
-
-    def commit(self, manifest: Manifest) -> bool:
-        """Create the manifest. False: the number is taken, by whatever."""
-        self.check()
-        try:
-            self.store.objects.create(manifest_key(manifest.version, self.form), manifest.to_bytes())
-        except ObjectExists:
-            return False
-        return True
-
-    def manifest(
-        self,
-        number: int,
-        entries: tuple[TensorEntry, ...],
-        encodings: tuple[Encoding | None, Encoding | None],
-        last: Manifest | None,
-        parent: Version | None,
-        metadata: Mapping[str, Any],
-    ) -> Manifest:
-        """The manifest of the version after `last`; its encodings are delta and snapshot."""
-        parent = parent or (last.version if last else None)
-        origin = last.origin if last else parent
-        try:
-            return Manifest(
-                line=self.line,
-                number=number,
-                form=self.form,
-                parent_line=parent.line if parent else None,
-                parent_number=parent.number if parent else None,
-                first=last.first if last else number,
-                origin_line=origin.line if origin else None,
-                origin_number=origin.number if origin else None,
-                digest=root_digest(entries),
-                tensors=entries,
-                delta=encodings[0],
-                snapshot=encodings[1],
-                metadata=dict(metadata),
-                writer=self.name,
-                epoch=self.epoch,
-                created_at=time.time(),
-            )
-        except ValidationError as error:
-            problem = error.errors()[0]
-            where = ".".join(map(str, problem["loc"]))
-            raise WeightsError(
-                f"{Version(self.line, number)} cannot be published: {where}: {problem['msg']}",
-                hint="metadata must be plain JSON values, numbers count from 0",
-            ) from None
-
-    def diverged(self, manifest: Manifest, ours: str) -> WeightsError:
-        return WeightsError(
-            f"{manifest.version} ({self.form}) has diverged: {manifest.writer} (epoch {manifest.epoch}) published "
-            f"{manifest.digest[:16]}…, and this writer (epoch {self.epoch}) has {ours}",
-            hint="one trainer per line; to go on with these weights, start a new line from the last common version",
-        )
-
-    def check_number(self, number: int, last: Manifest | None) -> None:
-        """WeightsError unless `number` follows the version this writer stands at."""
-        if last is not None and number != last.number + 1:
-            raise WeightsError(
-                f"{self.line} stands at {last.number}, so {number} cannot be published: numbers follow each other",
-                hint="a line that should go on from an earlier version needs a new name; its parent can be any version",
-            )
+from rollmill.weights.writing.writer import Writer
 
 
 class Publisher:

@@ -32,7 +32,7 @@ from rollmill.weights.format.manifest import (
     Manifest,
     Name,
     Payload,
-    Record,
+    StrictModel,
     chunk_digest,
     layout_of,
     seal,
@@ -41,14 +41,15 @@ from rollmill.weights.format.manifest import (
 from rollmill.weights.reading.chunks import read_chunks
 from rollmill.weights.reading.store import WeightStore
 from rollmill.weights.writing.encoder import Before, Encoder, Row, entries_of, rows_of
-from rollmill.weights.writing.publisher import Writer, checked_snapshot_every
+from rollmill.weights.writing.publisher import checked_snapshot_every
+from rollmill.weights.writing.writer import Writer
 
 ChunkKey = tuple[str, int]  # name of a tensor, and which of its chunks
 Chunks = Mapping[ChunkKey, "bytes | memoryview | np.ndarray"]
 WAIT_SECONDS = 600.0
 
 
-class Part(Record):
+class Part(StrictModel):
     """What one rank wrote of a version. Places are rows of the chunk table of the whole version."""
 
     format: Literal[2] = 2

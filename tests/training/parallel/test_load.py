@@ -31,8 +31,8 @@ from rollmill.types import Version
 from rollmill.weights.format import tensors as tensors_module
 from rollmill.weights.format.manifest import layout_of
 from rollmill.weights.format.tensors import HostTensor
+from rollmill.weights.reading import chunks as ranges
 from rollmill.weights.reading import chunks as repair
-from rollmill.weights.reading import rows as ranges
 from rollmill.weights.reading.store import WeightStore
 from rollmill.weights.writing import encoder as packs
 from rollmill.weights.writing.publisher import Publisher

@@ -12,7 +12,7 @@ from rollmill.storage.objects import Objects
 from rollmill.types import Version
 from rollmill.weights import Publisher, Tensors, WeightStore
 from rollmill.weights.format.keys import epoch_key
-from rollmill.weights.writing.epochs import take_epoch
+from rollmill.weights.writing.writer import take_epoch
 from tests.weights.build import history, make_tensors, publish_line, same, train_step
 from tests.weights.worker import FENCED, stopped_at
 

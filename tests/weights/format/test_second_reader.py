@@ -15,7 +15,7 @@ from rollmill.weights import HostTensor, Publisher, Tensors, WeightStore
 from rollmill.weights.format.codings import CODINGS, encode_as
 from rollmill.weights.format.kernels.plain import UNSIGNED, magnitude_bytes
 from rollmill.weights.format.tensors import WIDTHS, chunk_ranges
-from tests.weights import second_reader
+from tests.weights.format import second_reader
 
 SHAPES = {"bf16": (300, 133), "fp16": (70, 9), "fp32": (41, 7), "int32": (), "fp4x2": (65, 32), "uint8": (0, 4)}
 SHAPES |= {"fp8_e4m3": (130, 17), "fp8_e5m2": (5,), "int8": (3, 3, 3)}

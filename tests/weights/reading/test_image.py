@@ -15,12 +15,11 @@ from rollmill.types import Version
 from rollmill.weights import HostTensor, Publisher, Tensors, WeightStore
 from rollmill.weights.format import tensors as tensors_module
 from rollmill.weights.format.manifest import Manifest, Pack
+from rollmill.weights.reading import chunks as fetch_module
 from rollmill.weights.reading import image as image_module
-from rollmill.weights.reading import payloads as fetch_module
-from rollmill.weights.reading.image import Image
+from rollmill.weights.reading.image import Image, restore
 from rollmill.weights.reading.patches import Patches
 from rollmill.weights.reading.plan import Leg, LegFailed, Source
-from rollmill.weights.reading.restore import restore
 from rollmill.weights.regions.anchors import AnchorBuilder
 from rollmill.weights.writing import encoder as packs_module
 from tests.weights.build import history, make_tensors, same, train_step

@@ -10,8 +10,8 @@ from rollmill.errors import WeightsError
 from rollmill.storage.objects import Objects
 from rollmill.types import Version
 from rollmill.weights import Publisher, WeightStore
-from rollmill.weights.reading.plan import Leg
-from rollmill.weights.reading.restore import plan_legs, restore
+from rollmill.weights.reading.image import restore
+from rollmill.weights.reading.plan import Leg, plan_legs
 from rollmill.weights.regions.anchors import AnchorBuilder
 from tests.weights.build import history, make_tensors, publish_line, same, train_step
 

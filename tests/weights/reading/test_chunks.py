@@ -10,8 +10,8 @@ from rollmill.storage.objects import Objects
 from rollmill.types import Version
 from rollmill.weights import HostTensor, WeightStore
 from rollmill.weights.format import tensors as tensors_module
-from rollmill.weights.reading import rows as ranges
-from rollmill.weights.reading.rows import RowRange, read_rows
+from rollmill.weights.reading import chunks as ranges
+from rollmill.weights.reading.chunks import RowRange, read_rows
 from tests.weights.build import SHAPES, delta_pack, publish_line
 
 GROUPS: list[dict[str, RowRange]] = [
