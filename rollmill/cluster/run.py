@@ -142,6 +142,17 @@ class RunConfig(Config):
         return self
 
     @model_validator(mode="after")
+    def _can_be_exported(self) -> RunConfig:
+        if self.checkpoint is None:
+            from rollmill.models.huggingface.describe import describe_model
+
+            try:
+                describe_model(self.model)
+            except ConfigError as error:
+                raise ValueError(f"{error.message}; {error.hint}") from None
+        return self
+
+    @model_validator(mode="after")
     def _ranks_fit_the_model(self) -> RunConfig:
         for training in (self.training, *([self.midtrain.training] if self.midtrain else [])):
             training.check_model(self.model.experts)

@@ -9,6 +9,7 @@ import pytest
 
 from rollmill.cluster.roles.midtrain import make_tokenizer
 from rollmill.cluster.run import RunConfig, RunDirectory
+from rollmill.models.huggingface.config import config_from_huggingface
 from rollmill.storage.objects import Objects
 from rollmill.weights.files.companions import index_key, kept_companions
 
@@ -19,7 +20,7 @@ class CutShort(Exception):
     pass
 
 
-@pytest.mark.parametrize("created", [0, 1, 2, 3])
+@pytest.mark.parametrize("created", [0, 1, 2, 3, 4])
 def test_a_start_cut_short_is_made_good(created: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     config = RunConfig.model_validate({"name": "demo", "steps": 2, "model": MODEL, "midtrain": {"steps": 1}})
     run = RunDirectory.create(tmp_path / "runs", config)
@@ -33,7 +34,7 @@ def test_a_start_cut_short_is_made_good(created: int, tmp_path: Path, monkeypatc
 
     with monkeypatch.context() as patch:
         patch.setattr(objects, "create", cut)
-        if created < 3:  # config, tokenizer and their index
+        if created < 4:  # config, tokenizer, its config and their index
             with pytest.raises(CutShort):
                 make_tokenizer(run, objects)
         else:
@@ -41,5 +42,5 @@ def test_a_start_cut_short_is_made_good(created: int, tmp_path: Path, monkeypatc
     make_tokenizer(run, objects)
     kept = kept_companions(objects, config.base_line)
     assert objects.head(index_key(config.base_line)) is not None
-    assert json.loads(kept["config.json"]).items() >= MODEL.items()
+    assert config_from_huggingface(json.loads(kept["config.json"])).vocab_size == MODEL["vocab_size"]
     assert kept["tokenizer.json"] == run.tokenizer.read_bytes()

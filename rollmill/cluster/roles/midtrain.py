@@ -3,7 +3,7 @@ last step. What is there already is not made again."""
 
 from __future__ import annotations
 
-import json
+from pathlib import Path
 
 from rollmill.chat.formats.choice import format_of
 from rollmill.chat.formats.compact import SPECIAL_TOKENS
@@ -12,7 +12,10 @@ from rollmill.cluster.checkpoint import TOKENIZER, import_checkpoint, imported_t
 from rollmill.cluster.local import TERMINATED
 from rollmill.cluster.run import MidtrainStage, RunDirectory
 from rollmill.demo.demonstrations import Demonstrations, tokenizer_texts
+from rollmill.models.config import ModelConfig
 from rollmill.models.device import choose_device
+from rollmill.models.huggingface.describe import describe_model
+from rollmill.models.huggingface.files import CONFIG, encode_json
 from rollmill.storage.objects import Objects
 from rollmill.training.fitting import fitted
 from rollmill.training.loop import Trainer
@@ -82,14 +85,25 @@ def _train(run: RunDirectory, stage: MidtrainStage, weights: WeightStore, start:
 
 
 def make_tokenizer(run: RunDirectory, objects: Objects) -> None:
-    """The vocabulary the weights are made for is learnt once. It is kept beside them, with what describes the model."""
+    """Learn the vocabulary once, and keep it beside the weights with the files that describe the model."""
     line, config = run.config.base_line, run.config
     kept = kept_companions(objects, line)
     if TOKENIZER not in kept:  # a start that was cut short may have left the rest
         texts = tokenizer_texts(TOKENIZER_SESSIONS)
         Tokenizer(train_tokenizer(texts, config.model.vocab_size, SPECIAL_TOKENS)).save(run.tokenizer)
-        # the model's own keys as they are: the same file builds the same model here, and nobody else claims the type
-        about = {"model_type": "rollmill", "dtype": "bfloat16", **config.model.model_dump(mode="json")}
-        kept = {"config.json": (json.dumps(about, indent=2) + "\n").encode(), TOKENIZER: run.tokenizer.read_bytes()}
+        kept = {**_model_files(config.model, run.tokenizer), TOKENIZER: run.tokenizer.read_bytes()}
     keep_companions(objects, line, kept)
     run.tokenizer.write_bytes(kept[TOKENIZER])
+
+
+def _model_files(model: ModelConfig, tokenizer: Path) -> dict[str, bytes]:
+    """What transformers needs beside weights and tokenizer.json to load an export of a model that began here."""
+    end = SPECIAL_TOKENS[0]
+    ids = {"bos_token_id": None, "eos_token_id": Tokenizer.load(tokenizer).token_id(end), "pad_token_id": None}
+    described = {
+        "tokenizer_class": "PreTrainedTokenizerFast",
+        "eos_token": end,
+        "model_max_length": model.max_context,
+        "clean_up_tokenization_spaces": False,
+    }
+    return {CONFIG: encode_json(describe_model(model) | ids), "tokenizer_config.json": encode_json(described)}
