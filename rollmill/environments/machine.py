@@ -14,7 +14,8 @@ class ExecResult:
     exit_code: int
     output: bytes  # stdout and stderr together; beyond max_output the middle is cut out, with a line that says so
     truncated: bool = False
-    stopped: Literal["time", "memory", "processes"] | None = None  # which limit ended the command, if one did
+    # which limit ended the command, if one did; "machine": a command ruined the machine itself
+    stopped: Literal["time", "memory", "processes", "machine"] | None = None
     seconds: float = 0.0
 
 
@@ -42,12 +43,16 @@ class Machine(Protocol):
     ) -> ExecResult:
         """Run a command to its end, and end whatever it left running.
 
-        A command that fails, loops or floods is a result; MachineError is ours alone.
+        Whatever a command does is a result, the ruin of its machine included. OSError: these arguments are no command.
+        MachineError: the infrastructure failed. Only evidence from the host makes one, never the machine's own.
         """
         ...
 
     async def read(self, path: str, *, max_bytes: int = 1 << 20) -> bytes:
-        """OSError as usual (FileNotFoundError …; EFBIG beyond max_bytes); links lead nowhere outside the machine."""
+        """OSError as usual (FileNotFoundError …; EFBIG beyond max_bytes); links lead nowhere outside the machine.
+
+        Any path a model can write is served or refused. The files of a ruined machine are not found.
+        """
         ...
 
     async def write(self, path: str, data: bytes) -> None:
@@ -69,7 +74,7 @@ class MachineHost(Protocol):
     async def create(
         self, image: str, files: Mapping[str, bytes] | None = None, *, snapshot: bytes | None = None
     ) -> Machine:
-        """TaskError if the image does not exist; MachineError if the host cannot create machines."""
+        """TaskError: no such image, or `files` do not fit. MachineError: the host cannot create machines."""
         ...
 
     async def close(self) -> None: ...

@@ -5,7 +5,10 @@ pytestmark = pytest.mark.asyncio(loop_scope="module")
 
 from __future__ import annotations
 
+import os
+import sys
 from collections.abc import AsyncIterator, Mapping
+from pathlib import Path
 
 import pytest
 import pytest_asyncio
@@ -14,18 +17,57 @@ from rollmill.environments.machines.images import BUILT_IN
 from rollmill.environments.machines.namespace.client import NamespaceConfig, NamespaceHost, NamespaceMachine
 from rollmill.errors import MachineError
 
+CONFIG = NamespaceConfig(memory_mb=128, disk_mb=16, processes=32)
+# A machine host without control groups and without user ids to give, as an ordinary user has it.
+_BARE = """#!/bin/sh
+exec unshare --mount sh -c '
+    mount -t tmpfs -o ro none /sys/fs/cgroup
+    exec setpriv --bounding-set=-setuid --inh-caps=-setuid "$@"
+' - {python} "$@"
+"""
 
-@pytest_asyncio.fixture(scope="module", loop_scope="module")
-async def host() -> AsyncIterator[NamespaceHost]:
-    host = NamespaceHost(NamespaceConfig(memory_mb=128, disk_mb=16, processes=32))
+
+async def start_host(config: NamespaceConfig = CONFIG) -> NamespaceHost:
+    host = NamespaceHost(config)
     try:
         await host.start()
     except MachineError as error:
         if error.message.startswith("cannot enter namespaces"):
             pytest.skip(str(error))
         raise
+    return host
+
+
+async def start_bare_host(directory: Path, config: NamespaceConfig = CONFIG) -> NamespaceHost:
+    if os.geteuid() != 0:
+        return await start_host(config)
+    wrapper = directory / "python"
+    wrapper.write_text(_BARE.format(python=sys.executable))
+    wrapper.chmod(0o755)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(sys, "executable", str(wrapper))
+        host = await start_host(config)
+    assert host.limits["control_groups"] == [] and not host.limits["separate_users"]
+    return host
+
+
+@pytest_asyncio.fixture(scope="module", loop_scope="module")
+async def host() -> AsyncIterator[NamespaceHost]:
+    host = await start_host()
     yield host
     await host.close()
+
+
+@pytest_asyncio.fixture(scope="module", loop_scope="module")
+async def bare_host(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[NamespaceHost]:
+    host = await start_bare_host(tmp_path_factory.mktemp("bare"))
+    yield host
+    await host.close()
+
+
+@pytest.fixture(params=["host", "bare_host"])
+def any_host(request: pytest.FixtureRequest) -> NamespaceHost:
+    return request.getfixturevalue(request.param)
 
 
 @pytest_asyncio.fixture(loop_scope="module")

@@ -38,6 +38,7 @@ ERROR_TOO_LARGE = "error too large"
 ERROR_TIME = "error time limit"
 ERROR_MEMORY = "error memory limit"
 ERROR_PROCESSES = "error process limit"
+ERROR_MACHINE = "error machine lost"
 
 
 @dataclass(frozen=True)
@@ -141,18 +142,20 @@ _TRACEBACK = re.compile(r"^Traceback \(most recent call last\):$|^  File \"", re
 _FRAME_LINE = re.compile(r"^ +File \"[^\"]*\", line (\d+)", re.MULTILINE)
 _EXCEPTION = re.compile(r"^([A-Za-z_][\w.]*)(?::|$)", re.MULTILINE)
 
+_STOPPED = {"time": ERROR_TIME, "memory": ERROR_MEMORY, "processes": ERROR_PROCESSES, "machine": ERROR_MACHINE}
+
 
 def render_run(
     exit_code: int,
     output: bytes,
     *,
-    stopped: Literal["time", "memory", "processes"] | None = None,
+    stopped: Literal["time", "memory", "processes", "machine"] | None = None,
     full_tracebacks: bool = False,
 ) -> str:
     """What a test run comes to. An uncaught exception becomes one short line unless `full_tracebacks`."""
     text = output.decode("utf-8", "replace").rstrip().lstrip("\n")  # a syntax error begins with spaces
     if stopped is not None:
-        reason = {"time": ERROR_TIME, "memory": ERROR_MEMORY, "processes": ERROR_PROCESSES}[stopped]
+        reason = _STOPPED[stopped]
         return f"{text}\n{reason}" if text else reason
     if exit_code == 0:
         return text or OK

@@ -1,7 +1,9 @@
 """Pid 1 of a machine: locks itself in, then serves files and commands to the client, one request at a time.
 
-It runs as the machine's only, unprivileged user. Commands cannot trace it (not dumpable), kill it (the kernel shields
-pid 1 from signals of its own tree) or speak for it (its socket is closed in them).
+Commands cannot reach it. Where the host has user ids to give, it runs as another user than they do. Its /proc directory
+is covered, its socket is closed in them, the kernel shields pid 1 from signals of its own tree, and the filter refuses
+the calls that act on other processes. It keeps only the capabilities to start commands, end them, and handle their
+files; all of them end at the machine's own user namespace.
 
     request                                    reply
     {"op": "exec", "argv", "cwd", "env", …}    {"exit_code", "truncated", "stopped", "seconds"} + output
@@ -9,12 +11,11 @@ pid 1 from signals of its own tree) or speak for it (its socket is closed in the
     {"op": "write", "files": [[path, size]…]}  {}
     {"op": "snapshot", "max_bytes"}            {} + tar
     {"op": "restore"} + tar                    {}
-    what fails because of the machine's own contents: {"errno": number, "path": …}; anything else: {"error": text}
+    a request that cannot be served: {"errno": number, "path": …}; a machine that cannot go on: {"error": text}
 """
 
 from __future__ import annotations
 
-import contextlib
 import errno
 import os
 import resource
@@ -22,7 +23,17 @@ import signal
 import socket
 from typing import Any, NamedTuple, NoReturn
 
-from rollmill.environments.machines.namespace import command, files, kernel, layout, seccomp, wire
+from rollmill.environments.machines.namespace import command, files, kernel, layout, wire
+from rollmill.environments.machines.namespace.memory import Watchdog
+
+_CAPABILITIES = (
+    kernel.CAP_CHOWN,
+    kernel.CAP_DAC_OVERRIDE,
+    kernel.CAP_FOWNER,
+    kernel.CAP_KILL,
+    kernel.CAP_SETGID,
+    kernel.CAP_SETUID,
+)
 
 
 class Limits(NamedTuple):
@@ -32,8 +43,22 @@ class Limits(NamedTuple):
     disk: int
     processes: int
     open_files: int
+    own_user: bool  # whether pid 1 has a user id of its own, apart from the commands'
+    memory_counted: bool  # whether a control group bounds the machine's memory
     count_processes: bool  # whether the kernel counts this machine's processes apart from everybody else's
     filter: bytes  # of system calls; empty for none
+
+    def confinement(self) -> command.Confinement:
+        rlimits = {
+            # twice: address space is not memory, and what is really used is counted by control group or watchdog
+            resource.RLIMIT_AS: 2 * self.memory,
+            resource.RLIMIT_FSIZE: self.disk,
+            resource.RLIMIT_NOFILE: self.open_files,
+            resource.RLIMIT_CORE: 0,
+        }
+        if self.count_processes:
+            rlimits[resource.RLIMIT_NPROC] = self.processes
+        return command.Confinement(rlimits, self.filter)
 
 
 def main(connection: socket.socket, limits: Limits) -> NoReturn:
@@ -41,9 +66,9 @@ def main(connection: socket.socket, limits: Limits) -> NoReturn:
     try:
         connection = _keep_only(connection)
         if connection.recv(1):  # the host has mapped our identity
-            _lock_in(limits)
+            watchdog = _lock_in(limits)
             connection.sendall(wire.pack({"ready": True}))
-            _serve(connection, limits)
+            _serve(connection, limits, watchdog)
     except BrokenPipeError:
         pass
     except Exception as error:
@@ -63,74 +88,57 @@ def _keep_only(connection: socket.socket) -> socket.socket:
     return socket.socket(fileno=kept)
 
 
-def _lock_in(limits: Limits) -> None:
-    """From here on this process is nobody. The order matters: each step still has the rights it needs."""
+def _lock_in(limits: Limits) -> Watchdog:
+    """The order matters: each step still has the rights it needs."""
     signal.signal(signal.SIGINT, signal.SIG_DFL)  # with Python's handler a command could interrupt pid 1
     os.setsid()
     os.umask(0o022)
-    with contextlib.suppress(PermissionError):  # without root the groups must stay; they open nothing in here
+    user = 0 if limits.own_user else layout.USER_ID
+    if limits.own_user:  # with one user id to give the groups must stay; they open nothing in here
         os.setgroups([])
-    os.setresgid(layout.USER_ID, layout.USER_ID, layout.USER_ID)
-    os.setresuid(layout.USER_ID, layout.USER_ID, layout.USER_ID)
+    os.setresgid(user, user, user)
+    os.setresuid(user, user, user)
     flags = kernel.MS_NOSUID | kernel.MS_NODEV
-    options = f"size={limits.disk},nr_inodes=16384"
+    owner = f"uid={layout.USER_ID},gid={layout.USER_ID}"
+    options = f"size={limits.disk},nr_inodes=16384,{owner}"
     kernel.mount("tmpfs", layout.WORK, "tmpfs", flags, f"{options},mode=755")
     kernel.mount("tmpfs", layout.TEMPORARY, "tmpfs", flags, f"{options},mode=1777")
     kernel.mount("proc", "/proc", "proc", flags | kernel.MS_NOEXEC)
+    sockets = os.open("/proc/net/sockstat", os.O_RDONLY | os.O_CLOEXEC)
+    kernel.mount(layout.CODE, "/proc/1", None, kernel.MS_BIND)  # an empty directory by now
     kernel.sethostname("machine")
-    _bound(limits)
     kernel.prctl(kernel.PR_SET_PDEATHSIG, signal.SIGKILL)
-    kernel.drop_capabilities()
-    if limits.filter:
-        seccomp.install(limits.filter)
+    kernel.keep_capabilities(*_CAPABILITIES)
     kernel.prctl(kernel.PR_SET_DUMPABLE, 0)
     os.chdir(layout.WORK)
+    return Watchdog(limits.processes, None if limits.memory_counted else limits.memory, sockets)
 
 
-def _bound(limits: Limits) -> None:
-    bounds = {
-        # twice: address space is not memory, and what is really used is counted by the control group or the watchdog
-        resource.RLIMIT_AS: 2 * limits.memory,
-        resource.RLIMIT_FSIZE: limits.disk,
-        resource.RLIMIT_NOFILE: limits.open_files,
-        resource.RLIMIT_CORE: 0,
-    }
-    if limits.count_processes:
-        bounds[resource.RLIMIT_NPROC] = limits.processes
-    for which, value in bounds.items():
-        _, hard = resource.getrlimit(which)
-        value = value if hard == resource.RLIM_INFINITY else min(value, hard)
-        resource.setrlimit(which, (value, value))
-
-
-def _serve(connection: socket.socket, limits: Limits) -> None:
+def _serve(connection: socket.socket, limits: Limits, watchdog: Watchdog) -> None:
+    confinement = limits.confinement()
     while request := wire.receive(connection):
         header, body = request
         try:
-            reply, data = _answer(connection, limits, header, body)
+            if header["op"] == "exec":
+                order = command.Order(
+                    stdin=body, **{key: header[key] for key in command.Order._fields if key != "stdin"}
+                )
+                reply, data = command.run(order, confinement, connection, watchdog)
+            else:
+                reply, data = _handle_files(header, body)
         except OSError as error:
             reply, data = {"errno": error.errno or errno.EIO, "path": error.filename}, b""
             if header["op"] == "exec":  # what a command causes ends up in its result: this failed before it began
                 reply = {"error": f"no command could be started: {error}"}
         except MemoryError:
             reply, data = {"errno": errno.ENOMEM}, b""
+        except Exception:  # a request that makes no sense is refused: nothing a caller sends may end pid 1
+            reply, data = {"errno": errno.EINVAL}, b""
         connection.sendall(wire.pack(reply, data))
 
 
-def _answer(
-    connection: socket.socket, limits: Limits, header: dict[str, Any], body: bytes
-) -> tuple[dict[str, Any], bytes]:
+def _handle_files(header: dict[str, Any], body: bytes) -> tuple[dict[str, Any], bytes]:
     match header["op"]:
-        case "exec":
-            order = command.Order(
-                argv=header["argv"],
-                cwd=header["cwd"],
-                env=header["env"],
-                stdin=body,
-                timeout_s=header["timeout_s"],
-                max_output=header["max_output"],
-            )
-            return command.run(order, connection, limits.memory, limits.processes)
         case "read":
             return {}, files.read(header["path"], header["max_bytes"])
         case "write":

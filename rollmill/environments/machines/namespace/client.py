@@ -6,6 +6,7 @@ import asyncio
 import errno
 import json
 import os
+import signal
 import socket
 import subprocess
 import sys
@@ -19,11 +20,9 @@ from rollmill.config import Config
 from rollmill.environments.machine import WORK, Capabilities, ExecResult
 from rollmill.environments.machines.images import load_image
 from rollmill.environments.machines.namespace import launch, wire
-from rollmill.errors import MachineError
+from rollmill.errors import MachineError, TaskError
 
-_GRACE_S = 20.0  # beyond its own time limit, before a machine that does not answer is given up
-# A machine whose own commands destroyed it: that is the doing of whoever ran them, and its files are gone with it.
-_RUIN = {"exit_code": -9, "truncated": False, "stopped": "memory", "seconds": 0.0}
+_GRACE_S = 20.0  # a machine that does not answer for this long beyond its own time limit is given up
 _PACKAGE_ROOT = Path(__file__).resolve().parents[4]
 
 
@@ -42,7 +41,12 @@ class NamespaceConfig(Config):
 
 
 class NamespaceMachine:
-    """One machine. Requests are answered one after the other; callers may share it."""
+    """One machine. Requests are answered one after the other; callers may share it.
+
+    A machine that fails before its first command, or whose supervisor is not healthy either, is an infrastructure
+    failure: MachineError. Otherwise its own commands ruined it. Then every command ends with `stopped="machine"`, and
+    its files are gone: FileNotFoundError. Only the supervisor's word decides; nothing inside the machine has a say.
+    """
 
     capabilities = Capabilities(kernel="shared", snapshot="files")
 
@@ -52,8 +56,9 @@ class NamespaceMachine:
         self._image = image
         self._connection = connection
         self._lock = asyncio.Lock()
+        self._pending: asyncio.Task[tuple[dict[str, Any], bytes] | None] | None = None  # it outlives a cancelled caller
+        self._begun = False  # a command has begun
         self._ruined = False  # by a command of its own
-        self._unanswered = False
         self._closed = False
 
     async def exec(
@@ -66,6 +71,8 @@ class NamespaceMachine:
         timeout_s: float = 10.0,
         max_output: int = 65536,
     ) -> ExecResult:
+        if not argv or isinstance(argv, str) or not 0 <= max_output <= wire.MAX_BODY:
+            raise OSError(errno.EINVAL, os.strerror(errno.EINVAL))
         header = {
             "op": "exec",
             "argv": list(argv),
@@ -74,7 +81,10 @@ class NamespaceMachine:
             "timeout_s": timeout_s,
             "max_output": max_output,
         }
-        reply, output = await self._request(header, stdin, timeout_s=timeout_s, by_command=True)
+        answer = await self._request(header, stdin, timeout_s=timeout_s)
+        if answer is None:
+            return ExecResult(exit_code=-signal.SIGKILL, output=b"", stopped="machine")
+        reply, output = answer
         return ExecResult(
             exit_code=reply["exit_code"],
             output=output,
@@ -84,23 +94,22 @@ class NamespaceMachine:
         )
 
     async def read(self, path: str, *, max_bytes: int = 1 << 20) -> bytes:
-        _, data = await self._request({"op": "read", "path": _inside(path), "max_bytes": max_bytes})
-        return data
+        limit = min(max_bytes, wire.MAX_BODY)
+        return await self._request_files({"op": "read", "path": _inside(path), "max_bytes": limit})
 
     async def write(self, path: str, data: bytes) -> None:
         await self.write_all({path: data})
 
     async def write_all(self, files: Mapping[str, bytes]) -> None:
         entries = [[_inside(path), len(data)] for path, data in files.items()]
-        await self._request({"op": "write", "files": entries}, b"".join(files.values()))
+        await self._request_files({"op": "write", "files": entries}, b"".join(files.values()))
 
     async def snapshot(self) -> bytes:
-        limit = self._host.config.disk_mb << 20
-        _, data = await self._request({"op": "snapshot", "max_bytes": limit})
-        return data
+        limit = min(self._host.config.disk_mb << 20, wire.MAX_BODY >> 1)  # the tar needs room of its own
+        return await self._request_files({"op": "snapshot", "max_bytes": limit})
 
     async def restore(self, snapshot: bytes) -> None:
-        await self._request({"op": "restore"}, snapshot)
+        await self._request_files({"op": "restore"}, snapshot)
 
     async def fork(self) -> NamespaceMachine:
         return await self._host.create(self._image, snapshot=await self.snapshot())
@@ -121,37 +130,50 @@ class NamespaceMachine:
         if "ready" not in reply:
             raise MachineError(f"a machine could not be set up: {reply.get('error')}", hint=launch.hint())
 
+    async def _request_files(self, header: dict[str, Any], body: bytes = b"") -> bytes:
+        answer = await self._request(header, body)
+        if answer is None:
+            raise FileNotFoundError(errno.ENOENT, "the machine's commands ended it", header.get("path"))
+        return answer[1]
+
     async def _request(
-        self, header: dict[str, Any], body: bytes = b"", *, timeout_s: float = 0.0, by_command: bool = False
-    ) -> tuple[dict[str, Any], bytes]:
-        """One request and its reply. OSError for what the machine's own contents caused; MachineError is ours."""
+        self, header: dict[str, Any], body: bytes = b"", *, timeout_s: float = 0.0
+    ) -> tuple[dict[str, Any], bytes] | None:
+        """One request and its reply; None if the machine's own commands ruined it. OSError: the machine refuses."""
+        frame = wire.pack(header, body)
         async with self._lock:
-            if self._ruined and by_command:
-                return _RUIN, b""
+            if self._pending is not None:
+                await asyncio.wait([self._pending])  # its caller was cancelled; nobody wants the answer
             if self._ruined:
-                raise FileNotFoundError(errno.ENOENT, "the machine's commands ended it", header.get("path"))
-            if self._unanswered:
-                raise MachineError(f"machine {self._id} still owes the answer to a request that was cancelled")
-            self._unanswered = True
-            try:
-                async with asyncio.timeout(timeout_s + _GRACE_S):
-                    await asyncio.get_running_loop().sock_sendall(self._connection, wire.pack(header, body))
-                    reply, data = await self._receive()
-            except TimeoutError:
-                await self._host.end(self._id)
-                raise MachineError(f"machine {self._id} does not answer", hint="is the host overloaded?") from None
-            except (OSError, wire.WireError) as error:
-                # its command is to blame only if the host confirms that it ended while everything around it lives
-                if not (await self._host.end(self._id) and by_command) or self._closed:
-                    raise MachineError(f"machine {self._id} is gone: {error!r}") from None
-                self._ruined = True
-                return _RUIN, b""
-            self._unanswered = False
+                return None
+            begun_before = self._begun
+            self._begun |= header["op"] == "exec"
+            self._pending = asyncio.create_task(self._exchange(frame, timeout_s))
+            answer = await asyncio.shield(self._pending)
+            if answer is None:
+                return await self._lose("it does not answer", self._begun)
+            reply, data = answer
+            if "error" in reply:
+                return await self._lose(reply["error"], begun_before)
         if "errno" in reply:
             raise OSError(reply["errno"], os.strerror(reply["errno"]), reply.get("path"))
-        if "error" in reply:
-            raise MachineError(f"machine {self._id}: {reply['error']}")
         return reply, data
+
+    async def _exchange(self, frame: bytes, timeout_s: float) -> tuple[dict[str, Any], bytes] | None:
+        try:
+            async with asyncio.timeout(timeout_s + _GRACE_S):
+                await asyncio.get_running_loop().sock_sendall(self._connection, frame)
+                return await self._receive()
+        except (OSError, wire.WireError):
+            return None
+
+    async def _lose(self, why: str, by_command: bool) -> None:
+        """End a machine that cannot go on. Returns if that is its commands' doing; MachineError if it is ours."""
+        healthy = await self._host.end(self._id)
+        if self._closed or not (healthy and by_command):
+            problem = "" if healthy else "; the machine host does not answer either"
+            raise MachineError(f"machine {self._id}: {why}{problem}", hint="is the host overloaded?")
+        self._ruined = True
 
     async def _receive(self) -> tuple[dict[str, Any], bytes]:
         header_length, body_length = wire.unpack_lengths(await self._receive_exactly(wire.LENGTHS.size))
@@ -195,25 +217,27 @@ class NamespaceHost:
             await machine.wait_ready()
             if snapshot is not None:
                 await machine.restore(snapshot)
-            elif contents:
-                await machine.write_all(contents)
-            if files:
-                await machine.write_all(files)
+            try:
+                await machine.write_all({**(contents if snapshot is None else {}), **(files or {})})
+            except OSError as error:
+                hint = "`machine.disk_mb` is the size of the work directory"
+                raise TaskError(f"the files of a task cannot be written to a machine: {error}", hint=hint) from None
         except BaseException:
             await machine.close()
             raise
         return machine
 
     async def end(self, identifier: int) -> bool:
-        """End a machine. False if the machine host itself is gone, and its machines with it."""
+        """End a machine. False if the machine host does not confirm it: then it is not healthy itself."""
         ended = self._ending.get(identifier)
         try:
-            if ended is None:
-                ended = self._ending[identifier] = asyncio.get_running_loop().create_future()
-                await self._tell("close", identifier)
-            await asyncio.shield(ended)  # several may wait for the same end
+            async with asyncio.timeout(_GRACE_S):
+                if ended is None:
+                    ended = self._ending[identifier] = asyncio.get_running_loop().create_future()
+                    await self._tell("close", identifier)
+                await asyncio.shield(ended)  # several may wait for the same end
             return True
-        except MachineError:
+        except (MachineError, TimeoutError):
             self._ending.pop(identifier, None)
             return False
 
@@ -256,8 +280,11 @@ class NamespaceHost:
         """Have a machine made: its socket."""
         future = self._creating[identifier] = asyncio.get_running_loop().create_future()
         try:
-            await self._tell("create", identifier)
-            return await future
+            async with asyncio.timeout(_GRACE_S):
+                await self._tell("create", identifier)
+                return await future
+        except TimeoutError:
+            raise MachineError("the machine host does not answer", hint="is the host overloaded?") from None
         finally:
             del self._creating[identifier]
 
@@ -344,7 +371,10 @@ async def _greeting(control: socket.socket, process: subprocess.Popen[bytes]) ->
 
 
 def _inside(path: str) -> str:
-    """Relative paths are relative to the work directory; a NUL byte names nothing."""
-    if "\0" in path or not path:
-        raise FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT), path)
+    """Relative paths are relative to the work directory. A NUL byte or half a surrogate pair names no file."""
+    try:
+        if not path or b"\0" in path.encode("utf-8", "surrogateescape"):
+            raise ValueError
+    except ValueError:  # UnicodeEncodeError is one
+        raise FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT), path) from None
     return os.path.join(WORK, path)

@@ -4,16 +4,17 @@ from __future__ import annotations
 
 import contextlib
 import os
+import resource
 import select
 import signal
 import socket
 import time
 from typing import Any, Literal, NamedTuple, NoReturn
 
-from rollmill.environments.machines.namespace import kernel, warm_python
+from rollmill.environments.machines.namespace import kernel, layout, seccomp, warm_python
+from rollmill.environments.machines.namespace.memory import Watchdog
 
 _WATCH_INTERVAL_S = 0.05
-_PAGE = os.sysconf("SC_PAGE_SIZE")
 
 
 class Order(NamedTuple):
@@ -25,18 +26,32 @@ class Order(NamedTuple):
     max_output: int
 
 
-def run(order: Order, connection: socket.socket, memory: int, processes: int) -> tuple[dict[str, Any], bytes]:
+class Confinement(NamedTuple):
+    """What every command is put under before it runs a single instruction of its own."""
+
+    rlimits: dict[int, int]
+    filter: bytes  # of system calls; empty for none
+
+
+def run(
+    order: Order, confinement: Confinement, connection: socket.socket, watchdog: Watchdog
+) -> tuple[dict[str, Any], bytes]:
     """Run to the end or the limit. Whatever the command left running is killed: nothing outlives its reply."""
     started = time.monotonic()
     reading, writing = os.pipe()
-    pid = _start(order, writing)
-    os.close(writing)
-    output = _Output(order.max_output)
-    stopped = _watch(pid, reading, output, connection, started + order.timeout_s, memory, processes)
-    status = _end_all(pid)
-    while output.take(reading):  # what was still in the pipe; all its writers are dead
-        pass
-    os.close(reading)
+    try:
+        pid = _start(order, confinement, writing)
+        os.close(writing)
+        writing = -1
+        output = _Output(order.max_output)
+        stopped = _watch(pid, reading, output, connection, started + order.timeout_s, watchdog)
+        status = _end_all(pid)
+        while output.take(reading):  # what was still in the pipe; all its writers are dead
+            pass
+    finally:
+        os.close(reading)
+        if writing >= 0:
+            os.close(writing)
     exit_code = os.waitstatus_to_exitcode(status)
     if stopped is None and exit_code == -signal.SIGKILL:
         stopped = "memory"  # we did not kill it: the kernel did, for want of memory
@@ -49,32 +64,36 @@ def run(order: Order, connection: socket.socket, memory: int, processes: int) ->
     return result, output.bytes()
 
 
-def _start(order: Order, writing: int) -> int:
+def _start(order: Order, confinement: Confinement, writing: int) -> int:
     reading = os.memfd_create("stdin") if order.stdin else os.open("/dev/null", os.O_RDONLY)
     try:
         if order.stdin:
-            os.write(reading, order.stdin)
-            os.lseek(reading, 0, os.SEEK_SET)
-        # the child inherits this; no command runs in the meantime that could make use of it
-        kernel.prctl(kernel.PR_SET_DUMPABLE, 1)
+            _fill(reading, order.stdin)
         pid = os.fork()
         if pid == 0:
-            _become(order, reading, writing)
+            _become(order, confinement, reading, writing)
         return pid
     finally:
-        kernel.prctl(kernel.PR_SET_DUMPABLE, 0)
         os.close(reading)
 
 
-def _become(order: Order, reading: int, writing: int) -> NoReturn:
+def _fill(file: int, data: bytes) -> None:
+    view = memoryview(data)
+    while view:
+        view = view[os.write(file, view) :]
+    os.lseek(file, 0, os.SEEK_SET)
+
+
+def _become(order: Order, confinement: Confinement, reading: int, writing: int) -> NoReturn:
     """In the child: turn into the command."""
+    code = 126
     try:
         os.dup2(reading, 0)
         os.dup2(writing, 1)
         os.dup2(writing, 2)
-        os.closerange(3, 64)  # pid 1 never has more open
+        kernel.close_from(3)
         os.setsid()
-        _prefer_as_victim()
+        _confine(confinement)
         os.chdir(order.cwd)
         if order.env:
             os.environ.update(order.env)
@@ -83,8 +102,25 @@ def _become(order: Order, reading: int, writing: int) -> NoReturn:
         signal.signal(signal.SIGPIPE, signal.SIG_DFL)
         os.execvp(order.argv[0], order.argv)  # noqa: S606
     except BaseException as error:
+        code = 127 if isinstance(error, FileNotFoundError) else 126
         os.write(2, f"{order.argv[0]}: {error}\n".encode("utf-8", "replace"))
-        os._exit(127 if isinstance(error, FileNotFoundError) else 126)
+    finally:
+        os._exit(code)
+
+
+def _confine(confinement: Confinement) -> None:
+    """The order matters: each step still has the rights it needs."""
+    os.setresgid(layout.USER_ID, layout.USER_ID, layout.USER_ID)
+    os.setresuid(layout.USER_ID, layout.USER_ID, layout.USER_ID)
+    kernel.keep_capabilities()
+    kernel.prctl(kernel.PR_SET_DUMPABLE, 1)  # its /proc/self belongs to it
+    _prefer_as_victim()
+    for which, value in confinement.rlimits.items():
+        _, hard = resource.getrlimit(which)
+        value = value if hard == resource.RLIM_INFINITY else min(value, hard)
+        resource.setrlimit(which, (value, value))
+    if confinement.filter:
+        seccomp.install(confinement.filter)
 
 
 def _prefer_as_victim() -> None:
@@ -95,16 +131,9 @@ def _prefer_as_victim() -> None:
 
 
 def _watch(
-    pid: int,
-    reading: int,
-    output: _Output,
-    connection: socket.socket,
-    deadline: float,
-    memory: int,
-    processes: int,
+    pid: int, reading: int, output: _Output, connection: socket.socket, deadline: float, watchdog: Watchdog
 ) -> Literal["time", "memory", "processes"] | None:
-    """Until the command ends or must be ended. Memory and processes are counted here too: not every host has
-    control groups, and then this is what bounds the machine as a whole."""
+    """Wait until the command ends or must be ended. None: it ended by itself."""
     pidfd = os.pidfd_open(pid)
     poll = select.poll()
     for file in (pidfd, reading, connection.fileno()):
@@ -116,7 +145,7 @@ def _watch(
             if now >= deadline:
                 return "time"
             if now >= next_count:
-                if limit := _over(memory, processes):
+                if limit := watchdog.exceeded():
                     return limit
                 next_count = now + _WATCH_INTERVAL_S
             ready = dict(poll.poll((min(deadline, next_count) - now) * 1000))
@@ -128,23 +157,6 @@ def _watch(
                 return None
     finally:
         os.close(pidfd)
-
-
-def _over(memory: int, processes: int) -> Literal["memory", "processes"] | None:
-    """Commands start as copies of this process: what they share with it is not counted against them."""
-    shared = _resident(os.getpid())
-    others = [int(name) for name in os.listdir("/proc") if name.isdigit()]
-    if len(others) > processes:
-        return "processes"
-    return "memory" if sum(max(_resident(pid) - shared, 0) for pid in others) > memory else None
-
-
-def _resident(pid: int) -> int:
-    try:
-        with open(f"/proc/{pid}/statm", "rb") as statm:
-            return int(statm.read().split()[1]) * _PAGE
-    except OSError:
-        return 0  # it has just ended
 
 
 def _end_all(pid: int) -> int:

@@ -1,4 +1,7 @@
-"""Reading and writing a machine's files from inside it: links lead to where they lead there, never out of it."""
+"""Reading and writing a machine's files from inside it: links lead to where they lead there, never out of it.
+
+Pid 1 may be another user than the commands. It reads what they made unreadable, and what it writes belongs to them.
+"""
 
 from __future__ import annotations
 
@@ -9,6 +12,8 @@ import os
 import stat
 from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING
+
+from rollmill.environments.machines.namespace import layout
 
 if TYPE_CHECKING:
     import tarfile
@@ -28,15 +33,15 @@ def write_all(entries: Sequence[Sequence[str | int]], body: bytes) -> None:
     start = 0
     for path, size in entries:
         assert isinstance(path, str) and isinstance(size, int)
-        if parent := os.path.dirname(path):
-            os.makedirs(parent, exist_ok=True)
+        _make_directories(os.path.dirname(path))
         with _open_regular(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC) as file:
+            os.fchown(file, layout.USER_ID, layout.USER_ID)
             _write_fully(file, body[start : start + size])
         start += size
 
 
 def pack_directory(directory: str, max_bytes: int) -> bytes:
-    """Regular files and directories as a tar; links, sockets and devices are left out."""
+    """Regular files and directories as a tar of at most about `max_bytes`; links, sockets and devices are left out."""
     import tarfile  # here: seldom needed, and every machine is a copy of a process that would hold it
 
     buffer = io.BytesIO()
@@ -55,7 +60,7 @@ def unpack_directory(directory: str, data: bytes) -> None:
         for member in archive:
             path = os.path.join(directory, os.path.normpath("/" + member.name)[1:])
             if member.isdir():
-                os.makedirs(path, exist_ok=True)
+                _make_directories(path)
             elif member.isreg():
                 content = archive.extractfile(member)
                 assert content is not None
@@ -64,19 +69,25 @@ def unpack_directory(directory: str, data: bytes) -> None:
 
 
 def _pack(archive: tarfile.TarFile, path: str, directory: str, room: int) -> None:
-    try:
-        status = os.lstat(path)
-    except FileNotFoundError:
-        return
+    if room < 0:
+        raise OSError(errno.EFBIG, os.strerror(errno.EFBIG), directory)
+    status = os.lstat(path)
     member = archive.tarinfo(os.path.relpath(path, directory))
     member.mode = stat.S_IMODE(status.st_mode)
     if stat.S_ISDIR(status.st_mode):
         member.type = b"5"  # a directory
         archive.addfile(member)
     elif stat.S_ISREG(status.st_mode):
-        content = read(path, max(room, 0))
+        content = read(path, room)
         member.size = len(content)
         archive.addfile(member, io.BytesIO(content))
+
+
+def _make_directories(path: str) -> None:
+    if path and not os.path.isdir(path):
+        _make_directories(os.path.dirname(path))
+        os.mkdir(path)
+        os.chown(path, layout.USER_ID, layout.USER_ID)
 
 
 @contextlib.contextmanager

@@ -32,14 +32,14 @@ _NAMESPACES = (
     | kernel.CLONE_NEWUTS
 )
 # Real user ids of machines count down from here: above every range that systems hand out (systemd's ends at
-# 0x6FFFFFFF), and one each, because the kernel counts processes by user id.
+# 0x6FFFFFFF). Two per machine: one for pid 1, one for its commands, because the kernel counts processes by user id.
 _HIGHEST_USER = 0x70010000
 _BATCH = 8
 _PER_NAMESPACE_COUNTS = (5, 14)  # the first kernel that counts a user's processes per user namespace
 
 
 class _Slot(NamedTuple):
-    """A place for one machine at a time: its own user id and control groups."""
+    """A place for one machine at a time: its own user ids and control groups."""
 
     number: int
     group: cgroups.Slot | None
@@ -57,7 +57,14 @@ class Host:
         self._control = socket.socket(fileno=state["control"])
         self._identities: int = state["identities"]
         self._groups = _usable(cgroups.Groups(*state["groups"]) if state["groups"] else None)
-        self._limits = agent.Limits(**state["limits"], count_processes=self._counts_processes(), filter=seccomp.build())
+        memory_counted = self._groups is not None and "memory" in self._groups.controllers
+        self._limits = agent.Limits(
+            **state["limits"],
+            own_user=self._identities > 1,
+            memory_counted=memory_counted,
+            count_processes=self._counts_processes(),
+            filter=seccomp.build(memory_counted=memory_counted),
+        )
         self._selector = selectors.DefaultSelector()
         self._machines: dict[int, _Machine] = {}  # by the client's identifier
         self._identifiers: dict[int, int] = {}  # pid -> identifier
@@ -137,11 +144,15 @@ class Host:
         return machine
 
     def _map_identity(self, pid: int, slot: _Slot) -> None:
-        outside = 0 if self._identities == 1 else min(self._identities, _HIGHEST_USER) - 1 - slot.number
+        if self._identities == 1:
+            lines = f"{layout.USER_ID} 0 1\n"
+        else:
+            commands = min(self._identities, _HIGHEST_USER) - 1 - 2 * slot.number
+            lines = f"0 {commands - 1} 1\n{layout.USER_ID} {commands} 1\n"
         for name in ("uid_map", "gid_map"):
             file = os.open(f"/proc/{pid}/{name}", os.O_WRONLY)
             try:
-                os.write(file, f"{layout.USER_ID} {outside} 1".encode())
+                os.write(file, lines.encode())
             finally:
                 os.close(file)
 

@@ -26,7 +26,7 @@ PR_SET_DUMPABLE = 4
 PR_SET_SECCOMP = 22
 PR_SET_NO_NEW_PRIVS = 38
 
-CAP_SETUID, CAP_SYS_ADMIN = 7, 21
+CAP_CHOWN, CAP_DAC_OVERRIDE, CAP_FOWNER, CAP_KILL, CAP_SETGID, CAP_SETUID, CAP_SYS_ADMIN = 0, 1, 3, 5, 6, 7, 21
 
 # these numbers are the same on every architecture; older calls go through their C library wrappers
 _SYS_CLONE3 = 435
@@ -108,13 +108,14 @@ def prctl(option: int, *values: int | ctypes.Array[ctypes.c_char]) -> None:
     _check(_libc.prctl(option, *words), f"prctl {option}")
 
 
-def drop_capabilities() -> None:
-    """No capability now, and by no_new_privs none to be gained by any later exec."""
+def keep_capabilities(*kept: int) -> None:
+    """Drop every other capability. With no_new_privs no later exec brings one back."""
     prctl(PR_SET_NO_NEW_PRIVS, 1)
     version_3, this_process = 0x20080522, 0
     header = ctypes.create_string_buffer(struct.pack("=Ii", version_3, this_process))
-    nothing = ctypes.create_string_buffer(24)
-    _check(_libc.capset(header, nothing), "capset")
+    mask = sum(1 << capability for capability in kept)
+    sets = ctypes.create_string_buffer(struct.pack("=6I", mask, mask, 0, 0, 0, 0))  # effective, permitted, inheritable
+    _check(_libc.capset(header, sets), "capset")
 
 
 def has_capability(capability: int) -> bool:

@@ -22,7 +22,8 @@ from rollmill.environments.machines.namespace import kernel, layout
 
 _STAGE = "/tmp"  # noqa: S108  any directory that always exists: covered in our own mount namespace only
 _USERLAND = ("usr", "bin", "sbin", "lib", "lib32", "lib64", "libx32", "nix")
-_DEVICES = ("null", "zero", "full", "random", "urandom")
+# /dev/full reads like /dev/zero, but cannot be mapped: memory shared through such a mapping is counted nowhere.
+_DEVICES = {"null": "null", "zero": "full", "full": "full", "random": "random", "urandom": "urandom"}
 _LINKS = {"fd": "/proc/self/fd", "stdin": "fd/0", "stdout": "fd/1", "stderr": "fd/2", "shm": layout.TEMPORARY}
 _ETC = {
     "passwd": f"root:x:0:0::/:/bin/sh\nuser:x:{layout.USER_ID}:{layout.USER_ID}::{layout.TEMPORARY}:/bin/sh\n",
@@ -93,8 +94,8 @@ def _bind_userland(old: Path, new: Path) -> None:
     for name in ("ld.so.cache", "alternatives"):  # programs find their libraries, and Debian's links their programs
         if (old / "etc" / name).exists():
             _bind(old / "etc" / name, new / "etc" / name)
-    for name in _DEVICES:
-        _bind(old / "dev" / name, new / "dev" / name, kernel.MOUNT_ATTR_NOSUID | kernel.MOUNT_ATTR_NOEXEC)
+    for name, source in _DEVICES.items():
+        _bind(old / "dev" / source, new / "dev" / name, kernel.MOUNT_ATTR_NOSUID | kernel.MOUNT_ATTR_NOEXEC)
     for name, target in _LINKS.items():
         (new / "dev" / name).symlink_to(target)
     # the kernel lets a machine mount its own /proc only while a whole one is visible; that one is covered by its own

@@ -1,7 +1,11 @@
-"""A system-call filter for everything inside a machine.
+"""A system-call filter for every command of a machine.
 
-The namespaces already hide the host; this takes away the calls whose only use inside would be to attack the shared
-kernel, and the socket families that a network namespace does not confine (vsock reaches the hypervisor).
+The namespaces already hide the host. The filter refuses the calls whose only use inside would be
+
+- to attack the shared kernel,
+- to reach out of the network namespace (vsock reaches the hypervisor),
+- to act on pid 1 or on another command (limits, priorities, memory, open files), or
+- to hold memory that nobody counts (only where the machine has no control group for memory).
 """
 
 from __future__ import annotations
@@ -15,9 +19,20 @@ from rollmill.environments.machines.namespace import kernel
 
 # name: (x86-64, aarch64)
 _DENIED = {
+    # other processes
     "ptrace": (101, 117),
     "process_vm_readv": (310, 270),
     "process_vm_writev": (311, 271),
+    "process_madvise": (440, 440),
+    "process_mrelease": (448, 448),
+    "kcmp": (312, 272),
+    "pidfd_open": (434, 434),
+    "pidfd_getfd": (438, 438),
+    "pidfd_send_signal": (424, 424),
+    "migrate_pages": (256, 238),
+    "move_pages": (279, 239),
+    "ioprio_set": (251, 30),
+    # mounts and namespaces
     "mount": (165, 40),
     "umount2": (166, 39),
     "pivot_root": (155, 41),
@@ -31,7 +46,9 @@ _DENIED = {
     "fsmount": (432, 432),
     "fspick": (433, 433),
     "mount_setattr": (442, 442),
+    "open_tree_attr": (467, 467),
     "open_by_handle_at": (304, 265),
+    # the kernel's own affairs
     "add_key": (248, 217),
     "request_key": (249, 218),
     "keyctl": (250, 219),
@@ -47,9 +64,30 @@ _DENIED = {
     "kexec_load": (246, 104),
     "kexec_file_load": (320, 294),
 }
+# Allowed on the caller itself: the first argument is a process id, and 0 means "me".
+_ONLY_ON_SELF = {
+    "prlimit64": (302, 261),
+    "sched_setparam": (142, 118),
+    "sched_setscheduler": (144, 119),
+    "sched_setaffinity": (203, 122),
+    "sched_setattr": (314, 274),
+}
+# Memory that belongs to no process: the watchdog, which adds up processes and files, would not see it.
+_UNCOUNTED = {
+    "memfd_create": (319, 279),
+    "memfd_secret": (447, 447),
+    "shmget": (29, 194),
+    "msgget": (68, 186),
+    "semget": (64, 190),
+    "mq_open": (240, 180),
+    "vmsplice": (278, 75),
+}
 _CLONE = (56, 220)
 _CLONE3 = (435, 435)
 _SOCKET = (41, 198)
+_SETPRIORITY = (141, 140)
+_MMAP = (9, 222)
+_FCNTL = (72, 25)
 _AUDIT_ARCH = {"x86_64": 0xC000003E, "aarch64": 0xC00000B7}
 _ARCHITECTURES = tuple(_AUDIT_ARCH)
 _X32_BIT = 0x40000000
@@ -64,12 +102,13 @@ _NAMESPACE_FLAGS = (
     | 0x02000000  # CLONE_NEWCGROUP
 )
 _SOCKET_FAMILIES = (1, 2, 10, 16)  # unix, inet, inet6, netlink: all of them confined by the network namespace
+_MAP_SHARED, _MAP_ANONYMOUS, _MAP_HUGETLB = 0x01, 0x20, 0x40000
+_F_SETPIPE_SZ = 1031
 
 # classic BPF, as in linux/filter.h; offsets into struct seccomp_data
 _LOAD, _JUMP_EQUAL, _JUMP_AT_LEAST, _JUMP_ANY_BIT, _RETURN = 0x20, 0x15, 0x35, 0x45, 0x06
-_NUMBER_AT, _ARCHITECTURE_AT, _ARGUMENT_0_AT = 0, 4, 16
-_ALLOW = 0x7FFF0000
-_REFUSE = 0x00050000
+_NUMBER_AT, _ARCHITECTURE_AT, _ARGUMENTS_AT = 0, 4, 16
+_RETURN_ALLOW, _RETURN_ERRNO = 0x7FFF0000, 0x00050000
 _MODE_FILTER = 2
 
 
@@ -80,43 +119,78 @@ def install(program: bytes) -> None:
     kernel.prctl(kernel.PR_SET_SECCOMP, _MODE_FILTER, ctypes.create_string_buffer(header, len(header)))
 
 
-def build() -> bytes:
-    """The filter for this architecture; empty where we do not know its system calls."""
+def build(*, memory_counted: bool) -> bytes:
+    """The filter for this architecture; empty where we do not know its system calls.
+
+    `memory_counted`: a control group counts all memory of the machine, so shared memory needs no refusal.
+    """
     machine = os.uname().machine
     if machine not in _ARCHITECTURES:
         return b""
     column = _ARCHITECTURES.index(machine)
-    denied = sorted(numbers[column] for numbers in _DENIED.values())
-    refuse = _step(_RETURN, _REFUSE | errno.EPERM)
-    allow = _step(_RETURN, _ALLOW)
     steps = [
         _step(_LOAD, _ARCHITECTURE_AT),
         _step(_JUMP_EQUAL, _AUDIT_ARCH[machine], skip_if_true=1),
-        refuse,  # 32-bit calls have other numbers
+        _REFUSE,  # 32-bit calls have other numbers
         _step(_LOAD, _NUMBER_AT),
         _step(_JUMP_AT_LEAST, _X32_BIT, skip_if_false=1),
-        refuse,
+        _REFUSE,
         # clone3's flags lie behind a pointer a filter cannot follow; told it does not exist, libc falls back to clone
-        _step(_JUMP_EQUAL, _CLONE3[column], skip_if_false=1),
-        _step(_RETURN, _REFUSE | errno.ENOSYS),
-        _step(_JUMP_EQUAL, _CLONE[column], skip_if_false=4),
-        _step(_LOAD, _ARGUMENT_0_AT),
-        _step(_JUMP_ANY_BIT, _NAMESPACE_FLAGS, skip_if_false=1),
-        refuse,
-        allow,
-        _step(_JUMP_EQUAL, _SOCKET[column], skip_if_false=len(_SOCKET_FAMILIES) + 3),
-        _step(_LOAD, _ARGUMENT_0_AT),
-        *(
-            _step(_JUMP_EQUAL, family, skip_if_true=len(_SOCKET_FAMILIES) - index)
-            for index, family in enumerate(_SOCKET_FAMILIES)
-        ),
-        refuse,
-        allow,
+        *_on(_CLONE3[column], [_step(_RETURN, _RETURN_ERRNO | errno.ENOSYS)]),
+        *_on(_CLONE[column], [_argument(0), *_refuse_any_bit(_NAMESPACE_FLAGS), _ALLOW]),
+        *_on(_SOCKET[column], [_argument(0), *_allow_if_equal(*_SOCKET_FAMILIES), _REFUSE]),
+        # setpriority(PRIO_PROCESS = 0, 0 = me): what `nice` does
+        *_on(_SETPRIORITY[column], [*_refuse_unless_zero(0), *_refuse_unless_zero(1), _ALLOW]),
+        *_on(_MMAP[column], _mmap_rule(memory_counted)),
     ]
-    for number in denied:
-        steps += [_step(_JUMP_EQUAL, number, skip_if_false=1), refuse]
-    return b"".join([*steps, allow])
+    for numbers in _ONLY_ON_SELF.values():
+        steps += _on(numbers[column], [*_refuse_unless_zero(0), _ALLOW])
+    denied = dict(_DENIED)
+    if not memory_counted:
+        denied |= _UNCOUNTED
+        steps += _on(_FCNTL[column], [_argument(1), *_refuse_if_equal(_F_SETPIPE_SZ), _ALLOW])
+    for numbers in denied.values():
+        steps += _on(numbers[column], [_REFUSE])
+    return b"".join([*steps, _ALLOW])
+
+
+def _mmap_rule(memory_counted: bool) -> list[bytes]:
+    """Huge pages come from a pool that no control group counts."""
+    rule = [_argument(3), *_refuse_any_bit(_MAP_HUGETLB)]
+    if not memory_counted:
+        rule += [_step(_JUMP_ANY_BIT, _MAP_ANONYMOUS, skip_if_true=1), _ALLOW, *_refuse_any_bit(_MAP_SHARED)]
+    return [*rule, _ALLOW]
+
+
+def _on(number: int, rule: list[bytes]) -> list[bytes]:
+    """`rule` decides this system call; it must return on every path. Otherwise the call's number stays loaded."""
+    return [_step(_JUMP_EQUAL, number, skip_if_false=len(rule)), *rule]
+
+
+def _argument(index: int) -> bytes:
+    """Load the low half of an argument: all that the kernel reads of an int."""
+    return _step(_LOAD, _ARGUMENTS_AT + 8 * index)
+
+
+def _refuse_any_bit(bits: int) -> list[bytes]:
+    return [_step(_JUMP_ANY_BIT, bits, skip_if_false=1), _REFUSE]
+
+
+def _refuse_if_equal(value: int) -> list[bytes]:
+    return [_step(_JUMP_EQUAL, value, skip_if_false=1), _REFUSE]
+
+
+def _refuse_unless_zero(argument: int) -> list[bytes]:
+    return [_argument(argument), _step(_JUMP_EQUAL, 0, skip_if_true=1), _REFUSE]
+
+
+def _allow_if_equal(*values: int) -> list[bytes]:
+    return [step for value in values for step in (_step(_JUMP_EQUAL, value, skip_if_false=1), _ALLOW)]
 
 
 def _step(code: int, value: int, skip_if_true: int = 0, skip_if_false: int = 0) -> bytes:
     return struct.pack("=HBBI", code, skip_if_true, skip_if_false, value)
+
+
+_ALLOW = _step(_RETURN, _RETURN_ALLOW)
+_REFUSE = _step(_RETURN, _RETURN_ERRNO | errno.EPERM)

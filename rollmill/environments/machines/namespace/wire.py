@@ -1,8 +1,10 @@
-"""Frames on a machine's socket: a small JSON header and raw bytes, each with its length in front."""
+"""Frames on a machine's socket: a small, strict JSON header and raw bytes, each with its length in front."""
 
 from __future__ import annotations
 
+import errno
 import json
+import math
 import socket
 import struct
 from typing import Any
@@ -17,7 +19,15 @@ class WireError(Exception):
 
 
 def pack(header: dict[str, Any], body: bytes = b"") -> bytes:
-    text = json.dumps(header, separators=(",", ":")).encode()
+    """OSError for what no frame can carry: EINVAL, E2BIG or EFBIG."""
+    try:
+        text = json.dumps(header, separators=(",", ":"), allow_nan=False).encode()
+    except (TypeError, ValueError, RecursionError) as error:
+        raise OSError(errno.EINVAL, f"this cannot be asked of a machine: {error}") from None
+    if len(text) > MAX_HEADER:
+        raise OSError(errno.E2BIG, f"arguments of {len(text)} bytes; at most {MAX_HEADER}")
+    if len(body) > MAX_BODY:
+        raise OSError(errno.EFBIG, f"{len(body)} bytes of data; at most {MAX_BODY}")
     return LENGTHS.pack(len(text), len(body)) + text + body
 
 
@@ -30,12 +40,19 @@ def unpack_lengths(data: bytes) -> tuple[int, int]:
 
 def unpack_header(data: bytes) -> dict[str, Any]:
     try:
-        header = json.loads(data)
+        header = json.loads(data, parse_float=_finite, parse_constant=_finite)
     except (ValueError, RecursionError):
         raise WireError("a header that is not JSON") from None
     if not isinstance(header, dict):
         raise WireError("a header that is not an object")
     return header
+
+
+def _finite(text: str) -> float:
+    number = float(text)
+    if not math.isfinite(number):
+        raise ValueError(f"{text} is not a finite number")
+    return number
 
 
 def receive(connection: socket.socket) -> tuple[dict[str, Any], bytes] | None:

@@ -1,0 +1,59 @@
+"""What a machine uses, as its pid 1 counts it where no control group does.
+
+Counted are the private memory of every command (each process whole, also what it still shares with the one it was
+forked from), all files, and for open files and sockets the most that their buffers can hold. Other kinds of memory are
+refused by the filter of system calls (seccomp.py), and /dev/zero cannot be mapped (root.py).
+"""
+
+from __future__ import annotations
+
+import os
+from typing import Literal, NamedTuple
+
+from rollmill.environments.machines.namespace import layout
+
+_PAGE = os.sysconf("SC_PAGE_SIZE")
+_PIPE_BYTES = 16 * _PAGE  # the kernel's default, which the filter lets nobody change
+_SOCKET_BYTES = 2 * 212992  # net.core.wmem_max, which the kernel doubles
+
+
+class Watchdog(NamedTuple):
+    processes: int
+    memory: int | None  # None: a control group bounds it
+    sockets: int  # an open /proc/net/sockstat, whose name is hidden from here on (agent.py)
+
+    def exceeded(self) -> Literal["memory", "processes"] | None:
+        commands = [int(name) for name in os.listdir("/proc") if name.isdigit() and name != "1"]
+        if len(commands) > self.processes:
+            return "processes"
+        if self.memory is None:
+            return None
+        used = sum(map(_private, commands)) + _files() + self._buffers(commands)
+        return "memory" if used > self.memory else None
+
+    def _buffers(self, commands: list[int]) -> int:
+        sockets = int(os.pread(self.sockets, 256, 0).split()[2])  # "sockets: used 3\nTCP: …"
+        return sum(map(_open_files, commands)) * _PIPE_BYTES + sockets * _SOCKET_BYTES
+
+
+def _private(pid: int) -> int:
+    try:
+        with open(f"/proc/{pid}/statm", "rb") as statm:
+            _, resident, shared, *_ = statm.read().split()
+            return (int(resident) - int(shared)) * _PAGE
+    except (OSError, ValueError):
+        return 0  # it has just ended
+
+
+def _open_files(pid: int) -> int:
+    """Beyond the standard streams. The directory's size is their number since Linux 6.2; older kernels say 0, and
+    bound the pipes of a user at 64 MiB."""
+    try:
+        return max(os.stat(f"/proc/{pid}/fd").st_size - 3, 0)
+    except OSError:
+        return 0
+
+
+def _files() -> int:
+    status = [os.statvfs(directory) for directory in (layout.WORK, layout.TEMPORARY)]
+    return sum((status.f_blocks - status.f_bfree) * status.f_frsize for status in status)
