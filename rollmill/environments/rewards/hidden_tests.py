@@ -7,22 +7,30 @@ The expected values never enter a machine. A fresh one gets the task's pristine 
 small driver and the *inputs*; it sends back what the calls returned, as plain data, and the comparison happens here. So
 code that prints a verdict, overrides `__eq__`, patches `json` or the clock, exits early, leaves a process behind or
 searches the driver's memory has nothing to gain: to be counted right it must return the right values.
+
+A value is right if it and all its parts have the expected types too: 1, 1.0 and True are three values. A tuple counts
+as a list, because JSON has no tuples. A number that is not finite is never right.
 """
 
 from __future__ import annotations
 
 import json
+import math
 import secrets
 from typing import Any, NamedTuple
 
 from pydantic import Field
 
 from rollmill.config import Config
-from rollmill.environments.machine import ExecResult, MachineHost
+from rollmill.environments.machine import ExecResult, Machine, MachineHost
 from rollmill.environments.reward import Submission
 from rollmill.environments.task import Task
 from rollmill.errors import MachineError, TaskError
 from rollmill.types import Reward
+
+_START_S = 20.0  # for a machine's Python to start
+_MAX_TEXT = 500  # characters of one value in the evidence
+_MAX_OUTPUT = 1000  # characters of what the submitted code printed
 
 # Runs in the machine. Each result is a line of its own that starts with a word drawn for this run, so that nothing the
 # candidate prints by accident is taken for one. Only plain data leaves: exact types, so no overridden methods.
@@ -31,6 +39,8 @@ import importlib.util, json, os, sys
 work = json.load(sys.stdin)
 def plain(value):
     kind = type(value)
+    if kind is float and value - value != 0:
+        raise ValueError("returned " + repr(value))
     if value is None or kind in (bool, int, float, str):
         return value
     if kind in (list, tuple):
@@ -45,7 +55,9 @@ def attempt(call):
         return {"error": type(error).__name__ + ": " + str(error)[:200]}
 def tell(index, outcome):
     sys.stdout.flush()
-    os.write(1, ("\\n" + work["word"] + " " + json.dumps([index, outcome]) + "\\n").encode())
+    text = attempt(lambda: json.dumps([index, outcome]))
+    text = text if type(text) is str else json.dumps([index, text])
+    os.write(1, ("\\n" + work["word"] + " " + text + "\\n").encode())
 def load():
     sys.path[0] = os.path.dirname(work["path"])
     spec = importlib.util.spec_from_file_location(work["name"], work["path"])
@@ -53,7 +65,6 @@ def load():
     sys.modules[work["name"]] = module
     spec.loader.exec_module(module)
     return {"function": getattr(module, work["function"])}
-tell(-1, {})
 loaded = attempt(load)
 for index, arguments in enumerate(work["inputs"]):
     if "error" in loaded:
@@ -89,10 +100,16 @@ class HiddenTests:
         declared = {path: submission[path] for path in task.submission if path in submission}
         if calls.module in task.submission and calls.module not in declared:
             return self._reward(calls, {}, {"missing": calls.module})
-        files = {path: text.encode() for path, text in task.files.items()} | declared
         word = secrets.token_hex(8)
-        machine = await machines.create(task.image, files)
+        machine = await machines.create(task.image, {path: text.encode() for path, text in task.files.items()})
         try:
+            await _check_python(machine, task, word)
+            # from here on the submitted code is in the machine, and whatever happens to it is graded
+            try:
+                for path, data in declared.items():
+                    await machine.write(path, data)
+            except OSError as error:
+                return self._reward(calls, {}, {"unwritable": _text(str(error))})
             result = await machine.exec(
                 ["python", "-c", _DRIVER],
                 cwd="/",
@@ -103,20 +120,18 @@ class HiddenTests:
         finally:
             await machine.close()
         outcomes, printed = _split(result, word)
-        if -1 not in outcomes and result.stopped is None:
-            # the driver speaks before it touches the candidate, so this is nothing the candidate did
-            raise MachineError(f"grading of {task.id} did not start (exit {result.exit_code}): {printed[-500:]}")
-        evidence = {"exit_code": result.exit_code, "stopped": result.stopped, "output": printed[-1000:]}
+        evidence = {"exit_code": result.exit_code, "stopped": result.stopped, "output": printed[-_MAX_OUTPUT:]}
         return self._reward(calls, outcomes, evidence)
 
     def _reward(self, calls: _Calls, outcomes: dict[int, Any], evidence: dict[str, Any]) -> Reward:
         right = 0
         for index, expected in enumerate(calls.expected):
             outcome = outcomes.get(index, {"error": "no result"})
-            if "value" in outcome and outcome["value"] == expected:
+            if "value" in outcome and _same(outcome["value"], expected):
                 right += 1
             elif "first_wrong" not in evidence:
-                evidence["first_wrong"] = {"arguments": calls.inputs[index], "expected": expected, "outcome": outcome}
+                wrong = {"arguments": calls.inputs[index], "expected": expected, "outcome": outcome}
+                evidence["first_wrong"] = {name: _text(value) for name, value in wrong.items()}
         fraction = right / len(calls.expected)
         return Reward(
             value=1.0 if right == len(calls.expected) else 0.0,
@@ -126,20 +141,48 @@ class HiddenTests:
         )
 
 
+async def _check_python(machine: Machine, task: Task, word: str) -> None:
+    """MachineError if Python does not start in a machine that nobody has touched yet."""
+    result = await machine.exec(["python", "-c", f"print({word!r})"], cwd="/", timeout_s=_START_S)
+    if result.output.decode("utf-8", "replace").strip() != word:
+        printed = result.output[-_MAX_TEXT:].decode("utf-8", "replace")
+        raise MachineError(f"grading of {task.id} did not start (exit {result.exit_code}): {printed}")
+
+
+def _same(value: Any, expected: Any) -> bool:
+    """Equal, and of the same types all the way down: Python finds True == 1 == 1.0."""
+    if type(value) is not type(expected):
+        return False
+    if isinstance(value, list):
+        return len(value) == len(expected) and all(map(_same, value, expected))
+    if isinstance(value, dict):
+        return value.keys() == expected.keys() and all(_same(value[key], expected[key]) for key in expected)
+    return bool(value == expected)
+
+
+def _text(value: Any) -> str:
+    """A value as it stands in the evidence: bounded, and ASCII, whatever strings it holds."""
+    try:
+        text = json.dumps(value)
+    except (ValueError, RecursionError):
+        return "a value that cannot be shown"
+    return text if len(text) <= _MAX_TEXT else f"{text[:_MAX_TEXT]}… ({len(text)} characters)"
+
+
 def _parse(task: Task) -> _Calls:
     grading = task.grading
     try:
         if grading["kind"] != "calls":
             raise ValueError(f"kind {grading['kind']!r} is not 'calls'")
         # through JSON, as the results come: a tuple is a list on both sides
-        cases = json.loads(json.dumps(grading["cases"]))
+        cases = _loads(json.dumps(grading["cases"], allow_nan=False))
         calls = _Calls(
             module=str(grading["module"]),
             function=str(grading["function"]),
             inputs=[list(arguments) for arguments, _ in cases],
             expected=[expected for _, expected in cases],
         )
-    except (KeyError, TypeError, ValueError) as error:
+    except (KeyError, TypeError, ValueError, RecursionError) as error:
         raise TaskError(
             f"task {task.id}: its grading cannot be read: {error!r}",
             hint='it needs {"kind": "calls", "module", "function", "cases": [[arguments, expected], …]}',
@@ -159,14 +202,26 @@ def _split(result: ExecResult, word: str) -> tuple[dict[int, Any], str]:
     """The outcomes by case, and whatever else was printed. Untrusted: what is not of the right form is not a result."""
     outcomes: dict[int, Any] = {}
     printed = []
-    for line in result.output.decode("utf-8", "replace").splitlines():
+    for line in result.output.decode("utf-8", "replace").replace("\0", "\ufffd").splitlines():
         if not line.startswith(word):
             printed.append(line)
             continue
         try:
-            index, outcome = json.loads(line[len(word) :])
+            index, outcome = _loads(line[len(word) :])
         except (ValueError, TypeError, RecursionError):
             continue
         if isinstance(outcome, dict) and type(index) is int:
             outcomes[index] = outcome
     return outcomes, "\n".join(line for line in printed if line)
+
+
+def _loads(text: str) -> Any:
+    """Strict JSON; ValueError for NaN, Infinity and for numbers such as 1e999 that become infinite."""
+    return json.loads(text, parse_float=_finite, parse_constant=_finite)
+
+
+def _finite(text: str) -> float:
+    number = float(text)
+    if not math.isfinite(number):
+        raise ValueError(f"{text} is not a finite number")
+    return number

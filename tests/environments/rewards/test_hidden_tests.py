@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from typing import Any
 
 import pytest
@@ -37,7 +38,11 @@ async def test_right_and_wrong(host: NamespaceHost) -> None:
     assert "noise" in right.evidence["output"] and "first_wrong" not in right.evidence
     wrong = await grade(host, f"def f(x):\n    return {OFFSET + 3} if x < 5 else x + {OFFSET}\n")
     assert wrong.value == 0.0 and wrong.parts["cases"] == pytest.approx(2 / 3)
-    assert wrong.evidence["first_wrong"] == {"arguments": [0], "expected": OFFSET, "outcome": {"value": OFFSET + 3}}
+    assert wrong.evidence["first_wrong"] == {
+        "arguments": "[0]",
+        "expected": str(OFFSET),
+        "outcome": f'{{"value": {OFFSET + 3}}}',
+    }
 
 
 async def test_plain_data_of_every_kind_is_compared(host: NamespaceHost) -> None:
@@ -45,6 +50,102 @@ async def test_plain_data_of_every_kind_is_compared(host: NamespaceHost) -> None
     task = make_task([[[index], value] for index, value in enumerate(values)])
     reward = await grade(host, f"def f(i):\n    return {values!r}[i]\n", task)
     assert reward.value == 1.0, reward.evidence
+
+
+@pytest.mark.parametrize(
+    ("expected", "wrong"),
+    [
+        (1, "True"),
+        (1, "1.0"),
+        (True, "1"),
+        (0, "False"),
+        (2.0, "2"),
+        (None, "0"),
+        ([1, [0]], "[1, [False]]"),
+        ({"a": [1]}, "{'a': [1.0]}"),
+        ([1, 2], "[1]"),
+        ([1], "[1, 2]"),
+        ({"a": 1}, "{'a': 1, 'b': 1}"),
+        ({"a": 1}, "{}"),
+        ("1", "1"),
+    ],
+)
+async def test_a_value_of_another_type_is_wrong(host: NamespaceHost, expected: Any, wrong: str) -> None:
+    task = make_task([[[0], expected]])
+    assert (await grade(host, f"def f(x):\n    return {wrong}\n", task)).value == 0.0
+    assert (await grade(host, f"def f(x):\n    return {expected!r}\n", task)).value == 1.0
+
+
+UNSTORABLE = {
+    "infinity": "float('inf')",
+    "minus infinity": "1e999 * -1",
+    "not a number": "float('nan')",
+    "nested": "{'a': [1, {'b': float('inf')}]}",
+    "a huge integer": "10 ** 100_000",
+    "half a surrogate pair": "{'\\ud800': ['\\udfff']}",
+    "NUL": "'\\0'",
+    "a long text": "'x' * 100_000",
+    "a long list": "list(range(20_000))",
+    "a cycle": "cycle",
+    "a deep list": "deep",
+    "a set": "{1}",
+    "bytes": "b'x'",
+    "a number of its own": "type('N', (float,), {})('inf')",
+    "raises infinity": "raise_(float('inf'))",
+    "raises surrogates": "raise_('\\ud800' * 9999)",
+}
+_UNSTORABLE = """
+cycle = []
+cycle.append(cycle)
+deep = []
+for _ in range(900): deep = [deep]
+def raise_(value): raise ValueError(value)
+def f(x): return {value}
+"""
+
+
+@pytest.mark.parametrize("value", UNSTORABLE.values(), ids=UNSTORABLE)
+async def test_evidence_is_bounded_text_whatever_is_returned(host: NamespaceHost, value: str) -> None:
+    reward = await grade(host, _UNSTORABLE.replace("{value}", value))
+    check_storable(reward)
+
+
+FORGED = {
+    "infinity": "Infinity",
+    "a large exponent": "1e999",
+    "not a number": "[NaN]",
+    "digits": "9" * 5000,
+    "depth": "[" * 5000 + "]" * 5000,
+    "surrogates": '"\\ud800"',
+    "no JSON": "{",
+}
+
+
+@pytest.mark.parametrize("value", FORGED.values(), ids=FORGED)
+async def test_forged_results_are_read_strictly(host: NamespaceHost, value: str) -> None:
+    """Submitted code knows the driver's word, and can write anything behind it."""
+    source = (
+        "import sys, os\n"
+        "frame = sys._getframe()\n"
+        "while 'work' not in frame.f_globals: frame = frame.f_back\n"
+        f"value = {value!r}\n"
+        "word = frame.f_globals['work']['word']\n"
+        "for i in range(3): os.write(1, f'\\n{word} [{i}, {{\"value\": {value}}}]\\n'.encode())\n"
+        "os.write(1, f'\\n{word} {value}\\n{word} [1e999, {{}}]\\n{word} [-1, {{}}]\\n'.encode())\n"
+        "os._exit(0)\n"
+    )
+    check_storable(await grade(host, source))
+
+
+def check_storable(reward: Reward) -> None:
+    assert reward.value == 0.0
+    stored = json.dumps(reward.evidence, ensure_ascii=False, allow_nan=False)
+    assert len(stored.encode()) < 10_000 and "\\u0000" not in stored.replace("\\\\u0000", "")
+
+
+async def test_a_submission_that_does_not_fit_is_worth_nothing(host: NamespaceHost) -> None:
+    reward = await HiddenTests().grade(make_task(), {"main.py": b"#" * (17 << 20)}, host)
+    assert reward.value == 0.0 and "No space left" in reward.evidence["unwritable"]
 
 
 BROKEN = {
@@ -196,7 +297,17 @@ async def test_a_failure_of_the_infrastructure_is_never_a_reward(host: Namespace
 
 
 @pytest.mark.parametrize(
-    "grading", [{"kind": "magic"}, {"cases": []}, {"cases": [[1]]}, {"cases": None}, {"cases": [[[object()], 1]]}]
+    "grading",
+    [
+        {"kind": "magic"},
+        {"cases": []},
+        {"cases": [[1]]},
+        {"cases": None},
+        {"cases": [[[object()], 1]]},
+        {"cases": [[[1], float("nan")]]},
+        {"cases": [[[float("inf")], 1]]},
+        {"cases": [[[1], 10**5000]]},
+    ],
 )
 async def test_grading_that_cannot_run_is_the_tasks_fault(host: NamespaceHost, grading: dict[str, Any]) -> None:
     with pytest.raises(TaskError):

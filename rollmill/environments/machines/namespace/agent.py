@@ -2,8 +2,8 @@
 
 Commands cannot reach it. Where the host has user ids to give, it runs as another user than they do. Its /proc directory
 is covered, its socket is closed in them, the kernel shields pid 1 from signals of its own tree, and the filter refuses
-the calls that act on other processes. It keeps only the capabilities to start commands, end them, and handle their
-files; all of them end at the machine's own user namespace.
+the calls that act on other processes. It handles files as the commands' user, and keeps only the capabilities to
+become that user and to end commands.
 
     request                                    reply
     {"op": "exec", "argv", "cwd", "env", …}    {"exit_code", "truncated", "stopped", "seconds"} + output
@@ -16,24 +16,19 @@ files; all of them end at the machine's own user namespace.
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import os
 import resource
 import signal
 import socket
+from collections.abc import Iterator
 from typing import Any, NamedTuple, NoReturn
 
 from rollmill.environments.machines.namespace import command, files, kernel, layout, wire
 from rollmill.environments.machines.namespace.memory import Watchdog
 
-_CAPABILITIES = (
-    kernel.CAP_CHOWN,
-    kernel.CAP_DAC_OVERRIDE,
-    kernel.CAP_FOWNER,
-    kernel.CAP_KILL,
-    kernel.CAP_SETGID,
-    kernel.CAP_SETUID,
-)
+_CAPABILITIES = (kernel.CAP_KILL, kernel.CAP_SETGID, kernel.CAP_SETUID)
 
 
 class Limits(NamedTuple):
@@ -107,11 +102,32 @@ def _lock_in(limits: Limits) -> Watchdog:
     sockets = os.open("/proc/net/sockstat", os.O_RDONLY | os.O_CLOEXEC)
     kernel.mount(layout.CODE, "/proc/1", None, kernel.MS_BIND)  # an empty directory by now
     kernel.sethostname("machine")
-    kernel.prctl(kernel.PR_SET_PDEATHSIG, signal.SIGKILL)
-    kernel.keep_capabilities(*_CAPABILITIES)
-    kernel.prctl(kernel.PR_SET_DUMPABLE, 0)
+    kernel.keep_capabilities(*(_CAPABILITIES if limits.own_user else ()))
+    _protect()
     os.chdir(layout.WORK)
     return Watchdog(limits.processes, None if limits.memory_counted else limits.memory, sockets)
+
+
+def _protect() -> None:
+    """Nobody may trace pid 1, and it ends with the machine host. The kernel forgets both when the user changes."""
+    kernel.prctl(kernel.PR_SET_PDEATHSIG, signal.SIGKILL)
+    kernel.prctl(kernel.PR_SET_DUMPABLE, 0)
+
+
+@contextlib.contextmanager
+def _as_user(own_user: bool) -> Iterator[None]:
+    """Act as the commands' user. None of them is running: they could reach pid 1 now."""
+    if not own_user:
+        yield
+        return
+    os.setegid(layout.USER_ID)
+    os.seteuid(layout.USER_ID)
+    try:
+        yield
+    finally:
+        os.seteuid(0)
+        os.setegid(0)
+        _protect()
 
 
 def _serve(connection: socket.socket, limits: Limits, watchdog: Watchdog) -> None:
@@ -125,7 +141,8 @@ def _serve(connection: socket.socket, limits: Limits, watchdog: Watchdog) -> Non
                 )
                 reply, data = command.run(order, confinement, connection, watchdog)
             else:
-                reply, data = _handle_files(header, body)
+                with _as_user(limits.own_user):
+                    reply, data = _handle_files(header, body)
         except OSError as error:
             reply, data = {"errno": error.errno or errno.EIO, "path": error.filename}, b""
             if header["op"] == "exec":  # what a command causes ends up in its result: this failed before it began

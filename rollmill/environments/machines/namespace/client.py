@@ -151,10 +151,12 @@ class NamespaceMachine:
             self._pending = asyncio.create_task(self._exchange(frame, timeout_s))
             answer = await asyncio.shield(self._pending)
             if answer is None:
-                return await self._lose("it does not answer", self._begun)
+                await self._lose("it does not answer", self._begun)
+                return None
             reply, data = answer
             if "error" in reply:
-                return await self._lose(reply["error"], begun_before)
+                await self._lose(reply["error"], begun_before)
+                return None
         if "errno" in reply:
             raise OSError(reply["errno"], os.strerror(reply["errno"]), reply.get("path"))
         return reply, data

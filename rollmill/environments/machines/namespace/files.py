@@ -1,7 +1,4 @@
-"""Reading and writing a machine's files from inside it: links lead to where they lead there, never out of it.
-
-Pid 1 may be another user than the commands. It reads what they made unreadable, and what it writes belongs to them.
-"""
+"""Reading and writing a machine's files from inside it: links lead to where they lead there, never out of it."""
 
 from __future__ import annotations
 
@@ -12,8 +9,6 @@ import os
 import stat
 from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING
-
-from rollmill.environments.machines.namespace import layout
 
 if TYPE_CHECKING:
     import tarfile
@@ -33,9 +28,9 @@ def write_all(entries: Sequence[Sequence[str | int]], body: bytes) -> None:
     start = 0
     for path, size in entries:
         assert isinstance(path, str) and isinstance(size, int)
-        _make_directories(os.path.dirname(path))
+        if parent := os.path.dirname(path):
+            os.makedirs(parent, exist_ok=True)
         with _open_regular(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC) as file:
-            os.fchown(file, layout.USER_ID, layout.USER_ID)
             _write_fully(file, body[start : start + size])
         start += size
 
@@ -60,7 +55,7 @@ def unpack_directory(directory: str, data: bytes) -> None:
         for member in archive:
             path = os.path.join(directory, os.path.normpath("/" + member.name)[1:])
             if member.isdir():
-                _make_directories(path)
+                os.makedirs(path, exist_ok=True)
             elif member.isreg():
                 content = archive.extractfile(member)
                 assert content is not None
@@ -81,13 +76,6 @@ def _pack(archive: tarfile.TarFile, path: str, directory: str, room: int) -> Non
         content = read(path, room)
         member.size = len(content)
         archive.addfile(member, io.BytesIO(content))
-
-
-def _make_directories(path: str) -> None:
-    if path and not os.path.isdir(path):
-        _make_directories(os.path.dirname(path))
-        os.mkdir(path)
-        os.chown(path, layout.USER_ID, layout.USER_ID)
 
 
 @contextlib.contextmanager
