@@ -1,20 +1,14 @@
-"""Configuration, events and errors: what a user sees when something is mistyped, cut short or full."""
+"""Configuration and errors: what a user sees when something is mistyped."""
 
 from __future__ import annotations
 
-import json
-import subprocess
-import sys
-import threading
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Annotated, Literal
 
-import numpy as np
 import pytest
 from pydantic import Field, ValidationError
 
-from rollmill import telemetry
 from rollmill.cluster.run import RunConfig
 from rollmill.config import Config, load_config
 from rollmill.errors import ConfigError, GatewayError, ObjectMissing, RollmillError, StorageError
@@ -156,94 +150,3 @@ def test_errors_carry_boundary_message_and_hint() -> None:
     assert str(ObjectMissing("no object 'a'")) == "storage: no object 'a'"  # not KeyError's quoted repr
     assert isinstance(ObjectMissing("x"), KeyError) and isinstance(ConfigError("x"), ValueError)
     assert GatewayError("x", status=401).status == 401 and issubclass(GatewayError, RollmillError)
-
-
-@pytest.fixture
-def events(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    monkeypatch.setattr(telemetry, "_file", None)
-    monkeypatch.setattr(telemetry, "_process", "main")
-    return tmp_path / "events"
-
-
-def test_events_go_nowhere_before_they_are_opened(events: Path) -> None:
-    telemetry.emit("step", step=1)
-    assert not events.exists() and telemetry.read_events(events) == []
-
-
-def test_events_are_read_back_in_time_order_with_numbers_as_numbers(events: Path) -> None:
-    telemetry.open_events(events, "trainer")
-    telemetry.emit("step", step=np.int64(1), reward=np.float32(0.5), path=Path("x"))
-    with telemetry.busy("step", step=2):
-        pass
-    (events / "engine.jsonl").write_text(json.dumps({"at": 0.0, "process": "engine", "kind": "engine"}) + "\n")
-    first, second, third = telemetry.read_events(events)
-    assert first["kind"] == "engine"
-    assert (second["process"], second["step"], second["reward"], second["path"]) == ("trainer", 1, 0.5, "x")
-    assert third["what"] == "step" and third["start"] <= third["end"] <= third["at"]
-
-
-def test_busy_is_recorded_when_the_work_fails(events: Path) -> None:
-    telemetry.open_events(events, "trainer")
-    with pytest.raises(RuntimeError), telemetry.busy("step"):
-        raise RuntimeError
-    assert [event["what"] for event in telemetry.read_events(events)] == ["step"]
-
-
-def test_a_line_cut_short_costs_only_itself(events: Path) -> None:
-    events.mkdir()
-    good = json.dumps({"at": 1.0, "process": "engine", "kind": "a"}) + "\n"
-    (events / "engine.jsonl").write_bytes(good.encode() + b'{"at": 2.0, "kind": "b", "tex\xc3')
-    telemetry.open_events(events, "engine")  # the process is started again after the crash
-    telemetry.emit("c")
-    (events / "other.jsonl").write_text('17\n[]\n{"kind": "no time"}\n')
-    assert [event["kind"] for event in telemetry.read_events(events)] == ["a", "c"]
-
-
-def test_threads_do_not_interleave(events: Path) -> None:
-    telemetry.open_events(events, "gateway")
-    writers = [
-        threading.Thread(target=lambda: [telemetry.emit("x", text="y" * 3000) for _ in range(100)]) for _ in range(4)
-    ]
-    for writer in writers:
-        writer.start()
-    for writer in writers:
-        writer.join()
-    assert len(telemetry.read_events(events)) == 400
-
-
-def test_tail_returns_only_what_is_new(events: Path) -> None:
-    tail = telemetry.EventTail(events)
-    assert tail.poll() == []
-    telemetry.open_events(events, "trainer")
-    telemetry.emit("a")
-    assert [event["kind"] for event in tail.poll()] == ["a"]
-    telemetry.emit("b")
-    with (events / "trainer.jsonl").open("a") as file:
-        file.write('{"at": 9e9, "kind"')
-    assert [event["kind"] for event in tail.poll()] == ["b"]
-    with (events / "trainer.jsonl").open("a") as file:
-        file.write(': "c"}\n')
-    assert [event["kind"] for event in tail.poll()] == ["c"]
-    assert tail.poll() == []
-
-
-def test_tail_starts_over_when_a_run_does(events: Path) -> None:
-    telemetry.open_events(events, "trainer")
-    telemetry.emit("a", text="x" * 100)
-    tail = telemetry.EventTail(events)
-    tail.poll()
-    (events / "trainer.jsonl").write_text(json.dumps({"at": 1.0, "kind": "fresh"}) + "\n")
-    assert [event["kind"] for event in tail.poll()] == ["fresh"]
-
-
-def test_a_full_disk_does_not_stop_the_work(events: Path) -> None:
-    full = Path("/dev/full")
-    if not full.exists():  # only Linux has it; elsewhere there is no honest way to fill a disk here
-        return
-    script = (
-        "from pathlib import Path; from rollmill import telemetry\n"
-        f"telemetry.open_events(Path({str(events)!r}), 'trainer')\n"
-        "telemetry._file = open('/dev/full', 'ab', buffering=0)\n"
-        "telemetry.emit('step', step=1)\n"
-    )
-    subprocess.run([sys.executable, "-c", script], check=True, timeout=60)
