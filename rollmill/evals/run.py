@@ -5,15 +5,15 @@ from __future__ import annotations
 import asyncio
 import secrets
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass
 
 from rollmill import telemetry
 from rollmill.environments.task import Task, TaskSet
-from rollmill.errors import RollmillError
+from rollmill.errors import RollmillError, TaskError
 from rollmill.evals.statistics import clustered_interval
 from rollmill.evals.suite import Cell, EvalConfig
-from rollmill.rollouts.rollout import Outcome, RolloutContext, run_rollout
+from rollmill.rollouts.rollout import Outcome, RolloutContext, rollout_seed, run_rollout
 from rollmill.types import Sampling
 
 MAX_FAILED_SHARE = 0.05
@@ -39,58 +39,133 @@ class EvalResult:
 
 @dataclass(frozen=True)
 class Examination:
-    """What is evaluated: weights at least as new as `version`, recorded under the run's name and `label`."""
+    """What is evaluated: weights at least as new as `version`, recorded under the run's id and `label`.
+
+    Every attempt's sampling seed follows from `seed`, its task and its number. So two versions of one run meet the
+    same draws, and an evaluation that is repeated samples the same tokens.
+    """
 
     run: str
     label: str
     version: int
     max_answer_tokens: int
+    seed: int
+
+
+@dataclass(frozen=True)
+class Progress:
+    """How far an evaluation is. `total` counts the attempts of all cells."""
+
+    done: int
+    total: int
+    seconds_left: float | None  # at the pace so far; None before the first attempt has ended
+
+
+OnProgress = Callable[[Progress], None]
+PROGRESS_EVERY_S = 0.5
+
+
+class _Counter:
+    """Counts attempts that ended; emits `eval_progress` and calls `on_progress` at most twice per second."""
+
+    def __init__(self, label: str, total: int, on_progress: OnProgress | None) -> None:
+        self._label, self._total, self._on_progress = label, total, on_progress
+        self._done = 0
+        self._started = time.monotonic()
+        self._tell()
+
+    def count(self) -> None:
+        self._done += 1
+        if self._done == self._total or time.monotonic() - self._told_at >= PROGRESS_EVERY_S:
+            self._tell()
+
+    def _tell(self) -> None:
+        self._told_at = time.monotonic()
+        pace = (self._told_at - self._started) / self._done if self._done else None
+        left = None if pace is None else pace * (self._total - self._done)
+        progress = Progress(self._done, self._total, left)
+        telemetry.emit("eval_progress", label=self._label, **asdict(progress))
+        if self._on_progress is not None:
+            self._on_progress(progress)
 
 
 async def run_eval(
-    context: RolloutContext, tasks: TaskSet, config: EvalConfig, examination: Examination
+    context: RolloutContext,
+    tasks: TaskSet,
+    config: EvalConfig,
+    examination: Examination,
+    on_progress: OnProgress | None = None,
 ) -> list[EvalResult]:
     """Evaluate every cell of the suite."""
     await context.gateway.wait_until_serving(examination.version)
-    slots = asyncio.Semaphore(config.concurrency)
+    cells = [(cell, tasks.heldout(cell.split, cell.tasks)) for cell in config.cells()]
+    for cell, suite in cells:
+        if not suite:
+            raise TaskError(f"the task set has no tasks in the split {cell.split!r}", hint="leave it out of [evals]")
+    counter = _Counter(examination.label, sum(cell.attempts * len(suite) for cell, suite in cells), on_progress)
     results = []
-    for cell in config.cells():
+    for cell, suite in cells:
         started = time.time()
-        suite = tasks.heldout(cell.split, cell.tasks)
-        # an evaluation that is run again, after a crash say, is a new set of trajectories
-        prefix = f"{examination.run}-{examination.label}-{secrets.token_hex(3)}-{cell.split}-{cell.mode}"
-        attempts = (
-            _attempt_task(context, task, cell, examination, f"{prefix}-{index:04d}", slots)
-            for index, task in enumerate(suite)
-        )
-        outcomes = dict(zip((task.id for task in suite), await asyncio.gather(*attempts), strict=True))
+        outcomes = await _attempt_cell(context, cell, suite, examination, config.concurrency, counter)
         result = _summarise(outcomes, cell, examination, time.time() - started)
         telemetry.emit("eval", **asdict(result))
         results.append(result)
     return results
 
 
-async def _attempt_task(
-    context: RolloutContext, task: Task, cell: Cell, examination: Examination, group: str, slots: asyncio.Semaphore
-) -> list[Outcome]:
-    run = f"{examination.run}/eval-{examination.label}"
-    ids = [f"{group}-{attempt}" for attempt in range(cell.attempts)]
-    provenance = {"family": task.family, "split": task.split, "image": task.image, "mode": cell.mode}
-    facts = {"run": run, "group_id": group, "provenance": provenance}
-    sampling = Sampling(temperature=1.0 if cell.mode == "sampled" else 0.0, max_tokens=examination.max_answer_tokens)
-    await asyncio.to_thread(context.trajectories.create, run, group, task.id, ids, provenance=provenance)
+async def _attempt_cell(
+    context: RolloutContext,
+    cell: Cell,
+    suite: list[Task],
+    examination: Examination,
+    concurrency: int,
+    counter: _Counter,
+) -> dict[str, list[Outcome]]:
+    """The outcomes of all attempts, by task id."""
+    slots = asyncio.Semaphore(concurrency)
+    # an evaluation that is run again, after a crash for example, makes new trajectories
+    prefix = f"{examination.run}-{examination.label}-{secrets.token_hex(3)}-{cell.split}-{cell.mode}"
 
-    async def attempt(id: str) -> Outcome:
+    async def attempt(task: Task, group: str, number: int) -> Outcome:
         async with slots:
-            return await run_rollout(context, task, id, sampling=sampling, min_version=examination.version, facts=facts)
+            outcome = await _attempt(context, task, cell, examination, group, number)
+        counter.count()
+        return outcome
 
-    return await asyncio.gather(*map(attempt, ids))
+    try:
+        async with asyncio.TaskGroup() as running:
+            attempts = {
+                task.id: [
+                    running.create_task(attempt(task, f"{prefix}-{index:04d}", number))
+                    for number in range(cell.attempts)
+                ]
+                for index, task in enumerate(suite)
+            }
+    except ExceptionGroup as group:
+        raise group.exceptions[0] from None  # a store that is down; the others were cancelled
+    return {task: [one.result() for one in ended] for task, ended in attempts.items()}
+
+
+async def _attempt(
+    context: RolloutContext, task: Task, cell: Cell, examination: Examination, group: str, number: int
+) -> Outcome:
+    """One attempt. Its trajectory row is created here, when it runs: an interrupted evaluation leaves few behind."""
+    run, id = f"{examination.run}/eval-{examination.label}", f"{group}-{number}"
+    provenance = {"family": task.family, "split": task.split, "image": task.image, "mode": cell.mode}
+    await asyncio.to_thread(context.trajectories.create, run, group, task.id, [id], provenance=provenance)
+    sampling = Sampling(
+        temperature=1.0 if cell.mode == "sampled" else 0.0,
+        max_tokens=examination.max_answer_tokens,
+        seed=rollout_seed(examination.seed, task.id, number),
+    )
+    facts = {"run": run, "group_id": group, "provenance": provenance}
+    return await run_rollout(context, task, id, sampling=sampling, min_version=examination.version, facts=facts)
 
 
 def _summarise(
     by_task: Mapping[str, list[Outcome]], cell: Cell, examination: Examination, seconds: float
 ) -> EvalResult:
-    """Attempts lost to infrastructure are left out of the rate; too many of them and there is no rate to speak of."""
+    """The solve rate of one cell. Failed attempts are left out of it; with too many of them it would mislead."""
     graded = {task: [outcome for outcome in outcomes if outcome.reward] for task, outcomes in by_task.items()}
     attempts = sum(map(len, graded.values()))
     failed = sum(map(len, by_task.values())) - attempts
@@ -98,7 +173,7 @@ def _summarise(
         reason = next(outcome.reason for outcomes in by_task.values() for outcome in outcomes if outcome.reason)
         raise RollmillError(
             f"evaluation {examination.label!r}: {failed} of {attempts + failed} attempts failed, the first: {reason}",
-            hint="an evaluation with that many lost attempts would mislead; mend the cause and run it again",
+            hint="a rate without that many attempts would mislead; fix the cause and run the evaluation again",
         )
     solved = {task: [outcome.solved for outcome in outcomes] for task, outcomes in graded.items() if outcomes}
     interval = clustered_interval(list(solved.values()))

@@ -30,6 +30,7 @@ from rollmill.rollouts.rollout import (
     give_up,
     reason_of,
     regrade,
+    rollout_seed,
     run_rollout,
     seal_again,
 )
@@ -112,7 +113,12 @@ class Dispatcher:
         await asyncio.to_thread(self._ledger.group_ready, group_id)
 
     async def _run_one(self, group_id: str, task: Task, trajectory: str, min_version: int) -> None:
-        sampling = Sampling(temperature=self._config.temperature, max_tokens=self._config.max_answer_tokens)
+        index, member, _ = _parts(group_id, trajectory)
+        sampling = Sampling(
+            temperature=self._config.temperature,
+            max_tokens=self._config.max_answer_tokens,
+            seed=rollout_seed(self._seed, index, member),
+        )
         facts = self._facts(group_id, task)
         await self._in_slot(
             lambda: run_rollout(
@@ -165,8 +171,8 @@ class Dispatcher:
         if row.state == TrajectoryState.running:
             handed_in = await seal_again(self._context, row.id)
             if handed_in is None:
-                member, _, attempt = row.id.removeprefix(f"{group.id}-").partition("_")
-                fresh = f"{group.id}-{member}_{int(attempt or 0) + 1}"
+                _, member, attempt = _parts(group.id, row.id)
+                fresh = f"{group.id}-{member}_{attempt + 1}"
                 why = "the dispatcher was restarted in the middle of this rollout"
                 await asyncio.to_thread(self._ledger.replace_lost, group.id, row.id, fresh, why)
                 await abandon(self._context, row.id)
@@ -187,6 +193,12 @@ class Dispatcher:
             if was_running and self._running:
                 telemetry.emit("busy", what="rollouts", start=start, end=time.time(), running=self._running)
             start = time.time()
+
+
+def _parts(group_id: str, trajectory: str) -> tuple[int, int, int]:
+    """(group index, member, attempt) of the ids `RUN-INDEX` and `RUN-INDEX-MEMBER[_ATTEMPT]`."""
+    member, _, attempt = trajectory.removeprefix(f"{group_id}-").partition("_")
+    return int(group_id.rpartition("-")[2]), int(member), int(attempt or 0)
 
 
 def _provenance(task: Task) -> dict[str, str]:

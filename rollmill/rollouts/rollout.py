@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import hashlib
 import logging
 import time
 from collections.abc import Awaitable
@@ -70,6 +71,16 @@ class Outcome:
     @property
     def solved(self) -> bool:
         return self.reward is not None and self.reward.value >= 1.0
+
+
+def rollout_seed(run_seed: int, of: int | str, member: int) -> int:
+    """The sampling seed of one rollout: of group `of` (its index) or task `of` (its id), number `member`.
+
+    It depends on nothing else, so a run with the same seed draws the same numbers, also after a restart. The harness
+    derives each turn's seed from it.
+    """
+    digest = hashlib.blake2b(f"{run_seed} {of!r} {member}".encode(), digest_size=8).digest()
+    return int.from_bytes(digest) >> 2  # 62 bits: adding the number of a turn stays within the 63 bits of a request
 
 
 async def run_rollout(

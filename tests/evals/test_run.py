@@ -2,17 +2,21 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import AsyncIterator
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import pytest_asyncio
 
+from rollmill import telemetry
 from rollmill.chat.tokenizer import Tokenizer
 from rollmill.environments.machines.namespace.client import NamespaceHost
-from rollmill.errors import GatewayError, RollmillError
-from rollmill.evals.run import Examination, _summarise, run_eval
+from rollmill.environments.task import Task
+from rollmill.errors import GatewayError, RollmillError, StorageError, TaskError
+from rollmill.evals.run import Examination, Progress, _summarise, run_eval
 from rollmill.evals.statistics import clustered_interval
 from rollmill.evals.suite import Cell, EvalConfig
 from rollmill.rollouts.client import GatewayClient
@@ -23,7 +27,7 @@ from tests.environments.conftest import host  # noqa: F401
 from tests.rollouts.world import ADMIN, RUN, Additions, StandInHost, World, open_world
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
-EXAMINATION = Examination(RUN, "before", 0, max_answer_tokens=400)
+EXAMINATION = Examination(RUN, "before", 0, max_answer_tokens=400, seed=5)
 SUITE = EvalConfig(tasks=4, attempts=3, family_tasks=1, concurrency=4)
 
 
@@ -64,6 +68,56 @@ async def test_an_evaluation_can_be_repeated(world: World) -> None:
     (first,) = await run_eval(world.context, Additions(), suite, EXAMINATION)
     (second,) = await run_eval(world.context, Additions(), suite, EXAMINATION)
     assert first.by_task == second.by_task and first.example_solved != second.example_solved
+
+
+async def test_progress_counts_every_attempt_of_every_cell(world: World, tmp_path: Path) -> None:
+    telemetry.open_events(tmp_path / "events", "test")
+    told: list[Progress] = []
+    await run_eval(world.context, Additions(), SUITE, EXAMINATION, told.append)
+    assert (told[0].done, told[0].seconds_left) == (0, None)
+    assert (told[-1].done, told[-1].seconds_left) == (19, 0.0)
+    assert {progress.total for progress in told} == {12 + 4 + 3}
+    assert [progress.done for progress in told] == sorted(progress.done for progress in told)
+    events = [event for event in telemetry.read_events(tmp_path / "events") if event["kind"] == "eval_progress"]
+    assert [(event["done"], event["total"], event["label"]) for event in events] == [
+        (progress.done, 19, "before") for progress in told
+    ]
+
+
+async def test_an_interrupted_evaluation_leaves_rows_only_for_what_it_ran(world: World) -> None:
+    asked = asyncio.Event()
+
+    async def hang(session: str, turn: int) -> None:
+        asked.set()
+        await asyncio.Future()
+
+    world.engine.on_turn = hang
+    suite = EvalConfig(tasks=40, attempts=3, family_tasks=0, greedy=False, concurrency=2)
+    evaluation = asyncio.create_task(run_eval(world.context, Additions(), suite, EXAMINATION))
+    await asked.wait()
+    evaluation.cancel()
+    await asyncio.wait([evaluation])
+    assert 1 <= len(world.context.trajectories.list(run=f"{RUN}/eval-before")) <= 2
+
+
+async def test_a_store_that_is_down_ends_the_evaluation_with_its_own_error(
+    world: World, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def full_disk(*_: Any, **__: Any) -> None:
+        raise StorageError("the disk is full")
+
+    monkeypatch.setattr(world.context.trajectories, "create", full_disk)
+    with pytest.raises(StorageError, match="disk is full"):
+        await run_eval(world.context, Additions(), SUITE, EXAMINATION)
+
+
+async def test_a_split_without_tasks_is_an_error_that_names_it(world: World) -> None:
+    class NoFamily(Additions):
+        def heldout(self, split: str, count: int) -> list[Task]:
+            return [] if split == "heldout_family" else super().heldout(split, count)
+
+    with pytest.raises(TaskError, match="no tasks in the split 'heldout_family'"):
+        await run_eval(world.context, NoFamily(), SUITE, EXAMINATION)
 
 
 async def test_too_many_lost_attempts_are_an_error_that_names_the_first(world: World) -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import math
 import os
 import signal
@@ -17,13 +16,10 @@ from aiohttp.test_utils import TestServer, unused_port
 
 from rollmill.environments.machines.namespace.client import NamespaceHost
 from rollmill.errors import GatewayError, StorageError
-from rollmill.gateway.config import EngineEndpoint
-from rollmill.inference.server import make_app, serving
 from rollmill.rollouts.client import GatewayClient
 from rollmill.rollouts.rollout import load_submission, regrade, seal_again, submission_key
 from rollmill.types import Reward, TrajectoryState
-from tests.inference.world import TINY, engine_at, make_update
-from tests.rollouts.world import ADMIN, RUN, SOLUTION, StandInHost, World, make_task, start_gateway
+from tests.rollouts.world import ADMIN, RUN, SOLUTION, StandInHost, World, make_task, real_engine
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
 NO_TOKENS: dict[str, Any] = {"tokens": 0, "sampled_tokens": 0, "segments": 0}
@@ -45,15 +41,7 @@ async def test_an_episode_ends_graded_with_its_submission_stored_and_its_record_
 
 async def test_a_random_model_on_the_real_engine_is_graded(world: World) -> None:
     """Weights that know nothing produce every kind of nonsense; all of it is the policy's doing."""
-    config = TINY.model_copy(update={"vocab_size": world.tokenizer.vocab_size})
-    async with contextlib.AsyncExitStack() as stack:
-        engine = await stack.enter_async_context(engine_at(make_update(1, config), model=config))
-        runner = await stack.enter_async_context(serving(make_app(engine), "127.0.0.1", 0))
-        endpoint = EngineEndpoint(f"http://127.0.0.1:{runner.addresses[0][1]}", "home")
-        url = await start_gateway(stack, world.directory, world.tokenizer, endpoint)
-        gateway = await stack.enter_async_context(GatewayClient(url, ADMIN))
-        await gateway.wait_until_serving(1)
-        context = replace(world.context, gateway=gateway)
+    async with real_engine(world) as context:
         outcomes = await asyncio.gather(*(world.play(id=f"t{index}", context=context) for index in range(4)))
     for outcome in outcomes:
         assert outcome.reward is not None and outcome.reward.value == 0.0

@@ -27,6 +27,8 @@ from rollmill.environments.task import Task
 from rollmill.errors import MachineError
 from rollmill.gateway.app import make_app
 from rollmill.gateway.config import EngineEndpoint, GatewayConfig
+from rollmill.inference.server import make_app as make_engine_app
+from rollmill.inference.server import serving
 from rollmill.rollouts.client import GatewayClient
 from rollmill.rollouts.rollout import Outcome, RolloutContext, run_rollout
 from rollmill.storage.database import open_database
@@ -35,6 +37,7 @@ from rollmill.trajectories.ledger import Ledger
 from rollmill.trajectories.store import TrajectoryRow, TrajectoryStore
 from rollmill.types import Sampling, TrajectoryState
 from tests.gateway.stand_in import StandIn
+from tests.inference.world import TINY, engine_at, make_update
 
 ADMIN = "admin-secret"
 RUN = "r"
@@ -188,3 +191,17 @@ async def start_gateway(
     app = make_app(GATEWAY, CompactFormat(tokenizer), tokenizer, [engine], trajectories, objects, log, ADMIN)
     server = await stack.enter_async_context(TestServer(app))
     return str(server.make_url("")).rstrip("/")
+
+
+@contextlib.asynccontextmanager
+async def real_engine(world: World) -> AsyncIterator[RolloutContext]:
+    """The world's context with the embedded engine instead of the script: version 1, random weights."""
+    config = TINY.model_copy(update={"vocab_size": world.tokenizer.vocab_size})
+    async with contextlib.AsyncExitStack() as stack:
+        engine = await stack.enter_async_context(engine_at(make_update(1, config), model=config))
+        runner = await stack.enter_async_context(serving(make_engine_app(engine), "127.0.0.1", 0))
+        endpoint = EngineEndpoint(f"http://127.0.0.1:{runner.addresses[0][1]}", "home")
+        url = await start_gateway(stack, world.directory, world.tokenizer, endpoint)
+        gateway = await stack.enter_async_context(GatewayClient(url, ADMIN))
+        await gateway.wait_until_serving(1)
+        yield replace(world.context, gateway=gateway)

@@ -82,7 +82,7 @@ async def evaluate(run: RunDirectory, suite: EvalConfig, version: int) -> list[E
 async def _evaluate(
     run: RunDirectory, context: RolloutContext, suite: EvalConfig, label: str, version: int
 ) -> list[EvalResult]:
-    examination = Examination(run.id, label, version, run.config.rollouts.max_answer_tokens)
+    examination = Examination(run.id, label, version, run.config.rollouts.max_answer_tokens, run.config.seed)
     return await run_eval(context, MicroRepos(), suite, examination)
 
 
