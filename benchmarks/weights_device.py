@@ -88,22 +88,22 @@ def _apply(base: Model, new: Model, repeats: int, figures: dict[str, float]) -> 
     audits = {name: audit_host(tensor.data, 2) for name, tensor in host.items()}
     patches = {name: _patches(base[name].view(-1), new[name].view(-1)) for name in new}
     parameters = {name: tensor.clone() for name, tensor in base.items()}
-    staging, pauses = [], []
-    for _ in range(repeats):  # as engines do: every update is staged anew, and applied once
+    preparing, pauses = [], []
+    for _ in range(repeats):  # as engines do: every update is prepared anew, and applied once
         for name, parameter in parameters.items():
             parameter.copy_(base[name])
         started = time.perf_counter()
-        staged = delta.stage(parameters, patches, host, audits)
-        staging.append(time.perf_counter() - started)
+        prepared = delta.prepare(parameters, patches, host, audits)
+        preparing.append(time.perf_counter() - started)
         _synchronize()
         started = time.perf_counter()
-        assert staged.apply() == audits
+        assert prepared.apply() == audits
         pauses.append(time.perf_counter() - started)
         assert all(torch.equal(parameters[name].view(torch.int16), new[name].view(torch.int16)) for name in new)
-    figures["stage_seconds"] = statistics.median(staging)
+    figures["prepare_seconds"] = statistics.median(preparing)
     figures |= {"pause_ms": statistics.median(pauses) * 1e3, "pause_ms_most": max(pauses) * 1e3}
-    _rate("apply", size, _timed(delta.stage(parameters, patches, host).apply, repeats), figures)
-    _rate("audit", size, _timed(delta.stage(parameters, {}, host, audits).apply, repeats), figures)
+    _rate("apply", size, _timed(delta.prepare(parameters, patches, host).apply, repeats), figures)
+    _rate("audit", size, _timed(delta.prepare(parameters, {}, host, audits).apply, repeats), figures)
 
 
 def _otherwise(base: Model, new: Model, repeats: int, figures: dict[str, float]) -> None:
@@ -228,7 +228,9 @@ def print_table(figures: dict[str, float]) -> None:
         row = (figures[f"{key}_gb_s{which}"] for which in ("", "_least", "_most"))
         print(f"{what:<44}" + "".join(f"{value:>10.1f}" for value in row))
     print(f"\npause, apply and audit: {figures['pause_ms']:.2f} ms (at most {figures['pause_ms_most']:.2f}); ", end="")
-    print(f"staged before in {figures['stage_seconds']:.3f} s; copying all weights: {figures['full_copy_ms']:.1f} ms")
+    print(
+        f"prepared before in {figures['prepare_seconds']:.3f} s; copying all weights: {figures['full_copy_ms']:.1f} ms"
+    )
 
 
 def main() -> None:

@@ -10,7 +10,7 @@ import typer
 if TYPE_CHECKING:
     from rich.table import Table
 
-    from rollmill.models.huggingface.convert import Checkpoint
+    from rollmill.models.huggingface.convert import HuggingFaceModel
 
 app = typer.Typer(help="Models: get one, look at one, turn a dense one into a mixture of experts.")
 
@@ -73,7 +73,7 @@ def upcycle(
     Console().print(_table(upcycle(directory, to, how)))
 
 
-def _table(checkpoint: Checkpoint) -> Table:
+def _table(checkpoint: HuggingFaceModel) -> Table:
     from rich import box, filesize
     from rich.markup import escape
     from rich.table import Table
@@ -100,7 +100,7 @@ def _table(checkpoint: Checkpoint) -> Table:
     return table
 
 
-def _stored_as(checkpoint: Checkpoint) -> str:
+def _stored_as(checkpoint: HuggingFaceModel) -> str:
     kinds: dict[str, int] = {}
     for stored in checkpoint.files.tensors.values():
         kinds[stored.dtype] = kinds.get(stored.dtype, 0) + stored.elements
@@ -108,7 +108,7 @@ def _stored_as(checkpoint: Checkpoint) -> str:
     return ", ".join(f"{kind} {count / total:.1%}" for kind, count in sorted(kinds.items(), key=lambda item: -item[1]))
 
 
-def _attention(checkpoint: Checkpoint) -> str:
+def _attention(checkpoint: HuggingFaceModel) -> str:
     model = checkpoint.layout.model
     if model.latent is not None:
         return f"latent, {model.heads} heads, rank {model.latent.kv_rank}"

@@ -20,12 +20,12 @@ from rollmill.weights.files.directory import Imported, publish_import
 from rollmill.weights.reading.store import WeightStore
 
 if TYPE_CHECKING:
-    from rollmill.models.huggingface.convert import Checkpoint
+    from rollmill.models.huggingface.convert import HuggingFaceModel
 
 TOKENIZER = "tokenizer.json"
 
 
-def check_checkpoint(config: RunConfig) -> Checkpoint:
+def check_checkpoint(config: RunConfig) -> HuggingFaceModel:
     """Names, shapes and dtypes of all weights, and that text can be turned into tokens. No weight is read."""
     from rollmill.models.huggingface.convert import open_checkpoint  # torch
 

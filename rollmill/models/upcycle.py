@@ -24,7 +24,13 @@ import torch
 from torch import Tensor
 
 from rollmill.errors import ConfigError, RollmillError, WeightsError
-from rollmill.models.huggingface.convert import SHARD_BYTES, Checkpoint, open_checkpoint, read_tensor, tensor_entry
+from rollmill.models.huggingface.convert import (
+    SHARD_BYTES,
+    HuggingFaceModel,
+    open_checkpoint,
+    read_tensor,
+    tensor_entry,
+)
 from rollmill.models.huggingface.files import CONFIG, Entry, companions, encode_json, write_checkpoint
 from rollmill.models.huggingface.layouts import EXPERTS, LAYER, RENAMED
 
@@ -52,7 +58,7 @@ class Upcycle:
         return (layer + 1) % self.every == 0
 
 
-def upcycle(source: Path, target: Path, how: Upcycle) -> Checkpoint:
+def upcycle(source: Path, target: Path, how: Upcycle) -> HuggingFaceModel:
     """Tensor by tensor from files to files: memory holds one tensor."""
     dense = open_checkpoint(source)
     config = _config(dense, how)
@@ -65,7 +71,7 @@ def upcycle(source: Path, target: Path, how: Upcycle) -> Checkpoint:
         raise
 
 
-def _config(dense: Checkpoint, how: Upcycle) -> dict[str, Any]:
+def _config(dense: HuggingFaceModel, how: Upcycle) -> dict[str, Any]:
     model, tree = dense.layout.model, dict(dense.files.config)
     if model.experts:
         raise WeightsError(f"{dense.files.directory} is a mixture of experts already")
@@ -102,7 +108,7 @@ def _config(dense: Checkpoint, how: Upcycle) -> dict[str, Any]:
     }
 
 
-def _entries(dense: Checkpoint, architecture: str, how: Upcycle) -> Iterator[Entry]:
+def _entries(dense: HuggingFaceModel, architecture: str, how: Upcycle) -> Iterator[Entry]:
     split = [layer for layer in range(dense.layout.model.layers) if how.has_experts(layer)]
     mlp = (*LAYER["mlp.gate_up"], *LAYER["mlp.down"])
     replaced = {f"model.layers.{layer}.{name}" for layer in split for name in mlp}
@@ -123,7 +129,7 @@ def _entries(dense: Checkpoint, architecture: str, how: Upcycle) -> Iterator[Ent
                 yield _entry(dense, prefix + theirs, prefix + name.format(expert=expert), scales)
 
 
-def _entry(dense: Checkpoint, source: str, name: str, scales: Tensor | None = None) -> Entry:
+def _entry(dense: HuggingFaceModel, source: str, name: str, scales: Tensor | None = None) -> Entry:
     def produce() -> Tensor:
         tensor = read_tensor(dense.files, source)
         if scales is not None and source.endswith("up_proj.weight"):

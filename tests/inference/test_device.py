@@ -9,15 +9,15 @@ import numpy as np
 import pytest
 import torch
 
-from rollmill.inference.embedded.answer import Answer
 from rollmill.inference.embedded.cache import KVCache
+from rollmill.inference.embedded.generation import Generation
 from rollmill.inference.embedded.runner import Runner, StepRunner
 from rollmill.inference.embedded.scheduler import Work
 from rollmill.models.config import LatentAttention, ModelConfig
 from rollmill.models.decoder import Decoder
 from rollmill.models.host import device_digest, round_to_form_
 from tests.inference.test_switch import changed
-from tests.inference.world import PROMPT, TINY, answer, engine_at, make_update, request, until, use_device
+from tests.inference.world import PROMPT, TINY, engine_at, generate, make_update, request, until, use_device
 from tests.kernels import DEVICE, INTERPRETED, cuda, without_kernels
 
 BLOCKS, BLOCK_SIZE = 80, 16
@@ -45,20 +45,20 @@ def model_of(config: ModelConfig, dtype: torch.dtype = torch.bfloat16, form: str
     return model
 
 
-def make_answers(lengths: Sequence[int]) -> list[Answer]:
+def make_generations(lengths: Sequence[int]) -> list[Generation]:
     random = np.random.default_rng(0)
     pages = random.permutation(BLOCKS).tolist()
-    answers = []
+    generations = []
     for number, length in enumerate(lengths):
         tokens = random.integers(0, TINY.vocab_size, length).tolist()
-        one = Answer(number, request(tokens), False, 256, 0, lambda chunk: None)
+        one = Generation(number, request(tokens), False, 256, 0, lambda chunk: None)
         one.blocks = [pages.pop() for _ in range(length // BLOCK_SIZE + 2)]
-        answers.append(one)
-    return answers
+        generations.append(one)
+    return generations
 
 
 class Steps:
-    """Steps of one runner, and the last position's logits by (answer, position)."""
+    """Steps of one runner, and the last position's logits by (generation, position)."""
 
     def __init__(self, runner: StepRunner) -> None:
         self._runner = runner
@@ -69,13 +69,13 @@ class Steps:
         rows = iter(output.logits.cpu().clone())  # waits, as sampling does before the next step's plan is written
         for item in output.work:
             if item.completes:
-                self.logits[item.answer.number, item.start + item.count] = next(rows)
+                self.logits[item.generation.number, item.start + item.count] = next(rows)
 
-    def decode(self, answers: Sequence[Answer], times: int) -> None:
+    def decode(self, generations: Sequence[Generation], times: int) -> None:
         for _ in range(times):
-            for one in answers:
+            for one in generations:
                 one.tokens.append((one.tokens[-1] * 7 + 1) % TINY.vocab_size)
-            self.run([Work(one, len(one.tokens) - 1, 1) for one in answers])
+            self.run([Work(one, len(one.tokens) - 1, 1) for one in generations])
 
 
 def cache_of(model: Decoder) -> KVCache:
@@ -93,11 +93,11 @@ def device_steps(model: Decoder, *, graphs: bool = True) -> Steps:
 
 def in_chunks(steps: Steps) -> Steps:
     """Prompts in chunks, then single tokens; on CUDA recorded steps among them."""
-    answers = make_answers([66, 33, 1, 16] if INTERPRETED else [100, 37, 1, 16, 17])
-    steps.run([Work(item, 0, min(30, len(item.tokens))) for item in answers])
-    steps.run([Work(item, 30, len(item.tokens) - 30) for item in answers if len(item.tokens) > 30])
-    steps.decode(answers, 1 if INTERPRETED else 5)
-    steps.decode(answers[1:4], 1 if INTERPRETED else 5)
+    generations = make_generations([66, 33, 1, 16] if INTERPRETED else [100, 37, 1, 16, 17])
+    steps.run([Work(item, 0, min(30, len(item.tokens))) for item in generations])
+    steps.run([Work(item, 30, len(item.tokens) - 30) for item in generations if len(item.tokens) > 30])
+    steps.decode(generations, 1 if INTERPRETED else 5)
+    steps.decode(generations[1:4], 1 if INTERPRETED else 5)
     return steps
 
 
@@ -124,11 +124,11 @@ def test_a_row_has_the_same_bits_in_any_company(shape: str, form: str) -> None:
     model = model_of(SHAPES[shape], form=form)
     together, eager, alone, prompt = (device_steps(model, graphs=graphs) for graphs in (True, False, True, True))
     for one in (together, eager):
-        answers = make_answers([100, 37, 1, 16, 17, 64])
-        one.run([Work(item, 0, len(item.tokens)) for item in answers])
-        one.decode(answers, 6)
+        generations = make_generations([100, 37, 1, 16, 17, 64])
+        one.run([Work(item, 0, len(item.tokens)) for item in generations])
+        one.decode(generations, 6)
     for index in range(6):
-        single = make_answers([100, 37, 1, 16, 17, 64])[index]
+        single = make_generations([100, 37, 1, 16, 17, 64])[index]
         alone.run([Work(single, 0, len(single.tokens))])
         alone.decode([single], 6)
         prompt.run([Work(single, 0, len(single.tokens))])
@@ -144,7 +144,7 @@ async def test_a_chain_of_versions_arrives_while_decoding() -> None:
     update = make_update(0)
     async with engine_at(update) as engine:
         tasks = [
-            asyncio.create_task(answer(engine, request(session=f"s{n}", seed=n, max_tokens=200))) for n in range(8)
+            asyncio.create_task(generate(engine, request(session=f"s{n}", seed=n, max_tokens=200))) for n in range(8)
         ]
         digests = {update.policy.digest}
         for number in range(1, 9):
@@ -152,7 +152,7 @@ async def test_a_chain_of_versions_arrives_while_decoding() -> None:
             await until(lambda sampled=sampled: engine.metrics()["sampled_tokens_total"] > sampled + 20)  # type: ignore[misc]
             update, _ = changed(update, number)
             await engine.apply(update)
-            assert device_digest(engine._worker._model) == update.policy.digest
+            assert device_digest(engine._decoding._model) == update.policy.digest
             digests.add(update.policy.digest)
         got = [await task for task in tasks]
     for one in got:
@@ -170,7 +170,7 @@ async def test_memory_that_went_bad_is_noticed_by_the_next_update() -> None:
     assert "embedding" not in patches
     async with engine_at(first) as engine:
         with torch.no_grad():
-            engine._worker._model.embedding[3, 4] += 1
+            engine._decoding._model.embedding[3, 4] += 1
         await engine.apply(second)
-        assert device_digest(engine._worker._model) == second.policy.digest
-        assert (await answer(engine, request(PROMPT))).policies[0] == second.policy
+        assert device_digest(engine._decoding._model) == second.policy.digest
+        assert (await generate(engine, request(PROMPT))).policies[0] == second.policy

@@ -18,8 +18,8 @@ from tests.inference.world import (
     PROMPT,
     TINY,
     Whole,
-    answer,
     engine_at,
+    generate,
     make_model,
     make_update,
     request,
@@ -47,7 +47,7 @@ async def test_logprobs_are_the_trainers(experts: int) -> None:
     update = make_update(0, config)
     async with engine_at(update, model=config) as engine:
         wanted = [request([seed + 1, *PROMPT[: 3 + seed]], f"s{seed}", seed=seed, max_tokens=60) for seed in range(8)]
-        answers = await asyncio.gather(*(answer(engine, one) for one in wanted))
+        answers = await asyncio.gather(*(generate(engine, one) for one in wanted))
     model, worst = make_model(update, config), 0.0
     for one, got in zip(wanted, answers, strict=True):
         expected = trainer_logprobs(model, one.tokens + got.tokens, got.routes if experts else None)
@@ -59,7 +59,7 @@ async def test_logprobs_are_the_trainers(experts: int) -> None:
 async def test_every_computed_position_has_its_routes(device: Device) -> None:
     update = make_update(0)
     async with engine_at(update) as engine:
-        got = await answer(engine, request(), stream=True)
+        got = await generate(engine, request(), stream=True)
     assert sorted(got.routes) == list(range(len(PROMPT) + len(got.tokens) - 1)), "all but the last token were inputs"
     tokens = PROMPT + got.tokens[:-1]
     live = trainer_pass(make_model(update), tokens).routes.cpu().numpy()
@@ -71,7 +71,7 @@ async def test_every_computed_position_has_its_routes(device: Device) -> None:
 async def test_many_experts_need_two_bytes() -> None:
     config = TINY.model_copy(update={"experts": 300, "expert_width": 2})
     async with engine_at(make_update(0, config), model=config) as engine:
-        got = await answer(engine, request())
+        got = await generate(engine, request())
     assert got.routes[0].dtype == np.uint16
 
 
@@ -79,10 +79,10 @@ async def test_a_batch_gives_what_each_request_gives_alone() -> None:
     update = make_update(0)
     wanted = [request(PROMPT[:length], f"s{length}", seed=length, max_tokens=20) for length in range(1, 12)]
     async with engine_at(update) as engine:
-        together = await asyncio.gather(*(answer(engine, one) for one in wanted))
+        together = await asyncio.gather(*(generate(engine, one) for one in wanted))
     for one, batched in zip(wanted, together, strict=True):
         async with engine_at(update) as engine:
-            alone = await answer(engine, one)
+            alone = await generate(engine, one)
         assert alone.tokens == batched.tokens
         np.testing.assert_allclose(alone.logprobs, batched.logprobs, atol=1e-5)
 
@@ -101,10 +101,10 @@ async def test_streaming_sends_the_same_answer_in_pieces() -> None:
 
 async def test_generation_ends_at_a_stop_token_the_token_limit_or_the_context_limit() -> None:
     async with engine_at(make_update(0)) as engine:
-        free = await answer(engine, request(max_tokens=10))
-        stopped = await answer(engine, request(stop_tokens=(free.tokens[3],), max_tokens=10))
-        never_ending = await answer(engine, request(max_tokens=10**9))
-        full = await answer(engine, request([1] * TINY.max_context))
+        free = await generate(engine, request(max_tokens=10))
+        stopped = await generate(engine, request(stop_tokens=(free.tokens[3],), max_tokens=10))
+        never_ending = await generate(engine, request(max_tokens=10**9))
+        full = await generate(engine, request([1] * TINY.max_context))
     assert (free.last.finish, len(free.tokens)) == ("length", 10)
     assert stopped.last.finish == "stop"
     assert stopped.tokens == free.tokens[: free.tokens.index(free.tokens[3]) + 1], (
@@ -118,8 +118,8 @@ async def test_generation_ends_at_a_stop_token_the_token_limit_or_the_context_li
 async def test_a_context_the_model_cannot_read_is_refused(tokens: list[int]) -> None:
     async with engine_at(make_update(0)) as engine:
         with pytest.raises(EngineError):
-            await answer(engine, request(tokens))
-        assert (await answer(engine, request())).tokens, "and the engine goes on"
+            await generate(engine, request(tokens))
+        assert (await generate(engine, request())).tokens, "and the engine goes on"
 
 
 # -- sessions
@@ -128,10 +128,10 @@ async def test_a_context_the_model_cannot_read_is_refused(tokens: list[int]) -> 
 async def test_a_next_turn_computes_only_what_is_new() -> None:
     update = make_update(0)
     async with engine_at(update) as engine, engine_at(update) as fresh:
-        first = await answer(engine, request(temperature=0.0))
+        first = await generate(engine, request(temperature=0.0))
         context = PROMPT + first.tokens + [8, 8, 8]
-        second = await answer(engine, request(context, temperature=0.0))
-        without = await answer(fresh, request(context, temperature=0.0))
+        second = await generate(engine, request(context, temperature=0.0))
+        without = await generate(fresh, request(context, temperature=0.0))
     assert first.last.cached_tokens == 0
     assert second.last.cached_tokens == len(PROMPT) + len(first.tokens) - 1
     assert min(second.routes) == second.last.cached_tokens, (
@@ -143,10 +143,10 @@ async def test_a_next_turn_computes_only_what_is_new() -> None:
 
 async def test_a_changed_history_is_computed_again() -> None:
     async with engine_at(make_update(0)) as engine:
-        first = await answer(engine, request(temperature=0.0))
+        first = await generate(engine, request(temperature=0.0))
         edited = [*PROMPT[:-1], 7, *first.tokens, 8]
-        second = await answer(engine, request(edited, temperature=0.0))
-        other_session = await answer(engine, request(edited, "other", temperature=0.0))
+        second = await generate(engine, request(edited, temperature=0.0))
+        other_session = await generate(engine, request(edited, "other", temperature=0.0))
     assert second.last.cached_tokens == 0
     assert second.tokens == other_session.tokens
     assert min(second.routes) == 0
@@ -154,8 +154,8 @@ async def test_a_changed_history_is_computed_again() -> None:
 
 async def test_two_requests_of_one_session_at_once_do_not_share_pages() -> None:
     async with engine_at(make_update(0)) as engine:
-        alone = await answer(engine, request(temperature=0.0, max_tokens=30))
-        both = await asyncio.gather(*(answer(engine, request(temperature=0.0, max_tokens=30)) for _ in range(2)))
+        alone = await generate(engine, request(temperature=0.0, max_tokens=30))
+        both = await asyncio.gather(*(generate(engine, request(temperature=0.0, max_tokens=30)) for _ in range(2)))
     assert [one.tokens for one in both] == [alone.tokens] * 2
 
 
@@ -167,9 +167,9 @@ async def test_running_out_of_pages_delays_answers_but_changes_none() -> None:
     small = ENGINE.model_copy(update={"cache_tokens": 96})
     wanted = [request([n + 1, *PROMPT], f"s{n}", seed=n, max_tokens=40) for n in range(8)]
     async with engine_at(update) as roomy:
-        expected = await asyncio.gather(*(answer(roomy, one) for one in wanted))
+        expected = await asyncio.gather(*(generate(roomy, one) for one in wanted))
     async with engine_at(update, small) as engine:
-        got = await asyncio.gather(*(answer(engine, one) for one in wanted))
+        got = await asyncio.gather(*(generate(engine, one) for one in wanted))
         metrics = engine.metrics()
     assert metrics["preemptions_total"] > 0
     assert metrics["cache_blocks_free"] + metrics["cache_blocks_sessions"] == metrics["cache_blocks"]
@@ -181,7 +181,7 @@ async def test_running_out_of_pages_delays_answers_but_changes_none() -> None:
 async def test_a_context_as_large_as_the_cache_still_finishes() -> None:
     small = ENGINE.model_copy(update={"cache_tokens": 40})
     async with engine_at(make_update(0), small) as engine:
-        got = await asyncio.gather(*(answer(engine, request(session=f"s{n}", max_tokens=10**6)) for n in range(3)))
+        got = await asyncio.gather(*(generate(engine, request(session=f"s{n}", max_tokens=10**6)) for n in range(3)))
     assert all(len(PROMPT) + len(one.tokens) == 40 and one.last.finish == "length" for one in got)
 
 
@@ -191,7 +191,7 @@ async def test_a_client_that_leaves_frees_its_pages() -> None:
         await anext(running)
         await engine.pause()
         assert engine.metrics()["cache_blocks_free"] < engine.metrics()["cache_blocks"]
-        waiting = asyncio.create_task(answer(engine, replace(request(session="w"), min_version=99)))
+        waiting = asyncio.create_task(generate(engine, replace(request(session="w"), min_version=99)))
         await settle(engine, waiting=1)
         await running.aclose()
         waiting.cancel()
@@ -206,12 +206,12 @@ async def test_production_takes_a_rollouts_place_and_the_rollout_is_not_hurt() -
     single = ENGINE.model_copy(update={"max_batch": 1})
     long = request(session="rollout", max_tokens=100)
     async with engine_at(update) as engine:
-        expected = await answer(engine, long)
+        expected = await generate(engine, long)
     async with engine_at(update, single) as engine:
         order: list[str] = []
 
         async def timed(name: str, one: GenerateRequest) -> Whole:
-            got = await answer(engine, one)
+            got = await generate(engine, one)
             order.append(name)
             return got
 
@@ -229,11 +229,11 @@ async def test_production_takes_a_rollouts_place_and_the_rollout_is_not_hurt() -
 
 async def test_a_request_waits_for_its_version_and_others_overtake_it() -> None:
     async with engine_at(make_update(1)) as engine:
-        waiting = asyncio.create_task(answer(engine, replace(request(session="w"), min_version=3)))
+        waiting = asyncio.create_task(generate(engine, replace(request(session="w"), min_version=3)))
         await settle(engine, waiting=1)
-        await answer(engine, request(session="other"))
+        await generate(engine, request(session="other"))
         await engine.apply(make_update(2))
-        await answer(engine, request(session="other"))
+        await generate(engine, request(session="other"))
         assert not waiting.done()
         await engine.apply(make_update(3))
         got = await waiting
@@ -242,7 +242,7 @@ async def test_a_request_waits_for_its_version_and_others_overtake_it() -> None:
 
 async def test_requests_before_the_first_weights_wait() -> None:
     async with engine_at(None) as engine:
-        early = asyncio.create_task(answer(engine, request()))
+        early = asyncio.create_task(generate(engine, request()))
         await settle(engine, waiting=1)
         assert engine.health()["policy"] is None
         await engine.apply(make_update(0))
@@ -251,8 +251,8 @@ async def test_requests_before_the_first_weights_wait() -> None:
 
 async def test_pause_keeps_requests_and_resume_goes_on() -> None:
     async with engine_at(make_update(0)) as engine:
-        expected = await answer(engine, request(max_tokens=100))
-        task = asyncio.create_task(answer(engine, request(session="p", max_tokens=100)))
+        expected = await generate(engine, request(max_tokens=100))
+        task = asyncio.create_task(generate(engine, request(session="p", max_tokens=100)))
         await settle(engine, running=1)
         await engine.pause()
         before = engine.metrics()["sampled_tokens_total"]
@@ -268,18 +268,18 @@ async def test_pause_keeps_requests_and_resume_goes_on() -> None:
 
 async def test_requests_learn_that_the_engine_broke() -> None:
     async with engine_at(make_update(0)) as engine:
-        engine._worker._runner.run = lambda work: 1 / 0  # type: ignore[assignment, method-assign]
+        engine._decoding._runner.run = lambda work: 1 / 0  # type: ignore[assignment, method-assign]
         with pytest.raises(EngineUnavailable, match="ZeroDivisionError"):
-            await answer(engine, request())
+            await generate(engine, request())
         with pytest.raises(EngineUnavailable, match="has stopped"):
-            await answer(engine, request())
+            await generate(engine, request())
         assert isinstance(engine.ended.exception(), ZeroDivisionError)
 
 
 async def test_closing_ends_open_requests() -> None:
     async with engine_at(make_update(0)) as engine:
         await engine.pause()
-        task = asyncio.create_task(answer(engine, request()))
+        task = asyncio.create_task(generate(engine, request()))
         await settle(engine, waiting=1)
     with pytest.raises(EngineUnavailable, match="shutting down"):
         await task

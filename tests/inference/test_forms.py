@@ -17,7 +17,7 @@ from rollmill.models.host import device_digest, load_host, to_host
 from rollmill.types import PolicyRef
 from rollmill.weights.format.manifest import describe, root_digest
 from rollmill.weights.reading.follower import Update
-from tests.inference.world import ENGINE, PROMPT, TINY, answer, request, tolerance, trainer_logprobs, use_device
+from tests.inference.world import ENGINE, PROMPT, TINY, generate, request, tolerance, trainer_logprobs, use_device
 
 
 @pytest.fixture(autouse=True, params=["cpu", "cuda"])
@@ -40,9 +40,9 @@ async def test_tokens_are_sampled_from_the_form_and_name_it(form: str, device: D
     async with EmbeddedEngine(TINY, ENGINE, device=device, form=form) as engine:
         for update in (first, patched):
             await engine.apply(update)
-            got = await answer(engine, request(session=str(update.policy.number), max_tokens=40))
+            got = await generate(engine, request(session=str(update.policy.number), max_tokens=40))
             assert set(got.policies) == {update.policy}
-            assert device_digest(engine._worker._model, form) == update.policy.digest
+            assert device_digest(engine._decoding._model, form) == update.policy.digest
             model = decoder_on(torch.device(device), TINY, form)
             load_host(model, update.tensors)
             expected = trainer_logprobs(model, PROMPT + got.tokens, got.routes)[len(PROMPT) - 1 :]
@@ -56,7 +56,7 @@ async def test_patches_that_leave_a_tensor_out_are_made_up_for(form: str, device
     async with EmbeddedEngine(TINY, ENGINE, device=device, form=form) as engine:
         await engine.apply(first)
         await engine.apply(replace(second, base=first.policy, patches=patches))
-        assert device_digest(engine._worker._model, form) == second.policy.digest
+        assert device_digest(engine._decoding._model, form) == second.policy.digest
 
 
 async def test_a_damaged_version_leaves_the_served_one_in_place(device: Device) -> None:
@@ -66,7 +66,7 @@ async def test_a_damaged_version_leaves_the_served_one_in_place(device: Device) 
         await engine.apply(good)
         with pytest.raises(WeightsError, match="do not have digest"):
             await engine.apply(bad)
-        assert set((await answer(engine, request())).policies) == {good.policy}
+        assert set((await generate(engine, request())).policies) == {good.policy}
 
 
 @pytest.mark.parametrize("form", ["fp8", "nvfp4"])
@@ -78,9 +78,9 @@ async def test_a_parameter_that_went_bad_is_made_good_by_the_next_version(form: 
     second = Update(policy, tensors, {"norm": []}, first.policy, 0, {}, time.time())
     async with EmbeddedEngine(TINY, ENGINE, device=device, form=form) as engine:
         await engine.apply(first)
-        model = engine._worker._model
+        model = engine._decoding._model
         with torch.no_grad():
             model.layers[0].output[3, 5] += 1.0
         await engine.apply(second)
         assert device_digest(model, form) == policy.digest
-        assert set((await answer(engine, request())).policies) == {policy}
+        assert set((await generate(engine, request())).policies) == {policy}

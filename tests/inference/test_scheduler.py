@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from rollmill.inference.config import EngineConfig
-from rollmill.inference.embedded.answer import Answer
+from rollmill.inference.embedded.generation import Generation
 from rollmill.inference.embedded.scheduler import Scheduler, Work
 from rollmill.inference.engine import GenerateRequest
 from rollmill.types import PolicyRef, Sampling
@@ -17,40 +17,40 @@ POLICY = PolicyRef("main", 0, "bf16", "digest")
 CONFIG = EngineConfig(max_batch=3, block_size=4, cache_tokens=48, prefill_chunk=8)
 
 
-def make_answer(
+def make_generation(
     number: int,
     prompt: int = 4,
     new: int = 4,
     traffic: Literal["production", "rollout"] = "rollout",
     session: str = "",
     min_version: int = 0,
-) -> Answer:
+) -> Generation:
     request = GenerateRequest(
         session or f"s{number}", [1] * prompt, Sampling(max_tokens=new), traffic, min_version=min_version
     )
-    return Answer(number, request, False, min(prompt + new, CONFIG.cache_tokens), 0, lambda chunk: None)
+    return Generation(number, request, False, min(prompt + new, CONFIG.cache_tokens), 0, lambda chunk: None)
 
 
-def run(scheduler: Scheduler, work: list[Work]) -> list[Answer]:
-    """Pretend to compute; the answers that finished."""
+def run(scheduler: Scheduler, work: list[Work]) -> list[Generation]:
+    """Pretend to compute; the generations that finished."""
     finished = []
     for item in work:
-        item.answer.advance(item.count, None, POLICY)
-        if not item.answer.missing and item.answer.sample(1, -1.0, POLICY) is not None:
-            scheduler.finish(item.answer, "length")
-            finished.append(item.answer)
+        item.generation.advance(item.count, None, POLICY)
+        if not item.generation.missing and item.generation.sample(1, -1.0, POLICY) is not None:
+            scheduler.finish(item.generation, "length")
+            finished.append(item.generation)
     return finished
 
 
 def check(scheduler: Scheduler, work: list[Work]) -> None:
-    owned = [block for answer in scheduler.everyone() for block in answer.blocks]
+    owned = [block for generation in scheduler.everyone() for block in generation.blocks]
     kept = [block for context in scheduler.sessions._contexts.values() for block in context.blocks]
     blocks = owned + kept + scheduler.pool._free
     assert sorted(blocks) == list(range(scheduler.pool.size)), "each page has exactly one owner"
     assert len(scheduler.running) <= CONFIG.max_batch
     for item in work:
-        assert item.answer.number in scheduler.running and item.start == item.answer.computed
-        assert len(item.answer.blocks) * CONFIG.block_size >= item.start + item.count
+        assert item.generation.number in scheduler.running and item.start == item.generation.computed
+        assert len(item.generation.blocks) * CONFIG.block_size >= item.start + item.count
     assert sum(item.count for item in work if item.count > 1) <= CONFIG.prefill_chunk
 
 
@@ -75,9 +75,9 @@ def test_random_traffic_always_ends(traffic: list[tuple[int, int, int, str, int,
     for number, (steps, prompt, new, kind, session, leaves) in enumerate(traffic):
         for _ in range(steps):
             finished += len(run(scheduler, scheduler.schedule(0)))
-        answer = make_answer(number, min(prompt, 47), new, kind, f"session {session}")  # type: ignore[arg-type]
-        scheduler.add(answer)
-        leaving += [answer] if leaves else []
+        generation = make_generation(number, min(prompt, 47), new, kind, f"session {session}")  # type: ignore[arg-type]
+        scheduler.add(generation)
+        leaving += [generation] if leaves else []
         if len(leaving) > 2 and (gone := leaving.pop(0)) in scheduler.everyone():
             scheduler.finish(gone, "abort")
             finished += 1
@@ -94,19 +94,19 @@ def test_random_traffic_always_ends(traffic: list[tuple[int, int, int, str, int,
 
 def test_production_goes_first_from_the_queue() -> None:
     scheduler = Scheduler(CONFIG.model_copy(update={"max_batch": 1}))
-    for answer in (make_answer(1), make_answer(2), make_answer(3, traffic="production")):
-        scheduler.add(answer)
-    assert [item.answer.number for item in scheduler.schedule(0)] == [3]
+    for generation in (make_generation(1), make_generation(2), make_generation(3, traffic="production")):
+        scheduler.add(generation)
+    assert [item.generation.number for item in scheduler.schedule(0)] == [3]
 
 
 def test_the_youngest_rollout_yields_its_place_and_keeps_its_pages() -> None:
     scheduler = Scheduler(CONFIG)
-    rollouts = [make_answer(number) for number in (1, 2, 3)]
-    for answer in rollouts:
-        scheduler.add(answer)
+    rollouts = [make_generation(number) for number in (1, 2, 3)]
+    for generation in rollouts:
+        scheduler.add(generation)
     run(scheduler, scheduler.schedule(0))  # the first two are computed, the budget ends there
     run(scheduler, scheduler.schedule(0))
-    scheduler.add(make_answer(4, traffic="production"))
+    scheduler.add(make_generation(4, traffic="production"))
     scheduler.schedule(0)
     assert sorted(scheduler.running) == [1, 2, 4]
     assert rollouts[2].computed == 4 and rollouts[2].blocks, "nothing is lost unless pages run out"
@@ -114,16 +114,16 @@ def test_the_youngest_rollout_yields_its_place_and_keeps_its_pages() -> None:
 
 def test_pages_are_taken_from_idle_sessions_first_then_from_the_youngest_rollout() -> None:
     scheduler = Scheduler(CONFIG)
-    scheduler.add(make_answer(1, prompt=4, new=1, session="idle"))
+    scheduler.add(make_generation(1, prompt=4, new=1, session="idle"))
     run(scheduler, scheduler.schedule(0))
     assert scheduler.sessions.blocks == 1
     user, old, young = (
-        make_answer(2, 8, 24, "production"),
-        make_answer(3, 8, 30),
-        make_answer(4, 8, 30),
+        make_generation(2, 8, 24, "production"),
+        make_generation(3, 8, 30),
+        make_generation(4, 8, 30),
     )
-    for answer in (user, old, young):
-        scheduler.add(answer)
+    for generation in (user, old, young):
+        scheduler.add(generation)
     while not scheduler.preemptions:
         run(scheduler, scheduler.schedule(0))
     assert scheduler.sessions.blocks == 0, "the idle session went before anybody's work"
@@ -134,14 +134,14 @@ def test_pages_are_taken_from_idle_sessions_first_then_from_the_youngest_rollout
 def test_the_least_recently_used_session_goes_first() -> None:
     scheduler = Scheduler(CONFIG)
     for number, session in enumerate(("a", "b", "c")):
-        scheduler.add(make_answer(number, 4, 1, session=session))
+        scheduler.add(make_generation(number, 4, 1, session=session))
         run(scheduler, scheduler.schedule(0))
-    again = make_answer(5, 6, 1, session="a")  # a was used again
+    again = make_generation(5, 6, 1, session="a")  # a was used again
     scheduler.add(again)
     run(scheduler, scheduler.schedule(0))
     assert again.cached_tokens == 4
     assert scheduler.sessions.evict() and scheduler.sessions.evict()
-    last = make_answer(6, 9, 1, session="a")
+    last = make_generation(6, 9, 1, session="a")
     scheduler.add(last)
     scheduler.schedule(0)
     assert last.cached_tokens == 6, "b and c were evicted, a was not"
@@ -149,20 +149,20 @@ def test_the_least_recently_used_session_goes_first() -> None:
 
 def test_a_long_prompt_is_computed_in_pieces_while_others_decode() -> None:
     scheduler = Scheduler(CONFIG)
-    scheduler.add(make_answer(1, 4, 20))
+    scheduler.add(make_generation(1, 4, 20))
     run(scheduler, scheduler.schedule(0))
-    scheduler.add(make_answer(2, 20, 4))
+    scheduler.add(make_generation(2, 20, 4))
     counts = []
     for _ in range(4):
         work = scheduler.schedule(0)
-        counts.append({item.answer.number: item.count for item in work})
+        counts.append({item.generation.number: item.count for item in work})
         run(scheduler, work)
     assert counts == [{1: 1, 2: 8}, {1: 1, 2: 8}, {1: 1, 2: 4}, {1: 1, 2: 1}]
 
 
 def test_a_request_for_a_later_version_holds_nobody_up() -> None:
     scheduler = Scheduler(CONFIG)
-    scheduler.add(make_answer(1, min_version=5))
-    scheduler.add(make_answer(2))
-    assert [item.answer.number for item in scheduler.schedule(4)] == [2]
-    assert [item.answer.number for item in scheduler.schedule(5)] == [1, 2]
+    scheduler.add(make_generation(1, min_version=5))
+    scheduler.add(make_generation(2))
+    assert [item.generation.number for item in scheduler.schedule(4)] == [2]
+    assert [item.generation.number for item in scheduler.schedule(5)] == [1, 2]

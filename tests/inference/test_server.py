@@ -18,7 +18,7 @@ from rollmill.inference.wire import chunk_from_json, request_to_json
 from rollmill.storage.objects import Objects
 from rollmill.types import Version
 from rollmill.weights.reading.store import WeightStore
-from tests.inference.world import PROMPT, answer, engine_at, make_update, request, until
+from tests.inference.world import PROMPT, engine_at, generate, make_update, request, until
 
 
 @asynccontextmanager
@@ -33,7 +33,7 @@ async def client_of(engine: EmbeddedEngine, token: str | None = None) -> AsyncIt
 
 async def test_generate_answers_in_one_line_or_as_a_stream() -> None:
     async with engine_at(make_update(0)) as engine, client_of(engine) as client:
-        expected = await answer(engine, request())
+        expected = await generate(engine, request())
         async with client.post("/generate", data=request_to_json(request(session="a"))) as response:
             assert response.status == 200
             lines = (await response.read()).splitlines()
@@ -51,7 +51,7 @@ async def test_generate_answers_in_one_line_or_as_a_stream() -> None:
 async def test_health_and_metrics() -> None:
     update = make_update(3)
     async with engine_at(update) as engine, client_of(engine) as client:
-        await answer(engine, request())
+        await generate(engine, request())
         health = await (await client.get("/health")).json()
         metrics = await (await client.get("/metrics")).text()
     assert health == {
@@ -117,7 +117,7 @@ async def test_a_request_that_is_wrong_gets_a_400_that_says_why(body: bytes) -> 
 
 async def test_a_broken_engine_answers_503() -> None:
     async with engine_at(make_update(0)) as engine, client_of(engine) as client:
-        engine._worker._runner.run = lambda work: 1 / 0  # type: ignore[assignment, method-assign]
+        engine._decoding._runner.run = lambda work: 1 / 0  # type: ignore[assignment, method-assign]
         for _ in range(2):
             response = await client.post("/generate", data=request_to_json(request()))
             assert response.status == 503
@@ -130,7 +130,7 @@ async def test_an_answer_that_breaks_off_has_no_finish() -> None:
             with pytest.raises(aiohttp.ClientError):
                 async for line in response.content:
                     lines.append(json.loads(line))
-                    engine._worker._runner.run = lambda work: 1 / 0  # type: ignore[assignment, method-assign]
+                    engine._decoding._runner.run = lambda work: 1 / 0  # type: ignore[assignment, method-assign]
     assert lines and all(line["finish"] is None for line in lines)
 
 

@@ -16,14 +16,14 @@ from rollmill.errors import EngineError, WeightsError
 from rollmill.models.decoder import Decoder
 from rollmill.models.device import Device
 from rollmill.models.host import device_digest, to_host
-from rollmill.models.updates import stage as stage_module
+from rollmill.models.updates import prepare as prepare_module
 from rollmill.weights.format.manifest import describe, root_digest
 from rollmill.weights.format.tensors import HostTensor
 from rollmill.weights.reading.follower import Patch, Update
 from tests.inference.world import (
     PROMPT,
-    answer,
     engine_at,
+    generate,
     make_model,
     make_update,
     put_together,
@@ -83,7 +83,7 @@ async def test_a_switch_in_the_middle_of_an_answer(device: Device) -> None:
             chunks.append(chunk)
             if len(chunks) == 4:
                 applied = await engine.apply(new)
-        session = await answer(engine, request(PROMPT + put_together(chunks).tokens + [1]))
+        session = await generate(engine, request(PROMPT + put_together(chunks).tokens + [1]))
     got = put_together(chunks)
     assert applied.running == 1 and applied.pause_seconds > 0
     assert got.last.finish == "length" and len(got.tokens) == 200, "nothing was dropped"
@@ -110,9 +110,9 @@ async def test_a_switch_in_the_middle_of_an_answer(device: Device) -> None:
 
 async def test_a_request_after_the_switch_is_all_new() -> None:
     async with engine_at(make_update(1)) as engine:
-        await answer(engine, request(session="old"))
+        await generate(engine, request(session="old"))
         await engine.apply(make_update(2))
-        got = await answer(engine, request(session="new"))
+        got = await generate(engine, request(session="new"))
     assert {policy.number for policy in got.policies} == {2}
     assert got.last.oldest_kv_policy == make_update(2).policy
 
@@ -122,7 +122,7 @@ async def test_many_switches_under_load_drop_nothing() -> None:
     models = {update.policy.number: make_model(update) for update in updates}
     async with engine_at(updates[0]) as engine:
         tasks = [
-            asyncio.create_task(answer(engine, request(session=f"s{n}", seed=n, max_tokens=150))) for n in range(6)
+            asyncio.create_task(generate(engine, request(session=f"s{n}", seed=n, max_tokens=150))) for n in range(6)
         ]
 
         def enough(sampled: float) -> bool:
@@ -187,8 +187,10 @@ async def test_patches_are_all_that_is_written() -> None:
         for update in (second, third):
             await engine.apply(unread(update))
             assert engine.health()["policy"]["digest"] == update.policy.digest
-            assert device_digest(engine._worker._model) == update.policy.digest, "the audit of touched tensors is whole"
-        got = await answer(engine, request())
+            assert device_digest(engine._decoding._model) == update.policy.digest, (
+                "the audit of touched tensors is whole"
+            )
+        got = await generate(engine, request())
     expected = logprobs_of(make_model(third), PROMPT + got.tokens)[len(PROMPT) - 1 :]
     np.testing.assert_allclose(got.logprobs, expected, atol=tolerance())
 
@@ -199,10 +201,10 @@ async def test_applying_again_or_from_elsewhere_ends_at_the_right_bytes() -> Non
     async with engine_at(first) as engine:
         for update in (second, second, replace(second, base=make_update(5).policy), make_update(7), second):
             await engine.apply(update)
-            assert device_digest(engine._worker._model) == update.policy.digest
+            assert device_digest(engine._decoding._model) == update.policy.digest
     async with engine_at(None) as engine:  # at no version at all
         await engine.apply(second)
-        assert device_digest(engine._worker._model) == second.policy.digest
+        assert device_digest(engine._decoding._model) == second.policy.digest
 
 
 async def test_patches_that_do_not_lead_there_are_made_up_for() -> None:
@@ -212,7 +214,7 @@ async def test_patches_that_do_not_lead_there_are_made_up_for() -> None:
     assert len(less) < len(patches)
     async with engine_at(first) as engine:
         await engine.apply(replace(second, patches=less))
-        assert device_digest(engine._worker._model) == second.policy.digest
+        assert device_digest(engine._decoding._model) == second.policy.digest
 
 
 @on_cpu
@@ -221,25 +223,25 @@ async def test_an_apply_cut_short_is_run_again(place: int, monkeypatch: pytest.M
     """A write into the parameters fails, in the middle of the pause."""
     first = make_update(1)
     second, _ = changed(first, 2)
-    write, left = stage_module.TorchStage.write, [place]
+    write, left = prepare_module.TorchChange.write, [place]
 
-    def failing(stage: stage_module.TorchStage) -> None:
-        for one in stage._writes:
+    def failing(change: prepare_module.TorchChange) -> None:
+        for one in change._writes:
             left[0] -= 1
             if left[0] == -1:
                 raise WeightsError("cut")
             one()
 
     async with engine_at(first) as engine:
-        task = asyncio.create_task(answer(engine, request(max_tokens=200)))
+        task = asyncio.create_task(generate(engine, request(max_tokens=200)))
         await until(lambda: engine.metrics()["sampled_tokens_total"] > 5)
-        monkeypatch.setattr(stage_module.TorchStage, "write", failing)
+        monkeypatch.setattr(prepare_module.TorchChange, "write", failing)
         with pytest.raises(WeightsError, match="cut"):
             await engine.apply(second)
         assert engine.health()["policy"] is None, "half of it is neither version"
-        monkeypatch.setattr(stage_module.TorchStage, "write", write)
+        monkeypatch.setattr(prepare_module.TorchChange, "write", write)
         await engine.apply(second)
-        assert device_digest(engine._worker._model) == second.policy.digest
+        assert device_digest(engine._decoding._model) == second.policy.digest
         got = await task
     assert len(got.tokens) == 200 and set(got.policies) == {first.policy, second.policy}, "nothing was dropped"
 
@@ -257,15 +259,15 @@ async def test_a_device_that_is_full_refuses_an_update_and_takes_it_later(
 
     async with engine_at(first) as engine:
         with monkeypatch.context() as patch:
-            patch.setattr(stage_module.TorchStage, place, full)
+            patch.setattr(prepare_module.TorchChange, place, full)
             with pytest.raises(WeightsError, match=r"main@2 was not loaded: .*Tried to allocate 2\.00 GiB\n"):
                 await engine.apply(second)
         if place == "add_whole":  # before anything was written
-            assert set((await answer(engine, request(session="old"))).policies) == {first.policy}
+            assert set((await generate(engine, request(session="old"))).policies) == {first.policy}
         else:
             assert engine.health()["policy"] is None
         await engine.apply(second)
-        assert set((await answer(engine, request())).policies) == {second.policy}
+        assert set((await generate(engine, request())).policies) == {second.policy}
 
 
 async def test_bytes_that_do_not_match_are_never_served(device: Device) -> None:
@@ -277,10 +279,10 @@ async def test_bytes_that_do_not_match_are_never_served(device: Device) -> None:
         with pytest.raises(WeightsError, match="do not have digest"):
             await engine.apply(bad)
         if device == "cuda":  # found out before anything was written
-            assert {policy.number for policy in (await answer(engine, request(session="old"))).policies} == {1}
+            assert {policy.number for policy in (await generate(engine, request(session="old"))).policies} == {1}
         else:
             assert engine.health()["policy"] is None, "its parameters are neither version: it serves nothing"
-        task = asyncio.create_task(answer(engine, replace(request(), min_version=2)))
+        task = asyncio.create_task(generate(engine, replace(request(), min_version=2)))
         await until(lambda: engine.metrics()["waiting"] == 1)
         await engine.apply(make_update(2))
         assert {policy.number for policy in (await task).policies} == {2}
@@ -292,7 +294,7 @@ async def test_weights_of_another_model_leave_the_served_ones_in_place() -> None
     async with engine_at(good) as engine:
         with pytest.raises(WeightsError, match="another model"):
             await engine.apply(other)
-        assert {policy.number for policy in (await answer(engine, request())).policies} == {1}
+        assert {policy.number for policy in (await generate(engine, request())).policies} == {1}
 
 
 async def test_weights_that_are_not_finite_fail_requests_and_poison_nothing() -> None:
@@ -305,11 +307,11 @@ async def test_weights_that_are_not_finite_fail_requests_and_poison_nothing() ->
         good, policy=replace(good.policy, number=2, digest=root_digest(describe(tensors))), tensors=tensors
     )
     async with engine_at(good) as engine:
-        expected = await answer(engine, request())
+        expected = await generate(engine, request())
         await engine.apply(broken)
         for n in range(4):
             with pytest.raises(EngineError, match="not finite"):
-                await answer(engine, request([1] * 60, f"s{n}"))
+                await generate(engine, request([1] * 60, f"s{n}"))
         await engine.apply(replace(good, policy=replace(good.policy, number=3)))
-        got = await asyncio.gather(*(answer(engine, request(session=f"t{n}")) for n in range(4)))
+        got = await asyncio.gather(*(generate(engine, request(session=f"t{n}")) for n in range(4)))
     assert [one.tokens for one in got] == [expected.tokens] * 4

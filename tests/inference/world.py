@@ -117,7 +117,7 @@ def put_together(chunks: list[GenerateChunk]) -> Whole:
     )
 
 
-async def answer(engine: EmbeddedEngine, wanted: GenerateRequest, *, stream: bool = False) -> Whole:
+async def generate(engine: EmbeddedEngine, wanted: GenerateRequest, *, stream: bool = False) -> Whole:
     return put_together([chunk async for chunk in engine.generate(wanted, stream=stream)])
 
 

@@ -13,7 +13,7 @@ from torch import Tensor
 from rollmill.errors import WeightsError
 from rollmill.models.updates import delta
 from rollmill.models.updates.audit import reference_audit
-from rollmill.models.updates.delta import Differences, apply_changes, audit, audit_change, stage
+from rollmill.models.updates.delta import Differences, apply_changes, audit, audit_change, prepare
 from rollmill.weights.format.audit import audit_change_host, audit_host
 from rollmill.weights.format.codings import decode_chunk, encode_as
 from rollmill.weights.format.tensors import HostTensor
@@ -260,7 +260,7 @@ def test_a_wider_parameter_has_the_audit_of_its_form(form: torch.dtype, device: 
     assert audit(parameter, form) == reference_audit(parameter, form) != plain_audit(bits)
 
 
-# -- stage
+# -- prepare
 
 
 def model(device: str, dtype: torch.dtype = torch.bfloat16) -> tuple[dict[str, np.ndarray], dict[str, Tensor]]:
@@ -268,7 +268,7 @@ def model(device: str, dtype: torch.dtype = torch.bfloat16) -> tuple[dict[str, n
     served = {name: random_bits(rng, size, 2) for name, size in (("a", 30_001), ("b", 640), ("c", 1), ("d", 5000))}
     served["a"][: SPECIAL.size] = SPECIAL
     parameters = {name: torch.zeros(bits.size, dtype=dtype, device=device) for name, bits in served.items()}
-    stage(parameters, None, host(served)).apply()
+    prepare(parameters, None, host(served)).apply()
     return served, parameters
 
 
@@ -293,17 +293,17 @@ def expect(parameters: dict[str, Tensor], served: dict[str, np.ndarray]) -> None
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
-def test_staged_changes_arrive_bit_for_bit_and_only_when_applied(dtype: torch.dtype, device: str) -> None:
+def test_prepared_changes_arrive_bit_for_bit_and_only_when_applied(dtype: torch.dtype, device: str) -> None:
     old, parameters = model(device, dtype)
     expect(parameters, old)
     rng = np.random.default_rng(10)
     new = {"a": updated(rng, old["a"], 0.1), "b": updated(rng, old["b"], 0.5), "c": ~old["c"], "d": old["d"]}
     patches = {"a": patches_between(old["a"], new["a"], 4096), "b": None, "c": patches_between(old["c"], new["c"], 9)}
     audits = {name: audit_host(bits.view(np.uint8), 2) for name, bits in new.items()}
-    staged = stage(parameters, patches, host(new), audits)
+    prepared = prepare(parameters, patches, host(new), audits)
     expect(parameters, old)
     for _ in range(2):
-        assert staged.apply() == audits
+        assert prepared.apply() == audits
         expect(parameters, new)
 
 
@@ -314,7 +314,7 @@ def test_several_patches_of_a_chunk_count_in_their_order(device: str) -> None:
         step = updated(rng, new, 0.2)
         listed += patches_between(new, step, 8192)
         new = step
-    stage(parameters, {"a": listed}, host({**old, "a": new})).apply()
+    prepare(parameters, {"a": listed}, host({**old, "a": new})).apply()
     expect(parameters, {**old, "a": new})
 
 
@@ -326,8 +326,8 @@ def test_an_update_of_other_weights_is_found_out(device: str) -> None:
     audits = {"a": audit_host(new.view(np.uint8), 2), "d": audit_host(old["d"].view(np.uint8), 2)}
     apply_changes(parameters["a"], torch.tensor([9], device=device), tensor(SPECIAL[:1], device))
     with pytest.raises(WeightsError, match=r"1 parameters are not .*: a"):
-        stage(parameters, patches, host({**old, "a": new}), audits).apply()
-    stage(parameters, {"a": None}, host({**old, "a": new}), audits).apply()
+        prepare(parameters, patches, host({**old, "a": new}), audits).apply()
+    prepare(parameters, {"a": None}, host({**old, "a": new}), audits).apply()
     expect(parameters, {**old, "a": new})
 
 
@@ -343,13 +343,13 @@ def test_what_does_not_fit_is_refused_before_anything_is_touched(device: str) ->
         Patch(0, np.array([0, 1], np.uint32), value),
     ):
         with pytest.raises(WeightsError, match="a patch"):
-            stage(parameters, {"d": good, "a": [*good, wrong]}, host(old))
+            prepare(parameters, {"d": good, "a": [*good, wrong]}, host(old))
     with pytest.raises(WeightsError, match="no parameter"):
-        stage(parameters, {"d": good, "e": good}, host(old))
+        prepare(parameters, {"d": good, "e": good}, host(old))
     with pytest.raises(WeightsError, match="there"):
-        stage(parameters, {"d": good}, host({**old, "d": old["d"][1:]}))
+        prepare(parameters, {"d": good}, host({**old, "d": old["d"][1:]}))
     with pytest.raises(WeightsError, match="cannot hold"):
-        stage({**parameters, "d": parameters["d"].half()}, {"d": good}, host(old))
+        prepare({**parameters, "d": parameters["d"].half()}, {"d": good}, host(old))
     expect(parameters, old)
 
 
@@ -358,5 +358,5 @@ def test_read_only_bytes_can_be_copied(device: str) -> None:
     new = {name: ~bits for name, bits in old.items()}
     for bits in new.values():
         bits.flags.writeable = False
-    stage(parameters, None, host(new)).apply()
+    prepare(parameters, None, host(new)).apply()
     expect(parameters, new)

@@ -22,7 +22,7 @@ from rollmill.models.decoder import Decoder
 from rollmill.models.host import round_to_form_
 from rollmill.models.kernels.head import head_logprobs, head_next_token
 from rollmill.models.kernels.varlen import VarlenAttention
-from rollmill.models.updates.delta import audit, difference_streams, stage
+from rollmill.models.updates.delta import audit, difference_streams, prepare
 from rollmill.training.config import OptimizerConfig
 from rollmill.training.optimizer import MasterOptimizer
 from rollmill.weights.reading.patches import Patch
@@ -158,7 +158,7 @@ def updates() -> None:
         audit(old)
     served, parameters = {"a": np.zeros(5000, np.uint16)}, {"a": torch.zeros(5000, dtype=torch.bfloat16)}
     change = Patch(0, np.zeros(1, np.uint32), np.ones(1, np.uint16))
-    stage(parameters, {"a": [change]}, test_delta_kernels.host(served), {"a": 0})
+    prepare(parameters, {"a": [change]}, test_delta_kernels.host(served), {"a": 0})
 
 
 def engines() -> None:

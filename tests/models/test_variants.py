@@ -9,8 +9,8 @@ import pytest
 import torch
 from pydantic import ValidationError
 
-from rollmill.inference.embedded.answer import Answer
 from rollmill.inference.embedded.cache import KVCache
+from rollmill.inference.embedded.generation import Generation
 from rollmill.inference.embedded.runner import Runner
 from rollmill.inference.embedded.scheduler import Work
 from rollmill.inference.engine import GenerateRequest
@@ -18,7 +18,7 @@ from rollmill.models.config import LatentAttention, ModelConfig
 from rollmill.models.decoder import Decoder
 from rollmill.models.huggingface.config import read_layout
 from rollmill.models.huggingface.convert import load_checkpoint
-from rollmill.models.huggingface.layouts import pieces
+from rollmill.models.huggingface.layouts import named_views
 from rollmill.types import Sampling
 from tests.models.checkpoints import LAYOUTS, make_checkpoint, our_logits, tokens_of
 from tests.models.reference import TINY, make_decoder
@@ -41,20 +41,20 @@ def test_the_engines_pages_give_what_the_trainer_computes(name: str) -> None:
     runner = Runner(model, KVCache(model.config, blocks=32, block_size=4))
     tokens = torch.randint(TINY.vocab_size, (24,), generator=torch.Generator().manual_seed(3)).tolist()
     expected = our_logits(model, torch.tensor(tokens)).detach()
-    answers = [_answer(tokens, [7, 3, 9, 1, 30, 12]), _answer(tokens[:5], [2, 4])]
-    runner.run([Work(answers[0], 0, 9), Work(answers[1], 0, 5)])
-    runner.run([Work(answers[0], 9, 8)])
+    generations = [_generation(tokens, [7, 3, 9, 1, 30, 12]), _generation(tokens[:5], [2, 4])]
+    runner.run([Work(generations[0], 0, 9), Work(generations[1], 0, 5)])
+    runner.run([Work(generations[0], 9, 8)])
     for position in range(17, 24):
-        answers[0].tokens = tokens[: position + 1]
-        output = runner.run([Work(answers[0], position, 1)])
+        generations[0].tokens = tokens[: position + 1]
+        output = runner.run([Work(generations[0], position, 1)])
         torch.testing.assert_close(output.logits[0], expected[position], atol=2e-5, rtol=1e-4)
 
 
-def _answer(tokens: list[int], blocks: list[int]) -> Answer:
+def _generation(tokens: list[int], blocks: list[int]) -> Generation:
     request = GenerateRequest("s", list(tokens), Sampling(max_tokens=1))
-    answer = Answer(0, request, False, 64, 0, lambda chunk: None)
-    answer.blocks = blocks
-    return answer
+    generation = Generation(0, request, False, 64, 0, lambda chunk: None)
+    generation.blocks = blocks
+    return generation
 
 
 @pytest.mark.parametrize("name", LAYOUTS)
@@ -70,15 +70,15 @@ def test_gradients_are_those_of_transformers(name: str, tmp_path: Path) -> None:
     layout = read_layout(theirs.config.to_dict())
     gradients = {name: parameter.grad for name, parameter in ours.named_parameters()}
     compared = 0
-    for piece in pieces(layout, gradients):
-        gradient = expected.get(piece.name)
+    for each in named_views(layout, gradients):
+        gradient = expected.get(each.name)
         if gradient is None:  # experts, which are named otherwise in memory
-            assert "experts" in piece.name or "block_sparse_moe" in piece.name, piece.name
+            assert "experts" in each.name or "block_sparse_moe" in each.name, each.name
             continue
-        gradient = gradient if piece.order is None else gradient[piece.order]
+        gradient = gradient if each.order is None else gradient[each.order]
         scale = gradient.abs().max()
-        assert scale > 0 or "k_proj.bias" in piece.name  # softmax does not see what is added to all keys alike
-        torch.testing.assert_close(piece.view / scale, gradient / scale, atol=5e-5, rtol=0, msg=piece.name)
+        assert scale > 0 or "k_proj.bias" in each.name  # softmax does not see what is added to all keys alike
+        torch.testing.assert_close(each.view / scale, gradient / scale, atol=5e-5, rtol=0, msg=each.name)
         compared += 1
     assert compared >= 5 * ours.config.layers
 

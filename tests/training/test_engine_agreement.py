@@ -25,7 +25,7 @@ from rollmill.training.replay import replay_of
 from rollmill.types import PolicyRef
 from rollmill.weights.reading.follower import Update
 from tests.inference.test_switch import changed
-from tests.inference.world import Whole, answer, make_update, request, until
+from tests.inference.world import Whole, generate, make_update, request, until
 
 MODEL = ModelConfig(
     vocab_size=512,
@@ -92,10 +92,12 @@ async def sample_through_versions(device: Device, updates: list[Update]) -> list
     async with EmbeddedEngine(MODEL, ENGINE, device=device) as engine:
         for update in updates:
             await engine.apply(update)
-            assert device_digest(engine._worker._model) == update.policy.digest
+            assert device_digest(engine._decoding._model) == update.policy.digest
             tasks += [
                 asyncio.create_task(
-                    answer(engine, request(prompts[n], f"s{n}", seed=n, max_tokens=TOKENS, temperature=temperatures[n]))
+                    generate(
+                        engine, request(prompts[n], f"s{n}", seed=n, max_tokens=TOKENS, temperature=temperatures[n])
+                    )
                 )
                 for n in range(len(tasks), min(len(tasks) + per_version, ANSWERS))
             ]

@@ -1,4 +1,4 @@
-"""What the worker did: counters for `/metrics`, and telemetry in pieces coarse enough to keep."""
+"""What the decode loop did: counters for `/metrics`, and telemetry in pieces coarse enough to keep."""
 
 from __future__ import annotations
 

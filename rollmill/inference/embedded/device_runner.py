@@ -64,7 +64,7 @@ class DeviceRunner:
                 self._pool = torch.cuda.graph_pool_handle()
             decode.record(self._pool)
         logits_MV, routes, drawn_M2 = decode.run()
-        drawn = None if any(is_cut(item.answer.request.sampling) for item in work) else drawn_M2[: len(work)]
+        drawn = None if any(is_cut(item.generation.request.sampling) for item in work) else drawn_M2[: len(work)]
         return StepOutput(work, None if routes is None else routes[: len(work)], logits_MV[: len(work)], drawn)
 
 
@@ -91,7 +91,7 @@ class _Decode:
         self._device_sampling_2B = torch.empty((2, room), dtype=torch.float64, device=device)
         self._plan = Plan(*_cut(self._device, layout))
         self._attend = TritonAttention(cache, self._plan, 1)
-        # the pages each row of the table has, and how many of them: a list that an answer holds only ever grows
+        # the pages each row of the table has, and how many of them: a list that an generation holds only ever grows
         self._written: list[tuple[list[int], int]] = [([], 0)] * room
         self._graph: Any = None
         self._output: _Output | None = None
@@ -100,13 +100,13 @@ class _Decode:
     def fill(self, work: Sequence[Work]) -> None:
         """The last step's copy has ended: its tokens were waited for."""
         for row, item in enumerate(work):
-            blocks = item.answer.blocks
+            blocks = item.generation.blocks
             held, count = self._written[row]
             if held is not blocks:
                 count = 0
             self._tables_BP[row, count : len(blocks)] = blocks[count:]
             self._written[row] = blocks, len(blocks)
-        self._tokens_B[: len(work)] = [item.answer.tokens[item.start] for item in work]
+        self._tokens_B[: len(work)] = [item.generation.tokens[item.start] for item in work]
         self._positions_B[: len(work)] = [item.start for item in work]
         filling = slice(len(work), None)
         self._tables_BP[filling, 0], self._tokens_B[filling], self._positions_B[filling] = self._spare, 0, 0
@@ -153,8 +153,8 @@ def _plan(cache: KVCache, work: Sequence[Work]) -> Plan:
     tables_SP[:] = cache.spare
     first = tile = 0
     for row, item in enumerate(work):
-        end, blocks = item.start + item.count, item.answer.blocks[:pages]
-        tokens_N[first : first + item.count] = item.answer.tokens[item.start : end]
+        end, blocks = item.start + item.count, item.generation.blocks[:pages]
+        tokens_N[first : first + item.count] = item.generation.tokens[item.start : end]
         positions_N[first : first + item.count] = np.arange(item.start, end)
         sequences_N[first : first + item.count] = row
         tables_SP[row, : len(blocks)] = blocks

@@ -1,4 +1,4 @@
-"""The embedded engine: the event loop's side of it. The model runs in `worker`'s thread."""
+"""The embedded engine: the event loop's side of it. The model runs in `decode_loop`'s thread."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ from typing import Any
 from rollmill.errors import EngineError, WeightsError
 from rollmill.inference.config import EngineConfig
 from rollmill.inference.embedded.activity import Activity
-from rollmill.inference.embedded.answer import Answer
-from rollmill.inference.embedded.worker import Outbox, Worker
+from rollmill.inference.embedded.decode_loop import DecodeLoop, Outbox
+from rollmill.inference.embedded.generation import Generation
 from rollmill.inference.engine import Applied, EngineUnavailable, GenerateChunk, GenerateRequest
 from rollmill.models.config import ModelConfig
 from rollmill.models.device import Device, choose_device, is_full
@@ -38,25 +38,25 @@ class EmbeddedEngine:
         self._vocab_size = model.vocab_size
         self._context_limit = min(model.max_context, config.cache_tokens)
         self._activity = Activity(name, region)
-        self._worker = Worker(model, config, self._activity, self._send, device=choose_device(device), form=form)
+        self._decoding = DecodeLoop(model, config, self._activity, self._send, device=choose_device(device), form=form)
         self._loop: asyncio.AbstractEventLoop | None = None
         self._requests = 0
         self._applying = asyncio.Lock()
 
     async def __aenter__(self) -> EmbeddedEngine:
         self._loop = asyncio.get_running_loop()
-        self._worker.thread.start()
+        self._decoding.thread.start()
         return self
 
     async def __aexit__(self, *_: object) -> None:
         with contextlib.suppress(EngineUnavailable):
-            self._worker.post(self._worker.close)
-        await asyncio.to_thread(self._worker.thread.join)
+            self._decoding.post(self._decoding.close)
+        await asyncio.to_thread(self._decoding.thread.join)
 
     @property
     def ended(self) -> Future[None]:
-        """Done when the worker has stopped; holds the error if one stopped it."""
-        return self._worker.ended
+        """Done when the decode loop has stopped; holds the error if one stopped it."""
+        return self._decoding.ended
 
     async def generate(self, request: GenerateRequest, *, stream: bool = False) -> AsyncGenerator[GenerateChunk, None]:
         self._check(request)
@@ -64,10 +64,10 @@ class EmbeddedEngine:
             yield GenerateChunk([], [], [], [], finish="length")  # no room for a single token: data, not an error
             return
         chunks: asyncio.Queue[GenerateChunk | Exception] = asyncio.Queue()
-        answer = self._answer(request, stream, chunks)
+        generation = self._generation(request, stream, chunks)
         finish = None
         try:
-            await asyncio.wrap_future(self._worker.post(lambda: self._worker.add(answer)))
+            await asyncio.wrap_future(self._decoding.post(lambda: self._decoding.add(generation)))
             while finish is None:
                 chunk = await chunks.get()
                 if isinstance(chunk, Exception):
@@ -77,34 +77,34 @@ class EmbeddedEngine:
         finally:
             if finish is None:  # the client went away
                 with contextlib.suppress(EngineUnavailable):
-                    self._worker.post(lambda: self._worker.abort(answer))
+                    self._decoding.post(lambda: self._decoding.abort(generation))
 
     async def apply(self, update: Update) -> Applied:
         async with self._applying:
             with _refused_without_memory(update.policy):
-                ready = await asyncio.to_thread(self._worker.stage, update)
-                return await asyncio.wrap_future(self._worker.post(lambda: self._worker.apply(update, ready)))
+                ready = await asyncio.to_thread(self._decoding.prepare, update)
+                return await asyncio.wrap_future(self._decoding.post(lambda: self._decoding.apply(update, ready)))
 
     async def pause(self) -> None:
         """No token is computed once this returns; requests are kept."""
-        await asyncio.wrap_future(self._worker.post(lambda: self._worker.set_paused(True)))
+        await asyncio.wrap_future(self._decoding.post(lambda: self._decoding.set_paused(True)))
 
     async def resume(self) -> None:
-        await asyncio.wrap_future(self._worker.post(lambda: self._worker.set_paused(False)))
+        await asyncio.wrap_future(self._decoding.post(lambda: self._decoding.set_paused(False)))
 
     def health(self) -> dict[str, Any]:
-        policy, scheduler = self._worker.policy, self._worker.scheduler
+        policy, scheduler = self._decoding.policy, self._decoding.scheduler
         return {
             "engine": self.name,
             "region": self.region,
             "policy": None if policy is None else vars(policy),
             "running": len(scheduler.running),
             "waiting": scheduler.waiting,
-            "paused": self._worker.paused,
+            "paused": self._decoding.paused,
         }
 
     def metrics(self) -> dict[str, float]:
-        policy, scheduler = self._worker.policy, self._worker.scheduler
+        policy, scheduler = self._decoding.policy, self._decoding.scheduler
         return {
             **self._activity.counters,
             "preemptions_total": scheduler.preemptions,
@@ -125,24 +125,24 @@ class EmbeddedEngine:
                 hint="was the context made with another model's tokenizer?",
             )
 
-    def _answer(
+    def _generation(
         self, request: GenerateRequest, stream: bool, chunks: asyncio.Queue[GenerateChunk | Exception]
-    ) -> Answer:
+    ) -> Generation:
         self._requests += 1
         limit = min(len(request.tokens) + request.sampling.max_tokens, self._context_limit)
         seed = request.sampling.seed
         seed = secrets.randbits(64) if seed is None else seed % 2**64
-        return Answer(self._requests, request, stream, limit, seed, chunks.put_nowait)
+        return Generation(self._requests, request, stream, limit, seed, chunks.put_nowait)
 
     def _send(self, outbox: Outbox) -> None:
-        """From the worker's thread. One call for all: waking the event loop for each answer costs more than a step."""
+        """Called in the decode loop's thread. One call for all: waking the event loop is slow."""
         if self._loop is not None and not self._loop.is_closed():
             self._loop.call_soon_threadsafe(_deliver, outbox)
 
 
 def _deliver(outbox: Outbox) -> None:
-    for answer, chunk in outbox:
-        answer.deliver(chunk)
+    for generation, chunk in outbox:
+        generation.deliver(chunk)
 
 
 @contextlib.contextmanager

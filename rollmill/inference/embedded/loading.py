@@ -22,7 +22,7 @@ from rollmill.models.decoder import Decoder
 from rollmill.models.host import Auditor, HostFacts, check_layout, device_digest, is_quantised, load_host
 from rollmill.models.quantize import dequantise, placed_parts, served_type
 from rollmill.models.updates.audit import audit, audit_many
-from rollmill.models.updates.stage import Staged, stage
+from rollmill.models.updates.prepare import Prepared, prepare
 from rollmill.types import PolicyRef
 from rollmill.weights.format.manifest import TensorEntry, describe, root_digest
 from rollmill.weights.reading.follower import Update
@@ -46,11 +46,11 @@ class HostLoader:
         self._model, self._parameters = model, model.state_dict()
         self._auditor = Auditor(self._parameters)
 
-    def prepare(self, update: Update, patched: bool) -> Staged:
+    def prepare(self, update: Update, patched: bool) -> Prepared:
         check_layout(self._parameters, update.tensors)
-        return stage(self._parameters, update.patches if patched else None, update.tensors)
+        return prepare(self._parameters, update.patches if patched else None, update.tensors)
 
-    def load(self, update: Update, patched: bool, prepared: Staged) -> None:
+    def load(self, update: Update, patched: bool, prepared: Prepared) -> None:
         policy = update.policy
         prepared.apply()
         if self._auditor.digest(policy.form, update.patches if patched else None) != policy.digest:
@@ -59,8 +59,8 @@ class HostLoader:
 
 
 @dataclass(frozen=True)
-class _Prepared:
-    staged: Staged
+class _Checked:
+    change: Prepared
     facts: HostFacts
 
 
@@ -69,7 +69,7 @@ class DeviceLoader:
         self._parameters = model.state_dict()
         self._served = HostFacts.of({})
 
-    def prepare(self, update: Update, patched: bool) -> _Prepared:
+    def prepare(self, update: Update, patched: bool) -> _Checked:
         check_layout(self._parameters, update.tensors)
         patches, facts = update.patches if patched else None, None
         if patches is not None:
@@ -77,13 +77,13 @@ class DeviceLoader:
         if facts is None or facts.digest != update.policy.digest:  # patches may leave out what has changed
             patches, facts = None, HostFacts.of(update.tensors)
         _expect_bytes(facts.digest, update.policy)
-        return _Prepared(stage(self._parameters, patches, update.tensors, facts.audits), facts)
+        return _Checked(prepare(self._parameters, patches, update.tensors, facts.audits), facts)
 
-    def load(self, update: Update, patched: bool, prepared: _Prepared) -> None:
+    def load(self, update: Update, patched: bool, prepared: _Checked) -> None:
         try:
-            prepared.staged.apply()
+            prepared.change.apply()
         except WeightsError:  # patches that do not lead there
-            stage(self._parameters, None, update.tensors, prepared.facts.audits).apply()
+            prepare(self._parameters, None, update.tensors, prepared.facts.audits).apply()
         self._served = prepared.facts
 
 

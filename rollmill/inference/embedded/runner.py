@@ -74,7 +74,7 @@ class Runner:
     @torch.inference_mode()
     def run(self, work: Sequence[Work]) -> StepOutput:
         ordered = sorted(work, key=self._shape)
-        tokens = [token for item in ordered for token in item.answer.tokens[item.start : item.start + item.count]]
+        tokens = [token for item in ordered for token in item.generation.tokens[item.start : item.start + item.count]]
         attend = PagedAttention(self._cache, [list(group) for _, group in itertools.groupby(ordered, self._shape)])
         device = self._cache.device
         output = self.model(torch.tensor(tokens, device=device), attend.positions, attend)
@@ -154,6 +154,6 @@ def _block_tables(group: Sequence[Work], pages: int) -> np.ndarray:
     """int64 [B, P]; sequences with fewer pages are filled up with page 0, which the mask hides."""
     tables_BP = np.zeros((len(group), pages), dtype=np.int64)
     for row, item in enumerate(group):
-        blocks = item.answer.blocks[:pages]
+        blocks = item.generation.blocks[:pages]
         tables_BP[row, : len(blocks)] = blocks
     return tables_BP

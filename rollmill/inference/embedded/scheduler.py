@@ -14,30 +14,30 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 from rollmill.inference.config import EngineConfig
-from rollmill.inference.embedded.answer import Answer
 from rollmill.inference.embedded.cache import BlockPool, CachedContext, SessionCache
+from rollmill.inference.embedded.generation import Generation
 from rollmill.inference.embedded.sampler import Draw
 from rollmill.types import FinishReason
 
 
 @dataclass(frozen=True)
 class Work:
-    """Compute positions [start, start + count) of an answer's context."""
+    """Compute positions [start, start + count) of an generation's context."""
 
-    answer: Answer
+    generation: Generation
     start: int
     count: int
 
     @property
     def completes(self) -> bool:
         """Whether the last position is the context's last: then the next token is sampled."""
-        return self.start + self.count == len(self.answer.tokens)
+        return self.start + self.count == len(self.generation.tokens)
 
     @property
     def draw(self) -> Draw:
         """What its next token is drawn with."""
-        answer = self.answer
-        return Draw(answer.request.sampling, answer.seed, self.start + self.count)
+        generation = self.generation
+        return Draw(generation.request.sampling, generation.seed, self.start + self.count)
 
 
 class Scheduler:
@@ -45,94 +45,94 @@ class Scheduler:
         self._config = config
         self.pool = BlockPool(config.cache_tokens // config.block_size)
         self.sessions = SessionCache(self.pool)
-        self.running: dict[int, Answer] = {}  # by number
-        self._production: deque[Answer] = deque()
-        self._rollouts: deque[Answer] = deque()
+        self.running: dict[int, Generation] = {}  # by number
+        self._production: deque[Generation] = deque()
+        self._rollouts: deque[Generation] = deque()
         self.preemptions = 0
 
     @property
     def waiting(self) -> int:
         return len(self._production) + len(self._rollouts)
 
-    def everyone(self) -> list[Answer]:
+    def everyone(self) -> list[Generation]:
         return [*self.running.values(), *self._production, *self._rollouts]
 
-    def add(self, answer: Answer) -> None:
-        self._queue(answer).append(answer)
+    def add(self, generation: Generation) -> None:
+        self._queue(generation).append(generation)
 
     def schedule(self, served: int) -> list[Work]:
         """The next step's work, with pages reserved; `served` is the version number requests may wait for."""
         self._admit(served)
         work: list[Work] = []
         budget = self._config.prefill_chunk
-        for answer in sorted(self.running.values(), key=lambda answer: (answer.is_rollout, answer.number)):
-            count = min(answer.missing, budget) if answer.missing > 1 else 1
-            # an earlier answer may have taken this one's place meanwhile
-            if count and answer.number in self.running and self._reserve(answer, answer.computed + count):
-                budget -= count if answer.missing > 1 else 0
-                work.append(Work(answer, answer.computed, count))
-        return [item for item in work if item.answer.number in self.running]
+        for generation in sorted(self.running.values(), key=lambda one: (one.is_rollout, one.number)):
+            count = min(generation.missing, budget) if generation.missing > 1 else 1
+            # an earlier generation may have taken this one's place meanwhile
+            if count and generation.number in self.running and self._reserve(generation, generation.computed + count):
+                budget -= count if generation.missing > 1 else 0
+                work.append(Work(generation, generation.computed, count))
+        return [item for item in work if item.generation.number in self.running]
 
-    def finish(self, answer: Answer, reason: FinishReason) -> None:
+    def finish(self, generation: Generation, reason: FinishReason) -> None:
         """Its pages stay with the session for the next turn, unless the client went away."""
-        self._remove(answer)
-        if reason == "abort" or not answer.blocks:
-            self._release(answer)
+        self._remove(generation)
+        if reason == "abort" or not generation.blocks:
+            self._release(generation)
             return
-        used = self._blocks_for(answer.computed)
-        self.pool.give(answer.blocks[used:])
-        context = CachedContext(answer.tokens[: answer.computed], answer.blocks[:used], answer.oldest)
-        self.sessions.keep(answer.request.session, context)
-        answer.blocks = []
+        used = self._blocks_for(generation.computed)
+        self.pool.give(generation.blocks[used:])
+        context = CachedContext(generation.tokens[: generation.computed], generation.blocks[:used], generation.oldest)
+        self.sessions.keep(generation.request.session, context)
+        generation.blocks = []
 
     def _admit(self, served: int) -> None:
         for queue in (self._production, self._rollouts):
-            for answer in [candidate for candidate in queue if candidate.request.min_version <= served]:
-                if not self._fits(answer) or not self._has_place(answer):
+            for generation in [candidate for candidate in queue if candidate.request.min_version <= served]:
+                if not self._fits(generation) or not self._has_place(generation):
                     return  # whoever comes later must not overtake
-                queue.remove(answer)
-                self.running[answer.number] = answer
-                self._reuse_session(answer)
+                queue.remove(generation)
+                self.running[generation.number] = generation
+                self._reuse_session(generation)
 
-    def _has_place(self, answer: Answer) -> bool:
+    def _has_place(self, generation: Generation) -> bool:
         if len(self.running) < self._config.max_batch:
             return True
         rollouts = [candidate for candidate in self.running.values() if candidate.is_rollout]
-        if answer.is_rollout or not rollouts:
+        if generation.is_rollout or not rollouts:
             return False
         self._preempt(max(rollouts, key=lambda candidate: candidate.number))
         return True
 
-    def _fits(self, answer: Answer) -> bool:
+    def _fits(self, generation: Generation) -> bool:
         """Whether its whole context and one more token find pages without taking any from a running request that would
         go first. Admitting it anyway would only make it lose its place at once."""
-        needed = self._blocks_for(len(answer.tokens) + 1) - len(answer.blocks)
-        held = sum(len(other.blocks) for other in self._queued() if other is not answer)
+        needed = self._blocks_for(len(generation.tokens) + 1) - len(generation.blocks)
+        held = sum(len(other.blocks) for other in self._queued() if other is not generation)
         available = self.pool.free + self.sessions.blocks + held
-        if not answer.is_rollout:
+        if not generation.is_rollout:
             available += sum(len(other.blocks) for other in self.running.values() if other.is_rollout)
         return needed <= available or not self.running
 
-    def _reuse_session(self, answer: Answer) -> None:
-        if not answer.computed and answer.cached_tokens is None:
-            context = self.sessions.claim(answer.request.session, answer.tokens)
+    def _reuse_session(self, generation: Generation) -> None:
+        if not generation.computed and generation.cached_tokens is None:
+            context = self.sessions.claim(generation.request.session, generation.tokens)
             if context is not None:
-                answer.blocks, answer.computed = context.blocks, len(context.tokens)
-                answer.oldest = context.oldest
-        answer.admit(answer.computed)
+                generation.blocks, generation.computed = context.blocks, len(context.tokens)
+                generation.oldest = context.oldest
+        generation.admit(generation.computed)
 
-    def _reserve(self, answer: Answer, positions: int) -> bool:
-        """Pages for that many positions. False: the answer itself had to give up its place."""
-        needed = self._blocks_for(positions) - len(answer.blocks)
+    def _reserve(self, generation: Generation, positions: int) -> bool:
+        """Pages for that many positions. False: the generation itself had to give up its place."""
+        needed = self._blocks_for(positions) - len(generation.blocks)
         while self.pool.free < needed:
-            if not self._make_room(answer):
-                self._preempt(answer)
-                self._release(answer)
+            if not self._make_room(generation):
+                self._preempt(generation)
+                self._release(generation)
                 return False
-        answer.blocks += self.pool.take(max(needed, 0))
+        generation.blocks += self.pool.take(max(needed, 0))
         return True
 
-    def _make_room(self, answer: Answer) -> bool:
+    def _make_room(self, generation: Generation) -> bool:
         if self.sessions.evict():
             return True
         holders = [other for other in self._queued() if other.blocks]
@@ -140,29 +140,29 @@ class Scheduler:
             self._release(max(holders, key=lambda other: other.number))
             return True
         victim = max(self.running.values(), key=lambda other: (other.is_rollout, other.number))
-        if victim is answer:
+        if victim is generation:
             return False
         self._preempt(victim)
         self._release(victim)
         return True
 
-    def _preempt(self, answer: Answer) -> None:
-        del self.running[answer.number]
-        self._queue(answer).appendleft(answer)
+    def _preempt(self, generation: Generation) -> None:
+        del self.running[generation.number]
+        self._queue(generation).appendleft(generation)
         self.preemptions += 1
 
-    def _release(self, answer: Answer) -> None:
-        self.pool.give(answer.blocks)
-        answer.blocks, answer.computed, answer.oldest = [], 0, None
+    def _release(self, generation: Generation) -> None:
+        self.pool.give(generation.blocks)
+        generation.blocks, generation.computed, generation.oldest = [], 0, None
 
-    def _remove(self, answer: Answer) -> None:
-        if self.running.pop(answer.number, None) is None:
-            self._queue(answer).remove(answer)
+    def _remove(self, generation: Generation) -> None:
+        if self.running.pop(generation.number, None) is None:
+            self._queue(generation).remove(generation)
 
-    def _queue(self, answer: Answer) -> deque[Answer]:
-        return self._rollouts if answer.is_rollout else self._production
+    def _queue(self, generation: Generation) -> deque[Generation]:
+        return self._rollouts if generation.is_rollout else self._production
 
-    def _queued(self) -> Iterator[Answer]:
+    def _queued(self) -> Iterator[Generation]:
         return itertools.chain(self._production, self._rollouts)
 
     def _blocks_for(self, positions: int) -> int:

@@ -24,7 +24,7 @@ from rollmill.models.huggingface.files import (
     read_json,
     write_checkpoint,
 )
-from rollmill.models.huggingface.layouts import OUTER, Piece, pieces
+from rollmill.models.huggingface.layouts import OUTER, NamedView, named_views
 from rollmill.weights.files.safetensors import Entry, Stored
 
 SHARD_BYTES = 5_000_000_000
@@ -35,7 +35,7 @@ _SCALES = "_scale_inv"  # FP8 blocks are multiplied by these
 
 
 @dataclass(frozen=True)
-class Checkpoint:
+class HuggingFaceModel:
     """A directory whose names, shapes and dtypes have been checked; no weight has been read yet."""
 
     files: Files
@@ -46,15 +46,15 @@ class Checkpoint:
     active_parameters: int  # of these, how many one token meets
 
 
-def open_checkpoint(directory: Path) -> Checkpoint:
+def open_checkpoint(directory: Path) -> HuggingFaceModel:
     """Check everything that can be known without reading weights."""
     files = open_files(directory)
     layout = read_layout(files.config, str(directory / CONFIG))
     _check_quantisation(files)
     _check_size(files, layout.model)
-    expected = {piece.name: tuple(piece.view.shape) for piece in pieces(layout, empty_state(layout.model))}
+    expected = {each.name: tuple(each.view.shape) for each in named_views(layout, empty_state(layout.model))}
     _check_tensors(files, layout, expected)
-    return Checkpoint(files, layout, tuple(expected), _widest(files, expected), *parameter_counts(layout.model))
+    return HuggingFaceModel(files, layout, tuple(expected), _widest(files, expected), *parameter_counts(layout.model))
 
 
 def parameter_counts(config: ModelConfig) -> tuple[int, int]:
@@ -84,11 +84,11 @@ def load_checkpoint(
 
 
 @torch.no_grad()
-def load_tensors(state: Mapping[str, Tensor], checkpoint: Checkpoint) -> None:
+def load_tensors(state: Mapping[str, Tensor], checkpoint: HuggingFaceModel) -> None:
     """One tensor at a time: beside `state`, memory holds one tensor of the file."""
-    for piece in pieces(checkpoint.layout, state):
-        tensor = read_tensor(checkpoint.files, piece.name)
-        piece.view.copy_(tensor if piece.order is None else tensor.index_select(0, piece.order))
+    for each in named_views(checkpoint.layout, state):
+        tensor = read_tensor(checkpoint.files, each.name)
+        each.view.copy_(tensor if each.order is None else tensor.index_select(0, each.order))
 
 
 def save_checkpoint(
@@ -107,7 +107,7 @@ def save_checkpoint(
     saved = saved_config(tree, model.embedding.dtype, layout)
     if config is not None or saved != tree:
         kept[CONFIG] = encode_json(saved)
-    entries = [_piece_entry(piece) for piece in pieces(layout, model.state_dict())]
+    entries = [_entry(each) for each in named_views(layout, model.state_dict())]
     write_checkpoint(directory, entries, kept, shard_bytes)
 
 
@@ -131,13 +131,13 @@ def tensor_entry(name: str, dtype: torch.dtype, shape: Sequence[int], produce: C
     return Entry(name, _NAMES[dtype], tuple(shape), math.prod(shape) * dtype.itemsize, dtype.itemsize, parts)
 
 
-def _piece_entry(piece: Piece) -> Entry:
-    view = piece.view.detach()
+def _entry(each: NamedView) -> Entry:
+    view = each.view.detach()
 
     def produce() -> Tensor:
-        return view if piece.order is None else view.index_select(0, piece.order.argsort())
+        return view if each.order is None else view.index_select(0, each.order.argsort())
 
-    return tensor_entry(piece.name, view.dtype, view.shape, produce)
+    return tensor_entry(each.name, view.dtype, view.shape, produce)
 
 
 def read_tensor(files: Files, name: str) -> Tensor:

@@ -62,7 +62,7 @@ RENAMED: Mapping[str, Mapping[str, tuple[str, ...]]] = {
 _IN_LAYER = re.compile(r"layers\.(\d+)\.(.+)")
 
 
-class Piece(NamedTuple):
+class NamedView(NamedTuple):
     """One of their tensors."""
 
     name: str
@@ -70,12 +70,12 @@ class Piece(NamedTuple):
     order: Tensor | None = None  # which of their rows each of our rows is; None: the same
 
 
-def pieces(layout: Layout, state: Mapping[str, Tensor]) -> Iterator[Piece]:
+def named_views(layout: Layout, state: Mapping[str, Tensor]) -> Iterator[NamedView]:
     """Every tensor of a checkpoint of this layout, for the `state_dict` of a decoder of its shape."""
     renamed = RENAMED.get(layout.architecture, {})
     for ours, tensor in state.items():
         if ours in OUTER:
-            yield Piece(OUTER[ours], tensor)
+            yield NamedView(OUTER[ours], tensor)
             continue
         match = _IN_LAYER.fullmatch(ours)
         assert match is not None, ours
@@ -85,12 +85,12 @@ def pieces(layout: Layout, state: Mapping[str, Tensor]) -> Iterator[Piece]:
             names = renamed.get(inner, EXPERTS[inner])
             for expert, matrix in enumerate(tensor.unbind()):
                 for name, view in zip(names, matrix.t().chunk(len(names)), strict=True):
-                    yield Piece(prefix + name.format(expert=expert), view)
+                    yield NamedView(prefix + name.format(expert=expert), view)
         else:
             names = renamed.get(inner, LAYER[inner]) if layout.model.is_mixture(number) else LAYER[inner]
             order = _row_order(inner, layout.model) if layout.interleaved else None
             for name, view in zip(names, tensor.split(_rows(inner, tensor, names, layout.model)), strict=True):
-                yield Piece(prefix + name, view, order)
+                yield NamedView(prefix + name, view, order)
 
 
 def halves_order(blocks: int, kept: int, rotated: int) -> Tensor:

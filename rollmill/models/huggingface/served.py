@@ -14,9 +14,9 @@ import torch
 
 from rollmill.models.host import DTYPES, check_layout, layout_in
 from rollmill.models.huggingface.config import Layout
-from rollmill.models.huggingface.convert import Checkpoint, empty_state, load_tensors, saved_config
+from rollmill.models.huggingface.convert import HuggingFaceModel, empty_state, load_tensors, saved_config
 from rollmill.models.huggingface.files import CONFIG, encode_json
-from rollmill.models.huggingface.layouts import pieces
+from rollmill.models.huggingface.layouts import named_views
 from rollmill.models.quantize import place
 from rollmill.weights.files.directory import read_companions, scratch
 from rollmill.weights.format.tensors import WIDTHS, HostTensor, Tensors
@@ -26,7 +26,7 @@ _HOST = torch.device("cpu")
 
 
 @contextlib.contextmanager
-def served_tensors(checkpoint: Checkpoint) -> Iterator[dict[str, HostTensor]]:
+def served_tensors(checkpoint: HuggingFaceModel) -> Iterator[dict[str, HostTensor]]:
     """The weights under our names, rounded to bf16 where the files have more."""
     layout = layout_in(empty_state(checkpoint.layout.model), FORM)
     with _mapped({name: (dtype, shape) for name, dtype, shape in layout}) as served:
@@ -34,7 +34,7 @@ def served_tensors(checkpoint: Checkpoint) -> Iterator[dict[str, HostTensor]]:
         yield served
 
 
-def served_companions(checkpoint: Checkpoint) -> dict[str, bytes]:
+def served_companions(checkpoint: HuggingFaceModel) -> dict[str, bytes]:
     """What lies beside the weights, verbatim; but config.json describes what `served_tensors` gives."""
     found = read_companions(checkpoint.files.directory)
     config = saved_config(checkpoint.files.config, DTYPES[FORM], checkpoint.layout)
@@ -49,15 +49,15 @@ def checkpoint_tensors(layout: Layout, tensors: Tensors) -> Iterator[dict[str, H
     state = empty_state(layout.model)
     check_layout(state, tensors)
     entries = {
-        piece.name: (tensors[name].dtype, tuple(piece.view.shape))
+        each.name: (tensors[name].dtype, tuple(each.view.shape))
         for name, empty in state.items()
-        for piece in pieces(layout, {name: empty})
+        for each in named_views(layout, {name: empty})
     }
     with _mapped(entries) as found:
         for name in state:
-            for piece in pieces(layout, {name: place(tensors[name], _HOST)}):
-                view = piece.view if piece.order is None else piece.view.index_select(0, piece.order.argsort())
-                place(found[piece.name], _HOST).copy_(view)
+            for each in named_views(layout, {name: place(tensors[name], _HOST)}):
+                view = each.view if each.order is None else each.view.index_select(0, each.order.argsort())
+                place(found[each.name], _HOST).copy_(view)
         yield found
 
 

@@ -4,7 +4,7 @@ Only the streams of coding `sparse` (rollmill/weights/FORMAT.md) leave the devic
 entropy stage runs on the host. The bytes are those the host's encoder makes of the same elements. Torch alone is the
 reference and runs anywhere; on CUDA Triton does the same, in a few launches for a whole model.
 
-Applying a delta is in `stage`, the checksum of a device copy in `audit`; both can be had from here.
+Applying a delta is in `prepare`, the checksum of a device copy in `audit`; both can be had from here.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from rollmill.errors import WeightsError
 from rollmill.models.triton import has_triton
 from rollmill.models.updates.audit import audit, audit_change
 from rollmill.models.updates.bits import bits_of, ordered, packed_bits
-from rollmill.models.updates.stage import Staged, apply_changes, stage
+from rollmill.models.updates.prepare import Prepared, apply_changes, prepare
 
 if TYPE_CHECKING:
     from rollmill.models.updates.delta_batch import Batch, DeviceStreams
@@ -30,15 +30,15 @@ if TYPE_CHECKING:
 __all__ = [
     "Differences",
     "Pair",
+    "Prepared",
     "SparseStreams",
-    "Staged",
     "apply_changes",
     "audit",
     "audit_change",
     "changes",
     "difference_streams",
     "encode_chunks",
-    "stage",
+    "prepare",
 ]
 
 Pair = tuple[Tensor, Tensor]  # the same elements of the base and of the new version, both contiguous

@@ -1,13 +1,13 @@
-"""The thread that runs the model. Everything it owns is touched by it alone; others send it commands.
+"""The thread that runs the model. No other thread touches what it owns; others send it commands.
 
-    event loop                                  worker, between any two steps
+    event loop                                  decode loop, between any two steps
     add / abort a request ─┐                    1  take every command there is (wait for one when idle)
     apply new weights      ├─► inbox ─────────► 2  schedule a step, run it, sample
     pause, resume          ┘                    3  send fresh tokens: one call for all of them
             chunks ◄────────────────────────────
 
-So weights change between two steps and never inside one, and no request is dropped for it: answers go on with the keys
-and values that older weights wrote, and say so (`oldest_kv_policy`).
+Weights change between two steps, never inside one, and no request is dropped for it. A generation goes on with the
+keys and values that older weights wrote, and says so (`oldest_kv_policy`).
 """
 
 from __future__ import annotations
@@ -25,8 +25,8 @@ import torch
 from rollmill.errors import EngineError
 from rollmill.inference.config import EngineConfig
 from rollmill.inference.embedded.activity import GAP_SECONDS, Activity
-from rollmill.inference.embedded.answer import Answer
 from rollmill.inference.embedded.cache import KVCache
+from rollmill.inference.embedded.generation import Generation
 from rollmill.inference.embedded.loading import make_loader
 from rollmill.inference.embedded.runner import StepOutput, make_runner
 from rollmill.inference.embedded.sampler import listed, sample
@@ -38,7 +38,7 @@ from rollmill.types import FinishReason, PolicyRef
 from rollmill.weights.reading.follower import Update
 
 T = TypeVar("T")
-Outbox = list[tuple[Answer, GenerateChunk | Exception]]
+Outbox = list[tuple[Generation, GenerateChunk | Exception]]
 
 
 class Ready(NamedTuple):
@@ -48,8 +48,8 @@ class Ready(NamedTuple):
     prepared: Any
 
 
-class Worker:
-    """Computes nothing until the first `apply`. `send` is called from the worker's thread."""
+class DecodeLoop:
+    """Computes nothing until the first `apply`. `send` is called from the decode loop's thread."""
 
     def __init__(
         self,
@@ -64,7 +64,7 @@ class Worker:
         self.scheduler = Scheduler(config)
         self.policy: PolicyRef | None = None
         self.paused = False
-        self.ended: Future[None] = Future()  # holds the error that stopped the worker, if one did
+        self.ended: Future[None] = Future()  # holds the error that stopped the decode loop, if one did
         self.ended.set_running_or_notify_cancel()
         self._config, self._activity, self._send = config, activity, send
         self._model = decoder_on(device, model, form)
@@ -76,10 +76,10 @@ class Worker:
         self._lock = threading.Lock()  # between the last look into the inbox and those who put something there
         self._inbox: queue.SimpleQueue[tuple[Future[Any], Callable[[], Any]]] = queue.SimpleQueue()
         self._outbox: Outbox = []
-        self.thread = threading.Thread(target=self._work, name="engine-worker", daemon=True)
+        self.thread = threading.Thread(target=self._work, name="engine-decode", daemon=True)
 
     def post(self, command: Callable[[], T]) -> Future[T]:
-        """Run `command` in the worker's thread, between two steps."""
+        """Run `command` in the decode loop's thread, between two steps."""
         future: Future[T] = Future()
         with self._lock:
             if self.ended.done():
@@ -87,7 +87,7 @@ class Worker:
             self._inbox.put((future, command))
         return future
 
-    def stage(self, update: Update) -> Ready:
+    def prepare(self, update: Update) -> Ready:
         """What an update takes that can be done while decoding goes on, by any thread. Raises if it is not for this
         model; otherwise `apply` is to follow, and the update's tensors must stay as they are until it has."""
         patched = update.patches is not None and self.policy is not None and self.policy == update.base
@@ -95,12 +95,12 @@ class Worker:
 
     # -- commands: what `post` is given
 
-    def add(self, answer: Answer) -> None:
-        self.scheduler.add(answer)
+    def add(self, generation: Generation) -> None:
+        self.scheduler.add(generation)
 
-    def abort(self, answer: Answer) -> None:
-        if answer in self.scheduler.everyone():  # else it finished before its client's leaving was noticed
-            self.scheduler.finish(answer, "abort")
+    def abort(self, generation: Generation) -> None:
+        if generation in self.scheduler.everyone():  # else it finished before its client's leaving was noticed
+            self.scheduler.finish(generation, "abort")
             self._activity.finished("abort")
 
     def set_paused(self, paused: bool) -> None:
@@ -122,7 +122,7 @@ class Worker:
         return Applied(time.monotonic() - started, len(self.scheduler.running))
 
     def _load(self, update: Update, ready: Ready) -> None:
-        if ready.patched and self.policy != update.base:  # other weights were applied since it was staged
+        if ready.patched and self.policy != update.base:  # other weights were applied since it was prepared
             ready = Ready(False, self._loader.prepare(update, False))
         self._loader.load(update, ready.patched, ready.prepared)
 
@@ -149,7 +149,7 @@ class Worker:
             self.ended.set_exception(failure) if failure else self.ended.set_result(None)
         while not self._inbox.empty():
             self._inbox.get()[0].set_exception(why)
-        self._outbox += [(answer, why) for answer in self.scheduler.everyone()]
+        self._outbox += [(generation, why) for generation in self.scheduler.everyone()]
         self._flush()
 
     def _take_commands(self, wait: bool) -> None:
@@ -160,7 +160,7 @@ class Worker:
                 continue  # whoever sent it has gone
             try:
                 future.set_result(command())
-            except Exception as error:  # the sender's to handle: the worker goes on
+            except Exception as error:  # the sender's to handle: the decode loop goes on
                 future.set_exception(error)
 
     def _next_command(self) -> tuple[Future[Any], Callable[[], Any]]:
@@ -186,7 +186,7 @@ class Worker:
             sample(output.logits, [item.draw for item in complete]) if output.drawn is None else listed(output.drawn)
         )
         self._advance(output, policy)
-        self._record(zip([item.answer for item in complete], *drawn, strict=True), policy)
+        self._record(zip([item.generation for item in complete], *drawn, strict=True), policy)
         computed = sum(item.count for item in work)
         self._activity.step(started, len(complete), computed, len(self.scheduler.running), self.scheduler.waiting)
         return True
@@ -195,30 +195,30 @@ class Worker:
         start, routes = 0, output.host_routes()
         for item in output.work:
             end = start + item.count
-            item.answer.advance(item.count, None if routes is None else routes[start:end], policy)
+            item.generation.advance(item.count, None if routes is None else routes[start:end], policy)
             start = end
 
-    def _record(self, drawn: Iterable[tuple[Answer, int, float]], policy: PolicyRef) -> None:
+    def _record(self, drawn: Iterable[tuple[Generation, int, float]], policy: PolicyRef) -> None:
         now = time.monotonic()
-        for answer, token, logprob in drawn:
+        for generation, token, logprob in drawn:
             if not math.isfinite(logprob):
-                self._fail(answer, EngineError(f"{policy.line}@{policy.number} gives logits that are not finite"))
+                self._fail(generation, EngineError(f"{policy.line}@{policy.number} gives logits that are not finite"))
                 continue
-            finish = answer.sample(token, logprob, policy)
+            finish = generation.sample(token, logprob, policy)
             if finish is not None:
-                self._finish(answer, finish)
-            elif answer.stream and now - answer.sent_at >= self._config.stream_seconds:
-                self._outbox.append((answer, answer.chunk()))
+                self._finish(generation, finish)
+            elif generation.stream and now - generation.sent_at >= self._config.stream_seconds:
+                self._outbox.append((generation, generation.chunk()))
 
-    def _finish(self, answer: Answer, reason: FinishReason) -> None:
-        self._outbox.append((answer, answer.chunk(reason)))
-        self.scheduler.finish(answer, reason)
+    def _finish(self, generation: Generation, reason: FinishReason) -> None:
+        self._outbox.append((generation, generation.chunk(reason)))
+        self.scheduler.finish(generation, reason)
         self._activity.finished(reason)
 
-    def _fail(self, answer: Answer, error: EngineError) -> None:
-        self._cache.clear(answer.blocks)  # a NaN left in a page would reach its next owner through masked positions
-        self.scheduler.finish(answer, "abort")
-        self._outbox.append((answer, error))
+    def _fail(self, generation: Generation, error: EngineError) -> None:
+        self._cache.clear(generation.blocks)  # a NaN left in a page would reach its next owner through masked positions
+        self.scheduler.finish(generation, "abort")
+        self._outbox.append((generation, error))
 
     def _flush(self) -> None:
         if self._outbox:

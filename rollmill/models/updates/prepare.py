@@ -1,7 +1,7 @@
-"""Changing parameters in place: everything that takes time before the pause, and then the pause.
+"""Changes parameters in place, with a short pause: what takes time is done before it.
 
-`stage` checks, converts and moves changes to where the parameters are; decoding may go on meanwhile. `Staged.apply` is
-what runs between two decode steps: it writes the new values, audits, and waits until both have happened. Values are
+`prepare` checks the changes, converts them and moves them to the parameters' devices while decoding goes on.
+`Prepared.apply` runs between two decode steps: it writes the new values, audits them, and waits for both. Values are
 absolute, so applying twice, or again after a crash, does no harm.
 """
 
@@ -55,17 +55,18 @@ def apply_changes(parameter: Tensor, indices: Tensor, values: Tensor) -> None:
         bits.index_copy_(0, indices.to(torch.int64), new)
 
 
-def stage(
+def prepare(
     parameters: Mapping[str, Tensor],
     patches: Mapping[str, list[Patch] | None] | None,
     tensors: Mapping[str, HostTensor],
     expected: Mapping[str, int] | None = None,
-) -> Staged:
-    """Prepare the change of `parameters` to the version that `tensors` are the bytes of.
+) -> Prepared:
+    """Prepare to change `parameters` to the version whose bytes are `tensors`. No parameter is changed yet.
 
-    Patches as an update has them: lists of changes, None for a tensor to copy whole; None instead of all: copy all.
-    Those with the same start count in their order; with different ones they have no element in common. `expected`: the
-    audits that parameters must have afterwards, by name. Nothing is touched yet, and nothing is staged unless all fit.
+    `patches` maps names to lists of changes, or to None to copy that tensor whole; None instead of the mapping copies
+    all. Patches with the same start are applied in order; patches with different starts have no element in common.
+    `expected` maps names to the audits that parameters must have afterwards. Raises WeightsError if anything does not
+    fit.
     """
     if patches is None:
         patches = dict.fromkeys((*parameters, *tensors))
@@ -73,22 +74,22 @@ def stage(
     targets = {name: _target(name, parameters, tensors) for name in (*patches, *expected)}
     for name, listed in patches.items():
         _check(name, listed or (), targets[name])
-    stages = {device: _device_stage(device) for device in {parameter.device for parameter, _ in targets.values()}}
+    changes = {device: _device_change(device) for device in {parameter.device for parameter, _ in targets.values()}}
     for name, listed in patches.items():
         parameter, form = targets[name]
         if listed is None:
-            stages[parameter.device].add_whole(parameter, form, tensors[name].data)
+            changes[parameter.device].add_whole(parameter, form, tensors[name].data)
         else:
-            stages[parameter.device].add_patches(parameter, form, listed)
-    return Staged(list(stages.values()), {name: targets[name] for name in expected}, expected)
+            changes[parameter.device].add_patches(parameter, form, listed)
+    return Prepared(list(changes.values()), {name: targets[name] for name in expected}, expected)
 
 
-def _device_stage(device: torch.device) -> DeviceStage:
+def _device_change(device: torch.device) -> DeviceChange:
     if not has_triton(device):
-        return TorchStage(device)
-    from rollmill.models.updates.stage_triton import TritonStage
+        return TorchChange(device)
+    from rollmill.models.updates.prepare_triton import TritonChange
 
-    return TritonStage(device)
+    return TritonChange(device)
 
 
 def _target(name: str, parameters: Mapping[str, Tensor], tensors: Mapping[str, HostTensor]) -> Audited:
@@ -119,24 +120,24 @@ def _check(name: str, patches: Sequence[Patch], target: Audited) -> None:
             raise WeightsError(f"{name}: a patch changes an element beyond its {parameter.numel()}")
 
 
-class Staged:
+class Prepared:
     """A change of parameters that is ready to happen."""
 
     def __init__(
-        self, stages: Sequence[DeviceStage], audited: Mapping[str, Audited], expected: Mapping[str, int]
+        self, changes: Sequence[DeviceChange], audited: Mapping[str, Audited], expected: Mapping[str, int]
     ) -> None:
-        self._stages, self._expected = stages, expected
-        devices = [stage.device for stage in stages]
+        self._changes, self._expected = changes, expected
+        devices = [change.device for change in changes]
         names = [[name for name, (t, _) in audited.items() if t.device == device] for device in devices]
         self._names = [name for part in names for name in part]
-        for stage_, part in zip(stages, names, strict=True):
-            stage_.ready([audited[name] for name in part])
+        for change, part in zip(changes, names, strict=True):
+            change.ready([audited[name] for name in part])
 
     def apply(self) -> dict[str, int]:
         """Write, audit what is expected to have a certain audit, and wait for both. Returns these audits."""
-        for stage_ in self._stages:
-            stage_.write()
-        found = [value for stage_ in self._stages for value in stage_.audits()]
+        for change in self._changes:
+            change.write()
+        found = [value for change in self._changes for value in change.audits()]
         audits = dict(zip(self._names, found, strict=True))
         wrong = sorted(name for name, value in self._expected.items() if audits[name] != value)
         if wrong:
@@ -147,7 +148,7 @@ class Staged:
         return audits
 
 
-class DeviceStage(Protocol):
+class DeviceChange(Protocol):
     """Changes of the parameters of one device."""
 
     device: torch.device
@@ -159,7 +160,7 @@ class DeviceStage(Protocol):
     def audits(self) -> list[int]: ...
 
 
-class TorchStage:
+class TorchChange:
     """Runs anywhere, one write for each patch. On a host that is all there is to do: nothing has to be moved."""
 
     def __init__(self, device: torch.device) -> None:

@@ -1,4 +1,4 @@
-"""Staging on a CUDA device: changes wait there in lists, and one launch writes those of all tensors of a width."""
+"""Changes on a CUDA device: they wait there in lists, and one launch writes all tensors of the same width."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from rollmill.models.triton import current
 from rollmill.models.updates.apply_triton import AuditTables, ScatterTable, audit_tables, run_audits, scatter_table
 from rollmill.models.updates.audit import Audited, audit_many, is_compiled
 from rollmill.models.updates.bits import INTEGERS, bits_of, widened
-from rollmill.models.updates.stage import elements
+from rollmill.models.updates.prepare import elements
 
 if TYPE_CHECKING:
     from rollmill.weights.reading.patches import Patch
@@ -38,7 +38,7 @@ def _stream_of(device: torch.device) -> torch.cuda.Stream | None:
     return torch.cuda.Stream(device) if device.type == "cuda" else None
 
 
-class TritonStage:
+class TritonChange:
     """Everything is moved and converted on a stream of its own, so decoding does not wait for it."""
 
     def __init__(self, device: torch.device) -> None:

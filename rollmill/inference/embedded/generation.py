@@ -13,7 +13,7 @@ from rollmill.types import FinishReason, PolicyRef
 
 
 @dataclass(eq=False)
-class Answer:
+class Generation:
     """`tokens[:computed]` have their keys and values in `blocks`; the rest is to be computed, the last one sampled."""
 
     number: int  # order of arrival; the highest is the youngest
