@@ -14,8 +14,9 @@ from rollmill.types import Sampling
 class HarnessResult:
     """How the episode ended. All of these are the policy's doing: infrastructure trouble raises instead."""
 
-    # done: it said so; answer: it stopped calling tools; length: an answer or the context ran out of tokens
-    stop: Literal["done", "answer", "max_turns", "length"]
+    # done: it said so; answer: it stopped calling tools; length: an answer or the context ran out of tokens;
+    # time: the rollout's time was over (turns and calls are not known then)
+    stop: Literal["done", "answer", "max_turns", "length", "time"]
     turns: int
     tool_calls: int
     bad_tool_calls: int = 0  # not JSON, unknown tool, wrong arguments: answered with an error the model can read
@@ -27,7 +28,11 @@ class Harness(Protocol):
     async def run(
         self, task: Task, machine: Machine, *, base_url: str, api_key: str, sampling: Sampling
     ) -> HarnessResult:
-        """One episode. HarnessError if the model cannot be reached; MachineError passes through."""
+        """One episode. HarnessError if the model cannot be reached; MachineError passes through.
+
+        When its time is over it is cancelled. It raises HarnessError then if it is waiting for a model that it cannot
+        reach, so that the agent is not blamed for it.
+        """
         ...
 
     async def close(self) -> None: ...

@@ -43,6 +43,8 @@ from rollmill.trajectories.store import TrajectoryStore
 from rollmill.types import Reward, Sampling
 
 log = logging.getLogger(__name__)
+_GRACE_S = 60.0  # beyond the agent's own time: for machine, seal and grading
+_HEALTH_S = 5.0  # for the gateway to say whether an engine serves
 _SUBMISSION = TypeAdapter(dict[str, bytes], config=ConfigDict(ser_json_bytes="base64", val_json_bytes="base64"))
 
 
@@ -115,12 +117,12 @@ async def _settle(
     """The boundary: whatever becomes of `work`, the trajectory gets a reward or a reason."""
     started = time.time()
     try:
-        async with asyncio.timeout(context.timeout_s) as limit:
+        async with asyncio.timeout(context.timeout_s + _GRACE_S) as limit:
             outcome = await work
         assert outcome.reward is not None, "the grader returned no reward"
         await asyncio.to_thread(context.trajectories.grade, trajectory, outcome.reward)
     except Exception as error:
-        reason = f"no end after {context.timeout_s:g} s" if limit.expired() else reason_of(error, trajectory)
+        reason = f"no end after {context.timeout_s + _GRACE_S:g} s" if limit.expired() else reason_of(error, trajectory)
         outcome = Outcome(trajectory, None, None, reason=reason)
         await give_up(context, trajectory, reason)
     _report(task, outcome, facts, time.time() - started)
@@ -144,15 +146,33 @@ async def _play(
         key = await context.gateway.open_session(
             trajectory, traffic="rollout", min_version=min_version, task_id=task.id, **facts
         )
-        result = await context.harness.run(
-            task, machine, base_url=f"{context.gateway.base_url}/v1", api_key=key, sampling=sampling
-        )
+        result = await _run_harness(context, task, machine, key, sampling, min_version)
         submission = await _hand_in(machine, task)
     finally:
         await machine.close()
     submission_key = await asyncio.to_thread(store_submission, context.objects, trajectory, submission)
     sealed = await context.gateway.seal(trajectory, submission_key)
     return result, submission, sealed["tokens"]
+
+
+async def _run_harness(
+    context: RolloutContext, task: Task, machine: Machine, key: str, sampling: Sampling, min_version: int
+) -> HarnessResult:
+    """Run the agent until it ends or its time is over. Running out of time is its own doing, and graded.
+
+    Unless it waited for a model that nobody serves: then HarnessError or GatewayError.
+    """
+    run = context.harness.run(task, machine, base_url=f"{context.gateway.base_url}/v1", api_key=key, sampling=sampling)
+    work = asyncio.ensure_future(run)
+    try:
+        await asyncio.wait([work], timeout=context.timeout_s)
+    finally:
+        work.cancel()  # without effect if it has ended
+        await asyncio.wait([work])
+    if not work.cancelled():
+        return work.result()
+    await context.gateway.wait_until_serving(min_version, patience_s=_HEALTH_S)
+    return HarnessResult("time", turns=0, tool_calls=0)
 
 
 async def _hand_in(machine: Machine, task: Task) -> Submission:

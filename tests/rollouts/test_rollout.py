@@ -8,6 +8,7 @@ import os
 import signal
 from collections.abc import Callable
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -16,6 +17,7 @@ from aiohttp.test_utils import TestServer, unused_port
 
 from rollmill.environments.machines.namespace.client import NamespaceHost
 from rollmill.errors import GatewayError, StorageError
+from rollmill.rollouts import rollout
 from rollmill.rollouts.client import GatewayClient
 from rollmill.rollouts.rollout import load_submission, regrade, seal_again, submission_key
 from rollmill.types import Reward, TrajectoryState
@@ -58,7 +60,14 @@ def write(source: str) -> tuple[str, dict[str, Any]]:
 
 FLOOD = "import os\nfor _ in range(1600):\n    os.write(1, b'x' * 65536)\ndef f(x):\n    return x\n"
 FORKS = "import os\nwhile True:\n    try:\n        os.fork()\n    except OSError:\n        pass\n"
+LIMITS = (
+    "import resource\n"
+    "for which in (resource.RLIMIT_NOFILE, resource.RLIMIT_NPROC, resource.RLIMIT_AS):\n"
+    "    resource.prlimit(1, which, (0, 0))\n"
+)
 FAULTS: dict[str, tuple[list[Any], str]] = {
+    "limits of the machine's first process": ([write(LIMITS), ("run", {}), ("done", {})], "error PermissionError"),
+    "a path that is no text": ([write("x"), ("read", {"path": "\ud800"}), ("done", {})], "error no such file"),
     "deletes its work": (
         [("write", {"path": "test.py", "content": "import os\nos.remove('main.py')\n"}), ("run", {}), ("done", {})],
         "ok",
@@ -87,6 +96,42 @@ async def test_a_model_that_never_stops_is_cut_off(world: World) -> None:
     assert outcome.reward is not None and outcome.reward.value == 0.0
     assert outcome.result is not None and outcome.result.stop == "length"
     assert world.row().sampled_tokens == 400
+
+
+async def test_a_model_that_takes_too_long_is_graded_on_what_it_left(world: World) -> None:
+    world.engine.token_delay_s = 60.0
+    outcome = await world.play(context=replace(world.context, timeout_s=0.5))
+    assert outcome.reward is not None and outcome.reward.value == 0.0
+    assert outcome.result is not None and outcome.result.stop == "time"
+    assert world.row().state == TrajectoryState.graded and await world.open_sessions() == 0
+
+
+async def test_a_command_that_takes_too_long_is_graded_on_what_it_left(world: World) -> None:
+    solution = write("def f(x):\n    return x + 7\n")
+    world.says(solution, ("write", {"path": "test.py", "content": "while True: pass\n"}), ("run", {}))
+    outcome = await world.play(context=replace(world.context, timeout_s=5.0))
+    assert outcome.solved and outcome.result is not None
+    assert outcome.result.stop in ("time", "max_turns")
+
+
+async def test_a_machine_that_its_commands_ruined_is_graded_as_nothing_handed_in(world: World) -> None:
+    """Its first process is killed from outside, after a command: the supervisor is healthy, so it was the agent."""
+    host = NamespaceHost()
+
+    async def ruin(session: str, turn: int) -> None:
+        if turn == 3:  # edited and tested
+            assert host._process is not None
+            children = Path(f"/proc/{host._process.pid}/task/{host._process.pid}/children").read_text().split()
+            for pid in children:
+                os.kill(int(pid), signal.SIGKILL)
+
+    world.engine.on_turn = ruin
+    try:
+        outcome = await world.play(context=replace(world.context, machines=host))
+    finally:
+        await host.close()
+    assert outcome.reward is not None and outcome.reward.value == 0.0
+    assert outcome.reward.evidence["missing"] == "main.py" and world.row().state == TrajectoryState.graded
 
 
 async def test_a_tool_call_that_is_not_json_is_answered_and_the_episode_goes_on(world: World) -> None:
@@ -176,10 +221,21 @@ async def test_a_grading_machine_that_fails(world: World) -> None:
     world.check_failed(outcome, "out of machines\nhint: buy more")
 
 
-async def test_the_time_limit(world: World) -> None:
-    world.engine.token_delay_s = 60.0
-    outcome = await world.play(context=replace(world.context, timeout_s=0.5))
-    world.check_failed(outcome, "no end after 0.5 s")
+async def test_engines_that_are_gone_when_the_time_is_over(world: World) -> None:
+    world.engine.refuse = (500, "out of order")
+    harness = type(world.context.harness)(world.context.harness.config.model_copy(update={"request_deadline_s": 60.0}))
+    outcome = await world.play(context=replace(world.context, harness=harness, timeout_s=4.0))
+    await harness.close()
+    world.check_failed(outcome, "harness: ")
+
+
+async def test_grading_that_does_not_end(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
+    async def hang() -> Reward:
+        return await asyncio.Future()
+
+    monkeypatch.setattr(rollout, "_GRACE_S", 0.5)
+    outcome = await world.play(context=replace(world.context, timeout_s=1.0, grader=StandInGrader(hang)))
+    world.check_failed(outcome, "no end after 1.5 s")
 
 
 class StandInGrader:

@@ -150,12 +150,19 @@ class CodingHarness:
     async def _answer(
         self, messages: list[dict[str, Any]], base_url: str, api_key: str, sampling: dict[str, Any]
     ) -> dict[str, Any] | None:
-        """The model's next choice, or None when the conversation no longer fits its context.
-
-        A gateway that restarts is waited for; the deadline covers all attempts at this one answer.
-        """
+        """The model's next choice, or None when the conversation no longer fits its context."""
         url = base_url.rstrip("/") + "/chat/completions"
         body = {"model": self.config.model, "messages": messages, "tools": self._schemas, **sampling}
+        problems: list[str] = []
+        try:
+            return await self._ask(url, api_key, body, problems)
+        except asyncio.CancelledError:
+            if problems:  # the episode's time went by while the model could not be reached
+                raise HarnessError(problems[-1]) from None
+            raise
+
+    async def _ask(self, url: str, api_key: str, body: dict[str, Any], problems: list[str]) -> dict[str, Any] | None:
+        """Retry while the gateway restarts or has no engine. The deadline covers all attempts at this one answer."""
         deadline = time.monotonic() + self.config.request_deadline_s
         pause = 0.05
         while True:
@@ -164,6 +171,7 @@ class CodingHarness:
                 problem = f"{url} answered {status}: {_error_message(answer)}"
             except (aiohttp.ClientConnectionError, aiohttp.ClientPayloadError, TimeoutError) as error:
                 status, problem = 0, f"{url} cannot be reached: {error!r}"
+            problems.append(problem)
             if status == 200:
                 return _first_choice(answer, url)
             if status == 400 and _error_code(answer) == "context_length_exceeded":
