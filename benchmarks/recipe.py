@@ -23,10 +23,10 @@ from torch import Tensor
 
 from benchmarks.emulated_sessions import MAX_CONTEXT, Episode, play
 from benchmarks.output import at_least, finish
-from rollmill.chat.formats.compact import SPECIAL_TOKENS, CompactFormat
-from rollmill.chat.tokenizer import Tokenizer, train_tokenizer
-from rollmill.demo.demonstrations import Demonstrations, tokenizer_texts
+from rollmill.chat.formats.compact import CompactFormat
+from rollmill.demo.demonstrations import Demonstrations
 from rollmill.demo.micro_repos import MicroRepos, repositories, repository_of
+from rollmill.demo.tokenizer import demo_tokenizer
 from rollmill.models.attention import PackedAttention
 from rollmill.models.config import ModelConfig
 from rollmill.models.decoder import Decoder
@@ -107,7 +107,7 @@ class Student:
     seed: int
 
     def __post_init__(self) -> None:
-        tokenizer = Tokenizer(train_tokenizer(tokenizer_texts(2000), self.recipe.vocab_size, SPECIAL_TOKENS))
+        tokenizer = demo_tokenizer(self.recipe.vocab_size)
         self.format = CompactFormat(tokenizer)
         self.documents = Demonstrations(self.format, tokenizer)
         self.model = Decoder(self.recipe.model(tokenizer.vocab_size))

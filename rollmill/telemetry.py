@@ -342,6 +342,13 @@ EVENTS: Mapping[str, Event] = {
         example_solved="a trajectory that solved its task",
         example_unsolved="a trajectory that did not",
     ),
+    "eval_progress": _event(
+        "How far an evaluation is: at its start, then at most twice per second, and at its end.",
+        label="which evaluation, such as before or after",
+        done="attempts that ended",
+        total="attempts of all its parts",
+        seconds_left="seconds left at the pace so far; null before the first attempt ended",
+    ),
     "restart": _event(
         "The supervisor started a dead process again.",
         target="its role",

@@ -16,7 +16,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
 from itertools import count
 
-from rollmill.chat.format import ChatFormat, Message, assistant_message, message_calls
+from rollmill.chat.format import ChatFormat, Message, assistant_message
 from rollmill.chat.tokenizer import Tokenizer
 from rollmill.demo.functions import NUMBERS, OPERATORS, Function
 from rollmill.demo.micro_repos import MAIN, Repository, draw_repository
@@ -152,18 +152,3 @@ def render_transcript(messages: list[Message], format: ChatFormat) -> Document:
         tokens += answer + turn
         learnt += [True] * len(answer) + [False] * len(turn)
     return tokens, learnt
-
-
-def tokenizer_texts(sessions: int) -> Iterator[str]:
-    """Every text of some sessions, piece by piece as `encode` will see them: what a tokenizer is trained on."""
-    for index in range(sessions):
-        generator = random.Random(f"tokenizer {index}")
-        repository = draw_repository("train", generator)
-        messages, _ = demonstrate(repository, generator, Habits())
-        yield plain_code(repository.function)
-        for message in messages:
-            if message["content"]:
-                yield message["content"]
-            for name, arguments in message_calls(message):
-                yield name
-                yield from map(str, json.loads(arguments).values())

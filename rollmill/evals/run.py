@@ -84,7 +84,7 @@ class _Counter:
         pace = (self._told_at - self._started) / self._done if self._done else None
         left = None if pace is None else pace * (self._total - self._done)
         progress = Progress(self._done, self._total, left)
-        telemetry.emit("eval_progress", label=self._label, **asdict(progress))
+        telemetry.emit("eval_progress", label=self._label, done=self._done, total=self._total, seconds_left=left)
         if self._on_progress is not None:
             self._on_progress(progress)
 

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from rollmill.chat.tokenizer import Tokenizer, train_tokenizer
-from rollmill.demo.demonstrations import tokenizer_texts
+from rollmill.demo.tokenizer import session_texts
 from tests.models.checkpoints import make_checkpoint
 
 CHATML = ("<|endoftext|>", "<|im_start|>", "<|im_end|>")
@@ -16,7 +16,7 @@ VOCABULARY = 300
 
 
 def chat_tokenizer(special: tuple[str, ...] = CHATML, size: int = VOCABULARY) -> Tokenizer:
-    return Tokenizer(train_tokenizer(tokenizer_texts(200), size, special))
+    return Tokenizer(train_tokenizer(session_texts(200), size, special))
 
 
 def make_chat_checkpoint(directory: Path, **change: Any) -> Any:

@@ -22,16 +22,16 @@ from rollmill.demo.demonstrations import (
     misread,
     plain_code,
     render_transcript,
-    tokenizer_texts,
 )
 from rollmill.demo.functions import NUMBERS, OPERATORS, Function, Step
 from rollmill.demo.micro_repos import MAIN, TEST, Repository, repositories
+from rollmill.demo.tokenizer import session_texts
 from rollmill.environments.harnesses.tools import OK, apply_edit, parse_arguments, render_read, render_run, tool_schemas
 
 
 @pytest.fixture(scope="module")
 def tokenizer() -> Tokenizer:
-    return Tokenizer(train_tokenizer(tokenizer_texts(1000), 512, SPECIAL_TOKENS))
+    return Tokenizer(train_tokenizer(session_texts(1000), 512, SPECIAL_TOKENS))
 
 
 @pytest.fixture(scope="module")
@@ -67,7 +67,7 @@ def answer(repository: Repository, directory: Path, message: Message) -> str:
 def any_format(request: pytest.FixtureRequest, tokenizer: Tokenizer) -> ChatFormat:
     if request.param == "compact":
         return format_of(tokenizer)
-    chatml = Tokenizer(train_tokenizer(tokenizer_texts(200), 512, ("<|endoftext|>", "<|im_start|>", "<|im_end|>")))
+    chatml = Tokenizer(train_tokenizer(session_texts(200), 512, ("<|endoftext|>", "<|im_start|>", "<|im_end|>")))
     return format_of(chatml, tools_in_prompt=request.param == "hermes")
 
 

@@ -7,11 +7,12 @@ from pathlib import Path
 
 from rollmill.chat.formats.choice import format_of
 from rollmill.chat.formats.compact import SPECIAL_TOKENS
-from rollmill.chat.tokenizer import Tokenizer, train_tokenizer
+from rollmill.chat.tokenizer import Tokenizer
 from rollmill.cluster.checkpoint import TOKENIZER, import_checkpoint, imported_tokenizer
 from rollmill.cluster.local import TERMINATED
 from rollmill.cluster.run import MidtrainStage, RunDirectory
-from rollmill.demo.demonstrations import Demonstrations, tokenizer_texts
+from rollmill.demo.demonstrations import Demonstrations
+from rollmill.demo.tokenizer import demo_tokenizer
 from rollmill.models.config import ModelConfig
 from rollmill.models.device import choose_device
 from rollmill.models.huggingface.describe import describe_model
@@ -24,8 +25,6 @@ from rollmill.training.parallel.world import ALONE, World, join
 from rollmill.types import Version
 from rollmill.weights.files.companions import keep_companions, kept_companions
 from rollmill.weights.reading.store import WeightStore
-
-TOKENIZER_SESSIONS = 2000  # generated sessions the vocabulary is learnt from
 
 
 def main(run: RunDirectory) -> None:
@@ -89,8 +88,7 @@ def make_tokenizer(run: RunDirectory, objects: Objects) -> None:
     line, config = run.config.base_line, run.config
     kept = kept_companions(objects, line)
     if TOKENIZER not in kept:  # a start that was cut short may have left the rest
-        texts = tokenizer_texts(TOKENIZER_SESSIONS)
-        Tokenizer(train_tokenizer(texts, config.model.vocab_size, SPECIAL_TOKENS)).save(run.tokenizer)
+        demo_tokenizer(config.model.vocab_size).save(run.tokenizer)
         kept = {**_model_files(config.model, run.tokenizer), TOKENIZER: run.tokenizer.read_bytes()}
     keep_companions(objects, line, kept)
     run.tokenizer.write_bytes(kept[TOKENIZER])

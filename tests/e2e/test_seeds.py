@@ -1,0 +1,34 @@
+"""Everything random in a run follows from its seed."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from rollmill.cluster.drive import drive
+from rollmill.cluster.run import RunDirectory
+from rollmill.storage.database import open_database
+from rollmill.storage.objects import Objects
+from rollmill.trajectories.store import TrajectoryStore
+from rollmill.types import Version
+from rollmill.weights.reading.store import WeightStore
+from tests.e2e.small_run import small_run
+from tests.rollouts.test_seeds import Answers, answers
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(480)
+def test_the_same_seed_is_the_same_run(tmp_path: Path, midtrained: RunDirectory) -> None:
+    """Synchronous, one rollout at a time, every process real: the same tokens, the same weights bit for bit."""
+    alone = ['regions=["home"]', "rollouts.concurrency=1", "evals.concurrency=1"]
+    runs: list[tuple[Answers, str]] = []
+    for name in ("first", "second"):
+        run = small_run(tmp_path, name, *alone, "seed=3", "steps=2", "max_staleness=0", base=midtrained)
+        drive(run)
+        objects = Objects.open(run.home_store)
+        store = TrajectoryStore(open_database(run.database_url), objects)
+        runs.append((answers(store, store.list()), WeightStore(objects).manifest(Version("main", 2)).digest))
+    (tokens, digest), (same_tokens, same_digest) = runs
+    assert len(tokens) > 20 and tokens == same_tokens
+    assert digest == same_digest
