@@ -234,10 +234,8 @@ def _rest(request: GenerateRequest, sampled: list[int]) -> GenerateRequest:
     """What is left to do of a request of which `sampled` is done."""
     if not sampled:
         return request
-    sampling = request.sampling
-    # the same seed would draw the same numbers again, for other positions
-    seed = None if sampling.seed is None else (sampling.seed + len(sampled)) % (1 << 63)
-    rest = replace(sampling, max_tokens=sampling.max_tokens - len(sampled), seed=seed)
+    # the same seed: engines draw by (seed, position), so the answer goes on as it would have
+    rest = replace(request.sampling, max_tokens=request.sampling.max_tokens - len(sampled))
     return replace(request, tokens=request.tokens + sampled, sampling=rest)
 
 

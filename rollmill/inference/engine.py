@@ -35,7 +35,12 @@ class EngineUnavailable(EngineError):
 
 @dataclass
 class GenerateRequest:
-    """`tokens` is the whole context. The engine reuses the KV cache of `session` where `tokens` extends it exactly."""
+    """`tokens` is the whole context. The engine reuses the KV cache of `session` if `tokens` extends it exactly.
+
+    The random number for each token follows from `sampling.seed` and the token's position in the context alone. So the
+    same request gives the same tokens, whatever else is in the batch, as far as logits do not depend on the batch; and
+    another engine goes on with an interrupted generation as the first would have. Without a seed the engine draws one.
+    """
 
     session: str
     tokens: list[int]
@@ -72,7 +77,7 @@ class Applied:
 
 
 class Engine(Protocol):
-    """What the gateway and the follower need of an engine; the embedded engine and vLLM both provide it."""
+    """What the gateway and the follower need of an engine. `rollmill.inference.embedded` implements it."""
 
     def generate(self, request: GenerateRequest, *, stream: bool = False) -> AsyncGenerator[GenerateChunk, None]:
         """Chunks as tokens come if `stream`, else one at the end. Closing the generator frees all the request holds."""

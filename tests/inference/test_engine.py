@@ -87,6 +87,20 @@ async def test_a_batch_gives_what_each_request_gives_alone() -> None:
         np.testing.assert_allclose(alone.logprobs, batched.logprobs, atol=1e-5)
 
 
+async def test_a_seed_gives_the_same_tokens_again_and_on_another_engine_from_the_middle() -> None:
+    update, wanted = make_update(0), request(seed=11, max_tokens=30)
+    runs = []
+    for _ in range(2):
+        async with engine_at(update) as engine:
+            runs.append(await generate(engine, wanted))
+    assert (runs[0].tokens, runs[0].logprobs) == (runs[1].tokens, runs[1].logprobs)
+    async with engine_at(update) as engine:
+        other = await generate(engine, request(seed=12, max_tokens=30))
+        rest = await generate(engine, request(PROMPT + runs[0].tokens[:10], "rest", seed=11, max_tokens=20))
+    assert other.tokens != runs[0].tokens
+    assert rest.tokens == runs[0].tokens[10:]
+
+
 async def test_streaming_sends_the_same_answer_in_pieces() -> None:
     async with engine_at(make_update(0)) as engine:
         whole = [chunk async for chunk in engine.generate(request())]

@@ -47,10 +47,6 @@ class Generation:
     def is_rollout(self) -> bool:
         return self.request.traffic == "rollout"
 
-    @property
-    def has_news(self) -> bool:
-        return bool(self._fresh)
-
     def admit(self, cached_tokens: int) -> None:
         if self.cached_tokens is None:
             self.cached_tokens = cached_tokens
