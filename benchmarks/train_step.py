@@ -22,7 +22,7 @@ import argparse
 import gc
 import statistics
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any, Literal, NamedTuple
 
@@ -37,8 +37,8 @@ from rollmill.models.host import round_to_form_
 from rollmill.training.batching import MicroBatch, PackedSequence, pack
 from rollmill.training.config import OptimizerConfig, TrainingConfig
 from rollmill.training.loop import fix_bits
-from rollmill.training.next_token import NextTokenStep
-from rollmill.training.optimizer import MasterOptimizer
+from rollmill.training.next_token import NextTokenPasses
+from rollmill.training.optimizer import MasterOptimizer, Update
 
 LR = 1e-4
 CONFIG = OptimizerConfig(lr=LR, max_grad_norm=1.0)
@@ -83,6 +83,27 @@ def _timed(step: Step) -> float:
     if torch.cuda.is_available():
         torch.cuda.synchronize()
     return time.perf_counter() - started
+
+
+class NextTokenStep:
+    """Updates of a model on the next-token loss, outside of any run."""
+
+    def __init__(
+        self, model: Decoder, optimizer: MasterOptimizer, *, balance: float = 0.0, graphs: bool = True
+    ) -> None:
+        self._passes, self._optimizer = NextTokenPasses(model, balance, graphs), optimizer
+
+    def __call__(self, parts: Sequence[MicroBatch], lr: float) -> tuple[float, Update]:
+        """One update on all targets of the micro-batches; returns their mean loss."""
+        targets = sum(len(part.targets_M) for part in parts)
+        tokens = sum(len(part.tokens_N) for part in parts)
+        losses = []
+        for part in parts:
+            losses.append(self._passes(part, targets, tokens)[0])
+            if len(parts) > 1:
+                self._optimizer.accumulate()
+        update = self._optimizer.update(lr)
+        return float(torch.stack(losses).sum()), update
 
 
 class Batch(NamedTuple):

@@ -15,7 +15,7 @@ SERVER.set_forkserver_preload(
     [
         "tests.training.worker",
         "tests.training.parallel.cases",
-        "rollmill.training.parallel.checkpoint",
+        "rollmill.training.parallel.sharded",
         "rollmill.trajectories.ledger",
         "psycopg",
         "sqlalchemy.dialects.sqlite",

@@ -124,7 +124,7 @@ class _Blocks:
 
 
 class GradientSums:
-    """Adds parameters' gradients to FP32 sums. Where nothing has moved since the last time it is one launch."""
+    """Adds gradients to FP32 sums: one launch, if no tensor has moved since the last time."""
 
     def __init__(self) -> None:
         self._addresses: list[list[int]] = []
@@ -132,13 +132,9 @@ class GradientSums:
         self._sizes: list[int] = []
         self._cut: _Blocks | None = None  # made anew only for other sizes: that waits for the device
 
-    def add(self, sums: dict[str, Tensor], parameters: Mapping[str, Tensor]) -> None:
-        """To `sums`, which begins as zeros where a name is new; the gradients are consumed."""
-        gradients: dict[str, Tensor] = {}
-        for name, parameter in parameters.items():
-            if parameter.grad is not None:
-                gradients[name] = _aligned(parameter.grad.contiguous())
-                parameter.grad = None
+    def add(self, sums: dict[str, Tensor], gradients: Mapping[str, Tensor]) -> None:
+        """Add to `sums`; a name that is new begins with zeros."""
+        gradients = {name: _aligned(gradient.contiguous()) for name, gradient in gradients.items()}
         new = [name for name in gradients if name not in sums]
         if new:
             sums |= zip(new, _zeros([gradients[name] for name in new]), strict=True)

@@ -21,9 +21,9 @@ Version 0 of a line follows the same order: checkpoint 0, then its version. Wher
 another thread count, a payload that had to be deleted) nothing published is overwritten: a new line starts from the
 checkpoint, names the versions it abandons in the metadata of its first one, and the steps run again there.
 
-On many ranks (training.parallel) every rank runs this loop. The first asks for batches, keeps the ledger and has its
-events written; the others get from it what it decides. They compute, publish, save and measure together, and a rank
-that dies takes the step with it: all start again, from what the table says is left behind.
+With a sharded placement every rank runs this loop. The first rank asks for batches, keeps the ledger and writes events;
+the others receive what it decides. All ranks compute, publish, save and measure together. If a rank dies, the step is
+lost: all ranks start again, from what the table says is left behind.
 """
 
 from __future__ import annotations
@@ -43,8 +43,7 @@ from torch import Tensor
 from rollmill import telemetry
 from rollmill.errors import TrainingError
 from rollmill.models.config import ModelConfig
-from rollmill.models.decoder import Decoder
-from rollmill.models.device import Device, choose_device, compute_dtype, decoder_on
+from rollmill.models.device import Device, choose_device
 from rollmill.storage.objects import Objects
 from rollmill.training.batching import MicroBatch
 from rollmill.training.checkpoint import Checkpoint, Checkpoints
@@ -53,10 +52,8 @@ from rollmill.training.lineage import form_held, next_line, trace_lineage
 from rollmill.training.memory import explain_out_of_memory
 from rollmill.training.objective import Batch, Objective, StepOutcome
 from rollmill.training.optimizer import MasterOptimizer, Update, learning_rate
-from rollmill.training.parallel.rows import shards_of
-from rollmill.training.parallel.world import ALONE, World
-from rollmill.training.publish import publisher_of
-from rollmill.training.versions import initialise, load_version
+from rollmill.training.placement import Placement
+from rollmill.training.whole import WHOLE
 from rollmill.types import Version
 from rollmill.weights.format.manifest import Manifest
 from rollmill.weights.reading.leases import LONGEST_SECONDS, Leases
@@ -82,12 +79,12 @@ class Trainer(Generic[Batch]):
         seed: int,
         form: str = FORM,
         device: Device = "cpu",
-        world: World = ALONE,
+        placement: Placement = WHOLE,
     ) -> None:
         """`parent`: start from this published version of another line; without it, from random weights of the seed.
 
         `steps`: of the whole run; the learning rate is scheduled over them. The objects hold the checkpoints.
-        `form`: what versions are published as, and computed with. `world`: of `config.ranks` ranks.
+        `form`: what versions are published as, and computed with.
         """
         self._device = choose_device(device)
         torch.set_num_threads(config.threads)
@@ -100,26 +97,17 @@ class Trainer(Generic[Batch]):
         self._steps = steps
         self._seed = seed
         self._form = form
-        self._world = world
+        self._placement = placement
         with self._explained("the model"):
-            self._model = self._make_model(model_config)
+            self._model = placement.make_model(model_config, form, self._device)
         self._model.recompute_every = config.recompute_every
         self._model.recompute_mlp = config.recompute_mlp
-        self._checkpoints = Checkpoints(checkpoints, config.keep_checkpoints, shards_of(self._model))
+        self._checkpoints = Checkpoints(checkpoints, config.keep_checkpoints, placement)
         self._stop = threading.Event()
         self._bad_steps = 0
         self._saved = -1  # step of the newest checkpoint; −1 before the start
         self.step = 0
         self.line = line
-
-    def _make_model(self, config: ModelConfig) -> Decoder:
-        if self._world.size == 1:
-            return decoder_on(self._device, config, self._form)
-        from rollmill.training.parallel.mesh import Meshes
-        from rollmill.training.parallel.shard import sharded_decoder
-
-        meshes = Meshes(self._world.size, self._config.expert_parallel, self._config.context_parallel, self._device)
-        return sharded_decoder(config, compute_dtype(self._device), self._form, self._world, meshes, self._device)
 
     def stop(self) -> None:
         """Finish the step under way, write a checkpoint, return from `run`. Safe to call from a signal handler."""
@@ -131,7 +119,7 @@ class Trainer(Generic[Batch]):
             if self._saved < 0:
                 with self._explained("the model with its optimizer"):
                     self._start()
-            while self.step < until and not self._world.any(self._stop.is_set()):
+            while self.step < until and not any(self._placement.gather(self._stop.is_set())):
                 batch = self._next_batch()
                 if batch is None:
                     break
@@ -145,14 +133,14 @@ class Trainer(Generic[Batch]):
 
     def _next_batch(self) -> Batch | None:
         batch = None
-        if self._world.first:
+        if self._placement.first:
             batch = self._objective.next_batch(self.step + 1, self._lineage, self._stop.is_set)
-        return self._world.from_first(batch)
+        return self._placement.from_first(batch)
 
     def _run_step(self, batch: Batch) -> None:
         start = time.time()
         with telemetry.busy("step"):
-            figures = self._objective.backward(self._model, batch, self._optimizer.accumulate)
+            figures = self._objective.backward(self._model, batch, self._optimizer.accumulate, self._placement)
             update = self._optimizer.update(learning_rate(self._config.optimizer, self.step + 1, self._steps))
         self.step += 1
         self._bad_steps = 0 if math.isfinite(update.grad_norm) else self._bad_steps + 1
@@ -170,7 +158,7 @@ class Trainer(Generic[Batch]):
         self._check_numbers(update)
 
     def _commit(self, manifest: Manifest) -> None:
-        if self._world.first:
+        if self._placement.first:
             self._objective.commit(self.step, manifest.version, manifest.digest)
 
     def _check_numbers(self, update: Update) -> None:
@@ -226,7 +214,7 @@ class Trainer(Generic[Batch]):
     def _hold_versions(self) -> None:
         """Steps after a checkpoint may run again, and are then compared with their versions: a collection in the
         meantime leaves these alone."""
-        if self._world.first and self._published:
+        if self._placement.first and self._published:
             oldest = min(self._checkpoints.steps(self.line))
             held = max((number for step, number in self._published.items() if step <= oldest), default=0)
             Leases(self._weights.objects, self.line, self._form).hold("trainer", held, LONGEST_SECONDS)
@@ -242,7 +230,7 @@ class Trainer(Generic[Batch]):
     # where a run begins, and begins again
 
     def _start(self) -> None:
-        line = self._world.from_first(newest_line(self._weights, self._family))
+        line = self._placement.from_first(newest_line(self._weights, self._family))
         self._take_line(line, number=0, parent=self._parent)
         checkpoint = self._checkpoints.newest(self.line)
         if checkpoint is None:
@@ -255,7 +243,7 @@ class Trainer(Generic[Batch]):
         """Publish on `line` from now on; if it has no version yet, it begins with `number`, a child of `parent`."""
         self.line = line
         self._beginning = (number, parent)
-        self._publisher = publisher_of(self._model, self._weights, line, self._form, self._config)
+        self._publisher = self._placement.publisher(self._model, self._weights, line, self._form, self._config)
         self._publisher.resume()
         self._published: dict[int, int] = {}  # step → version number, for the steps a restart may come across
 
@@ -266,19 +254,20 @@ class Trainer(Generic[Batch]):
                 hint="restore checkpoints/, or start another line with a version of this one as its parent",
             )
         if self._parent is None:
-            initialise(self._model, self._seed)
+            self._placement.initialise(self._model, self._seed)
         else:
-            # of an imported checkpoint masters keep all it has, whatever is served
-            load_version(self._model, self._weights, self._parent, form_held(self._weights, self._parent, self._form))
+            # masters keep the full precision of an imported checkpoint, whatever form is served
+            form = form_held(self._weights, self._parent, self._form)
+            self._placement.load_version(self._model, self._weights, self._parent, form)
         torch.manual_seed(self._seed)
-        self._optimizer = MasterOptimizer(self._model, self._config.optimizer, self._form)
+        self._optimizer = self._make_optimizer()
         self._save()
         self._publish()
 
     def _resume(self, checkpoint: Checkpoint) -> None:
         self._load(checkpoint)
         published = _published_since(self._weights, self.line, self._form, self.step)
-        self._published = self._world.from_first(published)
+        self._published = self._placement.from_first(published)
         if self._published and self.step not in self._published:
             return  # mid-training: this step was not one to publish
         manifest = self._publish()
@@ -292,9 +281,12 @@ class Trainer(Generic[Batch]):
         torch.set_rng_state(tensors.pop("rng"))
         saved = {name: tensors.pop(name) for name in list(tensors) if name.startswith(_BUFFER)}
         self._load_buffers({name.removeprefix(_BUFFER): buffer for name, buffer in saved.items()})
-        self._optimizer = MasterOptimizer(self._model, self._config.optimizer, self._form, tensors)
+        self._optimizer = self._make_optimizer(tensors)
         self.step = self._saved = checkpoint.step
         self._bad_steps = checkpoint.bad_steps
+
+    def _make_optimizer(self, state: Mapping[str, Tensor] | None = None) -> MasterOptimizer:
+        return MasterOptimizer(self._model, self._config.optimizer, self._form, state, self._placement)
 
     def _load_buffers(self, saved: Mapping[str, Tensor]) -> None:
         own = self._buffers()
@@ -315,7 +307,7 @@ class Trainer(Generic[Batch]):
         abandoned = [n for n in self._weights.numbers(self.line, self._form) if n > parent.number - (not keeps_parent)]
         names = [str(Version(self.line, number)) for number in abandoned]
         self._load(checkpoint)
-        line = self._world.from_first(next_line(self._weights, self._family))
+        line = self._placement.from_first(next_line(self._weights, self._family))
         self._take_line(line, parent.number, parent)
         self._save()
         manifest = self._publish({"abandons": names, "reason": why})

@@ -28,8 +28,9 @@ from rollmill import telemetry
 from rollmill.errors import StorageError, WeightsError
 from rollmill.models.decoder import Decoder
 from rollmill.training.batching import MicroBatch, PackedSequence, SampledFacts, TokenRule, pack, segment_sequence
+from rollmill.training.placement import Placement
 from rollmill.training.replay import replay_of
-from rollmill.training.versions import Twin, load_held, load_version
+from rollmill.training.twin import Twin
 from rollmill.types import PolicyRef, Segment, Version
 from rollmill.weights.format.tensors import HostTensor
 from rollmill.weights.reading.store import WeightStore
@@ -139,16 +140,16 @@ class ServedWeights:
         if all(digest != held for held, _ in self._held):
             self._held.append((digest, tensors))
 
-    def load(self, policy: PolicyRef, decoder: Decoder) -> None:
-        """Into the decoder the bytes with that digest; WeightsError or StorageError if there are none."""
+    def load(self, policy: PolicyRef, twin: Twin) -> None:
+        """Load the bytes with that digest. Raises WeightsError or StorageError if there are none."""
         for digest, tensors in self._held:
             if digest == policy.digest:
-                return load_held(decoder, tensors)
+                return twin.load_held(tensors)
         version = Version(policy.line, policy.number)  # of before a restart
         digest = self._store.manifest(version, policy.form).digest
         if digest != policy.digest:
             raise WeightsError(f"tokens name {version} with digest {policy.digest}, published is {digest}")
-        load_version(decoder, self._store, version, policy.form)
+        twin.load_version(self._store, version, policy.form)
 
 
 class MismatchMeter:
@@ -160,10 +161,10 @@ class MismatchMeter:
         self._budget = budget
         self._router_replay = router_replay
 
-    def compute_like(self, model: Decoder) -> None:
+    def compute_like(self, placement: Placement, model: Decoder) -> None:
         """Measure where `model` computes and as it does: any other way would be a mismatch of the meter's own."""
         if self._twin is None:
-            self._twin = Twin(model)
+            self._twin = Twin(placement, model)
 
     def measure(self, step: int, sample: Sample) -> tuple[np.ndarray, Counter[str]]:
         """Δ = log π − log μ of the tokens measured, and the ones that are not, by reason."""
@@ -188,10 +189,10 @@ class MismatchMeter:
         """Why these weights cannot be had. If one rank has not got its rows none computes: they would wait for it."""
         problem = None
         try:
-            self.served.load(policy, twin.decoder)
+            self.served.load(policy, twin)
         except (WeightsError, StorageError) as error:
             problem = error.message
-        return next(filter(None, twin.world.gather(problem)), None)
+        return next(filter(None, twin.placement.gather(problem)), None)
 
     def _deltas(self, twin: Twin, parts: Iterable[MicroBatch]) -> list[np.ndarray]:
         found = []

@@ -8,7 +8,7 @@ both go by the same learning rate and weight decay.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import torch
@@ -16,6 +16,7 @@ from torch import Tensor, nn
 
 from rollmill.models.decoder import Layer
 from rollmill.models.moe import MLP, MixtureOfExperts
+from rollmill.training.placement import Gather
 
 # Of the quintic a·x + b·x³ + c·x⁵ applied to the singular values: steep at 0, so that five rounds bring all but the
 # smallest to between 0.7 and 1.2. Exactly 1 is not needed.
@@ -83,25 +84,24 @@ def muon_step(
     lr: float,
     momentum: float,
     decay: float,
-    gather: Callable[[Tensor], Tensor] | None = None,
-    first_row: int = 0,
+    gather: Gather | None = None,
 ) -> None:
     """One update of a master and its momentum, in place.
 
-    Where they are rows of a matrix from `first_row` on, `gather` makes it whole: each rank turns all of it for the sake
-    of its own rows, which costs less than waiting for another rank to do so.
+    With `gather` they are rows of a matrix. Each rank then gathers and orthogonalises the whole matrix and uses its own
+    rows: that costs less than waiting for another rank to do it.
     """
     mean.lerp_(gradient, 1 - momentum)
     ahead = gradient.lerp(mean, momentum)  # Nesterov: where the momentum will be
     if gather is not None:
-        ahead = gather(ahead)
+        ahead = gather.rows(ahead)
     master.mul_(1 - lr * decay)
     for dim, start, size in parts:
         direction = orthogonalise(ahead.narrow(dim, start, size))
         scale = _RMS * max(direction.shape[-2:]) ** 0.5
         if gather is not None:
-            first, last = max(start, first_row), min(start + size, first_row + len(master))
+            first, last = max(start, gather.first), min(start + size, gather.first + len(master))
             direction = direction[max(first - start, 0) : max(last - start, 0)]
-            start, size = first - first_row, max(last - first, 0)
+            start, size = first - gather.first, max(last - first, 0)
         if size:
             master.narrow(dim, start, size).add_(direction.to(master.dtype), alpha=-lr * scale)

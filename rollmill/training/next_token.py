@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Sequence
 
 import torch
 from torch import Tensor
@@ -14,7 +13,6 @@ from rollmill.models.moe import router_stats
 from rollmill.training.batching import MicroBatch
 from rollmill.training.graphs import MOST as GRAPHS
 from rollmill.training.graphs import GraphedPasses
-from rollmill.training.optimizer import MasterOptimizer, Update
 from rollmill.training.replay import expert_load
 from rollmill.training.step import moved, predicting_rows, token_loss
 
@@ -56,24 +54,3 @@ class NextTokenPasses:
             found = self._graphs.run(shape, inputs, backward).clone()
         config = model.config
         return found[0], found[1:].view(config.moe_layers, config.experts) if config.moe_layers else None
-
-
-class NextTokenStep:
-    """Whole updates of a model that is trained on nothing else, outside of any run."""
-
-    def __init__(
-        self, model: Decoder, optimizer: MasterOptimizer, *, balance: float = 0.0, graphs: bool = True
-    ) -> None:
-        self._passes, self._optimizer = NextTokenPasses(model, balance, graphs), optimizer
-
-    def __call__(self, parts: Sequence[MicroBatch], lr: float) -> tuple[float, Update]:
-        """One update on all targets of the micro-batches, and their mean loss."""
-        targets = sum(len(part.targets_M) for part in parts)
-        tokens = sum(len(part.tokens_N) for part in parts)
-        losses = []
-        for part in parts:
-            losses.append(self._passes(part, targets, tokens)[0])
-            if len(parts) > 1:
-                self._optimizer.accumulate()
-        update = self._optimizer.update(lr)
-        return float(torch.stack(losses).sum()), update

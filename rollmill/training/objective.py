@@ -10,6 +10,8 @@ from rollmill.models.decoder import Decoder
 from rollmill.training.batching import MicroBatch
 from rollmill.training.lineage import Lineage
 from rollmill.training.optimizer import Update
+from rollmill.training.placement import Placement
+from rollmill.training.whole import WHOLE
 from rollmill.types import Version
 from rollmill.weights.format.tensors import HostTensor
 
@@ -45,16 +47,22 @@ class Objective(Protocol[Batch]):
         """
         ...
 
-    def backward(self, model: Decoder, batch: Batch, accumulate: Callable[[], None] = leave_on_model) -> dict[str, Any]:
-        """Forward and backward over the whole batch; gradients are left on the model. None at all: nothing to learn.
+    def backward(
+        self,
+        model: Decoder,
+        batch: Batch,
+        accumulate: Callable[[], None] = leave_on_model,
+        placement: Placement = WHOLE,
+    ) -> dict[str, Any]:
+        """Forward and backward over the whole batch; returns figures. Collective.
 
-        `accumulate` is called after each micro-batch but the last. It may take the gradients, to add them up in FP32.
+        Gradients are left on the model; if there are none, there was nothing to learn. `accumulate` is called after
+        each micro-batch but the last. It may take the gradients off, to add them up in FP32.
         """
         ...
 
     def remember(self, digest: str, tensors: Mapping[str, HostTensor]) -> None:
-        """The weights the next step trains from, with the digest they are published under; of many ranks each has its
-        rows."""
+        """The weights the next step trains from (this rank's rows), with the digest they are published under."""
         ...
 
     def publishes(self, number: int) -> bool:
@@ -66,5 +74,5 @@ class Objective(Protocol[Batch]):
         ...
 
     def report(self, batch: Batch, outcome: StepOutcome) -> None:
-        """Measure and emit. Of many ranks each calls it, at the same time."""
+        """Measure and emit. Collective."""
         ...

@@ -3,8 +3,8 @@
 So the trainer computes its log-probs with exactly the weights the engines have, and an update too small to move a
 rounded weight is not lost but gathers in the master.
 
-Of a sharded model each rank updates the rows it holds; only the length of the gradient, and what Muon turns as a whole,
-is made by all of them together.
+Each rank updates the rows it holds. The gradient's norm and the matrices that Muon orthogonalises need all ranks
+(training/placement.py).
 """
 
 from __future__ import annotations
@@ -20,10 +20,10 @@ from torch import Tensor, nn
 from rollmill.errors import TrainingError
 from rollmill.models.host import DTYPES, is_quantised, round_to_form_
 from rollmill.models.kernels.fused import fuses
-from rollmill.models.quantize import round_into
 from rollmill.training.config import OptimizerConfig
 from rollmill.training.muon import matrix_parts, muon_step
-from rollmill.training.parallel.rows import local, rounded, shards_of
+from rollmill.training.placement import Placement
+from rollmill.training.whole import WHOLE
 
 if TYPE_CHECKING:
     from rollmill.training.fused_adamw import FusedAdamW
@@ -60,14 +60,19 @@ class MasterOptimizer:
     """
 
     def __init__(
-        self, model: nn.Module, config: OptimizerConfig, form: str, state: Mapping[str, Tensor] | None = None
+        self,
+        model: nn.Module,
+        config: OptimizerConfig,
+        form: str,
+        state: Mapping[str, Tensor] | None = None,
+        placement: Placement = WHOLE,
     ) -> None:
-        """With a `state` to go on from, the parameters may be whatever memory held."""
+        """With a `state` to go on from, the parameters need not be initialised."""
         self._config = config
         self._form = form
-        self._shards = shards_of(model)
+        self._placement = placement
         self._parameters = dict(model.named_parameters())
-        self._served = {name: local(parameter.detach()) for name, parameter in self._parameters.items()}
+        self._served = {name: placement.local(parameter.detach()) for name, parameter in self._parameters.items()}
         self._masters = {name: served.to(torch.float32, copy=True) for name, served in self._served.items()}
         self._means = {name: torch.zeros_like(master) for name, master in self._masters.items()}
         self._parts = matrix_parts(model) if config.kind == "muon" else {}
@@ -85,33 +90,37 @@ class MasterOptimizer:
     def accumulate(self) -> None:
         """Add the gradients the model holds to FP32 sums. After every micro-batch, if a step has more than one: a sum
         kept in bf16 would lose the later ones."""
-        if self._fused is not None and self._shards is None:
-            return self._fused.sums.add(self._sums, self._parameters)
-        for name, parameter in self._parameters.items():
-            if parameter.grad is None:
-                continue
-            gradient = local(parameter.grad)
+        gradients = self._take_gradients()
+        if self._fused is not None:
+            return self._fused.sums.add(self._sums, gradients)
+        for name, gradient in gradients.items():
             if name in self._sums:
                 self._sums[name].add_(gradient)
             else:
-                self._sums[name] = gradient.to(torch.float32, copy=True)  # it may be a graph's own
-            parameter.grad = None
+                self._sums[name] = gradient.to(torch.float32, copy=True)  # a CUDA graph may own the gradient
+
+    def _take_gradients(self) -> dict[str, Tensor]:
+        """This rank's rows of the gradients, taken off the model."""
+        found: dict[str, Tensor] = {}
+        for name, parameter in self._parameters.items():
+            if parameter.grad is not None:
+                found[name] = self._placement.local(parameter.grad)
+                parameter.grad = None
+        return found
 
     @torch.no_grad()
     def update(self, lr: float) -> Update:
         """One step with the gradients the model holds or has accumulated, which are consumed."""
         if self._sums:
             self.accumulate()
-        held = {name: each.grad for name, each in self._parameters.items() if each.grad is not None}
-        gradients = self._sums or {name: local(gradient) for name, gradient in held.items()}
+        gradients = self._sums or self._take_gradients()
         self._sums = {}
-        for parameter in self._parameters.values():
-            parameter.grad = None
         if not gradients:
             return Update(0.0, lr, applied=False)  # zeros would still move the weights, by momentum
         if self._fused is not None:
             return self._update_fused(gradients, lr)
-        norm = self._length(torch.stack([gradient.norm() for gradient in gradients.values()]).norm())
+        own_norm = torch.stack([gradient.norm() for gradient in gradients.values()]).norm()
+        norm = float(self._placement.whole_norm(own_norm))
         if not math.isfinite(norm):
             return Update(norm, lr, applied=False)
         scale = min(1.0, self._config.max_grad_norm / max(norm, 1e-12))
@@ -121,12 +130,6 @@ class MasterOptimizer:
             self._step(name, torch.zeros_like(master) if gradient is None else gradient.float().mul_(scale), lr)
         self._serve()
         return Update(norm, lr, applied=True)
-
-    def _length(self, norm: Tensor) -> float:
-        """Of the whole gradient, given that of the rows here: every row is held by one rank."""
-        if self._shards is None:
-            return float(norm)
-        return math.sqrt(self._shards.world.sum([float(norm) ** 2])[0])
 
     def _step(self, name: str, gradient: Tensor, lr: float) -> None:
         if name in self._parts:
@@ -141,9 +144,6 @@ class MasterOptimizer:
         master.addcdiv_(mean, spread, value=-lr / (1 - beta_mean**self._updates))
 
     def _step_muon(self, name: str, gradient: Tensor, lr: float) -> None:
-        gather = None
-        if self._shards is not None and gradient.ndim == 2:  # of stacked experts each is whole on its rank
-            gather = self._shards.gather_of(name)
         muon_step(
             self._masters[name],
             self._means[name],
@@ -152,8 +152,7 @@ class MasterOptimizer:
             lr=lr,
             momentum=self._config.momentum,
             decay=self._config.weight_decay,
-            gather=gather,
-            first_row=self._shards.own(name).start if gather is not None and self._shards is not None else 0,
+            gather=self._placement.gather_of(name),
         )
 
     def _fuse(self) -> FusedAdamW:
@@ -167,9 +166,8 @@ class MasterOptimizer:
     def _update_fused(self, gradients: dict[str, Tensor], lr: float) -> Update:
         """The norm is read last, when all work is queued: the kernel itself changes nothing if it is not finite."""
         assert self._fused is not None
-        norm = torch.stack(torch._foreach_norm(list(gradients.values()), 2, torch.float32)).norm()
-        if self._shards is not None:
-            norm.fill_(self._length(norm))
+        own_norm = torch.stack(torch._foreach_norm(list(gradients.values()), 2, torch.float32)).norm()
+        norm = self._placement.whole_norm(own_norm).to(own_norm)
         if self._parts and not math.isfinite(float(norm)):  # what follows has no way to leave matrices alone
             return Update(float(norm), lr, applied=False)
         dtype = next(iter(gradients.values())).dtype  # sums are FP32 whatever the model is
@@ -197,10 +195,7 @@ class MasterOptimizer:
         to the model's type first they could be others."""
         if not is_quantised(self._form):
             return round_to_form_([(name, self._served[name]) for name in names], self._form)
-        if self._shards is None:
-            return round_into(((name, self._masters[name], self._served[name]) for name in names), self._form)
-        for name in names:
-            self._served[name].copy_(rounded(name, self._masters[name], self._form, self._shards))
+        self._placement.round_into(((name, self._masters[name], self._served[name]) for name in names), self._form)
 
     def state(self) -> dict[str, Tensor]:
         """Everything needed to go on bit for bit: `master.NAME`, `mean.NAME`, `square.NAME`, and `updates`. Before the

@@ -7,7 +7,8 @@ from torch import Tensor
 from rollmill.models.decoder import Decoder
 from rollmill.training.batching import MicroBatch
 from rollmill.training.lineage import form_held
-from rollmill.training.versions import Twin, load_version
+from rollmill.training.placement import Placement
+from rollmill.training.twin import Twin
 from rollmill.types import Version
 from rollmill.weights.reading.store import WeightStore
 
@@ -19,12 +20,12 @@ class Reference:
         self._weights = weights
         self._twin: Twin | None = None  # made on first use: the run's own version 0 does not exist before
 
-    def logprobs(self, model: Decoder, part: MicroBatch) -> Tensor:
+    def logprobs(self, placement: Placement, model: Decoder, part: MicroBatch) -> Tensor:
         """[M], computed as `model` computes. Experts are chosen live: the routes on record are the policy's choice."""
         if self._twin is None:
-            twin = Twin(model)
+            twin = Twin(placement, model)
             form = form_held(self._weights, self._version, model.form)
-            load_version(twin.decoder, self._weights, self._version, form)
+            twin.load_version(self._weights, self._version, form)
             if form != model.form:
                 twin.round_to_form()
             self._twin = twin

@@ -55,7 +55,7 @@ def test_the_rank_that_knows_why_is_heard() -> None:
 
 def test_a_world_of_another_size_is_refused(run: RunDirectory, cluster: LocalCluster) -> None:
     cluster.start("trainer", ranks=2)
-    with pytest.raises(RollmillError, match=r"training\.ranks is 1, and the environment describes a world of 2"):
+    with pytest.raises(RollmillError, match=r"training\.ranks is 1, but the environment describes 2 ranks"):
         while True:
             cluster.watch()
             time.sleep(0.05)

@@ -104,7 +104,7 @@ def test_a_quantised_run_goes_on_whatever_memory_held(
             torch.nn.init.constant_(parameter, torch.nan)
         return model
 
-    monkeypatch.setattr("rollmill.training.loop.decoder_on", littered)
+    monkeypatch.setattr("rollmill.training.whole.decoder_on", littered)
     for until in (1, 3):
         trainer = midtrainer(World(tmp_path, device=device), form=form)
         assert trainer.run(until) == Version("main", until)

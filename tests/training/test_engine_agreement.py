@@ -20,8 +20,8 @@ from rollmill.models.config import ModelConfig
 from rollmill.models.device import Device, choose_device, decoder_on
 from rollmill.models.host import device_digest, load_host
 from rollmill.training.batching import PackedSequence, SampledFacts, pack
-from rollmill.training.recompute import recompute
 from rollmill.training.replay import replay_of
+from rollmill.training.whole import WHOLE
 from rollmill.types import PolicyRef
 from rollmill.weights.reading.follower import Update
 from tests.inference.test_switch import changed
@@ -122,7 +122,7 @@ def recomputed_differences(
         deltas = []
         for part in pack(sequences, 2048):
             assert part.facts is not None
-            logprobs_M = recompute(model, part, replay_of(part) if replayed else None).logprobs_M
+            logprobs_M = WHOLE.recompute(model, part, replay_of(part) if replayed else None).logprobs_M
             deltas.append(logprobs_M.cpu().numpy() - part.facts.logprobs)
         found[update.policy] = np.concatenate(deltas)
     return found

@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 import torch
 
+from benchmarks.train_step import NextTokenStep
 from rollmill.models.config import ModelConfig
 from rollmill.models.decoder import Decoder
 from rollmill.models.kernels import head
@@ -15,7 +16,7 @@ from rollmill.training import step as step_module
 from rollmill.training.batching import MicroBatch, PackedSequence, pack
 from rollmill.training.config import OptimizerConfig
 from rollmill.training.loss import target_logprobs
-from rollmill.training.next_token import NextTokenPasses, NextTokenStep
+from rollmill.training.next_token import NextTokenPasses
 from rollmill.training.optimizer import MasterOptimizer
 from rollmill.training.step import forward_packed, token_logprobs, token_loss
 from tests.kernels import DEVICE

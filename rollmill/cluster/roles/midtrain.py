@@ -21,7 +21,8 @@ from rollmill.storage.objects import Objects
 from rollmill.training.fitting import fitted
 from rollmill.training.loop import Trainer
 from rollmill.training.objectives.midtrain import MidtrainObjective
-from rollmill.training.parallel.world import ALONE, World, join
+from rollmill.training.placement import Placement, place
+from rollmill.training.whole import WHOLE
 from rollmill.types import Version
 from rollmill.weights.files.companions import keep_companions, kept_companions
 from rollmill.weights.reading.store import WeightStore
@@ -31,14 +32,14 @@ def main(run: RunDirectory) -> None:
     config = run.config
     weights = WeightStore(Objects.open(run.home_store))
     stage = config.midtrain
-    world = join("midtrain", choose_device(config.device), stage.training.ranks) if stage else ALONE
+    placement = place("midtrain", choose_device(config.device), stage.training) if stage else WHOLE
     start = None
-    if world.first:
+    if placement.first:
         start = _prepare(run, weights)
-    start = world.from_first(start)
+    start = placement.from_first(start)
     if stage is not None:
-        _train(run, stage, weights, start, world)
-    world.leave()
+        _train(run, stage, weights, start, placement)
+    placement.leave()
 
 
 def _prepare(run: RunDirectory, weights: WeightStore) -> Version | None:
@@ -52,7 +53,9 @@ def _prepare(run: RunDirectory, weights: WeightStore) -> Version | None:
     return start
 
 
-def _train(run: RunDirectory, stage: MidtrainStage, weights: WeightStore, start: Version | None, world: World) -> None:
+def _train(
+    run: RunDirectory, stage: MidtrainStage, weights: WeightStore, start: Version | None, placement: Placement
+) -> None:
     config = run.config
     tokenizer = Tokenizer.load(run.tokenizer)
     format = format_of(tokenizer, tools_in_prompt=config.tools_in_prompt)
@@ -76,7 +79,7 @@ def _train(run: RunDirectory, stage: MidtrainStage, weights: WeightStore, start:
         seed=config.seed,
         form=config.form,
         device=config.device,
-        world=world,
+        placement=placement,
     )
     trainer.run(stage.steps)
     if trainer.step < stage.steps:

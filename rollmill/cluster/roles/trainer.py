@@ -11,7 +11,7 @@ from rollmill.storage.objects import Objects
 from rollmill.training.fitting import fitted
 from rollmill.training.loop import Trainer
 from rollmill.training.objectives.rl import Pace, RLObjective
-from rollmill.training.parallel.world import join
+from rollmill.training.placement import place
 from rollmill.trajectories.ledger import Ledger
 from rollmill.trajectories.store import TrajectoryStore
 from rollmill.types import Version
@@ -21,7 +21,7 @@ from rollmill.weights.reading.store import WeightStore
 def main(run: RunDirectory) -> None:
     config = run.config
     device = choose_device(config.device)
-    world = join("trainer", device, config.training.ranks)
+    placement = place("trainer", device, config.training)
     training = fitted(config.training, config.model, device)
     objects = Objects.open(run.home_store)
     weights = WeightStore(objects)
@@ -50,9 +50,9 @@ def main(run: RunDirectory) -> None:
         seed=config.seed,
         form=config.form,
         device=config.device,
-        world=world,
+        placement=placement,
     )
     trainer.run(config.steps)
-    world.leave()
+    placement.leave()
     if trainer.step < config.steps:
         raise SystemExit(TERMINATED)

@@ -9,7 +9,7 @@ from __future__ import annotations
 import itertools
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import Any, Protocol
 
 import numpy as np
 import torch
@@ -22,15 +22,12 @@ from rollmill.training.batching import MicroBatch, PackedSequence, pack
 from rollmill.training.config import MidtrainConfig
 from rollmill.training.diagnostics import finite
 from rollmill.training.lineage import Lineage
-from rollmill.training.next_token import NextTokenPasses
 from rollmill.training.objective import StepOutcome, leave_on_model
-from rollmill.training.parallel.rows import shards_of
+from rollmill.training.placement import Passes, Placement
 from rollmill.training.replay import RouterMeasures
+from rollmill.training.whole import WHOLE
 from rollmill.types import Version
 from rollmill.weights.format.tensors import HostTensor
-
-if TYPE_CHECKING:
-    from rollmill.training.parallel.spread import SpreadPasses
 
 Document = tuple[Sequence[int], Sequence[bool]]  # token ids, and for each whether to learn to predict it
 
@@ -65,7 +62,7 @@ class MidtrainObjective:
         self._budget = tokens_per_microbatch
         self._stream: Iterator[Document] = iter(())
         self._next_document = -1
-        self._passes: NextTokenPasses | SpreadPasses | None = None
+        self._passes: Passes | None = None
 
     def next_batch(self, number: int, lineage: Lineage, stopping: Callable[[], bool]) -> DocumentBatch | None:
         if stopping():
@@ -102,10 +99,14 @@ class MidtrainObjective:
         return PackedSequence(tokens=tokens[: picked[-1]], rows=picked - 1, targets=tokens[picked])
 
     def backward(
-        self, model: Decoder, batch: DocumentBatch, accumulate: Callable[[], None] = leave_on_model
+        self,
+        model: Decoder,
+        batch: DocumentBatch,
+        accumulate: Callable[[], None] = leave_on_model,
+        placement: Placement = WHOLE,
     ) -> dict[str, Any]:
         if self._passes is None or self._passes.model is not model:
-            self._passes = _passes(model, self._config.balance)
+            self._passes = placement.next_token_passes(model, self._config.balance)
         losses: list[Tensor] = []
         router = RouterMeasures()
         for part in batch.microbatches:
@@ -117,7 +118,7 @@ class MidtrainObjective:
                 router.add_load(len(part.tokens_N), load_LE)
         # read when everything is queued: it waits for the device
         total = sum(torch.stack(losses).tolist()) if losses else 0.0
-        return {"loss": total, "tokens": batch.tokens, **router.over_ranks(model).load_figures()}
+        return {"loss": total, "tokens": batch.tokens, **router.over_ranks(placement).load_figures()}
 
     def remember(self, digest: str, tensors: Mapping[str, HostTensor]) -> None:
         """Nothing is sampled with them."""
@@ -137,12 +138,3 @@ class MidtrainObjective:
             tokens_per_s=batch.tokens / outcome.seconds,
             **outcome.update.figures(),
         )
-
-
-def _passes(model: Decoder, balance: float) -> NextTokenPasses | SpreadPasses:
-    shards = shards_of(model)
-    if shards is None:
-        return NextTokenPasses(model, balance)
-    from rollmill.training.parallel.spread import SpreadPasses
-
-    return SpreadPasses(model, shards, balance)

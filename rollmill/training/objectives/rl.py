@@ -31,7 +31,7 @@ from rollmill.training.lineage import Lineage
 from rollmill.training.loss import PolicyTokens, policy_loss, step_divisor
 from rollmill.training.mismatch import MismatchMeter, Sample, ServedWeights, choose_sample
 from rollmill.training.objective import StepOutcome, leave_on_model
-from rollmill.training.recompute import recompute
+from rollmill.training.placement import Placement, Recomputed
 from rollmill.training.reference import Reference
 from rollmill.training.replay import RouterMeasures, replay_of
 from rollmill.training.selection import (
@@ -42,6 +42,7 @@ from rollmill.training.selection import (
     weigh_groups,
 )
 from rollmill.training.step import moved
+from rollmill.training.whole import WHOLE
 from rollmill.trajectories.ledger import Ledger
 from rollmill.trajectories.store import TrajectoryStore
 from rollmill.types import Segment, StepRecord, TrajectoryState, Version
@@ -164,11 +165,15 @@ class RLObjective:
         )
 
     def backward(
-        self, model: Decoder, batch: RolloutBatch, accumulate: Callable[[], None] = leave_on_model
+        self,
+        model: Decoder,
+        batch: RolloutBatch,
+        accumulate: Callable[[], None] = leave_on_model,
+        placement: Placement = WHOLE,
     ) -> dict[str, Any]:
-        self._mismatch.compute_like(model)
+        self._mismatch.compute_like(placement, model)
         parts = batch.microbatches
-        references = [self._reference.logprobs(model, part) if self._reference else None for part in parts]
+        references = [self._reference.logprobs(placement, model, part) if self._reference else None for part in parts]
         shared = _Shared(
             divisor=step_divisor(
                 self._config,
@@ -183,12 +188,15 @@ class RLObjective:
         for part, reference_M in zip(parts, references, strict=True):
             if passes:
                 accumulate()
-            passes.append(self._backward_part(model, part, reference_M, shared, router))
+            replay = replay_of(part, self._config.replay_plausibility) if self._config.router_replay else None
+            policy = placement.recompute(model, part, replay)
+            passes.append(self._backward_part(policy, part, reference_M, shared))
+            router.add(policy.routings, policy.replay)
         return {
             "loss": sum(torch.stack([each.loss for each in passes]).tolist()) if passes else 0.0,
             "tokens": sum(len(part.tokens_N) for part in parts),
             **_figures(parts, passes, shared),
-            **router.over_ranks(model).figures(),
+            **router.over_ranks(placement).figures(),
         }
 
     def _kl_advantages(self, batch: RolloutBatch, references: Sequence[Tensor | None]) -> np.ndarray | None:
@@ -205,12 +213,10 @@ class RLObjective:
         return kl_advantages(kl_T, batch.groups_T, self._config.kl_factor)
 
     def _backward_part(
-        self, model: Decoder, part: MicroBatch, reference_M: Tensor | None, shared: _Shared, router: RouterMeasures
+        self, policy: Recomputed, part: MicroBatch, reference_M: Tensor | None, shared: _Shared
     ) -> _Pass:
         facts = part.facts
         assert facts is not None, "sequences of sampled tokens carry their facts"
-        replay = replay_of(part, self._config.replay_plausibility) if self._config.router_replay else None
-        policy = recompute(model, part, replay)
         device = policy.logprobs_M.device
         tokens = PolicyTokens(
             logprobs=policy.logprobs_M,
@@ -224,7 +230,6 @@ class RLObjective:
         )
         result = policy_loss(tokens, self._config, shared.divisor)
         result.loss.backward()
-        router.add(policy.routings, policy.replay)
         columns = [
             result.log_weights_M,
             result.kept_M,

@@ -1,6 +1,6 @@
-"""Context parallel attention: a rank's queries are pieces of sequences, their keys are gathered from its group.
+"""Context parallel attention: a rank's queries are slices of sequences, their keys are gathered from its group.
 
-    k, v of my tokens ─► everyone's ─► for each of my pieces the keys up to its end ─► causal attention
+    k, v of my tokens ─► everyone's ─► for each of my slices the keys up to its end ─► causal attention
 
 Gathering needs the keys of the group's sequences in memory, of one layer at a time; queries, scores and all other
 activations stay divided.
@@ -19,11 +19,11 @@ from torch import Tensor
 from rollmill.models.attention import attention
 from rollmill.models.kernels.varlen import flash
 from rollmill.training.parallel.exchange import gather_rows
-from rollmill.training.parallel.split import Piece
+from rollmill.training.parallel.split import SequenceSlice
 
 
-class PieceAttention:
-    """Causal attention of queries in pieces, packed, to keys packed likewise: `keys[i]` of them for piece i, the last
+class SliceAttention:
+    """Causal attention of queries in slices, packed, to keys packed likewise: `keys[i]` of them for slice i, the last
     of which is the last query's own."""
 
     def __init__(self, queries: Sequence[int], keys: Sequence[int], device: torch.device) -> None:
@@ -37,10 +37,10 @@ class PieceAttention:
         if q_NHD.is_cuda and q_NHD.dtype in (torch.bfloat16, torch.float16):
             starts, longest = (self._query_starts, self._key_starts), (max(self._queries), max(self._keys))
             return flash(q_NHD, k_TKD, v_TKD, starts, longest)
-        pieces = zip(q_NHD.split(self._queries), k_TKD.split(self._keys), v_TKD.split(self._keys), strict=True)
-        return torch.cat([self._piece(*piece) for piece in pieces])
+        slices = zip(q_NHD.split(self._queries), k_TKD.split(self._keys), v_TKD.split(self._keys), strict=True)
+        return torch.cat([self._one(*each) for each in slices])
 
-    def _piece(self, q_QHD: Tensor, k_TKD: Tensor, v_TKD: Tensor) -> Tensor:
+    def _one(self, q_QHD: Tensor, k_TKD: Tensor, v_TKD: Tensor) -> Tensor:
         (queries, heads, dim), (keys, kv_heads, value_dim) = q_QHD.shape, v_TKD.shape
         # query heads that share a KV head are stacked as further query rows, as in PackedAttention
         q_heads = q_QHD.view(queries, kv_heads, -1, dim).permute(1, 2, 0, 3).reshape(kv_heads, -1, dim)
@@ -50,29 +50,29 @@ class PieceAttention:
 
 
 class ContextAttention:
-    """The strategy of one rank. `pieces[c]` are those of rank c of the context group."""
+    """The strategy of one rank. `slices[c]` are those of rank c of the context group."""
 
     def __init__(
-        self, pieces: Sequence[Sequence[Piece]], rank: int, group: dist.ProcessGroup, device: torch.device
+        self, slices: Sequence[Sequence[SequenceSlice]], rank: int, group: dist.ProcessGroup, device: torch.device
     ) -> None:
         self._group = group
-        self._counts = [max(1, sum(piece.stop - piece.start for piece in own)) for own in pieces]
+        self._counts = [max(1, sum(each.stop - each.start for each in own)) for own in slices]
         firsts = [0, *itertools.accumulate(self._counts)]
         lengths: dict[int, int] = {}
-        for piece in itertools.chain(*pieces):
-            lengths[piece.first] = max(piece.stop, lengths.get(piece.first, 0))
+        for each in itertools.chain(*slices):
+            lengths[each.first] = max(each.stop, lengths.get(each.first, 0))
         place = {first: np.empty(length, np.int64) for first, length in lengths.items()}
-        for own, start in zip(pieces, firsts, strict=False):
-            for piece in own:
-                size = piece.stop - piece.start
-                place[piece.first][piece.start : piece.stop] = np.arange(start, start + size)
+        for own, start in zip(slices, firsts, strict=False):
+            for each in own:
+                size = each.stop - each.start
+                place[each.first][each.start : each.stop] = np.arange(start, start + size)
                 start += size
-        mine = pieces[rank]
+        mine = slices[rank]
         # a rank without tokens has a filler, which sees itself
-        keys = [place[piece.first][: piece.stop] for piece in mine] or [np.array([firsts[rank]])]
+        keys = [place[each.first][: each.stop] for each in mine] or [np.array([firsts[rank]])]
         self._keys = torch.from_numpy(np.concatenate(keys)).to(device, non_blocking=True)
-        queries = [piece.stop - piece.start for piece in mine] or [1]
-        self._attend = PieceAttention(queries, [len(each) for each in keys], device)
+        queries = [each.stop - each.start for each in mine] or [1]
+        self._attend = SliceAttention(queries, [len(each) for each in keys], device)
 
     def __call__(self, layer: int, q_NHD: Tensor, k_NKD: Tensor, v_NKD: Tensor) -> Tensor:
         kv_heads, dim = k_NKD.shape[1:]

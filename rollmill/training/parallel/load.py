@@ -17,8 +17,9 @@ import numpy as np
 import torch
 
 from rollmill.models import host, quantize
+from rollmill.models.config import ModelConfig
 from rollmill.models.decoder import Decoder, initial_values
-from rollmill.training.parallel.rows import Shards, local, part_rows, shards_of, whole_state
+from rollmill.training.parallel.rows import Shards, local, part_rows, whole_state
 from rollmill.types import Version
 from rollmill.weights.format.manifest import TensorEntry
 from rollmill.weights.format.tensors import HostTensor, Tensors
@@ -27,10 +28,8 @@ from rollmill.weights.reading.store import WeightStore
 
 
 @torch.no_grad()
-def fill_rows(model: Decoder, batches: Iterable[Tensors]) -> None:
-    """Into a sharded model. A batch has all parts of the parameters it is about."""
-    shards = shards_of(model)
-    assert shards is not None
+def fill_rows(model: Decoder, shards: Shards, batches: Iterable[Tensors]) -> None:
+    """Copy rows into a sharded model. A batch has all parts of each of its parameters."""
     state = model.state_dict()
     for batch in batches:
         for name in dict.fromkeys(map(quantize.owner, batch)):
@@ -42,10 +41,8 @@ def fill_rows(model: Decoder, batches: Iterable[Tensors]) -> None:
                 held.copy_(quantize.dequantise_rows(name, placed, first))
 
 
-def stored_rows(model: Decoder, store: WeightStore, version: Version, form: str) -> Iterator[Tensors]:
-    """The rows this rank holds of a version. WeightsError before anything is read if it is of another model."""
-    shards = shards_of(model)
-    assert shards is not None
+def stored_rows(model: Decoder, shards: Shards, store: WeightStore, version: Version, form: str) -> Iterator[Tensors]:
+    """This rank's rows of a version. Raises WeightsError before anything is read if it is of another model."""
     entries = {entry.name: entry for entry in store.manifest(version, form).tensors}
     check = quantize.check_layout if quantize.is_quantised(form) else host.check_layout
     check(whole_state(model, shards), entries)
@@ -63,12 +60,10 @@ def _own(entry: TensorEntry, shards: Shards, form: str) -> RowRange:
     return own.start, own.stop
 
 
-def drawn_rows(model: Decoder, seed: int) -> Iterator[Tensors]:
-    """The rows this rank holds of what `Decoder.initialise` gives."""
-    shards = shards_of(model)
-    assert shards is not None
+def drawn_rows(config: ModelConfig, shards: Shards, seed: int) -> Iterator[Tensors]:
+    """This rank's rows of the random weights that `Decoder.initialise` gives."""
     shapes = {name: rows[0].shape for name, rows in shards.rows.items()}
-    pieces = initial_values(shapes, model.config.layers, seed)
+    pieces = initial_values(shapes, config.layers, seed)
     for name, drawn in itertools.groupby(pieces, key=lambda piece: piece[0]):
         rows = shards.own(name)
         start, stop = rows.elements

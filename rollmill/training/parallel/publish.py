@@ -32,7 +32,7 @@ PartRows = Mapping[str, Sequence[Rows]]  # name of a tensor of a version → wha
 ROUND_BYTES = 256 << 20  # chunks are put together this much at a time
 
 
-class Piece(NamedTuple):
+class HeldBytes(NamedTuple):
     """Bytes [start, stop) of a tensor, which `rank` holds."""
 
     rank: int
@@ -41,11 +41,11 @@ class Piece(NamedTuple):
 
 
 class Parcel(NamedTuple):
-    """A chunk, who puts it together, and who has what of it."""
+    """A chunk, the rank that assembles it, and which rank holds which bytes of it."""
 
     row: Row
     owner: int
-    pieces: Sequence[Piece]
+    held: Sequence[HeldBytes]
 
 
 class Export(NamedTuple):
@@ -110,41 +110,41 @@ class ShardPublisher:
         return self._parts.settle(number)
 
     def _exchange(self, parcels: Sequence[Parcel], mine: Mapping[str, HostTensor]) -> Iterator[np.ndarray]:
-        """Send what others own; what they send, in the order of chunks and pieces."""
+        """Send what others own; what they send, in the order of chunks and ranks."""
         world = self._shards.world
-        away = [(parcel, piece) for parcel in parcels for piece in parcel.pieces if piece.rank != parcel.owner]
+        away = [(parcel, held) for parcel in parcels for held in parcel.held if held.rank != parcel.owner]
         leaving: list[list[np.ndarray]] = [[] for _ in range(world.size)]
         arriving = [0] * world.size
-        for parcel, piece in away:
-            if piece.rank == world.rank:
-                leaving[parcel.owner].append(self._own_bytes(parcel, piece, mine))
+        for parcel, held in away:
+            if held.rank == world.rank:
+                leaving[parcel.owner].append(self._own_bytes(parcel, held, mine))
             elif parcel.owner == world.rank:
-                arriving[piece.rank] += piece.stop - piece.start
+                arriving[held.rank] += held.stop - held.start
         sent = torch.from_numpy(np.concatenate([np.empty(0, np.uint8), *itertools.chain(*leaving)]))
         arrived = torch.empty(sum(arriving), dtype=torch.uint8)
         if away:
             dist.all_to_all_single(arrived, sent, arriving, [sum(map(len, parts)) for parts in leaving])
         streams, cursors = arrived.numpy(), [0, *itertools.accumulate(arriving)]
-        for parcel, piece in away:
+        for parcel, held in away:
             if parcel.owner == world.rank:
-                start = cursors[piece.rank]
-                cursors[piece.rank] += piece.stop - piece.start
-                yield streams[start : cursors[piece.rank]]
+                start = cursors[held.rank]
+                cursors[held.rank] += held.stop - held.start
+                yield streams[start : cursors[held.rank]]
 
     def _assemble(self, parcel: Parcel, mine: Mapping[str, HostTensor], arrived: Iterator[np.ndarray]) -> np.ndarray:
-        if len(parcel.pieces) == 1:
-            return self._own_bytes(parcel, parcel.pieces[0], mine)
+        if len(parcel.held) == 1:
+            return self._own_bytes(parcel, parcel.held[0], mine)
         data = np.empty(parcel.row.size, np.uint8)
-        for piece in parcel.pieces:
-            own = piece.rank == parcel.owner
-            start, stop = piece.start - parcel.row.start, piece.stop - parcel.row.start
-            data[start:stop] = self._own_bytes(parcel, piece, mine) if own else next(arrived)
+        for held in parcel.held:
+            own = held.rank == parcel.owner
+            start, stop = held.start - parcel.row.start, held.stop - parcel.row.start
+            data[start:stop] = self._own_bytes(parcel, held, mine) if own else next(arrived)
         return data
 
-    def _own_bytes(self, parcel: Parcel, piece: Piece, mine: Mapping[str, HostTensor]) -> np.ndarray:
+    def _own_bytes(self, parcel: Parcel, held: HeldBytes, mine: Mapping[str, HostTensor]) -> np.ndarray:
         name = parcel.row.tensor
-        first = self._rows[name][piece.rank].elements[0] * parcel.row.width if name in self._rows else 0
-        return mine[name].data[piece.start - first : piece.stop - first]
+        first = self._rows[name][held.rank].elements[0] * parcel.row.width if name in self._rows else 0
+        return mine[name].data[held.start - first : held.stop - first]
 
 
 def shard_publisher(
@@ -166,12 +166,12 @@ def plan_parcels(layout: Layout, rows: PartRows) -> list[Parcel]:
         # what all ranks have alike counts as the first one's
         elements = [each.elements for each in rows[row.tensor]] if row.tensor in rows else [(0, row.stop // row.width)]
         held = [
-            Piece(rank, max(row.start, start * row.width), min(row.stop, stop * row.width))
+            HeldBytes(rank, max(row.start, start * row.width), min(row.stop, stop * row.width))
             for rank, (start, stop) in enumerate(elements)
         ]
-        held = [piece for piece in held if piece.start < piece.stop]
-        most = max(piece.stop - piece.start for piece in held)
-        able = [piece.rank for piece in held if piece.stop - piece.start == most]
+        held = [each for each in held if each.start < each.stop]
+        most = max(each.stop - each.start for each in held)
+        able = [each.rank for each in held if each.stop - each.start == most]
         parcels.append(Parcel(row, able[row.place % len(able)], held))
     return parcels
 

@@ -6,17 +6,16 @@ import functools
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 
-from rollmill.models.host import is_quantised, round_to_form_
+from rollmill.models.host import round_to_form_
 from rollmill.models.quantize import POWER, owner, quantises
-
-if TYPE_CHECKING:
-    from rollmill.training.parallel.mesh import Meshes
-    from rollmill.training.parallel.world import World
+from rollmill.training.parallel.exchange import gather_rows
+from rollmill.training.parallel.mesh import Meshes
+from rollmill.training.parallel.world import World
 
 
 @dataclass(frozen=True)
@@ -40,7 +39,7 @@ class Rows:
 
 @dataclass(frozen=True)
 class Shards:
-    """What a sharded decoder knows of the ranks."""
+    """Which rows of each parameter are on which rank."""
 
     world: World
     meshes: Meshes
@@ -50,9 +49,7 @@ class Shards:
         return self.rows[name][self.world.rank]
 
     def gather_of(self, name: str) -> Callable[[Tensor], Tensor]:
-        """What makes a tensor whole that is sharded as this parameter is."""
-        from rollmill.training.parallel.exchange import gather_rows
-
+        """Gathers a tensor that is sharded like this parameter."""
         return functools.partial(gather_rows, counts=[rows.count for rows in self.rows[name]])
 
 
@@ -90,21 +87,15 @@ def part_rows(name: str, shape: tuple[int, ...], shards: Shards, form: str) -> S
 
 
 @torch.no_grad()
-def rounded(name: str, tensor: Tensor, form: str, shards: Shards | None) -> Tensor:
-    """What is served of a parameter, or of the rows of it that `tensor` holds, in its own type."""
-    gathering = shards if is_quantised(form) and quantises(name, tensor) else None
-    found = (tensor if gathering is None else whole_matrix(name, tensor, gathering)).clone()
+def rounded(name: str, tensor: Tensor, form: str, shards: Shards) -> Tensor:
+    """The rows of a parameter as a quantised form serves them, in their own type. Collective."""
+    gathers = quantises(name, tensor)
+    found = (whole_matrix(name, tensor, shards) if gathers else tensor).clone()
     if found.numel():
         round_to_form_([(name, found)], form)
-    return found if gathering is None else own_rows(name, found, gathering)
-
-
-def shards_of(model: nn.Module) -> Shards | None:
-    """None for a model that is whole."""
-    return getattr(model, "shards", None)
+    return own_rows(name, found, shards) if gathers else found
 
 
 def local(tensor: Tensor) -> Tensor:
-    """The part of a tensor that is on this rank, sharing its memory: all of it, where it is whole."""
-    own = getattr(tensor, "to_local", None)
-    return tensor if own is None else own()
+    """The part of a tensor that is on this rank, sharing its memory. A plain tensor (a buffer) is all here."""
+    return tensor.to_local() if isinstance(tensor, DTensor) else tensor

@@ -23,9 +23,9 @@ from rollmill.training.parallel.world import World
 
 def sharded_decoder(
     config: ModelConfig, dtype: torch.dtype, form: str, world: World, meshes: Meshes, device: torch.device
-) -> Decoder:
-    """What this rank holds of a decoder, on `device`; there is no whole one at any time, not even on the host. Its
-    parameters are whatever memory held."""
+) -> tuple[Decoder, Shards]:
+    """This rank's rows of a decoder, on `device`. No rank ever has a whole one, not even on the host. Parameters are
+    not initialised. Collective."""
     with torch.device("meta"):
         model = Decoder(config, dtype, form)
     expert = meshes.experts.get_local_rank("expert")
@@ -45,18 +45,11 @@ def sharded_decoder(
     own = {name: _rows(each, cut.get(name), config.experts) for name, each in model.named_parameters()}
     everyone = world.gather(own)
     rows = {name: [each[name] for each in everyone] for name in own}
-    model.shards = Shards(world, meshes, rows)  # type: ignore[assignment]
-    return model
-
-
-def sharded_like(model: Decoder, shards: Shards) -> Decoder:
-    """Another one, cut and computing as this one."""
-    own = model.embedding
-    return sharded_decoder(model.config, own.dtype, model.form, shards.world, shards.meshes, own.device)
+    return model, Shards(world, meshes, rows)
 
 
 def release(model: Decoder) -> None:
-    """Give back what a forward pass gathered and left for a backward pass, which is not going to come."""
+    """Free what a forward pass gathered and kept for a backward pass, if none follows."""
     assert isinstance(model, FSDPModule)
     model.reshard()
 

@@ -1,10 +1,10 @@
 """Which tokens of a micro-batch are whose. Every rank works this out for all of them, so nobody has to ask.
 
 Sequences go whole to the data groups, longest first, each to the group with the least so far. Within a group of C ranks
-each sequence is cut into 2·C pieces, of which rank c takes pieces c and 2·C−1−c: a causal query late in a sequence has
+each sequence is cut into 2·C slices, of which rank c takes slices c and 2·C−1−c: a causal query late in a sequence has
 many keys and one early has few, so each rank gets as much work as the others. With two ranks:
 
-    piece      0  1  2  3
+    slice      0  1  2  3
     rank       0  1  1  0
 
 A rank that comes away with nothing computes one token that no target needs: collectives wait for all.
@@ -25,7 +25,7 @@ from rollmill.models.moe import Replay
 from rollmill.training.batching import MicroBatch
 
 
-class Piece(NamedTuple):
+class SequenceSlice(NamedTuple):
     """Tokens [start, stop) of a sequence whose first token is token `first` of the micro-batch."""
 
     first: int
@@ -35,10 +35,10 @@ class Piece(NamedTuple):
 
 @dataclass(frozen=True)
 class Split:
-    """`pieces[r]` are rank r's, in the order it computes them."""
+    """`slices[r]` are rank r's, in the order it computes them."""
 
-    pieces: Sequence[Sequence[Piece]]
-    tokens: Sequence[np.ndarray]  # [rank]: int64, the tokens of its pieces, into N
+    slices: Sequence[Sequence[SequenceSlice]]
+    tokens: Sequence[np.ndarray]  # [rank]: int64, the tokens of its slices, into N
     rows: Sequence[np.ndarray]  # [rank]: int64, its targets, into M
 
     @property
@@ -47,13 +47,13 @@ class Split:
 
 
 def split(lengths: Sequence[int], rows_M: np.ndarray, data: int, context: int) -> Split:
-    pieces = [_cut(members, context, rank) for members in _groups(lengths, data) for rank in range(context)]
-    tokens = [_tokens(each) for each in pieces]
+    slices = [_cut(members, context, rank) for members in _groups(lengths, data) for rank in range(context)]
+    tokens = [_tokens(each) for each in slices]
     owner_N = np.empty(sum(lengths), np.int64)
     for rank, own in enumerate(tokens):
         owner_N[own] = rank
     owner_M = owner_N[rows_M]
-    return Split(pieces, tokens, [np.flatnonzero(owner_M == rank) for rank in range(data * context)])
+    return Split(slices, tokens, [np.flatnonzero(owner_M == rank) for rank in range(data * context)])
 
 
 def _groups(lengths: Sequence[int], groups: int) -> list[list[tuple[int, int]]]:
@@ -68,20 +68,20 @@ def _groups(lengths: Sequence[int], groups: int) -> list[list[tuple[int, int]]]:
     return [[(firsts[index], lengths[index]) for index in sorted(own)] for own in members]
 
 
-def _cut(sequences: Sequence[tuple[int, int]], ranks: int, rank: int) -> list[Piece]:
+def _cut(sequences: Sequence[tuple[int, int]], ranks: int, rank: int) -> list[SequenceSlice]:
     if ranks == 1:
-        return [Piece(first, 0, length) for first, length in sequences]
+        return [SequenceSlice(first, 0, length) for first, length in sequences]
     found = []
     for first, length in sequences:
         borders = [length * index // (2 * ranks) for index in range(2 * ranks + 1)]
         for index in (rank, 2 * ranks - 1 - rank):
             if borders[index] < borders[index + 1]:
-                found.append(Piece(first, borders[index], borders[index + 1]))
+                found.append(SequenceSlice(first, borders[index], borders[index + 1]))
     return found
 
 
-def _tokens(pieces: Sequence[Piece]) -> np.ndarray:
-    ranges = [np.arange(piece.first + piece.start, piece.first + piece.stop) for piece in pieces]
+def _tokens(slices: Sequence[SequenceSlice]) -> np.ndarray:
+    ranges = [np.arange(each.first + each.start, each.first + each.stop) for each in slices]
     return np.concatenate([np.empty(0, np.int64), *ranges])
 
 

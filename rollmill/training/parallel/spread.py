@@ -6,8 +6,6 @@ pass with is that of its own targets. Routings stay with the rank they were made
 
 from __future__ import annotations
 
-from typing import NamedTuple
-
 import numpy as np
 import torch
 from torch import Tensor
@@ -21,17 +19,11 @@ from rollmill.training.parallel.context import ContextAttention
 from rollmill.training.parallel.exchange import share_rows, share_sum
 from rollmill.training.parallel.rows import Shards
 from rollmill.training.parallel.split import Share, Split, share_of, split
+from rollmill.training.placement import Recomputed
 from rollmill.training.step import moved, token_logprobs, token_loss
 
 
-class SharedLogprobs(NamedTuple):
-    logprobs_M: Tensor  # of all targets
-    entropies_M: Tensor
-    routings: list[Routing]  # of this rank's tokens
-    replay: Replay | None  # of this rank's tokens
-
-
-def spread_logprobs(model: Decoder, shards: Shards, part: MicroBatch, replay: Replay | None) -> SharedLogprobs:
+def spread_logprobs(model: Decoder, shards: Shards, part: MicroBatch, replay: Replay | None) -> Recomputed:
     """Log-probs and entropies of the targets under the distributions they were sampled from."""
     assert part.facts is not None, "sequences of sampled tokens carry their facts"
     cut = _split(shards, part)
@@ -44,7 +36,7 @@ def spread_logprobs(model: Decoder, shards: Shards, part: MicroBatch, replay: Re
     replayed = share.replay
     if replayed is not None:
         replayed = Replay(replayed.routes[: share.real], replayed.valid[: share.real], replayed.plausibility)
-    return SharedLogprobs(logprobs_M, entropies_M, routings, replayed)
+    return Recomputed(logprobs_M, entropies_M, routings, replayed)
 
 
 class SpreadPasses:
@@ -91,10 +83,10 @@ def _forward(
 def _attention(shards: Shards, cut: Split, device: torch.device, dtype: torch.dtype) -> Attend:
     context = shards.meshes.context
     if context == 1:
-        lengths = [piece.stop for piece in cut.pieces[shards.world.rank]]
+        lengths = [each.stop for each in cut.slices[shards.world.rank]]
         return packed_attention(lengths or [1], device, dtype)
     place = shards.world.rank % context
-    group = cut.pieces[shards.world.rank - place : shards.world.rank - place + context]
+    group = cut.slices[shards.world.rank - place : shards.world.rank - place + context]
     return ContextAttention(group, place, shards.meshes.tokens.get_group("context"), device)
 
 

@@ -1,6 +1,6 @@
-"""Who we are among the ranks, and how they agree. Alone there is no process group, and nothing here costs anything.
+"""Which rank this process is, and how ranks agree.
 
-Ranks are told who they are as torchrun tells them: RANK, WORLD_SIZE, LOCAL_RANK, MASTER_ADDR, MASTER_PORT.
+A rank learns who it is from the variables torchrun sets: RANK, WORLD_SIZE, LOCAL_RANK, MASTER_ADDR, MASTER_PORT.
 """
 
 from __future__ import annotations
@@ -15,15 +15,15 @@ import torch.distributed as dist
 
 from rollmill.errors import TrainingError
 
-# The first rank may wait long for groups to train on while the others wait for it. A rank that dies closes its
-# connections, which ends the waiting of the others at once.
+# The first rank may wait long for groups to train on, and the others wait for it. If a rank dies, its connections close
+# and the others stop waiting at once.
 PATIENCE = datetime.timedelta(days=30)
 
 T = TypeVar("T")
 
 
 class World:
-    def __init__(self, rank: int = 0, size: int = 1) -> None:
+    def __init__(self, rank: int, size: int) -> None:
         self.rank = rank
         self.size = size
 
@@ -34,60 +34,40 @@ class World:
 
     def from_first(self, value: T) -> T:
         """The first rank's value, on every rank."""
-        if self.size == 1:
-            return value
         box: list[Any] = [value if self.first else None]
         dist.broadcast_object_list(box, 0, device=torch.device("cpu"))
         return box[0]
 
-    def any(self, value: bool) -> bool:
-        """Whether it is so on any rank."""
-        return self.sum([value])[0] > 0
-
     def all(self, value: bool) -> bool:
-        return not self.any(not value)
+        """Whether it is true on every rank."""
+        return self.sum([not value])[0] == 0
 
     def sum(self, values: Sequence[float]) -> list[float]:
-        """Each over all ranks, in double precision."""
-        if self.size == 1:
-            return [float(value) for value in values]
+        """Each value summed over all ranks, in double precision."""
         total = torch.tensor(values, dtype=torch.float64)
         dist.all_reduce(total)
         return total.tolist()
 
     def gather(self, value: T) -> list[T]:
         """Every rank's value, in order of rank."""
-        if self.size == 1:
-            return [value]
         boxes: list[Any] = [None] * self.size
         dist.all_gather_object(boxes, value)
         return boxes
 
     def leave(self) -> None:
-        if self.size > 1:
-            dist.destroy_process_group()
+        dist.destroy_process_group()
 
 
-ALONE = World()
+def join(name: str, device: torch.device, environment: Mapping[str, str] = os.environ) -> World:
+    """Meet the ranks that the environment describes. Collective.
 
-
-def join(name: str, device: torch.device, ranks: int, environment: Mapping[str, str] = os.environ) -> World:
-    """The world the environment describes, which must be of so many ranks; alone if it describes none.
-
-    `name`: what its ranks come together for. Worlds one after the other may meet at the same address.
+    `name`: what they meet for. Groups of ranks may meet at the same address one after the other.
     """
-    size = int(environment.get("WORLD_SIZE", "1"))
-    if size != ranks:
-        raise TrainingError(
-            f"training.ranks is {ranks}, and the environment describes a world of {size} (WORLD_SIZE)",
-            hint="start as many ranks as the configuration says, or unset WORLD_SIZE to have them started",
-        )
-    if size == 1:
-        return ALONE
+    size = int(environment["WORLD_SIZE"])
     missing = [name for name in ("RANK", "MASTER_ADDR", "MASTER_PORT") if name not in environment]
     if missing:
         raise TrainingError(
-            f"WORLD_SIZE is {size}, and {', '.join(missing)} not set",
+            f"WORLD_SIZE is {size}, but these are not set: {', '.join(missing)}",
             hint="start the ranks with torchrun, or let `rollmill train` start them",
         )
     backend = "gloo"
@@ -95,7 +75,8 @@ def join(name: str, device: torch.device, ranks: int, environment: Mapping[str, 
         place, present = int(environment.get("LOCAL_RANK", "0")), torch.cuda.device_count()
         if place >= present:
             raise TrainingError(
-                f"local rank {place} has no GPU: this machine has {present}", hint="training.ranks is one a GPU"
+                f"local rank {place} has no GPU: this machine has {present}",
+                hint="set training.ranks to the number of GPUs",
             )
         torch.cuda.set_device(place)
         backend = "cpu:gloo,cuda:nccl"

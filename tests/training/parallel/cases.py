@@ -16,18 +16,15 @@ from rollmill.models.host import to_host
 from rollmill.storage.objects import Objects
 from rollmill.training.batching import MicroBatch, PackedSequence, SampledFacts, pack
 from rollmill.training.checkpoint import Checkpoint, Checkpoints
-from rollmill.training.config import OptimizerConfig
+from rollmill.training.config import OptimizerConfig, TrainingConfig
 from rollmill.training.next_token import NextTokenPasses
 from rollmill.training.optimizer import MasterOptimizer
-from rollmill.training.parallel.load import fill_rows
 from rollmill.training.parallel.mesh import Meshes
-from rollmill.training.parallel.publish import ShardPublisher, shard_publisher
-from rollmill.training.parallel.rows import local, shards_of
-from rollmill.training.parallel.shard import sharded_decoder
-from rollmill.training.parallel.spread import SpreadPasses
+from rollmill.training.parallel.sharded import ShardedPlacement
 from rollmill.training.parallel.world import World
-from rollmill.training.recompute import recompute
+from rollmill.training.placement import ModelPublisher, Placement
 from rollmill.training.replay import replay_of
+from rollmill.training.whole import WHOLE
 from rollmill.weights.format.manifest import describe, root_digest
 from rollmill.weights.reading.store import WeightStore
 
@@ -104,31 +101,41 @@ def make_model(name: str, form: str = "bf16", device: torch.device = CPU) -> Dec
     return model.to(device)
 
 
-def make_sharded(world: World, name: str, shape: Shape, form: str = "bf16", device: torch.device = CPU) -> Decoder:
-    dtype = compute_dtype(device)
-    model = sharded_decoder(MODELS[name], dtype, form, world, Meshes(*shape, device), device)
-    shards = shards_of(model)
-    assert shards is not None
-    values = make_model(name, form, device).state_dict()
-    own = {key: values[key][rows[world.rank].start : rows[world.rank].stop] for key, rows in shards.rows.items()}
-    fill_rows(model, [to_host(values | own, "fp32" if dtype == torch.float32 else "bf16")])
-    return model
+def make_sharded(
+    world: World, name: str, shape: Shape, form: str = "bf16", device: torch.device = CPU
+) -> tuple[Decoder, ShardedPlacement]:
+    placement = ShardedPlacement(world, Meshes(*shape, device))
+    model = placement.make_model(MODELS[name], form, device)
+    values, rows = make_model(name, form, device).state_dict(), placement.shards.rows
+    own = {key: values[key][each[world.rank].start : each[world.rank].stop] for key, each in rows.items()}
+    placement.load_held(model, to_host(values | own, "fp32" if model.embedding.dtype == torch.float32 else "bf16"))
+    return model, placement
 
 
-def next_token_pass(model: Decoder, parts: list[MicroBatch]) -> float:
-    shards = shards_of(model)
+def make_placed(
+    world: World | None, name: str, shape: Shape, form: str = "bf16", device: torch.device = CPU
+) -> tuple[Decoder, Placement]:
+    if world is None:
+        return make_model(name, form, device), WHOLE
+    return make_sharded(world, name, shape, form, device)
+
+
+def next_token_pass(placement: Placement, model: Decoder, parts: list[MicroBatch]) -> float:
     targets, tokens = sum(len(part.targets_M) for part in parts), sum(len(part.tokens_N) for part in parts)
     # recorded passes want gradients to be taken away after each
-    passes = NextTokenPasses(model, 0.01, graphs=False) if shards is None else SpreadPasses(model, shards, 0.01)
+    whole = placement is WHOLE
+    passes = NextTokenPasses(model, 0.01, graphs=False) if whole else placement.next_token_passes(model, 0.01)
     return sum(float(passes(part, targets, tokens)[0]) for part in parts)
 
 
-def policy_pass(model: Decoder, parts: list[MicroBatch], plausibility: float = 0.0) -> dict[str, Any]:
+def policy_pass(
+    placement: Placement, model: Decoder, parts: list[MicroBatch], plausibility: float = 0.0
+) -> dict[str, Any]:
     """A policy gradient with entropy, replayed."""
     total, rows, found = 0.0, 0, []
     for part in parts:
         assert part.facts is not None
-        result = recompute(model, part, replay_of(part, plausibility))
+        result = placement.recompute(model, part, replay_of(part, plausibility))
         advantages_M = torch.from_numpy(part.facts.advantages).to(result.logprobs_M.device)
         loss = -(result.logprobs_M * advantages_M).sum() / 9
         loss = loss - 0.1 * result.entropies_M.sum() / 9
@@ -144,20 +151,20 @@ def policy_pass(model: Decoder, parts: list[MicroBatch], plausibility: float = 0
     return {"loss": total, "logprobs": torch.cat(found), "routed": rows}
 
 
-def gradients(model: Decoder) -> dict[str, Tensor]:
+def gradients(placement: Placement, model: Decoder) -> dict[str, Tensor]:
     """Taken off the model and made whole."""
     found = {name: parameter.grad for name, parameter in model.named_parameters()}
     model.zero_grad()
-    return assemble(model, {name: local(gradient) for name, gradient in found.items() if gradient is not None})
+    own = {name: placement.local(gradient) for name, gradient in found.items() if gradient is not None}
+    return assemble(placement, own)
 
 
-def assemble(model: Decoder, own: dict[str, Tensor]) -> dict[str, Tensor]:
-    """Tensors sharded as the parameters are, made whole."""
-    shards = shards_of(model)
-    if shards is None:
+def assemble(placement: Placement, own: dict[str, Tensor]) -> dict[str, Tensor]:
+    """Gathers tensors that are sharded like the parameters."""
+    if not isinstance(placement, ShardedPlacement):
         return {name: tensor.clone() for name, tensor in own.items()}
-    found = {}
-    for name, each in {name: shards.world.gather(tensor) for name, tensor in own.items()}.items():
+    found, shards = {}, placement.shards
+    for name, each in {name: placement.gather(tensor) for name, tensor in own.items()}.items():
         found[name] = torch.full(shards.own(name).shape, torch.nan, device=own[name].device)
         for rows, tensor in zip(shards.rows[name], each, strict=True):
             found[name][rows.start : rows.stop] = tensor
@@ -166,13 +173,14 @@ def assemble(model: Decoder, own: dict[str, Tensor]) -> dict[str, Tensor]:
 
 def passes(world: World | None, name: str, shape: Shape = (1, 1, 1), device: torch.device = CPU) -> dict[str, Any]:
     """Loss and gradients of both objectives."""
-    model = make_model(name, device=device) if world is None else make_sharded(world, name, shape, device=device)
+    model, placement = make_placed(world, name, shape, device=device)
     parts = make_microbatches(model.config)
-    found: dict[str, Any] = {"next token": next_token_pass(model, parts), "next token gradients": gradients(model)}
-    found["policy"] = policy_pass(model, parts)
-    found["policy gradients"] = gradients(model)
-    found["filtered"] = policy_pass(model, parts, plausibility=0.9)
-    found["filtered gradients"] = gradients(model)
+    found: dict[str, Any] = {"next token": next_token_pass(placement, model, parts)}
+    found["next token gradients"] = gradients(placement, model)
+    found["policy"] = policy_pass(placement, model, parts)
+    found["policy gradients"] = gradients(placement, model)
+    found["filtered"] = policy_pass(placement, model, parts, plausibility=0.9)
+    found["filtered gradients"] = gradients(placement, model)
     return found
 
 
@@ -183,11 +191,10 @@ class Run:
         self, path: Path, world: World | None, name: str, shape: Shape, config: OptimizerConfig, form: str = "bf16"
     ) -> None:
         self.name, self.form = name, form
-        self.model = make_model(name, form) if world is None else make_sharded(world, name, shape, form)
-        self.shards = shards_of(self.model)
-        self.optimizer = MasterOptimizer(self.model, config, form)
+        self.model, self.placement = make_placed(world, name, shape, form)
+        self.optimizer = MasterOptimizer(self.model, config, form, placement=self.placement)
         self.objects = Objects.open(path)
-        self.checkpoints = Checkpoints(self.objects, 2, self.shards)
+        self.checkpoints = Checkpoints(self.objects, 2, self.placement)
         self.step = 0
 
     def train(self, steps: int) -> list[tuple[float, float]]:
@@ -195,7 +202,7 @@ class Run:
         found = []
         for _ in range(steps):
             self.step += 1
-            loss = next_token_pass(self.model, make_microbatches(self.model.config, self.step))
+            loss = next_token_pass(self.placement, self.model, make_microbatches(self.model.config, self.step))
             found.append((loss, self.optimizer.update(0.02).grad_norm))
         return found
 
@@ -213,7 +220,7 @@ class Run:
 
     def masters(self) -> dict[str, Tensor]:
         state = {key: value for key, value in self.optimizer.state().items() if key.startswith("master.")}
-        return assemble(self.model, {key.removeprefix("master."): value for key, value in state.items()})
+        return assemble(self.placement, {key.removeprefix("master."): value for key, value in state.items()})
 
     def digest(self) -> str:
         """Of the version one process would publish that had these masters."""
@@ -225,8 +232,8 @@ class Run:
         MasterOptimizer(whole, ADAMW, self.form)
         return root_digest(describe(to_host(whole.state_dict(), self.form)))
 
-    def publisher(self, line: str) -> ShardPublisher:
-        assert self.shards is not None
-        found = shard_publisher(self.model, self.shards, WeightStore(self.objects), line, self.form, 4, "fast")
+    def publisher(self, line: str) -> ModelPublisher:
+        config = TrainingConfig(snapshot_every=4)
+        found = self.placement.publisher(self.model, WeightStore(self.objects), line, self.form, config)
         found.resume()
         return found

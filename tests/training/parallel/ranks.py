@@ -41,7 +41,7 @@ def _rank(file: Path, rank: int, ranks: int, port: int, work: Callable[..., Any]
     faulthandler.enable()
     try:
         torch.set_deterministic_debug_mode("error")
-        world: World = join("test", torch.device("cpu"), ranks)
+        world: World = join("test", torch.device("cpu"))
         result = True, work(world, *arguments)
         world.leave()
     except BaseException:

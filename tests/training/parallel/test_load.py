@@ -22,11 +22,11 @@ from rollmill.storage.objects import Objects
 from rollmill.training.loop import Trainer
 from rollmill.training.optimizer import MasterOptimizer
 from rollmill.training.parallel.mesh import Meshes
-from rollmill.training.parallel.rows import local, shards_of
-from rollmill.training.parallel.shard import sharded_decoder
-from rollmill.training.parallel.world import ALONE, World
-from rollmill.training.recompute import recompute
-from rollmill.training.versions import Twin, initialise, load_version
+from rollmill.training.parallel.sharded import ShardedPlacement
+from rollmill.training.parallel.world import World
+from rollmill.training.placement import Placement
+from rollmill.training.twin import Twin
+from rollmill.training.whole import WHOLE
 from rollmill.types import Version
 from rollmill.weights.format import tensors as tensors_module
 from rollmill.weights.format.manifest import layout_of
@@ -154,15 +154,15 @@ def load(world: World, config: ModelConfig, shape: Shape, path: Path | None, for
         return wrapped
 
     Objects.get, Objects.get_range = counted(whole_of), counted(range_of)  # type: ignore[method-assign]
-    meshes = Meshes(*shape, CPU)
+    placement = ShardedPlacement(world, Meshes(*shape, CPU))
     models: list[Decoder] = []
 
     def make() -> None:
-        models.append(sharded_decoder(config, torch.float32, form, world, meshes, CPU))
+        models.append(placement.make_model(config, form, CPU))
         if path is None:
-            initialise(models[0], 1)
+            placement.initialise(models[0], 1)
         else:
-            load_version(models[0], WeightStore(Objects.open(path)), LOADED, form)
+            placement.load_version(models[0], WeightStore(Objects.open(path)), LOADED, form)
 
     most = 0
     if measured:
@@ -170,12 +170,10 @@ def load(world: World, config: ModelConfig, shape: Shape, path: Path | None, for
     else:
         make()
     Objects.get, Objects.get_range = whole_of, range_of  # type: ignore[method-assign]
-    state = {name: local(tensor) for name, tensor in models[0].state_dict().items()}
-    shards = shards_of(models[0])
-    assert shards is not None
-    sharded = {name: tensor.detach() for name, tensor in state.items() if name in shards.rows}
+    state = {name: placement.local(tensor) for name, tensor in models[0].state_dict().items()}
+    sharded = {name: tensor.detach() for name, tensor in state.items() if name in placement.shards.rows}
     held = sum(tensor.nbytes for tensor in state.values())
-    return Loaded(state | assemble(models[0], sharded), sum(read), held, most)
+    return Loaded(state | assemble(placement, sharded), sum(read), held, most)
 
 
 def several(world: World, cases: list[Any]) -> list[Loaded]:
@@ -237,12 +235,12 @@ def make_large() -> Decoder:
 def begin(world: World | None, path: Path, parent: Version | None, form: str) -> list[str]:
     """The digests of a line that begins and goes no further."""
     place = TrainingWorld(path)
-    training = TRAINING
+    placement: Placement = WHOLE
     if world is not None:
-        training = TRAINING.model_copy(update={"ranks": world.size, "expert_parallel": 2})
+        placement = ShardedPlacement(world, Meshes(world.size, 2, 1, CPU))
     stores = (place.objective(), place.weights, place.objects)
     trainer = Trainer(
-        training, MODEL, *stores, "main", parent, steps=1, seed=3, form=form, device="cpu", world=world or ALONE
+        TRAINING, MODEL, *stores, "main", parent, steps=1, seed=3, form=form, device="cpu", placement=placement
     )
     trainer.run(0)
     return [manifest.digest for manifest in place.weights.versions("main", form)]
@@ -272,11 +270,12 @@ def test_a_line_begins_with_the_digest_of_one_process(ranks: int, tmp_path: Path
 def round_twin(world: World, path: Path) -> dict[str, dict[str, Tensor]]:
     found = {}
     for form in ("fp8", "nvfp4", "fp16"):
-        twin = Twin(sharded_decoder(MODELS["mixture"], torch.float32, form, world, Meshes(2, 2, 1, CPU), CPU))
-        load_version(twin.decoder, WeightStore(Objects.open(path)), LOADED, "bf16")
+        placement = ShardedPlacement(world, Meshes(2, 2, 1, CPU))
+        twin = Twin(placement, placement.make_model(MODELS["mixture"], form, CPU))
+        twin.load_version(WeightStore(Objects.open(path)), LOADED, "bf16")
         twin.round_to_form()
-        own = {name: local(parameter.detach()) for name, parameter in twin.decoder.named_parameters()}
-        found[form] = assemble(twin.decoder, own)
+        own = {name: placement.local(parameter.detach()) for name, parameter in twin.decoder.named_parameters()}
+        found[form] = assemble(placement, own)
     return found
 
 
@@ -284,8 +283,8 @@ def test_a_version_of_another_form_is_rounded_as_by_one_process(tmp_path: Path) 
     publish(tmp_path / "store", make_model("mixture"), "bf16")
     for of_rank in run_ranks(tmp_path / "ranks", 2, round_twin, tmp_path / "store"):
         for form, parameters in of_rank.items():
-            twin = Twin(Decoder(MODELS["mixture"], form=form))
-            load_version(twin.decoder, WeightStore(Objects.open(tmp_path / "store")), LOADED, "bf16")
+            twin = Twin(WHOLE, Decoder(MODELS["mixture"], form=form))
+            twin.load_version(WeightStore(Objects.open(tmp_path / "store")), LOADED, "bf16")
             twin.round_to_form()
             for name, parameter in twin.decoder.named_parameters():
                 assert torch.equal(parameters[name], parameter), f"{form}: {name}"
@@ -293,12 +292,12 @@ def test_a_version_of_another_form_is_rounded_as_by_one_process(tmp_path: Path) 
 
 def gathered(world: World) -> list[bool]:
     """Whether a parameter is whole here, while a model computes without a backward pass and after a twin has."""
-    model = make_sharded(world, "dense", (2, 1, 1))
-    twin = Twin(model)
-    initialise(twin.decoder, 1)
+    model, placement = make_sharded(world, "dense", (2, 1, 1))
+    twin = Twin(placement, model)
+    placement.initialise(twin.decoder, 1)
     part = make_microbatches(model.config)[0]
     with torch.no_grad():
-        recompute(model, part, None)
+        placement.recompute(model, part, None)
     twin.logprobs(part, None)
     return [not isinstance(each.embedding, DTensor) for each in (model, twin.decoder)]
 
@@ -309,9 +308,10 @@ def test_a_twin_keeps_nothing_that_it_gathered(tmp_path: Path) -> None:
 
 def other_model(world: World, path: Path) -> str:
     small_pieces()
-    model = sharded_decoder(MODELS["dense"], torch.float32, "bf16", world, Meshes(2, 1, 1, CPU), CPU)
+    placement = ShardedPlacement(world, Meshes(2, 1, 1, CPU))
+    model = placement.make_model(MODELS["dense"], "bf16", CPU)
     with pytest.raises(WeightsError) as raised:
-        load_version(model, WeightStore(Objects.open(path)), LOADED, "bf16")
+        placement.load_version(model, WeightStore(Objects.open(path)), LOADED, "bf16")
     return str(raised.value)
 
 

@@ -15,7 +15,7 @@ from rollmill.models.decoder import Decoder
 from rollmill.models.host import load_host
 from rollmill.training.config import RLConfig
 from rollmill.training.loop import Trainer
-from rollmill.training.parallel.world import join
+from rollmill.training.placement import place
 from rollmill.types import LedgerState, Version
 from tests.processes import SERVER
 from tests.training.parallel.ranks import be_rank, free_port
@@ -39,18 +39,19 @@ def train_rank(
 ) -> None:
     """`cut`: of experts, of context."""
     be_rank(rank, ranks, port)
-    world = join("train", torch.device("cpu"), ranks)
-    if world.first:
+    training = TRAINING.model_copy(update={"ranks": ranks, "expert_parallel": cut[0], "context_parallel": cut[1]})
+    placement = place("train", torch.device("cpu"), training)
+    if placement.first:
         telemetry.open_events(directory / "events", "trainer")
     if effect != "none":
         die_after(effect)
-    place = World(directory)
-    training = TRAINING.model_copy(update={"ranks": ranks, "expert_parallel": cut[0], "context_parallel": cut[1]})
+    world = World(directory)
+    stores = (world.weights, world.objects)
     trainer = Trainer(
-        training, MODEL, place.objective(config), place.weights, place.objects, "main", steps=STEPS, seed=3, world=world
+        training, MODEL, world.objective(config), *stores, "main", steps=STEPS, seed=3, placement=placement
     )
     trainer.run(STEPS)
-    world.leave()
+    placement.leave()
 
 
 def start(

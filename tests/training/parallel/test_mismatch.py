@@ -15,13 +15,12 @@ from rollmill.errors import WeightsError
 from rollmill.models.decoder import Decoder
 from rollmill.models.host import to_host
 from rollmill.storage.objects import Objects
-from rollmill.training.config import RLConfig
+from rollmill.training.config import RLConfig, TrainingConfig
 from rollmill.training.mismatch import UNAVAILABLE, MismatchMeter, Probe, Sample, ServedWeights
 from rollmill.training.optimizer import MasterOptimizer
-from rollmill.training.parallel.publish import shard_publisher
-from rollmill.training.parallel.rows import shards_of
 from rollmill.training.parallel.world import World
-from rollmill.training.versions import load_version
+from rollmill.training.placement import Placement
+from rollmill.training.whole import WHOLE
 from rollmill.types import PolicyRef, Version
 from rollmill.weights.reading.store import WeightStore
 from rollmill.weights.writing.publisher import Publisher
@@ -63,14 +62,14 @@ def make_sample(name: str, policies: list[PolicyRef]) -> Sample:
     return Sample([Probe(policies[i % len(policies)], each) for i, each in enumerate(sequences)], Counter())
 
 
-def measure(path: Path, model: Decoder, sample: Sample) -> tuple[np.ndarray, Counter[str]]:
+def measure(path: Path, model: Decoder, placement: Placement, sample: Sample) -> tuple[np.ndarray, Counter[str]]:
     meter = MismatchMeter(ServedWeights(WeightStore(Objects.open(path)), VERSIONS), budget=20, router_replay=True)
-    meter.compute_like(model)
+    meter.compute_like(placement, model)
     return meter.measure(1, sample)
 
 
 def several(world: World, cases: list[tuple[Path, str, Shape, Sample]]) -> list[Any]:
-    return [measure(path, make_sharded(world, name, shape), sample) for path, name, shape, sample in cases]
+    return [measure(path, *make_sharded(world, name, shape), sample) for path, name, shape, sample in cases]
 
 
 @pytest.mark.parametrize("ranks", [2, 4])
@@ -86,7 +85,7 @@ def test_figures_are_those_of_one_process(ranks: int, tmp_path: Path) -> None:
             cases.append((path, name, shape, make_sample(name, [*policies, *wrong])))
     found = run_ranks(tmp_path / "ranks", ranks, several, cases)
     for index, (path, name, _, sample) in enumerate(cases):
-        deltas, left_out = measure(path, make_model(name), sample)
+        deltas, left_out = measure(path, make_model(name), WHOLE, sample)
         assert deltas.size and left_out[UNAVAILABLE]
         for of_rank in found:
             np.testing.assert_allclose(of_rank[index][0], deltas, rtol=1e-4, atol=1e-5)
@@ -103,7 +102,7 @@ def one_without(world: World, path: Path, sample: Sample) -> tuple[int, Counter[
         return read_part(store, manifest, *rest)
 
     WeightStore.read_part = WeightStore.read_pack = broken  # type: ignore[method-assign]
-    deltas, left_out = measure(path, make_sharded(world, "mixture", (2, 2, 1)), sample)
+    deltas, left_out = measure(path, *make_sharded(world, "mixture", (2, 2, 1)), sample)
     return deltas.size, left_out
 
 
@@ -116,14 +115,12 @@ def test_a_rank_without_its_rows_costs_a_figure_and_nothing_else(tmp_path: Path)
 
 def kept_and_read(world: World, path: Path, form: str, sample: Sample) -> list[np.ndarray]:
     """What is measured with versions in memory, and with the same ones from the store."""
-    model = make_sharded(world, "mixture", (2, 2, 1), form)
-    shards = shards_of(model)
-    assert shards is not None
+    model, placement = make_sharded(world, "mixture", (2, 2, 1), form)
     store = WeightStore(Objects.open(path))
-    publisher = shard_publisher(model, shards, store, "kept", form, 4, "fast")
+    publisher = placement.publisher(model, store, "kept", form, TrainingConfig())
     kept = ServedWeights(WeightStore(Objects.open(path / "empty")), VERSIONS)
     for number in range(VERSIONS):
-        load_version(model, store, Version("main", number), form)
+        placement.load_version(model, store, Version("main", number), form)
         exported = publisher.export(model)
         manifest = store.manifest(Version("main", number), form)
         assert publisher.matches(manifest, exported)
@@ -131,7 +128,7 @@ def kept_and_read(world: World, path: Path, form: str, sample: Sample) -> list[n
     found = []
     for served in (kept, ServedWeights(store, 0)):
         meter = MismatchMeter(served, budget=20, router_replay=True)
-        meter.compute_like(model)
+        meter.compute_like(placement, model)
         found.append(meter.measure(1, sample)[0])
     return found
 

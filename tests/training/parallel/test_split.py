@@ -1,12 +1,12 @@
-"""Which tokens are whose, and attention over pieces of sequences."""
+"""Which tokens are whose, and attention over slices of sequences."""
 
 import numpy as np
 import pytest
 import torch
 
 from rollmill.models.attention import PackedAttention
-from rollmill.training.parallel.context import PieceAttention
-from rollmill.training.parallel.split import Piece, split
+from rollmill.training.parallel.context import SliceAttention
+from rollmill.training.parallel.split import SequenceSlice, split
 
 LENGTHS = [13, 9, 8, 5, 3, 1]
 DEVICES = [
@@ -19,29 +19,29 @@ DEVICES = [
 def test_each_token_and_target_once(data: int, context: int) -> None:
     rows_M = np.array([0, 5, 12, 13, 20, 33, 38])
     cut = split(LENGTHS, rows_M, data, context)
-    assert len(cut.pieces) == len(cut.tokens) == len(cut.rows) == data * context
+    assert len(cut.slices) == len(cut.tokens) == len(cut.rows) == data * context
     assert sorted(np.concatenate(cut.tokens)) == list(range(sum(LENGTHS)))
     assert sorted(np.concatenate(cut.rows)) == list(range(len(rows_M)))
     for tokens, rows in zip(cut.tokens, cut.rows, strict=True):
         assert set(rows_M[rows]) <= set(tokens)
     for group in range(data):
-        firsts = {piece.first for own in cut.pieces[group * context : (group + 1) * context] for piece in own}
-        others = {piece.first for rank, own in enumerate(cut.pieces) if rank // context != group for piece in own}
+        firsts = {each.first for own in cut.slices[group * context : (group + 1) * context] for each in own}
+        others = {each.first for rank, own in enumerate(cut.slices) if rank // context != group for each in own}
         assert not firsts & others, "a sequence is of one data group"
 
 
 def test_a_long_sequence_is_cut_so_that_all_have_as_much_to_do() -> None:
     cut = split([800], np.array([7]), 1, 4)
-    assert cut.pieces[1] == [Piece(0, 100, 200), Piece(0, 600, 700)]
-    keys = [sum(stop * (stop + 1) - start * (start + 1) for _, start, stop in own) // 2 for own in cut.pieces]
+    assert cut.slices[1] == [SequenceSlice(0, 100, 200), SequenceSlice(0, 600, 700)]
+    keys = [sum(stop * (stop + 1) - start * (start + 1) for _, start, stop in own) // 2 for own in cut.slices]
     assert max(keys) < 1.01 * min(keys)
     assert [len(rows) for rows in cut.rows] == [1, 0, 0, 0]
 
 
 @pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize(("heads", "kv_heads", "value_dim"), [(4, 2, 16), (2, 2, 8)])
-def test_attention_in_pieces_is_attention(heads: int, kv_heads: int, value_dim: int, device: str) -> None:
-    """All ranks' pieces one after the other, with all keys at hand, give what the whole gives, gradients too."""
+def test_attention_in_slices_is_attention(heads: int, kv_heads: int, value_dim: int, device: str) -> None:
+    """All ranks' slices one after the other, with all keys at hand, give what the whole gives, gradients too."""
     tokens, place = sum(LENGTHS), torch.device(device)
     dtype = torch.bfloat16 if device == "cuda" else torch.float32
     generator = torch.Generator().manual_seed(3)
@@ -54,9 +54,9 @@ def test_attention_in_pieces_is_attention(heads: int, kv_heads: int, value_dim: 
 
     expected = gradients(PackedAttention(LENGTHS, place)(0, q, k, v))
     cut = split(LENGTHS, np.array([0]), 2, 2)
-    pieces = [piece for own in cut.pieces for piece in own]
-    attend = PieceAttention([stop - start for _, start, stop in pieces], [piece.stop for piece in pieces], place)
-    keys = torch.cat([torch.arange(piece.first, piece.first + piece.stop) for piece in pieces]).to(place)
+    slices = [each for own in cut.slices for each in own]
+    attend = SliceAttention([stop - start for _, start, stop in slices], [each.stop for each in slices], place)
+    keys = torch.cat([torch.arange(each.first, each.first + each.stop) for each in slices]).to(place)
     order = torch.from_numpy(np.concatenate(cut.tokens)).to(place)
     out = attend(q[order], k[keys], v[keys])
     found = gradients(torch.empty_like(out).index_copy(0, order, out))

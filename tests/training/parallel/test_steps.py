@@ -119,7 +119,7 @@ def publish(world: World, path: Path, name: str, shape: Shape, form: str, chunk:
         if number != 1:
             publisher = run.publisher("main")
         chunks = publisher.export(run.model)
-        manifest = publisher.publish(number, chunks, metadata={"step": number})
+        manifest = publisher.publish(number, chunks, None, {"step": number})
         same = publisher.matches(manifest, publisher.export(run.model))
         found.append((manifest.digest, run.digest(), same))
         run.train(1)

@@ -1,0 +1,121 @@
+"""The whole placement: all tensors in this process, no other ranks."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from typing import Any, TypeVar
+
+import torch
+from torch import Tensor
+
+from rollmill.models.config import ModelConfig
+from rollmill.models.decoder import Decoder
+from rollmill.models.device import decoder_like, decoder_on
+from rollmill.models.host import load_host, to_host
+from rollmill.models.moe import Replay
+from rollmill.models.quantize import round_into
+from rollmill.storage.objects import Objects
+from rollmill.training.batching import MicroBatch
+from rollmill.training.config import TrainingConfig
+from rollmill.training.next_token import NextTokenPasses
+from rollmill.training.placement import Gather, Recomputed
+from rollmill.training.state import read_tensors, write_whole
+from rollmill.training.step import forward_packed, token_logprobs
+from rollmill.types import Version
+from rollmill.weights.format.manifest import Manifest, describe, root_digest
+from rollmill.weights.format.tensors import Tensors
+from rollmill.weights.reading.store import WeightStore
+from rollmill.weights.writing.publisher import Publisher
+
+T = TypeVar("T")
+
+
+class WholePlacement:
+    first = True
+
+    def from_first(self, value: T) -> T:
+        return value
+
+    def gather(self, value: T) -> list[T]:
+        return [value]
+
+    def leave(self) -> None: ...
+
+    def make_model(self, config: ModelConfig, form: str, device: torch.device) -> Decoder:
+        return decoder_on(device, config, form)
+
+    def make_like(self, model: Decoder) -> Decoder:
+        return decoder_like(model)
+
+    def initialise(self, model: Decoder, seed: int) -> None:
+        model.initialise(seed)
+
+    def load_version(self, model: Decoder, store: WeightStore, version: Version, form: str) -> None:
+        load_host(model, store.load(version, form))
+
+    def load_held(self, model: Decoder, tensors: Tensors) -> None:
+        load_host(model, tensors)
+
+    def local(self, tensor: Tensor) -> Tensor:
+        return tensor
+
+    def recompute(self, model: Decoder, part: MicroBatch, replay: Replay | None) -> Recomputed:
+        assert part.facts is not None, "sequences of sampled tokens carry their facts"
+        output, hidden_MW = forward_packed(model, part, replay)
+        temperatures_M = torch.from_numpy(part.facts.temperatures)
+        logprobs_M, entropies_M = token_logprobs(model, hidden_MW, part.targets_M, temperatures_M)
+        return Recomputed(logprobs_M, entropies_M, output.routings, replay)
+
+    def release(self, model: Decoder) -> None: ...
+
+    def next_token_passes(self, model: Decoder, balance: float) -> NextTokenPasses:
+        return NextTokenPasses(model, balance)
+
+    def whole_norm(self, norm: Tensor) -> Tensor:
+        return norm
+
+    def gather_of(self, name: str) -> Gather | None:
+        return None
+
+    def round_into(self, parameters: Iterable[tuple[str, Tensor, Tensor]], form: str) -> None:
+        round_into(parameters, form)
+
+    def publisher(
+        self, model: Decoder, weights: WeightStore, line: str, form: str, config: TrainingConfig
+    ) -> WholePublisher:
+        return WholePublisher(Publisher(weights, line, form, config.snapshot_every, goal=config.delta_goal))
+
+    def write_state(
+        self, objects: Objects, folder: str, described: Mapping[str, Any], tensors: Mapping[str, Tensor]
+    ) -> None:
+        write_whole(objects, folder, described, tensors)
+
+    def read_state(self, objects: Objects, folder: str, described: Mapping[str, Any]) -> dict[str, Tensor]:
+        return read_tensors(objects, folder, described)
+
+
+class WholePublisher:
+    def __init__(self, publisher: Publisher) -> None:
+        self._publisher = publisher
+
+    @property
+    def last(self) -> Manifest | None:
+        return self._publisher.last
+
+    def resume(self) -> None:
+        self._publisher.resume()
+
+    def export(self, model: Decoder) -> Tensors:
+        return to_host(model.state_dict(), self._publisher.form)
+
+    def held(self, exported: Tensors) -> Tensors:
+        return exported
+
+    def matches(self, manifest: Manifest, exported: Tensors) -> bool:
+        return manifest.digest == root_digest(describe(exported))
+
+    def publish(self, number: int, exported: Tensors, parent: Version | None, metadata: Mapping[str, Any]) -> Manifest:
+        return self._publisher.publish(number, exported, parent, metadata)
+
+
+WHOLE = WholePlacement()
