@@ -24,6 +24,7 @@ from rollmill.training.mismatch import (
     choose_sample,
 )
 from rollmill.training.objectives.rl import Pace
+from rollmill.training.whole import WHOLE
 from rollmill.types import Segment
 from rollmill.weights.reading.store import WeightStore
 from tests.training.world import MODEL, PACE, STEPS, World, honest_segment, make_segment, policy, record_as
@@ -43,7 +44,7 @@ def trained(tmp_path_factory: pytest.TempPathFactory) -> World:
 
 def meter(world: World) -> MismatchMeter:
     found = MismatchMeter(ServedWeights(world.weights, 3), budget=48, router_replay=True)
-    found.compute_like(Decoder(MODEL))
+    found.compute_like(WHOLE, Decoder(MODEL))
     return found
 
 
@@ -139,7 +140,7 @@ def test_versions_in_memory_need_no_store(trained: World, tmp_path: Path):
     served = ServedWeights(WeightStore(World(tmp_path).objects), keep=1)
     served.remember(by.digest, to_host(model.state_dict()))
     kept = MismatchMeter(served, budget=48, router_replay=True)
-    kept.compute_like(model)
+    kept.compute_like(WHOLE, model)
     deltas, _ = kept.measure(3, choose_sample(0, [[honest_segment(model, 1, by=by)]], RULE))
     assert deltas.size == 5 and np.abs(deltas).max() < 1e-5
 

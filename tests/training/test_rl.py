@@ -1,6 +1,5 @@
 """The RL objective on a real ledger: who is trained on, who is not and why, and what the gradient is made of."""
 
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -186,8 +185,8 @@ def test_steps_that_are_not_finite_are_skipped_and_end_the_run(tmp_path: Path, m
     objective = world.objective()
     broken = {2, 4, 5}
 
-    def backward(model: Decoder, batch: RolloutBatch, accumulate: Callable[[], None]) -> dict[str, object]:
-        figures = type(objective).backward(objective, model, batch, accumulate)
+    def backward(model: Decoder, batch: RolloutBatch, *rest: Any) -> dict[str, object]:
+        figures = type(objective).backward(objective, model, batch, *rest)
         if batch.record.number in broken:
             next(model.parameters()).grad.fill_(torch.nan)  # type: ignore[union-attr]
         return figures
