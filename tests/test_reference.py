@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import math
 import tomllib
 from pathlib import Path
@@ -13,11 +14,13 @@ from typer.testing import CliRunner
 
 from rollmill.cli.config import print_config
 from rollmill.cli.main import app
+from rollmill.cli.reference import pages, routes
 from rollmill.cluster.run import RunConfig
 from rollmill.config import Config, load_config
 from rollmill.errors import ConfigError
+from rollmill.gateway.metrics import METRICS
 from rollmill.reference import find_sections, sections, setting_paths, to_toml
-from tests.test_repo import EXAMPLES, example_overrides
+from tests.test_repo import EXAMPLES, MODULES, ROOT, example_overrides, tree
 
 MICRO = next(path for path in EXAMPLES if path.name == "micro.toml")
 
@@ -134,3 +137,32 @@ def test_an_unknown_section_names_the_nearest() -> None:
         find_sections(RunConfig, "training.lr")
     with pytest.raises(ConfigError, match="sections: model, midtrain"):
         find_sections(RunConfig, "zzzzzzzz")
+
+
+# --- docs/reference
+
+
+def test_the_pages_are_up_to_date() -> None:
+    for name, text in pages().items():
+        path = ROOT / "docs" / "reference" / name
+        assert path.exists() and path.read_text(encoding="utf-8") == text, (
+            f"docs/reference/{name}: run scripts/reference"
+        )
+
+
+def test_every_route_says_who_may_call_it_and_what_comes_back() -> None:
+    found = list(routes())
+    assert {package for package, _ in found} == {"gateway", "inference", "storage"}
+    for package, (route, summary, needs, _, returns) in found:
+        assert summary and needs and returns, (
+            f"{package} {route}: its handler's docstring needs `Needs:` and `Returns:`"
+        )
+
+
+def test_every_gateway_metric_is_declared() -> None:
+    for name, path in MODULES.items():
+        if name.startswith("rollmill.gateway."):
+            for node in ast.walk(tree(path)):
+                if isinstance(node, ast.Call) and ast.unparse(node.func).endswith("metrics.count"):
+                    metric = ast.literal_eval(node.args[0])
+                    assert metric in METRICS, f"{name}: declare {metric!r} in rollmill/gateway/metrics.py"

@@ -111,6 +111,12 @@ class Gateway:
         self._recorder.close()
 
     async def chat(self, request: web.Request) -> web.StreamResponse:
+        """Answer a conversation and record its exact tokens.
+
+        Needs: the key of an open session, or the production key.
+        Takes: an OpenAI chat completion; header `x-rollmill-session: ID` names a production conversation.
+        Returns: an OpenAI chat completion, or its stream; 503 with Retry-After while no engine is alive.
+        """
         key = _bearer(request)
         session = self._registry.by_key(key)
         if session is None and not _same(key, self._production_key):
@@ -131,11 +137,23 @@ class Gateway:
         return await self._completions.answer(session, chat, request)
 
     async def models(self, request: web.Request) -> web.Response:
+        """List the one model, `rollmill`.
+
+        Needs: nothing.
+        Returns: an OpenAI list of models.
+        """
         return web.json_response(
             {"object": "list", "data": [{"id": "rollmill", "object": "model", "owned_by": "rollmill"}]}
         )
 
     async def open_session(self, request: web.Request) -> web.Response:
+        """Open a session whose requests become one trajectory.
+
+        Needs: the admin token.
+        Takes: {"trajectory", "traffic": "rollout" or "production"}, and optionally run, task_id, group_id, min_version
+        and provenance.
+        Returns: {"key"}: the API key of this session; the same again if it is open; 409 if it is sealed.
+        """
         self._check_admin(request)
         facts = _facts(parse_object(await request.read()))
         sealed = await self._sealer.is_sealed(facts.trajectory)
@@ -151,6 +169,12 @@ class Gateway:
         return web.json_response({"key": self._registry.key(facts.trajectory)})
 
     async def seal_session(self, request: web.Request) -> web.Response:
+        """End a session: its record becomes an object, and its trajectory is finished.
+
+        Needs: the admin token.
+        Takes: {"submission_key"}: the object with what was handed in, or null.
+        Returns: {"trajectory", "payload_key", "tokens", …}; the same again if it is sealed already.
+        """
         self._check_admin(request)
         submission_key = parse_object(await request.read() or b"{}").get("submission_key")
         if submission_key is not None and not isinstance(submission_key, str):
@@ -158,6 +182,11 @@ class Gateway:
         return web.json_response(await self._sealer.seal(check_id(request.match_info["id"]), submission_key))
 
     async def delete_session(self, request: web.Request) -> web.Response:
+        """Forget a session and what was recorded of it.
+
+        Needs: the admin token.
+        Returns: {"deleted"}: false if there was no such session.
+        """
         self._check_admin(request)
         session = self._registry.get(check_id(request.match_info["id"]))
         if session is not None:
@@ -165,6 +194,11 @@ class Gateway:
         return web.json_response({"deleted": session is not None})
 
     async def health(self, request: web.Request) -> web.Response:
+        """Say how the gateway and its engines are.
+
+        Needs: nothing.
+        Returns: {"status", "problems", "engines", "sessions"}; status 503 while no engine is alive.
+        """
         alive = any(engine.alive for engine in self._router.engines)
         problems = [problem for problem in (self._recorder.problem, self._sealer.problem) if problem]
         body = {
@@ -176,6 +210,11 @@ class Gateway:
         return web.json_response(body, status=200 if alive else 503)
 
     async def show_metrics(self, request: web.Request) -> web.Response:
+        """Show counters and gauges.
+
+        Needs: nothing.
+        Returns: Prometheus text; docs/reference/metrics.md lists the names.
+        """
         gauges: dict[str, float] = {"sessions": len(self._registry), "log_fsyncs_total": self._recorder.fsyncs}
         for engine in self._router.engines:
             gauges[f'engine_alive{{url="{engine.url}"}}'] = int(engine.alive)

@@ -5,6 +5,23 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Mapping
 
+# name → meaning, and its labels in braces. What ends in _total only grows; the others are gauges.
+METRICS = {
+    "requests_total": "requests that were understood and let in {traffic}",
+    "errors_total": "requests answered with an error {status}",
+    "prompt_tokens_total": "prompt tokens of answered requests {traffic}",
+    "sampled_tokens_total": "sampled tokens of answered requests {traffic}",
+    "answers_repeated_total": "requests sent twice that got the recorded answer again",
+    "answers_cut_short_total": "answers whose client went away {traffic}",
+    "recording_failures_total": "answers that could not be recorded {traffic}",
+    "segments_total": "segments begun {cause}",
+    "sealed_total": "sessions sealed into trajectories {traffic}",
+    "sessions": "open sessions",
+    "log_fsyncs_total": "times the session log was flushed to disk",
+    "engine_alive": "1 if the engine answers, else 0 {url}",
+    "engine_failures_total": "requests that the engine failed {url}",
+}
+
 
 class Metrics:
     def __init__(self) -> None:
@@ -17,5 +34,16 @@ class Metrics:
         self._counts[name] += amount
 
     def render(self, gauges: Mapping[str, float]) -> str:
-        lines = [f"rollmill_gateway_{name} {value}" for name, value in sorted({**self._counts, **gauges}.items())]
+        lines: list[str] = []
+        described = ""
+        for sample, value in sorted({**self._counts, **gauges}.items()):
+            name = sample.partition("{")[0]
+            if name != described:
+                kind = "counter" if name.endswith("_total") else "gauge"
+                lines += [
+                    f"# HELP rollmill_gateway_{name} {METRICS.get(name, name)}",
+                    f"# TYPE rollmill_gateway_{name} {kind}",
+                ]
+                described = name
+            lines.append(f"rollmill_gateway_{sample} {value}")
         return "\n".join(lines) + "\n"

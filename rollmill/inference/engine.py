@@ -28,6 +28,24 @@ from rollmill.types import FinishReason, PolicyRef, Sampling, TrafficClass
 if TYPE_CHECKING:
     from rollmill.weights.reading.follower import Update
 
+# What `Engine.metrics` returns: name → meaning. What ends in _total only grows; the others are gauges.
+METRICS = {
+    "steps_total": "decode steps",
+    "computed_tokens_total": "tokens computed, prompts included",
+    "sampled_tokens_total": "tokens sampled",
+    "applied_total": "switches of weights",
+    "finished_stop_total": "answers that ended by themselves",
+    "finished_length_total": "answers that reached their limit",
+    "finished_abort_total": "answers whose client went away",
+    "preemptions_total": "running requests sent back to wait, for production or for room in the KV cache",
+    "running": "requests being decoded",
+    "waiting": "requests waiting",
+    "cache_blocks": "pages of the KV cache",
+    "cache_blocks_free": "free pages of the KV cache",
+    "cache_blocks_sessions": "pages that hold finished turns of sessions",
+    "version": "number of the version being served, -1 before the first",
+}
+
 
 class EngineUnavailable(EngineError):
     """The engine cannot serve any request now; another one may."""

@@ -14,7 +14,7 @@ from aiohttp import web
 
 from rollmill.errors import EngineError, RollmillError
 from rollmill.inference.config import EngineConfig
-from rollmill.inference.engine import Engine, EngineUnavailable
+from rollmill.inference.engine import METRICS, Engine, EngineUnavailable
 from rollmill.inference.follower import EngineFollower, Pinned, UpdateSource
 from rollmill.inference.wire import chunk_to_json, request_from_json
 from rollmill.models.config import ModelConfig
@@ -68,7 +68,13 @@ class _Handlers:
         self._engine, self._follower = engine, follower
 
     async def generate(self, http: web.Request) -> web.StreamResponse:
-        """The status waits for the first chunk, so that a request that cannot be served gets a plain error."""
+        """Sample tokens. The status waits for the first chunk, so a request that cannot be served gets a plain error.
+
+        Needs: the engine token.
+        Takes: a GenerateRequest as JSON, see `rollmill/inference/engine.py`.
+        Returns: newline-delimited JSON, one GenerateChunk per line; the last has `finish`. 503: another engine may
+        serve it.
+        """
         response: web.StreamResponse | None = None
         try:
             request, stream = request_from_json(await http.read())
@@ -88,36 +94,75 @@ class _Handlers:
         return response
 
     async def health(self, http: web.Request) -> web.Response:
+        """Say what the engine serves and how busy it is.
+
+        Needs: nothing.
+        Returns: {"engine", "region", "policy", "running", "waiting", "paused", "problem", "lent"}.
+        """
         return web.json_response(self._health())
 
     async def metrics(self, http: web.Request) -> web.Response:
+        """Show counters and gauges.
+
+        Needs: nothing.
+        Returns: Prometheus text; docs/reference/metrics.md lists the names.
+        """
         health = self._engine.health()
         labels = f"engine={json.dumps(health['engine'])},region={json.dumps(health['region'])}"
         lines = []
         for name, value in sorted(self._engine.metrics().items()):
             kind = "counter" if name.endswith("_total") else "gauge"
-            lines += [f"# TYPE rollmill_engine_{name} {kind}", f"rollmill_engine_{name}{{{labels}}} {value}"]
+            lines += [
+                f"# HELP rollmill_engine_{name} {METRICS.get(name, name)}",
+                f"# TYPE rollmill_engine_{name} {kind}",
+            ]
+            lines.append(f"rollmill_engine_{name}{{{labels}}} {value}")
         return web.Response(text="\n".join(lines) + "\n")
 
     async def pause(self, http: web.Request) -> web.Response:
+        """Stop decoding; requests wait.
+
+        Needs: the engine token.
+        Returns: as /health.
+        """
         await self._engine.pause()
         return web.json_response(self._health())
 
     async def resume(self, http: web.Request) -> web.Response:
+        """Go on decoding.
+
+        Needs: the engine token.
+        Returns: as /health.
+        """
         await self._engine.resume()
         return web.json_response(self._health())
 
     async def hint(self, http: web.Request) -> web.Response:
-        """Whatever number it names: what there is, the store says."""
+        """Look for new weights now. The body is ignored: the store says what there is.
+
+        Needs: the engine token.
+        Returns: as /health.
+        """
         if self._follower is not None:
             self._follower.hint()
         return web.json_response(self._health())
 
     async def lend(self, http: web.Request) -> web.Response:
+        """Serve another line, and keep the own weights in memory.
+
+        Needs: the engine token.
+        Takes: {"line"}: the line to serve.
+        Returns: as /health; 400 if it cannot.
+        """
         line = _field(await http.read(), "line")
         return await self._order(lambda follower: follower.lend(line))
 
     async def recall(self, http: web.Request) -> web.Response:
+        """Serve the own line again.
+
+        Needs: the engine token.
+        Returns: as /health; 400 if it cannot.
+        """
         return await self._order(lambda follower: follower.recall())
 
     async def _order(self, order: Callable[[EngineFollower], Awaitable[None]]) -> web.Response:

@@ -62,13 +62,31 @@ def object_app(objects: Objects, token: str | None = None) -> web.Application:
             return web.json_response({"error": error.message}, status=500)
 
     async def listing(request: web.Request) -> web.Response:
+        """List the keys, or the folders, below a prefix.
+
+        Needs: the store token.
+        Takes: ?prefix=PREFIX.
+        Returns: {"keys"} or {"folders"}.
+        """
         call, name = (objects.list, "keys") if request.path.endswith("/list") else (objects.folders, "folders")
         return web.json_response({name: await asyncio.to_thread(call, request.query.get("prefix", ""))})
 
     async def read(request: web.Request) -> web.StreamResponse:
+        """Read an object.
+
+        Needs: the store token.
+        Takes: header `Range: bytes=FIRST-LAST` for a part.
+        Returns: the bytes; to HEAD, size and Last-Modified alone. 404 if there is no such object.
+        """
         return await _send(request, objects, request.match_info["key"])
 
     async def watch(request: web.Request) -> web.StreamResponse:
+        """Wait for an object: saves polling.
+
+        Needs: the store token.
+        Takes: ?key=KEY&seconds=S.
+        Returns: the bytes as soon as they are there; 204 after S seconds, at most 30.
+        """
         status = await _watch(request, objects)
         return await _send(request, objects, request.query["key"]) if status == 200 else web.Response(status=status)
 

@@ -12,6 +12,7 @@ import aiohttp
 import pytest
 
 from rollmill.inference.embedded.engine import EmbeddedEngine
+from rollmill.inference.engine import METRICS
 from rollmill.inference.follower import EngineFollower, Pinned
 from rollmill.inference.server import make_app, serving
 from rollmill.inference.wire import chunk_from_json, request_to_json
@@ -68,6 +69,8 @@ async def test_health_and_metrics() -> None:
     assert 'rollmill_engine_version{engine="engine-test",region="home"} 3' in metrics.splitlines()
     assert 'rollmill_engine_sampled_tokens_total{engine="engine-test",region="home"} 12' in metrics.splitlines()
     assert "# TYPE rollmill_engine_sampled_tokens_total counter" in metrics
+    named = {line.split()[2] for line in metrics.splitlines() if line.startswith("# HELP ")}
+    assert named == {f"rollmill_engine_{name}" for name in METRICS}  # the table in inference/engine.py is complete
 
 
 @pytest.mark.parametrize("given", [None, "Bearer wrong", "Bearer ", "secret", "Bearer secret2", "Bearer \u20ac"])

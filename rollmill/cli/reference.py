@@ -1,0 +1,212 @@
+"""The pages of docs/reference, made from the code. `scripts/reference` writes them; a test compares them.
+
+config.md comes from the configuration classes, cli.md from the commands, http.md from the calls that add routes and the
+docstrings of their handlers, metrics.md from the tables of events and metrics.
+"""
+
+from __future__ import annotations
+
+import ast
+import inspect
+import re
+import sys
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import rollmill
+
+PACKAGE = Path(rollmill.__file__).parent
+_NOTE = "<!-- Written by scripts/reference from the code. Do not edit. -->"
+_SERVERS = {"gateway": "Gateway", "inference": "Engine", "storage": "Store"}
+_METHODS = {"add_get": "GET", "add_post": "POST", "add_put": "PUT", "add_delete": "DELETE", "add_patch": "PATCH"}
+
+
+def pages() -> dict[str, str]:
+    """File name → text of every page."""
+    makers: dict[str, Callable[[], Iterator[str]]] = {
+        "config.md": _config,
+        "cli.md": _commands,
+        "http.md": _http,
+        "metrics.md": _metrics,
+    }
+    return {name: "\n".join([_NOTE, *make()]).rstrip() + "\n" for name, make in makers.items()}
+
+
+# --- config.md
+
+
+def _config() -> Iterator[str]:
+    from rollmill.cluster.run import RunConfig
+    from rollmill.reference import sections
+
+    yield "# Settings\n"
+    yield (
+        "Every key of a RUN.toml. `rollmill config SECTION` prints the same in the terminal, and\n"
+        "`rollmill train RUN.toml --dry-run` prints a whole configuration with these descriptions as comments.\n"
+        "Any setting can be given on the command line: `rollmill train RUN.toml training.optimizer.lr=1e-4`.\n"
+    )
+    for section in sections(RunConfig):
+        yield f"## {section.title}\n"
+        yield f"{section.description}\n"
+        if section.same_as:
+            yield f"The same settings as [{section.same_as}](#{section.same_as.replace('.', '')}).\n"
+        elif section.settings:
+            rows = [
+                (f"`{setting.name}`", setting.type, _code(setting.default), setting.description)
+                for setting in section.settings
+            ]
+            yield from _table(("setting", "type", "default", "what it does"), rows)
+
+
+def _code(default: str) -> str:
+    return default if default in ("needed", "not set") else f"`{default}`"
+
+
+# --- cli.md
+
+
+def _commands() -> Iterator[str]:
+    import typer
+
+    from rollmill.cli.main import app
+
+    yield "# Commands\n"
+    yield from _command(typer.main.get_command(app), "rollmill")
+
+
+def _command(command: Any, path: str) -> Iterator[str]:
+    """A command with its arguments and options, then the commands below it."""
+    yield f"## {path}\n"
+    below: Mapping[str, Any] = getattr(command, "commands", {})
+    arguments = [each for each in command.params if each.param_type_name == "argument"]
+    if not below:
+        yield f"    {' '.join([path, *map(_argument, arguments)])} [OPTIONS]\n"
+    if command.help:
+        yield inspect.cleandoc(command.help) + "\n"
+    if below:
+        yield from _table(
+            ("command", "what it does"),
+            [(f"`{path} {name}`", _first_sentence(each.help)) for name, each in below.items() if not each.hidden],
+        )
+    else:
+        rows = [(f"`{_argument(each)}`", each.help or "", "") for each in arguments]
+        rows += [
+            (_option(each), each.help or "", _option_default(each))
+            for each in command.params
+            if each.param_type_name == "option" and not each.hidden
+        ]
+        if rows:
+            yield from _table(("argument or option", "meaning", "default"), rows)
+    for name, each in below.items():
+        if not each.hidden:
+            yield from _command(each, f"{path} {name}")
+
+
+def _argument(argument: Any) -> str:
+    name = argument.metavar or argument.name.upper()
+    name = name if argument.required else f"[{name}]"
+    return f"{name}…" if argument.nargs == -1 or argument.multiple else name
+
+
+def _option(option: Any) -> str:
+    value = "" if option.is_flag else f" {option.metavar or option.name.upper()}"
+    return ", ".join(f"`{name}{value}`" for name in (*option.opts, *option.secondary_opts))
+
+
+def _option_default(option: Any) -> str:
+    if isinstance(option.show_default, str):
+        return option.show_default
+    value = option.default
+    return "" if option.is_flag or value is None or value == "" or callable(value) else f"`{value}`"
+
+
+def _first_sentence(text: str | None) -> str:
+    return inspect.cleandoc(text or "").partition("\n\n")[0].replace("\n", " ")
+
+
+# --- http.md
+
+
+def _http() -> Iterator[str]:
+    yield "# HTTP routes\n"
+    yield (
+        "What each server of a run answers. A key or token is sent as `Authorization: Bearer TOKEN`.\n"
+        "Those of a run are in its `run.json`: `admin_token`, `engine_token`, `store_token`, `production_key`.\n"
+        "An error has a JSON body that says what was wrong and what to do.\n"
+    )
+    found = list(routes())
+    for package, title in _SERVERS.items():
+        rows = [row for where, row in found if where == package]
+        yield f"## {title}\n"
+        yield from _table(("route", "what it does", "needs", "takes", "returns"), rows)
+
+
+def routes() -> Iterator[tuple[str, tuple[str, ...]]]:
+    """(package, row) of every route, read from the calls that add it and from the docstring of its handler."""
+    for path in sorted(PACKAGE.rglob("*.py")):
+        tree = ast.parse(path.read_text(encoding="utf-8"))
+        handlers = {node.name: node for node in ast.walk(tree) if isinstance(node, ast.AsyncFunctionDef)}
+        for node in ast.walk(tree):
+            if not isinstance(node, ast.Call) or not isinstance(node.func, ast.Attribute):
+                continue
+            method = _METHODS.get(node.func.attr)
+            if method and ast.unparse(node.func.value).endswith("router"):
+                place = re.sub(r"\{(\w+):[^}]*\}", r"{\1}", ast.literal_eval(node.args[0]))  # without its pattern
+                handler = handlers[ast.unparse(node.args[1]).rpartition(".")[2]]
+                row = (f"`{method} {place}`", *_handler(ast.get_docstring(handler) or ""))
+                yield path.relative_to(PACKAGE).parts[0], row
+
+
+def _handler(docstring: str) -> tuple[str, str, str, str]:
+    """What a handler's docstring says: what it does, and what stands behind Needs, Takes and Returns."""
+    summary, _, rest = docstring.partition("\n\n")
+    facts = dict.fromkeys(("Needs", "Takes", "Returns"), "")
+    name = ""
+    for line in rest.splitlines():
+        head, colon, tail = line.partition(": ")
+        if colon and head in facts:
+            name, line = head, tail
+        if name:
+            facts[name] = f"{facts[name]} {line.strip()}".strip()
+    needs, takes, returns = (fact.removesuffix(".") for fact in facts.values())
+    return summary.replace("\n", " "), needs, takes, returns
+
+
+# --- metrics.md
+
+
+def _metrics() -> Iterator[str]:
+    from rollmill.gateway.metrics import METRICS as GATEWAY
+    from rollmill.inference.engine import METRICS as ENGINE
+    from rollmill.telemetry import EVENTS
+
+    yield "# Events and metrics\n"
+    yield (
+        "Events are JSON lines in `runs/NAME/events/PROCESS.jsonl`. Every event also has `at` (seconds since the\n"
+        "epoch), `process` and `kind`. Metrics are Prometheus text at `/metrics` of the gateway and of each engine.\n"
+    )
+    for kind, event in EVENTS.items():
+        yield f"## Event `{kind}`\n"
+        yield f"{event.meaning}\n"
+        yield from _table(("field", "meaning"), [(f"`{name}`", meaning) for name, meaning in event.fields.items()])
+    for title, prefix, metrics in (("gateway", "rollmill_gateway_", GATEWAY), ("engine", "rollmill_engine_", ENGINE)):
+        yield f"## Metrics of the {title}\n"
+        rows = [
+            (f"`{prefix}{name}`", "counter" if name.endswith("_total") else "gauge", meaning)
+            for name, meaning in metrics.items()
+        ]
+        yield from _table(("name", "type", "meaning; labels in braces"), rows)
+
+
+def _table(head: tuple[str, ...], rows: Sequence[tuple[str, ...]]) -> Iterator[str]:
+    for row in (head, ("---",) * len(head), *rows):
+        yield "| " + " | ".join(cell.replace("|", "\\|") for cell in row) + " |"
+    yield ""
+
+
+if __name__ == "__main__":
+    directory = Path(sys.argv[1])
+    directory.mkdir(parents=True, exist_ok=True)
+    for file, text in pages().items():
+        (directory / file).write_text(text, encoding="utf-8")
