@@ -15,11 +15,10 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any, Protocol
 
-from rollmill.chat.tokenizer import Tokenizer
+from rollmill.chat.tokenizer import TextStream, Tokenizer
 
 Message = dict[str, Any]
 Tool = dict[str, Any]
-_LONGEST_WAIT = 64  # tokens to wait for the rest of a character; what is still no text then never will be
 
 
 class ChatFormat(Protocol):
@@ -48,49 +47,42 @@ class ChatFormat(Protocol):
 
 
 class ContentStream:
-    """Text of an answer as its tokens arrive: what lies between `start` and the first of `ends`.
+    """Text of an answer as its tokens arrive: what lies between the token `start` and the first of `ends`.
 
-    Holds back what may still change: half a character, or the beginning of an end mark.
+    Holds back what may still change: half a character, or the beginning of an end mark. What it shows always begins
+    the content that `ChatFormat.parse` finds in the whole answer. `drop_blank`: blanks alone may be no content there.
     """
 
-    def __init__(self, tokenizer: Tokenizer, *, start: str, ends: Sequence[str]) -> None:
-        self._tokenizer = tokenizer
+    def __init__(
+        self, tokenizer: Tokenizer, *, start: int | None = None, ends: Sequence[str], drop_blank: bool = False
+    ) -> None:
         self._start = start
         self._ends = ends
-        self._undecoded: list[int] = []
+        self._drop_blank = drop_blank
+        self._text = TextStream(tokenizer)
         self._held = ""
-        self._open = not start
         self._closed = False
 
     def push(self, tokens: Sequence[int]) -> str:
-        """The text these tokens make certain."""
+        """The text that these tokens make certain."""
+        if tokens and self._start is not None:
+            self._closed = tokens[0] != self._start  # an answer without a text part
+            self._start, tokens = None, tokens[1:]
         if self._closed:
             return ""
-        self._undecoded.extend(tokens)
-        text = self._tokenizer.decode(self._undecoded)
-        if text.endswith("\ufffd") and len(self._undecoded) < _LONGEST_WAIT:
-            return ""
-        self._undecoded = []
-        self._held += text
-        if not self._open and not self._begin():
-            return ""
+        self._held += self._text.push(tokens)
         return self._release()
-
-    def _begin(self) -> bool:
-        if self._held.startswith(self._start):
-            self._held = self._held[len(self._start) :]
-            self._open = True
-        elif not self._start.startswith(self._held):
-            self._closed = True  # an answer without a text part
-        return self._open
 
     def _release(self) -> str:
         found = [at for at in (self._held.find(end) for end in self._ends) if at >= 0]
         if found:
             self._closed = True
-            return self._held[: min(found)]
-        keep = max((_overlap(self._held, end) for end in self._ends), default=0)
-        cut = len(self._held) - keep
+            cut = min(found)
+        else:
+            cut = len(self._held) - max((_overlap(self._held, end) for end in self._ends), default=0)
+        if self._drop_blank and not self._held[:cut].strip():
+            return ""
+        self._drop_blank = False
         text, self._held = self._held[:cut], self._held[cut:]
         return text
 

@@ -20,6 +20,8 @@ from rollmill.errors import ConfigError
 # behind it along, words and punctuation take the blank before them along.
 _PIECES = r"\p{N}{1,2}|\n[ ]*| ?[\p{L}_]+| ?[^\s\p{L}\p{N}_]+|\s"
 
+_LONGEST_CHARACTER = 64  # tokens; a whole emoji with its modifiers has fewer
+
 
 class Tokenizer:
     """Wraps a Hugging Face `tokenizer.json`; byte-level ones give every text back exactly."""
@@ -29,6 +31,9 @@ class Tokenizer:
         self._ordinary = _without_added_tokens(tokenizer)
         self.special_ids = frozenset(tokenizer.get_added_tokens_decoder())
         self.vocab_size: int = max(tokenizer.get_vocab(with_added_tokens=True).values()) + 1
+        # SentencePiece spells unknown characters in tokens of one byte each
+        bytes_ = (self.find_token(f"<0x{byte:02X}>") for byte in range(256))
+        self._byte_ids = frozenset(token for token in bytes_ if token is not None)
 
     @classmethod
     def load(cls, path: Path) -> Tokenizer:
@@ -53,6 +58,13 @@ class Tokenizer:
         """The text; special tokens appear as they are spelled, bytes that are no UTF-8 as U+FFFD."""
         return str(self._full.decode(list(ids), skip_special_tokens=False))
 
+    def may_change(self, ids: Sequence[int], text: str) -> bool:
+        """Whether tokens behind `ids` could still change `text`, their text: its end is not yet a whole character.
+
+        A row of single-byte tokens is decoded as one: one wrong byte spoils all characters of the row.
+        """
+        return text.endswith("\ufffd") or (bool(ids) and ids[-1] in self._byte_ids)
+
     def token_id(self, token: str) -> int:
         found = self.find_token(token)
         if found is None:
@@ -64,6 +76,34 @@ class Tokenizer:
     def find_token(self, token: str) -> int | None:
         found: int | None = self._full.token_to_id(token)
         return found
+
+
+class TextStream:
+    """Decodes tokens as they arrive. What it returned so far always begins the text of all tokens together.
+
+    A token's text depends on its neighbours: SentencePiece drops the blank before the very first word only, and a
+    character may take several tokens. So new tokens are decoded together with those before them.
+    """
+
+    def __init__(self, tokenizer: Tokenizer) -> None:
+        self._tokenizer = tokenizer
+        self._shown: list[int] = []  # the last tokens whose text was returned
+        self._held: list[int] = []
+        self._next_try = 1  # number of held tokens
+
+    def push(self, tokens: Sequence[int]) -> str:
+        """The text that these tokens make certain."""
+        self._held.extend(tokens)
+        if len(self._held) < self._next_try:
+            return ""
+        before = self._tokenizer.decode(self._shown)
+        text = self._tokenizer.decode(self._shown + self._held)
+        if self._tokenizer.may_change(self._held, text) or not text.startswith(before):
+            # tokens that make no text shall not be decoded again with each one that follows
+            self._next_try = 2 * len(self._held) if len(self._held) >= _LONGEST_CHARACTER else 1
+            return ""
+        self._shown, self._held, self._next_try = self._held or self._shown, [], 1
+        return text[len(before) :]
 
 
 def train_tokenizer(texts: Iterable[str], vocab_size: int, special_tokens: Sequence[str]) -> tokenizers.Tokenizer:

@@ -66,7 +66,7 @@ class CompactFormat:
         return assistant_message(content, [self._parse_call(part, schemas) for part in parts])
 
     def content_stream(self, stops: Sequence[str] = ()) -> ContentStream:
-        return ContentStream(self._tokenizer, start="<text>", ends=("<call>", "<end>", *stops))
+        return ContentStream(self._tokenizer, start=self._text, ends=("<call>", "<end>", *stops))
 
     def _render(self, messages: Sequence[Message], tools: Sequence[Tool]) -> list[int]:
         tokens: list[int] = []

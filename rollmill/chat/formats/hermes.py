@@ -71,7 +71,9 @@ class HermesFormat:
         return assistant_message(content if content.strip() or not calls else None, calls)
 
     def content_stream(self, stops: Sequence[str] = ()) -> ContentStream:
-        return ContentStream(self._tokenizer, start="", ends=("<tool_call>", "<|im_end|>", "<|endoftext|>", *stops))
+        return ContentStream(
+            self._tokenizer, ends=("<tool_call>", "<|im_end|>", "<|endoftext|>", *stops), drop_blank=True
+        )
 
     def _write_system(self, writer: _Writer, messages: Sequence[Message], tools: Sequence[Tool]) -> None:
         system = messages[0]["content"] if messages and messages[0]["role"] == "system" else ""

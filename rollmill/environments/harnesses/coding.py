@@ -13,7 +13,6 @@ import asyncio
 import errno
 import random
 import time
-from collections.abc import Mapping
 from typing import Any
 
 import aiohttp
@@ -81,8 +80,8 @@ class CodingHarness:
             if choice is None or choice.get("finish_reason") == "length":
                 return HarnessResult("length", turn, tool_calls, bad_tool_calls)
             message = choice["message"]
-            calls = message.get("tool_calls") or []
-            if not calls:
+            calls = message.get("tool_calls")
+            if not calls or not isinstance(calls, list):
                 return HarnessResult("answer", turn, tool_calls, bad_tool_calls)
             messages.append(message)
             for call in calls:
@@ -95,7 +94,7 @@ class CodingHarness:
                 if text is None:
                     return HarnessResult("done", turn, tool_calls, bad_tool_calls)
                 text = tools.cut(text, self.config.max_tool_output)
-                messages.append({"role": "tool", "tool_call_id": call.get("id", ""), "content": text})
+                messages.append({"role": "tool", "tool_call_id": _call_id(call), "content": text})
         return HarnessResult("max_turns", self.config.max_turns, tool_calls, bad_tool_calls)
 
     async def close(self) -> None:
@@ -105,11 +104,9 @@ class CodingHarness:
 
     # tools
 
-    async def _call(self, machine: Machine, call: Mapping[str, Any]) -> str | None:
+    async def _call(self, machine: Machine, call: Any) -> str | None:
         """Run one tool call: its text for the model, or None when the model is done. BadToolCall if the model erred."""
-        function = call.get("function") or {}
-        name = str(function.get("name"))
-        arguments = tools.parse_arguments(name, function.get("arguments") or "")
+        name, arguments = tools.parse_call(call)
         try:
             match name:
                 case "done":
@@ -221,6 +218,10 @@ def _first_choice(answer: Any, url: str) -> dict[str, Any]:
     except (TypeError, KeyError, IndexError) as error:
         raise HarnessError(f"{url} did not answer in the chat completions format: {error!r}") from None
     return choice
+
+
+def _call_id(call: Any) -> str:
+    return str(call.get("id", "")) if isinstance(call, dict) else ""
 
 
 def _error_message(answer: Any) -> str:

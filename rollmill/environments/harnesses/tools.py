@@ -89,14 +89,23 @@ def tool_schemas() -> list[dict[str, Any]]:
     return [tool.schema() for tool in TOOLS]
 
 
-def parse_arguments(name: str, arguments: str) -> dict[str, Any]:
+def parse_call(call: Any) -> tuple[str, dict[str, Any]]:
+    """The name and the arguments of a tool call, whatever the model sent as one; BadToolCall if it is none."""
+    function = call.get("function") if isinstance(call, dict) else None
+    if not isinstance(function, dict):
+        raise BadToolCall(ERROR_UNKNOWN_TOOL)
+    name = function.get("name")
+    return name, parse_arguments(name, function.get("arguments"))
+
+
+def parse_arguments(name: Any, arguments: Any) -> dict[str, Any]:
     """The arguments of a call, checked against the tool's parameters; BadToolCall otherwise."""
-    tool = _TOOLS_BY_NAME.get(name)
+    tool = _TOOLS_BY_NAME.get(name) if isinstance(name, str) else None
     if tool is None:
         raise BadToolCall(ERROR_UNKNOWN_TOOL)
     try:
         values = json.loads(arguments or "{}")
-    except (ValueError, RecursionError):
+    except (TypeError, ValueError, RecursionError):
         raise BadToolCall(ERROR_NOT_JSON) from None
     # `type(…) is` and not isinstance: true must not pass for the line number 1
     if not isinstance(values, dict) or {key: type(value) for key, value in values.items()} != dict(tool.parameters):

@@ -83,17 +83,17 @@ def test_cut_says_how_much_is_gone() -> None:
 )
 def test_wrong_calls_are_told_apart(name: str, arguments: str, text: str) -> None:
     with pytest.raises(tools.BadToolCall) as error:
-        tools.parse_arguments(name, arguments)
+        tools.parse_call({"function": {"name": name, "arguments": arguments}})
     assert error.value.text == text
 
 
 def test_right_calls_and_schemas() -> None:
-    assert tools.parse_arguments("done", "") == {}
-    assert tools.parse_arguments("edit", '{"text": "b", "path": "a", "line": 2}') == {
-        "path": "a",
-        "line": 2,
-        "text": "b",
-    }
+    assert tools.parse_call({"function": {"name": "done", "arguments": ""}}) == ("done", {})
+    arguments = '{"text": "b", "path": "a", "line": 2}'
+    assert tools.parse_call({"function": {"name": "edit", "arguments": arguments}}) == (
+        "edit",
+        {"path": "a", "line": 2, "text": "b"},
+    )
     schemas = {schema["function"]["name"]: schema["function"]["parameters"] for schema in tools.tool_schemas()}
     assert list(schemas) == ["list", "read", "write", "edit", "run", "done"]
     # the order is the order of positional arguments in compact chat formats
