@@ -94,13 +94,13 @@ def parse_call(call: Any) -> tuple[str, dict[str, Any]]:
     function = call.get("function") if isinstance(call, dict) else None
     if not isinstance(function, dict):
         raise BadToolCall(ERROR_UNKNOWN_TOOL)
-    name = function.get("name")
+    name = str(function.get("name"))
     return name, parse_arguments(name, function.get("arguments"))
 
 
-def parse_arguments(name: Any, arguments: Any) -> dict[str, Any]:
+def parse_arguments(name: str, arguments: Any) -> dict[str, Any]:
     """The arguments of a call, checked against the tool's parameters; BadToolCall otherwise."""
-    tool = _TOOLS_BY_NAME.get(name) if isinstance(name, str) else None
+    tool = _TOOLS_BY_NAME.get(name)
     if tool is None:
         raise BadToolCall(ERROR_UNKNOWN_TOOL)
     try:
