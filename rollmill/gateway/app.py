@@ -19,31 +19,30 @@ import hmac
 import logging
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from pathlib import Path
-from typing import Any
 
 from aiohttp import web
 
 from rollmill.chat.format import ChatFormat
 from rollmill.chat.tokenizer import Tokenizer
 from rollmill.errors import GatewayError, StorageError
+from rollmill.gateway.body import parse_object, short
 from rollmill.gateway.completions import Completions
 from rollmill.gateway.config import EngineEndpoint, GatewayConfig
 from rollmill.gateway.dialects import openai_chat
-from rollmill.gateway.dialects.openai_chat import parse_object
 from rollmill.gateway.metrics import Metrics
 from rollmill.gateway.recorder import Recorder
 from rollmill.gateway.records import encode_open
-from rollmill.gateway.registry import Registry, check_id
+from rollmill.gateway.registry import Registry
 from rollmill.gateway.router import Router
 from rollmill.gateway.sealing import Sealer
-from rollmill.gateway.sessions import SessionFacts
+from rollmill.gateway.sessions import check_id, parse_facts
 from rollmill.storage.objects import Objects
+from rollmill.trajectories.storable import LONGEST_OBJECT_KEY, is_key
 from rollmill.trajectories.store import TrajectoryStore
 
 log = logging.getLogger(__name__)
 _RETRY_AFTER_S = 1
 _ADMIN_HINT = "send `Authorization: Bearer TOKEN`; TOKEN is `admin_token` in the run's run.json"
-_FACTS: dict[str, type] = {"run": str, "task_id": str, "group_id": str, "min_version": int, "provenance": dict}
 
 
 def make_app(
@@ -155,7 +154,7 @@ class Gateway:
         Returns: {"key"}: the API key of this session; the same again if it is open; 409 if it is sealed.
         """
         self._check_admin(request)
-        facts = _facts(parse_object(await request.read()))
+        facts = parse_facts(parse_object(await request.read()))
         sealed = await self._sealer.is_sealed(facts.trajectory)
         session = self._registry.get(facts.trajectory)
         if sealed or (session is not None and session.facts != facts):
@@ -177,8 +176,8 @@ class Gateway:
         """
         self._check_admin(request)
         submission_key = parse_object(await request.read() or b"{}").get("submission_key")
-        if submission_key is not None and not isinstance(submission_key, str):
-            raise GatewayError("submission_key must be a string or null")
+        if submission_key is not None and not is_key(submission_key, LONGEST_OBJECT_KEY):
+            raise GatewayError(f"submission_key must be the key of an object or null, got {short(submission_key)}")
         return web.json_response(await self._sealer.seal(check_id(request.match_info["id"]), submission_key))
 
     async def delete_session(self, request: web.Request) -> web.Response:
@@ -250,23 +249,6 @@ class Gateway:
     def _check_admin(self, request: web.Request) -> None:
         if not _same(_bearer(request), self._admin_token):
             raise GatewayError("this needs the admin token", status=401, hint=_ADMIN_HINT)
-
-
-def _facts(tree: dict[str, Any]) -> SessionFacts:
-    values: dict[str, Any] = {}
-    for name, value in tree.items():
-        if name in ("trajectory", "traffic") or value is None:
-            continue
-        kind = _FACTS.get(name)
-        if kind is None:
-            raise GatewayError(f"unknown field {name!r}", hint=f"known: trajectory, traffic, {', '.join(_FACTS)}")
-        if not isinstance(value, kind) or isinstance(value, bool):
-            raise GatewayError(f"{name} must be of type {kind.__name__}")
-        values[name] = value
-    traffic = tree.get("traffic", "rollout")
-    if traffic not in ("rollout", "production"):
-        raise GatewayError(f"traffic is {traffic!r}", hint="rollout or production")
-    return SessionFacts(check_id(tree.get("trajectory")), traffic, **values)
 
 
 def _bearer(request: web.Request) -> str:

@@ -5,17 +5,14 @@ from __future__ import annotations
 import hashlib
 import hmac
 import json
-import re
 import uuid
 from collections.abc import Iterable, Iterator, Sequence
 
 from rollmill.chat.format import Message
-from rollmill.errors import GatewayError
 from rollmill.gateway.records import Record, decode_turn
 from rollmill.gateway.segments import Turn
-from rollmill.gateway.sessions import Session, SessionFacts
+from rollmill.gateway.sessions import Session, SessionFacts, check_id
 
-_ID = re.compile(r"[A-Za-z0-9_-][A-Za-z0-9._-]{0,127}")
 _KEY_PREFIX = "rm-"
 
 
@@ -104,12 +101,6 @@ class Registry:
                 session.sealing, session.submission_key = True, record.header["submission_key"]
             elif record.op == "turn":
                 self.append(session, decode_turn(record))
-
-
-def check_id(text: object) -> str:
-    if not isinstance(text, str) or not _ID.fullmatch(text):
-        raise GatewayError(f"{text!r:.80} is not an id", hint="1 to 128 letters, digits, dots, dashes or underscores")
-    return text
 
 
 def _pseudonym(user: str) -> str:

@@ -9,27 +9,66 @@ anything else                        a new segment, cause "edit", branching off 
 from __future__ import annotations
 
 import asyncio
+import json
+import re
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Annotated, Any
+
+from pydantic import ConfigDict, Field, TypeAdapter, ValidationError
 
 from rollmill.chat.format import ChatFormat, Message, Tool
+from rollmill.errors import GatewayError, TrajectoryError
 from rollmill.gateway.segments import Answer, Mark, OpenSegment, Turn
+from rollmill.trajectories.storable import to_key, to_object
 from rollmill.types import Cause, Segment, TrafficClass, Trajectory
+
+_ID = re.compile(r"[A-Za-z0-9_-][A-Za-z0-9._-]{0,127}")
 
 
 @dataclass(frozen=True)
 class SessionFacts:
-    """What whoever opened the session said about it."""
+    """What the caller that opened the session said about it."""
+
+    __pydantic_config__ = ConfigDict(strict=True, extra="forbid")
 
     trajectory: str
-    traffic: TrafficClass
+    traffic: TrafficClass = "rollout"
     run: str = ""
     task_id: str = ""
     group_id: str = ""
-    min_version: int = 0
+    min_version: Annotated[int, Field(ge=0, lt=1 << 31)] = 0
     provenance: dict[str, Any] = field(default_factory=dict)
+
+
+_FACTS = TypeAdapter(SessionFacts)
+
+
+def parse_facts(tree: dict[str, Any]) -> SessionFacts:
+    """The body of POST /sessions. What could not be stored later is refused now, while somebody listens."""
+    try:
+        given = {name: value for name, value in tree.items() if value is not None}
+        facts = _FACTS.validate_json(json.dumps(given))
+        for name in ("run", "task_id", "group_id"):
+            to_key(name, getattr(facts, name))
+        to_object("provenance", facts.provenance)
+    except ValidationError as error:
+        first = error.errors(include_url=False, include_input=False)[0]
+        known = ", ".join(SessionFacts.__dataclass_fields__)
+        where = ".".join(map(str, first["loc"])) or "the body"
+        raise GatewayError(f"{where}: {first['msg']}", hint=f"the fields are {known}") from None
+    except TrajectoryError as error:
+        raise GatewayError(error.message, hint=error.hint) from None
+    check_id(facts.trajectory)
+    return facts
+
+
+def check_id(text: object) -> str:
+    """The id of a session, in a URL and in a key."""
+    if not isinstance(text, str) or not _ID.fullmatch(text):
+        raise GatewayError(f"{text!r:.80} is not an id", hint="1 to 128 letters, digits, dots, dashes or underscores")
+    return text
 
 
 @dataclass(frozen=True)

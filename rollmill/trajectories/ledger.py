@@ -25,8 +25,9 @@ from rollmill.errors import TrajectoryError
 from rollmill.storage.database import reading, writing
 from rollmill.trajectories import steps
 from rollmill.trajectories.steps import Commit
+from rollmill.trajectories.storable import from_json, to_key
 from rollmill.trajectories.store import COLUMNS, TrajectoryRow, move_trajectory, trajectory_rows
-from rollmill.trajectories.tables import from_json, groups, ledger, runs, trajectories
+from rollmill.trajectories.tables import groups, ledger, runs, trajectories
 from rollmill.types import (
     GROUP_TRANSITIONS,
     GroupState,
@@ -98,7 +99,7 @@ class Ledger:
     """The books of one run. Safe to use from several threads and processes."""
 
     def __init__(self, engine: sa.Engine, run: str) -> None:
-        self.run = run
+        self.run = to_key("the run", run)
         self._engine = engine
         with reading(engine) as connection:
             known = connection.execute(sa.select(runs.c.id).where(runs.c.id == run)).scalar()

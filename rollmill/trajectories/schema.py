@@ -91,14 +91,17 @@ def encode_trajectory(trajectory: Trajectory) -> bytes:
 def decode_trajectory(data: bytes) -> Trajectory:
     """What `encode_trajectory` was given, bit for bit. TrajectoryError for any bytes it would not have written."""
     arrays = _unpack(data)
-    record = _parse_record(arrays.pop("record", None))
+    described = arrays.pop("record", None)
+    if described is None or described.dtype != np.uint8:
+        _refuse("payload", "the record is missing")
+    record = _parse_record(described.tobytes())
     segments: dict[str, Segment] = {}
-    for index, described in enumerate(record.segments):
-        if described.id in segments:
-            _refuse(record.id, f"two segments with the id {described.id!r}")
+    for index, facts in enumerate(record.segments):
+        if facts.id in segments:
+            _refuse(record.id, f"two segments with the id {facts.id!r}")
         own = {name: arrays.pop(f"{index}.{name}", None) for name in _DTYPES}
-        own["tokens"] = _whole_tokens(record.id, own["tokens"], own["sampled"], described, segments)
-        segments[described.id] = Segment(**vars(described), **own)  # type: ignore[arg-type]
+        own["tokens"] = _whole_tokens(record.id, own["tokens"], own["sampled"], facts, segments)
+        segments[facts.id] = Segment(**vars(facts), **own)  # type: ignore[arg-type]
     if arrays:
         _refuse(record.id, f"arrays that belong to no segment: {', '.join(sorted(arrays)[:5])}")
     trajectory = Trajectory(
@@ -196,8 +199,8 @@ def _check_policies(segment: Segment, refuse: Callable[[str], NoReturn]) -> None
     policy = segment.policy[sampled]
     if policy.size and not 0 <= int(policy.min()) <= int(policy.max()) < len(segment.policies):
         refuse(f"a policy index is outside of the {len(segment.policies)} policies")
-    if any(reference.number < 0 or not reference.line for reference in segment.policies):
-        refuse("a policy without a line or with a negative number")
+    if any(not 0 <= reference.number < 1 << 31 or not reference.line for reference in segment.policies):
+        refuse("a policy without a line, or with a number that is negative or too large")
 
 
 def _check_spans(segment: Segment, refuse: Callable[[str], NoReturn]) -> None:
@@ -232,8 +235,10 @@ def _record_json(trajectory: Trajectory) -> bytes:
         text = json.dumps(record, default=_plain, ensure_ascii=False, allow_nan=False)
     except (TypeError, ValueError, RecursionError) as error:
         _refuse(trajectory.id, f"its messages or provenance are not JSON: {error}")
-    # a lone surrogate out of somebody's JSON has no bytes; messages are for people to read, a question mark will do
-    return text.encode("utf-8", "replace")
+    # a lone surrogate has no bytes; messages are for people to read, so a question mark is good enough
+    data = text.encode("utf-8", "replace")
+    _parse_record(data)  # what cannot be read again is not written
+    return data
 
 
 def _plain(value: object) -> object:
@@ -262,11 +267,9 @@ def _unpack(data: bytes) -> dict[str, np.ndarray]:
         _refuse("payload", f"damaged or truncated: {error}")
 
 
-def _parse_record(record: np.ndarray | None) -> _Record:
-    if record is None or record.dtype != np.uint8:
-        _refuse("payload", "the record is missing")
+def _parse_record(data: bytes) -> _Record:
     try:
-        return _RECORD.validate_json(record.tobytes())
+        return _RECORD.validate_json(data)
     except ValidationError as error:
         first = error.errors(include_url=False, include_input=False)[0]
         where = ".".join(map(str, first["loc"]))

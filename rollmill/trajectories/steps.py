@@ -14,18 +14,9 @@ import sqlalchemy as sa
 from sqlalchemy import bindparam
 
 from rollmill.errors import TrajectoryError
+from rollmill.trajectories.storable import from_json, to_json, to_number, to_text
 from rollmill.trajectories.store import COLUMNS, TrajectoryRow, to_row
-from rollmill.trajectories.tables import (
-    commits,
-    from_json,
-    ledger,
-    rewards,
-    step_trajectories,
-    steps,
-    to_json,
-    to_text,
-    trajectories,
-)
+from rollmill.trajectories.tables import commits, ledger, rewards, step_trajectories, steps, trajectories
 from rollmill.types import LEDGER_TRANSITIONS, LedgerState, StepRecord, TrajectoryState, Version
 
 
@@ -98,7 +89,14 @@ def insert_step(connection: sa.Connection, record: StepRecord) -> None:
     connection.execute(steps.insert(), step)
     key = {"run": record.run, "step": record.number}
     leased = [
-        {**key, "trajectory": id, "position": position, "reward_id": pinned, "reward": reward, "advantage": advantage}
+        {
+            **key,
+            "trajectory": id,
+            "position": position,
+            "reward_id": pinned,
+            "reward": to_number(f"the reward of {id}", reward),
+            "advantage": to_number(f"the advantage of {id}", advantage),
+        }
         for position, (id, (pinned, reward, advantage)) in enumerate(record.trajectories.items())
     ]
     if leased:

@@ -8,7 +8,6 @@ killed between the write and the answer simply repeat themselves.
 from __future__ import annotations
 
 import builtins
-import math
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -22,7 +21,17 @@ from rollmill.errors import TrajectoryError
 from rollmill.storage.database import reading, writing
 from rollmill.storage.objects import Objects
 from rollmill.trajectories.schema import decode_trajectory
-from rollmill.trajectories.tables import feedback, from_json, ledger, rewards, to_json, to_text, trajectories
+from rollmill.trajectories.storable import (
+    LONGEST_OBJECT_KEY,
+    from_json,
+    is_key,
+    to_key,
+    to_number,
+    to_numbers,
+    to_object,
+    to_text,
+)
+from rollmill.trajectories.tables import feedback, ledger, rewards, trajectories
 from rollmill.types import (
     TRAJECTORY_TRANSITIONS,
     LedgerState,
@@ -159,23 +168,21 @@ class TrajectoryStore:
         regions: str | None = None,
     ) -> None:
         """The seal: the payload object is in place. `schema.seal_facts` gives the keyword arguments."""
+        keys = {"payload_key": payload_key, "submission_key": submission_key}
+        names = {"line": line, "form": form, "causes": causes, "regions": regions}
         values = {
-            "payload_key": payload_key,
-            "submission_key": submission_key,
+            **{name: None if key is None else to_key(name, key, LONGEST_OBJECT_KEY) for name, key in keys.items()},
+            **{name: None if text is None else to_text(text) for name, text in names.items()},
             "tokens": tokens,
             "sampled_tokens": sampled_tokens,
             "segments": segments,
-            "line": line,
-            "form": form,
             "oldest_version": oldest_version,
             "newest_version": newest_version,
-            "causes": causes,
-            "regions": regions,
             "finished_at": time.time(),
         }
 
         def work(connection: sa.Connection) -> None:
-            if connection.execute(_FINISH, {"key": id, **values}).rowcount == 0:
+            if connection.execute(_FINISH, {"key": _stored(id), **values}).rowcount == 0:
                 found = _found(connection, id)
                 sealed = (TrajectoryState.finished, TrajectoryState.graded, TrajectoryState.quarantined)
                 if found.state not in sealed or found.payload_key != payload_key:
@@ -186,10 +193,10 @@ class TrajectoryStore:
     def grade(self, id: str, reward: Reward) -> int:
         """Append a reward; the id of its row. A finished (or quarantined, then reviewed) trajectory becomes graded."""
         row = {
-            "trajectory": id,
-            "value": _finite(reward.value, f"the reward of {id}"),
-            "parts": to_json("reward.parts", dict(reward.parts)),
-            "evidence": to_json("reward.evidence", dict(reward.evidence)),
+            "trajectory": _stored(id),
+            "value": to_number(f"the reward of {id}", reward.value),
+            "parts": to_numbers("reward.parts", reward.parts),
+            "evidence": to_object("reward.evidence", reward.evidence),
             "grader": to_text(reward.grader),
             "created_at": time.time(),
         }
@@ -231,10 +238,10 @@ class TrajectoryStore:
 
     def add_feedback(self, id: str, kind: str, value: float | None, data: Mapping[str, Any]) -> int:
         row = {
-            "trajectory": id,
+            "trajectory": _stored(id),
             "kind": to_text(kind),
-            "value": None if value is None else _finite(value, f"the feedback to {id}"),
-            "data": to_json("feedback", dict(data)),
+            "value": None if value is None else to_number(f"the feedback to {id}", value),
+            "data": to_object("feedback", data),
             "created_at": time.time(),
         }
         return self._append(id, lambda connection: connection.execute(_ADD_FEEDBACK, row).scalar_one())
@@ -256,14 +263,14 @@ class TrajectoryStore:
         query = sa.select(*COLUMNS).order_by(trajectories.c.created_at.desc(), trajectories.c.id).limit(limit)
         for column, wanted in (("run", run), ("state", state), ("group_id", group_id), ("split", split)):
             if wanted is not None:
-                query = query.where(trajectories.c[column] == str(wanted))
+                query = query.where(trajectories.c[column] == to_text(wanted))
         if id_prefix is not None:
-            query = query.where(trajectories.c.id.startswith(id_prefix, autoescape=True))
+            query = query.where(trajectories.c.id.startswith(to_text(id_prefix), autoescape=True))
         with reading(self._engine) as connection:
             return [to_row(row) for row in connection.execute(query)]
 
     def feedback(self, id: str) -> builtins.list[FeedbackRow]:
-        query = sa.select(feedback).where(feedback.c.trajectory == id).order_by(feedback.c.id)
+        query = sa.select(feedback).where(feedback.c.trajectory == to_text(id)).order_by(feedback.c.id)
         with reading(self._engine) as connection:
             rows = connection.execute(query).all()
         return [FeedbackRow(row.id, row.kind, row.value, from_json(row.data), row.created_at) for row in rows]
@@ -272,7 +279,7 @@ class TrajectoryStore:
         """Every grade of each trajectory, oldest first, with the id a step pins."""
         found: dict[str, Grades] = {id: [] for id in ids}
         with reading(self._engine) as connection:
-            for row in connection.execute(_REWARDS, {"ids": list(ids)}):
+            for row in connection.execute(_REWARDS, {"ids": list(filter(is_key, ids))}):
                 reward = Reward(row.value, from_json(row.parts), from_json(row.evidence), row.grader)
                 found[row.trajectory].append((row.id, reward))
         return found
@@ -296,7 +303,8 @@ class TrajectoryStore:
 
     def _rows(self, ids: Sequence[str]) -> builtins.list[TrajectoryRow]:
         with reading(self._engine) as connection:
-            found = {row.id: to_row(row) for row in connection.execute(_GET, {"ids": list(ids)})}
+            rows = connection.execute(_GET, {"ids": list(filter(is_key, ids))})
+            found = {row.id: to_row(row) for row in rows}
         for id in ids:
             if id not in found:
                 raise _missing(id)
@@ -323,25 +331,26 @@ def trajectory_rows(
     """Fresh rows for `trajectories`."""
     if not ids:
         raise TrajectoryError(f"no ids for the trajectories of task {task_id!r}")
+    text = to_object("provenance", provenance)
     split, family = (provenance.get(name) for name in ("split", "family"))
     shared = {
-        "run": run,
-        "group_id": group_id,
-        "task_id": task_id,
+        "run": to_key("the run", run),
+        "group_id": to_key("the group", group_id),
+        "task_id": to_key("the task", task_id),
         "traffic": traffic,
         "split": None if split is None else to_text(str(split)),
         "family": None if family is None else to_text(str(family)),
         "state": TrajectoryState.running.value,
-        "provenance": to_json("provenance", dict(provenance)),
+        "provenance": text,
         "created_at": time.time(),
     }
-    return [{"id": id, **shared} for id in ids]
+    return [{"id": to_key("the trajectory", id), **shared} for id in ids]
 
 
 def move_trajectory(connection: sa.Connection, id: str, target: TrajectoryState, reason: str | None) -> None:
     """Change the state inside a transaction of the caller's; already there is fine, and the first reason stays."""
     why = None if reason is None else to_text(reason)
-    if connection.execute(_MOVE[target], {"key": id, "why": why}).rowcount == 0:
+    if connection.execute(_MOVE[target], {"key": _stored(id), "why": why}).rowcount == 0:
         found = _found(connection, id)
         if found.state != target:
             raise _illegal(found, target)
@@ -361,9 +370,16 @@ def _found(connection: sa.Connection, id: str) -> TrajectoryRow:
     return to_row(row)
 
 
+def _stored(id: str) -> str:
+    """The id as a parameter of a query. What no database can hold is in none."""
+    if not is_key(id):
+        raise _missing(id)
+    return id
+
+
 def _missing(id: str) -> TrajectoryError:
     return TrajectoryError(
-        f"there is no trajectory {id!r}", hint="`rollmill trajectories list` shows the ones there are"
+        f"there is no trajectory {id!r:.300}", hint="`rollmill trajectories list` shows the ones there are"
     )
 
 
@@ -373,9 +389,3 @@ def _illegal(row: TrajectoryRow, target: TrajectoryState) -> TrajectoryError:
     return TrajectoryError(
         f"{row.id} is {row.state}{because} and cannot become {target}", hint=f"only {allowed} can follow"
     )
-
-
-def _finite(value: float, what: str) -> float:
-    if not math.isfinite(value):
-        raise TrajectoryError(f"{what} is {value}", hint="a grader that cannot grade fails the trajectory instead")
-    return float(value)

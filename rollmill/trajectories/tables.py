@@ -14,13 +14,8 @@ back whole, and PostgreSQL's own JSON types refuse some of what agents print.
 
 from __future__ import annotations
 
-import json
-from typing import Any
-
 import sqlalchemy as sa
 from sqlalchemy import Column, ForeignKey, ForeignKeyConstraint, Index, Integer, Table, Text
-
-from rollmill.errors import TrajectoryError
 
 metadata = sa.MetaData()
 _Time = sa.Double  # seconds since the epoch
@@ -149,21 +144,3 @@ commits = Table(
     Column("created_at", _Time, nullable=False),
     ForeignKeyConstraint(["run", "step"], ["steps.run", "steps.number"]),
 )
-
-
-def to_text(value: str, limit: int = 20_000) -> str:
-    """Text any database stores: agents print NUL bytes and half characters, and PostgreSQL refuses both."""
-    return value[:limit].encode("utf-8", "replace").decode().replace("\0", "\N{SYMBOL FOR NULL}")
-
-
-def to_json(what: str, value: object) -> str:
-    try:
-        return json.dumps(value, allow_nan=False, separators=(",", ":"))
-    except (TypeError, ValueError, RecursionError) as error:
-        raise TrajectoryError(
-            f"{what} is not JSON: {error}", hint="plain numbers, strings, lists and objects"
-        ) from None
-
-
-def from_json(text: str) -> Any:
-    return json.loads(text)

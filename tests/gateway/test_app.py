@@ -317,7 +317,7 @@ _BAD_REQUESTS: list[tuple[dict[str, Any], int, str]] = [
     ({"messages": [{"role": "assistant", "tool_calls": [{"function": {}}]}]}, 400, "is not a call"),
     ({"messages": [{"role": "user", "content": "x"}] * 4097}, 400, "4097"),
     ({"temperature": "hot"}, 400, "temperature"),
-    ({"temperature": float("nan")}, 400, "temperature"),
+    ({"temperature": float("nan")}, 400, "finite"),
     ({"top_p": 1.5}, 400, "top_p"),
     ({"top_p": 0}, 400, "top_p"),
     ({"max_tokens": 0}, 400, "max_tokens"),

@@ -14,6 +14,7 @@ from typing import Any
 
 from rollmill.chat.format import Message, Tool
 from rollmill.errors import GatewayError
+from rollmill.gateway.body import parse_object, short
 from rollmill.gateway.segments import Answer
 from rollmill.types import Sampling
 
@@ -33,6 +34,7 @@ _UNSUPPORTED: Mapping[str, tuple[Any, ...]] = {
     "prediction": (),
     "web_search_options": (),
 }
+_LARGEST = (1 << 31) - 1
 _ROLES = {"system": "system", "developer": "system", "user": "user", "assistant": "assistant", "tool": "tool"}
 _ERROR_TYPES = {401: "authentication_error", 404: "not_found_error"}
 _ERROR_CODES = {401: "invalid_api_key", 404: "not_found", 413: "request_too_large", 503: "service_unavailable"}
@@ -57,7 +59,7 @@ def parse_request(
     for name, neutral in _UNSUPPORTED.items():
         value = tree.get(name)
         if value is not None and value not in neutral:
-            raise GatewayError(f"{name} = {_short(value)} is not supported", hint=f"leave {name} out")
+            raise GatewayError(f"{name} = {short(value)} is not supported", hint=f"leave {name} out")
     messages = _field(tree, "messages", list)
     if not messages or len(messages) > max_messages:
         raise GatewayError(f"messages must hold 1 to {max_messages} messages, got {len(messages or ())}")
@@ -72,16 +74,6 @@ def parse_request(
         model=_field(tree, "model", str) or "rollmill",
         user=_field(tree, "user", str) or "",
     )
-
-
-def parse_object(body: bytes) -> dict[str, Any]:
-    try:
-        tree = json.loads(body)
-    except (ValueError, RecursionError) as error:
-        raise GatewayError(f"the request body is not JSON: {error}") from None
-    if not isinstance(tree, dict):
-        raise GatewayError(f"the request body must be a JSON object, got {_short(tree)}")
-    return tree
 
 
 def completion(identity: str, request_model: str, answer: Answer, prompt_tokens: int, extra: dict[str, Any]) -> bytes:
@@ -160,10 +152,10 @@ def _sse(tree: dict[str, Any]) -> bytes:
 def _message(message: Any, index: int) -> Message:
     where = f"messages[{index}]"
     if not isinstance(message, dict):
-        raise GatewayError(f"{where} must be an object, got {_short(message)}")
+        raise GatewayError(f"{where} must be an object, got {short(message)}")
     role = message.get("role")
     if not isinstance(role, str) or role not in _ROLES:
-        raise GatewayError(f"{where}.role is {_short(role)}", hint=f"one of {', '.join(_ROLES)}")
+        raise GatewayError(f"{where}.role is {short(role)}", hint=f"one of {', '.join(_ROLES)}")
     content = _text(message.get("content"), where)
     if role == "assistant":
         calls = message.get("tool_calls") or []
@@ -180,7 +172,7 @@ def _text(content: Any, where: str) -> str | None:
     if content is None or isinstance(content, str):
         return content
     if not isinstance(content, list):
-        raise GatewayError(f"{where}.content must be a string, got {_short(content)}")
+        raise GatewayError(f"{where}.content must be a string, got {short(content)}")
     for part in content:
         if not isinstance(part, dict) or part.get("type") != "text" or not isinstance(part.get("text"), str):
             raise GatewayError(f"{where}.content has a part that is not text", hint="this model reads text only")
@@ -197,7 +189,7 @@ def _calls(calls: Any, where: str) -> list[dict[str, Any]]:
             or not isinstance(function.get("arguments"), str)
         ):
             raise GatewayError(
-                f"{where}.tool_calls: {_short(call)} is not a call",
+                f"{where}.tool_calls: {short(call)} is not a call",
                 hint="function.name and function.arguments are strings",
             )
         named = {"name": function["name"], "arguments": function["arguments"]}
@@ -218,7 +210,7 @@ def _tools(tree: dict[str, Any]) -> list[Tool]:
     if choice == "none":
         return []
     if choice not in (None, "auto"):
-        raise GatewayError(f"tool_choice = {_short(choice)} is not supported", hint='use "auto" or "none"')
+        raise GatewayError(f"tool_choice = {short(choice)} is not supported", hint='use "auto" or "none"')
     return tools
 
 
@@ -227,13 +219,13 @@ def _sampling(tree: dict[str, Any], stop_tokens: tuple[int, ...], default_max_to
     if limit is None:
         limit = _field(tree, "max_tokens", int)
     limit = default_max_tokens if limit is None else limit
-    if limit < 1:
-        raise GatewayError(f"max_tokens must be at least 1, got {limit}")
+    if not 1 <= limit <= _LARGEST:
+        raise GatewayError(f"max_tokens must be from 1 to {_LARGEST}, got {short(limit)}")
     seed = _field(tree, "seed", int)
     return Sampling(
         temperature=_number(tree, "temperature", 0.0, 2.0),
         top_p=_number(tree, "top_p", 1e-6, 1.0),
-        top_k=max(0, _field(tree, "top_k", int) or 0),
+        top_k=min(max(0, _field(tree, "top_k", int) or 0), _LARGEST),
         max_tokens=limit,
         stop_tokens=stop_tokens,
         seed=None if seed is None else seed % (1 << 63),
@@ -246,24 +238,19 @@ def _number(tree: dict[str, Any], name: str, low: float, high: float) -> float:
         return 1.0
     # NaN is within no range
     if isinstance(value, bool) or not isinstance(value, int | float) or not low <= value <= high:
-        raise GatewayError(f"{name} must be a number from {low:g} to {high:g}, got {_short(value)}")
+        raise GatewayError(f"{name} must be a number from {low:g} to {high:g}, got {short(value)}")
     return float(value)
 
 
 def _stop(stop: Any) -> tuple[str, ...]:
     stops = [stop] if isinstance(stop, str) else stop or []
     if not isinstance(stops, list) or len(stops) > 16 or not all(isinstance(text, str) and text for text in stops):
-        raise GatewayError(f"stop must be a string or up to 16 strings, got {_short(stop)}")
+        raise GatewayError(f"stop must be a string or up to 16 strings, got {short(stop)}")
     return tuple(stops)
 
 
 def _field(tree: dict[str, Any], name: str, kind: type) -> Any:
     value = tree.get(name)
     if value is not None and (not isinstance(value, kind) or (kind is int and isinstance(value, bool))):
-        raise GatewayError(f"{name} must be of type {kind.__name__}, got {_short(value)}")
+        raise GatewayError(f"{name} must be of type {kind.__name__}, got {short(value)}")
     return value
-
-
-def _short(value: Any) -> str:
-    text = json.dumps(value, default=str)
-    return text if len(text) <= 80 else text[:77] + "..."

@@ -1,0 +1,120 @@
+"""What clients send is served or refused with a GatewayError: it is recorded, replayed after a crash, sealed and read.
+
+The requests are fuzzed through the real parser, chat format, log and payload codec; only the sampling is left out.
+"""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from rollmill.chat.formats.compact import CompactFormat
+from rollmill.errors import GatewayError
+from rollmill.gateway.body import parse_object
+from rollmill.gateway.dialects.openai_chat import parse_request
+from rollmill.gateway.records import encode_open, encode_turn, read_records
+from rollmill.gateway.registry import Registry
+from rollmill.gateway.segments import Answer
+from rollmill.gateway.sessions import Session, parse_facts
+from rollmill.storage.database import open_database
+from rollmill.storage.objects import Objects
+from rollmill.trajectories.schema import decode_trajectory, encode_trajectory
+from rollmill.trajectories.store import TrajectoryStore
+from rollmill.types import PolicyRef, Span
+from tests.chat.conftest import TOOLS, tokenizer  # noqa: F401
+
+TEXT = st.text(st.characters(), max_size=10) | st.sampled_from(["\0", "\ud800", "\udc00x", "x" * 300, "<|im_end|>"])
+LEAVES = st.none() | st.booleans() | st.floats() | st.integers() | st.sampled_from([10**400, 1e300]) | TEXT
+JSON = st.recursive(LEAVES, lambda inner: st.lists(inner, max_size=3) | st.dictionaries(TEXT, inner, max_size=3))
+CALLS = st.lists(st.fixed_dictionaries({"function": st.fixed_dictionaries({"name": TEXT, "arguments": TEXT})}))
+MESSAGES = st.fixed_dictionaries(
+    {"role": st.sampled_from(["system", "user", "assistant", "tool"]), "content": TEXT | JSON},
+    optional={"tool_calls": CALLS | JSON},
+)
+REQUESTS = st.fixed_dictionaries(
+    {"messages": st.lists(MESSAGES, min_size=1, max_size=3) | JSON},
+    optional={
+        **dict.fromkeys(("temperature", "top_p", "top_k", "max_tokens", "seed", "stop", "n"), JSON),
+        "tools": st.lists(st.fixed_dictionaries({"function": st.fixed_dictionaries({"name": TEXT})})) | JSON,
+        **dict.fromkeys(("user", "model", "stream", "stream_options", "tool_choice"), JSON),
+    },
+)
+EXAMPLES = settings(
+    max_examples=100, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow]
+)
+
+
+@EXAMPLES
+@given(tree=REQUESTS | JSON)
+def test_any_request_is_refused_or_recorded(format: CompactFormat, tree: Any) -> None:
+    facts = parse_facts({"trajectory": "a"})
+    try:
+        chat = parse_request(json.dumps(tree).encode(), stop_tokens=(1,), default_max_tokens=8, max_messages=64)
+        plan = Session(facts).plan(chat.messages, chat.tools, format)
+    except GatewayError:
+        return
+    tokens = format.stop_tokens[:1]
+    span = Span(len(plan.context), len(plan.context) + 1, chat.sampling, "stop", "e", "home", "rollout", 1.0, 2.0, 0)
+    answer = Answer(
+        tokens=list(tokens),
+        logprobs=[-1.0],
+        policy=[0],
+        policies=[PolicyRef("main", 1, "bf16", "digest")],
+        spans=[span],
+        routes=[],
+        finish="stop",
+        closed=True,
+        message=format.parse(list(tokens), plan.tools),
+    )
+    turn = plan.turn(answer)
+    registry = Registry("secret")
+    registry.replay(record for _, _, record in read_records(encode_open(facts) + encode_turn("a", turn)))
+    replayed = registry.get("a")
+    assert replayed is not None and replayed.segments["a.0"].turns == [turn]
+    decode_trajectory(encode_trajectory(replayed.build()))
+
+
+@EXAMPLES
+@given(
+    tree=st.dictionaries(st.sampled_from(["run", "task_id", "group_id", "traffic", "min_version", "provenance"]), JSON)
+)
+def test_any_facts_of_a_session_are_refused_or_stored(store: TrajectoryStore, tree: dict[str, Any]) -> None:
+    try:
+        facts = parse_facts(parse_object(json.dumps({"trajectory": "a", **tree}).encode()))
+    except GatewayError:
+        return
+    store.create(facts.run, facts.group_id, facts.task_id, [f"a{len(store.list())}"], facts.provenance, facts.traffic)
+    [(_, _, record)] = read_records(encode_open(facts))
+    assert record.header["facts"] == vars(facts)
+
+
+@pytest.fixture
+def store(database_url: str, tmp_path: Any) -> TrajectoryStore:
+    return TrajectoryStore(open_database(database_url), Objects.open(tmp_path / "store"))
+
+
+@pytest.mark.parametrize(
+    ("body", "says"),
+    [
+        (b'{"a": NaN}', "finite"),
+        (b'{"a": [1e999]}', "1e999 is not a finite number"),
+        (b'{"a": -Infinity}', "finite"),
+        (b'{"a":' + b"[" * 100 + b"]" * 100 + b"}", "nested"),
+        (b"[" * 100_000, "not JSON"),
+        (b'{"a":' + b"9" * 5000 + b"}", "not JSON"),
+        (b"\xff\xfe", "not JSON"),
+        (b"[]", "must be a JSON object"),
+    ],
+)
+def test_a_body_that_could_not_be_recorded_is_refused(body: bytes, says: str) -> None:
+    with pytest.raises(GatewayError, match=says):
+        parse_object(body)
+
+
+def test_half_characters_are_replaced() -> None:
+    """A tool may print anything; refusing it would end the agent's episode."""
+    assert parse_object(rb'{"a\ud800": ["\udfff b", "\ud83d\ude00"]}') == {"a?": ["? b", "\N{GRINNING FACE}"]}
