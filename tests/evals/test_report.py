@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import re
 import xml.etree.ElementTree as ElementTree
+from dataclasses import replace
 from html.parser import HTMLParser
 from pathlib import Path
 from typing import Any
@@ -16,10 +17,10 @@ from rollmill.errors import StorageError
 from rollmill.evals.report import example_trajectories, write_report
 from rollmill.evals.report.charts import NARROW, WIDE, Axes, Series, column_chart, line_chart, smooth, stacked_chart
 from rollmill.evals.report.conversation import conversation
-from rollmill.evals.report.figures import Record, figures
+from rollmill.evals.report.figures import RunEvents, figures
 from rollmill.evals.report.markup import VOID, Markup, escape, tag
 from rollmill.evals.report.scales import clock, clock_ticks, duration, linear, logarithmic, number, power, size
-from rollmill.evals.report.timeline import Piece, busy_share, lanes
+from rollmill.evals.report.timeline import Stretch, busy_share, lanes
 from rollmill.types import Reward, Trajectory, TrajectoryState
 from tests.evals.synthetic import FULL_BYTES, PHASES, Script, decode, demo_run, trajectories, trajectory
 
@@ -111,9 +112,9 @@ def test_every_part_of_the_run_is_summed_up(summary: dict[str, Any]) -> None:
 
 def test_a_step_that_ran_again_after_a_crash_counts_once() -> None:
     script = demo_run(steps=6)
-    once = figures(Record.of(script.events), name="x", seed=0)
+    once = figures(RunEvents.of(script.events), name="x", seed=0)
     again = [event for event in script.events if event["kind"] in ("step", "publish") and event.get("version") == 4]
-    twice = figures(Record.of([*script.events, *again]), name="x", seed=0)
+    twice = figures(RunEvents.of([*script.events, *again]), name="x", seed=0)
     assert once["training"] == twice["training"] and once["weights"] == twice["weights"]
 
 
@@ -244,6 +245,22 @@ def test_answers_show_which_weights_sampled_each_token() -> None:
     assert "probability" in text and "--heat-of:" in text and "mean log-prob −" in text
 
 
+def test_the_whole_id_is_shown_and_can_be_selected_with_one_click() -> None:
+    one = replace(trajectory(True, [58]), id="run-0123abcd-g000017-3-" + "f" * 150)
+    assert f">{one.id}</code>" in conversation("Solved", one)
+
+
+def test_values_too_deep_for_json_do_not_break_the_page() -> None:
+    deep: list[Any] = []
+    for _ in range(100_000):
+        deep = [deep]
+    call = {"function": {"name": "edit", "arguments": "[" * 100_000}}
+    message = {"role": "assistant", "content": None, "tool_calls": [call]}
+    rewards = [(1, Reward(0.0, evidence={"outcome": deep}))]
+    one = replace(trajectory(False, [58]), messages=[message], rewards=rewards)
+    assert "too deep to show" in conversation("Failed", one)
+
+
 def test_without_a_tokenizer_the_conversation_is_still_there() -> None:
     text = conversation("Solved", trajectory(True, [3]))
     assert 'class="tokens"' not in text and "demo v3" in text and "return ( x - 8 )" in text
@@ -319,10 +336,15 @@ def test_smoothing_keeps_straight_lines_straight() -> None:
 
 
 def test_lanes_and_busy_share() -> None:
-    record = Record.of(demo_run(steps=6).events)
-    assert list(lanes(record)) == ["trainer", "dispatcher", "engine-away", "engine-home"]
-    pieces = [Piece("step", 0.0, 2.0), Piece("publish", 1.0, 3.0), Piece("wait", 3.0, 9.0), Piece("step", 9.0, 20.0)]
-    assert busy_share(pieces, 0.0, 10.0) == pytest.approx(0.4)
+    run = RunEvents.of(demo_run(steps=6).events)
+    assert list(lanes(run)) == ["trainer", "dispatcher", "engine-away", "engine-home"]
+    stretches = [
+        Stretch("step", 0.0, 2.0),
+        Stretch("publish", 1.0, 3.0),
+        Stretch("wait", 3.0, 9.0),
+        Stretch("step", 9.0, 20.0),
+    ]
+    assert busy_share(stretches, 0.0, 10.0) == pytest.approx(0.4)
 
 
 def test_markup_escapes_unless_told() -> None:

@@ -21,8 +21,8 @@ ROLES = {"system": "System", "user": "Task", "assistant": "Model", "tool": "Tool
 
 
 @dataclass(frozen=True)
-class Answer:
-    """The sampled tokens of one turn: tokens[start:end] of their segment."""
+class SampledTurn:
+    """One turn of the model: tokens[start:end] of its segment."""
 
     segment: Segment
     spans: tuple[Span, ...]
@@ -55,23 +55,24 @@ def conversation(title: str, trajectory: Trajectory, decode: Decode | None = Non
     )
 
 
-def _answers(trajectory: Trajectory) -> Iterator[Answer]:
-    """Spans that touch are one answer: it was continued on another engine."""
+def _answers(trajectory: Trajectory) -> Iterator[SampledTurn]:
+    """Spans that touch are one turn, which another engine continued."""
     for segment in trajectory.segments:
         joined: list[Span] = []
         for span in sorted(segment.spans, key=lambda span: span.start):
             if joined and joined[-1].end != span.start:
-                yield Answer(segment, tuple(joined))
+                yield SampledTurn(segment, tuple(joined))
                 joined = []
             joined.append(span)
         if joined:
-            yield Answer(segment, tuple(joined))
+            yield SampledTurn(segment, tuple(joined))
 
 
-def _facts(trajectory: Trajectory, answers: Sequence[Answer]) -> Markup:
+def _facts(trajectory: Trajectory, answers: Sequence[SampledTurn]) -> Markup:
     sampled = sum(answer.end - answer.start for answer in answers)
     tokens = sum(len(segment.tokens) for segment in trajectory.segments)
     facts = [
+        tag("code", trajectory.id, title="`rollmill trajectories show` takes this id"),
         trajectory.task_id,
         *(f"{key} {trajectory.provenance[key]}" for key in ("family", "split", "mode") if key in trajectory.provenance),
         f"{number(tokens)} tokens, {number(sampled)} sampled",
@@ -79,7 +80,11 @@ def _facts(trajectory: Trajectory, answers: Sequence[Answer]) -> Markup:
     if len(trajectory.segments) > 1:
         causes = ", ".join(segment.cause for segment in trajectory.segments[1:])
         facts.append(f"{len(trajectory.segments)} segments ({causes})")
-    return tag("p", [tag("span", _cut(fact, 120)) for fact in facts if fact], class_="facts")
+    return tag(
+        "p",
+        [tag("span", fact if isinstance(fact, Markup) else _cut(fact, 120)) for fact in facts if fact],
+        class_="facts",
+    )
 
 
 def _legend(versions: Sequence[tuple[str, int]], colours: Mapping[tuple[str, int], int]) -> Markup:
@@ -91,11 +96,11 @@ def _legend(versions: Sequence[tuple[str, int]], colours: Mapping[tuple[str, int
 
 def _turns(
     trajectory: Trajectory,
-    answers: Sequence[Answer],
+    answers: Sequence[SampledTurn],
     colours: Mapping[tuple[str, int], int],
     decode: Decode | None,
 ) -> Markup:
-    """Answers belong to assistant messages in order; where the two do not match, tokens stand apart, not guessed."""
+    """The n-th answer belongs to the n-th assistant message. If their numbers differ, the tokens are shown apart."""
     messages = trajectory.messages[:MAX_TURNS]
     spoken = sum(message.get("role") == "assistant" for message in trajectory.messages)
     waiting = iter(answers if spoken == len(answers) else ())
@@ -114,7 +119,7 @@ def _turns(
 
 def _turn(
     message: Mapping[str, Any],
-    answer: Answer | None,
+    answer: SampledTurn | None,
     colours: Mapping[tuple[str, int], int],
     decode: Decode | None,
 ) -> Markup:
@@ -148,7 +153,7 @@ def _call(call: Any) -> Markup:
     arguments = str(function.get("arguments", ""))
     try:
         parsed = json.loads(arguments)
-    except ValueError:
+    except (ValueError, RecursionError):
         parsed = None
     if isinstance(parsed, dict):
         arguments_block = _pairs(parsed, MAX_TEXT)
@@ -160,12 +165,15 @@ def _call(call: Any) -> Markup:
 def _pairs(values: Mapping[Any, Any], limit: int) -> Markup:
     terms = []
     for key, value in values.items():
-        text = value if isinstance(value, str) else json.dumps(value, ensure_ascii=False, default=str)
+        try:
+            text = value if isinstance(value, str) else json.dumps(value, ensure_ascii=False, default=str)
+        except RecursionError:
+            text = "a value too deep to show"
         terms += [tag("dt", _cut(str(key), 80)), tag("dd", _cut(text, limit))]
     return tag("dl", terms) if terms else Markup("")
 
 
-def _answer_note(answer: Answer) -> str:
+def _answer_note(answer: SampledTurn) -> str:
     logprobs = [value for value in answer.segment.logprobs[answer.start : answer.end].tolist() if math.isfinite(value)]
     parts = [f"{answer.end - answer.start} tokens"]
     if logprobs:
@@ -176,7 +184,7 @@ def _answer_note(answer: Answer) -> str:
     return " · ".join(parts)
 
 
-def _tokens(answer: Answer, colours: Mapping[tuple[str, int], int], decode: Decode) -> Markup:
+def _tokens(answer: SampledTurn, colours: Mapping[tuple[str, int], int], decode: Decode) -> Markup:
     """The exact tokens, underlined by the version that sampled them; a mark stands where the weights changed."""
     ids = answer.segment.tokens[answer.start : answer.end].tolist()
     logprobs = answer.segment.logprobs[answer.start : answer.end].tolist()

@@ -41,8 +41,8 @@ FORMAT = 2
 
 
 @dataclass(frozen=True)
-class Record:
-    """Events by kind, in time order. What ran twice (a step repeated after a crash) is here once, the later one."""
+class RunEvents:
+    """The events of a run by kind, in time order. A step that ran again after a crash is here once."""
 
     all: Sequence[Event]
     steps: Sequence[Event]
@@ -57,7 +57,7 @@ class Record:
     restarts: Sequence[Event]
 
     @staticmethod
-    def of(events: Sequence[Event]) -> Record:
+    def of(events: Sequence[Event]) -> RunEvents:
         kinds: dict[str, list[Event]] = {}
         for event in events:
             kinds.setdefault(str(event["kind"]), []).append(event)
@@ -66,7 +66,7 @@ class Record:
             latest = {tuple(event.get(key) for key in keys): event for event in kinds.get(kind, [])}
             return list(latest.values())
 
-        return Record(
+        return RunEvents(
             all=events,
             steps=sorted(once("step", "step"), key=lambda event: finite(event.get("step"), 0.0)),
             midtrain=sorted(once("midtrain_step", "step"), key=lambda event: finite(event.get("step"), 0.0)),
@@ -99,7 +99,7 @@ class Record:
 
 
 def finite(value: Any, otherwise: float = math.nan) -> float:
-    """The number an event holds; events are read back from files, so anything may stand there."""
+    """`value` as a number, or `otherwise`. Events come from files, so `value` may be anything."""
     number = float(value) if isinstance(value, int | float) else math.nan
     return number if math.isfinite(number) else otherwise
 
@@ -127,14 +127,14 @@ def gain_of(before: Event, after: Event) -> Interval:
     return combine(rate_of(before), rate_of(after))
 
 
-def find_eval(record: Record, label: str, split: str = "heldout", mode: str = "sampled") -> Event | None:
+def find_eval(run: RunEvents, label: str, split: str = "heldout", mode: str = "sampled") -> Event | None:
     wanted = (label, split, mode)
-    return next((one for one in record.evals if (one.get("label"), one.get("split"), one.get("mode")) == wanted), None)
+    return next((one for one in run.evals if (one.get("label"), one.get("split"), one.get("mode")) == wanted), None)
 
 
-def figures(record: Record, *, name: str, seed: int | None, seconds: float | None = None) -> dict[str, Any]:
-    start, end = record.span
-    before, after = find_eval(record, "before"), find_eval(record, "after")
+def figures(run: RunEvents, *, name: str, seed: int | None, seconds: float | None = None) -> dict[str, Any]:
+    start, end = run.span
+    before, after = find_eval(run, "before"), find_eval(run, "after")
     gain = gain_of(before, after) if before and after else None
     tree = {
         "format": FORMAT,
@@ -145,33 +145,33 @@ def figures(record: Record, *, name: str, seed: int | None, seconds: float | Non
         **_rate("solve_rate_after", after),
         "gain": gain.value if gain else None,
         "gain_interval": [gain.low, gain.high] if gain else None,
-        "evals": [_eval(result) for result in record.evals],
-        "gains": _gains(record),
-        "phases": _phases(record),
-        "training": _training(record.steps),
-        "midtraining": _midtraining(record.midtrain),
-        "rollouts": _rollouts(record.rollouts),
-        "staleness": _staleness(record.steps),
-        "mismatch": _mismatch(record.steps),
-        "drift": _drift(record.steps),
-        "weights": _weights([one for one in record.publishes if one.get("line") == trained_line(record)]),
-        "engines": _engines(record),
-        "pauses": {"count": len(record.applies), "seconds": sum(column(record.applies, "pause_seconds"))},
-        "restarts": len(record.restarts),
+        "evals": [_eval(result) for result in run.evals],
+        "gains": _gains(run),
+        "phases": _phases(run),
+        "training": _training(run.steps),
+        "midtraining": _midtraining(run.midtrain),
+        "rollouts": _rollouts(run.rollouts),
+        "staleness": _staleness(run.steps),
+        "mismatch": _mismatch(run.steps),
+        "drift": _drift(run.steps),
+        "weights": _weights([one for one in run.publishes if one.get("line") == trained_line(run)]),
+        "engines": _engines(run),
+        "pauses": {"count": len(run.applies), "seconds": sum(column(run.applies, "pause_seconds"))},
+        "restarts": len(run.restarts),
     }
     return _without_nan(tree)
 
 
 def delta_bytes(publish: Event) -> float:
-    """What an engine one version behind has to fetch; not a number where there was no parent to differ from."""
+    """The bytes that an engine one version behind has to fetch; NaN if the version has no delta."""
     if publish.get("encoding") == "delta":
         return finite(publish.get("delta_bytes"), finite(publish.get("bytes")))
     return finite(publish.get("delta_bytes"))  # a snapshot may come with a delta beside it
 
 
-def trained_line(record: Record) -> Any:
-    """The line of weights that training wrote last: the one to draw, where a base line came before it."""
-    newest = max(record.publishes, key=lambda publish: publish["at"], default=None)
+def trained_line(run: RunEvents) -> Any:
+    """The line of weights that training wrote last. A run may also have published a base line before it."""
+    newest = max(run.publishes, key=lambda publish: publish["at"], default=None)
     return newest.get("line") if newest else None
 
 
@@ -188,10 +188,10 @@ def _eval(result: Event) -> dict[str, Any]:
     return {**kept, "rate": rate.value, "low": rate.low, "high": rate.high}
 
 
-def _gains(record: Record) -> list[dict[str, Any]]:
+def _gains(run: RunEvents) -> list[dict[str, Any]]:
     gains = []
-    for before in record.evals:
-        after = find_eval(record, "after", str(before.get("split")), str(before.get("mode")))
+    for before in run.evals:
+        after = find_eval(run, "after", str(before.get("split")), str(before.get("mode")))
         if before.get("label") == "before" and after is not None:
             gain = gain_of(before, after)
             place = {"split": before.get("split"), "mode": before.get("mode")}
@@ -199,9 +199,9 @@ def _gains(record: Record) -> list[dict[str, Any]]:
     return gains
 
 
-def _phases(record: Record) -> dict[str, float]:
+def _phases(run: RunEvents) -> dict[str, float]:
     seconds: dict[str, float] = {}
-    for name, start, end in record.phase_spans():
+    for name, start, end in run.phase_spans():
         seconds[name] = seconds.get(name, 0.0) + end - start
     return seconds
 
@@ -305,14 +305,12 @@ def _weights(publishes: Sequence[Event]) -> dict[str, Any]:
     }
 
 
-def _engines(record: Record) -> dict[str, Any]:
-    names = sorted({str(event["engine"]) for event in (*record.applies, *record.engines) if "engine" in event})
+def _engines(run: RunEvents) -> dict[str, Any]:
+    names = sorted({str(event["engine"]) for event in (*run.applies, *run.engines) if "engine" in event})
     tree = {}
     for name in names:
-        applies = [event for event in record.applies if event.get("engine") == name]
-        active = [
-            event for event in record.engines if event.get("engine") == name and finite(event.get("running"), 0) > 0
-        ]
+        applies = [event for event in run.applies if event.get("engine") == name]
+        active = [event for event in run.engines if event.get("engine") == name and finite(event.get("running"), 0) > 0]
         regions = [event["region"] for event in (*applies, *active) if "region" in event]
         tree[name] = {
             "region": regions[-1] if regions else None,

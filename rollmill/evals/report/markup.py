@@ -1,7 +1,7 @@
 """HTML and SVG, escaped by construction: only `tag` makes Markup, and every plain string it is given is escaped.
 
-Models and tools wrote most of the text in a report. Nothing they wrote can become markup, because there is no way to
-put a string into the page other than through here.
+Models and tools wrote most of the text in a report. It cannot become markup, because every string enters the page
+through this module.
 """
 
 from __future__ import annotations
@@ -11,8 +11,8 @@ import re
 from collections.abc import Iterable
 
 VOID = frozenset({"br", "hr", "img", "input", "meta", "link"})
-# Control characters cannot be shown; lone surrogates cannot be written; bidirectional overrides would let a text
-# show its neighbours in another order than they stand.
+# Control characters cannot be shown. Lone surrogates cannot be written. Bidirectional overrides would change the order
+# in which the text around them is shown.
 _UNSHOWABLE = re.compile("[\x00-\x08\x0b\x0c\x0e-\x1f\x7f-\x9f\ud800-\udfff\u202a-\u202e\u2066-\u2069]")
 
 

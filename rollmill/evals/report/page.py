@@ -16,7 +16,7 @@ from rollmill import __version__, telemetry
 from rollmill.errors import StorageError
 from rollmill.evals.report import sections
 from rollmill.evals.report.conversation import Decode, conversation
-from rollmill.evals.report.figures import Record, figures, find_eval
+from rollmill.evals.report.figures import RunEvents, figures, find_eval
 from rollmill.evals.report.markup import Markup, escape, join, tag
 from rollmill.evals.report.scales import GAP, duration, number, percent
 from rollmill.types import Trajectory
@@ -37,20 +37,20 @@ def write_report(
     their titles ("Solved", "Failed", "Before training"); `decode` turns token ids into text, so that each answer shows
     the tokens as sampled. `reproduce` is the command that makes this run again.
     """
-    record = Record.of(telemetry.read_events(run_dir / "events"))
-    summary = figures(record, name=run_dir.name, seed=seed, seconds=seconds)
+    run = RunEvents.of(telemetry.read_events(run_dir / "events"))
+    summary = figures(run, name=run_dir.name, seed=seed, seconds=seconds)
     body = join(
         _hero(summary),
         tag(
             "main",
-            sections.solving(record),
-            sections.learning(record),
-            sections.asynchrony(record),
-            sections.timelines(record),
-            sections.numerics(record),
-            sections.weights(record, summary["engines"]),
+            sections.solving(run),
+            sections.learning(run),
+            sections.asynchrony(run),
+            sections.timelines(run),
+            sections.numerics(run),
+            sections.weights(run, summary["engines"]),
             _trajectories(trajectories or {}, decode),
-            _incidents(record),
+            _incidents(run),
             _everything(summary),
             id="content",
         ),
@@ -63,8 +63,8 @@ def write_report(
 
 def example_trajectories(run_dir: Path) -> dict[str, str]:
     """Titles and ids of trajectories worth reading, as the evaluations named them: before training, failed, solved."""
-    record = Record.of(telemetry.read_events(run_dir / "events"))
-    before, after = find_eval(record, "before") or {}, find_eval(record, "after") or {}
+    run = RunEvents.of(telemetry.read_events(run_dir / "events"))
+    before, after = find_eval(run, "before") or {}, find_eval(run, "after") or {}
     chosen = {
         "Before training": before.get("example_unsolved") or before.get("example_solved"),
         "After training, failed": after.get("example_unsolved"),
@@ -171,11 +171,11 @@ def _trajectories(trajectories: Mapping[str, Trajectory], decode: Decode | None)
     )
 
 
-def _incidents(record: Record) -> Markup:
+def _incidents(run: RunEvents) -> Markup:
     lines = [
-        f"{event.get('target')} was started again after exit code {event.get('exit_code')}" for event in record.restarts
+        f"{event.get('target')} was started again after exit code {event.get('exit_code')}" for event in run.restarts
     ]
-    lines += [str(event.get("text")) for event in record.all if event["kind"] == "warning"]
+    lines += [str(event.get("text")) for event in run.all if event["kind"] == "warning"]
     listed = tag("ul", [tag("li", line[:300]) for line in lines[:100]], class_="incidents") if lines else ""
     return sections.section("What went wrong, and was mended", "Restarts and warnings, in order.", listed)
 

@@ -19,7 +19,7 @@ from rollmill.evals.report.charts import (
 )
 from rollmill.evals.report.figures import (
     Event,
-    Record,
+    RunEvents,
     delta_bytes,
     find_eval,
     finite,
@@ -56,19 +56,19 @@ def figure(title: str, about: str, draw: Draw, keys: Mapping[str, str] | None = 
     return tag("figure", caption, legend, draw(wide), draw(NARROW), class_="full" if wide > WIDE else None)
 
 
-def solving(record: Record) -> Markup:
+def solving(run: RunEvents) -> Markup:
     """Before against after, per split and mode, with intervals."""
-    places = dict.fromkeys((str(one.get("split")), str(one.get("mode"))) for one in record.evals)
+    places = dict.fromkeys((str(one.get("split")), str(one.get("mode"))) for one in run.evals)
     rows = []
     for split, mode in places:
-        results = [one for one in record.evals if (one.get("split"), one.get("mode")) == (split, mode)]
+        results = [one for one in run.evals if (one.get("split"), one.get("mode")) == (split, mode)]
         bars = [_rate_bar(one) for one in results]
-        before, after = find_eval(record, "before", split, mode), find_eval(record, "after", split, mode)
+        before, after = find_eval(run, "before", split, mode), find_eval(run, "after", split, mode)
         gained = f", {100 * gain_of(before, after).value:+.1f} points" if before and after else ""
         rows.append((SPLITS.get(split, split), f"{MODES.get(mode, mode)}{gained}".replace("-", "−"), bars))
     if not rows:
         return Markup("")
-    attempts = sum(int(finite(one.get("attempts"), 0)) for one in record.evals)
+    attempts = sum(int(finite(one.get("attempts"), 0)) for one in run.evals)
     chart = figure(
         "Solve rate before and after reinforcement",
         f"{number(attempts)} attempts in all. Whiskers are 95{GAP}% intervals; attempts at one task count together.",
@@ -91,8 +91,8 @@ def _rate_bar(result: Event) -> tuple[str, str, float, float, float]:
     return label, colour, rate.value, rate.low, rate.high
 
 
-def learning(record: Record) -> Markup:
-    before, after = find_eval(record, "before"), find_eval(record, "after")
+def learning(run: RunEvents) -> Markup:
+    before, after = find_eval(run, "before"), find_eval(run, "after")
     references = {
         f"held out, {name}: {percent(rate_of(result).value, 1)}": rate_of(result).value
         for name, result in (("before", before), ("after", after))
@@ -100,49 +100,47 @@ def learning(record: Record) -> Markup:
     }
     charts = [
         _by_step(
-            record,
+            run,
             "Reward",
             "Mean reward of the groups in each step: dots are steps, the line is smoothed.",
             {"reward_mean": ("", "ember")},
             Axes("step", "mean reward", floor=0.0),
         ),
         _by_step(
-            record,
+            run,
             "Solve rate in training",
             "Share of each step's attempts that passed every hidden test.",
             {"solve_rate": ("", "steel")},
             Axes("step", "solved", percent, floor=0.0, references=references),
         ),
     ]
-    if len(record.midtrain) > 1:
-        points = _points(record.midtrain, "loss")
+    if len(run.midtrain) > 1:
+        points = _points(run.midtrain, "loss")
         charts.append(
             figure(
                 "Mid-training loss",
                 "Before any reward: learning to speak the tool format from transcripts.",
                 line_chart(
                     [Series("", points, "sage", smooth=True)],
-                    Axes("step", "loss (nats a token)", floor=0.0),
+                    Axes("step", "loss (nats per token)", floor=0.0),
                     "Mid-training loss by step",
                 ),
             )
         )
     charts.append(
         _by_step(
-            record,
+            run,
             "Entropy",
             "How open the policy's choices are; a fall to zero would mean it has stopped exploring.",
             {"entropy": ("", "plum")},
-            Axes("step", "nats a token", floor=0.0),
+            Axes("step", "nats per token", floor=0.0),
         )
     )
     return section("How it learned", "One point per optimizer step.", _grid(charts))
 
 
-def asynchrony(record: Record) -> Markup:
-    columns = [
-        (finite(step.get("step"), 0.0), staleness_counts(step)) for step in record.steps if staleness_counts(step)
-    ]
+def asynchrony(run: RunEvents) -> Markup:
+    columns = [(finite(step.get("step"), 0.0), staleness_counts(step)) for step in run.steps if staleness_counts(step)]
     charts: list[Markup] = []
     if columns:
         levels = sorted({level for _, counts in columns for level, count in counts.items() if count})
@@ -161,11 +159,11 @@ def asynchrony(record: Record) -> Markup:
         )
     charts.append(
         _by_step(
-            record,
+            run,
             "Waiting and working",
             "Seconds each step spent computing, and waiting for finished groups.",
             {"seconds": ("work", "ember"), "wait_seconds": ("wait", "steel")},
-            Axes("step", "seconds a step", floor=0.0),
+            Axes("step", "seconds per step", floor=0.0),
         )
     )
     return section(
@@ -176,12 +174,12 @@ def asynchrony(record: Record) -> Markup:
     )
 
 
-def timelines(record: Record) -> Markup:
+def timelines(run: RunEvents) -> Markup:
     """The whole run, and a close look at the middle of the reinforcement phase."""
-    if not record.busy:
+    if not run.busy:
         return Markup("")
-    start, end = record.span
-    present = {str(event.get("what")) for event in record.busy}
+    start, end = run.span
+    present = {str(event.get("what")) for event in run.busy}
     keys: dict[str, str] = {}
     for what, colour in COLOURS.items():
         if what in present:
@@ -189,27 +187,27 @@ def timelines(record: Record) -> Markup:
     charts = [
         figure(
             "The whole run",
-            "One lane a process. Triangles are engines switching to new weights.",
-            timeline(record, start, end, "Timeline of the run: busy stretches of each process"),
+            "One lane per process. Triangles are engines switching to new weights.",
+            timeline(run, start, end, "Timeline of the run: busy stretches of each process"),
             keys,
             FULL,
         )
     ]
-    if len(record.steps) > 4:
-        middle = record.steps[len(record.steps) // 2]["at"]
+    if len(run.steps) > 4:
+        middle = run.steps[len(run.steps) // 2]["at"]
         low, high = max(start, middle - CLOSE_UP / 2), min(end, middle + CLOSE_UP / 2)
         charts.append(
             figure(
                 f"{duration(high - low)} from the middle",
                 "Engines keep decoding while the trainer steps; a switch pauses them between two tokens.",
-                timeline(record, low, high, "Timeline of a short stretch in the middle of the run"),
+                timeline(run, low, high, "Timeline of a short stretch in the middle of the run"),
                 wide=FULL,
             )
         )
     return section("Who was busy when", "Measured by the processes themselves.", _grid(charts))
 
 
-def numerics(record: Record) -> Markup:
+def numerics(run: RunEvents) -> Markup:
     distances = {
         "mismatch_p99": ("p99", "steel"),
         "mismatch_k3": ("k3", "ember"),
@@ -217,7 +215,7 @@ def numerics(record: Record) -> Markup:
     }
     charts = [
         _by_step(
-            record,
+            run,
             "Log-prob mismatch, trainer against engine",
             "A sample of each step, computed again under the very weights that sampled it: k3 estimates the KL "
             "divergence (nats), p99 is the 99th percentile of the absolute difference. Drift is k3 under the newer "
@@ -227,7 +225,7 @@ def numerics(record: Record) -> Markup:
             positive=True,
         ),
         _by_step(
-            record,
+            run,
             "Kept by the loss",
             "Effective sample size of the importance weights, and the share of tokens the probability mask removed.",
             {"ess": ("ess", "sage"), "mask_fraction": ("masked", "plum")},
@@ -241,11 +239,11 @@ def numerics(record: Record) -> Markup:
     )
 
 
-def weights(record: Record, engines: Mapping[str, Any]) -> Markup:
-    line = trained_line(record)
-    applies = [event for event in record.applies if event.get("line") == line]
+def weights(run: RunEvents, engines: Mapping[str, Any]) -> Markup:
+    line = trained_line(run)
+    applies = [event for event in run.applies if event.get("line") == line]
     charts = [
-        *_delta_charts([publish for publish in record.publishes if publish.get("line") == line]),
+        *_delta_charts([publish for publish in run.publishes if publish.get("line") == line]),
         _by_engine(
             applies,
             "since_publish_seconds",
@@ -265,7 +263,7 @@ def weights(record: Record, engines: Mapping[str, Any]) -> Markup:
         "between two tokens.",
         _grid(charts),
         _engine_table(engines),
-        _version_table([row for row in Arrivals().fold(record.all) if row["line"] == line]),
+        _version_table([row for row in Arrivals().fold(run.all) if row["line"] == line]),
     )
 
 
@@ -370,7 +368,7 @@ def _engine_row(name: str, facts: Mapping[str, Any]) -> list[str]:
 
 
 def _by_step(
-    record: Record,
+    run: RunEvents,
     title: str,
     about: str,
     keys: Mapping[str, tuple[str, str]],
@@ -381,7 +379,7 @@ def _by_step(
     keep: Callable[[float], bool] = (lambda value: value > 0) if positive else (lambda value: True)
     series = []
     for key, (name, colour) in keys.items():
-        points = [(at, value) for at, value in _points(record.steps, key) if keep(value)]
+        points = [(at, value) for at, value in _points(run.steps, key) if keep(value)]
         if points:
             series.append(Series(name, points, colour, smooth=True))
     return figure(title, about, line_chart(series, axes, f"{title}, by {axes.x}")) if series else Markup("")

@@ -1,4 +1,4 @@
-"""Who was busy when: one swim lane a process, weight switches marked where they happened."""
+"""Who was busy when: one lane per process, with a mark at each weight switch."""
 
 from __future__ import annotations
 
@@ -6,11 +6,11 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 from rollmill.evals.report.charts import BOLD, CHARACTER, NARROW, Draw, svg
-from rollmill.evals.report.figures import Record, finite
+from rollmill.evals.report.figures import RunEvents, finite
 from rollmill.evals.report.markup import Markup, tag
 from rollmill.evals.report.scales import Scale, clock, clock_ticks, duration, percent
 
-# What each kind of work looks like, in the order it is painted: later ones lie on top.
+# The colour of each kind of work, in the order of painting: later ones lie on top.
 COLOURS = {
     "wait": "idle",
     "rollouts": "sage",
@@ -26,19 +26,21 @@ LANE, BAR, TOP = 34.0, 18.0, 46.0
 
 
 @dataclass(frozen=True)
-class Piece:
+class Stretch:
+    """A time in which a process did one kind of work."""
+
     what: str
     start: float
     end: float
 
 
-def lanes(record: Record) -> dict[str, list[Piece]]:
-    """The busy pieces of each process: trainers first, then the dispatcher, the engines, anyone else."""
-    found: dict[str, list[Piece]] = {}
-    for event in record.busy:
+def lanes(run: RunEvents) -> dict[str, list[Stretch]]:
+    """The busy stretches of each process: trainers first, then the dispatcher, the engines, anyone else."""
+    found: dict[str, list[Stretch]] = {}
+    for event in run.busy:
         start, end = finite(event.get("start")), finite(event.get("end"))
         if end > start:
-            found.setdefault(str(event["process"]), []).append(Piece(str(event.get("what")), start, end))
+            found.setdefault(str(event["process"]), []).append(Stretch(str(event.get("what")), start, end))
     order = ("midtrain", "trainer", "dispatcher", "engine")
 
     def rank(process: str) -> tuple[int, str]:
@@ -47,20 +49,20 @@ def lanes(record: Record) -> dict[str, list[Piece]]:
     return {process: found[process] for process in sorted(found, key=rank)}
 
 
-def busy_share(pieces: Iterable[Piece], start: float, end: float) -> float:
+def busy_share(stretches: Iterable[Stretch], start: float, end: float) -> float:
     """How much of [start, end] was spent on anything but waiting, overlaps counted once."""
     covered, reached = 0.0, start
-    for piece in sorted(pieces, key=lambda piece: piece.start):
-        left, right = max(piece.start, reached), min(piece.end, end)
-        if piece.what != "wait" and right > left:
+    for stretch in sorted(stretches, key=lambda stretch: stretch.start):
+        left, right = max(stretch.start, reached), min(stretch.end, end)
+        if stretch.what != "wait" and right > left:
             covered, reached = covered + right - left, right
     return covered / (end - start) if end > start else 0.0
 
 
-def timeline(record: Record, start: float, end: float, label: str) -> Draw:
-    """The stretch of the run between two moments, in seconds from the first event."""
-    everything = lanes(record)
-    origin = record.span[0]
+def timeline(run: RunEvents, start: float, end: float, label: str) -> Draw:
+    """Draws the run between two moments, in seconds from the first event."""
+    everything = lanes(run)
+    origin = run.span[0]
 
     def draw(width: float) -> Markup:
         narrow = width <= NARROW
@@ -69,21 +71,21 @@ def timeline(record: Record, start: float, end: float, label: str) -> Draw:
         above = 22.0 if narrow else 0.0  # room for the lane's name, over its switches
         pitch = LANE + above
         height = TOP + pitch * len(everything) + 30
-        children: list[str] = [*_phases(record, scale, height), _axis(scale, origin, height)]
-        for index, (process, pieces) in enumerate(everything.items()):
+        children: list[str] = [*_phases(run, scale, height), _axis(scale, origin, height)]
+        for index, (process, stretches) in enumerate(everything.items()):
             top = TOP + index * pitch + above
-            children.append(_lane(process, pieces, scale, top, narrow))
-            children.append(_switches(record, process, scale, top))
+            children.append(_lane(process, stretches, scale, top, narrow))
+            children.append(_switches(run, process, scale, top))
         return svg(width, height, label, children)
 
     return draw
 
 
-def _phases(record: Record, scale: Scale, height: float) -> list[str]:
+def _phases(run: RunEvents, scale: Scale, height: float) -> list[str]:
     """Bands behind the lanes, named above them on two alternating rows, where there is room for the name."""
     children: list[str] = []
     free = [scale.start, scale.start]
-    for index, (name, begin, finish) in enumerate(record.phase_spans()):
+    for index, (name, begin, finish) in enumerate(run.phase_spans()):
         left, right = max(scale(begin), scale.start), min(scale(finish), scale.end)
         if right <= left:
             continue
@@ -109,8 +111,8 @@ def _axis(scale: Scale, origin: float, height: float) -> Markup:
     return tag("g", children)
 
 
-def _lane(process: str, pieces: Sequence[Piece], scale: Scale, top: float, narrow: bool) -> Markup:
-    share = percent(busy_share(pieces, scale.low, scale.high))
+def _lane(process: str, stretches: Sequence[Stretch], scale: Scale, top: float, narrow: bool) -> Markup:
+    share = percent(busy_share(stretches, scale.low, scale.high))
     if narrow:
         words = [tag("text", f"{process} · {share} busy", x=0, y=top - 11, class_="label strong")]
     else:
@@ -119,14 +121,16 @@ def _lane(process: str, pieces: Sequence[Piece], scale: Scale, top: float, narro
             tag("text", f"{share} busy", x=scale.end + 8, y=top + 13, class_="tick"),
         ]
     track = tag("rect", class_="track", x=scale.start, y=top, width=scale.end - scale.start, height=BAR, rx=2)
-    return tag("g", words, track, _bars(pieces, scale, top))
+    return tag("g", words, track, _bars(stretches, scale, top))
 
 
-def _bars(pieces: Sequence[Piece], scale: Scale, top: float) -> list[Markup]:
+def _bars(stretches: Sequence[Stretch], scale: Scale, top: float) -> list[Markup]:
     bars = []
     order = list(COLOURS)
-    for what in sorted({piece.what for piece in pieces}, key=lambda what: order.index(what) if what in order else -1):
-        for begin, finish in _merge((piece for piece in pieces if piece.what == what), scale):
+    for what in sorted(
+        {stretch.what for stretch in stretches}, key=lambda what: order.index(what) if what in order else -1
+    ):
+        for begin, finish in _merge((stretch for stretch in stretches if stretch.what == what), scale):
             bars.append(
                 tag(
                     "rect",
@@ -141,12 +145,12 @@ def _bars(pieces: Sequence[Piece], scale: Scale, top: float) -> list[Markup]:
     return bars
 
 
-def _merge(pieces: Iterable[Piece], scale: Scale) -> list[tuple[float, float]]:
-    """Pieces closer than half a pixel become one: thousands of them would weigh much and show nothing more."""
+def _merge(stretches: Iterable[Stretch], scale: Scale) -> list[tuple[float, float]]:
+    """Stretches closer than half a pixel become one: thousands of them would weigh much and show nothing more."""
     hair = 0.5 * (scale.high - scale.low) / max(scale.end - scale.start, 1.0)
     merged: list[tuple[float, float]] = []
-    for piece in sorted(pieces, key=lambda piece: piece.start):
-        begin, finish = max(piece.start, scale.low), min(piece.end, scale.high)
+    for stretch in sorted(stretches, key=lambda stretch: stretch.start):
+        begin, finish = max(stretch.start, scale.low), min(stretch.end, scale.high)
         if finish <= begin:
             continue
         if merged and begin - merged[-1][1] < hair:
@@ -156,10 +160,10 @@ def _merge(pieces: Iterable[Piece], scale: Scale) -> list[tuple[float, float]]:
     return merged
 
 
-def _switches(record: Record, process: str, scale: Scale, top: float) -> Markup:
+def _switches(run: RunEvents, process: str, scale: Scale, top: float) -> Markup:
     marks: list[Markup] = []
     free = scale.start
-    for event in record.applies:
+    for event in run.applies:
         if event["process"] != process or not scale.low <= event["at"] <= scale.high or scale(event["at"]) < free:
             continue
         free = scale(event["at"]) + 5  # closer marks would run together
