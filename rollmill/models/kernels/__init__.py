@@ -1,5 +1,6 @@
-"""The layers' products and element-wise passes with a hand-written backward, shared by trainer and engine.
+"""Matrix products and element-wise passes of the layers, with hand-written backward passes. Trainer and engine share
+them.
 
-Every one of them is deterministic: gathers and ordered sums, never a scatter whose order depends on timing. A step that
-is run again after a crash must give the same bits.
+All of them are deterministic: they gather and sum in a fixed order, and never scatter in an order that depends on
+timing. A step that is run again after a crash must give the same bits.
 """

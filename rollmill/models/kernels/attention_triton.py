@@ -1,16 +1,17 @@
-"""Causal attention over packed sequences of any lengths, and its gradients, in tiles that are never written.
+"""Causal attention over packed sequences of any lengths, and its gradients. Tiles of scores are never written to
+memory.
 
-    forward   a tile of queries of one head goes through the keys before it, with a softmax that is corrected as larger
-              scores come; one number a row (log2 of the sum of powers) is kept
-    grad_q    the same walk again, scores being made again; also makes Σ grad · out of each row
-    grad_kv   a tile of keys and values goes through the queries after it, of all heads that share it
+    forward   a tile of queries of one head walks over the keys before it, with an online softmax; one number per row
+              (log2 of the sum of powers) is kept
+    grad_q    the same walk; computes the scores again, and Σ grad · out of each row
+    grad_kv   a tile of keys and values walks over the queries after it, of all heads that share it
 
-Every number is summed by one program in one order, so bits repeat, and no gradient needs memory beside its own. That
-makes scores once more than a walk that adds to all three gradients would, which has to add to memory in turns.
+Every number is summed by one program in a fixed order, so bits repeat, and gradients need no extra memory. This
+computes the scores once more than a kernel that adds to all three gradients, but such a kernel needs atomic adds.
 
-Tiles whose every pair counts travel through the tensor memory accelerator. It knows nothing of sequences, so those on
-the diagonal and those that go past a sequence's end come by masked copies, as 0 where rows are of the next sequence:
-a masked score of 0 would not keep its NaN out, since 0 · NaN is not 0.
+The tensor memory accelerator (TMA) copies tiles in which every pair counts. It does not know where sequences end. Tiles
+on the diagonal and tiles that reach past a sequence's end are copied with a mask, and rows of the next sequence become
+0. Masking the scores alone would not keep out NaN of the next sequence, since 0 · NaN is not 0.
 """
 
 from __future__ import annotations
@@ -34,7 +35,7 @@ _LOG2_E = math.log2(math.e)
 _HALF = (torch.bfloat16, torch.float16)
 Dials = dict[str, int]
 
-# by the width of a head: ROWS of queries and KEYS of keys and values are in a tile
+# by head width: a tile has ROWS queries and KEYS keys and values
 _FORWARD: dict[int, Dials] = {
     32: {"ROWS": 64, "KEYS": 64, "num_warps": 4, "num_stages": 3},
     64: {"ROWS": 128, "KEYS": 64, "num_warps": 8, "num_stages": 3, "maxnreg": 128},
@@ -53,10 +54,11 @@ _GRAD_KV: dict[int, Dials] = {
 
 
 class Tiles:
-    """How packed sequences of `lengths` are cut: int32 [tiles, 4], in the order in which programs start, the longest
-    walk first. A row is (the sequence's first token, where its numbers begin, its length, the tile's start within it).
+    """How packed sequences of `lengths` are cut into tiles: int32 [tiles, 4], in the order in which programs start, the
+    longest walk first. A row is (the sequence's first token, its offset in a line, its length, the tile's start in it).
 
-    Numbers that rows have one of stand in lines of `width`, where each sequence begins at whole 16 bytes.
+    Values that each row has one of (sums, deltas) are stored in lines of `width`. In a line each sequence starts at a
+    multiple of 16 bytes.
     """
 
     def __init__(self, lengths: Sequence[int], device: torch.device | str) -> None:
@@ -66,20 +68,20 @@ class Tiles:
         rounded = -(-self._lengths // 4) * 4
         self._firsts, self._lines = (np.cumsum(each) - each for each in (self._lengths, rounded))
         self.tokens = sum(lengths)
-        self.width = -(-int(rounded.sum()) // 16) * 16  # of a known divisor: one kernel, whatever the lengths
+        self.width = -(-int(rounded.sum()) // 16) * 16  # a multiple of 16, so one compiled kernel serves all lengths
         self._made: dict[tuple[int, bool], Tensor] = {}
-        # all that heads of any width ask for, now: nothing comes from the host while a graph is recorded
+        # made now for every head width: while a graph is recorded, nothing may come from the host
         for dials in (*_FORWARD.values(), *_GRAD_Q.values()):
             self.queries(dials["ROWS"])
         for dials in _GRAD_KV.values():
             self.keys(dials["KEYS"])
 
     def queries(self, size: int) -> Tensor:
-        """They walk from the sequence's start."""
+        """Tiles of queries, which walk from the sequence's start."""
         return self._table(size, keys=False)
 
     def keys(self, size: int) -> Tensor:
-        """They walk to the sequence's end."""
+        """Tiles of keys, which walk to the sequence's end."""
         return self._table(size, keys=True)
 
     def _table(self, size: int, *, keys: bool) -> Tensor:
@@ -107,13 +109,13 @@ def _at(ptr, STRIDE: tl.constexpr, row, column, ROWS: tl.constexpr, D: tl.conste
 
 @triton.jit
 def _rows(ptr, STRIDE: tl.constexpr, row, column, inside, ROWS: tl.constexpr, D: tl.constexpr):
-    """Rows without the accelerator: 0 where they are not inside the sequence."""
+    """Loads rows without the TMA, with 0 for rows outside the sequence."""
     return tl.load(_at(ptr, STRIDE, row, column, ROWS, D), inside[:, None], 0.0)
 
 
 @triton.jit
 def _weigh(q, k, v, scale, best, total, out, keep):
-    """One more tile of keys: what was summed so far is corrected to the larger of the maxima."""
+    """Adds one tile of keys; earlier sums are rescaled if the maximum grew."""
     scores = tl.dot(q, k.T)
     if keep is not None:
         scores = tl.where(keep, scores, float("-inf"))
@@ -139,13 +141,13 @@ def _forward(
     q = _rows(q_ptr, Q_STRIDE, first + start, head * D, inside, ROWS, D)
     best, total = tl.full([ROWS], float("-inf"), tl.float32), tl.zeros([ROWS], tl.float32)
     out = tl.zeros([ROWS, D], tl.float32)
-    # keys past the sequence's end are after every query that is stored
+    # keys past the sequence's end come after every query that is stored
     for begin in tl.range(whole, tl.minimum(start + ROWS, length), KEYS):
         keys, keep = begin + key, at[:, None] >= (begin + key)[None, :]
         k = _rows(k_ptr, KV_STRIDE, first + begin, column, keys < length, KEYS, D)
         v = _rows(v_ptr, KV_STRIDE, first + begin, column, keys < length, KEYS, D)
         best, total, out = _weigh(q, k, v, scale, best, total, out, keep)
-    if whole > 0:  # so that the loop's products end here: assembled otherwise, each waits for the one before
+    if whole > 0:  # the branch ends the loop's products here; without it the assembler makes each wait for the last
         for begin in tl.range(0, whole, KEYS):
             k, v = k_desc.load([first + begin, column]), v_desc.load([first + begin, column])
             best, total, out = _weigh(q, k, v, scale, best, total, out, None)
@@ -197,16 +199,16 @@ def _grad_q(
 
 @triton.jit
 def _slope_kv(k, v, q, grad, scale, sums_desc, delta_desc, at, into_k, into_v, keep, inside):
-    """Scores stand transposed, keys down and queries across, as the products that sum over queries want them."""
+    """Scores are transposed (keys × queries), as the products that sum over queries need them."""
     sums = sums_desc.load([at])
-    if inside is not None:  # past the end powers are 0, and slopes
+    if inside is not None:  # past the end, powers and slopes are 0
         sums = tl.where(inside, sums, float("inf"))
     powers = tl.exp2(tl.dot(k, q.T) * scale - sums[None, :])
     if keep is not None:
         powers = tl.where(keep, powers, 0.0)
     into_v = tl.dot(powers.to(q.dtype), grad, into_v)
     slopes = tl.dot(v, grad.T)
-    delta = delta_desc.load([at])  # as late as that: it takes registers
+    delta = delta_desc.load([at])  # loaded late, because it takes registers
     if inside is not None:
         delta = tl.where(inside, delta, 0.0)
     into_k = tl.dot((powers * (slopes - delta[None, :])).to(q.dtype), q, into_k)
@@ -228,11 +230,11 @@ def _grad_kv(
     k = _rows(k_ptr, KV_STRIDE, first + start, kv_head * D, inside, KEYS, D)
     v = _rows(v_ptr, KV_STRIDE, first + start, kv_head * D, inside, KEYS, D)
     into_k, into_v = tl.zeros([KEYS, D], tl.float32), tl.zeros([KEYS, D], tl.float32)
-    # tiles of queries: some on the diagonal, then whole ones, then what is left of the sequence
+    # tiles of queries: first those on the diagonal, then whole ones, then the rest of the sequence
     DIAGONAL: tl.constexpr = (KEYS + ROWS - 1) // ROWS
     after = tl.maximum(length - start - DIAGONAL * ROWS, 0)
     whole, masked = after // ROWS, DIAGONAL + (after % ROWS > 0).to(tl.int32)
-    for index in tl.range(0, GROUP * masked):  # heads one after the other, in one loop that never runs dry
+    for index in tl.range(0, GROUP * masked):  # one loop over all heads keeps the pipeline full
         head, which = kv_head * GROUP + index // masked, index % masked
         begin = start + tl.where(which < DIAGONAL, which, which + whole) * ROWS
         at = begin + tl.arange(0, ROWS)
@@ -255,7 +257,7 @@ def _grad_kv(
 
 
 def fits(q_NHD: Tensor, k_NKD: Tensor, v_NKD: Tensor) -> bool:
-    """Heads side by side in rows of whole 16 bytes, keys and values alike."""
+    """Whether the kernels take these: heads side by side, rows of a multiple of 16 bytes, keys and values alike."""
     tensors, dim = (q_NHD, k_NKD, v_NKD), q_NHD.shape[2]
     alike = all(each.dtype == q_NHD.dtype and each.shape[2] == dim for each in tensors)
     side_by_side = all(each.stride(2) == 1 and (each.stride(1) == dim or each.shape[1] == 1) for each in tensors)
@@ -266,7 +268,7 @@ def fits(q_NHD: Tensor, k_NKD: Tensor, v_NKD: Tensor) -> bool:
 
 
 def attention_forward(q_NHD: Tensor, k_NKD: Tensor, v_NKD: Tensor, tiles: Tiles) -> tuple[Tensor, Tensor]:
-    """(what was attended to, [H, width of lines] log2 of the sums of powers)."""
+    """Returns (the attention output, log2 of the sums of powers [H, width of lines])."""
     tokens, heads, dim = q_NHD.shape
     assert tokens == tiles.tokens, f"{tokens} tokens, and sequences of {tiles.tokens}"
     dials = _FORWARD[dim]
@@ -297,7 +299,7 @@ def grad_q(
     q_NHD: Tensor, k_NKD: Tensor, v_NKD: Tensor, out_NHD: Tensor, sums_HL: Tensor, grad_NHD: Tensor, into: Tensor,
     tiles: Tiles,
 ) -> Tensor:  # fmt: skip
-    """Fills in the gradient of q, and gives Σ grad · out of each row and head."""
+    """Writes the gradient of q into `into`, and returns Σ grad · out per row and head."""
     heads, dim = q_NHD.shape[1:]
     dials, scale = _GRAD_Q[dim], dim**-0.5
     table = tiles.queries(dials["ROWS"])
@@ -326,7 +328,7 @@ def grad_kv(
 
 
 def _tall(x_NHD: Tensor, rows: int) -> TensorDescriptor:
-    """Tiles of so many rows, one head wide."""
+    """A TMA descriptor for tiles of `rows` rows, one head wide."""
     return descriptor(x_NHD.flatten(1), [rows, x_NHD.shape[2]])
 
 

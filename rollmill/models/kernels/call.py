@@ -1,7 +1,7 @@
-"""How kernels are called: through autograd where gradients are wanted, directly where not.
+"""Calls a kernel through autograd if gradients are enabled, and directly if not.
 
-Autograd's entry costs as much as a small kernel; at the sizes one decode step has, that is a sixth of the step. Both
-ways run the same `forward`, so the bits are the same.
+Entering autograd costs as much as a small kernel: a sixth of a decode step. Both ways run the same `forward`, so the
+bits are the same.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from torch.autograd import Function
 
 
 class _NoContext:
-    """Takes what a forward pass would keep for its backward, and keeps nothing."""
+    """Stands in for autograd's context, and keeps nothing for a backward pass."""
 
     def save_for_backward(self, *tensors: Tensor | None) -> None: ...
 

@@ -1,4 +1,5 @@
-"""RMSNorm, rotary embedding and SwiGLU. Statistics and rotations are computed in FP32 whatever the input's type."""
+"""RMSNorm, rotary embedding and SwiGLU. Statistics and rotations are computed in FP32, whatever the type of the
+input."""
 
 from __future__ import annotations
 
@@ -82,5 +83,5 @@ class _SwiGLU(Function):
 
 
 def swiglu(gate_up_NF: Tensor) -> Tensor:
-    """silu(gate) · up, for the two halves of a row."""
+    """silu(gate) · up, where gate and up are the two halves of each row."""
     return call(_SwiGLU, gate_up_NF)

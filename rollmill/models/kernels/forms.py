@@ -1,12 +1,12 @@
-"""What a product multiplies: in the type of its weights, or as a quantised form does.
+"""Matrix products in each form: in the type of the weights, or quantised.
 
-A quantised form quantises what goes into a product, token by token (so no token's result depends on its neighbours),
-and multiplies it with the weights that are served. The gradient is that of the product as if nothing had been
-quantised: dX = dY · W and dW = dYᵀ · X, in the type of the weights.
+A quantised form quantises the input of a product per token, so no token's result depends on its neighbours, and
+multiplies it with the served weights. The gradient ignores the quantisation: dX = dY · W and dW = dYᵀ · X, in the type
+of the weights.
 
-On Hopper products of fp8 run in FP8 where shapes allow it (fp8, fp8_grouped_triton). Elsewhere, and for nvfp4, codes
-are multiplied as the bf16 or FP32 numbers they stand for, exactly, and summed in FP32: only the order of the sum
-differs.
+On Hopper, fp8 products run in FP8 if their shapes allow it (fp8, fp8_grouped_triton). Elsewhere, and for nvfp4, codes
+are converted to the bf16 or FP32 numbers they stand for, multiplied exactly, and summed in FP32. Only the order of the
+sum differs.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from rollmill.models.quantize import is_quantised
 
 
 def seen(x_NI: Tensor, form: str) -> Tensor:
-    """What a product of this form sees of its input, in the input's type."""
+    """`x` as a product of this form sees it: quantised and dequantised, in the type of `x`."""
     if form == "fp8":
         return fp8.rounded_tokens(x_NI)
     return nvfp4.rounded_tokens(x_NI) if form == "nvfp4" else x_NI
@@ -33,7 +33,7 @@ def multiplies_codes(x_NI: Tensor, weight_OI: Tensor, form: str) -> bool:
 
 
 def product(x_NI: Tensor, weight_OI: Tensor, bias_O: Tensor | None, form: str) -> Tensor:
-    """Without a gradient of its own."""
+    """x · weightᵀ + bias, without a backward pass."""
     if multiplies_codes(x_NI, weight_OI, form):
         out_NO = fp8.product(x_NI, weight_OI)
         return out_NO if bias_O is None else out_NO.add_(bias_O)
@@ -41,7 +41,7 @@ def product(x_NI: Tensor, weight_OI: Tensor, bias_O: Tensor | None, form: str) -
 
 
 def add_product_(out_NO: Tensor, x_NI: Tensor, weight_OI: Tensor, bias_O: Tensor | None, form: str) -> Tensor:
-    """The same, added to what is there."""
+    """Adds x · weightᵀ + bias to `out` in place."""
     if multiplies_codes(x_NI, weight_OI, form):
         out_NO.add_(fp8.product(x_NI, weight_OI))
     else:

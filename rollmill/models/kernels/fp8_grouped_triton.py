@@ -1,10 +1,10 @@
-"""A mixture's products in FP8 on Hopper: rows in order of expert, the host never learning how many each has.
+"""The products of a mixture in FP8 on Hopper. Rows are in expert order; the host never learns how many each expert has.
 
-Hopper's tensor cores keep few bits of a sum of FP8 products, so 128 columns are summed there, and these sums, times the
-scales of their row and their block, in FP32. Scales are powers of two: multiplying by them is exact. What is summed are
-the numbers of the emulated product, in another order.
+Hopper's tensor cores keep few bits of a sum of FP8 products. So they sum 128 columns, and these partial sums, times the
+scales of their row and block, are added in FP32. Scales are powers of two, so multiplying by them is exact. The numbers
+are those of the emulated product, summed in another order.
 
-A token's row is quantised once, for all its places; SwiGLU's output is quantised where it is made.
+A token's row is quantised once for all its places. SwiGLU's output is quantised by the kernel that computes it.
 """
 
 from __future__ import annotations
@@ -17,12 +17,12 @@ from torch import Tensor
 from rollmill.models.kernels.fp8_triton import BLOCK, quantise_transposed, token_codes
 from rollmill.models.kernels.tiles import descriptor, has_accelerator
 
-# three programs fit on a multiprocessor, and two of them multiply while the third adds up, begins or writes
-_ROWS = 64  # of a tile of a product
+# three programs fit on a multiprocessor: two multiply while the third adds, starts or writes
+_ROWS = 64  # per tile of a product
 _LAUNCH = {"num_warps": 4, "num_stages": 3}
-_TOKENS = 32  # of a tile of a quantising pass
-# an expert, on average. With 4096 of them a forward pass takes four fifths of the emulated one's time on an H200; with
-# 1024 the weights' codes cost more than the products save, and the host has more kernels to queue
+_TOKENS = 32  # per tile of a quantising pass
+# per expert, on average. With 4096 rows a forward pass takes four fifths of the time of the emulated one on an H200.
+# With 1024, quantising the weights costs more than the products save, and the host launches more kernels.
 _FEWEST_ROWS = 2048
 
 
@@ -35,7 +35,7 @@ def _cut(ends_ptr, tiles_ptr, tiles, experts, ROWS: tl.constexpr, TILES: tl.cons
     count = tl.where(inside, tl.cdiv(end - start, ROWS), 0)
     last = tl.cumsum(count, 0)
     tile = tl.program_id(0) * TILES + tl.arange(0, TILES)
-    number = tile[:, None] - (last - count)[None, :]  # among the tiles of each expert
+    number = tile[:, None] - (last - count)[None, :]  # the tile's number among the tiles of each expert
     mine = (number >= 0) & (number < count[None, :])
     row = start[None, :] + number * ROWS
     tl.store(tiles_ptr + 3 * tile, tl.sum(tl.where(mine, expert[None, :], 0), 1), tile < tiles)
@@ -44,8 +44,8 @@ def _cut(ends_ptr, tiles_ptr, tiles, experts, ROWS: tl.constexpr, TILES: tl.cons
 
 
 def row_tiles(ends_E: Tensor, rows: int) -> Tensor:
-    """int32 [T, 3]: the expert of each tile of rows, the tile's first row, and where the expert's rows end. As many as
-    rows could ever need; those they do not begin and end at row 0."""
+    """int32 [T, 3]: per tile of rows its expert, its first row, and where the expert's rows end. There are as many
+    tiles as these rows can need; unused ones start and end at row 0."""
     experts = len(ends_E)
     tiles = triton.cdiv(rows, _ROWS) + experts
     tiles_T3 = torch.empty((tiles, 3), dtype=torch.int32, device=ends_E.device)
@@ -65,11 +65,11 @@ def _multiply(
     if first < end:
         block = tl.program_id(0) % across
         row = tl.arange(0, ROWS)
-        inside = row < end - first  # beyond are the next expert's rows, which are read but not written
+        inside = row < end - first  # later rows belong to the next expert: they are read but not written
         block_scale_at = block_scale_ptr + (expert * across + block) * depth
         total = tl.zeros([ROWS, BLOCK], tl.float32)
         for step in range(depth):
-            # asked for before the product, so that they are there after it
+            # loaded before the product, so that they have arrived after it
             scale_R = tl.load(row_scale_ptr + step * rows + first + row, inside, 0.0) * tl.load(block_scale_at + step)
             weight = weight_desc.load([expert, block * BLOCK, step * BLOCK]).reshape(BLOCK, BLOCK)
             total += tl.dot(codes_desc.load([first, step * BLOCK]), weight.T) * scale_R[:, None]
@@ -79,7 +79,7 @@ def _multiply(
 
 
 def product(codes_RI: Tensor, scales_BR: Tensor, codes_EOI: Tensor, scales_ECB: Tensor, tiles_T3: Tensor) -> Tensor:
-    """[R, O] in bf16: each row times its expert's weight."""
+    """Multiplies each row by its expert's weight: [R, O] in bf16."""
     (rows, inputs), outputs, block = codes_RI.shape, codes_EOI.shape[1], BLOCK.value
     out_RO = torch.empty((rows, outputs), dtype=torch.bfloat16, device=codes_RI.device)
     _multiply[(len(tiles_T3) * (outputs // block),)](
@@ -104,7 +104,7 @@ def _spread_codes(x_ptr, place_ptr, codes_ptr, scale_ptr, tokens, rows, width, K
 
 
 def spread_codes(x_NW: Tensor, place_Nk: Tensor) -> tuple[Tensor, Tensor]:
-    """Codes [N · k, W] and scales [W / 128, N · k]: each token's row at its k places."""
+    """Codes [N · k, W] and scales [W / 128, N · k], with each token's row at its k places."""
     (tokens, width), rows = x_NW.shape, place_Nk.numel()
     codes, scales = _codes(rows, width, x_NW.device)
     grid = (triton.cdiv(tokens, _TOKENS), width // BLOCK.value)
@@ -123,7 +123,7 @@ def _swiglu_codes(x_ptr, codes_ptr, scale_ptr, rows, width, ROWS: tl.constexpr):
     at = x_ptr + row[:, None] * 2 * width + column
     gate = tl.load(at, inside, 0.0).to(tl.float32)
     up = tl.load(at + width, inside, 0.0).to(tl.float32)
-    out = (gate * tl.sigmoid(gate) * up).to(x_ptr.dtype.element_ty)  # the numbers of a pass that writes them
+    out = (gate * tl.sigmoid(gate) * up).to(x_ptr.dtype.element_ty)  # rounded like the output of a separate pass
     codes, scale_R = token_codes(out.to(tl.float32))
     tl.store(codes_ptr + row[:, None] * width + column, codes, inside)
     tl.store(scale_ptr + tl.program_id(1) * rows + row, scale_R, row < rows)
@@ -139,13 +139,13 @@ def swiglu_codes(gate_up_RF: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def _codes(rows: int, width: int, device: torch.device) -> tuple[Tensor, Tensor]:
-    """Room for codes, and for their scales: a tile of a product reads those of 128 columns of its rows together."""
+    """Empty tensors for codes and their scales. A tile of a product reads the scales of 128 columns together."""
     codes = torch.empty((rows, width), dtype=torch.float8_e4m3fn, device=device)
     return codes, torch.empty((width // BLOCK.value, rows), dtype=torch.float32, device=device)
 
 
 def multiplies(x_NW: Tensor, place_Nk: Tensor, gate_up_EWF: Tensor, down_EfW: Tensor) -> bool:
-    """Whether `through_experts` takes these: whole blocks, and rows enough to be worth it."""
+    """Whether `through_experts` takes these: whole blocks, and enough rows to be worth it."""
     experts, inner, width = down_EfW.shape
     bf16 = x_NW.dtype == gate_up_EWF.dtype == down_EfW.dtype == torch.bfloat16
     whole = inner % BLOCK.value == width % BLOCK.value == 0
@@ -157,7 +157,7 @@ def multiplies(x_NW: Tensor, place_Nk: Tensor, gate_up_EWF: Tensor, down_EfW: Te
 def through_experts(
     x_NW: Tensor, place_Nk: Tensor, ends_E: Tensor, gate_up_EWF: Tensor, down_EfW: Tensor
 ) -> tuple[Tensor, Tensor]:
-    """(gate_up [R, F], the experts' outputs [R, W]), row r being what is at place r."""
+    """Returns (gate_up [R, F], the experts' outputs [R, W]); row r is place r."""
     tiles_T3 = row_tiles(ends_E, place_Nk.numel())
     gate_up_RF = product(*spread_codes(x_NW, place_Nk), *quantise_transposed(gate_up_EWF), tiles_T3)
     return gate_up_RF, product(*swiglu_codes(gate_up_RF), *quantise_transposed(down_EfW), tiles_T3)

@@ -1,4 +1,4 @@
-"""FP8 on CUDA in one read and one write. The rules are those of `fp8`, and so are the bits."""
+"""FP8 on CUDA with one read and one write. The bits are the same as those of `fp8`."""
 
 from __future__ import annotations
 
@@ -13,14 +13,14 @@ _TOKENS = 32  # rows of a tile of activations
 
 @triton.jit
 def scale_of(largest):
-    """(2^e, 2^-e), see `fp8.scale_of`."""
+    """Returns (2^e, 2^-e), see `fp8.scale_of`."""
     exponent = tl.maximum(((largest.to(tl.int32, bitcast=True) + 0x17FFFF) >> 23) - 8, 67)
     return (exponent << 23).to(tl.float32, bitcast=True), ((254 - exponent) << 23).to(tl.float32, bitcast=True)
 
 
 @triton.jit
 def token_codes(x):
-    """(codes, scales) of a tile each of whose rows has a scale."""
+    """Returns (codes, scales) of a tile with one scale per row."""
     scale_R, inverse_R = scale_of(tl.max(tl.abs(x), 1))
     return (x * inverse_R[:, None]).to(tl.float8e4nv), scale_R
 
@@ -30,7 +30,7 @@ def _quantise_fp8(
     x_ptr, out_ptr, scale_ptr, rows, columns, scale_row, scale_column, scale_matrix, TOKENS: tl.constexpr,
     CODES: tl.constexpr, TRANSPOSED: tl.constexpr, ROWS: tl.constexpr,
 ):  # fmt: skip
-    """A tile: 128 columns of one block of rows, or of some tokens that each have a scale."""
+    """One tile: 128 columns of one block of rows, or of several tokens with one scale each."""
     row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     matrix = tl.program_id(2).to(tl.int64)
@@ -69,7 +69,7 @@ def _launch(x: Tensor, out: Tensor, scales: Tensor | None, rows: int, *, transpo
 
 
 def quantise(x: Tensor, rows: int) -> tuple[Tensor, Tensor]:
-    """As `fp8.quantise`; the scales of tokens lie column by column, as the product wants them."""
+    """Like `fp8.quantise`. The scales of tokens are stored column by column, as the product needs them."""
     codes = torch.empty(x.shape, dtype=torch.float8_e4m3fn, device=x.device)
     shape = (*x.shape[:-2], triton.cdiv(x.shape[-2], rows), triton.cdiv(x.shape[-1], BLOCK.value))
     if rows == 1:
@@ -81,8 +81,8 @@ def quantise(x: Tensor, rows: int) -> tuple[Tensor, Tensor]:
 
 
 def quantise_transposed(weight_EIO: Tensor) -> tuple[Tensor, Tensor]:
-    """Codes [E, O, I] and scales [E, O / 128, I / 128] of whole blocks: Hopper multiplies codes only where both factors
-    are contiguous along what is summed over."""
+    """Codes [E, O, I] and scales [E, O / 128, I / 128] of whole blocks. Transposed, because Hopper multiplies codes
+    only if both factors are contiguous along the summed dimension."""
     experts, inputs, outputs = weight_EIO.shape
     codes_EOI = torch.empty((experts, outputs, inputs), dtype=torch.float8_e4m3fn, device=weight_EIO.device)
     shape = (experts, outputs // BLOCK.value, inputs // BLOCK.value)

@@ -1,17 +1,17 @@
-"""What a decoder layer does between two products, joined to the products so that little is kept for the backward pass.
+"""The element-wise passes between two products, joined to the products, so that the backward pass keeps little.
 
-Everywhere but on CUDA these are the plain compositions of `elementwise` and `linear`, bit for bit. On CUDA the passes
-are Triton kernels, a residual is added by the product itself, and what one cheap pass can make again (normalised rows,
-activations) is made again in the backward pass, in a kernel that reads its inputs anyway:
+On other devices than CUDA these are plain compositions of `elementwise` and `linear`, bit for bit. On CUDA the passes
+are Triton kernels, and the product itself adds the residual. What one cheap pass can recompute (normalised rows,
+activations) is recomputed in the backward pass, in a kernel that reads the inputs anyway:
 
-    kept a token and layer, in elements      plain                    fused
+    kept per token and layer                 plain                    fused
     attention                                x n qkv q k a            x qkv a         (n normalised, a attended)
     dense MLP                                y n gate_up s h          y gate_up       (s sigmoid, h activation)
-    the same, remade                                                  —               (y is made of x and a)
+    dense MLP, `remakes`                                              —               (y is recomputed from x and a)
 
-`fork` is how a residual stream goes on beside a branch: it returns its input as a second output, whose gradient then
-arrives where the branch's does and is added there instead of in a pass of its own. The output is a copy, written by the
-norm that reads the row anyway, so that the product at the branch's end can add to it in place.
+`norm_fork` starts a branch: it returns x a second time, for the residual. The gradient of this second output arrives
+together with the branch's gradient and is added there, without a pass of its own. On CUDA the second output is a copy,
+written by the norm, which reads the row anyway. So the product at the end of the branch can add to it in place.
 """
 
 from __future__ import annotations
@@ -55,7 +55,8 @@ class _NormFork(Function):
 
 
 def norm_fork(x_NW: Tensor, norm_W: Tensor, eps: float, *, copy: bool = True) -> tuple[Tensor, Tensor]:
-    """(RMSNorm of x, x for the residual: on CUDA a copy that may be added to in place, or x itself)."""
+    """Returns (RMSNorm of x, x for the residual). The second is a copy on CUDA if `copy`, and may be changed in
+    place."""
     if not fuses(x_NW):
         return elementwise.rms_norm(x_NW, norm_W, eps), x_NW
     return call(_NormFork, x_NW, norm_W, eps, copy)  # type: ignore[return-value]
@@ -88,7 +89,7 @@ class _NormLinear(Function):
 def norm_linear(
     x_NW: Tensor, norm_W: Tensor, eps: float, weight: Tensor, bias: Tensor | None = None, form: str = "bf16"
 ) -> tuple[Tensor, Tensor]:
-    """(the linear map of x's RMSNorm, x for the residual: on CUDA a copy, for `add_linear` to add to in place)."""
+    """Returns (the linear map of x's RMSNorm, x for the residual: on CUDA a copy that `add_linear` may change)."""
     if not fuses(x_NW):
         return linear(elementwise.rms_norm(x_NW, norm_W, eps), weight, bias, form), x_NW
     return call(_NormLinear, x_NW, norm_W, eps, weight, bias, form)  # type: ignore[return-value]
@@ -109,14 +110,14 @@ class _AddLinear(Function):
 
 
 def add_linear(x_NW: Tensor, y: Tensor, weight: Tensor, bias: Tensor | None = None, form: str = "bf16") -> Tensor:
-    """x + the linear map of y. On CUDA in place: x is the copy that `norm_linear` or `norm_fork` made."""
+    """x + the linear map of y. In place on CUDA, where x must be the copy from `norm_linear` or `norm_fork`."""
     if not fuses(x_NW):
         return x_NW + linear(y, weight, bias, form)
     return call(_AddLinear, x_NW, y, weight, bias, form)
 
 
 class DenseMLP(NamedTuple):
-    """The weights a dense layer has after its attention."""
+    """The weights of a dense layer that come after its attention."""
 
     output: Tensor
     output_bias: Tensor | None
@@ -126,7 +127,7 @@ class DenseMLP(NamedTuple):
 
 
 class _AddMLP(Function):
-    """`x` is what `copy` is a copy of, for the backward pass: its gradient goes the copy's way."""
+    """`copy` is a copy of `x`. The backward pass needs `x`; the gradient is returned for `copy`."""
 
     @staticmethod
     def forward(
@@ -154,7 +155,7 @@ class _AddMLP(Function):
             inner = swiglu_forward(gate_up)
         ctx.save_for_backward(x_NW if remakes else y_NW, attended, scale_N, gate_up, *weights)
         ctx.eps, ctx.form = eps, form
-        if remakes:  # otherwise it is y now, which nothing outside has
+        if remakes:  # otherwise `copy` now holds y, which nothing outside has
             ctx.mark_dirty(copy_NW)
         return add_product_(out_NW, inner, mlp.down, None, form)
 
@@ -193,10 +194,10 @@ def add_mlp(
     remakes: bool = False,
     form: str = "bf16",
 ) -> Tensor:
-    """y = x + the linear map of what was attended to, and then y + the MLP of its RMSNorm.
+    """Computes y = x + the linear map of `attended`, and returns y + the MLP of y's RMSNorm.
 
-    `copy` is the one of x that `norm_linear` or `norm_fork` made. With `remakes` the MLP keeps nothing for the backward
-    pass on CUDA: two products make y and gate_up again.
+    `copy` is the copy of x from `norm_linear` or `norm_fork`. With `remakes`, on CUDA, the MLP keeps nothing for the
+    backward pass: two products compute y and gate_up again.
     """
     if fuses(copy_NW):
         return call(_AddMLP, copy_NW, x_NW, attended, eps, remakes, form, *mlp)
@@ -232,9 +233,10 @@ class _RotateHeads(Function):
 def rotate_heads(
     qkv: Tensor, angles: Angles, heads: tuple[int, int, int], norms: tuple[Tensor, Tensor] | None, eps: float
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """q [N, H, D], k and v [N, K, D] of packed rows q|k|v; q and k each head normalised (if `norms`) and rotated.
+    """q [N, H, D], k and v [N, K, D] from packed rows q|k|v. Each head of q and k is rotated, and normalised before if
+    `norms` is given.
 
-    `heads` is (H, K, D). On CUDA the rows are rotated in place: nothing else may hold them.
+    `heads` is (H, K, D). On CUDA the rows are rotated in place, so nothing else may hold them.
     """
     if fuses(qkv) and qkv.is_contiguous():
         return call(_RotateHeads, qkv, angles, heads, *(norms or (None, None)), eps)  # type: ignore[return-value]
@@ -260,7 +262,7 @@ class _ExactLinear(Function):
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor]:
         x_NW, weight = ctx.saved_tensors
-        # an FP32 number as the sum of two of bf16: sixteen bits of it, at the speed of bf16
+        # FP32 as the sum of two bf16 numbers: sixteen significant bits, at the speed of bf16
         high = grad.to(x_NW.dtype)
         low = (grad - high).to(x_NW.dtype)
         grad_weight = torch.mm(high.t(), x_NW, out_dtype=torch.float32) + torch.mm(
@@ -270,7 +272,7 @@ class _ExactLinear(Function):
 
 
 def exact_linear(x_NW: Tensor, weight: Tensor) -> Tensor:
-    """FP32: products of bf16 numbers are exact in it, so only the order of the sum differs from FP32 operands."""
+    """An FP32 result. Products of bf16 numbers are exact in FP32, so only the order of the sum differs."""
     if x_NW.is_cuda and x_NW.dtype == weight.dtype == torch.bfloat16:
         return call(_ExactLinear, x_NW, weight)
     return linear(x_NW.float(), weight.float())

@@ -1,7 +1,8 @@
-"""Triton kernels of the element-wise passes between products: one read and one write of each tensor, FP32 inside.
+"""Triton kernels for the element-wise passes between products. They read and write each tensor once and compute in
+FP32.
 
-Each program works on whole rows in a fixed order, so a row's bits do not depend on the rows beside it, and sums over
-rows are made of partial sums in a fixed order: nothing is added atomically.
+Each program works on whole rows in a fixed order, so the bits of a row do not depend on other rows. Sums over rows add
+partial sums in a fixed order; there are no atomic adds.
 """
 
 from __future__ import annotations
@@ -11,8 +12,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-# Programs that each keep a partial sum over their rows: as many as an H200 has room for at once, by their registers so
-# many for each of its 132 multiprocessors. A few more would run alone after the others.
+# Each program keeps a partial sum over its rows. An H200 has room for 4 of them, by their registers, on each of its 132
+# multiprocessors. A few more would run alone after the others.
 _NORM_PROGRAMS = 132 * 4
 _NORM_WARPS, _NORM_ELEMENTS = 1, 1024
 
@@ -22,8 +23,8 @@ def _block(width: int) -> int:
 
 
 def _tile(width: int, elements: int) -> dict[str, int]:
-    """Rows a program takes at once, so that it has about so many elements in flight, and how it cuts them: into a
-    power of two and, where there is one, a rest. One block of 1024 for rows of 576 would leave half its threads idle.
+    """How a program takes rows: ROWS at once, for about `elements` elements in flight, each cut into a BLOCK, a power
+    of two, and a REST (0 if none). One block of 1024 for rows of 576 would leave half of its threads idle.
     """
     block = _block(width + 1) // 2
     rest = 0 if block == width else _block(width - block)
@@ -61,7 +62,7 @@ def _norm_forward(
 
 
 def norm_forward(x_NW: Tensor, weight_W: Tensor, eps: float, copy_NW: Tensor | None = None) -> tuple[Tensor, Tensor]:
-    """(normalised rows, their scales); fills `copy` with x."""
+    """Returns (normalised rows, their scales). Writes x into `copy`."""
     rows, width = x_NW.shape
     out_NW = torch.empty((rows, width), dtype=x_NW.dtype, device=x_NW.device)
     scale_N = torch.empty(rows, dtype=torch.float32, device=x_NW.device)
@@ -80,7 +81,7 @@ def _load(pointer, at, inside, GIVEN: tl.constexpr):
 
 @triton.jit
 def _norm_columns(x, grad, weight, scale, projection, skip, grad_x_at, normal_at, inside, NORMAL: tl.constexpr):
-    """The second half of `_norm_backward`, for some of the columns; `x` is normalised."""
+    """The second half of `_norm_backward` for a range of columns; `x` is normalised."""
     grad_x = (grad * weight[None, :] - x * projection) * scale + skip
     tl.store(grad_x_at, grad_x.to(grad_x_at.dtype.element_ty), inside)
     if NORMAL:
@@ -99,7 +100,7 @@ def _norm_backward(
         rest = BLOCK + tl.arange(0, REST)
         rest_weight = tl.load(weight_ptr + rest, rest < width, 0.0).to(tl.float32)
         rest_partial = tl.zeros([ROWS, REST], tl.float32)
-    # in stages: rows are loaded while those before them are worked on
+    # pipelined: rows are loaded while earlier ones are computed
     for start in tl.range(tl.program_id(0) * ROWS, rows, tl.num_programs(0) * ROWS, num_stages=3):
         row = (start + tl.arange(0, ROWS)).to(tl.int64)[:, None]
         inside = row < rows
@@ -132,11 +133,11 @@ def _norm_backward(
 def norm_backward(
     x_NW: Tensor, weight_W: Tensor, scale_N: Tensor, grad_NW: Tensor, skip_NW: Tensor | None, *, normal: bool
 ) -> tuple[Tensor, Tensor, Tensor | None]:
-    """(gradient of x, plus `skip`; gradient of the weight; the normalised rows again, if wanted)."""
+    """Returns (gradient of x plus `skip`, gradient of the weight, the normalised rows again if `normal`)."""
     rows, width = x_NW.shape
     grad_x = torch.empty((rows, width), dtype=x_NW.dtype, device=x_NW.device)
     normal_NW = torch.empty_like(grad_x) if normal else None
-    # one warp where a row is short: nothing is exchanged between warps while a row is summed
+    # one warp for short rows: then warps exchange nothing while a row is summed
     tile = _tile(width, _NORM_ELEMENTS) | {"num_warps": max(_NORM_WARPS, min(8, width // 1024))}
     programs = min(_NORM_PROGRAMS, triton.cdiv(rows, tile["ROWS"]))
     partial = torch.empty((programs, width), dtype=torch.float32, device=x_NW.device)
@@ -171,7 +172,7 @@ def _sum_rows(x_ptr, out_ptr, rows, width, ROWS: tl.constexpr, COLUMNS: tl.const
 
 
 def sum_rows(x_RW: Tensor, dtype: torch.dtype) -> Tensor:
-    """[W] of the FP32 rows of partial sums. Torch's own sum takes four times as long over so few columns."""
+    """Sums FP32 rows of partial sums into [W]. Torch's sum takes four times as long for so few columns."""
     rows, width = x_RW.shape
     out = torch.empty(width, dtype=dtype, device=x_RW.device)
     _sum_rows[(triton.cdiv(width, 8),)](x_RW, out, rows, width, ROWS=256, COLUMNS=8, num_warps=4)
@@ -232,9 +233,10 @@ def _swiglu_backward(
 def swiglu_backward(
     gate_up_RF: Tensor, grad_Rf: Tensor, weights: Tensor | None = None, order_R: Tensor | None = None
 ) -> tuple[Tensor, Tensor, Tensor | None]:
-    """(gradient of gate_up, weights · swiglu(gate_up) again, gradient of the weights) of weights · swiglu(gate_up).
+    """The backward pass of weights · swiglu(gate_up). Returns (gradient of gate_up, the output again, gradient of the
+    weights).
 
-    The weight of row r is number order[r] of all of them.
+    The weight of row r is weights[order[r]].
     """
     rows, width = grad_Rf.shape
     grad_x, out = torch.empty_like(gate_up_RF), torch.empty_like(grad_Rf)
@@ -261,7 +263,7 @@ def _spread(x_ptr, place_ptr, out_ptr, width, K: tl.constexpr, BLOCK: tl.constex
 
 
 def spread(x_NW: Tensor, place_Nk: Tensor) -> Tensor:
-    """[N · k, W]: each token's row at its k places. A gather would read it from memory k times."""
+    """Copies each token's row to its k places: [N · k, W]. A gather would read the row k times."""
     (tokens, k), width = place_Nk.shape, x_NW.shape[1]
     out = torch.empty((tokens * k, width), dtype=x_NW.dtype, device=x_NW.device)
     block = min(_block(width), 1024)
@@ -281,7 +283,7 @@ def _gather_sum(
     column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     inside = column < width
     total = tl.zeros([BLOCK], tl.float32)
-    for choice in tl.static_range(K):  # in top-k order: another order of the same experts would give other bits
+    for choice in tl.static_range(K):  # in top-k order: another order would give other bits
         place = tl.load(place_ptr + row * K + choice).to(tl.int64)
         y = tl.load(y_ptr + place * width + column, inside, 0.0).to(tl.float32)
         if WEIGHTED:
@@ -293,7 +295,7 @@ def _gather_sum(
 
 
 def gather_sum(y_RW: Tensor, place_Nk: Tensor, weights_Nk: Tensor | None = None, skip: Tensor | None = None) -> Tensor:
-    """[N, W]: for each token the (weighted) sum of its rows, plus `skip`."""
+    """[N, W]: the (weighted) sum of each token's rows, plus `skip`."""
     (tokens, k), width = place_Nk.shape, y_RW.shape[1]
     out = torch.empty((tokens, width), dtype=y_RW.dtype, device=y_RW.device)
     block = min(_block(width), 1024)

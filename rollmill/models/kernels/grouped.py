@@ -1,8 +1,8 @@
-"""Mixture-of-experts layers on CUDA: nothing waits for the host to learn how many rows each expert got.
+"""Mixture-of-experts layers on CUDA. The host never waits to learn how many rows each expert got.
 
-Rows are sorted by expert and multiplied in one grouped product per matrix. What is kept for the backward pass is the
-layer's input and the rows of gate_up; the dispatched rows are gathered again, the activations are made again, and the
-experts' outputs are not needed: the gradient of a gate's weight, ⟨g, h·D⟩, is taken as ⟨g·Dᵀ, h⟩.
+Rows are sorted by expert and multiplied in one grouped product per matrix. The backward pass keeps the layer's input
+and the rows of gate_up. It gathers the dispatched rows again and recomputes the activations. It does not need the
+experts' outputs: the gradient of a gate weight, ⟨g, h·D⟩, is computed as ⟨g·Dᵀ, h⟩.
 """
 
 from __future__ import annotations
@@ -23,12 +23,12 @@ class Sorted(NamedTuple):
 
     order_R: Tensor  # int64, row r is pair order[r] of the flattened [N, k]
     token_R: Tensor  # int64, the token of row r
-    place_Nk: Tensor  # int64, where the pair is
+    place_Nk: Tensor  # int64, the row of each pair
     ends_E: Tensor  # int32, where the rows of each expert end
 
 
 def sort_by_expert(chosen_Nk: Tensor, experts: int) -> Sorted:
-    """Stable, so the order of an expert's rows never depends on the sorter."""
+    """A stable sort, so the order of an expert's rows does not depend on the algorithm."""
     if has_triton(chosen_Nk.device):
         from rollmill.models.kernels.routing_triton import sort_pairs
 
@@ -43,7 +43,7 @@ def sort_by_expert(chosen_Nk: Tensor, experts: int) -> Sorted:
 
 
 def groups(x: Tensor, *weights: Tensor) -> bool:
-    """Whether `experts` takes these: bf16 on CUDA, rows of a multiple of 16 bytes."""
+    """Whether `experts` takes these: bf16 on CUDA, and rows of a multiple of 16 bytes."""
     bf16 = all(tensor.dtype == torch.bfloat16 for tensor in (x, *weights))
     return has_triton(x.device) and bf16 and all(size % 8 == 0 for weight in weights for size in weight.shape[1:])
 
@@ -74,7 +74,7 @@ class _Experts(Function):
         x_NW, weights_Nk, gate_up_EWF, down_EfW, gate_up_RF, *rest = ctx.saved_tensors
         rows = Sorted(*rest)
         grad_RW = spread(grad_NW, rows.place_Nk)
-        grad_Rf = torch._grouped_mm(grad_RW, down_EfW.transpose(1, 2), offs=rows.ends_E)  # before the gate's weight
+        grad_Rf = torch._grouped_mm(grad_RW, down_EfW.transpose(1, 2), offs=rows.ends_E)  # without the gate weight
         grad_gate_up_RF, inner_Rf, grad_weights = swiglu_backward(
             gate_up_RF, grad_Rf, weights_Nk.contiguous(), rows.order_R
         )
@@ -95,7 +95,7 @@ class _Experts(Function):
 
 
 def _products(x_NW: Tensor, gate_up_EWF: Tensor, down_EfW: Tensor, rows: Sorted, form: str) -> tuple[Tensor, Tensor]:
-    """(rows of gate_up, the experts' outputs)."""
+    """Returns (rows of gate_up, the experts' outputs)."""
     from rollmill.models.kernels import fp8_grouped_triton
     from rollmill.models.kernels.fused_triton import spread, swiglu_forward
 
@@ -114,6 +114,6 @@ def experts(
     skip_NW: Tensor | None = None,
     form: str = "bf16",
 ) -> Tensor:
-    """Each token through its chosen experts, weighted by its gate, summed in top-k order and added to `skip`."""
+    """Sends each token through its chosen experts, sums the weighted outputs in top-k order, and adds `skip`."""
     rows = sort_by_expert(chosen_Nk, gate_up_EWF.shape[0])
     return call(_Experts, x_NW, weights_Nk, gate_up_EWF, down_EfW, rows, skip_NW, form)

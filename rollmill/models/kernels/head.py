@@ -1,13 +1,13 @@
-"""Log-probs, entropies and cross-entropy of target tokens without ever holding the logits.
+"""Log-probs, entropies and cross-entropy of target tokens, without holding all logits in memory.
 
-The head's product is made for some rows at a time, with FP32 accumulation and FP32 logits: never rounded to bf16, which
-would move log-probs by 1e-2. Two ways, by when the gradient of a log-prob is known:
+The head's product is computed in chunks of rows, with FP32 accumulation and FP32 logits. Rounding logits to bf16 would
+move log-probs by 1e-2. There are two ways:
 
-    logprobs      any loss of log-probs and entropies: logits are made again in the backward pass
-    next_token    Σ weight · (−log-prob), weights known: gradients are made beside the loss, logits once; on Hopper not
-                  even that, the product ends in their exponentials (powers_triton)
+    logprobs      for any loss of log-probs and entropies: the backward pass computes the logits again
+    next_token    for Σ weight · (−log-prob) with known weights: the forward pass computes the gradients too, so logits
+                  are computed once; on Hopper the product writes their exponentials instead (powers_triton)
 
-Gradients of logits are in the model's type, those of the weight are summed over the pieces in FP32.
+Gradients of logits are in the model's type. The gradient of the weight is summed over the chunks in FP32.
 """
 
 from __future__ import annotations
@@ -21,32 +21,32 @@ from torch.autograd import Function
 
 from rollmill.models.triton import has_triton
 
-PIECE_ELEMENTS = 101_000_000  # logits at a time: 400 MB, enough rows for the products to run near full speed
-# Where gradients are made, half as many logits at a time, and so many times their rows in one product of gradients: at
-# most 600 MB together. That of the weight is added to an FP32 sum, whose own reading and writing should be rare.
+PIECE_ELEMENTS = 101_000_000  # logits per chunk: 400 MB, enough rows for the products to run near full speed
+# With gradients: logits in chunks of half this size, and the gradients of PARTS such chunks in one product, at most
+# 600 MB together. The product adds to the FP32 sum of the weight's gradient, which should be read and written rarely.
 PARTS = 4
 
 
 def head_logprobs(
     hidden_MW: Tensor, weight_VW: Tensor, targets_M: Tensor, temperatures_M: Tensor | None = None
 ) -> tuple[Tensor, Tensor]:
-    """(log-probs of the targets, entropies), FP32 with gradients, under logits divided by the temperatures."""
+    """Returns (log-probs of the targets, entropies), FP32 with gradients. Logits are divided by the temperatures."""
     return _Logprobs.apply(hidden_MW, weight_VW, targets_M, temperatures_M)
 
 
 def head_next_token(hidden_MW: Tensor, weight_VW: Tensor, targets_M: Tensor, weights_M: Tensor) -> Tensor:
-    """Σ weight · (−log-prob of the target): FP32 scalar with gradient to hidden and head."""
+    """Σ weight · (−log-prob of the target): an FP32 scalar with gradients for hidden and head."""
     if not torch.is_grad_enabled():
         logprobs_M, _ = head_logprobs(hidden_MW, weight_VW, targets_M)
         return -(logprobs_M * weights_M).sum()
     return _NextToken.apply(hidden_MW, weight_VW, targets_M, weights_M)
 
 
-def _pieces(rows: slice, vocabulary: int, elements: int) -> Iterator[slice]:
-    """As few as there may be, of nearly one size: a short one at the end would leave most of a device idle."""
+def _chunks(rows: slice, vocabulary: int, elements: int) -> Iterator[slice]:
+    """The fewest chunks, of nearly equal size: a short last chunk would leave most of the device idle."""
     count = rows.stop - rows.start
-    pieces = -(-count // max(1, elements // vocabulary))
-    step = -(-count // max(1, pieces) // 64) * 64
+    chunks = -(-count // max(1, elements // vocabulary))
+    step = -(-count // max(1, chunks) // 64) * 64
     for start in range(rows.start, rows.stop, max(step, 1)):
         yield slice(start, min(start + step, rows.stop))
 
@@ -64,7 +64,7 @@ def _logits(hidden_MW: Tensor, weight_VW: Tensor, temperatures_M: Tensor | None)
 
 
 class _Gradients:
-    """What the pieces add up to."""
+    """Sums the gradients of all chunks."""
 
     def __init__(self, hidden_MW: Tensor, weight_VW: Tensor) -> None:
         self._hidden, self._weight = hidden_MW, weight_VW
@@ -74,22 +74,22 @@ class _Gradients:
     def add_all(self, fill: Callable[[slice, Tensor], None]) -> None:
         """`fill(rows, grad)` writes the gradient of the logits of these rows."""
         rows, vocabulary = len(self._hidden), len(self._weight)
-        for piece in _pieces(slice(0, rows), vocabulary, PARTS * PIECE_ELEMENTS // 2):
-            grad_MV = self._hidden.new_empty(piece.stop - piece.start, vocabulary)
-            for part in _pieces(piece, vocabulary, PIECE_ELEMENTS // 2):
-                fill(part, grad_MV[part.start - piece.start : part.stop - piece.start])
-            self._add(piece, grad_MV)
-            del grad_MV  # the next one takes its memory
+        for chunk in _chunks(slice(0, rows), vocabulary, PARTS * PIECE_ELEMENTS // 2):
+            grad_MV = self._hidden.new_empty(chunk.stop - chunk.start, vocabulary)
+            for part in _chunks(chunk, vocabulary, PIECE_ELEMENTS // 2):
+                fill(part, grad_MV[part.start - chunk.start : part.stop - chunk.start])
+            self._add(chunk, grad_MV)
+            del grad_MV  # the next chunk reuses its memory
 
-    def add_powers(self, piece: slice, powers_MV: Tensor, scales_M: Tensor) -> None:
-        """The gradient of these rows' logits is that of the powers times a factor of its row."""
-        scaled_MW = torch.mul(self._hidden[piece], scales_M[:, None]).to(powers_MV.dtype)
-        torch.mul(_exact(powers_MV, self._weight), scales_M[:, None], out=self.hidden[piece])
+    def add_powers(self, chunk: slice, powers_MV: Tensor, scales_M: Tensor) -> None:
+        """The gradient of these rows' logits is `powers` times `scales` per row."""
+        scaled_MW = torch.mul(self._hidden[chunk], scales_M[:, None]).to(powers_MV.dtype)
+        torch.mul(_exact(powers_MV, self._weight), scales_M[:, None], out=self.hidden[chunk])
         self._add_weight(powers_MV, scaled_MW)
 
-    def _add(self, piece: slice, grad_MV: Tensor) -> None:
-        torch.mm(grad_MV, self._weight.to(grad_MV.dtype), out=self.hidden[piece])
-        self._add_weight(grad_MV, self._hidden[piece])
+    def _add(self, chunk: slice, grad_MV: Tensor) -> None:
+        torch.mm(grad_MV, self._weight.to(grad_MV.dtype), out=self.hidden[chunk])
+        self._add_weight(grad_MV, self._hidden[chunk])
 
     def _add_weight(self, grad_MV: Tensor, hidden_MW: Tensor) -> None:
         if grad_MV.is_cuda and grad_MV.dtype == torch.bfloat16:
@@ -108,12 +108,12 @@ class _Logprobs(Function):
         ctx: Any, hidden_MW: Tensor, weight_VW: Tensor, targets_M: Tensor, temperatures_M: Tensor | None
     ) -> tuple[Tensor, Tensor]:
         out = torch.empty((3, len(targets_M)), dtype=torch.float32, device=hidden_MW.device)
-        for piece in _pieces(slice(0, len(targets_M)), len(weight_VW), PIECE_ELEMENTS):
-            logits_MV = _logits(hidden_MW[piece], weight_VW, _of(temperatures_M, piece))
-            _measure(logits_MV, targets_M[piece], out[:, piece])
+        for chunk in _chunks(slice(0, len(targets_M)), len(weight_VW), PIECE_ELEMENTS):
+            logits_MV = _logits(hidden_MW[chunk], weight_VW, _of(temperatures_M, chunk))
+            _measure(logits_MV, targets_M[chunk], out[:, chunk])
         logprobs_M, entropies_M, sums_M = out.unbind()
         ctx.save_for_backward(hidden_MW, weight_VW, targets_M, temperatures_M, sums_M, entropies_M)
-        ctx.set_materialize_grads(False)  # hardly ever is there a bonus for entropy
+        ctx.set_materialize_grads(False)  # an entropy bonus is rare
         return logprobs_M, entropies_M
 
     @staticmethod
@@ -144,9 +144,9 @@ class _NextToken(Function):
         if _makes_powers(hidden_MW, weight_VW):
             from rollmill.models.kernels.powers_triton import next_token_powers
 
-            for piece in _pieces(slice(0, len(targets_M)), len(weight_VW), PARTS * PIECE_ELEMENTS // 2):
-                given = (hidden_MW[piece], weight_VW, targets_M[piece], weights_M[piece], logprobs_M[piece])
-                gradients.add_powers(piece, *next_token_powers(*given))
+            for chunk in _chunks(slice(0, len(targets_M)), len(weight_VW), PARTS * PIECE_ELEMENTS // 2):
+                given = (hidden_MW[chunk], weight_VW, targets_M[chunk], weights_M[chunk], logprobs_M[chunk])
+                gradients.add_powers(chunk, *next_token_powers(*given))
         else:
             gradients.add_all(
                 lambda part, grad_MV: _next_token_slopes(
@@ -163,7 +163,7 @@ class _NextToken(Function):
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         grad_hidden, grad_weight = ctx.saved_tensors
-        # made for one use: nothing else holds them, so they are scaled in place
+        # nothing else holds these gradients, so they are scaled in place
         return grad_hidden.mul_(grad), grad_weight.mul_(grad), None, None
 
 
@@ -175,12 +175,12 @@ def _makes_powers(hidden_MW: Tensor, weight_VW: Tensor) -> bool:
     return fits(hidden_MW, weight_VW)
 
 
-def _of(values_M: Tensor | None, piece: slice) -> Tensor | None:
-    return None if values_M is None else values_M[piece]
+def _of(values_M: Tensor | None, chunk: slice) -> Tensor | None:
+    return None if values_M is None else values_M[chunk]
 
 
 def _measure(logits_MV: Tensor, targets_M: Tensor, out_3M: Tensor) -> None:
-    """Fill rows of (log-prob of the target, entropy, log of the sum of exponentials). Overwrites the logits."""
+    """Writes (log-prob of the target, entropy, log of the sum of exponentials). Overwrites the logits."""
     if has_triton(logits_MV.device):
         from rollmill.models.kernels.head_triton import measure
 
@@ -201,7 +201,7 @@ def _slopes(
     grad_entropies_M: Tensor | None,
     out_MV: Tensor,
 ) -> None:
-    """The gradient of the logits, given those of the log-probs and entropies. The logits may be overwritten."""
+    """Writes the gradient of the logits, given the gradients of log-probs and entropies. May overwrite the logits."""
     if has_triton(logits_MV.device):
         from rollmill.models.kernels.head_triton import slopes
 
@@ -219,7 +219,7 @@ def _slopes(
 def _next_token_slopes(
     logits_MV: Tensor, targets_M: Tensor, weights_M: Tensor, logprobs_M: Tensor, out_MV: Tensor
 ) -> None:
-    """The gradient of the logits of Σ weight · (−log-prob); fills in the log-probs."""
+    """Writes the log-probs, and the gradient of Σ weight · (−log-prob) for the logits."""
     if has_triton(logits_MV.device):
         from rollmill.models.kernels.head_triton import next_token_slopes
 

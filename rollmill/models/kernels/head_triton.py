@@ -1,7 +1,7 @@
-"""Triton passes over rows of FP32 logits, blocks of the vocabulary in order.
+"""Triton passes over rows of FP32 logits. Blocks of the vocabulary are read in order.
 
-A pass that reads a row twice has one large program a multiprocessor: the rows all of them work on then stay in the
-second-level cache, and the second reading costs the memory nothing.
+A pass that reads each row twice runs one large program per multiprocessor. The rows in flight then stay in the L2
+cache, and the second read does not go to memory.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ def _row_sums(x_ptr, vocabulary, BLOCK: tl.constexpr):
         higher = tl.maximum(top, tl.max(x, 0))
         shrink = tl.exp(top - higher)
         powers = tl.exp(x - higher)
-        if start > 0:  # sums that were about a lower one
+        if start > 0:  # rescale the sums to the new maximum
             weighted = (weighted + total * (top - higher)) * shrink
         weighted += tl.sum(tl.where(powers > 0, powers * (x - higher), 0.0), 0)
         total = total * shrink + tl.sum(powers, 0)
@@ -100,7 +100,7 @@ def _next_token(x_ptr, target_ptr, weight_ptr, logprob_ptr, out_ptr, rows, vocab
     for index in range(tl.program_id(0), rows, tl.num_programs(0)):
         row = tl.full([], index, tl.int64)
         x_row, out_row = x_ptr + row * vocabulary, out_ptr + row * vocabulary
-        # a maximum and a sum for each place in a block: nothing is exchanged between threads until the end
+        # one maximum and one sum per place in a block: threads exchange nothing until the end
         top = tl.full([BLOCK], -1e30, tl.float32)
         total = tl.zeros([BLOCK], tl.float32)
         for start in range(0, vocabulary, BLOCK):

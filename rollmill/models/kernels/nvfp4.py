@@ -1,15 +1,15 @@
-"""NVFP4: e2m1 codes, an e4m3 scale a block of 16 inputs, and one power of two for a whole matrix or a token.
+"""NVFP4: e2m1 codes, an e4m3 scale per block of 16 inputs, and one power of two per matrix or per token.
 
     value   = code · scale · power           2 + 4 significant bits and an exponent: exact in bf16
     codes     0 .5 1 1.5 2 3 4 6, and the sign; nearest, ties to the even code
     scale   = e4m3(largest of the block / 6 / power), at least 2^-6
-    power   = smallest 2^e with which no scale rounds past 448 (see `fp8.scale_of`)
+    power   = smallest 2^e for which no scale rounds above 448 (see `fp8.scale_of`)
 
-A normal e4m3 number is within 1/16 of what it rounds, so the largest of a block gets the code 6, and quantising what
-was dequantised finds the same scale; below 2^-6 that would not hold, and a scale does not go there. Nothing is divided:
-codes are found by comparing with multiples of the scale, which are exact, and 1/6 is one FP32 constant, so that every
-device gives the same bytes. The power of a token depends on this token alone: with one for all tokens of a batch, a
-token's result would depend on its neighbours, and on later tokens.
+A normal e4m3 number is within 1/16 of the number it was rounded from. So the largest of a block gets the code 6, and
+quantising the dequantised values finds the same scale. Below 2^-6 that would not hold, so scales stop there. Nothing is
+divided: codes are found by comparing with exact multiples of the scale, and 1/6 is one FP32 constant, so every device
+gives the same bytes. The power of a token depends on that token alone. With one power per batch, a token's result would
+depend on its neighbours, and on later tokens.
 """
 
 from __future__ import annotations
@@ -23,19 +23,19 @@ from rollmill.models.kernels.fp8 import CODES, has_e4m3, inverse, scale_of
 BLOCK = 16
 SIXTH = 0.1666666716337204  # the FP32 number next to 1/6
 VALUES = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
-# A code is how many of these a magnitude passes; at the even ones (counted from 0) a tie stays below, at the odd not.
+# A code is the number of bounds a magnitude passes. A magnitude equal to bound 0, 2, 4 or 6 does not pass it.
 BOUNDS = (0.25, 0.75, 1.25, 1.75, 2.5, 3.5, 5.0)
 SMALLEST_SCALE = 2.0**-6
 
 
 def power_of(largest: Tensor) -> Tensor:
-    """The power of two for what has this largest magnitude."""
+    """The power of two for a matrix or token with this largest magnitude."""
     return scale_of(largest * SIXTH)
 
 
 def quantise(x: Tensor, power: Tensor) -> tuple[Tensor, Tensor]:
-    """Of matrices [..., R, C], C even: codes, two a byte [..., R, C / 2], and e4m3 scales [..., R, ⌈C / 16⌉]. There
-    is a `power` for each matrix, [..., 1, 1]."""
+    """Quantises matrices [..., R, C], C even. Returns codes, two per byte [..., R, C / 2], and e4m3 scales
+    [..., R, ⌈C / 16⌉]. `power` is [..., 1, 1], one per matrix."""
     blocks, scales = _scaled(x, power)
     codes = _codes(blocks, scales.float().mul_(power).unsqueeze(-1)).flatten(-2)[..., : x.shape[-1]]
     return codes[..., ::2] | (codes[..., 1::2] << 4), scales
@@ -65,7 +65,7 @@ def _rounded(x: Tensor, power: Tensor) -> Tensor:
 
 
 def rounded_tokens(x_NW: Tensor) -> Tensor:
-    """Activations: each token with a power of its own."""
+    """For activations: one power per token."""
     if has_e4m3(x_NW.device) and x_NW.numel() > 0:
         from rollmill.models.kernels import nvfp4_triton
 
@@ -74,7 +74,7 @@ def rounded_tokens(x_NW: Tensor) -> Tensor:
 
 
 def unpacked(data: Tensor) -> Tensor:
-    """One code a byte, of two; the first is in the low half."""
+    """Two codes per byte into one code per byte; the first is in the low half."""
     return torch.stack((data & 15, data >> 4), -1).flatten(-2)
 
 

@@ -1,4 +1,4 @@
-"""NVFP4 values on CUDA in one read and one write. The rules are those of `nvfp4`, and so are the bits."""
+"""NVFP4 values on CUDA with one read and one write. The bits are the same as those of `nvfp4`."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ _SIXTH = tl.constexpr(0.1666666716337204)
 
 @triton.jit
 def _round(x_ptr, out_ptr, power_ptr, columns, rows, GIVEN: tl.constexpr, BLOCKS: tl.constexpr):
-    """One row. Its power is its own, or that of its matrix, which has `rows` of them."""
+    """One row. Its power is its own, or that of its matrix of `rows` rows if GIVEN."""
     row = tl.program_id(0).to(tl.int64)
     column = tl.arange(0, BLOCKS)[:, None] * 16 + tl.arange(0, 16)[None, :]
     x = tl.load(x_ptr + row * columns + column, column < columns, 0.0).to(tl.float32)
@@ -36,12 +36,12 @@ def _round(x_ptr, out_ptr, power_ptr, columns, rows, GIVEN: tl.constexpr, BLOCKS
     value = tl.where(magnitude > factor * 5.0, 6.0, value)
     sign = x.to(tl.int32, bitcast=True) & -0x80000000
     out = ((value * factor).to(tl.int32, bitcast=True) | sign).to(tl.float32, bitcast=True)
-    out = tl.where(magnitude < float("inf"), out, x)  # what is not finite is passed on
+    out = tl.where(magnitude < float("inf"), out, x)  # values that are not finite are passed on
     tl.store(out_ptr + row * columns + column, out.to(out_ptr.dtype.element_ty), column < columns)
 
 
 def rounded(x: Tensor, power: Tensor | None) -> Tensor:
-    """Matrices [..., R, C] with a power each, or tokens without."""
+    """Rounds matrices [..., R, C] with one power each, or tokens if `power` is None."""
     x = x.contiguous()
     out = torch.empty_like(x)
     columns = x.shape[-1]

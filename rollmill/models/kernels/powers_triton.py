@@ -1,9 +1,9 @@
-"""The head's product ending in exponentials: where only the next token's loss is wanted, no logit is ever written.
+"""The head's product, writing exponentials instead of logits. For the next token's loss, logits are never written.
 
-A softmax is e^(x − m) over its sum s, whatever m is, if only no power leaves the range of numbers. So m need not be the
-largest logit, which is known too late: the target's plus a margin is known before. What is written is the power itself,
-in bf16, which has the exponents of FP32. The products of gradients take it as it is, since the factor weight / s is one
-of whole rows; at the target stands e^(x − m) − s, so that a probability near 1 keeps its small gradient.
+A softmax is e^(x − m) / s, where s is the sum of e^(x − m), for any m that keeps the powers in range. The largest logit
+is known too late, so m is the target's logit plus a margin, which is known before. The kernel writes the power in bf16,
+which has the exponent range of FP32. The gradient products use it as it is, because the factor weight / s is one number
+per row. At the target it writes e^(x − m) − s, so that a probability near 1 keeps its small gradient.
 
     surprise of the target, in nats         powers
     0                                       up to e^−40, a probability is 0 below e^−47
@@ -24,7 +24,7 @@ from rollmill.models.kernels.tiles import descriptor, has_accelerator, programs
 
 _MARGIN, _LIMIT = 40.0, 65.0
 _LOG2_E = math.log2(math.e)
-_SIZES = {"ROWS": 128, "HALF": 64, "DEPTH": 64}  # of a tile: tokens, half of its columns, summed at once
+_SIZES = {"ROWS": 128, "HALF": 64, "DEPTH": 64}  # of a tile: tokens, half of its columns, columns of x per step
 _LAUNCH = {"num_warps": 8, "num_stages": 3, "maxnreg": 128}
 
 
@@ -57,7 +57,7 @@ def _powers(
 ):  # fmt: skip
     down = tl.cdiv(rows, ROWS)
     tiles = down * tl.cdiv(vocabulary, 2 * HALF)
-    # flat: the first loads of a tile are under way while the last one's powers are made
+    # flat: the first loads of a tile overlap with the powers of the tile before
     for tile in tl.range(tl.program_id(0), tiles, tl.num_programs(0), flatten=True):
         row, column = tile % down * ROWS, tile // down * (2 * HALF)
         logits = tl.zeros([ROWS, 2 * HALF], tl.float32)
@@ -86,7 +86,7 @@ def _finish(
         at = tile[:, None].to(tl.int64) * rows + row[None, :]
         total += tl.sum(tl.load(sums_ptr + at, (tile < tiles)[:, None] & inside[None, :], 0.0), 0)
     total = tl.where(inside, total, 1.0)
-    # in two steps: near 1 the logarithm of a probability is exact, and no product leaves the range of numbers
+    # in two steps: exact for probabilities near 1, and no product overflows
     below, above = tl.minimum(total, 1.0), tl.maximum(total, 1.0)
     surprise = tl.log(below / at_target) + tl.log(above)
     tl.store(logprob_ptr + row, tl.where(total == total, -surprise, total), inside)
@@ -96,7 +96,7 @@ def _finish(
 
 
 def fits(hidden_MW: Tensor, weight_VW: Tensor) -> bool:
-    """Tiles travel in rows of whole 16 bytes."""
+    """Whether the kernel takes these: the TMA needs rows of a multiple of 16 bytes."""
     whole = hidden_MW.shape[1] % 8 == 0 and len(weight_VW) % 8 == 0
     alike = hidden_MW.dtype == weight_VW.dtype == torch.bfloat16
     plain = hidden_MW.is_contiguous() and weight_VW.is_contiguous()
@@ -106,8 +106,8 @@ def fits(hidden_MW: Tensor, weight_VW: Tensor) -> bool:
 def next_token_powers(
     hidden_MW: Tensor, weight_VW: Tensor, targets_M: Tensor, weights_M: Tensor, logprobs_M: Tensor
 ) -> tuple[Tensor, Tensor]:
-    """(powers, [M] factors of their rows): together the gradient of the logits of Σ weight · (−log-prob). Fills in the
-    log-probs."""
+    """Returns (powers, factors [M] of their rows). Their product is the gradient of Σ weight · (−log-prob) for the
+    logits. Writes the log-probs."""
     (rows, width), vocabulary, device = hidden_MW.shape, len(weight_VW), hidden_MW.device
     size, half, depth = _SIZES.values()
     across = triton.cdiv(vocabulary, 2 * half)

@@ -1,7 +1,7 @@
-"""Triton kernels of rotary embedding and the norms of heads: packed q|k|v rows to rotated heads, and their gradient.
+"""Triton kernels for rotary embedding and per-head norms: packed q|k|v rows to rotated heads, and their gradient.
 
-Forward a program takes one token with all its heads. Backward, where more is read and the norms' gradients are summed,
-it takes some tokens and goes through their heads one by one.
+In the forward pass a program takes one token with all its heads. The backward pass reads more and sums the gradients of
+the norms, so a program takes several tokens and goes over their heads one by one.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from torch import Tensor
 
 from rollmill.models.kernels.fused_triton import sum_rows
 
-_TOKENS = 32  # of a program going backward
+_TOKENS = 32  # per program of the backward pass
 
 
 def _power(size: int) -> int:
@@ -36,7 +36,7 @@ def _rotate_heads(
         is_q, is_k = inside & (head < Q), inside & (head >= Q)
         w1 = tl.load(q_weight_ptr + pair, is_q, 0.0) + tl.load(k_weight_ptr + pair, is_k, 0.0)
         w2 = tl.load(q_weight_ptr + D // 2 + pair, is_q, 0.0) + tl.load(k_weight_ptr + D // 2 + pair, is_k, 0.0)
-        # rounded as a separate norm's output would be
+        # rounded like the output of a separate norm
         first = (first * scale * w1.to(tl.float32)).to(out_ptr.dtype.element_ty).to(tl.float32)
         second = (second * scale * w2.to(tl.float32)).to(out_ptr.dtype.element_ty).to(tl.float32)
     angle = token * (D // 2) + pair
@@ -44,7 +44,7 @@ def _rotate_heads(
     sin = tl.load(sin_ptr + angle, pair < D // 2, 0.0)
     tl.store(out_ptr + at, (first * cos - second * sin).to(out_ptr.dtype.element_ty), inside)
     tl.store(out_ptr + at + D // 2, (second * cos + first * sin).to(out_ptr.dtype.element_ty), inside)
-    if NORM:  # into fresh memory: the values have to come along
+    if NORM:  # a new tensor, so v must be copied too
         value = Q * D + K * D + head * D + pair
         is_v = (head < K) & (pair < D // 2)
         for side in tl.static_range(2):
@@ -55,7 +55,7 @@ def _rotate_heads(
 def rotate_heads(
     x: Tensor, cos: Tensor, sin: Tensor, heads: tuple[int, int, int], norms: tuple[Tensor, Tensor] | None, eps: float
 ) -> Tensor:
-    """q and k of packed q|k|v rows [N, (q + 2k)·D] rotated: in place, or with `norms` (of each head) a new tensor."""
+    """Rotates q and k of packed q|k|v rows [N, (q + 2k)·D]: in place, or into a new tensor if `norms` are given."""
     q, k, dim = heads
     out = x if norms is None else torch.empty_like(x)
     _rotate_heads[(x.shape[0],)](
@@ -155,7 +155,8 @@ def unrotate_heads(
     norms: tuple[Tensor, Tensor] | None,
     eps: float,
 ) -> tuple[Tensor, Tensor | None, Tensor | None]:
-    """The packed gradient of `rotate_heads`' input, and those of the two norms. `x` is that input, for the norms."""
+    """Returns the packed gradient of `rotate_heads`' input, and those of the two norms. `x` is that input, if
+    `norms`."""
     dq, dk, dv = (grad if grad.stride()[1:] == (grad.shape[2], 1) else grad.contiguous() for grad in grads)
     (tokens, q, dim), k = dq.shape, dk.shape[1]
     out = torch.empty((tokens, (q + 2 * k) * dim), dtype=dq.dtype, device=dq.device)

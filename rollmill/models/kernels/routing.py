@@ -1,6 +1,6 @@
-"""What a router does with its logits: scores, the best experts, and the gate's weights of the chosen ones.
+"""From a router's logits to scores, the best experts, and the gate weights of the chosen experts.
 
-Plain compositions of torch's operations everywhere but on CUDA, where each is one Triton pass (see routing_triton).
+On CUDA each is one Triton pass (routing_triton); elsewhere they are torch operations.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ class _Choose(Function):
 
 
 def choose_experts(logits_NE: Tensor, bias_E: Tensor | None, k: int, *, softmax: bool) -> tuple[Tensor, Tensor]:
-    """(scores with gradient, int64 [N, k] the best experts by score and bias, best first)."""
+    """Returns (scores with gradient, int64 [N, k]: the best experts by score + bias, best first)."""
     if fuses(logits_NE):
         return call(_Choose, logits_NE, bias_E, k, softmax)  # type: ignore[return-value]
     scores_NE = score(logits_NE, softmax=softmax)
@@ -66,7 +66,7 @@ class _Weigh(Function):
 
 
 def gate_weights(scores_NE: Tensor, chosen_Nk: Tensor, scale: float, *, normalised: bool) -> Tensor:
-    """[N, k]: the scores of the chosen experts, as shares of their sum if `normalised`, times `scale`."""
+    """[N, k]: the scores of the chosen experts, divided by their sum if `normalised`, times `scale`."""
     if fuses(scores_NE):
         return call(_Weigh, scores_NE, chosen_Nk, scale, normalised)
     weights_Nk = scores_NE.gather(1, chosen_Nk)

@@ -1,7 +1,7 @@
-"""Triton passes of a router: scores and the best experts, the gate's weights, and rows in order of expert.
+"""Triton passes of a router: scores and the best experts, gate weights, and rows sorted by expert.
 
-Torch has all of these, in some thirty small kernels a layer; here they are six. Whatever the scores are, also NaN, the
-numbers of experts are in range: they are places in memory to what comes next.
+Torch needs about thirty small kernels per layer for this; these are six. Expert numbers are in range whatever the
+scores are, NaN included, because later kernels use them as addresses.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ _ELEMENTS = 2048  # of a block: rows · experts
 
 
 def _blocks(rows: int, experts: int) -> tuple[tuple[int], dict[str, int]]:
-    """The grid, and the sizes of a block."""
+    """Returns (the grid, the sizes of a block)."""
     across = max(16, int(triton.next_power_of_2(experts)))
     block = max(1, _ELEMENTS // across)
     return (triton.cdiv(rows, block),), {"ROWS": block, "EXPERTS": across, "num_warps": 4}
@@ -32,7 +32,7 @@ def _choose(
     at = row[:, None] * experts + expert[None, :]
     logits = tl.load(logits_ptr + at, inside, -float("inf"))
     if SOFTMAX:
-        # rows beyond the last are all −inf: their largest is not subtracted from itself
+        # rows beyond the last are all −inf, and −inf − (−inf) would be NaN
         top = tl.where(row < rows, tl.max(logits, 1), 0.0)
         powers = tl.exp(logits - top[:, None])
         scores = powers / tl.sum(powers, 1)[:, None]
@@ -41,7 +41,7 @@ def _choose(
     tl.store(scores_ptr + at, scores, inside)
     if BIASED:
         scores += tl.load(bias_ptr + expert, expert < experts, 0.0)[None, :]
-    scores = tl.where(scores == scores, scores, -1e30)  # NaN comes last, but before what is no expert
+    scores = tl.where(scores == scores, scores, -1e30)  # NaN ranks last, but before the padding
     scores = tl.where((expert < experts)[None, :], scores, -float("inf"))
     for choice in tl.static_range(K):
         best = tl.argmax(scores, 1)
@@ -50,7 +50,7 @@ def _choose(
 
 
 def choose(logits_NE: Tensor, bias_E: Tensor | None, k: int, *, softmax: bool) -> tuple[Tensor, Tensor]:
-    """(scores, int64 [N, k] the best experts by score and bias, best first; of equal ones the first)."""
+    """Returns (scores, int64 [N, k]: the best experts by score + bias, best first, ties by number)."""
     rows, experts = logits_NE.shape
     scores_NE = torch.empty_like(logits_NE)
     live_Nk = torch.empty((rows, k), dtype=torch.int64, device=logits_NE.device)
@@ -80,7 +80,7 @@ def _logit_slopes(
 
 
 def logit_slopes(scores_NE: Tensor, grad_NE: Tensor, *, softmax: bool) -> Tensor:
-    """The gradient of the logits, given that of the scores."""
+    """The gradient of the logits, given the gradient of the scores."""
     rows, experts = scores_NE.shape
     out_NE = torch.empty_like(scores_NE)
     grid, sizes = _blocks(rows, experts)
@@ -109,7 +109,7 @@ def _weigh(
 
 
 def weigh(scores_NE: Tensor, chosen_Nk: Tensor, scale: float, *, normalised: bool) -> Tensor:
-    """[N, k]: the scores of the chosen experts, as shares of their sum if `normalised`, times `scale`."""
+    """[N, k]: the scores of the chosen experts, divided by their sum if `normalised`, times `scale`."""
     (rows, k), experts = chosen_Nk.shape, scores_NE.shape[1]
     weights_Nk = torch.empty((rows, k), dtype=torch.float32, device=scores_NE.device)
     if rows:
@@ -147,7 +147,7 @@ def _score_slopes(
 
 
 def score_slopes(scores_NE: Tensor, chosen_Nk: Tensor, grad_Nk: Tensor, scale: float, *, normalised: bool) -> Tensor:
-    """The gradient of the scores, given that of the weights."""
+    """The gradient of the scores, given the gradient of the weights."""
     (rows, k), experts = chosen_Nk.shape, scores_NE.shape[1]
     out_NE = torch.empty_like(scores_NE)
     grid, sizes = _blocks(rows, experts)
@@ -179,7 +179,7 @@ def _place(
     chosen = tl.load(chosen_ptr + pair, inside, -1).to(tl.int32)
     mine = (chosen[:, None] == expert[None, :]).to(tl.int32)
     at = expert * blocks + tl.program_id(0)
-    # where this block's rows of an expert begin, and how many of them come before a pair's
+    # where this block's rows of an expert start, and how many of them come before each pair
     start = tl.load(ends_ptr + at, expert < experts, 0) - tl.load(counts_ptr + at, expert < experts, 0)
     before = tl.cumsum(mine, 0) - 1 + start[None, :].to(tl.int32)
     place = tl.sum(mine * before, 1).to(tl.int64)
@@ -189,12 +189,12 @@ def _place(
 
 
 def count(chosen: Tensor, experts: int) -> Tensor:
-    """int64 [experts]: how often each was chosen."""
+    """int64 [experts]: how often each expert was chosen."""
     return _count_blocks(chosen.contiguous(), experts).sum(1)
 
 
 def _count_blocks(chosen: Tensor, experts: int) -> Tensor:
-    """int32 [experts, blocks]."""
+    """int32 [experts, blocks]: how often each expert was chosen in each block of pairs."""
     pairs = chosen.numel()
     (blocks,), sizes = _blocks(pairs, experts)
     counts_EB = torch.empty((experts, blocks), dtype=torch.int32, device=chosen.device)
@@ -204,7 +204,7 @@ def _count_blocks(chosen: Tensor, experts: int) -> Tensor:
 
 
 def sort_pairs(chosen_Nk: Tensor, experts: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """What `grouped.Sorted` holds: each block of pairs is counted, and then knows where its rows begin."""
+    """The fields of `grouped.Sorted`. Counts each block of pairs first, so each block knows where its rows start."""
     pairs, device = chosen_Nk.numel(), chosen_Nk.device
     (blocks,), sizes = _blocks(pairs, experts)
     order_R, token_R = (torch.empty(pairs, dtype=torch.int64, device=device) for _ in range(2))

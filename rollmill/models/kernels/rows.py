@@ -1,4 +1,4 @@
-"""Moving rows between packed, padded and expert-sorted order, and products over runs of rows."""
+"""Moves rows between packed, padded and expert order, and multiplies the rows of each expert."""
 
 from __future__ import annotations
 
@@ -26,9 +26,9 @@ class _Pad(Function):
 
 
 def pad_rows(x_NW: Tensor, source_P: Tensor, slot_N: Tensor) -> Tensor:
-    """Packed rows into padded slots: slot p takes row source[p], and row n owns slot[n].
+    """Packed rows into padded slots: slot p gets row source[p], and row n owns slot[n].
 
-    Slots no row owns hold copies whose gradient is dropped.
+    Slots that no row owns hold copies, whose gradient is dropped.
     """
     return call(_Pad, x_NW, source_P, slot_N)
 
@@ -43,12 +43,12 @@ class _Unpad(Function):
     @staticmethod
     def backward(ctx: Any, grad_NW: Tensor) -> tuple[Tensor, None]:
         (slot_N,) = ctx.saved_tensors
-        # slots are distinct, so the copy has one writer a row
+        # slots are distinct, so each row is written once
         return grad_NW.new_zeros(ctx.padded_shape).index_copy_(0, slot_N, grad_NW), None
 
 
 def unpad_rows(x_PW: Tensor, slot_N: Tensor) -> Tensor:
-    """The inverse of `pad_rows`; slots no row owns get gradient zero."""
+    """The inverse of `pad_rows`. Slots that no row owns get gradient zero."""
     return call(_Unpad, x_PW, slot_N)
 
 
@@ -68,7 +68,7 @@ class _Dispatch(Function):
 
 
 def dispatch_rows(x_NW: Tensor, token_R: Tensor, place_Nk: Tensor) -> Tensor:
-    """One row for each (token, chosen expert), in expert order: row r is token[r], and token n owns rows place[n]."""
+    """One row per (token, chosen expert), in expert order: row r is token[r], and token n owns rows place[n]."""
     return call(_Dispatch, x_NW, token_R, place_Nk)
 
 
@@ -77,7 +77,7 @@ class _Combine(Function):
     def forward(ctx: Any, y_RW: Tensor, weights_Nk: Tensor, token_R: Tensor, place_Nk: Tensor) -> Tensor:
         ctx.save_for_backward(y_RW, weights_Nk, token_R, place_Nk)
         weights_Nk = weights_Nk.to(y_RW.dtype)
-        # summed in top-k order: another order of the same experts would give other bits
+        # in top-k order: another order would give other bits
         out_NW = y_RW.index_select(0, place_Nk[:, 0]).mul_(weights_Nk[:, 0:1])
         for choice in range(1, place_Nk.shape[1]):
             out_NW.addcmul_(y_RW.index_select(0, place_Nk[:, choice]), weights_Nk[:, choice : choice + 1])
@@ -94,7 +94,7 @@ class _Combine(Function):
 
 
 def combine_rows(y_RW: Tensor, weights_Nk: Tensor, token_R: Tensor, place_Nk: Tensor) -> Tensor:
-    """Each token's expert outputs, weighted by its gate and summed in top-k order."""
+    """Sums each token's expert outputs, weighted by its gate, in top-k order."""
     return call(_Combine, y_RW, weights_Nk, token_R, place_Nk)
 
 
@@ -125,5 +125,5 @@ class _GroupedLinear(Function):
 
 
 def grouped_linear(x_RI: Tensor, weight_EIO: Tensor, counts: Sequence[int], form: str = "bf16") -> Tensor:
-    """Rows in expert order times their expert's weight: the first counts[0] rows by expert 0, and so on."""
+    """Multiplies rows in expert order by their expert's weight: the first counts[0] rows by expert 0, and so on."""
     return call(_GroupedLinear, x_RI, weight_EIO, counts, form)

@@ -1,10 +1,10 @@
-"""The product of gate_up with SwiGLU at its end: gate_up need not be written and read again.
+"""The gate_up product with SwiGLU fused at its end, so gate_up is not written to memory and read again.
 
-A program makes the same columns of gate and up together, so that their SwiGLU (or its gradient, given that of the
-output) is at hand where the sums are. Elements of gate_up are rounded to their type first: the same numbers as those of
-a product and a pass over it, whose sums may only be in another order.
+A program computes the same columns of gate and up together, so it can apply SwiGLU (or its gradient, given that of the
+output) to the sums it holds. Elements of gate_up are rounded to their type first. The result equals a product followed
+by a SwiGLU pass; only the order of the sums may differ.
 
-Tiles travel through the tensor memory accelerator, which Hopper has and which wants rows of whole 16 bytes.
+The tensor memory accelerator (Hopper) copies the tiles; it needs rows of a multiple of 16 bytes.
 """
 
 from __future__ import annotations
@@ -19,19 +19,19 @@ from rollmill.models.kernels.forms import multiplies_codes, product, seen
 from rollmill.models.kernels.fused_triton import swiglu_backward, swiglu_forward
 from rollmill.models.kernels.tiles import descriptor, has_accelerator, programs
 
-# of a tile: tokens, columns of gate and as many of up, summed at once; two programs fit on a multiprocessor, and one of
-# them multiplies while the other writes
+# of a tile: tokens, columns of gate and as many of up, columns of x per step; two programs fit on a multiprocessor, and
+# one multiplies while the other writes
 _SIZES = {"ROWS": 128, "COLUMNS": 64, "DEPTH": 64}
 _FORWARD = {"num_warps": 4, "num_stages": 3}
 _BACKWARD = {"num_warps": 8, "num_stages": 3, "maxnreg": 128}
-_FEWEST_ROWS = 4096  # with fewer there are not enough tiles, and torch's product is as good
+_FEWEST_ROWS = 4096  # with fewer rows there are too few tiles, and torch's product is as fast
 
 
 @triton.jit
 def _gate_and_up(x_desc, weight_desc, row, column, width, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
     DEPTH: tl.constexpr,
 ):  # fmt: skip
-    """The two are halves of one product, which reads x from shared memory once."""
+    """Gate and up are halves of one product, which reads x from shared memory once."""
     both = tl.zeros([ROWS, 2 * COLUMNS], tl.float32)
     for start in range(0, width, DEPTH):
         weight = weight_desc.load([0, column, start]).reshape(2 * COLUMNS, DEPTH)
@@ -45,7 +45,7 @@ def _forward(
     x_desc, weight_desc, out_desc, rows, inner, width, ROWS: tl.constexpr, COLUMNS: tl.constexpr, DEPTH: tl.constexpr
 ):
     across = tl.cdiv(inner, COLUMNS)
-    # flat: the first loads of a tile are under way while the last one is written
+    # flat: the first loads of a tile overlap with the writes of the tile before
     for tile in tl.range(tl.program_id(0), tl.cdiv(rows, ROWS) * across, tl.num_programs(0), flatten=True):
         row, column = tile // across * ROWS, tile % across * COLUMNS
         gate, up = _gate_and_up(x_desc, weight_desc, row, column, width, ROWS, COLUMNS, DEPTH)
@@ -70,7 +70,7 @@ def _backward(
 
 
 def swiglu_product(x_NW: Tensor, weight_FW: Tensor, form: str = "bf16") -> Tensor:
-    """SwiGLU of the linear map gate_up of x."""
+    """SwiGLU of x · weightᵀ."""
     if not _fits(x_NW, weight_FW, form):
         return swiglu_forward(product(x_NW, weight_FW, None, form))
     x_NW = seen(x_NW, form)
@@ -83,7 +83,7 @@ def swiglu_product(x_NW: Tensor, weight_FW: Tensor, form: str = "bf16") -> Tenso
 def swiglu_product_backward(
     x_NW: Tensor, weight_FW: Tensor, grad_Nf: Tensor, form: str = "bf16"
 ) -> tuple[Tensor, Tensor]:
-    """(gradient of gate_up, SwiGLU again), gate_up being made again."""
+    """Returns (gradient of gate_up, SwiGLU's output). Computes gate_up again."""
     if not _fits(x_NW, weight_FW, form):
         return swiglu_backward(product(x_NW, weight_FW, None, form), grad_Nf)[:2]
     x_NW = seen(x_NW, form)

@@ -1,5 +1,5 @@
-"""What products of our own have in common: tiles that travel through Hopper's tensor memory accelerator, made one after
-the other by as many programs as run at once."""
+"""Shared by our own matrix products: tiles are copied by Hopper's tensor memory accelerator (TMA), and the grid has
+only as many programs as run at once, each of which computes several tiles."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ _thread = threading.local()
 
 @functools.cache
 def has_accelerator(device: torch.device) -> bool:
-    """The interpreter of Triton stands in for one on the CPU."""
+    """Whether there is a TMA. On the CPU, Triton's interpreter emulates one."""
     return device.type == "cpu" or torch.cuda.get_device_capability(device)[0] == 9
 
 
@@ -26,13 +26,16 @@ def multiprocessors(device: torch.device) -> int:
 
 
 def programs(tiles: int, each: int, device: torch.device) -> tuple[int]:
-    """The grid for so many tiles, with `each` programs at once on a multiprocessor."""
+    """The grid for `tiles` tiles, with `each` programs at once per multiprocessor."""
     return (min(tiles, each * multiprocessors(device)),)
 
 
 def descriptor(x: Tensor, tile: Sequence[int]) -> TensorDescriptor:
-    """Of the tensor, for tiles of this shape. The driver makes it in the context of CUDA, which a thread has only after
-    something of torch ran in it; autograd's may begin with us."""
+    """The TMA descriptor of `x` for tiles of shape `tile`.
+
+    The driver needs a CUDA context, which a thread gets when torch first runs something in it. A thread of autograd may
+    start with this call, so something is run first.
+    """
     if x.is_cuda and not hasattr(_thread, "has_context"):
         torch.zeros(1, device=x.device)
         _thread.has_context = True

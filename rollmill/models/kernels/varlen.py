@@ -1,4 +1,4 @@
-"""Attention over packed sequences on CUDA, without padding and without a matrix of scores in memory."""
+"""Attention over packed sequences on CUDA, without padding and without the matrix of scores in memory."""
 
 from __future__ import annotations
 
@@ -19,11 +19,11 @@ if TYPE_CHECKING:
     from rollmill.models.kernels.attention_triton import Tiles
 
 _HALF = (torch.bfloat16, torch.float16)
-_WIDE = 64  # up to this width of a head our kernels are as fast as cuDNN
+_WIDE = 64  # up to this head width our kernels are as fast as cuDNN
 
 
 def packed_attention(lengths: Sequence[int], device: torch.device | str, dtype: torch.dtype) -> Attend:
-    """The strategy for packed sequences of `lengths` on this device, for a model that computes in `dtype`."""
+    """The attention for packed sequences of `lengths` on `device`, for a model that computes in `dtype`."""
     device = torch.device(device)
     if device.type == "cuda" and dtype in _HALF:
         return VarlenAttention(lengths, device)
@@ -31,7 +31,7 @@ def packed_attention(lengths: Sequence[int], device: torch.device | str, dtype: 
 
 
 class _Flash(Function):
-    """Scores are made again in the backward pass from one number a row."""
+    """The backward pass recomputes the scores from one number per row."""
 
     @staticmethod
     def forward(
@@ -57,26 +57,26 @@ class _Flash(Function):
 def flash(
     q_NHD: Tensor, k_TKD: Tensor, v_TKE: Tensor, starts: tuple[Tensor, Tensor], longest: tuple[int, int]
 ) -> Tensor:
-    """Torch's flash attention, [N, H · E]: of packed queries to packed keys, a sequence's last query having its last
-    key. `starts` and `longest` are of queries and of keys."""
+    """Torch's flash attention from packed queries to packed keys, [N, H · E]. The last query of a sequence is aligned
+    with its last key. `starts` and `longest` are (of the queries, of the keys)."""
     v_TKD = _wide(v_TKE, q_NHD.shape[2])
     out_NHD = call(_Flash, *(_aligned(each) for each in (q_NHD, k_TKD, v_TKD)), starts, longest)
     return out_NHD[..., : v_TKE.shape[2]].flatten(1)
 
 
 def _wide(v_TKE: Tensor, dim: int) -> Tensor:
-    """Latent attention: kernels want one width for keys and values."""
+    """For latent attention: the kernels need the same width for keys and values."""
     return v_TKE if v_TKE.shape[2] == dim else pad(v_TKE, (0, dim - v_TKE.shape[2]))
 
 
 def _aligned(x: Tensor) -> Tensor:
-    """Rows are read 16 bytes at a time, and nobody looks whether they begin there."""
+    """The kernels read rows 16 bytes at a time and do not check the alignment."""
     good = x.data_ptr() % 16 == 0 and all(stride % 8 == 0 for stride in x.stride()[:-1])
     return x if good else x.clone(memory_format=torch.contiguous_format)
 
 
 def _uniform(q_NHD: Tensor, k_NKD: Tensor, v_NKE: Tensor, length: int) -> Tensor:
-    """Sequences of one length as a batch, through cuDNN: [N, H · E]."""
+    """Sequences of the same length as one batch, with cuDNN: [N, H · E]."""
     v_NKD = _wide(v_NKE, q_NHD.shape[2])
     q, k, v = (x.unflatten(0, (-1, length)).transpose(1, 2) for x in (q_NHD, k_NKD, v_NKD))
     out = torch.ops.aten._scaled_dot_product_cudnn_attention(q, k, v, None, torch.is_grad_enabled(), 0.0, True)[0]
@@ -84,7 +84,7 @@ def _uniform(q_NHD: Tensor, k_NKD: Tensor, v_NKE: Tensor, length: int) -> Tensor
 
 
 def _tiles(lengths: Sequence[int], device: torch.device) -> Tiles | None:
-    """For the kernels of our own."""
+    """For our own kernels, if they run on this device."""
     if not has_triton(device):
         return None
     from rollmill.models.kernels.attention_triton import Tiles
@@ -95,8 +95,8 @@ def _tiles(lengths: Sequence[int], device: torch.device) -> Tiles | None:
 class VarlenAttention:
     """Block-diagonal causal attention: the packed tokens are sequences of `lengths`, end to end.
 
-    It goes through kernels of our own, and where these do not fit through torch's flash attention. Sequences of one
-    length go through cuDNN instead, which is faster with wide heads, unless bits have to repeat.
+    It uses our own kernels, or torch's flash attention if these do not fit. Sequences of the same length with wide
+    heads use cuDNN, which is faster there, unless determinism is required.
     """
 
     def __init__(self, lengths: Sequence[int], device: torch.device | str) -> None:
@@ -104,7 +104,7 @@ class VarlenAttention:
         self._longest = max(lengths)
         starts = [0, *itertools.accumulate(lengths)]
         self._starts = torch.tensor(starts, dtype=torch.int32).to(device, non_blocking=True)
-        # cuDNN plans anew for every shape, which pays where shapes come back: documents cut to one length
+        # cuDNN plans for every new shape, which pays only if shapes repeat, as with documents cut to one length
         self._uniform = len(set(lengths)) == 1 and len(lengths) > 1
         self._tiles = _tiles(lengths, torch.device(device))
 
