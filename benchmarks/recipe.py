@@ -149,7 +149,7 @@ class Student:
         optimizer = MasterOptimizer(self.model, settings, "bf16")
         tokens = 0
         for step in range(1, steps + 1):
-            batch = objective.next_batch(step, Lineage("base", {"base": 0}), lambda: False)
+            batch = objective.next_batch(step, 0.0, Lineage("base", {"base": 0}), lambda: False)
             assert batch is not None, "only a run that is being stopped has no next batch"
             objective.backward(self.model, batch)
             optimizer.update(learning_rate(settings, step, steps))

@@ -196,3 +196,5 @@ class StepRecord:
     # trajectory id -> (ledger state, reason) for the ones of these groups that are not trained on
     excluded: Mapping[str, tuple[LedgerState, str]]
     created_at: float
+    # of the update; kept, because a run that is extended has another schedule. None in records of 0.1.0
+    lr: float | None = None

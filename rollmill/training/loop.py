@@ -134,14 +134,15 @@ class Trainer(Generic[Batch]):
     def _next_batch(self) -> Batch | None:
         batch = None
         if self._placement.first:
-            batch = self._objective.next_batch(self.step + 1, self._lineage, self._stop.is_set)
+            lr = learning_rate(self._config.optimizer, self.step + 1, self._steps)
+            batch = self._objective.next_batch(self.step + 1, lr, self._lineage, self._stop.is_set)
         return self._placement.from_first(batch)
 
     def _run_step(self, batch: Batch) -> None:
         start = time.time()
         with telemetry.busy("step"):
             figures = self._objective.backward(self._model, batch, self._optimizer.accumulate, self._placement)
-            update = self._optimizer.update(learning_rate(self._config.optimizer, self.step + 1, self._steps))
+            update = self._optimizer.update(batch.lr)
         self.step += 1
         self._bad_steps = 0 if math.isfinite(update.grad_norm) else self._bad_steps + 1
         manifest = None

@@ -31,6 +31,11 @@ class Batched(Protocol):
     @property
     def microbatches(self) -> Sequence[MicroBatch]: ...
 
+    @property
+    def lr(self) -> float:
+        """The learning rate of the update."""
+        ...
+
 
 Batch = TypeVar("Batch", bound=Batched)
 
@@ -40,10 +45,11 @@ def leave_on_model() -> None:
 
 
 class Objective(Protocol[Batch]):
-    def next_batch(self, number: int, lineage: Lineage, stopping: Callable[[], bool]) -> Batch | None:
+    def next_batch(self, number: int, lr: float, lineage: Lineage, stopping: Callable[[], bool]) -> Batch | None:
         """What step `number` trains on, waiting for it if need be; None once `stopping()`.
 
-        A step asked for again gets the same batch, bit for bit: that is how a restart re-runs it.
+        A step asked for again gets the same batch, bit for bit: that is how a restart re-runs it. `lr` is the learning
+        rate that the schedule gives the step; a recorded step keeps the one it had.
         """
         ...
 

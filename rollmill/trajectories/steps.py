@@ -85,6 +85,7 @@ def insert_step(connection: sa.Connection, record: StepRecord) -> None:
         "line": record.line,
         "groups": to_json("groups", record.groups),
         "created_at": record.created_at,
+        "lr": record.lr,
     }
     connection.execute(steps.insert(), step)
     key = {"run": record.run, "step": record.number}
@@ -208,6 +209,7 @@ def read_steps(connection: sa.Connection, run: str, after: int, last: int | None
             trajectories=leased.get(row.number, {}),
             excluded=excluded.get(row.number, {}),
             created_at=row.created_at,
+            lr=row.lr,
         )
         for row in connection.execute(some(steps, steps.c.number))
     ]

@@ -118,6 +118,7 @@ steps = Table(
     Column("line", Text, nullable=False),
     Column("groups", Text, nullable=False),  # JSON list: a step is run again in the same order
     Column("created_at", _Time, nullable=False),
+    Column("lr", sa.Double),
 )
 step_trajectories = Table(
     "step_trajectories",

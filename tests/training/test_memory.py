@@ -115,7 +115,7 @@ def test_a_dial_that_would_change_nothing_is_not_named(
 ):
     """A single sequence is not cut by smaller micro-batches, and layers cannot run again twice."""
     trainer = make_trainer(tmp_path, "cpu")
-    batch = trainer._objective.next_batch(3, None, lambda: False)  # type: ignore[arg-type]
+    batch = trainer._objective.next_batch(3, 0.0, None, lambda: False)  # type: ignore[arg-type]
     assert batch is not None
     (part,) = batch.microbatches
     alone = type(part)(part.tokens_N[:9], part.positions_N[:9], [9], part.rows_M, part.targets_M, None, None, None)

@@ -90,7 +90,7 @@ def test_targets_are_the_masked_tokens_only(tmp_path: Path):
         max_context=64,
         tokens_per_microbatch=64,
     )
-    batch = objective.next_batch(1, None, lambda: False)  # type: ignore[arg-type]
+    batch = objective.next_batch(1, 0.0, None, lambda: False)  # type: ignore[arg-type]
     assert (
         batch is not None and batch.targets == 1
     )  # a first token has no context, and the second document has no other

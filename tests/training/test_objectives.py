@@ -99,7 +99,9 @@ def backward(
         round_to_form_(model.named_parameters(), form)
     nothing: Any = None
     groups_T = np.array(groups or [0] * len(segments))
-    batch = RolloutBatch(nothing, pack(sequences, budget), nothing, nothing, nothing, wait_seconds=0, groups_T=groups_T)
+    batch = RolloutBatch(
+        nothing, pack(sequences, budget), nothing, nothing, nothing, lr=0.0, wait_seconds=0, groups_T=groups_T
+    )
     return model, world.objective(config).backward(model, batch)
 
 
@@ -224,7 +226,7 @@ def test_k1_in_the_reward_moves_advantages_by_hand(tmp_path: Path):
     model = Decoder(MODEL)
     model.initialise(0)
     nothing: Any = None
-    batch = RolloutBatch(nothing, pack(sequences, 20), nothing, nothing, nothing, wait_seconds=0)
+    batch = RolloutBatch(nothing, pack(sequences, 20), nothing, nothing, nothing, lr=0.0, wait_seconds=0)
     expected = world.objective(RLConfig(ratio_penalty=0.0)).backward(model, batch)
     torch.testing.assert_close(gradient(found), gradient(model), rtol=1e-3, atol=1e-6)
     assert figures["loss"] == pytest.approx(expected["loss"], rel=1e-4)

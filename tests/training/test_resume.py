@@ -14,11 +14,12 @@ import torch
 from rollmill import telemetry
 from rollmill.models.decoder import Decoder
 from rollmill.models.host import to_host
+from rollmill.training.optimizer import learning_rate
 from rollmill.types import LedgerState, Version
 from rollmill.weights.writing.publisher import Publisher
 from tests.processes import SERVER
 from tests.training.worker import run_trainer
-from tests.training.world import MODEL, PACE, STEPS, World
+from tests.training.world import MODEL, PACE, STEPS, TRAINING, World
 
 # Each start dies after the next effect. Checkpoints are written every second step, two objects each; `create` of a
 # manifest commits a version.
@@ -74,6 +75,33 @@ def test_killed_after_every_kind_of_effect(prepared: Path, uninterrupted: World,
         assert finish(path, effect) == -signal.SIGKILL, effect
     assert finish(path) == 0
     assert_same_run(World(path), uninterrupted)
+
+
+def test_an_extended_run_repeats_its_recorded_steps_with_their_learning_rates(
+    prepared: Path, uninterrupted: World, tmp_path: Path
+):
+    """Step 5 was recorded under a schedule over fewer steps, and no checkpoint covers it."""
+    path = tmp_path / "world"
+    shutil.copytree(prepared, path)
+    assert finish(path, "commit_step:5") == -signal.SIGKILL
+    world = World(path)
+    world.trainer(steps=2 * STEPS).run(STEPS)
+    assert world.weights.lines() == ["main"], "no step gave other weights than it was published with"
+    assert world.chain()[:-1] == uninterrupted.chain()[:-1]
+    schedules = [learning_rate(TRAINING.optimizer, STEPS, steps) for steps in (STEPS, 2 * STEPS)]
+    lrs = [record.lr for record in world.ledger.steps()]
+    assert lrs[:-1] == [record.lr for record in uninterrupted.ledger.steps()][:-1]
+    assert [uninterrupted.ledger.steps()[-1].lr, lrs[-1]] == schedules and schedules[0] < schedules[1]
+
+
+def test_a_finished_run_is_extended(uninterrupted: World, tmp_path: Path):
+    path = tmp_path / "world"
+    shutil.copytree(uninterrupted.path, path)
+    world = World(path)
+    world.add_steps(2, after=STEPS)
+    assert world.trainer(steps=STEPS + 2).run(STEPS + 2) == Version("main", STEPS + 2)
+    assert world.chain()[: STEPS + 1] == uninterrupted.chain() and world.weights.lines() == ["main"]
+    assert world.ledger.committed() == STEPS + 2
 
 
 def test_a_gates_bias_survives_a_kill(prepared: Path, tmp_path: Path):

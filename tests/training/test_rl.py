@@ -31,7 +31,7 @@ def segments(count: int, **named: object) -> list[Segment]:
 
 
 def next_batch(world: World, number: int, pace: Pace) -> RolloutBatch:
-    batch = world.objective(pace=pace).next_batch(number, MAIN, never)
+    batch = world.objective(pace=pace).next_batch(number, 0.0, MAIN, never)
     assert batch is not None
     return batch
 
@@ -68,7 +68,7 @@ def test_a_trajectory_is_stale_only_when_no_token_remains(tmp_path: Path):
     mixed = make_segment(ANSWER, policies=[old, recent], policy_of=[0, 0, 0, 0, 0, 1])
     world.add_group("a", [make_segment(ANSWER, policies=[old]), mixed], [1.0, 0.0])
     lineage = Lineage("main", {"main": 0, "base": -500})
-    batch = world.objective(pace=Pace(1, 2, max_staleness=1)).next_batch(1, lineage, never)
+    batch = world.objective(pace=Pace(1, 2, max_staleness=1)).next_batch(1, 0.0, lineage, never)
     assert batch is not None and list(batch.record.trajectories) == ["a-1"]
     state, reason = batch.record.excluded["a-0"]
     assert state == LedgerState.stale and "more than 1 versions before 0" in reason
@@ -90,7 +90,7 @@ def test_a_recorded_step_is_given_again_as_it_was(tmp_path: Path):
 
 
 def test_waiting_ends_when_asked_to_stop(tmp_path: Path):
-    assert World(tmp_path).objective().next_batch(1, MAIN, lambda: True) is None
+    assert World(tmp_path).objective().next_batch(1, 0.0, MAIN, lambda: True) is None
 
 
 def gradients_and_figures(
@@ -105,7 +105,7 @@ def gradients_and_figures(
     model = Decoder(MODEL)
     model.initialise(0)
     nothing: Any = None
-    batch = RolloutBatch(nothing, pack(sequences, budget), nothing, nothing, nothing, wait_seconds=0)
+    batch = RolloutBatch(nothing, pack(sequences, budget), nothing, nothing, nothing, lr=0.0, wait_seconds=0)
     figures = world.objective(config).backward(model, batch)
     return {name: p.grad for name, p in model.named_parameters() if p.grad is not None}, figures
 

@@ -137,10 +137,10 @@ class World:
         self.ledger.group_ready(name)
         return ids
 
-    def add_steps(self, steps: int = STEPS) -> None:
-        """Groups for this many steps, all waiting."""
-        draw = np.random.default_rng(7)
-        for index in range(steps * PACE.groups_per_step):
+    def add_steps(self, steps: int = STEPS, after: int = 0) -> None:
+        """Groups for this many steps, all waiting, in a run that has had groups for `after` steps."""
+        draw = np.random.default_rng(7 + after)
+        for index in range(after * PACE.groups_per_step, (after + steps) * PACE.groups_per_step):
             patterns = [[0] * int(draw.integers(2, 8)) + [1] * 4 + [0] * 2 + [1] * 3 for _ in range(PACE.group_size)]
             segments = [make_segment(each, seed=100 * index + i) for i, each in enumerate(patterns)]
             self.add_group(f"group-{index:03d}", segments, [1.0, 0.0, float(index % 2)])
@@ -162,6 +162,7 @@ class World:
         pace: Pace = PACE,
         parent: Version | None = None,
         config: RLConfig | None = None,
+        steps: int = STEPS,
     ) -> Trainer:
         return Trainer(
             training,
@@ -171,7 +172,7 @@ class World:
             self.objects,
             "main",
             parent,
-            steps=STEPS,
+            steps=steps,
             seed=3,
             device=self.device,
         )

@@ -96,7 +96,8 @@ def test_a_released_database_is_brought_up_to_date(
     assert revision(engine) == newest_revision()
     assert schema(engine) == fresh_schema
     after = rows(engine)
-    assert {name: after[name] for name in before} == before  # no later revision has changed a table with rows yet
+    for name, kept in before.items():  # later revisions only add columns, which come last
+        assert [row[: len(kept[0]) if kept else 0] for row in after[name]] == kept, name
     # it works: the books go on, and numbers of rewards are not given out again
     ledger, store = Ledger(engine, "run"), TrajectoryStore(engine, Objects.open(tmp_path / "store"))
     assert ledger.committed() == 1 and ledger.counts()["trained"] == 1

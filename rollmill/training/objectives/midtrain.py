@@ -43,6 +43,7 @@ class DocumentBatch:
     microbatches: list[MicroBatch]
     tokens: int
     targets: int
+    lr: float
 
 
 class MidtrainObjective:
@@ -64,7 +65,9 @@ class MidtrainObjective:
         self._next_document = -1
         self._passes: Passes | None = None
 
-    def next_batch(self, number: int, lineage: Lineage, stopping: Callable[[], bool]) -> DocumentBatch | None:
+    def next_batch(
+        self, number: int, lr: float, lineage: Lineage, stopping: Callable[[], bool]
+    ) -> DocumentBatch | None:
         if stopping():
             return None
         sequences = [
@@ -76,6 +79,7 @@ class MidtrainObjective:
             microbatches=pack(sequences, self._budget),
             tokens=sum(len(sequence.tokens) for sequence in sequences),
             targets=sum(len(sequence.targets) for sequence in sequences),
+            lr=lr,
         )
 
     def _read(self, start: int) -> list[Document]:

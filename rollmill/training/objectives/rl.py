@@ -68,6 +68,7 @@ class RolloutBatch:
     sample: Sample  # what of it mismatch is measured on
     masked: Counter[str]  # sampled tokens that are not learnt from, by reason
     rewards: np.ndarray  # of every graded trajectory of the step's groups, also those without signal
+    lr: float  # of the update: the recorded one, if the step runs again
     wait_seconds: float
     groups_T: np.ndarray | None = None  # int64, the group of each trajectory of the record, as an index
 
@@ -95,7 +96,7 @@ class RLObjective:
         self._mismatch = MismatchMeter(served, budget=tokens_per_microbatch, router_replay=config.router_replay)
         self._reference = Reference(config.reference, weights) if config.reference else None
 
-    def next_batch(self, number: int, lineage: Lineage, stopping: Callable[[], bool]) -> RolloutBatch | None:
+    def next_batch(self, number: int, lr: float, lineage: Lineage, stopping: Callable[[], bool]) -> RolloutBatch | None:
         rule = TokenRule(lineage, base=number - 1, max_staleness=self._pace.max_staleness)
         record = self._ledger.step(number)
         waited = 0.0
@@ -107,9 +108,9 @@ class RLObjective:
             waited = time.time() - start
             if groups is None:
                 return None
-            record, contents = self._choose(number, groups, rule)
+            record, contents = self._choose(number, lr, groups, rule)
             self._ledger.write_step(record)
-        return self._batch(record, contents, rule, waited)
+        return self._batch(record, contents, rule, lr, waited)
 
     def _wait_for_groups(self, stopping: Callable[[], bool]) -> list[str] | None:
         with telemetry.busy("wait"):
@@ -121,7 +122,7 @@ class RLObjective:
                     return [group.id for group in groups]
                 time.sleep(POLL_S)
 
-    def _choose(self, number: int, groups: list[str], rule: TokenRule) -> tuple[StepRecord, Contents]:
+    def _choose(self, number: int, lr: float, groups: list[str], rule: TokenRule) -> tuple[StepRecord, Contents]:
         graded, excluded = weigh_groups(self._ledger.members(groups))
         contents = read_segments(self._trajectories, list(graded), self._model)
         unusable = exclude_unusable(graded, contents, rule)
@@ -133,10 +134,11 @@ class RLObjective:
             trajectories={id: entry for id, entry in graded.items() if id not in unusable},
             excluded={**excluded, **unusable},
             created_at=time.time(),
+            lr=lr,
         )
         return record, contents
 
-    def _batch(self, record: StepRecord, contents: Contents, rule: TokenRule, waited: float) -> RolloutBatch:
+    def _batch(self, record: StepRecord, contents: Contents, rule: TokenRule, lr: float, waited: float) -> RolloutBatch:
         sequences, masked = [], Counter[str]()
         trained: list[Sequence[Segment]] = []
         for index, (id, (_, _, advantage)) in enumerate(record.trajectories.items()):
@@ -160,6 +162,7 @@ class RLObjective:
             sample=choose_sample(record.number, trained, rule),
             masked=masked,
             rewards=np.array(rewards, np.float64),
+            lr=lr if record.lr is None else record.lr,
             wait_seconds=waited,
             groups_T=np.array([group_of[id] for id in record.trajectories], np.int64),
         )
