@@ -1,7 +1,8 @@
 """TOML into a strict, validated tree.
 
-Every component owns a `Config` subclass next to its code; `rollmill.cluster.run.RunConfig` composes them. Unknown keys
-fail and name the nearest valid one; `key.path=value` overrides come from the command line, their values parsed as TOML.
+Every component owns a `Config` subclass next to its code; `rollmill.cluster.run.RunConfig` composes them. An unknown
+key is an error that names the nearest valid key. Overrides (`key.path=value`) come from the command line; their values
+are parsed as TOML.
 """
 
 from __future__ import annotations
@@ -25,7 +26,7 @@ class Config(BaseModel):
 
     @classmethod
     def derive(cls, tree: dict[str, Any]) -> dict[str, Any]:
-        """The tree with what follows from it filled in, before it is validated."""
+        """Fill in values that follow from others. Called before the tree is validated."""
         return tree
 
 
@@ -33,7 +34,7 @@ C = TypeVar("C", bound=Config)
 
 
 def load_config(model: type[C], path: Path | None, overrides: Sequence[str] = ()) -> C:
-    """Read `path` (TOML), lay `overrides` over it, validate. Every problem is listed at once."""
+    """Read `path` (TOML), apply `overrides`, validate. The error lists every problem at once."""
     tree: dict[str, Any] = {}
     source = "the command line"
     if path is not None:
@@ -55,19 +56,19 @@ def load_config(model: type[C], path: Path | None, overrides: Sequence[str] = ()
 
 def validate_config(model: type[C], tree: dict[str, Any], source: str) -> C:
     try:
-        # JSON mode, so that TOML arrays may fill tuples and strings may fill enums while numbers stay strict
+        # JSON mode: arrays may fill tuples and strings may fill enums, while numbers stay strict
         return model.model_validate_json(json.dumps(model.derive(tree)))
     except ValidationError as error:
         raise ConfigError(f"{source}: {_explain(model, error)}") from None
-    except TypeError as error:  # the one thing TOML has and JSON has not
-        raise ConfigError(f"{source}: {error}", hint="dates are not used in configurations; quote them") from None
+    except TypeError as error:  # dates: TOML has them, JSON has not
+        raise ConfigError(f"{source}: {error}", hint="dates are not used in configurations; quote it") from None
 
 
 def _apply_override(tree: dict[str, Any], override: str) -> None:
     key, separator, text = override.partition("=")
     if not separator or not key:
         raise ConfigError(
-            f"override {override!r} is not of the form key.path=value", hint="for example training.lr=1e-4"
+            f"override {override!r} is not of the form key.path=value", hint="for example training.optimizer.lr=1e-4"
         )
     try:
         value = tomllib.loads(f"value = {text}")["value"]
@@ -96,14 +97,14 @@ def _explain(model: type[Config], error: ValidationError) -> str:
 
 
 def _locate(model: type[Config], location: tuple[int | str, ...]) -> tuple[list[str], list[str]]:
-    """A validation error's place as its path in the TOML, and the keys that are valid beside its last part."""
+    """Returns the path in the TOML of a validation error, and the keys that are valid in that section."""
     sections: list[type[Config]] = [model]
     path: list[str] = []
     siblings: list[str] = []
     for part in map(str, location):
         siblings = list(dict.fromkeys(name for section in sections for name in section.model_fields))
         fields = [section.model_fields[part] for section in sections if part in section.model_fields]
-        # pydantic also names the member of a union it tried, by its tag or class; that is no part of the TOML
+        # pydantic's path also has the tag or class of the union member it tried, which is not in the TOML
         member = [section for section in sections if not fields and part in (section.__name__, *_tags(section))]
         if fields:
             sections = [section for field in fields for section in sections_in(field.annotation)]
@@ -115,10 +116,10 @@ def _locate(model: type[Config], location: tuple[int | str, ...]) -> tuple[list[
 
 
 def _nearest(model: type[Config], path: list[str], siblings: list[str]) -> str:
-    """The valid key nearest to a mistyped one: first among its siblings, then anywhere in the tree."""
+    """The valid key nearest to a mistyped one, in its own section or anywhere in the tree."""
     *parents, key = path
     beside = [(_likeness(key, name), ".".join([*parents, name])) for name in siblings]
-    # a key in another section must be clearly more alike than one right here
+    # a key of another section must be clearly more alike than a key of this one
     elsewhere = [(_likeness(key, path.rpartition(".")[2]) - 0.2, path) for path in _paths(model)]
     likeness, nearest = max([*beside, *elsewhere], key=lambda candidate: candidate[0], default=(0.0, ""))
     return f"; did you mean {nearest!r}?" if likeness >= 0.5 else f"; valid keys here: {', '.join(siblings)}"
@@ -129,7 +130,7 @@ def _likeness(word: str, other: str) -> float:
 
 
 def sections_in(annotation: Any) -> list[type[Config]]:
-    """The configuration sections an annotation may hold: itself, members of a union, items of a collection."""
+    """The configuration sections that an annotation may hold: itself, members of a union, items of a collection."""
     if isinstance(annotation, type) and issubclass(annotation, Config):
         return [annotation]
     return [section for member in get_args(annotation) for section in sections_in(member)]
@@ -140,7 +141,7 @@ def _tags(section: type[Config]) -> list[str]:
 
 
 def _paths(model: type[Config], prefix: str = "") -> list[str]:
-    """Every key that a file may name, except inside collections, whose keys are the user's own."""
+    """Every key that a file may have, except inside collections, where users choose the keys."""
     found = []
     for name, field in model.model_fields.items():
         found.append(prefix + name)

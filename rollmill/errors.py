@@ -1,14 +1,14 @@
 """One error class per boundary. Each message names the boundary, the value that was wrong, and a remedy.
 
-A rollout, a request or a step is caught at exactly one boundary and recorded once; nothing below that boundary
-swallows errors. `hint` is what the reader should do next; the command line prints it on a line of its own.
+The error of a rollout, a request or a step is caught at one boundary and recorded once; nothing below that boundary
+swallows it. `hint` says what the reader should do next; the command line prints it on a line of its own.
 """
 
 from __future__ import annotations
 
 
 class RollmillError(Exception):
-    """Anything Rollmill refuses to do, with what the reader can do about it."""
+    """Base class: Rollmill refuses or fails to do something, and says what the reader can do about it."""
 
     boundary = "rollmill"
 
@@ -23,7 +23,7 @@ class RollmillError(Exception):
 
 
 class ConfigError(RollmillError, ValueError):
-    """A configuration value is unknown, of the wrong type, or contradicts another one."""
+    """A setting is unknown, has the wrong type, or contradicts another one."""
 
     boundary = "config"
 
@@ -35,17 +35,17 @@ class StorageError(RollmillError):
 
 
 class ObjectMissing(StorageError, KeyError):
-    """No object under that key."""
+    """No object has this key."""
 
     __str__ = RollmillError.__str__
 
 
 class ObjectTruncated(StorageError):
-    """The object is shorter than what was asked for: damage, which asking again does not heal."""
+    """The object is shorter than it should be. It is damaged: retrying does not help."""
 
 
 class ObjectExists(StorageError):
-    """A create-only object is already there: someone else wrote it first."""
+    """A create-only object exists already: someone else wrote it first."""
 
 
 class WeightsError(RollmillError):
@@ -83,7 +83,7 @@ class MachineError(RollmillError):
 
 
 class HarnessError(RollmillError):
-    """The harness could not go on for a reason that is not the policy's doing."""
+    """The harness could not continue, and the policy is not the cause."""
 
     boundary = "harness"
 
@@ -95,6 +95,6 @@ class TrajectoryError(RollmillError):
 
 
 class TrainingError(RollmillError):
-    """The trainer cannot go on: checkpoint unreadable, digests differ, numbers not finite."""
+    """The trainer cannot continue: unreadable checkpoint, different digests, numbers that are not finite."""
 
     boundary = "training"

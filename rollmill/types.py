@@ -1,13 +1,13 @@
 """The nouns that cross package borders. Plain data, numpy at most, no torch.
 
-The record everything turns on is the Segment. Two turns of a conversation, as the trainer gets them (P prompt,
-A sampled by the policy, T tool result):
+The central record is the Segment. Two turns of a conversation, as the trainer gets them (P prompt, A sampled by the
+policy, T tool result):
 
     tokens      [P P P P | A A A | T T | A A]
-    sampled     [0 0 0 0 | 1 1 1 | 0 0 | 1 1]              a fact; what to learn from is decided when batching
-    logprobs    [. . . . | -.1 -2.3 -.4 | . . | -.2 -.9]   under the exact distribution that sampled
-    policy      [. . . . | 0 0 1 | . . | 1 1]              index into `policies`: the weights changed mid-answer
-    routes      [tokens, moe layers, k]                    experts chosen when token t was the *input*, top-k order;
+    sampled     [0 0 0 0 | 1 1 1 | 0 0 | 1 1]              a fact; batching decides what to learn from
+    logprobs    [. . . . | -.1 -2.3 -.4 | . . | -.2 -.9]   under the exact distribution that sampled it
+    policy      [. . . . | 0 0 1 | . . | 1 1]              index into `policies`; here the weights changed mid-answer
+    routes      [tokens, moe layers, k]                    experts chosen when token t was the input, in top-k order;
                                                            routes_valid[t] says whether row t was recorded
 """
 
@@ -38,7 +38,7 @@ class Version:
 
 @dataclass(frozen=True)
 class PolicyRef:
-    """The exact bytes that sampled a token: version, form (bf16, fp8, …) and root digest of that form."""
+    """The exact weights that sampled a token: version, form (bf16, fp8, …) and root digest of that form."""
 
     line: str
     number: int
@@ -59,7 +59,7 @@ class Sampling:
 
     @property
     def trainable(self) -> bool:
-        """Spans whose distribution cannot be reconstructed are recorded but never trained on."""
+        """False if the distribution cannot be reconstructed: such spans are recorded and not trained on."""
         return self.temperature > 0
 
 
@@ -92,7 +92,7 @@ class Segment:
     spans: list[Span]
     routes: np.ndarray | None = None  # uint8 or uint16 [T, moe layers, k]; None for a dense model
     routes_valid: np.ndarray | None = None  # bool [T]
-    parent: tuple[str, int] | None = None  # (segment id, token offset): tokens[:offset] are the parent's, by value
+    parent: tuple[str, int] | None = None  # (segment id, token offset): tokens[:offset] are copies of the parent's
     cause: Cause = "start"
 
 
@@ -135,7 +135,7 @@ class GroupState(enum.StrEnum):
     final = "final"
 
 
-# Both tables of transitions are code: stores refuse anything not listed, so every report adds up.
+# Stores refuse every transition that is not listed here, so every report adds up.
 TRAJECTORY_TRANSITIONS: Mapping[TrajectoryState, frozenset[TrajectoryState]] = {
     TrajectoryState.running: frozenset({TrajectoryState.finished, TrajectoryState.failed, TrajectoryState.deleted}),
     TrajectoryState.finished: frozenset(

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import ast
 import math
+import re
 import tomllib
+from collections.abc import Iterator
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal
 
 import pytest
 from pydantic import Field
@@ -20,7 +22,7 @@ from rollmill.config import Config, load_config
 from rollmill.errors import ConfigError
 from rollmill.gateway.metrics import METRICS
 from rollmill.reference import find_sections, sections, setting_paths, to_toml
-from tests.test_repo import EXAMPLES, MODULES, ROOT, example_overrides, tree
+from tests.test_repo import DOCUMENTS, EXAMPLES, MODULES, ROOT, example_overrides, snippets, tree
 
 MICRO = next(path for path in EXAMPLES if path.name == "micro.toml")
 
@@ -137,6 +139,77 @@ def test_an_unknown_section_names_the_nearest() -> None:
         find_sections(RunConfig, "training.lr")
     with pytest.raises(ConfigError, match="sections: model, midtrain"):
         find_sections(RunConfig, "zzzzzzzz")
+
+
+# --- settings named in messages and documents
+
+SETTINGS = setting_paths(RunConfig)
+TOP = {path for path in SETTINGS if any(other.startswith(f"{path}.") for other in SETTINGS) and "." not in path}
+DOTTED = re.compile(rf"(?<![\w./-])((?:{'|'.join(sorted(TOP))})(?:\.[a-z_]+)+)(?![\w/(])")
+
+
+FILES = (".py", ".gguf", ".safetensors", ".json", ".toml")
+
+
+def dotted(text: str) -> list[str]:
+    """Settings named in a text. A name without a sentence around it that begins with `model.` is a tensor's."""
+    found = [] if text.startswith("model.") and " " not in text else DOTTED.findall(text)
+    return [name for name in found if not name.endswith(FILES)]
+
+
+def messages(module: ast.Module) -> Iterator[tuple[int, str]]:
+    """The texts of a module that people may read: every string but the docstrings."""
+    docstrings = {id(node.value) for node in ast.walk(module) if isinstance(node, ast.Expr)}
+    for node in ast.walk(module):
+        if isinstance(node, ast.Constant) and isinstance(node.value, str) and id(node) not in docstrings:
+            yield node.lineno, node.value
+
+
+def named_in_messages() -> Iterator[tuple[str, str]]:
+    for name, path in MODULES.items():
+        for line, text in messages(tree(path)):
+            yield from ((f"{name}:{line}", setting) for setting in dotted(text))
+    import typer
+
+    for path, command in _commands(typer.main.get_command(app), ("rollmill",)):
+        for setting in overrides(command.help or ""):
+            yield " ".join(path), setting
+
+
+def _commands(command: Any, path: tuple[str, ...]) -> Iterator[tuple[tuple[str, ...], Any]]:
+    yield path, command
+    for name, below in getattr(command, "commands", {}).items():
+        yield from _commands(below, (*path, name))
+
+
+def overrides(text: str) -> Iterator[str]:
+    """`key.path` of every `key.path=value` after `rollmill train`."""
+    for line in re.findall(r"rollmill train[^\n`]*", text):
+        yield from re.findall(r"(?<= )([a-z_.]+)=", line)
+
+
+def test_settings_named_in_messages_and_help_exist() -> None:
+    for where, setting in named_in_messages():
+        assert setting in SETTINGS | {"key.path"}, f"{where} names the setting {setting}, which does not exist"
+
+
+@pytest.mark.parametrize("document", [*DOCUMENTS, *EXAMPLES], ids=lambda path: str(path.relative_to(ROOT)))
+def test_settings_named_in_documents_exist(document: Path) -> None:
+    text = document.read_text(encoding="utf-8")
+    code = "\n".join(snippets(text))
+    names = {path.rpartition(".")[2] for path in SETTINGS}
+    for setting in [*dotted(code), *overrides(text)]:
+        assert setting in SETTINGS | {"key.path"}, f"{setting} is no setting"
+    for setting in re.findall(r"`([a-z_.]+) = [^`]+`", text):
+        assert setting in SETTINGS or setting in names, f"{setting} is no setting"
+
+
+def test_the_finder_of_settings_finds() -> None:
+    text = (
+        "training.lr, not rollmill.training.loss, training/loss.py or model.gguf, gateway.port, training.optimizer.lr."
+    )
+    assert dotted(text) == ["training.lr", "gateway.port", "training.optimizer.lr"]
+    assert list(overrides("rollmill train a.toml steps=3 rl.x=1")) == ["steps", "rl.x"]
 
 
 # --- docs/reference

@@ -29,7 +29,13 @@ class Check(NamedTuple):
 
 
 def doctor() -> None:
-    """Check this machine: what is there, what is missing, the remedy. Exit code 1 if something needed is missing."""
+    """Check what this machine has, what it lacks, and what to do about it.
+
+    Looks at Python, torch, the GPU, memory, disk, isolated machines (it starts one) and databases. The exit code is 1
+    if something that Rollmill needs is missing. For example:
+
+        rollmill doctor
+    """
     from rich.console import Console
     from rich.markup import escape
     from rich.table import Table
@@ -63,7 +69,7 @@ def _torch() -> list[Check]:
 
 
 def _gpu() -> list[Check]:
-    """Asked for in a process of its own: torch takes seconds, and a broken driver may end it."""
+    """Asks torch in a process of its own: importing it takes seconds, and a broken driver may crash it."""
     if importlib.util.find_spec("torch") is None:
         return []
     ask = (
@@ -76,7 +82,7 @@ def _gpu() -> list[Check]:
         return [Check("GPU", "warn", (asked.stderr.strip().splitlines() or ["no answer"])[-1], "look at `nvidia-smi`")]
     if not found:
         there = Path("/dev/nvidia0").exists()
-        remedy = "torch is built without CUDA, or for a newer driver" if there else ""
+        remedy = "torch was built without CUDA, or for a newer driver" if there else ""
         return [Check("GPU", "warn" if there else "ok", "none: models compute on the CPU", remedy)]
     if importlib.util.find_spec("triton") is None:
         return [Check("GPU", "missing", found, "its kernels need triton: `pip install triton`, or set device = 'cpu'")]
@@ -85,7 +91,7 @@ def _gpu() -> list[Check]:
 
 def _processors() -> list[Check]:
     count = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-    remedy = "" if count >= 2 else "works, but rollouts and training take turns: give it 2"
+    remedy = "" if count >= 2 else "this works, but rollouts and training take turns: use 2 or more"
     return [Check("CPU threads", "ok" if count >= 2 else "warn", str(count), remedy)]
 
 
@@ -98,7 +104,7 @@ def _memory() -> list[Check]:
     found = f"{sizes['MemAvailable'] / GIB:.1f} of {sizes['MemTotal'] / GIB:.1f} GiB free"
     if sizes["MemAvailable"] >= 3 * GIB:
         return [Check("memory", "ok", found)]
-    return [Check("memory", "warn", found, "close something: the demo needs about 3 GiB")]
+    return [Check("memory", "warn", found, "free some memory: the demo needs about 3 GiB")]
 
 
 def _disk() -> list[Check]:
@@ -106,28 +112,30 @@ def _disk() -> list[Check]:
     found = f"{free / GIB:.1f} GiB free here"
     if free >= 2 * GIB:
         return [Check("disk", "ok", found)]
-    return [Check("disk", "warn", found, "runs are written below the current directory: free 2 GiB")]
+    return [Check("disk", "warn", found, "free 2 GiB: runs are written below the current directory")]
 
 
 def _machines() -> list[Check]:
-    """Make a real machine and run something in it: nothing else tells whether the kernel allows one."""
+    """Starts a real machine and runs a command in it: nothing else shows whether the kernel allows one."""
     try:
         limits, milliseconds = asyncio.run(_try_machine())
     except MachineError as error:
         return [Check("machines (namespaces)", "missing", error.message, error.hint or "")]
-    found = f"a command ran in one, {milliseconds:.0f} ms after asking for it"
-    identity = "each machine a user id of its own" if limits["separate_users"] else "machines share your user id"
+    found = f"a command ran {milliseconds:.0f} ms after the request"
+    identity = "each machine has its own user id" if limits["separate_users"] else "machines share your user id"
     checks = [Check("machines (namespaces)", "ok", f"{found}; {identity}")]
     missing_groups = {"memory", "pids"} - set(limits["control_groups"])
     if missing_groups:
-        remedy = "enough for development; groups are used as root or under `systemd-run --user --scope -p Delegate=yes`"
+        remedy = (
+            "enough for development; to get them, run as root or under `systemd-run --user --scope -p Delegate=yes`"
+        )
         held_by = "rlimits and a watchdog" if limits["process_rlimit"] else "a watchdog alone (Linux 5.14 also counts)"
         found = f"no control group for {' and '.join(sorted(missing_groups))}: {held_by}"
         checks.append(Check("machine limits", "warn", found, remedy))
     else:
         checks.append(Check("machine limits", "ok", "control groups (memory, pids), rlimits, watchdog"))
     if not limits["seccomp"]:
-        remedy = "known for x86-64 and aarch64"
+        remedy = "Rollmill has filters for x86-64 and aarch64"
         checks.append(Check("system-call filter", "warn", f"none for {os.uname().machine}", remedy))
     return checks
 
@@ -158,7 +166,7 @@ def _databases() -> list[Check]:
     if importlib.util.find_spec("psycopg"):
         checks.append(Check("PostgreSQL client", "ok", f"psycopg {importlib.metadata.version('psycopg')}"))
     else:
-        remedy = "only for runs over several hosts: `pip install 'rollmill[postgres]'`"
+        remedy = "only for an index in PostgreSQL (`database`): `pip install 'rollmill[postgres]'`"
         checks.append(Check("PostgreSQL client", "warn", "not installed", remedy))
     return checks
 
