@@ -3,41 +3,65 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from rollmill.cli.target import VersionOption
+
+if TYPE_CHECKING:
+    from rich.table import Table
+
+    from rollmill.evals.run import EvalResult
+
 
 def evaluate(
-    directory: Annotated[Path, typer.Argument(help="a run directory")],
-    version: Annotated[
-        int | None, typer.Option(min=0, help="which version of the run's line; default: the newest")
-    ] = None,
+    directory: Annotated[Path, typer.Argument(help="a run directory", show_default=False)],
+    version: VersionOption = None,
     tasks: Annotated[
         int | None, typer.Option(min=1, help="held-out tasks; default: as the run's configuration says")
     ] = None,
-    attempts: Annotated[int | None, typer.Option(min=1, help="sampled attempts a task")] = None,
+    attempts: Annotated[int | None, typer.Option(min=1, help="sampled attempts per task")] = None,
 ) -> None:
     """Evaluate a version on held-out tasks and print solve rates with 95 % intervals.
 
-    The attempts are recorded like any rollout: `rollmill trajectories list` shows them.
+    Works beside a run that is training. The attempts are recorded like any rollout: `rollmill trajectories list` shows
+    them. For example:
+
+        rollmill eval runs/demo
+        rollmill eval runs/demo --version 10 --tasks 32
+        rollmill eval runs/demo --version live
     """
     from rich.console import Console
-    from rich.table import Table
 
-    from rollmill.cluster.drive import evaluate_version
+    from rollmill.cli.progress import Progress
+    from rollmill.cli.target import find_target
     from rollmill.cluster.run import RunDirectory
+    from rollmill.cluster.service import evaluate, serving
 
     run = RunDirectory.open(directory)
     chosen = {key: value for key, value in (("tasks", tasks), ("attempts", attempts)) if value is not None}
     suite = run.config.evals.model_copy(update=chosen)
-    console = Console()
-    with console.status("evaluating"):
-        results = evaluate_version(run, suite, version)
-    table = Table(title=f"{run.config.line}@{results[0].version}")
+    target = find_target(run, version).pinned()
+    try:
+        with (
+            serving(run, target, "eval") as (service, cluster),
+            Progress(service.events, [f"evaluate {target}"], title=f"rollmill · {directory}") as progress,
+        ):
+            results = evaluate(service, cluster, suite, target.version, progress.update)
+    except KeyboardInterrupt:
+        typer.echo("stopped; nothing was recorded as a result", err=True)
+        raise typer.Exit(130) from None
+    Console().print(_table(str(target), results))
+
+
+def _table(title: str, results: list[EvalResult]) -> Table:
+    from rich.table import Table
+
+    table = Table(title=title)
     for column in ("split", "mode", "solved", "rate", "95 % interval"):
         table.add_column(column)
     for result in results:
         interval = f"{result.low:.3f} – {result.high:.3f}"
         table.add_row(result.split, result.mode, f"{result.solved}/{result.attempts}", f"{result.rate:.3f}", interval)
-    console.print(table)
+    return table

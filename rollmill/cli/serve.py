@@ -1,41 +1,121 @@
-"""`rollmill serve`: an OpenAI-compatible endpoint on the weights of a run."""
+"""`rollmill serve`: an OpenAI-compatible endpoint on the weights of a run or of a checkpoint directory."""
 
 from __future__ import annotations
 
+import shlex
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from rollmill.cli.target import VersionOption
 
-def serve(
-    directory: Annotated[Path, typer.Argument(help="a run directory")],
-    version: Annotated[
-        int | None, typer.Option(min=0, help="serve this version; default: follow the newest one")
-    ] = None,
-) -> None:
-    """Serve a run's model: the gateway with its engines, production traffic, every conversation recorded.
-
-    Prints the address and where the key lies; anything that speaks OpenAI chat completions can talk to it.
-    Ctrl-C stops it.
-    """
-    import time
-
+if TYPE_CHECKING:
     from rich.console import Console
 
-    from rollmill.cluster.drive import serving
+    from rollmill.cluster.local import LocalCluster
     from rollmill.cluster.run import RunDirectory
 
-    run = RunDirectory.open(directory)
-    console = Console()
-    with serving(run, version) as cluster:
-        console.print(f"serving {run.config.line}@{'newest' if version is None else version} of {directory}")
-        console.print(f"  base URL  {run.url('gateway')}/v1")
-        console.print(f"  API key   `production_key` in {directory / 'run.json'}", highlight=False)
-        console.print("Ctrl-C stops it.")
-        try:
-            while True:
-                cluster.watch()
-                time.sleep(0.5)
-        except KeyboardInterrupt:
-            console.print("stopped")
+PORT = 8000
+KEY = "api-key"  # a file of the run directory
+
+
+def serve(
+    directory: Annotated[
+        Path, typer.Argument(help="a run directory, or a Hugging Face checkpoint directory", show_default=False)
+    ],
+    version: VersionOption = None,
+    host: Annotated[
+        str, typer.Option(help="address to listen on; 0.0.0.0: every address of this machine")
+    ] = "127.0.0.1",
+    port: Annotated[
+        int | None, typer.Option(min=1, max=65535, help="port to listen on", show_default=f"{PORT}, or a free one")
+    ] = None,
+    root: Annotated[Path, typer.Option(help="where the run of a checkpoint directory is kept")] = Path("runs"),
+) -> None:
+    """Serve a model: production traffic through a gateway, every conversation recorded.
+
+    Works beside a run that is training. Without --version it follows the newest version of the run's line. Given a
+    channel, it follows the channel: `rollmill weights rollback RUN live` reaches users within seconds. For example:
+
+        rollmill serve runs/demo
+        rollmill serve runs/demo --version live --port 8080
+        rollmill serve models/smollm2-135m
+    """
+    from rich.console import Console
+
+    from rollmill.cli.target import checkpoint_run, find_target, is_checkpoint
+    from rollmill.cluster.run import RunDirectory
+    from rollmill.cluster.service import serving, wait_until_ready
+
+    console = Console(highlight=False, soft_wrap=True, markup=False)
+    port = _port(host, port)
+    try:
+        with console.status("loading"):
+            if is_checkpoint(directory):
+                run = checkpoint_run(root, directory)
+                version = version or f"{run.config.checkpoint_line}@0"
+            else:
+                run = RunDirectory.open(directory)
+            target = find_target(run, version)
+        with serving(run, target, host=host, port=port) as (service, cluster):
+            with console.status("loading"):
+                wait_until_ready(service, cluster)
+            console.print(f"serving {target} of {directory}")
+            console.print(_how_to(service))
+            _watch(service, cluster, console)
+    except KeyboardInterrupt:
+        console.print("stopped")
+
+
+def _port(host: str, port: int | None) -> int:
+    """The port asked for, which must be free; by default PORT, or another one if that is taken."""
+    import socket
+
+    from rollmill.cluster.run import free_ports
+    from rollmill.errors import ConfigError
+
+    try:
+        with socket.create_server((host, port or PORT), family=socket.AF_INET6 if ":" in host else socket.AF_INET):
+            return port or PORT
+    except OSError as error:
+        if port is None and not isinstance(error, socket.gaierror):
+            return free_ports(1)[0]
+        raise ConfigError(
+            f"cannot listen on {host}:{port or PORT}: {error.strerror}", hint="choose another --port or --host"
+        ) from None
+
+
+def _how_to(service: RunDirectory) -> str:
+    """What a client needs. The key is in a file that only its owner can read, never on the screen."""
+    key = service.data / KEY
+    key.touch(mode=0o600)
+    key.write_text(service.production_key + "\n")
+    url = f"{service.url('gateway')}/v1"
+    body = '{"model": "rollmill", "messages": [{"role": "user", "content": "Hello"}]}'
+    return f"""
+  URL      {url}
+  model    rollmill
+  API key  in {key}
+  logs     {service.logs}
+
+Try it:
+  curl {url}/chat/completions -H "Authorization: Bearer $(cat {shlex.quote(str(key))})" -d '{body}'
+
+Ctrl-C stops it."""
+
+
+def _watch(service: RunDirectory, cluster: LocalCluster, console: Console) -> None:
+    """Keep the processes alive and say when the served version changes, until Ctrl-C."""
+    import time
+
+    from rollmill.cluster.service import served_versions
+
+    before = served_versions(service)
+    while True:
+        cluster.watch()
+        time.sleep(1.0)
+        now = served_versions(service)
+        if now and now != before:
+            console.print(f"now serving {', '.join(now)}")
+            before = now

@@ -8,25 +8,18 @@ evaluate    the same held-out tasks on the last version
 
 from __future__ import annotations
 
-import asyncio
-import contextlib
 import time
-from collections.abc import Callable, Coroutine, Iterator
-from typing import Any, TypeVar
+from collections.abc import Callable
 
 from rollmill import telemetry
 from rollmill.cluster.local import LocalCluster
 from rollmill.cluster.lock import exclusive
 from rollmill.cluster.ranks import outside_world
-from rollmill.cluster.run import RunDirectory
-from rollmill.errors import WeightsError
-from rollmill.evals.run import EvalResult
-from rollmill.evals.suite import EvalConfig
+from rollmill.cluster.run import RunDirectory, phase
 from rollmill.training.config import TrainingConfig
-from rollmill.types import Version
 
 TICK_S = 0.2
-T = TypeVar("T")
+IMPORT_PATIENCE_S = 600.0  # for another process that imports the same checkpoint
 
 
 def drive(run: RunDirectory, on_tick: Callable[[], None] = lambda: None) -> None:
@@ -35,7 +28,7 @@ def drive(run: RunDirectory, on_tick: Callable[[], None] = lambda: None) -> None
     with exclusive(run.path, "supervisor", patience_s=5.0):
         cluster = LocalCluster(run)
         try:
-            with run.phase("mid-train"):
+            with phase("mid-train"):
                 _start_midtrain(cluster, run)
                 _until_ended(cluster, "midtrain", on_tick)
             _start_serving(cluster, run)
@@ -48,7 +41,7 @@ def drive(run: RunDirectory, on_tick: Callable[[], None] = lambda: None) -> None
 
 
 def follow(run: RunDirectory) -> None:
-    """What a rank that torchrun started does while the first one drives: its part of the training, and nothing else."""
+    """What ranks above 0 do that torchrun started: their part of the training. Rank 0 drives the run."""
     cluster = LocalCluster(run)
     try:
         if run.config.midtrain is not None:
@@ -60,57 +53,22 @@ def follow(run: RunDirectory) -> None:
         cluster.stop()
 
 
-@contextlib.contextmanager
-def serving(run: RunDirectory, version: int | None = None) -> Iterator[LocalCluster]:
-    """Gateway and engines of a run alone, following its line or pinned to one version of it."""
-    published_version(run, version)
-    with exclusive(run.path, "supervisor", patience_s=5.0):
-        cluster = LocalCluster(run)
-        try:
-            _start_serving(cluster, run, *([] if version is None else [str(version)]))
-            yield cluster
-        finally:
-            cluster.stop()
-
-
-def evaluate_version(run: RunDirectory, suite: EvalConfig, version: int | None) -> list[EvalResult]:
-    """Evaluate one version of the run's line, by default its newest."""
-    from rollmill.cluster.roles.dispatcher import evaluate
-
-    number = published_version(run, version)
-    with serving(run, number) as cluster:
-        return asyncio.run(_while_watching(cluster, evaluate(run, suite, number)))
-
-
-def published_version(run: RunDirectory, version: int | None) -> int:
-    """The number itself if the run's line has it, the newest one for None; WeightsError if there is none."""
-    from rollmill.storage.objects import Objects
-    from rollmill.weights.reading.store import WeightStore
-
-    store = WeightStore(Objects.open(run.home_store))
-    number = store.head(run.config.line, run.config.form) if version is None else version
-    if number is None:
-        raise WeightsError(
-            f"line {run.config.line!r} has no version yet", hint=f"`rollmill train --resume {run.path}` trains it"
-        )
-    store.manifest(Version(run.config.line, number), run.config.form)  # says so if there is no such version
-    return number
-
-
-async def _while_watching(cluster: LocalCluster, work: Coroutine[Any, Any, T]) -> T:
-    """The result of `work`, which needs the processes of the cluster alive."""
-    task = asyncio.create_task(work)
-    while not task.done():
-        cluster.watch()
-        await asyncio.wait([task], timeout=TICK_S)
-    return task.result()
-
-
-def _start_serving(cluster: LocalCluster, run: RunDirectory, *pinned: str) -> None:
+def _start_serving(cluster: LocalCluster, run: RunDirectory) -> None:
     cluster.start("store", service=True)
     cluster.start("gateway", service=True)
     for region in run.config.regions:
-        cluster.start(f"engine-{region}", *pinned, threads=run.config.engine.threads, service=True)
+        cluster.start(f"engine-{region}", threads=run.config.engine.threads, service=True)
+
+
+def import_weights(run: RunDirectory) -> None:
+    """Make the base line and the tokenizer of a run, unless they are there; nothing else."""
+    with exclusive(run.path, "supervisor", patience_s=IMPORT_PATIENCE_S):
+        cluster = LocalCluster(run)
+        try:
+            _start_midtrain(cluster, run)
+            _until_ended(cluster, "midtrain", lambda: None)
+        finally:
+            cluster.stop()
 
 
 def _start_midtrain(cluster: LocalCluster, run: RunDirectory) -> None:
@@ -125,7 +83,7 @@ def _start_trainer(cluster: LocalCluster, run: RunDirectory) -> None:
 
 
 def _local_ranks(training: TrainingConfig) -> int:
-    """How many ranks to start here: all of them, or this one of those that were started from outside."""
+    """How many ranks to start here: all of them, or one if torchrun started this process."""
     return 1 if outside_world() else training.ranks
 
 

@@ -90,11 +90,10 @@ class LocalCluster:
         # torchrun restarts ranks on all machines together: a restart here would leave the others behind
         if code == FINAL or role.restarts >= MAX_RESTARTS or (outside_world() and not role.service):
             name = rank_name(role.name, rank)
-            raise RollmillError(
-                f"process {name!r} {_describe(code)}: {self._last_words(name)}",
-                hint=f"the rest is in {self._run.logs / (name + '.log')}; once it is fixed, "
-                f"`rollmill train --resume {self._run.path}` continues the run",
-            )
+            hint = f"the rest is in {self._run.logs / (name + '.log')}"
+            if self._run.run is None:
+                hint += f"; once it is fixed, `rollmill train --resume {self._run.path}` continues the run"
+            raise RollmillError(f"process {name!r} {_describe(code)}: {self._last_words(name)}", hint=hint)
         role.restarts += 1
         telemetry.emit("restart", target=role.name, exit_code=code, restarts=role.restarts)
         time.sleep(min(0.1 * 2**role.restarts, 3.0))

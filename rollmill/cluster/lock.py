@@ -23,6 +23,10 @@ from rollmill.errors import RollmillError
 _POLL_S = 0.05
 
 
+class LockTaken(RollmillError):
+    """Another process holds the lock."""
+
+
 class Holder(BaseModel):
     """The process that holds a lock."""
 
@@ -37,7 +41,7 @@ class Holder(BaseModel):
 
 @contextlib.contextmanager
 def exclusive(directory: Path, name: str, patience_s: float = 30.0) -> Iterator[None]:
-    """Hold the lock `name` of a run directory. Waits up to `patience_s`, then raises RollmillError with the holder."""
+    """Hold the lock `name` of a run directory. Waits up to `patience_s`, then raises LockTaken with the holder."""
     (directory / "locks").mkdir(parents=True, exist_ok=True)
     with _path(directory, name).open("a+") as file:
         deadline = time.monotonic() + patience_s
@@ -65,9 +69,9 @@ def holder(directory: Path, name: str) -> Holder | None:
         return Holder(pid=0, command="unknown", since=time.time())
 
 
-def _taken(directory: Path, name: str) -> RollmillError:
+def _taken(directory: Path, name: str) -> LockTaken:
     by = holder(directory, name)
-    return RollmillError(
+    return LockTaken(
         f"{directory} is in use: {by or 'another process'} holds its lock {name!r}",
         hint=f"wait for it to end, or `rollmill stop {directory}`; a killed process releases its locks",
     )

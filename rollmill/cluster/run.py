@@ -5,8 +5,9 @@ runs/NAME/
   store/           the home object store: weights, trajectories, submissions, checkpoints
   regions/R/store/ the store of another region R; it reaches the home store over HTTP only
   mill.db          the index (SQLite), unless `database` names a PostgreSQL
-  events/ logs/    telemetry and output, one file a process
+  events/ logs/    telemetry and output, one file per process
   gateway/         the gateway's local log of open sessions
+  services/NAME/   what `serve` and `eval` run beside it: own ports (service.json), session log, events, logs, locks
   tokenizer.json   the vocabulary of its model
   report.html      written at the end, with report.json
 """
@@ -21,7 +22,7 @@ import secrets
 import socket
 import tempfile
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
@@ -44,6 +45,7 @@ PORTS = range(10_000, 32_768)
 # names of runs, lines and regions become names of directories, objects and processes
 NAME = r"^[a-z0-9][a-z0-9_-]{0,62}$"
 SECRETS = ("admin_token", "store_token", "engine_token", "production_key")
+SERVICE = "service.json"
 PHASES = ("mid-train", "evaluate before", "reinforce", "evaluate after")
 
 
@@ -189,6 +191,8 @@ class RunDirectory:
     store_token: str  # reads the home store over HTTP
     engine_token: str  # every request to an engine but its health and metrics
     production_key: str  # the API key of production traffic
+    host: str = "127.0.0.1"  # the address that the gateway listens on
+    run: RunDirectory | None = None  # of a service: the run whose stores it reads
 
     @classmethod
     def create(cls, root: Path, config: RunConfig) -> RunDirectory:
@@ -196,7 +200,8 @@ class RunDirectory:
         roles = ["gateway", "store", *(f"engine-{region}" for region in config.regions)]
         ports = dict(zip(roles, free_ports(len(roles)), strict=True))
         id = f"{config.name}-{secrets.token_hex(4)}"
-        run = cls(path, config, id, ports, **{name: secrets.token_urlsafe(24) for name in SECRETS})
+        drawn: dict[str, Any] = {name: secrets.token_urlsafe(24) for name in SECRETS}
+        run = cls(path, config, id, ports, **drawn)
         run._create()
         return run
 
@@ -204,11 +209,14 @@ class RunDirectory:
     def open(cls, path: Path) -> RunDirectory:
         file = path / "run.json"
         try:
+            if (path / SERVICE).exists():
+                return cls._open_service(path)
             saved = json.loads(file.read_text())
             saved["config"].pop("tasks", None)  # a setting of earlier releases that nothing read
             config = validate_config(RunConfig, saved["config"], str(file))
             id = saved.get("id", config.name)  # runs made before there were ids are keyed by their name
-            return cls(path, config, id, saved["ports"], **{name: _secret(saved, name) for name in SECRETS})
+            kept: dict[str, Any] = {name: _secret(saved, name) for name in SECRETS}
+            return cls(path, config, id, saved["ports"], **kept)
         except (FileNotFoundError, NotADirectoryError):
             raise ConfigError(
                 f"{path} holds no run (no run.json)", hint="`ls runs/` shows the runs there are"
@@ -219,6 +227,20 @@ class RunDirectory:
             raise ConfigError(
                 f"{file} is damaged: {error!r}", hint="restore it, or start a run of another name"
             ) from None
+
+    @classmethod
+    def _open_service(cls, path: Path) -> RunDirectory:
+        run, saved = cls.open(path.parent.parent), json.loads((path / SERVICE).read_text())
+        return replace(run, path=path, ports=saved["ports"], host=saved["host"], run=run)
+
+    def make_service(self, name: str, host: str, port: int) -> RunDirectory:
+        """The directory of a service of this run, with its gateway at `host` and `port`. The caller holds its lock."""
+        path = self.path / "services" / name
+        path.mkdir(parents=True, exist_ok=True)
+        engines = [f"engine-{region}" for region in self.config.regions]
+        ports = {"gateway": port, **dict(zip(engines, free_ports(len(engines)), strict=True))}
+        (path / SERVICE).write_text(json.dumps({"host": host, "ports": ports}))
+        return replace(self, path=path, ports=ports, host=host, run=self)
 
     def _create(self) -> None:
         """Write run.json, which must not exist yet: it appears whole or not at all, and only its owner can read it."""
@@ -245,11 +267,18 @@ class RunDirectory:
             raise ConfigError(f"{self.path} cannot be written: {error.strerror}") from None
 
     def url(self, role: str) -> str:
-        return f"http://127.0.0.1:{self.ports[role]}"
+        anywhere = role != "gateway" or self.host in ("0.0.0.0", "::")  # noqa: S104
+        host = "127.0.0.1" if anywhere else self.host
+        return f"http://{f'[{host}]' if ':' in host else host}:{self.ports[role]}"
+
+    @property
+    def data(self) -> Path:
+        """The directory with stores, database and tokenizer: its own, or that of the run a service belongs to."""
+        return self.run.path if self.run else self.path
 
     def store_path(self, region: str) -> Path:
         home = region == self.config.regions[0]
-        return self.path / "store" if home else self.path / "regions" / region / "store"
+        return self.data / "store" if home else self.data / "regions" / region / "store"
 
     @property
     def home_store(self) -> Path:
@@ -257,20 +286,11 @@ class RunDirectory:
 
     @property
     def tokenizer(self) -> Path:
-        return self.path / "tokenizer.json"
-
-    @contextlib.contextmanager
-    def phase(self, name: str, total: int | None = None) -> Iterator[None]:
-        """Mark a phase of the run for the display and the report; `total` rollouts are expected. A phase that fails
-        has no end."""
-        place = {"phase": name, "index": PHASES.index(name), "phases": len(PHASES)}
-        telemetry.emit("phase", **place, state="start", total=total)
-        yield
-        telemetry.emit("phase", **place, state="end")
+        return self.data / "tokenizer.json"
 
     @property
     def database_url(self) -> str:
-        return self.config.database or f"sqlite:///{self.path / 'mill.db'}"
+        return self.config.database or f"sqlite:///{self.data / 'mill.db'}"
 
     @property
     def events(self) -> Path:
@@ -279,6 +299,14 @@ class RunDirectory:
     @property
     def logs(self) -> Path:
         return self.path / "logs"
+
+
+@contextlib.contextmanager
+def phase(name: str, total: int | None = None) -> Iterator[None]:
+    """Mark a phase of a run for display and report; `total` rollouts are expected. A phase that fails has no end."""
+    telemetry.emit("phase", phase=name, state="start", total=total)
+    yield
+    telemetry.emit("phase", phase=name, state="end")
 
 
 def _secret(saved: dict[str, Any], name: str) -> str:

@@ -210,15 +210,19 @@ def serve_engine(
     form: str = "bf16",
     mirror: Mirror | None = None,
     pinned: int | None = None,
+    channel: str | None = None,
     token: str | None = None,
 ) -> None:
-    """Serve an embedded engine until SIGTERM or SIGINT. It follows `line`, or stays at version `pinned`.
+    """Serve an embedded engine until SIGTERM or SIGINT. It follows `line` or `channel`, or stays at version `pinned` of
+    `line`.
 
     With a `token`, requests must carry it as a bearer token.
     """
     source: UpdateSource
     if pinned is None:
         source = Follower(store, line, form, mirror, holder=name, about={"engine": name, "region": region})
+        if channel is not None:
+            source.follow_channel(channel)
     else:
         source = Pinned(store, Version(line, pinned), form, mirror)
     made = {"name": name, "region": region, "device": device, "form": form}

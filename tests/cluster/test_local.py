@@ -18,10 +18,10 @@ import pytest
 
 from rollmill.chat.tokenizer import Tokenizer
 from rollmill.cluster import local
-from rollmill.cluster.drive import _while_watching, evaluate_version, serving
 from rollmill.cluster.local import TERMINATED, LocalCluster
 from rollmill.cluster.run import SECRETS, RunDirectory
-from rollmill.errors import RollmillError, WeightsError
+from rollmill.cluster.service import while_watching
+from rollmill.errors import RollmillError
 from rollmill.telemetry import read_events
 from tests.chat.conftest import tokenizer  # noqa: F401
 
@@ -135,11 +135,11 @@ def test_work_is_given_up_when_a_process_it_needs_cannot_be_kept_alive(
     (run.path / "run.json").write_text("{")
     cluster.start("store", service=True)
     with pytest.raises(RollmillError, match="exit code 3"):
-        asyncio.run(_while_watching(cluster, asyncio.sleep(3600)))
+        asyncio.run(while_watching(cluster, asyncio.sleep(3600), lambda: None))
 
 
 async def test_the_result_of_watched_work(cluster: LocalCluster) -> None:
-    assert await _while_watching(cluster, asyncio.sleep(0, "result")) == "result"
+    assert await while_watching(cluster, asyncio.sleep(0, "result"), lambda: None) == "result"
 
 
 SUPERVISOR = """
@@ -148,6 +148,7 @@ from pathlib import Path
 from rollmill.cluster.local import LocalCluster
 from rollmill.chat.tokenizer import Tokenizer
 from rollmill.cluster.run import SECRETS, RunDirectory
+from rollmill.cluster.service import while_watching
 cluster = LocalCluster(RunDirectory.open(Path(sys.argv[1])))
 cluster.start("store", service=True)
 if sys.argv[2] == "at once":
@@ -168,14 +169,6 @@ def test_a_supervisor_killed_before_its_process_was_up_leaves_nothing_behind(run
     subprocess.run([sys.executable, "-c", SUPERVISOR, str(run.path), "at once"], check=False)
     time.sleep(0.1)  # until /proc knows its arguments
     until(lambda: pid_of(run, "store") is None)
-
-
-def test_serving_needs_weights(run: RunDirectory) -> None:
-    for action in (lambda: serving(run).__enter__(), lambda: evaluate_version(run, run.config.evals, None)):
-        with pytest.raises(WeightsError, match=r"'main' has no version yet[\s\S]*--resume"):
-            action()
-    with pytest.raises(RollmillError, match="99"):
-        serving(run, 99).__enter__()
 
 
 def test_mid_training_that_was_asked_to_stop_is_not_done(make_run: Callable[..., RunDirectory]) -> None:

@@ -7,9 +7,10 @@ from pathlib import Path
 
 import pytest
 
+from rollmill.cli.target import find_target
 from rollmill.cli.train import run_to_report
-from rollmill.cluster.drive import evaluate_version
 from rollmill.cluster.run import RunDirectory
+from rollmill.cluster.service import evaluate, serving
 from rollmill.evals.suite import EvalConfig
 from rollmill.storage.database import open_database
 from rollmill.storage.objects import Objects
@@ -54,5 +55,7 @@ def test_synchronous_run_in_two_regions(tmp_path: Path, midtrained: RunDirectory
     assert "<html" in (run.path / "report.html").read_text()
 
     # any version can be evaluated afterwards
-    results = evaluate_version(run, EvalConfig(tasks=2, attempts=1, family_tasks=0, greedy=False), 2)
+    suite, target = EvalConfig(tasks=2, attempts=1, family_tasks=0, greedy=False), find_target(run, "2")
+    with serving(run, target, "eval") as (service, cluster):
+        results = evaluate(service, cluster, suite, target.version)
     assert [result.attempts for result in results] == [2] and results[0].version == 2

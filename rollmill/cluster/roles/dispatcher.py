@@ -8,7 +8,7 @@ import json
 from collections.abc import AsyncIterator
 from dataclasses import asdict
 
-from rollmill.cluster.run import RunDirectory
+from rollmill.cluster.run import RunDirectory, phase
 from rollmill.demo.micro_repos import MicroRepos
 from rollmill.environments.harnesses.coding import CodingHarness
 from rollmill.environments.machine import MachineHost
@@ -24,6 +24,7 @@ from rollmill.storage.database import open_database
 from rollmill.storage.objects import Objects
 from rollmill.trajectories.ledger import Ledger
 from rollmill.trajectories.store import TrajectoryStore
+from rollmill.types import Version
 
 COMMIT_POLL_S = 0.1
 # A large model takes its time to be published and loaded; that trainer and engines are alive, the supervisor watches.
@@ -41,7 +42,7 @@ async def _dispatch(run: RunDirectory) -> None:
         await _evaluate_once(run, context, "before", 0)
         if config.steps == 0:
             return
-        with run.phase("reinforce"):
+        with phase("reinforce"):
             await Dispatcher(
                 context,
                 ledger,
@@ -68,15 +69,18 @@ async def _evaluate_once(run: RunDirectory, context: RolloutContext, label: str,
     if context.objects.head(key) is not None:
         return
     suite = run.config.evals
-    with run.phase(f"evaluate {label}", total=sum(cell.tasks * cell.attempts for cell in suite.cells())):
+    with phase(f"evaluate {label}", total=suite.attempts_in_all):
         results = await _evaluate(run, context, suite, label, version)
         context.objects.create(key, json.dumps([asdict(result) for result in results]).encode())
 
 
-async def evaluate(run: RunDirectory, suite: EvalConfig, version: int) -> list[EvalResult]:
-    """Evaluate a version that the engines of a running cluster are pinned to."""
-    async with open_context(run) as context:
-        return await _evaluate(run, context, suite, f"version-{version}", version)
+async def evaluate(service: RunDirectory, suite: EvalConfig, version: Version) -> list[EvalResult]:
+    """Evaluate the version that the engines of a service are pinned to."""
+    own_line = version.line == service.config.line
+    label = f"version-{version.number}" if own_line else f"{version.line}-{version.number}"
+    async with open_context(service) as context:
+        with phase(f"evaluate {version}", total=suite.attempts_in_all):
+            return await _evaluate(service, context, suite, label, version.number)
 
 
 async def _evaluate(

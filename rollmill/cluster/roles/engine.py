@@ -1,4 +1,8 @@
-"""An engine that follows the line, or stays at one version. Outside the home region it mirrors the home store."""
+"""An engine of a run. In training it follows the run's line, and outside the home region it mirrors the home store.
+
+An engine of a service reads the home store and takes what it serves from its arguments: KIND NAME FORM, for example
+`version main@7 bf16`, `channel live bf16` or `line main bf16`.
+"""
 
 from __future__ import annotations
 
@@ -9,22 +13,26 @@ from rollmill.weights.reading.store import WeightStore
 from rollmill.weights.regions.mirror import Mirror
 
 
-def main(run: RunDirectory, region: str, version: str | None = None) -> None:
-    own = Objects.open(run.store_path(region))
-    mirror = None
-    if region != run.config.regions[0]:
-        mirror = Mirror(Objects.open(run.url("store"), token=run.store_token), own, region)
+def main(run: RunDirectory, region: str, kind: str = "line", name: str = "", form: str = "") -> None:
+    line, _, number = (name or run.config.line).partition("@")
+    store, mirror, engine = Objects.open(run.home_store), None, f"engine-{region}"
+    if run.run is not None:
+        engine = f"{run.path.name}-{engine}"  # leases are held by name: not by that of the training's engine
+    elif region != run.config.regions[0]:
+        home, store = Objects.open(run.url("store"), token=run.store_token), Objects.open(run.store_path(region))
+        mirror = Mirror(home, store, region)
     serve_engine(
         run.config.engine,
         run.config.model,
-        WeightStore(own),
-        line=run.config.line,
+        WeightStore(store),
+        line=line if kind != "channel" else run.config.line,
         mirror=mirror,
-        pinned=int(version) if version else None,
-        name=f"engine-{region}",
+        pinned=int(number) if kind == "version" else None,
+        channel=name if kind == "channel" else None,
+        name=engine,
         region=region,
         port=run.ports[f"engine-{region}"],
         device=run.config.device,
-        form=run.config.form,
+        form=form or run.config.form,
         token=run.engine_token,
     )

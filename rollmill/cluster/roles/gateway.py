@@ -28,4 +28,4 @@ def main(run: RunDirectory) -> None:
         run.admin_token,
         run.production_key,
     )
-    web.run_app(app, host="127.0.0.1", port=run.ports["gateway"], access_log=None, print=None, shutdown_timeout=1.0)
+    web.run_app(app, host=run.host, port=run.ports["gateway"], access_log=None, print=None, shutdown_timeout=1.0)

@@ -1,0 +1,73 @@
+"""Which weights `serve` and `eval` mean: `--version` as a user writes it, and plain checkpoint directories."""
+
+from __future__ import annotations
+
+import hashlib
+import re
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+if TYPE_CHECKING:
+    from rollmill.cluster.run import RunDirectory
+    from rollmill.cluster.service import Target
+
+VersionOption = Annotated[
+    str | None,
+    typer.Option(
+        "--version",
+        metavar="VERSION",
+        help="a number (7), a line and a number (main@7), or a channel (live); default: the newest of the run's line",
+    ),
+]
+
+
+def find_target(run: RunDirectory, text: str | None) -> Target:
+    """The version, channel or line that is meant. Raises WeightsError if it is not there."""
+    from rollmill.cli.weights.places import Place, find_form, find_version
+    from rollmill.cluster.service import Target
+    from rollmill.errors import WeightsError
+    from rollmill.storage.objects import Objects
+    from rollmill.types import Version
+    from rollmill.weights.reading.channels import Channels
+    from rollmill.weights.reading.store import WeightStore
+
+    store, line = WeightStore(Objects.open(run.home_store)), run.config.line
+    form: str = run.config.form
+    if text is None:
+        number = store.head(line, form)
+        if number is None:
+            hint = f"`rollmill train --resume {run.path}` trains it"
+            raise WeightsError(f"line {line!r} has no version yet", hint=hint)
+        return Target("line", line, Version(line, number), form)
+    version = find_version(Place(store, run.path), text, line)
+    if not store.exists(version, form):
+        form = find_form(store, version, None)
+    if text in Channels(store.objects).names():
+        return Target("channel", text, version, form)
+    return Target("version", str(version), version, form)
+
+
+def is_checkpoint(directory: Path) -> bool:
+    return (directory / "config.json").is_file() and not (directory / "run.json").exists()
+
+
+def checkpoint_run(root: Path, directory: Path) -> RunDirectory:
+    """A run that only holds an imported checkpoint. A checkpoint that changes gets a new one."""
+    from rollmill.cluster.checkpoint import check_checkpoint
+    from rollmill.cluster.drive import import_weights
+    from rollmill.cluster.run import RunConfig, RunDirectory
+    from rollmill.config import validate_config
+
+    directory = directory.absolute()
+    files = sorted((path.name, path.stat().st_size, path.stat().st_mtime_ns) for path in directory.iterdir())
+    label = re.sub("[^a-z0-9_-]+", "-", directory.name.lower()).strip("-_")[:40] or "model"
+    name = f"served-{label}-{hashlib.sha256(repr((str(directory), files)).encode()).hexdigest()[:8]}"
+    if not (root / name / "run.json").exists():
+        config = validate_config(RunConfig, {"name": name, "steps": 0, "checkpoint": str(directory)}, str(directory))
+        check_checkpoint(config)
+        RunDirectory.create(root, config)
+    run = RunDirectory.open(root / name)
+    import_weights(run)
+    return run

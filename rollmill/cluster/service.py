@@ -1,0 +1,137 @@
+"""Serve or evaluate a run's weights, also while the run trains.
+
+A service is a gateway with engines that nothing else uses. Its ports, session log, events, logs and locks are in a
+directory of its own: RUN/services/serve-1, serve-2, eval-1 … It reads the stores of the run and records into its
+database.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import itertools
+import json
+import shutil
+import time
+import urllib.error
+import urllib.request
+from collections.abc import Callable, Coroutine, Iterator
+from dataclasses import dataclass
+from typing import Any, Literal, TypeVar
+
+from rollmill import telemetry
+from rollmill.cluster.local import LocalCluster
+from rollmill.cluster.lock import LockTaken, exclusive
+from rollmill.cluster.run import RunDirectory, free_ports
+from rollmill.evals.run import EvalResult
+from rollmill.evals.suite import EvalConfig
+from rollmill.types import Version
+
+TICK_S = 0.2
+T = TypeVar("T")
+
+
+@dataclass(frozen=True)
+class Target:
+    """What a service serves: one version, or the version that a channel or the head of a line points at."""
+
+    kind: Literal["version", "channel", "line"]
+    name: str
+    version: Version  # the one it is now
+    form: str
+
+    def __str__(self) -> str:
+        return self.name if self.kind == "version" else f"{self.version}, following {self.kind} {self.name}"
+
+    def pinned(self) -> Target:
+        """The version it is now, and no other later."""
+        return Target("version", str(self.version), self.version, self.form)
+
+
+@contextlib.contextmanager
+def serving(
+    run: RunDirectory, target: Target, kind: str = "serve", host: str = "127.0.0.1", port: int | None = None
+) -> Iterator[tuple[RunDirectory, LocalCluster]]:
+    """Start a service of the run. Yields its directory and its processes, which the caller watches."""
+    [free] = free_ports(1)
+    with _claim(run, kind, host, free if port is None else port) as service:
+        telemetry.open_events(service.events, "supervisor")
+        cluster = LocalCluster(service)
+        try:
+            cluster.start("gateway", service=True)
+            for region in run.config.regions:
+                arguments = (target.kind, target.name, target.form)
+                cluster.start(f"engine-{region}", *arguments, threads=run.config.engine.threads, service=True)
+            yield service, cluster
+        finally:
+            cluster.stop()
+
+
+@contextlib.contextmanager
+def _claim(run: RunDirectory, kind: str, host: str, port: int) -> Iterator[RunDirectory]:
+    """The first directory of that kind that no process uses. What an earlier `serve` left in its session log is taken
+    over; rollouts of an earlier evaluation are of no use to anybody."""
+    for number in itertools.count(1):
+        path = run.path / "services" / f"{kind}-{number}"
+        with contextlib.ExitStack() as held:
+            try:
+                held.enter_context(exclusive(path, "supervisor", patience_s=0.0))
+            except LockTaken:
+                continue
+            for stale in ("events", *(["gateway", "logs"] if kind == "eval" else [])):
+                shutil.rmtree(path / stale, ignore_errors=True)
+            yield run.make_service(path.name, host, port)
+            return
+
+
+def health(service: RunDirectory) -> dict[str, Any] | None:
+    """What the gateway of a service says about itself; None while it does not answer."""
+    try:
+        with urllib.request.urlopen(f"{service.url('gateway')}/health", timeout=5) as response:  # noqa: S310
+            body = response.read()
+    except urllib.error.HTTPError as error:  # 503: no engine is ready
+        with error:
+            body = error.read()
+    except OSError:
+        return None
+    with contextlib.suppress(ValueError):
+        tree = json.loads(body)
+        return tree if isinstance(tree, dict) else None
+    return None
+
+
+def served_versions(service: RunDirectory) -> list[str]:
+    """The versions that its engines serve now; empty until one is ready."""
+    engines = (health(service) or {}).get("engines", [])
+    policies = [engine["policy"] for engine in engines if engine["alive"] and engine["policy"]]
+    return sorted({str(Version(policy["line"], policy["number"])) for policy in policies})
+
+
+def wait_until_ready(service: RunDirectory, cluster: LocalCluster) -> None:
+    """Return when an engine serves. Raises RollmillError when a process cannot be kept alive."""
+    while not served_versions(service):
+        cluster.watch()
+        time.sleep(TICK_S)
+
+
+def evaluate(
+    service: RunDirectory,
+    cluster: LocalCluster,
+    suite: EvalConfig,
+    version: Version,
+    on_tick: Callable[[], None] = lambda: None,
+) -> list[EvalResult]:
+    """Evaluate the version that a service is pinned to. `on_tick` is called a few times per second."""
+    from rollmill.cluster.roles.dispatcher import evaluate as evaluation
+
+    return asyncio.run(while_watching(cluster, evaluation(service, suite, version), on_tick))
+
+
+async def while_watching(cluster: LocalCluster, work: Coroutine[Any, Any, T], on_tick: Callable[[], None]) -> T:
+    """The result of `work`, which needs the processes of the cluster alive."""
+    task = asyncio.create_task(work)
+    while not task.done():
+        cluster.watch()
+        on_tick()
+        await asyncio.wait([task], timeout=TICK_S)
+    return task.result()

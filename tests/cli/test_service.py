@@ -1,0 +1,128 @@
+"""`rollmill serve` and `rollmill eval` as processes, beside a process that holds the run as a training does."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import signal
+import subprocess
+import sys
+import time
+import urllib.request
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import pytest
+
+from rollmill.cluster.lock import exclusive
+from rollmill.cluster.run import RunDirectory
+from rollmill.storage.database import open_database
+from rollmill.storage.objects import Objects
+from rollmill.trajectories.store import TrajectoryStore
+from rollmill.types import TrajectoryState, Version
+from rollmill.weights.reading.channels import Channels
+from tests.cluster.checkpoints import make_chat_checkpoint
+from tests.cluster.served import published_run
+
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(300)]
+ROLLMILL = [sys.executable, "-c", "from rollmill.cli.main import main; main()"]
+
+
+class Serving:
+    """`rollmill serve …` in a process group of its own; `told` is what it has printed."""
+
+    def __init__(self, output: Path, *arguments: object) -> None:
+        self._output = output
+        with output.open("wb") as file:
+            self.process = subprocess.Popen(
+                [*ROLLMILL, "serve", *map(str, arguments)], stdout=file, stderr=file, start_new_session=True
+            )
+
+    @property
+    def told(self) -> str:
+        return self._output.read_text()
+
+    def wait_for(self, words: str) -> None:
+        while words not in self.told:
+            assert self.process.poll() is None, self.told
+            time.sleep(0.05)
+
+    def ask(self) -> dict[str, str]:
+        """Run the printed curl line. Its parts are taken from the output: not every machine has curl."""
+        [line] = re.findall(r"curl .*", self.told)
+        url, key, body = re.fullmatch(
+            r"curl (\S+) -H \"Authorization: Bearer \$\(cat (\S+)\)\" -d '(.*)'", line
+        ).groups()
+        request = urllib.request.Request(
+            url, body.encode(), {"Authorization": f"Bearer {Path(key).read_text().strip()}"}
+        )
+        with urllib.request.urlopen(request, timeout=60) as response:
+            return json.load(response)["choices"][0]["message"]
+
+
+@contextmanager
+def served(output: Path, *arguments: object) -> Iterator[Serving]:
+    serving = Serving(output, *arguments)
+    try:
+        serving.wait_for("Ctrl-C stops it.")
+        yield serving
+        os.killpg(serving.process.pid, signal.SIGINT)  # as Ctrl-C does: the whole group of the terminal
+        assert serving.process.wait() == 0, serving.told
+        assert serving.told.endswith("stopped\n") and "Traceback" not in serving.told
+    finally:
+        if serving.process.poll() is None:
+            serving.process.kill()
+            serving.process.wait()
+
+
+def no_tracebacks(run: RunDirectory) -> bool:
+    logs = list(run.path.rglob("logs/*.log"))
+    assert logs
+    return not any("Traceback" in log.read_text() for log in logs)
+
+
+def test_serving_follows_a_channel_beside_a_training_run(tmp_path: Path) -> None:
+    run = published_run(tmp_path, 3)
+    channels = Channels(Objects.open(run.home_store))
+    channels.move("live", Version("main", 1))
+    channels.move("live", Version("main", 2))
+    with exclusive(run.path, "supervisor"), served(tmp_path / "out", run.path, "--version", "live") as serving:
+        assert serving.told.startswith(f"serving main@2, following channel live of {run.path}\n")
+        assert "model    rollmill" in serving.told and f"API key  in {run.path / 'api-key'}" in serving.told
+        assert run.production_key not in serving.told
+        assert serving.ask()["role"] == "assistant"
+        # a rollback reaches users, and the user of the terminal sees it
+        subprocess.run([*ROLLMILL, "weights", "rollback", str(run.path), "live"], check=True, stdout=subprocess.DEVNULL)
+        serving.wait_for("now serving main@1")
+        assert serving.ask()["role"] == "assistant"
+        # a second one has ports and a session log of its own
+        with served(tmp_path / "second", run.path, "--version", "main@0", "--host", "0.0.0.0") as second:
+            assert second.told.startswith(f"serving main@0 of {run.path}\n")
+            assert second.ask()["role"] == "assistant"
+    assert no_tracebacks(run)
+    # the conversations are in the run's own log, for the next `serve` to seal
+    assert (run.path / "services" / "serve-1" / "gateway" / "sessions.log").stat().st_size > 0
+
+
+def test_evaluating_beside_a_training_run(tmp_path: Path) -> None:
+    settings = ("evals.attempts=2", "evals.family_tasks=0", "evals.greedy=false")
+    run = published_run(tmp_path, 2, *settings)
+    with exclusive(run.path, "supervisor"):
+        command = [*ROLLMILL, "eval", str(run.path), "--version", "main@1", "--tasks", "3"]
+        done = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "evaluate main@1: started" in done.stdout and "heldout" in done.stdout and "/6" in done.stdout
+    rows = TrajectoryStore(open_database(run.database_url), Objects.open(run.home_store)).list()
+    assert len(rows) == 6 and {row.state for row in rows} == {TrajectoryState.graded}
+    assert no_tracebacks(run)
+
+
+def test_serving_a_checkpoint_directory(tmp_path: Path) -> None:
+    make_chat_checkpoint(tmp_path / "My Model")
+    with served(tmp_path / "out", tmp_path / "My Model", "--root", tmp_path / "runs") as serving:
+        assert serving.told.startswith(f"serving main-checkpoint@0 of {tmp_path / 'My Model'}\n")
+        assert serving.ask()["role"] == "assistant"
+    [path] = (tmp_path / "runs").iterdir()
+    assert path.name.startswith("served-my-model-") and no_tracebacks(RunDirectory.open(path))
