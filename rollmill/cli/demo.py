@@ -16,7 +16,7 @@ def demo(
     dry_run: Annotated[
         bool, typer.Option("--dry-run", help="print the whole configuration as commented TOML and stop")
     ] = False,
-    root: Annotated[Path, typer.Option(help="where run directories lie")] = Path("runs"),
+    root: Annotated[Path, typer.Option(help="the directory that holds the runs")] = Path("runs"),
 ) -> None:
     """Mid-train a small mixture of experts, reinforce it on coding tasks, and report what it learned.
 

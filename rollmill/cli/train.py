@@ -16,51 +16,54 @@ def train(
     overrides: Annotated[
         list[str] | None, typer.Argument(help="settings laid over the file: `key.path=value`, values as in TOML")
     ] = None,
-    resume: Annotated[bool, typer.Option("--resume", help="go on with the run in that directory")] = False,
+    resume: Annotated[bool, typer.Option("--resume", help="continue the run in that directory")] = False,
     dry_run: Annotated[
-        bool, typer.Option("--dry-run", help="print the whole configuration as commented TOML and stop")
+        bool,
+        typer.Option("--dry-run", help="check everything, print the whole configuration as commented TOML, and stop"),
     ] = False,
-    root: Annotated[Path, typer.Option(help="where run directories lie")] = Path("runs"),
+    root: Annotated[Path, typer.Option(help="the directory that holds the runs")] = Path("runs"),
 ) -> None:
     """Train a model: mid-training, then asynchronous RL, then a report.
 
-    Every process may be killed at any moment; `--resume` goes on with what the stores hold. For example:
+    Every process may be killed at any moment; `--resume` continues from what the stores hold. For example:
 
         rollmill train examples/micro.toml steps=20 max_staleness=0
         rollmill train --resume runs/micro
     """
     from rollmill.cli.config import print_config
-    from rollmill.cluster.checkpoint import check_checkpoint
+    from rollmill.cluster.checkpoint import check_here
     from rollmill.cluster.ranks import begin_run
     from rollmill.cluster.run import RunConfig, RunDirectory
+    from rollmill.cluster.state import is_finished
     from rollmill.config import load_config
     from rollmill.errors import ConfigError
 
     if resume:
         if overrides or dry_run:
             raise ConfigError(
-                "--resume goes on with the run's own configuration: it takes no overrides and no --dry-run",
+                "--resume continues with the run's own configuration: it takes no overrides and no --dry-run",
                 hint="start a new run to change settings",
             )
         run = RunDirectory.open(source)
+        if is_finished(run):
+            typer.echo(f"{source} is finished: nothing is left to do")
+            print_result(run.path / "report.html")
+            return
     else:
         if source.is_dir():
-            hint = f"`rollmill train --resume {source}` goes on with a run"
+            hint = f"`rollmill train --resume {source}` continues a run"
             raise ConfigError(f"{source} is a directory, not a RUN.toml", hint=hint)
         config = load_config(RunConfig, source, overrides or ())
+        check_here(config)
         if dry_run:
             print_config(config)
             return
-        if config.checkpoint is not None:
-            check_checkpoint(config)
         run = begin_run(root, config)
     run_to_report(run)
 
 
 def run_to_report(run: RunDirectory) -> None:
-    """Drive the run with a live display, write its report, and say where it lies."""
-    from rich.console import Console
-
+    """Drive the run with a live display, write its report, and print where it is."""
     from rollmill.cli.progress import Progress
     from rollmill.cluster.drive import drive, follow
     from rollmill.cluster.ranks import outside_rank
@@ -70,13 +73,19 @@ def run_to_report(run: RunDirectory) -> None:
     if outside_rank() > 0:
         follow(run)
         return
-    with Progress(run.events, list(PHASES), title=f"rollmill · {run.config.name}") as progress:
-        try:
+    try:
+        with Progress(run.events, list(PHASES), title=f"rollmill · {run.config.name}") as progress:
             drive(run, on_tick=progress.update)
-        except KeyboardInterrupt:
-            typer.echo(f"stopped; `rollmill train --resume {run.path}` goes on", err=True)
-            raise typer.Exit(130) from None
-    report = report_run(run)
+    except KeyboardInterrupt:
+        # after the display has closed, which would draw over it
+        typer.echo(f"stopped; `rollmill train --resume {run.path}` continues the run", err=True)
+        raise typer.Exit(130) from None
+    print_result(report_run(run))
+
+
+def print_result(report: Path) -> None:
+    from rich.console import Console
+
     console = Console(soft_wrap=True)
     console.print(f"\n{_verdict(report.with_suffix('.json'))}", highlight=False)
     console.print(f"report: [link=file://{report.resolve()}]{report}[/link]", highlight=False)

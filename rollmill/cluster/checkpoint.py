@@ -25,6 +25,15 @@ if TYPE_CHECKING:
 TOKENIZER = "tokenizer.json"
 
 
+def check_here(config: RunConfig) -> None:
+    """Check what a configuration asks of this machine: the device and the checkpoint. Loads no weights."""
+    from rollmill.models.device import choose_device  # torch
+
+    choose_device(config.device)
+    if config.checkpoint is not None:
+        check_checkpoint(config)
+
+
 def check_checkpoint(config: RunConfig) -> HuggingFaceModel:
     """Names, shapes and dtypes of all weights, and that text can be turned into tokens. No weight is read."""
     from rollmill.models.huggingface.convert import open_checkpoint  # torch

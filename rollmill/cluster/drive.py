@@ -12,7 +12,7 @@ import time
 from collections.abc import Callable
 
 from rollmill import telemetry
-from rollmill.cluster.local import LocalCluster
+from rollmill.cluster.local import LocalCluster, terminable
 from rollmill.cluster.lock import exclusive
 from rollmill.cluster.ranks import outside_world
 from rollmill.cluster.run import RunDirectory, phase
@@ -25,7 +25,7 @@ IMPORT_PATIENCE_S = 600.0  # for another process that imports the same checkpoin
 def drive(run: RunDirectory, on_tick: Callable[[], None] = lambda: None) -> None:
     """Run all phases to their end. Raises RollmillError when a process cannot be kept alive."""
     telemetry.open_events(run.events, "supervisor")
-    with exclusive(run.path, "supervisor", patience_s=5.0):
+    with exclusive(run.path, "supervisor", patience_s=5.0), terminable():
         cluster = LocalCluster(run)
         try:
             with phase("mid-train"):
@@ -62,7 +62,7 @@ def _start_serving(cluster: LocalCluster, run: RunDirectory) -> None:
 
 def import_weights(run: RunDirectory) -> None:
     """Make the base line and the tokenizer of a run, unless they are there; nothing else."""
-    with exclusive(run.path, "supervisor", patience_s=IMPORT_PATIENCE_S):
+    with exclusive(run.path, "supervisor", patience_s=IMPORT_PATIENCE_S), terminable():
         cluster = LocalCluster(run)
         try:
             _start_midtrain(cluster, run)

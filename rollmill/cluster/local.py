@@ -12,7 +12,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 
 from rollmill import telemetry
@@ -127,6 +127,16 @@ class LocalCluster:
             log.seek(max(0, log.seek(0, os.SEEK_END) - 4096))
             lines = log.read().decode(errors="replace").strip().splitlines()
         return " ".join(lines[-2:])[-600:] or "its log is empty"
+
+
+@contextlib.contextmanager
+def terminable() -> Iterator[None]:
+    """SIGTERM raises KeyboardInterrupt, as Ctrl-C does: a supervisor that is asked to stop stops its roles in order."""
+    previous = signal.signal(signal.SIGTERM, signal.default_int_handler)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, previous)
 
 
 def _end_all(processes: Sequence[subprocess.Popen[bytes]]) -> tuple[int, int]:

@@ -219,7 +219,7 @@ class RunDirectory:
             return cls(path, config, id, saved["ports"], **kept)
         except (FileNotFoundError, NotADirectoryError):
             raise ConfigError(
-                f"{path} holds no run (no run.json)", hint="`ls runs/` shows the runs there are"
+                f"{path} holds no run (no run.json)", hint="`rollmill runs` lists the runs there are"
             ) from None
         except OSError as error:
             raise ConfigError(f"{file} cannot be read: {error.strerror}") from None

@@ -20,7 +20,7 @@ from dataclasses import dataclass
 from typing import Any, Literal, TypeVar
 
 from rollmill import telemetry
-from rollmill.cluster.local import LocalCluster
+from rollmill.cluster.local import LocalCluster, terminable
 from rollmill.cluster.lock import LockTaken, exclusive
 from rollmill.cluster.run import RunDirectory, free_ports
 from rollmill.evals.run import EvalResult
@@ -54,7 +54,7 @@ def serving(
 ) -> Iterator[tuple[RunDirectory, LocalCluster]]:
     """Start a service of the run. Yields its directory and its processes, which the caller watches."""
     [free] = free_ports(1)
-    with _claim(run, kind, host, free if port is None else port) as service:
+    with _claim(run, kind, host, free if port is None else port) as service, terminable():
         telemetry.open_events(service.events, "supervisor")
         cluster = LocalCluster(service)
         try:

@@ -3,12 +3,16 @@ from __future__ import annotations
 import subprocess
 import sys
 from collections.abc import Callable
+from importlib import metadata
 
 import pytest
 
 from tests.cli.conftest import Told
 
-COMMANDS = ("demo", "train", "eval", "serve", "weights", "trajectories", "doctor")
+COMMANDS = (
+    *("demo", "train", "eval", "serve", "runs", "status", "logs", "stop", "rm"),
+    *("model", "weights", "trajectories", "config", "doctor"),
+)
 
 
 def test_help_lists_every_command(rollmill: Callable[..., Told]) -> None:
@@ -21,6 +25,15 @@ def test_help_lists_every_command(rollmill: Callable[..., Told]) -> None:
 def test_every_command_explains_itself(rollmill: Callable[..., Told], command: str) -> None:
     told = rollmill(command, "--help")
     assert told.code == 0 and f"rollmill {command}" in told.out
+
+
+def test_version_and_short_help(rollmill: Callable[..., Told]) -> None:
+    told = rollmill("--version")
+    assert told.code == 0 and told.out == f"rollmill {metadata.version('rollmill')}\n"
+    for arguments in (["-h"], ["train", "-h"], ["weights", "log", "-h"]):
+        told = rollmill(*arguments)
+        assert told.code == 0 and "Usage" in told.out
+    assert "--install-completion" in rollmill("-h").out
 
 
 def test_an_unknown_command_is_a_usage_error(rollmill: Callable[..., Told]) -> None:

@@ -10,7 +10,7 @@ from tests.cli.test_train import MICRO, refused
 
 
 def test_a_directory_without_a_run(rollmill: Callable[..., Told], tmp_path: Path) -> None:
-    assert refused(rollmill("serve", tmp_path), "holds no run", "`ls runs/`")
+    assert refused(rollmill("serve", tmp_path), "holds no run", "`rollmill runs`")
 
 
 def test_a_run_without_weights(rollmill: Callable[..., Told], tmp_path: Path) -> None:

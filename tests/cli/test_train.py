@@ -61,8 +61,8 @@ def test_a_name_that_is_taken(rollmill: Callable[..., Told], tmp_path: Path) -> 
 
 
 def test_what_cannot_be_resumed(rollmill: Callable[..., Told], tmp_path: Path) -> None:
-    assert refused(rollmill("train", "--resume", "runs/absent"), "runs/absent holds no run", "`ls runs/`")
-    assert refused(rollmill("train", "--resume", MICRO), "holds no run", "`ls runs/`")
+    assert refused(rollmill("train", "--resume", "runs/absent"), "runs/absent holds no run", "`rollmill runs`")
+    assert refused(rollmill("train", "--resume", MICRO), "holds no run", "`rollmill runs`")
     assert refused(rollmill("train", "--resume", tmp_path, "steps=3"), "takes no overrides", "start a new run")
     assert refused(rollmill("train", "--resume", tmp_path, "--dry-run"), "no --dry-run", "start a new run")
 

@@ -121,7 +121,7 @@ def test_a_place_that_cannot_be_written(tmp_path: Path) -> None:
 def test_a_place_without_a_run(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
     for path in (tmp_path, tmp_path / "absent", tmp_path / "file"):
-        with pytest.raises(ConfigError, match=r"holds no run[\s\S]*hint: `ls runs/`"):
+        with pytest.raises(ConfigError, match=r"holds no run[\s\S]*hint: `rollmill runs`"):
             RunDirectory.open(path)
 
 

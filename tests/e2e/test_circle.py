@@ -11,6 +11,7 @@ from rollmill.cli.target import find_target
 from rollmill.cli.train import run_to_report
 from rollmill.cluster.run import RunDirectory
 from rollmill.cluster.service import evaluate, serving
+from rollmill.cluster.state import is_finished
 from rollmill.evals.suite import EvalConfig
 from rollmill.storage.database import open_database
 from rollmill.storage.objects import Objects
@@ -53,6 +54,9 @@ def test_synchronous_run_in_two_regions(tmp_path: Path, midtrained: RunDirectory
     report = json.loads((run.path / "report.json").read_text())
     assert report["seed"] == run.config.seed and report["solve_rate_after"] is not None
     assert "<html" in (run.path / "report.html").read_text()
+
+    # the run knows that it is finished
+    assert is_finished(run)
 
     # any version can be evaluated afterwards
     suite, target = EvalConfig(tasks=2, attempts=1, family_tasks=0, greedy=False), find_target(run, "2")

@@ -10,6 +10,7 @@ import subprocess
 import sys
 import time
 from collections import Counter
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -56,11 +57,10 @@ def pid_of(run: RunDirectory, role: str) -> int | None:
     return None
 
 
-def wait_for(condition, seconds: float, process: subprocess.Popen[bytes], run: RunDirectory) -> None:
-    deadline = time.monotonic() + seconds
+def wait_for(condition: Callable[[], bool], process: subprocess.Popen[bytes], run: RunDirectory) -> None:
+    """The time limit is that of the test."""
     while not condition():
         assert process.poll() is None, (run.path / "train.out").read_text()[-3000:]
-        assert time.monotonic() < deadline, "nothing happened in time"
         time.sleep(0.05)
 
 
@@ -87,10 +87,10 @@ def test_a_run_survives_the_death_of_every_process(tmp_path: Path, midtrained: R
     seen_finished: set[str] = set()
     try:
         for number, victim in enumerate(VICTIMS):
-            wait_for(lambda number=number: ledger.committed() >= number + 1, 90, process, run)
+            wait_for(lambda number=number: ledger.committed() > number, process, run)  # type: ignore[misc]
             time.sleep(draw.uniform(0, 0.5))
             if victim == "everything":  # the supervisor dies too: what it saw of the others must be on record by then
-                wait_for(lambda: restarted(run) >= set(VICTIMS[:-1]), 60, process, run)
+                wait_for(lambda: restarted(run) >= set(VICTIMS[:-1]), process, run)
                 os.killpg(process.pid, signal.SIGKILL)
                 process.wait()
             else:
@@ -101,7 +101,7 @@ def test_a_run_survives_the_death_of_every_process(tmp_path: Path, midtrained: R
             seen_finished |= finished_ids(trajectories, run)
             if victim == "everything":
                 process = start(run)
-        assert process.wait(120) == 0, (run.path / "train.out").read_text()[-3000:]
+        assert process.wait() == 0, (run.path / "train.out").read_text()[-3000:]
     finally:
         if process.poll() is None:
             os.killpg(process.pid, signal.SIGKILL)

@@ -1,0 +1,226 @@
+"""Housekeeping: `rollmill runs`, `status`, `logs`, `stop` and `rm`."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import shutil
+import signal
+import time
+from collections import deque
+from collections.abc import Iterator
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from rollmill.errors import ConfigError, RollmillError
+
+if TYPE_CHECKING:
+    from rich.table import Table
+
+    from rollmill.cluster.run import RunDirectory
+    from rollmill.cluster.state import RunState
+
+STOP_PATIENCE_S = 60.0
+Directory = Annotated[Path, typer.Argument(metavar="RUN", help="a run directory, for example runs/demo")]
+Root = Annotated[Path, typer.Option(help="the directory that holds the runs")]
+
+
+def runs(
+    root: Root = Path("runs"), as_json: Annotated[bool, typer.Option("--json", help="one JSON object per run")] = False
+) -> None:
+    """List the runs: state, steps, result, age and size.
+
+    The result is the solve rate on held-out tasks before and after RL.
+    """
+    from rich.console import Console
+    from rich.table import Table
+
+    rows = [_summary(path.parent) for path in sorted(root.glob("*/run.json"))]
+    if as_json:
+        for row in rows:
+            print(json.dumps(row))
+        return
+    if not rows:
+        raise ConfigError(f"there is no run under {root}", hint="`rollmill demo` makes one; --root looks elsewhere")
+    table = Table(box=None, pad_edge=False)
+    for column in ("run", "state", "steps", "held-out solve rate", "age", "size"):
+        table.add_column(column, justify="right" if column in ("steps", "age", "size") else "left", no_wrap=True)
+    for row in rows:
+        size = _size(row["bytes"])
+        table.add_row(row["run"], row["state"], row["progress"], row["result"], _age(row["age_s"]), size)
+    Console(highlight=False).print(table)
+
+
+def status(directory: Directory) -> None:
+    """Show one run: its state, the processes that use it, its figures and files."""
+    from rich.console import Console
+
+    from rollmill.cluster.run import RunDirectory
+    from rollmill.cluster.state import bytes_of, state_of
+
+    run = RunDirectory.open(directory)
+    state = state_of(run)
+    table = _facts_table()
+    table.add_row("run", f"{run.config.name} (id {run.id})")
+    table.add_row("state", state.word)
+    table.add_row("steps", _progress(state))
+    table.add_row("held-out solve rate", state.result or "not evaluated yet")
+    for name, by in state.processes.items():
+        table.add_row(name, str(by))
+    table.add_row("age, size", f"{_age(state.age_s)}, {_size(bytes_of(run.path))}")
+    for name in ("report.html", "logs"):
+        if (run.path / name).exists():
+            table.add_row(name.partition(".")[0], str(run.path / name))
+    if state.word == "stopped":
+        table.add_row("to continue", f"rollmill train --resume {directory}")
+    Console(highlight=False, soft_wrap=True).print(table)
+
+
+def logs(
+    directory: Directory,
+    role: Annotated[
+        str | None, typer.Argument(help="a role (trainer, gateway, …); without it: the logs there are")
+    ] = None,
+    follow: Annotated[bool, typer.Option("--follow", "-f", help="keep printing new lines until Ctrl-C")] = False,
+    lines: Annotated[int, typer.Option("--lines", "-n", min=0, help="how many of the last lines to print")] = 50,
+) -> None:
+    """Print the end of a role's log. Without a role, list the logs.
+
+    For example:
+
+        rollmill logs runs/demo
+        rollmill logs runs/demo trainer -f
+        rollmill logs runs/demo serve-1/gateway
+    """
+    from rollmill.cluster.run import RunDirectory
+
+    run = RunDirectory.open(directory)
+    found = dict(_log_files(run))
+    if role is None:
+        for name, path in found.items():
+            print(f"{name:24} {_size(path.stat().st_size):>9}  {path}")
+        return
+    if role not in found:
+        raise ConfigError(f"{directory} has no log {role!r}", hint=f"logs here: {', '.join(found) or 'none yet'}")
+    with found[role].open(errors="replace") as file:
+        kept = deque(file, maxlen=lines)
+        print("".join(kept), end="", flush=True)
+        with contextlib.suppress(KeyboardInterrupt):
+            while follow:
+                print(file.read(), end="", flush=True)
+                time.sleep(0.2)
+
+
+def stop(directory: Directory) -> None:
+    """Stop everything that uses a run: its training, and what `serve` and `eval` run beside it.
+
+    Nothing is lost: `rollmill train --resume RUN` continues the run.
+    """
+    from rollmill.cluster.run import RunDirectory
+    from rollmill.cluster.state import state_of
+
+    run = RunDirectory.open(directory)
+    used = state_of(run).processes
+    if not used:
+        print(f"nothing uses {directory}")
+        return
+    for name, by in used.items():
+        print(f"stopping {name}: {by}")
+        try:
+            os.kill(by.pid, signal.SIGTERM)
+        except (ProcessLookupError, PermissionError) as error:
+            raise RollmillError(
+                f"{by} cannot be stopped: {error.strerror}", hint="it belongs to another user or container"
+            ) from None
+    deadline = time.monotonic() + STOP_PATIENCE_S
+    while left := state_of(run).processes:
+        if time.monotonic() > deadline:
+            names = ", ".join(f"{name} (process {by.pid})" for name, by in left.items())
+            raise RollmillError(f"still running after {STOP_PATIENCE_S:.0f} s: {names}", hint="`kill -9` ends it")
+        time.sleep(0.1)
+    print("stopped")
+
+
+def remove(directory: Directory, yes: Annotated[bool, typer.Option("--yes", "-y", help="do not ask")] = False) -> None:
+    """Delete a run directory with all its weights and trajectories. A run that is in use is refused.
+
+    Rows in a PostgreSQL database stay.
+    """
+    from rollmill.cluster.run import RunDirectory
+    from rollmill.cluster.state import bytes_of, state_of
+
+    run = RunDirectory.open(directory)
+    used = state_of(run).processes
+    if used:
+        by = ", ".join(f"{name}: {holder}" for name, holder in used.items())
+        raise RollmillError(f"{directory} is in use: {by}", hint=f"`rollmill stop {directory}` stops it")
+    size = _size(bytes_of(run.path))
+    if not yes and not typer.confirm(f"Delete {directory} ({size}) for ever?"):
+        print("nothing was deleted")
+        raise typer.Exit(1)
+    shutil.rmtree(directory)
+    print(f"deleted {directory} ({size})")
+
+
+def _summary(path: Path) -> dict[str, Any]:
+    """One row of `rollmill runs`. A run that cannot be opened is listed too."""
+    from rollmill.cluster.run import RunDirectory
+    from rollmill.cluster.state import bytes_of, state_of
+
+    row: dict[str, Any] = {"run": path.name, "bytes": bytes_of(path)}
+    try:
+        run = RunDirectory.open(path)
+        state = state_of(run)
+    except RollmillError as error:
+        age = time.time() - (path / "run.json").stat().st_mtime
+        return {**row, "state": "unreadable", "progress": "", "result": "", "age_s": age, "error": error.message}
+    word = ", ".join([state.word, *state.services])
+    return {
+        **row,
+        "id": run.id,
+        "state": word,
+        "progress": _progress(state),
+        "result": state.result,
+        "age_s": state.age_s,
+    }
+
+
+def _progress(state: RunState) -> str:
+    return "mid-training" if state.step is None else f"{state.step}/{state.steps}"
+
+
+def _log_files(run: RunDirectory) -> Iterator[tuple[str, Path]]:
+    from rollmill.cluster.state import service_paths
+
+    for path in sorted(run.logs.glob("*.log")):
+        yield path.stem, path
+    for service in service_paths(run):
+        for path in sorted((service / "logs").glob("*.log")):
+            yield f"{service.name}/{path.stem}", path
+
+
+def _facts_table() -> Table:
+    from rich.table import Table
+
+    table = Table.grid(padding=(0, 2, 0, 0))
+    table.add_column(style="dim", no_wrap=True)
+    table.add_column(overflow="fold")
+    return table
+
+
+def _age(seconds: float) -> str:
+    for unit, length in (("d", 86400), ("h", 3600), ("min", 60)):
+        if seconds >= length:
+            return f"{seconds / length:.0f} {unit}"
+    return f"{seconds:.0f} s"
+
+
+def _size(count: float) -> str:
+    for unit in ("B", "KiB", "MiB", "GiB"):
+        if count < 1024:
+            return f"{count:.0f} {unit}"
+        count /= 1024
+    return f"{count:.1f} TiB"
