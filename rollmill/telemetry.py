@@ -167,10 +167,7 @@ EVENTS: Mapping[str, Event] = {
     "phase": _event(
         "A phase of the run begins or ends.",
         phase="its name",
-        index="its place among the phases, from 0",
-        phases="how many phases the run has",
         state="start or end",
-        total="rollouts expected in this phase, if known",
     ),
     "busy": _event(
         "A stretch of work, for the timeline.",

@@ -29,7 +29,7 @@ SPLITS = {"heldout": "held out", "heldout_family": "held-out family"}
 
 @dataclass
 class Phase:
-    """`done` and `total` count steps, or rollouts where a phase has no steps (an evaluation)."""
+    """`done` and `total` count steps, or the attempts of an evaluation."""
 
     name: str
     start: float | None = None
@@ -92,8 +92,7 @@ class State:
             self.phases.append(phase)
         if event.get("state") == "start":
             self.step, phase.start, phase.end = {}, event["at"], None
-            phase.done, phase.total = 0, event.get("total")
-            phase.first = (event["at"], 0) if phase.total else None
+            phase.done, phase.total, phase.first = 0, None, None
         else:
             phase.end = event["at"]
 
@@ -108,10 +107,9 @@ class State:
         if self.current is not None:
             self.current.count(int(event.get("step", 0)), event.get("steps"), event["at"])
 
-    def _on_rollout(self, event: dict[str, Any]) -> None:
-        phase = self.current
-        if phase is not None and event.get("split") != "train":
-            phase.count(phase.done + 1, phase.total, event["at"])
+    def _on_eval_progress(self, event: dict[str, Any]) -> None:
+        if self.current is not None:
+            self.current.count(int(event.get("done", 0)), event.get("total"), event["at"])
 
     def _on_engine(self, event: dict[str, Any]) -> None:
         engine = self.engines.setdefault(str(event.get("engine")), Engine())

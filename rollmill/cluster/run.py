@@ -302,9 +302,9 @@ class RunDirectory:
 
 
 @contextlib.contextmanager
-def phase(name: str, total: int | None = None) -> Iterator[None]:
-    """Mark a phase of a run for display and report; `total` rollouts are expected. A phase that fails has no end."""
-    telemetry.emit("phase", phase=name, state="start", total=total)
+def phase(name: str) -> Iterator[None]:
+    """Mark a phase of a run for display and report. A phase that fails has no end."""
+    telemetry.emit("phase", phase=name, state="start")
     yield
     telemetry.emit("phase", phase=name, state="end")
 

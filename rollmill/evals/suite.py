@@ -35,10 +35,6 @@ class EvalConfig(Config):
         128, ge=1, description="Most attempts in progress at once. More keep the engines busier and take more memory."
     )
 
-    @property
-    def attempts_in_all(self) -> int:
-        return sum(cell.tasks * cell.attempts for cell in self.cells())
-
     def cells(self) -> list[Cell]:
         cells = [Cell("heldout", "sampled", self.tasks, self.attempts)]
         if self.greedy:

@@ -77,13 +77,13 @@ def test_an_engine_that_fell_silent_has_no_speed() -> None:
     assert state.tokens_per_s(now) == pytest.approx(4800) and state.tokens_per_s(now + 60) == 0
 
 
-def test_an_evaluation_shows_how_many_rollouts_are_left() -> None:
+def test_an_evaluation_shows_how_many_attempts_are_left() -> None:
     state = State([Phase("before"), Phase("after")])
-    state.fold({"at": 0.0, "kind": "phase", "phase": "before", "state": "start", "total": 4})
+    state.fold({"at": 0.0, "kind": "phase", "phase": "before", "state": "start"})
+    state.fold({"at": 0.0, "kind": "eval_progress", "label": "before", "done": 0, "total": 4})
     assert state.current is not None and state.current.seconds_left(1.0) is None  # no pace yet
     assert "0/4" in plain_line(state, 1.0) and "0/4" in screen(state, 1.0)
-    for at in (1.0, 2.0):
-        state.fold({"at": at, "kind": "rollout", "split": "heldout"})
+    state.fold({"at": 2.0, "kind": "eval_progress", "label": "before", "done": 2, "total": 4})
     assert (state.current.done, state.current.total) == (2, 4)
     assert state.current.seconds_left(2.0) == pytest.approx(2.0)
     assert "2/4" in plain_line(state, 2.0) and "about 0:02 left" in screen(state, 2.0)

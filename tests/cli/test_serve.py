@@ -19,4 +19,4 @@ def test_a_run_without_weights(rollmill: Callable[..., Told], tmp_path: Path) ->
     told = rollmill("serve", run.path, "--version", 3)
     assert refused(told, "main@3", "")
     assert run.production_key not in told.err + told.out
-    assert rollmill("serve", run.path, "--version", -1).code == 2
+    assert refused(rollmill("serve", run.path, "--version", "lve"), "'lve' is neither", "channels here")

@@ -79,7 +79,7 @@ def test_ctrl_c_says_how_to_go_on(rollmill: Callable[..., Told], monkeypatch: py
 
     monkeypatch.setattr(drive, "drive", interrupted)
     told = rollmill("train", MICRO)
-    assert told.code == 130 and "`rollmill train --resume runs/micro` goes on" in told.err
+    assert told.code == 130 and "`rollmill train --resume runs/micro` continues the run" in told.err
     assert "Traceback" not in told.err
 
 

@@ -53,7 +53,7 @@ def demo_run(steps: int = 60, seed: int = 0) -> Script:
 
 
 def _phase(script: Script, index: int, state: str) -> None:
-    script.emit("supervisor", "phase", phase=PHASES[index], index=index, phases=len(PHASES), state=state)
+    script.emit("supervisor", "phase", phase=PHASES[index], state=state)
 
 
 def _midtrain(script: Script) -> None:

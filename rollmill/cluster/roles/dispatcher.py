@@ -69,7 +69,7 @@ async def _evaluate_once(run: RunDirectory, context: RolloutContext, label: str,
     if context.objects.head(key) is not None:
         return
     suite = run.config.evals
-    with phase(f"evaluate {label}", total=suite.attempts_in_all):
+    with phase(f"evaluate {label}"):
         results = await _evaluate(run, context, suite, label, version)
         context.objects.create(key, json.dumps([asdict(result) for result in results]).encode())
 
@@ -79,7 +79,7 @@ async def evaluate(service: RunDirectory, suite: EvalConfig, version: Version) -
     own_line = version.line == service.config.line
     label = f"version-{version.number}" if own_line else f"{version.line}-{version.number}"
     async with open_context(service) as context:
-        with phase(f"evaluate {version}", total=suite.attempts_in_all):
+        with phase(f"evaluate {version}"):
             return await _evaluate(service, context, suite, label, version.number)
 
 
