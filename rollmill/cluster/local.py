@@ -16,6 +16,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 
 from rollmill import telemetry
+from rollmill.backoff import Backoff
 from rollmill.cluster.ranks import outside_world, places, rank_name
 from rollmill.cluster.run import RunDirectory
 from rollmill.errors import RollmillError
@@ -41,7 +42,7 @@ class RoleProcess:
     ranks: int
     processes: list[subprocess.Popen[bytes]] = field(default_factory=list)
     started_at: float = 0.0
-    restarts: int = 0
+    backoff: Backoff = field(default_factory=lambda: Backoff(0.2, 3.0))  # counts the restarts
     ended: bool = False
 
 
@@ -86,17 +87,17 @@ class LocalCluster:
     def _restart(self, role: RoleProcess, rank: int, code: int) -> None:
         """All ranks have exited; `rank` is the one whose log says why."""
         if time.monotonic() - role.started_at > STEADY_S:
-            role.restarts = 0
+            role.backoff.reset()
         # torchrun restarts ranks on all machines together: a restart here would leave the others behind
-        if code == FINAL or role.restarts >= MAX_RESTARTS or (outside_world() and not role.service):
+        if code == FINAL or role.backoff.failures >= MAX_RESTARTS or (outside_world() and not role.service):
             name = rank_name(role.name, rank)
             hint = f"the rest is in {self._run.logs / (name + '.log')}"
             if self._run.run is None:
                 hint += f"; once it is fixed, `rollmill train --resume {self._run.path}` continues the run"
             raise RollmillError(f"process {name!r} {_describe(code)}: {self._last_words(name)}", hint=hint)
-        role.restarts += 1
-        telemetry.emit("restart", target=role.name, exit_code=code, restarts=role.restarts)
-        time.sleep(min(0.1 * 2**role.restarts, 3.0))
+        pause = role.backoff.failed()
+        telemetry.emit("restart", target=role.name, exit_code=code, restarts=role.backoff.failures)
+        time.sleep(pause)
         self._spawn(role)
 
     def _spawn(self, role: RoleProcess) -> None:

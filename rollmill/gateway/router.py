@@ -18,6 +18,7 @@ from typing import Any
 
 import aiohttp
 
+from rollmill.backoff import Backoff
 from rollmill.errors import EngineError, GatewayError
 from rollmill.gateway.config import EngineEndpoint, GatewayConfig
 from rollmill.inference.engine import GenerateChunk, GenerateRequest
@@ -26,7 +27,7 @@ from rollmill.types import PolicyRef
 
 log = logging.getLogger(__name__)
 _GONE = (aiohttp.ClientError, OSError, TimeoutError, EngineError)
-_FIRST_PAUSE_S = 0.05
+_FIRST_PAUSE_S, _LONGEST_PAUSE_S = 0.05, 1.0
 
 
 @dataclass
@@ -211,18 +212,16 @@ class _Patience:
         self.reset()
 
     def reset(self) -> None:
-        self._deadline = asyncio.get_running_loop().time() + self._seconds
-        self._pause_s = _FIRST_PAUSE_S
+        self._backoff = Backoff(_FIRST_PAUSE_S, _LONGEST_PAUSE_S, patience=self._seconds)
 
     def left(self) -> float:
-        return max(0.0, self._deadline - asyncio.get_running_loop().time())
+        return self._backoff.left()
 
     async def pause(self) -> None:
         """Between two tries, so that an engine that fails at once is not asked in a tight loop."""
         if self.left() <= 0:
             raise self.exhausted("every engine failed")
-        await asyncio.sleep(min(self._pause_s, self.left()))
-        self._pause_s = min(2 * self._pause_s, 1.0)
+        await asyncio.sleep(min(self._backoff.failed(), self.left()))
 
     def exhausted(self, what: str) -> GatewayError:
         return GatewayError(

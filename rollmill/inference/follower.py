@@ -15,6 +15,7 @@ from collections.abc import Callable
 from typing import Protocol
 
 from rollmill import telemetry
+from rollmill.backoff import Backoff
 from rollmill.errors import EngineError, RollmillError, StorageError, WeightsError
 from rollmill.inference.engine import Engine
 from rollmill.types import Version
@@ -85,7 +86,8 @@ class EngineFollower:
     def __init__(self, engine: Engine, source: UpdateSource, poll_seconds: float) -> None:
         self._engine, self._source, self._poll_seconds = engine, source, poll_seconds
         self._refused: str | None = None
-        self._refusals = 0
+        self._backoff = Backoff(RETRY_SECONDS, LONGEST_RETRY_SECONDS)
+        self._retry_seconds = 0.0
         self._happened_at = time.monotonic()  # a version came, or somebody said that one would
         self._wake = asyncio.Event()
         self._orders: list[tuple[Callable[[], Update | None], asyncio.Future[None]]] = []
@@ -159,8 +161,7 @@ class EngineFollower:
     async def _wait(self) -> None:
         """Rarely where little happens; a source that can tell when something does ends the wait itself."""
         if self._refused is not None:
-            seconds = min(RETRY_SECONDS * 2 ** (self._refusals - 1), LONGEST_RETRY_SECONDS)
-            waiting = asyncio.ensure_future(asyncio.sleep(seconds))
+            waiting = asyncio.ensure_future(asyncio.sleep(self._retry_seconds))
         else:
             idle = time.monotonic() - self._happened_at
             seconds = max(self._poll_seconds, min(idle * _WAIT_SHARE, LONGEST_WAIT_SECONDS))
@@ -181,9 +182,10 @@ class EngineFollower:
             if self._refused is None:
                 log.error("%s@%d was not applied: %s", policy.line, policy.number, error)
             self._refused = str(error)
-            self._refusals += 1
+            self._retry_seconds = self._backoff.failed()
             return
-        self._refused, self._refusals = None, 0
+        self._refused = None
+        self._backoff.reset()
         health = self._engine.health()
         telemetry.emit("busy", what="apply", start=start, end=time.time())
         telemetry.emit(

@@ -7,6 +7,7 @@ from typing import Any
 
 import aiohttp
 
+from rollmill.backoff import Backoff
 from rollmill.errors import GatewayError
 
 _FIRST_PAUSE_S = 0.05
@@ -60,12 +61,10 @@ class GatewayClient:
 
     async def _call(self, method: str, path: str, body: Any, patience_s: float | None = None) -> dict[str, Any]:
         assert self._session is not None, "use as an async context manager"
-        loop = asyncio.get_running_loop()
         patience_s = self._patience_s if patience_s is None else patience_s
-        deadline = loop.time() + patience_s
-        pause = _FIRST_PAUSE_S
+        backoff = Backoff(_FIRST_PAUSE_S, 1.0, patience=patience_s)
         while True:
-            timeout = aiohttp.ClientTimeout(total=max(deadline - loop.time(), 0.1))
+            timeout = aiohttp.ClientTimeout(total=max(backoff.left(), 0.1))
             try:
                 async with self._session.request(
                     method, self.base_url + path, json=body, headers=self._headers, timeout=timeout
@@ -79,11 +78,11 @@ class GatewayClient:
                 problem = f"{self.base_url} is no gateway: {error.message}"
             except (aiohttp.ClientConnectionError, aiohttp.ClientPayloadError, TimeoutError) as error:
                 problem = f"{self.base_url} cannot be reached: {error or type(error).__name__}"
-            if loop.time() + pause >= deadline:
+            pause = backoff.failed()
+            if pause >= backoff.left():
                 raise GatewayError(
                     f"{problem} (tried for {patience_s:.0f} s)",
                     status=503,
                     hint="is the gateway process running? its log is under logs/ of the run directory",
                 )
             await asyncio.sleep(pause)
-            pause = min(pause * 2, 1.0)

@@ -13,7 +13,6 @@ run, the trajectory); SQLite has no such clause and needs none. Serialization fa
 from __future__ import annotations
 
 import contextlib
-import random
 import sqlite3
 import time
 from collections.abc import Callable, Iterator
@@ -25,6 +24,7 @@ from sqlalchemy import event
 from sqlalchemy.exc import ArgumentError, DBAPIError, IntegrityError, NoSuchModuleError
 from sqlalchemy.exc import TimeoutError as PoolTimeout
 
+from rollmill.backoff import Backoff
 from rollmill.errors import StorageError
 
 T = TypeVar("T")
@@ -71,17 +71,17 @@ def reading(engine: sa.Engine) -> Iterator[sa.Connection]:
 def writing(engine: sa.Engine, work: Callable[[sa.Connection], T]) -> T:
     """Run `work` in one write transaction: all of it happens, or, when it raises or the process dies, none of it."""
     with _explained(engine):
-        for attempt in range(_ATTEMPTS):
+        backoff = Backoff(0.01, 0.01 * 2**_ATTEMPTS, jitter=1.0)
+        while True:
             try:
                 with engine.connect() as connection:
                     connection.execution_options(rollmill_begin="BEGIN IMMEDIATE")
                     with connection.begin():
                         return work(connection)
             except DBAPIError as error:
-                if getattr(error.orig, "sqlstate", None) not in _RETRIED or attempt == _ATTEMPTS - 1:
+                if getattr(error.orig, "sqlstate", None) not in _RETRIED or backoff.failures == _ATTEMPTS - 1:
                     raise
-                time.sleep(random.uniform(0, 0.01 * 2**attempt))
-    raise AssertionError("unreachable")
+                time.sleep(backoff.failed())
 
 
 def name_of(engine: sa.Engine) -> str:

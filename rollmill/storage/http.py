@@ -16,7 +16,6 @@ import collections
 import contextlib
 import hmac
 import http.client
-import itertools
 import json
 import re
 import time
@@ -24,6 +23,7 @@ from email.utils import formatdate, parsedate_to_datetime
 from typing import TYPE_CHECKING, Any, NamedTuple
 from urllib.parse import quote, urlsplit
 
+from rollmill.backoff import Backoff
 from rollmill.errors import ObjectMissing, StorageError
 from rollmill.storage.objects import PATIENCE_SECONDS, Stat
 
@@ -39,7 +39,7 @@ _LARGEST_REFUSAL = 1 << 16
 _SLOWEST_BYTES_PER_SECOND = 50_000  # a body that comes slower than this is given up
 _MOST_IDLE = 32  # connections kept for the next requests
 _TRY_AGAIN = {429, 502, 503, 504}
-_FIRST_PAUSE_SECONDS, _LONGEST_PAUSE_SECONDS = 0.1, 2.0
+_PAUSE_SECONDS = 0.1, 2.0  # the first pause before a busy server is asked again, and the longest
 _UNAUTHORISED_HINT = "send `Authorization: Bearer TOKEN`; TOKEN is `store_token` in the run's run.json"
 _RANGE = re.compile(r"bytes=(\d{1,18})-(\d{1,18})")
 
@@ -228,9 +228,9 @@ class HttpBackend:
         """One answer. A connection that fails is opened again, once; a busy server is asked again for `patience`
         seconds. `silence` is how long it may be silent on purpose.
         """
-        deadline = time.monotonic() + self._patience + silence
+        backoff = Backoff(*_PAUSE_SECONDS, patience=self._patience + silence)
         failures = 0
-        for pauses in itertools.count():
+        while True:
             try:
                 reply = self._exchange(method, path, {**self._headers, **(headers or {})}, limit, silence)
             except (OSError, http.client.HTTPException) as error:
@@ -241,11 +241,10 @@ class HttpBackend:
                         hint="check that the region is up and reachable; the call can be repeated",
                     ) from error
                 continue
-            pause = min(_FIRST_PAUSE_SECONDS * 2**pauses, _LONGEST_PAUSE_SECONDS)
-            if reply.status not in _TRY_AGAIN or time.monotonic() + pause > deadline:
+            pause = backoff.failed()
+            if reply.status not in _TRY_AGAIN or pause > backoff.left():
                 return self._accepted(key, reply)
             time.sleep(pause)
-        raise AssertionError("unreachable")
 
     def _accepted(self, key: str, reply: _Reply) -> _Reply:
         if reply.status in (200, 204, 206, 416):

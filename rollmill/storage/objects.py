@@ -27,6 +27,7 @@ from pathlib import Path
 from typing import Any, NamedTuple, Protocol
 from urllib.parse import unquote, urlsplit
 
+from rollmill.backoff import Backoff
 from rollmill.errors import ObjectExists, ObjectMissing, ObjectTruncated, StorageError
 
 # Characters that mean the same on every store and file system. A leading dot is kept for the stores' own files.
@@ -168,13 +169,11 @@ def _valid_folder(prefix: str) -> str:
 
 def look_until(is_there: Callable[[], bool], seconds: float, longest_pause: float) -> bool:
     """Look again and again, ever more rarely: how stores that cannot push wait for an object."""
-    deadline, pause = time.monotonic() + seconds, 0.02
+    backoff = Backoff(0.02, longest_pause, patience=seconds, factor=1.5)
     while not is_there():
-        left = deadline - time.monotonic()
-        if left <= 0:
+        if not backoff.left():
             return False
-        time.sleep(min(pause, left))
-        pause = min(pause * 1.5, longest_pause)
+        time.sleep(min(backoff.failed(), backoff.left()))
     return True
 
 

@@ -9,10 +9,11 @@ from __future__ import annotations
 
 import collections
 import threading
-from collections.abc import Generator, Iterable, Iterator
+from collections.abc import Callable, Generator, Iterable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
-from typing import NamedTuple
+from typing import NamedTuple, TypeVar
 
+from rollmill.backoff import Backoff
 from rollmill.errors import ObjectExists, ObjectMissing, ObjectTruncated, StorageError
 from rollmill.storage.objects import Objects
 
@@ -21,7 +22,10 @@ PIECE_BYTES = 8 << 20
 _SMALL_PIECE_BYTES, _LEAST_PIECE_BYTES = 512 << 10, 128 << 10
 BYTES_IN_FLIGHT = 128 << 20
 # Stores have already asked again by themselves when these begin: this is for a link that is away a little longer.
-_PAUSES_SECONDS = (0.2, 1.0)
+_RETRIES = 2
+_PAUSE_SECONDS = 0.2, 1.0  # before the first retry, and the longest
+
+_Result = TypeVar("_Result")
 
 
 class Range(NamedTuple):
@@ -94,15 +98,20 @@ def _pieces(ranges: Iterable[tuple[str, int, int]], piece_bytes: int, threads: i
 
 
 def _read_piece(objects: Objects, piece: Range, given_up: threading.Event) -> bytes:
-    for pause in _PAUSES_SECONDS:
+    return _patiently(lambda: objects.get_range(*piece), given_up)
+
+
+def _patiently(call: Callable[[], _Result], given_up: threading.Event) -> _Result:
+    """Retry a call that the store did not answer, until the caller has given up."""
+    backoff = Backoff(*_PAUSE_SECONDS, factor=5.0)
+    while True:
         try:
-            return objects.get_range(*piece)
+            return call()
         except (ObjectMissing, ObjectTruncated):
-            raise  # an answer, and always the same one
+            raise  # the store did answer, and would answer the same again
         except StorageError:
-            if given_up.wait(pause):
+            if backoff.failures == _RETRIES or given_up.wait(backoff.failed()):
                 raise
-    return objects.get_range(*piece)
 
 
 class Uploads:
@@ -168,7 +177,7 @@ class Uploads:
     def _write(self, key: str, data: bytes) -> None:
         failure: Exception | None = None
         try:
-            self._write_patiently(key, data)
+            _patiently(lambda: write_named(self._objects, key, data), self._given_up)
         except Exception as error:
             failure = error  # the caller's thread raises it
         with self._changed:
@@ -176,15 +185,6 @@ class Uploads:
             self._bytes_left -= len(data)
             self._error = self._error or failure
             self._changed.notify_all()
-
-    def _write_patiently(self, key: str, data: bytes) -> None:
-        for pause in _PAUSES_SECONDS:
-            try:
-                return write_named(self._objects, key, data)
-            except StorageError:
-                if self._given_up.wait(pause):
-                    raise
-        write_named(self._objects, key, data)
 
 
 def write_named(objects: Objects, key: str, data: bytes) -> None:

@@ -205,7 +205,7 @@ def _hurry() -> None:
     """What is tried again is tried again soon, so that a minute of faults takes seconds: as many attempts, as many
     failures. And every second look is a listing."""
     for module in (follower_module, region_module):
-        module._FIRST_RETRY_SECONDS, module._LAST_RETRY_SECONDS = 0.05, 0.4  # type: ignore[attr-defined]
+        module._RETRY_SECONDS = 0.05, 0.4  # type: ignore[attr-defined]
         module._SUCCESSOR_SECONDS = 0.2  # type: ignore[attr-defined]
     region_module._HINT_SECONDS, region_module._IDLE_SECONDS = 0.3, 0.05
     store_module._LISTING_SECONDS = transfer_module._LISTING_SECONDS = 0.3

@@ -100,7 +100,7 @@ def test_a_cut_link_loses_pieces_and_not_the_object(tmp_path: Path) -> None:
 
 
 def test_a_link_that_stays_cut_is_an_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(parallel, "_PAUSES_SECONDS", (0.05,))
+    monkeypatch.setattr(parallel, "_PAUSE_SECONDS", (0.05, 0.05))
     home = Objects.open(tmp_path)
     home.put("k", bytes(1 << 20))
     with served(object_app(home)) as url, Relay(("127.0.0.1", port_of(url)), mbit=1000, rtt_ms=0) as relay:
@@ -161,7 +161,7 @@ def test_uploads_hold_a_bounded_number_of_bytes(tmp_path: Path) -> None:
 
 
 def test_the_first_error_of_an_upload_is_raised(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(parallel, "_PAUSES_SECONDS", (0.01,))
+    monkeypatch.setattr(parallel, "_PAUSE_SECONDS", (0.01, 0.01))
     with Front(s3_server()) as front:
         objects = Objects.open(new_bucket(), options=s3_options(front.url), patience=0.5)
         front.mode = "busy"

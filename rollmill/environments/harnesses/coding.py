@@ -11,13 +11,12 @@ from __future__ import annotations
 
 import asyncio
 import errno
-import random
-import time
 from typing import Any
 
 import aiohttp
 from pydantic import Field
 
+from rollmill.backoff import Backoff
 from rollmill.config import Config
 from rollmill.environments.harness import HarnessResult
 from rollmill.environments.harnesses import tools
@@ -160,11 +159,10 @@ class CodingHarness:
 
     async def _ask(self, url: str, api_key: str, body: dict[str, Any], problems: list[str]) -> dict[str, Any] | None:
         """Retry while the gateway restarts or has no engine. The deadline covers all attempts at this one answer."""
-        deadline = time.monotonic() + self.config.request_deadline_s
-        pause = 0.05
+        backoff = Backoff(0.05, 2.0, patience=self.config.request_deadline_s, jitter=0.5)
         while True:
             try:
-                status, answer = await self._post(url, api_key, body, deadline - time.monotonic())
+                status, answer = await self._post(url, api_key, body, backoff.left())
                 problem = f"{url} answered {status}: {_error_message(answer)}"
             except (aiohttp.ClientConnectionError, aiohttp.ClientPayloadError, TimeoutError) as error:
                 status, problem = 0, f"{url} cannot be reached: {error!r}"
@@ -175,13 +173,13 @@ class CodingHarness:
                 return None
             if status and status not in _RETRY_STATUS:
                 raise HarnessError(problem, hint="the gateway's log says why it refused the request")
-            if time.monotonic() + pause > deadline:
+            pause = backoff.failed()
+            if pause > backoff.left():
                 raise HarnessError(
                     f"{problem} (tried for {self.config.request_deadline_s:.0f} s)",
                     hint="is the gateway running? `harness.request_deadline_s` is how long it is waited for",
                 )
-            await asyncio.sleep(pause * random.uniform(0.5, 1.0))
-            pause = min(pause * 2, 2.0)
+            await asyncio.sleep(pause)
 
     async def _post(self, url: str, api_key: str, body: dict[str, Any], timeout_s: float) -> tuple[int, Any]:
         if self._session is None:

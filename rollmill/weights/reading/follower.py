@@ -16,6 +16,7 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Protocol
 
+from rollmill.backoff import Backoff
 from rollmill.errors import StorageError, WeightsError
 from rollmill.types import PolicyRef, Version
 from rollmill.weights.format.keys import manifest_key, valid_name
@@ -30,7 +31,7 @@ from rollmill.weights.reading.store import HeadWatch, WeightStore, newest_line
 
 __all__ = ["Follower", "Patch", "Update"]
 
-_FIRST_RETRY_SECONDS, _LAST_RETRY_SECONDS = 0.5, 30.0
+_RETRY_SECONDS = 0.5, 30.0  # the first pause after a failure, and the longest
 _SUCCESSOR_SECONDS = 2.0  # how often to look for a line that took over
 LEASE_SECONDS = 300.0
 _RENEWALS = 3  # of a lease, in the time it lasts
@@ -71,24 +72,6 @@ class Update:
     bytes: int  # read from the store for this update
     seconds: Mapping[str, float]  # mirror: copying, and decoding meanwhile; fetch: reading; decode: the rest of it
     created_at: float  # when the version was published
-
-
-class _Backoff:
-    """When to try again after failures of the same kind."""
-
-    def __init__(self) -> None:
-        self._failures = 0
-        self._at = 0.0
-
-    def waiting(self) -> bool:
-        return time.monotonic() < self._at
-
-    def failed(self) -> None:
-        delay = min(_FIRST_RETRY_SECONDS * 2**self._failures, _LAST_RETRY_SECONDS)
-        self._failures, self._at = self._failures + 1, time.monotonic() + delay
-
-    def succeeded(self) -> None:
-        self._failures, self._at = 0, 0.0
 
 
 @dataclass
@@ -211,7 +194,7 @@ class Follower:
         self._course = _Course(valid_name(line), HeadWatch(store, line, form))
         self._own: _Course | None = None  # while lent: what it comes back to
         self._mirror_problem: str | None = None
-        self._restoring, self._mirroring = _Backoff(), _Backoff()
+        self._restoring, self._mirroring = Backoff(*_RETRY_SECONDS), Backoff(*_RETRY_SECONDS)
         self._channels = Channels(store.objects)
         self._reader = _Reader(store, form, mirror)
         self._leases = _HeldLeases(store, form, holder, about or {})
@@ -271,8 +254,8 @@ class Follower:
             if own.image is not None and own.served is not None and _is(own.image.manifest, own.served):
                 course.image, course.served = own.image.copy(), own.served  # much of it may be the same
             self._course, self._own = course, own
-            self._restoring.succeeded()
-            self._mirroring.succeeded()
+            self._restoring.reset()
+            self._mirroring.reset()
 
     def recall(self) -> Update | None:
         """Back to the own line: the version it was lent at, without asking any store, if the engine has another one."""
@@ -281,8 +264,8 @@ class Follower:
                 return None
             lent, self._course, self._own = self._course, self._own, None
             self._leases.release(lent.line)
-            self._restoring.succeeded()
-            self._mirroring.succeeded()
+            self._restoring.reset()
+            self._mirroring.reset()
             course, self.problem = self._course, None
             served = course.served
             if served is None or course.image is None or not _is(course.image.manifest, served):
@@ -294,8 +277,8 @@ class Follower:
 
     def hint(self) -> None:
         """Somebody says that there is something new: what failed before may be tried again at once."""
-        self._restoring.succeeded()
-        self._mirroring.succeeded()
+        self._restoring.reset()
+        self._mirroring.reset()
 
     def wait(self, seconds: float) -> None:
         """Until there may be something new, at most so long."""
@@ -396,10 +379,10 @@ class Follower:
                     break
         if failure is None:
             course.failed_target = None
-            self._restoring.succeeded()
+            self._restoring.reset()
             return None
         if target != course.failed_target:
-            self._restoring.succeeded()
+            self._restoring.reset()
         course.failed_target = target
         self._restoring.failed()
         arrived = course.image.manifest if course.image and course.channel is None else None
@@ -426,7 +409,7 @@ class Follower:
             self._reader.reaches_mirror = not isinstance(error, StorageError)
             self._mirror_problem = f"the other region cannot be copied from: {error}"
         else:
-            self._mirroring.succeeded()
+            self._mirroring.reset()
             self._reader.reaches_mirror = True
             self._mirror_problem = None
 

@@ -19,6 +19,7 @@ from dataclasses import dataclass
 from typing import TypeVar
 
 from rollmill import telemetry
+from rollmill.backoff import Backoff
 from rollmill.errors import StorageError, WeightsError
 from rollmill.storage.objects import Objects
 from rollmill.types import Version
@@ -31,7 +32,7 @@ from rollmill.weights.regions.anchors import AnchorBuilder
 from rollmill.weights.regions.collect import collect, collect_companions
 from rollmill.weights.regions.mirror import Mirror, is_of_delta
 
-_FIRST_RETRY_SECONDS, _LAST_RETRY_SECONDS = 0.5, 30.0
+_RETRY_SECONDS = 0.5, 30.0  # the first pause after a failure, and the longest
 _SUCCESSOR_SECONDS = 2.0  # how often to look for a line that took over
 _HINT_SECONDS, _HINT_SECONDS_WITH_CHANNELS = 10.0, 2.0  # how long to wait for the next version before looking around
 _IDLE_SECONDS = 0.5  # between two looks where the source cannot be waited at
@@ -55,7 +56,7 @@ class _Duty:
 
     def __init__(self, what: str, every: float = 0.0) -> None:
         self._what, self._every = what, every
-        self._failures = 0
+        self._backoff = Backoff(*_RETRY_SECONDS)
         self.due = 0.0  # by the monotonic clock
         self.problem: str | None = None
         self.unreachable = False  # it was not the answer that was wrong: there was none
@@ -66,11 +67,11 @@ class _Duty:
         try:
             result = call()
         except (StorageError, WeightsError) as error:
-            delay = min(_FIRST_RETRY_SECONDS * 2**self._failures, _LAST_RETRY_SECONDS)
-            self._failures, self.due = self._failures + 1, time.monotonic() + delay
+            self.due = time.monotonic() + self._backoff.failed()
             self.problem, self.unreachable = f"{self._what}: {error}", isinstance(error, StorageError)
             return None
-        self._failures, self.due = 0, time.monotonic() + self._every
+        self._backoff.reset()
+        self.due = time.monotonic() + self._every
         self.problem, self.unreachable = None, False
         return result
 

@@ -21,8 +21,7 @@ from tests.weights.build import delta_pack, history, publish_line, same
 
 @pytest.fixture(autouse=True)
 def quick_retries(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(region_module, "_FIRST_RETRY_SECONDS", 0.001)
-    monkeypatch.setattr(region_module, "_LAST_RETRY_SECONDS", 0.001)
+    monkeypatch.setattr(region_module, "_RETRY_SECONDS", (0.001, 0.001))
     monkeypatch.setattr(region_module, "_SUCCESSOR_SECONDS", 0.0)
 
 

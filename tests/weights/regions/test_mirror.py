@@ -19,8 +19,7 @@ from tests.weights.build import delta_pack, history, make_tensors, publish_line,
 
 @pytest.fixture(autouse=True)
 def quick_retries(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(follower_module, "_FIRST_RETRY_SECONDS", 0.001)
-    monkeypatch.setattr(follower_module, "_LAST_RETRY_SECONDS", 0.001)
+    monkeypatch.setattr(follower_module, "_RETRY_SECONDS", (0.001, 0.001))
 
 
 def away_follower(url: str, path: Path) -> Follower:
