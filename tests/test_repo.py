@@ -30,7 +30,7 @@ SKIPPED = {".git", ".venv", "runs", "build", "dist", "__pycache__"}
 # Imports go downwards only: a module may import from strictly lower rows, and from its own package.
 LAYERS = (
     ("errors",),
-    ("backoff",),
+    ("backoff", "strict"),
     ("types",),
     ("config",),
     ("reference",),

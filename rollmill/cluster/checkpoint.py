@@ -16,7 +16,7 @@ from rollmill.cluster.run import RunConfig
 from rollmill.errors import ConfigError
 from rollmill.types import Version
 from rollmill.weights.files.companions import kept_companions
-from rollmill.weights.files.directory import Imported, publish_import
+from rollmill.weights.files.exchange import Imported, publish_import
 from rollmill.weights.reading.store import WeightStore
 
 if TYPE_CHECKING:

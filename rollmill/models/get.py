@@ -24,7 +24,8 @@ from typing import NamedTuple
 from rollmill.errors import WeightsError
 from rollmill.models.gguf import convert_gguf
 from rollmill.models.huggingface.convert import open_checkpoint
-from rollmill.models.huggingface.files import INDEX, companions, open_files
+from rollmill.models.huggingface.files import companions, open_files
+from rollmill.weights.files.directory import INDEX
 
 Say = Callable[[str], object]
 

@@ -17,9 +17,11 @@ import torch
 
 from rollmill.errors import RollmillError, WeightsError
 from rollmill.models.huggingface.config import read_layout
-from rollmill.models.huggingface.convert import DTYPES, SHARD_BYTES, open_checkpoint, tensor_entry
-from rollmill.models.huggingface.files import CONFIG, Entry, encode_json, write_checkpoint
+from rollmill.models.huggingface.convert import DTYPES, open_checkpoint, tensor_entry
+from rollmill.models.huggingface.files import CONFIG
 from rollmill.models.huggingface.layouts import halves_order
+from rollmill.weights.files.directory import encode_json, write_directory
+from rollmill.weights.files.safetensors import Entry
 
 NAMES: Mapping[str, str] = {
     "token_embd.weight": "model.embed_tokens.weight",
@@ -54,7 +56,7 @@ def convert_gguf(path: Path, directory: Path, dtype: str = "BF16") -> Converted:
     files = {CONFIG: config, **_tokenizer_files(fields)}
     entries = [_entry(fields, tensor, dtype) for tensor in tensors]
     encoded = {name: text.encode() if isinstance(text, str) else encode_json(text) for name, text in files.items()}
-    write_checkpoint(directory, entries, encoded, SHARD_BYTES)
+    write_directory(directory, entries, encoded)
     try:
         open_checkpoint(directory)
     except RollmillError:

@@ -25,14 +25,15 @@ from torch import Tensor
 
 from rollmill.errors import ConfigError, RollmillError, WeightsError
 from rollmill.models.huggingface.convert import (
-    SHARD_BYTES,
     HuggingFaceModel,
     open_checkpoint,
     read_tensor,
     tensor_entry,
 )
-from rollmill.models.huggingface.files import CONFIG, Entry, companions, encode_json, write_checkpoint
+from rollmill.models.huggingface.files import CONFIG, companions
 from rollmill.models.huggingface.layouts import EXPERTS, LAYER, RENAMED
+from rollmill.weights.files.directory import encode_json, write_directory
+from rollmill.weights.files.safetensors import Entry
 
 ROUTER_DEVIATION = 0.02  # small: the gate starts nearly even, and what it chooses is decided by the order alone
 
@@ -63,7 +64,7 @@ def upcycle(source: Path, target: Path, how: Upcycle) -> HuggingFaceModel:
     dense = open_checkpoint(source)
     config = _config(dense, how)
     files = {path.name: path.read_bytes() for path in companions(source)} | {CONFIG: encode_json(config)}
-    write_checkpoint(target, list(_entries(dense, config["architectures"][0], how)), files, SHARD_BYTES)
+    write_directory(target, _entries(dense, config["architectures"][0], how), files)
     try:
         return open_checkpoint(target)
     except RollmillError:

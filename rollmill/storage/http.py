@@ -16,16 +16,18 @@ import collections
 import contextlib
 import hmac
 import http.client
-import json
 import re
 import time
 from email.utils import formatdate, parsedate_to_datetime
 from typing import TYPE_CHECKING, Any, NamedTuple
 from urllib.parse import quote, urlsplit
 
+from pydantic import TypeAdapter
+
 from rollmill.backoff import Backoff
 from rollmill.errors import ObjectMissing, StorageError
 from rollmill.storage.objects import PATIENCE_SECONDS, Stat
+from rollmill.strict import parse_json
 
 if TYPE_CHECKING:
     from aiohttp import web
@@ -42,6 +44,7 @@ _TRY_AGAIN = {429, 502, 503, 504}
 _PAUSE_SECONDS = 0.1, 2.0  # the first pause before a busy server is asked again, and the longest
 _UNAUTHORISED_HINT = "send `Authorization: Bearer TOKEN`; TOKEN is `store_token` in the run's run.json"
 _RANGE = re.compile(r"bytes=(\d{1,18})-(\d{1,18})")
+_NAMES = TypeAdapter(dict[str, list[str]])
 
 
 def object_app(objects: Objects, token: str | None = None) -> web.Application:
@@ -185,7 +188,7 @@ class HttpBackend:
         try:
             modified = parsedate_to_datetime(headers["Last-Modified"])
             return Stat(int(headers["Content-Length"]), modified.timestamp())
-        except (ValueError, TypeError):
+        except (ValueError, TypeError, OverflowError):
             raise StorageError(f"{self._url} does not say how large {key!r} is and since when") from None
 
     def list(self, prefix: str) -> builtins.list[str]:
@@ -208,13 +211,11 @@ class HttpBackend:
         return reply.body if reply.status == 200 else None
 
     def _names(self, call: str, field: str, prefix: str) -> builtins.list[str]:
+        body = self._request("GET", prefix, f"/{call}?prefix={quote(prefix)}").body
         try:
-            names = json.loads(self._request("GET", prefix, f"/{call}?prefix={quote(prefix)}").body)[field]
-        except (ValueError, LookupError, TypeError, RecursionError):
-            names = None
-        if not isinstance(names, builtins.list) or not all(isinstance(name, str) for name in names):
-            raise StorageError(f"{self._url} did not answer {call} as an object store does")
-        return names
+            return parse_json(body, _NAMES)[field]
+        except (ValueError, KeyError):
+            raise StorageError(f"{self._url} did not answer {call} as an object store does") from None
 
     def _request(
         self,

@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import json
+import os
 import shutil
 from collections.abc import Callable
 from pathlib import Path
@@ -239,13 +240,15 @@ def test_saving_overwrites_nothing_and_leaves_nothing_half_done(whole: Path, tmp
     with pytest.raises(WeightsError, match="has no config"):
         save_checkpoint(model, tmp_path / "new", tmp_path / "nowhere")
     assert [path.name for path in tmp_path.iterdir()] == ["there"]
-    (tmp_path / ".new.partial").mkdir()  # what a process that was killed left behind
-    (tmp_path / ".new.partial" / "model-00099.safetensors").write_text("half")
+    draft = tmp_path / ".new.partial-0123"  # a process that was killed left it behind an hour ago
+    draft.mkdir()
+    (draft / "model-00099.safetensors").write_text("half")
+    os.utime(draft, (0, 0))
     save_checkpoint(model, tmp_path / "new", whole)
     assert sorted(path.name for path in (tmp_path / "new").iterdir()) == [
         "config.json",
         "generation_config.json",
         "model.safetensors",
     ]
-    assert not (tmp_path / ".new.partial").exists()
+    assert not draft.exists()
     assert (tmp_path / "there" / "file").read_text() == "mine"

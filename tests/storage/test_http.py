@@ -1,8 +1,10 @@
+import contextlib
 import os
 import socket
 import threading
 import urllib.error
 import urllib.request
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
@@ -94,6 +96,28 @@ def test_a_server_that_comes_back_is_used_again(tmp_path: Path) -> None:
     ],
 )
 def test_a_broken_or_hostile_server_is_an_error(reply: bytes) -> None:
+    with _answering(reply) as objects, pytest.raises(StorageError):
+        objects.get("k")
+
+
+@pytest.mark.parametrize("date", ["Mon, 31 Dec 99999999999999999999999999 23:59:59 +0000", "yesterday"])
+def test_a_date_that_is_none_is_an_error(date: str) -> None:
+    head = f"HTTP/1.1 200 OK\r\nContent-Length: 3\r\nLast-Modified: {date}\r\n\r\n"
+    with _answering(head.encode()) as objects, pytest.raises(StorageError, match="since when"):
+        objects.stat("k")
+
+
+@pytest.mark.parametrize(
+    "body", [b"", b"[]", b"{}", b'{"keys": 1}', b'{"keys": [1]}', b'{"keys": ["a"], "x": 1e999}', b"[" * 100_000]
+)
+def test_a_listing_that_is_none_is_an_error(body: bytes) -> None:
+    head = f"HTTP/1.1 200 OK\r\nContent-Length: {len(body)}\r\n\r\n".encode()
+    with _answering(head + body) as objects, pytest.raises(StorageError, match="did not answer list"):
+        objects.list()
+
+
+@contextlib.contextmanager
+def _answering(reply: bytes) -> Iterator[Objects]:
     with socket.create_server(("127.0.0.1", 0)) as server:
 
         def answer() -> None:
@@ -108,8 +132,7 @@ def test_a_broken_or_hostile_server_is_an_error(reply: bytes) -> None:
 
         thread = threading.Thread(target=answer, daemon=True)
         thread.start()
-        with pytest.raises(StorageError):
-            Objects.open(f"http://127.0.0.1:{server.getsockname()[1]}").get("k")
+        yield Objects.open(f"http://127.0.0.1:{server.getsockname()[1]}")
 
 
 def test_many_threads_read_at_once_over_connections_that_are_kept(tmp_path: Path) -> None:

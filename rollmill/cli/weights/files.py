@@ -42,7 +42,7 @@ def export(
     """Write a version as a Hugging Face directory: safetensors, config.json, tokenizer. All of it, or nothing."""
     from rollmill.cli.weights import display
     from rollmill.weights.files.companions import companions_of
-    from rollmill.weights.files.directory import export_directory
+    from rollmill.weights.files.exchange import export_directory
 
     place = open_place(where, token)
     wanted = find_version(place, version, line)
@@ -80,13 +80,8 @@ def import_(
 ) -> None:
     """Bring a Hugging Face directory in as version 0 of a new line. Nothing in it is executed or believed unchecked."""
     from rollmill.cli.weights import display
-    from rollmill.weights.files.directory import (
-        check_export,
-        import_directory,
-        publish_import,
-        read_companions,
-        weight_files,
-    )
+    from rollmill.weights.files.directory import read_companions, weight_files
+    from rollmill.weights.files.exchange import check_export, import_directory, publish_import
 
     total = sum(path.stat().st_size for path in weight_files(directory))
     place = open_place(where, token, create=True)

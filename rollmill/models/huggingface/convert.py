@@ -19,15 +19,13 @@ from rollmill.models.huggingface.files import (
     CONFIG,
     Files,
     companions,
-    encode_json,
     open_files,
     read_json,
-    write_checkpoint,
 )
 from rollmill.models.huggingface.layouts import OUTER, NamedView, named_views
+from rollmill.weights.files.directory import SHARD_BYTES, encode_json, write_directory
 from rollmill.weights.files.safetensors import Entry, Stored
 
-SHARD_BYTES = 5_000_000_000
 DTYPES: Mapping[str, torch.dtype] = {"BF16": torch.bfloat16, "F16": torch.float16, "F32": torch.float32}
 _NAMES = {dtype: name for name, dtype in DTYPES.items()}
 _QUANTISED = "F8_E4M3"
@@ -108,7 +106,7 @@ def save_checkpoint(
     if config is not None or saved != tree:
         kept[CONFIG] = encode_json(saved)
     entries = [_entry(each) for each in named_views(layout, model.state_dict())]
-    write_checkpoint(directory, entries, kept, shard_bytes)
+    write_directory(directory, entries, kept, shard_bytes=shard_bytes)
 
 
 def saved_config(tree: Mapping[str, Any], dtype: torch.dtype, layout: Layout) -> dict[str, Any]:

@@ -15,10 +15,10 @@ import torch
 from rollmill.models.host import DTYPES, check_layout, layout_in
 from rollmill.models.huggingface.config import Layout
 from rollmill.models.huggingface.convert import HuggingFaceModel, empty_state, load_tensors, saved_config
-from rollmill.models.huggingface.files import CONFIG, encode_json
+from rollmill.models.huggingface.files import CONFIG
 from rollmill.models.huggingface.layouts import named_views
 from rollmill.models.quantize import place
-from rollmill.weights.files.directory import read_companions, scratch
+from rollmill.weights.files.directory import encode_json, read_companions, scratch
 from rollmill.weights.format.tensors import WIDTHS, HostTensor, Tensors
 
 FORM = "bf16"  # of what is imported: other forms are made from it

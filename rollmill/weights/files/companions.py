@@ -16,9 +16,10 @@ from pydantic import Field
 
 from rollmill.errors import ObjectExists, ObjectMissing, WeightsError
 from rollmill.storage.objects import Objects
+from rollmill.strict import StrictModel
 from rollmill.types import Version
 from rollmill.weights.format.keys import valid_name
-from rollmill.weights.format.manifest import Count, Digest, Manifest, Name, StrictModel, digest_bytes, seal, unseal
+from rollmill.weights.format.manifest import Count, Digest, Manifest, Name, digest_bytes, seal, unseal
 from rollmill.weights.reading.store import WeightStore
 
 # An export puts them into a directory under these names: no others are taken from a store.

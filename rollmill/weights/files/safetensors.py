@@ -14,14 +14,16 @@ import json
 import math
 from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
-from typing import Any, BinaryIO, NamedTuple
+from typing import Annotated, Any, BinaryIO, NamedTuple
 
 import numpy as np
+from pydantic import ConfigDict, Field
 
 from rollmill.errors import WeightsError
-from rollmill.weights.format.tensors import LARGEST_TENSOR, HostTensor
+from rollmill.strict import StrictModel, parse_json
+from rollmill.weights.format.tensors import LARGEST_TENSOR, HostTensor, Tensors
 
-Advance = Callable[[int], object]  # told of every stretch of bytes that is done, for progress bars
+Advance = Callable[[int], object]  # called with each number of bytes that is done, for progress bars
 LARGEST_HEADER = 100_000_000  # what the reference implementation accepts
 DTYPES: Mapping[str, str] = {
     "bf16": "BF16",
@@ -33,6 +35,7 @@ DTYPES: Mapping[str, str] = {
     "uint8": "U8",
     "int32": "I32",
 }
+_Number = Annotated[int, Field(ge=0, lt=1 << 62)]
 SERVED = {theirs: ours for ours, theirs in DTYPES.items()}
 # Bytes of one element of everything a file may hold; what has no place among ours is refused later, by name.
 _WIDTHS: Mapping[str, int] = {
@@ -81,8 +84,8 @@ class Entry(NamedTuple):
     pieces: Callable[[], Iterable[memoryview]]
 
 
-def write_file(file: BinaryIO, tensors: Mapping[str, HostTensor], advance: Advance = lambda _: None) -> None:
-    """The file for these tensors."""
+def host_entries(tensors: Tensors) -> list[Entry]:
+    """Tensors in host memory, to be written chunk by chunk."""
 
     def entry(name: str, tensor: HostTensor) -> Entry:
         def pieces() -> list[memoryview]:
@@ -90,7 +93,7 @@ def write_file(file: BinaryIO, tensors: Mapping[str, HostTensor], advance: Advan
 
         return Entry(name, DTYPES[tensor.dtype], tensor.shape, tensor.data.size, tensor.width, pieces)
 
-    write_entries(file, [entry(name, tensor) for name, tensor in tensors.items()], advance)
+    return [entry(name, tensor) for name, tensor in tensors.items()]
 
 
 def write_entries(file: BinaryIO, entries: Iterable[Entry], advance: Advance = lambda _: None) -> None:
@@ -112,58 +115,53 @@ def write_entries(file: BinaryIO, entries: Iterable[Entry], advance: Advance = l
             advance(piece.nbytes)
 
 
-def _parse_header(path: Path, text: bytes) -> dict[str, Any]:
-    def once(pairs: Iterable[tuple[str, Any]]) -> dict[str, Any]:
-        found: dict[str, Any] = {}
-        for key, value in pairs:
-            if key in found:
-                raise ValueError(f"{key!r} is there twice")
-            found[key] = value
-        return found
+class _TensorHeader(StrictModel):
+    dtype: str
+    shape: tuple[_Number, ...] = Field(max_length=16)
+    data_offsets: tuple[_Number, _Number]
 
+
+class _Header(StrictModel):
+    """All tensors by name, and free text that is not used."""
+
+    model_config = ConfigDict(extra="allow")
+    __pydantic_extra__: dict[str, _TensorHeader]
+
+    metadata: dict[str, str] | None = Field(default=None, alias="__metadata__")
+
+
+def _parse_header(path: Path, text: bytes) -> dict[str, _TensorHeader]:
     try:
-        header = json.loads(text, object_pairs_hook=once)
-        if not isinstance(header, dict):
-            raise ValueError("it is not an object")
-    except (ValueError, RecursionError) as error:
-        raise _damaged(path, f"its header is not valid JSON: {error}") from None
-    header.pop("__metadata__", None)
-    return header
+        return parse_json(text, _Header).__pydantic_extra__
+    except ValueError as error:
+        raise _damaged(path, f"its header is not valid: {error}") from None
 
 
-def _tensors(path: Path, header: dict[str, Any], data: np.ndarray) -> dict[str, Stored]:
-    spans = sorted((*_span(path, name, entry), name) for name, entry in header.items())
+def _tensors(path: Path, header: Mapping[str, _TensorHeader], data: np.ndarray) -> dict[str, Stored]:
+    """The tensors without holes and overlaps; a name that is twice in the header leaves a hole."""
     found: dict[str, Stored] = {}
     reached = 0
-    for start, stop, name in spans:
+    for name, entry in sorted(header.items(), key=lambda item: (item[1].data_offsets, item[0])):
+        start, stop = entry.data_offsets
+        _check_size(path, name, entry)
         if start != reached:
             raise _damaged(path, f"{name!r} {'overlaps another tensor' if start < reached else 'leaves a hole'}")
         if stop > data.size:
             raise _damaged(path, f"it is truncated: {name!r} ends at byte {stop} of {data.size}")
         reached = stop
-        found[name] = Stored(header[name]["dtype"], tuple(header[name]["shape"]), data[start:stop])
+        found[name] = Stored(entry.dtype, entry.shape, data[start:stop])
     if reached != data.size:
         raise _damaged(path, f"{data.size - reached} bytes at its end belong to no tensor")
     return found
 
 
-def _span(path: Path, name: str, entry: Any) -> tuple[int, int]:
-    """Where a tensor lies; its dtype, shape and offsets agree with each other."""
-    try:
-        dtype, shape, (start, stop) = entry["dtype"], entry["shape"], entry["data_offsets"]
-        numbers = [start, stop, *shape]
-        if not isinstance(shape, list):
-            raise TypeError
-    except (LookupError, TypeError, ValueError):
-        raise _damaged(path, f"{name!r} has no dtype, shape or offsets") from None
-    if not isinstance(dtype, str) or dtype not in _WIDTHS:
-        raise _damaged(path, f"{name!r} has the unknown dtype {dtype!r}")
-    if any(type(number) is not int or not 0 <= number < 1 << 62 for number in numbers) or len(shape) > 16:
-        raise _damaged(path, f"{name!r} has impossible numbers in its shape or its offsets")
-    elements = math.prod(shape)
-    if elements > LARGEST_TENSOR or stop - start != elements * _WIDTHS[dtype]:
-        raise _damaged(path, f"{name!r} is {dtype} {shape}, which is not {stop - start} bytes")
-    return start, stop
+def _check_size(path: Path, name: str, entry: _TensorHeader) -> None:
+    """A tensor's dtype, shape and offsets must agree with each other."""
+    if entry.dtype not in _WIDTHS:
+        raise _damaged(path, f"{name!r} has the unknown dtype {entry.dtype!r}")
+    elements, size = math.prod(entry.shape), entry.data_offsets[1] - entry.data_offsets[0]
+    if elements > LARGEST_TENSOR or size != elements * _WIDTHS[entry.dtype]:
+        raise _damaged(path, f"{name!r} is {entry.dtype} {list(entry.shape)}, which is not {size} bytes")
 
 
 def _damaged(path: Path, why: str) -> WeightsError:

@@ -16,9 +16,10 @@ from typing import Annotated, Literal, NamedTuple, TypeVar
 
 import xxhash
 from blake3 import blake3
-from pydantic import BaseModel, ConfigDict, Field, JsonValue, ValidationError, model_validator
+from pydantic import Field, model_validator
 
 from rollmill.errors import WeightsError
+from rollmill.strict import FreeJson, StrictModel, parse_json
 from rollmill.types import PolicyRef, Version
 from rollmill.weights.format.codings import Coding
 from rollmill.weights.format.tensors import LARGEST_TENSOR, WIDTHS, Tensors, chunk_ranges
@@ -30,12 +31,6 @@ Name = Annotated[str, Field(pattern=r"^[A-Za-z0-9_-][A-Za-z0-9._-]{0,99}$")]
 Kind = Literal["snapshot", "delta"]
 RUN_BYTES = 64 << 20  # the most a payload of several chunks may cover
 _HINT = "restore the object from another region or a backup; engines recover at the next snapshot"
-
-
-class StrictModel(BaseModel):
-    """Something that is written down. What is read back is untrusted: nothing unknown, nothing converted."""
-
-    model_config = ConfigDict(extra="forbid", frozen=True, strict=True)
 
 
 class TensorEntry(StrictModel):
@@ -148,7 +143,7 @@ class Manifest(StrictModel):
     tensors: tuple[TensorEntry, ...]
     snapshot: Encoding | None = None
     delta: Encoding | None = None
-    metadata: dict[str, JsonValue] = {}
+    metadata: dict[str, FreeJson] = Field(default_factory=dict)
     writer: str = Field(max_length=200)  # the process that published it
     epoch: Count = 0  # one more each time a publisher takes the line over; never falls along a line
     created_at: float
@@ -260,8 +255,8 @@ class Anchor(StrictModel):
 _Sealed = TypeVar("_Sealed", bound=StrictModel)
 
 
-def seal(record: StrictModel) -> bytes:
-    body = record.model_dump_json().encode()
+def seal(model: StrictModel) -> bytes:
+    body = model.model_dump_json().encode()
     return body + b"\n" + digest_bytes(body).encode() + b"\n"
 
 
@@ -271,10 +266,9 @@ def unseal(data: bytes, kind: type[_Sealed], where: str, hint: str = _HINT) -> _
     if not separator or written != digest_bytes(body).encode() + b"\n":
         raise WeightsError(f"{where} is truncated or damaged", hint=hint)
     try:
-        return kind.model_validate_json(body)
-    except (ValidationError, RecursionError) as error:
-        problem = error.errors()[0]["msg"] if isinstance(error, ValidationError) else "nested too deep"
-        raise WeightsError(f"{where} is not valid: {problem}", hint=hint) from None
+        return parse_json(body, kind)
+    except ValueError as error:
+        raise WeightsError(f"{where} is not valid: {error}", hint=hint) from None
 
 
 def parse_manifest(data: bytes, version: Version, form: str) -> Manifest:

@@ -6,15 +6,18 @@ Entries are never changed, so the history is what is there.
 
 from __future__ import annotations
 
-import json
 import re
 import time
 from dataclasses import dataclass
 
+from pydantic import Field
+
 from rollmill.errors import ObjectExists, WeightsError
 from rollmill.storage.objects import Objects
+from rollmill.strict import StrictModel, parse_json
 from rollmill.types import Version
 from rollmill.weights.format.keys import valid_name
+from rollmill.weights.format.manifest import Count, Name
 from rollmill.weights.reading.store import WeightStore
 
 _ENTRY = re.compile(r"(\d{10})\.json")
@@ -26,6 +29,14 @@ class ChannelEntry:
     number: int  # 1 is the first
     version: Version
     at: float  # seconds since the epoch
+
+
+class _Written(StrictModel):
+    """An entry as it is stored."""
+
+    line: Name
+    number: Count
+    at: float = Field(ge=0, lt=1e11)  # a date can be made of it
 
 
 class Channels:
@@ -61,8 +72,9 @@ class Channels:
             number = newest.number if newest else 0
             if expect is not None and number != expect:
                 raise self._moved(name, expect, newest)
+            entry = _Written(line=to.line, number=to.number, at=time.time())
             try:
-                self._objects.create(entry_key(name, number + 1), _encode(to))
+                self._objects.create(entry_key(name, number + 1), entry.model_dump_json().encode())
             except ObjectExists:
                 continue  # somebody else moved it first: look again
             self._check_exists(name, to)  # `collect` may have looked at the channel before, and removed it since
@@ -125,16 +137,11 @@ def entry_key(name: str, number: int) -> str:
 
 
 def parse_entry(data: bytes, name: str, number: int) -> tuple[Version, float]:
-    """Read an untrusted entry."""
+    """Read an untrusted entry: the version, and when the channel was moved there."""
     try:
-        fields = json.loads(data)
-        line, version, at = fields["line"], fields["number"], fields["at"]
-    except (ValueError, LookupError, TypeError, RecursionError):
-        line = version = at = None
-    if not (isinstance(line, str) and type(version) is int and version >= 0 and isinstance(at, float)):
-        raise WeightsError(f"entry {number} of channel {name!r} is damaged", hint="move the channel again")
-    return Version(valid_name(line), version), at
-
-
-def _encode(to: Version) -> bytes:
-    return json.dumps({"line": to.line, "number": to.number, "at": time.time()}).encode()
+        entry = parse_json(data, _Written)
+    except ValueError as error:
+        raise WeightsError(
+            f"entry {number} of channel {name!r} is damaged: {error}", hint="move the channel again"
+        ) from None
+    return Version(entry.line, entry.number), entry.at

@@ -9,10 +9,9 @@ the engine goes on with what it has, `problem` says why, and later polls try aga
 
 from __future__ import annotations
 
-import contextlib
 import threading
 import time
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Protocol
 
@@ -24,7 +23,7 @@ from rollmill.weights.format.manifest import Anchor, Manifest, Pack, layout_of
 from rollmill.weights.format.tensors import HostTensor
 from rollmill.weights.reading.channels import Channels
 from rollmill.weights.reading.image import Image, restore
-from rollmill.weights.reading.leases import Leases
+from rollmill.weights.reading.leases import HeldLeases
 from rollmill.weights.reading.patches import Patch, Patches, TensorPatches
 from rollmill.weights.reading.plan import Leg, LegFailed, LegId, Source
 from rollmill.weights.reading.store import HeadWatch, WeightStore, newest_line
@@ -34,7 +33,6 @@ __all__ = ["Follower", "Patch", "Update"]
 _RETRY_SECONDS = 0.5, 30.0  # the first pause after a failure, and the longest
 _SUCCESSOR_SECONDS = 2.0  # how often to look for a line that took over
 LEASE_SECONDS = 300.0
-_RENEWALS = 3  # of a lease, in the time it lasts
 
 
 # Called with each pack that has arrived, whole and checked, before the rest of its leg; True: it need not be kept.
@@ -142,40 +140,6 @@ class _Reader:
                 self.busy_seconds += time.perf_counter() - self._since
 
 
-class _HeldLeases:
-    """The leases of one holder, one a line. Not being able to write one is a problem, and no reason to stop."""
-
-    def __init__(self, store: WeightStore, form: str, holder: str | None, about: Mapping[str, str]) -> None:
-        self._objects, self._form, self._about = store.objects, form, about
-        # nothing can be written to a store over HTTP; whoever copies from it holds a lease on the copy
-        self._holder = None if store.objects.url.startswith(("http://", "https://")) else holder
-        self._held: dict[str, tuple[int, float]] = {}  # by line: the version, and when it was written
-        self.problem: str | None = None
-
-    def renew(self, versions: Iterable[Version]) -> None:
-        for version in versions:
-            number, at = self._held.get(version.line, (-1, 0.0))
-            if self._holder is None or (number == version.number and time.monotonic() < at + LEASE_SECONDS / _RENEWALS):
-                continue
-            try:
-                leases = Leases(self._objects, version.line, self._form)
-                leases.hold(self._holder, version.number, LEASE_SECONDS, **self._about)
-                self._held[version.line], self.problem = (version.number, time.monotonic()), None
-            except (StorageError, WeightsError) as error:
-                self.problem = f"the lease on {version} cannot be written, it may be collected: {error}"
-
-    def release(self, line: str) -> None:
-        if self._holder is not None and line in self._held:
-            del self._held[line]
-            with contextlib.suppress(StorageError):  # it ends by itself
-                Leases(self._objects, line, self._form).release(self._holder)
-
-    def close(self) -> None:
-        for line in list(self._held):
-            self.release(line)
-        self._holder = None
-
-
 class Follower:
     """Any thread may call; one call is served at a time. `mirror` copies from another region before each look at the
     own store. With `holder`, a lease in the own store says which version is in use, so that it is not collected."""
@@ -197,7 +161,7 @@ class Follower:
         self._restoring, self._mirroring = Backoff(*_RETRY_SECONDS), Backoff(*_RETRY_SECONDS)
         self._channels = Channels(store.objects)
         self._reader = _Reader(store, form, mirror)
-        self._leases = _HeldLeases(store, form, holder, about or {})
+        self._leases = HeldLeases(store.objects, form, holder, LEASE_SECONDS, about)
         self._lock = threading.RLock()
 
     @property

@@ -32,6 +32,7 @@ from rollmill.types import Version
 
 Event = Mapping[str, Any]
 KINDS = frozenset({"publish", "arrive", "apply"})
+_LARGEST_NUMBER = 1 << 63  # refuses NaN, infinities and integers that are no float
 
 
 @dataclass
@@ -187,7 +188,7 @@ def _number(event: Event, key: str) -> Any:
     value = event.get(key)
     if isinstance(value, bool) or not isinstance(value, int | float):
         return None
-    return value if math.isfinite(value) else None
+    return value if abs(value) < _LARGEST_NUMBER else None
 
 
 def _at(event: Event) -> float:

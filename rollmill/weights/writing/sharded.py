@@ -20,6 +20,7 @@ import numpy as np
 from pydantic import Field
 
 from rollmill.errors import ObjectExists, WeightsError
+from rollmill.strict import StrictModel
 from rollmill.types import Version
 from rollmill.weights.format.codings import Goal
 from rollmill.weights.format.keys import form_folder, manifest_key
@@ -32,7 +33,6 @@ from rollmill.weights.format.manifest import (
     Manifest,
     Name,
     Payload,
-    StrictModel,
     chunk_digest,
     layout_of,
     seal,

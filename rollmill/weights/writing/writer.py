@@ -16,7 +16,6 @@ for as long as you like, be fenced, and create its manifest then. That is harmle
 
 from __future__ import annotations
 
-import json
 import os
 import socket
 import time
@@ -25,13 +24,22 @@ from collections.abc import Mapping
 from datetime import UTC, datetime
 from typing import Any
 
-from pydantic import ValidationError
+from pydantic import Field, ValidationError
 
 from rollmill.errors import ObjectExists, StorageError, WeightsError
+from rollmill.strict import StrictModel, describe_problem, parse_json
 from rollmill.types import Version
 from rollmill.weights.format.keys import epoch_key, manifest_key, valid_name
 from rollmill.weights.format.manifest import Encoding, Manifest, TensorEntry, root_digest
 from rollmill.weights.reading.store import WeightStore
+
+
+class Epoch(StrictModel):
+    """Who took the line over, from which head, and when: for people to read."""
+
+    writer: str = Field(max_length=200)
+    after: int | None = None
+    at: float | None = None
 
 
 class Writer:
@@ -105,10 +113,8 @@ class Writer:
                 created_at=time.time(),
             )
         except ValidationError as error:
-            problem = error.errors()[0]
-            where = ".".join(map(str, problem["loc"]))
             raise WeightsError(
-                f"{Version(self.line, number)} cannot be published: {where}: {problem['msg']}",
+                f"{Version(self.line, number)} cannot be published: {describe_problem(error)}",
                 hint="metadata must be plain JSON values, numbers count from 0",
             ) from None
 
@@ -131,13 +137,13 @@ class Writer:
 def take_epoch(store: WeightStore, line: str, form: str, writer: str, after: int | None) -> int:
     """Take the line over: returns the epoch that is now ours. `after` is the head that was seen."""
     number = store.epoch(line, form) + 1
-    fields = {"writer": writer, "after": after, "at": time.time()}
+    epoch = Epoch(writer=writer, after=after, at=time.time())
     while True:
         try:
-            store.objects.create(epoch_key(line, form, number), json.dumps(fields).encode())
+            store.objects.create(epoch_key(line, form, number), epoch.model_dump_json().encode())
             return number
         except ObjectExists:
-            if _read(store, line, form, number).get("writer") == writer:
+            if _read(store, line, form, number).writer == writer:
                 return number  # the answer to our own request was lost, and it was sent again
             number += 1
 
@@ -147,25 +153,24 @@ def check_epoch(store: WeightStore, line: str, form: str, number: int) -> None:
     if store.objects.head(epoch_key(line, form, number + 1)) is None:
         return
     newest = store.epoch(line, form)
-    fields = _read(store, line, form, newest)
+    epoch = _read(store, line, form, newest)
     raise WeightsError(
-        f"this writer (epoch {number}) is fenced: {fields.get('writer', 'another one')} took {line} ({form}) over"
-        f"{_when(fields.get('at'))} (epoch {newest})",
+        f"this writer (epoch {number}) is fenced: {epoch.writer} took {line} ({form}) over{_when(epoch.at)} "
+        f"(epoch {newest})",
         hint="one trainer per line; stop this one, or start it again so that it takes the line over where it stands",
     )
 
 
-def _read(store: WeightStore, line: str, form: str, number: int) -> dict[str, object]:
+def _read(store: WeightStore, line: str, form: str, number: int) -> Epoch:
     """What an epoch says. Only the existence of its key decides anything, so damage costs a name in a message."""
     try:
-        fields = json.loads(store.objects.get(epoch_key(line, form, number)))
-    except (StorageError, ValueError, RecursionError):
-        return {}
-    return fields if isinstance(fields, dict) else {}
+        return parse_json(store.objects.get(epoch_key(line, form, number)), Epoch)
+    except (StorageError, ValueError):
+        return Epoch(writer="another one")
 
 
-def _when(at: object) -> str:
+def _when(at: float | None) -> str:
     try:
-        return f" at {datetime.fromtimestamp(at, UTC):%Y-%m-%d %H:%M:%S} UTC" if isinstance(at, float) else ""
+        return f" at {datetime.fromtimestamp(at, UTC):%Y-%m-%d %H:%M:%S} UTC" if at is not None else ""
     except (ValueError, OverflowError, OSError):
         return ""

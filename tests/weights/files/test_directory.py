@@ -16,13 +16,8 @@ from rollmill.types import PolicyRef, Version
 from rollmill.weights import HostTensor, Tensors, WeightStore
 from rollmill.weights.files.companions import kept_companions
 from rollmill.weights.files.convert import _round_bf16
-from rollmill.weights.files.directory import (
-    export_directory,
-    exported_as,
-    import_directory,
-    publish_import,
-    weight_files,
-)
+from rollmill.weights.files.directory import weight_files
+from rollmill.weights.files.exchange import export_directory, exported_as, import_directory, publish_import
 from rollmill.weights.files.safetensors import read_file
 from rollmill.weights.format.manifest import describe, root_digest
 from tests.weights.build import make_tensors, same
@@ -50,12 +45,12 @@ def mixed() -> dict[str, HostTensor]:
 def test_what_is_exported_comes_back_bit_for_bit(tmp_path: Path) -> None:
     tensors = make_tensors()
     first = export(tmp_path / "a", tensors)
-    assert first.keys() == {*COMPANIONS, "model.safetensors", "model.safetensors.index.json", "rollmill.json"}
+    assert first.keys() == {*COMPANIONS, "model.safetensors", "rollmill.json"}
     with import_directory(tmp_path / "a", "bf16") as imported:
         assert same(imported.tensors, tensors) and not imported.converted
         assert export(tmp_path / "b", imported.tensors) == first
     about = exported_as(tmp_path / "a")
-    assert about == {"line": "main", "number": 7, "form": "bf16", "digest": root_digest(describe(tensors))}
+    assert about == PolicyRef("main", 7, "bf16", root_digest(describe(tensors)))
 
 
 def test_every_served_dtype_is_kept(tmp_path: Path) -> None:
@@ -96,9 +91,9 @@ def test_large_models_are_cut_into_shards(tmp_path: Path) -> None:
     path = tmp_path / "model/model.safetensors.index.json"
     wrong = {**index["weight_map"], "scale": shards[0]}
     for weight_map, message in (
-        (wrong, "disagree about 'scale'"),
+        (wrong, "does not hold 'scale'"),
         ({**wrong, "scale": "../x.safetensors"}, "no safetensors file beside it"),
-        ({**wrong, "scale": "gone.safetensors"}, "is missing"),
+        ({**wrong, "scale": "gone.safetensors"}, "lacks 1 of 4 shards: gone"),
         ([], "is damaged"),
     ):
         path.write_text(json.dumps({"weight_map": weight_map}))
@@ -139,6 +134,11 @@ def entry(start: int, stop: int, dtype: str = "BF16", shape: Any = None) -> dict
     return {"dtype": dtype, "shape": [(stop - start) // 2] if shape is None else shape, "data_offsets": [start, stop]}
 
 
+def _twice(first: dict[str, Any], second: dict[str, Any]) -> bytes:
+    text = f'{{"a": {json.dumps(first)}, "a": {json.dumps(second)}}}'.encode()
+    return len(text).to_bytes(8, "little") + text
+
+
 @pytest.mark.parametrize(
     "data, message",
     [
@@ -151,15 +151,17 @@ def entry(start: int, stop: int, dtype: str = "BF16", shape: Any = None) -> dict
         (header(a=entry(0, 8), b=entry(10, 12)) + bytes(12), "'b' leaves a hole"),
         (header(a=entry(8, 0, shape=[4])) + bytes(8), "not -8 bytes"),
         (header(a=entry(0, 8, shape=[5])) + bytes(8), "not 8 bytes"),
-        (header(a=entry(0, 8, shape=[-2, -2])) + bytes(8), "impossible numbers"),
-        (header(a=entry(0, 8, shape=[4.0])) + bytes(8), "impossible numbers"),
-        (header(a=entry(0, 2, shape={})) + bytes(2), "no dtype, shape or offsets"),
+        (header(a=entry(0, 8, shape=[-2, -2])) + bytes(8), "not valid: a.shape.0"),
+        (header(a=entry(0, 8, shape=[4.0])) + bytes(8), "not valid: a.shape.0"),
+        (header(a=entry(0, 2, shape={})) + bytes(2), "not valid: a.shape"),
         (header(a=entry(0, 8, dtype="F4")) + bytes(8), "unknown dtype 'F4'"),
-        (header(a=[1, 2]) + bytes(8), "no dtype, shape or offsets"),
-        (b"\x0f" + bytes(7) + b'{"a": 1, "a":2}', "'a' is there twice"),
-        (b"\x04" + bytes(7) + b"[[[[", "not valid JSON"),
-        (b"\x02" + bytes(7) + b"\xff\xfe", "not valid JSON"),
-        ((60_000).to_bytes(8, "little") + b"[" * 60_000, "not valid JSON"),
+        (header(a=[1, 2]) + bytes(8), "not valid: a"),
+        (b"\x0f" + bytes(7) + b'{"a": 1, "a":2}', "not valid: a"),
+        (_twice(entry(0, 4), entry(4, 8)) + bytes(8), "'a' leaves a hole"),
+        (header(a=entry(0, 8) | {"data_offsets": [0, 10**400]}) + bytes(8), "not valid: a.data_offsets"),
+        (b"\x04" + bytes(7) + b"[[[[", "Invalid JSON"),
+        (b"\x02" + bytes(7) + b"\xff\xfe", "Invalid JSON"),
+        ((60_000).to_bytes(8, "little") + b"[" * 60_000, "Invalid JSON"),
     ],
 )
 def test_a_file_that_lies_is_refused(tmp_path: Path, data: bytes, message: str) -> None:

@@ -79,8 +79,14 @@ def test_a_long_history_is_not_read_whole_to_find_the_version_before(
 
 
 @pytest.mark.parametrize(
-    "data", [b"", b"[]", b"{}", b'{"line": "rl", "number": -1, "at": 1.0}', b'{"line": "../x", "number": 1, "at": 1.0}']
-)
+    "data",
+    [
+        b"", b"[]", b"{}", b'{"line": "rl", "number": -1, "at": 1.0}', b'{"line": "../x", "number": 1, "at": 1.0}',
+        b'{"line": "rl", "number": 1, "at": 1e999}', b'{"line": "rl", "number": 1, "at": 1e300}',
+        b'{"line": "rl", "number": 1' + b"0" * 400 + b', "at": 1.0}', b"[" * 100_000,
+    ],
+    ids=lambda data: repr(data[:40]),
+)  # fmt: skip
 def test_damaged_entries_are_errors(objects: Objects, data: bytes) -> None:
     objects.create("channels/live/0000000001.json", data)
     with pytest.raises(WeightsError):

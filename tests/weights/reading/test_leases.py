@@ -66,7 +66,9 @@ def test_leases_are_not_trusted(tmp_path: Path, leases: Leases) -> None:
     leases.hold("good", 3, 60)
     for place, data in enumerate(
         [b"", b"[]", b"{}", b'{"number": -1, "seconds": 5}', b'{"number": 1.5, "seconds": 5}', b'{"number": 1}',
-         b'{"number": 1, "seconds": "x"}', b'{"number": 1, "seconds": NaN}', b'{"number": true, "seconds": 5}']
+         b'{"number": 1, "seconds": "x"}', b'{"number": 1, "seconds": NaN}', b'{"number": true, "seconds": 5}',
+         b'{"number": 1, "seconds": ' + b"9" * 400 + b"}", b'{"number": 1, "seconds": 1e999}',
+         b'{"number": 1, "seconds": 5, "engine": 1e999}', b"[" * 100_000, b'{"number": 1, "seconds": 0}']
     ):  # fmt: skip
         Objects.open(tmp_path).put(f"weights/rl/bf16/leases/bad-{place}.json", data)
     Objects.open(tmp_path).put("weights/rl/bf16/leases/forever.json", b'{"number": 1, "seconds": 1e30}')

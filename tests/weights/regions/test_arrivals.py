@@ -143,6 +143,9 @@ def test_events_that_name_no_version_or_time_are_left_out(broken: Event) -> None
 def test_numbers_that_are_none_are_null() -> None:
     (row,) = Arrivals().fold([publish(1, 1000.0, bytes="many", delta_bytes=None, density=float("nan"), step=True)])
     assert row["bytes"] is None and row["ratio"] is None and row["density"] is None and row["step"] is None
+    (row,) = Arrivals().fold([publish(1, 1000.0, bytes=10**400, full_bytes=float("inf"), step=-(10**400))])
+    assert row["bytes"] is None and row["full_bytes"] is None and row["step"] is None
+    assert Arrivals().fold([publish(1, 10**400)]) == []
 
 
 def test_lines_keep_together_and_memory_is_bounded() -> None:
