@@ -151,7 +151,7 @@ def unknown_format(checkpoint: Path) -> None:
     ("damage", "complaint"),
     [
         (drop_tokenizer, r"no tokenizer\.json[\s\S]*save_pretrained"),
-        (drop_weights, r"neither model\.safetensors nor"),
+        (drop_weights, r"no safetensors files in"),
         (drop_a_shard, r"lacks 1 of 2 shards: model-00002-of-00002\.safetensors"),
         (reshape, r"model\.norm\.weight is \[31\], and \[32\] by config\.json"),
         (grow_tokenizer, r"tokenizer .* has 320 tokens, and its model 300"),

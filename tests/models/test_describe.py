@@ -15,10 +15,10 @@ from rollmill.models.host import to_host
 from rollmill.models.huggingface.config import read_layout
 from rollmill.models.huggingface.convert import open_checkpoint
 from rollmill.models.huggingface.describe import describe_model
-from rollmill.models.huggingface.files import encode_json
 from rollmill.models.huggingface.served import checkpoint_tensors
 from rollmill.types import PolicyRef
-from rollmill.weights.files.directory import export_directory
+from rollmill.weights.files.directory import encode_json
+from rollmill.weights.files.exchange import export_directory
 from rollmill.weights.format.manifest import describe, root_digest
 from tests.models.checkpoints import our_logits, their_logits
 

@@ -16,7 +16,7 @@ from rollmill.demo.tokenizer import demo_tokenizer
 from rollmill.models.config import ModelConfig
 from rollmill.models.device import choose_device
 from rollmill.models.huggingface.describe import describe_model
-from rollmill.models.huggingface.files import CONFIG, encode_json
+from rollmill.models.huggingface.files import CONFIG
 from rollmill.storage.objects import Objects
 from rollmill.training.fitting import fitted
 from rollmill.training.loop import Trainer
@@ -25,6 +25,7 @@ from rollmill.training.placement import Placement, place
 from rollmill.training.whole import WHOLE
 from rollmill.types import Version
 from rollmill.weights.files.companions import keep_companions, kept_companions
+from rollmill.weights.files.directory import encode_json
 from rollmill.weights.reading.store import WeightStore
 
 
