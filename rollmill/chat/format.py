@@ -1,6 +1,6 @@
 """ChatFormat: messages ↔ tokens. Each message is tokenised once, when it first enters the context.
 
-A conversation grows by two moves only, so nothing already in the context is ever rendered again:
+A conversation grows in two ways only, so nothing in the context is rendered twice:
 
     render_start([system, user])                     P P P P
                               sampled by the engine          A A A
@@ -30,27 +30,28 @@ class ChatFormat(Protocol):
         ...
 
     def render_turn(self, messages: Sequence[Message], tools: Sequence[Tool], *, answer_closed: bool) -> list[int]:
-        """What follows a sampled answer: its closing token if that was not sampled, new messages, generation prompt."""
+        """What follows a sampled answer: its closing token if not sampled, new messages, the generation prompt."""
         ...
 
     def render_answer(self, message: Message, tools: Sequence[Tool]) -> list[int]:
-        """An assistant message as the model would have sampled it, closing token included: to learn from."""
+        """An assistant message as the model would sample it, with its closing token. Training on messages uses it."""
         ...
 
     def parse(self, tokens: Sequence[int], tools: Sequence[Tool]) -> Message:
-        """Sampled tokens as an assistant message. Never fails: a malformed call is a call the harness can answer."""
+        """Sampled tokens as an assistant message. Never raises: a malformed call stays a call."""
         ...
 
     def content_stream(self, stops: Sequence[str] = ()) -> ContentStream:
-        """Shows the text part of an answer while it is being sampled, up to the first of `stops`."""
+        """Streams the text part of an answer while it is sampled, up to the first of `stops`."""
         ...
 
 
 class ContentStream:
-    """Text of an answer as its tokens arrive: what lies between the token `start` and the first of `ends`.
+    """Streams the text of an answer: from behind the token `start` up to the first of `ends`.
 
-    Holds back what may still change: half a character, or the beginning of an end mark. What it shows always begins
-    the content that `ChatFormat.parse` finds in the whole answer. `drop_blank`: blanks alone may be no content there.
+    It holds back what may still change: half a character, or the beginning of an end mark. The streamed text is
+    always a prefix of the content that `ChatFormat.parse` finds in the whole answer. `drop_blank`: hold back
+    blanks until text follows, because `parse` drops content that is only blanks.
     """
 
     def __init__(
@@ -64,7 +65,7 @@ class ContentStream:
         self._closed = False
 
     def push(self, tokens: Sequence[int]) -> str:
-        """The text that these tokens make certain."""
+        """Returns the text that can no longer change."""
         if tokens and self._start is not None:
             self._closed = tokens[0] != self._start  # an answer without a text part
             self._start, tokens = None, tokens[1:]
@@ -104,7 +105,7 @@ def message_calls(message: Message) -> list[tuple[str, str]]:
 
 
 def _overlap(text: str, mark: str) -> int:
-    """Length of the longest end of `text` that begins `mark`."""
+    """Length of the longest suffix of `text` that is a prefix of `mark`."""
     for length in range(min(len(text), len(mark) - 1), 0, -1):
         if text.endswith(mark[:length]):
             return length

@@ -1,4 +1,4 @@
-"""Tokenizer: text ↔ token ids, with one rule of its own: text never becomes a special token.
+"""Tokenizer: text ↔ token ids. One rule is added: text never becomes a special token.
 
 Special tokens carry the structure of a conversation (who speaks, where an answer ends). A user, a file or a tool result
 that contains the characters "<end>" must not be able to end a turn, so `encode` spells them out in ordinary tokens and
@@ -16,11 +16,11 @@ from tokenizers import Regex, decoders, models, pre_tokenizers, trainers
 
 from rollmill.errors import ConfigError
 
-# One or two digits stand alone (so 0–99 can be one token wherever they appear), a line break takes the indentation
-# behind it along, words and punctuation take the blank before them along.
+# One or two digits are a piece of their own, so that 0–99 can be one token everywhere. A line break and the indentation
+# behind it are one piece. Words and punctuation include the blank before them.
 _PIECES = r"\p{N}{1,2}|\n[ ]*| ?[\p{L}_]+| ?[^\s\p{L}\p{N}_]+|\s"
 
-_LONGEST_CHARACTER = 64  # tokens; a whole emoji with its modifiers has fewer
+_LONGEST_CHARACTER = 64  # in tokens; an emoji with all its modifiers has fewer
 
 
 class Tokenizer:
@@ -48,20 +48,20 @@ class Tokenizer:
         self._full.save(str(path))
 
     def encode(self, text: str) -> list[int]:
-        """Ordinary tokens only, whatever the text spells."""
+        """Encode into ordinary tokens only, whatever the text spells."""
         if not text.isascii():
-            text = text.encode("utf-8", "replace").decode()  # JSON can carry half a surrogate pair, UTF-8 cannot
+            text = text.encode("utf-8", "replace").decode()  # JSON can hold half a surrogate pair, UTF-8 cannot
         ids: list[int] = self._ordinary.encode(text, add_special_tokens=False).ids
         return ids
 
     def decode(self, ids: Sequence[int]) -> str:
-        """The text; special tokens appear as they are spelled, bytes that are no UTF-8 as U+FFFD."""
+        """Decode. Special tokens appear as they are spelled, bytes that are not UTF-8 as U+FFFD."""
         return str(self._full.decode(list(ids), skip_special_tokens=False))
 
     def may_change(self, ids: Sequence[int], text: str) -> bool:
-        """Whether tokens behind `ids` could still change `text`, their text: its end is not yet a whole character.
+        """Whether further tokens could still change `text`, the text of `ids`: its last character may not be complete.
 
-        A row of single-byte tokens is decoded as one: one wrong byte spoils all characters of the row.
+        SentencePiece decodes consecutive single-byte tokens together: one wrong byte spoils all their characters.
         """
         return text.endswith("\ufffd") or (bool(ids) and ids[-1] in self._byte_ids)
 
@@ -79,27 +79,27 @@ class Tokenizer:
 
 
 class TextStream:
-    """Decodes tokens as they arrive. What it returned so far always begins the text of all tokens together.
+    """Decodes tokens as they arrive. The text returned so far is always a prefix of the text of all tokens.
 
-    A token's text depends on its neighbours: SentencePiece drops the blank before the very first word only, and a
-    character may take several tokens. So new tokens are decoded together with those before them.
+    A token's text depends on its neighbours: SentencePiece drops the blank before the first word only, and a character
+    may take several tokens. So new tokens are decoded together with the tokens before them.
     """
 
     def __init__(self, tokenizer: Tokenizer) -> None:
         self._tokenizer = tokenizer
         self._shown: list[int] = []  # the last tokens whose text was returned
         self._held: list[int] = []
-        self._next_try = 1  # number of held tokens
+        self._next_try = 1  # decode when this many tokens are held
 
     def push(self, tokens: Sequence[int]) -> str:
-        """The text that these tokens make certain."""
+        """Returns the text that can no longer change."""
         self._held.extend(tokens)
         if len(self._held) < self._next_try:
             return ""
         before = self._tokenizer.decode(self._shown)
         text = self._tokenizer.decode(self._shown + self._held)
         if self._tokenizer.may_change(self._held, text) or not text.startswith(before):
-            # tokens that make no text shall not be decoded again with each one that follows
+            # do not decode many tokens again with each new one
             self._next_try = 2 * len(self._held) if len(self._held) >= _LONGEST_CHARACTER else 1
             return ""
         self._shown, self._held, self._next_try = self._held or self._shown, [], 1
@@ -133,7 +133,7 @@ def train_tokenizer(texts: Iterable[str], vocab_size: int, special_tokens: Seque
 
 
 def _without_added_tokens(tokenizer: tokenizers.Tokenizer) -> tokenizers.Tokenizer:
-    """The same tokenizer, unable to produce any added token: neither by matching its text nor from the vocabulary."""
+    """A copy that cannot produce any added token, neither by matching its text nor from the vocabulary."""
     tree = json.loads(tokenizer.to_str())
     names = {added["content"] for added in tree["added_tokens"]}
     tree["added_tokens"] = []

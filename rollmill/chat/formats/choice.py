@@ -1,4 +1,4 @@
-"""Which chat format a model speaks: its tokenizer says, by the special tokens it has."""
+"""Finds the chat format of a model from the special tokens of its tokenizer."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ CHATML = ("<|im_start|>", "<|im_end|>")
 
 
 def format_of(tokenizer: Tokenizer, *, tools_in_prompt: bool = True) -> ChatFormat:
-    """`tools_in_prompt`: whether a prompt begins with the definitions of the tools, in formats that have a place for
-    them. ConfigError for a tokenizer that has the tokens of no format."""
+    """`tools_in_prompt`: whether a prompt begins with the tool definitions, in formats that have a place for them.
+    ConfigError if the tokenizer has the tokens of no format."""
     if _has(tokenizer, CHATML):
         return HermesFormat(tokenizer, tools_in_prompt=tools_in_prompt)
     if _has(tokenizer, SPECIAL_TOKENS):

@@ -1,4 +1,4 @@
-"""Compact: a format for very small models. One special token a role; an answer is as few sampled tokens as can be.
+"""Compact: a format for very small models. One special token per role; an answer has as few sampled tokens as possible.
 
     <user>Fix add.<agent>read<arg>add.py<end><tool>def add(a, b): …<agent>run<end><tool>ok<agent><text>Fixed.<end>
                          └── sampled ──────┘                     └ sampled ┘         └─── sampled ────┘
@@ -82,7 +82,7 @@ class CompactFormat:
         name = self._tokenizer.decode(name_tokens).strip()
         properties = schemas.get(name)
         if properties is None or len(arguments) > len(properties):
-            # Not a call this tool understands: its raw text, which is no JSON object, lets the harness say so.
+            # The tool does not take such a call. Its raw text is no JSON object, so the harness answers with an error.
             return name, self._tokenizer.decode(tokens[len(name_tokens) :])
         values = {
             key: _typed(self._tokenizer.decode(argument), schema)
@@ -98,7 +98,7 @@ def _properties(tools: Sequence[Tool]) -> dict[str, Mapping[str, Any]]:
 
 
 def _positional(arguments: str, properties: Mapping[str, Any] | None) -> list[str]:
-    """Arguments in schema order. What does not fit the schema stays one raw argument: it was never a proper call."""
+    """Arguments in the order of the schema. Arguments that do not fit the schema stay one raw text."""
     try:
         values = json.loads(arguments)
     except (ValueError, RecursionError):
@@ -110,7 +110,7 @@ def _positional(arguments: str, properties: Mapping[str, Any] | None) -> list[st
 
 
 def _typed(text: str, schema: Any) -> Any:
-    """The argument as its schema types it; text that does not fit stays text, so that the harness can object."""
+    """The argument with the type of its schema. Text that does not fit stays text; the harness refuses it."""
     kind = schema.get("type", "string") if isinstance(schema, Mapping) else "string"
     if "string" in kind:  # one type, or a list of them
         return text

@@ -38,7 +38,7 @@ class HermesFormat:
     name = "hermes"
 
     def __init__(self, tokenizer: Tokenizer, *, tools_in_prompt: bool = True) -> None:
-        """Without `tools_in_prompt` nothing tells the model of its tools: it has learnt them, and prompts are short."""
+        """`tools_in_prompt=False` keeps prompts short, for a model that has learnt its tools."""
         self._tokenizer = tokenizer
         self._tools_in_prompt = tools_in_prompt
         tokenizer.token_id("<|im_start|>")
@@ -110,7 +110,7 @@ class HermesFormat:
 
 
 class _Writer:
-    """Collects text and marks; the text between two special tokens is tokenised in one piece, as a template would."""
+    """Collects text and marks. Tokenises all text between two special tokens together, as a chat template does."""
 
     def __init__(self, tokenizer: Tokenizer) -> None:
         self._tokenizer = tokenizer
@@ -118,12 +118,12 @@ class _Writer:
         self._pending = ""
 
     def text(self, text: str) -> _Writer:
-        """Text that is not ours: spelled out, whatever it says."""
+        """Add text of users and tools: spelled out in ordinary tokens, whatever it says."""
         self._pending += text
         return self
 
     def mark(self, template: str) -> _Writer:
-        """Text of the template: its marks become special tokens where the vocabulary has them."""
+        """Add text of the template: its marks become special tokens if the vocabulary has them."""
         for piece in _MARKS.split(template):
             special = self._tokenizer.find_token(piece) if _MARKS.fullmatch(piece) else None
             if special is None:
@@ -144,7 +144,7 @@ class _Writer:
 
 
 def _blocks(messages: Sequence[Message]) -> Iterator[list[Message]]:
-    """One message a block, but tool results in a row together."""
+    """One block per message; consecutive tool results share one."""
     block: list[Message] = []
     for message in messages:
         if block and not (message["role"] == "tool" == block[0]["role"]):
@@ -156,7 +156,7 @@ def _blocks(messages: Sequence[Message]) -> Iterator[list[Message]]:
 
 
 def _parse_call(body: str) -> tuple[str, str]:
-    """Name and arguments; what is no proper call keeps its raw text as arguments, so that the harness can answer it."""
+    """Name and arguments. A malformed call keeps its raw text as arguments, so that the harness can answer it."""
     try:
         call: Any = json.loads(body)
     except (ValueError, RecursionError):

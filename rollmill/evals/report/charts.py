@@ -16,9 +16,9 @@ from rollmill.evals.report.scales import GAP, Format, Scale, linear, logarithmic
 Draw = Callable[[float], Markup]
 Point = tuple[float, float]
 WIDE, NARROW = 540.0, 340.0
-CHARACTER, BOLD = 6.4, 7.4  # the width of a character of chart text: an estimate, to leave room and avoid overlaps
-MAX_COLUMNS = 160  # more hover columns than this are neither hit with a pointer nor worth their bytes
-MAX_MARKS = 500  # nor are more dots or bars than pixels
+CHARACTER, BOLD = 6.4, 7.4  # estimated width of a character of chart text, to avoid overlaps
+MAX_COLUMNS = 160  # of hover columns; nobody can point at more
+MAX_MARKS = 500  # of dots or bars; more would not be visible
 
 
 @dataclass(frozen=True)
@@ -68,7 +68,7 @@ def svg(width: float, height: float, label: str, *children: str | Iterable[str])
 
 
 def line_chart(series: Sequence[Series], axes: Axes, label: str) -> Draw:
-    """Lines over steps, each named where it ends."""
+    """Lines over steps. The name of each stands at its end."""
 
     def draw(width: float) -> Markup:
         frame = _frame(series, axes, width)
@@ -102,7 +102,7 @@ def stacked_chart(columns: Sequence[tuple[float, Mapping[int, float]]], axes: Ax
 
 
 def column_chart(columns: Sequence[tuple[float, float, str]], axes: Axes, label: str) -> Draw:
-    """One bar a version: (position, value, colour), with dashed levels to compare it to."""
+    """One bar per version: (position, value, colour), with dashed levels to compare it to."""
 
     def draw(width: float) -> Markup:
         series = [Series("", [(position, value) for position, value, _ in columns], "")]
@@ -267,7 +267,7 @@ def _median(values: Sequence[float]) -> float:
 
 
 def _hover(frame: Frame, axes: Axes, series: Sequence[Series]) -> Markup:
-    """Invisible columns: each shows a hairline and says the values at its place."""
+    """Invisible columns: each shows a hairline and the values at its place when hovered."""
     said: dict[float, list[str]] = {}
     for one in series:
         for position, value in one.points:

@@ -31,7 +31,7 @@ def write_report(
     decode: Decode | None = None,
     reproduce: str | None = None,
 ) -> Path:
-    """Sum up the events of a run; works on a run that is unfinished too.
+    """Write the report of a run, which may be unfinished.
 
     `seconds` is the run's wall time where the events do not tell it (a resumed run). `trajectories` are shown under
     their titles ("Solved", "Failed", "Before training"); `decode` turns token ids into text, so that each answer shows
@@ -76,7 +76,7 @@ def example_trajectories(run_dir: Path) -> dict[str, str]:
 def _page(title: str, body: Markup) -> str:
     assets = resources.files(__package__) / "assets"
     script = (assets / "page.js").read_text(encoding="utf-8")
-    # The policy allows this one script by its digest: even markup that slipped through could not run another.
+    # The content security policy allows only this script, by its digest: no other script in the page could run.
     digest = base64.b64encode(hashlib.sha256(script.encode()).digest()).decode()
     return Template((assets / "page.html").read_text(encoding="utf-8")).substitute(
         title=escape(title),
@@ -215,7 +215,7 @@ def _foot(summary: Mapping[str, Any], reproduce: str | None) -> Markup:
 
 
 def _write(path: Path, text: str) -> None:
-    """Whole or not at all: a reader never sees half a report."""
+    """Replace a file atomically: a reader never sees half a report."""
     part = path.with_suffix(path.suffix + ".part")
     try:
         part.write_text(text, encoding="utf-8")

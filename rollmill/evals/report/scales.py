@@ -1,4 +1,4 @@
-"""Numbers to places on an axis, and to words a reader takes in at a glance."""
+"""Turns numbers into places on an axis, and into short text."""
 
 from __future__ import annotations
 
@@ -98,7 +98,7 @@ def size(value: float) -> str:
 
 
 def clock_ticks(low: float, high: float, count: int) -> list[float]:
-    """Moments people count time by: every few seconds, half minutes, minutes, hours."""
+    """Ticks at usual times: every few seconds, half minutes, minutes, hours."""
     steps = (0.1, 0.2, 0.5, 1, 2, 5, 10, 15, 30, 60, 120, 300, 600, 900, 1800, 3600, 7200, 21600, 43200, 86400)
     step = next((step for step in steps if (high - low) / step <= count), nice_step((high - low) / count))
     return [index * step for index in range(math.ceil(low / step - 1e-9), math.floor(high / step + 1e-9) + 1)]
