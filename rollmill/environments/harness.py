@@ -12,7 +12,7 @@ from rollmill.types import Sampling
 
 @dataclass(frozen=True)
 class HarnessResult:
-    """How the episode ended. All of these are the policy's doing: infrastructure trouble raises instead."""
+    """How the episode ended. The policy caused each of these ends; a failure of the infrastructure raises instead."""
 
     # done: it said so; answer: it stopped calling tools; length: an answer or the context ran out of tokens;
     # time: the rollout's time was over (turns and calls are not known then)

@@ -6,26 +6,26 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Literal, Protocol
 
-WORK = "/work"  # the directory a task's files lie in, inside every machine
+WORK = "/work"  # the directory of a task's files, inside every machine
 
 
 @dataclass(frozen=True)
 class ExecResult:
     exit_code: int
-    output: bytes  # stdout and stderr together; beyond max_output the middle is cut out, with a line that says so
+    output: bytes  # stdout and stderr together; if longer than max_output, a line replaces the middle
     truncated: bool = False
-    # which limit ended the command, if one did; "machine": a command ruined the machine itself
+    # the limit that ended the command, if one did; "machine": a command ruined the machine itself
     stopped: Literal["time", "memory", "processes", "machine"] | None = None
     seconds: float = 0.0
 
 
 @dataclass(frozen=True)
 class Capabilities:
-    """What a kind of machine can do, so that callers ask instead of trying."""
+    """What a kind of machine can do."""
 
     kernel: Literal["shared", "own"]
     snapshot: Literal["none", "files", "full"]
-    slowdown: float = 1.0  # time limits scale with it
+    slowdown: float = 1.0  # multiply time limits by it
 
 
 class Machine(Protocol):
@@ -49,9 +49,9 @@ class Machine(Protocol):
         ...
 
     async def read(self, path: str, *, max_bytes: int = 1 << 20) -> bytes:
-        """OSError as usual (FileNotFoundError …; EFBIG beyond max_bytes); links lead nowhere outside the machine.
+        """Read a file. OSError as usual (FileNotFoundError …; EFBIG beyond max_bytes). Links stay in the machine.
 
-        Any path a model can write is served or refused. The files of a ruined machine are not found.
+        Any path that a model can write is served or refused. The files of a ruined machine are not found.
         """
         ...
 
@@ -60,7 +60,7 @@ class Machine(Protocol):
         ...
 
     async def snapshot(self) -> bytes:
-        """The work directory as bytes that `MachineHost.create(image, snapshot=…)` takes."""
+        """Returns the work directory as bytes, for `MachineHost.create(image, snapshot=…)`."""
         ...
 
     async def fork(self) -> Machine: ...

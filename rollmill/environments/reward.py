@@ -1,4 +1,4 @@
-"""Reward: grades the outcome from what was handed in, on a clean machine, trusting nothing the agent could touch."""
+"""Reward: grades a submission on a clean machine. It trusts nothing that the agent could touch."""
 
 from __future__ import annotations
 
@@ -16,5 +16,5 @@ class Grader(Protocol):
     name: str
 
     async def grade(self, task: Task, submission: Submission, machines: MachineHost) -> Reward:
-        """A Reward for anything the policy did, however broken; MachineError if the grading itself could not run."""
+        """Returns a Reward for whatever the policy did. MachineError if the grading itself could not run."""
         ...

@@ -9,14 +9,16 @@ from typing import Any, Protocol
 
 @dataclass(frozen=True)
 class Task:
-    """`grading` never enters a machine the agent can touch; only its grader reads it."""
+    """`grading` never enters a machine that the agent can touch; only the grader reads it."""
 
     id: str
     family: str
     split: str  # train | heldout | heldout_family
     prompt: str  # the user message
     image: str  # name of a machine image
-    files: Mapping[str, str] = field(default_factory=dict)  # laid over the image, relative to the work directory
+    files: Mapping[str, str] = field(
+        default_factory=dict
+    )  # written over the image; paths relative to the work directory
     submission: Sequence[str] = ()  # paths taken out of the machine for grading
     grading: Mapping[str, Any] = field(default_factory=dict)
 
@@ -35,5 +37,5 @@ class TaskSet(Protocol):
         ...
 
     def get(self, task_id: str) -> Task:
-        """The task an id names, rebuilt from the id alone."""
+        """The task with this id, rebuilt from the id alone."""
         ...

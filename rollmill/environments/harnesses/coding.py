@@ -51,7 +51,7 @@ class HarnessConfig(Config):
     )
 
 
-# Answers that say "later", not "no": the gateway is starting, draining, or has no engine right now.
+# Retry on these: the gateway is starting, draining, or has no engine right now.
 _RETRY_STATUS = frozenset({429, 502, 503, 504})
 _LIST_COMMAND = ("find", ".", "-type", "f", "!", "-path", "*/.*")
 
@@ -104,7 +104,7 @@ class CodingHarness:
     # tools
 
     async def _call(self, machine: Machine, call: Any) -> str | None:
-        """Run one tool call: its text for the model, or None when the model is done. BadToolCall if the model erred."""
+        """Run one tool call. Returns the text for the model, or None if it is done. BadToolCall: the model erred."""
         name, arguments = tools.parse_call(call)
         try:
             match name:
@@ -177,7 +177,7 @@ class CodingHarness:
             if pause > backoff.left():
                 raise HarnessError(
                     f"{problem} (tried for {self.config.request_deadline_s:.0f} s)",
-                    hint="is the gateway running? `harness.request_deadline_s` is how long it is waited for",
+                    hint="is the gateway running? `harness.request_deadline_s` is the time limit",
                 )
             await asyncio.sleep(pause)
 

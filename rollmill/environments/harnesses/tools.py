@@ -1,7 +1,7 @@
-"""The coding tools: their JSON schemas and every text the model ever reads from them, in one place.
+"""The coding tools: their JSON schemas, and every text that the model reads from them.
 
-Texts are short on purpose: a model with a small vocabulary and a small context reads them, and generated training
-transcripts must match them exactly. Whoever writes such transcripts calls the same pure functions:
+Texts are short, because a model with a small vocabulary and a small context reads them. Generated training transcripts
+must match them exactly, so their writers call the same pure functions:
 
     call                          the model reads
     list()                        render_list(["main.py", "test.py"])       "main.py\\ntest.py"
@@ -78,7 +78,7 @@ _TOOLS_BY_NAME = {tool.name: tool for tool in TOOLS}
 
 
 class BadToolCall(Exception):
-    """A call the policy got wrong; `text` is what the model is told."""
+    """The policy made a wrong call. The model reads `text`."""
 
     def __init__(self, text: str) -> None:
         super().__init__(text)
@@ -90,7 +90,7 @@ def tool_schemas() -> list[dict[str, Any]]:
 
 
 def parse_call(call: Any) -> tuple[str, dict[str, Any]]:
-    """The name and the arguments of a tool call, whatever the model sent as one; BadToolCall if it is none."""
+    """Returns the name and the arguments of a tool call. `call` may be anything; BadToolCall if it is no call."""
     function = call.get("function") if isinstance(call, dict) else None
     if not isinstance(function, dict):
         raise BadToolCall(ERROR_UNKNOWN_TOOL)
@@ -99,7 +99,7 @@ def parse_call(call: Any) -> tuple[str, dict[str, Any]]:
 
 
 def parse_arguments(name: str, arguments: Any) -> dict[str, Any]:
-    """The arguments of a call, checked against the tool's parameters; BadToolCall otherwise."""
+    """Returns the arguments of a call, checked against the tool's parameters; BadToolCall otherwise."""
     tool = _TOOLS_BY_NAME.get(name)
     if tool is None:
         raise BadToolCall(ERROR_UNKNOWN_TOOL)
@@ -107,14 +107,14 @@ def parse_arguments(name: str, arguments: Any) -> dict[str, Any]:
         values = json.loads(arguments or "{}")
     except (TypeError, ValueError, RecursionError):
         raise BadToolCall(ERROR_NOT_JSON) from None
-    # `type(…) is` and not isinstance: true must not pass for the line number 1
+    # not isinstance: `true` must not count as line number 1
     if not isinstance(values, dict) or {key: type(value) for key, value in values.items()} != dict(tool.parameters):
         raise BadToolCall(ERROR_ARGUMENTS)
     return values
 
 
 def cut(text: str, limit: int) -> str:
-    """At most `limit` characters of `text`, from both ends: a test's verdict is at its end."""
+    """Keep at most `limit` characters of `text`, from both ends: a test's verdict is at its end."""
     if len(text) <= limit:
         return text
     head = limit // 2
@@ -131,7 +131,7 @@ def render_read(text: str) -> str:
 
 
 def apply_edit(text: str, line: int, replacement: str) -> str:
-    """`text` with its numbered line replaced (by several, if `replacement` has several); BadToolCall if absent."""
+    """Replace one numbered line of `text`; `replacement` may have several. BadToolCall if there is no such line."""
     lines = _lines(text)
     if not 1 <= line <= len(lines):
         raise BadToolCall(ERROR_NO_LINE)
@@ -143,7 +143,7 @@ def apply_edit(text: str, line: int, replacement: str) -> str:
 
 
 def _lines(text: str) -> list[str]:
-    """Split at newlines alone: str.splitlines also splits at form feeds and the like, and an edit would lose them."""
+    """Split at newlines only. str.splitlines also splits at form feeds and others, and an edit would lose them."""
     return text.removesuffix("\n").split("\n") if text else []
 
 
@@ -161,7 +161,7 @@ def render_run(
     stopped: Literal["time", "memory", "processes", "machine"] | None = None,
     full_tracebacks: bool = False,
 ) -> str:
-    """What a test run comes to. An uncaught exception becomes one short line unless `full_tracebacks`."""
+    """The text for a test run. An uncaught exception becomes one short line unless `full_tracebacks`."""
     text = output.decode("utf-8", "replace").rstrip().lstrip("\n")  # a syntax error begins with spaces
     if stopped is not None:
         reason = _STOPPED[stopped]
@@ -174,7 +174,7 @@ def render_run(
 
 
 def _short_traceback(traceback: str) -> str:
-    """`error NameError line 2`: the last frame's line and the exception's name are what an edit needs."""
+    """`error NameError line 2`: an edit needs the line of the last frame and the name of the exception."""
     lines = _FRAME_LINE.findall(traceback)
     names = _EXCEPTION.findall(traceback)
     name = names[-1].rpartition(".")[2] if names else "exception"

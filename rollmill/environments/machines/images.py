@@ -1,4 +1,4 @@
-"""Machine images: what the work directory holds before a task's own files are laid over it.
+"""Machine images: the contents of the work directory before the task's own files are written over them.
 
 `host-python` is built in: an empty work directory on the host's userland. Any other name is a directory of that name
 below the configured images directory; its regular files are the start of the work directory.

@@ -6,7 +6,7 @@
 The expected values never enter a machine. A fresh one gets the task's pristine files, the submitted files over them, a
 small driver and the *inputs*; it sends back what the calls returned, as plain data, and the comparison happens here. So
 code that prints a verdict, overrides `__eq__`, patches `json` or the clock, exits early, leaves a process behind or
-searches the driver's memory has nothing to gain: to be counted right it must return the right values.
+searches the driver's memory gains nothing: only right return values count.
 
 A value is right if it and all its parts have the expected types too: 1, 1.0 and True are three values. A tuple counts
 as a list, because JSON has no tuples. A number that is not finite is never right.
@@ -96,7 +96,7 @@ class HiddenTests:
 
     async def grade(self, task: Task, submission: Submission, machines: MachineHost) -> Reward:
         calls = _parse(task)
-        # only what the task declares: a submitted sitecustomize.py or json.py is nobody's answer
+        # only what the task declares: a submitted sitecustomize.py or json.py is not part of the answer
         declared = {path: submission[path] for path in task.submission if path in submission}
         if calls.module in task.submission and calls.module not in declared:
             return self._reward(calls, {}, {"missing": calls.module})

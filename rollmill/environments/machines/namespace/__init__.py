@@ -1,17 +1,19 @@
-"""Machines made of Linux namespaces: a private root, process tree and (dead) network, sharing the host's kernel.
+"""Machines made of Linux namespaces: each has its own root, processes and (dead) network, and shares the host's kernel.
 
     client.py    in the dispatcher: NamespaceHost and NamespaceMachine (asyncio)
       │  starts one
       ▼
-    launch.py    builds the machines' root file system in a mount namespace (root.py), then becomes
+    launch.py    builds the root file system of all machines in a mount namespace (root.py), then becomes
     host.py      the machine host: single-threaded, forks one machine per request, reaps it, bounds it (cgroups.py)
       │  clone3 into user, mount, pid, net, ipc and uts namespaces
       ▼
-    agent.py     pid 1 of a machine: serves files and commands to the client over its own socket (wire.py)
+    agent.py     pid 1 of a machine: serves files and commands to the client over its own socket (wire.py), and counts
+                 memory where no control group does (memory.py)
       │  fork
       ▼
-    command      a program, or a warm Python (warm_python.py): unprivileged, filtered (seccomp.py), without capabilities
+    command      a program, or a warm Python (warm_python.py): another user than pid 1 where the host has user ids to
+                 give, filtered (seccomp.py), without capabilities
 
-The client talks to each machine directly; the host only makes and ends them. Everything below the client imports the
-standard library alone: it runs inside the machines' root, where nothing else of this host exists.
+The client talks to each machine directly; the machine host only creates and ends them. Everything below the client
+imports only the standard library, because it runs inside the machines' root, where nothing else exists.
 """

@@ -32,7 +32,7 @@ _CAPABILITIES = (kernel.CAP_KILL, kernel.CAP_SETGID, kernel.CAP_SETUID)
 
 
 class Limits(NamedTuple):
-    """Of one machine; bytes and counts."""
+    """The limits of one machine, in bytes and counts."""
 
     memory: int
     disk: int
@@ -40,12 +40,12 @@ class Limits(NamedTuple):
     open_files: int
     own_user: bool  # whether pid 1 has a user id of its own, apart from the commands'
     memory_counted: bool  # whether a control group bounds the machine's memory
-    count_processes: bool  # whether the kernel counts this machine's processes apart from everybody else's
-    filter: bytes  # of system calls; empty for none
+    count_processes: bool  # whether the kernel counts the processes of this machine alone
+    filter: bytes  # the filter of system calls; empty for none
 
     def confinement(self) -> command.Confinement:
         rlimits = {
-            # twice: address space is not memory, and what is really used is counted by control group or watchdog
+            # twice: address space is not memory. A control group or the watchdog counts what is really used.
             resource.RLIMIT_AS: 2 * self.memory,
             resource.RLIMIT_FSIZE: self.disk,
             resource.RLIMIT_NOFILE: self.open_files,
@@ -57,7 +57,7 @@ class Limits(NamedTuple):
 
 
 def main(connection: socket.socket, limits: Limits) -> NoReturn:
-    """The life of a machine, in the process that was just cloned for it."""
+    """Run a machine to its end, in the process that was just cloned for it."""
     try:
         connection = _keep_only(connection)
         if connection.recv(1):  # the host has mapped our identity
@@ -73,7 +73,7 @@ def main(connection: socket.socket, limits: Limits) -> NoReturn:
 
 
 def _keep_only(connection: socket.socket) -> socket.socket:
-    """Close every file of the host but our own socket."""
+    """Close every open file that came from the host, except our own socket."""
     kept = os.dup2(connection.detach(), 3, inheritable=False)
     kernel.close_from(kept + 1)
     nothing = os.open("/dev/null", os.O_RDWR)
@@ -89,7 +89,7 @@ def _lock_in(limits: Limits) -> Watchdog:
     os.setsid()
     os.umask(0o022)
     user = 0 if limits.own_user else layout.USER_ID
-    if limits.own_user:  # with one user id to give the groups must stay; they open nothing in here
+    if limits.own_user:  # otherwise the kernel forbids it; the groups that stay give access to nothing in here
         os.setgroups([])
     os.setresgid(user, user, user)
     os.setresuid(user, user, user)
@@ -100,7 +100,7 @@ def _lock_in(limits: Limits) -> Watchdog:
     kernel.mount("tmpfs", layout.TEMPORARY, "tmpfs", flags, f"{options},mode=1777")
     kernel.mount("proc", "/proc", "proc", flags | kernel.MS_NOEXEC)
     sockets = os.open("/proc/net/sockstat", os.O_RDONLY | os.O_CLOEXEC)
-    kernel.mount(layout.CODE, "/proc/1", None, kernel.MS_BIND)  # an empty directory by now
+    kernel.mount(layout.CODE, "/proc/1", None, kernel.MS_BIND)  # hides pid 1: CODE is an empty directory by now
     kernel.sethostname("machine")
     kernel.keep_capabilities(*(_CAPABILITIES if limits.own_user else ()))
     _protect()
@@ -116,7 +116,7 @@ def _protect() -> None:
 
 @contextlib.contextmanager
 def _as_user(own_user: bool) -> Iterator[None]:
-    """Act as the commands' user. None of them is running: they could reach pid 1 now."""
+    """Act as the user of the commands. Commands could reach pid 1 now, but none is running."""
     if not own_user:
         yield
         return
@@ -145,11 +145,11 @@ def _serve(connection: socket.socket, limits: Limits, watchdog: Watchdog) -> Non
                     reply, data = _handle_files(header, body)
         except OSError as error:
             reply, data = {"errno": error.errno or errno.EIO, "path": error.filename}, b""
-            if header["op"] == "exec":  # what a command causes ends up in its result: this failed before it began
+            if header["op"] == "exec":  # this failed before the command began; what a command causes is in its result
                 reply = {"error": f"no command could be started: {error}"}
         except MemoryError:
             reply, data = {"errno": errno.ENOMEM}, b""
-        except Exception:  # a request that makes no sense is refused: nothing a caller sends may end pid 1
+        except Exception:  # refuse a request that makes no sense: nothing that a caller sends may end pid 1
             reply, data = {"errno": errno.EINVAL}, b""
         connection.sendall(wire.pack(reply, data))
 

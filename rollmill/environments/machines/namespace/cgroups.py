@@ -1,7 +1,7 @@
-"""Memory and process limits of a whole machine, where this user may write control groups.
+"""Limits memory and processes of a whole machine, where this user may write control groups.
 
-Slots are made once and used again: a slot belongs to one machine at a time. Version 2 and version 1 are both found; in
-either, the slots lie below the nearest group above our own that lets us create groups with these controllers.
+Slots are made once and reused: a slot belongs to one machine at a time. Both versions of control groups work. The slots
+lie below the nearest ancestor of our own group that lets us create groups with these controllers.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ class Slot(NamedTuple):
 
 
 class Groups(NamedTuple):
-    """Open directories below which slots are made: they stay usable after the host has left this file system."""
+    """Open directories in which slots are made. They stay usable after the host has left this file system."""
 
     name: str
     parents: dict[str, int]  # controller -> directory; version 2 has one directory for all controllers
@@ -58,7 +58,7 @@ class Groups(NamedTuple):
         return directory
 
     def remove(self) -> None:
-        """Take the groups away. Best effort: one that still has a dying process in it stays, empty and harmless."""
+        """Remove the groups. A group that still has a dying process in it stays; it is harmless."""
         for parent in self.parents.values():
             names = [name for name in os.listdir(parent) if name[:1] == "m" and name[1:].isdigit()]
             for name in [*names, f"../{self.name}"]:
@@ -67,7 +67,7 @@ class Groups(NamedTuple):
 
 
 def find(memory: int, processes: int) -> Groups | None:
-    """Groups for our machines, or None where the kernel or the permissions do not allow any."""
+    """Groups for our machines; None if the kernel or the permissions do not allow any."""
     name = f"rollmill-{os.getpid()}"
     limits = {"memory": memory, "pids": processes}
     own = _own_groups()
@@ -86,7 +86,7 @@ def find(memory: int, processes: int) -> Groups | None:
 
 
 def _own_groups() -> dict[str, str]:
-    """Controller -> path of this process's group."""
+    """Returns controller -> path of the group of this process."""
     groups = {}
     with contextlib.suppress(OSError), open("/proc/self/cgroup") as lines:
         for line in lines:
@@ -96,7 +96,7 @@ def _own_groups() -> dict[str, str]:
 
 
 def _nearest(mount: str, own: str, name: str, *, unified: bool) -> int | None:
-    """An open new directory below the nearest ancestor of `own` that gives its children what we need."""
+    """Creates a directory below the nearest ancestor of `own` that allows these controllers, and opens it."""
     ancestor = own
     while True:
         above = mount + ancestor.rstrip("/")
@@ -117,7 +117,7 @@ def _nearest(mount: str, own: str, name: str, *, unified: bool) -> int | None:
 
 
 def _sweep(directory: str) -> None:
-    """Remove the groups of hosts that were killed before they could."""
+    """Remove the groups of machine hosts that were killed."""
     with contextlib.suppress(OSError):
         for name in os.listdir(directory):
             owner = name.removeprefix("rollmill-")

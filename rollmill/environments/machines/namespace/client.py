@@ -1,4 +1,4 @@
-"""The dispatcher's side of namespace machines: asyncio, one socket a machine, and one to the machine host."""
+"""The dispatcher's side of namespace machines: asyncio, one socket per machine, and one to the machine host."""
 
 from __future__ import annotations
 
@@ -43,9 +43,9 @@ class NamespaceConfig(Config):
 class NamespaceMachine:
     """One machine. Requests are answered one after the other; callers may share it.
 
-    A machine that fails before its first command, or whose supervisor is not healthy either, is an infrastructure
-    failure: MachineError. Otherwise its own commands ruined it. Then every command ends with `stopped="machine"`, and
-    its files are gone: FileNotFoundError. Only the supervisor's word decides; nothing inside the machine has a say.
+    A machine that fails before its first command, or whose machine host is not healthy, is an infrastructure
+    failure: MachineError. Otherwise its own commands ruined it: every further command ends with `stopped="machine"`,
+    and no file is found. Only the machine host decides this; nothing inside the machine can.
     """
 
     capabilities = Capabilities(kernel="shared", snapshot="files")
@@ -56,7 +56,7 @@ class NamespaceMachine:
         self._image = image
         self._connection = connection
         self._lock = asyncio.Lock()
-        self._pending: asyncio.Task[tuple[dict[str, Any], bytes] | None] | None = None  # it outlives a cancelled caller
+        self._pending: asyncio.Task[tuple[dict[str, Any], bytes] | None] | None = None  # survives a cancelled caller
         self._begun = False  # a command has begun
         self._ruined = False  # by a command of its own
         self._closed = False
@@ -115,7 +115,7 @@ class NamespaceMachine:
         return await self._host.create(self._image, snapshot=await self.snapshot())
 
     async def close(self) -> None:
-        """When this returns no process of the machine is left. A request still running fails."""
+        """End the machine. When this returns, none of its processes is left. A request that is still running fails."""
         self._closed = True
         await self._host.end(self._id)
         async with self._lock:
@@ -139,7 +139,7 @@ class NamespaceMachine:
     async def _request(
         self, header: dict[str, Any], body: bytes = b"", *, timeout_s: float = 0.0
     ) -> tuple[dict[str, Any], bytes] | None:
-        """One request and its reply; None if the machine's own commands ruined it. OSError: the machine refuses."""
+        """Send a request and return its reply; None if the machine's own commands ruined it. OSError: refused."""
         frame = wire.pack(header, body)
         async with self._lock:
             if self._pending is not None:
@@ -170,7 +170,7 @@ class NamespaceMachine:
             return None
 
     async def _lose(self, why: str, by_command: bool) -> None:
-        """End a machine that cannot go on. Returns if that is its commands' doing; MachineError if it is ours."""
+        """End a machine that cannot go on. Returns if its commands ruined it, else MachineError."""
         healthy = await self._host.end(self._id)
         if self._closed or not (healthy and by_command):
             problem = "" if healthy else "; the machine host does not answer either"
@@ -198,7 +198,7 @@ class NamespaceHost:
 
     def __init__(self, config: NamespaceConfig | None = None) -> None:
         self.config = config or NamespaceConfig()
-        self.limits: dict[str, Any] = {}  # what bounds machines on this host, as found at the start
+        self.limits: dict[str, Any] = {}  # what bounds machines on this host; known after start()
         self._process: subprocess.Popen[bytes] | None = None
         self._control: socket.socket | None = None
         self._starting = asyncio.Lock()
@@ -230,7 +230,7 @@ class NamespaceHost:
         return machine
 
     async def end(self, identifier: int) -> bool:
-        """End a machine. False if the machine host does not confirm it: then it is not healthy itself."""
+        """End a machine. Returns False if the machine host does not confirm it, and so is not healthy itself."""
         ended = self._ending.get(identifier)
         try:
             async with asyncio.timeout(_GRACE_S):
@@ -258,13 +258,13 @@ class NamespaceHost:
         process.stderr.close()
 
     async def start(self) -> None:
-        """Start the machine host process unless it runs. MachineError says what this host lacks."""
+        """Start the machine host process unless it runs. MachineError says what this computer lacks."""
         async with self._starting:
             if self._control is not None:
                 return
             if not sys.platform.startswith("linux"):
                 raise MachineError(f"namespaces need Linux, this is {sys.platform}", hint="use a Linux host or VM")
-            await self.close()  # what is left of one that died
+            await self.close()  # clean up after one that died
             control, other = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
             control.setblocking(False)
             with other:
@@ -279,7 +279,7 @@ class NamespaceHost:
             asyncio.get_running_loop().add_reader(control, self._on_control)
 
     async def _connect(self, identifier: int) -> socket.socket:
-        """Have a machine made: its socket."""
+        """Have the machine host create a machine; returns the machine's socket."""
         future = self._creating[identifier] = asyncio.get_running_loop().create_future()
         try:
             async with asyncio.timeout(_GRACE_S):
@@ -327,7 +327,7 @@ class NamespaceHost:
             created.set_result(connection)
 
     def _lost(self, why: str) -> None:
-        """Forget the machine host; whoever waits for it learns why. Its machines die with it."""
+        """Forget the machine host, and tell everyone who waits for it why. Its machines die with it."""
         control, self._control = self._control, None
         if control is not None:
             asyncio.get_running_loop().remove_reader(control)
@@ -352,13 +352,13 @@ def _launch(control: socket.socket, config: NamespaceConfig) -> subprocess.Popen
         stdout=subprocess.DEVNULL,
         stderr=subprocess.PIPE,
         pass_fds=[control.fileno()],
-        start_new_session=True,  # an interrupt at the terminal is the dispatcher's to handle; we end when it does
+        start_new_session=True,  # Ctrl-C reaches the dispatcher only; the machine host ends when it does
         env={**os.environ, "PYTHONPATH": str(_PACKAGE_ROOT)},
     )
 
 
 async def _greeting(control: socket.socket, process: subprocess.Popen[bytes]) -> dict[str, Any]:
-    """The machine host's first message, or its last words if it never got that far."""
+    """The machine host's first message, or what it printed if it did not start."""
     try:
         async with asyncio.timeout(_GRACE_S):
             message = await asyncio.get_running_loop().sock_recv(control, 1 << 16)

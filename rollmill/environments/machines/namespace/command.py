@@ -1,4 +1,4 @@
-"""One command of a machine, from pid 1's side: start it, gather its output, end it and everything it started."""
+"""Runs one command, in pid 1: starts it, collects its output, ends it and everything it started."""
 
 from __future__ import annotations
 
@@ -27,16 +27,16 @@ class Order(NamedTuple):
 
 
 class Confinement(NamedTuple):
-    """What every command is put under before it runs a single instruction of its own."""
+    """The limits that are put on a command before it starts."""
 
     rlimits: dict[int, int]
-    filter: bytes  # of system calls; empty for none
+    filter: bytes  # the filter of system calls; empty for none
 
 
 def run(
     order: Order, confinement: Confinement, connection: socket.socket, watchdog: Watchdog
 ) -> tuple[dict[str, Any], bytes]:
-    """Run to the end or the limit. Whatever the command left running is killed: nothing outlives its reply."""
+    """Run a command until it ends or reaches a limit. Then kill every process that it left running."""
     started = time.monotonic()
     reading, writing = os.pipe()
     try:
@@ -46,7 +46,7 @@ def run(
         output = _Output(order.max_output)
         stopped = _watch(pid, reading, output, connection, started + order.timeout_s, watchdog)
         status = _end_all(pid)
-        while output.take(reading):  # what was still in the pipe; all its writers are dead
+        while output.take(reading):  # the rest of the pipe; all its writers are dead
             pass
     finally:
         os.close(reading)
@@ -54,7 +54,7 @@ def run(
             os.close(writing)
     exit_code = os.waitstatus_to_exitcode(status)
     if stopped is None and exit_code == -signal.SIGKILL:
-        stopped = "memory"  # we did not kill it: the kernel did, for want of memory
+        stopped = "memory"  # the kernel killed it, because the machine ran out of memory
     result = {
         "exit_code": exit_code,
         "truncated": output.total > order.max_output,
@@ -85,7 +85,7 @@ def _fill(file: int, data: bytes) -> None:
 
 
 def _become(order: Order, confinement: Confinement, reading: int, writing: int) -> NoReturn:
-    """In the child: turn into the command."""
+    """Become the command. Runs in the child."""
     code = 126
     try:
         os.dup2(reading, 0)
@@ -124,7 +124,7 @@ def _confine(confinement: Confinement) -> None:
 
 
 def _prefer_as_victim() -> None:
-    """Where the kernel runs out of the machine's memory, it shall take the command and not pid 1."""
+    """If the machine runs out of memory, the kernel shall kill the command and not pid 1."""
     file = os.open("/proc/self/oom_score_adj", os.O_WRONLY)
     os.write(file, b"1000")
     os.close(file)
@@ -133,7 +133,7 @@ def _prefer_as_victim() -> None:
 def _watch(
     pid: int, reading: int, output: _Output, connection: socket.socket, deadline: float, watchdog: Watchdog
 ) -> Literal["time", "memory", "processes"] | None:
-    """Wait until the command ends or must be ended. None: it ended by itself."""
+    """Wait until the command ends or reaches a limit. Returns the limit, or None if the command ended by itself."""
     pidfd = os.pidfd_open(pid)
     poll = select.poll()
     for file in (pidfd, reading, connection.fileno()):
@@ -150,7 +150,7 @@ def _watch(
                 next_count = now + _WATCH_INTERVAL_S
             ready = dict(poll.poll((min(deadline, next_count) - now) * 1000))
             if connection.fileno() in ready:
-                os._exit(0)  # the client has gone, nobody waits for this
+                os._exit(0)  # the client is gone
             if reading in ready and not output.take(reading):
                 poll.unregister(reading)
             if pidfd in ready:
@@ -160,7 +160,7 @@ def _watch(
 
 
 def _end_all(pid: int) -> int:
-    """Kill everything but ourselves and reap it. The wait status of `pid`."""
+    """Kill and reap every other process of the machine. Returns the wait status of `pid`."""
     status = 0
     while True:
         with contextlib.suppress(ProcessLookupError):
@@ -174,7 +174,7 @@ def _end_all(pid: int) -> int:
 
 
 class _Output:
-    """The beginning and the end of what a command prints, however much it is."""
+    """Keeps the beginning and the end of what a command prints."""
 
     def __init__(self, limit: int) -> None:
         self._half = limit // 2
@@ -183,7 +183,7 @@ class _Output:
         self.total = 0
 
     def take(self, file: int) -> bool:
-        """Read once. False at the end."""
+        """Read once. Returns False at the end of the file."""
         data = os.read(file, 1 << 16)
         self.total += len(data)
         room = max(self._half - len(self._head), 0)

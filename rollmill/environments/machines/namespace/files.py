@@ -1,4 +1,4 @@
-"""Reading and writing a machine's files from inside it: links lead to where they lead there, never out of it."""
+"""Reads and writes a machine's files, in pid 1. Links are followed inside the machine, so none leads out of it."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
 
 def read(path: str, max_bytes: int) -> bytes:
-    """A regular file's contents; EFBIG if there is more than `max_bytes`."""
+    """Returns the contents of a regular file; EFBIG if it has more than `max_bytes`."""
     with _open_regular(path, os.O_RDONLY) as file:
         data = _read_up_to(file, max_bytes + 1)
     if len(data) > max_bytes:
@@ -24,7 +24,7 @@ def read(path: str, max_bytes: int) -> bytes:
 
 
 def write_all(entries: Sequence[Sequence[str | int]], body: bytes) -> None:
-    """Each entry is [path, size]; `body` is their contents one after the other. Directories are made as needed."""
+    """Write files. Each entry is [path, size]; `body` is all contents in this order. Creates missing directories."""
     start = 0
     for path, size in entries:
         assert isinstance(path, str) and isinstance(size, int)
@@ -36,8 +36,8 @@ def write_all(entries: Sequence[Sequence[str | int]], body: bytes) -> None:
 
 
 def pack_directory(directory: str, max_bytes: int) -> bytes:
-    """Regular files and directories as a tar of at most about `max_bytes`; links, sockets and devices are left out."""
-    import tarfile  # here: seldom needed, and every machine is a copy of a process that would hold it
+    """Returns a tar of the regular files and directories, of about `max_bytes` at most. Leaves out all other kinds."""
+    import tarfile  # imported here, because it is seldom needed and every machine would hold it in memory
 
     buffer = io.BytesIO()
     with tarfile.open(fileobj=buffer, mode="w", format=tarfile.PAX_FORMAT) as archive:
@@ -80,7 +80,7 @@ def _pack(archive: tarfile.TarFile, path: str, directory: str, room: int) -> Non
 
 @contextlib.contextmanager
 def _open_regular(path: str, flags: int) -> Iterator[int]:
-    """Not blocking: a pipe planted under a file's name must not hold up pid 1. Not /proc: it would show pid 1."""
+    """Open a regular file. Does not block on a pipe under its name. Refuses /proc, which would show pid 1."""
     file = os.open(path, flags | os.O_NONBLOCK | os.O_NOCTTY | os.O_CLOEXEC, 0o644)
     try:
         status = os.fstat(file)

@@ -1,9 +1,9 @@
-"""The machine host: one single-threaded process that makes machines on request and sees to it that they end.
+"""The machine host: a single-threaded process that creates machines on request and ends them.
 
-It waits for two things: messages on the control socket (from the client; end of file means the client is gone and all
-machines with it), and the end of a machine's first process. The kernel kills everything else in a machine with it.
+It waits for two things: a message from the client on the control socket, and the end of a machine's pid 1. If the
+client is gone (end of file), all machines end. When pid 1 ends, the kernel kills everything else in the machine.
 
-A few machines are kept ready: a caller need not wait for one to be set up, and making several at once costs less.
+A few machines are kept ready: then a caller does not wait for the set-up, and creating several at once costs less.
 
     client: {"op": "create", "id": 7}   host: {"id": 7} + the machine's socket, or {"id": 7, "error": "…"}
     client: {"op": "close", "id": 7}    host: {"closed": 7} once no process of the machine is left
@@ -91,7 +91,7 @@ class Host:
         elif machine := self._machines.get(request["id"]):
             _kill(machine.pidfd)
         else:
-            self._send({"closed": request["id"]})  # it had ended by itself
+            self._send({"closed": request["id"]})  # it has already ended
         return True
 
     def _create(self, identifier: int) -> None:
@@ -108,14 +108,14 @@ class Host:
             self._send({"id": identifier}, machine.client_end)
 
     def _make_spares(self) -> None:
-        """Several at once: moving a process into a version 1 group waits for the kernel to come to rest (about 10 ms,
-        in which no process of the whole system can fork), but only the first in a row does."""
+        """Create several at once. Moving a process into a version 1 group waits about 10 ms, in which no process of the
+        whole system can fork, but of several moves in a row only the first waits."""
         for _ in range(_BATCH):
             try:
                 machine = self._start()
             except OSError:
                 if self._spare:
-                    return  # fewer will do; the reason comes up again if it persists
+                    return  # fewer are enough; if the reason persists, the next call raises it
                 raise
             self._spare.append(machine)
             self._selector.register(machine.pidfd, selectors.EVENT_READ, machine)
@@ -169,7 +169,7 @@ class Host:
             self._spare.remove(machine)
             return
         del self._machines[identifier]
-        with contextlib.suppress(OSError):  # a client that is gone is noticed by the next receive
+        with contextlib.suppress(OSError):  # if the client is gone, the next receive notices
             self._send({"closed": identifier})
 
     def _discard(self, machine: _Machine) -> None:
@@ -194,7 +194,7 @@ class Host:
         return self._identities > 1 or (int(release[0]), int(release[1])) >= _PER_NAMESPACE_COUNTS
 
     def _describe_limits(self) -> dict[str, Any]:
-        """For `rollmill doctor`: what bounds a machine here."""
+        """What bounds a machine on this host. `rollmill doctor` shows it."""
         return {
             "control_groups": self._groups.controllers if self._groups else [],
             "process_rlimit": self._limits.count_processes,
@@ -204,7 +204,7 @@ class Host:
 
 
 def _usable(groups: cgroups.Groups | None) -> cgroups.Groups | None:
-    """Being allowed to make groups does not mean that processes may enter them: try it once."""
+    """Returns `groups` if a process can enter one. Being allowed to create groups does not mean that."""
     if groups is None:
         return None
     try:
@@ -232,12 +232,12 @@ def _kill(pidfd: int) -> None:
 
 def main(state: str) -> None:
     sys.path = [path for path in sys.path if path not in (layout.CODE, "")]
-    os.environ.pop("LC_CTYPE", None)  # Python sets it for itself under the C locale; commands need not see it
+    os.environ.pop("LC_CTYPE", None)  # Python set it under the C locale; commands shall not see it
     kernel.unmount(layout.CODE)
     host = Host(json.loads(state))
     for name in [name for name in sys.modules if name.partition(".")[0] == __name__.partition(".")[0]]:
-        del sys.modules[name]  # programs in the machines shall not find us
-    # machines are copies of this process: what is garbage now would be copied into each of them
+        del sys.modules[name]  # programs in the machines shall not find these modules
+    # machines are copies of this process, so its garbage would be copied into each of them
     gc.collect()
     gc.freeze()
     host.run()

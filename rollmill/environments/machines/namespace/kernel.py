@@ -1,4 +1,4 @@
-"""The few Linux calls that Python's standard library lacks (os.unshare needs 3.12), by their names in the manual."""
+"""Linux calls that Python's standard library lacks (os.unshare needs 3.12). Names are those of the manual."""
 
 from __future__ import annotations
 
@@ -28,14 +28,14 @@ PR_SET_NO_NEW_PRIVS = 38
 
 CAP_KILL, CAP_SETGID, CAP_SETUID, CAP_SYS_ADMIN = 5, 6, 7, 21
 
-# these numbers are the same on every architecture; older calls go through their C library wrappers
+# these numbers are the same on every architecture; for older calls we use the C library
 _SYS_CLONE3 = 435
 _SYS_CLOSE_RANGE = 436
 _SYS_MOUNT_SETATTR = 442
 _AT_FDCWD = -100
 _AT_RECURSIVE = 0x8000
 
-# PyDLL keeps the interpreter lock during a call: a clone that returned without it would not be a Python process
+# PyDLL keeps the interpreter lock during a call. Without the lock, the child of a clone could not run Python.
 _libc = ctypes.PyDLL(None, use_errno=True)
 _libc.syscall.restype = ctypes.c_long
 
@@ -77,7 +77,7 @@ def clone(flags: int, cgroup: int | None = None) -> tuple[int, int]:
 
 
 def close_from(first: int) -> None:
-    """os.closerange tries every number up to its end where Python was built for an older C library."""
+    """Close all files from `first` on. os.closerange is slow where Python was built for an older C library."""
     _syscall(_SYS_CLOSE_RANGE, "close_range", ctypes.c_uint(first), ctypes.c_uint(0xFFFFFFFF), ctypes.c_uint(0))
 
 

@@ -45,7 +45,7 @@ def main() -> None:
 
 
 def hint() -> str:
-    """Which of the usual obstacles stands in the way on this host."""
+    """The remedy for the usual obstacle that is found on this host."""
     if _setting("kernel/apparmor_restrict_unprivileged_userns") == "1":
         return "`sudo sysctl -w kernel.apparmor_restrict_unprivileged_userns=0` allows user namespaces, or run as root"
     if _setting("kernel/unprivileged_userns_clone") == "0":
@@ -68,13 +68,13 @@ def _setting(name: str) -> str | None:
 
 
 def _identities() -> int:
-    """One past the highest user id we may give to machines. In a container that may be few."""
+    """One past the highest user id that we may give to machines. In a container there may be few."""
     ranges = [line.split() for line in Path("/proc/self/uid_map").read_text().splitlines()]
     return max(int(start) + int(length) for start, _, length in ranges)
 
 
 def _enter_user_namespace() -> None:
-    """Without root: become root of a user namespace that knows no identity but our own."""
+    """Without root: become root of a user namespace that has only our own user id."""
     user, group = os.geteuid(), os.getegid()
     kernel.unshare(kernel.CLONE_NEWUSER)
     Path("/proc/self/setgroups").write_text("deny")

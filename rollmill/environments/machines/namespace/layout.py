@@ -1,4 +1,4 @@
-"""Where things lie inside a machine. Facts shared by the two sides of the machine host's start."""
+"""Paths and ids inside a machine."""
 
 from __future__ import annotations
 
@@ -6,5 +6,5 @@ WORK = "/work"
 TEMPORARY = "/tmp"  # noqa: S108
 PYTHON = "/opt/python"
 PROGRAMS = "/opt/bin"
-CODE = "/opt/host"  # the machine host's own source, until it has imported itself
+CODE = "/opt/host"  # the machine host's own source, until the machine host has imported it; then empty
 USER_ID = 1000

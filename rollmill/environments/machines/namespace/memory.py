@@ -1,8 +1,8 @@
-"""What a machine uses, as its pid 1 counts it where no control group does.
+"""Counts the memory and the processes of a machine, in pid 1. Memory only where no control group counts it.
 
-Counted are the private memory of every command (each process whole, also what it still shares with the one it was
-forked from), all files, and for open files and sockets the most that their buffers can hold. Other kinds of memory are
-refused by the filter of system calls (seccomp.py), and /dev/zero cannot be mapped (root.py).
+It adds up the private memory of every command (pages that forks share count for each of them), all files, and for each
+open file and socket the most that its buffers can hold. The filter of system calls (seccomp.py) refuses other kinds of
+memory, and /dev/zero cannot be mapped (root.py).
 """
 
 from __future__ import annotations
@@ -13,14 +13,14 @@ from typing import Literal, NamedTuple
 from rollmill.environments.machines.namespace import layout
 
 _PAGE = os.sysconf("SC_PAGE_SIZE")
-_PIPE_BYTES = 16 * _PAGE  # the kernel's default, which the filter lets nobody change
+_PIPE_BYTES = 16 * _PAGE  # the kernel's default; the filter refuses to change it
 _SOCKET_BYTES = 2 * 212992  # net.core.wmem_max, which the kernel doubles
 
 
 class Watchdog(NamedTuple):
     processes: int
     memory: int | None  # None: a control group bounds it
-    sockets: int  # an open /proc/net/sockstat, whose name is hidden from here on (agent.py)
+    sockets: int  # an open /proc/net/sockstat; agent.py hides its name
 
     def exceeded(self) -> Literal["memory", "processes"] | None:
         commands = [int(name) for name in os.listdir("/proc") if name.isdigit() and name != "1"]
@@ -46,8 +46,8 @@ def _private(pid: int) -> int:
 
 
 def _open_files(pid: int) -> int:
-    """Beyond the standard streams. The directory's size is their number since Linux 6.2; older kernels say 0, and
-    bound the pipes of a user at 64 MiB."""
+    """The number of open files without the standard streams: the directory's size. Before Linux 6.2 the size is 0;
+    such kernels bound the pipes of a user at 64 MiB."""
     try:
         return max(os.stat(f"/proc/{pid}/fd").st_size - 3, 0)
     except OSError:

@@ -1,9 +1,9 @@
-"""The root file system every machine of a host starts from: read-only, and nothing of this host but its userland.
+"""The root file system of every machine: read-only, with the programs of this host and nothing else of it.
 
     /usr /bin /lib …      the host's programs and libraries
     /opt/python           the Python installation in use, where it is not part of /usr; standard library only
     /opt/bin              python, python3
-    /etc /dev             a handful of files made for the purpose
+    /etc /dev             a few files made for machines
     /proc /tmp /work      mounted afresh by each machine
 
 Not there: home directories, the checkout, virtual environments, the run directory, installed Python packages.
@@ -35,9 +35,9 @@ _SEALED = kernel.MOUNT_ATTR_RDONLY | kernel.MOUNT_ATTR_NOSUID | kernel.MOUNT_ATT
 
 
 def enter_new_root() -> str:
-    """Build the root in this process's (already private) mount namespace and move into it. The Python to run there.
+    """Build the root in this process's private mount namespace and move into it. Returns the Python to run there.
 
-    Its own source is still there when this returns, on a mount of its own: the host drops it once it has loaded it.
+    The source of the machine host is still there, on a mount of its own. The host unmounts it after its imports.
     """
     python_home = Path(sys.base_prefix).resolve()
     hidden = [path for path in _private_directories() if path not in (python_home, *python_home.parents)]
@@ -69,7 +69,7 @@ def enter_new_root() -> str:
 
 
 def environment() -> dict[str, str]:
-    """What a command in a machine finds in its environment."""
+    """The environment variables of a command."""
     home = Path(sys.base_prefix)
     variables = {
         "PATH": f"{layout.PROGRAMS}:{layout.PYTHON}/bin:/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin",
@@ -91,14 +91,17 @@ def _bind_userland(old: Path, new: Path) -> None:
             _bind(entry, new / name)
     for name, text in _ETC.items():
         (new / "etc" / name).write_text(text)
-    for name in ("ld.so.cache", "alternatives"):  # programs find their libraries, and Debian's links their programs
+    for name in (
+        "ld.so.cache",
+        "alternatives",
+    ):  # so that programs find their libraries, and Debian's links their targets
         if (old / "etc" / name).exists():
             _bind(old / "etc" / name, new / "etc" / name)
     for name, source in _DEVICES.items():
         _bind(old / "dev" / source, new / "dev" / name, kernel.MOUNT_ATTR_NOSUID | kernel.MOUNT_ATTR_NOEXEC)
     for name, target in _LINKS.items():
         (new / "dev" / name).symlink_to(target)
-    # the kernel lets a machine mount its own /proc only while a whole one is visible; that one is covered by its own
+    # a machine may mount its own /proc only while a whole one is visible; it then covers this one
     _bind(old / "proc", new / "proc", 0)
 
 
@@ -113,7 +116,7 @@ def _bind(source: Path, target: Path, attributes: int = _SEALED) -> None:
 
 
 def _private_directories() -> list[Path]:
-    """Directories that may lie inside /usr or the Python installation and are nobody's business in a machine."""
+    """Directories that may lie inside /usr or the Python installation, and that machines shall not see."""
     packages = [Path(path) for path in site.getsitepackages([sys.base_prefix])]
     packages += [Path("/usr/lib/python3/dist-packages"), Path("/usr/src"), Path("/usr/local/src")]
     checkout = Path(__file__).resolve().parents[4]
@@ -121,7 +124,7 @@ def _private_directories() -> list[Path]:
 
 
 def _cover(hidden: list[Path], python_home: Path, new: Path) -> None:
-    """Lay an empty directory over each private one that the binds made visible."""
+    """Mount an empty directory over each private one that the binds made visible."""
     for path in sorted(set(hidden)):
         visible = new / path.relative_to("/")
         if not path.is_relative_to("/usr") and path.is_relative_to(python_home):
@@ -133,7 +136,7 @@ def _cover(hidden: list[Path], python_home: Path, new: Path) -> None:
 
 
 def _copy_own_code(old: Path, new: Path) -> None:
-    """This package's source, under its own name, with empty packages above it."""
+    """Copy the source of this package, with empty packages above it."""
     here = Path(__file__).resolve().parent
     target = new / layout.CODE[1:]
     kernel.mount("tmpfs", str(target), "tmpfs", kernel.MS_NOSUID | kernel.MS_NODEV, "size=4m")

@@ -1,6 +1,6 @@
 """A system-call filter for every command of a machine.
 
-The namespaces already hide the host. The filter refuses the calls whose only use inside would be
+The namespaces already hide the host. The filter refuses calls that a command could only use
 
 - to attack the shared kernel,
 - to reach out of the network namespace (vsock reaches the hypervisor),
@@ -48,7 +48,7 @@ _DENIED = {
     "mount_setattr": (442, 442),
     "open_tree_attr": (467, 467),
     "open_by_handle_at": (304, 265),
-    # the kernel's own affairs
+    # the kernel itself
     "add_key": (248, 217),
     "request_key": (249, 218),
     "keyctl": (250, 219),
@@ -113,16 +113,16 @@ _MODE_FILTER = 2
 
 
 def install(program: bytes) -> None:
-    """Filter this process and all it will ever start. Needs no_new_privs; cannot be undone."""
+    """Filter this process and every process that it starts. Needs no_new_privs; cannot be undone."""
     instructions = ctypes.create_string_buffer(program, len(program))
     header = struct.pack("@HP", len(program) // 8, ctypes.addressof(instructions))
     kernel.prctl(kernel.PR_SET_SECCOMP, _MODE_FILTER, ctypes.create_string_buffer(header, len(header)))
 
 
 def build(*, memory_counted: bool) -> bytes:
-    """The filter for this architecture; empty where we do not know its system calls.
+    """The filter for this architecture; empty if its system calls are not known here.
 
-    `memory_counted`: a control group counts all memory of the machine, so shared memory needs no refusal.
+    `memory_counted`: a control group counts all memory of the machine, so shared memory is allowed.
     """
     machine = os.uname().machine
     if machine not in _ARCHITECTURES:
@@ -135,7 +135,7 @@ def build(*, memory_counted: bool) -> bytes:
         _step(_LOAD, _NUMBER_AT),
         _step(_JUMP_AT_LEAST, _X32_BIT, skip_if_false=1),
         _REFUSE,
-        # clone3's flags lie behind a pointer a filter cannot follow; told it does not exist, libc falls back to clone
+        # a filter cannot follow the pointer to clone3's flags; if told that clone3 does not exist, libc uses clone
         *_on(_CLONE3[column], [_step(_RETURN, _RETURN_ERRNO | errno.ENOSYS)]),
         *_on(_CLONE[column], [_argument(0), *_refuse_any_bit(_NAMESPACE_FLAGS), _ALLOW]),
         *_on(_SOCKET[column], [_argument(0), *_allow_if_equal(*_SOCKET_FAMILIES), _REFUSE]),
@@ -168,7 +168,7 @@ def _on(number: int, rule: list[bytes]) -> list[bytes]:
 
 
 def _argument(index: int) -> bytes:
-    """Load the low half of an argument: all that the kernel reads of an int."""
+    """Load the low half of an argument. The kernel reads no more of an int."""
     return _step(_LOAD, _ARGUMENTS_AT + 8 * index)
 
 

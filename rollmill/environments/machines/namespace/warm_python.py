@@ -1,9 +1,9 @@
 """`python FILE`, `python -c CODE` and `python -m MODULE` without starting an interpreter.
 
-Pid 1 of a machine already is a Python of the right installation; a fork of it runs the program as a fresh `__main__`.
-Where that differs from a cold start:
+Pid 1 of a machine already is a Python of the right installation. A fork of it runs the program as a fresh `__main__`.
+Differences from a cold start:
 
-- a few modules of the standard library are imported already (a file that shadows one of those names is not seen);
+- a few modules of the standard library are imported already (a file of the same name is not imported);
 - the hash seed is the machine host's, so sets of strings iterate alike in all machines of one host;
 - `PYTHON*` variables given with the command and `sitecustomize` have no effect, since both act at start-up;
 - at the end, exit handlers run and buffers are flushed, but module globals are not torn down.
@@ -13,7 +13,7 @@ Anything else (other options, directories, archives) starts a real interpreter.
 
 from __future__ import annotations
 
-import _signal  # the signal module wraps it in enums, which costs more here than all the rest
+import _signal  # not signal: its enums cost more time here than all the rest
 import atexit
 import importlib.machinery
 import io
@@ -36,7 +36,7 @@ def can_run(argv: list[str]) -> bool:
 
 def run(argv: list[str]) -> NoReturn:
     """In a process forked for it, standard streams in place."""
-    _signal.signal(_signal.SIGINT, _signal.default_int_handler)  # pid 1 has none: a command could interrupt it
+    _signal.signal(_signal.SIGINT, _signal.default_int_handler)  # pid 1 has no handler
     sys.orig_argv = argv
     code = 0
     try:
@@ -46,7 +46,7 @@ def run(argv: list[str]) -> NoReturn:
     except BaseException as error:
         trace = error.__traceback__
         while trace is not None and trace.tb_frame.f_code.co_filename == __file__:
-            trace = trace.tb_next  # our own frames are nobody's business
+            trace = trace.tb_next  # hide our own frames
         error.__traceback__ = trace
         sys.excepthook(type(error), error, trace)
         code = 1
