@@ -1,4 +1,4 @@
-"""Whatever a command does, it comes back as a result, the machine goes on, and nothing is left of it afterwards."""
+"""Whatever a command does is a result. The machine goes on, and no process of the command is left."""
 
 from __future__ import annotations
 
@@ -157,7 +157,7 @@ async def test_a_command_cannot_end_or_trace_the_first_process(machine: Namespac
 
 
 async def test_a_machine_destroyed_by_its_command_is_a_result_and_its_files_are_gone(host: NamespaceHost) -> None:
-    """It takes a kernel out of memory to kill pid 1; here we do it from outside, while a command runs."""
+    """Only the kernel can kill pid 1, when memory runs out. Here we kill it from outside, while a command runs."""
     machine = await host.create(BUILT_IN, {"main.py": b"x"})
     marker = uuid.uuid4().hex
     running = asyncio.create_task(machine.exec(["sh", "-c", f"sleep 1000; : {marker}"], timeout_s=1000))

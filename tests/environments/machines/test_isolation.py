@@ -57,7 +57,7 @@ async def test_only_its_own_processes_are_visible(machine: NamespaceMachine) -> 
     assert await run_python(machine, program) == "True"
 
 
-async def test_commands_are_nobody(machine: NamespaceMachine) -> None:
+async def test_commands_have_no_privileges(machine: NamespaceMachine) -> None:
     program = (
         "import os\n"
         "lines = open('/proc/self/status').read().splitlines()\n"
@@ -109,7 +109,13 @@ async def test_machines_do_not_see_each_other(host: NamespaceHost) -> None:
 
 
 @pytest.mark.skipif(os.geteuid() != 0, reason="without root there is one user id to give")
-async def test_as_root_each_machine_has_a_user_id_of_its_own(host: NamespaceHost) -> None:
+async def test_as_root_each_machine_has_user_ids_of_its_own(host: NamespaceHost) -> None:
     maps = [await run_python(await host.create(BUILT_IN), "print(open('/proc/self/uid_map').read())") for _ in range(2)]
-    outside = [int(text.split()[1]) for text in maps]
-    assert outside[0] != outside[1] and min(outside) > 65535
+    outside = [int(line.split()[1]) for text in maps for line in text.splitlines()]
+    assert len(outside) == len(set(outside)) == 4 and min(outside) > 65535  # pid 1's and the commands', of two machines
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="without root there is one user id to give")
+async def test_as_root_the_first_process_is_another_user_than_the_commands(machine: NamespaceMachine) -> None:
+    with pytest.raises(AssertionError, match="PermissionError"):
+        await run_python(machine, "import os; os.kill(1, 0)")
