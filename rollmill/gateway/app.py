@@ -29,9 +29,9 @@ from rollmill.gateway.body import parse_object, short
 from rollmill.gateway.completions import Completions
 from rollmill.gateway.config import EngineEndpoint, GatewayConfig
 from rollmill.gateway.dialects import openai_chat
+from rollmill.gateway.entries import encode_open
 from rollmill.gateway.metrics import Metrics
 from rollmill.gateway.recorder import Recorder
-from rollmill.gateway.records import encode_open
 from rollmill.gateway.registry import Registry
 from rollmill.gateway.router import Router
 from rollmill.gateway.sealing import Sealer
@@ -189,7 +189,7 @@ class Gateway:
         self._check_admin(request)
         session = self._registry.get(check_id(request.match_info["id"]))
         if session is not None:
-            await self._sealer.give_up(session)
+            await self._sealer.give_up(session, "the session was deleted")
         return web.json_response({"deleted": session is not None})
 
     async def health(self, request: web.Request) -> web.Response:

@@ -2,9 +2,9 @@
 
     plan ─► engine ─► record (fsync) ─► reply
 
-The order is the promise: what a client has seen the end of is in the log. A rollout whose answer cannot be recorded
-gets an error, because tokens nobody can train on are worthless; a production user gets the answer, and the loss is
-reported.
+The order is the promise: an answer that a client has received to its end is in the log. A rollout waits for the disk,
+and gets an error if the disk refuses: tokens that nobody can train on are worthless. A production user always gets the
+answer, after `record_wait_s` at the latest; the session is then marked as incomplete and is never trained on.
 """
 
 from __future__ import annotations
@@ -23,9 +23,9 @@ from rollmill.gateway.answers import AnswerBuilder
 from rollmill.gateway.config import GatewayConfig
 from rollmill.gateway.dialects import openai_chat
 from rollmill.gateway.dialects.openai_chat import ChatRequest
+from rollmill.gateway.entries import encode_incomplete, encode_open, encode_turn
 from rollmill.gateway.metrics import Metrics
 from rollmill.gateway.recorder import Recorder
-from rollmill.gateway.records import encode_open, encode_turn
 from rollmill.gateway.registry import Registry
 from rollmill.gateway.router import Router
 from rollmill.gateway.segments import Answer, OpenSegment, Turn
@@ -72,23 +72,29 @@ class Completions:
 
     async def _answer(self, session: Session, chat: ChatRequest, request: web.Request) -> web.StreamResponse:
         async with session.lock:
-            if session.sealing:
-                raise GatewayError("this session is sealed", status=401, hint="open a new session")
-            stream = _EventStream(request, chat, self._format.content_stream(chat.stop)) if chat.stream else None
-            segment = session.undelivered(chat.messages, chat.tools)
-            if segment is not None:
-                self._metrics.count("answers_repeated_total")
-                return await self._reply(session, segment, chat, stream, request)
-            try:
-                segment = await self._new_answer(session, chat, stream)
-            except GatewayError as error:
-                if stream is None or not stream.begun:
-                    raise
-                return await stream.fail(error)
-            finally:
-                if not session.segments and not session.logged:  # a production conversation that never began
-                    self._registry.remove(session)
+            if self._registry.is_open(session):
+                return await self._answer_in(session, chat, request)
+        if session.facts.traffic == "rollout":
+            raise GatewayError("this session is sealed", status=401, hint="open a new session")
+        return await self._answer(self._registry.successor(session), chat, request)
+
+    async def _answer_in(self, session: Session, chat: ChatRequest, request: web.Request) -> web.StreamResponse:
+        """Answer in a session whose lock is held."""
+        stream = _EventStream(request, chat, self._format.content_stream(chat.stop)) if chat.stream else None
+        segment = session.undelivered(chat.messages, chat.tools)
+        if segment is not None:
+            self._metrics.count("answers_repeated_total")
             return await self._reply(session, segment, chat, stream, request)
+        try:
+            segment = await self._new_answer(session, chat, stream)
+        except GatewayError as error:
+            if stream is None or not stream.begun:
+                raise
+            return await stream.fail(error)
+        finally:
+            if not session.segments and not session.logged:  # a production conversation that never began
+                self._registry.remove(session)
+        return await self._reply(session, segment, chat, stream, request)
 
     async def _new_answer(self, session: Session, chat: ChatRequest, stream: _EventStream | None) -> OpenSegment:
         plan = session.plan(chat.messages, chat.tools, self._format)
@@ -126,22 +132,34 @@ class Completions:
         return builder.build(self._format, plan.tools)
 
     async def _record(self, session: Session, turn: Turn) -> None:
+        """Put the turn on disk. A rollout waits for the disk; production goes on without it after `record_wait_s`."""
         if session.unrecorded is not None:
             return
         facts = session.facts
-        if session.sealing:  # given up while the answer was being sampled: nothing may follow in the log
+        production = facts.traffic == "production"
+        if session.sealing:  # deleted while the answer was being sampled: nothing may follow in the log
+            if production:
+                session.unrecorded = "the session was deleted"
+                return
             raise GatewayError("this session has ended", status=401, hint="open a new session")
         data = encode_turn(facts.trajectory, turn)
         try:
-            await self._recorder.append(facts.trajectory, data if session.logged else encode_open(facts) + data)
+            await self._recorder.append(
+                facts.trajectory,
+                data if session.logged else encode_open(facts) + data,
+                wait_s=self._config.record_wait_s if production else None,
+            )
             session.logged = True
         except StorageError as error:
             self._metrics.count("recording_failures_total", traffic=facts.traffic)
-            if facts.traffic == "rollout":
+            if not production:
                 raise GatewayError(
                     f"the answer could not be recorded: {error.message}", status=503, hint=error.hint
                 ) from None
             session.unrecorded = error.message
+            # a session that is replayed after a crash must not pass for a complete one
+            self._recorder.append_later(facts.trajectory, encode_incomplete(facts, error.message))
+            session.logged = True
 
     async def _reply(
         self,

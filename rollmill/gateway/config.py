@@ -47,6 +47,12 @@ class GatewayConfig(Config):
         gt=0,
         description="Seconds without a request after which a rollout session that nobody sealed is given up.",
     )
+    record_wait_s: float = Field(
+        default=1.0,
+        gt=0,
+        description="longest time a production answer waits for the disk of the session log; after that it is sent "
+        "unrecorded, and its conversation is not trained on",
+    )
     compact_bytes: int = Field(
         default=64 << 20,
         ge=1 << 12,

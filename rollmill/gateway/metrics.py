@@ -13,7 +13,7 @@ METRICS = {
     "sampled_tokens_total": "sampled tokens of answered requests {traffic}",
     "answers_repeated_total": "requests sent twice that got the recorded answer again",
     "answers_cut_short_total": "answers whose client went away {traffic}",
-    "recording_failures_total": "answers that could not be recorded {traffic}",
+    "recording_failures_total": "answers that could not be recorded, or not in time {traffic}",
     "segments_total": "segments begun {cause}",
     "sealed_total": "sessions sealed into trajectories {traffic}",
     "sessions": "open sessions",

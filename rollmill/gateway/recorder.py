@@ -1,8 +1,11 @@
-"""The gateway's local log of open sessions: append-only, on disk before an answer leaves.
+"""The gateway's local log of open sessions: append-only, on disk before an answer is sent.
 
-One thread writes. While it waits for the disk, further records queue up and share the next fsync, so the cost of
-durability does not grow with the number of sessions. A session leaves the log when it is sealed; once most of the file
-is such dead weight, the living records are copied to a new file that takes the old one's place in one rename.
+One thread writes. While it waits for the disk, further entries queue up and share the next fsync, so the cost of
+durability does not grow with the number of sessions. A session leaves the log when it is sealed. When most of the file
+is such dead entries, the living ones are copied to a new file, which replaces the old one in one rename.
+
+A disk can hang. An `append` with `wait_s` gives up after that time, counted from when the disk stopped answering: while
+it hangs, later appends do not wait again.
 """
 
 from __future__ import annotations
@@ -14,17 +17,23 @@ import logging
 import os
 import queue
 import threading
+import time
 from dataclasses import dataclass
 from pathlib import Path
 
 from rollmill.errors import GatewayError, StorageError
-from rollmill.gateway.records import Record, encode_record, find_whole_record, read_records
+from rollmill.gateway.entries import LogEntry, encode_entry, find_whole_entry, read_entries
 
 log = logging.getLogger(__name__)
+LOG_NAME = "sessions.log"
+_HANGS_AFTER_S = 5.0
+_CLOSE_S = 5.0  # how long a gateway that stops waits for its disk
 
 
 @dataclass
-class _Entry:
+class _Write:
+    """One append that waits for the disk. A caller that stops waiting cancels `done`."""
+
     session: str
     data: bytes
     closes: bool
@@ -32,105 +41,141 @@ class _Entry:
 
 
 class Recorder:
-    """`append` returns once the record is on disk, or raises StorageError and leaves the log as it was."""
+    """`append` returns when the entry is on disk, or raises StorageError and leaves the log as it was."""
 
     def __init__(self, directory: Path, *, compact_bytes: int) -> None:
         directory.mkdir(parents=True, exist_ok=True)
-        self._path = directory / "sessions.log"
+        self._path = directory / LOG_NAME
         self._compact_bytes = compact_bytes
         self._lock_file = _lock(directory / "lock")
         self._file = os.open(self._path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
         _sync_directory(directory)
         self._size = 0
-        self._pieces: dict[str, list[tuple[int, int]]] = {}  # session -> (begin, end) of its records in the file
-        self._queue: queue.SimpleQueue[_Entry | None] = queue.SimpleQueue()
+        self._extents: dict[str, list[tuple[int, int]]] = {}  # session -> (begin, end) of its entries in the file
+        self._queue: queue.SimpleQueue[_Write | None] = queue.SimpleQueue()
         self._thread: threading.Thread | None = None
-        self.problem: str | None = None  # why the last write failed, until one succeeds
+        self._failure: str | None = None  # why the last write failed, until one succeeds
+        self._busy_since: float | None = None  # since when the thread waits for the disk
         self.fsyncs = 0
 
-    def replay(self) -> list[Record]:
-        """The records of sessions that were never closed, oldest first. What a crash cut short is dropped."""
+    def replay(self) -> list[LogEntry]:
+        """The entries of sessions that were never closed, oldest first. What a crash cut short is dropped."""
         data = self._path.read_bytes()
-        living: dict[str, list[Record]] = {}
-        for begin, end, record in read_records(data):
+        living: dict[str, list[LogEntry]] = {}
+        for begin, end, entry in read_entries(data):
             self._size = end
-            if record.op == "close":
-                living.pop(record.session, None)
-                self._pieces.pop(record.session, None)
+            if entry.op == "close":
+                living.pop(entry.session, None)
+                self._extents.pop(entry.session, None)
             else:
-                living.setdefault(record.session, []).append(record)
-                self._pieces.setdefault(record.session, []).append((begin, end))
+                living.setdefault(entry.session, []).append(entry)
+                self._extents.setdefault(entry.session, []).append((begin, end))
         if self._size < len(data):
             self._drop_tail(data)
-        return [record for records in living.values() for record in records]
+        return [entry for entries in living.values() for entry in entries]
 
     def start(self) -> None:
         self._thread = threading.Thread(target=self._run, name="recorder", daemon=True)
         self._thread.start()
 
-    async def append(self, session: str, data: bytes) -> None:
-        await self._enqueue(session, data, closes=False)
+    @property
+    def problem(self) -> str | None:
+        """What is wrong with the log's disk; None if nothing is."""
+        waited = self._waited_s()
+        if waited > _HANGS_AFTER_S:
+            return f"cannot write {self._path}: the disk has not answered for {waited:.0f} s"
+        return self._failure
+
+    async def append(self, session: str, data: bytes, *, wait_s: float | None = None) -> None:
+        """Returns when `data` is on disk. With `wait_s`: raises StorageError if the disk takes longer."""
+        write = self._enqueue(session, data, closes=False)
+        try:
+            async with asyncio.timeout(None if wait_s is None else max(0.0, wait_s - self._waited_s())):
+                await write.done
+        except TimeoutError:
+            write.data = b""  # as long as the disk hangs, the queue is all that holds it
+            raise StorageError(
+                f"{self._path}: the disk did not answer within {wait_s:g} s", hint="look at the disk under it"
+            ) from None
+
+    def append_later(self, session: str, data: bytes) -> None:
+        """Queue an entry and do not wait for it. If the disk refuses it, nobody is told."""
+        write = self._enqueue(session, data, closes=False)
+        write.done.add_done_callback(lambda done: done.cancelled() or done.exception())
 
     async def forget(self, session: str) -> None:
-        """The session is sealed or given up: its records are dead from here on."""
-        await self._enqueue(session, encode_record("close", session, {}), closes=True)
+        """The session is sealed or given up: its entries are dead from here on."""
+        await self._enqueue(session, encode_entry("close", session, {}), closes=True).done
 
     def close(self) -> None:
         if self._thread is not None:
             self._queue.put(None)
-            self._thread.join()
+            self._thread.join(_CLOSE_S)
+            if self._thread.is_alive():
+                log.error("%s", self.problem)  # the thread still uses the files, so they stay open
+                return
         os.close(self._file)
         os.close(self._lock_file)
 
-    async def _enqueue(self, session: str, data: bytes, *, closes: bool) -> None:
-        done: asyncio.Future[None] = asyncio.get_running_loop().create_future()
-        self._queue.put(_Entry(session, data, closes, done))
-        await done
+    def _enqueue(self, session: str, data: bytes, *, closes: bool) -> _Write:
+        write = _Write(session, data, closes, asyncio.get_running_loop().create_future())
+        self._queue.put(write)
+        return write
+
+    def _waited_s(self) -> float:
+        since = self._busy_since
+        return 0.0 if since is None else time.monotonic() - since
 
     def _run(self) -> None:
         while (batch := self._next_batch()) is not None:
             error: StorageError | None = None
+            self._busy_since = time.monotonic()
             try:
                 self._write(batch)
-                self.problem = None
+                self._failure = None
             except OSError as failure:
-                self.problem = f"cannot write {self._path}: {failure.strerror or failure}"
-                error = StorageError(self.problem, hint="free disk space, or move the run to a disk that has some")
+                self._failure = f"cannot write {self._path}: {failure.strerror or failure}"
+                error = StorageError(self._failure, hint="free disk space, or move the run to a disk that has some")
             _finish(batch, error)
             if error is None:
                 self._compact_if_worth()
+            self._busy_since = None
 
-    def _next_batch(self) -> list[_Entry] | None:
-        """Everything that is waiting; None at the end, which comes last."""
-        batch = [self._queue.get()]
-        with contextlib.suppress(queue.Empty):
-            while batch[-1] is not None:
-                batch.append(self._queue.get_nowait())
-        entries = [entry for entry in batch if entry is not None]
-        if batch[-1] is None:
-            self._queue.put(None)
-        return entries or None
+    def _next_batch(self) -> list[_Write] | None:
+        """Everything that waits and that somebody still waits for; None at the end."""
+        while True:
+            taken = [self._queue.get()]
+            with contextlib.suppress(queue.Empty):
+                while taken[-1] is not None:
+                    taken.append(self._queue.get_nowait())
+            batch = [write for write in taken if write is not None and not write.done.cancelled()]
+            if taken[-1] is None:
+                self._queue.put(None)  # for the next call
+                return batch or None
+            if batch:
+                return batch
 
-    def _write(self, batch: list[_Entry]) -> None:
+    def _write(self, batch: list[_Write]) -> None:
+        data = [write.data for write in batch]  # once: a caller that stops waiting drops it
         try:
-            _write_all(self._file, b"".join(entry.data for entry in batch), self._size)
-            os.fsync(self._file)
+            _write_all(self._file, b"".join(data), self._size)
+            sync(self._file)
         except OSError:
             with contextlib.suppress(OSError):
                 os.ftruncate(self._file, self._size)
             raise
         self.fsyncs += 1
-        for entry in batch:
-            begin, self._size = self._size, self._size + len(entry.data)
-            if entry.closes:
-                self._pieces.pop(entry.session, None)
+        for write, written in zip(batch, data, strict=True):
+            begin, self._size = self._size, self._size + len(written)
+            if write.closes:
+                self._extents.pop(write.session, None)
             else:
-                self._pieces.setdefault(entry.session, []).append((begin, self._size))
+                self._extents.setdefault(write.session, []).append((begin, self._size))
 
     def _compact_if_worth(self) -> None:
         if self._size <= self._compact_bytes:
             return
-        living = sum(end - begin for pieces in self._pieces.values() for begin, end in pieces)
+        living = sum(end - begin for extents in self._extents.values() for begin, end in extents)
         if living * 2 > self._size:
             return
         try:
@@ -145,28 +190,33 @@ class Recorder:
         at = 0
         try:
             # in the order of the old file: a segment's parent must be replayed before it
-            pieces = sorted((begin, end, session) for session, own in self._pieces.items() for begin, end in own)
-            for begin, end, session in pieces:
+            living = sorted((begin, end, session) for session, own in self._extents.items() for begin, end in own)
+            for begin, end, session in living:
                 _write_all(file, os.pread(self._file, end - begin, begin), at)
                 moved.setdefault(session, []).append((at, at + end - begin))
                 at += end - begin
-            os.fsync(file)
+            sync(file)
             os.replace(target, self._path)
             _sync_directory(self._path.parent)
         except OSError:
             os.close(file)
             raise
         os.close(self._file)
-        self._file, self._size, self._pieces = file, at, moved
+        self._file, self._size, self._extents = file, at, moved
 
     def _drop_tail(self, data: bytes) -> None:
-        """Behind the last whole record: either the write a crash interrupted, or damage with good records after it."""
-        if find_whole_record(data, self._size) is not None:
+        """After the last whole entry comes a write that a crash interrupted, or damage with good entries after it."""
+        if find_whole_entry(data, self._size) is not None:
             aside = self._path.with_suffix(".damaged")
             aside.write_bytes(data)
             log.error("%s is damaged at byte %d; what follows is kept in %s", self._path, self._size, aside)
         os.ftruncate(self._file, self._size)
         os.fsync(self._file)
+
+
+def sync(file: int) -> None:
+    """The one call that waits for the disk."""
+    os.fsync(file)
 
 
 def _lock(path: Path) -> int:
@@ -198,17 +248,17 @@ def _sync_directory(directory: Path) -> None:
         os.close(file)
 
 
-def _finish(batch: list[_Entry], error: StorageError | None) -> None:
-    """Wake everyone who waits, with one hop into the event loop."""
+def _finish(batch: list[_Write], error: StorageError | None) -> None:
+    """Wake every caller that waits, with one call into the event loop."""
 
     def wake() -> None:
-        for entry in batch:
-            if entry.done.done():
+        for write in batch:
+            if write.done.done():
                 continue
             if error is None:
-                entry.done.set_result(None)
+                write.done.set_result(None)
             else:
-                entry.done.set_exception(error)
+                write.done.set_exception(error)
 
     with contextlib.suppress(RuntimeError):  # the loop is gone: nobody waits any more
         batch[0].done.get_loop().call_soon_threadsafe(wake)

@@ -5,11 +5,13 @@ from __future__ import annotations
 import hashlib
 import hmac
 import json
+import time
 import uuid
 from collections.abc import Iterable, Iterator, Sequence
+from typing import Any
 
 from rollmill.chat.format import Message
-from rollmill.gateway.records import Record, decode_turn
+from rollmill.gateway.entries import LogEntry, decode_turn
 from rollmill.gateway.segments import Turn
 from rollmill.gateway.sessions import Session, SessionFacts, check_id
 
@@ -76,8 +78,21 @@ class Registry:
             provenance = {"user": _pseudonym(user)} if user else {}
             digests = list(_digests(provenance.get("user", ""), messages))
             trajectory = next((self._histories[d] for d in reversed(digests) if d in self._histories), None)
+        return self._live(trajectory, provenance)
+
+    def successor(self, session: Session) -> Session:
+        """The session that a production conversation goes on in after its own has ended."""
+        provenance = session.facts.provenance
+        return self._live(self._named.get(str(provenance.get("session"))), provenance)
+
+    def is_open(self, session: Session) -> bool:
+        """Whether the session takes turns: it is neither sealed nor given up."""
+        return not session.sealing and self._sessions.get(session.facts.trajectory) is session
+
+    def _live(self, trajectory: str | None, provenance: dict[str, Any]) -> Session:
         session = self._sessions.get(trajectory) if trajectory is not None else None
-        if session is not None and not session.sealing:
+        if session is not None and self.is_open(session) and not session.ending:
+            session.used_at = time.time()  # it is not idle any more, so nobody begins to seal it
             return session
         return self.add(SessionFacts(f"live-{uuid.uuid4().hex}", "production", run="production", provenance=provenance))
 
@@ -85,22 +100,25 @@ class Registry:
         """A turn that is on disk becomes part of its session; an unnamed conversation is found by it from now on."""
         session.append(turn)
         facts = session.facts
-        if facts.traffic == "production" and session.latest is not None and "session" not in facts.provenance:
+        unnamed = facts.traffic == "production" and "session" not in facts.provenance
+        if unnamed and session.latest is not None and self.is_open(session):
             *_, digest = _digests(facts.provenance.get("user", ""), session.latest.messages)
             self._histories[digest] = facts.trajectory
             self._digests.setdefault(facts.trajectory, []).append(digest)
 
-    def replay(self, records: Iterable[Record]) -> None:
-        """Rebuild the sessions a crash interrupted."""
-        for record in records:
-            session = self._sessions.get(record.session)
+    def replay(self, entries: Iterable[LogEntry]) -> None:
+        """Rebuild the sessions that a crash interrupted."""
+        for entry in entries:
+            session = self._sessions.get(entry.session)
             if session is None:
-                session = self.add(SessionFacts(**record.header["facts"]))
+                session = self.add(SessionFacts(**entry.header["facts"]))
                 session.logged = True
-            elif record.op == "seal":
-                session.sealing, session.submission_key = True, record.header["submission_key"]
-            elif record.op == "turn":
-                self.append(session, decode_turn(record))
+            if entry.op == "seal":
+                session.sealing, session.submission_key = True, entry.header["submission_key"]
+            elif entry.op == "turn":
+                self.append(session, decode_turn(entry))
+            elif entry.op == "incomplete":
+                session.unrecorded = entry.header["reason"]
 
 
 def _pseudonym(user: str) -> str:

@@ -16,9 +16,9 @@ from typing import Any
 
 from rollmill.errors import GatewayError, ObjectExists, StorageError, TrajectoryError
 from rollmill.gateway.config import GatewayConfig
+from rollmill.gateway.entries import encode_entry
 from rollmill.gateway.metrics import Metrics
 from rollmill.gateway.recorder import Recorder
-from rollmill.gateway.records import encode_record
 from rollmill.gateway.registry import Registry
 from rollmill.gateway.sessions import Session
 from rollmill.storage.objects import Objects
@@ -27,7 +27,7 @@ from rollmill.trajectories.store import TrajectoryStore
 from rollmill.types import Trajectory, TrajectoryState
 
 log = logging.getLogger(__name__)
-_SWEEP_S = 5.0
+_SWEEP_S = 1.0
 _SEALED = tuple(seal_facts(Trajectory("", [])))  # the names of what the index keeps of a record
 
 
@@ -57,52 +57,92 @@ class Sealer:
         async with session.lock:  # an answer that is being sampled still belongs to the record
             if self._registry.get(trajectory) is not session:
                 return await self._already_sealed(trajectory)
-            return await self._seal(session, submission_key)
+            session.ending = True
+            try:
+                return await self._seal(session, submission_key)
+            finally:
+                session.ending = False
 
-    async def give_up(self, session: Session) -> None:
+    async def give_up(self, session: Session, reason: str) -> None:
         """Forget a session; what was recorded of it is not kept."""
+        trajectory = session.facts.trajectory
         self._registry.remove(session)
-        session.sealing = True
+        session.sealing, session.given_up = True, reason
+        if session.facts.traffic == "production" and session.listed == TrajectoryState.running:
+            await self._fail(session, reason)
         if session.logged:
             with contextlib.suppress(StorageError):  # it would be replayed after a restart, and expire then
-                await self._recorder.forget(session.facts.trajectory)
+                await self._recorder.forget(trajectory)
 
     async def is_sealed(self, trajectory: str) -> bool:
         return await asyncio.to_thread(self._objects.head, payload_key(trajectory)) is not None
 
     async def sweep(self) -> None:
-        """Finish what a crash interrupted, then, for ever, end the conversations that have gone silent."""
+        """Runs for ever: finish what a crash interrupted, list new conversations, end those that have gone silent."""
         while True:
             for session in self._registry:
+                if self._registry.get(session.facts.trajectory) is not session:
+                    continue  # it ended while another one was dealt with
+                await self._list(session)
                 idle_s = time.time() - session.used_at
                 if not session.lock.locked() and (session.sealing or idle_s > self._limit_s(session)):
                     await self._end(session)
             await asyncio.sleep(_SWEEP_S)
+
+    async def _list(self, session: Session) -> None:
+        """Show a production conversation in the index while it goes on. Nobody waits for this."""
+        state = TrajectoryState.running if session.unrecorded is None else TrajectoryState.failed
+        begun = session.segments or session.unrecorded is not None
+        if session.facts.traffic != "production" or not begun or session.listed == state:
+            return
+        try:
+            await asyncio.to_thread(self._write_row, session)
+            session.listed = state
+            if session.given_up is not None:  # meanwhile
+                await self._fail(session, session.given_up)
+        except TrajectoryError as error:  # deleted by somebody: nothing to show
+            log.info("session %s is not listed: %s", session.facts.trajectory, error.message)
+            session.listed = state
+        except (StorageError, OSError) as error:
+            log.warning("session %s is not listed yet: %s", session.facts.trajectory, error)
+
+    async def _fail(self, session: Session, reason: str) -> None:
+        with contextlib.suppress(TrajectoryError, StorageError):
+            await asyncio.to_thread(self._trajectories.fail, session.facts.trajectory, reason)
+
+    def _write_row(self, session: Session) -> None:
+        facts = session.facts
+        self._trajectories.create(
+            facts.run, facts.group_id, facts.task_id, [facts.trajectory], session.provenance, facts.traffic
+        )
+        if session.unrecorded is not None:
+            self._trajectories.fail(facts.trajectory, f"not recorded completely: {session.unrecorded}")
 
     async def _end(self, session: Session) -> None:
         trajectory = session.facts.trajectory
         try:
             if session.facts.traffic == "rollout" and not session.sealing:
                 log.warning("session %s expired: nobody sealed it", trajectory)
-                await self.give_up(session)
+                await self.give_up(session, "nobody sealed it")
             else:
                 await self.seal(trajectory, session.submission_key)
         except GatewayError as error:
             log.error("session %s cannot be sealed: %s", trajectory, error)
-            if error.status == 409:
-                await self.give_up(session)  # the index has given it up, or its record contradicts itself
+            if error.status == 409:  # the index has given it up, or its record contradicts itself
+                await self.give_up(session, error.message)
         except Exception:  # one session must not keep the others from being sealed
             log.exception("session %s cannot be sealed", trajectory)
 
     async def _seal(self, session: Session, submission_key: str | None) -> dict[str, Any]:
         trajectory = session.facts.trajectory
         if session.unrecorded is not None:
-            await self.give_up(session)
-            raise GatewayError(f"{trajectory} was not recorded: {session.unrecorded}", status=410)
+            await self._list(session)
+            await self.give_up(session, session.unrecorded)
+            raise GatewayError(f"{trajectory} was not recorded completely: {session.unrecorded}", status=410)
         try:
             if not session.sealing:
                 await self._recorder.append(
-                    trajectory, encode_record("seal", trajectory, {"submission_key": submission_key})
+                    trajectory, encode_entry("seal", trajectory, {"submission_key": submission_key})
                 )
                 session.sealing, session.submission_key = True, submission_key
             sealed = await asyncio.to_thread(self._store, session)
@@ -125,10 +165,8 @@ class Sealer:
         key = payload_key(facts.trajectory)
         with contextlib.suppress(ObjectExists):  # ours, from before a crash: the record was fixed by then
             self._objects.create(key, encode_trajectory(trajectory))
-        if facts.traffic == "production":  # nobody planned it, so the index meets it here
-            self._trajectories.create(
-                facts.run, facts.group_id, facts.task_id, [facts.trajectory], trajectory.provenance, facts.traffic
-            )
+        if facts.traffic == "production":  # nobody planned it: the gateway makes its row
+            self._write_row(session)
         sealed = seal_facts(trajectory)
         self._trajectories.finish(facts.trajectory, key, session.submission_key, **sealed)
         return {"trajectory": facts.trajectory, "payload_key": key, **sealed}

@@ -105,11 +105,18 @@ class Session:
         self.latest: OpenSegment | None = None  # the segment of the last answer
         self.lock = asyncio.Lock()  # one answer at a time: a turn is planned on top of the ones before it
         self.engine: str | None = None  # URL of the engine that holds its KV cache
-        self.used_at = time.time()  # when its last answer was recorded
+        self.used_at = time.time()  # when it was last asked or answered
         self.logged = False  # whether the log knows of it
-        self.sealing = False  # nothing more will come
+        self.listed: str | None = None  # its state in the index, as far as the gateway has written it
+        self.ending = False  # it is being sealed: a request opens a new session and does not wait
+        self.sealing = False  # the log says that nothing more will come
+        self.given_up: str | None = None  # why it was forgotten without a seal
         self.submission_key: str | None = None
         self.unrecorded: str | None = None  # why its later answers are not in the log
+
+    @property
+    def provenance(self) -> dict[str, Any]:
+        return {"run": self.facts.run, **self.facts.provenance}
 
     def append(self, turn: Turn) -> None:
         segment = self.segments.get(turn.segment)
@@ -151,7 +158,7 @@ class Session:
             group_id=facts.group_id,
             traffic=facts.traffic,
             messages=self.latest.messages if self.latest else [],
-            provenance={"run": facts.run, **facts.provenance},
+            provenance=self.provenance,
         )
 
     def _nearest(self, messages: list[Message], tools: list[Tool]) -> tuple[OpenSegment, int]:

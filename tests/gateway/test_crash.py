@@ -13,7 +13,7 @@ from typing import Any
 import aiohttp
 
 from rollmill.chat.tokenizer import Tokenizer
-from rollmill.gateway.records import read_records
+from rollmill.gateway.entries import read_entries
 from rollmill.gateway.sealing import payload_key
 from rollmill.storage.database import open_database
 from rollmill.storage.objects import Objects
@@ -135,7 +135,7 @@ async def test_a_seal_interrupted_at_any_point_is_finished_by_the_next_process(
         gateway.kill()
         log = mill.directory / "gateway" / "sessions.log"
         data = log.read_bytes()
-        log.write_bytes(b"".join(data[begin:end] for begin, end, record in read_records(data) if record.op != "close"))
+        log.write_bytes(b"".join(data[begin:end] for begin, end, record in read_entries(data) if record.op != "close"))
         payload = mill.directory / "store" / payload_key("unstored")
         content = payload.read_bytes()
         payload.unlink()

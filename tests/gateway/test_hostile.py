@@ -16,7 +16,7 @@ from rollmill.chat.formats.compact import CompactFormat
 from rollmill.errors import GatewayError
 from rollmill.gateway.body import parse_object
 from rollmill.gateway.dialects.openai_chat import parse_request
-from rollmill.gateway.records import encode_open, encode_turn, read_records
+from rollmill.gateway.entries import encode_open, encode_turn, read_entries
 from rollmill.gateway.registry import Registry
 from rollmill.gateway.segments import Answer
 from rollmill.gateway.sessions import Session, parse_facts
@@ -72,7 +72,7 @@ def test_any_request_is_refused_or_recorded(format: CompactFormat, tree: Any) ->
     )
     turn = plan.turn(answer)
     registry = Registry("secret")
-    registry.replay(record for _, _, record in read_records(encode_open(facts) + encode_turn("a", turn)))
+    registry.replay(record for _, _, record in read_entries(encode_open(facts) + encode_turn("a", turn)))
     replayed = registry.get("a")
     assert replayed is not None and replayed.segments["a.0"].turns == [turn]
     decode_trajectory(encode_trajectory(replayed.build()))
@@ -88,7 +88,7 @@ def test_any_facts_of_a_session_are_refused_or_stored(store: TrajectoryStore, tr
     except GatewayError:
         return
     store.create(facts.run, facts.group_id, facts.task_id, [f"a{len(store.list())}"], facts.provenance, facts.traffic)
-    [(_, _, record)] = read_records(encode_open(facts))
+    [(_, _, record)] = read_entries(encode_open(facts))
     assert record.header["facts"] == vars(facts)
 
 

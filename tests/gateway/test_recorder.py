@@ -11,8 +11,8 @@ from pathlib import Path
 import pytest
 
 from rollmill.errors import GatewayError, StorageError
+from rollmill.gateway.entries import encode_entry
 from rollmill.gateway.recorder import Recorder
-from rollmill.gateway.records import encode_record
 
 LARGE = 1 << 30
 
@@ -29,7 +29,7 @@ async def recording(directory: Path, compact_bytes: int = LARGE) -> AsyncIterato
 
 
 def record(session: str, text: str) -> bytes:
-    return encode_record("turn", session, {"text": text})
+    return encode_entry("turn", session, {"text": text})
 
 
 def replayed(directory: Path) -> list[tuple[str, str]]:

@@ -1,10 +1,18 @@
-"""A full disk or a failing store: production is served and the loss is reported, rollouts are told at once."""
+"""A disk that is full or hangs, a failing store: production is served and the loss is reported, rollouts wait or are
+told at once."""
 
 from __future__ import annotations
 
+import asyncio
+import threading
+from collections.abc import Iterator
 from typing import Any
 
-from tests.gateway.conftest import LIVE, USER, Answers, Mill
+import pytest
+
+from rollmill.gateway import recorder
+from rollmill.gateway.entries import read_entries
+from tests.gateway.conftest import LIVE, QUICK, USER, Answers, Door, Mill, until
 from tests.gateway.stand_in import StandIn
 from tests.gateway.test_recorder import full_disk
 
@@ -39,6 +47,85 @@ async def test_a_full_disk_fails_rollouts_and_serves_production(mill: Mill, answ
     assert (await door.admin("POST", f"/sessions/{recorded['rollmill']['trajectory']}/seal", {}))[0] == 410
 
 
+class HangingDisk:
+    """Simulates a disk that stops answering: fsync, the one call that waits for it, blocks while `hangs` is set. The
+    files, the thread that writes them and everything around them are real."""
+
+    def __init__(self) -> None:
+        self._answers = threading.Event()
+        self._answers.set()
+        self._sync = recorder.sync
+
+    def sync(self, file: int) -> None:
+        self._answers.wait()
+        self._sync(file)
+
+    def hang(self) -> None:
+        self._answers.clear()
+
+    def recover(self) -> None:
+        self._answers.set()
+
+
+@pytest.fixture
+def disk(monkeypatch: pytest.MonkeyPatch) -> Iterator[HangingDisk]:
+    disk = HangingDisk()
+    monkeypatch.setattr(recorder, "sync", disk.sync)
+    yield disk
+    disk.recover()
+
+
+async def test_a_disk_that_hangs_costs_production_its_record_and_not_its_answer(
+    mill: Mill, answers: Answers, disk: HangingDisk
+) -> None:
+    config = QUICK.model_copy(update={"record_wait_s": 0.05})
+    engine = StandIn([answers.text("one"), answers.text("two"), answers.text("three"), answers.text("four")])
+    door = await mill.gateway(await mill.engine(engine), config=config)
+    mill.plan("a")
+    key = await door.open("a")
+    live: list[Any] = [USER]
+    recorded = (await door.say(LIVE, live))["rollmill"]["trajectory"]
+    disk.hang()
+    rollout = asyncio.create_task(door.ask(key, [USER]))
+    await engine.asked(2)
+    # the conversation goes on, another one begins; neither is in the log
+    continued = await door.say(LIVE, [*live, USER])
+    fresh = (await door.say(LIVE, [{"role": "user", "content": "hello"}]))["rollmill"]["trajectory"]
+    assert continued["rollmill"]["trajectory"] == recorded
+    assert 'recording_failures_total{traffic="production"} 2' in await door.metrics()
+    assert not rollout.done()  # a rollout waits: its tokens are worth nothing without their record
+    disk.recover()
+    assert (await rollout)[0] == 200
+    assert len((await door.seal("a")).segments) == 1
+    # the log and the index say that both are incomplete, with the reason: they are not sealed and never trained on
+    log = (mill.directory / "gateway" / "sessions.log").read_bytes()
+    assert {entry.session for _, _, entry in read_entries(log) if entry.op == "incomplete"} == {recorded, fresh}
+    for trajectory in (recorded, fresh):
+        await until(lambda id=trajectory: _is(door, id, "failed"))
+        assert "not recorded completely" in str(door.trajectories.get(trajectory).reason)
+        assert "did not answer within 0.05 s" in str(door.trajectories.get(trajectory).reason)
+        assert (await door.admin("POST", f"/sessions/{trajectory}/seal", {}))[0] == 410
+
+
+async def test_what_is_incomplete_stays_so_after_a_restart(mill: Mill, answers: Answers, disk: HangingDisk) -> None:
+    config = QUICK.model_copy(update={"record_wait_s": 0.05})
+    engine = await mill.engine(StandIn([answers.text("one")]))
+    async with mill.running(engine, config=config) as door:
+        live: list[Any] = [USER]
+        trajectory = (await door.say(LIVE, live))["rollmill"]["trajectory"]
+        disk.hang()
+        await door.say(LIVE, [*live, USER])
+        disk.recover()
+    async with mill.running(engine, config=config) as door:
+        assert (await door.admin("POST", f"/sessions/{trajectory}/seal", {}))[0] == 410
+        row = door.trajectories.get(trajectory)
+        assert row.state == "failed" and "not recorded completely" in str(row.reason)
+
+
+async def _is(door: Door, id: str, state: str) -> bool:
+    return any(row.id == id and row.state == state for row in door.trajectories.list())
+
+
 async def test_a_store_that_fails_keeps_the_session_until_it_works_again(mill: Mill, answers: Answers) -> None:
     door = await mill.gateway(await mill.engine(StandIn([answers.text("x")])))
     mill.plan("a")
@@ -55,3 +142,41 @@ async def test_a_store_that_fails_keeps_the_session_until_it_works_again(mill: M
     aside.rename(store)
     assert len((await door.seal("a")).segments) == 1
     assert (await door.health())["status"] == "ok"
+
+
+@pytest.mark.parametrize("headers", [{}, {"x-rollmill-session": "chat-7"}])
+async def test_a_request_that_meets_the_seal_of_its_conversation_opens_a_new_one(
+    mill: Mill, answers: Answers, disk: HangingDisk, headers: dict[str, str]
+) -> None:
+    """The disk holds the seal in the middle. A client with a valid key neither waits for it nor gets a 401."""
+    config = QUICK.model_copy(update={"seal_idle_s": 0.5, "record_wait_s": 0.05})
+    door = await mill.gateway(await mill.engine(StandIn([answers.text("one")])), config=config)
+    live: list[Any] = [USER]
+    first = (await door.say(LIVE, live, headers=headers))["rollmill"]["trajectory"]
+    disk.hang()
+    await until(lambda: _is_ending(mill, first))
+    second = (await door.say(LIVE, [*live, USER], headers=headers))["rollmill"]["trajectory"]
+    assert second != first
+    disk.recover()
+    await until(lambda: _is(door, first, "finished"))
+
+
+async def test_a_served_conversation_is_listed_at_once(mill: Mill, answers: Answers) -> None:
+    door = await mill.gateway(await mill.engine(StandIn([answers.text("one")])))
+    trajectory = (await door.say(LIVE, [USER]))["rollmill"]["trajectory"]
+    await until(lambda: _is(door, trajectory, "running"))
+    assert door.trajectories.get(trajectory).traffic == "production"
+    assert len((await door.seal(trajectory)).segments) == 1
+    assert door.trajectories.get(trajectory).state == "finished"
+    # what an administrator deletes does not stay `running`
+    other = (await door.say(LIVE, [{"role": "user", "content": "hello"}]))["rollmill"]["trajectory"]
+    await until(lambda: _is(door, other, "running"))
+    await door.admin("DELETE", f"/sessions/{other}")
+    assert door.trajectories.get(other).state == "failed"
+    assert "deleted" in str(door.trajectories.get(other).reason)
+
+
+async def _is_ending(mill: Mill, id: str) -> bool:
+    """Whether the seal of the session has reached the log file; the disk has not confirmed it."""
+    log = (mill.directory / "gateway" / "sessions.log").read_bytes()
+    return any(entry.session == id and entry.op == "seal" for _, _, entry in read_entries(log))

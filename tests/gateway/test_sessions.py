@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from rollmill.chat.formats.compact import CompactFormat
 from rollmill.chat.tokenizer import Tokenizer
-from rollmill.gateway.records import decode_turn, encode_turn, read_records
+from rollmill.gateway.entries import decode_turn, encode_turn, read_entries
 from rollmill.gateway.segments import Answer, same_message
 from rollmill.gateway.sessions import Plan, Session, SessionFacts
 from rollmill.trajectories.schema import check_trajectory
@@ -43,7 +43,7 @@ def answered(
         closed=tokens[-1:] == list(format.stop_tokens),
         message=format.parse(tokens, tools),
     )
-    (_, _, record), *_ = read_records(encode_turn("t", plan.turn(answer)))
+    (_, _, record), *_ = read_entries(encode_turn("t", plan.turn(answer)))
     session.append(decode_turn(record))  # through the log's bytes: replay and live recording are the same
     assert session.latest is not None
     assert session.latest.tokens == plan.context + tokens

@@ -1,9 +1,9 @@
-"""What the gateway's log says, as bytes. One record:
+"""The entries of the gateway's log as bytes:
 
     "RMG1" | length of body | crc32 of body | body = length of header | header (JSON) | arrays, as the header lists them
 
-Kinds (`op` of the header): open (a session and its facts), turn (one answer), seal (nothing more will come), close (the
-session has left the log).
+`op` in the header says what an entry is: open (a session and its facts), turn (one answer), incomplete (a later answer
+is missing from the log), seal (no more turns follow), close (the session has left the log).
 """
 
 from __future__ import annotations
@@ -26,22 +26,22 @@ _FRAME = struct.Struct("<4sII")
 _LENGTH = struct.Struct("<I")
 
 
-class Record(NamedTuple):
+class LogEntry(NamedTuple):
     op: str
     session: str
     header: dict[str, Any]
     arrays: dict[str, np.ndarray]
 
 
-def encode_record(op: str, session: str, header: Mapping[str, Any], arrays: Mapping[str, np.ndarray] = {}) -> bytes:
+def encode_entry(op: str, session: str, header: Mapping[str, Any], arrays: Mapping[str, np.ndarray] = {}) -> bytes:
     listed = [[name, array.dtype.str, array.shape] for name, array in arrays.items()]
     text = json.dumps({"op": op, "session": session, **header, "arrays": listed}, separators=(",", ":")).encode()
     body = b"".join([_LENGTH.pack(len(text)), text, *(array.tobytes() for array in arrays.values())])
     return _FRAME.pack(_MAGIC, len(body), zlib.crc32(body)) + body
 
 
-def read_records(data: bytes) -> Iterator[tuple[int, int, Record]]:
-    """(begin, end, record) of every record up to the first that is cut short or damaged."""
+def read_entries(data: bytes) -> Iterator[tuple[int, int, LogEntry]]:
+    """(begin, end, entry) of every entry, up to the first that is cut short or damaged."""
     at = 0
     while True:
         end = _whole(data, at)
@@ -51,8 +51,8 @@ def read_records(data: bytes) -> Iterator[tuple[int, int, Record]]:
         at = end
 
 
-def find_whole_record(data: bytes, start: int) -> int | None:
-    """Where the next undamaged record begins, at `start` or behind it."""
+def find_whole_entry(data: bytes, start: int) -> int | None:
+    """Where the next undamaged entry begins, at or after `start`."""
     at = data.find(_MAGIC, start)
     while at >= 0:
         if _whole(data, at) is not None:
@@ -71,7 +71,7 @@ def _whole(data: bytes, at: int) -> int | None:
     return begin + length
 
 
-def _decode(body: bytes) -> Record:
+def _decode(body: bytes) -> LogEntry:
     (length,) = _LENGTH.unpack_from(body)
     at = _LENGTH.size + length
     header = json.loads(body[_LENGTH.size : at])
@@ -80,11 +80,16 @@ def _decode(body: bytes) -> Record:
         count = int(np.prod(shape, dtype=np.int64))
         arrays[name] = np.frombuffer(body, dtype, count, at).reshape(shape)
         at += arrays[name].nbytes
-    return Record(header.pop("op"), header.pop("session"), header, arrays)
+    return LogEntry(header.pop("op"), header.pop("session"), header, arrays)
 
 
 def encode_open(facts: SessionFacts) -> bytes:
-    return encode_record("open", facts.trajectory, {"facts": asdict(facts)})
+    return encode_entry("open", facts.trajectory, {"facts": asdict(facts)})
+
+
+def encode_incomplete(facts: SessionFacts, reason: str) -> bytes:
+    """Repeats the facts: the entry that opened the session may be the one that is missing."""
+    return encode_entry("incomplete", facts.trajectory, {"facts": asdict(facts), "reason": reason})
 
 
 def encode_turn(session: str, turn: Turn) -> bytes:
@@ -111,11 +116,11 @@ def encode_turn(session: str, turn: Turn) -> bytes:
         "policy": np.array(answer.policy, np.int16),
         **{f"routes{index}": rows for index, (_, rows) in enumerate(answer.routes)},
     }
-    return encode_record("turn", session, header, arrays)
+    return encode_entry("turn", session, header, arrays)
 
 
-def decode_turn(record: Record) -> Turn:
-    header, arrays = record.header, record.arrays
+def decode_turn(entry: LogEntry) -> Turn:
+    header, arrays = entry.header, entry.arrays
     answer = Answer(
         tokens=arrays["tokens"].tolist(),
         logprobs=arrays["logprobs"].tolist(),
