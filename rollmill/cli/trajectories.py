@@ -45,6 +45,8 @@ def list_trajectories(
     if state is not None and state not in set(TrajectoryState):
         raise ConfigError(f"there is no state {state!r}", hint=f"one of {', '.join(TrajectoryState)}")
     store, _ = _open(run_dir, database, "memory://")  # the index alone: no payload is read
+    if split is not None and split not in (splits := store.splits()):
+        raise ConfigError(f"no trajectory has the split {split!r}", hint=f"splits here: {', '.join(splits) or 'none'}")
     rows = store.list(state=state, split=split, limit=limit + 1)
     table = Table(box=None, header_style="dim", pad_edge=False)
     for name in _COLUMNS:

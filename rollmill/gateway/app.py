@@ -122,7 +122,7 @@ class Gateway:
             raise GatewayError(
                 "this API key is unknown or its session has ended",
                 status=401,
-                hint="send `Authorization: Bearer KEY` with the key of an open session",
+                hint="send `Authorization: Bearer KEY`; for production KEY is `production_key` in the run's run.json",
             )
         chat = openai_chat.parse_request(
             await request.read(),

@@ -269,6 +269,12 @@ class TrajectoryStore:
         with reading(self._engine) as connection:
             return [to_row(row) for row in connection.execute(query)]
 
+    def splits(self) -> builtins.list[str]:
+        """The splits that any trajectory has."""
+        column = trajectories.c.split
+        with reading(self._engine) as connection:
+            return sorted(connection.execute(sa.select(column).distinct().where(column.is_not(None))).scalars())
+
     def feedback(self, id: str) -> builtins.list[FeedbackRow]:
         query = sa.select(feedback).where(feedback.c.trajectory == to_text(id)).order_by(feedback.c.id)
         with reading(self._engine) as connection:

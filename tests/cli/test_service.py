@@ -9,6 +9,7 @@ import signal
 import subprocess
 import sys
 import time
+import urllib.error
 import urllib.request
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -49,17 +50,17 @@ class Serving:
             assert self.process.poll() is None, self.told
             time.sleep(0.05)
 
-    def ask(self) -> dict[str, str]:
+    def ask(self, wrong_key: str | None = None) -> dict[str, str]:
         """Run the printed curl line. Its parts are taken from the output: not every machine has curl."""
         [line] = re.findall(r"curl .*", self.told)
-        url, key, body = re.fullmatch(
-            r"curl (\S+) -H \"Authorization: Bearer \$\(cat (\S+)\)\" -d '(.*)'", line
-        ).groups()
-        request = urllib.request.Request(
-            url, body.encode(), {"Authorization": f"Bearer {Path(key).read_text().strip()}"}
-        )
+        parts = re.fullmatch(r"curl (\S+) -H \"Authorization: Bearer \$\(cat (\S+)\)\" -d '(.*)'", line)
+        assert parts is not None, line
+        url, file, body = parts.groups()
+        key = wrong_key or Path(file).read_text().strip()
+        request = urllib.request.Request(url, body.encode(), {"Authorization": f"Bearer {key}"})
         with urllib.request.urlopen(request, timeout=60) as response:
-            return json.load(response)["choices"][0]["message"]
+            message: dict[str, str] = json.load(response)["choices"][0]["message"]
+            return message
 
 
 @contextmanager
@@ -93,6 +94,9 @@ def test_serving_follows_a_channel_beside_a_training_run(tmp_path: Path) -> None
         assert "model    rollmill" in serving.told and f"API key  in {run.path / 'api-key'}" in serving.told
         assert run.production_key not in serving.told
         assert serving.ask()["role"] == "assistant"
+        with pytest.raises(urllib.error.HTTPError) as refused:  # a wrong key is told where the right one is
+            serving.ask(wrong_key="wrong")
+        assert refused.value.code == 401 and b"`production_key` in the run's run.json" in refused.value.read()
         # a rollback reaches users, and the user of the terminal sees it
         subprocess.run([*ROLLMILL, "weights", "rollback", str(run.path), "live"], check=True, stdout=subprocess.DEVNULL)
         serving.wait_for("now serving main@1")

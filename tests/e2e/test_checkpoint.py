@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
+import os
 import shutil
+import signal
 from pathlib import Path
 
 import pytest
@@ -19,11 +21,13 @@ from rollmill.models.decoder import Decoder
 from rollmill.models.host import load_host
 from rollmill.storage.database import open_database
 from rollmill.storage.objects import Objects
+from rollmill.telemetry import read_events
 from rollmill.trajectories.ledger import Ledger
 from rollmill.trajectories.store import TrajectoryStore
 from rollmill.types import TrajectoryState, Version
 from rollmill.weights.reading.store import WeightStore
 from tests.cluster.checkpoints import make_chat_checkpoint
+from tests.e2e.test_kill import start, wait_for
 from tests.models.checkpoints import our_logits, their_logits
 
 transformers = pytest.importorskip("transformers")
@@ -91,6 +95,30 @@ def test_from_checkpoint_to_checkpoint(tmp_path: Path) -> None:
             torch.testing.assert_close(our_logits(ours, tokens), their_logits(theirs, tokens), atol=1e-4, rtol=1e-4)
     before, after = (tmp_path / name / "model.safetensors" for name in ("main-checkpoint-0", "main-2"))
     assert before.read_bytes() != after.read_bytes() and before.stat().st_size == after.stat().st_size
+
+
+@pytest.mark.timeout(600)
+def test_stopping_in_the_middle_of_rl_leaves_no_tracebacks(tmp_path: Path) -> None:
+    """Ctrl-C while every role works: the terminal ends with the hint, and no log has a traceback."""
+    make_chat_checkpoint(tmp_path / "model")
+    skipped = [setting for setting in SETTINGS if not setting.startswith(("midtrain", "steps"))]
+    settings = ["name=mine", f"checkpoint={tmp_path / 'model'}", *skipped, "steps=1000"]
+    run = RunDirectory.create(tmp_path / "runs", load_config(RunConfig, None, settings))
+    process = start(run)
+    try:
+        wait_for(lambda: "reinforce" in (run.path / "train.out").read_text(), process, run)
+        wait_for(lambda: any(event["kind"] == "rollout" for event in read_events(run.events)), process, run)
+        os.killpg(process.pid, signal.SIGINT)
+        assert process.wait() == 130
+    finally:
+        process.kill()
+        process.wait()
+    told = (run.path / "train.out").read_text()
+    assert told.endswith(f"stopped; `rollmill train --resume {run.path}` continues the run\n")
+    logs = {path.name: path.read_text() for path in run.logs.glob("*.log")}
+    assert {"trainer.log", "dispatcher.log", "gateway.log", "engine-home.log", "store.log"} <= logs.keys()
+    for name, text in logs.items():
+        assert "Traceback" not in text, f"{name}: {text[-2000:]}"
 
 
 @pytest.mark.timeout(300)

@@ -70,6 +70,8 @@ def test_list(run: RunDirectory) -> None:
     failed = call("list", "--state", "failed")  # the newest run under runs/
     assert "demo-1-1" in failed and "no namespaces" in failed and "demo-1-0" not in failed
     assert "eval-1" in call("list", "--split", "heldout", "--database", f"sqlite:///{run.path}/mill.db")
+    with pytest.raises(ConfigError, match=r"no trajectory has the split 'trian'[\s\S]*splits here: heldout, train"):
+        call("list", run.path, "--split", "trian")
     assert "--limit 8 shows more" in call("list", "--limit", 2)
     assert "no trajectories match" in call("list", "--state", "quarantined")
 
