@@ -24,7 +24,7 @@ from rollmill.telemetry import EventTail
 LINE_EVERY = 5.0  # seconds between plain lines
 FRESH = 5.0  # seconds after which an engine's speed no longer describes it
 SPARKS = "▁▂▃▄▅▆▇█"
-SPLITS = {"heldout": "held out", "heldout_family": "held-out family"}
+SPLITS = {"heldout": "held out", "fresh": "fresh held out", "heldout_family": "held-out family"}
 
 
 @dataclass

@@ -1,40 +1,41 @@
-"""Transcripts to mid-train on: an imperfect scripted agent at work on training tasks, and plain generated code.
+"""Transcripts to mid-train on: a scripted agent (the teacher) at work on training tasks, and plain generated code.
 
-The agent handles its tools flawlessly and has misconceptions: it reads some operators wrongly, mostly in the same way
-every time. A model that imitates it perfectly is as wrong as it is, however long it imitates, while what it lacks can
-be found by trying: which is what reinforcement learning is for. (Uniform noise would not do: the most likely answer
-would already be the right one.)
+The teacher uses its tools without fault but is wrong on purpose: it misreads some operators, mostly in the same way
+every time. A model that imitates it perfectly is wrong as often as it is (`teacher_solve_rate`), however long it is
+mid-trained. Reinforcement learning finds by trial what the teacher does not know. (Uniform noise would not do: the most
+likely answer would already be right.)
 
-A transcript is rendered by the calls that the gateway makes while a real session runs, so the two agree token by token.
+Transcripts are rendered with the calls that the gateway makes during a real session, so both have the same tokens.
 """
 
 from __future__ import annotations
 
 import json
 import random
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import count
 
 from rollmill.chat.format import ChatFormat, Message, assistant_message
 from rollmill.chat.tokenizer import Tokenizer
 from rollmill.demo.functions import NUMBERS, OPERATORS, Function
-from rollmill.demo.micro_repos import MAIN, Repository, draw_repository
+from rollmill.demo.micro_repos import MAIN, Repository, draw_repository, repository_of
 from rollmill.environments.harnesses.tools import OK, render_read, render_run, tool_schemas
+from rollmill.environments.task import Task
 
 
 @dataclass(frozen=True)
 class Habits:
-    """How the scripted agent goes wrong. All numbers are probabilities."""
+    """How often the teacher is right, and how it goes wrong. All numbers are probabilities."""
 
     weak: tuple[str, ...] = ("divide", "remainder", "xor", "and")
     right_when_weak: float = 0.15
     right_otherwise: float = 0.85
-    misconception: float = 0.8  # of wrong operators: the confusable one; the others are slips
+    misconception: float = 0.8  # a wrong operator is the confusable one; otherwise it is any other
     right_number: float = 0.97
     runs_tests: float = 0.85
     tries_again: float = 0.3  # after a failing run; otherwise it gives up
-    right_again: float = 0.35  # the second try never repeats the first, and is right this often
+    right_again: float = 0.35  # the second try is right; it never repeats the first
 
 
 Document = tuple[list[int], list[bool]]  # token ids, and for each whether to learn to predict it
@@ -43,7 +44,7 @@ PLAIN_CODE_SHARE = 0.1
 
 @dataclass
 class Transcript:
-    """A session as messages, written down one call at a time."""
+    """A session as messages, one call after the other."""
 
     repository: Repository
     messages: list[Message] = field(default_factory=list)
@@ -78,7 +79,7 @@ class Transcript:
 
 
 def demonstrate(repository: Repository, generator: random.Random, habits: Habits) -> tuple[list[Message], Function]:
-    """One session of the scripted agent, from the prompt to `done`, and the function it hands in."""
+    """One session of the teacher, from the prompt to `done`, and the function it hands in."""
     transcript = Transcript(repository, [{"role": "user", "content": repository.shape.prompt}])
     transcript.look()
     attempt = misread(repository.function, generator, habits)
@@ -93,7 +94,7 @@ def demonstrate(repository: Repository, generator: random.Random, habits: Habits
 
 
 def misread(function: Function, generator: random.Random, habits: Habits) -> Function:
-    """The function as the agent understands it."""
+    """The function as the teacher understands it."""
     for index, step in enumerate(function.steps):
         right = habits.right_when_weak if step.operator.name in habits.weak else habits.right_otherwise
         if generator.random() >= right:
@@ -113,9 +114,20 @@ def _second_try(function: Function, first: Function, generator: random.Random, h
     return first.with_step(index, replace(first.steps[index], operator=generator.choice(first.rivals(index))))
 
 
+def teacher_solve_rate(tasks: Sequence[Task], habits: Habits, attempts: int = 64) -> float:
+    """The share of sessions in which the teacher solves these tasks: the ceiling of perfect imitation."""
+    solved = 0
+    for task in tasks:
+        repository, generator = repository_of(task.id), random.Random(f"teacher {task.id}")
+        for _ in range(attempts):
+            _, handed_in = demonstrate(repository, generator, habits)
+            solved += all(handed_in.value(x) == repository.function.value(x) for x in repository.hidden)
+    return solved / (attempts * len(tasks))
+
+
 @dataclass(frozen=True)
 class Demonstrations:
-    """The document stream of mid-training: called with a seed, it starts at any document of an endless stream."""
+    """The documents of mid-training: an endless stream per seed, which can start at any document."""
 
     format: ChatFormat
     tokenizer: Tokenizer
@@ -125,7 +137,7 @@ class Demonstrations:
         return (self.document(seed, index) for index in count(start))
 
     def document(self, seed: int, index: int) -> Document:
-        """Depends on its arguments alone, so that a stream can be taken up anywhere."""
+        """Depends on its arguments alone, so a stream can resume anywhere."""
         generator = random.Random(f"demonstration {seed} {index}")
         repository = draw_repository("train", generator)
         if generator.random() < PLAIN_CODE_SHARE:
@@ -136,12 +148,12 @@ class Demonstrations:
 
 
 def plain_code(function: Function) -> str:
-    """Code with no words in it: the language, without any hint of what a phrase means."""
+    """Code without words: it teaches the language, and nothing about what a phrase means."""
     return f"def f(x):\n    return {function.code}\n"
 
 
 def render_transcript(messages: list[Message], format: ChatFormat) -> Document:
-    """The session's tokens as the gateway makes them: prompt, answer, turn, answer, … Only the answers are learnt."""
+    """The session's tokens as the gateway makes them: prompt, answer, turn, answer, … Only answers are learnt."""
     tools = tool_schemas()
     tokens = format.render_start(messages[:1], tools)
     learnt = [False] * len(tokens)

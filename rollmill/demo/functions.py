@@ -27,7 +27,7 @@ class Operator:
     symbol: str
     apply: Callable[[int, int], int]
     phrase: str
-    confusable: str  # the operator that people who misread the phrase write instead
+    confusable: str  # what the demonstrations' teacher mostly writes when it misreads the phrase
 
 
 OPERATORS: dict[str, Operator] = {
@@ -37,8 +37,8 @@ OPERATORS: dict[str, Operator] = {
         Operator("subtract", "-", operator.sub, "minus", "add"),
         Operator("multiply", "*", operator.mul, "times", "add"),
         Operator("or", "|", operator.or_, "or", "add"),
-        # each of these is mistaken for one of the operators above and never for another of its kind: two operators
-        # mistaken for each other can only be learnt together, and what is learnt of one first hides the other
+        # each of these is mistaken for one of the operators above, never for one of its own kind: two operators that
+        # are mistaken for each other can only be learnt together
         Operator("divide", "//", operator.floordiv, "over", "multiply"),
         Operator("remainder", "%", operator.mod, "mod", "subtract"),
         Operator("xor", "^", operator.xor, "xor", "or"),
@@ -48,12 +48,12 @@ OPERATORS: dict[str, Operator] = {
 
 
 def _fifth(names: Iterable[str]) -> frozenset[str]:
-    """A fixed fifth of some names, by hash and not by draw: the same for every seed, machine and version of Python."""
+    """A fixed fifth of `names`, chosen by hash: the same for every seed, machine and version of Python."""
     ranked = sorted(names, key=lambda name: hashlib.blake2s(name.encode()).digest())
     return frozenset(ranked[: round(HELDOUT_SHARE * len(ranked))])
 
 
-# of every operator a fifth of its numbers, and a fifth of all ordered pairs of operators
+# a fifth of the numbers of each operator, and a fifth of all ordered pairs of operators
 HELDOUT_STEPS = frozenset().union(*(_fifth(f"{name}-{number}" for number in NUMBERS) for name in OPERATORS))
 HELDOUT_PAIRS = _fifth(f"{first} then {second}" for first in OPERATORS for second in OPERATORS)
 
@@ -129,7 +129,7 @@ class Function:
         return [other for other in OPERATORS.values() if other is not self.steps[index].operator]
 
     def mistakes(self) -> Iterator[Function]:
-        """What someone who nearly understood would write: any other operator, a near number, a step left out."""
+        """Near mistakes: any other operator, a near number, a step left out."""
         for index, step in enumerate(self.steps):
             for other in self.rivals(index):
                 yield self.with_step(index, replace(step, operator=other))

@@ -4,15 +4,20 @@
     fix     "fix main.py"        docstring of f, whose body is wrong      1 or 2
     write   "write main.py"      docstring of f, which has no body        1 or 2
     test    "pass test.py"       what the failing test prints             1 or 2
-    pairs   any of these ways    either place                             2, whose operators are never trained together
+    pairs   any of these ways    either place                             2, a pair of operators not in training
 
-Splits: `train`; `heldout`, in which no phrase comes with a number that it comes with in training; `heldout_family`, the
-family `pairs`, held out as a whole. A task's id says everything it is made of, so `get` rebuilds it anywhere:
+    split           its tasks
+    train           what training uses
+    heldout         no step of f (a phrase with a number) occurs in training; the recipe was tuned on the first 128
+    fresh           tasks like `heldout`, another draw with variants of its own; nothing was ever tuned on them
+    heldout_family  the family `pairs`
 
-    fix/subtract-8+remainder-3/17       asked how / steps of f / variant (which bug, which visible case)
+A task's id says everything it is made of, so `get` rebuilds it anywhere:
 
-Hidden cases are chosen until they refute the repository as it was handed out, every constant and every near
-mistake; a function for which no such cases exist is not made into a task.
+    fix/subtract-8+remainder-3/17       shape / steps of f / variant (which bug, which visible case)
+
+Hidden cases are added until they refute the initial repository, every constant and every near mistake. A function for
+which no such cases exist does not become a task.
 """
 
 from __future__ import annotations
@@ -31,8 +36,9 @@ MAIN, TEST = "main.py", "test.py"
 HELDOUT_FAMILY = "pairs"
 TWO_STEP_SHARE = 0.5
 OPERATOR_BUG_SHARE = 0.7  # the other bugs are wrong numbers
-VARIANTS = 1000
-_VARIANT_NAMES = frozenset(map(str, range(VARIANTS)))
+HELDOUT_SPLITS = ("heldout", "fresh", "heldout_family")
+VARIANTS = 1000  # per shape and function; the split `fresh` has its own, which start here
+_VARIANT_NAMES = frozenset(map(str, range(2 * VARIANTS)))
 PROBES = (*range(-8, 130), *range(130, 4000, 61))  # inputs that hidden cases are drawn from
 RANDOM_CASES = 6
 
@@ -43,7 +49,7 @@ class Shape:
 
     prompt: str
     documented: bool  # f has a docstring; otherwise only the failing test says what f should do
-    body: bool  # f is handed out with a (wrong) body
+    body: bool  # f has a (wrong) body at first
 
 
 SHAPES = {
@@ -54,7 +60,7 @@ SHAPES = {
 
 
 class MicroRepos:
-    """The task set. It has no state: everything follows from seeds and ids."""
+    """The task set. It has no state: tasks follow from seeds and ids."""
 
     name = NAME
 
@@ -62,8 +68,8 @@ class MicroRepos:
         return (repository.task for repository in repositories("train", seed))
 
     def heldout(self, split: str, count: int) -> list[Task]:
-        if split not in ("heldout", "heldout_family"):
-            raise TaskError(f"no held-out split {split!r}", hint="there are heldout and heldout_family")
+        if split not in HELDOUT_SPLITS:
+            raise TaskError(f"no held-out split {split!r}", hint=f"there are {', '.join(HELDOUT_SPLITS)}")
         distinct: dict[str, Task] = {}
         for repository in repositories(split, seed=0):
             if len(distinct) == count:
@@ -77,7 +83,7 @@ class MicroRepos:
 
 @dataclass(frozen=True)
 class Blueprint:
-    """What a task's id names."""
+    """The parts of a task's id."""
 
     shape: str
     function: Function
@@ -93,16 +99,17 @@ class Blueprint:
 
     @property
     def split(self) -> str | None:
-        """None: it mixes what is trained with what is held out; no such task exists."""
+        """None if it mixes training with held-out parts: no such task exists."""
         heldout = {step.heldout for step in self.function.steps}
-        if len(heldout) != 1:
-            return None
-        if self.function.heldout_pair:
-            return "heldout_family" if True in heldout else None
-        return "heldout" if True in heldout else "train"
+        if heldout == {True} and self.variant >= VARIANTS:
+            return None if self.function.heldout_pair else "fresh"
+        if heldout == {True}:
+            return "heldout_family" if self.function.heldout_pair else "heldout"
+        trained = heldout == {False} and not self.function.heldout_pair and self.variant < VARIANTS
+        return "train" if trained else None
 
     def build(self) -> Repository | None:
-        """None if no cases tell its function from a near mistake."""
+        """None if no cases distinguish its function from every near mistake."""
         generator = random.Random(self.id)
         bug = _bug(self.function, generator) if SHAPES[self.shape].body else None
         visible = _visible_input(self.function, bug, generator)
@@ -117,9 +124,9 @@ class Repository:
     """A blueprint with its bug and its cases."""
 
     blueprint: Blueprint
-    bug: Function | None  # None: handed out without a body
+    bug: Function | None  # None: f has no body at first
     visible: int  # input of the one case in test.py
-    hidden: tuple[int, ...]  # inputs of the cases that grade
+    hidden: tuple[int, ...]  # inputs of the hidden cases, which decide the reward
 
     @property
     def id(self) -> str:
@@ -156,7 +163,7 @@ class Repository:
 
     @property
     def task(self) -> Task:
-        assert self.blueprint.split is not None, "draws and ids both keep to one split"
+        assert self.blueprint.split is not None, "draws and ids are checked"
         return Task(
             id=self.id,
             family=self.blueprint.family,
@@ -175,7 +182,7 @@ class Repository:
 
 
 def repository_of(task_id: str) -> Repository:
-    """Ids arrive from configurations and records: only what `Blueprint.id` gives back exactly is accepted."""
+    """The repository of an id. Ids come from configurations and records, so only exact ids are accepted."""
     shape, _, rest = task_id.partition("/")
     steps, _, variant = rest.partition("/")
     if shape in SHAPES and variant in _VARIANT_NAMES:
@@ -195,11 +202,12 @@ def repositories(split: str, seed: int) -> Iterator[Repository]:
 
 
 def draw_repository(split: str, generator: random.Random) -> Repository:
+    first_variant = VARIANTS if split == "fresh" else 0
     while True:
         shape = generator.choice(tuple(SHAPES))
-        two = split == "heldout_family" or generator.random() < TWO_STEP_SHARE
-        function = _draw_function(2 if two else 1, generator, heldout=split != "train")
-        blueprint = Blueprint(shape, function, generator.randrange(VARIANTS))
+        length = 2 if split == "heldout_family" or generator.random() < TWO_STEP_SHARE else 1
+        function = _draw_function(length, generator, heldout=split != "train")
+        blueprint = Blueprint(shape, function, generator.randrange(VARIANTS) + first_variant)
         if blueprint.split == split:
             repository = blueprint.build()
             if repository is not None:
@@ -207,7 +215,7 @@ def draw_repository(split: str, generator: random.Random) -> Repository:
 
 
 def _draw_function(length: int, generator: random.Random, *, heldout: bool) -> Function:
-    """Uniform over operators and numbers of one side of the split."""
+    """Uniform over the operators and numbers that are held out, or over those that are not."""
     steps: list[Step] = []
     while len(steps) < length:
         operators = list(OPERATORS.values())
@@ -228,8 +236,8 @@ def _bug(function: Function, generator: random.Random) -> Function:
 
 
 def _visible_input(function: Function, bug: Function | None, generator: random.Random) -> int | None:
-    """One input the repository as handed out gets wrong; half the time near a number of the function, where comparisons
-    change. It reveals many mistakes, but by far not all."""
+    """One input that the initial repository gets wrong, half the time near a number of the function. It reveals many
+    mistakes, but by far not all."""
     anywhere = generator.sample(NUMBERS, len(NUMBERS))
     if generator.random() < 0.5:
         near = [step.number + shift for step in function.steps for shift in (-1, 0, 1)]
@@ -240,7 +248,7 @@ def _visible_input(function: Function, bug: Function | None, generator: random.R
 def _hidden_inputs(
     function: Function, bug: Function | None, visible: int, generator: random.Random
 ) -> list[int] | None:
-    """Inputs other than the visible one on which the bug, every near mistake and every constant is refuted."""
+    """Inputs that refute the bug, every near mistake and every constant; the visible input is not one of them."""
     probes = [x for x in PROBES if x != visible]
     chosen = generator.sample(probes, RANDOM_CASES)
     constant = function.value(chosen[0])

@@ -1,4 +1,4 @@
-"""What an evaluation measures: cells of (split, mode), each some held-out tasks with some attempts a task."""
+"""What an evaluation measures: cells of (split, mode), each with N held-out tasks and M attempts per task."""
 
 from __future__ import annotations
 
@@ -12,14 +12,14 @@ from rollmill.config import Config
 
 @dataclass(frozen=True)
 class Cell:
-    split: str  # heldout | heldout_family
+    split: str  # heldout | fresh | heldout_family
     mode: Literal["sampled", "greedy"]  # temperature 1, or 0
     tasks: int
     attempts: int
 
 
 class EvalConfig(Config):
-    """Sampled attempts give the solve rate that training moves; greedy ones show what the policy thinks best."""
+    """Sampled attempts give the solve rate that training improves; greedy ones show the policy's best guess."""
 
     tasks: int = Field(
         128, ge=1, description="Held-out tasks. More give narrower confidence intervals and take longer."
@@ -30,6 +30,12 @@ class EvalConfig(Config):
     family_tasks: int = Field(
         64, ge=0, description="Tasks of the family that training never sees. 0 leaves this measurement out."
     )
+    fresh_tasks: int = Field(
+        0,
+        ge=0,
+        description="Tasks of the split `fresh`, on which no setting was tuned, for task sets that have one. "
+        "0 leaves this measurement out.",
+    )
     greedy: bool = Field(True, description="Also measure greedy decoding (temperature 0).")
     concurrency: int = Field(
         128, ge=1, description="Most attempts in progress at once. More keep the engines busier and take more memory."
@@ -39,6 +45,8 @@ class EvalConfig(Config):
         cells = [Cell("heldout", "sampled", self.tasks, self.attempts)]
         if self.greedy:
             cells.append(Cell("heldout", "greedy", self.tasks, 1))
+        if self.fresh_tasks:
+            cells.append(Cell("fresh", "sampled", self.fresh_tasks, self.attempts))
         if self.family_tasks:
             cells.append(Cell("heldout_family", "sampled", self.family_tasks, self.attempts))
         return cells

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import random
 import subprocess
 import sys
@@ -13,11 +14,19 @@ from pathlib import Path
 import pytest
 
 from rollmill.demo.functions import NUMBERS, OPERATORS, Function, Step
-from rollmill.demo.micro_repos import MAIN, TEST, MicroRepos, Repository, repositories, repository_of
+from rollmill.demo.micro_repos import (
+    HELDOUT_SPLITS,
+    MAIN,
+    TEST,
+    MicroRepos,
+    Repository,
+    repositories,
+    repository_of,
+)
 from rollmill.environments.harnesses.tools import OK, apply_edit, render_run
 from rollmill.errors import TaskError
 
-SPLITS = ("train", "heldout", "heldout_family")
+SPLITS = ("train", "heldout", "fresh", "heldout_family")
 
 
 @pytest.fixture(scope="module")
@@ -53,7 +62,7 @@ def test_train_is_endless_and_reproducible() -> None:
     assert {task.split for task in first} == {"train"}
 
 
-@pytest.mark.parametrize("split", ["heldout", "heldout_family"])
+@pytest.mark.parametrize("split", ["heldout", "fresh", "heldout_family"])
 def test_heldout_lists_are_distinct_and_grow_at_the_end(split: str) -> None:
     tasks = MicroRepos().heldout(split, 300)
     assert len({task.id for task in tasks}) == 300
@@ -77,7 +86,8 @@ def test_an_id_rebuilds_its_task(every: list[Repository]) -> None:
         "",
         "fix",
         "fix/add-8",
-        "fix/add-8/1000",
+        "fix/add-8/1000",  # a variant of `fresh`, and add-8 is in training
+        "fix/add-8/2000",
         "fix/add-8/01",
         "fix/add-8/-1",
         "fix/add-08/1",
@@ -109,14 +119,32 @@ def test_splits_share_neither_parameters_nor_the_held_out_family(drawn: dict[str
     parameters = {
         split: {step.words for repository in drawn[split] for step in repository.function.steps} for split in SPLITS
     }
-    assert not parameters["train"] & (parameters["heldout"] | parameters["heldout_family"])
+    assert not parameters["train"] & (parameters["heldout"] | parameters["fresh"] | parameters["heldout_family"])
 
     def operators(split: str) -> set[tuple[str, ...]]:
         return {tuple(step.operator.name for step in repository.function.steps) for repository in drawn[split]}
 
-    assert not operators("heldout_family") & (operators("train") | operators("heldout"))
+    assert not operators("heldout_family") & (operators("train") | operators("heldout") | operators("fresh"))
     assert {repository.task.family for repository in drawn["heldout_family"]} == {"pairs"}
     assert {repository.task.family for repository in drawn["train"]} == {"fix", "write", "test"}
+
+
+def test_the_fresh_list_has_no_task_of_the_list_that_the_recipe_was_tuned_on() -> None:
+    tuned, fresh = ({task.id for task in MicroRepos().heldout(split, 1000)} for split in ("heldout", "fresh"))
+    assert not tuned & fresh
+
+
+def test_heldout_lists_never_change() -> None:
+    """Reported figures name these lists. A change here is a change of every figure."""
+    digests = {
+        split: hashlib.sha256("\n".join(task.id for task in MicroRepos().heldout(split, 128)).encode()).hexdigest()[:16]
+        for split in HELDOUT_SPLITS
+    }
+    assert digests == {
+        "heldout": "eeb81aeaf7d5187a",
+        "fresh": "7e74a00ace4841dc",
+        "heldout_family": "d1c009b19ba19a99",
+    }
 
 
 def test_a_fifth_is_held_out() -> None:

@@ -18,6 +18,7 @@ SMALL = (
     "training.checkpoint_every=3",
     "evals.tasks=4",
     "evals.attempts=2",
+    "evals.fresh_tasks=2",
     "evals.family_tasks=2",
 )
 

@@ -36,7 +36,12 @@ from rollmill.weights.regions.arrivals import Arrivals
 FULL = 1100.0
 CLOSE_UP = 20.0  # seconds: long enough for several weight switches, short enough to see each
 ENGINE_COLOURS = ("steel", "ember", "sage", "plum", "sand")
-SPLITS = {"heldout": "Held-out tasks", "heldout_family": "Held-out family", "train": "Training tasks"}
+SPLITS = {
+    "heldout": "Held-out tasks",
+    "fresh": "Fresh held-out tasks",
+    "heldout_family": "Held-out family",
+    "train": "Training tasks",
+}
 MODES = {"sampled": "temperature 1", "greedy": "greedy"}
 
 
