@@ -56,7 +56,7 @@ from rollmill.training.placement import Placement
 from rollmill.training.whole import WHOLE
 from rollmill.types import Version
 from rollmill.weights.format.manifest import Manifest
-from rollmill.weights.reading.leases import LONGEST_SECONDS, Leases
+from rollmill.weights.reading.leases import LONGEST_SECONDS, HeldLeases
 from rollmill.weights.reading.store import WeightStore, newest_line
 
 _BUFFER = "buffer."  # how tensors that are no parameters are called in a checkpoint
@@ -98,6 +98,7 @@ class Trainer(Generic[Batch]):
         self._seed = seed
         self._form = form
         self._placement = placement
+        self._leases = HeldLeases(weights.objects, form, "trainer", LONGEST_SECONDS)
         with self._explained("the model"):
             self._model = placement.make_model(model_config, form, self._device)
         self._model.recompute_every = config.recompute_every
@@ -129,6 +130,8 @@ class Trainer(Generic[Batch]):
                 self._publish()
             if self._saved != self.step:
                 self._save()
+            if self.step >= until and self._placement.first:
+                self._leases.release(self.line)  # no step runs again: `weights gc` may collect at once
         return Version(self.line, max(self._published.values()))
 
     def _next_batch(self) -> Batch | None:
@@ -188,6 +191,7 @@ class Trainer(Generic[Batch]):
             number, parent = (last.number + 1, None) if last else self._beginning
             manifest = self._publisher.publish(number, exported, parent, {"step": self.step, **(metadata or {})})
         self._published[self.step] = number
+        self._leases.renew()
         self._objective.remember(manifest.digest, self._publisher.held(exported))
         telemetry.emit(
             "publish",
@@ -213,12 +217,12 @@ class Trainer(Generic[Batch]):
         self._hold_versions()
 
     def _hold_versions(self) -> None:
-        """Steps after a checkpoint may run again, and are then compared with their versions: a collection in the
-        meantime leaves these alone."""
+        """Steps after a checkpoint may run again, and are then compared with their versions. So these are held until
+        the run has finished; after a crash, for a day."""
         if self._placement.first and self._published:
             oldest = min(self._checkpoints.steps(self.line))
             held = max((number for step, number in self._published.items() if step <= oldest), default=0)
-            Leases(self._weights.objects, self.line, self._form).hold("trainer", held, LONGEST_SECONDS)
+            self._leases.renew([Version(self.line, held)])
 
     def _buffers(self) -> dict[str, Tensor]:
         """What versions hold beside the parameters, which no optimizer keeps: a gate's bias."""
@@ -311,6 +315,8 @@ class Trainer(Generic[Batch]):
         line = self._placement.from_first(next_line(self._weights, self._family))
         self._take_line(line, parent.number, parent)
         self._save()
+        if self._placement.first:
+            self._leases.release(parent.line)
         manifest = self._publish({"abandons": names, "reason": why})
         assert manifest is not None, "a new line has nothing to differ from"
         if self.step > 0:

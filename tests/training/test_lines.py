@@ -7,6 +7,8 @@ import pytest
 from rollmill.errors import TrainingError
 from rollmill.training import state
 from rollmill.training.lineage import next_line, trace_lineage
+from rollmill.training.objective import StepOutcome
+from rollmill.training.objectives.rl import RolloutBatch
 from rollmill.types import Version
 from rollmill.weights.reading.leases import Leases
 from rollmill.weights.reading.store import newest_line
@@ -112,10 +114,41 @@ def test_collected_versions_take_neither_the_lineage_nor_the_run_along(tmp_path:
     other.add_steps()
     other.trainer().run(STEPS)
     before = other.chain()
-    Leases(other.objects, "main").release("trainer")
     assert collect(other.weights, "main", keep=1).kept == (4, 5, 6)
     assert other.trainer().run(STEPS) == Version("main", STEPS)
     assert other.chain() == before[4:]
+
+
+def test_versions_are_held_for_a_stopped_trainer_and_released_by_a_finished_one(tmp_path: Path):
+    """A trainer that will go on compares the steps it repeats with their versions; a finished one repeats none."""
+    world = World(tmp_path)
+    world.add_steps()
+    training = TRAINING.model_copy(update={"snapshot_every": 1})
+    trainer = world.trainer(training)
+    report = trainer._objective.report
+
+    def stop_after_step_5(batch: RolloutBatch, outcome: StepOutcome) -> None:
+        report(batch, outcome)
+        if trainer.step == 5:
+            trainer.stop()
+
+    trainer._objective.report = stop_after_step_5  # type: ignore[method-assign]
+    assert trainer.run(STEPS) == Version("main", 5)
+    (lease,) = Leases(world.objects, "main").held()
+    assert (lease.holder, lease.number) == ("trainer", 4) and trainer._checkpoints.steps("main") == [4, 5]
+    assert collect(world.weights, "main", keep=1).kept == (4, 5)
+    assert world.trainer(training).run(STEPS) == Version("main", STEPS)
+    assert Leases(world.objects, "main").held() == []
+    assert collect(world.weights, "main", keep=1).kept == (STEPS,)
+
+
+def test_a_lease_of_a_trainer_that_died_after_its_last_step_is_released_by_the_next(tmp_path: Path):
+    world = World(tmp_path)
+    world.add_steps()
+    world.trainer().run(STEPS)
+    Leases(world.objects, "main").hold("trainer", 0, 1000)
+    world.trainer().run(STEPS)
+    assert Leases(world.objects, "main").held() == []
 
 
 def test_a_run_whose_versions_since_the_checkpoint_were_collected_says_so(tmp_path: Path):
@@ -124,8 +157,6 @@ def test_a_run_whose_versions_since_the_checkpoint_were_collected_says_so(tmp_pa
     world.add_steps()
     world.trainer(TRAINING.model_copy(update={"snapshot_every": 1})).run(STEPS)
     world.objects.put(f"checkpoints/main/{STEPS:08d}/state-00000.safetensors", b"damaged")
-    assert collect(world.weights, "main", keep=1).kept == (STEPS - 2, STEPS - 1, STEPS), "both checkpoints need these"
-    Leases(world.objects, "main").release("trainer")  # it has ended: nobody came back for a day
     assert collect(world.weights, "main", keep=1).kept == (STEPS,)
     with pytest.raises(TrainingError, match=f"checkpoint of line 'main' is of step {STEPS - 2}.*collected") as caught:
         world.trainer().run(STEPS)

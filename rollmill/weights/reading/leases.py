@@ -102,36 +102,38 @@ class HeldLeases:
         self._objects, self._form, self._seconds, self._about = objects, form, seconds, about or {}
         # A store over HTTP is read-only: who copies from it holds a lease on the copy.
         self._holder = None if objects.url.startswith(("http://", "https://")) else holder
-        self._held: dict[str, tuple[int, float]] = {}  # by line: the version, and when the lease was written
+        self._wanted: dict[str, int] = {}  # by line: the version to hold
+        self._written: dict[str, tuple[int, float]] = {}  # by line: the version, and when its lease was written
         self.problem: str | None = None
 
-    def renew(self, versions: Iterable[Version]) -> None:
-        """Hold these versions. A lease is written when its version changes and when a third of its time has passed."""
-        for version in versions:
-            number, at = self._held.get(version.line, (-1, 0.0))
+    def renew(self, versions: Iterable[Version] = ()) -> None:
+        """Hold these versions, and go on holding those of other lines. A lease is written when its version changes and
+        when a third of its time has passed."""
+        self._wanted.update((version.line, version.number) for version in versions)
+        for line, number in self._wanted.items():
+            written, at = self._written.get(line, (-1, 0.0))
             recent = time.monotonic() < at + self._seconds / _RENEWALS
-            if self._holder is None or (number == version.number and recent):
+            if self._holder is None or (number == written and recent):
                 continue
             try:
-                leases = Leases(self._objects, version.line, self._form)
-                leases.hold(self._holder, version.number, self._seconds, **self._about)
-                self._held[version.line], self.problem = (version.number, time.monotonic()), None
+                Leases(self._objects, line, self._form).hold(self._holder, number, self._seconds, **self._about)
+                self._written[line], self.problem = (number, time.monotonic()), None
             except (StorageError, WeightsError) as error:
+                version = Version(line, number)
                 self.problem = f"the lease on {version} cannot be written, so it may be collected: {error}"
 
     def release(self, line: str) -> None:
-        if self._holder is not None and line in self._held:
-            del self._held[line]
+        """End the lease on this line, also one that an earlier process of the same holder wrote."""
+        self._wanted.pop(line, None)
+        self._written.pop(line, None)
+        if self._holder is not None:
             with contextlib.suppress(StorageError):  # it ends by itself
                 Leases(self._objects, line, self._form).release(self._holder)
 
-    def release_all(self) -> None:
-        for line in list(self._held):
-            self.release(line)
-
     def close(self) -> None:
         """Release all leases and write none any more."""
-        self.release_all()
+        for line in list(self._wanted):
+            self.release(line)
         self._holder = None
 
 

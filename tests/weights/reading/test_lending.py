@@ -13,7 +13,6 @@ from rollmill.storage.http import object_app
 from rollmill.storage.objects import Objects
 from rollmill.types import Version
 from rollmill.weights import Follower, Publisher, Update, WeightStore
-from rollmill.weights.reading import follower as follower_module
 from rollmill.weights.reading.leases import Leases
 from tests.storage.serving import served
 from tests.weights.build import history, make_tensors, same, train_step
@@ -116,7 +115,7 @@ def test_leases_say_what_is_served(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     assert held(tmp_path, "rl") == {}
     # renewed well before it ends
     before = store.objects.modified("weights/prod/bf16/leases/engine-1.json")
-    monkeypatch.setattr(follower_module, "LEASE_SECONDS", 0.01)
+    monkeypatch.setattr(follower._leases, "_seconds", 0.01)
     time.sleep(0.02)
     assert follower.poll() is None
     assert store.objects.modified("weights/prod/bf16/leases/engine-1.json") != before
