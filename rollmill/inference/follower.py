@@ -1,9 +1,9 @@
-"""Keeps an engine at the head of its line: asks the store in a thread, applies between two decode steps.
+"""Keeps an engine at the head of its line: polls the store in a thread, applies updates between two decode steps.
 
 source, in a thread                     event loop                            engine
-1  poll: fetch, decode, verify ──────►  2  apply: stage beside decoding ────► 3  write, audit, switch the label
+1  poll: fetch, decode, verify ──────►  2  apply: prepare beside decoding ──► 3  write, audit, switch the label
    an image in host memory                 (refused: 1 gives everything again)
-4  wait for the next version  ◄───────     a hint, a lending or a recall ends the wait
+4  wait for the next version  ◄───────     a hint, a lend or a recall ends the wait
 """
 
 from __future__ import annotations
@@ -26,11 +26,11 @@ from rollmill.weights.regions.mirror import Mirror
 log = logging.getLogger(__name__)
 RETRY_SECONDS, LONGEST_RETRY_SECONDS = 1.0, 30.0
 LONGEST_WAIT_SECONDS = 2.0
-_WAIT_SHARE = 0.05  # of the time since something happened: what comes every minute is seen three seconds late at most
+_WAIT_SHARE = 0.05  # of the time since the last event: a version per minute is seen at most 3 seconds late
 
 
 class UpdateSource(Protocol):
-    """`rollmill.weights.reading.follower.Follower`, or `Pinned`. Updates are valid until the next call."""
+    """A `rollmill.weights.reading.follower.Follower`, or `Pinned`. An update is valid until the next call."""
 
     problem: str | None
 
@@ -42,7 +42,7 @@ class UpdateSource(Protocol):
 
 
 class Pinned:
-    """One version, for good: what an evaluation of an old version is served from."""
+    """Stays at one version, for example to evaluate an old one."""
 
     def __init__(self, store: WeightStore, version: Version, form: str, mirror: Mirror | None = None) -> None:
         self._store, self._version, self._form, self._mirror = store, version, form, mirror
@@ -81,14 +81,14 @@ class Pinned:
 
 
 class EngineFollower:
-    """Runs until it is cancelled. `problem` says why the engine is not at the newest version, if it is not."""
+    """Runs until it is cancelled. `problem` says why the engine is not at the newest version."""
 
     def __init__(self, engine: Engine, source: UpdateSource, poll_seconds: float) -> None:
         self._engine, self._source, self._poll_seconds = engine, source, poll_seconds
         self._refused: str | None = None
         self._backoff = Backoff(RETRY_SECONDS, LONGEST_RETRY_SECONDS)
         self._retry_seconds = 0.0
-        self._happened_at = time.monotonic()  # a version came, or somebody said that one would
+        self._happened_at = time.monotonic()  # when a version or a hint last came
         self._wake = asyncio.Event()
         self._orders: list[tuple[Callable[[], Update | None], asyncio.Future[None]]] = []
 
@@ -98,25 +98,26 @@ class EngineFollower:
 
     @property
     def lent(self) -> str | None:
-        """The line the engine is lent to, if it is."""
+        """The line the engine is lent to, or None."""
         return self._source.lent if isinstance(self._source, Follower) else None
 
     def hint(self) -> None:
-        """There may be a new version: look at once, and often for a while."""
+        """There may be a new version: poll now, and often for a while."""
         self._source.hint()
         self._happened_at = time.monotonic()
         self._wake.set()
 
     async def lend(self, line: str) -> None:
-        """Follow another line, the weights of the own one kept in memory. The engine serves those until others come."""
+        """Follows another line and keeps the own weights in memory. The engine serves the own line until other weights
+        come."""
         source = self._lendable()
         await self._order(lambda: source.lend(line))
 
     async def recall(self) -> None:
-        """Serve the own line again; done when the engine does."""
+        """Serves the own line again. Returns when the engine does."""
         await self._order(self._lendable().recall)
         if self._refused is not None:
-            raise EngineError(f"the weights it was lent with were not applied: {self._refused}")
+            raise EngineError(f"the engine's own weights were not applied: {self._refused}")
 
     async def run(self) -> None:
         try:
@@ -138,7 +139,7 @@ class EngineFollower:
         return self._source
 
     async def _order(self, order: Callable[[], Update | None]) -> None:
-        """Have something done between two polls, and wait until it is."""
+        """Has `order` run between two polls, and waits for it."""
         done: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         self._orders.append((order, done))
         self.hint()
@@ -159,7 +160,7 @@ class EngineFollower:
                     done.set_result(None)
 
     async def _wait(self) -> None:
-        """Rarely where little happens; a source that can tell when something does ends the wait itself."""
+        """Waits longer when little happens. A source that notices a new version ends the wait itself."""
         if self._refused is not None:
             waiting = asyncio.ensure_future(asyncio.sleep(self._retry_seconds))
         else:

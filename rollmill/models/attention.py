@@ -1,7 +1,7 @@
-"""Causal attention over packed sequences: the trainer's strategy (the engine's reads a paged cache).
+"""Causal attention over packed sequences, for the trainer. (The engine attends over a paged cache.)
 
-A strategy is called `attend(layer, q, k, v)` with q [N, heads, D], k [N, kv_heads, D], already rotated, and
-v [N, kv_heads, E] (E = D except with latent attention) for the N packed tokens, and returns [N, heads · E].
+The decoder calls `attend(layer, q, k, v)` for N packed tokens, with rotated q [N, heads, D] and k [N, kv_heads, D], and
+v [N, kv_heads, E]. E = D, except with latent attention. The result is [N, heads · E].
 """
 
 from __future__ import annotations
@@ -17,8 +17,8 @@ from torch.autograd import Function
 from rollmill.models.kernels.call import call
 from rollmill.models.kernels.rows import pad_rows, unpad_rows
 
-# Sequences share a padded bucket while the shortest fills at least this part of it: fewer, larger products against
-# work spent on padding.
+# Sequences share a padded bucket while the shortest fills at least this part of it. Larger buckets mean fewer, larger
+# products, but more padding.
 BUCKET_FILL = 0.8
 
 
@@ -27,13 +27,13 @@ class Attend(Protocol):
 
 
 def packed_positions(lengths: Sequence[int], device: torch.device | str = "cpu") -> Tensor:
-    """0 … length-1 for each sequence, end to end."""
+    """The positions 0 … length − 1 of each sequence, end to end."""
     return torch.cat([torch.arange(length, device=device) for length in lengths])
 
 
 class _Attention(Function):
-    """softmax(q·kᵀ/√D + mask)·v with its backward, for batches of heads. K and V are transposed into contiguous
-    memory first: several BLAS libraries multiply by a transposed right side at a quarter of the speed."""
+    """softmax(q·kᵀ/√D + mask)·v and its backward pass, for batches of heads. K and V are copied to contiguous memory
+    when transposed, because several BLAS libraries multiply by a transposed right side at a quarter of the speed."""
 
     @staticmethod
     def forward(ctx: Any, q_BQD: Tensor, k_BTD: Tensor, v_BTD: Tensor, mask_QT: Tensor) -> Tensor:
@@ -57,7 +57,7 @@ class _Attention(Function):
 
 
 def attention(q_BQD: Tensor, k_BTD: Tensor, v_BTD: Tensor, mask_QT: Tensor) -> Tensor:
-    """`mask` is added to the scores and broadcasts against [B, Q, T]: 0 to attend, -inf not to."""
+    """`mask` is added to the scores [B, Q, T]: 0 to attend, -inf to hide."""
     return call(_Attention, q_BQD, k_BTD, v_BTD, mask_QT)
 
 
@@ -73,7 +73,7 @@ class PackedAttention:
         source: list[Tensor] = []
         slot = torch.empty(starts[-1], dtype=torch.long)
         base = 0
-        # padding is at the end of a sequence, so causality alone hides it
+        # padding is at the end of a sequence, so the causal mask hides it
         for members in _bucket(order, lengths):
             padded = max(lengths[index] for index in members)
             self._buckets.append((len(members), padded))
@@ -95,7 +95,7 @@ class PackedAttention:
         outs = []
         for index, (sequences, length) in enumerate(self._buckets):
             batch = (sequences, length, kv_heads)
-            # query heads that share a KV head are stacked as further query rows: no copies of K and V
+            # query heads that share a KV head become further query rows, so K and V are not copied
             q_heads = q[index].view(*batch, -1, dim).permute(0, 2, 3, 1, 4).reshape(sequences * kv_heads, -1, dim)
             k_heads, v_heads = (
                 x[index].view(*batch, -1).transpose(1, 2).reshape(sequences * kv_heads, length, -1) for x in (k, v)
@@ -114,7 +114,7 @@ class PackedAttention:
 
 
 def _bucket(order: Sequence[int], lengths: Sequence[int]) -> list[list[int]]:
-    """Cut `order` (shortest first) into runs whose shortest member fills BUCKET_FILL of the longest."""
+    """Cuts `order` (shortest first) into buckets whose shortest member fills BUCKET_FILL of the longest."""
     buckets: list[list[int]] = []
     for index in order:
         if buckets and lengths[buckets[-1][0]] >= BUCKET_FILL * lengths[index]:

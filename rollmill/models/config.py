@@ -1,4 +1,4 @@
-"""The shape of a decoder. No torch here: configurations are read on machines that have none."""
+"""The shape of a decoder. No torch here: machines without torch read configurations too."""
 
 from __future__ import annotations
 

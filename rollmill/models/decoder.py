@@ -1,4 +1,4 @@
-"""The one decoder, used by trainer and engine alike: what differs is only how attention finds its keys and values.
+"""The decoder, shared by trainer and engine. They differ only in where attention finds its keys and values.
 
 Tokens are packed flat [N]: sequences end to end, without padding. Grouped-query or latent attention, rotary embedding,
 RMSNorm, SwiGLU, dense or mixture of experts.
@@ -24,13 +24,13 @@ from rollmill.models.latent import LatentProjection
 from rollmill.models.moe import MLP, MixtureOfExperts, Replay, Routing
 from rollmill.models.rope import angle_table, score_scale
 
-DRAWN_ELEMENTS = 1 << 24  # at a time; a multiple of 16
+DRAWN_ELEMENTS = 1 << 24  # drawn at once; a multiple of 16
 
 
 @dataclass(frozen=True)
 class DecoderOutput:
-    hidden: Tensor  # [N, width], after the last norm; `Decoder.logits` takes the rows that are needed
-    routings: list[Routing] = field(default_factory=list)  # one a mixture layer, empty for a dense model
+    hidden: Tensor  # [N, width], after the last norm; give the rows you need to `Decoder.logits`
+    routings: list[Routing] = field(default_factory=list)  # one per mixture layer; empty for a dense model
 
     @property
     def routes(self) -> Tensor | None:
@@ -67,7 +67,7 @@ class Layer(nn.Module):
 
     @property
     def qkv_rows(self) -> tuple[int, int, int]:
-        """How many rows of `qkv` make q, k and v."""
+        """The number of rows of q, k and v in `qkv`."""
         return self._heads * self._dim, self._kv_heads * self._dim, self._kv_heads * self._dim
 
     def forward(
@@ -83,7 +83,7 @@ class Layer(nn.Module):
         return self.mlp(normal_NW, x_NW, replay)
 
     def _attend(self, x_NW: Tensor, angles: tuple[Tensor, Tensor], attend: Attend) -> tuple[Tensor, Tensor]:
-        """What was attended to, and x for the residual (see `norm_fork`)."""
+        """Returns (the attention output, x for the residual; see `norm_fork`)."""
         if self.latent is None:
             weights = (self.attention_norm, self._eps, self.qkv, self.qkv_bias)
             qkv, copy_NW = norm_linear(x_NW, *weights, self._form)
@@ -103,7 +103,7 @@ class Decoder(nn.Module):
     _sin: Tensor
 
     def __init__(self, config: ModelConfig, dtype: torch.dtype = torch.float32, form: str = "bf16") -> None:
-        """`form`: what the weights are served as. With a quantised one, layers multiply by its rules."""
+        """`form` is the form the weights are served in. With a quantised form, products quantise their inputs."""
         super().__init__()
         self.config, self.form = config, form
         self.recompute_every = 0  # see models.checkpointing
@@ -119,19 +119,19 @@ class Decoder(nn.Module):
         self.make_angles()
 
     def make_angles(self) -> None:
-        """Where the model is: it may have been made on no device at first."""
+        """Makes the table of angles on the model's device. Needed again if the model was made on the meta device."""
         self._cos, self._sin = (table.to(self.embedding.device) for table in angle_table(self.config))
 
     @property
     def recordable(self) -> bool:
-        """Whether a CUDA graph can hold a pass. It cannot where the pass waits for the device, as experts do that are
-        multiplied one by one."""
+        """Whether a CUDA graph can record a pass. It cannot if the pass waits for the device, as it does when experts
+        are multiplied one by one."""
         mixtures = [layer.mlp for layer in self.layers if isinstance(layer.mlp, MixtureOfExperts)]
         return self.embedding.is_cuda and all(groups(self.embedding, each.gate_up, each.down) for each in mixtures)
 
     @torch.no_grad()
     def initialise(self, seed: int) -> None:
-        """Random weights, the same for the same seed on every machine."""
+        """Draws random weights: the same for the same seed on every machine."""
         flat = {name: parameter.view(-1) for name, parameter in self.named_parameters()}
         shapes = {name: parameter.shape for name, parameter in self.named_parameters()}
         for name, first, values in initial_values(shapes, self.config.layers, seed):
@@ -140,14 +140,14 @@ class Decoder(nn.Module):
     def forward(
         self, tokens_N: Tensor, positions_N: Tensor, attend: Attend, replay: Replay | None = None
     ) -> DecoderOutput:
-        """`attend` also decides which tokens see which; `replay` forces recorded experts (see models.moe)."""
+        """`attend` decides which tokens see which. `replay` forces recorded experts (see models.moe)."""
         self._check_replay(replay, tokens_N)
         replay = None if replay is None else replay.to(tokens_N.device)
         angles = (self._cos.index_select(0, positions_N), self._sin.index_select(0, positions_N))
         x_NW = nn.functional.embedding(tokens_N, self.embedding)
         routings: list[Routing] = []
         for number, layer in enumerate(self.layers):
-            # what runs again as a whole need not make its MLP a third time
+            # a layer that is recomputed as a whole need not recompute its MLP too
             remakes = self.recompute_mlp and not recomputes(number, self.recompute_every)
             arguments = (x_NW, angles, attend, replay, remakes)
             x_NW, routing = run_layer(layer, number, self.recompute_every, *arguments)
@@ -164,19 +164,19 @@ class Decoder(nn.Module):
             )
 
     def logits(self, hidden_MW: Tensor) -> Tensor:
-        """FP32 [M, vocab], accumulated and kept in FP32: a logit rounded to bf16 would move log-probs by 1e-2."""
+        """FP32 logits [M, vocab], accumulated in FP32. Rounding them to bf16 would move log-probs by 1e-2."""
         weight = self.embedding if self.head is None else self.head
         return nn.functional.linear(hidden_MW.float(), weight.float())
 
 
 def initial_values(shapes: Mapping[str, Sequence[int]], layers: int, seed: int) -> Iterator[tuple[str, int, Tensor]]:
-    """Random weights for parameters of these shapes, drawn in FP32 on the CPU, in order of name. Large ones come in
-    pieces: (name, first element, values), which are those of one draw of all."""
+    """Random weights for parameters of these shapes, drawn in FP32 on the CPU, in order of name. Yields (name, first
+    element, values). Large parameters come in parts, with the values of one draw."""
     generator = torch.Generator().manual_seed(seed)
     residual = (2 * layers) ** -0.5  # each layer adds twice to the residual stream
     for name, shape in sorted(shapes.items()):
         total = math.prod(shape)
-        # numbers are drawn sixteen at a time, and by another rule where there are fewer: no piece has less
+        # torch draws sixteen numbers at once, and differently if there are fewer, so no part has fewer
         starts = range(0, max(total - 15, 1), DRAWN_ELEMENTS)
         for first, stop in itertools.pairwise((*starts, total)):
             if len(shape) == 1:

@@ -1,4 +1,4 @@
-"""Where a model computes, and in what."""
+"""The device and the dtype a model computes in."""
 
 from __future__ import annotations
 
@@ -17,36 +17,37 @@ Device = Literal["auto", "cpu", "cuda"]
 
 
 def choose_device(wanted: Device) -> torch.device:
-    """`auto` is the GPU where there is one."""
+    """`auto` is the GPU if there is one."""
     present = torch.cuda.is_available()
     if wanted == "cuda" and not present:
         raise ConfigError(
-            "device is 'cuda', and torch finds no CUDA device here",
-            hint="`rollmill doctor` shows what it finds; device = 'auto' takes the CPU where there is no GPU",
+            "device is 'cuda', but torch finds no CUDA device",
+            hint="`rollmill doctor` shows what it finds; device = 'auto' uses the CPU if there is no GPU",
         )
     return torch.device("cuda" if present and wanted != "cpu" else "cpu")
 
 
 def compute_dtype(device: torch.device) -> torch.dtype:
-    """On the CPU served values are held in FP32, exactly: its bf16 products are slow and round every sum."""
+    """bf16 on CUDA. FP32 on the CPU, which holds served values exactly; its bf16 products are slow and round each
+    sum."""
     return torch.bfloat16 if device.type == "cuda" else torch.float32
 
 
 def decoder_on(device: torch.device, config: ModelConfig, form: str = "bf16") -> Decoder:
-    """A decoder on the device, without a copy on the host first; its weights are whatever memory held."""
+    """A decoder made on the device, without a copy on the host. Its weights are uninitialised."""
     with device:
         return Decoder(config, compute_dtype(device), form)
 
 
 def decoder_like(model: Decoder) -> Decoder:
-    """Another one that computes where and as this one does."""
+    """Another decoder of the same shape, device, dtype and form. Its weights are uninitialised."""
     with model.embedding.device:
         return Decoder(model.config, model.embedding.dtype, model.form)
 
 
 @contextmanager
 def uncollected() -> Iterator[None]:
-    """No garbage is collected in here: a CUDA graph that is freed while another is recorded spoils it."""
+    """Turns garbage collection off: freeing a CUDA graph while another is recorded would break the recording."""
     enabled = gc.isenabled()
     gc.disable()
     try:
@@ -57,8 +58,8 @@ def uncollected() -> Iterator[None]:
 
 
 def is_full(error: BaseException) -> bool:
-    """Whether a device had no memory left. Torch's allocator has an error for it; kernels and cuBLAS, which also need
-    some, only have words."""
+    """Whether a device ran out of memory. Torch's allocator has an error class for it; for kernels and cuBLAS only the
+    message tells."""
     if isinstance(error, torch.OutOfMemoryError):
         return True
     text = str(error)

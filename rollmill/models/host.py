@@ -1,8 +1,8 @@
-"""Between a model's parameters and the host bytes a version is served as.
+"""Converts a model's parameters to the host bytes of a version, and back.
 
-The trainer publishes `to_host(model.state_dict())`; engines load exactly those bytes. Parameters may be kept in a wider
-type than the form: every bf16 value is exact in FP32, so loading and exporting again gives the same bytes. Forms that
-are codes with scales go through models.quantize, with the same guarantee.
+The trainer publishes `to_host(model.state_dict())`, and engines load exactly those bytes. Parameters may have a wider
+type than the form: every bf16 value is exact in FP32, so loading and exporting again gives the same bytes. Quantised
+forms use models.quantize, with the same guarantee.
 """
 
 from __future__ import annotations
@@ -21,11 +21,11 @@ from rollmill.weights.format.tensors import HostTensor
 _PIECE = 1 << 23  # elements
 _KEPT_WIDE = ".router.bias"
 DTYPES: Mapping[str, torch.dtype] = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
-_CODES = ("fp8_e4m3", "fp4x2")  # what only tensors of quantised forms are
+_CODES = ("fp8_e4m3", "fp4x2")  # dtypes that only quantised forms have
 
 
 def to_host(state: Mapping[str, Tensor], form: str = "bf16") -> dict[str, HostTensor]:
-    """The bytes of `form`, rounded to nearest where parameters are wider."""
+    """The bytes of `form`, rounded to nearest if parameters are wider."""
     if is_quantised(form):
         from rollmill.models.quantize import quantise_state
 
@@ -38,16 +38,16 @@ def to_host(state: Mapping[str, Tensor], form: str = "bf16") -> dict[str, HostTe
 
 
 def host_tensor(values: Tensor, kind: str, dtype: torch.dtype) -> HostTensor:
-    """A copy in host memory, as `kind`, which torch calls `dtype`. What comes from a GPU comes into locked pages, which
-    it writes to by itself, and which are kept for the next copy: fresh ones would have to be found and cleared by the
-    system one at a time."""
+    """A copy in host memory, as `kind`, which torch calls `dtype`. A copy from a GPU goes into pinned memory, which the
+    GPU writes directly and torch keeps for the next copy. Fresh pages would have to be found and cleared by the system
+    one by one."""
     copy = torch.empty(values.shape, dtype=dtype, pin_memory=values.is_cuda).copy_(values)
     return HostTensor(kind, tuple(values.shape), copy.view(-1).view(torch.uint8).numpy())
 
 
 @torch.no_grad()
 def load_host(model: nn.Module, tensors: Mapping[str, HostTensor], changed: Iterable[str] | None = None) -> None:
-    """Copy host bytes into the parameters, only those of `changed` if given. Nothing is touched unless all fit."""
+    """Copies host bytes into the parameters, only those in `changed` if given. No parameter changes unless all fit."""
     if any(tensor.dtype in _CODES for tensor in tensors.values()):
         from rollmill.models.quantize import dequantise_into
 
@@ -60,7 +60,7 @@ def load_host(model: nn.Module, tensors: Mapping[str, HostTensor], changed: Iter
 
 
 def layout_in(state: Mapping[str, Tensor], form: str) -> Layout:
-    """Names, dtypes and shapes that `to_host` gives. Values are not looked at."""
+    """The names, dtypes and shapes that `to_host` gives, without looking at values."""
     if is_quantised(form):
         from rollmill.models.quantize import layout_of_parts
 
@@ -70,20 +70,20 @@ def layout_in(state: Mapping[str, Tensor], form: str) -> Layout:
 
 
 def device_digest(model: nn.Module, form: str = "bf16") -> str:
-    """The root digest of what the parameters hold now, exported to `form`: the audit of a device copy."""
+    """The root digest of the current parameters, exported to `form`: the audit of a device copy."""
     return root_digest(describe(to_host(model.state_dict(), form)))
 
 
 class Auditor:
-    """`device_digest` again and again: tensors that nobody has touched since the last time are not exported again."""
+    """Computes `device_digest` repeatedly. Tensors that have not changed since the last time are not exported again."""
 
     def __init__(self, state: Mapping[str, Tensor]) -> None:
-        self._state = state  # of parameters that are changed in place
+        self._state = state  # the parameters, which are changed in place
         self._entries: dict[str, TensorEntry] = {}
         self._form: str | None = None
 
     def digest(self, form: str, touched: Iterable[str] | None = None) -> str:
-        """The root digest now, if only `touched` (all by default) have changed since this was last asked."""
+        """The root digest now. Only tensors in `touched` (default: all) may have changed since the last call."""
         if touched is None or form != self._form:
             touched, self._form, self._entries = self._state, form, {}
         names = [*touched, *(self._state.keys() - self._entries.keys())]
@@ -94,7 +94,7 @@ class Auditor:
 
 @dataclass(frozen=True)
 class HostFacts:
-    """What the host bytes of a version say: the digest that names it, and the audits a device copy must have."""
+    """Facts about the host bytes of a version: the digest that names it, and the audits a device copy must have."""
 
     entries: Mapping[str, TensorEntry]
     audits: Mapping[str, int]
@@ -105,7 +105,7 @@ class HostFacts:
         return cls({entry.name: entry for entry in describe(tensors)}, audits)
 
     def after(self, tensors: Mapping[str, HostTensor], changed: Iterable[str]) -> HostFacts:
-        """Of the version that follows, where only `changed` have other bytes: nothing else is read."""
+        """The facts of the next version, in which only tensors in `changed` differ. Nothing else is read."""
         new = HostFacts.of({name: tensors[name] for name in changed})
         return HostFacts({**self.entries, **new.entries}, {**self.audits, **new.audits})
 
@@ -116,8 +116,8 @@ class HostFacts:
 
 @torch.no_grad()
 def round_to_form_(parameters: Iterable[Tensor] | Iterable[tuple[str, Tensor]], form: str = "bf16") -> None:
-    """Round in place to the values that will be served, so that trainer and engine compute with the same weights.
-    A quantised form must know their names: only some of them are quantised."""
+    """Rounds in place to the values that will be served, so that trainer and engine compute with the same weights.
+    Quantised forms need names, because only some parameters are quantised."""
     named = [item if isinstance(item, tuple) else ("", item) for item in parameters]
     if is_quantised(form):
         from rollmill.models.quantize import round_parameters_
@@ -131,14 +131,14 @@ def round_to_form_(parameters: Iterable[Tensor] | Iterable[tuple[str, Tensor]], 
 
 
 def is_quantised(form: str) -> bool:
-    """Whether a form's bytes are codes with scales."""
+    """Whether the bytes of a form are codes with scales."""
     from rollmill.models import quantize
 
     return quantize.is_quantised(form)
 
 
 def _kept(name: str, form: str) -> str:
-    # what decides between experts is never rounded: engine and trainer would choose different ones
+    # the router's bias is never rounded: engine and trainer would choose different experts
     return "fp32" if name.endswith(_KEPT_WIDE) else form
 
 
@@ -153,7 +153,7 @@ def _copy(parameter: Tensor, tensor: HostTensor) -> None:
     if tensor.data.flags.writeable:
         parameter.copy_(torch.from_numpy(tensor.data).view(dtype).view(tensor.shape))
         return
-    # torch wants writable memory even to read from it; a large read-only tensor is not copied all at once for that
+    # torch needs writable memory even to read; a read-only tensor is copied in parts, not all at once
     flat = parameter.view(-1)
     for start in range(0, tensor.elements, _PIECE):
         piece = tensor.data[start * tensor.width : (start + _PIECE) * tensor.width].copy()
@@ -161,7 +161,7 @@ def _copy(parameter: Tensor, tensor: HostTensor) -> None:
 
 
 def check_layout(state: Mapping[str, Tensor], tensors: Mapping[str, HostTensor | TensorEntry]) -> None:
-    """WeightsError unless these weights are of this model."""
+    """Raises WeightsError unless these weights are of this model."""
     missing, unknown = sorted(state.keys() - tensors.keys()), sorted(tensors.keys() - state.keys())
     shapes = [
         f"{name} is {tuple(state[name].shape)} here and {tensors[name].shape} there"

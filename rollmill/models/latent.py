@@ -3,7 +3,7 @@
     q      = up(norm(down(x)))                each head: plain | rotated
     k, v   = up(norm(c)), (c | r) = down(x)   c is the latent vector, r one rotated key that all heads share
 
-Keys and values are expanded to all heads before `attend`, which then knows nothing of this.
+Keys and values are expanded to all heads before `attend`, so attention works as without it.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from rollmill.models.config import ModelConfig
 from rollmill.models.kernels.elementwise import rms_norm, rotate
 from rollmill.models.kernels.forms import linear
 
-NORM_EPS = 1e-6  # of the latent norms in every published checkpoint, whatever the model's own norm_eps is
+NORM_EPS = 1e-6  # for the latent norms in every published checkpoint, independent of the model's norm_eps
 
 
 class LatentProjection(nn.Module):

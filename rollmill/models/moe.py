@@ -1,8 +1,8 @@
-"""Mixture of experts: an FP32 router, top-k experts a token, shared experts, and router replay.
+"""Mixture of experts: an FP32 router, top-k experts per token, shared experts, and router replay.
 
-Replay makes the trainer compute with the experts the engine used. The recorded choice replaces the live one where it is
-valid; the gate weights stay live: gathered from the full dense scores and renormalised over the chosen experts, so the
-gate keeps its gradient (gathering from scores already zeroed outside the live top-k would lose it).
+Replay makes the trainer compute with the experts that the engine used. The recorded choice replaces the live choice if
+it is valid. The gate weights stay live: they are gathered from all scores and normalised over the chosen experts, so
+the gate keeps its gradient. (Scores that are zero outside the live top-k would lose it.)
 """
 
 from __future__ import annotations
@@ -25,14 +25,14 @@ from rollmill.models.triton import has_triton
 
 @dataclass(frozen=True)
 class Replay:
-    """Recorded routes of N packed tokens: row t holds the experts chosen when token t was the input."""
+    """Recorded routes of N packed tokens. Row t holds the experts chosen when token t was the input."""
 
     routes: Tensor  # integer [N, moe layers, k], top-k order
-    valid: Tensor  # bool [N]; elsewhere the router runs live
-    plausibility: float = 0.0  # the ratio of models.replay's filter; 0 replays everything as recorded
+    valid: Tensor  # bool [N]; where False, the router's live choice counts
+    plausibility: float = 0.0  # `ratio` of the filter in models.replay; 0 replays everything as recorded
 
     def to(self, device: torch.device) -> Replay:
-        """Routes travel in the type they were recorded in, the smallest; a layer widens its own."""
+        """Routes are moved in their recorded type, the smallest; each layer widens its own."""
         if self.routes.device == device and self.valid.device == device:
             return self
         return Replay(self.routes.to(device), self.valid.to(device), self.plausibility)
@@ -40,7 +40,7 @@ class Replay:
 
 @dataclass(frozen=True)
 class Routing:
-    """What one layer's router did. `live` and `chosen` differ only under replay."""
+    """What the router of one layer did. `live` and `chosen` differ only with replay."""
 
     scores: Tensor  # FP32 [N, experts], with gradient
     live: Tensor  # int64 [N, k]
@@ -49,17 +49,17 @@ class Routing:
 
 @dataclass(frozen=True)
 class RouterStats:
-    """Means over the tokens; `flip_rate` and `zero_overlap` compare the live choice with the replayed one."""
+    """Means over tokens. `flip_rate` and `zero_overlap` compare the live choice with the replayed one."""
 
-    load: Tensor  # [moe layers, experts], shares of the choices, sums to 1 a layer
+    load: Tensor  # [moe layers, experts], shares of the choices; sums to 1 per layer
     balance: Tensor  # scalar with gradient, 1 when the load is even; add a small multiple to the loss
     flip_rate: Tensor  # [moe layers], share of tokens whose set of experts differs
     zero_overlap: Tensor  # [moe layers], share of tokens with no expert in common: misaligned routes show here
 
 
 def expert_counts(chosen_Nk: Tensor, experts: int) -> Tensor:
-    """int64 [experts]: how often each was chosen."""
-    if has_triton(chosen_Nk.device):  # bincount would wait for the device to learn the largest number
+    """int64 [experts]: how often each expert was chosen."""
+    if has_triton(chosen_Nk.device):  # bincount would wait for the device, to learn the largest number
         from rollmill.models.kernels.routing_triton import count
 
         return count(chosen_Nk, experts)
@@ -67,7 +67,7 @@ def expert_counts(chosen_Nk: Tensor, experts: int) -> Tensor:
 
 
 def router_stats(routings: list[Routing], valid_N: Tensor | None = None) -> RouterStats:
-    """Over all tokens, or for the comparison with the replay over the `valid` ones."""
+    """Statistics over all tokens; the comparison with the replay only over the `valid` ones."""
     load, balance, flips, zeros = [], [], [], []
     for routing in routings:
         experts = routing.scores.shape[1]
@@ -84,23 +84,23 @@ def router_stats(routings: list[Routing], valid_N: Tensor | None = None) -> Rout
 
 
 class Router(nn.Module):
-    """Scores in FP32 whatever the model computes in: near-ties decided by rounding flip experts between machines."""
+    """Computes scores in FP32 in every model: with rounding, near-ties would flip experts between machines."""
 
     bias: Tensor | None
 
     def __init__(self, config: ModelConfig, moe_layer: int, dtype: torch.dtype) -> None:
         super().__init__()
         self.weight = nn.Parameter(torch.empty(config.experts, config.width, dtype=dtype))
-        # not learnt by gradient; FP32 because it is of the size of the scores' differences, not of the scores
+        # not trained by gradient; FP32, because it must resolve small differences of scores
         self.register_buffer("bias", torch.zeros(config.experts) if config.gate_bias else None)
         self._moe_layer, self._k, self._gate = moe_layer, config.experts_per_token, config.gate
         self._groups, self._groups_kept = config.gate_groups, config.gate_groups_kept
-        # a single weight would always be 1, and the gate would never learn
+        # with one expert per token the weight would always be 1, and the gate would not learn
         self._normalised = config.gate_normalised and config.experts_per_token > 1
         self._scale = config.gate_scale
 
     def forward(self, x_NW: Tensor, replay: Replay | None) -> tuple[Routing, Tensor]:
-        """The choice, and the gate's weights [N, k] of the chosen experts."""
+        """Returns (the routing, the gate weights [N, k] of the chosen experts)."""
         scores_NE, live_Nk = self._choose(exact_linear(x_NW, self.weight))
         chosen_Nk = live_Nk
         if replay is not None:
@@ -112,14 +112,14 @@ class Router(nn.Module):
         return Routing(scores_NE, live_Nk, chosen_Nk), weights_Nk
 
     def _choose(self, logits_NE: Tensor) -> tuple[Tensor, Tensor]:
-        """The scores, and the k best experts by score and bias, of the best groups only where there are groups."""
+        """Returns (scores, the k best experts by score + bias), from the best groups only if there are groups."""
         softmax = self._gate == "softmax"
         if self._groups == 1:
             return choose_experts(logits_NE, self.bias, self._k, softmax=softmax)
         scores_NE = score(logits_NE, softmax=softmax)
         ranks_NE = scores_NE.detach() if self.bias is None else scores_NE.detach() + self.bias
         grouped_NGE = ranks_NE.unflatten(1, (self._groups, -1))
-        # a group is as good as its two best experts together
+        # the rank of a group is the sum of its two best experts
         kept_NG = grouped_NGE.topk(2, dim=-1).values.sum(-1).topk(self._groups_kept, dim=-1).indices
         hidden_NG = torch.ones_like(grouped_NGE[..., 0], dtype=torch.bool).scatter_(1, kept_NG, False)
         ranks_NE = grouped_NGE.masked_fill(hidden_NG.unsqueeze(-1), -torch.inf).flatten(1)
@@ -132,14 +132,14 @@ class MixtureOfExperts(nn.Module):
         self._form = form
         width, inner = config.width, config.expert_width
         self.router = Router(config, moe_layer, dtype)
-        # [in, out], unlike the dense layers: with the few rows an expert gets while decoding, BLAS would spend most of
-        # its time turning a transposed right side round
+        # [in, out], unlike the dense layers: with the few rows per expert while decoding, BLAS would spend most of its
+        # time transposing the right side
         self.gate_up = nn.Parameter(torch.empty(config.experts, width, 2 * inner, dtype=dtype))
         self.down = nn.Parameter(torch.empty(config.experts, inner, width, dtype=dtype))
         self.shared = MLP(width, config.shared_experts * inner, dtype, form) if config.shared_experts else None
 
     def forward(self, x_NW: Tensor, skip_NW: Tensor, replay: Replay | None) -> tuple[Tensor, Routing]:
-        """`skip`, the residual, with what the experts make of x added."""
+        """Returns (`skip` + the experts' output for x, the routing). `skip` is the residual."""
         routing, weights_Nk = self.router(x_NW, replay)
         if self.shared is not None:
             skip_NW = skip_NW + self.shared(x_NW)
@@ -148,11 +148,10 @@ class MixtureOfExperts(nn.Module):
     def through_experts(
         self, x_NW: Tensor, weights_Nk: Tensor, chosen_Nk: Tensor, skip_NW: Tensor | None = None
     ) -> Tensor:
-        """Each token through the experts chosen of those here, weighted by its gate, summed in top-k order and added to
-        `skip`."""
+        """Sends each token through its chosen experts, sums the weighted outputs in top-k order, and adds `skip`."""
         if len(x_NW) and groups(x_NW, self.gate_up, self.down):
             return experts(x_NW, weights_Nk, chosen_Nk, self.gate_up, self.down, skip_NW, self._form)
-        # sorted by expert once; stable, so the order of a run's rows never depends on the sorter
+        # a stable sort, so the order of an expert's rows does not depend on the algorithm
         expert_R = chosen_Nk.flatten()
         order_R = expert_R.argsort(stable=True)
         rank_R = torch.arange(order_R.numel(), device=order_R.device)
@@ -167,7 +166,7 @@ class MixtureOfExperts(nn.Module):
 
 
 class MLP(nn.Module):
-    """SwiGLU: the dense layer, and the shared experts as one wide one."""
+    """SwiGLU: a dense layer, or all shared experts as one wide layer."""
 
     def __init__(self, width: int, inner: int, dtype: torch.dtype, form: str = "bf16") -> None:
         super().__init__()

@@ -1,16 +1,16 @@
-"""Quantised forms: between a model's parameters and codes with scales. One quantiser for trainer, exporter and engine.
+"""Quantised forms: converts a model's parameters to codes with scales, and back. Trainer, exporter and engine share it.
 
     form      matrices of the layers                        beside NAME (the codes)
     fp8       e4m3, see kernels.fp8                         NAME.scale  fp32 [⌈R/128⌉, ⌈C/128⌉]
-    nvfp4     e2m1, two a byte, see kernels.nvfp4           NAME.scale  e4m3 [out, ⌈in/16⌉], NAME.scale2  fp32 []
+    nvfp4     e2m1, two per byte, see kernels.nvfp4         NAME.scale  e4m3 [out, ⌈in/16⌉], NAME.scale2  fp32 []
 
-Experts are stacked: each is a matrix of its own, with a leading dimension in codes and scales. In nvfp4 all are kept
-[out, in], since its blocks lie along the inputs; our experts are [in, out] and are turned. Embedding, head, norms,
-router and biases stay bf16 (what the router adds for choosing: FP32).
+Experts are stacked: each is a matrix of its own, with a leading dimension in codes and scales. In nvfp4 matrices are
+stored [out, in], because its blocks lie along the inputs; our experts are [in, out] and are transposed. Embedding,
+head, norms, router and biases stay bf16. The router's bias stays FP32.
 
-Parameters always hold the values that are served, dequantised and exact in bf16, and quantising those gives back the
-codes they came from. So a model needs no second copy of its weights, trainer and engine cannot disagree about them, and
-a digest of what is on the device can be taken at any time.
+Parameters always hold the served values: dequantised, exact in bf16, and quantising them gives the same codes again. So
+a model needs no second copy of its weights, trainer and engine compute with the same values, and the digest of the
+device copy can be computed at any time.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ _DTYPES: Mapping[str, torch.dtype] = {
     "fp8_e4m3": fp8.CODES,
     "fp4x2": torch.uint8,
 }
-_PIECE = 1 << 24  # elements quantised at a time: what is needed beside a tensor is a few times this
+_PIECE = 1 << 24  # elements quantised at once: bounds the extra memory to a few times this
 
 
 def is_quantised(form: str) -> bool:
@@ -46,23 +46,23 @@ def is_quantised(form: str) -> bool:
 
 
 def quantises(name: str, tensor: Tensor) -> bool:
-    """Whether a quantised form has codes for this parameter: the matrices of the layers, and not the router's."""
+    """Whether a quantised form has codes for this parameter: for the matrices of the layers except the router."""
     return name.startswith("layers.") and tensor.dim() > 1 and ".router." not in name
 
 
 def owner(name: str) -> str:
-    """The parameter that a tensor of a version is a part of: itself, or the one whose scales it holds."""
+    """The parameter that a tensor of a version belongs to: itself, or the one whose scales it holds."""
     return name.removesuffix(POWER).removesuffix(SCALE)
 
 
 def part_names(name: str) -> tuple[str, ...]:
-    """What the tensors of a version may be called that a parameter is made of."""
+    """The names of the tensors that a parameter may consist of in a version."""
     return name, name + SCALE, name + POWER
 
 
 @torch.no_grad()
 def quantise_state(state: Mapping[str, Tensor], form: str) -> dict[str, HostTensor]:
-    """All tensors of a version, in host memory. WeightsError for what has no codes: NaN, infinities."""
+    """All tensors of a version, in host memory. Raises WeightsError for NaN and infinities, which have no codes."""
     tensors: dict[str, HostTensor] = {}
     for name, tensor in state.items():
         if quantises(name, tensor):
@@ -78,8 +78,8 @@ def quantise_state(state: Mapping[str, Tensor], form: str) -> dict[str, HostTens
 def placed_parts(
     state: Mapping[str, Tensor], tensors: Mapping[str, HostTensor], changed: Iterable[str] | None = None
 ) -> Iterator[tuple[str, dict[str, Tensor]]]:
-    """Codes and scales of each parameter, where it is; only of those that `changed` names (or names scales of), if
-    given. WeightsError at once for weights of another model."""
+    """Yields each parameter's name with its codes and scales, on the parameter's device. If `changed` is given, only
+    the parameters whose tensors it names. Raises WeightsError at once for weights of another model."""
     check_layout(state, tensors)
     for name in state if changed is None else dict.fromkeys(map(owner, changed)):
         parts = {part: tensors[part] for part in part_names(name) if part in tensors}
@@ -88,7 +88,7 @@ def placed_parts(
 
 @torch.no_grad()
 def dequantise_into(model: nn.Module, tensors: Mapping[str, HostTensor], changed: Iterable[str] | None = None) -> None:
-    """Copy a version into the parameters. Nothing is touched unless all fit."""
+    """Copies a version into the parameters. No parameter is changed unless all tensors fit."""
     state = model.state_dict()
     for name, parts in placed_parts(state, tensors, changed):
         state[name].copy_(dequantise(name, parts))
@@ -96,14 +96,14 @@ def dequantise_into(model: nn.Module, tensors: Mapping[str, HostTensor], changed
 
 @torch.no_grad()
 def round_parameters_(parameters: Iterable[tuple[str, Tensor]], form: str) -> None:
-    """Replace values by those that will be served, so that trainer and engine compute with the same weights."""
+    """Rounds values to those that will be served, so that trainer and engine compute with the same weights."""
     round_into(((name, parameter, parameter) for name, parameter in parameters), form)
 
 
 @torch.no_grad()
 def round_into(parameters: Iterable[tuple[str, Tensor, Tensor]], form: str) -> None:
-    """Of each name and values what will be served, into the third, which may be the second. Few kernels and one wait:
-    it comes after every step."""
+    """For each (name, values, into): writes the values that will be served into `into`, which may be `values`. It runs
+    after every step, so it launches few kernels and waits once."""
     coded: list[tuple[str, Tensor, Tensor]] = []
     for name, values, into in parameters:
         if quantises(name, values):
@@ -121,7 +121,7 @@ def round_into(parameters: Iterable[tuple[str, Tensor, Tensor]], form: str) -> N
 
 
 def quantise(name: str, tensor: Tensor, form: str) -> dict[str, Tensor]:
-    """Codes and scales by their names, where the tensor is."""
+    """Codes and scales by name, on the tensor's device."""
     if form == "fp8":
         quantised = [fp8.quantise(piece, fp8.BLOCK) for piece, _ in _pieces(tensor, None)]
         codes, scales = (torch.cat(parts) for parts in zip(*quantised, strict=True))
@@ -138,7 +138,7 @@ def quantise(name: str, tensor: Tensor, form: str) -> dict[str, Tensor]:
 
 
 def dequantise(name: str, parts: Mapping[str, Tensor]) -> Tensor:
-    """The values of a parameter; a plain one as it is."""
+    """The values of a parameter. One without codes is returned as it is."""
     codes = parts[name]
     if codes.dtype == fp8.CODES:
         return fp8.dequantise(codes, parts[name + SCALE], fp8.BLOCK)
@@ -170,16 +170,16 @@ def dequantised(tensors: Mapping[str, HostTensor]) -> dict[str, HostTensor]:
 
 
 def _largest(tensors: Sequence[Tensor]) -> tuple[Tensor, list[int]]:
-    """The largest magnitude of each matrix, one after the other, NaN where there is one; and how many matrices each
-    tensor is."""
+    """Returns the largest magnitude of each matrix, in order (NaN if the matrix has one), and the number of matrices
+    per tensor."""
     matrices = [tensor.detach().unbind() if tensor.dim() == 3 else (tensor.detach(),) for tensor in tensors]
     found = torch._foreach_norm(list(itertools.chain(*matrices)), math.inf)
     return torch.stack(found).float(), [len(each) for each in matrices]
 
 
 def _pieces(tensor: Tensor, powers: Tensor | None) -> Iterator[tuple[Tensor, Tensor | None]]:
-    """Views of whole blocks, in order. With a power for each matrix (nvfp4) they are [..., out, in], and each comes
-    with its own."""
+    """Views of whole blocks, in order. With `powers`, one per matrix (nvfp4), views are [..., out, in] and come with
+    their own powers."""
     stacked = tensor.dim() == 3
     if powers is not None and stacked:
         tensor = tensor.transpose(1, 2)
@@ -195,20 +195,20 @@ def _pieces(tensor: Tensor, powers: Tensor | None) -> Iterator[tuple[Tensor, Ten
 
 
 def _check_finite(names: Sequence[str], largest: Tensor, matrices: Sequence[int]) -> None:
-    """One look for all: asking the device for each would wait for each."""
+    """Checks all tensors at once, because each question waits for the device."""
     bad = ~(largest <= fp8.LARGEST_WEIGHT)
     if bool(bad.any()):
         place = int(bad.int().argmax())
         name = list(itertools.chain(*([name] * count for name, count in zip(names, matrices, strict=True))))[place]
         raise WeightsError(
             f"{name} has no codes: its largest magnitude is {float(largest[place])}",
-            hint="weights that are not finite are beyond repair: go back to the last good version or checkpoint",
+            hint="weights that are not finite cannot be repaired: go back to the last good version or checkpoint",
         )
 
 
 def served_type(name: str) -> torch.dtype:
     """The narrowest type that holds a parameter's served values exactly."""
-    # what decides between experts is never rounded: engine and trainer would choose different ones
+    # the router's bias is never rounded: engine and trainer would choose different experts
     return torch.float32 if name.endswith(_KEPT_WIDE) else torch.bfloat16
 
 
@@ -218,13 +218,13 @@ def _to_host(values: Tensor) -> HostTensor:
 
 
 def place(tensor: HostTensor, device: torch.device) -> Tensor:
-    """A tensor of a version, of whichever form, where it is wanted."""
+    """A tensor of a version, in any form, on `device`."""
     data = tensor.data if tensor.data.flags.writeable else tensor.data.copy()  # torch reads only writable memory
     return torch.from_numpy(data).to(device).view(_DTYPES[tensor.dtype]).view(tensor.shape)
 
 
 def check_layout(state: Mapping[str, Tensor], tensors: Mapping[str, HostTensor | TensorEntry]) -> None:
-    """WeightsError unless these tensors are of this model, in whichever quantised form."""
+    """Raises WeightsError unless these tensors are of this model, in any quantised form."""
     form = "nvfp4" if any(tensor.dtype == "fp4x2" for tensor in tensors.values()) else "fp8"
     parts = [layout_of_parts(name, tensor, form) for name, tensor in state.items()]
     expected = {part: entry for each in parts for part, entry in each.items()}
@@ -243,7 +243,7 @@ def _entry(tensor: HostTensor | TensorEntry) -> tuple[str, tuple[int, ...]]:
 
 
 def layout_of_parts(name: str, tensor: Tensor, form: str) -> dict[str, tuple[str, tuple[int, ...]]]:
-    """dtype and shape of the parts of a parameter."""
+    """The dtype and shape of each tensor a parameter consists of."""
     shape = tuple(tensor.shape)
     if not quantises(name, tensor):
         return {name: ("fp32" if served_type(name) == torch.float32 else "bf16", shape)}

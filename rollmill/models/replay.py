@@ -1,24 +1,24 @@
-"""The plausibility filter of router replay: recorded experts that make no sense to the live router are not replayed.
+"""The plausibility filter of router replay: recorded experts with a very low live score are not replayed.
 
-A recorded expert stays if its live score is at least `ratio` times the weakest score among the live choice. Another is
-replaced by the best live expert not chosen yet. With k = 3 and ratio .5 (scores in brackets, live choice 7 2 5):
+A recorded expert is kept if its live score is at least `ratio` times the lowest score in the live choice. Otherwise the
+best live expert not yet chosen replaces it. With k = 3 and ratio .5 (scores in brackets, live choice 7 2 5):
 
-    live        7 [.40]   2 [.30]   5 [.10]          the weakest is .10, so .05 is the least that is plausible
+    live        7 [.40]   2 [.30]   5 [.10]          the lowest is .10, so the threshold is .05
     recorded    2 [.30]   9 [.01]   4 [.06]
-    chosen      2         7         4                9 gives way to 7, the best not there yet; others keep their place
+    chosen      2         7         4                7, the best one left, replaces 9; the others keep their place
 
-Where a bias b helps to choose, an expert is chosen by s + b and not by its score s. The score it would have needed is
-then (weakest s + b of the live choice) − b, and `ratio` is a share of that:
+With a bias b, experts are chosen by s + b, not by their score s. The score an expert would have needed is then (lowest
+s + b of the live choice) − b, and the threshold is `ratio` times that:
 
-    keep e   if   s_e ≥ ratio · (weakest_{i in live} (s_i + b_i) − b_e)
+    keep e   if   s_e ≥ ratio · (lowest_{i in live} (s_i + b_i) − b_e)
 
-Without a bias that is the rule above. Scores are positive and what is needed may not be: an expert that the bias alone
-carries into the choice is plausible whatever it scores, and the live choice itself always is. A ratio of s + b would
-mean nothing, since such sums may be negative; scores alone would throw out an expert that the bias favours and that
-lost by a hair. Groups do not come into it: a group that lost because of its other members says nothing against an
-expert. The gate weighs with s in any case.
+Without a bias this is the rule above. Scores are positive, but the needed score may be negative: an expert that the
+bias alone brings into the choice is always kept, and so is the live choice itself. A ratio of s + b would have no
+meaning, since such sums may be negative. A ratio of scores alone would drop an expert that the bias favours and that
+was nearly chosen. Groups are ignored: a group that lost because of its other members says nothing about an expert. The
+gate weights use s in any case.
 
-Order matters because a sum of experts in another order has other bits.
+Order matters, because a sum of experts in another order has other bits.
 """
 
 from __future__ import annotations
@@ -31,16 +31,16 @@ from torch import Tensor
 def plausible_routes(
     recorded_Nk: Tensor, live_Nk: Tensor, scores_NE: Tensor, ratio: float, bias_E: Tensor | None = None
 ) -> Tensor:
-    """int64 [N, k]: the recorded experts, implausible ones replaced; no expert twice. `ratio` is at most 1."""
+    """int64 [N, k]: the recorded experts, with implausible ones replaced, and no expert twice. `ratio` is at most 1."""
     ranks_NE = scores_NE if bias_E is None else scores_NE + bias_E
     weakest_N1 = ranks_NE.gather(1, live_Nk).amin(1, keepdim=True)
     needed_Nk = weakest_N1 if bias_E is None else weakest_N1 - bias_E[recorded_Nk]
     keep_Nk = scores_NE.gather(1, recorded_Nk) >= ratio * needed_Nk
-    keep_Nk |= ranks_NE.gather(1, recorded_Nk) >= weakest_N1  # (s + b) − b may be more than s, by rounding
+    keep_Nk |= ranks_NE.gather(1, recorded_Nk) >= weakest_N1  # by rounding, (s + b) − b may exceed s
     twice_Nkk = recorded_Nk.unsqueeze(2) == recorded_Nk.unsqueeze(1)
-    keep_Nk &= ~twice_Nkk.tril(-1).any(2)  # of an expert recorded twice the first stays
+    keep_Nk &= ~twice_Nkk.tril(-1).any(2)  # if an expert is recorded twice, the first stays
     taken_Nk = ((live_Nk.unsqueeze(2) == recorded_Nk.unsqueeze(1)) & keep_Nk.unsqueeze(1)).any(2)
-    # live experts that are free come first, best first; there are never fewer of them than places to fill
+    # free live experts first, best first; there are always enough for the places to fill
     free_Nk = live_Nk.gather(1, taken_Nk.to(torch.uint8).argsort(dim=1, stable=True))
     place_Nk = ((~keep_Nk).cumsum(1) - 1).clamp(min=0)
     return torch.where(keep_Nk, recorded_Nk, free_Nk.gather(1, place_Nk))

@@ -1,4 +1,4 @@
-"""Rotary embedding: how fast each pair turns, and the table of angles. FP64 on the CPU, so that all machines agree."""
+"""Rotary embedding: the frequency of each pair, and the table of angles. FP64 on the CPU, so all machines agree."""
 
 from __future__ import annotations
 
@@ -21,12 +21,12 @@ def angle_table(config: ModelConfig) -> tuple[Tensor, Tensor]:
 
 
 def score_scale(config: ModelConfig) -> float:
-    """Of the attention scores, beside 1/√D."""
+    """The factor of the attention scores, besides 1/√D."""
     return config.rope_scaling.score_scale if isinstance(config.rope_scaling, YarnRope) else 1.0
 
 
 def _frequencies(config: ModelConfig) -> Tensor:
-    """Radians a position, FP64 [D/2], fastest first."""
+    """Radians per position, FP64 [D/2], fastest first."""
     exponents = torch.arange(0, config.rope_dim, 2, dtype=torch.float64, device="cpu") / config.rope_dim
     frequencies = config.rope_theta**-exponents
     if isinstance(config.rope_scaling, Llama3Rope):
@@ -54,6 +54,6 @@ def _yarn(frequencies: Tensor, scaling: YarnRope, theta: float) -> Tensor:
         first, last = math.floor(first), math.ceil(last)
     first, last = max(first, 0), min(last, dim - 1)
     if first == last:
-        last += 0.001  # a step instead of a ramp, as the reference implementations have it
+        last += 0.001  # a step instead of a ramp, as in the reference implementations
     slow = ((torch.arange(dim // 2, dtype=torch.float64, device="cpu") - first) / (last - first)).clamp(0, 1)
     return frequencies * (1 - slow + slow / scaling.factor)

@@ -9,7 +9,7 @@ from contextlib import AbstractContextManager, nullcontext
 
 import torch
 
-# Triton then runs its kernels as Python, on the CPU too: slow, and how tests reach them where there is no GPU.
+# Triton then runs its kernels as Python, also on the CPU. It is slow; tests use it without a GPU.
 interpreted = os.environ.get("TRITON_INTERPRET") == "1"
 
 
@@ -23,5 +23,5 @@ def _finds_triton() -> bool:
 
 
 def current(device: torch.device) -> AbstractContextManager[object]:
-    """Triton launches on the current device, wherever the tensors are."""
+    """Makes `device` current: Triton launches on the current device, not on that of the tensors."""
     return torch.cuda.device(device) if device.type == "cuda" else nullcontext()

@@ -1,4 +1,4 @@
-"""What the decode loop did: counters for `/metrics`, and telemetry in pieces coarse enough to keep."""
+"""What the decode loop did: counters for `/metrics`, and telemetry once per second."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from rollmill import telemetry
 from rollmill.types import FinishReason
 
 REPORT_SECONDS = 1.0
-GAP_SECONDS = 0.2  # shorter pauses between steps do not end a stretch
+GAP_SECONDS = 0.2  # shorter pauses between steps do not end a busy interval
 COUNTERS = (
     "steps_total",
     "computed_tokens_total",
@@ -20,7 +20,7 @@ COUNTERS = (
 
 
 class Activity:
-    """Steps that follow each other are one stretch of `busy`; a report goes out every second while there is work."""
+    """Consecutive steps are one `busy` interval. While there is work, a report is emitted every second."""
 
     def __init__(self, engine: str, region: str) -> None:
         self._engine, self._region = engine, region
@@ -41,7 +41,7 @@ class Activity:
             self._report(running, waiting)
 
     def rest(self) -> None:
-        """Nothing was computed for a while."""
+        """Called when nothing was computed for a while."""
         if self._started is not None:
             self._report(0, 0)
 

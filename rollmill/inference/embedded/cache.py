@@ -1,7 +1,6 @@
-"""The paged KV cache: pages of `block_size` positions, a free list, and the pages that finished turns leave behind.
+"""The paged KV cache: pages of `block_size` positions, a free list, and the pages that finished turns leave.
 
-Pages belong to exactly one owner: a request, or a session between two turns. Bookkeeping is plain Python; only
-`KVCache` holds tensors.
+A page has exactly one owner: a request, or a session between two turns. Only `KVCache` holds tensors.
 """
 
 from __future__ import annotations
@@ -17,7 +16,8 @@ from rollmill.types import PolicyRef
 
 
 class KVCache:
-    """Keys and values of every page, one row a (page, head, position), so that the pages of one head lie together."""
+    """The keys and values of all pages, one row per (page, head, position), so a head's positions of a page are
+    adjacent."""
 
     def __init__(
         self,
@@ -31,19 +31,20 @@ class KVCache:
         self.head_dim, self.value_dim = model.head_dim, model.value_dim
         self.group = model.heads // model.kv_heads  # query heads that share a KV head
         self.device = torch.device(device)
-        self.spare = blocks  # a page beyond those that are given out, for rows that only fill up a batch
+        self.spare = blocks  # one extra page that is never given out, for padding rows of a batch
         self._heads = torch.arange(model.kv_heads)
         rows = (model.layers, (blocks + 1) * model.kv_heads * block_size)
         self.keys = torch.zeros((*rows, model.head_dim), dtype=dtype, device=device)
         self.values = torch.zeros((*rows, model.value_dim), dtype=dtype, device=device)
 
     def write(self, layer: int, rows_M: Tensor, k_NKD: Tensor, v_NKD: Tensor) -> None:
-        """`rows`: where each (token, head) goes, see `rows_of`."""
+        """`rows` says where each (token, head) is written; see `rows_of`."""
         self.keys[layer].index_copy_(0, rows_M, k_NKD.reshape(-1, k_NKD.shape[-1]))
         self.values[layer].index_copy_(0, rows_M, v_NKD.reshape(-1, v_NKD.shape[-1]))
 
     def read(self, layer: int, pages_P: Tensor) -> tuple[Tensor, Tensor]:
-        """The pages' keys and values, [pages, block_size · D] each; a page here is one head's, see `pages_of`."""
+        """The keys and values of pages, [pages, block_size · D] each. Here a page is that of one head; see
+        `pages_of`."""
         keys, values = (
             rows[layer].view(-1, self.block_size * rows.shape[-1]).index_select(0, pages_P)
             for rows in (self.keys, self.values)
@@ -59,7 +60,7 @@ class KVCache:
         return (pages_NK * self.block_size + offsets_N.unsqueeze(1)).flatten()
 
     def pages_of(self, tables_BP: Tensor) -> Tensor:
-        """Block tables into pages, ordered (sequence, head, page): gathered, they are [B · heads, positions, D]."""
+        """The pages of block tables, ordered (sequence, head, page). Gathered, they are [B · heads, positions, D]."""
         return (tables_BP.unsqueeze(1) * self.kv_heads + self._heads.unsqueeze(1)).flatten()
 
 
@@ -88,16 +89,17 @@ class CachedContext:
 
     tokens: list[int]
     blocks: list[int]
-    oldest: PolicyRef | None  # the oldest weights that wrote here; kept when newer weights arrive
+    oldest: PolicyRef | None  # the oldest weights that wrote keys or values here
 
 
 class SessionCache:
-    """What finished turns left, by session. The least recently used goes first when room is needed."""
+    """The pages that finished turns left, by session. When room is needed, the least recently used session loses
+    them."""
 
     def __init__(self, pool: BlockPool) -> None:
         self._pool = pool
         self._contexts: OrderedDict[str, CachedContext] = OrderedDict()
-        self.blocks = 0  # counted along the way: other threads read it
+        self.blocks = 0  # a counter, because other threads read it
 
     def keep(self, session: str, context: CachedContext) -> None:
         self.drop(session)
@@ -105,7 +107,7 @@ class SessionCache:
         self.blocks += len(context.blocks)
 
     def claim(self, session: str, tokens: list[int]) -> CachedContext | None:
-        """Hand over the session's pages if `tokens` extends them exactly; a changed history frees them."""
+        """Returns the session's pages if `tokens` extends their context exactly; otherwise frees them."""
         context = self._pop(session)
         if context is None:
             return None
@@ -127,7 +129,7 @@ class SessionCache:
         return context
 
     def evict(self) -> bool:
-        """Free the pages of the least recently used session; False when there is none."""
+        """Frees the pages of the least recently used session. False if there is none."""
         if not self._contexts:
             return False
         self.drop(next(iter(self._contexts)))

@@ -42,14 +42,14 @@ Outbox = list[tuple[Generation, GenerateChunk | Exception]]
 
 
 class Ready(NamedTuple):
-    """An update prepared for the pause: its patches, or all of its tensors."""
+    """An update that is prepared for the pause: its patches, or all its tensors."""
 
     patched: bool
     prepared: Any
 
 
 class DecodeLoop:
-    """Computes nothing until the first `apply`. `send` is called from the decode loop's thread."""
+    """Computes nothing until the first `apply`. Calls `send` in its own thread."""
 
     def __init__(
         self,
@@ -73,7 +73,7 @@ class DecodeLoop:
         self._cache = KVCache(model, self.scheduler.pool.size, config.block_size, dtype, device)
         self._runner = make_runner(self._model, self._cache, min(model.max_context, config.cache_tokens))
         self._closing = False
-        self._lock = threading.Lock()  # between the last look into the inbox and those who put something there
+        self._lock = threading.Lock()  # held to end the loop and to post, so that no command is left in the inbox
         self._inbox: queue.SimpleQueue[tuple[Future[Any], Callable[[], Any]]] = queue.SimpleQueue()
         self._outbox: Outbox = []
         self.thread = threading.Thread(target=self._work, name="engine-decode", daemon=True)
@@ -88,18 +88,18 @@ class DecodeLoop:
         return future
 
     def prepare(self, update: Update) -> Ready:
-        """What an update takes that can be done while decoding goes on, by any thread. Raises if it is not for this
-        model; otherwise `apply` is to follow, and the update's tensors must stay as they are until it has."""
+        """Does the part of an update that can run beside decoding, in any thread. Raises if the update is not for this
+        model. Otherwise `apply` must follow, and the update's tensors must not change until it has run."""
         patched = update.patches is not None and self.policy is not None and self.policy == update.base
         return Ready(patched, self._loader.prepare(update, patched))
 
-    # -- commands: what `post` is given
+    # -- commands, run through `post`
 
     def add(self, generation: Generation) -> None:
         self.scheduler.add(generation)
 
     def abort(self, generation: Generation) -> None:
-        if generation in self.scheduler.everyone():  # else it finished before its client's leaving was noticed
+        if generation in self.scheduler.everyone():  # it may have finished before the client left
             self.scheduler.finish(generation, "abort")
             self._activity.finished("abort")
 
@@ -110,7 +110,8 @@ class DecodeLoop:
         self._closing = True
 
     def apply(self, update: Update, ready: Ready) -> Applied:
-        """Nothing is computed meanwhile. Parameters that are no version, because this failed, serve nothing."""
+        """Nothing is computed meanwhile. If it fails, parameters may be of no version, and nothing is served until the
+        next."""
         started, policy = time.monotonic(), update.policy
         try:
             self._load(update, ready)
@@ -142,7 +143,7 @@ class DecodeLoop:
         self._end(failure)
 
     def _end(self, failure: Exception | None) -> None:
-        """Nobody may be left waiting: neither requests nor commands."""
+        """Answers all waiting requests and commands, so that nobody waits for ever."""
         self._activity.rest()
         why = EngineUnavailable("the engine is shutting down" if failure is None else f"the engine broke: {failure!r}")
         with self._lock:
@@ -157,10 +158,10 @@ class DecodeLoop:
             future, command = self._next_command()
             wait = False
             if not future.set_running_or_notify_cancel():
-                continue  # whoever sent it has gone
+                continue  # the sender has gone
             try:
                 future.set_result(command())
-            except Exception as error:  # the sender's to handle: the decode loop goes on
+            except Exception as error:  # the sender handles it; the decode loop goes on
                 future.set_exception(error)
 
     def _next_command(self) -> tuple[Future[Any], Callable[[], Any]]:
@@ -171,7 +172,7 @@ class DecodeLoop:
             return self._inbox.get()
 
     def _step(self) -> bool:
-        """Compute once; False when there is nothing to compute."""
+        """Runs one step. False if there is nothing to compute."""
         policy = self.policy
         if self.paused or policy is None:
             return False
@@ -181,7 +182,7 @@ class DecodeLoop:
         started = time.time()
         output = self._runner.run(work)
         complete = [item for item in output.work if item.completes]
-        # on a device, everything before this was only queued
+        # this waits for the device
         drawn = (
             sample(output.logits, [item.draw for item in complete]) if output.drawn is None else listed(output.drawn)
         )
@@ -216,7 +217,7 @@ class DecodeLoop:
         self._activity.finished(reason)
 
     def _fail(self, generation: Generation, error: EngineError) -> None:
-        self._cache.clear(generation.blocks)  # a NaN left in a page would reach its next owner through masked positions
+        self._cache.clear(generation.blocks)  # a NaN left in a page would reach the next owner through masked positions
         self.scheduler.finish(generation, "abort")
         self._outbox.append((generation, error))
 

@@ -1,11 +1,10 @@
-"""A step on CUDA: what the host knows goes over in one copy, and nothing waits for the device before tokens are drawn.
+"""A step on CUDA: the host's data is copied once, and nothing waits for the device until tokens are drawn.
 
     host: tokens, positions, pages ──one copy──► plan ─► decoder, paged attention ─► logits, routes ─► sampler
 
-Steps that only sample (one new position for each sequence) come back in the same shape once their number is rounded up
-to a power of two. Such a step is recorded as a CUDA graph the second time, and replayed from then on: launching a
-thousand kernels from Python takes several times as long as running them. Rows that fill up belong to sequences whose
-only page nobody else has.
+Decode steps (one new position per sequence) have few shapes, because the number of sequences is rounded up to a power
+of two. Such a step is recorded as a CUDA graph the second time and replayed from then on: launching a thousand kernels
+from Python takes several times as long as running them. Padding rows use the spare page, which no sequence owns.
 """
 
 from __future__ import annotations
@@ -29,12 +28,12 @@ from rollmill.models.device import uncollected
 
 class DeviceRunner:
     def __init__(self, model: Decoder, cache: KVCache, longest: int) -> None:
-        """`longest`: positions of the longest context there can be."""
+        """`longest` is the number of positions of the longest possible context."""
         self.model = model
         self._cache, self.graphs = cache, model.recordable
         self._pages = -(-longest // cache.block_size)
-        self._decodes: dict[int, _Decode] = {}  # by how many sequences there is room for
-        self._pool: Any = None  # memory that all graphs share: only the last one's output is ever read
+        self._decodes: dict[int, _Decode] = {}  # by the number of sequences there is room for
+        self._pool: Any = None  # memory shared by all graphs: only the output of the last run is read
 
     @torch.inference_mode()
     def run(self, work: Sequence[Work]) -> StepOutput:
@@ -75,7 +74,7 @@ class _Output(NamedTuple):
 
 
 class _Decode:
-    """Steps of up to `room` sequences with one new position each, in memory that stays where it is."""
+    """Steps of up to `room` sequences with one new position each, in memory that does not move."""
 
     def __init__(self, model: Decoder, cache: KVCache, room: int, pages: int) -> None:
         self._model, self._spare = model, cache.spare
@@ -91,14 +90,14 @@ class _Decode:
         self._device_sampling_2B = torch.empty((2, room), dtype=torch.float64, device=device)
         self._plan = Plan(*_cut(self._device, layout))
         self._attend = TritonAttention(cache, self._plan, 1)
-        # the pages each row of the table has, and how many of them: a list that an generation holds only ever grows
+        # per row of the table: the list of pages and how many are written (a generation's list only grows)
         self._written: list[tuple[list[int], int]] = [([], 0)] * room
         self._graph: Any = None
         self._output: _Output | None = None
         self.runs = 0
 
     def fill(self, work: Sequence[Work]) -> None:
-        """The last step's copy has ended: its tokens were waited for."""
+        """Writes the host's data. The last step's copy has ended, because its tokens were waited for."""
         for row, item in enumerate(work):
             blocks = item.generation.blocks
             held, count = self._written[row]
@@ -119,13 +118,13 @@ class _Decode:
 
     def record(self, pool: Any) -> None:
         graph = torch.cuda.CUDAGraph()
-        # other threads stage weights meanwhile, which is no part of this
+        # other threads may prepare weights meanwhile; that is not recorded
         with uncollected(), torch.cuda.graph(graph, pool=pool, capture_error_mode="thread_local"):
             self._output = self._forward()
         self._graph = graph
 
     def run(self) -> _Output:
-        """Overwritten by the next step."""
+        """Runs the step. The next step overwrites the output."""
         self.runs += 1
         self._device.copy_(self._host, non_blocking=True)
         self._device_sampling_2B.copy_(self._sampling_2B, non_blocking=True)
@@ -143,7 +142,7 @@ class _Decode:
 
 
 def _plan(cache: KVCache, work: Sequence[Work]) -> Plan:
-    """Of any work: every context is cut into tiles."""
+    """The plan for any work: every context is cut into tiles."""
     tokens = sum(item.count for item in work)
     size = tile_positions(cache.group)
     tiles = sum(-(-item.count // size) for item in work)
@@ -166,12 +165,12 @@ def _plan(cache: KVCache, work: Sequence[Work]) -> Plan:
 
 
 def _layout(tokens: int, tiles: int, sequences: int, pages: int) -> list[tuple[int, ...]]:
-    """Shapes of a plan's parts."""
+    """The shapes of a plan's tensors."""
     return [(tokens,), (tokens,), (tokens,), (tiles, 4), (sequences, pages)]
 
 
 def _buffer(layout: Sequence[tuple[int, ...]]) -> tuple[Tensor, list[np.ndarray]]:
-    """Host memory that the device can copy from by itself, and its parts."""
+    """Pinned host memory, and its parts as arrays."""
     size = sum(_room(shape) for shape in layout)
     host = torch.empty(size, dtype=torch.int32, pin_memory=torch.cuda.is_available())
     return host, [part.numpy() for part in _cut(host, layout)]
@@ -183,5 +182,5 @@ def _cut(buffer: Tensor, layout: Sequence[tuple[int, ...]]) -> list[Tensor]:
 
 
 def _room(shape: tuple[int, ...]) -> int:
-    """Whole units of 16 bytes: kernels are compiled anew for addresses that are not multiples of that."""
+    """Rounded up to 16 bytes: kernels are compiled again for addresses that are not multiples of 16."""
     return -(-math.prod(shape) // 4) * 4

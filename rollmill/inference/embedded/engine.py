@@ -1,4 +1,4 @@
-"""The embedded engine: the event loop's side of it. The model runs in `decode_loop`'s thread."""
+"""The embedded engine, as the event loop sees it. The model runs in the thread of `decode_loop`."""
 
 from __future__ import annotations
 
@@ -55,13 +55,13 @@ class EmbeddedEngine:
 
     @property
     def ended(self) -> Future[None]:
-        """Done when the decode loop has stopped; holds the error if one stopped it."""
+        """Done when the decode loop has stopped. Holds the error if one stopped it."""
         return self._decoding.ended
 
     async def generate(self, request: GenerateRequest, *, stream: bool = False) -> AsyncGenerator[GenerateChunk, None]:
         self._check(request)
         if len(request.tokens) >= self._context_limit:
-            yield GenerateChunk([], [], [], [], finish="length")  # no room for a single token: data, not an error
+            yield GenerateChunk([], [], [], [], finish="length")  # no room for a token: that is data, not an error
             return
         chunks: asyncio.Queue[GenerateChunk | Exception] = asyncio.Queue()
         generation = self._generation(request, stream, chunks)
@@ -86,7 +86,7 @@ class EmbeddedEngine:
                 return await asyncio.wrap_future(self._decoding.post(lambda: self._decoding.apply(update, ready)))
 
     async def pause(self) -> None:
-        """No token is computed once this returns; requests are kept."""
+        """Once this returns, no token is computed. Requests are kept."""
         await asyncio.wrap_future(self._decoding.post(lambda: self._decoding.set_paused(True)))
 
     async def resume(self) -> None:
@@ -147,14 +147,14 @@ def _deliver(outbox: Outbox) -> None:
 
 @contextlib.contextmanager
 def _refused_without_memory(policy: PolicyRef) -> Iterator[None]:
-    """A device that is full for a moment, as one shared with a trainer can be, is no reason to stop: what is refused
-    is tried again."""
+    """Turns a full device into a WeightsError, which the follower retries. A device shared with a trainer may be full
+    for a moment."""
     try:
         yield
     except RuntimeError as error:
         if not is_full(error):
             raise
-        what = ". ".join(str(error).split(". ")[:2])  # what follows is about torch's own dials
+        what = ". ".join(str(error).split(". ")[:2])  # the rest is about torch's settings
         raise WeightsError(
             f"{policy.line}@{policy.number} was not loaded: {what}",
             hint="it is tried again; lower the engine's cache_tokens, or give it a device of its own",

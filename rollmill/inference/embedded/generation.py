@@ -1,4 +1,4 @@
-"""One request inside the engine: its context as it grows, and the facts about its tokens that are still to be sent."""
+"""One request inside the engine: its growing context, and the facts about its tokens that are not sent yet."""
 
 from __future__ import annotations
 
@@ -14,9 +14,10 @@ from rollmill.types import FinishReason, PolicyRef
 
 @dataclass(eq=False)
 class Generation:
-    """`tokens[:computed]` have their keys and values in `blocks`; the rest is to be computed, the last one sampled."""
+    """`blocks` hold the keys and values of `tokens[:computed]`. The rest must be computed before the next is
+    sampled."""
 
-    number: int  # order of arrival; the highest is the youngest
+    number: int  # order of arrival; the highest is the newest
     request: GenerateRequest
     stream: bool
     limit: int  # the length at which generation ends
@@ -33,7 +34,7 @@ class Generation:
     sent_at: float = 0.0
     _fresh: list[tuple[int, float, PolicyRef]] = field(default_factory=list)
     _routes: list[np.ndarray] = field(default_factory=list)
-    _routes_sent: int = 0  # positions before this one were reported; recomputing them does not report them again
+    _routes_sent: int = 0  # positions before this one were reported, and are not reported again if recomputed
     _routes_held: int = 0
 
     def __post_init__(self) -> None:
@@ -54,13 +55,13 @@ class Generation:
             self._routes_sent = cached_tokens
 
     def advance(self, count: int, routes: np.ndarray | None, policy: PolicyRef) -> None:
-        """`count` further positions were computed with the weights of `policy`."""
+        """Records that `count` more positions were computed with the weights of `policy`."""
         start, self.computed = self.computed, self.computed + count
         if self.oldest is None:
             self.oldest = policy
         known = self._routes_sent + self._routes_held
         if routes is not None and self.computed > known:
-            # a context recomputed after preemption keeps the routes its tokens were sampled with
+            # a context recomputed after preemption keeps the routes that its tokens were sampled with
             self._routes.append(routes[known - start :])
             self._routes_held += self.computed - known
 
@@ -74,7 +75,7 @@ class Generation:
         return "length" if len(self.tokens) >= self.limit else None
 
     def chunk(self, finish: FinishReason | None = None) -> GenerateChunk:
-        """Everything not sent yet."""
+        """A chunk with everything not sent yet."""
         policies = list(dict.fromkeys(policy for _, _, policy in self._fresh))
         chunk = GenerateChunk(
             tokens=[token for token, _, _ in self._fresh],

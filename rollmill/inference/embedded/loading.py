@@ -1,11 +1,11 @@
-"""How an update's bytes get into the parameters, and how it is made sure that they did.
+"""Copies the bytes of an update into the parameters, and checks that they arrived.
 
-    prepare   beside decoding, any thread: refuses what is not for this model, moves and converts what can be
-    load      in the pause: writes, then holds the parameters against the version that tokens will be labelled with
+    prepare   beside decoding, in any thread: refuses weights of another model, moves and converts
+    load      in the pause: writes, then checks the parameters against the version that tokens will be labelled with
 
-On the CPU parameters are exported again and must have the version's digest. On a device that would take the model over
-the bus in every pause. There the host bytes are held against the digest before anything is written, so a version that
-is not what it says leaves the served one in place, and the parameters against the audits of the host bytes afterwards.
+On the CPU, parameters are exported again and must have the version's digest. On a device that would copy the whole
+model in every pause. There the host bytes are checked against the digest before anything is written, so a wrong version
+leaves the served one in place. Afterwards the parameters are checked against the audits of the host bytes.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from rollmill.weights.reading.follower import Update
 
 
 class Loader(Protocol):
-    """`patched`: the parameters are at `update.base`, so its patches lead to the new version."""
+    """With `patched`, the parameters are at `update.base`, and the patches lead to the new version."""
 
     def prepare(self, update: Update, patched: bool) -> Any: ...
     def load(self, update: Update, patched: bool, prepared: Any) -> None: ...
@@ -74,7 +74,7 @@ class DeviceLoader:
         patches, facts = update.patches if patched else None, None
         if patches is not None:
             facts = self._served.after(update.tensors, patches)
-        if facts is None or facts.digest != update.policy.digest:  # patches may leave out what has changed
+        if facts is None or facts.digest != update.policy.digest:  # patches may leave out changes
             patches, facts = None, HostFacts.of(update.tensors)
         _expect_bytes(facts.digest, update.policy)
         return _Checked(prepare(self._parameters, patches, update.tensors, facts.audits), facts)
@@ -82,26 +82,26 @@ class DeviceLoader:
     def load(self, update: Update, patched: bool, prepared: _Checked) -> None:
         try:
             prepared.change.apply()
-        except WeightsError:  # patches that do not lead there
+        except WeightsError:  # the patches did not lead to the version
             prepare(self._parameters, None, update.tensors, prepared.facts.audits).apply()
         self._served = prepared.facts
 
 
 @dataclass(frozen=True)
 class _Codes:
-    parts: Mapping[str, Mapping[str, Tensor]]  # by parameter, where it is: a fraction of what it takes itself
-    audits: Mapping[str, int]  # that it will have
-    entries: Mapping[str, TensorEntry]  # of all tensors of the version
+    parts: Mapping[str, Mapping[str, Tensor]]  # by parameter, on its device; a fraction of the parameter's size
+    audits: Mapping[str, int]  # of each parameter after the update
+    entries: Mapping[str, TensorEntry]  # all tensors of the version
 
 
 class QuantisedLoader:
-    """Bytes of a form that parameters do not hold: codes are moved to them beside decoding, and dequantised in the
-    pause. Which tensors changed is told by their digests: patches may leave out some that did."""
+    """For quantised forms, whose codes the parameters do not hold. Codes are moved beside decoding and dequantised in
+    the pause. Digests tell which tensors changed, because patches may leave some out."""
 
     def __init__(self, model: Decoder) -> None:
         self._model, self._parameters = model, model.state_dict()
-        self._served: Mapping[str, int] = {}  # audits of all parameters
-        self._entries: Mapping[str, TensorEntry] = {}  # of the bytes they were made from
+        self._served: Mapping[str, int] = {}  # the audits of all parameters
+        self._entries: Mapping[str, TensorEntry] = {}  # the bytes they were made from
 
     @torch.no_grad()
     def prepare(self, update: Update, patched: bool) -> _Codes:
@@ -111,7 +111,9 @@ class QuantisedLoader:
         parts = dict(placed_parts(self._parameters, update.tensors, changed))
         audits = {}
         for name, each in parts.items():
-            values = torch.empty_like(self._parameters[name]).copy_(dequantise(name, each))  # made again in the pause
+            values = torch.empty_like(self._parameters[name]).copy_(
+                dequantise(name, each)
+            )  # computed again in the pause
             audits[name] = audit(values, served_type(name))
         return _Codes(parts, audits, entries)
 
@@ -120,7 +122,7 @@ class QuantisedLoader:
         for name, parts in prepared.parts.items():
             self._parameters[name].copy_(dequantise(name, parts))
         expected = {**(self._served if patched else {}), **prepared.audits}
-        if self._audits() != expected:  # a parameter that went bad
+        if self._audits() != expected:  # a parameter is damaged
             load_host(self._model, update.tensors)
             _expect_parameters(device_digest(self._model, self._model.form), update.policy)
             expected = self._audits()
@@ -132,11 +134,11 @@ class QuantisedLoader:
 
 
 def _expect_bytes(digest: str, policy: PolicyRef) -> None:
-    """Before anything is written."""
+    """Called before anything is written."""
     if digest != policy.digest:
         raise WeightsError(
             f"{policy.line}@{policy.number}: the bytes that arrived do not have digest {policy.digest}",
-            hint="the version before is served meanwhile; `rollmill weights verify` checks what is stored",
+            hint="the previous version is served meanwhile; `rollmill weights verify` checks what is stored",
         )
 
 

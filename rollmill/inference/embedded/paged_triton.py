@@ -1,9 +1,9 @@
-"""Attention over the pages of the KV cache on CUDA, for single tokens and for chunks of prompts alike.
+"""Attention over the pages of the KV cache on CUDA, for single tokens and for chunks of prompts.
 
-A program takes a tile: neighbouring positions of one sequence, for all query heads that share a KV head. It goes
-through the sequence's keys in blocks of one size, first to last, so a row's bits depend on its own context alone: not
-on the batch it is in, nor on whether it came as a prompt or was sampled. How long sequences are is read on the device:
-a launch depends on the number of tiles alone, and can be recorded.
+A program takes a tile: adjacent positions of one sequence, for all query heads that share a KV head. It reads the
+sequence's keys from first to last in blocks of a fixed size. So the bits of a row depend only on its own context: not
+on the batch, nor on whether the token was in a prompt or sampled. The kernel reads the lengths on the device, so a
+launch depends only on the number of tiles and can be recorded.
 """
 
 from __future__ import annotations
@@ -17,24 +17,24 @@ from torch import Tensor
 
 from rollmill.inference.embedded.cache import KVCache
 
-_KEYS = 64  # at a time
-_ROWS = 64  # of queries in a tile of several positions; the tensor cores take 16 at least
+_KEYS = 64  # at once
+_ROWS = 64  # query rows in a tile of several positions; tensor cores need at least 16
 _FEWEST_ROWS = 16
 _LOG2_E = 1.4426950408889634
 
 
 class Plan(NamedTuple):
-    """Where the tokens of a step belong. All int32 on the device; S sequences, P pages at most."""
+    """Where the tokens of a step belong. All int32 on the device; S sequences of at most P pages."""
 
     tokens_N: Tensor
     positions_N: Tensor
     sequences_N: Tensor  # row of `tables`
-    tiles_T4: Tensor  # first token, how many, position of the first, sequence
+    tiles_T4: Tensor  # first token, number of tokens, position of the first, sequence
     tables_SP: Tensor  # pages of each sequence
 
 
 def tile_positions(group: int) -> int:
-    """How many positions a tile has at most, with so many query heads for a KV head."""
+    """The most positions per tile, for `group` query heads per KV head."""
     return max(1, _ROWS // group)
 
 
@@ -117,7 +117,7 @@ def _attend(
             (key < length)[:, None] & (e < VALUE_DIM)[None, :],
             0.0,
         )
-        # the first block has a key for every row, so no row is ever without one
+        # the first block has a key for every row, so no row is empty
         scores = tl.where(key[None, :] <= position[:, None], tl.dot(q, k) * scale, float("-inf"))
         larger = tl.maximum(largest, tl.max(scores, 1))
         weights = tl.exp2(scores - larger[:, None])
@@ -134,10 +134,10 @@ def _attend(
 
 
 class TritonAttention:
-    """Writes the new keys and values into their pages, then attends: two launches a layer."""
+    """Writes the new keys and values into their pages, then attends: two launches per layer."""
 
     def __init__(self, cache: KVCache, plan: Plan, positions: int) -> None:
-        """`positions`: how many a tile has at most."""
+        """`positions` is the most positions per tile."""
         self._cache, self._plan = cache, plan
         self._rows = max(_FEWEST_ROWS, triton.next_power_of_2(positions * cache.group))
         self._shape = {

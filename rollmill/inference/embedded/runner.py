@@ -1,7 +1,7 @@
-"""One forward pass of the decoder over all that is scheduled for a step: fresh prompts, suffixes and single tokens.
+"""One forward pass of the decoder over all work of a step: new prompts, suffixes and single tokens.
 
-They are packed into one batch; only attention looks at sequences, in groups of similar shape so that little is padded.
-That is how it runs anywhere; on CUDA, `device_runner` does the same with kernels of its own.
+They are packed into one batch. Only attention looks at sequences, in groups of similar shape, so that little is padded.
+This runs on any device; on CUDA, `device_runner` does the same with its own kernels.
 """
 
 from __future__ import annotations
@@ -26,12 +26,12 @@ from rollmill.models.triton import has_triton
 
 @dataclass(frozen=True)
 class StepOutput:
-    """On the device that computed it."""
+    """The result of a step, on the device that computed it."""
 
     work: list[Work]  # in the order of `routes`: groups of similar shape together
-    routes: Tensor | None  # see `narrow_routes`; rows of each work in turn
-    logits: Tensor  # FP32 [M, vocab], one row for each work that completes its context, in order
-    drawn: Tensor | None = None  # [M, 2], see sampler.sample_uncut, where tokens were drawn along with the step
+    routes: Tensor | None  # see `narrow_routes`; the rows of each work, in order
+    logits: Tensor  # FP32 [M, vocab], one row per work that completes its context, in order
+    drawn: Tensor | None = None  # [M, 2], see sampler.sample_uncut; set if the step drew tokens too
 
     def host_routes(self) -> np.ndarray | None:
         """uint8 or uint16 [N, moe layers, k]. Waits for the device."""
@@ -48,7 +48,7 @@ class StepRunner(Protocol):
 
 
 def make_runner(model: Decoder, cache: KVCache, longest: int) -> StepRunner:
-    """`longest`: positions of the longest context there can be."""
+    """`longest` is the number of positions of the longest possible context."""
     if not has_triton(cache.device):
         return Runner(model, cache)
     from rollmill.inference.embedded.device_runner import DeviceRunner
@@ -57,12 +57,13 @@ def make_runner(model: Decoder, cache: KVCache, longest: int) -> StepRunner:
 
 
 def narrow_routes(routes: Tensor | None, config: ModelConfig) -> Tensor | None:
-    """As they are recorded: a byte each, or two where there are more experts (torch knows those as signed only)."""
+    """Routes as they are recorded: one byte each, or two bytes for more than 256 experts (signed, for torch)."""
     return None if routes is None else routes.to(torch.uint8 if config.experts <= 256 else torch.int16)
 
 
 def exact_logits(model: Decoder, hidden_MW: Tensor) -> Tensor:
-    """FP32 [M, vocab], as the trainer computes them on this device: never rounded, and no FP32 copy of the head."""
+    """FP32 logits [M, vocab], as the trainer computes them on this device: not rounded, without an FP32 copy of the
+    head."""
     return exact_linear(hidden_MW, model.embedding if model.head is None else model.head)
 
 
@@ -84,7 +85,7 @@ class Runner:
         return StepOutput(ordered, narrow_routes(output.routes, self.model.config), exact_logits(self.model, hidden_MW))
 
     def _shape(self, item: Work) -> tuple[int, int]:
-        """Work of one shape is padded together: within a factor of two in new positions and in pages."""
+        """Work of the same shape is padded together: within a factor of two in new positions and in pages."""
         pages = -(-(item.start + item.count) // self._cache.block_size)
         return (item.count - 1).bit_length(), (pages - 1).bit_length()
 
@@ -106,7 +107,7 @@ class PagedAttention:
 
 
 class _Group:
-    """Sequences padded together: B of them, with up to Q new positions each, over up to P pages."""
+    """B sequences padded together, with up to Q new positions each, over up to P pages."""
 
     def __init__(self, cache: KVCache, group: Sequence[Work]) -> None:
         self._cache = cache
@@ -115,7 +116,7 @@ class _Group:
         longest = int(counts.max())
         pages = -(-int((starts + counts).max()) // size)
         tables_BP = _block_tables(group, pages)
-        # padded query slots repeat the last real one: what they compute is dropped
+        # padded query slots repeat the last real one, and their output is dropped
         slots_BQ = np.minimum(np.arange(longest), (counts - 1)[:, None])
         positions_BQ = starts[:, None] + slots_BQ
         real_BQ = np.arange(longest) < counts[:, None]
@@ -127,7 +128,9 @@ class _Group:
         hidden_BQT = torch.from_numpy(np.arange(pages * size) > positions_BQ[:, :, None])
         mask_BQT = torch.zeros(hidden_BQT.shape, dtype=cache.keys.dtype).masked_fill_(hidden_BQT, -torch.inf)
         mask_BQT = mask_BQT.to(cache.device)
-        self._mask_B1QT = mask_BQT.repeat(1, cache.group, 1).unsqueeze(1)  # Q counts query heads times positions
+        self._mask_B1QT = mask_BQT.repeat(1, cache.group, 1).unsqueeze(
+            1
+        )  # Q is query heads per KV head times positions
         self._padding: tuple[Tensor, Tensor] | None = None
         if not real_BQ.all():
             source_BQ = (np.cumsum(counts) - counts)[:, None] + slots_BQ
@@ -140,7 +143,7 @@ class _Group:
         heads, dim = self._cache.kv_heads, self._cache.head_dim
         if self._padding is not None:
             q_NW = q_NW.index_select(0, self._padding[0])
-        # query heads that share a KV head are stacked as further query rows: no copies of K and V
+        # query heads that share a KV head become further query rows, so K and V are not copied
         q = q_NW.view(batch, longest, heads, -1, dim).permute(0, 2, 3, 1, 4)
         keys, values = self._cache.read(layer, self._pages)
         k, v = keys.view(batch, heads, -1, dim), values.view(batch, heads, -1, self._cache.value_dim)
@@ -151,7 +154,7 @@ class _Group:
 
 
 def _block_tables(group: Sequence[Work], pages: int) -> np.ndarray:
-    """int64 [B, P]; sequences with fewer pages are filled up with page 0, which the mask hides."""
+    """int64 [B, P]. Sequences with fewer pages are padded with page 0, which the mask hides."""
     tables_BP = np.zeros((len(group), pages), dtype=np.int64)
     for row, item in enumerate(group):
         blocks = item.generation.blocks[:pages]

@@ -1,8 +1,8 @@
-"""Drawing tokens, with the exact log-prob of each under the very distribution it was drawn from.
+"""Draws tokens, with the exact log-prob of each under the distribution it was drawn from.
 
-That distribution is softmax(logits / temperature), cut to the top k, then to the nucleus top p, then renormalised, all
-in FP32. Temperature 0 takes the most likely token and records its log-prob at temperature 1. Randomness is a function
-of (seed, position) alone, so a request gives the same draws in any batch and on any engine.
+That distribution is softmax(logits / temperature), cut to the top k, then to the nucleus top p, then normalised again,
+all in FP32. Temperature 0 takes the most likely token and records its log-prob at temperature 1. The random number
+depends only on (seed, position), so a request gives the same draws in any batch and on any engine.
 """
 
 from __future__ import annotations
@@ -16,12 +16,15 @@ from torch import Tensor
 
 from rollmill.types import Sampling
 
-_ONE_LEVEL, _CHUNK = 4096, 512  # tokens: the largest vocabulary that is searched whole, the parts of a larger one
+_ONE_LEVEL, _CHUNK = (
+    4096,
+    512,
+)  # tokens: the largest vocabulary that is searched at once, and the chunks of a larger one
 
 
 @dataclass(frozen=True)
 class Draw:
-    """What one row needs to be sampled: `position` is the index the new token gets in its context."""
+    """How to sample one row. `position` is the index of the new token in its context."""
 
     sampling: Sampling
     seed: int
@@ -29,7 +32,7 @@ class Draw:
 
 
 def sample(logits_MV: Tensor, draws: Sequence[Draw]) -> tuple[list[int], list[float]]:
-    """One token and its log-prob for each row. Waits for the device once, at the end."""
+    """One token and its log-prob per row. Waits for the device once, at the end."""
     if not draws:
         return [], []
     logprobs_MV = log_distribution(logits_MV, [draw.sampling for draw in draws])
@@ -42,7 +45,8 @@ def sample(logits_MV: Tensor, draws: Sequence[Draw]) -> tuple[list[int], list[fl
 
 
 def sample_uncut(logits_MV: Tensor, temperatures_M: Tensor, uniform_M: Tensor) -> Tensor:
-    """`sample` without top k and top p, as [M, 2] for `listed`: the host has no part in it, so it can be recorded."""
+    """`sample` without top k and top p, as [M, 2] for `listed`. It runs on the device only, so a graph can record
+    it."""
     hot_M1 = (temperatures_M > 0).unsqueeze(1)
     divisor_M1 = torch.where(hot_M1, temperatures_M.unsqueeze(1), 1.0).to(logits_MV.dtype)
     logprobs_MV = torch.log_softmax(logits_MV / divisor_M1, -1)
@@ -51,23 +55,24 @@ def sample_uncut(logits_MV: Tensor, temperatures_M: Tensor, uniform_M: Tensor) -
 
 
 def is_cut(sampling: Sampling) -> bool:
-    """Whether some tokens cannot be drawn."""
+    """Whether top k or top p exclude tokens."""
     return bool(sampling.temperature and (sampling.top_k or sampling.top_p < 1))
 
 
 def listed(drawn_M2: Tensor) -> tuple[list[int], list[float]]:
-    """Tokens and log-probs on the host, with one wait for both."""
+    """Tokens and log-probs on the host, with one wait."""
     drawn = drawn_M2.tolist()
     return [int(token) for token, _ in drawn], [logprob for _, logprob in drawn]
 
 
 def _with_logprobs(tokens_M1: Tensor, logprobs_MV: Tensor) -> Tensor:
-    """FP64, which holds both kinds of number exactly."""
+    """Tokens and log-probs as FP64, which holds both exactly."""
     return torch.cat((tokens_M1.double(), logprobs_MV.gather(1, tokens_M1).double()), 1)
 
 
 def _draw(logprobs_MV: Tensor, uniform_M1: Tensor) -> Tensor:
-    """int64 [M, 1]. A large vocabulary is gone through in two levels: FP64 only for the chunk a draw falls into."""
+    """int64 [M, 1]. A large vocabulary is searched in two levels, with FP64 only for the chunk that a draw falls
+    into."""
     vocabulary = logprobs_MV.shape[1]
     if vocabulary <= _ONE_LEVEL:
         return _search(logprobs_MV, uniform_M1)
@@ -87,10 +92,10 @@ def _draw(logprobs_MV: Tensor, uniform_M1: Tensor) -> Tensor:
 
 
 def _search(logprobs_MV: Tensor, uniform_M1: Tensor) -> Tensor:
-    """The first token whose cumulative probability exceeds the draw: never one of probability zero."""
+    """The first token whose cumulative probability exceeds the draw; never a token of probability zero."""
     cumulative_MV = logprobs_MV.double().exp_().cumsum(-1)
     tokens_M1 = torch.searchsorted(cumulative_MV, uniform_M1 * cumulative_MV[:, -1:], right=True)
-    return tokens_M1.clamp_(max=logprobs_MV.shape[1] - 1)  # beyond the end only where logits are not finite
+    return tokens_M1.clamp_(max=logprobs_MV.shape[1] - 1)  # beyond the end only if logits are not finite
 
 
 def log_distribution(logits_MV: Tensor, samplings: Sequence[Sampling]) -> Tensor:
@@ -106,7 +111,7 @@ def log_distribution(logits_MV: Tensor, samplings: Sequence[Sampling]) -> Tensor
 
 
 def _truncate(logprobs_MV: Tensor, samplings: Sequence[Sampling]) -> Tensor:
-    """Keep each row's top k, then the smallest set of those that reaches its top p; the likeliest always stays."""
+    """Keeps each row's top k, then the smallest set of those that reaches top p. The most likely token always stays."""
     vocabulary = logprobs_MV.shape[1]
     device = logprobs_MV.device
     top_k_M1 = torch.tensor([[sampling.top_k or vocabulary] for sampling in samplings], device=device)
@@ -121,7 +126,7 @@ def _truncate(logprobs_MV: Tensor, samplings: Sequence[Sampling]) -> Tensor:
 
 
 def uniform(seeds: Sequence[int], positions: Sequence[int]) -> np.ndarray:
-    """Uniform in [0, 1), 52 bits: SplitMix64's finaliser over (seed, position)."""
+    """Uniform numbers in [0, 1) with 52 bits: SplitMix64's finaliser over (seed, position)."""
     with np.errstate(over="ignore"):
         state = np.array(seeds, dtype=np.uint64) * np.uint64(0xD1342543DE82EF95)
         state += np.array(positions, dtype=np.uint64) * np.uint64(0x9E3779B97F4A7C15)

@@ -1,9 +1,9 @@
-"""Who is computed in the next step. Continuous batching: requests join and leave between any two steps.
+"""Chooses what the next step computes. Continuous batching: requests join and leave between any two steps.
 
-Order: production before rollouts, then first come, first served. A full batch yields a rollout's place to production;
-its pages stay with it. When pages run out they are taken, in this order, from idle sessions (least recently used
-first), from requests that lost their place, and from the youngest running request (rollouts first), which is computed
-again later. The oldest request always makes progress, and alone it always fits, so nothing deadlocks.
+Order: production before rollouts, then first come, first served. In a full batch a rollout loses its place to a
+production request, but keeps its pages. When pages run out, they are taken in this order: from idle sessions (least
+recently used first), from requests that lost their place, and from the newest running request (rollouts first), which
+is computed again later. The oldest request always makes progress, and alone it always fits, so there is no deadlock.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from rollmill.types import FinishReason
 
 @dataclass(frozen=True)
 class Work:
-    """Compute positions [start, start + count) of an generation's context."""
+    """Compute positions [start, start + count) of a generation's context."""
 
     generation: Generation
     start: int
@@ -30,12 +30,12 @@ class Work:
 
     @property
     def completes(self) -> bool:
-        """Whether the last position is the context's last: then the next token is sampled."""
+        """Whether it reaches the end of the context: then the next token is sampled."""
         return self.start + self.count == len(self.generation.tokens)
 
     @property
     def draw(self) -> Draw:
-        """What its next token is drawn with."""
+        """How its next token is drawn."""
         generation = self.generation
         return Draw(generation.request.sampling, generation.seed, self.start + self.count)
 
@@ -61,20 +61,21 @@ class Scheduler:
         self._queue(generation).append(generation)
 
     def schedule(self, served: int) -> list[Work]:
-        """The next step's work, with pages reserved; `served` is the version number requests may wait for."""
+        """The work of the next step, with pages reserved. `served` is the served version number, which requests may
+        wait for."""
         self._admit(served)
         work: list[Work] = []
         budget = self._config.prefill_chunk
         for generation in sorted(self.running.values(), key=lambda one: (one.is_rollout, one.number)):
             count = min(generation.missing, budget) if generation.missing > 1 else 1
-            # an earlier generation may have taken this one's place meanwhile
+            # an earlier generation may have taken this one's pages
             if count and generation.number in self.running and self._reserve(generation, generation.computed + count):
                 budget -= count if generation.missing > 1 else 0
                 work.append(Work(generation, generation.computed, count))
         return [item for item in work if item.generation.number in self.running]
 
     def finish(self, generation: Generation, reason: FinishReason) -> None:
-        """Its pages stay with the session for the next turn, unless the client went away."""
+        """Its pages stay with the session for the next turn, unless it was aborted."""
         self._remove(generation)
         if reason == "abort" or not generation.blocks:
             self._release(generation)
@@ -89,7 +90,7 @@ class Scheduler:
         for queue in (self._production, self._rollouts):
             for generation in [candidate for candidate in queue if candidate.request.min_version <= served]:
                 if not self._fits(generation) or not self._has_place(generation):
-                    return  # whoever comes later must not overtake
+                    return  # later requests must not overtake
                 queue.remove(generation)
                 self.running[generation.number] = generation
                 self._reuse_session(generation)
@@ -104,8 +105,8 @@ class Scheduler:
         return True
 
     def _fits(self, generation: Generation) -> bool:
-        """Whether its whole context and one more token find pages without taking any from a running request that would
-        go first. Admitting it anyway would only make it lose its place at once."""
+        """Whether there are pages for its context and one more token, without taking pages from a running request that
+        comes first. If admitted without them, it would lose its place at once."""
         needed = self._blocks_for(len(generation.tokens) + 1) - len(generation.blocks)
         held = sum(len(other.blocks) for other in self._queued() if other is not generation)
         available = self.pool.free + self.sessions.blocks + held
@@ -122,7 +123,7 @@ class Scheduler:
         generation.admit(generation.computed)
 
     def _reserve(self, generation: Generation, positions: int) -> bool:
-        """Pages for that many positions. False: the generation itself had to give up its place."""
+        """Reserves pages for `positions` positions. False if the generation itself had to give up its place."""
         needed = self._blocks_for(positions) - len(generation.blocks)
         while self.pool.free < needed:
             if not self._make_room(generation):

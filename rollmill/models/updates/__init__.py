@@ -1,1 +1,1 @@
-"""Weights changed where they lie: deltas made and applied on the device, and the audit of what is there."""
+"""Weight updates on the device: makes deltas, applies them, and audits the parameters, without moving the model."""

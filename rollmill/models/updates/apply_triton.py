@@ -1,6 +1,6 @@
 """Triton kernels that write changes into parameters and audit parameters, many tensors in one launch.
 
-A launch is described by a table with one row for each program: an address, and what the program does from there.
+A table describes a launch: one row per program, with an address and what the program does from there.
 """
 
 from __future__ import annotations
@@ -16,11 +16,11 @@ from torch import Tensor
 
 from rollmill.models.updates.bits import bits_of
 
-_SCATTER = 2048  # changes a program writes
-_AUDIT_TILE, _AUDIT_BLOCK = 1 << 15, 1 << 8  # elements a program sums up, and how many words at a time
+_SCATTER = 2048  # changes per program
+_AUDIT_TILE, _AUDIT_BLOCK = 1 << 15, 1 << 8  # elements per program, and words at once
 _WORD = 8  # bytes
 _DTYPES = {1: tl.uint8, 2: tl.uint16, 4: tl.uint32}
-GOLDEN = 0x9E3779B97F4A7C15  # rollmill.weights.format.audit says what these are
+GOLDEN = 0x9E3779B97F4A7C15  # see rollmill.weights.format.audit
 _GOLDEN = tl.constexpr(GOLDEN)
 _FIRST_FACTOR, _SECOND_FACTOR = tl.constexpr(0xBF58476D1CE4E5B9), tl.constexpr(0x94D049BB133111EB)
 
@@ -41,7 +41,7 @@ def audit(
     DTYPE: tl.constexpr, LANE_BITS: tl.constexpr, LANES: tl.constexpr, WIDE: tl.constexpr,
     BLOCK: tl.constexpr, BLOCK_POSITION: tl.constexpr,
 ):  # fmt: skip
-    """A word of DTYPE has LANES elements of LANE_BITS bits. WIDE: float32 that stands for bfloat16."""
+    """A word of DTYPE has LANES elements of LANE_BITS bits. WIDE: float32 elements audited as bfloat16."""
     row = tl.program_id(0)
     words = tl.load(addresses + row).to(tl.pointer_type(DTYPE))
     count = tl.load(counts + row) // LANES
@@ -55,13 +55,13 @@ def audit(
     inside = first + place < count
     rest = mixed(tl.load(words + first + place, inside, other=0), position, LANE_BITS, LANES, WIDE)
     total += tl.where(inside, rest, 0)
-    # addition modulo 2^64 in any order gives the same sum
+    # addition modulo 2^64 gives the same sum in any order
     tl.atomic_add(sums + tl.load(slots + row), tl.sum(total, axis=0).to(tl.int64), sem="relaxed")
 
 
 @triton.jit
 def mixed(word, position, LANE_BITS: tl.constexpr, LANES: tl.constexpr, WIDE: tl.constexpr):
-    """Sum over a word's elements; `position` is that of the first one times the golden ratio."""
+    """The sum over a word's elements. `position` is the first element's position times GOLDEN."""
     total = tl.zeros_like(position)
     for lane in tl.static_range(LANES):
         bits = ((word >> (lane * LANE_BITS)) & ((1 << LANE_BITS) - 1)).to(tl.uint32)
@@ -76,7 +76,8 @@ def mixed(word, position, LANE_BITS: tl.constexpr, LANES: tl.constexpr, WIDE: tl
 
 
 class ScatterTable(NamedTuple):
-    """Changes of one width, and for each program: from where indices count, its first change, its number of them."""
+    """Changes of one width, and per program: the address that indices count from, its first change, its number of
+    changes."""
 
     addresses: Tensor
     firsts: Tensor
@@ -90,13 +91,13 @@ class ScatterTable(NamedTuple):
             scatter[(self.addresses.numel(),)](*self, DTYPE=dtype, BLOCK=_SCATTER, num_warps=4)
 
     def rehearse(self) -> None:
-        """Compile, so that `run` only has to launch: a launch that writes nothing."""
+        """Compiles the kernel with a launch that writes nothing, so that `run` only has to launch."""
         nothing = torch.zeros_like(self.counts[:1])
         self._replace(addresses=self.addresses[:1], firsts=self.firsts[:1], counts=nothing).run()
 
 
 def scatter_table(runs: Sequence[tuple[int, int]], indices: Tensor, values: Tensor) -> ScatterTable:
-    """For `runs` of (address, number of changes), whose changes lie one after the other."""
+    """The table for `runs` of (address, number of changes). The changes of all runs are stored in order."""
     addresses, lengths = np.array(runs, dtype=np.int64).reshape(-1, 2).T
     run, offset = _cut(lengths, _SCATTER)
     counts = np.minimum(lengths[run] - offset, _SCATTER).astype(np.int32)
@@ -108,15 +109,15 @@ def scatter_table(runs: Sequence[tuple[int, int]], indices: Tensor, values: Tens
 
 
 class _AuditKind(NamedTuple):
-    """What one launch can do."""
+    """The properties that tensors of one launch share."""
 
     width: int
     wide: bool
-    aligned: bool  # addresses and sizes are multiples of a word's
+    aligned: bool  # addresses and sizes are multiples of a word
 
 
 class AuditTable(NamedTuple):
-    """For each program: elements from where, their position, how many, whose sum."""
+    """Per program: the address of its elements, their position, their number, and the sum they go to."""
 
     kind: _AuditKind
     addresses: Tensor
@@ -133,7 +134,7 @@ class AuditTable(NamedTuple):
 
 class AuditTables(NamedTuple):
     tables: list[AuditTable]
-    sums: Tensor  # one for each parameter
+    sums: Tensor  # one per parameter
 
     def rehearse(self) -> None:
         for table in self.tables:
@@ -142,7 +143,7 @@ class AuditTables(NamedTuple):
 
 
 def audit_tables(tensors: Sequence[tuple[Tensor, torch.dtype]]) -> AuditTables:
-    """All of one device; the bits of each as its form."""
+    """The tables for parameters of one device, each audited as its form."""
     device = tensors[0][0].device
     kinds: dict[_AuditKind, list[tuple[int, int, int]]] = {}
     for slot, (tensor, form) in enumerate(tensors):
@@ -171,7 +172,7 @@ def run_audits(tables: AuditTables) -> list[int]:
 
 
 def _cut(lengths: np.ndarray, step: int) -> tuple[np.ndarray, np.ndarray]:
-    """Pieces of at most `step`: which length each belongs to, and its offset there."""
+    """Cuts lengths into parts of at most `step`. Returns, per part, which length it belongs to and its offset."""
     pieces = -(-lengths // step)
     which = np.repeat(np.arange(len(lengths)), pieces)
     return which, (np.arange(len(which)) - np.repeat(np.cumsum(pieces) - pieces, pieces)) * step

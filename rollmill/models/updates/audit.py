@@ -1,7 +1,7 @@
-"""The audit of parameters where they lie: the checksum of rollmill.weights.format.audit, computed on the device.
+"""The audit of parameters on their device: the checksum of rollmill.weights.format.audit.
 
-A parameter may be kept wider than the form it is served as. Then its elements count as those of the form, and one that
-the form cannot express counts as itself plus 2^(bits of the form), which no element of the form does.
+A parameter may have a wider type than its form. Then its elements are audited as elements of the form. An element that
+the form cannot express counts as its rounded value plus 2^(bits of the form), which no element of the form does.
 """
 
 from __future__ import annotations
@@ -17,20 +17,20 @@ from rollmill.models.updates.bits import INTEGERS, bits_of, unsigned, widened
 
 Audited = tuple[Tensor, torch.dtype]  # a parameter, and the dtype of the form it is served as
 
-# rollmill.weights.format.audit says what these are; as signed numbers, which is what torch multiplies modulo 2^64
+# see rollmill.weights.format.audit; signed, because torch multiplies signed numbers modulo 2^64
 _GOLDEN, _FIRST_FACTOR, _SECOND_FACTOR = (
     factor - (1 << 64) for factor in (0x9E3779B97F4A7C15, 0xBF58476D1CE4E5B9, 0x94D049BB133111EB)
 )
-_BLOCK = {"cpu": 1 << 15, "cuda": 1 << 26}  # elements at a time: what is computed with fits the cache, or the memory
+_BLOCK = {"cpu": 1 << 15, "cuda": 1 << 26}  # elements at once: intermediate values fit in the cache, or in memory
 
 
 def audit(tensor: Tensor, form: torch.dtype | None = None) -> int:
-    """The audit of one tensor, as elements of `form` if that is narrower than its own dtype."""
+    """The audit of one tensor, as elements of `form` (default: its own dtype)."""
     return audit_many([(tensor, form or tensor.dtype)])[0]
 
 
 def audit_many(tensors: Sequence[Audited]) -> list[int]:
-    """The audits of many, with a few launches for all of a device and one wait at the end."""
+    """The audits of many tensors, with a few launches per device and one wait at the end."""
     result = [0] * len(tensors)
     compiled: dict[torch.device, list[int]] = {}
     for i, (tensor, form) in enumerate(tensors):
@@ -49,7 +49,7 @@ def audit_many(tensors: Sequence[Audited]) -> list[int]:
 
 
 def audit_change(indices: Tensor, old: Tensor, new: Tensor, start: int = 0) -> int:
-    """What to add to an audit (modulo 2^64) when elements `start` + `indices` turn from `old` into `new`."""
+    """The number to add to an audit (modulo 2^64) when elements `start` + `indices` change from `old` to `new`."""
     positions = (indices.to(torch.int64) + start) * _GOLDEN
     total = _mixed(positions + unsigned(bits_of(new))).sum() - _mixed(positions + unsigned(bits_of(old))).sum()
     return int(total) % 2**64
@@ -60,7 +60,7 @@ def is_compiled(tensor: Tensor, form: torch.dtype) -> bool:
 
 
 def _audit_on_host(tensor: Tensor, form: torch.dtype) -> int | None:
-    """Of what numpy can read as the form's elements without computing anything, which is several times faster."""
+    """The audit with numpy, several times faster; None if numpy cannot read the elements of the form directly."""
     from rollmill.weights.format.audit import audit_host
 
     if tensor.device.type != "cpu":
@@ -92,7 +92,7 @@ def served_numbers(bits: Tensor, dtype: torch.dtype, form: torch.dtype) -> Tenso
     if dtype == form:
         return unsigned(bits)
     if (dtype, form) == (torch.float32, torch.bfloat16):
-        served = (bits >> 16).to(torch.int16)  # cut, not rounded: whether something is lost is looked at below
+        served = (bits >> 16).to(torch.int16)  # truncated, not rounded; the check below finds lost bits
     else:
         served = bits.view(dtype).to(form).view(INTEGERS[form.itemsize])
     inexact = widened(served, form, dtype) != bits
@@ -100,7 +100,7 @@ def served_numbers(bits: Tensor, dtype: torch.dtype, form: torch.dtype) -> Tenso
 
 
 def _mixed(keys: Tensor) -> Tensor:
-    """The finaliser of splitmix64, in place. Shifts of signed numbers draw in the sign, which is masked off."""
+    """The finaliser of splitmix64, in place. Shifting a signed number copies its sign bit, so it is masked off."""
     for shift, factor in ((30, _FIRST_FACTOR), (27, _SECOND_FACTOR)):
         keys ^= (keys >> shift) & ((1 << 64 - shift) - 1)
         keys *= factor

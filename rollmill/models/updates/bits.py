@@ -1,4 +1,4 @@
-"""Elements as the integers their bits are: what deltas and audits work on, whatever the dtype."""
+"""Elements as integers with the same bits. Deltas and audits work on these, for any dtype."""
 
 from __future__ import annotations
 
@@ -7,12 +7,12 @@ from torch import Tensor
 
 from rollmill.errors import WeightsError
 
-# Signed, since torch has few operations for wider unsigned integers; where the sign matters it is masked off.
+# Signed, because torch has few operations for unsigned integers; `unsigned` masks the sign off.
 INTEGERS = {1: torch.int8, 2: torch.int16, 4: torch.int32}
 
 
 def bits_of(tensor: Tensor) -> Tensor:
-    """The elements as flat integers of their width; shares the memory."""
+    """The elements as flat integers of their width. Shares the memory."""
     if not tensor.is_contiguous():
         raise WeightsError(f"a tensor of shape {tuple(tensor.shape)} is not contiguous", hint="tensor.contiguous()")
     if tensor.element_size() not in INTEGERS:
@@ -21,7 +21,7 @@ def bits_of(tensor: Tensor) -> Tensor:
 
 
 def unsigned(bits: Tensor) -> Tensor:
-    """Integers of any width as the unsigned numbers their bits are, in int64."""
+    """The bits of integers of any width as unsigned numbers, in int64."""
     return bits.to(torch.int64) & ((1 << 8 * bits.element_size()) - 1)
 
 
@@ -33,17 +33,17 @@ def ordered(bits: Tensor) -> Tensor:
 
 
 def widened(bits: Tensor, form: torch.dtype, dtype: torch.dtype) -> Tensor:
-    """Elements of `form` as the bits they have in a parameter of `dtype`, which must hold every one of them exactly."""
+    """The bits that elements of `form` have in a parameter of `dtype`, which must hold all of them exactly."""
     if form == dtype:
         return bits
     if (form, dtype) == (torch.bfloat16, torch.float32):
-        return bits.to(torch.int32) << 16  # not a conversion: that may change a NaN
+        return bits.to(torch.int32) << 16  # not a conversion, which may change a NaN
     if (form, dtype) != (torch.float16, torch.float32):
         raise WeightsError(f"a parameter of {dtype} cannot hold every {form}", hint=f"keep it in {form} or float32")
     return bits.view(form).to(dtype).view(INTEGERS[dtype.itemsize])
 
 
 def packed_bits(flags: Tensor) -> Tensor:
-    """Eight flags a byte, the first one in the highest bit. Their number is a multiple of eight."""
+    """Eight flags per byte, the first in the highest bit. The number of flags is a multiple of eight."""
     places = torch.tensor([128, 64, 32, 16, 8, 4, 2, 1], dtype=torch.uint8, device=flags.device)
     return (flags.view(-1, 8).to(torch.uint8) * places).sum(1, dtype=torch.uint8)

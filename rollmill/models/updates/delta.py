@@ -1,10 +1,10 @@
-"""Weight deltas on the device: what changed between two versions, made into payloads without moving the model.
+"""Weight deltas on the device: turns the changes between two versions into payloads, without moving the model.
 
-Only the streams of coding `sparse` (rollmill/weights/FORMAT.md) leave the device, about a hundredth of the model; their
-entropy stage runs on the host. The bytes are those the host's encoder makes of the same elements. Torch alone is the
-reference and runs anywhere; on CUDA Triton does the same, in a few launches for a whole model.
+Only the streams of coding `sparse` (rollmill/weights/FORMAT.md) leave the device, about 1 % of the model; the host
+compresses them. The bytes are the same as those of the host's encoder. The reference is written in torch and runs
+anywhere. On CUDA, Triton does the same with a few launches for a whole model.
 
-Applying a delta is in `prepare`, the checksum of a device copy in `audit`; both can be had from here.
+`prepare` applies a delta, and `audit` is the checksum of a device copy; both are exported here too.
 """
 
 from __future__ import annotations
@@ -42,13 +42,13 @@ __all__ = [
 ]
 
 Pair = tuple[Tensor, Tensor]  # the same elements of the base and of the new version, both contiguous
-DENSEST = 1 / 16  # changed share from which on another coding may be smaller: that is left to the host's encoder
-_BATCH_ELEMENTS = 3 << 29  # at a time: bounds the memory for lists of changes, and every position fits 32 bits
+DENSEST = 1 / 16  # if a larger share changed, another coding may be smaller: the host's encoder decides
+_BATCH_ELEMENTS = 3 << 29  # at once: bounds the memory for lists of changes, and every position fits in 32 bits
 _SKIP, _LARGEST_MAGNITUDE = 255, 255
 
 
 class SparseStreams(NamedTuple):
-    """The streams of one `sparse` payload, flat uint8, before they are compressed."""
+    """The streams of one `sparse` payload, flat uint8, before compression."""
 
     gaps: Tensor
     signs: Tensor
@@ -62,14 +62,14 @@ class SparseStreams(NamedTuple):
 
 
 def difference_streams(base: Tensor, new: Tensor) -> SparseStreams:
-    """Streams that turn one chunk into another."""
+    """The streams that turn chunk `base` into chunk `new`."""
     (streams,) = Differences([[(base, new)]]).streams()
     assert streams is not None
     return streams
 
 
 def changes(base: Tensor, new: Tensor) -> tuple[Tensor, Tensor]:
-    """Ascending indices (int32) of the elements that differ in their bits, and what they become."""
+    """Returns the ascending indices (int32) of elements whose bits differ, and their new values."""
     indices, values = Differences([[(base, new)]]).changes()
     return indices, values.view(new.dtype)
 
@@ -77,37 +77,37 @@ def changes(base: Tensor, new: Tensor) -> tuple[Tensor, Tensor]:
 def encode_chunks(
     groups: Sequence[Sequence[Pair]], densest: float = DENSEST, threads: int | None = None
 ) -> list[Encoded | None]:
-    """A payload for each group of chunks; None where more than `densest` of its elements changed.
+    """One payload per group of chunks; None if more than the share `densest` of its elements changed.
 
-    A group is what a payload covers: one chunk, or several of the same width coded as if they were one.
+    A payload covers a group: one chunk, or several of the same width that are coded as one.
     """
     return Differences(groups, threads).encode(densest)
 
 
 class Differences:
-    """Pairs of tensors to compare after every step: the tables that describe them are made once.
+    """Pairs of tensors to compare after every step. The tables that describe them are made once.
 
-    The tensors must stay where they are; what they hold is read anew by every call.
+    The tensors must not move. Every call reads their current values.
     """
 
     def __init__(self, groups: Sequence[Sequence[Pair]], threads: int | None = None) -> None:
         self._groups = [[(bits_of(base), bits_of(new)) for base, new in group] for group in groups]
         for group in self._groups:
             if len({(new.dtype, new.device) for pair in group for new in pair}) != 1:
-                raise WeightsError("the chunks of one payload have elements of one width on one device")
+                raise WeightsError("the chunks of one payload must have elements of the same width, on the same device")
             if any(base.numel() != new.numel() for base, new in group):
                 raise WeightsError("a chunk and its base have different numbers of elements")
             if sum(new.numel() for _, new in group) > _BATCH_ELEMENTS:
-                raise WeightsError("one payload cannot cover as many elements", hint="cut the tensor into its chunks")
+                raise WeightsError("a payload cannot cover that many elements", hint="cut the tensor into its chunks")
         self._batches = [self._batch(groups) for groups in self._device_batches()]
         on_device = {group for batch in self._batches for group in batch.groups}
         self._others = [group for group in range(len(groups)) if group not in on_device]
-        self._pool = ThreadPoolExecutor(threads)  # its threads, and what compressors they hold, begin with `encode`
+        self._pool = ThreadPoolExecutor(threads)  # threads and their compressors start with the first `encode`
 
     def streams(self, densest: float = 1.0) -> Iterator[SparseStreams | None]:
-        """Streams of each group; None where more than `densest` of its elements changed.
+        """The streams of each group; None if more than the share `densest` of its elements changed.
 
-        They are made now, for all groups, and cut into tensors for each one as these are asked for.
+        All streams are computed now. The iterator only cuts them into tensors per group.
         """
         found: dict[int, SparseStreams | None] = {
             group: reference_streams(*self._flat(group), densest) for group in self._others
@@ -119,7 +119,7 @@ class Differences:
         return (found[group] if group in found else _cut(*places[group]) for group in range(len(self._groups)))
 
     def changes(self) -> tuple[Tensor, Tensor]:
-        """Indices and new elements as integers, of a single group."""
+        """Indices and new elements as integers, for a single group."""
         if self._batches:
             return self._batches[0].changes()
         old, new = self._flat(0)
@@ -127,7 +127,7 @@ class Differences:
         return indices.to(torch.int32), new[indices]
 
     def encode(self, densest: float = DENSEST) -> list[Encoded | None]:
-        """Payloads, compressed by threads while the device goes on with the next batch."""
+        """The payloads. Threads compress them while the device computes the next batch."""
         futures: dict[int, Future[Encoded | None]] = {}
         for batch in self._batches:
             done = batch.run(densest)
@@ -140,7 +140,7 @@ class Differences:
         return [futures[group].result() for group in range(len(self._groups))]
 
     def _device_batches(self) -> Iterable[list[int]]:
-        """Groups that Triton can work on, in batches of one device and width."""
+        """The groups that Triton can process, in batches of the same device and width."""
         batches: dict[tuple[torch.device, torch.dtype], list[int]] = {}
         sizes: dict[tuple[torch.device, torch.dtype], int] = {}
         for group, pairs in enumerate(self._groups):
@@ -183,7 +183,7 @@ def _encoded(streams: list[np.ndarray] | None, changed: int) -> Encoded | None:
 
 
 def reference_streams(old: Tensor, new: Tensor, densest: float = 1.0) -> SparseStreams | None:
-    """What the kernels compute, in torch: of elements as flat integers of their width."""
+    """The kernels' computation in torch, on elements as flat integers of their width."""
     indices = torch.nonzero(old != new).flatten()
     if indices.numel() > densest * new.numel():
         return None

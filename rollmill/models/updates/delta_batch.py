@@ -1,4 +1,5 @@
-"""Launches: the streams of many payloads at once, with one wait for the number of changes and one for the sizes."""
+"""Computes the streams of many payloads at once. Waits for the device twice: for the number of changes, and for
+sizes."""
 
 from __future__ import annotations
 
@@ -14,8 +15,8 @@ from rollmill.models.triton import current
 from rollmill.models.updates import delta_triton as kernels
 
 TILE = 16384  # elements
-WORD = 8  # bytes compared at a time
-_BLOCK = 256  # changes at a time: about as many as a tile has
+WORD = 8  # bytes compared at once
+_BLOCK = 256  # changes at once: about as many as a tile has
 _PACKED = 1024  # bytes of signs
 _UNSIGNED = {1: tl.uint8, 2: tl.uint16, 4: tl.uint32}
 # rows of the table of counts
@@ -25,11 +26,11 @@ Pairs = Sequence[tuple[Tensor, Tensor]]  # base and new, as flat integers
 
 
 class Batch:
-    """Groups of chunks of one width on one device, described by tables in device memory."""
+    """Groups of chunks of the same width on one device, described by tables in device memory."""
 
     def __init__(self, groups: list[int], pairs: Sequence[Pairs]) -> None:
         self.groups = groups
-        self._pairs = pairs  # the tables hold addresses: the tensors must stay alive
+        self._pairs = pairs  # the tables hold addresses, so the tensors must stay alive
         self._bits, self._device = pairs[0][0][1].dtype, pairs[0][0][1].device
         self._sizes = np.array([sum(new.numel() for _, new in group) for group in pairs])
         rows = _tile_rows(pairs)
@@ -47,7 +48,7 @@ class Batch:
         self._starts = torch.zeros_like(self._counts)
 
     def changes(self) -> tuple[Tensor, Tensor]:
-        """Indices and new elements of all groups, one after the other."""
+        """Indices and new elements of all groups, in order."""
         with current(self._device):
             bitmap = self._flag()
             index, value, _ = self._gather(bitmap, int(self._starts[_CHANGES, -1]))
@@ -56,7 +57,7 @@ class Batch:
     def run(self, densest: float) -> DeviceStreams:
         with current(self._device):
             bitmap = self._flag()
-            # waits, since how many changes there are decides how much is allocated
+            # waits for the device: the number of changes decides how much is allocated
             changed = np.diff(self._starts[_CHANGES].index_select(0, self._payload_tiles).cpu().numpy())
             too_dense = changed > densest * self._sizes
             if too_dense.any():
@@ -65,7 +66,7 @@ class Batch:
             return self._streams(bitmap, int(changed[~too_dense].sum()), too_dense)
 
     def _flag(self) -> Tensor:
-        """A bit for each element, set where it changed."""
+        """One bit per element, set if it changed."""
         bitmap, width = self._empty(self._tiles * TILE // 32), self._bits.itemsize
         tables = self._old, self._new, self._elements, bitmap, self._counts[_CHANGES]
         if self._aligned.numel():
@@ -78,7 +79,7 @@ class Batch:
         return bitmap
 
     def _gather(self, bitmap: Tensor, total: int) -> tuple[Tensor, Tensor, Tensor]:
-        """Index, new element and kind of each change."""
+        """The index, new element and kind of each change."""
         lists = self._empty(total), self._empty(total, self._bits), self._empty(total, torch.int16)
         counts, width = self._counts, self._bits.itemsize
         kernels.gather[(self._tiles,)](
@@ -92,7 +93,7 @@ class Batch:
         self._sum(_EXCEPTIONS)
         self._sum(_LITERALS)
         signs = torch.zeros((total + 7) // 8 * 8 + 8 * len(self._pairs), dtype=torch.uint8, device=self._device)
-        # room for as many as there are changes, so that nobody has to wait for the numbers
+        # as large as the number of changes, so that nothing has to wait for the exact sizes
         exception, magnitudes = self._empty(total), self._empty(total, torch.uint8)
         literals = self._empty(total, self._bits)
         starts = self._starts
@@ -111,7 +112,7 @@ class Batch:
         return DeviceStreams(buffers, begins, self._bits.itemsize, left_out)
 
     def _gaps(self, index: Tensor, items: int, skips: int, most: int) -> Tensor:
-        """Gap bytes, at most as many as `most`, of a list whose counts are in row `items`."""
+        """The gap bytes, at most `most`, of a list whose counts are in row `items`."""
         starts, grid = self._starts[items], (self._tiles,)
         kernels.count_skips[grid](index, starts, self._first_tiles, self._counts[skips], BLOCK=_BLOCK, num_warps=4)
         self._sum(skips)
@@ -137,16 +138,17 @@ class Batch:
 
 
 class DeviceStreams:
-    """The streams of many payloads: five buffers, in each one payload after the other."""
+    """The streams of many payloads: five buffers, each with all payloads in order."""
 
     def __init__(self, buffers: Sequence[Tensor], sums: np.ndarray, width: int, left_out: np.ndarray) -> None:
-        """`sums`: rows as in the table of counts, how many of each there are before each payload, and altogether."""
+        """`sums` has the rows of the table of counts: for each payload the count before it, and at the end the
+        total."""
         self._buffers, self._left_out = buffers, left_out
         self.changed: list[int] = np.diff(sums[_CHANGES]).tolist()
         bounds = np.stack(
             [
                 sums[_CHANGES] + sums[_SKIPS],
-                (sums[_CHANGES] + 7) // 8 + np.arange(sums.shape[1]),  # as `write_exceptions` places them
+                (sums[_CHANGES] + 7) // 8 + np.arange(sums.shape[1]),  # where `write_exceptions` puts them
                 sums[_EXCEPTIONS] + sums[_EXCEPTION_SKIPS],
                 sums[_EXCEPTIONS],
                 sums[_LITERALS] * width,
@@ -163,7 +165,7 @@ class DeviceStreams:
         return tuple(buffer[a:b] for buffer, a, b in bounds)
 
     def on_host(self) -> list[list[np.ndarray] | None]:
-        """All of them as arrays on the host, moved in one go."""
+        """All streams as arrays on the host, moved in one copy."""
         sizes = self._ends[:, -1].tolist()
         pinned = torch.empty(sum(sizes), dtype=torch.uint8, pin_memory=self._buffers[0].is_cuda)
         parts = pinned.split(sizes)
@@ -182,7 +184,7 @@ class DeviceStreams:
 class _TileRows(NamedTuple):
     old: np.ndarray  # address of the first element in the base
     new: np.ndarray
-    elements: np.ndarray  # how many
+    elements: np.ndarray  # number of elements
     payload: np.ndarray
     origin: np.ndarray  # index of the first element in its payload
 
@@ -192,7 +194,7 @@ def _tile_rows(pairs: Sequence[Pairs]) -> _TileRows:
     sizes = np.array([new.numel() for _, _, new in pieces], dtype=np.int64)
     payload = np.array([payload for payload, _, _ in pieces], dtype=np.int64)
     origin = np.cumsum(sizes) - sizes
-    origin -= origin[np.searchsorted(payload, payload)]  # counted from the payload's first piece
+    origin -= origin[np.searchsorted(payload, payload)]  # relative to the payload's first chunk
     tiles = -(-sizes // TILE)
     piece = np.repeat(np.arange(len(pieces)), tiles)
     offset = (np.arange(len(piece)) - np.repeat(np.cumsum(tiles) - tiles, tiles)) * TILE

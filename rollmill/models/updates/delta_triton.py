@@ -1,17 +1,17 @@
 """Triton kernels that turn two versions of a model in device memory into the streams of coding `sparse`.
 
-A model is cut into tiles of TILE elements. A tile belongs to one payload and is one row of the tables: where its old
-and new elements are, how many, which payload, and the first element's index there. One program works on one tile.
-Counts for each tile, which are summed up between the launches, tell every program where in a stream its part begins, so
-none waits for another and the bytes are the same every time. The count of tile t is at t + 1, so that sums at t are of
-what comes before it.
+A model is cut into tiles of TILE elements. A tile belongs to one payload and is one row of the tables: the addresses of
+its old and new elements, their number, the payload, and the index of its first element in the payload. One program
+processes one tile. Counts per tile are summed between the launches, so every program knows where its part of a stream
+starts. No program waits for another, and the bytes are the same every time. The count of tile t is stored at t + 1, so
+the sum at t counts what comes before tile t.
 
-    flag              reads both versions, once, eight bytes at a time; leaves a bit for each element, set if it changed
-    gather            lists the changes in order, from the bits: index, new value, and what kind of change it is
+    flag              reads both versions once, eight bytes at a time; writes one bit per element, set if it changed
+    gather            lists the changes in order, from the bits: index, new value, kind of change
     write_exceptions  signs, and the changes that are not ±1
-    count_skips       how many bytes of 255 a tile's gaps need
-    write_gaps        the last byte of each gap; those of 255 are there already, since the buffer is filled with them
-    pack_signs        eight a byte
+    count_skips       the number of 255 bytes that a tile's gaps need
+    write_gaps        the last byte of each gap; the buffer is filled with 255 before
+    pack_signs        eight per byte
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ import triton.language as tl
 
 @triton.jit
 def popcount(bits):
-    """Set bits of each uint32."""
+    """The number of set bits of each uint32."""
     bits = bits - ((bits >> 1) & 0x55555555)
     bits = (bits & 0x33333333) + ((bits >> 2) & 0x33333333)
     bits = (bits + (bits >> 4)) & 0x0F0F0F0F
@@ -34,7 +34,7 @@ def flag(
     which, old_table, new_table, elements, bitmap, counts,
     DTYPE: tl.constexpr, LANE_BITS: tl.constexpr, LANES: tl.constexpr, TILE: tl.constexpr, ROWS: tl.constexpr,
 ):  # fmt: skip
-    """Bit e of a tile's 32-bit words: element e changed. DTYPE is a word of LANES elements of LANE_BITS bits."""
+    """Sets bit e of a tile's 32-bit words if element e changed. DTYPE is a word of LANES elements of LANE_BITS bits."""
     tile = tl.load(which + tl.program_id(0))
     old = tl.load(old_table + tile).to(tl.pointer_type(DTYPE))
     new = tl.load(new_table + tile).to(tl.pointer_type(DTYPE))
@@ -66,24 +66,24 @@ def gather(
     old_table, new_table, origins, bitmap, starts, index, value, kind, exceptions, literals,
     DTYPE: tl.constexpr, WIDTH: tl.constexpr, TILE: tl.constexpr,
 ):  # fmt: skip
-    """The changes of a tile, in order. kind: 256 if negative, plus the magnitude, or plus 0 if that is over 255."""
+    """Lists the changes of a tile in order. kind = (256 if negative) + (magnitude, or 0 if it is over 255)."""
     tile = tl.program_id(0)
     start, end = tl.load(starts + tile), tl.load(starts + tile + 1)
     old = tl.load(old_table + tile).to(tl.pointer_type(DTYPE))
     new = tl.load(new_table + tile).to(tl.pointer_type(DTYPE))
     origin = tl.load(origins + tile)
     row = tl.arange(0, TILE // 32)
-    kept = row * 0 + end > start  # not a payload that is left to others
+    kept = row * 0 + end > start  # False for a payload that is too dense
     bits = tl.load(bitmap + tile.to(tl.int64) * (TILE // 32) + row, kept, other=0).to(tl.uint32)
     count = popcount(bits)
     place = start + tl.cumsum(count, axis=0) - count
     unusual = tl.zeros([TILE // 32], dtype=tl.int32)
     escaped = tl.zeros([TILE // 32], dtype=tl.int32)
-    for step in range(0, tl.max(count, axis=0)):  # each time the lowest set bit of every word
+    for step in range(0, tl.max(count, axis=0)):  # takes the lowest set bit of every word
         lowest = bits & (0 - bits)
         bits ^= lowest
         there = lowest != 0
-        # a power of two as floating-point number has its exponent for logarithm
+        # the exponent of a power of two, as a float, is its logarithm
         bit = (lowest.to(tl.float32).to(tl.int32, bitcast=True) >> 23) - 127
         element = row * 32 + bit
         before = tl.load(old + element, there, other=0).to(tl.int32)
@@ -115,7 +115,8 @@ def write_exceptions(
     kind, value, starts, first_tiles, payloads, exception_starts, literal_starts,
     signs, exception, magnitudes, literals, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """Signs a byte each, every payload from a multiple of eight on; exceptions by their number among the changes."""
+    """Writes one byte per sign, each payload from a multiple of eight, and exceptions by their number among the
+    changes."""
     tile = tl.program_id(0)
     start, end = tl.load(starts + tile), tl.load(starts + tile + 1)
     first = tl.load(starts + tl.load(first_tiles + tile))

@@ -38,7 +38,8 @@ FORMS: Mapping[str, torch.dtype] = {
 
 
 def apply_changes(parameter: Tensor, indices: Tensor, values: Tensor) -> None:
-    """Write `values` (the parameter's dtype, integers of its width, or narrower floats) at flat `indices`, in place."""
+    """Writes `values` (of the parameter's dtype, integers of its width, or narrower floats) at flat `indices`, in
+    place."""
     bits = bits_of(parameter)
     if values.is_floating_point() and values.dtype != parameter.dtype:
         new = widened(bits_of(values), values.dtype, parameter.dtype)
@@ -93,7 +94,7 @@ def _device_change(device: torch.device) -> DeviceChange:
 
 
 def _target(name: str, parameters: Mapping[str, Tensor], tensors: Mapping[str, HostTensor]) -> Audited:
-    """A parameter and the dtype it is served as."""
+    """Returns the parameter and the dtype it is served as. Raises WeightsError if the bytes do not fit it."""
     if name not in parameters or name not in tensors:
         raise WeightsError(
             f"no parameter {name!r} here or no bytes for it",
@@ -106,12 +107,12 @@ def _target(name: str, parameters: Mapping[str, Tensor], tensors: Mapping[str, H
             f"{name} is {tuple(parameter.shape)} here and {tensor.shape} there",
             hint="the [model] section must be the one the line was trained with",
         )
-    widened(torch.empty(0, dtype=form).view(INTEGERS[form.itemsize]), form, parameter.dtype)  # says so if it cannot
+    widened(torch.empty(0, dtype=form).view(INTEGERS[form.itemsize]), form, parameter.dtype)  # raises if it cannot
     return parameter, form
 
 
 def _check(name: str, patches: Sequence[Patch], target: Audited) -> None:
-    """On a device nothing stops a write beyond the end of a tensor, so it is ruled out here."""
+    """Raises for a patch beyond the end of the tensor: on a device nothing stops such a write."""
     parameter, form = target
     for start, indices, values in patches:
         if indices.size != values.size or values.dtype.itemsize != form.itemsize or indices.dtype != np.uint32:
@@ -121,7 +122,7 @@ def _check(name: str, patches: Sequence[Patch], target: Audited) -> None:
 
 
 class Prepared:
-    """A change of parameters that is ready to happen."""
+    """A change of parameters that is ready to be applied."""
 
     def __init__(
         self, changes: Sequence[DeviceChange], audited: Mapping[str, Audited], expected: Mapping[str, int]
@@ -134,7 +135,7 @@ class Prepared:
             change.ready([audited[name] for name in part])
 
     def apply(self) -> dict[str, int]:
-        """Write, audit what is expected to have a certain audit, and wait for both. Returns these audits."""
+        """Writes, audits the parameters with an expected audit, and waits for both. Returns these audits."""
         for change in self._changes:
             change.write()
         found = [value for change in self._changes for value in change.audits()]
@@ -142,14 +143,14 @@ class Prepared:
         wrong = sorted(name for name, value in self._expected.items() if audits[name] != value)
         if wrong:
             raise WeightsError(
-                f"{len(wrong)} parameters are not the version's after an update: {', '.join(wrong[:5])}",
+                f"{len(wrong)} parameters do not match the version after an update: {', '.join(wrong[:5])}",
                 hint="they started from another version, or memory failed: copy the tensors whole",
             )
         return audits
 
 
 class DeviceChange(Protocol):
-    """Changes of the parameters of one device."""
+    """Changes to the parameters of one device."""
 
     device: torch.device
 
@@ -161,7 +162,7 @@ class DeviceChange(Protocol):
 
 
 class TorchChange:
-    """Runs anywhere, one write for each patch. On a host that is all there is to do: nothing has to be moved."""
+    """Runs on any device, with one write per patch. On the CPU nothing has to be moved before."""
 
     def __init__(self, device: torch.device) -> None:
         self.device = device
@@ -176,7 +177,7 @@ class TorchChange:
         bits = bits_of(parameter)
         for start, indices, values in patches:
             at, new = indices.astype(np.int64) + start, widened(elements(values, form), form, parameter.dtype)
-            if self.device.type == "cpu":  # numpy does much less around each write than torch
+            if self.device.type == "cpu":  # numpy has much less overhead per write than torch
                 self._writes.append(partial(bits.numpy().__setitem__, at, new.numpy()))
             else:
                 place = torch.from_numpy(at).to(self.device)
@@ -194,6 +195,6 @@ class TorchChange:
 
 
 def elements(data: np.ndarray, form: torch.dtype) -> Tensor:
-    """Bytes or integers as integers of the form's width; shares the memory where that is writable."""
+    """Bytes or integers as integers of the form's width. Shares the memory if it is writable."""
     flat = data.reshape(-1).view(f"i{form.itemsize}")
-    return torch.from_numpy(flat if flat.flags.writeable else flat.copy())  # torch wants it writable even to read
+    return torch.from_numpy(flat if flat.flags.writeable else flat.copy())  # torch needs writable memory even to read

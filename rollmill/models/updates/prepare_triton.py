@@ -21,11 +21,11 @@ from rollmill.models.updates.prepare import elements
 if TYPE_CHECKING:
     from rollmill.weights.reading.patches import Patch
 
-WHOLE_BYTES = 1 << 30  # of device memory for tensors to copy whole; what is beyond it is moved in the pause
+WHOLE_BYTES = 1 << 30  # device memory for tensors that are copied whole; what exceeds it is moved in the pause
 
 
 class _Kind(NamedTuple):
-    """Changes that one launch can write. Those of a later round may be to the same elements."""
+    """Changes that one launch can write. A later round may change the same elements again."""
 
     round: int
     form: torch.dtype
@@ -34,12 +34,13 @@ class _Kind(NamedTuple):
 
 @functools.cache
 def _stream_of(device: torch.device) -> torch.cuda.Stream | None:
-    """One for all updates: cached memory belongs to a stream, and a new one each time would keep as much again."""
+    """One stream for all updates: torch caches memory per stream, so a new stream each time would keep more and
+    more."""
     return torch.cuda.Stream(device) if device.type == "cuda" else None
 
 
 class TritonChange:
-    """Everything is moved and converted on a stream of its own, so decoding does not wait for it."""
+    """Moves and converts everything on a stream of its own, so that decoding does not wait."""
 
     def __init__(self, device: torch.device) -> None:
         self.device = device
@@ -104,7 +105,7 @@ class TritonChange:
             return found
 
     def _on_device(self, form: torch.dtype, dtype: torch.dtype, parts: Sequence[np.ndarray]) -> Tensor:
-        """Integers of the width of `form`, one part after the other, as the bits they have in `dtype`."""
+        """Elements of `form`, all parts in order, as the bits they have in `dtype`."""
         flat = [part.reshape(-1).view(f"i{form.itemsize}") for part in parts]
         bits = INTEGERS[form.itemsize]
         host = torch.empty(sum(part.size for part in flat), dtype=bits, pin_memory=self._stream is not None)
