@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Annotated, Any, Literal
 
 import pytest
+import typer
 from pydantic import Field
 from typer.testing import CliRunner
 
@@ -22,7 +23,7 @@ from rollmill.config import Config, load_config
 from rollmill.errors import ConfigError
 from rollmill.gateway.metrics import METRICS
 from rollmill.reference import find_sections, sections, setting_paths, to_toml
-from tests.test_repo import DOCUMENTS, EXAMPLES, MODULES, ROOT, example_overrides, snippets, tree
+from tests.test_repo import DOCUMENTS, EXAMPLES, MODULES, ROOT, check_command, example_overrides, snippets, tree
 
 MICRO = next(path for path in EXAMPLES if path.name == "micro.toml")
 
@@ -169,8 +170,6 @@ def named_in_messages() -> Iterator[tuple[str, str]]:
     for name, path in MODULES.items():
         for line, text in messages(tree(path)):
             yield from ((f"{name}:{line}", setting) for setting in dotted(text))
-    import typer
-
     for path, command in _commands(typer.main.get_command(app), ("rollmill",)):
         for setting in overrides(command.help or ""):
             yield " ".join(path), setting
@@ -210,6 +209,27 @@ def test_the_finder_of_settings_finds() -> None:
     )
     assert dotted(text) == ["training.lr", "gateway.port", "training.optimizer.lr"]
     assert list(overrides("rollmill train a.toml steps=3 rl.x=1")) == ["steps", "rl.x"]
+
+
+# --- help
+
+
+COMMANDS = {
+    path: command
+    for path, command in _commands(typer.main.get_command(app), ("rollmill",))
+    if not getattr(command, "commands", None)
+}
+
+
+@pytest.mark.parametrize("path", COMMANDS, ids=" ".join)
+def test_help_teaches_by_example(path: tuple[str, ...]) -> None:
+    done = CliRunner().invoke(app, [*path[1:], "--help"], env={"COLUMNS": "120"})
+    shown = [line.strip() for line in done.stdout.splitlines()]
+    examples = [line for line in COMMANDS[path].help.splitlines() if line.startswith("rollmill ")]
+    assert any(f"{line} ".startswith(f"{' '.join(path)} ") for line in examples), "its docstring has no example"
+    for example in examples:
+        assert example in shown, "an example stands on a line of its own"
+        check_command(example.split()[1:])
 
 
 # --- docs/reference

@@ -374,6 +374,17 @@ def test_paths_named_in_documents_exist(document: Path) -> None:
         assert here.exists() or any(ROOT.glob(path.rstrip("/"))), f"{path} is named but not there"
 
 
+@pytest.mark.parametrize("document", ["ARCHITECTURE.md", "README.md"])
+def test_file_trees_are_complete(document: str) -> None:
+    """ARCHITECTURE.md names every folder and root module of the package, README.md those at its top."""
+    named = set(tree_paths((ROOT / document).read_text(encoding="utf-8")))
+    folders = {path.relative_to(ROOT).as_posix() + "/" for path in PACKAGE.rglob("*") if path.is_dir()}
+    modules = {path.relative_to(ROOT).as_posix() for path in PACKAGE.glob("*.py") if path.name != "__init__.py"}
+    deepest = 99 if document == "ARCHITECTURE.md" else 2
+    wanted = {path for path in folders | modules if "__pycache__" not in path and path.count("/") <= deepest}
+    assert wanted - named == set(), f"{document} does not name them"
+
+
 def check_command(words: list[str]) -> None:
     """`rollmill a b --option`: a and b are commands, the option is one of theirs."""
     import typer

@@ -22,6 +22,11 @@ def demo(
 
     Takes a few minutes on two cores: a trainer, two engines in two regions, a gateway and isolated machines all run
     for real. The report opens in a browser.
+
+    For example:
+
+        rollmill demo
+        rollmill demo --seed 1 --name second
     """
     from rollmill.cli.config import print_config
     from rollmill.cli.train import run_to_report

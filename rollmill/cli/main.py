@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import inspect
+import re
 import sys
 from importlib import metadata
+from textwrap import dedent
 from typing import Annotated
 
 import typer
@@ -11,10 +14,24 @@ import typer
 from rollmill.cli import config, demo, doctor, evaluate, model, runs, serve, train, trajectories, weights
 from rollmill.errors import RollmillError
 
+HELP = """Train your own agent model inside your own product.
+
+Start with the demo: mid-training, RL, evaluation and a report, on this machine's CPU in a few minutes.
+
+```
+rollmill doctor                                # can this machine run it?
+rollmill demo                                  # the whole circle; leaves runs/demo/report.html
+rollmill train examples/micro.toml --dry-run   # every setting of a run of your own, explained
+rollmill train examples/micro.toml             # the run
+rollmill serve runs/micro                      # talk to the result
+```
+
+`rollmill COMMAND --help` explains each command, `rollmill config` each setting.
+"""
+
 app = typer.Typer(
     name="rollmill",
-    help="Train your own agent model inside your own product.\n\nStart with `rollmill demo`: the whole circle on this "
-    "machine's CPU in a few minutes, with a report to open in the browser.",
+    help=HELP,
     no_args_is_help=True,
     context_settings={"help_option_names": ["-h", "--help"]},
     pretty_exceptions_enable=False,
@@ -49,6 +66,19 @@ def options(
     ] = False,
 ) -> None:
     """Options of `rollmill` itself."""
+
+
+def _fence_examples(group: typer.Typer) -> None:
+    """Make fenced code of the indented examples in docstrings: typer would join their lines."""
+    for command in group.registered_commands:
+        text = inspect.cleandoc(command.help or (command.callback.__doc__ if command.callback else "") or "")
+        command.help = re.sub(r"(?m)(?:^ {4}.*(?:\n|\Z))+", lambda code: f"```\n{dedent(code[0]).strip()}\n```\n", text)
+    for below in group.registered_groups:
+        if below.typer_instance is not None:
+            _fence_examples(below.typer_instance)
+
+
+_fence_examples(app)
 
 
 def main() -> None:

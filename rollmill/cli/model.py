@@ -26,7 +26,13 @@ def get(
     ] = "bf16",
     link: Annotated[bool, typer.Option("--link", help="hard links to a directory's weights instead of copies")] = False,
 ) -> None:
-    """Put a checkpoint into a directory, checked, ready to be trained and served."""
+    """Put a checkpoint into a directory, checked, ready to be trained and served.
+
+    For example:
+
+        rollmill model get smollm2-135m
+        rollmill model get ./checkpoint --to models/mine
+    """
     from rich.console import Console
 
     from rollmill.models.get import get_model
@@ -40,7 +46,12 @@ def get(
 
 @app.command()
 def show(directory: Directory) -> None:
-    """What a checkpoint is. Names, shapes and dtypes of every tensor are checked; weights are not read."""
+    """What a checkpoint is. Names, shapes and dtypes of every tensor are checked; weights are not read.
+
+    For example:
+
+        rollmill model show models/smollm2-135m
+    """
     from rich.console import Console
 
     from rollmill.models.huggingface.convert import open_checkpoint
@@ -64,6 +75,10 @@ def upcycle(
     """Turn a dense model into a mixture of experts whose outputs start equal to the dense model's.
 
     Experts are copies and the router's weights sum to one. With noise, experts differ but still compute the same.
+
+    For example:
+
+        rollmill model upcycle models/smollm2-135m models/moe --experts 4 --per-token 2
     """
     from rich.console import Console
 

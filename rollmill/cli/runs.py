@@ -34,6 +34,10 @@ def runs(
     """List the runs: state, steps, result, age and size.
 
     The result is the solve rate on held-out tasks before and after RL.
+
+    For example:
+
+        rollmill runs
     """
     from rich.console import Console
     from rich.table import Table
@@ -55,7 +59,12 @@ def runs(
 
 
 def status(directory: Directory) -> None:
-    """Show one run: its state, the processes that use it, its figures and files."""
+    """Show one run: its state, the processes that use it, its figures and files.
+
+    For example:
+
+        rollmill status runs/demo
+    """
     from rich.console import Console
 
     from rollmill.cluster.run import RunDirectory
@@ -118,6 +127,10 @@ def stop(directory: Directory) -> None:
     """Stop everything that uses a run: its training, and what `serve` and `eval` run beside it.
 
     Nothing is lost: `rollmill train --resume RUN` continues the run.
+
+    For example:
+
+        rollmill stop runs/demo
     """
     from rollmill.cluster.run import RunDirectory
     from rollmill.cluster.state import state_of
@@ -148,6 +161,10 @@ def remove(directory: Directory, yes: Annotated[bool, typer.Option("--yes", "-y"
     """Delete a run directory with all its weights and trajectories. A run that is in use is refused.
 
     Rows in a PostgreSQL database stay.
+
+    For example:
+
+        rollmill rm runs/demo
     """
     from rollmill.cluster.run import RunDirectory
     from rollmill.cluster.state import bytes_of, state_of

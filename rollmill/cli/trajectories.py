@@ -36,7 +36,13 @@ def list_trajectories(
     limit: Annotated[int, typer.Option(min=1, help="at most so many")] = 50,
     database: Database = None,
 ) -> None:
-    """List trajectories, newest first. Tokens are sampled/all."""
+    """List trajectories, newest first. Tokens are sampled/all.
+
+    For example:
+
+        rollmill trajectories list runs/demo
+        rollmill trajectories list runs/demo --state failed
+    """
     from rich.console import Console
     from rich.table import Table
 
@@ -70,7 +76,13 @@ def show(
     database: Database = None,
     objects: Store = None,
 ) -> None:
-    """Print one trajectory to read: its conversation, which weights sampled each answer, its rewards."""
+    """Print one trajectory to read: its conversation, which weights sampled each answer, its rewards.
+
+    For example:
+
+        rollmill trajectories show ID runs/demo
+        rollmill trajectories show ID runs/demo --tokens
+    """
     from rich.console import Console
 
     from rollmill.cli import transcript

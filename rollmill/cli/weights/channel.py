@@ -20,7 +20,12 @@ Name = Annotated[str, typer.Argument(metavar="CHANNEL", help="for example live")
 
 @app.command("list")
 def list_channels(where: Where, token: Token = None) -> None:
-    """List the channels and the version each points at."""
+    """List the channels and the version each points at.
+
+    For example:
+
+        rollmill weights channel list runs/demo
+    """
     from rollmill.cli.weights import display
     from rollmill.weights import Channels
 
@@ -35,7 +40,12 @@ def list_channels(where: Where, token: Token = None) -> None:
 
 @app.command()
 def history(where: Where, name: Name, token: Token = None) -> None:
-    """Show where a channel points and where it pointed before."""
+    """Show where a channel points and where it pointed before.
+
+    For example:
+
+        rollmill weights channel history runs/demo live
+    """
     from rollmill.cli.weights import display
 
     entries = _entries(open_place(where, token), name)
@@ -56,7 +66,12 @@ def set_channel(
     line: LineOfNumber = None,
     token: Token = None,
 ) -> None:
-    """Point a channel at a version, once everything that version needs has been seen to be there."""
+    """Point a channel at a version, once everything that version needs has been seen to be there.
+
+    For example:
+
+        rollmill weights channel set runs/demo live main@7
+    """
     from rollmill.weights import Channels
 
     place = open_place(where, token)
@@ -77,6 +92,11 @@ def rollback(
     """Point a channel back at the version before its current one. That is a new entry; history stays as it is.
 
     Rolling back twice goes back two versions: one that was rolled back from is not returned to unless it is named.
+
+    For example:
+
+        rollmill weights rollback runs/demo live
+        rollmill weights rollback runs/demo live --to main@3
     """
     from rollmill.errors import WeightsError
     from rollmill.weights import Channels

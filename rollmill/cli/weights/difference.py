@@ -38,7 +38,12 @@ def diff(
     json: Json = False,
     token: Token = None,
 ) -> None:
-    """Show what changed between two versions, tensor by tensor, and what it costs to send. Both are held in memory."""
+    """Show what changed between two versions, tensor by tensor, and what it costs to send. Both are held in memory.
+
+    For example:
+
+        rollmill weights diff runs/demo main@3 main@7
+    """
     from rollmill.cli.weights import display
 
     place = open_place(where, token)

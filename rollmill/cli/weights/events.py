@@ -22,6 +22,10 @@ def events(
     A time in brackets: the version is in the region's store and no engine serves it yet. With ~, clocks disagree.
 
     With --follow a version is said again whenever more is known of it, as when another region serves it.
+
+    For example:
+
+        rollmill weights events runs/demo --follow --json
     """
     from rollmill.errors import WeightsError
     from rollmill.telemetry import EventTail

@@ -39,7 +39,12 @@ def export(
     form: Form = None,
     token: Token = None,
 ) -> None:
-    """Write a version as a Hugging Face directory: safetensors, config.json, tokenizer. All of it, or nothing."""
+    """Write a version as a Hugging Face directory: safetensors, config.json, tokenizer. All of it, or nothing.
+
+    For example:
+
+        rollmill weights export runs/demo main@7 out
+    """
     from rollmill.cli.weights import display
     from rollmill.weights.files.companions import companions_of
     from rollmill.weights.files.exchange import export_directory
@@ -78,7 +83,12 @@ def import_(
     convert: Annotated[bool, typer.Option("--convert", help="round what does not fit the form exactly")] = False,
     token: Token = None,
 ) -> None:
-    """Bring a Hugging Face directory in as version 0 of a new line. Nothing in it is executed or believed unchecked."""
+    """Bring a Hugging Face directory in as version 0 of a new line. Nothing in it is executed or believed unchecked.
+
+    For example:
+
+        rollmill weights import out runs/demo --line base
+    """
     from rollmill.cli.weights import display
     from rollmill.weights.files.directory import read_companions, weight_files
     from rollmill.weights.files.exchange import check_export, import_directory, publish_import

@@ -32,6 +32,10 @@ def gc(
 
     The head, what channels point at and what engines hold by lease always stay, and so do the deltas on the way there
     from the nearest snapshot.
+
+    For example:
+
+        rollmill weights gc runs/demo --keep 20 --dry-run
     """
     from rollmill.cli.weights import display
     from rollmill.errors import WeightsError
@@ -139,6 +143,10 @@ def mirror(
     """Keep a region's store up to date: copy versions and channels as they appear, make anchors, remove what is old.
 
     Deltas cross once for all engines of the region, which read TARGET alone. Ctrl-C stops it; so may a power cut.
+
+    For example:
+
+        rollmill weights mirror http://home:8000 /data/store --channel live
     """
     from rollmill.cli.weights.keeping import ToldKeeper, keep_region
     from rollmill.telemetry import open_events

@@ -38,6 +38,11 @@ def log(where: Where, line: Line = None, form: Forms = None, token: Token = None
 
     Kind "both": a snapshot with a delta beside it. Ratio: all bytes over what an engine one version behind fetches. A
     time in brackets: stored, not served yet.
+
+    For example:
+
+        rollmill weights log runs/demo
+        rollmill weights log runs/demo --line main
     """
     from rollmill.cli.weights.display import console, labelled
 
@@ -63,7 +68,12 @@ def show(
     json: Json = False,
     token: Token = None,
 ) -> None:
-    """Show one version: where it comes from, what it consists of, and which tensors its delta is about."""
+    """Show one version: where it comes from, what it consists of, and which tensors its delta is about.
+
+    For example:
+
+        rollmill weights show runs/demo main@7
+    """
     from rollmill.cli.weights import display
 
     place = open_place(where, token)
@@ -80,7 +90,12 @@ def show(
 
 def verify(where: Where, line: Line = None, form: Forms = None, token: Token = None) -> None:
     """Read every version, every anchor and what lies beside them back, and check every digest. Exits with 1 when
-    something is wrong."""
+    something is wrong.
+
+    For example:
+
+        rollmill weights verify runs/demo
+    """
     from rollmill.cli.weights import display
 
     store = open_place(where, token).store
