@@ -1,4 +1,4 @@
-"""`rollmill demo`: the whole circle on a laptop's CPU."""
+"""`rollmill demo`: mid-training, RL and evaluation on a laptop's CPU."""
 
 from __future__ import annotations
 
@@ -18,9 +18,9 @@ def demo(
     ] = False,
     root: Annotated[Path, typer.Option(help="the directory that holds the runs")] = Path("runs"),
 ) -> None:
-    """Mid-train a small mixture of experts, reinforce it on coding tasks, and report what it learned.
+    """Mid-train a small mixture of experts, train it with RL on coding tasks, and report what it learned.
 
-    Takes a few minutes on two cores: a trainer, two engines in two regions, a gateway and isolated machines all run
+    Takes a few minutes on two cores. A trainer, two engines in two regions, a gateway and isolated machines all run
     for real. The report opens in a browser.
 
     For example:

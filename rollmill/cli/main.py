@@ -1,4 +1,4 @@
-"""The `rollmill` command. Wiring only: a command lives in a module of its own and imports what it needs when called."""
+"""The `rollmill` command. Wiring only: each command has its own module, which imports what it needs when called."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
-"""Live progress of a run, read from its events: a display that redraws in a terminal, a line now and then elsewhere.
+"""Live progress of a run, read from its events: a display that redraws in a terminal, lines elsewhere.
 
-`Progress` only looks: the run goes on the same without it. Events fold into a `State`; drawing reads nothing else.
+`Progress` only reads: the run does not need it. Events are folded into a `State`, and drawing reads nothing else.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from rich.text import Text
 from rollmill.telemetry import EventTail
 
 LINE_EVERY = 5.0  # seconds between plain lines
-FRESH = 5.0  # seconds after which an engine's speed no longer describes it
+FRESH = 5.0  # seconds for which a reported speed is shown
 SPARKS = "▁▂▃▄▅▆▇█"
 SPLITS = {"heldout": "held out", "fresh": "fresh held out", "heldout_family": "held-out family"}
 
@@ -36,7 +36,7 @@ class Phase:
     end: float | None = None
     done: int = 0
     total: int | None = None
-    first: tuple[float, int] | None = None  # when counting began and at what: the pace is measured from there
+    first: tuple[float, int] | None = None  # (time, count) of the first count: the pace is measured from there
 
     def count(self, done: int, total: int | None, at: float) -> None:
         self.first = self.first or (at, done)
@@ -46,7 +46,7 @@ class Phase:
         return 0.0 if self.start is None else max(0.0, (self.end or now) - self.start)
 
     def seconds_left(self, now: float) -> float | None:
-        """At the pace so far; None while there is no pace yet."""
+        """At the pace so far; None before there is a pace."""
         if not self.total or self.first is None or self.done <= self.first[1]:
             return None
         pace = (now - self.first[0]) / (self.done - self.first[1])
@@ -57,15 +57,15 @@ class Phase:
 class Engine:
     version: int | None = None
     tokens_per_s: float = 0.0
-    at: float = 0.0  # of the last figure
+    at: float = 0.0  # when the speed was reported
 
 
 @dataclass
 class State:
-    """What the events so far say."""
+    """What the events so far add up to."""
 
     phases: list[Phase]
-    step: dict[str, Any] = field(default_factory=dict)  # the newest step event, of reinforcement or mid-training
+    step: dict[str, Any] = field(default_factory=dict)  # the newest event of kind step or midtrain_step
     solve_rates: deque[float] = field(default_factory=lambda: deque(maxlen=32))
     engines: dict[str, Engine] = field(default_factory=dict)
     evals: dict[str, list[dict[str, Any]]] = field(default_factory=dict)  # by phase
@@ -123,14 +123,14 @@ class State:
 
     def _on_restart(self, event: dict[str, Any]) -> None:
         self.restarts += 1
-        self.warning = f"{event.get('target')} was started again (exit code {event.get('exit_code')})"
+        self.warning = f"{event.get('target')} was restarted (exit code {event.get('exit_code')})"
 
     def _on_warning(self, event: dict[str, Any]) -> None:
         self.warning = str(event.get("text"))
 
 
 class Progress:
-    """Shows how far a run is. Call `update()` a few times a second; it never blocks on the run."""
+    """Shows how far a run is. Call `update()` a few times per second; it never blocks."""
 
     def __init__(self, events_dir: Path, phases: list[str], title: str, console: Console | None = None) -> None:
         self._tail = EventTail(events_dir)
@@ -173,7 +173,7 @@ class Progress:
             self._print(now, plain_line(self._state, now))
 
     def _say(self, event: dict[str, Any]) -> None:
-        """What a log should have the moment it happens."""
+        """Print a line for an event that a log should show at once."""
         if event["kind"] == "phase":
             phase = next(phase for phase in self._state.phases if phase.name == str(event.get("phase")))
             ended = event.get("state") != "start"
@@ -207,7 +207,7 @@ def describe_eval(event: dict[str, Any]) -> str:
 
 
 def facts(state: State, now: float) -> list[tuple[str, str]]:
-    """Names and values of the current phase's figures, most telling first."""
+    """Names and values of the current phase's figures, most important first."""
     step, found = state.step, []
     if "reward_mean" in step:
         found.append(("reward", f"{float(step['reward_mean'] or 0.0):.2f}"))
@@ -272,7 +272,7 @@ def _phases(state: State, now: float, failed: bool) -> Table:
 
 
 def _result(state: State, phase: Phase) -> str:
-    """What an evaluation phase found, beside it."""
+    """The results of an evaluation phase."""
     words = []
     for event in state.evals.get(phase.name, []):
         greedy = ", greedy" if event.get("mode") == "greedy" else ""
@@ -313,5 +313,5 @@ def _figures(state: State, now: float) -> Table:
 
 
 def _sparkline(values: deque[float]) -> str:
-    """Shares of one: the same height always means the same rate."""
+    """Values from 0 to 1; each height stands for a fixed value."""
     return "".join(SPARKS[min(len(SPARKS) - 1, max(0, int(value * len(SPARKS))))] for value in values)

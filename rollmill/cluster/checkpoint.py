@@ -1,7 +1,7 @@
-"""A run that starts from a checkpoint: everything wrong with it is said before the run begins, and then it is imported.
+"""Checks a checkpoint before a run begins, and imports it when the run starts.
 
-The weights become version 0 of the line `RunConfig.checkpoint_line`; config.json and tokenizer are kept beside them and
-leave with every version that descends from it (`rollmill weights export`). After that nothing reads the checkpoint.
+The weights become version 0 of the line `RunConfig.checkpoint_line`. config.json and tokenizer are kept beside them:
+`rollmill weights export` writes them with every version that descends from it. Then nothing reads the checkpoint.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ def check_here(config: RunConfig) -> None:
 
 
 def check_checkpoint(config: RunConfig) -> HuggingFaceModel:
-    """Names, shapes and dtypes of all weights, and that text can be turned into tokens. No weight is read."""
+    """Check names, shapes and dtypes of all weights, and that the tokenizer works. Reads no weight."""
     from rollmill.models.huggingface.convert import open_checkpoint  # torch
 
     assert config.checkpoint is not None
@@ -45,7 +45,7 @@ def check_checkpoint(config: RunConfig) -> HuggingFaceModel:
     if model.model_copy(update={"max_context": config.model.max_context}) != config.model:
         raise ConfigError(
             f"[model] is not what the config.json of {directory} describes",
-            hint="with `checkpoint`, [model] may hold max_context alone",
+            hint="with `checkpoint`, [model] may only set max_context",
         )
     if not (directory / TOKENIZER).is_file():
         raise ConfigError(
@@ -55,16 +55,16 @@ def check_checkpoint(config: RunConfig) -> HuggingFaceModel:
     tokenizer = Tokenizer.load(directory / TOKENIZER)
     if tokenizer.vocab_size > model.vocab_size:
         raise ConfigError(
-            f"the tokenizer of {directory} has {tokenizer.vocab_size} tokens, and its model {model.vocab_size}",
-            hint=f"{TOKENIZER} and weights must be of the same checkpoint; download or copy it again",
+            f"the tokenizer of {directory} has {tokenizer.vocab_size} tokens, but its model only {model.vocab_size}",
+            hint=f"{TOKENIZER} and weights must come from the same checkpoint; download or copy it again",
         )
     format_of(tokenizer)
     return checkpoint
 
 
 def import_checkpoint(config: RunConfig, weights: WeightStore) -> Version:
-    """Version 0 of the checkpoint's line, imported unless it is there. What lies beside it is kept before it: once the
-    version is there, everything is, and the checkpoint may be gone."""
+    """Import the checkpoint as version 0 of its line, unless it is there. The files beside the weights are kept first:
+    once the version exists, nothing of the checkpoint is needed any more."""
     from rollmill.models.huggingface.served import FORM, served_companions, served_tensors  # torch
 
     version = Version(config.checkpoint_line, 0)

@@ -132,12 +132,15 @@ class LocalCluster:
 
 @contextlib.contextmanager
 def terminable() -> Iterator[None]:
-    """SIGTERM raises KeyboardInterrupt, as Ctrl-C does: a supervisor that is asked to stop stops its roles in order."""
-    previous = signal.signal(signal.SIGTERM, signal.default_int_handler)
+    """SIGTERM raises KeyboardInterrupt as Ctrl-C does, so that a supervisor which is asked to stop stops its roles in
+    order. SIGINT does so too where a shell started the supervisor in the background, with SIGINT ignored."""
+    asked = (signal.SIGTERM, signal.SIGINT)
+    previous = [signal.signal(number, signal.default_int_handler) for number in asked]
     try:
         yield
     finally:
-        signal.signal(signal.SIGTERM, previous)
+        for number, handler in zip(asked, previous, strict=True):
+            signal.signal(number, handler)
 
 
 def _end_all(processes: Sequence[subprocess.Popen[bytes]]) -> tuple[int, int]:

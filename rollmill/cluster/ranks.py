@@ -1,8 +1,8 @@
-"""The ranks of a trainer: started here, or from outside, by torchrun on one machine or several.
+"""The ranks of a trainer: started by the supervisor, or by torchrun on one machine or several.
 
-Either way a rank learns who it is from RANK, WORLD_SIZE, LOCAL_RANK, MASTER_ADDR and MASTER_PORT. Started from outside,
-each rank runs `rollmill train`: the first drives the run, the others follow with their part of the training, and when
-one dies all end, for whoever started them to start them again. docs/ranks.md has the command.
+Either way a rank reads RANK, WORLD_SIZE, LOCAL_RANK, MASTER_ADDR and MASTER_PORT. Under torchrun each rank runs
+`rollmill train`: rank 0 drives the run, the others do their part of the training. When one dies, all exit, and torchrun
+restarts them. docs/ranks.md has the command.
 """
 
 from __future__ import annotations
@@ -13,11 +13,11 @@ from pathlib import Path
 
 from rollmill.cluster.run import RunConfig, RunDirectory, free_ports
 
-PATIENCE_S = 60.0  # for the first rank to create the run
+PATIENCE_S = 60.0  # for rank 0 to create the run
 
 
 def outside_world() -> bool:
-    """Whether this process was started as one of several ranks."""
+    """Whether torchrun started this process as one of several ranks."""
     return int(os.environ.get("WORLD_SIZE", "1")) > 1
 
 
@@ -26,8 +26,7 @@ def outside_rank() -> int:
 
 
 def begin_run(root: Path, config: RunConfig) -> RunDirectory:
-    """The run's directory: created, or of ranks that were started from outside created by the first of them. When those
-    are started again, it is there already."""
+    """Create the run directory. Under torchrun rank 0 creates it, the others wait; after a restart it exists."""
     if outside_rank() == 0 and int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")) == 0:
         return RunDirectory.create(root, config)
     deadline = time.monotonic() + PATIENCE_S
@@ -37,7 +36,8 @@ def begin_run(root: Path, config: RunConfig) -> RunDirectory:
 
 
 def places(ranks: int) -> list[dict[str, str]]:
-    """What torchrun would tell each of the ranks. Nothing for a single one: it is alone, or was told from outside."""
+    """The environment variables of each rank, as torchrun sets them. None for a single rank: it is alone, or torchrun
+    has set them."""
     if ranks == 1:
         return [{}]
     [port] = free_ports(1)
@@ -47,5 +47,5 @@ def places(ranks: int) -> list[dict[str, str]]:
 
 
 def rank_name(role: str, rank: int) -> str:
-    """What a rank of a role calls its log."""
+    """The name of a rank's log."""
     return f"{role}-rank{rank}" if rank else role

@@ -42,7 +42,7 @@ from rollmill.training.config import MidtrainConfig, RLConfig, TrainingConfig
 
 HOME = "home"
 PORTS = range(10_000, 32_768)
-# names of runs, lines and regions become names of directories, objects and processes
+# names of runs, lines and regions are used as names of directories, objects and processes
 NAME = r"^[a-z0-9][a-z0-9_-]{0,62}$"
 SECRETS = ("admin_token", "store_token", "engine_token", "production_key")
 SERVICE = "service.json"
@@ -122,7 +122,7 @@ class RunConfig(Config):
 
     @classmethod
     def derive(cls, tree: Any) -> Any:
-        """Fill [model] in from the checkpoint. A run's own file has all of it, and its checkpoint may be gone."""
+        """Fill in [model] from the checkpoint. run.json has all of [model]: then no checkpoint is read."""
         if not isinstance(tree, dict) or not isinstance(tree.get("checkpoint"), str):
             return tree
         given = tree.get("model", {})
@@ -167,12 +167,12 @@ class RunConfig(Config):
 
     @property
     def base_line(self) -> str:
-        """The line RL starts from: what mid-training writes, or the checkpoint itself."""
+        """The line RL starts from: the one mid-training writes, or that of the checkpoint."""
         return f"{self.line}-base" if self.midtrain else self.checkpoint_line
 
     @property
     def base_form(self) -> str:
-        """What the base line is published as. A checkpoint is imported as it is, whatever the run serves."""
+        """The form of the base line. A checkpoint is imported as bf16, whatever form the run serves."""
         return self.form if self.midtrain else "bf16"
 
     @property
@@ -243,7 +243,7 @@ class RunDirectory:
         return replace(self, path=path, ports=ports, host=host, run=self)
 
     def _create(self) -> None:
-        """Write run.json, which must not exist yet: it appears whole or not at all, and only its owner can read it."""
+        """Write run.json, which must not exist yet. It appears whole or not at all, and only its owner can read it."""
         body = {
             "id": self.id,
             "config": self.config.model_dump(mode="json"),
@@ -261,7 +261,7 @@ class RunDirectory:
         except FileExistsError:
             raise ConfigError(
                 f"{self.path} already holds a run",
-                hint=f"`rollmill train --resume {self.path}` goes on with it; another `name` starts a new one",
+                hint=f"`rollmill train --resume {self.path}` continues it; another `name` starts a new one",
             ) from None
         except OSError as error:
             raise ConfigError(f"{self.path} cannot be written: {error.strerror}") from None
@@ -318,15 +318,15 @@ def _secret(saved: dict[str, Any], name: str) -> str:
 
 
 def _model_of(directory: Path, given: dict[str, Any]) -> dict[str, Any]:
-    """The [model] of a checkpoint, its context made as short as asked for."""
+    """The [model] of a checkpoint, with `max_context` as given."""
     from rollmill.models.huggingface.config import config_from_huggingface
     from rollmill.models.huggingface.files import CONFIG, read_json
 
     strange = sorted(given.keys() - {"max_context"})
     if strange:
         raise ConfigError(
-            f"model.{strange[0]} is given, and the checkpoint {directory} says it already",
-            hint="with `checkpoint`, [model] may hold max_context alone",
+            f"model.{strange[0]} is set, but the checkpoint {directory} decides it",
+            hint="with `checkpoint`, [model] may only set max_context",
         )
     if not directory.is_dir():
         raise ConfigError(
@@ -337,16 +337,16 @@ def _model_of(directory: Path, given: dict[str, Any]) -> dict[str, Any]:
     wanted = given.get("max_context", longest)
     if isinstance(wanted, int) and wanted > longest:
         raise ConfigError(
-            f"model.max_context is {wanted}, and the checkpoint {directory} was made for {longest}",
-            hint="it can be made shorter, not longer",
+            f"model.max_context is {wanted}, but the checkpoint {directory} supports at most {longest}",
+            hint="set it to less, or leave it out",
         )
     return {**model, "max_context": wanted}
 
 
 def free_ports(count: int) -> list[int]:
-    """Ports nobody listens on now. They are kept for the life of the run, so a restarted process keeps its address.
+    """Ports that nobody listens on now. A run keeps them, so a restarted process has the same address.
 
-    They lie below the range that the kernel gives to outgoing connections, so that no client takes one meanwhile.
+    They are below the range that the kernel uses for outgoing connections, so that no client takes one meanwhile.
     """
     found: list[int] = []
     while len(found) < count:

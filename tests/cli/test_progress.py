@@ -57,7 +57,7 @@ def test_a_finished_run_has_all_phases_ticked_and_names_its_restarts() -> None:
     state, now = folded()
     shown = screen(state, now)
     assert shown.count("✓") == len(PHASES) and "left" not in shown
-    assert "held out 87 %" in shown and "engine-away was started again" in shown
+    assert "held out 87 %" in shown and "engine-away was restarted" in shown
     assert plain_line(state, now) == "waiting"
 
 
@@ -113,7 +113,7 @@ def test_a_log_gets_lines_as_things_happen(tmp_path: Path) -> None:
     assert text.startswith("rollmill · demo\n") and "\x1b" not in text
     for name in PHASES:
         assert f"{name}: started" in text and f"{name}: done in 0:0" in text
-    assert "after: held-out family, sampled: 76.2 % solved" in text and "engine-away was started again" in text
+    assert "after: held-out family, sampled: 76.2 % solved" in text and "engine-away was restarted" in text
 
 
 def test_a_terminal_is_redrawn_in_place_and_left_clean(tmp_path: Path) -> None:

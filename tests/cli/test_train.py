@@ -47,11 +47,21 @@ def test_the_demo_as_a_dry_run(rollmill: Callable[..., Told], tmp_path: Path) ->
 
 def test_wrong_settings(rollmill: Callable[..., Told], tmp_path: Path) -> None:
     assert refused(rollmill("train", MICRO, "stepps=3"), "unknown key 'stepps'; did you mean 'steps'?", "")
-    assert refused(rollmill("train", MICRO, "steps"), "'steps' is not of the form key.path=value", "training.lr")
+    told = rollmill("train", MICRO, "steps")
+    assert refused(told, "'steps' is not of the form key.path=value", "for example ")
+    example = told.err.rpartition("for example ")[2].strip()  # a setting that exists
+    assert rollmill("train", MICRO, example, "--dry-run").code == 0
     assert refused(rollmill("train", MICRO, "steps=few"), "steps: Input should be a valid integer", "")
     (tmp_path / "broken.toml").write_text("steps = [")
     assert refused(rollmill("train", "broken.toml"), "not valid TOML", "")
     assert not (tmp_path / "runs").exists()
+
+
+def test_a_device_that_is_not_there(rollmill: Callable[..., Told], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("torch.cuda.is_available", lambda: False)
+    for arguments in ((), ("--dry-run",)):
+        assert refused(rollmill("train", MICRO, "device=cuda", *arguments), "finds no CUDA device", "rollmill doctor")
+    assert not Path("runs").exists()
 
 
 def test_a_name_that_is_taken(rollmill: Callable[..., Told], tmp_path: Path) -> None:
@@ -91,7 +101,9 @@ def test_a_bad_checkpoint_is_refused_before_anything_is_made(rollmill: Callable[
     tree = tomllib.loads(rollmill("train", "mine.toml", "--dry-run").out)
     assert (tree["model"]["layers"], tree["model"]["vocab_size"]) == (2, 300) and "midtrain" not in tree
     Path("model/tokenizer.json").unlink()
-    assert refused(rollmill("train", "mine.toml"), "has no tokenizer.json", "save_pretrained")
+    for arguments in ((), ("--dry-run",)):  # a dry run checks the same
+        assert refused(rollmill("train", "mine.toml", *arguments), "has no tokenizer.json", "save_pretrained")
     Path("model/model.safetensors").unlink()
-    assert refused(rollmill("train", "mine.toml"), "neither model.safetensors nor", "")
+    for arguments in ((), ("--dry-run",)):
+        assert refused(rollmill("train", "mine.toml", *arguments), "no safetensors files", "")
     assert not (tmp_path / "runs").exists()

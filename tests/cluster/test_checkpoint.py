@@ -81,8 +81,8 @@ def test_a_run_is_opened_when_its_checkpoint_is_gone(checkpoint: Path, tmp_path:
 @pytest.mark.parametrize(
     ("overrides", "complaint"),
     [
-        (("model.width=64",), r"model\.width is given[\s\S]*max_context alone"),
-        (("model.max_context=513",), r"max_context is 513.*made for 512[\s\S]*shorter, not longer"),
+        (("model.width=64",), r"model\.width is set[\s\S]*may only set max_context"),
+        (("model.max_context=513",), r"max_context is 513.*at most 512[\s\S]*set it to less"),
         (("model.max_context=long",), r"model\.max_context: Input should be a valid integer"),
         (("model.max_context=0",), r"model\.max_context: Input should be greater than 0"),
     ],
@@ -154,7 +154,7 @@ def unknown_format(checkpoint: Path) -> None:
         (drop_weights, r"no safetensors files in"),
         (drop_a_shard, r"lacks 1 of 2 shards: model-00002-of-00002\.safetensors"),
         (reshape, r"model\.norm\.weight is \[31\], and \[32\] by config\.json"),
-        (grow_tokenizer, r"tokenizer .* has 320 tokens, and its model 300"),
+        (grow_tokenizer, r"tokenizer .* has 320 tokens, but its model only 300"),
         (unknown_format, r"no chat format that is known[\s\S]*ChatML"),
     ],
 )

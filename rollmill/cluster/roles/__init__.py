@@ -1,5 +1,5 @@
-"""What each process of a run does: open the stores, put the parts together, run. Wiring only.
+"""What each role process of a run does: open the stores, connect the parts, run. Wiring only.
 
-A module a role, each with one `main(run, …)`; a process imports only its own, so a gateway never loads torch and a
+One module per role, each with one `main(run, …)`. A process imports only its own module: a gateway never loads torch, a
 trainer never loads a web server.
 """

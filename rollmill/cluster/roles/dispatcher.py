@@ -1,4 +1,4 @@
-"""Evaluate the starting point, run every group of the run, evaluate what came of it."""
+"""Evaluates version 0, runs every group of the run, evaluates the last version."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ from rollmill.trajectories.store import TrajectoryStore
 from rollmill.types import Version
 
 COMMIT_POLL_S = 0.1
-# A large model takes its time to be published and loaded; that trainer and engines are alive, the supervisor watches.
+# Publishing and loading a large model takes long. The supervisor notices when trainer or engines die meanwhile.
 START_PATIENCE_S = 3600.0
 
 
@@ -59,12 +59,12 @@ async def _dispatch(run: RunDirectory) -> None:
 
 
 async def _until_committed(ledger: Ledger, step: int) -> None:
-    while await asyncio.to_thread(ledger.committed) < step:  # noqa: ASYNC110  another process commits: only asking tells
+    while await asyncio.to_thread(ledger.committed) < step:  # noqa: ASYNC110  another process commits
         await asyncio.sleep(COMMIT_POLL_S)
 
 
 async def _evaluate_once(run: RunDirectory, context: RolloutContext, label: str, version: int) -> None:
-    """An evaluation that is recorded is not repeated when the run is resumed."""
+    """Evaluate and record the results, unless they are recorded already."""
     key = f"evals/{run.id}/{label}.json"
     if context.objects.head(key) is not None:
         return

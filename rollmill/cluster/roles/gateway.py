@@ -1,4 +1,4 @@
-"""The one door to the engines."""
+"""The gateway: all clients reach the engines through it."""
 
 from __future__ import annotations
 

@@ -1,5 +1,6 @@
-"""Make the base line, which RL starts from: import the checkpoint or begin with random weights, then mid-train to the
-last step. What is there already is not made again."""
+"""Makes the base line, which RL starts from: imports the checkpoint or draws random weights, then mid-trains.
+
+Skips what is already there."""
 
 from __future__ import annotations
 
@@ -44,7 +45,7 @@ def main(run: RunDirectory) -> None:
 
 
 def _prepare(run: RunDirectory, weights: WeightStore) -> Version | None:
-    """Tokenizer, and the imported version if the run has a checkpoint."""
+    """Make the tokenizer. Import the checkpoint, if the run has one, and return its version."""
     config = run.config
     if config.checkpoint is None:
         make_tokenizer(run, weights.objects)
@@ -91,7 +92,7 @@ def make_tokenizer(run: RunDirectory, objects: Objects) -> None:
     """Learn the vocabulary once, and keep it beside the weights with the files that describe the model."""
     line, config = run.config.base_line, run.config
     kept = kept_companions(objects, line)
-    if TOKENIZER not in kept:  # a start that was cut short may have left the rest
+    if TOKENIZER not in kept:  # an interrupted start may have kept only some files
         demo_tokenizer(config.model.vocab_size).save(run.tokenizer)
         kept = {**_model_files(config.model, run.tokenizer), TOKENIZER: run.tokenizer.read_bytes()}
     keep_companions(objects, line, kept)

@@ -1,4 +1,4 @@
-"""Serve the home store over HTTP, read-only, for the other regions."""
+"""Serves the home store over HTTP, read-only, to the other regions."""
 
 from __future__ import annotations
 

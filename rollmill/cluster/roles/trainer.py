@@ -1,4 +1,4 @@
-"""Reinforce the line, from the newest version of the base line, until its last step is committed."""
+"""Trains the line with RL, from the newest version of the base line, until the last step is committed."""
 
 from __future__ import annotations
 
