@@ -19,14 +19,14 @@ HELP = """Train your own agent model inside your own product.
 Start with the demo: mid-training, RL, evaluation and a report, on this machine's CPU in a few minutes.
 
 ```
-rollmill doctor                                # can this machine run it?
-rollmill demo                                  # the whole circle; leaves runs/demo/report.html
-rollmill train examples/micro.toml --dry-run   # every setting of a run of your own, explained
-rollmill train examples/micro.toml             # the run
-rollmill serve runs/micro                      # talk to the result
+rollmill doctor                               # can this machine run it?
+rollmill demo                                 # leaves runs/demo/report.html
+rollmill train examples/micro.toml --dry-run  # the settings, explained
+rollmill train examples/micro.toml            # a run of your own
+rollmill serve runs/micro                     # talk to the result
 ```
 
-`rollmill COMMAND --help` explains each command, `rollmill config` each setting.
+`--help` after a command explains it, and `rollmill config` explains the settings.
 """
 
 app = typer.Typer(
