@@ -1,14 +1,14 @@
 """From trajectories to packed micro-batches. Each segment is one sequence; each sampled token is a target once.
 
-A segment and what becomes of it (T tool result; the last answer was sampled by weights that are over the bound):
+An example (P prompt, A answer, T tool result; the last answer was sampled by weights over the staleness bound):
 
     tokens      [P0 P1 P2 | A3 A4 | T5 | A6 A7]
-    targets      A3 A4                            the ones to learn from: sampled, fresh enough, reconstructible
+    targets      A3 A4                            tokens to train on: sampled, fresh enough, reconstructible
     rows         P2 A3                            the input that predicts each target
-    inputs      [P0 P1 P2 | A3]                   nothing after the last row is worth computing
+    inputs      [P0 P1 P2 | A3]                   inputs after the last row are not computed
 
-Sampled tokens that are no targets are counted by reason. A child segment repeats the tokens it shares with its parent
-by value; they are marked as not sampled there, so they are context and nothing is learnt from them twice.
+Sampled tokens that are not targets are counted by reason. A child segment repeats the tokens it shares with its parent
+by value. They are marked as not sampled there: they are context, and no token is trained on twice.
 """
 
 from __future__ import annotations
@@ -35,18 +35,18 @@ NO_CONTEXT = "the first token of a segment, which nothing predicts"
 
 @dataclass(frozen=True)
 class SampledFacts:
-    """What the engine recorded of each target and what the step makes of it; all arrays are [M]."""
+    """What the engine recorded about each target, and what the step adds; all arrays are [M]."""
 
     logprobs: np.ndarray  # float32, the engine's own
     temperatures: np.ndarray  # float32
     advantages: np.ndarray  # float32
     staleness: np.ndarray  # int64, in versions
-    trajectory: np.ndarray  # int64, which of the step's trajectories it is of
+    trajectory: np.ndarray  # int64, index of its trajectory in the step
 
 
 @dataclass(frozen=True)
 class PackedSequence:
-    """One context with its targets, ready to be laid end to end with others."""
+    """One context with its targets, ready to be packed with others."""
 
     tokens: np.ndarray  # int64 [T] inputs
     rows: np.ndarray  # int64 [M] which input predicts the target
@@ -58,7 +58,7 @@ class PackedSequence:
 
 @dataclass(frozen=True)
 class MicroBatch:
-    """Sequences laid end to end: N inputs, M targets."""
+    """Packed sequences: N inputs, M targets."""
 
     tokens_N: Tensor  # int64
     positions_N: Tensor  # int64, from 0 in each sequence
@@ -72,7 +72,7 @@ class MicroBatch:
 
 @dataclass(frozen=True)
 class TokenRule:
-    """Which sampled tokens a step may learn from. `base` is the number of the version it trains from."""
+    """Which sampled tokens a step may train on. `base` is the number of the version it trains from."""
 
     lineage: Lineage
     base: int
@@ -82,7 +82,7 @@ class TokenRule:
 def segment_sequence(
     segment: Segment, advantage: float, rule: TokenRule, masked: Counter[str], trajectory: int = 0
 ) -> PackedSequence | None:
-    """The sequence of a segment, or None if no token of it may be learnt from; `masked` counts those by reason."""
+    """The sequence of a segment, or None if it has no token to train on. Counts the others in `masked`, by reason."""
     staleness_T = np.where(segment.sampled, _policy_ages(segment, rule)[segment.policy], 0)
     temperatures_T, learn_T = _reconstructible(segment, masked)
     foreign_T = learn_T & (staleness_T == _UNRELATED)
@@ -121,7 +121,7 @@ def _policy_ages(segment: Segment, rule: TokenRule) -> np.ndarray:
 
 
 def _reconstructible(segment: Segment, masked: Counter[str]) -> tuple[np.ndarray, np.ndarray]:
-    """Temperatures [T] and which sampled tokens [T] have a distribution the trainer can compute again."""
+    """Temperatures [T], and which sampled tokens [T] have a distribution that the trainer can recompute."""
     temperatures_T = np.ones(len(segment.tokens), np.float32)
     learn_T = segment.sampled.copy()
     for span in segment.spans:
@@ -139,7 +139,7 @@ def _reconstructible(segment: Segment, masked: Counter[str]) -> tuple[np.ndarray
 
 
 def check_fits(segments: Iterable[Segment], model: ModelConfig) -> None:
-    """TrajectoryError if this model could not have produced them: payloads may come from anywhere."""
+    """Raises TrajectoryError if this model cannot have produced them: payloads may come from anywhere."""
     for segment in segments:
         if len(segment.tokens) > model.max_context:
             raise TrajectoryError(f"a segment of {len(segment.tokens)} tokens for a context of {model.max_context}")
@@ -161,9 +161,9 @@ def _check_routes(routes: np.ndarray, model: ModelConfig) -> None:
 
 
 def pack(sequences: Iterable[PackedSequence], budget: int) -> list[MicroBatch]:
-    """Lay sequences end to end, at most `budget` tokens a micro-batch (a longer sequence gets one to itself).
+    """Pack sequences into micro-batches of at most `budget` tokens (a longer sequence gets its own).
 
-    Longest first: sequences of like length share a micro-batch, which is what padded attention wants. The sort is
+    Longest first: sequences of similar length share a micro-batch, which wastes least in padded attention. The sort is
     stable, so the same sequences in the same order give the same micro-batches, bit for bit.
     """
     batches: list[list[PackedSequence]] = []
@@ -194,7 +194,7 @@ def _concatenate(batch: Sequence[PackedSequence]) -> MicroBatch:
 
 
 def _concatenate_routes(batch: Sequence[PackedSequence], parts: Sequence[np.ndarray | None]) -> np.ndarray | None:
-    """Rows of sequences without routes are zeros: not valid, so the live router decides there."""
+    """Rows of sequences without routes are zeros and not valid, so the live router decides there."""
     known = next((part for part in parts if part is not None), None)
     if known is None:
         return None

@@ -1,7 +1,7 @@
-"""How a training run optimises. No torch here, so that a run's configuration is read without loading it.
+"""How a training run optimises. This module does not import torch: a configuration is read without it.
 
-Facts that others need too (seed, steps, groups per step, group size, staleness bound) stand once, at the root of the
-run's configuration, and arrive here as arguments.
+Facts that other parts need too (seed, steps, groups per step, group size, staleness bound) are at the root of the run's
+configuration. Training gets them as arguments.
 """
 
 from __future__ import annotations
@@ -155,22 +155,22 @@ class TrainingConfig(Config):
 
     @property
     def tokens_per_pass(self) -> int:
-        """Of all ranks together, once fitted (see training.fitting)."""
+        """Tokens of all ranks together, once `tokens_per_microbatch` is filled in (training/fitting.py)."""
         assert self.tokens_per_microbatch > 0
         return self.ranks * self.tokens_per_microbatch
 
     def check_model(self, experts: int) -> None:
-        """ValueError if a model with so many experts a layer cannot be divided so."""
+        """Raises ValueError if `experts` experts per layer cannot be sharded over `expert_parallel` ranks."""
         if self.expert_parallel > 1 and (not experts or experts % self.expert_parallel):
             raise ValueError(f"expert_parallel ({self.expert_parallel}) must divide the model's {experts} experts")
 
 
-ObjectiveName = Literal[
+LossName = Literal[
     "policy_gradient", "dppo", "ppo", "cispo", "gspo", "decoupled_ppo", "tis", "mis", "icepop"
 ]  # fmt: skip
 
 _CLIP = {"clip_low": 0.2, "clip_high": 0.2}
-# The dials an objective has beside the ones all have, at their usual values; training/loss.py says what each does.
+# The settings that only some losses have, at their usual values; training/loss.py says what each does.
 DIALS: Mapping[str, Mapping[str, float | str]] = {
     "policy_gradient": {"weight_cap": 20.0},
     "dppo": {"mask_delta": 0.2, "weight_cap": 20.0, "ratio_penalty": 1e-3},
@@ -189,16 +189,17 @@ class RLConfig(Config):
     """loss = Σ over trained tokens of  −mask · advantage · weight + penalty · (log weight)²,  ÷ a constant.
 
     weight = π(token) / μ(token), π the policy being trained, μ what the engine sampled from. The constant is
-    groups_per_step · group_size · expected_tokens: it never depends on the batch, so that a long answer is neither
-    cheaper nor dearer a token than a short one.
+    groups_per_step · group_size · expected_tokens. It does not depend on the batch, so a token counts the same in a
+    long answer and in a short one.
 
-    `objective` chooses another composition by its known name; its dials are filled in, and a dial it does not have is
-    refused. The default, dppo, is the policy gradient with a group baseline, masked by movement in probability.
+    `loss` chooses another composition by its known name. Its own settings are filled in; settings it does not have are
+    refused. The default, dppo, is the policy gradient with a group baseline; it masks tokens whose probability has
+    moved far.
     """
 
-    objective: ObjectiveName = Field(
+    loss: LossName = Field(
         "dppo",
-        description="The policy objective. It fills in the dials below that it uses and refuses those it does not "
+        description="The policy loss. It fills in the dials below that it uses and refuses those it does not "
         "have; rollmill/training/loss.py has the table.",
     )
     mask_delta: float | None = Field(
@@ -301,16 +302,17 @@ class RLConfig(Config):
     def _fill_in_dials(cls, values: Any) -> Any:
         if not isinstance(values, dict):
             return values
-        usual = DIALS.get(str(values.get("objective", cls.model_fields["objective"].default)), {})
+        values = {"loss" if name == "objective" else name: value for name, value in values.items()}  # its name in 0.1.0
+        usual = DIALS.get(str(values.get("loss", cls.model_fields["loss"].default)), {})
         return {**usual, **{name: value for name, value in values.items() if value is not None}}
 
     @model_validator(mode="after")
     def _fits_together(self) -> Self:
-        dials = DIALS[self.objective]
+        dials = DIALS[self.loss]
         strange = sorted(name for name in _OWN_DIALS - dials.keys() if getattr(self, name) is not None)
         if strange:
             own = ", ".join(sorted(_OWN_DIALS & dials.keys()))
-            raise ValueError(f"objective {self.objective!r} has no {', '.join(strange)}; its own dials are {own}")
+            raise ValueError(f"loss {self.loss!r} has no {', '.join(strange)}; its own settings are {own}")
         if self.kl_factor > 0 and self.reference is None:
             raise ValueError("kl_factor needs a reference: the version to stay close to, for example 'main@0'")
         if self.kl_factor == 0 and self.reference is not None:

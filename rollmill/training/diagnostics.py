@@ -1,16 +1,16 @@
-"""What a step says about itself, and which figures mean trouble. With Δ = log π − log μ of a token, μ the engine's:
+"""The figures of a step, and which of them mean trouble. With Δ = log π − log μ of a token, μ from the engine:
 
     drift       π is the version trained from, over all trained tokens: how far the policy has moved since it sampled
-                them. Grows with staleness and learning rate; ess and mask_fraction say when it is too much.
-    mismatch    π is the very version that sampled the token, over a few trajectories (training/mismatch.py): how far
-                trainer and engine disagree on the same weights. Rounding alone; more is a bug or another precision.
-    reference   Δ = log reference − log π, over all trained tokens; only in runs that hold the policy to a reference.
+                them. Grows with staleness and learning rate; ess and mask_fraction show when it is too much.
+    mismatch    π is the version that sampled the token, over a few trajectories (training/mismatch.py): how far trainer
+                and engine disagree on the same weights. More than rounding is a bug or another precision.
+    reference   Δ = log reference − log π, over all trained tokens; only in runs with a KL reference.
 
-Each as  k1 = mean(−Δ),  k3 = mean(e^Δ − 1 − Δ), an estimate of the KL divergence,  p99 and max of |Δ|,  and outside:
+Each has  k1 = mean(−Δ),  k3 = mean(e^Δ − 1 − Δ), an estimate of the KL divergence,  p99 and max of |Δ|,  and outside:
 the share of ratios e^Δ below ½ or above 2.
 
-Staleness has two parts: in flight, the versions published while the rest of the trajectory was sampled, and queue, the
-versions published after its last token. The first falls with shorter episodes, the second with fewer groups waiting.
+Staleness has two parts. In flight: versions published while the rest of the trajectory was sampled; shorter episodes
+lower it. Queue: versions published after its last token; fewer waiting groups lower it.
 """
 
 from __future__ import annotations
@@ -34,11 +34,11 @@ class TokenMeasures:
     advantages: np.ndarray
     entropies: np.ndarray
     staleness: np.ndarray
-    queued: np.ndarray  # the part of the staleness that passed after the trajectory's last token
+    queued: np.ndarray  # the part of the staleness since the trajectory's last token
 
 
 def token_figures(parts: Sequence[TokenMeasures]) -> dict[str, Any]:
-    """The per-token part of the `step` event, over all micro-batches. A step that trains on nothing has no figures."""
+    """The per-token figures of the `step` event, over all micro-batches. None in a step that trains on nothing."""
     if not parts:
         return {
             "trained_tokens": 0,
@@ -111,7 +111,7 @@ def distance(name: str, deltas: np.ndarray) -> dict[str, float | None]:
 
 
 def finite(figures: Mapping[str, Any]) -> dict[str, Any]:
-    """For events; JSON has no NaN, and a figure of a step that came out as one says nothing."""
+    """Figures for events: None instead of numbers that are not finite, which JSON does not have."""
     return {
         name: None if isinstance(value, float) and not math.isfinite(value) else value
         for name, value in figures.items()
@@ -137,41 +137,47 @@ _LIMITS = (
         "mismatch_outside",
         0.01,
         None,
-        "on the same weights the engine finds many tokens twice or half as likely: compare precision and quantisation",
+        "on the same weights the engine finds many tokens more than twice or less than half as likely: compare "
+        "precision and quantisation",
     ),
-    _Limit("ess", None, 0.3, "most of the weight is on few tokens: lower {staleness} or the learning rate"),
-    _Limit("mask_fraction", 0.5, None, "most tokens have moved too far to be learnt from: lower the learning rate"),
+    _Limit("ess", None, 0.3, "few tokens carry most of the weight: lower {staleness} or the learning rate"),
+    _Limit("mask_fraction", 0.5, None, "most tokens have moved too far and are masked: lower the learning rate"),
     _Limit(
         "mask_fraction_positive",
         0.5,
         None,
-        "good answers are hardly learnt from, so the policy is mostly pushed away: lower the learning rate",
+        "most tokens of good answers are masked, so the policy is mostly pushed away: lower the learning rate",
     ),
     _Limit(
         "mask_fraction_negative",
         0.5,
         None,
-        "bad answers are hardly unlearnt, which feeds the entropy's fall: lower the learning rate",
+        "most tokens of bad answers are masked, which lets the entropy fall: lower the learning rate",
     ),
-    _Limit("clip_fraction", 0.5, None, "most ratios are bounded: lower {staleness} or widen the clip"),
+    _Limit("clip_fraction", 0.5, None, "most ratios are clipped: lower {staleness} or widen the clip"),
     _Limit(
         "veto_share",
         0.05,
         None,
-        "whole sequences hold tokens the trainer finds next to impossible: check the recorded sampling and weights",
+        "sequences have tokens that the trainer finds nearly impossible: check the recorded sampling and weights",
     ),
-    _Limit("entropy", None, 0.01, "the policy hardly explores any more: raise the temperature or entropy_factor"),
+    _Limit("entropy", None, 0.01, "the policy hardly explores any more: raise the temperature or rl.entropy_factor"),
     _Limit("router_zero_overlap", 0.01, None, "{alignment}"),
     _Limit(
         "router_replaced",
         0.02,
         None,
-        "the live router finds recorded experts implausible: the record is damaged, or the router moved far since",
+        "the live router finds recorded experts implausible: the record is damaged, or the router has moved far",
     ),
-    _Limit("experts_dead", 0.0, None, "some experts get no token and learn nothing: mid-train with a higher balance"),
-    _Limit("expert_load_max", 16.0, None, "one expert gets many times its share, which slows every step"),
+    _Limit(
+        "experts_dead",
+        0.0,
+        None,
+        "some experts get no tokens and learn nothing: mid-train with a higher midtrain.balance",
+    ),
+    _Limit("expert_load_max", 16.0, None, "one expert gets many times its share of tokens, which slows every step"),
 )
-# a limit that says the same as another one that is broken too is left out
+# figure → another figure; if the limits of both are broken, the first one says nothing new and is left out
 _IMPLIED = {
     "mismatch_outside": "mismatch_k3",
     "mask_fraction_positive": "mask_fraction",
@@ -180,12 +186,12 @@ _IMPLIED = {
 
 
 def warnings(figures: Mapping[str, Any]) -> list[str]:
-    """The figures that are out of bounds, in words, with the likely cause."""
+    """Warnings about figures beyond their limits, with the likely cause."""
     broken = {limit.figure: limit for limit in _LIMITS if _is_broken(limit, figures.get(limit.figure))}
     causes = {
         "staleness": _staleness_cause(figures),
         "alignment": _alignment_cause(figures),
-        "mismatch": "most likely for the expert routes, which do not fit either"
+        "mismatch": "most likely because of the expert routes, which do not fit either"
         if "router_zero_overlap" in broken
         else "compare their model code, precision and quantisation",
     }
@@ -206,25 +212,25 @@ def _is_broken(limit: _Limit, value: object) -> bool:
 def _staleness_cause(figures: Mapping[str, Any]) -> str:
     queue, flight = figures.get("staleness_queue") or 0.0, figures.get("staleness_flight") or 0.0
     if flight > queue:
-        return "max_staleness (most of the staleness arises in flight, while long episodes are sampled)"
+        return "max_staleness (most staleness arises in flight, while long episodes are sampled)"
     if queue > 0:
-        return "max_staleness (most of the staleness arises in the queue, after sampling)"
+        return "max_staleness (most staleness arises in the queue, after sampling)"
     return "max_staleness"
 
 
 def _alignment_cause(figures: Mapping[str, Any]) -> str:
-    """Routes that are off by one place fit the live router when they are moved back; others fit nowhere."""
+    """Routes that are off by one place fit the live router once they are moved back; other routes do not."""
     general = "recorded routes do not fit the tokens: check how they are aligned"
     fit: Mapping[str, float] = figures.get("router_fit") or {}
     if not fit:
         return general
     best, second, *_ = sorted(fit, key=lambda name: -fit[name])
-    if fit[best] < 1.5 * fit[second]:  # chance lifts all of them alike
+    if fit[best] < 1.5 * fit[second]:  # chance raises all of them equally
         by_layer = figures.get("router_zero_overlap_by_layer") or [0.0]
         worst = int(np.argmax(by_layer))
-        return f"{general}; moved by a token or a layer they fit no better; the worst is mixture layer {worst}"
+        return f"{general}; moved by one token or layer they fit no better; the worst is mixture layer {worst}"
     what = "token" if "token" in best else "layer"
     return (
-        f"recorded routes are off by one {what}, they stand {best}: moved back, {fit[best]:.0%} of the experts agree "
+        f"recorded routes are off by one {what}: they are {best}. Moved back, {fit[best]:.0%} of the experts agree "
         "where none did"
     )

@@ -1,8 +1,8 @@
-"""How many tokens a micro-batch has where nobody said: on a GPU as many as half of it holds, up to 32,768.
+"""The number of tokens per micro-batch, if not configured: on a GPU, as many as half its memory holds, up to 32,768.
 
-With few tokens a GPU waits for Python to queue its kernels, with more than that it gains nothing. The other half is for
-an engine that shares the device, and for what is not counted here. The device's size decides, not what happens to be
-free: the same run is cut the same way again, and has the same bits.
+With few tokens a GPU waits for Python to queue kernels; with more than 32,768 it gains nothing. The other half is for
+an engine that shares the device, and for memory that is not counted here. The device's total memory decides, not what
+is free: a run that starts again must be cut the same way, to give the same bits.
 """
 
 from __future__ import annotations
@@ -15,8 +15,8 @@ from rollmill.training.config import TrainingConfig
 
 _ON_CPU = 8192
 _LEAST, _MOST, _STEP = 1024, 32768, 1024
-_STATE = 20  # bytes a parameter: weight and gradient in bf16, master, moments and sum of gradients in FP32
-_HEAD = 1 << 30  # the head in pieces, and one layer's gradients
+_STATE = 20  # bytes per parameter: weight and gradient in bf16; master, moments and sum of gradients in FP32
+_HEAD = 1 << 30  # bytes: the head in chunks, and one layer's gradients
 
 
 def fitted(config: TrainingConfig, model: ModelConfig, device: torch.device) -> TrainingConfig:
@@ -30,24 +30,24 @@ def fitted(config: TrainingConfig, model: ModelConfig, device: torch.device) -> 
 
 
 def fitting_tokens(config: TrainingConfig, model: ModelConfig, memory: int) -> int:
-    """Of each rank, on devices with so many bytes."""
+    """Tokens per rank, on devices with `memory` bytes."""
     room = memory // 2 - _HEAD - _STATE * _parameters(model) // config.ranks
     return min(_MOST, max(_LEAST, room // kept_bytes(model, config.recompute_mlp) // _STEP * _STEP))
 
 
 def kept_bytes(model: ModelConfig, recompute_mlp: bool) -> int:
-    """What a token keeps for the backward pass on CUDA, in bf16 (see models.kernels.fused)."""
+    """Bytes per token that are kept for the backward pass on CUDA, in bf16 (models/kernels/fused.py)."""
     mixtures, elements = model.moe_layers, model.layers * _attention(model)
     elements += (model.layers - mixtures) * _dense(model, recompute_mlp) + mixtures * _mixture(model)
     return 2 * elements
 
 
 def _attention(model: ModelConfig) -> int:
-    """Elements: what comes in, its products, and what is attended to."""
+    """Elements per token: the input, its products, queries, keys and values."""
     latent = model.latent
     if latent is None:
         return model.width + 2 * (model.heads + model.kv_heads) * model.head_dim
-    # normalised rows and small vectors too, and keys and values before and after they are put together
+    # also normalised rows and small vectors, and keys and values before and after they are concatenated
     ranks = 2 * (latent.q_rank or 0) + 2 * (latent.kv_rank + latent.rope_dim)
     apart = model.heads * (latent.plain_dim + 3 * latent.value_dim)
     return 2 * model.width + ranks + apart + 3 * model.heads * model.head_dim
@@ -58,7 +58,7 @@ def _dense(model: ModelConfig, recompute_mlp: bool) -> int:
 
 
 def _mixture(model: ModelConfig) -> int:
-    chosen = model.experts_per_token * (2 * model.expert_width + 16)  # with where each row went
+    chosen = model.experts_per_token * (2 * model.expert_width + 16)  # and the place of each row
     shared = 4 * model.shared_experts * model.expert_width
     return 2 * model.width + chosen + shared + 4 * model.experts
 

@@ -1,8 +1,8 @@
-"""AdamW of a whole model in one launch: masters, moments and the served copy are read and written once. So are the sums
-of gradients, where a step has several passes.
+"""AdamW of a whole model in one launch: it reads and writes masters, moments and the served copy once. Another launch
+adds up the gradients, if a step has several passes.
 
-Addresses of all tensors are in a table on the device; a block of it works on 1024 elements of one of them. The length
-of the gradient stays on the device too: if it is not finite nothing is written, and nobody waited to find out.
+A table on the device holds the addresses of all tensors; each block works on 1024 elements of one tensor. The norm of
+the gradient stays on the device too: if it is not finite, nothing is written, and the host need not wait to find out.
 """
 
 from __future__ import annotations
@@ -16,8 +16,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-_ALIGNED = 16  # bytes: what the kernel takes for granted of every address
-_BLOCK = 1024  # with eight warps four elements a thread: 16-byte accesses, and registers for six programs at once
+_ALIGNED = 16  # bytes: the kernel assumes this alignment of every address
+_BLOCK = 1024  # with eight warps, four elements per thread: 16-byte accesses, and registers for six programs at once
 
 
 class Group(NamedTuple):
@@ -70,7 +70,7 @@ def _adamw(
         square_ptr = _pointer(table_ptr, 2 * tensors + owner, tl.float32)
         served_ptr = _pointer(table_ptr, 3 * tensors + owner, SERVED)
         grad_ptr = _pointer(table_ptr, 4 * tensors + owner, GRAD)
-        if start + BLOCK <= size:  # without a mask, whose edge could be anywhere, accesses are four elements wide
+        if start + BLOCK <= size:  # without a mask, accesses are four elements wide
             _update(
                 master_ptr, mean_ptr, square_ptr, served_ptr, grad_ptr, at, None, scale, lr, decay, beta_mean,
                 beta_square, eps, mean_scale, square_scale, FORM,
@@ -105,13 +105,13 @@ def _aligned(tensor: Tensor) -> Tensor:
 
 
 def _sent(numbers: Sequence[int] | Sequence[Sequence[int]], device: torch.device) -> Tensor:
-    """On the device, without waiting for it."""
+    """The numbers on the device; does not wait for the copy."""
     tensor = torch.tensor(numbers)
     return tensor.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else tensor
 
 
 class _Blocks:
-    """How tensors are cut: which of them each block is of, and the first block of each."""
+    """How tensors are cut into blocks: the tensor of each block, and the first block of each tensor."""
 
     def __init__(self, tensors: Sequence[Tensor]) -> None:
         sizes = torch.tensor([tensor.numel() for tensor in tensors])
@@ -130,7 +130,7 @@ class GradientSums:
         self._addresses: list[list[int]] = []
         self._table: Tensor | None = None
         self._sizes: list[int] = []
-        self._cut: _Blocks | None = None  # made anew only for other sizes: that waits for the device
+        self._cut: _Blocks | None = None  # made again only for other sizes, since that waits for the device
 
     def add(self, sums: dict[str, Tensor], gradients: Mapping[str, Tensor]) -> None:
         """Add to `sums`; a name that is new begins with zeros."""
@@ -156,14 +156,14 @@ class GradientSums:
 
 
 def _zeros(like: Sequence[Tensor]) -> list[Tensor]:
-    """FP32, views of one tensor: one allocation and one launch, and the same addresses step after step."""
+    """FP32 views of one tensor: one allocation and one launch, and the same addresses in every step."""
     starts = [0, *itertools.accumulate(-(-tensor.numel() // _BLOCK) * _BLOCK for tensor in like)]
     flat = torch.zeros(starts[-1], dtype=torch.float32, device=like[0].device)
     return [flat[start : start + tensor.numel()].view_as(tensor) for start, tensor in zip(starts, like, strict=False)]
 
 
 class FusedAdamW:
-    """For tensors that stay where they are; gradients may come from anywhere, each time."""
+    """For tensors that do not move. Gradients may be elsewhere each time."""
 
     def __init__(self, groups: Sequence[Group], decays: Sequence[float], form: torch.dtype) -> None:
         self._groups, self._form = list(groups), form
@@ -179,7 +179,7 @@ class FusedAdamW:
     def step(
         self, gradients: Sequence[Tensor], norm: Tensor, lr: float, updates: int, config: tuple[float, ...]
     ) -> None:
-        """`norm`: of all gradients, an FP32 scalar on the device; `config`: both betas, eps, the longest gradient."""
+        """`norm`: of all gradients, an FP32 scalar on the device. `config`: both betas, eps, max_grad_norm."""
         beta_mean, beta_square, eps, max_norm = config
         gradients = [_aligned(gradient.contiguous()) for gradient in gradients]
         dtype = gradients[0].dtype

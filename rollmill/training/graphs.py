@@ -1,8 +1,8 @@
-"""Passes whose shape comes back are recorded once as a CUDA graph and replayed: the device then never waits for Python.
+"""Passes whose shape comes again are recorded as a CUDA graph and replayed: the device then never waits for Python.
 
-A pass launches a thousand kernels. Where micro-batches are small, or the model is, queueing them takes longer than
-running them. A graph is bound to its shapes (here: the lengths of the sequences and how many targets there are) and to
-the memory it was recorded with, so inputs are copied into it, and gradients are found where the recording left them.
+A pass launches about a thousand kernels. If micro-batches or the model are small, queueing them takes longer than
+running them. A graph is bound to its shapes (here: the sequence lengths and the number of targets) and to the memory it
+was recorded with. So inputs are copied into that memory, and gradients are where the recording left them.
 """
 
 from __future__ import annotations
@@ -18,8 +18,8 @@ from torch import Tensor, nn
 from rollmill import telemetry
 from rollmill.models.device import is_full, uncollected
 
-MOST = 4  # shapes kept; each graph holds on to a pass's memory
-_REMEMBERED = 256  # shapes that came once: what comes back later than that is not worth a graph
+MOST = 4  # graphs kept; each one holds the memory of a pass
+_REMEMBERED = 256  # shapes seen once; a shape that comes again later than that is not worth a graph
 
 
 class _Recorded(NamedTuple):
@@ -27,25 +27,25 @@ class _Recorded(NamedTuple):
     inputs: Sequence[Tensor]
     output: Tensor
     gradients: Sequence[Tensor | None]
-    backward: Callable[..., Tensor]  # what it holds on to is read by the graph: it must not be freed
+    backward: Callable[..., Tensor]  # the graph reads what it refers to, so it must not be freed
 
 
 class GraphedPasses:
-    """Forward and backward passes of one model. The first pass of a shape runs as it is, the second is recorded, while
-    there is room: recording costs more than it saves where shapes take turns with too many others."""
+    """Forward and backward passes of one model. The first pass of a shape runs normally, the second is recorded, for up
+    to MOST shapes. With more shapes, recording would cost more than it saves."""
 
     def __init__(self, model: nn.Module) -> None:
         self._parameters = list(model.parameters())
         self._most = MOST
         self._seen: deque[Hashable] = deque(maxlen=_REMEMBERED)
         self._recorded: dict[Hashable, _Recorded] = {}
-        self._pool: Any = None  # passes run one after another, so their graphs share what they need on the way
+        self._pool: Any = None  # passes run one after another, so their graphs share temporary memory
 
     def run(self, shape: Hashable, inputs: Sequence[Tensor], backward: Callable[..., Tensor]) -> Tensor:
-        """`backward(*inputs)`, which returns a loss and leaves gradients on parameters that had none.
+        """Run `backward(*inputs)`, which returns a loss and leaves gradients on parameters that had none.
 
-        `inputs` are on the device. The result is overwritten by the next pass of this shape. Memory that graphs hold is
-        given back where a pass needs it.
+        `inputs` are on the device. The next pass of this shape overwrites the result. If a pass runs out of memory, the
+        graphs are freed.
         """
         assert all(parameter.grad is None for parameter in self._parameters)
         try:
@@ -53,7 +53,7 @@ class GraphedPasses:
         except RuntimeError as error:
             if self._pool is None or not is_full(error):
                 raise
-        # only here, since the error held on to what the pass had made
+        # only here: while the error is handled, it holds the pass's tensors
         self._give_back()
         return backward(*inputs)
 
@@ -74,8 +74,8 @@ class GraphedPasses:
         return found.output
 
     def _give_back(self) -> None:
-        """All graphs, since they share their memory, and no more are recorded: passes run as they are."""
-        telemetry.emit("warning", text="recorded passes left too little memory for others: none is recorded any more")
+        """Free all graphs, since they share memory, and record no more."""
+        telemetry.emit("warning", text="recorded passes left too little memory for others: no more are recorded")
         for parameter in self._parameters:
             parameter.grad = None
         self._recorded.clear()
@@ -88,7 +88,7 @@ class GraphedPasses:
         graph = torch.cuda.CUDAGraph()
         torch.cuda.synchronize()
         gc.collect()
-        torch.cuda.empty_cache()  # what the pass that ran as it is left behind
+        torch.cuda.empty_cache()  # free what the first pass of this shape left behind
         self._pool = self._pool or torch.cuda.graph_pool_handle()
         with uncollected(), torch.cuda.graph(graph, pool=self._pool):
             output = backward(*inputs)

@@ -1,7 +1,7 @@
-"""Where versions of other lines stand on the line being trained, so that staleness is one subtraction.
+"""Maps versions of other lines to numbers on the trained line, so that staleness is one subtraction.
 
-A line begins at a first number with a parent in another line. Numbers of an ancestor are moved so that the parent
-version lands on the number it became:
+A line begins at a first number and may have a parent in another line. Numbers of an ancestor are shifted so that the
+parent version gets the number it became:
 
     base:   … 480 ── 500                 base@500 became main@0:   base@500 counts as 0, base@480 as −20
     main:             0 ── 1 ── 2 ── 3
@@ -25,13 +25,13 @@ class Lineage:
     offsets: Mapping[str, int]  # line → what to add to its numbers; the line itself and its ancestors only
 
     def position(self, line: str, number: int) -> int | None:
-        """The number a version counts as on this line; None if it is no relative."""
+        """The number that a version counts as on this line; None if it is on no ancestor."""
         offset = self.offsets.get(line)
         return None if offset is None else number + offset
 
 
 def trace_lineage(weights: WeightStore, line: str, form: str = FORM) -> Lineage:
-    """Follow the lines back to where each began. Lines with no version yet stand alone."""
+    """Follow each line back to its parent. A line without versions has no ancestors."""
     offsets = {line: 0}
     newest = _newest(weights, line, form)
     while newest is not None and newest.origin is not None and newest.origin.line not in offsets:
@@ -42,12 +42,12 @@ def trace_lineage(weights: WeightStore, line: str, form: str = FORM) -> Lineage:
 
 
 def form_held(weights: WeightStore, version: Version, form: str) -> str:
-    """What a version is read as: the form of the run, or FORM for an imported checkpoint, which has no other."""
+    """The form a version is read in: the run's form, or FORM for an imported checkpoint, which has no other."""
     return form if weights.exists(version, form) else FORM
 
 
 def _newest(weights: WeightStore, line: str, form: str) -> Manifest | None:
-    """Any version says where its line began, and the head is the one that is never collected."""
+    """The head: every version says where its line began, and the head is never collected."""
     for each in dict.fromkeys((form, FORM)):  # see form_held
         head = weights.head(line, each)
         if head is not None:
@@ -56,6 +56,6 @@ def _newest(weights: WeightStore, line: str, form: str) -> Manifest | None:
 
 
 def next_line(weights: WeightStore, line: str) -> str:
-    """A name no published line has yet. `line` is the first of the family."""
+    """A name that no published line has yet: `line`.2, `line`.3 …"""
     newest = newest_line(weights, line)
     return f"{line}.{2 if newest == line else int(newest.rpartition('.')[2]) + 1}"

@@ -2,24 +2,24 @@
 
     next batch ─► forward/backward ─► update ─► publish version ─► checkpoint every k ─► commit
 
-There is no separate path for a restart: it loads the newest checkpoint and asks for the next batch. Steps that were
-recorded come back as they were, run again, and meet their own versions in the weight store, where the digests must
-agree. Effects of step n in their order, and what a kill −9 right after each leaves behind:
+A restart has no separate path: it loads the newest checkpoint and asks for the next batch. Recorded steps come back
+unchanged and run again; their digests must agree with the versions they published. The effects of step n in order, and
+what a kill −9 right after each leaves behind:
 
     effect                      left behind                            repaired by the next start
-    record of n in the ledger   groups leased to a step without        step n is found recorded and is run; its
-                                a version                              trajectories are never offered to another step
+    record of n in the ledger   groups leased to a step without        step n is found recorded and is run; no other
+                                a version                              step ever gets its trajectories
     update (memory only)        the same                               the same
-    objects of version n        bytes no manifest names                publishing n again writes the same ones
-    manifest of version n       published, not committed               n is run again from the checkpoint, its digest
-                                                                       is equal, and it is committed
-    state of checkpoint n       a state no description names           overwritten by the next checkpoint n
+    objects of version n        bytes that no manifest names           publishing n again writes the same ones
+    manifest of version n       published, not committed               n runs again from the checkpoint, its digest is
+                                                                       equal, and it is committed
+    state of checkpoint n       a state that no description names      overwritten by the next checkpoint n
     checkpoint n                everything but the commit              committed when the checkpoint is loaded
     commit of n in the ledger   nothing                                —
 
-Version 0 of a line follows the same order: checkpoint 0, then its version. Where digests do not agree (other hardware,
-another thread count, a payload that had to be deleted) nothing published is overwritten: a new line starts from the
-checkpoint, names the versions it abandons in the metadata of its first one, and the steps run again there.
+Version 0 of a line follows the same order: checkpoint 0, then its version. If digests do not agree (other hardware,
+another thread count, a deleted payload), nothing published is overwritten. A new line starts from the checkpoint, the
+metadata of its first version names the abandoned versions, and the steps run again there.
 
 With a sharded placement every rank runs this loop. The first rank asks for batches, keeps the ledger and writes events;
 the others receive what it decides. All ranks compute, publish, save and measure together. If a rank dies, the step is
@@ -59,11 +59,11 @@ from rollmill.weights.format.manifest import Manifest
 from rollmill.weights.reading.leases import LONGEST_SECONDS, HeldLeases
 from rollmill.weights.reading.store import WeightStore, newest_line
 
-_BUFFER = "buffer."  # how tensors that are no parameters are called in a checkpoint
+_BUFFER = "buffer."  # prefix in a checkpoint of tensors that are not parameters
 
 
 class Trainer(Generic[Batch]):
-    """Trains one line. Wants a process of its own: it sets torch's threads and determinism for the whole process."""
+    """Trains one line. Needs a process of its own: it sets torch's threads and determinism for the whole process."""
 
     def __init__(
         self,
@@ -81,10 +81,10 @@ class Trainer(Generic[Batch]):
         device: Device = "cpu",
         placement: Placement = WHOLE,
     ) -> None:
-        """`parent`: start from this published version of another line; without it, from random weights of the seed.
+        """`parent`: the published version of another line to start from; None: random weights of the seed.
 
-        `steps`: of the whole run; the learning rate is scheduled over them. The objects hold the checkpoints.
-        `form`: what versions are published as, and computed with.
+        `checkpoints`: the store that holds them. `steps`: of the whole run; the learning rate is scheduled over them.
+        `form`: the form that versions are published in and computed with.
         """
         self._device = choose_device(device)
         torch.set_num_threads(config.threads)
@@ -111,11 +111,11 @@ class Trainer(Generic[Batch]):
         self.line = line
 
     def stop(self) -> None:
-        """Finish the step under way, write a checkpoint, return from `run`. Safe to call from a signal handler."""
+        """Finish the current step, write a checkpoint, return from `run`. Safe to call from a signal handler."""
         self._stop.set()
 
     def run(self, until: int) -> Version:
-        """Train up to step `until`; the newest version of the line. SIGTERM does what `stop` does."""
+        """Train up to step `until`; returns the newest version of the line. SIGTERM does what `stop` does."""
         with _on_sigterm(self.stop):
             if self._saved < 0:
                 with self._explained("the model with its optimizer"):
@@ -172,11 +172,11 @@ class Trainer(Generic[Batch]):
         if self._bad_steps >= self._config.max_bad_steps:
             raise TrainingError(
                 f"the gradients of the last {self._bad_steps} steps, up to step {self.step}, were not finite",
-                hint="lower the learning rate; drift and ess of the steps before tell whether the policy ran away",
+                hint="lower the learning rate; drift and ess of the steps before show whether the policy ran away",
             )
 
     def _publish(self, metadata: dict[str, Any] | None = None) -> Manifest | None:
-        """The weights of this step as a version. None: the step was published before, with other weights."""
+        """Publish the weights of this step as a version. None if the step was published before with other weights."""
         start = time.time()
         with telemetry.busy("publish"):
             exported = self._publisher.export(self._model)
@@ -225,14 +225,14 @@ class Trainer(Generic[Batch]):
             self._leases.renew([Version(self.line, held)])
 
     def _buffers(self) -> dict[str, Tensor]:
-        """What versions hold beside the parameters, which no optimizer keeps: a gate's bias."""
+        """Tensors of a version that are not parameters, such as a gate's bias. No optimizer keeps them."""
         parameters = dict(self._model.named_parameters())
         return {name: tensor for name, tensor in self._model.state_dict().items() if name not in parameters}
 
     def _explained(self, what: str, parts: Sequence[MicroBatch] = ()) -> contextlib.AbstractContextManager[None]:
         return explain_out_of_memory(what, self._device, self._config, parts)
 
-    # where a run begins, and begins again
+    # start and restart
 
     def _start(self) -> None:
         line = self._placement.from_first(newest_line(self._weights, self._family))
@@ -250,13 +250,13 @@ class Trainer(Generic[Batch]):
         self._beginning = (number, parent)
         self._publisher = self._placement.publisher(self._model, self._weights, line, self._form, self._config)
         self._publisher.resume()
-        self._published: dict[int, int] = {}  # step → version number, for the steps a restart may come across
+        self._published: dict[int, int] = {}  # step → version number, of the steps that may run again
 
     def _initialise(self) -> None:
         if self._publisher.last is not None:
             raise TrainingError(
                 f"line {self.line!r} has versions up to {self._publisher.last.number} but no checkpoint to go on from",
-                hint="restore checkpoints/, or start another line with a version of this one as its parent",
+                hint="restore checkpoints/, or start another line whose parent is a version of this one",
             )
         if self._parent is None:
             self._placement.initialise(self._model, self._seed)
@@ -298,13 +298,13 @@ class Trainer(Generic[Batch]):
         if own.keys() != saved.keys():
             raise TrainingError(
                 f"the checkpoint is of another model: it has the buffers {sorted(saved)}, the model {sorted(own)}",
-                hint="go on with the [model] it was made with, or give this one another line",
+                hint="use the [model] it was made with, or give this model another line",
             )
         for name, buffer in own.items():
             buffer.copy_(saved[name])
 
     def _fork(self, why: str) -> None:
-        """Go on from the newest checkpoint in a new line: what is published stays as it is and is abandoned."""
+        """Continue from the newest checkpoint in a new line. Published versions stay and are abandoned."""
         checkpoint = self._checkpoints.newest(self.line)
         assert checkpoint is not None, "a line begins with a checkpoint"
         parent = Version(self.line, max(n for step, n in self._published.items() if step <= checkpoint.step))
@@ -333,22 +333,22 @@ def _published_since(weights: WeightStore, line: str, form: str, step: int) -> d
         found[number if published is None else published] = number
         if min(found) <= step:
             return found
-    if found:  # a line begins with the version of its first checkpoint
+    if found:  # a line begins with the version of its first checkpoint, so older versions were collected
         raise TrainingError(
             f"the newest checkpoint of line {line!r} is of step {step}, and its versions up to step {min(found) - 1} "
-            "were collected: steps that are run again could not be compared",
-            hint="collect with more versions kept than lie between two checkpoints; start another line from the head",
+            "were collected: steps that run again could not be compared with them",
+            hint="start another line from the head; keep more versions than there are steps between two checkpoints",
         )
     return found
 
 
 def fix_bits(deterministic: bool) -> None:
-    """What makes a re-run of the same steps give the same bits, for the whole process."""
-    # the same switch as use_deterministic_algorithms, which first imports the compiler for a second or two
+    """Make a re-run of the same steps give the same bits, for the whole process."""
+    # the same switch as use_deterministic_algorithms, which would import the compiler first (a second or two)
     torch.set_deterministic_debug_mode("error" if deterministic else "default")
-    # comes with the switch: an aid against bugs that writes to all new memory first
+    # the switch also fills all new memory, which finds bugs and costs time
     torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]
-    if deterministic:  # workspaces of its own for each stream, asked for before cuBLAS starts
+    if deterministic:  # a workspace for each stream; cuBLAS reads this when it starts
         os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
 
 
@@ -359,7 +359,7 @@ def _why_unchanged(update: Update) -> str:
 @contextlib.contextmanager
 def _on_sigterm(stop: Callable[[], None]) -> Iterator[None]:
     if threading.current_thread() is not threading.main_thread():
-        yield  # only the main thread may set handlers; whoever runs us in another one calls stop() itself
+        yield  # only the main thread may set handlers; in another thread the caller calls stop()
         return
     before = signal.signal(signal.SIGTERM, lambda number, frame: stop())
     try:

@@ -6,9 +6,9 @@ Per token, with π the policy being trained, π_old the version the step trains 
 
     loss = −keep · weight · bound(ratio, A)  +  penalty · Δ²  +  KL to a reference  −  entropy bonus
 
-    objective         ratio                  bound     weight         keep
+    loss              ratio                  bound     weight         keep
     policy_gradient   w                      cap
-    dppo              w                      cap                      unless moved by more than δ the way A pushes
+    dppo              w                      cap                      unless moved by more than δ in the direction of A
     ppo               w                      clip
     cispo             w                      detach
     gspo              w, geometric mean      clip
@@ -18,15 +18,15 @@ Per token, with π the policy being trained, π_old the version the step trains 
     mis               r                      clip      ρ              ρ ≤ cap
     icepop            r                      clip      ρ              floor ≤ ρ ≤ cap
 
-    cap      A·w up to the cap, and on in a straight line in Δ above it: the gradient is A·min(w, cap)·∇log π
-    clip     min(x·A, clip(x, 1 − low, 1 + high)·A): no gradient once x has left the range the way A pushes it
+    cap      A·w up to the cap, linear in Δ above it: the gradient is A·min(w, cap)·∇log π
+    clip     min(x·A, clip(x, 1 − low, 1 + high)·A): no gradient once x has left the range in the direction of A
     detach   clip(x, 1 − low, 1 + high) as a constant times A·log π: every token keeps a gradient
 
-dppo's mask looks at probabilities, not ratios: A > 0 and π − μ > δ, or A < 0 and π − μ < −δ. A token going from 1e-4 to
+dppo masks by probabilities, not ratios: A > 0 and π − μ > δ, or A < 0 and π − μ < −δ. A token that goes from 1e-4 to
 1e-3 has a ratio of ten and has hardly moved.
 
-A sequence veto drops all terms of a sequence. The sum over tokens is divided by a constant the caller chooses; tokens
-that are masked or dropped still count where that is a mean.
+A sequence veto drops all terms of a sequence. The caller chooses the number that the sum over tokens is divided by; if
+it is a mean, masked and dropped tokens still count.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ Ratio = Literal["engine", "sequence", "old"]
 Bound = Literal["cap", "clip", "detach"]
 Correction = Literal["none", "truncate", "band"]
 
-# name → where the ratio comes from, how it is bounded, what becomes of ρ
+# name → which ratio, how it is bounded, how ρ is used
 _COMPOSITIONS: dict[str, tuple[Ratio, Bound, Correction]] = {
     "policy_gradient": ("engine", "cap", "none"),
     "dppo": ("engine", "cap", "none"),
@@ -59,7 +59,7 @@ _COMPOSITIONS: dict[str, tuple[Ratio, Bound, Correction]] = {
 }
 assert _COMPOSITIONS.keys() == DIALS.keys()
 
-_MOST_LOG = 30.0  # e^30 is far from overflow in FP32, also squared, and far beyond any ratio that means something
+_MOST_LOG = 30.0  # e^30 does not overflow in FP32, not even squared, and no meaningful ratio is as large
 
 
 @dataclass(frozen=True)
@@ -72,7 +72,7 @@ class PolicyTokens:
     sequences: Tensor | None = None  # int64, ascending: which sequence of the micro-batch each token belongs to
     old_logprobs: Tensor | None = None  # log π_old
     reference_logprobs: Tensor | None = None
-    entropies: Tensor | None = None  # with gradient, if there is a bonus for it
+    entropies: Tensor | None = None  # with gradient, if there is an entropy bonus
 
 
 @dataclass(frozen=True)
@@ -86,12 +86,12 @@ class PolicyLoss:
 
 def policy_loss(tokens: PolicyTokens, config: RLConfig, divisor: float) -> PolicyLoss:
     """`divisor`: see `step_divisor`."""
-    ratio, bound, correction = _COMPOSITIONS[config.objective]
+    ratio, bound, correction = _COMPOSITIONS[config.loss]
     log_weights_M = tokens.logprobs - tokens.engine_logprobs
     if ratio == "old":
-        log_ratio_M = tokens.logprobs - _needed(tokens.old_logprobs, config.objective, "log-probs under π_old")
+        log_ratio_M = tokens.logprobs - _needed(tokens.old_logprobs, config.loss, "log-probs under π_old")
     elif ratio == "sequence":
-        log_ratio_M = sequence_means(log_weights_M, _sequences(tokens, config.objective))
+        log_ratio_M = sequence_means(log_weights_M, _sequences(tokens, config.loss))
     else:
         log_ratio_M = log_weights_M
     gain_M, clipped_M = _BOUNDS[bound](log_ratio_M, tokens, config)
@@ -108,7 +108,7 @@ def policy_loss(tokens: PolicyTokens, config: RLConfig, divisor: float) -> Polic
     return PolicyLoss(loss, log_weights_M.detach(), kept_M, clipped_M, vetoed_M)
 
 
-# bounds: (what is maximised, which tokens were bounded)
+# bounds: return (what is maximised, which tokens were bounded)
 
 
 def _capped(log_ratio_M: Tensor, tokens: PolicyTokens, config: RLConfig) -> tuple[Tensor, Tensor]:
@@ -149,18 +149,18 @@ def _clip_range(config: RLConfig) -> tuple[float, float]:
 
 @torch.no_grad()
 def probability_mask(tokens: PolicyTokens, delta: float) -> Tensor:
-    """bool: the token has not moved by more than `delta` in probability the way its advantage pushes it (DPPO-TV)."""
+    """bool: the token's probability has not moved by more than `delta` in its advantage's direction (DPPO-TV)."""
     moved_M = tokens.logprobs.exp() - tokens.engine_logprobs.exp()
     return moved_M * tokens.advantages.sign() <= delta
 
 
 @torch.no_grad()
 def _correct(tokens: PolicyTokens, config: RLConfig, how: Correction) -> tuple[Tensor, Tensor, Tensor]:
-    """(weight, keep, truncated) of ρ, by token or as the product over the sequence."""
+    """(weight, keep, truncated) from ρ, per token or as the product over the sequence."""
     assert config.weight_cap is not None
-    log_rho_M = _needed(tokens.old_logprobs, config.objective, "log-probs under π_old") - tokens.engine_logprobs
+    log_rho_M = _needed(tokens.old_logprobs, config.loss, "log-probs under π_old") - tokens.engine_logprobs
     if config.weight_level == "sequence":
-        log_rho_M = sequence_sums(log_rho_M, _sequences(tokens, config.objective))
+        log_rho_M = sequence_sums(log_rho_M, _sequences(tokens, config.loss))
     rho_M = _exp(log_rho_M)
     if how == "truncate":
         return rho_M.clamp(max=config.weight_cap), torch.ones_like(rho_M).bool(), rho_M > config.weight_cap
@@ -170,8 +170,8 @@ def _correct(tokens: PolicyTokens, config: RLConfig, how: Correction) -> tuple[T
 
 @torch.no_grad()
 def veto(tokens: PolicyTokens, config: RLConfig) -> Tensor:
-    """bool: of a sequence to drop. One token the trainer finds next to impossible means that trainer and engine do not
-    agree on the whole; a failure the policy has left behind teaches nothing (OPSM)."""
+    """bool: the token's sequence is dropped. One nearly impossible token means that trainer and engine disagree about
+    the whole sequence; a failure that the policy no longer produces teaches nothing (OPSM)."""
     log_weights_M = tokens.logprobs - tokens.engine_logprobs
     vetoed_M = torch.zeros_like(log_weights_M, dtype=torch.bool)
     if config.veto_ratio is not None:
@@ -192,19 +192,19 @@ def _regularisers(tokens: PolicyTokens, config: RLConfig) -> Tensor | float:
         total = total + config.kl_factor * kl_loss(tokens, config.kl_form)
     if config.entropy_factor:
         entropies_M = _needed(tokens.entropies, "entropy_factor", "entropies")
-        # without one the bonus would change the loss that is reported and nothing else
-        assert entropies_M.requires_grad or not tokens.logprobs.requires_grad, "a bonus for entropy needs its gradient"
+        # without a gradient the bonus would only change the reported loss
+        assert entropies_M.requires_grad or not tokens.logprobs.requires_grad, "an entropy bonus needs its gradient"
         total = total - config.entropy_factor * entropies_M
     return total
 
 
 def kl_loss(tokens: PolicyTokens, form: Literal["k2", "k3"]) -> Tensor:
-    """Per token a loss whose expected gradient is that of KL(π ‖ reference), with d = log π − log reference:
+    """Per-token loss whose expected gradient is that of KL(π ‖ reference), with d = log π − log reference:
 
     k2   sg(w) · d²/2                  k3   w · (e^−d − 1 + d)
 
-    Both have the gradient w·d·∇log π. k1 = d as a loss would have none in expectation, which is why it goes into the
-    reward; k3 without the weight would have that of the other direction, KL(reference ‖ π).
+    Both have the gradient w·d·∇log π. As a loss, k1 = d would have no gradient in expectation, so it goes into the
+    reward. k3 without the weight would have the gradient of the other direction, KL(reference ‖ π).
     """
     reference_M = _needed(tokens.reference_logprobs, f"KL as {form}", "a reference: log-probs under a pinned version")
     distance_M = tokens.logprobs - reference_M
@@ -218,7 +218,7 @@ def kl_loss(tokens: PolicyTokens, form: Literal["k2", "k3"]) -> Tensor:
 
 
 def step_divisor(config: RLConfig, *, trajectories: int, tokens: int, sequences: int) -> float:
-    """What the sums of all micro-batches of a step are divided by; tokens and sequences are those it trains on."""
+    """What the sums of all micro-batches of a step are divided by. `tokens` and `sequences` count what it trains on."""
     if config.aggregation == "constant":
         return trajectories * config.expected_tokens
     return max(1, tokens if config.aggregation == "token_mean" else sequences)
@@ -232,7 +232,7 @@ def _aggregate(loss_M: Tensor, tokens: PolicyTokens, config: RLConfig, divisor: 
 
 
 def next_token_loss(logprobs_M: Tensor, divisor: float) -> Tensor:
-    """Mid-training and SFT: cross-entropy of the targets. The mask is in which tokens are targets."""
+    """Mid-training and SFT: cross-entropy of the targets. Tokens that are not targets are masked."""
     return -logprobs_M.sum() / divisor
 
 
@@ -267,7 +267,7 @@ def _exp(log_M: Tensor) -> Tensor:
 
 
 class _TargetLogprobs(torch.autograd.Function):
-    """Log-softmax at the targets, and the entropies. Only one [M, vocab] tensor, the probabilities, is kept."""
+    """Log-softmax at the targets, and the entropies. Keeps only one [M, vocab] tensor: the probabilities."""
 
     @staticmethod
     def forward(ctx: Any, logits_MV: Tensor, targets_M: Tensor) -> tuple[Tensor, Tensor]:
@@ -276,7 +276,7 @@ class _TargetLogprobs(torch.autograd.Function):
         probabilities_MV = logprobs_MV.exp()
         entropies_M = -logprobs_MV.mul_(probabilities_MV).nansum(-1)  # 0 · −inf is 0 here
         ctx.save_for_backward(probabilities_MV, targets_M, entropies_M)
-        ctx.set_materialize_grads(False)  # hardly ever is there a bonus for entropy
+        ctx.set_materialize_grads(False)  # there is rarely an entropy bonus
         return logprobs_M, entropies_M
 
     @staticmethod

@@ -1,4 +1,4 @@
-"""Out of memory, said in a way that helps: what was tried, what there is, and which dial to turn."""
+"""Explains running out of memory: what was tried, how much memory there is, and which setting to change."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from rollmill.training.batching import MicroBatch
 from rollmill.training.config import TrainingConfig
 
 _GIB = 1 << 30
-# torch has an error of its own for CUDA only; on the CPU the allocator's name tells
+# torch has its own error only for CUDA; on the CPU the message names the allocator
 _CPU_ALLOCATOR = "DefaultCPUAllocator"
 
 
@@ -25,7 +25,7 @@ _CPU_ALLOCATOR = "DefaultCPUAllocator"
 def explain_out_of_memory(
     what: str, device: torch.device, config: TrainingConfig, parts: Sequence[MicroBatch] = ()
 ) -> Iterator[None]:
-    """TrainingError instead of an allocator's. `what` needed the memory; with `parts` it is a step on those."""
+    """Raises TrainingError instead of an allocator's error. `what` needed the memory; `parts`: of a step."""
     try:
         yield
     except (MemoryError, RuntimeError) as error:
@@ -66,7 +66,7 @@ def _host_memory() -> str:
 
 
 def _asked(error: Exception) -> str:
-    """How much more was asked for, where the allocator says so."""
+    """How much more was asked for, if the allocator says so."""
     found = re.search(r"[Tt]ried to allocate ([\d.]+ (?:[KMG]iB|bytes))", str(error))
     if found is None:
         return ""
@@ -79,11 +79,11 @@ def _asked(error: Exception) -> str:
 
 
 def _hint(config: TrainingConfig, largest: MicroBatch | None, device: torch.device) -> str:
-    """The cheapest dial first; one that would change nothing is not named."""
+    """The cheapest setting first; settings that would not help are not named."""
     if largest is None:
         return (
-            "weights, masters and moments take about 16 bytes a parameter: "
-            "a smaller model, a GPU that engines do not share, or more GPUs"
+            "weights, masters and moments take about 16 bytes per parameter: "
+            "use a smaller model, a GPU that engines do not share, or more GPUs"
         )
     dials = []
     if len(largest.lengths) > 1:

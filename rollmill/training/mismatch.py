@@ -1,18 +1,18 @@
-"""Mismatch: how far trainer and engine disagree *on the same weights*, the one figure that finds numerical bugs.
+"""Mismatch: how far trainer and engine disagree *on the same weights*. This is the figure that finds numerical bugs.
 
-In an asynchronous run hardly a token was sampled by the version being trained, so comparing the trained policy with the
-engine shows how far the policy has moved (drift). To tell the two apart, a few trajectories of each step are computed
-once more, without gradients, under the very weights that sampled them (P prompt, A sampled, T tool result):
+In an asynchronous run few tokens were sampled by the version being trained, so comparing the trained policy with the
+engine shows how far the policy has moved (drift). To tell the two apart, a few trajectories of each step are recomputed
+without gradients, under the weights that sampled them (P prompt, A sampled, T tool result):
 
     tokens       [P P P | A A A | T | A A]
     policy       [. . . | 3 3 4 | . | 4 4]      the version that sampled each token
-    oldest KV    [. . . | 3 3 3 | . | 4 4]      a fact of each answer; the second began after the cache had been dropped
+    oldest KV    [. . . | 3 3 3 | . | 4 4]      recorded per answer; before the second one the cache was dropped
     probe of 3    P P P   A A                   Δ on two tokens, under version 3
     probe of 4    P P P   A A A   T   A A       Δ on the last two, under version 4
     left out                  A                 version 4 on keys that version 3 wrote: no weights give this log-prob
 
-Nothing here touches the weights, the optimizer, a random state or the ledger: a run with these figures and one without
-have the same digests. The measurement comes after the step is committed, so that no engine waits for it.
+Nothing here changes the weights, the optimizer, a random state or the ledger: a run has the same digests with and
+without these figures. The measurement comes after the step is committed, so that no engine waits for it.
 """
 
 from __future__ import annotations
@@ -35,12 +35,12 @@ from rollmill.types import PolicyRef, Segment, Version
 from rollmill.weights.format.tensors import HostTensor
 from rollmill.weights.reading.store import WeightStore
 
-# A forward pass is a third of a training pass, so one trajectory in ten, and six at most, are a few per cent of a step.
+# A forward pass is a third of a training pass. One trajectory in ten, and six at most, cost a few per cent of a step.
 MOST_TRAJECTORIES = 6
 ONE_IN = 10
 
 MIXED = "attended to keys and values of other weights, or may have"
-UNAVAILABLE = "the weights that sampled it cannot be had"
+UNAVAILABLE = "the weights that sampled it are not available"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -57,14 +57,14 @@ class Probe:
 
 @dataclasses.dataclass(frozen=True)
 class Sample:
-    """What of a step is measured. Probes and `left_out` add up to the trained tokens of the trajectories looked at."""
+    """What a step measures. Probes and `left_out` add up to the trained tokens of the chosen trajectories."""
 
     probes: Sequence[Probe]
     left_out: Counter[str]  # tokens by reason
 
 
 def choose_sample(seed: int, trajectories: Sequence[Sequence[Segment]], rule: TokenRule) -> Sample:
-    """Look at trajectories in an order drawn from the seed, until enough of them had something to measure."""
+    """Look at trajectories in an order drawn from the seed, until enough of them have something to measure."""
     wanted = min(MOST_TRAJECTORIES, -(-len(trajectories) // ONE_IN))
     probes: list[Probe] = []
     left_out: Counter[str] = Counter()
@@ -91,19 +91,19 @@ def _segment_probes(segment: Segment, rule: TokenRule, left_out: Counter[str]) -
 
 
 def _pure(segment: Segment) -> np.ndarray:
-    """bool [T]: sampled, and the version that did wrote all the keys and values it attended to."""
+    """bool [T]: sampled by a version that also wrote all the keys and values it attended to."""
     oldest_T = np.full(len(segment.tokens), -1)
     for span in segment.spans:
-        if span.finish != "abort":  # an engine that broke off did not live to tell: its oldest is a guess
+        if span.finish != "abort":  # the oldest version of an aborted answer is a guess
             oldest_T[span.start : span.end] = span.oldest_kv_policy
     return segment.sampled & (oldest_T == segment.policy)
 
 
 def _routes_of(segment: Segment, policy: int) -> np.ndarray | None:
-    """bool [T]: the routes that were recorded under that policy. A row is computed with the weights that sample next.
+    """bool [T]: the routes that were recorded under that policy. The weights that sample next compute a row.
 
-    Where a context is computed again (after an eviction, on another engine, in a child segment) the first record of a
-    row stands, which other weights made: there the live router is the one to ask.
+    If a context is computed again (after an eviction, on another engine, in a child segment), the first record of a row
+    stays, and other weights may have made it. The live router decides there.
     """
     if segment.routes_valid is None:
         return None
@@ -115,7 +115,7 @@ def _routes_of(segment: Segment, policy: int) -> np.ndarray | None:
 
 
 def _part(whole: PackedSequence, picked_M: np.ndarray, routes_valid: np.ndarray | None) -> PackedSequence:
-    """The same context with some of its targets only, cut after the last."""
+    """The same context with only the picked targets, cut after the last one."""
     assert whole.facts is not None
     end = int(whole.rows[picked_M][-1]) + 1
     return PackedSequence(
@@ -129,8 +129,7 @@ def _part(whole: PackedSequence, picked_M: np.ndarray, routes_valid: np.ndarray 
 
 
 class ServedWeights:
-    """The newest versions by digest, as the bytes engines serve; any other comes from the store. Of many ranks each has
-    its rows."""
+    """Keeps this rank's rows of the newest `keep` versions, as engines serve them. Older ones come from the store."""
 
     def __init__(self, store: WeightStore, keep: int) -> None:
         self._store = store
@@ -145,7 +144,7 @@ class ServedWeights:
         for digest, tensors in self._held:
             if digest == policy.digest:
                 return twin.load_held(tensors)
-        version = Version(policy.line, policy.number)  # of before a restart
+        version = Version(policy.line, policy.number)  # from before a restart
         digest = self._store.manifest(version, policy.form).digest
         if digest != policy.digest:
             raise WeightsError(f"tokens name {version} with digest {policy.digest}, published is {digest}")
@@ -153,7 +152,7 @@ class ServedWeights:
 
 
 class MismatchMeter:
-    """Computes probes with a decoder of its own. Of many ranks each calls all of it, at the same time."""
+    """Computes probes with a second decoder. All methods are collective."""
 
     def __init__(self, served: ServedWeights, *, budget: int, router_replay: bool) -> None:
         self.served = served
@@ -162,12 +161,12 @@ class MismatchMeter:
         self._router_replay = router_replay
 
     def compute_like(self, placement: Placement, model: Decoder) -> None:
-        """Measure where `model` computes and as it does: any other way would be a mismatch of the meter's own."""
+        """Measure where and as `model` computes: any other way would add a mismatch of its own."""
         if self._twin is None:
             self._twin = Twin(placement, model)
 
     def measure(self, step: int, sample: Sample) -> tuple[np.ndarray, Counter[str]]:
-        """Δ = log π − log μ of the tokens measured, and the ones that are not, by reason."""
+        """Δ = log π − log μ of the measured tokens, and the number of the other tokens by reason."""
         sequences: dict[PolicyRef, list[PackedSequence]] = {}
         for probe in sample.probes:
             sequences.setdefault(probe.policy, []).append(probe.sequence)
@@ -177,7 +176,7 @@ class MismatchMeter:
             assert self._twin is not None, "compute_like comes first"
             problem = self._load(policy, self._twin)
             if problem is not None:
-                # a figure less, never a step less
+                # if this measurement fails, the step still counts
                 left_out[UNAVAILABLE] += sum(len(sequence.targets) for sequence in found)
                 text = f"mismatch of step {step} is not measured on all tokens: {problem}"
                 telemetry.emit("warning", step=step, text=text)
@@ -186,7 +185,7 @@ class MismatchMeter:
         return np.concatenate(deltas), left_out
 
     def _load(self, policy: PolicyRef, twin: Twin) -> str | None:
-        """Why these weights cannot be had. If one rank has not got its rows none computes: they would wait for it."""
+        """Why these weights are not available, if so. If one rank lacks its rows, no rank computes: all would wait."""
         problem = None
         try:
             self.served.load(policy, twin)

@@ -1,9 +1,9 @@
-"""Muon: a matrix moves by the orthogonal matrix nearest to its momentum, so that every direction moves alike.
+"""Muon: a matrix moves by the orthogonal matrix nearest to its momentum, so every direction moves by the same amount.
 
-For the matrices inside layers, each expert's separately, and the parts of a fused one (q, k, v; gate, up) separately:
-they are maps of their own that only share memory. Embedding, head, router and vectors stay with AdamW. An orthogonal
-m×n matrix has entries of RMS max(m, n)^−½; scaled by 0.2 · max(m, n)^½ an update is as large as AdamW's usually are, so
-both go by the same learning rate and weight decay.
+Used for the matrices inside layers: each expert's separately, and each part of a fused matrix (q, k, v; gate, up)
+separately, since the parts are different maps that only share memory. Embedding, head, router and vectors use AdamW. An
+orthogonal m×n matrix has entries of RMS max(m, n)^−½. Scaled by 0.2 · max(m, n)^½, an update is as large as AdamW's
+usually are, so both share one learning rate and weight decay.
 """
 
 from __future__ import annotations
@@ -18,15 +18,15 @@ from rollmill.models.decoder import Layer
 from rollmill.models.moe import MLP, MixtureOfExperts
 from rollmill.training.placement import Gather
 
-# Of the quintic a·x + b·x³ + c·x⁵ applied to the singular values: steep at 0, so that five rounds bring all but the
-# smallest to between 0.7 and 1.2. Exactly 1 is not needed.
+# Coefficients of the quintic a·x + b·x³ + c·x⁵ that is applied to the singular values. It is steep at 0: five rounds
+# bring all but the smallest to between 0.7 and 1.2. Exactly 1 is not needed.
 _A, _B, _C = 3.4445, -4.7750, 2.0315
 _ROUNDS = 5
 _RMS = 0.2
 
 
 class Part(NamedTuple):
-    """A matrix within a parameter: from `start`, `size` long, along `dim` (of [out, in] or of [experts, in, out])."""
+    """A matrix within a parameter: [start, start + size) along `dim` (of [out, in] or [experts, in, out])."""
 
     dim: int
     start: int
@@ -34,8 +34,8 @@ class Part(NamedTuple):
 
 
 def orthogonalise(matrix: Tensor) -> Tensor:
-    """Nearly U·Vᵀ of the singular value decomposition U·S·Vᵀ of a matrix, or of each of a stack, by Newton-Schulz."""
-    # bf16 is enough where it is fast: rounding perturbs singular values far less than the rounds leave them spread
+    """Approximately U·Vᵀ, for a matrix (or each of a stack) with the decomposition U·S·Vᵀ, by Newton-Schulz."""
+    # bf16 is precise enough: it changes singular values far less than five rounds leave them spread
     x = matrix.to(torch.bfloat16 if matrix.is_cuda else torch.float32)
     tall = x.shape[-2] > x.shape[-1]
     if tall:
@@ -48,7 +48,7 @@ def orthogonalise(matrix: Tensor) -> Tensor:
 
 
 def matrix_parts(model: nn.Module) -> dict[str, Sequence[Part]]:
-    """The parameters Muon moves, by name, and what matrices each is made of."""
+    """The parameters that Muon updates, by name, and the matrices in each."""
     parts: dict[str, Sequence[Part]] = {}
     for prefix, module in model.named_modules():
         for name, parameter in module.named_parameters(prefix, recurse=False):

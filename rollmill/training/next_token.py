@@ -1,4 +1,4 @@
-"""Training on the next-token loss: on CUDA, passes whose shape comes back are replayed (see graphs)."""
+"""Passes on the next-token loss. On CUDA, passes whose shape comes again are replayed (training/graphs.py)."""
 
 from __future__ import annotations
 
@@ -21,17 +21,16 @@ class NextTokenPasses:
     """Forward and backward passes of one model."""
 
     def __init__(self, model: Decoder, balance: float, graphs: bool = True) -> None:
-        """`balance`: factor of the loss that spreads tokens over experts."""
+        """`balance`: factor of the loss that spreads tokens over experts. `graphs`: record CUDA graphs if possible."""
         self.model, self._balance = model, balance
         self._graphs = GraphedPasses(model) if graphs and model.recordable else None
         device, dtype = model.embedding.device, model.embedding.dtype
         self._attend = functools.lru_cache(GRAPHS)(functools.partial(packed_attention, device=device, dtype=dtype))
 
     def __call__(self, part: MicroBatch, targets: int, tokens: int) -> tuple[Tensor, Tensor | None]:
-        """Of a step with so many targets and tokens: the micro-batch's part of the loss, and how many choices of each
-        layer's router fell on each expert, FP32 [layers, experts]. Gradients are left on the model."""
-        # a graph keeps what its pass refers to: were that this object, both would wait for the garbage collector, which
-        # may come while another pass is recorded and spoil it
+        """See training.placement.Passes. Counts are FP32."""
+        # The closure must not refer to self: a graph keeps what its pass refers to, so both would live until the
+        # garbage collector runs. If it runs while another pass is recorded, it spoils the recording.
         model, balance, attend = self.model, self._balance, self._attend(tuple(part.lengths))
 
         def backward(tokens_N: Tensor, positions_N: Tensor, rows_M: Tensor, targets_M: Tensor) -> Tensor:

@@ -1,4 +1,4 @@
-"""An Objective says what a step trains on and how; the loop does everything else. Implementations in `objectives/`."""
+"""An Objective says what a step trains on and how; the loop does the rest. Implementations are in `objectives/`."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from rollmill.weights.format.tensors import HostTensor
 
 @dataclass(frozen=True)
 class StepOutcome:
-    """What the loop knows of a step when it is done; `figures` come from the objective's own backward pass."""
+    """What the loop knows about a finished step; `figures` come from the objective's backward pass."""
 
     number: int
     steps: int
@@ -41,12 +41,12 @@ Batch = TypeVar("Batch", bound=Batched)
 
 
 def leave_on_model() -> None:
-    """Gradients of all micro-batches add up in the parameters' own type."""
+    """Does nothing: the gradients of all micro-batches add up on the model, in the parameters' type."""
 
 
 class Objective(Protocol[Batch]):
     def next_batch(self, number: int, lr: float, lineage: Lineage, stopping: Callable[[], bool]) -> Batch | None:
-        """What step `number` trains on, waiting for it if need be; None once `stopping()`.
+        """What step `number` trains on; waits until it is there. None once `stopping()`.
 
         A step asked for again gets the same batch, bit for bit: that is how a restart re-runs it. `lr` is the learning
         rate that the schedule gives the step; a recorded step keeps the one it had.
@@ -76,7 +76,7 @@ class Objective(Protocol[Batch]):
         ...
 
     def commit(self, number: int, version: Version, digest: str) -> None:
-        """Step `number` is published as `version`. Called again after a crash, so it must be idempotent."""
+        """Step `number` is published as `version`. May be called again after a crash: it must be idempotent."""
         ...
 
     def report(self, batch: Batch, outcome: StepOutcome) -> None:

@@ -1,7 +1,7 @@
 """AdamW or Muon on fp32 masters. The model itself holds the served values: masters rounded to the published form.
 
-So the trainer computes its log-probs with exactly the weights the engines have, and an update too small to move a
-rounded weight is not lost but gathers in the master.
+So the trainer computes log-probs with exactly the weights that the engines have, and an update too small to change a
+rounded weight is not lost: it adds up in the master.
 
 Each rank updates the rows it holds. The gradient's norm and the matrices that Muon orthogonalises need all ranks
 (training/placement.py).
@@ -30,7 +30,7 @@ if TYPE_CHECKING:
 
 
 def learning_rate(config: OptimizerConfig, step: int, steps: int) -> float:
-    """Of step `step` (from 1) in a run of `steps`: up in a line over the warm-up, then down to `final_fraction`."""
+    """The rate of step `step` (from 1) of `steps`: linear warm-up, then decay to `final_fraction`."""
     if step <= config.warmup_steps:
         return config.lr * step / config.warmup_steps
     if config.decay == "constant":
@@ -56,7 +56,7 @@ class Update:
 class MasterOptimizer:
     """Takes the model's parameters as masters and rounds the model to `form`.
 
-    On CUDA all of AdamW is one launch (models.kernels.adamw). Muon's matrices have no `square`.
+    On CUDA, AdamW of all parameters is one launch (training/fused_adamw.py). Muon's matrices have no `square`.
     """
 
     def __init__(
@@ -78,7 +78,7 @@ class MasterOptimizer:
         self._parts = matrix_parts(model) if config.kind == "muon" else {}
         rest = {name: master for name, master in self._masters.items() if name not in self._parts}
         self._squares = {name: torch.zeros_like(master) for name, master in rest.items()}
-        self._sums: dict[str, Tensor] = {}  # of gradients, FP32, while a step has several micro-batches
+        self._sums: dict[str, Tensor] = {}  # FP32 sums of gradients, if a step has several micro-batches
         self._updates = 0
         if state is None:
             self._serve()
@@ -88,8 +88,8 @@ class MasterOptimizer:
 
     @torch.no_grad()
     def accumulate(self) -> None:
-        """Add the gradients the model holds to FP32 sums. After every micro-batch, if a step has more than one: a sum
-        kept in bf16 would lose the later ones."""
+        """Add the model's gradients to FP32 sums. To be called after every micro-batch, if a step has more than one: a
+        sum in bf16 would lose the later ones."""
         gradients = self._take_gradients()
         if self._fused is not None:
             return self._fused.sums.add(self._sums, gradients)
@@ -110,13 +110,13 @@ class MasterOptimizer:
 
     @torch.no_grad()
     def update(self, lr: float) -> Update:
-        """One step with the gradients the model holds or has accumulated, which are consumed."""
+        """One update with the gradients that the model holds or has accumulated. It consumes them. Collective."""
         if self._sums:
             self.accumulate()
         gradients = self._sums or self._take_gradients()
         self._sums = {}
         if not gradients:
-            return Update(0.0, lr, applied=False)  # zeros would still move the weights, by momentum
+            return Update(0.0, lr, applied=False)  # with zeros, momentum would still move the weights
         if self._fused is not None:
             return self._update_fused(gradients, lr)
         own_norm = torch.stack([gradient.norm() for gradient in gradients.values()]).norm()
@@ -164,11 +164,11 @@ class MasterOptimizer:
         return FusedAdamW(groups, decays, DTYPES.get(self._form, torch.bfloat16))
 
     def _update_fused(self, gradients: dict[str, Tensor], lr: float) -> Update:
-        """The norm is read last, when all work is queued: the kernel itself changes nothing if it is not finite."""
+        """The norm is read last, when all work is queued. The kernel changes nothing if the norm is not finite."""
         assert self._fused is not None
         own_norm = torch.stack(torch._foreach_norm(list(gradients.values()), 2, torch.float32)).norm()
         norm = self._placement.whole_norm(own_norm).to(own_norm)
-        if self._parts and not math.isfinite(float(norm)):  # what follows has no way to leave matrices alone
+        if self._parts and not math.isfinite(float(norm)):  # Muon's update has no such check
             return Update(float(norm), lr, applied=False)
         dtype = next(iter(gradients.values())).dtype  # sums are FP32 whatever the model is
         absent = self._served.keys() - gradients.keys()
@@ -191,19 +191,19 @@ class MasterOptimizer:
         self._round(self._served)
 
     def _round(self, names: Iterable[str]) -> None:
-        """What the model holds of these to what is served. Codes are those of the masters: of a value that was rounded
-        to the model's type first they could be others."""
+        """Round the model's copies of these parameters to the form. Quantised codes are made from the masters: values
+        that were rounded to the model's type first could get other codes."""
         if not is_quantised(self._form):
             return round_to_form_([(name, self._served[name]) for name in names], self._form)
         self._placement.round_into(((name, self._masters[name], self._served[name]) for name in names), self._form)
 
     def state(self) -> dict[str, Tensor]:
-        """Everything needed to go on bit for bit: `master.NAME`, `mean.NAME`, `square.NAME`, and `updates`. Before the
-        first update there are no moments."""
+        """Everything needed to continue bit for bit: `master.NAME`, `mean.NAME`, `square.NAME` and `updates`. Before
+        the first update there are no moments."""
         return self._state(self._updates)
 
     def _state(self, updates: int) -> dict[str, Tensor]:
-        """What there is after so many updates."""
+        """The state after `updates` updates."""
         moments = {"mean": self._means, "square": self._squares} if updates else {}
         groups = {"master": self._masters, **moments}
         tensors = {f"{kind}.{name}": tensor for kind, group in groups.items() for name, tensor in group.items()}
@@ -217,7 +217,7 @@ class MasterOptimizer:
         if different:
             raise TrainingError(
                 f"the checkpoint is of another model: {', '.join(sorted(different)[:3])} … differ",
-                hint="go on with the [model] it was made with, or give this one another line",
+                hint="use the [model] it was made with, or give this model another line",
             )
         for name, tensor in own.items():
             tensor.copy_(tensors[name])

@@ -1,4 +1,4 @@
-"""The version that KL is measured to: pinned in the configuration, read from the store once, never trained."""
+"""The version that KL is measured to: named in the configuration, read from the store once, never trained."""
 
 from __future__ import annotations
 
@@ -18,10 +18,10 @@ class Reference:
         line, _, number = name.rpartition("@")
         self._version = Version(line, int(number))
         self._weights = weights
-        self._twin: Twin | None = None  # made on first use: the run's own version 0 does not exist before
+        self._twin: Twin | None = None  # made on first use, since it may be the run's own version 0
 
     def logprobs(self, placement: Placement, model: Decoder, part: MicroBatch) -> Tensor:
-        """[M], computed as `model` computes. Experts are chosen live: the routes on record are the policy's choice."""
+        """[M]. Experts are chosen live: recorded routes are the policy's choice, not the reference's. Collective."""
         if self._twin is None:
             twin = Twin(placement, model)
             form = form_held(self._weights, self._version, model.form)

@@ -1,8 +1,8 @@
 """Router replay: train through the experts the engine chose, and measure how the live router sees them.
 
-Routes are recorded per input token. Rows without a record (validity bit 0) route live; that is harmless for a prompt,
-while a row moved by one token or one layer is not: misaligned routes show as sets with nothing in common. Those are
-also held against the record moved by one place, which tells what is wrong with it.
+Routes are recorded per input token. Rows without a record (validity bit 0) route live, which is harmless for a prompt.
+Rows that are moved by one token or one layer are not harmless: they show as choices with no expert in common. Those are
+also compared with the record moved by one place, which shows what is wrong with it.
 """
 
 from __future__ import annotations
@@ -20,9 +20,9 @@ from rollmill.training.placement import Placement
 from rollmill.training.step import moved
 
 ZERO_OVERLAP = 0.01  # healthy runs have none at all
-ENOUGH_CHOICES = 30  # an expert that an even router chooses this often goes without one time in e^30
+ENOUGH_CHOICES = 30  # mean choices per expert; with an even router one expert gets none with probability e^−30
 
-# where the record may stand → (tokens, layers) that would move it back
+# how the record may be misaligned → (tokens, layers) that would move it back
 MOVES = {
     "one token early": (1, 0),
     "one token late": (-1, 0),
@@ -32,10 +32,10 @@ MOVES = {
 
 
 def replay_of(batch: MicroBatch, plausibility: float = 0.0) -> Replay | None:
-    """The recorded routes of a micro-batch, or None where nothing was recorded."""
+    """The recorded routes of a micro-batch; None if nothing was recorded."""
     if batch.routes is None or batch.routes_valid is None or not batch.routes_valid.any():
         return None
-    # int64 is what gather wants; uint16 has few torch kernels
+    # gather needs int64; torch has few kernels for uint16
     routes = torch.from_numpy(batch.routes.astype(np.int64))
     return Replay(routes, torch.from_numpy(batch.routes_valid), plausibility)
 
@@ -43,8 +43,8 @@ def replay_of(batch: MicroBatch, plausibility: float = 0.0) -> Replay | None:
 class RouterMeasures:
     """What the routers of each layer did, summed over micro-batches.
 
-    The live choice is compared with the record, not with what the filter left of it: a filter must not hide that the
-    record is wrong. Counts stay on the device until figures are asked for; nothing before waits for it.
+    The live choice is compared with the whole record, before the plausibility filter: a filter must not hide that the
+    record is wrong. Counts stay on the device until `figures`, so that nothing waits for it.
     """
 
     def __init__(self) -> None:
@@ -53,11 +53,11 @@ class RouterMeasures:
         self._load: Tensor | float = 0.0  # [layers, experts] choices
         self._counts: Tensor | float = 0.0  # [3, layers]: rows whose set differs, that share nothing, choices replaced
         self._k = 1
-        self._moved: Tensor | float = 0.0  # [1 + moves]: choices that had no expert in common; and once moved, how many
+        self._moved: Tensor | float = 0.0  # [1 + moves]: choices with no expert in common; and in common after a move
 
     @torch.no_grad()
     def add(self, routings: Sequence[Routing], replay: Replay | None) -> None:
-        """`replay` as `replay_of` made it, on the host: which rows have a record is known there."""
+        """`replay` as `replay_of` made it, on the host: that is where the rows with a record are known."""
         if not routings:
             return
         self.add_load(len(routings[0].chosen), expert_load(routings))
@@ -82,7 +82,7 @@ class RouterMeasures:
         self._load = self._load + load_LE
 
     def _compare_moved(self, live_NLk: Tensor, recorded_NLk: Tensor, apart_NL: Tensor) -> None:
-        """Count only where too many share nothing. The GPU computes it always: asking whether it must would wait."""
+        """Count only if too many rows share nothing. The GPU always computes it: to ask first would wait for it."""
         many = apart_NL.sum() > ZERO_OVERLAP * apart_NL.numel()
         if not many.is_cuda and not many:
             return
@@ -98,7 +98,7 @@ class RouterMeasures:
         return self
 
     def figures(self) -> dict[str, Any]:
-        """None where nothing was replayed: no measurement is not the same as agreement."""
+        """Values are None if nothing was replayed: no measurement is not agreement."""
         return {**self._agreement(), **self.load_figures()}
 
     def _agreement(self) -> dict[str, Any]:
@@ -121,13 +121,13 @@ class RouterMeasures:
         return found
 
     def load_figures(self) -> dict[str, Any]:
-        """The largest load of an expert over the mean one, and the share of experts that no token came to."""
+        """The largest load of an expert over the mean load, and the share of experts that got no token."""
         if not isinstance(self._load, Tensor):
             return {"expert_load_max": None, "expert_load_by_layer": [], "experts_dead": None}
         load_LE = self._load.cpu().double()
         by_layer = (load_LE.amax(1) / load_LE.mean(1)).tolist()
         dead = int((load_LE == 0).sum())
-        # with few choices an expert may go without by chance
+        # with few choices an expert may get none by chance
         enough = float(load_LE.mean()) >= ENOUGH_CHOICES
         return {
             "expert_load_max": max(by_layer),
@@ -137,7 +137,7 @@ class RouterMeasures:
 
 
 def expert_load(routings: Sequence[Routing]) -> Tensor:
-    """int64 [layers, experts]: how often each was chosen."""
+    """int64 [layers, experts]: how often each expert was chosen."""
     return torch.stack([expert_counts(routing.chosen, routing.scores.shape[1]) for routing in routings])
 
 

@@ -1,10 +1,10 @@
-"""What a step makes of its groups. Decided once, written down in the step's record, never decided again.
+"""What a step trains on of its groups. Decided once, written to the step's record, never decided again.
 
-graded, its group has reward variance, some token may be learnt from     trained, with its advantage
-graded, all graded rewards of its group alike                            no_signal
-graded, every token over the staleness bound                             stale
-graded, no token may be learnt from, or it does not fit the model        dropped, with the reason
-failed, not graded, quarantined or deleted                               dropped; its group is still usable
+graded, its group has reward variance, some token may be trained on     trained, with its advantage
+graded, all graded rewards of its group are equal                       no_signal
+graded, every token is over the staleness bound                         stale
+graded, no token may be trained on, or it does not fit the model        dropped, with the reason
+failed, not graded, quarantined or deleted                              dropped; its group is still usable
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ def weigh_groups(members: Mapping[str, Sequence[TrajectoryRow]]) -> tuple[Graded
         excluded.update({row.id: (LedgerState.dropped, _why_not_graded(row)) for row in rows if row not in usable})
         rewards_G = np.array([row.reward for row in usable], np.float64)
         if not has_signal(rewards_G):
-            why = f"all {len(usable)} graded rewards of its group are alike"
+            why = f"all {len(usable)} graded rewards of its group are equal"
             excluded.update({row.id: (LedgerState.no_signal, why) for row in usable})
             continue
         for row, advantage in zip(usable, group_advantages(rewards_G).tolist(), strict=True):
@@ -49,7 +49,7 @@ def _why_not_graded(row: TrajectoryRow) -> str:
 
 
 def read_segments(trajectories: TrajectoryStore, ids: Sequence[str], model: ModelConfig) -> Contents:
-    """Payloads from the store. One that is missing, damaged or of another model is a reason, not an error."""
+    """Payloads from the store. One that is missing, damaged or of another model becomes a reason, not an error."""
     try:
         loaded = {trajectory.id: trajectory.segments for trajectory in trajectories.load_many(ids)}
         for segments in loaded.values():
@@ -64,14 +64,14 @@ def read_segments(trajectories: TrajectoryStore, ids: Sequence[str], model: Mode
 def trainable_sequences(
     segments: Iterable[Segment], advantage: float, rule: TokenRule, trajectory: int = 0
 ) -> tuple[list[PackedSequence], Counter[str]]:
-    """What to train on, and the sampled tokens that are left out, counted by reason."""
+    """The sequences to train on, and the sampled tokens that are left out, counted by reason."""
     masked: Counter[str] = Counter()
     found = [segment_sequence(segment, advantage, rule, masked, trajectory) for segment in segments]
     return [sequence for sequence in found if sequence is not None], masked
 
 
 def exclude_unusable(graded: Graded, contents: Contents, rule: TokenRule) -> Excluded:
-    """The graded trajectories with nothing left to learn from."""
+    """The graded trajectories that have no token to train on."""
     excluded: Excluded = {}
     for id in graded:
         content = contents[id]
@@ -88,4 +88,4 @@ def _nothing_left(masked: Counter[str], rule: TokenRule) -> tuple[LedgerState, s
     if masked[STALE]:
         return LedgerState.stale, f"every token was sampled more than {rule.max_staleness} versions before {rule.base}"
     reasons = ", ".join(reason for reason, count in masked.most_common() if count)
-    return LedgerState.dropped, f"no token to learn from: {reasons or 'none was sampled'}"
+    return LedgerState.dropped, f"no token to train on: {reasons or 'none was sampled'}"

@@ -1,6 +1,6 @@
-"""The parts of a pass over packed tokens, on whichever device the model is. None of them waits for the device.
+"""The parts of a pass over packed tokens, on the model's device. None of them waits for the device.
 
-micro-batch ─► decoder, packed attention ─► rows of the targets ─► head in pieces ─► log-probs or loss ─► backward
+micro-batch ─► decoder, packed attention ─► rows of the targets ─► head, in chunks ─► log-probs or loss ─► backward
 after several micro-batches: gradients summed in FP32 ─► one update of masters, moments and served weights
 """
 
@@ -18,7 +18,7 @@ from rollmill.training.loss import next_token_loss, target_logprobs
 
 
 def forward_packed(model: Decoder, part: MicroBatch, replay: Replay | None = None) -> tuple[DecoderOutput, Tensor]:
-    """The decoder's output, and the rows [M, width] of it that predict the targets."""
+    """The decoder's output, and its rows [M, width] that predict the targets."""
     device, dtype = model.embedding.device, model.embedding.dtype
     tokens_N, positions_N, rows_M = (moved(x, device) for x in (part.tokens_N, part.positions_N, part.rows_M))
     if replay is not None:
@@ -29,7 +29,7 @@ def forward_packed(model: Decoder, part: MicroBatch, replay: Replay | None = Non
 
 def predicting_rows(hidden_NW: Tensor, rows_M: Tensor) -> Tensor:
     if hidden_NW.is_cuda and len(rows_M) == len(hidden_NW):
-        return hidden_NW  # rows ascend, so these are all of them
+        return hidden_NW  # rows ascend, so these are all rows in order
     return hidden_NW.index_select(0, rows_M)
 
 
@@ -40,7 +40,7 @@ def token_logprobs(
     targets_M = moved(targets_M, hidden_MW.device)
     if temperatures_M is not None:
         temperatures_M = None if bool((temperatures_M == 1).all()) else moved(temperatures_M, hidden_MW.device)
-    if _in_pieces(model, hidden_MW):
+    if _in_chunks(model, hidden_MW):
         return head_logprobs(hidden_MW, head_weight(model), targets_M, temperatures_M)
     return target_logprobs(model.logits(hidden_MW), targets_M, temperatures_M)
 
@@ -48,7 +48,7 @@ def token_logprobs(
 def token_loss(model: Decoder, hidden_MW: Tensor, targets_M: Tensor, divisor: float) -> Tensor:
     """Cross-entropy of the targets ÷ `divisor`."""
     targets_M = moved(targets_M, hidden_MW.device)
-    if _in_pieces(model, hidden_MW):
+    if _in_chunks(model, hidden_MW):
         weights_M = torch.full((len(targets_M),), 1 / divisor, dtype=torch.float32, device=hidden_MW.device)
         return head_next_token(hidden_MW, head_weight(model), targets_M, weights_M)
     logprobs_M, _ = target_logprobs(model.logits(hidden_MW), targets_M)
@@ -60,12 +60,12 @@ def head_weight(model: Decoder) -> Tensor:
 
 
 def moved(tensor: Tensor, device: torch.device) -> Tensor:
-    """To the device, without waiting for it."""
+    """The tensor on the device; does not wait for the copy."""
     if tensor.device == device:
         return tensor
     return (tensor.pin_memory() if device.type == "cuda" else tensor).to(device, non_blocking=True)
 
 
-def _in_pieces(model: Decoder, hidden_MW: Tensor) -> bool:
-    """On the CPU only where logits would be large: a small product has other bits when it is cut."""
+def _in_chunks(model: Decoder, hidden_MW: Tensor) -> bool:
+    """On the CPU only if the logits would be large: a small product gives other bits when it is cut."""
     return hidden_MW.is_cuda or hidden_MW.shape[0] * model.config.vocab_size > PIECE_ELEMENTS

@@ -92,13 +92,13 @@ def test_warnings_in_words():
 @pytest.mark.parametrize(
     ("figures", "words"),
     [
-        ({"mismatch_outside": 0.02}, "twice or half as likely"),
+        ({"mismatch_outside": 0.02}, "less than half as likely"),
         ({"ess": 0.2, "staleness_queue": 0.5, "staleness_flight": 2.0}, "arises in flight"),
         ({"ess": 0.2, "staleness_queue": 2.0, "staleness_flight": 0.5}, "arises in the queue"),
-        ({"mask_fraction": 0.4, "mask_fraction_positive": 0.6}, "good answers are hardly learnt from"),
-        ({"mask_fraction": 0.4, "mask_fraction_negative": 0.6}, "bad answers are hardly unlearnt"),
-        ({"clip_fraction": 0.7}, "most ratios are bounded"),
-        ({"veto_share": 0.2}, "next to impossible"),
+        ({"mask_fraction": 0.4, "mask_fraction_positive": 0.6}, "good answers are masked"),
+        ({"mask_fraction": 0.4, "mask_fraction_negative": 0.6}, "bad answers are masked"),
+        ({"clip_fraction": 0.7}, "most ratios are clipped"),
+        ({"veto_share": 0.2}, "nearly impossible"),
         ({"entropy": 0.001}, "hardly explores"),
         ({"router_replaced": 0.1}, "finds recorded experts implausible"),
         ({"experts_dead": 0.1}, "some experts get no token"),

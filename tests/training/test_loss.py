@@ -1,4 +1,4 @@
-"""Every objective against values worked out by hand, its closed-form gradient, and finite differences."""
+"""Every loss against values worked out by hand, its closed-form gradient, and finite differences."""
 
 import math
 from typing import Any
@@ -38,7 +38,7 @@ def near(values: list[float]) -> Any:
 
 def test_policy_gradient_has_no_mask():
     # w = .7/.4 = 1.75 and .2/.4 = .5, however far the tokens have moved:  −1.75 · 1 − .5 · (−1) = −1.25
-    result, gradient = setup([0.7, 0.2], [0.4, 0.4], [1, -1], RLConfig(objective="policy_gradient"))
+    result, gradient = setup([0.7, 0.2], [0.4, 0.4], [1, -1], RLConfig(loss="policy_gradient"))
     assert result.loss.item() == pytest.approx(-1.25) and result.kept_M.all()
     assert gradient == near([-1.75, 0.5])  # −A · w
 
@@ -96,7 +96,7 @@ def test_ppo_clips_only_the_way_the_advantage_pushes():
     # w = .5 down:   min(−.5, −.8)            = −.8,  clipped        loss  +.8
     # w = .75 up:    min(.75, .8)             = .75                  loss −.75
     # w = 1.25 down: min(−1.25, −1.2)         = −1.25                loss 1.25       sum .1
-    result, gradient = setup([0.5, 0.2, 0.3, 0.5], [0.4] * 4, [1, -1, 1, -1], RLConfig(objective="ppo"))
+    result, gradient = setup([0.5, 0.2, 0.3, 0.5], [0.4] * 4, [1, -1, 1, -1], RLConfig(loss="ppo"))
     assert result.loss.item() == pytest.approx(0.1)
     assert result.clipped_M.tolist() == [True, True, False, False]
     assert gradient == near([0.0, 0.0, -0.75, 1.25])
@@ -104,7 +104,7 @@ def test_ppo_clips_only_the_way_the_advantage_pushes():
 
 def test_cispo_bounds_the_weight_and_keeps_every_gradient():
     # w = 1.25, 2 → 1.5, .5:  −(1.25 · ln .5 + 1.5 · ln .8 − .5 · ln .2)
-    config = RLConfig(objective="cispo", clip_high=0.5)
+    config = RLConfig(loss="cispo", clip_high=0.5)
     result, gradient = setup([0.5, 0.8, 0.2], [0.4] * 3, [1, 1, -1], config)
     assert result.loss.item() == pytest.approx(-(1.25 * math.log(0.5) + 1.5 * math.log(0.8) - 0.5 * math.log(0.2)))
     assert result.clipped_M.tolist() == [False, True, False]
@@ -113,7 +113,7 @@ def test_cispo_bounds_the_weight_and_keeps_every_gradient():
 
 def test_gspo_has_one_ratio_a_sequence():
     # sequence 1: s = √(1.25 · .5) = √.625 on both tokens; sequence 2: s = 1.5 → clipped at 1.3
-    config = RLConfig(objective="gspo", clip_low=0.3, clip_high=0.3)
+    config = RLConfig(loss="gspo", clip_low=0.3, clip_high=0.3)
     result, gradient = setup([0.5, 0.2, 0.6], [0.4] * 3, [1, 1, 1], config, sequences=torch.tensor([0, 0, 1]))
     s = math.sqrt(0.625)
     assert result.loss.item() == pytest.approx(-2 * s - 1.3)
@@ -126,7 +126,7 @@ def test_gspo_has_one_ratio_a_sequence():
 
 def test_decoupled_ppo_weighs_a_clipped_ratio():
     # ρ = .5/.4 = 1.25, r = .55/.5 = 1.1 → 1.375;  r = .65/.5 = 1.3 → 1.25 · 1.2 = 1.5;  ρ = .4/.1 = 4 → cap 2, r = 1
-    config = RLConfig(objective="decoupled_ppo", weight_cap=2.0)
+    config = RLConfig(loss="decoupled_ppo", weight_cap=2.0)
     result, gradient = setup([0.55, 0.65, 0.4], [0.4, 0.4, 0.1], [1, 1, 1], config, old_logprobs=log(0.5, 0.5, 0.4))
     assert result.loss.item() == pytest.approx(-(1.375 + 1.5 + 2.0))
     assert result.clipped_M.tolist() == [False, True, True]
@@ -134,7 +134,7 @@ def test_decoupled_ppo_weighs_a_clipped_ratio():
 
 
 @pytest.mark.parametrize(
-    ("objective", "weights", "kept", "clipped"),
+    ("loss_name", "weights", "kept", "clipped"),
     [
         # ρ = .4/.1 = 4, .5/.4 = 1.25, .1/.4 = .25, .6/.1 = 6
         ("decoupled_ppo", [4, 1.25, 0.25, 6], [1, 1, 1, 1], [0, 0, 0, 0]),
@@ -143,10 +143,10 @@ def test_decoupled_ppo_weighs_a_clipped_ratio():
         ("icepop", [4, 1.25, 0, 0], [1, 1, 0, 0], [0, 0, 0, 0]),  # none outside [.5, 5]
     ],
 )
-def test_weights_at_the_version_trained_from(objective: Any, weights: list[float], kept: list[int], clipped: list[int]):
+def test_weights_at_the_version_trained_from(loss_name: Any, weights: list[float], kept: list[int], clipped: list[int]):
     """With one update a step π is π_old: r is 1, the loss −Σ weight · A and its gradient −weight · A."""
     pi, advantages = [0.4, 0.5, 0.1, 0.6], [1, -1, 2, 1]
-    config = RLConfig(objective=objective)
+    config = RLConfig(loss=loss_name)
     result, gradient = setup(pi, [0.1, 0.4, 0.4, 0.1], advantages, config, old_logprobs=log(*pi))
     expected = [-weight * advantage for weight, advantage in zip(weights, advantages, strict=True)]
     assert gradient == near(expected)
@@ -158,8 +158,8 @@ def test_weights_at_the_version_trained_from(objective: Any, weights: list[float
 def test_sequence_weights_are_products():
     # sequence 1: 1.25 · .5 = .625 on both tokens; sequence 2: 1.5 · 2 = 3, over the cap of 2
     pi, mu, sequences = [0.5, 0.2, 0.6, 0.8], [0.4] * 4, torch.tensor([0, 0, 1, 1])
-    for objective, last in (("tis", 2.0), ("mis", 0.0)):
-        config = RLConfig(objective=objective, weight_level="sequence")  # type: ignore[arg-type]
+    for loss_name, last in (("tis", 2.0), ("mis", 0.0)):
+        config = RLConfig(loss=loss_name, weight_level="sequence")  # type: ignore[arg-type]
         _, gradient = setup(pi, mu, [1, 1, 1, 1], config, old_logprobs=log(*pi), sequences=sequences)
         assert gradient == near([-0.625, -0.625, -last, -last])
 
@@ -167,8 +167,8 @@ def test_sequence_weights_are_products():
 @pytest.mark.parametrize(
     ("config", "needs"),
     [
-        (RLConfig(objective="tis"), "tis needs log-probs under π_old"),
-        (RLConfig(objective="gspo"), "gspo needs to know which sequence"),
+        (RLConfig(loss="tis"), "tis needs log-probs under π_old"),
+        (RLConfig(loss="gspo"), "gspo needs to know which sequence"),
         (RLConfig(veto_ratio=1e-4), "veto_ratio needs to know which sequence"),
         (RLConfig(kl_factor=0.1, kl_form="k2", reference="main@0"), "needs a reference"),
         (RLConfig(entropy_factor=0.1), "entropy_factor needs entropies"),
@@ -185,16 +185,16 @@ def test_what_is_missing_is_said(config: RLConfig, needs: str):
 @pytest.mark.parametrize(
     "config",
     [
-        RLConfig(objective="policy_gradient", weight_cap=1.5, ratio_penalty=0.05),  # the cap is in play
+        RLConfig(loss="policy_gradient", weight_cap=1.5, ratio_penalty=0.05),  # the cap is in play
         RLConfig(mask_delta=0.3, weight_cap=1.5, ratio_penalty=0.05, aggregation="sequence_mean"),
-        RLConfig(objective="ppo", entropy_factor=0.1),
-        RLConfig(objective="gspo", clip_low=0.2, clip_high=0.2, kl_factor=0.1, kl_form="k3", reference="main@0"),
-        RLConfig(objective="decoupled_ppo"),
-        RLConfig(objective="tis", weight_level="sequence"),
-        RLConfig(objective="mis", veto_ratio=0.2),
-        RLConfig(objective="icepop", veto_drift=0.1),
+        RLConfig(loss="ppo", entropy_factor=0.1),
+        RLConfig(loss="gspo", clip_low=0.2, clip_high=0.2, kl_factor=0.1, kl_form="k3", reference="main@0"),
+        RLConfig(loss="decoupled_ppo"),
+        RLConfig(loss="tis", weight_level="sequence"),
+        RLConfig(loss="mis", veto_ratio=0.2),
+        RLConfig(loss="icepop", veto_drift=0.1),
     ],
-    ids=lambda config: config.objective,
+    ids=lambda config: config.loss,
 )
 def test_gradients_agree_with_finite_differences(config: RLConfig):
     """Of the whole way from logits to loss; cispo and k2 hold weights constant on purpose and have closed forms."""
@@ -219,21 +219,21 @@ def test_gradients_agree_with_finite_differences(config: RLConfig):
 
 
 @pytest.mark.parametrize(
-    "objective", ["policy_gradient", "dppo", "ppo", "cispo", "gspo", "decoupled_ppo", "tis", "mis", "icepop"]
+    "loss_name", ["policy_gradient", "dppo", "ppo", "cispo", "gspo", "decoupled_ppo", "tis", "mis", "icepop"]
 )
-def test_on_policy_all_objectives_have_the_same_gradient(objective: Any):
+def test_on_policy_all_losses_have_the_same_gradient(loss_name: Any):
     """Where π = π_old = μ every ratio is 1 and nothing is bounded: −A · ∇log π."""
     pi, advantages = [0.4, 0.5, 0.1], [1.0, -1.0, 2.0]
-    config = RLConfig(objective=objective)
+    config = RLConfig(loss=loss_name)
     sequences = torch.tensor([0, 1, 2])
     result, gradient = setup(pi, pi, advantages, config, old_logprobs=log(*pi), sequences=sequences)
     assert gradient == near([-1.0, 1.0, -2.0]) and result.kept_M.all() and not result.clipped_M.any()
 
 
 @pytest.mark.parametrize(
-    "objective", ["policy_gradient", "dppo", "ppo", "cispo", "gspo", "decoupled_ppo", "tis", "mis", "icepop"]
+    "loss_name", ["policy_gradient", "dppo", "ppo", "cispo", "gspo", "decoupled_ppo", "tis", "mis", "icepop"]
 )
-def test_huge_ratios_stay_finite(objective: Any):
+def test_huge_ratios_stay_finite(loss_name: Any):
     pi = torch.tensor([0.0, -500.0]).requires_grad_()
     tokens = PolicyTokens(
         pi,
@@ -243,7 +243,7 @@ def test_huge_ratios_stay_finite(objective: Any):
         old_logprobs=pi.detach(),
         reference_logprobs=torch.tensor([-500.0, 0.0]),
     )
-    config = RLConfig(objective=objective, kl_factor=0.1, kl_form="k3", reference="main@0")
+    config = RLConfig(loss=loss_name, kl_factor=0.1, kl_form="k3", reference="main@0")
     result = policy_loss(tokens, config, 1.0)
     result.loss.backward()
     assert torch.isfinite(result.loss) and pi.grad is not None and torch.isfinite(pi.grad).all()

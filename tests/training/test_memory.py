@@ -149,4 +149,4 @@ def test_a_model_that_does_not_fit_says_so(tmp_path: Path):
             steps=1,
             seed=0,  # type: ignore[arg-type]
         )
-    assert "16 bytes a parameter" in (found.value.hint or "")
+    assert "16 bytes per parameter" in (found.value.hint or "")

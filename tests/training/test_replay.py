@@ -101,10 +101,10 @@ def test_aligned_routes_are_healthy():
 @pytest.mark.parametrize(
     ("moved", "words"),
     [
-        ((1, 0), "off by one token, they stand one token late"),
-        ((-1, 0), "off by one token, they stand one token early"),
-        ((0, 1), "off by one layer, they stand one layer late"),
-        ((0, -1), "off by one layer, they stand one layer early"),
+        ((1, 0), "off by one token: they are one token late"),
+        ((-1, 0), "off by one token: they are one token early"),
+        ((0, 1), "off by one layer: they are one layer late"),
+        ((0, -1), "off by one layer: they are one layer early"),
     ],
 )
 def test_misaligned_routes_have_a_signature_and_are_named(moved: tuple[int, int], words: str):
@@ -112,7 +112,7 @@ def test_misaligned_routes_have_a_signature_and_are_named(moved: tuple[int, int]
     figures = figures_with_routes_moved(*moved)
     assert figures["mismatch_k3"] > 0.2 and figures["router_zero_overlap"] > 0.3
     mismatch, alignment = warnings(figures)
-    assert mismatch.startswith("mismatch_k3 is 0.") and "most likely for the expert routes" in mismatch
+    assert mismatch.startswith("mismatch_k3 is 0.") and "most likely because of the expert routes" in mismatch
     assert alignment.startswith("router_zero_overlap is 0.") and words in alignment
 
 
@@ -123,7 +123,7 @@ def test_routes_that_fit_nowhere_are_not_called_misaligned():
     routings = [Routing(torch.ones(200, 8), live[:, layer], recorded[:, layer]) for layer in range(3)]
     measures.add(routings, Replay(recorded, torch.ones(200, dtype=torch.bool)))
     (text,) = warnings(measures.figures())
-    assert "do not fit the tokens" in text and "moved by a token or a layer they fit no better" in text
+    assert "do not fit the tokens" in text and "moved by one token or layer they fit no better" in text
 
 
 def two_turns(model: Decoder, seed: int, by: PolicyRef) -> Segment:
@@ -163,7 +163,7 @@ def test_a_second_turn_appended_one_row_off_is_found(tmp_path: Path):
     """The first turn is aligned, so most choices agree; the ones that do not still tell by how much they are off."""
     moved, texts = step_event(tmp_path, RLConfig(), 1, start=12)
     assert 0.01 < moved["router_zero_overlap"] < 0.2
-    assert any("off by one token, they stand one token late" in text for text in texts)
+    assert any("off by one token: they are one token late" in text for text in texts)
 
 
 def test_the_filter_reports_what_it_replaced(tmp_path: Path):

@@ -1,7 +1,7 @@
 """Mid-training: next-token cross-entropy on documents.
 
-The batch of step n is documents (n−1)·D … n·D − 1 of a stream that depends on the seed alone, so a resumed run sees
-exactly what an uninterrupted one would have seen, and needs no record of it.
+The batch of step n is documents (n−1)·D … n·D − 1 of a stream that depends only on the seed. So a resumed run sees
+exactly what an uninterrupted one would have seen, without any record.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ Document = tuple[Sequence[int], Sequence[bool]]  # token ids, and for each wheth
 
 
 class Documents(Protocol):
-    """A stream of documents without end: document i depends on (seed, i) alone."""
+    """An endless stream of documents: document i depends only on (seed, i)."""
 
     def __call__(self, seed: int, start: int) -> Iterator[Document]: ...
 
@@ -89,7 +89,7 @@ class MidtrainObjective:
         if len(documents) < self._config.documents_per_step:
             raise TrainingError(
                 f"the document stream ended at document {start + len(documents)}",
-                hint="mid-training needs steps · documents_per_step documents; train fewer steps or repeat the stream",
+                hint="it needs steps · documents_per_step documents: lower midtrain.steps, or repeat the stream",
             )
         self._next_document = start + len(documents)
         return documents
@@ -120,18 +120,18 @@ class MidtrainObjective:
             losses.append(loss)
             if load_LE is not None:
                 router.add_load(len(part.tokens_N), load_LE)
-        # read when everything is queued: it waits for the device
+        # read last, when everything is queued: reading waits for the device
         total = sum(torch.stack(losses).tolist()) if losses else 0.0
         return {"loss": total, "tokens": batch.tokens, **router.over_ranks(placement).load_figures()}
 
     def remember(self, digest: str, tensors: Mapping[str, HostTensor]) -> None:
-        """Nothing is sampled with them."""
+        """Not needed: nothing is sampled."""
 
     def publishes(self, number: int) -> bool:
         return number % self._config.publish_every == 0
 
     def commit(self, number: int, version: Version, digest: str) -> None:
-        """Documents are not consumed: there is nothing to settle."""
+        """Nothing to do: documents are not consumed."""
 
     def report(self, batch: DocumentBatch, outcome: StepOutcome) -> None:
         telemetry.emit(

@@ -1,11 +1,11 @@
 """Reinforcement learning on finished groups.
 
 A step takes the groups that have waited longest, decides about each of their trajectories (training/selection.py),
-writes its record to the run's ledger, and only then trains. A record that is already there is a step a killed trainer
-left behind: it is run again from the same payloads, in the same order.
+writes its record to the run's ledger, and only then trains. A record that exists already was left by a killed trainer:
+the step runs again from the same payloads, in the same order.
 
-One forward pass gives the loss and its figures. After the commit a few trajectories are computed again under the
-versions that sampled them, to see whether trainer and engine agree (training/mismatch.py).
+One forward pass gives the loss and its figures. After the commit, a few trajectories are recomputed under the versions
+that sampled them, to see whether trainer and engine agree (training/mismatch.py).
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ POLL_S = 0.02
 
 @dataclass(frozen=True)
 class Pace:
-    """How much experience a step takes and how old it may be; the dispatcher goes by the same numbers."""
+    """How much experience a step takes and how old it may be. The dispatcher uses the same numbers."""
 
     groups_per_step: int
     group_size: int
@@ -65,8 +65,8 @@ class Pace:
 class RolloutBatch:
     record: StepRecord
     microbatches: list[MicroBatch]
-    sample: Sample  # what of it mismatch is measured on
-    masked: Counter[str]  # sampled tokens that are not learnt from, by reason
+    sample: Sample  # what mismatch is measured on
+    masked: Counter[str]  # sampled tokens that are not trained on, by reason
     rewards: np.ndarray  # of every graded trajectory of the step's groups, also those without signal
     lr: float  # of the update: the recorded one, if the step runs again
     wait_seconds: float
@@ -91,7 +91,7 @@ class RLObjective:
         self._trajectories = trajectories
         self._pace = pace
         self._budget = tokens_per_microbatch
-        # tokens are at most max_staleness versions older than the one trained from, and the next one is there already
+        # tokens are at most max_staleness versions older than the one trained from; the next version is there too
         served = ServedWeights(weights, keep=pace.max_staleness + 2)
         self._mismatch = MismatchMeter(served, budget=tokens_per_microbatch, router_replay=config.router_replay)
         self._reference = Reference(config.reference, weights) if config.reference else None
@@ -144,9 +144,9 @@ class RLObjective:
         for index, (id, (_, _, advantage)) in enumerate(record.trajectories.items()):
             content = contents[id]
             if isinstance(content, str):
-                # Only on a re-run: deleted after the step was committed. The weights cannot come out the same without
-                # it, so the loop will go on in a new line.
-                text = f"step {record.number} is run again without {id}: {content}"
+                # Only on a re-run: it was deleted after the step was committed. The weights will differ, so the loop
+                # will continue in a new line.
+                text = f"step {record.number} runs again without {id}: {content}"
                 telemetry.emit("warning", step=record.number, text=text)
                 continue
             found, left_out = trainable_sequences(content, advantage, rule, trajectory=index)
@@ -203,7 +203,7 @@ class RLObjective:
         }
 
     def _kl_advantages(self, batch: RolloutBatch, references: Sequence[Tensor | None]) -> np.ndarray | None:
-        """float64 [T]: what the KL of each trajectory adds to its advantage, if it is taken off the reward."""
+        """float64 [T]: what the KL of each trajectory adds to its advantage, if KL is subtracted from the reward."""
         if self._config.kl_factor == 0 or self._config.kl_form != "k1_reward":
             return None
         assert batch.groups_T is not None
@@ -226,7 +226,7 @@ class RLObjective:
             engine_logprobs=moved(torch.from_numpy(facts.logprobs), device),
             advantages=moved(torch.from_numpy(shared.advantages(facts)), device),
             sequences=moved(_sequence_of(part), device),
-            # A step is one update, so this pass is the recomputation of π_old: r is 1, and its gradient is ∇log π.
+            # A step is one update, so this pass also computes π_old: r is 1, and its gradient is ∇log π.
             old_logprobs=policy.logprobs_M.detach(),
             reference_logprobs=reference_M,
             entropies=policy.entropies_M,
@@ -278,7 +278,7 @@ class RLObjective:
 
 @dataclass(frozen=True)
 class _Shared:
-    """What the micro-batches of a step have in common. [T] is over the trajectories of its record."""
+    """What the micro-batches of a step share. [T] is over the trajectories of its record."""
 
     divisor: float
     queued_T: np.ndarray
@@ -292,14 +292,14 @@ class _Shared:
 
 
 class _Pass(NamedTuple):
-    """What a micro-batch measured, still on the device: to read it there and then would wait for its backward pass."""
+    """What a micro-batch measured. It stays on the device: reading it at once would wait for the backward pass."""
 
     loss: Tensor
-    columns: Tensor  # FP32 [5 or 6, M]: Δ, kept, clipped, vetoed, entropies, and how far the reference is
+    columns: Tensor  # FP32 [5 or 6, M]: Δ, kept, clipped, vetoed, entropies, distance to the reference
 
 
 def _figures(parts: Sequence[MicroBatch], passes: Sequence[_Pass], shared: _Shared) -> dict[str, Any]:
-    """Of all tokens, read from the device at once."""
+    """The figures of all tokens, read from the device in one go."""
     if not passes:
         return token_figures([])
     log_weights, kept, clipped, vetoed, entropies, *to_reference = (
@@ -320,7 +320,7 @@ def _figures(parts: Sequence[MicroBatch], passes: Sequence[_Pass], shared: _Shar
 
 
 def _queued(parts: Sequence[MicroBatch]) -> np.ndarray:
-    """int64 [T]: the staleness of each trajectory's newest token, which is all it gathered while waiting."""
+    """int64 [T]: the staleness of each trajectory's newest token, which is what it gained while it waited."""
     facts = [part.facts for part in parts if part.facts is not None]
     queued_T = np.full(max((int(each.trajectory.max()) + 1 for each in facts), default=0), np.iinfo(np.int64).max)
     for each in facts:

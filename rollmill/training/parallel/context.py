@@ -1,9 +1,9 @@
-"""Context parallel attention: a rank's queries are slices of sequences, their keys are gathered from its group.
+"""Context parallel attention: a rank's queries are slices of sequences; their keys are gathered from its group.
 
-    k, v of my tokens ─► everyone's ─► for each of my slices the keys up to its end ─► causal attention
+    k, v of this rank's tokens ─► k, v of the group ─► for each slice the keys up to its end ─► causal attention
 
-Gathering needs the keys of the group's sequences in memory, of one layer at a time; queries, scores and all other
-activations stay divided.
+The keys and values of the group's sequences are in memory for one layer at a time. Queries, scores and all other
+activations stay sharded.
 """
 
 from __future__ import annotations
@@ -23,8 +23,8 @@ from rollmill.training.parallel.split import SequenceSlice
 
 
 class SliceAttention:
-    """Causal attention of queries in slices, packed, to keys packed likewise: `keys[i]` of them for slice i, the last
-    of which is the last query's own."""
+    """Causal attention of packed slices of queries to packed keys. Slice i has `queries[i]` queries and `keys[i]` keys;
+    its last key is that of its last query."""
 
     def __init__(self, queries: Sequence[int], keys: Sequence[int], device: torch.device) -> None:
         self._queries, self._keys, self._device = list(queries), list(keys), device
@@ -50,7 +50,7 @@ class SliceAttention:
 
 
 class ContextAttention:
-    """The strategy of one rank. `slices[c]` are those of rank c of the context group."""
+    """The attention of one rank. `slices[c]` are those of rank c of the context group."""
 
     def __init__(
         self, slices: Sequence[Sequence[SequenceSlice]], rank: int, group: dist.ProcessGroup, device: torch.device
@@ -68,7 +68,7 @@ class ContextAttention:
                 place[each.first][each.start : each.stop] = np.arange(start, start + size)
                 start += size
         mine = slices[rank]
-        # a rank without tokens has a filler, which sees itself
+        # a rank without tokens has one filler token, which attends to itself
         keys = [place[each.first][: each.stop] for each in mine] or [np.array([firsts[rank]])]
         self._keys = torch.from_numpy(np.concatenate(keys)).to(device, non_blocking=True)
         queries = [each.stop - each.start for each in mine] or [1]

@@ -1,10 +1,10 @@
-"""Collectives with gradients. Rows are the first dimension; how many each rank has is known to all.
+"""Collectives with gradients. Rows are the first dimension; every rank knows how many rows each rank has.
 
-gather_rows    everyone's rows, used by each rank in its own way: gradients are summed over the ranks
-share_rows     everyone's rows, used by all ranks alike, as in a loss that each of them computes: a rank keeps the
-               gradient of its own rows, for the others have the same
-share_sum      a sum over ranks, used by all alike
-send_rows      rows to the ranks they are for; their gradients come back the same way
+gather_rows    gathers the rows of all ranks, which each rank uses differently: gradients are summed over the ranks
+share_rows     gathers the rows of all ranks, which every rank uses in the same way, as in a loss that all of them
+               compute: a rank keeps the gradient of its own rows, since the others compute the same
+share_sum      a sum over ranks that every rank uses in the same way
+send_rows      sends rows to other ranks; their gradients come back the same way
 """
 
 from __future__ import annotations
@@ -94,7 +94,7 @@ class _SendRows(Function):
 def _gather(x: Tensor, counts: Sequence[int], group: dist.ProcessGroup | None) -> Tensor:
     most = max(counts)
     padded = x.contiguous()
-    if len(x) < most:  # collectives want the same of every rank
+    if len(x) < most:  # every rank must send the same number of rows
         padded = x.new_zeros(most, *x.shape[1:])
         padded[: len(x)] = x
     gathered = x.new_empty(len(counts) * most, *x.shape[1:])

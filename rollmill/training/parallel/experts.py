@@ -1,8 +1,8 @@
-"""Expert parallel: each rank of an expert group has some experts whole, and tokens travel to the ones they chose.
+"""Expert parallel: each rank of an expert group holds some experts whole, and tokens travel to the experts they chose.
 
-    route at home ─► rows in order of expert ─► to the experts' ranks ─► through them ─► home ─► weighted and summed
+    route here ─► rows in order of expert ─► to the experts' ranks ─► through them ─► back ─► weighted and summed
 
-Router, replay and weighting stay where the token is, so routing figures and the order of a token's sum are as ever.
+Router, replay and weighting stay on the token's rank, so routing figures and the order of a token's sum do not change.
 """
 
 from __future__ import annotations
@@ -17,10 +17,10 @@ from rollmill.training.parallel.exchange import send_rows
 
 
 class ExpertParallel:
-    """What a mixture layer does instead of its own forward, once it holds its share of the experts alone."""
+    """Replaces the forward of a mixture layer that holds only its share of the experts."""
 
     def __init__(self, layer: MixtureOfExperts, number: int, group: dist.ProcessGroup) -> None:
-        """`number`: of experts in the whole layer."""
+        """`number`: the number of experts in the whole layer."""
         self._layer, self._number, self._group = layer, number, group
         self._ranks = dist.get_world_size(group)
 
@@ -37,7 +37,7 @@ class ExpertParallel:
         place_Nk = torch.empty_like(order_R).index_copy_(0, order_R, rank_R).view_as(chosen_Nk)
         token_R = order_R // chosen_Nk.shape[1]
         leaving = expert_counts(chosen_Nk, self._number).view(self._ranks, -1)
-        arriving = torch.empty_like(leaving)  # [rank it comes from, expert of ours]
+        arriving = torch.empty_like(leaving)  # [sending rank, expert on this rank]
         dist.all_to_all_single(arriving, leaving, group=self._group)
         sent, received = leaving.sum(1).tolist(), arriving.sum(1).tolist()
         rows = send_rows(dispatch_rows(x_NW, token_R, place_Nk), sent, received, self._group)
@@ -47,5 +47,5 @@ class ExpertParallel:
     def _own_experts(self, rows_RW: Tensor, arriving: Tensor) -> Tensor:
         numbers = torch.arange(arriving.shape[1], device=arriving.device).repeat(self._ranks)
         chosen_R1 = numbers.repeat_interleave(arriving.flatten(), output_size=len(rows_RW)).unsqueeze(1)
-        ones_R1 = torch.ones(chosen_R1.shape, device=rows_RW.device)  # weighted at home
+        ones_R1 = torch.ones(chosen_R1.shape, device=rows_RW.device)  # weights are applied on the token's rank
         return self._layer.through_experts(rows_RW, ones_R1, chosen_R1)

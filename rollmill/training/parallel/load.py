@@ -1,11 +1,11 @@
-"""How a rank gets what it holds of some weights, without anybody ever having them whole:
+"""How a rank gets its rows of some weights. No process ever holds them whole.
 
-    stored_rows    a version in the store      the chunks that have some of its rows, a bounded number at a time
-    drawn_rows     random weights of a seed    all of them are drawn, a piece at a time, and its rows are kept
-    (a mapping)    a version kept in memory    the rows this rank published it with
+    stored_rows    a version in the store      reads the chunks that have some of its rows, a few at a time
+    drawn_rows     random weights of a seed    draws all values, some at a time, and keeps its rows
+    (a mapping)    a version kept in memory    the rows that this rank published
 
-Each comes as tensors by name, in the rows that are here, some parameters at a time; `fill_rows` copies them into the
-model. No rank waits for another meanwhile, so one that finds nothing can say so.
+Each gives tensors by name, this rank's rows only, some parameters at a time; `fill_rows` copies them into the model. No
+rank waits for another here, so a rank that fails can tell the others.
 """
 
 from __future__ import annotations

@@ -1,8 +1,9 @@
-"""Device meshes. The same ranks are cut twice, and neither cut knows of the other:
+"""Device meshes. The same ranks form two meshes, which are independent of each other:
 
-data × context      rank = data · context size + context. Sequences go to a data group, their tokens to its ranks.
-replica × expert    rank = replica · expert size + expert. Experts are cut over the expert group; its replicas hold
-                    the same experts, each of them a part of their rows.
+data × context      rank = data · context size + context. A sequence goes to a data group, its tokens to the group's
+                    ranks.
+replica × expert    rank = replica · expert size + expert. Experts are sharded over the expert group. Ranks with the
+                    same `expert` are replicas: they share the same experts, each holds some of their rows.
 """
 
 from __future__ import annotations
@@ -12,7 +13,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 
 class Meshes:
-    """Made by all ranks together. `expert` and `context` divide their number."""
+    """`expert` and `context` must divide `ranks`. Creating it is collective."""
 
     def __init__(self, ranks: int, expert: int, context: int, device: torch.device) -> None:
         self.expert, self.context = expert, context

@@ -1,8 +1,8 @@
-"""How a version leaves the trainer: whole from one rank, or from many of them without a gather.
+"""How ranks publish a version together, without gathering it.
 
-Canonical chunks are fixed ranges of a tensor; which rank holds which part of one is fixed too. A chunk is owned by a
-rank that holds most of it (in turn, where several hold as much), the others send their parts there, and each rank
-publishes the chunks it owns (weights.parts). What comes out is the digest a single process would have published.
+Canonical chunks are fixed ranges of a tensor, and it is fixed which rank holds which part of a chunk. A rank that holds
+most of a chunk owns it (ranks that hold equally much take turns). The others send their parts to the owner, and each
+rank publishes the chunks it owns (weights/writing/sharded.py). The digest is the one a single process would publish.
 """
 
 from __future__ import annotations
@@ -28,8 +28,8 @@ from rollmill.weights.reading.store import WeightStore
 from rollmill.weights.writing.encoder import Row, rows_of
 from rollmill.weights.writing.sharded import ChunkKey, PartPublisher
 
-PartRows = Mapping[str, Sequence[Rows]]  # name of a tensor of a version → what of it each rank has
-ROUND_BYTES = 256 << 20  # chunks are put together this much at a time
+PartRows = Mapping[str, Sequence[Rows]]  # name of a tensor of a version → each rank's rows of it
+ROUND_BYTES = 256 << 20  # of chunks that are assembled at a time
 
 
 class HeldBytes(NamedTuple):
@@ -51,8 +51,8 @@ class Parcel(NamedTuple):
 class Export(NamedTuple):
     """A version as one rank has it."""
 
-    held: Mapping[str, HostTensor]  # the rows that are here, as they are served
-    chunks: Mapping[ChunkKey, np.ndarray]  # that it publishes
+    held: Mapping[str, HostTensor]  # this rank's rows, in the served form
+    chunks: Mapping[ChunkKey, np.ndarray]  # the chunks that this rank publishes
 
 
 class ShardPublisher:
@@ -67,7 +67,7 @@ class ShardPublisher:
         return self._parts.last
 
     def resume(self) -> None:
-        """Take the line over, all ranks together."""
+        """Take over the line. Collective."""
         world = self._shards.world
         owned = [_key(parcel.row) for parcel in self._parcels if parcel.owner == world.rank]
         standing = world.from_first(self._parts.resume(owned) if world.first else None)
@@ -88,7 +88,7 @@ class ShardPublisher:
         return exported.held
 
     def matches(self, manifest: Manifest, exported: Export) -> bool:
-        """Whether these are the chunks of that version, on all ranks."""
+        """Whether these are the chunks of that version, on all ranks. Collective."""
         if layout_of(manifest.tensors) != self._layout:
             return False
         published = zip(self._parcels, manifest.chunks, strict=True)
@@ -150,7 +150,7 @@ class ShardPublisher:
 def shard_publisher(
     model: Decoder, shards: Shards, store: WeightStore, line: str, form: str, snapshot_every: int, goal: Goal
 ) -> ShardPublisher:
-    """Names and shapes are of whole tensors, whatever is here of them."""
+    """The layout has the names and shapes of whole tensors."""
     layout = layout_in(whole_state(model, shards), form)
     found = {name: part_rows(name, shape, shards, form) for name, _, shape in layout}
     rows = {name: each for name, each in found.items() if each is not None}
@@ -160,10 +160,10 @@ def shard_publisher(
 
 
 def plan_parcels(layout: Layout, rows: PartRows) -> list[Parcel]:
-    """Every chunk of the layout with its owner, the same on all ranks."""
+    """Every chunk of the layout with its owner. The same on all ranks."""
     parcels = []
     for row in rows_of(layout):
-        # what all ranks have alike counts as the first one's
+        # tensors that all ranks hold whole count as the first rank's
         elements = [each.elements for each in rows[row.tensor]] if row.tensor in rows else [(0, row.stop // row.width)]
         held = [
             HeldBytes(rank, max(row.start, start * row.width), min(row.stop, stop * row.width))
@@ -178,7 +178,7 @@ def plan_parcels(layout: Layout, rows: PartRows) -> list[Parcel]:
 
 @torch.no_grad()
 def host_parts(model: Decoder, shards: Shards, form: str) -> dict[str, HostTensor]:
-    """What this rank has of the tensors of a version, as the bytes they are served as."""
+    """This rank's rows of the tensors of a version, in the served form. Collective."""
     found: dict[str, HostTensor] = {}
     for name, tensor in model.state_dict().items():
         own = local(tensor)
@@ -195,7 +195,7 @@ def host_parts(model: Decoder, shards: Shards, form: str) -> dict[str, HostTenso
 
 
 def _cut(part: HostTensor, first: int, count: int) -> HostTensor:
-    """Rows in memory of their own: a view would keep the whole matrix."""
+    """A copy of some rows: a view would keep the whole matrix in memory."""
     row = math.prod(part.shape[1:]) * part.width
     return HostTensor(part.dtype, (count, *part.shape[1:]), part.data[first * row : (first + count) * row].copy())
 

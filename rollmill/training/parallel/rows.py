@@ -1,4 +1,4 @@
-"""Which rows of a tensor a rank holds. All shards are ranges of the first dimension, so of a tensor's memory too."""
+"""Which rows of a tensor a rank holds. A shard is a range of the first dimension, so also a range of memory."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ class Shards:
 
     world: World
     meshes: Meshes
-    rows: Mapping[str, Sequence[Rows]]  # name of a parameter → what of it each rank holds
+    rows: Mapping[str, Sequence[Rows]]  # name of a parameter → each rank's rows
 
     def own(self, name: str) -> Rows:
         return self.rows[name][self.world.rank]
@@ -54,7 +54,7 @@ class Shards:
 
 
 def whole_state(model: nn.Module, shards: Shards) -> dict[str, Tensor]:
-    """The tensors of a version as a single process has them, in shape alone."""
+    """The tensors of a version with the shapes that a single process has, without memory."""
     return {
         name: torch.empty(shards.rows[name][0].shape if name in shards.rows else tensor.shape, device="meta")
         for name, tensor in model.state_dict().items()
@@ -63,24 +63,24 @@ def whole_state(model: nn.Module, shards: Shards) -> dict[str, Tensor]:
 
 @torch.no_grad()
 def whole_matrix(name: str, tensor: Tensor, shards: Shards) -> Tensor:
-    """A parameter with all rows its codes depend on. Scales are shared by rows of a matrix; stacked experts have their
-    own, and each is whole where it is."""
+    """A parameter with all rows that its codes depend on. Rows of a matrix share scales, so it is gathered; stacked
+    experts have their own scales, and each expert is whole on its rank. Collective."""
     return tensor if tensor.dim() == 3 else shards.gather_of(name)(tensor)
 
 
 def own_rows(name: str, whole: Tensor, shards: Shards) -> Tensor:
-    """What `whole_matrix` was made from."""
+    """This rank's rows of a result of `whole_matrix`."""
     rows = shards.own(name)
     return whole if whole.dim() == 3 else whole[rows.start : rows.stop]
 
 
 def part_rows(name: str, shape: tuple[int, ...], shards: Shards, form: str) -> Sequence[Rows] | None:
-    """Which rows each rank has of a tensor of a version, of this shape in this form: those of the parameter it is of.
-    None: all have it whole."""
+    """Which rows of a tensor of a version each rank holds, given its shape in `form`: the rows of its parameter.
+    None if every rank holds all of it."""
     rows = shards.rows.get(owner(name))
     if rows is None:
         return None
-    # codes go by rows, and so does all that belongs to one expert; other scales may be of more rows than one
+    # codes have the parameter's rows, and so have all tensors of stacked experts; other scales may cover several rows
     if name != owner(name) and len(rows[0].shape) == 2 and (form == "fp8" or name.endswith(POWER)):
         return None
     return [Rows((each.shape[0], *shape[1:]), each.start, each.stop) for each in rows]

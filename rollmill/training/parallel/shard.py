@@ -1,7 +1,8 @@
-"""A decoder in rows over the ranks: FSDP2 gathers a layer's parameters when it computes, and sums its gradients.
+"""A decoder whose rows are sharded over the ranks: FSDP2 gathers a layer's parameters for its computation and sums its
+gradients.
 
-Gradients are summed, not averaged: losses are divided by what the whole step has, on whichever rank it is computed.
-Parameters stay rows of the canonical tensors, by the same names; only experts are first cut by expert (see mesh).
+Gradients are summed, not averaged: each rank divides its loss by the totals of the whole step. Parameters are rows of
+the canonical tensors, with the same names; only experts are first divided by expert (see mesh.py).
 """
 
 from __future__ import annotations
@@ -29,7 +30,7 @@ def sharded_decoder(
     with torch.device("meta"):
         model = Decoder(config, dtype, form)
     expert = meshes.experts.get_local_rank("expert")
-    cut: dict[str, int] = {}  # parameters cut by expert → the first expert here
+    cut: dict[str, int] = {}  # parameters divided by expert → the first expert here
     if meshes.expert > 1:
         for name, module in model.named_modules():
             if isinstance(module, MixtureOfExperts):
@@ -39,7 +40,7 @@ def sharded_decoder(
                 module.forward = parallel.forward  # type: ignore[method-assign]
     _fully_shard(model, meshes, meshes.expert > 1)
     model.to_empty(device=device)
-    for buffer in model.buffers():  # as a decoder that was made whole has them
+    for buffer in model.buffers():  # as in a new whole decoder
         buffer.zero_()
     model.make_angles()
     own = {name: _rows(each, cut.get(name), config.experts) for name, each in model.named_parameters()}
@@ -63,23 +64,23 @@ def _keep_experts(module: MixtureOfExperts, experts: int, ranks: int, rank: int)
 
 
 def _fully_shard(model: Decoder, meshes: Meshes, experts: bool) -> None:
-    # sums over ranks are made in FP32 whatever the model computes in
+    # sums over ranks are in FP32, whatever type the model computes in
     policy = MixedPrecisionPolicy(reduce_dtype=torch.float32)
     for layer in model.layers:
         assert isinstance(layer, Layer)
         if experts and isinstance(layer.mlp, MixtureOfExperts):
-            # what a nested module does not hold its parent no longer sees: router and shared experts go by themselves
+            # a parent module does not shard what is inside a nested one: shard router and shared experts separately
             fully_shard(layer.mlp.router, mesh=meshes.all, mp_policy=policy)
             if layer.mlp.shared is not None:
                 fully_shard(layer.mlp.shared, mesh=meshes.all, mp_policy=policy)
             fully_shard(layer.mlp, mesh=meshes.experts["replica"], mp_policy=policy)
         fully_shard(layer, mesh=meshes.all, mp_policy=policy)
-    # embedding, norm and head: the head is used after the forward pass
+    # embedding, norm and head; not resharded, because the head is used after the forward pass
     fully_shard(model, mesh=meshes.all, reshard_after_forward=False, mp_policy=policy)
     for module in model.modules():
         if isinstance(module, FSDPModule):
             module.set_gradient_divide_factor(1.0)
-            module.set_force_sum_reduction_for_comms(True)  # not every backend has another reduction
+            module.set_force_sum_reduction_for_comms(True)  # some backends have no other reduction
 
 
 def _rows(parameter: Tensor, first_expert: int | None, experts: int) -> Rows:

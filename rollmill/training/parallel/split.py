@@ -1,13 +1,13 @@
-"""Which tokens of a micro-batch are whose. Every rank works this out for all of them, so nobody has to ask.
+"""Which rank computes which tokens of a micro-batch. Every rank computes the same split, so no messages are needed.
 
-Sequences go whole to the data groups, longest first, each to the group with the least so far. Within a group of C ranks
-each sequence is cut into 2·C slices, of which rank c takes slices c and 2·C−1−c: a causal query late in a sequence has
-many keys and one early has few, so each rank gets as much work as the others. With two ranks:
+Whole sequences go to the data groups, longest first, each to the group with the fewest tokens so far. Within a group of
+C ranks, each sequence is cut into 2·C slices, and rank c takes slices c and 2·C−1−c. A late query has many keys and an
+early one few, so this gives every rank the same amount of work. With two ranks:
 
     slice      0  1  2  3
     rank       0  1  1  0
 
-A rank that comes away with nothing computes one token that no target needs: collectives wait for all.
+A rank without tokens computes one filler token that no target needs, since collectives wait for all ranks.
 """
 
 from __future__ import annotations

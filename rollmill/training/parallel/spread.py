@@ -1,7 +1,7 @@
-"""A micro-batch over the ranks: each computes its share, and what belongs to the whole is brought together.
+"""A micro-batch over the ranks: each computes its share, then log-probs or losses are gathered.
 
-Every rank then has the log-probs of all targets and computes the same loss of them; the gradient it starts its backward
-pass with is that of its own targets. Routings stay with the rank they were made on: their figures are sums.
+Every rank then has the log-probs of all targets and computes the same loss from them. Its backward pass starts with the
+gradient of its own targets. Routings stay on the rank that made them: their figures are sums over the ranks.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from rollmill.training.step import moved, token_logprobs, token_loss
 
 
 def spread_logprobs(model: Decoder, shards: Shards, part: MicroBatch, replay: Replay | None) -> Recomputed:
-    """Log-probs and entropies of the targets under the distributions they were sampled from."""
+    """See training.placement.Placement.recompute. Collective."""
     assert part.facts is not None, "sequences of sampled tokens carry their facts"
     cut = _split(shards, part)
     share, hidden_mW, routings = _forward(model, shards, part, replay, cut)
@@ -40,13 +40,13 @@ def spread_logprobs(model: Decoder, shards: Shards, part: MicroBatch, replay: Re
 
 
 class SpreadPasses:
-    """What training.next_token.NextTokenPasses is to a whole model."""
+    """Next-token passes over the ranks (training.placement.Passes). Collective."""
 
     def __init__(self, model: Decoder, shards: Shards, balance: float) -> None:
         self.model, self._shards, self._balance = model, shards, balance
 
     def __call__(self, part: MicroBatch, targets: int, tokens: int) -> tuple[Tensor, Tensor | None]:
-        """The whole micro-batch's part of the loss; the choices of this rank's tokens by layer and expert."""
+        """The loss is that of the whole micro-batch; choices are those of this rank's tokens."""
         share, hidden_mW, routings = _forward(self.model, self._shards, part, None, _split(self._shards, part))
         loss = share_sum(token_loss(self.model, hidden_mW, share.targets_m, targets))
         whole = loss
@@ -91,7 +91,7 @@ def _attention(shards: Shards, cut: Split, device: torch.device, dtype: torch.dt
 
 
 def _balance(routings: list[Routing], tokens: int) -> Tensor:
-    """As `router_stats` has it, over the tokens of all ranks."""
+    """The balance loss of `router_stats`, over the tokens of all ranks."""
     experts = routings[0].scores.shape[1]
     counts = torch.stack([expert_counts(routing.chosen, experts) for routing in routings]).float()
     sums = torch.stack([(each.scores / each.scores.sum(-1, keepdim=True)).sum(0) for each in routings])

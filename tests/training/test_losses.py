@@ -1,4 +1,4 @@
-"""The objectives by name: their configuration, and that each trains through the real loop."""
+"""The losses by name: their configuration, and that each trains through the real loop."""
 
 import copy
 from pathlib import Path
@@ -14,7 +14,7 @@ from rollmill.errors import ConfigError, WeightsError
 from rollmill.models.decoder import Decoder
 from rollmill.models.host import round_to_form_, to_host
 from rollmill.training.batching import TokenRule, pack
-from rollmill.training.config import DIALS, ObjectiveName, RLConfig
+from rollmill.training.config import DIALS, LossName, RLConfig
 from rollmill.training.lineage import Lineage
 from rollmill.training.objectives.rl import Pace, RolloutBatch
 from rollmill.training.selection import trainable_sequences
@@ -22,45 +22,49 @@ from rollmill.types import Segment
 from rollmill.weights.writing.publisher import Publisher
 from tests.training.world import MODEL, World, honest_segment, make_segment, policy, record_as
 
-OBJECTIVES = get_args(ObjectiveName)
+LOSSES = get_args(LossName)
 MAIN = Lineage("main", {"main": 0})
 
 
 # configuration
 
 
-def test_every_objective_has_its_dials_filled_in():
-    assert set(OBJECTIVES) == DIALS.keys()
-    for objective in OBJECTIVES:
-        config = RLConfig(objective=objective)
+def test_every_loss_has_its_dials_filled_in():
+    assert set(LOSSES) == DIALS.keys()
+    for loss in LOSSES:
+        config = RLConfig(loss=loss)
         filled = config.model_dump()
-        assert {name: filled[name] for name in DIALS[objective]} == DIALS[objective]
+        assert {name: filled[name] for name in DIALS[loss]} == DIALS[loss]
         assert RLConfig.model_validate_json(config.model_dump_json()) == config, "a run's file is read back"
 
 
 def test_the_default_is_what_it_was():
     config = RLConfig()
-    assert (config.objective, config.mask_delta, config.ratio_penalty, config.weight_cap) == ("dppo", 0.2, 1e-3, 20.0)
+    assert (config.loss, config.mask_delta, config.ratio_penalty, config.weight_cap) == ("dppo", 0.2, 1e-3, 20.0)
     assert (config.aggregation, config.expected_tokens, config.kl_factor) == ("constant", 16.0, 0.0)
     assert (config.router_replay, config.replay_plausibility) == (True, 0.0)
 
 
 def test_dials_are_read_from_toml(tmp_path: Path):
     file = tmp_path / "rl.toml"
-    file.write_text('objective = "icepop"\nweight_cap = 3.0\nveto_ratio = 1e-4\n')
+    file.write_text('loss = "icepop"\nweight_cap = 3.0\nveto_ratio = 1e-4\n')
     config = load_config(RLConfig, file)
     assert (config.weight_floor, config.weight_cap, config.veto_ratio) == (0.5, 3.0, 1e-4)
-    assert load_config(RLConfig, file, ["objective=tis"]).weight_cap == 3.0
+    assert load_config(RLConfig, file, ["loss=tis"]).weight_cap == 3.0
+    assert validate_config(RLConfig, {"objective": "tis"}, "run.toml") == RLConfig(loss="tis"), "the key of 0.1.0"
 
 
 @pytest.mark.parametrize(
     ("tree", "words"),
     [
-        ({"objective": "ppo", "mask_delta": 0.1}, "'ppo' has no mask_delta; its own dials are clip_high, clip_low"),
-        ({"clip_low": 0.1, "weight_floor": 0.5}, "'dppo' has no clip_low, weight_floor; its own dials are mask_delta"),
-        ({"objective": "icepop", "weight_level": "sequence"}, "'icepop' has no weight_level"),
-        ({"objective": "reinforce"}, "'policy_gradient', 'dppo'"),
-        ({"objective": ["ppo"]}, "'policy_gradient', 'dppo'"),
+        ({"loss": "ppo", "mask_delta": 0.1}, "'ppo' has no mask_delta; its own settings are clip_high, clip_low"),
+        (
+            {"clip_low": 0.1, "weight_floor": 0.5},
+            "'dppo' has no clip_low, weight_floor; its own settings are mask_delta",
+        ),
+        ({"loss": "icepop", "weight_level": "sequence"}, "'icepop' has no weight_level"),
+        ({"loss": "reinforce"}, "'policy_gradient', 'dppo'"),
+        ({"loss": ["ppo"]}, "'policy_gradient', 'dppo'"),
         ({"kl_factor": 0.1}, "kl_factor needs a reference"),
         ({"kl_factor": 0.1, "reference": "main"}, "reference"),
         ({"reference": "main@0"}, "does nothing with kl_factor = 0"),
@@ -113,12 +117,12 @@ def segments(count: int) -> list[Segment]:
     return [make_segment([0] * (index + 2) + [1] * 4, seed=index) for index in range(count)]
 
 
-@pytest.mark.parametrize("objective", OBJECTIVES)
-def test_every_objective_trains_through_the_loop(tmp_path: Path, objective: Any):
+@pytest.mark.parametrize("loss", LOSSES)
+def test_every_loss_trains_through_the_loop(tmp_path: Path, loss: Any):
     telemetry.open_events(tmp_path / "events", "trainer")
     world = World(tmp_path)
     world.add_steps(2)
-    world.trainer(config=RLConfig(objective=objective, veto_ratio=1e-3, entropy_factor=1e-3)).run(2)
+    world.trainer(config=RLConfig(loss=loss, veto_ratio=1e-3, entropy_factor=1e-3)).run(2)
     digests = [digest for _, digest in world.chain()]
     assert len(set(digests)) == 3, "every step changed the weights"
     for event in (event for event in telemetry.read_events(tmp_path / "events") if event["kind"] == "step"):
@@ -139,9 +143,9 @@ def test_a_mean_is_over_the_step_however_it_is_cut_up(tmp_path: Path, aggregatio
 
 def test_with_one_update_a_step_decoupled_ppo_is_the_policy_gradient(tmp_path: Path):
     world = World(tmp_path)
-    plain, _ = backward(world, RLConfig(objective="policy_gradient"), segments(4))
-    decoupled, _ = backward(world, RLConfig(objective="decoupled_ppo"), segments(4))
-    masked, figures = backward(world, RLConfig(objective="icepop"), segments(4))
+    plain, _ = backward(world, RLConfig(loss="policy_gradient"), segments(4))
+    decoupled, _ = backward(world, RLConfig(loss="decoupled_ppo"), segments(4))
+    masked, figures = backward(world, RLConfig(loss="icepop"), segments(4))
     torch.testing.assert_close(gradient(decoupled), gradient(plain), rtol=1e-4, atol=1e-7)
     assert figures["mask_fraction"] > 0 and not torch.allclose(gradient(masked), gradient(plain), rtol=1e-2)
 
