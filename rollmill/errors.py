@@ -94,6 +94,10 @@ class TrajectoryError(RollmillError):
     boundary = "trajectories"
 
 
+class TrajectoryChanged(TrajectoryError):
+    """A trajectory was deleted or quarantined after it was read. Reading again gives the new state."""
+
+
 class TrainingError(RollmillError):
     """The trainer cannot continue: unreadable checkpoint, different digests, numbers that are not finite."""
 

@@ -51,6 +51,11 @@ class Examination:
     max_answer_tokens: int
     seed: int
 
+    @property
+    def index_run(self) -> str:
+        """The run that the index lists the attempts under."""
+        return f"{self.run}/eval-{self.label}"
+
 
 @dataclass(frozen=True)
 class Progress:
@@ -95,8 +100,16 @@ async def run_eval(
     config: EvalConfig,
     examination: Examination,
     on_progress: OnProgress | None = None,
+    *,
+    alone: bool = False,
 ) -> list[EvalResult]:
-    """Evaluate every cell of the suite."""
+    """Evaluate every cell of the suite.
+
+    `alone` says that no other process runs this evaluation: attempts that are still open are then interrupted ones.
+    Otherwise only those are that have been open for twice the time limit.
+    """
+    still_running_s = 0.0 if alone else 2 * context.timeout_s
+    await asyncio.to_thread(context.trajectories.fail_interrupted, examination.index_run, still_running_s)
     await context.gateway.wait_until_serving(examination.version)
     cells = [(cell, tasks.heldout(cell.split, cell.tasks)) for cell in config.cells()]
     for cell, suite in cells:
@@ -150,7 +163,7 @@ async def _attempt(
     context: RolloutContext, task: Task, cell: Cell, examination: Examination, group: str, number: int
 ) -> Outcome:
     """One attempt. Its trajectory row is created here, when it runs: an interrupted evaluation leaves few behind."""
-    run, id = f"{examination.run}/eval-{examination.label}", f"{group}-{number}"
+    run, id = examination.index_run, f"{group}-{number}"
     provenance = {"family": task.family, "split": task.split, "image": task.image, "mode": cell.mode}
     await asyncio.to_thread(context.trajectories.create, run, group, task.id, [id], provenance=provenance)
     sampling = Sampling(

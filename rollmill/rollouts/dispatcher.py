@@ -88,23 +88,19 @@ class Dispatcher:
         group_id = f"{self._run}-{index:06d}"
         ids = [f"{group_id}-{member}" for member in range(self._group_size)]
         while True:
-            min_version = await asyncio.to_thread(self._ledger.committed)
-            admitted = await asyncio.to_thread(
+            version = await asyncio.to_thread(
                 self._ledger.start_group,
                 group_id,
                 task.id,
                 self._group_size,
                 bound=self._bound,
-                min_version=min_version,
                 ids=ids,
                 provenance=_provenance(task),
             )
-            if admitted:
+            if version is not None:
                 break
             await asyncio.sleep(POLL_S)
-        # a step may have been committed between the look and the start; only one after the start sees all before it
-        min_version = await asyncio.to_thread(self._ledger.committed)
-        groups.create_task(self._run_group(group_id, task, ids, min_version))
+        groups.create_task(self._run_group(group_id, task, ids, version))
 
     async def _run_group(self, group_id: str, task: Task, ids: list[str], min_version: int) -> None:
         async with asyncio.TaskGroup() as rollouts:
@@ -174,9 +170,9 @@ class Dispatcher:
                 _, member, attempt = _parts(group.id, row.id)
                 fresh = f"{group.id}-{member}_{attempt + 1}"
                 why = "the dispatcher was restarted in the middle of this rollout"
-                await asyncio.to_thread(self._ledger.replace_lost, group.id, row.id, fresh, why)
+                version = await asyncio.to_thread(self._ledger.replace_lost, group.id, row.id, fresh, why)
                 await abandon(self._context, row.id)
-                await self._run_one(group.id, task, fresh, group.min_version)
+                await self._run_one(group.id, task, fresh, version)
         if handed_in is not None:
             key, facts = handed_in, self._facts(group.id, task)
             await self._in_slot(lambda: regrade(self._context, task, row.id, key, facts=facts))

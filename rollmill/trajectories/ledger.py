@@ -117,14 +117,15 @@ class Ledger:
         size: int,
         *,
         bound: int,
-        min_version: int,
         ids: Sequence[str],
         provenance: Mapping[str, Any] | None = None,
         traffic: TrafficClass = "rollout",
-    ) -> bool:
-        """Admit a group and its trajectories, unless `bound` groups are under way already: then False.
+    ) -> int | None:
+        """Admit a group and its trajectories. Returns the version committed at that moment: no older one may sample
+        for the group. Returns None, and changes nothing, while `bound` groups are open.
 
-        Asking again for a group that was admitted is True, whatever the bound: the first answer may have been lost.
+        A repeated call for an admitted group returns its version again, whatever the bound: the first reply may have
+        been lost.
         """
         if size != len(set(ids)):
             raise TrajectoryError(f"group {group_id} of size {size} was given {len(set(ids))} different ids")
@@ -134,25 +135,27 @@ class Ledger:
             "task_id": task_id,
             "size": size,
             "state": GroupState.running.value,
-            "min_version": min_version,
             "created_at": time.time(),
         }
         members = trajectory_rows(self.run, group_id, task_id, ids, provenance or {}, traffic)
 
-        def work(connection: sa.Connection) -> bool:
+        def work(connection: sa.Connection) -> int | None:
             if connection.execute(_COUNT_OPEN, {"of_run": self.run}).scalar_one() >= bound:
-                return self._has_started(connection, group_id, ids)
-            connection.execute(groups.insert(), group)
+                return self._version_of(connection, group_id, ids)
+            # the run's row is locked, so no step is committed between this and the end of the transaction
+            version = steps.committed(connection, self.run)
+            connection.execute(groups.insert(), {**group, "min_version": version})
             connection.execute(trajectories.insert(), members)
             connection.execute(ledger.insert(), self._admitted(group_id, ids))
-            return True
+            return version
 
         try:
             return self._write(work)
         except IntegrityError:
             with reading(self._engine) as connection:
-                if self._has_started(connection, group_id, ids):
-                    return True
+                version = self._version_of(connection, group_id, ids)
+            if version is not None:
+                return version
             raise TrajectoryError(
                 f"group {group_id} or one of its trajectories is already there", hint="use fresh ids for a new group"
             ) from None
@@ -170,10 +173,13 @@ class Ledger:
 
         self._write(work)
 
-    def replace_lost(self, group_id: str, old_id: str, new_id: str, reason: str = "lost") -> None:
-        """Infrastructure failed the old trajectory: it is dropped, and a fresh attempt takes its place in the group."""
+    def replace_lost(self, group_id: str, old_id: str, new_id: str, reason: str = "lost") -> int:
+        """Drop a trajectory that infrastructure failed, and admit a fresh attempt in its place.
 
-        def work(connection: sa.Connection) -> None:
+        Returns the version committed at that moment, as `start_group` does.
+        """
+
+        def work(connection: sa.Connection) -> int:
             old = connection.execute(
                 sa.select(*COLUMNS, ledger.c.state.label("entry"))
                 .join_from(ledger, trajectories, ledger.c.trajectory == trajectories.c.id)
@@ -183,16 +189,18 @@ class Ledger:
                 state = old.entry if old is not None else "unknown"
                 raise TrajectoryError(f"{old_id} cannot be replaced in group {group_id}: it is {state} there")
             self._expect_group(connection, group_id, GroupState.running)
-            move_trajectory(connection, old_id, TrajectoryState.failed, reason)
+            if old.state != TrajectoryState.deleted:  # what a user deleted stays deleted
+                move_trajectory(connection, old_id, TrajectoryState.failed, reason)
             why = f"replaced by {new_id}: {old.reason or reason}"
             steps.decide(connection, self.run, {old_id: (LedgerState.dropped, why)}, None)
             provenance = {**from_json(old.provenance), "replaces": old_id}
             fresh = trajectory_rows(self.run, group_id, old.task_id, [new_id], provenance, old.traffic)
             connection.execute(trajectories.insert(), fresh)
             connection.execute(ledger.insert(), self._admitted(group_id, [new_id]))
+            return steps.committed(connection, self.run)
 
         try:
-            self._write(work)
+            return self._write(work)
         except IntegrityError:
             raise TrajectoryError(
                 f"{new_id} is already a trajectory", hint="a fresh attempt needs a fresh id"
@@ -306,9 +314,13 @@ class Ledger:
 
         return writing(self._engine, locked)
 
-    def _has_started(self, connection: sa.Connection, group_id: str, ids: Sequence[str]) -> bool:
+    def _version_of(self, connection: sa.Connection, group_id: str, ids: Sequence[str]) -> int | None:
+        """The version of a group that was admitted with these trajectories; None if it was not."""
         entered = connection.execute(_ENTERED, {"of_run": self.run, "group": group_id}).scalars()
-        return set(ids) <= set(entered)
+        if not set(ids) <= set(entered):
+            return None
+        query = _GROUPS.where(groups.c.id == group_id)
+        return connection.execute(query, {"of_run": self.run}).one().min_version
 
     def _admitted(self, group_id: str, ids: Sequence[str]) -> list[dict[str, Any]]:
         entry = {"run": self.run, "group_id": group_id, "state": LedgerState.admitted.value}

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 import sqlalchemy as sa
 from sqlalchemy import bindparam
 
-from rollmill.errors import TrajectoryError
+from rollmill.errors import TrajectoryChanged, TrajectoryError
 from rollmill.trajectories.storable import from_json, to_json, to_number, to_text
 from rollmill.trajectories.store import COLUMNS, TrajectoryRow, to_row
 from rollmill.trajectories.tables import commits, ledger, rewards, step_trajectories, steps, trajectories
@@ -118,13 +118,13 @@ def check_complete(
     """Refuse a decision that leaves a trajectory of the groups out, names another one, or pins a foreign reward."""
     held = connection.execute(_UNDECIDED_HELD, {"of_run": run, "named": list(group_ids)})
     states = {row.id: row.state for row in held}
+    gone = [id for id in leased if id in states and states[id] != TrajectoryState.graded]
+    if gone:
+        raise TrajectoryChanged(f"{gone[0]} is {states[gone[0]]}, so no step can train on it", hint="choose again")
     wrong = ["a group is named twice"] if len(set(group_ids)) < len(group_ids) else []
     wrong += [f"{id} is both trained on and excluded" for id in leased.keys() & excluded.keys()]
     wrong += [f"{id} is left out" for id in states.keys() - leased.keys() - excluded.keys()]
     wrong += [f"{id} is not an admitted member" for id in (leased.keys() | excluded.keys()) - states.keys()]
-    wrong += [
-        f"{id} is {states[id]}" for id in leased if states.get(id, TrajectoryState.graded) != TrajectoryState.graded
-    ]
     if leased:
         ids = [pinned for pinned, _, _ in leased.values()]
         graded = {(row.trajectory, row.id) for row in connection.execute(_PINNED, {"ids": ids})}

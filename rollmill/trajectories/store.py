@@ -99,6 +99,11 @@ _MOVE = {
     .values(state=target.value, reason=sa.func.coalesce(bindparam("why", type_=sa.Text), trajectories.c.reason))
     for target in (TrajectoryState.failed, TrajectoryState.quarantined, TrajectoryState.deleted)
 }
+_INTERRUPTED = (
+    trajectories.update()
+    .where(trajectories.c.state.in_([TrajectoryState.running.value, TrajectoryState.finished.value]))
+    .values(state=TrajectoryState.failed.value, reason="interrupted")
+)
 _FINISH = trajectories.update().where(_into(TrajectoryState.finished)).values(state=TrajectoryState.finished.value)
 # two graders may finish in the other order than they began: the row shows the reward with the higher number
 _SUPERSEDED = trajectories.c.reward_id > bindparam("given_id")
@@ -212,6 +217,13 @@ class TrajectoryStore:
     def fail(self, id: str, reason: str) -> None:
         """Infrastructure gave up on it. Never a reward."""
         self._move(id, TrajectoryState.failed, reason)
+
+    def fail_interrupted(self, run: str, older_than_s: float = 0.0) -> int:
+        """Fail the trajectories of `run` that are neither graded nor failed and began more than `older_than_s` ago.
+        Returns how many. For evaluations, which start over with new trajectories when they are interrupted."""
+        began = trajectories.c.created_at <= time.time() - older_than_s
+        query = _INTERRUPTED.where(trajectories.c.run == to_key("the run", run), began)
+        return writing(self._engine, lambda connection: connection.execute(query).rowcount)
 
     def quarantine(self, id: str, reason: str) -> None:
         """Kept, but not trained on until someone grades it again."""

@@ -77,7 +77,7 @@ def test_runs_of_one_name_have_different_ids(tmp_path: Path) -> None:
     database = open_database(f"sqlite:///{tmp_path / 'shared.db'}")
     ledgers = [Ledger(database, run.id) for run in runs]
     ids = ["one-trajectory"]
-    assert ledgers[0].start_group("group", "task", 1, bound=1, min_version=0, ids=ids, provenance={})
+    assert ledgers[0].start_group("group", "task", 1, bound=1, ids=ids, provenance={}) == 0
     assert [ledger.groups_started() for ledger in ledgers] == [1, 0]
 
 

@@ -70,6 +70,15 @@ async def test_an_evaluation_can_be_repeated(world: World) -> None:
     assert first.by_task == second.by_task and first.example_solved != second.example_solved
 
 
+async def test_what_an_interrupted_evaluation_left_open_is_failed_when_it_is_run_again(world: World) -> None:
+    suite = EvalConfig(tasks=1, attempts=1, family_tasks=0, greedy=False)
+    world.context.trajectories.create(f"{RUN}/eval-before", "g", "heldout/0", ["left-open"], {})
+    await run_eval(world.context, Additions(), suite, EXAMINATION)
+    assert world.row("left-open").state == "running"  # it may be another process's
+    await run_eval(world.context, Additions(), suite, EXAMINATION, alone=True)
+    assert (world.row("left-open").state, world.row("left-open").reason) == ("failed", "interrupted")
+
+
 async def test_progress_counts_every_attempt_of_every_cell(world: World, tmp_path: Path) -> None:
     telemetry.open_events(tmp_path / "events", "test")
     told: list[Progress] = []

@@ -15,7 +15,7 @@ from rollmill.training.config import OptimizerConfig, RLConfig, TrainingConfig
 from rollmill.training.lineage import Lineage
 from rollmill.training.objectives.rl import Pace, RolloutBatch
 from rollmill.training.selection import trainable_sequences
-from rollmill.types import LedgerState, Sampling, Segment, Version
+from rollmill.types import LedgerState, Sampling, Segment, StepRecord, Version
 from tests.training.world import MODEL, STEPS, TRAINING, World, honest_segment, make_segment, policy
 
 MAIN = Lineage("main", {"main": 0})
@@ -73,6 +73,24 @@ def test_a_trajectory_is_stale_only_when_no_token_remains(tmp_path: Path):
     state, reason = batch.record.excluded["a-0"]
     assert state == LedgerState.stale and "more than 1 versions before 0" in reason
     assert batch.masked[STALE] == 2 and [len(part.targets_M) for part in batch.microbatches] == [1]
+
+
+def test_a_trajectory_deleted_while_the_step_is_chosen_ends_only_itself(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    """Somebody deletes it after its payload was read and before the step is written."""
+    world = World(tmp_path)
+    world.add_group("a", segments(3), [1.0, 0.0, 0.5])
+    write_step = world.ledger.write_step
+
+    def delete_first(record: StepRecord) -> None:
+        if world.trajectories.get("a-2").state == "graded":
+            world.trajectories.delete("a-2")
+        write_step(record)
+
+    monkeypatch.setattr(world.ledger, "write_step", delete_first)
+    record = next_batch(world, 1, Pace(1, 3, max_staleness=0)).record
+    assert set(record.trajectories) == {"a-0", "a-1"} and set(record.excluded) == {"a-2"}
 
 
 def test_a_recorded_step_is_given_again_as_it_was(tmp_path: Path):

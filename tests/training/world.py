@@ -123,7 +123,7 @@ class World:
     def add_group(self, name: str, segments: list[Segment], rewards: list[float | None]) -> list[str]:
         """A waiting group; a reward of None is a failed rollout."""
         ids = [f"{name}-{index}" for index in range(len(rewards))]
-        assert self.ledger.start_group(name, "task", len(ids), bound=10_000, min_version=0, ids=ids)
+        assert self.ledger.start_group(name, "task", len(ids), bound=10_000, ids=ids) is not None
         for id, segment, reward in zip(ids, segments, rewards, strict=True):
             if reward is None:
                 self.trajectories.fail(id, "the machine was lost")

@@ -43,7 +43,7 @@ def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> RunDirectory:
     store = TrajectoryStore(engine, objects)
     ids = [f"demo-1-{number}" for number in range(4)]
     provenance = {"split": "train", "family": "bug", "image": "python"}
-    Ledger(engine, "demo").start_group("demo-1", "bug/7", 4, bound=1, min_version=0, ids=ids, provenance=provenance)
+    Ledger(engine, "demo").start_group("demo-1", "bug/7", 4, bound=1, ids=ids, provenance=provenance)
     solved = build.trajectory(ids[0], segments=[build.segment()], messages=MESSAGES)
     objects.create("trajectories/0", encode_trajectory(solved))
     store.finish(ids[0], "trajectories/0", None, **seal_facts(solved))

@@ -9,7 +9,7 @@ import pytest
 import sqlalchemy as sa
 from sqlalchemy.exc import IntegrityError
 
-from rollmill.errors import TrajectoryError
+from rollmill.errors import TrajectoryChanged, TrajectoryError
 from rollmill.storage.database import reading, writing
 from rollmill.trajectories import tables
 from rollmill.trajectories.ledger import Ledger
@@ -22,7 +22,7 @@ NO_SIGNAL = (LedgerState.no_signal, "all rewards equal")
 
 def start(ledger: Ledger, group: str, size: int = 2, bound: int = 100) -> bool:
     ids = [f"{group}-{n}" for n in range(size)]
-    return ledger.start_group(group, "task", size, bound=bound, min_version=3, ids=ids, provenance={"split": "train"})
+    return ledger.start_group(group, "task", size, bound=bound, ids=ids, provenance={"split": "train"}) is not None
 
 
 def settle(store: TrajectoryStore, ledger: Ledger, group: str) -> None:
@@ -81,7 +81,7 @@ def test_a_whole_life(store: TrajectoryStore, ledger: Ledger, engine: sa.Engine)
         settle(store, ledger, group)
     ready = ledger.ready_groups(10)
     assert [group.id for group in ready] == ["b", "a"] and ledger.ready_groups(1) == ready[:1]  # longest wait first
-    assert (ready[0].task_id, ready[0].size, ready[0].state, ready[0].min_version) == ("task", 2, "waiting", 3)
+    assert (ready[0].task_id, ready[0].size, ready[0].state, ready[0].min_version) == ("task", 2, "waiting", 0)
     written = record(ledger, 1, "b", "a")
     ledger.write_step(written)
     assert_adds_up(ledger, engine)
@@ -225,7 +225,7 @@ def test_starting_again_after_a_crash(store: TrajectoryStore, ledger: Ledger) ->
     with pytest.raises(TrajectoryError, match="already there"):
         start(ledger, "a", size=3)
     with pytest.raises(TrajectoryError, match="2 different ids"):
-        ledger.start_group("b", "task", 3, bound=9, min_version=0, ids=["x", "y", "y"])
+        ledger.start_group("b", "task", 3, bound=9, ids=["x", "y", "y"])
 
 
 def test_replace_lost(store: TrajectoryStore, ledger: Ledger, engine: sa.Engine) -> None:
@@ -249,6 +249,59 @@ def test_replace_lost(store: TrajectoryStore, ledger: Ledger, engine: sa.Engine)
     settle(store, ledger, "a")
     with pytest.raises(TrajectoryError, match="a is waiting, not running"):
         ledger.replace_lost("a", "a-0b", "x")
+    assert_adds_up(ledger, engine)
+
+
+def test_a_group_gets_the_version_that_is_committed_when_it_is_admitted(
+    store: TrajectoryStore, ledger: Ledger, engine: sa.Engine
+) -> None:
+    """A step is committed at the last moment before the admission, by another thread: the group must not be given the
+    version from before it."""
+    start(ledger, "a")
+    settle(store, ledger, "a")
+    ledger.write_step(record(ledger, 1, "a"))
+    trainer = Ledger(engine, "run")
+
+    late = [lambda: trainer.commit_step(1, Version("rl", 1), "digest")]
+
+    def commit(*_: object) -> None:
+        if late:
+            late.pop()()
+
+    sa.event.listen(engine, "checkout", commit)  # before the transaction that admits the group begins
+    assert ledger.start_group("b", "task", 1, bound=9, ids=["b-0"]) == 1
+    assert [group.min_version for group in ledger.groups()] == [0, 1]
+    assert ledger.start_group("b", "task", 1, bound=9, ids=["b-0"]) == 1  # the first reply was lost
+    # a lost rollout is started again from the version of that moment, not from its group's
+    settle(store, ledger, "b")
+    assert ledger.start_group("c", "task", 1, bound=9, ids=["c-0"]) == 1
+    ledger.write_step(record(ledger, 2, "b"))
+    ledger.commit_step(2, Version("rl", 2), "digest")
+    assert ledger.replace_lost("c", "c-0", "c-0b") == 2
+    assert ledger.start_group("c", "task", 1, bound=9, ids=["c-0"]) == 1
+
+
+def test_a_trajectory_deleted_in_flight_ends_only_itself(
+    store: TrajectoryStore, ledger: Ledger, engine: sa.Engine
+) -> None:
+    start(ledger, "a", size=3)
+    store.delete("a-0")
+    ledger.replace_lost("a", "a-0", "a-0b")  # the dispatcher was restarted and knows it as running
+    assert store.get("a-0").state == "deleted"
+    store.delete("a-1")
+    for id in ("a-0b", "a-2"):
+        store.finish(id, f"p/{id}", None, tokens=4, sampled_tokens=2, segments=1)
+        store.grade(id, Reward(1.0))
+    ledger.group_ready("a")
+    # the trainer has read the group; then another one is deleted
+    stale = record(ledger, 1, "a", excluded={"a-1": DROPPED})
+    leased = {id: entry for id, entry in stale.trajectories.items() if id != "a-1"}
+    store.delete("a-2")
+    with pytest.raises(TrajectoryChanged, match="a-2 is deleted"):
+        ledger.write_step(dataclasses.replace(stale, trajectories=leased))
+    kept = {id: entry for id, entry in leased.items() if id != "a-2"}
+    ledger.write_step(dataclasses.replace(stale, trajectories=kept, excluded={"a-1": DROPPED, "a-2": DROPPED}))
+    assert list(ledger.steps()[0].trajectories) == ["a-0b"]
     assert_adds_up(ledger, engine)
 
 

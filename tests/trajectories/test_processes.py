@@ -33,7 +33,7 @@ def race(url: str, name: str, close: bool, go: Any, results: Any) -> None:
     def work(thread: int) -> None:
         for attempt in range(12):
             group = f"{name}-{thread}-{attempt}"
-            if ledger.start_group(group, "task", 1, bound=BOUND, min_version=0, ids=[group]):
+            if ledger.start_group(group, "task", 1, bound=BOUND, ids=[group]) is not None:
                 started.append(group)
                 if close:
                     ledger.close_group(group, {group: (LedgerState.dropped, "test")})
@@ -87,7 +87,7 @@ def _record(ledger: Ledger) -> StepRecord:
 
 # the life of a group, in its order
 LIFE: dict[str, Callable[[TrajectoryStore, Ledger], object]] = {
-    "start": lambda _, ledger: ledger.start_group("g", "task", 2, bound=1, min_version=0, ids=["a", "b"]),
+    "start": lambda _, ledger: ledger.start_group("g", "task", 2, bound=1, ids=["a", "b"]),
     "replace": lambda _, ledger: ledger.replace_lost("g", "b", "c", "engine gone"),
     "finish": lambda store, _: store.finish("a", "p/a", None, tokens=3, sampled_tokens=1, segments=1),
     "grade": lambda store, _: store.grade("a", Reward(1.0)),

@@ -166,7 +166,7 @@ def test_what_agents_print_is_kept(store: TrajectoryStore) -> None:
 def test_a_step_pins_finite_numbers(
     store: TrajectoryStore, ledger: Ledger, engine: sa.Engine, objects: Objects, advantage: float
 ) -> None:
-    ledger.start_group("g", "task", 1, bound=1, min_version=0, ids=["a"])
+    ledger.start_group("g", "task", 1, bound=1, ids=["a"])
     store.finish("a", "key", None, tokens=1, sampled_tokens=1, segments=1)
     reward = store.grade("a", Reward(1.0))
     ledger.group_ready("g")

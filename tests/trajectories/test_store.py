@@ -129,6 +129,20 @@ def test_a_reward_is_a_number(store: TrajectoryStore, value: float) -> None:
     assert store.rewards(["a"]) == {"a": []} and store.get("a").state == "finished"
 
 
+def test_what_an_interrupted_evaluation_left_open_gets_an_end(store: TrajectoryStore) -> None:
+    states = ("running", "finished", "graded", "failed", "deleted")
+    for state in states:
+        bring_to(store, state, TrajectoryState(state))
+    store.create("another", "g", "task", ["other"], PROVENANCE)
+    assert store.fail_interrupted("run", older_than_s=3600) == 0
+    assert store.fail_interrupted("run") == 2
+    found = {row.id: (row.state, row.reason) for row in store.list()}
+    assert found["running"] == found["finished"] == ("failed", "interrupted")
+    assert found["failed"] == ("failed", "first") and found["other"] == ("running", None)
+    assert (found["graded"][0], found["deleted"][0]) == ("graded", "deleted")
+    assert store.fail_interrupted("run") == 0
+
+
 def test_a_refused_grade_leaves_no_reward_behind(store: TrajectoryStore) -> None:
     bring_to(store, "a", TrajectoryState.running)
     with pytest.raises(TrajectoryError):
@@ -192,7 +206,7 @@ def test_delete_forgets_the_payload_and_keeps_the_row(store: TrajectoryStore, ob
 
 
 def test_a_leased_trajectory_is_not_deleted(store: TrajectoryStore, objects: Objects, ledger: Ledger) -> None:
-    ledger.start_group("g", "task", 1, bound=1, min_version=0, ids=["a"])
+    ledger.start_group("g", "task", 1, bound=1, ids=["a"])
     seal(store, objects, "a")
     reward = store.grade("a", Reward(1.0))
     ledger.group_ready("g")

@@ -70,7 +70,7 @@ async def _evaluate_once(run: RunDirectory, context: RolloutContext, label: str,
         return
     suite = run.config.evals
     with phase(f"evaluate {label}"):
-        results = await _evaluate(run, context, suite, label, version)
+        results = await _evaluate(run, context, suite, label, version, alone=True)  # a run has one dispatcher
         context.objects.create(key, json.dumps([asdict(result) for result in results]).encode())
 
 
@@ -84,10 +84,10 @@ async def evaluate(service: RunDirectory, suite: EvalConfig, version: Version) -
 
 
 async def _evaluate(
-    run: RunDirectory, context: RolloutContext, suite: EvalConfig, label: str, version: int
+    run: RunDirectory, context: RolloutContext, suite: EvalConfig, label: str, version: int, *, alone: bool = False
 ) -> list[EvalResult]:
     examination = Examination(run.id, label, version, run.config.rollouts.max_answer_tokens, run.config.seed)
-    return await run_eval(context, MicroRepos(), suite, examination)
+    return await run_eval(context, MicroRepos(), suite, examination, alone=alone)
 
 
 @contextlib.asynccontextmanager

@@ -21,6 +21,7 @@ import torch
 from torch import Tensor
 
 from rollmill import telemetry
+from rollmill.errors import TrajectoryChanged
 from rollmill.models.config import ModelConfig
 from rollmill.models.decoder import Decoder
 from rollmill.training.advantage import kl_advantages
@@ -108,9 +109,17 @@ class RLObjective:
             waited = time.time() - start
             if groups is None:
                 return None
-            record, contents = self._choose(number, lr, groups, rule)
-            self._ledger.write_step(record)
+            record, contents = self._write_step(number, lr, groups, rule)
         return self._batch(record, contents, rule, lr, waited)
+
+    def _write_step(self, number: int, lr: float, groups: list[str], rule: TokenRule) -> tuple[StepRecord, Contents]:
+        while True:
+            record, contents = self._choose(number, lr, groups, rule)
+            try:
+                self._ledger.write_step(record)
+            except TrajectoryChanged:  # one was deleted since it was read: the others are still trained on
+                continue
+            return record, contents
 
     def _wait_for_groups(self, stopping: Callable[[], bool]) -> list[str] | None:
         with telemetry.busy("wait"):
