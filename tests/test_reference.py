@@ -203,7 +203,7 @@ def test_settings_named_in_documents_exist(document: Path) -> None:
         assert setting in SETTINGS or setting in names, f"{setting} is no setting"
 
 
-def test_the_finder_of_settings_finds() -> None:
+def test_settings_in_texts_are_found() -> None:
     text = (
         "training.lr, not rollmill.training.loss, training/loss.py or model.gguf, gateway.port, training.optimizer.lr."
     )

@@ -1,6 +1,6 @@
-"""The repository's own promises: layers, light imports, sizes, examples, and documents that do not lie.
+"""Rules for the whole repository: layers, light imports, sizes, examples, and documents that are true.
 
-Every test walks what is in the tree, so a new file, example, document or command is held to the same rules.
+Every test walks the tree, so a new file, example, document or command is checked too.
 """
 
 from __future__ import annotations
@@ -54,12 +54,12 @@ TORCH_ALLOWED = (
     "rollmill.training",
     "rollmill.models",
     "rollmill.inference.embedded",
-    # bodies of the processes that compute; only those processes import them
+    # imported only by the processes that compute
     "rollmill.cluster.roles.midtrain",
     "rollmill.cluster.roles.trainer",
     "rollmill.cluster.roles.engine",
 )
-GUESTS = ("rollmill.environments.machines.namespace.warm_python",)  # runs programs inside a machine; that is its work
+GUESTS = ("rollmill.environments.machines.namespace.warm_python",)  # runs programs inside a machine
 HEAVY = ("torch", "sqlalchemy", "alembic", "obstore", "numpy")
 
 
@@ -97,7 +97,7 @@ def imported(node: ast.AST) -> Iterator[str]:
 
 
 def layer(name: str) -> str | None:
-    """The second part of a name in our package: the row of LAYERS it belongs to."""
+    """The second part of a module name of this package: its entry in LAYERS."""
     parts = name.split(".")
     return parts[1] if parts[0] == "rollmill" and len(parts) > 1 and not parts[1].startswith("__") else None
 
@@ -164,12 +164,12 @@ def test_nothing_executes_data(name: str) -> None:
             assert "weights_only" in keywords, f"{name}:{node.lineno} could unpickle anything"
 
 
-def test_a_helper_lives_with_its_owner() -> None:
+def test_no_module_is_called_utils() -> None:
     for path in SOURCES:
         assert path.stem not in ("utils", "util", "helpers", "common", "misc"), path
 
 
-def test_nothing_is_left_for_later() -> None:
+def test_no_comment_marks_unfinished_work() -> None:
     unfinished = re.compile(r"\b(" + "|".join(("TO" + "DO", "FIX" + "ME", "X" * 3)) + r")\b")
     for path in [*SOURCES, *DOCUMENTS, *files("*.toml"), *files("*.js"), *files("*.css")]:
         for number, line in enumerate(path.read_text(encoding="utf-8").splitlines(), 1):
@@ -204,9 +204,9 @@ def test_the_command_line_imports_nothing_heavy() -> None:
 
 
 def test_importing_is_light_and_has_no_side_effects() -> None:
-    """All modules that may not have torch, imported for real in one process: what they pull in indirectly counts too.
+    """Imports every module that may not import torch, in one process: indirect imports count too.
 
-    They are imported in an empty directory: no banner, no file, no directory comes of it.
+    The process runs in an empty directory, prints nothing and leaves nothing there.
     """
     names = [name for name in MODULES if not name.startswith(TORCH_ALLOWED) and not name.endswith("__main__")]
     names += [name for name in MODULES if name.endswith(".config")]  # configuration is read before torch is needed
@@ -316,7 +316,7 @@ def code_lines(text: str) -> Iterator[str]:
 
 
 def snippets(text: str) -> Iterator[str]:
-    """Everything set as code: between backticks, and the command part of code lines (a comment follows two spaces)."""
+    """All code of a document: between backticks, and the command part of code lines (two spaces begin a comment)."""
     yield from re.findall(r"`([^`\n]+)`", text)
     for line in code_lines(text):
         yield re.split(r" {2,}|\s#\s", line.strip())[0]
@@ -333,7 +333,7 @@ def expand(path: str) -> list[str]:
 
 
 def named_paths(text: str) -> Iterator[str]:
-    """Words set as code that are paths of this repository: below one of its directories, or files at its root."""
+    """Words in code that are paths of this repository: below one of its directories, or files at its root."""
     for snippet in snippets(text):
         for word in snippet.split():
             word = word.strip("(),;:\"'")
@@ -345,7 +345,7 @@ def named_paths(text: str) -> Iterator[str]:
 
 
 def tree_paths(text: str) -> Iterator[str]:
-    """Paths of a drawn file tree: names ending in / or a file suffix, nested by indentation under a directory."""
+    """Paths of a file tree: names that end in / or a file suffix, nested by indentation."""
     parents: list[tuple[int, str]] = []
     for line in code_lines(text):
         indent = len(line) - len(line.lstrip())
@@ -415,8 +415,8 @@ def test_commands_named_in_documents_exist(document: Path) -> None:
             assert os.access(ROOT / words[0], os.X_OK), f"{words[0]} cannot be run"
 
 
-def test_the_readers_of_documents_read() -> None:
-    """The tests above must see what they are meant to see."""
+def test_paths_and_trees_in_documents_are_found() -> None:
+    """The tests above would pass if their helpers found nothing."""
     sample = (
         "Text with `rollmill/types.py`, `scripts/{setup,check}`, `runs/NAME/report.html`, `tests/X/Y` and `a/b`.\n\n"
         "    scripts/test tests/cli   runs some\n"
