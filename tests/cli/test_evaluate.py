@@ -22,5 +22,5 @@ def test_a_run_without_weights(rollmill: Callable[..., Told], tmp_path: Path) ->
 
 
 @pytest.mark.parametrize("option", ["--tasks", "--attempts"])
-def test_there_is_no_evaluation_of_nothing(rollmill: Callable[..., Told], tmp_path: Path, option: str) -> None:
+def test_zero_tasks_or_attempts_are_refused(rollmill: Callable[..., Told], tmp_path: Path, option: str) -> None:
     assert rollmill("eval", tmp_path, option, 0).code == 2

@@ -41,7 +41,7 @@ def test_an_unknown_command_is_a_usage_error(rollmill: Callable[..., Told]) -> N
 
 
 def test_an_error_is_two_lines_and_exit_code_1() -> None:
-    """In a process of its own: nothing but the message may reach the terminal."""
+    """In its own process: only the message may reach the terminal."""
     done = subprocess.run(
         [sys.executable, "-c", "from rollmill.cli.main import main; main()", "train", "absent.toml"],
         capture_output=True,

@@ -1,4 +1,4 @@
-"""Progress: what it says of a run's events, in a terminal and in a log."""
+"""What Progress shows of a run's events, in a terminal and in a log."""
 
 from __future__ import annotations
 
@@ -72,7 +72,7 @@ def test_it_fits_a_narrow_terminal() -> None:
     assert max(map(len, screen(state, now, width=44).splitlines())) <= 44
 
 
-def test_an_engine_that_fell_silent_has_no_speed() -> None:
+def test_an_old_speed_is_not_shown() -> None:
     state, now = folded("step", 12)
     assert state.tokens_per_s(now) == pytest.approx(4800) and state.tokens_per_s(now + 60) == 0
 
@@ -89,7 +89,7 @@ def test_an_evaluation_shows_how_many_attempts_are_left() -> None:
     assert "2/4" in plain_line(state, 2.0) and "about 0:02 left" in screen(state, 2.0)
 
 
-def test_a_phase_nobody_announced_is_shown_too() -> None:
+def test_an_unknown_phase_is_shown_too() -> None:
     state = State([Phase("mid-train")])
     state.fold({"at": 1.0, "kind": "phase", "phase": "control", "state": "start"})
     assert "control" in screen(state, 2.0)
@@ -116,7 +116,7 @@ def test_a_log_gets_lines_as_things_happen(tmp_path: Path) -> None:
     assert "after: held-out family, sampled: 76.2 % solved" in text and "engine-away was restarted" in text
 
 
-def test_a_terminal_is_redrawn_in_place_and_left_clean(tmp_path: Path) -> None:
+def test_a_terminal_is_redrawn_in_place_and_restored(tmp_path: Path) -> None:
     console = Console(file=io.StringIO(), force_terminal=True, width=80, height=30)
     with pytest.raises(KeyboardInterrupt), Progress(tmp_path, PHASES, "rollmill · demo", console) as progress:
         write(tmp_path, {"process": "supervisor", "kind": "phase", "phase": PHASES[0], "state": "start"})

@@ -15,7 +15,7 @@ MICRO = Path(__file__).parents[2] / "examples" / "micro.toml"
 
 
 def refused(told: Told, error: str, hint: str) -> bool:
-    """An error of ours: what was wrong, what to do, and no traceback."""
+    """Whether it is an error of ours: what was wrong, what to do, no traceback."""
     first, *rest = told.err.strip().splitlines()
     assert told.code == 1 and "Traceback" not in told.err, told
     assert first.startswith("error: ") and error in first, told
@@ -81,7 +81,7 @@ def test_a_directory_is_not_a_configuration(rollmill: Callable[..., Told], tmp_p
     assert refused(rollmill("train", tmp_path), "is a directory", f"--resume {tmp_path}")
 
 
-def test_ctrl_c_says_how_to_go_on(rollmill: Callable[..., Told], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_ctrl_c_prints_how_to_continue(rollmill: Callable[..., Told], monkeypatch: pytest.MonkeyPatch) -> None:
     from rollmill.cluster import drive
 
     def interrupted(*_: object, **__: object) -> None:

@@ -36,7 +36,7 @@ def made(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture
 def checkpoint(made: Path, tmp_path: Path) -> Path:
-    """A copy that a test may break."""
+    """A copy that a test may damage."""
     return Path(shutil.copytree(made, tmp_path / "model"))
 
 
@@ -57,7 +57,7 @@ def test_the_model_is_what_the_checkpoint_says(checkpoint: Path) -> None:
     check_checkpoint(config)
 
 
-def test_a_relative_path_is_made_whole(checkpoint: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_relative_path_becomes_absolute(checkpoint: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(checkpoint.parent)
     assert config_of(Path("model")).checkpoint == str(checkpoint)
 
@@ -87,7 +87,9 @@ def test_a_run_is_opened_when_its_checkpoint_is_gone(checkpoint: Path, tmp_path:
         (("model.max_context=0",), r"model\.max_context: Input should be greater than 0"),
     ],
 )
-def test_a_model_section_that_contradicts(checkpoint: Path, overrides: tuple[str, ...], complaint: str) -> None:
+def test_a_model_section_that_contradicts_the_checkpoint(
+    checkpoint: Path, overrides: tuple[str, ...], complaint: str
+) -> None:
     with pytest.raises(ConfigError, match=complaint):
         config_of(checkpoint, *overrides)
 
@@ -197,7 +199,7 @@ def test_an_import_without_room_says_where_and_leaves_nothing(checkpoint: Path, 
 
 
 def test_an_import_that_was_interrupted_is_done_again(checkpoint: Path, tmp_path: Path) -> None:
-    """Companions come first: with them and no version, nothing else can tell that the import was under way."""
+    """The files beside the weights are kept first. If the version is missing, the import is done again."""
     config = config_of(checkpoint)
     weights = WeightStore(Objects.open(tmp_path / "store"))
     import_checkpoint(config, weights)
@@ -208,7 +210,7 @@ def test_an_import_that_was_interrupted_is_done_again(checkpoint: Path, tmp_path
     assert weights.exists(Version("main-checkpoint", 0))
 
 
-def test_mid_training_goes_on_from_the_checkpoint(checkpoint: Path, tmp_path: Path) -> None:
+def test_mid_training_starts_from_the_checkpoint(checkpoint: Path, tmp_path: Path) -> None:
     torch.set_num_threads(1)
     settings = ("midtrain.steps=2", "midtrain.documents_per_step=2", "tools_in_prompt=false", "device=cpu")
     run = RunDirectory.create(tmp_path / "runs", config_of(checkpoint, *settings))
@@ -220,5 +222,5 @@ def test_mid_training_goes_on_from_the_checkpoint(checkpoint: Path, tmp_path: Pa
     assert run.tokenizer.read_bytes() == (checkpoint / "tokenizer.json").read_bytes()
     shutil.rmtree(checkpoint)
     run.tokenizer.unlink()
-    midtrain.main(run)  # done already: everything it needs is in the run's own store
+    midtrain.main(run)  # already done: it needs nothing but the run's own store
     assert run.tokenizer.is_file() and weights.head("main-base") == 1

@@ -1,4 +1,4 @@
-"""Processes of a run on this machine. The store is the process under test: it is real, and light."""
+"""Role processes on this machine. The tests use the store role: it is real and starts fast."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def cluster(run: RunDirectory) -> Iterator[LocalCluster]:
 
 
 def pid_of(run: RunDirectory, role: str) -> int | None:
-    """By what /proc says: the test asks the system, not the supervisor."""
+    """From /proc: the test asks the system, not the supervisor."""
     for entry in Path("/proc").iterdir():
         if entry.name.isdigit():
             try:
@@ -72,10 +72,10 @@ def answers(run: RunDirectory) -> bool:
 
 
 @pytest.mark.parametrize("deadly", [signal.SIGKILL, signal.SIGTERM])
-def test_a_service_that_dies_is_started_again_at_the_same_address(
+def test_a_service_that_dies_is_restarted_at_the_same_address(
     run: RunDirectory, cluster: LocalCluster, deadly: signal.Signals
 ) -> None:
-    """Also one that was asked to stop and left politely: while the run goes on it is needed."""
+    """Also one that exits with 0 after SIGTERM: the run needs it."""
     cluster.start("store", service=True)
     until(lambda: answers(run), cluster)
     first = kill(run, "store", deadly)
@@ -85,7 +85,7 @@ def test_a_service_that_dies_is_started_again_at_the_same_address(
     assert pid_of(run, "store") is None and not answers(run)
 
 
-def test_work_that_is_done_stays_done(run: RunDirectory, cluster: LocalCluster) -> None:
+def test_a_role_that_exits_with_0_is_not_restarted(run: RunDirectory, cluster: LocalCluster) -> None:
     cluster.start("store")
     until(lambda: answers(run))
     kill(run, "store", signal.SIGTERM)  # it exits with 0
@@ -93,7 +93,7 @@ def test_work_that_is_done_stays_done(run: RunDirectory, cluster: LocalCluster) 
     assert pid_of(run, "store") is None
 
 
-def test_too_many_restarts_end_the_run_with_the_last_words(
+def test_too_many_restarts_end_the_run_with_the_end_of_the_log(
     run: RunDirectory, cluster: LocalCluster, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(local, "MAX_RESTARTS", 1)
@@ -106,10 +106,10 @@ def test_too_many_restarts_end_the_run_with_the_last_words(
     assert "'store' stopped with exit code 1" in raised.value.message
     assert "address already in use" in raised.value.message
     assert "store.log" in str(raised.value.hint) and f"--resume {run.path}" in str(raised.value.hint)
-    assert (run.logs / "store.log").read_text().count("Traceback") >= 2  # it was tried again
+    assert (run.logs / "store.log").read_text().count("Traceback") >= 2  # it was restarted
 
 
-def test_a_process_that_lived_long_is_judged_anew(
+def test_a_role_that_ran_long_starts_with_a_fresh_count_of_restarts(
     run: RunDirectory, cluster: LocalCluster, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(local, "MAX_RESTARTS", 1)
@@ -126,12 +126,10 @@ def test_exit_code_3_is_final(run: RunDirectory, cluster: LocalCluster) -> None:
     with pytest.raises(RollmillError, match=r"exit code 3: config: .*run\.json is damaged") as raised:
         until(lambda: False, cluster)
     assert "hint: restore it" in raised.value.message
-    assert (run.logs / "store.log").read_text().count("config: ") == 1  # and not tried again
+    assert (run.logs / "store.log").read_text().count("config: ") == 1  # it was not restarted
 
 
-def test_work_is_given_up_when_a_process_it_needs_cannot_be_kept_alive(
-    run: RunDirectory, cluster: LocalCluster
-) -> None:
+def test_work_ends_when_a_process_it_needs_cannot_be_kept_alive(run: RunDirectory, cluster: LocalCluster) -> None:
     (run.path / "run.json").write_text("{")
     cluster.start("store", service=True)
     with pytest.raises(RollmillError, match="exit code 3"):
@@ -165,14 +163,14 @@ def test_processes_end_when_their_supervisor_is_killed(run: RunDirectory) -> Non
     until(lambda: pid_of(run, "store") is None)
 
 
-def test_a_supervisor_killed_before_its_process_was_up_leaves_nothing_behind(run: RunDirectory) -> None:
+def test_a_supervisor_killed_at_once_leaves_no_process_behind(run: RunDirectory) -> None:
     subprocess.run([sys.executable, "-c", SUPERVISOR, str(run.path), "at once"], check=False)
     time.sleep(0.1)  # until /proc knows its arguments
     until(lambda: pid_of(run, "store") is None)
 
 
-def test_mid_training_that_was_asked_to_stop_is_not_done(make_run: Callable[..., RunDirectory]) -> None:
-    """Its exit code must not be 0: reinforcement would begin from half-trained weights."""
+def test_mid_training_that_is_stopped_early_does_not_exit_with_0(make_run: Callable[..., RunDirectory]) -> None:
+    """Otherwise RL would start from half-trained weights."""
     small = ("layers=1", "width=16", "heads=2", "kv_heads=1", "head_dim=8", "mlp_width=16", "expert_width=8")
     run = make_run("midtrain.steps=100000", "midtrain.training.threads=1", *(f"model.{setting}" for setting in small))
     command = [sys.executable, "-m", "rollmill.cluster.role", "midtrain", str(run.path)]

@@ -1,4 +1,4 @@
-"""What mid-training keeps before the first version: a start that is cut short at any point is made good by the next."""
+"""The files that mid-training keeps before the first version. The next start completes an interrupted one."""
 
 from __future__ import annotations
 
@@ -21,7 +21,9 @@ class CutShort(Exception):
 
 
 @pytest.mark.parametrize("created", [0, 1, 2, 3, 4])
-def test_a_start_cut_short_is_made_good(created: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_interrupted_start_is_completed_by_the_next(
+    created: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     config = RunConfig.model_validate({"name": "demo", "steps": 2, "model": MODEL, "midtrain": {"steps": 1}})
     run = RunDirectory.create(tmp_path / "runs", config)
     objects = Objects.open(run.home_store)

@@ -1,4 +1,4 @@
-"""Ranks that live and die together."""
+"""Ranks start and end together."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ def cluster(run: RunDirectory) -> Iterator[LocalCluster]:
     cluster.stop()
 
 
-def test_what_ranks_are_told() -> None:
+def test_the_environment_of_ranks() -> None:
     first, second = places(2)
     assert first.pop("RANK") == first.pop("LOCAL_RANK") == "0"
     assert second.pop("RANK") == second.pop("LOCAL_RANK") == "1"
@@ -30,7 +30,7 @@ def test_what_ranks_are_told() -> None:
     assert places(1) == [{}]
 
 
-def test_ranks_started_from_outside(run: RunDirectory, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_ranks_started_by_torchrun(run: RunDirectory, monkeypatch: pytest.MonkeyPatch) -> None:
     assert not outside_world() and outside_rank() == 0
     with pytest.raises(ConfigError, match="already holds a run"):
         begin_run(run.path.parent, run.config)
@@ -43,8 +43,8 @@ def test_ranks_started_from_outside(run: RunDirectory, monkeypatch: pytest.Monke
     assert begin_run(run.path.parent, run.config) == run, "all were started again"
 
 
-def test_the_rank_that_knows_why_is_heard() -> None:
-    """One was killed, another says that trying again will not help, a third has noticed nothing."""
+def test_the_error_is_that_of_the_rank_with_the_final_exit_code() -> None:
+    """Rank 0 was killed, another exits with FINAL, a third still runs."""
     codes = ["import os, signal; os.kill(os.getpid(), signal.SIGKILL)", f"raise SystemExit({FINAL})"]
     processes = [subprocess.Popen([sys.executable, "-c", code]) for code in (*codes, "import time; time.sleep(60)")]
     processes[0].wait()

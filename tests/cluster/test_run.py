@@ -44,7 +44,7 @@ def test_every_mistake_is_listed_at_once() -> None:
     assert all(word in raised.value.message for word in ("steps", "group_size", "colour"))
 
 
-def test_the_bound_is_what_promise_4_says() -> None:
+def test_the_staleness_bound() -> None:
     assert make_config("max_staleness=2", "groups_per_step=12").staleness_bound == 36
     assert make_config("max_staleness=0", "groups_per_step=12").staleness_bound == 12
 
@@ -100,7 +100,7 @@ def test_a_second_run_of_the_name_is_refused_and_the_first_one_kept(run: RunDire
     assert RunDirectory.open(run.path) == run
 
 
-def test_of_two_that_create_at_once_one_wins(tmp_path: Path) -> None:
+def test_one_of_several_concurrent_creators_wins(tmp_path: Path) -> None:
     def create(seed: int) -> RunDirectory | None:
         try:
             return RunDirectory.create(tmp_path, make_config(f"seed={seed}"))

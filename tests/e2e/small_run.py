@@ -1,4 +1,4 @@
-"""A run of the whole circle that is small enough for tests: the demo's parts, seconds instead of minutes."""
+"""A small run for tests: the parts of the demo, in seconds instead of minutes."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ SMALL = (
     "steps=6",
     "groups_per_step=3",
     "group_size=4",
-    "midtrain.steps=140",  # enough to solve some tasks and fail others: no training without that
+    "midtrain.steps=140",  # enough to solve some tasks and fail others: RL needs both
     "midtrain.training.threads=1",
     "training.checkpoint_every=3",
     "evals.tasks=4",
@@ -24,7 +24,7 @@ SMALL = (
 
 
 def small_run(root: Path, name: str, *overrides: str, base: RunDirectory | None = None) -> RunDirectory:
-    """A run directory that was created and not started; with `base`, mid-training is already done."""
+    """A run directory that is not started yet. With `base`, mid-training is already done."""
     run = RunDirectory.create(root, load_config(RunConfig, DEMO, [f"name={name}", *SMALL, *overrides]))
     if base is not None:
         shutil.copytree(base.home_store, run.home_store)

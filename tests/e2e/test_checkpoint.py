@@ -1,4 +1,4 @@
-"""A user comes with a checkpoint and leaves with one: imported, mid-trained, reinforced, exported, all for real."""
+"""From checkpoint to checkpoint: import, mid-training, RL and export with real processes."""
 
 from __future__ import annotations
 
@@ -64,7 +64,7 @@ def test_from_checkpoint_to_checkpoint(tmp_path: Path) -> None:
     run_to_report(run)
     assert json.loads((run.path / "report.json").read_text())["solve_rate_after"] is not None
 
-    # the gateway spoke ChatML with the checkpoint's own tokenizer, and every rollout ended
+    # the gateway used ChatML with the checkpoint's own tokenizer, and every rollout ended
     objects = Objects.open(run.home_store)
     trajectories = TrajectoryStore(open_database(run.database_url), objects)
     rows = trajectories.list()
@@ -74,13 +74,13 @@ def test_from_checkpoint_to_checkpoint(tmp_path: Path) -> None:
     assert text.startswith("<|im_start|>user\n") and "<|im_end|>\n<|im_start|>assistant\n" in text
     assert len(Ledger(open_database(run.database_url), run.id).steps()) == 2
 
-    # the checkpoint is not needed any more: the run is resumed without it, and finds everything done
+    # the checkpoint is no longer needed: the run is resumed without it, and everything is done already
     moved = Path(shutil.move(checkpoint, tmp_path / "moved"))
     weights = WeightStore(objects)
     drive(RunDirectory.open(run.path))
     assert weights.head("main") == 2 and len(trajectories.list()) == len(rows)
 
-    # versions before and after training leave as complete directories
+    # versions before and after training are exported as complete directories
     tokens = torch.arange(3, 60)
     for version in ("main-checkpoint@0", "main@2"):
         out = tmp_path / version.replace("@", "-")

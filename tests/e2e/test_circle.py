@@ -1,4 +1,4 @@
-"""The whole circle once, small, with every process real; and synchronous training by the same code."""
+"""A small synchronous run in two regions, with every process real."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def test_synchronous_run_in_two_regions(tmp_path: Path, midtrained: RunDirectory
     trajectories = TrajectoryStore(open_database(run.database_url), objects)
     events = read_events(run.events)
 
-    # every step trained on what its own starting point sampled, nothing older
+    # every step trained on tokens of the version it started from, nothing older
     steps = ledger.steps()
     assert len(steps) == run.config.steps and any(step.trajectories for step in steps)
     for step in steps:

@@ -1,4 +1,4 @@
-"""Promise 5, on a whole run: kill any process at a random moment, go on, and nothing is lost or trained twice."""
+"""Promise 5 on a whole run: after kills at random moments nothing is lost and nothing is trained twice."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ VICTIMS = ("trainer", "engine-home", "gateway", "dispatcher", "engine-away", "ev
 
 
 def start(run: RunDirectory) -> subprocess.Popen[bytes]:
-    """`rollmill train --resume`, which is also how a run directory that was only created is started."""
+    """`rollmill train --resume`, which also starts a run directory that was only created."""
     return subprocess.Popen(
         [sys.executable, "-c", "from rollmill.cli.main import main; main()", "train", "--resume", str(run.path)],
         stdout=(run.path / "train.out").open("ab"),
@@ -89,7 +89,7 @@ def test_a_run_survives_the_death_of_every_process(tmp_path: Path, midtrained: R
         for number, victim in enumerate(VICTIMS):
             wait_for(lambda number=number: ledger.committed() > number, process, run)  # type: ignore[misc]
             time.sleep(draw.uniform(0, 0.5))
-            if victim == "everything":  # the supervisor dies too: what it saw of the others must be on record by then
+            if victim == "everything":  # the supervisor dies too: it must have recorded the other restarts by then
                 wait_for(lambda: restarted(run) >= set(VICTIMS[:-1]), process, run)
                 os.killpg(process.pid, signal.SIGKILL)
                 process.wait()
@@ -106,10 +106,10 @@ def test_a_run_survives_the_death_of_every_process(tmp_path: Path, midtrained: R
         if process.poll() is None:
             os.killpg(process.pid, signal.SIGKILL)
             process.wait()
-    check_books(run, seen_digests, seen_finished)
+    check_records(run, seen_digests, seen_finished)
 
 
-def check_books(run: RunDirectory, seen_digests: dict[int, str], seen_finished: set[str]) -> None:
+def check_records(run: RunDirectory, seen_digests: dict[int, str], seen_finished: set[str]) -> None:
     weights, ledger, trajectories = stores(run)
     steps = ledger.steps()
     assert [step.number for step in steps] == list(
@@ -118,7 +118,7 @@ def check_books(run: RunDirectory, seen_digests: dict[int, str], seen_finished: 
     # nothing is trained twice
     uses = Counter(id for step in steps for id in step.trajectories)
     assert uses and max(uses.values()) == 1
-    # nothing that was finished is lost: it is graded, and the books say what became of it
+    # nothing that was finished is lost: it is graded, and a step lists it
     rows = {row.id: row for row in trajectories.list(run=run.id, limit=100_000)}
     assert seen_finished and all(rows[id].state == TrajectoryState.graded for id in seen_finished)
     decided = {id for step in steps for id in (*step.trajectories, *step.excluded)}
@@ -127,7 +127,7 @@ def check_books(run: RunDirectory, seen_digests: dict[int, str], seen_finished: 
     total = run.config.steps * run.config.groups_per_step
     assert len(ledger.groups(GroupState.final)) == total and ledger.open_groups() == 0
     assert sum(ledger.counts().values()) == len(rows)
-    # the same digest chain: what was published stayed, and all of it verifies
+    # published versions kept their digests, and all of them verify
     after = digests(weights, "main")
     assert {number: after[number] for number in seen_digests} == seen_digests
     assert sorted(after) == list(range(run.config.steps + 1)) and len(set(after.values())) > 1

@@ -1,4 +1,4 @@
-"""A trainer on two ranks in a whole run: `rollmill train` starts them, and a rank that is killed costs nothing."""
+"""A trainer on two ranks in a whole run, started by `rollmill train` or by torchrun."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ STEPS = 4
 
 
 def ranks_of(run: RunDirectory) -> dict[int, int]:
-    """rank → process id, by what the system says."""
+    """rank → process id, from /proc."""
     found = {}
     for entry in Path("/proc").iterdir():
         try:
@@ -41,7 +41,7 @@ def _pairs(environment: str) -> Iterator[tuple[str, str]]:
 
 
 @pytest.mark.timeout(300)
-def test_two_ranks_reach_the_report_though_one_is_killed(tmp_path: Path, midtrained: RunDirectory) -> None:
+def test_a_run_on_two_ranks_survives_a_killed_rank(tmp_path: Path, midtrained: RunDirectory) -> None:
     dials = (f"steps={STEPS}", "training.ranks=2", "training.expert_parallel=2", 'device="cpu"')
     run = small_run(tmp_path, "ranks", *dials, base=midtrained)
     weights, ledger, _ = stores(run)
@@ -72,7 +72,7 @@ def test_two_ranks_reach_the_report_though_one_is_killed(tmp_path: Path, midtrai
 
 @pytest.mark.timeout(300)
 def test_ranks_that_torchrun_started(tmp_path: Path) -> None:
-    """Each runs `rollmill train`: the first drives the run, the second follows, and both train. Mid-training only."""
+    """Each rank runs `rollmill train`: rank 0 drives the run, rank 1 only trains. Mid-training only."""
     dials = ("steps=0", "midtrain.steps=4", "midtrain.training.ranks=2", "training.ranks=2", 'device="cpu"')
     torchrun = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2", "--no-python", "--standalone"]
     rollmill = [sys.executable, "-c", "from rollmill.cli.main import main; main()", "train", str(DEMO)]
