@@ -50,8 +50,8 @@ class GatewayConfig(Config):
     record_wait_s: float = Field(
         default=1.0,
         gt=0,
-        description="longest time a production answer waits for the disk of the session log; after that it is sent "
-        "unrecorded, and its conversation is not trained on",
+        description="Seconds a production answer waits for the disk of the session log, at most. After that it is sent "
+        "unrecorded, and its conversation is not trained on.",
     )
     compact_bytes: int = Field(
         default=64 << 20,
