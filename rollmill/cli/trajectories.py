@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import json
 import math
 import time
 from collections.abc import Iterator
+from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -13,10 +15,15 @@ import typer
 from rollmill.errors import ConfigError, StorageError, TrajectoryError
 
 if TYPE_CHECKING:
+    from rich.console import Console
+    from rich.table import Table
     from rich.text import Text
 
     from rollmill.chat.tokenizer import Tokenizer
+    from rollmill.cluster.run import RunDirectory
+    from rollmill.trajectories.query import Order, Range
     from rollmill.trajectories.store import TrajectoryRow, TrajectoryStore
+    from rollmill.types import Trajectory
 
 app = typer.Typer(help="Read what agents did, which weights sampled it, and how it was graded.", no_args_is_help=True)
 
@@ -25,51 +32,74 @@ Database = Annotated[str | None, typer.Option(help="read this database instead: 
 Store = Annotated[str | None, typer.Option("--objects", help="object store of that database: directory or URL")]
 
 _COLUMNS = ("id", "state", "reward", "task", "split", "tokens", "sampled by", "age", "reason")
+_UNBOUNDED = 1 << 20
 _LONGEST = 4000  # characters of one message, unless --full
+_RANGE = "NUMBER, LOW..HIGH, LOW.. or ..HIGH"
 
 
 @app.command("list")
 def list_trajectories(
     run_dir: RunDir = None,
     state: Annotated[str | None, typer.Option(help="running, finished, graded, failed, quarantined, deleted")] = None,
+    solved: Annotated[bool, typer.Option("--solved", help="with a reward of at least 1")] = False,
+    failed: Annotated[bool, typer.Option("--failed", help="the same as --state failed")] = False,
+    reward: Annotated[str | None, typer.Option(help=f"the newest reward: {_RANGE}")] = None,
+    length: Annotated[str | None, typer.Option(help=f"all tokens, prompts included: {_RANGE}")] = None,
+    task: Annotated[str | None, typer.Option(help="the task, or the beginning of its id")] = None,
+    version: Annotated[
+        str | None, typer.Option(help=f"of the weights that sampled it: {_RANGE}, or LINE@NUMBER")
+    ] = None,
     split: Annotated[str | None, typer.Option(help="train, heldout, …")] = None,
-    limit: Annotated[int, typer.Option(min=1, help="at most so many")] = 50,
+    sort: Annotated[str, typer.Option(help="newest, oldest, reward, length, task or version")] = "newest",
+    limit: Annotated[int, typer.Option(min=1, help="list at most this many")] = 50,
+    as_json: Annotated[bool, typer.Option("--json", help="one JSON object per line, with every field")] = False,
     database: Database = None,
 ) -> None:
-    """List trajectories, newest first. Tokens are sampled/all.
+    """List trajectories, newest first; also those that still run. Tokens are sampled/all.
 
     For example:
 
         rollmill trajectories list runs/demo
-        rollmill trajectories list runs/demo --state failed
+        rollmill trajectories list runs/demo --failed
+        rollmill trajectories list runs/demo --solved --split heldout --sort length
     """
     from rich.console import Console
-    from rich.table import Table
 
-    from rollmill.types import TrajectoryState
+    from rollmill.trajectories.query import TrajectoryQuery
 
-    if state is not None and state not in set(TrajectoryState):
-        raise ConfigError(f"there is no state {state!r}", hint=f"one of {', '.join(TrajectoryState)}")
-    store, _ = _open(run_dir, database, "memory://")  # the index alone: no payload is read
+    line, _, number = version.rpartition("@") if version is not None else ("", "", None)
+    low, high = _parse_range("--reward", reward)
+    query = TrajectoryQuery(
+        state=_one_state(state, failed),
+        split=split,
+        line=line or None,
+        task_prefix=task,
+        reward=(max(low or 1.0, 1.0) if solved else low, high),
+        length=_parse_range("--length", length),
+        version=_parse_range("--version", number),
+        order=_parse_order(sort),
+        limit=limit + 1,
+    )
+    _, store = _open(run_dir, database, "memory://")  # the index alone: no payload is read
     if split is not None and split not in (splits := store.splits()):
         raise ConfigError(f"no trajectory has the split {split!r}", hint=f"splits here: {', '.join(splits) or 'none'}")
-    rows = store.list(state=state, split=split, limit=limit + 1)
-    table = Table(box=None, header_style="dim", pad_edge=False)
-    for name in _COLUMNS:
-        numeric = name in ("reward", "tokens", "age")
-        table.add_column(name, justify="right" if numeric else "left", no_wrap=True, min_width=len(name))
-    for row in rows[:limit]:
-        table.add_row(*_cells(row))
+    rows = store.find(query)
+    if as_json:
+        for row in rows[:limit]:
+            print(json.dumps(asdict(row)))
+        return
     console = Console()
-    console.print(table if rows else "no trajectories match")
+    _print_table(console, rows[:limit])
     if len(rows) > limit:
-        console.print(f"and older ones: --limit {limit * 4} shows more", style="dim")
+        console.print(f"and more: --limit {limit * 4} shows them", style="dim")
 
 
 @app.command()
 def show(
     id: Annotated[str, typer.Argument(help="the id, or any beginning of it that only one trajectory has")],
-    run_dir: RunDir = None,
+    run_dir: Annotated[
+        Path | None, typer.Argument(help="run directory; default: the runs under runs/, the newest first")
+    ] = None,
     tokens: Annotated[bool, typer.Option("--tokens", help="the exact tokens instead, coloured by probability")] = False,
     full: Annotated[bool, typer.Option("--full", help="do not cut long messages")] = False,
     tokenizer: Annotated[Path | None, typer.Option(help="tokenizer.json for --tokens; default: the run's")] = None,
@@ -87,27 +117,57 @@ def show(
 
     from rollmill.cli import transcript
 
-    store, run_tokenizer = _open(run_dir, database, objects)
-    row = _find(store, id)
+    run, store, row = _find(id, run_dir, database, objects)
     longest = math.inf if full else _LONGEST
     console = Console(highlight=False)
     group = store.list(run=row.run, group_id=row.group_id) if row.group_id else []
     transcript.print_facts(console, row, sorted(group, key=lambda member: member.id))
-    if row.payload_key is not None and row.state != "deleted":
-        try:
-            trajectory = store.load(row.id)
-        except (TrajectoryError, StorageError) as error:  # the index is still worth reading
-            console.print(transcript.safe(f"\nits payload cannot be read: {error}", "red"))
-        else:
-            if tokens:
-                transcript.print_tokens(console, trajectory, _load_tokenizer(tokenizer or run_tokenizer))
-            else:
-                transcript.print_conversation(console, trajectory, longest)
+    try:
+        trajectory = _load(run, store, row)
+    except (TrajectoryError, StorageError) as error:  # the index is still worth reading
+        console.print(transcript.safe(f"\nits payload cannot be read: {error}", "red"))
+    else:
+        if trajectory is not None and tokens:
+            transcript.print_tokens(console, trajectory, _load_tokenizer(tokenizer or (run.tokenizer if run else None)))
+        elif trajectory is not None:
+            transcript.print_conversation(console, trajectory, longest)
     transcript.print_grades(console, store.rewards([row.id])[row.id], store.feedback(row.id), longest)
 
 
-def _open(run_dir: Path | None, database: str | None, objects: str | None) -> tuple[TrajectoryStore, Path | None]:
-    """The store to read and, in a run directory, its tokenizer."""
+def _one_state(state: str | None, failed: bool) -> str | None:
+    from rollmill.types import TrajectoryState
+
+    if state is not None and state not in set(TrajectoryState):
+        raise ConfigError(f"there is no state {state!r}", hint=f"one of {', '.join(TrajectoryState)}")
+    if failed and state not in (None, "failed"):
+        raise ConfigError(f"--failed and --state {state} exclude each other", hint="leave one of them out")
+    return "failed" if failed else state
+
+
+def _parse_order(text: str) -> Order:
+    from rollmill.trajectories.query import ORDERS
+
+    if text not in ORDERS:
+        raise ConfigError(f"--sort {text!r} is unknown", hint=f"one of {', '.join(ORDERS)}")
+    return text  # type: ignore[return-value]
+
+
+def _parse_range(option: str, text: str | None) -> Range:
+    """`5`, `1..5`, `1..` or `..5`; None is everything."""
+    if text is None:
+        return None, None
+    low, dots, high = text.partition("..")
+    try:
+        lowest, highest = (float(part) if part else None for part in (low, high if dots else low))
+    except ValueError:
+        raise ConfigError(f"{option} {text!r} is no range of numbers", hint=_RANGE) from None
+    return lowest, highest
+
+
+def _open(
+    run_dir: Path | None, database: str | None, objects: str | None
+) -> tuple[RunDirectory | None, TrajectoryStore]:
+    """The store to read, and the run if there is one."""
     from rollmill.cluster.run import RunDirectory
     from rollmill.storage.database import open_database
     from rollmill.storage.objects import Objects
@@ -119,28 +179,56 @@ def _open(run_dir: Path | None, database: str | None, objects: str | None) -> tu
         file = Path(database.removeprefix("sqlite:///"))
         if database.startswith("sqlite:///") and not file.exists():
             raise ConfigError(f"{file} does not exist", hint="a relative path has three slashes, an absolute one four")
-        return TrajectoryStore(open_database(database), Objects.open(objects)), None
-    run = RunDirectory.open(run_dir or _newest_run())
+        return None, TrajectoryStore(open_database(database), Objects.open(objects))
+    run = RunDirectory.open(run_dir or _runs()[0])
     if run.config.database is None and not (run.path / "mill.db").exists():
         raise ConfigError(f"{run.path} has no trajectories yet", hint="they appear when its first rollouts start")
-    return TrajectoryStore(open_database(run.database_url), Objects.open(objects or run.home_store)), run.tokenizer
+    return run, TrajectoryStore(open_database(run.database_url), Objects.open(objects or run.home_store))
 
 
-def _newest_run() -> Path:
-    found = sorted(Path("runs").glob("*/run.json"), key=lambda path: path.stat().st_mtime)
+def _runs() -> list[Path]:
+    """The runs under runs/, the newest first."""
+    found = sorted(Path("runs").glob("*/run.json"), key=lambda path: path.stat().st_mtime, reverse=True)
     if not found:
         raise ConfigError("there is no run under runs/", hint="name a run directory, or --database and --objects")
-    return found[-1].parent
+    return [file.parent for file in found]
 
 
-def _find(store: TrajectoryStore, prefix: str) -> TrajectoryRow:
-    rows = sorted(store.list(id_prefix=prefix), key=lambda row: row.id)
-    if not rows:
-        raise TrajectoryError(f"no trajectory begins with {prefix!r}", hint="`rollmill trajectories list` shows them")
-    if len(rows) > 1 and rows[0].id != prefix:
-        some = ", ".join(row.id for row in rows[:4])
-        raise TrajectoryError(f"{len(rows)} trajectories begin with {prefix!r}: {some}, …", hint="give more of the id")
-    return rows[0]
+def _find(
+    prefix: str, run_dir: Path | None, database: str | None, objects: str | None
+) -> tuple[RunDirectory | None, TrajectoryStore, TrajectoryRow]:
+    """The one trajectory whose id begins with `prefix`, in the named run or in the newest that has one."""
+    places = [run_dir] if run_dir is not None or database is not None else _runs()
+    for place in places:
+        try:
+            run, store = _open(place, database, objects)
+        except ConfigError:
+            if len(places) == 1:
+                raise
+            continue  # a run without trajectories; the id may be another one's
+        rows = sorted(store.list(id_prefix=prefix), key=lambda row: row.id)
+        if len(rows) > 1 and rows[0].id != prefix:
+            some = ", ".join(row.id for row in rows[:4])
+            raise TrajectoryError(
+                f"{len(rows)} trajectories begin with {prefix!r}: {some}, …", hint="give more of the id"
+            )
+        if rows:
+            return run, store, rows[0]
+    where = f" in {places[0]}" if len(places) == 1 and run_dir is not None else ""
+    raise TrajectoryError(
+        f"no trajectory begins with {prefix!r}{where}", hint="`rollmill trajectories list` shows them"
+    )
+
+
+def _load(run: RunDirectory | None, store: TrajectoryStore, row: TrajectoryRow) -> Trajectory | None:
+    """The payload; of a session that is still open what the gateway's log has of it; None if there is nothing."""
+    from rollmill.gateway.registry import read_open_session
+
+    if row.state == "deleted":
+        return None
+    if row.payload_key is not None:
+        return store.load(row.id)
+    return read_open_session(run.path / "gateway", row.id) if run is not None else None
 
 
 def _load_tokenizer(path: Path | None) -> Tokenizer:
@@ -149,6 +237,34 @@ def _load_tokenizer(path: Path | None) -> Tokenizer:
     if path is None or not path.exists():
         raise ConfigError("--tokens needs the model's tokenizer", hint="name it: --tokenizer PATH/tokenizer.json")
     return Tokenizer.load(path)
+
+
+def _print_table(console: Console, rows: list[TrajectoryRow]) -> None:
+    """Only the reason is cut, and only in a terminal. A line that is still too long wraps."""
+    from rich.console import Console
+    from rich.measure import Measurement
+
+    def width(table: Table) -> int:
+        return Measurement.get(console, console.options.update(width=_UNBOUNDED), table).maximum
+
+    if not rows:
+        return console.print("no trajectories match")
+    room = max(20, console.width - width(_table(rows, 0))) if console.is_terminal else _UNBOUNDED
+    table = _table(rows, room)
+    Console(width=max(console.width, width(table))).print(table)
+
+
+def _table(rows: list[TrajectoryRow], longest_reason: int) -> Table:
+    from rich.table import Table
+
+    table = Table(box=None, header_style="dim", pad_edge=False)
+    for name in _COLUMNS:
+        table.add_column(name, justify="right" if name in ("reward", "tokens", "age") else "left", no_wrap=True)
+    for row in rows:
+        *cells, reason = _cells(row)
+        reason.truncate(longest_reason, overflow="ellipsis")
+        table.add_row(*cells, reason)
+    return table
 
 
 def _cells(row: TrajectoryRow) -> Iterator[Text]:

@@ -33,7 +33,7 @@ _ROLES = {"system": "magenta", "user": "cyan", "assistant": "green", "tool": "ye
 _CONTROLS = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f\u202a-\u202e\u2066-\u2069\ud800-\udfff]")
 _HEAT = ((-0.2, "green"), (-1.0, "yellow"), (-3.0, "dark_orange"), (-math.inf, "red"))
 
-Answer = tuple[Segment, list[Span]]
+SampledAnswer = tuple[Segment, list[Span]]
 
 
 def safe(text: str, style: str = "") -> Text:
@@ -62,7 +62,7 @@ def print_facts(console: Console, row: TrajectoryRow, group: Sequence[Trajectory
     if group:
         table.add_row("group", _group_line(row, group))
     title = safe(f"{row.id} ", "bold") + safe(f"{row.state} ", STATES[row.state])
-    console.rule(title + reward_text(row.reward), align="left")
+    console.print(title + reward_text(row.reward), soft_wrap=True)  # a rule would cut a long id
     console.print(table)
 
 
@@ -159,11 +159,11 @@ def _answers(segment: Segment) -> Iterator[list[Span]]:
         yield joined
 
 
-def _answers_told(trajectory: Trajectory, spoken: int) -> list[Answer] | None:
+def _answers_told(trajectory: Trajectory, spoken: int) -> list[SampledAnswer] | None:
     """The answers on the path to the segment whose conversation the messages are, if one has as many as they do."""
     known = {segment.id: segment for segment in trajectory.segments}
     for segment in reversed(trajectory.segments):
-        path: list[Answer] = []
+        path: list[SampledAnswer] = []
         at: Segment | None = segment
         limit = len(segment.tokens)
         while at is not None:
@@ -175,7 +175,7 @@ def _answers_told(trajectory: Trajectory, spoken: int) -> list[Answer] | None:
     return None
 
 
-def _answer_note(answer: Answer) -> str:
+def _answer_note(answer: SampledAnswer) -> str:
     segment, spans = answer
     start, end = spans[0].start, spans[-1].end
     used = [segment.policies[index] for index in dict.fromkeys(segment.policy[start:end].tolist())]

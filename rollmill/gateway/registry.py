@@ -8,12 +8,15 @@ import json
 import time
 import uuid
 from collections.abc import Iterable, Iterator, Sequence
+from pathlib import Path
 from typing import Any
 
 from rollmill.chat.format import Message
-from rollmill.gateway.entries import LogEntry, decode_turn
+from rollmill.gateway.entries import LogEntry, decode_turn, read_entries
+from rollmill.gateway.recorder import LOG_NAME
 from rollmill.gateway.segments import Turn
 from rollmill.gateway.sessions import Session, SessionFacts, check_id
+from rollmill.types import Trajectory
 
 _KEY_PREFIX = "rm-"
 
@@ -119,6 +122,24 @@ class Registry:
                 self.append(session, decode_turn(entry))
             elif entry.op == "incomplete":
                 session.unrecorded = entry.header["reason"]
+
+
+def read_open_session(directory: Path, trajectory: str) -> Trajectory | None:
+    """A session that is still open, from the log of the gateway that records it; None if the log has nothing of it.
+
+    Takes no lock: the log only grows, or is replaced as a whole, and an entry that is being written is left out.
+    """
+    try:
+        data = (directory / LOG_NAME).read_bytes()
+    except FileNotFoundError:
+        return None
+    entries = [entry for _, _, entry in read_entries(data) if entry.session == trajectory]
+    if not entries or entries[-1].op == "close":
+        return None
+    registry = Registry("")
+    registry.replay(entries)
+    session = registry.get(trajectory)
+    return session.build() if session is not None and session.segments else None
 
 
 def _pseudonym(user: str) -> str:

@@ -20,6 +20,7 @@ from sqlalchemy.exc import IntegrityError
 from rollmill.errors import TrajectoryError
 from rollmill.storage.database import reading, writing
 from rollmill.storage.objects import Objects
+from rollmill.trajectories.query import TrajectoryQuery
 from rollmill.trajectories.schema import decode_trajectory
 from rollmill.trajectories.storable import (
     LONGEST_OBJECT_KEY,
@@ -272,14 +273,11 @@ class TrajectoryStore:
         id_prefix: str | None = None,
     ) -> builtins.list[TrajectoryRow]:
         """Newest first."""
-        query = sa.select(*COLUMNS).order_by(trajectories.c.created_at.desc(), trajectories.c.id).limit(limit)
-        for column, wanted in (("run", run), ("state", state), ("group_id", group_id), ("split", split)):
-            if wanted is not None:
-                query = query.where(trajectories.c[column] == to_text(wanted))
-        if id_prefix is not None:
-            query = query.where(trajectories.c.id.startswith(to_text(id_prefix), autoescape=True))
+        return self.find(TrajectoryQuery(run, state, group_id, split, limit=limit, id_prefix=id_prefix))
+
+    def find(self, query: TrajectoryQuery) -> builtins.list[TrajectoryRow]:
         with reading(self._engine) as connection:
-            return [to_row(row) for row in connection.execute(query)]
+            return [to_row(row) for row in connection.execute(query.narrow(sa.select(*COLUMNS)))]
 
     def splits(self) -> builtins.list[str]:
         """The splits that any trajectory has."""

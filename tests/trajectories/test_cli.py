@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -16,12 +18,15 @@ from rollmill.cluster.run import RunConfig, RunDirectory
 from rollmill.config import load_config
 from rollmill.demo import CONFIG as DEMO
 from rollmill.errors import ConfigError, TrajectoryError
+from rollmill.gateway.entries import encode_open, encode_turn
+from rollmill.gateway.segments import Answer, Turn
+from rollmill.gateway.sessions import parse_facts
 from rollmill.storage.database import open_database
 from rollmill.storage.objects import Objects
 from rollmill.trajectories.ledger import Ledger
 from rollmill.trajectories.schema import encode_trajectory, seal_facts
 from rollmill.trajectories.store import TrajectoryStore
-from rollmill.types import Reward
+from rollmill.types import Reward, Sampling, Span
 from tests.trajectories import build
 
 CALL = {"name": "edit", "arguments": '{"path": "clamp.py", "new": "if x:\\n    return hi"}'}
@@ -72,8 +77,62 @@ def test_list(run: RunDirectory) -> None:
     assert "eval-1" in call("list", "--split", "heldout", "--database", f"sqlite:///{run.path}/mill.db")
     with pytest.raises(ConfigError, match=r"no trajectory has the split 'trian'[\s\S]*splits here: heldout, train"):
         call("list", run.path, "--split", "trian")
-    assert "--limit 8 shows more" in call("list", "--limit", 2)
+    assert "--limit 8 shows them" in call("list", "--limit", 2)
     assert "no trajectories match" in call("list", "--state", "quarantined")
+
+
+def listed(*arguments: Any) -> list[str]:
+    return [json.loads(line)["id"] for line in call("list", "--json", *arguments).splitlines()]
+
+
+def test_list_filters_and_sorts(run: RunDirectory) -> None:
+    assert listed("--solved") == listed("--reward", "0.5..") == ["demo-1-0"]
+    assert listed("--failed") == listed("--state", "failed") == ["demo-1-1"]
+    assert listed("--reward", "0") == listed("--reward", "..0.5") == listed("--length", "5..10") == ["demo-1-2"]
+    assert listed("--task", "bug/") == [f"demo-1-{number}" for number in range(4)]
+    assert listed("--task", "heldout/1") == ["eval-1"]
+    assert listed("--version", "3") == listed("--version", "rl@4") == listed("--version", "4..9") == ["demo-1-0"]
+    assert listed("--version", "5..") == listed("--version", "main@3") == []
+    assert listed("--sort", "reward")[:2] == listed("--sort", "length")[:2] == ["demo-1-0", "demo-1-2"]
+    assert listed("--sort", "task")[-1] == "eval-1" == listed("--sort", "oldest", "--limit", 5)[-1]
+    assert listed("--sort", "version", "--limit", 1) == ["demo-1-0"]
+    row = json.loads(call("list", "--json", "--solved"))
+    assert (row["reward"], row["tokens"], row["provenance"]["family"]) == (1.0, 12, "bug")
+
+
+def test_list_never_cuts_an_id(run: RunDirectory, monkeypatch: pytest.MonkeyPatch) -> None:
+    long = "demo-after-0a1b2c-heldout_family-sampled-0123-45"
+    store = TrajectoryStore(open_database(run.database_url), Objects.open(run.home_store))
+    store.create("demo", "", "a task with a name of some length", [long], {"split": "heldout_family"})
+    store.fail(long, "a reason " * 50)
+    for columns, terminal in (("40", "1"), ("80", "1"), ("40", "0")):
+        monkeypatch.setenv("COLUMNS", columns)
+        monkeypatch.setenv("FORCE_COLOR" if terminal == "1" else "NO_COLOR", "1")
+        assert long in call("list") and "a task with a name of some length" in call("list")
+        assert long in call("show", long)
+        monkeypatch.delenv("FORCE_COLOR", raising=False)
+
+
+def test_show_finds_an_id_in_any_run(run: RunDirectory) -> None:
+    other = RunDirectory.create(Path("runs"), load_config(RunConfig, DEMO, ['name="other"']))
+    os.utime(other.path / "run.json", (2e9, 2e9))  # the newest, and without trajectories
+    assert "demo-1-0 graded" in call("show", "demo-1-0")
+    with pytest.raises(ConfigError, match="has no trajectories yet"):
+        call("show", "demo-1-0", other.path)
+    with pytest.raises(TrajectoryError, match=r"no trajectory begins with 'nobody' in runs/demo[\s\S]*list"):
+        call("show", "nobody", run.path)
+
+
+def test_show_an_open_session(run: RunDirectory) -> None:
+    """What the gateway's log has of it; the gateway may be writing the next entry."""
+    facts = parse_facts({"trajectory": "demo-1-3", "run": "demo"})
+    answer = Answer([5, 6], [-0.1, -0.2], [0, 0], build.POLICIES[:1], [], [], "stop", True, MESSAGES[3])
+    answer.spans = [Span(3, 5, Sampling(), "stop", "engine-0", "home", "rollout", 1.0, 2.0, 0)]
+    data = encode_open(facts) + encode_turn("demo-1-3", Turn("demo-1-3.0", [MESSAGES[0]], [1, 2, 3], answer))
+    (run.path / "gateway").mkdir()
+    (run.path / "gateway" / "sessions.log").write_bytes(data + data[:40])
+    text = call("show", "demo-1-3")
+    assert "demo-1-3 running" in text and "Fix clamp" in text and "assistant  rl@3 · 2 tokens" in text
 
 
 def test_show_prints_the_conversation(run: RunDirectory) -> None:
@@ -142,6 +201,9 @@ def test_answers_that_are_not_in_the_messages_stand_apart(run: RunDirectory) -> 
 def test_mistakes(run: RunDirectory, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     for arguments, message in (
         (["list", "--state", "sleeping"], "no state 'sleeping'"),
+        (["list", "--sort", "beauty"], "--sort 'beauty' is unknown"),
+        (["list", "--reward", "much"], "--reward 'much' is no range"),
+        (["list", "--failed", "--state", "graded"], "exclude each other"),
         (["list", tmp_path / "nowhere"], "holds no run"),
         (["list", "--database", "sqlite:///nowhere.db"], "does not exist"),
         (["show", "x", "--database", f"sqlite:///{run.path}/mill.db"], "needs --objects"),

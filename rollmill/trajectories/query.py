@@ -1,0 +1,61 @@
+"""Which trajectories to list, and in which order."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, Literal, get_args
+
+import sqlalchemy as sa
+
+from rollmill.trajectories.storable import to_text
+from rollmill.trajectories.tables import trajectories
+
+Range = tuple[float | None, float | None]  # lowest and highest, both included; None: no limit
+Order = Literal["newest", "oldest", "reward", "length", "task", "version"]
+ORDERS: tuple[str, ...] = get_args(Order)
+_table = trajectories.c
+_ORDER_BY: dict[str, tuple[Any, ...]] = {
+    "newest": (),
+    "oldest": (_table.created_at,),
+    "reward": (sa.nulls_last(_table.reward.desc()),),
+    "length": (sa.nulls_last(_table.tokens.desc()),),
+    "task": (_table.task_id,),
+    "version": (sa.nulls_last(_table.newest_version.desc()),),
+}
+
+
+@dataclass(frozen=True)
+class TrajectoryQuery:
+    """Every field that is given narrows the list. Trajectories that are equal in `order` come newest first."""
+
+    run: str | None = None
+    state: str | None = None
+    group_id: str | None = None
+    split: str | None = None
+    line: str | None = None
+    task_prefix: str | None = None
+    id_prefix: str | None = None
+    reward: Range = (None, None)
+    length: Range = (None, None)  # in tokens
+    version: Range = (None, None)  # of any token in it
+    order: Order = "newest"
+    limit: int | None = None
+
+    def narrow(self, query: sa.Select[Any]) -> sa.Select[Any]:
+        for name in ("run", "state", "group_id", "split", "line"):
+            wanted = getattr(self, name)
+            if wanted is not None:
+                query = query.where(_table[name] == to_text(wanted))
+        for column, prefix in ((_table.task_id, self.task_prefix), (_table.id, self.id_prefix)):
+            if prefix is not None:
+                query = query.where(column.startswith(to_text(prefix), autoescape=True))
+        for lowest, highest, wanted in (
+            (_table.reward, _table.reward, self.reward),
+            (_table.tokens, _table.tokens, self.length),
+            (_table.oldest_version, _table.newest_version, self.version),
+        ):
+            if wanted[0] is not None:
+                query = query.where(highest >= wanted[0])
+            if wanted[1] is not None:
+                query = query.where(lowest <= wanted[1])
+        return query.order_by(*_ORDER_BY[self.order], _table.created_at.desc(), _table.id).limit(self.limit)
