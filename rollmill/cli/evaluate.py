@@ -13,13 +13,14 @@ if TYPE_CHECKING:
     from rich.table import Table
 
     from rollmill.evals.run import EvalResult
+    from rollmill.evals.suite import EvalConfig
 
 
 def evaluate(
     directory: Annotated[Path, typer.Argument(help="a run directory", show_default=False)],
     version: VersionOption = None,
     tasks: Annotated[
-        int | None, typer.Option(min=1, help="held-out tasks; default: as the run's configuration says")
+        int | None, typer.Option(min=1, help="at most this many tasks per split; default: as the run is configured")
     ] = None,
     attempts: Annotated[int | None, typer.Option(min=1, help="sampled attempts per task")] = None,
 ) -> None:
@@ -40,8 +41,7 @@ def evaluate(
     from rollmill.cluster.service import evaluate, serving
 
     run = RunDirectory.open(directory)
-    chosen = {key: value for key, value in (("tasks", tasks), ("attempts", attempts)) if value is not None}
-    suite = run.config.evals.model_copy(update=chosen)
+    suite = _suite(run.config.evals, tasks, attempts)
     target = find_target(run, version).pinned()
     try:
         with (
@@ -53,6 +53,14 @@ def evaluate(
         typer.echo("stopped; nothing was recorded as a result", err=True)
         raise typer.Exit(130) from None
     Console().print(_table(str(target), results))
+
+
+def _suite(configured: EvalConfig, tasks: int | None, attempts: int | None) -> EvalConfig:
+    changes: dict[str, int] = {} if attempts is None else {"attempts": attempts}
+    if tasks is not None:
+        fewer = {name: min(tasks, getattr(configured, name)) for name in ("family_tasks", "fresh_tasks")}
+        changes |= {"tasks": tasks, **fewer}
+    return configured.model_copy(update=changes)
 
 
 def _table(title: str, results: list[EvalResult]) -> Table:

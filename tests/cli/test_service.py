@@ -111,15 +111,15 @@ def test_serving_follows_a_channel_beside_a_training_run(tmp_path: Path) -> None
 
 
 def test_evaluating_beside_a_training_run(tmp_path: Path) -> None:
-    settings = ("evals.attempts=2", "evals.family_tasks=0", "evals.greedy=false")
+    settings = ("evals.attempts=2", "evals.family_tasks=0", "evals.fresh_tasks=9", "evals.greedy=false")
     run = published_run(tmp_path, 2, *settings)
     with exclusive(run.path, "supervisor"):
         command = [*ROLLMILL, "eval", str(run.path), "--version", "main@1", "--tasks", "3"]
         done = subprocess.run(command, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stdout + done.stderr
-    assert "evaluate main@1: started" in done.stdout and "heldout" in done.stdout and "/6" in done.stdout
+    assert "evaluate main@1: started" in done.stdout and "heldout" in done.stdout and "/12" in done.stdout
     rows = TrajectoryStore(open_database(run.database_url), Objects.open(run.home_store)).list()
-    assert len(rows) == 6 and {row.state for row in rows} == {TrajectoryState.graded}
+    assert len(rows) == 12 and {row.state for row in rows} == {TrajectoryState.graded}
     assert no_tracebacks(run)
 
 

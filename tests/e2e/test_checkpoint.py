@@ -97,6 +97,7 @@ def test_from_checkpoint_to_checkpoint(tmp_path: Path) -> None:
     assert before.read_bytes() != after.read_bytes() and before.stat().st_size == after.stat().st_size
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(600)
 def test_stopping_in_the_middle_of_rl_leaves_no_tracebacks(tmp_path: Path) -> None:
     """Ctrl-C while every role works: the terminal ends with the hint, and no log has a traceback."""
