@@ -116,9 +116,11 @@ def measure_speeds(recording: Recording, scale: Scale) -> dict[str, Race]:
     reference: dict[str, Race] = {}
     for model in recording.models:
         for rate in recording.rates(model):
-            pairs = codec.chunks(*recording.step(model, rate))
+            before, after = recording.step(model, rate)
             if rate == REFERENCE:
-                pairs = codec.repeated(pairs, scale.timed_bytes)
+                pairs = codec.timed_chunks(before, after, scale.timed_bytes)
+            else:
+                pairs = codec.chunks(before, after)
             race = codec.race(pairs, scale.repeats if rate == REFERENCE else 3)
             if rate == REFERENCE:
                 reference[model] = race
@@ -156,7 +158,7 @@ def speed_figures(recording: Recording, scale: Scale) -> tuple[Figures, Bars]:
 
 def verify_figures(recording: Recording, scale: Scale) -> tuple[Figures, Bars]:
     """The hash alone, and on the same memory the chunk table and root digest as the store computes them."""
-    pairs = codec.repeated(codec.chunks(*recording.step(recording.models[0], REFERENCE)), scale.timed_bytes)
+    pairs = codec.timed_chunks(*recording.step(recording.models[0], REFERENCE), scale.timed_bytes)
     arrays = [new for _, new in pairs]
     size = sum(array.nbytes for array in arrays)
     tensors = {str(index): HostTensor("bf16", (a.size,), a.view(np.uint8)) for index, a in enumerate(arrays)}

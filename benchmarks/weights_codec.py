@@ -1,9 +1,14 @@
-"""Sizes and speeds of codings on recorded steps, ours and what one would use instead, on the same arrays in one run.
+"""Sizes and speeds of codings on recorded steps: ours and the alternatives, on the same arrays in one run.
 
-The tensors of a model are laid end to end and cut into chunks of at most 2^24 elements, as large tensors are. To time
-with more bytes than caches hold, chunks are repeated in memory of their own; each is coded alone, so repeats compress
-no better. Contestants take turns, so that whatever else the machine does meets all of them, and what counts is the
-time this process computed, system calls included: on a machine of one's own that is the time on the clock.
+Sizes: the tensors of a model are laid end to end and cut into chunks of at most 2^24 elements, as large tensors are.
+
+Speeds at the reference learning rate: the model is repeated end to end and cut into whole chunks of 2^24 elements, so
+that small and large recordings are timed on chunks of the same size. Each chunk costs a fixed time beside its bytes, so
+the speed depends on its size (docs/log/2026-11-16-weights.md). Each chunk lies in memory of its own and is coded alone,
+so repeats compress no better.
+
+Contestants take turns, so that other load on the machine slows all of them. Times are processor time of this process,
+system calls included.
 """
 
 from __future__ import annotations
@@ -61,10 +66,12 @@ def chunks(before: Version, after: Version) -> list[Pair]:
     return list(zip(np.array_split(old, count), np.array_split(new, count), strict=True))
 
 
-def repeated(pairs: list[Pair], size: int) -> list[Pair]:
-    """At least `size` bytes of chunks, each in memory of its own."""
-    times = max(1, round(size / sum(new.nbytes for _, new in pairs)))
-    return [(old.copy(), new.copy()) for _ in range(times) for old, new in pairs]
+def timed_chunks(before: Version, after: Version, size: int) -> list[Pair]:
+    """About `size` bytes of the model, repeated end to end, in whole chunks, each in memory of its own."""
+    old, new = flat(before), flat(after)
+    count = max(1, round(size / (CHUNK_ELEMENTS * new.itemsize)))
+    places = [np.arange(CHUNK_ELEMENTS) + first for first in range(0, count * CHUNK_ELEMENTS, CHUNK_ELEMENTS)]
+    return [(old.take(place, mode="wrap"), new.take(place, mode="wrap")) for place in places]
 
 
 # --- sizes

@@ -1,1 +1,1 @@
-"""From objects to verified weights in memory, and following a line or a channel."""
+"""Reads versions from a store into verified weights in memory, and follows a line or a channel."""

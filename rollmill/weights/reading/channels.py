@@ -1,7 +1,7 @@
 """Channels: named pointers to versions (candidate, live). Numbered, create-only entries: channels/NAME/0000000001.json
 
-Whoever creates the next number has moved the channel, on any object store; everybody else learns that they were late.
-Entries are never changed, so the history is what is there.
+Creating the next number moves the channel: compare-and-swap on any object store. A second writer of the same number is
+refused. Entries are never changed, so they are also the history.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from rollmill.weights.format.manifest import Count, Name
 from rollmill.weights.reading.store import WeightStore
 
 _ENTRY = re.compile(r"(\d{10})\.json")
-_LOOKED_AT = 64  # entries, for the one to roll back to
+_LOOKED_AT = 64  # newest entries that are read to find the version to roll back to
 
 
 @dataclass(frozen=True)
@@ -42,7 +42,7 @@ class _Written(StrictModel):
 class Channels:
     def __init__(self, objects: Objects) -> None:
         self._objects = objects
-        self._newest: dict[str, ChannelEntry] = {}  # entries never change, so looking starts here
+        self._newest: dict[str, ChannelEntry] = {}  # entries never change, so the next search starts here
 
     def get(self, name: str) -> Version | None:
         entry = self.entry(name)
@@ -64,7 +64,7 @@ class Channels:
     def move(self, name: str, to: Version, expect: int | None = None) -> int:
         """Point the channel at a version. Returns the number of the new entry.
 
-        With `expect`, only if that entry is still the newest (0: the channel is new); otherwise whatever is there.
+        With `expect`, move only if that entry is still the newest (0: the channel is new); without it, always.
         """
         self._check_exists(name, to)
         while True:
@@ -76,8 +76,8 @@ class Channels:
             try:
                 self._objects.create(entry_key(name, number + 1), entry.model_dump_json().encode())
             except ObjectExists:
-                continue  # somebody else moved it first: look again
-            self._check_exists(name, to)  # `collect` may have looked at the channel before, and removed it since
+                continue  # another process moved it first: look again
+            self._check_exists(name, to)  # `collect` may have read the channel before and removed it since
             return number + 1
 
     def rollback(self, name: str) -> ChannelEntry:
@@ -92,12 +92,12 @@ class Channels:
         return self._read(name, number)
 
     def before(self, name: str) -> ChannelEntry | None:
-        """Where a rollback leads: to the version before the current one, and never to one that was rolled back from.
-        `collect` keeps it, and asks often: only the last entries of a long history are looked at."""
-        path: list[ChannelEntry] = []  # how it came to where it is
+        """The entry a rollback returns to: the version before the current one, never one that was rolled back from.
+        `collect` keeps it and asks often, so only the last entries of a long history are read."""
+        path: list[ChannelEntry] = []  # the moves that led to the current version
         for entry in (self._read(name, number) for number in self._numbers(valid_name(name))[-_LOOKED_AT:]):
             versions = [earlier.version for earlier in path]
-            if entry.version in versions:  # a return undoes what came after
+            if entry.version in versions:  # a return to a version undoes the moves after it
                 del path[versions.index(entry.version) :]
             path.append(entry)
         return path[-2] if len(path) > 1 else None
@@ -128,7 +128,7 @@ class Channels:
         now = f"entry {newest.number} ({newest.version})" if newest else "empty"
         return WeightsError(
             f"channel {name!r} was expected at entry {expect} and is at {now}",
-            hint="somebody else moved it; look at its history and decide again",
+            hint="another process moved it; look at its history and decide again",
         )
 
 

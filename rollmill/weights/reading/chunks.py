@@ -39,9 +39,9 @@ RowRange = tuple[int, int]  # [start, stop) of the leading dimension; a tensor o
 
 
 def fetch(leg: Leg, payloads: Iterable[Payload], read_pack: ReadPack) -> Iterator[Fetched]:
-    """The payloads with their bytes, group by group. Where all of them fit into what may be in flight there is only one
-    group: damage anywhere in the leg is then known before any of it is decoded. Otherwise the next group is read while
-    the caller works on this one. LegFailed for a pack that is missing or damaged."""
+    """Yield the payloads with their bytes, group by group. If all packs fit into IN_FLIGHT_BYTES there is one group, so
+    damage anywhere in the leg is known before anything is decoded. Otherwise the next group is read while the caller
+    works on this one. Raises LegFailed for a pack that is missing or damaged."""
     by_pack: dict[int, list[Payload]] = collections.defaultdict(list)
     for payload in payloads:
         by_pack[payload.pack].append(payload)
@@ -70,7 +70,7 @@ def _finish(leg: Leg, reading: Reading) -> list[tuple[int, memoryview]]:
 
 
 def _groups(sizes: dict[int, int]) -> list[list[int]]:
-    """Packs that are in memory together: all of them if they fit, else groups of half of what does."""
+    """Groups of packs that are in memory together: all if they fit, else groups of half of IN_FLIGHT_BYTES."""
     if sum(sizes.values()) <= IN_FLIGHT_BYTES:
         return [list(sizes)]
     groups: list[list[int]] = [[]]
@@ -88,12 +88,12 @@ def _groups(sizes: dict[int, int]) -> list[list[int]]:
 
 
 def read_chunk(source: Source, version: Version, index: int) -> np.ndarray:
-    """The bytes of a chunk, verified: from the nearest snapshot or anchor along the deltas after it."""
+    """The verified bytes of one chunk, read from the nearest snapshot or anchor and the deltas after it."""
     return read_chunks(source, version, {index})[index]
 
 
 def read_chunks(source: Source, version: Version, indices: Set[int]) -> Chunks:
-    """The bytes of several chunks, verified."""
+    """The verified bytes of several chunks."""
     avoid: frozenset[LegId] = frozenset()
     failure: LegFailed | None = None
     while True:
@@ -109,7 +109,7 @@ def read_chunks(source: Source, version: Version, indices: Set[int]) -> Chunks:
             for index in indices:
                 chunk = last.manifest.chunks[index]
                 if chunk_digest(chunks[index].data) != chunk.digest:
-                    raise LegFailed(last, f"{chunk.tensor.name} is said to be unchanged and is not")
+                    raise LegFailed(last, f"{chunk.tensor.name} is marked unchanged but differs")
             return {index: chunks[index] for index in indices}
         except LegFailed as error:
             failure = error
@@ -117,7 +117,7 @@ def read_chunks(source: Source, version: Version, indices: Set[int]) -> Chunks:
 
 
 def _covering(legs: Sequence[Leg], indices: Set[int]) -> list[tuple[Leg, list[Payload]]]:
-    """The payloads of each leg that the chunks depend on. One that covers several chunks needs all of them before."""
+    """The payloads of each leg that the chunks depend on. A payload of several chunks needs the base of all of them."""
     needed = set(indices)
     found = []
     for leg in reversed(legs):
@@ -130,7 +130,7 @@ def _covering(legs: Sequence[Leg], indices: Set[int]) -> list[tuple[Leg, list[Pa
 
 
 def places(payload: Payload) -> range:
-    """Where in the chunk table the chunks are that a payload covers."""
+    """The rows of the chunk table that a payload covers."""
     return range(payload.first, payload.first + payload.chunks)
 
 
@@ -141,7 +141,7 @@ def _decode(leg: Leg, payloads: Iterable[Payload], before: Chunks, source: Sourc
         try:
             data = source.part(leg.manifest, pack, payload.offset, payload.bytes)
             after.update(decode_run(leg, payload, data, before))
-        except (StorageError, WeightsError):  # the whole pack tells whether it is damaged, and may be had elsewhere
+        except (StorageError, WeightsError):  # the whole pack can be checked, and may be read from another region
             try:
                 whole = source.pack(leg.manifest, pack)
             except (StorageError, WeightsError) as error:
@@ -152,7 +152,7 @@ def _decode(leg: Leg, payloads: Iterable[Payload], before: Chunks, source: Sourc
 
 
 def decode_run(leg: Leg, payload: Payload, data: bytes | memoryview, before: Chunks) -> Chunks:
-    """The chunks a payload stands for, each one verified; `before` has those of the base where the coding needs one."""
+    """Decode a payload and verify each of its chunks. `before` holds the base's chunks if the coding needs them."""
     run = leg.manifest.chunks[payload.first : payload.first + payload.chunks]
     size = sum(map(Chunk.size, run))
     base = None if payload.coding == "raw" else join([before[index] for index in places(payload)])
@@ -180,7 +180,7 @@ def join(parts: list[np.ndarray]) -> np.ndarray:
 def read_rows(
     source: Source, version: Version, groups: Iterable[Mapping[str, RowRange]]
 ) -> Iterator[dict[str, HostTensor]]:
-    """For each group the rows it names, by tensor. WeightsError or StorageError if they cannot be had."""
+    """Yield for each group the rows it names, by tensor. Raises WeightsError or StorageError if they cannot be read."""
     table: dict[str, list[tuple[int, Chunk]]] = {}
     for index, chunk in enumerate(source.manifest(version).chunks):
         table.setdefault(chunk.tensor.name, []).append((index, chunk))
@@ -208,7 +208,7 @@ def read_rows(
 def _chunks_with(
     entry: TensorEntry, rows: RowRange, table: Mapping[str, list[tuple[int, Chunk]]]
 ) -> Iterator[tuple[int, Chunk]]:
-    """The chunks that have some of the rows, and their places in the chunk table."""
+    """The chunks that contain some of the rows, with their places in the chunk table."""
     start, stop = _byte_range(entry, rows)
     for index, chunk in table.get(entry.name, []):
         if max(chunk.start, start) < min(chunk.stop, stop):
@@ -216,7 +216,7 @@ def _chunks_with(
 
 
 def _cut(entry: TensorEntry, rows: RowRange, chunks: list[tuple[int, Chunk]], found: Chunks) -> HostTensor:
-    """The rows in memory of their own. Chunks are given up as they are used: a tensor is in one group only."""
+    """Copy the rows out of their chunks. Each chunk is freed once used: a tensor is in one group only."""
     start, stop = _byte_range(entry, rows)
     data = np.empty(stop - start, np.uint8)
     for index, chunk in chunks:

@@ -1,7 +1,7 @@
-"""What changed between two versions of any lines, by tensor: how many elements, how far in units in the last place
-and in value.
+"""Compares two versions of any lines, tensor by tensor: how many elements changed, and by how much in units in the
+last place and in value.
 
-Chunk tables are compared first: a chunk with the same digest in both is the same, and is not looked at again.
+Chunk tables are compared first: a chunk with the same digest in both is equal, and its bytes are not read.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from rollmill.weights.format.manifest import Manifest, TensorEntry
 from rollmill.weights.format.tensors import HostTensor, Tensors, chunk_ranges
 
 Advance = Callable[[int], object]
-_PIECE = 1 << 22  # elements looked at together
+_PIECE = 1 << 22  # elements compared at a time
 _FP8_BIAS_AND_BITS = {"fp8_e4m3": (7, 3), "fp8_e5m2": (15, 2)}
 
 
@@ -30,10 +30,10 @@ class TensorChange:
     shape: tuple[int, ...]
     elements: int
     changed: int = 0
-    by_one: int = 0  # of the changed: those that moved by one unit in the last place
-    largest_ulp: int = 0  # the furthest move, in units in the last place (of integers: in integers)
+    by_one: int = 0  # changed elements that moved by one unit in the last place
+    largest_ulp: int = 0  # the largest move in units in the last place (integer dtypes: the largest difference)
     largest_value: float = 0.0  # the largest |new − old| where both are finite
-    not_finite: int = 0  # of the changed: those that are NaN or infinite now
+    not_finite: int = 0  # changed elements that are now NaN or infinite
 
     @property
     def share(self) -> float:
@@ -70,7 +70,7 @@ def compare(
     read_new: Callable[[], Tensors],
     advance: Advance = lambda _: None,
 ) -> Comparison:
-    """`read_old` and `read_new` are called only when the chunk tables differ. `advance` is told of every byte."""
+    """`read_old` and `read_new` are called only if the chunk tables differ. `advance` counts every byte."""
     before, after = ({entry.name: entry for entry in manifest.tensors} for manifest in (old, new))
     both = sorted(before.keys() & after.keys())
     alike = [name for name in both if _layout(before[name]) == _layout(after[name])]
@@ -137,7 +137,7 @@ def _compare_piece(old: np.ndarray, new: np.ndarray, dtype: str) -> dict[str, An
 
 
 def _ordered(bits: np.ndarray, dtype: str) -> np.ndarray:
-    """As signed integers in the order of the numbers: floats count magnitudes up from +0 and down from −0."""
+    """Signed integers in the order of the numbers: floats count magnitudes up from +0 and down from −0."""
     width = bits.dtype.itemsize
     if dtype in ("int8", "int32"):
         return bits.view(f"<i{width}").astype(np.int64)
@@ -166,7 +166,7 @@ def _fp8_table(dtype: str) -> np.ndarray:
     scale = np.where(exponent == 0, fraction, fraction + (1 << bits)) * 2.0**-bits
     values = np.where(codes < 128, 1.0, -1.0) * scale * 2.0 ** (np.maximum(exponent, 1) - bias)
     if dtype == "fp8_e4m3":
-        values[[127, 255]] = np.nan  # no infinities: that is what the last exponent is spared for
+        values[[127, 255]] = np.nan  # e4m3 has no infinities: its last exponent holds numbers too
     else:
         last = exponent == 31
         values[last] = np.where(fraction[last] == 0, np.where(codes[last] < 128, np.inf, -np.inf), np.nan)

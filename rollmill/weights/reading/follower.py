@@ -1,10 +1,10 @@
 """Follower: keeps one engine's host image of the weights at the head of a line, or at a channel.
 
-A line that was abandoned for a successor (main → main.2) is left for it. An engine that is lent follows another line in
-a second image, while the one it left stays as it was: `recall` needs no download.
+When a line is abandoned for a successor (main → main.2), the follower moves to it. An engine that is lent follows
+another line in a second image and keeps its own, so `recall` needs no download.
 
-`poll()` never raises for what storage or other regions do. What it returns is verified; when nothing newer verifies,
-the engine goes on with what it has, `problem` says why, and later polls try again, more and more rarely.
+`poll()` never raises for faults of storage or other regions. What it returns is verified. If no newer version can be
+verified, the engine keeps what it has, `problem` says why, and later polls retry with growing pauses.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from rollmill.weights.reading.store import HeadWatch, WeightStore, newest_line
 __all__ = ["Follower", "Patch", "Update"]
 
 _RETRY_SECONDS = 0.5, 30.0  # the first pause after a failure, and the longest
-_SUCCESSOR_SECONDS = 2.0  # how often to look for a line that took over
+_SUCCESSOR_SECONDS = 2.0  # how often to look for a successor of the line
 LEASE_SECONDS = 300.0
 
 
@@ -65,24 +65,24 @@ class Update:
 
     policy: PolicyRef
     tensors: dict[str, HostTensor]
-    patches: TensorPatches | None  # what changed since `base`; None: copy everything
-    base: PolicyRef | None  # the update before this one, which patches start from
+    patches: TensorPatches | None  # the changes since `base`; None: copy everything
+    base: PolicyRef | None  # the update before this one, which the patches apply to
     bytes: int  # read from the store for this update
-    seconds: Mapping[str, float]  # mirror: copying, and decoding meanwhile; fetch: reading; decode: the rest of it
+    seconds: Mapping[str, float]  # mirror: copying (with decoding meanwhile); fetch: reading; decode: the rest
     created_at: float  # when the version was published
 
 
 @dataclass
 class _Course:
-    """What is followed, and how far it was followed."""
+    """A line or channel that is followed, and the state of following it."""
 
     line: str
     head: HeadWatch
     channel: str | None = None
     image: Image | None = None
-    served: Manifest | None = None  # what the last update was
-    patches: Patches = field(default_factory=Patches)  # what changed in the image since
-    target: Version | None = None  # where the line or the channel stood when it was last looked at
+    served: Manifest | None = None  # the version of the last update
+    patches: Patches = field(default_factory=Patches)  # changes of the image since then
+    target: Version | None = None  # the head of the line or channel at the last poll
     failed_target: Version | None = None
     looked_at: float = float("-inf")
 
@@ -91,14 +91,14 @@ class _Course:
 
 
 class _Reader:
-    """Reads legs from the own store, from the other region what is missing or damaged here, and counts the cost."""
+    """Reads legs from the own store, and from the other region what is missing or damaged here. Counts the cost."""
 
     def __init__(self, store: WeightStore, form: str, mirror: OtherRegion | None) -> None:
         self._store, self._mirror = store, mirror
         own = store.source(form)
         self.source = Source(own.manifest, own.anchor, self._pack, self._part)
         self._lock = threading.Lock()
-        self.reaches_mirror = True  # if not, what is not here is not waited for: there may be another way
+        self.reaches_mirror = True  # if False, missing packs are not asked for: another path may exist
         self.bytes, self.busy_seconds = 0, 0.0
         self._reading, self._since = 0, 0.0
 
@@ -114,7 +114,7 @@ class _Reader:
             except (StorageError, WeightsError):
                 if self._mirror is None or not self.reaches_mirror:
                     raise
-                data = self._mirror.fetch_pack(manifest, pack)  # the other region still has it whole
+                data = self._mirror.fetch_pack(manifest, pack)  # the other region may have it intact
         return self.count(data)
 
     def _part(self, manifest: Manifest | Anchor, pack: Pack, offset: int, length: int) -> bytes:
@@ -128,7 +128,7 @@ class _Reader:
         return data
 
     def __enter__(self) -> None:
-        """Time counts once, however many threads read."""
+        """Overlapping reads of several threads count once."""
         with self._lock:
             self._since = self._since if self._reading else time.perf_counter()
             self._reading += 1
@@ -141,8 +141,8 @@ class _Reader:
 
 
 class Follower:
-    """Any thread may call; one call is served at a time. `mirror` copies from another region before each look at the
-    own store. With `holder`, a lease in the own store says which version is in use, so that it is not collected."""
+    """Any thread may call it; calls run one at a time. `mirror` copies from another region before each look at the own
+    store. With `holder`, a lease in the own store keeps the version in use from being collected."""
 
     def __init__(
         self,
@@ -156,7 +156,7 @@ class Follower:
         self.store, self.form, self.mirror = store, valid_name(form), mirror
         self.problem: str | None = None
         self._course = _Course(valid_name(line), HeadWatch(store, line, form))
-        self._own: _Course | None = None  # while lent: what it comes back to
+        self._own: _Course | None = None  # while lent: the course to return to
         self._mirror_problem: str | None = None
         self._restoring, self._mirroring = Backoff(*_RETRY_SECONDS), Backoff(*_RETRY_SECONDS)
         self._channels = Channels(store.objects)
@@ -175,15 +175,15 @@ class Follower:
 
     @property
     def current(self) -> PolicyRef | None:
-        """What the last update was."""
+        """The policy of the last update."""
         return self._course.served.policy if self._course.served else None
 
     def follow_channel(self, name: str) -> None:
-        """From the next poll on, follow a channel, back as well as forth, instead of the head of the line."""
+        """From the next poll on, follow a channel, also backwards, instead of the head of the line."""
         self._course.channel = valid_name(name)
 
     def poll(self) -> Update | None:
-        """The newest verified weights, if they are not the ones returned last."""
+        """The newest verified weights; None if they are those of the last update."""
         with self._lock:
             update = self._poll()
             self._leases.renew([c.served.version for c in (self._course, self._own) if c and c.served])
@@ -191,8 +191,8 @@ class Follower:
             return update
 
     def again(self) -> Update | None:
-        """The weights of the last update once more, all of them: for an engine that could not use it. As the image may
-        be why, every chunk is hashed, and what went bad is read from the store again."""
+        """The last update again with all weights, for an engine that could not apply it. The image may be the cause, so
+        every chunk is hashed, and a bad one is read from the store again."""
         with self._lock:
             course, served = self._course, self._course.served
             if served is None or course.image is None:
@@ -210,19 +210,19 @@ class Follower:
             return self._make_update(served, None, None, {"decode": time.perf_counter() - began})
 
     def lend(self, line: str) -> None:
-        """From the next poll on, follow another line; the image of the own one is kept for `recall`."""
+        """From the next poll on, follow another line. The image of the own line is kept for `recall`."""
         with self._lock:
             if self._own is not None:
                 raise WeightsError(f"already lent to {self.lent}", hint="recall it first")
             own, course = self._course, _Course(valid_name(line), HeadWatch(self.store, line, self.form))
             if own.image is not None and own.served is not None and _is(own.image.manifest, own.served):
-                course.image, course.served = own.image.copy(), own.served  # much of it may be the same
+                course.image, course.served = own.image.copy(), own.served  # the other line may share much of it
             self._course, self._own = course, own
             self._restoring.reset()
             self._mirroring.reset()
 
     def recall(self) -> Update | None:
-        """Back to the own line: the version it was lent at, without asking any store, if the engine has another one."""
+        """Return to the own line: the version it was lent at, from memory, if the engine now has another one."""
         with self._lock:
             if self._own is None:
                 return None
@@ -233,19 +233,19 @@ class Follower:
             course, self.problem = self._course, None
             served = course.served
             if served is None or course.image is None or not _is(course.image.manifest, served):
-                course.served = None  # it was on its way: the next poll gives all of what it arrives at
+                course.served = None  # the image was between two versions: the next poll gives all weights
                 return None
             self._reader.reset()
             patches = _whole_tensors(lent.served, served)
             return self._make_update(served, patches, lent.served.policy if lent.served else None, {})
 
     def hint(self) -> None:
-        """Somebody says that there is something new: what failed before may be tried again at once."""
+        """There may be something new: retry at once what failed before."""
         self._restoring.reset()
         self._mirroring.reset()
 
     def wait(self, seconds: float) -> None:
-        """Until there may be something new, at most so long."""
+        """Return when there may be something new, after at most `seconds`."""
         course, began = self._course, time.monotonic()
         if self.problem is None and course.target is not None and course.channel is None:
             following = Version(course.target.line, course.target.number + 1)
@@ -256,11 +256,11 @@ class Follower:
                     self.store.objects.wait_for(manifest_key(following, self.form), seconds)
                 return
             except StorageError:
-                seconds -= time.monotonic() - began  # the poll that follows says what is wrong
+                seconds -= time.monotonic() - began  # the next poll reports the error
         time.sleep(max(seconds, 0.0))
 
     def close(self) -> None:
-        """What it holds may be collected."""
+        """Release the leases."""
         with self._lock:
             self._leases.close()
 
@@ -279,7 +279,7 @@ class Follower:
             return None
         if target is None or (course.served and target == course.served.version):
             self.problem = self._mirror_problem
-            self._look_for_successor(course)  # over an ocean a round trip: not when there is something new to fetch
+            self._look_for_successor(course)  # a long round trip: only when there is nothing new to fetch
             return None
         if target == course.failed_target and self._restoring.waiting():
             return None
@@ -288,7 +288,7 @@ class Follower:
         fetch = self._reader.busy_seconds
         arrived = course.image.manifest if course.image else None
         if arrived is None or _is(arrived, course.served) or (course.channel and arrived.version != target):
-            return None  # a channel's followers serve what it points at, nothing on the way there
+            return None  # a follower of a channel serves only the version it points at
         base, patches = course.served, course.patches.take()
         decode = max(time.perf_counter() - began - fetch, 0.0)
         return self._make_update(
@@ -320,25 +320,25 @@ class Follower:
         try:
             line = newest_line(self.mirror.source if self.mirror else self.store, course.family)
         except (StorageError, WeightsError):
-            return  # what cannot be read now is said by the copy or the look at the head that follows
+            return  # the next copy or poll of the head reports the error
         if line != course.line:
             self._leases.release(course.line)
             course.line, course.head = line, HeadWatch(self.store, line, self.form)
 
     def _restore_newest(self, course: _Course, target: Version) -> str | None:
-        """Move to the target, or to the newest version below it that can be had. Returns what went wrong."""
+        """Move to the target, or to the newest version below it that can be restored. Returns the problem, if any."""
         failure: StorageError | WeightsError | None = None
         wanted = target
         while True:
             try:
-                if course.image is None:  # made here, so that an attempt that is cut short is gone on with
+                if course.image is None:  # made here, so that an interrupted attempt can be continued
                     course.image = Image(self._reader.source.manifest(wanted).tensors)
                 restore(self._reader.source, wanted, course.image, course.patches)
                 break
             except (StorageError, WeightsError) as error:
                 failure = failure or error
                 broken = error.leg.manifest.number if isinstance(error, LegFailed) else wanted.number
-                wanted = Version(wanted.line, broken - 1)  # nothing from the broken leg upwards can be had
+                wanted = Version(wanted.line, broken - 1)  # nothing from the broken leg on can be restored
                 if course.channel is not None or wanted.number <= _served_number(course) or not self._readable(wanted):
                     break
         if failure is None:
@@ -378,8 +378,8 @@ class Follower:
             self._mirror_problem = None
 
     def _ahead(self, course: _Course) -> Ahead:
-        """Deltas from what the image holds are decoded while the rest of them crosses the ocean. An image that is then
-        left between two versions goes on from there: nothing is served from it before it has arrived at one."""
+        """Decodes deltas from the image's version while the rest of them is still being copied. If the image then stays
+        between two versions, the next attempt continues there. Nothing is served before it holds a whole version."""
         failed: set[LegId] = set()
 
         def ahead(leg: Leg, pack: Pack, data: bytes) -> bool:
@@ -389,7 +389,7 @@ class Follower:
             try:
                 image.begin(leg, pack, memoryview(data), self._reader.source, course.patches)
             except (StorageError, WeightsError):
-                failed.add(leg.id)  # what is wrong with it is found again and said when all of it is here
+                failed.add(leg.id)  # the restore after the copy finds and reports the same error
                 return False
             self._reader.count(data)
             return True
@@ -398,7 +398,7 @@ class Follower:
 
 
 def _is(manifest: Manifest | None, other: Manifest | None) -> bool:
-    """The same version with the same bytes."""
+    """Whether both are the same version with the same bytes."""
     return manifest is not None and other is not None and manifest.policy == other.policy
 
 
@@ -407,7 +407,7 @@ def _served_number(course: _Course) -> int:
 
 
 def _whole_tensors(old: Manifest | None, new: Manifest) -> TensorPatches | None:
-    """The difference between two versions by their chunk tables alone."""
+    """The tensors that differ between two versions, by their chunk tables alone."""
     if old is None or layout_of(old.tensors) != layout_of(new.tensors):
         return None
     return {entry.name: None for was, entry in zip(old.tensors, new.tensors, strict=True) if was != entry}

@@ -1,14 +1,14 @@
-"""Image: the bytes of one version in host memory, brought from version to version in place.
+"""Image: the bytes of one version in host memory, moved from version to version in place.
 
-What is in memory is known chunk by chunk, by digest. A leg is taken payload by payload:
+The digest of every chunk in memory is known. A leg is applied payload by payload:
 
-    chunk already has its new digest        nothing to do: a leg that was cut short is simply taken again
-    sparse codings                          changes are written in place, the chunk is hashed; where the digest is
-                                            wrong, the old values are put back
-    raw, dense, several chunks in one       decoded beside the chunk, hashed, copied into place
+    chunk already has its new digest        nothing to do, so an interrupted leg can be applied again
+    sparse codings                          changes are written in place and the chunk is hashed; if the digest is
+                                            wrong, the old values are restored
+    raw, dense, several chunks in one       decoded into other memory, hashed, copied into place
 
-When a digest is wrong, the chunk as it was decides whose fault it is: if it still hashes to what the base should be,
-the leg is damaged and is given up; if not, memory was, and that one chunk is read from the store again (chunks.py).
+If a digest is wrong, the base chunk decides why: if it still has the digest of the base, the leg is damaged and is not
+used; if not, memory was damaged, and only that chunk is read from the store again (chunks.py).
 """
 
 from __future__ import annotations
@@ -31,17 +31,17 @@ from rollmill.weights.reading.chunks import Fetched, decode_run, fetch, join, pl
 from rollmill.weights.reading.patches import Patch, Patches
 from rollmill.weights.reading.plan import Have, Leg, LegFailed, LegId, Source, plan_legs
 
-THREADED_BYTES = 64 << 20  # smaller weights are not worth a thread
-SCRATCH_BYTES = 128 << 20  # what payloads that are decoded at the same time may need, roughly
+THREADED_BYTES = 64 << 20  # smaller weights are decoded in one thread
+SCRATCH_BYTES = 128 << 20  # approximate memory for payloads that are decoded at the same time
 _LARGEST_THREADS = 16
-_MEMORY_FAULTS = 3  # repairs of bad memory that may fail in one `restore`: more is no accident
+_MEMORY_FAULTS = 3  # failed repairs of memory after which `restore` gives up
 
 
 def restore(source: Source, target: Version, image: Image | None = None, patches: Patches | None = None) -> Image:
-    """An image of `target`, every chunk verified: the given one, brought there, or a new one.
+    """An image of `target`, every chunk verified: the given image, moved there, or a new one.
 
-    `patches` collects what changed, if given. An error leaves the image wherever the last good leg led, or in the
-    middle of one; restoring it again, to whatever version, goes on from there.
+    `patches`, if given, collects the changes. After an error the image is at the last good leg or in the middle of one;
+    restoring it again, to any version, continues from there.
     """
     avoid: frozenset[LegId] = frozenset()
     failure: LegFailed | None = None
@@ -59,7 +59,7 @@ def restore(source: Source, target: Version, image: Image | None = None, patches
             _name(image, source.manifest(target), source, patches)
             return image
         except LegFailed as error:
-            failure = failure if failure and failure.memory else error  # where bad memory leads is not worth telling
+            failure = failure if failure and failure.memory else error  # later errors follow from the bad memory
             faults += error.memory
             if faults == _MEMORY_FAULTS:
                 raise
@@ -68,7 +68,7 @@ def restore(source: Source, target: Version, image: Image | None = None, patches
 
 
 def _recognise(image: Image | None) -> Have:
-    """By the root digest alone: the same bytes may have another version's name."""
+    """By root digest alone: another version may have the same bytes."""
     return lambda _, digest: image is not None and image.holds(digest)
 
 
@@ -81,7 +81,7 @@ def _fitting(image: Image | None, leg: Leg) -> Image:
 
 
 def _name(image: Image, manifest: Manifest, source: Source, patches: Patches) -> None:
-    """No leg was needed: the image has these bytes under another name, or was half on its way from here."""
+    """Set the version of an image that needed no leg: it has the same bytes as another version, or had left it."""
     if image.manifest is None:
         image.heal(manifest, source, patches)
     elif image.manifest.version != manifest.version:
@@ -89,7 +89,7 @@ def _name(image: Image, manifest: Manifest, source: Source, patches: Patches) ->
 
 
 class _Step(NamedTuple):
-    """A leg on the way: what it starts from, where it reads, and who collects what changes."""
+    """A leg being applied: its base, its source, and where patches are collected."""
 
     leg: Leg
     base: Manifest | None
@@ -102,7 +102,7 @@ class _Step(NamedTuple):
 
 
 class Image:
-    """Called from one thread at a time. `tensors` are read-only views of it: they change when a leg is taken."""
+    """Not thread-safe. `tensors` are read-only views of it; they change when a leg is applied."""
 
     def __init__(self, layout: tuple[TensorEntry, ...]) -> None:
         self._repairing = threading.Lock()
@@ -111,9 +111,9 @@ class Image:
         self.allocate(layout)
 
     def allocate(self, layout: tuple[TensorEntry, ...]) -> None:
-        """Memory for tensors of these shapes, with nothing known in it; what was held before is given up first."""
+        """Allocate memory for tensors of these shapes, content unknown. The old memory is freed first."""
         self.manifest: Manifest | None = None  # the version it holds; None while it is between two
-        self._leaving: Manifest | None = None  # between two versions: the one it comes from
+        self._leaving: Manifest | None = None  # between two versions: the one it started from
         self._layout = layout_of(layout)
         self._digests: list[str | None] = [None for entry in layout for _ in entry.chunks]  # None: not known
         self.tensors, self._memory = {}, {}
@@ -132,13 +132,13 @@ class Image:
         return self._layout == layout_of(manifest.tensors)
 
     def holds(self, digest: str) -> bool:
-        """Whether a delta from the version with this root digest can be taken: it is held, or only half left."""
+        """Whether a delta from this root digest can be applied: the image holds it, or has left it only in part."""
         held = self.manifest or self._leaving
         return held is not None and held.digest == digest
 
     def copy(self) -> Image:
         """A second image of the same version, in memory of its own."""
-        assert self.manifest is not None, "only a whole version is worth copying"
+        assert self.manifest is not None, "only a whole version can be copied"
         twin = Image(self.manifest.tensors)
         for name, memory in self._memory.items():
             np.copyto(twin._memory[name], memory)
@@ -146,13 +146,13 @@ class Image:
         return twin
 
     def rename(self, manifest: Manifest) -> None:
-        """The same bytes under another version's name."""
+        """Another version has the same bytes: hold that one."""
         assert self.holds(manifest.digest)
         self.manifest = manifest
 
     def take(self, leg: Leg, source: Source, patches: Patches | None = None) -> None:
-        """Go along one leg. LegFailed leaves every chunk either as it was or as it should be, and taking the leg again,
-        or another one, goes on from there."""
+        """Apply one leg. After LegFailed every chunk is either old or new; applying this leg again, or another one,
+        continues from there."""
         step = self._start(leg, source, patches or Patches(0))
         wanted = {i for i, chunk in enumerate(step.chunks) if self._digests[i] != chunk.digest}
         payloads = [p for p in leg.encoding.payloads if not wanted.isdisjoint(places(p))]
@@ -160,15 +160,15 @@ class Image:
             for group in fetch(leg, payloads, source.pack) if payloads else ():
                 self._take_payloads(step, group)
             for index in wanted.difference(*map(places, payloads)):
-                # no payload, and not what it should be: left behind by a leg that was cut short
+                # no payload, and a wrong digest: an interrupted leg left it like this
                 self._settle(step, index, leg.manifest)
             self.manifest, self._leaving = leg.manifest, None
         finally:
             self._end_early()
 
     def begin(self, leg: Leg, pack: Pack, data: memoryview, source: Source, patches: Patches) -> None:
-        """Take the payloads of one pack of a delta while its others are still on their way; `take` does the rest.
-        LegFailed as there."""
+        """Apply the payloads of one pack of a delta before the other packs have arrived; `take` applies the rest.
+        Raises LegFailed as `take` does."""
         step = self._start(leg, source, patches)
         index = leg.encoding.packs.index(pack)
         group = [(p, data[p.offset : p.offset + p.bytes]) for p in leg.encoding.payloads if p.pack == index]
@@ -178,7 +178,7 @@ class Image:
             self._end_early()
 
     def heal(self, manifest: Manifest, source: Source, patches: Patches | None = None) -> int:
-        """Hash every chunk and read those that are not of this version from the store. Returns how many were not."""
+        """Hash every chunk and read the wrong ones from the store again. Returns how many were wrong."""
         assert self.fits(manifest)
         step = _Step(Leg(manifest, manifest.kind), manifest, source, patches or Patches(0))
         self._digests = [chunk_digest(self._chunk(chunk).data) for chunk in manifest.chunks]
@@ -189,7 +189,7 @@ class Image:
         self.manifest, self._leaving = manifest, None
         return len(bad)
 
-    # -- a leg's beginning and end
+    # -- start and end of a leg
 
     def _start(self, leg: Leg, source: Source, patches: Patches) -> _Step:
         base = leg.encoding.base
@@ -201,20 +201,20 @@ class Image:
         else:
             held = self.manifest or self._leaving
             if held is None or held.digest != base.digest:
-                raise LegFailed(leg, f"its base, version {base.number}, is not what is held")
+                raise LegFailed(leg, f"its base, version {base.number}, is not the version in memory")
             step = _Step(leg, held, source, patches)
             _check_unchanged(step)
         self.manifest, self._leaving = None, self.manifest or self._leaving
         return step
 
     def _look_again(self, leg: Leg) -> None:
-        """A snapshot heals: what it would leave in place because it seems right is hashed again."""
+        """A snapshot repairs memory: chunks that it would not overwrite are hashed again."""
         for index, chunk in enumerate(leg.manifest.chunks):
             if self._digests[index] == chunk.digest:
                 self._digests[index] = chunk_digest(self._chunk(chunk).data)
 
     def _end_early(self) -> None:
-        """A leg that failed before it changed anything leaves the version as it was."""
+        """If the leg failed before it changed anything, the image still holds the old version."""
         if self.manifest is None and self._leaving is not None:
             table = [chunk.digest for chunk in self._leaving.chunks]
             if self._digests == table:
@@ -229,7 +229,7 @@ class Image:
             self._take_payload(step, payload, data)
 
     def _take_in_threads(self, step: _Step, group: Fetched) -> None:
-        """Decoding, writing and hashing release the interpreter; the memory they need bounds how many at once."""
+        """Decoding, writing and hashing release the GIL. Their memory limits how many run at once."""
         threads = min(os.cpu_count() or 1, _LARGEST_THREADS)
         running: dict[Future[None], int] = {}
         with ThreadPoolExecutor(threads, "weights-decode") as pool:
@@ -255,7 +255,7 @@ class Image:
                         raise
                     self._write(step, payload, data)
         except BaseException as error:
-            # what was written until now may be no list of changes that anyone has
+            # parts may have been written that no patch lists
             step.patches.whole(step.chunks[index].tensor.name for index in places(payload))
             if isinstance(error, WeightsError) and not isinstance(error, LegFailed):
                 raise LegFailed(step.leg, error.message) from None
@@ -269,10 +269,10 @@ class Image:
             self._replace(step, payload, run, data)
 
     def _change(self, step: _Step, payload: Payload, run: list[Chunk], data: memoryview) -> None:
-        """Sparse codings: write the changes, then look whether they were right."""
+        """Sparse codings: write the changes, then check the digest."""
         width = run[0].tensor.width
         views = [self._chunk(chunk) for chunk in run]
-        target = join(views)  # one chunk is changed in place, several in a copy of all of them
+        target = join(views)  # one chunk is changed in place, several in a copy
         changes = decode_changes(payload.coding, data, target, width)
         alone = len(run) == 1
         if alone:
@@ -305,11 +305,11 @@ class Image:
                 np.copyto(self._chunk(chunk), piece)
                 self._digests[index] = chunk.digest
 
-    # -- chunks that are not what they should be
+    # -- repairing chunks
 
     def _has_bases(self, step: _Step, payload: Payload) -> bool:
-        """Whether memory has what the payload starts from. If not, an attempt was cut short in the middle of it: then
-        the chunks are made what the leg wants without it."""
+        """Whether memory holds the base of the payload. If not, an earlier attempt was interrupted here, and the new
+        chunks are read from the store instead."""
         assert step.base is not None
         for index in places(payload):
             if self._digests[index] is None:
@@ -322,7 +322,7 @@ class Image:
         return False
 
     def _repair_bases(self, step: _Step, payload: Payload) -> bool:
-        """Whether chunks of the base in memory were wrong; they are right now."""
+        """Repair chunks of the base that went bad in memory. Returns whether there were any."""
         assert step.base is not None
         base = step.base.chunks
         bad = [i for i in places(payload) if chunk_digest(self._chunk(base[i]).data) != base[i].digest]
@@ -332,7 +332,7 @@ class Image:
         return bool(bad)
 
     def _settle(self, step: _Step, index: int, manifest: Manifest) -> None:
-        """Make sure that a chunk is that of a version, by reading it from the store if it is not."""
+        """Make a chunk that of the version `manifest`: read it from the store unless memory has it."""
         chunk = manifest.chunks[index]
         if self._digests[index] == chunk.digest:
             return
@@ -340,7 +340,7 @@ class Image:
             with self._repairing:
                 data = read_chunk(step.source, manifest.version, index)
         except (StorageError, WeightsError) as error:
-            self._leaving = None  # no delta can start from this
+            self._leaving = None  # no delta can start from here
             why = f"{chunk.tensor.name} went bad in memory and cannot be read again: {error.message}"
             raise LegFailed(step.leg, why, memory=True) from None
         self._digests[index] = None
@@ -358,12 +358,12 @@ class Image:
 
 
 def _check_unchanged(step: _Step) -> None:
-    """Chunks without a payload are as in the base: the two tables must say so too."""
+    """Raise LegFailed unless every chunk without a payload has the same digest in both tables."""
     assert step.base is not None
     covered = set(itertools.chain.from_iterable(map(places, step.leg.encoding.payloads)))
     for index, (new, old) in enumerate(zip(step.chunks, step.base.chunks, strict=True)):
         if new.digest != old.digest and index not in covered:
-            raise LegFailed(step.leg, f"{new.tensor.name} is said to be unchanged and has another digest")
+            raise LegFailed(step.leg, f"{new.tensor.name} is marked unchanged but has another digest")
 
 
 def _collect(running: dict[Future[None], int]) -> None:
@@ -374,7 +374,7 @@ def _collect(running: dict[Future[None], int]) -> None:
 
 
 def _scratch(step: _Step, payload: Payload) -> int:
-    """Roughly the memory that decoding a payload takes: by its changes if it is a list of them, else by its chunks."""
+    """Approximate memory for decoding a payload: by its bytes for lists of changes, else by the size of its chunks."""
     size = sum(step.chunks[index].size() for index in places(payload))
     if payload.coding in ("sparse", "overwrite"):
         return 32 * payload.bytes + (size if payload.chunks > 1 else 0)
@@ -389,7 +389,7 @@ def _collect_patches(patches: Patches, run: list[Chunk], changes: Changes) -> No
 
 
 def _split(changes: Changes, run: list[Chunk]) -> Iterator[Changes]:
-    """Changes of chunks that were coded together, as changes of each."""
+    """Split the changes of chunks that were coded together into the changes of each."""
     if len(run) == 1:
         yield changes
         return

@@ -1,7 +1,7 @@
-"""Patches: what changed between two versions, as lists an engine can write into its parameters in place.
+"""Patches: the changes between two versions, as lists that an engine writes into its parameters in place.
 
-They are kept while versions are taken one after the other, and given out with the update that leads past all of them.
-New values are absolute, so writing patches twice does no harm; several for one element count in their order.
+They are collected while the image moves from version to version, and handed out with the next update. New values are
+absolute, so writing a patch twice does no harm. If several patches change one element, the last one counts.
 """
 
 from __future__ import annotations
@@ -12,11 +12,11 @@ from typing import NamedTuple
 
 import numpy as np
 
-PATCH_BYTES = 256 << 20  # of memory for all patches together; tensors beyond it are copied whole
+PATCH_BYTES = 256 << 20  # memory for all patches; tensors that do not fit are copied whole
 
 
 class Patch(NamedTuple):
-    """Elements of one chunk of a tensor, and what they become."""
+    """Elements of one chunk of a tensor, and their new values."""
 
     start: int  # the chunk's first element in the tensor
     indices: np.ndarray  # uint32, ascending, counted from `start`
@@ -31,8 +31,8 @@ TensorPatches = dict[str, list[Patch] | None]  # None: copy the tensor whole; te
 
 
 class Patches:
-    """Collects; any thread may add. A tensor whose patches are larger than itself is better copied whole, and where the
-    budget is 0 every changed tensor is."""
+    """Collects patches; any thread may add. A tensor whose patches are larger than itself is copied whole. With a
+    budget of 0 every changed tensor is copied whole."""
 
     def __init__(self, budget: int = PATCH_BYTES) -> None:
         self._lock = threading.Lock()
@@ -55,13 +55,13 @@ class Patches:
             self.bytes += patch.bytes
 
     def whole(self, names: Iterable[str]) -> None:
-        """These are to be copied: what happened to them is not a list of changes."""
+        """Mark these tensors to be copied whole: their changes are not known as a list."""
         with self._lock:
             for name in names:
                 self._drop(name)
 
     def take(self) -> TensorPatches:
-        """Everything so far, with which a new collection begins."""
+        """Return everything collected so far, and start again with nothing."""
         with self._lock:
             taken, self._tensors, self._sizes, self.bytes = self._tensors, {}, {}, 0
             return taken

@@ -1,7 +1,8 @@
-"""Legs: the ways from objects to a version, and which of them are cheapest.
+"""Plans how to reach a version: the cheapest legs to read.
 
-A leg is one version's snapshot, its anchor (a snapshot that a region made itself), or its delta on top of its base. A
-path begins at weights that are at hand, or at a snapshot or an anchor, and goes on along deltas.
+A leg is one object set that leads to a version: its snapshot, its anchor (a snapshot that a region made itself), or its
+delta on top of its base. A path starts from weights already in memory, or from a snapshot or an anchor, and continues
+along deltas.
 """
 
 from __future__ import annotations
@@ -21,9 +22,9 @@ LegKind = Literal["delta", "snapshot", "anchor"]
 LegId = tuple[str, int, LegKind]
 ReadManifest = Callable[[Version], Manifest]
 ReadAnchor = Callable[[Version], "Anchor | None"]
-Have = Callable[[Version, str], bool]  # whether that version, with that root digest, is already at hand
+Have = Callable[[Version, str], bool]  # whether the version with this root digest is already in memory
 _DAMAGED = "`rollmill weights verify` names the damaged objects; the next snapshot of the line heals it"
-_ANCHORLESS_LEGS = 8  # a chain this long is worth asking for anchors beside it
+_ANCHORLESS_LEGS = 8  # for a chain this long, anchors are looked up too
 
 
 @dataclass(frozen=True)
@@ -32,10 +33,8 @@ class Source:
 
     manifest: ReadManifest
     anchor: ReadAnchor
-    pack: Callable[[Manifest, Pack], bytes]  # all of it, checked against its digest
-    part: Callable[
-        [Manifest, Pack, int, int], bytes
-    ]  # from an offset, so many bytes; nothing is checked but the length
+    pack: Callable[[Manifest, Pack], bytes]  # the whole pack, checked against its digest
+    part: Callable[[Manifest, Pack, int, int], bytes]  # `length` bytes from `offset`; only the length is checked
 
 
 class Leg(NamedTuple):
@@ -60,7 +59,7 @@ class Leg(NamedTuple):
 
 
 class LegFailed(WeightsError):
-    """This leg does not lead to the version it names. `memory`: the fault lies in what it started from."""
+    """This leg does not lead to its version. `memory`: the base in memory was wrong, not the leg."""
 
     def __init__(self, leg: Leg, why: str, *, memory: bool = False) -> None:
         message = f"the {leg.kind} of {leg.manifest.version} ({leg.manifest.form}) is unusable: {why}"
@@ -76,9 +75,9 @@ def plan_legs(
     have: Have,
     avoid: frozenset[LegId] = frozenset(),
 ) -> list[Leg]:
-    """The legs with the fewest bytes that lead to `target` from a version that `have` recognises, or from nothing.
+    """The legs with the fewest bytes to `target`, from a version that `have` recognises or from nothing.
 
-    Walks back from the target along its deltas; every snapshot and every anchor on the way is a place to start from.
+    Walks back from the target along its deltas. Every snapshot and every anchor on the way is a possible start.
     """
     plan = _Plan(read_anchor, avoid)
     manifest, ended = read_manifest(target), ""
@@ -99,9 +98,9 @@ def plan_legs(
             manifest = read_manifest(Version(target.line, base.number))
         except (StorageError, WeightsError) as error:
             if isinstance(error, StorageError) and not isinstance(error, ObjectMissing) and not plan.found:
-                raise  # the store did not answer: that there is no way is not known
+                raise  # the store did not answer, so other paths may exist
             ended = f": {error.message}"
-            break  # damaged, or no longer kept: what was found so far is all there is
+            break  # damaged or collected: only the paths found so far exist
         if manifest.digest != base.digest:
             ended = f": {manifest.version} is not what the delta of the version after it starts from"
             break
@@ -115,8 +114,8 @@ def plan_legs(
 
 
 class _Plan:
-    """A walk back from the target: the deltas walked, and the cheapest path found. Asking for an anchor costs a round
-    trip and mostly finds none, so it is put off until the walk has become long."""
+    """A walk back from the target: the deltas so far, and the cheapest path found. Looking up an anchor costs a round
+    trip and mostly finds none, so it is put off until the walk is long."""
 
     def __init__(self, read_anchor: ReadAnchor, avoid: frozenset[LegId]) -> None:
         self._read_anchor, self._avoid = read_anchor, avoid
@@ -124,14 +123,14 @@ class _Plan:
         self.chain_bytes = 0
         self._best: list[Leg] | None = None
         self._best_bytes = 0
-        self._unasked: list[tuple[Manifest, int, int]] = []  # passed by: the chain's length and bytes there
+        self._unasked: list[tuple[Manifest, int, int]] = []  # anchors not looked up yet: chain length and bytes there
 
     @property
     def found(self) -> bool:
         return self._best is not None
 
     def pass_by(self, manifest: Manifest) -> bool:
-        """Look at what starts from here; False when going further back cannot be cheaper."""
+        """Consider the paths that start at this version. False if going further back cannot be cheaper."""
         if manifest.snapshot and (leg := Leg(manifest, "snapshot")).id not in self._avoid:
             self.offer(leg)
         self._unasked.append((manifest, len(self.chain), self.chain_bytes))
@@ -140,7 +139,7 @@ class _Plan:
         return self._best is None or self.chain_bytes < self._best_bytes
 
     def offer(self, start: Leg | None, length: int | None = None, chain_bytes: int | None = None) -> None:
-        """A path: the chain as far as it goes, or its first `length` legs, on top of `start` or what is at hand."""
+        """Offer a path: the chain, or its first `length` legs, on top of `start` or of the weights in memory."""
         chain = self.chain[:length]
         total = (self.chain_bytes if chain_bytes is None else chain_bytes) + (start.bytes if start else 0)
         if self._best is None or total < self._best_bytes or (start is None and total == self._best_bytes):
@@ -161,7 +160,7 @@ class _Plan:
 
 
 def _anchor_leg(manifest: Manifest, read_anchor: ReadAnchor) -> Leg | None:
-    """What an anchor says is believed only where it fits the version."""
+    """The anchor of a version as a leg, if it fits the version."""
     try:
         anchor = read_anchor(manifest.version)
         if anchor is None or anchor.digest != manifest.digest or anchor.snapshot.base is not None:
@@ -169,4 +168,4 @@ def _anchor_leg(manifest: Manifest, read_anchor: ReadAnchor) -> Leg | None:
         anchor.snapshot.check(manifest.chunks)
         return Leg(manifest, "anchor", anchor)
     except (StorageError, WeightsError, ValueError):
-        return None  # it is only a shorter way: without it, there are the others
+        return None  # an anchor is only a shortcut

@@ -1,4 +1,4 @@
-"""WeightStore: the versions in an object store. Reading only; publisher.py writes. FORMAT.md has the keys."""
+"""WeightStore: reads the versions in an object store. writing/publisher.py writes them; FORMAT.md lists the keys."""
 
 from __future__ import annotations
 
@@ -19,18 +19,18 @@ from rollmill.weights.reading.plan import Leg, LegId, Source, plan_legs
 
 _NUMBER = re.compile(r"\d{10}")
 _MANIFESTS_KEPT = 64
-_PROBES = 8  # a reader that is further behind than this asks for a listing instead
+_PROBES = 8  # a reader that is further behind lists the manifests instead
 _LISTING_SECONDS = 10.0
 
 
 class WeightStore:
-    """Lines, their versions, and the weights themselves, verified down to the last byte."""
+    """The lines of a store, their versions, and their weights, with every byte verified."""
 
     def __init__(self, objects: Objects) -> None:
         self.objects = objects
-        # manifests never change, and chains are walked again and again
+        # a cache: manifests never change, and chains are walked often
         self._manifests: collections.OrderedDict[tuple[Version, str], Manifest] = collections.OrderedDict()
-        self._begun: set[str] = set()  # lines that were seen with a version
+        self._begun: set[str] = set()  # lines that have a version
 
     def lines(self) -> list[str]:
         return self.objects.folders("weights")
@@ -47,7 +47,7 @@ class WeightStore:
         return self._numbers(line, form, "anchors", ".anchor")
 
     def epoch(self, line: str, form: str = "bf16") -> int:
-        """The newest epoch: how many publishers have taken the line over."""
+        """The newest epoch: how many publishers have taken over the line."""
         return max(self._numbers(line, form, "epochs", ".json"), default=0)
 
     def _numbers(self, line: str, form: str, folder: str, ending: str) -> list[int]:
@@ -55,13 +55,13 @@ class WeightStore:
         return [int(name[:10]) for name in names if _NUMBER.fullmatch(name.removesuffix(ending)) and ending in name]
 
     def begun(self, line: str) -> bool:
-        """Whether the line has a version in some form. What a writer left that died before its first is no line."""
+        """Whether the line has a version in any form. A writer that died before its first version leaves no line."""
         if line not in self._begun and any(self.numbers(line, form) for form in self.forms(line)):
             self._begun.add(line)
         return line in self._begun
 
     def head(self, line: str, form: str = "bf16", after: int | None = None) -> int | None:
-        """Newest committed number. With `after`, a number known to be committed, only what follows it is asked for."""
+        """The newest committed number. With `after`, a committed number, only the numbers after it are probed."""
         if after is None:
             numbers = self.numbers(line, form)
             return numbers[-1] if numbers else None
@@ -91,11 +91,11 @@ class WeightStore:
         return manifest
 
     def forget(self, version: Version, form: str = "bf16") -> None:
-        """The version was deleted."""
+        """Drop a deleted version from the cache."""
         self._manifests.pop((version, form), None)
 
     def anchor(self, version: Version, form: str = "bf16") -> Anchor | None:
-        """The snapshot of a version that was made in this store, if there is one."""
+        """The anchor of a version: a snapshot made in this store, if there is one."""
         try:
             data = self.objects.get(anchor_key(version, form))
         except ObjectMissing:
@@ -107,7 +107,7 @@ class WeightStore:
         return [self.manifest(Version(line, number), form) for number in self.numbers(line, form)]
 
     def load(self, version: Version, form: str = "bf16") -> dict[str, HostTensor]:
-        """The weights of a version: nearest snapshot and the deltas after it, every chunk and the root verified."""
+        """The weights of a version, every chunk and the root digest verified."""
         return self.hold(version, form).tensors
 
     def hold(self, version: Version, form: str = "bf16") -> Image:
@@ -115,7 +115,7 @@ class WeightStore:
         return restore(self.source(form), version)
 
     def source(self, form: str = "bf16") -> Source:
-        """This store as a place to read one form from."""
+        """This store as the source of one form."""
         return Source(
             manifest=lambda version: self.manifest(version, form),
             anchor=lambda version: self.anchor(version, form),
@@ -124,11 +124,11 @@ class WeightStore:
         )
 
     def read_part(self, manifest: Manifest | Anchor, pack: Pack, offset: int, length: int) -> bytes:
-        """Some bytes of a pack, which nothing vouches for but what they are decoded into."""
+        """A range of a pack. It has no digest: only what it decodes to can be verified."""
         return self.objects.get_range(pack_key(manifest, pack), offset, length)
 
     def read_pack(self, manifest: Manifest | Anchor, pack: Pack) -> bytes:
-        """A pack, digest checked. It is never larger than the manifest says."""
+        """A whole pack, checked against its digest. Never reads more than the manifest says."""
         key = pack_key(manifest, pack)
         data = self.objects.get_range(key, 0, pack.bytes)
         if digest_bytes(data) != pack.digest:
@@ -179,7 +179,7 @@ class WeightStore:
     # -- verifying
 
     def verify(self, line: str, form: str = "bf16") -> Iterator[tuple[Version, bool, str]]:
-        """Read and decode everything a line consists of: for each version whether it can be had, and what is wrong."""
+        """Read and decode everything of a line. Yields for each version whether it is intact, and what is wrong."""
         image: Image | None = None
         for number in self.numbers(line, form):
             version = Version(line, number)
@@ -191,7 +191,7 @@ class WeightStore:
                 yield version, False, error.message
 
     def _verify_version(self, manifest: Manifest, image: Image | None) -> tuple[Image, str]:
-        """Every encoding of a version and its anchor. Returns an image of it."""
+        """Check every encoding of a version and its anchor. Returns an image of it, and notes."""
         source, notes = self.source(manifest.form), []
         reached: Image | None = None
         if manifest.delta is not None and manifest.delta.base is not None:
@@ -216,7 +216,7 @@ class WeightStore:
         return reached, "; ".join(notes)
 
     def _starts(self, manifest: Manifest, notes: list[str] | None) -> list[Leg]:
-        """The snapshots of a version. A region copies only what it needs: one whose packs are elsewhere is noted."""
+        """The snapshot and the anchor of a version. A region copies only what it needs: a missing snapshot is noted."""
         starts = []
         if manifest.snapshot:
             if notes is not None and not self.has_snapshot(manifest):
@@ -227,7 +227,7 @@ class WeightStore:
         return [*starts, Leg(manifest, "anchor", anchor)] if anchor else starts
 
     def has_snapshot(self, manifest: Manifest) -> bool:
-        """Whether the version was published with a snapshot and its packs are in this store."""
+        """Whether the version has a snapshot whose packs are in this store."""
         packs = manifest.snapshot.packs if manifest.snapshot else ()
         here = all(self.objects.head(pack_key(manifest, pack)) is not None for pack in packs)
         return manifest.snapshot is not None and here
@@ -240,14 +240,14 @@ class WeightStore:
 
 
 def _check_start(start: Leg, read_pack: Callable[[Manifest, Pack], bytes]) -> None:
-    """Decode a snapshot against its chunk table, payload by payload, without keeping it."""
+    """Decode a snapshot and check it against its chunk table, payload by payload, without keeping it."""
     for group in fetch(start, start.encoding.payloads, read_pack) if start.encoding.payloads else ():
         for payload, data in group:
             decode_run(start, payload, data, {})
 
 
 def newest_line(weights: WeightStore, line: str) -> str:
-    """The line that goes on where `line` was abandoned, if any: main → main.2 → main.3."""
+    """The newest successor of a line that was abandoned, or the line itself: main → main.2 → main.3."""
     prefix = f"{line}."
     numbers = [int(name[len(prefix) :]) for name in weights.lines() if _is_successor(name, prefix)]
     for number in sorted(numbers, reverse=True):
@@ -261,8 +261,8 @@ def _is_successor(name: str, prefix: str) -> bool:
 
 
 class HeadWatch:
-    """Looks for the head of a line again and again: a probe of the next number, which costs next to nothing, and now
-    and then a full listing, which also sees past a number that is missing."""
+    """Polls the head of a line. It probes the next number, which is cheap. Every 10 s it lists all manifests, which
+    also finds versions after a missing number."""
 
     def __init__(self, store: WeightStore, line: str, form: str) -> None:
         self._store, self._line, self._form = store, line, form
@@ -270,7 +270,7 @@ class HeadWatch:
         self._listed_at = float("-inf")
 
     def learn(self, number: int) -> None:
-        """A version that is known to be there."""
+        """Remember a version that is known to exist."""
         self._known = number if self._known is None else max(number, self._known)
 
     def newest(self) -> int | None:
