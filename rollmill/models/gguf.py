@@ -1,8 +1,8 @@
-"""A GGUF file (llama.cpp) of a Llama-type model into a Hugging Face checkpoint directory.
+"""Converts a GGUF file (llama.cpp) of a Llama-type model to a Hugging Face checkpoint directory.
 
-GGUF differs in three ways: tensors may be quantised (they are turned back into numbers, exactly, then rounded to the
-dtype asked for), the rows of q and k are stored for rotation in pairs (0, 1), (2, 3) … where Hugging Face has
-(i, i + D/2), and the tokenizer is metadata.
+GGUF differs in three ways. Tensors may be quantised: they are dequantised exactly, then rounded to `dtype`. The rows of
+q and k are stored for rotation in pairs (0, 1), (2, 3) …, in Hugging Face for pairs (i, i + D/2). The tokenizer is
+metadata.
 """
 
 from __future__ import annotations
@@ -39,20 +39,20 @@ LAYER_NAMES: Mapping[str, str] = {
     "ffn_up": "mlp.up_proj",
     "ffn_down": "mlp.down_proj",
 }
-_CONTROL = 3  # the type of tokens that carry structure
+_CONTROL = 3  # the type of control tokens
 _PRE_TOKENIZERS = ("smollm",)
 
 
 class Converted(NamedTuple):
-    stored: dict[str, int]  # how many parameters the file holds in which type: {"Q4_1": …}
+    stored: dict[str, int]  # number of parameters by stored type: {"Q4_1": …}
     dtype: str
 
 
 def convert_gguf(path: Path, directory: Path, dtype: str = "BF16") -> Converted:
-    """Write `directory`, whole and checked, or not at all. `dtype` in the words of safetensors."""
+    """Writes `directory`, whole and checked, or not at all. `dtype` is a name of safetensors."""
     tensors, fields = _open(path)
     config = _config(fields, tensors, dtype)
-    read_layout(config, str(path))  # before anything is made by its numbers
+    read_layout(config, str(path))  # checked before its numbers are used
     files = {CONFIG: config, **_tokenizer_files(fields)}
     entries = [_entry(fields, tensor, dtype) for tensor in tensors]
     encoded = {name: text.encode() if isinstance(text, str) else encode_json(text) for name, text in files.items()}
@@ -83,7 +83,7 @@ def _open(path: Path) -> tuple[list[Any], _Fields]:
 
 
 class _Fields:
-    """The metadata of a file, read with care."""
+    """Typed access to the metadata of a file."""
 
     def __init__(self, path: Path, values: Mapping[str, Any]) -> None:
         self.path, self._values = path, values
@@ -104,7 +104,7 @@ def _config(fields: _Fields, tensors: Any, dtype: str) -> dict[str, Any]:
             hint="only GGUF files of Llama-type models are converted; take the safetensors checkpoint of this one",
         )
     heads, width = fields.get("llama.attention.head_count", int), fields.get("llama.embedding_length", int)
-    # stored as FP32, printed as the short decimal it was meant to be
+    # stored as FP32; written as the short decimal it stands for
     eps = float(f"{fields.get('llama.attention.layer_norm_rms_epsilon', float):.6g}")
     return {
         "architectures": ["LlamaForCausalLM"],
@@ -135,7 +135,7 @@ def _entry(fields: _Fields, tensor: Any, dtype: str) -> Entry:
     name, order = _name(fields, tensor.name)
     shape = tuple(int(size) for size in reversed(tensor.shape))
     if order is not None and shape[0] != order.numel():
-        raise WeightsError(f"{fields.path}: {tensor.name} has {shape[0]} rows, and {order.numel()} by its heads")
+        raise WeightsError(f"{fields.path}: {tensor.name} has {shape[0]} rows, but {order.numel()} by its heads")
 
     def produce() -> torch.Tensor:
         values = _numbers(fields.path, tensor).view(shape)
@@ -145,7 +145,7 @@ def _entry(fields: _Fields, tensor: Any, dtype: str) -> Entry:
 
 
 def _name(fields: _Fields, name: str) -> tuple[str, torch.Tensor | None]:
-    """Its Hugging Face name, and for q and k the order of its rows there."""
+    """Returns the tensor's Hugging Face name, and for q and k the order of its rows there."""
     if name in NAMES:
         return NAMES[name], None
     _, number, part, *rest = [*name.split("."), "", "", ""][:4]
@@ -164,20 +164,20 @@ def _name(fields: _Fields, name: str) -> tuple[str, torch.Tensor | None]:
 
 
 def _numbers(path: Path, tensor: Any) -> torch.Tensor:
-    """FP32, exactly what the file means."""
+    """The tensor as FP32, dequantised exactly."""
     from gguf.quants import dequantize
 
     try:
         return torch.from_numpy(dequantize(tensor.data, tensor.tensor_type).astype("<f4", copy=True))
     except NotImplementedError:
         raise WeightsError(
-            f"{path}: {tensor.name} is {tensor.tensor_type.name}, which the package gguf cannot turn into numbers",
-            hint="a newer gguf package, or a file in another quantisation",
+            f"{path}: {tensor.name} is {tensor.tensor_type.name}, which the package gguf cannot dequantise",
+            hint="install a newer gguf package, or take a file in another quantisation",
         ) from None
 
 
 def _tokenizer_files(fields: _Fields) -> dict[str, Any]:
-    """tokenizer.json and what transformers wants beside it."""
+    """tokenizer.json and the files that transformers needs beside it."""
     model, pre = fields.get("tokenizer.ggml.model", str), fields.get("tokenizer.ggml.pre", str, "default")
     if model != "gpt2" or pre not in _PRE_TOKENIZERS:
         raise WeightsError(
@@ -218,7 +218,7 @@ def _build_tokenizer(fields: _Fields, tokens: list[str], special: list[str]) -> 
         tokenizer = tokenizers.Tokenizer(models.BPE(vocab=vocabulary, merges=merges))
     except Exception as error:  # the library raises bare Exception
         raise WeightsError(f"{fields.path}: its merges do not fit its vocabulary: {error}") from None
-    # what smollm stands for: every digit alone, then words as GPT-2 cuts them, in bytes
+    # "smollm" means: every digit alone, then words as GPT-2 splits them, in bytes
     digits = pre_tokenizers.Digits(individual_digits=True)
     words = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=True)
     tokenizer.pre_tokenizer = pre_tokenizers.Sequence([digits, words])

@@ -1,15 +1,13 @@
-"""`rollmill model upcycle`: a dense checkpoint into a mixture of experts that computes the same.
+"""`rollmill model upcycle`: turns a dense checkpoint into a mixture of experts with the same outputs.
 
-Every expert starts as a copy of the dense layer and the gate's top-k weights sum to one, so whatever the (random)
-router chooses, the layer's output is the dense one's, up to the rounding of that sum. The experts then grow apart
-because each sees other tokens. `noise` makes them differ from the start without changing what they compute: in that
-share of an expert's inner units, the up weights are doubled or halved and the down weights halved or doubled. Powers of
-two are exact in every float format, and an optimizer that takes steps of one size moves such units at another relative
-speed.
+Every expert starts as a copy of the dense layer, and the gate's top-k weights sum to one. So the layer's output equals
+that of the dense layer, up to rounding, whatever the (random) router chooses. Experts then diverge, because each sees
+other tokens. `noise` makes them differ from the start without changing their output: in that share of an expert's inner
+units, the up weights are doubled or halved, and the down weights halved or doubled. Powers of two are exact in every
+float format, and an optimizer with equal step sizes changes such units at another relative speed.
 
-A mixture is written in the layout whose attention is the dense model's own: Qwen3 → Qwen3-MoE, Llama → Mixtral. The
-attention biases of Qwen2 have no place in either, and q/k norms that a model was not trained with cannot be added
-without changing it: those are refused.
+The mixture is written in the layout with the same attention: Qwen3 → Qwen3-MoE, Llama → Mixtral. Models with Qwen2's
+attention biases are refused: neither layout has them, and adding q/k norms would change the model.
 """
 
 from __future__ import annotations
@@ -35,22 +33,22 @@ from rollmill.models.huggingface.layouts import EXPERTS, LAYER, RENAMED
 from rollmill.weights.files.directory import encode_json, write_directory
 from rollmill.weights.files.safetensors import Entry
 
-ROUTER_DEVIATION = 0.02  # small: the gate starts nearly even, and what it chooses is decided by the order alone
+ROUTER_DEVIATION = 0.02  # small: the gate starts nearly even
 
 
 @dataclass(frozen=True)
 class Upcycle:
     experts: int
     per_token: int
-    every: int = 1  # every how many layers there are experts
+    every: int = 1  # every N-th layer has experts
     noise: float = 0.0
     seed: int = 0
 
     def __post_init__(self) -> None:
         if not 2 <= self.per_token <= self.experts:
             raise ConfigError(
-                f"{self.per_token} of {self.experts} experts a token cannot start equal to the dense model",
-                hint="two or more a token: the weight of a single one would not be 1, or would never learn",
+                f"{self.per_token} of {self.experts} experts per token cannot start equal to the dense model",
+                hint="use two or more per token: the weight of a single expert would not be 1, or would never learn",
             )
         if self.every < 1 or not 0 <= self.noise <= 1:
             raise ConfigError(f"every = {self.every} must be 1 or more, noise = {self.noise} between 0 and 1")
@@ -60,7 +58,7 @@ class Upcycle:
 
 
 def upcycle(source: Path, target: Path, how: Upcycle) -> HuggingFaceModel:
-    """Tensor by tensor from files to files: memory holds one tensor."""
+    """Converts tensor by tensor, from file to file: memory holds one tensor."""
     dense = open_checkpoint(source)
     config = _config(dense, how)
     files = {path.name: path.read_bytes() for path in companions(source)} | {CONFIG: encode_json(config)}
@@ -77,7 +75,7 @@ def _config(dense: HuggingFaceModel, how: Upcycle) -> dict[str, Any]:
     if model.experts:
         raise WeightsError(f"{dense.files.directory} is a mixture of experts already")
     if how.every > model.layers:
-        raise ConfigError(f"every {how.every} layers is never: the model has {model.layers}")
+        raise ConfigError(f"every = {how.every} leaves no layer with experts: the model has {model.layers} layers")
     tree = {key: value for key, value in tree.items() if key not in ("layer_types", "quantization_config")}
     if dense.layout.architecture == "Qwen3ForCausalLM":
         return tree | {
@@ -143,7 +141,7 @@ def _entry(dense: HuggingFaceModel, source: str, name: str, scales: Tensor | Non
 
 
 def _unit_scales(units: int, noise: float, generator: torch.Generator) -> Tensor:
-    """2 or ½ for a share `noise` of the inner units, 1 for the others."""
+    """2 or ½ for a share `noise` of the inner units, and 1 for the others."""
     chosen = torch.rand(units, generator=generator) < noise
     doubled = torch.rand(units, generator=generator) < 0.5
     return torch.where(chosen, torch.where(doubled, 2.0, 0.5), 1.0)

@@ -19,7 +19,7 @@ def test_a_checkpoint_is_got_shown_and_upcycled(rollmill: Callable[..., Told], t
     told = rollmill("model", "upcycle", tmp_path / "mine", tmp_path / "moe", "--experts", 4, "--per-token", 2)
     assert told.code == 0 and "Qwen3MoeForCausalLM" in told.out
     told = rollmill("model", "show", tmp_path / "moe")
-    for fact in ("4 of width 48 in 3 layers, 2 a token", "q/k norms", "F32 100.0%", "no tokenizer.json"):
+    for fact in ("4 of width 48 in 3 layers, 2 per token", "q/k norms", "F32 100.0%", "no tokenizer.json"):
         assert fact in told.out, fact
 
 
@@ -32,7 +32,7 @@ def test_latent_attention_is_shown(rollmill: Callable[..., Told], tmp_path: Path
 def test_what_is_no_checkpoint_is_refused(rollmill: Callable[..., Told], tmp_path: Path) -> None:
     assert refused(rollmill("model", "show", tmp_path), "has no config.json", "transformers saves it")
     assert refused(rollmill("model", "show", tmp_path / "nowhere"), "is not a directory", "rollmill model get")
-    assert refused(rollmill("model", "get", "unheard-of"), "no model that is known", "smollm2-135m")
+    assert refused(rollmill("model", "get", "unheard-of"), "no known model", "smollm2-135m")
     make_checkpoint("qwen2", tmp_path / "qwen2")
     assert refused(rollmill("model", "upcycle", tmp_path / "qwen2", tmp_path / "x"), "no mixture layout has", "Qwen3")
     assert rollmill("model", "upcycle", tmp_path / "qwen2", tmp_path / "x", "--per-token", 1).code == 2

@@ -16,13 +16,13 @@ from rollmill.cluster.roles import midtrain
 from rollmill.cluster.run import RunConfig, RunDirectory
 from rollmill.config import load_config
 from rollmill.errors import ConfigError, RollmillError, WeightsError
-from rollmill.models.huggingface.convert import load_checkpoint
 from rollmill.storage.objects import Objects
 from rollmill.types import Version
 from rollmill.weights.files.companions import kept_companions
 from rollmill.weights.reading.store import WeightStore
 from tests.cluster.checkpoints import chat_tokenizer, make_chat_checkpoint
 from tests.gateway.test_recorder import full_disk
+from tests.models.checkpoints import load_checkpoint
 
 pytest.importorskip("transformers")
 
@@ -155,7 +155,7 @@ def unknown_format(checkpoint: Path) -> None:
         (drop_tokenizer, r"no tokenizer\.json[\s\S]*save_pretrained"),
         (drop_weights, r"no safetensors files in"),
         (drop_a_shard, r"lacks 1 of 2 shards: model-00002-of-00002\.safetensors"),
-        (reshape, r"model\.norm\.weight is \[31\], and \[32\] by config\.json"),
+        (reshape, r"model\.norm\.weight has shape \[31\], but \[32\] by config\.json"),
         (grow_tokenizer, r"tokenizer .* has 320 tokens, but its model only 300"),
         (unknown_format, r"no chat format that is known[\s\S]*ChatML"),
     ],

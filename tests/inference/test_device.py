@@ -163,8 +163,8 @@ async def test_a_chain_of_versions_arrives_while_decoding() -> None:
 
 
 @pytest.mark.usefixtures("engine_on_cuda")
-async def test_memory_that_went_bad_is_noticed_by_the_next_update() -> None:
-    """Also in a tensor that the update does not change."""
+async def test_the_next_update_detects_damaged_memory() -> None:
+    """Even in a tensor that the update does not change."""
     first = make_update(1)
     second, patches = changed(first, 2)
     assert "embedding" not in patches

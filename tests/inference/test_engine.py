@@ -1,4 +1,4 @@
-"""The embedded engine against the trainer's forward pass, and its promises about requests."""
+"""The embedded engine, compared with the trainer's forward pass, and how it treats requests."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def device(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> D
 
 
 async def settle(engine: EmbeddedEngine, **expected: float) -> None:
-    """Wait until the engine's figures are these."""
+    """Waits until the engine's metrics have these values."""
     await until(lambda: all(engine.metrics()[name] == value for name, value in expected.items()))
 
 

@@ -36,7 +36,7 @@ from tests.inference.world import ENGINE, TINY, engine_at, generate, make_update
 
 
 class Line:
-    """A trainer's side of the store."""
+    """The trainer's side of the store."""
 
     def __init__(self, path: Path, model: ModelConfig = TINY, name: str = "main", shift: int = 0) -> None:
         self.objects = Objects.open(path)
@@ -163,7 +163,7 @@ async def test_bad_memory_on_the_host_is_found_by_the_engine_and_healed(tmp_path
 
 
 async def test_an_update_is_never_applied_after_its_image_has_moved_on(tmp_path: Path) -> None:
-    """The engine refuses a version, and the next one comes: what is applied then is the next one, all of it."""
+    """The engine refuses a version, and the next one comes. Then all of the next one is applied."""
     line = Line(tmp_path / "store")
     line.publish()
     async with engine_at(None) as engine:
@@ -183,7 +183,7 @@ async def test_an_update_is_never_applied_after_its_image_has_moved_on(tmp_path:
             await until(lambda: bool(refused))
             await until(serves(engine, len(line.digests) - 1))
             assert engine.health()["policy"]["digest"] == line.digests[-1]
-            await until(lambda: follower.problem is None)  # said just after the switch
+            await until(lambda: follower.problem is None)  # cleared just after the switch
 
 
 async def test_a_hint_ends_a_long_wait(tmp_path: Path) -> None:
@@ -202,7 +202,7 @@ async def test_a_hint_ends_a_long_wait(tmp_path: Path) -> None:
         release.set()
 
 
-async def test_the_store_is_asked_rarely_where_nothing_happens(tmp_path: Path) -> None:
+async def test_the_store_is_polled_rarely_when_nothing_happens(tmp_path: Path) -> None:
     line = Line(tmp_path / "store")
     line.publish()
     source = Follower(line.store, "main")

@@ -1,4 +1,4 @@
-"""Engines that serve a quantised form: bytes in, dequantised parameters, and the digest of the bytes on every token."""
+"""Engines that serve a quantised form: parameters are dequantised, and every token names the digest of the bytes."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ async def test_tokens_are_sampled_from_the_form_and_name_it(form: str, device: D
 
 
 @pytest.mark.parametrize("form", ["fp8", "nvfp4"])
-async def test_patches_that_leave_a_tensor_out_are_made_up_for(form: str, device: Device) -> None:
+async def test_a_changed_tensor_that_patches_leave_out_is_loaded(form: str, device: Device) -> None:
     first, second = make_update(1, form), make_update(2, form)
     patches = {name: [] for name in second.tensors if not name.startswith("layers.0.qkv")}
     async with EmbeddedEngine(TINY, ENGINE, device=device, form=form) as engine:
@@ -70,7 +70,7 @@ async def test_a_damaged_version_leaves_the_served_one_in_place(device: Device) 
 
 
 @pytest.mark.parametrize("form", ["fp8", "nvfp4"])
-async def test_a_parameter_that_went_bad_is_made_good_by_the_next_version(form: str, device: Device) -> None:
+async def test_a_damaged_parameter_is_repaired_by_the_next_version(form: str, device: Device) -> None:
     first = make_update(1, form)
     tensors = {**first.tensors, "norm": make_update(2, form).tensors["norm"]}
     tensors["norm"].data[:2] ^= 1

@@ -102,8 +102,8 @@ def test_two_levels_draw_what_one_does(device: str, monkeypatch: pytest.MonkeyPa
 
 
 @pytest.mark.parametrize("size", [LARGE, 5000], ids=["whole chunks", "a chunk cut short"])
-def test_what_cannot_be_drawn_never_is(size: int, device: str) -> None:
-    """Six tokens, at the ends of chunks and of the vocabulary, come as often as they should and no other ever."""
+def test_tokens_of_probability_zero_are_never_drawn(size: int, device: str) -> None:
+    """Six tokens, at the ends of chunks and of the vocabulary, have the right frequency; no other is ever drawn."""
     places = torch.tensor([0, 511, 512, 1024, size - 2, size - 1])
     row = torch.full((size,), -torch.inf).index_copy_(0, places, LOGITS).to(device)
     tokens = sample(row.expand(2000, -1), [Draw(Sampling(), seed, 3) for seed in range(2000)])[0]

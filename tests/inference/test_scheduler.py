@@ -1,4 +1,4 @@
-"""The scheduler alone, driven by random traffic: no page is owned twice, nobody starves, everything comes back."""
+"""The scheduler alone, with random traffic: no page has two owners, no request starves, all pages are returned."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def make_generation(
 
 
 def run(scheduler: Scheduler, work: list[Work]) -> list[Generation]:
-    """Pretend to compute; the generations that finished."""
+    """Pretends to compute. Returns the generations that finished."""
     finished = []
     for item in work:
         item.generation.advance(item.count, None, POLICY)
@@ -61,7 +61,7 @@ arrivals = st.lists(
         st.integers(1, 40),  # new tokens
         st.sampled_from(["production", "rollout"]),
         st.integers(0, 2),  # session
-        st.booleans(),  # leaves after a while
+        st.booleans(),  # the client leaves early
     ),
     min_size=1,
     max_size=12,

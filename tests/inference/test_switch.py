@@ -1,4 +1,4 @@
-"""New weights in the middle of running generations: what each token says about its weights is true."""
+"""New weights while generations run: every token names the weights that sampled it."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ on_cpu = pytest.mark.parametrize("device", ["cpu"], indirect=True)
 
 
 class Remembering:
-    """Attention over all keys and values seen so far, whichever weights computed them."""
+    """Attention over all keys and values so far, computed by any weights."""
 
     def __init__(self) -> None:
         self._seen: dict[int, tuple[Tensor, Tensor]] = {}
@@ -143,7 +143,7 @@ async def test_many_switches_under_load_drop_nothing() -> None:
 
 
 def changed(update: Update, number: int, share: float = 0.1) -> tuple[Update, dict[str, list[Patch] | None]]:
-    """The next version, and the patches that lead to it: some elements of most tensors, the norm whole."""
+    """The next version, with the patches that lead to it: some elements of most tensors, and the whole norm."""
     random = np.random.default_rng(number)
     tensors: dict[str, HostTensor] = {}
     patches: dict[str, list[Patch] | None] = {}
@@ -152,10 +152,10 @@ def changed(update: Update, number: int, share: float = 0.1) -> tuple[Update, di
         if name == "norm":
             bits += 1
             patches[name] = None
-        elif name != "embedding":  # unchanged, and not named
+        elif name != "embedding":  # not changed, and not in the patches
             indices = np.flatnonzero(random.random(bits.size) < share).astype(np.uint32)
             bits[indices] ^= 1
-            half = len(indices) // 2  # two legs: the first one's values are not the last word
+            half = len(indices) // 2  # two patches: the second overwrites values of the first
             wrong = Patch(0, indices[:half], bits[indices[:half]] ^ 7)
             patches[name] = [wrong, Patch(0, indices[:half], bits[indices[:half]]), _shifted(indices[half:], bits)]
         tensors[name] = HostTensor(tensor.dtype, tensor.shape, bits.view(np.uint8))
@@ -169,7 +169,7 @@ def _shifted(indices: np.ndarray, bits: np.ndarray) -> Patch:
 
 
 def unread(update: Update) -> Update:
-    """The same update whose unpatched tensors are wrong: whoever reads more than the patches ends elsewhere."""
+    """The same update with wrong tensors outside the patches: reading more than the patches gives other weights."""
     assert update.patches is not None
     tensors = {
         name: tensor if update.patches.get(name, ()) is None else replace(tensor, data=np.zeros_like(tensor.data))
@@ -178,7 +178,7 @@ def unread(update: Update) -> Update:
     return replace(update, tensors=tensors)
 
 
-@on_cpu  # on a device the host bytes are read, to be held against the digest and for the audits
+@on_cpu  # on a device the host bytes are read, for the digest and the audits
 async def test_patches_are_all_that_is_written() -> None:
     first = make_update(1)
     second, _ = changed(first, 2)
@@ -202,12 +202,12 @@ async def test_applying_again_or_from_elsewhere_ends_at_the_right_bytes() -> Non
         for update in (second, second, replace(second, base=make_update(5).policy), make_update(7), second):
             await engine.apply(update)
             assert device_digest(engine._decoding._model) == update.policy.digest
-    async with engine_at(None) as engine:  # at no version at all
+    async with engine_at(None) as engine:  # without any version
         await engine.apply(second)
         assert device_digest(engine._decoding._model) == second.policy.digest
 
 
-async def test_patches_that_do_not_lead_there_are_made_up_for() -> None:
+async def test_patches_that_do_not_lead_to_the_version_are_replaced_by_a_copy() -> None:
     first = make_update(1)
     second, patches = changed(first, 2)
     less = {name: listed for name, listed in patches.items() if name != "layers.0.qkv"}
@@ -278,7 +278,7 @@ async def test_bytes_that_do_not_match_are_never_served(device: Device) -> None:
     async with engine_at(good) as engine:
         with pytest.raises(WeightsError, match="do not have digest"):
             await engine.apply(bad)
-        if device == "cuda":  # found out before anything was written
+        if device == "cuda":  # detected before anything was written
             assert {policy.number for policy in (await generate(engine, request(session="old"))).policies} == {1}
         else:
             assert engine.health()["policy"] is None, "its parameters are neither version: it serves nothing"

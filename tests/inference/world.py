@@ -1,4 +1,4 @@
-"""A tiny model, its versions, and what the trainer's forward pass says about an answer."""
+"""A tiny model, its versions, and the trainer's log-probs for what an engine generated."""
 
 from __future__ import annotations
 
@@ -40,11 +40,11 @@ TINY = ModelConfig(
 )
 ENGINE = EngineConfig(max_batch=8, block_size=4, cache_tokens=1024, prefill_chunk=16, stream_seconds=0.0)
 PROMPT = [3, 1, 4, 1, 5, 9, 2, 6, 5, 3, 5]
-DEVICE: Device = "cpu"  # where engines and the trainer's models of a test are
+DEVICE: Device = "cpu"  # of engines and of the trainer's models in a test
 
 
 def use_device(device: Device, monkeypatch: pytest.MonkeyPatch) -> Device:
-    """For the time of a test."""
+    """Sets DEVICE for one test."""
     if device == "cuda" and not torch.cuda.is_available():
         pytest.skip("no CUDA device")
     monkeypatch.setattr("tests.inference.world.DEVICE", device)
@@ -52,12 +52,12 @@ def use_device(device: Device, monkeypatch: pytest.MonkeyPatch) -> Device:
 
 
 def tolerance() -> float:
-    """Of log-probs of tiny models, engine against trainer: FP32 rounding, or bf16 rounding of every activation."""
+    """Tolerance of log-probs of tiny models, engine against trainer: FP32 rounding, or bf16 rounding on a GPU."""
     return 1e-4 if DEVICE == "cpu" else 0.05
 
 
 def make_update(number: int, config: ModelConfig = TINY) -> Update:
-    """Version `number`: random weights of their own."""
+    """Version `number`, with its own random weights."""
     model = Decoder(config)
     model.initialise(number)
     tensors = to_host(model.state_dict())
@@ -86,18 +86,18 @@ def request(tokens: list[int] = PROMPT, session: str = "s", **sampling: object) 
 
 
 async def until(condition: Callable[[], bool]) -> None:
-    """Wait for it; the test's own timeout ends a wait in vain."""
+    """Waits for the condition. The test's timeout ends a wait that is too long."""
     while not condition():  # noqa: ASYNC110 - what is waited for happens in another thread or process
         await asyncio.sleep(0.005)
 
 
 @dataclass
 class Whole:
-    """All chunks of an answer, put together as the gateway does."""
+    """All chunks of one request, joined as the gateway joins them."""
 
     tokens: list[int]
     logprobs: list[float]
-    policies: list[PolicyRef]  # one a token
+    policies: list[PolicyRef]  # one per token
     routes: dict[int, np.ndarray]  # by position
     last: GenerateChunk
 

@@ -1,4 +1,4 @@
-"""Tiny random checkpoints of every layout, made and saved by `transformers`: what ours is held against."""
+"""Tiny random checkpoints of every layout, made and saved by `transformers`, to compare our decoder with."""
 
 from __future__ import annotations
 
@@ -9,7 +9,14 @@ import torch
 from torch import Tensor
 
 from rollmill.models.attention import PackedAttention, packed_positions
+from rollmill.models.config import ModelConfig
 from rollmill.models.decoder import Decoder
+from rollmill.models.huggingface.config import read_layout
+from rollmill.models.huggingface.convert import load_tensors, open_checkpoint, saved_config, tensor_entry
+from rollmill.models.huggingface.files import CONFIG, companions, read_json
+from rollmill.models.huggingface.layouts import NamedView, named_views
+from rollmill.weights.files.directory import SHARD_BYTES, encode_json, write_directory
+from rollmill.weights.files.safetensors import Entry
 
 COMMON: dict[str, Any] = {
     "vocab_size": 61,
@@ -48,7 +55,7 @@ LLAMA3_ROPE = {
 YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 16, "rope_theta": 10000.0}
 DEEP_YARN = YARN | {"beta_fast": 8.0, "beta_slow": 1.0, "mscale": 1.0, "mscale_all_dim": 0.7}
 
-# name → (class, configuration); one line for each thing a layout can have
+# name → (class, configuration); one line per feature of a layout
 LAYOUTS: dict[str, tuple[str, dict[str, Any]]] = {
     "llama": ("Llama", {"tie_word_embeddings": True, "rms_norm_eps": 1e-5}),
     "llama3": ("Llama", {"head_dim": 16, "rope_parameters": LLAMA3_ROPE | {"rope_theta": 500000.0}}),
@@ -69,7 +76,7 @@ LAYOUTS: dict[str, tuple[str, dict[str, Any]]] = {
 
 
 def make_checkpoint(name: str, directory: Path, dtype: torch.dtype = torch.float32, **change: Any) -> Any:
-    """Save one of LAYOUTS to `directory`; the model of `transformers`, with every tensor random and of some size."""
+    """Saves one of LAYOUTS to `directory`, and returns the model of `transformers`. No tensor is near zero."""
     import transformers
 
     kind, config = LAYOUTS[name]
@@ -104,3 +111,37 @@ def our_logits(model: Decoder, tokens: Tensor) -> Tensor:
 @torch.no_grad()
 def their_logits(model: Any, tokens: Tensor) -> Tensor:
     return model(tokens.unsqueeze(0)).logits[0].float()
+
+
+def load_checkpoint(
+    directory: Path, dtype: torch.dtype | None = None, max_context: int | None = None
+) -> tuple[ModelConfig, Decoder]:
+    """The model in `dtype`, or as it is stored. `max_context` shortens the table of angles, if that is less."""
+    checkpoint = open_checkpoint(directory)
+    config = checkpoint.layout.model
+    if max_context is not None:
+        config = config.model_copy(update={"max_context": min(max_context, config.max_context)})
+    model = Decoder(config, dtype or checkpoint.dtype)
+    load_tensors(model.state_dict(), checkpoint)
+    return config, model
+
+
+def save_checkpoint(model: Decoder, directory: Path, like: Path, shard_bytes: int = SHARD_BYTES) -> None:
+    """Writes `model` as a checkpoint directory. All other files come from the directory `like`."""
+    tree = read_json(like / CONFIG)
+    kept = {path.name: path.read_bytes() for path in companions(like)}
+    layout = read_layout(tree, str(like / CONFIG))
+    saved = saved_config(tree, model.embedding.dtype, layout)
+    if saved != tree:
+        kept[CONFIG] = encode_json(saved)
+    entries = [_entry(each) for each in named_views(layout, model.state_dict())]
+    write_directory(directory, entries, kept, shard_bytes=shard_bytes)
+
+
+def _entry(each: NamedView) -> Entry:
+    view = each.view.detach()
+
+    def produce() -> Tensor:
+        return view if each.order is None else view.index_select(0, each.order.argsort())
+
+    return tensor_entry(each.name, view.dtype, view.shape, produce)

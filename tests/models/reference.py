@@ -1,4 +1,4 @@
-"""The decoder once more, one sequence at a time, in the plainest way: what the fast one is compared with."""
+"""A plain decoder, one sequence at a time, to compare the fast one with."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ TINY = ModelConfig(
 def make_decoder(config: ModelConfig = TINY, seed: int = 0) -> Decoder:
     model = Decoder(config)
     model.initialise(seed)
-    with torch.no_grad():  # norms of exactly one would hide a forgotten weight
+    with torch.no_grad():  # norms of exactly 1 would hide a missing weight
         for parameter in model.parameters():
             if parameter.dim() == 1:
                 parameter.add_(0.1 * torch.randn(parameter.shape, generator=torch.Generator().manual_seed(seed)))

@@ -51,13 +51,13 @@ def heads_of(rows: Tensor, shape: Shape) -> tuple[Tensor, ...]:
 
 
 def plain(q: Tensor, k: Tensor, v: Tensor, lengths: Sequence[int]) -> Tensor:
-    """With all scores."""
+    """Attention with the whole matrix of scores."""
     with without_kernels():
         return PackedAttention(lengths, DEVICE)(0, q, k, v).view(q.shape)
 
 
 def both(lengths: Sequence[int], shape: Shape, dtype: torch.dtype) -> tuple[list[Tensor], list[Tensor]]:
-    """(output, gradient of the packed rows) of kernels and in FP32."""
+    """Returns (output, gradient of the packed rows), from the kernels and in FP32."""
     rows, grad = packed(lengths, shape, dtype)
     found = []
     for each, compute in (
@@ -91,7 +91,7 @@ def test_values_and_gradients(lengths: Sequence[int], shape: Shape):
     mine, expected = both(lengths, shape, torch.bfloat16)
     assert error(mine[0], expected[0]) < 4e-3
     for ours, theirs in zip(heads_of(mine[1], shape), heads_of(expected[1], shape), strict=True):
-        # of a single token neither q nor k has a gradient
+        # for a single token neither q nor k has a gradient
         assert error(ours, theirs) < 1e-2 if max(lengths) > 1 or theirs.norm() > 1 else ours.norm() < 0.1
 
 
@@ -110,8 +110,8 @@ def test_tiles_of_any_shape(sizes: tuple[int, int], monkeypatch: pytest.MonkeyPa
     assert max(error(*pair) for pair in zip(mine, expected, strict=True)) < 6e-3
 
 
-def test_a_thread_may_begin_with_it():
-    """As autograd's may: the driver has no context there yet."""
+def test_it_may_be_the_first_cuda_call_of_a_thread():
+    """Autograd's threads have no CUDA context at first."""
     rows, grad = packed([20, 45], (6, 2, 64))
     qkv, tiles = heads_of(rows.detach(), (6, 2, 64)), Tiles([20, 45], DEVICE)
     out, sums = attention_forward(*qkv, tiles)
@@ -154,7 +154,7 @@ def test_nan_stays_in_its_sequence():
         assert mine[37:57].isnan().all()
 
 
-def test_one_bad_key_reaches_what_comes_after():
+def test_a_nan_key_reaches_only_later_tokens():
     rows, _ = packed([50], (1, 1, 32))
     with torch.no_grad():
         rows[33, 1] = float("nan")
@@ -162,7 +162,7 @@ def test_one_bad_key_reaches_what_comes_after():
     assert not out[:33].isnan().any() and out[33:].isnan().all()
 
 
-def test_bits_repeat_and_depend_on_no_neighbour():
+def test_bits_repeat_and_do_not_depend_on_neighbours():
     shape = (6, 2, 64)
     rows, grad = packed([40, 33, 50], shape)
     tiles = Tiles([40, 33, 50], DEVICE)
@@ -174,7 +174,7 @@ def test_bits_repeat_and_depend_on_no_neighbour():
 
 
 def test_large_scores():
-    """Where one key has all the weight, and where scores differ by more than a power can hold."""
+    """One key has all the weight, or scores differ by more than an exponential can hold."""
     rows, grad = packed([60], (2, 1, 32))
     with torch.no_grad():
         rows *= 60
@@ -204,7 +204,7 @@ def test_tables():
 
 @pytest.mark.parametrize("dim", [32, 64, 128])
 def test_all_tables_are_there_before_the_first_call(dim: int):
-    """A graph that is being recorded could not copy them from the host."""
+    """While a graph is recorded, nothing can be copied from the host."""
     rows, grad = packed([20, 45], (2, 1, dim))
     tiles = Tiles([20, 45], DEVICE)
     made = dict(tiles._made)

@@ -1,4 +1,4 @@
-"""The reference in torch, and the kernels: the bytes are the host's."""
+"""Device deltas: the torch reference and the kernels give the bytes of the host's encoder."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from rollmill.weights.format.tensors import HostTensor
 from rollmill.weights.reading.patches import Patch
 from tests.kernels import DEVICE, INTERPRETED
 
-LONGEST = 18_000 if INTERPRETED else 40_000  # more than a kernel's tile in either case
+LONGEST = 18_000 if INTERPRETED else 40_000  # more than a kernel's tile
 UNSIGNED: dict[int, np.dtype[Any]] = {1: np.dtype("u1"), 2: np.dtype("<u2"), 4: np.dtype("<u4")}
 DTYPES = {1: torch.float8_e4m3fn, 2: torch.bfloat16, 4: torch.float32}
 # ±0, ±infinity, quiet and signalling NaN with payloads, smallest subnormal, largest number; as bfloat16
@@ -37,7 +37,7 @@ def random_bits(rng: np.random.Generator, size: int, width: int) -> np.ndarray:
 
 
 def updated(rng: np.random.Generator, bits: np.ndarray, share: float) -> np.ndarray:
-    """Like an optimizer step: mostly ±1, some up to ±300, a few to anything."""
+    """Like an optimizer step: mostly ±1, some up to ±300, a few arbitrary."""
     width = bits.dtype.itemsize
     new = bits.copy()
     changed = np.flatnonzero(rng.random(bits.size) < share)
@@ -169,7 +169,7 @@ def test_changes_turn_the_base_into_the_new_version(width: int, device: str) -> 
     indices, values = delta.changes(tensor(old, device), tensor(new, device))
     assert np.array_equal(indices.cpu().numpy(), np.flatnonzero(old != new))
     parameter = tensor(old, device)
-    for _ in range(2):  # absolute values: once more does no harm
+    for _ in range(2):  # values are absolute, so applying twice does no harm
         apply_changes(parameter, indices, values)
         assert np.array_equal(bits_on_host(parameter), new)
 
@@ -201,7 +201,7 @@ def plain_audit(bits: np.ndarray) -> int:
 
 @pytest.mark.parametrize("width", [1, 2, 4])
 @pytest.mark.parametrize("size", [0, 1, 1000, 32_768, 40_001])
-def test_host_and_device_have_the_audit_that_is_written_down(width: int, size: int, device: str) -> None:
+def test_host_and_device_compute_the_specified_audit(width: int, size: int, device: str) -> None:
     bits = random_bits(np.random.default_rng(size), size, width)
     assert audit_host(bits.view(np.uint8), width) == plain_audit(bits)
     assert audit(tensor(bits, device)) == plain_audit(bits)
@@ -318,7 +318,7 @@ def test_several_patches_of_a_chunk_count_in_their_order(device: str) -> None:
     expect(parameters, {**old, "a": new})
 
 
-def test_an_update_of_other_weights_is_found_out(device: str) -> None:
+def test_an_update_of_other_weights_is_detected(device: str) -> None:
     old, parameters = model(device)
     new = old["a"].copy()
     new[7] ^= 1

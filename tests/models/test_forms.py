@@ -1,4 +1,4 @@
-"""Products of quantised forms: what they see, what gradient they give, and that a model learns through them."""
+"""Products of quantised forms: their inputs, their gradients, and that a model learns with them."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ SMALL = ModelConfig(
 )  # fmt: skip
 SMALL_LENGTHS = [300, 212]
 MOST_ROWS = 6 if INTERPRETED else None
-if INTERPRETED:  # which takes milliseconds a row
+if INTERPRETED:  # which takes milliseconds per row
     SMALL = SMALL.model_copy(
         update={"layers": 2, "dense_layers": 1, "width": 64, "head_dim": 16, "mlp_width": 160, "expert_width": 48}
     )
@@ -60,7 +60,7 @@ def served(config: ModelConfig, form: str, dtype: torch.dtype = torch.float32, d
 def run(
     model: Decoder, lengths: list[int], replay: Replay | None = None, seed: int = 5
 ) -> tuple[Tensor, DecoderOutput]:
-    """Tokens, and what the model makes of them."""
+    """Returns tokens and the model's output for them."""
     tokens = torch.randint(model.config.vocab_size, (sum(lengths),), generator=torch.Generator().manual_seed(seed))
     tokens = tokens.to(model.embedding.device)
     attend = packed_attention(lengths, tokens.device, model.embedding.dtype)
@@ -135,7 +135,7 @@ def test_every_matrix_of_a_model_is_quantised_and_no_token_sees_another(
 
 @each_form
 def test_a_model_learns_in_this_form(form: str) -> None:
-    """Masters in FP32, served values of the form, gradients straight through: next tokens of a fixed text."""
+    """FP32 master weights, served values of the form, straight-through gradients; next tokens of a fixed text."""
     torch.set_num_threads(1)
     config = TINY.model_copy(update={"dense_layers": 1})
     model = served(config, form)
@@ -201,9 +201,9 @@ def test_fp8_products_of_the_hardware_agree_with_the_emulated_ones(shape: tuple[
 @pytest.mark.kernels
 @each_form
 def test_kernels_agree_with_the_plain_model(form: str) -> None:
-    """A whole small model, mixtures included; routes are replayed, so that near-ties decide nothing. Routes come as
-    they are recorded: small unsigned integers in host memory. Where bf16 rounds a sum the other way, the next quantiser
-    may take a whole step the other way, so agreement is only as good as the form: random weights are the worst case."""
+    """A small model with mixtures. Routes are replayed, as recorded (small unsigned integers in host memory), so that
+    near-ties do not matter. If bf16 rounds a sum differently, the next quantiser may round a whole step differently. So
+    the tolerance is the precision of the form; random weights are the worst case."""
     host = served(SMALL, form)
     device = served(SMALL, form, torch.bfloat16, DEVICE)
     with torch.no_grad():
@@ -246,7 +246,7 @@ def test_gradients_through_kernels_are_those_of_the_plain_model(form: str) -> No
 
 
 def through_experts(form: str, device: str, dtype: torch.dtype) -> list[Tensor]:
-    """What a layer makes of some tokens, and the gradients."""
+    """Returns a layer's output for some tokens, and the gradients."""
     layer, tokens = served(SMALL, form, dtype, device).layers[-1].mlp, sum(SMALL_LENGTHS)
     x = draw(tokens, SMALL.width).bfloat16().to(device, dtype).requires_grad_()
     routes = torch.zeros(tokens, SMALL.moe_layers, 2, dtype=torch.uint8)
@@ -261,7 +261,7 @@ def through_experts(form: str, device: str, dtype: torch.dtype) -> list[Tensor]:
 @pytest.mark.kernels
 @each_form
 def test_experts_through_kernels_are_the_plain_ones(form: str) -> None:
-    """One layer, forward and all its gradients: here rounding has nowhere to grow."""
+    """One layer, forward and all gradients, so that rounding errors do not accumulate."""
     with without_kernels():
         plain_ones = through_experts(form, "cpu", torch.float32)
     for here, there in zip(plain_ones, through_experts(form, DEVICE, torch.bfloat16), strict=True):

@@ -1,4 +1,4 @@
-"""A mixture's products in FP8 against the emulated ones, which multiply what codes stand for."""
+"""The FP8 products of a mixture, compared with emulated ones, which multiply the dequantised codes."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from tests.models.test_quantize import draw
 pytestmark = [pytest.mark.kernels, hopper]
 # what another order of a sum may change, of the largest in its row: Hopper keeps 14 bits or so of each product of 128
 SUMS = 2**-11 if INTERPRETED else 2**-8
-# the next quantiser may take a whole step the other way where bf16 rounded a sum the other way
+# if bf16 rounds a sum differently, the next quantiser may round a whole step differently
 STEPS = 5e-3 if INTERPRETED else 2e-2
 COUNTS = {
     "some": [70, 3, 129, 41],
@@ -29,13 +29,13 @@ COUNTS = {
 
 
 def served(*shape: int, seed: int) -> Tensor:
-    """Weights as they are served: they are what their codes stand for."""
+    """Weights as they are served: equal to their dequantised codes."""
     with without_kernels():
         return fp8.rounded(draw(*shape, seed=seed) / shape[-2] ** 0.5, fp8.BLOCK).bfloat16()
 
 
 def uneven(rows: int, width: int, seed: int = 0) -> Tensor:
-    """Rows of many sizes, and so of many scales."""
+    """Rows of many magnitudes, so of many scales."""
     return (draw(rows, width, seed=seed) * torch.exp2(draw(rows, 1, seed=seed + 1) * 4)).bfloat16()
 
 
@@ -88,7 +88,7 @@ def test_a_product_is_the_emulated_one(counts: list[int], inputs: int, outputs: 
     x, weight = uneven(sum(counts), inputs), served(len(counts), inputs, outputs, seed=3)
     expected = exact(x, weight, counts)
     error = (multiplied(x, weight, counts).double() - expected).abs()
-    # half a step of bf16 at most
+    # at most half a step of bf16
     assert (error <= 2**-8 * expected.abs() + SUMS * expected.abs().amax(1, keepdim=True)).all()
 
 
@@ -119,10 +119,10 @@ def test_codes_are_those_of_the_passes_one_by_one() -> None:
 
 
 def through(experts: int, *, skips: bool) -> list[Tensor]:
-    """What experts make of some tokens, and the gradients."""
+    """Returns the experts' output for some tokens, and the gradients."""
     tokens, width, inner = 50, 256, 128
     chosen = torch.arange(tokens)[:, None] * torch.tensor([1, 3]) % experts
-    chosen[chosen == 2] = 0  # which leaves expert 2 without rows
+    chosen[chosen == 2] = 0  # expert 2 has no rows
     inputs = [
         uneven(tokens, width),
         draw(tokens, 2, seed=2).sigmoid().bfloat16(),

@@ -1,4 +1,4 @@
-"""The decoder through its kernels against the plain one in FP32; recomputing layers changes nothing."""
+"""The decoder with kernels, compared with the plain one in FP32. Recomputing layers changes nothing."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from rollmill.models.moe import Replay
 from tests.kernels import DEVICE, INTERPRETED, devices, without_kernels
 
 LAYERS, LENGTHS = (2, [9, 1, 7]) if INTERPRETED else (3, [70, 33, 70])
-BF16_LIMIT = 6e-2 if INTERPRETED else 4e-2  # in a sum over fewer tokens rounding shows more
+BF16_LIMIT = 6e-2 if INTERPRETED else 4e-2  # sums over fewer tokens have larger rounding errors
 BASE = {"vocab_size": 96, "layers": LAYERS, "width": 64, "heads": 6, "kv_heads": 2, "head_dim": 16, "mlp_width": 144}
 VARIANTS: dict[str, dict[str, Any]] = {
     "dense": {"experts": 0},
@@ -47,14 +47,14 @@ def decoder(variant: str) -> Decoder:
     model.initialise(3)
     with torch.no_grad():
         for name, parameter in model.named_parameters():
-            if parameter.ndim == 1:  # norms of one and biases of zero would hide mistakes
+            if parameter.ndim == 1:  # norms of 1 and biases of 0 would hide mistakes
                 parameter.add_(0.3 * torch.randn(parameter.shape, generator=torch.Generator().manual_seed(len(name))))
     round_to_form_(model.parameters(), "bf16")
     return model
 
 
 def run(model: Decoder, replay: Replay | None = None) -> tuple[Tensor, dict[str, Tensor]]:
-    """Hidden rows, and the gradients of a loss of them."""
+    """Returns hidden rows, and the gradients of a loss on them."""
     device = model.embedding.device
     generator = torch.Generator().manual_seed(1)
     count = sum(LENGTHS)
@@ -86,7 +86,7 @@ def relative(ours: Tensor, theirs: Tensor) -> float:
 
 
 def in_type(model: Decoder, dtype: torch.dtype) -> Decoder:
-    """The same on the device of the kernels."""
+    """The same on the kernels' device."""
     moved = Decoder(model.config, dtype)
     moved.load_state_dict(model.state_dict())
     return moved.to(DEVICE)

@@ -15,8 +15,8 @@ import torch
 from rollmill.chat.tokenizer import Tokenizer, train_tokenizer
 from rollmill.errors import RollmillError, WeightsError
 from rollmill.models.get import get_model
-from rollmill.models.huggingface.convert import load_checkpoint, open_checkpoint
-from tests.models.checkpoints import make_checkpoint, our_logits, their_logits, tokens_of
+from rollmill.models.huggingface.convert import open_checkpoint
+from tests.models.checkpoints import load_checkpoint, make_checkpoint, our_logits, their_logits, tokens_of
 
 gguf = pytest.importorskip("gguf")
 transformers = pytest.importorskip("transformers")
@@ -110,7 +110,7 @@ def test_quantised_tensors_come_back_as_numbers_and_it_is_said(model: Any, tmp_p
     _write_gguf(tmp_path / "tiny.gguf", model, quantised=True)
     said: list[str] = []
     get_model(str(tmp_path / "tiny.gguf"), tmp_path / "out", dtype="F32", say=said.append)
-    assert "Q8_0" in said[-1] and "no more precise" in said[-1]
+    assert "Q8_0" in said[-1] and "adds no precision" in said[-1]
     _, ours = load_checkpoint(tmp_path / "out")
     expected = model.state_dict()["model.layers.0.mlp.gate_proj.weight"]
     found = ours.layers[0].mlp.gate_up[:48]
@@ -189,12 +189,12 @@ def test_a_hub_out_of_reach_says_what_to_do(tmp_path: Path) -> None:
         check=False,
     )
     assert done.returncode == 1
-    assert "some/model could not be downloaded" in done.stderr and "hint: without a way to the hub" in done.stderr
+    assert "some/model could not be downloaded" in done.stderr and "hint: without access to the hub" in done.stderr
     assert not (tmp_path / "out").exists() and not (tmp_path / ".out.partial").exists()
 
 
 def test_a_name_nobody_knows(tmp_path: Path) -> None:
-    with pytest.raises(WeightsError, match="no model that is known"):
+    with pytest.raises(WeightsError, match="no known model"):
         get_model("smollm3", tmp_path / "out")
 
 

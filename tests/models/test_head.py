@@ -1,4 +1,4 @@
-"""The head in pieces, against logits held whole: values and gradients."""
+"""The head in chunks, compared with all logits at once: values and gradients."""
 
 from __future__ import annotations
 
@@ -27,13 +27,13 @@ def place(request: pytest.FixtureRequest) -> tuple[str, torch.dtype]:
 
 
 @pytest.fixture(autouse=True)
-def small_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Several pieces, the last of them shorter."""
+def small_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Several chunks, the last one shorter."""
     monkeypatch.setattr(head, "PIECE_ELEMENTS", 64 * VOCABULARY)
 
 
 def problem(place: tuple[str, torch.dtype]) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Hidden rows, head, targets, temperatures; some logits are far from the others."""
+    """Returns hidden rows, head, targets, temperatures. Some logits are far from the others."""
     device, dtype = place
     generator = torch.Generator().manual_seed(0)
     hidden = torch.randn(ROWS, WIDTH, generator=generator) * torch.linspace(0.1, 4, ROWS)[:, None]
@@ -60,7 +60,7 @@ def gradients(loss: Tensor, *tensors: Tensor) -> list[Tensor]:
 
 
 def assert_near(ours: Tensor, theirs: Tensor, dtype: torch.dtype) -> None:
-    """Values are FP32 in either case; gradients of a bf16 model are rounded, once a piece."""
+    """Values are always FP32. Gradients of a bf16 model are rounded once per chunk."""
     error = float((ours.double() - theirs.double()).norm() / theirs.double().norm())
     assert error < (5e-3 if dtype == torch.bfloat16 else 2e-5), error
 
@@ -97,7 +97,7 @@ def test_next_token(place: tuple[str, torch.dtype]):
     mine = head_next_token(hidden, weight, targets, weights)
     reference = -(straightforward(hidden, weight, targets, None)[0] * weights).sum()
     torch.testing.assert_close(mine.double(), reference, rtol=1e-6, atol=1e-4)
-    # scaled as by a further term of a loss
+    # scaled, as if the loss had another factor
     for ours, theirs in zip(
         gradients(0.25 * mine, hidden, weight), gradients(0.25 * reference, hidden, weight), strict=True
     ):
@@ -107,7 +107,7 @@ def test_next_token(place: tuple[str, torch.dtype]):
 
 
 def powers_problem(scale: float) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Of a vocabulary that travels in tiles, the last of them not full."""
+    """A vocabulary of several tiles, the last one not full."""
     generator = torch.Generator().manual_seed(1)
     hidden = scale * torch.randn(ROWS, WIDTH, generator=generator)
     weight = torch.randn(208, WIDTH, generator=generator)
@@ -120,7 +120,7 @@ def powers_problem(scale: float) -> tuple[Tensor, Tensor, Tensor, Tensor]:
 @pytest.mark.parametrize("scale", [0.0, 0.3, 2.0])
 @pytest.mark.parametrize("confident", [False, True])
 def test_next_token_by_powers(scale: float, confident: bool):
-    """Confident: targets of the largest logits, whose gradients are small differences."""
+    """Confident: the targets have the largest logits, so gradients are small differences."""
     hidden, weight, targets, weights = powers_problem(scale)
     if confident:
         targets = (hidden.float() @ weight.float().t()).argmax(-1)
@@ -137,7 +137,7 @@ def test_next_token_by_powers(scale: float, confident: bool):
 def test_powers_beyond_the_range_of_numbers_are_cut():
     hidden, weight, targets, weights = powers_problem(0.1)
     with torch.no_grad():
-        hidden[0] *= 4000  # surprise of some thousand nats
+        hidden[0] *= 4000  # a surprise of several thousand nats
         targets[0] = (weight.float() @ hidden[0].float()).argmin()
     loss = head_next_token(hidden, weight, targets, weights)
     rest = -(straightforward(hidden, weight, targets, None)[0] * weights)[1:].sum()

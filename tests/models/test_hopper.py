@@ -1,7 +1,7 @@
-"""Every Triton kernel compiles for the GPUs it was written for, wherever Triton is installed: no device is needed.
+"""Every Triton kernel compiles for the GPUs it was written for. This needs Triton, but no device.
 
-The code that launches kernels runs on the CPU, and each launch is replaced by a compilation with the types it was
-given. What kernels compute is tested elsewhere (the interpreter knows nothing of layouts, registers or instructions).
+The code that launches kernels runs on the CPU, and each launch is replaced by a compilation with its types. Other tests
+check what kernels compute; the interpreter does not check layouts, registers or instructions.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ def type_of(value: Any) -> str:
 
 
 class Compiler:
-    """Compiles what is launched, once for the same types and sizes."""
+    """Compiles each launch, once per combination of types and sizes."""
 
     def __init__(self) -> None:
         self.kernels: set[Any] = set()
@@ -81,8 +81,8 @@ def compiler(monkeypatch: pytest.MonkeyPatch) -> Compiler:
     from triton.runtime.jit import JITFunction
 
     found = Compiler()
-    monkeypatch.setattr(triton_support, "interpreted", True)  # the code of kernels is asked for on the CPU
-    # nothing is computed: what kernels would have written is read as zeros
+    monkeypatch.setattr(triton_support, "interpreted", True)  # so that the CPU takes the paths with kernels
+    # nothing is computed: outputs of kernels read as zeros
     monkeypatch.setattr(torch, "empty", torch.zeros)
     monkeypatch.setattr(torch, "empty_like", torch.zeros_like)
     monkeypatch.setattr(torch.Tensor, "new_empty", torch.Tensor.new_zeros)

@@ -28,7 +28,7 @@ def test_loading_and_exporting_again_gives_the_same_bytes(form: str) -> None:
 @cuda
 @pytest.mark.parametrize("form", ["bf16", "fp32", "fp8", "nvfp4"])
 def test_copies_from_a_gpu_are_the_same_bytes_and_stay_so(form: str) -> None:
-    """Pages of copies that are gone are used again; those of copies that are not must not be."""
+    """The pages of freed copies are used again; those of live copies are not."""
     model = make_decoder().to("cuda")
     expected = [to_host({name: t.cpu() for name, t in model.state_dict().items()}, form)]
     found = [to_host(model.state_dict(), form)]
@@ -37,7 +37,7 @@ def test_copies_from_a_gpu_are_the_same_bytes_and_stay_so(form: str) -> None:
             for parameter in model.parameters():
                 parameter.mul_(1.5)
         expected.append(to_host({name: t.cpu() for name, t in model.state_dict().items()}, form))
-        to_host(model.state_dict(), form)  # gone at once
+        to_host(model.state_dict(), form)  # freed at once
         found.append(to_host(model.state_dict(), form))
     for mine, theirs in zip(found, expected, strict=True):
         assert mine.keys() == theirs.keys()
@@ -107,7 +107,7 @@ def test_the_bias_of_the_router_is_never_rounded() -> None:
     assert device_digest(other) == device_digest(model)
 
 
-def test_what_host_bytes_say_is_what_a_copy_has() -> None:
+def test_host_facts_match_a_device_copy() -> None:
     model = make_decoder()
     tensors = to_host(model.state_dict())
     facts = HostFacts.of(tensors)

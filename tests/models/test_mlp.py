@@ -1,4 +1,4 @@
-"""The dense layer's MLP where Triton runs, against the plain composition, keeping what it needs and making it again."""
+"""The MLP of a dense layer with Triton, compared with the plain composition, with and without recomputing."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ def drawn(*shape: int, seed: int) -> Tensor:
 
 
 def run(inputs: list[Tensor | None], device: str, dtype: torch.dtype, remakes: bool = False) -> list[Tensor]:
-    """The output, and the gradients of x, of what was attended to and of the weights there are."""
+    """Returns the output, and the gradients of x, of the attention output and of the weights."""
     x, attended, *weights = (None if each is None else each.to(device, dtype).requires_grad_() for each in inputs)
     assert x is not None and attended is not None
     out = fused.add_mlp(x.clone(), x, attended, fused.DenseMLP(*weights), 1e-5, remakes=remakes)  # type: ignore[arg-type]

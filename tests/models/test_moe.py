@@ -22,7 +22,7 @@ def _everywhere(routes: torch.Tensor) -> Replay:
     return Replay(routes, torch.ones(len(routes), dtype=torch.bool))
 
 
-def test_replaying_its_own_routes_changes_not_one_bit() -> None:
+def test_replaying_its_own_routes_changes_no_bit() -> None:
     model = make_decoder()
     live = _run(model)
     assert live.routes is not None and live.routes.shape == (TOKENS, 2, 2)
@@ -45,11 +45,11 @@ def test_recorded_experts_are_used_where_valid_and_only_there() -> None:
 
 @pytest.mark.parametrize("gate", ["softmax", "sigmoid"])
 def test_the_gate_stays_live_under_replay(gate: str) -> None:
-    """Weights are the live scores of the recorded experts, renormalised; the gate learns even for experts it would not
-    have chosen itself."""
+    """Gate weights are the normalised live scores of the recorded experts, so the gate also learns for experts it would
+    not have chosen."""
     model = make_decoder(TINY.model_copy(update={"gate": gate}))
     live = _run(model).routes
-    forced = (live + 1) % TINY.experts  # often no live expert among them
+    forced = (live + 1) % TINY.experts  # often without any live expert
     output = _run(model, _everywhere(forced))
     output.hidden.sum().backward()
     for layer in model.layers:
@@ -68,8 +68,8 @@ def test_router_gradient_under_replay_of_live_routes_is_the_live_gradient() -> N
     assert torch.equal(*gradients)
 
 
-def test_misaligned_routes_have_a_signature() -> None:
-    """Moved by a token or a layer, routes agree with the router no better than chance; aligned ones agree fully."""
+def test_statistics_show_misaligned_routes() -> None:
+    """Routes shifted by a token or a layer agree with the router only by chance. Aligned routes agree fully."""
     model = make_decoder()
     routes = _run(model).routes
     shares = {}

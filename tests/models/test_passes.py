@@ -1,4 +1,4 @@
-"""The Triton passes of the decoder, each against the plain one in FP32."""
+"""Each Triton pass of the decoder, compared with the plain one in FP32."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ def drawn(*shape: int, seed: int = 0, dtype: torch.dtype = torch.bfloat16) -> Te
 
 
 def close(ours: Tensor, theirs: Tensor) -> None:
-    """Rounded to bf16 in other places, 2⁻⁸ of a number at most."""
+    """Rounding to bf16 in other places changes a number by at most 2⁻⁸ of it."""
     ours, theirs = ours.detach().float(), theirs.detach().float()
     assert float((ours - theirs).norm()) <= 6e-3 * float(theirs.norm())
 
@@ -103,7 +103,7 @@ def test_gradients_of_several_passes_are_summed():
     for number in range(4):
         gradients = {}
         for index, (name, total) in enumerate(expected.items()):
-            if number > 1 or index != 2:  # one that had no gradient at first
+            if number > 1 or index != 2:  # one parameter has no gradient at first
                 gradients[name] = drawn(*total.shape, seed=10 * number + index)
                 total += gradients[name].float()
         adder.add(sums, gradients)

@@ -1,4 +1,4 @@
-"""The quantiser: codes against a plain reference, the same bytes the second time, exact in bf16, on every device."""
+"""The quantiser: codes match a plain reference, quantising again gives the same bytes, values are exact in bf16."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def draw(*shape: int, seed: int = 0, scale: float = 1.0) -> Tensor:
 
 
 def blocks() -> Iterator[tuple[str, Tensor]]:
-    """Matrices that have gone wrong elsewhere: at the edges of every range."""
+    """Matrices with values at the limits of every range."""
     yield "random", draw(130, 300)
     yield "spread over magnitudes", draw(32, 256) * torch.exp2(draw(32, 256, seed=1) * 12)
     yield "zero", torch.zeros(12, 140)
@@ -130,7 +130,7 @@ def test_nvfp4_by_hand() -> None:
 
 
 def test_codes_are_the_nearest_ones() -> None:
-    """Spelled out in Python's arithmetic, one number after another."""
+    """In plain Python, one number at a time."""
     values = draw(4, 64) * torch.exp2(draw(4, 64, seed=2) * 3)
     power = nvfp4.power_of(values.abs().max())
     data, scales = nvfp4.quantise(values, power)
@@ -193,7 +193,7 @@ def test_tokens_are_quantised_each_by_itself(form: str) -> None:
 
 
 @forms
-def test_names_shapes_and_what_stays_as_it_is(form: str) -> None:
+def test_names_shapes_and_unquantised_tensors(form: str) -> None:
     model = make_decoder(BIASED)
     tensors = quantise_state(model.state_dict(), form)
     for name in ("embedding", "head", "norm", "layers.1.mlp.router.weight", "layers.0.attention_norm"):

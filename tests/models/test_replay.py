@@ -1,4 +1,4 @@
-"""The plausibility filter: what is replaced, by what, and that no expert comes twice."""
+"""The plausibility filter: which experts are replaced, by which, and that no expert comes twice."""
 
 import numpy as np
 import pytest
@@ -22,7 +22,7 @@ def filtered(
     return plausible_routes(*routes, row, ratio, None if bias is None else added)[0].tolist()
 
 
-def test_worked_out_by_hand() -> None:
+def test_an_example_by_hand() -> None:
     scores = {7: 0.40, 2: 0.30, 5: 0.10, 4: 0.06, 9: 0.01}
     live = [7, 2, 5]
     assert filtered([2, 9, 4], live, scores, 0.5) == [2, 7, 4], "9 is below .05; 7 is the best that is not there"
@@ -33,8 +33,8 @@ def test_worked_out_by_hand() -> None:
     assert filtered([2, 2, 7], live, scores, 0.5) == [2, 5, 7], "of an expert recorded twice the first stays"
 
 
-def test_with_a_bias_worked_out_by_hand() -> None:
-    """The live choice by score + bias is 7 [.90 − .50 = .40] and 2 [.05 + .35 = .40], so .40 is what is needed."""
+def test_an_example_with_a_bias_by_hand() -> None:
+    """The live choice by score + bias is 7 [.90 − .50 = .40] and 2 [.05 + .35 = .40], so .40 is needed."""
     scores = {7: 0.90, 2: 0.05, 5: 0.10, 4: 0.30, 9: 0.60, 8: 0.02}
     bias = {7: -0.50, 2: 0.35, 5: 0.295, 9: -0.30, 8: 0.45}
     live = [7, 2]
@@ -55,7 +55,7 @@ def test_a_bias_that_makes_every_sum_negative_leaves_the_live_choice_alone() -> 
 
 
 def test_with_any_bias_the_live_choice_stands() -> None:
-    """(s + b) − b is not s after rounding; the live choice must not lose an expert over that."""
+    """After rounding, (s + b) − b may differ from s. The live choice must not lose an expert because of that."""
     generator = torch.Generator().manual_seed(0)
     scores, bias = torch.rand(2000, 16, generator=generator), torch.randn(16, generator=generator)
     live = (scores + bias).topk(4, dim=1).indices

@@ -8,8 +8,7 @@ import torch
 from rollmill.chat.tokenizer import Tokenizer
 from rollmill.errors import WeightsError
 from rollmill.models.get import PACKAGES, get_model
-from rollmill.models.huggingface.convert import load_checkpoint
-from tests.models.checkpoints import our_logits, their_logits
+from tests.models.checkpoints import load_checkpoint, our_logits, their_logits
 
 pytest.importorskip("gguf")
 transformers = pytest.importorskip("transformers")

@@ -7,9 +7,8 @@ import pytest
 import torch
 
 from rollmill.errors import ConfigError, WeightsError
-from rollmill.models.huggingface.convert import load_checkpoint
 from rollmill.models.upcycle import Upcycle, upcycle
-from tests.models.checkpoints import make_checkpoint, our_logits, their_logits, tokens_of
+from tests.models.checkpoints import load_checkpoint, make_checkpoint, our_logits, their_logits, tokens_of
 
 transformers = pytest.importorskip("transformers")
 

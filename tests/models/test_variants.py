@@ -17,10 +17,9 @@ from rollmill.inference.engine import GenerateRequest
 from rollmill.models.config import LatentAttention, ModelConfig
 from rollmill.models.decoder import Decoder
 from rollmill.models.huggingface.config import read_layout
-from rollmill.models.huggingface.convert import load_checkpoint
 from rollmill.models.huggingface.layouts import named_views
 from rollmill.types import Sampling
-from tests.models.checkpoints import LAYOUTS, make_checkpoint, our_logits, tokens_of
+from tests.models.checkpoints import LAYOUTS, load_checkpoint, make_checkpoint, our_logits, tokens_of
 from tests.models.reference import TINY, make_decoder
 
 LATENT = LatentAttention(q_rank=14, kv_rank=10, plain_dim=6, rope_dim=4, value_dim=5)

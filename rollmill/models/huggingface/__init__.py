@@ -1,4 +1,4 @@
-"""Hugging Face checkpoint directories, in and out: config (their config.json → ModelConfig), files (what lies in the
-directory), layouts (their names ↔ ours), convert (load and save). Nothing is imported here, so that configurations are
-read without torch.
+"""Hugging Face checkpoint directories: config (config.json → ModelConfig), describe (ModelConfig → config.json), files
+(the files of a directory), layouts (their tensor names ↔ ours), convert (check and load), served (between a directory
+and a version). Nothing is imported here, so that configurations are read without torch.
 """

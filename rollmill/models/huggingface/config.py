@@ -1,6 +1,6 @@
-"""A checkpoint's config.json as a ModelConfig. No torch: `rollmill model show` and run configurations are read without.
+"""Reads a checkpoint's config.json as a ModelConfig. No torch: run configurations are read without it.
 
-What our decoder does not do (sliding windows, partial rotation, other activations …) is refused by name: a model
+What our decoder cannot do (sliding windows, partial rotation, other activations …) is refused by name. A model that is
 computed almost right is worse than none.
 """
 
@@ -15,7 +15,7 @@ from rollmill.config import validate_config
 from rollmill.errors import ConfigError
 from rollmill.models.config import ModelConfig
 
-# A config.json that claims more is not believed: memory and time are spent by these numbers.
+# Larger values in a config.json are refused, because they decide how much memory and time is used.
 LARGEST = {
     "max_position_embeddings": 1 << 24,
     "original_max_position_embeddings": 1 << 24,
@@ -32,12 +32,12 @@ _ROPE_TYPES = ("default", "llama3", "yarn")
 
 @dataclass(frozen=True)
 class Layout:
-    """What a checkpoint is: our configuration, and what its files need beside it to be read."""
+    """The layout of a checkpoint: our configuration, and what else is needed to read its files."""
 
     architecture: str
     model: ModelConfig
-    interleaved: bool = False  # rotated rows are stored as pairs (0, 1), (2, 3) … where ours are (0, D/2) …
-    unused_layers: int = 0  # layers behind the last one that only predict further tokens; they are not read
+    interleaved: bool = False  # rotated rows are stored as pairs (0, 1), (2, 3) …; ours are (0, D/2) …
+    unused_layers: int = 0  # extra layers at the end that predict further tokens; they are not read
 
 
 def config_from_huggingface(config: Mapping[str, Any], source: str = "config.json") -> ModelConfig:
@@ -45,7 +45,7 @@ def config_from_huggingface(config: Mapping[str, Any], source: str = "config.jso
 
 
 def read_layout(config: Mapping[str, Any], source: str = "config.json") -> Layout:
-    """ConfigError for an architecture, an option or a value that our decoder does not have."""
+    """Raises ConfigError for an architecture, an option or a value that our decoder does not have."""
     fields = _Fields(config, source)
     architecture = _architecture(fields)
     if fields.get("hidden_act", "silu") != "silu":
@@ -69,7 +69,7 @@ def read_layout(config: Mapping[str, Any], source: str = "config.json") -> Layou
 
 
 class _Fields:
-    """config.json, read with care: every complaint names the file, the key and the value."""
+    """Typed access to config.json. Every error names the file, the key and the value."""
 
     def __init__(self, tree: Mapping[str, Any], source: str) -> None:
         self._tree, self.source = tree, source
@@ -107,7 +107,7 @@ class _Fields:
     def refuse(self, key: str, why: str = "the decoder has no such thing") -> ConfigError:
         return ConfigError(
             f"{self.source}: {key} = {self._tree.get(key)!r} cannot be computed here: {why}",
-            hint="a checkpoint without it; a wrong computation would go unnoticed",
+            hint="take a checkpoint without it",
         )
 
 
@@ -215,7 +215,8 @@ def _deepseek(fields: _Fields) -> dict[str, Any]:
 
 
 def _rope(fields: _Fields, *, latent: bool) -> tuple[float, dict[str, Any] | None]:
-    """rope_theta and our rope_scaling. Newer files say rope_parameters, older ones rope_theta and rope_scaling."""
+    """Returns rope_theta and our rope_scaling. Newer files have rope_parameters; older ones rope_theta and
+    rope_scaling."""
     parameters = fields.get("rope_parameters", None) or fields.get("rope_scaling", None) or {}
     if not isinstance(parameters, dict):
         raise ConfigError(f"{fields.source}: the rope parameters are {parameters!r}, not an object")
@@ -226,7 +227,7 @@ def _rope(fields: _Fields, *, latent: bool) -> tuple[float, dict[str, Any] | Non
             f"{fields.source}: rope type {kind!r} is not known", hint=f"known are {', '.join(_ROPE_TYPES)}"
         )
     for owner in (fields, rope):
-        # latent attention has its own way to say which part is rotated
+        # latent attention says in another way which part is rotated
         if not latent and owner.get("partial_rotary_factor", 1.0) != 1.0:
             raise owner.refuse("partial_rotary_factor", "whole heads are rotated")
     theta = rope.number("rope_theta", fields.number("rope_theta", 10000.0))
@@ -259,7 +260,7 @@ def _yarn(rope: _Fields, original: int, context: int, *, latent: bool) -> dict[s
         "beta_slow": rope.number("beta_slow", 1.0),
         "truncate": rope.flag("truncate", True),
         "angle_scale": rope.number("attention_factor", default),
-        # only latent attention has it: what is not rotated must be scaled too
+        # only latent attention has it: the part that is not rotated must be scaled too
         "score_scale": _yarn_scale(factor, scale_all) ** 2 if latent and scale_all else 1.0,
     }
 

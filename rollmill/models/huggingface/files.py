@@ -1,4 +1,4 @@
-"""What lies in a checkpoint directory. Tensors are mapped, not read; everything a file claims is checked first.
+"""The files of a checkpoint directory. Tensors are mapped, not read, and everything a file claims is checked first.
 
     config.json                            the architecture, see `config`
     model.safetensors                      all tensors, or
@@ -6,7 +6,7 @@
     model.safetensors.index.json           which tensor is in which
     tokenizer.json, …                      everything else is kept as it is
 
-Pickled weights (.bin, .pt) are not read: they run whatever their author put into them.
+Pickled weights (.bin, .pt) are not read, because loading them runs code from the file.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ class Files(NamedTuple):
 
 
 def open_files(directory: Path) -> Files:
-    """WeightsError for a directory that is not a whole checkpoint."""
+    """Raises WeightsError for a directory that is not a whole checkpoint."""
     if not directory.is_dir():
         raise WeightsError(f"{directory} is not a directory", hint="`rollmill model get` makes one")
     config = read_json(directory / CONFIG)
@@ -57,7 +57,7 @@ def read_json(path: Path) -> dict[str, Any]:
 
 
 def companions(directory: Path) -> list[Path]:
-    """What belongs to a checkpoint beside its weights: configurations, tokenizer, licence."""
+    """The files of a checkpoint besides its weights: configurations, tokenizer, licence."""
     if not directory.is_dir():
         raise WeightsError(f"{directory} is not a directory", hint="give the directory the model was loaded from")
     return sorted(
@@ -66,5 +66,5 @@ def companions(directory: Path) -> list[Path]:
         if path.is_file()
         and not path.name.startswith(".")
         and not path.name.endswith(WEIGHT_SUFFIXES)
-        and path.stat().st_size <= LARGEST_BYTES  # what is larger is weights by another name
+        and path.stat().st_size <= LARGEST_BYTES  # a larger file holds weights
     )

@@ -1,8 +1,8 @@
-"""Their names and ours. All supported layouts name alike what they have in common; a layout is what our decoder has.
+"""Tensor names in Hugging Face checkpoints, and ours. All supported layouts share most names.
 
-One of our tensors may be several of theirs: q, k and v are one product, gate and up are one, and the experts of a layer
-are stacked [expert, in, out]. Each of theirs is a *view* of ours in their orientation, so loading copies into the views
-and saving writes them out: one table serves both ways.
+One of our tensors may hold several of theirs: q, k and v are one matrix, gate and up are one, and the experts of a
+layer are stacked [expert, in, out]. Each of theirs is a *view* of ours, in their orientation. Loading copies into the
+views, and saving writes them out, so one table serves both ways.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ OUTER: Mapping[str, str] = {
     "norm": "model.norm.weight",
     "head": "lm_head.weight",
 }
-# Of a layer, behind model.layers.N. — several names: rows of ours, one after another.
+# In a layer, after model.layers.N. — several names are row ranges of our tensor, in order.
 LAYER: Mapping[str, tuple[str, ...]] = {
     "attention_norm": ("input_layernorm.weight",),
     "qkv": ("self_attn.q_proj.weight", "self_attn.k_proj.weight", "self_attn.v_proj.weight"),
@@ -46,12 +46,12 @@ LAYER: Mapping[str, tuple[str, ...]] = {
     "mlp.shared.gate_up": ("mlp.shared_experts.gate_proj.weight", "mlp.shared_experts.up_proj.weight"),
     "mlp.shared.down": ("mlp.shared_experts.down_proj.weight",),
 }
-# Of a layer's experts, each theirs alone.
+# Per expert of a layer.
 EXPERTS: Mapping[str, tuple[str, ...]] = {
     "mlp.gate_up": ("mlp.experts.{expert}.gate_proj.weight", "mlp.experts.{expert}.up_proj.weight"),
     "mlp.down": ("mlp.experts.{expert}.down_proj.weight",),
 }
-# What an architecture calls differently.
+# Names that differ in an architecture.
 RENAMED: Mapping[str, Mapping[str, tuple[str, ...]]] = {
     "MixtralForCausalLM": {
         "mlp.router.weight": ("block_sparse_moe.gate.weight",),
@@ -63,15 +63,15 @@ _IN_LAYER = re.compile(r"layers\.(\d+)\.(.+)")
 
 
 class NamedView(NamedTuple):
-    """One of their tensors."""
+    """One tensor of a checkpoint, as a view of ours."""
 
     name: str
-    view: Tensor  # of one of ours
-    order: Tensor | None = None  # which of their rows each of our rows is; None: the same
+    view: Tensor
+    order: Tensor | None = None  # our row i is their row order[i]; None: the same order
 
 
 def named_views(layout: Layout, state: Mapping[str, Tensor]) -> Iterator[NamedView]:
-    """Every tensor of a checkpoint of this layout, for the `state_dict` of a decoder of its shape."""
+    """Every tensor of a checkpoint of this layout, as views of `state`, the state_dict of a decoder of its shape."""
     renamed = RENAMED.get(layout.architecture, {})
     for ours, tensor in state.items():
         if ours in OUTER:
@@ -94,9 +94,9 @@ def named_views(layout: Layout, state: Mapping[str, Tensor]) -> Iterator[NamedVi
 
 
 def halves_order(blocks: int, kept: int, rotated: int) -> Tensor:
-    """From rows rotated in pairs (0, 1), (2, 3) … to pairs (i, i + D/2): ours[i] = theirs[order[i]].
+    """The row order from rotation in pairs (0, 1), (2, 3) … to pairs (i, i + D/2): ours[i] = theirs[order[i]].
 
-    In each of `blocks`, the first `kept` rows are not rotated and stay, and `rotated` rows follow.
+    Each of `blocks` blocks has `kept` rows that are not rotated and stay, then `rotated` rows.
     """
     pairs = torch.arange(rotated).view(-1, 2).t().flatten() + kept
     block = torch.cat((torch.arange(kept), pairs))

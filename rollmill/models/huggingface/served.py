@@ -1,7 +1,7 @@
-"""Between a checkpoint and the bytes that a line serves: a run begins with one, and every version can be one again.
+"""Converts a checkpoint directory to the bytes that a line serves, and back.
 
-In the store tensors have our names, so that trainer and engines load them as they are. Both ways go through a temporary
-file, tensor by tensor: what they give is valid inside the `with`, and takes no memory.
+In the store tensors have our names, so that trainer and engines load them as they are. Both ways write a temporary
+file, tensor by tensor. The result is valid inside the `with`, and memory never holds the whole model.
 """
 
 from __future__ import annotations
@@ -21,13 +21,13 @@ from rollmill.models.quantize import place
 from rollmill.weights.files.directory import encode_json, read_companions, scratch
 from rollmill.weights.format.tensors import WIDTHS, HostTensor, Tensors
 
-FORM = "bf16"  # of what is imported: other forms are made from it
+FORM = "bf16"  # imports are stored in this form; other forms are made from it
 _HOST = torch.device("cpu")
 
 
 @contextlib.contextmanager
 def served_tensors(checkpoint: HuggingFaceModel) -> Iterator[dict[str, HostTensor]]:
-    """The weights under our names, rounded to bf16 where the files have more."""
+    """The weights under our names, rounded to bf16 if the files have more."""
     layout = layout_in(empty_state(checkpoint.layout.model), FORM)
     with _mapped({name: (dtype, shape) for name, dtype, shape in layout}) as served:
         load_tensors({name: place(tensor, _HOST) for name, tensor in served.items()}, checkpoint)
@@ -35,7 +35,7 @@ def served_tensors(checkpoint: HuggingFaceModel) -> Iterator[dict[str, HostTenso
 
 
 def served_companions(checkpoint: HuggingFaceModel) -> dict[str, bytes]:
-    """What lies beside the weights, verbatim; but config.json describes what `served_tensors` gives."""
+    """The files beside the weights, verbatim, except that config.json describes what `served_tensors` gives."""
     found = read_companions(checkpoint.files.directory)
     config = saved_config(checkpoint.files.config, DTYPES[FORM], checkpoint.layout)
     if config != checkpoint.files.config:
@@ -45,7 +45,7 @@ def served_companions(checkpoint: HuggingFaceModel) -> dict[str, bytes]:
 
 @contextlib.contextmanager
 def checkpoint_tensors(layout: Layout, tensors: Tensors) -> Iterator[dict[str, HostTensor]]:
-    """A version's weights under the names of a layout."""
+    """The weights of a version under the names of `layout`."""
     state = empty_state(layout.model)
     check_layout(state, tensors)
     entries = {
@@ -63,7 +63,7 @@ def checkpoint_tensors(layout: Layout, tensors: Tensors) -> Iterator[dict[str, H
 
 @contextlib.contextmanager
 def _mapped(entries: Mapping[str, tuple[str, tuple[int, ...]]]) -> Iterator[dict[str, HostTensor]]:
-    """Room for tensors of these dtypes and shapes in a temporary file, inside the `with`: memory need not hold them."""
+    """Tensors of these dtypes and shapes, mapped from a temporary file that lives inside the `with`."""
     sizes = {name: math.prod(shape) * WIDTHS[dtype] for name, (dtype, shape) in entries.items()}
     with scratch(sizes) as rooms:
         yield {name: HostTensor(dtype, shape, rooms[name]) for name, (dtype, shape) in entries.items()}
