@@ -1,1 +1,1 @@
-"""Stores of several regions: copying between them, anchors, collection."""
+"""Upkeep of stores in several regions: copying between them, anchors, collection."""

@@ -1,8 +1,8 @@
 """Anchors: a region makes its own snapshots from the deltas it has, so that full snapshots need not cross regions.
 
-Order, safe under kill -9 at any point: the image of a version is restored and verified, its packs are written, and
-then the anchor, create-only. A builder that dies leaves packs that nobody names, which the next one writes again or
-`collect` removes. Two builders make the same packs; the second finds the anchor there.
+Order, safe under kill -9 at any point: restore and verify the image of a version, write its packs, then create the
+anchor. A builder that dies leaves packs that nothing names; the next builder writes them again, or `collect` removes
+them. Two builders make the same packs; the second finds the anchor there.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from rollmill.weights.writing.encoder import Encoder, rows_of
 
 
 class AnchorBuilder:
-    """Keeps one image. `poll` raises what the store or a damaged chain raises; calling it again goes on."""
+    """Keeps one image. `poll` raises the errors of the store and of damaged chains; calling it again continues."""
 
     def __init__(
         self, store: WeightStore, line: str, form: str = "bf16", every: int = 32, threads: int | None = None
@@ -30,13 +30,13 @@ class AnchorBuilder:
         self._head = HeadWatch(store, line, form)
         self._encoder = Encoder(store, line, form, threads=threads)
         self._image: Image | None = None
-        self._done = -1  # nothing up to this number is to be looked at again
+        self._done = -1  # all numbers up to this one are done
 
     def poll(self) -> int | None:
-        """Make the anchor that is due, if one is: its number.
+        """Make the anchor that is due, if any. Returns its number.
 
         Due is the newest version whose number is a multiple of `every`, unless it has a snapshot or an anchor here.
-        Older ones are not made up for: what they would shorten is the way to versions that have passed.
+        Older anchors are not made later: they would only shorten the path to old versions.
         """
         head = self._head.newest()
         due = head - head % self.every if head is not None else -1
@@ -57,7 +57,7 @@ class AnchorBuilder:
             manifest.number, rows, lambda row: image.tensors[row.tensor].data[row.start : row.stop], None, True
         )
         assert coded.snapshot is not None
-        # taken of the bytes that were just coded: memory that went bad since it was verified must not become an anchor
+        # digests of the bytes that were coded: memory that went bad after it was verified must not become an anchor
         if [coded.digests[row.place] for row in rows] != [chunk.digest for chunk in manifest.chunks]:
             self._image = None
             raise WeightsError(
@@ -75,7 +75,7 @@ class AnchorBuilder:
         key = anchor_key(manifest.version, self.form)
         try:
             self.store.objects.create(key, anchor.to_bytes())
-        except ObjectExists:  # another builder, or our own request sent twice: either is an anchor of this version
+        except ObjectExists:  # from another builder, or our own request was retried
             return False
         if any(self.store.objects.head(pack_key(anchor, pack)) is None for pack in anchor.snapshot.packs):
             self.store.objects.delete(key)

@@ -1,6 +1,6 @@
-"""How versions reached their regions, folded from events: the stream a dashboard shows. Pure; nothing is read here.
+"""Arrivals: how versions reached their regions, computed from events, for a dashboard. Pure; reads nothing itself.
 
-One row a version, as a JSON object:
+One row per version, as a JSON object:
 
     line, version, step, digest      what it is
     encoding                         snapshot or delta, as it was published
@@ -16,9 +16,9 @@ One row a version, as a JSON object:
         bytes                        that came into the region's store; without that event, what its engines read
         skewed                       a host's clock ran behind the trainer's: the negative time is shown as 0
 
-Events come from files of several processes: late, twice, out of order, or never. The order of folding does not matter
-and folding an event again changes nothing. What no event has said is null; a version whose `publish` event was lost
-with its process still has a row, and its time of publishing is what the engines say it was.
+Events come from files of several processes: late, twice, out of order, or never. The order of folding does not matter,
+and folding an event again changes nothing. Unknown values are null. A version whose `publish` event was lost still has
+a row; its publishing time is then what the engines reported.
 """
 
 from __future__ import annotations

@@ -1,14 +1,14 @@
 """Collect: remove what no reader needs any more from one line in one form.
 
-Needed are the head and the last `keep` versions, where channels point and would be rolled back to, where leases stand
-and everything from there to the head, and for each of these the way to it: a snapshot or an anchor at or below it and
-the deltas between.
+Kept are: the head and the last `keep` versions; the versions that channels point at and would be rolled back to; the
+version of each lease and everything after it; and for each of these the snapshot or anchor at or below it and the
+deltas between.
 
-Order, safe under kill -9 at any point: versions are removed from the newest that goes to the oldest, each one's
-manifest first, then its anchor, then its packs. So at every moment each version that exists can be restored, and a
-collection that was cut short leaves only objects nobody names, which a later one removes. What has no manifest may
-also belong to somebody who is about to write it: such objects go only when they are older than an hour by the store's
-own clock, and packs above the head never do. Companions go by the same rule: those of a line that has versions stay.
+Order, safe under kill -9 at any point: versions are removed from the newest to the oldest, each one's manifest first,
+then its anchor, then its packs. So every version that exists can be restored at any moment, and an interrupted
+collection leaves only objects that nothing names; a later one removes them. Objects without a manifest may belong to a
+writer at work, so they are removed only when they are older than an hour by the store's clock; packs above the head are
+never removed. Companions follow the same rule: those of a line that has versions stay.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ _THREADS = 8
 
 @dataclass(frozen=True)
 class Collected:
-    """What was removed, or with `dry_run` would be."""
+    """What was removed, or would be with `dry_run`."""
 
     kept: tuple[int, ...]  # versions
     removed: tuple[int, ...]
@@ -52,18 +52,18 @@ class Collected:
 def collect(
     store: WeightStore, line: str, form: str = "bf16", keep: int = 50, budget: int | None = None, dry_run: bool = False
 ) -> Collected:
-    """Remove what is not needed. With a `budget` in bytes, fewer than `keep` versions are kept until it is met; the
-    head, channels and leases are never touched for it."""
+    """Remove what is not needed. With a `budget` in bytes, fewer than `keep` versions are kept if necessary; the head
+    and the versions of channels and leases always stay."""
     if keep < 1:
         raise WeightsError(f"{keep} versions cannot be kept", hint="the head always stays: at least 1")
     found = _Found(store, line, form)
     if not found.numbers:
         return Collected((), (), 0, 0, sum(stat.bytes for stat in found.stats.values()), None)
-    # Asked for last: whoever moved a channel or took a lease while we were looking is heard.
+    # Read last, so that channels and leases that changed during the listing count.
     holds = _holds(store, line, form, found.numbers)
     plan = found.plan(holds, keep)
     if budget is not None and plan.left > budget:
-        # fewer kept are never more bytes: the most that fit, or else the least there can be
+        # keeping fewer never takes more bytes: the largest number that fits, or else 1
         fit = bisect.bisect_right(range(1, keep + 1), budget, key=lambda last: found.plan(holds, last).left)
         plan = found.plan(holds, max(fit, 1))
     if not dry_run:
@@ -74,8 +74,8 @@ def collect(
 
 
 def collect_companions(store: WeightStore, dry_run: bool = False) -> dict[str, int]:
-    """Remove the companions of lines that have no version in any form: an import or a copy died before its first one.
-    Returns how many bytes each line had. A line of which anything is younger than an hour may be on its way."""
+    """Remove the companions of lines without any version: an import or a copy died before its first one. A line with an
+    object younger than an hour may still be written, and stays. Returns the bytes removed per line."""
     lines: dict[str, list[str]] = collections.defaultdict(list)
     for key in store.objects.list("companions"):
         line, separator, _ = key.removeprefix("companions/").partition("/")
@@ -86,7 +86,7 @@ def collect_companions(store: WeightStore, dry_run: bool = False) -> dict[str, i
     for line, keys in lines.items():
         stats = [store.objects.stat(key) for key in (*keys, *store.objects.list(f"weights/{line}"))]
         young = any(stat is None or now - stat.modified <= ABANDONED_SECONDS for stat in stats)
-        if young or store.begun(line):  # asked last: it may have come meanwhile
+        if young or store.begun(line):  # checked last: a version may have been committed meanwhile
             continue
         removed[line] = sum(stat.bytes for stat in stats[: len(keys)] if stat)
         for key in () if dry_run else (index_key(line), *keys):  # the index first: it names only what is there
@@ -102,20 +102,20 @@ class _Plan(NamedTuple):
 
 
 class _Version(NamedTuple):
-    """What matters here of one version."""
+    """What collection needs to know of one version."""
 
     before: int | None  # the version that a reader of this one needs as well
-    packs: set[str] | None  # keys its manifest and its anchor name; None: one of the two is damaged and may name any
+    packs: set[str] | None  # keys that its manifest and anchor name; None: one of them is damaged and may name any
 
 
 class _Found:
-    """Everything a line consists of, by listing."""
+    """All objects of a line, by listing."""
 
     def __init__(self, store: WeightStore, line: str, form: str) -> None:
         self._store, self._line, self._form = store, line, form
         folder = form_folder(line, form)
         self._now = store_time(store.objects, folder)
-        # packs before manifests: a pack that is seen and not named then belongs to nobody, or to somebody at work
+        # packs are listed before manifests: a pack that no manifest names is abandoned, or its writer is at work
         self._packs: dict[int, list[str]] = collections.defaultdict(list)
         for key in store.objects.list(f"{folder}/packs"):
             if pack := _PACK.fullmatch(key.rpartition("/")[2]):
@@ -134,7 +134,7 @@ class _Found:
             return {key: stat for key, stat in zip(keys, found, strict=True) if stat is not None}
 
     def _look(self, number: int, below: int | None) -> _Version:
-        """A manifest that is damaged may be restored from elsewhere: it is taken for a delta of the version below."""
+        """A damaged manifest may be restored later: it is treated as a delta from the version below."""
         version = Version(self._line, number)
         try:
             manifest = self._store.manifest(version, self._form)
@@ -157,7 +157,7 @@ class _Found:
         return {prefix + pack.digest for pack in encoding.packs}
 
     def plan(self, holds: Iterable[int], keep: int) -> _Plan:
-        """What goes when everything that is held and the last `keep` versions stay."""
+        """What is removed if the versions in `holds` and the last `keep` stay."""
         kept = self._closure([*holds, *self.numbers[-keep:]])
         doomed = tuple(number for number in self.numbers if number not in kept)
         keys = {key for number in doomed for key in self._objects_of(number)}.union(self.abandoned)
@@ -166,7 +166,7 @@ class _Found:
         return _Plan(tuple(sorted(kept)), doomed, freed, left)
 
     def _closure(self, wanted: Iterable[int]) -> set[int]:
-        """These versions, and those on the way to them from the nearest snapshot or anchor at or below each."""
+        """These versions, and those down to the nearest snapshot or anchor at or below each."""
         kept: set[int] = set()
         for number in sorted(wanted):
             step: int | None = number
@@ -204,7 +204,7 @@ class _Found:
             for key in self._objects_of(number):
                 self._store.objects.delete(key)
             self._store.forget(Version(self._line, number), self._form)
-        # An anchor may have been made meanwhile, out of packs that lay there abandoned.
+        # An anchor may have been made meanwhile from packs that counted as abandoned.
         made = set(self._store.anchors(self._line, self._form)) - self._anchors
         spared = tuple(pack_prefix(self._line, self._form, number) for number in made)
         for key in self.abandoned:
@@ -213,7 +213,7 @@ class _Found:
 
 
 def _holds(store: WeightStore, line: str, form: str, numbers: Sequence[int]) -> dict[int, list[str]]:
-    """The versions that stay whatever the budget, and who holds them. A lease holds everything from it to the head."""
+    """The versions that stay whatever the budget, and who holds them. A lease holds its version and all after it."""
     holds: dict[int, list[str]] = {numbers[-1]: ["the head"]}
     exists = set(numbers)
     channels = Channels(store.objects)

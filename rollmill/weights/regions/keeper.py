@@ -1,13 +1,12 @@
 """RegionKeeper: the one process of a region that keeps its store up to date. Its engines read only that store.
 
-    copy       new versions of the line, and of the line that takes over from it (main → main.2); what belongs to
-               their model (config.json, tokenizer …) before the first of them
+    copy       new versions of the line and of its successors (main → main.2), after the companions of the model
     channels   their entries, after the versions they point at
-    anchor     snapshots made here from the deltas, so that full ones need not cross regions
-    collect    what no reader needs any more
+    anchor     make snapshots here from the deltas, so that full ones need not cross regions
+    collect    remove what no reader needs any more
 
-Each is tried on its own and, when it fails, ever more rarely: a link that is cut does not keep anchors from being made,
-nor a full disk the channels from being read. Nothing that storage or other regions do is raised; `problem` says it.
+Each duty is tried on its own and retried with growing pauses: a broken link does not stop anchors, and a full disk does
+not stop reading channels. Faults of storage and other regions are not raised; `problem` reports them.
 """
 
 from __future__ import annotations
@@ -33,7 +32,7 @@ from rollmill.weights.regions.collect import collect, collect_companions
 from rollmill.weights.regions.mirror import Mirror, is_of_delta
 
 _RETRY_SECONDS = 0.5, 30.0  # the first pause after a failure, and the longest
-_SUCCESSOR_SECONDS = 2.0  # how often to look for a line that took over
+_SUCCESSOR_SECONDS = 2.0  # how often to look for a successor of the line
 _HINT_SECONDS, _HINT_SECONDS_WITH_CHANNELS = 10.0, 2.0  # how long to wait for the next version before looking around
 _IDLE_SECONDS = 0.5  # between two looks where the source cannot be waited at
 
@@ -42,7 +41,7 @@ _Result = TypeVar("_Result")
 
 @dataclass(frozen=True)
 class Round:
-    """What one step did."""
+    """The results of one step."""
 
     versions: tuple[Version, ...] = ()
     bytes: int = 0
@@ -52,14 +51,14 @@ class Round:
 
 
 class _Duty:
-    """Something done again and again: when it is next due, and why it failed last."""
+    """A task that is repeated: when it is due, and why it failed last."""
 
     def __init__(self, what: str, every: float = 0.0) -> None:
         self._what, self._every = what, every
         self._backoff = Backoff(*_RETRY_SECONDS)
         self.due = 0.0  # by the monotonic clock
         self.problem: str | None = None
-        self.unreachable = False  # it was not the answer that was wrong: there was none
+        self.unreachable = False  # the store did not answer
 
     def attempt(self, call: Callable[[], _Result]) -> _Result | None:
         if time.monotonic() < self.due:
@@ -77,8 +76,8 @@ class _Duty:
 
 
 class _Repaired(WeightStore):
-    """The region's own store; what is damaged there, and packs that are missing, are fetched again from the other one.
-    Packs of snapshots only when told: mostly they are elsewhere on purpose, and there is a way around them."""
+    """The region's own store; damaged objects and missing packs are fetched from the other region. Packs of snapshots
+    only with `fetches_snapshots`: mostly they are not copied on purpose, and another path exists."""
 
     def __init__(self, mirror: Mirror) -> None:
         super().__init__(mirror.target.objects)
@@ -141,13 +140,13 @@ class RegionKeeper:
 
     @property
     def problem(self) -> str | None:
-        """What keeps the region from being up to date and in order, if anything does."""
+        """Why the region is not up to date, if it is not."""
         problems = [duty.problem for duty in self._duties() if duty.problem]
         return "\n".join(problems) or None
 
     def step(self) -> Round:
         """Do what is due, once."""
-        if not self._looked:  # a line that was left long ago must not cross an ocean first
+        if not self._looked:  # a line that was abandoned long ago must not be copied first
             self._look_for_successor()
         copied = self._copy.attempt(lambda: self.mirror.copy(self.line, self.form)) or Copied((), 0)
         channels = tuple(filter(None, map(self._bring_channel, self.channels)))
@@ -168,14 +167,14 @@ class RegionKeeper:
                 self.line, self._anchors = line, self._anchor_builder(line)
 
     def run(self, stop: threading.Event) -> None:
-        """Step until told to stop; in between, wait where the next version will appear."""
+        """Step until `stop` is set; in between, wait for the next version."""
         while not stop.is_set():
             began = time.monotonic()
             if not self.step().versions and not self._wait_for_next():
                 stop.wait(max(_IDLE_SECONDS - (time.monotonic() - began), 0.0))
 
     def _wait_for_next(self) -> bool:
-        """Whether there is something new. A hint that is lost, or cannot be had, only delays."""
+        """Whether there is something new. A lost notification only delays."""
         if self._copy.problem is not None:
             return False
         seconds = _HINT_SECONDS_WITH_CHANNELS if self.channels else _HINT_SECONDS
@@ -186,7 +185,7 @@ class RegionKeeper:
 
     def _bring_channel(self, name: str) -> Version | None:
         if self._copy.unreachable:
-            return None  # the same link
+            return None  # channels use the same link
         return self._copy_channels[name].attempt(lambda: self.mirror.copy_channel(name, self.form))
 
     def _anchor_builder(self, line: str | None = None) -> AnchorBuilder | None:

@@ -1,14 +1,14 @@
-"""Mirror: brings versions from another region's store into this one. Nothing unverified is ever written.
+"""Mirror: copies versions from another region's store into this one. Nothing unverified is ever written.
 
-Order, safe under kill -9 at any point: the packs of a version, then its manifest, versions ascending; before the first
-manifest of a line, what belongs to its model (companions.py); a channel's entry after the version it points at. Packs
-are named by their digest, so what a killed copy left behind is used and not fetched again. Only what the next reader
-needs is copied: the deltas after what is here, or the newest snapshot (or anchor of the source) and the deltas after
-it. Other packs that a manifest names can be had later, one by one (`fetch_pack`).
+Order, safe under kill -9 at any point: the packs of a version, then its manifest, versions ascending. The companions
+of the model (files/companions.py) come before the first manifest of a line; a channel's entry comes after the version
+it points at. Packs are named by their digest, so packs from a killed copy are used again. Only what the next reader
+needs is copied: the deltas after the newest version here, or the newest snapshot (or anchor of the source) and the
+deltas after it. Other packs can be fetched later, one by one (`fetch_pack`).
 
-Round trips are what costs over an ocean. The next two manifests are simply asked for, one not there being the answer
-"nothing new"; then the packs of all versions to be copied come in parallel pieces, while those before them are verified
-and written. A region one version behind needs two round trips.
+Over long links, round trips cost most. The next two manifests are requested at once; if the first is missing, there is
+nothing new. Then the packs of all versions are read in parallel ranges while earlier ones are verified and written. A
+region that is one version behind needs two round trips.
 """
 
 from __future__ import annotations
@@ -31,16 +31,16 @@ from rollmill.weights.reading.follower import Ahead, Copied
 from rollmill.weights.reading.plan import Leg, LegFailed, LegId, plan_legs
 from rollmill.weights.reading.store import HeadWatch, WeightStore
 
-_FIRST_LOOK, _LONGEST_LOOK = 2, 16  # manifests asked for at a time
-_LISTING_SECONDS = 30.0  # how often to look past a number that is missing in the source
-_DEEPEST = 64  # how far below the head to look for a version that can be had
-_REMEMBERED_BYTES = 64 << 20  # of the packs copied last: whoever waited for them need not read and check them again
-_WRITING_BYTES = 64 << 20  # that may be on their way into the own store
-_LARGEST_PACK = 1 << 30  # a manifest that names a larger one is not believed
+_FIRST_LOOK, _LONGEST_LOOK = 2, 16  # manifests requested at a time
+_LISTING_SECONDS = 30.0  # how often the source is listed, to find versions after a missing number
+_DEEPEST = 64  # how far below the head to look for a version that can be copied
+_REMEMBERED_BYTES = 64 << 20  # packs of the last copy kept in memory, so the follower need not read them again
+_WRITING_BYTES = 64 << 20  # most bytes being written into the own store
+_LARGEST_PACK = 1 << 30  # larger packs are refused
 
 
 class Mirror:
-    """Called from one thread at a time. `region` is the name of this one, for events."""
+    """Not thread-safe. `region` is the name of this region, for events."""
 
     def __init__(self, source: Objects, target: Objects, region: str = "", threads: int = THREADS) -> None:
         self.source, self.target, self.region = WeightStore(source), WeightStore(target), region
@@ -53,9 +53,9 @@ class Mirror:
         self._channels_there, self._channels_here = Channels(source), Channels(target)
 
     def copy(self, line: str, form: str = "bf16", number: int | None = None, ahead: Ahead | None = None) -> Copied:
-        """Bring a line up to `number`, or to the head it has in the source. `ahead` works on packs while others come.
+        """Copy a line up to `number`, or up to its head in the source. `ahead` works on packs while others arrive.
 
-        Raises what keeps it from getting there; versions before that have been copied then.
+        Raises the error that stopped it; versions before that have been copied.
         """
         self._remembered = {}
         there = _Manifests(self.source.objects, line, form)
@@ -74,7 +74,7 @@ class Mirror:
         return Copied(tuple(versions), copied)
 
     def copy_channel(self, name: str, form: str = "bf16") -> Version | None:
-        """Bring a channel up to date: the version it points at, then its entries. Returns that version."""
+        """Copy a channel: the version it points at, then its entries. Returns that version."""
         newest = self._channels_there.entry(name)
         if newest is None:
             return None
@@ -87,7 +87,7 @@ class Mirror:
         return newest.version
 
     def remembered(self, pack: Pack) -> bytes | None:
-        """A pack that the last copy brought, checked, if it is still in memory. It is given away once."""
+        """A checked pack of the last copy, if it is still in memory. Each is returned once."""
         return self._remembered.pop(pack.digest, None)
 
     def fetch_pack(self, manifest: Manifest | Anchor, pack: Pack) -> bytes:
@@ -106,7 +106,7 @@ class Mirror:
         return manifest
 
     def wait_for_next(self, line: str, form: str, seconds: float) -> bool:
-        """Wait in the source for the version after the newest one here: whether `copy` has something to do."""
+        """Wait for the next version in the source. Returns whether `copy` has something to do."""
         newest = self._head(line, form).newest()
         if newest is None:
             return False
@@ -120,8 +120,8 @@ class Mirror:
         return self._heads.setdefault((line, form), HeadWatch(self.target, line, form))
 
     def _newest_there(self, there: _Manifests, newest: int | None) -> int | None:
-        """The head of the line in the source: by looking at what follows, now and then by a listing, which sees past a
-        number that is missing."""
+        """The head of the line in the source: by probing the next numbers, and every 30 s by a listing, which also
+        finds versions after a missing number."""
         known = newest if newest is None else self._announcement(there, newest) or there.follow(newest)
         if known is not None and known != newest:
             return known
@@ -130,11 +130,11 @@ class Mirror:
         if known is None or time.monotonic() - at >= _LISTING_SECONDS:
             listed = self.source.head(there.line, there.form)
             self._listed[key] = time.monotonic(), listed
-            there.forget_missing()  # what was not there a moment ago may have been published before the listing
+            there.forget_missing()  # versions may have been published since they were probed
         return listed if known is None or (listed is not None and listed > known) else known
 
     def _announcement(self, there: _Manifests, newest: int) -> int | None:
-        """The number of the version that a wait has just ended with. What follows it can wait for the next look."""
+        """The number of the version that the last wait returned, if it is the next one."""
         announced, self._announced = self._announced, None
         if announced is None or announced[:2] != (Version(there.line, newest + 1), there.form):
             return None
@@ -144,7 +144,7 @@ class Mirror:
     def _approach(
         self, there: _Manifests, wanted: int, lowest: int, ahead: Ahead | None
     ) -> Iterator[tuple[Manifest, int]]:
-        """Copy what leads to `wanted`, around damage; where nothing does, to the newest below it down to `lowest`."""
+        """Copy a path to `wanted` around damage; if there is none, to the newest version below it down to `lowest`."""
         avoid: frozenset[LegId] = frozenset()
         failure: WeightsError | None = None
         target = wanted
@@ -173,7 +173,7 @@ class Mirror:
 
         def read_anchor(version: Version) -> Anchor | None:
             nonlocal anchors
-            if anchors is None:  # one listing instead of a question for each version
+            if anchors is None:  # one listing instead of a request per version
                 anchors = set(self.source.anchors(version.line, there.form))
             return self.source.anchor(version, there.form) if version.number in anchors else None
 
@@ -197,7 +197,7 @@ class Mirror:
             raise unreachable.error from None
 
     def _take(self, legs: list[Leg], there: _Manifests, ahead: Ahead | None) -> Iterator[tuple[Manifest, int]]:
-        """Copy leg after leg, the packs of later ones being fetched while earlier ones are written."""
+        """Copy leg after leg. Packs of later legs are fetched while earlier ones are written."""
         missing = [[pack for pack in leg.encoding.packs if not self._has(leg, pack)] for leg in legs]
         ranges = [
             (pack_key(leg.manifest, pack), 0, pack.bytes)
@@ -249,25 +249,25 @@ class Mirror:
             )
 
     def _commit(self, leg: Leg, manifest: bytes) -> None:
-        """The manifest comes last: without its anchor it would promise a version that nobody can restore here, without
-        companions one that nobody can export."""
+        """Create the manifest last: without its anchor the version could not be restored here, without its companions
+        it could not be exported."""
         version, form = leg.manifest.version, leg.manifest.form
         if version.line not in self._accompanied:
             copy_companions(self.source, self.target, leg.manifest)
         if leg.anchor is not None:
-            with contextlib.suppress(ObjectExists):  # made here meanwhile; as good
+            with contextlib.suppress(ObjectExists):  # one was made here meanwhile
                 self.target.objects.create(anchor_key(version, form), leg.anchor.to_bytes())
         _create(self.target.objects, manifest_key(version, form), manifest)
         self._accompanied.add(version.line)  # only now: those of a line without a version may be collected
 
 
 def is_of_delta(manifest: Manifest | Anchor, pack: Pack) -> bool:
-    """Whether a pack belongs to a version's delta. Others are large, and there are mostly ways around them."""
+    """Whether a pack belongs to a version's delta. Packs of snapshots are large, and mostly not needed."""
     return isinstance(manifest, Manifest) and manifest.delta is not None and pack in manifest.delta.packs
 
 
 class _Manifests:
-    """The manifests of one line in the source, byte for byte, several of them read at a time. Made for one copy."""
+    """The manifests of one line in the source as bytes, several read at a time. Used for one copy."""
 
     def __init__(self, objects: Objects, line: str, form: str) -> None:
         self.line, self.form = line, form
@@ -276,7 +276,7 @@ class _Manifests:
         self._parsed: dict[int, Manifest] = {}
 
     def follow(self, number: int) -> int:
-        """The newest number that is there after this one, without a gap."""
+        """The newest number that exists after this one, without a gap."""
         looks = _FIRST_LOOK
         while True:
             self._look(range(number + 1, number + 1 + looks))
@@ -293,7 +293,7 @@ class _Manifests:
         self._raw = {number: data for number, data in self._raw.items() if data is not None}
 
     def read(self, version: Version) -> Manifest:
-        """For a walk back along the deltas: it mostly ends at its first step, and is long where it does not."""
+        """For the walk back along deltas: after the first step, several manifests are read at a time."""
         number = version.number
         if number not in self._raw:
             try:
@@ -323,7 +323,7 @@ class _Manifests:
 
 
 class _Unreachable(Exception):
-    """The source did not answer. A plan must not take that for a damaged manifest and send a snapshot over an ocean."""
+    """The source did not answer. A plan must not treat this as a damaged manifest and copy a snapshot instead."""
 
     def __init__(self, error: StorageError) -> None:
         super().__init__(str(error))

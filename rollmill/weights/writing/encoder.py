@@ -1,12 +1,12 @@
-"""Packs: chunks go in, are coded in several threads, and come out as objects and the encodings that name them.
+"""Encoder: codes chunks in several threads, writes them as packs, and returns the encodings that name the packs.
 
     rows of the chunk table ─► runs ─► coded side by side ─► packs, in the order of the table ─► uploaded meanwhile
 
-Which packs there are depends on the bytes alone and never on the threads, so an attempt that is repeated finds the
-packs of the one before. Packs are content-addressed and nobody looks at them until a manifest names them.
+The packs depend only on the bytes, never on the threads, so a repeated attempt finds the packs of the attempt before.
+Packs are content-addressed, and nobody reads them until a manifest names them.
 
-Memory, beside the weights and their base: what is being coded, the pack being filled, and the packs being uploaded.
-Each has a bound below, together less than 256 MiB.
+Memory beside the weights and their base: the chunks being coded, the pack being filled, and the packs being uploaded.
+Each is bounded below, together less than 256 MiB.
 """
 
 from __future__ import annotations
@@ -40,10 +40,10 @@ from rollmill.weights.reading.store import WeightStore
 # payload: a delta travels in several packs, so that the first are checked and written while the last are under way.
 SMALLEST_PACK_BYTES, PACK_BYTES = 1 << 20, 32 << 20
 RUN_BYTES = 512 << 10  # small chunks are coded together up to this much: fewer calls, and they compress better
-UPLOAD_BYTES = 64 << 20  # at most this much is on its way
-CODING_BYTES = 192 << 20  # at most this much scratch for coding, or one chunk
+UPLOAD_BYTES = 64 << 20  # most bytes being uploaded
+CODING_BYTES = 192 << 20  # most scratch memory for coding, or that of one chunk
 _MOST_THREADS = 16
-_SMALL_BYTES = 8 << 20  # a model of this size is coded sooner than threads are started
+_SMALL_BYTES = 8 << 20  # smaller models are coded in one thread: starting more takes longer
 
 _Result = TypeVar("_Result")
 
@@ -72,11 +72,11 @@ class Before(NamedTuple):
 
     base: Base
     digests: Sequence[str]  # of its whole chunk table
-    bytes_of: BytesOf | None  # None: they could not be read back, and chunks are coded whole
+    bytes_of: BytesOf | None  # None: the base could not be read back, so chunks are coded whole
 
 
 class Coded(NamedTuple):
-    """What became of the rows: everything is in the store, and nothing names it yet."""
+    """The coded rows: their packs are in the store, and no manifest names them yet."""
 
     digests: dict[int, str]  # by place
     delta: Encoding | None
@@ -114,7 +114,7 @@ class Encoder:
         self._goal, self._threads = goal, threads
 
     def encode(self, number: int, rows: Sequence[Row], new: BytesOf, before: Before | None, snapshot: bool) -> Coded:
-        """Code the rows as a delta where there is a version before, and as a snapshot if asked or there is none."""
+        """Code the rows as a delta if there is a version before, and as a snapshot if asked for or if there is none."""
         total = sum(row.size for row in rows)
         threads = 1 if total < _SMALL_BYTES else self._threads or min(_cores(), _MOST_THREADS)
         runs = _runs(rows)
@@ -219,7 +219,7 @@ def _runs(rows: Sequence[Row]) -> list[Run]:
 def _in_order(
     work: Callable[[Run], _Result], runs: list[Run], threads: int, scratch: Callable[[Run], int]
 ) -> Iterator[tuple[Run, _Result]]:
-    """The runs with what `work` makes of them, worked on side by side as far as the scratch memory allows."""
+    """Yield each run with the result of `work`, in order; runs are worked on in parallel within the scratch memory."""
     if threads == 1:
         yield from ((run, work(run)) for run in runs)
         return
@@ -246,7 +246,7 @@ def _finished(ahead: collections.deque[tuple[Run, Future[_Result]]]) -> tuple[Ru
 
 
 def _cores() -> int:
-    """Those this process may use, where the system tells."""
+    """The cores this process may use, if the system tells."""
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
@@ -255,5 +255,5 @@ def _size(run: Run) -> int:
 
 
 def _join(bytes_of: BytesOf, run: Run) -> np.ndarray:
-    """A run as one array: small chunks are copied together, a large one is a view."""
+    """A run as one array: several chunks are copied together, a single one is a view."""
     return bytes_of(run[0]) if len(run) == 1 else np.concatenate([bytes_of(row) for row in run])

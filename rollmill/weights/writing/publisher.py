@@ -1,9 +1,9 @@
 """Publisher: commits versions of one line in one form. The trainer holds one.
 
-Order of a publish: packs (named by their digest), a look whether somebody took the line over, then the manifest,
-create-only. Only when the manifest is there does the base move on. A publisher that dies at any point leaves either
-the whole version or nothing anyone looks at, and publishing the same number again with the same weights completes or
-confirms it. writer.py says what happens to two publishers of one line; sharded.py is for a trainer with many ranks.
+Order of a publish: write the packs (named by their digest), check that no other process took over the line, create the
+manifest. Only then does the base become the new version. A publisher that dies at any point leaves either the whole
+version or objects that nobody reads; publishing the same number again with the same weights completes or confirms it.
+writer.py says what happens to two publishers of one line; sharded.py is for a trainer with many ranks.
 """
 
 from __future__ import annotations
@@ -24,9 +24,9 @@ from rollmill.weights.writing.writer import Writer
 
 
 class Publisher:
-    """`publish` numbers a line without gaps; a snapshot every `snapshot_every` numbers, deltas always.
+    """Versions are numbered without gaps. Each has a delta; every `snapshot_every` numbers there is a snapshot too.
 
-    `goal` is what deltas should be: quick to make ("fast"), "small", or without a base ("overwrite").
+    `goal` chooses the coding of deltas: quick to make ("fast"), "small", or without a base ("overwrite").
     """
 
     def __init__(
@@ -42,21 +42,21 @@ class Publisher:
         self._writer = Writer(store, line, form)
         self.store, self.line, self.form = store, line, form
         self.last: Manifest | None = None  # the newest version of the line as far as this publisher knows
-        self.problem: str | None = None  # why the newest version cannot serve as a base, if it cannot
+        self.problem: str | None = None  # why the newest version cannot be the base, if it cannot
         self._encoder = Encoder(store, line, form, goal, threads)
         self._base: dict[str, HostTensor] | None = None  # private, writeable copy of the weights of `last`
         self._resumed = False
 
     @property
     def epoch(self) -> int:
-        """Which of the publishers that have taken the line over this one is; 0 before it has."""
+        """The epoch this publisher created when it took over the line; 0 before."""
         return self._writer.epoch
 
     def resume(self) -> Manifest | None:
-        """Take the line over where it stands: rebuild the base from the newest committed version, verified.
+        """Take over the line: restore the base from the newest committed version, verified.
 
-        Whoever published on it before is fenced. A version that cannot be read back is no reason to stop training:
-        the next one is then a snapshot of its own, which is also what heals the engines.
+        Earlier publishers are fenced. If the version cannot be read back, training goes on: the next version is then a
+        snapshot, from which engines recover too.
         """
         self.last, self._base, self.problem = self._writer.take_over(), None, None
         self._resumed = True
@@ -72,7 +72,7 @@ class Publisher:
     ) -> Manifest:
         """Commit version `number`. Its parent is the previous number unless another version, of any line, is named.
 
-        A number that exists is compared: same weights, and the existing manifest is the answer; others are an error.
+        If the number exists with the same weights, the existing manifest is returned; other weights are an error.
         """
         self._writer.refuse_if_fenced()
         if not self._resumed:
@@ -107,7 +107,7 @@ class Publisher:
         manifest = self.store.manifest(Version(self.line, number), self.form)
         digest = root_digest(describe(tensors))
         if digest != manifest.digest:
-            self._writer.check()  # by whoever fenced us since we looked, or else by a late writer whom we fenced
+            self._writer.check()  # published by a process that fenced us since, or by a late writer that we fenced
             raise self._writer.diverged(manifest, f"{digest[:16]}…")
         if self.last is None or manifest.number > self.last.number:
             self._promote(manifest, tensors)
@@ -123,14 +123,14 @@ class Publisher:
         )
 
     def _promote(self, manifest: Manifest, tensors: Tensors) -> None:
-        """The base moves only now: the version is committed. Only the chunks that differ are copied."""
+        """Make the committed version the base. Only chunks that differ are copied."""
         if self._base is not None and self.last is not None and layout_of(self.last.tensors) == layout_of(tensors):
             for old, new in zip(self.last.chunks, manifest.chunks, strict=True):
                 if old.digest != new.digest:
                     part = slice(new.start, new.stop)
                     np.copyto(self._base[new.tensor.name].data[part], tensors[new.tensor.name].data[part])
         else:
-            self._base = None  # before the copy is made: there is never more than one
+            self._base = None  # freed before the copy is made: memory holds one base
             self._base = _owned(tensors)
         self.last, self.problem = manifest, None
 
@@ -149,7 +149,7 @@ def _bytes_of(tensors: Tensors) -> BytesOf:
 
 
 def _taken(tensors: dict[str, HostTensor]) -> dict[str, HostTensor]:
-    """Weights that were loaded for us alone and may be written to, without a second copy of them."""
+    """Make loaded weights writeable, without a copy: nobody else uses them."""
     for tensor in tensors.values():
         tensor.data.flags.writeable = True
     return tensors

@@ -4,9 +4,9 @@
     one of them    commit_parts(n)           waits for all parts, checks that they are the version, creates the manifest
     every rank     settle(n)                 waits for the manifest; only then does its base move on
 
-What comes out is the manifest a single publisher would have written, with other packs. Parts carry the epoch of the
-run that wrote them, so those of a run that died are never mistaken for ours. Whichever rank dies at whatever point, the
-version exists with all its chunks or not at all; a run that starts again publishes the same number again.
+The manifest is the one that a single publisher would have written, with other packs. Parts carry the epoch of the run
+that wrote them, so parts of a run that died are never used. Whichever rank dies, and whenever, the version exists with
+all its chunks or not at all; a run that starts again publishes the same number again.
 """
 
 from __future__ import annotations
@@ -98,13 +98,13 @@ class PartPublisher:
         self._rows = rows_of(self._layout)
         self._writer = Writer(store, line, form)
         self._encoder = Encoder(store, line, form, goal, threads)
-        self._base: dict[int, np.ndarray] | None = None  # by place: private copies of the chunks this rank owns
-        self._waiting: tuple[Part, dict[int, np.ndarray]] | None = None  # written, and not known to be committed
+        self._base: dict[int, np.ndarray] | None = None  # by place: copies of the chunks this rank owns
+        self._waiting: tuple[Part, dict[int, np.ndarray]] | None = None  # written, commit not seen yet
 
     def resume(self, owned: Iterable[ChunkKey], standing: Standing | None = None) -> Standing:
-        """Begin where the line stands. Without `standing` this rank takes the line over; exactly one does.
+        """Start at the head of the line. Without `standing` this rank takes over the line; exactly one rank does.
 
-        `owned` are the chunks it is going to publish: they are read back and verified, and nothing else is.
+        `owned` are the chunks it is going to publish. Only these are read back and verified.
         """
         if standing is None:
             self.last = self._writer.take_over()
@@ -124,9 +124,9 @@ class PartPublisher:
         return Standing(self._writer.epoch, self.last.number if self.last else None)
 
     def publish_part(self, number: int, chunks: Chunks) -> Part | None:
-        """Code and upload the chunks of this rank. They must stay as they are until `settle`.
+        """Code and upload the chunks of this rank. They must not change until `settle`.
 
-        None: the version is already published, and these are its chunks.
+        Returns None if the version is already published with these chunks.
         """
         rows = self._owned_rows(chunks)
         new = {row.place: _flat(chunks[row.tensor, row.chunk], row) for row in rows}
@@ -161,7 +161,7 @@ class PartPublisher:
         metadata: Mapping[str, Any] | None = None,
         wait: float = WAIT_SECONDS,
     ) -> Manifest:
-        """Create the manifest out of the parts of all ranks. One rank calls it, after its own `publish_part`."""
+        """Create the manifest from the parts of all ranks. One rank calls it, after its own `publish_part`."""
         version = Version(self.line, number)
         if self.last is not None and number <= self.last.number:
             return self.store.manifest(version, self.form)
@@ -181,7 +181,7 @@ class PartPublisher:
         return manifest
 
     def settle(self, number: int, wait: float = WAIT_SECONDS) -> Manifest:
-        """Wait until the version is committed, and move this rank's base to it."""
+        """Wait until the version is committed, then make it this rank's base."""
         version = Version(self.line, number)
         if not _wait_for(self.store, manifest_key(version, self.form), wait):
             self._writer.check()
@@ -224,7 +224,7 @@ class PartPublisher:
         self._compare(manifest, {place: chunk_digest(data.data) for place, data in new.items()})
 
     def _compare(self, manifest: Manifest, digests: dict[int, str]) -> None:
-        """WeightsError unless the version has these chunks: otherwise another writer has published its own."""
+        """Raise WeightsError unless the version has these chunks: another writer published it then."""
         if layout_of(manifest.tensors) != self._layout or any(
             manifest.chunks[place].digest != digest for place, digest in digests.items()
         ):
@@ -252,7 +252,7 @@ class PartPublisher:
                 ) from None
 
     def _read_parts(self, number: int, wait: float) -> list[Part]:
-        """The parts of all ranks in their order; WeightsError names the ranks that are missing."""
+        """The parts of all ranks, in the order of ranks. WeightsError names the ranks that are missing."""
         deadline = time.monotonic() + wait
         keys = [part_key(self.line, self.form, number, self._writer.epoch, rank) for rank in range(self.world)]
         missing = [rank for rank, key in enumerate(keys) if not _wait_for(self.store, key, deadline - time.monotonic())]
@@ -289,7 +289,7 @@ class PartPublisher:
         return part
 
     def _joined_digests(self, parts: Sequence[Part]) -> list[str]:
-        """The digests of the whole chunk table; WeightsError unless the parts have each chunk exactly once."""
+        """The digests of the whole chunk table. Raises WeightsError unless the parts have each chunk exactly once."""
         owner: dict[int, int] = {}
         digests = [""] * len(self._rows)
         for part in parts:
@@ -326,7 +326,7 @@ def part_key(line: str, form: str, number: int, epoch: int, rank: int) -> str:
 
 
 def _joined(encodings: Sequence[Encoding | None]) -> Encoding | None:
-    """The encodings of all ranks as one: their packs one after the other, their payloads in the order of the table."""
+    """Join the encodings of all ranks: packs one after the other, payloads in the order of the chunk table."""
     found = [encoding for encoding in encodings if encoding is not None]
     if not found:
         return None
@@ -362,7 +362,7 @@ def _flat(data: bytes | memoryview | np.ndarray, row: Row) -> np.ndarray:
 
 
 def _wait_for(store: WeightStore, key: str, seconds: float) -> bool:
-    """Whether the object is there, or comes in time."""
+    """Whether the object exists within `seconds`."""
     deadline = time.monotonic() + seconds
     while store.objects.wait_for(key, min(max(deadline - time.monotonic(), 0.0), 5.0)) is None:
         if time.monotonic() >= deadline:

@@ -1,17 +1,17 @@
-"""Epochs: who may write to a line. Whoever creates the next epoch owns it; every older writer is fenced.
+"""Writer: who may write to a line. A process takes over a line by creating its next epoch; older writers are fenced.
 
     epochs/0000000001.json   {"writer", "after", "at"}   create-only, without gaps, never deleted
 
-Of two that take a line over at once, one creates the epoch and the other one the next: the later owns the line. A
-writer looks for a newer epoch just before it creates a manifest. Between the look and the creation it may be stopped
-for as long as you like, be fenced, and create its manifest then. That is harmless, and happens once at most:
+If two processes take over a line at once, one creates the next epoch and the other the one after it: the later one owns
+the line. A writer checks for a newer epoch just before it creates a manifest. Between the check and the creation it may
+be paused for any time, be fenced, and still create its manifest. That is harmless, and happens at most once:
 
-- Its number is one more than the version it stood at. If the new owner has published that number, the creation is
-  refused. If not, the late version is simply the last one of the old writer.
-- The new owner then finds the number taken. With the same root digest (both ran the same recorded step) the version is
-  confirmed; with another one the owner says that they have diverged, and a new line or a new take-over decides.
+- Its number follows the version it was at. If the new owner has published that number, the creation is refused. If
+  not, the late version is the last one of the old writer.
+- The new owner then finds the number taken. If the root digest is the same (both ran the same recorded step), the
+  version is confirmed. If not, the owner reports that they have diverged, and a new line or take-over decides.
 - A version's delta starts from the version before it, whoever wrote it, and both were verified by root digest. So every
-  version can be restored whatever the order, and the epochs of a line's manifests never fall.
+  version can be restored in any order, and the epochs of a line's manifests never decrease.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ class Epoch(StrictModel):
 
 
 class Writer:
-    """The right to commit versions of a line: takes it over, and stops for good once somebody else has."""
+    """The right to commit versions of a line. It takes over the line, and stops for good when another process does."""
 
     def __init__(self, store: WeightStore, line: str, form: str) -> None:
         self.store, self.line, self.form = store, valid_name(line), valid_name(form)
@@ -52,11 +52,11 @@ class Writer:
         self._fenced: WeightsError | None = None
 
     def take_over(self) -> Manifest | None:
-        """Fence every other writer; returns the newest version, after which none of theirs is to be expected."""
+        """Fence every other writer. Returns the newest version."""
         self.refuse_if_fenced()
         head = self.store.head(self.line, self.form)
         self.epoch = take_epoch(self.store, self.line, self.form, self.name, head)
-        head = self.store.head(self.line, self.form, after=head)  # one may have come in between
+        head = self.store.head(self.line, self.form, after=head)  # a version may have been committed in between
         return self.store.manifest(Version(self.line, head), self.form) if head is not None else None
 
     def refuse_if_fenced(self) -> None:
@@ -64,7 +64,7 @@ class Writer:
             raise WeightsError(self._fenced.message, hint=self._fenced.hint)
 
     def check(self) -> None:
-        """WeightsError, from now on always, if somebody took the line over."""
+        """Raise WeightsError if another process took over the line; from then on always."""
         self.refuse_if_fenced()
         try:
             check_epoch(self.store, self.line, self.form, self.epoch)
@@ -73,7 +73,7 @@ class Writer:
             raise
 
     def commit(self, manifest: Manifest) -> bool:
-        """Create the manifest. False: the number is taken, by whatever."""
+        """Create the manifest. False: the number is taken."""
         self.check()
         try:
             self.store.objects.create(manifest_key(manifest.version, self.form), manifest.to_bytes())
@@ -90,7 +90,7 @@ class Writer:
         parent: Version | None,
         metadata: Mapping[str, Any],
     ) -> Manifest:
-        """The manifest of the version after `last`; its encodings are delta and snapshot."""
+        """The manifest of the version after `last`. `encodings` are its delta and its snapshot."""
         parent = parent or (last.version if last else None)
         origin = last.origin if last else parent
         try:
@@ -126,7 +126,7 @@ class Writer:
         )
 
     def check_number(self, number: int, last: Manifest | None) -> None:
-        """WeightsError unless `number` follows the version this writer stands at."""
+        """Raise WeightsError unless `number` follows the version this writer is at."""
         if last is not None and number != last.number + 1:
             raise WeightsError(
                 f"{self.line} stands at {last.number}, so {number} cannot be published: numbers follow each other",
@@ -135,7 +135,7 @@ class Writer:
 
 
 def take_epoch(store: WeightStore, line: str, form: str, writer: str, after: int | None) -> int:
-    """Take the line over: returns the epoch that is now ours. `after` is the head that was seen."""
+    """Take over the line. Returns the epoch that was created. `after` is the head that was seen."""
     number = store.epoch(line, form) + 1
     epoch = Epoch(writer=writer, after=after, at=time.time())
     while True:
@@ -144,12 +144,12 @@ def take_epoch(store: WeightStore, line: str, form: str, writer: str, after: int
             return number
         except ObjectExists:
             if _read(store, line, form, number).writer == writer:
-                return number  # the answer to our own request was lost, and it was sent again
+                return number  # our own request was retried after its answer was lost
             number += 1
 
 
 def check_epoch(store: WeightStore, line: str, form: str, number: int) -> None:
-    """WeightsError if somebody took the line over since we created epoch `number`."""
+    """Raise WeightsError if another process took over the line after epoch `number`."""
     if store.objects.head(epoch_key(line, form, number + 1)) is None:
         return
     newest = store.epoch(line, form)
@@ -162,7 +162,7 @@ def check_epoch(store: WeightStore, line: str, form: str, number: int) -> None:
 
 
 def _read(store: WeightStore, line: str, form: str, number: int) -> Epoch:
-    """What an epoch says. Only the existence of its key decides anything, so damage costs a name in a message."""
+    """The content of an epoch. Only the existence of its key matters, so damage costs only a name in a message."""
     try:
         return parse_json(store.objects.get(epoch_key(line, form, number)), Epoch)
     except (StorageError, ValueError):
