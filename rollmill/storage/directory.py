@@ -2,8 +2,8 @@
 
     write .staging/NAME, fsync it  →  link (create) or rename (put) it to its key  →  fsync the folder
 
-A process that dies in between leaves at most a file in .staging, which no reader looks at; files there that are
-older than an hour are removed when the store is next opened.
+A process that dies in between leaves at most a file in .staging, which no reader reads. Files there that are older than
+an hour are removed when the store is next opened.
 """
 
 from __future__ import annotations
@@ -151,7 +151,7 @@ class DirectoryBackend:
 
 
 def _make_folder(folder: Path) -> None:
-    """Make a folder so that it is still there after a power cut: its parent is synced too."""
+    """Make a folder that survives a power cut: its parent is synced too."""
     if folder.is_dir():
         return
     _make_folder(folder.parent)
@@ -163,7 +163,7 @@ def _make_folder(folder: Path) -> None:
 
 
 def sync_folder(folder: Path) -> None:
-    """What was made or renamed in it is still there after a power cut."""
+    """Make what was created or renamed in a folder survive a power cut."""
     descriptor = os.open(folder, os.O_RDONLY)
     try:
         os.fsync(descriptor)

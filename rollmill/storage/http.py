@@ -1,9 +1,9 @@
-"""A store over HTTP, read-only: how one region reads another one's objects. Server and client of the same calls.
+"""A read-only store over HTTP: one region reads another region's objects. Server and client.
 
     GET  /objects/KEY             the bytes; `Range: bytes=FIRST-LAST` for a part, HEAD for size and Last-Modified
     GET  /list?prefix=            {"keys": […]}
     GET  /folders?prefix=         {"folders": […]}
-    GET  /watch?key=KEY&seconds=S the bytes as soon as they are there, 204 after S seconds: saves polling
+    GET  /watch?key=KEY&seconds=S the bytes as soon as the object exists, 204 after S seconds
 
 With a token, every request needs `Authorization: Bearer TOKEN`. What arrives is untrusted: readers check digests.
 """
@@ -36,9 +36,9 @@ if TYPE_CHECKING:
 
 _PIECE = 1 << 20  # what the server holds in memory for one request
 _LONGEST_WATCH_SECONDS, _WATCH_LOOK_SECONDS = 30.0, 0.02
-_LARGEST_REPLY = 1 << 30  # a reply announced larger than this is refused before any of it is read
+_LARGEST_REPLY = 1 << 30  # a larger reply is refused before it is read
 _LARGEST_REFUSAL = 1 << 16
-_SLOWEST_BYTES_PER_SECOND = 50_000  # a body that comes slower than this is given up
+_SLOWEST_BYTES_PER_SECOND = 50_000  # a slower reply is given up
 _MOST_IDLE = 32  # connections kept for the next requests
 _TRY_AGAIN = {429, 502, 503, 504}
 _PAUSE_SECONDS = 0.1, 2.0  # the first pause before a busy server is asked again, and the longest
@@ -119,7 +119,7 @@ async def _send(request: web.Request, objects: Objects, key: str) -> web.StreamR
     response.headers["Last-Modified"] = formatdate(found.modified, usegmt=True)
     if status == 206:
         response.headers["Content-Range"] = f"bytes {start}-{stop - 1}/{size}"
-    with contextlib.suppress(ConnectionResetError):  # whoever asked has gone, as happens when a link is cut
+    with contextlib.suppress(ConnectionResetError):  # the client has gone
         await response.prepare(request)
         if request.method != "HEAD":
             for first in range(start, stop, _PIECE):
@@ -151,8 +151,8 @@ class _Reply(NamedTuple):
 
 
 class HttpBackend:
-    """The client; any thread may call. Connections are kept and used again, one for each request under way: over an
-    ocean, a new one costs a round trip."""
+    """The client; any thread may call it. Connections are reused, one per concurrent request: a new one costs a round
+    trip."""
 
     def __init__(self, url: str, token: str | None = None, patience: float = PATIENCE_SECONDS) -> None:
         parts = urlsplit(url)
@@ -226,8 +226,8 @@ class HttpBackend:
         limit: int = _LARGEST_REPLY,
         silence: float = 0.0,
     ) -> _Reply:
-        """One answer. A connection that fails is opened again, once; a busy server is asked again for `patience`
-        seconds. `silence` is how long it may be silent on purpose.
+        """One request. A failed connection is opened again once; a busy server is retried for `patience` seconds.
+        `silence` is how many seconds the server may wait on purpose.
         """
         backoff = Backoff(*_PAUSE_SECONDS, patience=self._patience + silence)
         failures = 0
@@ -256,7 +256,7 @@ class HttpBackend:
         raise StorageError(f"{key!r} at {self._url}: HTTP status {reply.status}", hint=hint)
 
     def _exchange(self, method: str, path: str, headers: dict[str, str], limit: int, silence: float) -> _Reply:
-        """A request and its answer. The connection is kept only if nothing of the answer is left in it."""
+        """One exchange. The connection is kept only if the whole answer was read."""
         timeout = self._patience / 3
         try:
             connection = self._idle.pop()
@@ -273,7 +273,7 @@ class HttpBackend:
             kept = response.isclosed() and not response.will_close and len(self._idle) < _MOST_IDLE
             return _Reply(response.status, response.headers, body)
         except OSError:
-            self._forget_idle()  # what broke this connection has probably broken the others
+            self._forget_idle()  # the others are probably broken too
             raise
         finally:
             if kept:
@@ -296,7 +296,7 @@ class HttpBackend:
         body = b"".join(parts)
         if len(body) != length:
             raise http.client.IncompleteRead(body, length - len(body))
-        response.read()  # nothing; but only this tells the response that it is over
+        response.read()  # returns nothing, but marks the response as finished
         return body
 
     def _forget_idle(self) -> None:

@@ -8,11 +8,11 @@
 Environment of an s3:// store: AWS_ACCESS_KEY_ID, AWS_SECRET_ACCESS_KEY, AWS_REGION; for a server that is not Amazon's
 AWS_ENDPOINT_URL=http://host:port, and AWS_ALLOW_HTTP=true where that is not https.
 
-`create` is the one primitive everything above rests on: it is atomic and refused when the key is taken, on every
-store. Overwriting compare-and-swap is not, so nothing uses it. Where an answer is lost on the way and the request is
-sent again, what a refused `create` found may be its own first attempt: callers compare before they give up.
+Everything above rests on `create`: it is atomic and refused if the key exists, on every store. Overwriting
+compare-and-swap is not available on every store, so nothing uses it. If an answer is lost and the request is retried,
+a refused `create` may have met its own first attempt: callers compare the content before they give up.
 
-A store that fails or hangs is asked again for `patience` seconds, then the call raises StorageError.
+A request to a store that fails or hangs is retried for `patience` seconds, then the call raises StorageError.
 """
 
 from __future__ import annotations
@@ -35,21 +35,21 @@ _SEGMENT = re.compile(r"[A-Za-z0-9_=@+:,-][A-Za-z0-9._=@+:,-]*")
 _LONGEST_SEGMENT = 200
 _LONGEST_KEY = 900
 PATIENCE_SECONDS = 15.0
-_LARGE_WRITE = 1 << 20  # a larger one may take longer than a silent server is waited for
+_LARGE_WRITE = 1 << 20  # larger writes get a longer timeout
 _LARGE_WRITE_SECONDS = 60.0
-_SLOWEST_GET_SECONDS = 600.0  # as long as bytes keep coming
+_SLOWEST_GET_SECONDS = 600.0  # while bytes keep arriving
 _SERVICES = {"s3": "AWS", "gs": "GOOGLE", "az": "AZURE"}
 _CLIENT_SETTINGS = ("allow_http", "allow_invalid_certificates", "proxy_url", "proxy_excludes")
-_PAST_THE_END = ("416 Range Not Satisfiable", "Invalid range")  # what stores say to a range that begins at the end
+_PAST_THE_END = ("416 Range Not Satisfiable", "Invalid range")  # answers to a range that begins at the end
 
 
 class Stat(NamedTuple):
     bytes: int
-    modified: float  # when it was written by the store's own clock, seconds since the epoch
+    modified: float  # when it was written, by the store's clock, seconds since the epoch
 
 
 class Backend(Protocol):
-    """What a store must provide. Keys are valid when they arrive here."""
+    """What a store must provide. Keys have been validated."""
 
     def get(self, key: str) -> bytes: ...
     def get_range(self, key: str, start: int, length: int) -> bytes: ...
@@ -77,8 +77,8 @@ class Objects:
         options: Mapping[str, str] | None = None,
         patience: float = PATIENCE_SECONDS,
     ) -> Objects:
-        """Open a store by path or URL; a directory is made if missing. `token` is for an http(s):// store that asks,
-        `options` (endpoint, access_key_id …) go before the environment of an s3://, gs:// or az:// store."""
+        """Open a store by path or URL; a missing directory is created. `token` is for an http(s):// store; `options`
+        (endpoint, access_key_id …) override the environment of an s3://, gs:// or az:// store."""
         text = str(url)
         scheme = text.partition("://")[0] if "://" in text else "file"
         if scheme in ("http", "https"):
@@ -99,7 +99,7 @@ class Objects:
         return self._backend.get(_valid(key))
 
     def get_range(self, key: str, start: int, length: int) -> bytes:
-        """Exactly `length` bytes from `start`, in one request; ObjectTruncated when the object is shorter than that."""
+        """Exactly `length` bytes from `start`, in one request. Raises ObjectTruncated if the object is shorter."""
         if start < 0 or length < 0:
             raise StorageError(f"range {start}+{length} of {key!r} is negative")
         data = self._backend.get_range(_valid(key), start, length)
@@ -116,18 +116,18 @@ class Objects:
         self._backend.put(_valid(key), data)
 
     def create(self, key: str, data: bytes) -> None:
-        """Write a key that must not exist yet; readers see all of it or nothing. ObjectExists when it is taken."""
+        """Write a key that must not exist yet; readers see all of it or nothing. Raises ObjectExists if it exists."""
         self._backend.create(_valid(key), data)
 
     def head(self, key: str) -> int | None:
-        """Size in bytes; None when there is no such object."""
+        """Size in bytes; None if there is no such object."""
         found = self.stat(key)
         return found.bytes if found else None
 
     def modified(self, key: str) -> float | None:
-        """When it was written by the store's own clock, in seconds since the epoch; None when there is no such object.
+        """When the object was written, by the store's clock, in seconds since the epoch; None if there is none.
 
-        Stores round to a second. Compare it with another object's, never with the clock of this machine.
+        Stores round to seconds. Compare it with the time of another object, never with this machine's clock.
         """
         found = self.stat(key)
         return found.modified if found else None
@@ -136,7 +136,7 @@ class Objects:
         return self._backend.stat(_valid(key))
 
     def wait_for(self, key: str, seconds: float) -> bytes | None:
-        """The object as soon as it is there; None if it is not after so long. A store may give up earlier."""
+        """The object as soon as it exists; None if it does not after `seconds`. A store may give up earlier."""
         return self._backend.wait_for(_valid(key), seconds)
 
     def list(self, prefix: str = "") -> builtins.list[str]:
@@ -148,7 +148,7 @@ class Objects:
         return sorted(self._backend.folders(_valid_folder(prefix)))
 
     def delete(self, key: str) -> None:
-        """Remove an object; removing what is not there is not an error."""
+        """Remove an object. It is no error if there is none."""
         self._backend.delete(_valid(key))
 
 
@@ -168,7 +168,7 @@ def _valid_folder(prefix: str) -> str:
 
 
 def look_until(is_there: Callable[[], bool], seconds: float, longest_pause: float) -> bool:
-    """Look again and again, ever more rarely: how stores that cannot push wait for an object."""
+    """Poll with growing pauses until `is_there`, for at most `seconds`: for stores that cannot notify."""
     backoff = Backoff(0.02, longest_pause, patience=seconds, factor=1.5)
     while not is_there():
         if not backoff.left():
@@ -178,7 +178,7 @@ def look_until(is_there: Callable[[], bool], seconds: float, longest_pause: floa
 
 
 class _ObstoreBackend:
-    """S3, GCS, Azure and memory through obstore, which asks again by itself when a store fails."""
+    """S3, GCS, Azure and memory through obstore, which retries by itself."""
 
     def __init__(self, url: str, options: Mapping[str, str], patience: float) -> None:
         from obstore.exceptions import BaseError
@@ -191,7 +191,7 @@ class _ObstoreBackend:
                 self._store = self._for_large_writes = MemoryStore()
             else:
                 self._store = _connect(url, options, patience / 3, patience)
-                # obstore's clock runs from the first byte of a request that is sent to the first of the answer
+                # obstore's timeout runs from the first byte of the request to the first byte of the answer
                 self._for_large_writes = _connect(url, options, _LARGE_WRITE_SECONDS, patience)
         except (BaseError, ValueError) as error:
             raise StorageError(
@@ -243,7 +243,7 @@ class _ObstoreBackend:
             return
 
     def wait_for(self, key: str, seconds: float) -> bytes | None:
-        there = look_until(lambda: self.stat(key) is not None, seconds, longest_pause=1.0)  # each look is paid for
+        there = look_until(lambda: self.stat(key) is not None, seconds, longest_pause=1.0)  # each request costs money
         return self.get(key) if there else None
 
     def _writer(self, data: bytes) -> Any:
@@ -278,7 +278,7 @@ def _connect(url: str, options: Mapping[str, str], answer_seconds: float, patien
     retries: Any = {"max_retries": 20, "retry_timeout": timedelta(seconds=patience * 2 / 3), "backoff": pauses}
     config: Any = dict(options)
     if config.get("endpoint", "").startswith("http://"):
-        client["allow_http"] = True  # who writes it down means it
+        client["allow_http"] = True  # the endpoint was given explicitly
     service = _SERVICES.get(urlsplit(url).scheme, "")
     for name in _CLIENT_SETTINGS:  # obstore reads these from the environment only if it is given no client options
         if value := os.environ.get(f"{service}_{name.upper()}"):
@@ -287,7 +287,7 @@ def _connect(url: str, options: Mapping[str, str], answer_seconds: float, patien
 
 
 def _first_lines(error: Exception) -> str:
-    """obstore adds the inside of its error as many lines of Rust."""
+    """The message without the debug output that obstore appends."""
     return str(error).partition("\n\nDebug source")[0]
 
 

@@ -1,8 +1,8 @@
-"""Many requests at a time: how a long, fat link is filled, where one connection would wait for its round trips.
+"""Parallel requests: they fill a long, fast link, where one connection would wait for round trips.
 
-Reading: each range is cut into pieces that are fetched side by side and asked for again one by one, so that a link that
-is cut costs the pieces under way and not the object. Writing: objects go out while the next ones are made. Both hold a
-bounded number of bytes.
+Reading: each range is cut into pieces that are fetched in parallel and retried one by one, so a broken link costs the
+pieces in flight and not the object. Writing: objects are uploaded while the next ones are made. Both hold a bounded
+number of bytes.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ THREADS = 16  # requests at a time: a link of 200 Mbit/s and 120 ms holds 3 MB, 
 PIECE_BYTES = 8 << 20
 _SMALL_PIECE_BYTES, _LEAST_PIECE_BYTES = 512 << 10, 128 << 10
 BYTES_IN_FLIGHT = 128 << 20
-# Stores have already asked again by themselves when these begin: this is for a link that is away a little longer.
+# Stores have already retried by themselves before this: these retries are for a link that is down a little longer.
 _RETRIES = 2
 _PAUSE_SECONDS = 0.2, 1.0  # before the first retry, and the longest
 
@@ -41,9 +41,9 @@ def read_ranges(
     piece_bytes: int = PIECE_BYTES,
     bytes_in_flight: int = BYTES_IN_FLIGHT,
 ) -> Generator[bytes, None, None]:
-    """The bytes of each (key, start, length), in order. What is ahead of the caller is at most `bytes_in_flight`.
+    """Yield the bytes of each (key, start, length), in order, reading at most `bytes_in_flight` ahead.
 
-    Raises what `Objects.get_range` raises, at the range that cannot be had; the ones before it have been yielded.
+    Raises what `Objects.get_range` raises, at the range that cannot be read; the ranges before it have been yielded.
     """
     pieces = _pieces(ranges, piece_bytes, threads)
     ahead: collections.deque[tuple[Future[bytes], int, bool]] = collections.deque()
@@ -72,14 +72,14 @@ def read_ranges(
                 yield data
     finally:
         given_up.set()
-        pool.shutdown(wait=False, cancel_futures=True)  # a request that hangs must not hold up the caller
+        pool.shutdown(wait=False, cancel_futures=True)  # a request that hangs must not block the caller
 
 
 def _pieces(ranges: Iterable[tuple[str, int, int]], piece_bytes: int, threads: int) -> Iterator[tuple[Range, bool]]:
-    """The ranges in pieces, each with whether it is the last of its range: enough for all threads, and not tiny.
+    """Cut the ranges into pieces: enough for all threads, and not tiny. Yields each with whether it ends its range.
 
-    The first requests begin together, share the link, and would all end together: nothing could be worked on until
-    then, and nothing would be on its way after. So each of them asks for more than the one before.
+    The first requests start together. With equal sizes they would also end together, and the caller would have nothing
+    to work on until then. So each of them asks for more than the one before.
     """
     number = 0
     for key, start, length in ranges:
@@ -121,8 +121,8 @@ class Uploads:
             uploads.create(key, data)     # returns at once while few bytes are under way
                                           # the end of the block waits for all of them, and raises the first error
 
-    For objects whose key names their content: one that is already there counts as written. A write that failed is
-    repeated, which is safe for the same reason.
+    For objects whose key names their content: an object that exists counts as written, and a failed write can be
+    retried.
     """
 
     def __init__(self, objects: Objects, threads: int = THREADS, bytes_in_flight: int = BYTES_IN_FLIGHT) -> None:
@@ -134,7 +134,7 @@ class Uploads:
         self._error: Exception | None = None
 
     def create(self, key: str, data: bytes) -> None:
-        """Begin to write; waits while too much is under way. Raises what an earlier write failed with."""
+        """Start a write; waits while too many bytes are in flight. Raises the error of an earlier write."""
         with self._changed:
             self._changed.wait_for(lambda: self._error or not self._objects_left or self._fits(data))
             self._raise_error()
@@ -188,7 +188,7 @@ class Uploads:
 
 
 def write_named(objects: Objects, key: str, data: bytes) -> None:
-    """Write an object whose key names its content. One of another size is damage, and written over."""
+    """Write an object whose key names its content. An object of another size is damaged, and is overwritten."""
     try:
         objects.create(key, data)
     except ObjectExists:

@@ -1,4 +1,4 @@
-"""From the dtypes of a file to those of a form, in numpy: without loss, or rounded to nearest even where asked to.
+"""Converts the dtypes of a file to those of a form, in numpy: without loss, or rounded to nearest even if asked to.
 
 form bf16, fp16 or fp32    floats become the form's dtype; integers stay as they are
 any other form             (fp8, packed 4-bit …) every tensor stays as it is: its dtypes are the form's own mix
@@ -24,7 +24,7 @@ _PIECE = 1 << 22  # elements converted at a time
 
 
 def dtype_in(form: str, name: str, stored: Stored) -> str:
-    """The dtype a tensor has in a form. WeightsError when it has no place there."""
+    """The dtype of a tensor in a form. WeightsError if the form cannot hold it."""
     converts = form in ("bf16", "fp16", "fp32")
     if converts and stored.dtype in FLOATS:
         return form

@@ -1,1 +1,1 @@
-"""What the bytes mean: tensors and chunks, codings, manifests, keys. FORMAT.md specifies it."""
+"""The format: tensors and chunks, codings, manifests, keys. FORMAT.md specifies it."""

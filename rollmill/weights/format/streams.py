@@ -21,7 +21,7 @@ _STRETCH, _STRETCHES = 4096, 16
 
 
 class _Contexts(threading.local):
-    """zstd contexts are dear to make and must not be shared between threads."""
+    """zstd contexts are expensive to make and must not be shared between threads."""
 
     def __init__(self) -> None:
         # Streams are noise with a skewed distribution: what looks like a match in them costs more than its literals.
@@ -46,7 +46,7 @@ def pack_streams(streams: Iterable[np.ndarray]) -> bytes:
 
 
 def _compress(stream: np.ndarray) -> bytes | None:
-    """None where it is not worth it."""
+    """None if compression does not help."""
     if stream.size <= _SHORT:
         return None
     if stream.size >= _LONG:
@@ -100,7 +100,7 @@ class Streams:
 
 def _decompress(stored: memoryview, length: int) -> bytes:
     try:
-        # The frame's own idea of its size is what zstd allocates, so it is compared before it is believed.
+        # zstd allocates the size that the frame claims, so it is compared first.
         if zstandard.frame_content_size(stored) != length:
             raise WeightsError("a payload stream contradicts its length")
         return _contexts.decompressor.decompress(stored, allow_extra_data=False)

@@ -21,10 +21,10 @@ WIDTHS: Mapping[str, int] = {
     "int8": 1,
     "uint8": 1,
     "int32": 4,
-    "fp4x2": 1,  # two 4-bit numbers a byte, the first in its low half; shapes count bytes
+    "fp4x2": 1,  # two 4-bit numbers per byte, the first in its low half; shapes count bytes
 }
 CHUNK_ELEMENTS = 1 << 24
-LARGEST_TENSOR = 1 << 42  # elements; a manifest that claims more is not believed
+LARGEST_TENSOR = 1 << 42  # elements; a manifest that claims more is refused
 QUANTISATION_ROWS = 128  # chunks start on multiples of this many rows, so that a quantisation block is never cut
 
 
@@ -67,7 +67,7 @@ Tensors = Mapping[str, HostTensor]
 
 @functools.lru_cache(maxsize=4096)
 def chunk_ranges(shape: tuple[int, ...]) -> tuple[tuple[int, int], ...]:
-    """Element ranges of a tensor's chunks: whole rows, fixed by the shape alone, so any sharding cuts alike.
+    """Element ranges of a tensor's chunks: whole rows, fixed by the shape alone, so every sharding cuts the same way.
 
     A row is what one index of the leading dimension selects; where such a row is larger than a chunk, further
     dimensions are folded into the leading one.
