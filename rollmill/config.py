@@ -49,6 +49,11 @@ def load_config(model: type[C], path: Path | None, overrides: Sequence[str] = ()
             raise ConfigError(f"{path} cannot be read: {error.strerror}") from None
         except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
             raise ConfigError(f"{path} is not valid TOML: {error}") from None
+    return override_config(model, tree, overrides, source)
+
+
+def override_config(model: type[C], tree: dict[str, Any], overrides: Sequence[str], source: str) -> C:
+    """Lay `key.path=value` overrides over a tree and validate it. Changes the tree."""
     for override in overrides:
         _apply_override(tree, override)
     return validate_config(model, tree, source)

@@ -269,6 +269,15 @@ EVENTS: Mapping[str, Event] = {
         full_bytes="bytes of all its tensors",
         digest="its root digest",
     ),
+    "start": _event(
+        "A version of another run was imported, for this run to start from.",
+        version="the version made of it",
+        run="id of the other run",
+        origin="the version in the other run",
+        form="its number format there",
+        bytes="bytes written",
+        digest="root digest of the import",
+    ),
     "engine": _event(
         "What an engine did, about once a second while it works.",
         engine="its name",

@@ -1,8 +1,9 @@
-"""Which weights `serve` and `eval` mean: `--version` as a user writes it, and plain checkpoint directories."""
+"""Which weights `serve`, `eval` and `train --from` mean: versions as a user writes them, checkpoint directories."""
 
 from __future__ import annotations
 
 import hashlib
+import json
 import re
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
@@ -47,6 +48,16 @@ def find_target(run: RunDirectory, text: str | None) -> Target:
     if text in Channels(store.objects).names():
         return Target("channel", text, version, form)
     return Target("version", str(version), version, form)
+
+
+def start_settings(directory: Path, text: str) -> list[str]:
+    """The [start] of a run that starts from a version of the run in `directory`, as overrides."""
+    from rollmill.cluster.run import RunDirectory
+
+    run = RunDirectory.open(directory)
+    target = find_target(run, text)
+    settings = {"run": str(directory.absolute()), "id": run.id, "version": str(target.version), "form": target.form}
+    return [f"start.{name}={json.dumps(value)}" for name, value in settings.items()]
 
 
 def is_checkpoint(directory: Path) -> bool:

@@ -16,7 +16,17 @@ def train(
     overrides: Annotated[
         list[str] | None, typer.Argument(help="settings laid over the file: `key.path=value`, values as in TOML")
     ] = None,
-    resume: Annotated[bool, typer.Option("--resume", help="continue the run in that directory")] = False,
+    resume: Annotated[
+        bool, typer.Option("--resume", help="continue the run in that directory; `steps=N` gives it more steps")
+    ] = False,
+    start: Annotated[
+        tuple[Path, str] | None,
+        typer.Option(
+            "--from",
+            metavar="RUN VERSION",
+            help="start from a version of another run: a number (7), a line and a number (main@7), or a channel (live)",
+        ),
+    ] = None,
     dry_run: Annotated[
         bool,
         typer.Option("--dry-run", help="check everything, print the whole configuration as commented TOML, and stop"),
@@ -29,9 +39,13 @@ def train(
 
         rollmill train examples/micro.toml steps=20 max_staleness=0
         rollmill train --resume runs/micro
+        rollmill train --resume runs/micro steps=64
+        rollmill train next.toml --from runs/micro live
     """
     from rollmill.cli.config import print_config
+    from rollmill.cli.target import start_settings
     from rollmill.cluster.checkpoint import check_here
+    from rollmill.cluster.extend import extend
     from rollmill.cluster.ranks import begin_run
     from rollmill.cluster.run import RunConfig, RunDirectory
     from rollmill.cluster.state import is_finished
@@ -39,12 +53,12 @@ def train(
     from rollmill.errors import ConfigError
 
     if resume:
-        if overrides or dry_run:
+        if start or dry_run:
             raise ConfigError(
-                "--resume continues with the run's own configuration: it takes no overrides and no --dry-run",
-                hint="start a new run to change settings",
+                f"--resume continues a run from where it is: it takes no {'--from' if start else '--dry-run'}",
+                hint="start a new run to change more than `steps`",
             )
-        run = RunDirectory.open(source)
+        run = extend(RunDirectory.open(source), overrides or ())
         if is_finished(run):
             typer.echo(f"{source} is finished: nothing is left to do")
             print_result(run.path / "report.html")
@@ -53,7 +67,7 @@ def train(
         if source.is_dir():
             hint = f"`rollmill train --resume {source}` continues a run"
             raise ConfigError(f"{source} is a directory, not a RUN.toml", hint=hint)
-        config = load_config(RunConfig, source, overrides or ())
+        config = load_config(RunConfig, source, [*(overrides or ()), *(start_settings(*start) if start else ())])
         check_here(config)
         if dry_run:
             print_config(config)

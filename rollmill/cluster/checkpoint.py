@@ -26,12 +26,16 @@ TOKENIZER = "tokenizer.json"
 
 
 def check_here(config: RunConfig) -> None:
-    """Check what a configuration asks of this machine: the device and the checkpoint. Loads no weights."""
+    """Check what a configuration asks of this machine: the device, the checkpoint, the run it starts from. Loads no
+    weights."""
+    from rollmill.cluster.start import check_start
     from rollmill.models.device import choose_device  # torch
 
     choose_device(config.device)
     if config.checkpoint is not None:
         check_checkpoint(config)
+    if config.start is not None:
+        check_start(config)
 
 
 def check_checkpoint(config: RunConfig) -> HuggingFaceModel:

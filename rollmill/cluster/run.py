@@ -39,6 +39,7 @@ from rollmill.inference.config import EngineConfig
 from rollmill.models.config import ModelConfig
 from rollmill.rollouts.config import RolloutConfig
 from rollmill.training.config import MidtrainConfig, RLConfig, TrainingConfig
+from rollmill.types import Version
 
 HOME = "home"
 PORTS = range(10_000, 32_768)
@@ -52,6 +53,20 @@ PHASES = ("mid-train", "evaluate before", "reinforce", "evaluate after")
 class MidtrainStage(MidtrainConfig):
     steps: int = Field(ge=1, description="Mid-training steps. More make the model stronger before RL begins.")
     training: TrainingConfig = Field(TrainingConfig(), description="The step loop of mid-training.")
+
+
+class Start(Config):
+    """A version of another run. `rollmill train --from RUN VERSION` fills it in."""
+
+    run: str = Field(description="Directory of the other run. It is read once, when this run begins.")
+    id: str = Field(description="Id of the other run, which names the line that its version is imported as.")
+    version: str = Field(pattern=r"^[^@]+@\d+$", description="The version to start from, as `line@number`.")
+    form: str = Field("bf16", description="Number format in which the other run published the version.")
+
+    @property
+    def parsed(self) -> Version:
+        line, _, number = self.version.rpartition("@")
+        return Version(line, int(number))
 
 
 class RunConfig(Config):
@@ -93,6 +108,11 @@ class RunConfig(Config):
         description="A Hugging Face checkpoint directory to start from; [model] is then read from it. Not set: "
         "random weights, and [midtrain] is needed.",
     )
+    start: Start | None = Field(
+        None,
+        description="A version of another run to start from instead of a checkpoint; [model] is then read from that "
+        "run. `rollmill train --from` sets it.",
+    )
     device: Literal["auto", "cpu", "cuda"] = Field(
         "auto", description="Where models compute. `auto` is the GPU if there is one, else the CPU."
     )
@@ -106,7 +126,8 @@ class RunConfig(Config):
         description="SQLAlchemy URL of the index. Not set: SQLite in the run directory. Keep passwords out of it.",
     )
     model: ModelConfig = Field(
-        description="The model's shape. With `checkpoint`, only max_context may be given, to make it shorter."
+        description="The model's shape. With `checkpoint` or `start`, leave it out or only set max_context, to make it "
+        "shorter."
     )
     midtrain: MidtrainStage | None = Field(
         None, description="Mid-training before RL. Not set: RL starts from the checkpoint as it is."
@@ -122,14 +143,19 @@ class RunConfig(Config):
 
     @classmethod
     def derive(cls, tree: Any) -> Any:
-        """Fill in [model] from the checkpoint. run.json has all of [model]: then no checkpoint is read."""
-        if not isinstance(tree, dict) or not isinstance(tree.get("checkpoint"), str):
+        """Fill in [model] from the checkpoint or the other run. run.json has all of [model]: then neither is read."""
+        if not isinstance(tree, dict):
             return tree
-        given = tree.get("model", {})
+        given, start = tree.get("model", {}), tree.get("start")
         if not isinstance(given, dict) or "vocab_size" in given:
             return tree
-        directory = Path(tree["checkpoint"]).expanduser().absolute()
-        return {**tree, "checkpoint": str(directory), "model": _model_of(directory, given)}
+        if isinstance(tree.get("checkpoint"), str):
+            directory = Path(tree["checkpoint"]).expanduser().absolute()
+            return {**tree, "checkpoint": str(directory), "model": _model_of(directory, given)}
+        if isinstance(start, dict) and isinstance(start.get("run"), str):
+            model = RunDirectory.open(Path(start["run"])).config.model.model_dump(mode="json")
+            return {**tree, "model": _shortened(model, given, f"the run {start['run']}")}
+        return tree
 
     @model_validator(mode="after")
     def _regions_are_distinct(self) -> RunConfig:
@@ -139,13 +165,15 @@ class RunConfig(Config):
 
     @model_validator(mode="after")
     def _has_a_beginning(self) -> RunConfig:
-        if self.checkpoint is None and self.midtrain is None:
+        if self.checkpoint is not None and self.start is not None:
+            raise ValueError("a run starts from a checkpoint or from a version of another run, not from both")
+        if self.checkpoint is None and self.start is None and self.midtrain is None:
             raise ValueError("a run without a checkpoint needs [midtrain]: random weights solve no task")
         return self
 
     @model_validator(mode="after")
     def _can_be_exported(self) -> RunConfig:
-        if self.checkpoint is None:
+        if self.checkpoint is None and self.start is None:
             from rollmill.models.huggingface.describe import describe_model
 
             try:
@@ -162,12 +190,12 @@ class RunConfig(Config):
 
     @property
     def checkpoint_line(self) -> str:
-        """The line whose version 0 is the imported checkpoint."""
-        return f"{self.line}-checkpoint"
+        """The line of the imported weights: of the checkpoint, or of the other run that this run starts from."""
+        return f"{self.line}-checkpoint" if self.start is None else f"{self.start.id}-{self.start.parsed.line}"[-100:]
 
     @property
     def base_line(self) -> str:
-        """The line RL starts from: the one mid-training writes, or that of the checkpoint."""
+        """The line RL starts from: the one mid-training writes, or that of the imported weights."""
         return f"{self.line}-base" if self.midtrain else self.checkpoint_line
 
     @property
@@ -244,20 +272,13 @@ class RunDirectory:
 
     def _create(self) -> None:
         """Write run.json, which must not exist yet. It appears whole or not at all, and only its owner can read it."""
-        body = {
-            "id": self.id,
-            "config": self.config.model_dump(mode="json"),
-            "ports": self.ports,
-            **{name: getattr(self, name) for name in SECRETS},
-        }
-        file = self.path / "run.json"
         try:
             self.path.mkdir(parents=True, exist_ok=True)
-            with tempfile.NamedTemporaryFile("w", dir=self.path, prefix=".run.json-") as draft:  # mode 0600
-                json.dump(body, draft, indent=1)
-                draft.flush()
-                os.fsync(draft.fileno())
-                os.link(draft.name, file)
+            draft = self._draft()
+            try:
+                os.link(draft, self.path / "run.json")
+            finally:
+                os.unlink(draft)
         except FileExistsError:
             raise ConfigError(
                 f"{self.path} already holds a run",
@@ -265,6 +286,29 @@ class RunDirectory:
             ) from None
         except OSError as error:
             raise ConfigError(f"{self.path} cannot be written: {error.strerror}") from None
+
+    def rewrite(self, config: RunConfig) -> RunDirectory:
+        """The run with another configuration, in its run.json too. The caller holds the run's lock."""
+        run = replace(self, config=config)
+        try:
+            os.replace(run._draft(), self.path / "run.json")
+        except OSError as error:
+            raise ConfigError(f"{self.path} cannot be written: {error.strerror}") from None
+        return run
+
+    def _draft(self) -> str:
+        """Write what run.json will hold to a file beside it, which only its owner can read. Returns the file's name."""
+        body = {
+            "id": self.id,
+            "config": self.config.model_dump(mode="json"),
+            "ports": self.ports,
+            **{name: getattr(self, name) for name in SECRETS},
+        }
+        with tempfile.NamedTemporaryFile("w", dir=self.path, prefix=".run.json-", delete=False) as draft:  # mode 0600
+            json.dump(body, draft, indent=1)
+            draft.flush()
+            os.fsync(draft.fileno())
+        return draft.name
 
     def url(self, role: str) -> str:
         anywhere = role != "gateway" or self.host in ("0.0.0.0", "::")  # noqa: S104
@@ -322,22 +366,26 @@ def _model_of(directory: Path, given: dict[str, Any]) -> dict[str, Any]:
     from rollmill.models.huggingface.config import config_from_huggingface
     from rollmill.models.huggingface.files import CONFIG, read_json
 
-    strange = sorted(given.keys() - {"max_context"})
-    if strange:
-        raise ConfigError(
-            f"model.{strange[0]} is set, but the checkpoint {directory} decides it",
-            hint="with `checkpoint`, [model] may only set max_context",
-        )
     if not directory.is_dir():
         raise ConfigError(
             f"checkpoint: there is no directory {directory}", hint="`rollmill model get` makes one; see its --help"
         )
     model = config_from_huggingface(read_json(directory / CONFIG), str(directory / CONFIG)).model_dump(mode="json")
+    return _shortened(model, given, f"the checkpoint {directory}")
+
+
+def _shortened(model: dict[str, Any], given: dict[str, Any], where: str) -> dict[str, Any]:
+    """The model that `where` has, with `max_context` as given."""
+    strange = sorted(given.keys() - {"max_context"})
+    if strange:
+        raise ConfigError(
+            f"model.{strange[0]} is set, but {where} decides it", hint="leave [model] out, or only set max_context"
+        )
     longest = model["max_context"]
     wanted = given.get("max_context", longest)
     if isinstance(wanted, int) and wanted > longest:
         raise ConfigError(
-            f"model.max_context is {wanted}, but the checkpoint {directory} supports at most {longest}",
+            f"model.max_context is {wanted}, but {where} supports at most {longest}",
             hint="set it to less, or leave it out",
         )
     return {**model, "max_context": wanted}

@@ -2,10 +2,12 @@ from __future__ import annotations
 
 import tomllib
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
+from rollmill.cluster.lock import exclusive
 from rollmill.cluster.run import RunConfig, RunDirectory
 from rollmill.config import load_config
 from tests.cli.conftest import Told
@@ -73,8 +75,36 @@ def test_a_name_that_is_taken(rollmill: Callable[..., Told], tmp_path: Path) -> 
 def test_what_cannot_be_resumed(rollmill: Callable[..., Told], tmp_path: Path) -> None:
     assert refused(rollmill("train", "--resume", "runs/absent"), "runs/absent holds no run", "`rollmill runs`")
     assert refused(rollmill("train", "--resume", MICRO), "holds no run", "`rollmill runs`")
-    assert refused(rollmill("train", "--resume", tmp_path, "steps=3"), "takes no overrides", "start a new run")
     assert refused(rollmill("train", "--resume", tmp_path, "--dry-run"), "no --dry-run", "start a new run")
+    assert refused(rollmill("train", "--resume", tmp_path, "--from", "runs/a", 1), "no --from", "start a new run")
+
+
+def test_only_steps_may_change_and_only_grow(rollmill: Callable[..., Told]) -> None:
+    run = RunDirectory.create(Path("runs"), load_config(RunConfig, MICRO, ["steps=5"]))
+    before = (run.path / "run.json").read_text()
+    told = rollmill("train", "--resume", run.path, "steps=9", "seed=3")
+    assert refused(told, "can change `steps` only, not `seed`", f"--from {run.path} VERSION")
+    assert refused(rollmill("train", "--resume", run.path, "training.ranks=2"), "not `training.ranks`", "--from")
+    assert refused(rollmill("train", "--resume", run.path, "steps=4"), "can only add steps", "up to step 5")
+    assert refused(rollmill("train", "--resume", run.path, "steps=many"), "valid integer", "")
+    with exclusive(run.path, "supervisor"):
+        assert refused(rollmill("train", "--resume", run.path, "steps=9"), "supervisor", "")
+    assert (run.path / "run.json").read_text() == before
+
+
+def test_a_run_is_extended_in_its_file(rollmill: Callable[..., Told], monkeypatch: pytest.MonkeyPatch) -> None:
+    from rollmill.cluster import drive
+
+    def interrupted(*_: object, **__: object) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(drive, "drive", interrupted)
+    run = RunDirectory.create(Path("runs"), load_config(RunConfig, MICRO, ["steps=5"]))
+    assert rollmill("train", "--resume", run.path, "steps=9").code == 130
+    extended = RunDirectory.open(run.path)
+    assert extended == replace(run, config=run.config.model_copy(update={"steps": 9}))
+    assert (run.path / "run.json").stat().st_mode & 0o777 == 0o600
+    assert not list(run.path.glob(".run.json-*"))
 
 
 def test_a_directory_is_not_a_configuration(rollmill: Callable[..., Told], tmp_path: Path) -> None:

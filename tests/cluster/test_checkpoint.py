@@ -81,7 +81,7 @@ def test_a_run_is_opened_when_its_checkpoint_is_gone(checkpoint: Path, tmp_path:
 @pytest.mark.parametrize(
     ("overrides", "complaint"),
     [
-        (("model.width=64",), r"model\.width is set[\s\S]*may only set max_context"),
+        (("model.width=64",), r"model\.width is set[\s\S]*only set max_context"),
         (("model.max_context=513",), r"max_context is 513.*at most 512[\s\S]*set it to less"),
         (("model.max_context=long",), r"model\.max_context: Input should be a valid integer"),
         (("model.max_context=0",), r"model\.max_context: Input should be greater than 0"),

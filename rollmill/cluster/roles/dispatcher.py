@@ -64,14 +64,14 @@ async def _until_committed(ledger: Ledger, step: int) -> None:
 
 
 async def _evaluate_once(run: RunDirectory, context: RolloutContext, label: str, version: int) -> None:
-    """Evaluate and record the results, unless they are recorded already."""
+    """Evaluate and record the results, unless they are recorded already. An extended run is evaluated again."""
     key = f"evals/{run.id}/{label}.json"
-    if context.objects.head(key) is not None:
+    if context.objects.head(key) is not None and json.loads(context.objects.get(key))[0]["version"] == version:
         return
     suite = run.config.evals
     with phase(f"evaluate {label}"):
         results = await _evaluate(run, context, suite, label, version, alone=True)  # a run has one dispatcher
-        context.objects.create(key, json.dumps([asdict(result) for result in results]).encode())
+        context.objects.put(key, json.dumps([asdict(result) for result in results]).encode())
 
 
 async def evaluate(service: RunDirectory, suite: EvalConfig, version: Version) -> list[EvalResult]:

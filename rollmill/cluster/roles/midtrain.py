@@ -1,4 +1,5 @@
-"""Makes the base line, which RL starts from: imports the checkpoint or draws random weights, then mid-trains.
+"""Makes the base line, which RL starts from: imports a checkpoint or a version of another run, or draws random weights,
+then mid-trains.
 
 Skips what is already there."""
 
@@ -12,6 +13,7 @@ from rollmill.chat.tokenizer import Tokenizer
 from rollmill.cluster.checkpoint import TOKENIZER, import_checkpoint, imported_tokenizer
 from rollmill.cluster.local import TERMINATED
 from rollmill.cluster.run import MidtrainStage, RunDirectory
+from rollmill.cluster.start import import_start
 from rollmill.demo.demonstrations import Demonstrations
 from rollmill.demo.tokenizer import demo_tokenizer
 from rollmill.models.config import ModelConfig
@@ -45,12 +47,12 @@ def main(run: RunDirectory) -> None:
 
 
 def _prepare(run: RunDirectory, weights: WeightStore) -> Version | None:
-    """Make the tokenizer. Import the checkpoint, if the run has one, and return its version."""
+    """Make the tokenizer. Import the weights that the run starts from, if any, and return their version."""
     config = run.config
-    if config.checkpoint is None:
+    if config.checkpoint is None and config.start is None:
         make_tokenizer(run, weights.objects)
         return None
-    start = import_checkpoint(config, weights)
+    start = import_checkpoint(config, weights) if config.start is None else import_start(config, weights)
     run.tokenizer.write_bytes(imported_tokenizer(config, weights))
     return start
 

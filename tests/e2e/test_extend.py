@@ -1,0 +1,61 @@
+"""A finished run is given more steps, and another run starts from one of its versions, with every process real."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from rollmill.cli.target import start_settings
+from rollmill.cli.train import run_to_report
+from rollmill.cluster.extend import extend
+from rollmill.cluster.run import RunConfig, RunDirectory
+from rollmill.cluster.state import is_finished
+from rollmill.config import load_config
+from rollmill.storage.database import open_database
+from rollmill.storage.objects import Objects
+from rollmill.trajectories.ledger import Ledger
+from rollmill.types import Version
+from rollmill.weights.reading.store import WeightStore
+from tests.cluster.checkpoints import make_chat_checkpoint
+from tests.e2e.test_checkpoint import SETTINGS
+
+ALONE = [setting for setting in SETTINGS if not setting.startswith("midtrain")]
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(600)
+def test_a_finished_run_is_extended_and_continued_by_another(tmp_path: Path) -> None:
+    pytest.importorskip("transformers")
+    make_chat_checkpoint(tmp_path / "model")
+    settings = ["name=first", f"checkpoint={tmp_path / 'model'}", *ALONE]
+    run = RunDirectory.create(tmp_path / "runs", load_config(RunConfig, None, settings))
+    run_to_report(run)
+    assert is_finished(run)
+    weights = WeightStore(Objects.open(run.home_store))
+    digests = [manifest.digest for manifest in weights.versions("main")]
+
+    run = extend(run, ["steps=3"])
+    assert not is_finished(run)
+    run_to_report(run)
+    assert is_finished(RunDirectory.open(run.path))
+    assert [manifest.digest for manifest in weights.versions("main")][:3] == digests and weights.head("main") == 3
+    assert weights.lines() == ["main", "main-checkpoint"]
+    ledger = Ledger(open_database(run.database_url), run.id)
+    assert ledger.committed() == 3 and all(step.lr for step in ledger.steps())
+    evaluated = {
+        result["label"]: result["version"] for result in json.loads((run.path / "report.json").read_text())["evals"]
+    }
+    assert evaluated == {"before": 0, "after": 3}
+
+    settings = ["name=second", *(each for each in ALONE if not each.startswith("steps")), "steps=1"]
+    config = load_config(RunConfig, None, [*settings, *start_settings(run.path, "3")])
+    second = RunDirectory.create(tmp_path / "runs", config)
+    run_to_report(second)
+    assert is_finished(second)
+    store = WeightStore(Objects.open(second.home_store))
+    parent = Version(f"{run.id}-main", 3)
+    assert store.manifest(Version("main", 1)).origin == parent
+    assert store.manifest(Version("main", 0)).digest == weights.manifest(Version("main", 3)).digest
+    assert second.tokenizer.read_bytes() == run.tokenizer.read_bytes()
