@@ -1,7 +1,7 @@
-"""Agent sessions without gateway, engine or machine: a SIMULATION for benchmarks that only ask what is learnt.
+"""Agent sessions without gateway, engine or machine: a SIMULATION for benchmarks that measure only what is learnt.
 
-The texts of tools are the harness's own; a small evaluator of expressions stands in for running Python, so code outside
-the language of the micro-repositories counts as wrong. All sessions of a batch advance by one token at a time.
+The tools return the harness's own texts. A small evaluator of expressions replaces Python, so code outside the language
+of the micro-repositories counts as wrong. All sessions of a batch advance by one token at a time.
 """
 
 from __future__ import annotations
@@ -34,30 +34,22 @@ _OPERATORS: dict[type[ast.AST], Callable[[Any, Any], Any]] = {
     ast.BitXor: operator.xor,
     ast.BitAnd: operator.and_,
     ast.BitOr: operator.or_,
-    ast.Gt: operator.gt,
-    ast.Lt: operator.lt,
-    ast.GtE: operator.ge,
-    ast.LtE: operator.le,
-    ast.Eq: operator.eq,
-    ast.NotEq: operator.ne,
 }
 
 
 def _value(node: ast.expr, x: int) -> int:
-    """The expression's value; KeyError or TypeError for anything these tasks do not need."""
+    """The expression's value. Raises KeyError or TypeError for anything these tasks do not need."""
     if isinstance(node, ast.Name) and node.id == "x":
         return x
     if isinstance(node, ast.Constant) and isinstance(node.value, int):
         return node.value
     if isinstance(node, ast.BinOp):
         return _OPERATORS[type(node.op)](_value(node.left, x), _value(node.right, x))
-    if isinstance(node, ast.Compare) and len(node.ops) == 1:
-        return _OPERATORS[type(node.ops[0])](_value(node.left, x), _value(node.comparators[0], x))
     raise TypeError(f"not evaluated: {ast.dump(node)}")
 
 
 def call_f(source: str, x: int) -> int | str | None:
-    """What f(x) of main.py gives, or the text of the error a test run would show."""
+    """The result of f(x) of main.py, or the error text that a test run would show."""
     try:
         body = ast.parse(source).body
     except (SyntaxError, ValueError) as error:
@@ -76,7 +68,7 @@ def call_f(source: str, x: int) -> int | str | None:
 
 @dataclass
 class Sandbox:
-    """The files of one episode and what the tools would have answered."""
+    """The file of one episode, and the tools that read and change it."""
 
     repository: Repository
     main: str
@@ -114,7 +106,7 @@ class Sandbox:
 
 @dataclass
 class Episode:
-    """One session; every step of the batch feeds it one token, given (`queue`) or sampled."""
+    """One session. Each step of the batch appends one token: from `queue` (given) or sampled."""
 
     sandbox: Sandbox
     queue: list[int]
@@ -129,7 +121,7 @@ class Episode:
 
 
 class LockstepAttention:
-    """Attention for sequences that all stand at the same position: the cache is a plain tensor."""
+    """Attention for sequences that are all at the same position, with a plain tensor as cache."""
 
     def __init__(self, config: ModelConfig, batch: int) -> None:
         shape = (config.layers, batch, config.kv_heads, config.max_context, config.head_dim)
@@ -182,7 +174,7 @@ def play(
 
 
 def _feed(episode: Episode, token: int, logprob: float, format: ChatFormat, schemas: list[Tool]) -> None:
-    """Give the episode its next token; at the end of an answer, run its calls and queue what they said."""
+    """Append the next token. At the end of an answer, run its calls and queue their results."""
     if episode.over:
         return
     if episode.queue:

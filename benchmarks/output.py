@@ -1,4 +1,4 @@
-"""What every benchmark ends with: one JSON line with the host, the figures, and the bars they are held against."""
+"""The last line of every benchmark: one JSON object with the host, the figures and the bars."""
 
 from __future__ import annotations
 
@@ -17,6 +17,6 @@ def at_most(value: float, bar: float) -> dict[str, Any]:
 
 
 def finish(benchmark: str, figures: dict[str, float], bars: dict[str, dict[str, Any]]) -> None:
-    """Print the last line. Exit code 0 means that it ran, not that bars hold."""
+    """Print the last line. Exit code 0 means that the benchmark ran, not that its bars hold."""
     host = {"machine": platform.machine(), "cores": os.cpu_count(), "python": platform.python_version()}
     print(json.dumps({"benchmark": benchmark, "host": host, "figures": figures, "bars": bars}))

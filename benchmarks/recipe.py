@@ -1,11 +1,11 @@
-"""What the demo learns with which numbers: a SIMULATION in one process, without gateway, machines or real asynchrony.
+"""What the demo learns with which settings: a SIMULATION in one process, without gateway, machines or asynchrony.
 
     python -m benchmarks.recipe [--quick] [--seeds 0 1 2] [lr=8e-4 groups_per_step=16 …]
 
 Real: the tasks, the demonstrations, the chat format, the decoder, the losses and the optimizer. Emulated: tools and
 hidden cases (benchmarks.emulated_sessions), and staleness: the rollouts of step n are sampled with version n − 1 − lag.
-Counts of tokens and rollouts carry over to the demo; seconds do not. The control spends as many tokens as all of RL on
-more mid-training: what is learnt there is bounded by the demonstrations.
+Counts of tokens and rollouts carry over to the demo; seconds do not. The control spends as many tokens as RL on more
+mid-training, whose ceiling is the teacher of the demonstrations.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ TOKENS_PER_MICROBATCH = 8192
 
 @dataclass(frozen=True)
 class Recipe:
-    """The numbers under test; the defaults are the demo's."""
+    """The settings under test. The defaults are the demo's."""
 
     vocab_size: int = 512
     layers: int = 2
@@ -78,7 +78,7 @@ class Recipe:
         known = {field.name for field in fields(self)}
         values = dict(override.partition("=")[::2] for override in overrides)
         if unknown := set(values) - known:
-            raise SystemExit(f"no such number: {', '.join(sorted(unknown))}; there are {', '.join(sorted(known))}")
+            raise SystemExit(f"no such setting: {', '.join(sorted(unknown))}; there are {', '.join(sorted(known))}")
         return replace(self, **{name: json.loads(value) for name, value in values.items()})
 
     def model(self, vocab_size: int) -> ModelConfig:
@@ -101,7 +101,7 @@ QUICK = Recipe(midtrain_steps=30, steps=2, eval_tasks=16, eval_attempts=2, famil
 
 @dataclass
 class Student:
-    """A model with everything that teaches and examines it."""
+    """A model with its documents, its tasks and its chat format."""
 
     recipe: Recipe
     seed: int
@@ -131,7 +131,7 @@ class Student:
         return rates
 
     def midtrain(self, steps: int) -> int:
-        """The number of tokens it took."""
+        """Mid-train for `steps`. Returns the number of tokens."""
         recipe = self.recipe
         settings = OptimizerConfig(
             lr=recipe.midtrain_lr,
@@ -157,7 +157,7 @@ class Student:
         return tokens
 
     def reinforce(self) -> list[dict[str, float]]:
-        """One row of figures a step."""
+        """Run all RL steps. Returns one row of figures per step."""
         recipe = self.recipe
         settings = OptimizerConfig(
             lr=recipe.lr,
@@ -182,7 +182,7 @@ class Student:
 
 
 def learn(model: Decoder, episodes: Sequence[Episode], recipe: Recipe) -> dict[str, float]:
-    """Forward and backward over the groups that carry signal."""
+    """Forward and backward over the groups that have signal."""
     sequences = []
     for start in range(0, len(episodes), recipe.group_size):
         group = episodes[start : start + recipe.group_size]
@@ -242,7 +242,7 @@ def _copy(model: Decoder) -> dict[str, Tensor]:
 
 
 def run_seed(recipe: Recipe, seed: int) -> dict[str, float]:
-    """Mid-train, examine, reinforce, examine; then the control from the same mid-trained weights' recipe."""
+    """Mid-train, evaluate, reinforce, evaluate; then the control: a model that is mid-trained for longer."""
     student = Student(recipe, seed)
     started = time.monotonic()
     midtrain_tokens = student.midtrain(recipe.midtrain_steps)
@@ -263,17 +263,17 @@ def run_seed(recipe: Recipe, seed: int) -> dict[str, float]:
     return figures | {
         "midtrain_tokens": midtrain_tokens,
         "rollouts": recipe.steps * recipe.groups_per_step * recipe.group_size,
-        "tokens_a_session": float(np.mean([row["tokens"] for row in rows])),
-        "sampled_a_session": float(np.mean([row["sampled"] for row in rows])),
+        "tokens_per_session": float(np.mean([row["tokens"] for row in rows])),
+        "sampled_per_session": float(np.mean([row["sampled"] for row in rows])),
         "turns_at_the_end": float(np.mean([row["turns"] for row in last])),
     }
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--quick", action="store_true", help="under a minute: shows that it runs, learns nothing")
+    parser.add_argument("--quick", action="store_true", help="under a minute: shows that it runs, not what is learnt")
     parser.add_argument("--seeds", type=int, nargs="+", default=[0])
-    parser.add_argument("overrides", nargs="*", metavar="name=value", help="numbers of the recipe to change")
+    parser.add_argument("overrides", nargs="*", metavar="name=value", help="settings of the recipe to change")
     arguments = parser.parse_args()
     recipe = (QUICK if arguments.quick else Recipe()).with_overrides(arguments.overrides)
     torch.set_num_threads(1)

@@ -1,7 +1,7 @@
 """Record how long real test runs take: `python -m benchmarks.record_tool_times` writes benchmarks/tool_times.json.
 
-Each sample is one module of Python's own test suite, run in a process of its own, as an agent would run the tests of
-one part of a repository. `benchmarks.async_speedup` draws its simulated tool times from the shape of this distribution.
+Each sample is one module of Python's own test suite, run in its own process, as an agent would run the tests of one
+part of a repository. `benchmarks.async_speedup` draws its simulated tool times from this distribution, scaled.
 """
 
 from __future__ import annotations
@@ -105,7 +105,7 @@ def main() -> None:
             [sys.executable, "-m", "unittest", "-q", f"test.test_{module}"], capture_output=True, timeout=300
         )
         taken = time.perf_counter() - started
-        if b"Ran " in ran.stderr:  # failing tests take time as well; a module that is not there does not count
+        if b"Ran " in ran.stderr:  # failing tests take time too; a missing module does not count
             seconds[f"test_{module}"] = round(taken, 3)
             print(f"{module:20s} {taken:8.3f} s")
     OUT.write_text(

@@ -1,4 +1,4 @@
-"""The demo: micro-repositories, their demonstrations, and the configuration of `rollmill demo`."""
+"""The demo: micro-repositories, their demonstrations, the tokenizer and the configuration of `rollmill demo`."""
 
 from pathlib import Path
 

@@ -1,7 +1,7 @@
-"""How sure a solve rate is. Pure functions of counts; nothing here knows what a task is.
+"""Confidence intervals of solve rates, from counts.
 
-Attempts of one task resemble each other: sixteen attempts at one task say less than one attempt at sixteen tasks. The
-`clustered_*` functions therefore resample whole tasks; `wilson` and `difference` are for attempts that are independent.
+Attempts at one task are correlated: sixteen attempts at one task say less than one attempt at each of sixteen tasks. So
+the `clustered_*` functions resample whole tasks. `wilson` and `difference` are for independent attempts.
 """
 
 from __future__ import annotations
@@ -14,11 +14,11 @@ from typing import NamedTuple
 import numpy as np
 
 Counts = tuple[int, int]  # solved, attempts
-Outcomes = Sequence[bool]  # of the attempts at one task: solved or not
+Outcomes = Sequence[bool]  # per attempt at one task: solved or not
 
 
 class Interval(NamedTuple):
-    """A value and the confidence interval around it."""
+    """A value and its confidence interval."""
 
     value: float
     low: float
@@ -26,14 +26,14 @@ class Interval(NamedTuple):
 
 
 def wilson(solved: int, attempts: int, confidence: float = 0.95) -> Interval:
-    """A solve rate with its Wilson score interval, which stays honest near 0 and 1 and for few attempts."""
+    """A solve rate with its Wilson score interval, which also holds near 0 and 1 and for few attempts."""
     _check(solved, attempts)
     if attempts == 0:
         return Interval(math.nan, 0.0, 1.0)
     rate, z = solved / attempts, _z(confidence)
     centre = (rate + z * z / (2 * attempts)) / (1 + z * z / attempts)
     half = z * math.sqrt(rate * (1 - rate) / attempts + z * z / (4 * attempts**2)) / (1 + z * z / attempts)
-    # rounding may leave a bound just inside the rate itself when that is exactly 0 or 1
+    # with a rate of exactly 0 or 1, rounding could put a bound on the wrong side of the rate
     return Interval(rate, max(0.0, min(rate, centre - half)), min(1.0, max(rate, centre + half)))
 
 
@@ -43,7 +43,7 @@ def difference(before: Counts, after: Counts, confidence: float = 0.95) -> Inter
 
 
 def combine(before: Interval, after: Interval) -> Interval:
-    """The difference of two independent estimates whose intervals are known, however those were made."""
+    """The difference of two independent estimates with known intervals."""
     gain = after.value - before.value
     down = math.hypot(after.value - after.low, before.high - before.value)
     up = math.hypot(after.high - after.value, before.value - before.low)
@@ -53,13 +53,13 @@ def combine(before: Interval, after: Interval) -> Interval:
 def clustered_interval(
     tasks: Sequence[Outcomes], confidence: float = 0.95, *, resamples: int = 4000, seed: int = 0
 ) -> Interval:
-    """A solve rate over several attempts each of several tasks: percentile bootstrap over tasks."""
+    """A solve rate over several attempts per task: percentile bootstrap over tasks."""
     counts_T2 = _counts([outcomes for outcomes in tasks if outcomes])
     if len(counts_T2) == 0:
         return Interval(math.nan, 0.0, 1.0)
     solved, attempts = counts_T2.sum(axis=0)
     if solved in (0, attempts):
-        # every resample looks alike here, which would claim certainty; count each task once instead
+        # all resamples are equal, so the bootstrap would give an interval of width 0; count each task once instead
         edge = wilson(len(counts_T2) if solved else 0, len(counts_T2), confidence)
         return Interval(float(solved / attempts), edge.low, edge.high)
     drawn_R2 = counts_T2[_draw(len(counts_T2), resamples, seed)].sum(axis=1)
@@ -75,7 +75,7 @@ def clustered_difference(
     resamples: int = 4000,
     seed: int = 0,
 ) -> Interval:
-    """`after` minus `before` on the same tasks (by id): resampling pairs takes out how hard each task is."""
+    """`after` minus `before` on the same tasks (by id). Resampling pairs removes the tasks' own difficulty."""
     shared = sorted(task for task in before.keys() & after.keys() if before[task] and after[task])
     if not shared:
         return Interval(math.nan, -1.0, 1.0)
@@ -88,7 +88,7 @@ def clustered_difference(
 
 
 def pass_at_k(solved: int, attempts: int, k: int) -> float:
-    """The chance that at least one of `k` attempts, drawn without putting back, solves the task (unbiased)."""
+    """The probability that at least one of `k` attempts, drawn without replacement, solves the task (unbiased)."""
     _check(solved, attempts)
     if not 1 <= k <= attempts:
         raise ValueError(f"pass@{k} needs at least {k} attempts and k >= 1; there are {attempts}")
@@ -97,7 +97,7 @@ def pass_at_k(solved: int, attempts: int, k: int) -> float:
 
 def _check(solved: int, attempts: int) -> None:
     if not 0 <= solved <= attempts:
-        raise ValueError(f"{solved} solved of {attempts} attempts is not a count")
+        raise ValueError(f"{solved} solved of {attempts} attempts is impossible")
 
 
 def _z(confidence: float) -> float:

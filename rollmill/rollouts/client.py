@@ -1,4 +1,4 @@
-"""The rollout side of the gateway: open a session for a trajectory, seal it, give it up."""
+"""The dispatcher's calls to the gateway: open the session of a trajectory, seal it, abandon it."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ _FIRST_PAUSE_S = 0.05
 
 
 class GatewayClient:
-    """Admin calls to the gateway at a URL. A gateway that is being restarted is waited for, up to `patience_s`."""
+    """Admin calls to the gateway at a URL. Each call retries for `patience_s` while the gateway restarts."""
 
     def __init__(self, base_url: str, admin_token: str, *, patience_s: float = 60.0) -> None:
         self.base_url = base_url
@@ -31,19 +31,19 @@ class GatewayClient:
             await self._session.close()
 
     async def open_session(self, trajectory: str, **facts: Any) -> str:
-        """The key the harness talks to the model with; everything said with it is recorded as `trajectory`."""
+        """Returns the key for the harness. The gateway records every request with that key as `trajectory`."""
         return (await self._call("POST", "/sessions", {"trajectory": trajectory, **facts}))["key"]
 
     async def seal(self, trajectory: str, submission_key: str | None) -> dict[str, Any]:
-        """The session becomes one object and the trajectory is finished. Safe to repeat."""
+        """Store the session as one object; its trajectory is then finished. Safe to repeat."""
         return await self._call("POST", f"/sessions/{trajectory}/seal", {"submission_key": submission_key})
 
     async def abandon(self, trajectory: str) -> None:
-        """Forget a session that will not be finished."""
+        """Have the gateway forget a session that will not be finished."""
         await self._call("DELETE", f"/sessions/{trajectory}", None)
 
     async def wait_until_serving(self, version: int, patience_s: float | None = None) -> None:
-        """Return once an engine serves `version` or a newer one: from then on none older is asked for it."""
+        """Return once an engine serves `version` or a newer one: the gateway then asks no older engine for it."""
         patience_s = self._patience_s if patience_s is None else patience_s
         deadline = asyncio.get_running_loop().time() + patience_s
         while True:
@@ -55,7 +55,7 @@ class GatewayClient:
                 raise GatewayError(
                     f"no engine serves version {version} after {patience_s:.0f} s; they are at {numbers}",
                     status=503,
-                    hint="the engines' logs say why they do not follow",
+                    hint="the logs of the engines say why they do not follow",
                 )
             await asyncio.sleep(_FIRST_PAUSE_S)
 
@@ -75,7 +75,7 @@ class GatewayClient:
                     if response.status != 503:
                         raise GatewayError(problem, status=response.status)
             except aiohttp.ContentTypeError as error:
-                problem = f"{self.base_url} is no gateway: {error.message}"
+                problem = f"{self.base_url} is not a gateway: {error.message}"
             except (aiohttp.ClientConnectionError, aiohttp.ClientPayloadError, TimeoutError) as error:
                 problem = f"{self.base_url} cannot be reached: {error or type(error).__name__}"
             pause = backoff.failed()

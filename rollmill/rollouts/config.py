@@ -1,4 +1,4 @@
-"""How rollouts are run; how many and how stale they may be stands at the root of the run's configuration."""
+"""How rollouts are run. How many there are and how stale they may be is set at the root of the configuration."""
 
 from __future__ import annotations
 

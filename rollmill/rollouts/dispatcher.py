@@ -1,14 +1,14 @@
-"""The dispatcher starts groups of rollouts as fast as the staleness bound allows and not faster.
+"""The dispatcher starts groups of rollouts as fast as the staleness bound allows.
 
 What each loop waits for, and who unblocks it:
 
     admit    waits for (groups not final) < (max_staleness + 1) · groups_per_step   the trainer, by committing a step
     rollout  waits for the gateway (tokens), its machine (tools), its grader        their processes, or a time limit
     group    waits for all of its rollouts                                          the rollouts
-    run      ends when steps · groups_per_step groups were started and have ended
+    run      ends when steps · groups_per_step groups have started and ended
 
-All counts come from the store, so a dispatcher that is killed and started again goes on where the last one was:
-sealed trajectories are graded from what was handed in, the ones lost in mid-air are replaced by fresh attempts.
+All counts come from the store, so a dispatcher that is killed and started again continues: it grades sealed
+trajectories from their stored submissions, and starts new attempts for those that were lost.
 """
 
 from __future__ import annotations
@@ -69,7 +69,7 @@ class Dispatcher:
         self._running = 0
 
     async def run(self) -> None:
-        """Start, run and grade every group of the run; return when the last one is ready for the trainer."""
+        """Start, run and grade every group of the run. Returns when the last one is ready for the trainer."""
         clock = asyncio.create_task(self._mark_busy())
         try:
             async with asyncio.TaskGroup() as groups:
@@ -84,7 +84,7 @@ class Dispatcher:
         return itertools.islice(stream, started, self._total_groups)
 
     async def _start_group(self, index: int, task: Task, groups: asyncio.TaskGroup) -> None:
-        """Wait until the bound has room, then start group `index`. The count and the start are one transaction."""
+        """Wait until the bound has room, then start group `index`. Count and start are one transaction."""
         group_id = f"{self._run}-{index:06d}"
         ids = [f"{group_id}-{member}" for member in range(self._group_size)]
         while True:
@@ -132,16 +132,16 @@ class Dispatcher:
         self._count_failure(outcome)
 
     def _count_failure(self, outcome: Outcome) -> None:
-        """One bad rollout is data. Nothing but bad rollouts is a broken host, and going on would only waste time."""
+        """One failed rollout is data. `give_up_after` failures in a row mean that the host is broken: stop the run."""
         self._failures_in_a_row = self._failures_in_a_row + 1 if outcome.reward is None else 0
         if self._failures_in_a_row >= self._config.give_up_after:
             raise HarnessError(
-                f"the last {self._failures_in_a_row} rollouts all failed; the latest one: {outcome.reason}",
+                f"the last {self._failures_in_a_row} rollouts all failed; the latest: {outcome.reason}",
                 hint="`rollmill doctor` checks what machines need; `rollmill trajectories list` shows the reasons",
             )
 
     async def _recover(self, groups: asyncio.TaskGroup) -> int:
-        """Take up the groups an earlier dispatcher left running. Returns how many groups the run has started."""
+        """Resume the groups that an earlier dispatcher left running. Returns how many groups the run has started."""
         for group in await asyncio.to_thread(self._ledger.groups, GroupState.running):
             groups.create_task(self._resume_group(group))
         return await asyncio.to_thread(self._ledger.groups_started)
@@ -150,7 +150,7 @@ class Dispatcher:
         rows = await asyncio.to_thread(self._context.trajectories.list, run=self._run, group_id=group.id)
         try:
             task = self._tasks.get(group.task_id)
-        except Exception as error:  # the task set has changed since: what is left of the group cannot be graded
+        except Exception as error:  # the task set has changed: the rest of the group cannot be graded
             reason = reason_of(error, group.id)
             for row in rows:
                 if row.state in (TrajectoryState.running, TrajectoryState.finished):
@@ -162,7 +162,7 @@ class Dispatcher:
         await asyncio.to_thread(self._ledger.group_ready, group.id)
 
     async def _resume_one(self, group: GroupRow, task: Task, row: TrajectoryRow) -> None:
-        """Grade what was handed in; start afresh what was lost; leave alone what was decided."""
+        """Grade the trajectory if its submission is stored, replace it if it was lost, leave it alone otherwise."""
         handed_in = row.submission_key if row.state == TrajectoryState.finished else None
         if row.state == TrajectoryState.running:
             handed_in = await seal_again(self._context, row.id)
@@ -181,7 +181,7 @@ class Dispatcher:
         return {"run": self._run, "group_id": group_id, "provenance": _provenance(task)}
 
     async def _mark_busy(self) -> None:
-        """One `busy` event per second of work: enough for the timeline, nothing for the log to choke on."""
+        """Emit one `busy` event per second of work: enough for the timeline, and few lines in the log."""
         start = time.time()
         while True:
             was_running = self._running

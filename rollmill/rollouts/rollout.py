@@ -72,7 +72,7 @@ class Outcome:
 
     @property
     def solved(self) -> bool:
-        return self.reward is not None and self.reward.value >= 1.0
+        return self.reward is not None and float(self.reward.value) >= 1.0
 
 
 def rollout_seed(run_seed: int, of: int | str, member: int) -> int:

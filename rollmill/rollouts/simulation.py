@@ -1,7 +1,7 @@
-"""SIMULATION, for benchmarks: machines whose commands take as long as they would in a larger repository.
+"""SIMULATION, for benchmarks: machines whose commands take as long as in a larger repository.
 
-The micro-repositories' tests run in milliseconds. To see what asynchrony gains when tools are slow, each command also
-waits a time drawn from a recorded distribution. Only waiting is simulated; the commands still run.
+Tests of a micro-repository run in milliseconds. To measure asynchronous training with slow tools, each command also
+waits a time drawn from a recorded distribution. Only the waiting is simulated; the commands run.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ class SlowMachine:
 
 
 class SlowMachines:
-    """A MachineHost whose machines are slow. Grading uses the host underneath: it is not the policy's waiting."""
+    """A MachineHost whose machines are slow. Grading uses the fast host: only the policy's own commands wait."""
 
     def __init__(self, host: MachineHost, seconds: Sequence[float], seed: int) -> None:
         self._host = host

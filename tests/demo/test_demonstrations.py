@@ -1,4 +1,4 @@
-"""Demonstrations agree token by token with real sessions, and are wrong in the way they are meant to be."""
+"""Demonstrations have the tokens of real sessions, and are wrong as often and in the way that is intended."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ def sessions() -> list[tuple[Repository, list[Message], Function]]:
 
 
 def answer(repository: Repository, directory: Path, message: Message) -> str:
-    """What the harness would answer, from real files and a real test run."""
+    """The harness's answer to a tool call, from real files and a real test run."""
     [(name, arguments)] = message_calls(message)
     values = parse_arguments(name, arguments)
     if name == "read":
@@ -75,7 +75,7 @@ def any_format(request: pytest.FixtureRequest, tokenizer: Tokenizer) -> ChatForm
 def test_a_real_session_gives_the_same_tokens(
     sessions: list[tuple[Repository, list[Message], Function]], any_format: ChatFormat, tmp_path: Path
 ) -> None:
-    """The model's answers are parsed, carried out for real and rendered turn by turn, as gateway and harness do."""
+    """Each call is parsed, executed on real files and rendered, turn by turn, as gateway and harness do."""
     format, tools = any_format, tool_schemas()
     longest = sorted(sessions, key=lambda session: -len(session[1]))[:2]
     shapes = [
@@ -114,7 +114,7 @@ def test_documents_depend_on_seed_and_index_alone(format: CompactFormat, tokeniz
     assert all(len(tokens) == len(learnt) and any(learnt) for tokens, learnt in stream)
 
 
-def test_sessions_show_every_course_a_session_can_take(
+def test_sessions_take_every_possible_course(
     sessions: list[tuple[Repository, list[Message], Function]],
 ) -> None:
     courses = set()
@@ -122,14 +122,14 @@ def test_sessions_show_every_course_a_session_can_take(
         calls = [message_calls(message)[0][0] for message in messages[1::2]]
         passed = messages[-2]["content"] == OK
         courses.add((calls.count("edit"), calls[-2] == "run", passed))
-    assert (1, True, True) in courses  # right, or wrong unnoticed
+    assert (1, True, True) in courses  # right, or wrong without notice
     assert (1, True, False) in courses  # failed and given up
     assert (1, False, True) in courses  # not tested
     assert (2, True, True) in courses  # failed, tried again, passed
     assert (2, True, False) in courses
 
 
-def test_the_agent_is_as_wrong_as_its_habits_say() -> None:
+def test_the_teacher_is_wrong_as_often_as_its_habits_say() -> None:
     generator = random.Random(1)
     habits = Habits()
     for operator in OPERATORS.values():
@@ -172,7 +172,7 @@ def test_sessions_are_short_and_numbers_are_one_token(
         assert len(tokenizer.encode(f" {operator.symbol}")) == 1
 
 
-def test_plain_code_says_nothing_in_words() -> None:
+def test_plain_code_has_no_words() -> None:
     function = Function((Step(OPERATORS["subtract"], 8), Step(OPERATORS["and"], 28)))
     assert plain_code(function) == "def f(x):\n    return (x - 8) & 28\n"
     assert MAIN not in plain_code(function)

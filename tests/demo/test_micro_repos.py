@@ -1,4 +1,4 @@
-"""Tasks are reproducible, splits are disjoint, and only an understanding of the task scores."""
+"""Tasks are reproducible, splits are disjoint, and only the right function scores."""
 
 from __future__ import annotations
 
@@ -101,7 +101,7 @@ def test_an_id_rebuilds_its_task(every: list[Repository]) -> None:
         "pairs/add-8/1",
     ],
 )
-def test_what_names_no_task_is_refused(task_id: str) -> None:
+def test_an_id_of_no_task_is_refused(task_id: str) -> None:
     with pytest.raises(TaskError) as caught:
         MicroRepos().get(task_id)
     assert caught.value.hint
@@ -135,7 +135,7 @@ def test_the_fresh_list_has_no_task_of_the_list_that_the_recipe_was_tuned_on() -
 
 
 def test_heldout_lists_never_change() -> None:
-    """Reported figures name these lists. A change here is a change of every figure."""
+    """Reported figures are about these lists: with other lists they would not be comparable."""
     digests = {
         split: hashlib.sha256("\n".join(task.id for task in MicroRepos().heldout(split, 128)).encode()).hexdigest()[:16]
         for split in HELDOUT_SPLITS
@@ -157,7 +157,7 @@ def test_the_right_function_passes_hidden_cases(every: list[Repository]) -> None
         assert grade(repository, with_body(repository, f"return {repository.function.code}")), repository.id
 
 
-def test_the_repository_as_handed_out_scores_zero(every: list[Repository]) -> None:
+def test_the_initial_repository_scores_zero(every: list[Repository]) -> None:
     for repository in every:
         assert not grade(repository, repository.main), repository.id
 
@@ -220,7 +220,7 @@ def test_the_visible_test_really_runs(shape: str, drawn: dict[str, list[Reposito
     assert run() == OK
 
 
-def test_the_intent_is_where_the_family_says(every: list[Repository]) -> None:
+def test_the_words_of_the_function_are_where_the_shape_says(every: list[Repository]) -> None:
     for repository in every:
         documented = repository.blueprint.shape != "test"
         assert (repository.function.words in repository.main) == documented

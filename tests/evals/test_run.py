@@ -1,4 +1,4 @@
-"""An evaluation is rollouts, counted: its rates add up, its attempts are recorded, and it refuses to mislead."""
+"""An evaluation counts rollouts: its rates add up, its attempts are recorded, and too many failures are an error."""
 
 from __future__ import annotations
 
@@ -53,13 +53,13 @@ async def test_every_cell_is_counted_and_every_attempt_recorded(world: World) ->
     assert family.example_unsolved is None
     temperatures = [request["sampling"]["temperature"] for request in world.engine.requests]
     assert set(temperatures) == {0.0, 1.0} and temperatures.count(0.0) == 4 * 3  # greedy attempts, three turns each
-    # the examples can be read, and are what they are called
+    # the examples have a payload, and one is solved and the other is not
     assert sampled.example_solved is not None and sampled.example_unsolved is not None
     assert world.row(sampled.example_solved).reward == 1.0 and world.row(sampled.example_unsolved).reward == 0.0
     assert world.context.trajectories.load(sampled.example_solved).messages
     rows = world.context.trajectories.list(run=f"{RUN}/eval-before")
     assert len(rows) == 12 + 4 + 3 and all(row.state == TrajectoryState.graded for row in rows)
-    # none of them is the training run's
+    # none of them is in the ledger of the training run
     assert world.ledger.counts() == dict.fromkeys(world.ledger.counts(), 0)
 
 
@@ -135,8 +135,8 @@ async def test_too_many_lost_attempts_are_an_error_that_names_the_first(world: W
         await run_eval(context, Additions(), SUITE, EXAMINATION)
 
 
-async def test_it_waits_for_the_version_it_is_about(world: World) -> None:
-    """The router asks an older engine rather than none: an evaluation must not begin before a fitting one is there."""
+async def test_it_waits_until_the_version_is_served(world: World) -> None:
+    """The router may ask an older engine, so an evaluation starts only when one serves the version."""
     examination = replace(EXAMINATION, version=3)
     async with GatewayClient(world.context.gateway.base_url, ADMIN, patience_s=0.2) as gateway:
         with pytest.raises(GatewayError, match=r"no engine serves version 3 .* at \[0\]"):

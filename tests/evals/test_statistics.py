@@ -1,4 +1,4 @@
-"""Intervals against published values, and against what they promise: coverage."""
+"""Intervals equal published values, and cover the true rate as often as they should."""
 
 from __future__ import annotations
 
@@ -43,14 +43,14 @@ def test_difference_matches_published_values(
 
 
 @given(counts)
-def test_wilson_contains_its_rate_and_stays_a_rate(count: tuple[int, int]) -> None:
+def test_wilson_contains_the_rate_and_stays_within_0_and_1(count: tuple[int, int]) -> None:
     interval = wilson(*count)
     assert 0 <= interval.low <= interval.value <= interval.high <= 1
     mirrored = wilson(count[1] - count[0], count[1])
     assert mirrored.low == pytest.approx(1 - interval.high) and mirrored.high == pytest.approx(1 - interval.low)
 
 
-def test_no_attempts_say_nothing() -> None:
+def test_without_attempts_the_interval_is_the_whole_range() -> None:
     interval = wilson(0, 0)
     assert math.isnan(interval.value) and (interval.low, interval.high) == (0, 1)
     assert math.isnan(clustered_interval([]).value)
@@ -59,14 +59,14 @@ def test_no_attempts_say_nothing() -> None:
 
 @pytest.mark.parametrize("count", [(-1, 3), (4, 3)])
 def test_impossible_counts_are_refused(count: tuple[int, int]) -> None:
-    with pytest.raises(ValueError, match="is not a count"):
+    with pytest.raises(ValueError, match="is impossible"):
         wilson(*count)
     with pytest.raises(ValueError, match="confidence"):
         wilson(1, 2, confidence=95)
 
 
 def test_clusters_widen_the_interval_when_attempts_of_a_task_agree() -> None:
-    agreeing = [tries(16, 16), tries(0, 16)] * 16  # 512 attempts, but really 32 coin tosses
+    agreeing = [tries(16, 16), tries(0, 16)] * 16  # 512 attempts, but only 32 independent outcomes
     mixed = [tries(8, 16)] * 31 + [tries(9, 16)]
     as_tosses, as_attempts = wilson(16, 32), wilson(256, 512)
     clustered = clustered_interval(agreeing)
@@ -78,14 +78,14 @@ def test_clusters_widen_the_interval_when_attempts_of_a_task_agree() -> None:
 
 
 @pytest.mark.parametrize("solved", [0, 4])
-def test_unanimous_tasks_are_not_called_certain(solved: int) -> None:
+def test_equal_outcomes_do_not_give_an_interval_of_width_0(solved: int) -> None:
     interval = clustered_interval([tries(solved, 4)] * 20)
     assert interval.value == solved / 4
     expected = wilson(20 if solved else 0, 20)
     assert (interval.low, interval.high) == (expected.low, expected.high)
 
 
-def test_clustered_interval_covers_the_truth_about_as_often_as_it_says() -> None:
+def test_clustered_interval_covers_the_true_rate_in_about_95_percent() -> None:
     generator = np.random.default_rng(7)
     covered = 0
     for seed in range(200):
@@ -97,7 +97,7 @@ def test_clustered_interval_covers_the_truth_about_as_often_as_it_says() -> None
     assert covered >= 0.88 * 200
 
 
-def test_pairing_takes_out_task_difficulty() -> None:
+def test_pairing_removes_the_difficulty_of_tasks() -> None:
     solved = {f"t{i}": 8 if i % 2 else 1 for i in range(40)}
     before = {task: tries(count, 10) for task, count in solved.items()}
     after = {task: tries(count + 1 + index % 2, 10) for index, (task, count) in enumerate(solved.items())}

@@ -1,4 +1,4 @@
-"""Promises 4 and 5, the dispatcher's part: the bound holds whatever the trainer does, and a restart loses nothing."""
+"""The dispatcher's part of promises 4 and 5: the staleness bound always holds, and a restart loses nothing."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ def make_dispatcher(
 
 
 def train_one_step(ledger: Ledger, groups_per_step: int) -> bool:
-    """A stand-in for the trainer: decides about the next groups as the real one does, without computing anything."""
+    """A stand-in for the trainer: it writes and commits the next step in the ledger and computes nothing."""
     groups = ledger.ready_groups(groups_per_step)
     if len(groups) < groups_per_step:
         return False
@@ -81,7 +81,7 @@ async def test_the_bound_holds_while_a_slow_trainer_commits(world: World) -> Non
         assert train_one_step(world.ledger, 2)
     await dispatching
     watching.cancel()
-    assert max(seen) == 3  # never more, and no fewer than it may
+    assert max(seen) == 3  # the bound is reached and never exceeded
     groups = world.ledger.groups()
     assert [group.id for group in groups] == [f"{RUN}-{index:06d}" for index in range(8)]
     assert all(group.state == GroupState.final for group in groups)
@@ -89,7 +89,7 @@ async def test_the_bound_holds_while_a_slow_trainer_commits(world: World) -> Non
     assert groups[-1].min_version >= 2  # later groups ask for newer weights
 
 
-async def test_it_waits_for_as_long_as_there_is_no_room(world: World) -> None:
+async def test_no_group_starts_while_the_bound_is_reached(world: World) -> None:
     dispatching = asyncio.create_task(make_dispatcher(world, bound=2, total=4).run())
     await until(lambda: len(world.ledger.groups(GroupState.waiting)) == 2)
     await asyncio.sleep(10 * POLL_S)
@@ -119,7 +119,7 @@ async def test_a_host_that_only_fails_stops_the_run(world: World) -> None:
     assert isinstance(error, HarnessError)
     assert "last 4 rollouts all failed" in str(error) and "out of machines" in str(error) and "doctor" in str(error)
     failed = world.context.trajectories.list(run=RUN, state=TrajectoryState.failed)
-    assert 4 <= len(failed) < 3 * SIZE  # most of those in the queue were not tried
+    assert 4 <= len(failed) < 3 * SIZE  # most of the waiting rollouts did not start
 
 
 async def test_failures_with_successes_in_between_do_not_stop_the_run(world: World) -> None:
@@ -133,7 +133,7 @@ async def test_failures_with_successes_in_between_do_not_stop_the_run(world: Wor
 
 
 class StandInGrader:
-    """Grades some, then never answers again."""
+    """Grades the first `grades` submissions, then hangs."""
 
     name = "stand-in"
 
@@ -148,7 +148,7 @@ class StandInGrader:
 
 
 class StandInGateway(GatewayClient):
-    """Never hears that a session was sealed, or never even asks for it."""
+    """Hangs in `seal`: after the session was sealed if `asks`, else before the request."""
 
     def __init__(self, url: str, *, asks: bool) -> None:
         super().__init__(url, ADMIN)
@@ -163,7 +163,7 @@ class StandInGateway(GatewayClient):
 
 
 async def stop(dispatching: asyncio.Task[None]) -> None:
-    """The dispatcher dies: nothing it does on the way out reaches the store."""
+    """Cancel the dispatcher, as if its process had died."""
     dispatching.cancel()
     await asyncio.wait([dispatching])
 
@@ -176,12 +176,12 @@ def check_books(world: World, groups: int) -> dict[str, list[str]]:
     assert all(row.state == TrajectoryState.graded for rows in members.values() for row in rows)
     rows = world.context.trajectories.list(run=RUN)
     assert sum(world.ledger.counts().values()) == len(rows)
-    # nobody has two rewards: what was graded before the restart was left alone
+    # no trajectory has two rewards: the restart graded only what had no reward
     assert all(len(grades) <= 1 for grades in world.context.trajectories.rewards([row.id for row in rows]).values())
     return {group: [row.id for row in rows] for group, rows in members.items()}
 
 
-async def test_a_restart_grades_what_was_finished_and_replaces_what_was_lost(world: World) -> None:
+async def test_a_restart_grades_finished_trajectories_and_replaces_lost_ones(world: World) -> None:
     blocked: set[str] = set()
 
     async def block(session: str, turn: int) -> None:
@@ -200,7 +200,7 @@ async def test_a_restart_grades_what_was_finished_and_replaces_what_was_lost(wor
     await until(stuck)
     finished = {row.id for row in world.context.trajectories.list(run=RUN, state=TrajectoryState.finished)}
     await stop(dispatching)
-    # and once more, in the middle of taking up
+    # stop once more, in the middle of the recovery
     blocked.clear()
     again = asyncio.create_task(make_dispatcher(world, context=context, total=5).run())
     await until(lambda: len(blocked) == 2)
@@ -215,14 +215,14 @@ async def test_a_restart_grades_what_was_finished_and_replaces_what_was_lost(wor
     assert finished <= {id for ids in members.values() for id in ids}
     assert world.ledger.counts()["dropped"] == 4
     assert "dispatcher was restarted" in str(world.row(f"{RUN}-000000-1").reason)
-    assert train_one_step(world.ledger, 3)  # and the run goes on where it was
+    assert train_one_step(world.ledger, 3)  # and the run continues
     await last
     assert [group.id for group in world.ledger.groups(GroupState.waiting)] == [f"{RUN}-000003", f"{RUN}-000004"]
     assert await world.open_sessions() == 0
 
 
 @pytest.mark.parametrize("asks", [True, False], ids=["heard too late", "never asked"])
-async def test_what_was_handed_in_is_not_lost_with_the_answer_to_its_seal(world: World, asks: bool) -> None:
+async def test_a_stored_submission_is_graded_after_a_restart_around_the_seal(world: World, asks: bool) -> None:
     async with StandInGateway(world.context.gateway.base_url, asks=asks) as gateway:
         context = replace(world.context, gateway=gateway)
         dispatching = asyncio.create_task(make_dispatcher(world, context=context, total=1).run())
@@ -233,7 +233,7 @@ async def test_what_was_handed_in_is_not_lost_with_the_answer_to_its_seal(world:
     assert world.ledger.counts()["dropped"] == 0
 
 
-async def test_a_grade_that_cannot_be_given_after_a_restart_is_a_reason(world: World) -> None:
+async def test_grading_that_fails_after_a_restart_fails_its_own_trajectory(world: World) -> None:
     context = replace(world.context, grader=StandInGrader(grades=0))
     dispatching = asyncio.create_task(make_dispatcher(world, context=context, total=1).run())
     await until(lambda: len(world.context.trajectories.list(run=RUN, state=TrajectoryState.finished)) == SIZE)
@@ -246,7 +246,7 @@ async def test_a_grade_that_cannot_be_given_after_a_restart_is_a_reason(world: W
 
 
 async def test_a_reward_that_cannot_be_stored_does_not_end_the_run_for_ever(world: World) -> None:
-    """The first dispatcher dies before it grades; the second one meets a grader whose evidence is infinite."""
+    """The first dispatcher stops before it grades. The second has a grader whose evidence is infinite."""
     context = replace(world.context, grader=StandInGrader(grades=0))
     dispatching = asyncio.create_task(make_dispatcher(world, context=context, total=1).run())
     await until(lambda: len(world.context.trajectories.list(run=RUN, state=TrajectoryState.finished)) == SIZE)

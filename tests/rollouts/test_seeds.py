@@ -1,4 +1,4 @@
-"""Everything random in a rollout follows from the run's seed: the same seed gives the same tokens, token by token."""
+"""Everything random in a rollout follows from the run's seed: the same seed gives the same tokens."""
 
 from __future__ import annotations
 
@@ -66,7 +66,7 @@ async def test_the_same_seed_gives_the_same_tokens(world: World) -> None:
 
 
 @on_one_loop
-async def test_each_rollout_and_each_turn_has_a_seed_of_its_own_which_the_span_keeps(world: World) -> None:
+async def test_each_rollout_and_turn_has_its_own_seed_and_the_span_records_it(world: World) -> None:
     rows = await train(world, world.context, "r", seed=3, longest=400)
     seeds = {
         row.id: [
@@ -82,7 +82,7 @@ async def test_each_rollout_and_each_turn_has_a_seed_of_its_own_which_the_span_k
     assert [seed - first for seed in seeds["r-000000-1"] if seed is not None] == [1, 2, 3]
 
 
-def test_a_seed_is_one_that_every_request_can_carry() -> None:
+def test_seeds_fit_into_a_request() -> None:
     drawn = {
         rollout_seed(seed, of, member) for seed in (-1, 0, 2**70) for of in (0, 1, "0", "\ud800") for member in (0, 1)
     }

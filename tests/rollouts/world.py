@@ -1,4 +1,4 @@
-"""Everything a rollout meets: a real gateway on a socket, real machines, a real store; the model is a script.
+"""Everything a rollout uses: a real gateway on a socket, real machines, a real store. The model is a script.
 
 Only what is named `StandIn…` or `Scripted…` is not real.
 """
@@ -47,7 +47,7 @@ SOLUTION = ("edit", {"path": "main.py", "line": 2, "text": "return x + 7"}), ("r
 
 
 def make_task(number: int = 0, split: str = "train", **changes: Any) -> Task:
-    """f should add 7, which is what the script makes it do; in tasks with an odd number it should add 8."""
+    """f should add 7, as the script makes it do. In tasks with an odd number f should add 8: the script fails."""
     offset = 7 + number % 2
     task = Task(
         id=f"{split}/{number}",
@@ -85,7 +85,7 @@ class Additions:
 
 
 class ScriptedEngine(StandIn):
-    """Gives the same answers to every session: the first at its first turn, and so on, the last for ever."""
+    """Gives the same answers to every session: answer N of the script at turn N, and then always the last."""
 
     script: list[list[int]]
     agent_token: int
@@ -102,7 +102,7 @@ class ScriptedEngine(StandIn):
 
 @dataclass
 class StandInHost:
-    """Fails to create machines where `fails` says so, counting from 1; the others come from the real host."""
+    """Fails to create machine N (from 1) if `fails(N)`; the others come from the real host."""
 
     fails: Callable[[int], bool]
     host: MachineHost | None = None
@@ -127,7 +127,7 @@ class World:
     stack: contextlib.AsyncExitStack = field(repr=False)
 
     def says(self, *calls: tuple[str, dict[str, Any]] | list[int]) -> None:
-        """What the model does in each session: tool calls, or tokens as they are."""
+        """Set the script of every session: tool calls, or plain tokens."""
         format = CompactFormat(self.tokenizer)
         self.engine.script = [
             call
@@ -154,7 +154,7 @@ class World:
         return int((await self.context.gateway._call("GET", "/health", None))["sessions"])
 
     def check_failed(self, outcome: Outcome, reason: str) -> None:
-        """Recorded once, with its reason, and never a reward."""
+        """The trajectory has failed with `reason` and has no reward."""
         row = self.row(outcome.trajectory)
         assert outcome.reward is None and row.state == TrajectoryState.failed
         assert row.reason == outcome.reason and reason in str(row.reason), row.reason
