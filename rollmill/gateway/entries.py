@@ -19,7 +19,7 @@ import numpy as np
 
 from rollmill.gateway.segments import Answer, Turn
 from rollmill.gateway.sessions import SessionFacts
-from rollmill.types import PolicyRef, Sampling, Span
+from rollmill.trajectories.facts import DTYPES, POLICIES, SPANS, to_arrays
 
 _MAGIC = b"RMG1"
 _FRAME = struct.Struct("<4sII")
@@ -102,18 +102,16 @@ def encode_turn(session: str, turn: Turn) -> bytes:
         "cause": turn.cause,
         "inherited": turn.inherited,
         "message": answer.message,
-        "policies": [vars(policy) for policy in answer.policies],
-        "spans": [{**vars(span), "sampling": vars(span.sampling)} for span in answer.spans],
+        "policies": POLICIES.dump_python(answer.policies, mode="json"),
+        "spans": SPANS.dump_python(answer.spans, mode="json"),
         "routes": [first for first, _ in answer.routes],
         "finish": answer.finish,
         "closed": answer.closed,
         "cached_tokens": answer.cached_tokens,
     }
     arrays: dict[str, np.ndarray] = {
-        "prompt": np.array(turn.prompt, np.int32),
-        "tokens": np.array(answer.tokens, np.int32),
-        "logprobs": np.array(answer.logprobs, np.float32),
-        "policy": np.array(answer.policy, np.int16),
+        "prompt": np.array(turn.prompt, DTYPES["tokens"][0]),
+        **to_arrays(tokens=answer.tokens, logprobs=answer.logprobs, policy=answer.policy),
         **{f"routes{index}": rows for index, (_, rows) in enumerate(answer.routes)},
     }
     return encode_entry("turn", session, header, arrays)
@@ -125,8 +123,8 @@ def decode_turn(entry: LogEntry) -> Turn:
         tokens=arrays["tokens"].tolist(),
         logprobs=arrays["logprobs"].tolist(),
         policy=arrays["policy"].tolist(),
-        policies=[PolicyRef(**policy) for policy in header["policies"]],
-        spans=[_span(span) for span in header["spans"]],
+        policies=POLICIES.validate_python(header["policies"]),
+        spans=SPANS.validate_python(header["spans"]),
         routes=[(first, arrays[f"routes{index}"]) for index, first in enumerate(header["routes"])],
         finish=header["finish"],
         closed=header["closed"],
@@ -143,9 +141,3 @@ def decode_turn(entry: LogEntry) -> Turn:
         cause=header["cause"],
         inherited=header["inherited"],
     )
-
-
-def _span(fields: dict[str, Any]) -> Span:
-    sampling = dict(fields.pop("sampling"))
-    sampling["stop_tokens"] = tuple(sampling["stop_tokens"])
-    return Span(**fields, sampling=Sampling(**sampling))

@@ -14,13 +14,15 @@ import re
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Annotated, Any
+from typing import Any
 
-from pydantic import ConfigDict, Field, TypeAdapter, ValidationError
+from pydantic import ConfigDict, TypeAdapter
 
 from rollmill.chat.format import ChatFormat, Message, Tool
 from rollmill.errors import GatewayError, TrajectoryError
 from rollmill.gateway.segments import Answer, Mark, OpenSegment, Turn
+from rollmill.strict import parse_json
+from rollmill.trajectories.facts import STRICT, Int31
 from rollmill.trajectories.storable import to_key, to_object
 from rollmill.types import Cause, Segment, TrafficClass, Trajectory
 
@@ -31,14 +33,14 @@ _ID = re.compile(r"[A-Za-z0-9_-][A-Za-z0-9._-]{0,127}")
 class SessionFacts:
     """What the caller that opened the session said about it."""
 
-    __pydantic_config__ = ConfigDict(strict=True, extra="forbid")
+    __pydantic_config__ = ConfigDict(**STRICT, extra="forbid")
 
     trajectory: str
     traffic: TrafficClass = "rollout"
     run: str = ""
     task_id: str = ""
     group_id: str = ""
-    min_version: Annotated[int, Field(ge=0, lt=1 << 31)] = 0
+    min_version: Int31 = 0
     provenance: dict[str, Any] = field(default_factory=dict)
 
 
@@ -49,17 +51,15 @@ def parse_facts(tree: dict[str, Any]) -> SessionFacts:
     """The body of POST /sessions. What could not be stored later is refused now, while somebody listens."""
     try:
         given = {name: value for name, value in tree.items() if value is not None}
-        facts = _FACTS.validate_json(json.dumps(given))
+        facts = parse_json(json.dumps(given), _FACTS)
         for name in ("run", "task_id", "group_id"):
             to_key(name, getattr(facts, name))
         to_object("provenance", facts.provenance)
-    except ValidationError as error:
-        first = error.errors(include_url=False, include_input=False)[0]
-        known = ", ".join(SessionFacts.__dataclass_fields__)
-        where = ".".join(map(str, first["loc"])) or "the body"
-        raise GatewayError(f"{where}: {first['msg']}", hint=f"the fields are {known}") from None
     except TrajectoryError as error:
         raise GatewayError(error.message, hint=error.hint) from None
+    except ValueError as error:
+        known = ", ".join(SessionFacts.__dataclass_fields__)
+        raise GatewayError(str(error), hint=f"the fields are {known}") from None
     check_id(facts.trajectory)
     return facts
 

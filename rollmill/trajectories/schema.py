@@ -27,21 +27,15 @@ import numpy as np
 import safetensors
 import safetensors.numpy
 import zstandard
-from pydantic import ConfigDict, TypeAdapter, ValidationError
+from pydantic import ConfigDict, TypeAdapter
 
 from rollmill.errors import TrajectoryError
-from rollmill.types import Cause, PolicyRef, Sampling, Segment, Span, TrafficClass, Trajectory, TrajectoryState
+from rollmill.strict import parse_json
+from rollmill.trajectories.facts import DTYPES, STRICT, to_plain
+from rollmill.types import Cause, PolicyRef, Segment, Span, TrafficClass, Trajectory, TrajectoryState
 
 MAX_PAYLOAD_BYTES = 512 << 20  # uncompressed; 200,000 tokens with 60 layers of 8 experts are about 200 MB
 _ROUNDING = 1e-3  # a log-softmax may round to a hair above zero
-_DTYPES: dict[str, tuple[str, ...]] = {
-    "tokens": ("int32",),
-    "sampled": ("bool",),
-    "logprobs": ("float32",),
-    "policy": ("int16",),
-    "routes": ("uint8", "uint16"),
-    "routes_valid": ("bool",),
-}
 _SAFETENSORS_DTYPES = {"U8": "uint8", "U16": "uint16", "I16": "int16", "I32": "int32", "F32": "float32", "BOOL": "bool"}
 
 
@@ -56,7 +50,7 @@ class _SegmentRecord:
 
 @dataclass
 class _Record:
-    __pydantic_config__ = ConfigDict(strict=True, extra="forbid", allow_inf_nan=False)
+    __pydantic_config__ = ConfigDict(**STRICT, extra="forbid")
 
     version: Literal[1]
     id: str
@@ -76,7 +70,7 @@ def encode_trajectory(trajectory: Trajectory) -> bytes:
     check_trajectory(trajectory)
     arrays = {"record": np.frombuffer(_record_json(trajectory), np.uint8)}
     for index, segment in enumerate(trajectory.segments):
-        own = {name: getattr(segment, name) for name in _DTYPES}
+        own = {name: getattr(segment, name) for name in DTYPES}
         own["tokens"] = segment.tokens[segment.parent[1] if segment.parent else 0 :]
         for name, array in own.items():
             if array is not None:
@@ -99,7 +93,7 @@ def decode_trajectory(data: bytes) -> Trajectory:
     for index, facts in enumerate(record.segments):
         if facts.id in segments:
             _refuse(record.id, f"two segments with the id {facts.id!r}")
-        own = {name: arrays.pop(f"{index}.{name}", None) for name in _DTYPES}
+        own = {name: arrays.pop(f"{index}.{name}", None) for name in DTYPES}
         own["tokens"] = _whole_tokens(record.id, own["tokens"], own["sampled"], facts, segments)
         segments[facts.id] = Segment(**vars(facts), **own)  # type: ignore[arg-type]
     if arrays:
@@ -152,7 +146,7 @@ def check_trajectory(trajectory: Trajectory) -> None:
 
 def _check_arrays(segment: Segment, refuse: Callable[[str], NoReturn]) -> None:
     length = len(segment.tokens) if segment.tokens is not None else 0
-    for name, dtypes in _DTYPES.items():
+    for name, dtypes in DTYPES.items():
         array = getattr(segment, name)
         if array is None:
             if not name.startswith("routes"):
@@ -232,21 +226,13 @@ def _record_json(trajectory: Trajectory) -> bytes:
         {name: getattr(segment, name) for name in _SegmentRecord.__annotations__} for segment in trajectory.segments
     ]
     try:
-        text = json.dumps(record, default=_plain, ensure_ascii=False, allow_nan=False)
+        text = json.dumps(record, default=to_plain, ensure_ascii=False, allow_nan=False)
     except (TypeError, ValueError, RecursionError) as error:
         _refuse(trajectory.id, f"its messages or provenance are not JSON: {error}")
     # a lone surrogate has no bytes; messages are for people to read, so a question mark is good enough
     data = text.encode("utf-8", "replace")
     _parse_record(data)  # what cannot be read again is not written
     return data
-
-
-def _plain(value: object) -> object:
-    if isinstance(value, Span | Sampling | PolicyRef):
-        return vars(value)
-    if isinstance(value, np.generic):
-        return value.item()
-    raise TypeError(f"{type(value).__name__} {value!r}")
 
 
 def _unpack(data: bytes) -> dict[str, np.ndarray]:
@@ -269,11 +255,9 @@ def _unpack(data: bytes) -> dict[str, np.ndarray]:
 
 def _parse_record(data: bytes) -> _Record:
     try:
-        return _RECORD.validate_json(data)
-    except ValidationError as error:
-        first = error.errors(include_url=False, include_input=False)[0]
-        where = ".".join(map(str, first["loc"]))
-        _refuse("payload", f"the record is malformed at {where or 'its top'}: {first['msg']}")
+        return parse_json(data, _RECORD)
+    except ValueError as error:
+        _refuse("payload", f"the record is malformed: {error}")
 
 
 def _whole_tokens(

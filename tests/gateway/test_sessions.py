@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from pathlib import Path
 from typing import Any
 
 from hypothesis import given, settings
@@ -11,9 +12,10 @@ from hypothesis import strategies as st
 from rollmill.chat.formats.compact import CompactFormat
 from rollmill.chat.tokenizer import Tokenizer
 from rollmill.gateway.entries import decode_turn, encode_turn, read_entries
+from rollmill.gateway.registry import Registry
 from rollmill.gateway.segments import Answer, same_message
 from rollmill.gateway.sessions import Plan, Session, SessionFacts
-from rollmill.trajectories.schema import check_trajectory
+from rollmill.trajectories.schema import check_trajectory, decode_trajectory, encode_trajectory
 from rollmill.types import PolicyRef, Sampling, Span
 from tests.chat.conftest import TOOLS
 from tests.gateway.conftest import USER, Answers
@@ -180,3 +182,17 @@ def test_whatever_a_client_does_each_sampled_token_has_one_owner(tokenizer: Toke
     trajectory = session.build()
     check_trajectory(trajectory)
     assert sum(int(segment.sampled.sum()) for segment in trajectory.segments) == sampled
+
+
+def test_a_log_of_the_first_release_is_replayed() -> None:
+    """released.log is what 0.1.0 wrote: a session with one turn, and its seal."""
+    data = (Path(__file__).parent / "released.log").read_bytes()
+    registry = Registry("secret")
+    registry.replay(entry for _, _, entry in read_entries(data))
+    session = registry.get("a")
+    assert session is not None and (session.sealing, session.submission_key) == (True, "k")
+    assert (session.facts.min_version, session.facts.provenance) == (1, {"split": "train"})
+    (segment,) = decode_trajectory(encode_trajectory(session.build())).segments
+    assert segment.tokens.tolist() == [1, 2, 3, 5, 6] and [policy.number for policy in segment.policies] == [3, 4]
+    assert segment.spans[0].sampling == Sampling(temperature=0.8, stop_tokens=(1, 2), seed=2**40)
+    assert segment.routes is not None and segment.routes[:4].ravel().tolist() == list(range(16))

@@ -96,6 +96,8 @@ def test_what_is_not_a_request_is_refused(data: bytes) -> None:
         {"logprobs": [None, -1.0]},
         {"finish": "bored"},
         {"policies": [{"line": "main"}]},
+        {"policies": [{"line": "main", "number": number, "form": "bf16", "digest": "aa"} for number in (1, 1 << 31)]},
+        {"tokens": [1, 1 << 31]},
         {"routes": {"shape": [3, 2, 2], "dtype": "uint8", "data": "AAAA"}},
         {"routes": {"shape": [1], "dtype": "object", "data": "AA=="}},
         {"routes": {"shape": [1], "dtype": "uint8", "data": "???"}},

@@ -6,6 +6,7 @@ import contextlib
 import dataclasses
 import json
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -324,3 +325,9 @@ def test_seal_facts() -> None:
         "regions": "home",
     }
     assert seal_facts(Trajectory("t", []))["newest_version"] is None
+
+
+def test_a_payload_of_the_first_release_is_read() -> None:
+    """0001.payload is what 0.1.0 wrote for `build.trajectory()`."""
+    data = (Path(__file__).parent / "released" / "0001.payload").read_bytes()
+    assert_same(decode_trajectory(data), decode_trajectory(encode_trajectory(build.trajectory())))
