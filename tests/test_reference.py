@@ -138,7 +138,7 @@ def test_an_unknown_section_names_the_nearest() -> None:
         find_sections(RunConfig, "trainin")
     with pytest.raises(ConfigError, match=r"training\.optimizer\.lr"):
         find_sections(RunConfig, "training.lr")
-    with pytest.raises(ConfigError, match="sections: .*model, midtrain"):
+    with pytest.raises(ConfigError, match=r"sections: .*model, midtrain"):
         find_sections(RunConfig, "zzzzzzzz")
 
 
