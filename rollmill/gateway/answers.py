@@ -16,14 +16,14 @@ from rollmill.types import FinishReason, PolicyRef, Span
 
 
 class AnswerBuilder:
-    """Positions are those of the segment: the answer begins where the request's context ends."""
+    """Positions count from the beginning of the segment: the answer begins where the request's context ends."""
 
     def __init__(self, request: GenerateRequest, tokenizer: Tokenizer, stops: Sequence[str]) -> None:
         self._request = request
         self._tokenizer = tokenizer
         self._stops = stops
         self._offset = len(request.tokens)
-        self._piece: _Piece | None = None  # what the current engine contributes
+        self._share: _EngineShare | None = None  # what the current engine contributes
         self._cut: str | None = None  # the stop string that ended the answer
         self._cached = 0
         self.tokens: list[int] = []
@@ -36,10 +36,10 @@ class AnswerBuilder:
         self.finish: FinishReason | None = None
 
     def add(self, engine: EngineState, chunk: GenerateChunk) -> list[int]:
-        """Take a chunk in; the tokens of it that belong to the answer."""
-        if self._piece is None or self._piece.engine is not engine:
-            self._end_piece("abort", None)
-            self._piece = _Piece(engine, len(self.tokens), self._started_at)
+        """Add a chunk. Returns its tokens that belong to the answer."""
+        if self._share is None or self._share.engine is not engine:
+            self._end_share("abort", None)
+            self._share = _EngineShare(engine, len(self.tokens), self._started_at)
         before = len(self.tokens)
         self.tokens += chunk.tokens
         self._logprobs += chunk.logprobs
@@ -53,14 +53,14 @@ class AnswerBuilder:
         if self.finish is None and chunk.finish not in (None, "abort"):
             self.finish = chunk.finish
         if self.finish is not None:
-            self._end_piece(self.finish, chunk.oldest_kv_policy)
+            self._end_share(self.finish, chunk.oldest_kv_policy)
         return self.tokens[before:]
 
     def abort(self) -> None:
-        """Nobody waits for the rest."""
+        """End the answer here: nobody waits for the rest."""
         if self.finish is None:
             self.finish = "abort"
-            self._end_piece("abort", None)
+            self._end_share("abort", None)
 
     def build(self, format: ChatFormat, tools: Sequence[Tool]) -> Answer:
         assert self.finish is not None, "an answer is built once it has ended"
@@ -82,26 +82,26 @@ class AnswerBuilder:
             cached_tokens=self._cached,
         )
 
-    def _end_piece(self, finish: FinishReason, oldest: PolicyRef | None) -> None:
-        piece, now = self._piece, time.time()
-        self._piece = None
+    def _end_share(self, finish: FinishReason, oldest: PolicyRef | None) -> None:
+        share, now = self._share, time.time()
+        self._share = None
         self._started_at = now
-        if piece is None or (piece.start == len(self.tokens) and (finish == "abort" or self._spans)):
+        if share is None or (share.start == len(self.tokens) and (finish == "abort" or self._spans)):
             return  # it contributed nothing
         if oldest is not None:
             number = self._number(oldest)
         else:  # an engine that dies cannot tell; the weights of its first token are the oldest it is known to have used
-            number = self._policy[piece.start] if piece.start < len(self.tokens) else -1
+            number = self._policy[share.start] if share.start < len(self.tokens) else -1
         self._spans.append(
             Span(
-                start=self._offset + piece.start,
+                start=self._offset + share.start,
                 end=self._offset + len(self.tokens),
                 sampling=self._request.sampling,
                 finish=finish,
-                engine=piece.engine.name,
-                region=piece.engine.region,
+                engine=share.engine.name,
+                region=share.engine.region,
                 traffic=self._request.traffic,
-                started_at=piece.started_at,
+                started_at=share.started_at,
                 ended_at=now,
                 oldest_kv_policy=number,
             )
@@ -124,7 +124,9 @@ class AnswerBuilder:
         return self._policies.index(policy)
 
 
-class _Piece:
+class _EngineShare:
+    """What one engine contributes to an answer."""
+
     def __init__(self, engine: EngineState, start: int, started_at: float) -> None:
         self.engine = engine
         self.start = start

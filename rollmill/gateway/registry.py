@@ -1,4 +1,4 @@
-"""All open sessions, and how a request finds its own: by its key, or in production by the conversation it continues."""
+"""All open sessions. A request finds its session by its key, or in production by the conversation it continues."""
 
 from __future__ import annotations
 
@@ -22,8 +22,8 @@ _KEY_PREFIX = "rm-"
 
 
 class Registry:
-    """Session keys are derived from the admin token, so opening a session twice gives the same key, also after a crash,
-    and no secret has to be stored."""
+    """Session keys derive from the admin token: opening a session twice gives the same key, also after a crash, and no
+    secret is stored."""
 
     def __init__(self, admin_token: str) -> None:
         self._secret = admin_token.encode()

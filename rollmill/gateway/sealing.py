@@ -2,8 +2,8 @@
 
     log "seal" ─► create payload object ─► index: finished ─► log "close"
 
-Each arrow may be the last thing this process ever does. From the first one on the record cannot change any more, so
-after a restart the rest is simply done again: the object is create-only, and finishing twice is no error.
+The process may die after each arrow. From the first one on the record cannot change, so a restart repeats the rest: the
+object is create-only, and finishing twice is no error.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ class Sealer:
         self.problem: str | None = None  # why the last seal failed, until one succeeds
 
     async def seal(self, trajectory: str, submission_key: str | None) -> dict[str, Any]:
-        """Idempotent: a session that is already sealed gives the same answer again."""
+        """Seal a session. Idempotent: one that is already sealed gives the same reply again."""
         session = self._registry.get(trajectory)
         if session is None:
             return await self._already_sealed(trajectory)

@@ -1,4 +1,4 @@
-"""A segment while it grows: turns are appended, and any earlier point between two turns can be branched off.
+"""A segment while it grows. Turns are appended to it, and another segment can branch off between any two turns.
 
 A Turn is what one request adds: the messages that were new, their tokens, and the answer with all its facts. It is also
 the unit of the gateway's log, so live recording and the replay after a crash run through the same `append`.
@@ -48,7 +48,7 @@ class Turn:
 
 
 class Mark(NamedTuple):
-    """A place between two turns: so many messages, so many tokens."""
+    """A place between two turns: the number of messages and of tokens before it."""
 
     messages: int
     tokens: int

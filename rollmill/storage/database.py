@@ -5,9 +5,9 @@ Readers use `reading`, writers hand `writing` a function that may run more than 
     with reading(engine) as connection: ...
     result = writing(engine, lambda connection: ...)
 
-A SQLite write transaction takes the write lock at its first moment (BEGIN IMMEDIATE), so what it has read cannot change
-before it writes. On PostgreSQL writers say `with_for_update()` on the row that stands for what they decide about (the
-run, the trajectory); SQLite has no such clause and needs none. Serialization failures and deadlocks are tried again.
+A SQLite write transaction takes the write lock when it begins (BEGIN IMMEDIATE), so what it has read cannot change
+before it writes. On PostgreSQL a writer locks the row it decides about (the run, the trajectory) with
+`with_for_update()`, which SQLite ignores. Serialization failures and deadlocks are retried.
 """
 
 from __future__ import annotations

@@ -1,11 +1,11 @@
-"""The run's own books: which groups are under way, what each step trains on, what became of every trajectory.
+"""The books of a run: which groups are open, what each step trains on, what the run did with every trajectory.
 
     group    running ──► waiting ──► leased ──► final         counts against the staleness bound until it is final
     ledger   admitted ─────────────► leased ──► trained       or stale | no_signal | dropped, each with a reason
              start_group group_ready write_step commit_step
 
-Each method is one transaction. All writers of a run first lock the run's row, so what they count cannot change before
-they write; a process killed anywhere in between leaves nothing half-done. `write_step` comes before the update it
+Each method is one transaction. Every writer first locks the row of the run, so what it counts cannot change before it
+writes. A process that is killed leaves nothing half-done. `write_step` comes before the update it
 describes and `commit_step` after its weights are published, so a restart runs recorded steps again and nothing else.
 """
 
@@ -207,7 +207,7 @@ class Ledger:
             ) from None
 
     def close_group(self, group_id: str, excluded: Mapping[str, tuple[LedgerState, str]]) -> None:
-        """A group that no step will train on is final at once, and makes room for the next one."""
+        """Make a group final that no step will train on. This makes room for the next one."""
 
         def work(connection: sa.Connection) -> None:
             params = {"of_run": self.run, "named": [group_id]}
@@ -221,7 +221,7 @@ class Ledger:
     # steps: the trainer's side
 
     def ready_groups(self, limit: int) -> list[GroupRow]:
-        """Waiting groups, the one that has waited longest first."""
+        """Waiting groups, longest waiting first."""
         with reading(self._engine) as connection:
             return [_to_group(row) for row in connection.execute(_WAITING, {"of_run": self.run, "most": limit})]
 
@@ -234,7 +234,7 @@ class Ledger:
         return found
 
     def write_step(self, record: StepRecord) -> None:
-        """Lease exactly what the step trains on, before it runs. Every trajectory of its groups is accounted for."""
+        """Lease what the step trains on, before it runs. The record accounts for every trajectory of its groups."""
         if record.run != self.run:
             raise TrajectoryError(f"a step of run {record.run!r} in the books of run {self.run!r}")
 
@@ -248,7 +248,7 @@ class Ledger:
         self._write(work)
 
     def commit_step(self, number: int, version: Version, digest: str) -> None:
-        """The weights of the step are published: what it leased is trained, its groups are final."""
+        """The weights of the step are published: mark what it leased as trained, and its groups as final."""
 
         def work(connection: sa.Connection) -> None:
             if steps.insert_commit(connection, self.run, number, version, digest):

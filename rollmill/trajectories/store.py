@@ -1,8 +1,8 @@
-"""The experience: the index in SQL, the payload in objects.
+"""Trajectories: the index in SQL, the payloads in objects.
 
 Every change of state is one conditional UPDATE built from TRAJECTORY_TRANSITIONS, so an illegal one changes no row
-and is refused with the state that was found. Writing something again that already holds is no error: callers that were
-killed between the write and the answer simply repeat themselves.
+and raises an error with the state that was found. Repeating a write that already holds is no error: a caller that was
+killed between the write and the reply repeats it.
 """
 
 from __future__ import annotations
@@ -197,7 +197,7 @@ class TrajectoryStore:
         writing(self._engine, work)
 
     def grade(self, id: str, reward: Reward) -> int:
-        """Append a reward; the id of its row. A finished (or quarantined, then reviewed) trajectory becomes graded."""
+        """Append a reward and return its id. The trajectory, finished or quarantined, becomes graded."""
         row = {
             "trajectory": _stored(id),
             "value": to_number(f"the reward of {id}", reward.value),
@@ -216,7 +216,7 @@ class TrajectoryStore:
         return self._append(id, work)
 
     def fail(self, id: str, reason: str) -> None:
-        """Infrastructure gave up on it. Never a reward."""
+        """Infrastructure failed it. A failure is never a reward."""
         self._move(id, TrajectoryState.failed, reason)
 
     def fail_interrupted(self, run: str, older_than_s: float = 0.0) -> int:
@@ -231,7 +231,7 @@ class TrajectoryStore:
         self._move(id, TrajectoryState.quarantined, reason)
 
     def delete(self, id: str) -> None:
-        """Forget its payload and submission; the row stays, so that every report still adds up."""
+        """Delete its payload and submission. The row stays, so that every report still adds up."""
 
         def work(connection: sa.Connection) -> None:
             move_trajectory(connection, id, TrajectoryState.deleted, None)
@@ -364,7 +364,7 @@ def trajectory_rows(
 
 
 def move_trajectory(connection: sa.Connection, id: str, target: TrajectoryState, reason: str | None) -> None:
-    """Change the state inside a transaction of the caller's; already there is fine, and the first reason stays."""
+    """Change the state, in the caller's transaction. A trajectory already in `target` keeps its reason."""
     why = None if reason is None else to_text(reason)
     if connection.execute(_MOVE[target], {"key": _stored(id), "why": why}).rowcount == 0:
         found = _found(connection, id)

@@ -6,7 +6,7 @@
                  ──< feedback           append-only; what users said, often days later
     runs ──< groups ──< ledger          what this run did with a trajectory, keyed (run, trajectory)
          ──< steps ──< step_trajectories  exactly what a step trains on; rows are inserted and never changed
-                   ──< commits          the versions a step became: one a line
+                   ──< commits          the versions a step became: one per line
 
 Facts and books are apart, so another run can read the same experience again. JSON lives in text columns: it is read
 back whole, and PostgreSQL's own JSON types refuse some of what agents print.
