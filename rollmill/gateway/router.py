@@ -1,9 +1,9 @@
 """Chooses the engine that answers, and another one when it dies.
 
 Every engine is asked for its health a few times per second. A request goes to the engine that holds the session's KV
-cache if that one is fit, else to the least loaded fit one. Fit engines serve the wanted version and are not paused. When
-an engine dies before its first token, the request starts again on another one. When it dies later, the tokens it sampled
-are kept and another engine goes on from them. With no engine at all, a request waits for `engine_wait_s`.
+cache if that one is fit, else to the least loaded fit one. Fit engines serve the wanted version and are not paused.
+When an engine dies before its first token, the request starts again on another one. When it dies later, the tokens it
+sampled are kept and another engine goes on from them. With no engine at all, a request waits for `engine_wait_s`.
 """
 
 from __future__ import annotations
