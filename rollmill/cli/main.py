@@ -5,12 +5,12 @@ from __future__ import annotations
 import inspect
 import re
 import sys
-from importlib import metadata
 from textwrap import dedent
 from typing import Annotated
 
 import typer
 
+from rollmill import __version__
 from rollmill.cli import config, demo, doctor, evaluate, model, runs, serve, train, trajectories, weights
 from rollmill.errors import RollmillError
 
@@ -55,7 +55,7 @@ app.command("doctor")(doctor.doctor)
 
 def _print_version(wanted: bool) -> None:
     if wanted:
-        print(f"rollmill {metadata.version('rollmill')}")
+        print(f"rollmill {__version__}")
         raise typer.Exit
 
 

@@ -45,7 +45,7 @@ def to_key(what: str, value: str, limit: int = LONGEST_KEY) -> str:
 def to_number(what: str, value: object) -> float:
     """A finite float of a size that training can compute with."""
     try:
-        number = float(value)  # type: ignore[arg-type]
+        number = math.nan if isinstance(value, str | bytes) else float(value)  # type: ignore[arg-type]
     except (TypeError, ValueError, OverflowError):
         number = math.nan
     if not abs(number) <= _LARGEST:

@@ -101,7 +101,7 @@ time.sleep(0.5)
 async def test_every_kind_of_memory_is_counted_or_refused(any_host: NamespaceHost, kind: str) -> None:
     machine = await any_host.create(BUILT_IN)
     result = await machine.exec(["python", "-c", _PROGRAM.format(kind=kind)], timeout_s=30)
-    if result.stopped != "memory":
+    if result.stopped not in ("memory", "processes"):  # fewer processes are allowed than the memory limit has MiB
         assert result.stopped is None and int(result.output.split()[0]) < CONFIG.memory_mb, result
     assert await run_python(machine, "print(6 * 7)") == "42"
     await machine.close()
