@@ -246,7 +246,7 @@ def test_export_import_export_is_byte_identical(real_run: RunDirectory, tmp_path
     assert [one["number"] for one in about] == [2, 0] and about[0]["digest"] == about[1]["digest"]
     config = json.loads(before["config.json"])
     assert config_from_huggingface(config, "config.json").model_dump(mode="json").items() >= MODEL.items()
-    assert config["dtype"] == "bfloat16"
+    assert config["torch_dtype"] == "bfloat16"
     assert before["tokenizer.json"] == real_run.tokenizer.read_bytes()
     assert same(open_store(real_run.path).load(Version(base, 2)), history(3)[2])
     loaded = load_file(first / "model.safetensors")
