@@ -30,6 +30,8 @@ from tests.cluster.checkpoints import make_chat_checkpoint
 from tests.e2e.test_kill import start, wait_for
 from tests.models.checkpoints import our_logits, their_logits
 
+pytestmark = pytest.mark.slow
+
 transformers = pytest.importorskip("transformers")
 
 SETTINGS = (

@@ -25,6 +25,8 @@ from rollmill.types import GroupState, TrajectoryState, Version
 from rollmill.weights.reading.store import WeightStore
 from tests.e2e.small_run import small_run
 
+pytestmark = pytest.mark.slow
+
 VICTIMS = ("trainer", "engine-home", "gateway", "dispatcher", "engine-away", "everything")
 
 

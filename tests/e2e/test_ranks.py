@@ -17,6 +17,8 @@ from rollmill.telemetry import read_events
 from tests.e2e.small_run import DEMO, SMALL, small_run
 from tests.e2e.test_kill import digests, start, stores, wait_for
 
+pytestmark = pytest.mark.slow
+
 STEPS = 4
 
 

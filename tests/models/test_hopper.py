@@ -30,9 +30,12 @@ from tests.inference import test_device
 from tests.kernels import INTERPRETED
 from tests.models import test_delta_kernels, test_fused
 
-pytestmark = pytest.mark.skipif(
-    INTERPRETED or importlib.util.find_spec("triton") is None, reason="Triton is not installed, or only interprets"
-)
+pytestmark = [
+    pytest.mark.slow,
+    pytest.mark.skipif(
+        INTERPRETED or importlib.util.find_spec("triton") is None, reason="Triton is not installed, or only interprets"
+    ),
+]
 TYPES = {
     torch.float32: "fp32", torch.bfloat16: "bf16", torch.float16: "fp16", torch.float8_e4m3fn: "fp8e4nv",
     torch.int64: "i64", torch.int32: "i32", torch.int16: "i16", torch.int8: "i8", torch.uint8: "u8", torch.bool: "i1",

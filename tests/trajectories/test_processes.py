@@ -12,6 +12,7 @@ from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
+import pytest
 import sqlalchemy as sa
 
 from rollmill.storage.database import open_database, reading
@@ -122,6 +123,7 @@ def contents(engine: sa.Engine) -> dict[str, list[tuple[Any, ...]]]:
         }
 
 
+@pytest.mark.slow
 def test_killed_after_any_statement_nothing_is_half_done(database_url: str, tmp_path: Path) -> None:
     engine = open_database(database_url)
     ledger = Ledger(engine, "run")

@@ -111,6 +111,7 @@ def test_ranks_train_as_one_process_does(prepared: Path, undisturbed: World, tmp
         assert many["router_flip_rate"] == pytest.approx(one["router_flip_rate"], abs=0.05)
 
 
+@pytest.mark.slow
 def test_killed_ranks_lose_nothing(prepared: Path, undisturbed: World, tmp_path: Path) -> None:
     path = tmp_path / "world"
     shutil.copytree(prepared, path)

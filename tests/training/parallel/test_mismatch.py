@@ -174,6 +174,7 @@ def train(path: Path, cut: tuple[int, int], measured: bool, deaths: dict[int, st
     return finish(list(processes))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("cut", [(2, 1), (1, 2)], ids=["experts", "context"])
 def test_measuring_leaves_no_trace_in_the_weights(cut: tuple[int, int], honest: Path, tmp_path: Path) -> None:
     runs = {}

@@ -9,6 +9,8 @@ import torch
 from tests.training.parallel.cases import LENGTHS, MODELS, Shape, passes
 from tests.training.parallel.ranks import run_ranks
 
+pytestmark = pytest.mark.slow
+
 # ranks, expert, context
 CASES: list[tuple[str, Shape]] = [
     ("dense", (2, 1, 1)),

@@ -17,6 +17,8 @@ from rollmill.weights.writing.publisher import Publisher
 from tests.training.parallel.cases import ADAMW, MUON, Run, Shape
 from tests.training.parallel.ranks import run_ranks
 
+pytestmark = pytest.mark.slow
+
 
 def train(world: World, path: Path, name: str, shape: Shape, config: OptimizerConfig) -> dict[str, Any]:
     """Three steps; a checkpoint after the second, from which a second run repeats the third."""
