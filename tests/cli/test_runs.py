@@ -124,7 +124,7 @@ def test_logs(rollmill: Callable[..., Told], tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(600)
+@pytest.mark.timeout(900)
 def test_a_training_is_seen_refused_to_be_removed_and_stopped(rollmill: Callable[..., Told], tmp_path: Path) -> None:
     run = endless_run(tmp_path)
     with (tmp_path / "out").open("wb") as out:
@@ -149,7 +149,7 @@ def test_a_training_is_seen_refused_to_be_removed_and_stopped(rollmill: Callable
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(600)
+@pytest.mark.timeout(900)
 def test_ctrl_c_leaves_its_hint_as_the_last_line_of_the_terminal(tmp_path: Path) -> None:
     run = endless_run(tmp_path)
     terminal, end = pty.openpty()

@@ -27,7 +27,7 @@ from rollmill.weights.reading.channels import Channels
 from tests.cluster.checkpoints import make_chat_checkpoint
 from tests.cluster.served import published_run
 
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
 ROLLMILL = [sys.executable, "-c", "from rollmill.cli.main import main; main()"]
 
 

@@ -57,7 +57,7 @@ def export(run: RunDirectory, version: str, directory: Path) -> None:
     assert result.exit_code == 0, result.output
 
 
-@pytest.mark.timeout(300)
+@pytest.mark.timeout(900)
 def test_from_checkpoint_to_checkpoint(tmp_path: Path) -> None:
     checkpoint = tmp_path / "model"
     make_chat_checkpoint(checkpoint)
@@ -100,7 +100,7 @@ def test_from_checkpoint_to_checkpoint(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(600)
+@pytest.mark.timeout(900)
 def test_stopping_in_the_middle_of_rl_leaves_no_tracebacks(tmp_path: Path) -> None:
     """Ctrl-C while every role works: the terminal ends with the hint, and no log has a traceback."""
     make_chat_checkpoint(tmp_path / "model")
@@ -124,7 +124,7 @@ def test_stopping_in_the_middle_of_rl_leaves_no_tracebacks(tmp_path: Path) -> No
         assert "Traceback" not in text, f"{name}: {text[-2000:]}"
 
 
-@pytest.mark.timeout(300)
+@pytest.mark.timeout(900)
 @pytest.mark.parametrize("form", ["bf16", "fp8"])
 def test_without_mid_training_rl_starts_from_the_checkpoint(form: str, tmp_path: Path) -> None:
     checkpoint = tmp_path / "model"

@@ -25,7 +25,7 @@ ALONE = [setting for setting in SETTINGS if not setting.startswith("midtrain")]
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(600)
+@pytest.mark.timeout(900)
 def test_a_finished_run_is_extended_and_continued_by_another(tmp_path: Path) -> None:
     pytest.importorskip("transformers")
     make_chat_checkpoint(tmp_path / "model")

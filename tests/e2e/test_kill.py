@@ -79,7 +79,7 @@ def digests(weights: WeightStore, line: str) -> dict[int, str]:
     return {manifest.number: manifest.digest for manifest in weights.versions(line)}
 
 
-@pytest.mark.timeout(480)
+@pytest.mark.timeout(900)
 def test_a_run_survives_the_death_of_every_process(tmp_path: Path, midtrained: RunDirectory) -> None:
     run = small_run(tmp_path, "killed", "steps=10", base=midtrained)
     weights, ledger, trajectories = stores(run)

@@ -42,7 +42,7 @@ def _pairs(environment: str) -> Iterator[tuple[str, str]]:
         yield name, value
 
 
-@pytest.mark.timeout(300)
+@pytest.mark.timeout(900)
 def test_a_run_on_two_ranks_survives_a_killed_rank(tmp_path: Path, midtrained: RunDirectory) -> None:
     dials = (f"steps={STEPS}", "training.ranks=2", "training.expert_parallel=2", 'device="cpu"')
     run = small_run(tmp_path, "ranks", *dials, base=midtrained)
@@ -72,7 +72,7 @@ def test_a_run_on_two_ranks_survives_a_killed_rank(tmp_path: Path, midtrained: R
     assert (run.logs / "trainer-rank1.log").exists()
 
 
-@pytest.mark.timeout(300)
+@pytest.mark.timeout(900)
 def test_ranks_that_torchrun_started(tmp_path: Path) -> None:
     """Each rank runs `rollmill train`: rank 0 drives the run, rank 1 only trains. Mid-training only."""
     dials = ("steps=0", "midtrain.steps=4", "midtrain.training.ranks=2", "training.ranks=2", 'device="cpu"')

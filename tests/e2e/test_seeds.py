@@ -18,7 +18,7 @@ from tests.rollouts.test_seeds import Answers, answers
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(480)
+@pytest.mark.timeout(900)
 def test_the_same_seed_is_the_same_run(tmp_path: Path, midtrained: RunDirectory) -> None:
     """Synchronous, one rollout at a time, every process real: the same tokens, the same weights bit for bit."""
     alone = ['regions=["home"]', "rollouts.concurrency=1", "evals.concurrency=1"]
