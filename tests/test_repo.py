@@ -378,7 +378,7 @@ def test_paths_named_in_documents_exist(document: Path) -> None:
 def test_file_trees_are_complete(document: str) -> None:
     """ARCHITECTURE.md names every folder and root module of the package, README.md those at its top."""
     named = set(tree_paths((ROOT / document).read_text(encoding="utf-8")))
-    folders = {path.relative_to(ROOT).as_posix() + "/" for path in PACKAGE.rglob("*") if path.is_dir()}
+    folders = {path.parent.relative_to(ROOT).as_posix() + "/" for path in PACKAGE.rglob("*") if path.is_file()}
     modules = {path.relative_to(ROOT).as_posix() for path in PACKAGE.glob("*.py") if path.name != "__init__.py"}
     deepest = 99 if document == "ARCHITECTURE.md" else 2
     wanted = {path for path in folders | modules if "__pycache__" not in path and path.count("/") <= deepest}

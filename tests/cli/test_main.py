@@ -3,10 +3,10 @@ from __future__ import annotations
 import subprocess
 import sys
 from collections.abc import Callable
-from importlib import metadata
 
 import pytest
 
+from rollmill import __version__
 from tests.cli.conftest import Told
 
 COMMANDS = (
@@ -29,7 +29,7 @@ def test_every_command_explains_itself(rollmill: Callable[..., Told], command: s
 
 def test_version_and_short_help(rollmill: Callable[..., Told]) -> None:
     told = rollmill("--version")
-    assert told.code == 0 and told.out == f"rollmill {metadata.version('rollmill')}\n"
+    assert told.code == 0 and told.out == f"rollmill {__version__}\n"
     for arguments in (["-h"], ["train", "-h"], ["weights", "log", "-h"]):
         told = rollmill(*arguments)
         assert told.code == 0 and "Usage" in told.out

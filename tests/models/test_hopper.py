@@ -184,7 +184,7 @@ def launched(module: Any) -> set[Any]:
     return {each for name, each in kernels.items() if name not in called}
 
 
-@pytest.mark.timeout(400)
+@pytest.mark.timeout(1800)
 def test_every_kernel_compiles(compiler: Compiler) -> None:
     for drive in (decoders, attention, joined_products, mixtures, heads, optimizers, quantisers, updates, engines):
         drive()

@@ -124,6 +124,7 @@ def contents(engine: sa.Engine) -> dict[str, list[tuple[Any, ...]]]:
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(1800)
 def test_killed_after_any_statement_nothing_is_half_done(database_url: str, tmp_path: Path) -> None:
     engine = open_database(database_url)
     ledger = Ledger(engine, "run")
