@@ -34,8 +34,8 @@ class GatewayConfig(Config):
     stream_above: int = Field(
         default=64,
         ge=0,
-        description="Answers that may have more tokens than this are read from the engine as a stream, so that an "
-        "engine's death loses none of them. Shorter ones come whole, which is cheaper, and are asked for again.",
+        description="Answers of up to this many tokens come from the engine whole. That is cheaper; if the engine "
+        "dies, they are requested again. Longer answers are streamed. If the engine dies, no token is lost.",
     )
     seal_idle_s: float = Field(
         default=1800.0,

@@ -131,7 +131,7 @@ def mirror(
     form: Annotated[str, typer.Option("--form", help="the form to copy")] = "bf16",
     channel: Annotated[list[str] | None, typer.Option("--channel", help="bring this one too; may be repeated")] = None,
     anchor_every: Annotated[
-        int, typer.Option(min=0, help="make a snapshot here every so many versions; 0: never")
+        int, typer.Option(min=0, help="make a snapshot here after every N versions; 0: never")
     ] = 32,
     keep: Annotated[int, typer.Option(min=1, help="the newest versions that stay here")] = 50,
     budget: Annotated[str | None, typer.Option(help="fewer stay if they have more bytes, for example 200GB")] = None,
