@@ -68,7 +68,7 @@ def test_mirror_follows_until_it_is_stopped(run: Path) -> None:
         publisher.publish(5, train_step(history(5)[4], 5))
         assert "rl@5" in process.stdout.readline()
         process.send_signal(signal.SIGINT)
-        assert "3 versions" in process.stdout.readline() and process.wait(20) == 0
+        assert "3 versions" in process.stdout.read() and process.wait(20) == 0
     assert "all 3 versions verified" in shown("verify", run / "away")
 
 

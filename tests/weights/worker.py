@@ -129,7 +129,11 @@ def copy(source: str, target: str, kill_at: str) -> None:
 
 
 def race(store: str, seed: str, last: str) -> None:
-    """A trainer with a mind of its own: goes on from wherever the line stands, until somebody takes it over."""
+    """A trainer with a mind of its own: goes on from wherever the line stands, until somebody takes it over.
+
+    The last version of the writer before it may appear just after it looked. Then it starts again, as under a
+    supervisor.
+    """
     publisher = Publisher(WeightStore(Objects.open(Path(store))), "rl", snapshot_every=4)
     try:
         head = publisher.resume()
@@ -140,6 +144,8 @@ def race(store: str, seed: str, last: str) -> None:
             publisher.publish(number, tensors)
             print(number, flush=True)
     except WeightsError as error:
+        if "has diverged" in error.message:
+            return race(store, seed, last)
         print(error.message, flush=True)
         sys.exit(FENCED if "fenced" in error.message else 1)
 
