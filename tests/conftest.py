@@ -24,6 +24,17 @@ import pytest
 _numbers = itertools.count()
 
 
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Each worker starts with its share of the slow tests. Otherwise the others would wait for them at the end."""
+    workers = int(os.environ.get("PYTEST_XDIST_WORKER_COUNT", "1"))
+    slow = [item for item in items if item.get_closest_marker("slow")]
+    fast = [item for item in items if not item.get_closest_marker("slow")]
+    items.clear()
+    for worker in range(workers):  # xdist gives the first worker the first tests, and so on
+        first, last = (len(fast) * edge // workers for edge in (worker, worker + 1))
+        items += slow[worker::workers] + fast[first:last]
+
+
 @pytest.hookimpl(tryfirst=True)
 def pytest_runtest_setup(item: pytest.Item) -> None:
     if item.get_closest_marker("kernels"):
