@@ -27,7 +27,8 @@ class Interval(NamedTuple):
 
 def wilson(solved: int, attempts: int, confidence: float = 0.95) -> Interval:
     """A solve rate with its Wilson score interval, which also holds near 0 and 1 and for few attempts."""
-    _check(solved, attempts)
+    if not 0 <= solved <= attempts:
+        raise ValueError(f"{solved} solved of {attempts} attempts is impossible")
     if attempts == 0:
         return Interval(math.nan, 0.0, 1.0)
     rate, z = solved / attempts, _z(confidence)
@@ -85,19 +86,6 @@ def clustered_difference(
     gain = float(_rate(second_T2.sum(axis=0)) - _rate(first_T2.sum(axis=0)))
     low, high = _percentiles(gains_R, confidence)
     return Interval(gain, min(low, gain), max(high, gain))
-
-
-def pass_at_k(solved: int, attempts: int, k: int) -> float:
-    """The probability that at least one of `k` attempts, drawn without replacement, solves the task (unbiased)."""
-    _check(solved, attempts)
-    if not 1 <= k <= attempts:
-        raise ValueError(f"pass@{k} needs at least {k} attempts and k >= 1; there are {attempts}")
-    return 1.0 - math.comb(attempts - solved, k) / math.comb(attempts, k)
-
-
-def _check(solved: int, attempts: int) -> None:
-    if not 0 <= solved <= attempts:
-        raise ValueError(f"{solved} solved of {attempts} attempts is impossible")
 
 
 def _z(confidence: float) -> float:

@@ -22,6 +22,7 @@ import torch
 from torch import Tensor
 
 from rollmill.errors import TrajectoryError
+from rollmill.models.attention import packed_positions
 from rollmill.models.config import ModelConfig
 from rollmill.training.lineage import Lineage
 from rollmill.types import Segment
@@ -183,7 +184,7 @@ def _concatenate(batch: Sequence[PackedSequence]) -> MicroBatch:
     rows = np.concatenate([start + sequence.rows for start, sequence in zip(starts, batch, strict=True)])
     return MicroBatch(
         tokens_N=torch.from_numpy(np.concatenate([sequence.tokens for sequence in batch])),
-        positions_N=torch.from_numpy(np.concatenate([np.arange(length) for length in lengths])),
+        positions_N=packed_positions(lengths),
         lengths=lengths,
         rows_M=torch.from_numpy(rows),
         targets_M=torch.from_numpy(np.concatenate([sequence.targets for sequence in batch])),

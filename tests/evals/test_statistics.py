@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from rollmill.evals.statistics import clustered_difference, clustered_interval, difference, pass_at_k, wilson
+from rollmill.evals.statistics import clustered_difference, clustered_interval, difference, wilson
 
 
 def tries(solved: int, attempts: int) -> list[bool]:
@@ -116,11 +116,3 @@ def test_only_shared_tasks_are_compared_and_seeds_repeat() -> None:
     interval = clustered_difference(before, after, seed=3)
     assert interval.value == pytest.approx(0.25)
     assert interval == clustered_difference(before, after, seed=3)
-
-
-def test_pass_at_k() -> None:
-    assert pass_at_k(3, 10, 1) == pytest.approx(0.3)
-    assert pass_at_k(3, 10, 2) == pytest.approx(1 - (7 / 10) * (6 / 9))
-    assert pass_at_k(0, 10, 10) == 0 and pass_at_k(1, 10, 10) == 1 and pass_at_k(8, 10, 3) == 1
-    with pytest.raises(ValueError, match="at least 5 attempts"):
-        pass_at_k(1, 4, 5)

@@ -14,7 +14,7 @@ from rollmill.errors import WeightsError
 from rollmill.models.updates import delta
 from rollmill.models.updates.audit import reference_audit
 from rollmill.models.updates.delta import Differences, apply_changes, audit, audit_change, prepare
-from rollmill.weights.format.audit import audit_change_host, audit_host
+from rollmill.weights.format.audit import audit_host
 from rollmill.weights.format.codings import decode_chunk, encode_as
 from rollmill.weights.format.tensors import HostTensor
 from rollmill.weights.reading.patches import Patch
@@ -211,9 +211,6 @@ def test_host_and_device_compute_the_specified_audit(width: int, size: int, devi
 def test_the_compiled_audit_is_the_same() -> None:
     pytest.importorskip("numba")
     bits = random_bits(np.random.default_rng(9), (1 << 20) + 5, 2)
-    halves = bits[: 1 << 19], np.concatenate([np.zeros(1 << 19, np.uint16), bits[1 << 19 :]])
-    change = audit_change_host(np.arange(1 << 19, dtype=np.uint32), halves[1][: 1 << 19], halves[0])
-    assert audit_host(bits.view(np.uint8), 2) == (audit_host(halves[1].view(np.uint8), 2) + change) % 2**64
     assert audit_host(bits.view(np.uint8), 2) == reference_audit(tensor(bits, "cpu"), torch.bfloat16)
 
 
@@ -241,7 +238,6 @@ def test_the_audit_keeps_up_with_changes(device: str) -> None:
     new[:start] = old[:start]
     before, after = old[start:][indices], new[start:][indices]
     expected = (audit_host(new.view(np.uint8), 2) - audit_host(old.view(np.uint8), 2)) % 2**64
-    assert audit_change_host(indices, before, after, start) == expected
     on_device = torch.from_numpy(indices.astype(np.int32)).to(device)
     assert audit_change(on_device, tensor(before, device), tensor(after, device), start) == expected
 

@@ -174,6 +174,11 @@ def _change_config(directory: Path, **change: Any) -> None:
     path.write_text(json.dumps(json.loads(path.read_text()) | change))
 
 
+def _append_number(directory: Path, number: str) -> None:
+    path = directory / "config.json"
+    path.write_text(path.read_text().rstrip().removesuffix("}") + f', "initializer_range": {number}}}')
+
+
 def _change_index(directory: Path, **change: str) -> None:
     path = directory / "model.safetensors.index.json"
     index = json.loads(path.read_text())
@@ -197,6 +202,8 @@ def _pickle_only(directory: Path) -> None:
 DAMAGES: dict[str, tuple[Callable[[Path], object], str]] = {
     "no config": (lambda d: (d / "config.json").unlink(), r"has no config\.json"),
     "config is no JSON": (lambda d: (d / "config.json").write_text("{"), "not valid JSON"),
+    "config with an infinite number": (lambda d: _append_number(d, "1e999"), "not valid JSON: .*not finite"),
+    "config with a number that is none": (lambda d: _append_number(d, "NaN"), "not valid JSON"),
     "missing shard": (lambda d: _shard(d).unlink(), r"lacks 1 of \d+ shards: model-00001"),
     "truncated shard": (lambda d: _truncate(_shard(d)), "truncated"),
     "empty shard": (lambda d: _shard(d).write_bytes(b""), "not a whole safetensors file"),

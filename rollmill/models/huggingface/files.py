@@ -11,17 +11,20 @@ Pickled weights (.bin, .pt) are not read, because loading them runs code from th
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from pydantic import TypeAdapter
+
 from rollmill.errors import WeightsError
+from rollmill.strict import FreeJson, parse_json
 from rollmill.weights.files.companions import LARGEST_BYTES
 from rollmill.weights.files.directory import read_weights
 from rollmill.weights.files.safetensors import Stored
 
 CONFIG = "config.json"
+_JSON_OBJECT: TypeAdapter[dict[str, Any]] = TypeAdapter(dict[str, FreeJson])
 WEIGHT_SUFFIXES = (".safetensors", ".safetensors.index.json", ".bin", ".bin.index.json", ".pt", ".pth", ".gguf", ".h5")
 
 
@@ -41,19 +44,17 @@ def open_files(directory: Path) -> Files:
 
 
 def read_json(path: Path) -> dict[str, Any]:
+    """Raises WeightsError for anything but a JSON object of finite numbers."""
     try:
-        tree = json.loads(path.read_bytes())
+        return parse_json(path.read_bytes(), _JSON_OBJECT)
     except FileNotFoundError:
         raise WeightsError(
             f"{path.parent} has no {path.name}", hint="a checkpoint directory as transformers saves it has one"
         ) from None
     except OSError as error:
         raise WeightsError(f"{path} cannot be read: {error.strerror}") from None
-    except (ValueError, RecursionError) as error:
+    except ValueError as error:
         raise WeightsError(f"{path} is not valid JSON: {error}", hint="copy or download it again") from None
-    if not isinstance(tree, dict):
-        raise WeightsError(f"{path} is not a JSON object", hint="copy or download it again")
-    return tree
 
 
 def companions(directory: Path) -> list[Path]:

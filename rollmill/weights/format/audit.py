@@ -40,18 +40,6 @@ def audit_host(data: np.ndarray, width: int) -> int:
     return total % 2**64
 
 
-def audit_change_host(indices: np.ndarray, old: np.ndarray, new: np.ndarray, start: int = 0) -> int:
-    """What to add to an audit when elements `start` + `indices` turn from `old` into `new` (unsigned integers)."""
-    scratch = np.empty(_BLOCK, dtype=np.uint64)
-    total = 0
-    for first in range(0, indices.size, _BLOCK):
-        block = slice(first, first + _BLOCK)
-        positions = (indices[block].astype(np.uint64) + np.uint64(start)) * np.uint64(GOLDEN)
-        total += _sum_mixed(positions + new[block], scratch[: positions.size])
-        total -= _sum_mixed(positions + old[block], scratch[: positions.size])
-    return total % 2**64
-
-
 def _sum_mixed(keys: np.ndarray, scratch: np.ndarray) -> int:
     """Sum of `mix` of the keys, which are overwritten."""
     for shift, factor in ((30, FIRST_FACTOR), (27, SECOND_FACTOR)):
