@@ -45,7 +45,7 @@ SAID = {  # by damage: what is said of a pack, and of a manifest
     "truncated": ("is truncated", "truncated or damaged"),
     "empty": ("is truncated", "truncated or damaged"),
     "missing": ("no object", "does not exist"),
-    "duplicated": ("is truncated|digest in its name", "is that of rl@2"),
+    "duplicated": ("is truncated|digest in its name", "belongs to rl@2"),
 }
 
 
@@ -160,7 +160,7 @@ def test_an_old_manifest_under_the_next_number(world: World, home_and_away: tupl
     trainer = world.named("trainer")
     bogus = manifest_path(world.home, BAD)
     bogus.write_bytes(manifest_path(world.home, BAD - 1).read_bytes())
-    said = f"the manifest of {LINE}@{BAD} (bf16) is that of {LINE}@{BAD - 1}"
+    said = f"the manifest of {LINE}@{BAD} (bf16) belongs to {LINE}@{BAD - 1}"
     world.publish_to(BAD)
     for process in (home, keeper, trainer):
         world.until_problem(process, said)

@@ -1,13 +1,13 @@
-"""The audit: a checksum of one tensor that host image and device copy compute alike, and that keeps up with changes.
+"""The audit: a checksum of one tensor. Host image and device copy compute the same one, and it can be updated.
 
     audit = Σ over elements i of mix(i · 0x9E3779B97F4A7C15 + v_i)                     all arithmetic modulo 2^64
     mix(z): z ^= z >> 30; z *= 0xBF58476D1CE4E5B9; z ^= z >> 27; z *= 0x94D049BB133111EB; z ^= z >> 31
 
-i counts a tensor's elements from 0 in row-major order, v_i is the element's bits as an unsigned number; `mix` is the
-finaliser of splitmix64, a bijection. So one element that changed always changes the sum; several, exchanged or shifted
-ones do but for one chance in 2^64, and no two (i, v) have the same key in a tensor of fewer than 2^30 elements. The sum
-does not depend on the order it is made in, and moves by what the changed elements alone contribute. It finds accidents,
-not attacks: what is downloaded is checked with a cryptographic digest before it gets this far.
+i is the index of an element in row-major order, from 0. v_i is the element's bits as an unsigned number. `mix` is the
+finaliser of splitmix64, a bijection. If one element changes, the sum always changes. If several change, or are swapped
+or shifted, it stays the same with a chance of 1 in 2^64. In a tensor of fewer than 2^30 elements no two (i, v) share a
+key. The order of summation does not matter, so a change of few elements costs only their own terms. The audit finds
+accidents, not attacks: a cryptographic digest has checked every download before.
 """
 
 from __future__ import annotations
@@ -19,8 +19,8 @@ import numpy as np
 
 GOLDEN = 0x9E3779B97F4A7C15
 FIRST_FACTOR, SECOND_FACTOR = 0xBF58476D1CE4E5B9, 0x94D049BB133111EB
-_BLOCK = 1 << 13  # elements at a time, so that what is computed with stays in the cache
-_COMPILED_FROM = 1 << 20  # elements; a smaller tensor is done before a compiler has started
+_BLOCK = 1 << 13  # elements at a time, so that all operands stay in the cache
+_COMPILED_FROM = 1 << 20  # elements; loading a compiler takes longer than a smaller tensor
 _UNSIGNED = {1: "u1", 2: "<u2", 4: "<u4"}
 
 

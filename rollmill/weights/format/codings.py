@@ -2,17 +2,17 @@
 
     raw        byte planes of the elements themselves, the exponent in a plane of its own; needs no base
     dense      byte planes of every element's difference from the base
-    sparse     only the elements that changed: gaps between their indices, a sign, and what is not ±1
-    classed    `sparse` for each class of elements, by their exponent in the base: small weights change oftener
-    overwrite  gaps, and the new elements as they are; needs no base, and writing it twice does no harm
+            sparse     only the elements that changed: gaps between indices, signs, and differences other than ±1
+        classed    `sparse` per class of elements (by exponent in the base), because small weights change more often
+        overwrite  gaps, and the new elements themselves; needs no base, and applying it twice is harmless
 
-Differences are counted in units in the last place: elements are mapped onto integers in the order of the numbers they
-stand for (a bijection: −0, NaN payloads and subnormals each keep their own integer) and subtracted modulo 2^width, so
-that one optimizer step is mostly ±1 and no value needs a special case to come back exactly.
+Differences are counted in units in the last place. Elements are mapped to integers that keep the order of the numbers
+(a bijection: −0, NaN payloads and subnormals each have their own integer) and subtracted modulo 2^width. So one
+optimizer step is mostly ±1, and every value comes back exactly without a special case.
 
-Payloads are untrusted when they are read: decoding returns elements of the chunk or raises WeightsError. That they are
-the right ones is checked by the chunk's digest, one level up. Loops over elements are in `kernels`; what they are
-given is checked here.
+Payloads are untrusted: decoding returns elements of the chunk or raises WeightsError. The caller checks the chunk's
+digest, which tells whether they are the right elements. Loops over elements are in `kernels`; their inputs are checked
+here.
 """
 
 from __future__ import annotations
@@ -30,13 +30,13 @@ from rollmill.weights.format.streams import Streams, pack_streams
 Coding = Literal["raw", "dense", "sparse", "classed", "overwrite"]
 CODINGS: tuple[Coding, ...] = get_args(Coding)
 SPARSE_CODINGS: frozenset[Coding] = frozenset({"sparse", "classed", "overwrite"})
-Goal = Literal["fast", "small", "overwrite"]  # what deltas should be: quick to make and read, smallest, or baseless
+Goal = Literal["fast", "small", "overwrite"]  # what deltas are optimised for: speed, size, or needing no base
 
-_FEW, _MANY = 1 / 16, 3 / 4  # changed shares: below the first only sparse codings can win, above the second others too
-_STRETCH = 4096  # elements; a coding is chosen by stretches of a chunk
+_FEW, _MANY = 1 / 16, 3 / 4  # shares of changed elements: from the first on `dense` is tried, from the second on `raw`
+_STRETCH = 4096  # elements; codings are compared on stretches of a chunk
 _STRETCHES: dict[Goal, int] = {"fast": 16, "small": 64, "overwrite": 0}
 MOST_CLASSES = 8
-_CLASS_BITS = 8 * 150  # the fixed cost of another class: lengths, and the tables of its entropy coders
+_CLASS_BITS = 8 * 150  # the fixed cost of one more class: lengths, and the tables of its entropy coders
 
 
 class Encoded(NamedTuple):
@@ -46,7 +46,7 @@ class Encoded(NamedTuple):
 
 
 class Changes(NamedTuple):
-    """Elements of a chunk and what they become."""
+    """Elements of a chunk and their new values."""
 
     indices: np.ndarray  # uint32, ascending
     values: np.ndarray  # unsigned integers of the element's width
@@ -68,7 +68,7 @@ def encode_full(new: np.ndarray, width: int) -> bytes:
 
 
 def encode_difference(base: np.ndarray, new: np.ndarray, width: int, goal: Goal = "fast") -> Encoded:
-    """The payload that turns `base` into `new` (flat uint8) in the coding that serves the goal best."""
+    """The payload that turns `base` into `new` (flat uint8), in the best coding for `goal`."""
     old_bits, new_bits = base.view(UNSIGNED[width]), new.view(UNSIGNED[width])
     plan = _choose(old_bits, new_bits, goal)
     changed, streams = _streams(plan, old_bits, new_bits)
@@ -76,13 +76,13 @@ def encode_difference(base: np.ndarray, new: np.ndarray, width: int, goal: Goal 
 
 
 def encode_as(coding: Coding, old: np.ndarray, new: np.ndarray, width: int) -> bytes:
-    """Payload in a given coding; elements as unsigned integers of their width."""
+    """The payload in a given coding. Elements are unsigned integers of their width."""
     boundaries = _boundaries(*_sample(old, new, "small")) if coding == "classed" else np.empty(0, np.uint8)
     return pack_streams(_streams(_Plan(coding, boundaries), old, new)[1])
 
 
 def _streams(plan: _Plan, old: np.ndarray, new: np.ndarray) -> tuple[int, Iterable[np.ndarray]]:
-    """How many elements differ, and the streams of the payload, mostly made as they are asked for."""
+    """The number of elements that differ, and the streams of the payload, mostly generated on demand."""
     kernels = kernels_for(new.size)
     if plan.coding == "raw":
         return kernels.count_changed(old, new), (kernels.raw_plane(new, plane) for plane in range(new.itemsize))
@@ -123,9 +123,9 @@ def _overwrite_streams(kernels, size, indices, values) -> Iterator[np.ndarray]:
 
 
 def _choose(old: np.ndarray, new: np.ndarray, goal: Goal) -> _Plan:
-    """The coding that is smallest for these elements among those that serve the goal, judged by stretches of them.
+    """The coding with the smallest estimated payload among those that serve `goal`. The estimate uses a sample.
 
-    A sample can mislead, and then the payload is larger than it had to be, never wrong.
+    A sample can mislead. The payload is then larger than necessary, but never wrong.
     """
     none = np.empty(0, dtype=np.uint8)
     if goal == "overwrite":
@@ -144,7 +144,7 @@ def _choose(old: np.ndarray, new: np.ndarray, goal: Goal) -> _Plan:
 
 
 def _sample(old: np.ndarray, new: np.ndarray, goal: Goal) -> tuple[np.ndarray, np.ndarray, float]:
-    """Stretches of the elements, evenly spread, and how many times they go into the whole."""
+    """Evenly spread stretches of the elements, and the ratio of the whole to the sample."""
     stretches = _STRETCHES[goal]
     if new.size <= stretches * _STRETCH:
         return old, new, 1.0
@@ -167,15 +167,15 @@ def _boundaries(old: np.ndarray, new: np.ndarray, scale: float) -> np.ndarray:
 #
 # One step moves all weights by about the same amount, so a small weight (with a small unit in the last place) changes
 # far more often than a large one. The positions of the changes take fewer bits when each class of magnitudes is coded
-# apart. A class of N elements of which n changed costs about N times the entropy of n / N; the changes that are not ±1
+# separately. A class of N elements of which n changed costs about N times the entropy of n / N. Changes other than ±1
 # are priced the same way. Dynamic programming over the values that occur finds the cheapest cut into classes exactly.
 
 
 def choose_boundaries(elements: np.ndarray, changed: np.ndarray, unusual: np.ndarray, scale: float) -> np.ndarray:
-    """Ascending bytes: a class is how many of them are not above an element's magnitude byte.
+    """Ascending bytes. The class of an element is the number of boundaries that are at most its magnitude byte.
 
-    Given are counts by magnitude byte (256 each): of all elements, of those that changed, of those that changed by
-    other than ±1. `scale` is how many times the whole is larger than what was counted.
+    The arguments are counts per magnitude byte (256 each): of all elements, of the changed ones, and of those that
+    changed by other than ±1. `scale` is the ratio of the whole to what was counted.
     """
     present = np.flatnonzero(elements)
     if present.size < 2:
@@ -184,7 +184,7 @@ def choose_boundaries(elements: np.ndarray, changed: np.ndarray, unusual: np.nda
     inside, moved, odd = (np.maximum(total[None, :] - total[:, None], 0) for total in totals)  # from row to column
     bits = scale * (_entropy(moved, inside) + _entropy(odd, moved)) + _CLASS_BITS
     bits[np.tril_indices(present.size + 1)] = np.inf
-    # cost[j]: the values before the j-th in the classes so far; cuts[k][j]: where the last of k + 1 classes began
+    # cost[j]: the cost of the values before the j-th; cuts[k][j]: where the last of k + 1 classes begins
     cost, cuts, best = bits[0], [np.zeros(present.size + 1, dtype=np.intp)], (bits[0, -1], 0)
     for more in range(1, MOST_CLASSES):
         ways = cost[:, None] + bits
@@ -199,7 +199,7 @@ def choose_boundaries(elements: np.ndarray, changed: np.ndarray, unusual: np.nda
 
 
 def _entropy(part: np.ndarray, whole: np.ndarray) -> np.ndarray:
-    """Bits that tell which `part` of the `whole` is meant."""
+    """The bits needed to say which `part` elements of `whole` are meant."""
     share = np.clip(part / np.maximum(whole, 1), 1e-9, 1 - 1e-9)
     return np.asarray(-whole * (share * np.log2(share) + (1 - share) * np.log2(1 - share)))
 
@@ -210,7 +210,7 @@ def _entropy(part: np.ndarray, whole: np.ndarray) -> np.ndarray:
 def decode_chunk(
     coding: Coding, payload: bytes | memoryview, base: np.ndarray | None, size: int, width: int
 ) -> np.ndarray:
-    """The chunk (flat uint8, `size` bytes, freshly allocated) that `payload` stands for."""
+    """The decoded chunk (flat uint8, `size` bytes, newly allocated)."""
     if coding != "raw" and base is None:
         raise WeightsError(f"a {coding} payload needs a base")
     if size % width or (base is not None and base.size != size):
@@ -232,7 +232,7 @@ def decode_chunk(
 
 
 def decode_changes(coding: Coding, payload: bytes | memoryview, base: np.ndarray, width: int) -> Changes:
-    """The elements that a sparse coding changes, with their new values. The base is only read."""
+    """The elements that a sparse coding changes, with their new values. The base is not modified."""
     bits = base.view(UNSIGNED[width])
     streams, kernels = Streams(payload), kernels_for(bits.size)
     if coding == "sparse":
@@ -253,7 +253,7 @@ def decode_changes(coding: Coding, payload: bytes | memoryview, base: np.ndarray
 
 
 def scatter(chunk: np.ndarray, changes: Changes, width: int) -> np.ndarray:
-    """Write the changes into a chunk (flat uint8). Returns the values that were there, to put them back."""
+    """Writes the changes into a chunk (flat uint8). Returns the previous values, so that they can be restored."""
     bits = chunk.view(UNSIGNED[width])
     if changes.indices.size and int(changes.indices.max()) >= bits.size:
         raise WeightsError(f"changes of a larger chunk than one of {chunk.size} bytes")
@@ -261,7 +261,7 @@ def scatter(chunk: np.ndarray, changes: Changes, width: int) -> np.ndarray:
 
 
 class _Moves:
-    """The five streams of `sparse`, read and checked: differences of elements out of `limit`, and literals."""
+    """The five streams of `sparse`, read and checked: differences of elements with indices below `limit`, literals."""
 
     def __init__(self, kernels, streams: Streams, limit: int, width: int) -> None:
         self.indices = _read_gaps(kernels, streams, limit)
@@ -277,7 +277,7 @@ class _Moves:
 def _decode_classed(kernels, streams: Streams, bits: np.ndarray) -> Changes:
     boundaries = streams.at_most(MOST_CLASSES - 1)
     if np.any(boundaries[1:] <= boundaries[:-1]):
-        raise WeightsError("the boundaries of a classed payload do not ascend")
+        raise WeightsError("the boundaries of a classed payload are not ascending")
     classes: list[_Moves] = []
     changed = 0
     for _ in range(boundaries.size + 1):
@@ -287,7 +287,7 @@ def _decode_classed(kernels, streams: Streams, bits: np.ndarray) -> Changes:
             raise WeightsError(f"a payload changes {changed} elements of {bits.size}")
     placed = kernels.place_members(bits, boundaries, [moves.indices for moves in classes])
     if placed is None:
-        raise WeightsError("a payload changes more elements of a class than there are")
+        raise WeightsError("a payload changes more elements of a class than the class has")
     indices, order = placed
     differences = np.concatenate([moves.differences for moves in classes])[order]
     values = kernels.add_differences(bits, indices, differences)

@@ -1,4 +1,4 @@
-"""Where everything lies in an object store. FORMAT.md lists the keys."""
+"""The keys of all objects in a store. FORMAT.md lists them."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ _NAME = re.compile(r"[A-Za-z0-9_-][A-Za-z0-9._-]{0,99}")
 
 
 def valid_name(name: str) -> str:
-    """Names of lines, forms and channels become folders."""
+    """Returns `name`, or raises: names of lines, forms and channels become folders."""
     if not _NAME.fullmatch(name):
         raise WeightsError(
             f"{name!r} cannot name a line, a form or a channel",
@@ -38,7 +38,7 @@ def epoch_key(line: str, form: str, number: int) -> str:
 
 
 def pack_prefix(line: str, form: str, number: int) -> str:
-    """What the keys of all packs of a version begin with; their digest follows."""
+    """The common prefix of the keys of a version's packs; a digest follows it."""
     return f"{form_folder(line, form)}/packs/{number:010d}-"
 
 

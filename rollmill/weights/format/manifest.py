@@ -1,8 +1,8 @@
-"""The manifest: what one version in one form consists of, and where its bytes are. FORMAT.md explains every field.
+"""The manifest: the contents of one version in one form, and where its bytes are. FORMAT.md explains every field.
 
-A manifest object is sealed: two lines, the JSON and the blake3 of the first line. It is created once, after everything
-it names, and never changed: a version exists exactly when its manifest does. An anchor is sealed alike: another
-snapshot of a version that exists, made where it is wanted.
+A manifest object is sealed: two lines, the JSON and the blake3 of the first line. It is created once, after every
+object it names, and never changed. A version exists exactly when its manifest exists. An anchor is sealed in the same
+way. It is another snapshot of an existing version, made in the region that needs it.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ ChunkDigest = Annotated[str, Field(pattern=r"^[0-9a-f]{32}$")]  # xxh3-128
 Count = Annotated[int, Field(ge=0, lt=1 << 53)]
 Name = Annotated[str, Field(pattern=r"^[A-Za-z0-9_-][A-Za-z0-9._-]{0,99}$")]
 Kind = Literal["snapshot", "delta"]
-RUN_BYTES = 64 << 20  # the most a payload of several chunks may cover
+RUN_BYTES = 64 << 20  # the largest payload of several chunks, decoded
 _HINT = "restore the object from another region or a backup; engines recover at the next snapshot"
 
 
@@ -78,7 +78,7 @@ class Pack(StrictModel):
 
 
 class Payload(StrictModel):
-    """A run of consecutive chunks of the table: which, where its bytes are, and how they are coded."""
+    """A run of consecutive chunks of the table: which chunks, where the bytes are, and their coding."""
 
     first: Count
     chunks: Annotated[int, Field(ge=1, lt=1 << 53)]
@@ -89,14 +89,14 @@ class Payload(StrictModel):
 
 
 class Base(StrictModel):
-    """The version of the same line that a delta starts from."""
+    """The version of the same line that a delta is applied to."""
 
     number: Count
     digest: Digest
 
 
 class Encoding(StrictModel):
-    """One way to arrive at the version. Chunks that no payload covers are as in the base."""
+    """One way to get the version: a snapshot or a delta. Chunks without a payload are the same as in the base."""
 
     base: Base | None = None
     packs: tuple[Pack, ...]
@@ -108,7 +108,7 @@ class Encoding(StrictModel):
         return sum(pack.bytes for pack in self.packs)
 
     def check(self, chunks: Sequence[Chunk]) -> None:
-        """ValueError unless payloads lie in their packs and cover the chunk table as they should."""
+        """Raises ValueError unless payloads lie in their packs and cover the chunk table correctly."""
         covered = 0
         for payload in self.payloads:
             if payload.pack >= len(self.packs) or payload.offset + payload.bytes > self.packs[payload.pack].bytes:
@@ -121,14 +121,14 @@ class Encoding(StrictModel):
             ):
                 raise ValueError("a payload covers too much, or elements of several widths")
             if self.base is None and (payload.first > covered or payload.coding != "raw"):
-                raise ValueError("a snapshot stands alone: raw payloads for all chunks")
+                raise ValueError("a snapshot has raw payloads for all chunks")
             covered = payload.first + payload.chunks
         if self.base is None and covered != len(chunks):
             raise ValueError("a snapshot has payloads for all chunks")
 
 
 class Manifest(StrictModel):
-    """A version in one form. It has a snapshot, a delta, or both: whoever holds the base takes the delta."""
+    """A version in one form. It has a snapshot, a delta, or both. A reader that holds the base takes the delta."""
 
     format: Literal[2] = 2
     line: Name
@@ -136,7 +136,7 @@ class Manifest(StrictModel):
     form: Name
     parent_line: Name | None = None
     parent_number: Count | None = None
-    first: Count  # the number its line began with, and the parent it began from: older versions may be gone
+    first: Count  # the first number of its line; stored with that version's parent because old versions may be deleted
     origin_line: Name | None = None
     origin_number: Count | None = None
     digest: Digest
@@ -145,28 +145,28 @@ class Manifest(StrictModel):
     delta: Encoding | None = None
     metadata: dict[str, FreeJson] = Field(default_factory=dict)
     writer: str = Field(max_length=200)  # the process that published it
-    epoch: Count = 0  # one more each time a publisher takes the line over; never falls along a line
+    epoch: Count = 0  # raised by one each time a publisher takes over the line; never decreases along a line
     created_at: float
 
     @model_validator(mode="after")
     def _is_consistent(self) -> Manifest:
         names = [tensor.name for tensor in self.tensors]
         if names != sorted(set(names)):
-            raise ValueError("tensors are not sorted by name, each once")
+            raise ValueError("tensors are not sorted by name without repetition")
         if self.snapshot is None and self.delta is None:
             raise ValueError("neither a snapshot nor a delta")
         if (self.snapshot and self.snapshot.base) or (self.delta and not self.delta.base):
             raise ValueError("a delta has a base, a snapshot has none")
         if self.delta and self.delta.base and self.delta.base.number >= self.number:
-            raise ValueError("a delta starts from an earlier version of its line")
+            raise ValueError("a delta needs an earlier version of its line as base")
         for encoding in filter(None, (self.snapshot, self.delta)):
             encoding.check(self.chunks)
         if (self.parent_line is None) != (self.parent_number is None):
-            raise ValueError("half a parent")
+            raise ValueError("a parent needs both line and number")
         if (self.origin_line is None) != (self.origin_number is None) or self.first > self.number:
-            raise ValueError("the beginning of the line contradicts itself")
+            raise ValueError("first and origin contradict the parent")
         if root_digest(self.tensors) != self.digest:
-            raise ValueError("the root digest is not that of the chunk table")
+            raise ValueError("the root digest does not match the chunk table")
         return self
 
     @property
@@ -196,17 +196,17 @@ class Manifest(StrictModel):
 
     @property
     def bytes(self) -> int:
-        """Bytes of the payloads that were published."""
+        """Bytes of the published payloads."""
         return sum(encoding.bytes for encoding in (self.snapshot, self.delta) if encoding)
 
     @property
     def full_bytes(self) -> int:
-        """Bytes of the weights themselves."""
+        """Bytes of the weights."""
         return sum(tensor.bytes for tensor in self.tensors)
 
     @property
     def density(self) -> float | None:
-        """Share of elements that differ from the base; None where there was no base."""
+        """The share of elements that differ from the base. None without a base."""
         elements = sum(tensor.bytes // tensor.width for tensor in self.tensors)
         return self.delta.changed_elements / max(elements, 1) if self.delta else None
 
@@ -222,7 +222,7 @@ class Manifest(StrictModel):
 
     @functools.cached_property
     def chunks(self) -> list[Chunk]:
-        """The chunk table in its order: tensors by name, chunks by row."""
+        """The chunk table in order: tensors by name, chunks by row."""
         return chunk_table(self.tensors)
 
     def to_bytes(self) -> builtins.bytes:
@@ -230,7 +230,7 @@ class Manifest(StrictModel):
 
 
 class Anchor(StrictModel):
-    """A snapshot of a version that exists, written later and elsewhere than its manifest, made from the deltas."""
+    """A snapshot of an existing version, made from deltas, later than its manifest and possibly in another region."""
 
     format: Literal[2] = 2
     line: Name
@@ -261,7 +261,7 @@ def seal(model: StrictModel) -> bytes:
 
 
 def unseal(data: bytes, kind: type[_Sealed], where: str, hint: str = _HINT) -> _Sealed:
-    """Read an untrusted sealed object; `where` names it in errors."""
+    """Parses an untrusted sealed object. `where` names it in errors."""
     body, separator, written = data.partition(b"\n")
     if not separator or written != digest_bytes(body).encode() + b"\n":
         raise WeightsError(f"{where} is truncated or damaged", hint=hint)
@@ -272,24 +272,24 @@ def unseal(data: bytes, kind: type[_Sealed], where: str, hint: str = _HINT) -> _
 
 
 def parse_manifest(data: bytes, version: Version, form: str) -> Manifest:
-    """Read an untrusted manifest that was found under the key of `version` in `form`."""
+    """Parses an untrusted manifest that was found under the key of `version` in `form`."""
     where = f"the manifest of {version} ({form})"
     manifest = unseal(data, Manifest, where)
     if (manifest.version, manifest.form) != (version, form):
-        raise WeightsError(f"{where} is that of {manifest.version} ({manifest.form})", hint=_HINT)
+        raise WeightsError(f"{where} belongs to {manifest.version} ({manifest.form})", hint=_HINT)
     return manifest
 
 
 def parse_anchor(data: bytes, manifest: Manifest) -> Anchor:
-    """Read an untrusted anchor that was found under the key of a version, whose chunk table it must fit."""
+    """Parses an untrusted anchor that was found under the key of a version. It must fit that version's chunk table."""
     where = f"the anchor of {manifest.version} ({manifest.form})"
-    hint = "delete it: an anchor can be made again from the deltas"
+    hint = "delete it; a new anchor can be made from the deltas"
     anchor = unseal(data, Anchor, where, hint)
     if (anchor.version, anchor.form, anchor.digest) != (manifest.version, manifest.form, manifest.digest):
-        raise WeightsError(f"{where} is that of {anchor.version} ({anchor.form}) {anchor.digest[:16]}…", hint=hint)
+        raise WeightsError(f"{where} belongs to {anchor.version} ({anchor.form}) {anchor.digest[:16]}…", hint=hint)
     try:
         if anchor.snapshot.base is not None:
-            raise ValueError("an anchor stands alone")
+            raise ValueError("an anchor must be a snapshot")
         anchor.snapshot.check(manifest.chunks)
     except ValueError as error:
         raise WeightsError(f"{where} is not valid: {error}", hint=hint) from None
@@ -309,9 +309,9 @@ def digest_bytes(data: bytes | memoryview) -> str:
 
 
 def chunk_digest(data: bytes | memoryview) -> str:
-    """The digest of a chunk in memory: many times faster than blake3, for it is taken of every byte of every version.
+    """The xxh3-128 of a chunk in memory. Many times faster than blake3, because every byte of every version is hashed.
 
-    It tells whether our own memory and decoding are right. What comes from outside is checked by its blake3 before.
+    It checks our own memory and decoding. Data from outside has been checked by its blake3 before.
     """
     return xxhash.xxh3_128_hexdigest(data)
 
@@ -339,7 +339,7 @@ Layout = tuple[tuple[str, str, tuple[int, ...]], ...]
 
 
 def layout_of(tensors: Tensors | tuple[TensorEntry, ...]) -> Layout:
-    """Names, dtypes and shapes: what two versions must share for a delta between them to make sense."""
+    """Names, dtypes and shapes. Two versions must share them for a delta between them."""
     if isinstance(tensors, tuple):
         return tuple((entry.name, entry.dtype, entry.shape) for entry in tensors)
     return tuple((name, tensors[name].dtype, tensors[name].shape) for name in sorted(tensors))

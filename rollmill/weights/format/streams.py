@@ -1,8 +1,8 @@
-"""Streams: how the parts of a payload lie one after the other, each compressed where that helps.
+"""Streams: the parts of a payload, one after the other, each compressed if that helps.
 
-Each is its length, its stored length (both LEB128) and the stored bytes; equal lengths mean not compressed, otherwise
-it is one zstd frame that names its content size. What is read is untrusted: nothing larger than the caller expects is
-allocated, and whatever does not fit is a WeightsError.
+Each stream is its length, its stored length (both LEB128) and the stored bytes. Equal lengths mean that it is not
+compressed; otherwise it is one zstd frame that names its content size. Input is untrusted: nothing larger than the
+caller expects is allocated, and anything that does not fit raises WeightsError.
 """
 
 from __future__ import annotations
@@ -15,8 +15,8 @@ import zstandard
 
 from rollmill.errors import WeightsError
 
-_SHORT = 32  # bytes that no entropy coder makes smaller
-_LONG = 1 << 18  # streams from here on are first tried on stretches of them: signs and mantissas do not shrink
+_SHORT = 32  # bytes; shorter streams do not compress
+_LONG = 1 << 18  # bytes; longer streams are first tried on samples, because signs and mantissas do not compress
 _STRETCH, _STRETCHES = 4096, 16
 
 
@@ -24,8 +24,8 @@ class _Contexts(threading.local):
     """zstd contexts are expensive to make and must not be shared between threads."""
 
     def __init__(self) -> None:
-        # Streams are noise with a skewed distribution: what looks like a match in them costs more than its literals.
-        # A tiny table of long matches finds runs and little else, which is both faster and smaller than a level's own.
+        # Streams are noise with a skewed distribution: an apparent match costs more than its literals. A tiny table of
+        # long matches finds runs and little else, which is faster and smaller than the settings of a level.
         parameters = zstandard.ZstdCompressionParameters.from_level(1, hash_log=6, min_match=7)
         self.compressor = zstandard.ZstdCompressor(compression_params=parameters)
         self.decompressor = zstandard.ZstdDecompressor()
@@ -35,7 +35,7 @@ _contexts = _Contexts()
 
 
 def pack_streams(streams: Iterable[np.ndarray]) -> bytes:
-    """Streams given as flat uint8 arrays, each used before the next one is asked for."""
+    """Joins streams given as flat uint8 arrays. Each is used before the next one is requested."""
     parts: list[bytes] = []
     for stream in streams:
         stored = _compress(stream)
@@ -58,7 +58,7 @@ def _compress(stream: np.ndarray) -> bytes | None:
 
 
 class Streams:
-    """Reads back what `pack_streams` wrote, never allocating more than the caller said it expects."""
+    """Reads what `pack_streams` wrote. Never allocates more than the caller expects."""
 
     def __init__(self, payload: bytes | memoryview) -> None:
         self._payload = memoryview(payload)
@@ -67,7 +67,7 @@ class Streams:
     def exactly(self, size: int) -> np.ndarray:
         data = self.at_most(size)
         if data.size != size:
-            raise WeightsError(f"a payload stream has {data.size} bytes where {size} belong")
+            raise WeightsError(f"a payload stream has {data.size} bytes instead of {size}")
         return data
 
     def at_most(self, size: int) -> np.ndarray:

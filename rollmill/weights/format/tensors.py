@@ -11,7 +11,7 @@ import numpy as np
 
 from rollmill.errors import WeightsError
 
-# Bytes of one element. No form is served in anything wider, which is what bounds a chunk to 64 MiB.
+# Bytes per element. No form uses wider elements, which limits a chunk to 64 MiB.
 WIDTHS: Mapping[str, int] = {
     "bf16": 2,
     "fp16": 2,
@@ -30,7 +30,7 @@ QUANTISATION_ROWS = 128  # chunks start on multiples of this many rows, so that 
 
 @dataclass(frozen=True)
 class HostTensor:
-    """One tensor in host memory as the bytes it is served as."""
+    """One tensor in host memory, as the bytes that are served."""
 
     dtype: str
     shape: tuple[int, ...]
@@ -67,10 +67,10 @@ Tensors = Mapping[str, HostTensor]
 
 @functools.lru_cache(maxsize=4096)
 def chunk_ranges(shape: tuple[int, ...]) -> tuple[tuple[int, int], ...]:
-    """Element ranges of a tensor's chunks: whole rows, fixed by the shape alone, so every sharding cuts the same way.
+    """Element ranges of a tensor's chunks: whole rows. They depend on the shape alone, so every sharding has the same.
 
-    A row is what one index of the leading dimension selects; where such a row is larger than a chunk, further
-    dimensions are folded into the leading one.
+    A row is what one index of the leading dimension selects. If a row is larger than a chunk, further dimensions are
+    folded into the leading one.
     """
     dimensions = list(shape) or [1]
     row = math.prod(dimensions[1:])

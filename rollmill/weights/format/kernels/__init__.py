@@ -1,7 +1,7 @@
-"""The loops of the codings over the elements of a chunk, twice: `plain` in numpy, `compiled` with numba.
+"""The loops of the codings over the elements of a chunk, in two versions: `plain` in numpy, `compiled` with numba.
 
-Both have the same functions and give the same bytes. Large chunks are worth the seconds it takes to load a compiler
-(and, the first time on a machine, to run it); small models never wait for one, and nothing depends on it.
+Both have the same functions and give the same bytes. Loading a compiler takes seconds (and the first time on a machine
+it must also run), which only large chunks repay. Small models never wait for it, and nothing requires it.
 """
 
 from __future__ import annotations
@@ -22,6 +22,6 @@ def kernels_for(elements: int) -> ModuleType:
 def _compiled() -> ModuleType | None:
     try:
         from rollmill.weights.format.kernels import compiled
-    except (ImportError, RuntimeError):  # no numba, one that does not know this numpy, or nowhere to keep its cache
+    except (ImportError, RuntimeError):  # no numba, a numba that does not support this numpy, or no place for its cache
         return None
     return compiled

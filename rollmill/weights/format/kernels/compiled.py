@@ -1,4 +1,4 @@
-"""The loops of the codings, compiled: the functions of `plain`, with the buffers that the loops work in."""
+"""The loops of the codings, compiled: the functions of `plain`, and the buffers the loops work in."""
 
 from __future__ import annotations
 
@@ -11,17 +11,17 @@ from rollmill.weights.format.kernels import loops
 from rollmill.weights.format.kernels.plain import SKIP, UNSIGNED
 
 _TILE = 8 * loops.TILE_WORDS  # bytes
-_KEPT = 32 << 20  # a thread keeps its buffer for the next chunk unless more of it than this was used
+_KEPT = 32 << 20  # bytes; a thread keeps its buffer for the next chunk unless it used more than this
 
 
 class _Buffer(threading.local):
-    """Room for what changed, for as long as it is not known how much that is. Memory is only taken where it is used."""
+    """Room for the changes before their number is known. The system provides memory only for pages that are written."""
 
     def __init__(self) -> None:
         self._data = np.empty(0, dtype=np.uint8)
 
     def room(self, count: int, *kinds: Any) -> list[np.ndarray]:
-        """Arrays of `count` elements, valid until this thread asks again."""
+        """Arrays of `count` elements, valid until this thread calls again."""
         sizes = [-(-count * np.dtype(kind).itemsize // 64) * 64 for kind in kinds]
         if sum(sizes) > self._data.size:
             self._data = np.empty(sum(sizes), dtype=np.uint8)
@@ -39,20 +39,20 @@ _buffer = _Buffer()
 
 
 def _fixed(array: np.ndarray) -> np.ndarray:
-    """Read-only, as all inputs are given: loops are compiled for each kind of argument, and this makes it one kind."""
+    """A read-only view. Loops are compiled per type of argument, and this makes every input the same type."""
     view = array.view()
     view.flags.writeable = False
     return view
 
 
 def _tiles(bits: np.ndarray) -> list[tuple[int, np.ndarray, np.ndarray]]:
-    """The elements as whole tiles: index of the first one, elements, words. The last tile is filled up with zeros."""
+    """The elements as whole tiles: index of the first element, elements, words. The last tile is padded with zeros."""
     data = bits.view(np.uint8)
     whole = data.size - data.size % _TILE
     rest = np.zeros(_TILE, dtype=np.uint8)
     rest[: data.size - whole] = data[whole:]
     body = data[:whole]
-    if not whole or body.ctypes.data % 8:  # a word has to lie where words lie
+    if not whole or body.ctypes.data % 8:  # words must be aligned
         body = body.copy()
     return [
         (start // bits.itemsize, _fixed(part.view(bits.dtype)), _fixed(part.view(np.uint64)))
@@ -61,7 +61,7 @@ def _tiles(bits: np.ndarray) -> list[tuple[int, np.ndarray, np.ndarray]]:
 
 
 def _class_tables(boundaries: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """By magnitude byte: a one in the byte of its class, and the class."""
+    """Two tables by magnitude byte: a one in the byte of its class, and the class."""
     table = np.searchsorted(boundaries, np.arange(256), side="right").astype(np.uint8)
     return np.uint64(1) << (np.uint64(8) * table.astype(np.uint64)), table
 
@@ -98,7 +98,7 @@ def collect_classed(
 
 
 def sparse_streams(old: np.ndarray, new: np.ndarray) -> tuple[int, list[np.ndarray]]:
-    """In one loop, while the elements of a tile are still near."""
+    """One loop, so that the elements of a tile are still in the cache."""
     most = old.size + old.size // SKIP + 2
     found = _buffer.room(most, np.uint8, np.uint8, np.uint32, old.dtype, old.dtype)
     state = np.zeros(5, dtype=np.uint64)
@@ -106,7 +106,7 @@ def sparse_streams(old: np.ndarray, new: np.ndarray) -> tuple[int, list[np.ndarr
         loops.encode_sparse(old_bits, new_bits, start, state, *found)
     _, changed, gap_size, odd, bits = map(int, state)
     gaps, signs, exceptions, differences, values = found
-    if changed % 8:  # the last byte of signs is filled up with zeros
+    if changed % 8:  # the last byte of signs is padded with zeros
         signs[changed // 8] = (bits << (8 - changed % 8)) & 255
     _buffer.used(gap_size + changed // 8 + odd * (4 + 2 * old.itemsize))
     magnitudes, literals, each = np.empty(odd, np.uint8), np.empty(odd, old.dtype), np.arange(odd, dtype=np.uint32)
@@ -181,7 +181,7 @@ def place_members(
     for start, part, words in _tiles(bits):
         lists_left = (members, next_member, ends, next_change)
         placed = int(loops.place_members(part, words, start, placed, units, table, totals, *lists_left, indices, order))
-    if placed < members.size or (placed and indices[-1] >= bits.size):  # zeros that fill the last tile are no members
+    if placed < members.size or (placed and indices[-1] >= bits.size):  # zeros that pad the last tile are not members
         return None
     return indices, order
 

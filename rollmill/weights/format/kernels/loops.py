@@ -1,9 +1,9 @@
-"""Compiled loops over the elements of a chunk. Imports numba: only `compiled` imports this, and only when it is needed.
+"""Compiled loops over the elements of a chunk. This imports numba: only `compiled` imports it, and only when needed.
 
-They check nothing: `compiled` passes buffers that are large enough, and indices that were found to lie in the chunk.
-Words are the same elements, eight bytes at a time, in whole tiles. Numbers are unsigned wherever they index (a signed
-index costs a test for wrapping around) and mostly 64 bits wide (numba widens them anyway). What is unpredictable is
-done without branches: a place is written down, and then kept or not.
+The loops check nothing: `compiled` passes buffers that are large enough and indices that lie in the chunk. Words are
+the same elements, eight bytes at a time, in whole tiles. Index variables are unsigned (a signed index costs a test for
+wrap-around) and mostly 64 bits wide (numba widens them anyway). Unpredictable decisions take no branch: a place is
+always written, and then kept or overwritten.
 """
 
 from __future__ import annotations
@@ -14,10 +14,10 @@ from numba import njit, uint8, uint32, uint64, uintp
 from numba.cpython.unsafe.numbers import trailing_zeros
 from numba.extending import intrinsic
 
-TILE_WORDS = 2048  # 16 KiB of the base and as much of the new elements: both stay in the first-level cache
-BLOCK = 64  # bytes that are looked at together
-STRETCH = 8  # elements between two checkpoints of the counts of classes
-SEGMENT = 128  # elements after which those counts are added up: a count fits a byte
+TILE_WORDS = 2048  # 16 KiB of the base and 16 KiB of the new elements: both stay in the first-level cache
+BLOCK = 64  # bytes compared together
+STRETCH = 8  # elements between two checkpoints of the class counts
+SEGMENT = 128  # elements between two sums of those counts, so that a count fits a byte
 SKIP = 255
 MOST_CLASSES = 8
 
@@ -26,14 +26,14 @@ compiled = njit(nogil=True, cache=True, error_model="numpy")
 
 @compiled
 def width_of(elements):
-    """Bytes of an element: a constant for the compiler, unlike `itemsize`, so that loops over them unroll."""
+    """Bytes per element. Unlike `itemsize` it is a constant for the compiler, so loops over it are unrolled."""
     largest = uint64(elements.dtype.type(-1))
     return uintp(1) if largest == uint64(0xFF) else uintp(2) if largest == uint64(0xFFFF) else uintp(4)
 
 
 @compiled
 def ordered(bits, sign):
-    """Sign-magnitude bits as an integer in numeric order; `sign` is the number of the sign bit."""
+    """Sign-magnitude bits as an integer in numeric order. `sign` is the index of the sign bit."""
     top = uint64(1) << sign
     return bits ^ (top | ((uint64(0) - (bits >> sign)) & (top - uint64(1))))
 
@@ -44,12 +44,12 @@ def unordered(number, sign):
     return number ^ (top | (((number >> sign) - uint64(1)) & (top - uint64(1))))
 
 
-# --- encoding: collect what changed, then write streams
+# --- encoding: collect the changes, then write streams
 
 
 @intrinsic
 def changed_mask(context, old, new, index):
-    """A bit for each element of the block at `index` that changed, in as many vector instructions as a scan needs."""
+    """A mask of the changed elements of the block at `index`, in no more vector instructions than a plain scan."""
     lanes = 8 * BLOCK // old.dtype.bitwidth
 
     def generate(context, builder, signature, arguments):
@@ -66,7 +66,7 @@ def changed_mask(context, old, new, index):
 
 @compiled
 def make_scratch(elements):
-    """What `find_changed` works with: masks and places of blocks; and what it finds, with room for one more."""
+    """Scratch arrays for `find_changed`: masks and places of blocks, then the found indices with room for one more."""
     blocks = uintp(TILE_WORDS * 8 // BLOCK)
     per_tile = uintp(TILE_WORDS * 8) // width_of(elements)
     return np.empty(blocks, np.uint64), np.empty(blocks, np.uint32), np.empty(per_tile + uintp(1), np.uint32)
@@ -74,9 +74,10 @@ def make_scratch(elements):
 
 @compiled
 def find_changed(old, new, start, scratch):
-    """The indices of the changed elements of the tile at element `start`, in the last scratch array. Returns how many.
+    """Writes the indices of the changed elements of the tile at element `start` to the last scratch array. Returns
+    their number.
 
-    The masks cost no more than reading does. Most blocks have no change, most others one or two: these take no branch.
+    Computing the masks is as fast as reading. Most blocks have no change, most others one or two: these take no branch.
     """
     masks, blocks, found = scratch
     per_block = uintp(BLOCK) // width_of(old)
@@ -103,8 +104,8 @@ def find_changed(old, new, start, scratch):
 
 @compiled
 def collect(old, new, offset, changed, indices, differences, values):
-    """The changed elements: where (plus `offset`), by how much, and what they become. They are added to the `changed`
-    ones that are there; returns how many there are then."""
+    """Appends the changed elements: their indices (plus `offset`), differences and new values. `changed` is the number
+    already stored; returns the new number."""
     kind, width = old.dtype.type, width_of(old)
     sign = uint64(8) * width - uint64(1)
     scratch = make_scratch(old)
@@ -122,7 +123,7 @@ def collect(old, new, offset, changed, indices, differences, values):
 
 @compiled
 def write_gap(gaps, place, gap):
-    """One gap at `place`. Returns the place behind it."""
+    """Writes one gap at `place`. Returns the place after it."""
     while gap >= uint64(SKIP):
         gaps[place] = uint8(SKIP)
         place += uintp(1)
@@ -133,10 +134,10 @@ def write_gap(gaps, place, gap):
 
 @compiled
 def encode_sparse(old, new, offset, state, gaps, signs, exceptions, differences, values):
-    """Gaps and signs of what changed, and of the exceptions which they are, their differences and new elements.
+    """Writes gaps and signs of the changes; and for the exceptions their indices, differences and new elements.
 
-    `state` goes from part to part of a chunk: the element behind the last change, changes, gap bytes, exceptions, and
-    the sign bits of the byte that is being filled.
+    `state` is carried from part to part of a chunk: the element after the last change, then the numbers of changes, gap
+    bytes and exceptions, and the sign bits of the byte in progress.
     """
     kind, width = old.dtype.type, width_of(old)
     sign, full = uint64(8) * width - uint64(1), uint64(old.dtype.type(-1))
@@ -163,7 +164,7 @@ def encode_sparse(old, new, offset, state, gaps, signs, exceptions, differences,
 
 @compiled
 def write_gaps(indices, gaps):
-    """Ascending indices as gap bytes. Returns how many bytes."""
+    """Writes ascending indices as gap bytes. Returns the number of bytes."""
     place, behind = uintp(0), uint64(0)
     for which in range(uintp(indices.size)):
         gap = uint64(indices[which]) - behind
@@ -174,7 +175,7 @@ def write_gaps(indices, gaps):
 
 @compiled
 def write_signs(differences, signs, exceptions):
-    """The signs, one bit each, and which differences are not ±1. Returns how many are not."""
+    """Writes the signs, one bit each, and the indices of differences other than ±1. Returns the number of those."""
     sign, full = uint64(8) * width_of(differences) - uint64(1), uint64(differences.dtype.type(-1))
     bits, odd = uint64(0), uintp(0)
     for change in range(uintp(differences.size)):
@@ -191,7 +192,7 @@ def write_signs(differences, signs, exceptions):
 
 @compiled
 def write_exceptions(differences, values, exceptions, magnitudes, literals):
-    """A byte for each exception, and the elements that a byte does not describe. Returns how many of those."""
+    """Writes one byte per exception, and the elements that do not fit a byte. Returns the number of those."""
     kind, sign = differences.dtype.type, uint64(8) * width_of(differences) - uint64(1)
     escaped = uintp(0)
     for which in range(uintp(exceptions.size)):
@@ -206,14 +207,14 @@ def write_exceptions(differences, values, exceptions, magnitudes, literals):
     return escaped
 
 
-# --- classes: their members are counted in words of eight bytes, one for each class
+# --- classes: members are counted in words of eight bytes, one byte per class
 
 
 @compiled
 def count_members(bits, words, first, units, totals, before, checkpoints):
-    """For the tile at word `first`: the members of each class before each segment, and inside it before each stretch.
+    """For the tile at word `first`: the members of each class before each segment, and within it before each stretch.
 
-    `units` has for each magnitude byte a one in the byte of its class. `totals` moves on to the end of the tile.
+    `units` has, for each magnitude byte, a one in the byte of its class. `totals` is advanced to the end of the tile.
     """
     width = width_of(bits)
     per_word, lane_bits = uintp(8) // width, uint64(8) * width
@@ -225,7 +226,7 @@ def count_members(bits, words, first, units, totals, before, checkpoints):
         for _ in range(uintp(SEGMENT // STRETCH)):
             checkpoints[checkpoint] = inside
             checkpoint += uintp(1)
-            for _ in range(width):  # that many words are a stretch
+            for _ in range(width):  # `width` words are one stretch
                 elements, count = words[word] >> shift, uint64(0)
                 word += uintp(1)
                 for _ in range(per_word):
@@ -240,7 +241,7 @@ def count_members(bits, words, first, units, totals, before, checkpoints):
 
 @compiled
 def make_counts(elements):
-    """Room for what `count_members` says about a tile."""
+    """Buffers for the results of `count_members` for one tile."""
     per_tile = uintp(TILE_WORDS) * (uintp(8) // width_of(elements))
     before = np.empty((per_tile // uintp(SEGMENT), uintp(MOST_CLASSES)), np.uint32)
     return before, np.empty(per_tile // uintp(STRETCH), np.uint64)
@@ -254,7 +255,7 @@ def magnitude_byte(bits, width):
 
 @compiled
 def collect_classed(old, new, old_words, changed, units, table, totals, members, classes, differences, values):
-    """Like `collect`, with the class of each change, and in `members` its place among the members of that class."""
+    """Like `collect`, plus the class of each change and, in `members`, its place among the members of that class."""
     kind, width = old.dtype.type, width_of(old)
     sign = uint64(8) * width - uint64(1)
     scratch = make_scratch(old)
@@ -295,7 +296,7 @@ def sort_by_class(classes, members, differences, values, next_place, sorted_memb
 
 @compiled
 def find_member(bits, start, table, which, left, checkpoints, segment):
-    """The place in the tile at `start` of the member of a class that has `left` others before it in its segment."""
+    """The place in the tile at `start` of the class member that has `left` others before it in its segment."""
     width, stretch = width_of(bits), segment * uintp(SEGMENT // STRETCH)
     shift = uint64(8) * which
     behind = uintp(0)
@@ -313,7 +314,7 @@ def find_member(bits, start, table, which, left, checkpoints, segment):
 
 @compiled
 def mark_members(bits, start, table, totals, before, checkpoints, members, next_member, ends, marks):
-    """Mark the changed elements of a tile with their class, from 1."""
+    """Marks the changed elements of a tile with their class, counted from 1."""
     last = uintp(before.shape[0] - 1)
     for which in range(uintp(ends.size)):
         segment, at, end = uintp(0), uintp(next_member[which]), uintp(ends[which])
@@ -349,10 +350,10 @@ def find_marks(marks, words, found):
 def place_members(
     bits, words, offset, placed, units, table, totals, members, next_member, ends, next_change, indices, order
 ):
-    """Changes of all classes, given by their places among the members of their class, in the order of the chunk:
-    their indices, and their places in the lists.
+    """Puts the changes of all classes into the order of the chunk. Input: their places among the members of their
+    class. Output: their indices, and their places in the lists.
 
-    Returns how many were placed: fewer than all means that a class has not as many members as its list says.
+    Returns the number placed. Fewer than all means that a class has fewer members than its list says.
     """
     width = width_of(bits)
     per_word = uintp(8) // width
@@ -380,7 +381,7 @@ def place_members(
 
 @compiled
 def expand_gaps(gaps, indices):
-    """Gap bytes as indices; `indices` has one place more than there are."""
+    """Converts gap bytes to indices. `indices` needs room for one more than there are."""
     place, reached = uintp(0), uint32(0)
     for at in range(uintp(gaps.size)):
         byte = gaps[at]
@@ -393,7 +394,7 @@ def expand_gaps(gaps, indices):
 
 @compiled
 def expand_differences(signs, exceptions, magnitudes, differences):
-    """Signs and exceptions as one difference for each change; 0 stands for a literal. There is room for whole bytes."""
+    """Converts signs and exceptions to one difference per change; 0 marks a literal. `differences` has whole bytes."""
     kind = differences.dtype.type
     for byte in range(uintp(signs.size)):
         bits = uint64(signs[byte])
@@ -402,13 +403,13 @@ def expand_differences(signs, exceptions, magnitudes, differences):
             differences[byte * uintp(8) + bit] = kind(uint64(1) - (negative << uint64(1)))
     for exception in range(uintp(exceptions.size)):
         change = uintp(exceptions[exception])
-        # it is 1 or -1 so far
+        # it is 1 or -1 at this point
         differences[change] = kind(uint64(differences[change]) * uint64(magnitudes[exception]))
 
 
 @compiled
 def gather(bits, indices, values):
-    """A loop of its own: the shorter it is, the more of its cache misses are under way at a time."""
+    """A separate loop: the shorter it is, the more cache misses are in flight at the same time."""
     for change in range(uintp(indices.size)):
         values[change] = bits[uintp(indices[change])]
 
@@ -480,7 +481,7 @@ def rotate_right(elements):
 
 @compiled
 def undo_dense(base, elements):
-    """Zigzagged differences become the elements they lead to."""
+    """Converts zigzagged differences to elements."""
     kind, sign = base.dtype.type, uint64(8) * width_of(base) - uint64(1)
     for place in range(uintp(base.size)):
         zigzagged = uint64(elements[place])

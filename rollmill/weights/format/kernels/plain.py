@@ -1,4 +1,4 @@
-"""The loops of the codings in numpy. `compiled` has the same functions; delta.py says what they are for.
+"""The loops of the codings in numpy. `compiled` has the same functions; FORMAT.md explains the streams.
 
 Elements are little-endian unsigned integers of one, two or four bytes.
 """
@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 
-SKIP = 255  # a gap byte that says: this many unchanged elements, and the gap goes on
+SKIP = 255  # a gap byte that means: 255 unchanged elements, and the gap goes on
 UNSIGNED: dict[int, np.dtype[Any]] = {1: np.dtype("u1"), 2: np.dtype("<u2"), 4: np.dtype("<u4")}
 _SIGNED: dict[int, np.dtype[Any]] = {1: np.dtype("i1"), 2: np.dtype("<i2"), 4: np.dtype("<i4")}
 
@@ -17,14 +17,14 @@ _SIGNED: dict[int, np.dtype[Any]] = {1: np.dtype("i1"), 2: np.dtype("<i2"), 4: n
 
 
 def collect(old: np.ndarray, new: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """The elements that changed: their indices, ordered differences, and new values."""
+    """The changed elements: their indices, ordered differences and new values."""
     indices = np.flatnonzero(old != new)
     values = new[indices]
     return indices.astype(np.uint32), _ordered(values) - _ordered(old[indices]), values
 
 
 def sparse_streams(old: np.ndarray, new: np.ndarray) -> tuple[int, list[np.ndarray]]:
-    """How many elements changed, and the five streams of `sparse`; valid until this thread encodes again."""
+    """The number of changed elements and the five streams of `sparse`, valid until this thread encodes again."""
     indices, differences, values = collect(old, new)
     signs, exceptions, magnitudes, literals = split_differences(differences, values)
     gaps = gap_bytes(indices, new.size), gap_bytes(exceptions, indices.size)
@@ -34,14 +34,14 @@ def sparse_streams(old: np.ndarray, new: np.ndarray) -> tuple[int, list[np.ndarr
 def collect_classed(
     old: np.ndarray, new: np.ndarray, boundaries: np.ndarray
 ) -> list[tuple[int, np.ndarray, np.ndarray, np.ndarray]]:
-    """For each class how many members it has at most, and what changed of them: `collect` in the members alone."""
+    """Per class: an upper bound of its members, and `collect` among the members alone."""
     classes = _classes(old, boundaries)
     members = [np.flatnonzero(classes == which) for which in range(boundaries.size + 1)]
     return [(inside.size, *collect(old[inside], new[inside])) for inside in members]
 
 
 def gap_bytes(indices: np.ndarray, limit: int) -> np.ndarray:
-    """Ascending indices below `limit` as the numbers skipped between them."""
+    """Ascending indices below `limit` as gap bytes."""
     gaps: np.ndarray = np.diff(indices.astype(np.int64), prepend=-1) - 1
     ends = np.cumsum(gaps // SKIP + 1)
     data = np.full(int(ends[-1]) if ends.size else 0, SKIP, dtype=np.uint8)
@@ -50,7 +50,7 @@ def gap_bytes(indices: np.ndarray, limit: int) -> np.ndarray:
 
 
 def split_differences(differences: np.ndarray, values: np.ndarray) -> tuple[np.ndarray, ...]:
-    """Signs, one bit each; which differences are not ±1; a byte for each of those; and the elements beyond a byte."""
+    """Signs, one bit each; indices of differences other than ±1; one byte per such difference; literals."""
     negative = differences.view(_SIGNED[differences.itemsize]) < 0
     magnitude = np.where(negative, np.negative(differences), differences)
     exceptions = np.flatnonzero(magnitude != 1)
@@ -61,7 +61,7 @@ def split_differences(differences: np.ndarray, values: np.ndarray) -> tuple[np.n
 
 
 def raw_plane(elements: np.ndarray, plane: int) -> np.ndarray:
-    """One byte of each element, after a rotation to the left by one bit."""
+    """One byte of each element, after rotating it left by one bit."""
     return _plane(_rotated(elements, 1), plane)
 
 
@@ -80,8 +80,8 @@ def count_changed(old: np.ndarray, new: np.ndarray) -> int:
 
 
 def expand_gaps(gaps: np.ndarray, count: int) -> np.ndarray:
-    """The `count` indices that gap bytes stand for."""
-    # every skip byte stands for 255 elements, every other one for its gap and the element itself
+    """The `count` indices that the gap bytes encode."""
+    # each skip byte stands for 255 elements, each other byte for its gap and the element itself
     ends = np.flatnonzero(gaps != SKIP)
     return (np.cumsum(gaps + (gaps != SKIP).astype(np.int64))[ends] - 1).astype(np.uint32)
 
@@ -89,7 +89,7 @@ def expand_gaps(gaps: np.ndarray, count: int) -> np.ndarray:
 def expand_differences(
     signs: np.ndarray, exceptions: np.ndarray, magnitudes: np.ndarray, count: int, width: int
 ) -> np.ndarray:
-    """One difference for each change; 0 stands for an element beyond a byte."""
+    """One difference per change; 0 marks an element beyond a byte."""
     magnitude = np.ones(count, dtype=UNSIGNED[width])
     magnitude[exceptions] = magnitudes
     negative = np.unpackbits(signs, count=count).view(bool)
@@ -97,16 +97,17 @@ def expand_differences(
 
 
 def add_differences(bits: np.ndarray, indices: np.ndarray, differences: np.ndarray) -> np.ndarray:
-    """The elements at `indices`, moved."""
+    """The elements at `indices` plus their differences."""
     return _unordered(_ordered(bits[indices]) + differences)
 
 
 def place_members(
     bits: np.ndarray, boundaries: np.ndarray, lists: list[np.ndarray]
 ) -> tuple[np.ndarray, np.ndarray] | None:
-    """Places among the members of each class as indices in the chunk, ascending, and where in the lists each one was.
+    """Converts places among the members of each class to ascending indices in the chunk, and the place of each in the
+    lists.
 
-    None where a class has not as many members as its list says.
+    Returns None if a class has fewer members than its list says.
     """
     classes = _classes(bits, boundaries)
     parts = []
@@ -139,7 +140,7 @@ def dense_elements(base: np.ndarray, planes: list[np.ndarray]) -> np.ndarray:
 
 
 def scatter(bits: np.ndarray, indices: np.ndarray, values: np.ndarray) -> np.ndarray:
-    """Write elements; returns the ones that were there. The indices lie in `bits`."""
+    """Writes elements and returns the previous ones. The indices must lie in `bits`."""
     before = bits[indices]
     bits[indices] = values
     return before
@@ -149,7 +150,7 @@ def scatter(bits: np.ndarray, indices: np.ndarray, values: np.ndarray) -> np.nda
 
 
 def magnitude_bytes(bits: np.ndarray) -> np.ndarray:
-    """The eight bits below the sign, for floating-point numbers of two bytes and more mostly the exponent."""
+    """The eight bits below the sign: for floating-point numbers of two or more bytes, mostly the exponent."""
     if bits.itemsize == 1:
         return bits & np.uint8(127)
     return (bits >> bits.dtype.type(8 * bits.itemsize - 9)).astype(np.uint8)
@@ -179,7 +180,7 @@ def _unordered(integers: np.ndarray) -> np.ndarray:
 
 
 def _all_sign(bits: np.ndarray) -> np.ndarray:
-    """All ones where the top bit is set, all zeros elsewhere."""
+    """All ones where the top bit is set, otherwise all zeros."""
     return (bits.view(_SIGNED[bits.itemsize]) >> (8 * bits.itemsize - 1)).view(bits.dtype)
 
 
