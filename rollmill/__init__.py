@@ -1,3 +1,58 @@
-"""Rollmill: train your own agent model inside your own product."""
+"""Rollmill: train your own agent model inside your own product.
+
+What a package of your own needs is here: `from rollmill import Task, TaskSet, Reward`. docs/reference/python.md
+describes each. It is imported when it is first used, so `import rollmill` is quick.
+"""
+
+from __future__ import annotations
+
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
 
 __version__ = "0.1.0"
+
+if TYPE_CHECKING:
+    from rollmill.config import Config as Config
+    from rollmill.environments.episode import Episode as Episode
+    from rollmill.environments.harness import Harness as Harness
+    from rollmill.environments.harness import HarnessResult as HarnessResult
+    from rollmill.environments.machine import Capabilities as Capabilities
+    from rollmill.environments.machine import ExecResult as ExecResult
+    from rollmill.environments.machine import Machine as Machine
+    from rollmill.environments.machine import MachineHost as MachineHost
+    from rollmill.environments.reward import Grader as Grader
+    from rollmill.environments.task import Task as Task
+    from rollmill.environments.task import TaskSet as TaskSet
+    from rollmill.errors import RollmillError as RollmillError
+    from rollmill.errors import TaskError as TaskError
+    from rollmill.types import Reward as Reward
+    from rollmill.types import Sampling as Sampling
+
+# name → module
+PUBLIC = {
+    "Config": "rollmill.config",
+    "Task": "rollmill.environments.task",
+    "TaskSet": "rollmill.environments.task",
+    "Episode": "rollmill.environments.episode",
+    "Reward": "rollmill.types",
+    "Grader": "rollmill.environments.reward",
+    "Harness": "rollmill.environments.harness",
+    "HarnessResult": "rollmill.environments.harness",
+    "Sampling": "rollmill.types",
+    "Machine": "rollmill.environments.machine",
+    "MachineHost": "rollmill.environments.machine",
+    "ExecResult": "rollmill.environments.machine",
+    "Capabilities": "rollmill.environments.machine",
+    "RollmillError": "rollmill.errors",
+    "TaskError": "rollmill.errors",
+}
+
+
+def __getattr__(name: str) -> Any:
+    if name not in PUBLIC:
+        raise AttributeError(f"module 'rollmill' has no attribute {name!r}")
+    return getattr(import_module(PUBLIC[name]), name)
+
+
+def __dir__() -> list[str]:
+    return [*globals(), *PUBLIC]

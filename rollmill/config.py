@@ -29,6 +29,11 @@ class Config(BaseModel):
         """Fill in values that follow from others. Called before the tree is validated."""
         return tree
 
+    @classmethod
+    def choices(cls) -> list[type[Config]]:
+        """The classes that a section of this class can be."""
+        return [cls]
+
 
 C = TypeVar("C", bound=Config)
 
@@ -49,6 +54,8 @@ def load_config(model: type[C], path: Path | None, overrides: Sequence[str] = ()
             raise ConfigError(f"{path} cannot be read: {error.strerror}") from None
         except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
             raise ConfigError(f"{path} is not valid TOML: {error}") from None
+        if "modules" in model.model_fields:
+            tree.setdefault("modules", str(path.parent.absolute()))
     return override_config(model, tree, overrides, source)
 
 
@@ -64,7 +71,7 @@ def validate_config(model: type[C], tree: dict[str, Any], source: str) -> C:
         # JSON mode: arrays may fill tuples and strings may fill enums, while numbers stay strict
         return model.model_validate_json(json.dumps(model.derive(tree)))
     except ValidationError as error:
-        raise ConfigError(f"{source}: {_explain(model, error)}") from None
+        raise ConfigError(f"{source}: {explain_problems(model, error)}") from None
     except TypeError as error:  # dates: TOML has them, JSON has not
         raise ConfigError(f"{source}: {error}", hint="dates are not used in configurations; quote it") from None
 
@@ -88,12 +95,16 @@ def _apply_override(tree: dict[str, Any], override: str) -> None:
     node[leaf] = value
 
 
-def _explain(model: type[Config], error: ValidationError) -> str:
+def explain_problems(model: type[Config], error: ValidationError) -> str:
+    """Every problem of a tree that is not a `model`, in one line. An unknown key gets the nearest valid one."""
     lines = []
     for problem in error.errors():
         path, siblings = _locate(model, problem["loc"])
         where = ".".join(path) or "(top level)"
-        if problem["type"] == "extra_forbidden":
+        cause = problem.get("ctx", {}).get("error")
+        if isinstance(cause, ConfigError):  # of a section that has a class of its own
+            lines.append(f"{cause.message}; {cause.hint}" if cause.hint else cause.message)
+        elif problem["type"] == "extra_forbidden":
             lines.append(f"unknown key {where!r}{_nearest(model, path, siblings)}")
         else:
             given = "" if problem["type"] == "missing" else f" (got {_shorten(problem['input'])})"
@@ -137,7 +148,7 @@ def _likeness(word: str, other: str) -> float:
 def sections_in(annotation: Any) -> list[type[Config]]:
     """The configuration sections that an annotation may hold: itself, members of a union, items of a collection."""
     if isinstance(annotation, type) and issubclass(annotation, Config):
-        return [annotation]
+        return annotation.choices()
     return [section for member in get_args(annotation) for section in sections_in(member)]
 
 

@@ -105,6 +105,11 @@ class Reward:
     evidence: Mapping[str, Any] = field(default_factory=dict)
     grader: str = ""
 
+    @property
+    def solved(self) -> bool:
+        """Where several rewards add up, the first one decides: `parts["solved"]`."""
+        return float(self.parts.get("solved", self.value)) >= 1.0
+
 
 class TrajectoryState(enum.StrEnum):
     running = "running"

@@ -33,7 +33,7 @@ LAYERS = (
     ("backoff", "strict"),
     ("types",),
     ("config",),
-    ("reference",),
+    ("reference", "kinds"),
     ("telemetry",),
     ("storage",),
     ("chat",),

@@ -30,12 +30,12 @@ from pydantic import Field, model_validator
 
 from rollmill import telemetry
 from rollmill.config import Config, validate_config
-from rollmill.environments.harnesses.coding import HarnessConfig
-from rollmill.environments.machines.namespace.client import NamespaceConfig
+from rollmill.environments.sections import HarnessSection, MachineSection, RewardSection, TasksSection
 from rollmill.errors import ConfigError
 from rollmill.evals.suite import EvalConfig
 from rollmill.gateway.config import GatewayConfig
 from rollmill.inference.config import EngineConfig
+from rollmill.kinds import code_of, search_also
 from rollmill.models.config import ModelConfig
 from rollmill.rollouts.config import RolloutConfig
 from rollmill.training.config import MidtrainConfig, RLConfig, TrainingConfig
@@ -121,6 +121,11 @@ class RunConfig(Config):
         description="Number format that versions are published and served in. The trainer computes with the values of "
         "this format; fp8 and nvfp4 halve and quarter the served bytes.",
     )
+    modules: str | None = Field(
+        None,
+        description="Directory with modules of your own, for kinds such as `tickets:Tickets`. Not set: the directory "
+        "of the configuration file.",
+    )
     database: str | None = Field(
         None,
         description="SQLAlchemy URL of the index. Not set: SQLite in the run directory. Keep passwords out of it.",
@@ -135,8 +140,19 @@ class RunConfig(Config):
     training: TrainingConfig = Field(TrainingConfig(), description="The step loop of RL.")
     rl: RLConfig = Field(RLConfig(), description="The RL objective: loss, clipping, KL, router replay.")
     rollouts: RolloutConfig = Field(RolloutConfig(), description="How rollouts are run.")
-    harness: HarnessConfig = Field(HarnessConfig(), description="The agent loop and its tools.")
-    machine: NamespaceConfig = Field(NamespaceConfig(), description="Limits of the machine that each rollout gets.")
+    tasks: TasksSection = Field(description="Where tasks come from.")
+    harness: HarnessSection = Field(
+        default={}, validate_default=True, description="The agent that works on a task: its loop and its tools."
+    )
+    machine: MachineSection = Field(
+        default={}, validate_default=True, description="The machine that each rollout gets, and its limits."
+    )
+    rewards: tuple[RewardSection, ...] = Field(
+        default=({"kind": "calls"},),
+        validate_default=True,
+        min_length=1,
+        description="What an episode is worth: the sum of weight · value. The first one decides whether it is solved.",
+    )
     engine: EngineConfig = Field(EngineConfig(), description="The embedded engine that serves the model.")
     gateway: GatewayConfig = Field(GatewayConfig(), description="The gateway before the engines.")
     evals: EvalConfig = Field(EvalConfig(), description="What is measured before and after RL.")
@@ -146,6 +162,8 @@ class RunConfig(Config):
         """Fill in [model] from the checkpoint or the other run. run.json has all of [model]: then neither is read."""
         if not isinstance(tree, dict):
             return tree
+        if isinstance(tree.get("modules"), str):
+            search_also(Path(tree["modules"]))
         given, start = tree.get("model", {}), tree.get("start")
         if not isinstance(given, dict) or "vocab_size" in given:
             return tree
@@ -240,7 +258,7 @@ class RunDirectory:
             if (path / SERVICE).exists():
                 return cls._open_service(path)
             saved = json.loads(file.read_text())
-            saved["config"].pop("tasks", None)  # a setting of earlier releases that nothing read
+            _bring_up_to_date(saved["config"])
             config = validate_config(RunConfig, saved["config"], str(file))
             id = saved.get("id", config.name)  # runs made before there were ids are keyed by their name
             kept: dict[str, Any] = {name: _secret(saved, name) for name in SECRETS}
@@ -302,6 +320,7 @@ class RunDirectory:
             "id": self.id,
             "config": self.config.model_dump(mode="json"),
             "ports": self.ports,
+            "code": self.code(),
             **{name: getattr(self, name) for name in SECRETS},
         }
         with tempfile.NamedTemporaryFile("w", dir=self.path, prefix=".run.json-", delete=False) as draft:  # mode 0600
@@ -309,6 +328,18 @@ class RunDirectory:
             draft.flush()
             os.fsync(draft.fileno())
         return draft.name
+
+    def code(self) -> dict[str, Any]:
+        """The code that fills the sections with a kind: class, version, digest."""
+        config = self.config
+        rewards = {f"rewards.{number}": section for number, section in enumerate(config.rewards)}
+        sections = {"tasks": config.tasks, "machine": config.machine, "harness": config.harness, **rewards}
+        return {name: code_of(section) for name, section in sections.items()}
+
+    def changed_code(self) -> list[str]:
+        """Sections whose code is no longer what the run began with."""
+        kept = json.loads((self.path / "run.json").read_text()).get("code", {})
+        return [name for name, code in self.code().items() if name in kept and kept[name] != code]
 
     def url(self, role: str) -> str:
         anywhere = role != "gateway" or self.host in ("0.0.0.0", "::")  # noqa: S104
@@ -351,6 +382,12 @@ def phase(name: str) -> Iterator[None]:
     telemetry.emit("phase", phase=name, state="start")
     yield
     telemetry.emit("phase", phase=name, state="end")
+
+
+def _bring_up_to_date(config: dict[str, Any]) -> None:
+    """A run.json of 0.1.0 has no kinds: its tasks are those of the demo."""
+    if not isinstance(config.get("tasks"), dict):
+        config["tasks"] = {"kind": "rollmill.demo.micro_repos:MicroRepos"}
 
 
 def _secret(saved: dict[str, Any], name: str) -> str:

@@ -168,9 +168,9 @@ class Repository:
             id=self.id,
             family=self.blueprint.family,
             split=self.blueprint.split,
-            prompt=self.shape.prompt,
+            instruction=self.shape.prompt,
             image=IMAGE,
-            files={MAIN: self.main, TEST: self.test},
+            files={MAIN: self.main.encode(), TEST: self.test.encode()},
             submission=(MAIN,),
             grading={
                 "kind": "calls",

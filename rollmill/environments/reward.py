@@ -1,20 +1,18 @@
-"""Reward: grades a submission on a clean machine. It trusts nothing that the agent could touch."""
+"""Reward: grades an episode. It trusts nothing that the agent could touch."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from typing import Protocol
 
-from rollmill.environments.machine import MachineHost
-from rollmill.environments.task import Task
+from rollmill.environments.episode import Episode
 from rollmill.types import Reward
-
-Submission = Mapping[str, bytes]  # path relative to the work directory -> contents; missing files are absent
 
 
 class Grader(Protocol):
+    """`name` stands before the parts and the evidence of this grader where several rewards add up."""
+
     name: str
 
-    async def grade(self, task: Task, submission: Submission, machines: MachineHost) -> Reward:
+    async def grade(self, episode: Episode) -> Reward:
         """Returns a Reward for whatever the policy did. MachineError if the grading itself could not run."""
         ...

@@ -6,21 +6,31 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
+Message = Mapping[str, Any]  # {"role": …, "content": …}, as in OpenAI's chat format
+
 
 @dataclass(frozen=True)
 class Task:
-    """`grading` never enters a machine that the agent can touch; only the grader reads it."""
+    """`grading` and `reference` never enter a machine that the agent can touch."""
 
     id: str
-    family: str
-    split: str  # train | heldout | heldout_family
-    prompt: str  # the user message
-    image: str  # name of a machine image
-    files: Mapping[str, str] = field(
-        default_factory=dict
-    )  # written over the image; paths relative to the work directory
+    instruction: str | Sequence[Message]  # a user message, or several messages
+    split: str = "train"
+    family: str = ""  # tasks of one kind; results are shown by family
+    image: str = "host-python"  # name of a machine image
+    files: Mapping[str, bytes] = field(default_factory=dict)  # written over the image; relative to the work directory
     submission: Sequence[str] = ()  # paths taken out of the machine for grading
-    grading: Mapping[str, Any] = field(default_factory=dict)
+    grading: Mapping[str, Any] = field(default_factory=dict)  # for the rewards
+    reference: Mapping[str, bytes] = field(default_factory=dict)  # files of a solution that must pass
+    tags: Mapping[str, str] = field(default_factory=dict)
+    timeout_s: float | None = None  # seconds of an episode; None: as the run says
+
+    @property
+    def messages(self) -> list[dict[str, Any]]:
+        """The instruction as messages."""
+        if isinstance(self.instruction, str):
+            return [{"role": "user", "content": self.instruction}]
+        return [dict(message) for message in self.instruction]
 
 
 class TaskSet(Protocol):
@@ -33,9 +43,9 @@ class TaskSet(Protocol):
         ...
 
     def heldout(self, split: str, count: int) -> list[Task]:
-        """Evaluation tasks that share no parameters with any training task."""
+        """At most `count` tasks of a split that shares no task with training."""
         ...
 
     def get(self, task_id: str) -> Task:
-        """The task with this id, rebuilt from the id alone."""
+        """The task with this id. TaskError if there is none."""
         ...

@@ -21,16 +21,15 @@ from collections.abc import Awaitable
 from dataclasses import dataclass
 from typing import Any
 
-from pydantic import ConfigDict, TypeAdapter, ValidationError
-
 from rollmill import telemetry
+from rollmill.environments.episode import Episode
 from rollmill.environments.harness import Harness, HarnessResult
-from rollmill.environments.machine import WORK, Machine, MachineHost
-from rollmill.environments.reward import Grader, Submission
+from rollmill.environments.machine import Machine, MachineHost
+from rollmill.environments.reward import Grader
 from rollmill.environments.task import Task
 from rollmill.errors import (
     GatewayError,
-    ObjectExists,
+    HarnessError,
     ObjectMissing,
     ObjectTruncated,
     RollmillError,
@@ -38,14 +37,15 @@ from rollmill.errors import (
     TrajectoryError,
 )
 from rollmill.rollouts.client import GatewayClient
+from rollmill.rollouts.hand_in import HandIn, hand_in_key, load_hand_in, store_hand_in, take_files
 from rollmill.storage.objects import Objects
+from rollmill.trajectories.schema import seal_facts
 from rollmill.trajectories.store import TrajectoryStore
 from rollmill.types import Reward, Sampling
 
 log = logging.getLogger(__name__)
 _GRACE_S = 60.0  # beyond the agent's own time: for machine, seal and grading
 _HEALTH_S = 5.0  # for the gateway to say whether an engine serves
-_SUBMISSION = TypeAdapter(dict[str, bytes], config=ConfigDict(ser_json_bytes="base64", val_json_bytes="base64"))
 
 
 @dataclass(frozen=True)
@@ -72,7 +72,7 @@ class Outcome:
 
     @property
     def solved(self) -> bool:
-        return self.reward is not None and float(self.reward.value) >= 1.0
+        return self.reward is not None and self.reward.solved
 
 
 def rollout_seed(run_seed: int, of: int | str, member: int) -> int:
@@ -90,25 +90,41 @@ async def run_rollout(
 ) -> Outcome:
     """Run and grade one episode. The row of `trajectory` must exist; its state is final when this returns."""
 
-    async def episode() -> Outcome:
-        result, submission, tokens = await _play(context, task, trajectory, sampling, min_version, facts)
-        reward = await context.grader.grade(task, submission, context.grading_machines)
-        return Outcome(trajectory, reward, result, tokens)
+    async def play_and_grade() -> Outcome:
+        handed_in = await _play(context, task, trajectory, sampling, min_version, facts)
+        return await _grade(context, task, trajectory, handed_in)
 
-    return await _settle(context, task, trajectory, facts, episode())
+    return await _settle(context, task, trajectory, facts, play_and_grade())
 
 
 async def regrade(
     context: RolloutContext, task: Task, trajectory: str, submission_key: str, *, facts: dict[str, Any]
 ) -> Outcome:
-    """Grade a finished trajectory from its stored submission: after a crash, or with a better grader."""
+    """Grade a finished trajectory from what it handed in: after a crash, or with a better grader."""
 
-    async def grading() -> Outcome:
-        submission = await asyncio.to_thread(load_submission, context.objects, submission_key)
-        reward = await context.grader.grade(task, submission, context.grading_machines)
-        return Outcome(trajectory, reward, None)
+    async def grade() -> Outcome:
+        handed_in = await asyncio.to_thread(load_hand_in, context.objects, submission_key)
+        return await _grade(context, task, trajectory, handed_in)
 
-    return await _settle(context, task, trajectory, facts, grading())
+    return await _settle(context, task, trajectory, facts, grade())
+
+
+async def _grade(context: RolloutContext, task: Task, trajectory: str, handed_in: HandIn) -> Outcome:
+    record = await asyncio.to_thread(context.trajectories.load, trajectory)
+    facts = seal_facts(record)
+    episode = Episode(
+        task=task,
+        submission=handed_in.files,
+        machines=context.grading_machines,
+        messages=record.messages,
+        result=handed_in.result,
+        tokens=facts["sampled_tokens"],
+        seconds=handed_in.seconds,
+    )
+    reward = await context.grader.grade(episode)
+    if not isinstance(reward, Reward):
+        raise HarnessError(f"the reward {context.grader.name} returned {type(reward).__name__}, not a Reward")
+    return Outcome(trajectory, reward, handed_in.result, facts["tokens"])
 
 
 async def _settle(
@@ -117,12 +133,13 @@ async def _settle(
     """The boundary: whatever becomes of `work`, the trajectory gets a reward or a reason."""
     started = time.time()
     try:
-        async with asyncio.timeout(context.timeout_s + _GRACE_S) as limit:
+        async with asyncio.timeout(time_limit(context, task) + _GRACE_S) as limit:
             outcome = await work
-        assert outcome.reward is not None, "the grader returned no reward"
+        assert outcome.reward is not None
         await asyncio.to_thread(context.trajectories.grade, trajectory, outcome.reward)
     except Exception as error:
-        reason = f"no end after {context.timeout_s + _GRACE_S:g} s" if limit.expired() else reason_of(error, trajectory)
+        late = f"no end after {time_limit(context, task) + _GRACE_S:g} s"
+        reason = late if limit.expired() else reason_of(error, trajectory)
         outcome = Outcome(trajectory, None, None, reason=reason)
         await give_up(context, trajectory, reason)
     _report(task, outcome, facts, time.time() - started)
@@ -140,19 +157,26 @@ def reason_of(error: Exception, what: str) -> str:
 
 async def _play(
     context: RolloutContext, task: Task, trajectory: str, sampling: Sampling, min_version: int, facts: dict[str, Any]
-) -> tuple[HarnessResult, Submission, int]:
-    machine = await context.machines.create(task.image, {path: text.encode() for path, text in task.files.items()})
+) -> HandIn:
+    machine = await context.machines.create(task.image, task.files)
     try:
         key = await context.gateway.open_session(
             trajectory, traffic="rollout", min_version=min_version, task_id=task.id, **facts
         )
+        started = time.monotonic()
         result = await _run_harness(context, task, machine, key, sampling, min_version)
-        submission = await _hand_in(machine, task)
+        seconds = time.monotonic() - started
+        handed_in = HandIn(files=dict(await take_files(machine, task)), result=result, seconds=seconds)
     finally:
         await machine.close()
-    submission_key = await asyncio.to_thread(store_submission, context.objects, trajectory, submission)
-    sealed = await context.gateway.seal(trajectory, submission_key)
-    return result, submission, sealed["tokens"]
+    submission_key = await asyncio.to_thread(store_hand_in, context.objects, trajectory, handed_in)
+    await context.gateway.seal(trajectory, submission_key)
+    return handed_in
+
+
+def time_limit(context: RolloutContext, task: Task) -> float:
+    """Seconds that an episode may take."""
+    return context.timeout_s if task.timeout_s is None else task.timeout_s
 
 
 async def _run_harness(
@@ -165,7 +189,7 @@ async def _run_harness(
     run = context.harness.run(task, machine, base_url=f"{context.gateway.base_url}/v1", api_key=key, sampling=sampling)
     work = asyncio.ensure_future(run)
     try:
-        await asyncio.wait([work], timeout=context.timeout_s)
+        await asyncio.wait([work], timeout=time_limit(context, task))
     finally:
         work.cancel()  # without effect if it has ended
         await asyncio.wait([work])
@@ -175,41 +199,12 @@ async def _run_harness(
     return HarnessResult("time", turns=0, tool_calls=0)
 
 
-async def _hand_in(machine: Machine, task: Task) -> Submission:
-    """Read the declared paths. A file that the agent deleted or made unreadable is left out."""
-    submission = {}
-    for path in task.submission:
-        with contextlib.suppress(OSError):
-            submission[path] = await machine.read(f"{WORK}/{path}")
-    return submission
-
-
-def submission_key(trajectory: str) -> str:
-    return f"submissions/{trajectory}.json"
-
-
-def store_submission(objects: Objects, trajectory: str, submission: Submission) -> str:
-    key = submission_key(trajectory)
-    with contextlib.suppress(ObjectExists):  # stored before a crash: the first one counts
-        objects.create(key, _SUBMISSION.dump_json(dict(submission)))
-    return key
-
-
-def load_submission(objects: Objects, key: str) -> Submission:
-    try:
-        return _SUBMISSION.validate_json(objects.get(key))
-    except ValidationError as error:
-        raise TrajectoryError(
-            f"the submission {key} is damaged: {error.errors()[0]['msg']}", hint="its trajectory cannot be graded"
-        ) from None
-
-
 async def seal_again(context: RolloutContext, trajectory: str) -> str | None:
     """The key of the submission of a rollout whose process died around the seal; None if the rollout is lost.
 
     The gateway may be sealing the session at this moment, so it is asked: a finished trajectory must not be lost.
     """
-    key = submission_key(trajectory)
+    key = hand_in_key(trajectory)
     if await asyncio.to_thread(context.objects.head, key) is None:
         return None
     try:

@@ -84,9 +84,9 @@ def test_a_real_session_gives_the_same_tokens(
     for number, (repository, messages, _) in enumerate(longest + shapes):
         directory = tmp_path / str(number)
         directory.mkdir()
-        for path, text in repository.task.files.items():
-            (directory / path).write_text(text)
-        tokens = format.render_start([{"role": "user", "content": repository.task.prompt}], tools)
+        for path, data in repository.task.files.items():
+            (directory / path).write_bytes(data)
+        tokens = format.render_start(repository.task.messages, tools)
         for index in range(1, len(messages), 2):
             sampled = format.render_answer(messages[index], tools)
             tokens += sampled

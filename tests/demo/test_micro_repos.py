@@ -183,7 +183,7 @@ def test_hidden_cases_are_not_the_visible_one_and_do_not_enter_the_repository(ev
     for repository in every:
         assert repository.visible not in repository.hidden
         assert len(set(repository.hidden)) == len(repository.hidden)
-        assert repository.task.files == {MAIN: repository.main, TEST: repository.test}
+        assert repository.task.files == {MAIN: repository.main.encode(), TEST: repository.test.encode()}
 
 
 def test_the_visible_case_reveals_some_mistakes_but_not_all(every: list[Repository]) -> None:
@@ -207,8 +207,8 @@ def test_code_means_what_value_computes(every: list[Repository]) -> None:
 @pytest.mark.parametrize("shape", ["fix", "write", "test"])
 def test_the_visible_test_really_runs(shape: str, drawn: dict[str, list[Repository]], tmp_path: Path) -> None:
     repository = next(each for each in drawn["train"] if each.blueprint.shape == shape)
-    for path, text in repository.task.files.items():
-        (tmp_path / path).write_text(text)
+    for path, data in repository.task.files.items():
+        (tmp_path / path).write_bytes(data)
 
     def run() -> str:
         # -B: a cached main.pyc of the same second and size would hide the edit

@@ -19,7 +19,8 @@ from rollmill.environments.machines.namespace.client import NamespaceHost
 from rollmill.errors import GatewayError, StorageError
 from rollmill.rollouts import rollout
 from rollmill.rollouts.client import GatewayClient
-from rollmill.rollouts.rollout import load_submission, regrade, seal_again, submission_key
+from rollmill.rollouts.hand_in import hand_in_key, load_hand_in
+from rollmill.rollouts.rollout import regrade, seal_again
 from rollmill.types import Reward, TrajectoryState
 from tests.rollouts.world import ADMIN, RUN, SOLUTION, StandInHost, World, make_task, real_engine
 
@@ -34,7 +35,9 @@ async def test_an_episode_ends_graded_with_its_submission_stored_and_its_record_
     row = world.row()
     assert (row.state, row.reward, row.tokens) == (TrajectoryState.graded, 1.0, outcome.tokens)
     assert row.submission_key is not None
-    assert load_submission(world.context.objects, row.submission_key) == {"main.py": b"def f(x):\n    return x + 7\n"}
+    assert load_hand_in(world.context.objects, row.submission_key).files == {
+        "main.py": b"def f(x):\n    return x + 7\n"
+    }
     (segment,) = world.context.trajectories.load("t0").segments
     assert len(segment.spans) == 3 and segment.sampled.sum() == sum(map(len, world.engine.script))
     assert world.tool_results() == ["ok", "ok"]
@@ -365,7 +368,7 @@ DAMAGED = {
 
 @pytest.mark.parametrize("name", DAMAGED)
 async def test_a_submission_that_cannot_be_read_fails_its_trajectory(world: World, name: str) -> None:
-    key = submission_key("t0")
+    key = hand_in_key("t0")
     if (body := DAMAGED[name]) is not None:
         world.context.objects.create(key, body)
     world.context.trajectories.create(RUN, "g", "train/0", ["t0"], {})

@@ -53,11 +53,11 @@ def make_task(number: int = 0, split: str = "train", **changes: Any) -> Task:
         id=f"{split}/{number}",
         family="add",
         split=split,
-        prompt="fix main.py",
+        instruction="fix main.py",
         image=BUILT_IN,
         files={
-            "main.py": "def f(x):\n    return x\n",
-            "test.py": f"from main import f\nif f(1) != {1 + offset}:\n    raise SystemExit('fail')\n",
+            "main.py": b"def f(x):\n    return x\n",
+            "test.py": f"from main import f\nif f(1) != {1 + offset}:\n    raise SystemExit('fail')\n".encode(),
         },
         submission=("main.py",),
         grading={

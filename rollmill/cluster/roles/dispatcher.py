@@ -9,13 +9,12 @@ from collections.abc import AsyncIterator
 from dataclasses import asdict
 
 from rollmill.cluster.run import RunDirectory, phase
-from rollmill.demo.micro_repos import MicroRepos
-from rollmill.environments.harnesses.coding import CodingHarness
+from rollmill.environments.harness import Harness
 from rollmill.environments.machine import MachineHost
-from rollmill.environments.machines.namespace.client import NamespaceHost
-from rollmill.environments.rewards.hidden_tests import HiddenTests
+from rollmill.environments.rewards.weighted import add_up
 from rollmill.evals.run import EvalResult, Examination, run_eval
 from rollmill.evals.suite import EvalConfig
+from rollmill.kinds import build
 from rollmill.rollouts.client import GatewayClient
 from rollmill.rollouts.dispatcher import Dispatcher
 from rollmill.rollouts.rollout import RolloutContext
@@ -46,7 +45,7 @@ async def _dispatch(run: RunDirectory) -> None:
             await Dispatcher(
                 context,
                 ledger,
-                MicroRepos(),
+                build(config.tasks),
                 config.rollouts,
                 run=run.id,
                 seed=config.seed,
@@ -87,18 +86,18 @@ async def _evaluate(
     run: RunDirectory, context: RolloutContext, suite: EvalConfig, label: str, version: int, *, alone: bool = False
 ) -> list[EvalResult]:
     examination = Examination(run.id, label, version, run.config.rollouts.max_answer_tokens, run.config.seed)
-    return await run_eval(context, MicroRepos(), suite, examination, alone=alone)
+    return await run_eval(context, build(run.config.tasks), suite, examination, alone=alone)
 
 
 @contextlib.asynccontextmanager
 async def open_context(run: RunDirectory) -> AsyncIterator[RolloutContext]:
     config = run.config
     objects = Objects.open(run.home_store)
-    host = NamespaceHost(config.machine)
-    machines: MachineHost = host
+    host: MachineHost = build(config.machine)
+    machines = host
     if config.rollouts.simulated_tool_seconds:
         machines = SlowMachines(host, config.rollouts.simulated_tool_seconds, config.seed)
-    harness = CodingHarness(config.harness)
+    harness: Harness = build(config.harness)
     try:
         async with GatewayClient(run.url("gateway"), run.admin_token) as gateway:
             await gateway.wait_until_serving(0, START_PATIENCE_S)
@@ -107,7 +106,7 @@ async def open_context(run: RunDirectory) -> AsyncIterator[RolloutContext]:
                 machines=machines,
                 grading_machines=host,
                 harness=harness,
-                grader=HiddenTests(),
+                grader=add_up([(section.weight, build(section)) for section in config.rewards]),
                 trajectories=TrajectoryStore(open_database(run.database_url), objects),
                 objects=objects,
                 timeout_s=config.rollouts.timeout_s,

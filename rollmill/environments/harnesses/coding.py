@@ -72,7 +72,7 @@ class CodingHarness:
         messages: list[dict[str, Any]] = []
         if self.config.system_prompt:
             messages.append({"role": "system", "content": self.config.system_prompt})
-        messages.append({"role": "user", "content": task.prompt})
+        messages += task.messages
         tool_calls = bad_tool_calls = 0
         for turn in range(1, self.config.max_turns + 1):
             choice = await self._answer(messages, base_url, api_key, _sampling_fields(sampling, turn))

@@ -22,8 +22,8 @@ from typing import Any, NamedTuple
 from pydantic import Field
 
 from rollmill.config import Config
-from rollmill.environments.machine import ExecResult, Machine, MachineHost
-from rollmill.environments.reward import Submission
+from rollmill.environments.episode import Episode
+from rollmill.environments.machine import ExecResult, Machine
 from rollmill.environments.task import Task
 from rollmill.errors import MachineError, TaskError
 from rollmill.types import Reward
@@ -94,14 +94,15 @@ class HiddenTests:
     def __init__(self, config: HiddenTestsConfig | None = None) -> None:
         self.config = config or HiddenTestsConfig()
 
-    async def grade(self, task: Task, submission: Submission, machines: MachineHost) -> Reward:
+    async def grade(self, episode: Episode) -> Reward:
+        task, submission = episode.task, episode.submission
         calls = _parse(task)
         # only what the task declares: a submitted sitecustomize.py or json.py is not part of the answer
         declared = {path: submission[path] for path in task.submission if path in submission}
         if calls.module in task.submission and calls.module not in declared:
             return self._reward(calls, {}, {"missing": calls.module})
         word = secrets.token_hex(8)
-        machine = await machines.create(task.image, {path: text.encode() for path, text in task.files.items()})
+        machine = await episode.machines.create(task.image, task.files)
         try:
             await _check_python(machine, task, word)
             # from here on the submitted code is in the machine, and whatever happens to it is graded

@@ -27,7 +27,8 @@ if f(3) != 4:
     raise SystemExit(1)
 print("ok")
 """
-TASK = Task("t", "fix", "train", "fix main.py", BUILT_IN, {"main.py": "def f(x):\n    return x\n", "test.py": TEST})
+FILES = {"main.py": b"def f(x):\n    return x\n", "test.py": TEST.encode()}
+TASK = Task("t", "fix main.py", image=BUILT_IN, files=FILES)
 
 Answer = dict[str, Any] | web.Response
 
@@ -94,7 +95,7 @@ async def make_harness() -> AsyncIterator[Callable[..., CodingHarness]]:
 
 @pytest_asyncio.fixture(loop_scope="module")
 async def repository(host: NamespaceHost) -> AsyncIterator[NamespaceMachine]:
-    machine = await host.create(BUILT_IN, {path: text.encode() for path, text in TASK.files.items()})
+    machine = await host.create(BUILT_IN, TASK.files)
     yield machine
     await machine.close()
 

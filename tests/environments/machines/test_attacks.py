@@ -14,6 +14,7 @@ from collections.abc import Awaitable, Callable
 
 import pytest
 
+from rollmill.environments.episode import Episode
 from rollmill.environments.machines.images import BUILT_IN
 from rollmill.environments.machines.namespace import client
 from rollmill.environments.machines.namespace.client import NamespaceHost, NamespaceMachine
@@ -179,11 +180,11 @@ async def test_an_attack_changes_nothing_or_ruins_the_attackers_own_machine(any_
 
 async def test_an_attack_in_the_grading_machine_is_graded(any_host: NamespaceHost) -> None:
     grading = {"kind": "calls", "module": "main.py", "function": "f", "cases": [[[1], 7290183645]]}
-    task = Task("t", "fix", "train", "fix", BUILT_IN, {"main.py": ""}, ("main.py",), grading)
+    task = Task("t", "fix", image=BUILT_IN, files={"main.py": b""}, submission=("main.py",), grading=grading)
     grader = HiddenTests(HiddenTestsConfig(timeout_s=1.0))
 
     async def grade(attack: str) -> None:
-        assert (await grader.grade(task, {"main.py": attack.encode()}, any_host)).value == 0.0
+        assert (await grader.grade(Episode(task, {"main.py": attack.encode()}, any_host))).value == 0.0
 
     await each_attack(grade)
 

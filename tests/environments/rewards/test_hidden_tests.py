@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 
+from rollmill.environments.episode import Episode
 from rollmill.environments.machine import ExecResult
 from rollmill.environments.machines.images import BUILT_IN
 from rollmill.environments.machines.namespace.client import NamespaceConfig, NamespaceHost
@@ -23,13 +24,13 @@ CASES = [[[x], x + OFFSET] for x in (3, 10, 0)]
 
 def make_task(cases: Any = CASES, **grading: Any) -> Task:
     grading = {"kind": "calls", "module": "main.py", "function": "f", "cases": cases, **grading}
-    files = {"main.py": "def f(x):\n    return x\n", "helper.py": f"offset = {OFFSET}\n"}
-    return Task("t", "fix", "train", "fix", BUILT_IN, files, ("main.py",), grading)
+    files = {"main.py": b"def f(x):\n    return x\n", "helper.py": f"offset = {OFFSET}\n".encode()}
+    return Task("t", "fix", image=BUILT_IN, files=files, submission=("main.py",), grading=grading)
 
 
 async def grade(host: NamespaceHost, source: str, task: Task | None = None, **more: str) -> Reward:
     submission = {"main.py": source.encode(), **{name: text.encode() for name, text in more.items()}}
-    return await HiddenTests(HiddenTestsConfig(timeout_s=2.0)).grade(task or make_task(), submission, host)
+    return await HiddenTests(HiddenTestsConfig(timeout_s=2.0)).grade(Episode(task or make_task(), submission, host))
 
 
 async def test_right_and_wrong(host: NamespaceHost) -> None:
@@ -144,7 +145,7 @@ def check_storable(reward: Reward) -> None:
 
 
 async def test_a_submission_that_does_not_fit_is_worth_nothing(host: NamespaceHost) -> None:
-    reward = await HiddenTests().grade(make_task(), {"main.py": b"#" * (17 << 20)}, host)
+    reward = await HiddenTests().grade(Episode(make_task(), {"main.py": b"#" * (17 << 20)}, host))
     assert reward.value == 0.0 and "No space left" in reward.evidence["unwritable"]
 
 
@@ -167,7 +168,7 @@ BROKEN = {
 async def test_broken_submissions_are_worth_nothing_and_break_nothing(host: NamespaceHost, source: str) -> None:
     task = make_task()
     submission = {"main.py": source.encode("utf-8", "surrogateescape")}
-    reward = await HiddenTests(HiddenTestsConfig(timeout_s=2.0)).grade(task, submission, host)
+    reward = await HiddenTests(HiddenTestsConfig(timeout_s=2.0)).grade(Episode(task, submission, host))
     assert reward.value == 0.0 and "first_wrong" in reward.evidence
 
 
@@ -259,7 +260,7 @@ async def test_shadowing_modules_beside_the_answer_do_not_reach_the_driver(host:
 
 
 async def test_nothing_handed_in(host: NamespaceHost) -> None:
-    reward = await HiddenTests().grade(make_task(), {}, host)
+    reward = await HiddenTests().grade(Episode(make_task(), {}, host))
     assert reward.value == 0.0 and reward.evidence["missing"] == "main.py"
 
 
@@ -290,10 +291,10 @@ class _DeafHost:
 async def test_a_failure_of_the_infrastructure_is_never_a_reward(host: NamespaceHost, tmp_path: Any) -> None:
     submission = {"main.py": b"def f(x):\n    return x + 7290183645\n"}
     with pytest.raises(MachineError, match="did not start"):
-        await HiddenTests().grade(make_task(), submission, _DeafHost(host))
+        await HiddenTests().grade(Episode(make_task(), submission, _DeafHost(host)))
     with pytest.raises(TaskError, match="image"):
         task = Task(**{**make_task().__dict__, "image": "absent"})
-        await HiddenTests().grade(task, submission, NamespaceHost(NamespaceConfig()))
+        await HiddenTests().grade(Episode(task, submission, NamespaceHost(NamespaceConfig())))
 
 
 @pytest.mark.parametrize(

@@ -1,0 +1,38 @@
+"""Several rewards that add up: the value is the sum of weight · value. Each part is kept with its evidence."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Sequence
+from typing import Any
+
+from rollmill.environments.episode import Episode
+from rollmill.environments.reward import Grader
+from rollmill.types import Reward
+
+
+class WeightedRewards:
+    """The first reward decides whether an episode is solved: `parts["solved"]` is its value."""
+
+    name = "weighted"
+
+    def __init__(self, graders: Sequence[tuple[float, Grader]]) -> None:
+        self._graders = graders
+
+    async def grade(self, episode: Episode) -> Reward:
+        async with asyncio.TaskGroup() as running:
+            tasks = [running.create_task(grader.grade(episode)) for _, grader in self._graders]
+        rewards = [task.result() for task in tasks]
+        value, parts, evidence = 0.0, {"solved": float(rewards[0].value)}, dict[str, Any]()
+        for number, ((weight, grader), reward) in enumerate(zip(self._graders, rewards, strict=True)):
+            name = grader.name if grader.name not in evidence else f"{grader.name}_{number}"
+            value += weight * float(reward.value)
+            parts[name] = float(reward.value)
+            parts |= {f"{name}.{part}": float(number) for part, number in reward.parts.items()}
+            evidence[name] = dict(reward.evidence)
+        return Reward(value, parts, evidence, "+".join(grader.name for _, grader in self._graders))
+
+
+def add_up(graders: Sequence[tuple[float, Grader]]) -> Grader:
+    """One grader for several. A single one with weight 1 stays as it is."""
+    return graders[0][1] if len(graders) == 1 and graders[0][0] == 1.0 else WeightedRewards(graders)

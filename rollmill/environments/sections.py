@@ -1,0 +1,47 @@
+"""The sections of a run that describe its environment, with the kinds that are built in."""
+
+from __future__ import annotations
+
+from typing import ClassVar
+
+from pydantic import Field
+
+from rollmill.environments.harness import Harness
+from rollmill.environments.machine import MachineHost
+from rollmill.environments.reward import Grader
+from rollmill.environments.task import TaskSet
+from rollmill.kinds import KindSection, Slot
+
+_HERE = "rollmill.environments"
+
+
+class TasksSection(KindSection):
+    _slot: ClassVar[Slot] = Slot("tasks", TaskSet, {}, "rollmill.tasks")
+
+
+class MachineSection(KindSection):
+    _slot: ClassVar[Slot] = Slot(
+        "machine",
+        MachineHost,
+        {"namespace": f"{_HERE}.machines.namespace.client:NamespaceHost"},
+        "rollmill.machines",
+        default="namespace",
+    )
+
+
+class HarnessSection(KindSection):
+    _slot: ClassVar[Slot] = Slot(
+        "harness",
+        Harness,
+        {"coding": f"{_HERE}.harnesses.coding:CodingHarness"},
+        "rollmill.harnesses",
+        default="coding",
+    )
+
+
+class RewardSection(KindSection):
+    _slot: ClassVar[Slot] = Slot(
+        "rewards", Grader, {"calls": f"{_HERE}.rewards.hidden_tests:HiddenTests"}, "rollmill.rewards"
+    )
+
+    weight: float = Field(1.0, description="What the value of this reward is multiplied with before all are added up.")
