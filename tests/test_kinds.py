@@ -73,7 +73,7 @@ def directory(tmp_path: Path) -> Iterator[Path]:
     """A directory with a run's TOML and a module beside it."""
     (tmp_path / "own_kinds.py").write_text(textwrap.dedent(OWN))
     (tmp_path / "broken_kinds.py").write_text("x = 1\nraise ValueError('no licence')\n")
-    text = DEMO.read_text().replace('kind = "rollmill.demo.micro_repos:MicroRepos"', "# tasks")
+    text = DEMO.read_text().replace('[tasks]\nkind = "rollmill.demo.micro_repos:MicroRepos"', "")
     (tmp_path / "run.toml").write_text(text)
     path = list(sys.path)
     yield tmp_path
@@ -121,6 +121,7 @@ def test_a_run_keeps_its_code_and_finds_it_again(directory: Path) -> None:
         ("tasks={kind='own_kinds:Tickets', pth='x'}", "unknown key 'pth'; did you mean 'path'"),
         ("tasks=3", "tasks must be a table, got 3"),
         ("tasks={}", r"\[tasks\] needs a kind"),
+        ("steps=1", r"there is no \[tasks\]: RL needs tasks"),
         ("rewards=[{kind='own_kinds:Slow'}]", "`grade` must be `async def`"),
         ("rewards=[{kind='own_kinds:Loose'}]", "must take one parameter that is annotated"),
         ("rewards=[{kind='own_kinds:Taken'}]", "setting 'weight' has a name that every kind has"),

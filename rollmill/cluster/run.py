@@ -140,7 +140,9 @@ class RunConfig(Config):
     training: TrainingConfig = Field(TrainingConfig(), description="The step loop of RL.")
     rl: RLConfig = Field(RLConfig(), description="The RL objective: loss, clipping, KL, router replay.")
     rollouts: RolloutConfig = Field(RolloutConfig(), description="How rollouts are run.")
-    tasks: TasksSection = Field(description="Where tasks come from.")
+    tasks: TasksSection | None = Field(
+        None, description="Where tasks come from. Needed by RL and by evaluations; serving needs none."
+    )
     harness: HarnessSection = Field(
         default={}, validate_default=True, description="The agent that works on a task: its loop and its tools."
     )
@@ -187,6 +189,12 @@ class RunConfig(Config):
             raise ValueError("a run starts from a checkpoint or from a version of another run, not from both")
         if self.checkpoint is None and self.start is None and self.midtrain is None:
             raise ValueError("a run without a checkpoint needs [midtrain]: random weights solve no task")
+        return self
+
+    @model_validator(mode="after")
+    def _rl_has_tasks(self) -> RunConfig:
+        if self.steps and self.tasks is None:
+            raise ValueError(f"steps is {self.steps}, but there is no [tasks]: RL needs tasks")
         return self
 
     @model_validator(mode="after")
@@ -334,7 +342,7 @@ class RunDirectory:
         config = self.config
         rewards = {f"rewards.{number}": section for number, section in enumerate(config.rewards)}
         sections = {"tasks": config.tasks, "machine": config.machine, "harness": config.harness, **rewards}
-        return {name: code_of(section) for name, section in sections.items()}
+        return {name: code_of(section) for name, section in sections.items() if section is not None}
 
     def changed_code(self) -> list[str]:
         """Sections whose code is no longer what the run began with."""

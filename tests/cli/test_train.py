@@ -125,7 +125,9 @@ def test_ctrl_c_prints_how_to_continue(rollmill: Callable[..., Told], monkeypatc
 
 def test_a_bad_checkpoint_is_refused_before_anything_is_made(rollmill: Callable[..., Told], tmp_path: Path) -> None:
     pytest.importorskip("transformers")
-    (tmp_path / "mine.toml").write_text('name = "mine"\nsteps = 1\ncheckpoint = "model"\n')
+    (tmp_path / "mine.toml").write_text(
+        'name = "mine"\nsteps = 1\ncheckpoint = "model"\n[tasks]\nkind = "rollmill.demo.micro_repos:MicroRepos"\n'
+    )
     assert refused(rollmill("train", "mine.toml"), "there is no directory", "`rollmill model get`")
     make_chat_checkpoint(Path("model"))
     tree = tomllib.loads(rollmill("train", "mine.toml", "--dry-run").out)

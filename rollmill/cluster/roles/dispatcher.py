@@ -12,6 +12,8 @@ from rollmill.cluster.run import RunDirectory, phase
 from rollmill.environments.harness import Harness
 from rollmill.environments.machine import MachineHost
 from rollmill.environments.rewards.weighted import add_up
+from rollmill.environments.task import TaskSet
+from rollmill.errors import ConfigError
 from rollmill.evals.run import EvalResult, Examination, run_eval
 from rollmill.evals.suite import EvalConfig
 from rollmill.kinds import build
@@ -45,7 +47,7 @@ async def _dispatch(run: RunDirectory) -> None:
             await Dispatcher(
                 context,
                 ledger,
-                build(config.tasks),
+                task_set(run),
                 config.rollouts,
                 run=run.id,
                 seed=config.seed,
@@ -86,7 +88,14 @@ async def _evaluate(
     run: RunDirectory, context: RolloutContext, suite: EvalConfig, label: str, version: int, *, alone: bool = False
 ) -> list[EvalResult]:
     examination = Examination(run.id, label, version, run.config.rollouts.max_answer_tokens, run.config.seed)
-    return await run_eval(context, build(run.config.tasks), suite, examination, alone=alone)
+    return await run_eval(context, task_set(run), suite, examination, alone=alone)
+
+
+def task_set(run: RunDirectory) -> TaskSet:
+    if run.config.tasks is None:
+        raise ConfigError("the run has no [tasks]", hint="an evaluation needs them")
+    tasks: TaskSet = build(run.config.tasks)
+    return tasks
 
 
 @contextlib.asynccontextmanager
