@@ -1,10 +1,10 @@
-"""Record the weights of a real RL-like run: `python -m benchmarks.record_deltas [--out FOLDER] [--quick]`.
+"""Records the weights of a real RL-like run: `python -m benchmarks.record_deltas [--out FOLDER] [--quick]`.
 
-Two small Llama-like models, one dense and one a mixture of experts, are pre-trained for a short while on the source of
-Python's standard library, then trained by policy gradient: a few rollouts a step, sampled from the bf16 copy, rewarded
-for matching the file they continue and for brackets that fit. After steps that fill Adam's averages, a few steps at
-each learning rate are kept, all from the same start. The masters come out of pre-training in FP32, so they lie
-anywhere between two bf16 values and the share of elements that change is that of a long run from the first step on.
+Two small Llama-like models, one dense and one a mixture of experts, are pre-trained briefly on the source of Python's
+standard library, then trained by policy gradient: a few rollouts per step, sampled from the bf16 copy, rewarded for
+matching the file they continue and for balanced brackets. After warm-up steps that fill Adam's averages, a few steps
+at each learning rate are recorded, all from the same start. The masters come out of pre-training in FP32, anywhere
+between two bf16 values. So from the first step on the share of changed elements is that of a long run.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ from rollmill.training.config import OptimizerConfig, RLConfig
 from rollmill.training.loss import PolicyTokens, policy_loss, target_logprobs
 from rollmill.training.optimizer import MasterOptimizer, learning_rate
 
-DEVIATION = 0.02  # of the initial weights, as large models have it
+DEVIATION = 0.02  # standard deviation of the initial weights, as in large models
 _OPEN, _CLOSE = "([{", ")]}"
 
 
@@ -53,12 +53,12 @@ class Recipe:
     vocab_size: int = 4096
     width: int = 384
     layers: int = 6
-    files: int = 80  # of the standard library
+    files: int = 80  # number of files of the standard library
     pretrain_steps: int = 40
-    pretrain_tokens: int = 1024  # a step
+    pretrain_tokens: int = 1024  # per step
     pretrain_lr: float = 1e-3
     context: int = 128
-    warmup_steps: int = 24  # of policy gradient before anything is kept
+    warmup_steps: int = 24  # steps of policy gradient before anything is recorded
     groups: int = 4
     group_size: int = 4
     prompt: int = 32
@@ -115,7 +115,7 @@ class Text:
 
 
 class _Cache:
-    """Attention for sampling: `sequences` of equal length, packed end to end, go on one token at a time."""
+    """Attention for sampling: `sequences` of equal length, packed end to end, grow by one token at a time."""
 
     def __init__(self, sequences: int) -> None:
         self._sequences = sequences
@@ -133,7 +133,7 @@ class _Cache:
 
 
 class Trainer:
-    """One model through pre-training and policy gradient. It holds the bf16 values, its optimizer the masters."""
+    """One model through pre-training and policy gradient. The model holds bf16 values, its optimizer the masters."""
 
     def __init__(self, recipe: Recipe, kind: str, text: Text, device: str) -> None:
         self.recipe, self.text, self.device = recipe, text, device
@@ -145,7 +145,7 @@ class Trainer:
         self.optimizer = MasterOptimizer(self.model, OptimizerConfig(), "bf16")
 
     def pretrain(self) -> float:
-        """The last loss, in nats a token."""
+        """Returns the last loss, in nats per token."""
         recipe = self.recipe
         settings = OptimizerConfig(lr=recipe.pretrain_lr, warmup_steps=5, decay="cosine", final_fraction=0.1)
         self.optimizer = MasterOptimizer(self.model, settings, "bf16")
@@ -165,7 +165,7 @@ class Trainer:
         return float(loss.detach())
 
     def begin_policy_gradient(self) -> None:
-        """A fresh optimizer on the masters of pre-training, its averages filled by steps nobody records."""
+        """Starts a new optimizer on the masters of pre-training. Unrecorded steps fill its averages."""
         masters = self.optimizer.state()
         with torch.no_grad():
             for name, parameter in self.model.named_parameters():
@@ -175,7 +175,7 @@ class Trainer:
             self.step(1e-6)
 
     def step(self, rate: float) -> float:
-        """One step of policy gradient; the mean reward. Groups that tell nothing are drawn again."""
+        """One step of policy gradient. Returns the mean reward. Groups without signal are drawn again."""
         recipe = self.recipe
         for _ in range(10):
             sequences, logprobs, rewards = self.roll_out()
@@ -193,7 +193,7 @@ class Trainer:
 
     @torch.inference_mode()
     def roll_out(self) -> tuple[np.ndarray, Tensor, np.ndarray]:
-        """Tokens [R, prompt + answer], log-probs of the answers [R, answer], rewards [R]."""
+        """Returns tokens [R, prompt + answer], log-probs of the answers [R, answer], rewards [R]."""
         recipe = self.recipe
         rows = self.text.draw(self.random, recipe.groups, recipe.prompt + recipe.answer)
         rows = np.repeat(rows, recipe.group_size, 0)
@@ -233,7 +233,7 @@ class Trainer:
         policy_loss(sampled, RLConfig(), divisor).loss.backward()
 
     def version(self) -> Version:
-        """The served bytes; parameters hold bf16 values exactly."""
+        """The served bytes. Parameters hold values that are exact in bf16."""
         return {
             name: parameter.detach().to(torch.bfloat16).contiguous().view(torch.int16).cpu().numpy().view(np.uint16)
             for name, parameter in self.model.named_parameters()
@@ -241,7 +241,7 @@ class Trainer:
 
 
 def brackets_fit(before: str, text: str) -> bool:
-    """Whether `text` closes only brackets that are open, in their order, and leaves none open that it opened."""
+    """Whether the brackets of `text` are balanced: each closes the last open one, and none stays open."""
     stack = _walk("", before) or ""
     after = _walk(stack, text)
     return after is not None and len(after) <= len(stack)
@@ -254,13 +254,15 @@ def _walk(stack: str, text: str) -> str | None:
         elif character in _CLOSE:
             if stack and stack[-1] != _OPEN[_CLOSE.index(character)]:
                 return None
-            stack = stack[:-1]  # a prompt begins in the middle of a file: what it closes may have been opened before
+            stack = stack[
+                :-1
+            ]  # a prompt starts in the middle of a file, so it may close brackets that were opened before
     return stack
 
 
 @torch.no_grad()
 def _scale_to(model: nn.Module, deviation: float, residual: float) -> None:
-    """Large models begin with one deviation for all matrices, less for those that add to the residual stream."""
+    """Large models start with one deviation for all matrices, and less for those that add to the residual stream."""
     for name, parameter in model.named_parameters():
         if parameter.dim() > 1:
             factor = residual if name.endswith(("output", "down")) else 1.0
@@ -268,7 +270,7 @@ def _scale_to(model: nn.Module, deviation: float, residual: float) -> None:
 
 
 def record(folder: Path, recipe: Recipe, kind: str, text: Text, device: str) -> dict:
-    """One model: files under FOLDER/KIND, and what goes into recording.json."""
+    """Records one model: files under FOLDER/KIND. Returns its entry in recording.json."""
     began = time.perf_counter()
     trainer = Trainer(recipe, kind, text, device)
     loss = trainer.pretrain()
@@ -301,7 +303,9 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--out", type=Path, help="default: .recordings/full or .recordings/quick")
     parser.add_argument("--quick", action="store_true", help="smaller models, three learning rates")
-    parser.add_argument("--threads", type=int, help="default: 2, with --quick 1: small products gain nothing from more")
+    parser.add_argument(
+        "--threads", type=int, help="default: 2, with --quick 1: small products do not gain from more threads"
+    )
     arguments = parser.parse_args()
     torch.set_num_threads(arguments.threads or (1 if arguments.quick else 2))
     recipe = QUICK if arguments.quick else Recipe()
@@ -316,7 +320,7 @@ def main() -> None:
         print(f"{kind}: {models[kind]['seconds']:.0f} s", flush=True)
     (making / "recording.json").write_text(json.dumps({"quick": arguments.quick, "models": models}, indent=1))
     shutil.rmtree(folder, ignore_errors=True)
-    making.rename(folder)  # a recording that was cut short is never mistaken for a whole one
+    making.rename(folder)  # an interrupted recording has another name
     table = Table(title=f"recorded in {folder}: one step of RL")
     for column in ("model", "parameters", "σ", "exponent bits", "lr", "changed %", "of it ±1 ULP %"):
         table.add_column(column)

@@ -1,4 +1,4 @@
-"""Record how long real test runs take: `python -m benchmarks.record_tool_times` writes benchmarks/tool_times.json.
+"""Records how long real test runs take: `python -m benchmarks.record_tool_times` writes benchmarks/tool_times.json.
 
 Each sample is one module of Python's own test suite, run in its own process, as an agent would run the tests of one
 part of a repository. `benchmarks.async_speedup` draws its simulated tool times from this distribution, scaled.

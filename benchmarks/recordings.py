@@ -1,10 +1,10 @@
 """Recorded weights: consecutive bf16 versions of small models in RL, written by `benchmarks.record_deltas`.
 
-    FOLDER/recording.json                  what was recorded: models, learning rates, how much changed
+    FOLDER/recording.json                  what was recorded: models, learning rates, share of changes
     FOLDER/MODEL/start.safetensors         the version all learning rates start from
     FOLDER/MODEL/LR.NUMBER.safetensors     versions 1, 2, … at one learning rate
 
-Elements are kept as the uint16 they are served as. No torch here: what reads them measures its own memory.
+Elements are stored as uint16, as they are served. This module does not import torch: its users measure their memory.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from safetensors.numpy import load_file, save_file
 
 FOLDER = Path(__file__).parents[1] / ".recordings"
 RATES = ("1e-07", "3e-07", "1e-06", "3e-06", "1e-05", "3e-05", "1e-04")
-REFERENCE = "1e-06"  # the learning rate that the bars are about
+REFERENCE = "1e-06"  # the learning rate of the bars
 
 Version = dict[str, np.ndarray]  # by name: uint16, in the tensor's shape
 
@@ -41,7 +41,7 @@ class Recording:
         return list(self.about["models"][model]["rates"])
 
     def versions(self, model: str, rate: str) -> list[Version]:
-        """All versions of one learning rate, the common start first."""
+        """All versions of one learning rate. The first is the common start."""
         count = len(self.about["models"][model]["rates"][rate])
         names = ["start", *(f"{rate}.{number}" for number in range(1, count + 1))]
         return [load_file(self.folder / model / f"{name}.safetensors") for name in names]
@@ -75,7 +75,7 @@ def exponents(bits: np.ndarray) -> np.ndarray:
 
 
 def entropy(counts: np.ndarray) -> float:
-    """Bits a symbol."""
+    """Bits per symbol."""
     shares = counts[counts > 0] / counts.sum()
     return float(-(shares * np.log2(shares)).sum())
 
@@ -90,7 +90,7 @@ def deviation(bits: np.ndarray) -> float:
 
 
 def change_figures(before: np.ndarray, after: np.ndarray) -> dict[str, float]:
-    """Shares: of elements that changed, and of those the ones that moved by one unit in the last place."""
+    """Shares: of elements that changed, and of those that moved by one unit in the last place."""
     changed = np.flatnonzero(before != after)
     moved = np.abs(ordered(after[changed]) - ordered(before[changed]))
     one = float((moved == 1).mean()) if changed.size else 0.0

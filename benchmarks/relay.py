@@ -1,15 +1,15 @@
-"""A slow, far link in user space: a TCP relay that adds delay and limits bandwidth, for tests and benchmarks.
+"""A slow, far link in user space: a TCP relay with delay and limited bandwidth, for tests and benchmarks.
 
     python -m benchmarks.relay --listen PORT --to HOST:PORT --mbit 200 --rtt-ms 120
 
-Each direction is one link shared by all connections: a piece takes its turn, occupies the link for size / bandwidth,
-and arrives half a round trip later. A new connection waits one round trip before its first byte leaves, as for a
-handshake. What a receiver does not take stays in bounded queues and then with the sender. Not modelled: losses, and the
-slow start and congestion control of TCP across the link.
+Each direction is one link shared by all connections: a piece waits for its turn, occupies the link for size /
+bandwidth, and arrives half a round trip later. A new connection waits one round trip before its first byte, like a
+handshake. If a receiver does not read, bytes stay in bounded queues and then with the sender. Not modelled: losses,
+and TCP's slow start and congestion control across the link.
 
-`Relay` runs in a thread of this process; `RelayProcess` is the command above, steered by lines on its standard input
-(`cut`, `drop`, `restore`). A cut link is silent: nothing is closed, nothing arrives, and what was on its way arrives
-when the link is restored. `drop` also closes what is open and whatever connects.
+`Relay` runs in a thread of this process. `RelayProcess` is the command above, controlled by lines on its standard input
+(`cut`, `drop`, `restore`). A cut link is silent: nothing is closed and nothing arrives; bytes in flight arrive when the
+link is restored. `drop` also closes all connections, and refuses new ones.
 """
 
 from __future__ import annotations
@@ -27,21 +27,21 @@ from collections.abc import Callable
 from typing import Self
 
 PIECE = 64 << 10
-_HORIZON_SECONDS = 0.01  # how far ahead the link may be booked: hides the clock's coarseness
+_HORIZON_SECONDS = 0.01  # how far ahead the link may be booked: compensates for the coarse clock
 _SMALLEST_WINDOW = 256 << 10
-_KERNEL_BUFFER = 256 << 10  # what a sender can hand over without anybody noticing
+_KERNEL_BUFFER = 256 << 10  # bytes a sender can hand over at once
 
 
 class _Direction:
-    """One direction of the link: when it is free again, and how much it has carried."""
+    """One direction of the link: when it is free again, and how many bytes it has carried."""
 
     def __init__(self, bytes_per_second: float, delay: float) -> None:
         self.bytes_per_second, self.delay = bytes_per_second, delay
-        # a connection alone can fill the link, and one whose receiver sleeps holds no more than this
+        # one connection alone can fill the link, and one whose receiver sleeps holds no more than this
         self.window = max(_SMALLEST_WINDOW, int(2 * bytes_per_second * delay))
         self.carried = 0
         self._free_at = 0.0
-        self._turn = asyncio.Lock()  # first come, first served: that is what shares the link fairly
+        self._turn = asyncio.Lock()  # first come, first served: shares the link fairly
 
     async def turn(self) -> None:
         """Wait until the link has room for another piece."""
@@ -51,7 +51,7 @@ class _Direction:
                 await asyncio.sleep(ahead - _HORIZON_SECONDS / 2)
 
     def carry(self, size: int) -> float:
-        """Book the link for a piece; when it arrives at the far end."""
+        """Books the link for a piece. Returns when it arrives at the far end."""
         now = asyncio.get_running_loop().time()
         self._free_at = max(now, self._free_at) + size / self.bytes_per_second
         self.carried += size
@@ -148,7 +148,7 @@ class Link:
                 tasks.create_task(_Pipe(self.outward, self._up, established).run(near, far_writer))
                 tasks.create_task(_Pipe(self.homeward, self._up, established).run(far, near_writer))
         except (OSError, ExceptionGroup):
-            pass  # one side went away: so does the other
+            pass  # one side disconnected, so the other is closed
         finally:
             for writer in writers:
                 self._open.discard(writer)
@@ -168,12 +168,12 @@ class Relay:
 
     @property
     def connections(self) -> int:
-        """How many were opened so far."""
+        """Number of connections so far."""
         return self._link.connections
 
     @property
     def carried(self) -> tuple[int, int]:
-        """Bytes that were sent to the far end, and that came back."""
+        """Bytes sent to the far end, and bytes received from it."""
         return self._link.outward.carried, self._link.homeward.carried
 
     def cut(self, drop: bool = False) -> None:
@@ -209,11 +209,11 @@ class Relay:
             await self._stop.wait()
             server.close()
 
-        asyncio.run(serve())  # ends what is still connected, too
+        asyncio.run(serve())  # also ends open connections
 
 
 class RelayProcess:
-    """The same in a process of its own, so that its work is not on this one's interpreter."""
+    """The same in a separate process, so that it does not share this interpreter."""
 
     def __init__(self, to: tuple[str, int], mbit: float = 200.0, rtt_ms: float = 120.0) -> None:
         command = [sys.executable, "-m", "benchmarks.relay", "--listen", "0", "--to", f"{to[0]}:{to[1]}"]
@@ -244,7 +244,7 @@ class RelayProcess:
         assert self._process.stdin is not None and self._process.stdout is not None
         self._process.stdin.write(word + "\n")
         self._process.stdin.flush()
-        self._process.stdout.readline()  # it is done
+        self._process.stdout.readline()  # it answers when it is done
 
 
 async def _serve_command(port: int, to: tuple[str, int], mbit: float, rtt_ms: float, steered: bool) -> None:
@@ -270,11 +270,11 @@ async def _serve_command(port: int, to: tuple[str, int], mbit: float, rtt_ms: fl
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--listen", type=int, default=0, metavar="PORT", help="0 takes a free one and prints it")
+    parser.add_argument("--listen", type=int, default=0, metavar="PORT", help="0: use a free port and print it")
     parser.add_argument("--to", required=True, metavar="HOST:PORT")
     parser.add_argument("--mbit", type=float, default=200.0)
     parser.add_argument("--rtt-ms", type=float, default=120.0)
-    parser.add_argument("--steered", action="store_true", help="end with whoever holds the standard input")
+    parser.add_argument("--steered", action="store_true", help="exit when standard input is closed")
     given = parser.parse_args()
     host, _, port = given.to.rpartition(":")
     with contextlib.suppress(KeyboardInterrupt):

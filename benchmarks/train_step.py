@@ -1,19 +1,18 @@
-"""One training step, side by side: ours, `transformers` compiled by torch, and the same with `liger-kernel`.
+"""One training step, compared: ours, `transformers` compiled by torch, and the same with `liger-kernel`.
 
     python -m benchmarks.train_step [--quick] [--only dense|mixture] [--ours] [--plain]
 
 Forward, backward and AdamW on 32k tokens in sequences of 2048: a dense model of the shape of SmolLM2-135M and a
 mixture of experts (16 layers, width 1024, 32 experts of 512, top-4), with random weights. All sides have the same
-weights and tokens, compute in bf16 with FP32 masters and moments, and scale gradients by their norm; their first
-losses must agree. No side need give the same bits again but where it says so, which is what a run does unless told
-otherwise (training.deterministic); "ragged" are the same tokens in sequences of all lengths, as a run has them;
-"fp8" and "nvfp4" compute with weights and activations of that form.
-Compilation and warm-up are not timed. Shares are of 790 TFLOP/s, counting 6 operations for each token and active
-parameter; the floor is the least an H200 could take by operations and by bytes. Without a CUDA device the same runs
-tiny on the CPU, uncompiled, and there are no bars.
+weights and tokens, compute in bf16 with FP32 masters and moments, and scale gradients by their norm. Their first losses
+must agree. Only rows that say "same bits" are deterministic (a run is unless training.deterministic is off). "ragged":
+the same tokens in sequences of all lengths, as in a run. "fp8" and "nvfp4": weights and activations in that form.
+Compilation and warm-up are not timed. Shares are of 790 TFLOP/s, counting 6 operations per token and active parameter.
+The floor is the least time an H200 could take by operations and by bytes. Without a CUDA device a tiny version runs on
+the CPU, uncompiled and without bars.
 
-Of transformers' implementations of experts the grouped product is used: the batched one gathers a token's weights,
-which no memory holds at this size, and the loop over experts breaks the compiled graph.
+Of transformers' implementations of experts the grouped product is used. The batched one gathers the weights per token,
+which does not fit into memory at this size. The loop over experts breaks the compiled graph.
 """
 
 from __future__ import annotations
@@ -42,7 +41,7 @@ from rollmill.training.optimizer import MasterOptimizer, Update
 
 LR = 1e-4
 CONFIG = OptimizerConfig(lr=LR, max_grad_norm=1.0)
-LOSS_TOLERANCE = 1e-2  # of about 11: activations are rounded in other places, which moves a few experts
+LOSS_TOLERANCE = 1e-2  # of a loss of about 11: activations are rounded in other places, which changes a few experts
 Step = Callable[[], float]
 
 
@@ -58,7 +57,7 @@ class Result(NamedTuple):
 
 
 def measure(make: Callable[[], Step], repeats: int, warmup: int) -> Result:
-    """Steps are timed one by one, each with the device at rest before and after."""
+    """Times the steps one by one. The device is idle before and after each."""
     cuda = torch.cuda.is_available()
     gc.collect()
     if cuda:
@@ -66,7 +65,7 @@ def measure(make: Callable[[], Step], repeats: int, warmup: int) -> Result:
         torch.cuda.reset_peak_memory_stats()
     try:
         step = make()
-        # the peak is that of all steps: a recorded graph's memory is counted when it is recorded
+        # the peak over all steps: the memory of a CUDA graph is counted when it is recorded
         losses = [step() for _ in range(warmup)]
         seconds = [_timed(step) for _ in range(repeats)]
         return Result(losses[0], seconds, torch.cuda.max_memory_allocated() if cuda else None)
@@ -94,7 +93,7 @@ class NextTokenStep:
         self._passes, self._optimizer = NextTokenPasses(model, balance, graphs), optimizer
 
     def __call__(self, parts: Sequence[MicroBatch], lr: float) -> tuple[float, Update]:
-        """One update on all targets of the micro-batches; returns their mean loss."""
+        """One update on all targets of the micro-batches. Returns their mean loss."""
         targets = sum(len(part.targets_M) for part in parts)
         tokens = sum(len(part.tokens_N) for part in parts)
         losses = []
@@ -117,7 +116,7 @@ def batch_of(shape: Shape) -> Batch:
 
 
 def model_of(shape: Shape, device: str, form: str = "bf16") -> Decoder:
-    """The same random weights every time, of values bf16 can hold, or a quantised form."""
+    """The same random weights every time, with values that are exact in bf16 or in a quantised form."""
     generator = torch.Generator(device).manual_seed(0)
     with torch.device(device), torch.no_grad():
         model = Decoder(shape.model, torch.bfloat16 if device == "cuda" else torch.float32, form)
@@ -173,7 +172,7 @@ def _packed(batch: Batch, lengths: list[int], tokens_per_microbatch: int) -> lis
 
 
 def _ragged_lengths(shape: Shape) -> list[int]:
-    """As many tokens in sequences of all lengths up to the longest."""
+    """Lengths up to the longest, for the same number of tokens."""
     lengths, left = [], shape.tokens
     for drawn in np.random.default_rng(1).integers(shape.length // 16, shape.length + 1, shape.tokens):
         lengths.append(min(int(drawn), left))
@@ -197,7 +196,7 @@ def theirs(shape: Shape, device: str, *, liger: bool = False, compile: Literal["
 
 
 def sides(shape: Shape, device: str, *, peers: bool, variants: bool) -> dict[str, Callable[[], Step]]:
-    """Ours in one pass over all tokens, the peers, and ours with its dials turned."""
+    """Ours in one pass over all tokens, the peers, and ours with other settings."""
     whole, half, quarter = (max(shape.tokens // parts, shape.length) for parts in (1, 2, 4))
     found: dict[str, Callable[[], Step]] = {"ours": lambda: ours(shape, device, whole)}
     if peers and has("transformers"):
@@ -216,10 +215,10 @@ def sides(shape: Shape, device: str, *, peers: bool, variants: bool) -> dict[str
             "ours, fp8": lambda: ours(shape, device, whole, form="fp8"),
             "ours, nvfp4": lambda: ours(shape, device, whole, form="nvfp4"),
         }
-    if shape.model.experts:  # their rows of gate_up always are
+    if shape.model.experts:  # the rows of gate_up are always recomputed
         found = {name: make for name, make in found.items() if "kept" not in name}
     elif peers and device == "cuda" and has("liger_kernel"):
-        # last, for with its head compiled it has been seen to break the device's context, and everything after it
+        # last: with its head compiled it has broken the device's context, and with it everything after
         found["liger, layers compiled"] = lambda: theirs(shape, device, liger=True, compile="layers")
         found["liger, compiled"] = lambda: theirs(shape, device, liger=True)
     return found
@@ -267,7 +266,7 @@ def figures_of(shape: Shape, results: dict[str, Result]) -> dict[str, float]:
 
 
 def bars_of(shape: Shape, results: dict[str, Result]) -> dict[str, dict[str, Any]]:
-    """Against a side that ran; a bar about one that did not is left out."""
+    """Compares with the sides that ran. A bar about another side is left out."""
     mine = results["ours"]
     bars: dict[str, dict[str, Any]] = {}
     peers = {name: result for name, result in results.items() if "ours" not in name and not result.error}
@@ -290,7 +289,7 @@ def bars_of(shape: Shape, results: dict[str, Result]) -> dict[str, dict[str, Any
 
 
 def check_losses(results: dict[str, Result]) -> None:
-    """Of sides that have the same sequences and weights."""
+    """For sides that have the same sequences and weights."""
     others = {name for name in results if any(word in name for word in ("ragged", "fp8", "nvfp4"))}
     losses = {name: result.loss for name, result in results.items() if not result.error and name not in others}
     assert losses, "no side ran"
@@ -302,8 +301,8 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--quick", action="store_true", help="fewer repeats; without a device under a minute")
     parser.add_argument("--only", choices=("dense", "mixture"))
-    parser.add_argument("--ours", action="store_true", help="leave the peers out")
-    parser.add_argument("--plain", action="store_true", help="leave our own variants out")
+    parser.add_argument("--ours", action="store_true", help="leave out the peers")
+    parser.add_argument("--plain", action="store_true", help="leave out our own variants")
     options = parser.parse_args()
     device = "cuda" if torch.cuda.is_available() else "cpu"
     figures: dict[str, float] = {}

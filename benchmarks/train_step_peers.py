@@ -1,4 +1,4 @@
-"""What `benchmarks.train_step` is held against: `transformers` compiled by torch, the same with `liger-kernel`.
+"""The peers of `benchmarks.train_step`: `transformers` compiled by torch, and the same with `liger-kernel`.
 
 The same weights, tokens, loss, precision and optimizer work as ours: bf16 weights and activations, FP32 masters and
 moments, gradients scaled by their norm, torch's fused AdamW, and the masters rounded into the model.
@@ -58,15 +58,15 @@ def transformers_step(
     compile: Literal["all", "layers"] | None,
     experts: str = "grouped_mm",
 ) -> Callable[[float], Tensor]:
-    """A function that does one step at a learning rate and returns the loss, on the device. Compiled is all of the
-    model, or its layers, and then the head and its loss run as they are."""
+    """Returns a function that does one step at a learning rate and returns the loss, on the device. `compile` selects
+    the whole model, or only its layers; then the head and its loss run uncompiled."""
     model = _model(ours, experts)
     if liger:
         _patch(model)
     model.train()
     optimizer = MasterAdamW(model, config)
     if compile:
-        torch._logging.set_logs(all=logging.ERROR)  # thousands of lines about liger's kernels
+        torch._logging.set_logs(all=logging.ERROR)  # liger's kernels log thousands of lines
         part: Any = model.model if compile == "layers" else model
         part.compile()
 

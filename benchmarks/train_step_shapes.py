@@ -1,4 +1,4 @@
-"""The models `benchmarks.train_step` trains, and the fewest operations and bytes a step of each can do with."""
+"""The models of `benchmarks.train_step`, and the fewest operations and bytes of a step of each."""
 
 from __future__ import annotations
 
@@ -6,15 +6,15 @@ from dataclasses import dataclass
 
 from rollmill.models.config import ModelConfig
 
-PEAK_OPERATIONS = 790e12  # a second, bf16 products of random numbers on an H200
-PEAK_BYTES = 4.3e12  # a second, read plus written, on an H200
+PEAK_OPERATIONS = 790e12  # per second: bf16 products of random numbers on an H200
+PEAK_BYTES = 4.3e12  # per second, read plus written, on an H200
 
 
 @dataclass(frozen=True)
 class Shape:
     name: str
     model: ModelConfig
-    length: int  # of a sequence
+    length: int  # tokens per sequence
     sequences: int
 
     @property
@@ -68,7 +68,7 @@ def shapes(device: str) -> list[Shape]:
 
 
 def active_parameters(model: ModelConfig) -> int:
-    """Parameters a token is multiplied with, the head counted, a separate embedding not."""
+    """Parameters that a token is multiplied with: with the head, without a separate embedding."""
     attention = model.width * (2 * model.heads + 2 * model.kv_heads) * model.head_dim
     dense = 3 * model.width * model.mlp_width
     mixture = 3 * model.width * model.expert_width * model.experts_per_token + model.width * model.experts
@@ -84,15 +84,15 @@ def all_parameters(model: ModelConfig) -> int:
 
 
 def step_operations(shape: Shape) -> tuple[float, float]:
-    """(of parameters: 6 a token and active one, of causal attention) in forward and backward."""
+    """Operations of forward and backward: (of parameters: 6 per token and active parameter, of causal attention)."""
     model = shape.model
     attention = 6 * model.layers * model.heads * model.head_dim * shape.length  # half of the scores are masked
     return 6.0 * active_parameters(model) * shape.tokens, float(attention) * shape.tokens
 
 
 def step_bytes(shape: Shape) -> float:
-    """Weights read twice, gradients written and read, optimizer state read and written; of every layer the activations
-    one has to keep (inputs of both halves, q k v, attended, gate and up) written, and read again."""
+    """Weights read twice, gradients written and read, optimizer state read and written. Per layer the activations that
+    must be kept (inputs of both halves, q k v, attended, gate and up), written and read again."""
     model = shape.model
     optimizer = all_parameters(model) * (2 * 2 + 2 * 2 + 3 * 4 * 2 + 2)
     rows = (3 * model.heads + 2 * model.kv_heads) * model.head_dim - model.heads * model.head_dim
@@ -102,5 +102,5 @@ def step_bytes(shape: Shape) -> float:
 
 
 def floor_seconds(shape: Shape) -> tuple[float, float]:
-    """The least an H200 could take: (by operations, by bytes)."""
+    """The least time on an H200: (by operations, by bytes)."""
     return sum(step_operations(shape)) / PEAK_OPERATIONS, step_bytes(shape) / PEAK_BYTES

@@ -1,11 +1,11 @@
-"""Weight deltas against what one would use instead, on recorded steps of RL, and what the store makes of them.
+"""Weight deltas on recorded steps of RL, compared with the alternatives; then the store end to end.
 
     python -m benchmarks.weights [--quick] [--recording FOLDER] [--no-wan]
 
 Sizes, speeds on one core, and limits of this machine are measured in one run on the same recorded versions (made by
-`benchmarks.record_deltas` if there are none). Then publishing and following end to end, memory of each role in a
-process of its own, three regions across slow links (`benchmarks.weights_wan`), and where there is a GPU its kernels.
-`--quick` uses smaller recordings and models: it shows that all of it runs; bars for large models are then left out.
+`benchmarks.record_deltas` if there are none). Then publishing and following end to end, the memory of each role in its
+own process, three regions across slow links (`benchmarks.weights_wan`), and with a GPU its kernels. `--quick` uses
+smaller recordings and models: it shows that everything runs, and leaves out the bars for large models.
 """
 
 from __future__ import annotations
@@ -45,9 +45,9 @@ Bars = dict[str, dict[str, Any]]
 
 
 class Scale(NamedTuple):
-    """How much is measured."""
+    """The amount of work."""
 
-    timed_bytes: int  # at the reference learning rate; at the others what was recorded, once
+    timed_bytes: int  # at the reference learning rate; at the others each recording once
     repeats: int
     end_to_end_bytes: int
     memory_mebibytes: int
@@ -63,8 +63,8 @@ QUICK = Scale(64 << 20, 3, 64 << 20, 64, 64, 2)
 
 
 def measure_sizes(recording: Recording) -> dict[tuple[str, str], dict[str, float]]:
-    """By model and learning rate; prints the table of ratios."""
-    table = Table(title="smaller than the whole weights, ×")
+    """Returns sizes by model and learning rate, and prints the table of ratios."""
+    table = Table(title="times smaller than the whole weights")
     measured, rows = {}, {}
     for model in recording.models:
         for rate in recording.rates(model):
@@ -89,7 +89,7 @@ def _ratio(sizes: dict[str, float], name: str) -> str:
 
 
 def size_figures(measured: dict[tuple[str, str], dict[str, float]]) -> tuple[Figures, Bars]:
-    """Of the model that does worse."""
+    """The figures of the worse model."""
     reference = [sizes for (_, rate), sizes in measured.items() if rate == REFERENCE]
     figures = {
         "fast_over_xor": min(sizes[XOR] / sizes["fast"] for sizes in reference),
@@ -110,7 +110,7 @@ def size_figures(measured: dict[tuple[str, str], dict[str, float]]) -> tuple[Fig
 
 
 def measure_speeds(recording: Recording, scale: Scale) -> dict[str, Race]:
-    """At the reference learning rate, by model; prints the table for all learning rates."""
+    """Returns speeds at the reference learning rate by model, and prints the table for all learning rates."""
     table = Table(title="encode, and below it decode, GB/s of model bytes on one core: median (least–most)")
     table.add_column("lr")
     reference: dict[str, Race] = {}
@@ -136,7 +136,7 @@ def measure_speeds(recording: Recording, scale: Scale) -> dict[str, Race]:
 
 
 def speed_figures(recording: Recording, scale: Scale) -> tuple[Figures, Bars]:
-    """Of the model that does worse. Rates are compared with others of the same turn."""
+    """The figures of the worse model. Speeds are compared within the same turn."""
     races = list(measure_speeds(recording, scale).values())
     figures = {
         "encode_gb_s": min(race.encode("fast").median for race in races),
@@ -157,7 +157,7 @@ def speed_figures(recording: Recording, scale: Scale) -> tuple[Figures, Bars]:
 
 
 def verify_figures(recording: Recording, scale: Scale) -> tuple[Figures, Bars]:
-    """The hash alone, and on the same memory the chunk table and root digest as the store computes them."""
+    """The hash alone; and on the same memory chunk table and root digest, as the store computes them."""
     pairs = codec.timed_chunks(*recording.step(recording.models[0], REFERENCE), scale.timed_bytes)
     arrays = [new for _, new in pairs]
     size = sum(array.nbytes for array in arrays)
@@ -204,7 +204,7 @@ def end_to_end(recording: Recording, scale: Scale) -> Figures:
 
 
 def _publish_and_follow(versions: list[Version], copies: int, goal: Goal) -> tuple[float, float, float]:
-    """Median seconds to publish and to follow a delta, and its mean bytes."""
+    """Returns the median seconds to publish and to follow a delta, and its mean bytes."""
     published, followed, sizes = [], [], []
     with tempfile.TemporaryDirectory() as folder:
         publisher = Publisher(WeightStore(Objects.open(folder)), "main", snapshot_every=1000, goal=goal)
@@ -232,7 +232,7 @@ def memory_figures(recording: Recording, scale: Scale) -> tuple[Figures, Bars]:
     with tempfile.TemporaryDirectory() as folder:
         rises = weights_memory.measure(scale.memory_mebibytes, recording, Path(folder))
     model = rises["model"]
-    table = Table(title=f"memory with weights of {model / _MIB:.0f} MiB, above what the process held before")
+    table = Table(title=f"memory with weights of {model / _MIB:.0f} MiB, beyond what the process used before")
     for column in ("role", "peak rise, MiB", "whole copies", "beside them, MiB"):
         table.add_column(column)
     beside = {}
@@ -263,7 +263,7 @@ def wan_figures(recording: Recording, scale: Scale, quick: bool) -> tuple[Figure
 
 
 def device_figures(quick: bool) -> tuple[Figures, Bars]:
-    """Only where there is a GPU: its kernels, measured by a module of their own."""
+    """With a GPU only: its kernels, measured by benchmarks.weights_device."""
     import torch
 
     if not torch.cuda.is_available() or importlib.util.find_spec("benchmarks.weights_device") is None:
@@ -289,7 +289,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--quick", action="store_true", help="smaller models, under a minute")
     parser.add_argument("--recording", type=Path, help="a folder made by benchmarks.record_deltas")
-    parser.add_argument("--no-wan", action="store_true", help="leave out the part that takes longest")
+    parser.add_argument("--no-wan", action="store_true", help="leave out the slowest part")
     given = parser.parse_args()
     scale = QUICK if given.quick else FULL
     recording = Recording(given.recording or FOLDER / ("quick" if given.quick else "full"))

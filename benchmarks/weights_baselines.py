@@ -1,7 +1,7 @@
-"""What one would use instead of our deltas, written to be fast: XOR + zstd (as slime and SkyRL do), gaps and absolute
-values (as PULSE does), whole weights; and how small a delta of such changes can be at all.
+"""Fast alternatives to our deltas: XOR + zstd (as in slime and SkyRL), gaps and absolute values (as in PULSE), whole
+weights; and lower bounds of the size of a delta.
 
-Elements are uint16 arrays of bf16 bits. Everything decodes back, and the tests check that it does.
+Elements are uint16 arrays of bf16 bits. Every encoder has a decoder, and tests check the round trip.
 """
 
 from __future__ import annotations
@@ -16,13 +16,13 @@ import zstandard
 from benchmarks.recordings import entropy, exponents, ordered
 
 LEVEL = 1
-_LONG_GAP = 0xFFFF  # the gap itself follows in a stream of 32 bits
+_LONG_GAP = 0xFFFF  # the gap follows in a stream of 32-bit numbers
 
 
 class XorZstd:
-    """XOR with the base, then zstd-1, both into buffers allocated once: fresh ones cost a page fault each 4 KiB.
+    """XOR with the base, then zstd-1, into buffers that are allocated once: new ones cost a page fault per 4 KiB.
 
-    Through libzstd itself where the system has it, which is a little faster than the Python package.
+    Uses the system's libzstd if there is one, which is slightly faster than the Python package.
     """
 
     def __init__(self, largest: int) -> None:
@@ -38,7 +38,7 @@ class XorZstd:
         return "libzstd" if self._library else "python-zstandard"
 
     def encode(self, old: np.ndarray, new: np.ndarray) -> np.ndarray:
-        """The payload: a view that the next call overwrites."""
+        """Returns the payload, a view that the next call overwrites."""
         xor = self._xor[: new.size]
         np.bitwise_xor(old, new, out=xor)
         if self._library is None:
@@ -51,7 +51,7 @@ class XorZstd:
         return self._packed[:size]
 
     def decode(self, payload: np.ndarray, weights: np.ndarray) -> None:
-        """In place: `weights` is the base before and the new version after."""
+        """In place: `weights` is the base before and the new version afterwards."""
         xor = self._xor[: weights.size]
         if self._library is None:
             size = self._decompressor.stream_reader(payload.data).readinto(xor.view(np.uint8).data)
@@ -77,11 +77,11 @@ def libzstd() -> ctypes.CDLL | None:
 
 
 def zstd_bound(size: int) -> int:
-    """The most a zstd frame of `size` bytes can take."""
+    """The largest zstd frame for `size` bytes."""
     return size + (size >> 8) + 4096
 
 
-# --- plain versions, as one writes them first: encoders allocate what they return, decoders work in place
+# --- plain versions: encoders allocate their results, decoders work in place
 
 
 def encode_xor(old: np.ndarray, new: np.ndarray) -> bytes:
@@ -93,7 +93,7 @@ def decode_xor(payload: bytes, weights: np.ndarray) -> None:
 
 
 def encode_xor_split(old: np.ndarray, new: np.ndarray) -> bytes:
-    """Low and high bytes apart: the high ones are nearly all zero."""
+    """Low and high bytes are separate streams: nearly all high ones are zero."""
     xor = old ^ new
     return _compress(np.concatenate([xor.astype(np.uint8), (xor >> np.uint16(8)).astype(np.uint8)]))
 
@@ -107,7 +107,7 @@ def decode_xor_split(payload: bytes, weights: np.ndarray) -> None:
 
 
 def encode_gaps_absolute(old: np.ndarray, new: np.ndarray) -> bytes:
-    """16-bit gaps between the changed elements, and their new values: PULSE's idea. Each stream a frame of its own."""
+    """PULSE's idea: 16-bit gaps between the changed elements, and their new values, each stream in its own frame."""
     changed = np.flatnonzero(old != new)
     gaps = np.diff(changed, prepend=-1) - 1
     streams = [
@@ -146,14 +146,14 @@ def _decompress(frame: bytes) -> bytes:
 
 
 def independent_bound(old: np.ndarray, new: np.ndarray) -> float:
-    """Bytes that no coding can beat which takes every element to change with the same chance, whatever its neighbours
-    and its value: where changes are, their signs, their magnitudes."""
+    """The fewest bytes of any coding for which every element changes with the same probability, independent of its
+    neighbours and its value: positions, signs and magnitudes of the changes."""
     changed = np.flatnonzero(old != new)
     return (old.size * _binary_entropy(changed.size / old.size) + _move_bits(old[changed], new[changed])) / 8
 
 
 def exponent_bound(old: np.ndarray, new: np.ndarray) -> float:
-    """The same where the chance and the magnitudes may depend on the exponent of the old element."""
+    """The same, if probability and magnitudes may depend on the exponent of the old element."""
     exponent = exponents(old)
     total = np.bincount(exponent, minlength=256)
     changed = np.flatnonzero(old != new)

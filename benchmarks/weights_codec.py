@@ -67,7 +67,7 @@ def chunks(before: Version, after: Version) -> list[Pair]:
 
 
 def timed_chunks(before: Version, after: Version, size: int) -> list[Pair]:
-    """About `size` bytes of the model, repeated end to end, in whole chunks, each in memory of its own."""
+    """About `size` bytes of the model, repeated end to end, in whole chunks, each in its own memory."""
     old, new = flat(before), flat(after)
     count = max(1, round(size / (CHUNK_ELEMENTS * new.itemsize)))
     places = [np.arange(CHUNK_ELEMENTS) + first for first in range(0, count * CHUNK_ELEMENTS, CHUNK_ELEMENTS)]
@@ -78,7 +78,7 @@ def timed_chunks(before: Version, after: Version, size: int) -> list[Pair]:
 
 
 def sizes(pairs: list[Pair]) -> dict[str, float]:
-    """Bytes of every coding, baseline and bound; `fast` and `small` are what encode_difference picks."""
+    """Bytes of every coding, baseline and bound. `fast` and `small` are the choices of encode_difference."""
     result: dict[str, float] = {}
     for goal in ("fast", "small"):
         result[goal] = sum(len(_encode(old, new, goal).payload) for old, new in pairs)
@@ -132,7 +132,7 @@ class Ours:
 
 
 class Preallocated:
-    """XOR + zstd-1 into buffers that are there already. Payloads are kept, as they would be to send them."""
+    """XOR + zstd-1 into preallocated buffers. Payloads are kept, as they would be to send them."""
 
     def __init__(self, largest: int) -> None:
         self._coder = baselines.XorZstd(largest)
@@ -170,12 +170,12 @@ Taken = dict[str, list[float]]  # by contestant: the seconds of each turn
 
 @dataclass(frozen=True)
 class Race:
-    """Seconds of every turn. Ratios are taken turn by turn: what slows a turn down slows both sides of it."""
+    """Seconds of every turn. Ratios are computed per turn, because other load slows both sides of it."""
 
-    size: int  # bytes of a turn
+    size: int  # bytes per turn
     encoding: Taken
     decoding: Taken
-    scans: Taken  # reading base and new once and looking for a difference: no encoder can be faster
+    scans: Taken  # reading base and new once and comparing: no encoder can be faster
 
     def encode(self, name: str) -> Spread:
         return Spread.of(self.size, self.encoding[name])
@@ -194,7 +194,7 @@ def faster(first: Sequence[float], second: Sequence[float]) -> float:
 
 
 def race(pairs: list[Pair], repeats: int) -> Race:
-    """Every contestant on one core, and the scan; each result is compared with what it should be."""
+    """Runs every contestant, and the scan, on one core. Each result is checked."""
     work = [old.copy() for old, _ in pairs]
     encoding, decoding, scans = (collections.defaultdict[str, list[float]](list) for _ in range(3))
     racing, scanning = contestants(max(new.size for _, new in pairs)), _scans()
@@ -208,7 +208,7 @@ def race(pairs: list[Pair], repeats: int) -> Race:
                 contestant.decode(payload, weights)
             decoded = time.process_time()
             for weights, (old, new) in zip(work, pairs, strict=True):
-                assert warm or np.array_equal(weights, new), f"{name} does not give back what it was given"
+                assert warm or np.array_equal(weights, new), f"{name} does not decode to its input"
                 np.copyto(weights, old)
             if warm:
                 encoding[name].append(encoded - began)
@@ -226,7 +226,7 @@ def race(pairs: list[Pair], repeats: int) -> Race:
 
 
 def _scans() -> dict[str, Callable[[np.ndarray, np.ndarray], Any]]:
-    """Ways to scan; the best one counts."""
+    """Several ways to scan. The fastest counts."""
     ways: dict[str, Callable[[np.ndarray, np.ndarray], Any]] = {"numpy": lambda a, b: np.count_nonzero(a != b)}
     compiled = _compiled_scan()
     if compiled is not None:
@@ -255,7 +255,7 @@ def _compiled_scan() -> Callable[[np.ndarray, np.ndarray], Any] | None:
 
 
 def take_turns(calls: dict[str, Callable[[], Any]], repeats: int) -> Taken:
-    """Seconds of each call, one after the other again and again, after one round to warm up."""
+    """Seconds of each call. The calls take turns, after one warm-up round."""
     taken: Taken = {name: [] for name in calls}
     for turn in range(repeats + 1):
         for name, call in calls.items():

@@ -1,10 +1,10 @@
-"""Deltas where the weights are: difference, streams, apply and audit on a CUDA device, next to what one does otherwise.
+"""Deltas on the device: difference, streams, apply and audit on CUDA, compared with plain torch.
 
     python -m benchmarks.weights_device [--quick]
 
-The weights and their update are SYNTHETIC: bfloat16 normal numbers in the shapes of a Llama, of which 1.2 % change,
-89 % of these by ±1 unit in the last place. GB/s are of model bytes: all bytes of the new version, not those that
-changed. Without a CUDA device the same runs small on the CPU, for which there are no bars.
+The weights and their update are SYNTHETIC: normally distributed bfloat16 numbers in the shapes of a Llama. 1.2 % of the
+elements change, 89 % of these by ±1 unit in the last place. GB/s are of model bytes: all bytes of the new version, not
+only the changed ones. Without a CUDA device a small version runs on the CPU, without bars.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ class Measured(NamedTuple):
 
 
 def measure(quick: bool) -> tuple[dict[str, float], dict[str, dict[str, Any]]]:
-    """The figures, and the bars where there is a device to hold them against."""
+    """The figures, and the bars if there is a device."""
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     mebibytes = 2048 if device.type == "cuda" else 8 if quick else 64
     base = _weights(mebibytes << 19, device)
@@ -75,7 +75,7 @@ def _encode(base: Model, new: Model, repeats: int, figures: dict[str, float]) ->
     _rate("encode", size, _timed(differences.encode, max(repeats // 2, 3)), figures)
     payloads = differences.encode()
     figures["encoded_ratio"] = size / sum(len(encoded.payload) for encoded in payloads if encoded)
-    for which in (0, len(groups) // 2, -1):  # never a speed of wrong bytes
+    for which in (0, len(groups) // 2, -1):  # check the bytes before timing them
         old_bits, new_bits = (np.concatenate([_bits(pair[side]) for pair in groups[which]]) for side in (0, 1))
         encoded = payloads[which]
         assert encoded is not None
@@ -89,7 +89,7 @@ def _apply(base: Model, new: Model, repeats: int, figures: dict[str, float]) -> 
     patches = {name: _patches(base[name].view(-1), new[name].view(-1)) for name in new}
     parameters = {name: tensor.clone() for name, tensor in base.items()}
     preparing, pauses = [], []
-    for _ in range(repeats):  # as engines do: every update is prepared anew, and applied once
+    for _ in range(repeats):  # as in an engine: every update is prepared and applied once
         for name, parameter in parameters.items():
             parameter.copy_(base[name])
         started = time.perf_counter()
@@ -107,7 +107,7 @@ def _apply(base: Model, new: Model, repeats: int, figures: dict[str, float]) -> 
 
 
 def _otherwise(base: Model, new: Model, repeats: int, figures: dict[str, float]) -> None:
-    """What one does with torch alone."""
+    """The same with torch alone."""
     size = sum(tensor.nbytes for tensor in new.values())
     cuda = next(iter(new.values())).is_cuda
     host = [tensor.cpu().pin_memory() if cuda else tensor.clone() for tensor in new.values()]
@@ -128,7 +128,7 @@ def _otherwise(base: Model, new: Model, repeats: int, figures: dict[str, float])
 
 
 def _weights(elements: int, device: torch.device) -> Model:
-    """Layers of a Llama of about as many elements."""
+    """Layers of a Llama with about this many elements."""
     width = 2048 if elements >= 1 << 27 else 256
     inner, vocabulary = width * 11 // 4, 16 * width
     layer = {
@@ -155,14 +155,14 @@ def _weights(elements: int, device: torch.device) -> Model:
 
 def _updated(tensor: Tensor) -> Tensor:
     chance = torch.rand(tensor.shape, device=tensor.device)
-    # of those that change, the share ONE_ULP by one and the others by two to five; the sign is a matter of chance too
+    # of the changed elements, the share ONE_ULP moves by one and the others by two to five, in a random direction
     steps = torch.where(chance < DENSITY * ONE_ULP, 1, (chance * 1e7).to(torch.int16) % 4 + 2)
     steps = torch.where(torch.rand_like(chance) < 0.5, -steps, steps) * (chance < DENSITY)
     return (tensor.view(torch.int16) + steps.to(torch.int16)).view(torch.bfloat16)
 
 
 def _grouped(pairs: list[delta.Pair]) -> list[list[delta.Pair]]:
-    """Chunks as payloads cover them: small ones together."""
+    """Chunks grouped as payloads cover them: small ones together."""
     groups: list[list[delta.Pair]] = [[]]
     filled = 0
     for pair in pairs:
@@ -187,7 +187,7 @@ def _bits(tensor: Tensor) -> np.ndarray:
 
 
 def _timed(call: Callable[[], object], repeats: int) -> Measured:
-    """The call and everything it started on the device; the first two times are not counted."""
+    """Times the call with everything it started on the device. The first two calls are not counted."""
     seconds = []
     for _ in range(repeats + 2):
         _synchronize()
@@ -221,21 +221,19 @@ def print_table(figures: dict[str, float]) -> None:
         ("diff_streams", "difference and streams"),
         ("torch_nonzero", "  torch: != and nonzero, indices only"),
         ("encode", "payloads on the host, compressed"),
-        ("apply", "apply changes that wait on the device"),
+        ("apply", "apply changes that are on the device"),
         ("full_copy", "  torch: copy all weights from the host"),
         ("audit", "audit"),
     ):
         row = (figures[f"{key}_gb_s{which}"] for which in ("", "_least", "_most"))
         print(f"{what:<44}" + "".join(f"{value:>10.1f}" for value in row))
     print(f"\npause, apply and audit: {figures['pause_ms']:.2f} ms (at most {figures['pause_ms_most']:.2f}); ", end="")
-    print(
-        f"prepared before in {figures['prepare_seconds']:.3f} s; copying all weights: {figures['full_copy_ms']:.1f} ms"
-    )
+    print(f"prepared in {figures['prepare_seconds']:.3f} s; copying all weights: {figures['full_copy_ms']:.1f} ms")
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--quick", action="store_true", help="fewer times, and less on a CPU")
+    parser.add_argument("--quick", action="store_true", help="fewer repeats, and a smaller model on a CPU")
     figures, bars = measure(parser.parse_args().quick)
     print_table(figures)
     finish("weights_device", {key: round(value, 4) for key, value in figures.items()}, bars)

@@ -1,9 +1,9 @@
-"""How much memory publishing and following take: each role alone in a process of its own, by its peak resident size.
+"""The memory of publishing and following: the peak resident size of each role in its own process.
 
     python -m benchmarks.weights_memory publisher|follower|lent MEBIBYTES STORE RECORDING
 
-Called by `benchmarks.weights`. A process first does the same with a tiny model, so that imports and compiled code are
-not counted, then says how far its peak rose above what it held before.
+Called by `benchmarks.weights`. A process first runs the same with a tiny model, so that imports and compiled code are
+not counted. It then reports how far its peak rose.
 """
 
 from __future__ import annotations
@@ -33,11 +33,11 @@ from rollmill.weights.writing.publisher import Publisher
 
 LINE, OTHER_LINE = "main", "other"
 VERSIONS = 3  # a snapshot and two deltas
-ALLOWANCE = 256 << 20  # what a publisher's packs and payloads in flight may take beside its copy of the weights
+ALLOWANCE = 256 << 20  # for a publisher's packs and payloads in flight, beside its copy of the weights
 
 
 def measure(mebibytes: int, recording: Recording, folder: Path) -> dict[str, float]:
-    """By role: bytes that the peak rose, and `model`, the bytes of the weights."""
+    """By role: how many bytes the peak rose. `model`: the bytes of the weights."""
     figures: dict[str, float] = {}
     for role in ("publisher", "follower", "lent"):
         command = [sys.executable, "-m", "benchmarks.weights_memory", role, str(mebibytes)]
@@ -49,7 +49,7 @@ def measure(mebibytes: int, recording: Recording, folder: Path) -> dict[str, flo
 
 
 def peak_rise(call: Callable[[], None]) -> int:
-    """Bytes that the peak of the resident size rises above what is resident now."""
+    """How many bytes the peak resident size rises above the current size."""
     if not _reset_peak():
         before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
         call()
@@ -74,7 +74,7 @@ def _status(field: str) -> int:
 
 
 def _publish(objects: Objects, tensors: Tensors, step: Callable[[int], None]) -> None:
-    """Two lines, the second from where the first ends; one publisher at a time, as one trainer has one line."""
+    """Publishes two lines, the second from the end of the first, with one publisher at a time."""
     for line in (LINE, OTHER_LINE):
         publisher = Publisher(WeightStore(objects), line)
         for number in range(VERSIONS):
@@ -85,7 +85,7 @@ def _publish(objects: Objects, tensors: Tensors, step: Callable[[int], None]) ->
 
 
 def _follow(source: Objects, *, lent: bool) -> None:
-    """Version by version, as an engine that keeps up, in a region that copies; if lent, then the other line."""
+    """Follows version by version, like an engine that keeps up in a region with a mirror; if lent, two lines."""
     with tempfile.TemporaryDirectory() as folder:
         mirror = Mirror(source, Objects.open(folder))
         follower = Follower(mirror.target, LINE)
@@ -99,7 +99,7 @@ def _follow(source: Objects, *, lent: bool) -> None:
 
 
 def _tiny() -> dict[str, HostTensor]:
-    """One tensor above the size from which compiled code is used, and one below."""
+    """One tensor large enough for compiled code, and a smaller one."""
     random = np.random.default_rng(0)
     return {
         name: HostTensor("bf16", (rows, 1024), random.integers(0, 1 << 16, rows * 1024, np.uint16).view(np.uint8))
@@ -132,7 +132,7 @@ def main() -> None:
     else:
         figures = {arguments.role: peak_rise(lambda: _follow(objects, lent=arguments.role == "lent"))}
     print(json.dumps(figures), flush=True)
-    os._exit(0)  # nothing is left to do, and gigabytes need not be torn down in order
+    os._exit(0)  # exit at once, without freeing gigabytes in order
 
 
 def _step(tensors: dict[str, HostTensor], law: Law, number: int) -> None:

@@ -1,7 +1,7 @@
-"""A model of any size with weights and updates that follow what was recorded: for memory and network measurements.
+"""A model of any size with weights and updates like the recorded ones, for memory and network measurements.
 
-Shapes are those of a Llama; weights are drawn with the recorded deviations; an update changes an element with the
-chance, and by the moves, that elements of its exponent had in the recorded step (`Law`).
+Shapes are those of a Llama. Weights are drawn with the recorded deviations. An update changes elements with the
+probability and by the moves that elements with the same exponent had in the recorded step (`Law`).
 """
 
 from __future__ import annotations
@@ -13,7 +13,10 @@ import numpy as np
 from benchmarks.recordings import REFERENCE, Recording, exponents, flat, ordered
 from rollmill.weights.format.tensors import HostTensor
 
-DEVIATION, RESIDUAL = 0.02, 12**-0.5  # as the recorded models begin; the second for what adds to the residual stream
+DEVIATION, RESIDUAL = (
+    0.02,
+    12**-0.5,
+)  # the initial deviation of the recorded models; the factor is for matrices that add to the residual stream
 _BLOCK = 1 << 20  # elements drawn at a time
 _SIZES = {  # MiB: width, layers
     64: (512, 9),
@@ -25,7 +28,7 @@ _SIZES = {  # MiB: width, layers
 
 @dataclass(frozen=True)
 class Law:
-    """By exponent of the old element: the chance to change, and some of the moves seen."""
+    """By exponent of the old element: the probability to change, and some of the recorded moves."""
 
     chances: np.ndarray  # float32 [256]
     moves: np.ndarray  # int16 [256, 4096], in units in the last place
@@ -77,7 +80,7 @@ def draw_weights(mebibytes: int, seed: int = 0) -> dict[str, HostTensor]:
 
 
 def update(tensors: dict[str, HostTensor], law: Law, seed: int) -> float:
-    """One step, in place. Returns the share of elements that changed."""
+    """One step in place. Returns the share of changed elements."""
     random = np.random.default_rng(seed)
     changed = total = 0
     for tensor in tensors.values():

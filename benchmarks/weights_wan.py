@@ -1,15 +1,15 @@
-"""New versions across an ocean: how soon three regions serve them, against sending the whole weights.
+"""New versions over long-distance links: when three regions serve them, compared with sending the whole weights.
 
     python -m benchmarks.weights_wan [--quick] [--versions 5] [--goal fast|small] [--mbit 200] [--rtt-ms 120]
 
-One home: this process is the trainer and publishes into a directory, a process of its own serves it over HTTP. Three
-regions, each a process with a store of its own, a mirror and a follower, behind a link of its own (benchmarks.relay).
-An engine is simulated by a copy of the weights into which updates are written; at the end its digest is compared. A
-version counts from the trainer's call of publish until the last region has written it into its engine. Weights and
+This process is the trainer and publishes into a directory, the home store. Another process serves it over HTTP. Each of
+three regions is a process with a store, a mirror and a follower, behind a link of its own (benchmarks.relay). A copy of
+the weights, into which updates are written, simulates an engine; at the end its digest is compared. The time of a
+version runs from the trainer's call of publish until the last region has written it into its engine. Weights and
 updates are synthetic, drawn by the law that was recorded at lr 1e-6 (benchmarks.weights_synthetic).
 
 The whole transfer: the same bytes in one object, written by the trainer, read by every region in parallel ranges over
-the same links, verified and copied into the engine. The first version, a compressed snapshot, is reported too.
+the same links, verified, and copied into the engine. The first version, a compressed snapshot, is reported too.
 """
 
 from __future__ import annotations
@@ -58,7 +58,7 @@ _STAGES = ("publish", "notice", "mirror", "fetch", "decode", "apply")
 
 
 class Engine:
-    """The weights an engine would compute with, apart from the follower's image."""
+    """The weights that an engine would compute with, separate from the follower's image."""
 
     def __init__(self) -> None:
         self.tensors: dict[str, HostTensor] = {}
@@ -87,7 +87,7 @@ class Engine:
 
 
 def serve_region(source: str, folder: Path, versions: int) -> None:
-    """Follow the home's line; a line of JSON for every version, then whatever standard input asks for."""
+    """Follows the home's line. Prints a line of JSON per version, then answers commands on standard input."""
     mirror = Mirror(Objects.open(source), Objects.open(folder))
     follower, engine = Follower(mirror.target, LINE, mirror=mirror), Engine()
     _say(ready=True)
@@ -105,12 +105,12 @@ def serve_region(source: str, folder: Path, versions: int) -> None:
         last = arrived
     assert last is not None
     _say(digest=engine.digest(), expected=last.policy.digest)
-    sys.stdin.readline()  # the whole weights are there
+    sys.stdin.readline()  # the whole weights have been written
     _say(digest=fetch_whole(mirror.source.objects, engine, last), at=time.time())
 
 
 def fetch_whole(objects: Objects, engine: Engine, last: Update) -> str:
-    """All bytes of the weights in one object, in the order of names, verified and copied. Returns their digest."""
+    """Reads all weights from one object, in the order of names, verifies and copies them. Returns their digest."""
     size = objects.head(RAW)
     assert size is not None
     piece = 16 << 20
@@ -145,7 +145,7 @@ def _say(**fields: Any) -> None:
 
 
 class Child:
-    """A process of this module and the lines of JSON it writes."""
+    """A process of this module that writes lines of JSON."""
 
     def __init__(self, *arguments: str) -> None:
         self.process = subprocess.Popen(
@@ -186,10 +186,10 @@ class Measured:
     snapshot_seconds: float = 0.0
     snapshot_bytes: int = 0
     snapshot_stages: dict[str, float] = field(default_factory=dict)
-    seconds: list[float] = field(default_factory=list)  # of each delta, until the last region serves it
+    seconds: list[float] = field(default_factory=list)  # per delta, until the last region serves it
     delta_bytes: list[int] = field(default_factory=list)
     density: list[float] = field(default_factory=list)
-    # of the region that was last
+    # of the last region
     stages: dict[str, list[float]] = field(default_factory=lambda: {stage: [] for stage in _STAGES})
 
     @property
@@ -247,7 +247,7 @@ def _run(regions: list[Child], objects: Objects, mebibytes: int, law: Law, versi
             result.stages[stage].append(slowest[stage])
     for answer in [region.next() for region in regions]:
         if answer["digest"] != answer["expected"]:
-            raise RuntimeError(f"an engine does not hold what it serves: {answer}")
+            raise RuntimeError(f"an engine does not hold the weights it serves: {answer}")
     result.whole_seconds = _send_whole(regions, objects, tensors)
     return result
 
@@ -261,7 +261,7 @@ def _send_whole(regions: list[Child], objects: Objects, tensors: dict[str, HostT
         region.tell("whole")
     answers = [region.next() for region in regions]
     if any(answer["digest"] != digest for answer in answers):
-        raise RuntimeError("the whole transfer did not arrive as it was sent")
+        raise RuntimeError("the whole transfer arrived with other bytes")
     return max(answer["at"] for answer in answers) - called
 
 
