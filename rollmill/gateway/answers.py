@@ -1,4 +1,4 @@
-"""An answer while it is sampled: chunks from one engine, or several when one died, become one record."""
+"""An answer while it is sampled. Chunks from one engine, or from several if one died, become one record."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from rollmill.types import FinishReason, PolicyRef, Span
 
 
 class AnswerBuilder:
-    """Positions count from the beginning of the segment: the answer begins where the request's context ends."""
+    """Positions count from the start of the segment: the answer begins at the end of the request's context."""
 
     def __init__(self, request: GenerateRequest, tokenizer: Tokenizer, stops: Sequence[str]) -> None:
         self._request = request
@@ -66,7 +66,7 @@ class AnswerBuilder:
         assert self.finish is not None, "an answer is built once it has ended"
         message = format.parse(self.tokens, tools)
         for index, call in enumerate(message.get("tool_calls") or ()):
-            call["id"] = f"call_{self._offset}_{index}"  # where it stands: unique in its context, same after a replay
+            call["id"] = f"call_{self._offset}_{index}"  # unique in its context, and the same after a replay
         if self._cut is not None and message["content"]:
             message["content"] = message["content"].partition(self._cut)[0]
         return Answer(
@@ -87,10 +87,10 @@ class AnswerBuilder:
         self._share = None
         self._started_at = now
         if share is None or (share.start == len(self.tokens) and (finish == "abort" or self._spans)):
-            return  # it contributed nothing
+            return  # no tokens from this engine
         if oldest is not None:
             number = self._number(oldest)
-        else:  # an engine that dies cannot tell; the weights of its first token are the oldest it is known to have used
+        else:  # an engine that dies cannot report it; the weights of its first token are the oldest known
             number = self._policy[share.start] if share.start < len(self.tokens) else -1
         self._spans.append(
             Span(
@@ -108,7 +108,7 @@ class AnswerBuilder:
         )
 
     def _stop_at_string(self, before: int) -> None:
-        """End right behind the token that completes a stop string; what the engine sampled beyond it is dropped."""
+        """Ends the answer after the token that completes a stop string. Later tokens of the engine are dropped."""
         reach = 4 * max(map(len, self._stops))  # a character is at most four tokens
         for count in range(before + 1, len(self.tokens) + 1):
             text = self._tokenizer.decode(self.tokens[max(0, count - reach) : count])

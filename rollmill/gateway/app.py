@@ -1,14 +1,14 @@
-"""The gateway: the one door to the engines. Clients speak OpenAI chat completions; every token is recorded exactly.
+"""The gateway: the only access to the engines. Clients speak OpenAI chat completions; every token is recorded exactly.
 
     POST   /v1/chat/completions     a session's key, or the production key        see gateway.completions
     GET    /v1/models
     POST   /sessions                admin token: open a session for a trajectory, get its key
-    POST   /sessions/ID/seal        admin token: the record becomes an object and the trajectory is finished
+    POST   /sessions/ID/seal        admin token: store the record, finish the trajectory
     DELETE /sessions/ID             admin token: forget the session
     GET    /health, /metrics        no key; 503 while no engine is alive
 
-A production client names its conversation with the header `x-rollmill-session: ID`; without it, a request belongs to
-the conversation whose history it continues. Keys and message contents never reach a log line.
+A production client names its conversation with the header `x-rollmill-session: ID`. Without it, a request belongs to
+the conversation whose history it continues. Keys and message contents are never logged.
 """
 
 from __future__ import annotations
@@ -56,7 +56,7 @@ def make_app(
     admin_token: str,
     production_key: str | None = None,
 ) -> web.Application:
-    """Sessions found in `log_dir` go on where a crash left them. Without a production key only rollouts are served."""
+    """Sessions found in `log_dir` continue after a crash. Without a production key only rollouts are served."""
     gateway = Gateway(config, format, tokenizer, engines, trajectories, objects, log_dir, admin_token, production_key)
     app = web.Application(client_max_size=config.max_body_bytes, middlewares=[gateway.report_errors])
     app.router.add_post("/v1/chat/completions", gateway.chat)
@@ -114,7 +114,7 @@ class Gateway:
 
         Needs: the key of an open session, or the production key.
         Takes: an OpenAI chat completion; header `x-rollmill-session: ID` names a production conversation.
-        Returns: an OpenAI chat completion, or its stream; 503 with Retry-After while no engine is alive.
+        Returns: an OpenAI chat completion, or a stream of it; 503 with Retry-After while no engine is alive.
         """
         key = _bearer(request)
         session = self._registry.by_key(key)
@@ -151,37 +151,37 @@ class Gateway:
         Needs: the admin token.
         Takes: {"trajectory", "traffic": "rollout" or "production"}, and optionally run, task_id, group_id, min_version
         and provenance.
-        Returns: {"key"}: the API key of this session; the same again if it is open; 409 if it is sealed.
+        Returns: {"key"}: the API key of this session, the same if it is already open; 409 if it is sealed.
         """
         self._check_admin(request)
         facts = parse_facts(parse_object(await request.read()))
         sealed = await self._sealer.is_sealed(facts.trajectory)
         session = self._registry.get(facts.trajectory)
         if sealed or (session is not None and session.facts != facts):
-            what = "already sealed" if sealed else "open with other facts"
-            raise GatewayError(f"{facts.trajectory} is {what}", status=409, hint="use a fresh id")
+            what = "already sealed" if sealed else "open with different fields"
+            raise GatewayError(f"{facts.trajectory} is {what}", status=409, hint="use a new id")
         if session is None:
             await self._recorder.append(facts.trajectory, encode_open(facts))
-            # the same request sent twice may have opened it while this one waited for the disk
+            # the same request, sent twice, may have opened it while this one waited for the disk
             session = self._registry.get(facts.trajectory) or self._registry.add(facts)
             session.logged = True
         return web.json_response({"key": self._registry.key(facts.trajectory)})
 
     async def seal_session(self, request: web.Request) -> web.Response:
-        """End a session: its record becomes an object, and its trajectory is finished.
+        """End a session: store its record and finish its trajectory.
 
         Needs: the admin token.
-        Takes: {"submission_key"}: the object with what was handed in, or null.
-        Returns: {"trajectory", "payload_key", "tokens", …}; the same again if it is sealed already.
+        Takes: {"submission_key"}: the object with the submission, or null.
+        Returns: {"trajectory", "payload_key", "tokens", …}; the same if it is already sealed.
         """
         self._check_admin(request)
         submission_key = parse_object(await request.read() or b"{}").get("submission_key")
         if submission_key is not None and not is_key(submission_key, LONGEST_OBJECT_KEY):
-            raise GatewayError(f"submission_key must be the key of an object or null, got {short(submission_key)}")
+            raise GatewayError(f"submission_key must be an object key or null, got {short(submission_key)}")
         return web.json_response(await self._sealer.seal(check_id(request.match_info["id"]), submission_key))
 
     async def delete_session(self, request: web.Request) -> web.Response:
-        """Forget a session and what was recorded of it.
+        """Delete a session and its record.
 
         Needs: the admin token.
         Returns: {"deleted"}: false if there was no such session.
@@ -193,7 +193,7 @@ class Gateway:
         return web.json_response({"deleted": session is not None})
 
     async def health(self, request: web.Request) -> web.Response:
-        """Say how the gateway and its engines are.
+        """Report the state of the gateway and its engines.
 
         Needs: nothing.
         Returns: {"status", "problems", "engines", "sessions"}; status 503 while no engine is alive.
@@ -209,7 +209,7 @@ class Gateway:
         return web.json_response(body, status=200 if alive else 503)
 
     async def show_metrics(self, request: web.Request) -> web.Response:
-        """Show counters and gauges.
+        """Return counters and gauges.
 
         Needs: nothing.
         Returns: Prometheus text; docs/reference/metrics.md lists the names.
@@ -224,7 +224,7 @@ class Gateway:
     async def report_errors(
         self, request: web.Request, handler: Callable[[web.Request], Awaitable[web.StreamResponse]]
     ) -> web.StreamResponse:
-        """The one boundary: whatever went wrong becomes OpenAI's error object with the right status."""
+        """The only error boundary: every failure becomes an OpenAI error object with the right status."""
         try:
             return await handler(request)
         except GatewayError as error:
@@ -248,7 +248,7 @@ class Gateway:
 
     def _check_admin(self, request: web.Request) -> None:
         if not _same(_bearer(request), self._admin_token):
-            raise GatewayError("this needs the admin token", status=401, hint=_ADMIN_HINT)
+            raise GatewayError("this request needs the admin token", status=401, hint=_ADMIN_HINT)
 
 
 def _bearer(request: web.Request) -> str:

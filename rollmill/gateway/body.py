@@ -1,4 +1,4 @@
-"""Request bodies as JSON that everything behind the gateway can store, render and read again."""
+"""Parses request bodies as JSON that every later part can store, render and read again."""
 
 from __future__ import annotations
 
@@ -11,10 +11,10 @@ from rollmill.trajectories.storable import check_depth
 
 
 def parse_object(body: bytes) -> dict[str, Any]:
-    """The JSON object in `body`. Refuses numbers that are not finite and deep nesting; replaces half characters."""
+    """The JSON object in `body`. Refuses non-finite numbers and deep nesting. Replaces lone surrogates."""
     try:
         tree = json.loads(body, parse_constant=_refuse_number, parse_float=_finite)
-        if b"\\u" in body:  # an escape can be half of a surrogate pair, which no tokenizer and no database takes
+        if b"\\u" in body:  # an escape can be a lone surrogate, which no tokenizer and no database accepts
             tree = _whole_characters(tree)
         check_depth("the request body", tree)
     except TrajectoryError as error:

@@ -1,10 +1,10 @@
-"""One chat completion: fit the request onto its session, have it answered, put the answer on disk, then send it.
+"""One chat completion: plan the request in its session, sample, write the answer to disk, then send it.
 
     plan ─► engine ─► record (fsync) ─► reply
 
-The order is the promise: an answer that a client has received to its end is in the log. A rollout waits for the disk,
-and gets an error if the disk refuses: tokens that nobody can train on are worthless. A production user always gets the
-answer, after `record_wait_s` at the latest; the session is then marked as incomplete and is never trained on.
+The order is the promise: an answer that a client has fully received is in the log. A rollout waits for the disk, and
+gets an error if the write fails, because tokens that are not recorded cannot be trained on. A production user always
+gets the answer, after `record_wait_s` at the latest; the session is then marked as incomplete and is never trained on.
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ class Completions:
         self._running: set[asyncio.Task[web.StreamResponse]] = set()
 
     async def answer(self, session: Session, chat: ChatRequest, request: web.Request) -> web.StreamResponse:
-        """A client that goes away does not undo the answer: it is recorded, and given again when asked for again."""
+        """If the client disconnects, the answer is still recorded, and returned when the request is repeated."""
         work = asyncio.create_task(self._answer(session, chat, request))
         self._running.add(work)
         work.add_done_callback(self._done)
@@ -68,7 +68,7 @@ class Completions:
     def _done(self, work: asyncio.Task[web.StreamResponse]) -> None:
         self._running.discard(work)
         if not work.cancelled():
-            work.exception()  # whoever waited has it; if nobody did, it is no news
+            work.exception()  # the caller that waited has it; if nobody waits, it is not needed
 
     async def _answer(self, session: Session, chat: ChatRequest, request: web.Request) -> web.StreamResponse:
         async with session.lock:
@@ -79,7 +79,7 @@ class Completions:
         return await self._answer(self._registry.successor(session), chat, request)
 
     async def _answer_in(self, session: Session, chat: ChatRequest, request: web.Request) -> web.StreamResponse:
-        """Answer in a session whose lock is held."""
+        """Answer in a session. The caller holds its lock."""
         stream = _EventStream(request, chat, self._format.content_stream(chat.stop)) if chat.stream else None
         segment = session.undelivered(chat.messages, chat.tools)
         if segment is not None:
@@ -92,7 +92,7 @@ class Completions:
                 raise
             return await stream.fail(error)
         finally:
-            if not session.segments and not session.logged:  # a production conversation that never began
+            if not session.segments and not session.logged:  # a production conversation without any answer
                 self._registry.remove(session)
         return await self._reply(session, segment, chat, stream, request)
 
@@ -124,7 +124,7 @@ class Completions:
                     await stream.push(fresh)
                 if builder.finish is not None:
                     break
-        except ConnectionResetError:  # the reader of the stream has left; what was sampled so far is the answer
+        except ConnectionResetError:  # the client closed the stream; the tokens sampled so far are the answer
             builder.abort()
             self._metrics.count("answers_cut_short_total", traffic=facts.traffic)
         finally:
@@ -132,12 +132,12 @@ class Completions:
         return builder.build(self._format, plan.tools)
 
     async def _record(self, session: Session, turn: Turn) -> None:
-        """Put the turn on disk. A rollout waits for the disk; production goes on without it after `record_wait_s`."""
+        """Write the turn to disk. A rollout waits for the disk, production for at most `record_wait_s`."""
         if session.unrecorded is not None:
             return
         facts = session.facts
         production = facts.traffic == "production"
-        if session.sealing:  # deleted while the answer was being sampled: nothing may follow in the log
+        if session.sealing:  # deleted while the answer was sampled: nothing may follow in the log
             if production:
                 session.unrecorded = "the session was deleted"
                 return
@@ -157,7 +157,7 @@ class Completions:
                     f"the answer could not be recorded: {error.message}", status=503, hint=error.hint
                 ) from None
             session.unrecorded = error.message
-            # a session that is replayed after a crash must not pass for a complete one
+            # a session that is replayed after a crash must not count as complete
             self._recorder.append_later(facts.trajectory, encode_incomplete(facts, error.message))
             session.logged = True
 
@@ -185,7 +185,7 @@ class Completions:
 
 
 class _EventStream:
-    """The answer as server-sent events. Begins with the first tokens, so that earlier errors have their own status."""
+    """The answer as server-sent events. It starts with the first tokens, so earlier errors keep their own status."""
 
     def __init__(self, request: web.Request, chat: ChatRequest, content: ContentStream) -> None:
         self._request = request
@@ -205,9 +205,9 @@ class _EventStream:
             await self.response.write(self._writer.text(text))
 
     async def finish(self, answer: Answer, prompt_tokens: int, extra: dict[str, Any]) -> bool:
-        """What is still missing, the calls, the end. False when nobody was there to take it."""
+        """Sends the remaining text, the tool calls and the end. Returns False if the client had disconnected."""
         if answer.finish == "abort":
-            return True  # the reader left of its own will: asking again means a new answer
+            return True  # the client closed the stream: a repeated request gets a new answer
         content = answer.message["content"] or ""
         rest = content[len(self._sent) :] if content.startswith(self._sent) else ""
         calls = answer.message.get("tool_calls") or []

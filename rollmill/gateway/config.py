@@ -1,4 +1,4 @@
-"""Settings of the gateway, and what it is told about the engines behind it."""
+"""Settings of the gateway, and the address of an engine."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ class GatewayConfig(Config):
     )
     max_messages: int = Field(default=4096, ge=1, description="Most messages in one request.")
     default_max_tokens: int = Field(
-        default=1024, ge=1, description="Most tokens of an answer when the request does not say."
+        default=1024, ge=1, description="Most tokens of an answer if the request does not set it."
     )
     engine_wait_s: float = Field(
         default=30.0,
@@ -26,7 +26,7 @@ class GatewayConfig(Config):
     engine_silence_s: float = Field(
         default=300.0,
         gt=0,
-        description="Seconds without a byte from an engine after which the gateway gives it up and retries elsewhere.",
+        description="Seconds without a byte from an engine after which the gateway retries on another engine.",
     )
     health_interval_s: float = Field(
         default=0.25, gt=0, description="Seconds between two health checks of each engine."
@@ -34,7 +34,7 @@ class GatewayConfig(Config):
     stream_above: int = Field(
         default=64,
         ge=0,
-        description="Answers of up to this many tokens come from the engine whole. That is cheaper; if the engine "
+        description="Answers of up to this many tokens are requested whole. That is cheaper; if the engine "
         "dies, they are requested again. Longer answers are streamed. If the engine dies, no token is lost.",
     )
     seal_idle_s: float = Field(
@@ -56,7 +56,7 @@ class GatewayConfig(Config):
     compact_bytes: int = Field(
         default=64 << 20,
         ge=1 << 12,
-        description="The session log is rewritten when it has more bytes than this and most of them are of sealed "
+        description="The session log is rewritten when it has more bytes than this and most of them belong to sealed "
         "sessions.",
     )
 
@@ -65,4 +65,4 @@ class GatewayConfig(Config):
 class EngineEndpoint:
     url: str
     region: str
-    token: str | None = field(default=None, repr=False)  # the bearer token the engine asks for
+    token: str | None = field(default=None, repr=False)  # the engine's bearer token

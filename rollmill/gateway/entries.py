@@ -2,8 +2,8 @@
 
     "RMG1" | length of body | crc32 of body | body = length of header | header (JSON) | arrays, as the header lists them
 
-`op` in the header says what an entry is: open (a session and its facts), turn (one answer), incomplete (a later answer
-is missing from the log), seal (no more turns follow), close (the session has left the log).
+`op` in the header is the kind of entry: open (a session and its facts), turn (one answer), incomplete (a later answer
+is missing from the log), seal (no more turns follow), close (the session was removed from the log).
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ def encode_entry(op: str, session: str, header: Mapping[str, Any], arrays: Mappi
 
 
 def read_entries(data: bytes) -> Iterator[tuple[int, int, LogEntry]]:
-    """(begin, end, entry) of every entry, up to the first that is cut short or damaged."""
+    """Yields (begin, end, entry) of every entry, up to the first truncated or damaged one."""
     at = 0
     while True:
         end = _whole(data, at)
@@ -52,7 +52,7 @@ def read_entries(data: bytes) -> Iterator[tuple[int, int, LogEntry]]:
 
 
 def find_whole_entry(data: bytes, start: int) -> int | None:
-    """Where the next undamaged entry begins, at or after `start`."""
+    """The start of the next undamaged entry, at or after `start`."""
     at = data.find(_MAGIC, start)
     while at >= 0:
         if _whole(data, at) is not None:
@@ -88,7 +88,7 @@ def encode_open(facts: SessionFacts) -> bytes:
 
 
 def encode_incomplete(facts: SessionFacts, reason: str) -> bytes:
-    """Repeats the facts: the entry that opened the session may be the one that is missing."""
+    """Repeats the facts, because the entry that opened the session may be the missing one."""
     return encode_entry("incomplete", facts.trajectory, {"facts": asdict(facts), "reason": reason})
 
 

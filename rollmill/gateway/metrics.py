@@ -1,25 +1,25 @@
-"""Counters of the gateway, shown as Prometheus text at /metrics."""
+"""Counters of the gateway, as Prometheus text at /metrics."""
 
 from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Mapping
 
-# name → meaning, and its labels in braces. What ends in _total only grows; the others are gauges.
+# name → meaning, and its labels in braces. Names that end in _total are counters; the others are gauges.
 METRICS = {
-    "requests_total": "requests that were understood and let in {traffic}",
+    "requests_total": "valid requests that were accepted {traffic}",
     "errors_total": "requests answered with an error {status}",
     "prompt_tokens_total": "prompt tokens of answered requests {traffic}",
     "sampled_tokens_total": "sampled tokens of answered requests {traffic}",
-    "answers_repeated_total": "requests sent twice that got the recorded answer again",
-    "answers_cut_short_total": "answers whose client went away {traffic}",
+    "answers_repeated_total": "repeated requests that got the recorded answer",
+    "answers_cut_short_total": "answers whose client disconnected {traffic}",
     "recording_failures_total": "answers that could not be recorded, or not in time {traffic}",
     "segments_total": "segments begun {cause}",
     "sealed_total": "sessions sealed into trajectories {traffic}",
     "sessions": "open sessions",
     "log_fsyncs_total": "times the session log was flushed to disk",
-    "engine_alive": "1 if the engine answers, else 0 {url}",
-    "engine_failures_total": "requests that the engine failed {url}",
+    "engine_alive": "1 if the engine answers health checks, else 0 {url}",
+    "engine_failures_total": "requests that failed on the engine {url}",
 }
 
 

@@ -1,8 +1,8 @@
-"""The gateway's local log of open sessions: append-only, on disk before an answer is sent.
+"""The gateway's local log of open sessions: append-only, written to disk before an answer is sent.
 
 One thread writes. While it waits for the disk, further entries queue up and share the next fsync, so the cost of
-durability does not grow with the number of sessions. A session leaves the log when it is sealed. When most of the file
-is such dead entries, the living ones are copied to a new file, which replaces the old one in one rename.
+durability does not grow with the number of sessions. A session is removed from the log when it is sealed. When most of
+the file is such dead entries, the live ones are copied to a new file, which replaces the old one in one rename.
 
 A disk can hang. An `append` with `wait_s` gives up after that time, counted from when the disk stopped answering: while
 it hangs, later appends do not wait again.
@@ -27,7 +27,7 @@ from rollmill.gateway.entries import LogEntry, encode_entry, find_whole_entry, r
 log = logging.getLogger(__name__)
 LOG_NAME = "sessions.log"
 _HANGS_AFTER_S = 5.0
-_CLOSE_S = 5.0  # how long a gateway that stops waits for its disk
+_CLOSE_S = 5.0  # how long a stopping gateway waits for its disk
 
 
 @dataclass
@@ -41,7 +41,7 @@ class _Write:
 
 
 class Recorder:
-    """`append` returns when the entry is on disk, or raises StorageError and leaves the log as it was."""
+    """`append` returns when the entry is on disk, or raises StorageError and leaves the log unchanged."""
 
     def __init__(self, directory: Path, *, compact_bytes: int) -> None:
         directory.mkdir(parents=True, exist_ok=True)
@@ -54,12 +54,12 @@ class Recorder:
         self._extents: dict[str, list[tuple[int, int]]] = {}  # session -> (begin, end) of its entries in the file
         self._queue: queue.SimpleQueue[_Write | None] = queue.SimpleQueue()
         self._thread: threading.Thread | None = None
-        self._failure: str | None = None  # why the last write failed, until one succeeds
-        self._busy_since: float | None = None  # since when the thread waits for the disk
+        self._failure: str | None = None  # why the last write failed; None after one succeeds
+        self._busy_since: float | None = None  # when the thread began to wait for the disk
         self.fsyncs = 0
 
     def replay(self) -> list[LogEntry]:
-        """The entries of sessions that were never closed, oldest first. What a crash cut short is dropped."""
+        """The entries of sessions that were never closed, oldest first. An entry that a crash cut short is dropped."""
         data = self._path.read_bytes()
         living: dict[str, list[LogEntry]] = {}
         for begin, end, entry in read_entries(data):
@@ -80,7 +80,7 @@ class Recorder:
 
     @property
     def problem(self) -> str | None:
-        """What is wrong with the log's disk; None if nothing is."""
+        """The fault of the log's disk; None if there is none."""
         waited = self._waited_s()
         if waited > _HANGS_AFTER_S:
             return f"cannot write {self._path}: the disk has not answered for {waited:.0f} s"
@@ -93,18 +93,18 @@ class Recorder:
             async with asyncio.timeout(None if wait_s is None else max(0.0, wait_s - self._waited_s())):
                 await write.done
         except TimeoutError:
-            write.data = b""  # as long as the disk hangs, the queue is all that holds it
+            write.data = b""  # while the disk hangs, only the queue holds the entry
             raise StorageError(
-                f"{self._path}: the disk did not answer within {wait_s:g} s", hint="look at the disk under it"
+                f"{self._path}: the disk did not answer within {wait_s:g} s", hint="check the disk"
             ) from None
 
     def append_later(self, session: str, data: bytes) -> None:
-        """Queue an entry and do not wait for it. If the disk refuses it, nobody is told."""
+        """Queue an entry without waiting. If the write fails, the caller is not told."""
         write = self._enqueue(session, data, closes=False)
         write.done.add_done_callback(lambda done: done.cancelled() or done.exception())
 
     async def forget(self, session: str) -> None:
-        """The session is sealed or given up: its entries are dead from here on."""
+        """Mark the entries of a session as dead: it is sealed or given up."""
         await self._enqueue(session, encode_entry("close", session, {}), closes=True).done
 
     def close(self) -> None:
@@ -142,7 +142,7 @@ class Recorder:
             self._busy_since = None
 
     def _next_batch(self) -> list[_Write] | None:
-        """Everything that waits and that somebody still waits for; None at the end."""
+        """All queued writes whose callers still wait; None at the end."""
         while True:
             taken = [self._queue.get()]
             with contextlib.suppress(queue.Empty):
@@ -156,7 +156,7 @@ class Recorder:
                 return batch
 
     def _write(self, batch: list[_Write]) -> None:
-        data = [write.data for write in batch]  # once: a caller that stops waiting drops it
+        data = [write.data for write in batch]  # read once: a caller that stops waiting clears it
         try:
             _write_all(self._file, b"".join(data), self._size)
             sync(self._file)
@@ -180,7 +180,7 @@ class Recorder:
             return
         try:
             self._compact()
-        except OSError as failure:  # the old file is still whole, and the next batch tries again
+        except OSError as failure:  # the old file is still complete, and the next batch tries again
             log.warning("cannot compact %s: %s", self._path, failure.strerror or failure)
 
     def _compact(self) -> None:
@@ -189,7 +189,7 @@ class Recorder:
         moved: dict[str, list[tuple[int, int]]] = {}
         at = 0
         try:
-            # in the order of the old file: a segment's parent must be replayed before it
+            # in the order of the old file: a parent segment must be replayed before its children
             living = sorted((begin, end, session) for session, own in self._extents.items() for begin, end in own)
             for begin, end, session in living:
                 _write_all(file, os.pread(self._file, end - begin, begin), at)
@@ -205,7 +205,8 @@ class Recorder:
         self._file, self._size, self._extents = file, at, moved
 
     def _drop_tail(self, data: bytes) -> None:
-        """After the last whole entry comes a write that a crash interrupted, or damage with good entries after it."""
+        """Removes what follows the last whole entry: an interrupted write. If good entries follow it, the file is
+        damaged, and a copy is kept."""
         if find_whole_entry(data, self._size) is not None:
             aside = self._path.with_suffix(".damaged")
             aside.write_bytes(data)
@@ -215,7 +216,7 @@ class Recorder:
 
 
 def sync(file: int) -> None:
-    """The one call that waits for the disk."""
+    """The only call that waits for the disk."""
     os.fsync(file)
 
 
@@ -249,7 +250,7 @@ def _sync_directory(directory: Path) -> None:
 
 
 def _finish(batch: list[_Write], error: StorageError | None) -> None:
-    """Wake every caller that waits, with one call into the event loop."""
+    """Wake every waiting caller, with one call into the event loop."""
 
     def wake() -> None:
         for write in batch:
@@ -260,5 +261,5 @@ def _finish(batch: list[_Write], error: StorageError | None) -> None:
             else:
                 write.done.set_exception(error)
 
-    with contextlib.suppress(RuntimeError):  # the loop is gone: nobody waits any more
+    with contextlib.suppress(RuntimeError):  # the loop is closed: nobody waits
         batch[0].done.get_loop().call_soon_threadsafe(wake)

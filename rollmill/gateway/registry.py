@@ -22,7 +22,7 @@ _KEY_PREFIX = "rm-"
 
 
 class Registry:
-    """Session keys derive from the admin token: opening a session twice gives the same key, also after a crash, and no
+    """Session keys derive from the admin token: opening a session twice gives the same key, even after a crash, and no
     secret is stored."""
 
     def __init__(self, admin_token: str) -> None:
@@ -30,7 +30,7 @@ class Registry:
         self._sessions: dict[str, Session] = {}
         self._named: dict[str, str] = {}  # the client's own name for a production conversation -> trajectory
         self._histories: dict[bytes, str] = {}  # digest of a production conversation up to an answer -> trajectory
-        self._digests: dict[str, list[bytes]] = {}  # the other way round
+        self._digests: dict[str, list[bytes]] = {}  # trajectory -> its digests
 
     def __len__(self) -> int:
         return len(self._sessions)
@@ -64,7 +64,7 @@ class Registry:
         return f"{_KEY_PREFIX}{trajectory}-{proof}"
 
     def by_key(self, key: str) -> Session | None:
-        """The open session a key belongs to. Keys end with their session: when it is sealed or given up."""
+        """The open session of a key. A key becomes invalid when its session is sealed or given up."""
         if not key.startswith(_KEY_PREFIX):
             return None
         session = self._sessions.get(key.removeprefix(_KEY_PREFIX).rpartition("-")[0])
@@ -84,23 +84,23 @@ class Registry:
         return self._live(trajectory, provenance)
 
     def successor(self, session: Session) -> Session:
-        """The session that a production conversation goes on in after its own has ended."""
+        """The session in which a production conversation continues after its own has ended."""
         provenance = session.facts.provenance
         return self._live(self._named.get(str(provenance.get("session"))), provenance)
 
     def is_open(self, session: Session) -> bool:
-        """Whether the session takes turns: it is neither sealed nor given up."""
+        """Whether the session accepts turns: it is neither sealed nor given up."""
         return not session.sealing and self._sessions.get(session.facts.trajectory) is session
 
     def _live(self, trajectory: str | None, provenance: dict[str, Any]) -> Session:
         session = self._sessions.get(trajectory) if trajectory is not None else None
         if session is not None and self.is_open(session) and not session.ending:
-            session.used_at = time.time()  # it is not idle any more, so nobody begins to seal it
+            session.used_at = time.time()  # no longer idle, so it is not sealed now
             return session
         return self.add(SessionFacts(f"live-{uuid.uuid4().hex}", "production", run="production", provenance=provenance))
 
     def append(self, session: Session, turn: Turn) -> None:
-        """A turn that is on disk becomes part of its session; an unnamed conversation is found by it from now on."""
+        """Adds a recorded turn to its session. From now on an unnamed conversation can be found by it."""
         session.append(turn)
         facts = session.facts
         unnamed = facts.traffic == "production" and "session" not in facts.provenance
@@ -125,9 +125,9 @@ class Registry:
 
 
 def read_open_session(directory: Path, trajectory: str) -> Trajectory | None:
-    """A session that is still open, from the log of the gateway that records it; None if the log has nothing of it.
+    """An open session, read from the log of the gateway that records it; None if it is not in the log.
 
-    Takes no lock: the log only grows, or is replaced as a whole, and an entry that is being written is left out.
+    Takes no lock: the log only grows or is replaced as a whole, and an entry that is being written is skipped.
     """
     try:
         data = (directory / LOG_NAME).read_bytes()
@@ -143,12 +143,12 @@ def read_open_session(directory: Path, trajectory: str) -> Trajectory | None:
 
 
 def _pseudonym(user: str) -> str:
-    """Who it was stays with the client; that it was the same one is worth knowing."""
+    """A pseudonym of the user: the same user always has the same one, and the name is not stored."""
     return hashlib.blake2b(user.encode(errors="replace"), digest_size=16).hexdigest()
 
 
 def _digests(owner: str, messages: Sequence[Message]) -> Iterator[bytes]:
-    """One digest for the conversation up to each answer. Clients re-format answers, see `same_message`."""
+    """One digest per answer, of the conversation up to it. Clients re-format answers, see `same_message`."""
     running = hashlib.blake2b(owner.encode(), digest_size=16)
     for message in messages:
         content = message["content"] or ""

@@ -42,9 +42,9 @@ class EngineState:
     policy: PolicyRef | None = None
     paused: bool = False
     queued: int = 0  # running and waiting, by its own count
-    in_flight: int = 0  # requests of ours it has not finished
+    in_flight: int = 0  # our requests that it has not finished
     failures: int = 0
-    problem: str = field(default="not asked yet")
+    problem: str = field(default="no health check yet")
 
     @property
     def load(self) -> int:
@@ -96,7 +96,7 @@ class Router:
     async def generate(
         self, request: GenerateRequest, *, prefer: str | None, stream: bool
     ) -> AsyncGenerator[tuple[EngineState, GenerateChunk], None]:
-        """Chunks of one answer, each with the engine it came from; the last has a `finish` that is not "abort"."""
+        """Yields the chunks of one answer, each with its engine. The last has a `finish` other than "abort"."""
         sampled: list[int] = []
         failed: EngineState | None = None
         patience = _Patience(self._config.engine_wait_s)
@@ -112,7 +112,7 @@ class Router:
                             return
                         if chunk.tokens:
                             patience.reset()
-                raise EngineError("the engine gave the request up")
+                raise EngineError("the engine gave up the request")
             except _GONE as error:
                 self._lost(engine, error)
                 prefer, failed = None, engine
@@ -144,7 +144,7 @@ class Router:
                     for line in filter(None, lines):
                         chunk = chunk_from_json(line)
                         if chunk.finish is not None:
-                            await response.read()  # to its end, or the connection could not be used again
+                            await response.read()  # to the end, so that the connection can be reused
                         yield chunk
         finally:
             engine.in_flight -= 1
@@ -170,7 +170,7 @@ class Router:
         engine.failures += 1
         engine.problem = f"{type(error).__name__}: {error}"[:200]
         if isinstance(error, aiohttp.ClientConnectionError):
-            engine.alive = False  # until it answers a health question again
+            engine.alive = False  # until it answers a health check again
         log.warning("engine %s failed during an answer: %s", engine.url, engine.problem)
 
     async def _poll(self, engine: EngineState) -> None:
@@ -201,11 +201,11 @@ class Router:
         engine.policy = PolicyRef(**policy) if policy else None
         engine.paused = bool(health.get("paused"))
         engine.queued = int(health["running"]) + int(health["waiting"])
-        engine.alive = engine.policy is not None  # an engine without weights yet cannot answer
+        engine.alive = engine.policy is not None  # an engine without weights cannot answer
 
 
 class _Patience:
-    """How long one request goes on trying without progress."""
+    """How long one request keeps trying without progress."""
 
     def __init__(self, seconds: float) -> None:
         self._seconds = seconds
@@ -218,28 +218,30 @@ class _Patience:
         return self._backoff.left()
 
     async def pause(self) -> None:
-        """Between two tries, so that an engine that fails at once is not asked in a tight loop."""
+        """Pause between two attempts, so that an engine that fails at once is not called in a tight loop."""
         if self.left() <= 0:
             raise self.exhausted("every engine failed")
         await asyncio.sleep(min(self._backoff.failed(), self.left()))
 
     def exhausted(self, what: str) -> GatewayError:
         return GatewayError(
-            f"{what}; waited {self._seconds:g} s", status=503, hint="try again; GET /health says how the engines are"
+            f"{what}; waited {self._seconds:g} s",
+            status=503,
+            hint="try again; GET /health shows the state of the engines",
         )
 
 
 def _rest(request: GenerateRequest, sampled: list[int]) -> GenerateRequest:
-    """What is left to do of a request of which `sampled` is done."""
+    """The rest of a request after `sampled` tokens are done."""
     if not sampled:
         return request
-    # the same seed: engines draw by (seed, position), so the answer goes on as it would have
+    # the same seed: engines draw by (seed, position), so the answer continues as it would have
     rest = replace(request.sampling, max_tokens=request.sampling.max_tokens - len(sampled))
     return replace(request, tokens=request.tokens + sampled, sampling=rest)
 
 
 def _ended(request: GenerateRequest, sampled: list[int]) -> GenerateChunk | None:
-    """The end of an answer whose engine died between the last token and saying that it was the last."""
+    """The final chunk of an answer whose engine died after the last token, before it said that it was the last."""
     if sampled and sampled[-1] in request.sampling.stop_tokens:
         return GenerateChunk([], [], [], [], finish="stop")
     if len(sampled) >= request.sampling.max_tokens:
@@ -248,7 +250,7 @@ def _ended(request: GenerateRequest, sampled: list[int]) -> GenerateChunk | None
 
 
 async def _refuse(response: aiohttp.ClientResponse) -> None:
-    """A request the engine calls wrong is wrong on every engine; anything else may work on another one.
+    """Raises for a failed request. A 400 is wrong on every engine; anything else may work on another one.
 
     401 is not the client's fault: this gateway holds the wrong token for that engine.
     """

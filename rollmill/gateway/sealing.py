@@ -1,9 +1,9 @@
-"""The end of a session: its record becomes one object, the index learns of it, the log forgets it.
+"""The end of a session: its record becomes one object, the index is updated, and the log forgets it.
 
     log "seal" ─► create payload object ─► index: finished ─► log "close"
 
-The process may die after each arrow. From the first one on the record cannot change, so a restart repeats the rest: the
-object is create-only, and finishing twice is no error.
+The process may die after each arrow. After the first one the record cannot change, so a restart repeats the rest: the
+object is create-only, and finishing twice is not an error.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from rollmill.types import Trajectory, TrajectoryState
 
 log = logging.getLogger(__name__)
 _SWEEP_S = 1.0
-_SEALED = tuple(seal_facts(Trajectory("", [])))  # the names of what the index keeps of a record
+_SEALED = tuple(seal_facts(Trajectory("", [])))  # the facts of a record that the index keeps
 
 
 class Sealer:
@@ -47,14 +47,14 @@ class Sealer:
         self._trajectories = trajectories
         self._objects = objects
         self._metrics = metrics
-        self.problem: str | None = None  # why the last seal failed, until one succeeds
+        self.problem: str | None = None  # why the last seal failed; None after one succeeds
 
     async def seal(self, trajectory: str, submission_key: str | None) -> dict[str, Any]:
-        """Seal a session. Idempotent: one that is already sealed gives the same reply again."""
+        """Seal a session. Idempotent: a sealed session gives the same reply again."""
         session = self._registry.get(trajectory)
         if session is None:
             return await self._already_sealed(trajectory)
-        async with session.lock:  # an answer that is being sampled still belongs to the record
+        async with session.lock:  # an answer in progress still belongs to the record
             if self._registry.get(trajectory) is not session:
                 return await self._already_sealed(trajectory)
             session.ending = True
@@ -64,25 +64,25 @@ class Sealer:
                 session.ending = False
 
     async def give_up(self, session: Session, reason: str) -> None:
-        """Forget a session; what was recorded of it is not kept."""
+        """Forget a session; its record is not kept."""
         trajectory = session.facts.trajectory
         self._registry.remove(session)
         session.sealing, session.given_up = True, reason
         if session.facts.traffic == "production" and session.listed == TrajectoryState.running:
             await self._fail(session, reason)
         if session.logged:
-            with contextlib.suppress(StorageError):  # it would be replayed after a restart, and expire then
+            with contextlib.suppress(StorageError):  # a restart would replay it, and it would expire then
                 await self._recorder.forget(trajectory)
 
     async def is_sealed(self, trajectory: str) -> bool:
         return await asyncio.to_thread(self._objects.head, payload_key(trajectory)) is not None
 
     async def sweep(self) -> None:
-        """Runs for ever: finish what a crash interrupted, list new conversations, end those that have gone silent."""
+        """Runs for ever: finish seals that a crash interrupted, list new conversations, end idle ones."""
         while True:
             for session in self._registry:
                 if self._registry.get(session.facts.trajectory) is not session:
-                    continue  # it ended while another one was dealt with
+                    continue  # it ended while another one was processed
                 await self._list(session)
                 idle_s = time.time() - session.used_at
                 if not session.lock.locked() and (session.sealing or idle_s > self._limit_s(session)):
@@ -90,7 +90,7 @@ class Sealer:
             await asyncio.sleep(_SWEEP_S)
 
     async def _list(self, session: Session) -> None:
-        """Show a production conversation in the index while it goes on. Nobody waits for this."""
+        """Write a production conversation to the index while it is open. Nobody waits for this."""
         state = TrajectoryState.running if session.unrecorded is None else TrajectoryState.failed
         begun = session.segments or session.unrecorded is not None
         if session.facts.traffic != "production" or not begun or session.listed == state:
@@ -98,9 +98,9 @@ class Sealer:
         try:
             await asyncio.to_thread(self._write_row, session)
             session.listed = state
-            if session.given_up is not None:  # meanwhile
+            if session.given_up is not None:  # given up meanwhile
                 await self._fail(session, session.given_up)
-        except TrajectoryError as error:  # deleted by somebody: nothing to show
+        except TrajectoryError as error:  # it was deleted: nothing to list
             log.info("session %s is not listed: %s", session.facts.trajectory, error.message)
             session.listed = state
         except (StorageError, OSError) as error:
@@ -128,9 +128,9 @@ class Sealer:
                 await self.seal(trajectory, session.submission_key)
         except GatewayError as error:
             log.error("session %s cannot be sealed: %s", trajectory, error)
-            if error.status == 409:  # the index has given it up, or its record contradicts itself
+            if error.status == 409:  # the index has given it up, or its record is inconsistent
                 await self.give_up(session, error.message)
-        except Exception:  # one session must not keep the others from being sealed
+        except Exception:  # one session must not block the sealing of others
             log.exception("session %s cannot be sealed", trajectory)
 
     async def _seal(self, session: Session, submission_key: str | None) -> dict[str, Any]:
@@ -153,19 +153,19 @@ class Sealer:
             self.problem, hint = (error.message, error.hint) if isinstance(error, StorageError) else (str(error), None)
             raise GatewayError(f"{trajectory} cannot be stored: {self.problem}", status=503, hint=hint) from None
         self._registry.remove(session)
-        with contextlib.suppress(StorageError):  # it is stored; a restart would find that out
+        with contextlib.suppress(StorageError):  # it is stored, which a restart would find out
             await self._recorder.forget(trajectory)
         self._metrics.count("sealed_total", traffic=session.facts.traffic)
         return sealed
 
     def _store(self, session: Session) -> dict[str, Any]:
-        """Runs in a thread: compression, the object store and the database may take their time."""
+        """Runs in a thread, because compression, object store and database may be slow."""
         facts = session.facts
         trajectory = session.build()
         key = payload_key(facts.trajectory)
-        with contextlib.suppress(ObjectExists):  # ours, from before a crash: the record was fixed by then
+        with contextlib.suppress(ObjectExists):  # ours, from before a crash: the record was already final
             self._objects.create(key, encode_trajectory(trajectory))
-        if facts.traffic == "production":  # nobody planned it: the gateway makes its row
+        if facts.traffic == "production":  # no run planned it, so the gateway creates its row
             self._write_row(session)
         sealed = seal_facts(trajectory)
         self._trajectories.finish(facts.trajectory, key, session.submission_key, **sealed)

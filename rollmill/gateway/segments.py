@@ -19,8 +19,8 @@ from rollmill.types import Cause, FinishReason, PolicyRef, Segment, Span
 
 @dataclass
 class Answer:
-    """Sampled tokens and the facts about each. `policy` points into `policies`; spans and routes count from the
-    beginning of the segment."""
+    """Sampled tokens and the facts about each. `policy` indexes `policies`. Spans and routes count from the start of
+    the segment."""
 
     tokens: list[int]
     logprobs: list[float]
@@ -29,7 +29,7 @@ class Answer:
     spans: list[Span]
     routes: list[tuple[int, np.ndarray]]  # (first position, rows)
     finish: FinishReason
-    closed: bool  # ended with a token of the format that ends answers
+    closed: bool  # ended with the token of the chat format that ends answers
     message: Message
     cached_tokens: int = 0
 
@@ -44,7 +44,7 @@ class Turn:
     tools: list[Tool] = field(default_factory=list)
     parent: tuple[str, int] | None = None
     cause: Cause = "start"
-    inherited: int = 0  # how many messages of the parent come before `messages`
+    inherited: int = 0  # number of the parent's messages that come before `messages`
 
 
 class Mark(NamedTuple):
@@ -52,7 +52,7 @@ class Mark(NamedTuple):
 
     messages: int
     tokens: int
-    kind: Literal["start", "prompt", "answer"]  # nothing before it, a generation prompt, an answer
+    kind: Literal["start", "prompt", "answer"]  # what is before it: nothing, a generation prompt, an answer
     closed: bool = False
 
 
@@ -65,7 +65,7 @@ class OpenSegment:
         self.offset = first.parent[1] if first.parent else 0
         self.tokens: list[int] = parent.tokens[: self.offset] if parent else []
         self.messages: list[Message] = parent.messages[: first.inherited] if parent else []
-        # A mark of the parent holds here when its messages and its tokens are both shared.
+        # A mark of the parent is valid here if its messages and its tokens are both shared.
         self.marks: list[Mark] = [
             mark
             for mark in (parent.marks if parent else [Mark(0, 0, "start")])
@@ -90,7 +90,7 @@ class OpenSegment:
         return self.marks[-1].closed
 
     def shared_messages(self, messages: Sequence[Message]) -> int:
-        """How many leading messages are the same here and there."""
+        """The number of leading messages that are equal in both."""
         count = 0
         for mine, theirs in zip(self.messages, messages, strict=False):
             if not same_message(mine, theirs):
@@ -99,7 +99,7 @@ class OpenSegment:
         return count
 
     def build(self, parent: Segment | None) -> Segment:
-        """The finished record. Tokens shared with the parent stay the parent's: they are not sampled here."""
+        """The finished record. Tokens shared with the parent belong to the parent: here they are not sampled."""
         length = len(self.tokens)
         segment = Segment(
             id=self.id,
@@ -122,13 +122,13 @@ class OpenSegment:
         return segment
 
     def _mark(self, mark: Mark) -> None:
-        if self.marks[-1][:3] != mark[:3]:  # asking again starts at a mark that is already there
+        if self.marks[-1][:3] != mark[:3]:  # a repeated request starts at an existing mark
             self.marks.append(mark)
 
 
 def same_message(recorded: Message, sent: Message) -> bool:
-    """Whether a client's copy of a message means the recorded one. Ids of calls are names, not content, and clients
-    re-format what an assistant said: arguments are compared as JSON, text without surrounding blanks."""
+    """Whether a client's copy of a message equals the recorded one. Ids of calls are ignored, and clients re-format
+    answers: arguments are compared as JSON, text without surrounding blanks."""
     if recorded["role"] != sent["role"]:
         return False
     if recorded["role"] != "assistant":
@@ -169,8 +169,8 @@ def _put_answer(segment: Segment, start: int, answer: Answer) -> None:
 
 
 def _put_routes(segment: Segment, first: int, rows: np.ndarray, valid: np.ndarray) -> None:
-    """The first record of a position stands: it is the one its token was sampled with. A later one comes from computing
-    the context again, after an eviction or on another engine."""
+    """The first record of a position is kept: its token was sampled with it. A later record comes from computing the
+    context again, after an eviction or on another engine."""
     if segment.routes is None or segment.routes_valid is None:
         segment.routes = np.zeros((len(segment.tokens), *rows.shape[1:]), rows.dtype)
         segment.routes_valid = np.zeros(len(segment.tokens), np.bool_)

@@ -1,9 +1,9 @@
-"""A session: one conversation with the model, recorded as one trajectory. Its requests are fitted onto its segments.
+"""A session: one conversation with the model, recorded as one trajectory. Requests are matched with its segments.
 
 request extends a segment            only the new messages are rendered and appended
 request repeats the last one         answered again from the record if that answer may not have arrived,
                                      otherwise a new segment, cause "retry"
-anything else                        a new segment, cause "edit", branching off behind the longest shared history
+anything else                        a new segment, cause "edit", which branches off after the longest shared history
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ _ID = re.compile(r"[A-Za-z0-9_-][A-Za-z0-9._-]{0,127}")
 
 @dataclass(frozen=True)
 class SessionFacts:
-    """What the caller that opened the session said about it."""
+    """The facts that the caller gave when it opened the session."""
 
     __pydantic_config__ = ConfigDict(**STRICT, extra="forbid")
 
@@ -48,7 +48,7 @@ _FACTS = TypeAdapter(SessionFacts)
 
 
 def parse_facts(tree: dict[str, Any]) -> SessionFacts:
-    """The body of POST /sessions. What could not be stored later is refused now, while somebody listens."""
+    """The body of POST /sessions. Values that could not be stored later are refused now, while the caller waits."""
     try:
         given = {name: value for name, value in tree.items() if value is not None}
         facts = parse_json(json.dumps(given), _FACTS)
@@ -65,7 +65,7 @@ def parse_facts(tree: dict[str, Any]) -> SessionFacts:
 
 
 def check_id(text: object) -> str:
-    """The id of a session, in a URL and in a key."""
+    """Checks the id of a session, which is part of URLs and object keys."""
     if not isinstance(text, str) or not _ID.fullmatch(text):
         raise GatewayError(f"{text!r:.80} is not an id", hint="1 to 128 letters, digits, dots, dashes or underscores")
     return text
@@ -73,14 +73,14 @@ def check_id(text: object) -> str:
 
 @dataclass(frozen=True)
 class Plan:
-    """How a request continues the session: `context` goes to the engine, `prompt` is its part that is new."""
+    """How a request continues the session: `context` goes to the engine, `prompt` is the new part of it."""
 
     segment: str
     context: list[int]
     prompt: list[int]
     messages: list[Message]
     tools: list[Tool]
-    opens: bool  # whether it begins a new segment
+    opens: bool  # whether it starts a new segment
     parent: tuple[str, int] | None = None
     cause: Cause = "start"
     inherited: int = 0
@@ -103,13 +103,13 @@ class Session:
         self.facts = facts
         self.segments: dict[str, OpenSegment] = {}  # oldest first
         self.latest: OpenSegment | None = None  # the segment of the last answer
-        self.lock = asyncio.Lock()  # one answer at a time: a turn is planned on top of the ones before it
+        self.lock = asyncio.Lock()  # one answer at a time: a turn is planned after the turns before it
         self.engine: str | None = None  # URL of the engine that holds its KV cache
-        self.used_at = time.time()  # when it was last asked or answered
-        self.logged = False  # whether the log knows of it
-        self.listed: str | None = None  # its state in the index, as far as the gateway has written it
-        self.ending = False  # it is being sealed: a request opens a new session and does not wait
-        self.sealing = False  # the log says that nothing more will come
+        self.used_at = time.time()  # time of the last request or answer
+        self.logged = False  # whether it is in the log
+        self.listed: str | None = None  # its state in the index, as last written by the gateway
+        self.ending = False  # it is being sealed: a new request opens a new session instead of waiting
+        self.sealing = False  # the log says that no more turns follow
         self.given_up: str | None = None  # why it was forgotten without a seal
         self.submission_key: str | None = None
         self.unrecorded: str | None = None  # why its later answers are not in the log
@@ -128,7 +128,7 @@ class Session:
         self.used_at = time.time()
 
     def undelivered(self, messages: Sequence[Message], tools: Sequence[Tool]) -> OpenSegment | None:
-        """The segment whose last answer is what these messages ask for, if that answer may never have arrived."""
+        """The segment whose last answer these messages ask for, if that answer may not have arrived."""
         segment = self.latest
         if segment is None or segment.delivered or segment.tools != tools:
             return None
@@ -162,7 +162,7 @@ class Session:
         )
 
     def _nearest(self, messages: list[Message], tools: list[Tool]) -> tuple[OpenSegment, int]:
-        """The segment that shares most with these messages; of equals one they extend, then the one used last."""
+        """The segment that shares most with these messages. Of equals: one they extend, then the one used last."""
 
         def rank(segment: OpenSegment) -> tuple[int, bool, bool]:
             shared = segment.shared_messages(messages) if segment.tools == tools else 0
@@ -181,11 +181,11 @@ class Session:
             rendered = format.render_start(new, tools)
         elif mark.kind == "answer":
             rendered = format.render_turn(new, tools, answer_closed=mark.closed)
-        elif new:  # the client put its own words in place of the answer
+        elif new:  # the client replaced the answer with its own text
             rendered = format.render_answer(new[0], tools) + format.render_turn(new[1:], tools, answer_closed=True)
         else:
             rendered = []
-        # Tokens may agree beyond the mark, up to the base's next answer: an edited message keeps its beginning.
+        # Tokens may agree beyond the mark, up to the base's next answer: an edited message may keep its beginning.
         following = base.marks[index + 1].tokens if mark.kind != "prompt" else mark.tokens
         agreed = _common(rendered, base.tokens[mark.tokens : following])
         asked_again = not new and mark == base.marks[-2]
@@ -206,7 +206,7 @@ class Session:
 
 
 def _usable(mark: Mark, shared: int, messages: list[Message]) -> bool:
-    """A branch may begin at a mark inside the shared history; behind a generation prompt only an answer can follow."""
+    """A branch may start at a mark inside the shared history. After a generation prompt only an answer can follow."""
     if mark.messages > shared:
         return False
     return mark.kind != "prompt" or mark.messages == len(messages) or messages[mark.messages]["role"] == "assistant"

@@ -1,6 +1,6 @@
 """The database through SQLAlchemy Core: SQLite embedded, PostgreSQL for several hosts, the same statements on both.
 
-Readers use `reading`, writers hand `writing` a function that may run more than once:
+Readers use `reading`. Writers pass `writing` a function that may run more than once:
 
     with reading(engine) as connection: ...
     result = writing(engine, lambda connection: ...)
@@ -33,7 +33,7 @@ _ATTEMPTS = 10
 _RETRIED = {"40001", "40P01"}  # SQLSTATE: serialization failure, deadlock
 _MIGRATION_LOCK = 0x526F6C6C6D696C6C  # any constant: PostgreSQL's advisory lock around migrations
 _REVISIONS = Path(__file__).parent / "migrations" / "versions"
-_FIRST = "0001"  # the schema of databases that were made before there were revisions
+_FIRST = "0001"  # the schema of databases from before revisions existed
 
 
 def open_database(url: str) -> sa.Engine:
@@ -44,7 +44,7 @@ def open_database(url: str) -> sa.Engine:
     try:
         parsed = sa.make_url(url)
     except ArgumentError:
-        # the text may hold a password, so it is not repeated
+        # the URL may contain a password, so it is not repeated
         raise StorageError("the database URL is malformed", hint=_URL_HINT) from None
     if parsed.get_backend_name() == "sqlite":
         engine = _open_sqlite(parsed)
@@ -63,13 +63,13 @@ def newest_revision() -> str:
 
 @contextlib.contextmanager
 def reading(engine: sa.Engine) -> Iterator[sa.Connection]:
-    """A read-only view of one moment (on PostgreSQL: of each statement)."""
+    """A consistent read-only view (on PostgreSQL: per statement)."""
     with _explained(engine), engine.connect() as connection:
         yield connection
 
 
 def writing(engine: sa.Engine, work: Callable[[sa.Connection], T]) -> T:
-    """Run `work` in one write transaction: all of it happens, or, when it raises or the process dies, none of it."""
+    """Run `work` in one write transaction. If it raises or the process dies, nothing is written."""
     with _explained(engine):
         backoff = Backoff(0.01, 0.01 * 2**_ATTEMPTS, jitter=1.0)
         while True:
@@ -85,7 +85,7 @@ def writing(engine: sa.Engine, work: Callable[[sa.Connection], T]) -> T:
 
 
 def name_of(engine: sa.Engine) -> str:
-    """The database as people name it, without its password."""
+    """The name of the database for messages, without its password."""
     return engine.url.render_as_string(hide_password=True)
 
 
@@ -96,10 +96,10 @@ def _open_sqlite(url: sa.URL, *, foreign_keys: bool = True) -> sa.Engine:
 
     @event.listens_for(engine, "connect")
     def prepare(connection: Any, record: Any) -> None:
-        connection.isolation_level = None  # transactions begin where we say, not where the driver guesses
+        connection.isolation_level = None  # we begin transactions explicitly; the driver does not guess
         connection.execute(f"PRAGMA busy_timeout = {LOCK_SECONDS * 1000}")
         _use_write_ahead_log(connection)
-        connection.execute("PRAGMA synchronous = FULL")  # acknowledged means on the disk
+        connection.execute("PRAGMA synchronous = FULL")  # acknowledged writes are on the disk
         connection.execute(f"PRAGMA foreign_keys = {int(foreign_keys)}")
 
     @event.listens_for(engine, "begin")
@@ -110,7 +110,7 @@ def _open_sqlite(url: sa.URL, *, foreign_keys: bool = True) -> sa.Engine:
 
 
 def _use_write_ahead_log(connection: sqlite3.Connection) -> None:
-    """Switching the mode does not wait for other processes that are switching it too, so we wait."""
+    """Switching to WAL mode does not wait for other processes that switch at the same time, so we retry."""
     deadline = time.monotonic() + LOCK_SECONDS
     while True:
         try:
@@ -129,10 +129,10 @@ def _open_postgresql(url: sa.URL) -> sa.Engine:
     try:
         return sa.create_engine(
             url.set(drivername="postgresql+psycopg").update_query_dict({"options": options}),
-            # a server has a hundred connections by default, and every process of every host wants some
+            # a server allows a hundred connections by default, and every process of every host needs some
             pool_size=4,
             max_overflow=4,
-            pool_pre_ping=True,  # a server that was restarted costs a reconnect, not an error
+            pool_pre_ping=True,  # after a restart of the server: reconnect instead of an error
             connect_args={"connect_timeout": 10},
         )
     except (NoSuchModuleError, ModuleNotFoundError):
@@ -163,7 +163,7 @@ def _find_revision(connection: sa.Connection) -> str | None:
 def _upgrade(engine: sa.Engine) -> None:
     if engine.dialect.name == "postgresql":
         return writing(engine, _run_revisions)
-    # SQLite changes a column by copying its table, which foreign keys would refuse; they are checked at the end
+    # SQLite changes a column by copying its table, which violates foreign keys meanwhile; they are checked at the end
     unchecked = _open_sqlite(engine.url, foreign_keys=False)
     try:
         writing(unchecked, _run_revisions)
@@ -195,7 +195,7 @@ def _run_revisions(connection: sa.Connection) -> None:
 
 @contextlib.contextmanager
 def _explained(engine: sa.Engine) -> Iterator[None]:
-    """Errors of the database leave as StorageError with a remedy; a broken constraint is the caller's to explain."""
+    """Converts database errors to StorageError with a hint. The caller explains a broken constraint."""
     try:
         yield
     except IntegrityError:
@@ -215,7 +215,7 @@ _HINTS = {
     "unable to open": "does its directory exist, and may this user write there?",
     "readonly database": "this user may not write there; check the owner of the file and of its directory",
     "read-only": "the server is a standby; give the URL of the primary",
-    "malformed": "the file is damaged; restore a copy, or begin a new run",
+    "malformed": "the file is damaged; restore a copy, or start a new run",
     "not a database": "the path names a file that is not an SQLite database",
     "password authentication": "check the user and the password in the URL",
     "does not exist": "create the database and its user first: createdb NAME",
@@ -230,4 +230,4 @@ def _hint(cause: str, error: Exception) -> str:
             return hint
     if getattr(error, "connection_invalidated", False) or "connection" in cause:
         return "is the database server running and reachable? Unfinished transactions were undone; start again"
-    return "this is not expected to happen; the cause above comes from the database itself"
+    return "unexpected; the message above comes from the database itself"

@@ -49,14 +49,14 @@ class DirectoryBackend:
     def create(self, key: str, data: bytes) -> None:
         with self._explained(key, writing=True):
             if (self._root / key).is_file():
-                raise FileExistsError  # the common refusal, without writing the data first
+                raise FileExistsError  # the common case, without writing the data first
             with self._staged(data) as staged:
                 self._into_place(key, lambda target: os.link(staged, target))
 
     def stat(self, key: str) -> Stat | None:
         with self._explained(key):
             try:
-                found = os.stat(f"{self._root}/{key}")  # asked many times a second; Path would cost more
+                found = os.stat(f"{self._root}/{key}")  # called many times per second; Path would be slower
                 return Stat(found.st_size, found.st_mtime) if stat.S_ISREG(found.st_mode) else None
             except (FileNotFoundError, NotADirectoryError):
                 return None
@@ -92,7 +92,7 @@ class DirectoryBackend:
 
     @contextlib.contextmanager
     def _staged(self, data: bytes) -> Iterator[Path]:
-        """The data in a file of its own, on disk; gone again at the end unless it was renamed."""
+        """The data in a synced temporary file, which is removed at the end unless it was renamed."""
         path = self._staging / f"{os.getpid()}-{uuid.uuid4().hex}"
         try:
             with path.open("xb", buffering=0) as file:
@@ -108,13 +108,13 @@ class DirectoryBackend:
         target = self._root / key
         try:
             place(target)
-        except FileNotFoundError:  # the first object of its folder
+        except FileNotFoundError:  # the first object in its folder
             _make_folder(target.parent)
             place(target)
         sync_folder(target.parent)
 
     def _remove_abandoned(self) -> None:
-        """Old by the clock of the file system: that of this machine may be wrong, and others are writing here now."""
+        """Ages are by the file system's clock: this machine's clock may be wrong, and others are writing here now."""
         files = list(self._staging.iterdir())
         if not files:
             return
@@ -122,9 +122,9 @@ class DirectoryBackend:
             with self._staged(b"") as path:
                 now = path.stat().st_mtime
         except OSError:
-            return  # a store that can only be read is not tidied
+            return  # a read-only store is not cleaned up
         for path in files:
-            with contextlib.suppress(FileNotFoundError):  # another process may tidy at the same time
+            with contextlib.suppress(FileNotFoundError):  # another process may clean up at the same time
                 if now - path.stat().st_mtime > _ABANDONED_SECONDS:
                     path.unlink()
 
@@ -133,7 +133,7 @@ class DirectoryBackend:
         try:
             yield
         except FileExistsError:
-            raise ObjectExists(f"{key!r} in {self._root} is already there") from None
+            raise ObjectExists(f"{key!r} in {self._root} already exists") from None
         except OSError as error:
             if not writing and isinstance(error, FileNotFoundError | NotADirectoryError | IsADirectoryError):
                 raise ObjectMissing(f"no object {key!r} in {self._root}") from None
@@ -142,7 +142,7 @@ class DirectoryBackend:
                     f"free some space on the disk that holds {self._root}; nothing was lost, the call can be repeated"
                 )
             elif error.errno in (errno.EISDIR, errno.ENOTDIR):
-                hint = "a name in a directory store cannot be an object and a folder at once"
+                hint = "in a directory store a name cannot be both an object and a folder"
             elif error.errno in (errno.EPERM, errno.ENOTSUP):
                 hint = f"the file system of {self._root} must support hard links; put the store on a local disk"
             else:
@@ -151,7 +151,7 @@ class DirectoryBackend:
 
 
 def _make_folder(folder: Path) -> None:
-    """Make a folder that survives a power cut: its parent is synced too."""
+    """Make a folder that survives a power failure: its parent is synced too."""
     if folder.is_dir():
         return
     _make_folder(folder.parent)
@@ -163,7 +163,7 @@ def _make_folder(folder: Path) -> None:
 
 
 def sync_folder(folder: Path) -> None:
-    """Make what was created or renamed in a folder survive a power cut."""
+    """Make created and renamed files of a folder survive a power failure."""
     descriptor = os.open(folder, os.O_RDONLY)
     try:
         os.fsync(descriptor)

@@ -34,7 +34,7 @@ if TYPE_CHECKING:
 
     from rollmill.storage.objects import Objects
 
-_PIECE = 1 << 20  # what the server holds in memory for one request
+_PIECE = 1 << 20  # bytes the server holds in memory per request
 _LONGEST_WATCH_SECONDS, _WATCH_LOOK_SECONDS = 30.0, 0.02
 _LARGEST_REPLY = 1 << 30  # a larger reply is refused before it is read
 _LARGEST_REFUSAL = 1 << 16
@@ -79,16 +79,16 @@ def object_app(objects: Objects, token: str | None = None) -> web.Application:
 
         Needs: the store token.
         Takes: header `Range: bytes=FIRST-LAST` for a part.
-        Returns: the bytes; to HEAD, size and Last-Modified alone. 404 if there is no such object.
+        Returns: the bytes; for HEAD only size and Last-Modified. 404 if there is no such object.
         """
         return await _send(request, objects, request.match_info["key"])
 
     async def watch(request: web.Request) -> web.StreamResponse:
-        """Wait for an object: saves polling.
+        """Wait for an object, instead of polling.
 
         Needs: the store token.
         Takes: ?key=KEY&seconds=S.
-        Returns: the bytes as soon as they are there; 204 after S seconds, at most 30.
+        Returns: the bytes as soon as the object exists; 204 after S seconds, at most 30.
         """
         status = await _watch(request, objects)
         return await _send(request, objects, request.query["key"]) if status == 200 else web.Response(status=status)
@@ -119,7 +119,7 @@ async def _send(request: web.Request, objects: Objects, key: str) -> web.StreamR
     response.headers["Last-Modified"] = formatdate(found.modified, usegmt=True)
     if status == 206:
         response.headers["Content-Range"] = f"bytes {start}-{stop - 1}/{size}"
-    with contextlib.suppress(ConnectionResetError):  # the client has gone
+    with contextlib.suppress(ConnectionResetError):  # the client disconnected
         await response.prepare(request)
         if request.method != "HEAD":
             for first in range(start, stop, _PIECE):
@@ -133,7 +133,7 @@ async def _watch(request: web.Request, objects: Objects) -> int:
         seconds = float(request.query.get("seconds", "0"))
     except ValueError:
         seconds = -1.0
-    if not seconds >= 0:  # not a number is refused too
+    if not seconds >= 0:  # NaN is refused too
         return 400
     deadline = time.monotonic() + min(seconds, _LONGEST_WATCH_SECONDS)
     while await asyncio.to_thread(objects.head, request.query.get("key", "")) is None:
@@ -177,7 +177,7 @@ class HttpBackend:
         if reply.status == 416:
             return b""
         if reply.status != 206:
-            raise StorageError(f"{self._url} does not answer range requests as an object store does")
+            raise StorageError(f"{self._url} does not answer range requests like an object store")
         return reply.body
 
     def stat(self, key: str) -> Stat | None:
@@ -189,7 +189,7 @@ class HttpBackend:
             modified = parsedate_to_datetime(headers["Last-Modified"])
             return Stat(int(headers["Content-Length"]), modified.timestamp())
         except (ValueError, TypeError, OverflowError):
-            raise StorageError(f"{self._url} does not say how large {key!r} is and since when") from None
+            raise StorageError(f"{self._url} does not report the size and time of {key!r}") from None
 
     def list(self, prefix: str) -> builtins.list[str]:
         return self._names("list", "keys", prefix)
@@ -215,7 +215,7 @@ class HttpBackend:
         try:
             return parse_json(body, _NAMES)[field]
         except (ValueError, KeyError):
-            raise StorageError(f"{self._url} did not answer {call} as an object store does") from None
+            raise StorageError(f"{self._url} did not answer {call} like an object store") from None
 
     def _request(
         self,
@@ -227,7 +227,7 @@ class HttpBackend:
         silence: float = 0.0,
     ) -> _Reply:
         """One request. A failed connection is opened again once; a busy server is retried for `patience` seconds.
-        `silence` is how many seconds the server may wait on purpose.
+        `silence` is the number of seconds the server may wait on purpose.
         """
         backoff = Backoff(*_PAUSE_SECONDS, patience=self._patience + silence)
         failures = 0
@@ -292,7 +292,7 @@ class HttpBackend:
         while part := response.read1(1 << 18):
             parts.append(part)
             if time.monotonic() > deadline:
-                raise TimeoutError("the answer comes too slowly")
+                raise TimeoutError("the reply is too slow")
         body = b"".join(parts)
         if len(body) != length:
             raise http.client.IncompleteRead(body, length - len(body))

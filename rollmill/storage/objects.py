@@ -5,8 +5,8 @@
     memory://                 through obstore; private to this object, for tests
     http://, https://         read-only view of another region's store (storage/http.py)
 
-Environment of an s3:// store: AWS_ACCESS_KEY_ID, AWS_SECRET_ACCESS_KEY, AWS_REGION; for a server that is not Amazon's
-AWS_ENDPOINT_URL=http://host:port, and AWS_ALLOW_HTTP=true where that is not https.
+Environment of an s3:// store: AWS_ACCESS_KEY_ID, AWS_SECRET_ACCESS_KEY, AWS_REGION. For a server other than Amazon's
+also AWS_ENDPOINT_URL=http://host:port, and AWS_ALLOW_HTTP=true if that is not https.
 
 Everything above rests on `create`: it is atomic and refused if the key exists, on every store. Overwriting
 compare-and-swap is not available on every store, so nothing uses it. If an answer is lost and the request is retried,
@@ -30,17 +30,17 @@ from urllib.parse import unquote, urlsplit
 from rollmill.backoff import Backoff
 from rollmill.errors import ObjectExists, ObjectMissing, ObjectTruncated, StorageError
 
-# Characters that mean the same on every store and file system. A leading dot is kept for the stores' own files.
+# Characters that are safe on every store and file system. A leading dot is reserved for the stores' own files.
 _SEGMENT = re.compile(r"[A-Za-z0-9_=@+:,-][A-Za-z0-9._=@+:,-]*")
 _LONGEST_SEGMENT = 200
 _LONGEST_KEY = 900
 PATIENCE_SECONDS = 15.0
 _LARGE_WRITE = 1 << 20  # larger writes get a longer timeout
 _LARGE_WRITE_SECONDS = 60.0
-_SLOWEST_GET_SECONDS = 600.0  # while bytes keep arriving
+_SLOWEST_GET_SECONDS = 600.0  # as long as bytes keep arriving
 _SERVICES = {"s3": "AWS", "gs": "GOOGLE", "az": "AZURE"}
 _CLIENT_SETTINGS = ("allow_http", "allow_invalid_certificates", "proxy_url", "proxy_excludes")
-_PAST_THE_END = ("416 Range Not Satisfiable", "Invalid range")  # answers to a range that begins at the end
+_PAST_THE_END = ("416 Range Not Satisfiable", "Invalid range")  # replies to a range that starts at the end
 
 
 class Stat(NamedTuple):
@@ -148,7 +148,7 @@ class Objects:
         return sorted(self._backend.folders(_valid_folder(prefix)))
 
     def delete(self, key: str) -> None:
-        """Remove an object. It is no error if there is none."""
+        """Remove an object. It is not an error if there is none."""
         self._backend.delete(_valid(key))
 
 
@@ -257,7 +257,7 @@ class _ObstoreBackend:
         except FileNotFoundError:
             raise _missing(key, self._url) from None
         except AlreadyExistsError:
-            raise ObjectExists(f"{key!r} in {self._url} is already there") from None
+            raise ObjectExists(f"{key!r} in {self._url} already exists") from None
         except (BaseError, OSError) as error:
             raise StorageError(
                 f"{key!r} in {self._url}: {_first_lines(error)}",

@@ -21,7 +21,7 @@ THREADS = 16  # requests at a time: a link of 200 Mbit/s and 120 ms holds 3 MB, 
 PIECE_BYTES = 8 << 20
 _SMALL_PIECE_BYTES, _LEAST_PIECE_BYTES = 512 << 10, 128 << 10
 BYTES_IN_FLIGHT = 128 << 20
-# Stores have already retried by themselves before this: these retries are for a link that is down a little longer.
+# Stores have already retried before this. These retries are for a link that is down for longer.
 _RETRIES = 2
 _PAUSE_SECONDS = 0.2, 1.0  # before the first retry, and the longest
 

@@ -1,7 +1,7 @@
 """Facts of tokens as JSON and arrays. One codec: the engine's wire, the gateway's log and the payloads all use it.
 
-Which weights sampled a token (PolicyRef), how (Sampling, Span) and through which experts (routes) has the same form in
-all three places. What is decoded may come from another process or another region, so the types are strict.
+The weights that sampled a token (PolicyRef), the sampling (Sampling, Span) and the experts (routes) have the same form
+in all three places. Input may come from another process or another region, so the types are strict.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from pydantic import ConfigDict, Field, PlainSerializer, PlainValidator, TypeAda
 
 from rollmill.types import PolicyRef, Sampling, Span
 
-# the types that each fact may have as an array
+# the dtypes that each fact may have as an array
 DTYPES: dict[str, tuple[str, ...]] = {
     "tokens": ("int32",),
     "sampled": ("bool",),
@@ -33,7 +33,7 @@ SPANS = TypeAdapter(list[Span])
 
 
 def to_arrays(**facts: Sequence[float]) -> dict[str, np.ndarray]:
-    """Facts that are lists, as arrays of their type."""
+    """Converts facts that are lists to arrays of their type."""
     return {name: np.array(values, DTYPES[name][0]) for name, values in facts.items()}
 
 

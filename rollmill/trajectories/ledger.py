@@ -1,12 +1,12 @@
-"""The books of a run: which groups are open, what each step trains on, what the run did with every trajectory.
+"""The ledger of a run: which groups are open, what each step trains on, what the run did with every trajectory.
 
     group    running ──► waiting ──► leased ──► final         counts against the staleness bound until it is final
     ledger   admitted ─────────────► leased ──► trained       or stale | no_signal | dropped, each with a reason
              start_group group_ready write_step commit_step
 
 Each method is one transaction. Every writer first locks the row of the run, so what it counts cannot change before it
-writes. A process that is killed leaves nothing half-done. `write_step` comes before the update it
-describes and `commit_step` after its weights are published, so a restart runs recorded steps again and nothing else.
+writes. A killed process leaves nothing half-done. `write_step` comes before the update it describes and `commit_step`
+after its weights are published, so a restart runs exactly the recorded steps again.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ class GroupRow:
     task_id: str
     size: int
     state: GroupState
-    min_version: int  # engines older than this must not sample for it
+    min_version: int  # engines with older weights must not sample for it
     step: int | None
     created_at: float
     ready_at: float | None
@@ -56,7 +56,7 @@ class GroupRow:
 _GROUP_COLUMNS = tuple(groups.c[name] for name in GroupRow.__annotations__)
 _OPEN = [state.value for state in GroupState if state is not GroupState.final]
 _UNSETTLED = (TrajectoryState.running, TrajectoryState.finished)
-# parameters must not be called as a column is: SQLAlchemy would set that column to them
+# a parameter must not have the name of a column: SQLAlchemy would set that column to it
 _of_run: sa.BindParameter[str] = bindparam("of_run")
 _named: sa.BindParameter[str] = bindparam("named", expanding=True)
 
@@ -96,7 +96,7 @@ _CLOSE = [
 
 
 class Ledger:
-    """The books of one run. Safe to use from several threads and processes."""
+    """The ledger of one run. Safe to use from several threads and processes."""
 
     def __init__(self, engine: sa.Engine, run: str) -> None:
         self.run = to_key("the run", run)
@@ -105,7 +105,7 @@ class Ledger:
             known = connection.execute(sa.select(runs.c.id).where(runs.c.id == run)).scalar()
         if known is None:
             row = {"id": run, "created_at": time.time()}
-            with contextlib.suppress(IntegrityError):  # another process was faster
+            with contextlib.suppress(IntegrityError):  # another process created it first
                 writing(engine, lambda connection: connection.execute(runs.insert(), row))
 
     # groups: the dispatcher's side
@@ -121,7 +121,7 @@ class Ledger:
         provenance: Mapping[str, Any] | None = None,
         traffic: TrafficClass = "rollout",
     ) -> int | None:
-        """Admit a group and its trajectories. Returns the version committed at that moment: no older one may sample
+        """Admit a group and its trajectories. Returns the version committed at that moment: no older version may sample
         for the group. Returns None, and changes nothing, while `bound` groups are open.
 
         A repeated call for an admitted group returns its version again, whatever the bound: the first reply may have
@@ -157,11 +157,11 @@ class Ledger:
             if version is not None:
                 return version
             raise TrajectoryError(
-                f"group {group_id} or one of its trajectories is already there", hint="use fresh ids for a new group"
+                f"group {group_id} or one of its trajectories already exists", hint="use new ids for a new group"
             ) from None
 
     def group_ready(self, group_id: str) -> None:
-        """Every trajectory of the group is graded or has failed: the trainer may have it."""
+        """Mark a group as ready for the trainer: each of its trajectories is graded or has failed."""
 
         def work(connection: sa.Connection) -> None:
             for row in steps.undecided(connection, self.run, [group_id]):
@@ -174,7 +174,7 @@ class Ledger:
         self._write(work)
 
     def replace_lost(self, group_id: str, old_id: str, new_id: str, reason: str = "lost") -> int:
-        """Drop a trajectory that infrastructure failed, and admit a fresh attempt in its place.
+        """Drop a trajectory that failed because of infrastructure, and admit a new attempt in its place.
 
         Returns the version committed at that moment, as `start_group` does.
         """
@@ -189,7 +189,7 @@ class Ledger:
                 state = old.entry if old is not None else "unknown"
                 raise TrajectoryError(f"{old_id} cannot be replaced in group {group_id}: it is {state} there")
             self._expect_group(connection, group_id, GroupState.running)
-            if old.state != TrajectoryState.deleted:  # what a user deleted stays deleted
+            if old.state != TrajectoryState.deleted:  # a trajectory that a user deleted stays deleted
                 move_trajectory(connection, old_id, TrajectoryState.failed, reason)
             why = f"replaced by {new_id}: {old.reason or reason}"
             steps.decide(connection, self.run, {old_id: (LedgerState.dropped, why)}, None)
@@ -202,12 +202,10 @@ class Ledger:
         try:
             return self._write(work)
         except IntegrityError:
-            raise TrajectoryError(
-                f"{new_id} is already a trajectory", hint="a fresh attempt needs a fresh id"
-            ) from None
+            raise TrajectoryError(f"{new_id} is already a trajectory", hint="a new attempt needs a new id") from None
 
     def close_group(self, group_id: str, excluded: Mapping[str, tuple[LedgerState, str]]) -> None:
-        """Make a group final that no step will train on. This makes room for the next one."""
+        """Make a group final without a step. This makes room for the next group."""
 
         def work(connection: sa.Connection) -> None:
             params = {"of_run": self.run, "named": [group_id]}
@@ -226,7 +224,7 @@ class Ledger:
             return [_to_group(row) for row in connection.execute(_WAITING, {"of_run": self.run, "most": limit})]
 
     def members(self, group_ids: Sequence[str]) -> dict[str, list[TrajectoryRow]]:
-        """The trajectories of each group that no step has decided about yet."""
+        """The trajectories of each group that no step has decided on yet."""
         found: dict[str, list[TrajectoryRow]] = {id: [] for id in group_ids}
         with reading(self._engine) as connection:
             for row in steps.undecided(connection, self.run, group_ids):
@@ -234,9 +232,9 @@ class Ledger:
         return found
 
     def write_step(self, record: StepRecord) -> None:
-        """Lease what the step trains on, before it runs. The record accounts for every trajectory of its groups."""
+        """Lease the trajectories of a step before it runs. The record accounts for every trajectory of its groups."""
         if record.run != self.run:
-            raise TrajectoryError(f"a step of run {record.run!r} in the books of run {self.run!r}")
+            raise TrajectoryError(f"a step of run {record.run!r} in the ledger of run {self.run!r}")
 
         def work(connection: sa.Connection) -> None:
             steps.insert_step(connection, record)
@@ -248,7 +246,7 @@ class Ledger:
         self._write(work)
 
     def commit_step(self, number: int, version: Version, digest: str) -> None:
-        """The weights of the step are published: mark what it leased as trained, and its groups as final."""
+        """Mark the leased trajectories of a step as trained and its groups as final: its weights are published."""
 
         def work(connection: sa.Connection) -> None:
             if steps.insert_commit(connection, self.run, number, version, digest):
@@ -271,19 +269,19 @@ class Ledger:
             return steps.committed(connection, self.run)
 
     def commits(self) -> list[Commit]:
-        """Which version each step became, in the order it happened."""
+        """The version that each step became, in the order of the commits."""
         with reading(self._engine) as connection:
             return steps.read_commits(connection, self.run)
 
     # reports
 
     def open_groups(self) -> int:
-        """Groups that are not final: what the staleness bound bounds."""
+        """The number of groups that are not final, which the staleness bound limits."""
         with reading(self._engine) as connection:
             return connection.execute(_COUNT_OPEN, {"of_run": self.run}).scalar_one()
 
     def groups_started(self) -> int:
-        """How many groups the run has ever admitted, final ones included."""
+        """The number of groups the run has ever admitted, including final ones."""
         with reading(self._engine) as connection:
             return connection.execute(_COUNT_ALL, {"of_run": self.run}).scalar_one()
 
@@ -294,7 +292,7 @@ class Ledger:
             return [_to_group(row) for row in connection.execute(query, {"of_run": self.run})]
 
     def counts(self) -> dict[str, int]:
-        """How many trajectories of the run are in each ledger state. Each is in exactly one."""
+        """The number of trajectories of the run per ledger state. Each is in exactly one."""
         counts = {state.value: 0 for state in LedgerState}
         with reading(self._engine) as connection:
             for state, number in connection.execute(_COUNTS, {"of_run": self.run}):
@@ -302,7 +300,7 @@ class Ledger:
         return counts
 
     def reasons(self) -> dict[tuple[str, str], int]:
-        """(ledger state, reason) -> how many, for everything that was not trained on."""
+        """(ledger state, reason) -> number of trajectories, for those that were not trained on."""
         with reading(self._engine) as connection:
             rows = connection.execute(_REASONS, {"of_run": self.run})
             return {(row.state, row.reason): row.number for row in rows}

@@ -26,7 +26,7 @@ _ORDER_BY: dict[str, tuple[Any, ...]] = {
 
 @dataclass(frozen=True)
 class TrajectoryQuery:
-    """Every field that is given narrows the list. Trajectories that are equal in `order` come newest first."""
+    """Every field that is set narrows the list. Trajectories that are equal in `order` come newest first."""
 
     run: str | None = None
     state: str | None = None

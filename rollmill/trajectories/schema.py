@@ -1,17 +1,17 @@
 """A sealed trajectory as bytes: one safetensors file inside one zstd frame.
 
-    record            uint8    the JSON of `_Record`: ids, provenance, messages; of each segment its policies and spans
-    N.tokens          int32    [T - offset]   of segment N; what it shares with its parent is stored once, by the parent
+    record            uint8    the JSON of `_Record`: ids, provenance, messages; policies and spans of each segment
+    N.tokens          int32    [T - offset]   of segment N; its parent stores the tokens they share
     N.sampled         bool     [T]
     N.logprobs        float32  [T]
     N.policy          int16    [T]
     N.routes          uint8 or uint16 [T, moe layers, k], absent for a dense model
     N.routes_valid    bool     [T]
 
-Payloads come from other regions and from object stores anyone might write to, so decoding trusts nothing: whatever
-`decode_trajectory` returns keeps every invariant of `check_trajectory`, and anything else is a TrajectoryError.
-Encoding checks the same, so that nothing is sealed that could not be read again. State, reason and rewards are facts
-of the index, not of the payload: a decoded trajectory is `finished`, and `TrajectoryStore.load` fills in the rest.
+Payloads come from other regions and from object stores that others may write to, so decoding trusts nothing: whatever
+`decode_trajectory` returns satisfies every invariant of `check_trajectory`, and anything else raises TrajectoryError.
+Encoding checks the same, so nothing is sealed that could not be read again. State, reason and rewards are facts of the
+index, not of the payload: a decoded trajectory is `finished`, and `TrajectoryStore.load` fills in the rest.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ from rollmill.trajectories.facts import DTYPES, STRICT, to_plain
 from rollmill.types import Cause, PolicyRef, Segment, Span, TrafficClass, Trajectory, TrajectoryState
 
 MAX_PAYLOAD_BYTES = 512 << 20  # uncompressed; 200,000 tokens with 60 layers of 8 experts are about 200 MB
-_ROUNDING = 1e-3  # a log-softmax may round to a hair above zero
+_ROUNDING = 1e-3  # a log-softmax may round to slightly above zero
 _SAFETENSORS_DTYPES = {"U8": "uint8", "U16": "uint16", "I16": "int16", "I32": "int32", "F32": "float32", "BOOL": "bool"}
 
 
@@ -66,7 +66,7 @@ _RECORD = TypeAdapter(_Record)
 
 
 def encode_trajectory(trajectory: Trajectory) -> bytes:
-    """The payload of a sealed trajectory. TrajectoryError if the record contradicts itself."""
+    """The payload of a sealed trajectory. Raises TrajectoryError if the record is inconsistent."""
     check_trajectory(trajectory)
     arrays = {"record": np.frombuffer(_record_json(trajectory), np.uint8)}
     for index, segment in enumerate(trajectory.segments):
@@ -74,7 +74,7 @@ def encode_trajectory(trajectory: Trajectory) -> bytes:
         own["tokens"] = segment.tokens[segment.parent[1] if segment.parent else 0 :]
         for name, array in own.items():
             if array is not None:
-                # safetensors copies the buffer as it lies in memory: a strided view would be written scrambled
+                # safetensors copies the buffer as it is in memory: a strided view would be written scrambled
                 arrays[f"{index}.{name}"] = np.ascontiguousarray(array)
     size = sum(array.nbytes for array in arrays.values())
     if size > MAX_PAYLOAD_BYTES:
@@ -83,7 +83,7 @@ def encode_trajectory(trajectory: Trajectory) -> bytes:
 
 
 def decode_trajectory(data: bytes) -> Trajectory:
-    """What `encode_trajectory` was given, bit for bit. TrajectoryError for any bytes it would not have written."""
+    """The input of `encode_trajectory`, bit for bit. Raises TrajectoryError for bytes it would not have written."""
     arrays = _unpack(data)
     described = arrays.pop("record", None)
     if described is None or described.dtype != np.uint8:
@@ -97,7 +97,7 @@ def decode_trajectory(data: bytes) -> Trajectory:
         own["tokens"] = _whole_tokens(record.id, own["tokens"], own["sampled"], facts, segments)
         segments[facts.id] = Segment(**vars(facts), **own)  # type: ignore[arg-type]
     if arrays:
-        _refuse(record.id, f"arrays that belong to no segment: {', '.join(sorted(arrays)[:5])}")
+        _refuse(record.id, f"arrays without a segment: {', '.join(sorted(arrays)[:5])}")
     trajectory = Trajectory(
         id=record.id,
         segments=list(segments.values()),
@@ -113,7 +113,7 @@ def decode_trajectory(data: bytes) -> Trajectory:
 
 
 def seal_facts(trajectory: Trajectory) -> dict[str, Any]:
-    """What the index keeps of the segments: the keyword arguments of `TrajectoryStore.finish`."""
+    """The facts of the segments that the index keeps: the keyword arguments of `TrajectoryStore.finish`."""
     segments = trajectory.segments
     policies = [policy for segment in segments for policy in segment.policies]
     newest = max(policies, key=lambda policy: policy.number, default=None)
@@ -131,7 +131,7 @@ def seal_facts(trajectory: Trajectory) -> dict[str, Any]:
 
 
 def check_trajectory(trajectory: Trajectory) -> None:
-    """Every invariant of the record, or a TrajectoryError that names the one that is broken."""
+    """Checks every invariant of the record. TrajectoryError names the one that is broken."""
     seen: dict[str, Segment] = {}
     for segment in trajectory.segments:
         refuse = partial(_refuse, f"{trajectory.id}: segment {segment.id!r}")
@@ -185,14 +185,14 @@ def _check_policies(segment: Segment, refuse: Callable[[str], NoReturn]) -> None
     sampled = segment.sampled
     logprobs = segment.logprobs[sampled]
     if not np.isnan(segment.logprobs[~sampled]).all():
-        refuse("a log-prob stands where nothing was sampled")
+        refuse("a token that was not sampled has a log-prob")
     if not np.isfinite(logprobs).all() or (logprobs > _ROUNDING).any():
         refuse("a sampled token has a log-prob that is not finite or is above zero")
     if (segment.policy[~sampled] != -1).any():
-        refuse("a policy stands where nothing was sampled")
+        refuse("a token that was not sampled has a policy")
     policy = segment.policy[sampled]
     if policy.size and not 0 <= int(policy.min()) <= int(policy.max()) < len(segment.policies):
-        refuse(f"a policy index is outside of the {len(segment.policies)} policies")
+        refuse(f"a policy index is out of range of the {len(segment.policies)} policies")
     if any(not 0 <= reference.number < 1 << 31 or not reference.line for reference in segment.policies):
         refuse("a policy without a line, or with a number that is negative or too large")
 
@@ -229,15 +229,15 @@ def _record_json(trajectory: Trajectory) -> bytes:
         text = json.dumps(record, default=to_plain, ensure_ascii=False, allow_nan=False)
     except (TypeError, ValueError, RecursionError) as error:
         _refuse(trajectory.id, f"its messages or provenance are not JSON: {error}")
-    # a lone surrogate has no bytes; messages are for people to read, so a question mark is good enough
+    # a lone surrogate cannot be encoded; messages are for people to read, so a question mark replaces it
     data = text.encode("utf-8", "replace")
-    _parse_record(data)  # what cannot be read again is not written
+    _parse_record(data)  # a record that cannot be read again is not written
     return data
 
 
 def _unpack(data: bytes) -> dict[str, np.ndarray]:
     try:
-        # decompress() allocates what the frame states in one piece and stops there, so it must state it
+        # decompress() allocates the stated size at once and stops there, so the frame must state it
         size = zstandard.frame_content_size(data)
         if not 0 <= size <= MAX_PAYLOAD_BYTES:
             stated = f"{size} bytes, over the limit of {MAX_PAYLOAD_BYTES}" if size >= 0 else "an unknown size"
@@ -267,14 +267,14 @@ def _whole_tokens(
     described: _SegmentRecord,
     earlier: dict[str, Segment],
 ) -> np.ndarray:
-    """The tokens of a segment with the prefix it shares with its parent put back in front."""
+    """The tokens of a segment, with the prefix it shares with its parent."""
     name, offset = described.parent or ("", 0)
     shared = earlier[name].tokens if name in earlier else np.empty(0, np.int32)
     if own is None or own.dtype != np.int32 or own.ndim != 1:
         _refuse(trajectory_id, f"segment {described.id!r}: tokens are missing or not a row of int32")
     if not 0 <= offset <= len(shared):
         _refuse(trajectory_id, f"segment {described.id!r} refers to {offset} tokens of {name!r}, which are not there")
-    # before anything is copied: a chain of references to one long parent would be a bomb of its own
+    # checked before copying: a chain of references to one long parent could use any amount of memory
     if sampled is None or sampled.shape != (offset + len(own),):
         _refuse(trajectory_id, f"segment {described.id!r}: sampled is missing or not as long as the tokens")
     return np.concatenate([shared[:offset], own])
@@ -282,5 +282,5 @@ def _whole_tokens(
 
 def _refuse(where: str, why: str) -> NoReturn:
     raise TrajectoryError(
-        f"{where}: {why}", hint="the payload is not used; `rollmill trajectories show` tells where it came from"
+        f"{where}: {why}", hint="the payload is not used; `rollmill trajectories show` shows where it came from"
     )

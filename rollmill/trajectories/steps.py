@@ -1,4 +1,4 @@
-"""The step record in SQL: what a step trains on, pinned before it runs, and the versions it became.
+"""The step record in SQL: what a step trains on, fixed before it runs, and the versions it became.
 
 Functions over an open connection; `Ledger` wraps each in a transaction that holds the run's lock. Rows of `steps`,
 `step_trajectories` and `commits` are inserted and never changed.
@@ -22,7 +22,7 @@ from rollmill.types import LEDGER_TRANSITIONS, LedgerState, StepRecord, Trajecto
 
 @dataclass(frozen=True)
 class Commit:
-    """A step became this version. A step has several when other hardware had to begin a new line."""
+    """A step became this version. A step has several commits if other hardware had to start a new line."""
 
     step: int
     version: Version
@@ -30,7 +30,7 @@ class Commit:
     created_at: float
 
 
-# parameters must not be called as a column is: SQLAlchemy would set that column to them
+# a parameter must not have the name of a column: SQLAlchemy would set that column to it
 _of_run: sa.BindParameter[str] = bindparam("of_run")
 _decided: sa.BindParameter[int] = bindparam("decided")
 _UNDECIDED = (
@@ -43,7 +43,7 @@ _UNDECIDED = (
     )
     .order_by(ledger.c.group_id, trajectories.c.created_at, trajectories.c.id)
 )
-# held until the lease is written, so that nobody deletes a payload in between
+# locked until the lease is written, so that nobody deletes a payload in between
 _UNDECIDED_HELD = _UNDECIDED.with_for_update(read=True, of=trajectories)
 _DECIDE = (
     ledger.update()
@@ -67,7 +67,7 @@ assert LedgerState.trained in LEDGER_TRANSITIONS[LedgerState.leased]
 
 
 def undecided(connection: sa.Connection, run: str, group_ids: Sequence[str]) -> list[TrajectoryRow]:
-    """The trajectories of these groups that are still only admitted."""
+    """The trajectories of these groups that are admitted and not yet decided on."""
     return [to_row(row) for row in connection.execute(_UNDECIDED, {"of_run": run, "named": list(group_ids)})]
 
 
@@ -115,7 +115,7 @@ def check_complete(
     leased: Mapping[str, tuple[int, float, float]],
     excluded: Mapping[str, tuple[LedgerState, str]],
 ) -> None:
-    """Refuse a decision that leaves a trajectory of the groups out, names another one, or pins a foreign reward."""
+    """Refuse a decision that omits a trajectory of the groups, names another one, or pins the reward of another one."""
     held = connection.execute(_UNDECIDED_HELD, {"of_run": run, "named": list(group_ids)})
     states = {row.id: row.state for row in held}
     gone = [id for id in leased if id in states and states[id] != TrajectoryState.graded]
@@ -142,7 +142,7 @@ def check_complete(
 def decide(
     connection: sa.Connection, run: str, decisions: Mapping[str, tuple[LedgerState, str | None]], step: int | None
 ) -> None:
-    """Move admitted entries of the ledger on; everything but a lease needs a reason."""
+    """Set the ledger state of admitted trajectories. Every state but `leased` needs a reason."""
     rows = []
     for id, (state, why) in decisions.items():
         if state not in LEDGER_TRANSITIONS[LedgerState.admitted] or not (why or state == LedgerState.leased):
@@ -154,21 +154,21 @@ def decide(
 
 
 def insert_commit(connection: sa.Connection, run: str, step: int, version: Version, digest: str) -> bool:
-    """False if exactly this is committed already."""
+    """Returns False if exactly this commit exists already."""
     for one in read_commits(connection, run, step):
         if (one.version, one.digest) == (version, digest):
             return False
         if one.version.line == version.line:
             raise TrajectoryError(
                 f"step {step} is committed as {one.version} {one.digest[:12]}, not as {version} {digest[:12]}",
-                hint="other bits need a new line, begun from the checkpoint",
+                hint="other bits need a new line that starts from the checkpoint",
             )
     written = connection.execute(_NEWEST, {"of_run": run}).scalar_one()
     before = committed(connection, run)
     if not 1 <= step <= min(before + 1, written):
         raise TrajectoryError(
             f"step {step} cannot be committed: run {run!r} has {written} written and {before} committed",
-            hint="write_step comes first, and steps are committed in their order",
+            hint="write_step comes first, and steps are committed in order",
         )
     fields = {"run": run, "step": step, "line": version.line, "number": version.number, "digest": digest}
     connection.execute(commits.insert(), {**fields, "created_at": time.time()})
@@ -187,7 +187,7 @@ def read_commits(connection: sa.Connection, run: str, step: int | None = None) -
 
 
 def read_steps(connection: sa.Connection, run: str, after: int, last: int | None = None) -> list[StepRecord]:
-    """Records as they were written, trajectories in their order."""
+    """The records as they were written, with trajectories in order."""
 
     def some(table: sa.Table, number: sa.Column[int], *order: sa.Column[int]) -> sa.Select[tuple[object, ...]]:
         query = sa.select(table).where(table.c.run == run, number > after).order_by(number, *order)

@@ -1,8 +1,8 @@
-"""What SQLite, PostgreSQL and a payload can all store, and read back.
+"""Checks and converts values so that SQLite, PostgreSQL and a payload can all store them and read them back.
 
-Models, tasks, graders, users and clients produce the values that pass through here. A value that cannot be stored is a
-TrajectoryError, which ends one trajectory or one request. Without these checks the database would refuse the value, and
-that looks like a store that is down.
+Models, tasks, graders, users and clients produce these values. A value that cannot be stored raises TrajectoryError,
+which ends one trajectory or one request. Without these checks the database would refuse the value, and that would look
+like a store that is down.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ _LARGEST = 1e12  # training squares rewards and sums them up in float32
 
 
 def to_text(value: str, limit: int = LONGEST_TEXT) -> str:
-    """Text for people to read. Replaces what PostgreSQL refuses: NUL bytes and half characters (lone surrogates)."""
+    """Text for people to read. Replaces what PostgreSQL refuses: NUL bytes and lone surrogates."""
     return str(value)[:limit].encode("utf-8", "replace").decode().replace("\0", "\N{SYMBOL FOR NULL}")
 
 
@@ -33,24 +33,25 @@ def is_key(value: object, limit: int = LONGEST_KEY) -> bool:
 
 
 def to_key(what: str, value: str, limit: int = LONGEST_KEY) -> str:
-    """An id or a name. It is stored as it is or refused: a changed one would name something else."""
+    """An id or a name. It is stored unchanged or refused, because a changed one would name something else."""
     if not is_key(value, limit):
         raise TrajectoryError(
             f"{what} is {_short(value)}",
-            hint=f"a string of at most {limit} characters, without NUL and half characters",
+            hint=f"a string of at most {limit} characters, without NUL and lone surrogates",
         )
     return value
 
 
 def to_number(what: str, value: object) -> float:
-    """A finite float of a size that training can compute with."""
+    """A finite float that is small enough for training to compute with."""
     try:
         number = math.nan if isinstance(value, str | bytes) else float(value)  # type: ignore[arg-type]
     except (TypeError, ValueError, OverflowError):
         number = math.nan
     if not abs(number) <= _LARGEST:
         raise TrajectoryError(
-            f"{what} is {_short(value)}", hint=f"a finite number of at most {_LARGEST:g}; what cannot be graded fails"
+            f"{what} is {_short(value)}",
+            hint=f"a finite number of at most {_LARGEST:g}; a trajectory that cannot be graded fails",
         )
     return number
 
@@ -67,7 +68,7 @@ def to_object(what: str, value: Mapping[str, Any]) -> str:
 
 
 def to_json(what: str, value: object) -> str:
-    """JSON in ASCII, so that it may hold NUL bytes and half characters. NaN and infinity are refused, also inside."""
+    """JSON in ASCII, so that it can hold NUL bytes and lone surrogates. NaN and infinity are refused at any depth."""
     try:
         text = json.dumps(value, allow_nan=False, separators=(",", ":"))
     except (TypeError, ValueError, OverflowError, RecursionError) as error:
@@ -79,7 +80,7 @@ def to_json(what: str, value: object) -> str:
 
 
 def check_depth(what: str, value: object) -> None:
-    """Refuse JSON nested deeper than every reader of it can follow. The value must not contain itself."""
+    """Refuse JSON that is nested too deep for one of its readers. The value must not contain itself."""
     level: list[Any] = [value]
     for _ in range(DEEPEST_JSON):
         level = [child for parent in level for child in _children(parent)]
@@ -114,5 +115,5 @@ def _not_json(what: str, why: object) -> TrajectoryError:
 def _short(value: object) -> str:
     try:
         return f"{value!r:.80}"
-    except Exception:  # a repr may do anything; integers of many digits have none
+    except Exception:  # a repr may raise anything; very large integers have none
         return f"a {type(value).__name__}"

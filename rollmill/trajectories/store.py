@@ -1,8 +1,8 @@
 """Trajectories: the index in SQL, the payloads in objects.
 
-Every change of state is one conditional UPDATE built from TRAJECTORY_TRANSITIONS, so an illegal one changes no row
-and raises an error with the state that was found. Repeating a write that already holds is no error: a caller that was
-killed between the write and the reply repeats it.
+Every change of state is one conditional UPDATE built from TRAJECTORY_TRANSITIONS, so an illegal change updates no row
+and raises an error with the current state. Repeating a write is not an error: a caller that was killed between the
+write and the reply repeats it.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ from rollmill.types import (
 
 @dataclass(frozen=True)
 class TrajectoryRow:
-    """What the index knows of a trajectory."""
+    """The index row of a trajectory."""
 
     id: str
     run: str
@@ -66,7 +66,7 @@ class TrajectoryRow:
     reward_id: int | None
     split: str | None
     family: str | None
-    # of the tokens in it, once sealed
+    # facts of its tokens, once sealed
     line: str | None
     form: str | None
     oldest_version: int | None
@@ -89,7 +89,7 @@ COLUMNS = tuple(trajectories.c[name] for name in TrajectoryRow.__annotations__)
 
 
 def _into(target: TrajectoryState, *also_from: TrajectoryState) -> sa.ColumnElement[bool]:
-    """The row `key`, where its state allows to move it to `target`."""
+    """The row `key`, if its state allows the change to `target`."""
     sources = {state for state, targets in TRAJECTORY_TRANSITIONS.items() if target in targets}
     return (trajectories.c.id == bindparam("key")) & trajectories.c.state.in_(sorted(sources | set(also_from)))
 
@@ -106,7 +106,7 @@ _INTERRUPTED = (
     .values(state=TrajectoryState.failed.value, reason="interrupted")
 )
 _FINISH = trajectories.update().where(_into(TrajectoryState.finished)).values(state=TrajectoryState.finished.value)
-# two graders may finish in the other order than they began: the row shows the reward with the higher number
+# two graders may finish in another order than they began: the row shows the reward with the higher number
 _SUPERSEDED = trajectories.c.reward_id > bindparam("given_id")
 _GRADE = (
     trajectories.update()
@@ -173,7 +173,7 @@ class TrajectoryStore:
         causes: str | None = None,
         regions: str | None = None,
     ) -> None:
-        """The seal: the payload object is in place. `schema.seal_facts` gives the keyword arguments."""
+        """Seal: the payload object has been written. `schema.seal_facts` gives the keyword arguments."""
         keys = {"payload_key": payload_key, "submission_key": submission_key}
         names = {"line": line, "form": form, "causes": causes, "regions": regions}
         values = {
@@ -197,7 +197,7 @@ class TrajectoryStore:
         writing(self._engine, work)
 
     def grade(self, id: str, reward: Reward) -> int:
-        """Append a reward and return its id. The trajectory, finished or quarantined, becomes graded."""
+        """Append a reward and return its id. A finished or quarantined trajectory becomes graded."""
         row = {
             "trajectory": _stored(id),
             "value": to_number(f"the reward of {id}", reward.value),
@@ -216,18 +216,18 @@ class TrajectoryStore:
         return self._append(id, work)
 
     def fail(self, id: str, reason: str) -> None:
-        """Infrastructure failed it. A failure is never a reward."""
+        """Mark it as failed because of infrastructure. A failure is never a reward."""
         self._move(id, TrajectoryState.failed, reason)
 
     def fail_interrupted(self, run: str, older_than_s: float = 0.0) -> int:
         """Fail the trajectories of `run` that are neither graded nor failed and began more than `older_than_s` ago.
-        Returns how many. For evaluations, which start over with new trajectories when they are interrupted."""
+        Returns their number. For evaluations, which start again with new trajectories after an interruption."""
         began = trajectories.c.created_at <= time.time() - older_than_s
         query = _INTERRUPTED.where(trajectories.c.run == to_key("the run", run), began)
         return writing(self._engine, lambda connection: connection.execute(query).rowcount)
 
     def quarantine(self, id: str, reason: str) -> None:
-        """Kept, but not trained on until someone grades it again."""
+        """Keep it, but do not train on it until it is graded again."""
         self._move(id, TrajectoryState.quarantined, reason)
 
     def delete(self, id: str) -> None:
@@ -239,7 +239,7 @@ class TrajectoryStore:
             if lease is not None:
                 raise TrajectoryError(
                     f"{id} is leased to step {lease.step} of run {lease.run!r}",
-                    hint="delete it once that step is committed: a restart would need its payload",
+                    hint="delete it after that step is committed: until then a restart needs its payload",
                 )
 
         writing(self._engine, work)
@@ -280,7 +280,7 @@ class TrajectoryStore:
             return [to_row(row) for row in connection.execute(query.narrow(sa.select(*COLUMNS)))]
 
     def splits(self) -> builtins.list[str]:
-        """The splits that any trajectory has."""
+        """All splits that occur in trajectories."""
         column = trajectories.c.split
         with reading(self._engine) as connection:
             return sorted(connection.execute(sa.select(column).distinct().where(column.is_not(None))).scalars())
@@ -304,7 +304,7 @@ class TrajectoryStore:
         return self.load_many([id])[0]
 
     def load_many(self, ids: Sequence[str]) -> builtins.list[Trajectory]:
-        """Payloads with their state and rewards, in the order asked for."""
+        """Payloads with their state and rewards, in the given order."""
         found = self.rewards(ids)
         loaded = []
         for row in self._rows(ids):
@@ -312,7 +312,7 @@ class TrajectoryStore:
                 raise TrajectoryError(f"{row.id} is {row.state} and has no payload", hint=row.reason)
             trajectory = decode_trajectory(self._objects.get(row.payload_key))
             if trajectory.id != row.id:
-                raise TrajectoryError(f"the payload {row.payload_key} is of {trajectory.id}, not of {row.id}")
+                raise TrajectoryError(f"the payload {row.payload_key} belongs to {trajectory.id}, not to {row.id}")
             trajectory.state, trajectory.reason, trajectory.rewards = row.state, row.reason, found[row.id]
             loaded.append(trajectory)
         return loaded
@@ -332,7 +332,7 @@ class TrajectoryStore:
     def _append(self, id: str, work: Callable[[sa.Connection], int]) -> int:
         try:
             return writing(self._engine, work)
-        except IntegrityError:  # the foreign key: the only one such a row can break
+        except IntegrityError:  # the foreign key is the only constraint such a row can break
             raise _missing(id) from None
 
 
@@ -344,7 +344,7 @@ def trajectory_rows(
     provenance: Mapping[str, Any],
     traffic: TrafficClass,
 ) -> list[dict[str, Any]]:
-    """Fresh rows for `trajectories`."""
+    """New rows for `trajectories`."""
     if not ids:
         raise TrajectoryError(f"no ids for the trajectories of task {task_id!r}")
     text = to_object("provenance", provenance)
@@ -364,7 +364,7 @@ def trajectory_rows(
 
 
 def move_trajectory(connection: sa.Connection, id: str, target: TrajectoryState, reason: str | None) -> None:
-    """Change the state, in the caller's transaction. A trajectory already in `target` keeps its reason."""
+    """Change the state in the caller's transaction. A trajectory already in `target` keeps its reason."""
     why = None if reason is None else to_text(reason)
     if connection.execute(_MOVE[target], {"key": _stored(id), "why": why}).rowcount == 0:
         found = _found(connection, id)
@@ -387,7 +387,7 @@ def _found(connection: sa.Connection, id: str) -> TrajectoryRow:
 
 
 def _stored(id: str) -> str:
-    """The id as a parameter of a query. What no database can hold is in none."""
+    """The id as a query parameter. An id that no database can hold matches nothing."""
     if not is_key(id):
         raise _missing(id)
     return id
@@ -395,7 +395,7 @@ def _stored(id: str) -> str:
 
 def _missing(id: str) -> TrajectoryError:
     return TrajectoryError(
-        f"there is no trajectory {id!r:.300}", hint="`rollmill trajectories list` shows the ones there are"
+        f"there is no trajectory {id!r:.300}", hint="`rollmill trajectories list` shows the existing ones"
     )
 
 

@@ -1,6 +1,6 @@
-"""The tables as queries see them: facts about trajectories, and each run's own books about them.
+"""The tables as queries see them: facts about trajectories, and each run's ledger.
 
-`rollmill.storage.migrations` creates and changes them in the database; a test holds the two equal.
+`rollmill.storage.migrations` creates and changes them in the database; a test compares the two.
 
     trajectories ──< rewards            append-only; the row also carries the newest one, which listings show
                  ──< feedback           append-only; what users said, often days later
@@ -8,8 +8,8 @@
          ──< steps ──< step_trajectories  exactly what a step trains on; rows are inserted and never changed
                    ──< commits          the versions a step became: one per line
 
-Facts and books are apart, so another run can read the same experience again. JSON lives in text columns: it is read
-back whole, and PostgreSQL's own JSON types refuse some of what agents print.
+Facts and ledgers are separate, so another run can read the same experience again. JSON is stored in text columns: it is
+always read whole, and PostgreSQL's JSON types refuse some of what agents print.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from sqlalchemy import Column, ForeignKey, ForeignKeyConstraint, Index, Integer,
 
 metadata = sa.MetaData()
 _Time = sa.Double  # seconds since the epoch
-_Serial = sa.BigInteger().with_variant(Integer, "sqlite")  # SQLite numbers rows only by a column called INTEGER
+_Serial = sa.BigInteger().with_variant(Integer, "sqlite")  # SQLite numbers rows only if the column type is INTEGER
 
 trajectories = Table(
     "trajectories",
@@ -29,7 +29,7 @@ trajectories = Table(
     Column("group_id", Text, nullable=False),
     Column("task_id", Text, nullable=False),
     Column("traffic", Text, nullable=False),
-    Column("split", Text),  # of the task, out of the provenance, because people filter by it
+    Column("split", Text),  # split of the task, copied from the provenance because people filter by it
     Column("family", Text),
     Column("state", Text, nullable=False),
     Column("reason", Text),
@@ -38,14 +38,14 @@ trajectories = Table(
     Column("tokens", Integer),
     Column("sampled_tokens", Integer),
     Column("segments", Integer),
-    # what the seal knows of the segments, so that nobody opens payloads to select by it
+    # facts of the segments, written by the seal, so that selecting by them opens no payloads
     Column("line", Text),
     Column("form", Text),
     Column("oldest_version", Integer),
     Column("newest_version", Integer),
     Column("causes", Text),  # distinct, joined by commas
     Column("regions", Text),
-    Column("reward_id", _Serial),  # the newest; no foreign key, because rewards refer here
+    Column("reward_id", _Serial),  # the newest reward; no foreign key, because rewards refer to this table
     Column("reward", sa.Double),
     Column("provenance", Text, nullable=False),
     Column("created_at", _Time, nullable=False),
@@ -64,7 +64,7 @@ rewards = Table(
     Column("evidence", Text, nullable=False),
     Column("grader", Text, nullable=False),
     Column("created_at", _Time, nullable=False),
-    sqlite_autoincrement=True,  # a number is never used again: steps refer to it
+    sqlite_autoincrement=True,  # a number is never reused: steps refer to it
 )
 feedback = Table(
     "feedback",
@@ -105,7 +105,7 @@ ledger = Table(
     Column("group_id", Text, nullable=False),
     Column("state", Text, nullable=False),
     Column("reason", Text),
-    Column("step", Integer),  # the step that decided
+    Column("step", Integer),  # the step that decided on it
     ForeignKeyConstraint(["run", "group_id"], ["groups.run", "groups.id"]),
     Index("ledger_by_group", "run", "group_id"),
     Index("ledger_by_state", "run", "state", "step"),
@@ -116,14 +116,14 @@ steps = Table(
     Column("run", Text, ForeignKey("runs.id"), primary_key=True),
     Column("number", Integer, primary_key=True),
     Column("line", Text, nullable=False),
-    Column("groups", Text, nullable=False),  # JSON list: a step is run again in the same order
+    Column("groups", Text, nullable=False),  # JSON list: a repeated step uses the same order
     Column("created_at", _Time, nullable=False),
     Column("lr", sa.Double),
 )
 step_trajectories = Table(
     "step_trajectories",
     metadata,
-    # the key leaves the step out: a trajectory is in at most one step of a run
+    # the key does not contain the step: a trajectory is in at most one step of a run
     Column("run", Text, primary_key=True),
     Column("trajectory", Text, ForeignKey("trajectories.id"), primary_key=True),
     Column("step", Integer, nullable=False),

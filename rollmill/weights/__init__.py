@@ -1,4 +1,4 @@
-"""Weights: lines of versions as snapshots and lossless deltas in an object store. FORMAT.md is the format."""
+"""Weights: lines of versions as snapshots and lossless deltas in an object store. FORMAT.md specifies the format."""
 
 from rollmill.weights.format.manifest import Anchor, Manifest
 from rollmill.weights.format.tensors import HostTensor, Tensors

@@ -208,8 +208,8 @@ DAMAGES: dict[str, tuple[Callable[[Path], object], str]] = {
     "truncated shard": (lambda d: _truncate(_shard(d)), "truncated"),
     "empty shard": (lambda d: _shard(d).write_bytes(b""), "not a whole safetensors file"),
     "only pickles": (_pickle_only, "pickled weights only"),
-    "index leaves the directory": (lambda d: _change_index(d, a="../../x.safetensors"), "no safetensors file beside"),
-    "index names a pickle": (lambda d: _change_index(d, a="x.bin"), "no safetensors file beside"),
+    "index leaves the directory": (lambda d: _change_index(d, a="../../x.safetensors"), "not a safetensors file in"),
+    "index names a pickle": (lambda d: _change_index(d, a="x.bin"), "not a safetensors file in"),
     "index invents a tensor": (lambda d: _change_index(d, a=_shard(d).name), "does not hold 'a'"),
     "unknown architecture": (lambda d: _change_config(d, architectures=["GPT2LMHeadModel"]), "GPT2LMHeadModel"),
     "wrong shape": (
@@ -250,7 +250,7 @@ def test_saving_overwrites_nothing_and_leaves_nothing_half_done(whole: Path, tmp
     _, model = load_checkpoint(whole)
     (tmp_path / "there").mkdir()
     (tmp_path / "there" / "file").write_text("mine")
-    with pytest.raises(WeightsError, match="already there"):
+    with pytest.raises(WeightsError, match="already exists"):
         save_checkpoint(model, tmp_path / "there", whole)
     with pytest.raises(WeightsError, match="has no config"):
         save_checkpoint(model, tmp_path / "new", tmp_path / "nowhere")

@@ -103,7 +103,7 @@ def test_a_broken_or_hostile_server_is_an_error(reply: bytes) -> None:
 @pytest.mark.parametrize("date", ["Mon, 31 Dec 99999999999999999999999999 23:59:59 +0000", "yesterday"])
 def test_a_date_that_is_none_is_an_error(date: str) -> None:
     head = f"HTTP/1.1 200 OK\r\nContent-Length: 3\r\nLast-Modified: {date}\r\n\r\n"
-    with _answering(head.encode()) as objects, pytest.raises(StorageError, match="since when"):
+    with _answering(head.encode()) as objects, pytest.raises(StorageError, match="the size and time"):
         objects.stat("k")
 
 
@@ -236,7 +236,7 @@ def test_a_body_that_drips_is_given_up() -> None:
         thread = threading.Thread(target=drip, args=(server,), daemon=True)
         thread.start()
         try:
-            with pytest.raises(StorageError, match="too slowly"):
+            with pytest.raises(StorageError, match="too slow"):
                 Objects.open(f"http://127.0.0.1:{server.getsockname()[1]}", patience=0.5).get("k")
         finally:
             stop.set()

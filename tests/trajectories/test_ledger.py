@@ -222,7 +222,7 @@ def test_starting_again_after_a_crash(store: TrajectoryStore, ledger: Ledger) ->
     ledger.replace_lost("a", "a-0", "a-0b")
     assert start(ledger, "a", bound=1) and not start(ledger, "b", bound=1)
     assert ledger.counts()["admitted"] == 2
-    with pytest.raises(TrajectoryError, match="already there"):
+    with pytest.raises(TrajectoryError, match="already exists"):
         start(ledger, "a", size=3)
     with pytest.raises(TrajectoryError, match="2 different ids"):
         ledger.start_group("b", "task", 3, bound=9, ids=["x", "y", "y"])

@@ -216,15 +216,15 @@ def _drop(name: str) -> Callable[[dict[str, Any], dict[str, np.ndarray]], None]:
         (_array("0.logprobs", _put(5, np.nan)), "not finite"),
         (_array("0.logprobs", _put(5, -np.inf)), "not finite"),
         (_array("0.logprobs", _put(5, 0.5)), "above zero"),
-        (_array("0.logprobs", _put(0, -0.5)), "nothing was sampled"),
-        (_array("0.policy", _put(5, 2)), "outside"),
-        (_array("0.policy", _put(5, -1)), "outside"),
-        (_array("0.policy", _put(0, 0)), "nothing was sampled"),
+        (_array("0.logprobs", _put(0, -0.5)), "was not sampled"),
+        (_array("0.policy", _put(5, 2)), "out of range"),
+        (_array("0.policy", _put(5, -1)), "out of range"),
+        (_array("0.policy", _put(0, 0)), "was not sampled"),
         (_array("1.sampled", _put(2, True)), "sampled twice"),
         (_drop("0.tokens"), "tokens are missing"),
         (_drop("0.policy"), "policy is missing"),
         (_drop("0.routes_valid"), "come together"),
-        (lambda record, arrays: arrays.__setitem__("9.tokens", arrays["0.tokens"]), "belong to no segment"),
+        (lambda record, arrays: arrays.__setitem__("9.tokens", arrays["0.tokens"]), "without a segment"),
         (_set("segments/0/spans/1/start", 6), "overlaps"),
         (_set("segments/0/spans/1/end", 13), "leaves the segment"),
         (_set("segments/0/spans/0/start", -1), "out of order"),
@@ -233,7 +233,7 @@ def _drop(name: str) -> Callable[[dict[str, Any], dict[str, np.ndarray]], None]:
         (_set("segments/0/spans/0/finish", "bored"), "segments.0.spans.0.finish"),
         (_set("segments/0/spans/0/sampling/seed", "7"), "sampling.seed"),
         (_set("segments/0/spans/0/started_at", float("inf")), "started_at"),
-        (_set("segments/0/policies", []), "outside"),
+        (_set("segments/0/policies", []), "out of range"),
         (_set("segments/0/policies/0/number", -1), "is negative"),
         (_set("segments/0/policies/0/number", 1 << 31), "too large"),
         (_set("segments/0/id", "s1"), "two segments"),
@@ -296,7 +296,7 @@ def test_truncated(keep: int) -> None:
 def test_the_encoder_refuses_what_contradicts_itself() -> None:
     broken = build.trajectory()
     broken.segments[0].logprobs[0] = -1.0
-    with pytest.raises(TrajectoryError, match=r"t0: segment 's0'.*nothing was sampled"):
+    with pytest.raises(TrajectoryError, match=r"t0: segment 's0'.*was not sampled"):
         encode_trajectory(broken)
     with pytest.raises(TrajectoryError, match="not JSON"):
         encode_trajectory(build.trajectory(provenance={"x": object()}))

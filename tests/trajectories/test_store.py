@@ -185,7 +185,7 @@ def test_load_many_keeps_the_order_and_says_what_is_missing(store: TrajectorySto
     with pytest.raises(TrajectoryError, match="c is running and has no payload"):
         store.load("c")
     store.finish("c", "trajectories/a", None, tokens=1, sampled_tokens=1, segments=1)
-    with pytest.raises(TrajectoryError, match="is of a, not of c"):
+    with pytest.raises(TrajectoryError, match="belongs to a, not to c"):
         store.load("c")
     objects.put("trajectories/b", b"rubbish")
     with pytest.raises(TrajectoryError, match="damaged"):

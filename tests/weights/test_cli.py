@@ -157,9 +157,9 @@ def test_versions_are_written_as_they_are_printed(run: Path) -> None:
     for text in ("rl@2", "2", "live"):
         assert json.loads(shown("show", run, text, "--json"))["number"] == 2
     Publisher(open_store(run), "other").publish(0, make_tensors())
-    with pytest.raises(WeightsError, match="could be of any line") as caught:
+    with pytest.raises(WeightsError, match="could belong to any line") as caught:
         invoke("show", run, "2")
-    assert caught.value.hint == "say which: other@2, rl@2"
+    assert caught.value.hint == "name one: other@2, rl@2"
     assert json.loads(shown("show", run, "2", "--line", "rl", "--json"))["number"] == 2
 
 
@@ -207,7 +207,7 @@ def test_diff_across_lines_and_backwards(run: Path) -> None:
     store = open_store(run)
     tensors = {**history(3)[2]}
     Publisher(store, "copy").publish(0, tensors)
-    assert "the same weights, bit for bit" in shown("diff", run, "rl@2", "copy@0")
+    assert "same weights, bit for bit" in shown("diff", run, "rl@2", "copy@0")
     del tensors["scale"]
     Publisher(store, "less").publish(0, tensors)
     output = shown("diff", run, "rl@2", "less@0")
@@ -293,10 +293,10 @@ def test_import_is_repeatable_and_refuses_a_line_in_use(run: Path) -> None:
 
 def test_import_converts_only_when_told(tmp_path: Path) -> None:
     save_file({"w": torch.tensor([1.0, 0.1]), "exact": torch.tensor([0.5])}, tmp_path / "model.safetensors")
-    with pytest.raises(WeightsError, match="w is F32 and would lose bits as bf16"):
+    with pytest.raises(WeightsError, match="w is F32 and cannot become bf16"):
         invoke("import", tmp_path, tmp_path / "store", "--line", "base")
     assert not (tmp_path / "store/weights").exists()
-    assert "2 tensors with another dtype became bf16" in shown(
+    assert "2 tensors with another dtype converted to bf16" in shown(
         "import", tmp_path, tmp_path / "store", "--line", "base", "--convert"
     )
     loaded = WeightStore(Objects.open(tmp_path / "store")).load(Version("base", 0))
@@ -316,7 +316,7 @@ def test_an_export_that_was_changed_is_noticed(run: Path) -> None:
 
 def test_import_makes_a_store_but_not_inside_something_else(run: Path) -> None:
     shown("export", run, "rl@1", run / "out")
-    with pytest.raises(WeightsError, match="holds no weights"):
+    with pytest.raises(WeightsError, match="has no weights"):
         invoke("import", run / "out", run / "out", "--line", "base")
 
 
@@ -330,7 +330,7 @@ def test_channels_are_moved_listed_and_rolled_back(run: Path) -> None:
     assert "rl@3" in shown("channel", "list", run)
     assert "live → rl@2 (entry 4, it was rl@3)" in shown("rollback", run, "live")
     assert "live → rl@1 (entry 5, it was rl@2)" in shown("rollback", run, "live"), "not forward to rl@3 again"
-    with pytest.raises(WeightsError, match="nothing before that"):
+    with pytest.raises(WeightsError, match="no version before that"):
         invoke("rollback", run, "live")
     assert "live → rl@4" in shown("rollback", run, "live", "--to", "rl@4")
     output = shown("channel", "history", run, "live")
@@ -375,7 +375,7 @@ def test_gc_says_what_goes_and_who_keeps_the_rest(tmp_path: Path) -> None:
     shown("channel", "set", tmp_path, "old", "rl@6")
     shown("channel", "set", tmp_path, "old", "rl@9")
     output = shown("gc", tmp_path, "--keep", 2, "--dry-run")
-    assert "would go: rl@0–3, 5" in output and "stay: rl@4, 6–9" in output
+    assert "would be removed: rl@0–3, 5" in output and "stay: rl@4, 6–9" in output
     facts = (
         "rl@9: the head",
         "rl@4: channel live",
@@ -385,7 +385,7 @@ def test_gc_says_what_goes_and_who_keeps_the_rest(tmp_path: Path) -> None:
     for fact in facts:
         assert fact in output
     assert store.numbers("rl") == list(range(10))
-    assert "gone: rl@0–3, 5" in shown("gc", tmp_path, "--keep", 2)
+    assert "removed: rl@0–3, 5" in shown("gc", tmp_path, "--keep", 2)
     assert WeightStore(store.objects).numbers("rl") == [4, 6, 7, 8, 9]
     assert "all 5 versions verified" in shown("verify", tmp_path)
 
@@ -402,7 +402,7 @@ def test_gc_by_budget(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="not a size"):
         invoke("gc", tmp_path, "--budget", "lots")
     Publisher(open_store(tmp_path), "other").publish(0, make_tensors())
-    with pytest.raises(WeightsError, match="for one line"):
+    with pytest.raises(WeightsError, match="applies to one line"):
         invoke("gc", tmp_path, "--budget", "1GB")
 
 

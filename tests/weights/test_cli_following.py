@@ -76,7 +76,7 @@ def test_mirror_once_says_where_it_stands_and_what_was_not_there(run: Path) -> N
     Publisher(open_store(run), "rl.2").publish(3, history(3)[2], Version("rl", 2))
     for copied in ("1 version,", "0 versions,"):
         output = shown("mirror", run, run / "away", "--line", "rl", "--once", "--channel", "live")
-        assert f"rl.2: {copied}" in output and "at rl.2@3" in output and "there is no channel live to bring" in output
+        assert f"rl.2: {copied}" in output and "at rl.2@3" in output and "there is no channel live to copy" in output
     shown("channel", "set", run, "live", "rl@1")
     assert "no channel" not in shown("mirror", run, run / "away", "--line", "rl", "--once", "--channel", "live")
 

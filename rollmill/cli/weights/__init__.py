@@ -1,4 +1,4 @@
-"""`rollmill weights …`: the versions in a run directory or a store: look at them, move them, keep them right."""
+"""`rollmill weights …`: show, move, check and clean up the versions in a run directory or a store."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import typer
 from rollmill.cli.weights import channel, difference, events, files, upkeep, versions
 
 app = typer.Typer(
-    help="Versions of the weights: what was published, where it went, and whether every byte of it is still right.",
+    help="Versions of the weights: list, compare, verify, export, import, copy and clean up.",
     no_args_is_help=True,
 )
 app.command("log")(versions.log)

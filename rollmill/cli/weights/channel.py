@@ -1,4 +1,4 @@
-"""`rollmill weights channel list | history | set` and `rollmill weights rollback`: where named pointers point."""
+"""`rollmill weights channel list | history | set` and `rollmill weights rollback`: read and move named pointers."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ if TYPE_CHECKING:
     from rollmill.weights.reading.channels import ChannelEntry
 
 app = typer.Typer(
-    help="Channels: named pointers to versions. Moving one adds an entry; none is changed.", no_args_is_help=True
+    help="Channels: named pointers to versions. Moving one adds an entry; old entries stay.", no_args_is_help=True
 )
 Name = Annotated[str, typer.Argument(metavar="CHANNEL", help="for example live")]
 
@@ -40,7 +40,7 @@ def list_channels(where: Where, token: Token = None) -> None:
 
 @app.command()
 def history(where: Where, name: Name, token: Token = None) -> None:
-    """Show where a channel points and where it pointed before.
+    """Show the version a channel points at, and those before.
 
     For example:
 
@@ -66,7 +66,7 @@ def set_channel(
     line: LineOfNumber = None,
     token: Token = None,
 ) -> None:
-    """Point a channel at a version, once everything that version needs has been seen to be there.
+    """Point a channel at a version, after checking that all objects of that version exist.
 
     For example:
 
@@ -84,14 +84,14 @@ def rollback(
     where: Where,
     channel: Name,
     to: Annotated[
-        str | None, typer.Option(help="back to this version; default: the one before the current one")
+        str | None, typer.Option(help="the version to go back to; default: the one before the current one")
     ] = None,
     line: LineOfNumber = None,
     token: Token = None,
 ) -> None:
-    """Point a channel back at the version before its current one. That is a new entry; history stays as it is.
+    """Point a channel back at the version before its current one. This adds a new entry; the history stays.
 
-    Rolling back twice goes back two versions: one that was rolled back from is not returned to unless it is named.
+    Rolling back twice goes back two versions. A version that was rolled back from is used again only if --to names it.
 
     For example:
 
@@ -109,11 +109,11 @@ def rollback(
         before = Channels(place.objects).before(channel)
         if before is None:
             raise WeightsError(
-                f"channel {channel!r} points at {now.version} and there is nothing before that to go back to",
+                f"channel {channel!r} points at {now.version} and has no version before that",
                 hint="`rollmill weights channel history` shows its entries; --to names a version",
             )
         wanted = before.version
-    # whoever moved it in the meantime had a reason that was not known here
+    # if another process moved it meanwhile, do not overrule that
     _say(channel, now, wanted, _move(place, channel, wanted, now.number))
 
 

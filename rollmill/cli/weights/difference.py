@@ -24,21 +24,21 @@ if TYPE_CHECKING:
     from rollmill.weights.format.manifest import Manifest
     from rollmill.weights.reading.compare import Comparison, TensorChange
 
-_VERSION = "a version: LINE@NUMBER, a number where the line is clear, or a channel as live"
+_VERSION = "a version: LINE@NUMBER, a number if there is only one line, or a channel such as live"
 _COLUMNS = ("changed", "share", "±1 ULP", "largest", "max |Δ|")
 
 
 def diff(
     where: Where,
     old: Annotated[str, typer.Argument(metavar="OLD", help=_VERSION)],
-    new: Annotated[str, typer.Argument(metavar="NEW", help="the one to compare with it")],
+    new: Annotated[str, typer.Argument(metavar="NEW", help="the version to compare with OLD")],
     line: LineOfNumber = None,
     form: Form = None,
     top: Annotated[int, typer.Option("--top", min=1, help="how many tensors to list")] = 12,
     json: Json = False,
     token: Token = None,
 ) -> None:
-    """Show what changed between two versions, tensor by tensor, and what it costs to send. Both are held in memory.
+    """Show what changed between two versions, tensor by tensor, and the bytes to send. Both are loaded into memory.
 
     For example:
 
@@ -59,7 +59,7 @@ def diff(
         for name in names_of:
             out.print(display.safe(f"{word}: ", "yellow") + display.safe(name))
     if found.same:
-        out.print(display.safe(f"{names}: the same weights, bit for bit"))
+        out.print(display.safe(f"{names}: same weights, bit for bit"))
     else:
         out.print(_table(found, top, names))
     way = ", ".join(wire["legs"]) if len(wire["legs"]) <= 4 else f"{len(wire['legs'])} legs"
@@ -89,7 +89,7 @@ def _compare(place: Place, old: Manifest, new: Manifest) -> Comparison:
 
 
 def _wire(place: Place, old: Manifest, new: Manifest) -> dict[str, Any]:
-    """What an engine that holds the old version fetches to serve the new one."""
+    """What an engine that holds the old version downloads to serve the new one."""
     legs = place.store.route(new.version, new.form, old.digest)
     return {"bytes": sum(leg.bytes for leg in legs), "legs": [f"{leg.kind} of {leg.manifest.version}" for leg in legs]}
 

@@ -1,7 +1,7 @@
-"""Words and tables that the commands share. Imports rich, so commands import it when they are called.
+"""Texts and tables that the commands share. Imports rich, so commands import it when they are called.
 
-Names of tensors, writers and lines come from a store, which anybody may have written: they are shown as text, never as
-markup, and without control characters.
+Names of tensors, writers and lines come from a store and are untrusted: they are printed as text, never as markup, and
+without control characters.
 """
 
 from __future__ import annotations
@@ -39,13 +39,13 @@ _CONTROLS = re.compile("[\x00-\x1f\x7f-\x9f\u202a-\u202e\u2066-\u2069]")
 
 
 def console() -> Console:
-    """For what a command says. In a pipe or a file nothing is cut to the width of a screen that is not there."""
+    """For the output of a command. In a pipe or a file lines are not cut to a screen width."""
     made = Console(highlight=False)
     return made if made.is_terminal or "COLUMNS" in os.environ else Console(highlight=False, width=_UNBOUNDED)
 
 
 def errors() -> Console:
-    """For progress: what a command prints may be piped to a program."""
+    """For progress, on stderr, because the output may be piped to a program."""
     return Console(highlight=False, stderr=True)
 
 
@@ -58,7 +58,7 @@ def labelled(label: str, style: str, text: object) -> Text:
 
 
 def table(*columns: str, title: str | None = None, numbers: Iterable[str] = ()) -> Table:
-    """A plain table; `numbers` are the columns that stand to the right."""
+    """A plain table; `numbers` are the right-aligned columns."""
     made = Table(
         title=None if title is None else safe(title, "bold"),
         title_justify="left",
@@ -72,7 +72,7 @@ def table(*columns: str, title: str | None = None, numbers: Iterable[str] = ()) 
 
 
 def fitted(out: Console, make: Callable[[list[str]], Table], columns: list[str], spare: Iterable[str]) -> Table:
-    """The table with as many columns as fit the screen; those of `spare` go first, in their order."""
+    """The table with as many columns as fit the screen. Columns of `spare` are dropped first, in their order."""
     wide = out.options.update(width=_UNBOUNDED)
     for column in spare:
         if out.measure(make(columns), options=wide).maximum <= out.width:
@@ -82,7 +82,7 @@ def fitted(out: Console, make: Callable[[list[str]], Table], columns: list[str],
 
 
 def facts(told: Mapping[str, object]) -> Table:
-    """Names and values, one a line; what is empty is left out."""
+    """Names and values, one per line. Empty values are left out."""
     made = Table(box=None, show_header=False, pad_edge=False)
     made.add_column(style="dim", no_wrap=True)
     made.add_column(overflow="fold")
@@ -132,7 +132,7 @@ def milliseconds(value: float | None) -> str:
 
 
 def region(row: Mapping[str, Any]) -> str:
-    """How soon a region served a version; in brackets when it has only stored it; ~ where clocks disagree."""
+    """The time until a region served a version; in brackets if it is only stored there; with ~ if clocks disagree."""
     mark = "~" if row["skewed"] else ""
     if row["serving_seconds"] is not None:
         return mark + seconds(row["serving_seconds"])
@@ -144,7 +144,7 @@ def when(at: float, pattern: str = "%m-%d %H:%M") -> str:
 
 
 def coding_bytes(encoding: Encoding) -> dict[str, int]:
-    """Bytes by coding, the most first."""
+    """Bytes by coding, largest first."""
     sizes: Counter[str] = Counter()
     for payload in encoding.payloads:
         sizes[payload.coding] += payload.bytes
@@ -152,7 +152,7 @@ def coding_bytes(encoding: Encoding) -> dict[str, int]:
 
 
 def coding_mix(encoding: Encoding) -> str:
-    """`sparse`, or `sparse 91% dense 9%`: what the bytes are coded in."""
+    """The codings by share of bytes: `sparse`, or `sparse 91% dense 9%`."""
     sizes = coding_bytes(encoding)
     total = max(sum(sizes.values()), 1)
     if len(sizes) < 2:
@@ -162,7 +162,7 @@ def coding_mix(encoding: Encoding) -> str:
 
 @contextmanager
 def progress(out: Console, *, sizes: bool = True) -> Iterator[Progress]:
-    """Bars with the time left; they go away at the end."""
+    """Progress bars with the time left. They are removed at the end."""
     counted: ProgressColumn = DownloadColumn() if sizes else MofNCompleteColumn()
     columns = TextColumn("{task.description}"), BarColumn(), counted, TimeRemainingColumn()
     with Progress(*columns, console=out, transient=True, disable=not out.is_terminal) as bars:
@@ -170,7 +170,7 @@ def progress(out: Console, *, sizes: bool = True) -> Iterator[Progress]:
 
 
 def load(bars: Progress, store: WeightStore, manifest: Manifest) -> dict[str, HostTensor]:
-    """The weights of a version, verified, with a bar for what is read."""
+    """The verified weights of a version, with a bar for the bytes read."""
     total = sum(leg.bytes for leg in store.route(manifest.version, manifest.form))
     task = bars.add_task(f"reading {manifest.version}", total=total)
     counted = _CountedStore(store.objects, lambda count: bars.advance(task, count))
@@ -180,7 +180,7 @@ def load(bars: Progress, store: WeightStore, manifest: Manifest) -> dict[str, Ho
 
 
 class _CountedStore(WeightStore):
-    """Tells of every pack it has read."""
+    """Reports every pack it has read."""
 
     def __init__(self, objects: Objects, advance: Callable[[int], object]) -> None:
         super().__init__(objects)

@@ -1,4 +1,4 @@
-"""`rollmill weights events`: every version of a run, how small it was and how soon each region served it."""
+"""`rollmill weights events`: every version of a run, its size, and when each region served it."""
 
 from __future__ import annotations
 
@@ -14,14 +14,14 @@ _POLL_SECONDS = 0.5
 
 def events(
     run: Annotated[Path, typer.Argument(metavar="RUN", help="run directory")],
-    follow: Annotated[bool, typer.Option("--follow", "-f", help="go on with what happens; Ctrl-C ends it")] = False,
-    json: Annotated[bool, typer.Option("--json", help="one JSON object a line, for a dashboard")] = False,
+    follow: Annotated[bool, typer.Option("--follow", "-f", help="keep printing new events; Ctrl-C stops")] = False,
+    json: Annotated[bool, typer.Option("--json", help="one JSON object per line, for a dashboard")] = False,
 ) -> None:
-    """Say of every version its bytes, ratio and density, the time to each region, and the longest pause.
+    """Print bytes, ratio and density of every version, the time to each region, and the longest pause.
 
-    A time in brackets: the version is in the region's store and no engine serves it yet. With ~, clocks disagree.
+    A time in brackets: the version is in the region's store, but no engine serves it yet. With ~, clocks disagree.
 
-    With --follow a version is said again whenever more is known of it, as when another region serves it.
+    With --follow a version is printed again whenever more is known, for example when another region serves it.
 
     For example:
 
@@ -32,7 +32,7 @@ def events(
     from rollmill.weights.regions.arrivals import Arrivals
 
     if not (run / "events").is_dir():
-        raise WeightsError(f"{run} has no events", hint="give a run directory, as runs/demo")
+        raise WeightsError(f"{run} has no events", hint="give a run directory, for example runs/demo")
     tail, arrivals = EventTail(run / "events"), Arrivals()
     _print(arrivals.fold(tail.poll()), json, follow)
     try:

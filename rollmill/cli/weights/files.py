@@ -1,4 +1,4 @@
-"""`rollmill weights export | import`: weights leave and come as a Hugging Face directory."""
+"""`rollmill weights export | import`: writes and reads weights as a Hugging Face directory."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     from rollmill.types import PolicyRef
     from rollmill.weights.format.tensors import Tensors
 
-QUANTISED_FORMS = ("fp8", "nvfp4")  # those of models.quantize, which needs torch
+QUANTISED_FORMS = ("fp8", "nvfp4")  # the forms of models.quantize, which needs torch
 
 
 def export(
@@ -39,7 +39,7 @@ def export(
     form: Form = None,
     token: Token = None,
 ) -> None:
-    """Write a version as a Hugging Face directory: safetensors, config.json, tokenizer. All of it, or nothing.
+    """Write a version as a Hugging Face directory: safetensors, config.json, tokenizer. Completely, or not at all.
 
     For example:
 
@@ -70,7 +70,7 @@ def export(
     out.print(display.safe(f"{wanted} ({manifest.form}), {display.size(size)}, is in {directory}"))
     out.print(display.safe("  " + " ".join(path.name for path in files), "dim"))
     if "config.json" not in companions:
-        out.print("  no config.json: nothing here says what model this is", style="yellow")
+        out.print("  no config.json: the store does not know the model's architecture", style="yellow")
 
 
 def import_(
@@ -78,12 +78,12 @@ def import_(
     where: Where,
     line: Annotated[str, typer.Option("--line", help="the new line; the weights become its version 0")],
     form: Annotated[
-        str, typer.Option("--form", help="bf16, fp16 or fp32; under any other name every tensor stays as it is")
+        str, typer.Option("--form", help="bf16, fp16 or fp32; with any other name every tensor stays unchanged")
     ] = "bf16",
-    convert: Annotated[bool, typer.Option("--convert", help="round what does not fit the form exactly")] = False,
+    convert: Annotated[bool, typer.Option("--convert", help="round values that the form cannot hold exactly")] = False,
     token: Token = None,
 ) -> None:
-    """Bring a Hugging Face directory in as version 0 of a new line. Nothing in it is executed or believed unchecked.
+    """Import a Hugging Face directory as version 0 of a new line. Its files are checked; nothing in them is executed.
 
     For example:
 
@@ -120,21 +120,19 @@ def import_(
     out.print(display.safe(f"  digest {manifest.digest}", "dim"))
     if imported.converted:
         converted = display.count(len(imported.converted), "tensor")
-        out.print(display.safe(f"  {converted} with another dtype became {form}", "yellow"))
+        out.print(display.safe(f"  {converted} with another dtype converted to {form}", "yellow"))
     dtypes = sorted({tensor.dtype for tensor in manifest.tensors})
     if form not in ("bf16", "fp16", "fp32") and dtypes != [form]:
-        out.print(
-            display.safe(f"  every tensor is kept as it is, under the form {form}: {', '.join(dtypes)}", "yellow")
-        )
+        out.print(display.safe(f"  every tensor is unchanged, in the form {form}: {', '.join(dtypes)}", "yellow"))
 
 
 @contextlib.contextmanager
 def _as_checkpoint(
     companions: Mapping[str, bytes], tensors: Tensors, policy: PolicyRef
 ) -> Iterator[tuple[Tensors, PolicyRef]]:
-    """The weights under the names that config.json's layout has, where a run began with a checkpoint of that layout.
-    Codes of a quantised form become the bf16 numbers they stand for: quantising those gives the same codes again."""
-    if "embedding" not in tensors:  # our name for it: the others are in a checkpoint's words already
+    """The weights under the names that config.json's layout has, if the run began with a checkpoint of that layout.
+    Codes of a quantised form become the bf16 numbers they encode. Quantising those gives the same codes again."""
+    if "embedding" not in tensors:  # our own name; otherwise the tensors have a checkpoint's names already
         yield tensors, policy
         return
     layout, quantised = _layout(companions.get("config.json")), policy.form in QUANTISED_FORMS

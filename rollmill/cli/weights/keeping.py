@@ -1,4 +1,4 @@
-"""What `rollmill weights mirror` shows while it works. Imported when the command is called: it imports the weights."""
+"""The output of `rollmill weights mirror`. Imported when the command is called, because it imports the weights."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from rollmill.weights.regions.keeper import RegionKeeper, Round
 
 
 class ToldKeeper(RegionKeeper):
-    """A keeper that tells what each of its rounds did."""
+    """A keeper that reports what each round did."""
 
     tell: Callable[[Round], object] | None = None
 
@@ -30,7 +30,7 @@ class ToldKeeper(RegionKeeper):
 
 
 def keep_region(keeper: ToldKeeper, once: bool) -> None:
-    """Keep a region until Ctrl-C, or with `once` until nothing is left to copy. Exits with 1 if it cannot get there."""
+    """Keep a region until Ctrl-C, or with `once` until nothing is left to copy. Exits with 1 if that fails."""
     out = display.console()
     with out.status("looking") as status:
         shown = _Shown(keeper, out, status)
@@ -43,7 +43,7 @@ def keep_region(keeper: ToldKeeper, once: bool) -> None:
     out.print(display.safe(shown.sum()), soft_wrap=True)
     missing = [name for name in keeper.channels if Channels(keeper.mirror.target.objects).entry(name) is None]
     for name in missing if once and keeper.problem is None else ():
-        out.print(display.labelled("note", "yellow", f"there is no channel {name} to bring"), soft_wrap=True)
+        out.print(display.labelled("note", "yellow", f"there is no channel {name} to copy"), soft_wrap=True)
     if once and keeper.problem is not None:
         raise typer.Exit(1)
     if once and keeper.mirror.target.head(keeper.line, keeper.form) is None:
@@ -55,7 +55,7 @@ def keep_region(keeper: ToldKeeper, once: bool) -> None:
 
 
 class _Shown:
-    """A line for each version that came, and one that says how things stand."""
+    """Prints a line per copied version, and a status line."""
 
     def __init__(self, keeper: RegionKeeper, out: Console, status: Status) -> None:
         self._keeper, self._out, self._status = keeper, out, status
@@ -70,8 +70,8 @@ class _Shown:
             names = few or f"{done.versions[0]} to {done.versions[-1]}"
             self._out.print(display.safe(f"{names}: {display.size(done.bytes)}"), soft_wrap=True)
         if done.anchored is not None:
-            self._out.print(display.safe(f"{self._keeper.line}@{done.anchored}: an anchor was made here"))
-        if self._newest is None or self._newest.line != self._keeper.line:  # nothing came yet of the line it follows
+            self._out.print(display.safe(f"{self._keeper.line}@{done.anchored}: anchor made"))
+        if self._newest is None or self._newest.line != self._keeper.line:  # nothing copied yet of this line
             head = self._keeper.mirror.target.head(self._keeper.line, self._keeper.form)
             self._newest = self._newest if head is None else Version(self._keeper.line, head)
         self._versions += len(done.versions)
@@ -83,7 +83,7 @@ class _Shown:
             for line in problem.splitlines():
                 self._out.print(display.safe(line, "yellow"), soft_wrap=True)
         self._problem = problem
-        self._status.update(display.safe(f"{self.sum()} · {'trying again' if problem else 'waiting for the next'}"))
+        self._status.update(display.safe(f"{self.sum()} · {'retrying' if problem else 'waiting for the next version'}"))
 
     def sum(self) -> str:
         words = [f"{self._keeper.line}: {display.count(self._versions, 'version')}, {display.size(self._bytes)} copied"]

@@ -1,7 +1,7 @@
-"""Where weights are and which version is meant: the arguments that the commands share.
+"""The arguments that the commands share: where the weights are, and which version.
 
-WHERE is a run directory, a store directory or the URL of an object store. VERSION is written as every command prints
-it, LINE@NUMBER; a number alone where there is one line, or `--line`; or the name of a channel.
+WHERE is a run directory, a store directory or the URL of an object store. VERSION is LINE@NUMBER, as every command
+prints it; a number alone if there is only one line, or with `--line`; or the name of a channel.
 """
 
 from __future__ import annotations
@@ -22,7 +22,10 @@ Where = Annotated[
     str, typer.Argument(metavar="WHERE", help="run directory, store directory, or object store URL (s3://…, http://…)")
 ]
 Which = Annotated[
-    str, typer.Argument(metavar="VERSION", help="LINE@NUMBER, a number where the line is clear, or a channel as live")
+    str,
+    typer.Argument(
+        metavar="VERSION", help="LINE@NUMBER, a number if there is only one line, or a channel such as live"
+    ),
 ]
 Line = Annotated[str | None, typer.Option("--line", help="only this line; default: all")]
 LineOfNumber = Annotated[str | None, typer.Option("--line", help="the line of a VERSION that is only a number")]
@@ -45,7 +48,7 @@ class Place:
 
 
 def open_place(where: str, token: str | None, *, create: bool = False) -> Place:
-    """`create` makes a store that is not there yet, but never inside a directory that is something else."""
+    """`create` makes a store that does not exist yet, but never inside a directory with other content."""
     from rollmill.errors import WeightsError
     from rollmill.storage.objects import Objects
     from rollmill.weights import WeightStore
@@ -60,25 +63,25 @@ def open_place(where: str, token: str | None, *, create: bool = False) -> Place:
         raise WeightsError(f"no weights in {where}", hint="give a run directory (runs/NAME) or an object store")
     if run is None and not _could_be_store(path):
         raise WeightsError(
-            f"{where} is there and holds no weights", hint="name a run, a store, or a directory that does not exist"
+            f"{where} exists and has no weights", hint="name a run, a store, or a directory that does not exist"
         )
     return Place(WeightStore(Objects.open(path)), run)
 
 
 def _could_be_store(path: Path) -> bool:
-    """Whether a store is there or can be made there: nothing that is not a store's own lies in it."""
+    """Whether the directory is a store or can become one: it contains nothing but objects of a store."""
     if not path.exists() or (path / "weights").is_dir():
         return True
     return path.is_dir() and all(inside.name == ".staging" for inside in path.iterdir())
 
 
 def begun_lines(store: WeightStore) -> list[str]:
-    """The lines that have a version; a writer that died before its first one leaves a name and nothing else."""
+    """The lines that have a version. A writer that died before its first version leaves only a name."""
     return [line for line in store.lines() if store.begun(line)]
 
 
 def chosen(store: WeightStore, line: str | None, form: str | None = None) -> list[tuple[str, str]]:
-    """Lines and forms that are meant."""
+    """The selected lines and forms."""
     from rollmill.errors import WeightsError
 
     lines = begun_lines(store)
@@ -93,7 +96,7 @@ def chosen(store: WeightStore, line: str | None, form: str | None = None) -> lis
 
 
 def find_version(place: Place, text: str, line: str | None = None) -> Version:
-    """What the user wrote, as a version. That it exists is for whoever reads it to say."""
+    """Parses the user's text as a version. Whether it exists is checked when it is read."""
     from rollmill.errors import WeightsError
     from rollmill.types import Version
     from rollmill.weights import Channels
@@ -105,8 +108,8 @@ def find_version(place: Place, text: str, line: str | None = None) -> Version:
         lines = [line] if line else begun_lines(place.store)
         if len(lines) == 1:
             return Version(valid_name(lines[0]), int(text))
-        these = ", ".join(f"{name}@{text}" for name in lines) or "there is no line here"
-        raise WeightsError(f"{text} could be of any line", hint=f"say which: {these}")
+        these = ", ".join(f"{name}@{text}" for name in lines) or "this store has no lines"
+        raise WeightsError(f"{text} could belong to any line", hint=f"name one: {these}")
     channels = Channels(place.objects)
     version = channels.get(text) if re.fullmatch(r"[\w.-]+", text) else None
     if version is None:
@@ -117,7 +120,7 @@ def find_version(place: Place, text: str, line: str | None = None) -> Version:
 
 
 def find_form(store: WeightStore, version: Version, form: str | None) -> str:
-    """The form that is meant: the one asked for, the only one there is, or bf16."""
+    """The form to use: the requested one, the only one there is, or bf16."""
     from rollmill.errors import WeightsError
 
     if form is not None:
@@ -129,5 +132,5 @@ def find_form(store: WeightStore, version: Version, form: str | None) -> str:
         hint = f"{version.line} has {min(numbers)} to {max(numbers)}" if numbers else f"lines here: {lines}"
         raise WeightsError(f"{version} does not exist in {store.objects.url}", hint=hint)
     if len(forms) > 1 and "bf16" not in forms:
-        raise WeightsError(f"{version} has the forms {', '.join(forms)}", hint="say which with --form")
+        raise WeightsError(f"{version} has the forms {', '.join(forms)}", hint="choose one with --form")
     return "bf16" if "bf16" in forms else forms[0]

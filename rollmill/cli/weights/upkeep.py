@@ -1,4 +1,4 @@
-"""`rollmill weights gc | mirror`: what a store keeps, and how a region's store stays up to date."""
+"""`rollmill weights gc | mirror`: removes old versions, and keeps a region's store up to date."""
 
 from __future__ import annotations
 
@@ -19,19 +19,19 @@ _SIZE = re.compile(r"(\d+(?:\.\d+)?)\s*([kMGTP]?)(i?)B?", re.IGNORECASE)
 
 def gc(
     where: Where,
-    keep: Annotated[int, typer.Option(min=1, help="the newest versions of a line that stay")] = 50,
+    keep: Annotated[int, typer.Option(min=1, help="number of newest versions of a line that stay")] = 50,
     budget: Annotated[
-        str | None, typer.Option(help="at most this much, as 200GB: fewer than --keep stay if need be")
+        str | None, typer.Option(help="largest size, for example 200GB; fewer than --keep versions stay if necessary")
     ] = None,
-    dry_run: Annotated[bool, typer.Option("--dry-run", help="only say what would go")] = False,
+    dry_run: Annotated[bool, typer.Option("--dry-run", help="only print what would be removed")] = False,
     line: Line = None,
     form: Forms = None,
     token: Token = None,
 ) -> None:
-    """Remove versions that nobody needs any more, and what attempts that died left behind an hour ago or more.
+    """Remove versions that nobody needs, and objects that died attempts left at least an hour ago.
 
-    The head, what channels point at and what engines hold by lease always stay, and so do the deltas on the way there
-    from the nearest snapshot.
+    The head, the versions that channels point at and the versions that engines hold by lease always stay, with the
+    deltas from the nearest snapshot to them.
 
     For example:
 
@@ -46,7 +46,7 @@ def gc(
     lines = chosen(store, line, form)
     if limit is not None and len(lines) > 1:
         these = ", ".join(f"{name} ({one})" for name, one in lines)
-        raise WeightsError("a budget is for one line in one form", hint=f"--line and --form say which: {these}")
+        raise WeightsError("--budget applies to one line in one form", hint=f"choose with --line and --form: {these}")
     out = display.console()
     for name, one in lines:
         with out.status(f"{name} ({one})"):
@@ -57,8 +57,8 @@ def gc(
             out.print(display.safe(f"  {words}", "dim"), soft_wrap=True)
     stray = collect_companions(store, dry_run) if line is None and form is None else {}
     for name, size in stray.items():
-        verb = "would go" if dry_run else "went"
-        told = f"{name}: no version, and its companions {verb}, {display.size(size)}"
+        verb = "would be removed" if dry_run else "were removed"
+        told = f"{name}: no version; its companions {verb}, {display.size(size)}"
         out.print(display.safe(told), soft_wrap=True)
     if not lines and not stray:
         out.print("no version yet")
@@ -70,21 +70,23 @@ def _describe(line: str, form: str, done: Collected, dry_run: bool) -> list[obje
     gone = display.count(len(done.removed), "version")
     if done.abandoned:
         gone += f" and {display.count(done.abandoned, 'object')} that no version names"
-    verb = "would go" if dry_run else "went" if done.removed or done.abandoned else "had to go"
+    verb = "would be removed" if dry_run else "removed"
     left = f"{display.count(len(done.kept), 'version')} with {display.size(done.bytes)}"
     freed = f", {display.size(done.freed)}" if done.freed else ""
     words: list[object] = [display.safe(f"{line} ({form}): {gone} {verb}{freed}; {left} stay")]
     if done.removed:
-        words.append(display.safe(f"  {'would go' if dry_run else 'gone'}: {_ranges(line, done.removed)}"))
+        words.append(display.safe(f"  {'would be removed' if dry_run else 'removed'}: {_ranges(line, done.removed)}"))
     if done.kept:
         words.append(display.safe(f"  stay: {_ranges(line, done.kept)}"))
     if done.problem:
-        words.append(display.safe("  the budget is not met: these, and the way to them, stay whatever it is", "yellow"))
+        words.append(
+            display.safe("  the budget is not met: these versions, and the deltas to them, always stay", "yellow")
+        )
     return words
 
 
 def _holders(store: WeightStore, line: str, form: str, done: Collected) -> list[str]:
-    """Who keeps what, beside the number of versions that was asked for."""
+    """What holds versions, apart from `--keep`."""
     from rollmill.cli.weights import display
     from rollmill.weights.reading.channels import Channels
     from rollmill.weights.reading.leases import Leases
@@ -127,22 +129,27 @@ def _parse_size(text: str) -> int:
 def mirror(
     source: Annotated[str, typer.Argument(metavar="SOURCE", help="the store to copy from: directory or URL")],
     target: Annotated[str, typer.Argument(metavar="TARGET", help="this region's store: directory or URL")],
-    line: Annotated[str, typer.Option("--line", help="the line to follow, and those that take over from it")] = "main",
+    line: Annotated[str, typer.Option("--line", help="the line to follow, with its successors")] = "main",
     form: Annotated[str, typer.Option("--form", help="the form to copy")] = "bf16",
-    channel: Annotated[list[str] | None, typer.Option("--channel", help="bring this one too; may be repeated")] = None,
+    channel: Annotated[
+        list[str] | None, typer.Option("--channel", help="copy this channel too; may be repeated")
+    ] = None,
     anchor_every: Annotated[
         int, typer.Option(min=0, help="make a snapshot here after every N versions; 0: never")
     ] = 32,
-    keep: Annotated[int, typer.Option(min=1, help="the newest versions that stay here")] = 50,
-    budget: Annotated[str | None, typer.Option(help="fewer stay if they have more bytes, for example 200GB")] = None,
-    once: Annotated[bool, typer.Option("--once", help="stop when everything is here")] = False,
+    keep: Annotated[int, typer.Option(min=1, help="number of newest versions that stay here")] = 50,
+    budget: Annotated[
+        str | None, typer.Option(help="largest size, for example 200GB; fewer versions stay if necessary")
+    ] = None,
+    once: Annotated[bool, typer.Option("--once", help="stop when everything is copied")] = False,
     region: Annotated[str, typer.Option(help="the name of this region, for events")] = "",
     events: Annotated[Path | None, typer.Option(help="write events (arrivals, anchors) into this directory")] = None,
     token: Token = None,
 ) -> None:
-    """Keep a region's store up to date: copy versions and channels as they appear, make anchors, remove what is old.
+    """Keep a region's store up to date: copy versions and channels as they appear, make anchors, remove old versions.
 
-    Deltas cross once for all engines of the region, which read TARGET alone. Ctrl-C stops it; so may a power cut.
+    Each delta is copied once for all engines of the region, which read only TARGET. It can be killed at any time and
+    started again; Ctrl-C stops it.
 
     For example:
 

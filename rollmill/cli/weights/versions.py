@@ -1,4 +1,4 @@
-"""`rollmill weights log | show | verify`: what was published, and whether it is still right."""
+"""`rollmill weights log | show | verify`: lists versions, shows one, and checks all."""
 
 from __future__ import annotations
 
@@ -34,10 +34,10 @@ Top = Annotated[int, typer.Option("--top", min=1, help="how many tensors to list
 
 
 def log(where: Where, line: Line = None, form: Forms = None, token: Token = None) -> None:
-    """List the versions of every line. Of a run also how soon each region served them, and the longest pause.
+    """List the versions of every line. For a run, also when each region served them, and the longest pause.
 
-    Kind "both": a snapshot with a delta beside it. Ratio: all bytes over what an engine one version behind fetches. A
-    time in brackets: stored, not served yet.
+    Kind "both": a snapshot with a delta beside it. Ratio: full size over what an engine one version behind downloads.
+    A time in brackets: stored, not served yet.
 
     For example:
 
@@ -68,7 +68,7 @@ def show(
     json: Json = False,
     token: Token = None,
 ) -> None:
-    """Show one version: where it comes from, what it consists of, and which tensors its delta is about.
+    """Show one version: its parent, its contents, and how much its delta changes each tensor.
 
     For example:
 
@@ -89,8 +89,8 @@ def show(
 
 
 def verify(where: Where, line: Line = None, form: Forms = None, token: Token = None) -> None:
-    """Read every version, every anchor and what lies beside them back, and check every digest. Exits with 1 when
-    something is wrong.
+    """Read every version, every anchor and the files beside them, and check every digest. Exits with 1 if something is
+    wrong.
 
     For example:
 
@@ -127,7 +127,7 @@ def verify(where: Where, line: Line = None, form: Forms = None, token: Token = N
 
 
 def _damaged_companions(store: WeightStore, lines: list[str]) -> list[str]:
-    """What is wrong with config.json, tokenizer and the like, for each line where something is."""
+    """The faults of config.json, tokenizer and the like, by line."""
     from rollmill.errors import StorageError, WeightsError
     from rollmill.weights.files.companions import kept_companions
 
@@ -151,7 +151,7 @@ def _arrivals(run: Path | None) -> dict[tuple[str, int], dict[str, Any]]:
 
 
 def _read_manifests(store: WeightStore, line: str, form: str) -> tuple[list[Manifest], dict[int, str]]:
-    """All manifests of a line, and what is wrong with the others."""
+    """All readable manifests of a line, and the faults of the others."""
     from rollmill.cli.weights import display
     from rollmill.errors import RollmillError
     from rollmill.types import Version
@@ -191,12 +191,12 @@ def _print_log(
     if all(_follows(one) for one in manifests):
         columns.remove("parent")
     if len({one.epoch for one in manifests}) == 1:
-        columns.remove("epoch")  # the title has it; with several writers, each row does
+        columns.remove("epoch")  # the title has it; if there are several writers, each row has it
     out.print(display.fitted(out, make, columns, ("when", "digest", "coding", "kind", "density")))
 
 
 def _follows(manifest: Manifest) -> bool:
-    """Whether its parent is what one expects: the version before, or where its line began."""
+    """Whether its parent is the expected one: the version before, or the origin of its line."""
     parent = manifest.parent
     if manifest.number == manifest.first:
         return parent == manifest.origin
@@ -206,7 +206,7 @@ def _follows(manifest: Manifest) -> bool:
 def _log_cells(manifest: Manifest, regions: dict[str, Any]) -> dict[str, Any]:
     from rollmill.cli.weights import display
 
-    # an engine that is up to date fetches the delta, also of a version that has a snapshot beside it
+    # an engine that is up to date downloads the delta, even if the version also has a snapshot
     fetched = manifest.delta or manifest.snapshot
     assert fetched is not None
     pauses = [one["pause_ms_max"] for one in regions.values() if one["pause_ms_max"] is not None]
@@ -236,7 +236,7 @@ def _describe(store: WeightStore, manifest: Manifest) -> dict[str, Any]:
     try:
         anchor = store.anchor(manifest.version, manifest.form)
     except WeightsError:
-        anchor = None  # damaged: `verify` says so, and nobody needs it to show the rest
+        anchor = None  # damaged: `verify` reports it, and the rest can be shown without it
     encodings = {"snapshot": manifest.snapshot, "delta": manifest.delta, "anchor": anchor.snapshot if anchor else None}
     return {
         "line": manifest.line,
@@ -270,8 +270,8 @@ def _describe(store: WeightStore, manifest: Manifest) -> dict[str, Any]:
 
 
 def _tensor_facts(manifest: Manifest) -> list[dict[str, Any]]:
-    """The tensors, largest first, with their part of the delta. A payload may cover several: it is divided by size, and
-    so are the elements that changed; a tensor that no payload covers has not changed at all."""
+    """The tensors, largest first, with their share of the delta. If a payload covers several tensors, its bytes and
+    changed elements are divided by size. A tensor without payload has not changed."""
     sent: dict[str, float] = {}
     delta = manifest.delta
     for payload in delta.payloads if delta else ():

@@ -1,7 +1,7 @@
 """OpenAI chat completions: the wire format in and out.
 
-What would change the sampling and cannot be honoured exactly is refused; fields that only describe the request are let
-through.
+A field that would change the sampling and cannot be honoured exactly is refused. Fields that only describe the request
+are accepted.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from rollmill.gateway.body import parse_object, short
 from rollmill.gateway.segments import Answer
 from rollmill.types import Sampling
 
-# field -> values that ask for nothing special
+# field -> values that have no effect
 _UNSUPPORTED: Mapping[str, tuple[Any, ...]] = {
     "n": (1,),
     "logprobs": (False,),
@@ -77,7 +77,7 @@ def parse_request(
 
 
 def completion(identity: str, request_model: str, answer: Answer, prompt_tokens: int, extra: dict[str, Any]) -> bytes:
-    """The whole answer as one JSON body."""
+    """The complete answer as one JSON body."""
     return json.dumps(
         {
             "id": identity,
@@ -94,7 +94,7 @@ def completion(identity: str, request_model: str, answer: Answer, prompt_tokens:
 
 
 class ChunkWriter:
-    """The events of a streamed answer, each ready to be sent."""
+    """The events of a streamed answer as bytes."""
 
     def __init__(self, identity: str, model: str) -> None:
         self._head = {"id": identity, "object": "chat.completion.chunk", "created": int(time.time()), "model": model}
@@ -141,7 +141,7 @@ def error_body(status: int, message: str, hint: str | None) -> dict[str, Any]:
 
 
 def error_event(status: int, message: str, hint: str | None) -> bytes:
-    """A stream that has begun cannot change its status any more: the error is its last event."""
+    """A stream that has begun cannot change its status, so the error is its last event."""
     return _sse(error_body(status, message, hint))
 
 
@@ -236,7 +236,7 @@ def _number(tree: dict[str, Any], name: str, low: float, high: float) -> float:
     value = tree.get(name)
     if value is None:
         return 1.0
-    # NaN is within no range
+    # NaN is outside of every range
     if isinstance(value, bool) or not isinstance(value, int | float) or not low <= value <= high:
         raise GatewayError(f"{name} must be a number from {low:g} to {high:g}, got {short(value)}")
     return float(value)

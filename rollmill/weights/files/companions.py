@@ -3,8 +3,9 @@
     companions/LINE/NAME    the files as they are
     companions/LINE/index   sealed: names, sizes and digests of all of them, written after them
 
-They are kept before the first version of their line is committed, and never change: where a version is, they are. Lines
-that begin from that line need none of their own. A region that copies only such a line keeps them under its name.
+They are written before the first version of their line is committed, and never change: a store that has a version has
+its companions. Lines that begin from that line need none of their own. A region that copies only such a line stores
+them under the name of that line.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ from rollmill.weights.format.keys import valid_name
 from rollmill.weights.format.manifest import Count, Digest, Manifest, Name, digest_bytes, seal, unseal
 from rollmill.weights.reading.store import WeightStore
 
-# An export puts them into a directory under these names: no others are taken from a store.
+# An export writes files with these names into a directory, so no other names are accepted from a store.
 COMPANIONS = (
     "config.json", "generation_config.json", "tokenizer.json", "tokenizer_config.json", "special_tokens_map.json",
     "added_tokens.json", "vocab.json", "merges.txt", "tokenizer.model", "chat_template.jinja",
@@ -57,7 +58,7 @@ def index_key(line: str) -> str:
 
 
 def keep_companions(objects: Objects, line: str, files: Mapping[str, bytes]) -> None:
-    """Beside the weights of a line, so that they leave with them again. Repeating it confirms what is there."""
+    """Stores the files beside the weights of a line, so that an export can write them again. Safe to repeat."""
     if not files:
         return
     _check_size(sum(map(len, files.values())), f"the companions of {line}")
@@ -69,22 +70,22 @@ def keep_companions(objects: Objects, line: str, files: Mapping[str, bytes]) -> 
 
 def kept_companions(objects: Objects, line: str) -> dict[str, bytes]:
     """The companions of a line, checked against its index. Names and sizes may come from another region: only known
-    names are taken, and nothing is read before it is known to be small enough."""
+    names are accepted, and nothing is read before its size is checked."""
     where = f"{index_key(line)!r} in {objects.url}"
     size = objects.head(index_key(line))
     if size is None:
         return _unsealed(objects, line)
     if size > _LARGEST_INDEX:
-        raise WeightsError(f"{where} has {size} bytes, more than an index can have", hint=_HINT)
+        raise WeightsError(f"{where} has {size} bytes, too many for an index", hint=_HINT)
     index = unseal(objects.get_range(index_key(line), 0, size), Index, where, _HINT)
     if index.line != line or not {file.name for file in index.files} <= set(COMPANIONS):
-        raise WeightsError(f"{where} is of another line or names files that are no companions", hint=_HINT)
+        raise WeightsError(f"{where} belongs to another line, or names files that are not companions", hint=_HINT)
     _check_size(sum(file.bytes for file in index.files), f"the companions in {where}")
     return {file.name: _read(objects, line, file) for file in index.files}
 
 
 def _unsealed(objects: Objects, line: str) -> dict[str, bytes]:
-    """Files without an index: they count, and nothing says whether they are whole."""
+    """Files without an index are used too, but nothing proves that they are complete."""
     folder = companions_folder(line)
     sizes = {
         name: objects.head(f"{folder}/{name}")
@@ -96,7 +97,7 @@ def _unsealed(objects: Objects, line: str) -> dict[str, bytes]:
 
 
 def companions_of(store: WeightStore, manifest: Manifest) -> dict[str, bytes]:
-    """What belongs to the model of a version: kept with its line, or with the nearest line it comes from."""
+    """The companions of a version's model: those of its line, or of the nearest line it comes from."""
     lines: list[str] = []
     line, origin = manifest.line, manifest.origin
     while True:
@@ -109,19 +110,19 @@ def companions_of(store: WeightStore, manifest: Manifest) -> dict[str, bytes]:
 
 
 def copy_companions(source: WeightStore, target: WeightStore, manifest: Manifest) -> None:
-    """Keep in another store what belongs to a version that is going to be committed there, unless it is there."""
+    """Copies the companions of a version to another store before it is committed there, unless they exist there."""
     if target.objects.head(index_key(manifest.line)) is None:
         keep_companions(target.objects, manifest.line, companions_of(source, manifest))
 
 
 def _origin_of(store: WeightStore, line: str) -> Version | None:
-    """Where a line began; every version of it says so."""
+    """The parent of a line's first version. Every version of the line names it."""
     for form in store.forms(line):
         for number in reversed(store.numbers(line, form)):
             try:
                 return store.manifest(Version(line, number), form).origin
             except WeightsError:
-                continue  # damaged, or collected meanwhile: the one before says the same
+                continue  # damaged, or collected meanwhile: the version before names the same
     return None
 
 
@@ -130,10 +131,10 @@ def _read(objects: Objects, line: str, file: Companion) -> bytes:
     try:
         data = objects.get_range(key, 0, file.bytes)
     except ObjectMissing:
-        raise WeightsError(f"{key!r} is missing in {objects.url}; its index names it", hint=_HINT) from None
+        raise WeightsError(f"{key!r} is missing in {objects.url}, but the index names it", hint=_HINT) from None
     if digest_bytes(data) != file.digest:
         raise WeightsError(
-            f"{key!r} in {objects.url} is damaged: its bytes do not have the digest in its index", hint=_HINT
+            f"{key!r} in {objects.url} is damaged: its digest differs from the one in the index", hint=_HINT
         )
     return data
 
@@ -141,7 +142,7 @@ def _read(objects: Objects, line: str, file: Companion) -> bytes:
 def _check_size(size: int, where: str) -> None:
     if size > LARGEST_BYTES:
         raise WeightsError(
-            f"{where} have {size} bytes together, more than the {LARGEST_BYTES} that are kept",
+            f"{where} have {size} bytes together, more than the allowed {LARGEST_BYTES}",
             hint="only config, tokenizer and chat template belong beside the weights",
         )
 
@@ -152,6 +153,6 @@ def _create(objects: Objects, key: str, data: bytes) -> None:
     except ObjectExists:
         if objects.head(key) != len(data) or objects.get(key) != data:
             raise WeightsError(
-                f"{key!r} in {objects.url} is there and differs",
+                f"{key!r} in {objects.url} already exists with other content",
                 hint="name another line; if this one has no version, `rollmill weights gc` removes it after an hour",
             ) from None

@@ -1,7 +1,7 @@
-"""Converts the dtypes of a file to those of a form, in numpy: without loss, or rounded to nearest even if asked to.
+"""Converts the dtypes of a file to those of a form, in numpy: without loss, or rounded to nearest even on request.
 
-form bf16, fp16 or fp32    floats become the form's dtype; integers stay as they are
-any other form             (fp8, packed 4-bit …) every tensor stays as it is: its dtypes are the form's own mix
+form bf16, fp16 or fp32    floats get the form's dtype; integers are unchanged
+any other form             (fp8, packed 4-bit …) every tensor is unchanged: the form has a mix of dtypes
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from rollmill.weights.files.safetensors import DTYPES, SERVED, Stored
 
 FLOATS: Mapping[str, np.dtype[Any]] = {
     "F16": np.dtype("<f2"),
-    "BF16": np.dtype("<f4"),  # computed with as its upper half
+    "BF16": np.dtype("<f4"),  # computed as the upper half of an fp32
     "F32": np.dtype("<f4"),
     "F64": np.dtype("<f8"),
 }
@@ -24,25 +24,25 @@ _PIECE = 1 << 22  # elements converted at a time
 
 
 def dtype_in(form: str, name: str, stored: Stored) -> str:
-    """The dtype of a tensor in a form. WeightsError if the form cannot hold it."""
+    """The dtype of a tensor in a form. Raises WeightsError if the form cannot hold it."""
     converts = form in ("bf16", "fp16", "fp32")
     if converts and stored.dtype in FLOATS:
         return form
     if stored.dtype not in SERVED:
         raise WeightsError(
-            f"{name} is {stored.dtype}, which no form is served in", hint=f"one of {', '.join(DTYPES.values())}"
+            f"{name} is {stored.dtype}, which no form supports", hint=f"one of {', '.join(DTYPES.values())}"
         )
     if converts and stored.dtype.startswith("F8"):
         raise WeightsError(
-            f"{name} is {stored.dtype}: its values mean nothing without their scales, so it cannot become {form}",
-            hint=f"--form {SERVED[stored.dtype]} keeps every tensor as it is",
+            f"{name} is {stored.dtype}: its values have no meaning without their scales, so it cannot become {form}",
+            hint=f"--form {SERVED[stored.dtype]} leaves every tensor unchanged",
         )
     return SERVED[stored.dtype]
 
 
 def convert(name: str, stored: Stored, dtype: str, out: np.ndarray, *, lossy: bool) -> None:
-    """The tensor as `dtype` into `out` (uint8). A value that would change is an error unless `lossy`; one that would
-    become infinite is an error always."""
+    """Writes the tensor as `dtype` into `out` (uint8). Raises if a value would change, unless `lossy`; always raises if
+    a value would become infinite."""
     source_width, target_width = stored.data.size // max(stored.elements, 1), out.size // max(stored.elements, 1)
     for first in range(0, stored.elements, _PIECE):
         last = min(first + _PIECE, stored.elements)
@@ -53,11 +53,13 @@ def convert(name: str, stored: Stored, dtype: str, out: np.ndarray, *, lossy: bo
             back = _decode(encoded, DTYPES[dtype])
             same = _bits_as(back, stored.dtype) == source.view(f"<u{source_width}")
         if not np.isfinite(back[np.isfinite(values)]).all():
-            raise WeightsError(f"{name} has values too large for {dtype}", hint="a form with a wider range, as fp32")
+            raise WeightsError(
+                f"{name} has values too large for {dtype}", hint="use a form with a wider range, for example fp32"
+            )
         if not lossy and not same.all():
             raise WeightsError(
-                f"{name} is {stored.dtype} and would lose bits as {dtype}: {np.count_nonzero(~same)} of its elements "
-                f"{first} to {last - 1} are not exact",
+                f"{name} is {stored.dtype} and cannot become {dtype}: {np.count_nonzero(~same)} of its elements "
+                f"{first} to {last - 1} would be rounded",
                 hint="--convert rounds to nearest even; --form names another form",
             )
         out[first * target_width : last * target_width] = encoded
@@ -78,7 +80,7 @@ def _encode(values: np.ndarray, dtype: str) -> np.ndarray:
 
 
 def _bits_as(values: np.ndarray, dtype: str) -> np.ndarray:
-    """The bits these values have in the file's dtype; equal to the file's own exactly when nothing was lost."""
+    """The bits of these values in the file's dtype. They equal the file's own bits exactly when nothing was lost."""
     if dtype == "BF16":
         return (values.astype("<f4").view("<u4") >> np.uint32(16)).astype("<u2")
     cast = values.astype(FLOATS[dtype])
@@ -86,16 +88,16 @@ def _bits_as(values: np.ndarray, dtype: str) -> np.ndarray:
 
 
 def _round_bf16(values: np.ndarray) -> np.ndarray:
-    """Nearest even, once: a detour over a correctly rounded fp32 would round FP64 values twice."""
+    """Rounds to nearest even, once: going through a correctly rounded fp32 would round FP64 values twice."""
     single = values.astype("<f4")
     bits = single.view("<u4")
     if values.dtype.itemsize > 4:
         inexact = (single.astype(values.dtype) != values) & ~np.isnan(values)
         away = inexact & (np.abs(single) > np.abs(values))
-        bits = (bits - away) | inexact  # round to odd: keeps on which side of a tie the value lies
+        bits = (bits - away) | inexact  # round to odd: keeps the side of a tie on which the value lies
         bits = bits.astype("<u4")
     rounded = (bits + np.uint32(0x7FFF) + ((bits >> np.uint32(16)) & np.uint32(1))) >> np.uint32(16)
-    # rounding a NaN could carry into infinity; it is cut, and stays a NaN by its quiet bit
+    # rounding a NaN could carry into infinity; it is truncated instead, and its quiet bit keeps it a NaN
     quiet = (bits >> np.uint32(16)) | np.uint32(0x40)
     cut_exact = np.where(bits & np.uint32(0xFFFF), quiet, bits >> np.uint32(16))
     return np.where(np.isnan(single), cut_exact, rounded).astype("<u2")

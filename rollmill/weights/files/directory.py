@@ -1,8 +1,8 @@
-"""Hugging Face directories: the one reader and the one writer of them. Nothing in a directory is executed or trusted.
+"""Hugging Face directories: their only reader and their only writer. Nothing in a directory is executed or trusted.
 
 model.safetensors                all tensors in one file, or
 model-0000K-of-0000N.safetensors several files of at most `SHARD_BYTES` each (a larger tensor has its own), and
-model.safetensors.index.json     which tensor is in which of them
+model.safetensors.index.json     which tensor is in which file
 config.json, tokenizer.json, …   the other files of the model
 """
 
@@ -29,7 +29,7 @@ from rollmill.strict import StrictModel, parse_json
 from rollmill.weights.files.companions import COMPANIONS, LARGEST_BYTES
 from rollmill.weights.files.safetensors import Advance, Entry, Stored, read_file, write_entries
 
-SHARD_BYTES = 5_000_000_000  # as transformers cuts them
+SHARD_BYTES = 5_000_000_000  # like transformers
 INDEX, WHOLE = "model.safetensors.index.json", "model.safetensors"
 _LARGEST_INDEX = 256 << 20
 _ABANDONED_SECONDS = 3600.0
@@ -49,10 +49,10 @@ def write_directory(
     advance: Advance = lambda _: None,
     check: Callable[[Path], object] = lambda _: None,
 ) -> list[Path]:
-    """Write a directory with these tensors and files. It appears whole, durable and after `check`, or not at all.
+    """Writes a directory with these tensors and files. It appears complete, durable and after `check`, or not at all.
 
-    A directory that is not empty is replaced only with `force`. `check` is called with the draft and raises if it is
-    wrong. `advance` is called with each number of bytes written. Returns the files.
+    A directory that is not empty is replaced only with `force`. `check` is called with the draft directory and raises
+    if it is wrong. `advance` is called with the number of bytes of each write. Returns the files.
     """
     _check_target(directory, force)
     place = Path(os.path.abspath(directory))
@@ -75,12 +75,12 @@ def write_directory(
 
 
 def encode_json(tree: Any) -> bytes:
-    """JSON as it stands in such a directory."""
+    """JSON in the layout of such a directory."""
     return (json.dumps(tree, indent=2, ensure_ascii=False) + "\n").encode()
 
 
 def _remove_abandoned(place: Path) -> None:
-    """Remove the drafts that killed processes left here more than an hour ago."""
+    """Removes the drafts that killed processes left here more than an hour ago."""
     for draft in place.parent.glob(f".{glob.escape(place.name)}.partial-*"):
         with contextlib.suppress(OSError):
             if time.time() - draft.stat().st_mtime > _ABANDONED_SECONDS:
@@ -89,11 +89,13 @@ def _remove_abandoned(place: Path) -> None:
 
 def _check_target(directory: Path, force: bool) -> None:
     if directory.is_symlink() or (directory.exists() and not directory.is_dir()):
-        raise WeightsError(f"{directory} is already there and no directory", hint="name one that does not exist yet")
+        raise WeightsError(
+            f"{directory} already exists and is not a directory", hint="name one that does not exist yet"
+        )
     inside = list(directory.iterdir()) if directory.is_dir() else []
     if inside and not force:
         raise WeightsError(
-            f"{directory} is already there and not empty",
+            f"{directory} already exists and is not empty",
             hint="name another directory, or empty it first (`weights export --force` does)",
         )
     if any(path.is_dir() for path in inside):
@@ -104,7 +106,7 @@ def _check_target(directory: Path, force: bool) -> None:
 
 
 def _shards(entries: Iterable[Entry], shard_bytes: int) -> list[list[Entry]]:
-    """The tensors in order, cut where the next one would not fit."""
+    """The tensors in order, cut before the tensor that would not fit."""
     shards: list[list[Entry]] = [[]]
     size = 0
     for entry in entries:
@@ -165,7 +167,7 @@ class Weights(NamedTuple):
 
 
 class _Index(StrictModel):
-    """model.safetensors.index.json; what else it says is not used."""
+    """model.safetensors.index.json. Other fields are ignored."""
 
     model_config = ConfigDict(extra="ignore")
 
@@ -173,7 +175,7 @@ class _Index(StrictModel):
 
 
 def read_weights(directory: Path) -> Weights:
-    """All tensors of a directory. WeightsError where a file is damaged, or files and index do not agree."""
+    """All tensors of a directory. Raises WeightsError if a file is damaged, or if files and index disagree."""
     stored: dict[str, Stored] = {}
     files = weight_files(directory)
     for path, expected in files.items():
@@ -181,7 +183,7 @@ def read_weights(directory: Path) -> Weights:
         if expected is not None and (absent := expected - found.keys()):
             raise WeightsError(
                 f"{path} does not hold {min(absent)!r}, which {INDEX} places there",
-                hint="index and files are of different models: copy or download them again",
+                hint="index and files belong to different models: copy or download them again",
             )
         if expected is not None and (surplus := found.keys() - expected):
             raise WeightsError(f"{path} holds {min(surplus)!r}, which {INDEX} places elsewhere or nowhere", hint=_AGAIN)
@@ -194,9 +196,9 @@ def read_weights(directory: Path) -> Weights:
 
 
 def weight_files(directory: Path) -> dict[Path, set[str] | None]:
-    """The safetensors files of a model, each with the names that the index says it holds (None: there is no index)."""
+    """The safetensors files of a model, each with the tensor names that the index lists for it (None: no index)."""
     if not directory.is_dir():
-        raise WeightsError(f"{directory} is not a directory", hint="name one as transformers' save_pretrained makes")
+        raise WeightsError(f"{directory} is not a directory", hint="name one that transformers' save_pretrained wrote")
     if (directory / INDEX).is_file():
         return _indexed_files(directory)
     if (directory / WHOLE).is_file():
@@ -211,7 +213,7 @@ def weight_files(directory: Path) -> dict[Path, set[str] | None]:
             hint="convert them to safetensors where you trust them: save_pretrained(..., safe_serialization=True)",
         )
     raise WeightsError(
-        f"no safetensors files in {directory}", hint="name a directory as transformers' save_pretrained makes"
+        f"no safetensors files in {directory}", hint="name a directory that transformers' save_pretrained wrote"
     )
 
 
@@ -223,9 +225,9 @@ def _indexed_files(directory: Path) -> dict[Path, set[str] | None]:
         raise WeightsError(f"{path} is damaged: {error}", hint=_AGAIN) from None
     files: dict[Path, set[str]] = {}
     for name, file in sorted(places.items()):
-        # a name from a file must not lead out of its directory
+        # a name in the index must not lead out of the directory
         if Path(file).name != file or not file.endswith(".safetensors"):
-            raise WeightsError(f"{path} names {file!r}, which is no safetensors file beside it", hint=_AGAIN)
+            raise WeightsError(f"{path} names {file!r}, not a safetensors file in the same directory", hint=_AGAIN)
         files.setdefault(directory / file, set()).add(name)
     missing = sorted(file.name for file in files if not file.is_file())
     if missing:
@@ -236,16 +238,16 @@ def _indexed_files(directory: Path) -> dict[Path, set[str] | None]:
 
 
 def read_companions(directory: Path) -> dict[str, bytes]:
-    """The files beside the weights that belong to the model and are kept in a store."""
+    """The companions in a directory: the files of the model that a store keeps beside the weights."""
     found = (directory / name for name in COMPANIONS)
     return {path.name: read_bytes(path, LARGEST_BYTES) for path in found if path.is_file()}
 
 
 def read_bytes(path: Path, largest: int) -> bytes:
-    """A file of at most `largest` bytes. FileNotFoundError if there is none, WeightsError for anything else."""
+    """A file of at most `largest` bytes. Raises FileNotFoundError if there is none, WeightsError for other faults."""
     try:
         if path.stat().st_size > largest:
-            raise WeightsError(f"{path} has {path.stat().st_size} bytes, more than such a file can have")
+            raise WeightsError(f"{path} has {path.stat().st_size} bytes, too many for such a file")
         return path.read_bytes()
     except FileNotFoundError:
         raise
@@ -255,7 +257,7 @@ def read_bytes(path: Path, largest: int) -> bytes:
 
 @contextlib.contextmanager
 def scratch(sizes: Mapping[str, int]) -> Iterator[dict[str, np.ndarray]]:
-    """Memory of these sizes by name, mapped from one temporary file. The file has no name and dies with the process."""
+    """Arrays of these sizes by name, mapped from one temporary file, which has no name and ends with the process."""
     starts: dict[str, int] = {}
     total = 0
     for name, size in sizes.items():
@@ -266,11 +268,11 @@ def scratch(sizes: Mapping[str, int]) -> Iterator[dict[str, np.ndarray]]:
         return
     with tempfile.TemporaryFile(prefix="rollmill-import-") as file:
         try:
-            os.posix_fallocate(file.fileno(), 0, total)  # a full disk is an error here, and a dead process later
+            os.posix_fallocate(file.fileno(), 0, total)  # a full disk raises here; later it would kill the process
         except OSError as error:
             raise WeightsError(
-                f"a temporary file of {total} bytes cannot be had in {tempfile.gettempdir()}: {error.strerror}",
-                hint="make room, or let TMPDIR name another place",
+                f"a temporary file of {total} bytes cannot be created in {tempfile.gettempdir()}: {error.strerror}",
+                hint="free some space, or set TMPDIR to another directory",
             ) from None
         room = np.asarray(np.memmap(file, dtype=np.uint8, mode="r+", shape=(total,)))
         yield {name: room[start : start + sizes[name]] for name, start in starts.items()}

@@ -1,7 +1,7 @@
-"""Versions leave and come as Hugging Face directories. What is exported and imported again is the same bit for bit.
+"""Exports and imports versions as Hugging Face directories. An export that is imported again is the same bit for bit.
 
 An export adds `rollmill.json`: line, number, form and root digest of what was exported. An import checks the weights
-against it, so a directory that was changed since is noticed.
+against it, so changes to the directory are noticed.
 """
 
 from __future__ import annotations
@@ -50,10 +50,10 @@ ABOUT = "rollmill.json"
 
 @dataclass(frozen=True)
 class Imported:
-    """The tensors of a directory in one form, mapped from its files where they need no conversion."""
+    """The tensors of a directory in one form. Tensors that need no conversion are mapped from its files."""
 
     tensors: dict[str, HostTensor]
-    converted: tuple[str, ...]  # names of those that had another dtype
+    converted: tuple[str, ...]  # names of the tensors that had another dtype
     files: int
 
 
@@ -68,7 +68,7 @@ class _About(StrictModel):
     digest: Digest
 
 
-# --- out
+# --- export
 
 
 def export_directory(
@@ -81,8 +81,8 @@ def export_directory(
     shard_bytes: int = SHARD_BYTES,
     advance: Advance = lambda _: None,
 ) -> list[Path]:
-    """Write, read back, compare digests, and only then put the directory in its place. `advance` counts each byte
-    twice: written, and checked. Returns the files."""
+    """Writes a draft, reads it back, compares digests, and only then moves the directory to its place. `advance` counts
+    each byte twice: written, and checked. Returns the files."""
     about = _About(line=policy.line, number=policy.number, form=policy.form, digest=policy.digest)
     return write_directory(
         directory,
@@ -100,21 +100,21 @@ def _check_written(draft: Path, policy: PolicyRef, advance: Advance) -> None:
         digest = root_digest(describe(Watched(written.tensors, advance)))
     if digest != policy.digest:
         raise WeightsError(
-            f"what was written has the digest {digest[:16]}…, not {policy.digest[:16]}…: nothing was exported",
-            hint="a disk or memory that changes bytes; `rollmill weights verify` tells whether the store is right",
+            f"the written weights have the digest {digest[:16]}…, not {policy.digest[:16]}…: nothing was exported",
+            hint="disk or memory may be faulty; `rollmill weights verify` checks the store",
         )
 
 
-# --- in
+# --- import
 
 
 @contextlib.contextmanager
 def import_directory(
     directory: Path, form: str, *, lossy: bool = False, advance: Advance = lambda _: None
 ) -> Iterator[Imported]:
-    """The tensors of a directory as `form` serves them. `advance` counts each byte of the files once.
+    """The tensors of a directory in `form`. `advance` counts each byte of the files once.
 
-    They are valid inside the `with`: a tensor with another dtype is converted into a temporary file, so memory never
+    They are valid inside the `with`. A tensor with another dtype is converted into a temporary file, so memory never
     holds more than a part of it.
     """
     stored, files = read_weights(directory)
@@ -128,14 +128,14 @@ def import_directory(
             if name in rooms:
                 convert(name, tensor, dtypes[name], data, lossy=lossy)
             elif data.ctypes.data % WIDTHS[dtypes[name]]:
-                data = data.copy()  # a file may begin its tensors anywhere; compiled loops want whole elements
+                data = data.copy()  # tensors in a file need not be aligned; compiled loops need them aligned
             tensors[name] = HostTensor(dtypes[name], tensor.shape, data)
             advance(tensor.data.size)
         yield Imported(tensors, converted, len(files))
 
 
 def check_export(directory: Path, form: str, imported: Imported, advance: Advance = lambda _: None) -> None:
-    """An export says what its weights are: whoever changed them since is told so."""
+    """Raises WeightsError if the directory is an export and its weights were changed since."""
     about = exported_as(directory)
     if about is None or about.form != form or imported.converted:
         return
@@ -155,16 +155,16 @@ def publish_import(
     companions: Mapping[str, bytes],
     advance: Advance = lambda _: None,
 ) -> Manifest:
-    """Commit what was imported as version 0 of a new line, a snapshot. Repeating it confirms what is there.
+    """Commits the imported weights as version 0 of a new line, a snapshot. Safe to repeat.
 
-    Companions are kept just before: where the version is, they are, and a line with other weights never gets them.
-    No copy of the weights is made, as a publisher that goes on to the next version would have to.
+    Companions are written just before the manifest: a version always has its companions, and a line with other weights
+    never gets them. The weights are not copied, because no next version needs them as a base.
     """
     about = exported_as(directory)
     there = store.numbers(line, form)
     if not there:
         writer = Writer(store, line, form)
-        writer.take_over()  # only of a line without versions: a trainer at work is not to be fenced by an import
+        writer.take_over()  # only if the line has no version: an import must not fence a trainer at work
         entries, encodings = _code(store, line, form, imported.tensors, advance)
         manifest = writer.manifest(0, entries, encodings, None, None, _source(directory, imported, about))
         keep_companions(store.objects, line, companions)
@@ -207,7 +207,7 @@ def _source(directory: Path, imported: Imported, about: PolicyRef | None) -> dic
 
 
 def exported_as(directory: Path) -> PolicyRef | None:
-    """What rollmill.json says, if an export left one and it is valid."""
+    """The content of rollmill.json, if an export wrote one and it is valid."""
     try:
         about = parse_json(read_bytes(directory / ABOUT, 1 << 20), _About)
     except (FileNotFoundError, ValueError):
@@ -216,7 +216,7 @@ def exported_as(directory: Path) -> PolicyRef | None:
 
 
 class Watched(Mapping[str, HostTensor]):
-    """Tensors that tell `advance` of their bytes when they are first looked at."""
+    """Tensors that report their bytes to `advance` at first access."""
 
     def __init__(self, tensors: Tensors, advance: Advance) -> None:
         self._tensors, self._advance = tensors, advance

@@ -1,11 +1,11 @@
-"""One safetensors file, read as what it is: bytes from anywhere. Headers are checked before anything is believed.
+"""Reads and writes one safetensors file. A file is untrusted: its header is checked before anything in it is used.
 
     8 bytes        length of the header, little-endian
     header         JSON: {name: {"dtype", "shape", "data_offsets": [start, stop]}, "__metadata__": {…}}
     data           the tensors; offsets count from here, without holes and without overlap
 
-Data is mapped, not read: a tensor costs memory only while somebody looks at it. There is no code in such a file, which
-is why it is the only one that is read (a pickled .bin would run whatever its author put into it).
+Data is mapped, not read: a tensor uses memory only while it is accessed. Only safetensors files are read, because they
+contain no code (loading a pickled .bin would run whatever its author put into it).
 """
 
 from __future__ import annotations
@@ -23,8 +23,8 @@ from rollmill.errors import WeightsError
 from rollmill.strict import StrictModel, parse_json
 from rollmill.weights.format.tensors import LARGEST_TENSOR, HostTensor, Tensors
 
-Advance = Callable[[int], object]  # called with each number of bytes that is done, for progress bars
-LARGEST_HEADER = 100_000_000  # what the reference implementation accepts
+Advance = Callable[[int], object]  # called with the number of bytes of each piece of work, for progress bars
+LARGEST_HEADER = 100_000_000  # the limit of the reference implementation
 DTYPES: Mapping[str, str] = {
     "bf16": "BF16",
     "fp16": "F16",
@@ -37,7 +37,7 @@ DTYPES: Mapping[str, str] = {
 }
 _Number = Annotated[int, Field(ge=0, lt=1 << 62)]
 SERVED = {theirs: ours for ours, theirs in DTYPES.items()}
-# Bytes of one element of everything a file may hold; what has no place among ours is refused later, by name.
+# Bytes per element of every dtype a file may have. Dtypes that no form supports are refused later, by name.
 _WIDTHS: Mapping[str, int] = {
     "BOOL": 1, "U8": 1, "I8": 1, "F8_E4M3": 1, "F8_E5M2": 1, "F8_E8M0": 1, "U16": 2, "I16": 2, "F16": 2, "BF16": 2,
     "U32": 4, "I32": 4, "F32": 4, "U64": 8, "I64": 8, "F64": 8,
@@ -45,9 +45,9 @@ _WIDTHS: Mapping[str, int] = {
 
 
 class Stored(NamedTuple):
-    """One tensor as the file has it."""
+    """One tensor as stored in the file."""
 
-    dtype: str  # in the file's words: BF16, F32, …
+    dtype: str  # as the file names it: BF16, F32, …
     shape: tuple[int, ...]
     data: np.ndarray  # uint8, flat, mapped read-only
 
@@ -57,13 +57,13 @@ class Stored(NamedTuple):
 
 
 def read_file(path: Path) -> dict[str, Stored]:
-    """All tensors of a file, mapped. WeightsError for anything the header says that the file does not bear out."""
+    """All tensors of a file, mapped. Raises WeightsError if the header and the file disagree."""
     try:
         size = path.stat().st_size
         with path.open("rb") as file:
             length = int.from_bytes(file.read(8), "little")
             if size < 8 or length > size - 8:
-                raise _damaged(path, "it is truncated: its header reaches past its end")
+                raise _damaged(path, "it is truncated: its header goes past its end")
             if length > LARGEST_HEADER:
                 raise _damaged(path, f"its header claims {length} bytes")
             header = _parse_header(path, file.read(length))
@@ -74,18 +74,18 @@ def read_file(path: Path) -> dict[str, Stored]:
 
 
 class Entry(NamedTuple):
-    """A tensor to be written; its bytes are made when their turn comes."""
+    """A tensor to be written. Its bytes are produced when they are written."""
 
     name: str
-    dtype: str  # in the file's words
+    dtype: str  # as the file names it
     shape: tuple[int, ...]
     size: int  # bytes
-    width: int  # bytes of an element
+    width: int  # bytes per element
     pieces: Callable[[], Iterable[memoryview]]
 
 
 def host_entries(tensors: Tensors) -> list[Entry]:
-    """Tensors in host memory, to be written chunk by chunk."""
+    """Entries for tensors in host memory, written chunk by chunk."""
 
     def entry(name: str, tensor: HostTensor) -> Entry:
         def pieces() -> list[memoryview]:
@@ -97,9 +97,9 @@ def host_entries(tensors: Tensors) -> list[Entry]:
 
 
 def write_entries(file: BinaryIO, entries: Iterable[Entry], advance: Advance = lambda _: None) -> None:
-    """The same bytes each time, laid out as the reference implementation does it."""
-    ordered = sorted(entries, key=lambda entry: (-entry.width, entry.name))  # wide elements first keep all aligned
-    # the metadata is what other loaders look for to tell a PyTorch checkpoint from others
+    """Writes the same bytes each time, in the layout of the reference implementation."""
+    ordered = sorted(entries, key=lambda entry: (-entry.width, entry.name))  # wide elements first keeps all aligned
+    # other loaders recognise a PyTorch checkpoint by this metadata
     header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
     offset = 0
     for entry in ordered:
@@ -122,7 +122,7 @@ class _TensorHeader(StrictModel):
 
 
 class _Header(StrictModel):
-    """All tensors by name, and free text that is not used."""
+    """All tensors by name, and free text that is ignored."""
 
     model_config = ConfigDict(extra="allow")
     __pydantic_extra__: dict[str, _TensorHeader]
@@ -138,7 +138,7 @@ def _parse_header(path: Path, text: bytes) -> dict[str, _TensorHeader]:
 
 
 def _tensors(path: Path, header: Mapping[str, _TensorHeader], data: np.ndarray) -> dict[str, Stored]:
-    """The tensors without holes and overlaps; a name that is twice in the header leaves a hole."""
+    """The tensors, checked for holes and overlaps. A name that is twice in the header leaves a hole."""
     found: dict[str, Stored] = {}
     reached = 0
     for name, entry in sorted(header.items(), key=lambda item: (item[1].data_offsets, item[0])):
@@ -151,7 +151,7 @@ def _tensors(path: Path, header: Mapping[str, _TensorHeader], data: np.ndarray) 
         reached = stop
         found[name] = Stored(entry.dtype, entry.shape, data[start:stop])
     if reached != data.size:
-        raise _damaged(path, f"{data.size - reached} bytes at its end belong to no tensor")
+        raise _damaged(path, f"{data.size - reached} bytes at its end do not belong to any tensor")
     return found
 
 

@@ -2,9 +2,9 @@
 
     raw        byte planes of the elements themselves, the exponent in a plane of its own; needs no base
     dense      byte planes of every element's difference from the base
-            sparse     only the elements that changed: gaps between indices, signs, and differences other than ±1
-        classed    `sparse` per class of elements (by exponent in the base), because small weights change more often
-        overwrite  gaps, and the new elements themselves; needs no base, and applying it twice is harmless
+    sparse     only the elements that changed: gaps between indices, signs, and differences other than ±1
+    classed    `sparse` per class of elements (by exponent in the base), because small weights change more often
+    overwrite  gaps, and the new elements themselves; needs no base, and applying it twice is harmless
 
 Differences are counted in units in the last place. Elements are mapped to integers that keep the order of the numbers
 (a bijection: −0, NaN payloads and subnormals each have their own integer) and subtracted modulo 2^width. So one

@@ -23,7 +23,7 @@ from rollmill.types import Version
 from rollmill.weights.format.keys import form_folder, valid_name
 from rollmill.weights.format.manifest import Count
 
-LONGEST_SECONDS = 86_400.0  # a lease that was not renewed for a day counts for nothing
+LONGEST_SECONDS = 86_400.0  # a lease that was not renewed for a day has ended
 _ROUNDING_SECONDS = 1.0  # stores tell the time in whole seconds
 _RENEWALS = 3  # of a held lease, in the time it lasts
 _LONGEST_TEXT = 200
@@ -142,5 +142,5 @@ def store_time(objects: Objects, folder: str) -> float:
     objects.put(f"{folder}/clock", b"now")
     written = objects.modified(f"{folder}/clock")
     if written is None:
-        raise WeightsError(f"{objects.url} does not keep what is written to it: {folder}/clock is gone again")
+        raise WeightsError(f"{objects.url} does not keep written objects: {folder}/clock was written and is missing")
     return written

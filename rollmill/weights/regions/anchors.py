@@ -81,6 +81,6 @@ class AnchorBuilder:
             self.store.objects.delete(key)
             raise WeightsError(
                 f"packs for an anchor of {manifest.version} ({self.form}) were collected while it was made",
-                hint="they lay there from an attempt that died; the next poll makes them again",
+                hint="they were left by an attempt that died; the next poll makes them again",
             )
         return True

@@ -117,9 +117,9 @@ class Publisher:
         newest = self.store.manifest(Version(self.line, head), self.form) if head is not None else None
         writer = f" by {newest.writer} (epoch {newest.epoch})" if newest else ""
         return WeightsError(
-            f"{self.line} has moved to version {head}{writer} while this publisher stood at "
+            f"{self.line} has moved to version {head}{writer} while this publisher was at "
             f"{self.last.number if self.last else 'the beginning'}: two writers on one line",
-            hint="stop one of them; resume() takes the line over where it stands",
+            hint="stop one of them; resume() takes over the line at its head",
         )
 
     def _promote(self, manifest: Manifest, tensors: Tensors) -> None:

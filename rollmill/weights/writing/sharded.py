@@ -60,7 +60,7 @@ class Part(StrictModel):
     rank: Count
     world: Count
     places: tuple[Count, ...]
-    digests: tuple[ChunkDigest, ...] = Field(description="of the chunks at these places")
+    digests: tuple[ChunkDigest, ...] = Field(description="digests of the chunks at these places")
     delta: Encoding | None
     snapshot: Encoding | None
 
@@ -270,18 +270,18 @@ class PartPublisher:
             ):
                 raise WeightsError(
                     f"rank {part.rank} coded {Version(self.line, number)} from another version than this rank",
-                    hint="all ranks resume from the standing of the one that took the line over",
+                    hint="all ranks must resume from the standing of the rank that took over the line",
                 )
         return parts
 
     def _parse(self, data: bytes, number: int, rank: int) -> Part:
         version = Version(self.line, number)
         where = f"the part of rank {rank} of {version} ({self.form})"
-        hint = "start the run again: it writes its parts anew"
+        hint = "start the run again: it writes all parts again"
         part = unseal(data, Part, where, hint)
         expected = (version.line, number, self.form, self._writer.epoch, rank, self.world)
         if (part.line, part.number, part.form, part.epoch, part.rank, part.world) != expected:
-            raise WeightsError(f"{where} is that of another one", hint=hint)
+            raise WeightsError(f"{where} belongs to another one", hint=hint)
         own = set(part.places)
         covered = _covered(part.delta) + _covered(part.snapshot)
         if list(part.places) != sorted(own) or len(part.digests) != len(own) or not own.issuperset(covered):

@@ -35,7 +35,7 @@ from rollmill.weights.reading.store import WeightStore
 
 
 class Epoch(StrictModel):
-    """Who took the line over, from which head, and when: for people to read."""
+    """Who took over the line, from which head, and when: for people to read."""
 
     writer: str = Field(max_length=200)
     after: int | None = None
@@ -129,8 +129,8 @@ class Writer:
         """Raise WeightsError unless `number` follows the version this writer is at."""
         if last is not None and number != last.number + 1:
             raise WeightsError(
-                f"{self.line} stands at {last.number}, so {number} cannot be published: numbers follow each other",
-                hint="a line that should go on from an earlier version needs a new name; its parent can be any version",
+                f"{self.line} is at {last.number}, so {number} cannot be published: numbers follow each other",
+                hint="to continue from an earlier version, start a line with a new name; its parent can be any version",
             )
 
 
@@ -155,9 +155,9 @@ def check_epoch(store: WeightStore, line: str, form: str, number: int) -> None:
     newest = store.epoch(line, form)
     epoch = _read(store, line, form, newest)
     raise WeightsError(
-        f"this writer (epoch {number}) is fenced: {epoch.writer} took {line} ({form}) over{_when(epoch.at)} "
+        f"this writer (epoch {number}) is fenced: {epoch.writer} took over {line} ({form}){_when(epoch.at)} "
         f"(epoch {newest})",
-        hint="one trainer per line; stop this one, or start it again so that it takes the line over where it stands",
+        hint="one trainer per line; stop this one, or start it again so that it takes over the line at its head",
     )
 
 

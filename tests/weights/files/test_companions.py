@@ -59,9 +59,11 @@ def test_they_stay_with_their_line(tmp_path: Path) -> None:
     keep_companions(objects, "base", FILES)
     keep_companions(objects, "base", FILES)  # an import that is repeated
     assert kept_companions(objects, "base") == FILES and kept_companions(objects, "other") == {}
-    with pytest.raises(WeightsError, match=r"config\.json' in .* is there and differs"):
+    with pytest.raises(WeightsError, match=r"config\.json' in .* already exists with other content"):
         keep_companions(objects, "base", {"config.json": b"other"})
-    with pytest.raises(WeightsError, match=r"index' in .* is there and differs"):  # a set is all there will ever be
+    with pytest.raises(
+        WeightsError, match=r"index' in .* already exists with other content"
+    ):  # a set is all there will ever be
         keep_companions(objects, "base", {**FILES, "vocab.json": b"{}"})
     with pytest.raises(WeightsError, match="cannot name a line"):
         kept_companions(objects, "../base")
@@ -87,7 +89,7 @@ def test_damage_is_named(tmp_path: Path) -> None:
     with pytest.raises(StorageError, match="truncated"):
         kept_companions(objects, "base")
     file.unlink()
-    with pytest.raises(WeightsError, match=r"base/config\.json' is missing in .*; its index names it"):
+    with pytest.raises(WeightsError, match=r"base/config\.json' is missing in .*, but the index names it"):
         kept_companions(objects, "base")
     index.write_bytes(index.read_bytes()[:-1])
     with pytest.raises(WeightsError, match=r"base/index' in .* is truncated or damaged"):
@@ -98,22 +100,22 @@ def test_an_index_from_another_region_is_not_believed(tmp_path: Path, monkeypatc
     objects, empty = Objects.open(tmp_path), digest_bytes(b"")
     for name in ("../../secret", "model.safetensors", "rollmill.json", "/etc/passwd"):
         objects.put(index_key("base"), seal(Index(line="base", files=(Companion(name=name, bytes=0, digest=empty),))))
-        with pytest.raises(WeightsError, match="names files that are no companions"):
+        with pytest.raises(WeightsError, match="names files that are not companions"):
             kept_companions(objects, "base")
     objects.put(index_key("base"), seal(Index(line="other", files=())))
-    with pytest.raises(WeightsError, match="of another line"):
+    with pytest.raises(WeightsError, match="belongs to another line"):
         kept_companions(objects, "base")
     huge = Companion(name="config.json", bytes=1 << 40, digest=empty)
     objects.put(index_key("base"), seal(Index(line="base", files=(huge,))))
     with pytest.raises(WeightsError, match="have 1099511627776 bytes together"):
         kept_companions(objects, "base")
     objects.put(index_key("base"), b" " * (1 << 20))
-    with pytest.raises(WeightsError, match="has 1048576 bytes, more than an index can have"):
+    with pytest.raises(WeightsError, match="has 1048576 bytes, too many for an index"):
         kept_companions(objects, "base")
     monkeypatch.setattr(companions_module, "LARGEST_BYTES", 10)
     objects.put("companions/old/config.json", b"12345678901")
     for call in (lambda: kept_companions(objects, "old"), lambda: keep_companions(objects, "new", FILES)):
-        with pytest.raises(WeightsError, match="bytes together, more than the 10 that are kept"):
+        with pytest.raises(WeightsError, match="bytes together, more than the allowed 10"):
             call()
     assert objects.list("companions/new") == []
 
@@ -128,9 +130,9 @@ def test_verify_and_gc_speak_of_them(run: Path) -> None:
     assert code == 1 and "companions of rl: 'companions/rl/tokenizer.json'" in output and "is damaged" in output
     assert "died" not in shown("gc", run)
     make_old(run)
-    assert "died: no version, and its companions would go" in shown("gc", run, "--dry-run")
+    assert "died: no version; its companions would be removed" in shown("gc", run, "--dry-run")
     assert "died" not in shown("gc", run, "--line", "rl")
-    assert "died: no version, and its companions went" in shown("gc", run)
+    assert "died: no version; its companions were removed" in shown("gc", run)
     assert {key.split("/")[1] for key in store.objects.list("companions")} == {"rl"}
 
 

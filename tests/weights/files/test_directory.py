@@ -92,7 +92,7 @@ def test_large_models_are_cut_into_shards(tmp_path: Path) -> None:
     wrong = {**index["weight_map"], "scale": shards[0]}
     for weight_map, message in (
         (wrong, "does not hold 'scale'"),
-        ({**wrong, "scale": "../x.safetensors"}, "no safetensors file beside it"),
+        ({**wrong, "scale": "../x.safetensors"}, "not a safetensors file in the same directory"),
         ({**wrong, "scale": "gone.safetensors"}, "lacks 1 of 4 shards: gone"),
         ([], "is damaged"),
     ):
@@ -254,7 +254,7 @@ def test_nothing_is_lost_unasked(tmp_path: Path) -> None:
         assert imported.tensors["kept"].dtype == "bf16" and imported.converted == ("kept",)
         assert imported.tensors["count"].dtype == "int32"
     save_file({"kept": exact, "lost": torch.tensor([1.0, 0.1])}, tmp_path / "model.safetensors")
-    with pytest.raises(WeightsError, match="lost is F32 and would lose bits as bf16: 1 of") as caught:
+    with pytest.raises(WeightsError, match="lost is F32 and cannot become bf16: 1 of") as caught:
         with import_directory(tmp_path, "bf16"):
             pass
     assert "--convert" in str(caught.value.hint)
@@ -266,9 +266,9 @@ def test_nothing_is_lost_unasked(tmp_path: Path) -> None:
     "tensor, form, message",
     [
         (torch.tensor([1e6]), "fp16", "too large for fp16"),
-        (torch.zeros(2, dtype=torch.int64), "bf16", "I64, which no form is served in"),
-        (torch.zeros(2).to(torch.float8_e4m3fn), "bf16", "mean nothing without their scales"),
-        (torch.zeros(2, dtype=torch.float64), "int8", "F64, which no form is served in"),
+        (torch.zeros(2, dtype=torch.int64), "bf16", "I64, which no form supports"),
+        (torch.zeros(2).to(torch.float8_e4m3fn), "bf16", "have no meaning without their scales"),
+        (torch.zeros(2, dtype=torch.float64), "int8", "F64, which no form supports"),
     ],
 )
 def test_what_has_no_place_in_a_form_is_named(tmp_path: Path, tensor: torch.Tensor, form: str, message: str) -> None:

@@ -115,7 +115,7 @@ def test_publishing_again_confirms_or_refuses(store: WeightStore) -> None:
 def test_numbers_follow_each_other(store: WeightStore) -> None:
     publisher = Publisher(store, "rl")
     publisher.publish(10, make_tensors())  # a line may start anywhere
-    with pytest.raises(WeightsError, match="stands at 10"):
+    with pytest.raises(WeightsError, match="is at 10"):
         publisher.publish(12, make_tensors())
     with pytest.raises(WeightsError, match="does not exist"):
         publisher.publish(9, make_tensors())

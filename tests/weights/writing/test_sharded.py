@@ -162,7 +162,7 @@ def test_parts_are_not_trusted(tmp_path: Path) -> None:
             ranks[0].commit_parts(0, wait=0)
     objects.put(key, good)
     ranks[0].commit_parts(0, wait=0)
-    with pytest.raises(WeightsError, match="stands at 0"):
+    with pytest.raises(WeightsError, match="is at 0"):
         ranks[0].settle(0)
         ranks[0].publish_part(2, owned_by(tensors, 0, 2))
 

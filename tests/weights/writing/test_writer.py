@@ -45,7 +45,7 @@ def test_a_fenced_writer_says_who_took_over_and_refuses_everything(store: Weight
     first.publish(0, versions[0])
     assert (store.epoch("rl"), second.resume(), store.epoch("rl")) == (1, first.last, 2)
     with pytest.raises(
-        WeightsError, match=rf"epoch 1.*fenced: \S+:{os.getpid()}:\w+ took rl .* UTC \(epoch 2\)"
+        WeightsError, match=rf"epoch 1.*fenced: \S+:{os.getpid()}:\w+ took over rl .* UTC \(epoch 2\)"
     ) as caught:
         first.publish(1, versions[1])
     assert caught.value.hint and "one trainer per line" in caught.value.hint
