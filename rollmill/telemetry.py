@@ -192,6 +192,7 @@ EVENTS: Mapping[str, Event] = {
         masked_stale="tokens left out as too stale",
         excluded="trajectories left out, by ledger state",
         wait_seconds="seconds it waited for groups",
+        due_seconds="the part of that wait in which enough groups were ready, but older ones were due",
         seconds="seconds it took",
         staleness_mean="mean staleness of its tokens, in versions",
         staleness_max="largest staleness of a token",
@@ -222,6 +223,11 @@ EVENTS: Mapping[str, Event] = {
         **_distance("reference", "reference against the trained policy, in runs with a reference"),
         **_EXPERTS,
         **_UPDATE,
+    ),
+    "due": _event(
+        "A step has enough ready groups, and waits for older ones that it must not overtake any more.",
+        step="its number",
+        groups="the groups it waits for",
     ),
     "midtrain_step": _event(
         "A mid-training step is done.",

@@ -69,6 +69,7 @@ class State:
     solve_rates: deque[float] = field(default_factory=lambda: deque(maxlen=32))
     engines: dict[str, Engine] = field(default_factory=dict)
     evals: dict[str, list[dict[str, Any]]] = field(default_factory=dict)  # by phase
+    due: dict[str, Any] = field(default_factory=dict)  # the newest event of kind due
     restarts: int = 0
     warning: str = ""
 
@@ -101,6 +102,9 @@ class State:
         self.solve_rates.append(float(event.get("solve_rate") or 0.0))
         if self.current is not None:
             self.current.count(int(event.get("step", 0)), event.get("steps"), event["at"])
+
+    def _on_due(self, event: dict[str, Any]) -> None:
+        self.due = event
 
     def _on_midtrain_step(self, event: dict[str, Any]) -> None:
         self.step = event
@@ -215,6 +219,8 @@ def facts(state: State, now: float) -> list[tuple[str, str]]:
         found.append(("solved", f"{100 * float(step['solve_rate'] or 0.0):.0f} %"))
     if step.get("staleness_mean") is not None:
         found.append(("staleness", f"{float(step['staleness_mean']):.1f} (max {step.get('staleness_max', 0)})"))
+    if state.due and int(state.due.get("step", 0)) == int(step.get("step", 0)) + 1:
+        found.append(("waits for", f"{len(state.due.get('groups', []))} due groups"))
     if step.get("kind") == "midtrain_step" and step.get("loss") is not None:
         found.append(("loss", f"{float(step['loss']):.3f}"))
     speed = state.tokens_per_s(now)

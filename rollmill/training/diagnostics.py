@@ -154,6 +154,13 @@ _LIMITS = (
         None,
         "most tokens of bad answers are masked, which lets the entropy fall: lower the learning rate",
     ),
+    _Limit(
+        "masked_stale",
+        0,
+        None,
+        "tokens over max_staleness were left out. Groups of this run never have any, because steps take them by "
+        "deadline: check which weights sampled these trajectories",
+    ),
     _Limit("clip_fraction", 0.5, None, "most ratios are clipped: lower {staleness} or widen the clip"),
     _Limit(
         "veto_share",
@@ -204,7 +211,7 @@ def warnings(figures: Mapping[str, Any]) -> list[str]:
 
 
 def _is_broken(limit: _Limit, value: object) -> bool:
-    if not isinstance(value, float):
+    if not isinstance(value, int | float):
         return False
     return (limit.above is not None and value > limit.above) or (limit.below is not None and value < limit.below)
 

@@ -2,7 +2,7 @@
 
 graded, its group has reward variance, some token may be trained on     trained, with its advantage
 graded, all graded rewards of its group are equal                       no_signal
-graded, every token is over the staleness bound                         stale
+graded, every token is over the staleness bound                         stale: no group of the run, by its deadline
 graded, no token may be trained on, or it does not fit the model        dropped, with the reason
 failed, not graded, quarantined or deleted                              dropped; its group is still usable
 """

@@ -47,7 +47,7 @@ class GroupRow:
     task_id: str
     size: int
     state: GroupState
-    min_version: int  # engines with older weights must not sample for it
+    min_version: int  # committed when it was admitted; engines with older weights must not sample for it
     step: int | None
     created_at: float
     ready_at: float | None
@@ -71,11 +71,8 @@ _REASONS = (
 )
 _ENTERED = sa.select(ledger.c.trajectory).where(ledger.c.run == _of_run, ledger.c.group_id == bindparam("group"))
 _GROUPS = sa.select(*_GROUP_COLUMNS).where(groups.c.run == _of_run).order_by(groups.c.created_at, groups.c.id)
-_WAITING = (
-    sa.select(*_GROUP_COLUMNS)
-    .where(groups.c.run == _of_run, groups.c.state == GroupState.waiting.value)
-    .order_by(groups.c.ready_at, groups.c.id)
-    .limit(bindparam("most"))
+_UNTAKEN = sa.select(*_GROUP_COLUMNS).where(
+    groups.c.run == _of_run, groups.c.state.in_([GroupState.running.value, GroupState.waiting.value])
 )
 
 
@@ -176,7 +173,8 @@ class Ledger:
     def replace_lost(self, group_id: str, old_id: str, new_id: str, reason: str = "lost") -> int:
         """Drop a trajectory that failed because of infrastructure, and admit a new attempt in its place.
 
-        Returns the version committed at that moment, as `start_group` does.
+        Returns the version committed at that moment, as `start_group` does. The group keeps the version it was
+        admitted with, and so its deadline: its other trajectories have tokens that old.
         """
 
         def work(connection: sa.Connection) -> int:
@@ -218,10 +216,11 @@ class Ledger:
 
     # steps: the trainer's side
 
-    def ready_groups(self, limit: int) -> list[GroupRow]:
-        """Waiting groups, longest waiting first."""
+    def untaken_groups(self) -> list[GroupRow]:
+        """Groups that no step has taken yet, running or waiting, oldest first."""
         with reading(self._engine) as connection:
-            return [_to_group(row) for row in connection.execute(_WAITING, {"of_run": self.run, "most": limit})]
+            found = [_to_group(row) for row in connection.execute(_UNTAKEN, {"of_run": self.run})]
+        return sorted(found, key=lambda group: (group.created_at, group.id))  # few: the bound holds for them
 
     def members(self, group_ids: Sequence[str]) -> dict[str, list[TrajectoryRow]]:
         """The trajectories of each group that no step has decided on yet."""

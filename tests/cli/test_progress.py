@@ -53,6 +53,14 @@ def test_reinforcement_shows_step_reward_solve_rate_staleness_speed_and_versions
     assert "held out 42 %" in shown  # what the evaluation before found, beside it
 
 
+def test_a_wait_for_due_groups_is_shown_until_the_step_is_done() -> None:
+    state, now = folded("step", 12)
+    state.fold({"kind": "due", "at": now, "step": 13, "groups": ["a", "b"]})
+    assert "waits for 2 due groups" in plain_line(state, now)
+    state.fold({**state.step, "step": 13})
+    assert "waits for" not in plain_line(state, now)
+
+
 def test_a_finished_run_has_all_phases_ticked_and_names_its_restarts() -> None:
     state, now = folded()
     shown = screen(state, now)

@@ -177,6 +177,7 @@ def _step_facts(
         "router_zero_overlap": 0.0,
         "seconds": work,
         "wait_seconds": wait,
+        "due_seconds": wait / 4,
     }
 
 

@@ -50,7 +50,7 @@ def make_dispatcher(
 
 def train_one_step(ledger: Ledger, groups_per_step: int) -> bool:
     """A stand-in for the trainer: it writes and commits the next step in the ledger and computes nothing."""
-    groups = ledger.ready_groups(groups_per_step)
+    groups = ledger.groups(GroupState.waiting)[:groups_per_step]
     if len(groups) < groups_per_step:
         return False
     number = ledger.committed() + 1
@@ -77,7 +77,7 @@ async def test_the_bound_holds_while_a_slow_trainer_commits(world: World) -> Non
 
     watching = asyncio.create_task(watch())
     for step in range(4):
-        await until(lambda: len(world.ledger.ready_groups(3)) >= (3 if step < 3 else 2))  # noqa: B023
+        await until(lambda: len(world.ledger.groups(GroupState.waiting)) >= (3 if step < 3 else 2))  # noqa: B023
         assert train_one_step(world.ledger, 2)
     await dispatching
     watching.cancel()

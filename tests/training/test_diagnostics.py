@@ -93,6 +93,7 @@ def test_warnings_in_words():
     ("figures", "words"),
     [
         ({"mismatch_outside": 0.02}, "less than half as likely"),
+        ({"masked_stale": 3}, "Groups of this run never have any"),
         ({"ess": 0.2, "staleness_queue": 0.5, "staleness_flight": 2.0}, "arises in flight"),
         ({"ess": 0.2, "staleness_queue": 2.0, "staleness_flight": 0.5}, "arises in the queue"),
         ({"mask_fraction": 0.4, "mask_fraction_positive": 0.6}, "good answers are masked"),

@@ -62,6 +62,33 @@ def test_every_trajectory_of_a_step_is_trained_or_excluded_with_a_reason(tmp_pat
     assert world.ledger.counts()[LedgerState.leased] == 5
 
 
+def test_a_step_waits_for_the_group_that_is_due(tmp_path: Path):
+    """`long` is the oldest and finishes last. One step may go before it; the next one would make it too old."""
+    telemetry.open_events(tmp_path / "events", "trainer")
+    world = World(tmp_path)
+    objective = world.objective(pace=Pace(1, 2, max_staleness=1))
+    world.start_group("long", 2)
+    world.add_group("short", segments(2), [1.0, 0.0])
+    first = objective.next_batch(1, 0.0, MAIN, never)
+    assert first is not None and first.record.groups == ("short",)
+    objective.commit(1, Version("main", 1), "digest")
+    world.add_group("younger", segments(2), [1.0, 0.0])
+    asked = 0
+
+    def finish_while_it_waits() -> bool:
+        nonlocal asked
+        asked += 1
+        if asked == 3:
+            world.finish_group("long", segments(2), [1.0, 0.0])
+        return False
+
+    second = objective.next_batch(2, 0.0, MAIN, finish_while_it_waits)
+    assert second is not None and second.record.groups == ("long",)
+    assert second.masked[STALE] == 0 and second.due_seconds > 0 == first.due_seconds
+    (event,) = [event for event in telemetry.read_events(tmp_path / "events") if event["kind"] == "due"]
+    assert (event["step"], event["groups"]) == (2, ["long"])
+
+
 def test_a_trajectory_is_stale_only_when_no_token_remains(tmp_path: Path):
     world = World(tmp_path)
     old, recent = policy(497, "base"), policy(499, "base")  # three versions and one version before main@0

@@ -122,8 +122,16 @@ class World:
 
     def add_group(self, name: str, segments: list[Segment], rewards: list[float | None]) -> list[str]:
         """A waiting group; a reward of None is a failed rollout."""
+        self.start_group(name, len(rewards))
+        return self.finish_group(name, segments, rewards)
+
+    def start_group(self, name: str, size: int) -> list[str]:
+        ids = [f"{name}-{index}" for index in range(size)]
+        assert self.ledger.start_group(name, "task", size, bound=10_000, ids=ids) is not None
+        return ids
+
+    def finish_group(self, name: str, segments: list[Segment], rewards: list[float | None]) -> list[str]:
         ids = [f"{name}-{index}" for index in range(len(rewards))]
-        assert self.ledger.start_group(name, "task", len(ids), bound=10_000, ids=ids) is not None
         for id, segment, reward in zip(ids, segments, rewards, strict=True):
             if reward is None:
                 self.trajectories.fail(id, "the machine was lost")

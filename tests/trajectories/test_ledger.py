@@ -79,15 +79,16 @@ def test_a_whole_life(store: TrajectoryStore, ledger: Ledger, engine: sa.Engine)
         assert_adds_up(ledger, engine)
     for group in "ba":
         settle(store, ledger, group)
-    ready = ledger.ready_groups(10)
-    assert [group.id for group in ready] == ["b", "a"] and ledger.ready_groups(1) == ready[:1]  # longest wait first
-    assert (ready[0].task_id, ready[0].size, ready[0].state, ready[0].min_version) == ("task", 2, "waiting", 0)
+    untaken = ledger.untaken_groups()
+    assert [(group.id, group.state) for group in untaken] == [("a", "waiting"), ("b", "waiting"), ("c", "running")]
+    assert (untaken[0].task_id, untaken[0].size, untaken[0].min_version) == ("task", 2, 0)
     written = record(ledger, 1, "b", "a")
     ledger.write_step(written)
     assert_adds_up(ledger, engine)
     assert ledger.step(1) == written and ledger.steps() == [written] and ledger.step(2) is None
     assert list(ledger.step(1).trajectories) == list(written.trajectories)  # type: ignore[union-attr]
-    assert ledger.steps(after=1) == [] and ledger.committed() == 0 and ledger.ready_groups(10) == []
+    assert ledger.steps(after=1) == [] and ledger.committed() == 0 and ledger.groups("waiting") == []
+    assert [group.id for group in ledger.untaken_groups()] == ["c"]
     ledger.commit_step(1, Version("rl", 1), "digest")
     assert_adds_up(ledger, engine)
     assert ledger.committed() == 1 and ledger.counts()["trained"] == 4 and ledger.step(1) == written
@@ -278,6 +279,7 @@ def test_a_group_gets_the_version_that_is_committed_when_it_is_admitted(
     ledger.write_step(record(ledger, 2, "b"))
     ledger.commit_step(2, Version("rl", 2), "digest")
     assert ledger.replace_lost("c", "c-0", "c-0b") == 2
+    assert [group.min_version for group in ledger.untaken_groups()] == [1]  # its deadline stays what it was
     assert ledger.start_group("c", "task", 1, bound=9, ids=["c-0"]) == 1
 
 

@@ -224,7 +224,7 @@ def test_polled_queries_use_an_index(tmp_path: Path) -> None:
     ledger = Ledger(engine, "run")
     polled: list[tuple[str, Any]] = []
     sa.event.listen(engine, "before_cursor_execute", lambda *event: polled.append((event[2], event[3])))
-    ledger.ready_groups(8), ledger.open_groups(), ledger.counts(), ledger.committed()
+    ledger.untaken_groups(), ledger.open_groups(), ledger.counts(), ledger.committed()
     with reading(engine) as connection:
         for statement, parameters in [pair for pair in polled if pair[0].startswith("SELECT")]:
             plan = connection.exec_driver_sql(f"EXPLAIN QUERY PLAN {statement}", parameters).scalars("detail").all()

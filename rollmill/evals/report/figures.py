@@ -10,8 +10,8 @@ Keys are stable; a figure that a run did not produce is null. Rates are shares o
     gains                      one entry per split and mode that has both before and after: gain, low, high
     phases                     seconds by phase
     training                   steps, version, groups, trajectories, tokens, trained_tokens, masked_stale, seconds,
-                               wait_seconds, tokens_per_s; reward_first, reward_last, solve_rate_first, solve_rate_last
-                               are means of the first and last tenth of steps
+                               wait_seconds, due_seconds, tokens_per_s; reward_first, reward_last, solve_rate_first,
+                               solve_rate_last are means of the first and last tenth of steps
     midtraining                steps, tokens, loss_first, loss_last
     rollouts                   total, graded, failed, by split; turns, tool_calls, bad_tool_calls, seconds (means)
     staleness                  mean, max, counts (trained tokens by versions behind)
@@ -221,6 +221,7 @@ def _training(steps: Sequence[Event]) -> dict[str, Any]:
         "solve_rate_last": mean(column(last, "solve_rate")),
         "seconds": seconds,
         "wait_seconds": sum(column(steps, "wait_seconds")),
+        "due_seconds": sum(column(steps, "due_seconds")),
         "tokens_per_s": sum(column(steps, "tokens")) / seconds if seconds else None,
     }
 

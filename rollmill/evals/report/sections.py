@@ -166,8 +166,13 @@ def asynchrony(run: RunEvents) -> Markup:
         _by_step(
             run,
             "Waiting and working",
-            "Seconds each step spent computing, and waiting for finished groups.",
-            {"seconds": ("work", "ember"), "wait_seconds": ("wait", "steel")},
+            "Seconds each step spent computing, and waiting for finished groups. It waits for a due group if others "
+            "are ready but must not overtake it.",
+            {
+                "seconds": ("work", "ember"),
+                "wait_seconds": ("wait", "steel"),
+                "due_seconds": ("of it for due groups", "plum"),
+            },
             Axes("step", "seconds per step", floor=0.0),
         )
     )

@@ -1,8 +1,8 @@
 """Reinforcement learning on finished groups.
 
-A step takes the groups that have waited longest, decides about each of their trajectories (training/selection.py),
-writes its record to the run's ledger, and only then trains. A record that exists already was left by a killed trainer:
-the step runs again from the same payloads, in the same order.
+A step takes groups by earliest deadline (training/deadlines.py), decides about each of their trajectories
+(training/selection.py), writes its record to the run's ledger, and only then trains. A record that exists already was
+left by a killed trainer: the step runs again from the same payloads, in the same order.
 
 One forward pass gives the loss and its figures. After the commit, a few trajectories are recomputed under the versions
 that sampled them, to see whether trainer and engine agree (training/mismatch.py).
@@ -27,6 +27,7 @@ from rollmill.models.decoder import Decoder
 from rollmill.training.advantage import kl_advantages
 from rollmill.training.batching import STALE, MicroBatch, SampledFacts, TokenRule, pack
 from rollmill.training.config import RLConfig
+from rollmill.training.deadlines import Candidate, Choice, choose_groups
 from rollmill.training.diagnostics import TokenMeasures, distance, finite, mismatch_figures, token_figures, warnings
 from rollmill.training.lineage import Lineage
 from rollmill.training.loss import PolicyTokens, policy_loss, step_divisor
@@ -46,7 +47,7 @@ from rollmill.training.step import moved
 from rollmill.training.whole import WHOLE
 from rollmill.trajectories.ledger import Ledger
 from rollmill.trajectories.store import TrajectoryStore
-from rollmill.types import Segment, StepRecord, TrajectoryState, Version
+from rollmill.types import GroupState, Segment, StepRecord, TrajectoryState, Version
 from rollmill.weights.format.tensors import HostTensor
 from rollmill.weights.reading.store import WeightStore
 
@@ -61,6 +62,17 @@ class Pace:
     group_size: int
     max_staleness: int
 
+    def deadline(self, version: int) -> int:
+        """The last step that may train on a group that was admitted when `version` was committed."""
+        return version + self.max_staleness + 1
+
+
+class _Wait(NamedTuple):
+    """How long a step waited for its groups."""
+
+    seconds: float = 0.0
+    due_seconds: float = 0.0  # the part in which enough groups were ready, but older ones were due
+
 
 @dataclass(frozen=True)
 class RolloutBatch:
@@ -71,6 +83,7 @@ class RolloutBatch:
     rewards: np.ndarray  # of every graded trajectory of the step's groups, also those without signal
     lr: float  # of the update: the recorded one, if the step runs again
     wait_seconds: float
+    due_seconds: float = 0.0
     groups_T: np.ndarray | None = None  # int64, the group of each trajectory of the record, as an index
 
 
@@ -100,14 +113,12 @@ class RLObjective:
     def next_batch(self, number: int, lr: float, lineage: Lineage, stopping: Callable[[], bool]) -> RolloutBatch | None:
         rule = TokenRule(lineage, base=number - 1, max_staleness=self._pace.max_staleness)
         record = self._ledger.step(number)
-        waited = 0.0
+        waited = _Wait()
         if record is not None:
             contents = read_segments(self._trajectories, list(record.trajectories), self._model)
         else:
-            start = time.time()
-            groups = self._wait_for_groups(stopping)
-            waited = time.time() - start
-            if groups is None:
+            groups, waited = self._wait_for_groups(number, stopping)
+            if not groups:
                 return None
             record, contents = self._write_step(number, lr, groups, rule)
         return self._batch(record, contents, rule, lr, waited)
@@ -121,15 +132,27 @@ class RLObjective:
                 continue
             return record, contents
 
-    def _wait_for_groups(self, stopping: Callable[[], bool]) -> list[str] | None:
+    def _wait_for_groups(self, number: int, stopping: Callable[[], bool]) -> tuple[list[str], _Wait]:
+        """The groups of step `number`; none if it shall not run."""
+        start, due_since = time.time(), None
         with telemetry.busy("wait"):
-            while True:
-                if stopping():
-                    return None
-                groups = self._ledger.ready_groups(self._pace.groups_per_step)
-                if len(groups) == self._pace.groups_per_step:
-                    return [group.id for group in groups]
+            while not stopping():
+                choice = self._choose_groups(number)
+                if choice.take:
+                    now = time.time()
+                    return choice.take, _Wait(now - start, now - due_since if due_since else 0.0)
+                if choice.due and due_since is None:
+                    due_since = time.time()
+                    telemetry.emit("due", step=number, groups=choice.due)
                 time.sleep(POLL_S)
+        return [], _Wait()
+
+    def _choose_groups(self, number: int) -> Choice:
+        candidates = [
+            Candidate(group.id, self._pace.deadline(group.min_version), group.state == GroupState.waiting)
+            for group in self._ledger.untaken_groups()
+        ]
+        return choose_groups(candidates, number, self._pace.groups_per_step)
 
     def _choose(self, number: int, lr: float, groups: list[str], rule: TokenRule) -> tuple[StepRecord, Contents]:
         graded, excluded = weigh_groups(self._ledger.members(groups))
@@ -147,7 +170,7 @@ class RLObjective:
         )
         return record, contents
 
-    def _batch(self, record: StepRecord, contents: Contents, rule: TokenRule, lr: float, waited: float) -> RolloutBatch:
+    def _batch(self, record: StepRecord, contents: Contents, rule: TokenRule, lr: float, waited: _Wait) -> RolloutBatch:
         sequences, masked = [], Counter[str]()
         trained: list[Sequence[Segment]] = []
         for index, (id, (_, _, advantage)) in enumerate(record.trajectories.items()):
@@ -172,7 +195,8 @@ class RLObjective:
             masked=masked,
             rewards=np.array(rewards, np.float64),
             lr=lr if record.lr is None else record.lr,
-            wait_seconds=waited,
+            wait_seconds=waited.seconds,
+            due_seconds=waited.due_seconds,
             groups_T=np.array([group_of[id] for id in record.trajectories], np.int64),
         )
 
@@ -276,6 +300,7 @@ class RLObjective:
             "masked": {reason: count for reason, count in batch.masked.items() if count},
             "excluded": dict(Counter(state.value for state, _ in batch.record.excluded.values())),
             "wait_seconds": batch.wait_seconds,
+            "due_seconds": batch.due_seconds,
             "seconds": outcome.seconds,
             **outcome.update.figures(),
         }
