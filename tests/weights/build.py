@@ -1,4 +1,4 @@
-"""Weights of a small model, and what a training step does to them."""
+"""Weights of a small model, and a simulated training step."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def make_tensors(seed: int = 0, shapes: dict[str, tuple[int, ...]] | None = None
 
 
 def train_step(tensors: Tensors, seed: int, share: float = 0.02) -> dict[str, HostTensor]:
-    """Move a share of the elements by a few units in the last place."""
+    """Moves a share of the elements by a few units in the last place."""
     random = np.random.default_rng(seed)
     moved = {}
     for name, tensor in tensors.items():

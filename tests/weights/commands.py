@@ -31,7 +31,7 @@ def open_store(run: Path) -> WeightStore:
 
 
 def write_events(run: Path) -> None:
-    """What trainer, mirror and engines of a run would have said of two versions."""
+    """The events that trainer, mirror and engines of a run write about two versions."""
     (run / "events").mkdir(exist_ok=True)
     lines: list[dict[str, Any]] = []
     for version in (1, 2):

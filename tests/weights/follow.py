@@ -1,7 +1,7 @@
-"""A process that follows a line as an engine does: an image, parameters that patches are written into, an audit.
+"""A process that follows a line like an engine: an image, parameters that patches are written into, an audit.
 
-python -m tests.weights.follow digest STORE KILL_AT     one update after the other; killed, truly, before its n-th step
-python -m tests.weights.follow memory STORE             how much memory following takes
+python -m tests.weights.follow digest STORE KILL_AT     updates one after the other; kills itself before its n-th step
+python -m tests.weights.follow memory STORE             prints how much memory following takes
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from rollmill.weights.reading import image
 
 
 def die_at(step: int) -> None:
-    """Kill this process before the n-th read of a pack, decoding, write into the image, hash or lease."""
+    """Kills this process before the n-th read of a pack, decoding, write into the image, hash or lease."""
     left = [step]
 
     def counted(call: Callable[..., Any]) -> Callable[..., Any]:

@@ -47,7 +47,7 @@ def test_log_lists_every_version(run: Path) -> None:
 def test_log_tells_writers_and_parents_apart(run: Path) -> None:
     store = open_store(run)
     versions = history(5)
-    again = Publisher(store, "rl", snapshot_every=3)  # a trainer that was started again
+    again = Publisher(store, "rl", snapshot_every=3)  # a restarted trainer
     again.publish(5, train_step(versions[-1], 5))
     branch = Publisher(store, "branch")
     branch.publish(0, versions[2], Version("rl", 2))
@@ -67,7 +67,7 @@ def test_log_of_a_run_says_how_soon_regions_served(run: Path) -> None:
     second = next(line for line in output.splitlines() if line.split()[:2] == ["1", "delta"])
     assert "250 ms" in second and "2.0 s" in second and "4.0 ms" in second
     third = next(line for line in output.splitlines() if line.split()[:2] == ["2", "delta"])
-    assert "(1.5 s)" in third, "stored in the region and not served yet"
+    assert "(1.5 s)" in third, "stored in the region, not served yet"
     narrow = shown("log", run, columns=80)
     assert max(map(len, narrow.splitlines())) <= 80 and "…" not in narrow
 
@@ -94,7 +94,7 @@ def test_show_names_the_anchor(run: Path) -> None:
     assert "rl@4" in shown("show", run, "rl@4").split("nearest anchor")[1]
 
 
-def test_what_a_store_says_is_text_and_not_markup(tmp_path: Path) -> None:
+def test_text_from_a_store_is_not_markup(tmp_path: Path) -> None:
     name = "[bold red]a[/]\x1b[2J"
     store = WeightStore(Objects.open(tmp_path / "store"))
     Publisher(store, "rl").publish(0, make_tensors(shapes={name: (4, 4)}), None, {"note": "\x1b]0;x\x07[/]"})
@@ -133,7 +133,7 @@ def test_over_http(run: Path) -> None:
 
 
 def test_over_s3(run: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A bucket of a real server, named as a user names it: everything that reads and everything that writes."""
+    """A bucket on a real server, named as a user names it: all reading and writing commands."""
     for name, value in s3_environment(s3_server()).items():
         monkeypatch.setenv(name, value)
     bucket = new_bucket()
@@ -173,13 +173,13 @@ def test_versions_are_written_as_they_are_printed(run: Path) -> None:
         ("../x@1", "cannot name a line", "letters"),
     ],
 )
-def test_versions_that_are_none_are_explained(run: Path, text: str, message: str, hint: str) -> None:
+def test_invalid_versions_are_explained(run: Path, text: str, message: str, hint: str) -> None:
     with pytest.raises(WeightsError, match=message) as caught:
         invoke("show", run, text)
     assert hint in str(caught.value.hint)
 
 
-def test_wrong_places_are_explained_and_not_made(run: Path) -> None:
+def test_wrong_places_are_explained_and_not_created(run: Path) -> None:
     for arguments in (("log", run / "nowhere"), ("verify", run, "--line", "sft"), ("log", run, "--form", "fp8")):
         with pytest.raises(WeightsError) as caught:
             invoke(*arguments)
@@ -253,7 +253,7 @@ def test_export_import_export_is_byte_identical(real_run: RunDirectory, tmp_path
     assert all(loaded[name].dtype is torch.bfloat16 for name in history(1)[0])
 
 
-def test_what_was_imported_leaves_with_what_was_trained_from_it(tmp_path: Path) -> None:
+def test_companions_of_an_import_are_exported_with_its_descendants(tmp_path: Path) -> None:
     source = tmp_path / "model"
     source.mkdir()
     save_file({"w": torch.ones(4, 4, dtype=torch.bfloat16)}, source / "model.safetensors")
@@ -268,7 +268,7 @@ def test_what_was_imported_leaves_with_what_was_trained_from_it(tmp_path: Path) 
     assert told["metadata"]["source"] == str(source)
 
 
-def test_export_replaces_nothing_unasked(run: Path) -> None:
+def test_export_replaces_nothing_without_force(run: Path) -> None:
     shown("export", run, "rl@1", run / "out")
     before = files_of(run / "out")
     with pytest.raises(WeightsError, match="not empty"):
@@ -283,7 +283,7 @@ def test_import_is_repeatable_and_refuses_a_line_in_use(run: Path) -> None:
     shown("export", run, "rl@2", run / "two")
     for _ in range(2):
         assert "base@0" in shown("import", run / "one", run, "--line", "base")
-    assert open_store(run).epoch("base") == 1, "confirming does not take the line over"
+    assert open_store(run).epoch("base") == 1, "a repeated import does not take over the line"
     for directory, line in ((run / "two", "base"), (run / "one", "rl")):
         with pytest.raises(WeightsError, match="already has versions") as caught:
             invoke("import", directory, run, "--line", line)
@@ -339,7 +339,7 @@ def test_channels_are_moved_listed_and_rolled_back(run: Path) -> None:
         invoke("channel", "set", run, "live", "rl@1", "--expect", 2)
 
 
-def test_a_channel_that_is_not_there(run: Path) -> None:
+def test_a_missing_channel(run: Path) -> None:
     assert "no channels" in shown("channel", "list", run)
     shown("channel", "set", run, "live", "4")
     for arguments in (("channel", "history", run, "canary"), ("rollback", run, "canary")):
@@ -348,7 +348,7 @@ def test_a_channel_that_is_not_there(run: Path) -> None:
         assert caught.value.hint == "channels here: live"
 
 
-def test_a_channel_never_points_at_what_cannot_be_restored(run: Path) -> None:
+def test_a_channel_never_points_at_a_version_that_cannot_be_restored(run: Path) -> None:
     shown("channel", "set", run, "live", "rl@4")
     shown("channel", "set", run, "live", "rl@2")
     delta_pack(run / "store", 4).unlink()
@@ -357,7 +357,7 @@ def test_a_channel_never_points_at_what_cannot_be_restored(run: Path) -> None:
             invoke(*arguments)
     with pytest.raises(WeightsError, match="no such version"):
         invoke("channel", "set", run, "live", "rl@9")
-    # a damaged delta beside a snapshot that is whole is no obstacle
+    # a damaged delta does not matter if the snapshot beside it is complete
     for pack in (run / "store/weights/rl/bf16/packs").glob("0000000003-*"):
         if pack.stat().st_size < 20_000:
             pack.write_bytes(b"x")
@@ -367,7 +367,7 @@ def test_a_channel_never_points_at_what_cannot_be_restored(run: Path) -> None:
 # --- gc
 
 
-def test_gc_says_what_goes_and_who_keeps_the_rest(tmp_path: Path) -> None:
+def test_gc_reports_what_is_removed_and_what_holds_the_rest(tmp_path: Path) -> None:
     publish_line(tmp_path / "store", 10, snapshot_every=2)
     store = open_store(tmp_path)
     shown("channel", "set", tmp_path, "live", "rl@4")
@@ -416,7 +416,7 @@ def test_sizes_are_read_as_people_write_them(text: str, size: int) -> None:
     assert _parse_size(text) == size
 
 
-def test_what_is_piped_is_not_cut_to_a_screen(run: Path) -> None:
+def test_piped_output_is_not_cut_to_a_screen_width(run: Path) -> None:
     write_events(run)
     command = [sys.executable, "-c", "from rollmill.cli.main import main; main()", "weights", "log", str(run)]
     environment = {name: value for name, value in os.environ.items() if name != "COLUMNS"}

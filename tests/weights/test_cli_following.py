@@ -1,4 +1,4 @@
-"""Commands that bring a region up to date and tell of versions, once or until they are stopped."""
+"""Commands that update a region and print versions, once or until they are stopped."""
 
 import contextlib
 import json
@@ -34,7 +34,7 @@ def test_mirror_brings_a_region_up_to_date(run: Path) -> None:
     assert "away" in {region for row in arrived for region in row["regions"]}
 
 
-def test_mirror_that_cannot_says_why(run: Path) -> None:
+def test_a_failed_mirror_reports_why(run: Path) -> None:
     code, output = invoke("mirror", "http://127.0.0.1:9", run / "away", "--line", "rl", "--once")
     assert code == 1 and "cannot be copied from" in output and "hint:" in output
     with pytest.raises(WeightsError, match="no line 'nope'"):
@@ -72,7 +72,7 @@ def test_mirror_follows_until_it_is_stopped(run: Path) -> None:
     assert "all 3 versions verified" in shown("verify", run / "away")
 
 
-def test_mirror_once_says_where_it_stands_and_what_was_not_there(run: Path) -> None:
+def test_mirror_once_reports_its_head_and_missing_channels(run: Path) -> None:
     Publisher(open_store(run), "rl.2").publish(3, history(3)[2], Version("rl", 2))
     for copied in ("1 version,", "0 versions,"):
         output = shown("mirror", run, run / "away", "--line", "rl", "--once", "--channel", "live")
@@ -84,7 +84,7 @@ def test_mirror_once_says_where_it_stands_and_what_was_not_there(run: Path) -> N
 # --- events
 
 
-def test_events_are_one_object_a_version(run: Path) -> None:
+def test_events_are_one_object_per_version(run: Path) -> None:
     write_events(run)
     told = [json.loads(line) for line in shown("events", run, "--json").splitlines()]
     assert [row["version"] for row in told] == [1, 2] and told[0]["ratio"] == 50.0

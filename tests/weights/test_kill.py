@@ -1,4 +1,4 @@
-"""kill -9 at every step of a publish and of a copy: half a version does not exist, and doing it again is safe."""
+"""kill -9 at every step of a publish and of a copy: no half version exists, and repeating is safe."""
 
 import shutil
 import signal
@@ -24,7 +24,7 @@ def run_worker(*arguments: object) -> int:
 
 
 def check_line(path: Path, versions: list) -> int:
-    """Everything that exists is whole. Returns how many versions exist."""
+    """Checks that every version is complete. Returns their number."""
     store = WeightStore(Objects.open(path))
     numbers = store.numbers("rl")
     assert all(ok for _, ok, _ in store.verify("rl"))
@@ -35,7 +35,7 @@ def check_line(path: Path, versions: list) -> int:
 # Version 1 is a delta (one pack), version 2 a delta and a snapshot (two packs). Each pack and each manifest takes four
 # steps: fsync of the file, link, fsync of the folder, unlink of the staged name.
 @pytest.mark.parametrize(("step", "alive"), [(1, 1), (3, 1), (5, 1), (6, 2), (13, 2), (17, 2), (18, 3)])
-def test_a_publisher_killed_on_its_way_to_the_disk(tmp_path: Path, step: int, alive: int) -> None:
+def test_a_publisher_killed_at_every_step_of_a_disk_write(tmp_path: Path, step: int, alive: int) -> None:
     versions = history(4)
     store = WeightStore(Objects.open(tmp_path))
     Publisher(store, "rl", snapshot_every=2).publish(0, versions[0])
@@ -49,7 +49,7 @@ def test_a_publisher_killed_on_its_way_to_the_disk(tmp_path: Path, step: int, al
 
 
 def go_on(path: Path, versions: list, follower: Follower) -> None:
-    """The trainer starts again and publishes everything again, as it does after its newest checkpoint."""
+    """The trainer starts again and publishes everything again, as after its newest checkpoint."""
     again = Publisher(WeightStore(Objects.open(path)), "rl", snapshot_every=2)
     for number, tensors in enumerate(versions):
         again.publish(number, tensors)
@@ -60,7 +60,7 @@ def go_on(path: Path, versions: list, follower: Follower) -> None:
 
 @pytest.mark.parametrize("first", [0, 1, 2], ids=["snapshot", "delta", "both"])
 def test_a_publisher_killed_at_every_call_of_the_store(tmp_path: Path, first: int) -> None:
-    """Before and after each one, from taking the line over to the last."""
+    """Before and after each call, from taking over the line to the last one."""
     versions = history(first + 2)
     line = tmp_path / "line"
     Objects.open(line)
@@ -88,7 +88,7 @@ def test_a_publisher_killed_at_every_call_of_the_store(tmp_path: Path, first: in
 
 
 def test_ranks_killed_at_every_call_of_the_store(tmp_path: Path) -> None:
-    """The ranks of a sharded trainer one after the other in one process: each call of each of them is the last once."""
+    """All ranks of a sharded trainer run one after the other in one process, killed at each call of each rank."""
     versions = history(2)
     publish_line(tmp_path / "line", 1)
 

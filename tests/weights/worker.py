@@ -1,10 +1,10 @@
-"""Processes that are killed, truly, in the middle of what they do.
+"""Processes that are killed in the middle of their work.
 
 python -m tests.weights.worker publish STORE FIRST LAST KILL_AT     killed before its n-th step towards the disk
 python -m tests.weights.worker copy SOURCE TARGET KILL_AT           the same
 python -m tests.weights.worker race STORE SEED LAST                 publishes as fast as it can until fenced (exit 3)
 
-`killed_at`, `stopped_at` and `run_ranks` do it to children of this process, at their n-th call of the object store.
+`killed_at`, `stopped_at` and `run_ranks` kill or stop children of this process at their n-th call of the object store.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ FENCED = 3
 
 
 class Mortal:
-    """A store's backend that sends this process a signal just before (even) or after (odd) one of its calls."""
+    """A store's backend that signals this process just before (even) or after (odd) one of its calls."""
 
     def __init__(self, backend: Any, step: int, number: int = signal.SIGKILL) -> None:
         self._backend, self._left, self._number = backend, step, number
@@ -61,7 +61,7 @@ def mortal(path: Path, step: int, number: int = signal.SIGKILL) -> Objects:
 
 
 def in_child(work: Callable[[], None]) -> int:
-    """Runs `work` in a child; its process id. It exits with 3 when it is fenced, with 1 for other errors."""
+    """Runs `work` in a child. Returns its process id. It exits with 3 if it is fenced, with 1 for other errors."""
     child = os.fork()
     if child:
         return child
@@ -80,7 +80,7 @@ def in_child(work: Callable[[], None]) -> int:
 
 
 def killed_at(path: Path, step: int, work: Callable[[Objects], object]) -> bool:
-    """Runs `work` in a child on the store at `path`. False: it ended before it came to that call."""
+    """Runs `work` in a child on the store at `path`. Returns False if it ended before that call."""
     _, status = os.waitpid(in_child(lambda: (work(mortal(path, step)), None)[1]), 0)
     if os.WIFSIGNALED(status):
         assert os.WTERMSIG(status) == signal.SIGKILL
@@ -90,14 +90,14 @@ def killed_at(path: Path, step: int, work: Callable[[Objects], object]) -> bool:
 
 
 def stopped_at(path: Path, step: int, work: Callable[[Objects], object]) -> int | None:
-    """The same with SIGSTOP: the child's process id, or None when it ended before."""
+    """The same with SIGSTOP. Returns the child's process id, or None if it ended before."""
     child = in_child(lambda: (work(mortal(path, step, signal.SIGSTOP)), None)[1])
     _, status = os.waitpid(child, os.WUNTRACED)
     return child if os.WIFSTOPPED(status) else None
 
 
 def die_at(step: int) -> None:
-    """Replace the calls that make a write durable or visible by ones that kill this process before the n-th."""
+    """Replaces the calls that make a write durable or visible: the n-th one kills this process first."""
     left = [step]
 
     def counted(call: Callable[..., Any]) -> Callable[..., Any]:
@@ -129,9 +129,9 @@ def copy(source: str, target: str, kill_at: str) -> None:
 
 
 def race(store: str, seed: str, last: str) -> None:
-    """A trainer with a mind of its own: goes on from wherever the line stands, until somebody takes it over.
+    """A trainer that continues from the head of the line until another one takes over.
 
-    The last version of the writer before it may appear just after it looked. Then it starts again, as under a
+    The last version of the previous writer may appear just after the head was read. Then it starts again, as under a
     supervisor.
     """
     publisher = Publisher(WeightStore(Objects.open(Path(store))), "rl", snapshot_every=4)
@@ -157,7 +157,7 @@ def owned_by(tensors: Tensors, rank: int, world: int) -> dict[tuple[str, int], A
 
 
 def rank(objects: Objects, me: int, pipes: list[tuple[int, int]], last: int, wait: float) -> None:
-    """One rank of a sharded trainer. Rank 0 takes the line over and tells the others where it stands."""
+    """One rank of a sharded trainer. Rank 0 takes over the line and sends its standing to the others."""
     world, versions = len(pipes), history(last + 1)
     publisher = PartPublisher(WeightStore(objects), "rl", layout_of(versions[0]), me, world, snapshot_every=2)
     told = None if me == 0 else Standing(*json.loads(os.read(pipes[me][0], 100)))
@@ -172,13 +172,13 @@ def rank(objects: Objects, me: int, pipes: list[tuple[int, int]], last: int, wai
 
 
 def run_ranks(path: Path, world: int, last: int, killed: int = 0, kill_at: int = -1) -> list[int]:
-    """Processes that publish together, one of which is killed at its n-th call of the store. Their exit codes."""
+    """Processes that publish together; one is killed at its n-th call of the store. Returns their exit codes."""
     pipes = [os.pipe() for _ in range(world)]
 
     def start(me: int) -> None:
         objects = mortal(path, kill_at) if me == killed and kill_at >= 0 else Objects.open(path)
         for _, writer in pipes if me else []:
-            os.close(writer)  # so that a rank hears the end of rank 0
+            os.close(writer)  # so that a rank notices the end of rank 0
         rank(objects, me, pipes, last, 60 if kill_at < 0 else 1)
 
     children = [in_child(lambda me=me: start(me)) for me in range(world)]  # type: ignore[misc]

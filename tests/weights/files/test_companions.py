@@ -1,4 +1,4 @@
-"""config.json, tokenizer and the like: kept with a line, and there wherever a version of it is."""
+"""Companions (config.json, tokenizer, …): stored with a line, and present wherever a version of it is."""
 
 import os
 import shutil
@@ -33,7 +33,7 @@ FILES = {"config.json": b'{"layers": 2}\n', "tokenizer.json": b"{}", "merges.txt
 
 
 def publish_family(objects: Objects) -> list:
-    """A checkpoint with companions, a line that begins from it, and one that takes over from that."""
+    """A checkpoint with companions, a line that begins from it, and its successor."""
     versions = history(4)
     keep_companions(objects, "base", FILES)
     Publisher(WeightStore(objects), "base").publish(0, versions[0])
@@ -45,31 +45,31 @@ def publish_family(objects: Objects) -> list:
 
 
 def make_old(path: Path) -> None:
-    """Everything was written two hours ago, by the store's clock."""
+    """Makes everything two hours old, by the store's clock."""
     for file in path.rglob("*"):
         then = file.stat().st_mtime - 2 * ABANDONED_SECONDS
         os.utime(file, (then, then))
 
 
-# --- kept
+# --- storing
 
 
 def test_they_stay_with_their_line(tmp_path: Path) -> None:
     objects = Objects.open(tmp_path)
     keep_companions(objects, "base", FILES)
-    keep_companions(objects, "base", FILES)  # an import that is repeated
+    keep_companions(objects, "base", FILES)  # a repeated import
     assert kept_companions(objects, "base") == FILES and kept_companions(objects, "other") == {}
     with pytest.raises(WeightsError, match=r"config\.json' in .* already exists with other content"):
         keep_companions(objects, "base", {"config.json": b"other"})
     with pytest.raises(
         WeightsError, match=r"index' in .* already exists with other content"
-    ):  # a set is all there will ever be
+    ):  # a stored set never changes
         keep_companions(objects, "base", {**FILES, "vocab.json": b"{}"})
     with pytest.raises(WeightsError, match="cannot name a line"):
         kept_companions(objects, "../base")
 
 
-def test_without_an_index_what_lies_there_counts(tmp_path: Path) -> None:
+def test_without_an_index_all_files_count(tmp_path: Path) -> None:
     objects = Objects.open(tmp_path)
     for name, data in {**FILES, "model.safetensors": b"no companion"}.items():
         objects.create(f"companions/base/{name}", data)
@@ -96,7 +96,7 @@ def test_damage_is_named(tmp_path: Path) -> None:
         kept_companions(objects, "base")
 
 
-def test_an_index_from_another_region_is_not_believed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_index_from_another_region_is_not_trusted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     objects, empty = Objects.open(tmp_path), digest_bytes(b"")
     for name in ("../../secret", "model.safetensors", "rollmill.json", "/etc/passwd"):
         objects.put(index_key("base"), seal(Index(line="base", files=(Companion(name=name, bytes=0, digest=empty),))))
@@ -120,7 +120,7 @@ def test_an_index_from_another_region_is_not_believed(tmp_path: Path, monkeypatc
     assert objects.list("companions/new") == []
 
 
-def test_verify_and_gc_speak_of_them(run: Path) -> None:
+def test_verify_and_gc_report_them(run: Path) -> None:
     store = open_store(run)
     keep_companions(store.objects, "rl", FILES)
     keep_companions(store.objects, "died", FILES)
@@ -140,7 +140,7 @@ def test_verify_and_gc_speak_of_them(run: Path) -> None:
 
 
 def test_a_region_has_them_under_the_line_it_copies(tmp_path: Path) -> None:
-    """Home has them with the line that the copied one descends from, two lines back."""
+    """In the home store they belong to a line two lines before the copied one."""
     home, away = Objects.open(tmp_path / "home"), Objects.open(tmp_path / "away")
     versions = publish_family(home)
     with served(object_app(home)) as url:
@@ -175,7 +175,7 @@ def test_between_buckets_and_a_store_that_fails_in_between() -> None:
 
     away.create = fail_at_manifests  # type: ignore[method-assign]
     assert keeper.step().versions == () and keeper.problem and "503" in keeper.problem
-    assert kept_companions(away, "rl.2") == FILES  # they come first, and are nothing to anybody yet
+    assert kept_companions(away, "rl.2") == FILES  # they are copied first, and nothing uses them yet
     assert not WeightStore(away).begun("rl.2")
     away.create = create  # type: ignore[method-assign]
     again = RegionKeeper(home, away, "rl", anchor_every=0, collect_seconds=0)
@@ -185,7 +185,7 @@ def test_between_buckets_and_a_store_that_fails_in_between() -> None:
 
 
 def test_a_copy_killed_at_every_call_of_its_store(tmp_path: Path) -> None:
-    """kill -9 before and after each one: no version without companions, no index without its files; again is safe."""
+    """kill -9 before and after each call: no version without companions, no index without its files; safe to repeat."""
     publish_family(home := Objects.open(tmp_path / "home"))
     seen = set()
     step = 0
@@ -211,7 +211,7 @@ def test_a_copy_killed_at_every_call_of_its_store(tmp_path: Path) -> None:
     }
 
 
-def test_a_new_region_waits_until_home_is_mended(tmp_path: Path) -> None:
+def test_a_new_region_waits_until_home_is_repaired(tmp_path: Path) -> None:
     home, away = Objects.open(tmp_path / "home"), Objects.open(tmp_path / "away")
     publish_family(home)
     file = tmp_path / "home/companions/base/config.json"
@@ -224,10 +224,10 @@ def test_a_new_region_waits_until_home_is_mended(tmp_path: Path) -> None:
     assert kept_companions(away, "rl.2") == FILES
 
 
-# --- collected
+# --- collecting
 
 
-def test_those_of_lines_with_versions_stay_and_others_go_after_an_hour(tmp_path: Path) -> None:
+def test_companions_of_lines_without_versions_are_removed_after_an_hour(tmp_path: Path) -> None:
     store = WeightStore(Objects.open(tmp_path))
     publish_line(tmp_path, 6, snapshot_every=2)
     for line in ("rl", "died", "coming", "fresh"):
@@ -244,11 +244,11 @@ def test_those_of_lines_with_versions_stay_and_others_go_after_an_hour(tmp_path:
     assert all(kept_companions(store.objects, line) == FILES for line in ("rl", "coming", "fresh"))
 
 
-def test_a_region_tidies_them_too(tmp_path: Path) -> None:
+def test_a_region_removes_old_companions_too(tmp_path: Path) -> None:
     home, away = Objects.open(tmp_path / "home"), Objects.open(tmp_path / "away")
     publish_family(home)
     keep_companions(away, "left", FILES)
-    keep_companions(away, "rl.2", FILES)  # a copy was killed here, long ago
+    keep_companions(away, "rl.2", FILES)  # a copy was killed here long ago
     make_old(tmp_path / "away")
     keeper = RegionKeeper(home, away, "rl", anchor_every=0, collect_seconds=0)
     keeper.step()
@@ -256,7 +256,7 @@ def test_a_region_tidies_them_too(tmp_path: Path) -> None:
     assert kept_companions(away, "rl.2") == FILES
 
 
-def test_one_who_is_not_committed_for_hours_writes_them_again(tmp_path: Path) -> None:
+def test_an_import_that_takes_hours_writes_them_again(tmp_path: Path) -> None:
     home, away = Objects.open(tmp_path / "home"), Objects.open(tmp_path / "away")
     publish_family(home)
     mirror, create = Mirror(home, away), away.create

@@ -33,7 +33,7 @@ def export(directory: Path, tensors: Tensors, **options: Any) -> dict[str, bytes
 
 
 def mixed() -> dict[str, HostTensor]:
-    """Every dtype that is served, in one model."""
+    """One model with every served dtype."""
     random = np.random.default_rng(3)
     widths = {"bf16": 2, "fp16": 2, "fp32": 4, "fp8_e4m3": 1, "fp8_e5m2": 1, "int8": 1, "uint8": 1, "int32": 4}
     return {
@@ -104,7 +104,7 @@ def test_large_models_are_cut_into_shards(tmp_path: Path) -> None:
 def test_a_directory_is_replaced_only_when_told(tmp_path: Path) -> None:
     target = tmp_path / "model"
     target.mkdir()
-    export(target, make_tensors())  # an empty one is as good as none
+    export(target, make_tensors())  # an empty directory is replaced
     with pytest.raises(WeightsError, match="not empty"):
         export(target, make_tensors(1))
     with import_directory(target, "bf16") as kept:
@@ -115,7 +115,7 @@ def test_a_directory_is_replaced_only_when_told(tmp_path: Path) -> None:
     (target / "notes").mkdir()
     with pytest.raises(WeightsError, match="more than an export"):
         export(target, make_tensors(), force=True)
-    assert [path.name for path in tmp_path.iterdir()] == ["model"], "nothing is left beside it"
+    assert [path.name for path in tmp_path.iterdir()] == ["model"], "nothing else is left"
 
 
 def test_bytes_that_do_not_have_the_digest_are_not_exported(tmp_path: Path) -> None:
@@ -230,7 +230,7 @@ def test_rounding_is_that_of_the_reference(tmp_path: Path, source: torch.dtype, 
     width = torch.int16 if got.element_size() == 2 else torch.int32
     differ = got[number].view(width) != expected[number].view(width)
     if source is torch.float64 and target is torch.bfloat16:
-        # the reference goes over fp32 and rounds twice; ours is never further away
+        # the reference rounds twice, by way of fp32; ours is never further away
         exact = values[number][differ]
         ours, theirs = got[number][differ].double(), expected[number][differ].double()
         assert torch.all((ours - exact).abs() <= (theirs - exact).abs())
@@ -239,7 +239,7 @@ def test_rounding_is_that_of_the_reference(tmp_path: Path, source: torch.dtype, 
 
 
 def test_fp64_is_rounded_once() -> None:
-    """Just above a tie between two bf16 values, closer to it than fp32 can tell."""
+    """Just above a tie between two bf16 values, closer to it than fp32 can resolve."""
     above, tie, below = 1 + 2**-8 + 2**-40, 1 + 2**-8, 1 + 3 * 2**-8 - 2**-40
     with np.errstate(over="ignore"):
         bits = _round_bf16(np.array([above, tie, below, -above, 1e300, -1e300, np.nan]))
@@ -247,7 +247,7 @@ def test_fp64_is_rounded_once() -> None:
     assert bits[6] & 0x7FFF > 0x7F80
 
 
-def test_nothing_is_lost_unasked(tmp_path: Path) -> None:
+def test_an_inexact_conversion_needs_lossy(tmp_path: Path) -> None:
     exact = torch.tensor([1.0, -0.5, 3.140625, float("inf")])
     save_file({"kept": exact, "count": torch.arange(3, dtype=torch.int32)}, tmp_path / "model.safetensors")
     with import_directory(tmp_path, "bf16") as imported:
@@ -271,7 +271,9 @@ def test_nothing_is_lost_unasked(tmp_path: Path) -> None:
         (torch.zeros(2, dtype=torch.float64), "int8", "F64, which no form supports"),
     ],
 )
-def test_what_has_no_place_in_a_form_is_named(tmp_path: Path, tensor: torch.Tensor, form: str, message: str) -> None:
+def test_a_dtype_that_a_form_cannot_hold_is_named(
+    tmp_path: Path, tensor: torch.Tensor, form: str, message: str
+) -> None:
     save_file({"w": tensor}, tmp_path / "model.safetensors")
     with pytest.raises(WeightsError, match=message) as caught, import_directory(tmp_path, form, lossy=True):
         pass
@@ -295,8 +297,8 @@ def test_progress_adds_up(tmp_path: Path) -> None:
     assert total(read) == size
 
 
-def test_an_import_that_is_killed_is_simply_repeated(tmp_path: Path) -> None:
-    """kill -9 before and after every call of the object store: the line is there whole, or it is not there."""
+def test_a_killed_import_can_be_repeated(tmp_path: Path) -> None:
+    """kill -9 before and after every call of the object store: the line is complete, or does not exist."""
     tensors = make_tensors()
     export(tmp_path / "model", tensors)
 
@@ -345,7 +347,7 @@ def test_an_export_that_is_killed_leaves_the_old_directory_or_the_new_one(tmp_pa
         _, status = os.waitpid(in_child(lambda step=step: replace(step)), 0)  # type: ignore[misc]
         if not os.WIFSIGNALED(status):
             break
-        # between the two renames the old one stands beside its place, whole
+        # between the two renames the old directory is complete beside its place
         (found,) = [target] if target.exists() else tmp_path.glob(".model.old-*")
         with import_directory(found, "bf16") as kept:
             assert same(kept.tensors, old) or same(kept.tensors, new)

@@ -1,7 +1,7 @@
 """A second reader of the weights format, written from FORMAT.md alone: it imports nothing of the package.
 
-For people who want to read a store from elsewhere, and the proof that the specification is enough. It reads plainly and
-holds everything in memory; it refuses what is wrong with an assertion.
+It shows that the specification is enough, and can be a start for a reader in another language. It is simple, holds
+everything in memory, and refuses invalid data with an assertion.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ def read_version(store: Path, line: str, form: str, number: int) -> dict[str, np
     for tensor in tensors:
         ranges = chunk_ranges(tensor["shape"], WIDTHS[tensor["dtype"]])
         digests = [xxhash.xxh3_128_hexdigest(weights[tensor["name"]][start:stop].tobytes()) for start, stop in ranges]
-        assert digests == tensor["chunks"], f"{tensor['name']} is not what the manifest says"
+        assert digests == tensor["chunks"], f"{tensor['name']} differs from the manifest"
     return weights
 
 
@@ -160,7 +160,7 @@ def decode_sparse(streams: Streams, elements: np.ndarray, members: np.ndarray, b
 
 
 def moved(element: int, step: int, bits: int) -> int:
-    """An element so many ordered integers further."""
+    """An element moved by `step` ordered integers."""
     top, every = 1 << (bits - 1), (1 << bits) - 1
     ordered = ((element ^ every if element & top else element | top) + step) & every
     return ordered ^ top if ordered & top else ordered ^ every

@@ -1,7 +1,7 @@
-"""Payloads that are random, truncated, flipped, spliced or huge: elements of the chunk or a WeightsError, nothing else.
+"""Payloads that are random, truncated, flipped, spliced or huge give elements of the chunk or a WeightsError.
 
-Compiled kernels would read or write past their buffers where plain ones raise, so each is given everything, and both
-have to come to the same result.
+Compiled kernels would read or write past their buffers where plain ones raise, so both get every payload and must give
+the same result.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ WIDTHS = [1, 2, 4]
 
 
 def make_pair(width: int, seed: int = 0, size: int = ELEMENTS) -> tuple[np.ndarray, np.ndarray]:
-    """Elements with an exception now and then, and literals where they can be."""
+    """Elements with some exceptions, and literals if the width allows."""
     random = np.random.default_rng(seed)
     kind = plain.UNSIGNED[width]
     old = random.normal(0, 0.02, size).astype(np.float32).view("<u4") >> np.uint32(32 - 8 * width)
@@ -45,7 +45,7 @@ def make_pair(width: int, seed: int = 0, size: int = ELEMENTS) -> tuple[np.ndarr
 
 
 def outcomes(coding: Coding, payload: bytes, old: np.ndarray) -> list[bytes | None]:
-    """What plain and compiled kernels make of a payload: the elements, or None for an error."""
+    """What plain and compiled kernels return for a payload: the elements, or None for an error."""
     found: list[bytes | None] = []
     original = kernels.COMPILED_ELEMENTS
     for smallest in (1 << 60, 0):
@@ -84,7 +84,7 @@ def test_truncated(coding: Coding, width: int) -> None:
 @pytest.mark.parametrize("width", WIDTHS)
 @pytest.mark.parametrize("coding", CODINGS)
 def test_flipped_bits(coding: Coding, width: int) -> None:
-    """Most are refused; what is not has another digest, which is what refuses it one level up."""
+    """Most are refused. The others give another digest, which the caller refuses."""
     old, new = make_pair(width)
     payload = encode_as(coding, old, new, width)
     right = chunk_digest(new.tobytes())
@@ -96,14 +96,14 @@ def test_flipped_bits(coding: Coding, width: int) -> None:
         results.append(outcomes(coding, bytes(damaged), old)[0])
     assert None in results
     for result in results:
-        # a bit that says nothing, as one of those that fill up the signs, may be flipped: then the elements are right
+        # an unused bit, for example one that pads the signs, may be flipped: then the elements are right
         assert result is None or (chunk_digest(result) == right) == (result == new.tobytes())
 
 
 @pytest.mark.parametrize("width", WIDTHS)
 @pytest.mark.parametrize("coding", CODINGS)
 def test_spliced(coding: Coding, width: int) -> None:
-    """Well-formed streams of well-formed payloads, put together as they do not belong."""
+    """Valid streams of valid payloads, combined wrongly."""
     random = np.random.default_rng(width)
     pairs = [make_pair(width, seed) for seed in (0, 1)]
     streams = [streams_of(encode_as(coding, *pair, width)) for pair in pairs]
@@ -134,7 +134,7 @@ def test_arbitrary_bytes(coding: Coding, width: int, payload: bytes) -> None:
 
 
 def test_classes_that_are_not_as_large_as_their_lists_say() -> None:
-    """The last members of the last tile are followed by what fills it up, which must not be taken for elements."""
+    """The last members of the last tile are followed by padding, which must not be taken for elements."""
     old = np.zeros(10, dtype=np.uint16)  # all in the lowest class
     empty = np.empty(0, np.uint8)
     for index, fits in ((9, True), (10, False), (11, False), (254, False)):
@@ -144,7 +144,7 @@ def test_classes_that_are_not_as_large_as_their_lists_say() -> None:
         assert outcomes("classed", pack_streams([np.array([5], np.uint8), *none, *one]), old)[0] is None
 
 
-def test_boundaries_that_do_not_ascend() -> None:
+def test_boundaries_that_are_not_ascending() -> None:
     old = np.zeros(10, dtype=np.uint16)
     empty = np.empty(0, np.uint8)
     for boundaries in ([5, 5], [6, 5], list(range(8))):
@@ -221,7 +221,7 @@ def test_a_stream_that_lies_about_its_size() -> None:
 
 
 def test_wrong_elements_never_leave_the_store(tmp_path: Path) -> None:
-    """A payload that decodes to other elements than those of the table, in a pack and a manifest rightly sealed."""
+    """A payload that decodes to elements other than those of the table, in a correctly sealed pack and manifest."""
     versions = publish_line(tmp_path, 2)
     pack = delta_pack(tmp_path, 1)
     (path,) = (tmp_path / "weights" / "rl" / "bf16" / "manifests").glob("*1.manifest")
@@ -239,7 +239,7 @@ def test_wrong_elements_never_leave_the_store(tmp_path: Path) -> None:
         pack.with_name(f"0000000001-{digest}").write_bytes(damaged)
         try:
             loaded = WeightStore(Objects.open(tmp_path)).load(Version("rl", 1))
-            assert same(loaded, versions[1])  # a bit that says nothing
+            assert same(loaded, versions[1])  # an unused bit
         except WeightsError as error:
             refused_by_digest += "digest" in error.message
     assert refused_by_digest

@@ -1,4 +1,4 @@
-"""Codings are lossless for every bit pattern, and as small as they should be. test_codec_fuzz.py damages them."""
+"""Codings are lossless for every bit pattern, and as small as expected. test_codec_fuzz.py damages them."""
 
 from typing import get_args
 
@@ -105,7 +105,7 @@ def test_small_steps_cost_little() -> None:
 
 def test_the_coding_that_serves_the_goal_is_chosen() -> None:
     random = np.random.default_rng(0)
-    master = random.normal(0, 0.02, 60_000)  # few enough that the sample is all of them
+    master = random.normal(0, 0.02, 60_000)  # few enough that the sample contains all of them
     base = bf16(master)
     for scale, fast, small in ((1e-5, "sparse", "classed"), (1e-3, "dense", "classed"), (1.0, "raw", "raw")):
         new = bf16(master + scale * random.normal(0, 1, master.size))
@@ -121,7 +121,7 @@ def test_the_coding_that_serves_the_goal_is_chosen() -> None:
 @pytest.mark.parametrize("goal", ["fast", "small", "overwrite"])
 @pytest.mark.parametrize("where", ["between", "only", "sparser"])
 def test_a_sample_that_misleads_costs_bytes_and_nothing_else(goal: Goal, where: str) -> None:
-    """Nothing changed where it looks; or everything, and nothing elsewhere; or much, and less elsewhere."""
+    """Nothing changed in the sample; or everything, and nothing elsewhere; or much, and less elsewhere."""
     random = np.random.default_rng(1)
     size = 700_000
     sampled = np.zeros(size, dtype=bool)
@@ -161,8 +161,8 @@ def test_every_bf16_pattern_to_its_neighbours_and_far_away() -> None:
     check(everything.view(np.uint8), everything[::-1].copy().view(np.uint8), 2)
 
 
-def test_classes_say_less_than_independent_positions_would() -> None:
-    """Small weights change oftener: the bound that does not know it is beaten, the one that does nearly reached."""
+def test_classes_beat_the_bound_for_independent_positions() -> None:
+    """Small weights change more often. The bound that ignores this is beaten; the one that uses it is near."""
     random = np.random.default_rng(0)
     master = random.normal(0, 0.02, 600_000)
     base, new = (bf16(values).view(np.uint16) for values in (master, master + 7e-7 * random.normal(0, 1, master.size)))
@@ -176,7 +176,7 @@ def test_classes_say_less_than_independent_positions_would() -> None:
         for inside in (exponents == e for e in np.unique(exponents))
     )
     assert sizes["small"] < independent < sizes["fast"] < sizes["overwrite"]
-    assert sizes["small"] < 1.25 * known  # which leaves out what is not ±1
+    assert sizes["small"] < 1.25 * known  # which does not count differences other than ±1
     assert sizes["fast"] < 1.25 * independent
 
 

@@ -21,7 +21,7 @@ from rollmill.weights.format.codings import (
 )
 from rollmill.weights.format.kernels import compiled, plain
 
-ELEMENTS = 40_000 + 13  # whole tiles and a rest, at every width
+ELEMENTS = 40_000 + 13  # whole tiles and a remainder, at every width
 
 
 @pytest.fixture
@@ -30,7 +30,7 @@ def always_compiled(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def make_pair(width: int, share: float, seed: int = 0, size: int = ELEMENTS) -> tuple[np.ndarray, np.ndarray]:
-    """Elements of random magnitude, of which a share moved: mostly by little, some by anything."""
+    """Elements of random magnitude, some of which moved: mostly by little, some by any amount."""
     random = np.random.default_rng(seed)
     kind = plain.UNSIGNED[width]
     old = random.integers(0, 1 << 8 * width, size, dtype=np.uint64).astype(kind)
@@ -66,7 +66,7 @@ def test_both_give_the_same_bytes_and_read_them(monkeypatch: pytest.MonkeyPatch,
 @pytest.mark.parametrize("width", [1, 2, 4])
 def test_sizes_around_a_tile(always_compiled: None, width: int, size: int) -> None:
     old, new = make_pair(width, 0.3, size, size)
-    new[-1] = ~old[-1]  # the last element of all changes
+    new[-1] = ~old[-1]  # the very last element changes
     for coding in CODINGS:
         decoded = decode_chunk(coding, encode_as(coding, old, new, width), old.view(np.uint8), old.nbytes, width)
         assert np.array_equal(decoded.view(new.dtype), new)
@@ -90,7 +90,7 @@ def test_elements_may_lie_anywhere_and_be_read_only(always_compiled: None, width
 
 
 def test_bytes_at_an_odd_address() -> None:
-    """As they may lie in a file that was read: elements of two bytes need not begin at an even one."""
+    """As in a file that was read: elements of two bytes may start at an odd address."""
     old, new = make_pair(2, 0.05)
     room = np.zeros(old.nbytes + 1, dtype=np.uint8)
     room[1:] = old.view(np.uint8)
@@ -147,7 +147,7 @@ def test_a_thread_keeps_little_memory(always_compiled: None) -> None:
     sparse = old.copy()
     sparse[::50] ^= 1
     encode_as("sparse", old, sparse, 2)
-    assert compiled._buffer._data.size > 0  # kept for the next chunk, and hardly touched
+    assert compiled._buffer._data.size > 0  # kept for the next chunk, mostly untouched
 
 
 WITHOUT_NUMBA = """

@@ -142,7 +142,7 @@ def lie(fields: dict, path: str, value: object) -> None:
     ],
 )
 def test_contradictions_are_refused_even_when_sealed(manifest_bytes: bytes, path: str, value: object) -> None:
-    """Another region may send anything: a seal that fits proves nothing about what is sealed."""
+    """Another region may send anything: a valid seal proves nothing about the content."""
     fields = json.loads(manifest_bytes.partition(b"\n")[0])
     lie(fields, path, value)
     if path == "snapshot":

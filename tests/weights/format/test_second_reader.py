@@ -22,7 +22,7 @@ SHAPES |= {"fp8_e4m3": (130, 17), "fp8_e5m2": (5,), "int8": (3, 3, 3)}
 
 
 def make_weights() -> dict[str, HostTensor]:
-    """Every dtype, with names in which JSON escapes something."""
+    """Every dtype, with names that JSON escapes."""
     random = np.random.default_rng(0)
     weights = {}
     for dtype, shape in SHAPES.items():
@@ -35,7 +35,7 @@ def make_weights() -> dict[str, HostTensor]:
 
 
 def step(weights: Tensors, seed: int, share: float) -> dict[str, HostTensor]:
-    """Elements move by one, by a few, or to anything; small ones oftener than large ones."""
+    """Elements move by one, by a few, or to any value; small ones more often than large ones."""
     random = np.random.default_rng(seed)
     moved = {}
     for name, tensor in weights.items():
@@ -63,7 +63,7 @@ def assert_read_alike(store: Path, line: str, number: int, weights: Tensors) -> 
     assert all(np.array_equal(read[name], weights[name].data) for name in weights)
 
 
-def test_every_version_reads_alike(tmp_path: Path) -> None:
+def test_both_readers_read_every_version(tmp_path: Path) -> None:
     store = WeightStore(Objects.open(tmp_path))
     for goal in ("fast", "small", "overwrite"):
         publisher = Publisher(store, goal, "mixed", snapshot_every=4, goal=goal)
@@ -79,7 +79,7 @@ def test_every_version_reads_alike(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("width", [1, 2, 4])
 @pytest.mark.parametrize("coding", CODINGS)
-def test_every_coding_reads_alike(coding: str, width: int) -> None:
+def test_both_readers_read_every_coding(coding: str, width: int) -> None:
     random = np.random.default_rng(width)
     for share in (0, 0.004, 0.2, 1):
         old = random.normal(0, 0.02, 2000).astype(np.float32).view("<u4") >> np.uint32(32 - 8 * width)
@@ -91,7 +91,7 @@ def test_every_coding_reads_alike(coding: str, width: int) -> None:
         assert np.array_equal(second_reader.decode(coding, second_reader.Streams(payload), old), new)
 
 
-def test_chunks_are_cut_alike() -> None:
+def test_both_readers_cut_the_same_chunks() -> None:
     many = [(), (0,), (1,), (5, 0, 3), (1 << 25,), ((1 << 24) + 1, 3), (300, 1 << 17), (129, 1 << 17), (127, 1 << 17)]
     many += [(3, 5, 1 << 23), (2, 3, (1 << 24) + 5), (7, 300, 70_001), (1000, 65_537), (2, 1 << 24)]
     for shape in many:

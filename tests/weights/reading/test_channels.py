@@ -29,7 +29,7 @@ def test_a_channel_moves_and_keeps_its_history(objects: Objects) -> None:
     assert channels.names() == ["live"]
 
 
-def test_who_is_late_is_told(objects: Objects) -> None:
+def test_a_late_move_is_refused(objects: Objects) -> None:
     channels = Channels(objects)
     channels.move("live", Version("rl", 0), expect=0)
     for expect in (0, 2):
@@ -58,7 +58,9 @@ def test_rollback_goes_to_the_version_before(objects: Objects) -> None:
     entry = channels.rollback("live")
     assert (entry.number, entry.version) == (5, Version("rl", 1))
     assert channels.entry("live") == entry
-    assert channels.rollback("live").version == Version("rl", 0)  # further back, and never to what was rolled back from
+    assert channels.rollback("live").version == Version(
+        "rl", 0
+    )  # further back, and never to a version that was rolled back from
     assert len(channels.history("live")) == 6
     assert channels.before("live") is None
 
@@ -66,7 +68,7 @@ def test_rollback_goes_to_the_version_before(objects: Objects) -> None:
 def test_a_long_history_is_not_read_whole_to_find_the_version_before(
     objects: Objects, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Every collection asks for it, and a channel may move with every version."""
+    """Every collection needs it, and a channel may move with every version."""
     channels = Channels(objects)
     for number in range(100):
         channels.move("live", Version("rl", number % 2))

@@ -1,4 +1,4 @@
-"""Rows are read without the rest of a version, and are those of the version."""
+"""Rows are read without the rest of a version, and verified."""
 
 from pathlib import Path
 
@@ -63,7 +63,7 @@ def test_few_rows_are_few_bytes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
     assert 0 < sum(read) < total / 10
 
 
-def test_rows_of_a_damaged_version_are_not_handed_out(tmp_path: Path) -> None:
+def test_rows_of_a_damaged_version_are_not_returned(tmp_path: Path) -> None:
     publish_line(tmp_path, 2)
     pack = delta_pack(tmp_path, 1)
     pack.write_bytes(bytes(len(pack.read_bytes())))

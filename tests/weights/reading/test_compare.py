@@ -12,7 +12,7 @@ from tests.weights.build import make_tensors, train_step
 
 
 def comparison(path: Path, old: Tensors, new: Tensors) -> Comparison:
-    """Through a real store; each on a line of its own, as any two versions may be."""
+    """Compares through a real store, with each version on its own line."""
     store = WeightStore(Objects.open(path))
     for line, tensors in (("a", old), ("b", new)):
         Publisher(store, line).publish(0, tensors)
@@ -30,7 +30,7 @@ def tensor(dtype: str, *bits: int) -> HostTensor:
     return HostTensor(dtype, (len(bits),), np.array(bits, dtype=f"<u{width}").view(np.uint8))
 
 
-def test_what_a_training_step_did(tmp_path: Path) -> None:
+def test_the_changes_of_a_training_step(tmp_path: Path) -> None:
     old = make_tensors()
     new = train_step(old, 1)
     found = comparison(tmp_path, old, new)
@@ -46,7 +46,7 @@ def test_what_a_training_step_did(tmp_path: Path) -> None:
     assert found.total.share == found.total.changed / sum(tensor.elements for tensor in old.values())
 
 
-def test_tensors_come_go_and_change_their_shape(tmp_path: Path) -> None:
+def test_tensors_that_are_added_removed_or_reshaped(tmp_path: Path) -> None:
     old = make_tensors(shapes={"a": (4, 4), "b": (4, 4), "c": (8,)})
     new = {**make_tensors(shapes={"a": (4, 4), "d": (2,)}), "c": HostTensor("bf16", (2, 4), old["c"].data)}
     found = comparison(tmp_path, old, new)
@@ -54,7 +54,7 @@ def test_tensors_come_go_and_change_their_shape(tmp_path: Path) -> None:
     assert [change.name for change in found.tensors] == ["a"] and not found.same
 
 
-def test_equal_versions_are_not_even_read(tmp_path: Path) -> None:
+def test_equal_versions_are_not_read(tmp_path: Path) -> None:
     store = WeightStore(Objects.open(tmp_path))
     manifest = Publisher(store, "a").publish(0, make_tensors())
 
@@ -67,7 +67,7 @@ def test_equal_versions_are_not_even_read(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     "dtype, old, new, expected",
     [
-        # changed, by one, furthest, largest value, not finite
+        # changed, by one, largest in ULP, largest value, not finite
         ("bf16", [0x0000, 0x3F80], [0x8000, 0x3F80], (1, 1, 1, 0.0, 0)),  # −0 is another number than +0
         ("bf16", [0x0001], [0x8001], (1, 0, 3, 2 * 2.0**-133, 0)),
         ("bf16", [0x3F80, 0x3F80], [0x7F80, 0x7FC1], (2, 0, 0x7FC1 - 0x3F80, 0.0, 2)),

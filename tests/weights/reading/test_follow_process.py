@@ -1,4 +1,4 @@
-"""A follower as a process of its own: how much memory it takes, and kill -9 at every step of following."""
+"""A follower as a separate process: its memory, and kill -9 at every step."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def run(*arguments: object) -> subprocess.CompletedProcess[str]:
 
 
 def trained(tensors: dict[str, HostTensor], number: int) -> dict[str, HostTensor]:
-    """One element in a hundred moves by one unit in the last place."""
+    """Moves one element in a hundred by one unit in the last place."""
     for tensor in tensors.values():
         tensor.data.view(np.uint16)[number::100] += 1
     return tensors
@@ -59,5 +59,5 @@ def test_a_follower_killed_at_any_step_converges_when_it_is_started_again(tmp_pa
     again = run("digest", tmp_path, 10**6)
     assert again.returncode == 0, again.stderr
     assert again.stdout.splitlines() == [f"2 {store.manifest(Version('rl', 2)).digest}", "None"]
-    assert all(ok for _, ok, _ in store.verify("rl")), "a reader's death leaves the store as it was"
+    assert all(ok for _, ok, _ in store.verify("rl")), "a reader's death does not change the store"
     assert [lease.number for lease in Leases(store.objects, "rl").held()] == [2]

@@ -27,7 +27,7 @@ def follow(path: Path, line: str = "rl") -> Follower:
 
 
 def poll(follower: Follower) -> Update:
-    time.sleep(0.002)  # past the back-off
+    time.sleep(0.002)  # longer than the back-off
     update = follower.poll()
     assert update is not None, follower.problem
     return update
@@ -38,7 +38,7 @@ def copy_of(tensors: Tensors) -> dict[str, HostTensor]:
 
 
 def apply_patches(engine: dict[str, HostTensor], update: Update) -> None:
-    """What an engine does to its parameters."""
+    """Applies patches like an engine."""
     assert update.patches is not None
     for name, patches in update.patches.items():
         if patches is None:
@@ -58,7 +58,7 @@ def test_it_follows_by_deltas_and_reads_little(tmp_path: Path) -> None:
         assert update.policy == follower.current == manifest.policy
         assert same(update.tensors, tensors)
         assert update.created_at == manifest.created_at
-        if manifest.delta:  # a snapshot is there as well at 3: it is not downloaded
+        if manifest.delta:  # version 3 also has a snapshot, which is not downloaded
             assert update.bytes == manifest.delta.bytes < manifest.full_bytes / 8
         assert follower.poll() is None
 
@@ -77,12 +77,12 @@ def test_patches_say_exactly_what_changed(tmp_path: Path) -> None:
         assert update.base == before.policy
         apply_patches(engine, update)
         assert same(engine, versions[number])
-    assert update.patches == {"embed.weight": None}  # every element is another one: copied whole
+    assert update.patches == {"embed.weight": None}  # every element changed: copied whole
     with pytest.raises(ValueError, match="read-only"):
         update.tensors["embed.weight"].data[0] = 1
 
 
-def test_catching_up_takes_the_cheapest_way(tmp_path: Path) -> None:
+def test_catching_up_takes_the_cheapest_path(tmp_path: Path) -> None:
     versions = publish_line(tmp_path, 10, snapshot_every=5)
     store = WeightStore(Objects.open(tmp_path))
     new = follow(tmp_path)
@@ -109,7 +109,7 @@ def flip(pack: Path) -> None:
 
 
 def exchange(pack: Path) -> None:
-    """The bytes of another pack under its name."""
+    """Writes the bytes of another pack under this pack's name."""
     pack.write_bytes(next(other for other in sorted(pack.parent.iterdir()) if other != pack).read_bytes())
 
 
@@ -155,7 +155,7 @@ def test_a_damaged_delta_is_healed_by_the_next_snapshot(tmp_path: Path, damage: 
 
 @given(bit=st.integers(0, 10**9))
 @settings(max_examples=40, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
-def test_payloads_that_lie_are_refused_even_when_every_name_fits(tmp_path: Path, bit: int) -> None:
+def test_wrong_payloads_are_refused_even_when_names_and_seals_fit(tmp_path: Path, bit: int) -> None:
     """Another region may send a pack with the digest it claims and a sealed manifest: still no wrong weights."""
     path = Path(tempfile.mkdtemp(dir=tmp_path))
     versions = publish_line(path, 2)
@@ -190,7 +190,7 @@ def test_a_damaged_manifest_is_a_damaged_version(tmp_path: Path) -> None:
     assert follower.problem and "manifest of rl@2" in follower.problem
 
 
-def test_a_damaged_snapshot_is_gone_around(tmp_path: Path) -> None:
+def test_a_damaged_snapshot_is_avoided(tmp_path: Path) -> None:
     versions = publish_line(tmp_path, 6, snapshot_every=4)
     manifest = WeightStore(Objects.open(tmp_path)).manifest(Version("rl", 4))
     flip(tmp_path / f"weights/rl/bf16/packs/0000000004-{manifest.encoding('snapshot').packs[0].digest}")
@@ -200,7 +200,7 @@ def test_a_damaged_snapshot_is_gone_around(tmp_path: Path) -> None:
 
 
 def test_fifty_versions_in_one_update(tmp_path: Path) -> None:
-    """A link that was cut for a while: one update, and one pause, for all that came meanwhile."""
+    """After a link was down for a while: one update, and one pause, for all versions in between."""
     versions = history(52)
     publisher, follower = Publisher(WeightStore(Objects.open(tmp_path)), "rl", snapshot_every=100), follow(tmp_path)
     publisher.publish(0, versions[0])
@@ -258,7 +258,7 @@ def test_an_engine_that_could_not_use_an_update_gets_everything_again(tmp_path: 
     for number in range(2):
         publisher.publish(number, versions[number])
     first = poll(follower)
-    bad_memory(follower, "layers.0.norm")  # no delta will ever touch it, so only looking finds it
+    bad_memory(follower, "layers.0.norm")  # no delta touches it, so only hashing finds it
     update = follower.again()
     assert update is not None and (update.policy, update.patches, update.base) == (first.policy, None, None)
     assert same(update.tensors, versions[1])
@@ -276,7 +276,7 @@ def test_a_failed_catch_up_serves_nothing_on_the_way_to_a_channels_version(tmp_p
     flip(pack)
     channels.move("live", Version("rl", 4))
     time.sleep(0.002)
-    assert follower.poll() is None and follower.current == first.policy  # its image is at 2, which nobody asked for
+    assert follower.poll() is None and follower.current == first.policy  # its image is at 2, which nobody requested
     assert follower.problem and "rl@4 cannot be restored, serving rl@1" in follower.problem
     pack.write_bytes(whole)
     update = poll(follower)

@@ -1,4 +1,4 @@
-"""Images in memory: brought from version to version in place, cut short anywhere, healed chunk by chunk."""
+"""Images in memory: moved from version to version in place, interrupted anywhere, repaired chunk by chunk."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ from tests.weights.build import history, make_tensors, same, train_step
 
 @pytest.fixture(params=["alone", "together"])
 def pieces(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
-    """Chunks of 4096 elements, each in a payload of its own or two in one, in packs of a few payloads."""
+    """Chunks of 4096 elements, one or two per payload, in packs of a few payloads."""
     monkeypatch.setattr(tensors_module, "CHUNK_ELEMENTS", 4096)
     monkeypatch.setattr(packs_module, "PACK_BYTES", 10_000)
     monkeypatch.setattr(packs_module, "RUN_BYTES", 1 if request.param == "alone" else 16_384)
@@ -38,7 +38,7 @@ def pieces(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> I
 
 @dataclass
 class Counting:
-    """A store that counts what is read from it."""
+    """A store that counts what is read."""
 
     store: WeightStore
     packs: list[Pack] = field(default_factory=list)
@@ -101,7 +101,7 @@ def test_versions_one_after_the_other(
         assert same(image.tensors, versions[number])
         patch(engine, patches, image)
         assert same(engine, versions[number])
-    assert not counting.parts, "nothing had to be repaired"
+    assert not counting.parts, "nothing was repaired"
 
 
 def chunk_of(image: Image, name: str, place: int) -> int:
@@ -127,7 +127,7 @@ def test_a_flipped_bit_is_repaired_with_only_that_chunks_payloads(tmp_path: Path
     counting = publish(tmp_path, versions)
     if anchored:
         assert AnchorBuilder(counting.store, "rl", every=3).poll() == 3
-        for number in (0, 1, 2):  # collected: the anchor is all there is
+        for number in (0, 1, 2):  # collected: only the anchor is left
             (tmp_path / f"weights/rl/bf16/manifests/{number:010d}.manifest").unlink()
             counting.store.forget(Version("rl", number))
     image = restore(counting.source, Version("rl", 4))
@@ -162,7 +162,7 @@ def test_a_flipped_bit_that_cannot_be_repaired_waits_for_a_snapshot(tmp_path: Pa
 
 
 def swapped(leg: Leg) -> Leg:
-    """The same packs, but each payload is said to be where the next one is."""
+    """The same packs, but each payload points at the next one's bytes."""
     payloads = leg.encoding.payloads
     places = [p.model_dump(include={"pack", "offset", "bytes"}) for p in (*payloads[1:], payloads[0])]
     moved = tuple(p.model_copy(update=place) for p, place in zip(payloads, places, strict=True))
@@ -177,15 +177,15 @@ def test_payloads_that_are_swapped_change_nothing(tmp_path: Path, pieces: str, g
     image = restore(counting.source, Version("rl", 1))
     with pytest.raises(LegFailed, match="the delta of rl@2"):
         image.take(swapped(delta(counting, 2)), counting.source)
-    assert same(image.tensors, versions[1]), "the first payload was already wrong, and what it wrote was put back"
+    assert same(image.tensors, versions[1]), "the first payload was wrong, and its changes were undone"
     assert image.manifest is not None and image.manifest.number == 1
-    assert not counting.parts, "the fault was the leg's: memory was not doubted"
+    assert not counting.parts, "the leg is at fault, so memory is not checked"
     image.take(delta(counting, 2), counting.source)
     assert same(image.tensors, versions[2])
 
 
 class Cut(BaseException):
-    """Like a KeyboardInterrupt: nothing that expects errors catches it."""
+    """Like a KeyboardInterrupt: no handler of ordinary errors catches it."""
 
 
 def cut_at(call: Callable[..., Any], place: int) -> Callable[..., Any]:
@@ -201,7 +201,7 @@ def cut_at(call: Callable[..., Any], place: int) -> Callable[..., Any]:
 
 
 @pytest.mark.parametrize("where", ["_take_payload", "decode_changes", "scatter", "chunk_digest", "copyto"])
-def test_a_leg_cut_short_anywhere_is_gone_on_with(
+def test_a_leg_interrupted_anywhere_can_be_continued(
     tmp_path: Path, pieces: str, where: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     versions = history(3)
@@ -243,7 +243,7 @@ def test_damage_is_found_before_anything_changes_when_a_leg_fits_into_memory(tmp
     assert same(image.tensors, versions[1])
 
 
-def test_a_large_leg_is_read_in_groups_and_gone_on_with(
+def test_a_large_leg_is_read_in_groups_and_can_be_continued(
     tmp_path: Path, pieces: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(fetch_module, "IN_FLIGHT_BYTES", 16_000)
@@ -258,15 +258,15 @@ def test_a_large_leg_is_read_in_groups_and_gone_on_with(
     last.unlink()
     with pytest.raises(LegFailed, match="no object"):
         image.take(Leg(manifest, "snapshot"), counting.source)
-    assert image.manifest is None, "part of it is new by now"
+    assert image.manifest is None, "part of it is already new"
     last.write_bytes(whole)
     counting.packs.clear()
     image.take(Leg(manifest, "snapshot"), counting.source)
     assert same(image.tensors, versions[1])
-    assert 0 < len(counting.packs) < len(packs), "what was taken before is not read again"
+    assert 0 < len(counting.packs) < len(packs), "packs that were applied are not read again"
 
 
-def test_going_back_to_the_version_half_left(tmp_path: Path, pieces: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_going_back_from_the_middle_of_a_leg(tmp_path: Path, pieces: str, monkeypatch: pytest.MonkeyPatch) -> None:
     versions = history(2)
     counting = publish(tmp_path, versions)
     image = restore(counting.source, Version("rl", 0))

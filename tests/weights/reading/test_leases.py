@@ -15,7 +15,7 @@ def leases(tmp_path: Path) -> Leases:
 
 
 def age(path: Path, holder: str, seconds: float) -> None:
-    """The store's clock moves on."""
+    """Advances the store's clock."""
     lease = path / f"weights/rl/bf16/leases/{holder}.json"
     then = lease.stat().st_mtime - seconds
     os.utime(lease, (then, then))
@@ -44,7 +44,7 @@ def test_a_lease_is_held_renewed_and_released(tmp_path: Path, leases: Leases) ->
 def test_a_lease_ends_by_the_clock_of_the_store(
     tmp_path: Path, leases: Leases, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """However wrong the clocks of those who write it and of those who ask are."""
+    """Whatever the clocks of writers and readers show."""
     for skew in (-1e7, 1e7):
         real = time.time
         monkeypatch.setattr(time, "time", lambda skew=skew, real=real: real() + skew)
@@ -78,7 +78,7 @@ def test_leases_are_not_trusted(tmp_path: Path, leases: Leases) -> None:
 
 
 @pytest.mark.parametrize(("number", "seconds"), [(-1, 5), (1, 0), (1, -3), (1, 1e9), (1, float("nan"))])
-def test_what_is_no_lease_is_refused(leases: Leases, number: int, seconds: float) -> None:
+def test_invalid_leases_are_refused(leases: Leases, number: int, seconds: float) -> None:
     with pytest.raises(WeightsError, match="a lease on version"):
         leases.hold("engine", number, seconds)
     with pytest.raises(WeightsError, match="cannot name"):

@@ -1,4 +1,4 @@
-"""Engines that are lent to another line and come back, and the leases that say what followers still need."""
+"""Engines that are lent to another line and come back, and the leases of followers."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def lines(path: Path, number: int = 3) -> tuple[list, list, Publisher]:
     return versions, trained, production
 
 
-def test_a_lent_engine_comes_back_without_a_store(tmp_path: Path) -> None:
+def test_a_lent_engine_returns_without_a_store(tmp_path: Path) -> None:
     versions, trained, production = lines(tmp_path / "store")
     follower = Follower(WeightStore(Objects.open(tmp_path / "store")), "prod")
     first = poll(follower)
@@ -98,7 +98,7 @@ def held(path: Path, line: str) -> dict[str, int]:
     return {lease.holder: lease.number for lease in Leases(Objects.open(path), line).held()}
 
 
-def test_leases_say_what_is_served(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_leases_hold_the_served_version(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     versions, _, production = lines(tmp_path)
     store = WeightStore(Objects.open(tmp_path))
     follower = Follower(store, "prod", holder="engine-1", about={"region": "eu"})
@@ -125,7 +125,7 @@ def test_leases_say_what_is_served(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     assert held(tmp_path, "prod") == {}
 
 
-def test_a_lease_that_cannot_be_written_is_a_problem_and_no_stop(tmp_path: Path) -> None:
+def test_a_lease_that_cannot_be_written_is_reported_and_does_not_stop_it(tmp_path: Path) -> None:
     versions, _, _ = lines(tmp_path)
     follower = Follower(WeightStore(Objects.open(tmp_path)), "prod", holder="engine-1")
     (tmp_path / "weights/prod/bf16/leases").write_text("in the way of a folder")
@@ -149,7 +149,7 @@ def test_no_lease_is_written_over_http(tmp_path: Path) -> None:
         follower.close()
 
 
-def test_waiting_ends_when_the_next_version_is_there(tmp_path: Path) -> None:
+def test_waiting_ends_when_the_next_version_exists(tmp_path: Path) -> None:
     versions, _, production = lines(tmp_path)
     follower = Follower(WeightStore(Objects.open(tmp_path)), "prod")
     poll(follower)

@@ -1,4 +1,4 @@
-"""The cheapest way to a version, by bytes, over chains, snapshots and anchors, and around what is damaged or gone."""
+"""The cheapest path to a version, by bytes, over deltas, snapshots and anchors, avoiding damaged or missing ones."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def chain(first: int, last: int) -> list[tuple[int, str]]:
     return [(number, "delta") for number in range(first, last + 1)]
 
 
-def test_the_cheapest_way_by_bytes(tmp_path: Path) -> None:
+def test_the_cheapest_path_by_bytes(tmp_path: Path) -> None:
     publish_line(tmp_path, 12, snapshot_every=6)
     store = WeightStore(Objects.open(tmp_path))
     assert plan(store, 11) == [(6, "snapshot"), *chain(7, 11)]
@@ -59,7 +59,7 @@ def test_anchors_are_places_to_start_from(tmp_path: Path) -> None:
     assert same(store.load(Version("rl", 11)), versions[11])
 
 
-def test_an_anchor_that_lies_or_is_damaged_is_gone_around(tmp_path: Path) -> None:
+def test_a_wrong_or_damaged_anchor_is_avoided(tmp_path: Path) -> None:
     versions = publish_line(tmp_path, 12, snapshot_every=100)
     store = WeightStore(Objects.open(tmp_path))
     AnchorBuilder(store, "rl", every=5).poll()
@@ -76,7 +76,7 @@ def test_an_anchor_that_lies_or_is_damaged_is_gone_around(tmp_path: Path) -> Non
     assert plan(store, 11)[0] == (0, "snapshot")
 
 
-def test_old_versions_may_be_gone(tmp_path: Path) -> None:
+def test_old_versions_may_be_missing(tmp_path: Path) -> None:
     versions = publish_line(tmp_path, 12, snapshot_every=100)
     store = WeightStore(Objects.open(tmp_path))
     AnchorBuilder(store, "rl", every=5).poll()
@@ -84,7 +84,7 @@ def test_old_versions_may_be_gone(tmp_path: Path) -> None:
         (tmp_path / f"weights/rl/bf16/manifests/{number:010d}.manifest").unlink()
     fresh = WeightStore(Objects.open(tmp_path))
     assert plan(fresh, 11) == [(10, "anchor"), (11, "delta")]
-    # an engine restored from an old image: no delta leads on from what it has
+    # an engine restored from an old image: no delta starts from what it has
     old = WeightStore(Objects.open(tmp_path)).hold(Version("rl", 10))
     for name, tensor in versions[2].items():
         old._memory[name][:] = tensor.data
@@ -94,7 +94,7 @@ def test_old_versions_may_be_gone(tmp_path: Path) -> None:
     assert same(restore(fresh.source(), Version("rl", 11), old).tensors, versions[11])
 
 
-def test_nothing_leads_there(tmp_path: Path) -> None:
+def test_no_path(tmp_path: Path) -> None:
     publish_line(tmp_path, 4, snapshot_every=100)
     (tmp_path / "weights/rl/bf16/manifests/0000000000.manifest").unlink()
     with pytest.raises(WeightsError, match="no readable chain of snapshots and deltas leads to rl@3"):

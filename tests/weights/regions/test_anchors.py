@@ -27,7 +27,7 @@ def anchor_packs(path: Path, store: WeightStore, number: int) -> list[Path]:
     return [path / f"weights/rl/bf16/packs/{number:010d}-{pack.digest}" for pack in anchor.snapshot.packs]
 
 
-def test_an_anchor_every_so_many_versions(tmp_path: Path, store: WeightStore) -> None:
+def test_an_anchor_every_n_versions(tmp_path: Path, store: WeightStore) -> None:
     versions = history(12)
     publisher = Publisher(WeightStore(store.objects), "rl", snapshot_every=8)
     builder = AnchorBuilder(store, "rl", every=4)
@@ -114,7 +114,7 @@ def test_an_anchor_with_holes_is_refused(tmp_path: Path, store: WeightStore) -> 
 
 
 def test_a_region_makes_the_snapshot_it_did_not_copy(tmp_path: Path) -> None:
-    """The home published one at 4; the region has only the delta, and makes an anchor of its own."""
+    """The home store has a snapshot at 4. The region has only the delta, and makes an anchor of its own."""
     home = tmp_path / "home"
     versions = history(6)
     publisher = Publisher(WeightStore(Objects.open(home)), "rl", snapshot_every=4)

@@ -39,13 +39,13 @@ EVENTS = [
     apply(1, 1000.25, "e0", "home", pause_seconds=0.004),
     apply(1, 1000.75, "e1", "home"),
     apply(1, 1002.0, "e2", "away"),
-    apply(1, 1060.0, "e0", "home", pause_seconds=0.2),  # started again a minute later
+    apply(1, 1060.0, "e0", "home", pause_seconds=0.2),  # restarted a minute later
     publish(2, 1010.0, encoding="snapshot", bytes=4000),
     {"kind": "busy", "at": 1000.0, "what": "publish"},
 ]
 
 
-def test_one_row_a_version() -> None:
+def test_one_row_per_version() -> None:
     rows = Arrivals().fold(EVENTS)
     assert [row["version"] for row in rows] == [1, 2]
     first = rows[0]
@@ -83,7 +83,7 @@ def test_one_row_a_version() -> None:
         "published_at": 1000.0,
         "publish_seconds": 0.5,
     }
-    # a snapshot beside a delta costs an engine that is up to date only the delta
+    # if a snapshot has a delta beside it, an engine that is up to date downloads only the delta
     assert rows[1]["bytes"] == 4000 and rows[1]["ratio"] == 50.0 and rows[1]["regions"] == {}
     json.dumps(rows, allow_nan=False)
 
@@ -101,14 +101,14 @@ def test_order_and_repetition_do_not_matter() -> None:
         assert arrivals.rows() == expected
 
 
-def test_a_version_is_told_again_when_it_changes_and_only_then() -> None:
+def test_a_row_is_returned_again_only_when_it_changes() -> None:
     arrivals = Arrivals()
     told = [(row["version"], sorted(row["regions"])) for event in EVENTS for row in arrivals.fold([event])]
     assert told == [(1, []), (1, ["away"]), *[(1, ["away", "home"])] * 4, (2, [])]
     assert [row for event in EVENTS for row in arrivals.fold([event])] == []
 
 
-def test_clocks_that_run_behind_are_said_so() -> None:
+def test_clocks_that_run_behind_are_marked() -> None:
     rows = Arrivals().fold([publish(1, 1000.0), apply(1, 997.0, "e0", "away"), apply(1, 1004.0, "e1", "away")])
     away = rows[0]["regions"]["away"]
     assert (away["serving_seconds"], away["all_serving_seconds"], away["skewed"]) == (0.0, 4.0, True)
@@ -117,7 +117,7 @@ def test_clocks_that_run_behind_are_said_so() -> None:
 
 
 def test_what_is_missing_is_null() -> None:
-    """The trainer died between the commit and its event: the engines' own figures still stand."""
+    """The trainer died between the commit and its event: the engines' figures are still used."""
     (row,) = Arrivals().fold([apply(3, 2000.0, "e0", "home", since_publish_seconds=1.5, digest="cd" * 32)])
     assert row["bytes"] is None and row["ratio"] is None and row["step"] is None
     assert row["published_at"] == 1998.5 and row["digest"] == "cd" * 32
@@ -140,7 +140,7 @@ def test_events_that_name_no_version_or_time_are_left_out(broken: Event) -> None
     assert Arrivals().fold([broken]) == []
 
 
-def test_numbers_that_are_none_are_null() -> None:
+def test_values_that_are_not_numbers_are_null() -> None:
     (row,) = Arrivals().fold([publish(1, 1000.0, bytes="many", delta_bytes=None, density=float("nan"), step=True)])
     assert row["bytes"] is None and row["ratio"] is None and row["density"] is None and row["step"] is None
     (row,) = Arrivals().fold([publish(1, 1000.0, bytes=10**400, full_bytes=float("inf"), step=-(10**400))])

@@ -24,7 +24,7 @@ def store(tmp_path: Path) -> WeightStore:
 
 
 def make_old(path: Path) -> None:
-    """Everything was written two hours ago, by the store's clock."""
+    """Makes everything two hours old, by the store's clock."""
     for file in (path / "weights").rglob("*"):
         then = file.stat().st_mtime - 2 * ABANDONED_SECONDS
         os.utime(file, (then, then))
@@ -41,7 +41,7 @@ def check(store: WeightStore, versions: list, numbers: list[int]) -> None:
     assert all(same(fresh.load(Version("rl", number)), versions[number]) for number in numbers)
 
 
-def test_the_last_versions_and_the_way_to_them_stay(tmp_path: Path, store: WeightStore) -> None:
+def test_the_last_versions_and_their_chains_stay(tmp_path: Path, store: WeightStore) -> None:
     versions = publish_line(tmp_path, 12, snapshot_every=4)
     before = sum(store.objects.head(key) or 0 for key in store.objects.list("weights"))
     dry = collect(store, "rl", keep=2, dry_run=True)
@@ -54,7 +54,7 @@ def test_the_last_versions_and_the_way_to_them_stay(tmp_path: Path, store: Weigh
     after = sum(store.objects.head(key) or 0 for key in store.objects.list("weights"))
     assert (before - done.freed, after) == (after - len(b"now"), done.bytes)
     assert collect(store, "rl", keep=2).removed == ()
-    # the line goes on, for those who publish and those who follow
+    # publishing and following continue
     publisher, follower = Publisher(WeightStore(store.objects), "rl", snapshot_every=4), Follower(store, "rl")
     publisher.publish(12, train_step(versions[11], 12))
     follower.poll()
@@ -63,7 +63,7 @@ def test_the_last_versions_and_the_way_to_them_stay(tmp_path: Path, store: Weigh
 
 
 def test_in_an_object_store() -> None:
-    """S3, over HTTP: other ways to create, to list, to delete, and to tell the time."""
+    """S3 over HTTP: other ways to create, list, delete, and tell the time."""
     store = WeightStore(Objects.open(new_bucket(), options=s3_options(s3_server())))
     publisher, versions = Publisher(store, "rl", snapshot_every=2), history(6)
     for number, tensors in enumerate(versions):
@@ -87,7 +87,7 @@ def test_anchors_are_places_to_start_from(tmp_path: Path, store: WeightStore) ->
     assert store.anchors("rl") == [10]
 
 
-def test_an_anchor_whose_packs_are_gone_is_no_place_to_start_from(tmp_path: Path, store: WeightStore) -> None:
+def test_an_anchor_without_its_packs_is_not_a_start(tmp_path: Path, store: WeightStore) -> None:
     versions = publish_line(tmp_path, 4)
     AnchorBuilder(store, "rl", every=3).poll()
     anchor = store.anchor(Version("rl", 3))
@@ -97,7 +97,7 @@ def test_an_anchor_whose_packs_are_gone_is_no_place_to_start_from(tmp_path: Path
     assert same(WeightStore(store.objects).load(Version("rl", 3)), versions[3])
 
 
-def test_channels_hold_where_they_point(tmp_path: Path, store: WeightStore) -> None:
+def test_channels_hold_their_versions(tmp_path: Path, store: WeightStore) -> None:
     versions = publish_line(tmp_path, 12, snapshot_every=3)
     channels = Channels(store.objects)
     for number in (1, 1, 10, 4, 4):
@@ -111,7 +111,7 @@ def test_channels_hold_where_they_point(tmp_path: Path, store: WeightStore) -> N
     assert collect(store, "sft", keep=1).kept == (0, 1)
 
 
-def test_leases_hold_their_version_and_the_way_to_the_head(tmp_path: Path, store: WeightStore) -> None:
+def test_leases_hold_their_version_and_all_after_it(tmp_path: Path, store: WeightStore) -> None:
     versions = publish_line(tmp_path, 12, snapshot_every=4)
     leases = Leases(store.objects, "rl")
     leases.hold("engine", 5, 60)
@@ -120,7 +120,7 @@ def test_leases_hold_their_version_and_the_way_to_the_head(tmp_path: Path, store
     follower = Follower(WeightStore(store.objects), "rl")
     assert collect(store, "rl", keep=1).kept == tuple(range(4, 12))
     check(store, versions, list(range(4, 12)))
-    leases.hold("engine", 40, 60)  # ahead of the line, as far as this store knows
+    leases.hold("engine", 40, 60)  # ahead of the head in this store
     assert collect(store, "rl", keep=1).kept == (8, 9, 10, 11)
     follower.poll()
     assert follower.current and follower.current.number == 11
@@ -142,7 +142,7 @@ def test_a_budget_keeps_fewer_and_says_when_it_cannot_be_met(tmp_path: Path, sto
     check(store, versions, list(tight.kept))
 
 
-def test_what_died_goes_after_an_hour_and_what_is_at_work_stays(tmp_path: Path, store: WeightStore) -> None:
+def test_abandoned_objects_are_removed_after_an_hour_and_new_ones_stay(tmp_path: Path, store: WeightStore) -> None:
     versions = publish_line(tmp_path, 4)
     ours = "weights/rl/bf16/packs/"
     digest = "ab" * 32
@@ -158,7 +158,7 @@ def test_what_died_goes_after_an_hour_and_what_is_at_work_stays(tmp_path: Path, 
     assert collect(store, "rl", keep=4).abandoned == 2
     assert not any(store.objects.head(key) for key in stray)
     assert all(store.objects.head(key) for key in above)
-    Publisher(store, "rl").resume()  # the run whose part lies above the head is over
+    Publisher(store, "rl").resume()  # the run whose part is above the head has ended
     assert collect(store, "rl", keep=4).abandoned == 1
     assert store.objects.head(above[0]) and not store.objects.head(above[1])
     check(store, versions, [0, 1, 2, 3])
@@ -191,7 +191,7 @@ def test_damage_never_makes_it_remove_more(tmp_path: Path, store: WeightStore) -
     check(store, versions, [4, 5, 6, 7, 8, 9])
 
 
-def test_a_store_that_fails_while_it_is_looked_at_loses_nothing(tmp_path: Path, store: WeightStore) -> None:
+def test_a_store_that_fails_while_it_is_listed_loses_nothing(tmp_path: Path, store: WeightStore) -> None:
     versions = publish_line(tmp_path, 6, snapshot_every=2)
 
     def fail(key: str) -> bytes:
@@ -203,14 +203,14 @@ def test_a_store_that_fails_while_it_is_looked_at_loses_nothing(tmp_path: Path, 
     check(WeightStore(Objects.open(tmp_path)), versions, list(range(6)))
 
 
-def test_an_empty_line_and_a_senseless_wish(store: WeightStore) -> None:
+def test_an_empty_line_and_an_invalid_keep(store: WeightStore) -> None:
     assert collect(store, "rl", keep=1).kept == ()
     with pytest.raises(WeightsError, match="0 versions cannot be kept"):
         collect(store, "rl", keep=0)
 
 
-def test_an_anchor_made_of_leftovers_while_we_look_is_spared(tmp_path: Path, store: WeightStore) -> None:
-    """The builder finds its packs from a dead attempt; we saw them abandoned, and the anchor only afterwards."""
+def test_an_anchor_made_from_abandoned_packs_meanwhile_is_kept(tmp_path: Path, store: WeightStore) -> None:
+    """The builder reuses packs of a dead attempt. We listed them as abandoned, before the anchor existed."""
     versions = publish_line(tmp_path, 5)
     builder = AnchorBuilder(WeightStore(store.objects), "rl", every=4)
     assert builder.poll() == 4
@@ -228,7 +228,7 @@ def test_an_anchor_made_of_leftovers_while_we_look_is_spared(tmp_path: Path, sto
     check(store, versions, [0, 1, 2, 3, 4])
 
 
-def test_packs_collected_under_a_builder_are_noticed(tmp_path: Path, store: WeightStore) -> None:
+def test_a_builder_notices_that_its_packs_were_collected(tmp_path: Path, store: WeightStore) -> None:
     publish_line(tmp_path, 5)
     real = store.objects.create
 
@@ -277,10 +277,10 @@ def test_killed_at_every_call_and_collected_again(tmp_path: Path) -> None:
         found = WeightStore(Objects.open(path))
         numbers = found.numbers("rl")
         seen.add(tuple(numbers))
-        check(found, versions, numbers)  # whatever exists can be restored
+        check(found, versions, numbers)  # every version that exists can be restored
         assert {3, 4, 6, 7, 8} <= set(numbers)
         collect(found, "rl", keep=2)
         check(found, versions, [3, 4, 6, 7, 8])
         assert pack_numbers(found) == {3, 4, 6, 7, 8}
         shutil.rmtree(path)
-    assert len(seen) == 5  # 5, 2, 1 and 0 go, in this order
+    assert len(seen) == 5  # 5, 2, 1 and 0 are removed, in this order

@@ -1,4 +1,4 @@
-"""A region keeps itself up to date: over HTTP, over S3, behind a link that is cut, next to a home that misbehaves."""
+"""A region keeps itself up to date: over HTTP, over S3, behind a cut link, with a faulty home store."""
 
 import json
 import threading
@@ -32,7 +32,7 @@ def wait_until(condition, seconds: float = 20.0) -> None:  # type: ignore[no-unt
         time.sleep(0.02)
 
 
-def test_a_region_keeps_up_makes_anchors_and_tidies(tmp_path: Path) -> None:
+def test_a_region_keeps_up_makes_anchors_and_collects(tmp_path: Path) -> None:
     versions = history(14)
     home, away = Objects.open(tmp_path / "home"), Objects.open(tmp_path / "away")
     publisher = Publisher(WeightStore(home), "rl", snapshot_every=100)
@@ -47,15 +47,15 @@ def test_a_region_keeps_up_makes_anchors_and_tidies(tmp_path: Path) -> None:
         anchored.append(done.anchored)
         assert same(WeightStore(away).load(Version("rl", number)), tensors)
     assert [number for number in anchored if number is not None] == [4, 8, 12]
-    assert WeightStore(away).numbers("rl")[0] >= 8  # the first snapshot and what followed it are gone
+    assert WeightStore(away).numbers("rl")[0] >= 8  # the first snapshot and the versions after it were collected
     assert WeightStore(home).numbers("rl") == list(range(14))
     assert all(ok for _, ok, _ in WeightStore(away).verify("rl"))
-    fresh = Follower(WeightStore(away), "rl").poll()  # an engine that starts now needs no byte from home
+    fresh = Follower(WeightStore(away), "rl").poll()  # an engine that starts now reads nothing from home
     assert fresh is not None and same(fresh.tensors, versions[13])
 
 
 def test_over_http_from_one_s3_to_the_events_a_dashboard_shows(tmp_path: Path) -> None:
-    """The home store is a bucket that is served over HTTP, the region's store is another bucket."""
+    """The home store is a bucket served over HTTP; the region's store is another bucket."""
     home = Objects.open(new_bucket(), options=s3_options(s3_server()))
     away = Objects.open(new_bucket(), options=s3_options(s3_server()))
     versions = history(3)
@@ -102,7 +102,7 @@ def test_a_running_keeper_gets_what_is_published_and_stops_when_told(tmp_path: P
 
 
 def test_a_link_that_was_cut_for_fifty_versions(tmp_path: Path) -> None:
-    """The keeper says so, and is up to date again soon after the link is back."""
+    """The keeper reports it, and is soon up to date after the link is back."""
     versions = history(52)
     home, away = Objects.open(tmp_path / "home"), Objects.open(tmp_path / "away")
     publisher = Publisher(WeightStore(home), "rl", snapshot_every=1000)
@@ -147,10 +147,10 @@ def test_the_line_that_takes_over_is_followed(tmp_path: Path) -> None:
 
     late = RegionKeeper(home, Objects.open(tmp_path / "late"), "rl")
     late.step()
-    assert late.mirror.target.lines() == ["rl.2"]  # it never asked for the line that was left
+    assert late.mirror.target.lines() == ["rl.2"]  # the abandoned line was never requested
 
 
-def test_a_home_that_is_damaged_or_empty_is_only_a_problem(tmp_path: Path) -> None:
+def test_a_damaged_or_empty_home_is_reported_as_a_problem(tmp_path: Path) -> None:
     home, away = tmp_path / "home", Objects.open(tmp_path / "away")
     keeper = RegionKeeper(Objects.open(home), away, "rl", channels=["live"], anchor_every=1)
     keeper.step()
@@ -173,9 +173,9 @@ def test_a_home_that_is_damaged_or_empty_is_only_a_problem(tmp_path: Path) -> No
     assert same(WeightStore(away).load(Version("rl", 2)), versions[2])
 
 
-def test_what_fails_here_does_not_keep_versions_from_arriving(tmp_path: Path) -> None:
-    """A pack of this region is lost: it is fetched again for the next anchor. Until it can be, that is a problem of its
-    own."""
+def test_local_failures_do_not_stop_copies(tmp_path: Path) -> None:
+    """A pack of this region is lost and is fetched again for the next anchor. Until that works, it is reported as a
+    separate problem."""
     versions = history(5)
     home, away = Objects.open(tmp_path / "home"), Objects.open(tmp_path / "away")
     publisher = Publisher(WeightStore(home), "rl")
@@ -197,7 +197,7 @@ def test_what_fails_here_does_not_keep_versions_from_arriving(tmp_path: Path) ->
     assert delta_pack(tmp_path / "away", 1).read_bytes() == whole
 
 
-def test_a_budget_holds_or_is_said_not_to(tmp_path: Path) -> None:
+def test_a_budget_holds_or_is_reported_as_missed(tmp_path: Path) -> None:
     home, away = Objects.open(tmp_path / "home"), Objects.open(tmp_path / "away")
     publish_line(tmp_path / "home", 13, snapshot_every=100)
     whole = sum(home.head(key) or 0 for key in home.list())

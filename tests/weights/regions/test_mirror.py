@@ -45,7 +45,7 @@ def test_an_engine_in_another_region_follows_over_http(tmp_path: Path) -> None:
         assert [ok for _, ok, _ in verdicts] == [True] * 8
         assert "snapshot is not kept" in verdicts[4][2]  # its delta was enough
 
-        restarted = away_follower(url, tmp_path / "away").poll()  # wants that snapshot: it is fetched now
+        restarted = away_follower(url, tmp_path / "away").poll()  # needs that snapshot: it is fetched now
         assert restarted is not None and same(restarted.tensors, versions[7])
         assert [why for _, _, why in WeightStore(Objects.open(tmp_path / "away")).verify("rl")] == [""] * 8
 
@@ -93,7 +93,7 @@ def test_versions_with_equal_weights_are_copied_like_others(tmp_path: Path) -> N
     assert same(away.load(Version("rl", 3)), second)
 
 
-def test_a_region_that_cannot_be_reached_only_delays(tmp_path: Path) -> None:
+def test_an_unreachable_region_only_causes_delay(tmp_path: Path) -> None:
     versions = history(3)
     home = Objects.open(tmp_path / "home")
     publisher = Publisher(WeightStore(home), "rl")
@@ -168,14 +168,14 @@ def test_channels_reach_other_regions_after_their_versions(tmp_path: Path) -> No
 
 
 def names_of(front: Front) -> list[str]:
-    """What was asked for since the last look, sorted: manifests by number, and packs."""
+    """The requests since the last call, sorted: manifests by number, and packs."""
     paths = sorted(request.removeprefix("GET /objects/weights/rl/bf16/") for request in front.requests)
     front.requests.clear()
     return [path.partition("-")[0] for path in paths]
 
 
-def test_one_version_behind_is_two_manifests_and_its_packs(tmp_path: Path) -> None:
-    """Two round trips. And each look that finds nothing is a single one."""
+def test_one_version_behind_needs_two_manifests_and_its_packs(tmp_path: Path) -> None:
+    """Two round trips. A look that finds nothing takes one."""
     versions = history(3)
     home = Objects.open(tmp_path / "home")
     publisher = Publisher(WeightStore(home), "rl")
@@ -183,7 +183,7 @@ def test_one_version_behind_is_two_manifests_and_its_packs(tmp_path: Path) -> No
     with served(object_app(home)) as url, Front(url) as front:
         mirror = Mirror(Objects.open(front.url), Objects.open(tmp_path / "away"))
         assert mirror.copy("rl").versions == (Version("rl", 0),)
-        mirror.copy("rl")  # this one also looks past a gap, which it will not do again soon
+        mirror.copy("rl")  # this one also lists the source, which it will not do again soon
         for number in (1, 2):
             front.requests.clear()
             assert mirror.copy("rl").versions == ()
@@ -207,7 +207,7 @@ def test_a_region_far_behind_reads_manifests_many_at_a_time(tmp_path: Path) -> N
     assert same(WeightStore(away).load(Version("rl", 29)), versions[29])
 
 
-def test_a_copy_that_was_cut_short_goes_on_where_it_was(tmp_path: Path) -> None:
+def test_an_interrupted_copy_continues(tmp_path: Path) -> None:
     versions = publish_line(tmp_path / "home", 4)
     home, away = Objects.open(tmp_path / "home"), Objects.open(tmp_path / "away")
     pack = delta_pack(tmp_path / "home", 2)
@@ -217,7 +217,7 @@ def test_a_copy_that_was_cut_short_goes_on_where_it_was(tmp_path: Path) -> None:
         Mirror(home, away).copy("rl")
     assert WeightStore(away).numbers("rl") == [0, 1]
     pack.write_bytes(whole)
-    away.put(f"weights/rl/bf16/packs/{pack.name}", whole)  # it had come, and then the power went
+    away.put(f"weights/rl/bf16/packs/{pack.name}", whole)  # it was copied just before a power failure
     with served(object_app(home)) as url, Front(url) as front:
         copied = Mirror(Objects.open(front.url), away).copy("rl")
         assert [name for name in names_of(front) if name.startswith("packs")] == ["packs/0000000003"]
@@ -225,8 +225,8 @@ def test_a_copy_that_was_cut_short_goes_on_where_it_was(tmp_path: Path) -> None:
     assert same(WeightStore(away).load(Version("rl", 3)), versions[3])
 
 
-def test_damage_in_the_source_is_gone_around(tmp_path: Path) -> None:
-    """The delta of 2 is damaged; 3 has a snapshot. And where nothing leads further, what can be had is copied."""
+def test_damage_in_the_source_is_avoided(tmp_path: Path) -> None:
+    """The delta of 2 is damaged; 3 has a snapshot. If no path leads further, everything before the damage is copied."""
     versions = publish_line(tmp_path / "home", 6, snapshot_every=3)
     home, away = Objects.open(tmp_path / "home"), Objects.open(tmp_path / "away")
     mirror = Mirror(home, away)
@@ -241,7 +241,7 @@ def test_damage_in_the_source_is_gone_around(tmp_path: Path) -> None:
     assert all(ok for _, ok, _ in WeightStore(away).verify("rl"))
 
 
-def test_a_gap_in_the_source_is_seen_past(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_versions_after_a_gap_in_the_source_are_found(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(transfer_module, "_LISTING_SECONDS", 0.0)
     versions = publish_line(tmp_path / "home", 7, snapshot_every=3)
     home, away = Objects.open(tmp_path / "home"), Objects.open(tmp_path / "away")
@@ -264,7 +264,7 @@ def test_an_anchor_of_the_source_is_where_a_new_region_begins(tmp_path: Path) ->
 
 
 def test_a_source_that_cannot_be_reached_is_not_taken_for_damage(tmp_path: Path) -> None:
-    """In the middle of a plan the link is lost: no snapshot is fetched instead of the deltas that were not seen."""
+    """The link is lost in the middle of a plan: the snapshot is not fetched instead of the unseen deltas."""
     publish_line(tmp_path / "home", 20, snapshot_every=100)
     home, away = Objects.open(tmp_path / "home"), Objects.open(tmp_path / "away")
     with served(object_app(home)) as url, Front(url) as front:
@@ -296,8 +296,8 @@ def test_between_buckets(tmp_path: Path) -> None:
     assert same(WeightStore(away).load(Version("rl", 2)), versions[2])
 
 
-def test_a_delta_is_decoded_while_the_rest_of_it_is_on_its_way(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Its last pack is missing at first: until then the version before is served, also to who asks for it again."""
+def test_a_delta_is_decoded_while_the_rest_is_being_copied(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its last pack is missing at first. Until it arrives the version before is served, also when asked again."""
     monkeypatch.setattr(packs_module, "SMALLEST_PACK_BYTES", 1)
     monkeypatch.setattr(packs_module, "RUN_BYTES", 1)
     versions = publish_line(tmp_path / "home", 2)

@@ -38,7 +38,7 @@ def test_a_line_of_snapshots_and_deltas_comes_back_bit_for_bit(store: WeightStor
 
 
 def test_special_tensors(store: WeightStore) -> None:
-    """Other widths side by side, an empty tensor, a scalar, bits that are NaN, an unchanged tensor."""
+    """Different widths, an empty tensor, a scalar, NaN bits, an unchanged tensor."""
     random = np.random.default_rng(0)
     shapes = {
         "fp8_e4m3": (257, 33),
@@ -112,7 +112,7 @@ def test_publishing_again_confirms_or_refuses(store: WeightStore) -> None:
     assert store.versions("rl")[:4] == first
 
 
-def test_numbers_follow_each_other(store: WeightStore) -> None:
+def test_numbers_are_consecutive(store: WeightStore) -> None:
     publisher = Publisher(store, "rl")
     publisher.publish(10, make_tensors())  # a line may start anywhere
     with pytest.raises(WeightsError, match="is at 10"):
@@ -131,8 +131,8 @@ def test_parents_may_be_in_another_line(store: WeightStore) -> None:
     assert reinforced.publish(1, versions[2]).parent == Version("rl", 0)
 
 
-def test_a_version_that_slipped_in_is_confirmed_or_refused(store: WeightStore) -> None:
-    """A writer that was fenced after its last look commits late: the new owner finds the number taken."""
+def test_a_late_version_of_a_fenced_writer_is_confirmed_or_refused(store: WeightStore) -> None:
+    """A writer that was fenced after its check commits late: the new owner finds the number taken."""
     versions = history(4)
     first, second = Publisher(store, "rl"), Publisher(WeightStore(store.objects), "rl")
     first.publish(0, versions[0])
@@ -226,11 +226,11 @@ def test_memory_is_the_base_and_a_bounded_rest(tmp_path: Path) -> None:
     process = subprocess.run([sys.executable, "-c", MEMORY, str(tmp_path)], check=True, capture_output=True, text=True)
     delta, both, resumed = map(float, process.stdout.split())
     assert delta < 256 and both < 256
-    assert resumed < 192 + 512  # the base, and what restoring it may take
+    assert resumed < 192 + 512  # the base, and the memory for restoring it
 
 
 def test_a_line_begins_with_its_first_version(store: WeightStore) -> None:
-    """A writer that took a new line over and died before its first version leaves no line behind."""
+    """A writer that took over a new line and died before its first version leaves no line."""
     versions = publish_line(Path(store.objects.url), 2)
     publisher = Publisher(store, "rl.2")
     publisher.resume()
@@ -277,7 +277,7 @@ def test_a_pack_left_half_written_by_other_means_is_replaced(tmp_path: Path, sto
     ("number", "parent", "metadata"),
     [(-1, None, {}), (0, Version("../up", 1), {}), (0, None, {"when": object()}), (0, Version("rl", -1), {})],
 )
-def test_what_cannot_be_written_down_is_refused(
+def test_metadata_that_is_not_json_is_refused(
     store: WeightStore, number: int, parent: Version | None, metadata: dict
 ) -> None:
     with pytest.raises(WeightsError, match="cannot be published") as caught:
@@ -294,7 +294,7 @@ def test_names_that_cannot_be_folders_are_refused(store: WeightStore, name: str)
         store.head(name)
 
 
-def test_loading_what_is_not_there(store: WeightStore) -> None:
+def test_loading_a_missing_version(store: WeightStore) -> None:
     assert (store.head("rl"), store.versions("rl"), store.lines()) == (None, [], [])
     with pytest.raises(WeightsError, match=r"rl@3.*does not exist") as caught:
         store.load(Version("rl", 3))

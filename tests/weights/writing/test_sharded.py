@@ -28,7 +28,7 @@ def small_chunks(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch
 
 
 def start(path: Path, world: int, tensors: Tensors, **settings) -> list[PartPublisher]:
-    """The ranks of a run, which has taken the line over."""
+    """The ranks of a run that has taken over the line."""
     layout = layout_of(tensors)
     ranks = [
         PartPublisher(WeightStore(Objects.open(path)), "rl", layout, rank, world, **settings) for rank in range(world)
@@ -69,7 +69,7 @@ def test_ranks_publish_what_a_single_publisher_would(tmp_path: Path) -> None:
     store = WeightStore(Objects.open(tmp_path / "parts"))
     assert list(store.verify("rl")) == [(Version("rl", number), True, "") for number in range(5)]
     assert same(store.load(Version("rl", 4)), versions[4])
-    # each rank holds its own chunks and nothing else, and goes on where a single publisher left off
+    # each rank holds only its own chunks, and continues after a single publisher
     assert sum(chunk.nbytes for chunk in ranks[1]._base.values()) < ranks[1].last.full_bytes / 2
     other = start(tmp_path / "single", 2, versions[4])
     assert publish(other, 5, train_step(versions[4], 5)).delta is not None
@@ -78,7 +78,7 @@ def test_ranks_publish_what_a_single_publisher_would(tmp_path: Path) -> None:
 
 
 def test_only_what_a_rank_owns_is_read_back(tmp_path: Path) -> None:
-    """A rank begins again from its own chunks: verified, by whatever way, and without the others'."""
+    """A restarted rank reads only its own chunks, verified, by any path."""
     versions = publish_line(tmp_path, 6, snapshot_every=4)
     ranks = start(tmp_path, 2, versions[5])
     for rank in ranks:
@@ -167,11 +167,11 @@ def test_parts_are_not_trusted(tmp_path: Path) -> None:
         ranks[0].publish_part(2, owned_by(tensors, 0, 2))
 
 
-def test_a_rank_that_begins_again_must_come_to_the_same(tmp_path: Path) -> None:
+def test_a_restarted_rank_must_produce_the_same_chunks(tmp_path: Path) -> None:
     versions = history(2)
     ranks = start(tmp_path, 2, versions[0])
     ranks[1].publish_part(0, owned_by(versions[0], 1, 2))
-    again = start(tmp_path, 2, versions[0])  # another run: another epoch, and nothing of the first is in its way
+    again = start(tmp_path, 2, versions[0])  # another run has another epoch, and nothing of the first is in its way
     publish(again, 0, versions[0])
     for rank in again:
         rank.publish_part(1, owned_by(versions[1], rank.rank, 2))
@@ -193,7 +193,7 @@ def test_a_version_that_exists_is_compared(tmp_path: Path) -> None:
     assert publish(ranks, 3, train_step(versions[2], 3)).delta is not None
 
 
-def test_four_processes_with_kills_and_a_new_start(tmp_path: Path) -> None:
+def test_four_processes_with_kills_and_a_restart(tmp_path: Path) -> None:
     versions = history(4)
     store = WeightStore(Objects.open(tmp_path))
     for killed, kill_at in ((2, 21), (0, 31), (3, 27)):

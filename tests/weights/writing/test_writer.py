@@ -28,7 +28,7 @@ def worker(*arguments: object) -> subprocess.Popen:
 
 
 def check_consistent(store: WeightStore) -> list[int]:
-    """Every version verifies, numbers have no gaps, and writers followed each other. Returns the epochs."""
+    """Every version verifies, numbers have no gaps, and each writer has one epoch. Returns the epochs."""
     manifests = WeightStore(store.objects).versions("rl")
     assert [manifest.number for manifest in manifests] == list(range(len(manifests)))
     assert [why for _, ok, why in store.verify("rl") if not ok] == []
@@ -59,7 +59,7 @@ def test_a_fenced_writer_says_who_took_over_and_refuses_everything(store: Weight
     assert check_consistent(store) == [1, 2, 2]
 
 
-def test_an_epoch_that_is_damaged_still_fences(store: WeightStore) -> None:
+def test_a_damaged_epoch_still_fences(store: WeightStore) -> None:
     versions = history(2)
     publisher = Publisher(store, "rl")
     publisher.publish(0, versions[0])
@@ -71,8 +71,8 @@ def test_an_epoch_that_is_damaged_still_fences(store: WeightStore) -> None:
             other.publish(1, versions[1])
 
 
-def test_an_answer_that_was_lost_is_not_a_second_writer(store: WeightStore) -> None:
-    """The request to create the epoch is sent again, and finds the object that it made itself."""
+def test_a_lost_answer_does_not_count_as_a_second_writer(store: WeightStore) -> None:
+    """The request to create the epoch is sent again, and finds the object it created itself."""
     assert take_epoch(store, "rl", "bf16", "me", None) == 1
     real = store.objects.create
 
@@ -98,7 +98,7 @@ for _ in range(10):
 """
 
 
-def test_of_many_who_take_over_at_once_each_gets_an_epoch_of_its_own(tmp_path: Path) -> None:
+def test_concurrent_take_overs_get_different_epochs(tmp_path: Path) -> None:
     command = [sys.executable, "-c", TAKE, str(tmp_path)]
     takers = [subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) for _ in range(3)]
     epochs = [[int(line) for line in taker.communicate("\n")[0].split()] for taker in takers]
@@ -107,7 +107,7 @@ def test_of_many_who_take_over_at_once_each_gets_an_epoch_of_its_own(tmp_path: P
 
 
 def test_two_trainers_at_full_speed(tmp_path: Path, store: WeightStore) -> None:
-    """One publishes, a second takes over in the middle, then a third: never two at once."""
+    """One publishes, a second takes over in the middle, then a third: never two at the same time."""
     writers = [worker("race", tmp_path, 0, 10_000)]
     for seed in (1, 2):
         assert writers[-1].stdout is not None
@@ -122,7 +122,7 @@ def test_two_trainers_at_full_speed(tmp_path: Path, store: WeightStore) -> None:
 
 
 def publish_two(objects: Objects) -> None:
-    """A trainer that goes on from wherever the line stands."""
+    """A trainer that continues from the head of the line."""
     publisher = Publisher(WeightStore(objects), "rl", snapshot_every=2)
     publisher.resume()
     for _ in range(2):
@@ -132,7 +132,7 @@ def publish_two(objects: Objects) -> None:
 
 @pytest.mark.parametrize("owner_is_first", [True, False])
 def test_a_writer_stopped_at_every_call_and_woken_after_it_was_fenced(tmp_path: Path, owner_is_first: bool) -> None:
-    """It is stopped anywhere, somebody takes the line over, and it wakes up after or before the new owner publishes."""
+    """Stopped at any call; another writer takes over, and it wakes up before or after the new owner publishes."""
     versions = history(4)
     publish_line(tmp_path / "line", 2)
     late = 0
@@ -149,12 +149,14 @@ def test_a_writer_stopped_at_every_call_and_woken_after_it_was_fenced(tmp_path: 
             publish_next(owner, versions[2])
         os.kill(child, signal.SIGCONT)
         ended = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
-        if store.epoch("rl") > owner.epoch:  # stopped before it took the line over, the child was the later of the two
+        if (
+            store.epoch("rl") > owner.epoch
+        ):  # the child was stopped before it took over the line, so it is the later writer
             assert ended == 0
             with pytest.raises(WeightsError, match="fenced"):
                 publish_next(owner, versions[3])
         else:
-            assert ended == FENCED or step > 25, "it came to an end only if it was stopped at its last calls"
+            assert ended == FENCED or step > 25, "it finished only if it was stopped at its last calls"
             assert owner.last is not None
             if (head := store.head("rl")) != owner.last.number:
                 late += 1
