@@ -1,8 +1,9 @@
-"""The processes of a world: trainer, object server, region keeper, follower. Each tells how it stands in a file of its
-own, one JSON object a line, whenever that changes.
+"""The processes of a test world: trainer, object server, region keeper, follower. Each writes its state to its own
+file, one JSON object per line, whenever it changes.
 
-python -m tests.faults.roles      the nursery: forks them, so that one killed is back a moment later. Orders come on its
-                                  input, one JSON object a line: {"start": {…}} {"signal": [pid, number]} {"ended": pid}
+python -m tests.faults.roles      the nursery: forks them, so that a killed one restarts quickly. It reads commands from
+                                  its input, one JSON object per line: {"start": {…}} {"signal": [pid, number]}
+                                  {"ended": pid}
 """
 
 from __future__ import annotations
@@ -39,13 +40,13 @@ from tests.weights.follow import Parameters
 
 LINE = "rl"
 SHAPES = {"embed.weight": (1500, 64), "layers.0.experts": (4, 64, 128), "layers.0.norm": (64,), "head": (700, 64)}
-_EVERY = 200  # an element moves once in so many versions
+_EVERY = 200  # an element moves once in this many versions
 
 Given = dict[str, Any]
 Tell = Callable[..., None]
 
 
-# -- weights that everybody can compute: a version is a function of its number, and of who trained it
+# -- weights that every process can compute: a function of the version's number and its trainer
 
 
 @functools.cache
@@ -60,7 +61,7 @@ def _phases(seed: int) -> dict[str, np.ndarray]:
 
 
 def weights(number: int, seed: int = 0) -> dict[str, HostTensor]:
-    """Half a percent of the elements moves by one unit in the last place with each number, and a few by far more."""
+    """With each number half a percent of the elements moves by one unit in the last place, and a few by far more."""
     tensors = {}
     for name, tensor in _beginning().items():
         bits = tensor.data.view(np.uint16) + (_phases(seed)[name] + np.uint16(number)) // np.uint16(_EVERY)
@@ -81,7 +82,7 @@ FULL_BYTES = sum(tensor.data.nbytes for tensor in _beginning().values())
 
 
 def trainer(given: Given, tell: Tell) -> None:
-    """Publishes up to the number in the file `goal`. What fails is tried again; whoever is fenced ends."""
+    """Publishes up to the number in the file `goal`. Retries after errors; ends when it is fenced."""
     publisher = Publisher(WeightStore(_open(given["store"], given)), LINE, snapshot_every=given["snapshot_every"])
     resumed = False
     while True:
@@ -103,12 +104,12 @@ def trainer(given: Given, tell: Tell) -> None:
                 return
             resumed = (
                 resumed and "has diverged" not in error.message
-            )  # a late version of one who is fenced: go on on it
+            )  # a late version of the fenced writer: continue from it
         time.sleep(given["pause"])
 
 
 def server(given: Given, tell: Tell) -> None:
-    """A store for other regions to read."""
+    """Serves a store to other regions."""
     tell(problem=None)
     app = object_app(Objects.open(given["store"]))
     web.run_app(app, host="127.0.0.1", port=given["port"], print=None, handle_signals=False, access_log=None)
@@ -139,7 +140,7 @@ def keeper(given: Given, tell: Tell) -> None:
 
 
 def follower(given: Given, tell: Tell) -> None:
-    """An engine without a model: it writes what the follower gives it into parameters, and looks at all of them."""
+    """An engine without a model: writes updates into its parameters, and checks all of them."""
     name, region = given["name"], given["region"]
     objects = _open(given["store"], given)
     mirror = Mirror(_open(given["source"], given), objects, region) if given.get("source") else None
@@ -157,7 +158,7 @@ def follower(given: Given, tell: Tell) -> None:
         update, healed = follower.poll(), False
         if update is not None:
             engine.apply(update)
-            if engine.digest() != update.policy.digest:  # what an engine's audit finds
+            if engine.digest() != update.policy.digest:  # as the audit of an engine would
                 update, healed = follower.again(), True
                 assert update is not None, follower.problem
                 engine.apply(update)
@@ -183,7 +184,7 @@ def _open(url: str, given: Given) -> Objects:
 
 
 def _signals(*numbers: int) -> Callable[[int], bool]:
-    """Whether a signal came since it was last asked for."""
+    """Whether a signal came since the last call."""
     came: set[int] = set()
     for number in numbers:
         signal.signal(number, lambda number, _: came.add(number))
@@ -202,8 +203,8 @@ def _signals(*numbers: int) -> Callable[[int], bool]:
 
 
 def _hurry() -> None:
-    """What is tried again is tried again soon, so that a minute of faults takes seconds: as many attempts, as many
-    failures. And every second look is a listing."""
+    """Shortens all pauses between retries: a minute of faults takes seconds, with as many attempts and failures. Every
+    second look lists the store."""
     for module in (follower_module, region_module):
         module._RETRY_SECONDS = 0.05, 0.4  # type: ignore[attr-defined]
         module._SUCCESSOR_SECONDS = 0.2  # type: ignore[attr-defined]
@@ -212,7 +213,7 @@ def _hurry() -> None:
 
 
 def _live(given: Given) -> None:
-    """The life of a child."""
+    """Runs a child process."""
     folder, name = Path(given["folder"]), given["name"]
     output = os.open(folder / f"{name}.log", os.O_WRONLY | os.O_CREAT | os.O_APPEND)
     for stream, target in ((0, os.open(os.devnull, os.O_RDONLY)), (1, output), (2, output)):

@@ -1,4 +1,4 @@
-"""Everybody's clock shows another day. Only the clocks of the stores decide anything."""
+"""Every process has another date. Only the clocks of the stores decide anything."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def test_leases_hold_and_collection_goes_on_whatever_the_clocks_show(world: Worl
     world.publish_to(16)
     world.converge(16, [quick])
     world.until(lambda: open_weights(away).anchors(LINE)[-1:] == [16])
-    world.until(lambda: open_weights(away).numbers(LINE)[0] > 0)  # what nobody needs went
+    world.until(lambda: open_weights(away).numbers(LINE)[0] > 0)  # versions that nobody needs were removed
     told = len(keeper.reports)
     world.publish_to(18)
     world.until(lambda: sum(report["removed"] for report in keeper.reports[told:]) or quick.number == 18)
@@ -38,10 +38,12 @@ def test_leases_hold_and_collection_goes_on_whatever_the_clocks_show(world: Worl
         "engine-quick": quick.number,
         "engine-slow": 3,
     }
-    assert set(range(3, 18)) <= set(open_weights(away).numbers(LINE))  # what the slow one needs next is there
+    assert set(range(3, 18)) <= set(
+        open_weights(away).numbers(LINE)
+    )  # the next version for the slow follower still exists
     slow.thaw()
     world.converge(18)
-    assert slow.last["bytes"] < 60_000, "it went on by deltas"
+    assert slow.last["bytes"] < 60_000, "it continued with deltas"
 
     slow.freeze()
     lease = away / f"weights/{LINE}/bf16/leases/engine-slow.json"
@@ -62,8 +64,8 @@ def test_leases_hold_and_collection_goes_on_whatever_the_clocks_show(world: Worl
 
 
 @pytest.mark.parametrize("shift", [DAY, -DAY])
-def test_a_file_that_is_being_written_is_not_tidied_away(world: World, shift: float) -> None:
-    """By whoever opens the store with a clock that says it is from yesterday."""
+def test_a_file_that_is_being_written_is_not_removed(world: World, shift: float) -> None:
+    """Not even by a process whose clock says that the file is from yesterday."""
     staging = world.home / ".staging"
     staging.mkdir(parents=True)
     under_way, abandoned = staging / "somebody-is-writing", staging / "somebody-died"

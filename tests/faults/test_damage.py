@@ -1,6 +1,6 @@
-"""Objects that are corrupted, truncated, missing, duplicated, or there in the wrong order, at home and in a region.
+"""Objects that are corrupted, truncated, missing, duplicated, or appear in the wrong order, at home and in a region.
 
-Everybody who reads is stopped while an object is tampered with, so that all of them come across it.
+All readers are stopped while an object is changed, so that all of them meet it.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ import pytest
 from tests.faults.roles import LINE
 from tests.faults.world import Process, World, delta_path, manifest_path
 
-BAD = 3  # the version that is tampered with; a snapshot follows at 6
+BAD = 3  # the version that is damaged; a snapshot follows at 6
 Damage = Callable[[Path], object]
 
 
@@ -34,13 +34,13 @@ def empty(path: Path) -> None:
 
 
 def the_one_before(path: Path) -> None:
-    """The same kind of object of the version before, under this one's name."""
+    """Writes the same kind of object of the version before under this one's name."""
     (other,) = path.parent.glob(f"{BAD - 1:010d}*")
     path.write_bytes(other.read_bytes())
 
 
 DAMAGES = {"flipped": flip, "truncated": truncate, "empty": empty, "missing": Path.unlink, "duplicated": the_one_before}
-SAID = {  # by damage: what is said of a pack, and of a manifest
+SAID = {  # by damage: the message for a pack, and for a manifest
     "flipped": ("do not have the digest in its name", "truncated or damaged"),
     "truncated": ("is truncated", "truncated or damaged"),
     "empty": ("is truncated", "truncated or damaged"),
@@ -60,7 +60,7 @@ def stopped(*processes: Process) -> Iterator[None]:
 
 @pytest.fixture
 def home_and_away(world: World) -> tuple[Process, list[Process]]:
-    """The keeper and the engines of a world that stands before the version that will be bad."""
+    """The keeper and the engines of a world at the version before the bad one."""
     world.trainer(snapshot_every=6)
     keeper = world.keeper(world.home, anchor_every=5)
     engines = [
@@ -93,7 +93,11 @@ def test_home_is_damaged_until_the_next_snapshot(
     )
     assert re.search(SAID[kind][what == "manifest"], problem), problem
     world.until_problem(keeper, "the other region cannot be copied from", f"{LINE}@{BAD}")
-    assert (home.number, away.number, away.problem) == (BAD - 1, BAD - 1, None)  # nothing bad got into the region
+    assert (home.number, away.number, away.problem) == (
+        BAD - 1,
+        BAD - 1,
+        None,
+    )  # nothing bad was copied into the region
     world.publish_to(8)
     world.converge(8)
     world.until(lambda: keeper.problem is None)
@@ -155,7 +159,7 @@ def test_objects_that_appear_in_the_wrong_order(
 
 
 def test_an_old_manifest_under_the_next_number(world: World, home_and_away: tuple[Process, list[Process]]) -> None:
-    """Nobody takes it for the next version; nobody, not even the trainer, writes over it."""
+    """Nobody takes it for the next version, and nobody overwrites it, not even the trainer."""
     keeper, (home, away) = home_and_away
     trainer = world.named("trainer")
     bogus = manifest_path(world.home, BAD)
@@ -175,8 +179,8 @@ def test_an_old_manifest_under_the_next_number(world: World, home_and_away: tupl
 
 @pytest.mark.parametrize("kind", ["flipped", "truncated", "missing"])
 @pytest.mark.parametrize("what", ["anchors", "packs"])
-def test_a_damaged_anchor_is_gone_around(world: World, kind: str, what: str) -> None:
-    """An engine that starts from nothing next to it takes the longer way."""
+def test_a_damaged_anchor_is_avoided(world: World, kind: str, what: str) -> None:
+    """An engine that starts from nothing takes the longer path."""
     world.trainer()
     world.keeper(world.home, anchor_every=4)
     world.publish_to(9)
@@ -188,7 +192,7 @@ def test_a_damaged_anchor_is_gone_around(world: World, kind: str, what: str) -> 
         DAMAGES[kind](max(away.glob("packs/0000000008-*"), key=lambda path: path.stat().st_size))
     engine = world.follower("engine", world.folder / "away")
     world.converge(9, [engine])
-    world.publish_to(13)  # the next anchor is as good as any
+    world.publish_to(13)  # the next anchor is good
     world.until((away / "anchors/0000000012.anchor").exists)
     world.converge(13)
     world.check()

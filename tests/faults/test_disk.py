@@ -1,4 +1,4 @@
-"""A disk that is full: a region's, and the one at home. A small file system is filled up and emptied again."""
+"""A full disk, in a region and at home. A small file system is filled and emptied again."""
 
 from __future__ import annotations
 
@@ -56,13 +56,13 @@ def test_a_disk_is_full_for_a_while(world: World, disk: Disk) -> None:
     world.publish_to(5)
     writer = trainer if disk.path == world.home else keeper
     world.until_problem(writer, "No space left on device", f"free some space on the disk that holds {disk.path}")
-    if writer is keeper:  # who does not need that disk goes on
+    if writer is keeper:  # processes that do not need that disk continue
         world.converge(5, [home])
     else:
         assert home.number == 2
     assert away.number == 2
     failures = len(writer.reports)
-    writer.restart()  # nor does starting again help
+    writer.restart()  # a restart does not help either
     world.until(lambda: len(writer.reports) > failures and writer.problem)
     assert broken(disk.path) == [] and open_weights(disk.path).numbers(LINE) == [0, 1, 2]
     disk.empty()

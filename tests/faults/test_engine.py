@@ -1,4 +1,4 @@
-"""The engine process itself, in a region with a keeper: damage, kill -9, and hints that are lost, doubled or lies."""
+"""The real engine process in a region with a keeper: damage, kill -9, and hints that are lost, repeated or wrong."""
 
 from __future__ import annotations
 
@@ -56,11 +56,11 @@ class RealEngine:
             return bytes(response.read())
 
     def serves(self, digest: str, problem: str | None = None) -> bool:
-        """Whether it serves those weights, says that about them, and answers with them."""
+        """Whether it serves those weights, reports them, and answers with them."""
         try:
             health: dict[str, Any] = json.loads(self.post("/health", b""))
         except OSError:
-            return False  # it is starting
+            return False  # it is still starting
         said = health["problem"]
         if (health["policy"] or {}).get("digest") != digest or (said is None) != (problem is None):
             return False
@@ -88,7 +88,7 @@ def test_an_engine_behind_faults_and_hints(world: World) -> None:
 
     keeper = world.keeper(world.home, anchor_every=50)
     with running(away) as engine:
-        publish(0)  # no hint is ever sent for it
+        publish(0)  # no hint is sent for it
         world.until(lambda: engine.serves(digests[0]), seconds=60)
 
         for body in (b'{"version": 999}', b'{"version": -1}', b'{"version": "x"}', b"[]", b"{", b"\xff"):
@@ -101,7 +101,7 @@ def test_an_engine_behind_faults_and_hints(world: World) -> None:
 
         keeper.freeze()
         publish(2)
-        engine.post("/hint", b'{"version": 2}')  # it overtook the version
+        engine.post("/hint", b'{"version": 2}')  # the hint arrives before the version
         assert engine.serves(digests[1])
         pack = delta_path(world.home, 2)
         whole = pack.read_bytes()

@@ -1,4 +1,4 @@
-"""kill -9 of everybody, again and again, at whatever they are doing: nothing half-published is ever served."""
+"""kill -9 of every process, many times, at random moments: nothing half-published is ever served."""
 
 from __future__ import annotations
 
@@ -27,20 +27,20 @@ def test_everybody_dies_at_random_moments(world: World, seed: int) -> None:
     mortals = [trainer, keeper, *followers, trainer, keeper, server]
     lives = 0
     for _ in range(KILLS):
-        world.publish_to((open_weights(world.home).head(LINE) or 0) + 2)  # so that there is something to be killed at
+        world.publish_to((open_weights(world.home).head(LINE) or 0) + 2)  # so that there is something to interrupt
         time.sleep(dice.uniform(0.0, 0.15))
         victim = dice.choice(mortals)
         lives += victim.last != {}
         victim.restart()
-    assert lives > KILLS // 2, "most of them had begun when they were killed"
+    assert lives > KILLS // 2, "most of them had started when they were killed"
     last = (open_weights(world.home).head(LINE) or 0) + 3
     world.publish_to(last)
     world.converge(last)
     world.check()
-    for follower in followers:  # what exists is whole, at every moment
+    for follower in followers:  # every existing version is complete, at every moment
         assert [report for report in follower.reports if report["problem"] is not None] == []
-    keeper.freeze()  # maybe in the middle of collecting: every version that is left is whole all the same
+    keeper.freeze()  # maybe in the middle of a collection: every version that is left is still complete
     assert broken(world.home) == broken(away) == []
     assert open_weights(world.home).numbers(LINE) == list(range(last + 1))
-    assert open_weights(away).anchors(LINE), "the keeper made some, and died at it"
+    assert open_weights(away).anchors(LINE), "the keeper made some, although it was killed"
     assert {lease.holder for lease in Leases(Objects.open(away), LINE).held()} == {"engine-0", "engine-1"}

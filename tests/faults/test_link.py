@@ -1,4 +1,4 @@
-"""The link between two regions is cut for fifty versions, and comes back."""
+"""The link between two regions is cut for fifty versions, then restored."""
 
 from __future__ import annotations
 
@@ -18,12 +18,12 @@ def relay(world: World) -> Iterator[Relay]:
     _, port = world.server()
     with Relay(("127.0.0.1", port), mbit=1000, rtt_ms=4) as relay:
         yield relay
-        world.close()  # so that nobody is connected when the relay goes
+        world.close()  # so that nobody is connected when the relay stops
 
 
 @pytest.mark.parametrize("drop", [False, True], ids=["silent", "refused"])
-def test_fifty_versions_later(world: World, relay: Relay, drop: bool) -> None:
-    """One region has a keeper and two engines, another an engine that copies by itself."""
+def test_a_link_that_is_cut_for_fifty_versions(world: World, relay: Relay, drop: bool) -> None:
+    """One region has a keeper and two engines. Another has an engine that copies by itself."""
     far = f"http://127.0.0.1:{relay.port}"
     trainer = world.trainer(snapshot_every=20)
     keeper = world.keeper(far, anchor_every=10)
@@ -34,7 +34,7 @@ def test_fifty_versions_later(world: World, relay: Relay, drop: bool) -> None:
 
     relay.cut(drop)
     world.publish_to(BACK_AT)
-    world.until(lambda: trainer.number == BACK_AT)  # whoever is cut off does not hold up the trainer
+    world.until(lambda: trainer.number == BACK_AT)  # a region that is cut off does not delay the trainer
     world.until_problem(keeper, "the other region cannot be copied from", far)
     problem = world.until_problem(alone, "the other region cannot be copied from", far)
     assert "hint: " in problem
@@ -63,8 +63,8 @@ def test_fifty_versions_later(world: World, relay: Relay, drop: bool) -> None:
     world.until(lambda: open_weights(world.folder / "away").anchors(LINE) == [50])
 
 
-def test_a_link_that_comes_and_goes(world: World, relay: Relay) -> None:
-    """Whatever it is cut in the middle of is gone on with."""
+def test_a_link_that_is_cut_repeatedly(world: World, relay: Relay) -> None:
+    """Whatever is interrupted is continued later."""
     far = f"http://127.0.0.1:{relay.port}"
     world.trainer(snapshot_every=10)
     world.keeper(far)

@@ -1,4 +1,4 @@
-"""Engines that come back: long after what they need was collected, with memory that changed, with nothing at all."""
+"""Engines that return late: after their deltas were collected, with damaged memory, or with no weights at all."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ def anchored(store: Path, number: int) -> bool:
     return open_weights(store).anchors(LINE)[-1:] == [number]
 
 
-def test_after_the_deltas_it_would_need_were_collected(world: World) -> None:
-    """A machine that was suspended and wakes up, next to one that was not."""
+def test_an_engine_whose_deltas_were_collected(world: World) -> None:
+    """A machine that was suspended and wakes up, beside one that was not."""
     world.trainer()
     world.keeper(world.home, anchor_every=4, keep=2)
     away = world.folder / "away"
@@ -33,12 +33,12 @@ def test_after_the_deltas_it_would_need_were_collected(world: World) -> None:
     world.until(lambda: open_weights(away).numbers(LINE)[0] > 3)
     old.thaw()
     world.converge(12)
-    assert old.last["bytes"] > FULL_BYTES / 2 > engine.last["bytes"], "by the anchor"
+    assert old.last["bytes"] > FULL_BYTES / 2 > engine.last["bytes"], "it started from the anchor"
     assert all(report["problem"] is None for report in old.reports)
     world.check()
 
 
-def test_memory_that_changed_behind_its_back(world: World) -> None:
+def test_damaged_memory_is_found_and_repaired(world: World) -> None:
     """The image on the host, and the parameters that requests are served from."""
     world.trainer()
     engine = world.follower("engine", world.home, region="home")
@@ -47,7 +47,7 @@ def test_memory_that_changed_behind_its_back(world: World) -> None:
     engine.signal(signal.SIGUSR1)
     world.publish_to(4)
     world.converge(4)
-    assert engine.last["bytes"] > FULL_BYTES / 4, "what went bad was read again"
+    assert engine.last["bytes"] > FULL_BYTES / 4, "the damaged chunks were read again"
     world.check()  # before it was used
     engine.signal(signal.SIGUSR2)
     world.publish_to(6)
@@ -55,8 +55,8 @@ def test_memory_that_changed_behind_its_back(world: World) -> None:
     world.converge(6)
 
 
-def test_with_nothing_while_home_cannot_be_reached(world: World) -> None:
-    """The region's own anchor is all it takes. The trainer's snapshots are named in the region and were never there."""
+def test_an_engine_without_weights_while_home_is_unreachable(world: World) -> None:
+    """The region's own anchor is enough. The trainer's snapshots are named in the region but were never copied."""
     _, port = world.server()
     world.trainer(snapshot_every=3)
     away = world.folder / "away"
@@ -82,8 +82,8 @@ def test_with_nothing_while_home_cannot_be_reached(world: World) -> None:
         world.close()
 
 
-def test_an_engine_that_copies_by_itself_starts_again_from_what_it_has(world: World) -> None:
-    """A snapshot that is at home is the shorter way, and not waited for while home cannot be reached."""
+def test_an_engine_that_copies_by_itself_restarts_from_its_own_store(world: World) -> None:
+    """The shorter path is a snapshot at home. It is not waited for while home is unreachable."""
     _, port = world.server()
     world.trainer(snapshot_every=5)
     with Relay(("127.0.0.1", port), mbit=1000, rtt_ms=4) as relay:

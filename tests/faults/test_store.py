@@ -1,6 +1,6 @@
 """An object store that answers 503, or not at all, or stops in the middle; and one that is far away and slow.
 
-A minute of it is many failed attempts and the back-off between them: here they are counted, and each takes less time.
+A minute of faults means many failed attempts with pauses. Here the attempts are counted, and the pauses are shorter.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ def test_a_store_that_fails_for_a_while(world: World, mode: str, said: str) -> N
 
 
 class Forgetful(Front):
-    """Some answers are lost on the way: what was asked for was done all the same."""
+    """Some answers are lost, although the request was carried out."""
 
     def __init__(self, behind: str, share: float) -> None:
         super().__init__(behind)
@@ -70,7 +70,7 @@ class Forgetful(Front):
 
 
 def test_answers_that_are_lost(world: World) -> None:
-    """A create that was done is sent again and refused: the trainer finds that it was its own."""
+    """A `create` that succeeded is sent again and refused. The trainer finds that the object is its own."""
     url = new_bucket()
     with Forgetful(s3_server(), share=0.15) as front:
         access = {"options": s3_options(front.url), "patience": 6.0}
@@ -88,7 +88,7 @@ def test_answers_that_are_lost(world: World) -> None:
 
 
 def test_a_store_that_is_far_away_and_slow(world: World) -> None:
-    """4 Mbit/s and 80 ms are no reason to complain."""
+    """4 Mbit/s and 80 ms cause no problem."""
     url = new_bucket()
     near = {"options": s3_options(s3_server()), "patience": 15.0}
     with Relay(("127.0.0.1", port_of(s3_server())), mbit=4, rtt_ms=80) as relay:

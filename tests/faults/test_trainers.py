@@ -1,4 +1,4 @@
-"""Two trainers on one line, with minds of their own: the later one owns it, and every version is one of theirs."""
+"""Two independent trainers on one line: the later one owns it, and every version belongs to one of them."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from tests.faults.world import Process, World, broken, open_weights
 
 
 def agree(world: World, followers: list[Process]) -> None:
-    """For every number, everybody served the bytes that its manifest names, and those are one of the trainers'."""
+    """For every number, all served the bytes that its manifest names, and these come from one of the trainers."""
     world.check(0, 1)
     digests = {manifest.number: manifest.digest for manifest in open_weights(world.home).versions(LINE)}
     for follower in followers:
@@ -38,7 +38,7 @@ def test_the_second_takes_over_and_the_first_is_fenced(world: World) -> None:
 
 
 @pytest.mark.parametrize("seed", [1, 2])
-def test_stopped_at_random_moments_and_woken_after_the_take_over(world: World, seed: int) -> None:
+def test_a_trainer_stopped_at_random_moments_and_continued_after_the_take_over(world: World, seed: int) -> None:
     dice = random.Random(seed)
     followers = [world.follower("engine-home", world.home), world.follower("engine-away", world.folder / "away")]
     world.keeper(world.home)

@@ -1,4 +1,4 @@
-"""A world of real processes around real stores, and what can be asked of it.
+"""A test world: real processes around real stores.
 
 trainer ─► home store ─► object server ─► link (cut, slow) ─► keeper ─► region's store ─► followers
 """
@@ -27,7 +27,7 @@ DEFAULTS = {"clock": 0.0, "patience": 0.6}
 
 
 class Nursery:
-    """Where processes come from (roles.py)."""
+    """Starts processes (roles.py)."""
 
     def __init__(self) -> None:
         command = [sys.executable, "-m", "tests.faults.roles"]
@@ -47,7 +47,7 @@ class Nursery:
 
 
 class Process:
-    """One process; started again it goes on telling in the same file."""
+    """One process. After a restart it writes to the same file."""
 
     def __init__(self, nursery: Nursery, given: Report) -> None:
         self._nursery, self.given, self.name = nursery, given, given["name"]
@@ -68,7 +68,7 @@ class Process:
         self._nursery.order(signal=[self.pid, number])
 
     def kill(self) -> None:
-        """kill -9, also of one that is stopped or has ended."""
+        """kill -9, also if it is stopped or has ended."""
         self.signal(signal.SIGKILL)
         self._nursery.order(ended=self.pid, wait=True)
 
@@ -83,7 +83,7 @@ class Process:
 
     @property
     def reports(self) -> list[Report]:
-        """What it has told so far, in all its lives."""
+        """All reports so far, of all its lives."""
         if self._path.exists():
             with self._path.open("rb") as file:
                 file.seek(self._offset)
@@ -95,7 +95,7 @@ class Process:
 
     @property
     def last(self) -> Report:
-        """What it told last in this life."""
+        """The last report of this life."""
         reports = self.reports
         return reports[-1] if reports and reports[-1]["pid"] == self.pid else {}
 
@@ -121,7 +121,7 @@ class World:
         self.home = folder / "home"
         self.publish_to(-1)
 
-    # -- who there is
+    # -- the processes
 
     def trainer(
         self,
@@ -135,7 +135,7 @@ class World:
         return self._start("trainer", name, store or self.home, **{**facts, **more})
 
     def server(self, store: Path | None = None) -> tuple[Process, int]:
-        """Serves a store over HTTP; also its port."""
+        """Serves a store over HTTP. Returns the process and its port."""
         port = free_port()
         process = self._start("server", "server", store or self.home, port=port)
         self.until(lambda: _listens(port))
@@ -166,10 +166,10 @@ class World:
         for process in self._processes:
             process.kill()
 
-    # -- what happens
+    # -- actions
 
     def publish_to(self, number: int) -> None:
-        """The trainers may publish up to this number."""
+        """Lets the trainers publish up to this number."""
         staged = self.folder / "goal.new"
         staged.write_text(str(number))
         staged.replace(self._goal)
@@ -182,21 +182,21 @@ class World:
             time.sleep(0.02)
 
     def converge(self, number: int, followers: Iterable[Process] | None = None, seed: int = 0) -> None:
-        """Wait until these serve that version, with the right bytes and without complaint."""
+        """Waits until these serve that version, with the right bytes and without a problem."""
         wanted = {"number": number, "digest": digest_of(number, seed), "problem": None}
         for follower in followers or self.followers:
             self.until(lambda follower=follower: wanted.items() <= follower.last.items())  # type: ignore[misc]
 
     def until_problem(self, process: Process, *words: str) -> str:
-        """Wait until it complains about all of this, and return what it says."""
+        """Waits until its problem contains all of these, and returns it."""
         self.until(lambda: process.problem is not None and all(word in process.problem for word in words))
         assert process.problem is not None
         return process.problem
 
-    # -- what there is
+    # -- checks
 
     def check(self, *seeds: int) -> None:
-        """Whatever anybody ever served or published was right at once, and nobody fell over."""
+        """Checks that everything ever served or published was right at once, and that no process crashed."""
         for process in self._processes:
             for report in process.reports:
                 if report.get("number") is not None:
@@ -222,13 +222,13 @@ def manifest_path(store: Path, number: int) -> Path:
 
 
 def delta_path(store: Path, number: int) -> Path:
-    """The file with the delta of a version. Small models have one."""
+    """The file with the delta of a version. A small model has one."""
     (pack,) = manifest_of(store, number).encoding("delta").packs
     return store / f"weights/{LINE}/bf16/packs/{number:010d}-{pack.digest}"
 
 
 def broken(store: Path) -> list[tuple[int, str]]:
-    """The versions in a store that cannot be restored from it, and why. Empty at every moment."""
+    """The versions in a store that cannot be restored from it, and why. Must be empty at every moment."""
     return [(version.number, why) for version, ok, why in open_weights(store).verify(LINE) if not ok]
 
 

@@ -59,7 +59,7 @@ def answers(format: CompactFormat) -> Answers:
 
 @dataclass
 class Door:
-    """A running gateway and a client of it."""
+    """A running gateway and its client."""
 
     url: str
     trajectories: TrajectoryStore
@@ -83,7 +83,7 @@ class Door:
             return response.status, await response.json()
 
     async def say(self, key: str, messages: list[Any], **fields: Any) -> dict[str, Any]:
-        """Ask, and append the answer to `messages`, as a client does."""
+        """Asks, and appends the answer to `messages`, as a client does."""
         status, body = await self.ask(key, messages, **fields)
         assert status == 200, body
         messages.append(body["choices"][0]["message"])
@@ -142,7 +142,7 @@ class Mill:
             yield door
 
     def plan(self, *ids: str) -> None:
-        """What the dispatcher does before it opens sessions: the rows of the trajectories."""
+        """Creates the rows of trajectories, as the dispatcher does before it opens sessions."""
         objects = Objects.open(self.directory / "store")
         TrajectoryStore(open_database(f"sqlite:///{self.directory}/mill.db"), objects).create("run", "g", "t", ids, {})
 

@@ -1,7 +1,7 @@
-"""A stand-in for an engine: speaks the engine's HTTP contract, but its tokens come from a script instead of a model.
+"""A stand-in for an engine: it implements the engine's HTTP contract, but its tokens come from a script, not a model.
 
-Log-probs, routes and versions are made up from positions, so that tests can tell where each number came from. The real
-engine is exercised in test_real_engine.py.
+Log-probs, routes and versions are computed from positions, so that tests can tell where each number came from.
+test_real_engine.py uses the real engine.
 """
 
 from __future__ import annotations
@@ -24,25 +24,25 @@ def route_row(position: int, engine: int = 0) -> np.ndarray:
 
 @dataclass
 class StandIn:
-    """`answers` are given one after the other, the last one for ever; a cut answer loses its end to `max_tokens`."""
+    """Returns `answers` one after the other, then the last one again. An answer longer than `max_tokens` is cut."""
 
     answers: list[list[int]]
     name: str = "stand-in"
     number: int = 0  # version
-    switch_after: int | None = None  # tokens of each answer after which the version goes up by one
+    switch_after: int | None = None  # tokens of each answer after which the version increases by one
     die_after: int | None = None  # tokens after which the connection breaks, once
     token_delay_s: float = 0.0
     refuse: tuple[int, str] | None = None  # (status, message) for every request
-    token: str | None = None  # what a request must carry
+    token: str | None = None  # the token a request must have
     alive: bool = True
-    health_body: Any = None  # instead of the true one
+    health_body: Any = None  # replaces the real one
     requests: list[dict[str, Any]] = field(default_factory=list)
     tag: int = 0  # makes the routes of two engines differ
     cached: dict[str, int] = field(default_factory=dict)  # session -> positions computed
     cancelled: int = 0
 
     async def asked(self, times: int = 1) -> None:
-        """Returns once it has got so many requests."""
+        """Returns when it has received `times` requests."""
         while len(self.requests) < times:  # noqa: ASYNC110
             await asyncio.sleep(0.005)
 
@@ -111,7 +111,7 @@ class StandIn:
                 policies.append(self.policy())
             policy.append(len(policies) - 1)
         first, last = self.cached.get(session, 0), context + done + len(piece) - 1
-        if first >= last:  # an answer it was asked for again: the cache does not fit
+        if first >= last:  # a repeated answer: the cache does not fit
             first = 0
         self.cached[session] = last
         rows = np.stack([route_row(position, self.tag) for position in range(first, last)])

@@ -18,7 +18,7 @@ from tests.gateway.conftest import ADMIN, LIVE, QUICK, USER, Answers, Door, Mill
 from tests.gateway.stand_in import StandIn, route_row
 
 
-async def test_two_turns_become_the_record_the_design_promises(mill: Mill, answers: Answers) -> None:
+async def test_two_turns_become_the_record_of_the_design(mill: Mill, answers: Answers) -> None:
     first, second = answers.call("read", path="add.py"), answers.text("Done.")
     engine = StandIn([first, second], switch_after=2, number=4)
     door = await mill.gateway(await mill.engine(engine))
@@ -47,7 +47,9 @@ async def test_two_turns_become_the_record_the_design_promises(mill: Mill, answe
     assert used == [4, 4] + [5] * (len(first) - 2) + [5, 5] + [6] * (len(second) - 2)
     assert segment.policies[0] == PolicyRef("main", 4, "bf16", "digest-4")
     assert segment.routes is not None and segment.routes_valid is not None
-    assert segment.routes_valid.tolist() == [True] * (len(segment.tokens) - 1) + [False]  # the last was never an input
+    assert segment.routes_valid.tolist() == [True] * (len(segment.tokens) - 1) + [
+        False
+    ]  # the last one was never an input
     assert all((segment.routes[at] == route_row(at)).all() for at in positions[:-1])
     assert [(span.finish, span.engine, span.traffic) for span in segment.spans] == [("stop", "stand-in", "rollout")] * 2
     assert segment.policies[segment.spans[1].oldest_kv_policy].number == 5
@@ -57,7 +59,7 @@ async def test_two_turns_become_the_record_the_design_promises(mill: Mill, answe
 
 
 async def test_sampled_tokens_are_never_tokenised_again(mill: Mill, answers: Answers) -> None:
-    """A model may spell a word in other tokens than the tokenizer would; the context must keep the model's."""
+    """A model may use other tokens for a word than the tokenizer; the context must keep the model's tokens."""
     letters = [token for letter in "return" for token in mill.tokenizer.encode(letter)]
     unusual = [mill.tokenizer.token_id("<text>"), *letters, mill.tokenizer.token_id("<end>")]
     assert unusual != answers.text("return")
@@ -73,7 +75,7 @@ async def test_sampled_tokens_are_never_tokenised_again(mill: Mill, answers: Ans
     assert engine.requests[1]["session"] == engine.requests[0]["session"]
 
 
-async def test_streaming_says_the_same_as_not_streaming(mill: Mill, answers: Answers) -> None:
+async def test_a_streamed_answer_equals_one_that_is_not_streamed(mill: Mill, answers: Answers) -> None:
     text = "Résumé 😀 done"
     engine = StandIn([answers.text(text), answers.call("edit", path="a", line=3, text="x")])
     door = await mill.gateway(await mill.engine(engine))
@@ -104,9 +106,7 @@ async def _stream(door: Door, key: str, messages: list[Any], **fields: Any) -> l
     return [json.loads(line.removeprefix("data: ")) for line in lines[:-1]]
 
 
-async def test_a_reader_that_leaves_a_stream_stops_the_engine_and_keeps_what_was_sampled(
-    mill: Mill, answers: Answers
-) -> None:
+async def test_closing_a_stream_stops_the_engine_and_keeps_the_sampled_tokens(mill: Mill, answers: Answers) -> None:
     engine = StandIn([answers.text("a b c d e f g h " * 20)], token_delay_s=0.01)
     door = await mill.gateway(await mill.engine(engine))
     mill.plan("a")
@@ -124,7 +124,7 @@ async def test_a_reader_that_leaves_a_stream_stops_the_engine_and_keeps_what_was
     assert engine.cancelled == 1
 
 
-async def test_stop_strings_end_the_answer_behind_the_token_that_completes_them(mill: Mill, answers: Answers) -> None:
+async def test_stop_strings_end_the_answer_after_the_token_that_completes_them(mill: Mill, answers: Answers) -> None:
     engine = StandIn([answers.text("one two three four")])
     door = await mill.gateway(await mill.engine(engine))
     mill.plan("a")
@@ -158,7 +158,7 @@ async def test_other_histories_branch_off_with_parent_and_cause(mill: Mill, answ
     messages: list[Any] = [USER]
     await door.say(key, messages)
     await door.ask(key, [USER])  # the same question again
-    await door.say(key, [USER, messages[1], {"role": "user", "content": "and?"}])  # goes on from the first answer
+    await door.say(key, [USER, messages[1], {"role": "user", "content": "and?"}])  # continues from the first answer
     await door.say(key, [USER, {"role": "assistant", "content": "edited"}, {"role": "user", "content": "and?"}])
     segments = (await door.seal("a")).segments
     start = len(mill.format.render_start([USER], TOOLS))
@@ -190,7 +190,7 @@ async def test_sealing_is_idempotent_and_ends_the_key(mill: Mill, answers: Answe
     assert (await door.health())["sessions"] == 0
 
 
-async def test_a_session_nobody_spoke_in_can_be_sealed(mill: Mill, answers: Answers) -> None:
+async def test_a_session_without_requests_can_be_sealed(mill: Mill, answers: Answers) -> None:
     door = await mill.gateway(await mill.engine(StandIn([answers.text("x")])))
     mill.plan("a")
     await door.open("a")
@@ -218,7 +218,7 @@ async def test_a_deleted_session_leaves_the_log(mill: Mill, answers: Answers) ->
         assert (await door.health())["sessions"] == 0
 
 
-async def test_sessions_go_on_after_a_restart_with_the_same_key(mill: Mill, answers: Answers) -> None:
+async def test_sessions_continue_after_a_restart_with_the_same_key(mill: Mill, answers: Answers) -> None:
     engine = StandIn([answers.text("one"), answers.text("two")])
     endpoint = await mill.engine(engine)
     mill.plan("a")
@@ -234,7 +234,7 @@ async def test_sessions_go_on_after_a_restart_with_the_same_key(mill: Mill, answ
     assert segment.routes_valid is not None and segment.routes_valid[:-1].all()
 
 
-async def test_no_answer_leaves_before_it_is_on_disk(
+async def test_no_answer_is_sent_before_it_is_on_disk(
     mill: Mill, answers: Answers, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     door = await mill.gateway(await mill.engine(StandIn([answers.text("one")])))
@@ -248,13 +248,13 @@ async def test_no_answer_leaves_before_it_is_on_disk(
     assert (await asked)[0] == 200
 
 
-async def test_an_answer_that_may_not_have_arrived_is_given_again(mill: Mill, answers: Answers) -> None:
+async def test_an_answer_that_may_not_have_arrived_is_repeated(mill: Mill, answers: Answers) -> None:
     engine = StandIn([answers.text("one"), answers.text("two"), answers.text("three")])
     endpoint = await mill.engine(engine)
     async with mill.running(endpoint) as door:
         key = await door.open("a")
         await door.ask(key, [USER])
-    async with mill.running(endpoint) as door:  # who knows whether the client got it before the gateway went down
+    async with mill.running(endpoint) as door:  # the client may not have received it before the gateway stopped
         assert (await door.ask(key, [USER]))[1]["choices"][0]["message"]["content"] == "one"
         assert (await door.ask(key, [USER]))[1]["choices"][0]["message"]["content"] == "two"
         events = await _stream(door, key, [USER])
@@ -274,7 +274,7 @@ async def test_production_conversations_are_found_by_name_or_by_their_history(mi
     assert other["rollmill"]["trajectory"] != first["rollmill"]["trajectory"]
     named = [(await door.ask(LIVE, [USER], {"x-rollmill-session": "chat-7"}))[1]["rollmill"] for _ in range(2)]
     assert named[0]["trajectory"] == named[1]["trajectory"]
-    assert named[0]["segment"] != named[1]["segment"]  # asked the same again
+    assert named[0]["segment"] != named[1]["segment"]  # the same question again
     assert {request["traffic"] for request in engine.requests} == {"production"}
 
 
@@ -282,7 +282,7 @@ async def nothing_open(door: Door) -> bool:
     return await door.sessions() == 0
 
 
-async def test_a_silent_production_conversation_is_sealed_by_itself(
+async def test_an_idle_production_conversation_is_sealed(
     mill: Mill, answers: Answers, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("rollmill.gateway.sealing._SWEEP_S", 0.02)
@@ -295,10 +295,10 @@ async def test_a_silent_production_conversation_is_sealed_by_itself(
     row = door.trajectories.get(reply["rollmill"]["trajectory"])
     assert (row.state, row.traffic, row.run) == ("finished", "production", "production")
     assert "ann" not in json.dumps(row.provenance)
-    assert (await door.ask(key, [USER]))[0] == 401  # a rollout nobody seals expires
+    assert (await door.ask(key, [USER]))[0] == 401  # a rollout that nobody seals expires
 
 
-async def test_bad_requests_get_openai_errors_with_a_remedy(mill: Mill, answers: Answers) -> None:
+async def test_bad_requests_get_openai_errors_with_a_hint(mill: Mill, answers: Answers) -> None:
     config = QUICK.model_copy(update={"max_body_bytes": 1 << 20})
     door = await mill.gateway(await mill.engine(StandIn([answers.text("x")])), config=config)
     key = await door.open("a")
@@ -331,7 +331,7 @@ _BAD_REQUESTS: list[tuple[dict[str, Any], int, str]] = [
 ]
 
 
-async def test_what_is_not_json_or_not_known_is_refused(mill: Mill, answers: Answers) -> None:
+async def test_bodies_that_are_not_json_and_unknown_sessions_are_refused(mill: Mill, answers: Answers) -> None:
     door = await mill.gateway(await mill.engine(StandIn([answers.text("x")])))
     key = await door.open("a")
     url, headers = f"{door.url}/v1/chat/completions", {"Authorization": f"Bearer {key}"}

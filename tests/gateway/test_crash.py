@@ -1,4 +1,4 @@
-"""kill -9 of the gateway process, at several moments; it is started again on the same port and directory."""
+"""kill -9 of the gateway process at several moments, and a restart on the same port and directory."""
 
 from __future__ import annotations
 
@@ -71,7 +71,7 @@ async def nothing_open(door: Door) -> bool:
 
 
 async def persistent(door: Door, key: str, messages: list[Any], **fields: Any) -> dict[str, Any]:
-    """Say something the way a harness does: a gateway that is away is asked again."""
+    """Asks like a harness: retries while the gateway is down."""
     while True:
         with contextlib.suppress(aiohttp.ClientError):
             return await door.say(key, messages, **fields)
@@ -108,7 +108,7 @@ async def test_a_session_survives_kills_between_turns_in_mid_answer_and_after_th
         await door.say(key, messages)
         trajectory = await door.seal("a")
         sealed = await door.admin("POST", "/sessions/a/seal", {"submission_key": None})
-        gateway.kill()  # after the seal: nothing of it comes back
+        gateway.kill()  # after the seal: it is not replayed
         gateway.start()
         await up(door)
         assert await door.admin("POST", "/sessions/a/seal", {"submission_key": None}) == sealed
@@ -126,7 +126,7 @@ async def test_a_session_survives_kills_between_turns_in_mid_answer_and_after_th
 async def test_a_seal_interrupted_at_any_point_is_finished_by_the_next_process(
     mill: Mill, tokenizer: Tokenizer, answers: Answers
 ) -> None:
-    """The log is put back to before its "close" records, for one session with the object in place, for one without."""
+    """The log is cut before its "close" records, for one session with the object in place, for one without."""
     mill.plan("stored", "unstored")
     async with process(mill, tokenizer, StandIn([answers.text("x")])) as (gateway, door):
         for trajectory in ("stored", "unstored"):

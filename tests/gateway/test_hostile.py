@@ -1,6 +1,6 @@
-"""What clients send is served or refused with a GatewayError: it is recorded, replayed after a crash, sealed and read.
+"""Any client input is served or refused with a GatewayError: recorded, replayed after a crash, sealed and read.
 
-The requests are fuzzed through the real parser, chat format, log and payload codec; only the sampling is left out.
+The requests are fuzzed through the real parser, chat format, log and payload codec; only sampling is left out.
 """
 
 from __future__ import annotations
@@ -115,6 +115,6 @@ def test_a_body_that_could_not_be_recorded_is_refused(body: bytes, says: str) ->
         parse_object(body)
 
 
-def test_half_characters_are_replaced() -> None:
-    """A tool may print anything; refusing it would end the agent's episode."""
+def test_lone_surrogates_are_replaced() -> None:
+    """A tool may print anything. Refusing it would end the agent's episode."""
     assert parse_object(rb'{"a\ud800": ["\udfff b", "\ud83d\ude00"]}') == {"a?": ["? b", "\N{GRINNING FACE}"]}

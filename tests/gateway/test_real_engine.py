@@ -1,4 +1,4 @@
-"""The gateway in front of the embedded engine: what is recorded is what the trainer's forward pass computes."""
+"""The gateway in front of the embedded engine: the trainer's forward pass gives the recorded log-probs."""
 
 from __future__ import annotations
 

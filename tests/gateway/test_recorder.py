@@ -1,4 +1,4 @@
-"""The gateway's log: real files, cut, damaged, full."""
+"""The gateway's log in real files: truncated, damaged, on a full disk."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def replayed(directory: Path) -> list[tuple[str, str]]:
 
 @contextlib.contextmanager
 def full_disk(limit: int) -> Iterator[None]:
-    """Writes beyond `limit` bytes of a file fail, as on a disk that is full."""
+    """Writes beyond `limit` bytes of a file fail, as on a full disk."""
     soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (limit, hard))
     try:
@@ -51,7 +51,7 @@ def full_disk(limit: int) -> Iterator[None]:
         resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
 
 
-async def test_what_is_appended_is_there_after_a_restart(tmp_path: Path) -> None:
+async def test_entries_survive_a_restart(tmp_path: Path) -> None:
     async with recording(tmp_path) as recorder:
         await recorder.append("a", record("a", "1"))
         await recorder.append("b", record("b", "1"))
@@ -60,7 +60,7 @@ async def test_what_is_appended_is_there_after_a_restart(tmp_path: Path) -> None
     assert replayed(tmp_path) == [("a", "1"), ("a", "2")]
 
 
-async def test_a_write_cut_short_anywhere_is_dropped_cleanly(tmp_path: Path) -> None:
+async def test_a_write_interrupted_anywhere_is_dropped(tmp_path: Path) -> None:
     async with recording(tmp_path) as recorder:
         await recorder.append("a", record("a", "1"))
         whole = (tmp_path / "sessions.log").read_bytes()
@@ -73,7 +73,9 @@ async def test_a_write_cut_short_anywhere_is_dropped_cleanly(tmp_path: Path) -> 
     assert not (tmp_path / "sessions.damaged").exists()
 
 
-async def test_damage_in_the_middle_is_kept_aside_and_told(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+async def test_damage_in_the_middle_is_copied_aside_and_logged(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
     async with recording(tmp_path) as recorder:
         for text in "123":
             await recorder.append("a", record("a", text))
@@ -85,7 +87,7 @@ async def test_damage_in_the_middle_is_kept_aside_and_told(tmp_path: Path, caplo
     assert "damaged" in caplog.text
 
 
-async def test_many_waiting_records_share_an_fsync(tmp_path: Path) -> None:
+async def test_waiting_entries_share_an_fsync(tmp_path: Path) -> None:
     async with recording(tmp_path) as recorder:
         await asyncio.gather(*(recorder.append("a", record("a", str(index))) for index in range(200)))
         assert recorder.fsyncs < 100
@@ -103,7 +105,7 @@ async def test_the_log_is_rewritten_without_closed_sessions(tmp_path: Path) -> N
     assert replayed(tmp_path) == [("keep", "first"), ("keep", "second")]
 
 
-async def test_a_full_disk_is_an_error_now_and_no_damage_later(tmp_path: Path) -> None:
+async def test_a_full_disk_raises_and_does_not_damage_the_log(tmp_path: Path) -> None:
     async with recording(tmp_path) as recorder:
         await recorder.append("a", record("a", "1"))
         size = (tmp_path / "sessions.log").stat().st_size

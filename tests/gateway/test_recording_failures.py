@@ -1,5 +1,5 @@
-"""A disk that is full or hangs, a failing store: production is served and the loss is reported, rollouts wait or are
-told at once."""
+"""A full or hanging disk, and a failing store: production is served and the loss is reported; rollouts wait or get an
+error."""
 
 from __future__ import annotations
 
@@ -37,19 +37,19 @@ async def test_a_full_disk_fails_rollouts_and_serves_production(mill: Mill, answ
     metrics = await door.metrics()
     assert 'recording_failures_total{traffic="rollout"} 1' in metrics
     assert 'recording_failures_total{traffic="production"} 2' in metrics
-    # space is back: the rollout goes on as if the lost answer had never been
+    # there is space again: the rollout continues without the lost answer
     await door.say(key, [USER])
     (segment,) = (await door.seal("a")).segments
     assert segment.tokens[segment.sampled].tolist() == answers.text("five")
     assert (await door.health())["status"] == "ok"
-    # a conversation with a hole in it is not sealed
+    # a conversation with a missing answer is not sealed
     assert (await door.admin("POST", f"/sessions/{fresh['rollmill']['trajectory']}/seal", {}))[0] == 410
     assert (await door.admin("POST", f"/sessions/{recorded['rollmill']['trajectory']}/seal", {}))[0] == 410
 
 
 class HangingDisk:
-    """Simulates a disk that stops answering: fsync, the one call that waits for it, blocks while `hangs` is set. The
-    files, the thread that writes them and everything around them are real."""
+    """Simulates a disk that stops answering: fsync, the only call that waits for it, blocks while `hangs` is set.
+    Files, the writing thread and everything else are real."""
 
     def __init__(self) -> None:
         self._answers = threading.Event()
@@ -88,16 +88,16 @@ async def test_a_disk_that_hangs_costs_production_its_record_and_not_its_answer(
     disk.hang()
     rollout = asyncio.create_task(door.ask(key, [USER]))
     await engine.asked(2)
-    # the conversation goes on, another one begins; neither is in the log
+    # the conversation continues, another one starts; neither is in the log
     continued = await door.say(LIVE, [*live, USER])
     fresh = (await door.say(LIVE, [{"role": "user", "content": "hello"}]))["rollmill"]["trajectory"]
     assert continued["rollmill"]["trajectory"] == recorded
     assert 'recording_failures_total{traffic="production"} 2' in await door.metrics()
-    assert not rollout.done()  # a rollout waits: its tokens are worth nothing without their record
+    assert not rollout.done()  # a rollout waits: its tokens have no value without their record
     disk.recover()
     assert (await rollout)[0] == 200
     assert len((await door.seal("a")).segments) == 1
-    # the log and the index say that both are incomplete, with the reason: they are not sealed and never trained on
+    # log and index mark both as incomplete, with the reason: they are not sealed and never trained on
     log = (mill.directory / "gateway" / "sessions.log").read_bytes()
     assert {entry.session for _, _, entry in read_entries(log) if entry.op == "incomplete"} == {recorded, fresh}
     for trajectory in (recorded, fresh):
@@ -107,7 +107,9 @@ async def test_a_disk_that_hangs_costs_production_its_record_and_not_its_answer(
         assert (await door.admin("POST", f"/sessions/{trajectory}/seal", {}))[0] == 410
 
 
-async def test_what_is_incomplete_stays_so_after_a_restart(mill: Mill, answers: Answers, disk: HangingDisk) -> None:
+async def test_incomplete_sessions_stay_incomplete_after_a_restart(
+    mill: Mill, answers: Answers, disk: HangingDisk
+) -> None:
     config = QUICK.model_copy(update={"record_wait_s": 0.05})
     engine = await mill.engine(StandIn([answers.text("one")]))
     async with mill.running(engine, config=config) as door:
@@ -145,10 +147,10 @@ async def test_a_store_that_fails_keeps_the_session_until_it_works_again(mill: M
 
 
 @pytest.mark.parametrize("headers", [{}, {"x-rollmill-session": "chat-7"}])
-async def test_a_request_that_meets_the_seal_of_its_conversation_opens_a_new_one(
+async def test_a_request_during_the_seal_of_its_conversation_opens_a_new_one(
     mill: Mill, answers: Answers, disk: HangingDisk, headers: dict[str, str]
 ) -> None:
-    """The disk holds the seal in the middle. A client with a valid key neither waits for it nor gets a 401."""
+    """The disk stops in the middle of the seal. A client with a valid key neither waits for it nor gets a 401."""
     config = QUICK.model_copy(update={"seal_idle_s": 0.5, "record_wait_s": 0.05})
     door = await mill.gateway(await mill.engine(StandIn([answers.text("one")])), config=config)
     live: list[Any] = [USER]
@@ -168,7 +170,7 @@ async def test_a_served_conversation_is_listed_at_once(mill: Mill, answers: Answ
     assert door.trajectories.get(trajectory).traffic == "production"
     assert len((await door.seal(trajectory)).segments) == 1
     assert door.trajectories.get(trajectory).state == "finished"
-    # what an administrator deletes does not stay `running`
+    # a conversation that an administrator deletes does not stay `running`
     other = (await door.say(LIVE, [{"role": "user", "content": "hello"}]))["rollmill"]["trajectory"]
     await until(lambda: _is(door, other, "running"))
     await door.admin("DELETE", f"/sessions/{other}")
@@ -177,6 +179,6 @@ async def test_a_served_conversation_is_listed_at_once(mill: Mill, answers: Answ
 
 
 async def _is_ending(mill: Mill, id: str) -> bool:
-    """Whether the seal of the session has reached the log file; the disk has not confirmed it."""
+    """Whether the seal of the session is in the log file, although the disk has not confirmed it."""
     log = (mill.directory / "gateway" / "sessions.log").read_bytes()
     return any(entry.session == id and entry.op == "seal" for _, _, entry in read_entries(log))

@@ -1,4 +1,4 @@
-"""Engines that die, hang, refuse or lag behind."""
+"""Engines that die, hang, refuse or are behind."""
 
 from __future__ import annotations
 
@@ -27,12 +27,12 @@ async def test_an_engine_that_dies_before_its_first_token_costs_nothing(mill: Mi
     assert len(dying.requests) == 1
 
 
-async def test_tokens_of_an_engine_that_dies_in_mid_answer_are_kept(mill: Mill, answers: Answers) -> None:
+async def test_tokens_of_an_engine_that_dies_during_an_answer_are_kept(mill: Mill, answers: Answers) -> None:
     tokens = answers.text("one two three four five")
     dying = StandIn([tokens], name="first", die_after=4, number=1)
     endpoint = await mill.engine(dying)
     second = StandIn([tokens[3:]], name="second", number=2, tag=1)
-    second.health_body = {}  # only the first is fit, at first
+    second.health_body = {}  # at first only the first engine is fit
     door = await mill.gateway(endpoint, await mill.engine(second), wait=False)
     mill.plan("a")
     key = await door.open("a")
@@ -59,7 +59,9 @@ async def test_tokens_of_an_engine_that_dies_in_mid_answer_are_kept(mill: Mill, 
     used = [segment.policies[index].number for index in segment.policy[segment.sampled]]
     assert used == [1] * 3 + [2] * (len(tokens) - 3)
     assert segment.routes is not None
-    assert (segment.routes[prompt] == route_row(prompt)).all()  # what the token was sampled with, not the recomputation
+    assert (
+        segment.routes[prompt] == route_row(prompt)
+    ).all()  # the routes the token was sampled with, not the recomputed ones
     assert (segment.routes[prompt + 3] == route_row(prompt + 3, engine=1)).all()
 
 
@@ -95,7 +97,7 @@ async def test_without_an_engine_a_request_waits_and_then_gets_a_503(mill: Mill,
     assert (await waiting)[0] == 200
 
 
-async def test_a_port_nobody_listens_on_is_a_dead_engine(mill: Mill, answers: Answers) -> None:
+async def test_an_engine_that_does_not_listen_is_dead(mill: Mill, answers: Answers) -> None:
     healthy = await mill.engine(StandIn([answers.text("one")]))
     door = await mill.gateway(EngineEndpoint("http://127.0.0.1:9", "away"), healthy, wait=False)
     key = await door.open("a")
@@ -105,15 +107,15 @@ async def test_a_port_nobody_listens_on_is_a_dead_engine(mill: Mill, answers: An
     assert states[0]["problem"]
 
 
-async def test_an_engine_that_fails_every_request_is_given_up_after_a_while(mill: Mill, answers: Answers) -> None:
+async def test_a_request_that_every_engine_fails_gets_an_error(mill: Mill, answers: Answers) -> None:
     engine = StandIn([answers.text("one")], refuse=(500, "out of memory"))
     door = await mill.gateway(await mill.engine(engine), config=QUICK.model_copy(update={"engine_wait_s": 0.3}))
     key = await door.open("a")
     assert (await door.ask(key, [USER]))[0] == 503
-    assert 1 < len(engine.requests) < 10  # tried again, but not in a tight loop
+    assert 1 < len(engine.requests) < 10  # retried, but not in a tight loop
 
 
-async def test_a_request_the_engine_calls_wrong_is_not_tried_again(mill: Mill, answers: Answers) -> None:
+async def test_a_request_that_the_engine_refuses_is_not_retried(mill: Mill, answers: Answers) -> None:
     engine = StandIn([answers.text("one")], refuse=(400, "the context is too long"))
     door = await mill.gateway(await mill.engine(engine))
     key = await door.open("a")
@@ -122,9 +124,7 @@ async def test_a_request_the_engine_calls_wrong_is_not_tried_again(mill: Mill, a
     assert len(engine.requests) == 1
 
 
-async def test_an_engine_whose_token_the_gateway_does_not_hold_is_no_fault_of_the_request(
-    mill: Mill, answers: Answers
-) -> None:
+async def test_a_wrong_engine_token_is_not_reported_as_a_bad_request(mill: Mill, answers: Answers) -> None:
     locked = StandIn([answers.text("one")], token="other")
     engine = replace(await mill.engine(locked), token="mine")
     door = await mill.gateway(engine, config=QUICK.model_copy(update={"engine_wait_s": 0.3}))
@@ -135,7 +135,7 @@ async def test_an_engine_whose_token_the_gateway_does_not_hold_is_no_fault_of_th
     assert (await door.ask(key, [USER]))[0] == 200
 
 
-async def test_a_hanging_engine_is_taken_for_dead(mill: Mill, answers: Answers) -> None:
+async def test_a_hanging_engine_counts_as_dead(mill: Mill, answers: Answers) -> None:
     engine = StandIn([answers.text("one")], token_delay_s=0.6)
     config = GatewayConfig(engine_wait_s=5, engine_silence_s=0.2, health_interval_s=0.02)
     door = await mill.gateway(await mill.engine(engine), config=config)

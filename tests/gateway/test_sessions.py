@@ -1,4 +1,4 @@
-"""How requests are fitted onto the recorded segments."""
+"""How requests are matched with the recorded segments."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def user(text: str) -> dict[str, Any]:
 def answered(
     session: Session, format: CompactFormat, messages: list[Any], tokens: list[int], tools: Any = TOOLS
 ) -> Plan:
-    """Plan a request and record these tokens as its answer."""
+    """Plans a request and records these tokens as its answer."""
     plan = session.plan(messages, tools, format)
     start = len(plan.context)
     span = Span(start, start + len(tokens), Sampling(), "stop", "e", "home", "rollout", 0.0, 1.0, 0)
@@ -46,7 +46,7 @@ def answered(
         message=format.parse(tokens, tools),
     )
     (_, _, record), *_ = read_entries(encode_turn("t", plan.turn(answer)))
-    session.append(decode_turn(record))  # through the log's bytes: replay and live recording are the same
+    session.append(decode_turn(record))  # through the bytes of the log: replay and live recording are the same
     assert session.latest is not None
     assert session.latest.tokens == plan.context + tokens
     session.latest.delivered = True
@@ -88,7 +88,7 @@ def test_an_edited_message_shares_the_tokens_before_it(
     assert plan.context == format.render_start([system, user("y")], TOOLS)
 
 
-def test_a_dropped_answer_branches_off_before_its_question(format: CompactFormat, answers: Answers) -> None:
+def test_a_dropped_answer_branches_off_before_its_request(format: CompactFormat, answers: Answers) -> None:
     session = new_session()
     one = {"role": "assistant", "content": "one"}
     answered(session, format, [USER], answers.text("one"))
@@ -106,7 +106,7 @@ def test_a_dropped_answer_branches_off_before_its_question(format: CompactFormat
     assert (extended.segment, extended.opens) == (plan.segment, False)
 
 
-def test_words_put_into_the_models_mouth_are_not_sampled(format: CompactFormat, answers: Answers) -> None:
+def test_answers_replaced_by_the_client_are_not_sampled(format: CompactFormat, answers: Answers) -> None:
     session = new_session()
     answered(session, format, [USER], answers.text("one"))
     forged = [USER, {"role": "assistant", "content": "two"}, user("a")]
@@ -185,7 +185,7 @@ def test_whatever_a_client_does_each_sampled_token_has_one_owner(tokenizer: Toke
 
 
 def test_a_log_of_the_first_release_is_replayed() -> None:
-    """released.log is what 0.1.0 wrote: a session with one turn, and its seal."""
+    """released.log was written by 0.1.0: a session with one turn, and its seal."""
     data = (Path(__file__).parent / "released.log").read_bytes()
     registry = Registry("secret")
     registry.replay(entry for _, _, entry in read_entries(data))

@@ -1,4 +1,4 @@
-"""A real S3 server in a process of its own: moto over HTTP/1.1. It prints its address, and ends with its input.
+"""A real S3 server in its own process: moto over HTTP/1.1. It prints its address, and ends when its input closes.
 
 python -m tests.storage.s3_server
 """
@@ -14,7 +14,7 @@ from werkzeug.serving import WSGIRequestHandler, make_server
 
 
 class Atomic:
-    """S3 decides between two conditional writes at once. moto looks first and writes then, so here they take turns."""
+    """S3 decides between two conditional writes atomically. moto checks first and writes later, so they take turns."""
 
     def __init__(self, app: Callable[..., Iterable[bytes]]) -> None:
         self._app = app

@@ -1,4 +1,4 @@
-"""Real servers on real sockets, for tests of what one region reads from another, and of stores that are not there."""
+"""Real servers on real sockets, for tests of reads between regions and of unreachable stores."""
 
 import asyncio
 import atexit
@@ -18,7 +18,7 @@ from aiohttp import web
 
 @contextmanager
 def served(app: web.Application, port: int = 0) -> Iterator[str]:
-    """Serve an application from a thread of its own; yields its address."""
+    """Serves an application from a thread. Yields its address."""
     ready, stop = threading.Event(), asyncio.Event()
     address: list[str] = []
     loop = asyncio.new_event_loop()
@@ -52,7 +52,7 @@ def port_of(url: str) -> int:
 
 @functools.cache
 def s3_server() -> str:
-    """The address of an S3 server that runs as long as the tests do."""
+    """The address of an S3 server that runs until the tests end."""
     command = [sys.executable, "-m", "tests.storage.s3_server"]
     process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
     atexit.register(process.kill)
@@ -61,7 +61,7 @@ def s3_server() -> str:
 
 
 def s3_environment(endpoint: str) -> dict[str, str]:
-    """What somebody who uses such a server has in the environment."""
+    """The environment variables of a user of such a server."""
     return {
         "AWS_ENDPOINT_URL": endpoint,
         "AWS_ALLOW_HTTP": "true",
@@ -77,7 +77,7 @@ def s3_options(endpoint: str) -> dict[str, str]:
 
 
 def new_bucket() -> str:
-    """The URL of a place in a bucket of its own."""
+    """The URL of a prefix in a new bucket."""
     name = f"bucket-{uuid.uuid4().hex}"
     connection = http.client.HTTPConnection("127.0.0.1", port_of(s3_server()), timeout=30)
     connection.request("PUT", f"/{name}")
@@ -87,10 +87,10 @@ def new_bucket() -> str:
 
 
 class Front:
-    """Stands before a real HTTP server: passes requests on, counts them, and misbehaves when told to.
+    """A proxy in front of a real HTTP server: forwards requests, counts them, and fails on demand.
 
     `mode`: pass · busy (answers 503) · stall (never answers) · half (stops in the middle of the body)
-    `busy_for`: so many of the next requests are answered with 503
+    `busy_for`: the number of next requests that are answered with 503
     """
 
     def __init__(self, behind: str) -> None:

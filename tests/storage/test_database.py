@@ -1,4 +1,4 @@
-"""The database layer on SQLite and on PostgreSQL: transactions, errors people can act on. Migrations:
+"""The database layer on SQLite and on PostgreSQL: transactions, and errors with a hint. Migrations:
 tests/trajectories/test_migrations.py."""
 
 from __future__ import annotations
@@ -61,7 +61,7 @@ def test_a_transaction_that_raises_leaves_nothing(engine: sa.Engine) -> None:
 
 
 def test_serialization_failures_are_tried_again(engine: sa.Engine) -> None:
-    """Two transactions that lock two rows in opposite order: PostgreSQL ends one of them, and it succeeds later."""
+    """Two transactions lock two rows in opposite order: PostgreSQL ends one of them, and it succeeds later."""
     writing(engine, lambda c: c.execute(counters.insert(), [{"name": "a", "value": 0}, {"name": "b", "value": 0}]))
     meet = threading.Barrier(2, timeout=20)
 
@@ -74,7 +74,7 @@ def test_serialization_failures_are_tried_again(engine: sa.Engine) -> None:
             for position, name in enumerate(names):
                 row = counters.c.name == name
                 connection.execute(counters.update().where(row).values(value=counters.c.value + 1))
-                # both hold their first row before either asks for its second; SQLite has one writer at a time
+                # both hold their first row before either requests its second; SQLite has one writer at a time
                 if position == 0 and tries == 1 and engine.dialect.name == "postgresql":
                     meet.wait()
 
@@ -117,7 +117,7 @@ def test_full_disk_is_a_storage_error_and_loses_nothing(tmp_path: Path) -> None:
     metadata.create_all(engine)
 
     def fill(connection: sa.Connection) -> None:
-        connection.exec_driver_sql("PRAGMA max_page_count = 8")  # what SQLite reports is what a full disk gives
+        connection.exec_driver_sql("PRAGMA max_page_count = 8")  # SQLite reports this like a full disk
         connection.execute(counters.insert(), [{"name": str(n) * 500, "value": n} for n in range(100)])
 
     with pytest.raises(StorageError, match="full") as caught:

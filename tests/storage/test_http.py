@@ -34,11 +34,11 @@ def test_the_same_reads_over_http(tmp_path: Path) -> None:
         with pytest.raises(ObjectMissing):
             away.get("a/none")
         assert away.modified("a/none") is None
-        assert away.modified("a/big") == int(home.modified("a/big") or 0)  # HTTP counts in seconds
+        assert away.modified("a/big") == int(home.modified("a/big") or 0)  # HTTP has whole seconds
         for start, length in ((0, len(big) + 1), (len(big), 1)):
             with pytest.raises(ObjectTruncated):
                 away.get_range("a/big", start, length)
-        assert away.get("a/empty") == b""  # the connection is still in step after all these answers
+        assert away.get("a/empty") == b""  # the connection is still in sync after all these replies
 
 
 def test_it_is_read_only(tmp_path: Path) -> None:
@@ -49,7 +49,7 @@ def test_it_is_read_only(tmp_path: Path) -> None:
                 write()
 
 
-def test_a_token_is_asked_for(tmp_path: Path) -> None:
+def test_a_token_is_required(tmp_path: Path) -> None:
     home = Objects.open(tmp_path)
     home.put("k", b"x")
     with served(object_app(home, token="secret")) as url:
@@ -88,7 +88,7 @@ def test_a_server_that_comes_back_is_used_again(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     "reply",
     [
-        b"HTTP/1.1 200 OK\r\nContent-Length: 10\r\n\r\nabc",  # cut short
+        b"HTTP/1.1 200 OK\r\nContent-Length: 10\r\n\r\nabc",  # truncated
         b"HTTP/1.1 200 OK\r\nContent-Length: 99999999999999\r\n\r\n",  # would fill the memory
         b"HTTP/1.1 200 OK\r\n\r\nno length",
         b"not http at all\r\n\r\n",
@@ -101,7 +101,7 @@ def test_a_broken_or_hostile_server_is_an_error(reply: bytes) -> None:
 
 
 @pytest.mark.parametrize("date", ["Mon, 31 Dec 99999999999999999999999999 23:59:59 +0000", "yesterday"])
-def test_a_date_that_is_none_is_an_error(date: str) -> None:
+def test_an_invalid_date_is_an_error(date: str) -> None:
     head = f"HTTP/1.1 200 OK\r\nContent-Length: 3\r\nLast-Modified: {date}\r\n\r\n"
     with _answering(head.encode()) as objects, pytest.raises(StorageError, match="the size and time"):
         objects.stat("k")
@@ -110,7 +110,7 @@ def test_a_date_that_is_none_is_an_error(date: str) -> None:
 @pytest.mark.parametrize(
     "body", [b"", b"[]", b"{}", b'{"keys": 1}', b'{"keys": [1]}', b'{"keys": ["a"], "x": 1e999}', b"[" * 100_000]
 )
-def test_a_listing_that_is_none_is_an_error(body: bytes) -> None:
+def test_an_invalid_listing_is_an_error(body: bytes) -> None:
     head = f"HTTP/1.1 200 OK\r\nContent-Length: {len(body)}\r\n\r\n".encode()
     with _answering(head + body) as objects, pytest.raises(StorageError, match="did not answer list"):
         objects.list()
@@ -153,7 +153,7 @@ def test_many_threads_read_at_once_over_connections_that_are_kept(tmp_path: Path
         assert relay.connections <= 4
 
 
-def test_a_watch_answers_when_the_object_is_there(tmp_path: Path) -> None:
+def test_a_watch_answers_when_the_object_exists(tmp_path: Path) -> None:
     home = Objects.open(tmp_path)
     with served(object_app(home, token="secret")) as url:
         away = Objects.open(url, token="secret")
@@ -174,7 +174,7 @@ def test_a_watch_answers_when_the_object_is_there(tmp_path: Path) -> None:
                 urllib.request.urlopen(request, timeout=10)
 
 
-def test_a_watch_does_not_keep_others_waiting(tmp_path: Path) -> None:
+def test_a_watch_does_not_block_other_requests(tmp_path: Path) -> None:
     home = Objects.open(tmp_path)
     home.put("k", b"x")
     with served(object_app(home)) as url, ThreadPoolExecutor(40) as pool:
@@ -186,7 +186,7 @@ def test_a_watch_does_not_keep_others_waiting(tmp_path: Path) -> None:
         assert all(watch.result(20) for watch in watches)
 
 
-def test_a_region_that_is_busy_for_a_while_is_asked_again(tmp_path: Path) -> None:
+def test_a_busy_region_is_retried(tmp_path: Path) -> None:
     home = Objects.open(tmp_path)
     home.put("k", b"0123")
     with served(object_app(home)) as url, Front(url) as front:
@@ -213,8 +213,8 @@ def test_a_region_that_does_not_come_back_is_an_error_in_bounded_time(tmp_path: 
         assert away.get("k") == bytes(1000)
 
 
-def test_a_body_that_drips_is_given_up() -> None:
-    """One byte now and then keeps a socket alive for ever; below some rate that does not count as an answer."""
+def test_a_very_slow_body_is_given_up() -> None:
+    """Single bytes keep a socket alive for ever. Below some rate they do not count as a reply."""
     stop = threading.Event()
 
     def drip(server: socket.socket) -> None:

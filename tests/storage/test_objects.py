@@ -38,7 +38,7 @@ def test_what_is_written_is_read_back(objects: Objects) -> None:
     assert objects.head("a/b/one") is None
 
 
-def test_create_is_refused_where_something_is(objects: Objects) -> None:
+def test_create_is_refused_if_the_key_exists(objects: Objects) -> None:
     objects.create("k", b"mine")
     with pytest.raises(ObjectExists):
         objects.create("k", b"yours")
@@ -64,7 +64,7 @@ def test_one_of_many_threads_creates_a_key(objects: Objects) -> None:
     assert all(len(set(objects.get(f"k/{number}"))) == 1 for number in range(5))
 
 
-def test_missing_objects_are_told_from_other_trouble(objects: Objects) -> None:
+def test_missing_objects_raise_another_error_than_failures(objects: Objects) -> None:
     with pytest.raises(ObjectMissing, match="no/such"):
         objects.get("no/such")
     with pytest.raises(ObjectMissing):
@@ -84,14 +84,14 @@ def test_the_store_says_when_an_object_was_written(objects: Objects) -> None:
     objects.put("k", b"x")
     written = objects.modified("k")
     assert written is not None and abs(written - time.time()) < 60
-    time.sleep(1.1)  # S3 counts in seconds
+    time.sleep(1.1)  # S3 has whole seconds
     assert objects.modified("k") == written
     objects.put("k", b"y")
     again = objects.modified("k")
     assert again is not None and again > written
 
 
-def test_waiting_for_an_object_ends_when_it_is_there(objects: Objects) -> None:
+def test_waiting_for_an_object_ends_when_it_exists(objects: Objects) -> None:
     assert not objects.wait_for("k", 0.05)
     writer = threading.Timer(0.1, objects.put, ("k", b"x"))
     writer.start()
@@ -122,7 +122,7 @@ def test_listing_goes_by_folders(objects: Objects) -> None:
 @pytest.mark.parametrize("objects", ["directory", "s3"], indirect=True)
 def test_long_listings_are_complete(objects: Objects) -> None:
     with Uploads(objects, threads=4) as uploads:
-        for number in range(1050):  # S3 answers with a thousand at a time
+        for number in range(1050):  # S3 lists a thousand keys at a time
             uploads.create(f"w/{number:04d}/k", b"")
     assert objects.list("w") == [f"w/{number:04d}/k" for number in range(1050)]
     assert objects.folders("w") == [f"{number:04d}" for number in range(1050)]
@@ -180,7 +180,7 @@ print(won)
 @pytest.mark.parametrize("kind", ["directory", "s3"])
 def test_one_of_many_processes_creates_a_key(tmp_path: Path, kind: str) -> None:
     url = str(tmp_path) if kind == "directory" else new_bucket()
-    environment = os.environ | s3_environment(s3_server())  # as a user says where the store is
+    environment = os.environ | s3_environment(s3_server())  # as a user configures the store
     racers = [
         subprocess.Popen(
             [sys.executable, "-c", RACE, url, name],
@@ -199,12 +199,12 @@ def test_one_of_many_processes_creates_a_key(tmp_path: Path, kind: str) -> None:
     assert all(len(set(store.get(f"k/{number}"))) == 1 for number in range(50))
 
 
-def test_files_of_a_killed_writer_are_never_seen_and_go_away(tmp_path: Path) -> None:
+def test_files_of_a_killed_writer_are_never_visible_and_are_removed(tmp_path: Path) -> None:
     Objects.open(tmp_path).put("k", b"x")
     left = tmp_path / ".staging" / "123-abandoned"
     left.write_bytes(b"half")
     assert Objects.open(tmp_path).list() == ["k"]
-    assert left.exists()  # it may belong to a writer that is still at it
+    assert left.exists()  # it may belong to a writer that is still at work
     os.utime(left, (0, 0))
     Objects.open(tmp_path)
     assert not left.exists()
@@ -237,7 +237,7 @@ def test_a_full_disk_loses_nothing_and_says_what_to_do(tmp_path: Path) -> None:
 
 
 def test_a_range_is_one_request() -> None:
-    """Over an ocean, each one more is a tenth of a second."""
+    """Over a long link each further request costs a tenth of a second."""
     with Front(s3_server()) as front:
         objects = Objects.open(new_bucket(), options=s3_options(front.url))
         objects.put("k", bytes(range(100)))
@@ -250,7 +250,7 @@ def test_a_range_is_one_request() -> None:
         assert [request.split()[0] for request in front.requests] == ["GET", "GET", "GET"]
 
 
-def test_a_store_that_is_busy_for_a_while_is_asked_again() -> None:
+def test_a_busy_store_is_retried() -> None:
     with Front(s3_server()) as front:
         objects = Objects.open(new_bucket(), options=s3_options(front.url))
         for call in (
@@ -274,7 +274,7 @@ def test_a_store_that_does_not_come_back_is_an_error_in_bounded_time(mode: str) 
         objects.put("k", bytes(1000))
         front.mode = mode
         calls = [lambda: objects.get("k"), lambda: objects.get_range("k", 0, 1000)]
-        if mode != "half":  # these have no body worth cutting
+        if mode != "half":  # these have no body to cut
             calls += [lambda: objects.create("new", b"x"), lambda: objects.head("k"), lambda: objects.list()]
 
         def refused(call: object) -> bool:

@@ -32,7 +32,7 @@ def test_ranges_come_in_order_whatever_their_size(objects: Objects) -> None:
     assert list(read_ranges(objects, [])) == []
 
 
-def test_what_is_not_there_is_said_at_its_place(objects: Objects) -> None:
+def test_a_missing_object_raises_at_its_range(objects: Objects) -> None:
     objects.put("a", bytes(10))
     for wanted, error in ((("none", 0, 5), ObjectMissing), (("a", 5, 10), ObjectTruncated)):
         read = read_ranges(objects, [("a", 0, 10), wanted, ("a", 0, 10)], threads=3)
@@ -42,7 +42,7 @@ def test_what_is_not_there_is_said_at_its_place(objects: Objects) -> None:
 
 
 class Recorded:
-    """A store, and how many requests and bytes it has been asked for at once."""
+    """A store that records how many requests and bytes are in flight."""
 
     def __init__(self, objects: Objects) -> None:
         self._objects = objects
@@ -84,7 +84,7 @@ def test_reading_ahead_is_bounded_and_lazy(tmp_path: Path) -> None:
 
 
 def test_a_cut_link_loses_pieces_and_not_the_object(tmp_path: Path) -> None:
-    """The link breaks in the middle of a transfer: what had arrived is not sent again."""
+    """The link breaks in the middle of a transfer: pieces that have arrived are not sent again."""
     home = Objects.open(tmp_path)
     data = os.urandom(8 << 20)
     home.put("k", data)
@@ -113,7 +113,7 @@ def test_a_link_that_stays_cut_is_an_error(tmp_path: Path, monkeypatch: pytest.M
 
 
 def test_pieces_cross_a_long_link_together(tmp_path: Path) -> None:
-    """The answers take half a second: all pieces are asked for before the first one has come."""
+    """Replies take half a second: all pieces are requested before the first one has arrived."""
     home = Objects.open(tmp_path)
     data = os.urandom(1 << 20)
     home.put("k", data)
@@ -123,9 +123,9 @@ def test_pieces_cross_a_long_link_together(tmp_path: Path) -> None:
         assert relay.connections == 16
 
 
-def test_uploads_are_all_there_at_the_end(objects: Objects) -> None:
+def test_all_uploads_exist_at_the_end(objects: Objects) -> None:
     contents = {f"p/{number}": os.urandom(10_000) for number in range(20)}
-    objects.put("p/3", contents["p/3"])  # left by an attempt that was cut short
+    objects.put("p/3", contents["p/3"])  # left by an interrupted attempt
     objects.put("p/4", b"half")
     with Uploads(objects, threads=4, bytes_in_flight=30_000) as uploads:
         for key, data in contents.items():
@@ -169,7 +169,7 @@ def test_the_first_error_of_an_upload_is_raised(monkeypatch: pytest.MonkeyPatch)
             uploads.create("p/1", bytes(1000))
         with pytest.raises(ValueError, match="ours"), Uploads(objects, threads=2) as uploads:
             uploads.create("p/1", bytes(1000))
-            raise ValueError("ours")  # not hidden by what the store does
+            raise ValueError("ours")  # not hidden by errors of the store
         front.mode = "pass"
         with Uploads(objects, threads=2) as uploads:
             front.busy_for = 2
@@ -177,8 +177,8 @@ def test_the_first_error_of_an_upload_is_raised(monkeypatch: pytest.MonkeyPatch)
         assert objects.head("p/1") == 1000
 
 
-def test_the_first_pieces_ask_for_more_and_more() -> None:
-    """They share a link: were they equal, all would arrive at the same moment, and nothing before."""
+def test_the_first_pieces_grow() -> None:
+    """They share a link. If they were equal, all would arrive at the same moment, and nothing before."""
     wanted = [("a", 5, 300 << 10), ("b", 0, 0), ("c", 0, 6 << 20), ("d", 0, 64 << 20)]
     pieces = list(parallel._pieces(wanted, 8 << 20, 16))
     for key, start, length in wanted:

@@ -1,4 +1,4 @@
-"""The slow, far link that other tests and benchmarks measure through does what it says."""
+"""The simulated slow link, which other tests and benchmarks use, behaves as documented."""
 
 import os
 import socket
@@ -14,7 +14,7 @@ from benchmarks.relay import Relay, RelayProcess
 
 @pytest.fixture
 def echo() -> Iterator[int]:
-    """A server that sends everything back."""
+    """A server that echoes everything."""
     server = socket.create_server(("127.0.0.1", 0))
 
     def serve_one(connection: socket.socket) -> None:
@@ -70,7 +70,7 @@ def test_bytes_are_the_same_and_not_faster_than_the_link(echo: int) -> None:
         began = time.monotonic()
         sender = send_and_end(connection, data)
         assert read(connection, len(data)) == data
-        assert connection.recv(1) == b""  # the end is passed on too
+        assert connection.recv(1) == b""  # the end is forwarded too
         sender.join()
         assert time.monotonic() - began >= len(data) * 8 / 40e6
 
@@ -89,7 +89,7 @@ def test_the_link_is_shared_by_all_connections(echo: int) -> None:
         assert relay.carried == (4 * len(data), 4 * len(data))
 
 
-def test_everything_takes_a_round_trip_and_a_new_connection_two(echo: int) -> None:
+def test_a_request_takes_one_round_trip_and_a_new_connection_two(echo: int) -> None:
     with Relay(("127.0.0.1", echo), mbit=1000, rtt_ms=80) as relay, connect(relay.port) as connection:
         for least in (0.16, 0.08, 0.08):
             began = time.monotonic()
@@ -99,7 +99,7 @@ def test_everything_takes_a_round_trip_and_a_new_connection_two(echo: int) -> No
 
 
 def test_a_receiver_that_sleeps_holds_back_the_sender() -> None:
-    """Nothing is read at the far end: the relay takes a bounded number of bytes, and then the sender has to wait."""
+    """The far end does not read: the relay takes a bounded number of bytes, then the sender must wait."""
     with socket.create_server(("127.0.0.1", 0)) as server:
         server.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 1 << 16)
         with Relay(server.getsockname(), mbit=10_000, rtt_ms=1) as relay, connect(relay.port) as connection:
@@ -114,7 +114,7 @@ def test_a_receiver_that_sleeps_holds_back_the_sender() -> None:
 
 
 @pytest.mark.parametrize("kind", [Relay, RelayProcess])
-def test_a_cut_link_is_silent_and_goes_on_when_restored(echo: int, kind: type[Relay] | type[RelayProcess]) -> None:
+def test_a_cut_link_is_silent_and_continues_when_restored(echo: int, kind: type[Relay] | type[RelayProcess]) -> None:
     with kind(("127.0.0.1", echo), mbit=1000, rtt_ms=2) as relay, connect(relay.port) as connection:
         connection.sendall(b"a")
         assert read(connection, 1) == b"a"
@@ -129,7 +129,7 @@ def test_a_cut_link_is_silent_and_goes_on_when_restored(echo: int, kind: type[Re
 
 
 @pytest.mark.parametrize("kind", [Relay, RelayProcess])
-def test_a_dropped_link_closes_what_is_open(echo: int, kind: type[Relay] | type[RelayProcess]) -> None:
+def test_a_dropped_link_closes_open_connections(echo: int, kind: type[Relay] | type[RelayProcess]) -> None:
     with kind(("127.0.0.1", echo), mbit=1000, rtt_ms=2) as relay:
         with connect(relay.port) as connection:
             connection.sendall(b"a")

@@ -40,7 +40,7 @@ MESSAGES = [
 
 @pytest.fixture
 def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> RunDirectory:
-    """Four trajectories of a group: one solved, one failed, one not solved, one under way."""
+    """Four trajectories of a group: one solved, one failed, one not solved, one running."""
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("COLUMNS", "160")
     run = RunDirectory.create(Path("runs"), load_config(RunConfig, DEMO, ['name="demo"']))
@@ -124,7 +124,7 @@ def test_show_finds_an_id_in_any_run(run: RunDirectory) -> None:
 
 
 def test_show_an_open_session(run: RunDirectory) -> None:
-    """What the gateway's log has of it; the gateway may be writing the next entry."""
+    """Shows what is in the gateway's log; the gateway may be writing the next entry."""
     facts = parse_facts({"trajectory": "demo-1-3", "run": "demo"})
     answer = Answer([5, 6], [-0.1, -0.2], [0, 0], build.POLICIES[:1], [], [], "stop", True, MESSAGES[3])
     answer.spans = [Span(3, 5, Sampling(), "stop", "engine-0", "home", "rollout", 1.0, 2.0, 0)]
@@ -151,8 +151,8 @@ def test_show_prints_the_conversation(run: RunDirectory) -> None:
         "feedback  thumb 1",
     ):
         assert part in text, part
-    assert "[bold]text[/bold]" in text  # not taken for markup
-    assert "\x1b" not in text and "\u202e" not in text  # and not for orders to the terminal
+    assert "[bold]text[/bold]" in text  # not interpreted as markup
+    assert "\x1b" not in text and "\u202e" not in text  # and no control characters for the terminal
 
 
 def test_show_tokens(run: RunDirectory) -> None:
@@ -169,13 +169,13 @@ def test_show_takes_the_beginning_of_an_id(run: RunDirectory) -> None:
         call("show", "%")
 
 
-def test_show_what_has_no_payload_or_a_broken_one(run: RunDirectory) -> None:
+def test_show_without_a_payload_or_with_a_damaged_one(run: RunDirectory) -> None:
     assert "hint: run the doctor" in call("show", "demo-1-1")
     broken = call("show", "demo-1-2")
     assert "payload cannot be read" in broken and "reward #2  0" in broken
 
 
-def test_long_messages_are_cut_unless_asked(run: RunDirectory) -> None:
+def test_long_messages_are_cut_unless_full(run: RunDirectory) -> None:
     store = TrajectoryStore(open_database(run.database_url), Objects.open(run.home_store))
     long = build.trajectory(
         "long", segments=[build.segment()], messages=[{"role": "tool", "content": "x" * 9000 + "end"}]
@@ -187,8 +187,8 @@ def test_long_messages_are_cut_unless_asked(run: RunDirectory) -> None:
     assert "characters left out" not in call("show", "long", "--full")
 
 
-def test_answers_that_are_not_in_the_messages_stand_apart(run: RunDirectory) -> None:
-    """A client that rewrote its history: three segments, and a conversation that tells of one answer only."""
+def test_answers_that_are_not_in_the_messages_are_shown_separately(run: RunDirectory) -> None:
+    """A client that rewrote its history: three segments, and a conversation with only one of the answers."""
     store = TrajectoryStore(open_database(run.database_url), Objects.open(run.home_store))
     edited = build.trajectory("edited", messages=[{"role": "assistant", "content": "hm"}] * 9)
     store.create("demo", "", "", ["edited"], {})

@@ -1,4 +1,4 @@
-"""The run's books: the bound on open groups, create-only steps, nothing trained twice, totals that add up."""
+"""The run's ledger: the bound on open groups, create-only steps, nothing trained twice, totals that add up."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ def assert_adds_up(ledger: Ledger, engine: sa.Engine) -> None:
 def test_the_bound(store: TrajectoryStore, ledger: Ledger) -> None:
     assert start(ledger, "a", bound=2) and start(ledger, "b", bound=2)
     assert not start(ledger, "c", bound=2)
-    assert [row.id for row in store.list(group_id="c")] == []  # a refusal leaves nothing
+    assert [row.id for row in store.list(group_id="c")] == []  # a refusal changes nothing
     settle(store, ledger, "a")
     assert not start(ledger, "c", bound=2)  # waiting counts
     ledger.write_step(record(ledger, 1, "a"))
@@ -66,14 +66,14 @@ def test_the_bound(store: TrajectoryStore, ledger: Ledger) -> None:
     assert start(ledger, "c", bound=2) and ledger.open_groups() == 2
 
 
-def test_runs_do_not_share_their_bound_or_books(engine: sa.Engine, ledger: Ledger) -> None:
+def test_runs_do_not_share_their_bound_or_ledger(engine: sa.Engine, ledger: Ledger) -> None:
     other = Ledger(engine, "other")
     assert start(ledger, "a", bound=1) and start(other, "b", bound=1)
     assert ledger.counts()["admitted"] == other.counts()["admitted"] == 2
-    assert Ledger(engine, "run").open_groups() == 1  # opened again: the same books
+    assert Ledger(engine, "run").open_groups() == 1  # opened again: the same ledger
 
 
-def test_a_whole_life(store: TrajectoryStore, ledger: Ledger, engine: sa.Engine) -> None:
+def test_groups_from_start_to_commit(store: TrajectoryStore, ledger: Ledger, engine: sa.Engine) -> None:
     for group in "abc":
         start(ledger, group)
         assert_adds_up(ledger, engine)
@@ -121,7 +121,7 @@ def test_nothing_is_in_two_steps(store: TrajectoryStore, ledger: Ledger, engine:
         ledger.write_step(dataclasses.replace(first, number=2))
     with pytest.raises(TrajectoryError, match="a is final to step 1"):
         ledger.write_step(dataclasses.replace(first, number=2, trajectories={}))
-    # and if all of that code were wrong, the database itself refuses
+    # even if all of that code were wrong, the database would refuse it
     step = {"run": "run", "number": 2, "line": "rl", "groups": "[]", "created_at": 0.0}
     again = {"run": "run", "trajectory": "a-0", "step": 2, "position": 0, "reward": 0.0, "advantage": 0.0}
 
@@ -195,7 +195,7 @@ def test_commit_is_idempotent_and_in_order(store: TrajectoryStore, ledger: Ledge
     with pytest.raises(TrajectoryError, match="not as rl@1 other"):
         ledger.commit_step(1, Version("rl", 1), "other")
     ledger.commit_step(2, Version("rl", 2), "two")
-    # hardware that gives other bits begins a new line from a checkpoint and runs the recorded steps again
+    # hardware that gives other bits starts a new line from a checkpoint and runs the recorded steps again
     ledger.commit_step(2, Version("rl-b", 2), "twelve")
     assert [(one.step, str(one.version)) for one in ledger.commits()] == [(1, "rl@1"), (2, "rl@2"), (2, "rl-b@2")]
     assert ledger.committed() == 2 and ledger.counts()["trained"] == 4
@@ -212,7 +212,7 @@ def test_a_group_is_ready_when_all_of_it_is_settled(store: TrajectoryStore, ledg
         ledger.group_ready("a")
     store.grade("a-1", Reward(1.0))
     for _ in range(2):
-        ledger.group_ready("a")  # a failed rollout does not cost its group
+        ledger.group_ready("a")  # a failed rollout does not block its group
     assert [row.state for row in ledger.members(["a"])["a"]] == ["failed", "graded"]
     with pytest.raises(TrajectoryError, match="no group 'nobody'"):
         ledger.group_ready("nobody")
@@ -238,7 +238,7 @@ def test_replace_lost(store: TrajectoryStore, ledger: Ledger, engine: sa.Engine)
     assert fresh.provenance["replaces"] == "a-0"
     assert sorted(row.id for row in ledger.members(["a"])["a"]) == ["a-0b", "a-1"]
     store.fail("a-1", "machine gone")
-    ledger.replace_lost("a", "a-1", "a-1b")  # failed before: its own reason stays
+    ledger.replace_lost("a", "a-1", "a-1b")  # failed before: it keeps its own reason
     assert ledger.reasons() == {
         ("dropped", "replaced by a-0b: engine gone"): 1,
         ("dropped", "replaced by a-1b: machine gone"): 1,
@@ -256,8 +256,7 @@ def test_replace_lost(store: TrajectoryStore, ledger: Ledger, engine: sa.Engine)
 def test_a_group_gets_the_version_that_is_committed_when_it_is_admitted(
     store: TrajectoryStore, ledger: Ledger, engine: sa.Engine
 ) -> None:
-    """A step is committed at the last moment before the admission, by another thread: the group must not be given the
-    version from before it."""
+    """Another thread commits a step just before the admission: the group must not get the version from before it."""
     start(ledger, "a")
     settle(store, ledger, "a")
     ledger.write_step(record(ledger, 1, "a"))
@@ -273,7 +272,7 @@ def test_a_group_gets_the_version_that_is_committed_when_it_is_admitted(
     assert ledger.start_group("b", "task", 1, bound=9, ids=["b-0"]) == 1
     assert [group.min_version for group in ledger.groups()] == [0, 1]
     assert ledger.start_group("b", "task", 1, bound=9, ids=["b-0"]) == 1  # the first reply was lost
-    # a lost rollout is started again from the version of that moment, not from its group's
+    # a lost rollout restarts from the version of that moment, not from its group's
     settle(store, ledger, "b")
     assert ledger.start_group("c", "task", 1, bound=9, ids=["c-0"]) == 1
     ledger.write_step(record(ledger, 2, "b"))
@@ -288,14 +287,14 @@ def test_a_trajectory_deleted_in_flight_ends_only_itself(
 ) -> None:
     start(ledger, "a", size=3)
     store.delete("a-0")
-    ledger.replace_lost("a", "a-0", "a-0b")  # the dispatcher was restarted and knows it as running
+    ledger.replace_lost("a", "a-0", "a-0b")  # the dispatcher was restarted and believes it is running
     assert store.get("a-0").state == "deleted"
     store.delete("a-1")
     for id in ("a-0b", "a-2"):
         store.finish(id, f"p/{id}", None, tokens=4, sampled_tokens=2, segments=1)
         store.grade(id, Reward(1.0))
     ledger.group_ready("a")
-    # the trainer has read the group; then another one is deleted
+    # the trainer has read the group; then another trajectory is deleted
     stale = record(ledger, 1, "a", excluded={"a-1": DROPPED})
     leased = {id: entry for id, entry in stale.trajectories.items() if id != "a-1"}
     store.delete("a-2")
@@ -320,8 +319,8 @@ def test_close_group_makes_room(store: TrajectoryStore, ledger: Ledger, engine: 
     assert_adds_up(ledger, engine)
 
 
-def test_the_same_experience_in_another_run(store: TrajectoryStore, ledger: Ledger, engine: sa.Engine) -> None:
-    """Facts and books are apart: what one run trained on, another run's ledger knows nothing of."""
+def test_another_run_can_use_the_same_trajectories(store: TrajectoryStore, ledger: Ledger, engine: sa.Engine) -> None:
+    """Facts and ledgers are separate: another run's ledger does not know what one run trained on."""
     start(ledger, "a")
     settle(store, ledger, "a")
     ledger.write_step(record(ledger, 1, "a"))

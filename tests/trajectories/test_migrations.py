@@ -1,6 +1,6 @@
-"""Every released schema comes to the newest one with its rows, on SQLite and on PostgreSQL, whoever opens it first.
+"""Every released schema is migrated to the newest one with its rows, on SQLite and on PostgreSQL, by any process.
 
-`released/N.DIALECT.sql` is a database as release N left it: its DDL and a few rows. Add a pair with each release.
+`released/N.DIALECT.sql` is a database of release N: its DDL and a few rows. Add a pair with each release.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ OURS = {"alembic_version", "schema_version"}  # tables about the schema itself
 
 
 def restore(url: str, release: str) -> dict[str, list[tuple[Any, ...]]]:
-    """Make the database of a release; returns its rows."""
+    """Makes the database of a release. Returns its rows."""
     engine = sa.create_engine(url)
     script = (RELEASED / f"{release}.{engine.dialect.name}.sql").read_text()
     with engine.begin() as connection:
@@ -59,7 +59,7 @@ def rows(engine: sa.Engine) -> dict[str, list[tuple[Any, ...]]]:
 
 
 def schema(engine: sa.Engine) -> dict[str, Any]:
-    """What tables, columns, keys and indices there are."""
+    """All tables, columns, keys and indices."""
     look = sa.inspect(engine)
     return {
         name: {
@@ -103,7 +103,7 @@ def test_a_released_database_is_brought_up_to_date(
     assert schema(engine) == fresh_schema
     after = rows(engine)
     check_kept(before, after)
-    # it works: the books go on, and numbers of rewards are not given out again
+    # it works: the ledger continues, and numbers of rewards are not reused
     ledger, store = Ledger(engine, "run"), TrajectoryStore(engine, Objects.open(tmp_path / "store"))
     assert ledger.committed() == 1 and ledger.counts()["trained"] == 1
     store.finish("run-000001-0", "key", None, tokens=1, sampled_tokens=1, segments=1)
@@ -146,15 +146,13 @@ def test_many_processes_migrate_once(database_url: str, release: str, fresh_sche
     check_kept(before, rows(engine))
 
 
-def test_a_migration_that_fails_leaves_the_database_as_it_was(
-    database_url: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_failed_migration_does_not_change_the_database(database_url: str, monkeypatch: pytest.MonkeyPatch) -> None:
     before = restore(database_url, RELEASES[0])
 
     stamp = MigrationContext.stamp
 
     def fail(context: MigrationContext, scripts: ScriptDirectory, revision: str) -> None:
-        if revision == newest_revision():  # the statements of every revision have run by then
+        if revision == newest_revision():  # by then the statements of every revision have run
             raise OSError("the disk is gone")
         stamp(context, scripts, revision)
 
@@ -177,7 +175,7 @@ def test_a_newer_database_is_refused(database_url: str) -> None:
     assert revision(engine) == "9999"
 
 
-def test_a_rollmill_without_migrations_refuses_what_it_does_not_know(database_url: str) -> None:
+def test_a_rollmill_without_migrations_refuses_a_newer_schema(database_url: str) -> None:
     """0.1.0 compares `schema_version` with 1."""
     with reading(open_database(database_url)) as connection:
         found = connection.exec_driver_sql("SELECT component, version FROM schema_version").all()

@@ -1,4 +1,4 @@
-"""Promises 4 and 5 with real processes: many that race for the bound, one that is killed -9 after each statement."""
+"""Promises 4 and 5 with real processes: many compete for the bound, and one is killed -9 after each statement."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ BOUND = 5
 
 
 def race(url: str, name: str, close: bool, go: Any, results: Any) -> None:
-    """Three threads that each ask for a group 12 times; with `close` they also bring the ones they got to their end."""
+    """Three threads each request a group 12 times; with `close` they also finish the groups they got."""
     ledger = Ledger(open_database(url), "run")
     started: list[str] = []
 
@@ -46,7 +46,7 @@ def race(url: str, name: str, close: bool, go: Any, results: Any) -> None:
 
 
 def run_race(url: str, *, close: bool) -> tuple[list[str], int]:
-    """What was started in all, and the most groups that were ever open at once."""
+    """Returns the number of started groups, and the most that were open at the same time."""
     ledger = Ledger(open_database(url), "run")
     go, results = SERVER.Event(), SERVER.Queue()
     racers = [SERVER.Process(target=race, args=(url, f"p{number}", close, go, results)) for number in range(3)]
@@ -86,7 +86,7 @@ def _record(ledger: Ledger) -> StepRecord:
     return StepRecord("run", 1, "rl", ("g",), leased, rest, 1.0)
 
 
-# the life of a group, in its order
+# the life of a group, in order
 LIFE: dict[str, Callable[[TrajectoryStore, Ledger], object]] = {
     "start": lambda _, ledger: ledger.start_group("g", "task", 2, bound=1, ids=["a", "b"]),
     "replace": lambda _, ledger: ledger.replace_lost("g", "b", "c", "engine gone"),
@@ -100,7 +100,7 @@ LIFE: dict[str, Callable[[TrajectoryStore, Ledger], object]] = {
 
 
 def live_until(url: str, objects: Path, moment: str, statement: int, pipe: Connection) -> None:
-    """Do one thing; after its n-th statement, inside its transaction, say so and wait for the end."""
+    """Does one action. After its n-th statement, inside its transaction, reports it and waits to be killed."""
     engine = open_database(url)
     store, ledger = TrajectoryStore(engine, Objects.open(objects)), Ledger(engine, "run")
     numbers = itertools.count()

@@ -1,4 +1,4 @@
-"""Payloads: exact round trips, and nothing but a TrajectoryError for bytes that were not written by the encoder."""
+"""Payloads: exact round trips, and only TrajectoryError for bytes that the encoder did not write."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ def test_round_trip_with_parents_routes_and_no_routes() -> None:
     read.segments[0].tokens[0] = 5  # the trainer may work in place
 
 
-def test_strided_arrays_and_numpy_numbers_are_written_as_they_read() -> None:
+def test_strided_arrays_and_numpy_numbers_are_written_correctly() -> None:
     written = build.trajectory()
     first = written.segments[0]
     first.routes = np.asfortranarray(first.routes)
@@ -56,14 +56,14 @@ def test_strided_arrays_and_numpy_numbers_are_written_as_they_read() -> None:
     assert_same(written, decode_trajectory(encode_trajectory(written)))
 
 
-def test_what_a_child_shares_is_stored_once() -> None:
+def test_tokens_shared_with_a_parent_are_stored_once() -> None:
     parent = build.segment(length=4096, answers=((4000, 4096),), routes=None)
     child = build.segment("s1", 4096, ((4095, 4096),), routes=None, parent=(parent, 4090), cause="edit")
     alone = len(encode_trajectory(Trajectory("t", [parent])))
     assert len(encode_trajectory(Trajectory("t", [parent, child]))) < alone * 1.15
 
 
-def test_half_characters_in_messages_do_not_stop_the_seal() -> None:
+def test_lone_surrogates_in_messages_do_not_stop_the_seal() -> None:
     written = build.trajectory(messages=[{"role": "user", "content": "half \ud800 a pair"}])
     assert decode_trajectory(encode_trajectory(written)).messages[0]["content"] == "half ? a pair"
 
@@ -110,7 +110,7 @@ def test_any_valid_trajectory_survives(written: Trajectory) -> None:
 
 
 def decoded_or_refused(data: bytes) -> None:
-    """The only two outcomes there may be."""
+    """The only two allowed outcomes."""
     with contextlib.suppress(TrajectoryError):
         check_trajectory(decode_trajectory(data))
 
@@ -127,7 +127,7 @@ def test_damaged_bytes(data: st.DataObject) -> None:
 @quick
 @given(st.data())
 def test_damaged_contents(data: st.DataObject) -> None:
-    """Under the compression, where no checksum helps: the header, the record and the arrays themselves."""
+    """Inside the compression, where no checksum helps: the header, the record and the arrays."""
     plain = bytearray(zstandard.decompress(VALID))
     for _ in range(data.draw(st.integers(1, 4))):
         plain[data.draw(st.integers(0, len(plain) - 1))] = data.draw(st.integers(0, 255))
@@ -142,7 +142,7 @@ def test_arbitrary_bytes(data: bytes) -> None:
 
 
 def forge(change: Callable[[dict[str, Any], dict[str, np.ndarray]], None]) -> bytes:
-    """A payload with its record and arrays changed by someone who knows the format."""
+    """A payload with record and arrays changed by someone who knows the format."""
     arrays = dict(safetensors.numpy.load(zstandard.decompress(VALID)))
     record = json.loads(arrays.pop("record").tobytes())
     change(record, arrays)
@@ -283,7 +283,9 @@ def test_decompression_bombs(monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(TrajectoryError, match="damaged"):
         decode_trajectory(encode_trajectory(build.trajectory()) + b"more")
     monkeypatch.setattr(schema, "MAX_PAYLOAD_BYTES", 1000)
-    with pytest.raises(TrajectoryError, match="over the limit"):  # what could not be read is not written either
+    with pytest.raises(
+        TrajectoryError, match="over the limit"
+    ):  # a payload that could not be read is not written either
         encode_trajectory(build.trajectory())
 
 
@@ -293,7 +295,7 @@ def test_truncated(keep: int) -> None:
         decode_trajectory(encode_trajectory(build.trajectory())[:keep])
 
 
-def test_the_encoder_refuses_what_contradicts_itself() -> None:
+def test_the_encoder_refuses_inconsistent_records() -> None:
     broken = build.trajectory()
     broken.segments[0].logprobs[0] = -1.0
     with pytest.raises(TrajectoryError, match=r"t0: segment 's0'.*was not sampled"):
@@ -328,6 +330,6 @@ def test_seal_facts() -> None:
 
 
 def test_a_payload_of_the_first_release_is_read() -> None:
-    """0001.payload is what 0.1.0 wrote for `build.trajectory()`."""
+    """0001.payload was written by 0.1.0 for `build.trajectory()`."""
     data = (Path(__file__).parent / "released" / "0001.payload").read_bytes()
     assert_same(decode_trajectory(data), decode_trajectory(encode_trajectory(build.trajectory())))

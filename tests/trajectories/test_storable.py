@@ -1,6 +1,6 @@
 """Whatever models, graders, users and clients produce is stored and read back, or refused with a TrajectoryError.
 
-Fuzzed on SQLite and on PostgreSQL: no other error may come out, because the callers would take it for a store that is
+Fuzzed on SQLite and on PostgreSQL: no other error may be raised, because callers would take it for a store that is
 down.
 """
 
@@ -25,7 +25,7 @@ from rollmill.trajectories.store import TrajectoryStore
 from rollmill.types import LedgerState, Reward, StepRecord
 from tests.trajectories import build
 
-# characters of every kind, lone surrogates and NUL among them
+# characters of every kind, including lone surrogates and NUL
 TEXT = st.text(st.characters(), max_size=20) | st.sampled_from(["\0", "\ud800", "a\0b\udfff", "x" * 300, "'; --", "%"])
 NUMBERS = st.floats() | st.integers() | st.sampled_from([10**400, -(10**400), 1e300, math.nan, math.inf])
 LEAVES = st.none() | st.booleans() | NUMBERS | TEXT | st.binary(max_size=4) | st.builds(object) | st.builds(set)

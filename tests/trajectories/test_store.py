@@ -1,4 +1,4 @@
-"""Trajectory facts: legal transitions only, append-only rewards and feedback, payloads read back whole."""
+"""Trajectory facts: only legal transitions, append-only rewards and feedback, complete payloads."""
 
 from __future__ import annotations
 
@@ -66,7 +66,7 @@ def test_every_transition_of_the_table_and_no_other(store: TrajectoryStore) -> N
             assert store.get(id).state == source
 
 
-def test_a_whole_life(store: TrajectoryStore, objects: Objects) -> None:
+def test_a_trajectory_from_creation_to_grade(store: TrajectoryStore, objects: Objects) -> None:
     store.create("run", "g", "bug/7", ["a", "b"], PROVENANCE)
     seal(store, objects, "a")
     row = store.get("a")
@@ -84,7 +84,7 @@ def test_a_whole_life(store: TrajectoryStore, objects: Objects) -> None:
     assert loaded.segments[1].parent == ("s0", 5)
 
 
-def test_repeating_oneself_is_no_error(store: TrajectoryStore, objects: Objects) -> None:
+def test_repeated_writes_are_no_error(store: TrajectoryStore, objects: Objects) -> None:
     for _ in range(2):
         store.create("run", "g", "task", ["a"], PROVENANCE)
     seal(store, objects, "a")
@@ -98,7 +98,7 @@ def test_repeating_oneself_is_no_error(store: TrajectoryStore, objects: Objects)
         store.create("run", "another group", "task", ["a"], PROVENANCE)
 
 
-def test_what_does_not_exist(store: TrajectoryStore) -> None:
+def test_missing_trajectories(store: TrajectoryStore) -> None:
     with pytest.raises(TrajectoryError, match="no ids"):
         store.create("run", "g", "task", [], PROVENANCE)
     for call in (store.get, store.load, store.delete, lambda id: store.fail(id, "x")):
@@ -129,7 +129,7 @@ def test_a_reward_is_a_number(store: TrajectoryStore, value: float) -> None:
     assert store.rewards(["a"]) == {"a": []} and store.get("a").state == "finished"
 
 
-def test_what_an_interrupted_evaluation_left_open_gets_an_end(store: TrajectoryStore) -> None:
+def test_open_trajectories_of_an_interrupted_evaluation_fail(store: TrajectoryStore) -> None:
     states = ("running", "finished", "graded", "failed", "deleted")
     for state in states:
         bring_to(store, state, TrajectoryState(state))
@@ -176,7 +176,7 @@ def test_list_filters(store: TrajectoryStore) -> None:
     assert store.get("b1").traffic == "production"
 
 
-def test_load_many_keeps_the_order_and_says_what_is_missing(store: TrajectoryStore, objects: Objects) -> None:
+def test_load_many_keeps_the_order_and_names_missing_payloads(store: TrajectoryStore, objects: Objects) -> None:
     store.create("run", "g", "task", ["a", "b", "c"], PROVENANCE)
     seal(store, objects, "a")
     seal(store, objects, "b")
@@ -195,12 +195,12 @@ def test_load_many_keeps_the_order_and_says_what_is_missing(store: TrajectorySto
         store.load("b")
 
 
-def test_delete_forgets_the_payload_and_keeps_the_row(store: TrajectoryStore, objects: Objects) -> None:
+def test_delete_removes_the_payload_and_keeps_the_row(store: TrajectoryStore, objects: Objects) -> None:
     store.create("run", "g", "task", ["a"], PROVENANCE)
     seal(store, objects, "a")
     store.delete("a")
     assert objects.list("") == [] and store.get("a").state == "deleted"
-    store.delete("a")  # what a process killed half-way does when it comes back
+    store.delete("a")  # as a process that was killed half-way repeats it
     with pytest.raises(TrajectoryError, match="deleted"):
         store.load("a")
 
@@ -219,7 +219,7 @@ def test_a_leased_trajectory_is_not_deleted(store: TrajectoryStore, objects: Obj
 
 
 def test_polled_queries_use_an_index(tmp_path: Path) -> None:
-    """On SQLite, whose plans do not depend on how much is in the tables."""
+    """On SQLite, whose plans do not depend on the number of rows."""
     engine = open_database(f"sqlite:///{tmp_path}/mill.db")
     ledger = Ledger(engine, "run")
     polled: list[tuple[str, Any]] = []
