@@ -7,7 +7,7 @@ from tests.training.world import World
 
 @pytest.fixture(scope="module")
 def prepared(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A world with all its groups finished, to be copied before a trainer goes to work in it."""
+    """A world with all its groups finished. Tests copy it before a trainer works in it."""
     path = tmp_path_factory.mktemp("prepared")
     World(path).add_steps()
     return path

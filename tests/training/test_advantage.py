@@ -25,7 +25,7 @@ def test_kl_in_the_reward_goes_through_the_group_baseline():
     # group 0 has KL 1 and 3 (mean 2), group 1 has 5 alone:  −.1 · (−1, +1, 0)
     found = kl_advantages(np.array([1.0, 5.0, 3.0]), np.array([0, 1, 0]), 0.1)
     np.testing.assert_allclose(found, [0.1, 0.0, -0.1])
-    # the same as taking it off the rewards before the mean is
+    # the same as subtracting it from the rewards before taking the mean
     rewards, kl = np.array([1.0, 0.0]), np.array([1.0, 3.0])
     np.testing.assert_allclose(
         group_advantages(rewards - 0.1 * kl), group_advantages(rewards) + kl_advantages(kl, np.array([0, 0]), 0.1)

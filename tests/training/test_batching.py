@@ -68,19 +68,19 @@ def test_staleness_counts_across_lines():
     ("sampling", "reason"),
     [(Sampling(temperature=0.0), GREEDY), (Sampling(top_p=0.9), TRUNCATED), (Sampling(top_k=5), TRUNCATED)],
 )
-def test_spans_whose_distribution_cannot_be_computed_again_are_left_out(sampling: Sampling, reason: str):
+def test_spans_that_cannot_be_reconstructed_are_left_out(sampling: Sampling, reason: str):
     masked: Counter[str] = Counter()
     assert segment_sequence(make_segment([0, 1, 1], sampling=sampling), 1.0, rule(), masked) is None
     assert +masked == Counter({reason: 2})
 
 
-def test_temperature_travels_with_the_tokens():
+def test_each_token_keeps_its_temperature():
     sequence = segment_sequence(make_segment([0, 1], sampling=Sampling(temperature=0.7)), 1.0, rule(), Counter())
     assert sequence is not None and sequence.facts is not None
     assert sequence.facts.temperatures.tolist() == pytest.approx([0.7])
 
 
-def test_a_first_token_has_nothing_to_be_predicted_from():
+def test_a_first_token_cannot_be_a_target():
     masked: Counter[str] = Counter()
     sequence = segment_sequence(make_segment([1, 1]), 1.0, rule(), masked)
     assert sequence is not None and sequence.rows.tolist() == [0] and masked[NO_CONTEXT] == 1

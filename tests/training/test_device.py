@@ -1,4 +1,4 @@
-"""The loop on the CPU and on CUDA: the same bits again, all figures every step, and broken numbers change nothing."""
+"""The loop on the CPU and on CUDA: reproducible bits, all figures every step, and no effect of broken numbers."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def device(request: pytest.FixtureRequest) -> Device:
 
 
 def documents(seed: int, start: int) -> Iterator[Document]:
-    """All of one length, with every fourth token no target: shapes come back, and rows are picked."""
+    """All of one length, with every fourth token not a target: shapes repeat, and rows are selected."""
     index = start
     while True:
         tokens = np.random.default_rng((seed, index)).integers(0, MODEL.vocab_size, 16)
@@ -83,7 +83,7 @@ def prepared(path: Path, device: Device, model: ModelConfig = MODEL) -> World:
 
 @pytest.mark.parametrize("kind", ["rl", "midtrain"])
 def test_a_run_that_was_interrupted_has_the_bits_of_one_that_was_not(tmp_path: Path, device: Device, kind: str):
-    """On CUDA the straight run replays recorded passes where the resumed one runs its first ones as they are."""
+    """On CUDA the uninterrupted run replays recorded graphs where the resumed one runs its first passes directly."""
     straight, stopped = (prepared(tmp_path / name, device) for name in ("straight", "stopped"))
     run(straight, kind, STEPS)
     for until in (3, STEPS):
@@ -93,10 +93,10 @@ def test_a_run_that_was_interrupted_has_the_bits_of_one_that_was_not(tmp_path: P
 
 
 @pytest.mark.parametrize("form", ["fp8", "nvfp4"])
-def test_a_quantised_run_goes_on_whatever_memory_held(
+def test_a_quantised_run_resumes_whatever_uninitialised_memory_held(
     tmp_path: Path, device: Device, form: str, monkeypatch: pytest.MonkeyPatch
 ):
-    """A model is made in memory that nobody has written, where there may be numbers that have no codes."""
+    """A model is allocated in uninitialised memory, which may hold numbers that have no codes."""
 
     def littered(*given: Any) -> Decoder:
         model = decoder_on(*given)
@@ -111,16 +111,16 @@ def test_a_quantised_run_goes_on_whatever_memory_held(
 
 
 @GPU
-def test_passes_whose_shape_comes_back_are_recorded_in_mid_training(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+def test_passes_of_repeated_shapes_are_recorded_in_mid_training(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     recorded: list[Any] = []
     record = GraphedPasses._record
     monkeypatch.setattr(GraphedPasses, "_record", lambda self, *given: recorded.append(1) or record(self, *given))
     run(prepared(tmp_path, "cuda"), "midtrain", STEPS)
-    assert len(recorded) == 1, "two micro-batches a step, all of one shape"
+    assert len(recorded) == 1, "two micro-batches per step, all of one shape"
 
 
-def test_a_trainer_that_is_dropped_is_gone_at_once(tmp_path: Path, device: Device):
-    """Graphs that wait for the garbage collector may be freed while another one is recorded, which ends that one."""
+def test_a_deleted_trainer_is_freed_at_once(tmp_path: Path, device: Device):
+    """If graphs wait for the garbage collector, they may be freed while another one is recorded, which breaks it."""
     trainer = midtrainer(prepared(tmp_path, device))
     trainer.run(3)
     passes = weakref.ref(trainer._objective._passes)  # type: ignore[attr-defined]
@@ -133,7 +133,7 @@ def test_a_trainer_that_is_dropped_is_gone_at_once(tmp_path: Path, device: Devic
 
 
 @pytest.mark.parametrize("kind", ["rl", "midtrain"])
-def test_without_determinism_it_trains_all_the_same(tmp_path: Path, device: Device, kind: str):
+def test_training_without_determinism(tmp_path: Path, device: Device, kind: str):
     training = TRAINING.model_copy(update={"deterministic": False})
     world = prepared(tmp_path, device)
     run(world, kind, 3, training)
@@ -144,7 +144,7 @@ def test_without_determinism_it_trains_all_the_same(tmp_path: Path, device: Devi
 
 
 @pytest.mark.parametrize("kind", ["rl", "midtrain"])
-def test_layers_that_run_again_change_no_bit(tmp_path: Path, device: Device, kind: str):
+def test_recomputed_layers_change_no_bit(tmp_path: Path, device: Device, kind: str):
     kept, again = (prepared(tmp_path / name, device) for name in ("kept", "again"))
     run(kept, kind, 3)
     run(again, kind, 3, TRAINING.model_copy(update={"recompute_every": 1}))
@@ -161,8 +161,8 @@ FIGURES = [
 ]  # fmt: skip
 
 
-def test_every_figure_is_there_every_step(tmp_path: Path, device: Device):
-    """Tokens of an engine that computes in FP32 on the CPU, trained on where the test runs."""
+def test_every_step_has_every_figure(tmp_path: Path, device: Device):
+    """Tokens of an engine that computes in FP32 on the CPU, trained on the device of the test."""
     telemetry.open_events(tmp_path / "events", "trainer")
     world = World(tmp_path, device=device)
     config = RLConfig(kl_factor=0.01, reference="main@0")
@@ -186,7 +186,7 @@ def test_every_figure_is_there_every_step(tmp_path: Path, device: Device):
 
 @GPU
 @pytest.mark.parametrize("move", [(0, 0), (1, 0), (0, 1)])
-def test_routers_are_measured_alike_on_both_devices(move: tuple[int, int]):
+def test_router_figures_are_the_same_on_both_devices(move: tuple[int, int]):
     draw = torch.Generator().manual_seed(0)
     live = torch.rand(200, 3, 8, generator=draw).topk(2).indices
     replay = Replay(live.roll(move, (0, 1)), torch.rand(200, generator=draw) < 0.9)
@@ -208,7 +208,7 @@ def test_routers_are_measured_alike_on_both_devices(move: tuple[int, int]):
         {"objective": "dppo", "replay_plausibility": 0.5, "veto_drift": 1.0},
     ],
 )
-def test_what_looks_at_sequences_and_routes_trains_and_repeats(tmp_path: Path, device: Device, dials: dict[str, Any]):
+def test_losses_over_sequences_and_routes_train_and_repeat(tmp_path: Path, device: Device, dials: dict[str, Any]):
     first, second = (prepared(tmp_path / name, device) for name in ("first", "second"))
     for world in (first, second):
         world.trainer(config=RLConfig(**dials)).run(3)
@@ -219,7 +219,7 @@ def test_what_looks_at_sequences_and_routes_trains_and_repeats(tmp_path: Path, d
 
 
 def poisoned_parent(world: World) -> Version:
-    """A published version with one weight that is not finite: what a run gets that starts from a broken one."""
+    """A published version with one weight that is not finite, as the parent of a run."""
     model = Decoder(world.model)
     model.initialise(0)
     with torch.no_grad():
@@ -237,19 +237,19 @@ def test_weights_that_are_not_finite_end_the_run_unchanged(tmp_path: Path, devic
     trainer = world.trainer(training, parent=parent) if kind == "rl" else midtrainer(world, training, parent)
     with pytest.raises(TrainingError, match="the last 2 steps, up to step 2, were not finite"):
         trainer.run(STEPS)
-    assert len({digest for _, digest in world.chain()}) == 1, "nothing was learnt from nonsense"
+    assert len({digest for _, digest in world.chain()}) == 1, "the weights did not change"
     assert world.weights.manifest(Version("main", 2)).metadata["unchanged"] == "its gradient was not finite"
     steps = [event for event in telemetry.read_events(tmp_path / "events") if event["kind"].endswith("step")]
     assert [(event["applied"], event["grad_norm"], event["loss"]) for event in steps] == [(False, None, None)] * 2
 
 
-def test_a_poisoned_batch_costs_its_own_step_and_no_more(tmp_path: Path, device: Device):
+def test_a_batch_that_is_not_finite_costs_only_its_own_step(tmp_path: Path, device: Device):
     telemetry.open_events(tmp_path / "events", "trainer")
     world = World(tmp_path, device=device)
     for step in range(1, 5):
         members = [make_segment([0, 0, 0, 1, 1, 1], seed=10 * step + index, policies=[policy()]) for index in range(2)]
         if step in (2, 3):
-            members[0].logprobs[4] = -3e38  # finite, as payloads must be, and beyond what can be computed with
+            members[0].logprobs[4] = -3e38  # finite, as payloads must be, but too large to compute with
         world.add_group(f"group-{step}", members, [1.0, 0.0])
     world.trainer(pace=Pace(1, 2, 100)).run(4)
     digests = [digest for _, digest in world.chain()]
@@ -258,7 +258,7 @@ def test_a_poisoned_batch_costs_its_own_step_and_no_more(tmp_path: Path, device:
     assert sum("changed nothing: its gradient was not finite" in text for text in texts) == 2
 
 
-# gates with a bias, which no optimizer keeps
+# gates with a bias, which is not in the optimizer
 
 BIASED = MODEL.model_copy(update={"gate": "sigmoid", "gate_bias": True})
 
@@ -279,7 +279,7 @@ def test_a_gates_bias_survives_a_restart(tmp_path: Path, device: Device, kind: s
     for number in (0, 3, 5):
         served = again.weights.load(Version("main", number))[name]
         assert served.data.tobytes() == to_host(model.state_dict())[name].data.tobytes()
-    assert again.weights.numbers("main.2") == [], "the checkpoint held what was published"
+    assert again.weights.numbers("main.2") == [], "the checkpoint had the published bias"
 
 
 def test_a_checkpoint_without_the_bias_is_refused(tmp_path: Path):
@@ -291,7 +291,7 @@ def test_a_checkpoint_without_the_bias_is_refused(tmp_path: Path):
 
 @GPU
 def test_gradients_of_many_micro_batches_are_added_in_fp32(tmp_path: Path):
-    """512 micro-batches of the same document have its gradient; a sum kept in bf16 would stop growing half-way."""
+    """512 micro-batches of the same document have its gradient; a bf16 sum would stop growing half-way."""
     telemetry.open_events(tmp_path / "events", "trainer")
     same = [next(documents(0, 0))] * 512
     for count in (1, 512):

@@ -21,7 +21,7 @@ def measures(log_weights: list[float], **changes: list[float]) -> TokenMeasures:
     return TokenMeasures(np.array(log_weights), **{name: np.array(values) for name, values in arrays.items()})
 
 
-def test_figures_worked_out_by_hand():
+def test_figures_computed_by_hand():
     first = measures([math.log(2.0), 0.0], kept=[True, False], staleness=[0, 0], entropies=[1.0, 2.0])
     second = measures([math.log(4.0), 0.0], staleness=[1, 2], entropies=[0.0, 1.0])
     figures = token_figures([first, second])
@@ -35,12 +35,12 @@ def test_figures_worked_out_by_hand():
     assert figures["ess"] == pytest.approx((2 + 1 + 4 + 1) ** 2 / (4 * (4 + 1 + 16 + 1)))
     assert (figures["mask_fraction"], figures["entropy"]) == (0.25, 1.0)
     assert figures["kl_entropy"] == figures["drift_k3"]  # over a mean entropy of 1
-    assert figures["drift_outside"] == 0.25, "a ratio of 4 is, one of exactly 2 is not"
-    assert not any(name.startswith("mismatch") for name in figures), "drift is no mismatch"
+    assert figures["drift_outside"] == 0.25, "a ratio of 4 is outside, one of exactly 2 is not"
+    assert not any(name.startswith("mismatch") for name in figures), "drift is not mismatch"
 
 
 def test_masks_and_clips_are_counted_by_sign():
-    # two of three tokens to be made likelier are masked and none to be made less likely; clipped are one of each
+    # masked: two of three tokens to be made likelier, none to be made less likely; clipped: one of each
     figures = token_figures(
         [
             measures(
@@ -54,7 +54,7 @@ def test_masks_and_clips_are_counted_by_sign():
     assert figures["clip_fraction"] == 2 / 8
     assert (figures["clip_fraction_positive"], figures["clip_fraction_negative"]) == (pytest.approx(1 / 3), 1 / 4)
     assert figures["veto_share"] == 2 / 8
-    assert token_figures([measures([0.0])])["mask_fraction_negative"] is None, "there was none to mask"
+    assert token_figures([measures([0.0])])["mask_fraction_negative"] is None, "there was no such token"
 
 
 def test_staleness_is_split_into_queue_and_flight():
@@ -64,7 +64,7 @@ def test_staleness_is_split_into_queue_and_flight():
     assert figures["staleness_queue"] + figures["staleness_flight"] == figures["staleness_mean"]
 
 
-def test_mismatch_worked_out_by_hand():
+def test_mismatch_computed_by_hand():
     figures = mismatch_figures(np.array([math.log(2.0), 0.0]), {"no weights": 3, "no reason": 0})
     assert figures["mismatch_k1"] == pytest.approx(-math.log(2) / 2)
     assert figures["mismatch_k3"] == pytest.approx((2 - 1 - math.log(2)) / 2)
@@ -81,7 +81,7 @@ def test_nothing_measured_is_not_agreement():
     assert warnings(figures) == []
 
 
-def test_warnings_in_words():
+def test_warnings_name_the_figure_and_the_cause():
     figures = {"mismatch_k3": 0.1, "ess": 0.2, "mask_fraction": 0.6, "router_zero_overlap": 0.4}
     texts = warnings(figures)
     assert [text.split()[0] for text in texts] == ["mismatch_k3", "ess", "mask_fraction", "router_zero_overlap"]
@@ -111,7 +111,7 @@ def test_every_limit_names_a_likely_cause(figures: dict[str, float], words: str)
     assert words in text and "{" not in text
 
 
-def test_one_cause_is_told_once():
+def test_one_cause_is_reported_once():
     assert len(warnings({"mask_fraction": 0.7, "mask_fraction_positive": 0.8, "mask_fraction_negative": 0.6})) == 1
     assert len(warnings({"mismatch_k3": 0.1, "mismatch_outside": 0.3})) == 1
 

@@ -1,7 +1,7 @@
-"""Engine and trainer on the same weights: every sampled token's log-prob, computed again by the trainer.
+"""Engine and trainer on the same weights: the trainer computes every sampled token's log-prob again.
 
-64 answers are sampled while versions arrive. Those tokens whose whole context was computed by the version that sampled
-them are recomputed under exactly that version, with the engine's routes replayed: the mismatch of a healthy pair.
+64 answers are sampled while versions arrive. Tokens whose whole context was computed by the version that sampled them
+are recomputed under exactly that version, with the engine's routes replayed. This is the mismatch of a healthy pair.
 """
 
 from __future__ import annotations
@@ -62,11 +62,11 @@ class Sampled:
 
     @property
     def pure(self) -> bool:
-        """A prompt that is computed in pieces may have keys and values older than its first token."""
+        """Whether no older weights are in the cache: a prompt computed in pieces may have older keys and values."""
         return self.whole.last.oldest_kv_policy == self.whole.policies[0]
 
     def sequence(self) -> PackedSequence:
-        """The tokens of the first version that sampled here: only those saw no keys and values of another."""
+        """The tokens of the first version that sampled here: only these saw no keys and values of another version."""
         policies, prompt = self.whole.policies, len(self.prompt)
         count = policies.count(policies[0])
         tokens = np.array(self.prompt + self.whole.tokens[: count - 1], dtype=np.int64)
@@ -111,7 +111,7 @@ async def sample_through_versions(device: Device, updates: list[Update]) -> list
 def recomputed_differences(
     device: Device, updates: list[Update], sampled: list[Sampled], *, replayed: bool
 ) -> dict[PolicyRef, np.ndarray]:
-    """Δ = log π − log μ of the tokens, by the version that sampled them."""
+    """Δ = log π − log μ of the tokens, under the version that sampled them."""
     model = decoder_on(choose_device(device), MODEL)
     found = {}
     for update in updates:
@@ -145,7 +145,7 @@ async def test_the_trainer_finds_the_log_probs_that_the_engine_recorded(device: 
         assert numbers == sorted(numbers)
     replayed = recomputed_differences(device, updates, sampled, replayed=True)
     live = recomputed_differences(device, updates, sampled, replayed=False)
-    assert len(replayed) >= 3, "answers began under several versions"
+    assert len(replayed) >= 3, "answers started under several versions"
     everything = np.concatenate(list(replayed.values()))
     assert len(everything) > ANSWERS * TOKENS // 4
     for name, deltas in (("replayed", everything), ("live", np.concatenate(list(live.values())))):
@@ -156,7 +156,7 @@ async def test_the_trainer_finds_the_log_probs_that_the_engine_recorded(device: 
         )
     most, largest = LIMITS[device]
     assert k3(everything) <= most and np.abs(everything).max() <= largest
-    # the figure can fail: under the version before, the same tokens are further off
+    # the figure can fail: under the version before, the same tokens differ more
     wrong = [replaced_version(update, before) for before, update in itertools.pairwise(updates)]
     other = recomputed_differences(device, wrong, sampled, replayed=True)
     assert k3(np.concatenate(list(other.values()))) > 10 * k3(everything)

@@ -1,4 +1,4 @@
-"""How many tokens a micro-batch has where nobody said."""
+"""The default number of tokens per micro-batch."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from rollmill.training.fitting import fitted, fitting_tokens, kept_bytes
 from tests.kernels import DEVICE, INTERPRETED, cuda
 
 GIB = 1 << 30
-TOKENS = 32 if INTERPRETED else 64  # it takes milliseconds a row
+TOKENS = 32 if INTERPRETED else 64  # the interpreter takes milliseconds per row
 DENSE = ModelConfig(
     vocab_size=512, layers=3, width=512, heads=8, kv_heads=4, head_dim=64, mlp_width=2048, experts=0, max_context=4096
 )
@@ -41,7 +41,7 @@ LARGE = ModelConfig(
 )
 
 
-def test_what_is_given_stays_and_a_cpu_has_its_own():
+def test_a_configured_size_stays_and_a_cpu_has_its_default():
     cpu = torch.device("cpu")
     given = TrainingConfig(tokens_per_microbatch=77)
     assert fitted(given, DENSE, cpu) is given
@@ -49,13 +49,13 @@ def test_what_is_given_stays_and_a_cpu_has_its_own():
     assert fitted(TrainingConfig(ranks=2), DENSE, cpu).tokens_per_pass == 16384
 
 
-def test_a_gpu_takes_what_half_of_it_holds():
+def test_a_gpu_uses_half_of_its_memory():
     assert fitting_tokens(TrainingConfig(), DENSE, 80 * GIB) == 32768
     little = [fitting_tokens(TrainingConfig(ranks=64), LARGE, size * GIB) for size in (40, 80, 140)]
     assert little == sorted(little) and little[0] == 1024 and 2048 < little[-1] < 32768
     assert all(each % 1024 == 0 for each in little)
     kept = TrainingConfig(ranks=64, recompute_mlp=False)
-    assert fitting_tokens(kept, LARGE, 140 * GIB) < little[-1], "what is kept leaves room for fewer"
+    assert fitting_tokens(kept, LARGE, 140 * GIB) < little[-1], "memory that is kept leaves room for fewer"
 
 
 variants = pytest.mark.parametrize(
@@ -69,7 +69,7 @@ variants = pytest.mark.parametrize(
 @variants
 @pytest.mark.parametrize("name", MODELS)
 @pytest.mark.parametrize("lengths", [[2048] * 4, [3000, 2048, 1000, 2144]], ids=["even", "ragged"])
-def test_what_a_token_keeps_is_what_was_counted(name: str, lengths: list[int], form: str, recompute_mlp: bool):
+def test_memory_per_token_is_as_estimated(name: str, lengths: list[int], form: str, recompute_mlp: bool):
     config, device = MODELS[name], torch.device("cuda")
     model = decoder_on(device, config, form)
     model.initialise(0)
@@ -85,12 +85,12 @@ def test_what_a_token_keeps_is_what_was_counted(name: str, lengths: list[int], f
         del output
         return found
 
-    held()  # kernels and workspaces of the first time are not a token's
+    held()  # kernels and workspaces of the first call do not count
     assert held() / sum(lengths) == pytest.approx(kept_bytes(config, recompute_mlp), rel=0.3)
 
 
 class Attended(Function):
-    """Keeps what latent attention on CUDA does, and computes nothing."""
+    """Keeps what latent attention on CUDA keeps, and computes nothing."""
 
     @staticmethod
     def forward(ctx: Any, q_NHD: Tensor, k_NKD: Tensor, v_NKD: Tensor) -> Tensor:
@@ -103,8 +103,8 @@ class Attended(Function):
 @pytest.mark.kernels
 @variants
 @pytest.mark.parametrize("name", MODELS)
-def test_what_the_graph_refers_to_is_what_was_counted(name: str, form: str, recompute_mlp: bool):
-    """The same by the storages that are saved for the backward pass."""
+def test_saved_tensors_per_token_are_as_estimated(name: str, form: str, recompute_mlp: bool):
+    """The same, by the storages saved for the backward pass."""
     config = MODELS[name]
     model = decoder_on(torch.device(DEVICE), config, form).to(torch.bfloat16)
     model.initialise(0)

@@ -1,4 +1,4 @@
-"""When passes are recorded and when they run as they are. What a graph computes is held to in test_step."""
+"""When passes are recorded, and when they run directly. test_step.py checks what a graph computes."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ FULL = [
 
 
 class Recorder(GraphedPasses):
-    """Never has the memory for a graph."""
+    """Never has enough memory for a graph."""
 
     def __init__(self, model: nn.Module) -> None:
         super().__init__(model)
@@ -33,7 +33,7 @@ class Recorder(GraphedPasses):
     def _record(self, inputs: Sequence[Tensor], backward: Any) -> Any:
         self.tried.append(inputs)
         self._pool = "a pool"
-        backward(*inputs)  # what is left half done
+        backward(*inputs)  # leaves an incomplete result behind
         raise FULL[0]
 
 
@@ -54,7 +54,7 @@ def run(passes: GraphedPasses, model: nn.Linear, shape: Any) -> tuple[float, Ten
     return loss, gradient
 
 
-def test_shapes_that_never_come_back_are_forgotten():
+def test_shapes_that_do_not_repeat_are_forgotten():
     model = nn.Linear(3, 1, bias=False)
     passes = Recorder(model)
     for shape in range(2000):
@@ -62,17 +62,17 @@ def test_shapes_that_never_come_back_are_forgotten():
     assert passes.tried == [] and len(passes._seen) < 2000
 
 
-def test_where_a_graph_finds_no_memory_passes_run_as_they_are():
+def test_without_memory_for_a_graph_passes_run_directly():
     model = nn.Linear(3, 1, bias=False)
     passes = Recorder(model)
     for _ in range(4):
         loss, gradient = run(passes, model, "a shape")
         assert loss == pytest.approx(2 * float(model.weight.detach().sum()))
-        assert torch.equal(gradient, torch.full((1, 3), 2.0)), "what the recording left behind does not count"
+        assert torch.equal(gradient, torch.full((1, 3), 2.0)), "gradients of the failed recording do not count"
     assert len(passes.tried) == 1, "it is not tried again"
 
 
-def test_a_pass_that_finds_no_memory_by_itself_says_so():
+def test_a_direct_pass_without_memory_raises():
     model = nn.Linear(3, 1, bias=False)
 
     def backward(x: Tensor) -> Tensor:
@@ -83,12 +83,12 @@ def test_a_pass_that_finds_no_memory_by_itself_says_so():
 
 
 @pytest.mark.parametrize("error", FULL, ids=str)
-def test_a_full_device_is_known_by_every_error_it_has(error: Exception):
+def test_every_error_of_a_full_device_is_recognised(error: Exception):
     assert is_full(error)
 
 
 @pytest.mark.parametrize("error", [RuntimeError("shapes differ"), ValueError("out of memory"), MemoryError()], ids=repr)
-def test_other_errors_are_not_of_a_full_device(error: Exception):
+def test_other_errors_are_not_taken_for_a_full_device(error: Exception):
     assert not is_full(error)
 
 
@@ -100,8 +100,8 @@ def packed(lengths: list[int]) -> MicroBatch:
 
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
-def test_graphs_give_way_to_a_pass_that_needs_their_memory():
-    """The memory of one pass and a third: enough for any of them, and not for one beside the graph of another."""
+def test_graphs_are_freed_for_a_pass_that_needs_their_memory():
+    """Memory for one pass and a third: enough for any pass alone, but not beside the graph of another."""
     model = decoder_on(torch.device("cuda"), MODEL)
     model.initialise(0)
     often, other = packed([LENGTH, LENGTH]), packed([LENGTH + 1, LENGTH - 1])

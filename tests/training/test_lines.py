@@ -1,4 +1,4 @@
-"""Where lines begin: from random weights, from a version of another line, and where nothing is there to go on from."""
+"""How lines begin: from random weights, from a version of another line, and without a usable checkpoint."""
 
 from pathlib import Path
 
@@ -44,11 +44,11 @@ def test_a_line_starts_from_a_version_of_another_one(tmp_path: Path):
     assert lineage.position("main", 1) == 1
     assert lineage.position("base", 2) == 0 and lineage.position("base", 1) == -1
     assert lineage.position("stranger", 1) is None
-    # on a restart the parent no longer matters: the line has its own checkpoint
+    # on a restart the parent is not needed: the line has its own checkpoint
     assert other.trainer(parent=None).run(2) == Version("main", 2)
 
 
-def test_names_of_the_lines_that_go_on(tmp_path: Path):
+def test_names_of_successor_lines(tmp_path: Path):
     world = World(tmp_path)
     assert newest_line(world.weights, "main") == "main" and next_line(world.weights, "main") == "main.2"
     world.trainer().run(0)
@@ -97,7 +97,7 @@ def test_another_seed_does_not_change_a_line_that_exists(tmp_path: Path):
     assert world.ledger.open_groups() == (STEPS - 3) * PACE.groups_per_step
 
 
-def test_collected_versions_take_neither_the_lineage_nor_the_run_along(tmp_path: Path):
+def test_lineage_and_run_survive_collected_versions(tmp_path: Path):
     world = World(tmp_path)
     world.trainer().run(0)
     tensors = world.weights.load(Version("main", 0))
@@ -120,7 +120,7 @@ def test_collected_versions_take_neither_the_lineage_nor_the_run_along(tmp_path:
 
 
 def test_versions_are_held_for_a_stopped_trainer_and_released_by_a_finished_one(tmp_path: Path):
-    """A trainer that will go on compares the steps it repeats with their versions; a finished one repeats none."""
+    """A stopped trainer compares the steps it repeats with their versions. A finished one repeats none."""
     world = World(tmp_path)
     world.add_steps()
     training = TRAINING.model_copy(update={"snapshot_every": 1})
@@ -142,7 +142,7 @@ def test_versions_are_held_for_a_stopped_trainer_and_released_by_a_finished_one(
     assert collect(world.weights, "main", keep=1).kept == (STEPS,)
 
 
-def test_a_lease_of_a_trainer_that_died_after_its_last_step_is_released_by_the_next(tmp_path: Path):
+def test_the_next_trainer_releases_a_lease_of_one_that_died_after_its_last_step(tmp_path: Path):
     world = World(tmp_path)
     world.add_steps()
     world.trainer().run(STEPS)
@@ -151,8 +151,8 @@ def test_a_lease_of_a_trainer_that_died_after_its_last_step_is_released_by_the_n
     assert Leases(world.objects, "main").held() == []
 
 
-def test_a_run_whose_versions_since_the_checkpoint_were_collected_says_so(tmp_path: Path):
-    """Steps that are run again could not be compared with what was published, and must not be published twice."""
+def test_a_run_whose_versions_since_the_checkpoint_were_collected_raises(tmp_path: Path):
+    """Repeated steps could not be compared with the published versions, and must not be published twice."""
     world = World(tmp_path)
     world.add_steps()
     world.trainer(TRAINING.model_copy(update={"snapshot_every": 1})).run(STEPS)
@@ -165,7 +165,7 @@ def test_a_run_whose_versions_since_the_checkpoint_were_collected_says_so(tmp_pa
 
 
 def test_a_run_in_another_form_knows_the_checkpoint_it_began_with(tmp_path: Path):
-    """The imported checkpoint is bf16, whatever the line is served as."""
+    """The imported checkpoint is bf16, whatever the form of the line."""
     world = World(tmp_path)
     tensors = make_tensors()
     Publisher(world.weights, "base").publish(4, tensors)
@@ -175,7 +175,7 @@ def test_a_run_in_another_form_knows_the_checkpoint_it_began_with(tmp_path: Path
 
 
 def test_a_large_state_is_written_in_parts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    """And the first one has no moments yet."""
+    """The first checkpoint has no moments yet."""
     monkeypatch.setattr(state, "OBJECT_BYTES", 8_000)
     world = World(tmp_path)
     world.add_steps()

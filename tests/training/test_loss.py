@@ -1,4 +1,4 @@
-"""Every loss against values worked out by hand, its closed-form gradient, and finite differences."""
+"""Every loss, compared with values computed by hand, its closed-form gradient, and finite differences."""
 
 import math
 from typing import Any
@@ -20,7 +20,7 @@ def log(*values: float) -> Tensor:
 def setup(
     pi: list[float], mu: list[float], advantages: list[float], config: RLConfig, **named: Any
 ) -> tuple[PolicyLoss, list[float]]:
-    """The loss with divisor 1 and its gradient by log π."""
+    """The loss with divisor 1, and its gradient with respect to log π."""
     logprobs = log(*pi).requires_grad_()
     tokens = PolicyTokens(logprobs, log(*mu), torch.tensor(advantages, dtype=torch.float64), **named)
     result = policy_loss(tokens, config, 1.0)
@@ -43,7 +43,7 @@ def test_policy_gradient_has_no_mask():
     assert gradient == near([-1.75, 0.5])  # −A · w
 
 
-def test_dppo_worked_out_by_hand():
+def test_dppo_computed_by_hand():
     # token 1: π .5, μ .4, A +1 → w 1.25 → −1.25;  token 2: π .2, μ .4, A −1 → w .5 → +.5 (moved by −.2, not more)
     tokens = PolicyTokens(log(0.5, 0.2), log(0.4, 0.4), torch.tensor([1.0, -1.0]))
     result = policy_loss(tokens, PLAIN, 4.0)
@@ -52,7 +52,7 @@ def test_dppo_worked_out_by_hand():
     assert result.log_weights_M.tolist() == pytest.approx([math.log(1.25), math.log(0.5)])
 
 
-def test_dppo_mask_is_about_probability_and_looks_at_the_sign():
+def test_dppo_masks_by_probability_and_by_sign():
     # up by .3: further up is masked, back down is not; down by .3 likewise; a tenfold ratio of small numbers is kept
     result, gradient = setup([0.7, 0.7, 0.1, 0.1, 0.001], [0.4, 0.4, 0.4, 0.4, 0.0001], [1, -1, -1, 1, 1], PLAIN)
     assert result.kept_M.tolist() == [False, True, False, True, True]
@@ -70,8 +70,8 @@ def test_weight_is_capped_in_the_gradient_not_cut_off():
     assert gradient == near([-20.0]) and result.clipped_M.all()  # the ratio is 100
 
 
-def test_the_default_has_the_bits_it_always_had():
-    """The formula the first runs were trained with, written out; a change of one bit would start new lines."""
+def test_the_default_loss_keeps_its_bits():
+    """The formula of the first runs, written out. A change of one bit would start new lines."""
     generator = torch.Generator().manual_seed(3)
     engine = -torch.rand(500, generator=generator) * 4
     advantages = torch.randn(500, generator=generator)
@@ -91,7 +91,7 @@ def test_the_default_has_the_bits_it_always_had():
 # clipped ratios
 
 
-def test_ppo_clips_only_the_way_the_advantage_pushes():
+def test_ppo_clips_only_in_the_direction_of_the_advantage():
     # w = 1.25 up:   min(1.25, 1.2)           = 1.2,  clipped        loss −1.2
     # w = .5 down:   min(−.5, −.8)            = −.8,  clipped        loss  +.8
     # w = .75 up:    min(.75, .8)             = .75                  loss −.75
@@ -111,7 +111,7 @@ def test_cispo_bounds_the_weight_and_keeps_every_gradient():
     assert gradient == near([-1.25, -1.5, 0.5])  # −A · clip(w)
 
 
-def test_gspo_has_one_ratio_a_sequence():
+def test_gspo_has_one_ratio_per_sequence():
     # sequence 1: s = √(1.25 · .5) = √.625 on both tokens; sequence 2: s = 1.5 → clipped at 1.3
     config = RLConfig(loss="gspo", clip_low=0.3, clip_high=0.3)
     result, gradient = setup([0.5, 0.2, 0.6], [0.4] * 3, [1, 1, 1], config, sequences=torch.tensor([0, 0, 1]))
@@ -124,7 +124,7 @@ def test_gspo_has_one_ratio_a_sequence():
 # importance weights beside the ratio
 
 
-def test_decoupled_ppo_weighs_a_clipped_ratio():
+def test_decoupled_ppo_weights_a_clipped_ratio():
     # ρ = .5/.4 = 1.25, r = .55/.5 = 1.1 → 1.375;  r = .65/.5 = 1.3 → 1.25 · 1.2 = 1.5;  ρ = .4/.1 = 4 → cap 2, r = 1
     config = RLConfig(loss="decoupled_ppo", weight_cap=2.0)
     result, gradient = setup([0.55, 0.65, 0.4], [0.4, 0.4, 0.1], [1, 1, 1], config, old_logprobs=log(0.5, 0.5, 0.4))
@@ -144,7 +144,7 @@ def test_decoupled_ppo_weighs_a_clipped_ratio():
     ],
 )
 def test_weights_at_the_version_trained_from(loss_name: Any, weights: list[float], kept: list[int], clipped: list[int]):
-    """With one update a step π is π_old: r is 1, the loss −Σ weight · A and its gradient −weight · A."""
+    """With one update per step π is π_old: r is 1, the loss is −Σ weight · A, and its gradient is −weight · A."""
     pi, advantages = [0.4, 0.5, 0.1, 0.6], [1, -1, 2, 1]
     config = RLConfig(loss=loss_name)
     result, gradient = setup(pi, [0.1, 0.4, 0.4, 0.1], advantages, config, old_logprobs=log(*pi))
@@ -174,7 +174,7 @@ def test_sequence_weights_are_products():
         (RLConfig(entropy_factor=0.1), "entropy_factor needs entropies"),
     ],
 )
-def test_what_is_missing_is_said(config: RLConfig, needs: str):
+def test_missing_inputs_are_named(config: RLConfig, needs: str):
     with pytest.raises(ValueError, match=needs):
         setup([0.5], [0.4], [1], config)
 
@@ -197,7 +197,7 @@ def test_what_is_missing_is_said(config: RLConfig, needs: str):
     ids=lambda config: config.loss,
 )
 def test_gradients_agree_with_finite_differences(config: RLConfig):
-    """Of the whole way from logits to loss; cispo and k2 hold weights constant on purpose and have closed forms."""
+    """From logits to loss. cispo and k2 hold weights constant on purpose and have closed forms."""
     generator = torch.Generator().manual_seed(1)
 
     def draw() -> Tensor:
@@ -262,7 +262,7 @@ def test_target_logprobs_agree_with_torch_under_temperature():
 
 
 def test_entropy_of_impossible_tokens_has_a_gradient():
-    """Tokens masked with −inf take no part and bring no NaN."""
+    """Tokens masked with −inf have no effect and cause no NaN."""
     logits = torch.tensor([[0.3, -0.2, -math.inf, 1.0]], dtype=torch.float64, requires_grad=True)
     _, entropies = target_logprobs(logits, torch.tensor([0]))
     entropies.sum().backward()

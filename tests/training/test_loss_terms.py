@@ -1,4 +1,4 @@
-"""What is added to every objective: KL to a reference, sequence veto, entropy, and what the sum is divided by."""
+"""The terms that every loss may have: KL to a reference, sequence veto, entropy; and the divisor of the sum."""
 
 import math
 from typing import Any
@@ -26,7 +26,7 @@ def distributions() -> tuple[Tensor, Tensor, Tensor]:
 
 
 def kl_gradient(logits: Tensor, reference: Tensor) -> Tensor:
-    """Of KL(π ‖ reference), summed exactly over the vocabulary."""
+    """The gradient of KL(π ‖ reference), summed exactly over the vocabulary."""
     logprobs = torch.log_softmax(logits, 0)
     return torch.autograd.grad((logprobs.exp() * (logprobs - reference)).sum(), logits)[0]
 
@@ -34,7 +34,7 @@ def kl_gradient(logits: Tensor, reference: Tensor) -> Tensor:
 @pytest.mark.parametrize("form", ["k2", "k3"])
 @pytest.mark.parametrize("on_policy", [True, False])
 def test_kl_losses_have_the_exact_gradient_in_expectation(form: Any, on_policy: bool):
-    """The expectation over what the engine samples is written out: every token once, weighed by μ."""
+    """The expectation over the engine's samples, written out: every token once, weighted by μ."""
     logits, mu, reference = distributions()
     logprobs = torch.log_softmax(logits, 0)
     engine = logprobs.detach() if on_policy else mu
@@ -44,17 +44,17 @@ def test_kl_losses_have_the_exact_gradient_in_expectation(form: Any, on_policy: 
 
 
 def test_k1_in_the_reward_has_the_exact_gradient_in_expectation():
-    """Advantages of −(log μ − log reference), less a baseline, pushed through the policy gradient."""
+    """Advantages of −(log μ − log reference) minus a baseline, through the policy gradient."""
     logits, _, reference = distributions()
     logprobs = torch.log_softmax(logits, 0)
     engine = logprobs.detach()
-    advantages = engine.exp() * (0.7 - (engine - reference))  # weighed by the probability of being sampled
+    advantages = engine.exp() * (0.7 - (engine - reference))  # weighted by the probability of being sampled
     loss = policy_loss(PolicyTokens(logprobs, engine, advantages), rl(), 1.0).loss
     (gradient,) = torch.autograd.grad(loss, logits)
     torch.testing.assert_close(gradient, kl_gradient(logits, reference))
 
 
-def test_kl_worked_out_by_hand():
+def test_kl_computed_by_hand():
     # π .5, μ .25, reference .125:  w = 2, d = ln 4;   k2 = 2 · (ln 4)²/2,   k3 = 2 · (1/4 − 1 + ln 4)
     named = {"reference_logprobs": log(0.125)}
     values = {"k2": math.log(4) ** 2, "k3": 2 * (-0.75 + math.log(4))}
@@ -71,7 +71,7 @@ def test_k1_in_the_reward_adds_nothing_to_the_loss():
     assert result.loss.item() == 0.0
 
 
-def test_entropy_bonus_is_taken_off_the_loss():
+def test_entropy_bonus_is_subtracted_from_the_loss():
     entropies = torch.tensor([0.5, 0.3], dtype=torch.float64, requires_grad=True)
     result, _ = setup([0.5, 0.5], [0.5, 0.5], [1, 1], rl(entropy_factor=0.1), entropies=entropies)
     assert result.loss.item() == pytest.approx(-2 - 0.1 * 0.8)
@@ -81,17 +81,17 @@ def test_entropy_bonus_is_taken_off_the_loss():
 
 
 def test_one_impossible_token_drops_its_sequence():
-    # sequence 1 has a token of weight 1e-5; sequence 2 one of 1e-3, which is rare but no contradiction
+    # sequence 1 has a token of weight 1e-5; sequence 2 has one of 1e-3, which is rare but possible
     pi, mu = [0.5, 1e-5, 0.5, 1e-3], [0.5, 1.0, 0.5, 1.0]
     config = rl(veto_ratio=1e-4, ratio_penalty=0.1)
     result, gradient = setup(pi, mu, [1, 1, 1, 1], config, sequences=torch.tensor([0, 0, 1, 1]))
     assert result.vetoed_M.tolist() == [True, True, False, False]
     penalty = 0.1 * math.log(1e-3) ** 2
     assert result.loss.item() == pytest.approx(-1 - 1e-3 + penalty)
-    assert gradient == near([0.0, 0.0, -1.0, -1e-3 + 0.2 * math.log(1e-3)]), "no term of a dropped sequence is left"
+    assert gradient == near([0.0, 0.0, -1.0, -1e-3 + 0.2 * math.log(1e-3)]), "a dropped sequence contributes nothing"
 
 
-def test_opsm_drops_failures_the_policy_has_left_behind():
+def test_opsm_drops_failures_that_the_policy_has_moved_away_from():
     # mean(log μ − log π): (ln 4 + 0)/2 = .69 for sequences 1 and 2, of which only the failure is dropped; 3 moved less
     pi, mu = [0.1, 0.4, 0.1, 0.4, 0.3], [0.4] * 5
     tokens = PolicyTokens(
@@ -110,7 +110,7 @@ def test_opsm_drops_failures_the_policy_has_left_behind():
         ("sequence_mean", (-3 / 3 + 1 / 1) / 2, [-1 / 6, -1 / 6, -1 / 6, 0.5]),
     ],
 )
-def test_aggregations_worked_out_by_hand(aggregation: Any, loss: float, gradient: list[float]):
+def test_aggregations_computed_by_hand(aggregation: Any, loss: float, gradient: list[float]):
     config = rl(aggregation=aggregation, expected_tokens=5.0)
     pi = log(0.5, 0.5, 0.5, 0.5).requires_grad_()
     advantages = torch.tensor([1.0, 1, 1, -1], dtype=torch.float64)

@@ -1,4 +1,4 @@
-"""The losses by name: their configuration, and that each trains through the real loop."""
+"""The losses by name: their configuration, and a run of each through the real loop."""
 
 import copy
 from pathlib import Path
@@ -29,7 +29,7 @@ MAIN = Lineage("main", {"main": 0})
 # configuration
 
 
-def test_every_loss_has_its_dials_filled_in():
+def test_every_loss_has_defaults_for_its_settings():
     assert set(LOSSES) == DIALS.keys()
     for loss in LOSSES:
         config = RLConfig(loss=loss)
@@ -38,14 +38,14 @@ def test_every_loss_has_its_dials_filled_in():
         assert RLConfig.model_validate_json(config.model_dump_json()) == config, "a run's file is read back"
 
 
-def test_the_default_is_what_it_was():
+def test_the_default_loss_has_not_changed():
     config = RLConfig()
     assert (config.loss, config.mask_delta, config.ratio_penalty, config.weight_cap) == ("dppo", 0.2, 1e-3, 20.0)
     assert (config.aggregation, config.expected_tokens, config.kl_factor) == ("constant", 16.0, 0.0)
     assert (config.router_replay, config.replay_plausibility) == (True, 0.0)
 
 
-def test_dials_are_read_from_toml(tmp_path: Path):
+def test_settings_are_read_from_toml(tmp_path: Path):
     file = tmp_path / "rl.toml"
     file.write_text('loss = "icepop"\nweight_cap = 3.0\nveto_ratio = 1e-4\n')
     config = load_config(RLConfig, file)
@@ -73,7 +73,7 @@ def test_dials_are_read_from_toml(tmp_path: Path):
         ({"weight_cpa": 2.0}, "did you mean 'weight_cap'"),
     ],
 )
-def test_combinations_that_mean_nothing_are_refused(tree: dict[str, Any], words: str):
+def test_invalid_combinations_are_refused(tree: dict[str, Any], words: str):
     with pytest.raises(ConfigError, match=words):
         validate_config(RLConfig, tree, "run.toml")
 
@@ -89,7 +89,7 @@ def backward(
     budget: int = 20,
     form: str | None = None,
 ) -> tuple[Decoder, dict[str, Any]]:
-    """The gradients and figures of one step on these trajectories; every second one is the better of its pair."""
+    """Gradients and figures of one step on these trajectories. Every second one is the better of its pair."""
     rule = TokenRule(MAIN, base=2, max_staleness=9)
     sequences = [
         sequence
@@ -132,7 +132,7 @@ def test_every_loss_trains_through_the_loop(tmp_path: Path, loss: Any):
 
 
 @pytest.mark.parametrize("aggregation", ["constant", "token_mean", "sequence_mean"])
-def test_a_mean_is_over_the_step_however_it_is_cut_up(tmp_path: Path, aggregation: Any):
+def test_a_mean_is_over_the_step_for_any_micro_batches(tmp_path: Path, aggregation: Any):
     world, config = World(tmp_path), RLConfig(aggregation=aggregation)
     members = [make_segment([0] + [1] * length, seed=length) for length in (2, 5, 9, 4)]  # targets from the start
     whole, figures = backward(world, config, members, budget=1000)
@@ -141,7 +141,7 @@ def test_a_mean_is_over_the_step_however_it_is_cut_up(tmp_path: Path, aggregatio
     torch.testing.assert_close(gradient(parts), gradient(whole), rtol=1e-3, atol=1e-6)
 
 
-def test_with_one_update_a_step_decoupled_ppo_is_the_policy_gradient(tmp_path: Path):
+def test_with_one_update_per_step_decoupled_ppo_is_the_policy_gradient(tmp_path: Path):
     world = World(tmp_path)
     plain, _ = backward(world, RLConfig(loss="policy_gradient"), segments(4))
     decoupled, _ = backward(world, RLConfig(loss="decoupled_ppo"), segments(4))
@@ -177,7 +177,7 @@ def kl(form: str, factor: float = 0.5, reference: str = "main@2") -> RLConfig:
 
 @pytest.mark.parametrize("form", ["bf16", "fp8", "nvfp4"])
 def test_a_reference_that_was_imported_is_measured_in_the_form_of_the_run(tmp_path: Path, form: str):
-    """A checkpoint is there as bf16 alone. Here the policy was made from it, so nothing lies between the two."""
+    """A checkpoint is stored only as bf16. Here the policy was made from it, so the two are equal."""
     world, model = World(tmp_path), Decoder(MODEL)
     model.initialise(0)
     Publisher(world.weights, "base").publish(0, to_host(model.state_dict()))
@@ -211,7 +211,7 @@ def test_kl_in_the_loss_pulls_towards_the_reference(tmp_path: Path, form: str):
 
 
 def test_k1_in_the_reward_moves_advantages_by_hand(tmp_path: Path):
-    """Against the same step with the advantages worked out here: A − factor · (KL of the trajectory − group mean)."""
+    """Compared with the same step with advantages computed here: A − factor · (KL of the trajectory − group mean)."""
     world = published(tmp_path)
     members = segments(4)
     config, groups = kl("k1_reward"), [0, 0, 1, 1]
@@ -237,7 +237,7 @@ def test_k1_in_the_reward_moves_advantages_by_hand(tmp_path: Path):
 
 
 def honest_logprobs(model: Decoder, segment: Segment) -> np.ndarray:
-    """What this model gives, with its own choice of experts."""
+    """The log-probs that this model gives, with its own choice of experts."""
     return record_as(copy.deepcopy(segment), model, 1, len(segment.tokens)).logprobs
 
 

@@ -1,4 +1,4 @@
-"""Out of memory, for real: on the CPU with a limit on the process, on CUDA with a part of the device's memory."""
+"""Real out-of-memory errors: on the CPU with a limit on the process, on CUDA with part of the device's memory."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ LENGTH = 16_384
 
 
 def documents(seed: int, start: int) -> Iterator[Document]:
-    """The third step's are long."""
+    """The documents of the third step are long."""
     index = start
     while True:
         length = LENGTH if index >= 4 else 64
@@ -63,7 +63,7 @@ trainer.run(9)
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="limits of memory are Linux's")
-def test_on_the_cpu_it_says_what_was_tried_and_loses_nothing(tmp_path: Path):
+def test_on_the_cpu_the_error_says_what_was_tried_and_nothing_is_lost(tmp_path: Path):
     found = subprocess.run(
         [sys.executable, "-c", LIMITED, str(tmp_path)], capture_output=True, text=True, timeout=120, check=False
     )
@@ -76,11 +76,11 @@ def test_on_the_cpu_it_says_what_was_tried_and_loses_nothing(tmp_path: Path):
     first, second = text.index(f"tokens_per_microbatch (it is {2 * LENGTH})"), text.index("recompute_every = 1")
     assert first < second < text.index("max_context")
     weights = WeightStore(Objects.open(tmp_path / "store"))
-    assert weights.numbers("main") == [0, 1, 2], "two steps were made, and can be gone on from"
+    assert weights.numbers("main") == [0, 1, 2], "two steps were made, and the run can continue"
 
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
-def test_on_cuda_it_says_what_was_tried_and_loses_nothing(tmp_path: Path):
+def test_on_cuda_the_error_says_what_was_tried_and_nothing_is_lost(tmp_path: Path):
     trainer = make_trainer(tmp_path, "cuda")
     trainer.run(1)
     _, total = torch.cuda.mem_get_info()
@@ -110,10 +110,8 @@ def test_on_cuda_it_says_what_was_tried_and_loses_nothing(tmp_path: Path):
         ("cuda", {"recompute_every": 1}, "shorten"),
     ],
 )
-def test_a_dial_that_would_change_nothing_is_not_named(
-    tmp_path: Path, device: Device, dials: dict[str, int], first: str
-):
-    """A single sequence is not cut by smaller micro-batches, and layers cannot run again twice."""
+def test_a_setting_that_would_not_help_is_not_named(tmp_path: Path, device: Device, dials: dict[str, int], first: str):
+    """Smaller micro-batches do not cut a single sequence, and layers cannot be recomputed twice."""
     trainer = make_trainer(tmp_path, "cpu")
     batch = trainer._objective.next_batch(3, 0.0, None, lambda: False)  # type: ignore[arg-type]
     assert batch is not None

@@ -18,7 +18,7 @@ STEPS = 30
 
 
 def counting(seed: int, start: int) -> Iterator[Document]:
-    """Documents that count up by their own stride: easy to learn, and only from what came before."""
+    """Documents that count up by their own stride: easy to learn, but only from the tokens before."""
     index = start
     while True:
         draw = np.random.default_rng((seed, index))
@@ -42,23 +42,23 @@ def make_trainer(path: Path, documents=counting, training: TrainingConfig | None
     return Trainer(training, MODEL, objective, weights, objects, "base", steps=STEPS, seed=5), weights
 
 
-def test_loss_goes_down_and_versions_are_published_now_and_then(tmp_path: Path):
+def test_loss_falls_and_versions_are_published_at_intervals(tmp_path: Path):
     telemetry.open_events(tmp_path / "events", "midtrain")
     trainer, weights = make_trainer(tmp_path)
     assert trainer.run(25) == Version("base", 3)
     steps = [manifest.step for manifest in weights.versions("base")]
-    assert steps == [0, 10, 20, 25], "the last step always is a version"
+    assert steps == [0, 10, 20, 25], "the last step is always a version"
     events = [event for event in telemetry.read_events(tmp_path / "events") if event["kind"] == "midtrain_step"]
     losses = [event["loss"] for event in events]
     assert len(losses) == 25 and np.mean(losses[-5:]) < 0.6 * np.mean(losses[:5])
     assert all(len(event["expert_load_by_layer"]) == MODEL.moe_layers for event in events)
-    assert trainer.run(STEPS) == Version("base", 4), "and can go on from there"
+    assert trainer.run(STEPS) == Version("base", 4), "the run can continue"
 
 
-def test_resume_is_exact_wherever_the_checkpoint_was(tmp_path: Path):
+def test_resume_is_exact_from_any_checkpoint(tmp_path: Path):
     straight, expected = make_trainer(tmp_path / "straight")
     straight.run(STEPS)
-    make_trainer(tmp_path / "stopped")[0].run(12)  # checkpoints at 7 and, because it ended there, at 12
+    make_trainer(tmp_path / "stopped")[0].run(12)  # checkpoints at 7 and, because it stopped there, at 12
     resumed, weights = make_trainer(tmp_path / "stopped")
     assert resumed.run(STEPS) == Version("base", 4)
     digests = {manifest.step: manifest.digest for manifest in expected.versions("base")}
@@ -67,7 +67,7 @@ def test_resume_is_exact_wherever_the_checkpoint_was(tmp_path: Path):
 
 
 def test_other_documents_start_a_new_line(tmp_path: Path):
-    """Checkpoint 7 is loaded, step 10 comes out differently."""
+    """Checkpoint 7 is loaded, and step 10 gives other weights."""
     trainer, weights = make_trainer(tmp_path, training=TrainingConfig(checkpoint_every=7, keep_checkpoints=9))
     trainer.run(10)
     trainer._checkpoints._objects.delete("checkpoints/base/00000010/checkpoint.json")
@@ -93,12 +93,12 @@ def test_targets_are_the_masked_tokens_only(tmp_path: Path):
     batch = objective.next_batch(1, 0.0, None, lambda: False)  # type: ignore[arg-type]
     assert (
         batch is not None and batch.targets == 1
-    )  # a first token has no context, and the second document has no other
+    )  # a first token has no context, and the second document has no other token
     (part,) = batch.microbatches
     assert part.tokens_N.tolist() == [5, 6] and part.targets_M.tolist() == [7] and part.rows_M.tolist() == [1]
 
 
-def test_a_stream_that_ends_is_an_error_with_a_remedy(tmp_path: Path):
+def test_a_stream_that_ends_is_an_error_with_a_hint(tmp_path: Path):
     trainer, _ = make_trainer(tmp_path, lambda seed, start: iter([([1, 2], [True, True])]))
     with pytest.raises(TrainingError, match="ended at document 1"):
         trainer.run(1)

@@ -1,4 +1,4 @@
-"""Mismatch is measured under the very weights that sampled a token, whatever has been trained since."""
+"""Mismatch is measured under the exact weights that sampled a token, whatever has been trained since."""
 
 from collections import Counter
 from dataclasses import replace
@@ -35,7 +35,7 @@ ANSWERS = [0, 0, 0, 1, 1, 1, 0, 1, 1]
 
 @pytest.fixture(scope="module")
 def trained(tmp_path_factory: pytest.TempPathFactory) -> World:
-    """Versions 0, 1 and 2, far enough from each other to be told apart."""
+    """Versions 0, 1 and 2, which differ enough to be distinguished."""
     world = World(tmp_path_factory.mktemp("trained"))
     world.add_steps(2)
     world.trainer().run(2)
@@ -53,7 +53,7 @@ def measure(world: World, *segments: Segment) -> tuple[np.ndarray, Counter[str]]
 
 
 def two_versions(world: World, *, oldest: tuple[int, int] = (0, 1), policy_of: str = "...000.11") -> Segment:
-    """Two answers sampled by versions 0 and 1; `oldest` are the oldest weights in the KV cache of each."""
+    """Two answers sampled by versions 0 and 1. `oldest`: the oldest weights in the KV cache of each."""
     (old, first), (new, second) = world.version(0), world.version(1)
     indices = [0 if each == "." else int(each) for each in policy_of]
     segment = make_segment(ANSWERS, policies=[first, second], policy_of=indices)
@@ -69,7 +69,7 @@ def test_the_weights_that_sampled_give_the_same_log_probs(trained: World, number
     assert deltas.size == 5 and np.abs(deltas).max() < 1e-5 and not +left_out
 
 
-def test_weights_other_than_the_ones_named_show(trained: World):
+def test_other_weights_than_the_named_ones_show_up(trained: World):
     model, _ = trained.version(0)
     _, named = trained.version(1)
     deltas, _ = measure(trained, honest_segment(model, seed=1, by=named))
@@ -87,7 +87,7 @@ def test_each_token_is_measured_under_its_own_version(trained: World):
 
 
 def test_routes_that_other_weights_recorded_are_not_replayed(trained: World):
-    """The second answer had its context computed again, by version 1; its routes are on record as version 0 chose."""
+    """The context of the second answer was computed again by version 1, but its recorded routes are version 0's."""
     segment = two_versions(trained)
     assert segment.routes is not None
     live = segment.routes[:5].copy()
@@ -103,15 +103,15 @@ def test_recorded_routes_of_the_same_weights_are_replayed(trained: World):
     assert segment.routes is not None
     segment.routes[:] = (segment.routes + 1) % MODEL.experts
     deltas, _ = measure(trained, segment)
-    assert np.abs(deltas).max() > 1e-2, "an engine that records other routes than it used is found out"
+    assert np.abs(deltas).max() > 1e-2, "an engine that records other routes than it used is detected"
 
 
 @pytest.mark.parametrize(
     ("policy_of", "oldest", "measured"),
     [
-        ("...000.11", (0, 0), 3),  # the second answer went on with the first one's cache
+        ("...000.11", (0, 0), 3),  # the second answer continued with the first one's cache
         ("...001.11", (0, 1), 4),  # the weights changed before the last token of the first answer
-        ("...000.11", (1, 1), 2),  # the first answer was computed again under other weights, halfway
+        ("...000.11", (1, 1), 2),  # half-way, the first answer was computed again under other weights
     ],
 )
 def test_tokens_on_keys_of_other_weights_are_left_out_and_counted(
@@ -122,7 +122,7 @@ def test_tokens_on_keys_of_other_weights_are_left_out_and_counted(
     assert sample.left_out == Counter({MIXED: 5 - measured})
 
 
-def test_weights_that_cannot_be_had_cost_a_figure_and_nothing_else(trained: World, tmp_path: Path):
+def test_missing_weights_cost_only_the_figure(trained: World, tmp_path: Path):
     telemetry.open_events(tmp_path, "trainer")
     model, by = trained.version(0)
     forged, gone = replace(by, digest="0" * 64), policy(99)
@@ -156,7 +156,7 @@ def test_the_sample_is_small_and_the_same_every_time(trained: World):
 
 
 def honest_step(world: World, trainer: Any, step: int, by: int) -> dict[str, Any]:
-    """Train one more step, on tokens of version `by`; its event."""
+    """Trains one more step on tokens of version `by`. Returns its event."""
     model, named = world.version(by)
     members = [honest_segment(model, 10 * step + index, by=named) for index in range(2)]
     world.add_group(f"group-{step}", members, [1.0, 0.0])
@@ -180,7 +180,7 @@ def test_a_stale_step_shows_drift_and_no_mismatch(tmp_path: Path):
 
 
 def trained_chain(path: Path) -> tuple[list[tuple[int, str]], list[int]]:
-    """Digests of a run on tokens that can be measured, and the random state it ends with."""
+    """Digests of a run on tokens that can be measured, and its final random state."""
     world = World(path)
     trainer = world.trainer()
     trainer.run(0)
@@ -192,7 +192,7 @@ def trained_chain(path: Path) -> tuple[list[tuple[int, str]], list[int]]:
     return world.chain(), torch.get_rng_state().tolist()
 
 
-def test_measuring_leaves_no_trace_in_the_weights(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+def test_measuring_does_not_change_the_weights(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     measured = trained_chain(tmp_path / "measured")
     monkeypatch.setattr(MismatchMeter, "measure", lambda *_: (np.empty(0, np.float32), Counter()))
     monkeypatch.setattr(ServedWeights, "remember", lambda *_: None)

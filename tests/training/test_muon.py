@@ -23,7 +23,7 @@ def set_gradients(model: Decoder, seed: int) -> None:
 
 
 @pytest.mark.parametrize("shape", [(8, 8), (6, 20), (20, 6), (3, 8, 16)])
-def test_singular_values_come_near_one_and_directions_stay(shape: tuple[int, ...]):
+def test_singular_values_become_about_one_and_directions_stay(shape: tuple[int, ...]):
     matrix = torch.randn(shape, generator=torch.Generator().manual_seed(1))
     left, values, right = torch.linalg.svd(matrix, full_matrices=False)
     found = orthogonalise(matrix)
@@ -34,7 +34,7 @@ def test_singular_values_come_near_one_and_directions_stay(shape: tuple[int, ...
 
 
 def test_a_step_by_hand():
-    """Of a diagonal matrix U and V are the identity: every entry moves by nearly lr · 0.2 · √2, whatever its size."""
+    """For a diagonal matrix U and V are the identity: every entry moves by nearly lr · 0.2 · √2, whatever its size."""
     master, mean = torch.zeros(2, 2), torch.zeros(2, 2)
     gradient = torch.diag(torch.tensor([4.0, 1.0]))
     muon_step(master, mean, gradient, [Part(0, 0, 2)], lr=0.1, momentum=0.5, decay=0.0)
@@ -44,10 +44,10 @@ def test_a_step_by_hand():
     assert master[0, 1] == master[1, 0] == 0
 
 
-def test_experts_and_fused_parts_are_matrices_of_their_own():
+def test_experts_and_fused_parts_are_separate_matrices():
     generator = torch.Generator().manual_seed(0)
     stack = torch.randn(3, 6, 8, generator=generator)
-    stack[1] *= 100  # of one expert; it must not quieten the others, nor one half the other
+    stack[1] *= 100  # one expert; it must not affect the others, and neither half the other half
     stack[..., :4] *= 100
     parts = [Part(2, 0, 4), Part(2, 4, 4)]
     together = torch.zeros_like(stack)
@@ -83,7 +83,7 @@ def test_the_rest_is_adamw():
         assert torch.equal(parameter, adamw.get_parameter(name)) == (name not in moved), name
 
 
-def test_state_goes_on_bit_for_bit():
+def test_saved_state_continues_bit_for_bit():
     straight, resumed = mixture(), mixture()
     first = MasterOptimizer(straight, CONFIG, "bf16")
     set_gradients(straight, 0)

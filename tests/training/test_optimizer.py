@@ -47,12 +47,12 @@ def test_updates_are_those_of_torch_adamw():
     torch.testing.assert_close(ours.norm, theirs.norm)
 
 
-def test_model_holds_served_values_and_small_updates_gather_in_the_master():
+def test_model_holds_served_values_and_small_updates_add_up_in_the_master():
     model = Tiny()
     optimizer = MasterOptimizer(model, CONFIG, "bf16")
     before = model.matrix.detach().clone()
     assert torch.equal(before, before.to(torch.bfloat16).float())
-    for _ in range(40):  # each moves a weight by about 1e-5, far below what bf16 can show
+    for _ in range(40):  # each moves a weight by about 1e-5, far less than bf16 resolves
         model.matrix.grad = torch.ones(4, 3)
         model.norm.grad = torch.ones(3)
         optimizer.update(1e-5)
@@ -95,7 +95,7 @@ def test_no_gradient_at_all_is_not_a_step_by_momentum():
     assert torch.equal(model.matrix, before)
 
 
-def test_state_goes_on_bit_for_bit():
+def test_saved_state_continues_bit_for_bit():
     straight, resumed = Tiny(), Tiny()
     first = MasterOptimizer(straight, CONFIG, "bf16")
     for seed in range(3):
@@ -131,7 +131,7 @@ def test_learning_rate_schedule():
 def test_accumulated_gradients_are_summed_in_fp32():
     model = Tiny().to(torch.bfloat16)
     optimizer = MasterOptimizer(model, CONFIG, "bf16")
-    parts = [1.0, *[2.0**-9] * 64]  # each too small to move a bf16 sum of about 1
+    parts = [1.0, *[2.0**-9] * 64]  # each too small to change a bf16 sum of about 1
     for value in parts:
         model.matrix.grad = torch.full((4, 3), value, dtype=torch.bfloat16)
         optimizer.accumulate()
@@ -141,7 +141,7 @@ def test_accumulated_gradients_are_summed_in_fp32():
 
 @devices
 @pytest.mark.parametrize("parts", [1, 2])
-def test_a_parameter_without_a_gradient_goes_on_by_its_momentum(device: str, parts: int):
+def test_a_parameter_without_a_gradient_moves_by_its_momentum(device: str, parts: int):
     model = Tiny().to(device, torch.bfloat16)
     optimizer = MasterOptimizer(model, CONFIG, "bf16")
     for held in (("matrix", "norm"), ("matrix",)):
@@ -201,15 +201,15 @@ def test_on_the_device_a_gradient_that_is_not_finite_changes_nothing(bad: float)
 
 
 @pytest.mark.parametrize("form", ["fp8", "nvfp4"])
-def test_codes_are_those_of_the_masters_whatever_the_model_computes_in(form: str):
-    """A trainer on a GPU computes in bf16, one on the CPU in FP32: the same masters make the same version."""
+def test_codes_come_from_the_masters_whatever_the_models_type(form: str):
+    """A trainer on a GPU computes in bf16, one on the CPU in FP32: the same masters give the same version."""
     config = ModelConfig(vocab_size=96, width=64, head_dim=16, expert_width=32, max_context=32)
     wide, narrow = Decoder(config, torch.float32, form), Decoder(config, torch.bfloat16, form)
     wide.initialise(0)
     narrow.initialise(1)
     with torch.no_grad():
         for parameter in wide.parameters():
-            parameter.mul_(1 + 1e-3)  # what a bf16 has no bits for
+            parameter.mul_(1 + 1e-3)  # less than bf16 resolves
     first = MasterOptimizer(wide, CONFIG, form)
     second = MasterOptimizer(narrow, CONFIG, form)
     second.load(first.state())

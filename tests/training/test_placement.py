@@ -1,4 +1,4 @@
-"""Only the sharded placement knows of ranks."""
+"""Only the sharded placement knows about ranks."""
 
 import ast
 import subprocess
@@ -34,10 +34,10 @@ def test_only_the_choice_of_a_placement_imports_the_parallel_package() -> None:
         for path in outside
         if any(name.startswith(("rollmill.training.parallel", "torch.distributed")) for name in imports(path))
     }
-    assert users == {"placement.py"}, "everything else asks its Placement"
+    assert users == {"placement.py"}, "everything else uses its Placement"
 
 
-def test_a_whole_trainer_loads_nothing_of_the_parallel_package() -> None:
+def test_a_whole_trainer_does_not_import_the_parallel_package() -> None:
     names = "rollmill.training.loop, rollmill.training.objectives.rl, rollmill.training.objectives.midtrain"
     code = f"import sys, {names}; print(*[m for m in sys.modules if m.startswith('rollmill.training.parallel')])"
     assert subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout.split() == []

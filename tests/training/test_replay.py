@@ -1,4 +1,4 @@
-"""What the routers' figures are made of, and that a misaligned record is found out and named."""
+"""The figures of the routers, and the detection of misaligned routes."""
 
 from pathlib import Path
 from typing import Any
@@ -25,7 +25,7 @@ def routing(live: list[list[int]], chosen: list[list[int]], experts: int = 4) ->
     return Routing(torch.ones(len(live), experts), torch.tensor(live), torch.tensor(chosen))
 
 
-def test_figures_worked_out_by_hand():
+def test_figures_computed_by_hand():
     measures = RouterMeasures()
     # three tokens, two layers, the last token without a record
     recorded = torch.tensor([[[0, 1], [2, 3]], [[0, 1], [0, 2]], [[0, 0], [0, 0]]])
@@ -73,7 +73,7 @@ LENGTHS = [40] * 6
 
 
 def figures_with_routes_moved(tokens: int, layers: int) -> dict[str, Any]:
-    """A model against itself: recorded live, then replayed with the record moved by so much."""
+    """A model against itself: routes recorded live, then replayed with the record moved by `tokens` or `layers`."""
     model = Decoder(MODEL)
     model.initialise(0)
     generator = torch.Generator().manual_seed(1)
@@ -107,8 +107,8 @@ def test_aligned_routes_are_healthy():
         ((0, -1), "off by one layer: they are one layer early"),
     ],
 )
-def test_misaligned_routes_have_a_signature_and_are_named(moved: tuple[int, int], words: str):
-    """k3 is healthy up to 1e-3; moved routes give 300 times that, and a third of the tokens share no expert."""
+def test_misaligned_routes_are_recognised_and_named(moved: tuple[int, int], words: str):
+    """k3 is healthy up to 1e-3. Moved routes give 300 times that, and a third of the tokens share no expert."""
     figures = figures_with_routes_moved(*moved)
     assert figures["mismatch_k3"] > 0.2 and figures["router_zero_overlap"] > 0.3
     mismatch, alignment = warnings(figures)
@@ -116,7 +116,7 @@ def test_misaligned_routes_have_a_signature_and_are_named(moved: tuple[int, int]
     assert alignment.startswith("router_zero_overlap is 0.") and words in alignment
 
 
-def test_routes_that_fit_nowhere_are_not_called_misaligned():
+def test_random_routes_are_not_called_misaligned():
     measures = RouterMeasures()
     draw = torch.Generator().manual_seed(0)
     live, recorded = (torch.rand(200, 3, 8, generator=draw).topk(2).indices for _ in range(2))
@@ -127,13 +127,14 @@ def test_routes_that_fit_nowhere_are_not_called_misaligned():
 
 
 def two_turns(model: Decoder, seed: int, by: PolicyRef) -> Segment:
-    """A prompt, an answer, a tool's result, an answer: what an engine with these weights would have recorded."""
+    """A prompt, an answer, a tool's result, an answer, as an engine with these weights would have recorded them."""
     segment = make_segment([0] * 4 + [1] * 8 + [0] * 3 + [1] * 8, seed=seed, policies=[by])
     return record_as(record_as(segment, model, 4, 12), model, 15, 23)
 
 
 def step_event(path: Path, config: RLConfig, shift: int, start: int = 0) -> tuple[dict[str, Any], list[str]]:
-    """One step on what an engine recorded, its routes from `start` moved by `shift` tokens: the event, the warnings."""
+    """One step on recorded trajectories whose routes from `start` on are moved by `shift` tokens. Returns the event and
+    the warnings."""
     telemetry.open_events(path / "events", "trainer")
     world = World(path)
     trainer = world.trainer(pace=Pace(1, 8, 0), config=config)
@@ -150,7 +151,7 @@ def step_event(path: Path, config: RLConfig, shift: int, start: int = 0) -> tupl
     return step, [event["text"] for event in events if event["kind"] == "warning"]
 
 
-def test_a_run_with_misaligned_routes_says_so(tmp_path: Path):
+def test_a_run_with_misaligned_routes_warns(tmp_path: Path):
     healthy, silent = step_event(tmp_path / "healthy", RLConfig(), 0)
     moved, texts = step_event(tmp_path / "moved", RLConfig(), 1)
     assert healthy["router_flip_rate"] == 0
@@ -160,14 +161,14 @@ def test_a_run_with_misaligned_routes_says_so(tmp_path: Path):
 
 
 def test_a_second_turn_appended_one_row_off_is_found(tmp_path: Path):
-    """The first turn is aligned, so most choices agree; the ones that do not still tell by how much they are off."""
+    """The first turn is aligned, so most choices agree. The others still show by how much they are off."""
     moved, texts = step_event(tmp_path, RLConfig(), 1, start=12)
     assert 0.01 < moved["router_zero_overlap"] < 0.2
     assert any("off by one token: they are one token late" in text for text in texts)
 
 
 def test_the_filter_reports_what_it_replaced(tmp_path: Path):
-    """Honest routes pass whole; of misaligned ones some are replaced, and the record still counts as misaligned."""
+    """Correct routes are all kept. Some misaligned ones are replaced, and the record still counts as misaligned."""
     config = RLConfig(replay_plausibility=0.9)
     honest, _ = step_event(tmp_path / "honest", config, 0)
     moved, texts = step_event(tmp_path / "moved", config, 1)
@@ -175,4 +176,4 @@ def test_the_filter_reports_what_it_replaced(tmp_path: Path):
     assert honest["router_replaced"] == 0.0 and plain["router_replaced"] == 0.0
     assert moved["router_replaced"] > 0.1 and any(text.startswith("router_replaced") for text in texts)
     assert moved["router_zero_overlap"] > 0.01
-    assert moved["drift_k3"] < plain["drift_k3"], "the filter guards the trained log-probs"
+    assert moved["drift_k3"] < plain["drift_k3"], "the filter protects the trained log-probs"

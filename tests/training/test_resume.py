@@ -1,4 +1,4 @@
-"""Promise 5: kill the trainer at any moment, start it again, and the digests are those of an undisturbed run."""
+"""Promise 5: kill the trainer at any moment, start it again, and the digests are those of an uninterrupted run."""
 
 import random
 import shutil
@@ -21,8 +21,8 @@ from tests.processes import SERVER
 from tests.training.worker import run_trainer
 from tests.training.world import MODEL, PACE, STEPS, TRAINING, World
 
-# Each start dies after the next effect. Checkpoints are written every second step, two objects each; `create` of a
-# manifest commits a version.
+# Each start dies after the next effect. Checkpoints are written every second step, two objects each. A version is
+# committed by `create` of its manifest.
 DEATHS = [
     "put:1:00000000/state-00000.safetensors",  # half of checkpoint 0
     "put:1:00000000/checkpoint.json",  # checkpoint 0 without version 0
@@ -30,7 +30,7 @@ DEATHS = [
     "create:1:packs/0000000001",  # version 1 half written
     "create:1:0000000001.manifest",  # version 1 published, not committed
     "put:1:00000002/checkpoint.json",  # checkpoint 2 written, step 2 not committed
-    "commit_step:2",  # step 3 committed; step 2 was by the restart
+    "commit_step:2",  # step 3 committed; the restart committed step 2
     "put:1:00000004/state-00000.safetensors",  # half of checkpoint 4: steps 3 and 4 run again
     "create:1:0000000005.manifest",
 ]
@@ -80,13 +80,13 @@ def test_killed_after_every_kind_of_effect(prepared: Path, uninterrupted: World,
 def test_an_extended_run_repeats_its_recorded_steps_with_their_learning_rates(
     prepared: Path, uninterrupted: World, tmp_path: Path
 ):
-    """Step 5 was recorded under a schedule over fewer steps, and no checkpoint covers it."""
+    """Step 5 was recorded with a schedule over fewer steps, and no checkpoint covers it."""
     path = tmp_path / "world"
     shutil.copytree(prepared, path)
     assert finish(path, "commit_step:5") == -signal.SIGKILL
     world = World(path)
     world.trainer(steps=2 * STEPS).run(STEPS)
-    assert world.weights.lines() == ["main"], "no step gave other weights than it was published with"
+    assert world.weights.lines() == ["main"], "every repeated step gave its published weights"
     assert world.chain()[:-1] == uninterrupted.chain()[:-1]
     schedules = [learning_rate(TRAINING.optimizer, STEPS, steps) for steps in (STEPS, 2 * STEPS)]
     lrs = [record.lr for record in world.ledger.steps()]
@@ -105,7 +105,7 @@ def test_a_finished_run_is_extended(uninterrupted: World, tmp_path: Path):
 
 
 def test_a_gates_bias_survives_a_kill(prepared: Path, tmp_path: Path):
-    """It is no parameter, so no optimizer keeps it; a version without it would choose other experts."""
+    """It is not a parameter, so the optimizer does not keep it. A version without it would choose other experts."""
     biased = MODEL.model_copy(update={"gate": "sigmoid", "gate_bias": True})
     model = Decoder(biased)
     model.initialise(0)
@@ -155,7 +155,7 @@ def test_sigterm_leaves_a_checkpoint_and_exit_code_0(prepared: Path, tmp_path: P
 
 
 def test_other_bits_start_a_new_line(prepared: Path, tmp_path: Path):
-    """A payload deleted after its step was committed: the step cannot come out the same again."""
+    """A payload is deleted after its step was committed: the step cannot give the same weights again."""
     path = tmp_path / "world"
     shutil.copytree(prepared, path)
     assert finish(path, "commit_step:5") == -signal.SIGKILL  # checkpoint 4, version 5

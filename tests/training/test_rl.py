@@ -1,4 +1,4 @@
-"""The RL objective on a real ledger: who is trained on, who is not and why, and what the gradient is made of."""
+"""The RL objective on a real ledger: which trajectories are trained on, which not and why, and the gradient."""
 
 from pathlib import Path
 from typing import Any

@@ -1,4 +1,4 @@
-"""One step on packed tokens: micro-batches, pieces of the head and recorded graphs do not change what is learnt."""
+"""One step on packed tokens: micro-batches, chunks of the head and recorded graphs do not change the result."""
 
 from __future__ import annotations
 
@@ -84,9 +84,9 @@ def test_the_loss_falls(device: str):
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
 @pytest.mark.parametrize("form", ["bf16", "fp8", "nvfp4"])
-def test_replayed_passes_learn_what_passes_do(form: str):
+def test_replayed_passes_give_the_same_weights(form: str):
     batches = [pack(sequences([32, 32], seed), 1000) for seed in range(6)]
-    for batch in batches:  # one shape, whatever was drawn
+    for batch in batches:  # one shape for all batches
         assert len(batch) == 1
     alike = [[_with_targets(batch[0])] for batch in batches]
     recorded, first = losses("cuda", alike, form=form, balance=0.01, graphs=True)
@@ -98,7 +98,7 @@ def test_replayed_passes_learn_what_passes_do(form: str):
 
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
-@pytest.mark.parametrize("head_dim", [16, 32])  # attention of torch, and of our own
+@pytest.mark.parametrize("head_dim", [16, 32])  # torch's attention, and ours
 def test_replayed_passes_of_several_shapes_do_not_disturb_each_other(head_dim: int):
     """Their graphs share memory, and their gradients are summed."""
     steps = [[_with_targets(part) for part in pack(sequences([32, 32, 20, 7], seed), 70)] for seed in range(6)]
@@ -115,8 +115,8 @@ def test_replayed_passes_of_several_shapes_do_not_disturb_each_other(head_dim: i
 @pytest.mark.parametrize("every", [0, 1, 2])
 @pytest.mark.parametrize("gate_up", [False, True])
 @pytest.mark.parametrize("form", ["bf16", "fp8"])
-def test_what_is_made_again_changes_no_gradient(every: int, gate_up: bool, form: str):
-    """The two dials that out-of-memory advice names one after the other."""
+def test_recomputation_changes_no_gradient(every: int, gate_up: bool, form: str):
+    """The two settings that out-of-memory errors suggest, one after the other."""
     config = ModelConfig(vocab_size=VOCABULARY, width=64, head_dim=16, experts=0, mlp_width=96, max_context=64)
     model = Decoder(config, torch.bfloat16, form)
     model.initialise(0)
@@ -136,7 +136,7 @@ def _with_targets(part: MicroBatch) -> MicroBatch:
     return MicroBatch(part.tokens_N, part.positions_N, part.lengths, rows, part.tokens_N[rows], None, None, None)
 
 
-def test_head_in_pieces(device: str, monkeypatch: pytest.MonkeyPatch):
+def test_head_in_chunks(device: str, monkeypatch: pytest.MonkeyPatch):
     model = decoder(device)
     (part,) = pack(sequences([40, 17]), 1000)
     _, hidden_MW = forward_packed(model, part)

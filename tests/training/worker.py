@@ -1,7 +1,7 @@
 """A trainer process that kills itself, with SIGKILL, right after one effect.
 
 The effect is METHOD:COUNT[:TEXT], the COUNT-th call of that method whose first argument contains TEXT. `none` runs to
-the end; `wait` goes on after that, waiting for groups that never come, and says so with a file `waiting`.
+the end. `wait` then waits for groups that never come, and reports it with a file `waiting`.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""A small real world for the trainer: a directory store, SQLite, a tiny model, trajectories made up from seeds."""
+"""A small real world for the trainer: a directory store, SQLite, a tiny model, trajectories drawn from seeds."""
 
 from __future__ import annotations
 
@@ -86,7 +86,7 @@ def make_segment(
 
 
 def record_as(segment: Segment, model: Decoder, start: int, end: int) -> Segment:
-    """Log-probs of tokens[start:end], and the routes of the rows since the answer before, as this model gives them."""
+    """Writes what this model gives: log-probs of tokens[start:end], and the routes since the answer before."""
     tokens = torch.from_numpy(segment.tokens.astype(np.int64))
     heat = torch.full((len(tokens) - 1,), segment.spans[0].sampling.temperature)
     with torch.no_grad():
@@ -101,7 +101,7 @@ def record_as(segment: Segment, model: Decoder, start: int, end: int) -> Segment
 
 
 def honest_segment(model: Decoder, seed: int, temperature: float = 1.0, by: PolicyRef | None = None) -> Segment:
-    """A segment whose log-probs and routes are what this very model gives."""
+    """A segment with the log-probs and routes that this model gives."""
     sampling = Sampling(temperature=temperature)
     segment = make_segment([0] * 4 + [1] * 5, seed=seed, sampling=sampling, policies=[by or policy()])
     return record_as(segment, model, 4, 9)
@@ -186,7 +186,7 @@ class World:
         )
 
     def version(self, number: int, line: str = "main") -> tuple[Decoder, PolicyRef]:
-        """A model with the weights of a published version, and what an engine that has them calls them."""
+        """A model with the weights of a published version, and that version's policy."""
         model = Decoder(self.model)
         load_host(model, self.weights.load(Version(line, number)))
         return model, self.weights.manifest(Version(line, number)).policy
