@@ -1,4 +1,4 @@
-"""Real machines for the tests of environments. One machine host serves a module, so its tests share one event loop:
+"""Real machines for the tests of environments. One machine host serves all tests of a module, in one event loop:
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
 """
@@ -18,7 +18,7 @@ from rollmill.environments.machines.namespace.client import NamespaceConfig, Nam
 from rollmill.errors import MachineError
 
 CONFIG = NamespaceConfig(memory_mb=128, disk_mb=16, processes=32)
-# A machine host without control groups and without user ids to give, as an ordinary user has it.
+# A machine host without control groups and without spare user ids, as an ordinary user has it.
 _BARE = """#!/bin/sh
 exec unshare --mount sh -c '
     mount -t tmpfs -o ro none /sys/fs/cgroup
@@ -80,7 +80,7 @@ async def machine(host: NamespaceHost) -> AsyncIterator[NamespaceMachine]:
 async def run_python(
     machine: NamespaceMachine, program: str, *, timeout_s: float = 20.0, env: Mapping[str, str] | None = None
 ) -> str:
-    """What a program printed; it must have ended well."""
+    """The output of a program, which must exit with 0."""
     result = await machine.exec(["python", "-c", program], timeout_s=timeout_s, env=env)
     assert result.exit_code == 0, result
     return result.output.decode().strip()

@@ -1,4 +1,4 @@
-"""The engine's kernels against torch; on a CUDA device, bits that do not depend on company, and weights that arrive."""
+"""The engine's kernels compared with torch; on CUDA, bits that do not depend on the batch, and weight updates."""
 
 from __future__ import annotations
 
@@ -103,7 +103,7 @@ def in_chunks(steps: Steps) -> Steps:
 
 @pytest.mark.kernels
 @pytest.mark.parametrize(("shape", "dtype"), CASES, ids=str)
-def test_the_kernels_give_what_torch_does(shape: str, dtype: torch.dtype) -> None:
+def test_the_kernels_agree_with_torch(shape: str, dtype: torch.dtype) -> None:
     model = model_of(SHAPES[shape], dtype)
     with without_kernels():
         reference = in_chunks(Steps(Runner(model, cache_of(model))))
@@ -119,8 +119,8 @@ def test_the_kernels_give_what_torch_does(shape: str, dtype: torch.dtype) -> Non
     "shape, form",
     [("grouped", "bf16"), ("smollm2", "bf16"), ("latent", "bf16"), ("grouped", "fp8"), ("smollm2", "nvfp4")],
 )
-def test_a_row_has_the_same_bits_in_any_company(shape: str, form: str) -> None:
-    """Alone, among others, recorded or not, and whether its context was sampled or came as a prompt."""
+def test_a_row_has_the_same_bits_in_any_batch(shape: str, form: str) -> None:
+    """Alone, with others, recorded or not, and with a sampled context or the same as a prompt."""
     model = model_of(SHAPES[shape], form=form)
     together, eager, alone, prompt = (device_steps(model, graphs=graphs) for graphs in (True, False, True, True))
     for one in (together, eager):

@@ -1,4 +1,4 @@
-"""The embedded engine, compared with the trainer's forward pass, and how it treats requests."""
+"""The embedded engine, compared with the trainer's forward pass, and its handling of requests."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ async def test_logprobs_are_the_trainers(experts: int) -> None:
     assert worst < tolerance()
 
 
-async def test_every_computed_position_has_its_routes(device: Device) -> None:
+async def test_every_computed_position_has_routes(device: Device) -> None:
     update = make_update(0)
     async with engine_at(update) as engine:
         got = await generate(engine, request(), stream=True)
@@ -64,7 +64,7 @@ async def test_every_computed_position_has_its_routes(device: Device) -> None:
     tokens = PROMPT + got.tokens[:-1]
     live = trainer_pass(make_model(update), tokens).routes.cpu().numpy()
     same = np.stack([got.routes[position] for position in sorted(got.routes)]) == live
-    assert same.all() if device == "cpu" else same.mean() > 0.9, "bf16 flips a near-tie now and then"
+    assert same.all() if device == "cpu" else same.mean() > 0.9, "bf16 sometimes flips a near-tie"
     assert got.routes[0].dtype == np.uint8
 
 
@@ -75,7 +75,7 @@ async def test_many_experts_need_two_bytes() -> None:
     assert got.routes[0].dtype == np.uint16
 
 
-async def test_a_batch_gives_what_each_request_gives_alone() -> None:
+async def test_a_batch_gives_the_same_answers_as_single_requests() -> None:
     update = make_update(0)
     wanted = [request(PROMPT[:length], f"s{length}", seed=length, max_tokens=20) for length in range(1, 12)]
     async with engine_at(update) as engine:
@@ -133,7 +133,7 @@ async def test_a_context_the_model_cannot_read_is_refused(tokens: list[int]) -> 
     async with engine_at(make_update(0)) as engine:
         with pytest.raises(EngineError):
             await generate(engine, request(tokens))
-        assert (await generate(engine, request())).tokens, "and the engine goes on"
+        assert (await generate(engine, request())).tokens, "the engine continues"
 
 
 # -- sessions
@@ -215,7 +215,7 @@ async def test_a_client_that_leaves_frees_its_pages() -> None:
 # -- order
 
 
-async def test_production_takes_a_rollouts_place_and_the_rollout_is_not_hurt() -> None:
+async def test_production_preempts_a_rollout_without_changing_its_answer() -> None:
     update = make_update(0)
     single = ENGINE.model_copy(update={"max_batch": 1})
     long = request(session="rollout", max_tokens=100)
@@ -263,7 +263,7 @@ async def test_requests_before_the_first_weights_wait() -> None:
         assert len((await early).tokens) == 12
 
 
-async def test_pause_keeps_requests_and_resume_goes_on() -> None:
+async def test_pause_keeps_requests_and_resume_continues_them() -> None:
     async with engine_at(make_update(0)) as engine:
         expected = await generate(engine, request(max_tokens=100))
         task = asyncio.create_task(generate(engine, request(session="p", max_tokens=100)))
@@ -280,7 +280,7 @@ async def test_pause_keeps_requests_and_resume_goes_on() -> None:
 # -- ends
 
 
-async def test_requests_learn_that_the_engine_broke() -> None:
+async def test_requests_fail_when_the_engine_breaks() -> None:
     async with engine_at(make_update(0)) as engine:
         engine._decoding._runner.run = lambda work: 1 / 0  # type: ignore[assignment, method-assign]
         with pytest.raises(EngineUnavailable, match="ZeroDivisionError"):
@@ -299,6 +299,6 @@ async def test_closing_ends_open_requests() -> None:
         await task
 
 
-def test_the_config_wants_whole_pages() -> None:
+def test_the_config_requires_whole_pages() -> None:
     with pytest.raises(ValueError, match="multiple of block_size"):
         type(ENGINE)(cache_tokens=100, block_size=16)

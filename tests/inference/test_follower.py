@@ -225,7 +225,7 @@ async def test_the_store_is_polled_rarely_when_nothing_happens(tmp_path: Path) -
         await until(serves(engine, 1))
         waits.clear()
         await until(lambda: bool(waits))
-        assert waits[0] < 1.0, "something happens again"
+        assert waits[0] < 1.0, "polling is frequent again"
 
 
 async def test_lending_and_recalling_under_load(tmp_path: Path) -> None:

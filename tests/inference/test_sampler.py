@@ -34,7 +34,7 @@ def _many(sampling: Sampling, draws: int = 20000) -> tuple[np.ndarray, np.ndarra
     ],
     ids=str,
 )
-def test_tokens_come_with_the_frequency_their_logprob_says(sampling: Sampling) -> None:
+def test_token_frequencies_match_their_logprobs(sampling: Sampling) -> None:
     tokens, logprobs = _many(sampling)
     exact = log_distribution(LOGITS.unsqueeze(0), [sampling])[0].exp().numpy()
     assert exact.sum() == pytest.approx(1)
@@ -45,7 +45,7 @@ def test_tokens_come_with_the_frequency_their_logprob_says(sampling: Sampling) -
     assert (np.abs(counts / len(tokens) - exact) <= 5 * deviation).all()
 
 
-def test_top_k_and_top_p_keep_what_their_names_say() -> None:
+def test_top_k_and_top_p_keep_the_right_tokens() -> None:
     def kept(sampling: Sampling) -> list[int]:
         return log_distribution(LOGITS.unsqueeze(0), [sampling])[0].isfinite().nonzero().flatten().tolist()
 
@@ -73,7 +73,7 @@ def test_a_draw_depends_on_seed_and_position_alone() -> None:
     assert len(set(together)) > 3
 
 
-def test_uniform_numbers_are_uniform_and_unrelated() -> None:
+def test_uniform_numbers_are_uniform_and_independent() -> None:
     rows = uniform(list(range(5000)), [3] * 5000)
     columns = uniform([3] * 5000, list(range(5000)))
     for numbers in (rows, columns, uniform([2**64 - 1] * 100, list(range(100)))):
@@ -84,7 +84,7 @@ def test_uniform_numbers_are_uniform_and_unrelated() -> None:
         assert abs(np.corrcoef(numbers[:-1], numbers[1:])[0, 1]) < 0.05
 
 
-def test_logits_that_are_not_finite_give_a_logprob_that_is_not() -> None:
+def test_logits_that_are_not_finite_give_such_a_logprob() -> None:
     tokens, logprobs = sample(torch.full((1, 6), torch.nan), [Draw(Sampling(), 1, 1)])
     assert 0 <= tokens[0] < 6 and not np.isfinite(logprobs[0])
 
@@ -92,7 +92,7 @@ def test_logits_that_are_not_finite_give_a_logprob_that_is_not() -> None:
 # -- a large vocabulary, searched in two levels
 
 
-def test_two_levels_draw_what_one_does(device: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_two_levels_draw_the_same_as_one(device: str, monkeypatch: pytest.MonkeyPatch) -> None:
     logits = 3 * torch.randn((64, LARGE), generator=torch.Generator().manual_seed(0)).to(device)
     draws = [Draw(Sampling(temperature=0.5 + seed / 64), seed, 5) for seed in range(64)]
     tokens, logprobs = sample(logits, draws)
@@ -103,7 +103,7 @@ def test_two_levels_draw_what_one_does(device: str, monkeypatch: pytest.MonkeyPa
 
 @pytest.mark.parametrize("size", [LARGE, 5000], ids=["whole chunks", "a chunk cut short"])
 def test_tokens_of_probability_zero_are_never_drawn(size: int, device: str) -> None:
-    """Six tokens, at the ends of chunks and of the vocabulary, have the right frequency; no other is ever drawn."""
+    """Six tokens, at the ends of chunks and of the vocabulary, have the right frequency; no other token is drawn."""
     places = torch.tensor([0, 511, 512, 1024, size - 2, size - 1])
     row = torch.full((size,), -torch.inf).index_copy_(0, places, LOGITS).to(device)
     tokens = sample(row.expand(2000, -1), [Draw(Sampling(), seed, 3) for seed in range(2000)])[0]

@@ -86,7 +86,7 @@ def test_random_traffic_always_ends(traffic: list[tuple[int, int, int, str, int,
         check(scheduler, work)
         if not scheduler.everyone():
             break
-        assert work, "somebody can always go on"
+        assert work, "some request can always continue"
         finished += len(run(scheduler, work))
     assert finished == len(traffic)
     assert scheduler.pool.free + scheduler.sessions.blocks == scheduler.pool.size
@@ -109,7 +109,7 @@ def test_the_youngest_rollout_yields_its_place_and_keeps_its_pages() -> None:
     scheduler.add(make_generation(4, traffic="production"))
     scheduler.schedule(0)
     assert sorted(scheduler.running) == [1, 2, 4]
-    assert rollouts[2].computed == 4 and rollouts[2].blocks, "nothing is lost unless pages run out"
+    assert rollouts[2].computed == 4 and rollouts[2].blocks, "its pages are kept unless pages run out"
 
 
 def test_pages_are_taken_from_idle_sessions_first_then_from_the_youngest_rollout() -> None:
@@ -126,7 +126,7 @@ def test_pages_are_taken_from_idle_sessions_first_then_from_the_youngest_rollout
         scheduler.add(generation)
     while not scheduler.preemptions:
         run(scheduler, scheduler.schedule(0))
-    assert scheduler.sessions.blocks == 0, "the idle session went before anybody's work"
+    assert scheduler.sessions.blocks == 0, "the idle session was evicted first"
     assert not young.blocks and young.computed == 0
     assert sorted(scheduler.running) == [2, 3]
 
@@ -160,7 +160,7 @@ def test_a_long_prompt_is_computed_in_pieces_while_others_decode() -> None:
     assert counts == [{1: 1, 2: 8}, {1: 1, 2: 8}, {1: 1, 2: 4}, {1: 1, 2: 1}]
 
 
-def test_a_request_for_a_later_version_holds_nobody_up() -> None:
+def test_a_request_for_a_later_version_does_not_block_others() -> None:
     scheduler = Scheduler(CONFIG)
     scheduler.add(make_generation(1, min_version=5))
     scheduler.add(make_generation(2))

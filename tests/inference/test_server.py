@@ -74,7 +74,7 @@ async def test_health_and_metrics() -> None:
 
 
 @pytest.mark.parametrize("given", [None, "Bearer wrong", "Bearer ", "secret", "Bearer secret2", "Bearer \u20ac"])
-async def test_every_order_needs_the_token_and_health_does_not(given: str | None) -> None:
+async def test_every_command_needs_the_token_and_health_does_not(given: str | None) -> None:
     headers = {} if given is None else {"Authorization": given}
     async with engine_at(make_update(0)) as engine, client_of(engine, "secret") as client:
         for path in ("/generate", "/pause", "/resume", "/hint", "/lend", "/recall", "/nothing"):
@@ -85,7 +85,7 @@ async def test_every_order_needs_the_token_and_health_does_not(given: str | None
         assert (await client.get("/health")).status == (await client.get("/metrics")).status == 200
 
 
-async def test_the_right_token_opens_the_engine() -> None:
+async def test_the_right_token_is_accepted() -> None:
     async with engine_at(make_update(0)) as engine, client_of(engine, "secret") as client:
         headers = {"Authorization": "Bearer secret"}
         response = await client.post("/generate", data=request_to_json(request()), headers=headers)
@@ -111,7 +111,7 @@ async def test_an_engine_pinned_to_a_version_is_not_lent() -> None:
 
 
 @pytest.mark.parametrize("body", [b"nonsense", request_to_json(request([999])), request_to_json(request([]))])
-async def test_a_request_that_is_wrong_gets_a_400_that_says_why(body: bytes) -> None:
+async def test_a_wrong_request_gets_a_400_with_the_reason(body: bytes) -> None:
     async with engine_at(make_update(0)) as engine, client_of(engine) as client:
         response = await client.post("/generate", data=body)
         assert response.status == 400
@@ -126,7 +126,7 @@ async def test_a_broken_engine_answers_503() -> None:
             assert response.status == 503
 
 
-async def test_an_answer_that_breaks_off_has_no_finish() -> None:
+async def test_an_interrupted_answer_has_no_finish() -> None:
     async with engine_at(make_update(0)) as engine, client_of(engine) as client:
         lines = []
         async with client.post("/generate", data=request_to_json(request(max_tokens=9999), stream=True)) as response:

@@ -94,8 +94,8 @@ async def test_a_switch_in_the_middle_of_an_answer(device: Device) -> None:
     # before the switch: exactly the old weights
     expected = logprobs_of(make_model(old), tokens[: len(PROMPT) + switch], got.routes)[len(PROMPT) - 1 :]
     np.testing.assert_allclose(got.logprobs[:switch], expected, atol=tolerance())
-    # after it: the new weights, over keys and values that the old ones wrote; the input of the first token they
-    # sampled is the first position they computed
+    # after it: the new weights, with keys and values that the old ones wrote. The input of the first token they sampled
+    # is the first position they computed
     computed = len(PROMPT) + switch - 1
     mixed = mixed_logprobs(make_model(old), make_model(new), tokens, computed, computed + 1)
     far = np.abs(np.subtract(got.logprobs[switch:], mixed)) > tolerance()
@@ -103,7 +103,7 @@ async def test_a_switch_in_the_middle_of_an_answer(device: Device) -> None:
         "nothing is replayed: in bf16 a router may choose otherwise"
     )
     purely_new = logprobs_of(make_model(new), tokens)[computed:]
-    assert np.abs(purely_new.numpy() - got.logprobs[switch:]).max() > 5 * tolerance(), "old keys make a difference"
+    assert np.abs(purely_new.numpy() - got.logprobs[switch:]).max() > 5 * tolerance(), "the old keys matter"
     assert got.last.oldest_kv_policy == old.policy
     assert session.last.oldest_kv_policy == old.policy and session.last.cached_tokens > 0
 
@@ -143,7 +143,7 @@ async def test_many_switches_under_load_drop_nothing() -> None:
 
 
 def changed(update: Update, number: int, share: float = 0.1) -> tuple[Update, dict[str, list[Patch] | None]]:
-    """The next version, with the patches that lead to it: some elements of most tensors, and the whole norm."""
+    """The next version and the patches to it: some elements of most tensors, and the whole norm."""
     random = np.random.default_rng(number)
     tensors: dict[str, HostTensor] = {}
     patches: dict[str, list[Patch] | None] = {}
@@ -169,7 +169,7 @@ def _shifted(indices: np.ndarray, bits: np.ndarray) -> Patch:
 
 
 def unread(update: Update) -> Update:
-    """The same update with wrong tensors outside the patches: reading more than the patches gives other weights."""
+    """The same update with wrong tensors outside the patches: reading more than the patches gives wrong weights."""
     assert update.patches is not None
     tensors = {
         name: tensor if update.patches.get(name, ()) is None else replace(tensor, data=np.zeros_like(tensor.data))
@@ -179,7 +179,7 @@ def unread(update: Update) -> Update:
 
 
 @on_cpu  # on a device the host bytes are read, for the digest and the audits
-async def test_patches_are_all_that_is_written() -> None:
+async def test_only_patches_are_written() -> None:
     first = make_update(1)
     second, _ = changed(first, 2)
     third, _ = changed(second, 3)
@@ -188,14 +188,14 @@ async def test_patches_are_all_that_is_written() -> None:
             await engine.apply(unread(update))
             assert engine.health()["policy"]["digest"] == update.policy.digest
             assert device_digest(engine._decoding._model) == update.policy.digest, (
-                "the audit of touched tensors is whole"
+                "touched tensors are audited completely"
             )
         got = await generate(engine, request())
     expected = logprobs_of(make_model(third), PROMPT + got.tokens)[len(PROMPT) - 1 :]
     np.testing.assert_allclose(got.logprobs, expected, atol=tolerance())
 
 
-async def test_applying_again_or_from_elsewhere_ends_at_the_right_bytes() -> None:
+async def test_applying_twice_or_from_another_version_gives_the_right_bytes() -> None:
     first = make_update(1)
     second, _ = changed(first, 2)
     async with engine_at(first) as engine:
@@ -219,8 +219,8 @@ async def test_patches_that_do_not_lead_to_the_version_are_replaced_by_a_copy() 
 
 @on_cpu
 @pytest.mark.parametrize("place", range(6))
-async def test_an_apply_cut_short_is_run_again(place: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A write into the parameters fails, in the middle of the pause."""
+async def test_an_interrupted_apply_is_repeated(place: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A write into the parameters fails in the middle of the pause."""
     first = make_update(1)
     second, _ = changed(first, 2)
     write, left = prepare_module.TorchChange.write, [place]
@@ -248,10 +248,10 @@ async def test_an_apply_cut_short_is_run_again(place: int, monkeypatch: pytest.M
 
 @on_cpu
 @pytest.mark.parametrize("place", ["add_whole", "write"])
-async def test_a_device_that_is_full_refuses_an_update_and_takes_it_later(
+async def test_a_full_device_refuses_an_update_and_accepts_it_later(
     place: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Beside decoding, or in the pause."""
+    """While decoding, or in the pause."""
     first, second = make_update(1), make_update(2)
 
     def full(*_: object) -> None:
@@ -297,7 +297,7 @@ async def test_weights_of_another_model_leave_the_served_ones_in_place() -> None
         assert {policy.number for policy in (await generate(engine, request())).policies} == {1}
 
 
-async def test_weights_that_are_not_finite_fail_requests_and_poison_nothing() -> None:
+async def test_weights_that_are_not_finite_fail_requests_until_the_next_version() -> None:
     good = make_update(1)
     model = make_model(good)
     with torch.no_grad():

@@ -33,7 +33,7 @@ def test_a_request_survives_the_wire() -> None:
     assert request_from_json(request_to_json(REQUEST, stream=True)) == (REQUEST, True)
 
 
-def test_a_request_may_leave_out_what_has_a_default() -> None:
+def test_a_request_may_omit_fields_with_a_default() -> None:
     request, stream = request_from_json(b'{"session": "s", "tokens": [1]}')
     assert request == GenerateRequest("s", [1], Sampling()) and not stream
 
@@ -76,7 +76,7 @@ def test_a_chunk_of_a_dense_model_in_the_middle_of_an_answer() -> None:
     ],
     ids=str,
 )
-def test_a_request_that_makes_no_sense_is_refused(change: dict[str, object]) -> None:
+def test_an_invalid_request_is_refused(change: dict[str, object]) -> None:
     tree = {"session": "s", "tokens": [1], **change}
     with pytest.raises(EngineError):
         request_from_json(json.dumps(tree).encode())
@@ -104,7 +104,7 @@ def test_what_is_not_a_request_is_refused(data: bytes) -> None:
     ],
     ids=str,
 )
-def test_a_chunk_that_contradicts_itself_is_refused(change: dict[str, object]) -> None:
+def test_an_inconsistent_chunk_is_refused(change: dict[str, object]) -> None:
     tree = {**json.loads(chunk_to_json(CHUNK)), **change}
     with pytest.raises(EngineError):
         chunk_from_json(json.dumps(tree).encode())

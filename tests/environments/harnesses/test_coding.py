@@ -45,7 +45,7 @@ def call(name: str, arguments: Any = None, **fields: Any) -> dict[str, Any]:
 
 
 class ScriptedModel:
-    """Answers in turn; remembers what it was asked."""
+    """Returns its answers in turn, and remembers the requests."""
 
     def __init__(self) -> None:
         self.answers: list[Answer] = []
@@ -61,7 +61,7 @@ class ScriptedModel:
 
     @property
     def results(self) -> list[str]:
-        """What the tools told the model, in order."""
+        """The tool results sent to the model, in order."""
         return [message["content"] for message in self.requests[-1]["messages"] if message["role"] == "tool"]
 
     def server(self) -> TestServer:
@@ -110,7 +110,7 @@ async def play(
 Make = Callable[..., CodingHarness]
 
 
-async def test_a_whole_episode(make_harness: Make, model: ScriptedModel, repository: NamespaceMachine) -> None:
+async def test_one_episode(make_harness: Make, model: ScriptedModel, repository: NamespaceMachine) -> None:
     model.answers = [
         call("list"),
         call("read", path="main.py"),
@@ -195,7 +195,7 @@ async def test_a_gateway_that_restarts_is_waited_for(
     assert (await play(make_harness(), model, repository)).stop == "done"
 
 
-async def test_a_gateway_that_stays_away_is_the_harness_failing(
+async def test_a_gateway_that_stays_down_fails_the_harness(
     make_harness: Make, model: ScriptedModel, repository: NamespaceMachine
 ) -> None:
     model.url = f"http://127.0.0.1:{unused_port()}/v1"
@@ -212,7 +212,7 @@ async def test_a_gateway_that_stays_away_is_the_harness_failing(
     ],
     ids=["refused", "no choice", "no json"],
 )
-async def test_a_model_that_refuses_is_the_harness_failing(
+async def test_a_model_that_refuses_fails_the_harness(
     make_harness: Make, model: ScriptedModel, repository: NamespaceMachine, answer: web.Response
 ) -> None:
     model.answers = [answer]

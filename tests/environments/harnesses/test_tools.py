@@ -1,4 +1,4 @@
-"""The texts the model reads. Training transcripts are generated with the same functions, so these are a format."""
+"""The texts the model reads. They are a format: training transcripts are generated with the same functions."""
 
 from __future__ import annotations
 
@@ -61,7 +61,7 @@ def test_edit_changes_no_other_line(lines: list[str], data: st.DataObject) -> No
     assert edited[number - 1].lstrip() == "new"
 
 
-def test_cut_says_how_much_is_gone() -> None:
+def test_cut_says_how_much_is_missing() -> None:
     assert tools.cut("abc", 3) == "abc"
     assert tools.cut("a" * 50 + "b" * 50, 10) == "aaaaa[… 90 characters cut]bbbbb"
 
@@ -81,7 +81,7 @@ def test_cut_says_how_much_is_gone() -> None:
         ("done", '{"now": 1}', tools.ERROR_ARGUMENTS),
     ],
 )
-def test_wrong_calls_are_told_apart(name: str, arguments: str, text: str) -> None:
+def test_wrong_calls_have_different_errors(name: str, arguments: str, text: str) -> None:
     with pytest.raises(tools.BadToolCall) as error:
         tools.parse_call({"function": {"name": name, "arguments": arguments}})
     assert error.value.text == text

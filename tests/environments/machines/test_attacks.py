@@ -1,7 +1,7 @@
 """Attacks on a machine from one of its commands. None of them is an infrastructure failure.
 
-After each attack the machine either goes on as before, or it is ruined: then its commands end with `stopped="machine"`
-and its files are not found, so that the episode is graded. MachineError is for failures of the host alone.
+After each attack the machine either works as before or is ruined. A ruined machine ends its commands with
+`stopped="machine"` and its files are not found, so that the episode is graded. MachineError means failures of the host.
 """
 
 from __future__ import annotations
@@ -134,7 +134,7 @@ _STATE = (
 
 
 async def state_of(machine: NamespaceMachine) -> bytes:
-    """What the next command finds; empty for a ruined machine."""
+    """The state that the next command sees; empty for a ruined machine."""
     result = await machine.exec(["python", "-c", _STATE], cwd="/", timeout_s=60)
     if result.stopped == "machine":
         with pytest.raises(FileNotFoundError):
@@ -147,7 +147,7 @@ async def state_of(machine: NamespaceMachine) -> bytes:
 
 
 async def each_attack(act: Callable[[str], Awaitable[None]]) -> None:
-    """Several at once: most of them only wait for their time limit."""
+    """Runs several at the same time: most of them only wait for their time limit."""
     some = asyncio.Semaphore(6)
 
     async def one(name: str, attack: str) -> None:
@@ -169,7 +169,7 @@ async def test_an_attack_changes_nothing_or_ruins_the_attackers_own_machine(any_
         machine = await any_host.create(BUILT_IN, {"main.py": b"x = 1\n"})
         await machine.exec(["python", "-c", attack], timeout_s=1.0, max_output=2000)
         assert await state_of(machine) in (fresh, b"")
-        with contextlib.suppress(OSError):  # not handed in
+        with contextlib.suppress(OSError):  # no submission
             assert isinstance(await machine.read("main.py"), bytes)
         await machine.close()
 
@@ -189,7 +189,7 @@ async def test_an_attack_in_the_grading_machine_is_graded(any_host: NamespaceHos
     await each_attack(grade)
 
 
-async def test_calls_on_oneself_still_work(any_host: NamespaceHost) -> None:
+async def test_a_process_may_change_its_own_limits(any_host: NamespaceHost) -> None:
     """Programs lower their own limits and priority, and pin themselves to a processor."""
     machine = await any_host.create(BUILT_IN)
     program = (
@@ -213,7 +213,7 @@ async def test_a_supervisor_that_does_not_answer_is_an_infrastructure_failure(mo
         assert host._process is not None
         monkeypatch.setattr(client, "_GRACE_S", 1.0)
         os.kill(host._process.pid, signal.SIGSTOP)
-        machine._connection.shutdown(2)  # the machine is lost, and nobody can say why
+        machine._connection.shutdown(2)  # the machine is lost, and nobody knows why
         with pytest.raises(MachineError, match="does not answer either"):
             await machine.exec(["true"])
         with pytest.raises(MachineError):

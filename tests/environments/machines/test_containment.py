@@ -1,4 +1,4 @@
-"""Whatever a command does is a result. The machine goes on, and no process of the command is left."""
+"""Whatever a command does is a result. The machine continues, and no process of the command is left."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ async def assert_works(machine: NamespaceMachine) -> None:
     assert await machine.read("after") == b"still here"
 
 
-async def test_a_command_that_never_ends(machine: NamespaceMachine) -> None:
+async def test_an_endless_command(machine: NamespaceMachine) -> None:
     result = await machine.exec(["python", "-c", "print('begun', flush=True)\nwhile True: pass"], timeout_s=0.3)
     assert (result.stopped, result.exit_code, result.output) == ("time", -signal.SIGKILL, b"begun\n")
     await assert_works(machine)
@@ -81,9 +81,9 @@ async def test_a_memory_bomb_of_many_processes(host: NamespaceHost, machine: Nam
         "time.sleep(9)"
     )
     result = await machine.exec(["python", "-c", program], timeout_s=3)
-    if "memory" in host.limits["control_groups"]:  # the kernel kills the greedy ones: they never hold 640 MiB
+    if "memory" in host.limits["control_groups"]:  # the kernel kills processes before they hold 640 MiB
         assert result.stopped is not None and result.output.count(b"held") < 10
-    else:  # the machine ends them all as soon as it has counted
+    else:  # the machine ends them all as soon as it counts too much
         assert result.stopped == "memory"
 
 
@@ -123,7 +123,7 @@ async def test_too_many_open_files(machine: NamespaceMachine) -> None:
     assert b"Too many open files" in result.output
 
 
-async def test_nothing_outlives_its_command(machine: NamespaceMachine) -> None:
+async def test_no_process_outlives_its_command(machine: NamespaceMachine) -> None:
     daemon = (
         "import os, time\n"
         "if os.fork() == 0:\n"

@@ -1,4 +1,4 @@
-"""Whatever a model writes into an argument is served or refused with OSError, and pid 1 lives on."""
+"""Any argument a model writes is served or refused with OSError, and pid 1 stays alive."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from rollmill.environments.machines.namespace.client import NamespaceHost, Names
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
 
-# every code point, half surrogate pairs included, and the characters that paths and programs give a meaning to
+# every code point, including lone surrogates, and the characters with a meaning in paths and programs
 text = st.text(st.one_of(st.characters(), st.characters(categories=["Cs"]), st.sampled_from("/.\0\n~-")), max_size=30)
 long_text = st.builds(lambda part, count: part * count, text, st.sampled_from([100, 5000, 70_000]))
 anything: Any = st.recursive(
@@ -77,7 +77,7 @@ def test_arguments_of_a_machine(fuzz_loop: asyncio.AbstractEventLoop, fuzz_machi
 
 
 def test_values_of_the_wrong_type(fuzz_loop: asyncio.AbstractEventLoop, fuzz_machine: NamespaceMachine) -> None:
-    """The frame itself: what no JSON carries is refused before it is sent, the rest by pid 1."""
+    """The frame itself: values that JSON cannot carry are refused before sending, the others by pid 1."""
     machine = fuzz_machine
     operations = st.sampled_from(["exec", "read", "write", "snapshot", "restore", "dance"]) | anything
     keys = st.sampled_from(["argv", "cwd", "env", "timeout_s", "max_output", "path", "max_bytes", "files", "extra"])
@@ -97,7 +97,7 @@ def test_values_of_the_wrong_type(fuzz_loop: asyncio.AbstractEventLoop, fuzz_mac
 
 
 def test_tool_calls(fuzz_loop: asyncio.AbstractEventLoop, fuzz_machine: NamespaceMachine) -> None:
-    """Any call is answered with text: a result, or what was wrong with it."""
+    """Any call is answered with text: a result, or an error."""
     machine, harness = fuzz_machine, CodingHarness()
     names = st.sampled_from([tool.name for tool in tools.TOOLS]) | text | anything
     right = st.fixed_dictionaries(
@@ -144,7 +144,7 @@ def test_a_frame_comes_back_as_it_was_sent(value: Any, body: bytes) -> None:
     st.binary(max_size=60) | st.builds(lambda text: text.encode("utf-8", "replace"), st.builds(json.dumps, anything))
 )
 @settings(deadline=None)
-def test_a_header_that_is_not_strict_json_is_no_frame(data: bytes) -> None:
+def test_a_frame_needs_a_strict_json_header(data: bytes) -> None:
     try:
         header = wire.unpack_header(data)
     except wire.WireError:
@@ -155,14 +155,14 @@ def test_a_header_that_is_not_strict_json_is_no_frame(data: bytes) -> None:
 @pytest.mark.parametrize(
     "text", ['{"a": NaN}', '{"a": [-Infinity]}', '{"a": 1e999}', "[]", "{", "9" * 5000, "[" * 9999]
 )
-def test_what_is_no_strict_json_object_is_no_header(text: str) -> None:
+def test_a_header_must_be_a_strict_json_object(text: str) -> None:
     with pytest.raises(wire.WireError):
         wire.unpack_header(text.encode())
 
 
 @pytest.fixture
 def fuzz_loop() -> Any:
-    """hypothesis runs synchronous functions only, so these tests drive a loop of their own."""
+    """hypothesis runs only synchronous functions, so these tests run their own event loop."""
     loop = asyncio.new_event_loop()
     yield loop
     loop.close()

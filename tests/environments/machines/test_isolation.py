@@ -15,7 +15,7 @@ from tests.environments.conftest import run_python
 pytestmark = pytest.mark.asyncio(loop_scope="module")
 
 
-async def test_the_hosts_files_are_not_there(machine: NamespaceMachine, tmp_path: Path) -> None:
+async def test_the_hosts_files_are_not_visible(machine: NamespaceMachine, tmp_path: Path) -> None:
     (tmp_path / "run.json").write_text("secret")
     checkout = Path(__file__).parents[3]
     private = [tmp_path / "run.json", checkout / "rollmill", checkout / "pyproject.toml", Path.home()]
@@ -26,7 +26,7 @@ async def test_the_hosts_files_are_not_there(machine: NamespaceMachine, tmp_path
     assert await run_python(machine, program) == "None None"
 
 
-async def test_the_hosts_environment_is_not_there(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_the_hosts_environment_is_not_visible(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("OBJECT_STORE_SECRET", "hunter2")
     host = NamespaceHost()
     try:

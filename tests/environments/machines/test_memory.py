@@ -1,4 +1,4 @@
-"""Memory is bounded also where no control group counts it, whatever kind of memory a command takes."""
+"""Memory is bounded even without a control group, for every kind of memory that a command can take."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from tests.environments.conftest import CONFIG, run_python
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
 
-# Each defines take(), which holds another MiB in a way that leaves the size of its process as it was.
+# Each defines take(), which holds one more MiB without increasing the size of its process.
 KINDS = {
     "memfd": "def take(): os.write(os.memfd_create('m'), MIB)",
     "memfd, mapped": (
@@ -107,7 +107,7 @@ async def test_every_kind_of_memory_is_counted_or_refused(any_host: NamespaceHos
     await machine.close()
 
 
-async def test_what_is_counted_leaves_room_for_ordinary_programs(bare_host: NamespaceHost) -> None:
+async def test_ordinary_programs_stay_below_the_limit(bare_host: NamespaceHost) -> None:
     """A pool of processes, shared files, a few pipes and sockets stay far below the limit."""
     program = (
         "import asyncio, multiprocessing, socket, subprocess\n"

@@ -1,4 +1,4 @@
-"""What a machine does: files, commands, snapshots, images."""
+"""The functions of a machine: files, commands, snapshots, images."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from rollmill.errors import MachineError, TaskError
 pytestmark = pytest.mark.asyncio(loop_scope="module")
 
 
-async def test_files_go_in_and_come_out(host: NamespaceHost) -> None:
+async def test_files_are_written_and_read(host: NamespaceHost) -> None:
     machine = await host.create(BUILT_IN, {"main.py": b"x = 1\n", "package/deep/module.py": b"\x00\xff" * 1000})
     assert await machine.read("main.py") == b"x = 1\n"
     assert await machine.read("/work/package/deep/module.py") == b"\x00\xff" * 1000
@@ -34,7 +34,7 @@ async def test_files_go_in_and_come_out(host: NamespaceHost) -> None:
     await machine.close()
 
 
-async def test_commands_tell_exit_code_output_and_time(machine: NamespaceMachine) -> None:
+async def test_commands_return_exit_code_output_and_time(machine: NamespaceMachine) -> None:
     result = await machine.exec(["sh", "-c", "cat; echo problem >&2; exit 3"], stdin=b"hello\n")
     assert (result.exit_code, result.output, result.truncated, result.stopped) == (3, b"hello\nproblem\n", False, None)
     assert result.seconds > 0
@@ -116,7 +116,7 @@ async def test_images_are_directories_and_unknown_ones_are_named(tmp_path: Path)
         await host.close()
 
 
-async def test_machines_are_made_concurrently_and_apart(host: NamespaceHost) -> None:
+async def test_machines_are_made_concurrently_and_are_separate(host: NamespaceHost) -> None:
     machines = await asyncio.gather(*(host.create(BUILT_IN, {"name": str(i).encode()}) for i in range(20)))
     results = await asyncio.gather(*(machine.exec(["cat", "name"]) for machine in machines))
     assert [result.output for result in results] == [str(i).encode() for i in range(20)]
@@ -148,7 +148,7 @@ async def test_a_cancelled_request_leaves_no_wrong_answer_behind(machine: Namesp
     assert (await machine.exec(["echo", "mine"])).output == b"mine\n"
 
 
-async def test_what_the_kernel_refuses_is_said_with_a_remedy(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_refusals_of_the_kernel_have_a_hint(monkeypatch: pytest.MonkeyPatch) -> None:
     from rollmill.environments.machines.namespace import launch
 
     monkeypatch.setattr(launch, "_setting", lambda name: "0" if name == "user/max_user_namespaces" else None)

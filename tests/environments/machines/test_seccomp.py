@@ -1,4 +1,4 @@
-"""The filter decides alike on both architectures. The kernel runs it on one of them only, so here it is interpreted."""
+"""The filter decides the same on both architectures. The kernel runs only one of them, so here it is interpreted."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The grader against right, wrong and cheating submissions. A cheat oracle that scores is a bug."""
+"""The grader with right, wrong and cheating submissions. A cheat that scores is a bug."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from rollmill.types import Reward
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
 
-OFFSET = 7290183645  # no number that turns up by chance
+OFFSET = 7290183645  # a number that does not occur by chance
 CASES = [[[x], x + OFFSET] for x in (3, 10, 0)]
 
 
@@ -124,7 +124,7 @@ FORGED = {
 
 @pytest.mark.parametrize("value", FORGED.values(), ids=FORGED)
 async def test_forged_results_are_read_strictly(host: NamespaceHost, value: str) -> None:
-    """Submitted code knows the driver's word, and can write anything behind it."""
+    """Submitted code knows the driver's marker, and can write anything after it."""
     source = (
         "import sys, os\n"
         "frame = sys._getframe()\n"
@@ -144,7 +144,7 @@ def check_storable(reward: Reward) -> None:
     assert len(stored.encode()) < 10_000 and "\\u0000" not in stored.replace("\\\\u0000", "")
 
 
-async def test_a_submission_that_does_not_fit_is_worth_nothing(host: NamespaceHost) -> None:
+async def test_a_submission_that_does_not_fit_scores_zero(host: NamespaceHost) -> None:
     reward = await HiddenTests().grade(Episode(make_task(), {"main.py": b"#" * (17 << 20)}, host))
     assert reward.value == 0.0 and "No space left" in reward.evidence["unwritable"]
 
@@ -165,7 +165,7 @@ BROKEN = {
 
 
 @pytest.mark.parametrize("source", BROKEN.values(), ids=BROKEN)
-async def test_broken_submissions_are_worth_nothing_and_break_nothing(host: NamespaceHost, source: str) -> None:
+async def test_broken_submissions_score_zero_and_break_nothing(host: NamespaceHost, source: str) -> None:
     task = make_task()
     submission = {"main.py": source.encode("utf-8", "surrogateescape")}
     reward = await HiddenTests(HiddenTestsConfig(timeout_s=2.0)).grade(Episode(task, submission, host))
@@ -259,7 +259,7 @@ async def test_shadowing_modules_beside_the_answer_do_not_reach_the_driver(host:
     assert reward.value == 1.0
 
 
-async def test_nothing_handed_in(host: NamespaceHost) -> None:
+async def test_no_submission(host: NamespaceHost) -> None:
     reward = await HiddenTests().grade(Episode(make_task(), {}, host))
     assert reward.value == 0.0 and reward.evidence["missing"] == "main.py"
 
