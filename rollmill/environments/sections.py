@@ -41,7 +41,13 @@ class HarnessSection(KindSection):
 
 class RewardSection(KindSection):
     _slot: ClassVar[Slot] = Slot(
-        "rewards", Grader, {"calls": f"{_HERE}.rewards.hidden_tests:HiddenTests"}, "rollmill.rewards"
+        "rewards",
+        Grader,
+        {
+            "calls": f"{_HERE}.rewards.hidden_tests:HiddenTests",
+            "script": f"{_HERE}.rewards.script:Script",
+        },
+        "rollmill.rewards",
     )
 
     weight: float = Field(1.0, description="What the value of this reward is multiplied with before all are added up.")

@@ -1,0 +1,127 @@
+"""The script reward against right, wrong and cheating submissions, in real machines."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import pytest
+
+from rollmill.environments.episode import Episode
+from rollmill.environments.machines.namespace.client import NamespaceHost
+from rollmill.environments.rewards.script import Script, ScriptConfig
+from rollmill.environments.task import Task
+from rollmill.errors import TaskError
+from rollmill.types import Reward
+
+pytestmark = pytest.mark.asyncio(loop_scope="module")
+
+TEST = "from main import f\nfor x in (3, 10):\n    assert f(x) == x + 1, x\n"
+EXIT = {"kind": "script", "files": {"hidden_test.py": TEST}, "command": ["python", "hidden_test.py"]}
+PYTHON = {"kind": "script", "verdict": "python", "test": TEST}
+RIGHT = "def f(x):\n    return x + 1\n"
+
+
+def make_task(grading: Any, submission: tuple[str, ...] = ("main.py",)) -> Task:
+    return Task("t", "fix", files={"main.py": b"def f(x):\n    return x\n"}, submission=submission, grading=grading)
+
+
+async def grade(host: NamespaceHost, grading: Any, source: str, **more: Any) -> Reward:
+    submission = {"main.py": source.encode(), "hidden_test.py": b"pass", "conftest.py": b"raise SystemExit(0)"}
+    reward = await Script(ScriptConfig(timeout_s=2.0)).grade(Episode(make_task(grading, **more), submission, host))
+    assert len(json.dumps(reward.evidence, allow_nan=False)) < 10_000
+    return reward
+
+
+@pytest.mark.parametrize("grading", [EXIT, PYTHON], ids=["exit", "python"])
+async def test_right_and_wrong(host: NamespaceHost, grading: Any) -> None:
+    right = await grade(host, grading, "print('noise')\n" + RIGHT)
+    assert (right.value, right.grader, right.evidence["output"]) == (1.0, "script", "noise")
+    wrong = await grade(host, grading, "def f(x):\n    return 4\n")
+    assert wrong.value == 0.0 and wrong.evidence["output"].endswith("AssertionError: 10")
+    assert (wrong.evidence["exit_code"], wrong.evidence["stopped"]) == (1, None)
+
+
+@pytest.mark.parametrize("grading", [EXIT, PYTHON], ids=["exit", "python"])
+@pytest.mark.parametrize(
+    "source",
+    [
+        "def f(x:\n",
+        "raise RuntimeError('no')\n",
+        "while True: pass\n",
+        "def f(x):\n    print('x' * 10_000_000)\n",
+        "held = []\nwhile True: held.append(bytearray(1 << 20))\n",
+        "print('\\0\\ud800')\n",
+    ],
+    ids=["syntax", "raises", "never ends", "a flood", "memory", "odd output"],
+)
+async def test_broken_submissions_are_worth_nothing(host: NamespaceHost, grading: Any, source: str) -> None:
+    assert (await grade(host, grading, source)).value == 0.0
+
+
+async def test_a_submission_cannot_replace_the_grading_files(host: NamespaceHost) -> None:
+    reward = await grade(host, EXIT, "def f(x): return 0\n", submission=("main.py", "hidden_test.py"))
+    assert reward.value == 0.0
+
+
+CHEATS = {
+    "exits": "import sys; sys.exit(0)\n",
+    "exits at once": "import os; os._exit(0)\n",
+    "exits when called": "import os\ndef f(x): os._exit(0)\n",
+    "reads standard input again": (
+        "import os, sys\n"
+        "try: os.lseek(0, 0, 0)\n"
+        "except OSError: pass\n"
+        "os.write(1, os.read(0, 10000)); print(sys.argv, open('/proc/self/cmdline').read())\n"
+        "text = os.read(0, 10000).decode()\n"
+        "if 'word' in text: import json; print(json.loads(text)['word'])\n"
+        "os._exit(0)\n"
+    ),
+    "patches the driver's tools": "import os\nos.write = print\nos._exit = lambda code: None\ndef f(x): return 0\n",
+    "prints at the end": "import atexit\natexit.register(print, 'passed')\ndef f(x): return 0\n",
+}
+
+
+@pytest.mark.parametrize("source", CHEATS.values(), ids=CHEATS)
+async def test_leaving_early_does_not_pass_a_python_test(host: NamespaceHost, source: str) -> None:
+    assert (await grade(host, PYTHON, source)).value == 0.0
+
+
+async def test_honest_code_may_print_a_lot_and_leave_threads(host: NamespaceHost) -> None:
+    noise = "import threading, time\nprint('x' * 1_000_000)\nthreading.Thread(target=time.sleep, args=(60,)).start()\n"
+    assert (await grade(host, PYTHON, noise + RIGHT)).value == 1.0
+
+
+async def test_nothing_handed_in_and_too_much_handed_in(host: NamespaceHost) -> None:
+    nothing = await Script().grade(Episode(make_task(EXIT), {}, host))
+    assert (nothing.value, nothing.evidence["missing"]) == (0.0, ["main.py"])
+    large = await Script().grade(Episode(make_task(EXIT), {"main.py": b"#" * (17 << 20)}, host))
+    assert large.value == 0.0 and "No space left" in large.evidence["unwritable"]
+
+
+async def test_a_tasks_own_time_limit(host: NamespaceHost) -> None:
+    grading = {**EXIT, "timeout_s": 0.3}
+    reward = await Script(ScriptConfig(timeout_s=600.0)).grade(
+        Episode(make_task(grading), {"main.py": b"while True: pass\n"}, host)
+    )
+    assert (reward.value, reward.evidence["stopped"]) == (0.0, "time")
+
+
+@pytest.mark.parametrize(
+    ("grading", "told"),
+    [
+        ({}, "kind: Field required"),
+        ({"kind": "calls", "command": ["true"]}, "kind: Input should be 'script'"),
+        ({"kind": "script", "command": []}, "command: List should have at least 1 item"),
+        ({"kind": "script", "command": "python x.py"}, "command: Input should be a valid list"),
+        ({"kind": "script", "command": ["true"], "timeout": 3}, "timeout: Extra inputs are not permitted"),
+        ({**PYTHON, "test": "assert ("}, "test: Value error, '\\(' was never closed"),
+        ({"kind": "script", "command": ["no-such-program"]}, "has no program 'no-such-program'"),
+        ({**EXIT, "files": {"../x": ""}}, "x"),
+    ],
+)
+async def test_a_grading_that_cannot_run_is_an_error_and_never_a_reward(
+    host: NamespaceHost, grading: Any, told: str
+) -> None:
+    with pytest.raises(TaskError, match=told):
+        await Script().grade(Episode(make_task(grading), {"main.py": RIGHT.encode()}, host))
