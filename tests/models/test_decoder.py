@@ -33,7 +33,7 @@ def _packed_logits(model: Decoder, tokens: torch.Tensor, lengths: list[int]) -> 
 
 
 @pytest.mark.parametrize("name", VARIANTS)
-def test_packed_sequences_give_what_each_gives_alone(name: str) -> None:
+def test_packed_sequences_give_the_same_as_each_alone(name: str) -> None:
     model, tokens = _variant(name), _tokens(LENGTHS)
     expected = torch.cat([reference_logits(model, sequence) for sequence in tokens.split(LENGTHS)])
     torch.testing.assert_close(_packed_logits(model, tokens, LENGTHS), expected, atol=2e-5, rtol=1e-4)

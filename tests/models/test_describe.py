@@ -1,4 +1,4 @@
-"""Models that began here leave in a layout that transformers computes the same way."""
+"""Models made by rollmill are exported in a layout that transformers computes the same way."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
 
 
 def noisy_decoder(config: ModelConfig) -> Decoder:
-    """Random weights, biases and norms included, that bf16 holds exactly."""
+    """Random weights, biases and norms, all exact in bf16."""
     model = Decoder(config)
     model.initialise(0)
     generator = torch.Generator().manual_seed(1)
@@ -62,7 +62,7 @@ def noisy_decoder(config: ModelConfig) -> Decoder:
 
 @pytest.mark.parametrize("name", MODELS)
 @torch.no_grad()
-def test_transformers_computes_what_the_decoder_does(name: str, tmp_path: Path) -> None:
+def test_transformers_computes_the_same_as_the_decoder(name: str, tmp_path: Path) -> None:
     transformers = pytest.importorskip("transformers")
     kind, change = MODELS[name]
     config = ModelConfig(vocab_size=VOCABULARY, **change)
@@ -90,7 +90,7 @@ def test_transformers_computes_what_the_decoder_does(name: str, tmp_path: Path) 
         (LATENT | {"dense_also": (1,)}, "model.dense_layers = [1]"),
     ],
 )
-def test_a_model_that_no_layout_has_is_refused_by_name(change: dict[str, Any], named: str) -> None:
+def test_a_model_without_a_layout_is_refused_by_name(change: dict[str, Any], named: str) -> None:
     with pytest.raises(ConfigError) as raised:
         describe_model(ModelConfig(vocab_size=VOCABULARY, **change))
     assert named in raised.value.message and raised.value.hint

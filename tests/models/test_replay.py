@@ -1,4 +1,4 @@
-"""The plausibility filter: which experts are replaced, by which, and that no expert comes twice."""
+"""The plausibility filter: which experts are replaced, by which, and that no expert occurs twice."""
 
 import numpy as np
 import pytest
@@ -25,10 +25,10 @@ def filtered(
 def test_an_example_by_hand() -> None:
     scores = {7: 0.40, 2: 0.30, 5: 0.10, 4: 0.06, 9: 0.01}
     live = [7, 2, 5]
-    assert filtered([2, 9, 4], live, scores, 0.5) == [2, 7, 4], "9 is below .05; 7 is the best that is not there"
-    assert filtered([2, 9, 4], live, scores, 0.9) == [2, 7, 5], "4 is below .09 as well; 2 is there, so 5 is next"
+    assert filtered([2, 9, 4], live, scores, 0.5) == [2, 7, 4], "9 is below .05; 7 is the best one not yet chosen"
+    assert filtered([2, 9, 4], live, scores, 0.9) == [2, 7, 5], "4 is below .09 as well; 2 is chosen, so 5 is next"
     assert filtered([2, 9, 4], live, scores, 0.09) == [2, 9, 4], "all are above .009"
-    assert filtered([9, 11, 10], live, scores, 0.5) == [7, 2, 5], "nothing is left: the live choice in its order"
+    assert filtered([9, 11, 10], live, scores, 0.5) == [7, 2, 5], "none is kept: the live choice in its order"
     assert filtered([5, 2, 7], live, scores, 1.0) == [5, 2, 7], "the live set in another order keeps its order"
     assert filtered([2, 2, 7], live, scores, 0.5) == [2, 5, 7], "of an expert recorded twice the first stays"
 
@@ -38,12 +38,14 @@ def test_an_example_with_a_bias_by_hand() -> None:
     scores = {7: 0.90, 2: 0.05, 5: 0.10, 4: 0.30, 9: 0.60, 8: 0.02}
     bias = {7: -0.50, 2: 0.35, 5: 0.295, 9: -0.30, 8: 0.45}
     live = [7, 2]
-    assert filtered([5, 7], live, scores, 0.9, bias) == [5, 7], "5 needs .105 and has .10: it lost by a hair"
+    assert filtered([5, 7], live, scores, 0.9, bias) == [5, 7], "5 needs .105 and has .10: it was nearly chosen"
     assert filtered([5, 7], live, scores, 0.96, bias) == [2, 7], "and .96 of .105 is more than .10"
     assert filtered([5, 7], [7, 9], scores, 0.5) == [9, 7], "by scores alone, half of .60 would be needed"
-    assert filtered([4, 7], live, scores, 0.7, bias) == [4, 7], "without a bias of its own 4 needs .40, and has .30"
+    assert filtered([4, 7], live, scores, 0.7, bias) == [4, 7], "without a bias 4 needs .40, and has .30"
     assert filtered([9, 7], live, scores, 0.9, bias) == [2, 7], "9 has twice the score of 4, and needs .70"
-    assert filtered([8, 7], live, scores, 1.0, bias) == [8, 7], "the bias alone carries 8: it needs less than nothing"
+    assert filtered([8, 7], live, scores, 1.0, bias) == [8, 7], (
+        "the bias alone selects 8: the score it needs is negative"
+    )
     assert filtered([2, 7], live, scores, 1.0, bias) == [2, 7], "the live choice is always plausible"
 
 
@@ -51,10 +53,12 @@ def test_a_bias_that_makes_every_sum_negative_leaves_the_live_choice_alone() -> 
     scores = {7: 0.40, 2: 0.30, 5: 0.10, 4: 0.06}
     bias = dict.fromkeys(range(12), -2.0)
     assert filtered([2, 7, 5], [7, 2, 5], scores, 0.99, bias) == [2, 7, 5]
-    assert filtered([2, 4, 9], [7, 2, 5], scores, 0.5, bias) == [2, 4, 7], "the same for all, it changes nothing"
+    assert filtered([2, 4, 9], [7, 2, 5], scores, 0.5, bias) == [2, 4, 7], (
+        "a bias that is the same for all changes nothing"
+    )
 
 
-def test_with_any_bias_the_live_choice_stands() -> None:
+def test_with_any_bias_the_live_choice_is_kept() -> None:
     """After rounding, (s + b) − b may differ from s. The live choice must not lose an expert because of that."""
     generator = torch.Generator().manual_seed(0)
     scores, bias = torch.rand(2000, 16, generator=generator), torch.randn(16, generator=generator)
@@ -67,7 +71,7 @@ def test_with_any_bias_the_live_choice_stands() -> None:
 
 
 @pytest.mark.parametrize("groups", [1, 3])
-def test_in_the_decoder_a_bias_decides_and_the_filter_knows(groups: int) -> None:
+def test_in_the_decoder_the_filter_uses_the_bias(groups: int) -> None:
     model = make_decoder(
         TINY.model_copy(update={"gate": "sigmoid", "gate_bias": True, "experts": 6, "gate_groups": groups})
     )
@@ -85,10 +89,10 @@ def test_in_the_decoder_a_bias_decides_and_the_filter_knows(groups: int) -> None
     needed = (routing.scores + bias).gather(1, routing.live).amin(1, keepdim=True) - bias
     kept = routing.scores[:, [3, 1]] >= 0.9 * needed[:, [3, 1]]
     assert kept.any() and not kept.all()
-    assert (routing.chosen == torch.tensor([3, 1]))[kept].all(), "what is plausible keeps its place"
+    assert (routing.chosen == torch.tensor([3, 1]))[kept].all(), "plausible experts keep their place"
     replaced = routing.chosen[~kept.any(1)]
-    assert torch.equal(replaced, routing.live[~kept.any(1)]), "where nothing is, the live choice stands"
-    assert torch.equal(routing.scores, live.routings[0].scores), "the gate's scores know nothing of the bias"
+    assert torch.equal(replaced, routing.live[~kept.any(1)]), "if none is plausible, the live choice is used"
+    assert torch.equal(routing.scores, live.routings[0].scores), "the gate's scores do not contain the bias"
 
 
 def test_agrees_with_the_rule_spelled_out_and_never_repeats_an_expert() -> None:
@@ -111,7 +115,7 @@ def test_agrees_with_the_rule_spelled_out_and_never_repeats_an_expert() -> None:
 
 
 @pytest.mark.parametrize("gate", ["softmax", "sigmoid"])
-def test_in_the_decoder_honest_routes_pass_and_damaged_ones_do_not(gate: str) -> None:
+def test_in_the_decoder_correct_routes_are_kept_and_damaged_ones_replaced(gate: str) -> None:
     model = make_decoder(TINY.model_copy(update={"gate": gate}))
     everywhere = torch.ones(TOKENS, dtype=torch.bool)
     live = _run(model)

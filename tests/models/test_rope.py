@@ -1,4 +1,4 @@
-"""Configurations of real models, as their config.json states them: their rotations and their sizes."""
+"""Configurations of real models, as in their config.json: rotations and sizes."""
 
 from __future__ import annotations
 

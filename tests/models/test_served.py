@@ -1,4 +1,4 @@
-"""Checkpoint → served bytes → checkpoint: nothing is lost but what bf16 cannot hold."""
+"""Checkpoint → served bytes → checkpoint: only what bf16 cannot hold is lost."""
 
 from __future__ import annotations
 
@@ -27,19 +27,19 @@ def tensor_of(host: HostTensor) -> Tensor:
 
 
 @pytest.mark.parametrize("name", LAYOUTS)
-def test_there_and_back(name: str, tmp_path: Path) -> None:
+def test_round_trip(name: str, tmp_path: Path) -> None:
     make_checkpoint(name, tmp_path, torch.bfloat16)
     checkpoint = open_checkpoint(tmp_path)
     with served_tensors(checkpoint) as served, checkpoint_tensors(checkpoint.layout, served) as back:
         assert back.keys() == set(checkpoint.names)
         for tensor, host in back.items():
-            # the one thing that is never rounded, and that transformers rounds with all else when it is asked to
+            # never rounded by us, although transformers rounds it with everything else on request
             assert host.dtype == ("fp32" if tensor.endswith("e_score_correction_bias") else "bf16")
             assert torch.equal(tensor_of(host).float(), read_tensor(checkpoint.files, tensor).float()), tensor
 
 
 @torch.no_grad()
-def test_a_wider_checkpoint_is_rounded_and_says_so(tmp_path: Path) -> None:
+def test_a_wider_checkpoint_is_rounded_and_this_is_reported(tmp_path: Path) -> None:
     theirs = make_checkpoint("llama", tmp_path, torch.float32)
     checkpoint = open_checkpoint(tmp_path)
     ours = Decoder(checkpoint.layout.model)
@@ -65,7 +65,7 @@ def test_companions_are_kept_verbatim(tmp_path: Path) -> None:
 
 def _there_and_back_in_little_memory(directory: Path, room: int) -> None:
     checkpoint = open_checkpoint(directory)
-    torch.set_num_threads(1)  # others would need stacks
+    torch.set_num_threads(1)  # further threads would need stacks
     resource.setrlimit(resource.RLIMIT_DATA, (_own_memory() + room,) * 2)
     with served_tensors(checkpoint) as served, checkpoint_tensors(checkpoint.layout, served) as back:
         assert sum(tensor.data.size for tensor in back.values()) > 2 * room
@@ -76,7 +76,7 @@ def _own_memory() -> int:
     return next(int(line.split()[1]) << 10 for line in status if line.startswith("VmData"))
 
 
-def test_memory_never_holds_a_model(tmp_path: Path) -> None:
+def test_memory_never_holds_the_whole_model(tmp_path: Path) -> None:
     make_checkpoint("qwen3 moe", tmp_path, torch.bfloat16, hidden_size=256, moe_intermediate_size=512, vocab_size=9000)
     work = SERVER.Process(target=_there_and_back_in_little_memory, args=(tmp_path, 10 << 20))
     work.start()

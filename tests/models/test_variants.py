@@ -1,4 +1,4 @@
-"""What layouts of real models add to the decoder: the same in the trainer and in the engine, forwards and backwards."""
+"""Features of real models' layouts: trainer and engine compute the same, forwards and backwards."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ VARIANTS: dict[str, dict[str, Any]] = {
 
 
 @pytest.mark.parametrize("name", VARIANTS)
-def test_the_engines_pages_give_what_the_trainer_computes(name: str) -> None:
+def test_the_engines_pages_give_the_same_as_the_trainer(name: str) -> None:
     """A prompt in two pieces, then token by token, beside another sequence."""
     model = make_decoder(ModelConfig(**{**TINY.model_dump(), **VARIANTS[name]}))
     runner = Runner(model, KVCache(model.config, blocks=32, block_size=4))
@@ -71,29 +71,29 @@ def test_gradients_are_those_of_transformers(name: str, tmp_path: Path) -> None:
     compared = 0
     for each in named_views(layout, gradients):
         gradient = expected.get(each.name)
-        if gradient is None:  # experts, which are named otherwise in memory
+        if gradient is None:  # experts, which have other names in memory
             assert "experts" in each.name or "block_sparse_moe" in each.name, each.name
             continue
         gradient = gradient if each.order is None else gradient[each.order]
         scale = gradient.abs().max()
-        assert scale > 0 or "k_proj.bias" in each.name  # softmax does not see what is added to all keys alike
+        assert scale > 0 or "k_proj.bias" in each.name  # softmax ignores what is added to all keys
         torch.testing.assert_close(each.view / scale, gradient / scale, atol=5e-5, rtol=0, msg=each.name)
         compared += 1
     assert compared >= 5 * ours.config.layers
 
 
-def test_groups_keep_experts_of_other_groups_out() -> None:
-    """By hand: groups {0, 1}, {2, 3}, {4, 5}; the best two are those whose two best sum highest."""
+def test_experts_come_from_the_best_groups_only() -> None:
+    """By hand: groups {0, 1}, {2, 3}, {4, 5}. The best two groups have the highest sums of their two best experts."""
     config = ModelConfig(**{**TINY.model_dump(), **GATE, "experts_per_token": 2})
     router = make_decoder(config).layers[0].mlp.router
     router.bias.zero_()
     scores = torch.tensor([[0.9, 0.0, 0.6, 0.5, 0.55, 0.5]])  # sums 0.9, 1.1, 1.05: the single best expert is out
     assert router._choose(scores.logit())[1].tolist() == [[2, 4]]
-    router.bias[5] = 0.3  # enough to be chosen, and its group with it
+    router.bias[5] = 0.3  # enough to be chosen, together with its group
     assert router._choose(scores.logit())[1].tolist() == [[5, 2]]
 
 
-def test_the_bias_chooses_and_does_not_weigh() -> None:
+def test_the_bias_affects_the_choice_but_not_the_weights() -> None:
     config = ModelConfig(**{**TINY.model_dump(), "gate": "sigmoid", "gate_bias": True, "gate_scale": 2.0})
     router = make_decoder(config).layers[0].mlp.router
     x = torch.randn(50, TINY.width, generator=torch.Generator().manual_seed(0))
@@ -107,7 +107,7 @@ def test_the_bias_chooses_and_does_not_weigh() -> None:
     assert "layers.0.mlp.router.bias" in make_decoder(config).state_dict()
 
 
-def test_the_present_models_keep_their_names_and_shapes() -> None:
+def test_models_keep_their_names_and_shapes() -> None:
     """Published versions and checkpoints are read by these names."""
     state = Decoder(TINY).state_dict()
     assert {name: tuple(tensor.shape) for name, tensor in state.items() if not name.startswith("layers.1.")} == {
@@ -144,6 +144,6 @@ def test_biases_start_at_zero_and_norms_at_one() -> None:
         ({"rope_scaling": {"type": "dynamic"}}, "does not match any of the expected tags"),
     ],
 )
-def test_a_shape_that_contradicts_itself_is_refused(change: dict[str, Any], says: str) -> None:
+def test_an_inconsistent_shape_is_refused(change: dict[str, Any], says: str) -> None:
     with pytest.raises(ValidationError, match=says):
         ModelConfig(**{**TINY.model_dump(), **change})
