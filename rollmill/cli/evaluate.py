@@ -7,22 +7,30 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from rollmill.cli.rollout import KeyOption, ModelNameOption, ModelOption, read_settings
 from rollmill.cli.target import VersionOption
 
 if TYPE_CHECKING:
     from rich.table import Table
 
+    from rollmill.cluster.run import RunConfig
     from rollmill.evals.run import EvalResult
     from rollmill.evals.suite import EvalConfig
+    from rollmill.rollouts.endpoint import Endpoint
 
 
 def evaluate(
-    directory: Annotated[Path, typer.Argument(help="a run directory", show_default=False)],
+    directory: Annotated[
+        Path, typer.Argument(help="a run directory; with --model also a RUN.toml", show_default=False)
+    ],
     version: VersionOption = None,
     tasks: Annotated[
         int | None, typer.Option(min=1, help="at most this many tasks per split; default: as the run is configured")
     ] = None,
     attempts: Annotated[int | None, typer.Option(min=1, help="sampled attempts per task")] = None,
+    model: ModelOption = None,
+    model_name: ModelNameOption = "policy",
+    key: KeyOption = None,
 ) -> None:
     """Evaluate a version on held-out tasks and print solve rates with 95 % intervals.
 
@@ -32,6 +40,10 @@ def evaluate(
         rollmill eval runs/demo
         rollmill eval runs/demo --version 10 --tasks 32
         rollmill eval runs/demo --version live
+
+    With --model it evaluates any OpenAI-compatible endpoint on the same tasks with the same statistics:
+
+        rollmill eval examples/micro.toml --model http://127.0.0.1:8000/v1 --tasks 16
     """
     from rich.console import Console
 
@@ -40,6 +52,11 @@ def evaluate(
     from rollmill.cluster.run import RunDirectory
     from rollmill.cluster.service import evaluate, serving
 
+    if model is not None:
+        from rollmill.rollouts.endpoint import Endpoint
+
+        _evaluate_endpoint(read_settings(directory), Endpoint(model, key or "", model_name), tasks, attempts)
+        return
     run = RunDirectory.open(directory)
     suite = _suite(run.config.evals, tasks, attempts)
     target = find_target(run, version).pinned()
@@ -53,6 +70,37 @@ def evaluate(
         typer.echo("stopped; nothing was recorded as a result", err=True)
         raise typer.Exit(130) from None
     Console().print(_table(str(target), results))
+
+
+def _evaluate_endpoint(config: RunConfig, endpoint: Endpoint, tasks: int | None, attempts: int | None) -> None:
+    import asyncio
+
+    from rich.console import Console
+    from rich.progress import Progress
+
+    from rollmill.environments.environment import build_tasks, open_environment
+    from rollmill.evals import run as evals
+    from rollmill.evals.endpoint import evaluate_endpoint
+    from rollmill.rollouts.endpoint import EndpointProxy
+
+    suite = _suite(config.evals, tasks, attempts)
+    examination = evals.Examination(config.name, "endpoint", 0, config.rollouts.max_answer_tokens, config.seed)
+
+    async def work(bar: Progress) -> list[EvalResult]:
+        shown = bar.add_task(f"evaluate {endpoint.url}", total=None)
+
+        def tell(progress: evals.Progress) -> None:
+            bar.update(shown, completed=progress.done, total=progress.total)
+
+        async with open_environment(config) as environment, EndpointProxy(endpoint) as proxy:
+            return await evaluate_endpoint(
+                environment, build_tasks(config), suite, proxy, examination, config.rollouts.timeout_s, tell
+            )
+
+    console = Console(stderr=True)
+    with Progress(*Progress.get_default_columns(), console=console) as bar:
+        results = asyncio.run(work(bar))
+    Console().print(_table(endpoint.url, results))
 
 
 def _suite(configured: EvalConfig, tasks: int | None, attempts: int | None) -> EvalConfig:

@@ -11,7 +11,7 @@ from typing import Annotated
 import typer
 
 from rollmill import __version__
-from rollmill.cli import config, demo, doctor, evaluate, model, runs, serve, train, trajectories, weights
+from rollmill.cli import config, demo, doctor, evaluate, model, rollout, runs, serve, train, trajectories, weights
 from rollmill.errors import RollmillError
 
 HELP = """Train your own agent model inside your own product.
@@ -40,6 +40,7 @@ app = typer.Typer(
 app.command("demo")(demo.demo)
 app.command("train")(train.train)
 app.command("eval")(evaluate.evaluate)
+app.command("rollout")(rollout.rollout)
 app.command("serve")(serve.serve)
 app.command("runs")(runs.runs)
 app.command("status")(runs.status)

@@ -1,7 +1,7 @@
 """The pages of docs/reference, made from the code. `scripts/reference` writes them; a test compares them.
 
 config.md comes from the configuration classes, cli.md from the commands, http.md from the calls that add routes and the
-docstrings of their handlers, metrics.md from the tables of events and metrics.
+docstrings of their handlers, metrics.md from the tables of events and metrics, python.md from the public classes.
 """
 
 from __future__ import annotations
@@ -29,6 +29,7 @@ def pages() -> dict[str, str]:
         "cli.md": _commands,
         "http.md": _http,
         "metrics.md": _metrics,
+        "python.md": _python,
     }
     return {name: "\n".join([_NOTE, *make()]).rstrip() + "\n" for name, make in makers.items()}
 
@@ -61,6 +62,40 @@ def _config() -> Iterator[str]:
 
 def _code(default: str) -> str:
     return default if default in ("needed", "not set") else f"`{default}`"
+
+
+# --- python.md
+
+
+def _python() -> Iterator[str]:
+    from rollmill.environments import sections
+    from rollmill.errors import RollmillError
+
+    yield "# Python\n"
+    yield (
+        "What a package of your own uses: `from rollmill import Task, TaskSet, Reward`. A RUN.toml names a class as\n"
+        '`kind = "package.module:Class"`. The module is in an installed package or beside the file. The class is\n'
+        "constructed with its own settings: `def __init__(self, config: MyConfig)`, where `MyConfig` derives from\n"
+        "`rollmill.Config`.\n"
+    )
+    slots = [each._slot for each in vars(sections).values() if isinstance(each, type) and "_slot" in vars(each)]
+    rows = [
+        (
+            f"`[{each.section}]`",
+            f"[{each.protocol.__name__}](#{each.protocol.__name__.lower()})",
+            f"`{each.group}`",
+            ", ".join(f"`{kind}`" for kind in each.built_in),
+        )
+        for each in slots
+    ]
+    yield from _table(("section", "its class is a", "group of entry points", "built-in kinds"), rows)
+    for name in rollmill.PUBLIC:
+        found = getattr(rollmill, name)
+        yield f"## {name}\n"
+        if issubclass(found, RollmillError) or name == "Config":
+            yield f"{inspect.getdoc(found)}\n"
+        else:
+            yield f"```python\n{inspect.getsource(found).rstrip()}\n```\n"
 
 
 # --- cli.md

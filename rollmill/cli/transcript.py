@@ -98,6 +98,17 @@ def print_conversation(console: Console, trajectory: Trajectory, longest: float)
                 console.print(safe(f"  {segment.id} ({segment.cause})  {_answer_note((segment, spans))}", "dim"))
 
 
+def print_messages(console: Console, messages: Sequence[Mapping[str, Any]], longest: float) -> None:
+    """A conversation that has no record of tokens."""
+    for message in messages:
+        role = str(message.get("role", "?"))
+        console.print()
+        console.print(safe(role, f"bold {_ROLES.get(role, 'white')}"))
+        for part in _body(message):
+            style = _ROLES["assistant"] if role == "assistant" else ""
+            console.print(safe(_cut(part, longest), style), soft_wrap=True)
+
+
 def print_tokens(console: Console, trajectory: Trajectory, tokenizer: Tokenizer) -> None:
     """What the trainer gets: context dim, sampled tokens from green (certain) to red (a surprise)."""
     for segment in trajectory.segments:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import secrets
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import asdict, dataclass
 
 from rollmill import telemetry
@@ -94,6 +94,10 @@ class _Counter:
             self._on_progress(progress)
 
 
+# one attempt at a task: the task, its cell, the task's index in the cell, the number of the attempt
+Attempt = Callable[[Task, Cell, int, int], Awaitable[Outcome]]
+
+
 async def run_eval(
     context: RolloutContext,
     tasks: TaskSet,
@@ -103,7 +107,7 @@ async def run_eval(
     *,
     alone: bool = False,
 ) -> list[EvalResult]:
-    """Evaluate every cell of the suite.
+    """Evaluate every cell of the suite on the version that the engines serve.
 
     `alone` says that no other process runs this evaluation: attempts that are still open are then interrupted ones.
     Otherwise only those are that have been open for twice the time limit.
@@ -111,6 +115,24 @@ async def run_eval(
     still_running_s = 0.0 if alone else 2 * context.timeout_s
     await asyncio.to_thread(context.trajectories.fail_interrupted, examination.index_run, still_running_s)
     await context.gateway.wait_until_serving(examination.version)
+    # an evaluation that is run again, after a crash for example, makes new trajectories
+    prefix = f"{examination.run}-{examination.label}-{secrets.token_hex(3)}"
+
+    async def attempt(task: Task, cell: Cell, index: int, number: int) -> Outcome:
+        group = f"{prefix}-{cell.split}-{cell.mode}-{index:04d}"
+        return await _attempt(context, task, cell, examination, group, number)
+
+    return await run_cells(tasks, config, examination, attempt, on_progress)
+
+
+async def run_cells(
+    tasks: TaskSet,
+    config: EvalConfig,
+    examination: Examination,
+    attempt: Attempt,
+    on_progress: OnProgress | None = None,
+) -> list[EvalResult]:
+    """Make every attempt of the suite, `config.concurrency` at once, and sum them up by cell."""
     cells = [(cell, tasks.heldout(cell.split, cell.tasks)) for cell in config.cells()]
     for cell, suite in cells:
         if not suite:
@@ -119,7 +141,7 @@ async def run_eval(
     results = []
     for cell, suite in cells:
         started = time.time()
-        outcomes = await _attempt_cell(context, cell, suite, examination, config.concurrency, counter)
+        outcomes = await _attempt_cell(cell, suite, attempt, config.concurrency, counter)
         result = _summarise(outcomes, cell, examination, time.time() - started)
         telemetry.emit("eval", **asdict(result))
         results.append(result)
@@ -127,31 +149,21 @@ async def run_eval(
 
 
 async def _attempt_cell(
-    context: RolloutContext,
-    cell: Cell,
-    suite: list[Task],
-    examination: Examination,
-    concurrency: int,
-    counter: _Counter,
+    cell: Cell, suite: list[Task], attempt: Attempt, concurrency: int, counter: _Counter
 ) -> dict[str, list[Outcome]]:
     """The outcomes of all attempts, by task id."""
     slots = asyncio.Semaphore(concurrency)
-    # an evaluation that is run again, after a crash for example, makes new trajectories
-    prefix = f"{examination.run}-{examination.label}-{secrets.token_hex(3)}-{cell.split}-{cell.mode}"
 
-    async def attempt(task: Task, group: str, number: int) -> Outcome:
+    async def in_slot(task: Task, index: int, number: int) -> Outcome:
         async with slots:
-            outcome = await _attempt(context, task, cell, examination, group, number)
+            outcome = await attempt(task, cell, index, number)
         counter.count()
         return outcome
 
     try:
         async with asyncio.TaskGroup() as running:
             attempts = {
-                task.id: [
-                    running.create_task(attempt(task, f"{prefix}-{index:04d}", number))
-                    for number in range(cell.attempts)
-                ]
+                task.id: [running.create_task(in_slot(task, index, number)) for number in range(cell.attempts)]
                 for index, task in enumerate(suite)
             }
     except ExceptionGroup as group:
@@ -166,13 +178,17 @@ async def _attempt(
     run, id = examination.index_run, f"{group}-{number}"
     provenance = {"family": task.family, "split": task.split, "image": task.image, "mode": cell.mode}
     await asyncio.to_thread(context.trajectories.create, run, group, task.id, [id], provenance=provenance)
-    sampling = Sampling(
+    sampling = sampling_of(task, cell, number, examination)
+    facts = {"run": run, "group_id": group, "provenance": provenance}
+    return await run_rollout(context, task, id, sampling=sampling, min_version=examination.version, facts=facts)
+
+
+def sampling_of(task: Task, cell: Cell, number: int, examination: Examination) -> Sampling:
+    return Sampling(
         temperature=1.0 if cell.mode == "sampled" else 0.0,
         max_tokens=examination.max_answer_tokens,
         seed=rollout_seed(examination.seed, task.id, number),
     )
-    facts = {"run": run, "group_id": group, "provenance": provenance}
-    return await run_rollout(context, task, id, sampling=sampling, min_version=examination.version, facts=facts)
 
 
 def _summarise(

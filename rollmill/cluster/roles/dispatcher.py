@@ -9,14 +9,9 @@ from collections.abc import AsyncIterator
 from dataclasses import asdict
 
 from rollmill.cluster.run import RunDirectory, phase
-from rollmill.environments.harness import Harness
-from rollmill.environments.machine import MachineHost
-from rollmill.environments.rewards.weighted import add_up
-from rollmill.environments.task import TaskSet
-from rollmill.errors import ConfigError
+from rollmill.environments.environment import build_tasks, open_environment
 from rollmill.evals.run import EvalResult, Examination, run_eval
 from rollmill.evals.suite import EvalConfig
-from rollmill.kinds import build
 from rollmill.rollouts.client import GatewayClient
 from rollmill.rollouts.dispatcher import Dispatcher
 from rollmill.rollouts.rollout import RolloutContext
@@ -47,7 +42,7 @@ async def _dispatch(run: RunDirectory) -> None:
             await Dispatcher(
                 context,
                 ledger,
-                task_set(run),
+                build_tasks(run.config),
                 config.rollouts,
                 run=run.id,
                 seed=config.seed,
@@ -88,38 +83,25 @@ async def _evaluate(
     run: RunDirectory, context: RolloutContext, suite: EvalConfig, label: str, version: int, *, alone: bool = False
 ) -> list[EvalResult]:
     examination = Examination(run.id, label, version, run.config.rollouts.max_answer_tokens, run.config.seed)
-    return await run_eval(context, task_set(run), suite, examination, alone=alone)
-
-
-def task_set(run: RunDirectory) -> TaskSet:
-    if run.config.tasks is None:
-        raise ConfigError("the run has no [tasks]", hint="an evaluation needs them")
-    tasks: TaskSet = build(run.config.tasks)
-    return tasks
+    return await run_eval(context, build_tasks(run.config), suite, examination, alone=alone)
 
 
 @contextlib.asynccontextmanager
 async def open_context(run: RunDirectory) -> AsyncIterator[RolloutContext]:
     config = run.config
     objects = Objects.open(run.home_store)
-    host: MachineHost = build(config.machine)
-    machines = host
-    if config.rollouts.simulated_tool_seconds:
-        machines = SlowMachines(host, config.rollouts.simulated_tool_seconds, config.seed)
-    harness: Harness = build(config.harness)
-    try:
-        async with GatewayClient(run.url("gateway"), run.admin_token) as gateway:
-            await gateway.wait_until_serving(0, START_PATIENCE_S)
-            yield RolloutContext(
-                gateway=gateway,
-                machines=machines,
-                grading_machines=host,
-                harness=harness,
-                grader=add_up([(section.weight, build(section)) for section in config.rewards]),
-                trajectories=TrajectoryStore(open_database(run.database_url), objects),
-                objects=objects,
-                timeout_s=config.rollouts.timeout_s,
-            )
-    finally:
-        await harness.close()
-        await host.close()
+    async with open_environment(config) as environment, GatewayClient(run.url("gateway"), run.admin_token) as gateway:
+        machines = environment.machines
+        if config.rollouts.simulated_tool_seconds:
+            machines = SlowMachines(machines, config.rollouts.simulated_tool_seconds, config.seed)
+        await gateway.wait_until_serving(0, START_PATIENCE_S)
+        yield RolloutContext(
+            gateway=gateway,
+            machines=machines,
+            grading_machines=environment.machines,
+            harness=environment.harness,
+            grader=environment.grader,
+            trajectories=TrajectoryStore(open_database(run.database_url), objects),
+            objects=objects,
+            timeout_s=config.rollouts.timeout_s,
+        )

@@ -1,0 +1,96 @@
+"""`rollmill rollout`: play one episode against any OpenAI-compatible endpoint, and look at it."""
+
+from __future__ import annotations
+
+import asyncio
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+if TYPE_CHECKING:
+    from rollmill.cluster.run import RunConfig
+    from rollmill.environments.task import Task
+    from rollmill.rollouts.endpoint import Endpoint, Played
+
+ModelOption = Annotated[
+    str | None, typer.Option("--model", metavar="URL", help="an OpenAI-compatible endpoint, up to and with /v1")
+]
+ModelNameOption = Annotated[str, typer.Option("--model-name", help="the model to ask for there")]
+KeyOption = Annotated[
+    str | None,
+    typer.Option(
+        "--key", envvar="OPENAI_API_KEY", show_default=False, help="the endpoint's key; better as OPENAI_API_KEY"
+    ),
+]
+
+
+def rollout(
+    config: Annotated[Path, typer.Argument(metavar="RUN.toml", help="a configuration, or a run directory")],
+    model: ModelOption = None,
+    task: Annotated[str | None, typer.Option("--task", metavar="ID", help="the task; default: the first one")] = None,
+    model_name: ModelNameOption = "policy",
+    key: KeyOption = None,
+    temperature: Annotated[float, typer.Option(min=0.0, help="of sampling")] = 1.0,
+    full: Annotated[bool, typer.Option("--full", help="print long messages whole")] = False,
+) -> None:
+    """Play one episode, and print its transcript, reward and evidence. This is how to debug an environment.
+
+    The tasks, the machine, the agent and the rewards are those of the configuration; nothing is stored or trained on.
+    The endpoint may be any: `rollmill serve RUN` makes one of a run. For example:
+
+        rollmill rollout run.toml --model http://127.0.0.1:8000/v1 --task fix/add-8/17
+    """
+    from rollmill.rollouts.endpoint import Endpoint
+
+    settings = read_settings(config)
+    if model is None:
+        from rollmill.errors import ConfigError
+
+        raise ConfigError("no model to play with", hint="--model URL; `rollmill serve RUN` prints the URL of a run")
+    played = asyncio.run(_play(settings, Endpoint(model, key or "", model_name), task, temperature))
+    _print(played, 1e9 if full else 2000)
+    if played.reward is None:
+        raise typer.Exit(1)
+
+
+def read_settings(path: Path) -> RunConfig:
+    """The configuration of a TOML file or of a run directory."""
+    from rollmill.cluster.run import RunConfig, RunDirectory
+    from rollmill.config import load_config
+
+    return RunDirectory.open(path).config if path.is_dir() else load_config(RunConfig, path)
+
+
+async def _play(config: RunConfig, endpoint: Endpoint, task_id: str | None, temperature: float) -> Played:
+    from rollmill.environments.environment import build_tasks, open_environment
+    from rollmill.rollouts.endpoint import EndpointProxy, play
+    from rollmill.types import Sampling
+
+    tasks = build_tasks(config)
+    task: Task = next(tasks.train(config.seed)) if task_id is None else tasks.get(task_id)
+    sampling = Sampling(temperature=temperature, max_tokens=config.rollouts.max_answer_tokens)
+    async with open_environment(config) as environment, EndpointProxy(endpoint) as proxy:
+        return await play(environment, proxy, task, sampling, config.rollouts.timeout_s)
+
+
+def _print(played: Played, longest: float) -> None:
+    from rich.console import Console
+
+    from rollmill.cli.transcript import print_grades, print_messages, safe
+
+    console = Console(highlight=False)
+    episode = played.episode
+    console.print(safe(f"task {episode.task.id}", "bold"))
+    print_messages(console, episode.messages, longest)
+    result = episode.result
+    ended = f"ended: {result.stop} after {result.turns} turns, {result.tool_calls} tool calls" if result else "no end"
+    bad = f" ({result.bad_tool_calls} malformed)" if result and result.bad_tool_calls else ""
+    console.print(safe(f"\n{ended}{bad} · {episode.tokens} tokens · {episode.seconds:.1f} s", "dim"))
+    for path, data in episode.submission.items():
+        console.print(safe(f"\nhanded in: {path}", "bold"))
+        console.print(safe(data.decode("utf-8", "replace")[: int(min(longest, 1 << 20))]), soft_wrap=True)
+    if played.reward is not None:
+        print_grades(console, [(1, played.reward)], [], longest)
+    else:
+        console.print(safe(f"\nno reward: {played.reason}", "red"))

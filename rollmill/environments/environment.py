@@ -1,0 +1,56 @@
+"""Environment: the parts that an episode needs, built from the sections of a run."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import AsyncIterator, Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+from rollmill.environments.harness import Harness
+from rollmill.environments.machine import MachineHost
+from rollmill.environments.reward import Grader
+from rollmill.environments.rewards.weighted import add_up
+from rollmill.environments.sections import HarnessSection, MachineSection, RewardSection, TasksSection
+from rollmill.environments.task import TaskSet
+from rollmill.errors import ConfigError
+from rollmill.kinds import build
+
+
+class Sections(Protocol):
+    """The settings that describe an environment: those of a run have them."""
+
+    @property
+    def tasks(self) -> TasksSection | None: ...
+    @property
+    def machine(self) -> MachineSection: ...
+    @property
+    def harness(self) -> HarnessSection: ...
+    @property
+    def rewards(self) -> Sequence[RewardSection]: ...
+
+
+@dataclass(frozen=True)
+class Environment:
+    machines: MachineHost
+    harness: Harness
+    grader: Grader
+
+
+def build_tasks(sections: Sections) -> TaskSet:
+    if sections.tasks is None:
+        raise ConfigError("there is no [tasks]", hint='[tasks] kind = "jsonl", for example')
+    tasks: TaskSet = build(sections.tasks)
+    return tasks
+
+
+@contextlib.asynccontextmanager
+async def open_environment(sections: Sections) -> AsyncIterator[Environment]:
+    grader = add_up([(section.weight, build(section)) for section in sections.rewards])
+    harness: Harness = build(sections.harness)
+    machines: MachineHost = build(sections.machine)
+    try:
+        yield Environment(machines, harness, grader)
+    finally:
+        await harness.close()
+        await machines.close()

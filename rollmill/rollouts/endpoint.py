@@ -1,0 +1,182 @@
+"""Episodes against any OpenAI-compatible endpoint: no gateway, no store, nothing is trained on.
+
+The harness talks to a small proxy on this machine. It forwards each request to the endpoint and keeps the transcript,
+so every harness works unchanged, and the agent never sees the endpoint's key:
+
+    harness ──(http://127.0.0.1:PORT/EPISODE/v1, a key of its own)──► proxy ──(URL, the real key)──► endpoint
+"""
+
+from __future__ import annotations
+
+import asyncio
+import hmac
+import secrets
+import time
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import aiohttp
+from aiohttp import web
+
+from rollmill.environments.environment import Environment
+from rollmill.environments.episode import Episode
+from rollmill.environments.harness import HarnessResult
+from rollmill.environments.task import Task
+from rollmill.errors import HarnessError, RollmillError
+from rollmill.rollouts.hand_in import take_files
+from rollmill.types import Reward, Sampling
+
+MAX_BODY = 64 << 20
+_ANSWER_S = 600.0  # for one answer of the endpoint
+
+
+@dataclass(frozen=True)
+class Endpoint:
+    url: str  # with the /v1
+    key: str = ""
+    model: str = ""  # replaces the model that the harness names; "": it stays
+
+
+@dataclass
+class Transcript:
+    """What went through the proxy for one episode."""
+
+    key: str
+    messages: list[dict[str, Any]] = field(default_factory=list)
+    tokens: int = 0  # that the endpoint says it sampled
+    problem: str | None = None  # the last time the endpoint could not be reached or failed
+
+
+@dataclass(frozen=True)
+class Played:
+    """An episode, with its reward or the reason why it has none."""
+
+    episode: Episode
+    reward: Reward | None = None
+    reason: str | None = None
+
+
+class EndpointProxy:
+    """One per process, as an async context manager. `open` starts a transcript."""
+
+    def __init__(self, endpoint: Endpoint) -> None:
+        self._endpoint = endpoint
+        self._transcripts: dict[str, Transcript] = {}
+        self._app = web.Application(client_max_size=MAX_BODY)
+        self._app.router.add_post("/{episode}/v1/chat/completions", self._forward)
+
+    async def __aenter__(self) -> EndpointProxy:
+        self._session = aiohttp.ClientSession(connector=aiohttp.TCPConnector(limit=0))
+        self._runner = web.AppRunner(self._app, access_log=None)
+        await self._runner.setup()
+        site = web.TCPSite(self._runner, "127.0.0.1", 0)
+        await site.start()
+        self._port = self._runner.addresses[0][1]
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        await self._runner.cleanup()
+        await self._session.close()
+
+    def open(self) -> tuple[str, Transcript]:
+        """Returns the base URL for a harness, and what will be recorded of it."""
+        name, transcript = secrets.token_hex(8), Transcript(secrets.token_urlsafe(16))
+        self._transcripts[name] = transcript
+        return f"http://127.0.0.1:{self._port}/{name}/v1", transcript
+
+    async def _forward(self, request: web.Request) -> web.Response:
+        transcript = self._transcripts.get(request.match_info["episode"])
+        given = request.headers.get("Authorization", "").removeprefix("Bearer ")
+        if transcript is None or not hmac.compare_digest(given.encode(), transcript.key.encode()):
+            return _refusal(401, "the key is not that of this episode")
+        try:
+            body = await request.json()
+            messages = [dict(message) for message in body["messages"]]
+        except (ValueError, KeyError, TypeError, RecursionError):
+            return _refusal(400, "the request is no chat completion")
+        if body.get("stream"):
+            return _refusal(400, "streams are not recorded here: ask without `stream`")
+        if self._endpoint.model:
+            body["model"] = self._endpoint.model
+        try:
+            status, answer = await self._ask(body)
+        except (aiohttp.ClientError, TimeoutError, OSError) as error:
+            transcript.problem = f"{self._endpoint.url} cannot be reached: {error!r}"
+            return _refusal(503, transcript.problem)
+        if status != 200:
+            transcript.problem = f"{self._endpoint.url} answered {status}: {str(answer)[:300]}"
+            return web.json_response(answer, status=status)
+        transcript.problem = None
+        _record(transcript, messages, answer)
+        return web.json_response(answer)
+
+    async def _ask(self, body: dict[str, Any]) -> tuple[int, Any]:
+        headers = {"Authorization": f"Bearer {self._endpoint.key}"} if self._endpoint.key else {}
+        timeout = aiohttp.ClientTimeout(total=_ANSWER_S)
+        url = self._endpoint.url.rstrip("/") + "/chat/completions"
+        async with self._session.post(url, json=body, headers=headers, timeout=timeout) as response:
+            try:
+                return response.status, await response.json(content_type=None)
+            except ValueError:
+                return 502, {"error": {"message": f"{url} answered {response.status} without JSON"}}
+
+
+def _refusal(status: int, message: str) -> web.Response:
+    return web.json_response({"error": {"message": message}}, status=status)
+
+
+def _record(transcript: Transcript, messages: list[dict[str, Any]], answer: Any) -> None:
+    """The conversation so far is the last request and its answer. An agent that forgets messages loses them here."""
+    transcript.messages = messages
+    try:
+        transcript.messages.append(dict(answer["choices"][0]["message"]))
+        transcript.tokens += int(answer["usage"]["completion_tokens"])
+    except (KeyError, IndexError, TypeError, ValueError):
+        pass  # the harness tells what is wrong with it; usage is optional
+
+
+async def play(
+    environment: Environment, proxy: EndpointProxy, task: Task, sampling: Sampling, timeout_s: float
+) -> Played:
+    """Play and grade one episode. Whatever fails becomes its reason."""
+    url, transcript = proxy.open()
+    episode = Episode(task, {}, environment.machines)
+    started = time.monotonic()
+    try:
+        machine = await environment.machines.create(task.image, task.files)
+        try:
+            result = await _run_harness(environment, task, machine, url, transcript, sampling, timeout_s)
+            files = await take_files(machine, task)
+        finally:
+            await machine.close()
+        episode = replace(episode, submission=files, result=result)
+        episode = _with_transcript(episode, transcript, started)
+        return Played(episode, await environment.grader.grade(episode))
+    except (RollmillError, OSError) as error:
+        return Played(_with_transcript(episode, transcript, started), reason=transcript.problem or str(error))
+
+
+def _with_transcript(episode: Episode, transcript: Transcript, started: float) -> Episode:
+    seconds = time.monotonic() - started
+    return replace(episode, messages=transcript.messages, tokens=transcript.tokens, seconds=seconds)
+
+
+async def _run_harness(
+    environment: Environment,
+    task: Task,
+    machine: Any,
+    url: str,
+    transcript: Transcript,
+    sampling: Sampling,
+    timeout_s: float,
+) -> HarnessResult:
+    """Running out of time is the agent's doing, and graded, unless the endpoint could not be reached."""
+    try:
+        async with asyncio.timeout(task.timeout_s or timeout_s) as limit:
+            return await environment.harness.run(task, machine, base_url=url, api_key=transcript.key, sampling=sampling)
+    except TimeoutError:
+        if not limit.expired():
+            raise
+    if transcript.problem is not None:
+        raise HarnessError(transcript.problem)
+    return HarnessResult("time", turns=0, tool_calls=0)

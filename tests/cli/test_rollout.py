@@ -1,0 +1,107 @@
+"""`rollmill rollout` and `rollmill eval --model` against a real HTTP server that plays a scripted model."""
+
+from __future__ import annotations
+
+import json
+import threading
+from collections.abc import Callable, Iterator
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from rollmill.demo import CONFIG as DEMO
+from tests.cli.conftest import Told
+from tests.rollouts.world import SOLUTION
+
+
+class Model:
+    """Answers turn N of every conversation with call N of the solution."""
+
+    def __init__(self) -> None:
+        self.requests: list[dict[str, Any]] = []
+        self.keys: set[str | None] = set()
+        self.broken = False
+        model = self
+
+        class Handler(BaseHTTPRequestHandler):
+            def do_POST(self) -> None:
+                body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
+                model.keys.add(self.headers["Authorization"])
+                status, answer = model.answer(body)
+                data = json.dumps(answer).encode()
+                self.send_response(status)
+                self.send_header("Content-Length", str(len(data)))
+                self.end_headers()
+                self.wfile.write(data)
+
+            def log_message(self, *_: Any) -> None: ...
+
+        self.server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
+        self.url = f"http://127.0.0.1:{self.server.server_port}/v1"
+        threading.Thread(target=self.server.serve_forever, daemon=True).start()
+
+    def answer(self, body: dict[str, Any]) -> tuple[int, Any]:
+        self.requests.append(body)
+        if self.broken:
+            return 400, {"error": {"message": "out of order"}}
+        turn = sum(message["role"] == "assistant" for message in body["messages"])
+        name, arguments = SOLUTION[turn]
+        call = {"id": "c", "type": "function", "function": {"name": name, "arguments": json.dumps(arguments)}}
+        message = {"role": "assistant", "content": None, "tool_calls": [call]}
+        return 200, {
+            "choices": [{"finish_reason": "tool_calls", "message": message}],
+            "usage": {"completion_tokens": 5},
+        }
+
+
+@pytest.fixture
+def model() -> Iterator[Model]:
+    model = Model()
+    yield model
+    model.server.shutdown()
+    model.server.server_close()
+
+
+@pytest.fixture
+def run_toml(tmp_path: Path) -> Path:
+    path = tmp_path / "run.toml"
+    path.write_text(DEMO.read_text().replace("rollmill.demo.micro_repos:MicroRepos", "tests.rollouts.world:Additions"))
+    return path
+
+
+Command = Callable[..., Told]
+
+
+def test_one_episode_is_played_and_shown(rollmill: Command, model: Model, run_toml: Path) -> None:
+    told = rollmill(
+        "rollout", run_toml, "--model", model.url, "--key", "secret", "--model-name", "big", "--task", "train/0"
+    )
+    assert told.code == 0, told.err
+    assert "task train/0" in told.out and "fix main.py" in told.out
+    assert "return x + 7" in told.out and "handed in: main.py" in told.out
+    assert "ended: done after 3 turns, 3 tool calls · 15 tokens" in told.out
+    assert "reward #1  1" in told.out and "hidden_tests" in told.out
+    assert model.keys == {"Bearer secret"} and {body["model"] for body in model.requests} == {"big"}
+
+
+def test_a_wrong_answer_gets_its_evidence(rollmill: Command, model: Model, run_toml: Path) -> None:
+    told = rollmill("rollout", run_toml, "--model", model.url, "--task", "train/1")
+    assert told.code == 0 and "reward #1  0" in told.out and "first_wrong" in told.out
+
+
+def test_an_endpoint_that_fails_is_no_reward(rollmill: Command, model: Model, run_toml: Path) -> None:
+    model.broken = True
+    told = rollmill("rollout", run_toml, "--model", model.url)
+    assert told.code == 1 and "no reward: " in told.out and "answered 400" in told.out and "out of order" in told.out
+    assert rollmill("rollout", run_toml).code == 1
+
+
+def test_an_endpoint_is_evaluated_with_the_suite_of_the_run(rollmill: Command, model: Model, run_toml: Path) -> None:
+    told = rollmill("eval", run_toml, "--model", model.url, "--tasks", "4", "--attempts", "1")
+    assert told.code == 0, told.err
+    assert (
+        told.out.count("2/4") == 4
+    )  # held out sampled and greedy, fresh, and the family: the script solves every second
+    assert "0.500" in told.out
