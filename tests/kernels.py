@@ -6,10 +6,12 @@ on the CPU runs through kernels; inside `without_kernels` a test computes the re
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import os
 from collections.abc import Iterator
 from contextlib import contextmanager
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -34,6 +36,7 @@ def prepare() -> None:
     """Runs before a test marked `kernels`."""
     if INTERPRETED:
         _round_like_hardware()
+        _interpret_faster()
     elif not torch.cuda.is_available():
         pytest.skip("no CUDA device")
 
@@ -74,3 +77,31 @@ def _round_like_hardware() -> None:
 
     interpreter._convert_float = convert
     interpreter.InterpreterBuilder.create_dot = wide_dot
+
+
+@functools.cache
+def _interpret_faster() -> None:
+    """The interpreter spends half its time on work that changes nothing. This leaves that work out:
+
+    - Each launch, and each call of one @triton.jit function by another, replaces the whole language by interpreted
+      functions; a launch takes that back at its end. Here they are replaced once and stay.
+    - Each sum and product of integers is checked for overflow, but the result of the check is used only in debug mode.
+    - The table of numpy types is built for each lookup.
+    """
+    import triton.language as tl
+    from triton.runtime import interpreter
+
+    interpreter._patch_lang(SimpleNamespace(__globals__={"tl": tl, "core": tl.core}))
+    interpreter._patch_lang = lambda function: interpreter._LangPatchScope()  # of no changes
+    builder = interpreter.interpreter_builder
+    builder.options = dataclasses.replace(builder.options, sanitize_overflow=builder.options.debug)
+    numpy_types: dict[str, np.dtype] = {}
+    look_up = interpreter._get_np_dtype
+
+    def numpy_type(kind: Any) -> np.dtype:
+        name = kind.scalar.name
+        if name not in numpy_types:
+            numpy_types[name] = look_up(kind.scalar)
+        return numpy_types[name]
+
+    interpreter._get_np_dtype = numpy_type

@@ -165,7 +165,7 @@ def test_a_model_learns_in_this_form(form: str) -> None:
 @each_form
 def test_one_pass_gives_the_bits_of_the_plain_rules(form: str) -> None:
     rounded = fp8.rounded_tokens if form == "fp8" else nvfp4.rounded_tokens
-    cases = [(what, x if x.dim() == 2 else x.flatten(0, 1)) for what, x in blocks()]
+    cases = [(what, x if x.dim() == 2 else x.flatten(0, 1)) for what, x in blocks(form)]
     cases += [("wide", draw(33, 1536)), ("narrow", draw(5, 8)), ("one", draw(1, 576))]
     for what, x in cases:
         x = x[:MOST_ROWS]

@@ -27,7 +27,7 @@ from rollmill.models.quantize import (
 from rollmill.storage.objects import Objects
 from rollmill.weights import Follower, HostTensor, Publisher, WeightStore
 from rollmill.weights.format.manifest import describe, root_digest
-from tests.kernels import DEVICE, cuda, devices, without_kernels
+from tests.kernels import DEVICE, INTERPRETED, cuda, devices, without_kernels
 from tests.models.reference import TINY, make_decoder
 
 NAME = "layers.0.mlp.down"
@@ -39,17 +39,19 @@ def draw(*shape: int, seed: int = 0, scale: float = 1.0) -> Tensor:
     return torch.randn(shape, generator=torch.Generator().manual_seed(seed)) * scale
 
 
-def blocks() -> Iterator[tuple[str, Tensor]]:
+def blocks(form: str) -> Iterator[tuple[str, Tensor]]:
     """Matrices with values at the limits of every range."""
-    yield "random", draw(130, 300)
-    yield "spread over magnitudes", draw(32, 256) * torch.exp2(draw(32, 256, seed=1) * 12)
+    # the NVFP4 kernel has a program per row (of an expert: per column), and the interpreter runs one after the other
+    few = 20 if INTERPRETED and form == "nvfp4" else None
+    yield "random", draw(130, 300)[:few]
+    yield "spread over magnitudes", (draw(32, 256) * torch.exp2(draw(32, 256, seed=1) * 12))[:few]
     yield "zero", torch.zeros(12, 140)
     yield "negative zero", -torch.zeros(16, 32)
     yield "subnormal", draw(16, 64, scale=1e-42)
     yield "smallest", draw(16, 160, scale=2.0**-75)
     yield "huge", draw(16, 128, scale=2.0**123)
-    yield "experts", draw(5, 12, 36) * torch.exp2(torch.arange(5.0) * 9 - 20)[:, None, None]
-    yield "experts of several blocks", draw(2, 136, 260)
+    yield "experts", (draw(5, 12, 36) * torch.exp2(torch.arange(5.0) * 9 - 20)[:, None, None])[..., :few]
+    yield "experts of several blocks", draw(2, 136, 260)[..., :few]
     for largest in (224.0, 231.999, 232.0, 232.001, 240.0, 447.0, 448.0, 463.999, 464.0, 464.001, 480.0):
         for power in (0, -9, 30):
             edge = draw(4, 32, scale=0.1).clamp(-1, 1)
@@ -71,7 +73,7 @@ def parts_equal(a: dict[str, Tensor], b: dict[str, Tensor]) -> bool:
 @forms
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_quantising_again_gives_the_same_bytes_and_bf16_holds_them(form: str, device: str, dtype: torch.dtype) -> None:
-    for what, values in blocks():
+    for what, values in blocks(form):
         values = values.to(device, dtype)
         parts = quantise(NAME, values, form)
         served = dequantise(NAME, parts)
@@ -87,7 +89,7 @@ def test_quantising_again_gives_the_same_bytes_and_bf16_holds_them(form: str, de
 @pytest.mark.kernels
 @forms
 def test_kernels_give_the_bytes_of_the_plain_rules(form: str) -> None:
-    for what, values in blocks():
+    for what, values in blocks(form):
         for dtype in (torch.float32, torch.bfloat16):
             there = quantise(NAME, values.to(DEVICE, dtype), form)
             with without_kernels():
