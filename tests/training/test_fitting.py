@@ -20,9 +20,17 @@ from rollmill.training.fitting import fitted, fitting_tokens, kept_bytes
 from tests.kernels import DEVICE, INTERPRETED, cuda
 
 GIB = 1 << 30
-TOKENS = 32 if INTERPRETED else 64  # the interpreter takes milliseconds per row
+TOKENS, LAYERS = (24, 2) if INTERPRETED else (64, 3)  # the interpreter takes milliseconds per token and layer
 DENSE = ModelConfig(
-    vocab_size=512, layers=3, width=512, heads=8, kv_heads=4, head_dim=64, mlp_width=2048, experts=0, max_context=4096
+    vocab_size=512,
+    layers=LAYERS,
+    width=512,
+    heads=8,
+    kv_heads=4,
+    head_dim=64,
+    mlp_width=2048,
+    experts=0,
+    max_context=4096,
 )
 MODELS = {
     "dense": DENSE,
