@@ -254,9 +254,7 @@ def _walk(stack: str, text: str) -> str | None:
         elif character in _CLOSE:
             if stack and stack[-1] != _OPEN[_CLOSE.index(character)]:
                 return None
-            stack = stack[
-                :-1
-            ]  # a prompt starts in the middle of a file, so it may close brackets that were opened before
+            stack = stack[:-1]  # a prompt starts in the middle of a file: it may close brackets opened before
     return stack
 
 

@@ -13,10 +13,8 @@ import numpy as np
 from benchmarks.recordings import REFERENCE, Recording, exponents, flat, ordered
 from rollmill.weights.format.tensors import HostTensor
 
-DEVIATION, RESIDUAL = (
-    0.02,
-    12**-0.5,
-)  # the initial deviation of the recorded models; the factor is for matrices that add to the residual stream
+DEVIATION = 0.02  # of the recorded models at their start
+RESIDUAL = 12**-0.5  # a factor for matrices that add to the residual stream
 _BLOCK = 1 << 20  # elements drawn at a time
 _SIZES = {  # MiB: width, layers
     64: (512, 9),

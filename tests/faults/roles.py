@@ -102,9 +102,8 @@ def trainer(given: Given, tell: Tell) -> None:
             tell(problem=str(error))
             if "is fenced" in error.message:
                 return
-            resumed = (
-                resumed and "has diverged" not in error.message
-            )  # a late version of the fenced writer: continue from it
+            # a late version of the fenced writer: continue from it
+            resumed = resumed and "has diverged" not in error.message
         time.sleep(given["pause"])
 
 

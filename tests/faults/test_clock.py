@@ -38,9 +38,8 @@ def test_leases_hold_and_collection_goes_on_whatever_the_clocks_show(world: Worl
         "engine-quick": quick.number,
         "engine-slow": 3,
     }
-    assert set(range(3, 18)) <= set(
-        open_weights(away).numbers(LINE)
-    )  # the next version for the slow follower still exists
+    # the next version for the slow follower still exists
+    assert set(range(3, 18)) <= set(open_weights(away).numbers(LINE))
     slow.thaw()
     world.converge(18)
     assert slow.last["bytes"] < 60_000, "it continued with deltas"

@@ -93,11 +93,7 @@ def test_home_is_damaged_until_the_next_snapshot(
     )
     assert re.search(SAID[kind][what == "manifest"], problem), problem
     world.until_problem(keeper, "the other region cannot be copied from", f"{LINE}@{BAD}")
-    assert (home.number, away.number, away.problem) == (
-        BAD - 1,
-        BAD - 1,
-        None,
-    )  # nothing bad was copied into the region
+    assert (home.number, away.number, away.problem) == (BAD - 1, BAD - 1, None)  # the region got nothing bad
     world.publish_to(8)
     world.converge(8)
     world.until(lambda: keeper.problem is None)

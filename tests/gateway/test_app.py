@@ -47,9 +47,8 @@ async def test_two_turns_become_the_record_of_the_design(mill: Mill, answers: An
     assert used == [4, 4] + [5] * (len(first) - 2) + [5, 5] + [6] * (len(second) - 2)
     assert segment.policies[0] == PolicyRef("main", 4, "bf16", "digest-4")
     assert segment.routes is not None and segment.routes_valid is not None
-    assert segment.routes_valid.tolist() == [True] * (len(segment.tokens) - 1) + [
-        False
-    ]  # the last one was never an input
+    # the last one was never an input
+    assert segment.routes_valid.tolist() == [True] * (len(segment.tokens) - 1) + [False]
     assert all((segment.routes[at] == route_row(at)).all() for at in positions[:-1])
     assert [(span.finish, span.engine, span.traffic) for span in segment.spans] == [("stop", "stand-in", "rollout")] * 2
     assert segment.policies[segment.spans[1].oldest_kv_policy].number == 5

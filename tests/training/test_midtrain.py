@@ -91,9 +91,8 @@ def test_targets_are_the_masked_tokens_only(tmp_path: Path):
         tokens_per_microbatch=64,
     )
     batch = objective.next_batch(1, 0.0, None, lambda: False)  # type: ignore[arg-type]
-    assert (
-        batch is not None and batch.targets == 1
-    )  # a first token has no context, and the second document has no other token
+    # a first token has no context, and the second document has no other token
+    assert batch is not None and batch.targets == 1
     (part,) = batch.microbatches
     assert part.tokens_N.tolist() == [5, 6] and part.targets_M.tolist() == [7] and part.rows_M.tolist() == [1]
 

@@ -283,9 +283,8 @@ def test_decompression_bombs(monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(TrajectoryError, match="damaged"):
         decode_trajectory(encode_trajectory(build.trajectory()) + b"more")
     monkeypatch.setattr(schema, "MAX_PAYLOAD_BYTES", 1000)
-    with pytest.raises(
-        TrajectoryError, match="over the limit"
-    ):  # a payload that could not be read is not written either
+    # a payload that could not be read is not written either
+    with pytest.raises(TrajectoryError, match="over the limit"):
         encode_trajectory(build.trajectory())
 
 

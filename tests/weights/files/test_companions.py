@@ -61,9 +61,8 @@ def test_they_stay_with_their_line(tmp_path: Path) -> None:
     assert kept_companions(objects, "base") == FILES and kept_companions(objects, "other") == {}
     with pytest.raises(WeightsError, match=r"config\.json' in .* already exists with other content"):
         keep_companions(objects, "base", {"config.json": b"other"})
-    with pytest.raises(
-        WeightsError, match=r"index' in .* already exists with other content"
-    ):  # a stored set never changes
+    # a stored set never changes
+    with pytest.raises(WeightsError, match=r"index' in .* already exists with other content"):
         keep_companions(objects, "base", {**FILES, "vocab.json": b"{}"})
     with pytest.raises(WeightsError, match="cannot name a line"):
         kept_companions(objects, "../base")

@@ -58,9 +58,8 @@ def test_rollback_goes_to_the_version_before(objects: Objects) -> None:
     entry = channels.rollback("live")
     assert (entry.number, entry.version) == (5, Version("rl", 1))
     assert channels.entry("live") == entry
-    assert channels.rollback("live").version == Version(
-        "rl", 0
-    )  # further back, and never to a version that was rolled back from
+    # further back, and never to a version that was rolled back from
+    assert channels.rollback("live").version == Version("rl", 0)
     assert len(channels.history("live")) == 6
     assert channels.before("live") is None
 

@@ -149,9 +149,8 @@ def test_a_writer_stopped_at_every_call_and_woken_after_it_was_fenced(tmp_path: 
             publish_next(owner, versions[2])
         os.kill(child, signal.SIGCONT)
         ended = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
-        if (
-            store.epoch("rl") > owner.epoch
-        ):  # the child was stopped before it took over the line, so it is the later writer
+        # the child was stopped before it took over the line, so it is the later writer
+        if store.epoch("rl") > owner.epoch:
             assert ended == 0
             with pytest.raises(WeightsError, match="fenced"):
                 publish_next(owner, versions[3])
