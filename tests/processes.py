@@ -13,13 +13,20 @@ from rollmill.cluster.run import free_ports
 SERVER = multiprocessing.get_context("forkserver")
 SERVER.set_forkserver_preload(
     [
+        "pytest",
         "tests.training.worker",
         "tests.training.parallel.cases",
         "rollmill.training.parallel.sharded",
         "rollmill.trajectories.ledger",
+        "rollmill.storage.directory",
+        "rollmill.weights.reading.chunks",
+        "torch._dynamo",  # torch imports it when a rank shards a model
+        "torch.profiler",
+        "alembic.command",
         "psycopg",
         "sqlalchemy.dialects.sqlite",
         "sqlalchemy.dialects.postgresql",
+        "tests.freeze",  # the last one
     ]
 )
 

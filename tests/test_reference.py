@@ -11,7 +11,6 @@ from pathlib import Path
 from typing import Annotated, Any, Literal
 
 import pytest
-import typer
 from pydantic import Field
 from typer.testing import CliRunner
 
@@ -23,7 +22,17 @@ from rollmill.config import Config, load_config
 from rollmill.errors import ConfigError
 from rollmill.gateway.metrics import METRICS
 from rollmill.reference import find_sections, sections, setting_paths, to_toml
-from tests.test_repo import DOCUMENTS, EXAMPLES, MODULES, ROOT, check_command, example_overrides, snippets, tree
+from tests.test_repo import (
+    DOCUMENTS,
+    EXAMPLES,
+    MODULES,
+    ROOT,
+    check_command,
+    command_line,
+    example_overrides,
+    snippets,
+    tree,
+)
 
 MICRO = next(path for path in EXAMPLES if path.name == "micro.toml")
 
@@ -172,7 +181,7 @@ def named_in_messages() -> Iterator[tuple[str, str]]:
             continue
         for line, text in messages(tree(path)):
             yield from ((f"{name}:{line}", setting) for setting in dotted(text))
-    for path, command in _commands(typer.main.get_command(app), ("rollmill",)):
+    for path, command in _commands(command_line(), ("rollmill",)):
         for setting in overrides(command.help or ""):
             yield " ".join(path), setting
 
@@ -218,7 +227,7 @@ def test_settings_in_texts_are_found() -> None:
 
 COMMANDS = {
     path: command
-    for path, command in _commands(typer.main.get_command(app), ("rollmill",))
+    for path, command in _commands(command_line(), ("rollmill",))
     if not getattr(command, "commands", None)
 }
 

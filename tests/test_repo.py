@@ -18,6 +18,7 @@ import tomllib
 from collections.abc import Iterator
 from functools import cache
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -385,13 +386,18 @@ def test_file_trees_are_complete(document: str) -> None:
     assert wanted - named == set(), f"{document} does not name them"
 
 
-def check_command(words: list[str]) -> None:
-    """`rollmill a b --option`: a and b are commands, the option is one of theirs."""
+@cache
+def command_line() -> Any:
     import typer
 
     from rollmill.cli.main import app
 
-    command = typer.main.get_command(app)
+    return typer.main.get_command(app)
+
+
+def check_command(words: list[str]) -> None:
+    """`rollmill a b --option`: a and b are commands, the option is one of theirs."""
+    command = command_line()
     for word in words:
         commands = getattr(command, "commands", None)
         if word.startswith("-"):
