@@ -29,9 +29,11 @@ def check_here(config: RunConfig) -> None:
     """Check what a configuration asks of this machine: the device, the checkpoint, the run it starts from. Loads no
     weights."""
     from rollmill.cluster.start import check_start
-    from rollmill.models.device import choose_device  # torch
 
-    choose_device(config.device)
+    if config.device == "cuda":  # the others are always there, and importing torch takes seconds
+        from rollmill.models.device import choose_device
+
+        choose_device(config.device)
     if config.checkpoint is not None:
         check_checkpoint(config)
     if config.start is not None:

@@ -10,17 +10,19 @@ from rollmill.config import load_config
 from rollmill.demo import CONFIG as DEMO
 
 SMALL = (
-    "steps=6",
+    "steps=3",
     "groups_per_step=3",
     "group_size=4",
     "midtrain.steps=140",  # enough to solve some tasks and fail others: RL needs both
     "midtrain.training.threads=1",
     "training.checkpoint_every=3",
-    "evals.tasks=4",
-    "evals.attempts=2",
-    "evals.fresh_tasks=2",
-    "evals.family_tasks=2",
+    "evals.tasks=2",
+    "evals.attempts=1",
+    "evals.fresh_tasks=1",
+    "evals.family_tasks=1",
 )
+ONE_REGION = ('regions=["home"]',)
+BRIEF_EVALS = ("evals.tasks=1", "evals.fresh_tasks=0", "evals.family_tasks=0", "evals.greedy=false")
 
 
 def small_run(root: Path, name: str, *overrides: str, base: RunDirectory | None = None) -> RunDirectory:

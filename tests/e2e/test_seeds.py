@@ -13,7 +13,7 @@ from rollmill.storage.objects import Objects
 from rollmill.trajectories.store import TrajectoryStore
 from rollmill.types import Version
 from rollmill.weights.reading.store import WeightStore
-from tests.e2e.small_run import small_run
+from tests.e2e.small_run import ONE_REGION, small_run
 from tests.rollouts.test_seeds import Answers, answers
 
 
@@ -21,7 +21,7 @@ from tests.rollouts.test_seeds import Answers, answers
 @pytest.mark.timeout(900)
 def test_the_same_seed_is_the_same_run(tmp_path: Path, midtrained: RunDirectory) -> None:
     """Synchronous, one rollout at a time, every process real: the same tokens, the same weights bit for bit."""
-    alone = ['regions=["home"]', "rollouts.concurrency=1", "evals.concurrency=1"]
+    alone = [*ONE_REGION, "rollouts.concurrency=1", "evals.concurrency=1", "groups_per_step=2"]
     runs: list[tuple[Answers, str]] = []
     for name in ("first", "second"):
         run = small_run(tmp_path, name, *alone, "seed=3", "steps=2", "max_staleness=0", base=midtrained)
@@ -30,5 +30,5 @@ def test_the_same_seed_is_the_same_run(tmp_path: Path, midtrained: RunDirectory)
         store = TrajectoryStore(open_database(run.database_url), objects)
         runs.append((answers(store, store.list()), WeightStore(objects).manifest(Version("main", 2)).digest))
     (tokens, digest), (same_tokens, same_digest) = runs
-    assert len(tokens) > 20 and tokens == same_tokens
+    assert len(tokens) >= 20 and tokens == same_tokens
     assert digest == same_digest

@@ -14,6 +14,7 @@ pytest.importorskip("gguf")
 transformers = pytest.importorskip("transformers")
 
 
+@pytest.mark.slow
 @torch.no_grad()
 def test_smollm2_answers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The real model from a package index: needs a network, or a cache of it."""

@@ -1,7 +1,6 @@
-"""A process that follows a line like an engine: an image, parameters that patches are written into, an audit.
+"""Follows a line like an engine: an image, parameters that patches are written into, an audit.
 
-python -m tests.weights.follow digest STORE KILL_AT     updates one after the other; kills itself before its n-th step
-python -m tests.weights.follow memory STORE             prints how much memory following takes
+python -m tests.weights.follow STORE     prints how much memory following takes
 """
 
 from __future__ import annotations
@@ -64,14 +63,15 @@ class Parameters:
         return root_digest(describe(self.tensors))
 
 
-def digest(store: str, kill_at: str) -> None:
+def follow(store: Path) -> list[tuple[int, str]]:
+    """Applies one update after the other, up to the head of the line. Returns (number, digest) of each."""
     follower = Follower(WeightStore(Objects.open(store)), "rl", holder="engine-1")
-    engine = Parameters()
-    die_at(int(kill_at))
+    engine, found = Parameters(), []
     while (update := follower.poll()) is not None:
         engine.apply(update)
-        print(update.policy.number, engine.digest(), flush=True)
-    print(follower.problem, flush=True)
+        found.append((update.policy.number, engine.digest()))
+    assert follower.problem is None
+    return found
 
 
 def memory(store: str) -> None:
@@ -88,4 +88,4 @@ def memory(store: str) -> None:
 
 
 if __name__ == "__main__":
-    {"digest": digest, "memory": memory}[sys.argv[1]](*sys.argv[2:])
+    memory(sys.argv[1])

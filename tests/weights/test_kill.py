@@ -1,5 +1,6 @@
 """kill -9 at every step of a publish and of a copy: no half version exists, and repeating is safe."""
 
+import os
 import shutil
 import signal
 import subprocess
@@ -16,7 +17,7 @@ from rollmill.weights.format.manifest import layout_of
 from rollmill.weights.writing.sharded import PartPublisher
 from tests.storage.serving import served
 from tests.weights.build import history, publish_line, same
-from tests.weights.worker import killed_at, owned_by
+from tests.weights.worker import in_child, killed_at, owned_by, publish
 
 
 def run_worker(*arguments: object) -> int:
@@ -41,7 +42,8 @@ def test_a_publisher_killed_at_every_step_of_a_disk_write(tmp_path: Path, step: 
     Publisher(store, "rl", snapshot_every=2).publish(0, versions[0])
     follower = Follower(WeightStore(Objects.open(tmp_path)), "rl")
     follower.poll()
-    assert run_worker("publish", tmp_path, 1, 2, step) == -signal.SIGKILL
+    killed = in_child(lambda: publish(tmp_path, 1, 2, step))
+    assert os.waitstatus_to_exitcode(os.waitpid(killed, 0)[1]) == -signal.SIGKILL
     assert check_line(tmp_path, versions) == alive
     follower.poll()
     assert follower.problem is None and follower.current and follower.current.number == alive - 1

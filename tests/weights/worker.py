@@ -1,10 +1,10 @@
 """Processes that are killed in the middle of their work.
 
-python -m tests.weights.worker publish STORE FIRST LAST KILL_AT     killed before its n-th step towards the disk
-python -m tests.weights.worker copy SOURCE TARGET KILL_AT           the same
-python -m tests.weights.worker race STORE SEED LAST                 publishes as fast as it can until fenced (exit 3)
+python -m tests.weights.worker copy SOURCE TARGET KILL_AT     killed before its n-th step towards the disk
+python -m tests.weights.worker race STORE SEED LAST           publishes as fast as it can until fenced (exit 3)
 
-`killed_at`, `stopped_at` and `run_ranks` kill or stop children of this process at their n-th call of the object store.
+`publish` kills itself like `copy`; it is called in a child of this process. `killed_at`, `stopped_at` and `run_ranks`
+kill or stop children of this process at their n-th call of the object store.
 """
 
 from __future__ import annotations
@@ -113,12 +113,12 @@ def die_at(step: int) -> None:
     os.unlink, os.mkdir = counted(os.unlink), counted(os.mkdir)
 
 
-def publish(store: str, first: str, last: str, kill_at: str) -> None:
-    versions = history(int(last) + 1)
-    publisher = Publisher(WeightStore(Objects.open(Path(store))), "rl", snapshot_every=2)
+def publish(store: Path, first: int, last: int, kill_at: int) -> None:
+    versions = history(last + 1)
+    publisher = Publisher(WeightStore(Objects.open(store)), "rl", snapshot_every=2)
     publisher.resume()
-    die_at(int(kill_at))
-    for number in range(int(first), int(last) + 1):
+    die_at(kill_at)
+    for number in range(first, last + 1):
         publisher.publish(number, versions[number])
 
 
@@ -188,4 +188,4 @@ def run_ranks(path: Path, world: int, last: int, killed: int = 0, kill_at: int =
 
 
 if __name__ == "__main__":
-    {"publish": publish, "copy": copy, "race": race}[sys.argv[1]](*sys.argv[2:])
+    {"copy": copy, "race": race}[sys.argv[1]](*sys.argv[2:])

@@ -178,6 +178,7 @@ async def test_an_attack_changes_nothing_or_ruins_the_attackers_own_machine(any_
     assert await bystander.read("main.py") == b"x = 1\n"
 
 
+@pytest.mark.slow
 async def test_an_attack_in_the_grading_machine_is_graded(any_host: NamespaceHost) -> None:
     grading = {"kind": "calls", "module": "main.py", "function": "f", "cases": [[[1], 7290183645]]}
     task = Task("t", "fix", image=BUILT_IN, files={"main.py": b""}, submission=("main.py",), grading=grading)

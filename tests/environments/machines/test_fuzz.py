@@ -19,8 +19,6 @@ from rollmill.environments.machines.images import BUILT_IN
 from rollmill.environments.machines.namespace import wire
 from rollmill.environments.machines.namespace.client import NamespaceHost, NamespaceMachine
 
-pytestmark = pytest.mark.asyncio(loop_scope="module")
-
 # every code point, including lone surrogates, and the characters with a meaning in paths and programs
 text = st.text(st.one_of(st.characters(), st.characters(categories=["Cs"]), st.sampled_from("/.\0\n~-")), max_size=30)
 long_text = st.builds(lambda part, count: part * count, text, st.sampled_from([100, 5000, 70_000]))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import signal
 import subprocess
 import sys
@@ -15,11 +16,18 @@ from rollmill.types import Version
 from rollmill.weights import HostTensor, Publisher, WeightStore
 from rollmill.weights.reading.leases import Leases
 from tests.weights.build import history
+from tests.weights.follow import die_at, follow
+from tests.weights.worker import in_child
 
 
-def run(*arguments: object) -> subprocess.CompletedProcess[str]:
-    command = [sys.executable, "-m", "tests.weights.follow", *map(str, arguments)]
-    return subprocess.run(command, capture_output=True, text=True, check=False)
+def killed_following(store: Path, step: int) -> int:
+    """Follows in a child that is killed, with SIGKILL, before its n-th step. Returns its exit code."""
+
+    def work() -> None:
+        die_at(step)
+        follow(store)
+
+    return os.waitstatus_to_exitcode(os.waitpid(in_child(work), 0)[1])
 
 
 def trained(tensors: dict[str, HostTensor], number: int) -> dict[str, HostTensor]:
@@ -39,7 +47,8 @@ def test_following_takes_one_image_and_a_bounded_amount_beside_it(tmp_path: Path
     publisher = Publisher(WeightStore(Objects.open(tmp_path)), "rl", snapshot_every=100)
     for number in range(3):
         publisher.publish(number, trained(tensors, number) if number else tensors)
-    done = run("memory", tmp_path)
+    command = [sys.executable, "-m", "tests.weights.follow", str(tmp_path)]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
     number, image, peak = map(int, done.stdout.split())
     assert (number, image) == (2, 256 << 20)
@@ -54,10 +63,7 @@ def test_a_follower_killed_at_any_step_converges_when_it_is_started_again(tmp_pa
     publisher = Publisher(store, "rl")
     for number, tensors in enumerate(versions):
         publisher.publish(number, tensors)
-    killed = run("digest", tmp_path, step)
-    assert killed.returncode == -signal.SIGKILL, killed.stdout + killed.stderr
-    again = run("digest", tmp_path, 10**6)
-    assert again.returncode == 0, again.stderr
-    assert again.stdout.splitlines() == [f"2 {store.manifest(Version('rl', 2)).digest}", "None"]
+    assert killed_following(tmp_path, step) == -signal.SIGKILL
+    assert follow(tmp_path) == [(2, store.manifest(Version("rl", 2)).digest)]
     assert all(ok for _, ok, _ in store.verify("rl")), "a reader's death does not change the store"
     assert [lease.number for lease in Leases(store.objects, "rl").held()] == [2]
