@@ -46,6 +46,8 @@ class RewardSection(KindSection):
         {
             "calls": f"{_HERE}.rewards.hidden_tests:HiddenTests",
             "script": f"{_HERE}.rewards.script:Script",
+            "length": f"{_HERE}.rewards.length:Length",
+            "behaviour": f"{_HERE}.rewards.behaviour:Behaviour",
         },
         "rollmill.rewards",
     )

@@ -9,20 +9,17 @@ which tools it has is in `tools.py`; here is the loop:
 
 from __future__ import annotations
 
-import asyncio
 import errno
 from typing import Any
 
-import aiohttp
 from pydantic import Field
 
-from rollmill.backoff import Backoff
 from rollmill.config import Config
 from rollmill.environments.harness import HarnessResult
 from rollmill.environments.harnesses import tools
+from rollmill.environments.harnesses.model import ModelClient, sampling_fields
 from rollmill.environments.machine import Machine
 from rollmill.environments.task import Task
-from rollmill.errors import HarnessError
 from rollmill.types import Sampling
 
 
@@ -51,8 +48,6 @@ class HarnessConfig(Config):
     )
 
 
-# Retry on these: the gateway is starting, draining, or has no engine right now.
-_RETRY_STATUS = frozenset({429, 502, 503, 504})
 _LIST_COMMAND = ("find", ".", "-type", "f", "!", "-path", "*/.*")
 
 
@@ -63,7 +58,7 @@ class CodingHarness:
 
     def __init__(self, config: HarnessConfig | None = None) -> None:
         self.config = config or HarnessConfig()
-        self._session: aiohttp.ClientSession | None = None
+        self._model = ModelClient(deadline_s=self.config.request_deadline_s)
         self._schemas = tools.tool_schemas()
 
     async def run(
@@ -75,7 +70,8 @@ class CodingHarness:
         messages += task.messages
         tool_calls = bad_tool_calls = 0
         for turn in range(1, self.config.max_turns + 1):
-            choice = await self._answer(messages, base_url, api_key, _sampling_fields(sampling, turn))
+            body = {"model": self.config.model, "messages": messages, "tools": self._schemas}
+            choice = await self._model.answer(base_url, api_key, body | sampling_fields(sampling, turn))
             if choice is None or choice.get("finish_reason") == "length":
                 return HarnessResult("length", turn, tool_calls, bad_tool_calls)
             message = choice["message"]
@@ -97,11 +93,7 @@ class CodingHarness:
         return HarnessResult("max_turns", self.config.max_turns, tool_calls, bad_tool_calls)
 
     async def close(self) -> None:
-        if self._session is not None:
-            await self._session.close()
-            self._session = None
-
-    # tools
+        await self._model.close()
 
     async def _call(self, machine: Machine, call: Any) -> str | None:
         """Run one tool call. Returns the text for the model, or None if it is done. BadToolCall: the model erred."""
@@ -141,95 +133,9 @@ class CodingHarness:
             full_tracebacks=self.config.full_tracebacks,
         )
 
-    # the model
-
-    async def _answer(
-        self, messages: list[dict[str, Any]], base_url: str, api_key: str, sampling: dict[str, Any]
-    ) -> dict[str, Any] | None:
-        """The model's next choice, or None when the conversation no longer fits its context."""
-        url = base_url.rstrip("/") + "/chat/completions"
-        body = {"model": self.config.model, "messages": messages, "tools": self._schemas, **sampling}
-        problems: list[str] = []
-        try:
-            return await self._ask(url, api_key, body, problems)
-        except asyncio.CancelledError:
-            if problems:  # the episode's time went by while the model could not be reached
-                raise HarnessError(problems[-1]) from None
-            raise
-
-    async def _ask(self, url: str, api_key: str, body: dict[str, Any], problems: list[str]) -> dict[str, Any] | None:
-        """Retry while the gateway restarts or has no engine. The deadline covers all attempts at this one answer."""
-        backoff = Backoff(0.05, 2.0, patience=self.config.request_deadline_s, jitter=0.5)
-        while True:
-            try:
-                status, answer = await self._post(url, api_key, body, backoff.left())
-                problem = f"{url} answered {status}: {_error_message(answer)}"
-            except (aiohttp.ClientConnectionError, aiohttp.ClientPayloadError, TimeoutError) as error:
-                status, problem = 0, f"{url} cannot be reached: {error!r}"
-            problems.append(problem)
-            if status == 200:
-                return _first_choice(answer, url)
-            if status == 400 and _error_code(answer) == "context_length_exceeded":
-                return None
-            if status and status not in _RETRY_STATUS:
-                raise HarnessError(problem, hint="the gateway's log says why it refused the request")
-            pause = backoff.failed()
-            if pause > backoff.left():
-                raise HarnessError(
-                    f"{problem} (tried for {self.config.request_deadline_s:.0f} s)",
-                    hint="is the gateway running? `harness.request_deadline_s` is the time limit",
-                )
-            await asyncio.sleep(pause)
-
-    async def _post(self, url: str, api_key: str, body: dict[str, Any], timeout_s: float) -> tuple[int, Any]:
-        if self._session is None:
-            # no connection limit: the dispatcher already bounds how many episodes run at once
-            self._session = aiohttp.ClientSession(connector=aiohttp.TCPConnector(limit=0))
-        headers = {"Authorization": f"Bearer {api_key}"}
-        timeout = aiohttp.ClientTimeout(total=max(timeout_s, 0.1))
-        async with self._session.post(url, json=body, headers=headers, timeout=timeout) as response:
-            try:
-                return response.status, await response.json(content_type=None)
-            except ValueError:
-                return response.status, None
-
-
-def _sampling_fields(sampling: Sampling, turn: int) -> dict[str, Any]:
-    fields: dict[str, Any] = {
-        "temperature": sampling.temperature,
-        "top_p": sampling.top_p,
-        "max_tokens": sampling.max_tokens,
-    }
-    if sampling.top_k:
-        fields["top_k"] = sampling.top_k
-    if sampling.seed is not None:
-        # another seed each turn: the same one would draw the same random numbers for every answer of the episode
-        fields["seed"] = sampling.seed + turn
-    return fields
-
-
-def _first_choice(answer: Any, url: str) -> dict[str, Any]:
-    try:
-        choice = answer["choices"][0]
-        if not isinstance(choice["message"], dict):
-            raise TypeError("message is not an object")
-    except (TypeError, KeyError, IndexError) as error:
-        raise HarnessError(f"{url} did not answer in the chat completions format: {error!r}") from None
-    return choice
-
 
 def _call_id(call: Any) -> str:
     return str(call.get("id", "")) if isinstance(call, dict) else ""
-
-
-def _error_message(answer: Any) -> str:
-    error = answer.get("error") if isinstance(answer, dict) else None
-    return str(error.get("message", error) if isinstance(error, dict) else error or "no explanation")[:500]
-
-
-def _error_code(answer: Any) -> str | None:
-    error = answer.get("error") if isinstance(answer, dict) else None
-    return error.get("code") if isinstance(error, dict) else None
 
 
 _ERROR_TEXTS = {

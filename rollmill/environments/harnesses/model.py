@@ -1,0 +1,113 @@
+"""Asking a model at a URL: plain OpenAI chat completions, with retries, a deadline and the overflow of a context."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import Any
+
+import aiohttp
+
+from rollmill.backoff import Backoff
+from rollmill.errors import HarnessError
+from rollmill.types import Sampling
+
+# Retry on these: the server is starting, draining, or has no engine right now.
+_RETRY_STATUS = frozenset({429, 502, 503, 504})
+GATEWAY_HINT = "is the gateway running? `harness.request_deadline_s` is the time limit"
+
+
+class ModelClient:
+    """All episodes of a harness share its connections."""
+
+    def __init__(self, *, deadline_s: float, hint: str = GATEWAY_HINT) -> None:
+        """`deadline_s` covers all attempts at one answer; `hint` is what to do about a model that stays away."""
+        self._deadline_s = deadline_s
+        self._hint = hint
+        self._session: aiohttp.ClientSession | None = None
+
+    async def close(self) -> None:
+        if self._session is not None:
+            await self._session.close()
+            self._session = None
+
+    async def answer(self, base_url: str, api_key: str, body: dict[str, Any]) -> dict[str, Any] | None:
+        """The first choice of the answer, or None when the conversation no longer fits the model's context.
+
+        HarnessError if the model cannot be reached or refuses. A caller that is cancelled while the model cannot be
+        reached gets that error too: the time was lost waiting for the model.
+        """
+        url = base_url.rstrip("/") + "/chat/completions"
+        problems: list[str] = []
+        try:
+            return await self._ask(url, api_key, body, problems)
+        except asyncio.CancelledError:
+            if problems:
+                raise HarnessError(problems[-1]) from None
+            raise
+
+    async def _ask(self, url: str, api_key: str, body: dict[str, Any], problems: list[str]) -> dict[str, Any] | None:
+        backoff = Backoff(0.05, 2.0, patience=self._deadline_s, jitter=0.5)
+        while True:
+            try:
+                status, answer = await self._post(url, api_key, body, backoff.left())
+                problem = f"{url} answered {status}: {_error_message(answer)}"
+            except (aiohttp.ClientConnectionError, aiohttp.ClientPayloadError, TimeoutError) as error:
+                status, problem = 0, f"{url} cannot be reached: {error!r}"
+            problems.append(problem)
+            if status == 200:
+                return _first_choice(answer, url)
+            if status == 400 and _error_code(answer) == "context_length_exceeded":
+                return None
+            if status and status not in _RETRY_STATUS:
+                raise HarnessError(problem, hint="the server's log says why it refused the request")
+            pause = backoff.failed()
+            if pause > backoff.left():
+                raise HarnessError(f"{problem} (tried for {self._deadline_s:.0f} s)", hint=self._hint)
+            await asyncio.sleep(pause)
+
+    async def _post(self, url: str, api_key: str, body: dict[str, Any], timeout_s: float) -> tuple[int, Any]:
+        if self._session is None:
+            # no connection limit: the dispatcher already bounds how many episodes run at once
+            self._session = aiohttp.ClientSession(connector=aiohttp.TCPConnector(limit=0))
+        headers = {"Authorization": f"Bearer {api_key}"}
+        timeout = aiohttp.ClientTimeout(total=max(timeout_s, 0.1))
+        async with self._session.post(url, json=body, headers=headers, timeout=timeout) as response:
+            try:
+                return response.status, await response.json(content_type=None)
+            except (ValueError, RecursionError):
+                return response.status, None
+
+
+def sampling_fields(sampling: Sampling, turn: int) -> dict[str, Any]:
+    """The fields of a request that say how the answer to `turn` is sampled."""
+    fields: dict[str, Any] = {
+        "temperature": sampling.temperature,
+        "top_p": sampling.top_p,
+        "max_tokens": sampling.max_tokens,
+    }
+    if sampling.top_k:
+        fields["top_k"] = sampling.top_k
+    if sampling.seed is not None:
+        # another seed each turn: the same one would draw the same random numbers for every answer of the episode
+        fields["seed"] = sampling.seed + turn
+    return fields
+
+
+def _first_choice(answer: Any, url: str) -> dict[str, Any]:
+    try:
+        choice = answer["choices"][0]
+        if not isinstance(choice["message"], dict):
+            raise TypeError("message is not an object")
+    except (TypeError, KeyError, IndexError) as error:
+        raise HarnessError(f"{url} did not answer in the chat completions format: {error!r}") from None
+    return choice
+
+
+def _error_message(answer: Any) -> str:
+    error = answer.get("error") if isinstance(answer, dict) else None
+    return str(error.get("message", error) if isinstance(error, dict) else error or "no explanation")[:500]
+
+
+def _error_code(answer: Any) -> str | None:
+    error = answer.get("error") if isinstance(answer, dict) else None
+    return error.get("code") if isinstance(error, dict) else None
