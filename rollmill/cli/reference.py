@@ -180,6 +180,8 @@ def _http() -> Iterator[str]:
 def routes() -> Iterator[tuple[str, tuple[str, ...]]]:
     """(package, row) of every route, read from the calls that add it and from the docstring of its handler."""
     for path in sorted(PACKAGE.rglob("*.py")):
+        if path.relative_to(PACKAGE).parts[0] not in _SERVERS:  # the proxy of an episode is for its harness alone
+            continue
         tree = ast.parse(path.read_text(encoding="utf-8"))
         handlers = {node.name: node for node in ast.walk(tree) if isinstance(node, ast.AsyncFunctionDef)}
         for node in ast.walk(tree):

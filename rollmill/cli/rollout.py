@@ -26,7 +26,7 @@ KeyOption = Annotated[
 
 
 def rollout(
-    config: Annotated[Path, typer.Argument(metavar="RUN.toml", help="a configuration, or a run directory")],
+    source: Annotated[Path, typer.Argument(help="a RUN.toml, or a run directory", show_default=False)],
     model: ModelOption = None,
     task: Annotated[str | None, typer.Option("--task", metavar="ID", help="the task; default: the first one")] = None,
     model_name: ModelNameOption = "policy",
@@ -43,7 +43,7 @@ def rollout(
     """
     from rollmill.rollouts.endpoint import Endpoint
 
-    settings = read_settings(config)
+    settings = read_settings(source)
     if model is None:
         from rollmill.errors import ConfigError
 
