@@ -85,6 +85,12 @@ class EndpointProxy:
         return f"http://127.0.0.1:{self._port}/{name}/v1", transcript
 
     async def _forward(self, request: web.Request) -> web.Response:
+        """Forward a request to the endpoint and keep the transcript.
+
+        Needs: the key of the episode.
+        Takes: an OpenAI chat completion, without `stream`.
+        Returns: the endpoint's answer; 503 if it cannot be reached.
+        """
         transcript = self._transcripts.get(request.match_info["episode"])
         given = request.headers.get("Authorization", "").removeprefix("Bearer ")
         if transcript is None or not hmac.compare_digest(given.encode(), transcript.key.encode()):
