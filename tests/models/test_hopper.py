@@ -167,9 +167,13 @@ def updates() -> None:
 def engines() -> None:
     from rollmill.inference.embedded.device_runner import DeviceRunner
 
-    for shape in test_device.SHAPES.values():
-        for dtype in (torch.bfloat16, torch.float32):
-            model = Decoder(shape, dtype)
+    # the sizes of `decoders`, for which all but the engine's own kernels are compiled already
+    sizes = {name: test_fused.BASE[name] for name in ("width", "mlp_width")}
+    mixture = sizes | test_fused.VARIANTS["mixture"] | {"qk_norm": False}
+    for name, shape in test_device.SHAPES.items():
+        # in FP32 one mixture and one dense model reach every kernel
+        for dtype in (torch.bfloat16, torch.float32) if name in ("odd", "smollm2") else (torch.bfloat16,):
+            model = Decoder(shape.model_copy(update=mixture if shape.experts else sizes), dtype)
             model.initialise(0)
             runner = DeviceRunner(model, test_device.cache_of(model), 256)
             test_device.in_chunks(test_device.Steps(runner))

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import functools
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
+from torch import Tensor
 
 from benchmarks.train_step import NextTokenStep
 from rollmill.models.config import ModelConfig
@@ -111,24 +113,28 @@ def test_replayed_passes_of_several_shapes_do_not_disturb_each_other(head_dim: i
         assert float((parameter - other).detach().float().norm() / parameter.detach().float().norm()) < 2e-2, name
 
 
+def recomputed_gradients(form: str, every: int, gate_up: bool) -> list[Tensor]:
+    config = ModelConfig(vocab_size=VOCABULARY, width=64, head_dim=16, experts=0, mlp_width=96, max_context=64)
+    model = Decoder(config, torch.bfloat16, form)
+    model.initialise(0)
+    model.to(DEVICE)
+    model.recompute_every, model.recompute_mlp = every, gate_up
+    (part,) = pack(sequences([6, 2] if INTERPRETED else [20, 7]), 1000)
+    NextTokenPasses(model, 0.0, graphs=False)(part, len(part.targets_M), len(part.tokens_N))
+    return [parameter.grad for parameter in model.parameters() if parameter.grad is not None]
+
+
+kept_gradients = functools.cache(functools.partial(recomputed_gradients, every=0, gate_up=False))
+
+
 @pytest.mark.kernels
 @pytest.mark.parametrize("every", [0, 1, 2])
 @pytest.mark.parametrize("gate_up", [False, True])
 @pytest.mark.parametrize("form", ["bf16", "fp8"])
 def test_recomputation_changes_no_gradient(every: int, gate_up: bool, form: str):
     """The two settings that out-of-memory errors suggest, one after the other."""
-    config = ModelConfig(vocab_size=VOCABULARY, width=64, head_dim=16, experts=0, mlp_width=96, max_context=64)
-    model = Decoder(config, torch.bfloat16, form)
-    model.initialise(0)
-    model.to(DEVICE)
-    (part,) = pack(sequences([6, 2] if INTERPRETED else [20, 7]), 1000)
-    found = []
-    for dials in ((0, False), (every, gate_up)):
-        model.recompute_every, model.recompute_mlp = dials
-        NextTokenPasses(model, 0.0, graphs=False)(part, len(part.targets_M), len(part.tokens_N))
-        found.append([parameter.grad for parameter in model.parameters()])
-        model.zero_grad()
-    assert all(torch.equal(kept, again) for kept, again in zip(*found, strict=True))
+    kept, again = kept_gradients(form), recomputed_gradients(form, every, gate_up)
+    assert kept and all(torch.equal(mine, other) for mine, other in zip(kept, again, strict=True))
 
 
 def _with_targets(part: MicroBatch) -> MicroBatch:
