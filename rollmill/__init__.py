@@ -13,6 +13,7 @@ __version__ = "0.1.0"
 
 if TYPE_CHECKING:
     from rollmill.config import Config as Config
+    from rollmill.config import LocalPath as LocalPath
     from rollmill.environments.episode import Episode as Episode
     from rollmill.environments.harness import Harness as Harness
     from rollmill.environments.harness import HarnessResult as HarnessResult
@@ -23,6 +24,7 @@ if TYPE_CHECKING:
     from rollmill.environments.reward import Grader as Grader
     from rollmill.environments.task import Task as Task
     from rollmill.environments.task import TaskSet as TaskSet
+    from rollmill.environments.tasks.listed import ListedTasks as ListedTasks
     from rollmill.errors import RollmillError as RollmillError
     from rollmill.errors import TaskError as TaskError
     from rollmill.types import Reward as Reward
@@ -31,8 +33,10 @@ if TYPE_CHECKING:
 # name → module
 PUBLIC = {
     "Config": "rollmill.config",
+    "LocalPath": "rollmill.config",
     "Task": "rollmill.environments.task",
     "TaskSet": "rollmill.environments.task",
+    "ListedTasks": "rollmill.environments.tasks.listed",
     "Episode": "rollmill.environments.episode",
     "Reward": "rollmill.types",
     "Grader": "rollmill.environments.reward",

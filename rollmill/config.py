@@ -14,9 +14,18 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, TypeVar, get_args, get_origin
 
-from pydantic import BaseModel, ConfigDict, ValidationError
+from pydantic import BaseModel, ConfigDict, GetCoreSchemaHandler, ValidationError
+from pydantic_core import core_schema
 
 from rollmill.errors import ConfigError
+
+
+class LocalPath(str):
+    """A setting that is a path. A relative one is relative to the directory of the configuration file."""
+
+    @classmethod
+    def __get_pydantic_core_schema__(cls, source: Any, handler: GetCoreSchemaHandler) -> core_schema.CoreSchema:
+        return core_schema.no_info_after_validator_function(cls, core_schema.str_schema(min_length=1))
 
 
 class Config(BaseModel):

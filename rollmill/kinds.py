@@ -33,8 +33,8 @@ from typing import Any, ClassVar, Literal, Protocol
 from pydantic import Field, GetCoreSchemaHandler, ValidationError, create_model
 from pydantic_core import core_schema
 
-from rollmill.config import Config, explain_problems
-from rollmill.errors import ConfigError
+from rollmill.config import Config, LocalPath, explain_problems
+from rollmill.errors import ConfigError, RollmillError
 
 
 @dataclass(frozen=True)
@@ -100,13 +100,37 @@ def _section_of(base: type[KindSection], kind: str) -> type[KindSection]:
         )
     bases: Any = (base,) if settings is None else (base, settings)
     tag: Any = (Literal[kind], Field(kind, description=base.model_fields["kind"].description))
-    return create_model(f"{base.__name__}[{kind}]", __base__=bases, kind=tag)
+    module = (settings or base).__module__
+    return create_model(f"{base.__name__}[{kind}]", __base__=bases, __module__=module, kind=tag)
 
 
 def build(section: KindSection) -> Any:
     """The object that a section describes: its class, constructed with its settings."""
     made = load_class(section._slot, section.kind)
-    return made() if _settings_of(section._slot, section.kind, made) is None else made(section)
+    arguments = [] if _settings_of(section._slot, section.kind, made) is None else [section]
+    try:
+        return made(*arguments)
+    except RollmillError:
+        raise
+    except Exception as error:  # code of the user
+        where = f'[{section._slot.section}] kind = "{section.kind}"'
+        raise ConfigError(f"{where}: {made.__name__} raised {type(error).__name__}: {error}") from error
+
+
+def resolve_paths(base: type[KindSection], table: Any, directory: Path) -> Any:
+    """A section's table in which every LocalPath is absolute: a relative one starts in `directory`."""
+    kind = table.get("kind", base._slot.default) if isinstance(table, dict) else None
+    if not isinstance(kind, str):
+        return table
+    try:
+        fields = _section_of(base, kind).model_fields
+    except ConfigError:
+        return table  # the validation that follows raises it
+    local = [
+        name for name, field in fields.items() if LocalPath in (field.annotation, *typing.get_args(field.annotation))
+    ]
+    paths = {name: table[name] for name in local if isinstance(table.get(name), str) and table[name]}
+    return {**table, **{name: str(directory.absolute() / Path(path).expanduser()) for name, path in paths.items()}}
 
 
 def search_also(directory: Path) -> None:

@@ -13,7 +13,9 @@ from rollmill import telemetry
 from rollmill.chat.formats.choice import format_of
 from rollmill.chat.tokenizer import Tokenizer
 from rollmill.cluster.run import RunConfig
+from rollmill.environments.task import TaskSet
 from rollmill.errors import ConfigError
+from rollmill.kinds import build
 from rollmill.types import Version
 from rollmill.weights.files.companions import kept_companions
 from rollmill.weights.files.exchange import Imported, publish_import
@@ -26,8 +28,8 @@ TOKENIZER = "tokenizer.json"
 
 
 def check_here(config: RunConfig) -> None:
-    """Check what a configuration asks of this machine: the device, the checkpoint, the run it starts from. Loads no
-    weights."""
+    """Check what a configuration asks of this machine: the device, the checkpoint, the run it starts from, the tasks.
+    Loads no weights."""
     from rollmill.cluster.start import check_start
 
     if config.device == "cuda":  # the others are always there, and importing torch takes seconds
@@ -38,6 +40,20 @@ def check_here(config: RunConfig) -> None:
         check_checkpoint(config)
     if config.start is not None:
         check_start(config)
+    if config.tasks is not None:
+        check_tasks(config)
+
+
+def check_tasks(config: RunConfig) -> None:
+    """Construct the task set: its files are read, and every split that evaluations use must have a task."""
+    assert config.tasks is not None
+    tasks: TaskSet = build(config.tasks)
+    for cell in config.evals.cells():
+        if not tasks.heldout(cell.split, 1):
+            raise ConfigError(
+                f"[tasks] has no task in the split {cell.split!r}, which [evals] measures",
+                hint="give tasks this split; `evals.family_tasks = 0` and `evals.fresh_tasks = 0` leave splits out",
+            )
 
 
 def check_checkpoint(config: RunConfig) -> HuggingFaceModel:

@@ -35,7 +35,7 @@ from rollmill.errors import ConfigError
 from rollmill.evals.suite import EvalConfig
 from rollmill.gateway.config import GatewayConfig
 from rollmill.inference.config import EngineConfig
-from rollmill.kinds import code_of, search_also
+from rollmill.kinds import code_of, resolve_paths, search_also
 from rollmill.models.config import ModelConfig
 from rollmill.rollouts.config import RolloutConfig
 from rollmill.training.config import MidtrainConfig, RLConfig, TrainingConfig
@@ -123,8 +123,8 @@ class RunConfig(Config):
     )
     modules: str | None = Field(
         None,
-        description="Directory with modules of your own, for kinds such as `tickets:Tickets`. Not set: the directory "
-        "of the configuration file.",
+        description="Directory with modules of your own, for kinds such as `tickets:Tickets`, and with the files that "
+        "[tasks] names. Not set: the directory of the configuration file.",
     )
     database: str | None = Field(
         None,
@@ -166,6 +166,9 @@ class RunConfig(Config):
             return tree
         if isinstance(tree.get("modules"), str):
             search_also(Path(tree["modules"]))
+        if "tasks" in tree:
+            directory = Path(tree["modules"]) if isinstance(tree.get("modules"), str) else Path.cwd()
+            tree = {**tree, "tasks": resolve_paths(TasksSection, tree["tasks"], directory)}
         given, start = tree.get("model", {}), tree.get("start")
         if not isinstance(given, dict) or "vocab_size" in given:
             return tree

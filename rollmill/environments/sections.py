@@ -16,7 +16,17 @@ _HERE = "rollmill.environments"
 
 
 class TasksSection(KindSection):
-    _slot: ClassVar[Slot] = Slot("tasks", TaskSet, {}, "rollmill.tasks")
+    _slot: ClassVar[Slot] = Slot(
+        "tasks",
+        TaskSet,
+        {
+            "jsonl": f"{_HERE}.tasks.jsonl:JsonlTasks",
+            "directory": f"{_HERE}.tasks.directory:DirectoryTasks",
+            "mbpp": f"{_HERE}.tasks.mbpp:MbppTasks",
+            "humaneval": f"{_HERE}.tasks.humaneval:HumanEvalTasks",
+        },
+        "rollmill.tasks",
+    )
 
 
 class MachineSection(KindSection):

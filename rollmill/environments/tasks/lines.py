@@ -1,0 +1,86 @@
+"""A JSONL file of tasks as a stream. A bad line becomes a problem with its place and remedy; the others are read."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator
+from functools import partial
+from pathlib import Path
+from typing import TypeVar
+
+from pydantic import ValidationError
+
+from rollmill.config import Config, explain_problems
+from rollmill.environments.task import Task
+from rollmill.environments.tasks.splits import Splits, TaskFileConfig
+from rollmill.errors import TaskError
+
+MAX_LINE = 1 << 26  # bytes
+_MAX_PROBLEM = 1000  # characters
+R = TypeVar("R", bound=Config)
+Parsed = tuple[Task, str | None]  # a task, and the split that it names itself
+
+
+def read_jsonl(config: TaskFileConfig, parse: Callable[[bytes], Parsed]) -> tuple[list[Task], list[str]]:
+    """The tasks of a file and its problems."""
+    path = Path(config.path)
+    return collect(config, ((f"{path}:{number}", partial(_parse, parse, line)) for number, line in _lines(path)))
+
+
+def collect(
+    config: TaskFileConfig, sources: Iterable[tuple[str, Callable[[], Parsed]]]
+) -> tuple[list[Task], list[str]]:
+    """The tasks of `sources` with their splits, and a problem for each that cannot be used."""
+    splits = Splits(config)
+    tasks: dict[str, Task] = {}
+    places: dict[str, str] = {}
+    problems: list[str] = []
+    for place, read in sources:
+        try:
+            task, own = read()
+            if task.id in places:
+                hint = "give one of them another id"
+                raise TaskError(f"task {task.id!r} is also at {places[task.id]}", hint=hint)
+            places[task.id] = place
+            tasks[task.id] = splits.assign(task, own)
+        except TaskError as error:
+            text = f"{place}: {error.message}" + (f"; {error.hint}" if error.hint else "")
+            problems.append(text if len(text) <= _MAX_PROBLEM else f"{text[:_MAX_PROBLEM]} …")
+    return list(tasks.values()), [*problems, *splits.unmet()]
+
+
+def validate(model: type[R], data: bytes | str) -> R:
+    """JSON as a `model`. TaskError names the field; an unknown key gets the nearest valid one."""
+    try:
+        return model.model_validate_json(data)
+    except ValidationError as error:
+        first = error.errors(include_input=False)[0]
+        if first["type"] == "json_invalid":
+            raise TaskError(f"not valid JSON: {first['msg']}", hint="each line is one JSON object") from None
+        hint = "docs/reference/config.md and docs/guides/your-first-task.md describe the format"
+        raise TaskError(explain_problems(model, error), hint=hint) from None
+    except RecursionError:
+        raise TaskError("nested too deep", hint="a task is a flat object") from None
+
+
+def _lines(path: Path) -> Iterator[tuple[int, bytes | None]]:
+    """Lines with their numbers; None for one that is too long. Blank lines are skipped."""
+    try:
+        with path.open("rb") as file:
+            number = 0
+            while line := file.readline(MAX_LINE):
+                number += 1
+                if len(line) == MAX_LINE and not line.endswith(b"\n"):
+                    while (rest := file.readline(MAX_LINE)) and not rest.endswith(b"\n"):
+                        pass
+                    yield number, None
+                elif line.strip():
+                    yield number, line
+    except OSError as error:
+        hint = "`path` in [tasks] is relative to the directory of the configuration"
+        raise TaskError(f"the task file {path} cannot be read: {error.strerror}", hint=hint) from None
+
+
+def _parse(parse: Callable[[bytes], Parsed], line: bytes | None) -> Parsed:
+    if line is None:
+        raise TaskError(f"longer than {MAX_LINE >> 20} MiB", hint="put large files into an image, or use a directory")
+    return parse(line)

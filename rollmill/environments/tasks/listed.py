@@ -1,0 +1,87 @@
+"""ListedTasks: a finite set of tasks, held in memory. The kinds that read files derive from it, and yours may too:
+
+class Greetings(ListedTasks):
+    name = "greetings"
+
+    def __init__(self) -> None:
+        super().__init__([Task("hello", "Write `hello` into out.txt.", submission=("out.txt",))])
+"""
+
+from __future__ import annotations
+
+import hashlib
+import logging
+import random
+from collections.abc import Iterable, Iterator, Sequence
+
+from rollmill.environments.task import Task
+from rollmill.errors import TaskError
+
+log = logging.getLogger(__name__)
+TRAIN = "train"
+_LOGGED = 10  # problems that are logged one by one
+
+
+class ListedTasks:
+    """Tasks by id. `problems` are the tasks that could not be read: they are logged, and the others are used."""
+
+    name = "tasks"
+
+    def __init__(self, tasks: Iterable[Task], problems: Sequence[str] = ()) -> None:
+        self.tasks: dict[str, Task] = {}
+        self.problems = list(problems)
+        for task in tasks:
+            if task.id in self.tasks:
+                self.problems.append(f"task {task.id!r}: another task has the same id; rename one of them")
+            else:
+                self.tasks[task.id] = task
+        if not self.tasks:
+            first = f", the first problem: {self.problems[0]}" if self.problems else ""
+            raise TaskError(f"the task set {self.name!r} has no task{first}", hint="every line or folder is one task")
+        for problem in self.problems[:_LOGGED]:
+            log.warning("task left out: %s", problem)
+        if len(self.problems) > _LOGGED:
+            log.warning("and %d more; `rollmill tasks check` shows all", len(self.problems) - _LOGGED)
+
+    def train(self, seed: int) -> Iterator[Task]:
+        """Endless. Each epoch has every training task once, in an order drawn from seed and epoch."""
+        ids = sorted(task.id for task in self.tasks.values() if task.split == TRAIN)
+        if not ids:
+            hint = f"splits: {', '.join(sorted(self.splits()))}; training uses the split `{TRAIN}`"
+            raise TaskError(f"the task set {self.name!r} has no training task", hint=hint)
+        return self._epochs(ids, seed)
+
+    def _epochs(self, ids: list[str], seed: int) -> Iterator[Task]:
+        epoch = 0
+        while True:
+            order = list(ids)
+            random.Random(f"{seed} {epoch}").shuffle(order)
+            yield from (self.tasks[task_id] for task_id in order)
+            epoch += 1
+
+    def heldout(self, split: str, count: int) -> list[Task]:
+        """The first `count` tasks of a split, in an order that does not change when tasks are added or moved."""
+        if split == TRAIN:
+            raise TaskError(f"the split `{TRAIN}` is not held out", hint="name another split")
+        found = [task for task in self.tasks.values() if task.split == split]
+        return sorted(found, key=lambda task: (digest("order", task.id), task.id))[:count]
+
+    def get(self, task_id: str) -> Task:
+        try:
+            return self.tasks[task_id]
+        except KeyError:
+            hint = "`rollmill tasks list RUN.toml` lists all ids"
+            raise TaskError(f"the task set {self.name!r} has no task {task_id!r}", hint=hint) from None
+
+    def splits(self) -> dict[str, int]:
+        """How many tasks each split has."""
+        counts: dict[str, int] = {}
+        for task in self.tasks.values():
+            counts[task.split] = counts.get(task.split, 0) + 1
+        return counts
+
+
+def digest(purpose: str, task_id: str) -> float:
+    """A number from 0 to 1 that follows from an id. Another purpose gives another number."""
+    drawn = hashlib.blake2b(f"{purpose} {task_id}".encode("utf-8", "surrogatepass"), digest_size=8).digest()
+    return int.from_bytes(drawn) / 2**64
