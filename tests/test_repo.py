@@ -204,6 +204,16 @@ def test_the_command_line_imports_nothing_heavy() -> None:
     assert output.rstrip().endswith("heavy: []")
 
 
+def test_a_dry_run_imports_no_torch() -> None:
+    script = (
+        "import sys; sys.argv = ['rollmill', 'train', 'examples/micro.toml', '--dry-run']\n"
+        "from rollmill.cli.main import main\n"
+        "try:\n    main()\nexcept SystemExit as done:\n    assert not done.code, done.code\n"
+        "assert 'torch' not in sys.modules"
+    )
+    assert "steps" in python(script)
+
+
 def test_importing_is_light_and_has_no_side_effects() -> None:
     """Imports every module that may not import torch, in one process: indirect imports count too.
 

@@ -14,12 +14,13 @@ import pytest
 
 from rollmill.cluster.run import RunDirectory
 from rollmill.telemetry import read_events
-from tests.e2e.small_run import DEMO, SMALL, small_run
+from tests.e2e.small_run import BRIEF_EVALS, DEMO, ONE_REGION, SMALL, small_run
 from tests.e2e.test_kill import digests, start, stores, wait_for
 
 pytestmark = pytest.mark.slow
 
-STEPS = 4
+STEPS = 3
+ALONE = (*ONE_REGION, *BRIEF_EVALS)
 
 
 def ranks_of(run: RunDirectory) -> dict[int, int]:
@@ -45,7 +46,7 @@ def _pairs(environment: str) -> Iterator[tuple[str, str]]:
 @pytest.mark.timeout(900)
 def test_a_run_on_two_ranks_survives_a_killed_rank(tmp_path: Path, midtrained: RunDirectory) -> None:
     dials = (f"steps={STEPS}", "training.ranks=2", "training.expert_parallel=2", 'device="cpu"')
-    run = small_run(tmp_path, "ranks", *dials, base=midtrained)
+    run = small_run(tmp_path, "ranks", *dials, *ALONE, base=midtrained)
     weights, ledger, _ = stores(run)
     process = start(run)
     try:
@@ -78,7 +79,7 @@ def test_ranks_that_torchrun_started(tmp_path: Path) -> None:
     dials = ("steps=0", "midtrain.steps=4", "midtrain.training.ranks=2", "training.ranks=2", 'device="cpu"')
     torchrun = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2", "--no-python", "--standalone"]
     rollmill = [sys.executable, "-c", "from rollmill.cli.main import main; main()", "train", str(DEMO)]
-    rollmill += ["--root", str(tmp_path), "name=outside", *SMALL, *dials]
+    rollmill += ["--root", str(tmp_path), "name=outside", *SMALL, *dials, *ALONE]
     done = subprocess.run([*torchrun, *rollmill], capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
     run = RunDirectory.open(tmp_path / "outside")

@@ -186,7 +186,7 @@ def check_state(found: dict[str, Tensor], expected: Decoder, case: object) -> No
         assert torch.equal(found[name], tensor), f"{case}: {name}"
 
 
-@pytest.mark.parametrize("ranks", [2, 4])
+@pytest.mark.parametrize("ranks", [2, pytest.param(4, marks=pytest.mark.slow)])
 def test_rows_are_those_of_one_process(ranks: int, tmp_path: Path, pieces: None) -> None:
     shapes: list[Shape] = [(2, 1, 2), (2, 2, 1)] if ranks == 2 else [(4, 1, 1), (4, 4, 1), (4, 2, 2)]
     names = [(name, shape) for shape in shapes for name in MODELS if shape[1] == 1 or MODELS[name].experts]
@@ -250,7 +250,7 @@ def begin_all(world: World, path: Path, cases: list[tuple[Version | None, str]])
     return [begin(world, path / str(index), *case) for index, case in enumerate(cases)]
 
 
-@pytest.mark.parametrize("ranks", [2, 4])
+@pytest.mark.parametrize("ranks", [2, pytest.param(4, marks=pytest.mark.slow)])
 def test_a_line_begins_with_the_digest_of_one_process(ranks: int, tmp_path: Path) -> None:
     imported = Version("imported", 0)  # there in bf16 alone, whatever the run is served as
     cases = [(parent, form) for parent in (None, imported) for form in ("bf16", "fp8", "nvfp4")]

@@ -72,7 +72,7 @@ def several(world: World, cases: list[tuple[Path, str, Shape, Sample]]) -> list[
     return [measure(path, *make_sharded(world, name, shape), sample) for path, name, shape, sample in cases]
 
 
-@pytest.mark.parametrize("ranks", [2, 4])
+@pytest.mark.parametrize("ranks", [2, pytest.param(4, marks=pytest.mark.slow)])
 def test_figures_are_those_of_one_process(ranks: int, tmp_path: Path) -> None:
     torch.set_num_threads(1)
     cases = []
