@@ -24,7 +24,7 @@ class CutShort(Exception):
 def test_an_interrupted_start_is_completed_by_the_next(
     created: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    config = RunConfig.model_validate({"name": "demo", "steps": 2, "model": MODEL, "midtrain": {"steps": 1}})
+    config = RunConfig.model_validate({"name": "demo", "steps": 0, "model": MODEL, "midtrain": {"steps": 1}})
     run = RunDirectory.create(tmp_path / "runs", config)
     objects = Objects.open(run.home_store)
     create, left = objects.create, iter(range(created))

@@ -224,7 +224,7 @@ MODEL = {"vocab_size": 300, "layers": 1, "width": 64}
 
 @pytest.fixture
 def real_run(tmp_path: Path) -> RunDirectory:
-    config = RunConfig.model_validate({"name": "demo", "steps": 2, "model": MODEL, "midtrain": {"steps": 1}})
+    config = RunConfig.model_validate({"name": "demo", "steps": 0, "model": MODEL, "midtrain": {"steps": 1}})
     made = RunDirectory.create(tmp_path / "runs", config)
     make_tokenizer(made, Objects.open(made.home_store))
     publish_line(made.home_store, 3, line=config.base_line)
