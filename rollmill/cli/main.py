@@ -11,7 +11,20 @@ from typing import Annotated
 import typer
 
 from rollmill import __version__
-from rollmill.cli import config, demo, doctor, evaluate, model, rollout, runs, serve, train, trajectories, weights
+from rollmill.cli import (
+    config,
+    demo,
+    doctor,
+    evaluate,
+    model,
+    rollout,
+    runs,
+    serve,
+    tasks,
+    train,
+    trajectories,
+    weights,
+)
 from rollmill.errors import RollmillError
 
 HELP = """Train your own agent model inside your own product.
@@ -47,6 +60,7 @@ app.command("status")(runs.status)
 app.command("logs")(runs.logs)
 app.command("stop")(runs.stop)
 app.command("rm")(runs.remove)
+app.add_typer(tasks.app, name="tasks")
 app.add_typer(model.app, name="model")
 app.add_typer(weights.app, name="weights")
 app.add_typer(trajectories.app, name="trajectories")

@@ -1,0 +1,172 @@
+"""`rollmill tasks list | show | check`: look at the tasks of a run, and check them on real machines."""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import json
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+if TYPE_CHECKING:
+    from rollmill.cluster.run import RunConfig
+    from rollmill.environments.task import Task, TaskSet
+    from rollmill.rollouts.check_task import TaskCheck
+
+app = typer.Typer(help="Look at the tasks of a run, and check them on real machines.", no_args_is_help=True)
+
+Source = Annotated[Path, typer.Argument(help="a RUN.toml or a run directory", show_default=False)]
+Count = Annotated[
+    int, typer.Option(min=1, help="most tasks per split of a set that makes tasks up; lists are shown whole")
+]
+Split = Annotated[str | None, typer.Option(help="only this split: train, heldout, …")]
+_AT_ONCE = 4  # tasks that are checked at the same time
+
+
+@app.command("list")
+def list_tasks(
+    source: Source,
+    split: Split = None,
+    as_json: Annotated[bool, typer.Option("--json", help="one JSON object per line")] = False,
+    count: Count = 20,
+) -> None:
+    """List tasks: id, split, family, tags. For example:
+
+    rollmill tasks list run.toml --split heldout
+    """
+    from rich.console import Console
+    from rich.table import Table
+
+    _, tasks = _open(source)
+    table = Table("id", "split", "family", "tags")
+    for task in _every(tasks, split, count):
+        facts = {"id": task.id, "split": task.split, "family": task.family, "tags": dict(task.tags)}
+        if as_json:
+            typer.echo(json.dumps(facts))
+        tags = ", ".join(f"{key}={value}" for key, value in task.tags.items())
+        table.add_row(*(_plain(each) for each in (task.id, task.split, task.family, tags)))
+    if not as_json:
+        Console(highlight=False, markup=False).print(table)
+
+
+@app.command("show")
+def show_task(
+    source: Source,
+    task_id: Annotated[str, typer.Argument(metavar="ID", help="the task", show_default=False)],
+    grading: Annotated[bool, typer.Option("--grading", help="also print the hidden grading and the reference")] = False,
+) -> None:
+    """Show one task: what the agent is asked, its files, what is handed in, how it is graded. For example:
+
+    rollmill tasks show run.toml greet --grading
+    """
+    _, tasks = _open(source)
+    task = tasks.get(task_id)
+    limit = "as the run says" if task.timeout_s is None else f"{task.timeout_s:g} s"
+    typer.echo(
+        f"{_plain(task.id)}  split {task.split}, family {task.family or '-'}, image {task.image}, time {limit}\n"
+    )
+    for message in task.messages:
+        typer.echo(f"{message['role']}: {_plain(str(message['content']))}\n")
+    for path, data in task.files.items():
+        typer.echo(f"file {_plain(path)} ({len(data)} bytes)")
+    typer.echo(f"handed in: {', '.join(map(_plain, task.submission)) or 'nothing'}")
+    kind = task.grading.get("kind", "-")
+    typer.echo(f"graded by: {kind} ({', '.join(task.grading) or 'no grading'}); reference: {len(task.reference)} files")
+    if grading:
+        typer.echo(json.dumps(dict(task.grading), indent=2, default=str))
+        for path, data in task.reference.items():
+            typer.echo(f"\nreference {_plain(path)}:\n{_plain(data.decode('utf-8', 'replace'))}")
+
+
+@app.command("check")
+def check_tasks(
+    source: Source,
+    task_id: Annotated[str | None, typer.Option("--task", metavar="ID", help="only this task")] = None,
+    repeat: Annotated[int, typer.Option(min=1, help="grade this many times; the verdict must not change")] = 2,
+    split: Split = None,
+    count: Count = 20,
+) -> None:
+    """Check tasks on real machines: the reference solves it, doing nothing does not, hidden parts cannot be read.
+
+    Ends with exit code 1 if a task fails or could not be loaded. For example:
+
+        rollmill tasks check run.toml
+        rollmill tasks check run.toml --task greet --repeat 5
+    """
+    from rich.console import Console
+    from rich.table import Table
+
+    config, tasks = _open(source)
+    chosen = [tasks.get(task_id)] if task_id is not None else list(_every(tasks, split, count))
+    checks = asyncio.run(_check(config, chosen, repeat))
+    table = Table("task", "reference", "nothing", "result")
+    for check in checks:
+        values = ("-" if value is None else f"{value:g}" for value in (check.reference, check.nothing))
+        table.add_row(_plain(check.task), *values, _plain("; ".join(check.problems)) or "ok")
+    Console(highlight=False, markup=False).print(table)
+    unread: list[str] = [] if task_id is not None else list(getattr(tasks, "problems", ()))
+    for problem in unread:
+        typer.echo(f"left out: {_plain(problem)}", err=True)
+    failed = sum(bool(check.problems) for check in checks)
+    typer.echo(
+        f"{len(checks) - failed} of {len(checks)} tasks are all right, {len(unread)} problems while reading them"
+    )
+    if failed or unread:
+        raise typer.Exit(1)
+
+
+async def _check(config: RunConfig, tasks: list[Task], repeat: int) -> list[TaskCheck]:
+    from rich.progress import Progress
+
+    from rollmill.environments.rewards.weighted import add_up
+    from rollmill.kinds import build
+    from rollmill.rollouts.check_task import check_task
+
+    grader = add_up([(section.weight, build(section)) for section in config.rewards])
+    machines, slots = build(config.machine), asyncio.Semaphore(_AT_ONCE)
+    with Progress(transient=True) as progress:
+        bar = progress.add_task("check", total=len(tasks))
+
+        async def one(task: Task) -> TaskCheck:
+            async with slots:
+                checked = await check_task(task, machines, grader, repeat)
+            progress.advance(bar)
+            return checked
+
+        try:
+            return list(await asyncio.gather(*map(one, tasks)))
+        finally:
+            await machines.close()
+
+
+def _open(source: Path) -> tuple[RunConfig, TaskSet]:
+    from rollmill.cluster.run import RunConfig, RunDirectory
+    from rollmill.config import load_config
+    from rollmill.errors import ConfigError
+    from rollmill.kinds import build
+
+    config = RunDirectory.open(source).config if source.is_dir() else load_config(RunConfig, source)
+    if config.tasks is None:
+        raise ConfigError(f"{source} has no [tasks]", hint="`rollmill config tasks` explains the section")
+    tasks: TaskSet = build(config.tasks)
+    return config, tasks
+
+
+def _every(tasks: TaskSet, split: str | None, count: int) -> list[Task]:
+    """The tasks of a list; of a set that makes tasks up, the first `count` per split."""
+    listed: dict[str, Task] | None = getattr(tasks, "tasks", None)
+    if isinstance(listed, dict):
+        return [task for task in listed.values() if split in (None, task.split)]
+    found: dict[str, Any] = {}
+    if split in (None, "train"):
+        found |= {task.id: task for task in itertools.islice(tasks.train(0), count)}
+    if split != "train":
+        found |= {task.id: task for task in tasks.heldout(split or "heldout", count)}
+    return list(found.values())
+
+
+def _plain(text: str) -> str:
+    """Text of a task without characters that steer a terminal."""
+    return "".join(each if each.isprintable() or each in "\n\t" else "\ufffd" for each in text)

@@ -1,0 +1,111 @@
+"""Check a task on real machines: its reference solves it, doing nothing does not, verdicts repeat, nothing leaks."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from rollmill.environments.episode import Episode
+from rollmill.environments.machine import WORK, Machine, MachineHost
+from rollmill.environments.reward import Grader
+from rollmill.environments.task import Task
+from rollmill.errors import RollmillError
+from rollmill.rollouts.hand_in import take_files
+from rollmill.types import Reward
+
+_SHORTEST = 24  # characters; shorter hidden texts turn up by chance
+
+
+@dataclass(frozen=True)
+class TaskCheck:
+    """What was found out about one task."""
+
+    task: str
+    reference: float | None  # its reward; None: the task has no reference
+    nothing: float | None  # reward for handing in what is there at the start
+    problems: tuple[str, ...]  # empty: the task is all right
+
+
+async def check_task(task: Task, machines: MachineHost, grader: Grader, repeat: int = 2) -> TaskCheck:
+    """Grade the reference and the untouched work directory `repeat` times each. Every failure becomes a problem."""
+    problems: list[str] = []
+    rewards: dict[str, list[Reward]] = {"reference": [], "nothing": []}
+    try:
+        async with asyncio.timeout(600.0):
+            problems += await _leaks(task, machines)
+            if task.reference:
+                rewards["reference"] = await _grade(task, machines, grader, task.reference, repeat)
+            rewards["nothing"] = await _grade(task, machines, grader, {}, repeat)
+    except RollmillError as error:
+        problems.append(error.message if error.hint is None else f"{error.message}; {error.hint}")
+    except Exception as error:  # code of the user
+        problems.append(f"{type(error).__name__}: {error}")
+    if any(not reward.solved for reward in rewards["reference"]):
+        problems.append(f"the reference does not solve it: {_evidence(rewards['reference'])}")
+    if any(reward.solved for reward in rewards["nothing"]):
+        problems.append("doing nothing solves it")
+    for name, graded in rewards.items():
+        if len({reward.value for reward in graded}) > 1:
+            values = ", ".join(f"{reward.value:g}" for reward in graded)
+            problems.append(f"the verdict on {name} changes: {values}")
+    first = {name: graded[0].value if graded else None for name, graded in rewards.items()}
+    return TaskCheck(task.id, first["reference"], first["nothing"], tuple(problems))
+
+
+async def _grade(
+    task: Task, machines: MachineHost, grader: Grader, changes: Mapping[str, bytes], repeat: int
+) -> list[Reward]:
+    machine = await machines.create(task.image, task.files)
+    try:
+        for path, data in changes.items():
+            await machine.write(f"{WORK}/{path}", data)
+        submission = await take_files(machine, task)
+    finally:
+        await machine.close()
+    rewards = []
+    for _ in range(repeat):
+        reward = await grader.grade(Episode(task, submission, machines))
+        if not isinstance(reward, Reward):
+            raise TypeError(f"the reward {grader.name} returned {type(reward).__name__}, not a Reward")
+        rewards.append(reward)
+    return rewards
+
+
+def _evidence(rewards: list[Reward]) -> str:
+    wrong = next(reward for reward in rewards if not reward.solved)
+    return f"reward {wrong.value:g}, {dict(wrong.evidence)!r}"[:300]
+
+
+async def _leaks(task: Task, machines: MachineHost) -> list[str]:
+    """Hidden texts that the agent could read in the work directory."""
+    hidden = [*_texts(task.grading, "grading")]
+    hidden += [(data.strip(), f"reference {path}") for path, data in task.reference.items()]
+    machine = await machines.create(task.image, task.files)
+    try:
+        found = []
+        for path in await _paths(machine):
+            data = await machine.read(f"{WORK}/{path}", max_bytes=1 << 26)
+            found += [f"{path} shows {name}" for text, name in hidden if len(text) >= _SHORTEST and text in data]
+        return found
+    finally:
+        await machine.close()
+
+
+async def _paths(machine: Machine) -> list[str]:
+    listed = await machine.exec(["find", ".", "-type", "f", "-print0"], timeout_s=30.0, max_output=1 << 24)
+    if listed.exit_code != 0 or listed.truncated:
+        raise RollmillError("the files of the machine cannot be listed", hint="the image needs `find`")
+    return [path.decode("utf-8", "surrogateescape")[2:] for path in listed.output.split(b"\0") if path]
+
+
+def _texts(value: Any, name: str) -> Iterator[tuple[bytes, str]]:
+    if isinstance(value, str):
+        yield value.strip().encode("utf-8", "replace"), name
+    elif isinstance(value, Mapping):
+        for key, inner in value.items():
+            yield from _texts(inner, f"{name}.{key}")
+    elif isinstance(value, list | tuple):
+        for number, inner in enumerate(value):
+            yield from _texts(inner, f"{name}.{number}")

@@ -1,0 +1,95 @@
+"""`rollmill tasks` with files, machines and rewards of a run."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from rollmill.demo import CONFIG as DEMO
+from tests.cli.conftest import Told
+
+TEST = "from main import f\nassert f(20) == 21, 'a long line that must stay hidden'\n"
+
+
+def entry(id: str, **more: Any) -> dict[str, Any]:
+    grading = {"kind": "script", "files": {"t.py": TEST}, "command": ["python3", "t.py"]}
+    reference = {"main.py": "def f(x):\n    return x + 1\n"}
+    given = {"id": id, "instruction": f"do {id}", "submission": ["main.py"], "grading": grading, "reference": reference}
+    return {**given, **more}
+
+
+@pytest.fixture
+def source(tmp_path: Path) -> Path:
+    text = DEMO.read_text().replace('kind = "rollmill.demo.micro_repos:MicroRepos"', 'kind = "jsonl"\npath = "t.jsonl"')
+    (tmp_path / "run.toml").write_text(text + '\n[[rewards]]\nkind = "script"\n')
+    return tmp_path / "run.toml"
+
+
+def write(source: Path, *rows: dict[str, Any]) -> None:
+    source.with_name("t.jsonl").write_text("".join(f"{json.dumps(row)}\n" for row in rows))
+
+
+def test_list_and_show(rollmill: Callable[..., Told], source: Path) -> None:
+    write(source, entry("a", family="x", tags={"area": "web"}), entry("b\u202e", split="heldout"))
+    told = rollmill("tasks", "list", source)
+    assert told.code == 0 and "area=web" in told.out and "heldout" in told.out and "\u202e" not in told.out
+    rows = [
+        json.loads(line) for line in rollmill("tasks", "list", source, "--json", "--split", "train").out.splitlines()
+    ]
+    assert rows == [{"id": "a", "split": "train", "family": "x", "tags": {"area": "web"}}]
+    shown = rollmill("tasks", "show", source, "a").out
+    assert "user: do a" in shown and "handed in: main.py" in shown and "graded by: script" in shown
+    assert "must stay hidden" not in shown and "return x + 1" not in shown
+    hidden = rollmill("tasks", "show", source, "a", "--grading").out
+    assert "must stay hidden" in hidden and "return x + 1" in hidden
+    assert "no task 'c'" in rollmill("tasks", "show", source, "c").err
+
+
+def test_check_finds_each_kind_of_bad_task(rollmill: Callable[..., Told], source: Path) -> None:
+    right = "def f(x):\n    return x + 1\n"
+    drawn = "import random, time\nrandom.seed(time.time_ns())\nassert False\n"
+    rows = [
+        entry("good"),
+        entry("wrong", reference={"main.py": "def f(x):\n    return x\n"}),
+        entry("solved", files={"main.py": right + "# done\n"}, reference={}),
+        entry("leak", files={"tests/old.py": TEST}),
+        entry("gone", image="no-such-image"),
+        entry("never", grading={"kind": "script", "files": {"t.py": drawn}, "command": ["python3", "t.py"]}),
+    ]
+    write(source, *rows)
+    with source.with_name("t.jsonl").open("a") as file:
+        file.write("{broken\n")
+    told = rollmill("tasks", "check", source)
+    lines = {row["id"]: next(line for line in told.out.splitlines() if f" {row['id']} " in line) for row in rows}
+    assert told.code == 1 and " ok " in lines["good"], told
+    assert "the reference does not solve it" in lines["wrong"] and "the reference does not" in lines["never"]
+    assert "doing nothing solves it" in lines["solved"] and "tests/old.py shows grading.files.t.py" in lines["leak"]
+    assert "machine image 'no-such-image'" in lines["gone"]
+    assert "t.jsonl:7: not valid JSON" in told.err and "1 of 6 tasks are all right, 1 problems" in told.out
+    good = rollmill("tasks", "check", source, "--task", "good", "--repeat", 3)
+    assert good.code == 0 and "1 of 1 tasks" in good.out
+
+
+def test_a_verdict_that_changes_and_a_reward_that_raises(rollmill: Callable[..., Told], source: Path) -> None:
+    write(source, entry("a"))
+    source.with_name("own_verdicts.py").write_text(
+        "from rollmill import Reward\n"
+        "class Fickle:\n    name = 'fickle'\n    count = 0\n    async def grade(self, episode):\n"
+        "        Fickle.count += 1\n        return Reward(1.0 if Fickle.count == 1 else 0.5)\n"
+        "class Raises:\n    name = 'raises'\n    async def grade(self, episode):\n        raise KeyError('x')\n"
+        "class Nonsense:\n    name = 'nonsense'\n    async def grade(self, episode):\n        return 3\n"
+    )
+    text = source.read_text()
+    for name, problem in (("Fickle", "changes: 1, 0.5"), ("Raises", "KeyError: 'x'"), ("Nonsense", "returned int")):
+        source.write_text(text.replace('"script"', f'"own_verdicts:{name}"'))
+        told = rollmill("tasks", "check", source)
+        assert told.code == 1 and problem in told.out, told
+
+
+def test_tasks_that_are_made_up_are_drawn(rollmill: Callable[..., Told]) -> None:
+    told = rollmill("tasks", "check", DEMO, "--count", 2, "--repeat", 1)
+    assert told.code == 0 and "4 of 4 tasks are all right" in told.out, told
