@@ -35,6 +35,7 @@ pytestmark = pytest.mark.slow
 transformers = pytest.importorskip("transformers")
 
 SETTINGS = (
+    "tasks.kind=rollmill.demo.micro_repos:MicroRepos",
     "steps=2",
     "groups_per_step=2",
     "group_size=2",

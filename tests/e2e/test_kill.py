@@ -23,7 +23,7 @@ from rollmill.trajectories.ledger import Ledger
 from rollmill.trajectories.store import TrajectoryStore
 from rollmill.types import GroupState, TrajectoryState, Version
 from rollmill.weights.reading.store import WeightStore
-from tests.e2e.small_run import small_run
+from tests.e2e.small_run import BRIEF_EVALS, small_run
 
 pytestmark = pytest.mark.slow
 
@@ -81,7 +81,7 @@ def digests(weights: WeightStore, line: str) -> dict[int, str]:
 
 @pytest.mark.timeout(900)
 def test_a_run_survives_the_death_of_every_process(tmp_path: Path, midtrained: RunDirectory) -> None:
-    run = small_run(tmp_path, "killed", "steps=10", base=midtrained)
+    run = small_run(tmp_path, "killed", "steps=8", "groups_per_step=2", *BRIEF_EVALS, base=midtrained)
     weights, ledger, trajectories = stores(run)
     draw = random.Random(os.urandom(8))
     process = start(run)
