@@ -88,6 +88,12 @@ class HarnessError(RollmillError):
     boundary = "harness"
 
 
+class RewardError(RollmillError):
+    """A reward could not be determined, and the policy is not the cause. Never a zero."""
+
+    boundary = "reward"
+
+
 class TrajectoryError(RollmillError):
     """An illegal transition, or a record that contradicts itself."""
 

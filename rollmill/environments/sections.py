@@ -43,7 +43,11 @@ class HarnessSection(KindSection):
     _slot: ClassVar[Slot] = Slot(
         "harness",
         Harness,
-        {"coding": f"{_HERE}.harnesses.coding:CodingHarness"},
+        {
+            "coding": f"{_HERE}.harnesses.coding:CodingHarness",
+            "shell": f"{_HERE}.harnesses.shell:ShellHarness",
+            "chat": f"{_HERE}.harnesses.chat:ChatHarness",
+        },
         "rollmill.harnesses",
         default="coding",
     )
@@ -56,8 +60,10 @@ class RewardSection(KindSection):
         {
             "calls": f"{_HERE}.rewards.hidden_tests:HiddenTests",
             "script": f"{_HERE}.rewards.script:Script",
+            "pytest": f"{_HERE}.rewards.suite:Suite",
             "length": f"{_HERE}.rewards.length:Length",
             "behaviour": f"{_HERE}.rewards.behaviour:Behaviour",
+            "judge": f"{_HERE}.rewards.judge:Judge",
         },
         "rollmill.rewards",
     )

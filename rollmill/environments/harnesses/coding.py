@@ -1,10 +1,7 @@
 """The coding harness: a model reads, edits and tests the files of one machine until it says it is done.
 
 It speaks plain OpenAI chat completions with tools, so the model may be anything behind a URL. What the model reads and
-which tools it has is in `tools.py`; here is the loop:
-
-    user prompt ─► answer ─► tool calls run in the machine ─► their results ─► answer ─► …
-                                                     until done / no call / max_turns / an answer cut short
+which tools it has is in `tools.py`; the loop is in `turns.py`.
 """
 
 from __future__ import annotations
@@ -18,6 +15,7 @@ from rollmill.config import Config
 from rollmill.environments.harness import HarnessResult
 from rollmill.environments.harnesses import tools
 from rollmill.environments.harnesses.model import ModelClient, sampling_fields
+from rollmill.environments.harnesses.turns import run_turns, start
 from rollmill.environments.machine import Machine
 from rollmill.environments.task import Task
 from rollmill.types import Sampling
@@ -64,33 +62,17 @@ class CodingHarness:
     async def run(
         self, task: Task, machine: Machine, *, base_url: str, api_key: str, sampling: Sampling
     ) -> HarnessResult:
-        messages: list[dict[str, Any]] = []
-        if self.config.system_prompt:
-            messages.append({"role": "system", "content": self.config.system_prompt})
-        messages += task.messages
-        tool_calls = bad_tool_calls = 0
-        for turn in range(1, self.config.max_turns + 1):
+        async def ask(messages: list[dict[str, Any]], turn: int) -> dict[str, Any] | None:
             body = {"model": self.config.model, "messages": messages, "tools": self._schemas}
-            choice = await self._model.answer(base_url, api_key, body | sampling_fields(sampling, turn))
-            if choice is None or choice.get("finish_reason") == "length":
-                return HarnessResult("length", turn, tool_calls, bad_tool_calls)
-            message = choice["message"]
-            calls = message.get("tool_calls")
-            if not calls or not isinstance(calls, list):
-                return HarnessResult("answer", turn, tool_calls, bad_tool_calls)
-            messages.append(message)
-            for call in calls:
-                tool_calls += 1
-                try:
-                    text = await self._call(machine, call)
-                except tools.BadToolCall as bad:
-                    bad_tool_calls += 1
-                    text = bad.text
-                if text is None:
-                    return HarnessResult("done", turn, tool_calls, bad_tool_calls)
-                text = tools.cut(text, self.config.max_tool_output)
-                messages.append({"role": "tool", "tool_call_id": _call_id(call), "content": text})
-        return HarnessResult("max_turns", self.config.max_turns, tool_calls, bad_tool_calls)
+            return await self._model.answer(base_url, api_key, body | sampling_fields(sampling, turn))
+
+        return await run_turns(
+            ask,
+            lambda call: self._call(machine, call),
+            start(task, self.config.system_prompt),
+            max_turns=self.config.max_turns,
+            max_tool_output=self.config.max_tool_output,
+        )
 
     async def close(self) -> None:
         await self._model.close()
@@ -132,10 +114,6 @@ class CodingHarness:
             stopped=result.stopped,
             full_tracebacks=self.config.full_tracebacks,
         )
-
-
-def _call_id(call: Any) -> str:
-    return str(call.get("id", "")) if isinstance(call, dict) else ""
 
 
 _ERROR_TEXTS = {

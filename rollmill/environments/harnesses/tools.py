@@ -89,18 +89,18 @@ def tool_schemas() -> list[dict[str, Any]]:
     return [tool.schema() for tool in TOOLS]
 
 
-def parse_call(call: Any) -> tuple[str, dict[str, Any]]:
+def parse_call(call: Any, tools: Mapping[str, Tool] = _TOOLS_BY_NAME) -> tuple[str, dict[str, Any]]:
     """Returns the name and the arguments of a tool call. `call` may be anything; BadToolCall if it is no call."""
     function = call.get("function") if isinstance(call, dict) else None
     if not isinstance(function, dict):
         raise BadToolCall(ERROR_UNKNOWN_TOOL)
     name = str(function.get("name"))
-    return name, parse_arguments(name, function.get("arguments"))
+    return name, parse_arguments(name, function.get("arguments"), tools)
 
 
-def parse_arguments(name: str, arguments: Any) -> dict[str, Any]:
+def parse_arguments(name: str, arguments: Any, tools: Mapping[str, Tool] = _TOOLS_BY_NAME) -> dict[str, Any]:
     """Returns the arguments of a call, checked against the tool's parameters; BadToolCall otherwise."""
-    tool = _TOOLS_BY_NAME.get(name)
+    tool = tools.get(name)
     if tool is None:
         raise BadToolCall(ERROR_UNKNOWN_TOOL)
     try:
