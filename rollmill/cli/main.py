@@ -16,6 +16,7 @@ from rollmill.cli import (
     demo,
     doctor,
     evaluate,
+    init,
     model,
     rollout,
     runs,
@@ -60,6 +61,7 @@ app.command("status")(runs.status)
 app.command("logs")(runs.logs)
 app.command("stop")(runs.stop)
 app.command("rm")(runs.remove)
+app.command("init")(init.init)
 app.add_typer(tasks.app, name="tasks")
 app.add_typer(model.app, name="model")
 app.add_typer(weights.app, name="weights")

@@ -1,0 +1,36 @@
+"""`rollmill init`: write a small package of one's own that works: tasks, a reward, a run, a test."""
+
+from __future__ import annotations
+
+from importlib import resources
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+_SUFFIX = ".txt"  # of the templates, so that no tool takes them for modules of Rollmill
+
+
+def init(
+    directory: Annotated[Path, typer.Argument(help="a directory, which is created", show_default=False)],
+) -> None:
+    """Write a working start for tasks and a reward of your own: change it step by step.
+
+    For example:
+
+        rollmill init my-env
+    """
+    from rollmill.errors import ConfigError
+
+    templates = resources.files("rollmill.cli").joinpath("templates").iterdir()
+    files = {each.name.removesuffix(_SUFFIX): each for each in templates if each.name.endswith(_SUFFIX)}
+    try:
+        directory.mkdir(parents=True, exist_ok=True)
+        taken = sorted(name for name in files if (directory / name).exists())
+        if taken:
+            raise ConfigError(f"{directory / taken[0]} exists already", hint="name a new directory")
+        for name, template in files.items():
+            (directory / name).write_text(template.read_text(encoding="utf-8"), encoding="utf-8")
+    except OSError as error:
+        raise ConfigError(f"{directory} cannot be written: {error.strerror}") from None
+    typer.echo(f"wrote {', '.join(sorted(files))}\nnext: cd {directory} && rollmill tasks check run.toml")

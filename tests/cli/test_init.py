@@ -1,0 +1,46 @@
+"""`rollmill init` and the guide that begins with it, executed as a newcomer would."""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+from tests.cli.conftest import Told
+from tests.test_repo import ROOT
+
+GUIDE = ROOT / "docs" / "guides" / "your-first-task.md"
+
+
+def shell(script: str, directory: Path) -> str:
+    path = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"
+    done = subprocess.run(
+        ["bash", "-euo", "pipefail", "-c", script],
+        cwd=directory,
+        env={**os.environ, "PATH": path, "PYTHONPATH": str(ROOT), "COLUMNS": "200"},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    return done.stdout
+
+
+def test_what_init_writes_passes_its_own_test(rollmill: Callable[..., Told], tmp_path: Path) -> None:
+    assert rollmill("init", tmp_path / "own").code == 0
+    names = {"my_tasks.py", "my_reward.py", "run.toml", "test_own.py", "README.md"}
+    assert {path.name for path in (tmp_path / "own").iterdir()} == names
+    assert "3 passed" in shell("python -m pytest -q -p no:cacheprovider", tmp_path / "own")
+    again = rollmill("init", tmp_path / "own")
+    assert again.code == 1 and "exists already" in again.err and "Traceback" not in again.err
+
+
+def test_the_guide_to_a_first_task_works_word_by_word(tmp_path: Path) -> None:
+    blocks = re.findall(r"```bash\n(.*?)```", GUIDE.read_text(), re.S)
+    assert len(blocks) == 3
+    printed = shell("\n".join(blocks), tmp_path)
+    assert "10 of 10 tasks are all right" in printed and "2 of 2 tasks are all right" in printed
+    assert "user: Write main.py with greet(name)" in printed and 'path = "' in printed
