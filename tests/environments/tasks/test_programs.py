@@ -8,7 +8,9 @@ from typing import Any
 
 import pytest
 
+from rollmill.environments.episode import Episode
 from rollmill.environments.machines.namespace.client import NamespaceHost
+from rollmill.environments.rewards.script import Script, ScriptConfig
 from rollmill.environments.task import Task
 from rollmill.environments.tasks.humaneval import HumanEvalTasks
 from rollmill.environments.tasks.listed import ListedTasks
@@ -44,14 +46,7 @@ def load(kind: type[Any], tmp_path: Path, *rows: dict[str, Any]) -> ListedTasks:
 
 
 async def passes(host: NamespaceHost, task: Task, main: bytes) -> bool:
-    """The exit code of the grading's command, with its files beside the submission."""
-    assert task.grading["kind"] == "script" and set(task.grading) == {"kind", "files", "command"}
-    hidden = {path: text.encode() for path, text in task.grading["files"].items()}
-    machine = await host.create(task.image, {**task.files, "main.py": main, **hidden})
-    try:
-        return (await machine.exec(task.grading["command"], timeout_s=30.0)).exit_code == 0
-    finally:
-        await machine.close()
+    return (await Script(ScriptConfig(timeout_s=30.0)).grade(Episode(task, {"main.py": main}, host))).solved
 
 
 async def test_mbpp(host: NamespaceHost, tmp_path: Path) -> None:
@@ -79,7 +74,6 @@ async def test_humaneval(host: NamespaceHost, tmp_path: Path) -> None:
         "import builtins; builtins.AssertionError = None; raise SystemExit",
         "def twice(x):\n    raise SystemExit(0)",
         "import atexit, os; atexit.register(os._exit, 0)\ndef twice(x):\n    return 4",
-        "import pathlib\nprint(pathlib.Path('hidden_tests.py').read_text())\ntwice = lambda x: 2 * x",
         "import sys\nif len(sys.stdin.read()) == 0: twice = None",
     ],
 )
