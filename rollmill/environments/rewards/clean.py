@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 import contextlib
+import json
 from collections.abc import AsyncIterator, Mapping
+from typing import TypeVar
 
 from rollmill.environments.episode import Episode, Submission
 from rollmill.environments.machine import ExecResult, Machine
 from rollmill.environments.task import Task
 from rollmill.errors import MachineError, TaskError
+from rollmill.strict import StrictModel, parse_json
 
+M = TypeVar("M", bound=StrictModel)
 _START_S = 20.0  # for a program to start in a machine that nobody has touched
 _MAX_OUTPUT = 1000  # characters of what a command printed that stand in the evidence
 
@@ -44,6 +48,14 @@ async def clean_machine(
 def declared(task: Task, submission: Submission) -> dict[str, bytes]:
     """What the task declares of a submission. A submitted sitecustomize.py or conftest.py is no part of the answer."""
     return {path: submission[path] for path in task.submission if path in submission}
+
+
+def read_grading(task: Task, kind: type[M], *, hint: str) -> M:
+    """The task's grading, validated as the JSON it would be in a file: a tuple is a list. TaskError if it is wrong."""
+    try:
+        return parse_json(json.dumps(dict(task.grading)), kind)
+    except (TypeError, ValueError, RecursionError) as error:
+        raise TaskError(f"task {task.id}: its grading cannot be read: {str(error)[:500]}", hint=hint) from None
 
 
 async def check_program(machine: Machine, task: Task, program: str) -> None:

@@ -23,15 +23,14 @@ import json
 import secrets
 from typing import Any, Literal
 
-from pydantic import Field, ValidationError, field_validator
+from pydantic import Field, field_validator
 
 from rollmill.config import Config
 from rollmill.environments.episode import Episode
 from rollmill.environments.machine import WORK, ExecResult
-from rollmill.environments.rewards.clean import DoesNotFit, clean_machine, declared, evidence_of
+from rollmill.environments.rewards.clean import DoesNotFit, clean_machine, declared, evidence_of, read_grading
 from rollmill.environments.task import Task
-from rollmill.errors import TaskError
-from rollmill.strict import StrictModel, describe_problem
+from rollmill.strict import StrictModel
 from rollmill.types import Reward
 
 # Runs in the machine. It takes what it needs later as local names, before submitted code can patch a module. Standard
@@ -129,12 +128,7 @@ def _verdict(result: ExecResult, word: str) -> tuple[bool, dict[str, Any]]:
 
 
 def _parse(task: Task) -> _Exit | _Python:
-    model = _Python if task.grading.get("verdict") == "python" else _Exit
-    try:
-        return model.model_validate(dict(task.grading))
-    except ValidationError as error:
-        raise TaskError(
-            f"task {task.id}: its grading cannot be read: {describe_problem(error)}",
-            hint='it needs {"kind": "script", "files": {path: text}, "command": [argv]}, or "verdict": "python" and '
-            '"test": source',
-        ) from None
+    hint = 'it needs {"kind": "script", "files": {path: text}, "command": [argv]}, or "verdict": "python" and "test"'
+    if task.grading.get("verdict") == "python":
+        return read_grading(task, _Python, hint=hint)
+    return read_grading(task, _Exit, hint=hint)

@@ -27,15 +27,15 @@ import json
 import secrets
 from typing import Any, Literal
 
-from pydantic import Field, ValidationError
+from pydantic import Field
 
 from rollmill.config import Config
 from rollmill.environments.episode import Episode
 from rollmill.environments.machine import WORK, Machine
-from rollmill.environments.rewards.clean import DoesNotFit, clean_machine, evidence_of
+from rollmill.environments.rewards.clean import DoesNotFit, clean_machine, evidence_of, read_grading
 from rollmill.environments.task import Task
 from rollmill.errors import MachineError, TaskError
-from rollmill.strict import StrictModel, describe_problem
+from rollmill.strict import StrictModel
 from rollmill.types import Reward
 
 _START_S = 20.0
@@ -236,13 +236,8 @@ def _verdicts(output: bytes, word: str, tests: list[str]) -> tuple[dict[str, str
 
 
 def _parse(task: Task) -> _Grading:
-    try:
-        grading = _Grading.model_validate(dict(task.grading))
-    except ValidationError as error:
-        raise TaskError(
-            f"task {task.id}: its grading cannot be read: {describe_problem(error)}",
-            hint='it needs {"kind": "pytest", "files": {path: text}, "FAIL_TO_PASS": [test], "PASS_TO_PASS": [test]}',
-        ) from None
+    hint = 'it needs {"kind": "pytest", "files": {path: text}, "FAIL_TO_PASS": [test], "PASS_TO_PASS": [test]}'
+    grading = read_grading(task, _Grading, hint=hint)
     for test in (*grading.FAIL_TO_PASS, *grading.PASS_TO_PASS):
         if "::" not in test:
             raise TaskError(

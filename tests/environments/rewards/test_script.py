@@ -99,6 +99,10 @@ async def test_nothing_handed_in_and_too_much_handed_in(host: NamespaceHost) -> 
     assert large.value == 0.0 and "No space left" in large.evidence["unwritable"]
 
 
+async def test_a_task_set_may_write_tuples(host: NamespaceHost) -> None:
+    assert (await grade(host, {**EXIT, "command": ("python", "hidden_test.py")}, RIGHT)).value == 1.0
+
+
 async def test_a_tasks_own_time_limit(host: NamespaceHost) -> None:
     grading = {**EXIT, "timeout_s": 0.3}
     reward = await Script(ScriptConfig(timeout_s=600.0)).grade(
@@ -113,11 +117,13 @@ async def test_a_tasks_own_time_limit(host: NamespaceHost) -> None:
         ({}, "kind: Field required"),
         ({"kind": "calls", "command": ["true"]}, "kind: Input should be 'script'"),
         ({"kind": "script", "command": []}, "command: List should have at least 1 item"),
-        ({"kind": "script", "command": "python x.py"}, "command: Input should be a valid list"),
+        ({"kind": "script", "command": "python x.py"}, "command: Input should be a valid array"),
         ({"kind": "script", "command": ["true"], "timeout": 3}, "timeout: Extra inputs are not permitted"),
         ({**PYTHON, "test": "assert ("}, "test: Value error, '\\(' was never closed"),
         ({"kind": "script", "command": ["no-such-program"]}, "has no program 'no-such-program'"),
         ({**EXIT, "files": {"../x": ""}}, "x"),
+        ({**EXIT, "files": {"x": b"bytes"}}, "bytes is not JSON serializable"),
+        ({**EXIT, "files": {"x": "\ud800"}}, "cannot be read"),
     ],
 )
 async def test_a_grading_that_cannot_run_is_an_error_and_never_a_reward(
