@@ -13,6 +13,7 @@ from tests.models.checkpoints import make_checkpoint
 
 CHATML = ("<|endoftext|>", "<|im_start|>", "<|im_end|>")
 VOCABULARY = 300
+TASKS = "tasks.kind=rollmill.demo.micro_repos:MicroRepos"  # RL needs tasks: a setting of every run with steps
 
 
 def chat_tokenizer(special: tuple[str, ...] = CHATML, size: int = VOCABULARY) -> Tokenizer:

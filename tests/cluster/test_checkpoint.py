@@ -20,7 +20,7 @@ from rollmill.storage.objects import Objects
 from rollmill.types import Version
 from rollmill.weights.files.companions import kept_companions
 from rollmill.weights.reading.store import WeightStore
-from tests.cluster.checkpoints import chat_tokenizer, make_chat_checkpoint
+from tests.cluster.checkpoints import TASKS, chat_tokenizer, make_chat_checkpoint
 from tests.gateway.test_recorder import full_disk
 from tests.models.checkpoints import load_checkpoint
 
@@ -41,7 +41,7 @@ def checkpoint(made: Path, tmp_path: Path) -> Path:
 
 
 def config_of(checkpoint: Path, *overrides: str) -> RunConfig:
-    return load_config(RunConfig, None, ["name=small", "steps=1", f"checkpoint={checkpoint}", *overrides])
+    return load_config(RunConfig, None, ["name=small", "steps=1", TASKS, f"checkpoint={checkpoint}", *overrides])
 
 
 # --- what is derived

@@ -23,6 +23,7 @@ from rollmill.weights.format.manifest import describe, root_digest
 from rollmill.weights.reading.channels import Channels
 from rollmill.weights.reading.store import WeightStore
 from rollmill.weights.writing.publisher import Publisher
+from tests.cluster.checkpoints import TASKS
 from tests.cluster.served import published_run
 
 
@@ -42,7 +43,7 @@ def other_run(root: Path, form: str = "bf16") -> RunDirectory:
 
 
 def next_run(root: Path, other: RunDirectory, version: str, *overrides: str) -> RunDirectory:
-    settings = ["name=next", "steps=1", "device=cpu", *overrides, *start_settings(other.path, version)]
+    settings = ["name=next", "steps=1", TASKS, "device=cpu", *overrides, *start_settings(other.path, version)]
     config = load_config(RunConfig, None, settings)
     check_here(config)
     return RunDirectory.create(root, config)

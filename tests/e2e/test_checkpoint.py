@@ -26,7 +26,7 @@ from rollmill.trajectories.ledger import Ledger
 from rollmill.trajectories.store import TrajectoryStore
 from rollmill.types import TrajectoryState, Version
 from rollmill.weights.reading.store import WeightStore
-from tests.cluster.checkpoints import make_chat_checkpoint
+from tests.cluster.checkpoints import TASKS, make_chat_checkpoint
 from tests.e2e.test_kill import start, wait_for
 from tests.models.checkpoints import our_logits, their_logits
 
@@ -35,7 +35,7 @@ pytestmark = pytest.mark.slow
 transformers = pytest.importorskip("transformers")
 
 SETTINGS = (
-    "tasks.kind=rollmill.demo.micro_repos:MicroRepos",
+    TASKS,
     "steps=2",
     "groups_per_step=2",
     "group_size=2",
@@ -51,6 +51,9 @@ SETTINGS = (
     "evals.family_tasks=0",
     "evals.greedy=false",
 )
+
+
+NO_MIDTRAIN = tuple(setting for setting in SETTINGS if not setting.startswith("midtrain"))
 
 
 def export(run: RunDirectory, version: str, directory: Path) -> None:
@@ -100,13 +103,11 @@ def test_from_checkpoint_to_checkpoint(tmp_path: Path) -> None:
     assert before.read_bytes() != after.read_bytes() and before.stat().st_size == after.stat().st_size
 
 
-@pytest.mark.slow
 @pytest.mark.timeout(900)
 def test_stopping_in_the_middle_of_rl_leaves_no_tracebacks(tmp_path: Path) -> None:
     """Ctrl-C while every role works: the terminal ends with the hint, and no log has a traceback."""
     make_chat_checkpoint(tmp_path / "model")
-    skipped = [setting for setting in SETTINGS if not setting.startswith(("midtrain", "steps"))]
-    settings = ["name=mine", f"checkpoint={tmp_path / 'model'}", *skipped, "steps=1000"]
+    settings = ["name=mine", f"checkpoint={tmp_path / 'model'}", *NO_MIDTRAIN, "steps=1000"]
     run = RunDirectory.create(tmp_path / "runs", load_config(RunConfig, None, settings))
     process = start(run)
     try:
@@ -126,20 +127,23 @@ def test_stopping_in_the_middle_of_rl_leaves_no_tracebacks(tmp_path: Path) -> No
 
 
 @pytest.mark.timeout(900)
-@pytest.mark.parametrize("form", ["bf16", "fp8"])
-def test_without_mid_training_rl_starts_from_the_checkpoint(form: str, tmp_path: Path) -> None:
-    checkpoint = tmp_path / "model"
-    make_chat_checkpoint(checkpoint)
-    skipped = [setting for setting in SETTINGS if not setting.startswith("midtrain")]
-    settings = ["name=mine", f"checkpoint={checkpoint}", *skipped, "steps=1", f"form={form}"]
+def test_without_mid_training_rl_starts_from_the_checkpoint_in_another_form(tmp_path: Path) -> None:
+    """tests/e2e/test_extend.py does the same in the form of the checkpoint."""
+    make_chat_checkpoint(tmp_path / "model")
+    settings = ["name=mine", f"checkpoint={tmp_path / 'model'}", *NO_MIDTRAIN, "steps=1", "form=fp8"]
     run = RunDirectory.create(tmp_path / "runs", load_config(RunConfig, None, settings))
     run_to_report(run)
+    check_start(run, "fp8", tmp_path / "export")
+
+
+def check_start(run: RunDirectory, form: str, exported: Path) -> None:
+    """After one step: the line begins with the imported version, and its export can be the start of another run."""
     weights = WeightStore(Objects.open(run.home_store))
     first, imported = weights.manifest(Version("main", 0), form), weights.manifest(Version("main-checkpoint", 0))
     assert first.origin == imported.version and weights.head("main", form) == 1
     assert (first.digest == imported.digest) == (form == "bf16")
 
     # an export is a checkpoint like any other: the next run starts from it
-    export(run, "main@1", tmp_path / "export")
-    again = load_config(RunConfig, None, ["name=again", f"checkpoint={tmp_path / 'export'}", *skipped])
+    export(run, "main@1", exported)
+    again = load_config(RunConfig, None, ["name=again", f"checkpoint={exported}", *NO_MIDTRAIN])
     assert again.model == run.config.model
