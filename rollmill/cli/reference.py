@@ -78,7 +78,7 @@ def _python() -> Iterator[str]:
         "constructed with its own settings: `def __init__(self, config: MyConfig)`, where `MyConfig` derives from\n"
         "`rollmill.Config`.\n"
     )
-    slots = [each._slot for each in vars(sections).values() if isinstance(each, type) and "_slot" in vars(each)]
+    slots = [each.__dict__["_slot"] for each in vars(sections).values() if "_slot" in getattr(each, "__dict__", {})]
     rows = [
         (
             f"`[{each.section}]`",
