@@ -61,7 +61,7 @@ def test_an_export_loads_everywhere(source: Path, tmp_path: Path) -> None:
     shown = CliRunner().invoke(app, ["model", "show", str(out)])
     assert shown.exit_code == 0 and "MixtralForCausalLM" in shown.output
 
-    tree = {"name": "next", "steps": 1, "checkpoint": str(out)}
+    tree = {"name": "next", "steps": 0, "checkpoint": str(out)}
     config = validate_config(RunConfig, tree, "next.toml")
     check_checkpoint(config)
     weights = WeightStore(Objects.open(tmp_path / "next"))

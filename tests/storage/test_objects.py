@@ -270,8 +270,9 @@ def test_a_busy_store_is_retried() -> None:
 @pytest.mark.parametrize("mode", ["busy", "stall", "half"])
 def test_a_store_that_does_not_come_back_is_an_error_in_bounded_time(mode: str) -> None:
     with Front(s3_server()) as front:
-        objects = Objects.open(new_bucket(), options=s3_options(front.url), patience=1.5)
-        objects.put("k", bytes(1000))
+        bucket, options = new_bucket(), s3_options(front.url)
+        patient, objects = Objects.open(bucket, options=options), Objects.open(bucket, options=options, patience=1.5)
+        patient.put("k", bytes(1000))
         front.mode = mode
         calls = [lambda: objects.get("k"), lambda: objects.get_range("k", 0, 1000)]
         if mode != "half":  # these have no body to cut
@@ -285,4 +286,4 @@ def test_a_store_that_does_not_come_back_is_an_error_in_bounded_time(mode: str) 
         with ThreadPoolExecutor(len(calls)) as pool:
             assert all(pool.map(refused, calls))
         front.mode = "pass"
-        assert objects.get("k") == bytes(1000)
+        assert patient.get("k") == bytes(1000)
