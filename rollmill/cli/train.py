@@ -58,7 +58,10 @@ def train(
                 f"--resume continues a run from where it is: it takes no {'--from' if start else '--dry-run'}",
                 hint="start a new run to change more than `steps`",
             )
-        run = extend(RunDirectory.open(source), overrides or ())
+        run = RunDirectory.open(source)
+        for name in run.changed_code():
+            typer.echo(f"note: the code of [{name}] is not what the run began with", err=True)
+        run = extend(run, overrides or ())
         if is_finished(run):
             typer.echo(f"{source} is finished: nothing is left to do")
             print_result(run.path / "report.html")

@@ -396,8 +396,8 @@ def phase(name: str) -> Iterator[None]:
 
 
 def _bring_up_to_date(config: dict[str, Any]) -> None:
-    """A run.json of 0.1.0 has no kinds: its tasks are those of the demo."""
-    if not isinstance(config.get("tasks"), dict):
+    """A run.json of 0.1.0 has no kinds: its tasks are those of the demo. A run that only serves has none: null."""
+    if isinstance(config.get("tasks", ""), str):
         config["tasks"] = {"kind": "rollmill.demo.micro_repos:MicroRepos"}
 
 

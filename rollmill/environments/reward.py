@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Protocol
 
 from rollmill.environments.episode import Episode
+from rollmill.errors import RewardError
 from rollmill.types import Reward
 
 
@@ -16,3 +17,11 @@ class Grader(Protocol):
     async def grade(self, episode: Episode) -> Reward:
         """Returns a Reward for whatever the policy did. MachineError if the grading itself could not run."""
         ...
+
+
+async def grade_episode(grader: Grader, episode: Episode) -> Reward:
+    """The grader's reward. RewardError if it returns something else: it may be code of the user."""
+    reward = await grader.grade(episode)
+    if not isinstance(reward, Reward):
+        raise RewardError(f"the reward {grader.name} returned {type(reward).__name__}, not a Reward")
+    return reward

@@ -9,7 +9,7 @@ from typing import Any
 
 from rollmill.environments.episode import Episode
 from rollmill.environments.machine import WORK, Machine, MachineHost
-from rollmill.environments.reward import Grader
+from rollmill.environments.reward import Grader, grade_episode
 from rollmill.environments.task import Task
 from rollmill.errors import RollmillError
 from rollmill.rollouts.hand_in import take_files
@@ -66,10 +66,7 @@ async def _grade(
         await machine.close()
     rewards = []
     for _ in range(repeat):
-        reward = await grader.grade(Episode(task, submission, machines))
-        if not isinstance(reward, Reward):
-            raise TypeError(f"the reward {grader.name} returned {type(reward).__name__}, not a Reward")
-        rewards.append(reward)
+        rewards.append(await grade_episode(grader, Episode(task, submission, machines)))
     return rewards
 
 

@@ -21,9 +21,11 @@ from aiohttp import web
 from rollmill.environments.environment import Environment
 from rollmill.environments.episode import Episode
 from rollmill.environments.harness import HarnessResult
+from rollmill.environments.reward import grade_episode
 from rollmill.environments.task import Task
-from rollmill.errors import HarnessError, RollmillError
+from rollmill.errors import HarnessError
 from rollmill.rollouts.hand_in import take_files
+from rollmill.rollouts.rollout import GRACE_S, reason_of
 from rollmill.types import Reward, Sampling
 
 MAX_BODY = 64 << 20
@@ -157,9 +159,11 @@ async def play(
             await machine.close()
         episode = replace(episode, submission=files, result=result)
         episode = _with_transcript(episode, transcript, started)
-        return Played(episode, await environment.grader.grade(episode))
-    except (RollmillError, OSError) as error:
-        return Played(_with_transcript(episode, transcript, started), reason=transcript.problem or str(error))
+        async with asyncio.timeout(GRACE_S):
+            return Played(episode, await grade_episode(environment.grader, episode))
+    except Exception as error:  # harness and rewards may be code of the user
+        reason = transcript.problem or reason_of(error, f"the episode of {task.id}")
+        return Played(_with_transcript(episode, transcript, started), reason=reason)
 
 
 def _with_transcript(episode: Episode, transcript: Transcript, started: float) -> Episode:

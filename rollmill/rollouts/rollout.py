@@ -25,11 +25,10 @@ from rollmill import telemetry
 from rollmill.environments.episode import Episode
 from rollmill.environments.harness import Harness, HarnessResult
 from rollmill.environments.machine import Machine, MachineHost
-from rollmill.environments.reward import Grader
+from rollmill.environments.reward import Grader, grade_episode
 from rollmill.environments.task import Task
 from rollmill.errors import (
     GatewayError,
-    HarnessError,
     ObjectMissing,
     ObjectTruncated,
     RollmillError,
@@ -44,7 +43,7 @@ from rollmill.trajectories.store import TrajectoryStore
 from rollmill.types import Reward, Sampling
 
 log = logging.getLogger(__name__)
-_GRACE_S = 60.0  # beyond the agent's own time: for machine, seal and grading
+GRACE_S = 60.0  # beyond the agent's own time: for machine, seal and grading
 _HEALTH_S = 5.0  # for the gateway to say whether an engine serves
 
 
@@ -121,9 +120,7 @@ async def _grade(context: RolloutContext, task: Task, trajectory: str, handed_in
         tokens=facts["sampled_tokens"],
         seconds=handed_in.seconds,
     )
-    reward = await context.grader.grade(episode)
-    if not isinstance(reward, Reward):
-        raise HarnessError(f"the reward {context.grader.name} returned {type(reward).__name__}, not a Reward")
+    reward = await grade_episode(context.grader, episode)
     return Outcome(trajectory, reward, handed_in.result, facts["tokens"])
 
 
@@ -133,12 +130,12 @@ async def _settle(
     """The boundary: whatever becomes of `work`, the trajectory gets a reward or a reason."""
     started = time.time()
     try:
-        async with asyncio.timeout(time_limit(context, task) + _GRACE_S) as limit:
+        async with asyncio.timeout(time_limit(context, task) + GRACE_S) as limit:
             outcome = await work
         assert outcome.reward is not None
         await asyncio.to_thread(context.trajectories.grade, trajectory, outcome.reward)
     except Exception as error:
-        late = f"no end after {time_limit(context, task) + _GRACE_S:g} s"
+        late = f"no end after {time_limit(context, task) + GRACE_S:g} s"
         reason = late if limit.expired() else reason_of(error, trajectory)
         outcome = Outcome(trajectory, None, None, reason=reason)
         await give_up(context, trajectory, reason)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import sys
 import threading
 from collections.abc import Callable, Iterator
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
@@ -96,6 +97,22 @@ def test_an_endpoint_that_fails_is_no_reward(rollmill: Command, model: Model, ru
     told = rollmill("rollout", run_toml, "--model", model.url)
     assert told.code == 1 and "no reward: " in told.out and "answered 400" in told.out and "out of order" in told.out
     assert rollmill("rollout", run_toml).code == 1
+
+
+@pytest.mark.parametrize(
+    ("act", "told"),
+    [("raise ValueError('no licence')", "ValueError: no licence"), ("return 1.0", "float, not a Reward")],
+)
+def test_a_reward_of_the_user_that_fails_or_returns_nonsense(
+    rollmill: Command, model: Model, run_toml: Path, monkeypatch: pytest.MonkeyPatch, act: str, told: str
+) -> None:
+    monkeypatch.setattr(sys, "path", [*sys.path])
+    monkeypatch.delitem(sys.modules, "own_reward", raising=False)
+    source = f"class Own:\n    name = 'own'\n    async def grade(self, episode):\n        {act}\n"
+    run_toml.with_name("own_reward.py").write_text(source)
+    run_toml.write_text(f"{run_toml.read_text()}\n[[rewards]]\nkind = 'own_reward:Own'\n")
+    output = rollmill("rollout", run_toml, "--task", "train/0", "--model", model.url)
+    assert output.code == 1 and told in output.out + output.err and "Traceback" not in output.out + output.err
 
 
 def test_an_endpoint_is_evaluated_with_the_suite_of_the_run(rollmill: Command, model: Model, run_toml: Path) -> None:

@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import sys
 import tomllib
 from collections.abc import Callable
 from dataclasses import replace
@@ -105,6 +106,24 @@ def test_a_run_is_extended_in_its_file(rollmill: Callable[..., Told], monkeypatc
     assert extended == replace(run, config=run.config.model_copy(update={"steps": 9}))
     assert (run.path / "run.json").stat().st_mode & 0o777 == 0o600
     assert not list(run.path.glob(".run.json-*"))
+
+
+def test_a_resumed_run_says_that_code_of_its_own_has_changed(
+    rollmill: Callable[..., Told], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    from rollmill.cluster import drive
+
+    monkeypatch.setattr(sys, "path", [*sys.path])
+    monkeypatch.setattr(drive, "drive", lambda *_, **__: (_ for _ in ()).throw(KeyboardInterrupt))
+    own = tmp_path / "own_tasks.py"
+    own.write_text("from rollmill.demo.micro_repos import MicroRepos\nclass Own(MicroRepos): pass\n")
+    (tmp_path / "own.toml").write_text(
+        MICRO.read_text().replace("rollmill.demo.micro_repos:MicroRepos", "own_tasks:Own")
+    )
+    run = RunDirectory.create(Path("runs"), load_config(RunConfig, tmp_path / "own.toml"))
+    assert "note:" not in rollmill("train", "--resume", run.path).err
+    own.write_text(own.read_text() + "# changed\n")
+    assert "note: the code of [tasks] is not what the run began with" in rollmill("train", "--resume", run.path).err
 
 
 def test_a_directory_is_not_a_configuration(rollmill: Callable[..., Told], tmp_path: Path) -> None:

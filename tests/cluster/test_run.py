@@ -89,6 +89,11 @@ def test_a_run_made_before_there_were_ids_is_keyed_by_its_name(run: RunDirectory
     assert RunDirectory.open(run.path).id == run.config.name
 
 
+def test_a_run_that_only_serves_is_opened_without_tasks(tmp_path: Path) -> None:
+    config = make_config("steps=0").model_copy(update={"tasks": None})
+    assert RunDirectory.open(RunDirectory.create(tmp_path, config).path).config == config
+
+
 def test_only_the_owner_can_read_the_keys(run: RunDirectory) -> None:
     assert stat.S_IMODE((run.path / "run.json").stat().st_mode) == 0o600
     assert [path.name for path in run.path.iterdir()] == ["run.json"]  # no draft is left behind

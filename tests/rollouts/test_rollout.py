@@ -236,7 +236,7 @@ async def test_grading_that_does_not_end(world: World, monkeypatch: pytest.Monke
     async def hang() -> Reward:
         return await asyncio.Future()
 
-    monkeypatch.setattr(rollout, "_GRACE_S", 0.5)
+    monkeypatch.setattr(rollout, "GRACE_S", 0.5)
     outcome = await world.play(context=replace(world.context, timeout_s=1.0, grader=StandInGrader(hang)))
     world.check_failed(outcome, "no end after 1.5 s")
 

@@ -11,11 +11,8 @@ import contextlib
 import re
 from typing import Any
 
-from pydantic import Field
-
-from rollmill.config import Config
 from rollmill.environments.harness import HarnessResult
-from rollmill.environments.harnesses.model import ModelClient, sampling_fields
+from rollmill.environments.harnesses.model import ModelClient, ModelSettings, sampling_fields
 from rollmill.environments.harnesses.turns import start
 from rollmill.environments.machine import Machine
 from rollmill.environments.task import Task
@@ -25,14 +22,8 @@ ANSWER = "answer.txt"
 _FENCE = re.compile(r"^```[^\n`]*\n(.*?)^```[ \t]*$", re.DOTALL | re.MULTILINE)
 
 
-class ChatConfig(Config):
-    system_prompt: str = Field("", description="System message before the task. Empty: none.")
-    model: str = Field("policy", description="Model name in requests to the gateway.")
-    request_deadline_s: float = Field(
-        default=120.0,
-        gt=0,
-        description="Seconds to wait for the answer of the model, restarts of the gateway and retries included.",
-    )
+class ChatConfig(ModelSettings):
+    """One answer needs no more."""
 
 
 class ChatHarness:

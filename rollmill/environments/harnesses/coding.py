@@ -11,17 +11,16 @@ from typing import Any
 
 from pydantic import Field
 
-from rollmill.config import Config
 from rollmill.environments.harness import HarnessResult
 from rollmill.environments.harnesses import tools
-from rollmill.environments.harnesses.model import ModelClient, sampling_fields
+from rollmill.environments.harnesses.model import ModelClient, ModelSettings, sampling_fields
 from rollmill.environments.harnesses.turns import run_turns, start
 from rollmill.environments.machine import Machine
 from rollmill.environments.task import Task
 from rollmill.types import Sampling
 
 
-class HarnessConfig(Config):
+class HarnessConfig(ModelSettings):
     max_turns: int = Field(
         default=8, ge=1, description="Most answers of the model in one episode. It is graded as it stands after that."
     )
@@ -36,13 +35,6 @@ class HarnessConfig(Config):
         default=("python", "test.py"),
         min_length=1,
         description="What the `run` tool runs in the machine: an argv list.",
-    )
-    system_prompt: str = Field("", description="System message before the task. Empty: none.")
-    model: str = Field("policy", description="Model name in requests to the gateway.")
-    request_deadline_s: float = Field(
-        default=120.0,
-        gt=0,
-        description="Seconds to wait for one answer of the model, restarts of the gateway and retries included.",
     )
 
 

@@ -6,14 +6,28 @@ import asyncio
 from typing import Any
 
 import aiohttp
+from pydantic import Field
 
 from rollmill.backoff import Backoff
+from rollmill.config import Config
 from rollmill.errors import HarnessError
 from rollmill.types import Sampling
 
 # Retry on these: the server is starting, draining, or has no engine right now.
 _RETRY_STATUS = frozenset({429, 502, 503, 504})
 GATEWAY_HINT = "is the gateway running? `harness.request_deadline_s` is the time limit"
+
+
+class ModelSettings(Config):
+    """What every harness of ours is told about the model."""
+
+    system_prompt: str = Field("", description="System message before the task. Empty: none.")
+    model: str = Field("policy", description="Model name in requests to the gateway.")
+    request_deadline_s: float = Field(
+        default=120.0,
+        gt=0,
+        description="Seconds to wait for one answer of the model, restarts of the gateway and retries included.",
+    )
 
 
 class ModelClient:

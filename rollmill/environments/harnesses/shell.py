@@ -12,10 +12,9 @@ from typing import Any
 
 from pydantic import Field
 
-from rollmill.config import Config
 from rollmill.environments.harness import HarnessResult
 from rollmill.environments.harnesses import tools
-from rollmill.environments.harnesses.model import ModelClient, sampling_fields
+from rollmill.environments.harnesses.model import ModelClient, ModelSettings, sampling_fields
 from rollmill.environments.harnesses.turns import run_turns, start
 from rollmill.environments.machine import Machine
 from rollmill.environments.task import Task
@@ -32,7 +31,7 @@ eval "$1"
 """
 
 
-class ShellConfig(Config):
+class ShellConfig(ModelSettings):
     max_turns: int = Field(
         default=30, ge=1, description="Most answers of the model in one episode. It is graded as it stands after that."
     )
@@ -48,12 +47,6 @@ class ShellConfig(Config):
     system_prompt: str = Field(
         "Solve the task with the bash tool. When you are done, run: echo COMPLETE_TASK_AND_SUBMIT_FINAL_OUTPUT",
         description="System message before the task. Empty: none.",
-    )
-    model: str = Field("policy", description="Model name in requests to the gateway.")
-    request_deadline_s: float = Field(
-        default=120.0,
-        gt=0,
-        description="Seconds to wait for one answer of the model, restarts of the gateway and retries included.",
     )
 
 

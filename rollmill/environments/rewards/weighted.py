@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from rollmill.environments.episode import Episode
-from rollmill.environments.reward import Grader
+from rollmill.environments.reward import Grader, grade_episode
 from rollmill.types import Reward
 
 
@@ -20,15 +20,18 @@ class WeightedRewards:
         self._graders = graders
 
     async def grade(self, episode: Episode) -> Reward:
-        async with asyncio.TaskGroup() as running:
-            tasks = [running.create_task(grader.grade(episode)) for _, grader in self._graders]
+        try:
+            async with asyncio.TaskGroup() as running:
+                tasks = [running.create_task(grade_episode(grader, episode)) for _, grader in self._graders]
+        except ExceptionGroup as group:
+            raise group.exceptions[0] from None  # the first one says why; the others were cancelled
         rewards = [task.result() for task in tasks]
         value, parts, evidence = 0.0, {"solved": float(rewards[0].value)}, dict[str, Any]()
         for number, ((weight, grader), reward) in enumerate(zip(self._graders, rewards, strict=True)):
             name = grader.name if grader.name not in evidence else f"{grader.name}_{number}"
             value += weight * float(reward.value)
             parts[name] = float(reward.value)
-            parts |= {f"{name}.{part}": float(number) for part, number in reward.parts.items()}
+            parts |= {f"{name}.{part}": float(share) for part, share in reward.parts.items()}
             evidence[name] = dict(reward.evidence)
         return Reward(value, parts, evidence, "+".join(grader.name for _, grader in self._graders))
 

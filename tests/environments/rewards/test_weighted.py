@@ -1,0 +1,54 @@
+"""Several rewards of one episode."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from rollmill.environments.episode import Episode
+from rollmill.environments.machines.namespace.client import NamespaceHost
+from rollmill.environments.rewards.weighted import add_up
+from rollmill.environments.task import Task
+from rollmill.errors import MachineError, RewardError
+from rollmill.types import Reward
+
+
+class Fixed:
+    """A user's reward: it returns or raises what it is given."""
+
+    def __init__(self, name: str, outcome: Any) -> None:
+        self.name, self._outcome = name, outcome
+
+    async def grade(self, episode: Episode) -> Reward:
+        if isinstance(self._outcome, Exception):
+            raise self._outcome
+        outcome: Reward = self._outcome
+        return outcome
+
+
+EPISODE = Episode(Task("t", "do it"), {}, NamespaceHost())  # no reward here needs a machine
+TESTS = Fixed("tests", Reward(1.0, {"passed": 3.0}, {"log": "ok"}, "tests"))
+LENGTH = Fixed("length", Reward(-2.0, {}, {"tokens": 9}, "length"))
+
+
+async def test_values_add_up_by_weight_and_every_part_is_kept() -> None:
+    reward = await add_up([(1.0, TESTS), (0.25, LENGTH), (2.0, Fixed("length", Reward(0.5)))]).grade(EPISODE)
+    assert reward.value == 1.0 - 0.5 + 1.0 and reward.solved
+    assert reward.parts == {"solved": 1.0, "tests": 1.0, "tests.passed": 3.0, "length": -2.0, "length_2": 0.5}
+    assert reward.evidence == {"tests": {"log": "ok"}, "length": {"tokens": 9}, "length_2": {}}
+
+
+async def test_the_first_reward_decides_whether_it_is_solved() -> None:
+    assert not (await add_up([(1.0, LENGTH), (1.0, TESTS)]).grade(EPISODE)).solved
+
+
+@pytest.mark.parametrize("error", [MachineError("the host is gone"), ValueError("a mistake of the user")])
+async def test_an_error_comes_out_as_it_is(error: Exception) -> None:
+    with pytest.raises(type(error), match=str(error)):
+        await add_up([(1.0, TESTS), (1.0, Fixed("own", error))]).grade(EPISODE)
+
+
+async def test_what_is_no_reward_is_named() -> None:
+    with pytest.raises(RewardError, match="the reward own returned float, not a Reward"):
+        await add_up([(1.0, TESTS), (1.0, Fixed("own", 1.0))]).grade(EPISODE)
