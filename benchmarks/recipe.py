@@ -24,7 +24,7 @@ from torch import Tensor
 from benchmarks.emulated_sessions import MAX_CONTEXT, Episode, play
 from benchmarks.output import at_least, finish
 from rollmill.chat.formats.compact import CompactFormat
-from rollmill.demo.demonstrations import Demonstrations
+from rollmill.demo.demonstrations import DemonstrationStream
 from rollmill.demo.micro_repos import MicroRepos, repositories, repository_of
 from rollmill.demo.tokenizer import demo_tokenizer
 from rollmill.models.attention import PackedAttention
@@ -109,7 +109,7 @@ class Student:
     def __post_init__(self) -> None:
         tokenizer = demo_tokenizer(self.recipe.vocab_size)
         self.format = CompactFormat(tokenizer)
-        self.documents = Demonstrations(self.format, tokenizer)
+        self.documents = DemonstrationStream(self.format, tokenizer)
         self.model = Decoder(self.recipe.model(tokenizer.vocab_size))
         self.model.initialise(self.seed)
         torch.manual_seed(self.seed)

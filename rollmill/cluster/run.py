@@ -399,6 +399,8 @@ def _bring_up_to_date(config: dict[str, Any]) -> None:
     """A run.json of 0.1.0 has no kinds: its tasks are those of the demo. A run that only serves has none: null."""
     if isinstance(config.get("tasks", ""), str):
         config["tasks"] = {"kind": "rollmill.demo.micro_repos:MicroRepos"}
+    if "objective" in config.get("rl", {}):
+        config["rl"]["loss"] = config["rl"].pop("objective")
 
 
 def _secret(saved: dict[str, Any], name: str) -> str:

@@ -125,8 +125,15 @@ def teacher_solve_rate(tasks: Sequence[Task], habits: Habits, attempts: int = 64
     return solved / (attempts * len(tasks))
 
 
-@dataclass(frozen=True)
 class Demonstrations:
+    """The source that the demo's mid-training reads: sessions of the teacher, and some plain code."""
+
+    def documents(self, tokenizer: Tokenizer, format: ChatFormat) -> DemonstrationStream:
+        return DemonstrationStream(format, tokenizer)
+
+
+@dataclass(frozen=True)
+class DemonstrationStream:
     """The documents of mid-training: an endless stream per seed, which can start at any document."""
 
     format: ChatFormat

@@ -7,7 +7,7 @@ configuration. Training gets them as arguments.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any, Literal, Self
+from typing import Literal, Self
 
 from pydantic import Field, model_validator
 
@@ -297,14 +297,13 @@ class RLConfig(Config):
         "does not depend on it.",
     )
 
-    @model_validator(mode="before")
-    @classmethod
-    def _fill_in_dials(cls, values: Any) -> Any:
-        if not isinstance(values, dict):
-            return values
-        values = {"loss" if name == "objective" else name: value for name, value in values.items()}  # its name in 0.1.0
-        usual = DIALS.get(str(values.get("loss", cls.model_fields["loss"].default)), {})
-        return {**usual, **{name: value for name, value in values.items() if value is not None}}
+    @model_validator(mode="after")
+    def _fill_in_dials(self) -> Self:
+        # not before the validation: that would validate the rest as Python, where a list is no tuple
+        for name, usual in DIALS[self.loss].items():
+            if name not in self.model_fields_set or getattr(self, name) is None:
+                self.__dict__[name] = usual
+        return self
 
     @model_validator(mode="after")
     def _fits_together(self) -> Self:

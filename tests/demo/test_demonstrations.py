@@ -1,4 +1,4 @@
-"""Demonstrations have the tokens of real sessions, and are wrong as often and in the way that is intended."""
+"""DemonstrationStream have the tokens of real sessions, and are wrong as often and in the way that is intended."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from rollmill.chat.formats.choice import format_of
 from rollmill.chat.formats.compact import SPECIAL_TOKENS, CompactFormat
 from rollmill.chat.tokenizer import Tokenizer, train_tokenizer
 from rollmill.demo.demonstrations import (
-    Demonstrations,
+    DemonstrationStream,
     Habits,
     demonstrate,
     misread,
@@ -107,7 +107,7 @@ def test_exactly_the_agents_tokens_are_learnt(
 
 
 def test_documents_depend_on_seed_and_index_alone(format: CompactFormat, tokenizer: Tokenizer) -> None:
-    documents = Demonstrations(format, tokenizer)
+    documents = DemonstrationStream(format, tokenizer)
     stream = list(islice(documents(5), 40))
     assert list(islice(documents(5, start=25), 15)) == stream[25:]
     assert list(islice(documents(6), 40)) != stream

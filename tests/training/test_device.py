@@ -22,9 +22,10 @@ from rollmill.models.moe import Replay, Routing
 from rollmill.training.config import MidtrainConfig, OptimizerConfig, RLConfig, TrainingConfig
 from rollmill.training.graphs import GraphedPasses
 from rollmill.training.loop import Trainer
-from rollmill.training.objectives.midtrain import Document, MidtrainObjective
+from rollmill.training.objectives.midtrain import MidtrainObjective
 from rollmill.training.objectives.rl import Pace
 from rollmill.training.replay import RouterMeasures
+from rollmill.training.source import Document
 from rollmill.types import Version
 from rollmill.weights.writing.publisher import Publisher
 from tests.training.world import MODEL, STEPS, TRAINING, World, honest_segment, make_segment, policy
@@ -203,9 +204,9 @@ def test_router_figures_are_the_same_on_both_devices(move: tuple[int, int]):
 @pytest.mark.parametrize(
     "dials",
     [
-        {"objective": "gspo", "veto_ratio": 1e-3, "aggregation": "sequence_mean", "entropy_factor": 1e-3},
-        {"objective": "mis", "weight_level": "sequence", "kl_factor": 0.1, "kl_form": "k3", "reference": "main@0"},
-        {"objective": "dppo", "replay_plausibility": 0.5, "veto_drift": 1.0},
+        {"loss": "gspo", "veto_ratio": 1e-3, "aggregation": "sequence_mean", "entropy_factor": 1e-3},
+        {"loss": "mis", "weight_level": "sequence", "kl_factor": 0.1, "kl_form": "k3", "reference": "main@0"},
+        {"loss": "dppo", "replay_plausibility": 0.5, "veto_drift": 1.0},
     ],
 )
 def test_losses_over_sequences_and_routes_train_and_repeat(tmp_path: Path, device: Device, dials: dict[str, Any]):

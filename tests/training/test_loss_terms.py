@@ -11,7 +11,7 @@ from rollmill.training.config import RLConfig
 from rollmill.training.loss import PolicyTokens, kl_loss, policy_loss, step_divisor, veto
 from tests.training.test_loss import log, near, setup
 
-QUIET = {"objective": "policy_gradient", "ratio_penalty": 0.0}  # no mask and no penalty: w · A alone
+QUIET = {"loss": "policy_gradient", "ratio_penalty": 0.0}  # no mask and no penalty: w · A alone
 
 
 def rl(**named: Any) -> RLConfig:

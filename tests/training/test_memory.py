@@ -18,7 +18,8 @@ from rollmill.storage.objects import Objects
 from rollmill.training.config import MidtrainConfig, TrainingConfig
 from rollmill.training.loop import Trainer
 from rollmill.training.memory import explain_out_of_memory
-from rollmill.training.objectives.midtrain import Document, MidtrainObjective
+from rollmill.training.objectives.midtrain import MidtrainObjective
+from rollmill.training.source import Document
 from rollmill.types import Version
 from rollmill.weights.reading.store import WeightStore
 

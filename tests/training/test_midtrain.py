@@ -9,7 +9,8 @@ from rollmill.errors import TrainingError
 from rollmill.storage.objects import Objects
 from rollmill.training.config import MidtrainConfig, OptimizerConfig, TrainingConfig
 from rollmill.training.loop import Trainer
-from rollmill.training.objectives.midtrain import Document, MidtrainObjective
+from rollmill.training.objectives.midtrain import MidtrainObjective
+from rollmill.training.source import Document
 from rollmill.types import Version
 from rollmill.weights.reading.store import WeightStore
 from tests.training.world import MODEL

@@ -14,7 +14,7 @@ from rollmill.cluster.checkpoint import TOKENIZER, import_checkpoint, imported_t
 from rollmill.cluster.local import TERMINATED
 from rollmill.cluster.run import MidtrainStage, RunDirectory
 from rollmill.cluster.start import import_start
-from rollmill.demo.demonstrations import Demonstrations
+from rollmill.demo.demonstrations import DemonstrationStream
 from rollmill.demo.tokenizer import demo_tokenizer
 from rollmill.models.config import ModelConfig
 from rollmill.models.device import choose_device
@@ -66,7 +66,7 @@ def _train(
     training = fitted(stage.training, config.model, choose_device(config.device))
     objective = MidtrainObjective(
         stage,
-        Demonstrations(format, tokenizer),
+        DemonstrationStream(format, tokenizer),
         seed=config.seed,
         max_context=config.model.max_context,
         tokens_per_microbatch=training.tokens_per_pass,

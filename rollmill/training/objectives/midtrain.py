@@ -7,9 +7,9 @@ exactly what an uninterrupted one would have seen, without any record.
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 import torch
@@ -25,17 +25,10 @@ from rollmill.training.lineage import Lineage
 from rollmill.training.objective import StepOutcome, leave_on_model
 from rollmill.training.placement import Passes, Placement
 from rollmill.training.replay import RouterMeasures
+from rollmill.training.source import Document, Documents
 from rollmill.training.whole import WHOLE
 from rollmill.types import Version
 from rollmill.weights.format.tensors import HostTensor
-
-Document = tuple[Sequence[int], Sequence[bool]]  # token ids, and for each whether to learn to predict it
-
-
-class Documents(Protocol):
-    """An endless stream of documents: document i depends only on (seed, i)."""
-
-    def __call__(self, seed: int, start: int) -> Iterator[Document]: ...
 
 
 @dataclass(frozen=True)

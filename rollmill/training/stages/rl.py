@@ -1,0 +1,34 @@
+"""Reinforcement learning on groups of rollouts."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from rollmill.training.config import RLConfig
+from rollmill.training.stage import RolloutSettings, StageContext
+
+if TYPE_CHECKING:
+    from rollmill.training.objectives.rl import RLObjective
+
+
+class RLSettings(RolloutSettings, RLConfig):
+    """How much experience a step takes, and the RL objective: loss, clipping, KL, router replay."""
+
+
+class Reinforce:
+    def __init__(self, config: RLSettings) -> None:
+        self._config = config
+
+    def objective(self, context: StageContext) -> RLObjective:
+        from rollmill.training.objectives.rl import Pace, RLObjective  # torch
+
+        config = self._config
+        return RLObjective(
+            config,
+            context.ledger,
+            context.trajectories,
+            context.weights,
+            pace=Pace(config.groups_per_step, config.group_size, config.max_staleness),
+            model_config=context.model,
+            tokens_per_microbatch=context.tokens_per_microbatch,
+        )
