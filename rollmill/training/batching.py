@@ -8,7 +8,8 @@ An example (P prompt, A answer, T tool result; the last answer was sampled by we
     inputs      [P0 P1 P2 | A3]                   inputs after the last row are not computed
 
 Sampled tokens that are not targets are counted by reason. A child segment repeats the tokens it shares with its parent
-by value. They are marked as not sampled there: they are context, and no token is trained on twice.
+by value. They are marked as not sampled there: they are context, and no token is trained on twice. All sequences of a
+trajectory share its advantage and its index: a chain of summaries is one sample.
 """
 
 from __future__ import annotations
@@ -32,6 +33,7 @@ GREEDY = "sampled at temperature 0"
 TRUNCATED = "sampled with top-p or top-k, whose cut was not recorded"
 FOREIGN = "sampled by a line this one does not descend from"
 NO_CONTEXT = "the first token of a segment, which nothing predicts"
+ABANDONED = "not on the way to the outcome"
 
 
 @dataclass(frozen=True)
@@ -81,11 +83,22 @@ class TokenRule:
 
 
 def segment_sequence(
-    segment: Segment, advantage: float, rule: TokenRule, masked: Counter[str], trajectory: int = 0
+    segment: Segment,
+    advantage: float,
+    rule: TokenRule,
+    masked: Counter[str],
+    trajectory: int = 0,
+    credit_T: np.ndarray | None = None,
 ) -> PackedSequence | None:
-    """The sequence of a segment, or None if it has no token to train on. Counts the others in `masked`, by reason."""
+    """The sequence of a segment, or None if it has no token to train on. Counts the others in `masked`, by reason.
+
+    `credit_T`: the share of the advantage that each token gets (training/credit.py). None: all of it.
+    """
     staleness_T = np.where(segment.sampled, _policy_ages(segment, rule)[segment.policy], 0)
     temperatures_T, learn_T = _reconstructible(segment, masked)
+    if credit_T is not None:
+        masked[ABANDONED] += int((learn_T & (credit_T == 0)).sum())
+        learn_T &= credit_T != 0
     foreign_T = learn_T & (staleness_T == _UNRELATED)
     stale_T = learn_T & ~foreign_T & (staleness_T > rule.max_staleness)
     masked.update({FOREIGN: int(foreign_T.sum()), STALE: int(stale_T.sum())})
@@ -96,7 +109,7 @@ def segment_sequence(
     facts = SampledFacts(
         logprobs=segment.logprobs[picked],
         temperatures=temperatures_T[picked],
-        advantages=np.full(picked.size, advantage, np.float32),
+        advantages=np.full(picked.size, advantage, np.float32) * (1 if credit_T is None else credit_T[picked]),
         staleness=np.maximum(staleness_T[picked], 0),
         trajectory=np.full(picked.size, trajectory, np.int64),
     )

@@ -169,6 +169,8 @@ LossName = Literal[
     "policy_gradient", "dppo", "ppo", "cispo", "gspo", "decoupled_ppo", "tis", "mis", "icepop"
 ]  # fmt: skip
 
+CreditName = Literal["path", "all", "decayed"]
+
 _CLIP = {"clip_low": 0.2, "clip_high": 0.2}
 # The settings that only some losses have, at their usual values; training/loss.py says what each does.
 DIALS: Mapping[str, Mapping[str, float | str]] = {
@@ -271,14 +273,26 @@ class RLConfig(Config):
     )
     aggregation: Literal["constant", "token_mean", "sequence_mean"] = Field(
         "constant",
-        description="What the sum over tokens is divided by: a constant, the batch's tokens, or each sequence's "
-        "tokens. With the means, the weight of one token depends on its batch.",
+        description="What the sum over tokens is divided by: a constant, the batch's tokens, or each trajectory's "
+        "tokens (`sequence_mean`). With the means, the weight of one token depends on its batch.",
     )
     expected_tokens: float = Field(
         default=16.0,
         gt=0,
         description="Sampled tokens per trajectory, roughly; part of the constant that divides the loss. A larger "
         "value scales the loss down.",
+    )
+    credit: CreditName = Field(
+        "path",
+        description="Which tokens of a trajectory share its reward: those on the `path` to the outcome (summaries and "
+        "used sub-agents included, abandoned retries and edits not), the same `decayed`, or `all`.",
+    )
+    credit_decay: float = Field(
+        default=0.95,
+        gt=0,
+        le=1,
+        description='With `credit = "decayed"`: the advantage of an answer is multiplied by this once for every answer '
+        "that came after it. Smaller values credit the last answers more.",
     )
     router_replay: bool = Field(
         True,

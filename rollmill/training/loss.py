@@ -73,6 +73,7 @@ class PolicyTokens:
     old_logprobs: Tensor | None = None  # log π_old
     reference_logprobs: Tensor | None = None
     entropies: Tensor | None = None  # with gradient, if there is an entropy bonus
+    sample_sizes: Tensor | None = None  # targets in the step of the token's trajectory; not set: those of its sequence
 
 
 @dataclass(frozen=True)
@@ -217,17 +218,20 @@ def kl_loss(tokens: PolicyTokens, form: Literal["k2", "k3"]) -> Tensor:
 # aggregation
 
 
-def step_divisor(config: RLConfig, *, trajectories: int, tokens: int, sequences: int) -> float:
-    """What the sums of all micro-batches of a step are divided by. `tokens` and `sequences` count what it trains on."""
+def step_divisor(config: RLConfig, *, trajectories: int, tokens: int, samples: int) -> float:
+    """What the sums of all micro-batches of a step are divided by. `trajectories` is how many it is meant to have;
+    `tokens` and `samples` (trajectories) count what it trains on."""
     if config.aggregation == "constant":
         return trajectories * config.expected_tokens
-    return max(1, tokens if config.aggregation == "token_mean" else sequences)
+    return max(1, tokens if config.aggregation == "token_mean" else samples)
 
 
 def _aggregate(loss_M: Tensor, tokens: PolicyTokens, config: RLConfig, divisor: float) -> Tensor:
     if config.aggregation == "sequence_mean":
-        sequences_M = _sequences(tokens, "sequence_mean")
-        loss_M = loss_M / sequence_sums(torch.ones_like(loss_M), sequences_M)
+        sizes_M = tokens.sample_sizes
+        if sizes_M is None:
+            sizes_M = sequence_sums(torch.ones_like(loss_M), _sequences(tokens, "sequence_mean"))
+        loss_M = loss_M / sizes_M
     return loss_M.sum() / divisor
 
 

@@ -10,7 +10,7 @@ failed, not graded, quarantined or deleted                              dropped;
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 
 import numpy as np
 
@@ -18,6 +18,8 @@ from rollmill.errors import StorageError, TrajectoryError
 from rollmill.models.config import ModelConfig
 from rollmill.training.advantage import group_advantages, has_signal
 from rollmill.training.batching import STALE, PackedSequence, TokenRule, check_fits, segment_sequence
+from rollmill.training.config import RLConfig
+from rollmill.training.credit import credit_of
 from rollmill.trajectories.store import TrajectoryRow, TrajectoryStore
 from rollmill.types import LedgerState, Segment, TrajectoryState
 
@@ -62,15 +64,18 @@ def read_segments(trajectories: TrajectoryStore, ids: Sequence[str], model: Mode
 
 
 def trainable_sequences(
-    segments: Iterable[Segment], advantage: float, rule: TokenRule, trajectory: int = 0
+    segments: Sequence[Segment], advantage: float, rule: TokenRule, config: RLConfig, trajectory: int = 0
 ) -> tuple[list[PackedSequence], Counter[str]]:
     """The sequences to train on, and the sampled tokens that are left out, counted by reason."""
     masked: Counter[str] = Counter()
-    found = [segment_sequence(segment, advantage, rule, masked, trajectory) for segment in segments]
+    found = [
+        segment_sequence(segment, advantage, rule, masked, trajectory, credit_T)
+        for segment, credit_T in zip(segments, credit_of(segments, config.credit, config.credit_decay), strict=True)
+    ]
     return [sequence for sequence in found if sequence is not None], masked
 
 
-def exclude_unusable(graded: Graded, contents: Contents, rule: TokenRule) -> Excluded:
+def exclude_unusable(graded: Graded, contents: Contents, rule: TokenRule, config: RLConfig) -> Excluded:
     """The graded trajectories that have no token to train on."""
     excluded: Excluded = {}
     for id in graded:
@@ -78,7 +83,7 @@ def exclude_unusable(graded: Graded, contents: Contents, rule: TokenRule) -> Exc
         if isinstance(content, str):
             excluded[id] = (LedgerState.dropped, content)
             continue
-        sequences, masked = trainable_sequences(content, 0.0, rule)
+        sequences, masked = trainable_sequences(content, 0.0, rule, config)
         if not sequences:
             excluded[id] = _nothing_left(masked, rule)
     return excluded

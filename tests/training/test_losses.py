@@ -93,7 +93,7 @@ def backward(
     sequences = [
         sequence
         for index, segment in enumerate(segments)
-        for sequence in trainable_sequences([segment], 0.5 - index % 2, rule, trajectory=index)[0]
+        for sequence in trainable_sequences([segment], 0.5 - index % 2, rule, config, trajectory=index)[0]
     ]
     model = Decoder(MODEL, form=form or "bf16")
     model.initialise(0)
@@ -225,7 +225,7 @@ def test_k1_in_the_reward_moves_advantages_by_hand(tmp_path: Path):
     sequences = []
     for index, member in enumerate(members):
         advantage = 0.5 - index % 2 - 0.5 * (kls[index] - means[index])
-        sequences += trainable_sequences([member], advantage, rule, trajectory=index)[0]
+        sequences += trainable_sequences([member], advantage, rule, config, trajectory=index)[0]
     model = Decoder(MODEL)
     model.initialise(0)
     nothing: Any = None

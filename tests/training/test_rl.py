@@ -145,7 +145,9 @@ def gradients_and_figures(
     sequences = [
         each
         for seed in range(5)
-        for each in trainable_sequences([make_segment([0] * (seed + 1) + [1] * 3, seed=seed)], seed - 2.0, rule)[0]
+        for each in trainable_sequences(
+            [make_segment([0] * (seed + 1) + [1] * 3, seed=seed)], seed - 2.0, rule, config, trajectory=seed
+        )[0]
     ]
     model = Decoder(MODEL)
     model.initialise(0)

@@ -157,7 +157,7 @@ class RLObjective:
     def _choose(self, number: int, lr: float, groups: list[str], rule: TokenRule) -> tuple[StepRecord, Contents]:
         graded, excluded = weigh_groups(self._ledger.members(groups))
         contents = read_segments(self._trajectories, list(graded), self._model)
-        unusable = exclude_unusable(graded, contents, rule)
+        unusable = exclude_unusable(graded, contents, rule, self._config)
         record = StepRecord(
             run=self._ledger.run,
             number=number,
@@ -181,7 +181,7 @@ class RLObjective:
                 text = f"step {record.number} runs again without {id}: {content}"
                 telemetry.emit("warning", step=record.number, text=text)
                 continue
-            found, left_out = trainable_sequences(content, advantage, rule, trajectory=index)
+            found, left_out = trainable_sequences(content, advantage, rule, self._config, trajectory=index)
             sequences += found
             masked += left_out
             trained.append(content)
@@ -210,13 +210,15 @@ class RLObjective:
         self._mismatch.compute_like(placement, model)
         parts = batch.microbatches
         references = [self._reference.logprobs(placement, model, part) if self._reference else None for part in parts]
+        sizes_T = _sizes(parts)
         shared = _Shared(
             divisor=step_divisor(
                 self._config,
                 trajectories=self._pace.groups_per_step * self._pace.group_size,
                 tokens=sum(len(part.targets_M) for part in parts),
-                sequences=sum(len(part.lengths) for part in parts),
+                samples=int((sizes_T > 0).sum()),
             ),
+            sizes_T=sizes_T,
             queued_T=_queued(parts),
             kl_advantages_T=self._kl_advantages(batch, references),
         )
@@ -263,6 +265,7 @@ class RLObjective:
             old_logprobs=policy.logprobs_M.detach(),
             reference_logprobs=reference_M,
             entropies=policy.entropies_M,
+            sample_sizes=moved(torch.from_numpy(shared.sizes_T[facts.trajectory]), device),
         )
         result = policy_loss(tokens, self._config, shared.divisor)
         result.loss.backward()
@@ -315,6 +318,7 @@ class _Shared:
     """What the micro-batches of a step share. [T] is over the trajectories of its record."""
 
     divisor: float
+    sizes_T: np.ndarray  # float32, how many targets each trajectory has: the segments of one are one sample
     queued_T: np.ndarray
     kl_advantages_T: np.ndarray | None
 
@@ -351,6 +355,12 @@ def _figures(parts: Sequence[MicroBatch], passes: Sequence[_Pass], shared: _Shar
         queued=np.concatenate([shared.queued_T[each.trajectory] for each in facts]),
     )
     return {**token_figures([measures]), **(distance("reference", to_reference[0]) if to_reference else {})}
+
+
+def _sizes(parts: Sequence[MicroBatch]) -> np.ndarray:
+    """float32 [T]: the targets of each trajectory, of all its segments."""
+    trajectories = [part.facts.trajectory for part in parts if part.facts is not None]
+    return np.bincount(np.concatenate(trajectories or [np.empty(0, np.int64)])).astype(np.float32)
 
 
 def _queued(parts: Sequence[MicroBatch]) -> np.ndarray:

@@ -1,0 +1,108 @@
+"""Who earns what: the share of a trajectory's advantage that each of its sampled tokens gets.
+
+path      1 on the way to the outcome, 0 elsewhere
+decayed   as path, times decay^n; n is how many answers on the way started later. The last answer gets all of it
+all       1 everywhere
+
+The outcome is the segment of the last answer. The way to it goes from each segment to its parent:
+
+    edit, retry, fork    the tokens that the child shares with its parent led to it; what follows them was abandoned
+    summary              all of the parent led to it: the summary was made of it
+    sub_agent            what the caller had sampled before it called the sub-agent
+
+A sub-agent is on the way too if its result was used: the answer that called it is on the way, and the way goes on after
+the sub-agent's last answer. An example (a retry, then a summary; the last answer is in d):
+
+    a  [P A1 T A2]           parent of b, shares P A1 T      A1 learns; A2 was asked again: it learns nothing
+    b  [P A1 T|A2' T A3 S]   parent of d by summary          A2' A3 S learn
+    c  [P' A4]               sub-agent of b, between A3, S   A4 learns
+    d  [P S|A5]              the outcome                     A5 learns
+
+Without this rule, abandoned answers are rewarded for an outcome that they had no part in.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+
+from rollmill.training.config import CreditName
+from rollmill.types import Segment, Span
+
+
+def credit_of(segments: Sequence[Segment], policy: CreditName, decay: float = 1.0) -> list[np.ndarray]:
+    """float32 [T] for each segment; only values at sampled tokens mean something."""
+    if policy == "all":
+        return [np.ones(len(segment.tokens), np.float32) for segment in segments]
+    reach = _Way(segments).reach
+    credits = [(np.arange(len(segment.tokens)) < reach.get(segment.id, 0)).astype(np.float32) for segment in segments]
+    if policy == "decayed":
+        _decay(segments, credits, decay)
+    return credits
+
+
+def _decay(segments: Sequence[Segment], credits: Sequence[np.ndarray], decay: float) -> None:
+    answers = [
+        (span.started_at, index, span.start, span.end)
+        for index, segment in enumerate(segments)
+        for span in segment.spans
+        if credits[index][span.start : span.end].any()
+    ]
+    for later, (_, index, start, end) in enumerate(sorted(answers, reverse=True)):
+        credits[index][start:end] *= decay**later
+
+
+class _Way:
+    """The way to the outcome. `reach`: segment id → its first tokens, as a number, that are on the way."""
+
+    def __init__(self, segments: Sequence[Segment]) -> None:
+        self._segments = {segment.id: segment for segment in segments}
+        self.reach: dict[str, int] = {}
+        answered = [segment for segment in segments if segment.spans]
+        if answered:
+            self._follow(_latest(answered))
+
+    def _follow(self, tail: Segment) -> None:
+        """Add the way to `tail`, and the sub-agents that it used."""
+        until = tail.spans[-1].started_at
+        segment, end = tail, len(tail.tokens)
+        while end > self.reach.get(segment.id, 0):
+            self.reach[segment.id] = end
+            self._add_sub_agents(segment, end, until)
+            if segment.parent is None:
+                return
+            parent, shared = self._segments[segment.parent[0]], segment.parent[1]
+            whole = segment.cause in ("summary", "sub_agent")
+            segment, end = parent, _end_before(parent, segment) if whole else min(end, shared)
+
+    def _add_sub_agents(self, caller: Segment, end: int, until: float) -> None:
+        for segment in self._segments.values():
+            if segment.cause != "sub_agent" or segment.parent is None or segment.parent[0] != caller.id:
+                continue
+            answered = [each for each in self._continuations(segment) if each.spans]
+            if not answered or _end_before(caller, segment) > end:
+                continue
+            tail = _latest(answered)
+            if tail.spans[-1].ended_at <= until:
+                self._follow(tail)
+
+    def _continuations(self, first: Segment) -> list[Segment]:
+        """`first` and the segments that continue it. Parents come before their children."""
+        found = {first.id: first}
+        for segment in self._segments.values():
+            if segment.parent is not None and segment.parent[0] in found and segment.cause != "sub_agent":
+                found[segment.id] = segment
+        return list(found.values())
+
+
+def _latest(segments: Sequence[Segment]) -> Segment:
+    return max(reversed(segments), key=lambda segment: segment.spans[-1].started_at)
+
+
+def _end_before(parent: Segment, child: Segment) -> int:
+    """The end of what `parent` had sampled before the first answer of `child`."""
+    if not child.spans:
+        return 0
+    earlier: list[Span] = [span for span in parent.spans if span.started_at <= child.spans[0].started_at]
+    return max((span.end for span in earlier), default=0)

@@ -1,0 +1,135 @@
+"""Credit: tokens that led to the outcome learn, abandoned ones do not."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from rollmill.models.decoder import Decoder
+from rollmill.training.batching import ABANDONED, TokenRule, pack
+from rollmill.training.config import RLConfig
+from rollmill.training.credit import credit_of
+from rollmill.training.lineage import Lineage
+from rollmill.training.objectives.rl import RolloutBatch
+from rollmill.training.selection import trainable_sequences
+from rollmill.types import Cause, Segment
+from tests.training.world import MODEL, World, make_segment
+
+RULE = TokenRule(Lineage("main", {"main": 0}), base=0, max_staleness=0)
+
+
+def segment(
+    name: str,
+    sampled: Sequence[int],
+    at: Sequence[float],
+    parent: tuple[Segment, int] | None = None,
+    cause: Cause = "start",
+    seed: int = 0,
+) -> Segment:
+    """A segment whose answers were sampled at these times; each took half a second."""
+    made = make_segment(list(sampled), seed=seed)
+    spans = [replace(span, started_at=start, ended_at=start + 0.5) for span, start in zip(made.spans, at, strict=True)]
+    link = None if parent is None else (parent[0].id, parent[1])
+    if parent is not None:
+        made.tokens[: parent[1]] = parent[0].tokens[: parent[1]]
+    return replace(made, id=name, spans=spans, parent=link, cause=cause)
+
+
+def credits(segments: list[Segment], policy: Any = "path", decay: float = 1.0) -> dict[str, list[float]]:
+    """The credit of each segment's sampled tokens."""
+    found = credit_of(segments, policy, decay)
+    return {each.id: credit_T[each.sampled].tolist() for each, credit_T in zip(segments, found, strict=True)}
+
+
+def test_what_a_retry_or_an_edit_abandoned_learns_nothing() -> None:
+    a = segment("a", [0, 1, 1, 0, 1], at=[1, 2])
+    b = segment("b", [0, 0, 0, 0, 1, 0, 1], at=[3, 4], parent=(a, 4), cause="retry")
+    c = segment("c", [0, 0, 0, 0, 0, 0, 1], at=[5], parent=(b, 5), cause="edit")
+    assert credits([a, b]) == {"a": [1, 1, 0], "b": [1, 1]}
+    assert credits([a, b, c]) == {"a": [1, 1, 0], "b": [1, 0], "c": [1]}
+    assert credits([a, b, c], "all") == {"a": [1, 1, 1], "b": [1, 1], "c": [1]}
+    # a second edit shares less with b than b shares with a
+    d = segment("d", [0, 0, 1], at=[6], parent=(b, 1), cause="edit")
+    assert credits([a, b, c, d]) == {"a": [0, 0, 0], "b": [0, 0], "c": [0], "d": [1]}
+    # the client went back to b after its edit: the last answer decides
+    again = replace(b, spans=[b.spans[0], replace(b.spans[1], started_at=9.0)])
+    assert credits([a, again, c]) == {"a": [1, 1, 0], "b": [1, 1], "c": [0]}
+
+
+def test_a_chain_of_summaries_learns_as_a_whole() -> None:
+    a = segment("a", [0, 1, 0, 1], at=[1, 2])
+    b = segment("b", [0, 0, 1, 0, 1], at=[3, 4], parent=(a, 1), cause="summary")
+    c = segment("c", [0, 0, 1], at=[5], parent=(b, 1), cause="summary")
+    assert credits([a, b, c]) == {"a": [1, 1], "b": [1, 1], "c": [1]}
+
+
+def test_sub_agents_learn_if_their_result_was_used() -> None:
+    a = segment("a", [0, 1, 0, 1, 0, 1], at=[1, 4, 7])
+    used = segment("used", [0, 1, 0, 1], at=[2, 2.5], parent=(a, 0), cause="sub_agent")
+    nested = segment("nested", [0, 1], at=[2.2], parent=(used, 0), cause="sub_agent")
+    nested.spans[0].ended_at = 2.3
+    summed = segment("summed", [0, 1], at=[3], parent=(used, 0), cause="summary")
+    late = segment("late", [0, 1], at=[6.9], parent=(a, 0), cause="sub_agent")  # ends when nobody reads it any more
+    everything = [a, used, nested, summed, late]
+    assert credits(everything) == {"a": [1, 1, 1], "used": [1, 1], "nested": [1], "summed": [1], "late": [0]}
+    # the answer that called it was asked again: its sub-agent went with it
+    b = segment("b", [0, 1], at=[8], parent=(a, 1), cause="retry")
+    assert credits([*everything, b]) == {
+        "a": [0, 0, 0], "used": [0, 0], "nested": [0], "summed": [0], "late": [0], "b": [1]
+    }  # fmt: skip
+
+
+def test_decayed_credit_counts_the_answers_that_follow() -> None:
+    a = segment("a", [0, 1, 1, 0, 1], at=[1, 2])
+    b = segment("b", [0, 0, 0, 0, 1, 0, 1], at=[3, 4], parent=(a, 4), cause="edit")
+    assert credits([a, b], "decayed", 0.5) == {"a": [0.25, 0.25, 0], "b": [0.5, 1]}
+
+
+def test_segments_without_an_answer_or_a_parent_are_no_obstacle() -> None:
+    a, empty = segment("a", [0, 1], at=[1]), segment("empty", [0, 0], at=[])
+    orphan = segment("orphan", [0, 1], at=[0.5], cause="sub_agent")
+    assert credits([empty, orphan, a]) == {"empty": [], "orphan": [0], "a": [1]}
+    assert credits([empty]) == {"empty": []} and credits([]) == {}
+
+
+def gradient(world: World, config: RLConfig, trajectories: list[list[Segment]], budget: int = 1000) -> np.ndarray:
+    sequences = []
+    for index, segments in enumerate(trajectories):
+        sequences += trainable_sequences(segments, 0.5 - index, RULE, config, trajectory=index)[0]
+    model = Decoder(MODEL)
+    model.initialise(0)
+    nothing: Any = None
+    batch = RolloutBatch(nothing, pack(sequences, budget), nothing, nothing, nothing, lr=0.0, wait_seconds=0)
+    world.objective(config).backward(model, batch)
+    return torch.cat([p.grad.flatten() for p in model.parameters() if p.grad is not None]).numpy()
+
+
+def test_an_abandoned_retry_gets_a_gradient_only_with_credit_for_all(tmp_path: Path) -> None:
+    world = World(tmp_path)
+    a = segment("a", [0, 0, 1, 1], at=[1])
+    b = segment("b", [0, 0, 1, 1], at=[2], parent=(a, 2), cause="retry", seed=1)
+    clean = gradient(world, RLConfig(), [[replace(b, parent=None, cause="start")]])
+    np.testing.assert_array_equal(gradient(world, RLConfig(), [[a, b]]), clean)
+    biased = gradient(world, RLConfig(credit="all"), [[a, b]])
+    assert np.abs(biased - clean).max() > 1e-4, "the abandoned answer is rewarded for what another one did"
+    _, masked = trainable_sequences([a, b], 1.0, RULE, RLConfig())
+    assert masked[ABANDONED] == 2
+
+
+@pytest.mark.parametrize("budget", [1000, 6])
+def test_a_chain_of_summaries_is_one_sample(tmp_path: Path, budget: int) -> None:
+    """With means per trajectory, one that was summarised weighs as much as one that was not."""
+    world, config = World(tmp_path), RLConfig(aggregation="sequence_mean", loss="policy_gradient")
+    a = segment("a", [0, 0, 1, 1, 1], at=[1])
+    b = segment("b", [0, 0, 1], at=[2], parent=(a, 1), cause="summary", seed=1)
+    other = segment("other", [0, 0, 1], at=[1], seed=2)
+    found = gradient(world, config, [[a, b], [other]], budget)
+    parts = [gradient(world, config, [[replace(each, parent=None)], []]) for each in (a, b)]
+    alone = -gradient(world, config, [[other], []])
+    np.testing.assert_allclose(found, (0.75 * parts[0] + 0.25 * parts[1] + alone) / 2, atol=2e-6)
