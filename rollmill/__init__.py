@@ -24,6 +24,7 @@ if TYPE_CHECKING:
     from rollmill.environments.reward import Grader as Grader
     from rollmill.environments.task import Task as Task
     from rollmill.environments.task import TaskSet as TaskSet
+    from rollmill.environments.task import WholeDiff as WholeDiff
     from rollmill.environments.tasks.listed import ListedTasks as ListedTasks
     from rollmill.errors import RollmillError as RollmillError
     from rollmill.errors import TaskError as TaskError
@@ -36,6 +37,7 @@ PUBLIC = {
     "LocalPath": "rollmill.config",
     "Task": "rollmill.environments.task",
     "TaskSet": "rollmill.environments.task",
+    "WholeDiff": "rollmill.environments.task",
     "ListedTasks": "rollmill.environments.tasks.listed",
     "Episode": "rollmill.environments.episode",
     "Reward": "rollmill.types",

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import itertools
 import json
+from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -71,7 +72,8 @@ def show_task(
         typer.echo(f"{message['role']}: {_plain(str(message['content']))}\n")
     for path, data in task.files.items():
         typer.echo(f"file {_plain(path)} ({len(data)} bytes)")
-    typer.echo(f"handed in: {', '.join(map(_plain, task.submission)) or 'nothing'}")
+    whole = not isinstance(task.submission, Sequence)
+    typer.echo(f"handed in: {'the whole diff' if whole else ', '.join(map(_plain, task.paths)) or 'nothing'}")
     kind = task.grading.get("kind", "-")
     typer.echo(f"graded by: {kind} ({', '.join(task.grading) or 'no grading'}); reference: {len(task.reference)} files")
     if grading:
@@ -109,6 +111,8 @@ def check_tasks(
     unread: list[str] = [] if task_id is not None else list(getattr(tasks, "problems", ()))
     for problem in unread:
         typer.echo(f"left out: {_plain(problem)}", err=True)
+    for weakness in _weaknesses(config):
+        typer.echo(weakness)
     failed = sum(bool(check.problems) for check in checks)
     typer.echo(
         f"{len(checks) - failed} of {len(checks)} tasks are all right, {len(unread)} problems while reading them"
@@ -139,6 +143,15 @@ async def _check(config: RunConfig, tasks: list[Task], repeat: int) -> list[Task
             return list(await asyncio.gather(*map(one, tasks)))
         finally:
             await machines.close()
+
+
+def _weaknesses(config: RunConfig) -> list[str]:
+    """What each reward cannot protect, as it says itself."""
+    from rollmill.kinds import build
+
+    graders = [build(section) for section in config.rewards]
+    unsaid = "it does not say (`cannot_protect`)"
+    return [f"reward {each.name} cannot protect: {getattr(each, 'cannot_protect', unsaid)}" for each in graders]
 
 
 def _open(source: Path) -> tuple[RunConfig, TaskSet]:

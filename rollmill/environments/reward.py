@@ -10,7 +10,11 @@ from rollmill.types import Reward
 
 
 class Grader(Protocol):
-    """`name` stands before the parts and the evidence of this grader where several rewards add up."""
+    """`name` stands before the parts and the evidence of this grader where several rewards add up.
+
+    A grader may also have `cannot_protect`, a text: what an agent could still do to earn an undeserved reward.
+    `rollmill tasks check` prints it.
+    """
 
     name: str
 

@@ -10,6 +10,18 @@ Message = Mapping[str, Any]  # {"role": …, "content": …}, as in OpenAI's cha
 
 
 @dataclass(frozen=True)
+class WholeDiff:
+    """Hand in everything that changed in the work directory: changed, new and deleted files.
+
+    A hand-in that is larger than a limit is refused and earns nothing. Links and devices, version control (`.git`) and
+    Python's caches are left out.
+    """
+
+    max_files: int = 1000  # changed, new and deleted files
+    max_bytes: int = 1 << 24  # of all changed and new files
+
+
+@dataclass(frozen=True)
 class Task:
     """`grading` and `reference` never enter a machine that the agent can touch."""
 
@@ -19,11 +31,17 @@ class Task:
     family: str = ""  # tasks of one kind; results are shown by family
     image: str = "host-python"  # name of a machine image
     files: Mapping[str, bytes] = field(default_factory=dict)  # written over the image; relative to the work directory
-    submission: Sequence[str] = ()  # paths taken out of the machine for grading
+    submission: Sequence[str] | WholeDiff = ()  # paths that are handed in for grading, or the whole diff
     grading: Mapping[str, Any] = field(default_factory=dict)  # for the rewards
     reference: Mapping[str, bytes] = field(default_factory=dict)  # files of a solution that must pass
+    reference_command: Sequence[str] = ()  # then run in the work directory; for solutions that are programs
     tags: Mapping[str, str] = field(default_factory=dict)
     timeout_s: float | None = None  # seconds of an episode; None: as the run says
+
+    @property
+    def paths(self) -> Sequence[str]:
+        """The paths that are handed in; none if it is the whole diff."""
+        return () if isinstance(self.submission, WholeDiff) else self.submission
 
     @property
     def messages(self) -> list[dict[str, Any]]:

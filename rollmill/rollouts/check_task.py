@@ -7,14 +7,14 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from rollmill.environments.episode import Episode
 from rollmill.environments.machine import WORK, Machine, MachineHost
 from rollmill.environments.reward import Grader, grade_episode
 from rollmill.environments.task import Task
-from rollmill.errors import RollmillError
-from rollmill.rollouts.hand_in import take_files
+from rollmill.errors import RollmillError, TaskError
+from rollmill.rollouts.hand_in import take_hand_in
 from rollmill.types import Reward
 
+_SOLVE_S = 300.0  # for a reference command of a task without a time limit
 _SHORTEST = 24  # characters; shorter hidden texts turn up by chance
 
 
@@ -35,9 +35,9 @@ async def check_task(task: Task, machines: MachineHost, grader: Grader, repeat: 
     try:
         async with asyncio.timeout(600.0):
             problems += await _leaks(task, machines)
-            if task.reference:
-                rewards["reference"] = await _grade(task, machines, grader, task.reference, repeat)
-            rewards["nothing"] = await _grade(task, machines, grader, {}, repeat)
+            if task.reference or task.reference_command:
+                rewards["reference"] = await _grade(task, machines, grader, repeat, solve=True)
+            rewards["nothing"] = await _grade(task, machines, grader, repeat)
     except RollmillError as error:
         problems.append(error.message if error.hint is None else f"{error.message}; {error.hint}")
     except Exception as error:  # code of the user
@@ -54,20 +54,29 @@ async def check_task(task: Task, machines: MachineHost, grader: Grader, repeat: 
     return TaskCheck(task.id, first["reference"], first["nothing"], tuple(problems))
 
 
-async def _grade(
-    task: Task, machines: MachineHost, grader: Grader, changes: Mapping[str, bytes], repeat: int
-) -> list[Reward]:
+async def _grade(task: Task, machines: MachineHost, grader: Grader, repeat: int, solve: bool = False) -> list[Reward]:
     machine = await machines.create(task.image, task.files)
     try:
-        for path, data in changes.items():
-            await machine.write(f"{WORK}/{path}", data)
-        submission = await take_files(machine, task)
+        if solve:
+            await _solve(machine, task)
+        handed_in = await take_hand_in(machine, task, machines)
     finally:
         await machine.close()
-    rewards = []
-    for _ in range(repeat):
-        rewards.append(await grade_episode(grader, Episode(task, submission, machines)))
-    return rewards
+    if handed_in.refused is not None:
+        raise TaskError(f"the hand-in is refused: {handed_in.refused}", hint="see `WholeDiff`")
+    return [await grade_episode(grader, handed_in.episode(task, machines)) for _ in range(repeat)]
+
+
+async def _solve(machine: Machine, task: Task) -> None:
+    """Write the reference, and run its command."""
+    for path, data in task.reference.items():
+        await machine.write(path, data)
+    if task.reference_command:
+        result = await machine.exec(task.reference_command, timeout_s=task.timeout_s or _SOLVE_S)
+        if result.exit_code != 0 or result.stopped is not None:
+            printed = result.output[-300:].decode("utf-8", "replace")
+            why = f"stopped by {result.stopped}" if result.stopped else f"exit code {result.exit_code}"
+            raise TaskError(f"the reference command failed: {why}, {printed!r}", hint="run it in the machine by hand")
 
 
 def _evidence(rewards: list[Reward]) -> str:

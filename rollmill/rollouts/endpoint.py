@@ -24,7 +24,7 @@ from rollmill.environments.harness import HarnessResult
 from rollmill.environments.reward import grade_episode
 from rollmill.environments.task import Task
 from rollmill.errors import HarnessError
-from rollmill.rollouts.hand_in import take_files
+from rollmill.rollouts.hand_in import take_hand_in
 from rollmill.rollouts.rollout import GRACE_S, reason_of
 from rollmill.types import Reward, Sampling
 
@@ -154,11 +154,10 @@ async def play(
         machine = await environment.machines.create(task.image, task.files)
         try:
             result = await _run_harness(environment, task, machine, url, transcript, sampling, timeout_s)
-            files = await take_files(machine, task)
+            handed_in = await take_hand_in(machine, task, environment.machines, result)
         finally:
             await machine.close()
-        episode = replace(episode, submission=files, result=result)
-        episode = _with_transcript(episode, transcript, started)
+        episode = _with_transcript(handed_in.episode(task, environment.machines), transcript, started)
         async with asyncio.timeout(GRACE_S):
             return Played(episode, await grade_episode(environment.grader, episode))
     except Exception as error:  # harness and rewards may be code of the user

@@ -1,35 +1,78 @@
-"""What an episode left: the files that its task names, and how it ended. Stored before the seal and graded later."""
+"""What an episode left: the files that it hands in, and how it ended. Stored before the seal and graded later."""
 
 from __future__ import annotations
 
 import contextlib
 import json
+from dataclasses import replace
 
 from pydantic import BaseModel, ConfigDict, ValidationError
 
-from rollmill.environments.episode import Submission
+from rollmill.environments.episode import Episode
 from rollmill.environments.harness import HarnessResult
-from rollmill.environments.machine import WORK, Machine
-from rollmill.environments.task import Task
+from rollmill.environments.machine import Machine, MachineHost
+from rollmill.environments.task import Task, WholeDiff
 from rollmill.errors import ObjectExists, TrajectoryError
+from rollmill.rollouts.work_diff import take_diff
 from rollmill.storage.objects import Objects
+from rollmill.trajectories.schema import seal_facts
+from rollmill.types import Trajectory
 
 
 class HandIn(BaseModel):
+    """With the trajectory's payload, everything that grading needs of an episode."""
+
     model_config = ConfigDict(ser_json_bytes="base64", val_json_bytes="base64", frozen=True)
 
-    files: dict[str, bytes]
+    files: dict[str, bytes] = {}
+    deleted: list[str] = []
+    executable: list[str] = []
+    refused: str | None = None
     result: HarnessResult | None = None
     seconds: float = 0.0
 
+    def episode(self, task: Task, machines: MachineHost) -> Episode:
+        """The episode without its transcript."""
+        return Episode(
+            task=task,
+            submission=self.files,
+            machines=machines,
+            result=self.result,
+            seconds=self.seconds,
+            deleted=self.deleted,
+            executable=self.executable,
+            refused=self.refused,
+        )
 
-async def take_files(machine: Machine, task: Task) -> Submission:
-    """Read the declared paths. A file that the agent deleted or made unreadable is left out."""
+
+async def take_hand_in(
+    machine: Machine, task: Task, clean: MachineHost, result: HarnessResult | None = None, seconds: float = 0.0
+) -> HandIn:
+    """Read what the task hands in out of a machine. `clean` creates the machine that a whole diff is compared with.
+
+    A file that the agent deleted or made unreadable is left out. Whatever the agent did to the machine is no error.
+    """
+    if isinstance(task.submission, WholeDiff):
+        diff = await take_diff(machine, task, task.submission, clean)
+        return HandIn(
+            files=diff.files,
+            deleted=diff.deleted,
+            executable=diff.executable,
+            refused=diff.refused,
+            result=result,
+            seconds=seconds,
+        )
     files = {}
     for path in task.submission:
         with contextlib.suppress(OSError):
-            files[path] = await machine.read(f"{WORK}/{path}")
-    return files
+            files[path] = await machine.read(path)
+    return HandIn(files=files, result=result, seconds=seconds)
+
+
+def graded_episode(handed_in: HandIn, task: Task, machines: MachineHost, trajectory: Trajectory) -> Episode:
+    """The episode as it was, from what is stored of it: the hand-in and the trajectory's payload."""
+    tokens = seal_facts(trajectory)["sampled_tokens"]
+    return replace(handed_in.episode(task, machines), messages=trajectory.messages, tokens=tokens)
 
 
 def hand_in_key(trajectory: str) -> str:

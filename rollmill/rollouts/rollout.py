@@ -22,7 +22,6 @@ from dataclasses import dataclass
 from typing import Any
 
 from rollmill import telemetry
-from rollmill.environments.episode import Episode
 from rollmill.environments.harness import Harness, HarnessResult
 from rollmill.environments.machine import Machine, MachineHost
 from rollmill.environments.reward import Grader, grade_episode
@@ -36,7 +35,14 @@ from rollmill.errors import (
     TrajectoryError,
 )
 from rollmill.rollouts.client import GatewayClient
-from rollmill.rollouts.hand_in import HandIn, hand_in_key, load_hand_in, store_hand_in, take_files
+from rollmill.rollouts.hand_in import (
+    HandIn,
+    graded_episode,
+    hand_in_key,
+    load_hand_in,
+    store_hand_in,
+    take_hand_in,
+)
 from rollmill.storage.objects import Objects
 from rollmill.trajectories.schema import seal_facts
 from rollmill.trajectories.store import TrajectoryStore
@@ -110,18 +116,8 @@ async def regrade(
 
 async def _grade(context: RolloutContext, task: Task, trajectory: str, handed_in: HandIn) -> Outcome:
     record = await asyncio.to_thread(context.trajectories.load, trajectory)
-    facts = seal_facts(record)
-    episode = Episode(
-        task=task,
-        submission=handed_in.files,
-        machines=context.grading_machines,
-        messages=record.messages,
-        result=handed_in.result,
-        tokens=facts["sampled_tokens"],
-        seconds=handed_in.seconds,
-    )
-    reward = await grade_episode(context.grader, episode)
-    return Outcome(trajectory, reward, handed_in.result, facts["tokens"])
+    reward = await grade_episode(context.grader, graded_episode(handed_in, task, context.grading_machines, record))
+    return Outcome(trajectory, reward, handed_in.result, seal_facts(record)["tokens"])
 
 
 async def _settle(
@@ -163,7 +159,7 @@ async def _play(
         started = time.monotonic()
         result = await _run_harness(context, task, machine, key, sampling, min_version)
         seconds = time.monotonic() - started
-        handed_in = HandIn(files=dict(await take_files(machine, task)), result=result, seconds=seconds)
+        handed_in = await take_hand_in(machine, task, context.grading_machines, result, seconds)
     finally:
         await machine.close()
     submission_key = await asyncio.to_thread(store_hand_in, context.objects, trajectory, handed_in)

@@ -70,6 +70,7 @@ def test_check_finds_each_kind_of_bad_task(rollmill: Callable[..., Told], source
     assert "doing nothing solves it" in lines["solved"] and "tests/old.py shows grading.files.t.py" in lines["leak"]
     assert "machine image 'no-such-image'" in lines["gone"]
     assert "t.jsonl:7: not valid JSON" in told.err and "1 of 6 tasks are all right, 1 problems" in told.out
+    assert "reward script cannot protect: A test that imports submitted code" in told.out
     good = rollmill("tasks", "check", source, "--task", "good", "--repeat", 3)
     assert good.code == 0 and "1 of 1 tasks" in good.out
 
@@ -88,6 +89,7 @@ def test_a_verdict_that_changes_and_a_reward_that_raises(rollmill: Callable[...,
         source.write_text(text.replace('"script"', f'"own_verdicts:{name}"'))
         told = rollmill("tasks", "check", source)
         assert told.code == 1 and problem in told.out, told
+        assert f"reward {name.lower()} cannot protect: it does not say" in told.out
 
 
 def test_tasks_that_are_made_up_are_drawn(rollmill: Callable[..., Told]) -> None:

@@ -56,7 +56,7 @@ class ChatHarness:
 def files_of(answer: str, task: Task) -> dict[str, str]:
     """The files that an answer is handed in as."""
     files = {ANSWER: answer}
-    if code_path := next((path for path in task.submission if path != ANSWER), None):
+    if code_path := next((path for path in task.paths if path != ANSWER), None):
         block = _FENCE.search(answer)
         files[code_path] = block.group(1) if block else answer
     return files

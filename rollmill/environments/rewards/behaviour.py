@@ -41,6 +41,7 @@ class BehaviourConfig(Config):
 
 class Behaviour:
     name = "behaviour"
+    cannot_protect = "Simple rules: a model can learn to avoid what they count without behaving better."
 
     def __init__(self, config: BehaviourConfig | None = None) -> None:
         self.config = config or BehaviourConfig()

@@ -4,22 +4,26 @@ from __future__ import annotations
 
 import contextlib
 import json
-from collections.abc import AsyncIterator, Mapping
+from collections.abc import AsyncIterator, Iterable, Mapping
+from pathlib import PurePosixPath
 from typing import TypeVar
 
-from rollmill.environments.episode import Episode, Submission
+from rollmill.environments.episode import Episode
 from rollmill.environments.machine import ExecResult, Machine
-from rollmill.environments.task import Task
+from rollmill.environments.task import Task, WholeDiff
 from rollmill.errors import MachineError, TaskError
 from rollmill.strict import StrictModel, parse_json
 
 M = TypeVar("M", bound=StrictModel)
 _START_S = 20.0  # for a program to start in a machine that nobody has touched
 _MAX_OUTPUT = 1000  # characters of what a command printed that stand in the evidence
+_PYTHON = ("python", "python3")
+# Python and pytest run these files unasked. In a whole diff they are no part of the answer.
+_HOOKS = frozenset({"conftest.py", "sitecustomize.py", "usercustomize.py", "pytest.ini"})
 
 
 class DoesNotFit(Exception):
-    """The submission cannot be written into a clean machine. It is worth nothing."""
+    """The submission was refused, or cannot be written into a clean machine. It is worth nothing."""
 
 
 @contextlib.asynccontextmanager
@@ -29,14 +33,17 @@ async def clean_machine(
     """A machine with the task's files, the submission over them, and the grading files over both.
 
     TaskError if its image has no `program`, which is checked before the submission is there. DoesNotFit if the
-    submission cannot be written, or leaves no room for the grading files.
+    submission was refused, cannot be written, or leaves no room for the grading files.
     """
     task = episode.task
+    if episode.refused is not None:
+        raise DoesNotFit(episode.refused[:_MAX_OUTPUT])
     machine = await episode.machines.create(task.image, {**task.files, **grading_files})
     try:
         await check_program(machine, task, program)
         try:
-            for path, data in {**declared(task, episode.submission), **grading_files}.items():
+            await _apply(machine, episode)
+            for path, data in grading_files.items():
                 await machine.write(path, data)
         except OSError as error:
             raise DoesNotFit(str(error)[:_MAX_OUTPUT]) from None
@@ -45,9 +52,37 @@ async def clean_machine(
         await machine.close()
 
 
-def declared(task: Task, submission: Submission) -> dict[str, bytes]:
-    """What the task declares of a submission. A submitted sitecustomize.py or conftest.py is no part of the answer."""
-    return {path: submission[path] for path in task.submission if path in submission}
+async def _apply(machine: Machine, episode: Episode) -> None:
+    files = declared(episode)
+    if isinstance(episode.task.submission, WholeDiff):
+        deleted = _answers(episode.deleted)
+        # a file may stand where a directory was: it is empty now, since all its files are deleted
+        parents = {str(parent) for path in deleted for parent in PurePosixPath(path).parents}
+        await _for_all(machine, ["rm", "-rf", "--"], [*deleted, *(parents & files.keys())])
+    for path, data in files.items():
+        await machine.write(path, data)
+    await _for_all(machine, ["chmod", "a+x", "--"], [path for path in episode.executable if path in files])
+
+
+async def _for_all(machine: Machine, command: list[str], paths: list[str]) -> None:
+    """Run a command with paths behind it, in a machine where no submitted code has run."""
+    if not paths:
+        return
+    result = await machine.exec(["xargs", "-0", *command], stdin="\0".join(paths).encode(), timeout_s=_START_S)
+    if result.exit_code != 0:
+        raise MachineError(f"a submission could not be applied: {command[0]} ended with {result.output[-500:]!r}")
+
+
+def declared(episode: Episode) -> dict[str, bytes]:
+    """The part of a submission that is graded: of named paths, only these; of a whole diff, all but the files that
+    Python or pytest would run unasked. A submitted sitecustomize.py or conftest.py is no part of the answer."""
+    given = episode.submission
+    paths = _answers(given) if isinstance(episode.task.submission, WholeDiff) else episode.task.paths
+    return {path: given[path] for path in paths if path in given}
+
+
+def _answers(paths: Iterable[str]) -> list[str]:
+    return [path for path in paths if PurePosixPath(path).name not in _HOOKS and not path.endswith(".pth")]
 
 
 def read_grading(task: Task, kind: type[M], *, hint: str) -> M:
@@ -59,17 +94,26 @@ def read_grading(task: Task, kind: type[M], *, hint: str) -> M:
 
 
 async def check_program(machine: Machine, task: Task, program: str) -> None:
-    """TaskError if the machine has no `program`. A path is not checked: it may be one of the task's files."""
+    """TaskError if the machine has no `program`, MachineError if it cannot run one.
+
+    Python is started: if it were broken, every submission would fail. A path is not checked: it may be one of the
+    task's files.
+    """
     if "/" in program:
         return
-    result = await machine.exec(["sh", "-c", 'command -v "$1"', "-", program], timeout_s=_START_S)
-    if result.stopped is not None:
-        raise MachineError(f"grading of {task.id} did not start: stopped by the limit {result.stopped!r}")
-    if result.exit_code != 0:
+    if program in _PYTHON:
+        found = await machine.exec([program, "-c", "print('here')"], cwd="/", timeout_s=_START_S)
+    else:
+        ask = 'if command -v "$1" > /dev/null; then echo here; else exit 127; fi'
+        found = await machine.exec(["sh", "-c", ask, "-", program], cwd="/", timeout_s=_START_S)
+    if found.exit_code == 127 and found.stopped is None:
         raise TaskError(
             f"task {task.id}: its image {task.image!r} has no program {program!r}, which grading needs",
             hint="choose another image, or another command",
         )
+    if found.output.decode("utf-8", "replace").strip() != "here":
+        why = f"stopped by the limit {found.stopped!r}" if found.stopped else f"exit code {found.exit_code}"
+        raise MachineError(f"grading of {task.id} did not start: {why}, {found.output[-500:]!r}")
 
 
 def evidence_of(result: ExecResult, output: str | None = None) -> dict[str, object]:

@@ -23,12 +23,12 @@ from pydantic import Field
 
 from rollmill.config import Config
 from rollmill.environments.episode import Episode
-from rollmill.environments.machine import ExecResult, Machine
+from rollmill.environments.machine import ExecResult
+from rollmill.environments.rewards.clean import DoesNotFit, clean_machine, declared
 from rollmill.environments.task import Task
-from rollmill.errors import MachineError, TaskError
+from rollmill.errors import TaskError
 from rollmill.types import Reward
 
-_START_S = 20.0  # for a machine's Python to start
 _MAX_TEXT = 500  # characters of one value in the evidence
 _MAX_OUTPUT = 1000  # characters of what the submitted code printed
 
@@ -90,36 +90,31 @@ class HiddenTests:
     """Value 1 if every case is right, else 0; `parts["cases"]` is the fraction that is."""
 
     name = "hidden_tests"
+    cannot_protect = (
+        "Submitted code runs in one process with the driver, and sees the inputs. It can answer them one by one, so "
+        "use more cases than can be guessed or looked up."
+    )
 
     def __init__(self, config: HiddenTestsConfig | None = None) -> None:
         self.config = config or HiddenTestsConfig()
 
     async def grade(self, episode: Episode) -> Reward:
-        task, submission = episode.task, episode.submission
-        calls = _parse(task)
-        # only what the task declares: a submitted sitecustomize.py or json.py is not part of the answer
-        declared = {path: submission[path] for path in task.submission if path in submission}
-        if calls.module in task.submission and calls.module not in declared:
+        calls = _parse(episode.task)
+        gone = calls.module in episode.task.paths and calls.module not in declared(episode)
+        if gone or calls.module in episode.deleted:
             return self._reward(calls, {}, {"missing": calls.module})
         word = secrets.token_hex(8)
-        machine = await episode.machines.create(task.image, task.files)
         try:
-            await _check_python(machine, task, word)
-            # from here on the submitted code is in the machine, and whatever happens to it is graded
-            try:
-                for path, data in declared.items():
-                    await machine.write(path, data)
-            except OSError as error:
-                return self._reward(calls, {}, {"unwritable": _text(str(error))})
-            result = await machine.exec(
-                ["python", "-c", _DRIVER],
-                cwd="/",
-                stdin=_work(calls, word),
-                timeout_s=self.config.timeout_s * machine.capabilities.slowdown,
-                max_output=self.config.max_output,
-            )
-        finally:
-            await machine.close()
+            async with clean_machine(episode, {}, program="python") as machine:
+                result = await machine.exec(
+                    ["python", "-c", _DRIVER],
+                    cwd="/",
+                    stdin=_work(calls, word),
+                    timeout_s=self.config.timeout_s * machine.capabilities.slowdown,
+                    max_output=self.config.max_output,
+                )
+        except DoesNotFit as error:
+            return self._reward(calls, {}, {"unwritable": str(error)})
         outcomes, printed = _split(result, word)
         evidence = {"exit_code": result.exit_code, "stopped": result.stopped, "output": printed[-_MAX_OUTPUT:]}
         return self._reward(calls, outcomes, evidence)
@@ -140,14 +135,6 @@ class HiddenTests:
             evidence=evidence,
             grader=self.name,
         )
-
-
-async def _check_python(machine: Machine, task: Task, word: str) -> None:
-    """MachineError if Python does not start in a machine that nobody has touched yet."""
-    result = await machine.exec(["python", "-c", f"print({word!r})"], cwd="/", timeout_s=_START_S)
-    if result.output.decode("utf-8", "replace").strip() != word:
-        printed = result.output[-_MAX_TEXT:].decode("utf-8", "replace")
-        raise MachineError(f"grading of {task.id} did not start (exit {result.exit_code}): {printed}")
 
 
 def _same(value: Any, expected: Any) -> bool:

@@ -81,6 +81,7 @@ class _Verdict(StrictModel):
 
 class Judge:
     name = "judge"
+    cannot_protect = "The judge reads what the agent wrote, and an agent can learn to persuade it."
 
     def __init__(self, config: JudgeConfig) -> None:
         self.config = config
@@ -184,6 +185,6 @@ def _material(episode: Episode) -> str:
             continue
         calls = "".join(f"\ncalls {json.dumps(call, default=str)}" for call in transcript.calls(message))
         parts.append(f"[{message.get('role')}] {transcript.text_of(message)}{calls}")
-    for path, data in declared(episode.task, episode.submission).items():
+    for path, data in declared(episode).items():
         parts.append(f"[file {path}]\n{data.decode('utf-8', 'replace')}")
     return "\n\n".join(parts)

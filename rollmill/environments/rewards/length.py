@@ -34,6 +34,7 @@ class LengthConfig(Config):
 
 class Length:
     name = "length"
+    cannot_protect = "It counts what was sampled, not what it was good for: an agent that gives up early costs little."
 
     def __init__(self, config: LengthConfig | None = None) -> None:
         self.config = config or LengthConfig()

@@ -28,7 +28,7 @@ from pydantic import Field, field_validator
 from rollmill.config import Config
 from rollmill.environments.episode import Episode
 from rollmill.environments.machine import WORK, ExecResult
-from rollmill.environments.rewards.clean import DoesNotFit, clean_machine, declared, evidence_of, read_grading
+from rollmill.environments.rewards.clean import DoesNotFit, clean_machine, evidence_of, read_grading
 from rollmill.environments.task import Task
 from rollmill.strict import StrictModel
 from rollmill.types import Reward
@@ -90,6 +90,11 @@ class Script:
     """Value 1 if the script says that the submission passes, else 0."""
 
     name = "script"
+    cannot_protect = (
+        "A test that imports submitted code runs in one process with it. By exit code, that code can end the process "
+        'with success and read the grading files; with verdict "python" it can find the secret word in the frames of '
+        "its process; a reward file it can write itself. An object that equals everything passes any assert."
+    )
 
     def __init__(self, config: ScriptConfig | None = None) -> None:
         self.config = config or ScriptConfig()
@@ -112,8 +117,7 @@ class Script:
         except DoesNotFit as error:
             return Reward(0.0, evidence={"unwritable": str(error)}, grader=self.name)
         passed, evidence = _verdict(result, word) if isinstance(grading, _Python) else _exit_verdict(result)
-        handed_in = declared(task, episode.submission)
-        if missing := [path for path in task.submission if path not in handed_in]:
+        if missing := [path for path in task.paths if path not in episode.submission]:
             evidence["missing"] = missing[:20]
         return Reward(1.0 if passed else 0.0, evidence=evidence, grader=self.name)
 

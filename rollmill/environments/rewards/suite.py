@@ -153,6 +153,10 @@ class Suite:
     """`parts` has the share of passed tests of each list."""
 
     name = "pytest"
+    cannot_protect = (
+        "Each test runs in one process with the submitted code that it imports. That code can find the test's token, "
+        "patch the test framework, return values that equal everything, and read the hidden test files."
+    )
 
     def __init__(self, config: SuiteConfig | None = None) -> None:
         self.config = config or SuiteConfig()

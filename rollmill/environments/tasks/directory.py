@@ -62,9 +62,8 @@ def _read(folder: Path) -> Parsed:
         raise TaskError(f"not valid: {error}", hint=f"{TASK} is TOML; it and the files of grading/ are UTF-8") from None
     except (TypeError, AttributeError) as error:  # dates, which JSON has not; a table that is a value
         raise TaskError(f"not valid: {error}", hint="quote dates; `grading` and `grading.files` are tables") from None
-    lost = sorted(reference.keys() - set(entry.submission))
-    if lost:
-        raise TaskError(f"reference/{lost[0]} is not handed in", hint="add it to `submission`")
+    if lost := entry.not_handed_in(reference):
+        raise TaskError(f"reference/{lost} is not handed in", hint="add it to `submission`")
     return entry.task(files, reference)
 
 

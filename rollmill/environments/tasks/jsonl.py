@@ -10,14 +10,14 @@ from __future__ import annotations
 import base64
 import binascii
 import re
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from pathlib import PurePosixPath
-from typing import Annotated, Any
+from typing import Annotated, Any, Literal
 
 from pydantic import AfterValidator, Field, model_validator
 
 from rollmill.config import Config
-from rollmill.environments.task import Task
+from rollmill.environments.task import Task, WholeDiff
 from rollmill.environments.tasks.lines import Parsed, read_jsonl, validate
 from rollmill.environments.tasks.listed import ListedTasks
 from rollmill.environments.tasks.splits import TaskFileConfig
@@ -27,7 +27,8 @@ _NAME = r"^[A-Za-z0-9][A-Za-z0-9._-]{0,62}$"
 _STRANGE = re.compile(r"[\x00-\x1f\x7f\ud800-\udfff]")
 
 
-def _check_path(path: str) -> str:
+def check_path(path: str) -> str:
+    """The path in its plain form. ValueError if it is not relative, leaves the work directory or cannot be shown."""
     pure = PurePosixPath(path)
     if not path or pure.is_absolute() or ".." in pure.parts or not pure.parts or _STRANGE.search(path):
         raise ValueError("a path must be relative to the work directory and stay in it")
@@ -49,7 +50,7 @@ def _check_text(text: str) -> str:
 
 
 Text = Annotated[str, AfterValidator(_check_text)]
-FilePath = Annotated[str, AfterValidator(_check_path)]
+FilePath = Annotated[str, AfterValidator(check_path)]
 
 
 class Base64(Config):
@@ -88,7 +89,9 @@ class TaskEntry(Config):
     )
     instruction: Instruction = Field(description="What the agent is asked: text, or messages with role and content.")
     files: Files = Field({}, description="Files in the work directory at the start: path to text or base64.")
-    submission: tuple[FilePath, ...] = Field((), description="Paths that are handed in for grading.")
+    submission: tuple[FilePath, ...] | Literal["diff"] = Field(
+        (), description='Paths that are handed in for grading, or "diff": whatever changed in the work directory.'
+    )
     grading: dict[str, FreeJson] = Field({}, description="What the rewards need to know. Agents never see it.")
     reference: Files = Field({}, description="Files of a solution that must pass. Agents never see them.")
     split: Annotated[str, Field(pattern=_NAME)] | None = Field(None, description="`train`, `heldout` or another split.")
@@ -99,10 +102,13 @@ class TaskEntry(Config):
 
     @model_validator(mode="after")
     def _reference_is_handed_in(self) -> TaskEntry:
-        lost = sorted(self.reference.keys() - set(self.submission))
-        if lost:
-            raise ValueError(f"reference has {lost[0]!r}, which is not handed in: add it to submission")
+        if lost := self.not_handed_in(self.reference):
+            raise ValueError(f"reference has {lost!r}, which is not handed in: add it to submission")
         return self
+
+    def not_handed_in(self, reference: Iterable[str]) -> str | None:
+        """A path of the reference that is not handed in."""
+        return None if self.submission == "diff" else next(iter(sorted(set(reference) - set(self.submission))), None)
 
     def task(self, files: Mapping[str, bytes] | None = None, reference: Mapping[str, bytes] | None = None) -> Parsed:
         """The task, with `files` and `reference` from elsewhere added; and its own split."""
@@ -115,7 +121,7 @@ class TaskEntry(Config):
             family=self.family,
             image=self.image,
             files={**_contents(self.files), **(files or {})},
-            submission=self.submission,
+            submission=WholeDiff() if self.submission == "diff" else self.submission,
             grading=self.grading,
             reference={**_contents(self.reference), **(reference or {})},
             tags=self.tags,

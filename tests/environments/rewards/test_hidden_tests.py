@@ -265,25 +265,27 @@ async def test_no_submission(host: NamespaceHost) -> None:
 
 
 class _DeafMachine:
-    """A machine whose Python does not start."""
+    """A machine whose Python does not start, or that has none."""
 
-    def __init__(self, machine: Any) -> None:
+    def __init__(self, machine: Any, python: list[str]) -> None:
         self._machine = machine
+        self._python = python
         self.capabilities = machine.capabilities
 
     async def exec(self, argv: Any, **options: Any) -> ExecResult:
-        return await self._machine.exec(["no-such-python", *argv[1:]], **options)
+        return await self._machine.exec([*self._python, *argv[1:]], **options)
 
     async def close(self) -> None:
         await self._machine.close()
 
 
 class _DeafHost:
-    def __init__(self, host: NamespaceHost) -> None:
+    def __init__(self, host: NamespaceHost, *python: str) -> None:
         self._host = host
+        self._python = list(python)
 
     async def create(self, *arguments: Any, **options: Any) -> Any:
-        return _DeafMachine(await self._host.create(*arguments, **options))
+        return _DeafMachine(await self._host.create(*arguments, **options), self._python)
 
     async def close(self) -> None: ...
 
@@ -291,7 +293,9 @@ class _DeafHost:
 async def test_a_failure_of_the_infrastructure_is_never_a_reward(host: NamespaceHost, tmp_path: Any) -> None:
     submission = {"main.py": b"def f(x):\n    return x + 7290183645\n"}
     with pytest.raises(MachineError, match="did not start"):
-        await HiddenTests().grade(Episode(make_task(), submission, _DeafHost(host)))
+        await HiddenTests().grade(Episode(make_task(), submission, _DeafHost(host, "sh", "-c", "exit 3")))
+    with pytest.raises(TaskError, match="has no program 'python'"):
+        await HiddenTests().grade(Episode(make_task(), submission, _DeafHost(host, "no-such-python")))
     with pytest.raises(TaskError, match="image"):
         task = Task(**{**make_task().__dict__, "image": "absent"})
         await HiddenTests().grade(Episode(task, submission, NamespaceHost(NamespaceConfig())))

@@ -1,0 +1,132 @@
+"""The whole diff of a work directory: what an agent changed, added and deleted in it.
+
+Both the agent's machine and a clean one pack their work directory with `tar`; the archives are compared here. The
+agent's archive is untrusted: it may be huge, damaged, or name files anywhere. What is no regular file with a plain
+relative path is left out. What is larger than the task's limits is refused as a whole, since half a change is none.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import io
+import tarfile
+from dataclasses import dataclass, field
+from pathlib import PurePosixPath
+
+from rollmill.environments.machine import ExecResult, Machine, MachineHost
+from rollmill.environments.task import Task, WholeDiff
+from rollmill.environments.tasks.jsonl import check_path
+from rollmill.errors import MachineError, TaskError
+
+# names are stored as they are; what tar says about files it cannot read must not be mixed with the archive
+_PACK = ["sh", "-c", "exec tar -cf - . 2> /dev/null"]
+_PACK_S = 60.0
+_MAX_ARCHIVE = 1 << 27  # bytes
+_LEFT_OUT = frozenset({".git", "__pycache__", ".pytest_cache", ".mypy_cache", ".ruff_cache"})
+
+
+@dataclass(frozen=True)
+class Diff:
+    files: dict[str, bytes] = field(default_factory=dict)  # changed and new ones
+    deleted: list[str] = field(default_factory=list)
+    executable: list[str] = field(default_factory=list)  # of `files`
+    refused: str | None = None
+
+
+@dataclass(frozen=True)
+class _Tree:
+    files: dict[str, bytes]
+    executable: set[str]
+
+
+class _Refused(Exception):
+    """The archive cannot be used."""
+
+
+async def take_diff(machine: Machine, task: Task, limits: WholeDiff, clean: MachineHost) -> Diff:
+    """The diff between a machine's work directory and the one the task starts with."""
+    packed = await _pack(machine)
+    fresh = await clean.create(task.image, task.files)
+    try:
+        start = await _pack(fresh)
+    finally:
+        await fresh.close()
+    if start.exit_code == 127:
+        raise TaskError(f"task {task.id}: its image {task.image!r} has no `tar`", hint="a whole diff needs sh and tar")
+    try:
+        before = await asyncio.to_thread(_read, start)
+    except _Refused as error:
+        raise MachineError(f"the files of task {task.id} cannot be packed: {error}") from None
+    try:
+        return await asyncio.to_thread(_compare, before, packed, limits)
+    except _Refused as error:
+        return Diff(refused=str(error))
+
+
+async def _pack(machine: Machine) -> ExecResult:
+    return await machine.exec(_PACK, timeout_s=_PACK_S * machine.capabilities.slowdown, max_output=_MAX_ARCHIVE)
+
+
+def _compare(before: _Tree, packed: ExecResult, limits: WholeDiff) -> Diff:
+    after = _read(packed)
+    changed = {path: data for path, data in after.files.items() if before.files.get(path) != data}
+    executable = {path for path in after.executable if path in changed or path not in before.executable}
+    changed |= {path: after.files[path] for path in executable}
+    deleted = sorted(before.files.keys() - after.files.keys())
+    if len(changed) + len(deleted) > limits.max_files:
+        raise _Refused(f"{len(changed) + len(deleted)} files changed; a hand-in has at most {limits.max_files}")
+    size = sum(map(len, changed.values()))
+    if size > limits.max_bytes:
+        raise _Refused(f"the changed files have {size} bytes; a hand-in has at most {limits.max_bytes}")
+    return Diff(dict(sorted(changed.items())), deleted, sorted(executable))
+
+
+def _read(packed: ExecResult) -> _Tree:
+    """The regular files of an archive. `tar` exits with an error if it could not read a file: that one is missing."""
+    if packed.stopped is not None:
+        raise _Refused(f"packing the work directory was stopped by the limit {packed.stopped!r}")
+    if packed.truncated:
+        raise _Refused(f"the work directory has more than {_MAX_ARCHIVE >> 20} MiB")
+    files: dict[str, bytes] = {}
+    executable: set[str] = set()
+    size = 0
+    try:
+        with tarfile.open(fileobj=io.BytesIO(packed.output), mode="r:") as archive:
+            for member in archive:
+                path = _path(member.name)
+                data = _contents(archive, member, files)
+                if path is None or data is None:
+                    continue
+                size += len(data)  # a link repeats its file
+                if size > _MAX_ARCHIVE:
+                    raise _Refused(f"the files have more than {_MAX_ARCHIVE >> 20} MiB")
+                files[path] = data
+                if member.mode & 0o100:
+                    executable.add(path)
+    except (tarfile.TarError, ValueError, OverflowError, EOFError, RecursionError) as error:
+        raise _Refused(f"the work directory could not be packed: {str(error)[:200]}") from None
+    kept = {path: data for path, data in files.items() if not _LEFT_OUT & set(PurePosixPath(path).parts)}
+    kept = {path: data for path, data in kept.items() if not path.endswith(".pyc")}
+    return _Tree(kept, executable & kept.keys())
+
+
+def _contents(archive: tarfile.TarFile, member: tarfile.TarInfo, files: dict[str, bytes]) -> bytes | None:
+    """None for what is no regular file. A hard link is the file that came before it."""
+    if member.islnk():
+        linked = _path(member.linkname)
+        return None if linked is None else files.get(linked)
+    if not member.isreg():
+        return None
+    if member.size > _MAX_ARCHIVE:  # a sparse file
+        raise _Refused(f"{member.name!r} has {member.size} bytes")
+    content = archive.extractfile(member)
+    assert content is not None
+    return content.read()
+
+
+def _path(name: str) -> str | None:
+    """None for a name that leaves the work directory, is not UTF-8 or has control characters."""
+    try:
+        return check_path(name)
+    except ValueError:
+        return None
