@@ -263,7 +263,15 @@ def code_of(section: KindSection) -> dict[str, str | None]:
     found = load_class(section._slot, section.kind)
     module = sys.modules[found.__module__]
     source = Path(file).read_bytes() if (file := getattr(module, "__file__", None)) else b""
-    packages = importlib.metadata.packages_distributions().get(found.__module__.partition(".")[0], [])
-    version = importlib.metadata.version(packages[0]) if packages else None
     name = f"{found.__module__}:{found.__qualname__}"
-    return {"class": name, "version": version, "digest": hashlib.sha256(source).hexdigest()}
+    return {"class": name, "version": _version_of(found.__module__.partition(".")[0]), "digest": hashlib.sha256(source).hexdigest()}
+
+
+@functools.cache
+def _version_of(module: str) -> str | None:
+    """The version of the installed package that has this module. None: it is in no package."""
+    try:
+        return importlib.metadata.version(module)  # most packages have the name of their module
+    except importlib.metadata.PackageNotFoundError:
+        packages = importlib.metadata.packages_distributions().get(module)  # reads the files of all packages
+        return importlib.metadata.version(packages[0]) if packages else None

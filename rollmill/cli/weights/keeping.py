@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import contextlib
+import signal
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 
 import typer
 from rich.console import Console
@@ -25,8 +26,22 @@ class ToldKeeper(RegionKeeper):
     def step(self) -> Round:
         done = super().step()
         if self.tell is not None:
-            self.tell(done)
+            with _uninterrupted():
+                self.tell(done)
         return done
+
+
+@contextlib.contextmanager
+def _uninterrupted() -> Iterator[None]:
+    """Ctrl-C takes effect after the block: in the middle of it, a line would be printed twice or not be counted."""
+    pressed: list[int] = []
+    before = signal.signal(signal.SIGINT, lambda number, _: pressed.append(number))
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGINT, before)
+    if pressed:
+        raise KeyboardInterrupt
 
 
 def keep_region(keeper: ToldKeeper, once: bool) -> None:
