@@ -264,7 +264,11 @@ def code_of(section: KindSection) -> dict[str, str | None]:
     module = sys.modules[found.__module__]
     source = Path(file).read_bytes() if (file := getattr(module, "__file__", None)) else b""
     name = f"{found.__module__}:{found.__qualname__}"
-    return {"class": name, "version": _version_of(found.__module__.partition(".")[0]), "digest": hashlib.sha256(source).hexdigest()}
+    return {
+        "class": name,
+        "version": _version_of(found.__module__.partition(".")[0]),
+        "digest": hashlib.sha256(source).hexdigest(),
+    }
 
 
 @functools.cache
