@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import socket
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Literal, Protocol
@@ -25,6 +26,7 @@ class Capabilities:
 
     kernel: Literal["shared", "own"]
     snapshot: Literal["none", "files", "full"]
+    listen: bool = False  # `listen` works: an agent program in the machine can reach its model
     slowdown: float = 1.0  # multiply time limits by it
 
 
@@ -41,7 +43,7 @@ class Machine(Protocol):
         timeout_s: float = 10.0,
         max_output: int = 65536,
     ) -> ExecResult:
-        """Run a command to its end, and end whatever it left running.
+        """Run a command to its end, and end whatever it left running. If the caller is cancelled, it ends at once.
 
         Whatever a command does is a result, the ruin of its machine included. OSError: these arguments are no command.
         MachineError: the infrastructure failed. Only evidence from the host makes one, never the machine's own.
@@ -57,6 +59,15 @@ class Machine(Protocol):
 
     async def write(self, path: str, data: bytes) -> None:
         """Create or replace a file, and its directories. OSError as usual (ENOSPC …)."""
+        ...
+
+    async def listen(self) -> tuple[socket.socket, int]:
+        """Open a port on the loopback address of the machine. Returns a listening socket in this process and the port.
+
+        What a program in the machine connects to 127.0.0.1:port arrives at the socket. Close the socket to close the
+        port. This is the only way out of a machine, and it leads to the owner of the socket alone. OSError: this kind
+        of machine cannot, or its commands have ended it.
+        """
         ...
 
     async def snapshot(self) -> bytes:

@@ -47,6 +47,7 @@ class HarnessSection(KindSection):
             "coding": f"{_HERE}.harnesses.coding:CodingHarness",
             "shell": f"{_HERE}.harnesses.shell:ShellHarness",
             "chat": f"{_HERE}.harnesses.chat:ChatHarness",
+            "command": f"{_HERE}.harnesses.command:CommandHarness",
         },
         "rollmill.harnesses",
         default="coding",

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import random
+import socket
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -30,6 +31,9 @@ class SlowMachine:
 
     async def write(self, path: str, data: bytes) -> None:
         await self._machine.write(path, data)
+
+    async def listen(self) -> tuple[socket.socket, int]:
+        return await self._machine.listen()
 
     async def snapshot(self) -> bytes:
         return await self._machine.snapshot()

@@ -14,7 +14,7 @@ from rollmill.errors import HarnessError
 from rollmill.types import Sampling
 
 # Retry on these: the server is starting, draining, or has no engine right now.
-_RETRY_STATUS = frozenset({429, 502, 503, 504})
+RETRY_STATUS = frozenset({429, 502, 503, 504})
 GATEWAY_HINT = "is the gateway running? `harness.request_deadline_s` is the time limit"
 
 
@@ -72,7 +72,7 @@ class ModelClient:
                 return _first_choice(answer, url)
             if status == 400 and _error_code(answer) == "context_length_exceeded":
                 return None
-            if status and status not in _RETRY_STATUS:
+            if status and status not in RETRY_STATUS:
                 raise HarnessError(problem, hint="the server's log says why it refused the request")
             pause = backoff.failed()
             if pause > backoff.left():

@@ -13,6 +13,7 @@ from rollmill.environments.machines.namespace import seccomp
 
 ARCHITECTURES = {"x86_64": 0xC000003E, "aarch64": 0xC00000B7}
 ALLOW, REFUSE, MISSING = 0x7FFF0000, 0x00050000 | errno.EPERM, 0x00050000 | errno.ENOSYS
+IGNORE = 0x00050000  # does nothing, and succeeds
 
 
 def decide(program: bytes, architecture: int, number: int, *arguments: int) -> int:
@@ -54,6 +55,16 @@ CALLS = {
     "clone3": (435, 435, (), MISSING, MISSING),
     "socket, unix": (41, 198, (1, 1), ALLOW, ALLOW),
     "socket, vsock": (41, 198, (40, 1), REFUSE, REFUSE),
+    "socket, netlink": (41, 198, (16, 3, 15), ALLOW, ALLOW),
+    "socket, TCP": (41, 198, (2, 1, 6), ALLOW, ALLOW),
+    "socket, UDP over IPv6": (41, 198, (10, 2, 0), ALLOW, ALLOW),
+    "socket, SCTP": (41, 198, (2, 1, 132), REFUSE, REFUSE),
+    "socket, MPTCP over IPv6": (41, 198, (10, 1, 262), REFUSE, REFUSE),
+    "setsockopt, size of a buffer": (54, 208, (3, 1, 8), IGNORE, IGNORE),
+    "setsockopt, reuse of an address": (54, 208, (3, 1, 2), ALLOW, ALLOW),
+    "setsockopt, no delay": (54, 208, (3, 6, 1), ALLOW, ALLOW),
+    "setsockopt, a layer on TCP": (54, 208, (3, 6, 31), REFUSE, REFUSE),
+    "setsockopt, IPv6 only": (54, 208, (3, 41, 26), ALLOW, ALLOW),
     "mmap, private": (9, 222, (0, 4096, 3, 0x22), ALLOW, ALLOW),
     "mmap, a file, shared": (9, 222, (0, 4096, 3, 0x01), ALLOW, ALLOW),
     "mmap, anonymous, shared": (9, 222, (0, 4096, 3, 0x21), ALLOW, REFUSE),

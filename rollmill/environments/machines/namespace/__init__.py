@@ -1,4 +1,4 @@
-"""Machines made of Linux namespaces: each has its own root, processes and (dead) network, and shares the host's kernel.
+"""Machines made of Linux namespaces: each has its own root, processes and network, and shares the host's kernel.
 
     client.py    in the dispatcher: NamespaceHost and NamespaceMachine (asyncio)
       │  starts one
@@ -13,6 +13,9 @@
       ▼
     command      a program, or a warm Python (warm_python.py): another user than pid 1 where the host has user ids to
                  give, filtered (seccomp.py), without capabilities
+
+A machine's network is its own loopback address. Nothing is behind it but the ports that the client opens (`listen`):
+pid 1 makes the socket and hands it to the client, which accepts the connections in its own process.
 
 The client talks to each machine directly; the machine host only creates and ends them. Everything below the client
 imports only the standard library, because it runs inside the machines' root, where nothing else exists.

@@ -11,6 +11,8 @@ become that user and to end commands.
     {"op": "write", "files": [[path, size]…]}  {}
     {"op": "snapshot", "max_bytes"}            {} + tar
     {"op": "restore"} + tar                    {}
+    {"op": "listen"}                           {"port"} + a listening socket, handed over
+    {"op": "interrupt"}                        none: ends the command that is running
     a request that cannot be served: {"errno": number, "path": …}; a machine that cannot go on: {"error": text}
 """
 
@@ -28,6 +30,7 @@ from typing import Any, NamedTuple, NoReturn
 from rollmill.environments.machines.namespace import command, files, kernel, layout, wire
 from rollmill.environments.machines.namespace.memory import Watchdog
 
+_BACKLOG = 16  # connections that wait to be accepted
 _CAPABILITIES = (kernel.CAP_KILL, kernel.CAP_SETGID, kernel.CAP_SETUID)
 
 
@@ -102,10 +105,19 @@ def _lock_in(limits: Limits) -> Watchdog:
     sockets = os.open("/proc/net/sockstat", os.O_RDONLY | os.O_CLOEXEC)
     kernel.mount(layout.CODE, "/proc/1", None, kernel.MS_BIND)  # hides pid 1: CODE is an empty directory by now
     kernel.sethostname("machine")
+    _open_loopback()
     kernel.keep_capabilities(*(_CAPABILITIES if limits.own_user else ()))
     _protect()
     os.chdir(layout.WORK)
-    return Watchdog(limits.processes, None if limits.memory_counted else limits.memory, sockets)
+    return Watchdog(limits.processes, limits.memory, limits.memory_counted, sockets)
+
+
+def _open_loopback() -> None:
+    """The machine reaches itself and nobody else. Buffers of its connections stay as small as memory.py counts them."""
+    kernel.raise_loopback()
+    for name in ("tcp_rmem", "tcp_wmem"):
+        with open(f"/proc/sys/net/ipv4/{name}", "w") as setting:
+            setting.write("4096 65536 131072")
 
 
 def _protect() -> None:
@@ -134,6 +146,11 @@ def _serve(connection: socket.socket, limits: Limits, watchdog: Watchdog) -> Non
     confinement = limits.confinement()
     while request := wire.receive(connection):
         header, body = request
+        if header["op"] == "interrupt":
+            continue  # the command had ended already
+        if header["op"] == "listen":
+            _hand_over_listener(connection)
+            continue
         try:
             if header["op"] == "exec":
                 order = command.Order(
@@ -152,6 +169,16 @@ def _serve(connection: socket.socket, limits: Limits, watchdog: Watchdog) -> Non
         except Exception:  # refuse a request that makes no sense: nothing that a caller sends may end pid 1
             reply, data = {"errno": errno.EINVAL}, b""
         connection.sendall(wire.pack(reply, data))
+
+
+def _hand_over_listener(connection: socket.socket) -> None:
+    """Give the client a socket that listens in this network namespace. Nothing of it stays here."""
+    try:
+        with socket.create_server(("127.0.0.1", 0), backlog=_BACKLOG) as listener:
+            frame = wire.pack({"port": listener.getsockname()[1]})
+            socket.send_fds(connection, [frame], [listener.fileno()])
+    except OSError as error:
+        connection.sendall(wire.pack({"errno": error.errno or errno.EIO}))
 
 
 def _handle_files(header: dict[str, Any], body: bytes) -> tuple[dict[str, Any], bytes]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import errno
 import json
 import os
@@ -48,7 +49,7 @@ class NamespaceMachine:
     and no file is found. Only the machine host decides this; nothing inside the machine can.
     """
 
-    capabilities = Capabilities(kernel="shared", snapshot="files")
+    capabilities = Capabilities(kernel="shared", snapshot="files", listen=True)
 
     def __init__(self, host: NamespaceHost, identifier: int, image: str, connection: socket.socket) -> None:
         self._host = host
@@ -57,6 +58,8 @@ class NamespaceMachine:
         self._connection = connection
         self._lock = asyncio.Lock()
         self._pending: asyncio.Task[tuple[dict[str, Any], bytes] | None] | None = None  # survives a cancelled caller
+        self._unwanted = asyncio.Event()  # the caller of the pending request was cancelled
+        self._handed_over: list[socket.socket] = []  # by pid 1
         self._begun = False  # a command has begun
         self._ruined = False  # by a command of its own
         self._closed = False
@@ -114,6 +117,12 @@ class NamespaceMachine:
     async def fork(self) -> NamespaceMachine:
         return await self._host.create(self._image, snapshot=await self.snapshot())
 
+    async def listen(self) -> tuple[socket.socket, int]:
+        reply, _ = await self._request({"op": "listen"}) or ({}, b"")
+        if not self._handed_over:
+            raise OSError(errno.ENETDOWN, "the machine's commands ended it")
+        return self._handed_over.pop(), reply["port"]
+
     async def close(self) -> None:
         """End the machine. When this returns, none of its processes is left. A request that is still running fails."""
         self._closed = True
@@ -148,8 +157,13 @@ class NamespaceMachine:
                 return None
             begun_before = self._begun
             self._begun |= header["op"] == "exec"
+            self._unwanted.clear()
             self._pending = asyncio.create_task(self._exchange(frame, timeout_s))
-            answer = await asyncio.shield(self._pending)
+            try:
+                answer = await asyncio.shield(self._pending)
+            except asyncio.CancelledError:
+                self._unwanted.set()
+                raise
             if answer is None:
                 await self._lose("it does not answer", self._begun)
                 return None
@@ -165,9 +179,19 @@ class NamespaceMachine:
         try:
             async with asyncio.timeout(timeout_s + _GRACE_S):
                 await asyncio.get_running_loop().sock_sendall(self._connection, frame)
-                return await self._receive()
+                interrupt = asyncio.create_task(self._interrupt_if_unwanted())
+                try:
+                    return await self._receive()
+                finally:
+                    interrupt.cancel()
         except (OSError, wire.WireError):
             return None
+
+    async def _interrupt_if_unwanted(self) -> None:
+        """End the command of a caller that was cancelled. If it has just ended, pid 1 ignores the message."""
+        await self._unwanted.wait()
+        with contextlib.suppress(OSError):
+            await asyncio.get_running_loop().sock_sendall(self._connection, wire.pack({"op": "interrupt"}))
 
     async def _lose(self, why: str, by_command: bool) -> None:
         """End a machine that cannot go on. Returns if its commands ruined it, else MachineError."""
@@ -183,10 +207,14 @@ class NamespaceMachine:
         return wire.unpack_header(data[:header_length]), data[header_length:]
 
     async def _receive_exactly(self, count: int) -> bytes:
-        loop = asyncio.get_running_loop()
         data = bytearray()
         while len(data) < count:
-            part = await loop.sock_recv(self._connection, min(count - len(data), 1 << 20))
+            try:
+                part, files, _, _ = socket.recv_fds(self._connection, min(count - len(data), 1 << 20), 1)
+            except BlockingIOError:
+                await _readable(self._connection)
+                continue
+            self._handed_over += [socket.socket(fileno=file) for file in files]
             if not part:
                 raise ConnectionResetError("end of stream")
             data += part
@@ -370,6 +398,17 @@ async def _greeting(control: socket.socket, process: subprocess.Popen[bytes]) ->
     assert process.stderr is not None
     words = (await asyncio.to_thread(process.stderr.read)).decode("utf-8", "replace").strip()
     return {"error": f"the machine host did not start: {words[-500:] or 'no reason given'}"}
+
+
+async def _readable(connection: socket.socket) -> None:
+    """Return when `connection` can be read."""
+    loop = asyncio.get_running_loop()
+    ready = asyncio.Event()
+    loop.add_reader(connection, ready.set)
+    try:
+        await ready.wait()
+    finally:
+        loop.remove_reader(connection)
 
 
 def _inside(path: str) -> str:

@@ -11,7 +11,7 @@ import socket
 import time
 from typing import Any, Literal, NamedTuple, NoReturn
 
-from rollmill.environments.machines.namespace import kernel, layout, seccomp, warm_python
+from rollmill.environments.machines.namespace import kernel, layout, seccomp, warm_python, wire
 from rollmill.environments.machines.namespace.memory import Watchdog
 
 _WATCH_INTERVAL_S = 0.05
@@ -150,7 +150,9 @@ def _watch(
                 next_count = now + _WATCH_INTERVAL_S
             ready = dict(poll.poll((min(deadline, next_count) - now) * 1000))
             if connection.fileno() in ready:
-                os._exit(0)  # the client is gone
+                if wire.receive(connection) is None:
+                    os._exit(0)  # the client is gone
+                return "time"  # an interrupt: nobody waits for the command any more
             if reading in ready and not output.take(reading):
                 poll.unregister(reading)
             if pidfd in ready:

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import ctypes
+import fcntl
 import os
 import signal
+import socket
 import struct
 
 CLONE_NEWNS = 0x00020000
@@ -33,6 +35,7 @@ _SYS_CLONE3 = 435
 _SYS_CLOSE_RANGE = 436
 _SYS_MOUNT_SETATTR = 442
 _AT_FDCWD = -100
+_SIOCSIFFLAGS, _IFF_UP = 0x8914, 1
 _AT_RECURSIVE = 0x8000
 
 # PyDLL keeps the interpreter lock during a call. Without the lock, the child of a clone could not run Python.
@@ -126,3 +129,9 @@ def has_capability(capability: int) -> bool:
 
 def sethostname(name: str) -> None:
     _check(_libc.sethostname(name.encode(), ctypes.c_size_t(len(name))), "sethostname")
+
+
+def raise_loopback() -> None:
+    """Bring up the loopback device of this network namespace."""
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as any_socket:
+        fcntl.ioctl(any_socket, _SIOCSIFFLAGS, struct.pack("16sH22x", b"lo", _IFF_UP))

@@ -1,8 +1,8 @@
-"""Counts the memory and the processes of a machine, in pid 1. Memory only where no control group counts it.
+"""Counts the memory and the processes of a machine, in pid 1. Where a control group counts memory, only sockets.
 
 It adds up the private memory of every command (pages that forks share count for each of them), all files, and for each
 open file and socket the most that its buffers can hold. The filter of system calls (seccomp.py) refuses other kinds of
-memory, and /dev/zero cannot be mapped (root.py).
+memory, and /dev/zero cannot be mapped (root.py). Control groups of version 1 do not count what TCP sockets hold.
 """
 
 from __future__ import annotations
@@ -14,26 +14,24 @@ from rollmill.environments.machines.namespace import layout
 
 _PAGE = os.sysconf("SC_PAGE_SIZE")
 _PIPE_BYTES = 16 * _PAGE  # the kernel's default; the filter refuses to change it
-_SOCKET_BYTES = 2 * 212992  # net.core.wmem_max, which the kernel doubles
+# net.core.rmem_default + wmem_default. agent.py bounds TCP at less, and the filter ignores requests for more.
+_SOCKET_BYTES = 2 * 212992
 
 
 class Watchdog(NamedTuple):
     processes: int
-    memory: int | None  # None: a control group bounds it
+    memory: int
+    counted: bool  # a control group bounds the memory of processes and files
     sockets: int  # an open /proc/net/sockstat; agent.py hides its name
 
     def exceeded(self) -> Literal["memory", "processes"] | None:
         commands = [int(name) for name in os.listdir("/proc") if name.isdigit() and name != "1"]
         if len(commands) > self.processes:
             return "processes"
-        if self.memory is None:
-            return None
-        used = sum(map(_private, commands)) + _files() + self._buffers(commands)
+        used = int(os.pread(self.sockets, 256, 0).split()[2]) * _SOCKET_BYTES  # "sockets: used 3\nTCP: …"
+        if not self.counted:
+            used += sum(map(_private, commands)) + _files() + sum(map(_open_files, commands)) * _PIPE_BYTES
         return "memory" if used > self.memory else None
-
-    def _buffers(self, commands: list[int]) -> int:
-        sockets = int(os.pread(self.sockets, 256, 0).split()[2])  # "sockets: used 3\nTCP: …"
-        return sum(map(_open_files, commands)) * _PIPE_BYTES + sockets * _SOCKET_BYTES
 
 
 def _private(pid: int) -> int:

@@ -4,6 +4,7 @@ The namespaces already hide the host. The filter refuses calls that a command co
 
 - to attack the shared kernel,
 - to reach out of the network namespace (vsock reaches the hypervisor),
+- to load seldom used parts of the kernel's network (protocols besides TCP and UDP, layers on top of TCP),
 - to act on pid 1 or on another command (limits, priorities, memory, open files), or
 - to hold memory that nobody counts (only where the machine has no control group for memory).
 """
@@ -85,6 +86,7 @@ _UNCOUNTED = {
 _CLONE = (56, 220)
 _CLONE3 = (435, 435)
 _SOCKET = (41, 198)
+_SETSOCKOPT = (54, 208)
 _SETPRIORITY = (141, 140)
 _MMAP = (9, 222)
 _FCNTL = (72, 25)
@@ -101,7 +103,11 @@ _NAMESPACE_FLAGS = (
     | kernel.CLONE_NEWNET
     | 0x02000000  # CLONE_NEWCGROUP
 )
-_SOCKET_FAMILIES = (1, 2, 10, 16)  # unix, inet, inet6, netlink: all of them confined by the network namespace
+# all of these are confined by the network namespace
+_LOCAL_FAMILIES, _INET_FAMILIES = (1, 16), (2, 10)  # unix, netlink; inet, inet6
+_INET_PROTOCOLS = (0, 6, 17)  # the default, TCP, UDP
+_SOL_SOCKET, _SO_SNDBUF, _SO_RCVBUF = 1, 7, 8
+_SOL_TCP, _TCP_ULP = 6, 31
 _MAP_SHARED, _MAP_ANONYMOUS, _MAP_HUGETLB = 0x01, 0x20, 0x40000
 _F_SETPIPE_SZ = 1031
 
@@ -138,7 +144,8 @@ def build(*, memory_counted: bool) -> bytes:
         # a filter cannot follow the pointer to clone3's flags; if told that clone3 does not exist, libc uses clone
         *_on(_CLONE3[column], [_step(_RETURN, _RETURN_ERRNO | errno.ENOSYS)]),
         *_on(_CLONE[column], [_argument(0), *_refuse_any_bit(_NAMESPACE_FLAGS), _ALLOW]),
-        *_on(_SOCKET[column], [_argument(0), *_allow_if_equal(*_SOCKET_FAMILIES), _REFUSE]),
+        *_on(_SOCKET[column], _socket_rule()),
+        *_on(_SETSOCKOPT[column], _option_rule()),
         # setpriority(PRIO_PROCESS = 0, 0 = me): what `nice` does
         *_on(_SETPRIORITY[column], [*_refuse_unless_zero(0), *_refuse_unless_zero(1), _ALLOW]),
         *_on(_MMAP[column], _mmap_rule(memory_counted)),
@@ -152,6 +159,20 @@ def build(*, memory_counted: bool) -> bytes:
     for numbers in denied.values():
         steps += _on(numbers[column], [_REFUSE])
     return b"".join([*steps, _ALLOW])
+
+
+def _socket_rule() -> list[bytes]:
+    inet = [_argument(2), *_allow_if_equal(*_INET_PROTOCOLS), _REFUSE]
+    each = [step for family in _INET_FAMILIES for step in _on(family, inet)]
+    return [_argument(0), *_allow_if_equal(*_LOCAL_FAMILIES), *each, _REFUSE]
+
+
+def _option_rule() -> list[bytes]:
+    """A wish for larger buffers is ignored: memory.py counts on their default sizes."""
+    ignore = [step for option in (_SO_SNDBUF, _SO_RCVBUF) for step in _on(option, [_IGNORE])]
+    of_sockets = [_argument(2), *ignore, _ALLOW]
+    of_tcp = [_argument(2), *_refuse_if_equal(_TCP_ULP), _ALLOW]
+    return [_argument(1), *_on(_SOL_SOCKET, of_sockets), *_on(_SOL_TCP, of_tcp), _ALLOW]
 
 
 def _mmap_rule(memory_counted: bool) -> list[bytes]:
@@ -194,3 +215,4 @@ def _step(code: int, value: int, skip_if_true: int = 0, skip_if_false: int = 0) 
 
 _ALLOW = _step(_RETURN, _RETURN_ALLOW)
 _REFUSE = _step(_RETURN, _RETURN_ERRNO | errno.EPERM)
+_IGNORE = _step(_RETURN, _RETURN_ERRNO | 0)  # the call does nothing and succeeds

@@ -1,0 +1,196 @@
+"""The model as an agent program in a machine sees it: an OpenAI endpoint on the machine's loopback address.
+
+    program ──(http://127.0.0.1:PORT/v1)──► proxy, in this process ──(model URL, session key)──► gateway
+
+The proxy serves one episode. It forwards chat completions and nothing else, always with the key of the episode's
+session, so a program reaches no other route, session or host. It sets the sampling of each request: the agent stays as
+it is, and the run decides what it trains on.
+
+Whatever a program sends is bounded: connections at once and per second, requests per episode, bytes per request, one
+request at a time. An answer is read from the gateway whole before the program gets it, so that a slow reader holds
+nothing up there.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import hmac
+import json
+import logging
+import socket
+from collections.abc import AsyncIterator, Awaitable, Callable
+from typing import Any
+
+import aiohttp
+from aiohttp import web
+
+from rollmill.backoff import Backoff
+from rollmill.environments.harnesses.model import RETRY_STATUS, sampling_fields
+from rollmill.types import Sampling
+
+_MAX_CONNECTIONS = 32
+_BETWEEN_CONNECTIONS_S = 0.01
+_UNREACHABLE = (aiohttp.ClientConnectionError, aiohttp.ClientPayloadError, TimeoutError)
+_quiet = logging.getLogger(f"{__name__}.requests")
+_quiet.disabled = True  # a program may send any nonsense: that is no line in our log
+
+
+class ModelProxy:
+    """`turns` answers went to the program. `ended` is set when it shall be stopped: see `problem`, `flooded`."""
+
+    def __init__(
+        self,
+        session: aiohttp.ClientSession,
+        base_url: str,
+        api_key: str,
+        sampling: Sampling,
+        *,
+        deadline_s: float,
+        max_requests: int,
+        max_bytes: int,
+    ) -> None:
+        self._session = session
+        self._base_url = base_url.rstrip("/")
+        self._api_key = api_key
+        self._sampling = sampling
+        self._deadline_s = deadline_s
+        self._max_requests = max_requests
+        self._max_bytes = max_bytes
+        self._one = asyncio.Lock()  # the gateway answers one request of a session at a time
+        self._used = 0  # requests and connections so far
+        self.turns = 0
+        self.problem: str | None = None  # the model cannot be reached, and the program is not the cause
+        self.flooded = False
+        self.ended = asyncio.Event()
+
+    @contextlib.asynccontextmanager
+    async def serve(self, listener: socket.socket) -> AsyncIterator[None]:
+        """Answer what arrives at `listener`; closes it in the end."""
+        app = web.Application(client_max_size=self._max_bytes, middlewares=[self._admit])
+        app.router.add_post("/v1/chat/completions", self._complete)
+        app.router.add_get("/v1/models", self._models)
+        runner = web.AppRunner(
+            app,
+            access_log=None,
+            logger=_quiet,
+            handler_cancellation=True,  # a program that hangs up stops waiting: the gateway keeps the answer for it
+            auto_decompress=False,  # a small body could become a large one
+            shutdown_timeout=0.1,
+        )
+        await runner.setup()
+        assert runner.server is not None
+        listener.setblocking(False)
+        accepting = asyncio.create_task(self._accept(listener, runner.server))
+        try:
+            yield
+        finally:
+            accepting.cancel()
+            await asyncio.wait([accepting])
+            listener.close()
+            await runner.cleanup()
+
+    async def _accept(self, listener: socket.socket, server: web.Server) -> None:
+        loop = asyncio.get_running_loop()
+        while not self.flooded:
+            try:
+                connection, _ = await loop.sock_accept(listener)
+            except OSError:  # too many open files in this process, for example
+                await asyncio.sleep(1.0)
+                continue
+            self._use()
+            if len(server.connections) < _MAX_CONNECTIONS:
+                await loop.connect_accepted_socket(server, connection)
+            else:
+                connection.close()
+            await asyncio.sleep(_BETWEEN_CONNECTIONS_S)  # a flood of connections shall cost this process little
+        listener.close()
+
+    def _use(self) -> None:
+        self._used += 1
+        if self._used > 2 * self._max_requests:
+            self.flooded = True
+            self.ended.set()
+
+    @web.middleware
+    async def _admit(
+        self, request: web.Request, handler: Callable[[web.Request], Awaitable[web.StreamResponse]]
+    ) -> web.StreamResponse:
+        self._use()
+        key = request.headers.get("Authorization", "").removeprefix("Bearer ")
+        if not hmac.compare_digest(key.encode(errors="replace"), self._api_key.encode()):
+            return _refusal(401, "the key is not that of this episode: it is in OPENAI_API_KEY")
+        if self.flooded:
+            return _refusal(429, "too many requests")
+        return await handler(request)
+
+    async def _models(self, request: web.Request) -> web.Response:
+        """List the one model.
+
+        Needs: the key of the episode.
+        Returns: an OpenAI list of models.
+        """
+        return web.json_response({"object": "list", "data": [{"id": "policy", "object": "model", "owned_by": "you"}]})
+
+    async def _complete(self, request: web.Request) -> web.Response:
+        """Forward a chat completion to the model.
+
+        Needs: the key of the episode.
+        Takes: an OpenAI chat completion; the run replaces its sampling.
+        Returns: the model's answer, whole, also if it is a stream; 503 if it cannot be reached.
+        """
+        async with self._one:
+            if self.turns >= self._max_requests:
+                self.flooded = True
+                self.ended.set()
+                return _refusal(429, f"this episode has had its {self._max_requests} answers")
+            try:
+                body = json.loads(await request.read())
+            except (ValueError, RecursionError):
+                body = None
+            if not isinstance(body, dict):
+                return _refusal(400, "the request is not a JSON object")
+            data = json.dumps(body | self._fields(body)).encode()
+            return await self._forward(data)
+
+    def _fields(self, body: dict[str, Any]) -> dict[str, Any]:
+        """How the run samples. The program may ask for a shorter answer."""
+        fields = sampling_fields(self._sampling, self.turns + 1)
+        wishes = [body.get("max_completion_tokens"), body.get("max_tokens")]
+        shortest = min([wish for wish in wishes if type(wish) is int and wish > 0], default=fields["max_tokens"])
+        return fields | {"max_tokens": min(shortest, fields["max_tokens"]), "max_completion_tokens": None}
+
+    async def _forward(self, data: bytes) -> web.Response:
+        """Retries while the gateway restarts. When it stays away, `problem` says so and the episode ends."""
+        backoff = Backoff(0.05, 2.0, patience=self._deadline_s, jitter=0.5)
+        while True:
+            try:
+                answer = await self._ask(data, max(backoff.left(), 0.1))
+                if answer.status not in (*RETRY_STATUS, 401):
+                    self.problem = None
+                    self.turns += answer.status == 200
+                    return answer
+                self.problem = f"{self._base_url} answered {answer.status}: {answer.text or ''}"[:500]
+                if answer.status == 401:  # the session has ended: the program can do nothing about it
+                    break
+            except _UNREACHABLE as error:
+                self.problem = f"{self._base_url} cannot be reached: {error!r}"
+            pause = backoff.failed()
+            if pause > backoff.left():
+                break
+            await asyncio.sleep(pause)
+        self.ended.set()
+        return _refusal(503, "the model cannot be reached")
+
+    async def _ask(self, data: bytes, timeout_s: float) -> web.Response:
+        headers = {"Authorization": f"Bearer {self._api_key}", "Content-Type": "application/json"}
+        timeout = aiohttp.ClientTimeout(total=timeout_s)
+        url = f"{self._base_url}/chat/completions"
+        async with self._session.post(url, data=data, headers=headers, timeout=timeout) as response:
+            return web.Response(
+                status=response.status, body=await response.read(), headers={"Content-Type": response.content_type}
+            )
+
+
+def _refusal(status: int, message: str) -> web.Response:
+    return web.json_response({"error": {"message": message, "type": "invalid_request_error"}}, status=status)
