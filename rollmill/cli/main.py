@@ -18,6 +18,7 @@ from rollmill.cli import (
     evaluate,
     init,
     model,
+    rewards,
     rollout,
     runs,
     serve,
@@ -66,6 +67,7 @@ app.add_typer(tasks.app, name="tasks")
 app.add_typer(model.app, name="model")
 app.add_typer(weights.app, name="weights")
 app.add_typer(trajectories.app, name="trajectories")
+app.add_typer(rewards.app, name="rewards")
 app.command("config")(config.show_settings)
 app.command("doctor")(doctor.doctor)
 

@@ -124,11 +124,11 @@ def check_tasks(
 async def _check(config: RunConfig, tasks: list[Task], repeat: int) -> list[TaskCheck]:
     from rich.progress import Progress
 
-    from rollmill.environments.rewards.weighted import add_up
+    from rollmill.environments.environment import build_grader
     from rollmill.kinds import build
     from rollmill.rollouts.check_task import check_task
 
-    grader = add_up([(section.weight, build(section)) for section in config.rewards])
+    grader = build_grader(config.rewards)
     machines, slots = build(config.machine), asyncio.Semaphore(_AT_ONCE)
     with Progress(transient=True) as progress:
         bar = progress.add_task("check", total=len(tasks))

@@ -41,7 +41,7 @@ _RANGE = "NUMBER, LOW..HIGH, LOW.. or ..HIGH"
 def list_trajectories(
     run_dir: RunDir = None,
     state: Annotated[str | None, typer.Option(help="running, finished, graded, failed, quarantined, deleted")] = None,
-    solved: Annotated[bool, typer.Option("--solved", help="with a reward of at least 1")] = False,
+    solved: Annotated[bool, typer.Option("--solved", help="solved, as the first reward says")] = False,
     failed: Annotated[bool, typer.Option("--failed", help="the same as --state failed")] = False,
     reward: Annotated[str | None, typer.Option(help=f"the newest reward: {_RANGE}")] = None,
     length: Annotated[str | None, typer.Option(help=f"all tokens, prompts included: {_RANGE}")] = None,
@@ -68,13 +68,13 @@ def list_trajectories(
     from rollmill.trajectories.query import TrajectoryQuery
 
     line, _, number = version.rpartition("@") if version is not None else ("", "", None)
-    low, high = _parse_range("--reward", reward)
     query = TrajectoryQuery(
         state=_one_state(state, failed),
         split=split,
         line=line or None,
         task_prefix=task,
-        reward=(max(low or 1.0, 1.0) if solved else low, high),
+        solved=True if solved else None,
+        reward=_parse_range("--reward", reward),
         length=_parse_range("--length", length),
         version=_parse_range("--version", number),
         order=_parse_order(sort),

@@ -401,6 +401,7 @@ def _bring_up_to_date(config: dict[str, Any]) -> None:
         config["tasks"] = {"kind": "rollmill.demo.micro_repos:MicroRepos"}
     if "objective" in config.get("rl", {}):
         config["rl"]["loss"] = config["rl"].pop("objective")
+    config.get("rl", {}).pop("solved_at", None)  # the first reward says what is solved
 
 
 def _secret(saved: dict[str, Any], name: str) -> str:

@@ -44,9 +44,13 @@ def build_tasks(sections: Sections) -> TaskSet:
     return tasks
 
 
+def build_grader(rewards: Sequence[RewardSection]) -> Grader:
+    return add_up([(section.weight, build(section)) for section in rewards])
+
+
 @contextlib.asynccontextmanager
 async def open_environment(sections: Sections) -> AsyncIterator[Environment]:
-    grader = add_up([(section.weight, build(section)) for section in sections.rewards])
+    grader = build_grader(sections.rewards)
     harness: Harness = build(sections.harness)
     machines: MachineHost = build(sections.machine)
     try:

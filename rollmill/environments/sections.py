@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
-from typing import ClassVar
+from pathlib import Path
+from typing import Any, ClassVar
 
 from pydantic import Field
 
+from rollmill.config import Config
 from rollmill.environments.harness import Harness
 from rollmill.environments.machine import MachineHost
 from rollmill.environments.reward import Grader
 from rollmill.environments.task import TaskSet
-from rollmill.kinds import KindSection, Slot
+from rollmill.kinds import KindSection, Slot, search_also
 
 _HERE = "rollmill.environments"
 
@@ -70,3 +72,16 @@ class RewardSection(KindSection):
     )
 
     weight: float = Field(1.0, description="What the value of this reward is multiplied with before all are added up.")
+
+
+class RewardsFile(Config):
+    """A file with nothing but [[rewards]], for grading again."""
+
+    rewards: tuple[RewardSection, ...] = Field(min_length=1, description="As in a run.")
+    modules: str | None = Field(None, description="Directory with modules of your own. Not set: the file's directory.")
+
+    @classmethod
+    def derive(cls, tree: dict[str, Any]) -> dict[str, Any]:
+        if isinstance(tree.get("modules"), str):
+            search_also(Path(tree["modules"]))
+        return tree

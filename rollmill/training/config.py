@@ -305,11 +305,6 @@ class RLConfig(Config):
         description="A recorded expert is replaced if its score is below this fraction of the weakest live choice's. 0 "
         "replays every recorded expert.",
     )
-    solved_at: float = Field(
-        default=1.0,
-        description="Trajectories with at least this reward count as solved in diagnostics and the report. Training "
-        "does not depend on it.",
-    )
 
     @model_validator(mode="after")
     def _fill_in_dials(self) -> Self:

@@ -5,6 +5,7 @@ graded, all graded rewards of its group are equal                       no_signa
 graded, every token is over the staleness bound                         stale: no group of the run, by its deadline
 graded, no token may be trained on, or it does not fit the model        dropped, with the reason
 failed, not graded, quarantined or deleted                              dropped; its group is still usable
+graded, but the newest rewards of its group are of several gradings     dropped
 """
 
 from __future__ import annotations
@@ -35,6 +36,10 @@ def weigh_groups(members: Mapping[str, Sequence[TrajectoryRow]]) -> tuple[Graded
     for rows in members.values():
         usable = [row for row in rows if row.state == TrajectoryState.graded]
         excluded.update({row.id: (LedgerState.dropped, _why_not_graded(row)) for row in rows if row not in usable})
+        if len({row.grading for row in usable}) > 1:  # no comparison: another grading may have another scale
+            why = "not all graded trajectories of its group were graded again; `rollmill rewards replay` does it"
+            excluded.update({row.id: (LedgerState.dropped, why) for row in usable})
+            continue
         rewards_G = np.array([row.reward for row in usable], np.float64)
         if not has_signal(rewards_G):
             why = f"all {len(usable)} graded rewards of its group are equal"

@@ -35,6 +35,7 @@ class TrajectoryQuery:
     line: str | None = None
     task_prefix: str | None = None
     id_prefix: str | None = None
+    solved: bool | None = None
     reward: Range = (None, None)
     length: Range = (None, None)  # in tokens
     version: Range = (None, None)  # of any token in it
@@ -46,6 +47,8 @@ class TrajectoryQuery:
             wanted = getattr(self, name)
             if wanted is not None:
                 query = query.where(_table[name] == to_text(wanted))
+        if self.solved is not None:
+            query = query.where(_table.solved.is_(self.solved))
         for column, prefix in ((_table.task_id, self.task_prefix), (_table.id, self.id_prefix)):
             if prefix is not None:
                 query = query.where(column.startswith(to_text(prefix), autoescape=True))

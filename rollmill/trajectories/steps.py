@@ -59,7 +59,9 @@ _TRAINED = (
     .where(ledger.c.run == _of_run, ledger.c.state == LedgerState.leased.value, ledger.c.step == _decided)
     .values(state=LedgerState.trained.value)
 )
-_PINNED = sa.select(rewards.c.id, rewards.c.trajectory).where(rewards.c.id.in_(bindparam("ids", expanding=True)))
+_PINNED = sa.select(rewards.c.id, rewards.c.trajectory, rewards.c.grading).where(
+    rewards.c.id.in_(bindparam("ids", expanding=True))
+)
 _NEWEST = sa.select(sa.func.coalesce(sa.func.max(steps.c.number), 0)).where(steps.c.run == _of_run)
 _COMMITTED = sa.select(sa.func.coalesce(sa.func.max(commits.c.step), 0)).where(commits.c.run == _of_run)
 _COMMITS = sa.select(commits).where(commits.c.run == _of_run).order_by(commits.c.created_at, commits.c.step)
@@ -115,8 +117,9 @@ def check_complete(
     leased: Mapping[str, tuple[int, float, float]],
     excluded: Mapping[str, tuple[LedgerState, str]],
 ) -> None:
-    """Refuse a decision that omits a trajectory of the groups, names another one, or pins the reward of another one."""
-    held = connection.execute(_UNDECIDED_HELD, {"of_run": run, "named": list(group_ids)})
+    """Refuse a decision that omits a trajectory of the groups, names another one, pins the reward of another one, or
+    mixes two gradings in a group."""
+    held = connection.execute(_UNDECIDED_HELD, {"of_run": run, "named": list(group_ids)}).all()
     states = {row.id: row.state for row in held}
     gone = [id for id in leased if id in states and states[id] != TrajectoryState.graded]
     if gone:
@@ -127,10 +130,13 @@ def check_complete(
     wrong += [f"{id} is not an admitted member" for id in (leased.keys() | excluded.keys()) - states.keys()]
     if leased:
         ids = [pinned for pinned, _, _ in leased.values()]
-        graded = {(row.trajectory, row.id) for row in connection.execute(_PINNED, {"ids": ids})}
+        graded = {(row.trajectory, row.id): row.grading for row in connection.execute(_PINNED, {"ids": ids})}
         wrong += [
             f"reward {pinned} is not of {id}" for id, (pinned, _, _) in leased.items() if (id, pinned) not in graded
         ]
+        groups = {row.id: row.group_id for row in held}
+        used = {(groups.get(id), graded.get((id, pinned))) for id, (pinned, _, _) in leased.items()}
+        wrong += ["a group is trained on two gradings"] if len(used) > len({group for group, _ in used}) else []
     if wrong:
         more = f" and {len(wrong) - 5} more" if len(wrong) > 5 else ""
         raise TrajectoryError(

@@ -64,6 +64,8 @@ class TrajectoryRow:
     provenance: dict[str, Any]
     reward: float | None  # the newest
     reward_id: int | None
+    solved: bool | None  # as the newest reward says
+    grading: int | None  # of the newest reward; None: the run's own
     split: str | None
     family: str | None
     # facts of its tokens, once sealed
@@ -115,6 +117,8 @@ _GRADE = (
         state=TrajectoryState.graded.value,
         reward_id=sa.case((_SUPERSEDED, trajectories.c.reward_id), else_=bindparam("given_id")),
         reward=sa.case((_SUPERSEDED, trajectories.c.reward), else_=bindparam("given")),
+        solved=sa.case((_SUPERSEDED, trajectories.c.solved), else_=bindparam("is_solved")),
+        grading=sa.case((_SUPERSEDED, trajectories.c.grading), else_=bindparam("of_grading", type_=sa.BigInteger)),
     )
 )
 _ADD_REWARD = rewards.insert().returning(rewards.c.id)
@@ -198,22 +202,8 @@ class TrajectoryStore:
 
     def grade(self, id: str, reward: Reward) -> int:
         """Append a reward and return its id. A finished or quarantined trajectory becomes graded."""
-        row = {
-            "trajectory": _stored(id),
-            "value": to_number(f"the reward of {id}", reward.value),
-            "parts": to_numbers("reward.parts", reward.parts),
-            "evidence": to_object("reward.evidence", reward.evidence),
-            "grader": to_text(reward.grader),
-            "created_at": time.time(),
-        }
-
-        def work(connection: sa.Connection) -> int:
-            reward_id = connection.execute(_ADD_REWARD, row).scalar_one()
-            if connection.execute(_GRADE, {"key": id, "given_id": reward_id, "given": row["value"]}).rowcount == 0:
-                raise _illegal(_found(connection, id), TrajectoryState.graded)
-            return reward_id
-
-        return self._append(id, work)
+        row = reward_row(id, reward)
+        return self._append(id, lambda connection: add_reward(connection, row))
 
     def fail(self, id: str, reason: str) -> None:
         """Mark it as failed because of infrastructure. A failure is never a reward."""
@@ -334,6 +324,29 @@ class TrajectoryStore:
             return writing(self._engine, work)
         except IntegrityError:  # the foreign key is the only constraint such a row can break
             raise _missing(id) from None
+
+
+def reward_row(id: str, reward: Reward, grading: int | None = None) -> dict[str, Any]:
+    """A new row for `rewards`. TrajectoryError if it cannot be stored."""
+    return {
+        "trajectory": _stored(id),
+        "value": to_number(f"the reward of {id}", reward.value),
+        "parts": to_numbers("reward.parts", reward.parts),
+        "evidence": to_object("reward.evidence", reward.evidence),
+        "grader": to_text(reward.grader),
+        "created_at": time.time(),
+        "grading": grading,
+    }
+
+
+def add_reward(connection: sa.Connection, row: dict[str, Any]) -> int:
+    """Append a reward in the caller's transaction. Returns its id."""
+    reward_id = connection.execute(_ADD_REWARD, row).scalar_one()
+    solved = Reward(row["value"], from_json(row["parts"])).solved
+    given = {"key": row["trajectory"], "given_id": reward_id, "given": row["value"], "is_solved": solved}
+    if connection.execute(_GRADE, {**given, "of_grading": row["grading"]}).rowcount == 0:
+        raise _illegal(_found(connection, row["trajectory"]), TrajectoryState.graded)
+    return reward_id
 
 
 def trajectory_rows(

@@ -3,6 +3,7 @@
 `rollmill.storage.migrations` creates and changes them in the database; a test compares the two.
 
     trajectories ──< rewards            append-only; the row also carries the newest one, which listings show
+    gradings ──< rewards                with which settings stored trajectories were graded again
                  ──< feedback           append-only; what users said, often days later
     runs ──< groups ──< ledger          what this run did with a trajectory, keyed (run, trajectory)
          ──< steps ──< step_trajectories  exactly what a step trains on; rows are inserted and never changed
@@ -50,6 +51,8 @@ trajectories = Table(
     Column("provenance", Text, nullable=False),
     Column("created_at", _Time, nullable=False),
     Column("finished_at", _Time),
+    Column("solved", sa.Boolean),  # of the newest reward; with several rewards it does not follow from their sum
+    Column("grading", _Serial),  # of the newest reward
     Index("trajectories_by_run", "run", "created_at"),
     Index("trajectories_by_group", "group_id"),
     Index("trajectories_by_age", "created_at", "id"),
@@ -64,7 +67,17 @@ rewards = Table(
     Column("evidence", Text, nullable=False),
     Column("grader", Text, nullable=False),
     Column("created_at", _Time, nullable=False),
+    Column("grading", _Serial),  # NULL: given when the trajectory ended, with the rewards of its run
     sqlite_autoincrement=True,  # a number is never reused: steps refer to it
+)
+gradings = Table(
+    "gradings",
+    metadata,
+    Column("id", _Serial, primary_key=True, autoincrement=True),
+    Column("run", Text, nullable=False),
+    Column("rewards", Text, nullable=False),  # their settings
+    Column("created_at", _Time, nullable=False),
+    sqlite_autoincrement=True,
 )
 feedback = Table(
     "feedback",

@@ -15,7 +15,7 @@ from rollmill.training.config import OptimizerConfig, RLConfig, TrainingConfig
 from rollmill.training.lineage import Lineage
 from rollmill.training.objectives.rl import Pace, RolloutBatch
 from rollmill.training.selection import trainable_sequences
-from rollmill.types import LedgerState, Sampling, Segment, StepRecord, Version
+from rollmill.types import LedgerState, Reward, Sampling, Segment, StepRecord, Version
 from tests.training.world import MODEL, STEPS, TRAINING, World, honest_segment, make_segment, policy
 
 MAIN = Lineage("main", {"main": 0})
@@ -188,13 +188,14 @@ def test_same_weights_mean_no_mismatch(tmp_path: Path, temperature: float):
     model, current = world.version(0)
     members = [honest_segment(model, seed, temperature, current) for seed in range(2)]
     world.add_group("a", members, [1.0, 0.0])
+    world.trajectories.grade("a-0", Reward(1.0, {"solved": 0.0}))  # several rewards: the first one decides
     assert trainer.run(1) == Version("main", 1)
     (event,) = [event for event in telemetry.read_events(tmp_path / "events") if event["kind"] == "step"]
     assert event["mismatch_max"] < 1e-5 and event["mismatch_tokens"] == 5, "one trajectory of two is measured"
     assert event["drift_max"] < 1e-5 and event["ess"] == pytest.approx(1)
     assert event["router_flip_rate"] == 0 and event["router_zero_overlap"] == 0
     assert (event["staleness_max"], event["staleness_counts"]) == (0, {"0": 10})
-    assert (event["reward_mean"], event["solve_rate"], event["groups"], event["trajectories"]) == (0.5, 0.5, 1, 2)
+    assert (event["reward_mean"], event["solve_rate"], event["groups"], event["trajectories"]) == (0.5, 0.0, 1, 2)
     assert event["grad_norm"] > 0 and event["lr"] == TRAINING.optimizer.lr / 2
 
 

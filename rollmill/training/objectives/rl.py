@@ -85,6 +85,7 @@ class RolloutBatch:
     wait_seconds: float
     due_seconds: float = 0.0
     groups_T: np.ndarray | None = None  # int64, the group of each trajectory of the record, as an index
+    solved: float | None = None  # the share of the trajectories with a reward that is solved
 
 
 class RLObjective:
@@ -186,14 +187,15 @@ class RLObjective:
             masked += left_out
             trained.append(content)
         members = [self._trajectories.list(record.run, group_id=group) for group in record.groups]
-        rewards = [row.reward for rows in members for row in rows if row.state == TrajectoryState.graded]
+        graded = [row for rows in members for row in rows if row.state == TrajectoryState.graded]
         group_of = {row.id: index for index, rows in enumerate(members) for row in rows}
         return RolloutBatch(
             record=record,
             microbatches=pack(sequences, self._budget),
             sample=choose_sample(record.number, trained, rule),
             masked=masked,
-            rewards=np.array(rewards, np.float64),
+            rewards=np.array([row.reward for row in graded], np.float64),
+            solved=sum(bool(row.solved) for row in graded) / len(graded) if graded else None,
             lr=lr if record.lr is None else record.lr,
             wait_seconds=waited.seconds,
             due_seconds=waited.due_seconds,
@@ -298,7 +300,7 @@ class RLObjective:
             "groups": len(batch.record.groups),
             "trajectories": len(batch.record.trajectories),
             "reward_mean": float(rewards.mean()) if rewards.size else None,
-            "solve_rate": float((rewards >= self._config.solved_at).mean()) if rewards.size else None,
+            "solve_rate": batch.solved,
             "masked_stale": batch.masked[STALE],
             "masked": {reason: count for reason, count in batch.masked.items() if count},
             "excluded": dict(Counter(state.value for state, _ in batch.record.excluded.values())),

@@ -1,0 +1,126 @@
+"""`rollmill rewards replay`: grade stored trajectories again, with better rewards."""
+
+from __future__ import annotations
+
+import asyncio
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+if TYPE_CHECKING:
+    from rollmill.cluster.run import RunDirectory
+    from rollmill.environments.sections import RewardSection
+    from rollmill.rollouts.replay import Regraded
+    from rollmill.trajectories.query import TrajectoryQuery
+
+app = typer.Typer(help="Grade stored trajectories again.", no_args_is_help=True)
+
+_SHOWN = 20  # trajectories with another reward that are listed
+
+
+@app.callback()
+def _group() -> None:
+    """Grade stored trajectories again."""
+
+
+@app.command()
+def replay(
+    run_dir: Annotated[Path, typer.Argument(help="the run directory", show_default=False)],
+    rewards: Annotated[
+        Path | None, typer.Option(help="a TOML file with [[rewards]]; default: those of the run, as their code is now")
+    ] = None,
+    dry_run: Annotated[bool, typer.Option("--dry-run", help="only show what would change")] = False,
+    task: Annotated[str | None, typer.Option(help="the task, or the beginning of its id")] = None,
+    split: Annotated[str | None, typer.Option(help="train, heldout, …")] = None,
+    group: Annotated[str | None, typer.Option(help="only this group")] = None,
+    limit: Annotated[int | None, typer.Option(min=1, help="at most this many trajectories, the newest first")] = None,
+) -> None:
+    """Grade the stored trajectories of a run again, and record a new grading beside the old one.
+
+    Groups are graded whole: the filters choose trajectories, and all graded ones of their groups are graded again. A
+    step that has trained on a group keeps the rewards it used; later steps use the new ones. For example:
+
+        rollmill rewards replay runs/demo --dry-run
+        rollmill rewards replay runs/demo --rewards stricter.toml --task fix/
+    """
+    from rollmill.cluster.run import RunDirectory
+    from rollmill.trajectories.query import TrajectoryQuery
+
+    run = RunDirectory.open(run_dir)
+    sections = run.config.rewards if rewards is None else _read_rewards(rewards)
+    query = TrajectoryQuery(run.id, "graded", group, split, task_prefix=task, limit=limit)
+    number, graded = asyncio.run(_replay(run, sections, query, dry_run))
+    _print(graded, number)
+    if any(each.problem for each in graded):
+        raise typer.Exit(1)
+
+
+def _read_rewards(path: Path) -> tuple[RewardSection, ...]:
+    from rollmill.config import load_config
+    from rollmill.environments.sections import RewardsFile
+
+    return load_config(RewardsFile, path).rewards
+
+
+async def _replay(
+    run: RunDirectory, sections: tuple[RewardSection, ...], query: TrajectoryQuery, dry_run: bool
+) -> tuple[int | None, list[Regraded]]:
+    """The number of the new grading, and its groups."""
+    from rich.progress import Progress
+
+    from rollmill.environments.environment import build_grader, build_tasks
+    from rollmill.kinds import build
+    from rollmill.rollouts.replay import Replay
+    from rollmill.storage.database import open_database
+    from rollmill.storage.objects import Objects
+    from rollmill.trajectories.gradings import begin_grading
+    from rollmill.trajectories.store import TrajectoryStore
+
+    engine, objects = open_database(run.database_url), Objects.open(run.home_store)
+    store = TrajectoryStore(engine, objects)
+    tasks, grader, machines = build_tasks(run.config), build_grader(sections), build(run.config.machine)
+    groups = list(dict.fromkeys(row.group_id for row in store.find(query)))
+    number = None
+    if groups and not dry_run:
+        number = begin_grading(engine, run.id, [section.model_dump(mode="json") for section in sections])
+    with Progress(transient=True) as progress:
+        bar = progress.add_task("grade", total=len(groups))
+        replay = Replay(engine, store, objects, tasks, machines, grader, number)
+        try:
+            return number, await replay.grade(run.id, groups, lambda: progress.advance(bar))
+        finally:
+            await machines.close()
+
+
+def _print(graded: list[Regraded], number: int | None) -> None:
+    from rich.console import Console
+    from rich.table import Table
+
+    console = Console(highlight=False, markup=False)
+    pairs = [pair for each in graded if not each.problem for pair in zip(each.old, each.new, strict=True)]
+    if not graded:
+        return console.print("no graded trajectory matches")
+    table = Table("", "before", "after")
+    before: list[Any] = [row.reward for row, _ in pairs]
+    after = [reward.value for _, reward in pairs]
+    table.add_row("mean reward", _mean(before), _mean(after))
+    table.add_row("solved", _mean([bool(row.solved) for row, _ in pairs]), _mean([new.solved for _, new in pairs]))
+    console.print(table)
+    changed = [(row, new) for row, new in pairs if row.reward != new.value]
+    for row, new in changed[:_SHOWN]:
+        console.print(f"{row.id}  {row.reward:g} → {new.value:g}")
+    if len(changed) > _SHOWN:
+        console.print(f"and {len(changed) - _SHOWN} more")
+    for each in graded:
+        if each.problem:
+            console.print(f"left as it was: {each.group}: {each.problem}")
+    done = sum(not each.problem for each in graded)
+    recorded = "nothing is recorded" if number is None else f"recorded as grading {number}"
+    console.print(
+        f"{len(pairs)} trajectories in {done} of {len(graded)} groups, {len(changed)} with another reward; {recorded}"
+    )
+
+
+def _mean(values: list[Any]) -> str:
+    return f"{sum(values) / len(values):.3f}" if values else "-"

@@ -1,0 +1,101 @@
+"""Several gradings of one trajectory, and what counts as solved."""
+
+from __future__ import annotations
+
+import pytest
+import sqlalchemy as sa
+
+from rollmill.errors import TrajectoryChanged, TrajectoryError
+from rollmill.storage.database import open_database
+from rollmill.training.selection import weigh_groups
+from rollmill.trajectories.gradings import begin_grading, record_group
+from rollmill.trajectories.ledger import Ledger
+from rollmill.trajectories.query import TrajectoryQuery
+from rollmill.trajectories.store import TrajectoryStore
+from rollmill.types import LedgerState, Reward, Version
+from tests.trajectories.test_ledger import record, settle, start
+from tests.trajectories.test_migrations import restore
+
+SEVERAL = Reward(0.7, {"solved": 1.0, "tests": 1.0, "length": -0.3})  # solved, though the sum is below 1
+UNSOLVED = Reward(1.2, {"solved": 0.0, "tests": 0.0, "style": 1.2})
+
+
+def test_the_first_reward_decides_what_is_solved_also_in_listings(store: TrajectoryStore, ledger: Ledger) -> None:
+    start(ledger, "a", size=3)
+    for number, reward in enumerate((SEVERAL, UNSOLVED, Reward(1.0))):
+        store.finish(f"a-{number}", f"p/{number}", None, tokens=4, sampled_tokens=2, segments=1)
+        store.grade(f"a-{number}", reward)
+        assert store.get(f"a-{number}").solved is reward.solved
+    assert {row.id for row in store.find(TrajectoryQuery(solved=True))} == {"a-0", "a-2"}
+    assert {row.id for row in store.find(TrajectoryQuery(solved=False))} == {"a-1"}
+    store.grade("a-1", SEVERAL)
+    assert store.get("a-1").solved
+
+
+def test_a_group_gets_a_new_grading_whole(engine: sa.Engine, store: TrajectoryStore, ledger: Ledger) -> None:
+    start(ledger, "a")
+    settle(store, ledger, "a")
+    number = begin_grading(engine, "run", [{"kind": "calls"}])
+    with pytest.raises(TrajectoryChanged):
+        record_group(engine, "run", "a", {"a-0": SEVERAL}, number)
+    with pytest.raises(TrajectoryError):  # cannot be stored
+        record_group(engine, "run", "a", {"a-0": SEVERAL, "a-1": Reward(float("nan"))}, number)
+    assert {row.grading for row in store.list(group_id="a")} == {None}
+    record_group(engine, "run", "a", {"a-0": UNSOLVED, "a-1": SEVERAL}, number)
+    rows = {row.id: row for row in store.list(group_id="a")}
+    assert [(rows[id].reward, rows[id].solved, rows[id].grading) for id in ("a-0", "a-1")] == [
+        (1.2, False, number),
+        (0.7, True, number),
+    ]
+    assert [reward.value for _, reward in store.rewards(["a-0"])["a-0"]] == [1.0, 1.2], "the old one stays"
+    assert begin_grading(engine, "run", []) == number + 1
+
+
+def test_a_group_that_is_still_running_is_not_graded_again(
+    engine: sa.Engine, store: TrajectoryStore, ledger: Ledger
+) -> None:
+    start(ledger, "a")
+    store.finish("a-0", "p/0", None, tokens=4, sampled_tokens=2, segments=1)
+    store.grade("a-0", Reward(1.0))
+    with pytest.raises(TrajectoryChanged):
+        record_group(engine, "run", "a", {"a-0": SEVERAL}, begin_grading(engine, "run", []))
+
+
+def test_a_step_keeps_the_rewards_it_was_written_with(
+    engine: sa.Engine, store: TrajectoryStore, ledger: Ledger
+) -> None:
+    start(ledger, "a")
+    settle(store, ledger, "a")
+    pinned = record(ledger, 1, "a")
+    # the grading comes between reading and writing: both are complete, so the step is written as it was chosen
+    record_group(engine, "run", "a", {"a-0": SEVERAL, "a-1": UNSOLVED}, begin_grading(engine, "run", []))
+    ledger.write_step(pinned)
+    ledger.commit_step(1, Version("rl", 1), "d")
+    assert ledger.step(1) == pinned
+
+
+def test_no_step_mixes_two_gradings(engine: sa.Engine, store: TrajectoryStore, ledger: Ledger) -> None:
+    start(ledger, "a")
+    settle(store, ledger, "a")
+    old = record(ledger, 1, "a").trajectories
+    record_group(engine, "run", "a", {"a-0": SEVERAL, "a-1": UNSOLVED}, begin_grading(engine, "run", []))
+    new = record(ledger, 1, "a").trajectories
+    with pytest.raises(TrajectoryError, match="two gradings"):
+        ledger.write_step(record(ledger, 1, "a", trajectories={"a-0": old["a-0"], "a-1": new["a-1"]}))
+    store.grade("a-0", Reward(0.0))  # one trajectory alone: the group's newest rewards are a mixture now
+    graded, excluded = weigh_groups(ledger.members(["a"]))
+    assert not graded and {state for state, _ in excluded.values()} == {LedgerState.dropped}
+    assert "graded again" in excluded["a-0"][1]
+    ledger.write_step(record(ledger, 1, "a", trajectories=new))
+
+
+@pytest.mark.parametrize(("parts", "solved"), [('{"tests":1.0}', True), ('{"solved":0.0,"style":1.0}', False)])
+def test_the_migration_says_what_is_solved(database_url: str, parts: str, solved: bool) -> None:
+    restore(database_url, "0001")
+    engine = sa.create_engine(database_url)
+    with engine.begin() as connection:
+        connection.execute(sa.text("UPDATE rewards SET parts = :parts"), {"parts": parts})
+    engine.dispose()
+    with open_database(database_url).connect() as connection:
+        found = {row.id: row.solved for row in connection.execute(sa.text("SELECT id, solved FROM trajectories"))}
+    assert bool(found["run-000000-0"]) is solved and found["run-000001-0"] is None
