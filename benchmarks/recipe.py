@@ -35,6 +35,7 @@ from rollmill.training.batching import MicroBatch, PackedSequence, SampledFacts,
 from rollmill.training.config import MidtrainConfig, OptimizerConfig, RLConfig
 from rollmill.training.lineage import Lineage
 from rollmill.training.loss import PolicyLoss, PolicyTokens, policy_loss, target_logprobs
+from rollmill.training.mixture import Mixture, Part
 from rollmill.training.objectives.midtrain import MidtrainObjective
 from rollmill.training.optimizer import MasterOptimizer, learning_rate
 from rollmill.training.replay import replay_of
@@ -109,7 +110,7 @@ class Student:
     def __post_init__(self) -> None:
         tokenizer = demo_tokenizer(self.recipe.vocab_size)
         self.format = CompactFormat(tokenizer)
-        self.documents = DemonstrationStream(self.format, tokenizer)
+        self.documents = DemonstrationStream(self.format, tokenizer, self.seed)
         self.model = Decoder(self.recipe.model(tokenizer.vocab_size))
         self.model.initialise(self.seed)
         torch.manual_seed(self.seed)
@@ -141,8 +142,7 @@ class Student:
         )
         objective = MidtrainObjective(
             MidtrainConfig(documents_per_step=recipe.documents_per_step),
-            self.documents,
-            seed=self.seed,
+            Mixture([Part("demonstrations", self.documents)], self.seed),
             max_context=MAX_CONTEXT,
             tokens_per_microbatch=TOKENS_PER_MICROBATCH,
         )
@@ -151,9 +151,9 @@ class Student:
         for step in range(1, steps + 1):
             batch = objective.next_batch(step, 0.0, Lineage("base", {"base": 0}), lambda: False)
             assert batch is not None, "only a run that is being stopped has no next batch"
-            objective.backward(self.model, batch)
+            figures = objective.backward(self.model, batch)
             optimizer.update(learning_rate(settings, step, steps))
-            tokens += batch.tokens
+            tokens += figures["tokens"]
         return tokens
 
     def reinforce(self) -> list[dict[str, float]]:

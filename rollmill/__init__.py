@@ -28,6 +28,10 @@ if TYPE_CHECKING:
     from rollmill.environments.tasks.listed import ListedTasks as ListedTasks
     from rollmill.errors import RollmillError as RollmillError
     from rollmill.errors import TaskError as TaskError
+    from rollmill.training.source import Document as Document
+    from rollmill.training.source import Documents as Documents
+    from rollmill.training.source import Source as Source
+    from rollmill.training.source import SourceContext as SourceContext
     from rollmill.types import Reward as Reward
     from rollmill.types import Sampling as Sampling
 
@@ -49,6 +53,10 @@ PUBLIC = {
     "MachineHost": "rollmill.environments.machine",
     "ExecResult": "rollmill.environments.machine",
     "Capabilities": "rollmill.environments.machine",
+    "Source": "rollmill.training.source",
+    "SourceContext": "rollmill.training.source",
+    "Documents": "rollmill.training.source",
+    "Document": "rollmill.training.source",
     "RollmillError": "rollmill.errors",
     "TaskError": "rollmill.errors",
 }

@@ -47,6 +47,10 @@ class Tokenizer:
     def save(self, path: Path) -> None:
         self._full.save(str(path))
 
+    def same_as(self, other: Tokenizer) -> bool:
+        """Whether both give every text the same tokens."""
+        return bool(self._full.to_str() == other._full.to_str())
+
     def encode(self, text: str) -> list[int]:
         """Encode into ordinary tokens only, whatever the text spells."""
         if not text.isascii():

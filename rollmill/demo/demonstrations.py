@@ -12,16 +12,17 @@ from __future__ import annotations
 
 import json
 import random
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
-from itertools import count
 
+from rollmill.chat.conversation import render_conversation
 from rollmill.chat.format import ChatFormat, Message, assistant_message
 from rollmill.chat.tokenizer import Tokenizer
 from rollmill.demo.functions import NUMBERS, OPERATORS, Function
 from rollmill.demo.micro_repos import MAIN, Repository, draw_repository, repository_of
 from rollmill.environments.harnesses.tools import OK, render_read, render_run, tool_schemas
 from rollmill.environments.task import Task
+from rollmill.training.source import Document, SourceContext
 
 
 @dataclass(frozen=True)
@@ -38,7 +39,6 @@ class Habits:
     right_again: float = 0.35  # the second try is right; it never repeats the first
 
 
-Document = tuple[list[int], list[bool]]  # token ids, and for each whether to learn to predict it
 PLAIN_CODE_SHARE = 0.1
 
 
@@ -128,28 +128,29 @@ def teacher_solve_rate(tasks: Sequence[Task], habits: Habits, attempts: int = 64
 class Demonstrations:
     """The source that the demo's mid-training reads: sessions of the teacher, and some plain code."""
 
-    def documents(self, tokenizer: Tokenizer, format: ChatFormat) -> DemonstrationStream:
-        return DemonstrationStream(format, tokenizer)
+    def documents(self, context: SourceContext) -> DemonstrationStream:
+        return DemonstrationStream(context.format, context.tokenizer, context.seed)
 
 
 @dataclass(frozen=True)
 class DemonstrationStream:
-    """The documents of mid-training: an endless stream per seed, which can start at any document."""
+    """An endless stream of documents per seed. Each depends on its number alone, so a stream can resume anywhere."""
 
     format: ChatFormat
     tokenizer: Tokenizer
+    seed: int
     habits: Habits = Habits()
+    count: None = None
 
-    def __call__(self, seed: int, start: int = 0) -> Iterator[Document]:
-        return (self.document(seed, index) for index in count(start))
+    def digests(self) -> None:
+        return None
 
-    def document(self, seed: int, index: int) -> Document:
-        """Depends on its arguments alone, so a stream can resume anywhere."""
-        generator = random.Random(f"demonstration {seed} {index}")
+    def read(self, number: int, epoch: int = 0) -> Document:
+        generator = random.Random(f"demonstration {self.seed} {number}")
         repository = draw_repository("train", generator)
         if generator.random() < PLAIN_CODE_SHARE:
             tokens = self.tokenizer.encode(plain_code(repository.function))
-            return tokens, [True] * len(tokens)
+            return Document(tokens, [True] * len(tokens))
         messages, _ = demonstrate(repository, generator, self.habits)
         return render_transcript(messages, self.format)
 
@@ -160,14 +161,6 @@ def plain_code(function: Function) -> str:
 
 
 def render_transcript(messages: list[Message], format: ChatFormat) -> Document:
-    """The session's tokens as the gateway makes them: prompt, answer, turn, answer, … Only answers are learnt."""
-    tools = tool_schemas()
-    tokens = format.render_start(messages[:1], tools)
-    learnt = [False] * len(tokens)
-    for index in range(1, len(messages), 2):
-        answer = format.render_answer(messages[index], tools)
-        results = messages[index + 1 : index + 2]
-        turn = format.render_turn(results, tools, answer_closed=True) if results else []
-        tokens += answer + turn
-        learnt += [True] * len(answer) + [False] * len(turn)
-    return tokens, learnt
+    """The session's tokens as the gateway makes them. Only answers are learnt."""
+    rendered = render_conversation(messages, tool_schemas(), format)
+    return Document(rendered.tokens, rendered.learnt)

@@ -331,8 +331,12 @@ class RLConfig(Config):
 
 
 class MidtrainConfig(Config):
+    """Next-token training on documents. Also the settings of SFT."""
+
     documents_per_step: int = Field(
-        default=32, ge=1, description="Documents in one mid-training step. More give steadier and slower steps."
+        default=32,
+        ge=1,
+        description="Documents in one step. More give steadier and slower steps. A long text counts as several.",
     )
     publish_every: int = Field(
         default=100, ge=1, description="Steps between published versions. The last step always publishes one."
@@ -342,4 +346,10 @@ class MidtrainConfig(Config):
         ge=0,
         description="Weight of the loss that spreads tokens evenly over experts. 0 turns it off; too large costs "
         "quality.",
+    )
+    heldout_every: int = Field(
+        default=100, ge=1, description="Steps between measurements of the loss on held-out documents."
+    )
+    heldout_documents: int = Field(
+        default=64, ge=1, description="Most held-out documents per source that the loss is measured on."
     )

@@ -92,6 +92,16 @@ class Placement(Protocol):
         """Whether this process decides, keeps the ledger and reports."""
         ...
 
+    @property
+    def rank(self) -> int:
+        """Which rank this process is, from 0."""
+        ...
+
+    @property
+    def ranks(self) -> int:
+        """How many ranks there are."""
+        ...
+
     def from_first(self, value: T) -> T:
         """The first rank's value, on every rank. Collective."""
         ...

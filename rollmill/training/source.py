@@ -1,26 +1,109 @@
-"""Source: where a stage's documents come from."""
+"""Source: where the documents of a stage come from. Implementations are in `sources/`.
+
+    [[stages.sources]]
+    kind = "text"                    built in, an entry point of `rollmill.sources`, or a class of your own
+    path = "src/**/*.py"
+    weight = 3                       three documents of this source for each one of a source with weight 1
+    heldout = 0.01                   1 % of its documents are never trained on; the loss on them is measured
+
+A source only lists and reads documents. Their order, the mixture, de-duplication and held-out documents are the same
+for every source (training/mixture.py).
+"""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from typing import ClassVar, Protocol
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, ClassVar, NamedTuple, Protocol
 
-from rollmill.chat.format import ChatFormat
-from rollmill.chat.tokenizer import Tokenizer
+from pydantic import Field
+
 from rollmill.kinds import KindSection, Slot
 
-Document = tuple[Sequence[int], Sequence[bool]]  # token ids, and for each whether to learn to predict it
+if TYPE_CHECKING:
+    import numpy as np
+
+    from rollmill.chat.format import ChatFormat
+    from rollmill.chat.tokenizer import Tokenizer
+
+
+class Document(NamedTuple):
+    tokens: Sequence[int]
+    learnt: Sequence[bool]  # for each token, whether to learn to predict it
+    notes: Sequence[str] = ()  # what was done to it, such as "conversation cut"; counted in the figures of the step
+
+
+@dataclass(frozen=True)
+class SourceContext:
+    """What a source may need of the run."""
+
+    tokenizer: Tokenizer
+    format: ChatFormat
+    max_context: int
+    overlap: int  # tokens that two parts of a long document share
+    seed: int
+    directory: Path  # the source's own, for an index; empty when the run begins
 
 
 class Documents(Protocol):
-    """An endless stream of documents: document i depends only on (seed, i)."""
+    """The documents of an opened source. Document `number` is the same whenever it is read, on every rank."""
 
-    def __call__(self, seed: int, start: int) -> Iterator[Document]: ...
+    @property
+    def count(self) -> int | None:
+        """How many there are. None: endless, so there are no epochs and nothing is held out."""
+        ...
+
+    def digests(self) -> np.ndarray | None:
+        """uint64 [count, 2]: equal rows are equal documents. The first column decides whether a document is held out.
+        None: documents are not compared."""
+        ...
+
+    def read(self, number: int, epoch: int) -> Document:
+        """`epoch`: how often it was read before. A document longer than the context is cut by the caller."""
+        ...
 
 
 class Source(Protocol):
-    def documents(self, tokenizer: Tokenizer, format: ChatFormat) -> Documents: ...
+    """Constructed with its settings. Its constructor imports no torch and reads no documents."""
+
+    def documents(self, context: SourceContext) -> Documents:
+        """Called once per process. The first rank is done before the others begin, so an index is built once."""
+        ...
+
+
+_HERE = "rollmill.training.sources"
 
 
 class SourceSection(KindSection):
-    _slot: ClassVar[Slot] = Slot("stages.sources", Source, {}, "rollmill.sources")
+    _slot: ClassVar[Slot] = Slot(
+        "stages.sources",
+        Source,
+        {
+            "text": f"{_HERE}.text:Text",
+            "jsonl": f"{_HERE}.jsonl:Jsonl",
+            "conversations": f"{_HERE}.conversations:Conversations",
+            "trajectories": f"{_HERE}.trajectories:Trajectories",
+        },
+        "rollmill.sources",
+    )
+
+    name: str = Field("", description="Name of the source in events and reports. Not set: its place and its kind.")
+    weight: float = Field(
+        1.0,
+        gt=0,
+        allow_inf_nan=False,
+        description="Share of documents relative to the other sources. A small source with a large weight is repeated.",
+    )
+    heldout: float = Field(
+        0.0,
+        ge=0,
+        lt=1,
+        description="Share of documents that are never trained on. The stage measures the loss on them.",
+    )
+    overlap: int = Field(
+        16,
+        ge=1,
+        description="A document longer than the context is cut; each part begins with this many tokens of the part "
+        "before, as context only.",
+    )

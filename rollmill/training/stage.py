@@ -15,6 +15,7 @@ are in `stages/`. Configurations are read without torch, so the module of a stag
 from __future__ import annotations
 
 from dataclasses import dataclass
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, Protocol
 
 from pydantic import Field
@@ -51,6 +52,7 @@ class StageContext:
     ledger: Ledger  # of this stage
     trajectories: TrajectoryStore
     weights: WeightStore
+    directory: Path  # the stage's own, beside the run, for what it keeps on this machine
 
 
 class Stage(Protocol):
@@ -88,6 +90,7 @@ class StageSection(KindSection):
         Stage,
         {
             "midtrain": "rollmill.training.stages.midtrain:Midtrain",
+            "sft": "rollmill.training.stages.sft:Sft",
             "rl": "rollmill.training.stages.rl:Reinforce",
         },
         "rollmill.stages",

@@ -32,6 +32,8 @@ T = TypeVar("T")
 
 class WholePlacement:
     first = True
+    rank = 0
+    ranks = 1
 
     def from_first(self, value: T) -> T:
         return value

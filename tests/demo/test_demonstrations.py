@@ -1,4 +1,4 @@
-"""DemonstrationStream have the tokens of real sessions, and are wrong as often and in the way that is intended."""
+"""Demonstrations have the tokens of real sessions, and are wrong as often and in the way that is intended."""
 
 from __future__ import annotations
 
@@ -101,17 +101,16 @@ def test_exactly_the_agents_tokens_are_learnt(
     sessions: list[tuple[Repository, list[Message], Function]], any_format: ChatFormat
 ) -> None:
     for _, messages, _ in sessions[:50]:
-        tokens, learnt = render_transcript(messages, any_format)
+        tokens, learnt, _ = render_transcript(messages, any_format)
         answers = [token for message in messages[1::2] for token in any_format.render_answer(message, tool_schemas())]
         assert [token for token, flag in zip(tokens, learnt, strict=True) if flag] == answers
 
 
 def test_documents_depend_on_seed_and_index_alone(format: CompactFormat, tokenizer: Tokenizer) -> None:
-    documents = DemonstrationStream(format, tokenizer)
-    stream = list(islice(documents(5), 40))
-    assert list(islice(documents(5, start=25), 15)) == stream[25:]
-    assert list(islice(documents(6), 40)) != stream
-    assert all(len(tokens) == len(learnt) and any(learnt) for tokens, learnt in stream)
+    stream = [DemonstrationStream(format, tokenizer, 5).read(number) for number in range(40)]
+    assert [DemonstrationStream(format, tokenizer, 5).read(number) for number in range(25, 40)] == stream[25:]
+    assert [DemonstrationStream(format, tokenizer, 6).read(number) for number in range(40)] != stream
+    assert all(len(document.tokens) == len(document.learnt) and any(document.learnt) for document in stream)
 
 
 def test_sessions_take_every_possible_course(
@@ -165,8 +164,8 @@ def test_sessions_are_short_and_numbers_are_one_token(
     sessions: list[tuple[Repository, list[Message], Function]], format: CompactFormat, tokenizer: Tokenizer
 ) -> None:
     rendered = [render_transcript(messages, format) for _, messages, _ in sessions]
-    assert sum(len(tokens) for tokens, _ in rendered) / len(rendered) < 70
-    assert sum(sum(learnt) for _, learnt in rendered) / len(rendered) < 30
+    assert sum(len(document.tokens) for document in rendered) / len(rendered) < 70
+    assert sum(sum(document.learnt) for document in rendered) / len(rendered) < 30
     assert all(len(tokenizer.encode(str(number))) == 1 for number in NUMBERS)
     for operator in OPERATORS.values():
         assert len(tokenizer.encode(f" {operator.symbol}")) == 1

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import gc
 import weakref
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -25,9 +24,9 @@ from rollmill.training.loop import Trainer
 from rollmill.training.objectives.midtrain import MidtrainObjective
 from rollmill.training.objectives.rl import Pace
 from rollmill.training.replay import RouterMeasures
-from rollmill.training.source import Document
 from rollmill.types import Version
 from rollmill.weights.writing.publisher import Publisher
+from tests.training.streams import generated
 from tests.training.world import MODEL, STEPS, TRAINING, World, honest_segment, make_segment, policy
 
 GPU = pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
@@ -38,13 +37,10 @@ def device(request: pytest.FixtureRequest) -> Device:
     return request.param
 
 
-def documents(seed: int, start: int) -> Iterator[Document]:
+def document(index: int) -> tuple[list[int], list[bool]]:
     """All of one length, with every fourth token not a target: shapes repeat, and rows are selected."""
-    index = start
-    while True:
-        tokens = np.random.default_rng((seed, index)).integers(0, MODEL.vocab_size, 16)
-        yield tokens.tolist(), [place % 4 != 2 for place in range(16)]
-        index += 1
+    tokens = np.random.default_rng((5, index)).integers(0, MODEL.vocab_size, 16)
+    return tokens.tolist(), [place % 4 != 2 for place in range(16)]
 
 
 def midtrainer(
@@ -52,8 +48,7 @@ def midtrainer(
 ) -> Trainer:
     objective = MidtrainObjective(
         MidtrainConfig(documents_per_step=6, publish_every=1),
-        documents,
-        seed=5,
+        generated(document),
         max_context=world.model.max_context,
         tokens_per_microbatch=48,
     )
@@ -294,12 +289,11 @@ def test_a_checkpoint_without_the_bias_is_refused(tmp_path: Path):
 def test_gradients_of_many_micro_batches_are_added_in_fp32(tmp_path: Path):
     """512 micro-batches of the same document have its gradient; a bf16 sum would stop growing half-way."""
     telemetry.open_events(tmp_path / "events", "trainer")
-    same = [next(documents(0, 0))] * 512
     for count in (1, 512):
         world = World(tmp_path / str(count), device="cuda")
         config = MidtrainConfig(documents_per_step=count, balance=0.0)
         objective = MidtrainObjective(
-            config, lambda seed, start: iter(same), seed=0, max_context=64, tokens_per_microbatch=1
+            config, generated(lambda index: document(0)), max_context=64, tokens_per_microbatch=1
         )
         Trainer(TRAINING, MODEL, objective, world.weights, world.objects, "main", steps=1, seed=0, device="cuda").run(1)
     one, many = [event for event in telemetry.read_events(tmp_path / "events") if event["kind"] == "midtrain_step"]

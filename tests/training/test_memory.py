@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import subprocess
 import sys
-from collections.abc import Iterator
 from pathlib import Path
 
 import numpy as np
@@ -19,9 +18,9 @@ from rollmill.training.config import MidtrainConfig, TrainingConfig
 from rollmill.training.loop import Trainer
 from rollmill.training.memory import explain_out_of_memory
 from rollmill.training.objectives.midtrain import MidtrainObjective
-from rollmill.training.source import Document
 from rollmill.types import Version
 from rollmill.weights.reading.store import WeightStore
+from tests.training.streams import generated
 
 MODEL = ModelConfig(
     vocab_size=512, layers=2, width=64, heads=4, kv_heads=2, head_dim=16, mlp_width=4096, experts=0, max_context=65_536
@@ -29,22 +28,18 @@ MODEL = ModelConfig(
 LENGTH = 16_384
 
 
-def documents(seed: int, start: int) -> Iterator[Document]:
+def document(index: int) -> tuple[list[int], list[bool]]:
     """The documents of the third step are long."""
-    index = start
-    while True:
-        length = LENGTH if index >= 4 else 64
-        tokens = np.random.default_rng((seed, index)).integers(0, MODEL.vocab_size, length)
-        yield tokens.tolist(), [True] * length
-        index += 1
+    length = LENGTH if index >= 4 else 64
+    tokens = np.random.default_rng((0, index)).integers(0, MODEL.vocab_size, length)
+    return tokens.tolist(), [True] * length
 
 
 def make_trainer(path: Path, device: Device, **dials: int) -> Trainer:
     training = TrainingConfig(tokens_per_microbatch=2 * LENGTH, checkpoint_every=1, deterministic=False, **dials)
     objective = MidtrainObjective(
         MidtrainConfig(documents_per_step=2, publish_every=1),
-        documents,
-        seed=0,
+        generated(document),
         max_context=MODEL.max_context,
         tokens_per_microbatch=training.tokens_per_microbatch,
     )
@@ -116,6 +111,7 @@ def test_a_setting_that_would_not_help_is_not_named(tmp_path: Path, device: Devi
     trainer = make_trainer(tmp_path, "cpu")
     batch = trainer._objective.next_batch(3, 0.0, None, lambda: False)  # type: ignore[arg-type]
     assert batch is not None
+    trainer._objective.fill(batch)  # type: ignore[attr-defined]
     (part,) = batch.microbatches
     alone = type(part)(part.tokens_N[:9], part.positions_N[:9], [9], part.rows_M, part.targets_M, None, None, None)
     with (

@@ -1,39 +1,33 @@
-from collections.abc import Iterator
 from pathlib import Path
 
 import numpy as np
-import pytest
 
 from rollmill import telemetry
-from rollmill.errors import TrainingError
+from rollmill.models.decoder import Decoder
 from rollmill.storage.objects import Objects
 from rollmill.training.config import MidtrainConfig, OptimizerConfig, TrainingConfig
 from rollmill.training.loop import Trainer
 from rollmill.training.objectives.midtrain import MidtrainObjective
-from rollmill.training.source import Document
 from rollmill.types import Version
 from rollmill.weights.reading.store import WeightStore
+from tests.training.streams import generated
 from tests.training.world import MODEL
 
 STEPS = 30
 
 
-def counting(seed: int, start: int) -> Iterator[Document]:
+def counting(index: int, seed: int = 5) -> tuple[list[int], list[bool]]:
     """Documents that count up by their own stride: easy to learn, but only from the tokens before."""
-    index = start
-    while True:
-        draw = np.random.default_rng((seed, index))
-        stride, length = int(draw.integers(1, 4)), int(draw.integers(6, 20))
-        tokens = [(index + stride * place) % MODEL.vocab_size for place in range(length)]
-        yield tokens, [place > 1 for place in range(length)]
-        index += 1
+    draw = np.random.default_rng((seed, index))
+    stride, length = int(draw.integers(1, 4)), int(draw.integers(6, 20))
+    tokens = [(index + stride * place) % MODEL.vocab_size for place in range(length)]
+    return tokens, [place > 1 for place in range(length)]
 
 
 def make_trainer(path: Path, documents=counting, training: TrainingConfig | None = None) -> tuple[Trainer, WeightStore]:
     objective = MidtrainObjective(
         MidtrainConfig(documents_per_step=8, publish_every=10),
-        documents,
-        seed=5,
+        generated(documents),
         max_context=MODEL.max_context,
         tokens_per_microbatch=64,
     )
@@ -73,32 +67,27 @@ def test_other_documents_start_a_new_line(tmp_path: Path):
     trainer.run(10)
     trainer._checkpoints._objects.delete("checkpoints/base/00000010/checkpoint.json")
 
-    def changed(seed: int, start: int) -> Iterator[Document]:
-        return counting(seed + 1, start)
-
-    trainer, weights = make_trainer(tmp_path, changed)
+    trainer, weights = make_trainer(tmp_path, lambda index: counting(index, seed=6))
     assert trainer.run(20) == Version("base.2", 2)
     manifests = weights.versions("base.2")
     assert [(manifest.number, manifest.step) for manifest in manifests] == [(0, 7), (1, 10), (2, 20)]
     assert manifests[0].parent == Version("base", 0) and manifests[0].metadata["abandons"] == ["base@1"]
 
 
-def test_targets_are_the_masked_tokens_only(tmp_path: Path):
+def test_targets_are_the_masked_tokens_only() -> None:
+    documents = [([5, 6, 7, 8], [True, False, True, False]), ([1, 2], [True, False])]
     objective = MidtrainObjective(
         MidtrainConfig(documents_per_step=2),
-        lambda seed, start: iter([([5, 6, 7, 8], [True, False, True, False]), ([1, 2], [True, False])]),
-        seed=0,
+        generated(lambda index: documents[index]),
         max_context=64,
         tokens_per_microbatch=64,
     )
     batch = objective.next_batch(1, 0.0, None, lambda: False)  # type: ignore[arg-type]
+    assert batch is not None
+    model = Decoder(MODEL)
+    model.initialise(0)
+    figures = objective.backward(model, batch)
     # a first token has no context, and the second document has no other token
-    assert batch is not None and batch.targets == 1
+    assert figures["targets"] == 1 and figures["notes"] == {"nothing to learn": 1}
     (part,) = batch.microbatches
     assert part.tokens_N.tolist() == [5, 6] and part.targets_M.tolist() == [7] and part.rows_M.tolist() == [1]
-
-
-def test_a_stream_that_ends_is_an_error_with_a_hint(tmp_path: Path):
-    trainer, _ = make_trainer(tmp_path, lambda seed, start: iter([([1, 2], [True, True])]))
-    with pytest.raises(TrainingError, match="ended at document 1"):
-        trainer.run(1)

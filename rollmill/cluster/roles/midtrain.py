@@ -23,6 +23,7 @@ from rollmill.models.huggingface.files import CONFIG
 from rollmill.storage.objects import Objects
 from rollmill.training.fitting import fitted
 from rollmill.training.loop import Trainer
+from rollmill.training.mixture import Mixture, Part
 from rollmill.training.objectives.midtrain import MidtrainObjective
 from rollmill.training.placement import Placement, place
 from rollmill.training.whole import WHOLE
@@ -66,8 +67,7 @@ def _train(
     training = fitted(stage.training, config.model, choose_device(config.device))
     objective = MidtrainObjective(
         stage,
-        DemonstrationStream(format, tokenizer),
-        seed=config.seed,
+        Mixture([Part("demonstrations", DemonstrationStream(format, tokenizer, config.seed))], config.seed),
         max_context=config.model.max_context,
         tokens_per_microbatch=training.tokens_per_pass,
     )

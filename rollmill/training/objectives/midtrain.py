@@ -1,31 +1,34 @@
-"""Mid-training: next-token cross-entropy on documents.
+"""Mid-training and SFT: next-token cross-entropy on the tokens of documents that are to be learnt.
 
-The batch of step n is documents (n−1)·D … n·D − 1 of a stream that depends only on the seed. So a resumed run sees
+The batch of step n is documents (n−1)·D … n·D − 1 of a mixture that depends on the seed alone. So a resumed run sees
 exactly what an uninterrupted one would have seen, without any record.
+
+Each rank reads and tokenises every `ranks`-th document of a step. Then the tokens are gathered in the order of the
+documents and packed, on every rank alike: neither order nor micro-batches depend on who read what.
 """
 
 from __future__ import annotations
 
-import itertools
-from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass
-from typing import Any
+from collections import Counter
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, field, replace
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
 from torch import Tensor
 
 from rollmill import telemetry
-from rollmill.errors import TrainingError
 from rollmill.models.decoder import Decoder
-from rollmill.training.batching import MicroBatch, PackedSequence, pack
+from rollmill.training.batching import MicroBatch, PackedSequence, SampledFacts, pack
 from rollmill.training.config import MidtrainConfig
 from rollmill.training.diagnostics import finite
 from rollmill.training.lineage import Lineage
+from rollmill.training.mixture import Mixture, windows
 from rollmill.training.objective import StepOutcome, leave_on_model
 from rollmill.training.placement import Passes, Placement
 from rollmill.training.replay import RouterMeasures
-from rollmill.training.source import Document, Documents
+from rollmill.training.source import Document
 from rollmill.training.whole import WHOLE
 from rollmill.types import Version
 from rollmill.weights.format.tensors import HostTensor
@@ -33,67 +36,39 @@ from rollmill.weights.format.tensors import HostTensor
 
 @dataclass(frozen=True)
 class DocumentBatch:
-    microbatches: list[MicroBatch]
-    tokens: int
-    targets: int
+    number: int  # of the step
     lr: float
+    microbatches: list[MicroBatch] = field(default_factory=list)  # `backward` fills it in, from what all ranks read
+
+
+class Prepared(NamedTuple):
+    """A document that is ready to be packed."""
+
+    sequences: list[PackedSequence]
+    notes: list[str]
+    source: str
 
 
 class MidtrainObjective:
     def __init__(
         self,
         config: MidtrainConfig,
-        documents: Documents,
+        mixture: Mixture,
         *,
-        seed: int,
         max_context: int,
         tokens_per_microbatch: int,
     ) -> None:
         self._config = config
-        self._documents = documents
-        self._seed = seed
+        self._mixture = mixture
         self._max_context = max_context
         self._budget = tokens_per_microbatch
-        self._stream: Iterator[Document] = iter(())
-        self._next_document = -1
         self._passes: Passes | None = None
+        self._placement: Placement = WHOLE
 
     def next_batch(
         self, number: int, lr: float, lineage: Lineage, stopping: Callable[[], bool]
     ) -> DocumentBatch | None:
-        if stopping():
-            return None
-        sequences = [
-            sequence
-            for document in self._read((number - 1) * self._config.documents_per_step)
-            if (sequence := self._sequence(document)) is not None
-        ]
-        return DocumentBatch(
-            microbatches=pack(sequences, self._budget),
-            tokens=sum(len(sequence.tokens) for sequence in sequences),
-            targets=sum(len(sequence.targets) for sequence in sequences),
-            lr=lr,
-        )
-
-    def _read(self, start: int) -> list[Document]:
-        if start != self._next_document:
-            self._stream = self._documents(self._seed, start)
-        documents = list(itertools.islice(self._stream, self._config.documents_per_step))
-        if len(documents) < self._config.documents_per_step:
-            raise TrainingError(
-                f"the document stream ended at document {start + len(documents)}",
-                hint="it needs steps · documents_per_step documents: lower midtrain.steps, or repeat the stream",
-            )
-        self._next_document = start + len(documents)
-        return documents
-
-    def _sequence(self, document: Document) -> PackedSequence | None:
-        tokens = np.asarray(document[0], np.int64)[: self._max_context]
-        mask = np.asarray(document[1], np.bool_)[: self._max_context]
-        picked = np.flatnonzero(mask[1:]) + 1
-        if picked.size == 0:
-            return None
-        return PackedSequence(tokens=tokens[: picked[-1]], rows=picked - 1, targets=tokens[picked])
+        return None if stopping() else DocumentBatch(number, lr)
 
     def backward(
         self,
@@ -103,19 +78,87 @@ class MidtrainObjective:
         placement: Placement = WHOLE,
     ) -> dict[str, Any]:
         if self._passes is None or self._passes.model is not model:
-            self._passes = placement.next_token_passes(model, self._config.balance)
+            self._passes, self._placement = placement.next_token_passes(model, self._config.balance), placement
+        if batch.number == 1:
+            self._measure(0)
+        counts = self.fill(batch)
+        tokens = sum(len(part.tokens_N) for part in batch.microbatches)
+        targets = sum(len(part.targets_M) for part in batch.microbatches)
         losses: list[Tensor] = []
         router = RouterMeasures()
         for part in batch.microbatches:
             if losses:
                 accumulate()
-            loss, load_LE = self._passes(part, batch.targets, batch.tokens)
+            loss, load_LE = self._passes(part, targets, tokens)
             losses.append(loss)
             if load_LE is not None:
                 router.add_load(len(part.tokens_N), load_LE)
         # read last, when everything is queued: reading waits for the device
         total = sum(torch.stack(losses).tolist()) if losses else 0.0
-        return {"loss": total, "tokens": batch.tokens, **router.over_ranks(placement).load_figures()}
+        figures = {"loss": total, "tokens": tokens, "targets": targets, **counts}
+        return {**figures, **router.over_ranks(placement).load_figures()}
+
+    def fill(self, batch: DocumentBatch) -> dict[str, dict[str, int]]:
+        """Read the documents of a step and pack them. Returns its documents by source, and by what was done to them.
+        Collective."""
+        size = self._config.documents_per_step
+        read = self._read(range((batch.number - 1) * size, batch.number * size), self._from_mixture)
+        batch.microbatches[:] = pack((sequence for each in read for sequence in each.sequences), self._budget)
+        return {
+            "documents": dict(Counter(each.source for each in read)),
+            "notes": dict(Counter(note for each in read for note in each.notes)),
+        }
+
+    def _read(self, numbers: Iterable[int], prepare: Callable[[int], Prepared]) -> list[Prepared]:
+        """Documents in the order of `numbers`; each rank prepares its share. Collective."""
+        ranks, rank = self._placement.ranks, self._placement.rank
+        shares = self._placement.gather([prepare(number) for number in list(numbers)[rank::ranks]])
+        total = sum(map(len, shares))
+        return [shares[place % ranks][place // ranks] for place in range(total)]
+
+    def _from_mixture(self, index: int) -> Prepared:
+        document, part = self._mixture.read(index)
+        return self._prepared(document, part.overlap, part.name)
+
+    def _prepared(self, document: Document, overlap: int, source: str) -> Prepared:
+        cut = windows(document, self._max_context, overlap)
+        notes = [*document.notes, *(["cut"] if len(cut) > 1 else [])]
+        sequences = [sequence for each in cut if (sequence := _sequence(each)) is not None]
+        return Prepared(sequences, notes if sequences or notes else ["nothing to learn"], source)
+
+    # held-out documents
+
+    def _measure(self, step: int) -> None:
+        """Emit the loss on held-out documents of each source. Collective."""
+        assert self._passes is not None
+        model = self._passes.model
+        for number, part in enumerate(self._mixture.parts):
+            documents = range(min(self._config.heldout_documents, len(self._mixture.chosen[number].heldout)))
+            if not documents:
+                continue
+
+            def prepare(place: int, number: int = number) -> Prepared:
+                held = self._mixture.heldout(number, place)
+                return self._prepared(held, self._mixture.parts[number].overlap, self._mixture.parts[number].name)
+
+            read = self._read(documents, prepare)
+            sequences = [_measurable(sequence) for each in read for sequence in each.sequences]
+            total = 0.0
+            with torch.no_grad(), telemetry.busy("measure"):
+                for micro in pack(sequences, self._budget):
+                    total -= float(self._placement.recompute(model, micro, None).logprobs_M.double().sum())
+                    self._placement.release(model)
+            targets = sum(len(sequence.targets) for sequence in sequences)
+            telemetry.emit(
+                "heldout_loss",
+                step=step,
+                source=part.name,
+                documents=len(documents),
+                targets=targets,
+                loss=total / targets if targets else None,
+            )
+
+    # the rest of the loop
 
     def remember(self, digest: str, tensors: Mapping[str, HostTensor]) -> None:
         """Not needed: nothing is sampled."""
@@ -132,6 +175,23 @@ class MidtrainObjective:
             step=outcome.number,
             steps=outcome.steps,
             **finite(outcome.figures),
-            tokens_per_s=batch.tokens / outcome.seconds,
+            tokens_per_s=outcome.figures["tokens"] / outcome.seconds,
             **outcome.update.figures(),
         )
+        if outcome.number % self._config.heldout_every == 0 or outcome.number == outcome.steps:
+            self._measure(outcome.number)
+
+
+def _sequence(document: Document) -> PackedSequence | None:
+    tokens, mask = np.asarray(document.tokens, np.int64), np.asarray(document.learnt, np.bool_)
+    picked = np.flatnonzero(mask[1:]) + 1  # nothing predicts a first token
+    if picked.size == 0:
+        return None
+    return PackedSequence(tokens=tokens[: picked[-1]], rows=picked - 1, targets=tokens[picked])
+
+
+def _measurable(sequence: PackedSequence) -> PackedSequence:
+    """A sequence whose log-probs can be recomputed: at temperature 1."""
+    count = len(sequence.targets)
+    zeros, whole = np.zeros(count, np.float32), np.zeros(count, np.int64)
+    return replace(sequence, facts=SampledFacts(zeros, np.ones(count, np.float32), zeros, whole, whole))

@@ -46,6 +46,14 @@ class ShardedPlacement:
     def first(self) -> bool:
         return self._world.first
 
+    @property
+    def rank(self) -> int:
+        return self._world.rank
+
+    @property
+    def ranks(self) -> int:
+        return self._world.size
+
     def from_first(self, value: T) -> T:
         return self._world.from_first(value)
 

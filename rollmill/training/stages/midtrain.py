@@ -6,9 +6,9 @@ from typing import TYPE_CHECKING
 
 from pydantic import Field
 
-from rollmill.kinds import build
 from rollmill.training.config import MidtrainConfig
-from rollmill.training.source import Source, SourceSection
+from rollmill.training.mixture import open_mixture
+from rollmill.training.source import SourceSection
 from rollmill.training.stage import StageContext
 
 if TYPE_CHECKING:
@@ -26,11 +26,9 @@ class Midtrain:
     def objective(self, context: StageContext) -> MidtrainObjective:
         from rollmill.training.objectives.midtrain import MidtrainObjective  # torch
 
-        source: Source = build(self._config.sources[0])
         return MidtrainObjective(
             self._config,
-            source.documents(context.tokenizer, context.format),
-            seed=context.seed,
+            open_mixture(self._config.sources, context),
             max_context=context.model.max_context,
             tokens_per_microbatch=context.tokens_per_microbatch,
         )

@@ -1,0 +1,186 @@
+"""Mixture: the documents of several sources as one endless stream. Document i follows from the seed and i alone.
+
+    sources ─► equal documents but the first are left out ─► held-out ones are set apart ─► weights ─► epochs, permuted
+
+Documents are equal if their contents have equal hashes (exact: one changed character makes another document), within a
+source and across sources. A document is held out if its hash falls into the share of its source, or if an equal
+document of another source is held out. Only numbers are kept in memory: 8 bytes per document.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from rollmill import telemetry
+from rollmill.errors import ConfigError, TrainingError
+from rollmill.kinds import build
+from rollmill.training.order import Mix, permuted
+from rollmill.training.source import Document, Documents, Source, SourceContext, SourceSection
+
+if TYPE_CHECKING:
+    from rollmill.training.stage import StageContext
+
+_NONE = np.empty(0, np.int64)
+
+
+@dataclass(frozen=True)
+class Part:
+    """One opened source, with the settings that every source has."""
+
+    name: str
+    documents: Documents
+    weight: float = 1.0
+    heldout: float = 0.0
+    overlap: int = 1
+
+
+@dataclass(frozen=True)
+class Chosen:
+    """Numbers of the documents of a part, by what they are for."""
+
+    training: np.ndarray | None  # None: every document of an endless source
+    heldout: np.ndarray
+    duplicates: int
+
+
+def open_mixture(sections: Sequence[SourceSection], context: StageContext) -> Mixture:
+    """Open the sources of a stage. Collective: the first rank builds the indexes, then the others read them."""
+    if not context.placement.first:
+        context.placement.from_first(None)
+    parts = [_open(section, number, context) for number, section in enumerate(sections)]
+    mixture = Mixture(parts, context.seed)
+    if context.placement.first:
+        mixture.report()
+        context.placement.from_first(None)
+    return mixture
+
+
+def _open(section: SourceSection, number: int, context: StageContext) -> Part:
+    name, longest = section.name or f"{number + 1} {section.kind}", context.model.max_context
+    if section.overlap > longest // 2:
+        raise ConfigError(
+            f"the source {name!r} has overlap = {section.overlap}, more than half of the context of {longest} tokens",
+            hint="lower overlap",
+        )
+    source: Source = build(section)
+    documents = source.documents(
+        SourceContext(
+            tokenizer=context.tokenizer,
+            format=context.format,
+            max_context=longest,
+            overlap=section.overlap,
+            seed=context.seed,
+            directory=context.directory / "sources" / str(number + 1),
+        )
+    )
+    return Part(name, documents, section.weight, section.heldout, section.overlap)
+
+
+class Mixture:
+    def __init__(self, parts: Sequence[Part], seed: int) -> None:
+        self.parts = parts
+        self.chosen = choose(parts)
+        self._seed = seed
+        self._mix = Mix([part.weight for part in parts], seed)
+        for part, chosen in zip(parts, self.chosen, strict=True):
+            if chosen.training is not None and len(chosen.training) == 0:
+                raise TrainingError(
+                    f"the source {part.name!r} has no document to train on: {part.documents.count} were found, "
+                    f"{chosen.duplicates} equal another one, {len(chosen.heldout)} are held out",
+                    hint="look at its path, lower heldout, or leave the source out",
+                )
+
+    def read(self, index: int) -> tuple[Document, Part]:
+        """Document `index` of the stream, and the part it comes from."""
+        number, before = self._mix.locate(index)
+        part, training = self.parts[number], self.chosen[number].training
+        if training is None:
+            return part.documents.read(before, 0), part
+        epoch, place = divmod(before, len(training))
+        at = permuted(place, len(training), f"{self._seed} source {number} epoch {epoch}")
+        return part.documents.read(int(training[at]), epoch), part
+
+    def heldout(self, number: int, place: int) -> Document:
+        """The held-out document of a part at `place` of a fixed order."""
+        part, held = self.parts[number], self.chosen[number].heldout
+        return part.documents.read(int(held[permuted(place, len(held), "heldout")]), 0)
+
+    def report(self) -> None:
+        """Emit what each source has."""
+        for part, chosen in zip(self.parts, self.chosen, strict=True):
+            telemetry.emit(
+                "source",
+                source=part.name,
+                documents=part.documents.count,
+                training=None if chosen.training is None else len(chosen.training),
+                heldout=len(chosen.heldout),
+                duplicates=chosen.duplicates,
+                skipped=dict(getattr(part.documents, "skipped", {})),
+            )
+
+
+def choose(parts: Sequence[Part]) -> list[Chosen]:
+    """Leave out all but the first of equal documents, and set held-out ones apart."""
+    digests = [part.documents.digests() for part in parts]
+    for part, own in zip(parts, digests, strict=True):
+        if own is None and part.heldout:
+            raise TrainingError(
+                f"the source {part.name!r} cannot hold documents out: it does not compare them",
+                hint="remove heldout, or return digests from its documents",
+            )
+    compared = [own for own in digests if own is not None]
+    keys = np.concatenate([np.empty((0, 2), np.uint64), *compared])
+    shares = [np.full(0 if own is None else len(own), part.heldout) for part, own in zip(parts, digests, strict=True)]
+    first, held = _compare(keys, np.concatenate(shares))
+    found, start = [], 0
+    for part, own in zip(parts, digests, strict=True):
+        if own is None:
+            count = part.documents.count
+            found.append(Chosen(None if count is None else np.arange(count), _NONE, 0))
+            continue
+        mine = slice(start, start + len(own))
+        start += len(own)
+        found.append(
+            Chosen(
+                np.flatnonzero(first[mine] & ~held[mine]),
+                np.flatnonzero(first[mine] & held[mine]),
+                int((~first[mine]).sum()),
+            )
+        )
+    return found
+
+
+def _compare(keys: np.ndarray, shares: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """For each document, whether it is the first with its content, and whether that content is held out."""
+    order = np.lexsort((keys[:, 1], keys[:, 0]))  # stable: equal keys stay in the order of the sources
+    ordered = keys[order]
+    starts = np.ones(len(keys), np.bool_)
+    starts[1:] = (ordered[1:] != ordered[:-1]).any(1)
+    first = np.zeros(len(keys), np.bool_)
+    first[order[starts]] = True
+    held = np.zeros(len(keys), np.bool_)
+    drawn = (keys[:, 0] / np.float64(2**64) < shares)[order]
+    group = np.cumsum(starts) - 1
+    any_held = np.zeros(int(starts.sum()), np.bool_)
+    np.logical_or.at(any_held, group, drawn)
+    held[order] = any_held[group]
+    return first, held
+
+
+def windows(document: Document, longest: int, overlap: int) -> list[Document]:
+    """The document in parts of at most `longest` tokens.
+
+    Each part after the first begins with the last `overlap` tokens of the part before, as context only. So every token
+    is learnt once."""
+    tokens, learnt = document.tokens, document.learnt
+    found = [Document(tokens[:longest], learnt[:longest])]
+    start = longest - overlap
+    while start + overlap < len(tokens):
+        own = learnt[start + overlap : start + longest]
+        found.append(Document(tokens[start : start + longest], [False] * overlap + list(own)))
+        start += longest - overlap
+    return found

@@ -1,0 +1,113 @@
+"""Conversations: JSONL in OpenAI's form. Only the assistant's tokens are learnt.
+
+    {"messages": [{"role": "user", "content": "Fix add."},
+                  {"role": "assistant", "content": null, "tool_calls": [{"id": "1", "type": "function",
+                    "function": {"name": "read", "arguments": "{\\"path\\": \\"add.py\\"}"}}]},
+                  {"role": "tool", "tool_call_id": "1", "content": "def add…"},
+                  {"role": "assistant", "content": "Fixed."}],
+     "tools": [{"type": "function", "function": {"name": "read", "parameters": {…}}}]}
+
+`rollmill trajectories export --format openai` writes it. An answer with "weight": 0 is context only. Other fields are
+ignored. A conversation longer than the context is cut after the last answer that fits, and counted; one without an
+answer that fits is left out of its step, and counted.
+"""
+
+from __future__ import annotations
+
+import json
+from collections import Counter
+from collections.abc import Iterator
+from typing import NamedTuple
+
+import numpy as np
+from pydantic import Field
+
+from rollmill.chat.conversation import render_conversation
+from rollmill.chat.format import Message, Tool
+from rollmill.config import Config, LocalPath
+from rollmill.errors import GatewayError
+from rollmill.gateway.body import parse_object
+from rollmill.gateway.dialects.openai_chat import parse_request
+from rollmill.training.source import Document, SourceContext
+from rollmill.training.sources.files import MAX_LINE, Index, Row, Skipped, digest, lines, open_index
+
+MOST_MESSAGES = 100_000
+
+
+class ConversationSettings(Config):
+    path: LocalPath = Field(description="A JSONL file, a directory of them or a glob such as `chats/*.jsonl`.")
+
+
+class Conversation(NamedTuple):
+    messages: list[Message]
+    tools: list[Tool]
+    ignored: list[int]  # places of answers that are not learnt
+
+
+class Conversations:
+    def __init__(self, config: ConversationSettings) -> None:
+        self._config = config
+
+    def documents(self, context: SourceContext) -> ConversationDocuments:
+        return ConversationDocuments(open_index(context.directory, self._config.path, "openai", _scan), context)
+
+
+class ConversationDocuments:
+    def __init__(self, index: Index, context: SourceContext) -> None:
+        self._index, self._context = index, context
+
+    @property
+    def count(self) -> int:
+        return self._index.count
+
+    @property
+    def skipped(self) -> Counter[str]:
+        return self._index.skipped
+
+    def digests(self) -> np.ndarray:
+        return self._index.digests()
+
+    def read(self, number: int, epoch: int) -> Document:
+        found = parse_conversation(self._index.bytes(self._index.row(number)))
+        rendered = render_conversation(found.messages, found.tools, self._context.format, found.ignored)
+        if len(rendered.tokens) <= self._context.max_context:
+            return Document(rendered.tokens, rendered.learnt)
+        cut = rendered.cut(self._context.max_context)
+        note = "conversation cut" if any(cut.learnt) else "conversation left out: no answer fits into the context"
+        return Document(cut.tokens, cut.learnt, [note])
+
+
+def _scan(number: int, path: str) -> Iterator[Row | Skipped]:
+    for line in lines(path):
+        place = f"{path}:{line.number}"
+        if line.data is None:
+            yield Skipped("line too long", place, f"over {MAX_LINE} bytes")
+            continue
+        try:
+            found = parse_conversation(line.data)
+        except ValueError as error:
+            yield Skipped("malformed conversation", place, str(error))
+            continue
+        high, low = digest(json.dumps(found, sort_keys=True).encode())
+        yield Row(number, line.offset, len(line.data), digest=high, part=low)
+
+
+def parse_conversation(line: bytes) -> Conversation:
+    """ValueError says which field is wrong, and the remedy."""
+    try:
+        request = parse_request(line, stop_tokens=(), default_max_tokens=1, max_messages=MOST_MESSAGES)
+        given = parse_object(line)["messages"]
+    except GatewayError as error:
+        message = error.message.replace("the request body", "the line")
+        raise ValueError(f"{message}; {error.hint}" if error.hint else message) from None
+    ignored = []
+    for place, message in enumerate(given):
+        weight = message.get("weight")
+        if weight not in (None, 0, 1) or (weight is not None and message["role"] != "assistant"):
+            raise ValueError(f"messages[{place}].weight is {weight!r}; only answers have one, 0 or 1")
+        if weight == 0:
+            ignored.append(place)
+    learnt = [place for place, each in enumerate(request.messages) if each["role"] == "assistant"]
+    if not set(learnt) - set(ignored):
+        raise ValueError("messages has no answer to learn from; add a message with the role assistant")
+    return Conversation(request.messages, request.tools, ignored)

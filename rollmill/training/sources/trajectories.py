@@ -1,0 +1,152 @@
+"""Trajectories of a run that earned a reward: exactly the tokens that were sampled, never tokenised again.
+
+    [[stages.sources]]
+    kind = "trajectories"
+    run = "runs/first"
+    min_reward = 1.0
+
+Each segment is a document. Sampled tokens on the way to the outcome are learnt (training/credit.py). Which trajectories
+these are is decided once, when the stage begins; the other run may go on.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+import blake3
+import numpy as np
+from pydantic import Field
+
+from rollmill.chat.conversation import Rendered
+from rollmill.chat.tokenizer import Tokenizer
+from rollmill.config import Config, LocalPath
+from rollmill.errors import ConfigError, StorageError, TrainingError, TrajectoryError
+from rollmill.training.source import Document, SourceContext
+
+_KEPT = "trajectories.json"
+
+
+class TrajectorySettings(Config):
+    run: LocalPath = Field(description="Directory of the run whose trajectories are learnt from.")
+    min_reward: float = Field(1.0, description="Least reward that a trajectory must have earned.")
+    split: str = Field("train", description="Only trajectories of tasks of this split.")
+
+
+class Trajectories:
+    def __init__(self, config: TrajectorySettings) -> None:
+        self._config = config
+
+    def documents(self, context: SourceContext) -> TrajectoryDocuments:
+        from rollmill.storage.database import open_database
+        from rollmill.storage.objects import Objects
+        from rollmill.trajectories.store import TrajectoryStore
+
+        run = Path(self._config.run)
+        database, run_id = _read_run(run)
+        if not context.tokenizer.same_as(Tokenizer.load(run / "tokenizer.json")):
+            raise ConfigError(
+                f"{run} has another tokenizer than this run, so its tokens mean something else here",
+                hint="`rollmill trajectories export --format openai`, then a source of the kind conversations",
+            )
+        url = database or f"sqlite:///{run / 'mill.db'}"
+        if database is None and not (run / "mill.db").exists():
+            raise ConfigError(f"{run} has no trajectories", hint="name a run that has done rollouts")
+        store = TrajectoryStore(open_database(url), Objects.open(run / "store"))
+        kept = _open_list(context.directory, self._config.model_dump(mode="json"), lambda: self._choose(store, run_id))
+        return TrajectoryDocuments(store, kept, context)
+
+    def _choose(self, store: Any, run_id: str | None) -> dict[str, Any]:
+        """The segments to learn from, with their digests, and how many trajectories cannot be used."""
+        from rollmill.trajectories.query import TrajectoryQuery
+
+        query = TrajectoryQuery(
+            run=run_id, state="graded", split=self._config.split, reward=(self._config.min_reward, None)
+        )
+        segments: list[list[Any]] = []
+        skipped: Counter[str] = Counter()
+        for id in sorted(row.id for row in store.find(query)):
+            try:
+                trajectory = store.load(id)
+            except (TrajectoryError, StorageError):
+                skipped["payload cannot be read"] += 1
+                continue
+            for number, rendered in enumerate(_rendered(trajectory.segments)):
+                if any(rendered.learnt):
+                    found = blake3.blake3(np.asarray(rendered.tokens, "<i4").tobytes() + bytes(rendered.learnt)).digest(
+                        16
+                    )
+                    halves = (found[:8], found[8:])
+                    segments.append([id, number, *(int.from_bytes(half, "little") for half in halves)])
+        return {"segments": segments, "skipped": dict(skipped)}
+
+
+class TrajectoryDocuments:
+    def __init__(self, store: Any, kept: dict[str, Any], context: SourceContext) -> None:
+        self._store, self._context = store, context
+        self._segments: list[list[Any]] = kept["segments"]
+        self.skipped: Counter[str] = Counter(kept["skipped"])
+
+    @property
+    def count(self) -> int:
+        return len(self._segments)
+
+    def digests(self) -> np.ndarray:
+        return np.array([segment[2:4] for segment in self._segments], np.uint64).reshape(-1, 2)
+
+    def read(self, number: int, epoch: int) -> Document:
+        id, segment = self._segments[number][:2]
+        try:
+            rendered = _rendered(self._store.load(id).segments)[segment]
+        except (TrajectoryError, StorageError) as error:  # deleted since: it must not be learnt from
+            return Document([], [], [f"trajectory left out: {error.boundary}"])
+        if len(rendered.tokens) <= self._context.max_context:
+            return Document(rendered.tokens, rendered.learnt)
+        cut = rendered.cut(self._context.max_context)
+        return Document(cut.tokens, cut.learnt, ["trajectory cut" if cut.ends else "trajectory left out: too long"])
+
+
+def _rendered(segments: Any) -> list[Rendered]:
+    """Tokens as sampled, and which are learnt: sampled, and on the way to the outcome."""
+    from rollmill.training.credit import credit_of
+
+    credits = credit_of(segments, "path")
+    return [
+        Rendered(
+            segment.tokens.tolist(),
+            (segment.sampled & (credit > 0)).tolist(),
+            [span.end for span in segment.spans],
+        )
+        for segment, credit in zip(segments, credits, strict=True)
+    ]
+
+
+def _read_run(run: Path) -> tuple[str | None, str | None]:
+    """The database that a run shares with others and its id there; None and None: its own database."""
+    try:
+        saved = json.loads((run / "run.json").read_text())
+        database = saved["config"].get("database")
+        return database, saved.get("id") if database else None
+    except (OSError, ValueError, KeyError, AttributeError):
+        raise ConfigError(f"{run} holds no run", hint="`rollmill runs` lists the runs there are") from None
+
+
+def _open_list(directory: Path, settings: Any, choose: Any) -> dict[str, Any]:
+    path = directory / _KEPT
+    if path.exists():
+        kept: dict[str, Any] = json.loads(path.read_text())
+        if kept["settings"] != settings:
+            raise TrainingError(
+                "the source of trajectories has other settings than when the stage began",
+                hint="restore them, or start a run with another name",
+            )
+        return kept
+    chosen = {"settings": settings, **choose()}
+    directory.mkdir(parents=True, exist_ok=True)
+    draft = directory / f"{_KEPT}.{os.getpid()}"
+    draft.write_text(json.dumps(chosen))
+    os.replace(draft, path)
+    return chosen
