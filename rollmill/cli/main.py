@@ -16,6 +16,7 @@ from rollmill.cli import (
     demo,
     doctor,
     evaluate,
+    images,
     init,
     model,
     rewards,
@@ -64,6 +65,7 @@ app.command("stop")(runs.stop)
 app.command("rm")(runs.remove)
 app.command("init")(init.init)
 app.add_typer(tasks.app, name="tasks")
+app.add_typer(images.app, name="images")
 app.add_typer(model.app, name="model")
 app.add_typer(weights.app, name="weights")
 app.add_typer(trajectories.app, name="trajectories")

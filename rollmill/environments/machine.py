@@ -32,6 +32,7 @@ class Capabilities:
 
 class Machine(Protocol):
     capabilities: Capabilities
+    image: str  # what it started from, with its digest: NAME@DIGEST
 
     async def exec(
         self,

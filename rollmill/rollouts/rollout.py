@@ -153,6 +153,7 @@ async def _play(
 ) -> HandIn:
     machine = await context.machines.create(task.image, task.files)
     try:
+        facts = {**facts, "provenance": {**facts.get("provenance", {}), "image": machine.image}}
         key = await context.gateway.open_session(
             trajectory, traffic="rollout", min_version=min_version, task_id=task.id, **facts
         )

@@ -21,6 +21,7 @@ class SlowMachine:
         self._seconds = seconds
         self._draw = draw
         self.capabilities: Capabilities = machine.capabilities
+        self.image = machine.image
 
     async def exec(self, argv: Sequence[str], **options: Any) -> ExecResult:
         await asyncio.sleep(self._draw.choice(self._seconds))

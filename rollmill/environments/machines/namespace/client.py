@@ -19,7 +19,7 @@ from pydantic import Field
 
 from rollmill.config import Config
 from rollmill.environments.machine import WORK, Capabilities, ExecResult
-from rollmill.environments.machines.images import load_image
+from rollmill.environments.machines.images import Image, load_image
 from rollmill.environments.machines.namespace import launch, wire
 from rollmill.errors import MachineError, TaskError
 
@@ -37,8 +37,11 @@ class NamespaceConfig(Config):
     processes: int = Field(default=64, ge=4, description="Most processes and threads in one machine.")
     open_files: int = Field(default=256, ge=32, description="Most open files of one process in a machine.")
     images: str | None = Field(
-        None, description="Directory with machine images, one folder per name. The image `host-python` is built in."
+        None,
+        description="Directory with machine images, one folder per name. `rollmill images` builds others, and "
+        "`host-python` is built in.",
     )
+    image_mb: int = Field(default=64, ge=1, description="Most files of an image's work directory in MiB.")
 
 
 class NamespaceMachine:
@@ -51,10 +54,11 @@ class NamespaceMachine:
 
     capabilities = Capabilities(kernel="shared", snapshot="files", listen=True)
 
-    def __init__(self, host: NamespaceHost, identifier: int, image: str, connection: socket.socket) -> None:
+    def __init__(self, host: NamespaceHost, identifier: int, image: Image, connection: socket.socket) -> None:
+        self.image = image.reference
         self._host = host
         self._id = identifier
-        self._image = image
+        self._image = image.name
         self._connection = connection
         self._lock = asyncio.Lock()
         self._pending: asyncio.Task[tuple[dict[str, Any], bytes] | None] | None = None  # survives a cancelled caller
@@ -222,10 +226,15 @@ class NamespaceMachine:
 
 
 class NamespaceHost:
-    """Creates namespace machines; starts its machine host process on first use. One per event loop."""
+    """Creates namespace machines; starts its machine host process on first use. One per event loop.
 
-    def __init__(self, config: NamespaceConfig | None = None) -> None:
+    Machines of an image with packages come from a machine host of their own, so that no other machine sees them.
+    """
+
+    def __init__(self, config: NamespaceConfig | None = None, *, packages: str | None = None) -> None:
         self.config = config or NamespaceConfig()
+        self._packages = packages
+        self._others: dict[str, NamespaceHost] = {}  # by packages
         self.limits: dict[str, Any] = {}  # what bounds machines on this host; known after start()
         self._process: subprocess.Popen[bytes] | None = None
         self._control: socket.socket | None = None
@@ -237,18 +246,21 @@ class NamespaceHost:
     async def create(
         self, image: str, files: Mapping[str, bytes] | None = None, *, snapshot: bytes | None = None
     ) -> NamespaceMachine:
-        contents = load_image(image, self.config.images)
+        loaded = load_image(image, self.config.images, max_bytes=self.config.image_mb << 20)
+        if loaded.packages not in (None, self._packages):
+            other = self._others.setdefault(loaded.packages, NamespaceHost(self.config, packages=loaded.packages))
+            return await other.create(image, files, snapshot=snapshot)
         await self.start()
         self._next += 1
         identifier = self._next
         connection = await self._connect(identifier)
-        machine = NamespaceMachine(self, identifier, image, connection)
+        machine = NamespaceMachine(self, identifier, loaded, connection)
         try:
             await machine.wait_ready()
             if snapshot is not None:
                 await machine.restore(snapshot)
             try:
-                await machine.write_all({**(contents if snapshot is None else {}), **(files or {})})
+                await machine.write_all({**(loaded.files if snapshot is None else {}), **(files or {})})
             except OSError as error:
                 hint = "`machine.disk_mb` is the size of the work directory"
                 raise TaskError(f"the files of a task cannot be written to a machine: {error}", hint=hint) from None
@@ -273,6 +285,8 @@ class NamespaceHost:
 
     async def close(self) -> None:
         """End all machines and the machine host."""
+        for other in self._others.values():
+            await other.close()
         self._lost("the machine host was closed")
         process, self._process = self._process, None
         if process is None:
@@ -296,7 +310,7 @@ class NamespaceHost:
             control, other = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
             control.setblocking(False)
             with other:
-                self._process = _launch(other, self.config)
+                self._process = _launch(other, self.config, self._packages)
             greeting = await _greeting(control, self._process)
             if "error" in greeting:
                 control.close()
@@ -366,7 +380,7 @@ class NamespaceHost:
                 future.set_exception(MachineError(why))
 
 
-def _launch(control: socket.socket, config: NamespaceConfig) -> subprocess.Popen[bytes]:
+def _launch(control: socket.socket, config: NamespaceConfig, packages: str | None) -> subprocess.Popen[bytes]:
     limits = {
         "memory": config.memory_mb << 20,
         "disk": config.disk_mb << 20,
@@ -375,7 +389,7 @@ def _launch(control: socket.socket, config: NamespaceConfig) -> subprocess.Popen
     }
     module = f"{__package__}.launch"
     return subprocess.Popen(
-        [sys.executable, "-m", module, str(control.fileno()), json.dumps(limits)],
+        [sys.executable, "-m", module, str(control.fileno()), json.dumps(limits), *([packages] if packages else [])],
         stdin=subprocess.DEVNULL,
         stdout=subprocess.DEVNULL,
         stderr=subprocess.PIPE,

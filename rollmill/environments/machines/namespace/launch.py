@@ -1,7 +1,8 @@
 """Starts the machine host: enters its namespaces, builds the machines' root, and becomes `host.py` inside it.
 
-    python -m rollmill.environments.machines.namespace.launch CONTROL_FD LIMITS_JSON
+    python -m rollmill.environments.machines.namespace.launch CONTROL_FD LIMITS_JSON [PACKAGES]
 
+PACKAGES is a directory of this host: all machines of this machine host see it, read-only.
 What the kernel refuses is reported on the control socket as {"error", "hint"}; the client raises it as MachineError.
 """
 
@@ -21,6 +22,7 @@ _ENTER = f"import sys; sys.path.insert(0, {layout.CODE!r}); from {__package__}.h
 def main() -> None:
     control = socket.socket(fileno=int(sys.argv[1]))
     limits = json.loads(sys.argv[2])
+    packages = sys.argv[3] if len(sys.argv) > 3 else None
     environment = root.environment()
     try:
         groups = cgroups.find(limits["memory"], limits["processes"])
@@ -29,7 +31,7 @@ def main() -> None:
         if identities == 1:
             _enter_user_namespace()
         kernel.unshare(kernel.CLONE_NEWNS)
-        python = root.enter_new_root()
+        python = root.enter_new_root(packages)
     except OSError as error:
         control.send(json.dumps({"error": f"cannot enter namespaces: {error.strerror}", "hint": hint()}).encode())
         sys.exit(1)
@@ -38,6 +40,7 @@ def main() -> None:
         "limits": limits,
         "identities": identities,
         "groups": groups,
+        "packages": packages is not None,
     }
     for file in (control.fileno(), *(groups.parents.values() if groups else ())):
         os.set_inheritable(file, True)

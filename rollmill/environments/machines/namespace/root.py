@@ -3,6 +3,7 @@
     /usr /bin /lib …      the host's programs and libraries
     /opt/python           the Python installation in use, where it is not part of /usr; standard library only
     /opt/bin              python, python3
+    /opt/packages         the Python packages of the image, if it has any
     /etc /dev             a few files made for machines
     /proc /tmp /work      mounted afresh by each machine
 
@@ -31,10 +32,11 @@ _ETC = {
     "hosts": "127.0.0.1 localhost\n",
     "hostname": "machine\n",
 }
+_SYSTEM_PATH = "/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin"
 _SEALED = kernel.MOUNT_ATTR_RDONLY | kernel.MOUNT_ATTR_NOSUID | kernel.MOUNT_ATTR_NODEV
 
 
-def enter_new_root() -> str:
+def enter_new_root(packages: str | None) -> str:
     """Build the root in this process's private mount namespace and move into it. Returns the Python to run there.
 
     The source of the machine host is still there, on a mount of its own. The host unmounts it after its imports.
@@ -51,6 +53,8 @@ def enter_new_root() -> str:
     for name in (layout.TEMPORARY, layout.WORK, layout.PROGRAMS, layout.CODE, "/proc", "/dev", "/etc"):
         (new / name[1:]).mkdir(parents=True)
     _bind_userland(old, new)
+    if packages is not None:
+        _bind(old / Path(packages).absolute().relative_to("/"), new / layout.PACKAGES[1:])
     inside = python_home
     if not python_home.is_relative_to("/usr"):
         inside = Path(layout.PYTHON)
@@ -72,7 +76,7 @@ def environment() -> dict[str, str]:
     """The environment variables of a command."""
     home = Path(sys.base_prefix)
     variables = {
-        "PATH": f"{layout.PROGRAMS}:{layout.PYTHON}/bin:/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin",
+        "PATH": f"{layout.PROGRAMS}:{layout.PACKAGES}/bin:{layout.PYTHON}/bin:{_SYSTEM_PATH}",
         "HOME": layout.TEMPORARY,
         "LANG": "C.UTF-8",
         "PYTHONDONTWRITEBYTECODE": "1",

@@ -1,0 +1,26 @@
+"""`rollmill images`: build, list, remove."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from tests.cli.conftest import Told
+
+
+def test_images_are_built_listed_and_removed(
+    rollmill: Callable[..., Told], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("ROLLMILL_IMAGES", str(tmp_path / "store"))
+    (tmp_path / "files").mkdir()
+    (tmp_path / "files" / "main.py").write_text("x = 1\n")
+    built = rollmill("images", "build", "own", "--directory", tmp_path / "files")
+    assert built.code == 0 and "own@" in built.out and "MiB" in built.out, built
+    listed = rollmill("images", "list")
+    assert "own" in listed.out and str(tmp_path / "store") in listed.out
+    assert rollmill("images", "rm", "own").code == 0
+    again = rollmill("images", "rm", "own")
+    assert again.code == 1 and "there is no built image 'own'" in again.err and "Traceback" not in again.err
+    assert "--requirements" in rollmill("images", "build", "x").err
