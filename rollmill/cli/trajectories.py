@@ -1,4 +1,4 @@
-"""`rollmill trajectories list | show`: read what agents did, which weights sampled it, and how it was graded."""
+"""`rollmill trajectories list | show | export`: what agents did, which weights sampled it, and how it was graded."""
 
 from __future__ import annotations
 
@@ -21,11 +21,13 @@ if TYPE_CHECKING:
 
     from rollmill.chat.tokenizer import Tokenizer
     from rollmill.cluster.run import RunDirectory
-    from rollmill.trajectories.query import Order, Range
+    from rollmill.trajectories.query import Order, Range, TrajectoryQuery
     from rollmill.trajectories.store import TrajectoryRow, TrajectoryStore
     from rollmill.types import Trajectory
 
-app = typer.Typer(help="Read what agents did, which weights sampled it, and how it was graded.", no_args_is_help=True)
+app = typer.Typer(
+    help="Read and export what agents did, which weights sampled it, and how it was graded.", no_args_is_help=True
+)
 
 RunDir = Annotated[Path | None, typer.Argument(help="run directory; default: the newest one under runs/")]
 Database = Annotated[str | None, typer.Option(help="read this database instead: sqlite:///… or postgresql://…")]
@@ -37,20 +39,28 @@ _LONGEST = 4000  # characters of one message, unless --full
 _RANGE = "NUMBER, LOW..HIGH, LOW.. or ..HIGH"
 
 
+State = Annotated[str | None, typer.Option(help="running, finished, graded, failed, quarantined, deleted")]
+Solved = Annotated[bool, typer.Option("--solved", help="solved, as the first reward says")]
+RewardRange = Annotated[str | None, typer.Option(help=f"the newest reward: {_RANGE}")]
+LengthRange = Annotated[str | None, typer.Option(help=f"all tokens, prompts included: {_RANGE}")]
+Task = Annotated[str | None, typer.Option(help="the task, or the beginning of its id")]
+VersionRange = Annotated[str | None, typer.Option(help=f"of the weights that sampled it: {_RANGE}, or LINE@NUMBER")]
+Split = Annotated[str | None, typer.Option(help="train, heldout, …")]
+Sort = Annotated[str, typer.Option(help="newest, oldest, reward, length, task or version")]
+
+
 @app.command("list")
 def list_trajectories(
     run_dir: RunDir = None,
-    state: Annotated[str | None, typer.Option(help="running, finished, graded, failed, quarantined, deleted")] = None,
-    solved: Annotated[bool, typer.Option("--solved", help="solved, as the first reward says")] = False,
+    state: State = None,
+    solved: Solved = False,
     failed: Annotated[bool, typer.Option("--failed", help="the same as --state failed")] = False,
-    reward: Annotated[str | None, typer.Option(help=f"the newest reward: {_RANGE}")] = None,
-    length: Annotated[str | None, typer.Option(help=f"all tokens, prompts included: {_RANGE}")] = None,
-    task: Annotated[str | None, typer.Option(help="the task, or the beginning of its id")] = None,
-    version: Annotated[
-        str | None, typer.Option(help=f"of the weights that sampled it: {_RANGE}, or LINE@NUMBER")
-    ] = None,
-    split: Annotated[str | None, typer.Option(help="train, heldout, …")] = None,
-    sort: Annotated[str, typer.Option(help="newest, oldest, reward, length, task or version")] = "newest",
+    reward: RewardRange = None,
+    length: LengthRange = None,
+    task: Task = None,
+    version: VersionRange = None,
+    split: Split = None,
+    sort: Sort = "newest",
     limit: Annotated[int, typer.Option(min=1, help="list at most this many")] = 50,
     as_json: Annotated[bool, typer.Option("--json", help="one JSON object per line, with every field")] = False,
     database: Database = None,
@@ -65,24 +75,9 @@ def list_trajectories(
     """
     from rich.console import Console
 
-    from rollmill.trajectories.query import TrajectoryQuery
-
-    line, _, number = version.rpartition("@") if version is not None else ("", "", None)
-    query = TrajectoryQuery(
-        state=_one_state(state, failed),
-        split=split,
-        line=line or None,
-        task_prefix=task,
-        solved=True if solved else None,
-        reward=_parse_range("--reward", reward),
-        length=_parse_range("--length", length),
-        version=_parse_range("--version", number),
-        order=_parse_order(sort),
-        limit=limit + 1,
-    )
+    query = _query(_one_state(state, failed), solved, reward, length, task, version, split, sort, limit + 1)
     _, store = _open(run_dir, database, "memory://")  # the index alone: no payload is read
-    if split is not None and split not in (splits := store.splits()):
-        raise ConfigError(f"no trajectory has the split {split!r}", hint=f"splits here: {', '.join(splits) or 'none'}")
+    _check_split(store, split)
     rows = store.find(query)
     if as_json:
         for row in rows[:limit]:
@@ -92,6 +87,45 @@ def list_trajectories(
     _print_table(console, rows[:limit])
     if len(rows) > limit:
         console.print(f"and more: --limit {limit * 4} shows them", style="dim")
+
+
+@app.command()
+def export(
+    run_dir: Annotated[Path, typer.Argument(help="run directory")],
+    out: Annotated[Path, typer.Argument(help="the file to write; it must not exist")],
+    format: Annotated[
+        str, typer.Option(help="openai: JSONL with messages and tools; parquet: exact tokens")
+    ] = "openai",
+    state: State = None,
+    solved: Solved = False,
+    reward: RewardRange = None,
+    length: LengthRange = None,
+    task: Task = None,
+    version: VersionRange = None,
+    split: Split = None,
+    sort: Sort = "oldest",
+    limit: Annotated[int | None, typer.Option(min=1, help="export at most this many")] = None,
+) -> None:
+    """Write trajectories to a file. The openai form can be read by a stage: kind = "conversations".
+
+    Parquet has one row per segment, with tokens, which of them were sampled, their log-probs and the weights that
+    sampled them. Quarantined and deleted trajectories are left out.
+
+    For example:
+
+        rollmill trajectories export runs/demo solved.jsonl --solved
+        rollmill trajectories export runs/demo tokens.parquet --format parquet --reward 0.5..
+    """
+    from rollmill.trajectories.export import export_trajectories
+
+    if format not in ("openai", "parquet"):
+        raise ConfigError(f"--format {format!r} is unknown", hint="openai or parquet")
+    query = _query(_one_state(state, False), solved, reward, length, task, version, split, sort, limit)
+    _, store = _open(run_dir, None, None)
+    _check_split(store, split)
+    count, left_out = export_trajectories(store, store.find(query), format, out)  # type: ignore[arg-type]
+    reasons = "".join(f"; left out: {number} {reason}" for reason, number in left_out.items())
+    print(f"{out}: {count} trajectories{reasons}")
 
 
 @app.command()
@@ -132,6 +166,40 @@ def show(
         elif trajectory is not None:
             transcript.print_conversation(console, trajectory, longest)
     transcript.print_grades(console, store.rewards([row.id])[row.id], store.feedback(row.id), longest)
+
+
+def _query(
+    state: str | None,
+    solved: bool,
+    reward: str | None,
+    length: str | None,
+    task: str | None,
+    version: str | None,
+    split: str | None,
+    sort: str,
+    limit: int | None,
+) -> TrajectoryQuery:
+    """What the options ask for."""
+    from rollmill.trajectories.query import TrajectoryQuery
+
+    line, _, number = version.rpartition("@") if version is not None else ("", "", None)
+    return TrajectoryQuery(
+        state=state,
+        split=split,
+        line=line or None,
+        task_prefix=task,
+        solved=True if solved else None,
+        reward=_parse_range("--reward", reward),
+        length=_parse_range("--length", length),
+        version=_parse_range("--version", number),
+        order=_parse_order(sort),
+        limit=limit,
+    )
+
+
+def _check_split(store: TrajectoryStore, split: str | None) -> None:
+    if split is not None and split not in (splits := store.splits()):
+        raise ConfigError(f"no trajectory has the split {split!r}", hint=f"splits here: {', '.join(splits) or 'none'}")
 
 
 def _one_state(state: str | None, failed: bool) -> str | None:

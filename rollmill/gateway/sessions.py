@@ -158,7 +158,7 @@ class Session:
             group_id=facts.group_id,
             traffic=facts.traffic,
             messages=self.latest.messages if self.latest else [],
-            provenance=self.provenance,
+            provenance=self.provenance | ({"tools": self.latest.tools} if self.latest and self.latest.tools else {}),
         )
 
     def _nearest(self, messages: list[Message], tools: list[Tool]) -> tuple[OpenSegment, int]:

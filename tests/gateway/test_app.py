@@ -52,7 +52,7 @@ async def test_two_turns_become_the_record_of_the_design(mill: Mill, answers: An
     assert all((segment.routes[at] == route_row(at)).all() for at in positions[:-1])
     assert [(span.finish, span.engine, span.traffic) for span in segment.spans] == [("stop", "stand-in", "rollout")] * 2
     assert segment.policies[segment.spans[1].oldest_kv_policy].number == 5
-    assert trajectory.provenance["split"] == "train"
+    assert trajectory.provenance["split"] == "train" and trajectory.provenance["tools"] == TOOLS
     assert [message["role"] for message in trajectory.messages] == ["user", "assistant", "tool", "assistant"]
     assert [request["min_version"] for request in engine.requests] == [3, 3]
 
