@@ -258,12 +258,7 @@ EVENTS: Mapping[str, Event] = {
         heldout="documents that are held out",
         duplicates="documents left out because an earlier one has the same content",
         skipped="records that cannot be used, by reason",
-    ),
-    "skipped": _event(
-        "A record of a source cannot be used. Only the first ones of a source are told; `source` counts all.",
-        place="file, or file:line",
-        reason="why, in few words",
-        detail="what exactly is wrong",
+        problems="the first of them in words, with file and line",
     ),
     "warning": _event(
         "Something is probably wrong; the text says what and what to try.",

@@ -69,6 +69,7 @@ class State:
     solve_rates: deque[float] = field(default_factory=lambda: deque(maxlen=32))
     engines: dict[str, Engine] = field(default_factory=dict)
     evals: dict[str, list[dict[str, Any]]] = field(default_factory=dict)  # by phase
+    heldout: dict[str, float] = field(default_factory=dict)  # the newest loss by source, in stages that measure it
     due: dict[str, Any] = field(default_factory=dict)  # the newest event of kind due
     restarts: int = 0
     warning: str = ""
@@ -92,7 +93,7 @@ class State:
             phase = Phase(name)
             self.phases.append(phase)
         if event.get("state") == "start":
-            self.step, phase.start, phase.end = {}, event["at"], None
+            self.step, self.heldout, phase.start, phase.end = {}, {}, event["at"], None
             phase.done, phase.total, phase.first = 0, None, None
         else:
             phase.end = event["at"]
@@ -110,6 +111,9 @@ class State:
         self.step = event
         if self.current is not None:
             self.current.count(int(event.get("step", 0)), event.get("steps"), event["at"])
+
+    def _on_heldout_loss(self, event: dict[str, Any]) -> None:
+        self.heldout[str(event.get("source"))] = float(event.get("loss") or 0.0)
 
     def _on_eval_progress(self, event: dict[str, Any]) -> None:
         if self.current is not None:
@@ -186,6 +190,9 @@ class Progress:
             )
         elif event["kind"] == "eval":
             self._print(event["at"], describe_eval(event))
+        elif event["kind"] == "heldout_loss":
+            words = f"held-out loss of {event.get('source')} after step {event.get('step')}"
+            self._print(event["at"], f"{words}: {float(event.get('loss') or 0.0):.3f}")
         elif event["kind"] in ("restart", "warning"):
             self._print(event["at"], self._state.warning)
 
@@ -223,6 +230,8 @@ def facts(state: State, now: float) -> list[tuple[str, str]]:
         found.append(("waits for", f"{len(state.due.get('groups', []))} due groups"))
     if step.get("kind") == "midtrain_step" and step.get("loss") is not None:
         found.append(("loss", f"{float(step['loss']):.3f}"))
+    if state.heldout:
+        found.append(("held-out loss", " · ".join(f"{name} {loss:.3f}" for name, loss in state.heldout.items())))
     speed = state.tokens_per_s(now)
     if not speed and now - step.get("at", 0.0) < FRESH:
         speed = float(step.get("tokens_per_s") or 0.0)

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from rollmill import telemetry
-from rollmill.errors import ConfigError, TrainingError
+from rollmill.errors import ConfigError, RollmillError, TrainingError
 from rollmill.kinds import build
 from rollmill.training.order import Mix, permuted
 from rollmill.training.source import Document, Documents, Source, SourceContext, SourceSection
@@ -36,6 +36,27 @@ class Part:
     weight: float = 1.0
     heldout: float = 0.0
     overlap: int = 1
+    vocab_size: int = 1 << 31
+
+    def read(self, number: int, epoch: int) -> Document:
+        """A document. TrainingError if the source, which may be the user's code, raises or returns nonsense."""
+        try:
+            document = Document(*self.documents.read(number, epoch))
+            tokens, learnt = np.asarray(document.tokens, np.int64), np.asarray(document.learnt, np.bool_)
+        except RollmillError:
+            raise
+        except Exception as error:
+            raise TrainingError(
+                f"the source {self.name!r}: reading document {number} raised {type(error).__name__}: {error}",
+                hint="`read` returns a rollmill.Document",
+            ) from error
+        if tokens.ndim != 1 or tokens.shape != learnt.shape:
+            problem = f"{tokens.shape} tokens with a mask of {learnt.shape}"
+        elif tokens.size and not 0 <= int(tokens.min()) <= int(tokens.max()) < self.vocab_size:
+            problem = f"tokens from {tokens.min()} to {tokens.max()} in a vocabulary of {self.vocab_size}"
+        else:
+            return document
+        raise TrainingError(f"the source {self.name!r}: document {number} has {problem}")
 
 
 @dataclass(frozen=True)
@@ -67,17 +88,21 @@ def _open(section: SourceSection, number: int, context: StageContext) -> Part:
             hint="lower overlap",
         )
     source: Source = build(section)
-    documents = source.documents(
-        SourceContext(
-            tokenizer=context.tokenizer,
-            format=context.format,
-            max_context=longest,
-            overlap=section.overlap,
-            seed=context.seed,
-            directory=context.directory / "sources" / str(number + 1),
-        )
+    for_source = SourceContext(
+        tokenizer=context.tokenizer,
+        format=context.format,
+        max_context=longest,
+        overlap=section.overlap,
+        seed=context.seed,
+        directory=context.directory / "sources" / str(number + 1),
     )
-    return Part(name, documents, section.weight, section.heldout, section.overlap)
+    try:
+        documents = source.documents(for_source)
+    except RollmillError:
+        raise
+    except Exception as error:  # code of the user
+        raise TrainingError(f"the source {name!r} cannot be opened: {type(error).__name__}: {error}") from error
+    return Part(name, documents, section.weight, section.heldout, section.overlap, context.model.vocab_size)
 
 
 class Mixture:
@@ -99,19 +124,25 @@ class Mixture:
         number, before = self._mix.locate(index)
         part, training = self.parts[number], self.chosen[number].training
         if training is None:
-            return part.documents.read(before, 0), part
+            return part.read(before, 0), part
         epoch, place = divmod(before, len(training))
         at = permuted(place, len(training), f"{self._seed} source {number} epoch {epoch}")
-        return part.documents.read(int(training[at]), epoch), part
+        return part.read(int(training[at]), epoch), part
 
     def heldout(self, number: int, place: int) -> Document:
         """The held-out document of a part at `place` of a fixed order."""
         part, held = self.parts[number], self.chosen[number].heldout
-        return part.documents.read(int(held[permuted(place, len(held), "heldout")]), 0)
+        return part.read(int(held[permuted(place, len(held), "heldout")]), 0)
 
     def report(self) -> None:
         """Emit what each source has."""
         for part, chosen in zip(self.parts, self.chosen, strict=True):
+            skipped = dict(getattr(part.documents, "skipped", {}))
+            problems = list(getattr(part.documents, "problems", []))
+            if skipped:
+                reasons = ", ".join(f"{count} {reason}" for reason, count in skipped.items())
+                first = f"; the first: {problems[0]}" if problems else ""
+                telemetry.emit("warning", text=f"source {part.name!r}: records are not used: {reasons}{first}")
             telemetry.emit(
                 "source",
                 source=part.name,
@@ -119,7 +150,8 @@ class Mixture:
                 training=None if chosen.training is None else len(chosen.training),
                 heldout=len(chosen.heldout),
                 duplicates=chosen.duplicates,
-                skipped=dict(getattr(part.documents, "skipped", {})),
+                skipped=skipped,
+                problems=problems,
             )
 
 
@@ -163,11 +195,9 @@ def _compare(keys: np.ndarray, shares: np.ndarray) -> tuple[np.ndarray, np.ndarr
     first = np.zeros(len(keys), np.bool_)
     first[order[starts]] = True
     held = np.zeros(len(keys), np.bool_)
-    drawn = (keys[:, 0] / np.float64(2**64) < shares)[order]
-    group = np.cumsum(starts) - 1
-    any_held = np.zeros(int(starts.sum()), np.bool_)
-    np.logical_or.at(any_held, group, drawn)
-    held[order] = any_held[group]
+    if len(keys):
+        drawn = (keys[:, 0] / np.float64(2**64) < shares)[order]
+        held[order] = np.logical_or.reduceat(drawn, np.flatnonzero(starts))[np.cumsum(starts) - 1]
     return first, held
 
 

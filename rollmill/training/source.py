@@ -47,7 +47,11 @@ class SourceContext:
 
 
 class Documents(Protocol):
-    """The documents of an opened source. Document `number` is the same whenever it is read, on every rank."""
+    """The documents of an opened source. Document `number` is the same whenever it is read, on every rank.
+
+    It may also have `skipped: Mapping[str, int]`, the records it cannot use by reason, and `problems: Sequence[str]`,
+    the first of them in words. Both are shown.
+    """
 
     @property
     def count(self) -> int | None:

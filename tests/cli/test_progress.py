@@ -41,6 +41,14 @@ def test_midtraining_shows_loss_speed_and_time_left() -> None:
     assert "loss" in shown and "11,400" in shown and "reward" not in shown
 
 
+def test_held_out_losses_are_shown_by_source() -> None:
+    state, now = folded("midtrain_step", 25)
+    assert "held-out" not in screen(state, now)
+    for source, loss in (("code", 2.5), ("chats", 1.25), ("code", 2.0)):
+        state.fold({"kind": "heldout_loss", "at": now, "step": 9, "source": source, "loss": loss})
+    assert "held-out loss code 2.000 · chats 1.250" in plain_line(state, now)
+
+
 def test_reinforcement_shows_step_reward_solve_rate_staleness_speed_and_versions() -> None:
     state, now = folded("step", 12)
     shown, line = screen(state, now), plain_line(state, now)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 from collections import Counter
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import pytest
@@ -14,6 +15,7 @@ from rollmill.training.mixture import Chosen, Mixture, Part, choose, windows
 from rollmill.training.order import BLOCK, Mix, permuted
 from rollmill.training.source import Document
 from rollmill.training.sources.files import digest
+from tests.training.streams import Generated
 
 
 @dataclass(frozen=True)
@@ -110,8 +112,6 @@ def test_no_content_is_both_held_out_and_trained_on() -> None:
 
 
 def test_an_endless_source_holds_nothing_out() -> None:
-    from tests.training.streams import Generated
-
     with pytest.raises(TrainingError, match="cannot hold documents out"):
         choose([Part("endless", Generated(lambda index: ([1], [True])), heldout=0.1)])
 
@@ -125,3 +125,24 @@ def test_parts_of_a_long_document_teach_every_token_once(length: int, longest: i
     assert learnt == [token for token in range(length) if token % 5]
     for before, after in itertools.pairwise(cut):
         assert before.tokens[-overlap:] == after.tokens[:overlap] and not any(after.learnt[:overlap])
+
+
+@pytest.mark.parametrize(
+    ("returned", "problem"),
+    [
+        (ValueError("gone"), r"'own': reading document 7 raised ValueError: gone"),
+        ("nonsense", "reading document 7 raised TypeError"),
+        (([1, 2], [True]), r"document 7 has \(2,\) tokens with a mask of \(1,\)"),
+        (([1, 99], [True, True]), "tokens from 1 to 99 in a vocabulary of 50"),
+        ((["a"], [True]), "raised ValueError"),
+    ],
+)
+def test_a_source_that_raises_or_returns_nonsense_is_named(returned: Any, problem: str) -> None:
+    def make(index: int) -> Any:
+        if isinstance(returned, Exception):
+            raise returned
+        return returned
+
+    mixture = Mixture([Part("own", Generated(make), vocab_size=50)], 0)
+    with pytest.raises(TrainingError, match=problem):
+        mixture.read(7)

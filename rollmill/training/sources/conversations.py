@@ -64,6 +64,10 @@ class ConversationDocuments:
     def skipped(self) -> Counter[str]:
         return self._index.skipped
 
+    @property
+    def problems(self) -> list[str]:
+        return self._index.problems
+
     def digests(self) -> np.ndarray:
         return self._index.digests()
 

@@ -25,12 +25,12 @@ from typing import Any, NamedTuple
 import blake3
 import numpy as np
 
-from rollmill import telemetry
 from rollmill.errors import ConfigError, TrainingError
 
 _ROWS, _FACTS = "index.u64", "index.json"
 _COLUMNS = 7
-_KEPT_PROBLEMS = 20  # that are kept in words; the others are counted
+_BUFFERED = 1 << 14  # rows
+_KEPT_PROBLEMS = 20  # that are kept in words; all are counted
 
 
 class Row(NamedTuple):
@@ -48,14 +48,15 @@ class Skipped(NamedTuple):
 
     reason: str  # few words: skipped records are counted by it
     place: str  # file, or file:line
-    detail: str = ""
+    detail: str = ""  # what exactly is wrong
 
 
 @dataclass
 class Index:
     files: list[str]
     rows: np.ndarray  # uint64 [count, 7], see Row
-    skipped: Counter[str] = field(default_factory=Counter)
+    skipped: Counter[str] = field(default_factory=Counter)  # records that are not used, by reason
+    problems: list[str] = field(default_factory=list)  # the first of them in words
 
     @property
     def count(self) -> int:
@@ -113,18 +114,18 @@ def open_index(
     files = list_files(pattern)
     if not files:
         raise ConfigError(f"no file matches {pattern!r}", hint="a file, a directory or a glob such as src/**/*.py")
-    facts = {"settings": settings, "files": [[path, *_stamp(path)] for path in files]}
+    facts: dict[str, Any] = {"settings": settings, "files": [[path, *_stamp(path)] for path in files]}
     kept = _read_facts(directory)
     if kept is not None and {name: kept.get(name) for name in facts} == facts:
         return _opened(directory, kept)
     directory.mkdir(parents=True, exist_ok=True)
     draft = directory / f"{_ROWS}.{os.getpid()}"
-    skipped = _build(draft, files, scan)
+    skipped, problems = _build(draft, files, scan)
     if kept is not None and not _same(draft, directory / _ROWS):
         draft.unlink()
         raise TrainingError(f"the files of {pattern!r} have changed since the stage began", hint=_CHANGED)
     os.replace(draft, directory / _ROWS)
-    facts["skipped"] = dict(skipped)
+    facts |= {"skipped": dict(skipped), "problems": problems}
     (directory / f"{_FACTS}.draft").write_text(json.dumps(facts))
     os.replace(directory / f"{_FACTS}.draft", directory / _FACTS)
     return _opened(directory, facts)
@@ -146,7 +147,8 @@ def _opened(directory: Path, facts: dict[str, Any]) -> Index:
     path = directory / _ROWS
     empty = path.stat().st_size == 0  # which cannot be mapped
     rows = np.empty(0, "<u8") if empty else np.memmap(path, "<u8", "r")
-    return Index([file[0] for file in facts["files"]], rows.reshape(-1, _COLUMNS), Counter(facts["skipped"]))
+    files = [file[0] for file in facts["files"]]
+    return Index(files, rows.reshape(-1, _COLUMNS), Counter(facts["skipped"]), facts["problems"])
 
 
 def _same(one: Path, other: Path) -> bool:
@@ -154,24 +156,27 @@ def _same(one: Path, other: Path) -> bool:
     return digests[0] == digests[1]
 
 
-def _build(target: Path, files: list[str], scan: Callable[[int, str], Iterable[Row | Skipped]]) -> Counter[str]:
-    """Write the rows of all files. Returns how many records are not used, by reason."""
+def _build(
+    target: Path, files: list[str], scan: Callable[[int, str], Iterable[Row | Skipped]]
+) -> tuple[Counter[str], list[str]]:
+    """Write the rows of all files. Returns how many records are not used, by reason, and the first ones in words."""
     skipped: Counter[str] = Counter()
+    problems: list[str] = []
+    buffer: list[Row] = []
     with target.open("wb") as out:
         for number, path in enumerate(files):
-            buffer: list[Row] = []
             for found in _scan_file(scan, number, path):
                 if isinstance(found, Row):
                     buffer.append(found)
-                    if len(buffer) == 1 << 14:
-                        out.write(np.array(buffer, "<u8").tobytes())
-                        buffer.clear()
-                    continue
-                skipped[found.reason] += 1
-                if skipped.total() <= _KEPT_PROBLEMS:
-                    telemetry.emit("skipped", place=found.place, reason=found.reason, detail=found.detail)
-            out.write(np.array(buffer, "<u8").tobytes())
-    return skipped
+                else:
+                    skipped[found.reason] += 1
+                    if len(problems) < _KEPT_PROBLEMS:
+                        problems.append(f"{found.place}: {found.reason}{found.detail and f': {found.detail}'}")
+                if len(buffer) == _BUFFERED:
+                    out.write(np.array(buffer, "<u8").tobytes())
+                    buffer.clear()
+        out.write(np.array(buffer, "<u8").tobytes())
+    return skipped, problems
 
 
 def _scan_file(scan: Callable[[int, str], Iterable[Row | Skipped]], number: int, path: str) -> Iterator[Row | Skipped]:

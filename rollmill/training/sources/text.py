@@ -125,6 +125,10 @@ class TextDocuments:
     def skipped(self) -> Counter[str]:
         return self._index.skipped
 
+    @property
+    def problems(self) -> list[str]:
+        return self._index.problems
+
     def digests(self) -> np.ndarray:
         return self._index.digests()
 

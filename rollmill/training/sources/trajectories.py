@@ -68,11 +68,13 @@ class Trajectories:
         )
         segments: list[list[Any]] = []
         skipped: Counter[str] = Counter()
+        problems: list[str] = []
         for id in sorted(row.id for row in store.find(query)):
             try:
                 trajectory = store.load(id)
-            except (TrajectoryError, StorageError):
+            except (TrajectoryError, StorageError) as error:
                 skipped["payload cannot be read"] += 1
+                problems += [f"{id}: {error.message}"][: 20 - len(problems)]
                 continue
             for number, rendered in enumerate(_rendered(trajectory.segments)):
                 if any(rendered.learnt):
@@ -81,7 +83,7 @@ class Trajectories:
                     )
                     halves = (found[:8], found[8:])
                     segments.append([id, number, *(int.from_bytes(half, "little") for half in halves)])
-        return {"segments": segments, "skipped": dict(skipped)}
+        return {"segments": segments, "skipped": dict(skipped), "problems": problems}
 
 
 class TrajectoryDocuments:
@@ -89,6 +91,7 @@ class TrajectoryDocuments:
         self._store, self._context = store, context
         self._segments: list[list[Any]] = kept["segments"]
         self.skipped: Counter[str] = Counter(kept["skipped"])
+        self.problems: list[str] = kept["problems"]
 
     @property
     def count(self) -> int:

@@ -7,7 +7,6 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from rollmill import telemetry
 from rollmill.chat.formats.choice import format_of
 from rollmill.chat.tokenizer import Tokenizer
 from rollmill.config import LocalPath
@@ -75,7 +74,6 @@ def test_an_answer_of_weight_0_is_context_only(context: Context, compact: Tokeni
 
 
 def test_malformed_conversations_are_named_and_the_rest_loads(context: Context, tmp_path: Path) -> None:
-    telemetry.open_events(tmp_path / "events", "test")
     good = {"messages": MESSAGES}
     bad = {
         '{"messages": [': "the line is not JSON",
@@ -92,9 +90,8 @@ def test_malformed_conversations_are_named_and_the_rest_loads(context: Context, 
     }
     documents = opened(context(), tmp_path / "a.jsonl", good, *bad)
     assert documents.count == 1 and documents.skipped == {"malformed conversation": len(bad)}
-    told = [event for event in telemetry.read_events(tmp_path / "events") if event["kind"] == "skipped"]
-    for number, (event, detail) in enumerate(zip(told, bad.values(), strict=True), 2):
-        assert event["place"] == f"{tmp_path}/a.jsonl:{number}" and detail in event["detail"], event
+    for number, (problem, detail) in enumerate(zip(documents.problems, bad.values(), strict=True), 2):
+        assert problem.startswith(f"{tmp_path}/a.jsonl:{number}: malformed conversation: ") and detail in problem
 
 
 def test_a_long_conversation_is_cut_after_an_answer(context: Context, compact: Tokenizer, tmp_path: Path) -> None:

@@ -99,7 +99,6 @@ def test_text_is_cut_at_ends_of_lines_and_never_inside_a_character() -> None:
 
 
 def test_a_broken_line_is_named_and_the_rest_loads(tmp_path: Path, context: Context, compact: Tokenizer) -> None:
-    telemetry.open_events(tmp_path / "events", "test")
     lines = [json.dumps({"text": f"return {number}"}) for number in range(2000)]
     lines[1233] = lines[1233][:-3]
     lines[1234] = '{"body": "x", "title": 3}'
@@ -111,9 +110,13 @@ def test_a_broken_line_is_named_and_the_rest_loads(tmp_path: Path, context: Cont
     assert documents.skipped == {"broken line": 4, "empty": 1}
     assert documents.count + documents.skipped.total() == 2000
     assert spelled(documents, compact)[-1] == "return 1999<end>"
-    told = [event for event in telemetry.read_events(tmp_path / "events") if event["kind"] == "skipped"]
-    assert told[0]["place"] == f"{tmp_path}/a.jsonl:1234" and "not valid JSON" in told[0]["detail"]
-    assert told[1]["detail"] == "the field 'text' is not text; its fields: body, title"
+    assert documents.problems[0].startswith(f"{tmp_path}/a.jsonl:1234: broken line: not valid JSON")
+    assert documents.problems[1].endswith(":1235: broken line: the field 'text' is not text; its fields: body, title")
+    telemetry.open_events(tmp_path / "events", "test")
+    Mixture([Part("corpus", documents)], 0).report()
+    warning, source = telemetry.read_events(tmp_path / "events")
+    assert "source 'corpus': records are not used: 4 broken line, 1 empty; the first: " in warning["text"]
+    assert source["skipped"] == documents.skipped and source["problems"] == documents.problems
 
 
 def test_an_index_is_kept_and_changed_files_are_refused(
