@@ -26,6 +26,8 @@ class TasksSection(KindSection):
             "directory": f"{_HERE}.tasks.directory:DirectoryTasks",
             "mbpp": f"{_HERE}.tasks.mbpp:MbppTasks",
             "humaneval": f"{_HERE}.tasks.humaneval:HumanEvalTasks",
+            "harbor": f"{_HERE}.tasks.harbor:HarborTasks",
+            "swe_bench": f"{_HERE}.tasks.swe_bench:SweBenchTasks",
         },
         "rollmill.tasks",
     )

@@ -7,6 +7,8 @@ A clean machine gets the task's files, the declared submission over them, and th
 cannot replace them. `verdict` says what counts as passed:
 
     "exit"    (default) `command` ends with exit code 0 within `timeout_s`
+    "reward_file"  `command` writes a number into the first of `reward_files` that is there, or an object with numbers:
+              `reward`, or their mean
     "python"  `test` runs to its end. Our driver then prints a word that was drawn for this run. It reads word and
               test from its standard input before any submitted code runs; neither is in a file of the machine.
 
@@ -19,20 +21,25 @@ reward `calls` where the expected values can be written as data: they never ente
 from __future__ import annotations
 
 import ast
+import contextlib
 import json
+import math
 import secrets
 from typing import Any, Literal
 
-from pydantic import Field, field_validator
+from pydantic import Field, FiniteFloat, TypeAdapter, field_validator
 
 from rollmill.config import Config
 from rollmill.environments.episode import Episode
-from rollmill.environments.machine import WORK, ExecResult
+from rollmill.environments.machine import WORK, ExecResult, Machine
 from rollmill.environments.rewards.clean import DoesNotFit, clean_machine, evidence_of, read_grading
 from rollmill.environments.task import Task
-from rollmill.strict import StrictModel
+from rollmill.environments.tasks.jsonl import Base64, contents
+from rollmill.strict import StrictModel, parse_json
 from rollmill.types import Reward
 
+_MAX_REWARD = 1 << 16  # bytes of a reward file
+_NUMBERS: TypeAdapter[float | dict[str, float]] = TypeAdapter(FiniteFloat | dict[str, FiniteFloat])
 # Runs in the machine. It takes what it needs later as local names, before submitted code can patch a module. Standard
 # input is a file that could be read again, so it is replaced.
 _DRIVER = f"""
@@ -62,13 +69,20 @@ class ScriptConfig(Config):
 
 class _Grading(StrictModel):
     kind: Literal["script"]
-    files: dict[str, str] = Field(default_factory=dict)
+    files: dict[str, str | Base64] = Field(default_factory=dict)
+    env: dict[str, str] = Field(default_factory=dict)
     timeout_s: float | None = Field(None, gt=0)
 
 
 class _Exit(_Grading):
     verdict: Literal["exit"] = "exit"
     command: list[str] = Field(min_length=1)
+
+
+class _RewardFile(_Grading):
+    verdict: Literal["reward_file"]
+    command: list[str] = Field(min_length=1)
+    reward_files: list[str] = Field(min_length=1)
 
 
 class _Python(_Grading):
@@ -87,7 +101,7 @@ class _Python(_Grading):
 
 
 class Script:
-    """Value 1 if the script says that the submission passes, else 0."""
+    """Value 1 if the script says that the submission passes, else 0; or the number in the reward file."""
 
     name = "script"
     cannot_protect = (
@@ -103,23 +117,52 @@ class Script:
         task = episode.task
         grading = _parse(task)
         word = secrets.token_hex(16)
-        command = grading.command if isinstance(grading, _Exit) else ["python", "-c", _DRIVER]
+        command = ["python", "-c", _DRIVER] if isinstance(grading, _Python) else grading.command
         stdin = json.dumps({"word": word, "test": grading.test}).encode() if isinstance(grading, _Python) else b""
-        files = {path: text.encode() for path, text in grading.files.items()}
         try:
-            async with clean_machine(episode, files, program=command[0]) as machine:
+            async with clean_machine(episode, contents(grading.files), program=command[0]) as machine:
                 result = await machine.exec(
                     command,
+                    env=grading.env,
                     stdin=stdin,
                     timeout_s=(grading.timeout_s or self.config.timeout_s) * machine.capabilities.slowdown,
                     max_output=self.config.max_output,
                 )
+                if isinstance(grading, _RewardFile):
+                    return await self._read_reward(machine, grading, result)
         except DoesNotFit as error:
             return Reward(0.0, evidence={"unwritable": str(error)}, grader=self.name)
         passed, evidence = _verdict(result, word) if isinstance(grading, _Python) else _exit_verdict(result)
         if missing := [path for path in task.paths if path not in episode.submission]:
             evidence["missing"] = missing[:20]
         return Reward(1.0 if passed else 0.0, evidence=evidence, grader=self.name)
+
+    async def _read_reward(self, machine: Machine, grading: _RewardFile, result: ExecResult) -> Reward:
+        """Untrusted: submitted code ran in this machine. What is no finite number earns nothing."""
+        evidence = evidence_of(result)
+        for path in grading.reward_files:
+            with contextlib.suppress(OSError):
+                data = await machine.read(path, max_bytes=_MAX_REWARD)
+                try:
+                    numbers = _numbers(data)
+                except ValueError as error:
+                    return Reward(0.0, evidence={**evidence, "no_reward": f"{path}: {error}"[:500]}, grader=self.name)
+                if isinstance(numbers, dict):
+                    value = numbers.get("reward", sum(numbers.values()) / max(len(numbers), 1))
+                    return Reward(value, {name[:100]: number for name, number in numbers.items()}, evidence, self.name)
+                return Reward(numbers, evidence=evidence, grader=self.name)
+        return Reward(0.0, evidence={**evidence, "no_reward": "no reward file was written"}, grader=self.name)
+
+
+def _numbers(data: bytes) -> float | dict[str, float]:
+    """ValueError for what is no finite number and no object of such."""
+    try:
+        return parse_json(data, _NUMBERS)
+    except ValueError as error:
+        with contextlib.suppress(ValueError):
+            if math.isfinite(number := float(data.decode("ascii", "replace"))):  # `.5`, as bc writes it
+                return number
+        raise error from None
 
 
 def _exit_verdict(result: ExecResult) -> tuple[bool, dict[str, Any]]:
@@ -131,8 +174,10 @@ def _verdict(result: ExecResult, word: str) -> tuple[bool, dict[str, Any]]:
     return word in lines, evidence_of(result, "\n".join(line for line in lines if word not in line))
 
 
-def _parse(task: Task) -> _Exit | _Python:
+def _parse(task: Task) -> _Exit | _RewardFile | _Python:
     hint = 'it needs {"kind": "script", "files": {path: text}, "command": [argv]}, or "verdict": "python" and "test"'
+    if task.grading.get("verdict") == "reward_file":
+        return read_grading(task, _RewardFile, hint='"verdict": "reward_file" needs "command" and "reward_files"')
     if task.grading.get("verdict") == "python":
         return read_grading(task, _Python, hint=hint)
     return read_grading(task, _Exit, hint=hint)

@@ -6,4 +6,6 @@ lines.py       a JSONL file as a stream of lines; what is wrong with one line sp
 jsonl.py       our own format, one task per line
 directory.py   our own format, one folder per task
 mbpp.py  humaneval.py  programs.py    problems in the format of these benchmarks
+harbor.py  dockerfile.py              directories in the format of Harbor and Terminal-Bench
+swe_bench.py  git_files.py            instances in the format of SWE-bench, on local git repositories
 """

@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import json
 import tomllib
-from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -31,17 +30,17 @@ class DirectoryTasks(ListedTasks):
     name = "directory"
 
     def __init__(self, config: TaskFileConfig) -> None:
-        super().__init__(*collect(config, _folders(Path(config.path))))
+        sources = ((str(folder / TASK), partial(_read, folder)) for folder in folders(Path(config.path)))
+        super().__init__(*collect(config, sources))
 
 
-def _folders(path: Path) -> Iterator[tuple[str, Callable[[], Parsed]]]:
+def folders(path: Path) -> list[Path]:
+    """The folders of a directory of tasks, but not hidden ones."""
     try:
-        folders = sorted(entry for entry in path.iterdir() if entry.is_dir() and not entry.name.startswith("."))
+        return sorted(entry for entry in path.iterdir() if entry.is_dir() and not entry.name.startswith("."))
     except OSError as error:
         hint = "`path` in [tasks] is relative to the directory of the configuration"
         raise TaskError(f"the task directory {path} cannot be read: {error.strerror}", hint=hint) from None
-    for folder in folders:
-        yield str(folder / TASK), partial(_read, folder)
 
 
 def _read(folder: Path) -> Parsed:
@@ -50,7 +49,7 @@ def _read(folder: Path) -> Parsed:
         tree.setdefault("id", folder.name)
         if "instruction" not in tree and (folder / "instruction.md").is_file():
             tree["instruction"] = (folder / "instruction.md").read_text(encoding="utf-8")
-        files, reference, hidden = (_tree(folder / name) for name in ("files", "reference", "grading"))
+        files, reference, hidden = (read_tree(folder / name) for name in ("files", "reference", "grading"))
         if hidden:
             grading = tree.setdefault("grading", {})
             texts = {path: data.decode("utf-8") for path, data in hidden.items()}
@@ -67,7 +66,7 @@ def _read(folder: Path) -> Parsed:
     return entry.task(files, reference)
 
 
-def _tree(directory: Path) -> dict[str, bytes]:
+def read_tree(directory: Path) -> dict[str, bytes]:
     """The regular files below a directory. TaskError for links: what they point to may not be meant for an agent."""
     found: dict[str, bytes] = {}
     size = 0

@@ -120,17 +120,17 @@ class TaskEntry(Config):
             instruction=instruction,
             family=self.family,
             image=self.image,
-            files={**_contents(self.files), **(files or {})},
+            files={**contents(self.files), **(files or {})},
             submission=WholeDiff() if self.submission == "diff" else self.submission,
             grading=self.grading,
-            reference={**_contents(self.reference), **(reference or {})},
+            reference={**contents(self.reference), **(reference or {})},
             tags=self.tags,
             timeout_s=self.timeout_s,
         )
         return task, self.split
 
 
-def _contents(files: Files) -> dict[str, bytes]:
+def contents(files: Mapping[str, str | Base64]) -> dict[str, bytes]:
     return {path: text.encode() if isinstance(text, str) else text.decode() for path, text in files.items()}
 
 
