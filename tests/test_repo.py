@@ -253,7 +253,7 @@ SMOLLM2 = {
 }
 
 
-EXAMPLES = [*sorted((ROOT / "examples").glob("*.toml")), *sorted(PACKAGE.rglob("*.toml"))]
+EXAMPLES = [*sorted((ROOT / "examples").rglob("*.toml")), *sorted(PACKAGE.rglob("*.toml"))]
 
 
 def example_overrides(path: Path) -> list[str]:
