@@ -52,6 +52,7 @@ class HarnessSection(KindSection):
             "shell": f"{_HERE}.harnesses.shell:ShellHarness",
             "chat": f"{_HERE}.harnesses.chat:ChatHarness",
             "command": f"{_HERE}.harnesses.command:CommandHarness",
+            "remote": f"{_HERE}.harnesses.remote:RemoteHarness",
         },
         "rollmill.harnesses",
         default="coding",
