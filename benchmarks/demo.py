@@ -62,8 +62,9 @@ def rates(report: dict[str, Any], label: str) -> Rates:
 
 def teacher(suite: EvalConfig) -> Rates:
     """How often the scripted agent of the demonstrations solves the tasks of each list."""
-    counts = {cell.split: cell.tasks for cell in suite.cells()}
-    return {split: teacher_solve_rate(MicroRepos().heldout(split, count), Habits()) for split, count in counts.items()}
+    tasks = MicroRepos()
+    counts = {cell.split: cell.tasks for cell in suite.cells(tasks)}
+    return {split: teacher_solve_rate(tasks.heldout(split, count), Habits()) for split, count in counts.items()}
 
 
 def run_seeds(seeds: list[int], controls: int, extra: list[str]) -> list[Row]:

@@ -7,13 +7,13 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from rollmill.cli.rollout import KeyOption, ModelNameOption, ModelOption, read_settings
+from rollmill.cli.rollout import KeyOption, ModelNameOption, ModelOption
 from rollmill.cli.target import VersionOption
 
 if TYPE_CHECKING:
     from rich.table import Table
 
-    from rollmill.cluster.run import RunConfig
+    from rollmill.cli.settings import Settings
     from rollmill.evals.run import EvalResult
     from rollmill.evals.suite import EvalConfig
     from rollmill.rollouts.endpoint import Endpoint
@@ -53,6 +53,7 @@ def evaluate(
     from rollmill.cluster.service import evaluate, serving
 
     if model is not None:
+        from rollmill.cli.settings import read_settings
         from rollmill.rollouts.endpoint import Endpoint
 
         _evaluate_endpoint(read_settings(directory), Endpoint(model, key or "", model_name), tasks, attempts)
@@ -72,7 +73,7 @@ def evaluate(
     Console().print(_table(str(target), results))
 
 
-def _evaluate_endpoint(config: RunConfig, endpoint: Endpoint, tasks: int | None, attempts: int | None) -> None:
+def _evaluate_endpoint(config: Settings, endpoint: Endpoint, tasks: int | None, attempts: int | None) -> None:
     import asyncio
 
     from rich.console import Console
@@ -106,8 +107,8 @@ def _evaluate_endpoint(config: RunConfig, endpoint: Endpoint, tasks: int | None,
 def _suite(configured: EvalConfig, tasks: int | None, attempts: int | None) -> EvalConfig:
     changes: dict[str, int] = {} if attempts is None else {"attempts": attempts}
     if tasks is not None:
-        fewer = {name: min(tasks, getattr(configured, name)) for name in ("family_tasks", "fresh_tasks")}
-        changes |= {"tasks": tasks, **fewer}
+        limited = {name: getattr(configured, name) for name in ("family_tasks", "fresh_tasks")}
+        changes |= {"tasks": tasks, **{name: min(tasks, count) for name, count in limited.items() if count is not None}}
     return configured.model_copy(update=changes)
 
 

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 if TYPE_CHECKING:
-    from rollmill.cluster.run import RunConfig
+    from rollmill.cli.settings import Settings
     from rollmill.environments.task import Task
     from rollmill.rollouts.endpoint import Endpoint, Played
 
@@ -41,6 +41,7 @@ def rollout(
 
         rollmill rollout run.toml --model http://127.0.0.1:8000/v1 --task fix/add-8/17
     """
+    from rollmill.cli.settings import read_settings
     from rollmill.rollouts.endpoint import Endpoint
 
     settings = read_settings(source)
@@ -54,15 +55,7 @@ def rollout(
         raise typer.Exit(1)
 
 
-def read_settings(path: Path) -> RunConfig:
-    """The configuration of a TOML file or of a run directory."""
-    from rollmill.cluster.run import RunConfig, RunDirectory
-    from rollmill.config import load_config
-
-    return RunDirectory.open(path).config if path.is_dir() else load_config(RunConfig, path)
-
-
-async def _play(config: RunConfig, endpoint: Endpoint, task_id: str | None, temperature: float) -> Played:
+async def _play(config: Settings, endpoint: Endpoint, task_id: str | None, temperature: float) -> Played:
     from rollmill.environments.environment import build_tasks, open_environment
     from rollmill.rollouts.endpoint import EndpointProxy, play
     from rollmill.types import Sampling

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 if TYPE_CHECKING:
-    from rollmill.cluster.run import RunConfig
+    from rollmill.cli.settings import Settings
     from rollmill.environments.task import Task, TaskSet
     from rollmill.rollouts.check_task import TaskCheck
 
@@ -121,7 +121,7 @@ def check_tasks(
         raise typer.Exit(1)
 
 
-async def _check(config: RunConfig, tasks: list[Task], repeat: int) -> list[TaskCheck]:
+async def _check(config: Settings, tasks: list[Task], repeat: int) -> list[TaskCheck]:
     from rich.progress import Progress
 
     from rollmill.environments.environment import build_grader
@@ -145,7 +145,7 @@ async def _check(config: RunConfig, tasks: list[Task], repeat: int) -> list[Task
             await machines.close()
 
 
-def _weaknesses(config: RunConfig) -> list[str]:
+def _weaknesses(config: Settings) -> list[str]:
     """What each reward cannot protect, as it says itself."""
     from rollmill.kinds import build
 
@@ -154,13 +154,12 @@ def _weaknesses(config: RunConfig) -> list[str]:
     return [f"reward {each.name} cannot protect: {getattr(each, 'cannot_protect', unsaid)}" for each in graders]
 
 
-def _open(source: Path) -> tuple[RunConfig, TaskSet]:
-    from rollmill.cluster.run import RunConfig, RunDirectory
-    from rollmill.config import load_config
+def _open(source: Path) -> tuple[Settings, TaskSet]:
+    from rollmill.cli.settings import read_settings
     from rollmill.errors import ConfigError
     from rollmill.kinds import build
 
-    config = RunDirectory.open(source).config if source.is_dir() else load_config(RunConfig, source)
+    config = read_settings(source)
     if config.tasks is None:
         raise ConfigError(f"{source} has no [tasks]", hint="`rollmill config tasks` explains the section")
     tasks: TaskSet = build(config.tasks)

@@ -48,7 +48,7 @@ def check_tasks(config: RunConfig) -> None:
     """Construct the task set: its files are read, and every split that evaluations use must have a task."""
     assert config.tasks is not None
     tasks: TaskSet = build(config.tasks)
-    for cell in config.evals.cells():
+    for cell in config.evals.cells(tasks):
         if not tasks.heldout(cell.split, 1):
             raise ConfigError(
                 f"[tasks] has no task in the split {cell.split!r}, which [evals] measures",

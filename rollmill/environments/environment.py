@@ -5,7 +5,8 @@ from __future__ import annotations
 import contextlib
 from collections.abc import AsyncIterator, Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from pathlib import Path
+from typing import Any, Protocol
 
 from rollmill.environments.harness import Harness
 from rollmill.environments.machine import MachineHost
@@ -14,7 +15,7 @@ from rollmill.environments.rewards.weighted import add_up
 from rollmill.environments.sections import HarnessSection, MachineSection, RewardSection, TasksSection
 from rollmill.environments.task import TaskSet
 from rollmill.errors import ConfigError
-from rollmill.kinds import build
+from rollmill.kinds import build, resolve_paths, search_also
 
 
 class Sections(Protocol):
@@ -35,6 +36,16 @@ class Environment:
     machines: MachineHost
     harness: Harness
     grader: Grader
+
+
+def find_parts(tree: dict[str, Any]) -> dict[str, Any]:
+    """Find the modules and files that a configuration names: they are in `modules`, or in the current directory."""
+    directory = Path(tree["modules"]) if isinstance(tree.get("modules"), str) else None
+    if directory is not None:
+        search_also(directory)
+    if "tasks" not in tree:
+        return tree
+    return {**tree, "tasks": resolve_paths(TasksSection, tree["tasks"], directory or Path.cwd())}
 
 
 def build_tasks(sections: Sections) -> TaskSet:

@@ -133,7 +133,7 @@ async def run_cells(
     on_progress: OnProgress | None = None,
 ) -> list[EvalResult]:
     """Make every attempt of the suite, `config.concurrency` at once, and sum them up by cell."""
-    cells = [(cell, tasks.heldout(cell.split, cell.tasks)) for cell in config.cells()]
+    cells = [(cell, tasks.heldout(cell.split, cell.tasks)) for cell in config.cells(tasks)]
     for cell, suite in cells:
         if not suite:
             raise TaskError(f"the task set has no tasks in the split {cell.split!r}", hint="leave it out of [evals]")

@@ -8,6 +8,11 @@ from typing import Literal
 from pydantic import Field
 
 from rollmill.config import Config
+from rollmill.environments.task import TaskSet
+from rollmill.errors import TaskError
+
+FAMILY = "heldout_family"
+_FAMILY_TASKS = 64
 
 
 @dataclass(frozen=True)
@@ -27,8 +32,11 @@ class EvalConfig(Config):
     attempts: int = Field(
         4, ge=1, description="Sampled attempts per task, at temperature 1. Greedy decoding is one attempt per task."
     )
-    family_tasks: int = Field(
-        64, ge=0, description="Tasks of the family that training never sees. 0 leaves this measurement out."
+    family_tasks: int | None = Field(
+        None,
+        ge=0,
+        description="Tasks of the split `heldout_family`: families that training never sees. 0 leaves this measurement "
+        "out. Not set: at most 64, if the task set has such a split.",
     )
     fresh_tasks: int = Field(
         0,
@@ -41,12 +49,20 @@ class EvalConfig(Config):
         128, ge=1, description="Most attempts in progress at once. More keep the engines busier and take more memory."
     )
 
-    def cells(self) -> list[Cell]:
+    def cells(self, tasks: TaskSet) -> list[Cell]:
         cells = [Cell("heldout", "sampled", self.tasks, self.attempts)]
         if self.greedy:
             cells.append(Cell("heldout", "greedy", self.tasks, 1))
         if self.fresh_tasks:
             cells.append(Cell("fresh", "sampled", self.fresh_tasks, self.attempts))
-        if self.family_tasks:
-            cells.append(Cell("heldout_family", "sampled", self.family_tasks, self.attempts))
+        if family_tasks := self._family_tasks(tasks):
+            cells.append(Cell(FAMILY, "sampled", family_tasks, self.attempts))
         return cells
+
+    def _family_tasks(self, tasks: TaskSet) -> int:
+        if self.family_tasks is not None:
+            return self.family_tasks
+        try:
+            return min(_FAMILY_TASKS, self.tasks) if tasks.heldout(FAMILY, 1) else 0
+        except TaskError:  # a task set of the user that knows its splits
+            return 0

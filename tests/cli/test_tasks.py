@@ -95,3 +95,18 @@ def test_a_verdict_that_changes_and_a_reward_that_raises(rollmill: Callable[...,
 def test_tasks_that_are_made_up_are_drawn(rollmill: Callable[..., Told]) -> None:
     told = rollmill("tasks", "check", DEMO, "--count", 2, "--repeat", 1)
     assert told.code == 0 and "4 of 4 tasks are all right" in told.out, told
+
+
+def test_a_checkpoint_that_is_not_there_stops_no_look_at_tasks(rollmill: Callable[..., Told], tmp_path: Path) -> None:
+    source = tmp_path / "run.toml"
+    text = 'name = "r"\nsteps = 1\ncheckpoint = "absent"\n[tasks]\nkind = "jsonl"\npath = "t.jsonl"\n'
+    source.write_text(text + '[[rewards]]\nkind = "script"\n')
+    write(source, entry("a"))
+    assert rollmill("tasks", "list", source).code == 0
+    assert "1 of 1 tasks are all right" in rollmill("tasks", "check", source, "--repeat", 1).out
+    told = rollmill("rollout", source)
+    assert "no model to play with" in told.err, told
+    source.write_text(text + "[rolouts]\n")
+    assert "did you mean 'rollouts'" in rollmill("tasks", "list", source).err
+    source.write_text(text.replace("path", "pth"))
+    assert "pth" in rollmill("tasks", "list", source).err

@@ -13,8 +13,10 @@ import pytest_asyncio
 
 from rollmill import telemetry
 from rollmill.chat.tokenizer import Tokenizer
+from rollmill.demo.micro_repos import MicroRepos
 from rollmill.environments.machines.namespace.client import NamespaceHost
 from rollmill.environments.task import Task
+from rollmill.environments.tasks.listed import ListedTasks
 from rollmill.errors import GatewayError, RollmillError, StorageError, TaskError
 from rollmill.evals.run import Examination, Progress, _summarise, run_eval
 from rollmill.evals.statistics import clustered_interval
@@ -161,3 +163,14 @@ async def test_a_few_lost_attempts_are_left_out_of_the_rate() -> None:
     by_task["task-4"] = [Outcome("lost", None, None, reason="gone")]
     with pytest.raises(RollmillError, match="3 of 37"):
         _summarise(by_task, Cell("heldout", "sampled", 10, 4), EXAMINATION, 1.0)
+
+
+async def test_families_are_measured_where_the_task_set_has_them() -> None:
+    listed = ListedTasks([Task("a", "do it", split="heldout")])
+    assert [cell.split for cell in EvalConfig(greedy=False).cells(listed)] == ["heldout"]
+    assert [(cell.split, cell.tasks) for cell in EvalConfig(greedy=False, tasks=9).cells(MicroRepos())] == [
+        ("heldout", 9),
+        ("heldout_family", 9),
+    ]
+    assert EvalConfig(tasks=99).cells(MicroRepos())[-1].tasks == 64
+    assert [cell.split for cell in EvalConfig(greedy=False, family_tasks=0).cells(MicroRepos())] == ["heldout"]

@@ -1,0 +1,52 @@
+"""The part of a configuration that describes an environment, for commands that need no model.
+
+`rollmill tasks`, `rollout` and `eval --model` read it alone, so a checkpoint that is not there yet stops none of them.
+The other sections are not validated; a section that does not exist is still an error.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Protocol, cast
+
+from rollmill.environments.environment import Sections
+
+if TYPE_CHECKING:
+    from rollmill.evals.suite import EvalConfig
+    from rollmill.rollouts.config import RolloutConfig
+
+_USED = ("name", "seed", "modules", "tasks", "harness", "machine", "rewards", "rollouts", "evals")
+
+
+class Settings(Sections, Protocol):
+    @property
+    def name(self) -> str: ...
+    @property
+    def seed(self) -> int: ...
+    @property
+    def rollouts(self) -> RolloutConfig: ...
+    @property
+    def evals(self) -> EvalConfig: ...
+
+
+def read_settings(path: Path) -> Settings:
+    """The environment of a TOML file or of a run directory."""
+    from pydantic import create_model
+
+    from rollmill.cluster.run import RunConfig, RunDirectory
+    from rollmill.config import Config, load_config
+    from rollmill.environments.environment import find_parts
+
+    if path.is_dir():
+        return RunDirectory.open(path).config
+
+    class Environment(Config):
+        @classmethod
+        def derive(cls, tree: Any) -> Any:
+            unused = RunConfig.model_fields.keys() - set(_USED)
+            return find_parts({name: value for name, value in tree.items() if name not in unused})
+
+    fields: dict[str, Any] = {
+        name: (field.annotation, field) for name, field in RunConfig.model_fields.items() if name in _USED
+    }
+    return cast(Settings, load_config(create_model("Environment", __base__=Environment, **fields), path))
