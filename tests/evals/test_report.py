@@ -378,3 +378,22 @@ def test_numbers_read_well() -> None:
     plain = [re.sub("[\N{NO-BREAK SPACE}\N{NARROW NO-BREAK SPACE}]", " ", word) for word in words]
     assert plain == ["12 345", "0.123", "4.2·10⁻⁶", "10⁻³", "1.91 MB", "4 min 12 s", "12.3 ms"]
     assert [clock(65), clock(7230.5)] == ["1:05", "2:00:30.5"]
+
+
+def test_losses_are_drawn_by_stage_and_held_out_ones_by_source(tmp_path: Path) -> None:
+    script = Script()
+    for stage, losses in (("midtrain", [3.0, 2.0, 1.0]), ("sft", [4.0, 3.5])):
+        for step, loss in enumerate(losses, 1):
+            script.now += 1
+            script.emit("trainer", "midtrain_step", stage=stage, step=step, steps=3, loss=loss, tokens=10)
+            script.emit("trainer", "heldout_loss", stage=stage, source="<odd>", step=step, loss=loss + 0.5)
+    script.write(tmp_path / "events")
+    write_report(tmp_path, seed=0, trajectories={}, decode=decode, reproduce="x")
+    found = json.loads((tmp_path / "report.json").read_text())
+    assert found["midtraining"] == {"steps": 5, "tokens": 50, "loss_first": 3.0, "loss_last": 3.5}
+    assert found["heldout_losses"] == [
+        {"stage": "midtrain", "source": "<odd>", "first": 3.5, "last": 1.5},
+        {"stage": "sft", "source": "<odd>", "first": 4.5, "last": 4.0},
+    ]
+    page = (tmp_path / "report.html").read_text()
+    assert "Loss of midtrain" in page and "Loss of sft" in page and "&lt;odd&gt;" in page and "<odd>" not in page

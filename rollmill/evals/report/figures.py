@@ -12,7 +12,8 @@ Keys are stable; a figure that a run did not produce is null. Rates are shares o
     training                   steps, version, groups, trajectories, tokens, trained_tokens, masked_stale, seconds,
                                wait_seconds, due_seconds, tokens_per_s; reward_first, reward_last, solve_rate_first,
                                solve_rate_last are means of the first and last tenth of steps
-    midtraining                steps, tokens, loss_first, loss_last
+    midtraining                of mid-training and SFT: steps, tokens, loss_first, loss_last
+    heldout_losses             one entry per stage and source: first, last loss on documents that are never trained on
     rollouts                   total, graded, failed, by split; turns, tool_calls, bad_tool_calls, seconds (means)
     staleness                  mean, max, counts (trained tokens by versions behind)
     mismatch                   k1, k3, p99, max of the trainer's log-probs against the engine's on the same weights:
@@ -47,6 +48,7 @@ class RunEvents:
     all: Sequence[Event]
     steps: Sequence[Event]
     midtrain: Sequence[Event]
+    heldout: Sequence[Event]
     publishes: Sequence[Event]
     applies: Sequence[Event]
     engines: Sequence[Event]
@@ -69,7 +71,8 @@ class RunEvents:
         return RunEvents(
             all=events,
             steps=sorted(once("step", "step"), key=lambda event: finite(event.get("step"), 0.0)),
-            midtrain=sorted(once("midtrain_step", "step"), key=lambda event: finite(event.get("step"), 0.0)),
+            midtrain=once("midtrain_step", "stage", "step"),
+            heldout=once("heldout_loss", "stage", "source", "step"),
             publishes=once("publish", "line", "version"),
             applies=kinds.get("apply", []),
             engines=kinds.get("engine", []),
@@ -150,6 +153,7 @@ def figures(run: RunEvents, *, name: str, seed: int | None, seconds: float | Non
         "phases": _phases(run),
         "training": _training(run.steps),
         "midtraining": _midtraining(run.midtrain),
+        "heldout_losses": _heldout(run.heldout),
         "rollouts": _rollouts(run.rollouts),
         "staleness": _staleness(run.steps),
         "mismatch": _mismatch(run.steps),
@@ -230,11 +234,27 @@ def _midtraining(steps: Sequence[Event]) -> dict[str, Any]:
     losses = column(steps, "loss")
     tenth = max(1, len(losses) // 10)
     return {
-        "steps": max((int(step) for step in column(steps, "step")), default=0),
+        "steps": sum(max(map(int, column(own, "step")), default=0) for own in by_field(steps, "stage").values()),
         "tokens": sum(column(steps, "tokens")),
         "loss_first": mean(losses[:tenth]),
         "loss_last": mean(losses[-tenth:]),
     }
+
+
+def by_field(events: Sequence[Event], name: str) -> dict[str, list[Event]]:
+    """Events by the value of a field; "" for those that lack it."""
+    found: dict[str, list[Event]] = {}
+    for event in events:
+        found.setdefault(str(event.get(name) or ""), []).append(event)
+    return found
+
+
+def _heldout(losses: Sequence[Event]) -> list[dict[str, Any]]:
+    return [
+        {"stage": stage, "source": source, "first": own[0].get("loss"), "last": own[-1].get("loss")}
+        for stage, of_stage in by_field(losses, "stage").items()
+        for source, own in by_field(of_stage, "source").items()
+    ]
 
 
 def _rollouts(rollouts: Sequence[Event]) -> dict[str, Any]:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 from rollmill.evals.report.charts import (
@@ -20,6 +22,7 @@ from rollmill.evals.report.charts import (
 from rollmill.evals.report.figures import (
     Event,
     RunEvents,
+    by_field,
     delta_bytes,
     find_eval,
     finite,
@@ -119,19 +122,7 @@ def learning(run: RunEvents) -> Markup:
             Axes("step", "solved", percent, floor=0.0, references=references),
         ),
     ]
-    if len(run.midtrain) > 1:
-        points = _points(run.midtrain, "loss")
-        charts.append(
-            figure(
-                "Mid-training loss",
-                "Before any reward: learning to speak the tool format from transcripts.",
-                line_chart(
-                    [Series("", points, "sage", smooth=True)],
-                    Axes("step", "loss (nats per token)", floor=0.0),
-                    "Mid-training loss by step",
-                ),
-            )
-        )
+    charts += _losses(run)
     charts.append(
         _by_step(
             run,
@@ -142,6 +133,23 @@ def learning(run: RunEvents) -> Markup:
         )
     )
     return section("How it learned", "One point per optimizer step.", _grid(charts))
+
+
+def _losses(run: RunEvents) -> list[Markup]:
+    """One chart per stage that trained on documents; held-out losses by source beside the training loss."""
+    charts = []
+    for stage, steps in by_field(run.midtrain, "stage").items():
+        if len(steps) < 2:
+            continue
+        series = [Series("training", _points(steps, "loss"), "sage", smooth=True)]
+        held = by_field([event for event in run.heldout if str(event.get("stage") or "") == stage], "source")
+        for (source, losses), colour in zip(held.items(), itertools.cycle(("plum", "steel", "sand"))):
+            series.append(Series(source, _points(losses, "loss"), colour))
+        title = f"Loss of {stage}" if stage else "Mid-training loss"
+        text = "Next-token loss on the documents of each step" + (", and on held-out documents." if held else ".")
+        axes = Axes("step", "loss (nats per token)", floor=0.0)
+        charts.append(figure(title, text, line_chart(series if held else [replace(series[0], name="")], axes, title)))
+    return charts
 
 
 def asynchrony(run: RunEvents) -> Markup:
