@@ -9,14 +9,13 @@ from __future__ import annotations
 import contextlib
 import os
 import signal
-import subprocess
-import sys
 import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 
 from rollmill import telemetry
 from rollmill.backoff import Backoff
+from rollmill.cluster.nursery import Child, Nursery
 from rollmill.cluster.ranks import outside_world, places, rank_name
 from rollmill.cluster.run import RunDirectory
 from rollmill.errors import RollmillError
@@ -27,7 +26,6 @@ STOP_PATIENCE_S = 20.0
 RANK_PATIENCE_S = 2.0  # for ranks to notice that another one has died
 FINAL = 3  # exit code of a role process: a restart will not help, its log says why
 TERMINATED = 128 + signal.SIGTERM  # exit code of a role process: it was asked to stop before its work was done
-SUPERVISOR = "ROLLMILL_SUPERVISOR"  # environment variable: pid of the supervisor, whose death ends the role process
 
 
 @dataclass
@@ -40,7 +38,7 @@ class RoleProcess:
     threads: int
     service: bool
     ranks: int
-    processes: list[subprocess.Popen[bytes]] = field(default_factory=list)
+    processes: list[Child] = field(default_factory=list)
     started_at: float = 0.0
     backoff: Backoff = field(default_factory=lambda: Backoff(0.2, 3.0))  # counts the restarts
     ended: bool = False
@@ -50,6 +48,7 @@ class LocalCluster:
     def __init__(self, run: RunDirectory) -> None:
         self._run = run
         self._roles: dict[str, RoleProcess] = {}
+        self._nursery = Nursery()
 
     def start(self, role: str, *arguments: str, threads: int = 1, service: bool = False, ranks: int = 1) -> None:
         process = RoleProcess(role, arguments, threads, service, ranks)
@@ -74,15 +73,11 @@ class LocalCluster:
         """Send SIGTERM to all; kill what is left after STOP_PATIENCE_S."""
         alive = [process for role in self._roles.values() if not role.ended for process in role.processes]
         for process in alive:
-            with contextlib.suppress(ProcessLookupError):
-                process.terminate()
+            process.signal(signal.SIGTERM)
         deadline = time.monotonic() + STOP_PATIENCE_S
         for process in alive:
-            try:
-                process.wait(max(0.1, deadline - time.monotonic()))
-            except subprocess.TimeoutExpired:
-                process.kill()
-                process.wait()
+            process.wait(max(0.1, deadline - time.monotonic()))
+        self._nursery.close()
 
     def _restart(self, role: RoleProcess, rank: int, code: int) -> None:
         """All ranks have exited; `rank` is the one whose log says why."""
@@ -102,25 +97,17 @@ class LocalCluster:
 
     def _spawn(self, role: RoleProcess) -> None:
         self._run.logs.mkdir(parents=True, exist_ok=True)
-        environment = {
-            **os.environ,
-            "OMP_NUM_THREADS": str(role.threads),
-            "PYTHONUNBUFFERED": "1",
-            SUPERVISOR: str(os.getpid()),
-        }
         role.started_at = time.monotonic()
         role.processes = []
-        command = [sys.executable, "-m", "rollmill.cluster.role", role.name, str(self._run.path), *role.arguments]
         for rank, place in enumerate(places(role.ranks)):
-            with (self._run.logs / f"{rank_name(role.name, rank)}.log").open("ab") as log:
-                process = subprocess.Popen(
-                    command,
-                    stdin=subprocess.DEVNULL,
-                    stdout=log,
-                    stderr=log,
-                    env={**environment, **place},
-                    process_group=0,  # Ctrl-C reaches the supervisor alone, which then stops the roles in order
-                )
+            name = rank_name(role.name, rank)
+            process = self._nursery.start(
+                role.name,
+                (str(self._run.path), *role.arguments),
+                name=f"rollmill {name} {self._run.path}",
+                environment={"OMP_NUM_THREADS": str(role.threads), **place},
+                log=self._run.logs / f"{name}.log",
+            )
             role.processes.append(process)
 
     def _last_words(self, name: str) -> str:
@@ -143,18 +130,17 @@ def terminable() -> Iterator[None]:
             signal.signal(number, handler)
 
 
-def _end_all(processes: Sequence[subprocess.Popen[bytes]]) -> tuple[int, int]:
+def _end_all(processes: Sequence[Child]) -> tuple[int, int]:
     """One rank has exited: stop the others, return the failing rank and its exit code."""
     failed = [rank for rank, process in enumerate(processes) if process.poll() is not None]
     deadline = time.monotonic() + RANK_PATIENCE_S
     for process in processes:  # another rank may know the cause, and exits a moment later
-        with contextlib.suppress(subprocess.TimeoutExpired):
-            process.wait(max(0.0, deadline - time.monotonic()))
-        process.kill()
-        process.wait()
-    final = [rank for rank, process in enumerate(processes) if process.returncode == FINAL]
-    rank = (final or [rank for rank in failed if processes[rank].returncode] or failed)[0]
-    return rank, processes[rank].returncode
+        process.wait(max(0.0, deadline - time.monotonic()))
+        process.signal(signal.SIGKILL)
+    codes = [process.wait(STOP_PATIENCE_S) or 0 for process in processes]
+    final = [rank for rank, code in enumerate(codes) if code == FINAL]
+    rank = (final or [rank for rank in failed if codes[rank]] or failed)[0]
+    return rank, codes[rank]
 
 
 def _describe(code: int) -> str:

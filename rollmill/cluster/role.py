@@ -7,29 +7,26 @@ supervisor restarts it.
 from __future__ import annotations
 
 import contextlib
-import ctypes
 import importlib
-import os
-import signal
 import sys
 import traceback
 from pathlib import Path
 
 from rollmill import telemetry
-from rollmill.cluster.local import FINAL, SUPERVISOR
+from rollmill.cluster.local import FINAL
 from rollmill.cluster.lock import exclusive
+from rollmill.cluster.nursery import end_with_parent
 from rollmill.cluster.ranks import outside_rank
 from rollmill.cluster.run import RunDirectory
 from rollmill.errors import ConfigError, HarnessError, RollmillError, TaskError, TrainingError
 
 FINAL_ERRORS = (ConfigError, HarnessError, TaskError, TrainingError)
-PR_SET_PDEATHSIG = 1
 TRAINING = ("midtrain", "trainer")  # roles that may have several ranks
 ROLES = ("midtrain", "trainer", "store", "engine", "gateway", "dispatcher")
 
 
 def main(role: str, directory: str, *arguments: str) -> int:
-    _end_with_supervisor()
+    end_with_parent()
     try:
         run = RunDirectory.open(Path(directory))
         kind, _, region = role.partition("-")
@@ -56,13 +53,6 @@ def _first_of_ours(error: BaseException) -> RollmillError | None:
     if isinstance(error, BaseExceptionGroup):
         return next(filter(None, map(_first_of_ours, error.exceptions)), None)
     return error if isinstance(error, RollmillError) else None
-
-
-def _end_with_supervisor() -> None:
-    """Ask the kernel to kill this process when its supervisor dies: nobody would restart or stop it any more."""
-    ctypes.CDLL(None, use_errno=True).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
-    if os.getppid() != int(os.environ.get(SUPERVISOR, os.getppid())):  # the supervisor died before the call
-        sys.exit(1)
 
 
 if __name__ == "__main__":

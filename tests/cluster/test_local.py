@@ -38,10 +38,10 @@ def pid_of(run: RunDirectory, role: str) -> int | None:
     for entry in Path("/proc").iterdir():
         if entry.name.isdigit():
             try:
-                arguments = (entry / "cmdline").read_bytes().decode().split("\0")
+                title = (entry / "cmdline").read_bytes().decode().rstrip("\0")
             except (OSError, UnicodeDecodeError):
                 continue
-            if arguments[2:5] == ["rollmill.cluster.role", role, str(run.path)]:
+            if title == f"rollmill {role} {run.path}":
                 return int(entry.name)
     return None
 
@@ -83,6 +83,14 @@ def test_a_service_that_dies_is_restarted_at_the_same_address(
     assert not cluster.ended("store")
     cluster.stop()
     assert pid_of(run, "store") is None and not answers(run)
+
+
+def test_when_the_nursery_dies_its_roles_are_restarted(run: RunDirectory, cluster: LocalCluster) -> None:
+    cluster.start("store", service=True)
+    until(lambda: answers(run), cluster)
+    store = pid_of(run, "store")
+    os.kill(int(Path(f"/proc/{store}/stat").read_text().rpartition(")")[2].split()[1]), signal.SIGKILL)
+    until(lambda: pid_of(run, "store") not in (None, store) and answers(run), cluster)
 
 
 def test_a_role_that_exits_with_0_is_not_restarted(run: RunDirectory, cluster: LocalCluster) -> None:

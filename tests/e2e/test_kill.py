@@ -47,14 +47,13 @@ def stores(run: RunDirectory) -> tuple[WeightStore, Ledger, TrajectoryStore]:
 
 
 def pid_of(run: RunDirectory, role: str) -> int | None:
-    wanted = ["rollmill.cluster.role", role, str(run.path)]
     for entry in Path("/proc").iterdir():
         if entry.name.isdigit():
             try:
-                arguments = (entry / "cmdline").read_bytes().decode().split("\0")
+                title = (entry / "cmdline").read_bytes().decode().rstrip("\0")
             except OSError:
                 continue
-            if arguments[2:5] == wanted:
+            if title == f"rollmill {role} {run.path}":
                 return int(entry.name)
     return None
 

@@ -7,15 +7,15 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
+from rollmill.cluster.ranks import rank_name
 from rollmill.cluster.run import RunDirectory
 from rollmill.telemetry import read_events
 from tests.e2e.small_run import BRIEF_EVALS, DEMO, ONE_REGION, SMALL, small_run
-from tests.e2e.test_kill import digests, start, stores, wait_for
+from tests.e2e.test_kill import digests, pid_of, start, stores, wait_for
 
 pytestmark = pytest.mark.slow
 
@@ -25,22 +25,8 @@ ALONE = (*ONE_REGION, *BRIEF_EVALS)
 
 def ranks_of(run: RunDirectory) -> dict[int, int]:
     """rank → process id, from /proc."""
-    found = {}
-    for entry in Path("/proc").iterdir():
-        try:
-            arguments = (entry / "cmdline").read_bytes().decode().split("\0")
-            if arguments[2:5] == ["rollmill.cluster.role", "trainer", str(run.path)]:
-                environment = dict(_pairs((entry / "environ").read_bytes().decode()))
-                found[int(environment["RANK"])] = int(entry.name)
-        except (OSError, KeyError, UnicodeDecodeError):
-            continue
-    return found
-
-
-def _pairs(environment: str) -> Iterator[tuple[str, str]]:
-    for each in environment.split("\0"):
-        name, _, value = each.partition("=")
-        yield name, value
+    pids = {rank: pid_of(run, rank_name("trainer", rank)) for rank in range(2)}
+    return {rank: pid for rank, pid in pids.items() if pid is not None}
 
 
 @pytest.mark.timeout(900)
