@@ -94,6 +94,10 @@ class RewardError(RollmillError):
     boundary = "reward"
 
 
+class RewardUnavailable(RewardError):
+    """What grades cannot be reached, or talks nonsense. Trying again later may help."""
+
+
 class TrajectoryError(RollmillError):
     """An illegal transition, or a record that contradicts itself."""
 

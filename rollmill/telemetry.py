@@ -229,6 +229,12 @@ EVENTS: Mapping[str, Event] = {
         step="its number",
         groups="the groups it waits for",
     ),
+    "stall": _event(
+        "The grading of an episode waits for a judge that is down, or has stopped waiting.",
+        trajectory="its trajectory",
+        waiting="episodes that wait now",
+        reason="what the judge's problem is; null once it does not wait any more",
+    ),
     "midtrain_step": _event(
         "A step of mid-training or SFT is done.",
         step="its number, from 1",

@@ -95,7 +95,7 @@ def _evaluate_endpoint(config: Settings, endpoint: Endpoint, tasks: int | None, 
 
         async with open_environment(config) as environment, EndpointProxy(endpoint) as proxy:
             return await evaluate_endpoint(
-                environment, build_tasks(config), suite, proxy, examination, config.rollouts.timeout_s, tell
+                environment, build_tasks(config), suite, proxy, examination, config.rollouts, tell
             )
 
     console = Console(stderr=True)

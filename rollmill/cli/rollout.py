@@ -64,7 +64,7 @@ async def _play(config: Settings, endpoint: Endpoint, task_id: str | None, tempe
     task: Task = next(tasks.train(config.seed)) if task_id is None else tasks.get(task_id)
     sampling = Sampling(temperature=temperature, max_tokens=config.rollouts.max_answer_tokens)
     async with open_environment(config) as environment, EndpointProxy(endpoint) as proxy:
-        return await play(environment, proxy, task, sampling, config.rollouts.timeout_s)
+        return await play(environment, proxy, task, sampling, config.rollouts)
 
 
 def _print(played: Played, longest: float) -> None:

@@ -6,6 +6,7 @@ from rollmill.environments.environment import Environment
 from rollmill.environments.task import Task, TaskSet
 from rollmill.evals.run import EvalResult, Examination, OnProgress, run_cells, sampling_of
 from rollmill.evals.suite import Cell, EvalConfig
+from rollmill.rollouts.config import RolloutConfig
 from rollmill.rollouts.endpoint import EndpointProxy, play
 from rollmill.rollouts.rollout import Outcome
 
@@ -16,11 +17,11 @@ async def evaluate_endpoint(
     config: EvalConfig,
     proxy: EndpointProxy,
     examination: Examination,
-    timeout_s: float,
+    limits: RolloutConfig,
     on_progress: OnProgress | None = None,
 ) -> list[EvalResult]:
     async def attempt(task: Task, cell: Cell, index: int, number: int) -> Outcome:
-        played = await play(environment, proxy, task, sampling_of(task, cell, number, examination), timeout_s)
+        played = await play(environment, proxy, task, sampling_of(task, cell, number, examination), limits)
         return Outcome(
             f"{task.id} #{number}", played.reward, played.episode.result, played.episode.tokens, played.reason
         )

@@ -4,6 +4,7 @@
     GET    /v1/models
     POST   /sessions                admin token: open a session for a trajectory, get its key
     POST   /sessions/ID/seal        admin token: store the record, finish the trajectory
+    GET    /sessions/ID             admin token: how long its requests have waited for an engine
     DELETE /sessions/ID             admin token: forget the session
     GET    /health, /metrics        no key; 503 while no engine is alive
 
@@ -63,6 +64,7 @@ def make_app(
     app.router.add_get("/v1/models", gateway.models)
     app.router.add_post("/sessions", gateway.open_session)
     app.router.add_post("/sessions/{id}/seal", gateway.seal_session)
+    app.router.add_get("/sessions/{id}", gateway.show_session)
     app.router.add_delete("/sessions/{id}", gateway.delete_session)
     app.router.add_get("/health", gateway.health)
     app.router.add_get("/metrics", gateway.show_metrics)
@@ -179,6 +181,18 @@ class Gateway:
         if submission_key is not None and not is_key(submission_key, LONGEST_OBJECT_KEY):
             raise GatewayError(f"submission_key must be an object key or null, got {short(submission_key)}")
         return web.json_response(await self._sealer.seal(check_id(request.match_info["id"]), submission_key))
+
+    async def show_session(self, request: web.Request) -> web.Response:
+        """Say how long the requests of an open session have waited for an engine, in all.
+
+        Needs: the admin token.
+        Returns: {"waited_seconds"}: a request that is waiting now counts too; 404 if there is no such session.
+        """
+        self._check_admin(request)
+        session = self._registry.get(check_id(request.match_info["id"]))
+        if session is None:
+            raise GatewayError("there is no such open session", status=404, hint="it was sealed or never opened")
+        return web.json_response({"waited_seconds": session.wait.seconds()})
 
     async def delete_session(self, request: web.Request) -> web.Response:
         """Delete a session and its record.

@@ -116,8 +116,10 @@ class Completions:
         builder = AnswerBuilder(request, self._tokenizer, chat.stop)
         piecemeal = chat.stream or bool(chat.stop) or chat.sampling.max_tokens > self._config.stream_above
         chunks = self._router.generate(request, prefer=session.engine, stream=piecemeal)
+        session.wait.begin()
         try:
             async for engine, chunk in chunks:
+                session.wait.hear(chunk)
                 fresh = builder.add(engine, chunk)
                 session.engine = engine.url
                 if stream is not None:
@@ -128,6 +130,7 @@ class Completions:
             builder.abort()
             self._metrics.count("answers_cut_short_total", traffic=facts.traffic)
         finally:
+            session.wait.end()
             await chunks.aclose()
         return builder.build(self._format, plan.tools)
 

@@ -21,6 +21,7 @@ from pydantic import ConfigDict, TypeAdapter
 from rollmill.chat.format import ChatFormat, Message, Tool
 from rollmill.errors import GatewayError, TrajectoryError
 from rollmill.gateway.segments import Answer, Mark, OpenSegment, Turn
+from rollmill.gateway.waits import Wait
 from rollmill.strict import parse_json
 from rollmill.trajectories.facts import STRICT, Int31
 from rollmill.trajectories.storable import to_key, to_object
@@ -113,6 +114,7 @@ class Session:
         self.given_up: str | None = None  # why it was forgotten without a seal
         self.submission_key: str | None = None
         self.unrecorded: str | None = None  # why its later answers are not in the log
+        self.wait = Wait()
 
     @property
     def provenance(self) -> dict[str, Any]:

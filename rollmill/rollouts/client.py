@@ -38,6 +38,10 @@ class GatewayClient:
         """Store the session as one object; its trajectory is then finished. Safe to repeat."""
         return await self._call("POST", f"/sessions/{trajectory}/seal", {"submission_key": submission_key})
 
+    async def waited(self, trajectory: str) -> float:
+        """Seconds that requests of this session have waited for an engine, those waiting now included."""
+        return float((await self._call("GET", f"/sessions/{trajectory}", None))["waited_seconds"])
+
     async def abandon(self, trajectory: str) -> None:
         """Have the gateway forget a session that will not be finished."""
         await self._call("DELETE", f"/sessions/{trajectory}", None)

@@ -17,7 +17,20 @@ class RolloutConfig(Config):
     timeout_s: float = Field(
         120.0,
         gt=0,
-        description="Seconds one rollout may take, grading included. Raise it on slow hosts.",
+        description="Seconds of its own that an episode may take; a task may set its own limit. Waits for the gateway "
+        "or an engine, and grading, do not count.",
+    )
+    grading_timeout_s: float = Field(
+        300.0,
+        gt=0,
+        description="Seconds that the grading of one episode may take. A judge that is down is asked again until then; "
+        "after that the episode is dropped, and never gets a zero.",
+    )
+    attempts: int = Field(
+        3,
+        ge=1,
+        description="How often an episode is tried in all if the infrastructure fails: the machine host, the gateway, "
+        "the engines. After that it counts as failed.",
     )
     temperature: float = Field(
         1.0,

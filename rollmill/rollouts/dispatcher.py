@@ -109,20 +109,30 @@ class Dispatcher:
         await asyncio.to_thread(self._ledger.group_ready, group_id)
 
     async def _run_one(self, group_id: str, task: Task, trajectory: str, min_version: int) -> None:
-        index, member, _ = _parts(group_id, trajectory)
+        index, member, attempt = _parts(group_id, trajectory)
         sampling = Sampling(
             temperature=self._config.temperature,
             max_tokens=self._config.max_answer_tokens,
             seed=rollout_seed(self._seed, index, member),
         )
         facts = self._facts(group_id, task)
-        await self._in_slot(
+        outcome = await self._in_slot(
             lambda: run_rollout(
                 self._context, task, trajectory, sampling=sampling, min_version=min_version, facts=facts
             )
         )
+        if outcome.lost and attempt + 1 < self._config.attempts:
+            fresh, version = await self._replace(group_id, trajectory, str(outcome.reason))
+            await self._run_one(group_id, task, fresh, version)
 
-    async def _in_slot(self, work: Callable[[], Awaitable[Outcome]]) -> None:
+    async def _replace(self, group_id: str, trajectory: str, reason: str) -> tuple[str, int]:
+        """Admit a fresh attempt in place of a lost one. Returns its id, and the oldest version that may sample it."""
+        _, member, attempt = _parts(group_id, trajectory)
+        fresh = f"{group_id}-{member}_{attempt + 1}"
+        version = await asyncio.to_thread(self._ledger.replace_lost, group_id, trajectory, fresh, reason)
+        return fresh, version
+
+    async def _in_slot(self, work: Callable[[], Awaitable[Outcome]]) -> Outcome:
         async with self._slots:
             self._running += 1
             try:
@@ -130,6 +140,7 @@ class Dispatcher:
             finally:
                 self._running -= 1
         self._count_failure(outcome)
+        return outcome
 
     def _count_failure(self, outcome: Outcome) -> None:
         """One failed rollout is data. `give_up_after` failures in a row mean that the host is broken: stop the run."""
@@ -167,10 +178,8 @@ class Dispatcher:
         if row.state == TrajectoryState.running:
             handed_in = await seal_again(self._context, row.id)
             if handed_in is None:
-                _, member, attempt = _parts(group.id, row.id)
-                fresh = f"{group.id}-{member}_{attempt + 1}"
                 why = "the dispatcher was restarted in the middle of this rollout"
-                version = await asyncio.to_thread(self._ledger.replace_lost, group.id, row.id, fresh, why)
+                fresh, version = await self._replace(group.id, row.id, why)
                 await abandon(self._context, row.id)
                 await self._run_one(group.id, task, fresh, version)
         if handed_in is not None:

@@ -24,8 +24,9 @@ from rollmill.environments.harness import HarnessResult
 from rollmill.environments.reward import grade_episode
 from rollmill.environments.task import Task
 from rollmill.errors import HarnessError
+from rollmill.rollouts.config import RolloutConfig
 from rollmill.rollouts.hand_in import take_hand_in
-from rollmill.rollouts.rollout import GRACE_S, reason_of
+from rollmill.rollouts.rollout import reason_of
 from rollmill.types import Reward, Sampling
 
 MAX_BODY = 64 << 20
@@ -144,7 +145,7 @@ def _record(transcript: Transcript, messages: list[dict[str, Any]], answer: Any)
 
 
 async def play(
-    environment: Environment, proxy: EndpointProxy, task: Task, sampling: Sampling, timeout_s: float
+    environment: Environment, proxy: EndpointProxy, task: Task, sampling: Sampling, limits: RolloutConfig
 ) -> Played:
     """Play and grade one episode. Whatever fails becomes its reason."""
     url, transcript = proxy.open()
@@ -153,12 +154,12 @@ async def play(
     try:
         machine = await environment.machines.create(task.image, task.files)
         try:
-            result = await _run_harness(environment, task, machine, url, transcript, sampling, timeout_s)
+            result = await _run_harness(environment, task, machine, url, transcript, sampling, limits.timeout_s)
             handed_in = await take_hand_in(machine, task, environment.machines, result)
         finally:
             await machine.close()
         episode = _with_transcript(handed_in.episode(task, environment.machines), transcript, started)
-        async with asyncio.timeout(GRACE_S):
+        async with asyncio.timeout(limits.grading_timeout_s):
             return Played(episode, await grade_episode(environment.grader, episode))
     except Exception as error:  # harness and rewards may be code of the user
         reason = transcript.problem or reason_of(error, f"the episode of {task.id}")

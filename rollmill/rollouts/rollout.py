@@ -8,6 +8,10 @@
 This module is the boundary for errors of a rollout. An episode that fails through no fault of the policy becomes a
 `failed` trajectory with a reason, never a reward. The same holds for a reward that cannot be stored. Only a store that
 is down raises further up: the trajectory keeps its state, and a restart takes it up again.
+
+An episode's time limit counts its own time: sampling and tools. The gateway says how long its requests waited for an
+engine, and that time is not counted. An answer that comes whole (at most `gateway.stream_above` tokens) counts as
+waiting until it is there, so an episode may run over by one of these. Machine, seal and grading have their own limits.
 """
 
 from __future__ import annotations
@@ -17,17 +21,19 @@ import contextlib
 import hashlib
 import logging
 import time
-from collections.abc import Awaitable
-from dataclasses import dataclass
+from collections.abc import AsyncIterator, Awaitable
+from dataclasses import dataclass, field
 from typing import Any
 
 from rollmill import telemetry
 from rollmill.environments.harness import Harness, HarnessResult
-from rollmill.environments.machine import Machine, MachineHost
-from rollmill.environments.reward import Grader, grade_episode
+from rollmill.environments.machine import MachineHost
+from rollmill.environments.reward import Grader
 from rollmill.environments.task import Task
 from rollmill.errors import (
     GatewayError,
+    HarnessError,
+    MachineError,
     ObjectMissing,
     ObjectTruncated,
     RollmillError,
@@ -35,6 +41,7 @@ from rollmill.errors import (
     TrajectoryError,
 )
 from rollmill.rollouts.client import GatewayClient
+from rollmill.rollouts.grading import Stalls, grade_patiently
 from rollmill.rollouts.hand_in import (
     HandIn,
     graded_episode,
@@ -49,7 +56,8 @@ from rollmill.trajectories.store import TrajectoryStore
 from rollmill.types import Reward, Sampling
 
 log = logging.getLogger(__name__)
-GRACE_S = 60.0  # beyond the agent's own time: for machine, seal and grading
+GRACE_S = 60.0  # for what surrounds the agent's own time: to get a machine and a session, to hand in, to seal
+_CHECK_S = 1.0  # between two looks at the clock of an episode whose time seems to be over
 _HEALTH_S = 5.0  # for the gateway to say whether an engine serves
 
 
@@ -65,6 +73,9 @@ class RolloutContext:
     trajectories: TrajectoryStore
     objects: Objects
     timeout_s: float = 120.0
+    grading_timeout_s: float = 300.0
+    attempts: int = 3
+    stalls: Stalls = field(default_factory=Stalls)
 
 
 @dataclass(frozen=True)
@@ -74,6 +85,7 @@ class Outcome:
     result: HarnessResult | None
     tokens: int = 0
     reason: str | None = None  # why there is no reward
+    lost: bool = False  # the infrastructure failed before anything was handed in: a fresh attempt may succeed
 
     @property
     def solved(self) -> bool:
@@ -94,46 +106,46 @@ async def run_rollout(
     context: RolloutContext, task: Task, trajectory: str, *, sampling: Sampling, min_version: int, facts: dict[str, Any]
 ) -> Outcome:
     """Run and grade one episode. The row of `trajectory` must exist; its state is final when this returns."""
-
-    async def play_and_grade() -> Outcome:
-        handed_in = await _play(context, task, trajectory, sampling, min_version, facts)
-        return await _grade(context, task, trajectory, handed_in)
-
-    return await _settle(context, task, trajectory, facts, play_and_grade())
+    playing = _play(context, task, trajectory, sampling, min_version, facts)
+    return await _settle(context, task, trajectory, facts, playing)
 
 
 async def regrade(
     context: RolloutContext, task: Task, trajectory: str, submission_key: str, *, facts: dict[str, Any]
 ) -> Outcome:
     """Grade a finished trajectory from what it handed in: after a crash, or with a better grader."""
-
-    async def grade() -> Outcome:
-        handed_in = await asyncio.to_thread(load_hand_in, context.objects, submission_key)
-        return await _grade(context, task, trajectory, handed_in)
-
-    return await _settle(context, task, trajectory, facts, grade())
+    loading = asyncio.to_thread(load_hand_in, context.objects, submission_key)
+    return await _settle(context, task, trajectory, facts, loading)
 
 
 async def _grade(context: RolloutContext, task: Task, trajectory: str, handed_in: HandIn) -> Outcome:
     record = await asyncio.to_thread(context.trajectories.load, trajectory)
-    reward = await grade_episode(context.grader, graded_episode(handed_in, task, context.grading_machines, record))
+    reward = await grade_patiently(
+        context.grader,
+        graded_episode(handed_in, task, context.grading_machines, record),
+        trajectory,
+        context.stalls,
+        timeout_s=context.grading_timeout_s,
+        attempts=context.attempts,
+    )
     return Outcome(trajectory, reward, handed_in.result, seal_facts(record)["tokens"])
 
 
 async def _settle(
-    context: RolloutContext, task: Task, trajectory: str, facts: dict[str, Any], work: Awaitable[Outcome]
+    context: RolloutContext, task: Task, trajectory: str, facts: dict[str, Any], handing_in: Awaitable[HandIn]
 ) -> Outcome:
-    """The boundary: whatever becomes of `work`, the trajectory gets a reward or a reason."""
+    """The boundary: whatever becomes of the episode, its trajectory gets a reward or a reason."""
     started = time.time()
+    handed_in = None
     try:
-        async with asyncio.timeout(time_limit(context, task) + GRACE_S) as limit:
-            outcome = await work
+        handed_in = await handing_in
+        outcome = await _grade(context, task, trajectory, handed_in)
         assert outcome.reward is not None
         await asyncio.to_thread(context.trajectories.grade, trajectory, outcome.reward)
     except Exception as error:
-        late = f"no end after {time_limit(context, task) + GRACE_S:g} s"
-        reason = late if limit.expired() else reason_of(error, trajectory)
-        outcome = Outcome(trajectory, None, None, reason=reason)
+        reason = reason_of(error, trajectory)
+        lost = handed_in is None and isinstance(error, MachineError | HarnessError | GatewayError)
+        outcome = Outcome(trajectory, None, None, reason=reason, lost=lost)
         await give_up(context, trajectory, reason)
     _report(task, outcome, facts, time.time() - started)
     return outcome
@@ -151,46 +163,70 @@ def reason_of(error: Exception, what: str) -> str:
 async def _play(
     context: RolloutContext, task: Task, trajectory: str, sampling: Sampling, min_version: int, facts: dict[str, Any]
 ) -> HandIn:
-    machine = await context.machines.create(task.image, task.files)
+    async with _within_grace("to get a machine"):
+        machine = await context.machines.create(task.image, task.files)
     try:
         facts = {**facts, "provenance": {**facts.get("provenance", {}), "image": machine.image}}
-        key = await context.gateway.open_session(
-            trajectory, traffic="rollout", min_version=min_version, task_id=task.id, **facts
+        async with _within_grace("to open a session"):
+            key = await context.gateway.open_session(
+                trajectory, traffic="rollout", min_version=min_version, task_id=task.id, **facts
+            )
+        run = context.harness.run(
+            task, machine, base_url=f"{context.gateway.base_url}/v1", api_key=key, sampling=sampling
         )
-        started = time.monotonic()
-        result = await _run_harness(context, task, machine, key, sampling, min_version)
-        seconds = time.monotonic() - started
-        handed_in = await take_hand_in(machine, task, context.grading_machines, result, seconds)
+        result, seconds = await _run_harness(context, task, trajectory, asyncio.ensure_future(run), min_version)
+        async with _within_grace("to read what was handed in"):
+            handed_in = await take_hand_in(machine, task, context.grading_machines, result, seconds)
     finally:
         await machine.close()
-    submission_key = await asyncio.to_thread(store_hand_in, context.objects, trajectory, handed_in)
-    await context.gateway.seal(trajectory, submission_key)
+    async with _within_grace("to seal the session"):
+        submission_key = await asyncio.to_thread(store_hand_in, context.objects, trajectory, handed_in)
+        await context.gateway.seal(trajectory, submission_key)
     return handed_in
 
 
+@contextlib.asynccontextmanager
+async def _within_grace(what: str) -> AsyncIterator[None]:
+    try:
+        async with asyncio.timeout(GRACE_S) as limit:
+            yield
+    except TimeoutError:
+        if limit.expired():
+            raise HarnessError(f"{GRACE_S:g} s were not enough {what}") from None
+        raise
+
+
 def time_limit(context: RolloutContext, task: Task) -> float:
-    """Seconds that an episode may take."""
+    """Seconds of its own that an episode may take."""
     return context.timeout_s if task.timeout_s is None else task.timeout_s
 
 
 async def _run_harness(
-    context: RolloutContext, task: Task, machine: Machine, key: str, sampling: Sampling, min_version: int
-) -> HarnessResult:
-    """Run the agent until it ends or its time is over. Running out of time is its own doing, and graded.
+    context: RolloutContext, task: Task, trajectory: str, work: asyncio.Future[HarnessResult], min_version: int
+) -> tuple[HarnessResult, float]:
+    """Let the agent work until it ends or its own time is over. Returns how it ended, and its own seconds.
 
-    Unless it waited for a model that nobody serves: then HarnessError or GatewayError.
+    Running out of time is its own doing, and graded. Unless it waited for a model that nobody serves: then HarnessError
+    or GatewayError.
     """
-    run = context.harness.run(task, machine, base_url=f"{context.gateway.base_url}/v1", api_key=key, sampling=sampling)
-    work = asyncio.ensure_future(run)
+    limit, started, seconds = time_limit(context, task), time.monotonic(), 0.0
+    pause = limit
     try:
-        await asyncio.wait([work], timeout=time_limit(context, task))
+        while True:
+            await asyncio.wait([work], timeout=pause)
+            if work.done() and work.exception() is not None:
+                break
+            seconds = time.monotonic() - started - await context.gateway.waited(trajectory)
+            if work.done() or seconds >= limit:
+                break
+            pause = min(limit - seconds, _CHECK_S)
     finally:
         work.cancel()  # without effect if it has ended
         await asyncio.wait([work])
     if not work.cancelled():
-        return work.result()
+        return work.result(), seconds
     await context.gateway.wait_until_serving(min_version, patience_s=_HEALTH_S)
-    return HarnessResult("time", turns=0, tool_calls=0)
+    return HarnessResult("time", turns=0, tool_calls=0), seconds
 
 
 async def seal_again(context: RolloutContext, trajectory: str) -> str | None:

@@ -32,6 +32,7 @@ class StandIn:
     switch_after: int | None = None  # tokens of each answer after which the version increases by one
     die_after: int | None = None  # tokens after which the connection breaks, once
     token_delay_s: float = 0.0
+    timing: dict[str, float] = field(default_factory=dict)  # what it reports about each answer
     refuse: tuple[int, str] | None = None  # (status, message) for every request
     token: str | None = None  # the token a request must have
     alive: bool = True
@@ -101,6 +102,7 @@ class StandIn:
             if index == len(pieces) - 1:
                 stopped = answer and answer[-1] in body["sampling"]["stop_tokens"]
                 chunk |= {"finish": "stop" if stopped else "length", "oldest_kv_policy": oldest, "cached_tokens": 1}
+                chunk["timing"] = self.timing
             await response.write(json.dumps(chunk).encode() + b"\n")
 
     def _chunk(self, session: str, context: int, piece: list[int], done: int) -> dict[str, Any]:

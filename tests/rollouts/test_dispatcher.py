@@ -6,6 +6,7 @@ import asyncio
 import math
 import time
 from collections import Counter
+from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any
 
@@ -20,7 +21,7 @@ from rollmill.rollouts.dispatcher import POLL_S, Dispatcher
 from rollmill.rollouts.rollout import RolloutContext
 from rollmill.trajectories.ledger import Ledger
 from rollmill.types import GroupState, LedgerState, Reward, StepRecord, TrajectoryState, Version
-from tests.rollouts.world import ADMIN, RUN, Additions, StandInHost, World
+from tests.rollouts.world import ADMIN, RUN, Additions, StandInHost, World, make_task
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
 SIZE = 3
@@ -103,10 +104,38 @@ async def test_no_group_starts_while_the_bound_is_reached(world: World) -> None:
 
 async def test_a_failed_rollout_leaves_its_group_usable(world: World) -> None:
     machines = StandInHost(lambda asked: asked == 2, world.context.machines)
-    await make_dispatcher(world, context=replace(world.context, machines=machines), total=1).run()
+    context = replace(world.context, machines=machines)
+    await make_dispatcher(world, context=context, total=1, attempts=1).run()
     (group,) = world.ledger.groups(GroupState.waiting)
     states = Counter(row.state for row in world.ledger.members([group.id])[group.id])
     assert states == {TrajectoryState.graded: SIZE - 1, TrajectoryState.failed: 1}
+
+
+async def test_what_the_infrastructure_lost_is_tried_again_with_a_fresh_attempt(world: World) -> None:
+    machines = StandInHost(lambda asked: asked in (2, 4), world.context.machines)
+    await make_dispatcher(world, context=replace(world.context, machines=machines), total=1, concurrency=1).run()
+    ids = [row.id for row in world.ledger.members([f"{RUN}-000000"])[f"{RUN}-000000"]]
+    assert sorted(ids) == [f"{RUN}-000000-0", f"{RUN}-000000-1_2", f"{RUN}-000000-2"]
+    assert all(world.row(id).state == TrajectoryState.graded for id in ids)
+    assert world.ledger.counts()["dropped"] == 2 and len(world.context.trajectories.list(run=RUN)) == SIZE + 2
+    assert {reason for state, reason in world.ledger.reasons()} == {
+        f"replaced by {RUN}-000000-1_{attempt}: machine: no machine could be created: out of machines\nhint: buy more"
+        for attempt in (1, 2)
+    }
+
+
+async def test_fresh_attempts_end_and_a_task_that_is_wrong_gets_none(world: World) -> None:
+    """The machine of member 1 is never created; the image of the second task does not exist."""
+    broken = StandInHost(lambda asked: asked in (2, 4, 5), world.context.machines)
+    await make_dispatcher(world, context=replace(world.context, machines=broken), total=1, concurrency=1).run()
+
+    class Wrong(Additions):
+        def train(self, seed: int) -> Iterator[Task]:
+            return iter([make_task(0), make_task(1, image="absent")])
+
+    await make_dispatcher(world, tasks=Wrong(), total=2).run()
+    states = Counter((row.group_id[-1], row.state.value) for row in world.context.trajectories.list(run=RUN))
+    assert states == {("0", "graded"): SIZE - 1, ("0", "failed"): 3, ("1", "failed"): SIZE}
 
 
 async def test_a_host_that_only_fails_stops_the_run(world: World) -> None:
@@ -239,7 +268,8 @@ async def test_grading_that_fails_after_a_restart_fails_its_own_trajectory(world
     await until(lambda: len(world.context.trajectories.list(run=RUN, state=TrajectoryState.finished)) == SIZE)
     await stop(dispatching)
     broken = StandInHost(lambda asked: asked == 1, world.context.grading_machines)
-    await make_dispatcher(world, context=replace(world.context, grading_machines=broken), total=1).run()
+    context = replace(world.context, grading_machines=broken, attempts=1)
+    await make_dispatcher(world, context=context, total=1).run()
     (group,) = world.ledger.groups(GroupState.waiting)
     states = Counter(row.state for row in world.ledger.members([group.id])[group.id])
     assert states == {TrajectoryState.graded: SIZE - 1, TrajectoryState.failed: 1}

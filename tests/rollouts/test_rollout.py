@@ -15,8 +15,9 @@ import pytest
 from aiohttp import web
 from aiohttp.test_utils import TestServer, unused_port
 
+from rollmill import telemetry
 from rollmill.environments.machines.namespace.client import NamespaceHost
-from rollmill.errors import GatewayError, StorageError
+from rollmill.errors import GatewayError, RewardUnavailable, StorageError
 from rollmill.rollouts import rollout
 from rollmill.rollouts.client import GatewayClient
 from rollmill.rollouts.hand_in import hand_in_key, load_hand_in
@@ -102,7 +103,9 @@ async def test_a_model_that_never_stops_is_cut_off(world: World) -> None:
 
 
 async def test_a_model_that_takes_too_long_is_graded_on_what_it_left(world: World) -> None:
-    world.engine.token_delay_s = 5.0  # the seal waits for the answer, which belongs to the record
+    """The time of an answer that comes whole is known when it is there. The next one is not waited for."""
+    world.engine.token_delay_s = 2.0  # the seal waits for the answer, which belongs to the record
+    world.says(("run", {}), *SOLUTION)
     outcome = await world.play(context=replace(world.context, timeout_s=0.5))
     assert outcome.reward is not None and outcome.reward.value == 0.0
     assert outcome.result is not None and outcome.result.stop == "time"
@@ -220,25 +223,92 @@ async def test_a_machine_host_killed_in_the_middle(world: World) -> None:
 
 
 async def test_a_grading_machine_that_fails(world: World) -> None:
-    outcome = await world.play(context=replace(world.context, grading_machines=StandInHost(lambda asked: True)))
+    context = replace(world.context, grading_timeout_s=2.0)
+    outcome = await world.play(context=replace(context, grading_machines=StandInHost(lambda asked: True)))
     world.check_failed(outcome, "out of machines\nhint: buy more")
+    host = StandInHost(lambda asked: asked < 3, world.context.grading_machines)
+    assert (await world.play(id="t1", context=replace(context, grading_machines=host))).solved and host.asked == 3
 
 
 async def test_engines_that_are_gone_when_the_time_is_over(world: World) -> None:
     world.engine.refuse = (500, "out of order")
-    harness = type(world.context.harness)(world.context.harness.config.model_copy(update={"request_deadline_s": 60.0}))
-    outcome = await world.play(context=replace(world.context, harness=harness, timeout_s=4.0))
+    harness = type(world.context.harness)(world.context.harness.config.model_copy(update={"request_deadline_s": 1.5}))
+    outcome = await world.play(context=replace(world.context, harness=harness, timeout_s=0.5))
     await harness.close()
     world.check_failed(outcome, "harness: ")
 
 
-async def test_grading_that_does_not_end(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
+class WatchedGateway(GatewayClient):
+    """Counts how often it is asked for the time that an episode waited."""
+
+    looks = 0
+
+    async def waited(self, trajectory: str) -> float:
+        self.looks += 1
+        return await super().waited(trajectory)
+
+
+async def test_an_episode_behind_a_busy_engine_is_not_cut_off(world: World) -> None:
+    """The first answer waits in the engine's queue until the clock was looked at twice: its time would be over."""
+    async with WatchedGateway(world.context.gateway.base_url, ADMIN) as gateway:
+
+        async def queue(session: str, turn: int) -> None:
+            while turn == 1 and gateway.looks < 2:  # noqa: ASYNC110
+                await asyncio.sleep(0.005)
+            world.engine.timing = {"total_seconds": 1e-3, "queue_seconds": 0.0}
+
+        world.engine.on_turn = queue
+        outcome = await world.play(context=replace(world.context, gateway=gateway, timeout_s=1.0))
+    assert outcome.solved and outcome.result is not None and outcome.result.stop == "done"
+    key = world.row().submission_key
+    assert key is not None and load_hand_in(world.context.objects, key).seconds < 1.0 <= gateway.looks
+
+
+async def test_grading_that_does_not_end(world: World) -> None:
     async def hang() -> Reward:
         return await asyncio.Future()
 
-    monkeypatch.setattr(rollout, "GRACE_S", 0.5)
-    outcome = await world.play(context=replace(world.context, timeout_s=1.0, grader=StandInGrader(hang)))
-    world.check_failed(outcome, "no end after 1.5 s")
+    outcome = await world.play(context=replace(world.context, grading_timeout_s=0.5, grader=StandInGrader(hang)))
+    world.check_failed(outcome, "no grade after 0.5 s: grading does not end")
+    assert not outcome.lost, "the episode is finished: another one would not be graded either"
+
+
+async def test_grading_has_a_time_limit_of_its_own(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It was cut off after the episode's time and a minute, whatever the reward's own limit was."""
+
+    async def slow() -> Reward:
+        await asyncio.sleep(0.5)
+        return Reward(1.0)
+
+    monkeypatch.setattr(rollout, "GRACE_S", 0.25)
+    context = replace(world.context, timeout_s=0.2, grading_timeout_s=60.0, grader=StandInGrader(slow))
+    world.says(("done", {}))
+    assert (await world.play(context=context)).solved
+
+
+async def test_a_judge_that_is_down_is_asked_again_and_the_stall_is_shown(world: World) -> None:
+    telemetry.open_events(world.directory / "events", "dispatcher")
+    asked = 0
+
+    async def recover() -> Reward:
+        nonlocal asked
+        asked += 1
+        if asked < 3:
+            raise RewardUnavailable("the judge is down")
+        return Reward(1.0)
+
+    context = replace(world.context, grading_timeout_s=1.0, grader=StandInGrader(recover))
+    assert (await world.play(context=context)).solved
+
+    async def down() -> Reward:
+        raise RewardUnavailable("the judge is down")
+
+    outcome = await world.play(id="t1", context=replace(context, grader=StandInGrader(down)))
+    world.check_failed(outcome, "no grade after 1 s: the judge is down")  # and never a zero
+    events = telemetry.read_events(world.directory / "events")
+    stalls = [(event["trajectory"], event["reason"]) for event in events if event["kind"] == "stall"]
+    assert stalls == [(id, reason) for id in ("t0", "t1") for reason in ("the judge is down", None)]
+    assert [event["text"] for event in events if event["kind"] == "warning"] == ["grading waits: the judge is down"] * 2
 
 
 class StandInGrader:

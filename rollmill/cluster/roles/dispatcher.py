@@ -104,4 +104,6 @@ async def open_context(run: RunDirectory) -> AsyncIterator[RolloutContext]:
             trajectories=TrajectoryStore(open_database(run.database_url), objects),
             objects=objects,
             timeout_s=config.rollouts.timeout_s,
+            grading_timeout_s=config.rollouts.grading_timeout_s,
+            attempts=config.rollouts.attempts,
         )

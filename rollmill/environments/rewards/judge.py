@@ -3,7 +3,8 @@
 The judge is any OpenAI-compatible endpoint. It is asked `votes` times and answers with JSON: {"score": …, "reason": …}.
 The value is the mean of the votes, scaled from `lowest`…`highest` to 0…1. An answer that is not such JSON, or out of
 range, is asked for again. A judge that is down or keeps talking nonsense until `grading_timeout_s` is over raises
-RewardError: the episode then has failed through no fault of the policy, and gets no reward at all.
+RewardUnavailable: the run asks again until its own `rollouts.grading_timeout_s` is over. Then the episode has failed
+through no fault of the policy, and gets no reward at all.
 
 What this cannot protect: the judge reads what the agent wrote, and an agent can learn to persuade it. The agent's text
 stands between marks that are drawn anew for each episode, so it cannot pretend to be the rubric. `parts` has the spread
@@ -29,7 +30,7 @@ from rollmill.environments.harnesses.model import ModelClient
 from rollmill.environments.harnesses.tools import cut
 from rollmill.environments.rewards import transcript
 from rollmill.environments.rewards.clean import declared
-from rollmill.errors import ConfigError, HarnessError, RewardError
+from rollmill.errors import ConfigError, HarnessError, RewardUnavailable
 from rollmill.strict import StrictModel, parse_json
 from rollmill.types import Reward
 
@@ -64,7 +65,10 @@ class JudgeConfig(Config):
         40_000, ge=100, description="Most characters of an episode that the judge reads; the middle is cut."
     )
     grading_timeout_s: float = Field(
-        50.0, gt=0, description="Seconds until a judge that does not answer properly fails the grading of an episode."
+        50.0,
+        gt=0,
+        description="Seconds until a judge that does not answer properly is given up for now. The run asks again until "
+        "`rollouts.grading_timeout_s`.",
     )
 
     @model_validator(mode="after")
@@ -119,7 +123,7 @@ class Judge:
         if error is not None and not isinstance(error, HarnessError):
             return error
         why = error.message if error is not None else (problems or ["no answer"])[-1]
-        return RewardError(
+        return RewardUnavailable(
             f"the judge {self.config.base_url} gave no verdict: {why}",
             hint="is it running, and does the model write JSON? `grading_timeout_s` is the time limit",
         )

@@ -29,16 +29,19 @@ class Generation:
     oldest: PolicyRef | None = None
     cached_tokens: int | None = None  # None until first admitted
     arrived_at: float = field(default_factory=time.monotonic)
-    admitted_at: float | None = None
+    queued_seconds: float = 0.0
+    requeued_seconds: float = 0.0  # the part of it after the first token
     first_token_at: float | None = None
     sent_at: float = 0.0
     _fresh: list[tuple[int, float, PolicyRef]] = field(default_factory=list)
     _routes: list[np.ndarray] = field(default_factory=list)
     _routes_sent: int = 0  # positions before this one were reported, and are not reported again if recomputed
     _routes_held: int = 0
+    _queued_since: float | None = None
 
     def __post_init__(self) -> None:
         self.tokens = list(self.request.tokens)
+        self._queued_since = self.arrived_at
 
     @property
     def missing(self) -> int:
@@ -49,10 +52,18 @@ class Generation:
         return self.request.traffic == "rollout"
 
     def admit(self, cached_tokens: int) -> None:
+        if self._queued_since is not None:
+            waited = time.monotonic() - self._queued_since
+            self._queued_since = None
+            self.queued_seconds += waited
+            self.requeued_seconds += waited if self.first_token_at is not None else 0.0
         if self.cached_tokens is None:
             self.cached_tokens = cached_tokens
-            self.admitted_at = time.monotonic()
             self._routes_sent = cached_tokens
+
+    def requeue(self) -> None:
+        """It has lost its place and waits again."""
+        self._queued_since = time.monotonic()
 
     def advance(self, count: int, routes: np.ndarray | None, policy: PolicyRef) -> None:
         """Records that `count` more positions were computed with the weights of `policy`."""
@@ -99,9 +110,10 @@ class Generation:
 
     def _timing(self) -> dict[str, float]:
         now = time.monotonic()
-        admitted = self.admitted_at or now
+        waiting = 0.0 if self._queued_since is None else now - self._queued_since
         return {
-            "queue_seconds": admitted - self.arrived_at,
+            "queue_seconds": self.queued_seconds + waiting,
+            "requeue_seconds": self.requeued_seconds,
             "first_token_seconds": (self.first_token_at or now) - self.arrived_at,
             "total_seconds": now - self.arrived_at,
         }

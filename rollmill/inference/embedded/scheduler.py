@@ -150,6 +150,7 @@ class Scheduler:
     def _preempt(self, generation: Generation) -> None:
         del self.running[generation.number]
         self._queue(generation).appendleft(generation)
+        generation.requeue()
         self.preemptions += 1
 
     def _release(self, generation: Generation) -> None:

@@ -1,0 +1,69 @@
+"""Grades an episode with patience for what grades it.
+
+MachineError        the host failed: the episode is graded again, at most `attempts` times
+RewardUnavailable   a judge is down: it is asked again until `timeout_s` is over, and the stall is shown
+any other error     raised at once
+
+An episode without a grade fails with a reason. It never gets a zero: the policy would learn from an outage.
+"""
+
+from __future__ import annotations
+
+import asyncio
+
+from rollmill import telemetry
+from rollmill.backoff import Backoff
+from rollmill.environments.episode import Episode
+from rollmill.environments.reward import Grader, grade_episode
+from rollmill.errors import MachineError, RewardError, RewardUnavailable
+from rollmill.types import Reward
+
+_FIRST_PAUSE_S, _LONGEST_PAUSE_S = 0.5, 15.0
+
+
+class Stalls:
+    """The episodes of a process that wait for a judge. Only the first of them warns."""
+
+    def __init__(self) -> None:
+        self._waiting: set[str] = set()
+
+    def begin(self, trajectory: str, problem: str) -> None:
+        if trajectory in self._waiting:
+            return
+        self._waiting.add(trajectory)
+        telemetry.emit("stall", trajectory=trajectory, waiting=len(self._waiting), reason=problem)
+        if len(self._waiting) == 1:
+            telemetry.emit("warning", text=f"grading waits: {problem}")
+
+    def end(self, trajectory: str) -> None:
+        if trajectory in self._waiting:
+            self._waiting.discard(trajectory)
+            telemetry.emit("stall", trajectory=trajectory, waiting=len(self._waiting), reason=None)
+
+
+async def grade_patiently(
+    grader: Grader, episode: Episode, trajectory: str, stalls: Stalls, *, timeout_s: float, attempts: int
+) -> Reward:
+    """The grader's reward. RewardError if there is none after `timeout_s`."""
+    problem = "grading does not end"
+    backoff = Backoff(min(_FIRST_PAUSE_S, timeout_s / 10), _LONGEST_PAUSE_S)
+    try:
+        async with asyncio.timeout(timeout_s) as limit:
+            while True:
+                try:
+                    return await grade_episode(grader, episode)
+                except RewardUnavailable as error:
+                    problem = error.message
+                    stalls.begin(trajectory, problem)
+                except MachineError:
+                    if backoff.failures + 1 >= attempts:
+                        raise
+                await asyncio.sleep(backoff.failed())
+    except TimeoutError:
+        if not limit.expired():
+            raise
+    finally:
+        stalls.end(trajectory)
+    raise RewardError(
+        f"no grade after {timeout_s:g} s: {problem}", hint="`rollouts.grading_timeout_s` is the time limit"
+    )
