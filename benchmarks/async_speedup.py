@@ -6,9 +6,10 @@ Tool times are a SIMULATION: each test run also waits a time drawn from the reco
 benchmarks/tool_times.json, scaled so that its mean is about one training step. Everything else is real: processes,
 machines, deltas, training. The ratio depends on that scale: say "simulated tool times" wherever it is quoted.
 
-The model is mid-trained until most groups carry signal, also with --quick: a step on groups without signal trains on
-nothing and takes no time. The table shows the share of rollouts that were trained on, and the interval of each ratio
-(bootstrap over steps). The full run also compares the final solve rates of both ways of training.
+The model is mid-trained until most groups carry signal, also with --quick: groups without signal are replaced, and the
+ratio would mostly be about them. The table shows the share of rollouts that were trained on, the share of time that
+steps waited for due groups, and the interval of each ratio (bootstrap over steps). The full run also compares the final
+solve rates of both ways of training.
 """
 
 from __future__ import annotations
@@ -85,6 +86,7 @@ class Measured:
     seconds: list[float]  # between the ends of two steps
     trained_share: float  # of the rollouts; the others belong to groups without signal
     mean_staleness: float
+    due_share: float  # of the time: steps waited for due groups, although enough others were ready
     solve_rate: float
     solve_rate_low: float
     solve_rate_high: float
@@ -99,12 +101,14 @@ def measure(run: RunDirectory) -> Measured:
     steps = [event for event in events if event["kind"] == "step"][WARMUP_STEPS - 1 :]
     samples = run.config.group_size * run.config.groups_per_step
     ages = [step["staleness_mean"] for step in steps[1:] if step["staleness_mean"] is not None]
+    groups = sum(step["groups"] + step["groups_closed"] for step in steps[1:])
     after = next(event for event in events if event["kind"] == "eval" and event["label"] == "after")
     return Measured(
         samples_per_step=samples,
         seconds=[later["at"] - earlier["at"] for earlier, later in itertools.pairwise(steps)],
-        trained_share=sum(step["trajectories"] for step in steps[1:]) / (samples * len(steps[1:])),
+        trained_share=sum(step["trajectories"] for step in steps[1:]) / (groups * run.config.group_size),
         mean_staleness=statistics.mean(ages) if ages else 0.0,
+        due_share=sum(step["due_seconds"] for step in steps[1:]) / (steps[-1]["at"] - steps[0]["at"]),
         solve_rate=after["rate"],
         solve_rate_low=after["low"],
         solve_rate_high=after["high"],
@@ -123,12 +127,13 @@ def ratio_interval(synchronous: Measured, asynchronous: Measured, resamples: int
 
 def show(rows: dict[str, Measured], ratio: str, *, solve_rates: bool) -> None:
     table = Table(title="tool times SIMULATED from a recorded distribution")
-    columns = ["training", "samples/s", "seconds per step", "trained on", "mean staleness"]
+    columns = ["training", "samples/s", "seconds per step", "trained on", "mean staleness", "waits for due"]
     for column in [*columns, *(["final solve rate"] if solve_rates else [])]:
         table.add_column(column)
     for mode, row in rows.items():
         spread = f"{statistics.mean(row.seconds):.2f} ({min(row.seconds):.2f} – {max(row.seconds):.2f})"
         cells = [f"{row.samples_per_second:.1f}", spread, f"{row.trained_share:.0%}", f"{row.mean_staleness:.2f}"]
+        cells.append(f"{row.due_share:.0%}")
         if solve_rates:
             cells.append(f"{row.solve_rate:.3f} ({row.solve_rate_low:.3f} – {row.solve_rate_high:.3f})")
         table.add_row(mode, *cells)
@@ -149,7 +154,8 @@ def main() -> None:
     ratio = asynchronous.samples_per_second / synchronous.samples_per_second
     low, high = ratio_interval(synchronous, asynchronous)
     show(rows, f"{ratio:.2f}× ({low:.2f} – {high:.2f})", solve_rates=not arguments.quick)
-    names = ("samples_per_second", "trained_share", "mean_staleness", "solve_rate", "solve_rate_low", "solve_rate_high")
+    rates = ("solve_rate", "solve_rate_low", "solve_rate_high")
+    names = ("samples_per_second", "trained_share", "mean_staleness", "due_share", *rates)
     figures = {f"{mode}_{name}": getattr(row, name) for mode, row in rows.items() for name in names}
     figures |= {"simulated_ratio": ratio, "simulated_ratio_low": low, "simulated_ratio_high": high}
     bars = {

@@ -39,6 +39,7 @@ from rollmill.kinds import code_of, resolve_paths, search_also
 from rollmill.models.config import ModelConfig
 from rollmill.rollouts.config import RolloutConfig
 from rollmill.training.config import MidtrainConfig, RLConfig, TrainingConfig
+from rollmill.trajectories.pace import Pace
 from rollmill.types import Version
 
 HOME = "home"
@@ -233,9 +234,8 @@ class RunConfig(Config):
         return self.form if self.midtrain else "bf16"
 
     @property
-    def staleness_bound(self) -> int:
-        """How many groups may be running, waiting or being trained on at once (promise 4)."""
-        return (self.max_staleness + 1) * self.groups_per_step
+    def pace(self) -> Pace:
+        return Pace(self.groups_per_step, self.group_size, self.max_staleness, self.steps)
 
 
 @dataclass(frozen=True)

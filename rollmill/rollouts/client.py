@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from typing import Any
+from typing import Any, Self
 
 import aiohttp
 
@@ -22,7 +22,7 @@ class GatewayClient:
         self._patience_s = patience_s
         self._session: aiohttp.ClientSession | None = None
 
-    async def __aenter__(self) -> GatewayClient:
+    async def __aenter__(self) -> Self:
         self._session = aiohttp.ClientSession(connector=aiohttp.TCPConnector(limit=0))
         return self
 

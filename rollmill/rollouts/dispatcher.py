@@ -2,10 +2,11 @@
 
 What each loop waits for, and who unblocks it:
 
-    admit    waits for (groups not final) < (max_staleness + 1) · groups_per_step   the trainer, by committing a step
-    rollout  waits for the gateway (tokens), its machine (tools), its grader        their processes, or a time limit
-    group    waits for all of its rollouts                                          the rollouts
-    run      ends when steps · groups_per_step groups have started and ended
+    admit    waits for room under the bounds of trajectories/pace.py            the trainer: it commits a step or
+                                                                                closes a group it cannot learn from
+    rollout  waits for the gateway (tokens), its machine (tools), its grader    their processes, or a time limit
+    group    waits for all of its rollouts                                      the rollouts
+    run      ends when the last step is committed: until then the trainer may need other groups
 
 All counts come from the store, so a dispatcher that is killed and started again continues: it grades sealed
 trajectories from their stored submissions, and starts new attempts for those that were lost.
@@ -16,7 +17,7 @@ from __future__ import annotations
 import asyncio
 import itertools
 import time
-from collections.abc import Awaitable, Callable, Iterator
+from collections.abc import Awaitable, Callable
 from typing import Any
 
 from rollmill import telemetry
@@ -35,6 +36,7 @@ from rollmill.rollouts.rollout import (
     seal_again,
 )
 from rollmill.trajectories.ledger import GroupRow, Ledger
+from rollmill.trajectories.pace import Pace
 from rollmill.trajectories.store import TrajectoryRow
 from rollmill.types import GroupState, Sampling, TrajectoryState
 
@@ -51,9 +53,7 @@ class Dispatcher:
         *,
         run: str,
         seed: int,
-        group_size: int,
-        bound: int,
-        total_groups: int,
+        pace: Pace,
     ) -> None:
         self._context = context
         self._ledger = ledger
@@ -61,46 +61,44 @@ class Dispatcher:
         self._config = config
         self._run = run
         self._seed = seed
-        self._group_size = group_size
-        self._bound = bound
-        self._total_groups = total_groups
+        self._pace = pace
         self._slots = asyncio.Semaphore(config.concurrency)
         self._failures_in_a_row = 0
         self._running = 0
 
     async def run(self) -> None:
-        """Start, run and grade every group of the run. Returns when the last one is ready for the trainer."""
+        """Start, run and grade groups until the last step is committed."""
         clock = asyncio.create_task(self._mark_busy())
         try:
             async with asyncio.TaskGroup() as groups:
                 started = await self._recover(groups)
-                for index, task in self._upcoming(started):
-                    await self._start_group(index, task, groups)
+                for index, task in itertools.islice(enumerate(self._tasks.train(self._seed)), started, None):
+                    if not await self._start_group(index, task, groups):
+                        break
         finally:
             clock.cancel()
 
-    def _upcoming(self, started: int) -> Iterator[tuple[int, Task]]:
-        stream = enumerate(self._tasks.train(self._seed))
-        return itertools.islice(stream, started, self._total_groups)
-
-    async def _start_group(self, index: int, task: Task, groups: asyncio.TaskGroup) -> None:
-        """Wait until the bound has room, then start group `index`. Count and start are one transaction."""
+    async def _start_group(self, index: int, task: Task, groups: asyncio.TaskGroup) -> bool:
+        """Wait until there is room, then start group `index`. Returns False once the last step is committed."""
         group_id = f"{self._run}-{index:06d}"
-        ids = [f"{group_id}-{member}" for member in range(self._group_size)]
-        while True:
-            version = await asyncio.to_thread(
-                self._ledger.start_group,
-                group_id,
-                task.id,
-                self._group_size,
-                bound=self._bound,
-                ids=ids,
-                provenance=_provenance(task),
-            )
-            if version is not None:
-                break
+        ids = [f"{group_id}-{member}" for member in range(self._pace.group_size)]
+        while not self._pace.is_last(committed := await asyncio.to_thread(self._ledger.committed)):
+            if index < self._pace.most_started(committed):
+                # the open groups are counted in the transaction that starts this one
+                version = await asyncio.to_thread(
+                    self._ledger.start_group,
+                    group_id,
+                    task.id,
+                    len(ids),
+                    pace=self._pace,
+                    ids=ids,
+                    provenance=_provenance(task),
+                )
+                if version is not None:
+                    groups.create_task(self._run_group(group_id, task, ids, version))
+                    return True
             await asyncio.sleep(POLL_S)
-        groups.create_task(self._run_group(group_id, task, ids, version))
+        return False
 
     async def _run_group(self, group_id: str, task: Task, ids: list[str], min_version: int) -> None:
         async with asyncio.TaskGroup() as rollouts:

@@ -28,22 +28,23 @@ class Candidate(NamedTuple):
 
 
 class Choice(NamedTuple):
-    take: list[str]  # what the step trains on; empty: wait
+    take: list[str] | None  # what the step trains on; None: wait
     due: Sequence[str] = ()  # enough groups are ready, but these must not be overtaken any more
 
 
-def choose_groups(groups: Iterable[Candidate], step: int, groups_per_step: int) -> Choice:
-    """`groups`: all that no step has taken yet, oldest first. `step`: the number of the next step.
+def choose_groups(groups: Iterable[Candidate], step: int, groups_per_step: int, more: bool = True) -> Choice:
+    """`groups`: all that no step has taken yet, oldest first. `step`: the number of the next step. `more`: whether
+    other groups may still start before that step; if not, it takes fewer groups when all are ready.
 
     A group that is over its deadline is never left behind: it is waited for, and taken first.
     """
     queue = sorted(groups, key=lambda group: group.deadline)  # stable: the older one first
     picked = [group for group in queue if group.ready][:groups_per_step]
     if len(picked) < groups_per_step:
-        return Choice([])
+        return Choice(None if more or len(picked) < len(queue) else [group.id for group in picked])
     taken = {group.id for group in picked}
     due = _overtaken([group for group in queue if group.id not in taken], step, groups_per_step)
-    return Choice([], due) if due else Choice([group.id for group in picked])
+    return Choice(None, due) if due else Choice([group.id for group in picked])
 
 
 def _overtaken(left: Sequence[Candidate], step: int, groups_per_step: int) -> list[str]:

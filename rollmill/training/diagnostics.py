@@ -155,6 +155,13 @@ _LIMITS = (
         "most tokens of bad answers are masked, which lets the entropy fall: lower the learning rate",
     ),
     _Limit(
+        "groups_missing",
+        0,
+        None,
+        "the step ran short: too many groups have equal rewards or too few graded trajectories. Choose tasks that are "
+        "neither always nor never solved, or raise group_size",
+    ),
+    _Limit(
         "masked_stale",
         0,
         None,

@@ -1,11 +1,13 @@
 """What a step trains on of its groups. Decided once, written to the step's record, never decided again.
 
 graded, its group has reward variance, some token may be trained on     trained, with its advantage
-graded, all graded rewards of its group are equal                       no_signal
+graded, all graded rewards of its group are equal, or it is alone       no_signal
 graded, every token is over the staleness bound                         stale: no group of the run, by its deadline
 graded, no token may be trained on, or it does not fit the model        dropped, with the reason
 failed, not graded, quarantined or deleted                              dropped; its group is still usable
 graded, but the newest rewards of its group are of several gradings     dropped
+
+A group of which nothing is trained on does not fill a place in a step: it is closed, and another group is started.
 """
 
 from __future__ import annotations
@@ -42,7 +44,8 @@ def weigh_groups(members: Mapping[str, Sequence[TrajectoryRow]]) -> tuple[Graded
             continue
         rewards_G = np.array([row.reward for row in usable], np.float64)
         if not has_signal(rewards_G):
-            why = f"all {len(usable)} graded rewards of its group are equal"
+            equal = f"all {len(usable)} graded rewards of its group are equal"
+            why = equal if len(usable) > 1 else f"no other trajectory of its group of {len(rows)} is graded"
             excluded.update({row.id: (LedgerState.no_signal, why) for row in usable})
             continue
         for row, advantage in zip(usable, group_advantages(rewards_G).tolist(), strict=True):

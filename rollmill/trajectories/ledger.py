@@ -24,6 +24,7 @@ from sqlalchemy.exc import IntegrityError
 from rollmill.errors import TrajectoryError
 from rollmill.storage.database import reading, writing
 from rollmill.trajectories import steps
+from rollmill.trajectories.pace import Pace
 from rollmill.trajectories.steps import Commit
 from rollmill.trajectories.storable import from_json, to_key
 from rollmill.trajectories.store import COLUMNS, TrajectoryRow, move_trajectory, trajectory_rows
@@ -113,13 +114,13 @@ class Ledger:
         task_id: str,
         size: int,
         *,
-        bound: int,
+        pace: Pace,
         ids: Sequence[str],
         provenance: Mapping[str, Any] | None = None,
         traffic: TrafficClass = "rollout",
     ) -> int | None:
         """Admit a group and its trajectories. Returns the version committed at that moment: no older version may sample
-        for the group. Returns None, and changes nothing, while `bound` groups are open.
+        for the group. Returns None, and changes nothing, while as many groups are open as `pace` allows.
 
         A repeated call for an admitted group returns its version again, whatever the bound: the first reply may have
         been lost.
@@ -137,10 +138,10 @@ class Ledger:
         members = trajectory_rows(self.run, group_id, task_id, ids, provenance or {}, traffic)
 
         def work(connection: sa.Connection) -> int | None:
-            if connection.execute(_COUNT_OPEN, {"of_run": self.run}).scalar_one() >= bound:
-                return self._version_of(connection, group_id, ids)
             # the run's row is locked, so no step is committed between this and the end of the transaction
             version = steps.committed(connection, self.run)
+            if connection.execute(_COUNT_OPEN, {"of_run": self.run}).scalar_one() >= pace.most_open(version):
+                return self._version_of(connection, group_id, ids)
             connection.execute(groups.insert(), {**group, "min_version": version})
             connection.execute(trajectories.insert(), members)
             connection.execute(ledger.insert(), self._admitted(group_id, ids))

@@ -16,6 +16,7 @@ from rollmill.rollouts.hand_in import HandIn, store_hand_in
 from rollmill.storage.database import open_database
 from rollmill.storage.objects import Objects
 from rollmill.trajectories.ledger import Ledger
+from rollmill.trajectories.pace import Pace
 from rollmill.trajectories.schema import encode_trajectory, seal_facts
 from rollmill.trajectories.store import TrajectoryStore
 from rollmill.types import Reward
@@ -56,7 +57,7 @@ def run(tmp_path: Path) -> RunDirectory:
     store, ledger = TrajectoryStore(engine, objects), Ledger(engine, run.id)
     for group in ("g0", "g1", "g2"):
         ids = [f"{group}-{name}" for name in ANSWERS]
-        ledger.start_group(group, "add", 2, bound=9, ids=ids, provenance={"split": "train"})
+        ledger.start_group(group, "add", 2, pace=Pace(9, 2, 0), ids=ids, provenance={"split": "train"})
         for id, answer in zip(ids, ANSWERS.values(), strict=True) if group != "g2" else ():
             trajectory = build.trajectory(id, segments=[build.segment()], messages=MESSAGES)
             objects.create(f"trajectories/{id}", encode_trajectory(trajectory))

@@ -13,6 +13,7 @@ from rollmill.cluster.run import RunDirectory
 from rollmill.errors import ConfigError
 from rollmill.storage.database import open_database
 from rollmill.trajectories.ledger import Ledger
+from rollmill.trajectories.pace import Pace
 from tests.cluster.conftest import make_config
 
 
@@ -45,8 +46,8 @@ def test_every_mistake_is_listed_at_once() -> None:
 
 
 def test_the_staleness_bound() -> None:
-    assert make_config("max_staleness=2", "groups_per_step=12").staleness_bound == 36
-    assert make_config("max_staleness=0", "groups_per_step=12").staleness_bound == 12
+    assert make_config("max_staleness=2", "groups_per_step=12", "steps=9").pace.most_open(0) == 36
+    assert make_config("max_staleness=0", "groups_per_step=12", "steps=9").pace.most_open(0) == 12
 
 
 def test_a_run_directory_is_opened_as_it_was_created(tmp_path: Path) -> None:
@@ -77,7 +78,7 @@ def test_runs_of_one_name_have_different_ids(tmp_path: Path) -> None:
     database = open_database(f"sqlite:///{tmp_path / 'shared.db'}")
     ledgers = [Ledger(database, run.id) for run in runs]
     ids = ["one-trajectory"]
-    assert ledgers[0].start_group("group", "task", 1, bound=1, ids=ids, provenance={}) == 0
+    assert ledgers[0].start_group("group", "task", 1, pace=Pace(1, 1, 0), ids=ids, provenance={}) == 0
     assert [ledger.groups_started() for ledger in ledgers] == [1, 0]
 
 

@@ -119,15 +119,23 @@ def check_records(run: RunDirectory, seen_digests: dict[int, str], seen_finished
     # nothing is trained twice
     uses = Counter(id for step in steps for id in step.trajectories)
     assert uses and max(uses.values()) == 1
-    # nothing that was finished is lost: it is graded, and a step lists it
+    # nothing that was finished is lost: it is graded, and a step lists it or its group was closed with a reason
     rows = {row.id: row for row in trajectories.list(run=run.id, limit=100_000)}
     assert seen_finished and all(rows[id].state == TrajectoryState.graded for id in seen_finished)
     decided = {id for step in steps for id in (*step.trajectories, *step.excluded)}
-    assert seen_finished <= decided
-    # every group ended, every trajectory is in exactly one state
-    total = run.config.steps * run.config.groups_per_step
-    assert len(ledger.groups(GroupState.final)) == total and ledger.open_groups() == 0
-    assert sum(ledger.counts().values()) == len(rows)
+    groups = ledger.groups()
+    closed = {group.id for group in groups if group.step is None}
+    assert all(id in decided or rows[id].group_id in closed for id in seen_finished)
+    assert {rows[id].group_id for id in decided} == {group.id for group in groups} - closed
+    # every group ended, in a step or closed; every trajectory is in exactly one final state
+    assert {group.state for group in groups} == {GroupState.final}
+    trained = sum(len(step.groups) for step in steps)
+    assert 0 < trained <= run.config.steps * run.config.groups_per_step and trained + len(closed) == len(groups)
+    assert len(groups) <= run.config.pace.most_started(run.config.steps - 1)
+    counts = ledger.counts()
+    assert sum(counts.values()) == len(rows) and counts["admitted"] == counts["leased"] == 0
+    # no token is over the staleness bound, whoever died
+    assert all(event["masked_stale"] == 0 for event in read_events(run.events) if event["kind"] == "step")
     # published versions kept their digests, and all of them verify
     after = digests(weights, "main")
     assert {number: after[number] for number in seen_digests} == seen_digests

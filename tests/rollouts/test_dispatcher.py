@@ -20,6 +20,7 @@ from rollmill.rollouts.config import RolloutConfig
 from rollmill.rollouts.dispatcher import POLL_S, Dispatcher
 from rollmill.rollouts.rollout import RolloutContext
 from rollmill.trajectories.ledger import Ledger
+from rollmill.trajectories.pace import Pace
 from rollmill.types import GroupState, LedgerState, Reward, StepRecord, TrajectoryState, Version
 from tests.rollouts.world import ADMIN, RUN, Additions, StandInHost, World, make_task
 
@@ -32,10 +33,11 @@ def make_dispatcher(
     *,
     context: RolloutContext | None = None,
     tasks: TaskSet | None = None,
-    bound: int = 3,
+    pace: Pace | None = None,
     total: int = 3,
     **config: Any,
 ) -> Dispatcher:
+    """Without `pace`: three groups at once, one per step."""
     return Dispatcher(
         context or world.context,
         world.ledger,
@@ -43,10 +45,17 @@ def make_dispatcher(
         RolloutConfig(max_answer_tokens=400, **{"concurrency": 16, **config}),
         run=RUN,
         seed=0,
-        group_size=SIZE,
-        bound=bound,
-        total_groups=total,
+        pace=pace or Pace(1, SIZE, max_staleness=2, steps=total),
     )
+
+
+async def dispatch(world: World, *, groups: int, **named: Any) -> None:
+    """Run a dispatcher until `groups` groups are waiting for a trainer, then stop it."""
+    dispatching = asyncio.create_task(make_dispatcher(world, total=groups, **named).run())
+    await until(lambda: dispatching.done() or len(world.ledger.groups(GroupState.waiting)) == groups)
+    await stop(dispatching)
+    if not dispatching.cancelled():
+        await dispatching  # raises what it raised
 
 
 def train_one_step(ledger: Ledger, groups_per_step: int) -> bool:
@@ -70,7 +79,7 @@ async def until(condition: Any) -> None:
 
 async def test_the_bound_holds_while_a_slow_trainer_commits(world: World) -> None:
     seen: list[int] = []
-    dispatching = asyncio.create_task(make_dispatcher(world, bound=3, total=8).run())
+    dispatching = asyncio.create_task(make_dispatcher(world, pace=Pace(2, SIZE, 1, steps=4)).run())
 
     async def watch() -> None:
         while True:
@@ -78,11 +87,11 @@ async def test_the_bound_holds_while_a_slow_trainer_commits(world: World) -> Non
 
     watching = asyncio.create_task(watch())
     for step in range(4):
-        await until(lambda: len(world.ledger.groups(GroupState.waiting)) >= (3 if step < 3 else 2))  # noqa: B023
+        await until(lambda: len(world.ledger.groups(GroupState.waiting)) >= (4 if step < 3 else 2))  # noqa: B023
         assert train_one_step(world.ledger, 2)
     await dispatching
     watching.cancel()
-    assert max(seen) == 3  # the bound is reached and never exceeded
+    assert max(seen) == 4  # the bound is reached and never exceeded
     groups = world.ledger.groups()
     assert [group.id for group in groups] == [f"{RUN}-{index:06d}" for index in range(8)]
     assert all(group.state == GroupState.final for group in groups)
@@ -91,21 +100,39 @@ async def test_the_bound_holds_while_a_slow_trainer_commits(world: World) -> Non
 
 
 async def test_no_group_starts_while_the_bound_is_reached(world: World) -> None:
-    dispatching = asyncio.create_task(make_dispatcher(world, bound=2, total=4).run())
+    dispatching = asyncio.create_task(make_dispatcher(world, pace=Pace(1, SIZE, 1, steps=4)).run())
     await until(lambda: len(world.ledger.groups(GroupState.waiting)) == 2)
     await asyncio.sleep(10 * POLL_S)
     assert world.ledger.groups_started() == 2 and not dispatching.done()
     assert train_one_step(world.ledger, 1)
     await until(lambda: world.ledger.groups_started() == 3)
-    assert train_one_step(world.ledger, 1)
+    for _ in range(3):
+        await until(lambda: train_one_step(world.ledger, 1))
     await dispatching
     assert world.ledger.groups_started() == 4
+
+
+async def test_closed_groups_are_replaced_until_replacements_run_out(world: World) -> None:
+    """The trainer closes every group. Each step has twice the groups it needs; then it goes on without."""
+    pace = Pace(2, SIZE, max_staleness=0, steps=2)
+    dispatching = asyncio.create_task(make_dispatcher(world, pace=pace).run())
+    for step in (1, 2):
+        for _ in range(pace.most_started(0)):
+            await until(lambda: world.ledger.groups(GroupState.waiting))
+            (group, *_) = world.ledger.groups(GroupState.waiting)
+            members = world.ledger.members([group.id])[group.id]
+            world.ledger.close_group(group.id, {row.id: (LedgerState.no_signal, "stand-in") for row in members})
+        await asyncio.sleep(10 * POLL_S)
+        assert world.ledger.groups_started() == pace.most_started(step - 1) and world.ledger.open_groups() == 0
+        world.ledger.write_step(StepRecord(RUN, step, "main", (), {}, {}, time.time()))
+        world.ledger.commit_step(step, Version("main", step), f"digest-{step}")
+    await dispatching
 
 
 async def test_a_failed_rollout_leaves_its_group_usable(world: World) -> None:
     machines = StandInHost(lambda asked: asked == 2, world.context.machines)
     context = replace(world.context, machines=machines)
-    await make_dispatcher(world, context=context, total=1, attempts=1).run()
+    await dispatch(world, context=context, groups=1, attempts=1)
     (group,) = world.ledger.groups(GroupState.waiting)
     states = Counter(row.state for row in world.ledger.members([group.id])[group.id])
     assert states == {TrajectoryState.graded: SIZE - 1, TrajectoryState.failed: 1}
@@ -113,7 +140,7 @@ async def test_a_failed_rollout_leaves_its_group_usable(world: World) -> None:
 
 async def test_what_the_infrastructure_lost_is_tried_again_with_a_fresh_attempt(world: World) -> None:
     machines = StandInHost(lambda asked: asked in (2, 4), world.context.machines)
-    await make_dispatcher(world, context=replace(world.context, machines=machines), total=1, concurrency=1).run()
+    await dispatch(world, context=replace(world.context, machines=machines), groups=1, concurrency=1)
     ids = [row.id for row in world.ledger.members([f"{RUN}-000000"])[f"{RUN}-000000"]]
     assert sorted(ids) == [f"{RUN}-000000-0", f"{RUN}-000000-1_2", f"{RUN}-000000-2"]
     assert all(world.row(id).state == TrajectoryState.graded for id in ids)
@@ -127,13 +154,13 @@ async def test_what_the_infrastructure_lost_is_tried_again_with_a_fresh_attempt(
 async def test_fresh_attempts_end_and_a_task_that_is_wrong_gets_none(world: World) -> None:
     """The machine of member 1 is never created; the image of the second task does not exist."""
     broken = StandInHost(lambda asked: asked in (2, 4, 5), world.context.machines)
-    await make_dispatcher(world, context=replace(world.context, machines=broken), total=1, concurrency=1).run()
+    await dispatch(world, context=replace(world.context, machines=broken), groups=1, concurrency=1)
 
     class Wrong(Additions):
         def train(self, seed: int) -> Iterator[Task]:
             return iter([make_task(0), make_task(1, image="absent")])
 
-    await make_dispatcher(world, tasks=Wrong(), total=2).run()
+    await dispatch(world, tasks=Wrong(), groups=2)
     states = Counter((row.group_id[-1], row.state.value) for row in world.context.trajectories.list(run=RUN))
     assert states == {("0", "graded"): SIZE - 1, ("0", "failed"): 3, ("1", "failed"): SIZE}
 
@@ -141,7 +168,7 @@ async def test_fresh_attempts_end_and_a_task_that_is_wrong_gets_none(world: Worl
 async def test_a_host_that_only_fails_stops_the_run(world: World) -> None:
     context = replace(world.context, machines=StandInHost(lambda asked: True))
     with pytest.raises(BaseExceptionGroup) as raised:
-        await make_dispatcher(world, context=context, total=3, give_up_after=4, concurrency=1).run()
+        await dispatch(world, context=context, groups=3, give_up_after=4, concurrency=1)
     error = raised.value
     while isinstance(error, BaseExceptionGroup):
         error = error.exceptions[0]
@@ -154,7 +181,7 @@ async def test_a_host_that_only_fails_stops_the_run(world: World) -> None:
 async def test_failures_with_successes_in_between_do_not_stop_the_run(world: World) -> None:
     machines = StandInHost(lambda asked: asked % 2 == 0, world.context.machines)
     context = replace(world.context, machines=machines)
-    await make_dispatcher(world, context=context, total=2, give_up_after=2, concurrency=1).run()
+    await dispatch(world, context=context, groups=2, give_up_after=2, concurrency=1)
     assert len(world.ledger.groups(GroupState.waiting)) == 2
 
 
@@ -219,8 +246,8 @@ async def test_a_restart_grades_finished_trajectories_and_replaces_lost_ones(wor
             await asyncio.Future()
 
     world.engine.on_turn = block
-    context = replace(world.context, grader=StandInGrader(grades=5))
-    dispatching = asyncio.create_task(make_dispatcher(world, context=context, total=5).run())
+    context, pace = replace(world.context, grader=StandInGrader(grades=5)), Pace(3, SIZE, max_staleness=0, steps=2)
+    dispatching = asyncio.create_task(make_dispatcher(world, context=context, pace=pace).run())
 
     def stuck() -> bool:
         states = Counter(row.state for row in world.context.trajectories.list(run=RUN))
@@ -231,12 +258,12 @@ async def test_a_restart_grades_finished_trajectories_and_replaces_lost_ones(wor
     await stop(dispatching)
     # stop once more, in the middle of the recovery
     blocked.clear()
-    again = asyncio.create_task(make_dispatcher(world, context=context, total=5).run())
+    again = asyncio.create_task(make_dispatcher(world, context=context, pace=pace).run())
     await until(lambda: len(blocked) == 2)
     await stop(again)
 
     world.engine.on_turn = None
-    last = asyncio.create_task(make_dispatcher(world, total=5).run())
+    last = asyncio.create_task(make_dispatcher(world, pace=pace).run())
     await until(lambda: len(world.ledger.groups(GroupState.waiting)) == 3)
     members = check_books(world, 3)
     assert members[f"{RUN}-000000"] == [f"{RUN}-000000-0", f"{RUN}-000000-2", f"{RUN}-000000-1_2"]
@@ -245,8 +272,10 @@ async def test_a_restart_grades_finished_trajectories_and_replaces_lost_ones(wor
     assert world.ledger.counts()["dropped"] == 4
     assert "dispatcher was restarted" in str(world.row(f"{RUN}-000000-1").reason)
     assert train_one_step(world.ledger, 3)  # and the run continues
+    await until(lambda: len(world.ledger.groups(GroupState.waiting)) == 3)
+    assert [group.id for group in world.ledger.untaken_groups()] == [f"{RUN}-{index:06d}" for index in (3, 4, 5)]
+    assert train_one_step(world.ledger, 3)
     await last
-    assert [group.id for group in world.ledger.groups(GroupState.waiting)] == [f"{RUN}-000003", f"{RUN}-000004"]
     assert await world.open_sessions() == 0
 
 
@@ -257,7 +286,7 @@ async def test_a_stored_submission_is_graded_after_a_restart_around_the_seal(wor
         dispatching = asyncio.create_task(make_dispatcher(world, context=context, total=1).run())
         await until(lambda: gateway.waiting == SIZE)
         await stop(dispatching)
-    await make_dispatcher(world, total=1).run()
+    await dispatch(world, groups=1)
     assert check_books(world, 1) == {f"{RUN}-000000": [f"{RUN}-000000-{member}" for member in range(SIZE)]}
     assert world.ledger.counts()["dropped"] == 0
 
@@ -269,7 +298,7 @@ async def test_grading_that_fails_after_a_restart_fails_its_own_trajectory(world
     await stop(dispatching)
     broken = StandInHost(lambda asked: asked == 1, world.context.grading_machines)
     context = replace(world.context, grading_machines=broken, attempts=1)
-    await make_dispatcher(world, context=context, total=1).run()
+    await dispatch(world, context=context, groups=1)
     (group,) = world.ledger.groups(GroupState.waiting)
     states = Counter(row.state for row in world.ledger.members([group.id])[group.id])
     assert states == {TrajectoryState.graded: SIZE - 1, TrajectoryState.failed: 1}
@@ -288,7 +317,7 @@ async def test_a_reward_that_cannot_be_stored_does_not_end_the_run_for_ever(worl
         async def grade(self, *arguments: Any) -> Reward:
             return Reward(0.0, evidence={"first_wrong": math.inf})
 
-    await make_dispatcher(world, context=replace(world.context, grader=Infinite()), total=1).run()
+    await dispatch(world, context=replace(world.context, grader=Infinite()), groups=1)
     (group,) = world.ledger.groups(GroupState.waiting)
     assert {row.state for row in world.ledger.members([group.id])[group.id]} == {TrajectoryState.failed}
 
@@ -313,7 +342,7 @@ async def test_a_task_that_no_longer_exists_fails_its_own_group_after_a_restart(
     await until(stuck)
     await stop(dispatching)
     world.engine.on_turn = None
-    await make_dispatcher(world, tasks=FewerTasks(), total=2).run()
+    await dispatch(world, tasks=FewerTasks(), groups=2)
     first, second = world.ledger.groups(GroupState.waiting)
     members = world.ledger.members([first.id, second.id])
     assert Counter(row.state for row in members[first.id]) == {TrajectoryState.graded: 1, TrajectoryState.failed: 2}

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Iterable
 from dataclasses import replace
 
@@ -15,6 +16,7 @@ from rollmill.rollouts.dispatcher import Dispatcher
 from rollmill.rollouts.rollout import RolloutContext, rollout_seed
 from rollmill.storage.database import open_database
 from rollmill.trajectories.ledger import Ledger
+from rollmill.trajectories.pace import Pace
 from rollmill.trajectories.store import TrajectoryRow, TrajectoryStore
 from rollmill.types import GroupState, TrajectoryState
 from tests.rollouts.world import Additions, World, real_engine
@@ -28,8 +30,13 @@ async def train(world: World, context: RolloutContext, run: str, seed: int, long
     ledger = Ledger(open_database(f"sqlite:///{world.directory}/mill.db"), run)
     config = RolloutConfig(concurrency=1, max_answer_tokens=longest)
     tasks = Additions()
-    await Dispatcher(context, ledger, tasks, config, run=run, seed=seed, group_size=2, bound=2, total_groups=2).run()
-    assert len(ledger.groups(GroupState.waiting)) == 2
+    pace = Pace(2, group_size=2, max_staleness=0, steps=1)
+    dispatcher = Dispatcher(context, ledger, tasks, config, run=run, seed=seed, pace=pace)
+    dispatching = asyncio.create_task(dispatcher.run())
+    while len(await asyncio.to_thread(ledger.groups, GroupState.waiting)) < 2:
+        assert not dispatching.done()
+        await asyncio.sleep(0.005)
+    dispatching.cancel()
     return context.trajectories.list(run=run)
 
 

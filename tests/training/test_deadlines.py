@@ -21,7 +21,7 @@ EPISODES = st.lists(st.integers(0, 12), min_size=1, max_size=60)
 def finished_first(groups: Sequence[Candidate], step: int, groups_per_step: int) -> Choice:
     """The rule switched off: a step takes whatever is ready."""
     ready = [group.id for group in groups if group.ready][:groups_per_step]
-    return Choice(ready if len(ready) == groups_per_step else [])
+    return Choice(ready if len(ready) == groups_per_step else None)
 
 
 @dataclass
@@ -62,7 +62,7 @@ class Run:
 
     def lease(self, rule: Rule) -> None:
         candidates = [Candidate(group.id, group.deadline, group.ready_at <= self.ticks) for group in self.untaken]
-        taken = set(rule(candidates, self.version + 1, self.groups_per_step).take)
+        taken = set(rule(candidates, self.version + 1, self.groups_per_step).take or [])
         self.leased = [group for group in self.untaken if group.id in taken]
         self.untaken = [group for group in self.untaken if group.id not in taken]
 
@@ -137,22 +137,30 @@ def test_a_step_takes_the_same_groups_as_a_search_of_all_choices(
     groups = [Candidate(f"{index}", deadline, ready) for index, (deadline, ready) in enumerate(drawn)]
     choice = choose_groups(groups, 1, groups_per_step)
     if fits([group.deadline for group in groups], 1, groups_per_step):  # admission sees to that
-        assert choice.take == best_by_brute_force(groups, 1, groups_per_step)
+        assert (choice.take or []) == best_by_brute_force(groups, 1, groups_per_step)
     ready = {group.id for group in groups if group.ready}
-    assert set(choice.take) <= ready and ready.isdisjoint(choice.due)
+    assert set(choice.take or []) <= ready and ready.isdisjoint(choice.due)
     assert bool(choice.take) + bool(choice.due) == (len(ready) >= groups_per_step)  # it knows what it waits for
 
 
 def test_a_younger_group_may_overtake_until_the_older_one_is_due() -> None:
     groups = [Candidate("a", 4, False), Candidate("b", 4, True), Candidate("c", 5, True)]
     assert choose_groups(groups, 3, 1) == Choice(["b"])
-    assert choose_groups([groups[0], groups[2]], 4, 1) == Choice([], ["a"])
+    assert choose_groups([groups[0], groups[2]], 4, 1) == Choice(None, ["a"])
     assert choose_groups([Candidate("a", 4, True), groups[2]], 4, 1) == Choice(["a"])
-    assert choose_groups(groups[:1], 4, 1) == Choice([])  # nothing else is ready: an ordinary wait
+    assert choose_groups(groups[:1], 4, 1) == Choice(None)  # nothing else is ready: an ordinary wait
 
 
 def test_groups_that_are_already_late_do_not_stop_the_run() -> None:
     """A run that began under another rule may have them. They go first."""
     late = [Candidate("a", 2, True), Candidate("b", 2, True), Candidate("c", 9, True)]
     assert choose_groups(reversed(late), 5, 1) == Choice(["b"])
-    assert choose_groups([Candidate("a", 2, False), late[2]], 5, 1) == Choice([], ["a"])
+    assert choose_groups([Candidate("a", 2, False), late[2]], 5, 1) == Choice(None, ["a"])
+
+
+def test_a_step_runs_short_only_when_no_other_group_can_come() -> None:
+    groups = [Candidate("a", 4, True), Candidate("b", 4, False)]
+    assert choose_groups(groups[:1], 3, 2) == Choice(None)
+    assert choose_groups(groups, 3, 2, more=False) == Choice(None)  # b may still finish
+    assert choose_groups(groups[:1], 3, 2, more=False) == Choice(["a"])
+    assert choose_groups([], 3, 2, more=False) == Choice([])

@@ -22,8 +22,8 @@ from rollmill.training.config import MidtrainConfig, OptimizerConfig, RLConfig, 
 from rollmill.training.graphs import GraphedPasses
 from rollmill.training.loop import Trainer
 from rollmill.training.objectives.midtrain import MidtrainObjective
-from rollmill.training.objectives.rl import Pace
 from rollmill.training.replay import RouterMeasures
+from rollmill.trajectories.pace import Pace
 from rollmill.types import Version
 from rollmill.weights.writing.publisher import Publisher
 from tests.training.streams import generated

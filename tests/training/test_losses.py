@@ -16,8 +16,9 @@ from rollmill.models.host import round_to_form_, to_host
 from rollmill.training.batching import TokenRule, pack
 from rollmill.training.config import DIALS, LossName, RLConfig
 from rollmill.training.lineage import Lineage
-from rollmill.training.objectives.rl import Pace, RolloutBatch
+from rollmill.training.objectives.rl import RolloutBatch
 from rollmill.training.selection import trainable_sequences
+from rollmill.trajectories.pace import Pace
 from rollmill.types import Segment
 from rollmill.weights.writing.publisher import Publisher
 from tests.training.world import MODEL, World, honest_segment, make_segment, policy, record_as

@@ -23,8 +23,8 @@ from rollmill.training.mismatch import (
     ServedWeights,
     choose_sample,
 )
-from rollmill.training.objectives.rl import Pace
 from rollmill.training.whole import WHOLE
+from rollmill.trajectories.pace import Pace
 from rollmill.types import Segment
 from rollmill.weights.reading.store import WeightStore
 from tests.training.world import MODEL, PACE, STEPS, World, honest_segment, make_segment, policy, record_as

@@ -15,8 +15,8 @@ from rollmill.models.moe import Replay, Routing
 from rollmill.training.config import RLConfig
 from rollmill.training.diagnostics import mismatch_figures, warnings
 from rollmill.training.loss import target_logprobs
-from rollmill.training.objectives.rl import Pace
 from rollmill.training.replay import RouterMeasures
+from rollmill.trajectories.pace import Pace
 from rollmill.types import PolicyRef, Segment
 from tests.training.world import World, make_segment, record_as
 

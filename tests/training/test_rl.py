@@ -13,8 +13,9 @@ from rollmill.models.decoder import Decoder
 from rollmill.training.batching import STALE, TokenRule, pack
 from rollmill.training.config import OptimizerConfig, RLConfig, TrainingConfig
 from rollmill.training.lineage import Lineage
-from rollmill.training.objectives.rl import Pace, RolloutBatch
+from rollmill.training.objectives.rl import RolloutBatch
 from rollmill.training.selection import trainable_sequences
+from rollmill.trajectories.pace import Pace
 from rollmill.types import LedgerState, Reward, Sampling, Segment, StepRecord, Version
 from tests.training.world import MODEL, STEPS, TRAINING, World, honest_segment, make_segment, policy
 
@@ -44,22 +45,20 @@ def test_every_trajectory_of_a_step_is_trained_or_excluded_with_a_reason(tmp_pat
     wide = make_segment(ANSWER)
     wide.tokens[0] = MODEL.vocab_size
     world.add_group("c", [*segments(2), greedy, wide], [1.0, 0.0, 0.0, 1.0])
-    record = next_batch(world, 1, Pace(3, 4, max_staleness=0)).record
+    batch = next_batch(world, 1, Pace(2, 4, max_staleness=0))
+    record = batch.record
+    assert record.groups == ("a", "c") and batch.closed == ("b",), "nothing can be learned from b"
     advantages = {id: advantage for id, (_, _, advantage) in record.trajectories.items()}
     third = 1 / 3  # the failed one does not count towards the mean
     assert advantages == pytest.approx({"a-0": 2 * third, "a-1": -third, "a-3": -third, "c-0": 0.5, "c-1": -0.5})
     states = {id: state for id, (state, _) in record.excluded.items()}
-    assert states == {
-        "a-2": LedgerState.dropped,
-        **{f"b-{index}": LedgerState.no_signal for index in range(3)},
-        "c-2": LedgerState.dropped,
-        "c-3": LedgerState.dropped,
-    }
+    assert states == {"a-2": LedgerState.dropped, "c-2": LedgerState.dropped, "c-3": LedgerState.dropped}
     assert "machine was lost" in record.excluded["a-2"][1]
     assert "temperature 0" in record.excluded["c-2"][1]
     assert "vocabulary" in record.excluded["c-3"][1]
     assert world.ledger.step(1) == record, "written before anything is trained"
-    assert world.ledger.counts()[LedgerState.leased] == 5
+    counts = world.ledger.counts()
+    assert (counts["leased"], counts["dropped"], counts["no_signal"], counts["admitted"]) == (5, 3, 3, 0)
 
 
 def test_a_step_waits_for_the_group_that_is_due(tmp_path: Path):
@@ -213,18 +212,53 @@ def test_the_better_answer_becomes_likelier(tmp_path: Path):
         ) == better
 
 
-def test_a_step_without_signal_publishes_the_same_weights(tmp_path: Path):
+def test_groups_that_teach_nothing_do_not_fill_a_step(tmp_path: Path):
+    """Equal rewards, one graded trajectory, none, and tokens that cannot be trained on: all are closed."""
     telemetry.open_events(tmp_path / "events", "trainer")
     world = World(tmp_path)
+    greedy = [make_segment(ANSWER, sampling=Sampling(temperature=0.0)) for _ in range(2)]
+    world.add_group("equal", segments(2), [1.0, 1.0])
+    world.add_group("alone", segments(2), [1.0, None])
+    world.add_group("lost", segments(2), [None, None])
+    world.add_group("greedy", greedy, [1.0, 0.0])
+    for name in ("good", "better"):
+        world.add_group(name, segments(2), [1.0, 0.0])
+    batch = next_batch(world, 1, Pace(2, 2, max_staleness=3))
+    assert batch.record.groups == ("good", "better") and set(batch.closed) == {"equal", "alone", "lost", "greedy"}
+    assert sorted(batch.rewards) == [0.0, 0.0, 0.0, 1.0, 1.0, 1.0, 1.0, 1.0, 1.0], "figures are of all that was graded"
+    assert world.ledger.open_groups() == 2, "closed groups make room for others"
+    closed = {
+        event["group"]: event for event in telemetry.read_events(tmp_path / "events") if event["kind"] == "closed"
+    }
+    assert closed["alone"]["reasons"] == {
+        "no other trajectory of its group of 2 is graded": 1,
+        "failed: the machine was lost": 1,
+    }
+    assert "temperature 0" in next(iter(closed["greedy"]["reasons"]))
+
+
+def test_a_step_runs_short_when_replacements_run_out(tmp_path: Path):
+    telemetry.open_events(tmp_path / "events", "trainer")
+    world = World(tmp_path)
+    pace = Pace(2, 2, max_staleness=0)
     world.add_group("a", segments(2), [1.0, 0.0])
-    world.add_group("b", segments(2), [1.0, 1.0])
-    world.trainer(pace=Pace(1, 2, 100)).run(2)
+    for index in range(pace.most_started(1) - 1):
+        world.add_group(f"b{index}", segments(2), [1.0, 1.0])
+    world.trainer(pace=pace).run(2)
     chain = dict(world.chain())
     assert chain[0] != chain[1] == chain[2], "momentum alone must not move the weights"
     assert world.weights.manifest(Version("main", 2)).metadata["unchanged"] == "there was nothing to learn from"
-    event = [event for event in telemetry.read_events(tmp_path / "events") if event["kind"] == "step"][-1]
-    assert event["trained_tokens"] == 0 and event["reward_mean"] == 1.0 and event["drift_k3"] is None
-    assert event["mismatch_k3"] is None and event["mismatch_tokens"] == 0
+    assert [step.groups for step in world.ledger.steps()] == [("a",), ()] and world.ledger.committed() == 2
+    events = telemetry.read_events(tmp_path / "events")
+    first, second = (event for event in events if event["kind"] == "step")
+    assert (first["groups"], first["groups_missing"], first["groups_closed"]) == (1, 1, 7)
+    assert (second["groups"], second["groups_missing"], second["trained_tokens"]) == (0, 2, 0)
+    assert second["reward_mean"] is None and second["mismatch_k3"] is None and second["mismatch_tokens"] == 0
+    texts = [event["text"] for event in events if event["kind"] == "warning"]
+    assert sum("the step ran short" in text for text in texts) == 2
+    with pytest.raises(AssertionError):  # and a third step would wait: its replacements may still come
+        asked = iter([False, True])
+        assert world.objective(pace=pace).next_batch(3, 0.0, MAIN, lambda: next(asked)) is not None
 
 
 def test_steps_that_are_not_finite_are_skipped_and_end_the_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):

@@ -18,8 +18,9 @@ from rollmill.storage.objects import Objects
 from rollmill.training.config import OptimizerConfig, RLConfig, TrainingConfig
 from rollmill.training.loop import Trainer
 from rollmill.training.loss import target_logprobs
-from rollmill.training.objectives.rl import Pace, RLObjective
+from rollmill.training.objectives.rl import RLObjective
 from rollmill.trajectories.ledger import Ledger
+from rollmill.trajectories.pace import Pace
 from rollmill.trajectories.schema import encode_trajectory
 from rollmill.trajectories.store import TrajectoryStore
 from rollmill.types import PolicyRef, Reward, Sampling, Segment, Span, Trajectory, Version
@@ -127,7 +128,7 @@ class World:
 
     def start_group(self, name: str, size: int) -> list[str]:
         ids = [f"{name}-{index}" for index in range(size)]
-        assert self.ledger.start_group(name, "task", size, bound=10_000, ids=ids) is not None
+        assert self.ledger.start_group(name, "task", size, pace=Pace(10_000, 1, 0), ids=ids) is not None
         return ids
 
     def finish_group(self, name: str, segments: list[Segment], rewards: list[float | None]) -> list[str]:

@@ -24,6 +24,7 @@ from rollmill.gateway.sessions import parse_facts
 from rollmill.storage.database import open_database
 from rollmill.storage.objects import Objects
 from rollmill.trajectories.ledger import Ledger
+from rollmill.trajectories.pace import Pace
 from rollmill.trajectories.schema import encode_trajectory, seal_facts
 from rollmill.trajectories.store import TrajectoryStore
 from rollmill.types import Reward, Sampling, Span
@@ -48,7 +49,7 @@ def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> RunDirectory:
     store = TrajectoryStore(engine, objects)
     ids = [f"demo-1-{number}" for number in range(4)]
     provenance = {"split": "train", "family": "bug", "image": "python"}
-    Ledger(engine, "demo").start_group("demo-1", "bug/7", 4, bound=1, ids=ids, provenance=provenance)
+    Ledger(engine, "demo").start_group("demo-1", "bug/7", 4, pace=Pace(1, 1, 0), ids=ids, provenance=provenance)
     solved = build.trajectory(ids[0], segments=[build.segment()], messages=MESSAGES)
     objects.create("trajectories/0", encode_trajectory(solved))
     store.finish(ids[0], "trajectories/0", None, **seal_facts(solved))

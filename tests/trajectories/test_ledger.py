@@ -13,6 +13,7 @@ from rollmill.errors import TrajectoryChanged, TrajectoryError
 from rollmill.storage.database import reading, writing
 from rollmill.trajectories import tables
 from rollmill.trajectories.ledger import Ledger
+from rollmill.trajectories.pace import Pace
 from rollmill.trajectories.store import TrajectoryStore
 from rollmill.types import GroupState, LedgerState, Reward, StepRecord, Version
 
@@ -22,7 +23,10 @@ NO_SIGNAL = (LedgerState.no_signal, "all rewards equal")
 
 def start(ledger: Ledger, group: str, size: int = 2, bound: int = 100) -> bool:
     ids = [f"{group}-{n}" for n in range(size)]
-    return ledger.start_group(group, "task", size, bound=bound, ids=ids, provenance={"split": "train"}) is not None
+    return (
+        ledger.start_group(group, "task", size, pace=Pace(bound, size, 0), ids=ids, provenance={"split": "train"})
+        is not None
+    )
 
 
 def settle(store: TrajectoryStore, ledger: Ledger, group: str) -> None:
@@ -64,6 +68,29 @@ def test_the_bound(store: TrajectoryStore, ledger: Ledger) -> None:
     assert not start(ledger, "c", bound=2)  # leased counts: its version is not published
     ledger.commit_step(1, Version("rl", 1), "digest")
     assert start(ledger, "c", bound=2) and ledger.open_groups() == 2
+
+
+def test_trained_and_open_groups_never_exceed_what_the_steps_take(store: TrajectoryStore, ledger: Ledger) -> None:
+    pace = Pace(2, 1, max_staleness=5, steps=3)
+
+    def fill(prefix: str) -> int:
+        ids = [f"{prefix}{number}" for number in range(20)]
+        return sum(ledger.start_group(id, "task", 1, pace=pace, ids=[f"{id}-0"]) is not None for id in ids)
+
+    assert fill("a") == 6
+    ledger.close_group("a0", {"a0-0": DROPPED})
+    assert fill("b") == 1, "a closed group is replaced"
+    for group in ("a1", "a2"):
+        settle(store, ledger, group)
+    ledger.write_step(record(ledger, 1, "a1", "a2"))
+    assert fill("c") == 0
+    ledger.commit_step(1, Version("rl", 1), "digest")
+    assert fill("d") == 0 and ledger.open_groups() == 4
+    for group in ("a3", "a4"):
+        settle(store, ledger, group)
+    ledger.write_step(record(ledger, 2, "a3"))  # a short step: what it did not take is too much for those that follow
+    ledger.commit_step(2, Version("rl", 2), "digest")
+    assert fill("e") == 0 and ledger.open_groups() == 3
 
 
 def test_runs_do_not_share_their_bound_or_ledger(engine: sa.Engine, ledger: Ledger) -> None:
@@ -226,7 +253,7 @@ def test_starting_again_after_a_crash(store: TrajectoryStore, ledger: Ledger) ->
     with pytest.raises(TrajectoryError, match="already exists"):
         start(ledger, "a", size=3)
     with pytest.raises(TrajectoryError, match="2 different ids"):
-        ledger.start_group("b", "task", 3, bound=9, ids=["x", "y", "y"])
+        ledger.start_group("b", "task", 3, pace=Pace(9, 1, 0), ids=["x", "y", "y"])
 
 
 def test_replace_lost(store: TrajectoryStore, ledger: Ledger, engine: sa.Engine) -> None:
@@ -269,17 +296,17 @@ def test_a_group_gets_the_version_that_is_committed_when_it_is_admitted(
             late.pop()()
 
     sa.event.listen(engine, "checkout", commit)  # before the transaction that admits the group begins
-    assert ledger.start_group("b", "task", 1, bound=9, ids=["b-0"]) == 1
+    assert ledger.start_group("b", "task", 1, pace=Pace(9, 1, 0), ids=["b-0"]) == 1
     assert [group.min_version for group in ledger.groups()] == [0, 1]
-    assert ledger.start_group("b", "task", 1, bound=9, ids=["b-0"]) == 1  # the first reply was lost
+    assert ledger.start_group("b", "task", 1, pace=Pace(9, 1, 0), ids=["b-0"]) == 1  # the first reply was lost
     # a lost rollout restarts from the version of that moment, not from its group's
     settle(store, ledger, "b")
-    assert ledger.start_group("c", "task", 1, bound=9, ids=["c-0"]) == 1
+    assert ledger.start_group("c", "task", 1, pace=Pace(9, 1, 0), ids=["c-0"]) == 1
     ledger.write_step(record(ledger, 2, "b"))
     ledger.commit_step(2, Version("rl", 2), "digest")
     assert ledger.replace_lost("c", "c-0", "c-0b") == 2
     assert [group.min_version for group in ledger.untaken_groups()] == [1]  # its deadline stays what it was
-    assert ledger.start_group("c", "task", 1, bound=9, ids=["c-0"]) == 1
+    assert ledger.start_group("c", "task", 1, pace=Pace(9, 1, 0), ids=["c-0"]) == 1
 
 
 def test_a_trajectory_deleted_in_flight_ends_only_itself(

@@ -19,6 +19,7 @@ from hypothesis import strategies as st
 from rollmill.errors import TrajectoryError
 from rollmill.storage.objects import Objects
 from rollmill.trajectories.ledger import Ledger
+from rollmill.trajectories.pace import Pace
 from rollmill.trajectories.schema import decode_trajectory, encode_trajectory
 from rollmill.trajectories.storable import DEEPEST_JSON, LONGEST_JSON
 from rollmill.trajectories.store import TrajectoryStore
@@ -166,7 +167,7 @@ def test_what_agents_print_is_kept(store: TrajectoryStore) -> None:
 def test_a_step_pins_finite_numbers(
     store: TrajectoryStore, ledger: Ledger, engine: sa.Engine, objects: Objects, advantage: float
 ) -> None:
-    ledger.start_group("g", "task", 1, bound=1, ids=["a"])
+    ledger.start_group("g", "task", 1, pace=Pace(1, 1, 0), ids=["a"])
     store.finish("a", "key", None, tokens=1, sampled_tokens=1, segments=1)
     reward = store.grade("a", Reward(1.0))
     ledger.group_ready("g")

@@ -15,6 +15,7 @@ from rollmill.errors import ObjectMissing, TrajectoryError
 from rollmill.storage.database import open_database, reading
 from rollmill.storage.objects import Objects
 from rollmill.trajectories.ledger import Ledger
+from rollmill.trajectories.pace import Pace
 from rollmill.trajectories.schema import encode_trajectory, seal_facts
 from rollmill.trajectories.store import TrajectoryStore
 from rollmill.types import TRAJECTORY_TRANSITIONS, Reward, StepRecord, TrajectoryState, Version
@@ -206,7 +207,7 @@ def test_delete_removes_the_payload_and_keeps_the_row(store: TrajectoryStore, ob
 
 
 def test_a_leased_trajectory_is_not_deleted(store: TrajectoryStore, objects: Objects, ledger: Ledger) -> None:
-    ledger.start_group("g", "task", 1, bound=1, ids=["a"])
+    ledger.start_group("g", "task", 1, pace=Pace(1, 1, 0), ids=["a"])
     seal(store, objects, "a")
     reward = store.grade("a", Reward(1.0))
     ledger.group_ready("g")

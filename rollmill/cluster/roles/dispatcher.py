@@ -22,7 +22,6 @@ from rollmill.trajectories.ledger import Ledger
 from rollmill.trajectories.store import TrajectoryStore
 from rollmill.types import Version
 
-COMMIT_POLL_S = 0.1
 # Publishing and loading a large model takes long. The supervisor notices when trainer or engines die meanwhile.
 START_PATIENCE_S = 3600.0
 
@@ -46,17 +45,9 @@ async def _dispatch(run: RunDirectory) -> None:
                 config.rollouts,
                 run=run.id,
                 seed=config.seed,
-                group_size=config.group_size,
-                bound=config.staleness_bound,
-                total_groups=config.steps * config.groups_per_step,
+                pace=config.pace,
             ).run()
-            await _until_committed(ledger, config.steps)
         await _evaluate_once(run, context, "after", config.steps)
-
-
-async def _until_committed(ledger: Ledger, step: int) -> None:
-    while await asyncio.to_thread(ledger.committed) < step:  # noqa: ASYNC110  another process commits
-        await asyncio.sleep(COMMIT_POLL_S)
 
 
 async def _evaluate_once(run: RunDirectory, context: RolloutContext, label: str, version: int) -> None:

@@ -10,7 +10,7 @@ from rollmill.storage.database import open_database
 from rollmill.storage.objects import Objects
 from rollmill.training.fitting import fitted
 from rollmill.training.loop import Trainer
-from rollmill.training.objectives.rl import Pace, RLObjective
+from rollmill.training.objectives.rl import RLObjective
 from rollmill.training.placement import place
 from rollmill.trajectories.ledger import Ledger
 from rollmill.trajectories.store import TrajectoryStore
@@ -34,7 +34,7 @@ def main(run: RunDirectory) -> None:
         Ledger(database, run.id),
         TrajectoryStore(database, objects),
         weights,
-        pace=Pace(config.groups_per_step, config.group_size, config.max_staleness),
+        pace=config.pace,
         model_config=config.model,
         tokens_per_microbatch=training.tokens_per_pass,
     )

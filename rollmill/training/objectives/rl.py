@@ -13,7 +13,7 @@ from __future__ import annotations
 import time
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -27,7 +27,7 @@ from rollmill.models.decoder import Decoder
 from rollmill.training.advantage import kl_advantages
 from rollmill.training.batching import STALE, MicroBatch, SampledFacts, TokenRule, pack
 from rollmill.training.config import RLConfig
-from rollmill.training.deadlines import Candidate, Choice, choose_groups
+from rollmill.training.deadlines import Candidate, choose_groups
 from rollmill.training.diagnostics import TokenMeasures, distance, finite, mismatch_figures, token_figures, warnings
 from rollmill.training.lineage import Lineage
 from rollmill.training.loss import PolicyTokens, policy_loss, step_divisor
@@ -38,6 +38,7 @@ from rollmill.training.reference import Reference
 from rollmill.training.replay import RouterMeasures, replay_of
 from rollmill.training.selection import (
     Contents,
+    Excluded,
     exclude_unusable,
     read_segments,
     trainable_sequences,
@@ -46,7 +47,8 @@ from rollmill.training.selection import (
 from rollmill.training.step import moved
 from rollmill.training.whole import WHOLE
 from rollmill.trajectories.ledger import Ledger
-from rollmill.trajectories.store import TrajectoryStore
+from rollmill.trajectories.pace import Pace
+from rollmill.trajectories.store import TrajectoryRow, TrajectoryStore
 from rollmill.types import GroupState, Segment, StepRecord, TrajectoryState, Version
 from rollmill.weights.format.tensors import HostTensor
 from rollmill.weights.reading.store import WeightStore
@@ -54,24 +56,17 @@ from rollmill.weights.reading.store import WeightStore
 POLL_S = 0.02
 
 
-@dataclass(frozen=True)
-class Pace:
-    """How much experience a step takes and how old it may be. The dispatcher uses the same numbers."""
+@dataclass
+class _Search:
+    """The search for the groups of a step."""
 
-    groups_per_step: int
-    group_size: int
-    max_staleness: int
+    number: int
+    started_at: float
+    due_since: float | None = None  # enough groups are ready, but older ones are due
+    closed: list[str] = field(default_factory=list)  # groups that turned out to have nothing to learn from
 
-    def deadline(self, version: int) -> int:
-        """The last step that may train on a group that was admitted when `version` was committed."""
-        return version + self.max_staleness + 1
-
-
-class _Wait(NamedTuple):
-    """How long a step waited for its groups."""
-
-    seconds: float = 0.0
-    due_seconds: float = 0.0  # the part in which enough groups were ready, but older ones were due
+    def seconds_since(self, moment: float | None) -> float:
+        return 0.0 if moment is None else time.time() - moment
 
 
 @dataclass(frozen=True)
@@ -80,10 +75,11 @@ class RolloutBatch:
     microbatches: list[MicroBatch]
     sample: Sample  # what mismatch is measured on
     masked: Counter[str]  # sampled tokens that are not trained on, by reason
-    rewards: np.ndarray  # of every graded trajectory of the step's groups, also those without signal
+    rewards: np.ndarray  # of every graded trajectory of the step's groups and of the closed ones
     lr: float  # of the update: the recorded one, if the step runs again
     wait_seconds: float
-    due_seconds: float = 0.0
+    due_seconds: float = 0.0  # the part of the wait in which enough groups were ready, but older ones were due
+    closed: tuple[str, ...] = ()  # groups that were closed while the step looked for its own
     groups_T: np.ndarray | None = None  # int64, the group of each trajectory of the record, as an index
     solved: float | None = None  # the share of the trajectories with a reward that is solved
 
@@ -109,61 +105,96 @@ class RLObjective:
         # tokens are at most max_staleness versions older than the one trained from; the next version is there too
         served = ServedWeights(weights, keep=pace.max_staleness + 2)
         self._mismatch = MismatchMeter(served, budget=tokens_per_microbatch, router_replay=config.router_replay)
+        self._with_signal: set[str] = set()  # waiting groups whose rewards were looked at
         self._reference = Reference(config.reference, weights) if config.reference else None
 
     def next_batch(self, number: int, lr: float, lineage: Lineage, stopping: Callable[[], bool]) -> RolloutBatch | None:
         rule = TokenRule(lineage, base=number - 1, max_staleness=self._pace.max_staleness)
         record = self._ledger.step(number)
-        waited = _Wait()
         if record is not None:
             contents = read_segments(self._trajectories, list(record.trajectories), self._model)
-        else:
-            groups, waited = self._wait_for_groups(number, stopping)
-            if not groups:
-                return None
-            record, contents = self._write_step(number, lr, groups, rule)
-        return self._batch(record, contents, rule, lr, waited)
-
-    def _write_step(self, number: int, lr: float, groups: list[str], rule: TokenRule) -> tuple[StepRecord, Contents]:
+            return self._batch(record, contents, rule, lr)
+        search = _Search(number, time.time())
         while True:
-            record, contents = self._choose(number, lr, groups, rule)
-            try:
-                self._ledger.write_step(record)
-            except TrajectoryChanged:  # one was deleted since it was read: the others are still trained on
+            with telemetry.busy("wait"):
+                groups = self._wait_for_groups(search, stopping)
+            if groups is None:
+                return None
+            due_seconds, wait_seconds = search.seconds_since(search.due_since), search.seconds_since(search.started_at)
+            chosen = self._write_step(search, lr, groups, rule)
+            if chosen is not None:
+                batch = self._batch(*chosen, rule, lr, search.closed)
+                return replace(batch, wait_seconds=wait_seconds, due_seconds=due_seconds)
+
+    def _wait_for_groups(self, search: _Search, stopping: Callable[[], bool]) -> list[str] | None:
+        """The groups of the next step, or None if it shall not run."""
+        while not stopping():
+            # first, because nothing starts after it until the step is committed
+            more = self._ledger.groups_started() < self._pace.most_started(search.number - 1)
+            untaken = self._ledger.untaken_groups()
+            waiting = [group.id for group in untaken if group.state == GroupState.waiting]
+            if self._close_without_signal(search, waiting):
                 continue
-            return record, contents
+            candidates = [
+                Candidate(group.id, self._pace.deadline(group.min_version), group.id in waiting) for group in untaken
+            ]
+            choice = choose_groups(candidates, search.number, self._pace.groups_per_step, more)
+            if choice.take is not None:
+                return choice.take
+            if choice.due and search.due_since is None:
+                search.due_since = time.time()
+                telemetry.emit("due", step=search.number, groups=choice.due)
+            time.sleep(POLL_S)
+        return None
 
-    def _wait_for_groups(self, number: int, stopping: Callable[[], bool]) -> tuple[list[str], _Wait]:
-        """The groups of step `number`; none if it shall not run."""
-        start, due_since = time.time(), None
-        with telemetry.busy("wait"):
-            while not stopping():
-                choice = self._choose_groups(number)
-                if choice.take:
-                    now = time.time()
-                    return choice.take, _Wait(now - start, now - due_since if due_since else 0.0)
-                if choice.due and due_since is None:
-                    due_since = time.time()
-                    telemetry.emit("due", step=number, groups=choice.due)
-                time.sleep(POLL_S)
-        return [], _Wait()
+    def _close_without_signal(self, search: _Search, waiting: Sequence[str]) -> bool:
+        """Close the groups that have no trajectory with an advantage. True if there were any."""
+        unknown = [group for group in waiting if group not in self._with_signal]
+        self._with_signal.intersection_update(waiting)
+        found = False
+        for group, rows in self._ledger.members(unknown).items() if unknown else ():
+            graded, excluded = weigh_groups({group: rows})
+            if graded:
+                self._with_signal.add(group)
+            else:
+                found = True
+                self._close(search, group, excluded)
+        return found
 
-    def _choose_groups(self, number: int) -> Choice:
-        candidates = [
-            Candidate(group.id, self._pace.deadline(group.min_version), group.state == GroupState.waiting)
-            for group in self._ledger.untaken_groups()
-        ]
-        return choose_groups(candidates, number, self._pace.groups_per_step)
+    def _close(self, search: _Search, group: str, excluded: Excluded) -> None:
+        self._ledger.close_group(group, excluded)
+        search.closed.append(group)
+        reasons = Counter(why for _, why in excluded.values())
+        telemetry.emit("closed", group=group, step=search.number, reasons=dict(reasons))
 
-    def _choose(self, number: int, lr: float, groups: list[str], rule: TokenRule) -> tuple[StepRecord, Contents]:
-        graded, excluded = weigh_groups(self._ledger.members(groups))
+    def _write_step(
+        self, search: _Search, lr: float, groups: list[str], rule: TokenRule
+    ) -> tuple[StepRecord, Contents] | None:
+        """None if the groups have changed, so that others must be chosen."""
+        members = self._ledger.members(groups)
+        record, contents = self._choose(search.number, lr, members, rule)
+        empty = [group for group in groups if not any(row.id in record.trajectories for row in members[group])]
+        for group in empty:  # no token of it may be trained on, or what could be was deleted just now
+            self._close(search, group, {row.id: record.excluded[row.id] for row in members[group]})
+        if empty:
+            return None
+        try:
+            self._ledger.write_step(record)
+        except TrajectoryChanged:  # one was deleted since it was read: the others are still trained on
+            return None
+        return record, contents
+
+    def _choose(
+        self, number: int, lr: float, members: Mapping[str, Sequence[TrajectoryRow]], rule: TokenRule
+    ) -> tuple[StepRecord, Contents]:
+        graded, excluded = weigh_groups(members)
         contents = read_segments(self._trajectories, list(graded), self._model)
         unusable = exclude_unusable(graded, contents, rule, self._config)
         record = StepRecord(
             run=self._ledger.run,
             number=number,
             line=rule.lineage.line,
-            groups=tuple(groups),
+            groups=tuple(members),
             trajectories={id: entry for id, entry in graded.items() if id not in unusable},
             excluded={**excluded, **unusable},
             created_at=time.time(),
@@ -171,7 +202,9 @@ class RLObjective:
         )
         return record, contents
 
-    def _batch(self, record: StepRecord, contents: Contents, rule: TokenRule, lr: float, waited: _Wait) -> RolloutBatch:
+    def _batch(
+        self, record: StepRecord, contents: Contents, rule: TokenRule, lr: float, closed: Sequence[str] = ()
+    ) -> RolloutBatch:
         sequences, masked = [], Counter[str]()
         trained: list[Sequence[Segment]] = []
         for index, (id, (_, _, advantage)) in enumerate(record.trajectories.items()):
@@ -186,7 +219,7 @@ class RLObjective:
             sequences += found
             masked += left_out
             trained.append(content)
-        members = [self._trajectories.list(record.run, group_id=group) for group in record.groups]
+        members = [self._trajectories.list(record.run, group_id=group) for group in (*record.groups, *closed)]
         graded = [row for rows in members for row in rows if row.state == TrajectoryState.graded]
         group_of = {row.id: index for index, rows in enumerate(members) for row in rows}
         return RolloutBatch(
@@ -197,8 +230,8 @@ class RLObjective:
             rewards=np.array([row.reward for row in graded], np.float64),
             solved=sum(bool(row.solved) for row in graded) / len(graded) if graded else None,
             lr=lr if record.lr is None else record.lr,
-            wait_seconds=waited.seconds,
-            due_seconds=waited.due_seconds,
+            wait_seconds=0.0,
+            closed=tuple(closed),
             groups_T=np.array([group_of[id] for id in record.trajectories], np.int64),
         )
 
@@ -298,6 +331,8 @@ class RLObjective:
             **outcome.figures,
             **mismatch,
             "groups": len(batch.record.groups),
+            "groups_missing": self._pace.groups_per_step - len(batch.record.groups),
+            "groups_closed": len(batch.closed),
             "trajectories": len(batch.record.trajectories),
             "reward_mean": float(rewards.mean()) if rewards.size else None,
             "solve_rate": batch.solved,

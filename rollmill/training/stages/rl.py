@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING
 
 from rollmill.training.config import RLConfig
 from rollmill.training.stage import RolloutSettings, StageContext
+from rollmill.trajectories.pace import Pace
 
 if TYPE_CHECKING:
     from rollmill.training.objectives.rl import RLObjective
@@ -20,7 +21,7 @@ class Reinforce:
         self._config = config
 
     def objective(self, context: StageContext) -> RLObjective:
-        from rollmill.training.objectives.rl import Pace, RLObjective  # torch
+        from rollmill.training.objectives.rl import RLObjective  # torch
 
         config = self._config
         return RLObjective(

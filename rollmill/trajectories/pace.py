@@ -1,0 +1,44 @@
+"""How many groups a run may have: open at once, and started in all. The dispatcher and the trainer use the same rules.
+
+    open      at most groups_per_step · (max_staleness + 1): every open group can meet its deadline
+              at most groups_per_step · (steps − committed): the steps that are left can take every open group
+    started   at most 2 · groups_per_step · (committed + max_staleness + 1)
+
+So trained plus open groups never exceed steps · groups_per_step. The trainer closes a group that it cannot learn from,
+and another one is started in its place. The rule for started groups ends that: each step has twice the groups it needs,
+and later steps may use what it left over. A step that still finds too few groups runs short.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+_STARTED_PER_WANTED = 2
+
+
+@dataclass(frozen=True)
+class Pace:
+    """How much experience a step takes and how old it may be."""
+
+    groups_per_step: int
+    group_size: int
+    max_staleness: int
+    steps: int | None = None  # None: the run has no end
+
+    def deadline(self, version: int) -> int:
+        """The last step that may train on a group that was admitted when `version` was committed."""
+        return version + self.max_staleness + 1
+
+    def is_last(self, committed: int) -> bool:
+        return self.steps is not None and committed >= self.steps
+
+    def most_open(self, committed: int) -> int:
+        """How many groups may be running, waiting or leased when step `committed` is the newest committed one."""
+        ahead = self.max_staleness + 1
+        if self.steps is not None:
+            ahead = min(ahead, max(0, self.steps - committed))
+        return ahead * self.groups_per_step
+
+    def most_started(self, committed: int) -> int:
+        """How many groups may have been started by then, closed ones included."""
+        return _STARTED_PER_WANTED * self.groups_per_step * (committed + self.max_staleness + 1)
