@@ -17,7 +17,6 @@ from collections import Counter
 from pathlib import Path
 from typing import Any
 
-import blake3
 import numpy as np
 from pydantic import Field
 
@@ -26,6 +25,7 @@ from rollmill.chat.tokenizer import Tokenizer
 from rollmill.config import Config, LocalPath
 from rollmill.errors import ConfigError, StorageError, TrainingError, TrajectoryError
 from rollmill.training.source import Document, SourceContext
+from rollmill.training.sources.files import digest
 
 _KEPT = "trajectories.json"
 
@@ -63,13 +63,13 @@ class Trajectories:
         """The segments to learn from, with their digests, and how many trajectories cannot be used."""
         from rollmill.trajectories.query import TrajectoryQuery
 
-        query = TrajectoryQuery(
-            run=run_id, state="graded", split=self._config.split, reward=(self._config.min_reward, None)
-        )
+        query = TrajectoryQuery(state="graded", split=self._config.split, reward=(self._config.min_reward, None))
+        # the trajectories of a stage are keyed by run and stage
+        found = [row.id for row in store.find(query) if run_id in (None, row.run, row.run.partition("/")[0])]
         segments: list[list[Any]] = []
         skipped: Counter[str] = Counter()
         problems: list[str] = []
-        for id in sorted(row.id for row in store.find(query)):
+        for id in sorted(found):
             try:
                 trajectory = store.load(id)
             except (TrajectoryError, StorageError) as error:
@@ -78,11 +78,8 @@ class Trajectories:
                 continue
             for number, rendered in enumerate(_rendered(trajectory.segments)):
                 if any(rendered.learnt):
-                    found = blake3.blake3(np.asarray(rendered.tokens, "<i4").tobytes() + bytes(rendered.learnt)).digest(
-                        16
-                    )
-                    halves = (found[:8], found[8:])
-                    segments.append([id, number, *(int.from_bytes(half, "little") for half in halves)])
+                    content = np.asarray(rendered.tokens, "<i4").tobytes() + bytes(rendered.learnt)
+                    segments.append([id, number, *digest(content)])
         return {"segments": segments, "skipped": dict(skipped), "problems": problems}
 
 

@@ -25,8 +25,16 @@ from tests.trajectories import build
 Context = Callable[..., SourceContext]
 
 
-def add(store: TrajectoryStore, objects: Objects, id: str, segments: list[Segment], reward: float, split: str) -> None:
-    store.create("run", "", "bug/7", [id], {"split": split})
+def add(
+    store: TrajectoryStore,
+    objects: Objects,
+    id: str,
+    segments: list[Segment],
+    reward: float,
+    split: str,
+    run: str = "run/rl",
+) -> None:
+    store.create(run, "", "bug/7", [id], {"split": split})
     trajectory = build.trajectory(id, segments=segments)
     objects.create(f"trajectories/{id}", encode_trajectory(trajectory))
     store.finish(id, f"trajectories/{id}", None, **seal_facts(trajectory))
@@ -96,3 +104,13 @@ def test_another_tokenizer_is_refused(run: Path, context: Context, hermes: Token
         opened(context(hermes), run)
     with pytest.raises(ConfigError, match="holds no run"):
         opened(context(), run / "store")
+
+
+def test_of_a_database_that_runs_share_only_the_runs_own_are_used(run: Path, context: Context) -> None:
+    url = f"sqlite:///{run}/mill.db"
+    (run / "run.json").write_text(json.dumps({"id": "run", "config": {"database": url}}))
+    store = TrajectoryStore(open_database(url), objects_of(run))
+    add(store, objects_of(run), "f", [build.segment(seed=9)], 1.0, "train", run="running/rl")
+    add(store, objects_of(run), "g", [build.segment(seed=10)], 1.0, "train", run="run")
+    documents = opened(context(), run)
+    assert {segment[0] for segment in documents._segments} == {"a", "b", "g"}
