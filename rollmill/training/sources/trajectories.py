@@ -14,8 +14,9 @@ from __future__ import annotations
 import json
 import os
 from collections import Counter
+from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 from pydantic import Field
@@ -24,8 +25,13 @@ from rollmill.chat.conversation import Rendered
 from rollmill.chat.tokenizer import Tokenizer
 from rollmill.config import Config, LocalPath
 from rollmill.errors import ConfigError, StorageError, TrainingError, TrajectoryError
+from rollmill.training.credit import credit_of
 from rollmill.training.source import Document, SourceContext
 from rollmill.training.sources.files import digest
+
+if TYPE_CHECKING:
+    from rollmill.trajectories.store import TrajectoryStore
+    from rollmill.types import Segment
 
 _KEPT = "trajectories.json"
 
@@ -59,7 +65,7 @@ class Trajectories:
         kept = _open_list(context.directory, self._config.model_dump(mode="json"), lambda: self._choose(store, run_id))
         return TrajectoryDocuments(store, kept, context)
 
-    def _choose(self, store: Any, run_id: str | None) -> dict[str, Any]:
+    def _choose(self, store: TrajectoryStore, run_id: str | None) -> dict[str, Any]:
         """The segments to learn from, with their digests, and how many trajectories cannot be used."""
         from rollmill.trajectories.query import TrajectoryQuery
 
@@ -84,7 +90,7 @@ class Trajectories:
 
 
 class TrajectoryDocuments:
-    def __init__(self, store: Any, kept: dict[str, Any], context: SourceContext) -> None:
+    def __init__(self, store: TrajectoryStore, kept: dict[str, Any], context: SourceContext) -> None:
         self._store, self._context = store, context
         self._segments: list[list[Any]] = kept["segments"]
         self.skipped: Counter[str] = Counter(kept["skipped"])
@@ -109,10 +115,8 @@ class TrajectoryDocuments:
         return Document(cut.tokens, cut.learnt, ["trajectory cut" if cut.ends else "trajectory left out: too long"])
 
 
-def _rendered(segments: Any) -> list[Rendered]:
+def _rendered(segments: Sequence[Segment]) -> list[Rendered]:
     """Tokens as sampled, and which are learnt: sampled, and on the way to the outcome."""
-    from rollmill.training.credit import credit_of
-
     credits = credit_of(segments, "path")
     return [
         Rendered(
@@ -134,7 +138,7 @@ def _read_run(run: Path) -> tuple[str | None, str | None]:
         raise ConfigError(f"{run} holds no run", hint="`rollmill runs` lists the runs there are") from None
 
 
-def _open_list(directory: Path, settings: Any, choose: Any) -> dict[str, Any]:
+def _open_list(directory: Path, settings: Any, choose: Callable[[], dict[str, Any]]) -> dict[str, Any]:
     path = directory / _KEPT
     if path.exists():
         kept: dict[str, Any] = json.loads(path.read_text())
