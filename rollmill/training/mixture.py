@@ -38,6 +38,21 @@ class Part:
     overlap: int = 1
     vocab_size: int = 1 << 31
 
+    @property
+    def skipped(self) -> dict[str, int]:
+        return dict(getattr(self.documents, "skipped", {}))
+
+    @property
+    def problems(self) -> list[str]:
+        return list(getattr(self.documents, "problems", []))
+
+    @property
+    def unused(self) -> str:
+        """The records that the source cannot use, in words. Empty if there are none."""
+        reasons = ", ".join(f"{count} {reason}" for reason, count in self.skipped.items())
+        first = f"; the first: {self.problems[0]}" if self.problems else ""
+        return f": records are not used: {reasons}{first}" if reasons else ""
+
     def read(self, number: int, epoch: int) -> Document:
         """A document. TrainingError if the source, which may be the user's code, raises or returns nonsense."""
         try:
@@ -115,7 +130,7 @@ class Mixture:
             if chosen.training is not None and len(chosen.training) == 0:
                 raise TrainingError(
                     f"the source {part.name!r} has no document to train on: {part.documents.count} were found, "
-                    f"{chosen.duplicates} equal another one, {len(chosen.heldout)} are held out",
+                    f"{chosen.duplicates} equal another one, {len(chosen.heldout)} are held out{part.unused}",
                     hint="look at its path, lower heldout, or leave the source out",
                 )
 
@@ -137,12 +152,8 @@ class Mixture:
     def report(self) -> None:
         """Emit what each source has."""
         for part, chosen in zip(self.parts, self.chosen, strict=True):
-            skipped = dict(getattr(part.documents, "skipped", {}))
-            problems = list(getattr(part.documents, "problems", []))
-            if skipped:
-                reasons = ", ".join(f"{count} {reason}" for reason, count in skipped.items())
-                first = f"; the first: {problems[0]}" if problems else ""
-                telemetry.emit("warning", text=f"source {part.name!r}: records are not used: {reasons}{first}")
+            if part.unused:
+                telemetry.emit("warning", text=f"source {part.name!r}{part.unused}")
             telemetry.emit(
                 "source",
                 source=part.name,
@@ -150,8 +161,8 @@ class Mixture:
                 training=None if chosen.training is None else len(chosen.training),
                 heldout=len(chosen.heldout),
                 duplicates=chosen.duplicates,
-                skipped=skipped,
-                problems=problems,
+                skipped=part.skipped,
+                problems=part.problems,
             )
 
 

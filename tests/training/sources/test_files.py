@@ -119,6 +119,15 @@ def test_a_broken_line_is_named_and_the_rest_loads(tmp_path: Path, context: Cont
     assert source["skipped"] == documents.skipped and source["problems"] == documents.problems
 
 
+def test_a_source_that_has_nothing_says_why(tmp_path: Path, context: Context) -> None:
+    (tmp_path / "a.jsonl").write_bytes(b"\x1f\x8b compressed \n\x00\n")
+    documents = jsonl(tmp_path / "a.jsonl").documents(context())
+    with pytest.raises(
+        TrainingError, match=r"0 were found.*: records are not used: 2 broken line; the first: .*jsonl:1"
+    ):
+        Mixture([Part("corpus", documents)], 0)
+
+
 def test_an_index_is_kept_and_changed_files_are_refused(
     tmp_path: Path, context: Context, monkeypatch: pytest.MonkeyPatch
 ) -> None:
