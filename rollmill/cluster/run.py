@@ -86,9 +86,9 @@ class RunConfig(Config):
     )
     group_size: int = Field(
         8,
-        ge=2,
+        ge=1,
         description="Attempts at one task that form a group; advantages are relative to the group. Larger finds signal "
-        "in harder tasks and costs more rollouts.",
+        'in harder tasks and costs more rollouts. 1 needs `baseline = "population"`.',
     )
     max_staleness: int = Field(
         2,
@@ -199,6 +199,11 @@ class RunConfig(Config):
     def _rl_has_tasks(self) -> RunConfig:
         if self.steps and self.tasks is None:
             raise ValueError(f"steps is {self.steps}, but there is no [tasks]: RL needs tasks")
+        return self
+
+    @model_validator(mode="after")
+    def _groups_have_a_baseline(self) -> RunConfig:
+        self.rl.check_group_size(self.group_size)
         return self
 
     @model_validator(mode="after")

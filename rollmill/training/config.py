@@ -170,6 +170,7 @@ LossName = Literal[
 ]  # fmt: skip
 
 CreditName = Literal["path", "all", "decayed"]
+BaselineName = Literal["group_mean", "leave_one_out", "population"]
 
 _CLIP = {"clip_low": 0.2, "clip_high": 0.2}
 # The settings that only some losses have, at their usual values; training/loss.py says what each does.
@@ -282,6 +283,17 @@ class RLConfig(Config):
         description="Sampled tokens per trajectory, roughly; part of the constant that divides the loss. A larger "
         "value scales the loss down.",
     )
+    baseline: BaselineName = Field(
+        "group_mean",
+        description="What a reward is compared with: the mean of its group, of the others of its group, or of the "
+        "`population`: earlier trajectories of the same family. With `population` a group may be one trajectory.",
+    )
+    population_window: int = Field(
+        256,
+        ge=8,
+        description='With `baseline = "population"`: how many of the latest trajectories of a family are compared '
+        "with. Fewer follow the policy faster and are noisier.",
+    )
     credit: CreditName = Field(
         "path",
         description="Which tokens of a trajectory share its reward: those on the `path` to the outcome (summaries and "
@@ -328,6 +340,14 @@ class RLConfig(Config):
         if self.replay_plausibility > 0 and not self.router_replay:
             raise ValueError("replay_plausibility filters replayed routes, and router_replay is off")
         return self
+
+    def check_group_size(self, size: int) -> None:
+        """Raises ValueError if groups of this size have no baseline."""
+        if size < 2 and self.baseline != "population":
+            raise ValueError(
+                f"group_size is {size}, but baseline {self.baseline!r} compares the trajectories of a group; groups of "
+                'one need rl.baseline = "population"'
+            )
 
 
 class MidtrainConfig(Config):

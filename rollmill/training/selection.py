@@ -1,7 +1,7 @@
 """What a step trains on of its groups. Decided once, written to the step's record, never decided again.
 
-graded, its group has reward variance, some token may be trained on     trained, with its advantage
-graded, all graded rewards of its group are equal, or it is alone       no_signal
+graded, the baseline sees signal, some token may be trained on          trained, with its advantage
+graded, the baseline sees no signal: all rewards are equal, …           no_signal
 graded, every token is over the staleness bound                         stale: no group of the run, by its deadline
 graded, no token may be trained on, or it does not fit the model        dropped, with the reason
 failed, not graded, quarantined or deleted                              dropped; its group is still usable
@@ -19,7 +19,7 @@ import numpy as np
 
 from rollmill.errors import StorageError, TrajectoryError
 from rollmill.models.config import ModelConfig
-from rollmill.training.advantage import group_advantages, has_signal
+from rollmill.training.baseline import Baseline
 from rollmill.training.batching import STALE, PackedSequence, TokenRule, check_fits, segment_sequence
 from rollmill.training.config import RLConfig
 from rollmill.training.credit import credit_of
@@ -31,7 +31,7 @@ Excluded = dict[str, tuple[LedgerState, str]]
 Contents = Mapping[str, Sequence[Segment] | str]  # trajectory id → its segments, or why they cannot be used
 
 
-def weigh_groups(members: Mapping[str, Sequence[TrajectoryRow]]) -> tuple[Graded, Excluded]:
+def weigh_groups(members: Mapping[str, Sequence[TrajectoryRow]], baseline: Baseline) -> tuple[Graded, Excluded]:
     """Advantages of the graded trajectories, group by group; everything without one is excluded."""
     graded: Graded = {}
     excluded: Excluded = {}
@@ -42,13 +42,14 @@ def weigh_groups(members: Mapping[str, Sequence[TrajectoryRow]]) -> tuple[Graded
             why = "not all graded trajectories of its group were graded again; `rollmill rewards replay` does it"
             excluded.update({row.id: (LedgerState.dropped, why) for row in usable})
             continue
-        rewards_G = np.array([row.reward for row in usable], np.float64)
-        if not has_signal(rewards_G):
-            equal = f"all {len(usable)} graded rewards of its group are equal"
-            why = equal if len(usable) > 1 else f"no other trajectory of its group of {len(rows)} is graded"
-            excluded.update({row.id: (LedgerState.no_signal, why) for row in usable})
+        if not usable:
             continue
-        for row, advantage in zip(usable, group_advantages(rewards_G).tolist(), strict=True):
+        rewards_G = np.array([row.reward for row in usable], np.float64)
+        advantages_G = baseline.advantages(usable[0].family or "", rewards_G)
+        if isinstance(advantages_G, str):
+            excluded.update({row.id: (LedgerState.no_signal, advantages_G) for row in usable})
+            continue
+        for row, advantage in zip(usable, advantages_G.tolist(), strict=True):
             assert row.reward_id is not None and row.reward is not None, "graded means there is a reward"
             graded[row.id] = (row.reward_id, row.reward, advantage)
     return graded, excluded

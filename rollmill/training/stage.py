@@ -72,9 +72,9 @@ class RolloutSettings(Config):
     )
     group_size: int = Field(
         8,
-        ge=2,
+        ge=1,
         description="Attempts at one task that form a group; advantages are relative to the group. Larger finds signal "
-        "in harder tasks and costs more rollouts.",
+        'in harder tasks and costs more rollouts. 1 needs `baseline = "population"`.',
     )
     max_staleness: int = Field(
         2,

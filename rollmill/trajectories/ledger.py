@@ -25,6 +25,7 @@ from rollmill.errors import TrajectoryError
 from rollmill.storage.database import reading, writing
 from rollmill.trajectories import steps
 from rollmill.trajectories.pace import Pace
+from rollmill.trajectories.results import Result, read_results
 from rollmill.trajectories.steps import Commit
 from rollmill.trajectories.storable import from_json, to_key
 from rollmill.trajectories.store import COLUMNS, TrajectoryRow, move_trajectory, trajectory_rows
@@ -88,7 +89,7 @@ _READY = _move_groups(groups.c.id.in_(_named), GroupState.running, GroupState.wa
 _LEASE = _move_groups(groups.c.id.in_(_named), GroupState.waiting, GroupState.leased).values(step=bindparam("decided"))
 _FINAL = _move_groups(groups.c.step == bindparam("decided"), GroupState.leased, GroupState.final)
 _CLOSE = [
-    _move_groups(groups.c.id.in_(_named), source, GroupState.final)
+    _move_groups(groups.c.id.in_(_named), source, GroupState.final).values(step=bindparam("decided"))
     for source in (GroupState.running, GroupState.waiting)
 ]
 
@@ -203,11 +204,12 @@ class Ledger:
         except IntegrityError:
             raise TrajectoryError(f"{new_id} is already a trajectory", hint="a new attempt needs a new id") from None
 
-    def close_group(self, group_id: str, excluded: Mapping[str, tuple[LedgerState, str]]) -> None:
-        """Make a group final without a step. This makes room for the next group."""
+    def close_group(self, group_id: str, excluded: Mapping[str, tuple[LedgerState, str]], step: int) -> None:
+        """Make a group final without training on it. This makes room for the next group. `step`: the one that looks for
+        groups at this moment; the group's results count from its commit on."""
 
         def work(connection: sa.Connection) -> None:
-            params = {"of_run": self.run, "named": [group_id]}
+            params = {"of_run": self.run, "named": [group_id], "decided": step}
             if not any(connection.execute(statement, params).rowcount for statement in _CLOSE):
                 return self._expect_group(connection, group_id, GroupState.final)
             steps.check_complete(connection, self.run, [group_id], {}, excluded)
@@ -274,6 +276,11 @@ class Ledger:
             return steps.read_commits(connection, self.run)
 
     # reports
+
+    def results(self, after: int, through: int) -> list[Result]:
+        """What came of the graded trajectories of the committed steps from `after` + 1 to `through`, oldest first."""
+        with reading(self._engine) as connection:
+            return read_results(connection, self.run, after, through)
 
     def open_groups(self) -> int:
         """The number of groups that are not final, which the staleness bound limits."""

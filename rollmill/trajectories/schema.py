@@ -121,6 +121,7 @@ def seal_facts(trajectory: Trajectory) -> dict[str, Any]:
         "tokens": sum(len(segment.tokens) - (segment.parent[1] if segment.parent else 0) for segment in segments),
         "sampled_tokens": sum(int(segment.sampled.sum()) for segment in segments),
         "segments": len(segments),
+        "turns": sum(len(segment.spans) for segment in segments),
         "line": newest.line if newest else None,
         "form": newest.form if newest else None,
         "oldest_version": min((policy.number for policy in policies), default=None),

@@ -75,6 +75,7 @@ class TrajectoryRow:
     newest_version: int | None
     causes: str | None
     regions: str | None
+    turns: int | None
 
 
 @dataclass(frozen=True)
@@ -176,6 +177,7 @@ class TrajectoryStore:
         newest_version: int | None = None,
         causes: str | None = None,
         regions: str | None = None,
+        turns: int | None = None,
     ) -> None:
         """Seal: the payload object has been written. `schema.seal_facts` gives the keyword arguments."""
         keys = {"payload_key": payload_key, "submission_key": submission_key}
@@ -186,6 +188,7 @@ class TrajectoryStore:
             "tokens": tokens,
             "sampled_tokens": sampled_tokens,
             "segments": segments,
+            "turns": turns,
             "oldest_version": oldest_version,
             "newest_version": newest_version,
             "finished_at": time.time(),

@@ -53,6 +53,7 @@ trajectories = Table(
     Column("finished_at", _Time),
     Column("solved", sa.Boolean),  # of the newest reward; with several rewards it does not follow from their sum
     Column("grading", _Serial),  # of the newest reward
+    Column("turns", Integer),  # answers of the model; a fact of the segments too
     Index("trajectories_by_run", "run", "created_at"),
     Index("trajectories_by_group", "group_id"),
     Index("trajectories_by_age", "created_at", "id"),
@@ -105,7 +106,7 @@ groups = Table(
     Column("size", Integer, nullable=False),
     Column("state", Text, nullable=False),
     Column("min_version", Integer, nullable=False),
-    Column("step", Integer),
+    Column("step", Integer),  # that took it, or closed it while it looked for its own
     Column("created_at", _Time, nullable=False),
     Column("ready_at", _Time),
     Index("groups_by_state", "run", "state", "ready_at", "id"),

@@ -124,7 +124,7 @@ def check_records(run: RunDirectory, seen_digests: dict[int, str], seen_finished
     assert seen_finished and all(rows[id].state == TrajectoryState.graded for id in seen_finished)
     decided = {id for step in steps for id in (*step.trajectories, *step.excluded)}
     groups = ledger.groups()
-    closed = {group.id for group in groups if group.step is None}
+    closed = {group.id for group in groups} - {id for step in steps for id in step.groups}
     assert all(id in decided or rows[id].group_id in closed for id in seen_finished)
     assert {rows[id].group_id for id in decided} == {group.id for group in groups} - closed
     # every group ended, in a step or closed; every trajectory is in exactly one final state

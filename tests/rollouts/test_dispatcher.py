@@ -121,7 +121,7 @@ async def test_closed_groups_are_replaced_until_replacements_run_out(world: Worl
             await until(lambda: world.ledger.groups(GroupState.waiting))
             (group, *_) = world.ledger.groups(GroupState.waiting)
             members = world.ledger.members([group.id])[group.id]
-            world.ledger.close_group(group.id, {row.id: (LedgerState.no_signal, "stand-in") for row in members})
+            world.ledger.close_group(group.id, {row.id: (LedgerState.no_signal, "stand-in") for row in members}, step)
         await asyncio.sleep(10 * POLL_S)
         assert world.ledger.groups_started() == pace.most_started(step - 1) and world.ledger.open_groups() == 0
         world.ledger.write_step(StepRecord(RUN, step, "main", (), {}, {}, time.time()))

@@ -231,7 +231,7 @@ def test_groups_that_teach_nothing_do_not_fill_a_step(tmp_path: Path):
         event["group"]: event for event in telemetry.read_events(tmp_path / "events") if event["kind"] == "closed"
     }
     assert closed["alone"]["reasons"] == {
-        "no other trajectory of its group of 2 is graded": 1,
+        "no other trajectory of its group is graded": 1,
         "failed: the machine was lost": 1,
     }
     assert "temperature 0" in next(iter(closed["greedy"]["reasons"]))

@@ -78,7 +78,7 @@ def test_trained_and_open_groups_never_exceed_what_the_steps_take(store: Traject
         return sum(ledger.start_group(id, "task", 1, pace=pace, ids=[f"{id}-0"]) is not None for id in ids)
 
     assert fill("a") == 6
-    ledger.close_group("a0", {"a0-0": DROPPED})
+    ledger.close_group("a0", {"a0-0": DROPPED}, 1)
     assert fill("b") == 1, "a closed group is replaced"
     for group in ("a1", "a2"):
         settle(store, ledger, group)
@@ -336,12 +336,12 @@ def test_a_trajectory_deleted_in_flight_ends_only_itself(
 def test_close_group_makes_room(store: TrajectoryStore, ledger: Ledger, engine: sa.Engine) -> None:
     assert start(ledger, "a", bound=1) and not start(ledger, "b", bound=1)
     with pytest.raises(TrajectoryError, match="a-1 is left out"):
-        ledger.close_group("a", {"a-0": DROPPED})
+        ledger.close_group("a", {"a-0": DROPPED}, 1)
     for _ in range(2):
-        ledger.close_group("a", {"a-0": DROPPED, "a-1": DROPPED})
+        ledger.close_group("a", {"a-0": DROPPED, "a-1": DROPPED}, 1)
     assert start(ledger, "b", bound=1) and ledger.counts()["dropped"] == 2
     settle(store, ledger, "b")
-    ledger.close_group("b", {"b-0": NO_SIGNAL, "b-1": NO_SIGNAL})
+    ledger.close_group("b", {"b-0": NO_SIGNAL, "b-1": NO_SIGNAL}, 1)
     assert ledger.open_groups() == 0 and ledger.steps() == []
     assert_adds_up(ledger, engine)
 

@@ -38,7 +38,7 @@ def race(url: str, name: str, close: bool, go: Any, results: Any) -> None:
             if ledger.start_group(group, "task", 1, pace=Pace(BOUND, 1, 0), ids=[group]) is not None:
                 started.append(group)
                 if close:
-                    ledger.close_group(group, {group: (LedgerState.dropped, "test")})
+                    ledger.close_group(group, {group: (LedgerState.dropped, "test")}, 1)
 
     go.wait(60)
     with ThreadPoolExecutor(3) as pool:

@@ -25,6 +25,7 @@ from rollmill.errors import TrajectoryChanged
 from rollmill.models.config import ModelConfig
 from rollmill.models.decoder import Decoder
 from rollmill.training.advantage import kl_advantages
+from rollmill.training.baseline import make_baseline
 from rollmill.training.batching import STALE, MicroBatch, SampledFacts, TokenRule, pack
 from rollmill.training.config import RLConfig
 from rollmill.training.deadlines import Candidate, choose_groups
@@ -80,7 +81,7 @@ class RolloutBatch:
     wait_seconds: float
     due_seconds: float = 0.0  # the part of the wait in which enough groups were ready, but older ones were due
     closed: tuple[str, ...] = ()  # groups that were closed while the step looked for its own
-    groups_T: np.ndarray | None = None  # int64, the group of each trajectory of the record, as an index
+    groups_T: np.ndarray | None = None  # int64, an index: a trajectory's KL is compared with those of the same index
     solved: float | None = None  # the share of the trajectories with a reward that is solved
 
 
@@ -105,6 +106,7 @@ class RLObjective:
         # tokens are at most max_staleness versions older than the one trained from; the next version is there too
         served = ServedWeights(weights, keep=pace.max_staleness + 2)
         self._mismatch = MismatchMeter(served, budget=tokens_per_microbatch, router_replay=config.router_replay)
+        self._baseline = make_baseline(config, ledger)
         self._with_signal: set[str] = set()  # waiting groups whose rewards were looked at
         self._reference = Reference(config.reference, weights) if config.reference else None
 
@@ -115,6 +117,7 @@ class RLObjective:
             contents = read_segments(self._trajectories, list(record.trajectories), self._model)
             return self._batch(record, contents, rule, lr)
         search = _Search(number, time.time())
+        self._baseline.read(number - 1)
         while True:
             with telemetry.busy("wait"):
                 groups = self._wait_for_groups(search, stopping)
@@ -153,7 +156,7 @@ class RLObjective:
         self._with_signal.intersection_update(waiting)
         found = False
         for group, rows in self._ledger.members(unknown).items() if unknown else ():
-            graded, excluded = weigh_groups({group: rows})
+            graded, excluded = weigh_groups({group: rows}, self._baseline)
             if graded:
                 self._with_signal.add(group)
             else:
@@ -162,7 +165,7 @@ class RLObjective:
         return found
 
     def _close(self, search: _Search, group: str, excluded: Excluded) -> None:
-        self._ledger.close_group(group, excluded)
+        self._ledger.close_group(group, excluded, search.number)
         search.closed.append(group)
         reasons = Counter(why for _, why in excluded.values())
         telemetry.emit("closed", group=group, step=search.number, reasons=dict(reasons))
@@ -187,7 +190,7 @@ class RLObjective:
     def _choose(
         self, number: int, lr: float, members: Mapping[str, Sequence[TrajectoryRow]], rule: TokenRule
     ) -> tuple[StepRecord, Contents]:
-        graded, excluded = weigh_groups(members)
+        graded, excluded = weigh_groups(members, self._baseline)
         contents = read_segments(self._trajectories, list(graded), self._model)
         unusable = exclude_unusable(graded, contents, rule, self._config)
         record = StepRecord(
@@ -221,7 +224,7 @@ class RLObjective:
             trained.append(content)
         members = [self._trajectories.list(record.run, group_id=group) for group in (*record.groups, *closed)]
         graded = [row for rows in members for row in rows if row.state == TrajectoryState.graded]
-        group_of = {row.id: index for index, rows in enumerate(members) for row in rows}
+        group_of = _comparable(members, by_family=self._config.baseline == "population")
         return RolloutBatch(
             record=record,
             microbatches=pack(sequences, self._budget),
@@ -348,6 +351,12 @@ class RLObjective:
         telemetry.emit("step", step=outcome.number, steps=outcome.steps, version=outcome.number, **figures)
         for text in warnings(figures):
             telemetry.emit("warning", step=outcome.number, text=text)
+
+
+def _comparable(members: Sequence[Sequence[TrajectoryRow]], *, by_family: bool) -> dict[str, int]:
+    """trajectory id → an index that it shares with those it is compared with: of its group, or of its family."""
+    families = {name: index for index, name in enumerate({row.family: None for rows in members for row in rows})}
+    return {row.id: families[row.family] if by_family else index for index, rows in enumerate(members) for row in rows}
 
 
 @dataclass(frozen=True)

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Self
+
+from pydantic import model_validator
 
 from rollmill.training.config import RLConfig
 from rollmill.training.stage import RolloutSettings, StageContext
@@ -14,6 +16,11 @@ if TYPE_CHECKING:
 
 class RLSettings(RolloutSettings, RLConfig):
     """How much experience a step takes, and the RL objective: loss, clipping, KL, router replay."""
+
+    @model_validator(mode="after")
+    def _groups_have_a_baseline(self) -> Self:
+        self.check_group_size(self.group_size)
+        return self
 
 
 class Reinforce:

@@ -1,0 +1,78 @@
+"""Baseline: what the reward of a trajectory is compared with. It also says whether a group has signal.
+
+group_mean      the mean of the group's graded rewards
+leave_one_out   the mean of the others: group_mean · G / (G − 1), so that small groups are not scaled down
+population      the mean of the last `population_window` graded trajectories of the same family that earlier, committed
+                steps decided on. For live traffic: a group may be one trajectory. A family with fewer than 8 of them
+                has nothing to compare with yet. Its groups are closed and counted, and so its first step only measures.
+
+None of them depends on the policy's choice in the trajectory itself beyond what the mean of its own group takes back,
+so the gradient points where it would without a baseline. A step's record keeps the advantages, so a step that runs
+again uses the same ones.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict, deque
+from typing import Protocol
+
+import numpy as np
+
+from rollmill.training.advantage import group_advantages, has_signal
+from rollmill.training.config import RLConfig
+from rollmill.trajectories.ledger import Ledger
+
+FEWEST = 8  # like trajectories; the mean of fewer says little
+_ROUNDING = 1e-9
+
+
+class Baseline(Protocol):
+    def read(self, committed: int) -> None:
+        """Take in what the steps up to `committed` have decided on."""
+        ...
+
+    def advantages(self, family: str, rewards_G: np.ndarray) -> np.ndarray | str:
+        """float64 [G], of the graded rewards of one group, or why there is nothing to learn from them."""
+        ...
+
+
+class GroupBaseline:
+    def __init__(self, *, leave_one_out: bool) -> None:
+        self._leave_one_out = leave_one_out
+
+    def read(self, committed: int) -> None: ...
+
+    def advantages(self, family: str, rewards_G: np.ndarray) -> np.ndarray | str:
+        if rewards_G.size < 2:
+            return "no other trajectory of its group is graded"
+        if not has_signal(rewards_G):
+            return f"all {rewards_G.size} graded rewards of its group are equal"
+        scale = rewards_G.size / (rewards_G.size - 1) if self._leave_one_out else 1.0
+        return scale * group_advantages(rewards_G)
+
+
+class PopulationBaseline:
+    def __init__(self, ledger: Ledger, window: int) -> None:
+        self._ledger = ledger
+        self._read = 0
+        self._rewards: dict[str, deque[float]] = defaultdict(lambda: deque(maxlen=window))
+
+    def read(self, committed: int) -> None:
+        for result in self._ledger.results(self._read, committed):
+            self._rewards[result.family].append(result.reward)
+        self._read = max(self._read, committed)
+
+    def advantages(self, family: str, rewards_G: np.ndarray) -> np.ndarray | str:
+        known = self._rewards.get(family, ())
+        if len(known) < FEWEST:
+            return f"only {len(known)} trajectories of family {family!r} to compare with so far"
+        advantages_G = rewards_G - np.mean(known)
+        if not (np.abs(advantages_G) > _ROUNDING).any():
+            return f"its reward is that of the last {len(known)} trajectories of family {family!r}"
+        return advantages_G
+
+
+def make_baseline(config: RLConfig, ledger: Ledger) -> Baseline:
+    if config.baseline == "population":
+        return PopulationBaseline(ledger, config.population_window)
+    return GroupBaseline(leave_one_out=config.baseline == "leave_one_out")
