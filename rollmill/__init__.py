@@ -21,6 +21,9 @@ if TYPE_CHECKING:
     from rollmill.environments.machine import ExecResult as ExecResult
     from rollmill.environments.machine import Machine as Machine
     from rollmill.environments.machine import MachineHost as MachineHost
+    from rollmill.environments.machine import Process as Process
+    from rollmill.environments.machine import ProcessState as ProcessState
+    from rollmill.environments.machine import Snapshot as Snapshot
     from rollmill.environments.reward import Grader as Grader
     from rollmill.environments.task import Task as Task
     from rollmill.environments.task import TaskSet as TaskSet
@@ -52,6 +55,9 @@ PUBLIC = {
     "Machine": "rollmill.environments.machine",
     "MachineHost": "rollmill.environments.machine",
     "ExecResult": "rollmill.environments.machine",
+    "Process": "rollmill.environments.machine",
+    "ProcessState": "rollmill.environments.machine",
+    "Snapshot": "rollmill.environments.machine",
     "Capabilities": "rollmill.environments.machine",
     "Source": "rollmill.training.source",
     "SourceContext": "rollmill.training.source",

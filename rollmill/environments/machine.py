@@ -1,11 +1,11 @@
-"""Machine: the "operating system" part of an environment. exec, read, write, snapshot, fork, close."""
+"""Machine: the "operating system" part of an environment. exec, start, read, write, listen, snapshot, fork, close."""
 
 from __future__ import annotations
 
 import socket
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
-from typing import Literal, Protocol
+from dataclasses import dataclass, field
+from typing import Any, Literal, Protocol
 
 WORK = "/work"  # the directory of a task's files, inside every machine
 
@@ -21,11 +21,39 @@ class ExecResult:
 
 
 @dataclass(frozen=True)
+class ProcessState:
+    exit_code: int | None  # None: it is running
+    output: bytes  # so far, as in ExecResult
+    truncated: bool = False
+    stopped: Literal["memory", "processes", "machine"] | None = None  # the limit that ended it
+
+
+class Process(Protocol):
+    """A process that `Machine.start` started. It runs while commands come and go, and ends with its machine."""
+
+    async def state(self) -> ProcessState: ...
+
+    async def stop(self) -> ProcessState:
+        """End the process and everything it started. Returns its last state; safe to repeat."""
+        ...
+
+
+@dataclass(frozen=True)
+class Snapshot:
+    """A reference to a saved state. Only the kind of host that made it can use it."""
+
+    image: str  # what the machine had started from
+    state: Any = field(repr=False)  # whatever the host finds it by: a path, an id, or the bytes if they are few
+
+
+@dataclass(frozen=True)
 class Capabilities:
     """What a kind of machine can do."""
 
     kernel: Literal["shared", "own"]
-    snapshot: Literal["none", "files", "full"]
+    snapshot: Literal["none", "files", "full"]  # what it keeps, and a fork: files, or memory too
+    pause: bool = False
+    network: Literal["none", "policy"] = "none"  # policy: the host can allow chosen addresses
     listen: bool = False  # `listen` works: an agent program in the machine can reach its model
     slowdown: float = 1.0  # multiply time limits by it
 
@@ -51,6 +79,21 @@ class Machine(Protocol):
         """
         ...
 
+    async def start(
+        self,
+        argv: Sequence[str],
+        *,
+        cwd: str = WORK,
+        env: Mapping[str, str] | None = None,
+        stdin: bytes = b"",
+        max_output: int = 65536,
+    ) -> Process:
+        """Start a process that keeps running between commands, a server for example. Errors as with `exec`.
+
+        The limits of the machine hold for all its processes together. EAGAIN: too many were started.
+        """
+        ...
+
     async def read(self, path: str, *, max_bytes: int = 1 << 20) -> bytes:
         """Read a file. OSError as usual (FileNotFoundError …; EFBIG beyond max_bytes). Links stay in the machine.
 
@@ -71,11 +114,19 @@ class Machine(Protocol):
         """
         ...
 
-    async def snapshot(self) -> bytes:
-        """Returns the work directory as bytes, for `MachineHost.create(image, snapshot=…)`."""
+    async def snapshot(self) -> Snapshot:
+        """Save the state, as far as `capabilities.snapshot` goes. OSError: it does not fit."""
         ...
 
-    async def fork(self) -> Machine: ...
+    async def fork(self, count: int = 1) -> Sequence[Machine]:
+        """Returns `count` new machines with the state of this one, as far as `capabilities.snapshot` goes."""
+        ...
+
+    async def pause(self) -> None:
+        """Stop all processes of the machine until `resume`. OSError: `capabilities.pause` is false."""
+        ...
+
+    async def resume(self) -> None: ...
 
     async def close(self) -> None: ...
 
@@ -84,9 +135,12 @@ class MachineHost(Protocol):
     """Creates machines; one per dispatcher."""
 
     async def create(
-        self, image: str, files: Mapping[str, bytes] | None = None, *, snapshot: bytes | None = None
+        self, image: str, files: Mapping[str, bytes] | None = None, *, snapshot: Snapshot | None = None
     ) -> Machine:
-        """TaskError: no such image, or `files` do not fit. MachineError: the host cannot create machines."""
+        """A machine of an image, or with the state of a snapshot; `files` are written last.
+
+        TaskError: no such image, or `files` do not fit. MachineError: the host cannot create machines.
+        """
         ...
 
     async def close(self) -> None: ...

@@ -12,7 +12,7 @@ import socket
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from rollmill.environments.machine import Capabilities, ExecResult, Machine, MachineHost
+from rollmill.environments.machine import Capabilities, ExecResult, Machine, MachineHost, Process, Snapshot
 
 
 class SlowMachine:
@@ -27,6 +27,9 @@ class SlowMachine:
         await asyncio.sleep(self._draw.choice(self._seconds))
         return await self._machine.exec(argv, **options)
 
+    async def start(self, argv: Sequence[str], **options: Any) -> Process:
+        return await self._machine.start(argv, **options)
+
     async def read(self, path: str, *, max_bytes: int = 1 << 20) -> bytes:
         return await self._machine.read(path, max_bytes=max_bytes)
 
@@ -36,11 +39,17 @@ class SlowMachine:
     async def listen(self) -> tuple[socket.socket, int]:
         return await self._machine.listen()
 
-    async def snapshot(self) -> bytes:
+    async def snapshot(self) -> Snapshot:
         return await self._machine.snapshot()
 
-    async def fork(self) -> Machine:
-        return SlowMachine(await self._machine.fork(), self._seconds, self._draw)
+    async def fork(self, count: int = 1) -> Sequence[Machine]:
+        return [SlowMachine(each, self._seconds, self._draw) for each in await self._machine.fork(count)]
+
+    async def pause(self) -> None:
+        await self._machine.pause()
+
+    async def resume(self) -> None:
+        await self._machine.resume()
 
     async def close(self) -> None:
         await self._machine.close()
@@ -55,7 +64,7 @@ class SlowMachines:
         self._draw = random.Random(seed)
 
     async def create(
-        self, image: str, files: Mapping[str, bytes] | None = None, *, snapshot: bytes | None = None
+        self, image: str, files: Mapping[str, bytes] | None = None, *, snapshot: Snapshot | None = None
     ) -> Machine:
         return SlowMachine(await self._host.create(image, files, snapshot=snapshot), self._seconds, self._draw)
 

@@ -76,7 +76,7 @@ async def test_the_machines_of_an_image_have_its_packages_and_programs(image_hos
         assert result.output == b"/opt/packages/greet.py\n", result
     assert (await machine.exec(["sh", "-c", "echo x > /opt/packages/greet.py"])).exit_code != 0
     assert await machine.read("x") == b"1"
-    copy = await machine.fork()
+    (copy,) = await machine.fork()
     assert (await copy.exec(["greet"])).output == b"hello\n"
     assert machine.image == copy.image == load_image("greeter", None).reference
 

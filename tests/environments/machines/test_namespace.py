@@ -89,7 +89,8 @@ async def test_each_warm_python_starts_fresh(machine: NamespaceMachine) -> None:
 async def test_snapshot_and_fork_carry_regular_files(host: NamespaceHost) -> None:
     original = await host.create(BUILT_IN, {"main.py": b"x = 1\n", "folder/data": b"\x00" * 5000})
     await original.exec(["sh", "-c", "ln -s /etc/passwd link; mkfifo pipe; mkdir empty; chmod 755 main.py"])
-    copy = await original.fork()
+    copy, other = await original.fork(2)
+    await other.exec(["rm", "-r", "folder"])
     await original.write("main.py", b"x = 2\n")
     assert await copy.read("main.py") == b"x = 1\n"
     assert await copy.read("folder/data") == b"\x00" * 5000

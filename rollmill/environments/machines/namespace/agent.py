@@ -7,6 +7,8 @@ become that user and to end commands.
 
     request                                    reply
     {"op": "exec", "argv", "cwd", "env", …}    {"exit_code", "truncated", "stopped", "seconds"} + output
+    {"op": "start", "argv", "cwd", "env", …}   {"process"}
+    {"op": "state" or "stop", "process"}       {"exit_code", "truncated", "stopped"} + output; exit_code null: it runs
     {"op": "read", "path", "max_bytes"}        {} + contents
     {"op": "write", "files": [[path, size]…]}  {}
     {"op": "snapshot", "max_bytes"}            {} + tar
@@ -22,6 +24,7 @@ import contextlib
 import errno
 import os
 import resource
+import select
 import signal
 import socket
 from collections.abc import Iterator
@@ -29,7 +32,9 @@ from typing import Any, NamedTuple, NoReturn
 
 from rollmill.environments.machines.namespace import command, files, kernel, layout, wire
 from rollmill.environments.machines.namespace.memory import Watchdog
+from rollmill.environments.machines.namespace.process import Processes
 
+_WATCH_INTERVAL_S = 0.05
 _BACKLOG = 16  # connections that wait to be accepted
 _CAPABILITIES = (kernel.CAP_KILL, kernel.CAP_SETGID, kernel.CAP_SETUID)
 
@@ -128,7 +133,8 @@ def _protect() -> None:
 
 @contextlib.contextmanager
 def _as_user(own_user: bool) -> Iterator[None]:
-    """Act as the user of the commands. Commands could reach pid 1 now, but none is running."""
+    """Act as the user of the commands. A process that runs meanwhile cannot reach pid 1: its real user stays another,
+    signals to pid 1 have no effect, and the filter refuses the rest."""
     if not own_user:
         yield
         return
@@ -143,8 +149,8 @@ def _as_user(own_user: bool) -> Iterator[None]:
 
 
 def _serve(connection: socket.socket, limits: Limits, watchdog: Watchdog) -> None:
-    confinement = limits.confinement()
-    while request := wire.receive(connection):
+    confinement, processes = limits.confinement(), Processes()
+    while request := _next_request(connection, processes, watchdog):
         header, body = request
         if header["op"] == "interrupt":
             continue  # the command had ended already
@@ -153,10 +159,14 @@ def _serve(connection: socket.socket, limits: Limits, watchdog: Watchdog) -> Non
             continue
         try:
             if header["op"] == "exec":
-                order = command.Order(
-                    stdin=body, **{key: header[key] for key in command.Order._fields if key != "stdin"}
-                )
-                reply, data = command.run(order, confinement, connection, watchdog)
+                order = _order(header, body)
+                reply, data = command.run(order, confinement, connection, watchdog, processes.end_command)
+            elif header["op"] == "start":
+                reply, data = {"process": processes.start(_order(header, body), confinement)}, b""
+            elif header["op"] == "state":
+                reply, data = processes.get(header["process"]).state()
+            elif header["op"] == "stop":
+                reply, data = processes.stop(header["process"])
             else:
                 with _as_user(limits.own_user):
                     reply, data = _handle_files(header, body)
@@ -169,6 +179,23 @@ def _serve(connection: socket.socket, limits: Limits, watchdog: Watchdog) -> Non
         except Exception:  # refuse a request that makes no sense: nothing that a caller sends may end pid 1
             reply, data = {"errno": errno.EINVAL}, b""
         connection.sendall(wire.pack(reply, data))
+
+
+def _order(header: dict[str, Any], body: bytes) -> command.Order:
+    return command.Order(stdin=body, **{key: header[key] for key in command.Order._fields if key != "stdin"})
+
+
+def _next_request(
+    connection: socket.socket, processes: Processes, watchdog: Watchdog
+) -> tuple[dict[str, Any], bytes] | None:
+    """Wait for a request. Processes that run meanwhile are held to the limits of the machine."""
+    arrived = False
+    while processes.running() and not arrived:
+        arrived = bool(select.select([connection], [], [], _WATCH_INTERVAL_S)[0])
+        processes.reap()
+        if limit := watchdog.exceeded():
+            processes.stop_all(limit)
+    return wire.receive(connection)
 
 
 def _hand_over_listener(connection: socket.socket) -> None:

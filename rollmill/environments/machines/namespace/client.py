@@ -18,7 +18,7 @@ from typing import Any
 from pydantic import Field
 
 from rollmill.config import Config
-from rollmill.environments.machine import WORK, Capabilities, ExecResult
+from rollmill.environments.machine import WORK, Capabilities, ExecResult, ProcessState, Snapshot
 from rollmill.environments.machines.images import Image, load_image
 from rollmill.environments.machines.namespace import launch, wire
 from rollmill.errors import MachineError, TaskError
@@ -78,16 +78,7 @@ class NamespaceMachine:
         timeout_s: float = 10.0,
         max_output: int = 65536,
     ) -> ExecResult:
-        if not argv or isinstance(argv, str) or not 0 <= max_output <= wire.MAX_BODY:
-            raise OSError(errno.EINVAL, os.strerror(errno.EINVAL))
-        header = {
-            "op": "exec",
-            "argv": list(argv),
-            "cwd": cwd,
-            "env": dict(env or {}),
-            "timeout_s": timeout_s,
-            "max_output": max_output,
-        }
+        header = _order("exec", argv, cwd, env, timeout_s, max_output)
         answer = await self._request(header, stdin, timeout_s=timeout_s)
         if answer is None:
             return ExecResult(exit_code=-signal.SIGKILL, output=b"", stopped="machine")
@@ -100,6 +91,18 @@ class NamespaceMachine:
             seconds=reply["seconds"],
         )
 
+    async def start(
+        self,
+        argv: Sequence[str],
+        *,
+        cwd: str = WORK,
+        env: Mapping[str, str] | None = None,
+        stdin: bytes = b"",
+        max_output: int = 65536,
+    ) -> NamespaceProcess:
+        answer = await self._request(_order("start", argv, cwd, env, 0.0, max_output), stdin)
+        return NamespaceProcess(self, None if answer is None else answer[0]["process"])
+
     async def read(self, path: str, *, max_bytes: int = 1 << 20) -> bytes:
         limit = min(max_bytes, wire.MAX_BODY)
         return await self._request_files({"op": "read", "path": _inside(path), "max_bytes": limit})
@@ -111,15 +114,24 @@ class NamespaceMachine:
         entries = [[_inside(path), len(data)] for path, data in files.items()]
         await self._request_files({"op": "write", "files": entries}, b"".join(files.values()))
 
-    async def snapshot(self) -> bytes:
+    async def snapshot(self) -> Snapshot:
+        """The work directory, in the memory of this process: it is small (`disk_mb`)."""
         limit = min(self._host.config.disk_mb << 20, wire.MAX_BODY >> 1)  # the tar needs room of its own
-        return await self._request_files({"op": "snapshot", "max_bytes": limit})
+        return Snapshot(self.image, await self._request_files({"op": "snapshot", "max_bytes": limit}))
 
-    async def restore(self, snapshot: bytes) -> None:
-        await self._request_files({"op": "restore"}, snapshot)
+    async def restore(self, snapshot: Snapshot) -> None:
+        await self._request_files({"op": "restore"}, snapshot.state)
 
-    async def fork(self) -> NamespaceMachine:
-        return await self._host.create(self._image, snapshot=await self.snapshot())
+    async def fork(self, count: int = 1) -> list[NamespaceMachine]:
+        snapshot = await self.snapshot()
+        made = (self._host.create(self._image, snapshot=snapshot) for _ in range(count))
+        return list(await asyncio.gather(*made))
+
+    async def pause(self) -> None:
+        raise OSError(errno.ENOTSUP, "namespace machines cannot be paused")
+
+    async def resume(self) -> None:
+        raise OSError(errno.ENOTSUP, "namespace machines cannot be paused")
 
     async def listen(self) -> tuple[socket.socket, int]:
         reply, _ = await self._request({"op": "listen"}) or ({}, b"")
@@ -160,7 +172,7 @@ class NamespaceMachine:
             if self._ruined:
                 return None
             begun_before = self._begun
-            self._begun |= header["op"] == "exec"
+            self._begun |= header["op"] in ("exec", "start")
             self._unwanted.clear()
             self._pending = asyncio.create_task(self._exchange(frame, timeout_s))
             try:
@@ -225,6 +237,33 @@ class NamespaceMachine:
         return bytes(data)
 
 
+class NamespaceProcess:
+    """A process that keeps running between commands. `identifier` is None if the machine was ruined."""
+
+    def __init__(self, machine: NamespaceMachine, identifier: int | None) -> None:
+        self._machine = machine
+        self._identifier = identifier
+        self._last: ProcessState | None = None  # after stop
+
+    async def state(self) -> ProcessState:
+        return await self._ask("state")
+
+    async def stop(self) -> ProcessState:
+        self._last = await self._ask("stop")
+        return self._last
+
+    async def _ask(self, operation: str) -> ProcessState:
+        if self._last is not None:
+            return self._last
+        answer = None
+        if self._identifier is not None:
+            answer = await self._machine._request({"op": operation, "process": self._identifier})
+        if answer is None:
+            return ProcessState(exit_code=-signal.SIGKILL, output=b"", stopped="machine")
+        reply, output = answer
+        return ProcessState(reply["exit_code"], output, reply["truncated"], reply["stopped"])
+
+
 class NamespaceHost:
     """Creates namespace machines; starts its machine host process on first use. One per event loop.
 
@@ -244,7 +283,7 @@ class NamespaceHost:
         self._ending: dict[int, asyncio.Future[None]] = {}
 
     async def create(
-        self, image: str, files: Mapping[str, bytes] | None = None, *, snapshot: bytes | None = None
+        self, image: str, files: Mapping[str, bytes] | None = None, *, snapshot: Snapshot | None = None
     ) -> NamespaceMachine:
         loaded = load_image(image, self.config.images, max_bytes=self.config.image_mb << 20)
         if loaded.packages not in (None, self._packages):
@@ -378,6 +417,15 @@ class NamespaceHost:
         for future in waiting:
             if not future.done():
                 future.set_exception(MachineError(why))
+
+
+def _order(
+    operation: str, argv: Sequence[str], cwd: str, env: Mapping[str, str] | None, timeout_s: float, max_output: int
+) -> dict[str, Any]:
+    if not argv or isinstance(argv, str) or not 0 <= max_output <= wire.MAX_BODY:
+        raise OSError(errno.EINVAL, os.strerror(errno.EINVAL))
+    order = {"op": operation, "argv": list(argv), "cwd": cwd, "env": dict(env or {})}
+    return {**order, "timeout_s": timeout_s, "max_output": max_output}
 
 
 def _launch(control: socket.socket, config: NamespaceConfig, packages: str | None) -> subprocess.Popen[bytes]:

@@ -9,6 +9,7 @@ import select
 import signal
 import socket
 import time
+from collections.abc import Callable
 from typing import Any, Literal, NamedTuple, NoReturn
 
 from rollmill.environments.machines.namespace import kernel, layout, seccomp, warm_python, wire
@@ -34,18 +35,22 @@ class Confinement(NamedTuple):
 
 
 def run(
-    order: Order, confinement: Confinement, connection: socket.socket, watchdog: Watchdog
+    order: Order,
+    confinement: Confinement,
+    connection: socket.socket,
+    watchdog: Watchdog,
+    end: Callable[[int, str | None], int],
 ) -> tuple[dict[str, Any], bytes]:
-    """Run a command until it ends or reaches a limit. Then kill every process that it left running."""
+    """Run a command until it ends or reaches a limit. Then `end` kills every process that it left running."""
     started = time.monotonic()
     reading, writing = os.pipe()
     try:
-        pid = _start(order, confinement, writing)
+        pid = start(order, confinement, writing)
         os.close(writing)
         writing = -1
         output = _Output(order.max_output)
         stopped = _watch(pid, reading, output, connection, started + order.timeout_s, watchdog)
-        status = _end_all(pid)
+        status = end(pid, stopped)
         while output.take(reading):  # the rest of the pipe; all its writers are dead
             pass
     finally:
@@ -64,7 +69,8 @@ def run(
     return result, output.bytes()
 
 
-def _start(order: Order, confinement: Confinement, writing: int) -> int:
+def start(order: Order, confinement: Confinement, writing: int) -> int:
+    """Start a command whose output goes to the open file `writing`. Returns its process id."""
     reading = os.memfd_create("stdin") if order.stdin else os.open("/dev/null", os.O_RDONLY)
     try:
         if order.stdin:
@@ -161,7 +167,7 @@ def _watch(
         os.close(pidfd)
 
 
-def _end_all(pid: int) -> int:
+def end_all(pid: int) -> int:
     """Kill and reap every other process of the machine. Returns the wait status of `pid`."""
     status = 0
     while True:

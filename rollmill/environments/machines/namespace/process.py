@@ -1,0 +1,163 @@
+"""Processes that keep running between commands, in pid 1: start, state, stop.
+
+A process and everything it starts carry a mark: the hard limit of a resource that nobody uses here. Children inherit
+it, and a process cannot raise it. So pid 1 can end the descendants of one process and leave the others alone, also
+those that left their session or lost their parent. A process that lowers its own mark only loses its protection.
+
+Output goes to a file without a name, in the machine's temporary directory. It counts as its disk, and nobody has to
+read it while the process runs.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import os
+import resource
+import signal
+import time
+from collections.abc import Callable
+from typing import Any
+
+from rollmill.environments.machines.namespace import command, layout
+
+MOST = 32  # processes of one machine that run or whose output is still kept
+_MARK = resource.RLIMIT_MSGQUEUE
+_MARK_LINE = b"Max msgqueue size"
+_LOWEST = 1000
+_PASSES = 4  # a tree that still has new processes after this many starts them faster than they are killed
+
+
+class Process:
+    def __init__(self, pid: int, mark: int, output: int, max_output: int) -> None:
+        self.pid = pid
+        self.mark = mark
+        self.output = output  # an open file
+        self.max_output = max_output
+        self.exit_code: int | None = None
+        self.stopped: str | None = None  # the limit that ended it
+
+    def state(self) -> tuple[dict[str, Any], bytes]:
+        size = os.fstat(self.output).st_size
+        half = self.max_output // 2
+        data = os.pread(self.output, size if size <= self.max_output else half, 0)
+        if size > self.max_output:
+            cut = f"\n[… {size - 2 * half} bytes cut]\n".encode()
+            data += cut + os.pread(self.output, half, size - half)
+        truncated = size > self.max_output
+        return {"exit_code": self.exit_code, "truncated": truncated, "stopped": self.stopped}, data
+
+
+class Processes:
+    """All processes of a machine that were started and not yet forgotten."""
+
+    def __init__(self) -> None:
+        self._by_id: dict[int, Process] = {}
+        self._started = 0
+
+    def running(self) -> bool:
+        """Whether one may be running: only what was reaped is known to have ended."""
+        return any(process.exit_code is None for process in self._by_id.values())
+
+    def start(self, order: command.Order, confinement: command.Confinement) -> int:
+        self._started += 1
+        mark, highest = _LOWEST + self._started, resource.getrlimit(_MARK)[1]
+        if len(self._by_id) >= MOST or (highest != resource.RLIM_INFINITY and mark >= highest):
+            raise OSError(errno.EAGAIN, os.strerror(errno.EAGAIN))
+        output = os.open(layout.TEMPORARY, os.O_TMPFILE | os.O_RDWR | os.O_APPEND | os.O_CLOEXEC, 0o600)
+        try:
+            pid = command.start(order, confinement._replace(rlimits={**confinement.rlimits, _MARK: mark}), output)
+        except BaseException:
+            os.close(output)
+            raise
+        self._by_id[self._started] = Process(pid, mark, output, order.max_output)
+        return self._started
+
+    def get(self, identifier: int) -> Process:
+        self.reap()
+        try:
+            return self._by_id[identifier]
+        except KeyError:
+            raise OSError(errno.ESRCH, os.strerror(errno.ESRCH)) from None
+
+    def stop(self, identifier: int) -> tuple[dict[str, Any], bytes]:
+        """End a process and everything it started, and forget it. Returns its last state."""
+        process = self.get(identifier)
+        self._end(lambda mark: mark == process.mark)
+        reply, data = process.state()
+        os.close(process.output)
+        del self._by_id[identifier]
+        return reply, data
+
+    def stop_all(self, limit: str) -> None:
+        """A limit of the machine was reached: everything ends, in one call that no tree can outrun."""
+        for process in self._by_id.values():
+            process.stopped = process.stopped or (limit if process.exit_code is None else None)
+        self._kill_everything()
+
+    def end_command(self, pid: int, limit: str | None) -> int:
+        """End what a command left running, and nothing that was started here. Returns the wait status of `pid`.
+
+        If a limit of the machine ended the command, nobody knows who reached it: then everything ends.
+        """
+        if not self.running():
+            return command.end_all(pid)
+        for which in [-1, pid] if limit in ("memory", "processes") else [pid]:
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(which, signal.SIGKILL)
+        _, status = os.waitpid(pid, 0)
+        if limit in ("memory", "processes"):
+            self.stop_all(limit)
+        own = {process.mark for process in self._by_id.values()}
+        self._end(lambda mark: mark not in own)
+        return status
+
+    def _end(self, chosen: Callable[[int], bool]) -> None:
+        """Kill every process whose mark is `chosen`. A tree that outruns this takes all others with it."""
+        killed: set[int] = set()
+        passes = 0
+        while passes < _PASSES:
+            found = {pid for pid in _pids() if chosen(_mark_of(pid))}
+            if not found:
+                return
+            passes += bool(found - killed)  # a killed process needs a moment to end
+            for pid in found - killed:
+                with contextlib.suppress(ProcessLookupError):
+                    os.kill(pid, signal.SIGKILL)
+            killed |= found
+            self.reap()
+            time.sleep(0.001)
+        self._kill_everything()
+
+    def _kill_everything(self) -> None:
+        """As `command.end_all`: one call kills all, again until none is left."""
+        while _pids():
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(-1, signal.SIGKILL)
+            self.reap()
+            time.sleep(0.001)
+
+    def reap(self) -> None:
+        """Take note of what has ended, orphans included."""
+        by_pid = {process.pid: process for process in self._by_id.values()}
+        with contextlib.suppress(ChildProcessError):
+            while True:
+                pid, status = os.waitpid(-1, os.WNOHANG)
+                if pid == 0:
+                    return
+                if pid in by_pid:
+                    by_pid[pid].exit_code = os.waitstatus_to_exitcode(status)
+
+
+def _pids() -> list[int]:
+    return [int(name) for name in os.listdir("/proc") if name.isdigit() and name != "1"]
+
+
+def _mark_of(pid: int) -> int:
+    """The mark of a process; -1 if it has ended or has none."""
+    try:
+        with open(f"/proc/{pid}/limits", "rb") as limits:
+            line = next(line for line in limits if line.startswith(_MARK_LINE))
+        return int(line.split()[-2])
+    except (OSError, ValueError, StopIteration):
+        return -1
