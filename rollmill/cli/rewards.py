@@ -39,7 +39,8 @@ def replay(
     """Grade the stored trajectories of a run again, and record a new grading beside the old one.
 
     Groups are graded whole: the filters choose trajectories, and all graded ones of their groups are graded again. A
-    step that has trained on a group keeps the rewards it used; later steps use the new ones. For example:
+    step that has trained on a group keeps the rewards it used; later steps use the new ones. Attempts of evaluations
+    are graded again too; `--split train` leaves them out. For example:
 
         rollmill rewards replay runs/demo --dry-run
         rollmill rewards replay runs/demo --rewards stricter.toml --task fix/
@@ -49,7 +50,7 @@ def replay(
 
     run = RunDirectory.open(run_dir)
     sections = run.config.rewards if rewards is None else _read_rewards(rewards)
-    query = TrajectoryQuery(run.id, "graded", group, split, task_prefix=task, limit=limit)
+    query = TrajectoryQuery(None, "graded", group, split, task_prefix=task, of_run=run.id, limit=limit)
     number, graded = asyncio.run(_replay(run, sections, query, dry_run))
     _print(graded, number)
     if any(each.problem for each in graded):
@@ -80,7 +81,7 @@ async def _replay(
     engine, objects = open_database(run.database_url), Objects.open(run.home_store)
     store = TrajectoryStore(engine, objects)
     tasks, grader, machines = build_tasks(run.config), build_grader(sections), build(run.config.machine)
-    groups = list(dict.fromkeys(row.group_id for row in store.find(query)))
+    groups = list(dict.fromkeys((row.run, row.group_id) for row in store.find(query)))
     number = None
     if groups and not dry_run:
         number = begin_grading(engine, run.id, [section.model_dump(mode="json") for section in sections])
@@ -88,7 +89,7 @@ async def _replay(
         bar = progress.add_task("grade", total=len(groups))
         replay = Replay(engine, store, objects, tasks, machines, grader, number)
         try:
-            return number, await replay.grade(run.id, groups, lambda: progress.advance(bar))
+            return number, await replay.grade(groups, lambda: progress.advance(bar))
         finally:
             await machines.close()
 

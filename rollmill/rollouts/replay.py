@@ -47,17 +47,17 @@ class Replay:
     grading: int | None = None  # the number to record rewards with; None: record nothing
     concurrency: int = 4  # groups at once
 
-    async def grade(self, run: str, groups: Iterable[str], tell: Callable[[], None] = lambda: None) -> list[Regraded]:
-        """Grade groups of a run again. `tell` is called after each."""
+    async def grade(self, groups: Iterable[tuple[str, str]], tell: Callable[[], None] = lambda: None) -> list[Regraded]:
+        """Grade groups again, each by the key of its run and its id. `tell` is called after each."""
         slots = asyncio.Semaphore(self.concurrency)
 
-        async def one(group: str) -> Regraded:
+        async def one(run: str, group: str) -> Regraded:
             async with slots:
                 graded = await self._grade_group(run, group)
             tell()
             return graded
 
-        return list(await asyncio.gather(*map(one, groups)))
+        return list(await asyncio.gather(*(one(run, group) for run, group in groups)))
 
     async def _grade_group(self, run: str, group: str) -> Regraded:
         rows = await asyncio.to_thread(self.trajectories.list, run=run, group_id=group)

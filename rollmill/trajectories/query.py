@@ -28,7 +28,7 @@ _ORDER_BY: dict[str, tuple[Any, ...]] = {
 class TrajectoryQuery:
     """Every field that is set narrows the list. Trajectories that are equal in `order` come newest first."""
 
-    run: str | None = None
+    run: str | None = None  # exactly this key
     state: str | None = None
     group_id: str | None = None
     split: str | None = None
@@ -39,6 +39,7 @@ class TrajectoryQuery:
     reward: Range = (None, None)
     length: Range = (None, None)  # in tokens
     version: Range = (None, None)  # of any token in it
+    of_run: str | None = None  # this run's id: trajectories of its stages and evaluations too
     order: Order = "newest"
     limit: int | None = None
 
@@ -47,6 +48,9 @@ class TrajectoryQuery:
             wanted = getattr(self, name)
             if wanted is not None:
                 query = query.where(_table[name] == to_text(wanted))
+        if self.of_run is not None:
+            within = _table.run.startswith(to_text(f"{self.of_run}/"), autoescape=True)
+            query = query.where((_table.run == to_text(self.of_run)) | within)
         if self.solved is not None:
             query = query.where(_table.solved.is_(self.solved))
         for column, prefix in ((_table.task_id, self.task_prefix), (_table.id, self.id_prefix)):

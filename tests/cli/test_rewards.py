@@ -110,3 +110,22 @@ def test_a_group_that_cannot_be_graded_stays_as_it_was(
     assert told.code == 1 and "left as it was: g0: ValueError: no verdict" in told.out, told
     assert "left as it was: g1:" in told.out and "0 trajectories in 0 of 2 groups" in told.out
     assert all(values == [0.0] for values in rewards_of(run).values())
+
+
+def test_stages_and_evaluations_of_the_run_are_graded_too_but_no_other_run(
+    rollmill: Callable[..., Told], run: RunDirectory
+) -> None:
+    engine, objects = open_database(run.database_url), Objects.open(run.home_store)
+    store = TrajectoryStore(engine, objects)
+    for key in (f"{run.id}/eval-before", f"{run.id}/rl", f"{run.id}-2", "other"):
+        id = f"in-{key}"
+        store.create(key, "g9", "add", [id], {"split": "heldout"})
+        trajectory = build.trajectory(id, segments=[build.segment()], messages=MESSAGES)
+        objects.create(f"trajectories/{id}", encode_trajectory(trajectory))
+        given = store_hand_in(objects, id, HandIn(files={"main.py": ANSWERS["right"].encode()}))
+        store.finish(id, f"trajectories/{id}", given, **seal_facts(trajectory))
+        store.grade(id, Reward(0.0))
+    told = rollmill("rewards", "replay", run.path, "--split", "heldout")
+    assert told.code == 0 and "2 trajectories in 2 of 2 groups, 2 with another reward" in told.out, told
+    graded = {id for id, values in rewards_of(run).items() if values == [0.0, 1.0]}
+    assert graded == {f"in-{run.id}/eval-before", f"in-{run.id}/rl"}
