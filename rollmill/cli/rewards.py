@@ -1,4 +1,4 @@
-"""`rollmill rewards replay`: grade stored trajectories again, with better rewards."""
+"""`rollmill rewards replay | bias`: grade stored trajectories again; measure what a judge prefers."""
 
 from __future__ import annotations
 
@@ -10,18 +10,14 @@ import typer
 
 if TYPE_CHECKING:
     from rollmill.cluster.run import RunDirectory
+    from rollmill.environments.rewards.judge_bias import Bias
     from rollmill.environments.sections import RewardSection
     from rollmill.rollouts.replay import Regraded
     from rollmill.trajectories.query import TrajectoryQuery
 
-app = typer.Typer(help="Grade stored trajectories again.", no_args_is_help=True)
+app = typer.Typer(help="Grade stored trajectories again, and measure judges.", no_args_is_help=True)
 
 _SHOWN = 20  # trajectories with another reward that are listed
-
-
-@app.callback()
-def _group() -> None:
-    """Grade stored trajectories again."""
 
 
 @app.command()
@@ -55,6 +51,69 @@ def replay(
     _print(graded, number)
     if any(each.problem for each in graded):
         raise typer.Exit(1)
+
+
+@app.command()
+def bias(
+    run_dir: Annotated[Path, typer.Argument(help="the run directory", show_default=False)],
+    rewards: Annotated[
+        Path | None, typer.Option(help="a TOML file with [[rewards]]; default: those of the run")
+    ] = None,
+    count: Annotated[int, typer.Option(min=1, help="measure on this many trajectories, the newest first")] = 20,
+    filler: Annotated[int, typer.Option(min=1, help="characters that the longer text has more")] = 2000,
+) -> None:
+    """Measure whether a judge prefers long texts, or what it reads first.
+
+    Each judge among the rewards is asked again about stored trajectories: with the same text, with the files before
+    the transcript, and with sentences added that say nothing. Nothing is recorded. For example:
+
+        rollmill rewards bias runs/demo --rewards judge.toml --count 50
+    """
+    from rich.console import Console
+    from rich.table import Table
+
+    from rollmill.cluster.run import RunDirectory
+
+    run = RunDirectory.open(run_dir)
+    sections = run.config.rewards if rewards is None else _read_rewards(rewards)
+    table = Table("judge", "shown", "change of the value", "error", "")
+    for dimension, found in asyncio.run(_measure(run, sections, count, filler)):
+        for each in found:
+            table.add_row(dimension, each.name, f"{each.change:+.3f}", f"{each.error:.3f}", "bias" * each.clear)
+    Console(highlight=False, markup=False).print(table)
+
+
+async def _measure(
+    run: RunDirectory, sections: tuple[RewardSection, ...], count: int, filler: int
+) -> list[tuple[str, list[Bias]]]:
+    from rollmill.environments.environment import build_tasks
+    from rollmill.environments.rewards.judge import Judge
+    from rollmill.environments.rewards.judge_bias import measure_bias
+    from rollmill.errors import ConfigError
+    from rollmill.kinds import build
+    from rollmill.rollouts.hand_in import graded_episode, load_hand_in
+    from rollmill.storage.database import open_database
+    from rollmill.storage.objects import Objects
+    from rollmill.trajectories.query import TrajectoryQuery
+    from rollmill.trajectories.store import TrajectoryStore
+
+    judges = [each for each in map(build, sections) if isinstance(each, Judge)]
+    objects = Objects.open(run.home_store)
+    store = TrajectoryStore(open_database(run.database_url), objects)
+    rows = [
+        row for row in store.find(TrajectoryQuery(state="graded", of_run=run.id, limit=count)) if row.submission_key
+    ]
+    if not judges or not rows:
+        missing = "no reward of the kind `judge`" if not judges else "no graded trajectory"
+        raise ConfigError(f"there is {missing}", hint="--rewards names a file with one; trajectories come from a run")
+    tasks, machines = build_tasks(run.config), build(run.config.machine)  # a judge starts no machine
+    episodes = [
+        graded_episode(
+            load_hand_in(objects, str(row.submission_key)), tasks.get(row.task_id), machines, store.load(row.id)
+        )
+        for row in rows
+    ]
+    return [(judge.config.dimension, await measure_bias(judge, episodes, filler)) for judge in judges]
 
 
 def _read_rewards(path: Path) -> tuple[RewardSection, ...]:

@@ -21,6 +21,7 @@ from rollmill.trajectories.schema import encode_trajectory, seal_facts
 from rollmill.trajectories.store import TrajectoryStore
 from rollmill.types import Reward
 from tests.cli.conftest import Told
+from tests.cli.test_own_agent import Endpoint, endpoint  # noqa: F401
 from tests.trajectories import build
 
 TASK = {
@@ -129,3 +130,21 @@ def test_stages_and_evaluations_of_the_run_are_graded_too_but_no_other_run(
     assert told.code == 0 and "2 trajectories in 2 of 2 groups, 2 with another reward" in told.out, told
     graded = {id for id, values in rewards_of(run).items() if values == [0.0, 1.0]}
     assert graded == {f"in-{run.id}/eval-before", f"in-{run.id}/rl"}
+
+
+def test_bias_asks_a_judge_about_stored_trajectories(
+    rollmill: Callable[..., Told],
+    run: RunDirectory,
+    tmp_path: Path,
+    endpoint: str,  # noqa: F811
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(Endpoint, "answer", '{"reason": "fine", "score": 5}')
+    judge = (
+        f'[[rewards]]\nkind = "judge"\nbase_url = "{endpoint}"\nmodel = "m"\ndimension = "style"\nrubric = "10: good"\n'
+    )
+    (tmp_path / "judge.toml").write_text(judge)
+    told = rollmill("rewards", "bias", run.path, "--rewards", tmp_path / "judge.toml")
+    assert told.code == 0 and "position" in told.out and "+0.000" in told.out, told
+    assert "no reward of the kind" in rollmill("rewards", "bias", run.path).err
+    assert all(values == [0.0] for values in rewards_of(run).values())

@@ -8,7 +8,8 @@ through no fault of the policy, and gets no reward at all.
 
 What this cannot protect: the judge reads what the agent wrote, and an agent can learn to persuade it. The agent's text
 stands between marks that are drawn anew for each episode, so it cannot pretend to be the rubric. `parts` has the spread
-of the votes, and the evidence how many characters the judge read, so that a preference for long texts can be measured.
+of the votes, and the evidence how many characters the judge read. `rollmill rewards bias` measures whether the judge
+prefers long texts or what it reads first.
 """
 
 from __future__ import annotations
@@ -91,8 +92,12 @@ class Judge:
         self.config = config
 
     async def grade(self, episode: Episode) -> Reward:
+        return await self.score("\n\n".join([*transcript_read(episode), *files_read(episode)]))
+
+    async def score(self, text: str) -> Reward:
+        """What the judge says about a text."""
         config = self.config
-        material = cut(_material(episode), config.max_characters)
+        material = cut(text, config.max_characters)
         messages = self._messages(material)
         key = self._key()
         client = ModelClient(deadline_s=config.grading_timeout_s, hint="is the judge running? see `base_url`")
@@ -181,14 +186,17 @@ class Judge:
             ) from None
 
 
-def _material(episode: Episode) -> str:
-    """What the judge reads: the task, the transcript, the files that were handed in."""
+def transcript_read(episode: Episode) -> list[str]:
+    """What the judge reads of the conversation, the task first."""
     parts = []
     for message in episode.messages or episode.task.messages:
         if not isinstance(message, Mapping):
             continue
         calls = "".join(f"\ncalls {json.dumps(call, default=str)}" for call in transcript.calls(message))
         parts.append(f"[{message.get('role')}] {transcript.text_of(message)}{calls}")
-    for path, data in declared(episode).items():
-        parts.append(f"[file {path}]\n{data.decode('utf-8', 'replace')}")
-    return "\n\n".join(parts)
+    return parts
+
+
+def files_read(episode: Episode) -> list[str]:
+    """What the judge reads of the files that were handed in."""
+    return [f"[file {path}]\n{data.decode('utf-8', 'replace')}" for path, data in declared(episode).items()]

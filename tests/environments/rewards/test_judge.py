@@ -16,6 +16,7 @@ from pydantic import ValidationError
 from rollmill.environments.episode import Episode
 from rollmill.environments.machines.namespace.client import NamespaceHost
 from rollmill.environments.rewards.judge import Judge, JudgeConfig
+from rollmill.environments.rewards.judge_bias import measure_bias
 from rollmill.environments.task import Task
 from rollmill.errors import ConfigError, RewardError
 from rollmill.types import Reward
@@ -144,3 +145,25 @@ async def test_a_judge_that_is_gone_or_refuses(judge: StandInJudge, monkeypatch:
     monkeypatch.delenv("NO_SUCH_KEY", raising=False)
     with pytest.raises(ConfigError, match="NO_SUCH_KEY is not set"):
         await grade(judge, key_variable="NO_SUCH_KEY")
+
+
+class BiasedJudge(StandInJudge):
+    """Scores 5; 3 more if the file comes first, and 1 more for a text of over a thousand characters."""
+
+    async def handle(self, request: web.Request) -> web.StreamResponse:
+        text = (await request.json())["messages"][1]["content"]
+        score = 5 + 3 * (text.index("[file") < text.index("[user]")) + (len(text) > 1000)
+        return web.json_response({"choices": [{"message": {"role": "assistant", "content": vote(score)}}]})
+
+
+async def test_bias_of_position_and_length_is_measured() -> None:
+    app, biased = web.Application(), BiasedJudge()
+    app.router.add_post("/v1/chat/completions", biased.handle)
+    async with TestServer(app) as server:
+        settings = {"base_url": str(server.make_url("/v1")), "model": "m", "dimension": "style", "rubric": "10: good"}
+        found = await measure_bias(Judge(JudgeConfig(**settings, votes=1)), [EPISODE, EPISODE], filler=1500)
+    assert [(each.name, each.change, each.clear) for each in found] == [
+        ("again", 0.0, False),
+        ("position", pytest.approx(0.3), True),
+        ("length", pytest.approx(0.1), True),
+    ]
