@@ -30,7 +30,7 @@ from pydantic import Field, model_validator
 
 from rollmill import telemetry
 from rollmill.config import Config, validate_config
-from rollmill.environments.sections import HarnessSection, MachineSection, RewardSection, TasksSection
+from rollmill.environments.sections import HarnessSection, MachineSection, RewardSection, SamplerSection, TasksSection
 from rollmill.errors import ConfigError
 from rollmill.evals.suite import EvalConfig
 from rollmill.gateway.config import GatewayConfig
@@ -143,6 +143,9 @@ class RunConfig(Config):
     rollouts: RolloutConfig = Field(RolloutConfig(), description="How rollouts are run.")
     tasks: TasksSection | None = Field(
         None, description="Where tasks come from. Needed by RL and by evaluations; serving needs none."
+    )
+    sampler: SamplerSection = Field(
+        default={}, validate_default=True, description="Which task comes next, chosen by the results so far."
     )
     harness: HarnessSection = Field(
         default={}, validate_default=True, description="The agent that works on a task: its loop and its tools."
@@ -349,7 +352,8 @@ class RunDirectory:
         """The code that fills the sections with a kind: class, version, digest."""
         config = self.config
         rewards = {f"rewards.{number}": section for number, section in enumerate(config.rewards)}
-        sections = {"tasks": config.tasks, "machine": config.machine, "harness": config.harness, **rewards}
+        alone = {"tasks": config.tasks, "sampler": config.sampler, "machine": config.machine, "harness": config.harness}
+        sections = {**alone, **rewards}
         return {name: code_of(section) for name, section in sections.items() if section is not None}
 
     def changed_code(self) -> list[str]:

@@ -22,7 +22,7 @@ from tests.cluster.conftest import make_config
     [
         ("steps=many", "steps: Input should be a valid integer (got 'many')"),
         ("steps=1.5", "steps: "),
-        ("group_size=1", "group_size: Input should be greater than or equal to 2"),
+        ("group_size=1", "groups of one need"),
         ("max_stalness=1", "unknown key 'max_stalness'; did you mean 'max_staleness'?"),
         ("rollouts.timeout=1", "unknown key 'rollouts.timeout'; did you mean 'rollouts.timeout_s'?"),
         ("model.layer=3", "did you mean 'model.layers'?"),

@@ -12,6 +12,7 @@ from rollmill.cluster.run import RunDirectory, phase
 from rollmill.environments.environment import build_tasks, open_environment
 from rollmill.evals.run import EvalResult, Examination, run_eval
 from rollmill.evals.suite import EvalConfig
+from rollmill.kinds import build
 from rollmill.rollouts.client import GatewayClient
 from rollmill.rollouts.dispatcher import Dispatcher
 from rollmill.rollouts.rollout import RolloutContext
@@ -46,6 +47,7 @@ async def _dispatch(run: RunDirectory) -> None:
                 run=run.id,
                 seed=config.seed,
                 pace=config.pace,
+                sampler=build(config.sampler),
             ).run()
         await _evaluate_once(run, context, "after", config.steps)
 
