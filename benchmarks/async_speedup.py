@@ -35,6 +35,7 @@ from rollmill.cluster.run import RunConfig, RunDirectory
 from rollmill.config import load_config
 from rollmill.demo import CONFIG as DEMO
 from rollmill.telemetry import read_events
+from rollmill.training.stage import RolloutSettings
 
 TOOL_TIMES = Path(__file__).with_name("tool_times.json")
 TRAINING_SECONDS = 0.012  # of one trajectory of the demo on one core: the scale of tool times
@@ -42,10 +43,10 @@ WARMUP_STEPS = 2  # engines start, caches fill
 MODES = {"synchronous": 0, "asynchronous": 2}
 SUITE = ["evals.family_tasks=0", "evals.fresh_tasks=0", "evals.greedy=false"]
 QUICK = [
-    "midtrain.steps=180",
-    "midtrain.documents_per_step=12",  # few, but the model then solves about a fifth of the training tasks
-    "groups_per_step=2",
-    "steps=6",
+    "stages.midtrain.steps=180",
+    "stages.midtrain.documents_per_step=12",  # few, but the model then solves about a fifth of the training tasks
+    "stages.rl.groups_per_step=2",
+    "stages.rl.steps=6",
     "evals.tasks=1",
     "evals.attempts=1",
 ]
@@ -58,14 +59,24 @@ def create(root: Path, *overrides: str) -> RunDirectory:
 def midtrain(root: Path, overrides: list[str]) -> RunDirectory:
     """The weights both runs start from."""
     run = create(root, *overrides, "name=base")
-    subprocess.run([sys.executable, "-m", "rollmill.cluster.role", "midtrain", str(run.path)], check=True)
+    subprocess.run([sys.executable, "-m", "rollmill.cluster.role", "trainer", str(run.path), "midtrain"], check=True)
     return run
 
 
+def rl_settings(run: RunDirectory) -> RolloutSettings:
+    stage = run.config.stage("rl")
+    assert isinstance(stage, RolloutSettings)
+    return stage
+
+
+def samples_per_step(run: RunDirectory) -> int:
+    return rl_settings(run).groups_per_step * rl_settings(run).group_size
+
+
 def reinforce(root: Path, base: RunDirectory, mode: str, overrides: list[str]) -> RunDirectory:
-    tools = tool_seconds(base.config.groups_per_step * base.config.group_size)
+    tools = tool_seconds(samples_per_step(base))
     slow = f"rollouts.simulated_tool_seconds={tools}"
-    run = create(root, *overrides, slow, f"name={mode}", f"max_staleness={MODES[mode]}")
+    run = create(root, *overrides, slow, f"name={mode}", f"stages.rl.max_staleness={MODES[mode]}")
     shutil.copytree(base.home_store, run.home_store)
     drive(run)
     return run
@@ -99,14 +110,14 @@ class Measured:
 def measure(run: RunDirectory) -> Measured:
     events = read_events(run.events)
     steps = [event for event in events if event["kind"] == "step"][WARMUP_STEPS - 1 :]
-    samples = run.config.group_size * run.config.groups_per_step
+    samples = samples_per_step(run)
     ages = [step["staleness_mean"] for step in steps[1:] if step["staleness_mean"] is not None]
     groups = sum(step["groups"] + step["groups_closed"] for step in steps[1:])
     after = next(event for event in events if event["kind"] == "eval" and event["label"] == "after")
     return Measured(
         samples_per_step=samples,
         seconds=[later["at"] - earlier["at"] for earlier, later in itertools.pairwise(steps)],
-        trained_share=sum(step["trajectories"] for step in steps[1:]) / (groups * run.config.group_size),
+        trained_share=sum(step["trajectories"] for step in steps[1:]) / (groups * rl_settings(run).group_size),
         mean_staleness=statistics.mean(ages) if ages else 0.0,
         due_share=sum(step["due_seconds"] for step in steps[1:]) / (steps[-1]["at"] - steps[0]["at"]),
         solve_rate=after["rate"],
@@ -146,7 +157,9 @@ def main() -> None:
     parser.add_argument("--quick", action="store_true", help="the ratio only, on smaller steps")
     parser.add_argument("--steps", type=int, help="RL steps of each run")
     arguments = parser.parse_args()
-    overrides = [*(QUICK if arguments.quick else []), *([f"steps={arguments.steps}"] if arguments.steps else [])]
+    overrides = QUICK if arguments.quick else []
+    if arguments.steps:
+        overrides = [*overrides, f"stages.rl.steps={arguments.steps}"]
     with tempfile.TemporaryDirectory() as folder:
         base = midtrain(Path(folder), overrides)
         rows = {mode: measure(reinforce(Path(folder), base, mode, overrides)) for mode in MODES}

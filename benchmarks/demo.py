@@ -35,9 +35,9 @@ from rollmill.demo.micro_repos import MicroRepos
 from rollmill.evals.suite import EvalConfig
 
 QUICK = [
-    "midtrain.steps=40",
-    "steps=3",
-    "groups_per_step=2",
+    "stages.midtrain.steps=40",
+    "stages.rl.steps=3",
+    "stages.rl.groups_per_step=2",
     "evals.tasks=8",
     "evals.fresh_tasks=8",
     "evals.family_tasks=4",
@@ -68,7 +68,7 @@ def teacher(suite: EvalConfig) -> Rates:
 
 
 def run_seeds(seeds: list[int], controls: int, extra: list[str]) -> list[Row]:
-    steps = load_config(RunConfig, DEMO, extra).midtrain.steps
+    steps = load_config(RunConfig, DEMO, extra).stage("midtrain").steps
     rows: list[Row] = []
     with tempfile.TemporaryDirectory() as folder:
         for seed in seeds:
@@ -77,8 +77,9 @@ def run_seeds(seeds: list[int], controls: int, extra: list[str]) -> list[Row]:
             control = None
             if len(rows) < controls:
                 phases = demo["phases"]
-                longer = round(steps * (1 + phases["reinforce"] / phases["mid-train"]))
-                control = run(Path(folder), f"control-{seed}", seed, *extra, f"midtrain.steps={longer}", "steps=0")
+                longer = round(steps * (1 + phases["rl"] / phases["midtrain"]))
+                alone = [f"stages.midtrain.steps={longer}", "stages.rl.steps=0"]
+                control = run(Path(folder), f"control-{seed}", seed, *extra, *alone)
             rows.append((seed, demo, control))
     return rows
 

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 __version__ = "0.1.0"
 
 if TYPE_CHECKING:
+    from rollmill.chat.tokenizer import Tokenizer as Tokenizer
     from rollmill.config import Config as Config
     from rollmill.config import LocalPath as LocalPath
     from rollmill.environments.episode import Episode as Episode
@@ -25,9 +26,6 @@ if TYPE_CHECKING:
     from rollmill.environments.machine import ProcessState as ProcessState
     from rollmill.environments.machine import Snapshot as Snapshot
     from rollmill.environments.reward import Grader as Grader
-    from rollmill.environments.sampler import Draw as Draw
-    from rollmill.environments.sampler import Sampler as Sampler
-    from rollmill.environments.sampler import TaskResults as TaskResults
     from rollmill.environments.task import Task as Task
     from rollmill.environments.task import TaskSet as TaskSet
     from rollmill.environments.task import WholeDiff as WholeDiff
@@ -38,6 +36,9 @@ if TYPE_CHECKING:
     from rollmill.training.source import Documents as Documents
     from rollmill.training.source import Source as Source
     from rollmill.training.source import SourceContext as SourceContext
+    from rollmill.training.stage import RolloutSettings as RolloutSettings
+    from rollmill.training.stage import Stage as Stage
+    from rollmill.training.stage import StageContext as StageContext
     from rollmill.types import Reward as Reward
     from rollmill.types import Sampling as Sampling
 
@@ -55,9 +56,6 @@ PUBLIC = {
     "Harness": "rollmill.environments.harness",
     "HarnessResult": "rollmill.environments.harness",
     "Sampling": "rollmill.types",
-    "Sampler": "rollmill.environments.sampler",
-    "Draw": "rollmill.environments.sampler",
-    "TaskResults": "rollmill.environments.sampler",
     "Machine": "rollmill.environments.machine",
     "MachineHost": "rollmill.environments.machine",
     "ExecResult": "rollmill.environments.machine",
@@ -69,6 +67,10 @@ PUBLIC = {
     "SourceContext": "rollmill.training.source",
     "Documents": "rollmill.training.source",
     "Document": "rollmill.training.source",
+    "Tokenizer": "rollmill.chat.tokenizer",
+    "Stage": "rollmill.training.stage",
+    "StageContext": "rollmill.training.stage",
+    "RolloutSettings": "rollmill.training.stage",
     "RollmillError": "rollmill.errors",
     "TaskError": "rollmill.errors",
 }

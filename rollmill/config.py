@@ -89,19 +89,41 @@ def _apply_override(tree: dict[str, Any], override: str) -> None:
     key, separator, text = override.partition("=")
     if not separator or not key:
         raise ConfigError(
-            f"override {override!r} is not of the form key.path=value", hint="for example training.optimizer.lr=1e-4"
+            f"override {override!r} is not of the form key.path=value",
+            hint="for example stages.rl.training.optimizer.lr=1e-4",
         )
     try:
         value = tomllib.loads(f"value = {text}")["value"]
     except tomllib.TOMLDecodeError:
         value = text  # a bare word is a string
-    node = tree
+    node: Any = tree
     *parents, leaf = key.split(".")
     for parent in parents:
-        node = node.setdefault(parent, {})
-        if not isinstance(node, dict):
+        node = node.setdefault(parent, {}) if isinstance(node, dict) else _item(node, parent, override)
+        if not isinstance(node, dict | list):
             raise ConfigError(f"override {override!r}: {parent!r} is a value, not a section")
+    if isinstance(node, list):
+        raise ConfigError(f"override {override!r} names no setting of {leaf!r}", hint=f"for example {key}.SETTING=…")
     node[leaf] = value
+
+
+def _item(tables: list[Any], name: str, override: str) -> Any:
+    """The table of a list that is called `name`: by its `name`, else by its `kind`, else by its number from 0."""
+    names = [item_name(table) for table in tables]
+    if name in names:
+        return tables[names.index(name)]
+    if name.isdecimal() and int(name) < len(tables):
+        return tables[int(name)]
+    near = difflib.get_close_matches(name, names, n=1, cutoff=0.5)
+    hint = f"did you mean {near[0]!r}?" if near else f"there is {', '.join(names) or 'none'}"
+    raise ConfigError(f"override {override!r}: nothing is called {name!r}", hint=hint)
+
+
+def item_name(table: Any) -> str:
+    """What a table of a list is called: its `name`, or its `kind`. The kind `acme.stages:Dpo` is called `dpo`."""
+    if not isinstance(table, dict):
+        return ""
+    return str(table.get("name") or str(table.get("kind", "")).rpartition(":")[2].lower())
 
 
 def explain_problems(model: type[Config], error: ValidationError) -> str:
@@ -166,14 +188,17 @@ def _tags(section: type[Config]) -> list[str]:
 
 
 def _paths(model: type[Config], prefix: str = "") -> list[str]:
-    """Every key that a file may have, except inside collections, where users choose the keys."""
+    """Every key that a file may have, except inside collections whose keys users choose. What stands in a list is named
+    after its kind."""
     found = []
     for name, field in model.model_fields.items():
         found.append(prefix + name)
-        if get_origin(field.annotation) not in (dict, list, tuple):
-            found.extend(
-                path for section in sections_in(field.annotation) for path in _paths(section, f"{prefix}{name}.")
-            )
+        holder = get_origin(field.annotation)
+        for section in sections_in(field.annotation):
+            if holder not in (dict, list, tuple):
+                found.extend(_paths(section, f"{prefix}{name}."))
+            elif "kind" in section.model_fields:
+                found.extend(_paths(section, f"{prefix}{name}.{section.model_fields['kind'].default}."))
     return found
 
 

@@ -98,7 +98,7 @@ def _section_of(base: type[KindSection], kind: str) -> type[KindSection]:
             f'[{base._slot.section}] kind = "{kind}": its setting {taken[0]!r} has a name that every kind has already',
             hint="rename it",
         )
-    bases: Any = (base,) if settings is None else (base, settings)
+    bases: Any = (base,) if settings is None else (settings, base)  # lists what every kind has first
     tag: Any = (Literal[kind], Field(kind, description=base.model_fields["kind"].description))
     module = (settings or base).__module__
     return create_model(f"{base.__name__}[{kind}]", __base__=bases, __module__=module, kind=tag)
@@ -126,11 +126,23 @@ def resolve_paths(base: type[KindSection], table: Any, directory: Path) -> Any:
         fields = _section_of(base, kind).model_fields
     except ConfigError:
         return table  # the validation that follows raises it
-    local = [
-        name for name, field in fields.items() if LocalPath in (field.annotation, *typing.get_args(field.annotation))
-    ]
-    paths = {name: table[name] for name in local if isinstance(table.get(name), str) and table[name]}
-    return {**table, **{name: str(directory.absolute() / Path(path).expanduser()) for name, path in paths.items()}}
+    found = {
+        name: _absolute(fields[name].annotation, value, directory) for name, value in table.items() if name in fields
+    }
+    return {**table, **found}
+
+
+def _absolute(annotation: Any, value: Any, directory: Path) -> Any:
+    """A setting's value with absolute paths, also those of the sections in it."""
+    members = (annotation, *typing.get_args(annotation))
+    if isinstance(value, str):
+        return str(directory.absolute() / Path(value).expanduser()) if value and LocalPath in members else value
+    for section in members:
+        if isinstance(section, type) and issubclass(section, KindSection):
+            if isinstance(value, list):
+                return [resolve_paths(section, each, directory) for each in value]
+            return resolve_paths(section, value, directory)
+    return value
 
 
 def search_also(directory: Path) -> None:
@@ -166,6 +178,14 @@ def load_class(slot: Slot, kind: str) -> type:
 def _entry_point(slot: Slot, kind: str) -> str | None:
     found = importlib.metadata.entry_points(group=slot.group, name=kind)
     return next((point.value for point in found), None)
+
+
+def load_object(where: str, target: str) -> Any:
+    """What `package.module:name` names. ConfigError if it is not there."""
+    module, separator, name = target.partition(":")
+    if not separator:
+        raise ConfigError(f"{where}: {target!r} is not of the form package.module:name")
+    return _import(where, module, name)
 
 
 def _import(where: str, module: str, name: str) -> Any:

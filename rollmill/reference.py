@@ -11,8 +11,8 @@ import math
 import re
 import textwrap
 import types
-from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 from typing import Any, Literal, Union, get_args, get_origin
 
 from pydantic.fields import FieldInfo
@@ -48,10 +48,11 @@ class Section:
     description: str
     settings: tuple[Setting, ...]
     same_as: str = ""  # another section with the same settings, which lists them
+    header: str = ""  # of the table in a file: `[[stages]]` has the paths `stages.midtrain`, `stages.rl` …
 
     @property
     def title(self) -> str:
-        name = f"[{self.path}]" if self.path else "top level"
+        name = self.header or "top level"
         return f"{name} with {self.choice}" if self.choice else name
 
 
@@ -66,7 +67,7 @@ def sections(model: type[Config]) -> list[Section]:
         first = shortest[kind, section.choice]
         same_as = first if first != section.path else ""
         settings = () if same_as else tuple(_settings(kind, section.path))
-        listed.append(Section(section.path, section.choice, section.description, settings, same_as))
+        listed.append(replace(section, settings=settings, same_as=same_as))
     return listed
 
 
@@ -75,18 +76,24 @@ def setting_paths(model: type[Config]) -> set[str]:
     return {
         path
         for kind, section in _walk(model, "", "", "")
-        for path in (section.path, *(setting.path for setting in _settings(kind, section.path)))
+        # the list of `stages.rl` is `stages`
+        for path in (section.path, section.header.strip("[]"), *(each.path for each in _settings(kind, section.path)))
     } - {""}
 
 
-def _walk(model: type[Config], path: str, choice: str, description: str) -> Iterator[tuple[type[Config], Section]]:
-    yield model, Section(path, choice, " ".join(description.split()), ())
+def _walk(
+    model: type[Config], path: str, choice: str, description: str, header: str = ""
+) -> Iterator[tuple[type[Config], Section]]:
+    yield model, Section(path, choice, " ".join(description.split()), (), header=header)
     for name, field in model.model_fields.items():
         inner = sections_in(field.annotation)
         for kind in inner:
-            below = f"{path}.{name}".lstrip(".") + _holder(field.annotation)
+            below = f"{path}.{name}".lstrip(".") + _holder(field.annotation, kind)
+            place = f"{header.strip('[]')}.{name}".lstrip(".")
+            listed = get_origin(field.annotation) in (tuple, list)
+            place = f"[[{place}]]" if listed else f"[{place}{_holder(field.annotation, kind)}]"
             tag = _tag(kind) if len(inner) > 1 else ""
-            yield from _walk(kind, below, tag, field.description or "")
+            yield from _walk(kind, below, tag, field.description or "", place)
 
 
 def _settings(model: type[Config], path: str) -> Iterator[Setting]:
@@ -96,8 +103,10 @@ def _settings(model: type[Config], path: str) -> Iterator[Setting]:
             yield Setting(below, _field_type(field), _default(field), field.description or "")
 
 
-def _holder(annotation: Any) -> str:
-    """Sections in a dict have a name that the user chooses."""
+def _holder(annotation: Any, kind: type[Config]) -> str:
+    """Sections in a dict have a name that the user chooses; those in a list are named after their kind."""
+    if get_origin(annotation) in (tuple, list) and "kind" in kind.model_fields:
+        return f".{kind.model_fields['kind'].default}"
     return ".NAME" if get_origin(annotation) is dict else ""
 
 
@@ -152,7 +161,7 @@ def find_sections(model: type[Config], path: str) -> list[Section]:
     for each in (_full(each, listed) for each in listed):
         settings = tuple(setting for setting in each.settings if setting.path == path)
         if settings:
-            return [Section(each.path, each.choice, each.description, settings)]
+            return [replace(each, settings=settings)]
     paths = sorted(setting_paths(model), key=lambda known: (known.count("."), known))
     same_name = [known for known in paths if known.rpartition(".")[2] == path.rpartition(".")[2]]
     near = same_name[:3] or difflib.get_close_matches(path, paths, n=3, cutoff=0.5)
@@ -170,7 +179,7 @@ def _full(section: Section, listed: list[Section]) -> Section:
         Setting(section.path + each.path.removeprefix(first.path), each.type, each.default, each.description)
         for each in first.settings
     ]
-    return Section(section.path, section.choice, section.description, tuple(moved))
+    return replace(section, settings=tuple(moved), same_as="")
 
 
 # --- TOML
@@ -192,7 +201,7 @@ def _table(config: Config, path: str) -> Iterator[str]:
         elif sections_in(field.annotation) and isinstance(value, Mapping):
             for key, each in value.items():
                 inner += [*_header(f"[{below}.{_key(key)}]", field), *_table(each, f"{below}.{_key(key)}")]
-        elif sections_in(field.annotation) and isinstance(value, tuple | list):
+        elif isinstance(value, tuple | list) and (sections_in(field.annotation) or _are_sections(value)):
             for each in value:
                 inner += [*_header(f"[[{below}]]", field), *_table(each, below)]
         elif sections_in(field.annotation):
@@ -202,6 +211,11 @@ def _table(config: Config, path: str) -> Iterator[str]:
             yield from _comment(field.description)
             yield _line(name, value, field)
     yield from inner
+
+
+def _are_sections(values: Sequence[Any]) -> bool:
+    """Whether a list holds sections: a slot without built-in kinds has no sections to find in its annotation."""
+    return bool(values) and all(isinstance(each, Config) for each in values)
 
 
 def _header(header: str, field: FieldInfo) -> list[str]:

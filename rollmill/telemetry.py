@@ -1,6 +1,7 @@
 """Events: one JSON line each, one file per process, under `<run>/events/`. Reports and progress displays read them.
 
-Every event has `at` (seconds since the epoch), `process` and `kind`; `EVENTS` lists the kinds and their other fields.
+Every event has `at` (seconds since the epoch), `process` and `kind`; events of trainer and dispatcher also have the
+`stage` they work for. `EVENTS` lists the kinds and their other fields.
 The timeline of who worked when is drawn from the `busy` events alone.
 """
 
@@ -19,6 +20,7 @@ _MOST_TEXT = 20_000  # characters of one text in an event
 _MOST_DEPTH = 16
 _file: BinaryIO | None = None
 _process = "main"
+_labels: dict[str, str] = {}
 
 
 def open_events(directory: Path, process: str) -> None:
@@ -35,11 +37,16 @@ def open_events(directory: Path, process: str) -> None:
         _file.write(b"\n")  # a crash cut the last line short; do not let it swallow the next one
 
 
+def label_events(**labels: str) -> None:
+    """Add these fields to every later event of this process."""
+    _labels.update(labels)
+
+
 def emit(kind: str, /, **fields: Any) -> None:
     """Write one event. It never raises: events are for people, and losing one must not stop work."""
     if _file is None:
         return
-    event: dict[str, Any] = {"at": time.time(), "process": _process, "kind": kind}
+    event: dict[str, Any] = {"at": time.time(), "process": _process, "kind": kind, **_labels}
     try:
         line = json.dumps({**event, **_plain(fields), **event}, allow_nan=False)
     except Exception as error:  # a field that breaks when it is looked at

@@ -121,7 +121,7 @@ def test_a_run_keeps_its_code_and_finds_it_again(directory: Path) -> None:
         ("tasks={kind='own_kinds:Tickets', pth='x'}", "unknown key 'pth'; did you mean 'path'"),
         ("tasks=3", "tasks must be a table, got 3"),
         ("tasks={}", r"\[tasks\] needs a kind"),
-        ("steps=1", r"there is no \[tasks\]: RL needs tasks"),
+        ("seed=1", r"there is no \[tasks\], but stage 'rl' needs tasks"),
         ("rewards=[{kind='own_kinds:Slow'}]", "`grade` must be `async def`"),
         ("rewards=[{kind='own_kinds:Loose'}]", "must take one parameter that is annotated"),
         ("rewards=[{kind='own_kinds:Taken'}]", "setting 'weight' has a name that every kind has"),

@@ -111,9 +111,9 @@ def test_a_dry_run_keeps_the_database_password_to_itself() -> None:
 
 
 def test_settings_know_type_default_and_bounds() -> None:
-    (section,) = find_sections(RunConfig, "training.optimizer.lr")
+    (section,) = find_sections(RunConfig, "stages.rl.training.optimizer.lr")
     (setting,) = section.settings
-    assert (setting.path, setting.type, setting.default) == ("training.optimizer.lr", "number ≥ 0", "0.0005")
+    assert (setting.path, setting.type, setting.default) == ("stages.rl.training.optimizer.lr", "number ≥ 0", "0.0005")
     kinds = {setting.name: setting.type for each in sections(Everything) for setting in each.settings}
     assert kinds["many"] == "list of text" and kinds["maybe"] == "integer" and kinds["flag"] == "true or false"
     assert [each.title for each in sections(Everything) if each.choice] == [
@@ -124,9 +124,10 @@ def test_settings_know_type_default_and_bounds() -> None:
 
 def test_sections_that_occur_twice_are_listed_once() -> None:
     same = {each.path: each.same_as for each in sections(RunConfig) if each.same_as}
-    assert same == {"midtrain.training": "training", "midtrain.training.optimizer": "training.optimizer"}
-    (section, *_) = find_sections(RunConfig, "midtrain.training")
-    assert section.settings[0].path.startswith("midtrain.training.")
+    for below in ("training", "training.optimizer"):
+        assert same[f"stages.rl.{below}"] == f"stages.midtrain.{below}"
+    (section, *_) = find_sections(RunConfig, "stages.rl.training")
+    assert section.settings[0].path.startswith("stages.rl.training.")
 
 
 def test_the_command_explains_settings() -> None:
@@ -135,25 +136,30 @@ def test_the_command_explains_settings() -> None:
         assert done.exit_code == 0, done.output
         return done.stdout
 
-    assert "max_staleness  integer ≥ 0; default 2" in shown() and "training" in shown()
-    assert "training.optimizer.lr" in shown("training") and "gateway." not in shown("training")
-    assert "seed" not in shown("rl.weight_cap") and "Upper bound" in shown("rl.weight_cap")
+    assert "seed  integer; default 0" in shown() and "stages" in shown()
+    assert "max_staleness  integer ≥ 0; default 2" in shown("stages.rl")
+    assert "stages.rl.training.optimizer.lr" in shown("stages.rl") and "gateway." not in shown("stages.rl")
+    assert "seed" not in shown("stages.rl.weight_cap") and "Upper bound" in shown("stages.rl.weight_cap")
     everything = shown("--all")
     assert all(setting.path in everything for each in sections(RunConfig) for setting in each.settings)
 
 
 def test_an_unknown_section_names_the_nearest() -> None:
-    with pytest.raises(ConfigError, match=r"'trainin'\nhint: did you mean training"):
-        find_sections(RunConfig, "trainin")
+    with pytest.raises(ConfigError, match=r"'rollout'\nhint: did you mean rollouts"):
+        find_sections(RunConfig, "rollout")
+    with pytest.raises(ConfigError, match=r"stages\.midtrain\.training"):
+        find_sections(RunConfig, "training")
     with pytest.raises(ConfigError, match=r"training\.optimizer\.lr"):
-        find_sections(RunConfig, "training.lr")
-    with pytest.raises(ConfigError, match=r"sections: .*model, midtrain"):
+        find_sections(RunConfig, "stages.rl.training.lr")
+    with pytest.raises(ConfigError, match=r"sections: .*model, "):
         find_sections(RunConfig, "zzzzzzzz")
 
 
 # --- settings named in messages and documents
 
-SETTINGS = setting_paths(RunConfig)
+SETTINGS = setting_paths(RunConfig)  # and `rollmill train --resume RUN steps=N`
+HISTORY = ROOT / "docs" / "log"
+CURRENT = [path for path in DOCUMENTS if HISTORY not in path.parents]
 TOP = {path for path in SETTINGS if any(other.startswith(f"{path}.") for other in SETTINGS) and "." not in path}
 DOTTED = re.compile(rf"(?<![\w./-])((?:{'|'.join(sorted(TOP))})(?:\.[a-z_]+)+)(?![\w/(])")
 
@@ -200,26 +206,26 @@ def overrides(text: str) -> Iterator[str]:
 
 def test_settings_named_in_messages_and_help_exist() -> None:
     for where, setting in named_in_messages():
-        assert setting in SETTINGS | {"key.path"}, f"{where} names the setting {setting}, which does not exist"
+        assert setting in SETTINGS | {"key.path", "steps"}, f"{where} names the setting {setting}, which does not exist"
 
 
-@pytest.mark.parametrize("document", [*DOCUMENTS, *EXAMPLES], ids=lambda path: str(path.relative_to(ROOT)))
+@pytest.mark.parametrize("document", [*CURRENT, *EXAMPLES], ids=lambda path: str(path.relative_to(ROOT)))
 def test_settings_named_in_documents_exist(document: Path) -> None:
     text = document.read_text(encoding="utf-8")
     code = "\n".join(snippets(text))
     names = {path.rpartition(".")[2] for path in SETTINGS}
     for setting in [*dotted(code), *overrides(text)]:
-        assert setting in SETTINGS | {"key.path"}, f"{setting} is no setting"
+        assert setting in SETTINGS | {"key.path", "steps"}, f"{setting} is no setting"
     for setting in re.findall(r"`([a-z_.]+) = [^`]+`", text):
         assert setting in SETTINGS or setting in names, f"{setting} is no setting"
 
 
 def test_settings_in_texts_are_found() -> None:
     text = (
-        "training.lr, not rollmill.training.loss, training/loss.py or model.gguf, gateway.port, training.optimizer.lr."
+        "stages.lr, not rollmill.training.loss, training/loss.py or model.gguf, gateway.port, stages.rl.training.ranks."
     )
-    assert dotted(text) == ["training.lr", "gateway.port", "training.optimizer.lr"]
-    assert list(overrides("rollmill train a.toml steps=3 rl.x=1")) == ["steps", "rl.x"]
+    assert dotted(text) == ["stages.lr", "gateway.port", "stages.rl.training.ranks"]
+    assert list(overrides("rollmill train a.toml steps=3 stages.x=1")) == ["steps", "stages.x"]
 
 
 # --- help

@@ -56,7 +56,6 @@ TORCH_ALLOWED = (
     "rollmill.models",
     "rollmill.inference.embedded",
     # imported only by the processes that compute
-    "rollmill.cluster.roles.midtrain",
     "rollmill.cluster.roles.trainer",
     "rollmill.cluster.roles.engine",
 )

@@ -15,7 +15,8 @@ if TYPE_CHECKING:
 
 def show_settings(
     section: Annotated[
-        str, typer.Argument(help="a section or a setting, dotted: `training`, `training.optimizer.lr`", show_default="")
+        str,
+        typer.Argument(help="a section or a setting, dotted: `stages.rl`, `stages.rl.weight_cap`", show_default=""),
     ] = "",
     everything: Annotated[bool, typer.Option("--all", help="print every section")] = False,
 ) -> None:
@@ -24,8 +25,8 @@ def show_settings(
     Without a SECTION it explains the settings of the top level and lists the sections. For example:
 
         rollmill config
-        rollmill config training.optimizer
-        rollmill config rl.weight_cap
+        rollmill config stages.rl.training.optimizer
+        rollmill config stages.rl.weight_cap
     """
     from rich.console import Console
     from rich.markup import escape

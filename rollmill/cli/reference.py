@@ -45,13 +45,19 @@ def _config() -> Iterator[str]:
     yield (
         "Every key of a RUN.toml. `rollmill config SECTION` prints the same in the terminal, and\n"
         "`rollmill train RUN.toml --dry-run` prints a whole configuration with these descriptions as comments.\n"
-        "Any setting can be given on the command line: `rollmill train RUN.toml training.optimizer.lr=1e-4`.\n"
+        "Any setting can be given on the command line:\n"
+        "`rollmill train RUN.toml stages.rl.training.optimizer.lr=1e-4`.\n"
+        "What stands in a list is addressed by its `name`, else by its `kind`.\n"
     )
+    titles: set[str] = set()
     for section in sections(RunConfig):
+        if section.same_as and section.title in titles:  # of another stage
+            continue
+        titles.add(section.title)
         yield f"## {section.title}\n"
         yield f"{section.description}\n"
         if section.same_as:
-            yield f"The same settings as [{section.same_as}](#{section.same_as.replace('.', '')}).\n"
+            yield f"The same settings as `{section.same_as}`.\n"
         elif section.settings:
             rows = [
                 (f"`{setting.name}`", setting.type, _code(setting.default), setting.description)
@@ -70,6 +76,7 @@ def _code(default: str) -> str:
 def _python() -> Iterator[str]:
     from rollmill.environments import sections
     from rollmill.errors import RollmillError
+    from rollmill.training import source, stage
 
     yield "# Python\n"
     yield (
@@ -78,11 +85,12 @@ def _python() -> Iterator[str]:
         "constructed with its own settings: `def __init__(self, config: MyConfig)`, where `MyConfig` derives from\n"
         "`rollmill.Config`.\n"
     )
-    slots = [each.__dict__["_slot"] for each in vars(sections).values() if "_slot" in getattr(each, "__dict__", {})]
+    found = [each for module in (sections, stage, source) for each in vars(module).values()]
+    slots = [each.__dict__["_slot"] for each in found if "_slot" in getattr(each, "__dict__", {})]
     rows = [
         (
             f"`[{each.section}]`",
-            f"[{each.protocol.__name__}](#{each.protocol.__name__.lower()})",
+            _link(each.protocol.__name__),
             f"`{each.group}`",
             ", ".join(f"`{kind}`" for kind in each.built_in),
         )
@@ -90,12 +98,16 @@ def _python() -> Iterator[str]:
     ]
     yield from _table(("section", "its class is a", "group of entry points", "built-in kinds"), rows)
     for name in rollmill.PUBLIC:
-        found = getattr(rollmill, name)
+        public = getattr(rollmill, name)
         yield f"## {name}\n"
-        if issubclass(found, RollmillError) or name == "Config":
-            yield f"{inspect.getdoc(found)}\n"
+        if issubclass(public, RollmillError) or name in ("Config", "Tokenizer"):
+            yield f"{inspect.getdoc(public)}\n"
         else:
-            yield f"```python\n{inspect.getsource(found).rstrip()}\n```\n"
+            yield f"```python\n{inspect.getsource(public).rstrip()}\n```\n"
+
+
+def _link(name: str) -> str:
+    return f"[{name}](#{name.lower()})" if name in rollmill.PUBLIC else f"`{name}`"
 
 
 # --- cli.md

@@ -31,9 +31,9 @@ Root = Annotated[Path, typer.Option(help="the directory that holds the runs")]
 def runs(
     root: Root = Path("runs"), as_json: Annotated[bool, typer.Option("--json", help="one JSON object per run")] = False
 ) -> None:
-    """List the runs: state, steps, result, age and size.
+    """List the runs: state, stage and step, result, age and size.
 
-    The result is the solve rate on held-out tasks before and after RL.
+    The result is the solve rate on held-out tasks at each evaluation.
 
     For example:
 
@@ -50,8 +50,8 @@ def runs(
     if not rows:
         raise ConfigError(f"there is no run under {root}", hint="`rollmill demo` makes one; --root looks elsewhere")
     table = Table(box=None, pad_edge=False)
-    for column in ("run", "state", "steps", "held-out solve rate", "age", "size"):
-        table.add_column(column, justify="right" if column in ("steps", "age", "size") else "left", no_wrap=True)
+    for column in ("run", "state", "stage", "held-out solve rate", "age", "size"):
+        table.add_column(column, justify="right" if column in ("age", "size") else "left", no_wrap=True)
     for row in rows:
         size = _size(row["bytes"])
         table.add_row(row["run"], row["state"], row["progress"], row["result"], _age(row["age_s"]), size)
@@ -75,7 +75,7 @@ def status(directory: Directory) -> None:
     table = _facts_table()
     table.add_row("run", f"{run.config.name} (id {run.id})")
     table.add_row("state", state.word)
-    table.add_row("steps", _progress(state))
+    table.add_row("stage", _progress(state))
     table.add_row("held-out solve rate", state.result or "not evaluated yet")
     for name, by in state.processes.items():
         table.add_row(name, str(by))
@@ -206,7 +206,8 @@ def _summary(path: Path) -> dict[str, Any]:
 
 
 def _progress(state: RunState) -> str:
-    return "mid-training" if state.step is None else f"{state.step}/{state.steps}"
+    """The stage and its newest published step."""
+    return f"{state.stage} {state.step or 0}/{state.steps}" if state.stage else ""
 
 
 def _log_files(run: RunDirectory) -> Iterator[tuple[str, Path]]:

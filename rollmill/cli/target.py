@@ -19,7 +19,7 @@ VersionOption = Annotated[
     typer.Option(
         "--version",
         metavar="VERSION",
-        help="a number (7), a line and a number (main@7), or a channel (live); default: the newest of the run's line",
+        help="a number (7), a stage and a number (rl@7), or a channel (live); default: the newest of the last stage",
     ),
 ]
 
@@ -35,7 +35,7 @@ def find_target(run: RunDirectory, text: str | None) -> Target:
     from rollmill.weights.reading.store import WeightStore
 
     store, line = WeightStore(Objects.open(run.home_store)), run.config.line
-    form: str = run.config.form
+    form: str = run.config.form if run.config.stages else "bf16"  # imported weights have no other form
     if text is None:
         number = store.head(line, form)
         if number is None:
@@ -76,7 +76,7 @@ def checkpoint_run(root: Path, directory: Path) -> RunDirectory:
     label = re.sub("[^a-z0-9_-]+", "-", directory.name.lower()).strip("-_")[:40] or "model"
     name = f"served-{label}-{hashlib.sha256(repr((str(directory), files)).encode()).hexdigest()[:8]}"
     if not (root / name / "run.json").exists():
-        config = validate_config(RunConfig, {"name": name, "steps": 0, "checkpoint": str(directory)}, str(directory))
+        config = validate_config(RunConfig, {"name": name, "checkpoint": str(directory)}, str(directory))
         check_checkpoint(config)
         RunDirectory.create(root, config)
     run = RunDirectory.open(root / name)

@@ -1,4 +1,4 @@
-"""`rollmill train`: run a configuration from its checkpoint or mid-training through RL to the report."""
+"""`rollmill train`: take a run through its stages to the report."""
 
 from __future__ import annotations
 
@@ -17,14 +17,15 @@ def train(
         list[str] | None, typer.Argument(help="settings laid over the file: `key.path=value`, values as in TOML")
     ] = None,
     resume: Annotated[
-        bool, typer.Option("--resume", help="continue the run in that directory; `steps=N` gives it more steps")
+        bool,
+        typer.Option("--resume", help="continue the run in that directory; `steps=N` gives its last stage more steps"),
     ] = False,
     start: Annotated[
         tuple[Path, str] | None,
         typer.Option(
             "--from",
             metavar="RUN VERSION",
-            help="start from a version of another run: a number (7), a line and a number (main@7), or a channel (live)",
+            help="start from a version of another run: a number (7), a stage and a number (rl@7), or a channel (live)",
         ),
     ] = None,
     dry_run: Annotated[
@@ -33,11 +34,11 @@ def train(
     ] = False,
     root: Annotated[Path, typer.Option(help="the directory that holds the runs")] = Path("runs"),
 ) -> None:
-    """Train a model: mid-training, then asynchronous RL, then a report.
+    """Train a model: every stage of the run in order, then a report.
 
     Every process may be killed at any moment; `--resume` continues from what the stores hold. For example:
 
-        rollmill train examples/micro.toml steps=20 max_staleness=0
+        rollmill train examples/micro.toml stages.rl.steps=20 stages.rl.max_staleness=0
         rollmill train --resume runs/micro
         rollmill train --resume runs/micro steps=64
         rollmill train next.toml --from runs/micro live
@@ -71,6 +72,8 @@ def train(
             hint = f"`rollmill train --resume {source}` continues a run"
             raise ConfigError(f"{source} is a directory, not a RUN.toml", hint=hint)
         config = load_config(RunConfig, source, [*(overrides or ()), *(start_settings(*start) if start else ())])
+        if not config.stages:
+            raise ConfigError(f"{source} has no [[stages]]: there is nothing to train", hint="`rollmill serve` serves")
         check_here(config)
         if dry_run:
             print_config(config)
@@ -85,13 +88,13 @@ def run_to_report(run: RunDirectory) -> None:
     from rollmill.cluster.drive import drive, follow
     from rollmill.cluster.ranks import outside_rank
     from rollmill.cluster.report import report_run
-    from rollmill.cluster.run import PHASES
+    from rollmill.cluster.stages import phases
 
     if outside_rank() > 0:
         follow(run)
         return
     try:
-        with Progress(run.events, list(PHASES), title=f"rollmill · {run.config.name}") as progress:
+        with Progress(run.events, phases(run.config), title=f"rollmill · {run.config.name}") as progress:
             drive(run, on_tick=progress.update)
     except KeyboardInterrupt:
         # after the display has closed, which would draw over it

@@ -28,8 +28,9 @@ TOKENIZER = "tokenizer.json"
 
 
 def check_here(config: RunConfig) -> None:
-    """Check what a configuration asks of this machine: the device, the checkpoint, the run it starts from, the tasks.
-    Loads no weights."""
+    """Check what a configuration asks of this machine: the device, the checkpoint, the run it starts from, the
+    tokenizer, the tasks. Loads no weights."""
+    from rollmill.cluster.prepare import check_tokenizer
     from rollmill.cluster.start import check_start
 
     if config.device == "cuda":  # the others are always there, and importing torch takes seconds
@@ -40,6 +41,7 @@ def check_here(config: RunConfig) -> None:
         check_checkpoint(config)
     if config.start is not None:
         check_start(config)
+    check_tokenizer(config)
     if config.tasks is not None:
         check_tasks(config)
 

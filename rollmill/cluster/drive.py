@@ -1,9 +1,8 @@
-"""Take a run through its phases. Every phase asks the stores what is already done, so `drive` also resumes a run.
+"""Takes a run through its stages. Every stage asks the stores what is already done, so `drive` also resumes a run.
 
-mid-train   the base line: the checkpoint imported, trained to its last step      (skipped when published)
-evaluate    the engines come up on version 0 of the line; held-out tasks          (skipped when recorded)
-reinforce   dispatcher and trainer until the last step is committed
-evaluate    the same held-out tasks on the last version
+learns from documents   trainer, until its last step is published; then its evaluation, if it has one
+learns from rollouts    trainer, engines on the stage's line, gateway and dispatcher: the evaluation before, groups of
+                        rollouts until the last step is committed, the evaluation after
 """
 
 from __future__ import annotations
@@ -14,80 +13,92 @@ from collections.abc import Callable
 from rollmill import telemetry
 from rollmill.cluster.local import LocalCluster, terminable
 from rollmill.cluster.lock import exclusive
+from rollmill.cluster.prepare import restore_tokenizer
 from rollmill.cluster.ranks import outside_world
 from rollmill.cluster.run import RunDirectory, phase
-from rollmill.training.config import TrainingConfig
+from rollmill.cluster.stages import IMPORT, is_trained, left_to_evaluate
+from rollmill.training.stage import RolloutSettings, StageSection
 
 TICK_S = 0.2
 IMPORT_PATIENCE_S = 600.0  # for another process that imports the same checkpoint
+OnTick = Callable[[], None]
 
 
-def drive(run: RunDirectory, on_tick: Callable[[], None] = lambda: None) -> None:
-    """Run all phases to their end. Raises RollmillError when a process cannot be kept alive."""
+def drive(run: RunDirectory, on_tick: OnTick = lambda: None) -> None:
+    """Run all stages to their end. Raises RollmillError when a process cannot be kept alive."""
     telemetry.open_events(run.events, "supervisor")
     with exclusive(run.path, "supervisor", patience_s=5.0), terminable():
-        cluster = LocalCluster(run)
-        try:
-            with phase("mid-train"):
-                _start_midtrain(cluster, run)
-                _until_ended(cluster, "midtrain", on_tick)
-            _start_serving(cluster, run)
-            _start_trainer(cluster, run)
-            cluster.start("dispatcher")
-            _until_ended(cluster, "dispatcher", on_tick)
-        finally:
-            cluster.stop()
-            on_tick()
+        for stage in run.config.stages:
+            trained = is_trained(run, stage)
+            if trained and not run.tokenizer.exists():
+                restore_tokenizer(run)
+            if trained and not left_to_evaluate(run, stage):
+                continue
+            cluster = LocalCluster(run)
+            try:
+                _drive_stage(run, stage, trained, cluster, on_tick)
+            finally:
+                cluster.stop()
+                on_tick()
+
+
+def _drive_stage(run: RunDirectory, stage: StageSection, trained: bool, cluster: LocalCluster, on_tick: OnTick) -> None:
+    plays = isinstance(stage, RolloutSettings)
+    if plays and not run.tokenizer.exists():  # the first stage: the gateway needs the tokenizer
+        with phase(IMPORT):
+            cluster.start("trainer")
+            _until_ended(cluster, "trainer", on_tick)
+    if not plays and not trained:
+        with phase(stage.name):
+            _start_trainer(cluster, stage)
+            _until_ended(cluster, "trainer", on_tick)
+    if plays or left_to_evaluate(run, stage):
+        _start_serving(cluster, run, stage)
+        if plays and not trained:
+            _start_trainer(cluster, stage)
+        cluster.start("dispatcher", stage.name)
+        _until_ended(cluster, "dispatcher", on_tick)
 
 
 def follow(run: RunDirectory) -> None:
     """What ranks above 0 do that torchrun started: their part of the training. Rank 0 drives the run."""
-    cluster = LocalCluster(run)
-    try:
-        if run.config.midtrain is not None:
-            _start_midtrain(cluster, run)
-            _until_ended(cluster, "midtrain", lambda: None)
-        _start_trainer(cluster, run)
-        _until_ended(cluster, "trainer", lambda: None)
-    finally:
-        cluster.stop()
-
-
-def _start_serving(cluster: LocalCluster, run: RunDirectory) -> None:
-    cluster.start("store", service=True)
-    cluster.start("gateway", service=True)
-    for region in run.config.regions:
-        cluster.start(f"engine-{region}", threads=run.config.engine.threads, service=True)
-
-
-def import_weights(run: RunDirectory) -> None:
-    """Make the base line and the tokenizer of a run, unless they are there; nothing else."""
-    with exclusive(run.path, "supervisor", patience_s=IMPORT_PATIENCE_S), terminable():
+    for stage in run.config.stages:
+        if is_trained(run, stage):
+            continue
         cluster = LocalCluster(run)
         try:
-            _start_midtrain(cluster, run)
-            _until_ended(cluster, "midtrain", lambda: None)
+            _start_trainer(cluster, stage)
+            _until_ended(cluster, "trainer", lambda: None)
         finally:
             cluster.stop()
 
 
-def _start_midtrain(cluster: LocalCluster, run: RunDirectory) -> None:
-    midtrain = run.config.midtrain
-    training = midtrain.training if midtrain else TrainingConfig()
-    cluster.start("midtrain", threads=training.threads, ranks=_local_ranks(training))
+def import_weights(run: RunDirectory) -> None:
+    """Import the weights and the tokenizer that a run starts from, unless they are there; nothing else."""
+    with exclusive(run.path, "supervisor", patience_s=IMPORT_PATIENCE_S), terminable():
+        cluster = LocalCluster(run)
+        try:
+            cluster.start("trainer")
+            _until_ended(cluster, "trainer", lambda: None)
+        finally:
+            cluster.stop()
 
 
-def _start_trainer(cluster: LocalCluster, run: RunDirectory) -> None:
-    training = run.config.training
-    cluster.start("trainer", threads=training.threads, ranks=_local_ranks(training))
+def _start_serving(cluster: LocalCluster, run: RunDirectory, stage: StageSection) -> None:
+    cluster.start("store", service=True)
+    cluster.start("gateway", service=True)
+    for region in run.config.regions:
+        target = ("line", stage.name, run.config.form)
+        cluster.start(f"engine-{region}", *target, threads=run.config.engine.threads, service=True)
 
 
-def _local_ranks(training: TrainingConfig) -> int:
-    """How many ranks to start here: all of them, or one if torchrun started this process."""
-    return 1 if outside_world() else training.ranks
+def _start_trainer(cluster: LocalCluster, stage: StageSection) -> None:
+    # torchrun starts the other ranks itself
+    ranks = 1 if outside_world() else stage.training.ranks
+    cluster.start("trainer", stage.name, threads=stage.training.threads, ranks=ranks)
 
 
-def _until_ended(cluster: LocalCluster, role: str, on_tick: Callable[[], None]) -> None:
+def _until_ended(cluster: LocalCluster, role: str, on_tick: OnTick) -> None:
     while not cluster.ended(role):
         cluster.watch()
         on_tick()

@@ -1,4 +1,4 @@
-"""Adds RL steps to a run: `rollmill train --resume RUN steps=64`.
+"""Adds steps to the last stage of a run: `rollmill train --resume RUN steps=64`.
 
 Recorded steps keep their learning rates, so steps that run again give the same bits although the schedule is now over
 more steps (rollmill/training/objectives/rl.py). The evaluation after training is made again for the new last version.
@@ -17,23 +17,29 @@ from rollmill.errors import ConfigError
 
 
 def extend(run: RunDirectory, overrides: Sequence[str]) -> RunDirectory:
-    """The run with more steps, written to its run.json. Raises ConfigError if anything but `steps` would change."""
-    others = [key for override in overrides if (key := override.partition("=")[0]) != "steps"]
-    if others:
+    """The run with more steps in its last stage, written to its run.json. Raises ConfigError for anything else."""
+    if not overrides:
+        return run
+    last = run.config.stages[-1] if run.config.stages else None
+    name = f"stages.{last.name if last else ''}.steps"
+    others = [key for override in overrides if (key := override.partition("=")[0]) not in ("steps", name)]
+    if others or last is None:
         raise ConfigError(
-            f"--resume can change `steps` only, not `{others[0]}`",
+            f"--resume can change the `steps` of the last stage only, not `{others[0] if others else 'steps'}`",
             hint=f"`rollmill train RUN.toml --from {run.path} VERSION` starts a new run from a version of this one",
         )
-    config = override_config(RunConfig, run.config.model_dump(mode="json"), overrides, "the command line")
-    if config.steps < run.config.steps:
+    full = [f"{name}={override.partition('=')[2]}" for override in overrides]
+    config = override_config(RunConfig, run.config.model_dump(mode="json"), full, "the command line")
+    steps = config.stages[-1].steps
+    if steps < last.steps:
         raise ConfigError(
-            f"steps is {config.steps}, but the run already has {run.config.steps}: --resume can only add steps",
-            hint=f"leave it out to continue up to step {run.config.steps}",
+            f"steps is {steps}, but stage {last.name!r} already has {last.steps}: --resume can only add steps",
+            hint=f"leave it out to continue up to step {last.steps}",
         )
-    if config.steps == run.config.steps:
+    if steps == last.steps:
         return run
     if outside_rank() > 0:
-        return _wait_for(run, config.steps)
+        return _wait_for(run, steps)
     with exclusive(run.path, "supervisor", patience_s=5.0):
         return run.rewrite(config)
 
@@ -41,6 +47,6 @@ def extend(run: RunDirectory, overrides: Sequence[str]) -> RunDirectory:
 def _wait_for(run: RunDirectory, steps: int) -> RunDirectory:
     """The first rank writes run.json; the others read it."""
     deadline = time.monotonic() + PATIENCE_S
-    while (found := RunDirectory.open(run.path)).config.steps != steps and time.monotonic() < deadline:
+    while (found := RunDirectory.open(run.path)).config.stages[-1].steps != steps and time.monotonic() < deadline:
         time.sleep(0.1)
     return found

@@ -21,8 +21,8 @@ from rollmill.cluster.run import RunDirectory
 from rollmill.errors import ConfigError, HarnessError, RollmillError, TaskError, TrainingError
 
 FINAL_ERRORS = (ConfigError, HarnessError, TaskError, TrainingError)
-TRAINING = ("midtrain", "trainer")  # roles that may have several ranks
-ROLES = ("midtrain", "trainer", "store", "engine", "gateway", "dispatcher")
+TRAINING = ("trainer",)  # roles that may have several ranks
+ROLES = ("trainer", "store", "engine", "gateway", "dispatcher")
 
 
 def main(role: str, directory: str, *arguments: str) -> int:

@@ -7,6 +7,7 @@ runs/NAME/
   mill.db          the index (SQLite), unless `database` names a PostgreSQL
   events/ logs/    telemetry and output, one file per process
   gateway/         the gateway's local log of open sessions
+  stages/NAME/     what a stage keeps on this machine, such as an index of its documents
   services/NAME/   what `serve` and `eval` run beside it: own ports (service.json), session log, events, logs, locks
   tokenizer.json   the vocabulary of its model
   report.html      written at the end, with report.json
@@ -15,6 +16,7 @@ runs/NAME/
 from __future__ import annotations
 
 import contextlib
+import hashlib
 import hmac
 import json
 import os
@@ -29,31 +31,26 @@ from typing import Annotated, Any, Literal
 from pydantic import Field, model_validator
 
 from rollmill import telemetry
+from rollmill.cluster.upgrade import bring_up_to_date
 from rollmill.config import Config, validate_config
-from rollmill.environments.sections import HarnessSection, MachineSection, RewardSection, SamplerSection, TasksSection
+from rollmill.environments.environment import find_parts
+from rollmill.environments.sections import HarnessSection, MachineSection, RewardSection, TasksSection
 from rollmill.errors import ConfigError
 from rollmill.evals.suite import EvalConfig
 from rollmill.gateway.config import GatewayConfig
 from rollmill.inference.config import EngineConfig
-from rollmill.kinds import code_of, resolve_paths, search_also
+from rollmill.kinds import code_of, resolve_paths
 from rollmill.models.config import ModelConfig
 from rollmill.rollouts.config import RolloutConfig
-from rollmill.training.config import MidtrainConfig, RLConfig, TrainingConfig
-from rollmill.trajectories.pace import Pace
+from rollmill.training.stage import NAME, RolloutSettings, StageSection
 from rollmill.types import Version
 
 HOME = "home"
 PORTS = range(10_000, 32_768)
-# names of runs, lines and regions are used as names of directories, objects and processes
-NAME = r"^[a-z0-9][a-z0-9_-]{0,62}$"
 SECRETS = ("admin_token", "store_token", "engine_token", "production_key")
 SERVICE = "service.json"
-PHASES = ("mid-train", "evaluate before", "reinforce", "evaluate after")
-
-
-class MidtrainStage(MidtrainConfig):
-    steps: int = Field(ge=1, description="Mid-training steps. More make the model stronger before RL begins.")
-    training: TrainingConfig = Field(TrainingConfig(), description="The step loop of mid-training.")
+# settings of 0.1.0 that a stage has now
+MOVED = ("line", "steps", "groups_per_step", "group_size", "max_staleness", "midtrain", "training", "rl")
 
 
 class Start(Config):
@@ -79,23 +76,6 @@ class RunConfig(Config):
     seed: int = Field(
         0, description="Everything random follows from it. Change it to repeat an experiment with other draws."
     )
-    line: str = Field("main", pattern=NAME, description="Name of the line of weights that RL trains.")
-    steps: int = Field(ge=0, description="RL steps; each publishes one version. 0 stops after mid-training.")
-    groups_per_step: int = Field(
-        8, ge=1, description="Groups that one RL step trains on. More give steadier and slower steps."
-    )
-    group_size: int = Field(
-        8,
-        ge=1,
-        description="Attempts at one task that form a group; advantages are relative to the group. Larger finds signal "
-        'in harder tasks and costs more rollouts. 1 needs `baseline = "population"`.',
-    )
-    max_staleness: int = Field(
-        2,
-        ge=0,
-        description="How many versions old a token may be when it is trained on. Larger keeps engines and trainer "
-        "busier; smaller is closer to on-policy. 0 is synchronous training.",
-    )
     regions: tuple[Annotated[str, Field(pattern=NAME)], ...] = Field(
         (HOME,), min_length=1, description="Names of regions, one engine each. The trainer is in the first one."
     )
@@ -107,12 +87,17 @@ class RunConfig(Config):
     checkpoint: str | None = Field(
         None,
         description="A Hugging Face checkpoint directory to start from; [model] is then read from it. Not set: "
-        "random weights, and [midtrain] is needed.",
+        "random weights, which need a `tokenizer` and a first stage that is not RL.",
     )
     start: Start | None = Field(
         None,
         description="A version of another run to start from instead of a checkpoint; [model] is then read from that "
         "run. `rollmill train --from` sets it.",
+    )
+    tokenizer: str | None = Field(
+        None,
+        description="The tokenizer of a model that starts from random weights: a tokenizer.json, or "
+        "`package.module:function`, which is called with vocab_size and returns a rollmill.Tokenizer.",
     )
     device: Literal["auto", "cpu", "cuda"] = Field(
         "auto", description="Where models compute. `auto` is the GPU if there is one, else the CPU."
@@ -135,17 +120,14 @@ class RunConfig(Config):
         description="The model's shape. With `checkpoint` or `start`, leave it out or only set max_context, to make it "
         "shorter."
     )
-    midtrain: MidtrainStage | None = Field(
-        None, description="Mid-training before RL. Not set: RL starts from the checkpoint as it is."
+    stages: tuple[StageSection, ...] = Field(
+        (),
+        description="What is trained, one stage after the other. Each stage trains a line of its own, from the last "
+        "version of the stage before. None: the run only serves and evaluates its checkpoint.",
     )
-    training: TrainingConfig = Field(TrainingConfig(), description="The step loop of RL.")
-    rl: RLConfig = Field(RLConfig(), description="The RL objective: loss, clipping, KL, router replay.")
     rollouts: RolloutConfig = Field(RolloutConfig(), description="How rollouts are run.")
     tasks: TasksSection | None = Field(
         None, description="Where tasks come from. Needed by RL and by evaluations; serving needs none."
-    )
-    sampler: SamplerSection = Field(
-        default={}, validate_default=True, description="Which task comes next, chosen by the results so far."
     )
     harness: HarnessSection = Field(
         default={}, validate_default=True, description="The agent that works on a task: its loop and its tools."
@@ -161,18 +143,15 @@ class RunConfig(Config):
     )
     engine: EngineConfig = Field(EngineConfig(), description="The embedded engine that serves the model.")
     gateway: GatewayConfig = Field(GatewayConfig(), description="The gateway before the engines.")
-    evals: EvalConfig = Field(EvalConfig(), description="What is measured before and after RL.")
+    evals: EvalConfig = Field(EvalConfig(), description="What is measured before, between and after stages.")
 
     @classmethod
     def derive(cls, tree: Any) -> Any:
         """Fill in [model] from the checkpoint or the other run. run.json has all of [model]: then neither is read."""
         if not isinstance(tree, dict):
             return tree
-        if isinstance(tree.get("modules"), str):
-            search_also(Path(tree["modules"]))
-        if "tasks" in tree:
-            directory = Path(tree["modules"]) if isinstance(tree.get("modules"), str) else Path.cwd()
-            tree = {**tree, "tasks": resolve_paths(TasksSection, tree["tasks"], directory)}
+        _refuse_moved(tree)
+        tree = _with_absolute_paths(find_parts(tree))
         given, start = tree.get("model", {}), tree.get("start")
         if not isinstance(given, dict) or "vocab_size" in given:
             return tree
@@ -194,19 +173,30 @@ class RunConfig(Config):
     def _has_a_beginning(self) -> RunConfig:
         if self.checkpoint is not None and self.start is not None:
             raise ValueError("a run starts from a checkpoint or from a version of another run, not from both")
-        if self.checkpoint is None and self.start is None and self.midtrain is None:
-            raise ValueError("a run without a checkpoint needs [midtrain]: random weights solve no task")
+        if self.checkpoint is not None or self.start is not None:
+            return self
+        if not self.stages or isinstance(self.stages[0], RolloutSettings):
+            raise ValueError("a run without a checkpoint needs a stage before RL: random weights solve no task")
+        if self.tokenizer is None:
+            raise ValueError("a run without a checkpoint needs a `tokenizer`")
+        return self
+
+    @model_validator(mode="after")
+    def _stages_have_names(self) -> RunConfig:
+        names = [stage.name for stage in self.stages]
+        twice = next((name for name in names if names.count(name) > 1), None)
+        if twice is not None:
+            raise ValueError(f"two stages are called {twice!r}: give each its own `name`")
+        strange = [name for name in names if name.startswith("eval-") or name == self.checkpoint_line]
+        if strange:
+            raise ValueError(f"a stage cannot be called {strange[0]!r}: the run uses that name itself")
         return self
 
     @model_validator(mode="after")
     def _rl_has_tasks(self) -> RunConfig:
-        if self.steps and self.tasks is None:
-            raise ValueError(f"steps is {self.steps}, but there is no [tasks]: RL needs tasks")
-        return self
-
-    @model_validator(mode="after")
-    def _groups_have_a_baseline(self) -> RunConfig:
-        self.rl.check_group_size(self.group_size)
+        for stage in self.stages:
+            if self.tasks is None and (stage.evaluate or (isinstance(stage, RolloutSettings) and stage.steps)):
+                raise ValueError(f"there is no [tasks], but stage {stage.name!r} needs tasks")
         return self
 
     @model_validator(mode="after")
@@ -222,28 +212,36 @@ class RunConfig(Config):
 
     @model_validator(mode="after")
     def _ranks_fit_the_model(self) -> RunConfig:
-        for training in (self.training, *([self.midtrain.training] if self.midtrain else [])):
-            training.check_model(self.model.experts)
+        for stage in self.stages:
+            stage.training.check_model(self.model.experts)
         return self
 
     @property
     def checkpoint_line(self) -> str:
         """The line of the imported weights: of the checkpoint, or of the other run that this run starts from."""
-        return f"{self.line}-checkpoint" if self.start is None else f"{self.start.id}-{self.start.parsed.line}"[-100:]
+        if self.start is None:
+            return f"{self.stages[-1].name if self.stages else 'main'}-checkpoint"
+        return f"{self.start.id}-{self.start.parsed.line}"[-100:]
 
     @property
-    def base_line(self) -> str:
-        """The line RL starts from: the one mid-training writes, or that of the imported weights."""
-        return f"{self.line}-base" if self.midtrain else self.checkpoint_line
+    def line(self) -> str:
+        """The line that is meant when none is named: that of the last stage."""
+        return self.stages[-1].name if self.stages else self.checkpoint_line
 
-    @property
-    def base_form(self) -> str:
-        """The form of the base line. A checkpoint is imported as bf16, whatever form the run serves."""
-        return self.form if self.midtrain else "bf16"
+    def stage(self, name: str) -> StageSection:
+        return next(stage for stage in self.stages if stage.name == name)
 
-    @property
-    def pace(self) -> Pace:
-        return Pace(self.groups_per_step, self.group_size, self.max_staleness, self.steps)
+    def before(self, stage: StageSection) -> StageSection | None:
+        """The stage before this one; None before the first."""
+        index = self.stages.index(stage)
+        return self.stages[index - 1] if index else None
+
+    def seed_of(self, stage: StageSection) -> int:
+        """The run's seed. A second stage of one kind gets another: it should not see the same data again."""
+        index = [each.name for each in self.stages if each.kind == stage.kind].index(stage.name)
+        if index == 0:
+            return self.seed
+        return int.from_bytes(hashlib.sha256(f"{self.seed} {stage.kind} {index}".encode()).digest()[:4])
 
 
 @dataclass(frozen=True)
@@ -277,8 +275,7 @@ class RunDirectory:
             if (path / SERVICE).exists():
                 return cls._open_service(path)
             saved = json.loads(file.read_text())
-            _bring_up_to_date(saved["config"])
-            config = validate_config(RunConfig, saved["config"], str(file))
+            config = validate_config(RunConfig, bring_up_to_date(saved["config"]), str(file))
             id = saved.get("id", config.name)  # runs made before there were ids are keyed by their name
             kept: dict[str, Any] = {name: _secret(saved, name) for name in SECRETS}
             return cls(path, config, id, saved["ports"], **kept)
@@ -352,14 +349,19 @@ class RunDirectory:
         """The code that fills the sections with a kind: class, version, digest."""
         config = self.config
         rewards = {f"rewards.{number}": section for number, section in enumerate(config.rewards)}
-        alone = {"tasks": config.tasks, "sampler": config.sampler, "machine": config.machine, "harness": config.harness}
-        sections = {**alone, **rewards}
+        stages = {f"stages.{stage.name}": stage for stage in config.stages}
+        sections = {"tasks": config.tasks, "machine": config.machine, "harness": config.harness, **rewards, **stages}
         return {name: code_of(section) for name, section in sections.items() if section is not None}
 
     def changed_code(self) -> list[str]:
         """Sections whose code is no longer what the run began with."""
         kept = json.loads((self.path / "run.json").read_text()).get("code", {})
         return [name for name, code in self.code().items() if name in kept and kept[name] != code]
+
+    def stage_key(self, stage: StageSection) -> str:
+        """What keys the ledger, groups and trajectories of a stage. `main` is the stage of runs that began before there
+        were stages: they are keyed by the id of the run."""
+        return self.id if stage.name == "main" else f"{self.id}/{stage.name}"
 
     def url(self, role: str) -> str:
         anywhere = role != "gateway" or self.host in ("0.0.0.0", "::")  # noqa: S104
@@ -404,21 +406,34 @@ def phase(name: str) -> Iterator[None]:
     telemetry.emit("phase", phase=name, state="end")
 
 
-def _bring_up_to_date(config: dict[str, Any]) -> None:
-    """A run.json of 0.1.0 has no kinds: its tasks are those of the demo. A run that only serves has none: null."""
-    if isinstance(config.get("tasks", ""), str):
-        config["tasks"] = {"kind": "rollmill.demo.micro_repos:MicroRepos"}
-    if "objective" in config.get("rl", {}):
-        config["rl"]["loss"] = config["rl"].pop("objective")
-    config.get("rl", {}).pop("solved_at", None)  # the first reward says what is solved
-
-
 def _secret(saved: dict[str, Any], name: str) -> str:
     """A run.json of an older release lacks some tokens: every process derives the same ones from `admin_token`."""
     if name in ("store_token", "engine_token") and name not in saved:
         return hmac.new(str(saved["admin_token"]).encode(), name.encode(), "sha256").hexdigest()
     secret: str = saved[name]
     return secret
+
+
+def _refuse_moved(tree: dict[str, Any]) -> None:
+    """Raise ConfigError for a setting of 0.1.0 that a stage has now."""
+    moved = [name for name in MOVED if name in tree]
+    if moved:
+        where = {"midtrain": '[[stages]] kind = "midtrain"', "rl": '[[stages]] kind = "rl"', "line": "stages.rl.name"}
+        raise ConfigError(
+            f"{moved[0]!r} is a setting of a stage now",
+            hint=f"{where.get(moved[0], f'stages.rl.{moved[0]}')}; CHANGELOG.md shows an old and a new configuration",
+        )
+
+
+def _with_absolute_paths(tree: dict[str, Any]) -> dict[str, Any]:
+    """Paths in [[stages]] and of the tokenizer: relative ones start in `modules`."""
+    directory = Path(tree["modules"]) if isinstance(tree.get("modules"), str) else Path.cwd()
+    tokenizer, stages = tree.get("tokenizer"), tree.get("stages")
+    if isinstance(stages, list):
+        tree = {**tree, "stages": [resolve_paths(StageSection, stage, directory) for stage in stages]}
+    if isinstance(tokenizer, str) and tokenizer.endswith(".json"):
+        tree = {**tree, "tokenizer": str(directory.absolute() / Path(tokenizer).expanduser())}
+    return tree
 
 
 def _model_of(directory: Path, given: dict[str, Any]) -> dict[str, Any]:

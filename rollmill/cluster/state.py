@@ -17,8 +17,8 @@ from typing import Any, Literal
 
 from rollmill.cluster.lock import Holder, holder
 from rollmill.cluster.run import RunDirectory
-from rollmill.storage.objects import Objects
-from rollmill.weights.reading.store import WeightStore
+from rollmill.cluster.stages import evaluations, left_to_evaluate, newest_step, results_key
+from rollmill.training.stage import StageSection
 
 
 @dataclass(frozen=True)
@@ -26,7 +26,8 @@ class RunState:
     word: Literal["training", "finished", "stopped"]
     driver: Holder | None  # the process that drives the run
     services: dict[str, Holder]  # by name: what `serve` and `eval` run beside it
-    step: int | None  # the newest version of its line; None before the first one
+    stage: str  # the first one that is not done, or the last one
+    step: int | None  # of the stage's newest version; None before the first one
     steps: int
     result: str  # solve rates on held-out tasks, as far as they are known
     age_s: float
@@ -38,25 +39,39 @@ class RunState:
 
 
 def state_of(run: RunDirectory) -> RunState:
-    driver, step = holder(run.path, "supervisor"), _newest_step(run)
+    driver = holder(run.path, "supervisor")
     services = {path.name: by for path in service_paths(run) if (by := holder(path, "supervisor")) is not None}
+    stage, step = _current_stage(run)
+    labels = [each.label for each in evaluations(run.config)]
     return RunState(
         word="training" if driver else "finished" if is_finished(run) else "stopped",
         driver=driver,
         services=services,
+        stage=stage.name if stage else "",
         step=step,
-        steps=run.config.steps,
-        result=" → ".join(_rate(results) for label in ("before", "after") if (results := _evaluation(run, label))),
+        steps=stage.steps if stage else 0,
+        result=" → ".join(_rate(results) for label in labels if (results := _evaluation(run, label))),
         age_s=time.time() - (run.path / "run.json").stat().st_mtime,
     )
 
 
+def _current_stage(run: RunDirectory) -> tuple[StageSection | None, int | None]:
+    """The stage that is trained now or next, else the last one; and the step of its newest version."""
+    following: StageSection | None = None
+    for stage in reversed(run.config.stages):
+        step = newest_step(run, stage)
+        if step is not None:
+            return (following, None) if following and step == stage.steps else (stage, step)
+        following = stage
+    return following, None
+
+
 def is_finished(run: RunDirectory) -> bool:
     """Whether `drive` has nothing left to do, and the report is there."""
-    results = _evaluation(run, "after" if run.config.steps else "before")
-    if not (run.path / "report.json").exists() or not results:
+    stage, step = _current_stage(run)
+    if stage is None or step != stage.steps or not (run.path / "report.json").exists():
         return False
-    return bool(_newest_step(run) == run.config.steps == results[0]["version"])
+    return not any(left_to_evaluate(run, stage) for stage in run.config.stages)
 
 
 def service_paths(run: RunDirectory) -> list[Path]:
@@ -75,15 +90,9 @@ def _sizes(directory: Path) -> Iterator[int]:
             yield status.st_blocks * 512
 
 
-def _newest_step(run: RunDirectory) -> int | None:
-    if not run.home_store.is_dir():
-        return None
-    return WeightStore(Objects.open(run.home_store)).head(run.config.line, run.config.form)
-
-
 def _evaluation(run: RunDirectory, label: str) -> list[dict[str, Any]]:
     """The recorded results of an evaluation of the run; empty if there are none."""
-    file = run.home_store / "evals" / run.id / f"{label}.json"
+    file = run.home_store / results_key(run, label)
     try:
         return list(json.loads(file.read_bytes()))
     except (OSError, ValueError, TypeError):

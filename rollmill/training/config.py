@@ -346,7 +346,7 @@ class RLConfig(Config):
         if size < 2 and self.baseline != "population":
             raise ValueError(
                 f"group_size is {size}, but baseline {self.baseline!r} compares the trajectories of a group; groups of "
-                'one need rl.baseline = "population"'
+                'one need baseline = "population"'
             )
 
 

@@ -175,7 +175,7 @@ _LIMITS = (
         None,
         "sequences have tokens that the trainer finds nearly impossible: check the recorded sampling and weights",
     ),
-    _Limit("entropy", None, 0.01, "the policy hardly explores any more: raise the temperature or rl.entropy_factor"),
+    _Limit("entropy", None, 0.01, "the policy hardly explores any more: raise stages.rl.entropy_factor"),
     _Limit("router_zero_overlap", 0.01, None, "{alignment}"),
     _Limit(
         "router_replaced",
@@ -187,7 +187,7 @@ _LIMITS = (
         "experts_dead",
         0.0,
         None,
-        "some experts get no tokens and learn nothing: mid-train with a higher midtrain.balance",
+        "some experts get no tokens and learn nothing: mid-train with a higher stages.midtrain.balance",
     ),
     _Limit("expert_load_max", 16.0, None, "one expert gets many times its share of tokens, which slows every step"),
 )

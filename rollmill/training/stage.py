@@ -20,10 +20,11 @@ from typing import TYPE_CHECKING, Any, ClassVar, Protocol
 
 from pydantic import Field
 
-from rollmill.config import Config
+from rollmill.config import Config, item_name
 from rollmill.kinds import KindSection, Slot
 from rollmill.models.config import ModelConfig
 from rollmill.training.config import TrainingConfig
+from rollmill.trajectories.pace import Pace
 
 if TYPE_CHECKING:
     from rollmill.chat.format import ChatFormat
@@ -83,6 +84,10 @@ class RolloutSettings(Config):
         "busier; smaller is closer to on-policy. 0 is synchronous training.",
     )
 
+    def pace(self, steps: int) -> Pace:
+        """Of a stage with `steps` steps."""
+        return Pace(self.groups_per_step, self.group_size, self.max_staleness, steps)
+
 
 class StageSection(KindSection):
     _slot: ClassVar[Slot] = Slot(
@@ -115,9 +120,4 @@ class StageSection(KindSection):
 
     @classmethod
     def _read(cls, value: Any) -> KindSection:
-        return super()._read({**value, "name": stage_name(value)} if isinstance(value, dict) else value)
-
-
-def stage_name(table: dict[str, Any]) -> Any:
-    """The name of the stage that a table describes: given, or its kind; of `acme.stages:Dpo` that is `dpo`."""
-    return table.get("name") or str(table.get("kind", "")).rpartition(":")[2].lower()
+        return super()._read({**value, "name": item_name(value)} if isinstance(value, dict) else value)

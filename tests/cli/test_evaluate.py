@@ -17,8 +17,8 @@ def test_a_directory_without_a_run(rollmill: Callable[..., Told], tmp_path: Path
 
 def test_a_run_without_weights(rollmill: Callable[..., Told], tmp_path: Path) -> None:
     run = RunDirectory.create(tmp_path, load_config(RunConfig, MICRO))
-    assert refused(rollmill("eval", run.path), "'main' has no version yet", f"--resume {run.path}")
-    assert refused(rollmill("eval", run.path, "--version", 3), "main@3", "")
+    assert refused(rollmill("eval", run.path), "'rl' has no version yet", f"--resume {run.path}")
+    assert refused(rollmill("eval", run.path, "--version", 3), "rl@3", "")
 
 
 @pytest.mark.parametrize("option", ["--tasks", "--attempts"])

@@ -27,7 +27,7 @@ ROLLMILL = [sys.executable, "-c", "from rollmill.cli.main import main; main()"]
 
 def finished_run(root: Path) -> RunDirectory:
     """What a run of two steps leaves behind."""
-    run = published_run(root, 3, "steps=2")
+    run = published_run(root, 3, "stages.rl.steps=2")
     folder = run.home_store / "evals" / run.id
     folder.mkdir(parents=True)
     (folder / "before.json").write_text(json.dumps([{"rate": 0.25, "version": 0}]))
@@ -40,7 +40,7 @@ def finished_run(root: Path) -> RunDirectory:
 
 def endless_run(root: Path) -> RunDirectory:
     """Mid-training that takes for ever."""
-    settings = ("midtrain.steps=100000", "midtrain.training.threads=1", "device=cpu")
+    settings = ("stages.midtrain.steps=100000", "stages.midtrain.training.threads=1", "device=cpu")
     return RunDirectory.create(root, make_config(*settings, *(f"model.{setting}" for setting in TINY)))
 
 
@@ -61,8 +61,8 @@ def test_runs_lists_state_steps_result_age_and_size(rollmill: Callable[..., Told
     told = rollmill("runs", "--root", tmp_path)
     assert told.code == 0
     head, broken, small = told.out.splitlines()
-    assert head.split()[:3] == ["run", "state", "steps"] and broken.split()[:2] == ["broken", "unreadable"]
-    assert small.split()[:6] == ["small", "finished", "2/2", "25", "%", "→"] and "88 %" in small and "KiB" in small
+    assert head.split()[:3] == ["run", "state", "stage"] and broken.split()[:2] == ["broken", "unreadable"]
+    assert small.split()[:6] == ["small", "finished", "rl", "2/2", "25", "%"] and "88 %" in small and "KiB" in small
     rows = [json.loads(line) for line in rollmill("runs", "--root", tmp_path, "--json").out.splitlines()]
     assert [row["run"] for row in rows] == ["broken", "small"] and rows[1]["bytes"] > 0
 
@@ -130,9 +130,9 @@ def test_a_training_is_seen_refused_to_be_removed_and_stopped(rollmill: Callable
     with (tmp_path / "out").open("wb") as out:
         process = subprocess.Popen([*ROLLMILL, "train", "--resume", str(run.path)], stdout=out, stderr=out)
     try:
-        wait_until(lambda: "mid-train  " in (tmp_path / "out").read_text(), process)
+        wait_until(lambda: "midtrain  " in (tmp_path / "out").read_text(), process)
         told = rollmill("status", run.path)
-        assert "training" in told.out and f"process {process.pid}" in told.out and "mid-training" in told.out
+        assert "training" in told.out and f"process {process.pid}" in told.out and "midtrain 0/100000" in told.out
         assert "small  training" in " ".join(rollmill("runs", "--root", tmp_path).out.split("   "))
         assert refused(rollmill("rm", run.path, "--yes"), f"process {process.pid}", f"rollmill stop {run.path}")
         assert refused(rollmill("train", "--resume", run.path), f"process {process.pid}", "rollmill stop")
@@ -142,7 +142,7 @@ def test_a_training_is_seen_refused_to_be_removed_and_stopped(rollmill: Callable
     finally:
         process.kill()
         process.wait()
-    text = (tmp_path / "out").read_text() + (run.logs / "midtrain.log").read_text()
+    text = (tmp_path / "out").read_text() + (run.logs / "trainer.log").read_text()
     assert f"`rollmill train --resume {run.path}` continues the run" in text and "Traceback" not in text
     assert holder(run.path, "supervisor") is None
     assert rollmill("stop", run.path).out == f"nothing uses {run.path}\n"
@@ -174,4 +174,4 @@ def test_ctrl_c_leaves_its_hint_as_the_last_line_of_the_terminal(tmp_path: Path)
         os.close(terminal)
     last = shown.decode().rstrip().rpartition("\n")[2]
     assert last.removeprefix("\x1b[?25h") == f"stopped; `rollmill train --resume {run.path}` continues the run"
-    assert b"Traceback" not in shown and "Traceback" not in (run.logs / "midtrain.log").read_text()
+    assert b"Traceback" not in shown and "Traceback" not in (run.logs / "trainer.log").read_text()

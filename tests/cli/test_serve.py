@@ -15,8 +15,8 @@ def test_a_directory_without_a_run(rollmill: Callable[..., Told], tmp_path: Path
 
 def test_a_run_without_weights(rollmill: Callable[..., Told], tmp_path: Path) -> None:
     run = RunDirectory.create(tmp_path, load_config(RunConfig, MICRO))
-    assert refused(rollmill("serve", run.path), "'main' has no version yet", f"--resume {run.path}")
+    assert refused(rollmill("serve", run.path), "'rl' has no version yet", f"--resume {run.path}")
     told = rollmill("serve", run.path, "--version", 3)
-    assert refused(told, "main@3", "")
+    assert refused(told, "rl@3", "")
     assert run.production_key not in told.err + told.out
     assert refused(rollmill("serve", run.path, "--version", "lve"), "'lve' is neither", "channels here")

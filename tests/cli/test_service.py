@@ -87,10 +87,10 @@ def no_tracebacks(run: RunDirectory) -> bool:
 def test_serving_follows_a_channel_beside_a_training_run(tmp_path: Path) -> None:
     run = published_run(tmp_path, 3)
     channels = Channels(Objects.open(run.home_store))
-    channels.move("live", Version("main", 1))
-    channels.move("live", Version("main", 2))
+    channels.move("live", Version("rl", 1))
+    channels.move("live", Version("rl", 2))
     with exclusive(run.path, "supervisor"), served(tmp_path / "out", run.path, "--version", "live") as serving:
-        assert serving.told.startswith(f"serving main@2, following channel live of {run.path}\n")
+        assert serving.told.startswith(f"serving rl@2, following channel live of {run.path}\n")
         assert "model    rollmill" in serving.told and f"API key  in {run.path / 'api-key'}" in serving.told
         assert run.production_key not in serving.told
         assert serving.ask()["role"] == "assistant"
@@ -99,11 +99,11 @@ def test_serving_follows_a_channel_beside_a_training_run(tmp_path: Path) -> None
         assert refused.value.code == 401 and b"`production_key` in the run's run.json" in refused.value.read()
         # a rollback reaches users, and the user of the terminal sees it
         subprocess.run([*ROLLMILL, "weights", "rollback", str(run.path), "live"], check=True, stdout=subprocess.DEVNULL)
-        serving.wait_for("now serving main@1")
+        serving.wait_for("now serving rl@1")
         assert serving.ask()["role"] == "assistant"
         # a second one has ports and a session log of its own
-        with served(tmp_path / "second", run.path, "--version", "main@0", "--host", "0.0.0.0") as second:
-            assert second.told.startswith(f"serving main@0 of {run.path}\n")
+        with served(tmp_path / "second", run.path, "--version", "rl@0", "--host", "0.0.0.0") as second:
+            assert second.told.startswith(f"serving rl@0 of {run.path}\n")
             assert second.ask()["role"] == "assistant"
     assert no_tracebacks(run)
     # the conversations are in the run's own log, for the next `serve` to seal
@@ -114,10 +114,10 @@ def test_evaluating_beside_a_training_run(tmp_path: Path) -> None:
     settings = ("evals.attempts=2", "evals.family_tasks=0", "evals.fresh_tasks=9", "evals.greedy=false")
     run = published_run(tmp_path, 2, *settings)
     with exclusive(run.path, "supervisor"):
-        command = [*ROLLMILL, "eval", str(run.path), "--version", "main@1", "--tasks", "3"]
+        command = [*ROLLMILL, "eval", str(run.path), "--version", "rl@1", "--tasks", "3"]
         done = subprocess.run(command, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stdout + done.stderr
-    assert "evaluate main@1: " in done.stdout and "heldout" in done.stdout and "/12" in done.stdout
+    assert "evaluate rl@1: " in done.stdout and "heldout" in done.stdout and "/12" in done.stdout
     rows = TrajectoryStore(open_database(run.database_url), Objects.open(run.home_store)).list()
     assert len(rows) == 12 and {row.state for row in rows} == {TrajectoryState.graded}
     assert no_tracebacks(run)

@@ -32,9 +32,9 @@ def elsewhere(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_a_dry_run_prints_the_resolved_tree_and_leaves_nothing(rollmill: Callable[..., Told], tmp_path: Path) -> None:
-    told = rollmill("train", MICRO, "steps=7", "rollouts.timeout_s=2.5", "--dry-run")
+    told = rollmill("train", MICRO, "stages.rl.steps=7", "rollouts.timeout_s=2.5", "--dry-run")
     tree = tomllib.loads(told.out)
-    assert told.code == 0 and (tree["steps"], tree["rollouts"]["timeout_s"]) == (7, 2.5)
+    assert told.code == 0 and (tree["stages"][1]["steps"], tree["rollouts"]["timeout_s"]) == (7, 2.5)
     assert tree["gateway"]["engine_wait_s"] == 30.0  # defaults included
     assert list(tmp_path.iterdir()) == []
 
@@ -49,12 +49,12 @@ def test_the_demo_as_a_dry_run(rollmill: Callable[..., Told], tmp_path: Path) ->
 
 
 def test_wrong_settings(rollmill: Callable[..., Told], tmp_path: Path) -> None:
-    assert refused(rollmill("train", MICRO, "stepps=3"), "unknown key 'stepps'; did you mean 'steps'?", "")
+    assert refused(rollmill("train", MICRO, "stages.rl.stepps=3"), "unknown key 'stepps'; did you mean 'steps'?", "")
     told = rollmill("train", MICRO, "steps")
     assert refused(told, "'steps' is not of the form key.path=value", "for example ")
     example = told.err.rpartition("for example ")[2].strip()  # a setting that exists
     assert rollmill("train", MICRO, example, "--dry-run").code == 0
-    assert refused(rollmill("train", MICRO, "steps=few"), "steps: Input should be a valid integer", "")
+    assert refused(rollmill("train", MICRO, "stages.rl.steps=few"), "steps: Input should be a valid integer", "")
     (tmp_path / "broken.toml").write_text("steps = [")
     assert refused(rollmill("train", "broken.toml"), "not valid TOML", "")
     assert not (tmp_path / "runs").exists()
@@ -81,15 +81,16 @@ def test_what_cannot_be_resumed(rollmill: Callable[..., Told], tmp_path: Path) -
 
 
 def test_only_steps_may_change_and_only_grow(rollmill: Callable[..., Told]) -> None:
-    run = RunDirectory.create(Path("runs"), load_config(RunConfig, MICRO, ["steps=5"]))
+    run = RunDirectory.create(Path("runs"), load_config(RunConfig, MICRO, ["stages.rl.steps=5"]))
     before = (run.path / "run.json").read_text()
     told = rollmill("train", "--resume", run.path, "steps=9", "seed=3")
-    assert refused(told, "can change `steps` only, not `seed`", f"--from {run.path} VERSION")
-    assert refused(rollmill("train", "--resume", run.path, "training.ranks=2"), "not `training.ranks`", "--from")
-    assert refused(rollmill("train", "--resume", run.path, "steps=4"), "can only add steps", "up to step 5")
-    assert refused(rollmill("train", "--resume", run.path, "steps=many"), "valid integer", "")
+    assert refused(told, "can change the `steps` of the last stage only, not `seed`", f"--from {run.path} VERSION")
+    told = rollmill("train", "--resume", run.path, "stages.midtrain.steps=900")
+    assert refused(told, "not `stages.midtrain.steps`", "--from")
+    assert refused(rollmill("train", "--resume", run.path, "stages.rl.steps=4"), "can only add steps", "up to step 5")
+    assert refused(rollmill("train", "--resume", run.path, "stages.rl.steps=many"), "valid integer", "")
     with exclusive(run.path, "supervisor"):
-        assert refused(rollmill("train", "--resume", run.path, "steps=9"), "supervisor", "")
+        assert refused(rollmill("train", "--resume", run.path, "stages.rl.steps=9"), "supervisor", "")
     assert (run.path / "run.json").read_text() == before
 
 
@@ -100,10 +101,10 @@ def test_a_run_is_extended_in_its_file(rollmill: Callable[..., Told], monkeypatc
         raise KeyboardInterrupt
 
     monkeypatch.setattr(drive, "drive", interrupted)
-    run = RunDirectory.create(Path("runs"), load_config(RunConfig, MICRO, ["steps=5"]))
+    run = RunDirectory.create(Path("runs"), load_config(RunConfig, MICRO, ["stages.rl.steps=5"]))
     assert rollmill("train", "--resume", run.path, "steps=9").code == 130
     extended = RunDirectory.open(run.path)
-    assert extended == replace(run, config=run.config.model_copy(update={"steps": 9}))
+    assert extended == replace(run, config=load_config(RunConfig, MICRO, ["stages.rl.steps=9"]))
     assert (run.path / "run.json").stat().st_mode & 0o777 == 0o600
     assert not list(run.path.glob(".run.json-*"))
 
@@ -145,12 +146,13 @@ def test_ctrl_c_prints_how_to_continue(rollmill: Callable[..., Told], monkeypatc
 def test_a_bad_checkpoint_is_refused_before_anything_is_made(rollmill: Callable[..., Told], tmp_path: Path) -> None:
     pytest.importorskip("transformers")
     (tmp_path / "mine.toml").write_text(
-        'name = "mine"\nsteps = 1\ncheckpoint = "model"\n[tasks]\nkind = "rollmill.demo.micro_repos:MicroRepos"\n'
+        'name = "mine"\ncheckpoint = "model"\n[tasks]\nkind = "rollmill.demo.micro_repos:MicroRepos"\n'
+        '[[stages]]\nkind = "rl"\nsteps = 1\n'
     )
     assert refused(rollmill("train", "mine.toml"), "there is no directory", "`rollmill model get`")
     make_chat_checkpoint(Path("model"))
     tree = tomllib.loads(rollmill("train", "mine.toml", "--dry-run").out)
-    assert (tree["model"]["layers"], tree["model"]["vocab_size"]) == (2, 300) and "midtrain" not in tree
+    assert (tree["model"]["layers"], tree["model"]["vocab_size"]) == (2, 300)
     Path("model/tokenizer.json").unlink()
     for arguments in ((), ("--dry-run",)):  # a dry run checks the same
         assert refused(rollmill("train", "mine.toml", *arguments), "has no tokenizer.json", "save_pretrained")

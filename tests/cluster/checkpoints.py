@@ -13,6 +13,10 @@ from tests.models.checkpoints import make_checkpoint
 
 CHATML = ("<|endoftext|>", "<|im_start|>", "<|im_end|>")
 VOCABULARY = 300
+# stages of a run that is made from settings alone; later settings address them by name
+RL = 'stages=[{kind="rl", steps=1}]'
+_DEMO = '[{kind="rollmill.demo.demonstrations:Demonstrations"}]'
+MIDTRAIN_AND_RL = f'stages=[{{kind="midtrain", steps=1, sources={_DEMO}}}, {{kind="rl", steps=1}}]'
 TASKS = "tasks.kind=rollmill.demo.micro_repos:MicroRepos"  # RL needs tasks: a setting of every run with steps
 
 

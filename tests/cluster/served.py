@@ -17,7 +17,7 @@ def published_run(root: Path, versions: int, *overrides: str) -> RunDirectory:
     small = (*(f"model.{setting}" for setting in TINY), "rollouts.max_answer_tokens=8", "harness.max_turns=2")
     run = RunDirectory.create(root, make_config("device=cpu", 'regions=["home"]', *small, *overrides))
     chat_tokenizer(SPECIAL_TOKENS).save(run.tokenizer)
-    line = Line(run.home_store, run.config.model)
+    line = Line(run.home_store, run.config.model, "rl")
     for _ in range(versions):
         line.publish()
     return run

@@ -12,7 +12,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from rollmill.cluster.checkpoint import check_checkpoint, import_checkpoint
-from rollmill.cluster.roles import midtrain
+from rollmill.cluster.roles import trainer
 from rollmill.cluster.run import RunConfig, RunDirectory
 from rollmill.config import load_config
 from rollmill.errors import ConfigError, RollmillError, WeightsError
@@ -20,7 +20,7 @@ from rollmill.storage.objects import Objects
 from rollmill.types import Version
 from rollmill.weights.files.companions import kept_companions
 from rollmill.weights.reading.store import WeightStore
-from tests.cluster.checkpoints import TASKS, chat_tokenizer, make_chat_checkpoint
+from tests.cluster.checkpoints import MIDTRAIN_AND_RL, RL, TASKS, chat_tokenizer, make_chat_checkpoint
 from tests.gateway.test_recorder import full_disk
 from tests.models.checkpoints import load_checkpoint
 
@@ -41,7 +41,7 @@ def checkpoint(made: Path, tmp_path: Path) -> Path:
 
 
 def config_of(checkpoint: Path, *overrides: str) -> RunConfig:
-    return load_config(RunConfig, None, ["name=small", "steps=1", TASKS, f"checkpoint={checkpoint}", *overrides])
+    return load_config(RunConfig, None, ["name=small", RL, TASKS, f"checkpoint={checkpoint}", *overrides])
 
 
 # --- what is derived
@@ -52,8 +52,7 @@ def test_the_model_is_what_the_checkpoint_says(checkpoint: Path) -> None:
     expected, _ = load_checkpoint(checkpoint)
     assert config.model == expected.model_copy(update={"max_context": 100})
     assert config_of(checkpoint).model == expected
-    assert config.midtrain is None and config.base_line == config.checkpoint_line == "main-checkpoint"
-    assert config_of(checkpoint, "midtrain.steps=1").base_line == "main-base"
+    assert (config.line, config.checkpoint_line) == ("rl", "rl-checkpoint")
     check_checkpoint(config)
 
 
@@ -62,11 +61,14 @@ def test_a_relative_path_becomes_absolute(checkpoint: Path, monkeypatch: pytest.
     assert config_of(Path("model")).checkpoint == str(checkpoint)
 
 
-def test_without_a_checkpoint_there_must_be_mid_training() -> None:
-    with pytest.raises(ConfigError, match=r"without a checkpoint needs \[midtrain\]"):
-        load_config(RunConfig, None, ["name=small", "steps=1", "model.vocab_size=512"])
+def test_without_a_checkpoint_there_must_be_a_stage_before_rl_and_a_tokenizer() -> None:
+    for stages in (RL, "seed=0"):
+        with pytest.raises(ConfigError, match=r"without a checkpoint needs a stage before RL"):
+            load_config(RunConfig, None, ["name=small", stages, TASKS, "model.vocab_size=512"])
+    with pytest.raises(ConfigError, match=r"without a checkpoint needs a `tokenizer`"):
+        load_config(RunConfig, None, ["name=small", MIDTRAIN_AND_RL, TASKS, "model.vocab_size=512"])
     with pytest.raises(ConfigError, match="model: Field required"):
-        load_config(RunConfig, None, ["name=small", "steps=1", "midtrain.steps=1"])
+        load_config(RunConfig, None, ["name=small", MIDTRAIN_AND_RL, TASKS])
 
 
 def test_a_run_is_opened_when_its_checkpoint_is_gone(checkpoint: Path, tmp_path: Path) -> None:
@@ -178,15 +180,15 @@ def edit_config(checkpoint: Path, **change: object) -> None:
 def test_the_import_is_version_0_and_happens_once(checkpoint: Path, tmp_path: Path) -> None:
     config = config_of(checkpoint)
     weights = WeightStore(Objects.open(tmp_path / "store"))
-    assert import_checkpoint(config, weights) == Version("main-checkpoint", 0)
-    digest = weights.manifest(Version("main-checkpoint", 0)).digest
-    kept = kept_companions(weights.objects, "main-checkpoint")
+    assert import_checkpoint(config, weights) == Version("rl-checkpoint", 0)
+    digest = weights.manifest(Version("rl-checkpoint", 0)).digest
+    kept = kept_companions(weights.objects, "rl-checkpoint")
     for name in ("config.json", "tokenizer.json"):
         assert kept[name] == (checkpoint / name).read_bytes()
     shutil.rmtree(checkpoint)
-    assert import_checkpoint(config, weights) == Version("main-checkpoint", 0)
-    assert weights.manifest(Version("main-checkpoint", 0)).digest == digest
-    assert weights.numbers("main-checkpoint") == [0]
+    assert import_checkpoint(config, weights) == Version("rl-checkpoint", 0)
+    assert weights.manifest(Version("rl-checkpoint", 0)).digest == digest
+    assert weights.numbers("rl-checkpoint") == [0]
 
 
 def test_an_import_without_room_says_where_and_leaves_nothing(checkpoint: Path, tmp_path: Path) -> None:
@@ -194,8 +196,8 @@ def test_an_import_without_room_says_where_and_leaves_nothing(checkpoint: Path, 
     weights = WeightStore(Objects.open(tmp_path / "store"))
     with full_disk(1 << 12), pytest.raises(WeightsError, match=r"temporary file of \d+ bytes[\s\S]*TMPDIR"):
         import_checkpoint(config, weights)
-    assert weights.numbers("main-checkpoint") == []
-    assert import_checkpoint(config, weights) == Version("main-checkpoint", 0)
+    assert weights.numbers("rl-checkpoint") == []
+    assert import_checkpoint(config, weights) == Version("rl-checkpoint", 0)
 
 
 def test_an_import_that_was_interrupted_is_done_again(checkpoint: Path, tmp_path: Path) -> None:
@@ -205,22 +207,22 @@ def test_an_import_that_was_interrupted_is_done_again(checkpoint: Path, tmp_path
     import_checkpoint(config, weights)
     for key in weights.objects.list("weights"):
         weights.objects.delete(key)
-    assert not weights.exists(Version("main-checkpoint", 0))
+    assert not weights.exists(Version("rl-checkpoint", 0))
     import_checkpoint(config, weights)
-    assert weights.exists(Version("main-checkpoint", 0))
+    assert weights.exists(Version("rl-checkpoint", 0))
 
 
 def test_mid_training_starts_from_the_checkpoint(checkpoint: Path, tmp_path: Path) -> None:
     torch.set_num_threads(1)
-    settings = ("midtrain.steps=2", "midtrain.documents_per_step=2", "tools_in_prompt=false", "device=cpu")
-    run = RunDirectory.create(tmp_path / "runs", config_of(checkpoint, *settings))
-    midtrain.main(run)
+    settings = (MIDTRAIN_AND_RL, "stages.midtrain.steps=2", "stages.midtrain.documents_per_step=2", "device=cpu")
+    run = RunDirectory.create(tmp_path / "runs", config_of(checkpoint, "tools_in_prompt=false", *settings))
+    trainer.main(run, "midtrain")
     weights = WeightStore(Objects.open(run.home_store))
-    first, last = (weights.manifest(Version("main-base", number)) for number in (0, weights.head("main-base") or 0))
-    assert first.digest == weights.manifest(Version("main-checkpoint", 0)).digest != last.digest
-    assert first.origin == Version("main-checkpoint", 0) and last.number == 1
+    first, last = (weights.manifest(Version("midtrain", number)) for number in (0, weights.head("midtrain") or 0))
+    assert first.digest == weights.manifest(Version("rl-checkpoint", 0)).digest != last.digest
+    assert first.origin == Version("rl-checkpoint", 0) and last.number == 1
     assert run.tokenizer.read_bytes() == (checkpoint / "tokenizer.json").read_bytes()
     shutil.rmtree(checkpoint)
     run.tokenizer.unlink()
-    midtrain.main(run)  # already done: it needs nothing but the run's own store
-    assert run.tokenizer.is_file() and weights.head("main-base") == 1
+    trainer.main(run, "midtrain")  # already done: it needs nothing but the run's own store
+    assert run.tokenizer.is_file() and weights.head("midtrain") == 1

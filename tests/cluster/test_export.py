@@ -11,7 +11,7 @@ from typer.testing import CliRunner
 from rollmill.chat.tokenizer import Tokenizer
 from rollmill.cli.main import app
 from rollmill.cluster.checkpoint import check_checkpoint, import_checkpoint
-from rollmill.cluster.roles.midtrain import make_tokenizer
+from rollmill.cluster.prepare import keep_tokenizer
 from rollmill.cluster.run import RunConfig, RunDirectory
 from rollmill.config import load_config, validate_config
 from rollmill.demo import CONFIG as DEMO
@@ -31,14 +31,14 @@ def export(config: RunConfig, directory: Path) -> tuple[Decoder, Tokenizer, Path
     """What the first version of a run's base line becomes, with the weights and the tokenizer it was made of."""
     run = RunDirectory.create(directory, config)
     objects = Objects.open(run.home_store)
-    make_tokenizer(run, objects)
+    keep_tokenizer(run, objects)
     model = Decoder(config.model)
     model.initialise(config.seed)
     tensors = to_host(model.state_dict())
     load_host(model, tensors)  # as bf16 rounds them
-    Publisher(WeightStore(objects), config.base_line).publish(0, tensors)
+    Publisher(WeightStore(objects), config.stages[0].name).publish(0, tensors)
     out = directory / "exported"
-    told = CliRunner().invoke(app, ["weights", "export", str(run.path), f"{config.base_line}@0", str(out)])
+    told = CliRunner().invoke(app, ["weights", "export", str(run.path), f"{config.stages[0].name}@0", str(out)])
     assert told.exit_code == 0, told.output
     return model, Tokenizer.load(run.tokenizer), out
 
@@ -61,7 +61,7 @@ def test_an_export_loads_everywhere(source: Path, tmp_path: Path) -> None:
     shown = CliRunner().invoke(app, ["model", "show", str(out)])
     assert shown.exit_code == 0 and "MixtralForCausalLM" in shown.output
 
-    tree = {"name": "next", "steps": 0, "checkpoint": str(out)}
+    tree = {"name": "next", "checkpoint": str(out)}
     config = validate_config(RunConfig, tree, "next.toml")
     check_checkpoint(config)
     weights = WeightStore(Objects.open(tmp_path / "next"))

@@ -178,8 +178,9 @@ def test_a_supervisor_killed_at_once_leaves_no_process_behind(run: RunDirectory)
 def test_mid_training_that_is_stopped_early_does_not_exit_with_0(make_run: Callable[..., RunDirectory]) -> None:
     """Otherwise RL would start from half-trained weights."""
     small = ("layers=1", "width=16", "heads=2", "kv_heads=1", "head_dim=8", "mlp_width=16", "expert_width=8")
-    run = make_run("midtrain.steps=100000", "midtrain.training.threads=1", *(f"model.{setting}" for setting in small))
-    command = [sys.executable, "-m", "rollmill.cluster.role", "midtrain", str(run.path)]
+    endless = ("stages.midtrain.steps=100000", "stages.midtrain.training.threads=1")
+    run = make_run(*endless, *(f"model.{setting}" for setting in small))
+    command = [sys.executable, "-m", "rollmill.cluster.role", "trainer", str(run.path), "midtrain"]
     process = subprocess.Popen(command, env={**os.environ, "OMP_NUM_THREADS": "1"}, stderr=subprocess.PIPE)
     until(lambda: process.poll() is not None or any(e["kind"] == "midtrain_step" for e in read_events(run.events)))
     process.terminate()
@@ -197,7 +198,7 @@ DOORS = {  # role: a request that asks for a token, and the one secret that open
 def test_each_token_opens_one_door(run: RunDirectory, cluster: LocalCluster, tokenizer: Tokenizer) -> None:  # noqa: F811
     tokenizer.save(run.tokenizer)
     for role in DOORS:
-        cluster.start(role, service=True)
+        cluster.start(role, *(("line", "rl", "bf16") if role.startswith("engine") else ()), service=True)
     for role, (method, path, opening) in DOORS.items():
         until(lambda role=role: status(run.url(role), "GET", "/health") is not None, cluster)
         for secret in SECRETS:

@@ -12,6 +12,7 @@ import pytest
 from rollmill.cluster.run import RunDirectory
 from rollmill.errors import ConfigError
 from rollmill.storage.database import open_database
+from rollmill.training.stage import RolloutSettings
 from rollmill.trajectories.ledger import Ledger
 from rollmill.trajectories.pace import Pace
 from tests.cluster.conftest import make_config
@@ -20,16 +21,24 @@ from tests.cluster.conftest import make_config
 @pytest.mark.parametrize(
     ("override", "complaint"),
     [
-        ("steps=many", "steps: Input should be a valid integer (got 'many')"),
-        ("steps=1.5", "steps: "),
-        ("group_size=1", "groups of one need"),
-        ("max_stalness=1", "unknown key 'max_stalness'; did you mean 'max_staleness'?"),
+        ("stages.rl.steps=many", "[stages] kind = \"rl\": steps: Input should be a valid integer (got 'many')"),
+        ("stages.rl.steps=1.5", "steps: "),
+        ("stages.rl.group_size=0", "group_size: Input should be greater than or equal to 1"),
+        ("stages.rl.group_size=1", "group_size is 1, but baseline"),
+        ("stages.rl.max_stalness=1", "unknown key 'max_stalness'; did you mean 'max_staleness'?"),
+        ("max_stalness=1", "unknown key 'max_stalness'; did you mean 'stages.rl.max_staleness'?"),
+        ("stages.rll.steps=1", "override 'stages.rll.steps=1': nothing is called 'rll'"),
+        ("stages.rl=1", "override 'stages.rl=1' names no setting of 'rl'"),
+        ("steps=1", "'steps' is a setting of a stage now"),
+        ("midtrain.steps=1", "'midtrain' is a setting of a stage now"),
+        ("stages.rl.name=midtrain", "two stages are called 'midtrain': give each its own `name`"),
+        ("stages.rl.name=eval-before", "a stage cannot be called 'eval-before'"),
+        ('stages.rl.name="../main"', "name: String should match pattern"),
         ("rollouts.timeout=1", "unknown key 'rollouts.timeout'; did you mean 'rollouts.timeout_s'?"),
         ("model.layer=3", "did you mean 'model.layers'?"),
         ('regions=["home", "home"]', "regions must be distinct, got ['home', 'home']"),
         ('regions=["home", "../away"]', "regions.1: String should match pattern"),
         ("regions=[]", "regions: "),
-        ('line="../main"', "line: String should match pattern"),
         ("name=Demo Run", "name: String should match pattern"),
     ],
 )
@@ -41,13 +50,14 @@ def test_a_wrong_configuration_is_named_with_its_place(override: str, complaint:
 
 def test_every_mistake_is_listed_at_once() -> None:
     with pytest.raises(ConfigError) as raised:
-        make_config("steps=many", "group_size=0", "colour=red")
+        make_config("stages.rl.steps=many", "stages.rl.group_size=0", "colour=red")
     assert all(word in raised.value.message for word in ("steps", "group_size", "colour"))
 
 
 def test_the_staleness_bound() -> None:
-    assert make_config("max_staleness=2", "groups_per_step=12", "steps=9").pace.most_open(0) == 36
-    assert make_config("max_staleness=0", "groups_per_step=12", "steps=9").pace.most_open(0) == 12
+    for staleness, bound in ((2, 36), (0, 12)):
+        stage = make_config(f"stages.rl.max_staleness={staleness}", "stages.rl.groups_per_step=12").stage("rl")
+        assert isinstance(stage, RolloutSettings) and stage.pace(9).most_open(0) == bound
 
 
 def test_a_run_directory_is_opened_as_it_was_created(tmp_path: Path) -> None:
@@ -91,7 +101,7 @@ def test_a_run_made_before_there_were_ids_is_keyed_by_its_name(run: RunDirectory
 
 
 def test_a_run_that_only_serves_is_opened_without_tasks(tmp_path: Path) -> None:
-    config = make_config("steps=0").model_copy(update={"tasks": None})
+    config = make_config().model_copy(update={"tasks": None, "stages": (), "checkpoint": "gone"})
     assert RunDirectory.open(RunDirectory.create(tmp_path, config).path).config == config
 
 
@@ -102,7 +112,7 @@ def test_only_the_owner_can_read_the_keys(run: RunDirectory) -> None:
 
 def test_a_second_run_of_the_name_is_refused_and_the_first_one_kept(run: RunDirectory) -> None:
     with pytest.raises(ConfigError, match=r"already holds a run[\s\S]*hint: `rollmill train --resume .*small"):
-        RunDirectory.create(run.path.parent, make_config("steps=1"))
+        RunDirectory.create(run.path.parent, make_config("stages.rl.steps=1"))
     assert RunDirectory.open(run.path) == run
 
 
@@ -140,7 +150,7 @@ def test_a_damaged_run_json(run: RunDirectory, content: str) -> None:
 
 def test_a_run_of_another_release_names_the_setting(run: RunDirectory) -> None:
     saved = json.loads((run.path / "run.json").read_text())
-    saved["config"]["groups_per_stop"] = saved["config"].pop("groups_per_step")
+    saved["config"]["stages"][1]["groups_per_stop"] = saved["config"]["stages"][1].pop("groups_per_step")
     (run.path / "run.json").write_text(json.dumps(saved))
     with pytest.raises(ConfigError, match=r"run\.json.*'groups_per_stop'; did you mean 'groups_per_step'"):
         RunDirectory.open(run.path)

@@ -9,7 +9,7 @@ import pytest
 
 from rollmill.cli.target import start_settings
 from rollmill.cluster.checkpoint import TOKENIZER, check_here
-from rollmill.cluster.roles import midtrain
+from rollmill.cluster.roles import trainer
 from rollmill.cluster.run import RunConfig, RunDirectory
 from rollmill.config import load_config
 from rollmill.errors import ConfigError, RollmillError
@@ -23,7 +23,7 @@ from rollmill.weights.format.manifest import describe, root_digest
 from rollmill.weights.reading.channels import Channels
 from rollmill.weights.reading.store import WeightStore
 from rollmill.weights.writing.publisher import Publisher
-from tests.cluster.checkpoints import TASKS
+from tests.cluster.checkpoints import RL, TASKS
 from tests.cluster.served import published_run
 
 
@@ -31,25 +31,25 @@ def other_run(root: Path, form: str = "bf16") -> RunDirectory:
     """A run with versions 0 to 2 whose model has a tokenizer and a config.json; channel `live` is version 1."""
     run = published_run(root, 0, f"form={form}")
     objects = Objects.open(run.home_store)
-    keep_companions(objects, "main-base", {TOKENIZER: run.tokenizer.read_bytes(), "config.json": b"{}"})
-    model, publisher = Decoder(run.config.model, form=form), Publisher(WeightStore(objects), "main", form)
+    keep_companions(objects, "midtrain", {TOKENIZER: run.tokenizer.read_bytes(), "config.json": b"{}"})
+    model, publisher = Decoder(run.config.model, form=form), Publisher(WeightStore(objects), "rl", form)
     model.initialise(9)
-    Publisher(WeightStore(objects), "main-base", form).publish(0, to_host(model.state_dict(), form))
+    Publisher(WeightStore(objects), "midtrain", form).publish(0, to_host(model.state_dict(), form))
     for number in range(3):
         model.initialise(number)
-        publisher.publish(number, to_host(model.state_dict(), form), Version("main-base", 0) if not number else None)
-    Channels(objects).move("live", Version("main", 1))
+        publisher.publish(number, to_host(model.state_dict(), form), Version("midtrain", 0) if not number else None)
+    Channels(objects).move("live", Version("rl", 1))
     return run
 
 
 def next_run(root: Path, other: RunDirectory, version: str, *overrides: str) -> RunDirectory:
-    settings = ["name=next", "steps=1", TASKS, "device=cpu", *overrides, *start_settings(other.path, version)]
+    settings = ["name=next", RL, TASKS, "device=cpu", *overrides, *start_settings(other.path, version)]
     config = load_config(RunConfig, None, settings)
     check_here(config)
     return RunDirectory.create(root, config)
 
 
-@pytest.mark.parametrize(("text", "number"), [("2", 2), ("main@1", 1), ("live", 1)])
+@pytest.mark.parametrize(("text", "number"), [("2", 2), ("rl@1", 1), ("live", 1)])
 @pytest.mark.parametrize("form", ["bf16", "fp8"])
 def test_a_version_of_another_run_is_imported_with_what_belongs_to_it(
     text: str, number: int, form: str, tmp_path: Path
@@ -57,13 +57,13 @@ def test_a_version_of_another_run_is_imported_with_what_belongs_to_it(
     other = other_run(tmp_path, form)
     run = next_run(tmp_path, other, text, "model.max_context=64", f"form={form}")
     assert run.config.model == other.config.model.model_copy(update={"max_context": 64})
-    midtrain.main(run)
+    trainer.main(run)
     shutil.rmtree(other.path)
-    midtrain.main(RunDirectory.open(run.path))  # the other run is not needed any more
+    trainer.main(RunDirectory.open(run.path))  # the other run is not needed any more
     assert run.tokenizer.read_bytes()
     store = WeightStore(Objects.open(run.home_store))
-    version = Version(f"{other.id}-main", number)
-    assert run.config.base_line == version.line and store.head(version.line) == number
+    version = Version(f"{other.id}-rl", number)
+    assert run.config.checkpoint_line == version.line and store.head(version.line) == number
     assert store.manifest(version).metadata["imported_from"]["run"] == other.id
     # exactly the weights of that version, in any form
     model, again = (Decoder(other.config.model, form=form) for _ in range(2))
@@ -73,14 +73,14 @@ def test_a_version_of_another_run_is_imported_with_what_belongs_to_it(
         describe(to_host(model.state_dict(), form))
     )
     # what is trained from it descends from it, and leaves with its tokenizer
-    first = Publisher(store, "main").publish(0, to_host(again.state_dict()), version)
-    assert trace_lineage(store, "main").position(version.line, number) == 0
+    first = Publisher(store, "rl").publish(0, to_host(again.state_dict()), version)
+    assert trace_lineage(store, "rl").position(version.line, number) == 0
     assert companions_of(store, first).keys() == {TOKENIZER, "config.json"}
 
 
 def test_what_cannot_be_started_from(tmp_path: Path) -> None:
     other = other_run(tmp_path / "other")
-    for version, words in (("9", "main@9"), ("nightly", "neither LINE@NUMBER nor a channel")):
+    for version, words in (("9", "rl@9"), ("nightly", "neither LINE@NUMBER nor a channel")):
         with pytest.raises(RollmillError, match=words):
             next_run(tmp_path, other, version)
     with pytest.raises(ConfigError, match=r"model\.width is set, but the run .* decides it"):

@@ -10,12 +10,12 @@ from rollmill.config import load_config
 from rollmill.demo import CONFIG as DEMO
 
 SMALL = (
-    "steps=3",
-    "groups_per_step=3",
-    "group_size=4",
-    "midtrain.steps=140",  # enough to solve some tasks and fail others: RL needs both
-    "midtrain.training.threads=1",
-    "training.checkpoint_every=3",
+    "stages.rl.steps=3",
+    "stages.rl.groups_per_step=3",
+    "stages.rl.group_size=4",
+    "stages.midtrain.steps=140",  # enough to solve some tasks and fail others: RL needs both
+    "stages.midtrain.training.threads=1",
+    "stages.rl.training.checkpoint_every=3",
     "evals.tasks=2",
     "evals.attempts=1",
     "evals.fresh_tasks=1",

@@ -26,7 +26,7 @@ from rollmill.trajectories.ledger import Ledger
 from rollmill.trajectories.store import TrajectoryStore
 from rollmill.types import TrajectoryState, Version
 from rollmill.weights.reading.store import WeightStore
-from tests.cluster.checkpoints import TASKS, make_chat_checkpoint
+from tests.cluster.checkpoints import MIDTRAIN_AND_RL, RL, TASKS, make_chat_checkpoint
 from tests.e2e.test_kill import start, wait_for
 from tests.models.checkpoints import our_logits, their_logits
 
@@ -35,15 +35,16 @@ pytestmark = pytest.mark.slow
 transformers = pytest.importorskip("transformers")
 
 SETTINGS = (
+    MIDTRAIN_AND_RL,
     TASKS,
-    "steps=2",
-    "groups_per_step=2",
-    "group_size=2",
+    "stages.rl.steps=2",
+    "stages.rl.groups_per_step=2",
+    "stages.rl.group_size=2",
     "tools_in_prompt=false",
     "device=cpu",
     "model.max_context=256",
-    "midtrain.steps=3",
-    "midtrain.documents_per_step=4",
+    "stages.midtrain.steps=3",
+    "stages.midtrain.documents_per_step=4",
     "rollouts.max_answer_tokens=8",
     "harness.max_turns=2",
     "evals.tasks=2",
@@ -53,7 +54,7 @@ SETTINGS = (
 )
 
 
-NO_MIDTRAIN = tuple(setting for setting in SETTINGS if not setting.startswith("midtrain"))
+NO_MIDTRAIN = (RL, *(setting for setting in SETTINGS[1:] if not setting.startswith("stages.midtrain")))
 
 
 def export(run: RunDirectory, version: str, directory: Path) -> None:
@@ -78,17 +79,17 @@ def test_from_checkpoint_to_checkpoint(tmp_path: Path) -> None:
     tokenizer = transformers.PreTrainedTokenizerFast(tokenizer_file=str(checkpoint / "tokenizer.json"))
     text = tokenizer.decode(trajectories.load(rows[0].id).segments[0].tokens)
     assert text.startswith("<|im_start|>user\n") and "<|im_end|>\n<|im_start|>assistant\n" in text
-    assert len(Ledger(open_database(run.database_url), run.id).steps()) == 2
+    assert len(Ledger(open_database(run.database_url), run.stage_key(run.config.stages[-1])).steps()) == 2
 
     # the checkpoint is no longer needed: the run is resumed without it, and everything is done already
     moved = Path(shutil.move(checkpoint, tmp_path / "moved"))
     weights = WeightStore(objects)
     drive(RunDirectory.open(run.path))
-    assert weights.head("main") == 2 and len(trajectories.list()) == len(rows)
+    assert weights.head("rl") == 2 and len(trajectories.list()) == len(rows)
 
     # versions before and after training are exported as complete directories
     tokens = torch.arange(3, 60)
-    for version in ("main-checkpoint@0", "main@2"):
+    for version in ("rl-checkpoint@0", "rl@2"):
         out = tmp_path / version.replace("@", "-")
         export(run, version, out)
         for kept in ("config.json", "tokenizer.json", "generation_config.json"):
@@ -99,7 +100,7 @@ def test_from_checkpoint_to_checkpoint(tmp_path: Path) -> None:
         theirs = transformers.AutoModelForCausalLM.from_pretrained(out, dtype=torch.float32).eval()
         with torch.no_grad():
             torch.testing.assert_close(our_logits(ours, tokens), their_logits(theirs, tokens), atol=1e-4, rtol=1e-4)
-    before, after = (tmp_path / name / "model.safetensors" for name in ("main-checkpoint-0", "main-2"))
+    before, after = (tmp_path / name / "model.safetensors" for name in ("rl-checkpoint-0", "rl-2"))
     assert before.read_bytes() != after.read_bytes() and before.stat().st_size == after.stat().st_size
 
 
@@ -107,11 +108,11 @@ def test_from_checkpoint_to_checkpoint(tmp_path: Path) -> None:
 def test_stopping_in_the_middle_of_rl_leaves_no_tracebacks(tmp_path: Path) -> None:
     """Ctrl-C while every role works: the terminal ends with the hint, and no log has a traceback."""
     make_chat_checkpoint(tmp_path / "model")
-    settings = ["name=mine", f"checkpoint={tmp_path / 'model'}", *NO_MIDTRAIN, "steps=1000"]
+    settings = ["name=mine", f"checkpoint={tmp_path / 'model'}", *NO_MIDTRAIN, "stages.rl.steps=1000"]
     run = RunDirectory.create(tmp_path / "runs", load_config(RunConfig, None, settings))
     process = start(run)
     try:
-        wait_for(lambda: "reinforce" in (run.path / "train.out").read_text(), process, run)
+        wait_for(lambda: "rl: started" in (run.path / "train.out").read_text(), process, run)
         wait_for(lambda: any(event["kind"] == "rollout" for event in read_events(run.events)), process, run)
         os.killpg(process.pid, signal.SIGINT)
         assert process.wait() == 130
@@ -130,7 +131,7 @@ def test_stopping_in_the_middle_of_rl_leaves_no_tracebacks(tmp_path: Path) -> No
 def test_without_mid_training_rl_starts_from_the_checkpoint_in_another_form(tmp_path: Path) -> None:
     """tests/e2e/test_extend.py does the same in the form of the checkpoint."""
     make_chat_checkpoint(tmp_path / "model")
-    settings = ["name=mine", f"checkpoint={tmp_path / 'model'}", *NO_MIDTRAIN, "steps=1", "form=fp8"]
+    settings = ["name=mine", f"checkpoint={tmp_path / 'model'}", *NO_MIDTRAIN, "stages.rl.steps=1", "form=fp8"]
     run = RunDirectory.create(tmp_path / "runs", load_config(RunConfig, None, settings))
     run_to_report(run)
     check_start(run, "fp8", tmp_path / "export")
@@ -139,11 +140,11 @@ def test_without_mid_training_rl_starts_from_the_checkpoint_in_another_form(tmp_
 def check_start(run: RunDirectory, form: str, exported: Path) -> None:
     """After one step: the line begins with the imported version, and its export can be the start of another run."""
     weights = WeightStore(Objects.open(run.home_store))
-    first, imported = weights.manifest(Version("main", 0), form), weights.manifest(Version("main-checkpoint", 0))
-    assert first.origin == imported.version and weights.head("main", form) == 1
+    first, imported = weights.manifest(Version("rl", 0), form), weights.manifest(Version("rl-checkpoint", 0))
+    assert first.origin == imported.version and weights.head("rl", form) == 1
     assert (first.digest == imported.digest) == (form == "bf16")
 
     # an export is a checkpoint like any other: the next run starts from it
-    export(run, "main@1", exported)
+    export(run, "rl@1", exported)
     again = load_config(RunConfig, None, ["name=again", f"checkpoint={exported}", *NO_MIDTRAIN])
     assert again.model == run.config.model

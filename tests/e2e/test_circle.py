@@ -25,16 +25,17 @@ from tests.e2e.small_run import small_run
 
 @pytest.mark.timeout(900)
 def test_synchronous_run_in_two_regions(tmp_path: Path, midtrained: RunDirectory) -> None:
-    run = small_run(tmp_path, "circle", "max_staleness=0", base=midtrained)
+    run = small_run(tmp_path, "circle", "stages.rl.max_staleness=0", base=midtrained)
     run_to_report(run)
     objects = Objects.open(run.home_store)
-    weights, ledger = WeightStore(objects), Ledger(open_database(run.database_url), run.id)
+    weights, [_, stage] = WeightStore(objects), run.config.stages
+    ledger = Ledger(open_database(run.database_url), run.stage_key(stage))
     trajectories = TrajectoryStore(open_database(run.database_url), objects)
     events = read_events(run.events)
 
     # every step trained on tokens of the version it started from, nothing older
     steps = ledger.steps()
-    assert len(steps) == run.config.steps and any(step.trajectories for step in steps)
+    assert len(steps) == stage.steps and any(step.trajectories for step in steps)
     for step in steps:
         for id in step.trajectories:
             for segment in trajectories.load(id).segments:
@@ -43,7 +44,7 @@ def test_synchronous_run_in_two_regions(tmp_path: Path, midtrained: RunDirectory
 
     # the other region has a store of its own with the same bytes, and both engines applied every version they served
     away = WeightStore(Objects.open(run.store_path("away")))
-    newest = Version("main", run.config.steps)
+    newest = Version("rl", stage.steps)
     assert away.manifest(newest).digest == weights.manifest(newest).digest
     assert {event["engine"] for event in events if event["kind"] == "apply"} == {"engine-home", "engine-away"}
 

@@ -19,6 +19,7 @@ from rollmill.cluster.run import RunDirectory
 from rollmill.storage.database import open_database
 from rollmill.storage.objects import Objects
 from rollmill.telemetry import read_events
+from rollmill.training.stage import RolloutSettings
 from rollmill.trajectories.ledger import Ledger
 from rollmill.trajectories.store import TrajectoryStore
 from rollmill.types import GroupState, TrajectoryState, Version
@@ -40,10 +41,14 @@ def start(run: RunDirectory) -> subprocess.Popen[bytes]:
     )
 
 
+def stage_key(run: RunDirectory) -> str:
+    return run.stage_key(run.config.stages[-1])
+
+
 def stores(run: RunDirectory) -> tuple[WeightStore, Ledger, TrajectoryStore]:
     objects = Objects.open(run.store_path("home"))
     database = open_database(run.database_url)
-    return WeightStore(objects), Ledger(database, run.id), TrajectoryStore(database, objects)
+    return WeightStore(objects), Ledger(database, stage_key(run)), TrajectoryStore(database, objects)
 
 
 def pid_of(run: RunDirectory, role: str) -> int | None:
@@ -66,7 +71,7 @@ def wait_for(condition: Callable[[], bool], process: subprocess.Popen[bytes], ru
 
 
 def finished_ids(trajectories: TrajectoryStore, run: RunDirectory) -> set[str]:
-    rows = trajectories.list(run=run.id, limit=100_000)
+    rows = trajectories.list(run=stage_key(run), limit=100_000)
     return {row.id for row in rows if row.state in (TrajectoryState.finished, TrajectoryState.graded)}
 
 
@@ -80,7 +85,8 @@ def digests(weights: WeightStore, line: str) -> dict[int, str]:
 
 @pytest.mark.timeout(900)
 def test_a_run_survives_the_death_of_every_process(tmp_path: Path, midtrained: RunDirectory) -> None:
-    run = small_run(tmp_path, "killed", "steps=8", "groups_per_step=2", *BRIEF_EVALS, base=midtrained)
+    dials = ("stages.rl.steps=8", "stages.rl.groups_per_step=2", *BRIEF_EVALS)
+    run = small_run(tmp_path, "killed", *dials, base=midtrained)
     weights, ledger, trajectories = stores(run)
     draw = random.Random(os.urandom(8))
     process = start(run)
@@ -98,7 +104,7 @@ def test_a_run_survives_the_death_of_every_process(tmp_path: Path, midtrained: R
                 pid = pid_of(run, victim)
                 assert pid is not None, f"{victim} is not running"
                 os.kill(pid, signal.SIGKILL)
-            seen_digests |= digests(weights, "main")
+            seen_digests |= digests(weights, "rl")
             seen_finished |= finished_ids(trajectories, run)
             if victim == "everything":
                 process = start(run)
@@ -114,13 +120,13 @@ def check_records(run: RunDirectory, seen_digests: dict[int, str], seen_finished
     weights, ledger, trajectories = stores(run)
     steps = ledger.steps()
     assert [step.number for step in steps] == list(
-        range(1, run.config.steps + 1)
-    ) and ledger.committed() == run.config.steps
+        range(1, run.config.stages[-1].steps + 1)
+    ) and ledger.committed() == run.config.stages[-1].steps
     # nothing is trained twice
     uses = Counter(id for step in steps for id in step.trajectories)
     assert uses and max(uses.values()) == 1
     # nothing that was finished is lost: it is graded, and a step lists it or its group was closed with a reason
-    rows = {row.id: row for row in trajectories.list(run=run.id, limit=100_000)}
+    rows = {row.id: row for row in trajectories.list(run=stage_key(run), limit=100_000)}
     assert seen_finished and all(rows[id].state == TrajectoryState.graded for id in seen_finished)
     decided = {id for step in steps for id in (*step.trajectories, *step.excluded)}
     groups = ledger.groups()
@@ -130,17 +136,19 @@ def check_records(run: RunDirectory, seen_digests: dict[int, str], seen_finished
     # every group ended, in a step or closed; every trajectory is in exactly one final state
     assert {group.state for group in groups} == {GroupState.final}
     trained = sum(len(step.groups) for step in steps)
-    assert 0 < trained <= run.config.steps * run.config.groups_per_step and trained + len(closed) == len(groups)
-    assert len(groups) <= run.config.pace.most_started(run.config.steps - 1)
+    stage = run.config.stages[-1]
+    assert isinstance(stage, RolloutSettings)
+    assert 0 < trained <= stage.steps * stage.groups_per_step and trained + len(closed) == len(groups)
+    assert len(groups) <= stage.pace(stage.steps).most_started(stage.steps - 1)
     counts = ledger.counts()
     assert sum(counts.values()) == len(rows) and counts["admitted"] == counts["leased"] == 0
     # no token is over the staleness bound, whoever died
     assert all(event["masked_stale"] == 0 for event in read_events(run.events) if event["kind"] == "step")
     # published versions kept their digests, and all of them verify
-    after = digests(weights, "main")
+    after = digests(weights, "rl")
     assert {number: after[number] for number in seen_digests} == seen_digests
-    assert sorted(after) == list(range(run.config.steps + 1)) and len(set(after.values())) > 1
-    assert all(ok for _, ok, _ in weights.verify("main"))
+    assert sorted(after) == list(range(run.config.stages[-1].steps + 1)) and len(set(after.values())) > 1
+    assert all(ok for _, ok, _ in weights.verify("rl"))
     # every sampled token names weights that exist
     for id in seen_finished:
         for segment in trajectories.load(id).segments:

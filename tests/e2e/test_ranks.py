@@ -31,13 +31,14 @@ def ranks_of(run: RunDirectory) -> dict[int, int]:
 
 @pytest.mark.timeout(900)
 def test_a_run_on_two_ranks_survives_a_killed_rank(tmp_path: Path, midtrained: RunDirectory) -> None:
-    dials = (f"steps={STEPS}", "training.ranks=2", "training.expert_parallel=2", 'device="cpu"')
+    training = ("stages.rl.training.ranks=2", "stages.rl.training.expert_parallel=2")
+    dials = (f"stages.rl.steps={STEPS}", *training, 'device="cpu"')
     run = small_run(tmp_path, "ranks", *dials, *ALONE, base=midtrained)
     weights, ledger, _ = stores(run)
     process = start(run)
     try:
         wait_for(lambda: ledger.committed() >= 1, process, run)
-        before, first = digests(weights, "main"), ranks_of(run)
+        before, first = digests(weights, "rl"), ranks_of(run)
         assert first.keys() == {0, 1}
         time.sleep(0.3)
         os.kill(first[1], signal.SIGKILL)
@@ -47,9 +48,9 @@ def test_a_run_on_two_ranks_survives_a_killed_rank(tmp_path: Path, midtrained: R
         if process.poll() is None:
             os.killpg(process.pid, signal.SIGKILL)
             process.wait()
-    after = digests(weights, "main")
+    after = digests(weights, "rl")
     assert sorted(after) == list(range(STEPS + 1)) and before.items() <= after.items()
-    assert ledger.committed() == STEPS and weights.lines() == sorted(["main", "main-base"])
+    assert ledger.committed() == STEPS and weights.lines() == ["midtrain", "rl"]
     trained = [id for step in ledger.steps() for id in step.trajectories]
     assert len(trained) == len(set(trained)), "no trajectory is trained twice"
     assert (run.path / "report.html").exists()
@@ -62,7 +63,8 @@ def test_a_run_on_two_ranks_survives_a_killed_rank(tmp_path: Path, midtrained: R
 @pytest.mark.timeout(900)
 def test_ranks_that_torchrun_started(tmp_path: Path) -> None:
     """Each rank runs `rollmill train`: rank 0 drives the run, rank 1 only trains. Mid-training only."""
-    dials = ("steps=0", "midtrain.steps=4", "midtrain.training.ranks=2", "training.ranks=2", 'device="cpu"')
+    ranks = ("stages.midtrain.training.ranks=2", "stages.rl.training.ranks=2")
+    dials = ("stages.rl.steps=0", "stages.midtrain.steps=4", *ranks, 'device="cpu"')
     torchrun = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2", "--no-python", "--standalone"]
     rollmill = [sys.executable, "-c", "from rollmill.cli.main import main; main()", "train", str(DEMO)]
     rollmill += ["--root", str(tmp_path), "name=outside", *SMALL, *dials, *ALONE]
@@ -70,9 +72,9 @@ def test_ranks_that_torchrun_started(tmp_path: Path) -> None:
     assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
     run = RunDirectory.open(tmp_path / "outside")
     weights, _, _ = stores(run)
-    assert sorted(digests(weights, "main-base")) == [0, 1] and sorted(digests(weights, "main")) == [0]
+    assert sorted(digests(weights, "midtrain")) == [0, 1] and sorted(digests(weights, "rl")) == [0]
     assert (run.path / "report.html").exists()
-    checkpoints = weights.objects.list("checkpoints/main-base")
+    checkpoints = weights.objects.list("checkpoints/midtrain")
     assert any("state-00001-of-00002" in key for key in checkpoints)
     names = {event["process"] for event in read_events(run.events)}
-    assert "midtrain" in names and not any("rank" in name for name in names)
+    assert "trainer" in names and not any("rank" in name for name in names)

@@ -21,14 +21,15 @@ from tests.rollouts.test_seeds import Answers, answers
 @pytest.mark.timeout(900)
 def test_the_same_seed_is_the_same_run(tmp_path: Path, midtrained: RunDirectory) -> None:
     """Synchronous, one rollout at a time, every process real: the same tokens, the same weights bit for bit."""
-    alone = [*ONE_REGION, "rollouts.concurrency=1", "evals.concurrency=1", "groups_per_step=2"]
+    alone = [*ONE_REGION, "rollouts.concurrency=1", "evals.concurrency=1", "stages.rl.groups_per_step=2"]
     runs: list[tuple[Answers, str]] = []
     for name in ("first", "second"):
-        run = small_run(tmp_path, name, *alone, "seed=3", "steps=2", "max_staleness=0", base=midtrained)
+        dials = ("seed=3", "stages.rl.steps=2", "stages.rl.max_staleness=0")
+        run = small_run(tmp_path, name, *alone, *dials, base=midtrained)
         drive(run)
         objects = Objects.open(run.home_store)
         store = TrajectoryStore(open_database(run.database_url), objects)
-        runs.append((answers(store, store.list()), WeightStore(objects).manifest(Version("main", 2)).digest))
+        runs.append((answers(store, store.list()), WeightStore(objects).manifest(Version("rl", 2)).digest))
     (tokens, digest), (same_tokens, same_digest) = runs
     assert len(tokens) >= 20 and tokens == same_tokens
     assert digest == same_digest

@@ -9,8 +9,9 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from rollmill.cluster.roles.midtrain import make_tokenizer
-from rollmill.cluster.run import RunConfig, RunDirectory
+from rollmill.chat.formats.compact import SPECIAL_TOKENS
+from rollmill.cluster.prepare import keep_tokenizer
+from rollmill.cluster.run import RunDirectory
 from rollmill.errors import ConfigError, WeightsError
 from rollmill.models.huggingface.config import config_from_huggingface
 from rollmill.storage.http import object_app
@@ -19,6 +20,8 @@ from rollmill.types import Version
 from rollmill.weights import Channels, Publisher, WeightStore
 from rollmill.weights.reading.leases import Leases
 from rollmill.weights.regions.anchors import AnchorBuilder
+from tests.cluster.checkpoints import chat_tokenizer
+from tests.cluster.conftest import make_config
 from tests.storage.serving import new_bucket, s3_environment, s3_server, served
 from tests.weights.build import delta_pack, history, make_tensors, publish_line, same, train_step
 from tests.weights.commands import invoke, open_store, shown, write_events
@@ -224,10 +227,11 @@ MODEL = {"vocab_size": 300, "layers": 1, "width": 64}
 
 @pytest.fixture
 def real_run(tmp_path: Path) -> RunDirectory:
-    config = RunConfig.model_validate({"name": "demo", "steps": 0, "model": MODEL, "midtrain": {"steps": 1}})
-    made = RunDirectory.create(tmp_path / "runs", config)
-    make_tokenizer(made, Objects.open(made.home_store))
-    publish_line(made.home_store, 3, line=config.base_line)
+    chat_tokenizer(SPECIAL_TOKENS).save(tmp_path / "words.json")
+    model = (f"model.{name}={value}" for name, value in MODEL.items())
+    made = RunDirectory.create(tmp_path / "runs", make_config(f"tokenizer={tmp_path / 'words.json'}", *model))
+    keep_tokenizer(made, Objects.open(made.home_store))
+    publish_line(made.home_store, 3, line="midtrain")
     return made
 
 
@@ -236,7 +240,7 @@ def files_of(directory: Path) -> dict[str, bytes]:
 
 
 def test_export_import_export_is_byte_identical(real_run: RunDirectory, tmp_path: Path) -> None:
-    first, second, base = tmp_path / "first", tmp_path / "second", real_run.config.base_line
+    first, second, base = tmp_path / "first", tmp_path / "second", "midtrain"
     assert f"{base}@2 (bf16)" in shown("export", real_run.path, f"{base}@2", first)
     assert "main@0 (bf16): 5 tensors" in shown("import", first, tmp_path / "elsewhere", "--line", "main")
     shown("export", tmp_path / "elsewhere", "0", second)

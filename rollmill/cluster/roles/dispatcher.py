@@ -1,4 +1,4 @@
-"""Evaluates version 0, runs every group of the run, evaluates the last version."""
+"""Plays one stage of the run: the evaluation before it, its groups of rollouts, the evaluation after it."""
 
 from __future__ import annotations
 
@@ -8,59 +8,68 @@ import json
 from collections.abc import AsyncIterator
 from dataclasses import asdict
 
+from rollmill import telemetry
 from rollmill.cluster.run import RunDirectory, phase
+from rollmill.cluster.stages import Evaluation, evaluations, is_recorded, last_version, results_key
 from rollmill.environments.environment import build_tasks, open_environment
 from rollmill.evals.run import EvalResult, Examination, run_eval
 from rollmill.evals.suite import EvalConfig
-from rollmill.kinds import build
 from rollmill.rollouts.client import GatewayClient
 from rollmill.rollouts.dispatcher import Dispatcher
 from rollmill.rollouts.rollout import RolloutContext
 from rollmill.rollouts.simulation import SlowMachines
 from rollmill.storage.database import open_database
 from rollmill.storage.objects import Objects
+from rollmill.training.stage import RolloutSettings, StageSection
 from rollmill.trajectories.ledger import Ledger
 from rollmill.trajectories.store import TrajectoryStore
 from rollmill.types import Version
+from rollmill.weights.reading.store import WeightStore
 
 # Publishing and loading a large model takes long. The supervisor notices when trainer or engines die meanwhile.
 START_PATIENCE_S = 3600.0
 
 
-def main(run: RunDirectory) -> None:
-    asyncio.run(_dispatch(run))
+def main(run: RunDirectory, name: str) -> None:
+    telemetry.label_events(stage=name)
+    asyncio.run(_dispatch(run, run.config.stage(name)))
 
 
-async def _dispatch(run: RunDirectory) -> None:
-    config = run.config
-    ledger = Ledger(open_database(run.database_url), run.id)
+async def _dispatch(run: RunDirectory, stage: StageSection) -> None:
+    due = [each for each in evaluations(run.config) if each.stage is stage]
     async with open_context(run) as context:
-        await _evaluate_once(run, context, "before", 0)
-        if config.steps == 0:
-            return
-        with phase("reinforce"):
-            await Dispatcher(
-                context,
-                ledger,
-                build_tasks(run.config),
-                config.rollouts,
-                run=run.id,
-                seed=config.seed,
-                pace=config.pace,
-                sampler=build(config.sampler),
-            ).run()
-        await _evaluate_once(run, context, "after", config.steps)
+        for each in due:
+            if each.first:
+                await _evaluate_once(run, context, each)
+        if isinstance(stage, RolloutSettings) and stage.steps:
+            key = run.stage_key(stage)
+            with phase(stage.name):
+                await Dispatcher(
+                    context,
+                    Ledger(open_database(run.database_url), key),
+                    build_tasks(run.config),
+                    run.config.rollouts,
+                    run=key,
+                    seed=run.config.seed_of(stage),
+                    pace=stage.pace(stage.steps),
+                ).run()
+        for each in due:
+            if not each.first:
+                await _evaluate_once(run, context, each)
 
 
-async def _evaluate_once(run: RunDirectory, context: RolloutContext, label: str, version: int) -> None:
-    """Evaluate and record the results, unless they are recorded already. An extended run is evaluated again."""
-    key = f"evals/{run.id}/{label}.json"
-    if context.objects.head(key) is not None and json.loads(context.objects.get(key))[0]["version"] == version:
+async def _evaluate_once(run: RunDirectory, context: RolloutContext, evaluation: Evaluation) -> None:
+    """Evaluate and record the results, unless they are recorded already."""
+    last = last_version(WeightStore(context.objects), evaluation.stage, run.config.form)
+    assert last is not None, "an engine serves the line"
+    number = 0 if evaluation.first else last.number
+    if is_recorded(run, context.objects, evaluation, number):
         return
-    suite = run.config.evals
+    suite, label = run.config.evals, evaluation.label
     with phase(f"evaluate {label}"):
-        results = await _evaluate(run, context, suite, label, version, alone=True)  # a run has one dispatcher
-        context.objects.put(key, json.dumps([asdict(result) for result in results]).encode())
+        results = await _evaluate(run, context, suite, label, number, alone=True)  # a run has one dispatcher
+        body = json.dumps([asdict(result) for result in results]).encode()
+        context.objects.put(results_key(run, label), body)
 
 
 async def evaluate(service: RunDirectory, suite: EvalConfig, version: Version) -> list[EvalResult]:

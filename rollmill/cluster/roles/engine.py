@@ -1,7 +1,7 @@
-"""An engine of a run. In training it follows the run's line, and outside the home region it mirrors the home store.
+"""An engine of a run. In training it follows the line of a stage; outside the home region it mirrors the home store.
 
-An engine of a service reads the home store and takes what it serves from its arguments: KIND NAME FORM, for example
-`version main@7 bf16`, `channel live bf16` or `line main bf16`.
+What it serves is given by its arguments: KIND NAME FORM, for example `line rl bf16`, `version rl@7 bf16` or
+`channel live bf16`. An engine of a service reads the home store.
 """
 
 from __future__ import annotations
@@ -13,8 +13,8 @@ from rollmill.weights.reading.store import WeightStore
 from rollmill.weights.regions.mirror import Mirror
 
 
-def main(run: RunDirectory, region: str, kind: str = "line", name: str = "", form: str = "") -> None:
-    line, _, number = (name or run.config.line).partition("@")
+def main(run: RunDirectory, region: str, kind: str, name: str, form: str) -> None:
+    line, _, number = name.partition("@")
     store, mirror, engine = Objects.open(run.home_store), None, f"engine-{region}"
     if run.run is not None:
         engine = f"{run.path.name}-{engine}"  # leases are held by name: not by that of the training's engine
@@ -33,6 +33,6 @@ def main(run: RunDirectory, region: str, kind: str = "line", name: str = "", for
         region=region,
         port=run.ports[f"engine-{region}"],
         device=run.config.device,
-        form=form or run.config.form,
+        form=form,
         token=run.engine_token,
     )

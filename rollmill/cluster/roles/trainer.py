@@ -1,58 +1,98 @@
-"""Trains the line with RL, from the newest version of the base line, until the last step is committed."""
+"""Trains one stage of the run, from the last version of the stage before, until its last step is committed.
+
+The first stage starts from the weights that the run starts from, which are imported first. Without a stage it only
+imports them.
+"""
 
 from __future__ import annotations
 
+from typing import Any
+
+from rollmill import telemetry
+from rollmill.chat.formats.choice import format_of
+from rollmill.chat.tokenizer import Tokenizer
 from rollmill.cluster.local import TERMINATED
+from rollmill.cluster.prepare import prepare
 from rollmill.cluster.run import RunDirectory
+from rollmill.cluster.stages import last_version
 from rollmill.errors import TrainingError
+from rollmill.kinds import build
 from rollmill.models.device import choose_device
 from rollmill.storage.database import open_database
 from rollmill.storage.objects import Objects
+from rollmill.training.config import TrainingConfig
 from rollmill.training.fitting import fitted
 from rollmill.training.loop import Trainer
-from rollmill.training.objectives.rl import RLObjective
-from rollmill.training.placement import place
+from rollmill.training.objective import Objective
+from rollmill.training.placement import Placement, place
+from rollmill.training.stage import Stage, StageContext, StageSection
 from rollmill.trajectories.ledger import Ledger
 from rollmill.trajectories.store import TrajectoryStore
 from rollmill.types import Version
 from rollmill.weights.reading.store import WeightStore
 
 
-def main(run: RunDirectory) -> None:
-    config = run.config
+def main(run: RunDirectory, name: str = "") -> None:
+    weights = WeightStore(Objects.open(run.home_store))
+    if not name:
+        prepare(run, weights)
+        return
+    config, stage = run.config, run.config.stage(name)
+    telemetry.label_events(stage=name)
     device = choose_device(config.device)
-    placement = place("trainer", device, config.training)
-    training = fitted(config.training, config.model, device)
-    objects = Objects.open(run.home_store)
-    weights = WeightStore(objects)
-    database = open_database(run.database_url)
-    base = weights.head(config.base_line, config.base_form)
-    if base is None:
-        raise TrainingError(f"line {config.base_line!r} has no version to start from", hint="mid-training comes first")
-    objective = RLObjective(
-        config.rl,
-        Ledger(database, run.id),
-        TrajectoryStore(database, objects),
-        weights,
-        pace=config.pace,
-        model_config=config.model,
-        tokens_per_microbatch=training.tokens_per_pass,
-    )
+    placement = place(name, device, stage.training)
+    parent = placement.from_first(_parent(run, stage, weights) if placement.first else None)
+    training = fitted(stage.training, config.model, device)
     trainer = Trainer(
         training,
         config.model,
-        objective,
+        _objective(run, stage, weights, training, placement),
         weights,
-        objects,
-        config.line,
-        Version(config.base_line, base),
-        steps=config.steps,
+        weights.objects,
+        name,
+        parent,
+        steps=stage.steps,
         seed=config.seed,
         form=config.form,
         device=config.device,
         placement=placement,
     )
-    trainer.run(config.steps)
+    trainer.run(stage.steps)
     placement.leave()
-    if trainer.step < config.steps:
+    if trainer.step < stage.steps:
         raise SystemExit(TERMINATED)
+
+
+def _parent(run: RunDirectory, stage: StageSection, weights: WeightStore) -> Version | None:
+    """The version that a stage starts from; None: random weights."""
+    before = run.config.before(stage)
+    if before is None:
+        return prepare(run, weights)
+    version = last_version(weights, before, run.config.form)
+    if version is None:
+        raise TrainingError(f"stage {before.name!r} has no version to start from", hint="it comes first")
+    return version
+
+
+def _objective(
+    run: RunDirectory, stage: StageSection, weights: WeightStore, training: TrainingConfig, placement: Placement
+) -> Objective[Any]:
+    config, database = run.config, open_database(run.database_url)
+    tokenizer = Tokenizer.load(run.tokenizer)
+    kind: Stage = build(stage)
+    return kind.objective(
+        StageContext(
+            name=stage.name,
+            steps=stage.steps,
+            seed=config.seed_of(stage),
+            model=config.model,
+            tokenizer=tokenizer,
+            format=format_of(tokenizer, tools_in_prompt=config.tools_in_prompt),
+            tokens_per_microbatch=training.tokens_per_pass,
+            placement=placement,
+            ledger=Ledger(database, run.stage_key(stage)),
+            trajectories=TrajectoryStore(database, weights.objects),
+            weights=weights,
+            directory=run.data / "stages" / stage.name,
+        )
+    )

@@ -8,7 +8,6 @@ from pydantic import model_validator
 
 from rollmill.training.config import RLConfig
 from rollmill.training.stage import RolloutSettings, StageContext
-from rollmill.trajectories.pace import Pace
 
 if TYPE_CHECKING:
     from rollmill.training.objectives.rl import RLObjective
@@ -36,7 +35,7 @@ class Reinforce:
             context.ledger,
             context.trajectories,
             context.weights,
-            pace=Pace(config.groups_per_step, config.group_size, config.max_staleness),
+            pace=config.pace(context.steps),
             model_config=context.model,
             tokens_per_microbatch=context.tokens_per_microbatch,
         )

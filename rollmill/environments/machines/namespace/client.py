@@ -145,8 +145,6 @@ class NamespaceMachine:
         await self._host.end(self._id)
         async with self._lock:
             self._connection.close()
-            for unclaimed in self._handed_over:
-                unclaimed.close()
 
     async def wait_ready(self) -> None:
         try:
@@ -195,9 +193,9 @@ class NamespaceMachine:
 
     async def _exchange(self, frame: bytes, timeout_s: float) -> tuple[dict[str, Any], bytes] | None:
         try:
-            async with asyncio.timeout(timeout_s + _GRACE_S) as limit:
+            async with asyncio.timeout(timeout_s + _GRACE_S):
                 await asyncio.get_running_loop().sock_sendall(self._connection, frame)
-                interrupt = asyncio.create_task(self._interrupt_if_unwanted(limit))
+                interrupt = asyncio.create_task(self._interrupt_if_unwanted())
                 try:
                     return await self._receive()
                 finally:
@@ -205,13 +203,11 @@ class NamespaceMachine:
         except (OSError, wire.WireError):
             return None
 
-    async def _interrupt_if_unwanted(self, limit: asyncio.Timeout) -> None:
+    async def _interrupt_if_unwanted(self) -> None:
         """End the command of a caller that was cancelled. If it has just ended, pid 1 ignores the message."""
         await self._unwanted.wait()
-        loop = asyncio.get_running_loop()
-        limit.reschedule(loop.time() + _GRACE_S)  # the command's own time limit may be days away
         with contextlib.suppress(OSError):
-            await loop.sock_sendall(self._connection, wire.pack({"op": "interrupt"}))
+            await asyncio.get_running_loop().sock_sendall(self._connection, wire.pack({"op": "interrupt"}))
 
     async def _lose(self, why: str, by_command: bool) -> None:
         """End a machine that cannot go on. Returns if its commands ruined it, else MachineError."""

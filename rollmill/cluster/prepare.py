@@ -1,0 +1,98 @@
+"""What a run needs before its first stage: a tokenizer, and the weights that it starts from, if any.
+
+What is already there is kept: an interrupted start is completed by the next.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from rollmill.chat.formats.choice import format_of
+from rollmill.chat.tokenizer import Tokenizer
+from rollmill.cluster.checkpoint import TOKENIZER, import_checkpoint, imported_tokenizer
+from rollmill.cluster.run import RunConfig, RunDirectory
+from rollmill.cluster.start import import_start
+from rollmill.errors import ConfigError
+from rollmill.kinds import load_object
+from rollmill.models.config import ModelConfig
+from rollmill.models.huggingface.describe import describe_model
+from rollmill.models.huggingface.files import CONFIG
+from rollmill.storage.objects import Objects
+from rollmill.types import Version
+from rollmill.weights.files.companions import keep_companions, kept_companions
+from rollmill.weights.files.directory import encode_json
+from rollmill.weights.reading.store import WeightStore
+
+
+def prepare(run: RunDirectory, weights: WeightStore) -> Version | None:
+    """Make the tokenizer. Import the weights that the run starts from, if any, and return their version."""
+    config = run.config
+    if config.checkpoint is None and config.start is None:
+        keep_tokenizer(run, weights.objects)
+        return None
+    start = import_checkpoint(config, weights) if config.start is None else import_start(config, weights)
+    run.tokenizer.write_bytes(imported_tokenizer(config, weights))
+    return start
+
+
+def restore_tokenizer(run: RunDirectory) -> None:
+    """Write the tokenizer into the run's directory again, from what is kept beside its weights."""
+    config = run.config
+    random = config.checkpoint is None and config.start is None
+    line = config.stages[0].name if random else config.checkpoint_line
+    kept = kept_companions(Objects.open(run.home_store), line)
+    if TOKENIZER in kept:
+        run.tokenizer.write_bytes(kept[TOKENIZER])
+
+
+def keep_tokenizer(run: RunDirectory, objects: Objects) -> None:
+    """Make the tokenizer once, and keep it beside the weights with the files that describe the model."""
+    line, config = run.config.stages[0].name, run.config
+    kept = kept_companions(objects, line)
+    if TOKENIZER not in kept:  # an interrupted start may have kept only some files
+        made = make_tokenizer(config)
+        made.save(run.tokenizer)
+        kept = {**_model_files(config.model, made), TOKENIZER: run.tokenizer.read_bytes()}
+    keep_companions(objects, line, kept)
+    run.tokenizer.write_bytes(kept[TOKENIZER])
+
+
+def make_tokenizer(config: RunConfig) -> Tokenizer:
+    """The tokenizer that `tokenizer` names: a file, or what a function returns. ConfigError if it does not fit."""
+    setting, size = config.tokenizer or "", config.model.vocab_size
+    if setting.endswith(".json"):
+        made = Tokenizer.load(Path(setting))
+    else:
+        made = load_object(f"tokenizer = {setting!r}", setting)(size)
+    if not isinstance(made, Tokenizer):
+        raise ConfigError(
+            f"tokenizer = {setting!r} returned a {type(made).__name__}", hint="it must return a rollmill.Tokenizer"
+        )
+    if made.vocab_size > size:
+        raise ConfigError(
+            f"tokenizer = {setting!r} has {made.vocab_size} tokens, but model.vocab_size is {size}",
+            hint=f"set model.vocab_size to at least {made.vocab_size}",
+        )
+    format_of(made)
+    return made
+
+
+def check_tokenizer(config: RunConfig) -> None:
+    """Check that the tokenizer can be made. Calls no function: learning a vocabulary takes time."""
+    if config.tokenizer is not None and config.tokenizer.endswith(".json"):
+        make_tokenizer(config)
+    elif config.tokenizer is not None and not callable(load_object("tokenizer", config.tokenizer)):
+        raise ConfigError(f"tokenizer = {config.tokenizer!r} is not a function")
+
+
+def _model_files(model: ModelConfig, tokenizer: Tokenizer) -> dict[str, bytes]:
+    """What transformers needs beside weights and tokenizer.json to load an export of a model that began here."""
+    end = format_of(tokenizer).stop_tokens[0]
+    ids = {"bos_token_id": None, "eos_token_id": end, "pad_token_id": None}
+    described = {
+        "tokenizer_class": "PreTrainedTokenizerFast",
+        "eos_token": tokenizer.decode([end]),
+        "model_max_length": model.max_context,
+        "clean_up_tokenization_spaces": False,
+    }
+    return {CONFIG: encode_json(describe_model(model) | ids), "tokenizer_config.json": encode_json(described)}

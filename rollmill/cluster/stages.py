@@ -1,0 +1,121 @@
+"""How far the stages of a run are, read from its stores; and when it is evaluated.
+
+before        the first stage that learns from rollouts, before its first step
+after-NAME    after stage NAME
+after         the last evaluation of the run
+"""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass
+
+from rollmill.cluster.run import RunConfig, RunDirectory
+from rollmill.storage.objects import Objects
+from rollmill.training.stage import RolloutSettings, StageSection
+from rollmill.types import Version
+from rollmill.weights.reading.store import WeightStore, newest_line
+
+BEFORE, AFTER = "before", "after"
+IMPORT = "import"
+
+
+@dataclass(frozen=True)
+class Evaluation:
+    label: str
+    stage: StageSection
+
+    @property
+    def first(self) -> bool:
+        """It is of version 0 of the stage's line, otherwise of the last version."""
+        return self.label == BEFORE
+
+
+def evaluations(config: RunConfig) -> list[Evaluation]:
+    """Every evaluation of the run, in order."""
+    after = [stage for stage in config.stages if _is_evaluated(stage)]
+    first = next((stage for stage in config.stages if isinstance(stage, RolloutSettings)), None)
+    found = []
+    for stage in config.stages:
+        if stage is first and config.tasks is not None:
+            found.append(Evaluation(BEFORE, stage))
+        if stage in after:
+            found.append(Evaluation(AFTER if stage is after[-1] else f"after-{stage.name}", stage))
+    return found
+
+
+def _is_evaluated(stage: StageSection) -> bool:
+    return bool(isinstance(stage, RolloutSettings) and stage.steps) if stage.evaluate is None else stage.evaluate
+
+
+def phases(config: RunConfig) -> list[str]:
+    """The names of the phases of a run, in order."""
+    found = [IMPORT] if config.stages and isinstance(config.stages[0], RolloutSettings) else []
+    for stage in config.stages:
+        labels = [each.label for each in evaluations(config) if each.stage is stage]
+        found += [f"evaluate {BEFORE}"] if BEFORE in labels else []
+        found += [stage.name]
+        found += [f"evaluate {label}" for label in labels if label != BEFORE]
+    return found
+
+
+def last_version(weights: WeightStore, stage: StageSection, form: str) -> Version | None:
+    """The newest version of a stage; None before the first one."""
+    line = newest_line(weights, stage.name)
+    number = weights.head(line, form)
+    return None if number is None else Version(line, number)
+
+
+def newest_step(run: RunDirectory, stage: StageSection) -> int | None:
+    """The step of the newest version of a stage; None before the first version."""
+    if not run.home_store.is_dir():
+        return None
+    weights = WeightStore(Objects.open(run.home_store))
+    version = last_version(weights, stage, run.config.form)
+    if version is None:
+        return None
+    step = weights.manifest(version, run.config.form).step
+    return version.number if step is None else step
+
+
+def is_published(run: RunDirectory, stage: StageSection) -> bool:
+    """Whether the last step of a stage has a version."""
+    return newest_step(run, stage) == stage.steps
+
+
+def is_trained(run: RunDirectory, stage: StageSection) -> bool:
+    """Whether nothing of a stage is left to train: its last step is published, and committed if it has a ledger."""
+    if not is_published(run, stage):
+        return False
+    if not isinstance(stage, RolloutSettings):
+        return True
+    from rollmill.storage.database import open_database
+    from rollmill.trajectories.ledger import Ledger
+
+    return Ledger(open_database(run.database_url), run.stage_key(stage)).committed() >= stage.steps
+
+
+def results_key(run: RunDirectory, label: str) -> str:
+    return f"evals/{run.id}/{label}.json"
+
+
+def is_recorded(run: RunDirectory, objects: Objects, evaluation: Evaluation, number: int) -> bool:
+    """Whether the evaluation has results of version `number`. A run that was extended is evaluated again."""
+    key = results_key(run, evaluation.label)
+    if objects.head(key) is None:
+        return False
+    try:
+        return bool(json.loads(objects.get(key))[0]["version"] == number)
+    except (ValueError, LookupError, TypeError):  # damaged: it is made again
+        return False
+
+
+def left_to_evaluate(run: RunDirectory, stage: StageSection) -> list[Evaluation]:
+    """The evaluations of a stage that has no step left to train."""
+    objects = Objects.open(run.home_store)
+    last = last_version(WeightStore(objects), stage, run.config.form)
+    return [
+        each
+        for each in evaluations(run.config)
+        if each.stage is stage and not is_recorded(run, objects, each, 0 if each.first or last is None else last.number)
+    ]

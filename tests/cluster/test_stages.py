@@ -1,0 +1,142 @@
+"""Stages of a run: names, seeds, when it is evaluated, and a stage of one's own."""
+
+from __future__ import annotations
+
+import sys
+import textwrap
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from rollmill.cluster.run import RunConfig, RunDirectory
+from rollmill.cluster.stages import evaluations, is_published, last_version, newest_step, phases
+from rollmill.config import load_config
+from rollmill.demo import CONFIG as DEMO
+from rollmill.errors import ConfigError
+from rollmill.kinds import build
+from rollmill.storage.objects import Objects
+from rollmill.types import Version
+from rollmill.weights.reading.store import WeightStore
+from tests.cluster.conftest import make_config
+from tests.inference.test_follower import Line
+
+TWICE = """
+[[stages]]
+kind = "rl"
+name = "polish"
+steps = 3
+group_size = 2
+
+[[stages]]
+kind = "midtrain"
+name = "settle"
+steps = 4
+evaluate = true
+sources = [{kind = "rollmill.demo.demonstrations:Demonstrations"}]
+"""
+
+
+@pytest.fixture
+def four(tmp_path: Path) -> Path:
+    """The demo with two more stages."""
+    file = tmp_path / "four.toml"
+    file.write_text(DEMO.read_text() + TWICE)
+    return file
+
+
+def test_stages_are_addressed_by_name(four: Path) -> None:
+    config = load_config(RunConfig, four, ["stages.polish.steps=7", "stages.rl.steps=5", "stages.0.steps=9"])
+    assert [(stage.name, stage.steps) for stage in config.stages] == [
+        ("midtrain", 9), ("rl", 5), ("polish", 7), ("settle", 4),
+    ]  # fmt: skip
+    assert config.line == "settle" and config.before(config.stage("polish")) == config.stage("rl")
+    with pytest.raises(ConfigError, match=r"nothing is called 'polsh'\nhint: did you mean 'polish'"):
+        load_config(RunConfig, four, ["stages.polsh.steps=7"])
+
+
+def test_a_second_stage_of_a_kind_draws_other_numbers(four: Path) -> None:
+    config = load_config(RunConfig, four, ["seed=5"])
+    seeds = [config.seed_of(stage) for stage in config.stages]
+    assert seeds[:2] == [5, 5] and len(set(seeds)) == 3
+
+
+def test_evaluations_are_before_rl_after_every_rl_stage_and_where_asked(four: Path) -> None:
+    config = load_config(RunConfig, four)
+    assert phases(config) == [
+        "midtrain", "evaluate before", "rl", "evaluate after-rl", "polish", "evaluate after-polish",
+        "settle", "evaluate after",
+    ]  # fmt: skip
+    config = load_config(RunConfig, four, ["stages.settle.evaluate=false", "stages.rl.evaluate=false"])
+    assert [each.label for each in evaluations(config)] == ["before", "after"]
+    assert evaluations(config)[-1].stage == config.stage("polish")
+    assert [each.label for each in evaluations(make_config("stages.rl.steps=0"))] == ["before"]
+
+
+def test_how_far_a_stage_is(run: RunDirectory) -> None:
+    stage = run.config.stage("rl")
+    assert newest_step(run, stage) is None and not is_published(run, stage)
+    line = Line(run.home_store, run.config.model, "rl")
+    line.publish()
+    line.publish()
+    assert newest_step(run, stage) == 1 and not is_published(run, stage)
+    successor = Line(run.home_store, run.config.model, "rl.2")  # of a run that went on on other hardware
+    successor.publish()
+    weights = WeightStore(Objects.open(run.home_store))
+    assert last_version(weights, stage, "bf16") == Version("rl.2", 0)
+
+
+OWN = """
+    from rollmill import Config, RolloutSettings, Stage, StageContext
+
+    class DpoConfig(Config):
+        beta: float = 0.1
+
+    class Dpo:
+        def __init__(self, config: DpoConfig) -> None:
+            self.beta = config.beta
+        def objective(self, context: StageContext):
+            return (context.name, self.beta)
+
+    class Played(Dpo):
+        class Settings(RolloutSettings, DpoConfig): ...
+        def __init__(self, config: Settings) -> None: ...
+
+    class Nothing: ...
+"""
+
+
+@pytest.fixture
+def own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
+    monkeypatch.setattr(sys, "path", [*sys.path])
+    (tmp_path / "own_stages.py").write_text(textwrap.dedent(OWN))
+    (tmp_path / "run.toml").write_text(
+        DEMO.read_text() + '[[stages]]\nkind = "own_stages:Dpo"\nsteps = 2\nbeta = 0.2\n'
+    )
+    yield tmp_path / "run.toml"
+    sys.modules.pop("own_stages", None)
+
+
+def test_a_stage_of_ones_own(own: Path, tmp_path: Path) -> None:
+    config = load_config(RunConfig, own)
+    stage = config.stages[-1]
+    assert (stage.name, stage.steps, build(stage).beta) == ("dpo", 2, 0.2)
+    run = RunDirectory.create(tmp_path / "runs", config)
+    assert RunDirectory.open(run.path).config == config and "stages.dpo" in run.code()
+    assert [each.label for each in evaluations(config)] == ["before", "after"]  # it plays nothing
+    played = load_config(RunConfig, own, ["stages.dpo.kind=own_stages:Played"])
+    assert evaluations(played)[-1].stage.name == "played"
+    with pytest.raises(ConfigError, match=r"Nothing is no Stage: it has no `objective`"):
+        load_config(RunConfig, own, ["stages.dpo.kind=own_stages:Nothing"])
+    with pytest.raises(ConfigError, match=r"unknown key 'bta'; did you mean 'beta'"):
+        load_config(RunConfig, own, ["stages.dpo.bta=1.0"])
+
+
+def test_paths_in_sources_begin_at_the_file(tmp_path: Path) -> None:
+    text = DEMO.read_text().replace(
+        'kind = "rollmill.demo.demonstrations:Demonstrations"', 'kind = "text"\npath = "notes/*.txt"'
+    )
+    (tmp_path / "run.toml").write_text(text)
+    config = load_config(RunConfig, tmp_path / "run.toml", ["tokenizer=words.json"])
+    assert config.stages[0].model_dump()["sources"][0]["path"] == str(tmp_path / "notes/*.txt")
+    assert config.tokenizer == str(tmp_path / "words.json")
