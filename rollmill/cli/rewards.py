@@ -146,7 +146,7 @@ async def _replay(
         number = begin_grading(engine, run.id, [section.model_dump(mode="json") for section in sections])
     with Progress(transient=True) as progress:
         bar = progress.add_task("grade", total=len(groups))
-        replay = Replay(engine, store, objects, tasks, machines, grader, number)
+        replay = Replay(engine, store, objects, tasks, machines, grader, run.config.rollouts, number)
         try:
             return number, await replay.grade(groups, lambda: progress.advance(bar))
         finally:

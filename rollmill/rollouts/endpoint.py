@@ -25,6 +25,7 @@ from rollmill.environments.reward import grade_episode
 from rollmill.environments.task import Task
 from rollmill.errors import HarnessError
 from rollmill.rollouts.config import RolloutConfig
+from rollmill.rollouts.grading import own_limit
 from rollmill.rollouts.hand_in import take_hand_in
 from rollmill.rollouts.rollout import reason_of
 from rollmill.types import Reward, Sampling
@@ -159,7 +160,7 @@ async def play(
         finally:
             await machine.close()
         episode = _with_transcript(handed_in.episode(task, environment.machines), transcript, started)
-        async with asyncio.timeout(limits.grading_timeout_s):
+        async with asyncio.timeout(max(limits.grading_timeout_s, own_limit(task))):
             return Played(episode, await grade_episode(environment.grader, episode))
     except Exception as error:  # harness and rewards may be code of the user
         reason = transcript.problem or reason_of(error, f"the episode of {task.id}")

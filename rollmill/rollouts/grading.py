@@ -15,10 +15,12 @@ from rollmill import telemetry
 from rollmill.backoff import Backoff
 from rollmill.environments.episode import Episode
 from rollmill.environments.reward import Grader, grade_episode
+from rollmill.environments.task import Task
 from rollmill.errors import MachineError, RewardError, RewardUnavailable
 from rollmill.types import Reward
 
 _FIRST_PAUSE_S, _LONGEST_PAUSE_S = 0.5, 15.0
+_AROUND_S = 60.0  # for machines that grading creates
 
 
 class Stalls:
@@ -41,10 +43,18 @@ class Stalls:
             telemetry.emit("stall", trajectory=trajectory, waiting=len(self._waiting), reason=None)
 
 
+def own_limit(task: Task) -> float:
+    """Seconds that the task's own tests may take, and what surrounds them. Tests that hang must be graded as hanging:
+    a grading that is given up earlier would drop the episode, and the policy could escape a zero."""
+    own = task.grading.get("timeout_s")
+    return float(own) + _AROUND_S if isinstance(own, int | float) else 0.0
+
+
 async def grade_patiently(
     grader: Grader, episode: Episode, trajectory: str, stalls: Stalls, *, timeout_s: float, attempts: int
 ) -> Reward:
-    """The grader's reward. RewardError if there is none after `timeout_s`."""
+    """The grader's reward. RewardError if there is none after `timeout_s` and the task's own limit."""
+    timeout_s = max(timeout_s, own_limit(episode.task))
     problem = "grading does not end"
     backoff = Backoff(min(_FIRST_PAUSE_S, timeout_s / 10), _LONGEST_PAUSE_S)
     try:

@@ -8,16 +8,18 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import sqlalchemy as sa
 
 from rollmill.environments.machine import MachineHost
-from rollmill.environments.reward import Grader, grade_episode
+from rollmill.environments.reward import Grader
 from rollmill.environments.task import TaskSet
 from rollmill.errors import TrajectoryError
+from rollmill.rollouts.config import RolloutConfig
+from rollmill.rollouts.grading import Stalls, grade_patiently
 from rollmill.rollouts.hand_in import graded_episode, load_hand_in
-from rollmill.rollouts.rollout import GRACE_S, reason_of
+from rollmill.rollouts.rollout import reason_of
 from rollmill.storage.objects import Objects
 from rollmill.trajectories.gradings import record_group
 from rollmill.trajectories.store import TrajectoryRow, TrajectoryStore
@@ -44,8 +46,10 @@ class Replay:
     tasks: TaskSet
     machines: MachineHost
     grader: Grader
+    limits: RolloutConfig
     grading: int | None = None  # the number to record rewards with; None: record nothing
     concurrency: int = 4  # groups at once
+    stalls: Stalls = field(default_factory=Stalls)
 
     async def grade(self, groups: Iterable[tuple[str, str]], tell: Callable[[], None] = lambda: None) -> list[Regraded]:
         """Grade groups again, each by the key of its run and its id. `tell` is called after each."""
@@ -78,5 +82,6 @@ class Replay:
         task = self.tasks.get(row.task_id)
         handed_in = await asyncio.to_thread(load_hand_in, self.objects, row.submission_key)
         trajectory = await asyncio.to_thread(self.trajectories.load, row.id)
-        async with asyncio.timeout(GRACE_S):
-            return await grade_episode(self.grader, graded_episode(handed_in, task, self.machines, trajectory))
+        episode = graded_episode(handed_in, task, self.machines, trajectory)
+        seconds, attempts = self.limits.grading_timeout_s, self.limits.attempts
+        return await grade_patiently(self.grader, episode, row.id, self.stalls, timeout_s=seconds, attempts=attempts)
