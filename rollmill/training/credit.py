@@ -6,12 +6,18 @@ all       1 everywhere
 
 The outcome is the segment of the last answer. The way to it goes from each segment to its parent:
 
-    edit, retry, fork    the tokens that the child shares with its parent led to it; what follows them was abandoned
+    edit, retry, fork    the tokens that the child shares with its parent led to it, and the parent up to the last of
+                         its answers that the child quotes; what follows was abandoned
     summary              all of the parent led to it: the summary was made of it
     sub_agent            what the caller had sampled before it called the sub-agent
 
+A segment quotes an answer if the answer's tokens are in its context as text that was not sampled there. Programs that
+summarise, shorten old tool results or ask a sub-agent do this, and the gateway cannot tell why they edit.
+
 A sub-agent is on the way too if its result was used: the answer that called it is on the way, and the way goes on after
-the sub-agent's last answer. An example (a retry, then a summary; the last answer is in d):
+the sub-agent's last answer; or its last answer is quoted on the way.
+
+An example (a retry, then a summary; the last answer is in d):
 
     a  [P A1 T A2]           parent of b, shares P A1 T      A1 learns; A2 was asked again: it learns nothing
     b  [P A1 T|A2' T A3 S]   parent of d by summary          A2' A3 S learn
@@ -29,6 +35,9 @@ import numpy as np
 
 from rollmill.training.config import CreditName
 from rollmill.types import Segment, Span
+
+_SHORTEST_QUOTE = 3  # tokens: fewer may be in a context by chance
+_LONG_ANSWER = 12
 
 
 def credit_of(segments: Sequence[Segment], policy: CreditName, decay: float = 1.0) -> list[np.ndarray]:
@@ -59,9 +68,50 @@ class _Way:
     def __init__(self, segments: Sequence[Segment]) -> None:
         self._segments = {segment.id: segment for segment in segments}
         self.reach: dict[str, int] = {}
+        # tokens that a segment has added to its parent's, −1 where they were sampled
+        self._contexts = {
+            segment.id: np.where(segment.sampled, -1, segment.tokens)[segment.parent[1] if segment.parent else 0 :]
+            for segment in segments
+        }
         answered = [segment for segment in segments if segment.spans]
-        if answered:
-            self._follow(_latest(answered))
+        if not answered:
+            return
+        self._follow(_latest(answered))
+        while used := next((segment for segment in answered if self._is_quoted(segment)), None):
+            self._follow(used)
+
+    def _is_quoted(self, segment: Segment) -> bool:
+        """Whether the last answer of a segment is not on the way, but quoted there."""
+        last = segment.spans[-1]
+        if last.end <= self.reach.get(segment.id, 0):
+            return False
+        on_the_way = (self._segments[id] for id in self.reach if id != segment.id)
+        return any(
+            self._quotes(each, self.reach[each.id], segment.tokens[last.start : last.end]) for each in on_the_way
+        )
+
+    def _last_quoted(self, parent: Segment, child: Segment, end: int) -> int:
+        """The end of the last answer in `parent`, inherited ones too, that the first `end` tokens of `child` quote."""
+        answers, segment, shared = list[tuple[int, int]](), parent, len(parent.tokens)
+        while True:
+            answers += [(span.start, span.end) for span in segment.spans if span.end <= shared]
+            if segment.parent is None:
+                break
+            shared = min(shared, segment.parent[1])
+            segment = self._segments[segment.parent[0]]
+        return max((stop for start, stop in answers if self._quotes(child, end, parent.tokens[start:stop])), default=0)
+
+    def _quotes(self, segment: Segment, end: int, answer: np.ndarray) -> bool:
+        """Whether the answer's tokens are among the first `end` tokens of the segment, added there and not sampled.
+
+        The first and last tokens of a long answer may be others where its text stands in another message.
+        """
+        if len(answer) < _SHORTEST_QUOTE:
+            return False
+        needle = answer if len(answer) < _LONG_ANSWER else answer[2:-2]
+        context = self._contexts[segment.id][: max(0, end - (segment.parent[1] if segment.parent else 0))]
+        begins = np.flatnonzero(context[: max(0, len(context) - len(needle) + 1)] == needle[0]).tolist()
+        return any(np.array_equal(context[at : at + len(needle)], needle) for at in begins)
 
     def _follow(self, tail: Segment) -> None:
         """Add the way to `tail`, and the sub-agents that it used."""
@@ -73,8 +123,11 @@ class _Way:
             if segment.parent is None:
                 return
             parent, shared = self._segments[segment.parent[0]], segment.parent[1]
-            whole = segment.cause in ("summary", "sub_agent")
-            segment, end = parent, _end_before(parent, segment) if whole else min(end, shared)
+            if segment.cause in ("summary", "sub_agent"):
+                end = _end_before(parent, segment)
+            else:
+                end = max(min(end, shared), self._last_quoted(parent, segment, end))
+            segment = parent
 
     def _add_sub_agents(self, caller: Segment, end: int, until: float) -> None:
         for segment in self._segments.values():

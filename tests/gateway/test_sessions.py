@@ -6,6 +6,7 @@ import json
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -15,8 +16,9 @@ from rollmill.gateway.entries import decode_turn, encode_turn, read_entries
 from rollmill.gateway.registry import Registry
 from rollmill.gateway.segments import Answer, same_message
 from rollmill.gateway.sessions import Plan, Session, SessionFacts
+from rollmill.training.credit import credit_of
 from rollmill.trajectories.schema import check_trajectory, decode_trajectory, encode_trajectory
-from rollmill.types import PolicyRef, Sampling, Span
+from rollmill.types import PolicyRef, Sampling, Segment, Span
 from tests.chat.conftest import TOOLS
 from tests.gateway.conftest import USER, Answers
 
@@ -104,6 +106,34 @@ def test_a_dropped_answer_branches_off_before_its_request(format: CompactFormat,
         [USER, one, user("a"), user("b"), {"role": "assistant", "content": "three"}, USER], TOOLS, format
     )
     assert (extended.segment, extended.opens) == (plan.segment, False)
+
+
+def test_credit_reaches_what_a_program_summarised_or_shortened(format: CompactFormat, answers: Answers) -> None:
+    """The gateway sees edits. The tokens show which answers were kept, and they led to the outcome."""
+    summary = "the parser fails on nested lists, and the change belongs into main.py near line two"
+    session = new_session()
+    answered(session, format, [USER], answers.text("look at it"))
+    asked = [USER, {"role": "assistant", "content": "look at it"}, user("Summarise.")]
+    answered(session, format, asked, answers.text(summary))
+    answered(session, format, [user(f"What is known: {summary}. Go on.")], answers.text("done"))
+    summarised = session.build().segments
+    assert [segment.cause for segment in summarised] == ["start", "edit"]
+    assert all(credit_T[segment.sampled].all() for segment, credit_T in zip(summarised, path(summarised), strict=True))
+
+    session = new_session()
+    one, two = ({"role": "assistant", "content": text} for text in ("one is here", "two is here"))
+    answered(session, format, [USER], answers.text("one is here"))
+    answered(session, format, [USER, one, user("a long output")], answers.text("two is here"))
+    answered(session, format, [USER, one, user("a long output"), two, user("x")], answers.text("abandoned"))
+    answered(session, format, [USER, one, user("cut"), two, user("y")], answers.text("done"))
+    first, last = session.build().segments
+    credit_T, _ = path([first, last])
+    kept = len(answers.text("one is here")) + len(answers.text("two is here"))
+    assert credit_T[first.sampled].tolist() == [1.0] * kept + [0.0] * len(answers.text("abandoned"))
+
+
+def path(segments: list[Segment]) -> list[np.ndarray]:
+    return credit_of(segments, "path")
 
 
 def test_answers_replaced_by_the_client_are_not_sampled(format: CompactFormat, answers: Answers) -> None:

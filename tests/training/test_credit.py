@@ -91,6 +91,44 @@ def test_decayed_credit_counts_the_answers_that_follow() -> None:
     assert credits([a, b], "decayed", 0.5) == {"a": [0.25, 0.25, 0], "b": [0.5, 1]}
 
 
+def quote(segment: Segment, at: int, answer: np.ndarray) -> None:
+    """Put an answer into the context of a segment, as text that was not sampled there."""
+    assert not segment.sampled[at : at + len(answer)].any()
+    segment.tokens[at : at + len(answer)] = answer
+
+
+def test_answers_that_an_edited_context_still_quotes_led_to_the_outcome() -> None:
+    """The program shortened a tool result: the answers behind it are repeated as text, all but the last."""
+    a = segment("a", [0, 1, 0, *[1] * 4, 0, *[1] * 4], at=[1, 2, 3], seed=3)
+    b = segment("b", [0] * 9 + [1], at=[4], parent=(a, 2), cause="edit", seed=4)
+    assert credits([a, b]) == {"a": [1] + [0] * 8, "b": [1]}
+    quote(b, 3, a.tokens[3:7])
+    assert credits([a, b]) == {"a": [1] * 5 + [0] * 4, "b": [1]}
+    # a second edit quotes what b had inherited from a
+    c = segment("c", [0] * 9 + [1], at=[5], parent=(b, 0), cause="edit", seed=5)
+    quote(c, 2, a.tokens[3:7])
+    assert credits([a, b, c])["b"] == [0] and credits([a, b, c])["a"] == [0] * 9, "b is what c was edited from"
+    d = segment("d", [0] * 9 + [1], at=[6], parent=(a, 0), cause="edit", seed=6)
+    quote(d, 2, a.tokens[3:7])
+    assert credits([a, b, d]) == {"a": [1] * 5 + [0] * 4, "b": [0], "d": [1]}
+
+
+def test_a_program_that_summarises_on_its_own_is_credited_for_the_summary() -> None:
+    a = segment("a", [0, 1, 0, *[1] * 16], at=[1, 2], seed=3)
+    b = segment("b", [0] * 20 + [1], at=[3], parent=(a, 1), cause="edit", seed=4)
+    quote(b, 4, a.tokens[5:17])  # its first and last tokens are others there
+    assert credits([a, b]) == {"a": [1] * 17, "b": [1]}
+
+
+def test_a_sub_agent_of_a_program_is_credited_if_its_answer_is_quoted() -> None:
+    a = segment("a", [0, 1, *[0] * 8, 1], at=[1, 4], seed=3)
+    used = segment("used", [0, 1, 0, *[1] * 5], at=[2, 3], parent=(a, 0), cause="edit", seed=4)
+    other = segment("other", [0, 0, *[1] * 5], at=[3.5], parent=(a, 0), cause="edit", seed=5)
+    assert credits([a, used, other])["used"] == [0] * 6
+    quote(a, 4, used.tokens[3:])
+    assert credits([a, used, other]) == {"a": [1, 1], "used": [1] * 6, "other": [0] * 5}
+
+
 def test_segments_without_an_answer_or_a_parent_are_no_obstacle() -> None:
     a, empty = segment("a", [0, 1], at=[1]), segment("empty", [0, 0], at=[])
     orphan = segment("orphan", [0, 1], at=[0.5], cause="sub_agent")
