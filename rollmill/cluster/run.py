@@ -39,7 +39,7 @@ from rollmill.errors import ConfigError
 from rollmill.evals.suite import EvalConfig
 from rollmill.gateway.config import GatewayConfig
 from rollmill.inference.config import EngineConfig
-from rollmill.kinds import code_of, resolve_paths
+from rollmill.kinds import KindSection, code_of, resolve_paths
 from rollmill.models.config import ModelConfig
 from rollmill.rollouts.config import RolloutConfig
 from rollmill.training.stage import NAME, RolloutSettings, StageSection
@@ -349,7 +349,10 @@ class RunDirectory:
         """The code that fills the sections with a kind: class, version, digest."""
         config = self.config
         rewards = {f"rewards.{number}": section for number, section in enumerate(config.rewards)}
-        stages = {f"stages.{stage.name}": stage for stage in config.stages}
+        stages: dict[str, KindSection] = {f"stages.{stage.name}": stage for stage in config.stages}
+        for stage in config.stages:
+            for number, source in enumerate(getattr(stage, "sources", ())):
+                stages[f"stages.{stage.name}.sources.{number}"] = source
         sections = {"tasks": config.tasks, "machine": config.machine, "harness": config.harness, **rewards, **stages}
         return {name: code_of(section) for name, section in sections.items() if section is not None}
 
