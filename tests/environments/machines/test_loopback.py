@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 import asyncio
+import os
+import signal
 import socket
 
 import pytest
 
 from rollmill.environments.machines.images import BUILT_IN
+from rollmill.environments.machines.namespace import machine as machines
 from rollmill.environments.machines.namespace.client import NamespaceHost, NamespaceMachine
 from tests.environments.conftest import CONFIG, run_python
+from tests.environments.machines.test_containment import parent_of, processes_with, wait_for_processes
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
 
@@ -100,6 +104,23 @@ async def test_a_cancelled_command_ends_at_once(machine: NamespaceMachine) -> No
         assert (await machine.exec(["echo", "2"])).output == b"2\n"
     connection.close()
     listener.close()
+
+
+async def test_a_machine_that_ignores_a_cancelled_command_is_ruined(
+    host: NamespaceHost, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """However long the command was allowed to run: what it did is graded, and soon."""
+    machine = await host.create(BUILT_IN)
+    running = asyncio.create_task(machine.exec(["sleep", "54321.9876"], timeout_s=86400))
+    await wait_for_processes("54321.9876", 1)
+    (command,) = processes_with("54321.9876")
+    os.kill(parent_of(command), signal.SIGSTOP)  # pid 1, as if the command had found a way
+    monkeypatch.setattr(machines, "GRACE_S", 1.0)
+    running.cancel()
+    with pytest.raises(FileNotFoundError):
+        await machine.read("main.py")
+    monkeypatch.undo()
+    await machine.close()
 
 
 # Each holds memory in the kernel's buffers, which no process owns.
