@@ -80,6 +80,8 @@ def _print(played: Played, longest: float) -> None:
     ended = f"ended: {result.stop} after {result.turns} turns, {result.tool_calls} tool calls" if result else "no end"
     bad = f" ({result.bad_tool_calls} malformed)" if result and result.bad_tool_calls else ""
     console.print(safe(f"\n{ended}{bad} · {episode.tokens} tokens · {episode.seconds:.1f} s", "dim"))
+    if result and result.note:
+        console.print(safe(result.note, "dim"), soft_wrap=True)
     for path, data in episode.submission.items():
         console.print(safe(f"\nhanded in: {path}", "bold"))
         console.print(safe(data.decode("utf-8", "replace")[: int(min(longest, 1 << 20))]), soft_wrap=True)

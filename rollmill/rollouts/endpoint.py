@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import asyncio
 import hmac
+import json
 import secrets
 import time
 from dataclasses import dataclass, field, replace
@@ -92,8 +93,8 @@ class EndpointProxy:
         """Forward a request to the endpoint and keep the transcript.
 
         Needs: the key of the episode.
-        Takes: an OpenAI chat completion, without `stream`.
-        Returns: the endpoint's answer; 503 if it cannot be reached.
+        Takes: an OpenAI chat completion.
+        Returns: the endpoint's answer, in one event if a stream is asked for; 503 if it cannot be reached.
         """
         transcript = self._transcripts.get(request.match_info["episode"])
         given = request.headers.get("Authorization", "").removeprefix("Bearer ")
@@ -104,8 +105,8 @@ class EndpointProxy:
             messages = [dict(message) for message in body["messages"]]
         except (ValueError, KeyError, TypeError, RecursionError):
             return _refusal(400, "the request is no chat completion")
-        if body.get("stream"):
-            return _refusal(400, "streams are not recorded here: ask without `stream`")
+        stream = bool(body.pop("stream", False))
+        body.pop("stream_options", None)
         if self._endpoint.model:
             body["model"] = self._endpoint.model
         try:
@@ -118,7 +119,7 @@ class EndpointProxy:
             return web.json_response(answer, status=status)
         transcript.problem = None
         _record(transcript, messages, answer)
-        return web.json_response(answer)
+        return _as_stream(answer) if stream else web.json_response(answer)
 
     async def _ask(self, body: dict[str, Any]) -> tuple[int, Any]:
         headers = {"Authorization": f"Bearer {self._endpoint.key}"} if self._endpoint.key else {}
@@ -129,6 +130,22 @@ class EndpointProxy:
                 return response.status, await response.json(content_type=None)
             except ValueError:
                 return 502, {"error": {"message": f"{url} answered {response.status} without JSON"}}
+
+
+def _as_stream(answer: Any) -> web.Response:
+    """A whole answer as a stream of one piece."""
+    try:
+        choices = []
+        for choice in answer["choices"]:
+            delta = dict(choice["message"])
+            if delta.get("tool_calls"):
+                delta["tool_calls"] = [{"index": index, **call} for index, call in enumerate(delta["tool_calls"])]
+            choices.append({"index": choice.get("index", 0), "delta": delta, "finish_reason": choice["finish_reason"]})
+        chunk = {**answer, "object": "chat.completion.chunk", "choices": choices}
+    except (KeyError, TypeError, AttributeError, ValueError):
+        return web.json_response(answer)  # no chat completion: the harness tells what is wrong with it
+    text = f"data: {json.dumps(chunk)}\n\ndata: [DONE]\n\n"
+    return web.Response(text=text, content_type="text/event-stream")
 
 
 def _refusal(status: int, message: str) -> web.Response:

@@ -150,15 +150,15 @@ class ModelProxy:
                 body = None
             if not isinstance(body, dict):
                 return _refusal(400, "the request is not a JSON object")
-            data = json.dumps(body | self._fields(body)).encode()
+            data = json.dumps(self._sampled(body)).encode()
             return await self._forward(data)
 
-    def _fields(self, body: dict[str, Any]) -> dict[str, Any]:
-        """How the run samples. The program may ask for a shorter answer."""
+    def _sampled(self, body: dict[str, Any]) -> dict[str, Any]:
+        """The request with the sampling of the run. The program may ask for a shorter answer."""
         fields = sampling_fields(self._sampling, self.turns + 1)
-        wishes = [body.get("max_completion_tokens"), body.get("max_tokens")]
-        shortest = min([wish for wish in wishes if type(wish) is int and wish > 0], default=fields["max_tokens"])
-        return fields | {"max_tokens": min(shortest, fields["max_tokens"]), "max_completion_tokens": None}
+        wishes = [body.pop("max_completion_tokens", None), body.get("max_tokens"), fields["max_tokens"]]
+        shortest = min(wish for wish in wishes if type(wish) is int and wish > 0)
+        return body | fields | {"max_tokens": shortest}
 
     async def _forward(self, data: bytes) -> web.Response:
         """Retries while the gateway restarts. When it stays away, `problem` says so and the episode ends."""

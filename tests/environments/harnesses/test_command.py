@@ -82,7 +82,7 @@ async def test_the_run_decides_how_answers_are_sampled(model: ScriptedModel, mac
     await play(model, machine, program)
     asked = [(each["temperature"], each["top_p"], each["seed"], each["max_tokens"]) for each in model.requests]
     assert asked == [(0.7, 0.9, 101, 50), (0.7, 0.9, 102, 5), (0.7, 0.9, 103, 50)]
-    assert model.requests[0]["max_completion_tokens"] is None and model.requests[0]["stop"] == ["x"]
+    assert "max_completion_tokens" not in model.requests[0] and model.requests[0]["stop"] == ["x"]
     assert model.requests[1]["unknown"] == "field" and model.requests[2]["stream"] is True
 
 
