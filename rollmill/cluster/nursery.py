@@ -32,7 +32,12 @@ from typing import Any
 from setproctitle import setproctitle
 
 SUPERVISOR = "ROLLMILL_SUPERVISOR"  # environment variable: pid of the process whose death ends this one
-LATER = {"engine": ("rollmill.inference.embedded.engine",)}  # what a role imports only when it runs
+# what a role imports only when it runs
+LATER = {"engine": ("rollmill.inference.embedded.engine",)}
+OF_RANKS = (
+    "rollmill.training.parallel.sharded",
+    "torch._dynamo",
+)  # torch imports the second when a rank shards a model
 PR_SET_PDEATHSIG = 1
 
 
@@ -160,7 +165,7 @@ def main(descriptor: int) -> int:
                 if request["id"] in pids:
                     os.kill(pids[request["id"]], request["signal"])
                 continue
-            _import(request["role"].partition("-")[0])
+            _import(request["role"].partition("-")[0], ranks="WORLD_SIZE" in request["environment"])
             pid = os.fork()
             if pid == 0:
                 for each in (supervisor, woken, wake):
@@ -178,8 +183,8 @@ def _tell_ended(supervisor: socket.socket, pids: dict[int, int]) -> None:
             supervisor.sendall(json.dumps(message).encode() + b"\n")
 
 
-def _import(kind: str) -> None:
-    for module in (f"rollmill.cluster.roles.{kind}", *LATER.get(kind, ())):
+def _import(kind: str, ranks: bool) -> None:
+    for module in (f"rollmill.cluster.roles.{kind}", *LATER.get(kind, ()), *(OF_RANKS if ranks else ())):
         with contextlib.suppress(Exception):  # the child meets the same error, and has a log to tell it in
             importlib.import_module(module)
     gc.collect()
