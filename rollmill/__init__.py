@@ -26,6 +26,9 @@ if TYPE_CHECKING:
     from rollmill.environments.machine import ProcessState as ProcessState
     from rollmill.environments.machine import Snapshot as Snapshot
     from rollmill.environments.reward import Grader as Grader
+    from rollmill.environments.sampler import Draw as Draw
+    from rollmill.environments.sampler import Sampler as Sampler
+    from rollmill.environments.sampler import TaskResults as TaskResults
     from rollmill.environments.task import Task as Task
     from rollmill.environments.task import TaskSet as TaskSet
     from rollmill.environments.task import WholeDiff as WholeDiff
@@ -56,6 +59,9 @@ PUBLIC = {
     "Harness": "rollmill.environments.harness",
     "HarnessResult": "rollmill.environments.harness",
     "Sampling": "rollmill.types",
+    "Sampler": "rollmill.environments.sampler",
+    "Draw": "rollmill.environments.sampler",
+    "TaskResults": "rollmill.environments.sampler",
     "Machine": "rollmill.environments.machine",
     "MachineHost": "rollmill.environments.machine",
     "ExecResult": "rollmill.environments.machine",

@@ -34,7 +34,7 @@ from rollmill import telemetry
 from rollmill.cluster.upgrade import bring_up_to_date
 from rollmill.config import Config, validate_config
 from rollmill.environments.environment import find_parts
-from rollmill.environments.sections import HarnessSection, MachineSection, RewardSection, TasksSection
+from rollmill.environments.sections import HarnessSection, MachineSection, RewardSection, SamplerSection, TasksSection
 from rollmill.errors import ConfigError
 from rollmill.evals.suite import EvalConfig
 from rollmill.gateway.config import GatewayConfig
@@ -128,6 +128,9 @@ class RunConfig(Config):
     rollouts: RolloutConfig = Field(RolloutConfig(), description="How rollouts are run.")
     tasks: TasksSection | None = Field(
         None, description="Where tasks come from. Needed by RL and by evaluations; serving needs none."
+    )
+    sampler: SamplerSection = Field(
+        default={}, validate_default=True, description="Which task comes next, chosen by the results so far."
     )
     harness: HarnessSection = Field(
         default={}, validate_default=True, description="The agent that works on a task: its loop and its tools."
@@ -353,7 +356,8 @@ class RunDirectory:
         for stage in config.stages:
             for number, source in enumerate(getattr(stage, "sources", ())):
                 stages[f"stages.{stage.name}.sources.{number}"] = source
-        sections = {"tasks": config.tasks, "machine": config.machine, "harness": config.harness, **rewards, **stages}
+        alone = {"tasks": config.tasks, "sampler": config.sampler, "machine": config.machine, "harness": config.harness}
+        sections = {**alone, **rewards, **stages}
         return {name: code_of(section) for name, section in sections.items() if section is not None}
 
     def changed_code(self) -> list[str]:

@@ -11,6 +11,7 @@ from rollmill.config import Config
 from rollmill.environments.harness import Harness
 from rollmill.environments.machine import MachineHost
 from rollmill.environments.reward import Grader
+from rollmill.environments.sampler import Sampler
 from rollmill.environments.task import TaskSet
 from rollmill.kinds import KindSection, Slot, search_also
 
@@ -88,3 +89,16 @@ class RewardsFile(Config):
         if isinstance(tree.get("modules"), str):
             search_also(Path(tree["modules"]))
         return tree
+
+
+class SamplerSection(KindSection):
+    _slot: ClassVar[Slot] = Slot(
+        "sampler",
+        Sampler,
+        {
+            "uniform": f"{_HERE}.samplers.uniform:Uniform",
+            "frontier": f"{_HERE}.samplers.frontier:Frontier",
+        },
+        "rollmill.samplers",
+        default="uniform",
+    )

@@ -52,7 +52,11 @@ class Task:
 
 
 class TaskSet(Protocol):
-    """A named, reproducible source of tasks."""
+    """A named, reproducible source of tasks.
+
+    A finite one may also have `train_ids(self) -> list[str]`, the ids of its training tasks. Samplers that choose by
+    results need it.
+    """
 
     name: str
 

@@ -15,14 +15,16 @@ trajectories from their stored submissions, and starts new attempts for those th
 from __future__ import annotations
 
 import asyncio
-import itertools
 import time
 from collections.abc import Awaitable, Callable
 from typing import Any
 
 from rollmill import telemetry
+from rollmill.environments.sampler import Sampler
+from rollmill.environments.samplers.uniform import Uniform
 from rollmill.environments.task import Task, TaskSet
 from rollmill.errors import HarnessError
+from rollmill.rollouts.choices import Choices
 from rollmill.rollouts.config import RolloutConfig
 from rollmill.rollouts.rollout import (
     Outcome,
@@ -54,6 +56,7 @@ class Dispatcher:
         run: str,
         seed: int,
         pace: Pace,
+        sampler: Sampler | None = None,
     ) -> None:
         self._context = context
         self._ledger = ledger
@@ -62,6 +65,7 @@ class Dispatcher:
         self._run = run
         self._seed = seed
         self._pace = pace
+        self._choices = Choices(sampler or Uniform(), tasks, ledger, pace, seed)
         self._slots = asyncio.Semaphore(config.concurrency)
         self._failures_in_a_row = 0
         self._running = 0
@@ -71,19 +75,19 @@ class Dispatcher:
         clock = asyncio.create_task(self._mark_busy())
         try:
             async with asyncio.TaskGroup() as groups:
-                started = await self._recover(groups)
-                for index, task in itertools.islice(enumerate(self._tasks.train(self._seed)), started, None):
-                    if not await self._start_group(index, task, groups):
-                        break
+                index = await self._recover(groups)
+                while await self._start_group(index, groups):
+                    index += 1
         finally:
             clock.cancel()
 
-    async def _start_group(self, index: int, task: Task, groups: asyncio.TaskGroup) -> bool:
+    async def _start_group(self, index: int, groups: asyncio.TaskGroup) -> bool:
         """Wait until there is room, then start group `index`. Returns False once the last step is committed."""
         group_id = f"{self._run.replace('/', '-')}-{index:06d}"  # an id is a part of a URL
         ids = [f"{group_id}-{member}" for member in range(self._pace.group_size)]
         while not self._pace.is_last(committed := await asyncio.to_thread(self._ledger.committed)):
             if index < self._pace.most_started(committed):
+                task = await asyncio.to_thread(self._choices.choose, index, committed)
                 # the open groups are counted in the transaction that starts this one
                 version = await asyncio.to_thread(
                     self._ledger.start_group,
@@ -93,6 +97,7 @@ class Dispatcher:
                     pace=self._pace,
                     ids=ids,
                     provenance=_provenance(task),
+                    committed=committed,
                 )
                 if version is not None:
                     groups.create_task(self._run_group(group_id, task, ids, version))

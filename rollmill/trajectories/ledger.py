@@ -119,9 +119,11 @@ class Ledger:
         ids: Sequence[str],
         provenance: Mapping[str, Any] | None = None,
         traffic: TrafficClass = "rollout",
+        committed: int | None = None,
     ) -> int | None:
         """Admit a group and its trajectories. Returns the version committed at that moment: no older version may sample
-        for the group. Returns None, and changes nothing, while as many groups are open as `pace` allows.
+        for the group. Returns None, and changes nothing, while as many groups are open as `pace` allows, and if
+        `committed` is given and is not that version: the task was chosen by the results up to another one.
 
         A repeated call for an admitted group returns its version again, whatever the bound: the first reply may have
         been lost.
@@ -141,7 +143,8 @@ class Ledger:
         def work(connection: sa.Connection) -> int | None:
             # the run's row is locked, so no step is committed between this and the end of the transaction
             version = steps.committed(connection, self.run)
-            if connection.execute(_COUNT_OPEN, {"of_run": self.run}).scalar_one() >= pace.most_open(version):
+            full = connection.execute(_COUNT_OPEN, {"of_run": self.run}).scalar_one() >= pace.most_open(version)
+            if full or committed not in (None, version):
                 return self._version_of(connection, group_id, ids)
             connection.execute(groups.insert(), {**group, "min_version": version})
             connection.execute(trajectories.insert(), members)

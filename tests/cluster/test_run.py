@@ -11,6 +11,7 @@ import pytest
 
 from rollmill.cluster.run import RunDirectory
 from rollmill.errors import ConfigError
+from rollmill.kinds import build
 from rollmill.storage.database import open_database
 from rollmill.training.stage import RolloutSettings
 from rollmill.trajectories.ledger import Ledger
@@ -160,3 +161,11 @@ def test_ports_are_free(run: RunDirectory) -> None:
     for port in run.ports.values():
         with socket.socket() as one:
             one.bind(("127.0.0.1", port))
+
+
+def test_the_sampler_of_a_run_is_a_kind_with_its_own_settings(tmp_path: Path) -> None:
+    run = RunDirectory.create(tmp_path, make_config("sampler.kind=frontier", "sampler.hardness=0"))
+    assert build(RunDirectory.open(run.path).config.sampler)._config.hardness == 0.0
+    assert build(make_config().sampler).name == "uniform" and "sampler" in run.code()
+    with pytest.raises(ConfigError, match="hardnes"):
+        make_config("sampler.kind=frontier", "sampler.hardnes=0")

@@ -3,18 +3,24 @@
 from __future__ import annotations
 
 import asyncio
+import itertools
 import math
 import time
 from collections import Counter
 from collections.abc import Iterator
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
 
 from rollmill.environments.rewards.hidden_tests import HiddenTests
+from rollmill.environments.sampler import Draw, Sampler
+from rollmill.environments.samplers.frontier import Frontier, FrontierConfig
 from rollmill.environments.task import Task, TaskSet
+from rollmill.environments.tasks.listed import ListedTasks
 from rollmill.errors import HarnessError, TaskError
+from rollmill.rollouts.choices import Choices
 from rollmill.rollouts.client import GatewayClient
 from rollmill.rollouts.config import RolloutConfig
 from rollmill.rollouts.dispatcher import POLL_S, Dispatcher
@@ -22,7 +28,7 @@ from rollmill.rollouts.rollout import RolloutContext
 from rollmill.trajectories.ledger import Ledger
 from rollmill.trajectories.pace import Pace
 from rollmill.types import GroupState, LedgerState, Reward, StepRecord, TrajectoryState, Version
-from tests.rollouts.world import ADMIN, RUN, Additions, StandInHost, World, make_task
+from tests.rollouts.world import ADMIN, RUN, Additions, StandInHost, World, make_task, open_world
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
 SIZE = 3
@@ -34,6 +40,7 @@ def make_dispatcher(
     context: RolloutContext | None = None,
     tasks: TaskSet | None = None,
     pace: Pace | None = None,
+    sampler: Sampler | None = None,
     total: int = 3,
     **config: Any,
 ) -> Dispatcher:
@@ -46,6 +53,7 @@ def make_dispatcher(
         run=RUN,
         seed=0,
         pace=pace or Pace(1, SIZE, max_staleness=2, steps=total),
+        sampler=sampler,
     )
 
 
@@ -158,7 +166,7 @@ async def test_fresh_attempts_end_and_a_task_that_is_wrong_gets_none(world: Worl
 
     class Wrong(Additions):
         def train(self, seed: int) -> Iterator[Task]:
-            return iter([make_task(0), make_task(1, image="absent")])
+            return itertools.cycle([make_task(0), make_task(1, image="absent")])
 
     await dispatch(world, tasks=Wrong(), groups=2)
     states = Counter((row.group_id[-1], row.state.value) for row in world.context.trajectories.list(run=RUN))
@@ -183,6 +191,61 @@ async def test_failures_with_successes_in_between_do_not_stop_the_run(world: Wor
     context = replace(world.context, machines=machines)
     await dispatch(world, context=context, groups=2, give_up_after=2, concurrency=1)
     assert len(world.ledger.groups(GroupState.waiting)) == 2
+
+
+# samplers
+
+
+async def trained_tasks(world: World, *, killed: bool) -> list[str]:
+    """The tasks of six groups, one per step, chosen by `frontier`; the dispatcher is replaced before each if killed."""
+    tasks, pace = ListedTasks([make_task(number) for number in range(6)]), Pace(1, SIZE, max_staleness=0, steps=6)
+    dispatching: asyncio.Task[None] | None = None
+    for step in range(1, 7):
+        if killed and dispatching is not None:
+            await stop(dispatching)
+        if killed or dispatching is None:
+            sampler = Frontier(FrontierConfig())
+            dispatching = asyncio.create_task(make_dispatcher(world, tasks=tasks, pace=pace, sampler=sampler).run())
+        await until(lambda: world.ledger.groups(GroupState.waiting))
+        assert train_one_step(world.ledger, 1) and world.ledger.committed() == step
+    assert dispatching is not None
+    await dispatching
+    return [group.task_id for group in world.ledger.groups()]
+
+
+async def test_the_choices_of_a_sampler_are_the_same_after_restarts(world: World, tmp_path: Path) -> None:
+    chosen = await trained_tasks(world, killed=False)
+    async with open_world(tmp_path / "again", world.tokenizer, world.context.machines) as again:
+        assert await trained_tasks(again, killed=True) == chosen
+    # each follows from what the ledger has: the seed, the index, and the version the group was admitted with
+    tasks = ListedTasks([make_task(number) for number in range(6)])
+    for index, group in enumerate(world.ledger.groups()):
+        choices = Choices(Frontier(FrontierConfig()), tasks, world.ledger, Pace(1, SIZE, 0, steps=6), seed=0)
+        assert choices.choose(index, group.min_version).id == group.task_id
+    results = world.ledger.results(0, 6)
+    assert [result.solved for result in results] == [int(result.task_id[-1]) % 2 == 0 for result in results]
+    assert all(result.turns == 3 and result.tokens > 0 for result in results)
+
+
+async def test_a_group_starts_only_with_the_results_its_task_was_chosen_by(world: World) -> None:
+    pace = Pace(9, 1, 0)
+    assert world.ledger.start_group("a", "task", 1, pace=pace, ids=["a-0"], committed=1) is None
+    assert world.ledger.start_group("a", "task", 1, pace=pace, ids=["a-0"], committed=0) == 0
+
+
+@pytest.mark.parametrize(("chosen", "said"), [(None, "returned NoneType"), (KeyError("x"), "KeyError: 'x'")])
+async def test_a_sampler_that_returns_nonsense_ends_the_run_with_its_name(world: World, chosen: Any, said: str) -> None:
+    class Broken:
+        name = "broken"
+
+        def choose(self, tasks: TaskSet, draw: Draw) -> Task:
+            if isinstance(chosen, Exception):
+                raise chosen
+            return chosen
+
+    with pytest.raises(BaseExceptionGroup) as raised:
+        await make_dispatcher(world, sampler=Broken()).run()
+    assert "'broken'" in str(raised.value.exceptions[0]) and said in str(raised.value.exceptions[0])
 
 
 # restarts

@@ -14,6 +14,7 @@ from rollmill.cluster.stages import Evaluation, evaluations, is_recorded, last_v
 from rollmill.environments.environment import build_tasks, open_environment
 from rollmill.evals.run import EvalResult, Examination, run_eval
 from rollmill.evals.suite import EvalConfig
+from rollmill.kinds import build
 from rollmill.rollouts.client import GatewayClient
 from rollmill.rollouts.dispatcher import Dispatcher
 from rollmill.rollouts.rollout import RolloutContext
@@ -52,6 +53,7 @@ async def _dispatch(run: RunDirectory, stage: StageSection) -> None:
                     run=key,
                     seed=run.config.seed_of(stage),
                     pace=stage.pace(stage.steps),
+                    sampler=build(run.config.sampler),
                 ).run()
         for each in due:
             if not each.first:

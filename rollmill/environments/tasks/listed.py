@@ -45,11 +45,14 @@ class ListedTasks:
 
     def train(self, seed: int) -> Iterator[Task]:
         """Endless. Each epoch has every training task once, in an order drawn from seed and epoch."""
-        ids = sorted(task.id for task in self.tasks.values() if task.split == TRAIN)
+        ids = self.train_ids()
         if not ids:
             hint = f"splits: {', '.join(sorted(self.splits()))}; training uses the split `{TRAIN}`"
             raise TaskError(f"the task set {self.name!r} has no training task", hint=hint)
         return self._epochs(ids, seed)
+
+    def train_ids(self) -> list[str]:
+        return sorted(task.id for task in self.tasks.values() if task.split == TRAIN)
 
     def _epochs(self, ids: list[str], seed: int) -> Iterator[Task]:
         epoch = 0

@@ -1,0 +1,49 @@
+"""Sampler: chooses the task of the next group. It sees the results of committed steps only, so that the same seed gives
+the same choices."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Protocol
+
+from rollmill.environments.task import Task, TaskSet
+
+RECENT = 16  # attempts
+
+
+@dataclass
+class TaskResults:
+    """What came of the attempts at one task so far."""
+
+    attempts: int = 0  # that were graded
+    solved: int = 0
+    turns: int = 0  # answers of the model, in all attempts
+    tokens: int = 0  # sampled, in all attempts
+    recent: deque[bool] = field(default_factory=lambda: deque(maxlen=RECENT))  # solved or not, the newest last
+
+    def add(self, *, solved: bool, turns: int, tokens: int) -> None:
+        self.attempts += 1
+        self.solved += solved
+        self.turns += turns
+        self.tokens += tokens
+        self.recent.append(solved)
+
+
+@dataclass(frozen=True)
+class Draw:
+    """What a choice may depend on."""
+
+    index: int  # of the group in its stage, from 0
+    seed: int  # of the run
+    progress: float  # the share of the stage's steps that are committed, 0 to 1; 0 if it has no end
+    results: Mapping[str, TaskResults]  # task id → results; tasks without any are absent
+
+
+class Sampler(Protocol):
+    name: str
+
+    def choose(self, tasks: TaskSet, draw: Draw) -> Task:
+        """The task of group `draw.index`. The same `draw` gives the same task, in any process."""
+        ...
