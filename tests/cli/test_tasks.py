@@ -99,7 +99,8 @@ def test_tasks_that_are_made_up_are_drawn(rollmill: Callable[..., Told]) -> None
 
 def test_a_checkpoint_that_is_not_there_stops_no_look_at_tasks(rollmill: Callable[..., Told], tmp_path: Path) -> None:
     source = tmp_path / "run.toml"
-    text = 'name = "r"\nsteps = 1\ncheckpoint = "absent"\n[tasks]\nkind = "jsonl"\npath = "t.jsonl"\n'
+    text = 'name = "r"\ncheckpoint = "absent"\n[[stages]]\nkind = "rl"\nsteps = 1\n'
+    text += '[tasks]\nkind = "jsonl"\npath = "t.jsonl"\n'
     source.write_text(text + '[[rewards]]\nkind = "script"\n')
     write(source, entry("a"))
     assert rollmill("tasks", "list", source).code == 0

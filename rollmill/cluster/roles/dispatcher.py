@@ -12,6 +12,7 @@ from rollmill import telemetry
 from rollmill.cluster.run import RunDirectory, phase
 from rollmill.cluster.stages import Evaluation, evaluations, is_recorded, last_version, results_key
 from rollmill.environments.environment import build_tasks, open_environment
+from rollmill.environments.task import TaskSet
 from rollmill.evals.run import EvalResult, Examination, run_eval
 from rollmill.evals.suite import EvalConfig
 from rollmill.kinds import build
@@ -38,17 +39,18 @@ def main(run: RunDirectory, name: str) -> None:
 
 async def _dispatch(run: RunDirectory, stage: StageSection) -> None:
     due = [each for each in evaluations(run.config) if each.stage is stage]
+    tasks = build_tasks(run.config)
     async with open_context(run) as context:
         for each in due:
             if each.first:
-                await _evaluate_once(run, context, each)
+                await _evaluate_once(run, context, tasks, each)
         if isinstance(stage, RolloutSettings) and stage.steps:
             key = run.stage_key(stage)
             with phase(stage.name):
                 await Dispatcher(
                     context,
                     Ledger(open_database(run.database_url), key),
-                    build_tasks(run.config),
+                    tasks,
                     run.config.rollouts,
                     run=key,
                     seed=run.config.seed_of(stage),
@@ -57,10 +59,10 @@ async def _dispatch(run: RunDirectory, stage: StageSection) -> None:
                 ).run()
         for each in due:
             if not each.first:
-                await _evaluate_once(run, context, each)
+                await _evaluate_once(run, context, tasks, each)
 
 
-async def _evaluate_once(run: RunDirectory, context: RolloutContext, evaluation: Evaluation) -> None:
+async def _evaluate_once(run: RunDirectory, context: RolloutContext, tasks: TaskSet, evaluation: Evaluation) -> None:
     """Evaluate and record the results, unless they are recorded already."""
     last = last_version(WeightStore(context.objects), evaluation.stage, run.config.form)
     assert last is not None, "an engine serves the line"
@@ -69,7 +71,7 @@ async def _evaluate_once(run: RunDirectory, context: RolloutContext, evaluation:
         return
     suite, label = run.config.evals, evaluation.label
     with phase(f"evaluate {label}"):
-        results = await _evaluate(run, context, suite, label, number, alone=True)  # a run has one dispatcher
+        results = await _evaluate(run, context, tasks, suite, label, number, alone=True)  # a run has one dispatcher
         body = json.dumps([asdict(result) for result in results]).encode()
         context.objects.put(results_key(run, label), body)
 
@@ -80,14 +82,21 @@ async def evaluate(service: RunDirectory, suite: EvalConfig, version: Version) -
     label = f"version-{version.number}" if own_line else f"{version.line}-{version.number}"
     async with open_context(service) as context:
         with phase(f"evaluate {version}"):
-            return await _evaluate(service, context, suite, label, version.number)
+            return await _evaluate(service, context, build_tasks(service.config), suite, label, version.number)
 
 
 async def _evaluate(
-    run: RunDirectory, context: RolloutContext, suite: EvalConfig, label: str, version: int, *, alone: bool = False
+    run: RunDirectory,
+    context: RolloutContext,
+    tasks: TaskSet,
+    suite: EvalConfig,
+    label: str,
+    version: int,
+    *,
+    alone: bool = False,
 ) -> list[EvalResult]:
     examination = Examination(run.id, label, version, run.config.rollouts.max_answer_tokens, run.config.seed)
-    return await run_eval(context, build_tasks(run.config), suite, examination, alone=alone)
+    return await run_eval(context, tasks, suite, examination, alone=alone)
 
 
 @contextlib.asynccontextmanager
