@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+import shutil
 import threading
 from collections.abc import Iterator
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
@@ -12,7 +13,8 @@ from pathlib import Path
 import pytest
 
 from tests.cli.test_init import shell
-from tests.test_repo import ROOT
+from tests.environments.machines.test_images import make_wheel
+from tests.test_repo import ROOT, example_overrides
 
 GUIDE = ROOT / "docs" / "guides" / "your-own-agent.md"
 
@@ -62,3 +64,45 @@ def test_the_guide_to_an_agent_works_word_by_word(blocks: list[str], tmp_path: P
 def test_the_guides_last_step_trains_the_model_behind_the_agent(blocks: list[str], tmp_path: Path) -> None:
     printed = shell("\n".join([*blocks[:3], blocks[4]]), tmp_path)
     assert printed.count("graded") >= 8, printed[-2000:]
+
+
+# Stands in for mini-swe-agent, which tests cannot download: the same command line and settings, one step.
+_MINI = """
+import argparse, json, os, re, subprocess, urllib.request
+
+def main():
+    parser = argparse.ArgumentParser()
+    for option in ("--config", "--task", "--output"):
+        parser.add_argument(option, required=True)
+    given = parser.parse_args()
+    assert "litellm_textbased" in open(given.config).read() and os.environ["MSWEA_CONFIGURED"] == "true"
+    request = urllib.request.Request(
+        os.environ["OPENAI_BASE_URL"] + "/chat/completions",
+        json.dumps({"model": "policy", "messages": [{"role": "user", "content": given.task}]}).encode(),
+        {"Authorization": "Bearer " + os.environ["OPENAI_API_KEY"]},
+    )
+    answer = json.load(urllib.request.urlopen(request))["choices"][0]["message"]["content"]
+    command, = re.findall(r"```mswea_bash_command\\s*\\n(.*?)\\n```", answer, re.S)
+    subprocess.run(["bash", "-c", command], check=True)
+"""
+
+
+@pytest.mark.slow
+def test_the_example_runs_as_it_says(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, endpoint: str) -> None:
+    wheels = tmp_path / "wheels"
+    wheels.mkdir()
+    modules = {"mini_stand_in.py": _MINI}
+    make_wheel(wheels, "mini_swe_agent", modules, "mini_stand_in:main", version="2.4.6", script="mini")
+    monkeypatch.setenv("ROLLMILL_IMAGES", str(tmp_path / "images"))
+    monkeypatch.setenv("PIP_NO_INDEX", "1")
+    monkeypatch.setenv("PIP_FIND_LINKS", str(wheels))
+    monkeypatch.setattr(Endpoint, "answer", "Done.\n```mswea_bash_command\necho blue > answer.txt\n```")
+    directory = tmp_path / "own_agent"
+    shutil.copytree(ROOT / "examples" / "own_agent", directory)
+    monkeypatch.chdir(directory)
+    example_overrides(directory / "run.toml")  # the shape of its checkpoint
+    commands = [line.removeprefix("#     ") for line in (directory / "run.toml").read_text().splitlines()]
+    build, check = [line for line in commands if line.startswith(("rollmill images", "rollmill tasks"))]
+    printed = shell(f"{build}\n{check}\nrollmill rollout run.toml --model {endpoint} --task blue", directory)
+    assert "12 of 12 tasks are all right" in printed and "ended: done after 1 turns" in printed
+    assert "well_formed 1" in printed and "solved 1" in printed, printed[-2000:]

@@ -21,17 +21,19 @@ pytestmark = pytest.mark.asyncio(loop_scope="module")
 _GREET = "import sys\n\n\ndef main():\n    print('hello', *sys.argv[1:])\n"
 
 
-def make_wheel(directory: Path, name: str, modules: dict[str, str], script: str = "") -> Path:
-    """A wheel as pip downloads one, without a network."""
-    wheel = directory / f"{name}-1.0-py3-none-any.whl"
-    facts = f"{name}-1.0.dist-info"
+def make_wheel(
+    directory: Path, name: str, modules: dict[str, str], entry: str = "", *, version: str = "1.0", script: str = ""
+) -> Path:
+    """A wheel as pip downloads one, without a network. `entry` is the function of its program."""
+    wheel = directory / f"{name}-{version}-py3-none-any.whl"
+    facts = f"{name}-{version}.dist-info"
     with zipfile.ZipFile(wheel, "w") as archive:
         for path, text in modules.items():
             archive.writestr(path, text)
-        archive.writestr(f"{facts}/METADATA", f"Metadata-Version: 2.1\nName: {name}\nVersion: 1.0\n")
+        archive.writestr(f"{facts}/METADATA", f"Metadata-Version: 2.1\nName: {name}\nVersion: {version}\n")
         archive.writestr(f"{facts}/WHEEL", "Wheel-Version: 1.0\nRoot-Is-Purelib: true\nTag: py3-none-any\n")
-        if script:
-            archive.writestr(f"{facts}/entry_points.txt", f"[console_scripts]\n{name} = {script}\n")
+        if entry:
+            archive.writestr(f"{facts}/entry_points.txt", f"[console_scripts]\n{script or name} = {entry}\n")
         archive.writestr(f"{facts}/RECORD", "")
     return wheel
 
