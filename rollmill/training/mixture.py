@@ -3,8 +3,8 @@
     sources ─► equal documents but the first are left out ─► held-out ones are set apart ─► weights ─► epochs, permuted
 
 Documents are equal if their contents have equal hashes (exact: one changed character makes another document), within a
-source and across sources. A document is held out if its hash falls into the share of its source, or if an equal
-document of another source is held out. Only numbers are kept in memory: 8 bytes per document.
+source and across sources. A document is held out if its hash falls into the share of its source. Its duplicates are
+left out, so no content is both held out and trained on. Only numbers are kept in memory: 8 bytes per document.
 """
 
 from __future__ import annotations
@@ -175,41 +175,29 @@ def choose(parts: Sequence[Part]) -> list[Chosen]:
                 f"the source {part.name!r} cannot hold documents out: it does not compare them",
                 hint="remove heldout, or return digests from its documents",
             )
-    compared = [own for own in digests if own is not None]
-    keys = np.concatenate([np.empty((0, 2), np.uint64), *compared])
-    shares = [np.full(0 if own is None else len(own), part.heldout) for part, own in zip(parts, digests, strict=True)]
-    first, held = _compare(keys, np.concatenate(shares))
+    first = _first(np.concatenate([np.empty((0, 2), np.uint64), *(own for own in digests if own is not None)]))
     found, start = [], 0
     for part, own in zip(parts, digests, strict=True):
         if own is None:
             count = part.documents.count
             found.append(Chosen(None if count is None else np.arange(count), _NONE, 0))
             continue
-        mine = slice(start, start + len(own))
+        mine = first[start : start + len(own)]
         start += len(own)
-        found.append(
-            Chosen(
-                np.flatnonzero(first[mine] & ~held[mine]),
-                np.flatnonzero(first[mine] & held[mine]),
-                int((~first[mine]).sum()),
-            )
-        )
+        held = own[:, 0] / np.float64(2**64) < part.heldout
+        found.append(Chosen(np.flatnonzero(mine & ~held), np.flatnonzero(mine & held), int((~mine).sum())))
     return found
 
 
-def _compare(keys: np.ndarray, shares: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """For each document, whether it is the first with its content, and whether that content is held out."""
+def _first(keys: np.ndarray) -> np.ndarray:
+    """For each document, whether it is the first with its content."""
     order = np.lexsort((keys[:, 1], keys[:, 0]))  # stable: equal keys stay in the order of the sources
     ordered = keys[order]
-    starts = np.ones(len(keys), np.bool_)
-    starts[1:] = (ordered[1:] != ordered[:-1]).any(1)
+    differs = np.ones(len(keys), np.bool_)
+    differs[1:] = (ordered[1:] != ordered[:-1]).any(1)
     first = np.zeros(len(keys), np.bool_)
-    first[order[starts]] = True
-    held = np.zeros(len(keys), np.bool_)
-    if len(keys):
-        drawn = (keys[:, 0] / np.float64(2**64) < shares)[order]
-        held[order] = np.logical_or.reduceat(drawn, np.flatnonzero(starts))[np.cumsum(starts) - 1]
-    return first, held
+    first[order[differs]] = True
+    return first
 
 
 def windows(document: Document, longest: int, overlap: int) -> list[Document]:
