@@ -175,6 +175,11 @@ def choose(parts: Sequence[Part]) -> list[Chosen]:
                 f"the source {part.name!r} cannot hold documents out: it does not compare them",
                 hint="remove heldout, or return digests from its documents",
             )
+        if own is not None and (own.dtype != np.uint64 or own.shape != (part.documents.count, 2)):
+            raise TrainingError(
+                f"the source {part.name!r}: digests are {own.dtype} {own.shape} for {part.documents.count} documents",
+                hint="they must be uint64 [count, 2]",
+            )
     first = _first(np.concatenate([np.empty((0, 2), np.uint64), *(own for own in digests if own is not None)]))
     found, start = [], 0
     for part, own in zip(parts, digests, strict=True):

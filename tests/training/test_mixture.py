@@ -146,3 +146,12 @@ def test_a_source_that_raises_or_returns_nonsense_is_named(returned: Any, proble
     mixture = Mixture([Part("own", Generated(make), vocab_size=50)], 0)
     with pytest.raises(TrainingError, match=problem):
         mixture.read(7)
+
+
+def test_digests_that_do_not_fit_are_refused() -> None:
+    class Odd(Listed):
+        def digests(self) -> np.ndarray:
+            return np.zeros((2, 2))
+
+    with pytest.raises(TrainingError, match=r"'odd': digests are float64 \(2, 2\) for 3 documents"):
+        choose([Part("odd", Odd([1, 2, 3]))])
