@@ -75,7 +75,7 @@ def load_image(name: str, directory: str | None, *, max_bytes: int = 1 << 26) ->
     folder = Path(directory, name) if directory is not None else None
     if folder is not None and name == folder.name and folder.is_dir():
         files = _load(folder, folder.stat().st_mtime_ns, max_bytes)
-        return Image(name, _digest_of(files), files)
+        return Image(name, _digest_of(folder, folder.stat().st_mtime_ns, max_bytes), files)
     record = find_record(name)
     if record is None:
         known = sorted({BUILT_IN, *_folders(directory), *built_names()})
@@ -155,6 +155,8 @@ def _load(path: Path, _changed: int, max_bytes: int) -> Mapping[str, bytes]:
     return MappingProxyType(files)
 
 
-def _digest_of(files: Mapping[str, bytes]) -> str:
+@functools.lru_cache(maxsize=64)
+def _digest_of(path: Path, changed: int, max_bytes: int) -> str:
+    files = _load(path, changed, max_bytes)
     parts = [f"{path}\0{hashlib.sha256(content).hexdigest()}\n" for path, content in sorted(files.items())]
     return hashlib.sha256("".join(parts).encode("utf-8", "surrogateescape")).hexdigest()

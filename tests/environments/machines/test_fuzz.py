@@ -77,8 +77,11 @@ def test_arguments_of_a_machine(fuzz_loop: asyncio.AbstractEventLoop, fuzz_machi
 def test_values_of_the_wrong_type(fuzz_loop: asyncio.AbstractEventLoop, fuzz_machine: NamespaceMachine) -> None:
     """The frame itself: values that JSON cannot carry are refused before sending, the others by pid 1."""
     machine = fuzz_machine
-    operations = st.sampled_from(["exec", "read", "write", "snapshot", "restore", "dance"]) | anything
-    keys = st.sampled_from(["argv", "cwd", "env", "timeout_s", "max_output", "path", "max_bytes", "files", "extra"])
+    names = ["exec", "read", "write", "snapshot", "restore", "start", "state", "stop", "listen", "dance"]
+    operations = st.sampled_from(names) | anything
+    keys = st.sampled_from(
+        ["argv", "cwd", "env", "timeout_s", "max_output", "path", "max_bytes", "files", "process", "extra"]
+    )
 
     @fuzzed
     @given(operations, st.dictionaries(keys, anything, max_size=9), st.binary(max_size=20))

@@ -152,9 +152,9 @@ def _serve(connection: socket.socket, limits: Limits, watchdog: Watchdog) -> Non
     confinement, processes = limits.confinement(), Processes()
     while request := _next_request(connection, processes, watchdog):
         header, body = request
-        if header["op"] == "interrupt":
+        if header.get("op") == "interrupt":
             continue  # the command had ended already
-        if header["op"] == "listen":
+        if header.get("op") == "listen":
             _hand_over_listener(connection)
             continue
         try:
@@ -172,7 +172,9 @@ def _serve(connection: socket.socket, limits: Limits, watchdog: Watchdog) -> Non
                     reply, data = _handle_files(header, body)
         except OSError as error:
             reply, data = {"errno": error.errno or errno.EIO, "path": error.filename}, b""
-            if header["op"] == "exec":  # this failed before the command began; what a command causes is in its result
+            if (
+                header.get("op") == "exec"
+            ):  # this failed before the command began; what a command causes is in its result
                 reply = {"error": f"no command could be started: {error}"}
         except MemoryError:
             reply, data = {"errno": errno.ENOMEM}, b""
