@@ -93,7 +93,7 @@ def tool_seconds(trajectories: int) -> list[float]:
 class Measured:
     """One run from the end of its warm-up to its last step."""
 
-    samples_per_step: int
+    samples_per_step: float  # of the groups that steps trained on: a step may run short
     seconds: list[float]  # between the ends of two steps
     trained_share: float  # of the rollouts; the others belong to groups without signal
     mean_staleness: float
@@ -110,7 +110,7 @@ class Measured:
 def measure(run: RunDirectory) -> Measured:
     events = read_events(run.events)
     steps = [event for event in events if event["kind"] == "step"][WARMUP_STEPS - 1 :]
-    samples = samples_per_step(run)
+    samples = statistics.mean(step["groups"] for step in steps[1:]) * rl_settings(run).group_size
     ages = [step["staleness_mean"] for step in steps[1:] if step["staleness_mean"] is not None]
     groups = sum(step["groups"] + step["groups_closed"] for step in steps[1:])
     after = next(event for event in events if event["kind"] == "eval" and event["label"] == "after")
