@@ -5,6 +5,7 @@ What is already there is kept: an interrupted start is completed by the next.
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 
 from rollmill.chat.formats.choice import format_of
@@ -15,11 +16,11 @@ from rollmill.cluster.start import import_start
 from rollmill.errors import ConfigError
 from rollmill.kinds import load_object
 from rollmill.models.config import ModelConfig
-from rollmill.models.huggingface.describe import describe_model
+from rollmill.models.huggingface.describe import describe_model, describe_rope
 from rollmill.models.huggingface.files import CONFIG
 from rollmill.storage.objects import Objects
 from rollmill.types import Version
-from rollmill.weights.files.companions import keep_companions, kept_companions
+from rollmill.weights.files.companions import companions_of, keep_companions, kept_companions
 from rollmill.weights.files.directory import encode_json
 from rollmill.weights.reading.store import WeightStore
 
@@ -52,9 +53,25 @@ def keep_tokenizer(run: RunDirectory, objects: Objects) -> None:
     if TOKENIZER not in kept:  # an interrupted start may have kept only some files
         made = make_tokenizer(config)
         made.save(run.tokenizer)
-        kept = {**_model_files(config.model, made), TOKENIZER: run.tokenizer.read_bytes()}
+        kept = {**_model_files(config.model_of(line), made), TOKENIZER: run.tokenizer.read_bytes()}
     keep_companions(objects, line, kept)
     run.tokenizer.write_bytes(kept[TOKENIZER])
+
+
+def describe_longer(weights: WeightStore, parent: Version, line: str, model: ModelConfig) -> None:
+    """Keep a config.json of its own beside a line whose context is longer than that of its parent. An export has it."""
+    form = next(form for form in weights.forms(parent.line) if weights.exists(parent, form))
+    files = companions_of(weights, weights.manifest(parent, form))
+    described = json.loads(files.get(CONFIG, b"{}"))
+    if described.get("max_position_embeddings", model.max_context) >= model.max_context:
+        return
+    scaling = describe_rope(model)
+    described["max_position_embeddings"] = model.max_context
+    if "rope_parameters" in described:  # newer files have it instead
+        described["rope_parameters"] = {**(scaling or {}), "rope_theta": model.rope_theta}
+    else:
+        described["rope_scaling"] = scaling
+    keep_companions(weights.objects, line, {**files, CONFIG: encode_json(described)})
 
 
 def make_tokenizer(config: RunConfig) -> Tokenizer:

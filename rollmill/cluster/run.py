@@ -31,7 +31,7 @@ from typing import Annotated, Any, Literal
 from pydantic import Field, model_validator
 
 from rollmill import telemetry
-from rollmill.cluster.upgrade import bring_up_to_date
+from rollmill.cluster.upgrade import bring_up_to_date, refuse_moved
 from rollmill.config import Config, validate_config
 from rollmill.environments.environment import find_parts
 from rollmill.environments.sections import HarnessSection, MachineSection, RewardSection, SamplerSection, TasksSection
@@ -40,7 +40,7 @@ from rollmill.evals.suite import EvalConfig
 from rollmill.gateway.config import GatewayConfig
 from rollmill.inference.config import EngineConfig
 from rollmill.kinds import KindSection, code_of, resolve_paths
-from rollmill.models.config import ModelConfig
+from rollmill.models.config import ModelConfig, with_context
 from rollmill.rollouts.config import RolloutConfig
 from rollmill.training.stage import NAME, RolloutSettings, StageSection
 from rollmill.types import Version
@@ -49,8 +49,6 @@ HOME = "home"
 PORTS = range(10_000, 32_768)
 SECRETS = ("admin_token", "store_token", "engine_token", "production_key")
 SERVICE = "service.json"
-# settings of 0.1.0 that a stage has now
-MOVED = ("line", "steps", "groups_per_step", "group_size", "max_staleness", "midtrain", "training", "rl")
 
 
 class Start(Config):
@@ -93,6 +91,12 @@ class RunConfig(Config):
         None,
         description="A version of another run to start from instead of a checkpoint; [model] is then read from that "
         "run. `rollmill train --from` sets it.",
+    )
+    trained_context: int | None = Field(
+        None,
+        gt=0,
+        description="Tokens of context that the checkpoint was made for. Read from the checkpoint. A stage that needs "
+        "more stretches the rotary embedding.",
     )
     tokenizer: str | None = Field(
         None,
@@ -153,17 +157,19 @@ class RunConfig(Config):
         """Fill in [model] from the checkpoint or the other run. run.json has all of [model]: then neither is read."""
         if not isinstance(tree, dict):
             return tree
-        _refuse_moved(tree)
+        refuse_moved(tree)
         tree = _with_absolute_paths(find_parts(tree))
         given, start = tree.get("model", {}), tree.get("start")
         if not isinstance(given, dict) or "vocab_size" in given:
             return tree
         if isinstance(tree.get("checkpoint"), str):
             directory = Path(tree["checkpoint"]).expanduser().absolute()
-            return {**tree, "checkpoint": str(directory), "model": _model_of(directory, given)}
+            tree = {**tree, "checkpoint": str(directory)}
+            return {**tree, **_shortened(_model_of(directory), given, f"the checkpoint {directory}")}
         if isinstance(start, dict) and isinstance(start.get("run"), str):
-            model = RunDirectory.open(Path(start["run"])).config.model.model_dump(mode="json")
-            return {**tree, "model": _shortened(model, given, f"the run {start['run']}")}
+            line = str(start.get("version")).rpartition("@")[0]
+            model = RunDirectory.open(Path(start["run"])).config.model_of(line)
+            return {**tree, **_shortened(model.model_dump(mode="json"), given, f"the run {start['run']}")}
         return tree
 
     @model_validator(mode="after")
@@ -214,6 +220,12 @@ class RunConfig(Config):
         return self
 
     @model_validator(mode="after")
+    def _context_can_change(self) -> RunConfig:
+        for stage in self.stages:
+            self.model_of(stage.name)
+        return self
+
+    @model_validator(mode="after")
     def _ranks_fit_the_model(self) -> RunConfig:
         for stage in self.stages:
             stage.training.check_model(self.model.experts)
@@ -238,6 +250,15 @@ class RunConfig(Config):
         """The stage before this one; None before the first."""
         index = self.stages.index(stage)
         return self.stages[index - 1] if index else None
+
+    def model_of(self, line: str) -> ModelConfig:
+        """The model that a line has: stages may change its context. A line of no stage is that of imported weights."""
+        context = self.model.max_context
+        for stage in self.stages:
+            context = stage.max_context or context
+            if line == stage.name or line.startswith(f"{stage.name}."):  # rl.2: the line goes on on other hardware
+                return with_context(self.model, context, self.trained_context or self.model.max_context)
+        return self.model
 
     def seed_of(self, stage: StageSection) -> int:
         """The run's seed. A second stage of one kind gets another: it should not see the same data again."""
@@ -421,17 +442,6 @@ def _secret(saved: dict[str, Any], name: str) -> str:
     return secret
 
 
-def _refuse_moved(tree: dict[str, Any]) -> None:
-    """Raise ConfigError for a setting of 0.1.0 that a stage has now."""
-    moved = [name for name in MOVED if name in tree]
-    if moved:
-        where = {"midtrain": '[[stages]] kind = "midtrain"', "rl": '[[stages]] kind = "rl"', "line": "stages.rl.name"}
-        raise ConfigError(
-            f"{moved[0]!r} is a setting of a stage now",
-            hint=f"{where.get(moved[0], f'stages.rl.{moved[0]}')}; CHANGELOG.md shows an old and a new configuration",
-        )
-
-
 def _with_absolute_paths(tree: dict[str, Any]) -> dict[str, Any]:
     """Paths in [[stages]] and of the tokenizer: relative ones start in `modules`."""
     directory = Path(tree["modules"]) if isinstance(tree.get("modules"), str) else Path.cwd()
@@ -443,8 +453,8 @@ def _with_absolute_paths(tree: dict[str, Any]) -> dict[str, Any]:
     return tree
 
 
-def _model_of(directory: Path, given: dict[str, Any]) -> dict[str, Any]:
-    """The [model] of a checkpoint, with `max_context` as given."""
+def _model_of(directory: Path) -> dict[str, Any]:
+    """The [model] of a checkpoint."""
     from rollmill.models.huggingface.config import config_from_huggingface
     from rollmill.models.huggingface.files import CONFIG, read_json
 
@@ -452,12 +462,11 @@ def _model_of(directory: Path, given: dict[str, Any]) -> dict[str, Any]:
         raise ConfigError(
             f"checkpoint: there is no directory {directory}", hint="`rollmill model get` makes one; see its --help"
         )
-    model = config_from_huggingface(read_json(directory / CONFIG), str(directory / CONFIG)).model_dump(mode="json")
-    return _shortened(model, given, f"the checkpoint {directory}")
+    return config_from_huggingface(read_json(directory / CONFIG), str(directory / CONFIG)).model_dump(mode="json")
 
 
 def _shortened(model: dict[str, Any], given: dict[str, Any], where: str) -> dict[str, Any]:
-    """The model that `where` has, with `max_context` as given."""
+    """[model] as `where` has it, with `max_context` as given; and the context that it was made for."""
     strange = sorted(given.keys() - {"max_context"})
     if strange:
         raise ConfigError(
@@ -468,9 +477,9 @@ def _shortened(model: dict[str, Any], given: dict[str, Any], where: str) -> dict
     if isinstance(wanted, int) and wanted > longest:
         raise ConfigError(
             f"model.max_context is {wanted}, but {where} supports at most {longest}",
-            hint="set it to less, or leave it out",
+            hint="set it to less, or leave it out; stages.rl.max_context may be more",
         )
-    return {**model, "max_context": wanted}
+    return {"model": {**model, "max_context": wanted}, "trained_context": longest}
 
 
 def free_ports(count: int) -> list[int]:

@@ -27,7 +27,7 @@ def check_start(config: RunConfig) -> None:
     """Check that the version is there and is of the run's model. Reads no weights."""
     assert config.start is not None
     _find(config.start)
-    other = RunDirectory.open(Path(config.start.run)).config.model
+    other = RunDirectory.open(Path(config.start.run)).config.model_of(config.start.parsed.line)
     shortened = other.model_copy(update={"max_context": min(other.max_context, config.model.max_context)})
     if shortened != config.model:
         differ = [name for name in type(other).model_fields if getattr(shortened, name) != getattr(config.model, name)]

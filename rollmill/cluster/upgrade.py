@@ -1,10 +1,14 @@
-"""Configurations in the run.json of older releases, brought up to date. Such a run still resumes and serves."""
+"""Configurations of older releases. A run.json is brought up to date; a file is told where its settings are now."""
 
 from __future__ import annotations
 
 from typing import Any
 
+from rollmill.errors import ConfigError
+
 DEMO = "rollmill.demo"
+# settings of 0.1.0 that a stage has now
+MOVED = ("line", "steps", "groups_per_step", "group_size", "max_staleness", "midtrain", "training", "rl")
 
 
 def bring_up_to_date(config: dict[str, Any]) -> dict[str, Any]:
@@ -38,3 +42,14 @@ def _with_stages(config: dict[str, Any]) -> dict[str, Any]:
     if config.get("checkpoint") is None and config.get("start") is None:
         tokenizer = f"{DEMO}.tokenizer:demo_tokenizer"
     return {**config, "stages": stages, "tokenizer": tokenizer}
+
+
+def refuse_moved(tree: dict[str, Any]) -> None:
+    """Raise ConfigError for a setting of 0.1.0 that a stage has now."""
+    moved = [name for name in MOVED if name in tree]
+    if moved:
+        where = {"midtrain": '[[stages]] kind = "midtrain"', "rl": '[[stages]] kind = "rl"', "line": "stages.rl.name"}
+        raise ConfigError(
+            f"{moved[0]!r} is a setting of a stage now",
+            hint=f"{where.get(moved[0], f'stages.rl.{moved[0]}')}; CHANGELOG.md shows an old and a new configuration",
+        )

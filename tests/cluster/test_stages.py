@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+import math
 import sys
 import textwrap
 from collections.abc import Iterator
@@ -9,15 +11,21 @@ from pathlib import Path
 
 import pytest
 
+from rollmill.cluster.prepare import describe_longer
 from rollmill.cluster.run import RunConfig, RunDirectory
 from rollmill.cluster.stages import evaluations, is_published, last_version, newest_step, phases
 from rollmill.config import load_config
 from rollmill.demo import CONFIG as DEMO
 from rollmill.errors import ConfigError
 from rollmill.kinds import build
+from rollmill.models.config import Llama3Rope, ModelConfig, YarnRope, with_context
+from rollmill.models.huggingface.config import config_from_huggingface
+from rollmill.models.huggingface.describe import describe_model
 from rollmill.storage.objects import Objects
 from rollmill.types import Version
+from rollmill.weights.files.companions import keep_companions, kept_companions
 from rollmill.weights.reading.store import WeightStore
+from tests.cluster.checkpoints import RL, TASKS
 from tests.cluster.conftest import make_config
 from tests.inference.test_follower import Line
 
@@ -140,3 +148,58 @@ def test_paths_in_sources_begin_at_the_file(tmp_path: Path) -> None:
     config = load_config(RunConfig, tmp_path / "run.toml", ["tokenizer=words.json"])
     assert config.stages[0].model_dump()["sources"][0]["path"] == str(tmp_path / "notes/*.txt")
     assert config.tokenizer == str(tmp_path / "words.json")
+
+
+# --- longer contexts
+
+
+def test_a_stage_lengthens_the_context_and_the_next_ones_keep_it(four: Path) -> None:
+    config = load_config(RunConfig, four, ["stages.rl.max_context=384"])
+    assert [config.model_of(stage.name).max_context for stage in config.stages] == [192, 384, 384, 384]
+    assert config.model_of("midtrain") == config.model_of("unknown") == config.model
+    scaling = config.model_of("rl.2").rope_scaling
+    assert isinstance(scaling, YarnRope) and (scaling.factor, scaling.original_context) == (2.0, 192)
+    assert scaling.angle_scale == pytest.approx(0.1 * math.log(2) + 1)
+    assert config.model_of("polish") == config.model_of("rl") and config.model_of("rl") != config.model
+
+
+def test_up_to_what_a_checkpoint_was_made_for_nothing_is_stretched(tmp_path: Path) -> None:
+    described = describe_model(ModelConfig(vocab_size=300, max_context=512))
+    (tmp_path / "config.json").write_text(json.dumps(described))
+    settings = ["name=small", RL, TASKS, f"checkpoint={tmp_path}", "model.max_context=128"]
+    config = load_config(RunConfig, None, [*settings, "stages.rl.max_context=512"])
+    assert config.model_of("rl") == config.model.model_copy(update={"max_context": 512})
+    longer = load_config(RunConfig, None, [*settings, "stages.rl.max_context=1024"]).model_of("rl")
+    assert longer.rope_scaling is not None and longer.rope_scaling.factor == 2.0
+
+
+def test_a_scaling_that_is_there_is_stretched_further() -> None:
+    llama = Llama3Rope(type="llama3", factor=8.0, original_context=8192)
+    model = ModelConfig(vocab_size=300, max_context=65536, rope_scaling=llama)
+    longer = with_context(model, 131072, made_for=65536)
+    assert longer.rope_scaling == llama.model_copy(update={"factor": 16.0})
+    yarn = with_context(with_context(ModelConfig(vocab_size=300, max_context=512), 1024, 512), 2048, 1024)
+    assert yarn == with_context(ModelConfig(vocab_size=300, max_context=512), 2048, 512)
+    scaled = YarnRope(type="yarn", factor=2, original_context=9, score_scale=2)
+    deepseek = model.model_copy(update={"rope_scaling": scaled})
+    with pytest.raises(ValueError, match="cannot be lengthened"):
+        with_context(deepseek, 131072, made_for=65536)
+
+
+@pytest.mark.parametrize("newer", [False, True], ids=["rope_scaling", "rope_parameters"])
+def test_a_longer_line_leaves_with_a_config_of_its_own(run: RunDirectory, newer: bool) -> None:
+    weights = WeightStore(Objects.open(run.home_store))
+    described = describe_model(run.config.model)
+    if newer:
+        described["rope_parameters"] = {"rope_type": "default", "rope_theta": described.pop("rope_theta")}
+    keep_companions(weights.objects, "midtrain", {"config.json": json.dumps(described).encode()})
+    Line(run.home_store, run.config.model, "midtrain").publish()
+    parent = Version("midtrain", 0)
+    describe_longer(weights, parent, "rl", run.config.model)
+    assert kept_companions(weights.objects, "rl") == {}  # nothing has changed
+    longer = with_context(run.config.model, 384, 192)
+    for _ in range(2):  # an interrupted start is repeated
+        describe_longer(weights, parent, "rl", longer)
+    kept = json.loads(kept_companions(weights.objects, "rl")["config.json"])
+    found = config_from_huggingface(kept)
+    assert (found.max_context, found.rope_scaling, found.rope_theta) == (384, longer.rope_scaling, 500.0)

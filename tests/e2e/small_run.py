@@ -29,5 +29,9 @@ def small_run(root: Path, name: str, *overrides: str, base: RunDirectory | None 
     """A run directory that is not started yet. With `base`, mid-training is already done."""
     run = RunDirectory.create(root, load_config(RunConfig, DEMO, [f"name={name}", *SMALL, *overrides]))
     if base is not None:
-        shutil.copytree(base.home_store, run.home_store)
+        copy_store(base, run)
     return run
+
+
+def copy_store(base: RunDirectory, run: RunDirectory) -> None:
+    shutil.copytree(base.home_store, run.home_store)

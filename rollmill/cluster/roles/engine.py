@@ -9,6 +9,7 @@ from __future__ import annotations
 from rollmill.cluster.run import RunDirectory
 from rollmill.inference.server import serve_engine
 from rollmill.storage.objects import Objects
+from rollmill.weights.reading.channels import Channels
 from rollmill.weights.reading.store import WeightStore
 from rollmill.weights.regions.mirror import Mirror
 
@@ -23,7 +24,7 @@ def main(run: RunDirectory, region: str, kind: str, name: str, form: str) -> Non
         mirror = Mirror(home, store, region)
     serve_engine(
         run.config.engine,
-        run.config.model,
+        run.config.model_of(_line(run, WeightStore(store), kind, name)),
         WeightStore(store),
         line=line if kind != "channel" else run.config.line,
         mirror=mirror,
@@ -36,3 +37,9 @@ def main(run: RunDirectory, region: str, kind: str, name: str, form: str) -> Non
         form=form,
         token=run.engine_token,
     )
+
+
+def _line(run: RunDirectory, weights: WeightStore, kind: str, name: str) -> str:
+    """The line whose model is served. A channel has the model of the version that it points at now."""
+    version = Channels(weights.objects).get(name) if kind == "channel" else None
+    return version.line if version else name.partition("@")[0]

@@ -12,7 +12,7 @@ from rollmill import telemetry
 from rollmill.chat.formats.choice import format_of
 from rollmill.chat.tokenizer import Tokenizer
 from rollmill.cluster.local import TERMINATED
-from rollmill.cluster.prepare import prepare
+from rollmill.cluster.prepare import describe_longer, prepare
 from rollmill.cluster.run import RunDirectory
 from rollmill.cluster.stages import last_version
 from rollmill.errors import TrainingError
@@ -42,10 +42,11 @@ def main(run: RunDirectory, name: str = "") -> None:
     device = choose_device(config.device)
     placement = place(name, device, stage.training)
     parent = placement.from_first(_parent(run, stage, weights) if placement.first else None)
-    training = fitted(stage.training, config.model, device)
+    model = config.model_of(name)
+    training = fitted(stage.training, model, device)
     trainer = Trainer(
         training,
-        config.model,
+        model,
         _objective(run, stage, weights, training, placement),
         weights,
         weights.objects,
@@ -66,11 +67,11 @@ def main(run: RunDirectory, name: str = "") -> None:
 def _parent(run: RunDirectory, stage: StageSection, weights: WeightStore) -> Version | None:
     """The version that a stage starts from; None: random weights."""
     before = run.config.before(stage)
-    if before is None:
-        return prepare(run, weights)
-    version = last_version(weights, before, run.config.form)
-    if version is None:
+    version = prepare(run, weights) if before is None else last_version(weights, before, run.config.form)
+    if version is None and before is not None:
         raise TrainingError(f"stage {before.name!r} has no version to start from", hint="it comes first")
+    if version is not None:
+        describe_longer(weights, version, stage.name, run.config.model_of(stage.name))
     return version
 
 
@@ -85,7 +86,7 @@ def _objective(
             name=stage.name,
             steps=stage.steps,
             seed=config.seed_of(stage),
-            model=config.model,
+            model=config.model_of(stage.name),
             tokenizer=tokenizer,
             format=format_of(tokenizer, tools_in_prompt=config.tools_in_prompt),
             tokens_per_microbatch=training.tokens_per_pass,

@@ -70,7 +70,7 @@ class RunEvents:
 
         return RunEvents(
             all=events,
-            steps=sorted(once("step", "step"), key=lambda event: finite(event.get("step"), 0.0)),
+            steps=_numbered_through(once("step", "stage", "step")),
             midtrain=once("midtrain_step", "stage", "step"),
             heldout=once("heldout_loss", "stage", "source", "step"),
             publishes=once("publish", "line", "version"),
@@ -99,6 +99,16 @@ class RunEvents:
                 spans.append((name, started.pop(name), event["at"]))
         spans.extend((name, start, self.span[1]) for name, start in started.items())
         return sorted(spans, key=lambda span: span[1])
+
+
+def _numbered_through(steps: Sequence[Event]) -> list[Event]:
+    """The steps of all stages in order. Those of a second stage go on counting where the first one ended."""
+    found: list[Event] = []
+    for stage in dict.fromkeys(step.get("stage") for step in sorted(steps, key=lambda step: step["at"])):
+        before = finite(found[-1].get("step"), 0.0) if found else 0
+        own = ({**step, "step": before + finite(step.get("step"), 0.0)} for step in steps if step.get("stage") == stage)
+        found += sorted(own, key=lambda step: step["step"])
+    return found
 
 
 def finite(value: Any, otherwise: float = math.nan) -> float:

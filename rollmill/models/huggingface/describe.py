@@ -70,7 +70,7 @@ def _tree(model: ModelConfig) -> dict[str, Any]:
         "tie_word_embeddings": model.tie_embeddings,
         "max_position_embeddings": model.max_context,
         "rope_theta": model.rope_theta,
-        "rope_scaling": _rope_scaling(model),
+        "rope_scaling": describe_rope(model),
     }
     if model.latent is not None:
         return {"architectures": ["DeepseekV3ForCausalLM"], "model_type": "deepseek_v3", **common, **_deepseek(model)}
@@ -134,7 +134,8 @@ def _deepseek(model: ModelConfig) -> dict[str, Any]:
     }
 
 
-def _rope_scaling(model: ModelConfig) -> dict[str, Any] | None:
+def describe_rope(model: ModelConfig) -> dict[str, Any] | None:
+    """`rope_scaling` of a config.json."""
     scaling = model.rope_scaling
     if scaling is None:
         return None
