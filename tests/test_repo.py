@@ -45,9 +45,9 @@ LAYERS = (
     ("environments",),
     ("rollouts",),
     ("training",),
-    ("demo",),
     ("evals",),
     ("cluster",),
+    ("demo",),  # a user like any other: nothing but its command imports it
     ("cli",),
 )
 RANK = {name: rank for rank, names in enumerate(LAYERS) for name in names}

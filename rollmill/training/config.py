@@ -334,7 +334,7 @@ class RLConfig(Config):
             own = ", ".join(sorted(_OWN_DIALS & dials.keys()))
             raise ValueError(f"loss {self.loss!r} has no {', '.join(strange)}; its own settings are {own}")
         if self.kl_factor > 0 and self.reference is None:
-            raise ValueError("kl_factor needs a reference: the version to stay close to, for example 'main@0'")
+            raise ValueError("kl_factor needs a reference: the version to stay close to, for example 'rl@0'")
         if self.kl_factor == 0 and self.reference is not None:
             raise ValueError("a reference does nothing with kl_factor = 0")
         if self.replay_plausibility > 0 and not self.router_replay:

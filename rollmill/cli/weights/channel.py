@@ -70,7 +70,7 @@ def set_channel(
 
     For example:
 
-        rollmill weights channel set runs/demo live main@7
+        rollmill weights channel set runs/demo live rl@7
     """
     from rollmill.weights import Channels
 
@@ -96,7 +96,7 @@ def rollback(
     For example:
 
         rollmill weights rollback runs/demo live
-        rollmill weights rollback runs/demo live --to main@3
+        rollmill weights rollback runs/demo live --to rl@3
     """
     from rollmill.errors import WeightsError
     from rollmill.weights import Channels

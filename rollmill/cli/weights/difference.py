@@ -42,7 +42,7 @@ def diff(
 
     For example:
 
-        rollmill weights diff runs/demo main@3 main@7
+        rollmill weights diff runs/demo rl@3 rl@7
     """
     from rollmill.cli.weights import display
 

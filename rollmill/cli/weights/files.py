@@ -43,7 +43,7 @@ def export(
 
     For example:
 
-        rollmill weights export runs/demo main@7 out
+        rollmill weights export runs/demo rl@7 out
     """
     from rollmill.cli.weights import display
     from rollmill.weights.files.companions import companions_of

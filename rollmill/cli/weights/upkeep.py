@@ -129,7 +129,12 @@ def _parse_size(text: str) -> int:
 def mirror(
     source: Annotated[str, typer.Argument(metavar="SOURCE", help="the store to copy from: directory or URL")],
     target: Annotated[str, typer.Argument(metavar="TARGET", help="this region's store: directory or URL")],
-    line: Annotated[str, typer.Option("--line", help="the line to follow, with its successors")] = "main",
+    line: Annotated[
+        str | None,
+        typer.Option(
+            "--line", help="the line to follow, with its successors", show_default="rl, or main if there is one"
+        ),
+    ] = None,
     form: Annotated[str, typer.Option("--form", help="the form to copy")] = "bf16",
     channel: Annotated[
         list[str] | None, typer.Option("--channel", help="copy this channel too; may be repeated")
@@ -157,9 +162,12 @@ def mirror(
     """
     from rollmill.cli.weights.keeping import ToldKeeper, keep_region
     from rollmill.telemetry import open_events
+    from rollmill.weights.reading.store import WeightStore
 
     if events is not None:
         open_events(events, f"mirror-{region}" if region else "mirror")
     there, here = open_place(source, token).objects, open_place(target, token, create=True).objects
     limit = None if budget is None else _parse_size(budget)
+    if line is None:
+        line = "main" if WeightStore(there).begun("main") else "rl"
     keep_region(ToldKeeper(there, here, line, form, channel or [], anchor_every, keep, limit, region=region), once)

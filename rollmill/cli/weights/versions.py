@@ -72,7 +72,7 @@ def show(
 
     For example:
 
-        rollmill weights show runs/demo main@7
+        rollmill weights show runs/demo rl@7
     """
     from rollmill.cli.weights import display
 
