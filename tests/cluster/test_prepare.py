@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import json
+import sys
 from pathlib import Path
 
 import pytest
 
 from rollmill.chat.formats.compact import SPECIAL_TOKENS
-from rollmill.cluster.prepare import keep_tokenizer
+from rollmill.cluster.prepare import check_tokenizer, keep_tokenizer, make_tokenizer
 from rollmill.cluster.run import RunDirectory
+from rollmill.errors import ConfigError
 from rollmill.models.huggingface.config import config_from_huggingface
 from rollmill.storage.objects import Objects
 from rollmill.weights.files.companions import index_key, kept_companions
@@ -51,3 +53,28 @@ def test_an_interrupted_start_is_completed_by_the_next(
     assert objects.head(index_key(config.stages[0].name)) is not None
     assert config_from_huggingface(json.loads(kept["config.json"])).vocab_size == MODEL["vocab_size"]
     assert kept["tokenizer.json"] == run.tokenizer.read_bytes()
+
+
+@pytest.mark.parametrize(
+    ("setting", "complaint"),
+    [
+        ("words.json", r"cannot read tokenizer .*words\.json"),
+        ("words", r"'words' is not of the form package\.module:name"),
+        ("own_words:absent", "own_words has no absent"),
+        ("own_words:number", "is not a function"),
+        ("own_words:wrong", r"returned a str[\s\S]*must return a rollmill\.Tokenizer"),
+        ("large.json", r"has 320 tokens, but model\.vocab_size is 300[\s\S]*at least 320"),
+    ],
+)
+def test_a_tokenizer_that_cannot_be_used(
+    setting: str, complaint: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.syspath_prepend(tmp_path)
+    (tmp_path / "own_words.py").write_text("number = 3\ndef wrong(size): return 'words'\n")
+    chat_tokenizer(SPECIAL_TOKENS, size=320).save(tmp_path / "large.json")
+    place = tmp_path / setting if setting.endswith(".json") else setting
+    config = make_config(f"tokenizer={place}", "model.vocab_size=300")
+    with pytest.raises(ConfigError, match=complaint):
+        check_tokenizer(config)  # before anything starts, if it can be known
+        make_tokenizer(config)
+    sys.modules.pop("own_words", None)
