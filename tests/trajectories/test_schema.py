@@ -317,6 +317,7 @@ def test_seal_facts() -> None:
     assert facts == {
         "tokens": 12 + 4 + 4,
         "sampled_tokens": 6 + 3 + 2,
+        "turns": 2 + 1 + 1,
         "segments": 3,
         "line": "rl",
         "form": "bf16",
