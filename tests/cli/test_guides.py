@@ -39,6 +39,7 @@ def blocks(guide: str, url: str) -> list[str]:
     return [block.replace("http://127.0.0.1:8000/v1", url) for block in found]
 
 
+@pytest.mark.slow
 def test_the_guide_to_debugging_works_word_by_word(tmp_path: Path, endpoint: str) -> None:  # noqa: F811
     printed = shell("\n".join(blocks("debugging-an-environment.md", endpoint)) + " 2>&1", tmp_path)
     assert "10 of 10 tasks are all right" in printed and "tasks check ended with 1" in printed

@@ -54,6 +54,7 @@ def blocks(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, endpoint: str) -> li
     return [block.replace("http://127.0.0.1:8000/v1", endpoint) for block in blocks]
 
 
+@pytest.mark.slow
 def test_the_guide_to_an_agent_works_word_by_word(blocks: list[str], tmp_path: Path) -> None:
     printed = shell("\n".join(blocks[:4]), tmp_path)
     assert "my-agent@" in printed and "10 of 10 tasks are all right" in printed and 'kind = "command"' in printed

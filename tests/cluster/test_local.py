@@ -175,6 +175,7 @@ def test_a_supervisor_killed_at_once_leaves_no_process_behind(run: RunDirectory)
     until(lambda: pid_of(run, "store") is None)
 
 
+@pytest.mark.slow
 def test_mid_training_that_is_stopped_early_does_not_exit_with_0(make_run: Callable[..., RunDirectory]) -> None:
     """Otherwise RL would start from half-trained weights."""
     small = ("layers=1", "width=16", "heads=2", "kv_heads=1", "head_dim=8", "mlp_width=16", "expert_width=8")

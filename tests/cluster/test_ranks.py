@@ -74,6 +74,7 @@ def test_the_error_is_that_of_the_rank_with_the_final_exit_code() -> None:
     assert all(process.poll() is not None for process in processes)
 
 
+@pytest.mark.slow
 def test_a_world_of_another_size_is_refused(run: RunDirectory, cluster: LocalCluster) -> None:
     cluster.start("trainer", "midtrain", ranks=2)
     with pytest.raises(RollmillError, match=r"training\.ranks is 1, but the environment describes 2 ranks"):

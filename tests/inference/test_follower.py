@@ -281,6 +281,7 @@ def _served_digest(port: int) -> str | None:
         return None
 
 
+@pytest.mark.slow
 async def test_the_engine_process_serves_follows_and_ends(tmp_path: Path) -> None:
     line = Line(tmp_path / "store")
     line.publish()

@@ -119,6 +119,7 @@ def test_listing_goes_by_folders(objects: Objects) -> None:
     assert objects.folders("nothing") == []
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("objects", ["directory", "s3"], indirect=True)
 def test_long_listings_are_complete(objects: Objects) -> None:
     with Uploads(objects, threads=4) as uploads:

@@ -183,6 +183,7 @@ def test_between_buckets_and_a_store_that_fails_in_between() -> None:
     assert same(WeightStore(away).load(Version("rl.2", 2)), versions[3])
 
 
+@pytest.mark.slow
 def test_a_copy_killed_at_every_call_of_its_store(tmp_path: Path) -> None:
     """kill -9 before and after each call: no version without companions, no index without its files; safe to repeat."""
     publish_family(home := Objects.open(tmp_path / "home"))
