@@ -28,18 +28,18 @@ def drive(run: RunDirectory, on_tick: OnTick = lambda: None) -> None:
     """Run all stages to their end. Raises RollmillError when a process cannot be kept alive."""
     telemetry.open_events(run.events, "supervisor")
     with exclusive(run.path, "supervisor", patience_s=5.0), terminable():
-        for stage in run.config.stages:
-            trained = is_trained(run, stage)
-            if trained and not run.tokenizer.exists():
-                restore_tokenizer(run)
-            if trained and not left_to_evaluate(run, stage):
-                continue
-            cluster = LocalCluster(run)
-            try:
-                _drive_stage(run, stage, trained, cluster, on_tick)
-            finally:
-                cluster.stop()
-                on_tick()
+        cluster = LocalCluster(run)
+        try:
+            for stage in run.config.stages:
+                trained = is_trained(run, stage)
+                if trained and not run.tokenizer.exists():
+                    restore_tokenizer(run)
+                if not trained or left_to_evaluate(run, stage):
+                    _drive_stage(run, stage, trained, cluster, on_tick)
+                    cluster.stop_roles()  # the next stage has engines on another line
+        finally:
+            cluster.stop()
+            on_tick()
 
 
 def _drive_stage(run: RunDirectory, stage: StageSection, trained: bool, cluster: LocalCluster, on_tick: OnTick) -> None:
@@ -62,15 +62,14 @@ def _drive_stage(run: RunDirectory, stage: StageSection, trained: bool, cluster:
 
 def follow(run: RunDirectory) -> None:
     """What ranks above 0 do that torchrun started: their part of the training. Rank 0 drives the run."""
-    for stage in run.config.stages:
-        if is_trained(run, stage):
-            continue
-        cluster = LocalCluster(run)
-        try:
-            _start_trainer(cluster, stage)
-            _until_ended(cluster, "trainer", lambda: None)
-        finally:
-            cluster.stop()
+    cluster = LocalCluster(run)
+    try:
+        for stage in run.config.stages:
+            if not is_trained(run, stage):
+                _start_trainer(cluster, stage)
+                _until_ended(cluster, "trainer", lambda: None)
+    finally:
+        cluster.stop()
 
 
 def import_weights(run: RunDirectory) -> None:

@@ -70,14 +70,21 @@ class LocalCluster:
                 self._restart(role, *_end_all(role.processes))
 
     def stop(self) -> None:
-        """Send SIGTERM to all; kill what is left after STOP_PATIENCE_S."""
+        """Stop all processes."""
+        self.stop_roles()
+        self._nursery.close()
+
+    def stop_roles(self) -> None:
+        """Send SIGTERM to all roles; kill what is left after STOP_PATIENCE_S. Others may be started afterwards."""
         alive = [process for role in self._roles.values() if not role.ended for process in role.processes]
         for process in alive:
             process.signal(signal.SIGTERM)
         deadline = time.monotonic() + STOP_PATIENCE_S
         for process in alive:
-            process.wait(max(0.1, deadline - time.monotonic()))
-        self._nursery.close()
+            if process.wait(max(0.1, deadline - time.monotonic())) is None:
+                process.signal(signal.SIGKILL)
+                process.wait(STOP_PATIENCE_S)
+        self._roles.clear()
 
     def _restart(self, role: RoleProcess, rank: int, code: int) -> None:
         """All ranks have exited; `rank` is the one whose log says why."""

@@ -15,11 +15,9 @@ answer that fits is left out of its step, and counted.
 from __future__ import annotations
 
 import json
-from collections import Counter
 from collections.abc import Iterator
 from typing import NamedTuple
 
-import numpy as np
 from pydantic import Field
 
 from rollmill.chat.conversation import render_conversation
@@ -29,7 +27,7 @@ from rollmill.errors import GatewayError
 from rollmill.gateway.body import parse_object
 from rollmill.gateway.dialects.openai_chat import parse_request
 from rollmill.training.source import Document, SourceContext
-from rollmill.training.sources.files import MAX_LINE, Index, Row, Skipped, digest, lines, open_index
+from rollmill.training.sources.files import MAX_LINE, Index, IndexedDocuments, Row, Skipped, digest, lines, open_index
 
 MOST_MESSAGES = 100_000
 
@@ -52,24 +50,10 @@ class Conversations:
         return ConversationDocuments(open_index(context.directory, self._config.path, "openai", _scan), context)
 
 
-class ConversationDocuments:
+class ConversationDocuments(IndexedDocuments):
     def __init__(self, index: Index, context: SourceContext) -> None:
-        self._index, self._context = index, context
-
-    @property
-    def count(self) -> int:
-        return self._index.count
-
-    @property
-    def skipped(self) -> Counter[str]:
-        return self._index.skipped
-
-    @property
-    def problems(self) -> list[str]:
-        return self._index.problems
-
-    def digests(self) -> np.ndarray:
-        return self._index.digests()
+        super().__init__(index)
+        self._context = context
 
     def read(self, number: int, epoch: int) -> Document:
         found = parse_conversation(self._index.bytes(self._index.row(number)))

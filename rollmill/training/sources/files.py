@@ -233,3 +233,25 @@ def parts(text: bytes, longest: int) -> Iterator[tuple[int, int]]:
         yield start, stop
         start = stop
     yield start, len(text)
+
+
+class IndexedDocuments:
+    """What all documents of an index have in common; how one is read is the source's own."""
+
+    def __init__(self, index: Index) -> None:
+        self._index = index
+
+    @property
+    def count(self) -> int:
+        return self._index.count
+
+    @property
+    def skipped(self) -> Counter[str]:
+        return self._index.skipped
+
+    @property
+    def problems(self) -> list[str]:
+        return self._index.problems
+
+    def digests(self) -> np.ndarray:
+        return self._index.digests()

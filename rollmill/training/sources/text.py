@@ -12,17 +12,15 @@ from __future__ import annotations
 
 import codecs
 import os
-from collections import Counter
 from collections.abc import Iterator
 from functools import partial
 from typing import Protocol
 
-import numpy as np
 from pydantic import Field, field_validator
 
 from rollmill.config import Config, LocalPath
 from rollmill.training.source import Document, SourceContext
-from rollmill.training.sources.files import Index, Row, Skipped, digest, open_index, parts
+from rollmill.training.sources.files import Index, IndexedDocuments, Row, Skipped, digest, open_index, parts
 from rollmill.training.sources.infill import Infill
 
 _BYTES_PER_TOKEN = 3  # roughly: a part of this many bytes per token of the context mostly fits into one context
@@ -110,27 +108,13 @@ class TextReader(Protocol):
         ...
 
 
-class TextDocuments:
+class TextDocuments(IndexedDocuments):
     """Parts of texts, as tokens."""
 
     def __init__(self, index: Index, context: SourceContext, config: TextSettings, text: TextReader) -> None:
-        self._index, self._context, self._text = index, context, text
+        super().__init__(index)
+        self._context, self._text = context, text
         self._infill = Infill(context, config.fill_in_middle) if config.fill_in_middle else None
-
-    @property
-    def count(self) -> int:
-        return self._index.count
-
-    @property
-    def skipped(self) -> Counter[str]:
-        return self._index.skipped
-
-    @property
-    def problems(self) -> list[str]:
-        return self._index.problems
-
-    def digests(self) -> np.ndarray:
-        return self._index.digests()
 
     def read(self, number: int, epoch: int) -> Document:
         row = self._index.row(number)
