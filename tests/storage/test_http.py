@@ -237,6 +237,6 @@ def test_a_very_slow_body_is_given_up() -> None:
         thread.start()
         try:
             with pytest.raises(StorageError, match="too slow"):
-                Objects.open(f"http://127.0.0.1:{server.getsockname()[1]}", patience=0.5).get("k")
+                Objects.open(f"http://127.0.0.1:{server.getsockname()[1]}", patience=2.0).get("k")
         finally:
             stop.set()
