@@ -11,7 +11,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Protocol
 
 from rollmill import telemetry
@@ -19,7 +19,8 @@ from rollmill.backoff import Backoff
 from rollmill.errors import EngineError, RollmillError, StorageError, WeightsError
 from rollmill.inference.engine import Engine
 from rollmill.types import Version
-from rollmill.weights.reading.follower import Follower, Update
+from rollmill.weights.reading.follower import LEASE_SECONDS, Follower, Update
+from rollmill.weights.reading.leases import HeldLeases
 from rollmill.weights.reading.store import WeightStore
 from rollmill.weights.regions.mirror import Mirror
 
@@ -42,15 +43,29 @@ class UpdateSource(Protocol):
 
 
 class Pinned:
-    """Stays at one version, for example to evaluate an old one."""
+    """Stays at one version, for example to evaluate an old one. With `holder`, a lease in the own store keeps the
+    version from being collected."""
 
-    def __init__(self, store: WeightStore, version: Version, form: str, mirror: Mirror | None = None) -> None:
+    def __init__(
+        self,
+        store: WeightStore,
+        version: Version,
+        form: str,
+        mirror: Mirror | None = None,
+        holder: str | None = None,
+        about: Mapping[str, str] | None = None,
+    ) -> None:
         self._store, self._version, self._form, self._mirror = store, version, form, mirror
+        self._leases = HeldLeases(store.objects, form, holder, LEASE_SECONDS, about)
         self._update: Update | None = None
         self.problem: str | None = None
 
     def poll(self) -> Update | None:
-        return self.again() if self._update is None else None
+        if self._update is None:
+            return self.again()
+        self._leases.renew()
+        self.problem = self._leases.problem
+        return None
 
     def again(self) -> Update | None:
         started = time.perf_counter()
@@ -58,13 +73,14 @@ class Pinned:
         try:
             if self._mirror is not None:
                 self._mirror.copy(self._version.line, self._form, self._version.number)
+            self._leases.renew([self._version])  # before the read: it must not be collected meanwhile
             image = self._store.hold(self._version, self._form)
         except (StorageError, WeightsError) as error:
             self.problem = str(error)
             return None
         manifest, seconds = image.manifest, time.perf_counter() - started
         assert manifest is not None, "what is restored is whole"
-        self.problem = None
+        self.problem = self._leases.problem
         self._update = Update(
             manifest.policy, image.tensors, None, None, manifest.bytes, {"fetch": seconds}, manifest.created_at
         )
@@ -77,7 +93,8 @@ class Pinned:
         time.sleep(seconds)
 
     def close(self) -> None:
-        pass
+        """Release the lease."""
+        self._leases.close()
 
 
 class EngineFollower:

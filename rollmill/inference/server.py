@@ -219,12 +219,13 @@ def serve_engine(
     With a `token`, requests must carry it as a bearer token.
     """
     source: UpdateSource
+    about = {"engine": name, "region": region}
     if pinned is None:
-        source = Follower(store, line, form, mirror, holder=name, about={"engine": name, "region": region})
+        source = Follower(store, line, form, mirror, holder=name, about=about)
         if channel is not None:
             source.follow_channel(channel)
     else:
-        source = Pinned(store, Version(line, pinned), form, mirror)
+        source = Pinned(store, Version(line, pinned), form, mirror, holder=name, about=about)
     made = {"name": name, "region": region, "device": device, "form": form}
     asyncio.run(_serve(config, model, source, made, host=host, port=port, token=token))
 

@@ -24,6 +24,7 @@ from rollmill.storage.objects import Objects
 from rollmill.trajectories.store import TrajectoryStore
 from rollmill.types import TrajectoryState, Version
 from rollmill.weights.reading.channels import Channels
+from rollmill.weights.reading.leases import Leases
 from tests.cluster.checkpoints import make_chat_checkpoint
 from tests.cluster.served import published_run
 
@@ -105,6 +106,8 @@ def test_serving_follows_a_channel_beside_a_training_run(tmp_path: Path) -> None
         with served(tmp_path / "second", run.path, "--version", "rl@0", "--host", "0.0.0.0") as second:
             assert second.told.startswith(f"serving rl@0 of {run.path}\n")
             assert second.ask()["role"] == "assistant"
+            held = {lease.holder: lease.number for lease in Leases(Objects.open(run.home_store), "rl").held()}
+            assert held == {"serve-1-engine-home": 1, "serve-2-engine-home": 0}
     assert no_tracebacks(run)
     # the conversations are in the run's own log, for the next `serve` to seal
     assert (run.path / "services" / "serve-1" / "gateway" / "sessions.log").stat().st_size > 0

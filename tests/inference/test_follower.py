@@ -30,6 +30,7 @@ from rollmill.types import Version
 from rollmill.weights.reading.follower import Follower, Update
 from rollmill.weights.reading.leases import Leases
 from rollmill.weights.reading.store import WeightStore
+from rollmill.weights.regions.collect import collect
 from rollmill.weights.regions.mirror import Mirror
 from rollmill.weights.writing.publisher import Publisher
 from tests.inference.world import ENGINE, TINY, engine_at, generate, make_update, request, until
@@ -38,11 +39,13 @@ from tests.inference.world import ENGINE, TINY, engine_at, generate, make_update
 class Line:
     """The trainer's side of the store."""
 
-    def __init__(self, path: Path, model: ModelConfig = TINY, name: str = "main", shift: int = 0) -> None:
+    def __init__(
+        self, path: Path, model: ModelConfig = TINY, name: str = "main", shift: int = 0, snapshot_every: int = 25
+    ) -> None:
         self.objects = Objects.open(path)
         self.store = WeightStore(self.objects)
         self._model, self._name, self._shift = model, name, shift
-        self._publisher = Publisher(self.store, name)
+        self._publisher = Publisher(self.store, name, snapshot_every=snapshot_every)
         self.digests: list[str] = []
 
     def publish(self) -> None:
@@ -114,6 +117,21 @@ async def test_a_pinned_engine_stays_where_it_is(tmp_path: Path) -> None:
         await until(serves(engine, 1))
         await asyncio.sleep(0.05)
         assert serves(engine, 1)() and follower.problem is None
+
+
+async def test_the_version_of_a_pinned_engine_is_not_collected(tmp_path: Path) -> None:
+    line = Line(tmp_path / "store", snapshot_every=1)
+    for _ in range(4):
+        line.publish()
+    pinned = Pinned(line.store, Version("main", 1), "bf16", holder="eval-1-engine-home")
+    async with engine_at(None) as engine, following(engine, pinned):
+        await until(serves(engine, 1))
+        assert {(lease.holder, lease.number) for lease in Leases(line.objects, "main").held()} == {
+            ("eval-1-engine-home", 1)
+        }
+        assert 1 in collect(line.store, "main", keep=1).kept
+        assert pinned.again() is not None  # as for an engine that could not apply it
+    assert collect(line.store, "main", keep=1).kept == (3,)
 
 
 async def test_a_damaged_object_leaves_the_engine_at_the_last_good_version(tmp_path: Path) -> None:
