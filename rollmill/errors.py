@@ -61,13 +61,17 @@ class EngineError(RollmillError):
 
 
 class GatewayError(RollmillError):
-    """A request to the gateway is malformed, unauthorised, or cannot be served. `status` is the HTTP status."""
+    """A request to the gateway is malformed, unauthorised, or cannot be served.
+
+    `status` is the HTTP status. `code` tells programs more than the status does, such as `context_length_exceeded`.
+    """
 
     boundary = "gateway"
 
-    def __init__(self, message: str, *, status: int = 400, hint: str | None = None) -> None:
+    def __init__(self, message: str, *, status: int = 400, hint: str | None = None, code: str | None = None) -> None:
         super().__init__(message, hint=hint)
         self.status = status
+        self.code = code
 
 
 class TaskError(RollmillError):

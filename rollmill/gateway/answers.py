@@ -27,7 +27,7 @@ class AnswerBuilder:
         self._cut: str | None = None  # the stop string that ended the answer
         self._cached = 0
         self.tokens: list[int] = []
-        self._logprobs: list[float] = []
+        self.logprobs: list[float] = []
         self._policy: list[int] = []
         self._policies: list[PolicyRef] = []
         self._spans: list[Span] = []
@@ -42,7 +42,7 @@ class AnswerBuilder:
             self._share = _EngineShare(engine, len(self.tokens), self._started_at)
         before = len(self.tokens)
         self.tokens += chunk.tokens
-        self._logprobs += chunk.logprobs
+        self.logprobs += chunk.logprobs
         numbers = [self._number(policy) for policy in chunk.policies]
         self._policy += [numbers[index] for index in chunk.policy]
         if chunk.routes is not None and len(chunk.routes):
@@ -71,7 +71,7 @@ class AnswerBuilder:
             message["content"] = message["content"].partition(self._cut)[0]
         return Answer(
             tokens=self.tokens,
-            logprobs=self._logprobs,
+            logprobs=self.logprobs,
             policy=self._policy,
             policies=self._policies,
             spans=self._spans,
@@ -114,7 +114,7 @@ class AnswerBuilder:
             text = self._tokenizer.decode(self.tokens[max(0, count - reach) : count])
             found = next((stop for stop in self._stops if stop in text), None)
             if found is not None:
-                del self.tokens[count:], self._logprobs[count:], self._policy[count:]
+                del self.tokens[count:], self.logprobs[count:], self._policy[count:]
                 self._cut, self.finish = found, "stop"
                 return
 

@@ -16,7 +16,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import hmac
 import logging
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from pathlib import Path
@@ -29,13 +28,15 @@ from rollmill.errors import GatewayError, StorageError
 from rollmill.gateway.body import parse_object, short
 from rollmill.gateway.completions import Completions
 from rollmill.gateway.config import EngineEndpoint, GatewayConfig
-from rollmill.gateway.dialects import openai_chat
 from rollmill.gateway.entries import encode_open
 from rollmill.gateway.metrics import Metrics
+from rollmill.gateway.model_routes import ModelRoutes, dialect_of
+from rollmill.gateway.models import model_names
 from rollmill.gateway.recorder import Recorder
 from rollmill.gateway.registry import Registry
 from rollmill.gateway.router import Router
 from rollmill.gateway.sealing import Sealer
+from rollmill.gateway.secrets import given_key, same_secret
 from rollmill.gateway.sessions import check_id, parse_facts
 from rollmill.storage.objects import Objects
 from rollmill.trajectories.storable import LONGEST_OBJECT_KEY, is_key
@@ -60,8 +61,7 @@ def make_app(
     """Sessions found in `log_dir` continue after a crash. Without a production key only rollouts are served."""
     gateway = Gateway(config, format, tokenizer, engines, trajectories, objects, log_dir, admin_token, production_key)
     app = web.Application(client_max_size=config.max_body_bytes, middlewares=[gateway.report_errors])
-    app.router.add_post("/v1/chat/completions", gateway.chat)
-    app.router.add_get("/v1/models", gateway.models)
+    gateway.model_routes.add_to(app)
     app.router.add_post("/sessions", gateway.open_session)
     app.router.add_post("/sessions/{id}/seal", gateway.seal_session)
     app.router.add_get("/sessions/{id}", gateway.show_session)
@@ -86,9 +86,7 @@ class Gateway:
         production_key: str | None,
     ) -> None:
         self._config = config
-        self._stop_tokens = format.stop_tokens
         self._admin_token = admin_token
-        self._production_key = production_key
         self._metrics = Metrics()
         self._registry = Registry(admin_token)
         self._recorder = Recorder(log_dir, compact_bytes=config.compact_bytes)
@@ -97,6 +95,15 @@ class Gateway:
         self._sealer = Sealer(config, self._recorder, self._registry, trajectories, objects, self._metrics)
         self._completions = Completions(
             config, format, tokenizer, self._router, self._recorder, self._registry, self._metrics
+        )
+        self.model_routes = ModelRoutes(
+            config,
+            format.stop_tokens,
+            self._completions,
+            self._registry,
+            self._metrics,
+            production_key,
+            lambda: model_names(self._router.engines),
         )
 
     async def lifetime(self, app: web.Application) -> AsyncIterator[None]:
@@ -110,42 +117,6 @@ class Gateway:
         await self._completions.close()
         await self._router.close()
         self._recorder.close()
-
-    async def chat(self, request: web.Request) -> web.StreamResponse:
-        """Answer a conversation and record its exact tokens.
-
-        Needs: the key of an open session, or the production key.
-        Takes: an OpenAI chat completion; header `x-rollmill-session: ID` names a production conversation.
-        Returns: an OpenAI chat completion, or a stream of it; 503 with Retry-After while no engine is alive.
-        """
-        key = _bearer(request)
-        session = self._registry.by_key(key)
-        if session is None and not _same(key, self._production_key):
-            raise GatewayError(
-                "this API key is unknown or its session has ended",
-                status=401,
-                hint="send `Authorization: Bearer KEY`; for production KEY is `production_key` in the run's run.json",
-            )
-        chat = openai_chat.parse_request(
-            await request.read(),
-            stop_tokens=self._stop_tokens,
-            default_max_tokens=self._config.default_max_tokens,
-            max_messages=self._config.max_messages,
-        )
-        if session is None:
-            session = self._registry.production(request.headers.get("x-rollmill-session"), chat.user, chat.messages)
-        self._metrics.count("requests_total", traffic=session.facts.traffic)
-        return await self._completions.answer(session, chat, request)
-
-    async def models(self, request: web.Request) -> web.Response:
-        """List the one model, `rollmill`.
-
-        Needs: nothing.
-        Returns: an OpenAI list of models.
-        """
-        return web.json_response(
-            {"object": "list", "data": [{"id": "rollmill", "object": "model", "owned_by": "rollmill"}]}
-        )
 
     async def open_session(self, request: web.Request) -> web.Response:
         """Open a session whose requests become one trajectory.
@@ -238,36 +209,34 @@ class Gateway:
     async def report_errors(
         self, request: web.Request, handler: Callable[[web.Request], Awaitable[web.StreamResponse]]
     ) -> web.StreamResponse:
-        """The only error boundary: every failure becomes an OpenAI error object with the right status."""
+        """The only error boundary: every failure becomes an error of the path's dialect, with the right status."""
         try:
             return await handler(request)
-        except GatewayError as error:
-            status, message, hint = error.status, error.message, error.hint
-        except web.HTTPRequestEntityTooLarge:
-            limit = self._config.max_body_bytes
-            status, message, hint = 413, f"the request body is larger than {limit} bytes", "gateway.max_body_bytes"
-        except web.HTTPException as error:
-            status, message, hint = error.status, f"{request.method} {request.path}: {error.reason}", None
-        except StorageError as error:
-            log.error("%s %s: %s", request.method, request.path, error)
-            status, message, hint = 503, error.message, error.hint
         except (ConnectionResetError, asyncio.CancelledError):
             raise
-        except Exception:
-            log.exception("%s %s failed", request.method, request.path)
-            status, message, hint = 500, "internal error", "the gateway's log has the details"
-        self._metrics.count("errors_total", status=status)
-        headers = {"Retry-After": str(_RETRY_AFTER_S)} if status == 503 else None
-        return web.json_response(openai_chat.error_body(status, message, hint), status=status, headers=headers)
+        except Exception as error:
+            failure = self._failure(request, error)
+        self._metrics.count("errors_total", status=failure.status)
+        headers = {"Retry-After": str(_RETRY_AFTER_S)} if failure.status in (429, 503) else None
+        dialect = dialect_of(request.path)
+        return web.json_response(dialect.error(failure), status=dialect.status(failure), headers=headers)
+
+    def _failure(self, request: web.Request, error: Exception) -> GatewayError:
+        if isinstance(error, GatewayError):
+            return error
+        if isinstance(error, web.HTTPRequestEntityTooLarge):
+            limit = self._config.max_body_bytes
+            return GatewayError(
+                f"the request body is larger than {limit} bytes", status=413, hint="gateway.max_body_bytes"
+            )
+        if isinstance(error, web.HTTPException):
+            return GatewayError(f"{request.method} {request.path}: {error.reason}", status=error.status)
+        if isinstance(error, StorageError):
+            log.error("%s %s: %s", request.method, request.path, error)
+            return GatewayError(error.message, status=503, hint=error.hint)
+        log.error("%s %s failed", request.method, request.path, exc_info=error)
+        return GatewayError("internal error", status=500, hint="the gateway's log has the details")
 
     def _check_admin(self, request: web.Request) -> None:
-        if not _same(_bearer(request), self._admin_token):
+        if not same_secret(given_key(request), self._admin_token):
             raise GatewayError("this request needs the admin token", status=401, hint=_ADMIN_HINT)
-
-
-def _bearer(request: web.Request) -> str:
-    return request.headers.get("Authorization", "").removeprefix("Bearer ")
-
-
-def _same(given: str, secret: str | None) -> bool:
-    return bool(secret) and hmac.compare_digest(given.encode(errors="replace"), str(secret).encode())

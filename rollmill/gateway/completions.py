@@ -1,4 +1,4 @@
-"""One chat completion: plan the request in its session, sample, write the answer to disk, then send it.
+"""One request to the model: plan the request in its session, sample, write the answer to disk, then send it.
 
     plan ─► engine ─► record (fsync) ─► reply
 
@@ -10,19 +10,16 @@ gets the answer, after `record_wait_s` at the latest; the session is then marked
 from __future__ import annotations
 
 import asyncio
-import uuid
-from collections.abc import Sequence
-from typing import Any
+from dataclasses import dataclass
 
 from aiohttp import web
 
-from rollmill.chat.format import ChatFormat, ContentStream
+from rollmill.chat.format import ChatFormat
 from rollmill.chat.tokenizer import Tokenizer
 from rollmill.errors import GatewayError, StorageError
 from rollmill.gateway.answers import AnswerBuilder
 from rollmill.gateway.config import GatewayConfig
-from rollmill.gateway.dialects import openai_chat
-from rollmill.gateway.dialects.openai_chat import ChatRequest
+from rollmill.gateway.dialect import Dialect, Identity, ModelRequest, Reply
 from rollmill.gateway.entries import encode_incomplete, encode_open, encode_turn
 from rollmill.gateway.metrics import Metrics
 from rollmill.gateway.recorder import Recorder
@@ -30,7 +27,17 @@ from rollmill.gateway.registry import Registry
 from rollmill.gateway.router import Router
 from rollmill.gateway.segments import Answer, OpenSegment, Turn
 from rollmill.gateway.sessions import Plan, Session
+from rollmill.gateway.streams import EventStream, token_texts
 from rollmill.inference.engine import GenerateRequest
+
+
+@dataclass(frozen=True)
+class Ask:
+    """A request to the model, the HTTP request it came in, and the dialect of both."""
+
+    request: ModelRequest
+    dialect: Dialect
+    http: web.Request
 
 
 class Completions:
@@ -53,9 +60,9 @@ class Completions:
         self._metrics = metrics
         self._running: set[asyncio.Task[web.StreamResponse]] = set()
 
-    async def answer(self, session: Session, chat: ChatRequest, request: web.Request) -> web.StreamResponse:
+    async def answer(self, session: Session, ask: Ask) -> web.StreamResponse:
         """If the client disconnects, the answer is still recorded, and returned when the request is repeated."""
-        work = asyncio.create_task(self._answer(session, chat, request))
+        work = asyncio.create_task(self._answer(session, ask))
         self._running.add(work)
         work.add_done_callback(self._done)
         return await asyncio.shield(work)
@@ -70,23 +77,26 @@ class Completions:
         if not work.cancelled():
             work.exception()  # the caller that waited has it; if nobody waits, it is not needed
 
-    async def _answer(self, session: Session, chat: ChatRequest, request: web.Request) -> web.StreamResponse:
+    async def _answer(self, session: Session, ask: Ask) -> web.StreamResponse:
         async with session.lock:
             if self._registry.is_open(session):
-                return await self._answer_in(session, chat, request)
+                return await self._answer_in(session, ask)
         if session.facts.traffic == "rollout":
             raise GatewayError("this session is sealed", status=401, hint="open a new session")
-        return await self._answer(self._registry.successor(session), chat, request)
+        return await self._answer(self._registry.successor(session), ask)
 
-    async def _answer_in(self, session: Session, chat: ChatRequest, request: web.Request) -> web.StreamResponse:
+    async def _answer_in(self, session: Session, ask: Ask) -> web.StreamResponse:
         """Answer in a session. The caller holds its lock."""
-        stream = _EventStream(request, chat, self._format.content_stream(chat.stop)) if chat.stream else None
-        segment = session.undelivered(chat.messages, chat.tools)
+        request = ask.request
+        stream = None
+        if request.stream:
+            stream = EventStream(ask.http, request, ask.dialect, self._format, self._tokenizer)
+        segment = session.undelivered(request.messages, request.tools)
         if segment is not None:
             self._metrics.count("answers_repeated_total")
-            return await self._reply(session, segment, chat, stream, request)
+            return await self._reply(session, segment, ask, stream)
         try:
-            segment = await self._new_answer(session, chat, stream)
+            segment = await self._new_answer(session, request, stream)
         except GatewayError as error:
             if stream is None or not stream.begun:
                 raise
@@ -94,11 +104,11 @@ class Completions:
         finally:
             if not session.segments and not session.logged:  # a production conversation without any answer
                 self._registry.remove(session)
-        return await self._reply(session, segment, chat, stream, request)
+        return await self._reply(session, segment, ask, stream)
 
-    async def _new_answer(self, session: Session, chat: ChatRequest, stream: _EventStream | None) -> OpenSegment:
-        plan = session.plan(chat.messages, chat.tools, self._format)
-        answer = await self._sample(session, plan, chat, stream)
+    async def _new_answer(self, session: Session, request: ModelRequest, stream: EventStream | None) -> OpenSegment:
+        plan = session.plan(request.messages, request.tools, self._format)
+        answer = await self._sample(session, plan, request, stream)
         turn = plan.turn(answer)
         await self._record(session, turn)
         self._registry.append(session, turn)
@@ -110,12 +120,12 @@ class Completions:
         assert session.latest is not None
         return session.latest
 
-    async def _sample(self, session: Session, plan: Plan, chat: ChatRequest, stream: _EventStream | None) -> Answer:
-        facts = session.facts
-        request = GenerateRequest(plan.segment, plan.context, chat.sampling, facts.traffic, facts.min_version)
-        builder = AnswerBuilder(request, self._tokenizer, chat.stop)
-        piecemeal = chat.stream or bool(chat.stop) or chat.sampling.max_tokens > self._config.stream_above
-        chunks = self._router.generate(request, prefer=session.engine, stream=piecemeal)
+    async def _sample(self, session: Session, plan: Plan, request: ModelRequest, stream: EventStream | None) -> Answer:
+        facts, sampling = session.facts, request.sampling
+        ask = GenerateRequest(plan.segment, plan.context, sampling, facts.traffic, facts.min_version)
+        builder = AnswerBuilder(ask, self._tokenizer, request.stop)
+        piecemeal = request.stream or bool(request.stop) or sampling.max_tokens > self._config.stream_above
+        chunks = self._router.generate(ask, prefer=session.engine, stream=piecemeal)
         session.wait.begin()
         try:
             async for engine, chunk in chunks:
@@ -123,7 +133,7 @@ class Completions:
                 fresh = builder.add(engine, chunk)
                 session.engine = engine.url
                 if stream is not None:
-                    await stream.push(fresh)
+                    await stream.push(0, fresh, builder.logprobs[len(builder.logprobs) - len(fresh) :])
                 if builder.finish is not None:
                     break
         except ConnectionResetError:  # the client closed the stream; the tokens sampled so far are the answer
@@ -132,6 +142,8 @@ class Completions:
         finally:
             session.wait.end()
             await chunks.aclose()
+        if not builder.tokens and builder.finish == "length":
+            raise _too_long(len(plan.context))
         return builder.build(self._format, plan.tools)
 
     async def _record(self, session: Session, turn: Turn) -> None:
@@ -165,78 +177,34 @@ class Completions:
             session.logged = True
 
     async def _reply(
-        self,
-        session: Session,
-        segment: OpenSegment,
-        chat: ChatRequest,
-        stream: _EventStream | None,
-        request: web.Request,
+        self, session: Session, segment: OpenSegment, ask: Ask, stream: EventStream | None
     ) -> web.StreamResponse:
         answer = segment.turns[-1].answer
-        prompt_tokens = len(segment.tokens) - len(answer.tokens)
-        extra = {
+        about = {
             "trajectory": session.facts.trajectory,
             "segment": segment.id,
             "policies": [vars(policy) for policy in answer.policies],
         }
+        reply = Reply(
+            ask.request,
+            Identity() if stream is None else stream.identity,
+            answers=[answer],
+            prompt_tokens=len(segment.tokens) - len(answer.tokens),
+            about=about,
+            token_texts=[token_texts(self._tokenizer, answer.tokens)] if ask.request.logprobs else [],
+        )
         if stream is not None:
-            segment.delivered = await stream.finish(answer, prompt_tokens, extra)
+            segment.delivered = await stream.finish(reply)
             return stream.response
-        segment.delivered = request.transport is not None and not request.transport.is_closing()
-        body = openai_chat.completion(_identity(), chat.model, answer, prompt_tokens, extra)
-        return web.Response(body=body, content_type="application/json")
+        transport = ask.http.transport
+        segment.delivered = transport is not None and not transport.is_closing()
+        return web.Response(body=ask.dialect.reply(reply), content_type="application/json")
 
 
-class _EventStream:
-    """The answer as server-sent events. It starts with the first tokens, so earlier errors keep their own status."""
-
-    def __init__(self, request: web.Request, chat: ChatRequest, content: ContentStream) -> None:
-        self._request = request
-        self._chat = chat
-        self._content = content
-        self._sent = ""
-        self._writer = openai_chat.ChunkWriter(_identity(), chat.model)
-        self.response = web.StreamResponse(headers={"Content-Type": "text/event-stream", "Cache-Control": "no-cache"})
-        self.begun = False
-
-    async def push(self, tokens: Sequence[int]) -> None:
-        text = self._content.push(tokens)
-        if not self.begun:
-            await self._begin()
-        if text:
-            self._sent += text
-            await self.response.write(self._writer.text(text))
-
-    async def finish(self, answer: Answer, prompt_tokens: int, extra: dict[str, Any]) -> bool:
-        """Sends the remaining text, the tool calls and the end. Returns False if the client had disconnected."""
-        if answer.finish == "abort":
-            return True  # the client closed the stream: a repeated request gets a new answer
-        content = answer.message["content"] or ""
-        rest = content[len(self._sent) :] if content.startswith(self._sent) else ""
-        calls = answer.message.get("tool_calls") or []
-        data = (self._writer.text(rest) if rest else b"") + (self._writer.calls(calls) if calls else b"")
-        try:
-            if not self.begun:
-                await self._begin()
-            include_usage = self._chat.include_usage
-            await self.response.write(
-                data + self._writer.finish(answer, prompt_tokens, extra, include_usage=include_usage)
-            )
-            await self.response.write_eof()
-        except ConnectionResetError:
-            return False
-        return True
-
-    async def fail(self, error: GatewayError) -> web.StreamResponse:
-        await self.response.write(openai_chat.error_event(error.status, error.message, error.hint))
-        await self.response.write_eof()
-        return self.response
-
-    async def _begin(self) -> None:
-        self.begun = True
-        await self.response.prepare(self._request)
-        await self.response.write(self._writer.start())
-
-
-def _identity() -> str:
-    return f"chatcmpl-{uuid.uuid4().hex}"
+def _too_long(tokens: int) -> GatewayError:
+    """An engine answers a context that fills its limit with no token at all."""
+    return GatewayError(
+        f"This model's maximum context length is exceeded: the prompt has {tokens} tokens",
+        hint="send a shorter conversation",
+        code="context_length_exceeded",
+    )

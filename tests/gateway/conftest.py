@@ -76,7 +76,7 @@ class Door:
             return response.status, await response.json()
 
     async def ask(self, key: str, messages: Any, headers: Any = (), **fields: Any) -> tuple[int, Any]:
-        body = {"model": "m", "messages": messages, "tools": TOOLS, **fields}
+        body = {"model": "rollmill", "messages": messages, "tools": TOOLS, **fields}
         async with self.http.post(
             f"{self.url}/v1/chat/completions", json=body, headers={"Authorization": f"Bearer {key}", **dict(headers)}
         ) as response:

@@ -32,6 +32,7 @@ class StandIn:
     switch_after: int | None = None  # tokens of each answer after which the version increases by one
     die_after: int | None = None  # tokens after which the connection breaks, once
     token_delay_s: float = 0.0
+    context_limit: int | None = None  # a context of this many tokens gets an answer without a token
     timing: dict[str, float] = field(default_factory=dict)  # what it reports about each answer
     refuse: tuple[int, str] | None = None  # (status, message) for every request
     token: str | None = None  # the token a request must have
@@ -89,6 +90,9 @@ class StandIn:
 
     async def _write(self, request: web.Request, response: web.StreamResponse, body: Any, answer: list[int]) -> None:
         context, pieces = body["tokens"], [[token] for token in answer] if body["stream"] else [answer]
+        if self.context_limit is not None and len(context) >= self.context_limit:
+            await response.write(b'{"tokens": [], "logprobs": [], "policy": [], "policies": [], "finish": "length"}\n')
+            return
         oldest, done = self.policy(), 0
         for index, piece in enumerate(pieces):
             chunk = self._chunk(body["session"], len(context), piece, done)

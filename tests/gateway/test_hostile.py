@@ -15,7 +15,8 @@ from hypothesis import strategies as st
 from rollmill.chat.formats.compact import CompactFormat
 from rollmill.errors import GatewayError
 from rollmill.gateway.body import parse_object
-from rollmill.gateway.dialects.openai_chat import parse_request
+from rollmill.gateway.dialect import Limits
+from rollmill.gateway.dialects.openai_chat import OpenAIChat
 from rollmill.gateway.entries import encode_open, encode_turn, read_entries
 from rollmill.gateway.registry import Registry
 from rollmill.gateway.segments import Answer
@@ -53,7 +54,9 @@ EXAMPLES = settings(
 def test_any_request_is_refused_or_recorded(format: CompactFormat, tree: Any) -> None:
     facts = parse_facts({"trajectory": "a"})
     try:
-        chat = parse_request(json.dumps(tree).encode(), stop_tokens=(1,), default_max_tokens=8, max_messages=64)
+        chat = OpenAIChat().parse(
+            json.dumps(tree).encode(), Limits(stop_tokens=(1,), default_max_tokens=8, max_messages=64)
+        )
         plan = Session(facts).plan(chat.messages, chat.tools, format)
     except GatewayError:
         return

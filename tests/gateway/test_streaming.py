@@ -37,7 +37,7 @@ async def test_the_second_turn_does_not_branch(mill: Mill, kind: str, special: t
 
 
 async def stream_content(door: Door, key: str, messages: list[Any]) -> str:
-    body = {"model": "m", "messages": messages, "tools": TOOLS, "stream": True}
+    body = {"model": "rollmill", "messages": messages, "tools": TOOLS, "stream": True}
     headers = {"Authorization": f"Bearer {key}"}
     async with door.http.post(f"{door.url}/v1/chat/completions", json=body, headers=headers) as response:
         assert response.status == 200, await response.text()

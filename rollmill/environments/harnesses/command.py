@@ -38,6 +38,10 @@ class CommandConfig(Config):
     env: dict[str, str] = Field(
         default_factory=dict, description="More environment variables for the program, for example to configure it."
     )
+    model: str = Field(
+        default="rollmill",
+        description="Model name in requests to the gateway. It replaces the name that the program uses.",
+    )
     max_turns: int = Field(
         default=200, ge=1, description="Most answers of the model in one episode; the program is stopped after that."
     )
@@ -89,6 +93,7 @@ class CommandHarness:
             base_url,
             api_key,
             sampling,
+            model=self.config.model,
             deadline_s=self.config.request_deadline_s,
             max_requests=self.config.max_turns,
             max_bytes=self.config.max_request_bytes,

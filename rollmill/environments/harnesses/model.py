@@ -22,7 +22,7 @@ class ModelSettings(Config):
     """What every harness of ours is told about the model."""
 
     system_prompt: str = Field("", description="System message before the task. Empty: none.")
-    model: str = Field("policy", description="Model name in requests to the gateway.")
+    model: str = Field("rollmill", description="Model name in requests to the gateway.")
     request_deadline_s: float = Field(
         default=120.0,
         gt=0,

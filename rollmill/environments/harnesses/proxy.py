@@ -46,6 +46,7 @@ class ModelProxy:
         api_key: str,
         sampling: Sampling,
         *,
+        model: str,
         deadline_s: float,
         max_requests: int,
         max_bytes: int,
@@ -54,6 +55,7 @@ class ModelProxy:
         self._base_url = base_url.rstrip("/")
         self._api_key = api_key
         self._sampling = sampling
+        self._model = model
         self._deadline_s = deadline_s
         self._max_requests = max_requests
         self._max_bytes = max_bytes
@@ -130,7 +132,9 @@ class ModelProxy:
         Needs: the key of the episode.
         Returns: an OpenAI list of models.
         """
-        return web.json_response({"object": "list", "data": [{"id": "policy", "object": "model", "owned_by": "you"}]})
+        return web.json_response(
+            {"object": "list", "data": [{"id": self._model, "object": "model", "owned_by": "you"}]}
+        )
 
     async def _complete(self, request: web.Request) -> web.Response:
         """Forward a chat completion to the model.
@@ -154,11 +158,11 @@ class ModelProxy:
             return await self._forward(data)
 
     def _sampled(self, body: dict[str, Any]) -> dict[str, Any]:
-        """The request with the sampling of the run. The program may ask for a shorter answer."""
+        """The request with the model and the sampling of the run. The program may ask for a shorter answer."""
         fields = sampling_fields(self._sampling, self.turns + 1)
         wishes = [body.pop("max_completion_tokens", None), body.get("max_tokens"), fields["max_tokens"]]
         shortest = min(wish for wish in wishes if type(wish) is int and wish > 0)
-        return body | fields | {"max_tokens": shortest}
+        return body | fields | {"max_tokens": shortest, "model": self._model}
 
     async def _forward(self, data: bytes) -> web.Response:
         """Retries while the gateway restarts. When it stays away, `problem` says so and the episode ends."""

@@ -1,152 +1,174 @@
 """OpenAI chat completions: the wire format in and out.
 
-A field that would change the sampling and cannot be honoured exactly is refused. Fields that only describe the request
+A field that would change the answer and cannot be honoured exactly is refused. Fields that only describe the request
 are accepted.
 """
 
 from __future__ import annotations
 
 import json
-import time
-from collections.abc import Mapping
-from dataclasses import dataclass
 from typing import Any
 
 from rollmill.chat.format import Message, Tool
 from rollmill.errors import GatewayError
 from rollmill.gateway.body import parse_object, short
-from rollmill.gateway.segments import Answer
-from rollmill.types import Sampling
+from rollmill.gateway.dialect import Delta, Identity, Limits, ModelRequest, Reply
+from rollmill.gateway.dialects import fields, openai
 
+MOST_ANSWERS = 1
 # field -> values that have no effect
-_UNSUPPORTED: Mapping[str, tuple[Any, ...]] = {
-    "n": (1,),
-    "logprobs": (False,),
+NEUTRAL: dict[str, tuple[Any, ...]] = {
     "top_logprobs": (0,),
     "logit_bias": ({},),
     "presence_penalty": (0,),
     "frequency_penalty": (0,),
-    "response_format": ({"type": "text"},),
+    "repetition_penalty": (1,),
+    "min_p": (0,),
     "functions": ([],),
     "function_call": ("none", "auto"),
     "modalities": (["text"],),
     "audio": (),
     "prediction": (),
     "web_search_options": (),
+    "response_format": ({"type": "text"},),
 }
-_LARGEST = (1 << 31) - 1
+# fields that say nothing about the answer, or only wish for something: clients send them unasked
+DESCRIPTIVE = frozenset(
+    "metadata parallel_tool_calls prompt_cache_key prompt_cache_retention reasoning_effort safety_identifier"
+    " service_tier store user verbosity".split()
+)
+_KNOWN = DESCRIPTIVE | frozenset(
+    "messages model n logprobs max_completion_tokens max_tokens seed stop stream stream_options temperature tool_choice"
+    " tools top_k top_p".split()
+)
 _ROLES = {"system": "system", "developer": "system", "user": "user", "assistant": "assistant", "tool": "tool"}
-_ERROR_TYPES = {401: "authentication_error", 404: "not_found_error"}
-_ERROR_CODES = {401: "invalid_api_key", 404: "not_found", 413: "request_too_large", 503: "service_unavailable"}
 
 
-@dataclass(frozen=True)
-class ChatRequest:
-    messages: list[Message]  # text content only, see `_message`
-    tools: list[Tool]
-    sampling: Sampling
-    stop: tuple[str, ...]
-    stream: bool
-    include_usage: bool
-    model: str
-    user: str
+class OpenAIChat:
+    name = "openai_chat"
 
+    def parse(self, body: bytes, limits: Limits) -> ModelRequest:
+        tree = parse_object(body)
+        fields.check_names(tree, _KNOWN, NEUTRAL)
+        options = fields.field(tree, "stream_options", dict) or {}
+        max_tokens = fields.max_tokens(tree, ("max_completion_tokens", "max_tokens"), limits.default_max_tokens)
+        return ModelRequest(
+            messages=parse_messages(tree, limits.max_messages),
+            tools=parse_tools(tree),
+            sampling=fields.sampling(tree, limits.stop_tokens, max_tokens),
+            stop=fields.stops("stop", tree.get("stop")),
+            stream=bool(fields.field(tree, "stream", bool)),
+            model=fields.field(tree, "model", str) or "",
+            user=fields.field(tree, "user", str) or "",
+            count=fields.integer(tree, "n", 1, MOST_ANSWERS) or 1,
+            logprobs=bool(fields.field(tree, "logprobs", bool)),
+            options={"include_usage": options.get("include_usage") is True},
+        )
 
-def parse_request(
-    body: bytes, *, stop_tokens: tuple[int, ...], default_max_tokens: int, max_messages: int
-) -> ChatRequest:
-    tree = parse_object(body)
-    for name, neutral in _UNSUPPORTED.items():
-        value = tree.get(name)
-        if value is not None and value not in neutral:
-            raise GatewayError(f"{name} = {short(value)} is not supported", hint=f"leave {name} out")
-    messages = _field(tree, "messages", list)
-    if not messages or len(messages) > max_messages:
-        raise GatewayError(f"messages must hold 1 to {max_messages} messages, got {len(messages or ())}")
-    options = _field(tree, "stream_options", dict) or {}
-    return ChatRequest(
-        messages=[_message(message, index) for index, message in enumerate(messages)],
-        tools=_tools(tree),
-        sampling=_sampling(tree, stop_tokens, default_max_tokens),
-        stop=_stop(tree.get("stop")),
-        stream=bool(_field(tree, "stream", bool)),
-        include_usage=options.get("include_usage") is True,
-        model=_field(tree, "model", str) or "rollmill",
-        user=_field(tree, "user", str) or "",
-    )
+    def reply(self, reply: Reply) -> bytes:
+        choices = []
+        for index, answer in enumerate(reply.answers):
+            logprobs = None
+            if reply.request.logprobs:
+                logprobs = {
+                    "content": openai.token_logprobs(reply.token_texts[index], answer.logprobs),
+                    "refusal": None,
+                }
+            choices.append(
+                {
+                    "index": index,
+                    "message": answer.message,
+                    "finish_reason": openai.finish_reason(answer),
+                    "logprobs": logprobs,
+                }
+            )
+        head = _head(reply.request, reply.identity, "chat.completion")
+        return json.dumps({**head, "choices": choices, "usage": openai.usage(reply), "rollmill": reply.about}).encode()
 
+    def stream(self, request: ModelRequest, identity: Identity) -> ChunkWriter:
+        return ChunkWriter(request, identity)
 
-def completion(identity: str, request_model: str, answer: Answer, prompt_tokens: int, extra: dict[str, Any]) -> bytes:
-    """The complete answer as one JSON body."""
-    return json.dumps(
-        {
-            "id": identity,
-            "object": "chat.completion",
-            "created": int(time.time()),
-            "model": request_model,
-            "choices": [
-                {"index": 0, "message": answer.message, "finish_reason": finish_reason(answer), "logprobs": None}
-            ],
-            "usage": usage(answer, prompt_tokens),
-            "rollmill": extra,
-        }
-    ).encode()
+    def error(self, error: GatewayError) -> dict[str, Any]:
+        return openai.error_body(error)
+
+    def status(self, error: GatewayError) -> int:
+        return error.status
 
 
 class ChunkWriter:
     """The events of a streamed answer as bytes."""
 
-    def __init__(self, identity: str, model: str) -> None:
-        self._head = {"id": identity, "object": "chat.completion.chunk", "created": int(time.time()), "model": model}
+    def __init__(self, request: ModelRequest, identity: Identity) -> None:
+        self._request = request
+        self._head = _head(request, identity, "chat.completion.chunk")
 
     def start(self) -> bytes:
-        return self._event({"role": "assistant", "content": ""})
+        return b"".join(
+            self._event(index, {"role": "assistant", "content": ""}) for index in range(self._request.count)
+        )
 
-    def text(self, text: str) -> bytes:
-        return self._event({"content": text})
+    def delta(self, index: int, delta: Delta) -> bytes:
+        logprobs = None
+        if self._request.logprobs and delta.tokens:
+            content = openai.token_logprobs(delta.token_texts, delta.logprobs)
+            logprobs = {"content": content, "refusal": None}
+        if not delta.text and not delta.reasoning and logprobs is None:
+            return b""
+        piece = {"content": delta.text} if delta.text or not delta.reasoning else {}
+        if delta.reasoning:
+            piece["reasoning_content"] = delta.reasoning
+        return self._event(index, piece, logprobs=logprobs)
 
-    def calls(self, calls: list[dict[str, Any]]) -> bytes:
-        return self._event({"tool_calls": [{"index": index, **call} for index, call in enumerate(calls)]})
+    def finish(self, reply: Reply) -> bytes:
+        events = b""
+        for index, answer in enumerate(reply.answers):
+            calls = answer.message.get("tool_calls") or []
+            if calls:
+                events += self._event(
+                    index, {"tool_calls": [{"index": number, **call} for number, call in enumerate(calls)]}
+                )
+            events += self._event(index, {}, openai.finish_reason(answer), rollmill=reply.about)
+        if reply.request.options.get("include_usage"):
+            events += fields.event({**self._head, "choices": [], "usage": openai.usage(reply)})
+        return events + openai.DONE
 
-    def finish(self, answer: Answer, prompt_tokens: int, extra: dict[str, Any], *, include_usage: bool) -> bytes:
-        events = self._event({}, finish_reason=finish_reason(answer), rollmill=extra)
-        if include_usage:
-            events += _sse({**self._head, "choices": [], "usage": usage(answer, prompt_tokens)})
-        return events + b"data: [DONE]\n\n"
+    def error(self, error: GatewayError) -> bytes:
+        return fields.event(openai.error_body(error))
 
-    def _event(self, delta: dict[str, Any], *, finish_reason: str | None = None, **extra: Any) -> bytes:
-        choice = {"index": 0, "delta": delta, "finish_reason": finish_reason, "logprobs": None}
-        return _sse({**self._head, "choices": [choice], **extra})
-
-
-def finish_reason(answer: Answer) -> str:
-    if answer.finish != "stop":
-        return "length"
-    return "tool_calls" if answer.message.get("tool_calls") else "stop"
-
-
-def usage(answer: Answer, prompt_tokens: int) -> dict[str, Any]:
-    return {
-        "prompt_tokens": prompt_tokens,
-        "completion_tokens": len(answer.tokens),
-        "total_tokens": prompt_tokens + len(answer.tokens),
-        "prompt_tokens_details": {"cached_tokens": answer.cached_tokens},
-    }
-
-
-def error_body(status: int, message: str, hint: str | None) -> dict[str, Any]:
-    kind = _ERROR_TYPES.get(status, "invalid_request_error" if status < 500 else "server_error")
-    text = f"{message} (hint: {hint})" if hint else message
-    return {"error": {"message": text, "type": kind, "param": None, "code": _ERROR_CODES.get(status)}}
-
-
-def error_event(status: int, message: str, hint: str | None) -> bytes:
-    """A stream that has begun cannot change its status, so the error is its last event."""
-    return _sse(error_body(status, message, hint))
+    def _event(
+        self, index: int, delta: dict[str, Any], finish_reason: str | None = None, logprobs: Any = None, **extra: Any
+    ) -> bytes:
+        choice = {"index": index, "delta": delta, "finish_reason": finish_reason, "logprobs": logprobs}
+        return fields.event({**self._head, "choices": [choice], **extra})
 
 
-def _sse(tree: dict[str, Any]) -> bytes:
-    return b"data: " + json.dumps(tree).encode() + b"\n\n"
+def _head(request: ModelRequest, identity: Identity, kind: str) -> dict[str, Any]:
+    model = request.model or "rollmill"
+    return {"id": f"chatcmpl-{identity.id}", "object": kind, "created": identity.created, "model": model}
+
+
+def parse_messages(tree: dict[str, Any], max_messages: int) -> list[Message]:
+    messages = fields.field(tree, "messages", list)
+    if not messages or len(messages) > max_messages:
+        raise GatewayError(f"messages must hold 1 to {max_messages} messages, got {len(messages or ())}")
+    return [_message(message, index) for index, message in enumerate(messages)]
+
+
+def parse_tools(tree: dict[str, Any]) -> list[Tool]:
+    tools = fields.field(tree, "tools", list) or []
+    for index, tool in enumerate(tools):
+        function = tool.get("function") if isinstance(tool, dict) else None
+        if not isinstance(function, dict) or not isinstance(function.get("name"), str):
+            raise GatewayError(f"tools[{index}] is not a function with a name")
+        parameters = function.get("parameters") or {}
+        if not isinstance(parameters, dict) or not isinstance(parameters.get("properties") or {}, dict):
+            raise GatewayError(f"tools[{index}].function.parameters is not a JSON schema of an object")
+    choice = tree.get("tool_choice")
+    if choice == "none":
+        return []
+    if choice not in (None, "auto"):
+        raise GatewayError(f"tool_choice = {short(choice)} is not supported", hint='use "auto" or "none"')
+    return tools
 
 
 def _message(message: Any, index: int) -> Message:
@@ -158,14 +180,24 @@ def _message(message: Any, index: int) -> Message:
         raise GatewayError(f"{where}.role is {short(role)}", hint=f"one of {', '.join(_ROLES)}")
     content = _text(message.get("content"), where)
     if role == "assistant":
-        calls = message.get("tool_calls") or []
-        clean: Message = {"role": role, "content": content}
-        if calls:
-            clean["tool_calls"] = _calls(calls, where)
-        return clean
+        return _answer(message, content, where)
     if content is None:
         raise GatewayError(f"{where}.content is missing")
-    return {"role": _ROLES[role], "content": content}
+    clean: Message = {"role": _ROLES[role], "content": content}
+    if role == "tool" and isinstance(message.get("tool_call_id"), str):
+        clean["tool_call_id"] = message["tool_call_id"]
+    return clean
+
+
+def _answer(message: dict[str, Any], content: str | None, where: str) -> Message:
+    clean: Message = {"role": "assistant", "content": content}
+    reasoning = message.get("reasoning_content")
+    if isinstance(reasoning, str) and reasoning:
+        clean["reasoning_content"] = reasoning
+    calls = message.get("tool_calls") or []
+    if calls:
+        clean["tool_calls"] = _calls(calls, where)
+    return clean
 
 
 def _text(content: Any, where: str) -> str | None:
@@ -173,9 +205,14 @@ def _text(content: Any, where: str) -> str | None:
         return content
     if not isinstance(content, list):
         raise GatewayError(f"{where}.content must be a string, got {short(content)}")
-    for part in content:
+    for index, part in enumerate(content):
         if not isinstance(part, dict) or part.get("type") != "text" or not isinstance(part.get("text"), str):
-            raise GatewayError(f"{where}.content has a part that is not text", hint="this model reads text only")
+            kind = part.get("type") if isinstance(part, dict) else part
+            raise GatewayError(
+                f"{where}.content[{index}] is {short(kind)}, not text",
+                hint="this model reads text only",
+                code="unsupported_content",
+            )
     return "".join(part["text"] for part in content)
 
 
@@ -195,62 +232,3 @@ def _calls(calls: Any, where: str) -> list[dict[str, Any]]:
         named = {"name": function["name"], "arguments": function["arguments"]}
         clean.append({"id": str(call.get("id", "")), "type": "function", "function": named})
     return clean
-
-
-def _tools(tree: dict[str, Any]) -> list[Tool]:
-    tools = _field(tree, "tools", list) or []
-    for index, tool in enumerate(tools):
-        function = tool.get("function") if isinstance(tool, dict) else None
-        if not isinstance(function, dict) or not isinstance(function.get("name"), str):
-            raise GatewayError(f"tools[{index}] is not a function with a name")
-        parameters = function.get("parameters") or {}
-        if not isinstance(parameters, dict) or not isinstance(parameters.get("properties") or {}, dict):
-            raise GatewayError(f"tools[{index}].function.parameters is not a JSON schema of an object")
-    choice = tree.get("tool_choice")
-    if choice == "none":
-        return []
-    if choice not in (None, "auto"):
-        raise GatewayError(f"tool_choice = {short(choice)} is not supported", hint='use "auto" or "none"')
-    return tools
-
-
-def _sampling(tree: dict[str, Any], stop_tokens: tuple[int, ...], default_max_tokens: int) -> Sampling:
-    limit = _field(tree, "max_completion_tokens", int)
-    if limit is None:
-        limit = _field(tree, "max_tokens", int)
-    limit = default_max_tokens if limit is None else limit
-    if not 1 <= limit <= _LARGEST:
-        raise GatewayError(f"max_tokens must be from 1 to {_LARGEST}, got {short(limit)}")
-    seed = _field(tree, "seed", int)
-    return Sampling(
-        temperature=_number(tree, "temperature", 0.0, 2.0),
-        top_p=_number(tree, "top_p", 1e-6, 1.0),
-        top_k=min(max(0, _field(tree, "top_k", int) or 0), _LARGEST),
-        max_tokens=limit,
-        stop_tokens=stop_tokens,
-        seed=None if seed is None else seed % (1 << 63),
-    )
-
-
-def _number(tree: dict[str, Any], name: str, low: float, high: float) -> float:
-    value = tree.get(name)
-    if value is None:
-        return 1.0
-    # NaN is outside of every range
-    if isinstance(value, bool) or not isinstance(value, int | float) or not low <= value <= high:
-        raise GatewayError(f"{name} must be a number from {low:g} to {high:g}, got {short(value)}")
-    return float(value)
-
-
-def _stop(stop: Any) -> tuple[str, ...]:
-    stops = [stop] if isinstance(stop, str) else stop or []
-    if not isinstance(stops, list) or len(stops) > 16 or not all(isinstance(text, str) and text for text in stops):
-        raise GatewayError(f"stop must be a string or up to 16 strings, got {short(stop)}")
-    return tuple(stops)
-
-
-def _field(tree: dict[str, Any], name: str, kind: type) -> Any:
-    value = tree.get(name)
-    if value is not None and (not isinstance(value, kind) or (kind is int and isinstance(value, bool))):
-        raise GatewayError(f"{name} must be of type {kind.__name__}, got {short(value)}")
-    return value

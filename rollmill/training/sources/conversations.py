@@ -25,7 +25,7 @@ from rollmill.chat.format import Message, Tool
 from rollmill.config import Config, LocalPath
 from rollmill.errors import GatewayError
 from rollmill.gateway.body import parse_object
-from rollmill.gateway.dialects.openai_chat import parse_request
+from rollmill.gateway.dialects.openai_chat import parse_messages, parse_tools
 from rollmill.training.source import Document, SourceContext
 from rollmill.training.sources.files import MAX_LINE, Index, IndexedDocuments, Row, Skipped, digest, lines, open_index
 
@@ -83,19 +83,19 @@ def _scan(number: int, path: str) -> Iterator[Row | Skipped]:
 def parse_conversation(line: bytes) -> Conversation:
     """ValueError says which field is wrong, and the remedy."""
     try:
-        request = parse_request(line, stop_tokens=(), default_max_tokens=1, max_messages=MOST_MESSAGES)
-        given = parse_object(line)["messages"]
+        tree = parse_object(line)
+        messages, tools = parse_messages(tree, MOST_MESSAGES), parse_tools(tree)
     except GatewayError as error:
         message = error.message.replace("the request body", "the line")
         raise ValueError(f"{message}; {error.hint}" if error.hint else message) from None
     ignored = []
-    for place, message in enumerate(given):
+    for place, message in enumerate(tree["messages"]):
         weight = message.get("weight")
         if weight not in (None, 0, 1) or (weight is not None and message["role"] != "assistant"):
             raise ValueError(f"messages[{place}].weight is {weight!r}; only answers have one, 0 or 1")
         if weight == 0:
             ignored.append(place)
-    learnt = [place for place, each in enumerate(request.messages) if each["role"] == "assistant"]
+    learnt = [place for place, each in enumerate(messages) if each["role"] == "assistant"]
     if not set(learnt) - set(ignored):
         raise ValueError("messages has no answer to learn from; add a message with the role assistant")
-    return Conversation(request.messages, request.tools, ignored)
+    return Conversation(messages, tools, ignored)

@@ -1,0 +1,128 @@
+"""Dialect: one wire format of the gateway. Everything behind it knows only neutral requests and answers.
+
+    body ─► Dialect.parse ─► ModelRequest ─► completions ─► Reply ─► Dialect.reply ─► body
+                                                  └─ Delta ─► StreamWriter ─► events
+
+`messages` and `tools` of a ModelRequest are those of `rollmill.chat.format`: OpenAI chat messages with plain text.
+"""
+
+from __future__ import annotations
+
+import time
+import uuid
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Protocol
+
+from rollmill.chat.format import Message, Tool
+from rollmill.errors import GatewayError
+from rollmill.gateway.segments import Answer
+from rollmill.types import Sampling
+
+
+@dataclass(frozen=True)
+class Limits:
+    """What a parser needs to know of the gateway."""
+
+    stop_tokens: tuple[int, ...]
+    default_max_tokens: int
+    max_messages: int
+
+
+@dataclass(frozen=True)
+class ModelRequest:
+    """What a client asks the model, in no wire format."""
+
+    messages: list[Message]
+    tools: list[Tool]
+    sampling: Sampling
+    stop: tuple[str, ...] = ()  # texts that end the answer
+    stream: bool = False
+    model: str = ""  # the name the client gave; "" if it gave none
+    user: str = ""
+    count: int = 1  # how many answers
+    logprobs: bool = False  # whether the client gets log-probs of the tokens
+    prompt: str | list[int] | None = None  # the context itself, instead of messages
+    options: Mapping[str, Any] = field(default_factory=dict)  # read again only by the dialect that parsed the request
+
+
+@dataclass(frozen=True)
+class Delta:
+    """A piece of a streamed answer. `tokens` are new since the last piece; their text may come later."""
+
+    text: str = ""
+    reasoning: str = ""
+    tokens: Sequence[int] = ()
+    logprobs: Sequence[float] = ()
+    token_texts: Sequence[str] = ()  # one per token, if the client asked for log-probs
+
+    def __bool__(self) -> bool:
+        return bool(self.text or self.reasoning or self.tokens)
+
+
+@dataclass(frozen=True)
+class Reply:
+    """The answers to one ModelRequest."""
+
+    request: ModelRequest
+    identity: Identity
+    answers: Sequence[Answer]
+    prompt_tokens: int
+    about: Mapping[str, Any]  # where the record is: trajectory, segment, policies
+    token_texts: Sequence[Sequence[str]] = ()  # per answer, if the client asked for log-probs
+
+    @property
+    def sampled_tokens(self) -> int:
+        return sum(len(answer.tokens) for answer in self.answers)
+
+    @property
+    def cached_tokens(self) -> int:
+        return min((answer.cached_tokens for answer in self.answers), default=0)
+
+
+@dataclass(frozen=True)
+class Identity:
+    """The id and the time of an answer. Each dialect has its own prefix for the id."""
+
+    id: str = field(default_factory=lambda: uuid.uuid4().hex)
+    created: int = field(default_factory=lambda: int(time.time()))
+
+
+class StreamWriter(Protocol):
+    """Writes the events of one streamed reply. `index` is the number of the answer."""
+
+    def start(self) -> bytes: ...
+
+    def delta(self, index: int, delta: Delta) -> bytes: ...
+
+    def finish(self, reply: Reply) -> bytes:
+        """What follows the last delta: tool calls, the reason of the end, usage."""
+        ...
+
+    def error(self, error: GatewayError) -> bytes:
+        """The last event of a stream that fails: its status is already sent."""
+        ...
+
+
+class Dialect(Protocol):
+    name: str
+
+    def parse(self, body: bytes, limits: Limits) -> ModelRequest:
+        """Raises GatewayError for anything that is not a request of this format."""
+        ...
+
+    def reply(self, reply: Reply) -> bytes: ...
+
+    def stream(self, request: ModelRequest, identity: Identity) -> StreamWriter: ...
+
+    def error(self, error: GatewayError) -> dict[str, Any]:
+        """The body of an error in this format's own shape."""
+        ...
+
+    def status(self, error: GatewayError) -> int:
+        """The HTTP status of an error, where this format has its own."""
+        ...
+
+
+def error_text(error: GatewayError) -> str:
+    return f"{error.message} (hint: {error.hint})" if error.hint else error.message

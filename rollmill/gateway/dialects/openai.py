@@ -1,0 +1,50 @@
+"""What OpenAI's wire formats share: errors, usage, log-probs, the end of an answer."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from rollmill.errors import GatewayError
+from rollmill.gateway.dialect import Reply, error_text
+from rollmill.gateway.segments import Answer
+
+_ERROR_TYPES = {401: "authentication_error", 403: "permission_error", 404: "not_found_error", 429: "rate_limit_error"}
+_ERROR_CODES = {
+    401: "invalid_api_key",
+    404: "not_found",
+    413: "request_too_large",
+    429: "rate_limit_exceeded",
+    503: "service_unavailable",
+}
+DONE = b"data: [DONE]\n\n"
+
+
+def error_body(error: GatewayError) -> dict[str, Any]:
+    status = error.status
+    kind = _ERROR_TYPES.get(status, "invalid_request_error" if status < 500 else "server_error")
+    code = error.code or _ERROR_CODES.get(status)
+    return {"error": {"message": error_text(error), "type": kind, "param": None, "code": code}}
+
+
+def usage(reply: Reply) -> dict[str, Any]:
+    return {
+        "prompt_tokens": reply.prompt_tokens,
+        "completion_tokens": reply.sampled_tokens,
+        "total_tokens": reply.prompt_tokens + reply.sampled_tokens,
+        "prompt_tokens_details": {"cached_tokens": reply.cached_tokens},
+    }
+
+
+def finish_reason(answer: Answer) -> str:
+    if answer.finish != "stop":
+        return "length"
+    return "tool_calls" if answer.message.get("tool_calls") else "stop"
+
+
+def token_logprobs(texts: Sequence[str], logprobs: Sequence[float]) -> list[dict[str, Any]]:
+    """The log-prob of each sampled token, in the form of chat completions and responses."""
+    return [
+        {"token": text, "logprob": logprob, "bytes": list(text.encode()), "top_logprobs": []}
+        for text, logprob in zip(texts, logprobs, strict=True)
+    ]

@@ -1,0 +1,73 @@
+"""A streamed reply: sampled tokens become deltas, deltas become the events of the request's dialect."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from aiohttp import web
+
+from rollmill.chat.format import ChatFormat, ContentStream
+from rollmill.chat.tokenizer import Tokenizer
+from rollmill.errors import GatewayError
+from rollmill.gateway.dialect import Delta, Dialect, Identity, ModelRequest, Reply
+
+
+class EventStream:
+    """Server-sent events. The stream starts with the first tokens, so earlier errors keep their own status."""
+
+    def __init__(
+        self, http: web.Request, request: ModelRequest, dialect: Dialect, format: ChatFormat, tokenizer: Tokenizer
+    ) -> None:
+        self._http = http
+        self._request = request
+        self._tokenizer = tokenizer
+        self._contents: list[ContentStream] = [format.content_stream(request.stop) for _ in range(request.count)]
+        self._sent = [""] * request.count
+        self.identity = Identity()
+        self._writer = dialect.stream(request, self.identity)
+        self.response = web.StreamResponse(headers={"Content-Type": "text/event-stream", "Cache-Control": "no-cache"})
+        self.begun = False
+
+    async def push(self, index: int, tokens: Sequence[int], logprobs: Sequence[float]) -> None:
+        """New tokens of answer `index`. Raises ConnectionResetError if the client has disconnected."""
+        if not tokens:
+            return
+        texts = token_texts(self._tokenizer, tokens) if self._request.logprobs else ()
+        text = self._contents[index].push(tokens)
+        self._sent[index] += text
+        await self._write(self._writer.delta(index, Delta(text, "", tokens, logprobs, texts)))
+
+    async def finish(self, reply: Reply) -> bool:
+        """Sends the remaining text, the tool calls and the end. Returns False if the client had disconnected."""
+        if all(answer.finish == "abort" for answer in reply.answers):
+            return True  # the client closed the stream: a repeated request gets a new answer
+        data = b""
+        for index, answer in enumerate(reply.answers):
+            content, sent = answer.message["content"] or "", self._sent[index]
+            rest = content[len(sent) :] if content.startswith(sent) else ""
+            if rest:
+                data += self._writer.delta(index, Delta(rest))
+        try:
+            await self._write(data + self._writer.finish(reply))
+            await self.response.write_eof()
+        except ConnectionResetError:
+            return False
+        return True
+
+    async def fail(self, error: GatewayError) -> web.StreamResponse:
+        await self.response.write(self._writer.error(error))
+        await self.response.write_eof()
+        return self.response
+
+    async def _write(self, data: bytes) -> None:
+        if not self.begun:
+            self.begun = True
+            await self.response.prepare(self._http)
+            data = self._writer.start() + data
+        if data:
+            await self.response.write(data)
+
+
+def token_texts(tokenizer: Tokenizer, tokens: Sequence[int]) -> list[str]:
+    """The text of each token alone. A token that is a part of a character has U+FFFD."""
+    return [tokenizer.decode([token]) for token in tokens]
