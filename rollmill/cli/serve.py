@@ -90,7 +90,7 @@ def _how_to(service: RunDirectory) -> str:
     """What a client needs. The key is in a file that only its owner can read, never on the screen."""
     key = service.data / KEY
     key.touch(mode=0o600)
-    key.write_text(service.production_key + "\n")
+    key.write_text(service.secrets["production_key"] + "\n")
     url = f"{service.url('gateway')}/v1"
     body = '{"model": "rollmill", "messages": [{"role": "user", "content": "Hello"}]}'
     return f"""

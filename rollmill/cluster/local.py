@@ -15,6 +15,7 @@ from dataclasses import dataclass, field
 
 from rollmill import telemetry
 from rollmill.backoff import Backoff
+from rollmill.cluster.handed import hand_to
 from rollmill.cluster.nursery import Child, Nursery
 from rollmill.cluster.ranks import outside_world, places, rank_name
 from rollmill.cluster.run import RunDirectory
@@ -94,7 +95,7 @@ class LocalCluster:
         if code == FINAL or role.backoff.failures >= MAX_RESTARTS or (outside_world() and not role.service):
             name = rank_name(role.name, rank)
             hint = f"the rest is in {self._run.logs / (name + '.log')}"
-            if self._run.run is None:
+            if self._run.service_of is None:
                 hint += f"; once it is fixed, `rollmill train --resume {self._run.path}` continues the run"
             raise RollmillError(f"process {name!r} {_describe(code)}: {self._last_words(name)}", hint=hint)
         pause = role.backoff.failed()
@@ -110,7 +111,8 @@ class LocalCluster:
             name = rank_name(role.name, rank)
             process = self._nursery.start(
                 role.name,
-                (str(self._run.path), *role.arguments),
+                hand_to(self._run, role.name),
+                role.arguments,
                 name=f"rollmill {name} {self._run.path}",
                 environment={"OMP_NUM_THREADS": str(role.threads), **place},
                 log=self._run.logs / f"{name}.log",

@@ -3,7 +3,7 @@
 A supervisor starts one nursery: this module as a process of its own, which imports what a role needs when it is first
 asked for it, and computes nothing. They talk in lines of JSON over a socket:
 
-    supervisor →  {"id": 3, "role": "engine-home", "name": …, "arguments": […], "environment": {…}, "log": PATH}
+    supervisor →  {"id": 3, "role": "engine-home", "run": {…}, "arguments": […], "environment": {…}, "log": PATH, …}
     supervisor →  {"id": 3, "signal": 15}
     nursery    →  {"id": 3, "code": 0}           it has ended; −9 if SIGKILL ended it
 
@@ -51,9 +51,17 @@ class Nursery:
         self._children: dict[int, Child] = {}
 
     def start(
-        self, role: str, arguments: Sequence[str], *, name: str, environment: Mapping[str, str], log: Path
+        self,
+        role: str,
+        handed: Mapping[str, Any],
+        arguments: Sequence[str],
+        *,
+        name: str,
+        environment: Mapping[str, str],
+        log: Path,
     ) -> Child:
-        """Start a role process. `name` is shown by `ps`; `environment` is added to the supervisor's."""
+        """Start a role process. `handed` is what it is told of its run (handed.py); `name` is shown by `ps`;
+        `environment` is added to the supervisor's."""
         if self._process is None:
             self._open()
         child = Child(self, len(self._children))
@@ -61,6 +69,7 @@ class Nursery:
         self.send(
             id=child.id,
             role=role,
+            run=handed,
             name=name,
             arguments=list(arguments),
             environment={**os.environ, **environment},
@@ -194,6 +203,7 @@ def _import(kind: str, ranks: bool) -> None:
 def _be(request: dict[str, Any]) -> int:
     """Become the role process."""
     from rollmill.cluster import role
+    from rollmill.cluster.handed import take
 
     signal.set_wakeup_fd(-1)
     for number in (signal.SIGCHLD, signal.SIGTERM):
@@ -208,7 +218,7 @@ def _be(request: dict[str, Any]) -> int:
     os.environ.clear()
     os.environ.update({**request["environment"], SUPERVISOR: str(nursery)})
     setproctitle(request["name"])
-    return role.main(request["role"], *request["arguments"])
+    return role.main(request["role"], lambda: take(request["run"]), *request["arguments"])
 
 
 def end_with_parent() -> None:

@@ -10,9 +10,11 @@ import contextlib
 import importlib
 import sys
 import traceback
+from collections.abc import Callable
 from pathlib import Path
 
 from rollmill import telemetry
+from rollmill.cluster.handed import hand_to, take
 from rollmill.cluster.local import FINAL
 from rollmill.cluster.lock import exclusive
 from rollmill.cluster.nursery import end_with_parent
@@ -25,10 +27,10 @@ TRAINING = ("trainer",)  # roles that may have several ranks
 ROLES = ("trainer", "store", "engine", "gateway", "dispatcher")
 
 
-def main(role: str, directory: str, *arguments: str) -> int:
+def main(role: str, open_run: Callable[[], RunDirectory], *arguments: str) -> int:
     end_with_parent()
     try:
-        run = RunDirectory.open(Path(directory))
+        run = open_run()
         kind, _, region = role.partition("-")
         assert kind in ROLES, f"no role {kind!r}"
         with contextlib.ExitStack() as held:
@@ -56,4 +58,5 @@ def _first_of_ours(error: BaseException) -> RollmillError | None:
 
 
 if __name__ == "__main__":
-    sys.exit(main(*sys.argv[1:]))
+    role, directory, *arguments = sys.argv[1:]
+    sys.exit(main(role, lambda: take(hand_to(RunDirectory.open(Path(directory)), role)), *arguments))

@@ -23,8 +23,8 @@ import os
 import secrets
 import socket
 import tempfile
-from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
@@ -47,7 +47,12 @@ from rollmill.types import Version
 
 HOME = "home"
 PORTS = range(10_000, 32_768)
-SECRETS = ("admin_token", "store_token", "engine_token", "production_key")
+SECRETS = (
+    "admin_token",  # administers the gateway, and session keys derive from it
+    "store_token",  # reads the home store over HTTP
+    "engine_token",  # every request to an engine but its health and metrics
+    "production_key",  # the API key of production traffic
+)
 SERVICE = "service.json"
 
 
@@ -274,12 +279,9 @@ class RunDirectory:
     config: RunConfig
     id: str  # globally unique: keys ledger, groups, trajectories and evaluations, also in a database that runs share
     ports: dict[str, int]
-    admin_token: str  # administers the gateway, and session keys derive from it: only gateway and dispatcher use it
-    store_token: str  # reads the home store over HTTP
-    engine_token: str  # every request to an engine but its health and metrics
-    production_key: str  # the API key of production traffic
+    secrets: Mapping[str, str] = field(repr=False)  # SECRETS by name; a role process has only those that it uses
     host: str = "127.0.0.1"  # the address that the gateway listens on
-    run: RunDirectory | None = None  # of a service: the run whose stores it reads
+    service_of: Path | None = None  # of a service: the directory of the run whose stores it reads
 
     @classmethod
     def create(cls, root: Path, config: RunConfig) -> RunDirectory:
@@ -287,8 +289,7 @@ class RunDirectory:
         roles = ["gateway", "store", *(f"engine-{region}" for region in config.regions)]
         ports = dict(zip(roles, free_ports(len(roles)), strict=True))
         id = f"{config.name}-{secrets.token_hex(4)}"
-        drawn: dict[str, Any] = {name: secrets.token_urlsafe(24) for name in SECRETS}
-        run = cls(path, config, id, ports, **drawn)
+        run = cls(path, config, id, ports, {name: secrets.token_urlsafe(24) for name in SECRETS})
         run._create()
         return run
 
@@ -301,8 +302,7 @@ class RunDirectory:
             saved = json.loads(file.read_text())
             config = validate_config(RunConfig, bring_up_to_date(saved["config"]), str(file))
             id = saved.get("id", config.name)  # runs made before there were ids are keyed by their name
-            kept: dict[str, Any] = {name: _secret(saved, name) for name in SECRETS}
-            return cls(path, config, id, saved["ports"], **kept)
+            return cls(path, config, id, saved["ports"], {name: _secret(saved, name) for name in SECRETS})
         except (FileNotFoundError, NotADirectoryError):
             raise ConfigError(
                 f"{path} holds no run (no run.json)", hint="`rollmill runs` lists the runs there are"
@@ -317,7 +317,7 @@ class RunDirectory:
     @classmethod
     def _open_service(cls, path: Path) -> RunDirectory:
         run, saved = cls.open(path.parent.parent), json.loads((path / SERVICE).read_text())
-        return replace(run, path=path, ports=saved["ports"], host=saved["host"], run=run)
+        return replace(run, path=path, ports=saved["ports"], host=saved["host"], service_of=run.path)
 
     def make_service(self, name: str, host: str, port: int) -> RunDirectory:
         """The directory of a service of this run, with its gateway at `host` and `port`. The caller holds its lock."""
@@ -326,7 +326,7 @@ class RunDirectory:
         engines = [f"engine-{region}" for region in self.config.regions]
         ports = {"gateway": port, **dict(zip(engines, free_ports(len(engines)), strict=True))}
         (path / SERVICE).write_text(json.dumps({"host": host, "ports": ports}))
-        return replace(self, path=path, ports=ports, host=host, run=self)
+        return replace(self, path=path, ports=ports, host=host, service_of=self.path)
 
     def _create(self) -> None:
         """Write run.json, which must not exist yet. It appears whole or not at all, and only its owner can read it."""
@@ -361,7 +361,7 @@ class RunDirectory:
             "config": self.config.model_dump(mode="json"),
             "ports": self.ports,
             "code": self.code(),
-            **{name: getattr(self, name) for name in SECRETS},
+            **self.secrets,
         }
         with tempfile.NamedTemporaryFile("w", dir=self.path, prefix=".run.json-", delete=False) as draft:  # mode 0600
             json.dump(body, draft, indent=1)
@@ -399,7 +399,7 @@ class RunDirectory:
     @property
     def data(self) -> Path:
         """The directory with stores, database and tokenizer: its own, or that of the run a service belongs to."""
-        return self.run.path if self.run else self.path
+        return self.service_of or self.path
 
     def store_path(self, region: str) -> Path:
         home = region == self.config.regions[0]

@@ -18,5 +18,5 @@ def test_a_run_without_weights(rollmill: Callable[..., Told], tmp_path: Path) ->
     assert refused(rollmill("serve", run.path), "'rl' has no version yet", f"--resume {run.path}")
     told = rollmill("serve", run.path, "--version", 3)
     assert refused(told, "rl@3", "")
-    assert run.production_key not in told.err + told.out
+    assert run.secrets["production_key"] not in told.err + told.out
     assert refused(rollmill("serve", run.path, "--version", "lve"), "'lve' is neither", "channels here")

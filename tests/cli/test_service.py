@@ -93,7 +93,7 @@ def test_serving_follows_a_channel_beside_a_training_run(tmp_path: Path) -> None
     with exclusive(run.path, "supervisor"), served(tmp_path / "out", run.path, "--version", "live") as serving:
         assert serving.told.startswith(f"serving rl@2, following channel live of {run.path}\n")
         assert "model    rollmill" in serving.told and f"API key  in {run.path / 'api-key'}" in serving.told
-        assert run.production_key not in serving.told
+        assert run.secrets["production_key"] not in serving.told
         assert serving.ask()["role"] == "assistant"
         with pytest.raises(urllib.error.HTTPError) as refused:  # a wrong key is told where the right one is
             serving.ask(wrong_key="wrong")

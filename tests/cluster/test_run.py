@@ -67,7 +67,12 @@ def test_a_run_directory_is_opened_as_it_was_created(tmp_path: Path) -> None:
     assert len(set(run.ports.values())) == len(run.ports) == 5
     assert run.home_store == run.path / "store"
     assert run.store_path("far-away") == run.path / "regions" / "far-away" / "store"
-    tokens = {run.admin_token, run.store_token, run.engine_token, run.production_key}
+    tokens = {
+        run.secrets["admin_token"],
+        run.secrets["store_token"],
+        run.secrets["engine_token"],
+        run.secrets["production_key"],
+    }
     assert len(tokens) == 4 and all(len(token) >= 32 for token in tokens)
 
 
@@ -77,8 +82,21 @@ def test_a_run_of_an_older_release_gets_tokens_from_which_the_admin_token_does_n
     (run.path / "run.json").write_text(json.dumps(saved))
     older = RunDirectory.open(run.path)
     assert older == RunDirectory.open(run.path)
-    assert len({older.admin_token, older.store_token, older.engine_token, older.production_key}) == 4
-    assert older.admin_token == run.admin_token and older.admin_token not in older.store_token + older.engine_token
+    assert (
+        len(
+            {
+                older.secrets["admin_token"],
+                older.secrets["store_token"],
+                older.secrets["engine_token"],
+                older.secrets["production_key"],
+            }
+        )
+        == 4
+    )
+    assert (
+        older.secrets["admin_token"] == run.secrets["admin_token"]
+        and older.secrets["admin_token"] not in older.secrets["store_token"] + older.secrets["engine_token"]
+    )
 
 
 def test_runs_of_one_name_have_different_ids(tmp_path: Path) -> None:

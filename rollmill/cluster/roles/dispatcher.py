@@ -103,7 +103,10 @@ async def _evaluate(
 async def open_context(run: RunDirectory) -> AsyncIterator[RolloutContext]:
     config = run.config
     objects = Objects.open(run.home_store)
-    async with open_environment(config) as environment, GatewayClient(run.url("gateway"), run.admin_token) as gateway:
+    async with (
+        open_environment(config) as environment,
+        GatewayClient(run.url("gateway"), run.secrets["admin_token"]) as gateway,
+    ):
         machines = environment.machines
         if config.rollouts.simulated_tool_seconds:
             machines = SlowMachines(machines, config.rollouts.simulated_tool_seconds, config.seed)

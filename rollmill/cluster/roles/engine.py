@@ -17,10 +17,13 @@ from rollmill.weights.regions.mirror import Mirror
 def main(run: RunDirectory, region: str, kind: str, name: str, form: str) -> None:
     line, _, number = name.partition("@")
     store, mirror, engine = Objects.open(run.home_store), None, f"engine-{region}"
-    if run.run is not None:
+    if run.service_of is not None:
         engine = f"{run.path.name}-{engine}"  # leases are held by name: not by that of the training's engine
     elif region != run.config.regions[0]:
-        home, store = Objects.open(run.url("store"), token=run.store_token), Objects.open(run.store_path(region))
+        home, store = (
+            Objects.open(run.url("store"), token=run.secrets["store_token"]),
+            Objects.open(run.store_path(region)),
+        )
         mirror = Mirror(home, store, region)
     serve_engine(
         run.config.engine,
@@ -35,7 +38,7 @@ def main(run: RunDirectory, region: str, kind: str, name: str, form: str) -> Non
         port=run.ports[f"engine-{region}"],
         device=run.config.device,
         form=form,
-        token=run.engine_token,
+        token=run.secrets["engine_token"],
     )
 
 

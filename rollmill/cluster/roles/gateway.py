@@ -21,11 +21,14 @@ def main(run: RunDirectory) -> None:
         run.config.gateway,
         format_of(tokenizer, tools_in_prompt=run.config.tools_in_prompt),
         tokenizer,
-        [EngineEndpoint(run.url(f"engine-{region}"), region, run.engine_token) for region in run.config.regions],
+        [
+            EngineEndpoint(run.url(f"engine-{region}"), region, run.secrets["engine_token"])
+            for region in run.config.regions
+        ],
         TrajectoryStore(open_database(run.database_url), objects),
         objects,
         run.path / "gateway",
-        run.admin_token,
-        run.production_key,
+        run.secrets["admin_token"],
+        run.secrets["production_key"],
     )
     web.run_app(app, host=run.host, port=run.ports["gateway"], access_log=None, print=None, shutdown_timeout=1.0)

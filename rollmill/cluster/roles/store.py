@@ -10,5 +10,5 @@ from rollmill.storage.objects import Objects
 
 
 def main(run: RunDirectory) -> None:
-    app = object_app(Objects.open(run.home_store), run.store_token)
+    app = object_app(Objects.open(run.home_store), run.secrets["store_token"])
     web.run_app(app, host="127.0.0.1", port=run.ports["store"], access_log=None, print=None, shutdown_timeout=1.0)
