@@ -163,7 +163,7 @@ class Gateway:
         session = self._registry.get(check_id(request.match_info["id"]))
         if session is None:
             raise GatewayError("there is no such open session", status=404, hint="it was sealed or never opened")
-        return web.json_response({"waited_seconds": session.wait.seconds()})
+        return web.json_response({"waited_seconds": session.waits.seconds()})
 
     async def delete_session(self, request: web.Request) -> web.Response:
         """Delete a session and its record.

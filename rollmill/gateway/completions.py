@@ -21,6 +21,7 @@ from rollmill.gateway.answers import AnswerBuilder
 from rollmill.gateway.config import GatewayConfig
 from rollmill.gateway.dialect import Dialect, Identity, ModelRequest, Reply
 from rollmill.gateway.entries import encode_incomplete, encode_open, encode_turn
+from rollmill.gateway.flights import AnswerCut, Flight
 from rollmill.gateway.metrics import Metrics
 from rollmill.gateway.recorder import Recorder
 from rollmill.gateway.registry import Registry
@@ -38,6 +39,10 @@ class Ask:
     request: ModelRequest
     dialect: Dialect
     http: web.Request
+
+    def is_abandoned(self) -> bool:
+        """Whether the client has disconnected."""
+        return self.http.transport is None or self.http.transport.is_closing()
 
 
 class Completions:
@@ -78,15 +83,14 @@ class Completions:
             work.exception()  # the caller that waited has it; if nobody waits, it is not needed
 
     async def _answer(self, session: Session, ask: Ask) -> web.StreamResponse:
-        async with session.lock:
-            if self._registry.is_open(session):
-                return await self._answer_in(session, ask)
+        await session.wait_for_abandoned(ask.request.messages, ask.request.tools)
+        if self._registry.is_open(session) and not session.ending:
+            return await self._answer_in(session, ask)
         if session.facts.traffic == "rollout":
-            raise GatewayError("this session is sealed", status=401, hint="open a new session")
+            raise _ended()
         return await self._answer(self._registry.successor(session), ask)
 
     async def _answer_in(self, session: Session, ask: Ask) -> web.StreamResponse:
-        """Answer in a session. The caller holds its lock."""
         request = ask.request
         stream = None
         if request.stream:
@@ -96,51 +100,62 @@ class Completions:
             self._metrics.count("answers_repeated_total")
             return await self._reply(session, segment, ask, stream)
         try:
-            segment = await self._new_answer(session, request, stream)
+            segment = await self._new_answer(session, ask, stream)
         except GatewayError as error:
             if stream is None or not stream.begun:
                 raise
             return await stream.fail(error)
         finally:
-            if not session.segments and not session.logged:  # a production conversation without any answer
+            # a production conversation without any answer
+            if not session.segments and not session.logged and not session.flights:
                 self._registry.remove(session)
         return await self._reply(session, segment, ask, stream)
 
-    async def _new_answer(self, session: Session, request: ModelRequest, stream: EventStream | None) -> OpenSegment:
+    async def _new_answer(self, session: Session, ask: Ask, stream: EventStream | None) -> OpenSegment:
+        request = ask.request
         plan = session.plan(request.messages, request.tools, self._format)
-        answer = await self._sample(session, plan, request, stream)
-        turn = plan.turn(answer)
-        await self._record(session, turn)
-        self._registry.append(session, turn)
+        with session.flight(plan, request.messages, request.tools, ask.is_abandoned) as flight:
+            answer = await self._sample(session, plan, flight, request, stream)
+            async with session.lock:
+                turn = session.place(plan, answer)
+                await self._record(session, turn)
+                opens = turn.segment not in session.segments
+                segment = self._registry.append(session, turn)
         traffic = session.facts.traffic
         self._metrics.count("sampled_tokens_total", len(answer.tokens), traffic=traffic)
         self._metrics.count("prompt_tokens_total", len(plan.prompt), traffic=traffic)
-        if plan.opens:
-            self._metrics.count("segments_total", cause=plan.cause)
-        assert session.latest is not None
-        return session.latest
+        if opens:
+            self._metrics.count("segments_total", cause=turn.cause)
+        if session.ending and answer.finish == "abort":
+            raise _ended()
+        return segment
 
-    async def _sample(self, session: Session, plan: Plan, request: ModelRequest, stream: EventStream | None) -> Answer:
+    async def _sample(
+        self, session: Session, plan: Plan, flight: Flight, request: ModelRequest, stream: EventStream | None
+    ) -> Answer:
         facts, sampling = session.facts, request.sampling
-        ask = GenerateRequest(plan.segment, plan.context, sampling, facts.traffic, facts.min_version)
+        ask = GenerateRequest(plan.cache, plan.context, sampling, facts.traffic, facts.min_version)
         builder = AnswerBuilder(ask, self._tokenizer, request.stop)
         piecemeal = request.stream or bool(request.stop) or sampling.max_tokens > self._config.stream_above
-        chunks = self._router.generate(ask, prefer=session.engine, stream=piecemeal)
-        session.wait.begin()
+        wait = session.waits.begin()
+        chunks = self._router.generate(ask, prefer=session.engine, stream=piecemeal, lost=wait.lost)
         try:
-            async for engine, chunk in chunks:
-                session.wait.hear(chunk)
-                fresh = builder.add(engine, chunk)
-                session.engine = engine.url
-                if stream is not None:
-                    await stream.push(0, fresh, builder.logprobs[len(builder.logprobs) - len(fresh) :])
-                if builder.finish is not None:
-                    break
-        except ConnectionResetError:  # the client closed the stream; the tokens sampled so far are the answer
+            with flight.sampling():
+                async for engine, chunk in chunks:
+                    wait.hear(chunk)
+                    fresh = builder.add(engine, chunk)
+                    session.engine = engine.url
+                    if stream is not None:
+                        await stream.push(0, fresh, builder.logprobs[len(builder.logprobs) - len(fresh) :])
+                    if builder.finish is not None:
+                        break
+        except (ConnectionResetError, AnswerCut) as error:  # nobody waits for the rest; the tokens so far are kept
+            if isinstance(error, AnswerCut) and not builder.tokens:
+                raise _ended() from None
             builder.abort()
             self._metrics.count("answers_cut_short_total", traffic=facts.traffic)
         finally:
-            session.wait.end()
+            wait.end()
             await chunks.aclose()
         if not builder.tokens and builder.finish == "length":
             raise _too_long(len(plan.context))
@@ -156,7 +171,7 @@ class Completions:
             if production:
                 session.unrecorded = "the session was deleted"
                 return
-            raise GatewayError("this session has ended", status=401, hint="open a new session")
+            raise _ended()
         data = encode_turn(facts.trajectory, turn)
         try:
             await self._recorder.append(
@@ -179,6 +194,7 @@ class Completions:
     async def _reply(
         self, session: Session, segment: OpenSegment, ask: Ask, stream: EventStream | None
     ) -> web.StreamResponse:
+        segment.delivered = True  # unless sending fails
         answer = segment.turns[-1].answer
         about = {
             "trajectory": session.facts.trajectory,
@@ -196,9 +212,12 @@ class Completions:
         if stream is not None:
             segment.delivered = await stream.finish(reply)
             return stream.response
-        transport = ask.http.transport
-        segment.delivered = transport is not None and not transport.is_closing()
+        segment.delivered = not ask.is_abandoned()
         return web.Response(body=ask.dialect.reply(reply), content_type="application/json")
+
+
+def _ended() -> GatewayError:
+    return GatewayError("this session has ended", status=401, hint="open a new session")
 
 
 def _too_long(tokens: int) -> GatewayError:

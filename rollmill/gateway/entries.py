@@ -2,8 +2,9 @@
 
     "RMG1" | length of body | crc32 of body | body = length of header | header (JSON) | arrays, as the header lists them
 
-`op` in the header is the kind of entry: open (a session and its facts), turn (one answer), incomplete (a later answer
-is missing from the log), seal (no more turns follow), close (the session was removed from the log).
+`op` in the header is the kind of entry: open (a session and its facts), turn (one answer), waited (how long its
+requests have waited for an engine, so far), incomplete (a later answer is missing from the log), seal (no more turns
+follow), close (the session was removed from the log).
 """
 
 from __future__ import annotations
@@ -85,6 +86,10 @@ def _decode(body: bytes) -> LogEntry:
 
 def encode_open(facts: SessionFacts) -> bytes:
     return encode_entry("open", facts.trajectory, {"facts": asdict(facts)})
+
+
+def encode_waited(session: str, seconds: float, waiting_since: float | None) -> bytes:
+    return encode_entry("waited", session, {"seconds": seconds, "waiting_since": waiting_since})
 
 
 def encode_incomplete(facts: SessionFacts, reason: str) -> bytes:

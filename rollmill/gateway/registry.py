@@ -14,7 +14,7 @@ from typing import Any
 from rollmill.chat.format import Message
 from rollmill.gateway.entries import LogEntry, decode_turn, read_entries
 from rollmill.gateway.recorder import LOG_NAME
-from rollmill.gateway.segments import Turn
+from rollmill.gateway.segments import OpenSegment, Turn
 from rollmill.gateway.sessions import Session, SessionFacts, check_id
 from rollmill.types import Trajectory
 
@@ -99,15 +99,16 @@ class Registry:
             return session
         return self.add(SessionFacts(f"live-{uuid.uuid4().hex}", "production", run="production", provenance=provenance))
 
-    def append(self, session: Session, turn: Turn) -> None:
+    def append(self, session: Session, turn: Turn) -> OpenSegment:
         """Adds a recorded turn to its session. From now on an unnamed conversation can be found by it."""
-        session.append(turn)
+        segment = session.append(turn)
         facts = session.facts
         unnamed = facts.traffic == "production" and "session" not in facts.provenance
-        if unnamed and session.latest is not None and self.is_open(session):
-            *_, digest = _digests(facts.provenance.get("user", ""), session.latest.messages)
+        if unnamed and self.is_open(session):
+            *_, digest = _digests(facts.provenance.get("user", ""), segment.messages)
             self._histories[digest] = facts.trajectory
             self._digests.setdefault(facts.trajectory, []).append(digest)
+        return segment
 
     def replay(self, entries: Iterable[LogEntry]) -> None:
         """Rebuild the sessions that a crash interrupted."""
@@ -120,6 +121,8 @@ class Registry:
                 session.sealing, session.submission_key = True, entry.header["submission_key"]
             elif entry.op == "turn":
                 self.append(session, decode_turn(entry))
+            elif entry.op == "waited":
+                session.waits.restore(entry.header["seconds"], entry.header["waiting_since"])
             elif entry.op == "incomplete":
                 session.unrecorded = entry.header["reason"]
 

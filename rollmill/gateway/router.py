@@ -12,7 +12,7 @@ import asyncio
 import contextlib
 import json
 import logging
-from collections.abc import AsyncGenerator, Sequence
+from collections.abc import AsyncGenerator, Callable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -94,9 +94,10 @@ class Router:
             await self._client.close()
 
     async def generate(
-        self, request: GenerateRequest, *, prefer: str | None, stream: bool
+        self, request: GenerateRequest, *, prefer: str | None, stream: bool, lost: Callable[[], None] = lambda: None
     ) -> AsyncGenerator[tuple[EngineState, GenerateChunk], None]:
-        """Yields the chunks of one answer, each with its engine. The last has a `finish` other than "abort"."""
+        """Yields the chunks of one answer, each with its engine. The last has a `finish` other than "abort". Calls
+        `lost` when an engine fails."""
         sampled: list[int] = []
         failed: EngineState | None = None
         patience = _Patience(self._config.engine_wait_s)
@@ -115,6 +116,7 @@ class Router:
                 raise EngineError("the engine gave up the request")
             except _GONE as error:
                 self._lost(engine, error)
+                lost()
                 prefer, failed = None, engine
             ended = _ended(request, sampled)
             if ended is not None:

@@ -16,7 +16,7 @@ from typing import Any
 
 from rollmill.errors import GatewayError, ObjectExists, StorageError, TrajectoryError
 from rollmill.gateway.config import GatewayConfig
-from rollmill.gateway.entries import encode_entry
+from rollmill.gateway.entries import encode_entry, encode_waited
 from rollmill.gateway.metrics import Metrics
 from rollmill.gateway.recorder import Recorder
 from rollmill.gateway.registry import Registry
@@ -28,6 +28,8 @@ from rollmill.types import Trajectory, TrajectoryState
 
 log = logging.getLogger(__name__)
 _SWEEP_S = 1.0
+_LANDING_S = 20.0  # how long a seal waits for answers in flight to be recorded; callers wait up to 60 s for the seal
+_WAIT_STEP_S = 1.0  # waits are written to the log in steps of this, and of a tenth of the sum
 _SEALED = tuple(seal_facts(Trajectory("", [])))  # the facts of a record that the index keeps
 
 
@@ -54,20 +56,22 @@ class Sealer:
         session = self._registry.get(trajectory)
         if session is None:
             return await self._already_sealed(trajectory)
-        async with session.lock:  # an answer in progress still belongs to the record
-            if self._registry.get(trajectory) is not session:
-                return await self._already_sealed(trajectory)
-            session.ending = True
-            try:
+        session.ending = True
+        try:
+            await self._land(session)
+            async with session.lock:
+                if self._registry.get(trajectory) is not session:
+                    return await self._already_sealed(trajectory)
                 return await self._seal(session, submission_key)
-            finally:
-                session.ending = False
+        finally:
+            session.ending = False
 
     async def give_up(self, session: Session, reason: str) -> None:
         """Forget a session; its record is not kept."""
         trajectory = session.facts.trajectory
         self._registry.remove(session)
         session.sealing, session.given_up = True, reason
+        _cut(session)
         if session.facts.traffic == "production" and session.listed == TrajectoryState.running:
             await self._fail(session, reason)
         if session.logged:
@@ -79,13 +83,44 @@ class Sealer:
 
     async def sweep(self) -> None:
         """Runs for ever: finish seals that a crash interrupted, list new conversations, end idle ones."""
+        async with asyncio.TaskGroup() as group:
+            group.create_task(self._sweep_sessions())
+            group.create_task(self._keep_waits())
+
+    async def _land(self, session: Session) -> None:
+        """Wait until no answer is in flight. Those of a rollout are cut; a production user gets the whole answer."""
+        _cut(session)
+        try:
+            async with asyncio.timeout(_LANDING_S):
+                for flight in list(session.flights):
+                    await flight.wait()
+        except TimeoutError:
+            raise GatewayError(
+                f"{session.facts.trajectory} has an answer in flight", status=503, hint="try again"
+            ) from None
+
+    async def _keep_waits(self) -> None:
+        """Write the waits of rollouts to the log. A restarted gateway goes on with the clocks of their episodes."""
+        while True:
+            for session in self._registry:
+                waits, trajectory = session.waits, session.facts.trajectory
+                seconds = waits.seconds()
+                step = max(_WAIT_STEP_S, waits.kept / 10)
+                if session.facts.traffic == "rollout" and session.logged and seconds - waits.kept >= step:
+                    waits.kept = seconds
+                    since = time.time() if waits.waiting else None
+                    self._recorder.append_later(trajectory, encode_waited(trajectory, seconds, since))
+            await asyncio.sleep(_SWEEP_S)
+
+    async def _sweep_sessions(self) -> None:
         while True:
             for session in self._registry:
                 if self._registry.get(session.facts.trajectory) is not session:
                     continue  # it ended while another one was processed
                 await self._list(session)
                 idle_s = time.time() - session.used_at
-                if not session.lock.locked() and (session.sealing or idle_s > self._limit_s(session)):
+                busy = session.flights or session.lock.locked()
+                if not busy and (session.sealing or idle_s > self._limit_s(session)):
                     await self._end(session)
             await asyncio.sleep(_SWEEP_S)
 
@@ -182,6 +217,12 @@ class Sealer:
 
     def _limit_s(self, session: Session) -> float:
         return self._config.seal_idle_s if session.facts.traffic == "production" else self._config.expire_idle_s
+
+
+def _cut(session: Session) -> None:
+    if session.facts.traffic == "rollout":
+        for flight in session.flights:
+            flight.cut()
 
 
 def payload_key(trajectory: str) -> str:

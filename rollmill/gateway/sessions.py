@@ -4,24 +4,30 @@ request extends a segment            only the new messages are rendered and appe
 request repeats the last one         answered again from the record if that answer may not have arrived,
                                      otherwise a new segment, cause "retry"
 anything else                        a new segment, cause "edit", which branches off after the longest shared history
+
+Requests run in parallel. Each is planned against what is recorded when it arrives. If its segment has grown until its
+answer is complete, the answer becomes a new segment, cause "fork". The order of the log decides.
 """
 
 from __future__ import annotations
 
 import asyncio
+import contextlib
+import itertools
 import json
 import re
 import time
-from collections.abc import Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from pydantic import ConfigDict, TypeAdapter
 
 from rollmill.chat.format import ChatFormat, Message, Tool
 from rollmill.errors import GatewayError, TrajectoryError
+from rollmill.gateway.flights import Flight
 from rollmill.gateway.segments import Answer, Mark, OpenSegment, Turn
-from rollmill.gateway.waits import Wait
+from rollmill.gateway.waits import Waits
 from rollmill.strict import parse_json
 from rollmill.trajectories.facts import STRICT, Int31
 from rollmill.trajectories.storable import to_key, to_object
@@ -77,14 +83,15 @@ class Plan:
     """How a request continues the session: `context` goes to the engine, `prompt` is the new part of it."""
 
     segment: str
+    cache: str  # the name of its KV cache at the engines: of the segment, or its own if another answer is in flight
     context: list[int]
     prompt: list[int]
     messages: list[Message]
     tools: list[Tool]
     opens: bool  # whether it starts a new segment
+    inherited: int = 0  # number of recorded messages that come before `messages`
     parent: tuple[str, int] | None = None
     cause: Cause = "start"
-    inherited: int = 0
 
     def turn(self, answer: Answer) -> Turn:
         return Turn(
@@ -95,7 +102,7 @@ class Plan:
             tools=self.tools if self.opens else [],
             parent=self.parent,
             cause=self.cause,
-            inherited=self.inherited,
+            inherited=self.inherited if self.opens else 0,
         )
 
 
@@ -104,7 +111,8 @@ class Session:
         self.facts = facts
         self.segments: dict[str, OpenSegment] = {}  # oldest first
         self.latest: OpenSegment | None = None  # the segment of the last answer
-        self.lock = asyncio.Lock()  # one answer at a time: a turn is planned after the turns before it
+        self.flights: list[Flight] = []
+        self.lock = asyncio.Lock()  # one at a time writes to its log: an answer is placed after those before it
         self.engine: str | None = None  # URL of the engine that holds its KV cache
         self.used_at = time.time()  # time of the last request or answer
         self.logged = False  # whether it is in the log
@@ -114,13 +122,13 @@ class Session:
         self.given_up: str | None = None  # why it was forgotten without a seal
         self.submission_key: str | None = None
         self.unrecorded: str | None = None  # why its later answers are not in the log
-        self.wait = Wait()
+        self.waits = Waits()
 
     @property
     def provenance(self) -> dict[str, Any]:
         return {"run": self.facts.run, **self.facts.provenance}
 
-    def append(self, turn: Turn) -> None:
+    def append(self, turn: Turn) -> OpenSegment:
         segment = self.segments.get(turn.segment)
         if segment is None:
             segment = OpenSegment(turn, self.segments[turn.parent[0]] if turn.parent else None)
@@ -128,25 +136,59 @@ class Session:
         segment.append(turn)
         self.latest = segment
         self.used_at = time.time()
+        return segment
+
+    @contextlib.contextmanager
+    def flight(
+        self, plan: Plan, messages: Sequence[Message], tools: Sequence[Tool], is_abandoned: Callable[[], bool]
+    ) -> Iterator[Flight]:
+        """While the answer to a planned request is in flight. `is_abandoned`: whether its client has disconnected."""
+        flight = Flight(plan.cache, messages, tools, is_abandoned)
+        self.flights.append(flight)
+        try:
+            yield flight
+        finally:
+            self.flights.remove(flight)
+            flight.end()
+
+    async def wait_for_abandoned(self, messages: Sequence[Message], tools: Sequence[Tool]) -> None:
+        """Wait for an answer in flight to these messages whose client has disconnected: this request repeats it."""
+        for flight in list(self.flights):
+            if flight.is_abandoned() and flight.asks(messages, tools):
+                await flight.wait()
 
     def undelivered(self, messages: Sequence[Message], tools: Sequence[Tool]) -> OpenSegment | None:
-        """The segment whose last answer these messages ask for, if that answer may not have arrived."""
-        segment = self.latest
-        if segment is None or segment.delivered or segment.tools != tools:
-            return None
-        asked = len(segment.messages) - 1
-        return segment if len(messages) == asked == segment.shared_messages(messages) else None
+        """The newest segment whose last answer these messages ask for, if that answer may not have arrived."""
+        for segment in reversed(self.segments.values()):
+            asked = len(segment.messages) - 1
+            if segment.delivered or asked != len(messages) or segment.tools != tools:
+                continue
+            if segment.shared_messages(messages) == asked:
+                return segment
+        return None
 
     def plan(self, messages: list[Message], tools: list[Tool], format: ChatFormat) -> Plan:
         if not self.segments:
-            prompt = format.render_start(messages, tools)
-            return Plan(self._next_id(), prompt, prompt, messages, tools, opens=True)
+            prompt, id = format.render_start(messages, tools), self._next_id()
+            return Plan(id, id, prompt, prompt, messages, tools, opens=True)
         base, shared = self._nearest(messages, tools)
         if base.tools == tools and shared == len(base.messages):
             new = messages[shared:]
             prompt = format.render_turn(new, tools, answer_closed=base.closed)
-            return Plan(base.id, base.tokens + prompt, prompt, new, tools, opens=False)
+            cache = self._next_id() if any(flight.cache == base.id for flight in self.flights) else base.id
+            return Plan(base.id, cache, base.tokens + prompt, prompt, new, tools, opens=False, inherited=shared)
         return self._branch(base, shared, messages, tools, format)
+
+    def place(self, plan: Plan, answer: Answer) -> Turn:
+        """The turn of a planned answer. Answers recorded since the plan was made decide where it goes."""
+        if plan.opens and (plan.parent is not None or not self.segments):
+            free = plan.segment not in self.segments
+            return (plan if free else replace(plan, segment=self._next_id())).turn(answer)
+        base = next(iter(self.segments.values())) if plan.opens else self.segments[plan.segment]
+        start = len(plan.context) - len(plan.prompt)
+        if not plan.opens and len(base.tokens) == start:
+            return plan.turn(answer)
+        return self._fork(base, start, plan).turn(answer)
 
     def build(self) -> Trajectory:
         built: dict[str, Segment] = {}
@@ -191,8 +233,10 @@ class Session:
         following = base.marks[index + 1].tokens if mark.kind != "prompt" else mark.tokens
         agreed = _common(rendered, base.tokens[mark.tokens : following])
         asked_again = not new and mark == base.marks[-2]
+        id = self._next_id()
         return Plan(
-            segment=self._next_id(),
+            segment=id,
+            cache=id,
             context=base.tokens[: mark.tokens] + rendered,
             prompt=rendered[agreed:],
             messages=new,
@@ -203,8 +247,25 @@ class Session:
             inherited=mark.messages,
         )
 
+    def _fork(self, base: OpenSegment, start: int, plan: Plan) -> Plan:
+        """The plan for an answer whose base has grown since token `start`. It shares the tokens of its prompt too, as
+        far as the base got the same ones."""
+        places = [(mark.messages, mark.tokens) if mark.kind != "prompt" else None for mark in base.marks]
+        following = base.marks[places.index((plan.inherited, start)) + 1].tokens
+        agreed = _common(plan.prompt, base.tokens[start:following])
+        return replace(
+            plan,
+            segment=self._next_id() if plan.cache in self.segments else plan.cache,
+            prompt=plan.prompt[agreed:],
+            opens=True,
+            parent=(base.id, start + agreed),
+            cause="fork",
+        )
+
     def _next_id(self) -> str:
-        return f"{self.facts.trajectory}.{len(self.segments)}"
+        taken = self.segments.keys() | {flight.cache for flight in self.flights}
+        numbered = (f"{self.facts.trajectory}.{number}" for number in itertools.count(len(self.segments)))
+        return next(id for id in numbered if id not in taken)
 
 
 def _usable(mark: Mark, shared: int, messages: list[Message]) -> bool:

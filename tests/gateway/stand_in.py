@@ -32,6 +32,8 @@ class StandIn:
     switch_after: int | None = None  # tokens of each answer after which the version increases by one
     die_after: int | None = None  # tokens after which the connection breaks, once
     token_delay_s: float = 0.0
+    hold_after: int | None = None  # tokens of each answer after which it waits for `release`
+    release: asyncio.Event = field(default_factory=asyncio.Event)
     context_limit: int | None = None  # a context of this many tokens gets an answer without a token
     timing: dict[str, float] = field(default_factory=dict)  # what it reports about each answer
     refuse: tuple[int, str] | None = None  # (status, message) for every request
@@ -103,6 +105,8 @@ class StandIn:
                 request.transport.abort()
                 return
             await asyncio.sleep(self.token_delay_s)
+            if self.hold_after is not None and done > self.hold_after:
+                await self.release.wait()
             if index == len(pieces) - 1:
                 stopped = answer and answer[-1] in body["sampling"]["stop_tokens"]
                 chunk |= {"finish": "stop" if stopped else "length", "oldest_kv_policy": oldest, "cached_tokens": 1}
