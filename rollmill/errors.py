@@ -64,14 +64,24 @@ class GatewayError(RollmillError):
     """A request to the gateway is malformed, unauthorised, or cannot be served.
 
     `status` is the HTTP status. `code` tells programs more than the status does, such as `context_length_exceeded`.
+    `retry_after_s` becomes the header Retry-After.
     """
 
     boundary = "gateway"
 
-    def __init__(self, message: str, *, status: int = 400, hint: str | None = None, code: str | None = None) -> None:
+    def __init__(
+        self,
+        message: str,
+        *,
+        status: int = 400,
+        hint: str | None = None,
+        code: str | None = None,
+        retry_after_s: float | None = None,
+    ) -> None:
         super().__init__(message, hint=hint)
         self.status = status
         self.code = code
+        self.retry_after_s = retry_after_s
 
 
 class TaskError(RollmillError):

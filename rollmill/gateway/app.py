@@ -1,11 +1,11 @@
 """The gateway: the only access to the engines. Clients speak OpenAI chat completions; every token is recorded exactly.
 
-    POST   /v1/chat/completions     a session's key, or the production key        see gateway.completions
+    POST   /v1/chat/completions     a session's key, or a key for production        see gateway.completions
     GET    /v1/models
-    POST   /sessions                admin token: open a session for a trajectory, get its key
-    POST   /sessions/ID/seal        admin token: store the record, finish the trajectory
-    GET    /sessions/ID             admin token: how long its requests have waited for an engine
-    DELETE /sessions/ID             admin token: forget the session
+    POST   /sessions                key for rollouts: open a session for a trajectory, get its key
+    POST   /sessions/ID/seal        key for rollouts: store the record, finish the trajectory
+    GET    /sessions/ID             key for reading: how long its requests have waited for an engine
+    DELETE /sessions/ID             key for rollouts: forget the session
     GET    /health, /metrics        no key; 503 while no engine is alive
 
 A production client names its conversation with the header `x-rollmill-session: ID`. Without it, a request belongs to
@@ -17,6 +17,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
+import math
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from pathlib import Path
 
@@ -25,10 +26,14 @@ from aiohttp import web
 from rollmill.chat.format import ChatFormat
 from rollmill.chat.tokenizer import Tokenizer
 from rollmill.errors import GatewayError, StorageError
+from rollmill.gateway.access import Access
+from rollmill.gateway.account import open_account
 from rollmill.gateway.body import parse_object, short
 from rollmill.gateway.completions import Completions
 from rollmill.gateway.config import EngineEndpoint, GatewayConfig
 from rollmill.gateway.entries import encode_open
+from rollmill.gateway.keys import KeyRing, KeyStore
+from rollmill.gateway.limits import KeyLimits
 from rollmill.gateway.metrics import Metrics
 from rollmill.gateway.model_routes import ModelRoutes, dialect_of
 from rollmill.gateway.models import model_names
@@ -36,7 +41,6 @@ from rollmill.gateway.recorder import Recorder
 from rollmill.gateway.registry import Registry
 from rollmill.gateway.router import Router
 from rollmill.gateway.sealing import Sealer
-from rollmill.gateway.secrets import given_key, same_secret
 from rollmill.gateway.sessions import check_id, parse_facts
 from rollmill.storage.objects import Objects
 from rollmill.trajectories.storable import LONGEST_OBJECT_KEY, is_key
@@ -44,7 +48,6 @@ from rollmill.trajectories.store import TrajectoryStore
 
 log = logging.getLogger(__name__)
 _RETRY_AFTER_S = 1
-_ADMIN_HINT = "send `Authorization: Bearer TOKEN`; TOKEN is `admin_token` in the run's run.json"
 
 
 def make_app(
@@ -57,10 +60,14 @@ def make_app(
     log_dir: Path,
     admin_token: str,
     production_key: str | None = None,
+    keys: KeyStore | None = None,
 ) -> web.Application:
-    """Sessions found in `log_dir` continue after a crash. Without a production key only rollouts are served."""
-    gateway = Gateway(config, format, tokenizer, engines, trajectories, objects, log_dir, admin_token, production_key)
-    app = web.Application(client_max_size=config.max_body_bytes, middlewares=[gateway.report_errors])
+    """Sessions found in `log_dir` continue after a crash. `keys` are those that `rollmill keys` made; the admin token
+    and the production key are valid too."""
+    ring = KeyRing(keys, admin_token=admin_token, production_key=production_key, cache_s=config.key_cache_s)
+    access = Access(ring, KeyLimits(keys))
+    gateway = Gateway(config, format, tokenizer, engines, trajectories, objects, log_dir, admin_token, access)
+    app = web.Application(client_max_size=config.max_body_bytes, middlewares=[gateway.observe, gateway.report_errors])
     gateway.model_routes.add_to(app)
     app.router.add_post("/sessions", gateway.open_session)
     app.router.add_post("/sessions/{id}/seal", gateway.seal_session)
@@ -83,10 +90,10 @@ class Gateway:
         objects: Objects,
         log_dir: Path,
         admin_token: str,
-        production_key: str | None,
+        access: Access,
     ) -> None:
         self._config = config
-        self._admin_token = admin_token
+        self._access = access
         self._metrics = Metrics()
         self._registry = Registry(admin_token)
         self._recorder = Recorder(log_dir, compact_bytes=config.compact_bytes)
@@ -102,7 +109,7 @@ class Gateway:
             self._completions,
             self._registry,
             self._metrics,
-            production_key,
+            access,
             lambda: model_names(self._router.engines),
         )
 
@@ -110,7 +117,8 @@ class Gateway:
         self._recorder.start()
         await self._router.start()
         sweep = asyncio.create_task(self._sealer.sweep())
-        yield
+        async with self._access.running():
+            yield
         sweep.cancel()
         with contextlib.suppress(asyncio.CancelledError):
             await sweep
@@ -121,12 +129,12 @@ class Gateway:
     async def open_session(self, request: web.Request) -> web.Response:
         """Open a session whose requests become one trajectory.
 
-        Needs: the admin token.
+        Needs: a key with the scope rollout, or the admin token.
         Takes: {"trajectory", "traffic": "rollout" or "production"}, and optionally run, task_id, group_id, min_version
         and provenance.
         Returns: {"key"}: the API key of this session, the same if it is already open; 409 if it is sealed.
         """
-        self._check_admin(request)
+        await self._access.check(request, "rollout")
         facts = parse_facts(parse_object(await request.read()))
         sealed = await self._sealer.is_sealed(facts.trajectory)
         session = self._registry.get(facts.trajectory)
@@ -143,11 +151,11 @@ class Gateway:
     async def seal_session(self, request: web.Request) -> web.Response:
         """End a session: store its record and finish its trajectory.
 
-        Needs: the admin token.
+        Needs: a key with the scope rollout, or the admin token.
         Takes: {"submission_key"}: the object with the submission, or null.
         Returns: {"trajectory", "payload_key", "tokens", …}; the same if it is already sealed.
         """
-        self._check_admin(request)
+        await self._access.check(request, "rollout")
         submission_key = parse_object(await request.read() or b"{}").get("submission_key")
         if submission_key is not None and not is_key(submission_key, LONGEST_OBJECT_KEY):
             raise GatewayError(f"submission_key must be an object key or null, got {short(submission_key)}")
@@ -156,10 +164,10 @@ class Gateway:
     async def show_session(self, request: web.Request) -> web.Response:
         """Say how long the requests of an open session have waited for an engine, in all.
 
-        Needs: the admin token.
+        Needs: a key with the scope read, or the admin token.
         Returns: {"waited_seconds"}: a request that is waiting now counts too; 404 if there is no such session.
         """
-        self._check_admin(request)
+        await self._access.check(request, "read")
         session = self._registry.get(check_id(request.match_info["id"]))
         if session is None:
             raise GatewayError("there is no such open session", status=404, hint="it was sealed or never opened")
@@ -168,10 +176,10 @@ class Gateway:
     async def delete_session(self, request: web.Request) -> web.Response:
         """Delete a session and its record.
 
-        Needs: the admin token.
+        Needs: a key with the scope rollout, or the admin token.
         Returns: {"deleted"}: false if there was no such session.
         """
-        self._check_admin(request)
+        await self._access.check(request, "rollout")
         session = self._registry.get(check_id(request.match_info["id"]))
         if session is not None:
             await self._sealer.give_up(session, "the session was deleted")
@@ -206,6 +214,16 @@ class Gateway:
         return web.Response(text=self._metrics.render(gauges))
 
     @web.middleware
+    async def observe(
+        self, request: web.Request, handler: Callable[[web.Request], Awaitable[web.StreamResponse]]
+    ) -> web.StreamResponse:
+        account = open_account()
+        try:
+            return await handler(request)
+        finally:
+            account.end()
+
+    @web.middleware
     async def report_errors(
         self, request: web.Request, handler: Callable[[web.Request], Awaitable[web.StreamResponse]]
     ) -> web.StreamResponse:
@@ -217,7 +235,8 @@ class Gateway:
         except Exception as error:
             failure = self._failure(request, error)
         self._metrics.count("errors_total", status=failure.status)
-        headers = {"Retry-After": str(_RETRY_AFTER_S)} if failure.status in (429, 503) else None
+        retry_s = failure.retry_after_s or _RETRY_AFTER_S
+        headers = {"Retry-After": str(math.ceil(retry_s))} if failure.status in (429, 503) else None
         dialect = dialect_of(request.path)
         return web.json_response(dialect.error(failure), status=dialect.status(failure), headers=headers)
 
@@ -236,7 +255,3 @@ class Gateway:
             return GatewayError(error.message, status=503, hint=error.hint)
         log.error("%s %s failed", request.method, request.path, exc_info=error)
         return GatewayError("internal error", status=500, hint="the gateway's log has the details")
-
-    def _check_admin(self, request: web.Request) -> None:
-        if not same_secret(given_key(request), self._admin_token):
-            raise GatewayError("this request needs the admin token", status=401, hint=_ADMIN_HINT)

@@ -53,6 +53,11 @@ class GatewayConfig(Config):
         description="Seconds a production answer waits for the disk of the session log, at most. After that it is sent "
         "unrecorded, and its conversation is not trained on.",
     )
+    key_cache_s: float = Field(
+        default=2.0,
+        ge=0,
+        description="Seconds for which the gateway remembers an API key. A revoked key is refused after that time.",
+    )
     compact_bytes: int = Field(
         default=64 << 20,
         ge=1 << 12,

@@ -7,13 +7,13 @@ from collections.abc import Callable, Sequence
 from aiohttp import web
 
 from rollmill.errors import GatewayError
+from rollmill.gateway.access import Access, given_key
 from rollmill.gateway.completions import Ask, Completions
 from rollmill.gateway.config import GatewayConfig
 from rollmill.gateway.dialect import Dialect, Limits
 from rollmill.gateway.dialects.openai_chat import OpenAIChat
 from rollmill.gateway.metrics import Metrics
 from rollmill.gateway.registry import Registry
-from rollmill.gateway.secrets import given_key, same_secret
 
 OPENAI_CHAT = OpenAIChat()
 
@@ -28,14 +28,14 @@ class ModelRoutes:
         completions: Completions,
         registry: Registry,
         metrics: Metrics,
-        production_key: str | None,
+        access: Access,
         model_names: Callable[[], Sequence[str]],
     ) -> None:
         self._limits = Limits(stop_tokens, config.default_max_tokens, config.max_messages)
         self._completions = completions
         self._registry = registry
         self._metrics = metrics
-        self._production_key = production_key
+        self._access = access
         self._model_names = model_names
 
     def add_to(self, app: web.Application) -> None:
@@ -45,7 +45,7 @@ class ModelRoutes:
     async def chat(self, request: web.Request) -> web.StreamResponse:
         """Answer a conversation and record its exact tokens.
 
-        Needs: the key of an open session, or the production key.
+        Needs: the key of an open session, or a key with the scope production.
         Takes: an OpenAI chat completion; header `x-rollmill-session: ID` names a production conversation.
         Returns: an OpenAI chat completion, or a stream of it; 503 with Retry-After while no engine is alive.
         """
@@ -61,14 +61,9 @@ class ModelRoutes:
         return web.json_response({"object": "list", "data": listed})
 
     async def _answer(self, http: web.Request, dialect: Dialect) -> web.StreamResponse:
-        key = given_key(http)
-        session = self._registry.by_key(key)
-        if session is None and not same_secret(key, self._production_key):
-            raise GatewayError(
-                "this API key is unknown or its session has ended",
-                status=401,
-                hint="send `Authorization: Bearer KEY`; for production KEY is `production_key` in the run's run.json",
-            )
+        session = self._registry.by_key(given_key(http))
+        if session is None:
+            await self._access.admit(http, "production")
         request = dialect.parse(await http.read(), self._limits)
         self._check_model(request.model)
         if session is None:

@@ -20,6 +20,7 @@ import aiohttp
 
 from rollmill.backoff import Backoff
 from rollmill.errors import EngineError, GatewayError
+from rollmill.gateway.account import current_account
 from rollmill.gateway.config import EngineEndpoint, GatewayConfig
 from rollmill.inference.engine import GenerateChunk, GenerateRequest
 from rollmill.inference.wire import chunk_from_json, request_to_json
@@ -101,12 +102,15 @@ class Router:
         sampled: list[int] = []
         failed: EngineState | None = None
         patience = _Patience(self._config.engine_wait_s)
+        account = current_account()
+        account.prompt_tokens += len(request.tokens)
         while True:
             engine = await self._choose(prefer, failed, request.min_version, patience)
             try:
                 async with contextlib.aclosing(self._ask(engine, _rest(request, sampled), stream)) as chunks:
                     async for chunk in chunks:
                         sampled += chunk.tokens
+                        account.hear(len(chunk.tokens))
                         whole = chunk.finish not in (None, "abort")
                         yield engine, chunk
                         if whole:

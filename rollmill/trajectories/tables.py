@@ -8,6 +8,7 @@
     runs ──< groups ──< ledger          what this run did with a trajectory, keyed (run, trajectory)
          ──< steps ──< step_trajectories  exactly what a step trains on; rows are inserted and never changed
                    ──< commits          the versions a step became: one per line
+    keys                                API keys of the gateway, by run
 
 Facts and ledgers are separate, so another run can read the same experience again. JSON is stored in text columns: it is
 always read whole, and PostgreSQL's JSON types refuse some of what agents print.
@@ -158,4 +159,22 @@ commits = Table(
     Column("digest", Text, nullable=False),
     Column("created_at", _Time, nullable=False),
     ForeignKeyConstraint(["run", "step"], ["steps.run", "steps.number"]),
+)
+keys = Table(
+    "keys",
+    metadata,
+    Column("id", Text, primary_key=True),
+    Column("run", Text, nullable=False),
+    Column("hash", Text, nullable=False),  # SHA-256 of the secret
+    Column("name", Text, nullable=False),
+    Column("scopes", Text, nullable=False),  # joined by commas
+    Column("created_at", _Time, nullable=False),
+    Column("expires_at", _Time),
+    Column("revoked_at", _Time),
+    Column("requests_per_minute", Integer),
+    Column("tokens_per_minute", Integer),
+    Column("budget_tokens", sa.BigInteger),
+    Column("used_tokens", sa.BigInteger, nullable=False),
+    Column("consent", Text),
+    Index("keys_by_run", "run", "created_at"),
 )

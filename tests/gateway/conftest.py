@@ -17,6 +17,7 @@ from rollmill.chat.formats.compact import CompactFormat
 from rollmill.chat.tokenizer import Tokenizer
 from rollmill.gateway.app import make_app
 from rollmill.gateway.config import EngineEndpoint, GatewayConfig
+from rollmill.gateway.keys import KeyStore
 from rollmill.storage.database import open_database
 from rollmill.storage.objects import Objects
 from rollmill.trajectories.store import TrajectoryStore
@@ -131,15 +132,29 @@ class Mill:
         self, *engines: EngineEndpoint, config: GatewayConfig = QUICK, wait: bool = True
     ) -> AsyncIterator[Door]:
         objects = Objects.open(self.directory / "store")
-        trajectories = TrajectoryStore(open_database(f"sqlite:///{self.directory}/mill.db"), objects)
+        database = open_database(f"sqlite:///{self.directory}/mill.db")
+        trajectories = TrajectoryStore(database, objects)
         app = make_app(
-            config, self.format, self.tokenizer, engines, trajectories, objects, self.directory / "gateway", ADMIN, LIVE
+            config,
+            self.format,
+            self.tokenizer,
+            engines,
+            trajectories,
+            objects,
+            self.directory / "gateway",
+            ADMIN,
+            LIVE,
+            KeyStore(database, "run"),
         )
         async with TestServer(app) as server, aiohttp.ClientSession() as http:
             door = Door(str(server.make_url("")).rstrip("/"), trajectories, http)
             if wait:
                 await until(door.all_engines_up)
             yield door
+
+    @property
+    def keys(self) -> KeyStore:
+        return KeyStore(open_database(f"sqlite:///{self.directory}/mill.db"), "run")
 
     def plan(self, *ids: str) -> None:
         """Creates the rows of trajectories, as the dispatcher does before it opens sessions."""

@@ -345,11 +345,11 @@ async def test_bodies_that_are_not_json_and_unknown_sessions_are_refused(mill: M
         async with door.http.post(url, data=data, headers=headers) as response:
             assert response.status == 400
             assert (await response.json())["error"]["type"] == "invalid_request_error"
-    for wrong in ("", "nonsense", key[:-1] + "0", ADMIN, "rm-a-", "rm-b-" + key[5:]):
+    for wrong in ("", "nonsense", key[:-1] + "0", "rm-a-", "rm-b-" + key[5:]):
         status, body = await door.ask(wrong, [USER])
         assert (status, body["error"]["type"]) == (401, "authentication_error")
     assert (await door.admin("GET", "/nowhere"))[0] == 404
-    assert (await door.admin("POST", "/sessions", {"trajectory": "b"}, token=LIVE))[0] == 401
+    assert (await door.admin("POST", "/sessions", {"trajectory": "b"}, token=LIVE))[0] == 403
     wrong_facts: list[dict[str, Any]] = [{}, {"trajectory": "../b"}, {"traffic": "x"}, {"min_version": "1"}]
     for facts in wrong_facts:
         assert (await door.admin("POST", "/sessions", {"trajectory": "b", **facts} if facts else {}))[0] == 400

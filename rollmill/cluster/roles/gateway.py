@@ -9,6 +9,7 @@ from rollmill.chat.tokenizer import Tokenizer
 from rollmill.cluster.run import RunDirectory
 from rollmill.gateway.app import make_app
 from rollmill.gateway.config import EngineEndpoint
+from rollmill.gateway.keys import KeyStore
 from rollmill.storage.database import open_database
 from rollmill.storage.objects import Objects
 from rollmill.trajectories.store import TrajectoryStore
@@ -17,6 +18,7 @@ from rollmill.trajectories.store import TrajectoryStore
 def main(run: RunDirectory) -> None:
     tokenizer = Tokenizer.load(run.tokenizer)
     objects = Objects.open(run.home_store)
+    database = open_database(run.database_url)
     app = make_app(
         run.config.gateway,
         format_of(tokenizer, tools_in_prompt=run.config.tools_in_prompt),
@@ -25,10 +27,11 @@ def main(run: RunDirectory) -> None:
             EngineEndpoint(run.url(f"engine-{region}"), region, run.secrets["engine_token"])
             for region in run.config.regions
         ],
-        TrajectoryStore(open_database(run.database_url), objects),
+        TrajectoryStore(database, objects),
         objects,
         run.path / "gateway",
         run.secrets["admin_token"],
         run.secrets["production_key"],
+        KeyStore(database, run.id),
     )
     web.run_app(app, host=run.host, port=run.ports["gateway"], access_log=None, print=None, shutdown_timeout=1.0)

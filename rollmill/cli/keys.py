@@ -1,0 +1,105 @@
+"""`rollmill keys create | list | revoke`: API keys of a run's gateway."""
+
+from __future__ import annotations
+
+import time
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+if TYPE_CHECKING:
+    from rollmill.gateway.keys import Key, KeyStore
+
+app = typer.Typer(help="Make, list and revoke API keys of a run's gateway.", no_args_is_help=True)
+
+RunDir = Annotated[Path, typer.Argument(help="the run directory", show_default=False)]
+
+
+@app.command()
+def create(
+    run_dir: RunDir,
+    scope: Annotated[
+        list[str] | None,
+        typer.Option(help="rollout, production, feedback, read or admin; may be repeated", show_default="production"),
+    ] = None,
+    name: Annotated[str, typer.Option(help="a name for people")] = "",
+    days: Annotated[float | None, typer.Option(min=0, help="days until the key expires", show_default="never")] = None,
+    requests_per_minute: Annotated[int | None, typer.Option(min=1, help="limit of requests")] = None,
+    tokens_per_minute: Annotated[int | None, typer.Option(min=1, help="limit of tokens, prompts included")] = None,
+    budget: Annotated[int | None, typer.Option(min=1, help="tokens the key may use in all")] = None,
+    consent: Annotated[
+        str | None, typer.Option(help="consent of its conversations, unless a request says otherwise")
+    ] = None,
+) -> None:
+    """Make a key and print its secret, once.
+
+    The database keeps only a hash of it. A running gateway accepts the key at once. For example:
+
+        rollmill keys create runs/demo --name website --scope production --scope feedback
+        rollmill keys create runs/demo --name trial --days 30 --requests-per-minute 60 --budget 1000000
+    """
+    key, secret = _store(run_dir).create(
+        scope or ["production"],
+        name=name,
+        expires_at=None if days is None else time.time() + days * 86400,
+        requests_per_minute=requests_per_minute,
+        tokens_per_minute=tokens_per_minute,
+        budget_tokens=budget,
+        consent=consent,
+    )
+    typer.echo(f"key {key.id} ({', '.join(sorted(key.scopes))}); its secret is shown only now:", err=True)
+    typer.echo(secret)
+
+
+@app.command("list")
+def list_keys(run_dir: RunDir) -> None:
+    """List the keys of a run, without their secrets. The two keys in run.json are not listed.
+
+    For example:
+
+        rollmill keys list runs/demo
+    """
+    from rich.console import Console
+    from rich.table import Table
+
+    table = Table(box=None, pad_edge=False)
+    for column in ("id", "name", "scopes", "state", "requests/min", "tokens/min", "used", "budget", "consent"):
+        table.add_column(column, overflow="fold")
+    for key in _store(run_dir).list():
+        numbers = (key.requests_per_minute, key.tokens_per_minute, key.used_tokens, key.budget_tokens)
+        cells = ("" if number is None else str(number) for number in numbers)
+        table.add_row(key.id, key.name, " ".join(sorted(key.scopes)), _state(key), *cells, key.consent or "")
+    Console(highlight=False, markup=False).print(table)
+
+
+@app.command()
+def revoke(
+    run_dir: RunDir, id: Annotated[str, typer.Argument(help="the id of the key, see `list`", show_default=False)]
+) -> None:
+    """Revoke a key. Running gateways refuse it within seconds.
+
+    For example:
+
+        rollmill keys revoke runs/demo 8f3a61c2
+    """
+    key = _store(run_dir).revoke(id)
+    typer.echo(f"revoked {key.id} {key.name}".rstrip())
+
+
+def _store(run_dir: Path) -> KeyStore:
+    from rollmill.cluster.run import RunDirectory
+    from rollmill.gateway.keys import KeyStore
+    from rollmill.storage.database import open_database
+
+    run = RunDirectory.open(run_dir)
+    return KeyStore(open_database(run.database_url), run.id)
+
+
+def _state(key: Key) -> str:
+    if key.revoked_at is not None:
+        return "revoked"
+    if key.expires_at is None:
+        return "valid"
+    days = (key.expires_at - time.time()) / 86400
+    return f"expires in {days:.0f} d" if days > 0 else "expired"

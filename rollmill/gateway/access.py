@@ -1,0 +1,51 @@
+"""Who sends a request, and whether it may: keys and their limits."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from collections.abc import AsyncIterator
+
+from aiohttp import web
+
+from rollmill.gateway.account import current_account
+from rollmill.gateway.keys import Key, KeyRing
+from rollmill.gateway.limits import KeyLimits
+
+
+class Access:
+    def __init__(self, keys: KeyRing, limits: KeyLimits) -> None:
+        self._keys = keys
+        self._limits = limits
+
+    async def check(self, request: web.Request, scope: str) -> Key:
+        """The key of the request. Raises 401 without a valid one, 403 if it does not have the scope."""
+        return await self._keys.check(given_key(request), scope)
+
+    async def admit(self, request: web.Request, scope: str) -> Key:
+        """As `check`, and counts the request and its tokens. Raises 429 or 402 over a limit of the key."""
+        key = await self.check(request, scope)
+        self._limits.admit(key)
+        account = current_account()
+        account.key = key
+        account.on_end.append(lambda: self._limits.used(key, account.tokens))
+        return key
+
+    @contextlib.asynccontextmanager
+    async def running(self) -> AsyncIterator[None]:
+        saving = asyncio.create_task(self._limits.run())
+        try:
+            yield
+        finally:
+            saving.cancel()
+            with contextlib.suppress(asyncio.CancelledError):
+                await saving
+            self._keys.close()
+
+
+def given_key(request: web.Request) -> str:
+    """The API key of a request: a bearer token, or `x-api-key` as Anthropic's clients send it."""
+    authorization = request.headers.get("Authorization")
+    if authorization is not None:
+        return authorization.removeprefix("Bearer ").strip()
+    return request.headers.get("x-api-key", "")

@@ -1,0 +1,219 @@
+"""API keys: who may do what at the gateway.
+
+A key is `rmk-ID-SECRET`. The database holds the SHA-256 of the whole key, never the key. The secret part has 256 random
+bits, so a slow hash would add nothing. The gateway remembers a key for `key_cache_s` seconds; a revocation takes that
+long at most. While the database does not answer, keys that are in the cache stay valid.
+
+    scope        allows
+    rollout      open, show, seal and delete rollout sessions
+    production   requests to the model as production traffic
+    feedback     feedback about the sessions of this key
+    read         list and show sessions
+    admin        everything but requests to the model
+
+Two bootstrap keys come from the run's run.json: `admin_token` (id "admin") and `production_key` (id "production").
+"""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+import hmac
+import logging
+import secrets
+import time
+from collections.abc import Iterable
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field
+from typing import Any
+
+import sqlalchemy as sa
+
+from rollmill.errors import ConfigError, GatewayError, StorageError
+from rollmill.storage.database import reading, writing
+from rollmill.trajectories.tables import keys
+
+log = logging.getLogger(__name__)
+SCOPES = ("rollout", "production", "feedback", "read", "admin")
+_PREFIX = "rmk-"
+_MOST_CACHED = 10_000  # ids, unknown ones too
+_HINT = "send `Authorization: Bearer KEY`; `rollmill keys create RUN` makes a key"
+
+
+@dataclass(frozen=True)
+class Key:
+    id: str
+    scopes: frozenset[str]
+    name: str = ""
+    created_at: float = 0.0
+    expires_at: float | None = None
+    revoked_at: float | None = None
+    requests_per_minute: int | None = None
+    tokens_per_minute: int | None = None
+    budget_tokens: int | None = None
+    used_tokens: int = 0
+    consent: str | None = None  # consent of its sessions, unless a request says otherwise
+    hash: str = field(default="", repr=False)
+
+    def allows(self, scope: str) -> bool:
+        return scope in self.scopes or ("admin" in self.scopes and scope != "production")
+
+    def valid(self, now: float) -> bool:
+        return self.revoked_at is None and (self.expires_at is None or now < self.expires_at)
+
+
+class KeyStore:
+    """The keys of one run in the database."""
+
+    def __init__(self, database: sa.Engine, run: str) -> None:
+        self._database = database
+        self._run = run
+
+    def create(
+        self,
+        scopes: Iterable[str],
+        *,
+        name: str = "",
+        expires_at: float | None = None,
+        requests_per_minute: int | None = None,
+        tokens_per_minute: int | None = None,
+        budget_tokens: int | None = None,
+        consent: str | None = None,
+    ) -> tuple[Key, str]:
+        """Returns the key and its secret, which cannot be read again."""
+        wanted = frozenset(scopes)
+        strange = sorted(wanted - set(SCOPES))
+        if strange or not wanted:
+            what = f"{strange[0]!r} is not a scope" if strange else "a key needs at least one scope"
+            raise ConfigError(what, hint=f"the scopes are {', '.join(SCOPES)}")
+        id = secrets.token_hex(4)
+        secret = f"{_PREFIX}{id}-{secrets.token_urlsafe(32)}"
+        key = Key(
+            id,
+            wanted,
+            name,
+            time.time(),
+            expires_at,
+            None,
+            requests_per_minute,
+            tokens_per_minute,
+            budget_tokens,
+            0,
+            consent,
+            hash_of(secret),
+        )
+        row = {**vars(key), "run": self._run, "scopes": ",".join(scope for scope in SCOPES if scope in wanted)}
+        writing(self._database, lambda connection: connection.execute(keys.insert(), row))
+        return key, secret
+
+    def list(self) -> list[Key]:
+        """All keys of the run, oldest first."""
+        query = keys.select().where(keys.c.run == self._run).order_by(keys.c.created_at, keys.c.id)
+        with reading(self._database) as connection:
+            return [_key(row) for row in connection.execute(query)]
+
+    def find(self, id: str) -> Key | None:
+        with reading(self._database) as connection:
+            row = connection.execute(keys.select().where(keys.c.run == self._run, keys.c.id == id)).first()
+        return None if row is None else _key(row)
+
+    def revoke(self, id: str) -> Key:
+        """Revokes a key at once. Revoking it again changes nothing."""
+        mine = (keys.c.run == self._run) & (keys.c.id == id)
+        revoked = keys.update().where(mine, keys.c.revoked_at.is_(None)).values(revoked_at=time.time())
+        writing(self._database, lambda connection: connection.execute(revoked))
+        key = self.find(id)
+        if key is None:
+            raise ConfigError(f"this run has no key {id!r}", hint="`rollmill keys list RUN` shows the ids")
+        return key
+
+    def add_usage(self, tokens: dict[str, int]) -> None:
+        """Adds used tokens to keys by their ids."""
+
+        def add(connection: sa.Connection) -> None:
+            for id, count in tokens.items():
+                mine = (keys.c.run == self._run) & (keys.c.id == id)
+                connection.execute(keys.update().where(mine).values(used_tokens=keys.c.used_tokens + count))
+
+        writing(self._database, add)
+
+
+class KeyRing:
+    """The keys as the gateway checks them. One thread asks the database, so that a slow one blocks no request that has
+    a cached key."""
+
+    def __init__(
+        self, store: KeyStore | None, *, admin_token: str, production_key: str | None, cache_s: float = 2.0
+    ) -> None:
+        self._store = store
+        self._cache_s = cache_s
+        self._cached: dict[str, tuple[float, Key | None]] = {}
+        self._asking: dict[str, asyncio.Task[Key | None]] = {}
+        self._thread = ThreadPoolExecutor(1, "keys")
+        self._bootstrap = [Key("admin", frozenset({"admin"}), hash=hash_of(admin_token))]
+        if production_key:
+            scopes = frozenset({"production", "feedback"})
+            self._bootstrap.append(Key("production", scopes, hash=hash_of(production_key)))
+
+    async def find(self, secret: str) -> Key | None:
+        """The valid key with this secret, or None."""
+        given = hash_of(secret)
+        found: Key | None = None
+        for key in self._bootstrap:  # all of them are compared, in constant time
+            if hmac.compare_digest(given, key.hash):
+                found = key
+        if found is None and secret.startswith(_PREFIX) and len(secret) < 200 and self._store is not None:
+            found = await self._lookup(secret.removeprefix(_PREFIX).partition("-")[0])
+            if found is not None and not hmac.compare_digest(given, found.hash):
+                found = None
+        return found if found is not None and found.valid(time.time()) else None
+
+    async def check(self, secret: str, scope: str) -> Key:
+        """The key with this secret. Raises 401 if there is none, 403 if it does not have the scope."""
+        key = await self.find(secret)
+        if key is None:
+            raise GatewayError("this API key is unknown, expired or revoked", status=401, hint=_HINT)
+        if not key.allows(scope):
+            raise GatewayError(
+                f"this key does not have the scope {scope}",
+                status=403,
+                hint=f"it has {', '.join(sorted(key.scopes))}; `rollmill keys create --scope {scope}` makes another",
+            )
+        return key
+
+    def close(self) -> None:
+        self._thread.shutdown(wait=False, cancel_futures=True)
+
+    async def _lookup(self, id: str) -> Key | None:
+        at, key = self._cached.get(id, (float("-inf"), None))
+        if time.monotonic() - at < self._cache_s:
+            return key
+        task = self._asking.get(id)
+        if task is None:
+            task = self._asking[id] = asyncio.create_task(self._ask(id))
+            task.add_done_callback(lambda _: self._asking.pop(id, None))
+        return await asyncio.shield(task)
+
+    async def _ask(self, id: str) -> Key | None:
+        assert self._store is not None
+        try:
+            key = await asyncio.get_running_loop().run_in_executor(self._thread, self._store.find, id)
+        except StorageError as error:
+            log.warning("keys cannot be read: %s", error)
+            if id not in self._cached:
+                raise
+            key = self._cached[id][1]  # serving goes on with what was known
+        if len(self._cached) >= _MOST_CACHED:
+            self._cached.clear()
+        self._cached[id] = (time.monotonic(), key)
+        return key
+
+
+def hash_of(secret: str) -> str:
+    return hashlib.sha256(secret.encode(errors="replace")).hexdigest()
+
+
+def _key(row: Any) -> Key:
+    fields = dict(row._mapping)
+    del fields["run"]
+    return Key(**{**fields, "scopes": frozenset(fields["scopes"].split(","))})

@@ -1,0 +1,122 @@
+"""Rate limits and budgets of keys.
+
+Requests and tokens per minute are buckets that refill continuously and start full. A request needs one request and at
+least one token in its buckets. The tokens of an answer are subtracted when it ends, so a bucket can go below zero, and
+the next request waits longer. Limits are counted per gateway process. Used tokens are added to the database a few
+seconds later; a killed gateway loses at most that.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import math
+import time
+from collections import defaultdict
+
+from rollmill.errors import GatewayError, StorageError
+from rollmill.gateway.keys import Key, KeyStore
+
+log = logging.getLogger(__name__)
+_FLUSH_S = 2.0
+
+
+class Bucket:
+    """`per_minute` units, refilled continuously."""
+
+    def __init__(self, per_minute: int) -> None:
+        self.per_minute = per_minute
+        self._level = float(per_minute)
+        self._at = time.monotonic()
+
+    def wait_s(self, needed: float) -> float:
+        """Seconds until `needed` units are there; 0 if they are."""
+        now = time.monotonic()
+        self._level = min(self.per_minute, self._level + (now - self._at) * self.per_minute / 60)
+        self._at = now
+        return max(0.0, (needed - self._level) * 60 / self.per_minute)
+
+    def take(self, amount: float) -> None:
+        self._level -= amount
+
+
+class KeyLimits:
+    def __init__(self, store: KeyStore | None) -> None:
+        self._store = store
+        self._requests: dict[str, Bucket] = {}
+        self._tokens: dict[str, Bucket] = {}
+        self._unsaved: defaultdict[str, int] = defaultdict(int)
+        self._before: dict[str, int] = {}  # key -> used tokens when this process first saw it
+        self._mine: defaultdict[str, int] = defaultdict(int)  # key -> tokens used through this process
+
+    def admit(self, key: Key) -> None:
+        """Counts one request of a key. Raises 429 with Retry-After over a rate, 402 over the budget."""
+        if key.budget_tokens is not None and self._used(key) >= key.budget_tokens:
+            raise GatewayError(
+                f"the budget of this key, {key.budget_tokens} tokens, is used up",
+                status=402,
+                code="insufficient_quota",
+                hint="`rollmill keys create` makes a key with another budget",
+            )
+        requests = _bucket(self._requests, key.id, key.requests_per_minute)
+        tokens = _bucket(self._tokens, key.id, key.tokens_per_minute)
+        for bucket, unit in ((requests, "requests"), (tokens, "tokens")):
+            wait = bucket.wait_s(1) if bucket is not None else 0.0
+            if bucket is not None and wait > 0:
+                raise GatewayError(
+                    f"the limit of this key is {bucket.per_minute} {unit} per minute",
+                    status=429,
+                    code="rate_limit_exceeded",
+                    hint=f"try again in {math.ceil(wait)} s",
+                    retry_after_s=wait,
+                )
+        if requests is not None:
+            requests.take(1)
+
+    def used(self, key: Key, tokens: int) -> None:
+        """Counts the tokens of an answer, prompt included."""
+        bucket = _bucket(self._tokens, key.id, key.tokens_per_minute)
+        if bucket is not None:
+            bucket.take(tokens)
+        if key.created_at:  # bootstrap keys are not in the database
+            self._unsaved[key.id] += tokens
+            self._mine[key.id] += tokens
+
+    async def run(self) -> None:
+        """Saves used tokens until it is cancelled."""
+        try:
+            while True:
+                await asyncio.sleep(_FLUSH_S)
+                await asyncio.to_thread(self.save)
+        finally:
+            with contextlib.suppress(StorageError):
+                self.save()
+
+    def save(self) -> None:
+        if not self._unsaved or self._store is None:
+            return
+        tokens = dict(self._unsaved)
+        try:
+            self._store.add_usage(tokens)
+        except StorageError as error:
+            log.warning("the usage of keys cannot be saved now: %s", error)
+            return
+        for id, count in tokens.items():
+            self._unsaved[id] -= count
+            if not self._unsaved[id]:
+                del self._unsaved[id]
+
+    def _used(self, key: Key) -> int:
+        # `key` may have been read before the last save, and other gateways save too: the larger count is right
+        before = self._before.setdefault(key.id, key.used_tokens)
+        return max(before + self._mine[key.id], key.used_tokens)
+
+
+def _bucket(buckets: dict[str, Bucket], id: str, per_minute: int | None) -> Bucket | None:
+    if per_minute is None:
+        return None
+    bucket = buckets.get(id)
+    if bucket is None or bucket.per_minute != per_minute:
+        bucket = buckets[id] = Bucket(per_minute)
+    return bucket
