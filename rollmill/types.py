@@ -21,7 +21,7 @@ from typing import Any, Literal
 import numpy as np
 
 TrafficClass = Literal["production", "rollout"]
-Cause = Literal["start", "summary", "edit", "sub_agent", "retry", "fork"]
+Cause = Literal["start", "summary", "edit", "sub_agent", "retry", "fork", "template"]
 FinishReason = Literal["stop", "length", "abort"]
 
 

@@ -3,7 +3,9 @@
     render_start([system, user])    answer    render_turn([tool])    answer
     not learnt                      learnt    not learnt             learnt
 
-So training on a conversation and serving it use the same tokens.
+So training on a conversation and serving it use the same tokens. Where the model's template rewrites the history (drops
+earlier reasoning), serving starts a new segment with the rewritten history; so here, answers before that place are
+context only.
 """
 
 from __future__ import annotations
@@ -11,19 +13,20 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import NamedTuple
 
-from rollmill.chat.format import ChatFormat, Message, Tool
+from rollmill.chat.format import ChatFormat, HistoryRewritten, Message, Tool
 
 
 class Rendered(NamedTuple):
     tokens: list[int]
     learnt: list[bool]  # True for tokens of answers, their closing token included
     ends: list[int]  # number of tokens up to the end of each answer
+    rewritten: int = 0  # number of answers that are context only because the template rewrites them
 
     def cut(self, longest: int) -> Rendered:
         """Up to the last answer that ends within `longest` tokens. Empty if there is none."""
         ends = [end for end in self.ends if end <= longest]
         stop = ends[-1] if ends else 0
-        return Rendered(self.tokens[:stop], self.learnt[:stop], ends)
+        return Rendered(self.tokens[:stop], self.learnt[:stop], ends, self.rewritten)
 
 
 def render_conversation(
@@ -31,17 +34,38 @@ def render_conversation(
 ) -> Rendered:
     """Up to the last answer. `ignored`: places in `messages` of answers that are context only."""
     places = [place for place, message in enumerate(messages) if message["role"] == "assistant"]
+    answers = [format.render_answer(messages[place], tools, history=messages[:place]) for place in places]
     tokens: list[int] = []
     learnt: list[bool] = []
-    ends: list[int] = []
+    ends: list[int] = []  # of the first answers that are kept
+    kept: list[int] = []
     for number, place in enumerate(places):
-        if number == 0:
-            prompt = format.render_start(messages[:place], tools)
-        else:
-            new = messages[places[number - 1] + 1 : place]
-            prompt = format.render_turn(new, tools, answer_closed=True)
-        answer = format.render_answer(messages[place], tools)
-        tokens += prompt + answer
-        learnt += [False] * len(prompt) + [place not in ignored] * len(answer)
+        kept, prompt = _prompt(messages, place, places, kept, answers, tools, format)
+        stop = ends[len(kept) - 1] if kept else 0
+        tokens, learnt, ends = tokens[:stop], learnt[:stop], ends[: len(kept)]
+        tokens += prompt + answers[number]
+        learnt += [False] * len(prompt) + [place not in ignored] * len(answers[number])
         ends.append(len(tokens))
-    return Rendered(tokens, learnt, ends)
+        kept.append(number)
+    return Rendered(tokens, learnt, ends, len(places) - len(kept))
+
+
+def _prompt(
+    messages: Sequence[Message],
+    place: int,
+    places: Sequence[int],
+    kept: list[int],
+    answers: Sequence[list[int]],
+    tools: Sequence[Tool],
+    format: ChatFormat,
+) -> tuple[list[int], list[int]]:
+    """The first of the `kept` answers whose tokens stay, and the prompt from there to the answer at `place`."""
+    while kept:
+        last = places[kept[-1]] + 1
+        new, history = messages[last:place], messages[:last]
+        try:
+            answer = answers[kept[-1]]
+            return kept, format.render_turn(new, tools, answer_closed=True, history=history, answer=answer)
+        except HistoryRewritten:
+            kept = kept[:-1]
+    return kept, format.render_start(messages[:place], tools)

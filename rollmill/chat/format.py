@@ -13,7 +13,7 @@ A conversation grows in two ways only, so nothing in the context is rendered twi
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, Protocol
+from typing import Any, Literal, NamedTuple, Protocol
 
 from rollmill.chat.tokenizer import TextStream, Tokenizer
 
@@ -21,7 +21,16 @@ Message = dict[str, Any]
 Tool = dict[str, Any]
 
 
+class HistoryRewritten(Exception):
+    """With the new messages, the template writes earlier messages differently: their tokens cannot be kept."""
+
+
 class ChatFormat(Protocol):
+    """`history` is what the context holds so far. A format that writes each message by itself does not need it.
+
+    Rendering raises GatewayError if the model's template refuses the messages.
+    """
+
     name: str
     stop_tokens: tuple[int, ...]
 
@@ -29,16 +38,30 @@ class ChatFormat(Protocol):
         """The whole prompt, ending with the generation prompt."""
         ...
 
-    def render_turn(self, messages: Sequence[Message], tools: Sequence[Tool], *, answer_closed: bool) -> list[int]:
-        """What follows a sampled answer: its closing token if not sampled, new messages, the generation prompt."""
+    def render_turn(
+        self,
+        messages: Sequence[Message],
+        tools: Sequence[Tool],
+        *,
+        answer_closed: bool,
+        history: Sequence[Message] = (),
+        answer: Sequence[int] = (),
+    ) -> list[int]:
+        """What follows a sampled answer: its closing token if not sampled, new messages, the generation prompt.
+
+        `history` ends with the answer, and `answer` is its tokens. Raises HistoryRewritten.
+        """
         ...
 
-    def render_answer(self, message: Message, tools: Sequence[Tool]) -> list[int]:
+    def render_answer(self, message: Message, tools: Sequence[Tool], *, history: Sequence[Message] = ()) -> list[int]:
         """An assistant message as the model would sample it, with its closing token. Training on messages uses it."""
         ...
 
     def parse(self, tokens: Sequence[int], tools: Sequence[Tool]) -> Message:
-        """Sampled tokens as an assistant message. Never raises: a malformed call stays a call."""
+        """Sampled tokens as an assistant message. Never raises: a malformed call stays a call.
+
+        Reasoning becomes `reasoning_content`, a key that is missing where there is none.
+        """
         ...
 
     def content_stream(self, stops: Sequence[str] = ()) -> ContentStream:
@@ -46,51 +69,140 @@ class ChatFormat(Protocol):
         ...
 
 
+class Thinking(NamedTuple):
+    """How a model marks its reasoning. `opened`: the generation prompt ends inside it."""
+
+    start: str
+    end: str
+    opened: bool = False
+
+    def split(self, text: str) -> tuple[str, str]:
+        """(reasoning, the rest). Reasoning that was cut off has no rest."""
+        head = text.lstrip()
+        if head.startswith(self.start):
+            text = head[len(self.start) :]
+        elif not self.opened:
+            return "", text
+        reasoning, _, rest = text.partition(self.end)
+        return reasoning.strip("\n"), rest.lstrip("\n")
+
+
 class ContentStream:
     """Streams the text of an answer: from behind the token `start` up to the first of `ends`.
 
     It holds back what may still change: half a character, or the beginning of an end mark. The streamed text is
-    always a prefix of the content that `ChatFormat.parse` finds in the whole answer. `drop_blank`: hold back
-    blanks until text follows, because `parse` drops content that is only blanks.
+    always a prefix of the content that `ChatFormat.parse` finds in the whole answer, and the streamed reasoning of its
+    `reasoning_content`. `drop_blank`: hold back blanks until text follows, because `parse` drops content that is only
+    blanks. `silent`: an answer that begins with one of these may be a call as a whole, so nothing is streamed.
     """
 
     def __init__(
-        self, tokenizer: Tokenizer, *, start: int | None = None, ends: Sequence[str], drop_blank: bool = False
+        self,
+        tokenizer: Tokenizer,
+        *,
+        start: int | None = None,
+        ends: Sequence[str],
+        drop_blank: bool = False,
+        silent: Sequence[str] = (),
+        thinking: Thinking | None = None,
     ) -> None:
         self._start = start
         self._ends = ends
         self._drop_blank = drop_blank
+        self._silent = tuple(silent)
         self._text = TextStream(tokenizer)
+        self._reasoning = _ReasoningStream(thinking, ends) if thinking is not None else None
         self._held = ""
         self._closed = False
+        self.reasoning = ""  # what the last `push` found of the reasoning
 
     def push(self, tokens: Sequence[int]) -> str:
         """Returns the text that can no longer change."""
         if tokens and self._start is not None:
             self._closed = tokens[0] != self._start  # an answer without a text part
             self._start, tokens = None, tokens[1:]
+        self.reasoning = ""
         if self._closed:
             return ""
-        self._held += self._text.push(tokens)
+        text = self._text.push(tokens)
+        if self._reasoning is not None:
+            self.reasoning, text = self._reasoning.push(text)
+        self._held += text
         return self._release()
 
     def _release(self) -> str:
+        if self._silent and (begun := self._held.lstrip()):
+            self._closed = begun.startswith(self._silent)
+            self._silent = ()
+            if self._closed:
+                return ""
         found = [at for at in (self._held.find(end) for end in self._ends) if at >= 0]
         if found:
             self._closed = True
             cut = min(found)
         else:
             cut = len(self._held) - max((_overlap(self._held, end) for end in self._ends), default=0)
-        if self._drop_blank and not self._held[:cut].strip():
+        if (self._drop_blank or self._silent) and not self._held[:cut].strip():
             return ""
         self._drop_blank = False
         text, self._held = self._held[:cut], self._held[cut:]
         return text
 
 
-def assistant_message(content: str | None, calls: Sequence[tuple[str, str]]) -> Message:
+class _ReasoningStream:
+    """Splits text into reasoning and what follows it, as `Thinking.split` does with the whole text."""
+
+    def __init__(self, thinking: Thinking, ends: Sequence[str]) -> None:
+        self._thinking = thinking
+        self._ends = (thinking.end, *ends)
+        self._phase: Literal["before", "inside", "behind", "text"] = "before"
+        self._held = ""
+        self._begun = False  # whether reasoning was returned: line breaks before it are dropped
+
+    def push(self, text: str) -> tuple[str, str]:
+        """(reasoning, text behind it) that can no longer change."""
+        self._held += text
+        if self._phase == "before":
+            self._begin()
+        reasoning = self._inside() if self._phase == "inside" else ""
+        if self._phase == "behind":
+            self._held = self._held.lstrip("\n")
+            self._phase = "text" if self._held else "behind"
+        if self._phase != "text":
+            return reasoning, ""
+        text, self._held = self._held, ""
+        return reasoning, text
+
+    def _begin(self) -> None:
+        head, start = self._held.lstrip(), self._thinking.start
+        if head.startswith(start):
+            self._held, self._phase = head[len(start) :], "inside"
+        elif not start.startswith(head):
+            self._phase = "inside" if self._thinking.opened else "text"
+
+    def _inside(self) -> str:
+        if not self._begun:
+            self._held = self._held.lstrip("\n")
+        at = self._held.find(self._thinking.end)
+        if at >= 0:
+            self._phase = "behind"
+            reasoning, self._held = self._held[:at].rstrip("\n"), self._held[at + len(self._thinking.end) :]
+            return reasoning
+        cut = len(self._held) - max(_overlap(self._held, end) for end in self._ends)
+        for end in self._ends:  # an answer that ends inside its reasoning
+            found = self._held.find(end)
+            cut = min(cut, found) if found >= 0 else cut
+        cut = len(self._held[:cut].rstrip("\n"))
+        reasoning, self._held = self._held[:cut], self._held[cut:]
+        self._begun = self._begun or bool(reasoning)
+        return reasoning
+
+
+def assistant_message(content: str | None, calls: Sequence[tuple[str, str]], reasoning: str = "") -> Message:
     """An OpenAI assistant message; calls are (name, arguments text), numbered within the message."""
     message: Message = {"role": "assistant", "content": content}
+    if reasoning:
+        message["reasoning_content"] = reasoning
     if calls:
         message["tool_calls"] = [
             {"id": f"call_{index}", "type": "function", "function": {"name": name, "arguments": arguments}}

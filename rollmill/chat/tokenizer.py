@@ -2,12 +2,15 @@
 
 Special tokens carry the structure of a conversation (who speaks, where an answer ends). A user, a file or a tool result
 that contains the characters "<end>" must not be able to end a turn, so `encode` spells them out in ordinary tokens and
-only `token_id` gives the special one.
+only `token_id` and `encode_marked` give the special one.
+
+Added tokens that are only blanks (Gemma has some for line breaks) carry no structure: they are ordinary tokens here.
 """
 
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 
@@ -20,6 +23,10 @@ from rollmill.errors import ConfigError
 # behind it are one piece. Words and punctuation include the blank before them.
 _PIECES = r"\p{N}{1,2}|\n[ ]*| ?[\p{L}_]+| ?[^\s\p{L}\p{N}_]+|\s"
 
+# A mark names a special token in text: `OPEN`, its id, `CLOSE`. Unicode reserves these characters for internal use.
+OPEN, CLOSE = "\ufdd0", "\ufdd1"
+NONCHARACTERS = re.compile("[\ufdd0-\ufdef]")
+
 _LONGEST_CHARACTER = 64  # in tokens; an emoji with all its modifiers has fewer
 
 
@@ -28,8 +35,12 @@ class Tokenizer:
 
     def __init__(self, tokenizer: tokenizers.Tokenizer) -> None:
         self._full = tokenizer
-        self._ordinary = _without_added_tokens(tokenizer)
-        self.special_ids = frozenset(tokenizer.get_added_tokens_decoder())
+        added = tokenizer.get_added_tokens_decoder().items()
+        self.special = {token.content: number for number, token in added if not _is_blank(token.content)}
+        self.special_ids = frozenset(self.special.values())
+        self._ordinary = _without_special_tokens(tokenizer)
+        self._marking: tokenizers.Tokenizer | None = None
+        self._marked_ids: dict[int, int] = {}
         self.vocab_size: int = max(tokenizer.get_vocab(with_added_tokens=True).values()) + 1
         # SentencePiece spells unknown characters in tokens of one byte each
         bytes_ = (self.find_token(f"<0x{byte:02X}>") for byte in range(256))
@@ -57,6 +68,33 @@ class Tokenizer:
             text = text.encode("utf-8", "replace").decode()  # JSON can hold half a surrogate pair, UTF-8 cannot
         ids: list[int] = self._ordinary.encode(text, add_special_tokens=False).ids
         return ids
+
+    def encode_marked(self, text: str, *, after: int | None = None) -> list[int]:
+        """Encode text in which marks stand for special tokens. `after`: the special token in front of the text; a
+        tokenizer may treat the beginning of a text in its own way."""
+        if self._marking is None:  # only chat templates need it
+            self._marking = _with_marks(self._full)
+            got = ((self._marking.token_to_id(mark(number)), number) for number in self.special_ids)
+            self._marked_ids = {id: number for id, number in got if id is not None}
+        lead = "" if after is None else mark(after)
+        text = lead + text.encode("utf-8", "replace").decode()
+        ids = self._marking.encode(text, add_special_tokens=False).ids
+        return [self._marked_ids.get(id, id) for id in ids[1 if lead else 0 :]]
+
+    def decode_marked(self, ids: Sequence[int]) -> str:
+        """The reverse of `encode_marked`: special tokens become marks."""
+        parts: list[str] = []
+        run: list[int] = []
+        for id in [*ids, None]:
+            if id is not None and id not in self.special_ids:
+                run.append(id)
+                continue
+            if run:
+                parts.append(NONCHARACTERS.sub("\ufffd", self.decode(run)))
+                run = []
+            if id is not None:
+                parts.append(mark(id))
+        return "".join(parts)
 
     def decode(self, ids: Sequence[int]) -> str:
         """Decode. Special tokens appear as they are spelled, bytes that are not UTF-8 as U+FFFD."""
@@ -136,13 +174,40 @@ def train_tokenizer(texts: Iterable[str], vocab_size: int, special_tokens: Seque
     return tokenizer
 
 
-def _without_added_tokens(tokenizer: tokenizers.Tokenizer) -> tokenizers.Tokenizer:
-    """A copy that cannot produce any added token, neither by matching its text nor from the vocabulary."""
+def mark(special: int) -> str:
+    """Stands for a special token in text that `encode_marked` reads."""
+    return f"{OPEN}{special}{CLOSE}"
+
+
+def _is_blank(token: str) -> bool:
+    return not token.replace("▁", " ").strip()
+
+
+def _without_special_tokens(tokenizer: tokenizers.Tokenizer) -> tokenizers.Tokenizer:
+    """A copy that cannot produce any special token, neither by matching its text nor from the vocabulary."""
     tree = json.loads(tokenizer.to_str())
-    names = {added["content"] for added in tree["added_tokens"]}
-    tree["added_tokens"] = []
+    names = {added["content"] for added in tree["added_tokens"] if not _is_blank(added["content"])}
+    tree["added_tokens"] = [added for added in tree["added_tokens"] if added["content"] not in names]
     tree["post_processor"] = None
     vocabulary = tree["model"].get("vocab")
     if isinstance(vocabulary, dict):
         tree["model"]["vocab"] = {token: number for token, number in vocabulary.items() if token not in names}
+    return tokenizers.Tokenizer.from_str(json.dumps(tree))
+
+
+def _with_marks(tokenizer: tokenizers.Tokenizer) -> tokenizers.Tokenizer:
+    """A copy that finds special tokens by their marks only. All other rules stay, such as the blanks that a special
+    token takes in."""
+    tree = json.loads(tokenizer.to_str())
+    names = {}
+    for added in tree["added_tokens"]:
+        if not _is_blank(added["content"]):
+            names[added["content"]] = mark(added["id"])
+            added["content"], added["normalized"] = mark(added["id"]), False
+    tree["post_processor"] = None
+    vocabulary = tree["model"].get("vocab")
+    if isinstance(vocabulary, dict):
+        tree["model"]["vocab"] = {names.get(token, token): number for token, number in vocabulary.items()}
+    elif isinstance(vocabulary, list):  # Unigram: pairs of token and score
+        tree["model"]["vocab"] = [[names.get(token, token), *rest] for token, *rest in vocabulary]
     return tokenizers.Tokenizer.from_str(json.dumps(tree))

@@ -3,6 +3,7 @@
 request extends a segment            only the new messages are rendered and appended
 request repeats the last one         answered again from the record if that answer may not have arrived,
                                      otherwise a new segment, cause "retry"
+the template rewrites the history    a new segment, cause "template": the tokens from there on cannot be kept
 anything else                        a new segment, cause "edit", which branches off after the longest shared history
 
 Requests run in parallel. Each is planned against what is recorded when it arrives. If its segment has grown until its
@@ -23,7 +24,7 @@ from typing import Any
 
 from pydantic import ConfigDict, TypeAdapter
 
-from rollmill.chat.format import ChatFormat, Message, Tool
+from rollmill.chat.format import ChatFormat, HistoryRewritten, Message, Tool
 from rollmill.errors import GatewayError, TrajectoryError
 from rollmill.gateway.flights import Flight
 from rollmill.gateway.segments import Answer, Mark, OpenSegment, Turn
@@ -174,7 +175,10 @@ class Session:
         base, shared = self._nearest(messages, tools)
         if base.tools == tools and shared == len(base.messages):
             new = messages[shared:]
-            prompt = format.render_turn(new, tools, answer_closed=base.closed)
+            try:
+                prompt = _render_after(base, -1, new, tools, format)
+            except HistoryRewritten:  # recorded messages hold reasoning that clients do not send back
+                return self._branch(base, shared, base.messages + new, tools, format, "template")
             cache = self._next_id() if any(flight.cache == base.id for flight in self.flights) else base.id
             return Plan(base.id, cache, base.tokens + prompt, prompt, new, tools, opens=False, inherited=shared)
         return self._branch(base, shared, messages, tools, format)
@@ -217,18 +221,16 @@ class Session:
         return best, ranks[best.id][0]
 
     def _branch(
-        self, base: OpenSegment, shared: int, messages: list[Message], tools: list[Tool], format: ChatFormat
+        self,
+        base: OpenSegment,
+        shared: int,
+        messages: list[Message],
+        tools: list[Tool],
+        format: ChatFormat,
+        cause: Cause = "edit",
     ) -> Plan:
-        index = max(at for at, mark in enumerate(base.marks) if _usable(mark, shared, messages))
+        index, rendered = _render_branch(base, shared, messages, tools, format)
         mark, new = base.marks[index], messages[base.marks[index].messages :]
-        if mark.kind == "start":
-            rendered = format.render_start(new, tools)
-        elif mark.kind == "answer":
-            rendered = format.render_turn(new, tools, answer_closed=mark.closed)
-        elif new:  # the client replaced the answer with its own text
-            rendered = format.render_answer(new[0], tools) + format.render_turn(new[1:], tools, answer_closed=True)
-        else:
-            rendered = []
         # Tokens may agree beyond the mark, up to the base's next answer: an edited message may keep its beginning.
         following = base.marks[index + 1].tokens if mark.kind != "prompt" else mark.tokens
         agreed = _common(rendered, base.tokens[mark.tokens : following])
@@ -243,7 +245,7 @@ class Session:
             tools=tools,
             opens=True,
             parent=(base.id, mark.tokens + agreed),
-            cause="retry" if asked_again else "edit",
+            cause="retry" if asked_again else cause,
             inherited=mark.messages,
         )
 
@@ -273,6 +275,39 @@ def _usable(mark: Mark, shared: int, messages: list[Message]) -> bool:
     if mark.messages > shared:
         return False
     return mark.kind != "prompt" or mark.messages == len(messages) or messages[mark.messages]["role"] == "assistant"
+
+
+def _render_branch(
+    base: OpenSegment, shared: int, messages: list[Message], tools: list[Tool], format: ChatFormat
+) -> tuple[int, list[int]]:
+    """The last mark from which a branch can start, and what follows it. The template may rewrite the history before
+    `messages`; then an earlier mark is the last one whose tokens can be kept."""
+    usable = [at for at, mark in enumerate(base.marks) if _usable(mark, shared, messages)]
+    for index in reversed(usable):
+        try:
+            return index, _render_after(base, index, messages[base.marks[index].messages :], tools, format)
+        except HistoryRewritten:
+            continue
+    raise AssertionError("the start of a segment can always be rendered")
+
+
+def _render_after(
+    base: OpenSegment, index: int, new: list[Message], tools: list[Tool], format: ChatFormat
+) -> list[int]:
+    """The tokens of `new` behind a mark of the segment."""
+    mark = base.marks[index]
+    history = base.messages[: mark.messages]
+    if mark.kind == "start":
+        return format.render_start(new, tools)
+    if mark.kind == "answer":
+        answer = base.tokens[base.marks[index - 1].tokens : mark.tokens]
+        return format.render_turn(new, tools, answer_closed=mark.closed, history=history, answer=answer)
+    if not new:
+        return []
+    replaced = format.render_answer(new[0], tools, history=history)  # the client replaced the answer with its own text
+    return replaced + format.render_turn(
+        new[1:], tools, answer_closed=True, history=[*history, new[0]], answer=replaced
+    )
 
 
 def _common(left: list[int], right: list[int]) -> int:

@@ -9,6 +9,8 @@ The outcome is the segment of the last answer. The way to it goes from each segm
     edit, retry, fork    the tokens that the child shares with its parent led to it, and the parent up to the last of
                          its answers that the child quotes; what follows was abandoned
     summary              all of the parent led to it: the summary was made of it
+    template             all of the parent led to it: the same conversation, which the chat template now
+                         writes differently (without earlier reasoning, for example)
     sub_agent            what the caller had sampled before it called the sub-agent
 
 A segment quotes an answer if the answer's tokens are in its context as text that was not sampled there. Programs that
@@ -123,7 +125,7 @@ class _Way:
             if segment.parent is None:
                 return
             parent, shared = self._segments[segment.parent[0]], segment.parent[1]
-            if segment.cause in ("summary", "sub_agent"):
+            if segment.cause in ("summary", "sub_agent", "template"):
                 end = _end_before(parent, segment)
             else:
                 end = max(min(end, shared), self._last_quoted(parent, segment, end))

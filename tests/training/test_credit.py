@@ -69,6 +69,14 @@ def test_a_chain_of_summaries_learns_as_a_whole() -> None:
     assert credits([a, b, c]) == {"a": [1, 1], "b": [1, 1], "c": [1]}
 
 
+def test_answers_that_the_template_writes_differently_later_learn_too() -> None:
+    a = segment("a", [0, 1, 0, 1], at=[1, 2])
+    b = segment("b", [0, 0, 1], at=[3], parent=(a, 1), cause="template")
+    assert credits([a, b]) == {"a": [1, 1], "b": [1]}
+    later = replace(a, spans=[a.spans[0], replace(a.spans[1], started_at=9.0)])  # another request went back to a
+    assert credits([later, b]) == {"a": [1, 1], "b": [0]}
+
+
 def test_sub_agents_learn_if_their_result_was_used() -> None:
     a = segment("a", [0, 1, 0, 1, 0, 1], at=[1, 4, 7])
     used = segment("used", [0, 1, 0, 1], at=[2, 2.5], parent=(a, 0), cause="sub_agent")

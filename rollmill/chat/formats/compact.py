@@ -37,11 +37,19 @@ class CompactFormat:
     def render_start(self, messages: Sequence[Message], tools: Sequence[Tool]) -> list[int]:
         return [*self._render(messages, tools), self._agent]
 
-    def render_turn(self, messages: Sequence[Message], tools: Sequence[Tool], *, answer_closed: bool) -> list[int]:
+    def render_turn(
+        self,
+        messages: Sequence[Message],
+        tools: Sequence[Tool],
+        *,
+        answer_closed: bool,
+        history: Sequence[Message] = (),
+        answer: Sequence[int] = (),
+    ) -> list[int]:
         closing = [] if answer_closed else [self._end]
         return [*closing, *self._render(messages, tools), self._agent]
 
-    def render_answer(self, message: Message, tools: Sequence[Tool]) -> list[int]:
+    def render_answer(self, message: Message, tools: Sequence[Tool], *, history: Sequence[Message] = ()) -> list[int]:
         parts = []
         if message.get("content") or not message.get("tool_calls"):
             parts.append([self._text, *self._tokenizer.encode(message.get("content") or "")])

@@ -52,13 +52,21 @@ class HermesFormat:
         self._write(writer, messages[1:] if messages and messages[0]["role"] == "system" else messages)
         return writer.mark("<|im_start|>assistant\n").tokens()
 
-    def render_turn(self, messages: Sequence[Message], tools: Sequence[Tool], *, answer_closed: bool) -> list[int]:
+    def render_turn(
+        self,
+        messages: Sequence[Message],
+        tools: Sequence[Tool],
+        *,
+        answer_closed: bool,
+        history: Sequence[Message] = (),
+        answer: Sequence[int] = (),
+    ) -> list[int]:
         writer = _Writer(self._tokenizer)
         writer.mark("\n" if answer_closed else "<|im_end|>\n")
         self._write(writer, messages)
         return writer.mark("<|im_start|>assistant\n").tokens()
 
-    def render_answer(self, message: Message, tools: Sequence[Tool]) -> list[int]:
+    def render_answer(self, message: Message, tools: Sequence[Tool], *, history: Sequence[Message] = ()) -> list[int]:
         writer = _Writer(self._tokenizer)
         self._write_answer(writer, message)
         return writer.mark("<|im_end|>").tokens()
