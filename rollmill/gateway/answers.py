@@ -80,6 +80,7 @@ class AnswerBuilder:
             closed=bool(self.tokens) and self.tokens[-1] in format.stop_tokens,
             message=message,
             cached_tokens=self._cached,
+            stop=self._cut,
         )
 
     def _end_share(self, finish: FinishReason, oldest: PolicyRef | None) -> None:

@@ -72,6 +72,10 @@ class Completions:
         work.add_done_callback(self._done)
         return await asyncio.shield(work)
 
+    def count_tokens(self, request: ModelRequest) -> int:
+        """The tokens of a conversation that starts with these messages."""
+        return len(self._format.render_start(request.messages, request.tools))
+
     async def close(self) -> None:
         for work in list(self._running):
             work.cancel()
@@ -114,6 +118,8 @@ class Completions:
     async def _new_answer(self, session: Session, ask: Ask, stream: EventStream | None) -> OpenSegment:
         request = ask.request
         plan = session.plan(request.messages, request.tools, self._format)
+        if stream is not None:
+            stream.prompt_tokens = len(plan.context)
         with session.flight(plan, request.messages, request.tools, ask.is_abandoned) as flight:
             answer = await self._sample(session, plan, flight, request, stream)
             async with session.lock:

@@ -113,6 +113,7 @@ def encode_turn(session: str, turn: Turn) -> bytes:
         "finish": answer.finish,
         "closed": answer.closed,
         "cached_tokens": answer.cached_tokens,
+        "stop": answer.stop,
     }
     arrays: dict[str, np.ndarray] = {
         "prompt": np.array(turn.prompt, DTYPES["tokens"][0]),
@@ -135,6 +136,7 @@ def decode_turn(entry: LogEntry) -> Turn:
         closed=header["closed"],
         message=header["message"],
         cached_tokens=header["cached_tokens"],
+        stop=header.get("stop"),
     )
     return Turn(
         segment=header["segment"],

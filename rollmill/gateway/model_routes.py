@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from typing import Any
 
 from aiohttp import web
 
@@ -11,11 +12,13 @@ from rollmill.gateway.access import Access, given_key
 from rollmill.gateway.completions import Ask, Completions
 from rollmill.gateway.config import GatewayConfig
 from rollmill.gateway.dialect import Dialect, Limits
+from rollmill.gateway.dialects.anthropic import AnthropicMessages
 from rollmill.gateway.dialects.openai_chat import OpenAIChat
 from rollmill.gateway.metrics import Metrics
 from rollmill.gateway.registry import Registry
+from rollmill.gateway.sessions import Session
 
-OPENAI_CHAT = OpenAIChat()
+OPENAI_CHAT, ANTHROPIC = OpenAIChat(), AnthropicMessages()
 
 
 class ModelRoutes:
@@ -40,7 +43,10 @@ class ModelRoutes:
 
     def add_to(self, app: web.Application) -> None:
         app.router.add_post("/v1/chat/completions", self.chat)
+        app.router.add_post("/v1/messages", self.messages)
+        app.router.add_post("/v1/messages/count_tokens", self.count_tokens)
         app.router.add_get("/v1/models", self.models)
+        app.router.add_get("/v1/models/{id}", self.model)
 
     async def chat(self, request: web.Request) -> web.StreamResponse:
         """Answer a conversation and record its exact tokens.
@@ -51,25 +57,61 @@ class ModelRoutes:
         """
         return await self._answer(request, OPENAI_CHAT)
 
+    async def messages(self, request: web.Request) -> web.StreamResponse:
+        """Answer a conversation and record its exact tokens.
+
+        Needs: as POST /v1/chat/completions; the key may be sent as `x-api-key`.
+        Takes: an Anthropic message request; header `x-rollmill-session: ID` names a production conversation.
+        Returns: an Anthropic message, or a stream of it; 529 with Retry-After while no engine is alive.
+        """
+        return await self._answer(request, ANTHROPIC)
+
+    async def count_tokens(self, request: web.Request) -> web.Response:
+        """Count the tokens of a conversation.
+
+        Needs: as POST /v1/messages.
+        Takes: an Anthropic message request.
+        Returns: {"input_tokens"}.
+        """
+        await self._admit(request)
+        asked = ANTHROPIC.parse(await request.read(), self._limits)
+        self._check_model(asked.model)
+        return web.json_response({"input_tokens": self._completions.count_tokens(asked)})
+
     async def models(self, request: web.Request) -> web.Response:
         """List the names of models that a request may ask for.
 
         Needs: nothing.
-        Returns: an OpenAI list of models.
+        Returns: a list that clients of OpenAI and of Anthropic can read.
         """
-        listed = [{"id": name, "object": "model", "created": 0, "owned_by": "rollmill"} for name in self._model_names()]
-        return web.json_response({"object": "list", "data": listed})
+        listed = [_describe_model(name) for name in self._model_names()]
+        page = {"first_id": listed[0]["id"], "last_id": listed[-1]["id"], "has_more": False}
+        return web.json_response({"object": "list", "data": listed, **page})
+
+    async def model(self, request: web.Request) -> web.Response:
+        """Describe one model.
+
+        Needs: nothing.
+        Returns: a model that clients of OpenAI and of Anthropic can read; 404 if there is none of this name.
+        """
+        self._check_model(request.match_info["id"])
+        return web.json_response(_describe_model(request.match_info["id"]))
 
     async def _answer(self, http: web.Request, dialect: Dialect) -> web.StreamResponse:
-        session = self._registry.by_key(given_key(http))
-        if session is None:
-            await self._access.admit(http, "production")
+        session = await self._admit(http)
         request = dialect.parse(await http.read(), self._limits)
         self._check_model(request.model)
         if session is None:
             session = self._registry.production(http.headers.get("x-rollmill-session"), request.user, request.messages)
         self._metrics.count("requests_total", traffic=session.facts.traffic)
         return await self._completions.answer(session, Ask(request, dialect, http))
+
+    async def _admit(self, http: web.Request) -> Session | None:
+        """The session of the request's key; None for a production key. Raises for any other key."""
+        session = self._registry.by_key(given_key(http))
+        if session is None:
+            await self._access.admit(http, "production")
+        return session
 
     def _check_model(self, name: str) -> None:
         names = self._model_names()
@@ -84,4 +126,10 @@ class ModelRoutes:
 
 def dialect_of(path: str) -> Dialect:
     """The dialect in which an error of this path is told."""
-    return OPENAI_CHAT
+    return ANTHROPIC if "/v1/messages" in path else OPENAI_CHAT
+
+
+def _describe_model(name: str) -> dict[str, Any]:
+    """A model with the fields of OpenAI and of Anthropic."""
+    openai = {"id": name, "object": "model", "created": 0, "owned_by": "rollmill"}
+    return openai | {"type": "model", "display_name": name, "created_at": "1970-01-01T00:00:00Z"}

@@ -32,6 +32,7 @@ class Answer:
     closed: bool  # ended with the token of the chat format that ends answers
     message: Message
     cached_tokens: int = 0
+    stop: str | None = None  # the text that ended it, if one of the request did
 
 
 @dataclass

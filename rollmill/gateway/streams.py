@@ -27,6 +27,7 @@ class EventStream:
         self._writer = dialect.stream(request, self.identity)
         self.response = web.StreamResponse(headers={"Content-Type": "text/event-stream", "Cache-Control": "no-cache"})
         self.begun = False
+        self.prompt_tokens = 0  # set before the first push
 
     async def push(self, index: int, tokens: Sequence[int], logprobs: Sequence[float]) -> None:
         """New tokens of answer `index`. Raises ConnectionResetError if the client has disconnected."""
@@ -63,7 +64,7 @@ class EventStream:
         if not self.begun:
             self.begun = True
             await self.response.prepare(self._http)
-            data = self._writer.start() + data
+            data = self._writer.start(self.prompt_tokens) + data
         if data:
             await self.response.write(data)
 

@@ -102,7 +102,7 @@ class ChunkWriter:
         self._request = request
         self._head = _head(request, identity, "chat.completion.chunk")
 
-    def start(self) -> bytes:
+    def start(self, prompt_tokens: int) -> bytes:
         return b"".join(
             self._event(index, {"role": "assistant", "content": ""}) for index in range(self._request.count)
         )

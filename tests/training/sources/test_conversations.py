@@ -84,7 +84,7 @@ def test_malformed_conversations_are_named_and_the_rest_loads(context: Context, 
         '{"messages": [{"role": "assistant", "content": "x", "weight": 2}]}': "messages[0].weight is 2",
         '{"messages": [{"role": "user", "content": "x", "weight": 1}]}': "messages[0].weight is 1",
         '{"messages": [{"role": "assistant", "tool_calls": [{"name": "f"}]}]}': "function.name and function.arguments",
-        '{"messages": [{"role": "assistant", "content": [{"type": "image_url"}]}]}': 'content[0] is "image_url", not text',
+        '{"messages": [{"role": "assistant", "content": [{"type": "image_url"}]}]}': '[0] is "image_url", not text',
         '{"messages": [7]}': "messages[0] must be an object",
         '{"messages": ' + "[" * 100_000: "the line is not JSON",
     }
