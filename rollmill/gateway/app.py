@@ -8,8 +8,8 @@
     DELETE /sessions/ID             key for rollouts: forget the session
     GET    /health, /metrics        no key; 503 while no engine is alive
 
-A production client names its conversation with the header `x-rollmill-session: ID`. Without it, a request belongs to
-the conversation whose history it continues. Keys and message contents are never logged.
+A production client names its conversation in the path, /s/SESSION/v1/…, or in the header `x-rollmill-session`, which
+every answer carries. See gateway.identity. Keys and message contents are never logged.
 """
 
 from __future__ import annotations
@@ -32,6 +32,7 @@ from rollmill.gateway.body import parse_object, short
 from rollmill.gateway.completions import Completions
 from rollmill.gateway.config import EngineEndpoint, GatewayConfig
 from rollmill.gateway.entries import encode_open
+from rollmill.gateway.identity import add_session_paths, path_without_session
 from rollmill.gateway.keys import KeyRing, KeyStore
 from rollmill.gateway.limits import KeyLimits
 from rollmill.gateway.metrics import Metrics
@@ -75,6 +76,7 @@ def make_app(
     app.router.add_delete("/sessions/{id}", gateway.delete_session)
     app.router.add_get("/health", gateway.health)
     app.router.add_get("/metrics", gateway.show_metrics)
+    add_session_paths(app)
     app.cleanup_ctx.append(gateway.lifetime)
     return app
 
@@ -237,7 +239,7 @@ class Gateway:
         self._metrics.count("errors_total", status=failure.status)
         retry_s = failure.retry_after_s or _RETRY_AFTER_S
         headers = {"Retry-After": str(math.ceil(retry_s))} if failure.status in (429, 503) else None
-        dialect = dialect_of(request.path)
+        dialect = dialect_of(path_without_session(request.path))
         return web.json_response(dialect.error(failure), status=dialect.status(failure), headers=headers)
 
     def _failure(self, request: web.Request, error: Exception) -> GatewayError:

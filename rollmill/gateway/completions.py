@@ -22,6 +22,7 @@ from rollmill.gateway.config import GatewayConfig
 from rollmill.gateway.dialect import Dialect, Identity, ModelRequest, Reply
 from rollmill.gateway.entries import encode_incomplete, encode_open, encode_turn
 from rollmill.gateway.flights import AnswerCut, Flight
+from rollmill.gateway.identity import HEADER
 from rollmill.gateway.metrics import Metrics
 from rollmill.gateway.recorder import Recorder
 from rollmill.gateway.registry import Registry
@@ -99,6 +100,7 @@ class Completions:
         stream = None
         if request.stream:
             stream = EventStream(ask.http, request, ask.dialect, self._format, self._tokenizer)
+            stream.response.headers[HEADER] = session.name
         segment = session.undelivered(request.messages, request.tools)
         if segment is not None:
             self._metrics.count("answers_repeated_total")
@@ -219,7 +221,8 @@ class Completions:
             segment.delivered = await stream.finish(reply)
             return stream.response
         segment.delivered = not ask.is_abandoned()
-        return web.Response(body=ask.dialect.reply(reply), content_type="application/json")
+        headers = {HEADER: session.name}
+        return web.Response(body=ask.dialect.reply(reply), content_type="application/json", headers=headers)
 
 
 def _ended() -> GatewayError:

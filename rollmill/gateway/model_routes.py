@@ -11,9 +11,11 @@ from rollmill.errors import GatewayError
 from rollmill.gateway.access import Access, given_key
 from rollmill.gateway.completions import Ask, Completions
 from rollmill.gateway.config import GatewayConfig
-from rollmill.gateway.dialect import Dialect, Limits
+from rollmill.gateway.dialect import Dialect, Limits, ModelRequest
 from rollmill.gateway.dialects.anthropic import AnthropicMessages
 from rollmill.gateway.dialects.openai_chat import OpenAIChat
+from rollmill.gateway.identity import check_named, named_session
+from rollmill.gateway.keys import Key
 from rollmill.gateway.metrics import Metrics
 from rollmill.gateway.registry import Registry
 from rollmill.gateway.sessions import Session
@@ -98,20 +100,22 @@ class ModelRoutes:
         return web.json_response(_describe_model(request.match_info["id"]))
 
     async def _answer(self, http: web.Request, dialect: Dialect) -> web.StreamResponse:
-        session = await self._admit(http)
+        admitted = await self._admit(http)
         request = dialect.parse(await http.read(), self._limits)
         self._check_model(request.model)
-        if session is None:
-            session = self._registry.production(http.headers.get("x-rollmill-session"), request.user, request.messages)
+        session = self._session(named_session(http), admitted, request)
         self._metrics.count("requests_total", traffic=session.facts.traffic)
         return await self._completions.answer(session, Ask(request, dialect, http))
 
-    async def _admit(self, http: web.Request) -> Session | None:
-        """The session of the request's key; None for a production key. Raises for any other key."""
-        session = self._registry.by_key(given_key(http))
-        if session is None:
-            await self._access.admit(http, "production")
-        return session
+    async def _admit(self, http: web.Request) -> Session | Key:
+        """The session of the request's key, or a production key. Raises for any other key."""
+        return self._registry.by_key(given_key(http)) or await self._access.admit(http, "production")
+
+    def _session(self, name: str | None, admitted: Session | Key, request: ModelRequest) -> Session:
+        if isinstance(admitted, Session):
+            check_named(name, admitted)
+            return admitted
+        return self._registry.production(name, request.user, request.messages, key_id=admitted.id)
 
     def _check_model(self, name: str) -> None:
         names = self._model_names()

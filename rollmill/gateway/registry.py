@@ -1,4 +1,9 @@
-"""All open sessions. A request finds its session by its key, or in production by the conversation it continues."""
+"""All open sessions. A request finds its session by its key; in production by the name it sends, under its key.
+
+A production request without a name continues a conversation only if its history, up to an answer of the model, is that
+of exactly one conversation of its key and user. Otherwise it starts a new one: two users with the same opening do not
+share a trajectory.
+"""
 
 from __future__ import annotations
 
@@ -7,7 +12,8 @@ import hmac
 import json
 import time
 import uuid
-from collections.abc import Iterable, Iterator, Sequence
+from collections import OrderedDict
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +25,8 @@ from rollmill.gateway.sessions import Session, SessionFacts, check_id
 from rollmill.types import Trajectory
 
 _KEY_PREFIX = "rm-"
+_MOST_HISTORIES = 200_000  # digests of conversations, about 40 MB; the oldest are forgotten
+_PRODUCTION = "production"  # id of the run's own production key
 
 
 class Registry:
@@ -28,9 +36,10 @@ class Registry:
     def __init__(self, admin_token: str) -> None:
         self._secret = admin_token.encode()
         self._sessions: dict[str, Session] = {}
-        self._named: dict[str, str] = {}  # the client's own name for a production conversation -> trajectory
-        self._histories: dict[bytes, str] = {}  # digest of a production conversation up to an answer -> trajectory
-        self._digests: dict[str, list[bytes]] = {}  # trajectory -> its digests
+        self._named: dict[tuple[str, str], str] = {}  # id of the key, the client's name -> trajectory
+        # digest of an unnamed conversation up to an answer -> trajectory; None if there are several. Ended ones count:
+        # the user who continues may be theirs
+        self._histories: OrderedDict[bytes, str | None] = OrderedDict()
 
     def __len__(self) -> int:
         return len(self._sessions)
@@ -41,23 +50,18 @@ class Registry:
     def add(self, facts: SessionFacts) -> Session:
         check_id(facts.trajectory)
         session = self._sessions[facts.trajectory] = Session(facts)
-        name = facts.provenance.get("session")
-        if facts.traffic == "production" and isinstance(name, str):
-            self._named[name] = facts.trajectory
+        if facts.traffic == "production" and "session" in facts.provenance:
+            self._named[_name(facts)] = facts.trajectory
         return session
 
     def get(self, trajectory: str) -> Session | None:
         return self._sessions.get(trajectory)
 
     def remove(self, session: Session) -> None:
-        trajectory = session.facts.trajectory
+        trajectory, name = session.facts.trajectory, _name(session.facts)
         self._sessions.pop(trajectory, None)
-        name = session.facts.provenance.get("session")
-        if self._named.get(str(name)) == trajectory:
-            del self._named[str(name)]
-        for digest in self._digests.pop(trajectory, ()):
-            if self._histories.get(digest) == trajectory:
-                del self._histories[digest]
+        if self._named.get(name) == trajectory:
+            del self._named[name]
 
     def key(self, trajectory: str) -> str:
         proof = hmac.new(self._secret, f"session {trajectory}".encode(), hashlib.sha256).hexdigest()[:40]
@@ -72,21 +76,20 @@ class Registry:
             return None
         return session
 
-    def production(self, name: str | None, user: str, messages: Sequence[Message]) -> Session:
-        """The conversation the client names, or the one these messages continue, or a new one."""
+    def production(self, name: str | None, user: str, messages: Sequence[Message], *, key_id: str) -> Session:
+        """The conversation that the client names, or the only one that these messages continue, or a new one."""
+        provenance = {"key": key_id, **({"user": _pseudonym(user)} if user else {})}
         if name is not None:
-            provenance = {"session": check_id(name)}
-            trajectory = self._named.get(name)
+            provenance["session"] = check_id(name)
+            trajectory: str | None = self._named.get((key_id, name), name)
         else:
-            provenance = {"user": _pseudonym(user)} if user else {}
-            digests = list(_digests(provenance.get("user", ""), messages))
-            trajectory = next((self._histories[d] for d in reversed(digests) if d in self._histories), None)
+            digests = reversed(list(_digests(_owner(provenance), messages)))
+            trajectory = next((self._histories[digest] for digest in digests if digest in self._histories), None)
         return self._live(trajectory, provenance)
 
     def successor(self, session: Session) -> Session:
         """The session in which a production conversation continues after its own has ended."""
-        provenance = session.facts.provenance
-        return self._live(self._named.get(str(provenance.get("session"))), provenance)
+        return self._live(self._named.get(_name(session.facts)), session.facts.provenance)
 
     def is_open(self, session: Session) -> bool:
         """Whether the session accepts turns: it is neither sealed nor given up."""
@@ -94,7 +97,9 @@ class Registry:
 
     def _live(self, trajectory: str | None, provenance: dict[str, Any]) -> Session:
         session = self._sessions.get(trajectory) if trajectory is not None else None
-        if session is not None and self.is_open(session) and not session.ending:
+        mine = session is not None and _key_id(session.facts.provenance) == _key_id(provenance)
+        production = session is not None and session.facts.traffic == "production"
+        if session is not None and mine and production and self.is_open(session) and not session.ending:
             session.used_at = time.time()  # no longer idle, so it is not sealed now
             return session
         return self.add(SessionFacts(f"live-{uuid.uuid4().hex}", "production", run="production", provenance=provenance))
@@ -105,9 +110,11 @@ class Registry:
         facts = session.facts
         unnamed = facts.traffic == "production" and "session" not in facts.provenance
         if unnamed and self.is_open(session):
-            *_, digest = _digests(facts.provenance.get("user", ""), segment.messages)
-            self._histories[digest] = facts.trajectory
-            self._digests.setdefault(facts.trajectory, []).append(digest)
+            *_, digest = _digests(_owner(facts.provenance), segment.messages)
+            known = self._histories.setdefault(digest, facts.trajectory)
+            self._histories[digest] = facts.trajectory if known == facts.trajectory else None
+            if len(self._histories) > _MOST_HISTORIES:
+                self._histories.popitem(last=False)
         return segment
 
     def replay(self, entries: Iterable[LogEntry]) -> None:
@@ -143,6 +150,18 @@ def read_open_session(directory: Path, trajectory: str) -> Trajectory | None:
     registry.replay(entries)
     session = registry.get(trajectory)
     return session.build() if session is not None and session.segments else None
+
+
+def _key_id(provenance: Mapping[str, Any]) -> str:
+    return str(provenance.get("key", _PRODUCTION))
+
+
+def _owner(provenance: Mapping[str, Any]) -> str:
+    return f"{_key_id(provenance)} {provenance.get('user', '')}"
+
+
+def _name(facts: SessionFacts) -> tuple[str, str]:
+    return _key_id(facts.provenance), str(facts.provenance.get("session"))
 
 
 def _pseudonym(user: str) -> str:

@@ -126,6 +126,12 @@ class Session:
         self.waits = Waits()
 
     @property
+    def name(self) -> str:
+        """What a client sends to continue this session: its own name for it, or the trajectory."""
+        own = self.facts.provenance.get("session")
+        return own if self.facts.traffic == "production" and isinstance(own, str) else self.facts.trajectory
+
+    @property
     def provenance(self) -> dict[str, Any]:
         return {"run": self.facts.run, **self.facts.provenance}
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +15,7 @@ from rollmill.chat.formats.compact import CompactFormat
 from rollmill.chat.tokenizer import Tokenizer
 from rollmill.gateway.entries import decode_turn, encode_turn, read_entries
 from rollmill.gateway.registry import Registry
-from rollmill.gateway.segments import Answer, same_message
+from rollmill.gateway.segments import Answer, OpenSegment, Turn, same_message
 from rollmill.gateway.sessions import Plan, Session, SessionFacts
 from rollmill.training.credit import credit_of
 from rollmill.trajectories.schema import check_trajectory, decode_trajectory, encode_trajectory
@@ -30,7 +31,12 @@ def user(text: str) -> dict[str, Any]:
 
 
 def answered(
-    session: Session, format: CompactFormat, messages: list[Any], tokens: list[int], tools: Any = TOOLS
+    session: Session,
+    format: CompactFormat,
+    messages: list[Any],
+    tokens: list[int],
+    tools: Any = TOOLS,
+    append: Callable[[Session, Turn], OpenSegment] = Session.append,
 ) -> Plan:
     """Plans a request and records these tokens as its answer."""
     plan = session.plan(messages, tools, format)
@@ -48,7 +54,7 @@ def answered(
         message=format.parse(tokens, tools),
     )
     (_, _, record), *_ = read_entries(encode_turn("t", plan.turn(answer)))
-    session.append(decode_turn(record))  # through the bytes of the log: replay and live recording are the same
+    append(session, decode_turn(record))  # through the bytes of the log: replay and live recording are the same
     assert session.latest is not None
     assert session.latest.tokens == plan.context + tokens
     session.latest.delivered = True

@@ -1,0 +1,44 @@
+"""Which session a request belongs to: its path /s/SESSION/v1/…, its header `x-rollmill-session`, or its key.
+
+Every answer carries the header `x-rollmill-session`. A client that sends it back continues its conversation over any
+connection.
+"""
+
+from __future__ import annotations
+
+from typing import Final
+
+from aiohttp import web
+
+from rollmill.errors import GatewayError
+from rollmill.gateway.sessions import Session, check_id
+
+HEADER: Final = "x-rollmill-session"
+_PATH = "/s/{session}"
+
+
+def add_session_paths(app: web.Application) -> None:
+    """Every route /v1/… exists as /s/SESSION/v1/… too."""
+    for route in list(app.router.routes()):
+        path = route.resource.canonical if route.resource is not None else ""
+        if path.startswith("/v1/") and route.method != "HEAD":
+            app.router.add_route(route.method, _PATH + path, route.handler)
+
+
+def path_without_session(path: str) -> str:
+    return "/" + path.split("/", 3)[-1] if path.startswith("/s/") else path
+
+
+def named_session(request: web.Request) -> str | None:
+    """The session that the path or the header names; None if neither does."""
+    in_path, in_header = request.match_info.get("session"), request.headers.get(HEADER)
+    if in_path is not None and in_header is not None and in_path != in_header:
+        raise GatewayError("the path and the header name two sessions", hint=f"leave out the header {HEADER}")
+    name = in_path if in_path is not None else in_header
+    return None if name is None else check_id(name)
+
+
+def check_named(name: str | None, session: Session) -> None:
+    """A request with the key of a session cannot name another one."""
+    if name is not None and name != session.facts.trajectory:
+        raise GatewayError("this key belongs to another session", status=403, hint="leave out the name of the session")

@@ -1,0 +1,94 @@
+"""Which conversation a production request belongs to."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from rollmill.gateway.registry import Registry
+from rollmill.gateway.sessions import Session
+from tests.chat.conftest import TOOLS
+from tests.gateway.conftest import LIVE, USER, Answers, Mill
+from tests.gateway.stand_in import StandIn
+from tests.gateway.test_sessions import answered
+
+ONE = {"role": "assistant", "content": "one"}
+
+
+async def test_every_answer_names_its_session_and_the_name_continues_it(mill: Mill, answers: Answers) -> None:
+    door = await mill.gateway(await mill.engine(StandIn([answers.text("one")])))
+    body = {"messages": [USER], "tools": TOOLS}
+    seen: list[tuple[str, str]] = []
+    path = ""
+    for headers in ({}, {}, {"x-rollmill-session": "chat-7"}, {}, {"x-rollmill-session": "chat-7"}):
+        for stream in (False, True):
+            sent = {"Authorization": f"Bearer {LIVE}", **headers}
+            url = f"{door.url}{path}/v1/chat/completions"
+            async with door.http.post(url, json=body | {"stream": stream}, headers=sent) as response:
+                assert response.status == 200 and b'"trajectory"' in await response.read()
+                seen.append((path, response.headers["x-rollmill-session"]))
+        path = f"/s/{seen[1][1]}" if len(seen) == 6 else ""
+    names = [name for _, name in seen]
+    assert len(set(names[:4])) == 4  # without a name, the same opening is another conversation each time
+    assert names[4:6] == ["chat-7"] * 2 and names[8:] == ["chat-7"] * 2
+    assert names[6:8] == [names[1]] * 2  # by the path
+    async with door.http.post(
+        f"{door.url}/s/a/v1/chat/completions",
+        json=body,
+        headers={"Authorization": f"Bearer {LIVE}", "x-rollmill-session": "b"},
+    ) as response:
+        assert response.status == 400 and "two sessions" in await response.text()
+
+
+async def test_a_session_key_cannot_name_another_session(mill: Mill, answers: Answers) -> None:
+    door = await mill.gateway(await mill.engine(StandIn([answers.text("one")])))
+    key = await door.open("a")
+    assert (await door.ask(key, [USER], {"x-rollmill-session": "a"}))[0] == 200
+    assert (await door.ask(key, [USER], {"x-rollmill-session": "b"}))[0] == 403
+
+
+class Talk:
+    """Requests to a registry, each answered with "one"."""
+
+    def __init__(self, mill: Mill, answers: Answers) -> None:
+        self.registry = Registry("secret")
+        self._format, self._tokens = mill.format, answers.text("one")
+
+    def ask(self, messages: list[Any], name: str | None = None, user: str = "", key_id: str = "k") -> Session:
+        session = self.registry.production(name, user, messages, key_id=key_id)
+        answered(session, self._format, messages, self._tokens, append=self.registry.append)
+        return session
+
+
+def test_an_unnamed_request_continues_only_a_conversation_that_is_certain(mill: Mill, answers: Answers) -> None:
+    talk = Talk(mill, answers)
+    first = talk.ask([USER])
+    assert talk.ask([USER, ONE, USER]) is first
+    assert talk.ask([USER, ONE, USER], key_id="other") is not first
+    assert talk.ask([USER, ONE, USER], user="ann") is not first
+    second = talk.ask([USER])  # another user: the same opening, the same answer
+    assert second is not first
+    assert talk.ask([USER, ONE, {"role": "user", "content": "mine"}]) not in (first, second)
+    assert talk.ask([USER, ONE, USER, ONE, USER]) is first  # only the first conversation has this history
+
+
+def test_a_conversation_that_has_ended_can_still_be_meant(mill: Mill, answers: Answers) -> None:
+    talk = Talk(mill, answers)
+    ended = talk.ask([USER])
+    talk.registry.remove(ended)
+    lasting = talk.ask([USER])
+    assert talk.ask([USER, ONE, USER]) not in (ended, lasting)
+
+
+def test_a_name_is_the_key_s_own(mill: Mill, answers: Answers) -> None:
+    talk = Talk(mill, answers)
+    mine = talk.ask([USER], "chat")
+    assert talk.ask([USER, ONE, USER], "chat") is mine
+    theirs = talk.ask([USER, ONE, USER], "chat", key_id="other")
+    assert theirs is not mine and theirs.name == "chat"
+    unnamed = talk.ask([USER])
+    assert talk.ask([USER, ONE, USER], unnamed.name) is unnamed  # the token that the client got back
+    stolen = talk.ask([USER, ONE, USER], unnamed.name, key_id="other")
+    assert stolen is not unnamed and stolen.name == unnamed.name
+    talk.registry.remove(unnamed)  # sealed: the token names the conversation that follows
+    after = talk.ask([USER, ONE, USER], unnamed.name)
+    assert after is not unnamed and talk.ask([USER], unnamed.name) is after
