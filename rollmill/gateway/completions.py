@@ -18,6 +18,7 @@ from rollmill.chat.format import ChatFormat
 from rollmill.chat.tokenizer import Tokenizer
 from rollmill.errors import GatewayError, StorageError
 from rollmill.gateway.answers import AnswerBuilder
+from rollmill.gateway.causes import read_declared
 from rollmill.gateway.config import GatewayConfig
 from rollmill.gateway.dialect import Dialect, Identity, ModelRequest, Reply
 from rollmill.gateway.entries import encode_incomplete, encode_open, encode_turn
@@ -119,7 +120,7 @@ class Completions:
 
     async def _new_answer(self, session: Session, ask: Ask, stream: EventStream | None) -> OpenSegment:
         request = ask.request
-        plan = session.plan(request.messages, request.tools, self._format)
+        plan = session.plan(request.messages, request.tools, self._format, read_declared(ask.http.headers))
         if stream is not None:
             stream.prompt_tokens = len(plan.context)
         with session.flight(plan, request.messages, request.tools, ask.is_abandoned) as flight:

@@ -4,6 +4,7 @@ request extends a segment            only the new messages are rendered and appe
 request repeats the last one         answered again from the record if that answer may not have arrived,
                                      otherwise a new segment, cause "retry"
 the template rewrites the history    a new segment, cause "template": the tokens from there on cannot be kept
+a sub-agent or a summary begins      a new segment with that cause, see gateway.causes
 anything else                        a new segment, cause "edit", which branches off after the longest shared history
 
 Requests run in parallel. Each is planned against what is recorded when it arrives. If its segment has grown until its
@@ -26,6 +27,7 @@ from pydantic import ConfigDict, TypeAdapter
 
 from rollmill.chat.format import ChatFormat, HistoryRewritten, Message, Tool
 from rollmill.errors import GatewayError, TrajectoryError
+from rollmill.gateway.causes import Declared, DeclaredCause, is_within, proven_cause
 from rollmill.gateway.flights import Flight
 from rollmill.gateway.segments import Answer, Mark, OpenSegment, Turn
 from rollmill.gateway.waits import Waits
@@ -174,11 +176,18 @@ class Session:
                 return segment
         return None
 
-    def plan(self, messages: list[Message], tools: list[Tool], format: ChatFormat) -> Plan:
+    def plan(
+        self, messages: list[Message], tools: list[Tool], format: ChatFormat, declared: Declared | None = None
+    ) -> Plan:
         if not self.segments:
             prompt, id = format.render_start(messages, tools), self._next_id()
             return Plan(id, id, prompt, prompt, messages, tools, opens=True)
         base, shared = self._nearest(messages, tools)
+        found = self._new_context(base, shared, messages, declared)
+        if found is not None:
+            cause, base = found
+            shared = base.shared_messages(messages) if base.tools == tools else 0
+            return self._branch(base, shared, messages, tools, format, cause)
         if base.tools == tools and shared == len(base.messages):
             new = messages[shared:]
             try:
@@ -188,6 +197,21 @@ class Session:
             cache = self._next_id() if any(flight.cache == base.id for flight in self.flights) else base.id
             return Plan(base.id, cache, base.tokens + prompt, prompt, new, tools, opens=False, inherited=shared)
         return self._branch(base, shared, messages, tools, format)
+
+    def _new_context(
+        self, base: OpenSegment, shared: int, messages: list[Message], declared: Declared | None
+    ) -> tuple[DeclaredCause, OpenSegment] | None:
+        """The cause and the parent, if these messages begin a sub-agent or a summary."""
+        asked_again = shared == len(messages) == len(base.messages) - 1
+        continues = asked_again or any(message["role"] == "assistant" for message in messages[:shared])
+        if declared is None:
+            return None if continues else proven_cause(messages[shared:], reversed(self.segments.values()))
+        if continues and is_within(base, declared.cause):
+            return None
+        parent = self.latest if declared.parent is None else self.segments.get(declared.parent)
+        if parent is None:
+            raise GatewayError("this session has no such parent segment", hint="answers name their segment")
+        return declared.cause, parent
 
     def place(self, plan: Plan, answer: Answer) -> Turn:
         """The turn of a planned answer. Answers recorded since the plan was made decide where it goes."""
@@ -238,7 +262,8 @@ class Session:
         index, rendered = _render_branch(base, shared, messages, tools, format)
         mark, new = base.marks[index], messages[base.marks[index].messages :]
         # Tokens may agree beyond the mark, up to the base's next answer: an edited message may keep its beginning.
-        following = base.marks[index + 1].tokens if mark.kind != "prompt" else mark.tokens
+        inner = mark.kind != "prompt" and index + 1 < len(base.marks)
+        following = base.marks[index + 1].tokens if inner else mark.tokens
         agreed = _common(rendered, base.tokens[mark.tokens : following])
         asked_again = not new and mark == base.marks[-2]
         id = self._next_id()
@@ -251,7 +276,7 @@ class Session:
             tools=tools,
             opens=True,
             parent=(base.id, mark.tokens + agreed),
-            cause="retry" if asked_again else cause,
+            cause="retry" if asked_again and cause == "edit" else cause,
             inherited=mark.messages,
         )
 

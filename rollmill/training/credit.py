@@ -14,7 +14,7 @@ The outcome is the segment of the last answer. The way to it goes from each segm
     sub_agent            what the caller had sampled before it called the sub-agent
 
 A segment quotes an answer if the answer's tokens are in its context as text that was not sampled there. Programs that
-summarise, shorten old tool results or ask a sub-agent do this, and the gateway cannot tell why they edit.
+summarise, shorten old tool results or ask a sub-agent do this, and the gateway cannot always tell why they edit.
 
 A sub-agent is on the way too if its result was used: the answer that called it is on the way, and the way goes on after
 the sub-agent's last answer; or its last answer is quoted on the way.

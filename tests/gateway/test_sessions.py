@@ -8,11 +8,14 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from rollmill.chat.formats.compact import CompactFormat
 from rollmill.chat.tokenizer import Tokenizer
+from rollmill.errors import GatewayError
+from rollmill.gateway.causes import Declared, read_declared
 from rollmill.gateway.entries import decode_turn, encode_turn, read_entries
 from rollmill.gateway.registry import Registry
 from rollmill.gateway.segments import Answer, OpenSegment, Turn, same_message
@@ -37,9 +40,10 @@ def answered(
     tokens: list[int],
     tools: Any = TOOLS,
     append: Callable[[Session, Turn], OpenSegment] = Session.append,
+    declared: Declared | None = None,
 ) -> Plan:
     """Plans a request and records these tokens as its answer."""
-    plan = session.plan(messages, tools, format)
+    plan = session.plan(messages, tools, format, declared)
     start = len(plan.context)
     span = Span(start, start + len(tokens), Sampling(), "stop", "e", "home", "rollout", 0.0, 1.0, 0)
     answer = Answer(
@@ -115,7 +119,7 @@ def test_a_dropped_answer_branches_off_before_its_request(format: CompactFormat,
 
 
 def test_credit_reaches_what_a_program_summarised_or_shortened(format: CompactFormat, answers: Answers) -> None:
-    """The gateway sees edits. The tokens show which answers were kept, and they led to the outcome."""
+    """A summary contains an answer. An edit shows by its tokens which answers were kept: they led to the outcome."""
     summary = "the parser fails on nested lists, and the change belongs into main.py near line two"
     session = new_session()
     answered(session, format, [USER], answers.text("look at it"))
@@ -123,7 +127,7 @@ def test_credit_reaches_what_a_program_summarised_or_shortened(format: CompactFo
     answered(session, format, asked, answers.text(summary))
     answered(session, format, [user(f"What is known: {summary}. Go on.")], answers.text("done"))
     summarised = session.build().segments
-    assert [segment.cause for segment in summarised] == ["start", "edit"]
+    assert [segment.cause for segment in summarised] == ["start", "summary"]
     assert all(credit_T[segment.sampled].all() for segment, credit_T in zip(summarised, path(summarised), strict=True))
 
     session = new_session()
@@ -168,6 +172,56 @@ def test_two_agents_in_one_session_keep_their_own_segments(format: CompactFormat
     sub += [{"role": "assistant", "content": "uno"}, USER]
     assert answered(session, format, main, answers.text("two")).segment == "t.0"
     assert answered(session, format, sub, answers.text("dos")).segment == "t.1"
+
+
+def test_declared_sub_agents_and_summaries(format: CompactFormat, answers: Answers) -> None:
+    session = new_session()
+    sub, summary = Declared("sub_agent"), Declared("summary", "t.0")
+    answered(session, format, [USER], answers.text("one"), declared=sub)  # the first context has no parent
+    helper: list[Any] = [USER, user("You are a helper.")]
+    first = answered(session, format, helper, answers.text("uno"), declared=sub)
+    assert (first.cause, first.parent and first.parent[0]) == ("sub_agent", "t.0")
+    again = session.plan(helper, TOOLS, format, sub)
+    assert (again.cause, again.parent and again.parent[0]) == ("retry", first.segment)
+    helper += [{"role": "assistant", "content": "uno"}, USER]
+    assert answered(session, format, helper, answers.text("dos"), declared=sub).segment == first.segment
+    # a sub-agent that gets the whole conversation of its caller
+    whole = [USER, {"role": "assistant", "content": "one"}, user("Help.")]
+    plan = answered(session, format, whole, answers.text("three"), declared=Declared("sub_agent", "t.0"))
+    assert (plan.cause, plan.opens, plan.context[: len(session.segments["t.0"].tokens)]) == (
+        "sub_agent",
+        True,
+        session.segments["t.0"].tokens,
+    )
+    last = answered(session, format, [user("So far: x")], answers.text("four"), declared=summary)
+    assert (last.cause, last.parent and last.parent[0]) == ("summary", "t.0")
+    with pytest.raises(GatewayError, match="no such parent"):
+        session.plan([user("y")], TOOLS, format, Declared("summary", "t.9"))
+    check_trajectory(session.build())
+
+
+def test_headers_declare_a_cause() -> None:
+    assert read_declared({}) is None
+    headers = {"x-rollmill-cause": "summary", "x-rollmill-parent": "t.0"}
+    assert read_declared(headers) == Declared("summary", "t.0")
+    for wrong in ({"x-rollmill-cause": "edit"}, {"x-rollmill-parent": "t.0"}):
+        with pytest.raises(GatewayError, match="hint"):
+            read_declared(wrong)
+
+
+def test_undeclared_causes_need_exact_containment(format: CompactFormat, answers: Answers) -> None:
+    session = new_session()
+    task = "read the parser and list the functions in it"
+    answered(session, format, [USER], answers.call("edit", path="a", line=1, text=task))
+    plan = session.plan([user(f"Task: {task}.")], TOOLS, format)
+    assert (plan.cause, plan.parent and plan.parent[0]) == ("sub_agent", "t.0")
+    assert session.plan([user("Task: read the parser.")], TOOLS, format).cause == "edit"
+    long = "the parser has two functions, both are recursive"
+    answered(session, format, [user("x")], answers.text(long))
+    answered(session, format, [user("y")], answers.text("ok"))
+    plan = session.plan([user(f"{task}: {long}")], TOOLS, format)  # an answer proves more than arguments
+    assert (plan.cause, plan.parent and plan.parent[0]) == ("summary", "t.1")
+    assert session.plan([user("Is it ok? " * 10)], TOOLS, format).cause == "edit"  # too short to prove anything
 
 
 def test_messages_are_compared_by_meaning() -> None:
