@@ -15,9 +15,9 @@ class HarnessResult:
     """How the episode ended. The policy caused each of these ends; a failure of the infrastructure raises instead."""
 
     # done: it said so; answer: it stopped calling tools; length: an answer or the context ran out of tokens;
-    # time: the rollout's time was over (turns and calls are not known then); error: the agent program failed
+    # time: the rollout's time was over; error: the agent program failed
     stop: Literal["done", "answer", "max_turns", "length", "time", "error"]
-    turns: int
+    turns: int  # 0 if the harness does not know: then turns and tool calls are counted in the transcript
     tool_calls: int
     bad_tool_calls: int = 0  # not JSON, unknown tool, wrong arguments: answered with an error the model can read
     note: str = ""  # for people: why it ended so

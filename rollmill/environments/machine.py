@@ -17,7 +17,7 @@ class ExecResult:
     truncated: bool = False
     # the limit that ended the command, if one did; "machine": a command ruined the machine itself
     stopped: Literal["time", "memory", "processes", "machine"] | None = None
-    seconds: float = 0.0
+    seconds: float = 0.0  # that the command itself ran, without waiting for its turn; 0: not known
 
 
 @dataclass(frozen=True)

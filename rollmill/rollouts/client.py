@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import time
 from typing import Any, Self
 
 import aiohttp
@@ -11,6 +12,8 @@ from rollmill.backoff import Backoff
 from rollmill.errors import GatewayError
 
 _FIRST_PAUSE_S = 0.05
+_WATCH_S, _WATCH_TIMEOUT = 1.0, aiohttp.ClientTimeout(total=10.0)
+_UNREACHABLE = (aiohttp.ClientConnectionError, aiohttp.ClientPayloadError, TimeoutError)
 
 
 class GatewayClient:
@@ -21,14 +24,37 @@ class GatewayClient:
         self._headers = {"Authorization": f"Bearer {admin_token}"}
         self._patience_s = patience_s
         self._session: aiohttp.ClientSession | None = None
+        self._watching: asyncio.Task[None] | None = None
+        self._away = 0.0
+        self._away_since: float | None = None  # since then it cannot be reached
 
     async def __aenter__(self) -> Self:
         self._session = aiohttp.ClientSession(connector=aiohttp.TCPConnector(limit=0))
+        self._watching = asyncio.create_task(self._watch(self._session))
         return self
 
     async def __aexit__(self, *_: object) -> None:
-        if self._session is not None:
+        if self._session is not None and self._watching is not None:
+            self._watching.cancel()
+            await asyncio.wait([self._watching])
             await self._session.close()
+
+    def away_seconds(self) -> float:
+        """For how long the gateway could not be reached since this client was opened, to about a second."""
+        return self._away + (time.monotonic() - self._away_since if self._away_since is not None else 0.0)
+
+    async def _watch(self, session: aiohttp.ClientSession) -> None:
+        """Ask one small question per second, for all rollouts of this process."""
+        answered = time.monotonic()
+        while True:
+            try:
+                async with session.get(f"{self.base_url}/health", timeout=_WATCH_TIMEOUT):
+                    answered = time.monotonic()
+                    self._away, self._away_since = self.away_seconds(), None
+            except (aiohttp.ClientError, TimeoutError):
+                if self._away_since is None:
+                    self._away_since = answered
+            await asyncio.sleep(_WATCH_S)
 
     async def open_session(self, trajectory: str, **facts: Any) -> str:
         """Returns the key for the harness. The gateway records every request with that key as `trajectory`."""
@@ -80,7 +106,7 @@ class GatewayClient:
                         raise GatewayError(problem, status=response.status)
             except aiohttp.ContentTypeError as error:
                 problem = f"{self.base_url} is not a gateway: {error.message}"
-            except (aiohttp.ClientConnectionError, aiohttp.ClientPayloadError, TimeoutError) as error:
+            except _UNREACHABLE as error:
                 problem = f"{self.base_url} cannot be reached: {error or type(error).__name__}"
             pause = backoff.failed()
             if pause >= backoff.left():

@@ -27,7 +27,7 @@ from rollmill.environments.task import Task
 from rollmill.errors import HarnessError
 from rollmill.rollouts.config import RolloutConfig
 from rollmill.rollouts.grading import own_limit
-from rollmill.rollouts.hand_in import take_hand_in
+from rollmill.rollouts.hand_in import take_hand_in, with_counts
 from rollmill.rollouts.rollout import reason_of
 from rollmill.types import Reward, Sampling
 
@@ -186,7 +186,7 @@ async def play(
 
 def _with_transcript(episode: Episode, transcript: Transcript, started: float) -> Episode:
     seconds = time.monotonic() - started
-    return replace(episode, messages=transcript.messages, tokens=transcript.tokens, seconds=seconds)
+    return with_counts(replace(episode, messages=transcript.messages, tokens=transcript.tokens, seconds=seconds))
 
 
 async def _run_harness(

@@ -11,6 +11,7 @@ from pydantic import BaseModel, ConfigDict, ValidationError
 from rollmill.environments.episode import Episode
 from rollmill.environments.harness import HarnessResult
 from rollmill.environments.machine import Machine, MachineHost
+from rollmill.environments.rewards import transcript
 from rollmill.environments.task import Task, WholeDiff
 from rollmill.errors import ObjectExists, TrajectoryError
 from rollmill.rollouts.work_diff import take_diff
@@ -72,7 +73,20 @@ async def take_hand_in(
 def graded_episode(handed_in: HandIn, task: Task, machines: MachineHost, trajectory: Trajectory) -> Episode:
     """The episode as it was, from what is stored of it: the hand-in and the trajectory's payload."""
     tokens = seal_facts(trajectory)["sampled_tokens"]
-    return replace(handed_in.episode(task, machines), messages=trajectory.messages, tokens=tokens)
+    return with_counts(replace(handed_in.episode(task, machines), messages=trajectory.messages, tokens=tokens))
+
+
+def with_counts(episode: Episode) -> Episode:
+    """The episode with turns and tool calls counted in its transcript, if its harness reported none: it was cut off
+    when its time was over, or it does not see them."""
+    result = episode.result
+    if result is None or result.turns:
+        return episode
+    given = replace(episode, messages=episode.task.messages)  # examples of answers in the task are not the agent's
+    turns = max(0, len(transcript.answers(episode)) - len(transcript.answers(given)))
+    calls = list(transcript.parsed_calls(episode))[len(list(transcript.parsed_calls(given))) :]
+    bad = sum(arguments is None for _, arguments in calls)
+    return replace(episode, result=replace(result, turns=turns, tool_calls=len(calls), bad_tool_calls=bad))
 
 
 def hand_in_key(trajectory: str) -> str:

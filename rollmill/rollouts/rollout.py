@@ -9,9 +9,9 @@ This module is the boundary for errors of a rollout. An episode that fails throu
 `failed` trajectory with a reason, never a reward. The same holds for a reward that cannot be stored. Only a store that
 is down raises further up: the trajectory keeps its state, and a restart takes it up again.
 
-An episode's time limit counts its own time: sampling and tools. The gateway says how long its requests waited for an
-engine, and that time is not counted. An answer that comes whole (at most `gateway.stream_above` tokens) counts as
-waiting until it is there, so an episode may run over by one of these. Machine, seal and grading have their own limits.
+An episode's time limit counts its own time, see clock.py. An answer that comes whole (at most `gateway.stream_above`
+tokens) counts as waiting until it is there, so an episode may run over by one of these. Machine, seal and grading have
+their own limits.
 """
 
 from __future__ import annotations
@@ -41,6 +41,7 @@ from rollmill.errors import (
     TrajectoryError,
 )
 from rollmill.rollouts.client import GatewayClient
+from rollmill.rollouts.clock import Clock
 from rollmill.rollouts.grading import Stalls, grade_patiently
 from rollmill.rollouts.hand_in import (
     HandIn,
@@ -120,15 +121,16 @@ async def regrade(
 
 async def _grade(context: RolloutContext, task: Task, trajectory: str, handed_in: HandIn) -> Outcome:
     record = await asyncio.to_thread(context.trajectories.load, trajectory)
+    episode = graded_episode(handed_in, task, context.grading_machines, record)
     reward = await grade_patiently(
         context.grader,
-        graded_episode(handed_in, task, context.grading_machines, record),
+        episode,
         trajectory,
         context.stalls,
         timeout_s=context.grading_timeout_s,
         attempts=context.attempts,
     )
-    return Outcome(trajectory, reward, handed_in.result, seal_facts(record)["tokens"])
+    return Outcome(trajectory, reward, episode.result, seal_facts(record)["tokens"])
 
 
 async def _settle(
@@ -171,10 +173,11 @@ async def _play(
             key = await context.gateway.open_session(
                 trajectory, traffic="rollout", min_version=min_version, task_id=task.id, **facts
             )
+        clock = Clock(context.gateway, trajectory, machine)
         run = context.harness.run(
-            task, machine, base_url=f"{context.gateway.base_url}/v1", api_key=key, sampling=sampling
+            task, clock.machine, base_url=f"{context.gateway.base_url}/v1", api_key=key, sampling=sampling
         )
-        result, seconds = await _run_harness(context, task, trajectory, asyncio.ensure_future(run), min_version)
+        result, seconds = await _run_harness(context, task, clock, asyncio.ensure_future(run), min_version)
         async with _within_grace("to read what was handed in"):
             handed_in = await take_hand_in(machine, task, context.grading_machines, result, seconds)
     finally:
@@ -202,21 +205,21 @@ def time_limit(context: RolloutContext, task: Task) -> float:
 
 
 async def _run_harness(
-    context: RolloutContext, task: Task, trajectory: str, work: asyncio.Future[HarnessResult], min_version: int
+    context: RolloutContext, task: Task, clock: Clock, work: asyncio.Future[HarnessResult], min_version: int
 ) -> tuple[HarnessResult, float]:
     """Let the agent work until it ends or its own time is over. Returns how it ended, and its own seconds.
 
     Running out of time is its own doing, and graded. Unless it waited for a model that nobody serves: then HarnessError
     or GatewayError.
     """
-    limit, started, seconds = time_limit(context, task), time.monotonic(), 0.0
+    limit, seconds = time_limit(context, task), 0.0
     pause = limit
     try:
         while True:
             await asyncio.wait([work], timeout=pause)
             if work.done() and work.exception() is not None:
                 break
-            seconds = time.monotonic() - started - await context.gateway.waited(trajectory)
+            seconds = await clock.seconds()
             if work.done() or seconds >= limit:
                 break
             pause = min(limit - seconds, _CHECK_S)
@@ -226,7 +229,7 @@ async def _run_harness(
     if not work.cancelled():
         return work.result(), seconds
     await context.gateway.wait_until_serving(min_version, patience_s=_HEALTH_S)
-    return HarnessResult("time", turns=0, tool_calls=0), seconds
+    return HarnessResult("time", turns=0, tool_calls=0), seconds  # grading counts them in the transcript
 
 
 async def seal_again(context: RolloutContext, trajectory: str) -> str | None:

@@ -10,6 +10,7 @@ import asyncio
 import random
 import socket
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 from rollmill.environments.machine import Capabilities, ExecResult, Machine, MachineHost, Process, Snapshot
@@ -24,8 +25,10 @@ class SlowMachine:
         self.image = machine.image
 
     async def exec(self, argv: Sequence[str], **options: Any) -> ExecResult:
-        await asyncio.sleep(self._draw.choice(self._seconds))
-        return await self._machine.exec(argv, **options)
+        simulated = self._draw.choice(self._seconds)
+        await asyncio.sleep(simulated)
+        result = await self._machine.exec(argv, **options)
+        return replace(result, seconds=result.seconds + simulated)  # the command took it, nobody waited
 
     async def start(self, argv: Sequence[str], **options: Any) -> Process:
         return await self._machine.start(argv, **options)

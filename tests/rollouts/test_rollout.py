@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import math
 import os
 import signal
 from collections.abc import Callable
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -16,11 +17,14 @@ from aiohttp import web
 from aiohttp.test_utils import TestServer, unused_port
 
 from rollmill import telemetry
+from rollmill.environments.episode import Episode
+from rollmill.environments.harness import HarnessResult
+from rollmill.environments.machine import ExecResult, Machine, MachineHost
 from rollmill.environments.machines.namespace.client import NamespaceHost
 from rollmill.errors import GatewayError, RewardUnavailable, StorageError
 from rollmill.rollouts import rollout
 from rollmill.rollouts.client import GatewayClient
-from rollmill.rollouts.hand_in import hand_in_key, load_hand_in
+from rollmill.rollouts.hand_in import hand_in_key, load_hand_in, with_counts
 from rollmill.rollouts.rollout import regrade, seal_again
 from rollmill.types import Reward, TrajectoryState
 from tests.rollouts.world import ADMIN, RUN, SOLUTION, StandInHost, World, make_task, real_engine
@@ -109,7 +113,22 @@ async def test_a_model_that_takes_too_long_is_graded_on_what_it_left(world: Worl
     outcome = await world.play(context=replace(world.context, timeout_s=0.5))
     assert outcome.reward is not None and outcome.reward.value == 0.0
     assert outcome.result is not None and outcome.result.stop == "time"
+    assert outcome.result.turns >= 1 and outcome.result.tool_calls >= 1  # what happened until then
     assert world.row().state == TrajectoryState.graded and await world.open_sessions() == 0
+
+
+async def test_examples_in_a_task_are_not_turns_of_an_episode_that_was_cut_off(world: World) -> None:
+    call = {"id": "1", "type": "function", "function": {"name": "run", "arguments": "{}"}}
+    shown = [{"role": "user", "content": "hi"}, {"role": "assistant", "content": "hello", "tool_calls": [call]}]
+    bad = {"role": "assistant", "tool_calls": [call, {"function": {"name": "run", "arguments": "{"}}]}
+    episode = Episode(
+        make_task(instruction=shown),
+        {},
+        world.context.machines,
+        messages=[*shown, {"role": "tool", "content": "ok"}, bad, {"role": "assistant", "content": "done"}],
+        result=HarnessResult("time", turns=0, tool_calls=0),
+    )
+    assert with_counts(episode).result == HarnessResult("time", turns=2, tool_calls=2, bad_tool_calls=1)
 
 
 async def test_a_command_that_takes_too_long_is_graded_on_what_it_left(world: World) -> None:
@@ -262,6 +281,84 @@ async def test_an_episode_behind_a_busy_engine_is_not_cut_off(world: World) -> N
     assert outcome.solved and outcome.result is not None and outcome.result.stop == "done"
     key = world.row().submission_key
     assert key is not None and load_hand_in(world.context.objects, key).seconds < 1.0 <= gateway.looks
+
+
+class Door:
+    """Forwards connections to the gateway. While it is closed, nobody can reach the gateway."""
+
+    def __init__(self, url: str) -> None:
+        self._target = url.rpartition("/")[2].split(":")
+        self._port = unused_port()
+        self.url = f"http://127.0.0.1:{self._port}"
+        self._writers: set[asyncio.StreamWriter] = set()
+
+    async def open(self) -> None:
+        self._server = await asyncio.start_server(self._forward, "127.0.0.1", self._port)
+
+    def close(self) -> None:
+        self._server.close()
+        for writer in self._writers:
+            writer.transport.abort()
+
+    async def _forward(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        inner_reader, inner_writer = await asyncio.open_connection(*self._target)
+        self._writers |= {writer, inner_writer}
+        await asyncio.gather(self._copy(reader, inner_writer), self._copy(inner_reader, writer))
+
+    async def _copy(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        with contextlib.suppress(OSError):
+            while data := await reader.read(1 << 16):
+                writer.write(data)
+        writer.close()
+
+
+async def test_time_without_a_gateway_is_not_the_episodes(world: World) -> None:
+    """The gateway is away for longer than the limit, while the first answer is sampled."""
+    door = Door(world.context.gateway.base_url)
+    await door.open()
+    async with GatewayClient(door.url, ADMIN) as gateway:
+
+        async def restart(session: str, turn: int) -> None:
+            if turn == 1 and not gateway.away_seconds():
+                door.close()
+                while gateway.away_seconds() < 2.5:  # noqa: ASYNC110
+                    await asyncio.sleep(0.005)
+                await door.open()
+
+        world.engine.on_turn = restart
+        outcome = await world.play(context=replace(world.context, gateway=gateway, timeout_s=2.0))
+    door.close()
+    assert outcome.solved and outcome.result is not None and outcome.result.stop == "done", outcome
+
+
+@dataclass
+class QueueingHost:
+    """A machine host whose first command waits for its turn until `turn` is true."""
+
+    host: MachineHost
+    turn: Callable[[], bool]
+
+    async def create(self, *arguments: Any, **options: Any) -> Machine:
+        machine = await self.host.create(*arguments, **options)
+        exec = machine.exec
+
+        async def queued(*arguments: Any, **options: Any) -> ExecResult:
+            while not self.turn():  # noqa: ASYNC110
+                await asyncio.sleep(0.005)
+            return await exec(*arguments, **options)
+
+        machine.exec = queued  # type: ignore[method-assign]
+        return machine
+
+    async def close(self) -> None: ...
+
+
+async def test_time_in_the_queue_of_a_machine_host_is_not_the_episodes(world: World) -> None:
+    """A command may take 1 s of the 3 s. It waits for its turn until the clock was looked at twice."""
+    async with WatchedGateway(world.context.gateway.base_url, ADMIN) as gateway:
+        machines = QueueingHost(world.context.machines, lambda: gateway.looks >= 2)
+        outcome = await world.play(context=replace(world.context, gateway=gateway, machines=machines, timeout_s=3.0))
+    assert outcome.solved and outcome.result is not None and outcome.result.stop == "done", outcome
 
 
 async def test_grading_that_does_not_end(world: World) -> None:

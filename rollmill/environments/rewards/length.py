@@ -42,7 +42,7 @@ class Length:
     async def grade(self, episode: Episode) -> Reward:
         config, result = self.config, episode.result
         answers = transcript.answers(episode)
-        # an agent that ran out of time has not told its turns; the transcript has them
+        # a harness may report no turns, and a transcript may lack turns that were summarised: the larger count is right
         turns = max(len(answers), result.turns if result else 0)
         calls = max(sum(len(transcript.calls(answer)) for answer in answers), result.tool_calls if result else 0)
         x = config.tokens_weight * episode.tokens + config.tool_calls_weight * calls + config.turns_weight * turns
