@@ -7,7 +7,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from rollmill.chat.format import ChatFormat, Tool
+from rollmill.chat.format import ChatFormat, Message, Tool
 from rollmill.chat.tokenizer import Tokenizer
 from rollmill.gateway.router import EngineState
 from rollmill.gateway.segments import Answer
@@ -62,9 +62,10 @@ class AnswerBuilder:
             self.finish = "abort"
             self._end_share("abort", None)
 
-    def build(self, format: ChatFormat, tools: Sequence[Tool]) -> Answer:
+    def build(self, format: ChatFormat | None, tools: Sequence[Tool]) -> Answer:
+        """The whole answer. Without a chat format its message is the text of its tokens."""
         assert self.finish is not None, "an answer is built once it has ended"
-        message = format.parse(self.tokens, tools)
+        message = self._plain_message() if format is None else format.parse(self.tokens, tools)
         for index, call in enumerate(message.get("tool_calls") or ()):
             call["id"] = f"call_{self._offset}_{index}"  # unique in its context, and the same after a replay
         if self._cut is not None and message["content"]:
@@ -77,11 +78,18 @@ class AnswerBuilder:
             spans=self._spans,
             routes=self._routes,
             finish=self.finish,
-            closed=bool(self.tokens) and self.tokens[-1] in format.stop_tokens,
+            closed=self._is_closed(),
             message=message,
             cached_tokens=self._cached,
             stop=self._cut,
         )
+
+    def _is_closed(self) -> bool:
+        return bool(self.tokens) and self.tokens[-1] in self._request.sampling.stop_tokens
+
+    def _plain_message(self) -> Message:
+        text = self._tokenizer.decode(self.tokens[:-1] if self._is_closed() else self.tokens)
+        return {"role": "assistant", "content": text}
 
     def _end_share(self, finish: FinishReason, oldest: PolicyRef | None) -> None:
         share, now = self._share, time.time()

@@ -10,7 +10,9 @@ gets the answer, after `record_wait_s` at the latest; the session is then marked
 from __future__ import annotations
 
 import asyncio
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import NamedTuple
 
 from aiohttp import web
 
@@ -47,6 +49,14 @@ class Ask:
         return self.http.transport is None or self.http.transport.is_closing()
 
 
+class Recorded(NamedTuple):
+    """A recorded answer, its segment, and the number of tokens before it."""
+
+    segment: OpenSegment
+    answer: Answer
+    prompt_tokens: int
+
+
 class Completions:
     def __init__(
         self,
@@ -73,6 +83,13 @@ class Completions:
         self._running.add(work)
         work.add_done_callback(self._done)
         return await asyncio.shield(work)
+
+    def with_tokens(self, request: ModelRequest) -> ModelRequest:
+        """A request that gives its context itself, as token ids. In the record it is a message of the role "prompt"."""
+        prompt = self._tokenizer.encode(request.prompt) if isinstance(request.prompt, str) else request.prompt
+        assert prompt is not None
+        message = {"role": "prompt", "content": self._tokenizer.decode(prompt)}
+        return replace(request, prompt=prompt, messages=[message])
 
     def count_tokens(self, request: ModelRequest) -> int:
         """The tokens of a conversation that starts with these messages."""
@@ -102,12 +119,14 @@ class Completions:
         if request.stream:
             stream = EventStream(ask.http, request, ask.dialect, self._format, self._tokenizer)
             stream.response.headers[HEADER] = session.name
-        segment = session.undelivered(request.messages, request.tools)
+        segment = session.undelivered(request.messages, request.tools) if request.count == 1 else None
         if segment is not None:
             self._metrics.count("answers_repeated_total")
-            return await self._reply(session, segment, ask, stream)
+            answer = segment.turns[-1].answer
+            recorded = [Recorded(segment, answer, len(segment.tokens) - len(answer.tokens))]
+            return await self._reply(session, recorded, ask, stream)
         try:
-            segment = await self._new_answer(session, ask, stream)
+            recorded = await self._new_answers(session, ask, stream)
         except GatewayError as error:
             if stream is None or not stream.begun:
                 raise
@@ -116,15 +135,29 @@ class Completions:
             # a production conversation without any answer
             if not session.segments and not session.logged and not session.flights:
                 self._registry.remove(session)
-        return await self._reply(session, segment, ask, stream)
+        return await self._reply(session, recorded, ask, stream)
 
-    async def _new_answer(self, session: Session, ask: Ask, stream: EventStream | None) -> OpenSegment:
-        request = ask.request
-        plan = session.plan(request.messages, request.tools, self._format, read_declared(ask.http.headers))
+    async def _new_answers(self, session: Session, ask: Ask, stream: EventStream | None) -> list[Recorded]:
+        """Several answers to one request are sampled side by side. Each is a branch of its own."""
+        if ask.request.count == 1:
+            return [await self._new_answer(session, ask, stream, 0)]
+        work = [self._new_answer(session, ask, stream, index) for index in range(ask.request.count)]
+        done = await asyncio.gather(*work, return_exceptions=True)
+        for each in done:
+            if isinstance(each, BaseException):
+                raise each
+        return [each for each in done if isinstance(each, Recorded)]
+
+    async def _new_answer(self, session: Session, ask: Ask, stream: EventStream | None, index: int) -> Recorded:
+        request = _numbered(ask.request, index)
+        if isinstance(request.prompt, list):
+            plan = session.plan_tokens(request.prompt, self._tokenizer.decode)
+        else:
+            plan = session.plan(request.messages, request.tools, self._format, read_declared(ask.http.headers))
         if stream is not None:
             stream.prompt_tokens = len(plan.context)
         with session.flight(plan, request.messages, request.tools, ask.is_abandoned) as flight:
-            answer = await self._sample(session, plan, flight, request, stream)
+            answer = await self._sample(session, plan, flight, request, stream, index)
             async with session.lock:
                 turn = session.place(plan, answer)
                 await self._record(session, turn)
@@ -137,10 +170,16 @@ class Completions:
             self._metrics.count("segments_total", cause=turn.cause)
         if session.ending and answer.finish == "abort":
             raise _ended()
-        return segment
+        return Recorded(segment, answer, len(plan.context))
 
     async def _sample(
-        self, session: Session, plan: Plan, flight: Flight, request: ModelRequest, stream: EventStream | None
+        self,
+        session: Session,
+        plan: Plan,
+        flight: Flight,
+        request: ModelRequest,
+        stream: EventStream | None,
+        index: int,
     ) -> Answer:
         facts, sampling = session.facts, request.sampling
         ask = GenerateRequest(plan.cache, plan.context, sampling, facts.traffic, facts.min_version)
@@ -155,7 +194,7 @@ class Completions:
                     fresh = builder.add(engine, chunk)
                     session.engine = engine.url
                     if stream is not None:
-                        await stream.push(0, fresh, builder.logprobs[len(builder.logprobs) - len(fresh) :])
+                        await stream.push(index, fresh, builder.logprobs[len(builder.logprobs) - len(fresh) :])
                     if builder.finish is not None:
                         break
         except (ConnectionResetError, AnswerCut) as error:  # nobody waits for the rest; the tokens so far are kept
@@ -168,7 +207,7 @@ class Completions:
             await chunks.aclose()
         if not builder.tokens and builder.finish == "length":
             raise _too_long(len(plan.context))
-        return builder.build(self._format, plan.tools)
+        return builder.build(None if request.prompt is not None else self._format, plan.tools)
 
     async def _record(self, session: Session, turn: Turn) -> None:
         """Write the turn to disk. A rollout waits for the disk, production for at most `record_wait_s`."""
@@ -201,29 +240,49 @@ class Completions:
             session.logged = True
 
     async def _reply(
-        self, session: Session, segment: OpenSegment, ask: Ask, stream: EventStream | None
+        self, session: Session, recorded: Sequence[Recorded], ask: Ask, stream: EventStream | None
     ) -> web.StreamResponse:
-        segment.delivered = True  # unless sending fails
-        answer = segment.turns[-1].answer
-        about = {
-            "trajectory": session.facts.trajectory,
-            "segment": segment.id,
-            "policies": [vars(policy) for policy in answer.policies],
-        }
-        reply = Reply(
-            ask.request,
-            Identity() if stream is None else stream.identity,
-            answers=[answer],
-            prompt_tokens=len(segment.tokens) - len(answer.tokens),
-            about=about,
-            token_texts=[token_texts(self._tokenizer, answer.tokens)] if ask.request.logprobs else [],
-        )
+        for segment, _, _ in recorded:
+            segment.delivered = True  # unless sending fails
+        reply = self._make_reply(session, recorded, ask.request, Identity() if stream is None else stream.identity)
         if stream is not None:
-            segment.delivered = await stream.finish(reply)
+            arrived = await stream.finish(reply)
+        else:
+            arrived = not ask.is_abandoned()
+        for segment, _, _ in recorded:
+            segment.delivered = arrived
+        if stream is not None:
             return stream.response
-        segment.delivered = not ask.is_abandoned()
         headers = {HEADER: session.name}
         return web.Response(body=ask.dialect.reply(reply), content_type="application/json", headers=headers)
+
+    def _make_reply(
+        self, session: Session, recorded: Sequence[Recorded], request: ModelRequest, identity: Identity
+    ) -> Reply:
+        answers = [each.answer for each in recorded]
+        policies = {policy: None for answer in answers for policy in answer.policies}  # each once, in their order
+        about = {
+            "trajectory": session.facts.trajectory,
+            "segment": recorded[0].segment.id,
+            "segments": [each.segment.id for each in recorded],
+            "policies": [vars(policy) for policy in policies],
+        }
+        return Reply(
+            request,
+            identity,
+            answers=answers,
+            prompt_tokens=recorded[0].prompt_tokens,
+            about=about,
+            token_texts=[token_texts(self._tokenizer, answer.tokens) for answer in answers] if request.logprobs else [],
+        )
+
+
+def _numbered(request: ModelRequest, index: int) -> ModelRequest:
+    """The request for answer `index`: with a seed, each answer has another one."""
+    seed = request.sampling.seed
+    if seed is None or index == 0:
+        return request
+    return replace(request, sampling=replace(request.sampling, seed=(seed + index) % (1 << 63)))
 
 
 def _ended() -> GatewayError:

@@ -14,13 +14,14 @@ from rollmill.gateway.config import GatewayConfig
 from rollmill.gateway.dialect import Dialect, Limits, ModelRequest
 from rollmill.gateway.dialects.anthropic import AnthropicMessages
 from rollmill.gateway.dialects.openai_chat import OpenAIChat
+from rollmill.gateway.dialects.openai_completions import OpenAICompletions
 from rollmill.gateway.identity import check_named, named_session
 from rollmill.gateway.keys import Key
 from rollmill.gateway.metrics import Metrics
 from rollmill.gateway.registry import Registry
 from rollmill.gateway.sessions import Session
 
-OPENAI_CHAT, ANTHROPIC = OpenAIChat(), AnthropicMessages()
+OPENAI_CHAT, OPENAI_COMPLETIONS, ANTHROPIC = OpenAIChat(), OpenAICompletions(), AnthropicMessages()
 
 
 class ModelRoutes:
@@ -45,6 +46,7 @@ class ModelRoutes:
 
     def add_to(self, app: web.Application) -> None:
         app.router.add_post("/v1/chat/completions", self.chat)
+        app.router.add_post("/v1/completions", self.completions)
         app.router.add_post("/v1/messages", self.messages)
         app.router.add_post("/v1/messages/count_tokens", self.count_tokens)
         app.router.add_get("/v1/models", self.models)
@@ -58,6 +60,15 @@ class ModelRoutes:
         Returns: an OpenAI chat completion, or a stream of it; 503 with Retry-After while no engine is alive.
         """
         return await self._answer(request, OPENAI_CHAT)
+
+    async def completions(self, request: web.Request) -> web.StreamResponse:
+        """Continue a prompt, given as text or as token ids, and record the exact tokens.
+
+        Needs: as POST /v1/chat/completions.
+        Takes: an OpenAI completion with one prompt.
+        Returns: an OpenAI completion with `token_ids` in each choice, or a stream of it.
+        """
+        return await self._answer(request, OPENAI_COMPLETIONS)
 
     async def messages(self, request: web.Request) -> web.StreamResponse:
         """Answer a conversation and record its exact tokens.
@@ -103,6 +114,8 @@ class ModelRoutes:
         admitted = await self._admit(http)
         request = dialect.parse(await http.read(), self._limits)
         self._check_model(request.model)
+        if request.prompt is not None:
+            request = self._completions.with_tokens(request)
         session = self._session(named_session(http), admitted, request)
         self._metrics.count("requests_total", traffic=session.facts.traffic)
         return await self._completions.answer(session, Ask(request, dialect, http))

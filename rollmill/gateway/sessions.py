@@ -198,6 +198,36 @@ class Session:
             return Plan(base.id, cache, base.tokens + prompt, prompt, new, tools, opens=False, inherited=shared)
         return self._branch(base, shared, messages, tools, format)
 
+    def plan_tokens(self, tokens: list[int], decode: Callable[[list[int]], str]) -> Plan:
+        """The plan for a request that gives its context as tokens: they alone decide what it continues."""
+        base, shared = None, 0
+        for segment in self.segments.values():
+            common = _common(segment.tokens, tokens)
+            if base is None or common > shared or common == shared == len(segment.tokens):
+                base, shared = segment, common
+        id = self._next_id()
+        if base is None:
+            return Plan(id, id, tokens, tokens, [{"role": "prompt", "content": decode(tokens)}], [], opens=True)
+        if shared == len(base.tokens) < len(tokens):
+            new = [{"role": "prompt", "content": decode(tokens[shared:])}]
+            cache = id if any(flight.cache == base.id for flight in self.flights) else base.id
+            inherited = len(base.messages)
+            return Plan(base.id, cache, tokens, tokens[shared:], new, base.tools, opens=False, inherited=inherited)
+        mark = max((mark for mark in base.marks if mark.tokens <= shared), key=lambda mark: mark.tokens)
+        new = [{"role": "prompt", "content": decode(tokens[mark.tokens :])}] if len(tokens) > mark.tokens else []
+        return Plan(
+            segment=id,
+            cache=id,
+            context=tokens,
+            prompt=tokens[shared:],
+            messages=new,
+            tools=[],
+            opens=True,
+            parent=(base.id, shared),
+            cause="edit" if new else "retry",
+            inherited=mark.messages,
+        )
+
     def _new_context(
         self, base: OpenSegment, shared: int, messages: list[Message], declared: Declared | None
     ) -> tuple[DeclaredCause, OpenSegment] | None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Sequence
 
 from aiohttp import web
@@ -21,7 +22,8 @@ class EventStream:
         self._http = http
         self._request = request
         self._tokenizer = tokenizer
-        self._contents: list[ContentStream] = [format.content_stream(request.stop) for _ in range(request.count)]
+        self._contents = [_content_stream(request, format, tokenizer) for _ in range(request.count)]
+        self._writing = asyncio.Lock()  # several answers share the stream
         self._sent = [""] * request.count
         self.identity = Identity()
         self._writer = dialect.stream(request, self.identity)
@@ -61,12 +63,20 @@ class EventStream:
         return self.response
 
     async def _write(self, data: bytes) -> None:
-        if not self.begun:
-            self.begun = True
-            await self.response.prepare(self._http)
-            data = self._writer.start(self.prompt_tokens) + data
-        if data:
-            await self.response.write(data)
+        async with self._writing:
+            if not self.begun:
+                self.begun = True
+                await self.response.prepare(self._http)
+                data = self._writer.start(self.prompt_tokens) + data
+            if data:
+                await self.response.write(data)
+
+
+def _content_stream(request: ModelRequest, format: ChatFormat, tokenizer: Tokenizer) -> ContentStream:
+    if request.prompt is None:
+        return format.content_stream(request.stop)
+    ends = [tokenizer.decode([token]) for token in request.sampling.stop_tokens]
+    return ContentStream(tokenizer, ends=[*ends, *request.stop])
 
 
 def token_texts(tokenizer: Tokenizer, tokens: Sequence[int]) -> list[str]:

@@ -15,7 +15,7 @@ from rollmill.gateway.body import parse_object, short
 from rollmill.gateway.dialect import Delta, Identity, Limits, ModelRequest, Reply
 from rollmill.gateway.dialects import fields, openai
 
-MOST_ANSWERS = 1
+MOST_ANSWERS = 16
 # field -> values that have no effect
 NEUTRAL: dict[str, tuple[Any, ...]] = {
     "top_logprobs": (0,),

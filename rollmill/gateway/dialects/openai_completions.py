@@ -1,0 +1,125 @@
+"""OpenAI completions: a prompt as text or token ids, without a chat format.
+
+A prompt of token ids is the context of the engine as it is. A text is tokenised without special tokens; a client that
+needs them sends ids. Answers have `token_ids` beside the text.
+"""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+from rollmill.errors import GatewayError
+from rollmill.gateway.body import parse_object, short
+from rollmill.gateway.dialect import Delta, Identity, Limits, ModelRequest, Reply
+from rollmill.gateway.dialects import fields, openai
+from rollmill.gateway.dialects.openai_chat import MOST_ANSWERS
+
+_NEUTRAL: dict[str, tuple[Any, ...]] = {
+    "best_of": (1,),
+    "echo": (False,),
+    "frequency_penalty": (0,),
+    "logit_bias": ({},),
+    "presence_penalty": (0,),
+    "suffix": ("",),
+}
+_KNOWN = frozenset(
+    "logprobs max_tokens model n prompt return_token_ids seed stop stream stream_options temperature top_k top_p"
+    " user".split()
+)
+
+
+class OpenAICompletions:
+    name = "openai_completions"
+
+    def parse(self, body: bytes, limits: Limits) -> ModelRequest:
+        tree = parse_object(body)
+        fields.check_names(tree, _KNOWN, _NEUTRAL)
+        options = fields.field(tree, "stream_options", dict) or {}
+        max_tokens = fields.max_tokens(tree, ("max_tokens",), limits.default_max_tokens)
+        return ModelRequest(
+            messages=[],
+            tools=[],
+            sampling=fields.sampling(tree, limits.stop_tokens, max_tokens),
+            stop=fields.stops("stop", tree.get("stop")),
+            stream=bool(fields.field(tree, "stream", bool)),
+            model=fields.field(tree, "model", str) or "",
+            user=fields.field(tree, "user", str) or "",
+            count=fields.integer(tree, "n", 1, MOST_ANSWERS) or 1,
+            logprobs=fields.integer(tree, "logprobs", 0, 1) is not None,
+            prompt=_prompt(tree.get("prompt")),
+            options={"include_usage": options.get("include_usage") is True},
+        )
+
+    def reply(self, reply: Reply) -> bytes:
+        choices = []
+        for index, answer in enumerate(reply.answers):
+            logprobs = _logprobs(reply.token_texts[index], answer.logprobs) if reply.request.logprobs else None
+            text, finish = answer.message["content"] or "", openai.finish_reason(answer)
+            choices.append(_choice(index, text, answer.tokens, logprobs, finish))
+        head = _head(reply.request, reply.identity)
+        return json.dumps({**head, "choices": choices, "usage": openai.usage(reply), "rollmill": reply.about}).encode()
+
+    def stream(self, request: ModelRequest, identity: Identity) -> TextWriter:
+        return TextWriter(request, identity)
+
+    def error(self, error: GatewayError) -> dict[str, Any]:
+        return openai.error_body(error)
+
+    def status(self, error: GatewayError) -> int:
+        return error.status
+
+
+class TextWriter:
+    def __init__(self, request: ModelRequest, identity: Identity) -> None:
+        self._request = request
+        self._head = _head(request, identity)
+
+    def start(self, prompt_tokens: int) -> bytes:
+        return b""
+
+    def delta(self, index: int, delta: Delta) -> bytes:
+        logprobs = _logprobs(delta.token_texts, delta.logprobs) if self._request.logprobs else None
+        choice = _choice(index, delta.text, list(delta.tokens), logprobs, None)
+        return fields.event({**self._head, "choices": [choice]})
+
+    def finish(self, reply: Reply) -> bytes:
+        events = b""
+        for index, answer in enumerate(reply.answers):
+            choice = _choice(index, "", [], None, openai.finish_reason(answer))
+            events += fields.event({**self._head, "choices": [choice], "rollmill": reply.about})
+        if reply.request.options.get("include_usage"):
+            events += fields.event({**self._head, "choices": [], "usage": openai.usage(reply)})
+        return events + openai.DONE
+
+    def error(self, error: GatewayError) -> bytes:
+        return fields.event(openai.error_body(error))
+
+
+def _prompt(prompt: Any) -> str | list[int]:
+    if isinstance(prompt, str) and prompt:
+        return prompt
+    if isinstance(prompt, list) and prompt and all(type(token) is int for token in prompt):
+        if not all(0 <= token <= fields.LARGEST for token in prompt):
+            raise GatewayError("prompt has a token id that is negative or too large")
+        return prompt
+    raise GatewayError(
+        f"prompt must be a text or a list of token ids, got {short(prompt)}", hint="send one prompt per request"
+    )
+
+
+def _head(request: ModelRequest, identity: Identity) -> dict[str, Any]:
+    return {
+        "id": f"cmpl-{identity.id}",
+        "object": "text_completion",
+        "created": identity.created,
+        "model": request.model or "rollmill",
+    }
+
+
+def _choice(index: int, text: str, tokens: list[int], logprobs: Any, finish: str | None) -> dict[str, Any]:
+    return {"index": index, "text": text, "token_ids": tokens, "logprobs": logprobs, "finish_reason": finish}
+
+
+def _logprobs(texts: Any, logprobs: Any) -> dict[str, Any]:
+    return {"tokens": list(texts), "token_logprobs": list(logprobs), "top_logprobs": None, "text_offset": None}
