@@ -1,9 +1,9 @@
 """The command harness: any agent program, unmodified, runs inside the machine.
 
 The program gets the task as an argument (`{instruction}` in `argv`), as a file (`{instruction_file}`) or, if `argv` has
-neither, on its standard input. It finds the model at OPENAI_BASE_URL with the key in OPENAI_API_KEY, both are set, and
-it has no other way out of the machine (see `proxy.py`). The files in the work directory are graded when it ends,
-however it ends.
+neither, on its standard input. It finds the model at OPENAI_BASE_URL with the key in OPENAI_API_KEY, or at
+ANTHROPIC_BASE_URL with the key in ANTHROPIC_API_KEY. It has no other way out of the machine (see `proxy.py`).
+The files in the work directory are graded when it ends, however it ends.
 """
 
 from __future__ import annotations
@@ -109,8 +109,9 @@ class CommandHarness:
             await machine.write(INSTRUCTION_FILE, data)
         by_argument = any("{instruction}" in argument for argument in self.config.argv)
         url = f"http://127.0.0.1:{port}/v1"
-        # the second name is that of older clients
+        # OPENAI_API_BASE is the name that older clients read; Anthropic's clients add /v1 themselves
         model = {"OPENAI_BASE_URL": url, "OPENAI_API_BASE": url, "OPENAI_API_KEY": api_key}
+        model |= {"ANTHROPIC_BASE_URL": url.removesuffix("/v1"), "ANTHROPIC_API_KEY": api_key}
         program = machine.exec(
             fill(self.config.argv, text),
             env={**model, **self.config.env},

@@ -14,7 +14,7 @@ from rollmill.errors import HarnessError
 from rollmill.types import Sampling
 
 # Retry on these: the server is starting, draining, or has no engine right now.
-RETRY_STATUS = frozenset({429, 502, 503, 504})
+RETRY_STATUS = frozenset({429, 502, 503, 504, 529})
 GATEWAY_HINT = "is the gateway running? `harness.request_deadline_s` is the time limit"
 
 

@@ -1,8 +1,8 @@
-"""The model as an agent program in a machine sees it: an OpenAI endpoint on the machine's loopback address.
+"""The model as an agent program in a machine sees it: an endpoint on the machine's loopback address.
 
     program ──(http://127.0.0.1:PORT/v1)──► proxy, in this process ──(model URL, session key)──► gateway
 
-The proxy serves one episode. It forwards chat completions and nothing else, always with the key of the episode's
+The proxy serves one episode. It forwards requests to the model and nothing else, always with the key of the episode's
 session, so a program reaches no other route, session or host. It sets the sampling of each request: the agent stays as
 it is, and the run decides what it trains on.
 
@@ -29,6 +29,8 @@ from rollmill.backoff import Backoff
 from rollmill.environments.harnesses.model import RETRY_STATUS, sampling_fields
 from rollmill.types import Sampling
 
+# path of a request for an answer → the field that limits the tokens of the answer
+_ANSWERS = {"/chat/completions": "max_tokens", "/messages": "max_tokens", "/responses": "max_output_tokens"}
 _MAX_CONNECTIONS = 32
 _BETWEEN_CONNECTIONS_S = 0.01
 _UNREACHABLE = (aiohttp.ClientConnectionError, aiohttp.ClientPayloadError, TimeoutError)
@@ -70,7 +72,9 @@ class ModelProxy:
     async def serve(self, listener: socket.socket) -> AsyncIterator[None]:
         """Answer what arrives at `listener`; closes it in the end."""
         app = web.Application(client_max_size=self._max_bytes, middlewares=[self._admit])
-        app.router.add_post("/v1/chat/completions", self._complete)
+        for path in _ANSWERS:
+            app.router.add_post(f"/v1{path}", self._complete)
+        app.router.add_post("/v1/messages/count_tokens", self._count)
         app.router.add_get("/v1/models", self._models)
         runner = web.AppRunner(
             app,
@@ -119,9 +123,10 @@ class ModelProxy:
         self, request: web.Request, handler: Callable[[web.Request], Awaitable[web.StreamResponse]]
     ) -> web.StreamResponse:
         self._use()
-        key = request.headers.get("Authorization", "").removeprefix("Bearer ")
+        bearer = request.headers.get("Authorization", "").removeprefix("Bearer ")
+        key = bearer or request.headers.get("x-api-key", "")  # Anthropic's clients send the second
         if not hmac.compare_digest(key.encode(errors="replace"), self._api_key.encode()):
-            return _refusal(401, "the key is not that of this episode: it is in OPENAI_API_KEY")
+            return _refusal(401, "the key is not that of this episode: it is in OPENAI_API_KEY and ANTHROPIC_API_KEY")
         if self.flooded:
             return _refusal(429, "too many requests")
         return await handler(request)
@@ -137,10 +142,10 @@ class ModelProxy:
         )
 
     async def _complete(self, request: web.Request) -> web.Response:
-        """Forward a chat completion to the model.
+        """Forward a request to the model.
 
         Needs: the key of the episode.
-        Takes: an OpenAI chat completion; the run replaces its sampling.
+        Takes: an OpenAI chat completion or response, or an Anthropic message; the run replaces its model and sampling.
         Returns: the model's answer, whole, also if it is a stream; 503 if it cannot be reached.
         """
         async with self._one:
@@ -154,25 +159,35 @@ class ModelProxy:
                 body = None
             if not isinstance(body, dict):
                 return _refusal(400, "the request is not a JSON object")
-            data = json.dumps(self._sampled(body)).encode()
-            return await self._forward(data)
+            path = request.path.removeprefix("/v1")
+            return await self._forward(path, json.dumps(self._sampled(body, _ANSWERS[path])).encode())
 
-    def _sampled(self, body: dict[str, Any]) -> dict[str, Any]:
+    async def _count(self, request: web.Request) -> web.Response:
+        """Forward a conversation whose tokens are counted. It is not a turn."""
+        async with self._one:
+            try:
+                body = json.loads(await request.read())
+                data = json.dumps({**body, "model": self._model}).encode()
+            except (ValueError, TypeError, RecursionError):
+                return _refusal(400, "the request is not a JSON object")
+            return await self._forward("/messages/count_tokens", data, turns=0)
+
+    def _sampled(self, body: dict[str, Any], limit: str) -> dict[str, Any]:
         """The request with the model and the sampling of the run. The program may ask for a shorter answer."""
         fields = sampling_fields(self._sampling, self.turns + 1)
-        wishes = [body.pop("max_completion_tokens", None), body.get("max_tokens"), fields["max_tokens"]]
+        wishes = [body.pop("max_completion_tokens", None), body.get(limit), fields.pop("max_tokens")]
         shortest = min(wish for wish in wishes if type(wish) is int and wish > 0)
-        return body | fields | {"max_tokens": shortest, "model": self._model}
+        return body | fields | {limit: shortest, "model": self._model}
 
-    async def _forward(self, data: bytes) -> web.Response:
+    async def _forward(self, path: str, data: bytes, turns: int = 1) -> web.Response:
         """Retries while the gateway restarts. When it stays away, `problem` says so and the episode ends."""
         backoff = Backoff(0.05, 2.0, patience=self._deadline_s, jitter=0.5)
         while True:
             try:
-                answer = await self._ask(data, max(backoff.left(), 0.1))
+                answer = await self._ask(path, data, max(backoff.left(), 0.1))
                 if answer.status not in (*RETRY_STATUS, 401):
                     self.problem = None
-                    self.turns += answer.status == 200
+                    self.turns += turns if answer.status == 200 else 0
                     return answer
                 self.problem = f"{self._base_url} answered {answer.status}: {answer.text or ''}"[:500]
                 if answer.status == 401:  # the session has ended: the program can do nothing about it
@@ -186,10 +201,10 @@ class ModelProxy:
         self.ended.set()
         return _refusal(503, "the model cannot be reached")
 
-    async def _ask(self, data: bytes, timeout_s: float) -> web.Response:
+    async def _ask(self, path: str, data: bytes, timeout_s: float) -> web.Response:
         headers = {"Authorization": f"Bearer {self._api_key}", "Content-Type": "application/json"}
         timeout = aiohttp.ClientTimeout(total=timeout_s)
-        url = f"{self._base_url}/chat/completions"
+        url = f"{self._base_url}{path}"
         async with self._session.post(url, data=data, headers=headers, timeout=timeout) as response:
             return web.Response(
                 status=response.status, body=await response.read(), headers={"Content-Type": response.content_type}
@@ -197,4 +212,6 @@ class ModelProxy:
 
 
 def _refusal(status: int, message: str) -> web.Response:
-    return web.json_response({"error": {"message": message, "type": "invalid_request_error"}}, status=status)
+    """An error that clients of OpenAI and of Anthropic can read."""
+    error = {"message": message, "type": "invalid_request_error"}
+    return web.json_response({"type": "error", "error": error}, status=status)

@@ -17,7 +17,7 @@ from rollmill.gateway.segments import Answer
 _NEUTRAL: dict[str, tuple[Any, ...]] = {"container": (), "mcp_servers": ([],), "output_format": ()}
 # `thinking` and `output_config` are wishes about effort: a model reasons as it was trained to
 _KNOWN = frozenset(
-    "cache_control context_management max_tokens messages metadata model output_config service_tier stop_sequences"
+    "cache_control context_management max_tokens messages metadata model output_config seed service_tier stop_sequences"
     " stream system temperature thinking tool_choice tools top_k top_p".split()
 )
 _ERROR_TYPES = {

@@ -67,6 +67,7 @@ class ScriptedModel:
     def server(self) -> TestServer:
         app = web.Application()
         app.router.add_post("/v1/chat/completions", self.handle)
+        app.router.add_post("/v1/messages", self.handle)
         return TestServer(app)
 
 

@@ -86,6 +86,19 @@ async def test_the_run_decides_how_answers_are_sampled(model: ScriptedModel, mac
     assert model.requests[1]["unknown"] == "field" and model.requests[2]["stream"] is True
 
 
+async def test_a_program_may_speak_anthropic(model: ScriptedModel, machine: NamespaceMachine) -> None:
+    model.answers = [text("a")]
+    program = """
+url, key = os.environ["ANTHROPIC_BASE_URL"] + "/v1/messages", os.environ["ANTHROPIC_API_KEY"]
+data = json.dumps({"model": "claude", "max_tokens": 9, "messages": []}).encode()
+urllib.request.urlopen(urllib.request.Request(url, data, {"x-api-key": key}), timeout=50)
+"""
+    result = await play(model, machine, program)
+    assert (result.stop, result.turns) == ("done", 1), result
+    (asked,) = model.requests
+    assert (asked["model"], asked["max_tokens"], asked["seed"]) == ("rollmill", 9, 101)
+
+
 @pytest.mark.parametrize("how", ["{instruction}", "{instruction_file}", ""])
 async def test_the_instruction_arrives_whole(model: ScriptedModel, machine: NamespaceMachine, how: str) -> None:
     instruction = "fix 'it'; $(touch /work/run) `id` {instruction_file} \"\n\u20ac"
