@@ -13,6 +13,7 @@ from rollmill.environments.task import Task, TaskSet
 from rollmill.errors import RollmillError, TaskError
 from rollmill.evals.statistics import clustered_interval
 from rollmill.evals.suite import Cell, EvalConfig
+from rollmill.rollouts.ids import as_id
 from rollmill.rollouts.rollout import Outcome, RolloutContext, rollout_seed, run_rollout
 from rollmill.types import Sampling
 
@@ -119,7 +120,7 @@ async def run_eval(
     prefix = f"{examination.run}-{examination.label}-{secrets.token_hex(3)}"
 
     async def attempt(task: Task, cell: Cell, index: int, number: int) -> Outcome:
-        group = f"{prefix}-{cell.split}-{cell.mode}-{index:04d}"
+        group = f"{as_id(f'{prefix}-{cell.split}-{cell.mode}')}-{index:04d}"
         return await _attempt(context, task, cell, examination, group, number)
 
     return await run_cells(tasks, config, examination, attempt, on_progress)

@@ -26,6 +26,7 @@ from rollmill.environments.task import Task, TaskSet
 from rollmill.errors import HarnessError
 from rollmill.rollouts.choices import Choices
 from rollmill.rollouts.config import RolloutConfig
+from rollmill.rollouts.ids import as_id
 from rollmill.rollouts.rollout import (
     Outcome,
     RolloutContext,
@@ -83,7 +84,7 @@ class Dispatcher:
 
     async def _start_group(self, index: int, groups: asyncio.TaskGroup) -> bool:
         """Wait until there is room, then start group `index`. Returns False once the last step is committed."""
-        group_id = f"{self._run.replace('/', '-')}-{index:06d}"  # an id is a part of a URL
+        group_id = f"{as_id(self._run.replace('/', '-'))}-{index:06d}"
         ids = [f"{group_id}-{member}" for member in range(self._pace.group_size)]
         while not self._pace.is_last(committed := await asyncio.to_thread(self._ledger.committed)):
             if index < self._pace.most_started(committed):

@@ -131,6 +131,14 @@ async def test_a_split_without_tasks_is_an_error_that_names_it(world: World) -> 
         await run_eval(world.context, NoFamily(), SUITE, EXAMINATION)
 
 
+async def test_long_and_strange_names_of_run_label_and_split_become_ids(world: World) -> None:
+    """A run, a stage and a split may each have 63 characters; a task set of a user may call a split anything."""
+    suite = EvalConfig(tasks=1, attempts=2, family_tasks=0, greedy=False)
+    for run, label in (("r" * 72, "after-" + "s" * 63), ("r" * 72, "after-" + "s" * 62 + "t"), (RUN, "häuser / 2")):
+        (result,) = await run_eval(world.context, Additions(), suite, replace(EXAMINATION, run=run, label=label))
+        assert (result.attempts, result.failed) == (2, 0)
+
+
 async def test_too_many_lost_attempts_are_an_error_that_names_the_first(world: World) -> None:
     context = replace(world.context, machines=StandInHost(lambda asked: asked == 1, world.context.machines))
     with pytest.raises(RollmillError, match=r"1 of 12 attempts failed, the first: machine: .*out of machines"):
