@@ -167,10 +167,16 @@ class Session:
                 await flight.wait()
 
     def undelivered(self, messages: Sequence[Message], tools: Sequence[Tool]) -> OpenSegment | None:
-        """The newest segment whose last answer these messages ask for, if that answer may not have arrived."""
+        """The newest segment whose last answer these messages ask for, if that answer may not have arrived. An answer
+        that was cut is not given again."""
         for segment in reversed(self.segments.values()):
             asked = len(segment.messages) - 1
-            if segment.delivered or asked != len(messages) or segment.tools != tools:
+            if (
+                segment.delivered
+                or segment.turns[-1].answer.finish == "abort"
+                or asked != len(messages)
+                or segment.tools != tools
+            ):
                 continue
             if segment.shared_messages(messages) == asked:
                 return segment
@@ -241,7 +247,7 @@ class Session:
         parent = self.latest if declared.parent is None else self.segments.get(declared.parent)
         if parent is None:
             raise GatewayError("this session has no such parent segment", hint="answers name their segment")
-        return declared.cause, parent
+        return declared.cause, base if continues else parent  # shared answers keep their tokens
 
     def place(self, plan: Plan, answer: Answer) -> Turn:
         """The turn of a planned answer. Answers recorded since the plan was made decide where it goes."""

@@ -45,7 +45,7 @@ async def test_parallel_requests_become_branches(mill: Mill, answers: Answers) -
         segments = (await door.seal("a")).segments
     assert sorted(segment.cause for segment in segments) == ["fork", "fork", "start"]
     start = len(mill.format.render_start([USER], TOOLS))
-    assert segments[1].parent == ("a.0", start)
+    assert segments[1].parent == (segments[0].id, start)
     sampled = sorted(segment.tokens[span.start : span.end].tolist() for segment in segments for span in segment.spans)
     assert sampled == sorted(answers.text(text) for text in ("one", "two", "three", "four", "five"))
     assert {segment.id: len(segment.spans) for segment in segments} == before
@@ -171,3 +171,21 @@ def test_a_request_waits_until_an_engine_keeps_it(monkeypatch: pytest.MonkeyPatc
     request.end()
     other.end()
     assert waits.seconds() == 30.0 and not waits.waiting
+
+
+async def test_an_answer_that_was_cut_is_not_repeated_after_a_restart(mill: Mill, answers: Answers) -> None:
+    engine = StandIn([answers.text("a b c d e f g h"), answers.text("whole")], hold_after=3)
+    endpoint = await mill.engine(engine)
+    mill.plan("a")
+    async with mill.running(endpoint) as door:
+        key = await door.open("a")
+        async with streaming(door, key, b'"content": " b"') as response:
+            response.close()
+        engine.release.set()
+        await until(lambda: _is_recorded(mill))
+    async with mill.running(endpoint) as door:
+        assert (await door.ask(key, [USER]))[1]["choices"][0]["message"]["content"] == "whole"
+
+
+async def _is_recorded(mill: Mill) -> bool:
+    return bool(read_record(mill))
