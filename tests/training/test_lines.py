@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from rollmill.errors import TrainingError
+from rollmill.errors import TrainingError, WeightsError
 from rollmill.training import state
 from rollmill.training.lineage import next_line, trace_lineage
 from rollmill.training.objective import StepOutcome
@@ -95,6 +95,24 @@ def test_another_seed_does_not_change_a_line_that_exists(tmp_path: Path):
     trainer.run(3)
     assert world.weights.lines() == ["main"] and len(world.chain()) == 4
     assert world.ledger.open_groups() == (STEPS - 3) * PACE.groups_per_step
+
+
+def test_a_late_version_of_an_earlier_trainer_ends_in_a_new_line(tmp_path: Path):
+    """An earlier trainer was paused after its last check and commits its version 2 when another one owns the line."""
+    world = World(tmp_path)
+    world.add_steps()
+    world.trainer().run(1)
+    late = Publisher(world.weights, "main")
+    late.resume()
+    owner = world.trainer()
+    owner.run(1)
+    late._writer.check = lambda: None  # type: ignore[method-assign]  # it was paused after the check
+    late.publish(2, world.weights.load(Version("main", 0)), metadata={"step": 2})
+    with pytest.raises(WeightsError, match="main@2 .* has diverged") as refused:
+        owner.run(2)
+    assert str(refused.value.hint).startswith("start this trainer again")
+    assert world.trainer().run(3).line == "main.2"
+    assert world.ledger.committed() == 3
 
 
 def test_lineage_and_run_survive_collected_versions(tmp_path: Path):

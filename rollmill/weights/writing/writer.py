@@ -9,7 +9,8 @@ be paused for any time, be fenced, and still create its manifest. That is harmle
 - Its number follows the version it was at. If the new owner has published that number, the creation is refused. If
   not, the late version is the last one of the old writer.
 - The new owner then finds the number taken. If the root digest is the same (both ran the same recorded step), the
-  version is confirmed. If not, the owner reports that they have diverged, and a new line or take-over decides.
+  version is confirmed. If not, the owner reports that they have diverged. A trainer that is started again takes over
+  the line after the late version, runs its steps again, and goes on in a new line if they give other weights.
 - A version's delta starts from the version before it, whoever wrote it, and both were verified by root digest. So every
   version can be restored in any order, and the epochs of a line's manifests never decrease.
 """
@@ -122,7 +123,8 @@ class Writer:
         return WeightsError(
             f"{manifest.version} ({self.form}) has diverged: {manifest.writer} (epoch {manifest.epoch}) published "
             f"{manifest.digest[:16]}…, and this writer (epoch {self.epoch}) has {ours}",
-            hint="one trainer per line; to go on with these weights, start a new line from the last common version",
+            hint="start this trainer again: it takes over the line at its head, and goes on in a new line if its steps "
+            "give other weights; only one trainer per line may run",
         )
 
     def check_number(self, number: int, last: Manifest | None) -> None:
