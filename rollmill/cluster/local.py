@@ -12,6 +12,7 @@ import signal
 import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 
 from rollmill import telemetry
 from rollmill.backoff import Backoff
@@ -104,7 +105,6 @@ class LocalCluster:
         self._spawn(role)
 
     def _spawn(self, role: RoleProcess) -> None:
-        self._run.logs.mkdir(parents=True, exist_ok=True)
         role.started_at = time.monotonic()
         role.processes = []
         for rank, place in enumerate(places(role.ranks)):
@@ -115,14 +115,30 @@ class LocalCluster:
                 role.arguments,
                 name=f"rollmill {name} {self._run.path}",
                 environment={"OMP_NUM_THREADS": str(role.threads), **place},
-                log=self._run.logs / f"{name}.log",
+                log=self._open_log(name),
             )
             role.processes.append(process)
 
+    def _open_log(self, name: str) -> Path:
+        """Check that the log of a process can be written, and return its path."""
+        path = self._run.logs / f"{name}.log"
+        try:
+            path.parent.mkdir(parents=True, exist_ok=True)
+            path.open("ab").close()
+        except OSError as error:
+            raise RollmillError(
+                f"process {name!r} cannot be started: its log {path} cannot be opened: {error.strerror}",
+                hint="is the disk full, or was the directory moved? once it is fixed, run the same command again",
+            ) from None
+        return path
+
     def _last_words(self, name: str) -> str:
-        with (self._run.logs / f"{name}.log").open("rb") as log:
-            log.seek(max(0, log.seek(0, os.SEEK_END) - 4096))
-            lines = log.read().decode(errors="replace").strip().splitlines()
+        try:
+            with (self._run.logs / f"{name}.log").open("rb") as log:
+                log.seek(max(0, log.seek(0, os.SEEK_END) - 4096))
+                lines = log.read().decode(errors="replace").strip().splitlines()
+        except OSError as error:
+            return f"its log cannot be read: {error.strerror}"
         return " ".join(lines[-2:])[-600:] or "its log is empty"
 
 

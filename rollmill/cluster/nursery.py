@@ -211,7 +211,11 @@ def _be(request: dict[str, Any]) -> int:
     signal.signal(signal.SIGINT, signal.default_int_handler)
     nursery = os.getppid()
     os.setpgid(0, 0)
-    log = os.open(request["log"], os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o666)
+    try:
+        log = os.open(request["log"], os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o666)
+    except OSError as error:  # the supervisor has checked it a moment ago
+        print(f"rollmill: {request['log']} cannot be opened: {error.strerror}", file=sys.stderr)
+        return 1
     os.dup2(log, 1)
     os.dup2(log, 2)
     os.close(log)

@@ -34,7 +34,7 @@ class Clock:
 
     async def seconds(self) -> float:
         """The episode's own seconds so far."""
-        # a gateway that was restarted has forgotten earlier waits
+        # a gateway that was restarted may have forgotten its latest waits
         self._waited = max(self._waited, await self._gateway.waited(self._trajectory))
         elapsed, away = time.monotonic() - self._started, self._gateway.away_seconds() - self._away
         return max(0.0, elapsed - away - self._waited - self._machine.waited())
