@@ -14,6 +14,7 @@ policy, T tool result):
 from __future__ import annotations
 
 import enum
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal
@@ -34,6 +35,15 @@ class Version:
 
     def __str__(self) -> str:
         return f"{self.line}@{self.number}"
+
+
+def same_line(first: str, second: str) -> bool:
+    """Whether both are one line. A successor (rl.2) goes on with its line (rl) on other hardware, and counts as it."""
+    return first == second or _origin(first) == _origin(second)
+
+
+def _origin(line: str) -> str:
+    return re.sub(r"\.[0-9]+$", "", line)
 
 
 @dataclass(frozen=True)

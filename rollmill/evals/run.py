@@ -115,7 +115,7 @@ async def run_eval(
     """
     still_running_s = 0.0 if alone else 2 * context.timeout_s
     await asyncio.to_thread(context.trajectories.fail_interrupted, examination.index_run, still_running_s)
-    await context.gateway.wait_until_serving(examination.version)
+    await context.gateway.wait_until_serving(examination.version, context.line)
     # an evaluation that is run again, after a crash for example, makes new trajectories
     prefix = f"{examination.run}-{examination.label}-{secrets.token_hex(3)}"
 

@@ -9,7 +9,7 @@ import numpy as np
 
 from rollmill.chat.format import ChatFormat, Message, Tool
 from rollmill.chat.tokenizer import Tokenizer
-from rollmill.gateway.router import EngineState
+from rollmill.gateway.engines import EngineState
 from rollmill.gateway.segments import Answer
 from rollmill.inference.engine import GenerateChunk, GenerateRequest
 from rollmill.types import FinishReason, PolicyRef, Span

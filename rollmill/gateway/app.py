@@ -37,7 +37,6 @@ from rollmill.gateway.keys import KeyRing, KeyStore
 from rollmill.gateway.limits import KeyLimits
 from rollmill.gateway.metrics import Metrics
 from rollmill.gateway.model_routes import ModelRoutes, dialect_of
-from rollmill.gateway.models import model_names
 from rollmill.gateway.recorder import Recorder
 from rollmill.gateway.registry import Registry
 from rollmill.gateway.router import Router
@@ -112,7 +111,7 @@ class Gateway:
             self._registry,
             self._metrics,
             access,
-            lambda: model_names(self._router.engines),
+            self._router.names,
         )
 
     async def lifetime(self, app: web.Application) -> AsyncIterator[None]:
@@ -132,8 +131,8 @@ class Gateway:
         """Open a session whose requests become one trajectory.
 
         Needs: a key with the scope rollout, or the admin token.
-        Takes: {"trajectory", "traffic": "rollout" or "production"}, and optionally run, task_id, group_id, min_version
-        and provenance.
+        Takes: {"trajectory", "traffic": "rollout" or "production"}, and optionally run, task_id, group_id, min_version,
+        line (of min_version) and provenance.
         Returns: {"key"}: the API key of this session, the same if it is already open; 409 if it is sealed.
         """
         await self._access.check(request, "rollout")

@@ -182,11 +182,12 @@ class Completions:
         index: int,
     ) -> Answer:
         facts, sampling = session.facts, request.sampling
-        ask = GenerateRequest(plan.cache, plan.context, sampling, facts.traffic, facts.min_version)
+        ask = GenerateRequest(plan.cache, plan.context, sampling, facts.traffic, facts.min_version, facts.line)
         builder = AnswerBuilder(ask, self._tokenizer, request.stop)
         piecemeal = request.stream or bool(request.stop) or sampling.max_tokens > self._config.stream_above
         wait = session.waits.begin()
-        chunks = self._router.generate(ask, prefer=session.engine, stream=piecemeal, lost=wait.lost)
+        target = self._router.target(request.model, facts.trajectory)
+        chunks = self._router.generate(ask, prefer=session.engine, stream=piecemeal, target=target, lost=wait.lost)
         try:
             with flight.sampling():
                 async for engine, chunk in chunks:

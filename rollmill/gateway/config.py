@@ -17,6 +17,19 @@ class GatewayConfig(Config):
     default_max_tokens: int = Field(
         default=1024, ge=1, description="Most tokens of an answer if the request does not set it."
     )
+    split: dict[str, dict[str, float]] = Field(
+        default_factory=dict,
+        description="Divides the sessions that ask for a model between names, by weight. `[gateway.split.rollmill]` "
+        "with `live = 0.95` and `candidate = 0.05` is a canary. A session keeps what it got.",
+    )
+    engine_requests: int = Field(
+        default=1024, ge=1, description="Most requests that one engine gets at the same time; the others wait."
+    )
+    queue_requests: int = Field(
+        default=4096,
+        ge=0,
+        description="Most requests that wait for an engine. Further ones get status 429 with Retry-After.",
+    )
     engine_wait_s: float = Field(
         default=30.0,
         ge=0,

@@ -1,9 +1,11 @@
 """Chooses the engine that answers, and another one when it dies.
 
 Every engine is asked for its health a few times per second. A request goes to the engine that holds the session's KV
-cache if that one is fit, else to the least loaded fit one. Fit engines serve the wanted version and are not paused.
-When an engine dies before its first token, the request starts again on another one. When it dies later, the tokens it
-sampled are kept and another engine goes on from them. With no engine at all, a request waits for `engine_wait_s`.
+cache if that one is fit, else to the least loaded fit one. Fit engines serve what the request asks for (see `targets`),
+have a free place (see `places`) and are not paused. When an engine dies before its first token, the request starts
+again on another one. When it dies later, the tokens it sampled are kept and another engine goes on from them. Without a
+fit engine, a request waits for `engine_wait_s`. All tokens of an answer come from one line: an engine that switches
+to another line in the middle of an answer counts as dead for it.
 """
 
 from __future__ import annotations
@@ -12,8 +14,9 @@ import asyncio
 import contextlib
 import json
 import logging
+import time
 from collections.abc import AsyncGenerator, Callable, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from typing import Any
 
 import aiohttp
@@ -22,60 +25,27 @@ from rollmill.backoff import Backoff
 from rollmill.errors import EngineError, GatewayError
 from rollmill.gateway.account import current_account
 from rollmill.gateway.config import EngineEndpoint, GatewayConfig
+from rollmill.gateway.engines import EngineState
+from rollmill.gateway.places import Places, Priority, overloaded
+from rollmill.gateway.targets import DEFAULT, Target, pick, read_target
 from rollmill.inference.engine import GenerateChunk, GenerateRequest
 from rollmill.inference.wire import chunk_from_json, request_to_json
-from rollmill.types import PolicyRef
+from rollmill.types import same_line
 
 log = logging.getLogger(__name__)
 _GONE = (aiohttp.ClientError, OSError, TimeoutError, EngineError)
 _FIRST_PAUSE_S, _LONGEST_PAUSE_S = 0.05, 1.0
-
-
-@dataclass
-class EngineState:
-    """An engine as the router last saw it."""
-
-    url: str
-    region: str
-    token: str | None = field(default=None, repr=False)
-    alive: bool = False
-    name: str = ""
-    policy: PolicyRef | None = None
-    paused: bool = False
-    queued: int = 0  # running and waiting, by its own count
-    in_flight: int = 0  # our requests that it has not finished
-    failures: int = 0
-    problem: str = field(default="no health check yet")
-
-    @property
-    def load(self) -> int:
-        return max(self.queued, self.in_flight)
-
-    def serves(self, min_version: int) -> bool:
-        return self.policy is not None and self.policy.number >= min_version
-
-    def describe(self) -> dict[str, Any]:
-        policy = None if self.policy is None else vars(self.policy)
-        return {
-            "url": self.url,
-            "region": self.region,
-            "alive": self.alive,
-            "engine": self.name,
-            "policy": policy,
-            "paused": self.paused,
-            "queued": self.queued,
-            "problem": None if self.alive else self.problem,
-        }
+_FIRST_CHECK_S = 1.0  # how long a starting gateway waits for its engines before it listens
 
 
 class Router:
     def __init__(self, endpoints: Sequence[EngineEndpoint], config: GatewayConfig) -> None:
-        self.engines = [
-            EngineState(endpoint.url.rstrip("/"), endpoint.region, endpoint.token) for endpoint in endpoints
-        ]
+        self.engines = [EngineState(endpoint) for endpoint in endpoints]
+        self.places = Places(config.queue_requests)
         self._config = config
         self._timeout = aiohttp.ClientTimeout(total=None, sock_connect=5, sock_read=config.engine_silence_s)
-        self._changed = asyncio.Condition()
+        self._lines: set[str] = set()  # that engines have served since the start
+        self._channels: set[str] = set()
         self._client: aiohttp.ClientSession | None = None
         self._polls: list[asyncio.Task[None]] = []
 
@@ -85,7 +55,13 @@ class Router:
             cookie_jar=aiohttp.DummyCookieJar(),
             skip_auto_headers=("User-Agent", "Accept", "Accept-Encoding"),
         )
-        self._polls = [asyncio.create_task(self._poll(engine)) for engine in self.engines]
+        # the first request must find what there is
+        first = [asyncio.create_task(self._check(engine)) for engine in self.engines]
+        if first:
+            await asyncio.wait(first, timeout=_FIRST_CHECK_S)
+        self._polls = [
+            asyncio.create_task(self._poll(engine, check)) for engine, check in zip(self.engines, first, strict=True)
+        ]
 
     async def close(self) -> None:
         for poll in self._polls:
@@ -94,27 +70,55 @@ class Router:
         if self._client is not None:
             await self._client.close()
 
+    def names(self) -> list[str]:
+        """The names of models that a request may ask for: see `targets`. The first is the default."""
+        versions = {f"{e.policy.line}@{e.policy.number}" for e in self.engines if e.policy is not None}
+        return [DEFAULT, *sorted({*self._config.split, *self._lines, *self._channels, *versions} - {DEFAULT})]
+
+    def target(self, name: str, session: str) -> Target:
+        """What a request of this session asks for with this name of a model."""
+        split = self._config.split.get(name or DEFAULT)
+        return read_target(pick(split, session) if split else name, self._channels)
+
     async def generate(
-        self, request: GenerateRequest, *, prefer: str | None, stream: bool, lost: Callable[[], None] = lambda: None
+        self,
+        request: GenerateRequest,
+        *,
+        prefer: str | None,
+        stream: bool,
+        target: Target | None = None,
+        lost: Callable[[], None] = lambda: None,
     ) -> AsyncGenerator[tuple[EngineState, GenerateChunk], None]:
         """Yields the chunks of one answer, each with its engine. The last has a `finish` other than "abort". Calls
-        `lost` when an engine fails."""
+        `lost` when an engine fails. A line that the request itself names comes before that of `target`."""
+        target = target or Target()
+        if request.line:
+            target = replace(target, line=request.line)
         sampled: list[int] = []
         failed: EngineState | None = None
         patience = _Patience(self._config.engine_wait_s)
         account = current_account()
         account.prompt_tokens += len(request.tokens)
         while True:
-            engine = await self._choose(prefer, failed, request.min_version, patience)
+            queued = time.perf_counter()
+            engine = await self._take(prefer, failed, target, request, bool(sampled), patience)
+            account.queue_s += time.perf_counter() - queued
             try:
-                async with contextlib.aclosing(self._ask(engine, _rest(request, sampled), stream)) as chunks:
-                    async for chunk in chunks:
+                line = target.line or (engine.policy.line if engine.policy else "")
+                rest = replace(_rest(request, sampled), line=line)
+                async with contextlib.aclosing(self._ask(engine, rest, stream)) as chunks:
+                    async for whole_chunk in chunks:
+                        chunk = _of_line(whole_chunk, line)
+                        if chunk.tokens:
+                            target = replace(target, line=line)
                         sampled += chunk.tokens
                         account.hear(len(chunk.tokens))
                         whole = chunk.finish not in (None, "abort")
                         yield engine, chunk
                         if whole:
                             return
+                        if chunk is not whole_chunk:
+                            raise EngineError(f"the engine left line {line} in the middle of the answer")
                         if chunk.tokens:
                             patience.reset()
                 raise EngineError("the engine gave up the request")
@@ -122,6 +126,8 @@ class Router:
                 self._lost(engine, error)
                 lost()
                 prefer, failed = None, engine
+            finally:
+                self.places.leave(engine)
             ended = _ended(request, sampled)
             if ended is not None:
                 yield engine, ended
@@ -132,45 +138,58 @@ class Router:
         self, engine: EngineState, request: GenerateRequest, stream: bool
     ) -> AsyncGenerator[GenerateChunk, None]:
         assert self._client is not None, "the router is not started"
-        engine.in_flight += 1
-        try:
-            body = request_to_json(request, stream=stream)
-            headers = {"Authorization": f"Bearer {engine.token}"} if engine.token else None
-            url = f"{engine.url}/generate"
-            async with self._client.post(url, data=body, headers=headers, timeout=self._timeout) as response:
-                if response.status != 200:
-                    await _refuse(response)
-                if not stream:
-                    yield chunk_from_json(await response.read())
-                    return
-                # read in pieces: a chunk that carries a long prompt's routes is larger than readline() allows
-                pending = b""
-                async for piece in response.content.iter_any():
-                    *lines, pending = (pending + piece).split(b"\n")
-                    for line in filter(None, lines):
-                        chunk = chunk_from_json(line)
-                        if chunk.finish is not None:
-                            await response.read()  # to the end, so that the connection can be reused
-                        yield chunk
-        finally:
-            engine.in_flight -= 1
+        body = request_to_json(request, stream=stream)
+        token = engine.endpoint.token
+        headers = {"Authorization": f"Bearer {token}"} if token else None
+        url = f"{engine.url}/generate"
+        async with self._client.post(url, data=body, headers=headers, timeout=self._timeout) as response:
+            if response.status != 200:
+                await _refuse(response)
+            if not stream:
+                yield chunk_from_json(await response.read())
+                return
+            # read in pieces: a chunk that carries a long prompt's routes is larger than readline() allows
+            pending = b""
+            async for piece in response.content.iter_any():
+                *lines, pending = (pending + piece).split(b"\n")
+                for line in filter(None, lines):
+                    chunk = chunk_from_json(line)
+                    if chunk.finish is not None:
+                        await response.read()  # to the end, so that the connection can be reused
+                    yield chunk
 
-    async def _choose(
-        self, prefer: str | None, failed: EngineState | None, min_version: int, patience: _Patience
+    async def _take(
+        self,
+        prefer: str | None,
+        failed: EngineState | None,
+        target: Target,
+        request: GenerateRequest,
+        begun: bool,
+        patience: _Patience,
     ) -> EngineState:
-        while True:
-            alive = [engine for engine in self.engines if engine.alive]
-            alive = [engine for engine in alive if engine is not failed] or alive
-            fit = [engine for engine in alive if not engine.paused and engine.serves(min_version)] or alive
-            if fit:
-                held = [engine for engine in fit if engine.url == prefer]
-                return held[0] if held else min(fit, key=lambda engine: engine.load)
-            try:
-                async with asyncio.timeout(patience.left()):
-                    async with self._changed:
-                        await self._changed.wait()
-            except TimeoutError:
-                raise patience.exhausted("no engine is available") from None
+        """Waits for a place at a fit engine."""
+        priority: Priority = 0 if begun else 1 if request.traffic == "production" else 2
+        try:
+            return await self.places.take(
+                lambda: self._choose(prefer, failed, target, request.min_version), priority, patience.left()
+            )
+        except TimeoutError:
+            busy = any(engine.alive and target.is_served_by(engine) for engine in self.engines)
+            if busy:
+                raise overloaded(self.places.waiting) from None
+            raise patience.exhausted("no engine is available") from None
+
+    def _choose(
+        self, prefer: str | None, failed: EngineState | None, target: Target, min_version: int
+    ) -> EngineState | None:
+        """The best engine with a free place; None if there is none."""
+        alive = [engine for engine in self.engines if engine.alive and target.is_served_by(engine)]
+        alive = [engine for engine in alive if engine is not failed] or alive
+        # an engine that is paused or behind keeps a request until it can serve it
+        fit = [engine for engine in alive if not engine.paused and _is_at(engine, min_version)] or alive
+        free = [engine for engine in fit if engine.in_flight < self._config.engine_requests]
+        held = [engine for engine in free if engine.url == prefer]
+        return held[0] if held else min(free, key=lambda engine: engine.load, default=None)
 
     def _lost(self, engine: EngineState, error: BaseException) -> None:
         engine.failures += 1
@@ -179,19 +198,26 @@ class Router:
             engine.alive = False  # until it answers a health check again
         log.warning("engine %s failed during an answer: %s", engine.url, engine.problem)
 
-    async def _poll(self, engine: EngineState) -> None:
+    async def _poll(self, engine: EngineState, check: asyncio.Task[None]) -> None:
+        await check
         while True:
-            was = engine.alive
-            try:
-                self._see(engine, await self._ask_health(engine))
-            except (*_GONE, ValueError, KeyError, TypeError) as error:
-                engine.alive, engine.problem = False, f"{type(error).__name__}: {error}"[:200]
-            if engine.alive != was:
-                log.info("engine %s is %s", engine.url, "up" if engine.alive else f"down: {engine.problem}")
-            if engine.alive and not was:
-                async with self._changed:
-                    self._changed.notify_all()
             await asyncio.sleep(self._config.health_interval_s)
+            await self._check(engine)
+
+    async def _check(self, engine: EngineState) -> None:
+        before = (engine.alive, engine.policy, engine.paused, engine.channel)
+        try:
+            engine.see(await self._ask_health(engine))
+        except (*_GONE, ValueError, KeyError, TypeError) as error:
+            engine.alive, engine.problem = False, f"{type(error).__name__}: {error}"[:200]
+        if engine.policy is not None:
+            self._lines.add(engine.policy.line)
+        if engine.channel is not None:
+            self._channels.add(engine.channel)
+        if engine.alive != before[0]:
+            log.info("engine %s is %s", engine.url, "up" if engine.alive else f"down: {engine.problem}")
+        if engine.alive and before != (engine.alive, engine.policy, engine.paused, engine.channel):
+            self.places.fill()
 
     async def _ask_health(self, engine: EngineState) -> dict[str, Any]:
         assert self._client is not None
@@ -200,14 +226,6 @@ class Router:
                 raise EngineError(f"health answered {response.status}")
             tree: dict[str, Any] = json.loads(await response.read())
             return tree
-
-    def _see(self, engine: EngineState, health: dict[str, Any]) -> None:
-        policy = health.get("policy")
-        engine.name = str(health["engine"])
-        engine.policy = PolicyRef(**policy) if policy else None
-        engine.paused = bool(health.get("paused"))
-        engine.queued = int(health["running"]) + int(health["waiting"])
-        engine.alive = engine.policy is not None  # an engine without weights cannot answer
 
 
 class _Patience:
@@ -235,6 +253,29 @@ class _Patience:
             status=503,
             hint="try again; GET /health shows the state of the engines",
         )
+
+
+def _is_at(engine: EngineState, min_version: int) -> bool:
+    return engine.policy is not None and engine.policy.number >= min_version
+
+
+def _of_line(chunk: GenerateChunk, line: str) -> GenerateChunk:
+    """The chunk, or what comes before its first token of another line."""
+    foreign = {index for index, policy in enumerate(chunk.policies) if not same_line(policy.line, line)}
+    if foreign.isdisjoint(chunk.policy):
+        return chunk
+    own = next(position for position, index in enumerate(chunk.policy) if index in foreign)
+    policies = [policy for index, policy in enumerate(chunk.policies) if index not in foreign]
+    return replace(
+        chunk,
+        tokens=chunk.tokens[:own],
+        logprobs=chunk.logprobs[:own],
+        policy=[policies.index(chunk.policies[index]) for index in chunk.policy[:own]],
+        policies=policies,
+        routes=None if chunk.routes is None else chunk.routes[: len(chunk.routes) - len(chunk.tokens) + own],
+        finish=None,
+        oldest_kv_policy=None,
+    )
 
 
 def _rest(request: GenerateRequest, sampled: list[int]) -> GenerateRequest:

@@ -51,6 +51,7 @@ class SessionFacts:
     task_id: str = ""
     group_id: str = ""
     min_version: Int31 = 0
+    line: str = ""  # of `min_version`
     provenance: dict[str, Any] = field(default_factory=dict)
 
 
@@ -62,7 +63,7 @@ def parse_facts(tree: dict[str, Any]) -> SessionFacts:
     try:
         given = {name: value for name, value in tree.items() if value is not None}
         facts = parse_json(json.dumps(given), _FACTS)
-        for name in ("run", "task_id", "group_id"):
+        for name in ("run", "task_id", "group_id", "line"):
             to_key(name, getattr(facts, name))
         to_object("provenance", facts.provenance)
     except TrajectoryError as error:

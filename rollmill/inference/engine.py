@@ -4,7 +4,8 @@ The same contract over HTTP (`inference/server.py`) and in process (`inference/e
 
     POST /generate   GenerateRequest as JSON → newline-delimited JSON, one GenerateChunk per line, the last has `finish`
     GET  /health     {"engine", "region", "policy": {line, number, form, digest}, "running", "waiting", "paused"}, and
-                     "problem": why it is not at the newest weights, "lent": the line it is lent to
+                     "problem": why it is not at the newest weights, "lent": the line it is lent to,
+                     "serves": {"kind": line, channel or version, "name", "context": its longest context}
     GET  /metrics    counters as Prometheus text
     POST /pause, /resume
     POST /hint       {"version": n}: look for new weights now
@@ -65,6 +66,7 @@ class GenerateRequest:
     sampling: Sampling
     traffic: TrafficClass = "rollout"
     min_version: int = 0  # wait until the served version number is at least this: how staleness 0 is kept
+    line: str = ""  # the line whose versions are meant; an engine that serves another one refuses. "": any line
 
 
 @dataclass

@@ -31,9 +31,15 @@ SHUTDOWN_SECONDS = 2.0
 OPEN = ("/health", "/metrics")  # need no token: gateways poll the first, monitors the second
 
 
-def make_app(engine: Engine, follower: EngineFollower | None = None, token: str | None = None) -> web.Application:
-    """`follower` keeps the engine's weights up to date. With a `token`, every path not in `OPEN` asks for it."""
-    handlers = _Handlers(engine, follower)
+def make_app(
+    engine: Engine,
+    follower: EngineFollower | None = None,
+    token: str | None = None,
+    serves: dict[str, Any] | None = None,
+) -> web.Application:
+    """`follower` keeps the engine's weights up to date. With a `token`, every path not in `OPEN` asks for it. `serves`
+    is what the engine declares in its health."""
+    handlers = _Handlers(engine, follower, serves)
     app = web.Application(client_max_size=LARGEST_REQUEST, middlewares=[_guard(token)] if token else [])
     app.router.add_post("/generate", handlers.generate)
     app.router.add_get("/health", handlers.health)
@@ -64,8 +70,8 @@ def _guard(token: str) -> Any:
 
 
 class _Handlers:
-    def __init__(self, engine: Engine, follower: EngineFollower | None) -> None:
-        self._engine, self._follower = engine, follower
+    def __init__(self, engine: Engine, follower: EngineFollower | None, serves: dict[str, Any] | None) -> None:
+        self._engine, self._follower, self._serves = engine, follower, serves
 
     async def generate(self, http: web.Request) -> web.StreamResponse:
         """Sample tokens. The status waits for the first chunk, so a request that cannot be served gets a plain error.
@@ -97,7 +103,7 @@ class _Handlers:
         """Say what the engine serves and how busy it is.
 
         Needs: nothing.
-        Returns: {"engine", "region", "policy", "running", "waiting", "paused", "problem", "lent"}.
+        Returns: {"engine", "region", "policy", "running", "waiting", "paused", "problem", "lent", "serves"}.
         """
         return web.json_response(self._health())
 
@@ -177,7 +183,7 @@ class _Handlers:
     def _health(self) -> dict[str, Any]:
         follower = self._follower
         told = {"problem": follower.problem, "lent": follower.lent} if follower else {"problem": None, "lent": None}
-        return {**self._engine.health(), **told}
+        return {**self._engine.health(), **told, "serves": self._serves}
 
 
 def _field(body: bytes, name: str) -> str:
@@ -227,7 +233,13 @@ def serve_engine(
     else:
         source = Pinned(store, Version(line, pinned), form, mirror, holder=name, about=about)
     made = {"name": name, "region": region, "device": device, "form": form}
-    asyncio.run(_serve(config, model, source, made, host=host, port=port, token=token))
+    kind = "version" if pinned is not None else "channel" if channel is not None else "line"
+    serves = {
+        "kind": kind,
+        "name": {"version": f"{line}@{pinned}", "channel": channel, "line": line}[kind],
+        "context": min(model.max_context, config.cache_tokens),
+    }
+    asyncio.run(_serve(config, model, source, made, serves, host=host, port=port, token=token))
 
 
 async def _serve(
@@ -235,6 +247,7 @@ async def _serve(
     model: ModelConfig,
     source: UpdateSource,
     made: dict[str, Any],
+    serves: dict[str, Any],
     *,
     host: str,
     port: int,
@@ -248,7 +261,7 @@ async def _serve(
         asyncio.get_running_loop().add_signal_handler(number, stop.set)
     async with EmbeddedEngine(model, config, **made) as engine:
         follower = EngineFollower(engine, source, config.poll_seconds)
-        async with serving(make_app(engine, follower, token), host, port):
+        async with serving(make_app(engine, follower, token, serves), host, port):
             tasks = [
                 asyncio.ensure_future(work) for work in (stop.wait(), follower.run(), asyncio.wrap_future(engine.ended))
             ]

@@ -29,6 +29,7 @@ class _Request:
     sampling: Sampling = field(default_factory=Sampling)
     traffic: TrafficClass = "rollout"
     min_version: Natural = 0
+    line: str = ""
     stream: bool = False
 
 

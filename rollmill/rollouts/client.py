@@ -10,6 +10,7 @@ import aiohttp
 
 from rollmill.backoff import Backoff
 from rollmill.errors import GatewayError
+from rollmill.types import same_line
 
 _FIRST_PAUSE_S = 0.05
 _WATCH_S, _WATCH_TIMEOUT = 1.0, aiohttp.ClientTimeout(total=10.0)
@@ -72,13 +73,14 @@ class GatewayClient:
         """Have the gateway forget a session that will not be finished."""
         await self._call("DELETE", f"/sessions/{trajectory}", None)
 
-    async def wait_until_serving(self, version: int, patience_s: float | None = None) -> None:
-        """Return once an engine serves `version` or a newer one: the gateway then asks no older engine for it."""
+    async def wait_until_serving(self, version: int, line: str = "", patience_s: float | None = None) -> None:
+        """Return once an engine serves `version` of `line` or a newer one: the gateway then asks no older engine."""
         patience_s = self._patience_s if patience_s is None else patience_s
         deadline = asyncio.get_running_loop().time() + patience_s
         while True:
             engines = (await self._call("GET", "/health", None, patience_s))["engines"]
-            numbers = [engine["policy"]["number"] for engine in engines if engine["alive"]]
+            served = [engine["policy"] for engine in engines if engine["alive"]]
+            numbers = [policy["number"] for policy in served if not line or same_line(policy["line"], line)]
             if max(numbers, default=-1) >= version:
                 return
             if asyncio.get_running_loop().time() >= deadline:

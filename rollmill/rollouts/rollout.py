@@ -73,6 +73,7 @@ class RolloutContext:
     grader: Grader
     trajectories: TrajectoryStore
     objects: Objects
+    line: str = ""  # the line that samples; numbers of versions are of this line
     timeout_s: float = 120.0
     grading_timeout_s: float = 300.0
     attempts: int = 3
@@ -171,7 +172,7 @@ async def _play(
         facts = {**facts, "provenance": {**facts.get("provenance", {}), "image": machine.image}}
         async with _within_grace("to open a session"):
             key = await context.gateway.open_session(
-                trajectory, traffic="rollout", min_version=min_version, task_id=task.id, **facts
+                trajectory, traffic="rollout", min_version=min_version, line=context.line, task_id=task.id, **facts
             )
         clock = Clock(context.gateway, trajectory, machine)
         run = context.harness.run(
@@ -228,7 +229,7 @@ async def _run_harness(
         await asyncio.wait([work])
     if not work.cancelled():
         return work.result(), seconds
-    await context.gateway.wait_until_serving(min_version, patience_s=_HEALTH_S)
+    await context.gateway.wait_until_serving(min_version, context.line, patience_s=_HEALTH_S)
     return HarnessResult("time", turns=0, tool_calls=0), seconds  # grading counts them in the transcript
 
 

@@ -29,7 +29,11 @@ class StandIn:
     answers: list[list[int]]
     name: str = "stand-in"
     number: int = 0  # version
+    line: str = "main"
+    serves: dict[str, Any] | None = None  # what it declares
+    gate: asyncio.Event | None = None  # answers wait for it
     switch_after: int | None = None  # tokens of each answer after which the version increases by one
+    switch_line: str | None = None  # the line it switches to then
     die_after: int | None = None  # tokens after which the connection breaks, once
     token_delay_s: float = 0.0
     hold_after: int | None = None  # tokens of each answer after which it waits for `release`
@@ -57,7 +61,7 @@ class StandIn:
         return app
 
     def policy(self) -> dict[str, Any]:
-        return {"line": "main", "number": self.number, "form": "bf16", "digest": f"digest-{self.number}"}
+        return {"line": self.line, "number": self.number, "form": "bf16", "digest": f"digest-{self.number}"}
 
     async def health(self, request: web.Request) -> web.Response:
         if not self.alive:
@@ -69,6 +73,7 @@ class StandIn:
             "running": 0,
             "waiting": 0,
             "paused": False,
+            "serves": self.serves,
         }
         return web.json_response(body if self.health_body is None else self.health_body)
 
@@ -84,6 +89,8 @@ class StandIn:
         response = web.StreamResponse(headers={"Content-Type": "application/x-ndjson"})
         await response.prepare(request)
         try:
+            if self.gate is not None:
+                await self.gate.wait()
             await self._write(request, response, body, answer)
         except (ConnectionResetError, asyncio.CancelledError):
             self.cancelled += 1
@@ -118,6 +125,7 @@ class StandIn:
         for index in range(len(piece)):
             if self.switch_after is not None and done + index == self.switch_after:
                 self.number += 1
+                self.line = self.switch_line or self.line
                 policies.append(self.policy())
             policy.append(len(policies) - 1)
         first, last = self.cached.get(session, 0), context + done + len(piece) - 1

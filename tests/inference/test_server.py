@@ -64,6 +64,7 @@ async def test_health_and_metrics() -> None:
         "paused": False,
         "problem": health["problem"],
         "lent": None,
+        "serves": None,
     }
     assert "main@9 (bf16) does not exist" in health["problem"]
     assert 'rollmill_engine_version{engine="engine-test",region="home"} 3' in metrics.splitlines()

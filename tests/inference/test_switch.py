@@ -13,6 +13,7 @@ from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 
 from rollmill.errors import EngineError, WeightsError
+from rollmill.inference.engine import EngineUnavailable
 from rollmill.models.decoder import Decoder
 from rollmill.models.device import Device
 from rollmill.models.host import device_digest, to_host
@@ -315,3 +316,18 @@ async def test_weights_that_are_not_finite_fail_requests_until_the_next_version(
         await engine.apply(replace(good, policy=replace(good.policy, number=3)))
         got = await asyncio.gather(*(generate(engine, request(session=f"t{n}")) for n in range(4)))
     assert [one.tokens for one in got] == [expected.tokens] * 4
+
+
+async def test_a_request_that_names_a_line_is_not_served_by_another_one() -> None:
+    first, other = make_update(1), make_update(2)
+    other = replace(other, policy=replace(other.policy, line="other"))
+    async with engine_at(first) as engine:
+        waits = asyncio.create_task(generate(engine, replace(request(), line=first.policy.line, min_version=9)))
+        await until(lambda: engine.metrics()["waiting"] == 1)
+        await engine.apply(other)
+        with pytest.raises(EngineUnavailable, match="serves line other"):
+            await waits
+        with pytest.raises(EngineUnavailable, match="serves line other"):
+            await generate(engine, replace(request(), line=first.policy.line))
+        assert set((await generate(engine, replace(request(), line="other"))).policies) == {other.policy}
+        assert engine.metrics()["waiting"] == engine.metrics()["running"] == 0

@@ -40,7 +40,7 @@ def main(run: RunDirectory, name: str) -> None:
 async def _dispatch(run: RunDirectory, stage: StageSection) -> None:
     due = [each for each in evaluations(run.config) if each.stage is stage]
     tasks = build_tasks(run.config)
-    async with open_context(run) as context:
+    async with open_context(run, stage.name) as context:
         for each in due:
             if each.first:
                 await _evaluate_once(run, context, tasks, each)
@@ -80,7 +80,7 @@ async def evaluate(service: RunDirectory, suite: EvalConfig, version: Version) -
     """Evaluate the version that the engines of a service are pinned to."""
     own_line = version.line == service.config.line
     label = f"version-{version.number}" if own_line else f"{version.line}-{version.number}"
-    async with open_context(service) as context:
+    async with open_context(service, version.line) as context:
         with phase(f"evaluate {version}"):
             return await _evaluate(service, context, build_tasks(service.config), suite, label, version.number)
 
@@ -100,7 +100,7 @@ async def _evaluate(
 
 
 @contextlib.asynccontextmanager
-async def open_context(run: RunDirectory) -> AsyncIterator[RolloutContext]:
+async def open_context(run: RunDirectory, line: str) -> AsyncIterator[RolloutContext]:
     config = run.config
     objects = Objects.open(run.home_store)
     async with (
@@ -110,7 +110,7 @@ async def open_context(run: RunDirectory) -> AsyncIterator[RolloutContext]:
         machines = environment.machines
         if config.rollouts.simulated_tool_seconds:
             machines = SlowMachines(machines, config.rollouts.simulated_tool_seconds, config.seed)
-        await gateway.wait_until_serving(0, START_PATIENCE_S)
+        await gateway.wait_until_serving(0, line, START_PATIENCE_S)
         yield RolloutContext(
             gateway=gateway,
             machines=machines,
@@ -119,6 +119,7 @@ async def open_context(run: RunDirectory) -> AsyncIterator[RolloutContext]:
             grader=environment.grader,
             trajectories=TrajectoryStore(open_database(run.database_url), objects),
             objects=objects,
+            line=line,
             timeout_s=config.rollouts.timeout_s,
             grading_timeout_s=config.rollouts.grading_timeout_s,
             attempts=config.rollouts.attempts,

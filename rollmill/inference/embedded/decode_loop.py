@@ -34,7 +34,7 @@ from rollmill.inference.embedded.scheduler import Scheduler
 from rollmill.inference.engine import Applied, EngineUnavailable, GenerateChunk
 from rollmill.models.config import ModelConfig
 from rollmill.models.device import decoder_on
-from rollmill.types import FinishReason, PolicyRef
+from rollmill.types import FinishReason, PolicyRef, same_line
 from rollmill.weights.reading.follower import Update
 
 T = TypeVar("T")
@@ -97,6 +97,7 @@ class DecodeLoop:
 
     def add(self, generation: Generation) -> None:
         self.scheduler.add(generation)
+        self._refuse_other_lines()
 
     def abort(self, generation: Generation) -> None:
         if generation in self.scheduler.everyone():  # it may have finished before the client left
@@ -120,7 +121,18 @@ class DecodeLoop:
             raise
         self.policy = policy
         self._activity.applied()
+        self._refuse_other_lines()
         return Applied(time.monotonic() - started, len(self.scheduler.running))
+
+    def _refuse_other_lines(self) -> None:
+        """A request never mixes lines: one that names another line than the served one goes on at another engine."""
+        for generation in self.scheduler.everyone():
+            wanted = generation.request.line
+            if self.policy is not None and wanted and not same_line(wanted, self.policy.line):
+                self.scheduler.finish(generation, "abort")
+                self._activity.finished("abort")
+                served = EngineUnavailable(f"the engine serves line {self.policy.line}, not {wanted}")
+                self._outbox.append((generation, served))
 
     def _load(self, update: Update, ready: Ready) -> None:
         if ready.patched and self.policy != update.base:  # other weights were applied since it was prepared

@@ -1,0 +1,61 @@
+"""An engine as the router last saw it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any
+
+from rollmill.gateway.config import EngineEndpoint
+from rollmill.types import PolicyRef
+
+
+@dataclass
+class EngineState:
+    endpoint: EngineEndpoint
+    alive: bool = False
+    name: str = ""
+    policy: PolicyRef | None = None
+    channel: str | None = None  # the channel it follows
+    context: int | None = None  # its longest context
+    paused: bool = False
+    queued: int = 0  # running and waiting, by its own count
+    in_flight: int = 0  # our requests that it has not finished
+    failures: int = 0
+    problem: str = field(default="no health check yet")
+
+    @property
+    def url(self) -> str:
+        return self.endpoint.url.rstrip("/")
+
+    @property
+    def region(self) -> str:
+        return self.endpoint.region
+
+    @property
+    def load(self) -> int:
+        return max(self.queued, self.in_flight)
+
+    def see(self, health: dict[str, Any]) -> None:
+        """Takes over what an engine says at /health. Raises KeyError, TypeError or ValueError if it is malformed."""
+        policy, serves = health.get("policy"), health.get("serves") or {}
+        self.name = str(health["engine"])
+        self.policy = PolicyRef(**policy) if policy else None
+        self.channel = str(serves["name"]) if serves.get("kind") == "channel" and not health.get("lent") else None
+        self.context = int(serves["context"]) if "context" in serves else None
+        self.paused = bool(health.get("paused"))
+        self.queued = int(health["running"]) + int(health["waiting"])
+        self.alive = self.policy is not None  # an engine without weights cannot answer
+
+    def describe(self) -> dict[str, Any]:
+        return {
+            "url": self.url,
+            "region": self.region,
+            "alive": self.alive,
+            "engine": self.name,
+            "policy": None if self.policy is None else vars(self.policy),
+            "channel": self.channel,
+            "context": self.context,
+            "paused": self.paused,
+            "queued": self.queued,
+            "problem": None if self.alive else self.problem,
+        }
