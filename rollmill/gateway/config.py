@@ -19,8 +19,8 @@ class GatewayConfig(Config):
     )
     split: dict[str, dict[str, float]] = Field(
         default_factory=dict,
-        description="Divides the sessions that ask for a model between names, by weight. `[gateway.split.rollmill]` "
-        "with `live = 0.95` and `candidate = 0.05` is a canary. A session keeps what it got.",
+        description="Divides the sessions that ask for a model between names, by weight, for a canary: "
+        "`split = {rollmill = {live = 0.95, candidate = 0.05}}`. A session keeps what it got.",
     )
     engine_requests: int = Field(
         default=1024, ge=1, description="Most requests that one engine gets at the same time; the others wait."

@@ -1,11 +1,11 @@
 """What a request asks for: a line, a channel, a version, or any engine. Model names say it.
 
-    rollmill    any engine, or as `[gateway.split.rollmill]` says
+    rollmill    any engine, or as `split` in [gateway] says
     rl          the line rl: its newest version that an engine serves
     rl@7        exactly this version
     live        engines that follow the channel live
 
-`[gateway.split.NAME]` divides the sessions that ask for NAME between names, by weight. A session always gets the same
+`split` in [gateway] divides the sessions that ask for a name between names, by weight. A session always gets the same
 one, also after a restart: its id decides.
 """
 

@@ -73,7 +73,7 @@ async def test_stop_sequences_and_limits_are_told(mill: Mill, answers: Answers) 
         assert short.stop_reason == "max_tokens"
         counted = await sdk.messages.count_tokens(model="rollmill", messages=[user("x")])
         assert counted.input_tokens == len(mill.format.render_start([user("x")], []))
-        assert [model.id async for model in sdk.models.list()] == ["rollmill", "main"]
+        assert [model.id async for model in sdk.models.list()] == ["rollmill", "main", "main@0"]
 
 
 async def test_errors_are_the_exceptions_of_the_sdk(mill: Mill, answers: Answers) -> None:

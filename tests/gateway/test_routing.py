@@ -138,6 +138,7 @@ async def test_at_overload_the_served_keep_their_places_and_the_rest_are_told(mi
         refused += [task.result() for task in done]
         asked = [task for task in asked if not task.done()]
     assert [status for status, _ in refused] == [429] * 7
+    await engine.asked(2)
     assert len(engine.requests) == 2  # the engine never gets more than it can serve well
     production = asyncio.create_task(door.ask(LIVE, [USER]))  # takes the place of the last rollout that waits
     done, _ = await asyncio.wait(asked, return_when=asyncio.FIRST_COMPLETED)
