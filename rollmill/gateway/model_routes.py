@@ -15,11 +15,13 @@ from rollmill.gateway.dialect import Dialect, Limits, ModelRequest
 from rollmill.gateway.dialects.anthropic import AnthropicMessages
 from rollmill.gateway.dialects.openai_chat import OpenAIChat
 from rollmill.gateway.dialects.openai_completions import OpenAICompletions
+from rollmill.gateway.dialects.responses import OpenAIResponses
 from rollmill.gateway.identity import check_named, named_session
 from rollmill.gateway.keys import Key
 from rollmill.gateway.metrics import Metrics
 from rollmill.gateway.registry import Registry
 from rollmill.gateway.sessions import Session
+from rollmill.gateway.stored import Stored, StoredResponses, no_such_response
 
 OPENAI_CHAT, OPENAI_COMPLETIONS, ANTHROPIC = OpenAIChat(), OpenAICompletions(), AnthropicMessages()
 
@@ -43,12 +45,16 @@ class ModelRoutes:
         self._metrics = metrics
         self._access = access
         self._model_names = model_names
+        self._stored = StoredResponses()
+        self._responses = OpenAIResponses(self._stored)
 
     def add_to(self, app: web.Application) -> None:
         app.router.add_post("/v1/chat/completions", self.chat)
         app.router.add_post("/v1/completions", self.completions)
         app.router.add_post("/v1/messages", self.messages)
         app.router.add_post("/v1/messages/count_tokens", self.count_tokens)
+        app.router.add_post("/v1/responses", self.responses)
+        app.router.add_get("/v1/responses/{id}", self.response)
         app.router.add_get("/v1/models", self.models)
         app.router.add_get("/v1/models/{id}", self.model)
 
@@ -91,6 +97,29 @@ class ModelRoutes:
         self._check_model(asked.model)
         return web.json_response({"input_tokens": self._completions.count_tokens(asked)})
 
+    async def responses(self, request: web.Request) -> web.StreamResponse:
+        """Answer items, or continue a stored response, and record the exact tokens.
+
+        Needs: as POST /v1/chat/completions.
+        Takes: an OpenAI response request; `previous_response_id` names a response of this session.
+        Returns: an OpenAI response, or a stream of its events; 404 if the previous response is not stored.
+        """
+        admitted = await self._admit(request)
+        asked = self._responses.parse(await request.read(), self._limits)
+        previous = asked.options["previous"]
+        stored = self._find_stored(previous, admitted) if previous else None
+        asked = self._responses.continued(asked, stored)
+        name = stored.trajectory if stored is not None else named_session(request)
+        return await self._answer_in(self._session(name, admitted, asked), Ask(asked, self._responses, request))
+
+    async def response(self, request: web.Request) -> web.Response:
+        """Show a stored response.
+
+        Needs: the key that the response was made with.
+        Returns: an OpenAI response; 404 if it is not stored, or its session has ended.
+        """
+        return web.json_response(self._find_stored(request.match_info["id"], await self._admit(request)).body)
+
     async def models(self, request: web.Request) -> web.Response:
         """List the names of models that a request may ask for.
 
@@ -113,18 +142,30 @@ class ModelRoutes:
     async def _answer(self, http: web.Request, dialect: Dialect) -> web.StreamResponse:
         admitted = await self._admit(http)
         request = dialect.parse(await http.read(), self._limits)
-        self._check_model(request.model)
         if request.prompt is not None:
             request = self._completions.with_tokens(request)
-        session = self._session(named_session(http), admitted, request)
+        return await self._answer_in(self._session(named_session(http), admitted, request), Ask(request, dialect, http))
+
+    async def _answer_in(self, session: Session, ask: Ask) -> web.StreamResponse:
         self._metrics.count("requests_total", traffic=session.facts.traffic)
-        return await self._completions.answer(session, Ask(request, dialect, http))
+        return await self._completions.answer(session, ask)
+
+    def _find_stored(self, id: str, admitted: Session | Key) -> Stored:
+        """A stored response of the caller's own open session. Raises 404 for any other."""
+        stored = self._stored.get(id)
+        session = self._registry.get(stored.trajectory)
+        owner = None if session is None else session.facts.provenance.get("key")
+        mine = session is admitted if isinstance(admitted, Session) else owner == admitted.id
+        if session is None or not mine:
+            raise no_such_response()
+        return stored
 
     async def _admit(self, http: web.Request) -> Session | Key:
         """The session of the request's key, or a production key. Raises for any other key."""
         return self._registry.by_key(given_key(http)) or await self._access.admit(http, "production")
 
     def _session(self, name: str | None, admitted: Session | Key, request: ModelRequest) -> Session:
+        self._check_model(request.model)
         if isinstance(admitted, Session):
             check_named(name, admitted)
             return admitted

@@ -1,0 +1,259 @@
+"""OpenAI responses: the wire format in and out. `responses_request.py` reads the items."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from dataclasses import replace
+from typing import Any
+
+from rollmill.errors import GatewayError
+from rollmill.gateway.body import parse_object
+from rollmill.gateway.dialect import Delta, Identity, Limits, ModelRequest, Reply, error_text
+from rollmill.gateway.dialects import fields, openai
+from rollmill.gateway.dialects.responses_request import parse_items, parse_response_tools
+from rollmill.gateway.segments import Answer
+from rollmill.gateway.stored import Stored, StoredResponses
+
+_NEUTRAL: dict[str, tuple[Any, ...]] = {
+    "background": (False,),
+    "conversation": (),
+    "max_tool_calls": (),
+    "prompt": (),
+    "top_logprobs": (0,),
+    "context_management": (),
+}
+# `reasoning` and `text.verbosity` are wishes; `truncation` allows the server to shorten, which it never does
+_KNOWN = frozenset(
+    "include input instructions max_output_tokens metadata model parallel_tool_calls previous_response_id"
+    " prompt_cache_key prompt_cache_retention reasoning safety_identifier seed service_tier store stream stream_options"
+    " temperature text tool_choice tools top_k top_p truncation user".split()
+)
+
+
+class OpenAIResponses:
+    name = "openai_responses"
+
+    def __init__(self, stored: StoredResponses) -> None:
+        self._stored = stored
+
+    def parse(self, body: bytes, limits: Limits) -> ModelRequest:
+        """The request without the response that it continues: see `continued`."""
+        tree = parse_object(body)
+        fields.check_names(tree, _KNOWN, _NEUTRAL)
+        text_format = (fields.field(tree, "text", dict) or {}).get("format")
+        if text_format not in (None, {"type": "text"}):
+            raise GatewayError("text.format is not supported", hint="leave it out", code="unsupported_parameter")
+        include = fields.field(tree, "include", list) or []
+        store = fields.field(tree, "store", bool)
+        return ModelRequest(
+            messages=parse_items(tree.get("input"), limits.max_messages),
+            tools=parse_response_tools(tree),
+            sampling=fields.sampling(
+                tree,
+                limits.stop_tokens,
+                fields.max_tokens(tree, ("max_output_tokens",), limits.default_max_tokens),
+            ),
+            stream=bool(fields.field(tree, "stream", bool)),
+            model=fields.field(tree, "model", str) or "",
+            user=fields.field(tree, "user", str) or "",
+            logprobs="message.output_text.logprobs" in include,
+            options={
+                "previous": fields.field(tree, "previous_response_id", str),
+                "instructions": fields.field(tree, "instructions", str),
+                "store": store is not False,
+                "tools": tree.get("tools") or [],
+                "tool_choice": tree.get("tool_choice") or "auto",
+                "metadata": fields.field(tree, "metadata", dict) or {},
+            },
+        )
+
+    def continued(self, request: ModelRequest, previous: Stored | None) -> ModelRequest:
+        """The request with the conversation before it. Instructions are not inherited."""
+        conversation = [*(previous.messages if previous else ()), *request.messages]
+        instructions = request.options["instructions"]
+        system = [{"role": "system", "content": instructions}] if instructions else []
+        return replace(
+            request, messages=[*system, *conversation], options={**request.options, "conversation": conversation}
+        )
+
+    def reply(self, reply: Reply) -> bytes:
+        return json.dumps(self.store(reply)).encode()
+
+    def store(self, reply: Reply) -> dict[str, Any]:
+        """The response object. It is kept if the client did not decline."""
+        body = _completed(reply)
+        options = reply.request.options
+        if options["store"]:
+            messages = [*options["conversation"], reply.answers[0].message]
+            self._stored.add(body["id"], Stored(str(reply.about["trajectory"]), messages, body))
+        return body
+
+    def stream(self, request: ModelRequest, identity: Identity) -> ItemWriter:
+        return ItemWriter(request, identity, self)
+
+    def error(self, error: GatewayError) -> dict[str, Any]:
+        return openai.error_body(error)
+
+    def status(self, error: GatewayError) -> int:
+        return error.status
+
+
+class ItemWriter:
+    """One output item at a time: reasoning, then the message, then one item per call."""
+
+    def __init__(self, request: ModelRequest, identity: Identity, dialect: OpenAIResponses) -> None:
+        self._dialect = dialect
+        self._head = _head(request, identity)
+        self._id = identity.id
+        self._sequence = -1
+        self._index = -1
+        self._open: dict[str, Any] | None = None  # the item that is being written
+
+    def start(self, prompt_tokens: int) -> bytes:
+        begun = {**self._head, "status": "in_progress", "output": [], "usage": None, "incomplete_details": None}
+        return self._event("response.created", response=begun) + self._event("response.in_progress", response=begun)
+
+    def delta(self, index: int, delta: Delta) -> bytes:
+        events = b""
+        if delta.reasoning:
+            events += self._enter(_reasoning_item(self._id, ""), "content")
+            events += self._piece("response.reasoning_text", delta.reasoning)
+        if delta.text:
+            events += self._enter(_message_item(self._id, "", []), "content")
+            logprobs = openai.token_logprobs(delta.token_texts, delta.logprobs) if delta.token_texts else []
+            events += self._piece("response.output_text", delta.text, logprobs=logprobs)
+        return events
+
+    def finish(self, reply: Reply) -> bytes:
+        events = self._leave()
+        body = self._dialect.store(reply)
+        for item in body["output"]:
+            if item["type"] == "function_call":
+                events += self._call(item)
+        kind = "response.completed" if body["status"] == "completed" else "response.incomplete"
+        return events + self._event(kind, response=body)
+
+    def error(self, error: GatewayError) -> bytes:
+        return self._event("error", code=error.code, message=error_text(error), param=None)
+
+    def _enter(self, item: dict[str, Any], parts: str) -> bytes:
+        if self._open is not None and self._open["type"] == item["type"]:
+            return b""
+        events = self._leave()
+        self._index, self._open = self._index + 1, item
+        bare = {**item, parts: [], "status": "in_progress"}
+        events += self._event("response.output_item.added", output_index=self._index, item=bare)
+        return events + self._part("response.content_part.added", item[parts][0])
+
+    def _piece(self, kind: str, text: str, **more: Any) -> bytes:
+        assert self._open is not None
+        self._open["content"][0]["text"] += text
+        return self._event(f"{kind}.delta", **self._place(), delta=text, **more)
+
+    def _leave(self) -> bytes:
+        item, self._open = self._open, None
+        if item is None:
+            return b""
+        self._open = item
+        part = item["content"][0]
+        more: dict[str, Any] = {"logprobs": []} if part["type"] == "output_text" else {}
+        events = self._event(f"response.{part['type']}.done", **self._place(), text=part["text"], **more)
+        events += self._part("response.content_part.done", part)
+        self._open = None
+        return events + self._event("response.output_item.done", output_index=self._index, item=item)
+
+    def _call(self, item: dict[str, Any]) -> bytes:
+        self._index += 1
+        place = {"output_index": self._index, "item_id": item["id"]}
+        added = {**item, "arguments": "", "status": "in_progress"}
+        done = {"arguments": item["arguments"], "name": item["name"]}
+        return (
+            self._event("response.output_item.added", output_index=self._index, item=added)
+            + self._event("response.function_call_arguments.delta", **place, delta=item["arguments"])
+            + self._event("response.function_call_arguments.done", **place, **done)
+            + self._event("response.output_item.done", output_index=self._index, item=item)
+        )
+
+    def _part(self, kind: str, part: dict[str, Any]) -> bytes:
+        return self._event(kind, **self._place(), part=dict(part))
+
+    def _place(self) -> dict[str, Any]:
+        assert self._open is not None
+        return {"item_id": self._open["id"], "output_index": self._index, "content_index": 0}
+
+    def _event(self, kind: str, **more: Any) -> bytes:
+        self._sequence += 1
+        return fields.event({"type": kind, "sequence_number": self._sequence, **more}, kind)
+
+
+def _head(request: ModelRequest, identity: Identity) -> dict[str, Any]:
+    options, sampling = request.options, request.sampling
+    return {
+        "id": f"resp_{identity.id}",
+        "object": "response",
+        "created_at": identity.created,
+        "model": request.model or "rollmill",
+        "error": None,
+        "instructions": options["instructions"],
+        "max_output_tokens": sampling.max_tokens,
+        "metadata": options["metadata"],
+        "parallel_tool_calls": True,
+        "previous_response_id": options["previous"],
+        "reasoning": {"effort": None, "summary": None},
+        "store": options["store"],
+        "temperature": sampling.temperature,
+        "text": {"format": {"type": "text"}},
+        "tool_choice": options["tool_choice"],
+        "tools": options["tools"],
+        "top_p": sampling.top_p,
+        "truncation": "disabled",
+    }
+
+
+def _completed(reply: Reply) -> dict[str, Any]:
+    (answer,) = reply.answers
+    whole = answer.finish == "stop"
+    return {
+        **_head(reply.request, reply.identity),
+        "status": "completed" if whole else "incomplete",
+        "incomplete_details": None if whole else {"reason": "max_output_tokens"},
+        "output": list(_output(reply, answer)),
+        "usage": {
+            "input_tokens": reply.prompt_tokens,
+            "input_tokens_details": {"cached_tokens": reply.cached_tokens, "cache_write_tokens": 0},
+            "output_tokens": reply.sampled_tokens,
+            "output_tokens_details": {"reasoning_tokens": 0},
+            "total_tokens": reply.prompt_tokens + reply.sampled_tokens,
+        },
+        "rollmill": reply.about,
+    }
+
+
+def _output(reply: Reply, answer: Answer) -> Iterator[dict[str, Any]]:
+    message, id = answer.message, reply.identity.id
+    if message.get("reasoning_content"):
+        yield _reasoning_item(id, message["reasoning_content"])
+    if message["content"]:
+        texts = reply.token_texts[0] if reply.request.logprobs else []
+        logprobs = openai.token_logprobs(texts, answer.logprobs[: len(texts)])
+        yield _message_item(id, message["content"], logprobs)
+    for index, call in enumerate(message.get("tool_calls") or ()):
+        yield {
+            "type": "function_call",
+            "id": f"fc_{id}_{index}",
+            "call_id": call["id"],
+            "name": call["function"]["name"],
+            "arguments": call["function"]["arguments"],
+            "status": "completed",
+        }
+
+
+def _message_item(id: str, text: str, logprobs: list[Any]) -> dict[str, Any]:
+    part = {"type": "output_text", "text": text, "annotations": [], "logprobs": logprobs}
+    return {"type": "message", "id": f"msg_{id}", "role": "assistant", "status": "completed", "content": [part]}
+
+
+def _reasoning_item(id: str, text: str) -> dict[str, Any]:
+    part = {"type": "reasoning_text", "text": text}
+    return {"type": "reasoning", "id": f"rs_{id}", "status": "completed", "summary": [], "content": [part]}

@@ -1,0 +1,120 @@
+"""OpenAI responses with the unmodified `openai` SDK: items, stored state, streams and the record."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import openai
+import pytest
+
+from rollmill.chat.format import assistant_message
+from tests.chat.conftest import TOOLS
+from tests.gateway.conftest import LIVE, Answers, Mill
+from tests.gateway.stand_in import StandIn
+from tests.gateway.test_openai_sdk import client
+
+FUNCTIONS: list[Any] = [tool["function"] for tool in TOOLS]
+ASK: dict[str, Any] = {"model": "rollmill", "tools": [{"type": "function", **each} for each in FUNCTIONS]}
+
+
+async def ask(sdk: openai.AsyncOpenAI, stream: bool, **fields: Any) -> Any:
+    if not stream:
+        return await sdk.responses.create(**ASK, **fields)
+    async for event in await sdk.responses.create(**ASK, **fields, stream=True):
+        if event.type in ("response.completed", "response.incomplete"):
+            return event.response
+    raise AssertionError("the stream has no end")
+
+
+@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize("stored", [False, True])
+async def test_items_and_stored_state_give_the_same_segment(
+    mill: Mill, answers: Answers, stream: bool, stored: bool
+) -> None:
+    calls = [("read", '{"path": "a.py"}'), ("read", '{"path": "b.py"}')]
+    both = mill.format.render_answer(assistant_message("I read both.", calls), TOOLS)
+    door = await mill.gateway(await mill.engine(StandIn([both, answers.text("Done.")])))
+    mill.plan("a")
+    async with client(door, await door.open("a")) as sdk:
+        opening: list[Any] = [{"role": "user", "content": "Fix add."}]
+        first = await ask(sdk, stream, instructions="Be brief.", input=opening, store=stored)
+        assert [item.type for item in first.output] == ["message", "function_call", "function_call"]
+        assert first.usage.output_tokens == len(both)
+        results = [
+            {"type": "function_call_output", "call_id": item.call_id, "output": "text"}
+            for item in first.output
+            if item.type == "function_call"
+        ]
+        if stored:
+            history: dict[str, Any] = {"input": results, "previous_response_id": first.id}
+        else:
+            items = [item.model_dump(exclude_none=True) for item in first.output]
+            history = {"input": [*opening, *items, *results]}
+        second = await ask(sdk, stream, instructions="Be brief.", store=stored, **history)
+        assert (second.output_text, second.status) == ("Done.", "completed")
+        if stored:
+            assert (await sdk.responses.retrieve(second.id)).output_text == "Done."
+        else:
+            with pytest.raises(openai.NotFoundError):
+                await sdk.responses.retrieve(second.id)
+    (segment,) = (await door.seal("a")).segments
+    assert segment.tokens[segment.sampled].tolist() == both + answers.text("Done.")
+
+
+async def test_a_stream_tells_every_piece_in_order(mill: Mill, answers: Answers) -> None:
+    door = await mill.gateway(await mill.engine(StandIn([answers.text("one two three")])))
+    async with client(door, await door.open("a")) as sdk:
+        async with sdk.responses.stream(model="rollmill", input="go", max_output_tokens=50) as events:
+            seen = [event async for event in events]
+            final = await events.get_final_response()
+    kinds = [event.type for event in seen]
+    assert kinds[:4] == [
+        "response.created",
+        "response.in_progress",
+        "response.output_item.added",
+        "response.content_part.added",
+    ]
+    assert kinds[-4:] == [
+        "response.output_text.done",
+        "response.content_part.done",
+        "response.output_item.done",
+        "response.completed",
+    ]
+    numbers = [event.sequence_number for event in seen]
+    assert numbers == list(range(len(seen)))
+    assert final.output_text == "one two three"
+
+
+async def test_a_stored_response_belongs_to_its_session(mill: Mill, answers: Answers) -> None:
+    door = await mill.gateway(await mill.engine(StandIn([answers.text("one")])))
+    mill.plan("a", "b")
+    mine, other = await door.open("a"), await door.open("b")
+    async with client(door, mine) as sdk, client(door, other) as stranger, client(door, LIVE) as live:
+        made = await sdk.responses.create(model="rollmill", input="x")
+        for thief in (stranger, live):
+            with pytest.raises(openai.NotFoundError):
+                await thief.responses.retrieve(made.id)
+            with pytest.raises(openai.NotFoundError) as caught:
+                await thief.responses.create(model="rollmill", input="y", previous_response_id=made.id)
+            assert caught.value.code == "previous_response_not_found"
+        # a production conversation goes on by the id alone
+        one = await live.responses.create(model="rollmill", input="x")
+        two = await live.responses.create(model="rollmill", input="y", previous_response_id=one.id)
+        assert one.rollmill["trajectory"] == two.rollmill["trajectory"]  # type: ignore[attr-defined]
+        assert one.rollmill["segment"] == two.rollmill["segment"]  # type: ignore[attr-defined]
+
+
+async def test_what_is_not_supported_is_named(mill: Mill, answers: Answers) -> None:
+    door = await mill.gateway(await mill.engine(StandIn([answers.text("one")])))
+    image = {"role": "user", "content": [{"type": "input_image", "image_url": "https://example.com/a.png"}]}
+    bad: list[tuple[dict[str, Any], str]] = [
+        ({"input": [image]}, r"input\[0\].content\[0\] is .*input_image"),
+        ({"input": "x", "tools": [{"type": "web_search"}]}, r"tools\[0\] of type .*web_search"),
+        ({"input": [{"type": "item_reference", "id": "x"}]}, r"input\[0\] of type .*item_reference"),
+        ({"input": "x", "background": True}, "background"),
+        ({"input": []}, "input must be"),
+    ]
+    async with client(door, await door.open("a")) as sdk:
+        for fields, says in bad:
+            with pytest.raises(openai.BadRequestError, match=says):
+                await sdk.responses.create(model="rollmill", **fields)
