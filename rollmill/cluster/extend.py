@@ -45,8 +45,13 @@ def extend(run: RunDirectory, overrides: Sequence[str]) -> RunDirectory:
 
 
 def _wait_for(run: RunDirectory, steps: int) -> RunDirectory:
-    """The first rank writes run.json; the others read it."""
+    """Rank 0 writes run.json; the other ranks read it."""
     deadline = time.monotonic() + PATIENCE_S
-    while (found := RunDirectory.open(run.path)).config.stages[-1].steps != steps and time.monotonic() < deadline:
+    while (found := RunDirectory.open(run.path)).config.stages[-1].steps != steps:
+        if time.monotonic() > deadline:
+            raise ConfigError(
+                f"rank 0 has not added steps to {run.path} after {PATIENCE_S:.0f} s",
+                hint="its output says why; all machines must see the same run directory",
+            )
         time.sleep(0.1)
     return found

@@ -3,13 +3,9 @@ from __future__ import annotations
 from collections.abc import Callable
 from pathlib import Path
 
-import pytest
-
 from tests.cli.conftest import Told
 from tests.cli.test_train import refused
 from tests.models.checkpoints import make_checkpoint
-
-pytest.importorskip("transformers")
 
 
 def test_a_checkpoint_is_got_shown_and_upcycled(rollmill: Callable[..., Told], tmp_path: Path) -> None:

@@ -144,7 +144,6 @@ def test_ctrl_c_prints_how_to_continue(rollmill: Callable[..., Told], monkeypatc
 
 
 def test_a_bad_checkpoint_is_refused_before_anything_is_made(rollmill: Callable[..., Told], tmp_path: Path) -> None:
-    pytest.importorskip("transformers")
     (tmp_path / "mine.toml").write_text(
         'name = "mine"\ncheckpoint = "model"\n[tasks]\nkind = "rollmill.demo.micro_repos:MicroRepos"\n'
         '[[stages]]\nkind = "rl"\nsteps = 1\n'

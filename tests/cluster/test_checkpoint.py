@@ -24,8 +24,6 @@ from tests.cluster.checkpoints import MIDTRAIN_AND_RL, RL, TASKS, chat_tokenizer
 from tests.gateway.test_recorder import full_disk
 from tests.models.checkpoints import load_checkpoint
 
-pytest.importorskip("transformers")
-
 
 @pytest.fixture(scope="session")
 def made(tmp_path_factory: pytest.TempPathFactory) -> Path:

@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 import torch
+import transformers
 from typer.testing import CliRunner
 
 from rollmill.cli.train import run_to_report
@@ -31,9 +32,6 @@ from tests.e2e.test_kill import start, wait_for
 from tests.models.checkpoints import our_logits, their_logits
 
 pytestmark = pytest.mark.slow
-
-transformers = pytest.importorskip("transformers")
-
 SETTINGS = (
     MIDTRAIN_AND_RL,
     TASKS,

@@ -25,7 +25,6 @@ from tests.e2e.test_checkpoint import NO_MIDTRAIN, check_start
 @pytest.mark.slow
 @pytest.mark.timeout(900)
 def test_a_finished_run_is_extended_and_continued_by_another(tmp_path: Path) -> None:
-    pytest.importorskip("transformers")
     make_chat_checkpoint(tmp_path / "model")
     settings = ["name=first", f"checkpoint={tmp_path / 'model'}", *NO_MIDTRAIN, "stages.rl.steps=1"]
     run = RunDirectory.create(tmp_path / "runs", load_config(RunConfig, None, settings))

@@ -62,14 +62,11 @@ def test_a_run_on_two_ranks_survives_a_killed_rank(tmp_path: Path, midtrained: R
 
 @pytest.mark.timeout(900)
 def test_ranks_that_torchrun_started(tmp_path: Path) -> None:
-    """Each rank runs `rollmill train`: rank 0 drives the run, rank 1 only trains. Mid-training only."""
+    """Each rank runs `rollmill train`: rank 0 drives the run, rank 1 only trains. Mid-training only. Then the run is
+    given more steps."""
     ranks = ("stages.midtrain.training.ranks=2", "stages.rl.training.ranks=2")
     dials = ("stages.rl.steps=0", "stages.midtrain.steps=4", *ranks, 'device="cpu"')
-    torchrun = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2", "--no-python", "--standalone"]
-    rollmill = [sys.executable, "-c", "from rollmill.cli.main import main; main()", "train", str(DEMO)]
-    rollmill += ["--root", str(tmp_path), "name=outside", *SMALL, *dials, *ALONE]
-    done = subprocess.run([*torchrun, *rollmill], capture_output=True, text=True, check=False)
-    assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
+    train_on_two_ranks(str(DEMO), "--root", str(tmp_path), "name=outside", *SMALL, *dials, *ALONE)
     run = RunDirectory.open(tmp_path / "outside")
     weights, _, _ = stores(run)
     assert sorted(digests(weights, "midtrain")) == [0, 1] and sorted(digests(weights, "rl")) == [0]
@@ -78,3 +75,17 @@ def test_ranks_that_torchrun_started(tmp_path: Path) -> None:
     assert any("state-00001-of-00002" in key for key in checkpoints)
     names = {event["process"] for event in read_events(run.events)}
     assert "trainer" in names and not any("rank" in name for name in names)
+
+    before = digests(weights, "midtrain")
+    run.rewrite(run.config.model_copy(update={"stages": run.config.stages[:1]}))  # the last stage gets the steps
+    train_on_two_ranks("--resume", str(run.path), "steps=5")
+    assert [manifest.step for manifest in weights.versions("midtrain")] == [0, 4, 5]
+    assert before.items() <= digests(weights, "midtrain").items() and "midtrain.2" not in weights.lines()
+    assert RunDirectory.open(run.path).config.stages[-1].steps == 5
+
+
+def train_on_two_ranks(*arguments: str) -> None:
+    torchrun = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2", "--no-python", "--standalone"]
+    rollmill = [sys.executable, "-c", "from rollmill.cli.main import main; main()", "train", *arguments]
+    done = subprocess.run([*torchrun, *rollmill], capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]

@@ -214,7 +214,6 @@ def test_host_and_device_compute_the_specified_audit(width: int, size: int, devi
 
 
 def test_the_compiled_audit_is_the_same() -> None:
-    pytest.importorskip("numba")
     bits = random_bits(np.random.default_rng(9), (1 << 20) + 5, 2)
     assert audit_host(bits.view(np.uint8), 2) == reference_audit(tensor(bits, "cpu"), torch.bfloat16)
 

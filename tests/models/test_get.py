@@ -8,9 +8,11 @@ import zipfile
 from pathlib import Path
 from typing import Any
 
+import gguf
 import numpy as np
 import pytest
 import torch
+import transformers
 
 from rollmill.chat.tokenizer import Tokenizer, train_tokenizer
 from rollmill.errors import RollmillError, WeightsError
@@ -18,8 +20,6 @@ from rollmill.models.get import get_model
 from rollmill.models.huggingface.convert import open_checkpoint
 from tests.models.checkpoints import load_checkpoint, make_checkpoint, our_logits, their_logits, tokens_of
 
-gguf = pytest.importorskip("gguf")
-transformers = pytest.importorskip("transformers")
 TEXTS = ["def add(a, b):\n    return a + b\n", "It's 1234 and more words, more words"] * 4
 SPECIAL = ["<|endoftext|>", "<|im_start|>", "<|im_end|>"]
 VOCABULARY = 300
@@ -179,7 +179,6 @@ def test_a_directory_is_checked_and_copied(link: bool, tmp_path: Path) -> None:
 
 
 def test_an_unreachable_hub_has_a_hint(tmp_path: Path) -> None:
-    pytest.importorskip("huggingface_hub")
     script = "from rollmill.cli.main import main; main()"
     done = subprocess.run(
         [sys.executable, "-c", script, "model", "get", "some/model", "--to", str(tmp_path / "out")],

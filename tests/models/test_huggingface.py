@@ -22,8 +22,6 @@ from tests.models.checkpoints import (
     tokens_of,
 )
 
-pytest.importorskip("transformers")
-
 
 def _contents(directory: Path) -> dict[str, bytes]:
     return {path.name: path.read_bytes() for path in sorted(directory.iterdir())}

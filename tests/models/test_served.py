@@ -18,8 +18,6 @@ from rollmill.weights.format.tensors import HostTensor
 from tests.models.checkpoints import LAYOUTS, make_checkpoint, our_logits, their_logits, tokens_of
 from tests.processes import SERVER
 
-pytest.importorskip("transformers")
-
 
 def tensor_of(host: HostTensor) -> Tensor:
     dtype = {"bf16": torch.bfloat16, "fp32": torch.float32}[host.dtype]

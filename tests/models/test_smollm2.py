@@ -4,14 +4,12 @@ from pathlib import Path
 
 import pytest
 import torch
+import transformers
 
 from rollmill.chat.tokenizer import Tokenizer
 from rollmill.errors import WeightsError
 from rollmill.models.get import PACKAGES, get_model
 from tests.models.checkpoints import load_checkpoint, our_logits, their_logits
-
-pytest.importorskip("gguf")
-transformers = pytest.importorskip("transformers")
 
 
 @pytest.mark.slow

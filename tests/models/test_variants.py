@@ -58,7 +58,6 @@ def _generation(tokens: list[int], blocks: list[int]) -> Generation:
 
 @pytest.mark.parametrize("name", LAYOUTS)
 def test_gradients_are_those_of_transformers(name: str, tmp_path: Path) -> None:
-    pytest.importorskip("transformers")
     theirs = make_checkpoint(name, tmp_path)
     _, ours = load_checkpoint(tmp_path)
     tokens = tokens_of()

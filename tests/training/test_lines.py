@@ -108,7 +108,7 @@ def test_a_late_version_of_an_earlier_trainer_ends_in_a_new_line(tmp_path: Path)
     owner.run(1)
     late._writer.check = lambda: None  # type: ignore[method-assign]  # it was paused after the check
     late.publish(2, world.weights.load(Version("main", 0)), metadata={"step": 2})
-    with pytest.raises(WeightsError, match="main@2 .* has diverged") as refused:
+    with pytest.raises(WeightsError, match=r"main@2 .* has diverged") as refused:
         owner.run(2)
     assert str(refused.value.hint).startswith("start this trainer again")
     assert world.trainer().run(3).line == "main.2"
