@@ -1,0 +1,103 @@
+"""Any body that a client can send is parsed or refused with a GatewayError, in every dialect, and can be answered."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from rollmill.chat.formats.compact import CompactFormat
+from rollmill.errors import GatewayError
+from rollmill.gateway.dialect import Delta, Dialect, Identity, Limits, Reply
+from rollmill.gateway.dialects.anthropic import AnthropicMessages
+from rollmill.gateway.dialects.openai_chat import OpenAIChat
+from rollmill.gateway.dialects.openai_completions import OpenAICompletions
+from rollmill.gateway.dialects.responses import OpenAIResponses
+from rollmill.gateway.segments import Answer
+from rollmill.gateway.stored import StoredResponses
+from tests.chat.conftest import tokenizer  # noqa: F401
+from tests.gateway.test_hostile import JSON, MESSAGES, REQUESTS, TEXT
+
+BLOCKS = st.lists(
+    st.fixed_dictionaries(
+        {
+            "type": st.sampled_from(["text", "tool_use", "tool_result", "thinking", "image", "input_text", "refusal"])
+            | JSON
+        },
+        optional={
+            **dict.fromkeys(("text", "name", "id", "tool_use_id", "thinking"), TEXT | JSON),
+            **dict.fromkeys(("input", "content"), JSON | st.dictionaries(TEXT, JSON, max_size=2)),
+        },
+    ),
+    max_size=3,
+)
+SAID = st.lists(
+    st.fixed_dictionaries(
+        {"role": st.sampled_from(["user", "assistant", "system", "developer"]) | JSON, "content": TEXT | BLOCKS | JSON}
+    )
+    | MESSAGES,
+    min_size=1,
+    max_size=3,
+)
+ITEMS = SAID | st.lists(
+    st.fixed_dictionaries(
+        {"type": st.sampled_from(["function_call", "function_call_output", "reasoning", "message"])},
+        optional=dict.fromkeys(("call_id", "name", "arguments", "output", "summary", "content", "role"), TEXT | JSON),
+    ),
+    max_size=3,
+)
+FIELDS = (
+    "temperature top_p top_k max_tokens max_output_tokens seed stop stop_sequences n logprobs tools tool_choice user"
+    " model stream stream_options metadata system thinking instructions include text store previous_response_id"
+    " response_format"
+).split()
+BODIES = st.fixed_dictionaries({}, optional={"messages": SAID, "input": ITEMS | TEXT, "prompt": TEXT | JSON}).flatmap(
+    lambda begun: st.dictionaries(st.sampled_from(FIELDS), JSON, max_size=2).map(lambda more: {**more, **begun})
+)
+ANSWER = Answer(
+    tokens=[1],
+    logprobs=[-1.0],
+    policy=[0],
+    policies=[],
+    spans=[],
+    routes=[],
+    finish="stop",
+    closed=True,
+    message={
+        "role": "assistant",
+        "content": "x",
+        "reasoning_content": "r",
+        "tool_calls": [{"id": "c", "type": "function", "function": {"name": "f", "arguments": "[" * 2000}}],
+    },
+)
+DIALECTS: list[Dialect] = [OpenAIChat(), OpenAICompletions(), AnthropicMessages(), OpenAIResponses(StoredResponses())]
+
+
+@pytest.mark.parametrize("dialect", DIALECTS, ids=lambda dialect: dialect.name)
+@settings(
+    max_examples=60, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow]
+)
+@given(tree=BODIES | REQUESTS | JSON)
+def test_any_body_is_refused_or_can_be_answered(format: CompactFormat, dialect: Dialect, tree: Any) -> None:
+    try:
+        request = dialect.parse(json.dumps(tree).encode(), Limits((1,), default_max_tokens=8, max_messages=64))
+    except GatewayError as error:
+        assert json.dumps(dialect.error(error)) and dialect.status(error) in (400, 404)
+        return
+    if isinstance(dialect, OpenAIResponses):
+        request = dialect.continued(request, None)
+    if request.prompt is None:
+        format.render_start(request.messages, request.tools)
+    reply = Reply(
+        request, Identity(), [ANSWER] * request.count, 3, {"trajectory": "a"}, token_texts=[["x"]] * request.count
+    )
+    json.loads(dialect.reply(reply))
+    writer = dialect.stream(request, reply.identity)
+    pieces = [writer.delta(index, Delta("x", "r", [1], [-1.0], ["x"])) for index in range(request.count)]
+    events = (writer.start(3) + b"".join(pieces) + writer.finish(reply)).split(b"\n\n")
+    for event in filter(None, events):
+        data = event.split(b"data: ", 1)[1]
+        assert data == b"[DONE]" or json.loads(data)
