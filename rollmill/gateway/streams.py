@@ -25,6 +25,7 @@ class EventStream:
         self._contents = [_content_stream(request, format, tokenizer) for _ in range(request.count)]
         self._writing = asyncio.Lock()  # several answers share the stream
         self._sent = [""] * request.count
+        self._reasoned = [""] * request.count
         self.identity = Identity()
         self._writer = dialect.stream(request, self.identity)
         self.response = web.StreamResponse(headers={"Content-Type": "text/event-stream", "Cache-Control": "no-cache"})
@@ -36,9 +37,11 @@ class EventStream:
         if not tokens:
             return
         texts = token_texts(self._tokenizer, tokens) if self._request.logprobs else ()
-        text = self._contents[index].push(tokens)
+        content = self._contents[index]
+        text, reasoning = content.push(tokens), content.reasoning
         self._sent[index] += text
-        await self._write(self._writer.delta(index, Delta(text, "", tokens, logprobs, texts)))
+        self._reasoned[index] += reasoning
+        await self._write(self._writer.delta(index, Delta(text, reasoning, tokens, logprobs, texts)))
 
     async def finish(self, reply: Reply) -> bool:
         """Sends the remaining text, the tool calls and the end. Returns False if the client had disconnected."""
@@ -46,10 +49,10 @@ class EventStream:
             return True  # the client closed the stream: a repeated request gets a new answer
         data = b""
         for index, answer in enumerate(reply.answers):
-            content, sent = answer.message["content"] or "", self._sent[index]
-            rest = content[len(sent) :] if content.startswith(sent) else ""
-            if rest:
-                data += self._writer.delta(index, Delta(rest))
+            rest = _rest(answer.message["content"], self._sent[index])
+            reasoning = _rest(answer.message.get("reasoning_content"), self._reasoned[index])
+            if rest or reasoning:
+                data += self._writer.delta(index, Delta(rest, reasoning))
         try:
             await self._write(data + self._writer.finish(reply))
             await self.response.write_eof()
@@ -70,6 +73,11 @@ class EventStream:
                 data = self._writer.start(self.prompt_tokens) + data
             if data:
                 await self.response.write(data)
+
+
+def _rest(whole: str | None, sent: str) -> str:
+    """What of the whole text is not sent yet."""
+    return whole[len(sent) :] if whole and whole.startswith(sent) else ""
 
 
 def _content_stream(request: ModelRequest, format: ChatFormat, tokenizer: Tokenizer) -> ContentStream:
