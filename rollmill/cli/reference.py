@@ -191,6 +191,8 @@ def _http() -> Iterator[str]:
 
 def routes() -> Iterator[tuple[str, tuple[str, ...]]]:
     """(package, row) of every route, read from the calls that add it and from the docstring of its handler."""
+    from rollmill.gateway.openapi import read_docstring
+
     for path in sorted(PACKAGE.rglob("*.py")):
         if path.relative_to(PACKAGE).parts[0] not in _SERVERS:  # the proxy of an episode is for its harness alone
             continue
@@ -203,23 +205,8 @@ def routes() -> Iterator[tuple[str, tuple[str, ...]]]:
             if method and ast.unparse(node.func.value).endswith("router"):
                 place = re.sub(r"\{(\w+):[^}]*\}", r"{\1}", ast.literal_eval(node.args[0]))  # without its pattern
                 handler = handlers[ast.unparse(node.args[1]).rpartition(".")[2]]
-                row = (f"`{method} {place}`", *_handler(ast.get_docstring(handler) or ""))
+                row = (f"`{method} {place}`", *read_docstring(ast.get_docstring(handler) or ""))
                 yield path.relative_to(PACKAGE).parts[0], row
-
-
-def _handler(docstring: str) -> tuple[str, str, str, str]:
-    """What a handler's docstring says: what it does, and what stands behind Needs, Takes and Returns."""
-    summary, _, rest = docstring.partition("\n\n")
-    facts = dict.fromkeys(("Needs", "Takes", "Returns"), "")
-    name = ""
-    for line in rest.splitlines():
-        head, colon, tail = line.partition(": ")
-        if colon and head in facts:
-            name, line = head, tail
-        if name:
-            facts[name] = f"{facts[name]} {line.strip()}".strip()
-    needs, takes, returns = (fact.removesuffix(".") for fact in facts.values())
-    return summary.replace("\n", " "), needs, takes, returns
 
 
 # --- metrics.md
@@ -227,6 +214,7 @@ def _handler(docstring: str) -> tuple[str, str, str, str]:
 
 def _metrics() -> Iterator[str]:
     from rollmill.gateway.metrics import METRICS as GATEWAY
+    from rollmill.gateway.metrics import kind_of
     from rollmill.inference.engine import METRICS as ENGINE
     from rollmill.telemetry import EVENTS
 
@@ -241,10 +229,7 @@ def _metrics() -> Iterator[str]:
         yield from _table(("field", "meaning"), [(f"`{name}`", meaning) for name, meaning in event.fields.items()])
     for title, prefix, metrics in (("gateway", "rollmill_gateway_", GATEWAY), ("engine", "rollmill_engine_", ENGINE)):
         yield f"## Metrics of the {title}\n"
-        rows = [
-            (f"`{prefix}{name}`", "counter" if name.endswith("_total") else "gauge", meaning)
-            for name, meaning in metrics.items()
-        ]
+        rows = [(f"`{prefix}{name}`", kind_of(name), meaning) for name, meaning in metrics.items()]
         yield from _table(("name", "type", "meaning; labels in braces"), rows)
 
 

@@ -394,7 +394,13 @@ class RunDirectory:
     def url(self, role: str) -> str:
         anywhere = role != "gateway" or self.host in ("0.0.0.0", "::")  # noqa: S104
         host = "127.0.0.1" if anywhere else self.host
-        return f"http://{f'[{host}]' if ':' in host else host}:{self.ports[role]}"
+        scheme = "https" if role == "gateway" and self.tls else "http"
+        return f"{scheme}://{f'[{host}]' if ':' in host else host}:{self.ports[role]}"
+
+    @property
+    def tls(self) -> bool:
+        """Whether its gateway answers HTTPS: those of `rollmill serve`. Others are reached from this host only."""
+        return self.path.name.startswith("serve-") and self.config.gateway.tls_cert is not None
 
     @property
     def data(self) -> Path:

@@ -27,7 +27,6 @@ from rollmill.chat.format import ChatFormat
 from rollmill.chat.tokenizer import Tokenizer
 from rollmill.errors import GatewayError, StorageError
 from rollmill.gateway.access import Access
-from rollmill.gateway.account import open_account
 from rollmill.gateway.body import parse_object, short
 from rollmill.gateway.completions import Completions
 from rollmill.gateway.config import EngineEndpoint, GatewayConfig
@@ -37,11 +36,14 @@ from rollmill.gateway.keys import KeyRing, KeyStore
 from rollmill.gateway.limits import KeyLimits
 from rollmill.gateway.metrics import Metrics
 from rollmill.gateway.model_routes import ModelRoutes, dialect_of
+from rollmill.gateway.observer import Observer
+from rollmill.gateway.openapi import document
 from rollmill.gateway.recorder import Recorder
 from rollmill.gateway.registry import Registry
 from rollmill.gateway.router import Router
 from rollmill.gateway.sealing import Sealer
 from rollmill.gateway.sessions import check_id, parse_facts
+from rollmill.gateway.tracing import Tracer
 from rollmill.storage.objects import Objects
 from rollmill.trajectories.storable import LONGEST_OBJECT_KEY, is_key
 from rollmill.trajectories.store import TrajectoryStore
@@ -67,7 +69,8 @@ def make_app(
     ring = KeyRing(keys, admin_token=admin_token, production_key=production_key, cache_s=config.key_cache_s)
     access = Access(ring, KeyLimits(keys))
     gateway = Gateway(config, format, tokenizer, engines, trajectories, objects, log_dir, admin_token, access)
-    app = web.Application(client_max_size=config.max_body_bytes, middlewares=[gateway.observe, gateway.report_errors])
+    middlewares = [gateway.observer.watch, gateway.report_errors]
+    app = web.Application(client_max_size=config.max_body_bytes, middlewares=middlewares)
     gateway.model_routes.add_to(app)
     app.router.add_post("/sessions", gateway.open_session)
     app.router.add_post("/sessions/{id}/seal", gateway.seal_session)
@@ -75,6 +78,7 @@ def make_app(
     app.router.add_delete("/sessions/{id}", gateway.delete_session)
     app.router.add_get("/health", gateway.health)
     app.router.add_get("/metrics", gateway.show_metrics)
+    app.router.add_get("/openapi.json", gateway.openapi)
     add_session_paths(app)
     app.cleanup_ctx.append(gateway.lifetime)
     return app
@@ -96,6 +100,12 @@ class Gateway:
         self._config = config
         self._access = access
         self._metrics = Metrics()
+        self.observer = Observer(
+            self._metrics,
+            lambda path: dialect_of(path_without_session(path)).name,
+            log_dir if config.access_log else None,
+            Tracer(config.traces) if config.traces else None,
+        )
         self._registry = Registry(admin_token)
         self._recorder = Recorder(log_dir, compact_bytes=config.compact_bytes)
         self._registry.replay(self._recorder.replay())
@@ -116,6 +126,7 @@ class Gateway:
 
     async def lifetime(self, app: web.Application) -> AsyncIterator[None]:
         self._recorder.start()
+        self.observer.start()
         await self._router.start()
         sweep = asyncio.create_task(self._sealer.sweep())
         async with self._access.running():
@@ -126,6 +137,7 @@ class Gateway:
         await self._completions.close()
         await self._router.close()
         self._recorder.close()
+        await asyncio.to_thread(self.observer.close)
 
     async def open_session(self, request: web.Request) -> web.Response:
         """Open a session whose requests become one trajectory.
@@ -208,21 +220,23 @@ class Gateway:
         Needs: nothing.
         Returns: Prometheus text; docs/reference/metrics.md lists the names.
         """
-        gauges: dict[str, float] = {"sessions": len(self._registry), "log_fsyncs_total": self._recorder.fsyncs}
+        gauges: dict[str, float] = {
+            "sessions": len(self._registry),
+            "waiting": self._router.places.waiting,
+            "log_fsyncs_total": self._recorder.fsyncs,
+        }
         for engine in self._router.engines:
             gauges[f'engine_alive{{url="{engine.url}"}}'] = int(engine.alive)
             gauges[f'engine_failures_total{{url="{engine.url}"}}'] = engine.failures
         return web.Response(text=self._metrics.render(gauges))
 
-    @web.middleware
-    async def observe(
-        self, request: web.Request, handler: Callable[[web.Request], Awaitable[web.StreamResponse]]
-    ) -> web.StreamResponse:
-        account = open_account()
-        try:
-            return await handler(request)
-        finally:
-            account.end()
+    async def openapi(self, request: web.Request) -> web.Response:
+        """Describe all routes.
+
+        Needs: nothing.
+        Returns: an OpenAPI 3.1 document.
+        """
+        return web.json_response(document(request.app))
 
     @web.middleware
     async def report_errors(
@@ -230,6 +244,8 @@ class Gateway:
     ) -> web.StreamResponse:
         """The only error boundary: every failure becomes an error of the path's dialect, with the right status."""
         try:
+            if request.can_read_body:
+                await self._read_body(request)
             return await handler(request)
         except (ConnectionResetError, asyncio.CancelledError):
             raise
@@ -240,6 +256,16 @@ class Gateway:
         headers = {"Retry-After": str(math.ceil(retry_s))} if failure.status in (429, 503) else None
         dialect = dialect_of(path_without_session(request.path))
         return web.json_response(dialect.error(failure), status=dialect.status(failure), headers=headers)
+
+    async def _read_body(self, request: web.Request) -> None:
+        """Reads the body, which handlers read again from memory. Raises 408 if it does not arrive in time."""
+        try:
+            async with asyncio.timeout(self._config.body_wait_s):
+                await request.read()
+        except TimeoutError:
+            raise GatewayError(
+                f"the request body did not arrive within {self._config.body_wait_s:g} s", status=408
+            ) from None
 
     def _failure(self, request: web.Request, error: Exception) -> GatewayError:
         if isinstance(error, GatewayError):

@@ -66,6 +66,28 @@ class GatewayConfig(Config):
         description="Seconds a production answer waits for the disk of the session log, at most. After that it is sent "
         "unrecorded, and its conversation is not trained on.",
     )
+    body_wait_s: float = Field(
+        default=60.0, gt=0, description="Seconds in which a request body must arrive; a slower one gets status 408."
+    )
+    idle_s: float = Field(
+        default=75.0,
+        gt=0,
+        description="Seconds after which a connection without a request is closed; slow headers count as none.",
+    )
+    tls_cert: str | None = Field(
+        default=None, description="File with the certificate chain: `rollmill serve` then answers HTTPS only."
+    )
+    tls_key: str | None = Field(default=None, description="File with the private key of `tls_cert`.")
+    access_log: bool = Field(
+        default=True,
+        description="Whether each request becomes a line of access.jsonl in the gateway's directory: times, tokens, "
+        "key id, session; never contents.",
+    )
+    traces: str | None = Field(
+        default=None,
+        description="URL of an OpenTelemetry collector (OTLP over HTTP) that gets a span per request. Needs the extra "
+        "`tracing`.",
+    )
     key_cache_s: float = Field(
         default=2.0,
         ge=0,

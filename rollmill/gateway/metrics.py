@@ -1,11 +1,13 @@
-"""Counters of the gateway, as Prometheus text at /metrics."""
+"""Counters, gauges and histograms of the gateway, as Prometheus text at /metrics."""
 
 from __future__ import annotations
 
+from bisect import bisect_left
 from collections import defaultdict
 from collections.abc import Mapping
 
-# name → meaning, and its labels in braces. Names that end in _total are counters; the others are gauges.
+# name → meaning, and its labels in braces. Names that end in _total are counters, in _seconds histograms; the others
+# are gauges.
 METRICS = {
     "requests_total": "valid requests that were accepted {traffic}",
     "errors_total": "requests answered with an error {status}",
@@ -16,34 +18,76 @@ METRICS = {
     "recording_failures_total": "answers that could not be recorded, or not in time {traffic}",
     "segments_total": "segments begun {cause}",
     "sealed_total": "sessions sealed into trajectories {traffic}",
+    "first_token_seconds": "from the request to its first token {traffic, model, dialect}",
+    "between_tokens_seconds": "between two tokens of an answer {traffic, model, dialect}",
+    "request_seconds": "from the request to the end of its answer {traffic, model, dialect}",
+    "queue_seconds": "a request waited for an engine {traffic, model, dialect}",
     "sessions": "open sessions",
+    "waiting": "requests that wait for an engine",
     "log_fsyncs_total": "times the session log was flushed to disk",
     "engine_alive": "1 if the engine answers health checks, else 0 {url}",
     "engine_failures_total": "requests that failed on the engine {url}",
 }
+BUCKETS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 300.0)
 
 
 class Metrics:
     def __init__(self) -> None:
         self._counts: defaultdict[str, float] = defaultdict(int)
+        self._histograms: dict[tuple[str, str], _Histogram] = {}
 
     def count(self, name: str, amount: float = 1, **labels: str | int) -> None:
         if labels:
-            listed = ",".join(f'{key}="{value}"' for key, value in labels.items())
-            name = f"{name}{{{listed}}}"
+            name = f"{name}{{{_listed(labels)}}}"
         self._counts[name] += amount
+
+    def observe(self, name: str, seconds: float, times: int = 1, **labels: str) -> None:
+        key = (name, _listed(labels))
+        histogram = self._histograms.get(key)
+        if histogram is None:
+            histogram = self._histograms[key] = _Histogram()
+        histogram.add(seconds, times)
 
     def render(self, gauges: Mapping[str, float]) -> str:
         lines: list[str] = []
         described = ""
-        for sample, value in sorted({**self._counts, **gauges}.items()):
+        samples = {sample: [f"{sample} {value}"] for sample, value in {**self._counts, **gauges}.items()}
+        samples |= {
+            f"{name}{{{labels}}}": each.lines(name, labels) for (name, labels), each in self._histograms.items()
+        }
+        for sample, listed in sorted(samples.items()):
             name = sample.partition("{")[0]
             if name != described:
-                kind = "counter" if name.endswith("_total") else "gauge"
                 lines += [
                     f"# HELP rollmill_gateway_{name} {METRICS.get(name, name)}",
-                    f"# TYPE rollmill_gateway_{name} {kind}",
+                    f"# TYPE rollmill_gateway_{name} {kind_of(name)}",
                 ]
                 described = name
-            lines.append(f"rollmill_gateway_{sample} {value}")
+            lines += [f"rollmill_gateway_{line}" for line in listed]
         return "\n".join(lines) + "\n"
+
+
+def kind_of(name: str) -> str:
+    return "counter" if name.endswith("_total") else "histogram" if name.endswith("_seconds") else "gauge"
+
+
+class _Histogram:
+    def __init__(self) -> None:
+        self._counts = [0] * (len(BUCKETS) + 1)
+        self._sum = 0.0
+
+    def add(self, seconds: float, times: int) -> None:
+        self._counts[bisect_left(BUCKETS, seconds)] += times
+        self._sum += seconds * times
+
+    def lines(self, name: str, labels: str) -> list[str]:
+        lines, total = [], 0
+        for bound, count in zip((*map(str, BUCKETS), "+Inf"), self._counts, strict=True):
+            total += count
+            lines.append(f'{name}_bucket{{{labels},le="{bound}"}} {total}')
+        return [*lines, f"{name}_sum{{{labels}}} {self._sum}", f"{name}_count{{{labels}}} {total}"]
+
+
+def _listed(labels: Mapping[str, str | int]) -> str:
+    escaped = {key: str(value).replace("\\", r"\\").replace('"', r"\"") for key, value in labels.items()}
+    return ",".join(f'{key}="{value}"' for key, value in escaped.items())

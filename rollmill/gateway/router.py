@@ -77,6 +77,8 @@ class Router:
 
     def target(self, name: str, session: str) -> Target:
         """What a request of this session asks for with this name of a model."""
+        account = current_account()
+        account.model, account.session = name or DEFAULT, session
         split = self._config.split.get(name or DEFAULT)
         return read_target(pick(split, session) if split else name, self._channels)
 
@@ -99,6 +101,7 @@ class Router:
         patience = _Patience(self._config.engine_wait_s)
         account = current_account()
         account.prompt_tokens += len(request.tokens)
+        account.traffic = request.traffic
         while True:
             queued = time.perf_counter()
             engine = await self._take(prefer, failed, target, request, bool(sampled), patience)

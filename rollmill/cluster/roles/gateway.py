@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import ssl
+
 from aiohttp import web
 
 from rollmill.chat.formats.choice import format_of
 from rollmill.chat.tokenizer import Tokenizer
 from rollmill.cluster.run import RunDirectory
+from rollmill.errors import ConfigError
 from rollmill.gateway.app import make_app
-from rollmill.gateway.config import EngineEndpoint
+from rollmill.gateway.config import EngineEndpoint, GatewayConfig
 from rollmill.gateway.keys import KeyStore
 from rollmill.storage.database import open_database
 from rollmill.storage.objects import Objects
@@ -34,4 +37,26 @@ def main(run: RunDirectory) -> None:
         run.secrets["production_key"],
         KeyStore(database, run.id),
     )
-    web.run_app(app, host=run.host, port=run.ports["gateway"], access_log=None, print=None, shutdown_timeout=1.0)
+    web.run_app(
+        app,
+        host=run.host,
+        port=run.ports["gateway"],
+        access_log=None,
+        print=None,
+        shutdown_timeout=1.0,
+        keepalive_timeout=run.config.gateway.idle_s,
+        ssl_context=tls_context(run.config.gateway) if run.tls else None,
+    )
+
+
+def tls_context(config: GatewayConfig) -> ssl.SSLContext:
+    """The context of `tls_cert` and `tls_key`. Raises ConfigError if they cannot be used."""
+    context = ssl.create_default_context(ssl.Purpose.CLIENT_AUTH)
+    try:
+        context.load_cert_chain(str(config.tls_cert), config.tls_key)
+    except (OSError, ValueError) as error:
+        raise ConfigError(
+            f"gateway.tls_cert {config.tls_cert} cannot be used: {error}",
+            hint="both files in PEM format, without password",
+        ) from None
+    return context
