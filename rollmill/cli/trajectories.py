@@ -1,4 +1,4 @@
-"""`rollmill trajectories list | show | export`: what agents did, which weights sampled it, and how it was graded."""
+"""`rollmill trajectories list | show | export | admit`: what agents did, who sampled it, how it was graded."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import json
 import math
 import time
 from collections.abc import Iterator
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -129,6 +129,52 @@ def export(
 
 
 @app.command()
+def admit(
+    run_dir: Annotated[Path, typer.Argument(help="run directory", show_default=False)],
+    ids: Annotated[list[str] | None, typer.Argument(help="trajectories; default: all that match")] = None,
+    source: Annotated[
+        Path | None,
+        typer.Option("--from", help="the run that has them: its rollouts and its production traffic; default: RUN_DIR"),
+    ] = None,
+    stage: Annotated[str | None, typer.Option(help="an RL stage; default: the only one")] = None,
+    solved: Solved = False,
+    reward: RewardRange = None,
+    length: LengthRange = None,
+    task: Task = None,
+    version: VersionRange = None,
+    split: Split = None,
+    limit: Annotated[int | None, typer.Option(min=1, help="look at no more than this many, the newest first")] = None,
+    wait: Annotated[float, typer.Option(min=0, help="seconds to wait while there is no room")] = 0.0,
+    dry_run: Annotated[bool, typer.Option("--dry-run", help="only show what would be admitted")] = False,
+) -> None:
+    """Let a run train on trajectories that exist already: of another run, or of production.
+
+    They must be graded, and sampled by weights of the stage's own lineage: its line, the line that it continues, or
+    equal weights of another run. The oldest token decides which step is the last that can train on a group; after
+    that step, the group is recorded as stale. Groups are admitted whole and count as open groups. While the run is
+    busy there may be no room: --wait. Evaluations and held-out tasks are refused. Payloads of another run are copied
+    into the store of this one.
+
+    For example:
+
+        rollmill trajectories admit runs/second --from runs/first --dry-run
+        rollmill trajectories admit runs/second --from runs/first --version rl@30.. --wait 60
+        rollmill trajectories admit runs/served live-1f0c…
+    """
+    from rollmill.cli.admit import print_verdicts, select
+    from rollmill.cluster.admission import admit_trajectories
+    from rollmill.cluster.run import RunDirectory
+
+    if not ids and source is None:
+        raise ConfigError("which trajectories?", hint="give their ids, or --from and the run that has them")
+    query = _query("graded", solved, reward, length, task, version, split, "newest", limit)
+    run, (other, store) = RunDirectory.open(run_dir), _open(source or run_dir, None, None)
+    assert other is not None
+    rows = [store.get(id) for id in ids] if ids else select(store, query, other.id)
+    print_verdicts(admit_trajectories(run, stage, rows, other, wait_s=wait, dry_run=dry_run), dry_run)
+
+
+@app.command()
 def show(
     id: Annotated[str, typer.Argument(help="the id, or any beginning of it that only one trajectory has")],
     run_dir: Annotated[
@@ -155,16 +201,20 @@ def show(
     longest = math.inf if full else _LONGEST
     console = Console(highlight=False)
     group = store.list(run=row.run, group_id=row.group_id) if row.group_id else []
-    transcript.print_facts(console, row, sorted(group, key=lambda member: member.id))
+    trajectory, problem = None, ""
     try:
         trajectory = _load(run, store, row)
     except (TrajectoryError, StorageError) as error:  # the index is still worth reading
-        console.print(transcript.safe(f"\nits payload cannot be read: {error}", "red"))
-    else:
-        if trajectory is not None and tokens:
-            transcript.print_tokens(console, trajectory, _load_tokenizer(tokenizer or (run.tokenizer if run else None)))
-        elif trajectory is not None:
-            transcript.print_conversation(console, trajectory, longest)
+        problem = f"\nits payload cannot be read: {error}"
+    if trajectory is not None and "image" in trajectory.provenance:  # the index has its name alone, without the digest
+        row = replace(row, provenance={**row.provenance, "image": trajectory.provenance["image"]})
+    transcript.print_facts(console, row, sorted(group, key=lambda member: member.id), store.entries(row.id))
+    if problem:
+        console.print(transcript.safe(problem, "red"))
+    elif trajectory is not None and tokens:
+        transcript.print_tokens(console, trajectory, _load_tokenizer(tokenizer or (run.tokenizer if run else None)))
+    elif trajectory is not None:
+        transcript.print_conversation(console, trajectory, longest)
     transcript.print_grades(console, store.rewards([row.id])[row.id], store.feedback(row.id), longest)
 
 

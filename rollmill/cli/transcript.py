@@ -17,7 +17,7 @@ from rich.table import Table
 from rich.text import Text
 
 from rollmill.chat.tokenizer import Tokenizer
-from rollmill.trajectories.store import FeedbackRow, TrajectoryRow
+from rollmill.trajectories.store import FeedbackRow, LedgerEntry, TrajectoryRow
 from rollmill.types import Reward, Segment, Span, Trajectory
 
 STATES = {
@@ -40,7 +40,9 @@ def safe(text: str, style: str = "") -> Text:
     return Text(_CONTROLS.sub("\N{REPLACEMENT CHARACTER}", text), style)
 
 
-def print_facts(console: Console, row: TrajectoryRow, group: Sequence[TrajectoryRow]) -> None:
+def print_facts(
+    console: Console, row: TrajectoryRow, group: Sequence[TrajectoryRow], entries: Sequence[LedgerEntry] = ()
+) -> None:
     sampled = "" if row.tokens is None else f"{row.tokens}, {row.sampled_tokens} of them sampled"
     facts = {
         "task": " · ".join(part for part in (row.task_id, row.family, row.split) if part),
@@ -56,7 +58,7 @@ def print_facts(console: Console, row: TrajectoryRow, group: Sequence[Trajectory
     table = Table(box=None, show_header=False, pad_edge=False)
     table.add_column(style="dim", no_wrap=True)
     table.add_column(overflow="fold")
-    for name, value in facts.items():
+    for name, value in (*facts.items(), *(("ledger", _entry_line(entry)) for entry in entries)):
         if value:
             table.add_row(safe(name), safe(value))
     if group:
@@ -64,6 +66,12 @@ def print_facts(console: Console, row: TrajectoryRow, group: Sequence[Trajectory
     title = safe(f"{row.id} ", "bold") + safe(f"{row.state} ", STATES[row.state])
     console.print(title + reward_text(row.reward), soft_wrap=True)  # a rule would cut a long id
     console.print(table)
+
+
+def _entry_line(entry: LedgerEntry) -> str:
+    step = f"in step {entry.step}" if entry.step is not None else ""
+    origin = f"admitted from {entry.origin}" if entry.origin else ""
+    return " · ".join(part for part in (entry.run, f"{entry.state} {step}".strip(), entry.reason, origin) if part)
 
 
 def _group_line(row: TrajectoryRow, group: Sequence[TrajectoryRow]) -> Text:

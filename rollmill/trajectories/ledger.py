@@ -2,7 +2,7 @@
 
     group    running ──► waiting ──► leased ──► final         counts against the staleness bound until it is final
     ledger   admitted ─────────────► leased ──► trained       or stale | no_signal | dropped, each with a reason
-             start_group group_ready write_step commit_step
+             start_group group_ready write_step commit_step   `admit` enters groups that exist already, as waiting
 
 Each method is one transaction. Every writer first locks the row of the run, so what it counts cannot change before it
 writes. A killed process leaves nothing half-done. `write_step` comes before the update it describes and `commit_step`
@@ -24,11 +24,20 @@ from sqlalchemy.exc import IntegrityError
 from rollmill.errors import TrajectoryError
 from rollmill.storage.database import reading, writing
 from rollmill.trajectories import steps
+from rollmill.trajectories.admission import Experience, Room, Verdict
 from rollmill.trajectories.pace import Pace
 from rollmill.trajectories.results import Result, read_results
 from rollmill.trajectories.steps import Commit
-from rollmill.trajectories.storable import from_json, to_key
-from rollmill.trajectories.store import COLUMNS, TrajectoryRow, move_trajectory, trajectory_rows
+from rollmill.trajectories.storable import from_json, to_key, to_text
+from rollmill.trajectories.store import (
+    COLUMNS,
+    TrajectoryRow,
+    add_reward,
+    move_trajectory,
+    reward_row,
+    to_row,
+    trajectory_rows,
+)
 from rollmill.trajectories.tables import groups, ledger, runs, trajectories
 from rollmill.types import (
     GROUP_TRANSITIONS,
@@ -53,6 +62,7 @@ class GroupRow:
     step: int | None
     created_at: float
     ready_at: float | None
+    origin: str | None  # the run that it was admitted from; None: the run's dispatcher started it
 
 
 _GROUP_COLUMNS = tuple(groups.c[name] for name in GroupRow.__annotations__)
@@ -64,13 +74,23 @@ _named: sa.BindParameter[str] = bindparam("named", expanding=True)
 
 _LOCK = sa.select(runs.c.id).where(runs.c.id == _of_run).with_for_update()
 _COUNT_OPEN = sa.select(sa.func.count()).where(groups.c.run == _of_run, groups.c.state.in_(_OPEN))
-_COUNT_ALL = sa.select(sa.func.count()).where(groups.c.run == _of_run)
+_COUNT_STARTED = sa.select(sa.func.count()).where(groups.c.run == _of_run, groups.c.origin.is_(None))
 _COUNTS = sa.select(ledger.c.state, sa.func.count()).where(ledger.c.run == _of_run).group_by(ledger.c.state)
 _REASONS = (
     sa.select(ledger.c.state, ledger.c.reason, sa.func.count().label("number"))
     .where(ledger.c.run == _of_run, ledger.c.reason.is_not(None))
     .group_by(ledger.c.state, ledger.c.reason)
 )
+_ENTRIES = sa.select(ledger.c.trajectory, ledger.c.state).where(
+    ledger.c.run == _of_run, ledger.c.trajectory.in_(_named)
+)
+_MEMBERS = (
+    sa.select(*COLUMNS)
+    .join_from(ledger, trajectories, ledger.c.trajectory == trajectories.c.id)
+    .where(ledger.c.run == _of_run, ledger.c.group_id == bindparam("group"))
+    .order_by(trajectories.c.created_at, trajectories.c.id)
+)
+_STATES = sa.select(trajectories.c.id, trajectories.c.state).where(trajectories.c.id.in_(_named)).with_for_update()
 _ENTERED = sa.select(ledger.c.trajectory).where(ledger.c.run == _of_run, ledger.c.group_id == bindparam("group"))
 _GROUPS = sa.select(*_GROUP_COLUMNS).where(groups.c.run == _of_run).order_by(groups.c.created_at, groups.c.id)
 _UNTAKEN = sa.select(*_GROUP_COLUMNS).where(
@@ -88,10 +108,10 @@ def _move_groups(where: sa.ColumnElement[bool], source: GroupState, target: Grou
 _READY = _move_groups(groups.c.id.in_(_named), GroupState.running, GroupState.waiting).values(ready_at=bindparam("now"))
 _LEASE = _move_groups(groups.c.id.in_(_named), GroupState.waiting, GroupState.leased).values(step=bindparam("decided"))
 _FINAL = _move_groups(groups.c.step == bindparam("decided"), GroupState.leased, GroupState.final)
-_CLOSE = [
-    _move_groups(groups.c.id.in_(_named), source, GroupState.final).values(step=bindparam("decided"))
+_CLOSE_RUNNING, _CLOSE_WAITING = (
+    _move_groups(groups.c.id.in_(_named), source, GroupState.final).values(step=bindparam("decided", type_=sa.Integer))
     for source in (GroupState.running, GroupState.waiting)
-]
+)
 
 
 class Ledger:
@@ -213,12 +233,80 @@ class Ledger:
 
         def work(connection: sa.Connection) -> None:
             params = {"of_run": self.run, "named": [group_id], "decided": step}
-            if not any(connection.execute(statement, params).rowcount for statement in _CLOSE):
+            if not any(
+                connection.execute(statement, params).rowcount for statement in (_CLOSE_RUNNING, _CLOSE_WAITING)
+            ):
                 return self._expect_group(connection, group_id, GroupState.final)
             steps.check_complete(connection, self.run, [group_id], {}, excluded)
             steps.decide(connection, self.run, excluded, None)
 
         self._write(work)
+
+    def admit(self, found: Sequence[Experience], *, pace: Pace, dry_run: bool = False) -> list[Verdict]:
+        """Admit groups that exist already, in this order (admission.py has the rules). One transaction for all.
+
+        A stale group is recorded as such. Every other refusal changes nothing. Repeating a call changes nothing. With
+        `dry_run`, nothing is changed at all.
+        """
+        verdicts: list[Verdict] = []
+
+        def work(connection: sa.Connection) -> None:
+            verdicts.clear()  # a transaction may be tried again
+            untaken = connection.execute(_UNTAKEN, {"of_run": self.run})
+            room = Room(
+                pace,
+                committed=steps.committed(connection, self.run),
+                written=steps.newest(connection, self.run),
+                open=connection.execute(_COUNT_OPEN, {"of_run": self.run}).scalar_one(),
+                untaken=[pace.deadline(row.min_version) for row in untaken],
+            )
+            for group in found:
+                verdict = self._judge(connection, group, room)
+                verdicts.append(verdict)
+                if verdict.decision in ("admitted", "stale") and not dry_run:
+                    self._enter(connection, group, verdict)
+                if verdict.decision == "admitted":
+                    room = room.with_group(group)
+
+        try:
+            self._write(work)
+        except IntegrityError:  # another stage of the run has just stored one of the trajectories
+            self._write(work)
+        return verdicts
+
+    def _judge(self, connection: sa.Connection, group: Experience, room: Room) -> Verdict:
+        known = connection.execute(_ENTRIES, {"of_run": self.run, "named": group.ids}).first()
+        if known is not None:
+            return Verdict(group.group_id, group.ids, "refused", f"in the ledger already: {known.state}")
+        there = connection.execute(_GROUPS.where(groups.c.id == group.group_id), {"of_run": self.run}).first()
+        if there is not None:
+            return Verdict(group.group_id, group.ids, "refused", "other trajectories of its group are in the ledger")
+        for row in connection.execute(_STATES, {"named": group.ids}):
+            if row.state != TrajectoryState.graded:
+                return Verdict(group.group_id, group.ids, "refused", f"{row.id} is {row.state}")
+        return Verdict(group.group_id, group.ids, *room.judge(group))
+
+    def _enter(self, connection: sa.Connection, group: Experience, verdict: Verdict) -> None:
+        stale = verdict.decision == "stale"
+        there = {row.id for row in connection.execute(_STATES, {"named": group.ids})}
+        for member in group.members:
+            if member.id not in there:
+                # nobody reads the payload of a stale one: it is not copied
+                row = {**member.row, "payload_key": None} if stale else dict(member.row)
+                connection.execute(trajectories.insert(), row)
+                add_reward(connection, reward_row(member.id, member.reward))
+        now = time.time()
+        entry = {"run": self.run, "id": group.group_id, "task_id": group.task_id, "size": len(group.members)}
+        state = {"state": GroupState.waiting.value, "created_at": now, "ready_at": now}
+        connection.execute(
+            groups.insert(), {**entry, **state, "min_version": group.oldest, "origin": to_text(group.origin)}
+        )
+        connection.execute(ledger.insert(), self._admitted(group.group_id, group.ids))
+        if stale:
+            params = {"of_run": self.run, "named": [group.group_id], "decided": None}
+            connection.execute(_CLOSE_WAITING, params)
+            decided = dict.fromkeys(group.ids, (LedgerState.stale, verdict.reason))
+            steps.decide(connection, self.run, decided, None)
 
     # steps: the trainer's side
 
@@ -235,6 +323,11 @@ class Ledger:
             for row in steps.undecided(connection, self.run, group_ids):
                 found[row.group_id].append(row)
         return found
+
+    def entered(self, group_id: str) -> list[TrajectoryRow]:
+        """All trajectories of a group, also those that a step has decided on."""
+        with reading(self._engine) as connection:
+            return [to_row(row) for row in connection.execute(_MEMBERS, {"of_run": self.run, "group": group_id})]
 
     def write_step(self, record: StepRecord) -> None:
         """Lease the trajectories of a step before it runs. The record accounts for every trajectory of its groups."""
@@ -291,9 +384,9 @@ class Ledger:
             return connection.execute(_COUNT_OPEN, {"of_run": self.run}).scalar_one()
 
     def groups_started(self) -> int:
-        """The number of groups the run has ever admitted, including final ones."""
+        """The number of groups that the dispatcher has ever started, including final ones."""
         with reading(self._engine) as connection:
-            return connection.execute(_COUNT_ALL, {"of_run": self.run}).scalar_one()
+            return connection.execute(_COUNT_STARTED, {"of_run": self.run}).scalar_one()
 
     def groups(self, state: GroupState | str | None = None) -> list[GroupRow]:
         """Oldest first."""

@@ -74,10 +74,10 @@ def undecided(connection: sa.Connection, run: str, group_ids: Sequence[str]) -> 
 
 
 def insert_step(connection: sa.Connection, record: StepRecord) -> None:
-    newest = connection.execute(_NEWEST, {"of_run": record.run}).scalar_one()
-    if record.number != newest + 1:
+    last = newest(connection, record.run)
+    if record.number != last + 1:
         raise TrajectoryError(
-            f"step {record.number} cannot be written: step {newest} is the newest of run {record.run!r}",
+            f"step {record.number} cannot be written: step {last} is the newest of run {record.run!r}",
             hint="steps are numbered 1, 2, 3, … and written once; `Ledger.steps` returns those to run again",
         )
     check_complete(connection, record.run, record.groups, record.trajectories, record.excluded)
@@ -169,7 +169,7 @@ def insert_commit(connection: sa.Connection, run: str, step: int, version: Versi
                 f"step {step} is committed as {one.version} {one.digest[:12]}, not as {version} {digest[:12]}",
                 hint="other bits need a new line that starts from the checkpoint",
             )
-    written = connection.execute(_NEWEST, {"of_run": run}).scalar_one()
+    written = newest(connection, run)
     before = committed(connection, run)
     if not 1 <= step <= min(before + 1, written):
         raise TrajectoryError(
@@ -180,6 +180,11 @@ def insert_commit(connection: sa.Connection, run: str, step: int, version: Versi
     connection.execute(commits.insert(), {**fields, "created_at": time.time()})
     connection.execute(_TRAINED, {"of_run": run, "decided": step})
     return True
+
+
+def newest(connection: sa.Connection, run: str) -> int:
+    """The newest written step, committed or not; 0 if there is none."""
+    return connection.execute(_NEWEST, {"of_run": run}).scalar_one()
 
 
 def committed(connection: sa.Connection, run: str) -> int:

@@ -32,7 +32,7 @@ from rollmill.trajectories.storable import (
     to_object,
     to_text,
 )
-from rollmill.trajectories.tables import feedback, ledger, rewards, trajectories
+from rollmill.trajectories.tables import feedback, groups, ledger, rewards, trajectories
 from rollmill.types import (
     TRAJECTORY_TRANSITIONS,
     LedgerState,
@@ -87,6 +87,17 @@ class FeedbackRow:
     created_at: float
 
 
+@dataclass(frozen=True)
+class LedgerEntry:
+    """What a run did with a trajectory."""
+
+    run: str
+    state: LedgerState
+    step: int | None
+    reason: str | None
+    origin: str | None  # the run that it was admitted from, if it was
+
+
 Grades = list[tuple[int, Reward]]  # reward id, reward; oldest first
 COLUMNS = tuple(trajectories.c[name] for name in TrajectoryRow.__annotations__)
 
@@ -132,6 +143,14 @@ _REWARDS = (
 )
 _LEASE = sa.select(ledger.c.run, ledger.c.step).where(
     ledger.c.trajectory == bindparam("key"), ledger.c.state == LedgerState.leased.value
+)
+
+
+_ENTRIES = (
+    sa.select(ledger.c.run, ledger.c.state, ledger.c.step, ledger.c.reason, groups.c.origin)
+    .join_from(ledger, groups, (ledger.c.run == groups.c.run) & (ledger.c.group_id == groups.c.id))
+    .where(ledger.c.trajectory == bindparam("key"))
+    .order_by(ledger.c.run)
 )
 
 
@@ -283,6 +302,12 @@ class TrajectoryStore:
         with reading(self._engine) as connection:
             rows = connection.execute(query).all()
         return [FeedbackRow(row.id, row.kind, row.value, from_json(row.data), row.created_at) for row in rows]
+
+    def entries(self, id: str) -> builtins.list[LedgerEntry]:
+        """What each run did with it."""
+        with reading(self._engine) as connection:
+            rows = connection.execute(_ENTRIES, {"key": to_text(id)}).all()
+        return [LedgerEntry(row.run, LedgerState(row.state), row.step, row.reason, row.origin) for row in rows]
 
     def rewards(self, ids: Sequence[str]) -> dict[str, Grades]:
         """Every grade of each trajectory, oldest first, with the id a step pins."""

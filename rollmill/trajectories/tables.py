@@ -110,6 +110,7 @@ groups = Table(
     Column("step", Integer),  # that took it, or closed it while it looked for its own
     Column("created_at", _Time, nullable=False),
     Column("ready_at", _Time),
+    Column("origin", Text),  # the run that it was admitted from; NULL: the run's dispatcher started it
     Index("groups_by_state", "run", "state", "ready_at", "id"),
 )
 ledger = Table(

@@ -15,6 +15,8 @@ from rollmill.training.config import OptimizerConfig, RLConfig, TrainingConfig
 from rollmill.training.lineage import Lineage
 from rollmill.training.objectives.rl import RolloutBatch
 from rollmill.training.selection import trainable_sequences
+from rollmill.trajectories.admission import Experience, Member
+from rollmill.trajectories.ledger import Ledger
 from rollmill.trajectories.pace import Pace
 from rollmill.types import LedgerState, Reward, Sampling, Segment, StepRecord, Version
 from tests.training.world import MODEL, STEPS, TRAINING, World, honest_segment, make_segment, policy
@@ -59,6 +61,23 @@ def test_every_trajectory_of_a_step_is_trained_or_excluded_with_a_reason(tmp_pat
     assert world.ledger.step(1) == record, "written before anything is trained"
     counts = world.ledger.counts()
     assert (counts["leased"], counts["dropped"], counts["no_signal"], counts["admitted"]) == (5, 3, 3, 0)
+
+
+def test_a_step_trains_on_a_group_that_another_run_played(tmp_path: Path):
+    """Two groups of another run are admitted; the one with the earlier deadline is trained on first."""
+    world = World(tmp_path)
+    own, world.ledger = world.ledger, Ledger(world.ledger._engine, "other")
+    for name in ("late", "early"):
+        world.add_group(name, segments(2), [1.0, 0.0])
+    rows = {name: world.ledger.entered(name) for name in ("late", "early")}
+    world.ledger = own
+    members = {name: [Member(row.id, {}, Reward(0.0)) for row in found] for name, found in rows.items()}
+    pace = Pace(1, 2, max_staleness=2)
+    found = [Experience(name, "task", "other", members[name], oldest=-(name == "early")) for name in members]
+    assert [verdict.decision for verdict in own.admit(found, pace=pace)] == ["admitted", "admitted"]
+    batch = next_batch(world, 1, pace)
+    assert batch.record.groups == ("early",) and set(batch.record.trajectories) == {"early-0", "early-1"}
+    assert batch.solved == 0.5 and batch.masked[STALE] == 0
 
 
 def test_a_step_waits_for_the_group_that_is_due(tmp_path: Path):

@@ -51,6 +51,7 @@ def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> RunDirectory:
     provenance = {"split": "train", "family": "bug", "image": "python"}
     Ledger(engine, "demo").start_group("demo-1", "bug/7", 4, pace=Pace(1, 1, 0), ids=ids, provenance=provenance)
     solved = build.trajectory(ids[0], segments=[build.segment()], messages=MESSAGES)
+    solved.provenance["image"] = "python@sha256:0a1b"  # the index has the name alone: it is written before the machine
     objects.create("trajectories/0", encode_trajectory(solved))
     store.finish(ids[0], "trajectories/0", None, **seal_facts(solved))
     store.grade(ids[0], Reward(1.0, {"tests": 0.75}, {"output": "3 passed"}, "hidden_tests"))
@@ -141,6 +142,8 @@ def test_show_prints_the_conversation(run: RunDirectory) -> None:
     for part in (
         "demo-1-0 graded 1",
         "bug/7 · bug · train",
+        "python@sha256:0a1b",
+        "demo · admitted",
         "demo-1  1 failed 0 running",
         "assistant  rl@3 → rl@4 · 3 tokens",  # the weights changed in the middle of the first answer
         "assistant  rl@4 · 3 tokens",

@@ -222,7 +222,7 @@ class RLObjective:
             sequences += found
             masked += left_out
             trained.append(content)
-        members = [self._trajectories.list(record.run, group_id=group) for group in (*record.groups, *closed)]
+        members = [self._ledger.entered(group) for group in (*record.groups, *closed)]
         graded = [row for rows in members for row in rows if row.state == TrajectoryState.graded]
         group_of = _comparable(members, by_family=self._config.baseline == "population")
         return RolloutBatch(
