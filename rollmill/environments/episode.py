@@ -7,8 +7,9 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from rollmill.environments.harness import HarnessResult
-from rollmill.environments.machine import MachineHost
+from rollmill.environments.machine import Machine, MachineHost, Snapshot
 from rollmill.environments.task import Task
+from rollmill.errors import RewardError
 
 Submission = Mapping[str, bytes]  # path relative to the work directory -> contents; missing files are absent
 
@@ -27,3 +28,15 @@ class Episode:
     deleted: Sequence[str] = ()  # paths; only with the whole diff
     executable: Sequence[str] = ()  # paths of the submission that may be run as programs; only with the whole diff
     refused: str | None = None  # why nothing of what the agent left was taken; None if it was
+    # the state in which the agent left its machine, for a reward with `wants_final_state`. None if the machines cannot
+    # save it, and if the episode is graded later from what is stored of it. Released after grading
+    final_state: Snapshot | None = None
+    state_refused: str | None = None  # why it was not saved, by the agent's doing: too large, or a ruined machine
+
+    async def open_final_state(self) -> Machine:
+        """A new machine in the state in which the agent left its own: untrusted. The caller closes it. RewardError if
+        the state is not there."""
+        if self.final_state is None:
+            why = self.state_refused or "the machines cannot save it, or the episode was played earlier"
+            raise RewardError(f"the final state of the machine is not there: {why}")
+        return await self.machines.create(self.task.image, snapshot=self.final_state)

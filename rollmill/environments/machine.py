@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import logging
 import socket
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal, Protocol
 
+log = logging.getLogger(__name__)
 WORK = "/work"  # the directory of a task's files, inside every machine
 
 
@@ -132,7 +134,11 @@ class Machine(Protocol):
 
 
 class MachineHost(Protocol):
-    """Creates machines; one per dispatcher."""
+    """Creates machines; one per dispatcher.
+
+    A host whose snapshots take up space may also have `async def release(self, snapshot: Snapshot) -> None`. It is
+    called once nobody needs the snapshot any more.
+    """
 
     async def create(
         self, image: str, files: Mapping[str, bytes] | None = None, *, snapshot: Snapshot | None = None
@@ -144,3 +150,14 @@ class MachineHost(Protocol):
         ...
 
     async def close(self) -> None: ...
+
+
+async def release(host: MachineHost, snapshot: Snapshot | None) -> None:
+    """Tell the host that nobody needs the snapshot any more. A host that cannot let go of it breaks no episode."""
+    method = getattr(host, "release", None)
+    if snapshot is None or method is None:
+        return
+    try:
+        await method(snapshot)
+    except Exception:  # the host may be code of the user
+        log.warning("a snapshot was not released", exc_info=True)

@@ -14,6 +14,9 @@ class Grader(Protocol):
 
     A grader may also have `cannot_protect`, a text: what an agent could still do to earn an undeserved reward.
     `rollmill tasks check` prints it.
+
+    A grader with `wants_final_state = True` gets `episode.final_state`: a reference to the state in which the agent
+    left its machine. Without one that wants it, no state is saved.
     """
 
     name: str
@@ -21,6 +24,10 @@ class Grader(Protocol):
     async def grade(self, episode: Episode) -> Reward:
         """Returns a Reward for whatever the policy did. MachineError if the grading itself could not run."""
         ...
+
+
+def wants_final_state(grader: Grader) -> bool:
+    return bool(getattr(grader, "wants_final_state", False))
 
 
 async def grade_episode(grader: Grader, episode: Episode) -> Reward:

@@ -7,8 +7,8 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from rollmill.environments.machine import WORK, Machine, MachineHost
-from rollmill.environments.reward import Grader, grade_episode
+from rollmill.environments.machine import WORK, Machine, MachineHost, release
+from rollmill.environments.reward import Grader, grade_episode, wants_final_state
 from rollmill.environments.task import Task
 from rollmill.errors import RollmillError, TaskError
 from rollmill.rollouts.hand_in import take_hand_in
@@ -59,12 +59,15 @@ async def _grade(task: Task, machines: MachineHost, grader: Grader, repeat: int,
     try:
         if solve:
             await _solve(machine, task)
-        handed_in = await take_hand_in(machine, task, machines)
+        handed_in = await take_hand_in(machine, task, machines, keep_state=wants_final_state(grader))
     finally:
         await machine.close()
-    if handed_in.refused is not None:
-        raise TaskError(f"the hand-in is refused: {handed_in.refused}", hint="see `WholeDiff`")
-    return [await grade_episode(grader, handed_in.episode(task, machines)) for _ in range(repeat)]
+    try:
+        if handed_in.refused is not None:
+            raise TaskError(f"the hand-in is refused: {handed_in.refused}", hint="see `WholeDiff`")
+        return [await grade_episode(grader, handed_in.episode(task, machines)) for _ in range(repeat)]
+    finally:
+        await release(machines, handed_in.final_state)
 
 
 async def _solve(machine: Machine, task: Task) -> None:

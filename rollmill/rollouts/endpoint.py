@@ -22,7 +22,8 @@ from aiohttp import web
 from rollmill.environments.environment import Environment
 from rollmill.environments.episode import Episode
 from rollmill.environments.harness import HarnessResult
-from rollmill.environments.reward import grade_episode
+from rollmill.environments.machine import release
+from rollmill.environments.reward import grade_episode, wants_final_state
 from rollmill.environments.task import Task
 from rollmill.errors import HarnessError
 from rollmill.rollouts.config import RolloutConfig
@@ -169,11 +170,12 @@ async def play(
     url, transcript = proxy.open()
     episode = Episode(task, {}, environment.machines)
     started = time.monotonic()
+    wanted = wants_final_state(environment.grader)
     try:
         machine = await environment.machines.create(task.image, task.files)
         try:
             result = await _run_harness(environment, task, machine, url, transcript, sampling, limits.timeout_s)
-            handed_in = await take_hand_in(machine, task, environment.machines, result)
+            handed_in = await take_hand_in(machine, task, environment.machines, result, keep_state=wanted)
         finally:
             await machine.close()
         episode = _with_transcript(handed_in.episode(task, environment.machines), transcript, started)
@@ -182,6 +184,8 @@ async def play(
     except Exception as error:  # harness and rewards may be code of the user
         reason = transcript.problem or reason_of(error, f"the episode of {task.id}")
         return Played(_with_transcript(episode, transcript, started), reason=reason)
+    finally:
+        await release(environment.machines, episode.final_state)
 
 
 def _with_transcript(episode: Episode, transcript: Transcript, started: float) -> Episode:

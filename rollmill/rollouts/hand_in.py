@@ -6,11 +6,11 @@ import contextlib
 import json
 from dataclasses import replace
 
-from pydantic import BaseModel, ConfigDict, ValidationError
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from rollmill.environments.episode import Episode
 from rollmill.environments.harness import HarnessResult
-from rollmill.environments.machine import Machine, MachineHost
+from rollmill.environments.machine import Machine, MachineHost, Snapshot
 from rollmill.environments.rewards import transcript
 from rollmill.environments.task import Task, WholeDiff
 from rollmill.errors import ObjectExists, TrajectoryError
@@ -31,6 +31,9 @@ class HandIn(BaseModel):
     refused: str | None = None
     result: HarnessResult | None = None
     seconds: float = 0.0
+    # of this process, and never stored
+    final_state: Snapshot | None = Field(None, exclude=True)
+    state_refused: str | None = Field(None, exclude=True)
 
     def episode(self, task: Task, machines: MachineHost) -> Episode:
         """The episode without its transcript."""
@@ -43,16 +46,37 @@ class HandIn(BaseModel):
             deleted=self.deleted,
             executable=self.executable,
             refused=self.refused,
+            final_state=self.final_state,
+            state_refused=self.state_refused,
         )
 
 
 async def take_hand_in(
-    machine: Machine, task: Task, clean: MachineHost, result: HarnessResult | None = None, seconds: float = 0.0
+    machine: Machine,
+    task: Task,
+    clean: MachineHost,
+    result: HarnessResult | None = None,
+    seconds: float = 0.0,
+    *,
+    keep_state: bool = False,
 ) -> HandIn:
     """Read what the task hands in out of a machine. `clean` creates the machine that a whole diff is compared with.
 
     A file that the agent deleted or made unreadable is left out. Whatever the agent did to the machine is no error.
+    With `keep_state` the machine's state is saved too; the caller releases it.
     """
+    handed_in = await _read(machine, task, clean, result, seconds)
+    if not keep_state or machine.capabilities.snapshot == "none":
+        return handed_in
+    try:
+        return handed_in.model_copy(update={"final_state": await machine.snapshot()})
+    except OSError as error:
+        return handed_in.model_copy(update={"state_refused": str(error)})
+
+
+async def _read(
+    machine: Machine, task: Task, clean: MachineHost, result: HarnessResult | None, seconds: float
+) -> HandIn:
     if isinstance(task.submission, WholeDiff):
         diff = await take_diff(machine, task, task.submission, clean)
         return HandIn(

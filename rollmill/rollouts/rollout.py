@@ -27,8 +27,8 @@ from typing import Any
 
 from rollmill import telemetry
 from rollmill.environments.harness import Harness, HarnessResult
-from rollmill.environments.machine import MachineHost
-from rollmill.environments.reward import Grader
+from rollmill.environments.machine import MachineHost, release
+from rollmill.environments.reward import Grader, wants_final_state
 from rollmill.environments.task import Task
 from rollmill.errors import (
     GatewayError,
@@ -150,6 +150,9 @@ async def _settle(
         lost = handed_in is None and isinstance(error, MachineError | HarnessError | GatewayError)
         outcome = Outcome(trajectory, None, None, reason=reason, lost=lost)
         await give_up(context, trajectory, reason)
+    finally:
+        if handed_in is not None:
+            await release(context.machines, handed_in.final_state)
     _report(task, outcome, facts, time.time() - started)
     return outcome
 
@@ -180,12 +183,17 @@ async def _play(
         )
         result, seconds = await _run_harness(context, task, clock, asyncio.ensure_future(run), min_version)
         async with _within_grace("to read what was handed in"):
-            handed_in = await take_hand_in(machine, task, context.grading_machines, result, seconds)
+            wanted = wants_final_state(context.grader)
+            handed_in = await take_hand_in(machine, task, context.grading_machines, result, seconds, keep_state=wanted)
     finally:
         await machine.close()
-    async with _within_grace("to seal the session"):
-        submission_key = await asyncio.to_thread(store_hand_in, context.objects, trajectory, handed_in)
-        await context.gateway.seal(trajectory, submission_key)
+    try:
+        async with _within_grace("to seal the session"):
+            submission_key = await asyncio.to_thread(store_hand_in, context.objects, trajectory, handed_in)
+            await context.gateway.seal(trajectory, submission_key)
+    except BaseException:
+        await release(context.machines, handed_in.final_state)
+        raise
     return handed_in
 
 

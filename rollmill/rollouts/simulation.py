@@ -13,7 +13,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
-from rollmill.environments.machine import Capabilities, ExecResult, Machine, MachineHost, Process, Snapshot
+from rollmill.environments.machine import Capabilities, ExecResult, Machine, MachineHost, Process, Snapshot, release
 
 
 class SlowMachine:
@@ -70,6 +70,9 @@ class SlowMachines:
         self, image: str, files: Mapping[str, bytes] | None = None, *, snapshot: Snapshot | None = None
     ) -> Machine:
         return SlowMachine(await self._host.create(image, files, snapshot=snapshot), self._seconds, self._draw)
+
+    async def release(self, snapshot: Snapshot) -> None:
+        await release(self._host, snapshot)
 
     async def close(self) -> None:
         await self._host.close()

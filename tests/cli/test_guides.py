@@ -33,15 +33,15 @@ PROBLEMS = [
 ]
 
 
-def blocks(guide: str, url: str) -> list[str]:
+def blocks(guide: str, url: str, count: int) -> list[str]:
     found = re.findall(r"```bash\n(.*?)```", (GUIDES / guide).read_text(), re.S)
-    assert len(found) == 4
+    assert len(found) == count, "a new block must be executed too"
     return [block.replace("http://127.0.0.1:8000/v1", url) for block in found]
 
 
 @pytest.mark.slow
 def test_the_guide_to_debugging_works_word_by_word(tmp_path: Path, endpoint: str) -> None:  # noqa: F811
-    printed = shell("\n".join(blocks("debugging-an-environment.md", endpoint)) + " 2>&1", tmp_path)
+    printed = shell("\n".join(blocks("debugging-an-environment.md", endpoint, 4)) + " 2>&1", tmp_path)
     assert "10 of 10 tasks are all right" in printed and "tasks check ended with 1" in printed
     assert "the reference does not solve it" in printed and "doing nothing solves it" in printed
     assert "notes/solution.txt shows reference main.py" in printed and "0 of 3 tasks are all right, 1 prob" in printed
@@ -49,15 +49,17 @@ def test_the_guide_to_debugging_works_word_by_word(tmp_path: Path, endpoint: str
 
 
 def test_the_guide_to_a_reward_works_word_by_word(tmp_path: Path, endpoint: str) -> None:  # noqa: F811
-    printed = shell("\n".join(blocks("your-own-reward.md", endpoint)[:3]), tmp_path)
-    assert "10 of 10 tasks are all right" in printed
+    steps = blocks("your-own-reward.md", endpoint, 5)
+    printed = shell("\n".join([*steps[:2], steps[4], steps[2]]), tmp_path)
+    assert printed.count("10 of 10 tasks are all right") == 2
+    assert "reward tidy cannot protect: Files outside" in printed and "tidy" in printed.rpartition("ended:")[2]
     assert "reward documented cannot protect: A docstring that says nothing" in printed
     assert "documented" in printed.rpartition("ended:")[2], printed[-2000:]
 
 
 @pytest.mark.slow
 def test_the_guides_last_step_grades_a_run_again(tmp_path: Path, endpoint: str) -> None:  # noqa: F811
-    steps = blocks("your-own-reward.md", endpoint)
+    steps = blocks("your-own-reward.md", endpoint, 5)
     printed = shell("\n".join([*steps[:2], steps[3]]), tmp_path)
     assert "nothing is recorded" in printed and "recorded as grading 1" in printed, printed[-2000:]
 

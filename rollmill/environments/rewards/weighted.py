@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from rollmill.environments.episode import Episode
-from rollmill.environments.reward import Grader, grade_episode
+from rollmill.environments.reward import Grader, grade_episode, wants_final_state
 from rollmill.types import Reward
 
 
@@ -18,6 +18,7 @@ class WeightedRewards:
 
     def __init__(self, graders: Sequence[tuple[float, Grader]]) -> None:
         self._graders = graders
+        self.wants_final_state = any(wants_final_state(grader) for _, grader in graders)
 
     async def grade(self, episode: Episode) -> Reward:
         try:
