@@ -31,12 +31,16 @@ def replay(
     split: Annotated[str | None, typer.Option(help="train, heldout, …")] = None,
     group: Annotated[str | None, typer.Option(help="only this group")] = None,
     limit: Annotated[int | None, typer.Option(min=1, help="at most this many trajectories, the newest first")] = None,
+    changed_tasks: Annotated[
+        bool, typer.Option("--changed-tasks", help="also grade by tasks that are no longer as they were played")
+    ] = False,
 ) -> None:
     """Grade the stored trajectories of a run again, and record a new grading beside the old one.
 
     Groups are graded whole: the filters choose trajectories, and all graded ones of their groups are graded again. A
     step that has trained on a group keeps the rewards it used; later steps use the new ones. Attempts of evaluations
-    are graded again too; `--split train` leaves them out. For example:
+    are graded again too; `--split train` leaves them out. If a task has changed since it was played, its groups are
+    left as they were. For example:
 
         rollmill rewards replay runs/demo --dry-run
         rollmill rewards replay runs/demo --rewards stricter.toml --task fix/
@@ -47,7 +51,7 @@ def replay(
     run = RunDirectory.open(run_dir)
     sections = run.config.rewards if rewards is None else _read_rewards(rewards)
     query = TrajectoryQuery(None, "graded", group, split, task_prefix=task, of_run=run.id, limit=limit)
-    number, graded = asyncio.run(_replay(run, sections, query, dry_run))
+    number, graded = asyncio.run(_replay(run, sections, query, dry_run, changed_tasks))
     _print(graded, number)
     if any(each.problem for each in graded):
         raise typer.Exit(1)
@@ -124,7 +128,7 @@ def _read_rewards(path: Path) -> tuple[RewardSection, ...]:
 
 
 async def _replay(
-    run: RunDirectory, sections: tuple[RewardSection, ...], query: TrajectoryQuery, dry_run: bool
+    run: RunDirectory, sections: tuple[RewardSection, ...], query: TrajectoryQuery, dry_run: bool, changed_tasks: bool
 ) -> tuple[int | None, list[Regraded]]:
     """The number of the new grading, and its groups."""
     from rich.progress import Progress
@@ -146,7 +150,8 @@ async def _replay(
         number = begin_grading(engine, run.id, [section.model_dump(mode="json") for section in sections])
     with Progress(transient=True) as progress:
         bar = progress.add_task("grade", total=len(groups))
-        replay = Replay(engine, store, objects, tasks, machines, grader, run.config.rollouts, number)
+        parts = (engine, store, objects, tasks, machines, grader, run.config.rollouts)
+        replay = Replay(*parts, grading=number, changed_tasks=changed_tasks)
         try:
             return number, await replay.grade(groups, lambda: progress.advance(bar))
         finally:

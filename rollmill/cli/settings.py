@@ -36,6 +36,7 @@ def read_settings(path: Path) -> Settings:
     from rollmill.cluster.run import RunConfig, RunDirectory
     from rollmill.config import Config, load_config
     from rollmill.environments.environment import find_parts
+    from rollmill.rollouts.config import check_reward_times
 
     if path.is_dir():
         return RunDirectory.open(path).config
@@ -49,4 +50,6 @@ def read_settings(path: Path) -> Settings:
     fields: dict[str, Any] = {
         name: (field.annotation, field) for name, field in RunConfig.model_fields.items() if name in _USED
     }
-    return cast(Settings, load_config(create_model("Environment", __base__=Environment, **fields), path))
+    settings = cast(Settings, load_config(create_model("Environment", __base__=Environment, **fields), path))
+    check_reward_times(settings.rewards, settings.rollouts.grading_timeout_s)
+    return settings

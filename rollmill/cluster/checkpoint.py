@@ -16,6 +16,8 @@ from rollmill.cluster.run import RunConfig
 from rollmill.environments.task import TaskSet
 from rollmill.errors import ConfigError
 from rollmill.kinds import build
+from rollmill.rollouts.config import check_reward_times
+from rollmill.training.stage import RolloutSettings
 from rollmill.types import Version
 from rollmill.weights.files.companions import kept_companions
 from rollmill.weights.files.exchange import Imported, publish_import
@@ -29,7 +31,7 @@ TOKENIZER = "tokenizer.json"
 
 def check_here(config: RunConfig) -> None:
     """Check what a configuration asks of this machine: the device, the checkpoint, the run it starts from, the
-    tokenizer, the tasks. Loads no weights."""
+    tokenizer, the tasks; and that its parts agree. Loads no weights."""
     from rollmill.cluster.prepare import check_tokenizer
     from rollmill.cluster.start import check_start
 
@@ -42,14 +44,19 @@ def check_here(config: RunConfig) -> None:
     if config.start is not None:
         check_start(config)
     check_tokenizer(config)
+    check_reward_times(config.rewards, config.rollouts.grading_timeout_s)
     if config.tasks is not None:
         check_tasks(config)
 
 
 def check_tasks(config: RunConfig) -> None:
-    """Construct the task set: its files are read, and every split that evaluations use must have a task."""
+    """Construct the task set: its files are read, every split that evaluations use must have a task, and the sampler
+    must be able to choose from it."""
     assert config.tasks is not None
     tasks: TaskSet = build(config.tasks)
+    check = getattr(build(config.sampler), "check", None)
+    if check is not None and any(isinstance(stage, RolloutSettings) and stage.steps for stage in config.stages):
+        check(tasks)
     for cell in config.evals.cells(tasks):
         if not tasks.heldout(cell.split, 1):
             raise ConfigError(

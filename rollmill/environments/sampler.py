@@ -42,6 +42,9 @@ class Draw:
 
 
 class Sampler(Protocol):
+    """It may also have `check(self, tasks: TaskSet) -> None`, called before a run starts. It raises an error if the
+    sampler cannot choose from these tasks."""
+
     name: str
 
     def choose(self, tasks: TaskSet, draw: Draw) -> Task:

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import hashlib
+import json
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import Any, Protocol
 
 Message = Mapping[str, Any]  # {"role": …, "content": …}, as in OpenAI's chat format
@@ -38,6 +41,19 @@ class Task:
     tags: Mapping[str, str] = field(default_factory=dict)
     timeout_s: float | None = None  # seconds of an episode; None: as the run says
 
+    @cached_property
+    def digest(self) -> str:
+        """Of what is played and graded: instruction, image, files, what is handed in, grading. Another id, split, tag,
+        reference or time limit makes no other task."""
+        content = {
+            "instruction": self.messages,
+            "image": self.image,
+            "files": {path: hashlib.sha256(data).hexdigest() for path, data in self.files.items()},
+            "submission": vars(self.submission) if isinstance(self.submission, WholeDiff) else list(self.submission),
+            "grading": self.grading,
+        }
+        return hashlib.sha256(json.dumps(content, sort_keys=True, default=_plain).encode()).hexdigest()
+
     @property
     def paths(self) -> Sequence[str]:
         """The paths that are handed in; none if it is the whole diff."""
@@ -49,6 +65,15 @@ class Task:
         if isinstance(self.instruction, str):
             return [{"role": "user", "content": self.instruction}]
         return [dict(message) for message in self.instruction]
+
+
+def _plain(value: Any) -> Any:
+    """What JSON cannot write, in a form that is the same in every process."""
+    if isinstance(value, Mapping):
+        return {str(key): inner for key, inner in value.items()}
+    if isinstance(value, set | frozenset):
+        return sorted(map(repr, value))
+    return list(value) if isinstance(value, Sequence) and not isinstance(value, bytes | bytearray) else repr(value)
 
 
 class TaskSet(Protocol):

@@ -177,7 +177,8 @@ async def _attempt(
 ) -> Outcome:
     """One attempt. Its trajectory row is created here, when it runs: an interrupted evaluation leaves few behind."""
     run, id = examination.index_run, f"{group}-{number}"
-    provenance = {"family": task.family, "split": task.split, "image": task.image, "mode": cell.mode}
+    provenance = {"family": task.family, "split": task.split, "image": task.image, "task_digest": task.digest}
+    provenance |= {"mode": cell.mode}
     await asyncio.to_thread(context.trajectories.create, run, group, task.id, [id], provenance=provenance)
     sampling = sampling_of(task, cell, number, examination)
     facts = {"run": run, "group_id": group, "provenance": provenance}

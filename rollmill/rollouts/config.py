@@ -2,9 +2,24 @@
 
 from __future__ import annotations
 
-from pydantic import Field
+from collections.abc import Sequence
+
+from pydantic import BaseModel, Field
 
 from rollmill.config import Config
+from rollmill.errors import ConfigError
+
+
+def check_reward_times(rewards: Sequence[BaseModel], grading_timeout_s: float) -> None:
+    """ConfigError if a reward may take longer than grading may. Tests that hang would then never be graded as hanging:
+    the episode would be dropped first, and the policy could escape a zero."""
+    for number, reward in enumerate(rewards):
+        own = getattr(reward, "timeout_s", None)
+        if isinstance(own, int | float) and own >= grading_timeout_s:
+            raise ConfigError(
+                f"rewards.{number}.timeout_s is {own:g}, but grading may take only {grading_timeout_s:g} s in all",
+                hint="set rollouts.grading_timeout_s to more, or this one to less",
+            )
 
 
 class RolloutConfig(Config):

@@ -211,4 +211,4 @@ def _parts(group_id: str, trajectory: str) -> tuple[int, int, int]:
 
 
 def _provenance(task: Task) -> dict[str, str]:
-    return {"family": task.family, "split": task.split, "image": task.image}
+    return {"family": task.family, "split": task.split, "image": task.image, "task_digest": task.digest}

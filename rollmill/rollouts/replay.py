@@ -2,13 +2,16 @@
 
 A group is graded whole or not at all. A reward that cannot be given (the task is gone, a judge is down, the payload is
 damaged) leaves the whole group as it was, with the reason. What was trained on stays: a step pins its rewards.
+
+A trajectory keeps the digest of the task that was played. If today's task is another one, its group is left as it was,
+unless `changed_tasks` allows it. Then the evidence names both digests.
 """
 
 from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import sqlalchemy as sa
 
@@ -49,6 +52,7 @@ class Replay:
     limits: RolloutConfig
     grading: int | None = None  # the number to record rewards with; None: record nothing
     concurrency: int = 4  # groups at once
+    changed_tasks: bool = False  # grade by today's task where it is not the one that was played
     stalls: Stalls = field(default_factory=Stalls)
 
     async def grade(self, groups: Iterable[tuple[str, str]], tell: Callable[[], None] = lambda: None) -> list[Regraded]:
@@ -80,8 +84,16 @@ class Replay:
         if row.submission_key is None:
             raise TrajectoryError(f"{row.id} has no stored hand-in")
         task = self.tasks.get(row.task_id)
+        played = row.provenance.get("task_digest", task.digest)  # trajectories of 0.1.0 do not say
+        if played != task.digest and not self.changed_tasks:
+            raise TrajectoryError(
+                f"task {row.task_id} has changed since it was played", hint="--changed-tasks grades by today's task"
+            )
         handed_in = await asyncio.to_thread(load_hand_in, self.objects, row.submission_key)
         trajectory = await asyncio.to_thread(self.trajectories.load, row.id)
         episode = graded_episode(handed_in, task, self.machines, trajectory)
         seconds, attempts = self.limits.grading_timeout_s, self.limits.attempts
-        return await grade_patiently(self.grader, episode, row.id, self.stalls, timeout_s=seconds, attempts=attempts)
+        reward = await grade_patiently(self.grader, episode, row.id, self.stalls, timeout_s=seconds, attempts=attempts)
+        if played == task.digest:
+            return reward
+        return replace(reward, evidence={**reward.evidence, "task_changed": {"played": played, "graded": task.digest}})

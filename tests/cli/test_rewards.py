@@ -12,13 +12,15 @@ from rollmill.cluster.run import RunConfig, RunDirectory
 from rollmill.config import load_config
 from rollmill.demo import CONFIG as DEMO
 from rollmill.environments.harness import HarnessResult
+from rollmill.environments.task import Task
 from rollmill.rollouts.hand_in import HandIn, store_hand_in
-from rollmill.storage.database import open_database
+from rollmill.storage.database import open_database, writing
 from rollmill.storage.objects import Objects
 from rollmill.trajectories.ledger import Ledger
 from rollmill.trajectories.pace import Pace
 from rollmill.trajectories.schema import encode_trajectory, seal_facts
 from rollmill.trajectories.store import TrajectoryStore
+from rollmill.trajectories.tables import trajectories
 from rollmill.types import Reward
 from tests.cli.conftest import Told
 from tests.cli.test_own_agent import Endpoint, endpoint  # noqa: F401
@@ -85,6 +87,30 @@ def test_replay_records_a_grading_beside_the_old_one(rollmill: Callable[..., Tol
     assert told.code == 0 and "2 trajectories in 1 of 1 groups" in told.out and "recorded as grading 1" in told.out
     assert rewards_of(run) == {"g0-half": [0, 0], "g0-right": [0, 1], "g1-half": [0], "g1-right": [0]}
     assert "no graded trajectory matches" in rollmill("rewards", "replay", run.path, "--task", "other").out
+
+
+def test_a_task_that_has_changed_since_it_was_played(
+    rollmill: Callable[..., Told], run: RunDirectory, tmp_path: Path
+) -> None:
+    """The hidden cases are others today. A new tag makes no other task."""
+    played = Task("", "add", submission=("main.py",), grading=TASK["grading"]).digest  # type: ignore[arg-type]
+    engine = open_database(run.database_url)
+    stored = trajectories.update().where(trajectories.c.group_id == "g0")
+    values = {"provenance": json.dumps({"split": "train", "task_digest": played})}
+    writing(engine, lambda connection: connection.execute(stored, values))
+    (tmp_path / "t.jsonl").write_text(json.dumps({**TASK, "tags": {"level": "easy"}}))
+    assert "4 trajectories in 2 of 2 groups" in rollmill("rewards", "replay", run.path, "--dry-run").out
+
+    (tmp_path / "t.jsonl").write_text(json.dumps({**TASK, "grading": {**TASK["grading"], "cases": [[[1], 3]]}}))  # type: ignore[dict-item]
+    told = rollmill("rewards", "replay", run.path)
+    assert told.code == 1 and "task add has changed since it was played" in told.out, told
+    assert "--changed-tasks" in told.out and rewards_of(run)["g0-right"] == [0.0]
+    assert rewards_of(run)["g1-right"] == [0.0, 0.0], "nobody knows which task g1 was played with"
+    told = rollmill("rewards", "replay", run.path, "--group", "g0", "--changed-tasks")
+    assert told.code == 0 and rewards_of(run)["g0-right"] == [0.0, 0.0]
+    store = TrajectoryStore(engine, Objects.open(run.home_store))
+    evidence = store.rewards(["g0-right"])["g0-right"][-1][1].evidence
+    assert evidence["task_changed"]["played"] == played != evidence["task_changed"]["graded"]
 
 
 def test_replay_with_other_rewards_gives_them_the_whole_episode(

@@ -60,6 +60,19 @@ def test_wrong_settings(rollmill: Callable[..., Told], tmp_path: Path) -> None:
     assert not (tmp_path / "runs").exists()
 
 
+def test_parts_that_do_not_fit_each_other(rollmill: Callable[..., Told]) -> None:
+    for command in (("train", MICRO, "--dry-run"), ("train", MICRO)):
+        told = rollmill(*command, "sampler.kind=frontier")
+        assert refused(told, '[sampler] kind = "frontier" needs a finite task set', "train_ids")
+        told = rollmill(*command, "rewards=[{kind='calls', timeout_s=400}]")
+        assert refused(told, "rewards.0.timeout_s is 400, but grading may take only 300 s", "rollouts.grading_timeout")
+    assert rollmill("train", MICRO, "--dry-run", "rewards=[{kind='calls', timeout_s=299}]").code == 0
+    assert not Path("runs").exists()
+    with MICRO.open() as file:
+        Path("slow.toml").write_text(f"{file.read()}\n[[rewards]]\nkind = 'calls'\ntimeout_s = 400\n")
+    assert refused(rollmill("tasks", "list", "slow.toml"), "rewards.0.timeout_s is 400", "rollouts.grading_timeout_s")
+
+
 def test_a_device_that_is_not_there(rollmill: Callable[..., Told], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("torch.cuda.is_available", lambda: False)
     for arguments in ((), ("--dry-run",)):

@@ -45,6 +45,9 @@ class Frontier:
         self._config = config
         self._ids: list[str] | None = None
 
+    def check(self, tasks: TaskSet) -> None:
+        _train_ids(tasks)
+
     def choose(self, tasks: TaskSet, draw: Draw) -> Task:
         if self._ids is None:
             self._ids = _train_ids(tasks)
