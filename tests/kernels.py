@@ -92,7 +92,7 @@ def _interpret_faster() -> None:
     from triton.runtime import interpreter
 
     interpreter._patch_lang(SimpleNamespace(__globals__={"tl": tl, "core": tl.core}))
-    interpreter._patch_lang = lambda function: interpreter._LangPatchScope()  # of no changes
+    interpreter._patch_lang = lambda function: interpreter._LangPatchScope()  # it changes nothing
     builder = interpreter.interpreter_builder
     builder.options = dataclasses.replace(builder.options, sanitize_overflow=builder.options.debug)
     numpy_types: dict[str, np.dtype] = {}

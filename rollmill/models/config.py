@@ -53,7 +53,7 @@ class YarnRope(Config):
 
 
 class LatentAttention(Config):
-    """Multi-head latent attention: keys and values are made from one small vector a token. Each head has a part that
+    """Multi-head latent attention: keys and values are made from one small vector per token. Each head has a part that
     is rotated and a part that is not; `head_dim` is their sum."""
 
     q_rank: int | None = Field(

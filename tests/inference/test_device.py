@@ -32,7 +32,7 @@ SHAPES = {
     "latent": TINY.model_copy(update={"heads": 4, "kv_heads": 4, "head_dim": 24, "latent": LATENT}),
 }
 CASES = [(shape, torch.bfloat16) for shape in SHAPES]
-if INTERPRETED:  # which rounds less, but takes long over experts
+if INTERPRETED:  # FP32 rounds less, but experts take long in the interpreter
     CASES = [("odd", torch.bfloat16), *((shape, torch.float32) for shape in SHAPES)]
 
 

@@ -68,7 +68,7 @@ def run(
 
 
 @pytest.mark.parametrize("form", ["bf16", "fp16", "fp32"])
-def test_plain_forms_multiply_what_comes_in(form: str) -> None:
+def test_plain_forms_do_not_quantise_their_inputs(form: str) -> None:
     x, weight, bias = draw(7, 40), draw(24, 40, seed=1), draw(24)
     assert seen(x, form) is x
     assert torch.equal(forms.linear(x, weight, bias, form), linear(x, weight, bias))
@@ -231,7 +231,7 @@ def learn(model: Decoder, replay: Replay) -> None:
 
 @pytest.mark.kernels
 @each_form
-def test_gradients_through_kernels_are_those_of_the_plain_model(form: str) -> None:
+def test_gradients_through_kernels_equal_those_of_the_plain_model(form: str) -> None:
     host, device = served(SMALL, form), served(SMALL, form, torch.bfloat16, DEVICE)
     with without_kernels():
         routes = run(host, SMALL_LENGTHS)[1].routes
@@ -260,7 +260,7 @@ def through_experts(form: str, device: str, dtype: torch.dtype) -> list[Tensor]:
 
 @pytest.mark.kernels
 @each_form
-def test_experts_through_kernels_are_the_plain_ones(form: str) -> None:
+def test_experts_through_kernels_equal_the_plain_ones(form: str) -> None:
     """One layer, forward and all gradients, so that rounding errors do not accumulate."""
     with without_kernels():
         plain_ones = through_experts(form, "cpu", torch.float32)

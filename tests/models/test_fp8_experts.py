@@ -15,7 +15,7 @@ from tests.kernels import DEVICE, INTERPRETED, hopper, without_kernels
 from tests.models.test_quantize import draw
 
 pytestmark = [pytest.mark.kernels, hopper]
-# what another order of a sum may change, of the largest in its row: Hopper keeps 14 bits or so of each product of 128
+# tolerance for sums in another order, relative to the row's largest number: Hopper keeps about 14 bits per 128 products
 SUMS = 2**-11 if INTERPRETED else 2**-8
 # if bf16 rounds a sum differently, the next quantiser may round a whole step differently
 STEPS = 5e-3 if INTERPRETED else 2e-2
@@ -59,7 +59,7 @@ def multiplied(x_RI: Tensor, weight_EIO: Tensor, counts: list[int]) -> Tensor:
     return ours.product(codes, scales, *quantise_transposed(weight_EIO.to(DEVICE)), tiles).cpu()
 
 
-def test_transposed_codes_are_those_of_the_plain_rules() -> None:
+def test_transposed_codes_equal_the_plain_ones() -> None:
     from rollmill.models.kernels.fp8_triton import quantise_transposed
 
     weight = (draw(2, 256, 384) * torch.exp2(draw(2, 256, 1, seed=1) * 6)).bfloat16()
@@ -84,7 +84,7 @@ def test_tiles_hold_each_row_once(counts: list[int]) -> None:
 
 @pytest.mark.parametrize("counts", COUNTS.values(), ids=COUNTS)
 @pytest.mark.parametrize("inputs, outputs", [(128, 384), (384, 128)], ids=str)
-def test_a_product_is_the_emulated_one(counts: list[int], inputs: int, outputs: int) -> None:
+def test_a_product_equals_the_emulated_one(counts: list[int], inputs: int, outputs: int) -> None:
     x, weight = uneven(sum(counts), inputs), served(len(counts), inputs, outputs, seed=3)
     expected = exact(x, weight, counts)
     error = (multiplied(x, weight, counts).double() - expected).abs()
@@ -92,7 +92,7 @@ def test_a_product_is_the_emulated_one(counts: list[int], inputs: int, outputs: 
     assert (error <= 2**-8 * expected.abs() + SUMS * expected.abs().amax(1, keepdim=True)).all()
 
 
-def test_what_is_not_a_number_stays_in_its_row() -> None:
+def test_nan_stays_in_its_row() -> None:
     counts = [70, 3, 129, 41]
     x, weight = uneven(sum(counts), 256), served(len(counts), 256, 128, seed=3)
     plain = multiplied(x, weight, counts)
@@ -103,7 +103,7 @@ def test_what_is_not_a_number_stays_in_its_row() -> None:
     assert out[bad].isnan().all() and torch.equal(out[kept], plain[kept])
 
 
-def test_codes_are_those_of_the_passes_one_by_one() -> None:
+def test_fused_passes_give_the_codes_of_separate_passes() -> None:
     from rollmill.models.kernels import fp8_grouped_triton as ours
     from rollmill.models.kernels.fused_triton import spread, swiglu_forward
 
@@ -138,7 +138,7 @@ def through(experts: int, *, skips: bool) -> list[Tensor]:
 
 
 @pytest.mark.parametrize("skips", [False, True], ids=["alone", "added"])
-def test_experts_and_their_gradients_are_the_emulated_ones(skips: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_experts_and_their_gradients_equal_the_emulated_ones(skips: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     from rollmill.models.kernels import fp8_grouped_triton as ours
 
     expected = through(5, skips=skips)
@@ -151,7 +151,7 @@ def test_experts_and_their_gradients_are_the_emulated_ones(skips: bool, monkeypa
     assert len(calls) == 2
 
 
-def test_what_does_not_fit_is_multiplied_the_other_way() -> None:
+def test_shapes_that_do_not_fit_use_the_emulated_product() -> None:
     from rollmill.models.kernels.fp8_grouped_triton import _FEWEST_ROWS, multiplies
 
     def fits(rows: int, width: int = 256, inner: int = 128, dtype: torch.dtype = torch.bfloat16) -> bool:

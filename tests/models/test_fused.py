@@ -86,7 +86,7 @@ def relative(ours: Tensor, theirs: Tensor) -> float:
 
 
 def in_type(model: Decoder, dtype: torch.dtype) -> Decoder:
-    """The same on the kernels' device."""
+    """The same model in `dtype` on the kernels' device."""
     moved = Decoder(model.config, dtype)
     moved.load_state_dict(model.state_dict())
     return moved.to(DEVICE)
@@ -125,7 +125,7 @@ def test_recomputed_layers_give_the_same_bits(variant: str, every: int, device: 
 
 @pytest.mark.kernels
 @pytest.mark.parametrize("variant", ["dense", "dense with biases", "mixture with shared experts"])
-def test_an_mlp_made_again_gives_the_same_bits(variant: str):
+def test_a_recomputed_mlp_gives_the_same_bits(variant: str):
     model = in_type(decoder(variant), torch.bfloat16)
     hidden, gradients = run(model)
     model.recompute_mlp = True

@@ -17,7 +17,7 @@ def drawn(*shape: int, seed: int = 0, dtype: torch.dtype = torch.bfloat16) -> Te
 
 
 def close(ours: Tensor, theirs: Tensor) -> None:
-    """Rounding to bf16 in other places changes a number by at most 2⁻⁸ of it."""
+    """Kernels round to bf16 at other places: the relative error is at most 2⁻⁸."""
     ours, theirs = ours.detach().float(), theirs.detach().float()
     assert float((ours - theirs).norm()) <= 6e-3 * float(theirs.norm())
 
@@ -26,7 +26,7 @@ def close(ours: Tensor, theirs: Tensor) -> None:
 def test_norm(width: int):
     from rollmill.models.kernels.fused_triton import norm_backward, norm_forward
 
-    rows = 5 if INTERPRETED and width > 100 else 37  # a program takes 2 rows that are so wide
+    rows = 5 if INTERPRETED and width > 100 else 37  # a program takes 2 rows of this width
     x, grad, skip = (drawn(rows, width, seed=seed) for seed in (0, 2, 3))
     weight = drawn(width, seed=1)
     x32, weight32 = x.float().requires_grad_(), weight.float().requires_grad_()

@@ -160,7 +160,7 @@ def test_errors_are_as_small_as_the_form_allows(form: str) -> None:
 @pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=cuda)])
 @forms
 @pytest.mark.parametrize("wrong", [math.nan, math.inf, -math.inf, 3e38])
-def test_what_is_not_finite_is_refused_by_name(form: str, wrong: float, device: str) -> None:
+def test_a_tensor_that_is_not_finite_is_refused_by_name(form: str, wrong: float, device: str) -> None:
     model = make_decoder().to(device)
     state = model.state_dict()
     state["layers.1.mlp.gate_up"][1, 2, 3] = wrong
@@ -215,7 +215,7 @@ def test_names_shapes_and_unquantised_tensors(form: str) -> None:
 @devices
 @forms
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_an_engine_holds_what_the_trainer_does_and_gives_back_the_bytes(
+def test_an_engine_holds_the_values_of_the_trainer_and_exports_the_same_bytes(
     form: str, device: str, dtype: torch.dtype
 ) -> None:
     with without_kernels():

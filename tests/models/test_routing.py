@@ -62,7 +62,7 @@ def test_weights_of_the_gate(size: tuple[int, int, int], normalised: bool):
 
 
 def test_experts_are_in_range_whatever_the_logits():
-    """They are places in memory: a step whose numbers are lost must end in a report, not in a fault of the device."""
+    """Kernels use expert numbers as addresses: a step with NaN must be reported, and must not crash the device."""
     from rollmill.models.kernels.routing_triton import choose
 
     logits = torch.tensor(
@@ -78,7 +78,7 @@ def test_rows_in_order_of_expert(size: tuple[int, int, int]):
     from rollmill.models.kernels.routing_triton import sort_pairs
 
     chosen = routes(*size)
-    chosen[chosen == 2] = 1  # an expert without rows, and pairs alike in one token
+    chosen[chosen == 2] = 1  # expert 2 has no rows, and some tokens choose expert 1 twice
     with without_kernels():
         expected = sort_by_expert(chosen, size[1])
     for ours, theirs in zip(sort_pairs(chosen.to(DEVICE), size[1]), expected, strict=True):

@@ -60,7 +60,7 @@ def old_device(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.fixture
 def taken(monkeypatch: pytest.MonkeyPatch) -> list[str]:
-    """The ways that were taken, one per call. Nothing is computed."""
+    """Records which kernels each call runs. Nothing is computed."""
     from rollmill.models.kernels import attention_triton
 
     found: list[str] = []
@@ -108,7 +108,7 @@ def test_which_kernels_run(lengths: list[int], shape: Shape, ways: list[str], ta
 
 
 def errors(lengths: Sequence[int], shape: Shape, deterministic: bool) -> list[float]:
-    """Of the output, and of the gradients of q, k and v."""
+    """The errors of the output and of the gradients of q, k and v."""
     q, k, v, grad = problem(lengths, shape)
     wide = [tensor.detach().float().requires_grad_() for tensor in (q, k, v)]
     with without_kernels():
@@ -144,8 +144,8 @@ def test_values_and_gradients_of_our_own_kernels(lengths: Sequence[int], shape: 
 
 
 @cuda
-def test_flash_takes_rows_that_begin_anywhere():
-    """As pieces of sequences have them whose keys and values come side by side, of 8 and 6 numbers."""
+def test_flash_takes_rows_that_start_at_any_address():
+    """Keys of 8 and values of 6 numbers lie side by side, so rows start at any address."""
     lengths = [5, 1, 130]
     starts = torch.tensor([0, 5, 6, 136], dtype=torch.int32, device="cuda")
     q, k, v, grad = problem(lengths, (2, 2, 8, 6))
@@ -214,7 +214,7 @@ def test_a_decoder_reaches_our_own_kernels(variant: str, heads: tuple[int, int, 
     with without_kernels():
         hidden, gradients = test_fused.run(model)
     monkeypatch.setattr(test_fused, "packed_attention", lambda lengths, device, _: VarlenAttention(lengths, device))
-    monkeypatch.setattr(varlen, "flash", None)  # is not asked for
+    monkeypatch.setattr(varlen, "flash", None)  # it must not be called
     model = test_fused.in_type(model, torch.bfloat16)
     found, our_gradients = test_fused.run(model)
     assert test_fused.relative(found, hidden) < test_fused.BF16_LIMIT
