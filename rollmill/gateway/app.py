@@ -106,7 +106,7 @@ class Gateway:
             log_dir if config.access_log else None,
             Tracer(config.traces) if config.traces else None,
         )
-        self._registry = Registry(admin_token)
+        self._registry = Registry(admin_token, keep_routes=False)
         self._recorder = Recorder(log_dir, compact_bytes=config.compact_bytes)
         self._registry.replay(self._recorder.replay())
         self._router = Router(engines, config)

@@ -10,6 +10,7 @@ follow), close (the session was removed from the log).
 from __future__ import annotations
 
 import json
+import os
 import struct
 import zlib
 from collections.abc import Iterator, Mapping
@@ -21,6 +22,7 @@ import numpy as np
 from rollmill.gateway.segments import Answer, Turn
 from rollmill.gateway.sessions import SessionFacts
 from rollmill.trajectories.facts import DTYPES, POLICIES, SPANS, to_arrays
+from rollmill.trajectories.packing import StoredArray
 
 _MAGIC = b"RMG1"
 _FRAME = struct.Struct("<4sII")
@@ -50,6 +52,34 @@ def read_entries(data: bytes) -> Iterator[tuple[int, int, LogEntry]]:
             return
         yield at, end, _decode(data[at + _FRAME.size : end])
         at = end
+
+
+def scan_entries(file: int) -> Iterator[tuple[int, int, LogEntry]]:
+    """As `read_entries`, from an open file: one entry at a time is in memory."""
+    at = 0
+    while len(frame := os.pread(file, _FRAME.size, at)) == _FRAME.size:
+        magic, length, _ = _FRAME.unpack(frame)
+        data = frame + os.pread(file, length, at + _FRAME.size) if magic == _MAGIC else b""
+        if _whole(data, 0) is None:
+            return
+        yield at, at + len(data), _decode(data[_FRAME.size :])
+        at += len(data)
+
+
+def locate_arrays(file: int, begin: int, end: int) -> Iterator[tuple[dict[str, Any], dict[str, StoredArray]]]:
+    """The header of each entry between two bytes of an open log, and where its arrays are in the file."""
+    while begin < end:
+        _, size, _ = _FRAME.unpack(os.pread(file, _FRAME.size, begin))
+        at = begin + _FRAME.size
+        begin = at + size
+        (length,) = _LENGTH.unpack(os.pread(file, _LENGTH.size, at))
+        header = json.loads(os.pread(file, length, at + _LENGTH.size))
+        at += _LENGTH.size + length
+        arrays = {}
+        for name, dtype, shape in header.pop("arrays"):
+            arrays[name] = StoredArray(file, at, np.dtype(dtype), tuple(shape))
+            at += arrays[name].nbytes
+        yield header, arrays
 
 
 def find_whole_entry(data: bytes, start: int) -> int | None:

@@ -18,11 +18,12 @@ import os
 import queue
 import threading
 import time
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
 from rollmill.errors import GatewayError, StorageError
-from rollmill.gateway.entries import LogEntry, encode_entry, find_whole_entry, read_entries
+from rollmill.gateway.entries import LogEntry, encode_entry, find_whole_entry, scan_entries
 
 log = logging.getLogger(__name__)
 LOG_NAME = "sessions.log"
@@ -45,6 +46,7 @@ class Recorder:
 
     def __init__(self, directory: Path, *, compact_bytes: int) -> None:
         directory.mkdir(parents=True, exist_ok=True)
+        self.directory = directory
         self._path = directory / LOG_NAME
         self._compact_bytes = compact_bytes
         self._lock_file = _lock(directory / "lock")
@@ -52,27 +54,28 @@ class Recorder:
         _sync_directory(directory)
         self._size = 0
         self._extents: dict[str, list[tuple[int, int]]] = {}  # session -> (begin, end) of its entries in the file
+        self._moving = threading.Lock()  # while file, size and extents change
         self._queue: queue.SimpleQueue[_Write | None] = queue.SimpleQueue()
         self._thread: threading.Thread | None = None
         self._failure: str | None = None  # why the last write failed; None after one succeeds
         self._busy_since: float | None = None  # when the thread began to wait for the disk
         self.fsyncs = 0
 
-    def replay(self) -> list[LogEntry]:
-        """The entries of sessions that were never closed, oldest first. An entry that a crash cut short is dropped."""
-        data = self._path.read_bytes()
-        living: dict[str, list[LogEntry]] = {}
-        for begin, end, entry in read_entries(data):
+    def replay(self) -> Iterator[LogEntry]:
+        """The entries of sessions that were never closed, oldest first. An entry that a crash cut short is dropped.
+
+        Reads one entry at a time: a log may be larger than memory.
+        """
+        for begin, end, entry in scan_entries(self._file):
             self._size = end
             if entry.op == "close":
-                living.pop(entry.session, None)
                 self._extents.pop(entry.session, None)
             else:
-                living.setdefault(entry.session, []).append(entry)
                 self._extents.setdefault(entry.session, []).append((begin, end))
-        if self._size < len(data):
-            self._drop_tail(data)
-        return [entry for entries in living.values() for entry in entries]
+        if self._size < os.fstat(self._file).st_size:
+            self._drop_tail(self._path.read_bytes())
+        living = {begin for extents in self._extents.values() for begin, _ in extents}
+        return (entry for begin, _, entry in scan_entries(self._file) if begin in living)
 
     def start(self) -> None:
         self._thread = threading.Thread(target=self._run, name="recorder", daemon=True)
@@ -102,6 +105,16 @@ class Recorder:
         """Queue an entry without waiting. If the write fails, the caller is not told."""
         write = self._enqueue(session, data, closes=False)
         write.done.add_done_callback(lambda done: done.cancelled() or done.exception())
+
+    @contextlib.contextmanager
+    def located(self, session: str) -> Iterator[tuple[int, list[tuple[int, int]]]]:
+        """The file of the log, and the (begin, end) of a session's entries in it. The log may be rewritten then."""
+        with self._moving:
+            file, extents = os.dup(self._file), list(self._extents.get(session, ()))
+        try:
+            yield file, extents
+        finally:
+            os.close(file)
 
     async def forget(self, session: str) -> None:
         """Mark the entries of a session as dead: it is sealed or given up."""
@@ -165,12 +178,13 @@ class Recorder:
                 os.ftruncate(self._file, self._size)
             raise
         self.fsyncs += 1
-        for write, written in zip(batch, data, strict=True):
-            begin, self._size = self._size, self._size + len(written)
-            if write.closes:
-                self._extents.pop(write.session, None)
-            else:
-                self._extents.setdefault(write.session, []).append((begin, self._size))
+        with self._moving:
+            for write, written in zip(batch, data, strict=True):
+                begin, self._size = self._size, self._size + len(written)
+                if write.closes:
+                    self._extents.pop(write.session, None)
+                else:
+                    self._extents.setdefault(write.session, []).append((begin, self._size))
 
     def _compact_if_worth(self) -> None:
         if self._size <= self._compact_bytes:
@@ -201,8 +215,9 @@ class Recorder:
         except OSError:
             os.close(file)
             raise
-        os.close(self._file)
-        self._file, self._size, self._extents = file, at, moved
+        with self._moving:
+            os.close(self._file)
+            self._file, self._size, self._extents = file, at, moved
 
     def _drop_tail(self, data: bytes) -> None:
         """Removes what follows the last whole entry: an interrupted write. If good entries follow it, the file is

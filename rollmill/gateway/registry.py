@@ -33,7 +33,9 @@ class Registry:
     """Session keys derive from the admin token: opening a session twice gives the same key, even after a crash, and no
     secret is stored."""
 
-    def __init__(self, admin_token: str) -> None:
+    def __init__(self, admin_token: str, *, keep_routes: bool = True) -> None:
+        """`keep_routes`: keep the routes of recorded turns in memory. The log has them too, see gateway.routes."""
+        self._keep_routes = keep_routes
         self._secret = admin_token.encode()
         self._sessions: dict[str, Session] = {}
         self._named: dict[tuple[str, str], str] = {}  # id of the key, the client's name -> trajectory
@@ -107,6 +109,8 @@ class Registry:
     def append(self, session: Session, turn: Turn) -> OpenSegment:
         """Adds a recorded turn to its session. From now on an unnamed conversation can be found by it."""
         segment = session.append(turn)
+        if not self._keep_routes:
+            turn.answer.routes = []
         facts = session.facts
         unnamed = facts.traffic == "production" and "session" not in facts.provenance
         if unnamed and self.is_open(session):

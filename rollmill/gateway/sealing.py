@@ -11,6 +11,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
+import tempfile
 import time
 from typing import Any
 
@@ -20,14 +21,16 @@ from rollmill.gateway.entries import encode_entry, encode_waited
 from rollmill.gateway.metrics import Metrics
 from rollmill.gateway.recorder import Recorder
 from rollmill.gateway.registry import Registry
+from rollmill.gateway.routes import gather_routes
 from rollmill.gateway.sessions import Session
 from rollmill.storage.objects import Objects
-from rollmill.trajectories.schema import encode_trajectory, seal_facts
+from rollmill.trajectories.schema import seal_facts, write_trajectory
 from rollmill.trajectories.store import TrajectoryStore
 from rollmill.types import Trajectory, TrajectoryState
 
 log = logging.getLogger(__name__)
 _SWEEP_S = 1.0
+_SMALL_PAYLOAD = 4 << 20  # bytes that are kept in memory
 _LANDING_S = 20.0  # how long a seal waits for answers in flight to be recorded; callers wait up to 60 s for the seal
 _WAIT_STEP_S = 1.0  # waits are written to the log in steps of this, and of a tenth of the sum
 _SEALED = tuple(seal_facts(Trajectory("", [])))  # the facts of a record that the index keeps
@@ -199,12 +202,25 @@ class Sealer:
         trajectory = session.build()
         key = payload_key(facts.trajectory)
         with contextlib.suppress(ObjectExists):  # ours, from before a crash: the record was already final
-            self._objects.create(key, encode_trajectory(trajectory))
+            self._create_payload(key, session, trajectory)
         if facts.traffic == "production":  # no run planned it, so the gateway creates its row
             self._write_row(session)
         sealed = seal_facts(trajectory)
         self._trajectories.finish(facts.trajectory, key, session.submission_key, **sealed)
         return {"trajectory": facts.trajectory, "payload_key": key, **sealed}
+
+    def _create_payload(self, key: str, session: Session, trajectory: Trajectory) -> None:
+        """Goes through files without a name on the disk of the log: the payload may be larger than memory."""
+        directory = self._recorder.directory
+        with (
+            self._recorder.located(trajectory.id) as (log, extents),
+            tempfile.TemporaryFile(dir=directory) as scratch,
+            tempfile.SpooledTemporaryFile(_SMALL_PAYLOAD, dir=str(directory)) as payload,
+        ):
+            routes = gather_routes(session.segments.values(), log, extents, scratch.fileno())
+            write_trajectory(trajectory, payload, routes)
+            payload.seek(0)
+            self._objects.create_from(key, payload)
 
     async def _already_sealed(self, trajectory: str) -> dict[str, Any]:
         try:

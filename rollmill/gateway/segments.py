@@ -7,6 +7,7 @@ the unit of the gateway's log, so live recording and the replay after a crash ru
 from __future__ import annotations
 
 import json
+from array import array
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal, NamedTuple
@@ -64,7 +65,7 @@ class OpenSegment:
         self.tools = first.tools
         self.parent = parent
         self.offset = first.parent[1] if first.parent else 0
-        self.tokens: list[int] = parent.tokens[: self.offset] if parent else []
+        self._own = array("i")  # its tokens without those that it shares with its parent
         self.messages: list[Message] = parent.messages[: first.inherited] if parent else []
         # A mark of the parent is valid here if its messages and its tokens are both shared.
         self.marks: list[Mark] = [
@@ -78,13 +79,23 @@ class OpenSegment:
     def append(self, turn: Turn) -> None:
         self.turns.append(turn)
         self.messages += turn.messages
-        self.tokens += turn.prompt
-        self._mark(Mark(len(self.messages), len(self.tokens), "prompt"))
+        self._own.extend(turn.prompt)
+        self._mark(Mark(len(self.messages), self.length, "prompt"))
         self.messages.append(turn.answer.message)
-        self.tokens += turn.answer.tokens
-        self._mark(Mark(len(self.messages), len(self.tokens), "answer", turn.answer.closed))
+        self._own.extend(turn.answer.tokens)
+        self._mark(Mark(len(self.messages), self.length, "answer", turn.answer.closed))
         # Replayed turns count as not delivered: the log knows that an answer was recorded, not that it arrived.
         self.delivered = False
+
+    @property
+    def length(self) -> int:
+        return self.offset + len(self._own)
+
+    @property
+    def tokens(self) -> list[int]:
+        """All tokens, those shared with the parent included. A new list each time."""
+        own = self._own.tolist()
+        return self.parent.tokens[: self.offset] + own if self.parent else own
 
     @property
     def closed(self) -> bool:
@@ -101,7 +112,7 @@ class OpenSegment:
 
     def build(self, parent: Segment | None) -> Segment:
         """The finished record. Tokens shared with the parent belong to the parent: here they are not sampled."""
-        length = len(self.tokens)
+        length = self.length
         segment = Segment(
             id=self.id,
             tokens=np.array(self.tokens, np.int32),

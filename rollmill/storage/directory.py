@@ -14,13 +14,15 @@ import errno
 import os
 import stat
 import uuid
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
+from typing import BinaryIO
 
 from rollmill.errors import ObjectExists, ObjectMissing, StorageError
 from rollmill.storage.objects import Stat, look_until
 
 _STAGING = ".staging"
+_PIECE = 4 << 20  # bytes of a file that are in memory
 _ABANDONED_SECONDS = 3600.0
 _FULL = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG}
 
@@ -43,14 +45,20 @@ class DirectoryBackend:
             return file.read(length)
 
     def put(self, key: str, data: bytes) -> None:
-        with self._explained(key, writing=True), self._staged(data) as staged:
+        with self._explained(key, writing=True), self._staged([data]) as staged:
             self._into_place(key, lambda target: staged.replace(target))
 
     def create(self, key: str, data: bytes) -> None:
+        self._create(key, [data])
+
+    def create_from(self, key: str, file: BinaryIO) -> None:
+        self._create(key, iter(lambda: file.read(_PIECE), b""))
+
+    def _create(self, key: str, pieces: Iterable[bytes]) -> None:
         with self._explained(key, writing=True):
             if (self._root / key).is_file():
                 raise FileExistsError  # the common case, without writing the data first
-            with self._staged(data) as staged:
+            with self._staged(pieces) as staged:
                 self._into_place(key, lambda target: os.link(staged, target))
 
     def stat(self, key: str) -> Stat | None:
@@ -91,14 +99,15 @@ class DirectoryBackend:
         return self.get(key) if there else None
 
     @contextlib.contextmanager
-    def _staged(self, data: bytes) -> Iterator[Path]:
+    def _staged(self, pieces: Iterable[bytes]) -> Iterator[Path]:
         """The data in a synced temporary file, which is removed at the end unless it was renamed."""
         path = self._staging / f"{os.getpid()}-{uuid.uuid4().hex}"
         try:
             with path.open("xb", buffering=0) as file:
-                view = memoryview(data)
-                while view:
-                    view = view[file.write(view) :]
+                for data in pieces:
+                    view = memoryview(data)
+                    while view:
+                        view = view[file.write(view) :]
                 os.fsync(file.fileno())
             yield path
         finally:
@@ -119,7 +128,7 @@ class DirectoryBackend:
         if not files:
             return
         try:
-            with self._staged(b"") as path:
+            with self._staged([]) as path:
                 now = path.stat().st_mtime
         except OSError:
             return  # a read-only store is not cleaned up

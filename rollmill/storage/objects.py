@@ -18,13 +18,14 @@ A request to a store that fails or hangs is retried for `patience` seconds, then
 from __future__ import annotations
 
 import builtins
+import io
 import os
 import re
 import time
 from collections.abc import Callable, Mapping
 from datetime import timedelta
 from pathlib import Path
-from typing import Any, NamedTuple, Protocol
+from typing import Any, BinaryIO, NamedTuple, Protocol
 from urllib.parse import unquote, urlsplit
 
 from rollmill.backoff import Backoff
@@ -35,6 +36,7 @@ _SEGMENT = re.compile(r"[A-Za-z0-9_=@+:,-][A-Za-z0-9._=@+:,-]*")
 _LONGEST_SEGMENT = 200
 _LONGEST_KEY = 900
 PATIENCE_SECONDS = 15.0
+_LARGE_OBJECT = 32 << 20  # larger objects are written from a file
 _LARGE_WRITE = 1 << 20  # larger writes get a longer timeout
 _LARGE_WRITE_SECONDS = 60.0
 _SLOWEST_GET_SECONDS = 600.0  # as long as bytes keep arriving
@@ -55,6 +57,7 @@ class Backend(Protocol):
     def get_range(self, key: str, start: int, length: int) -> bytes: ...
     def put(self, key: str, data: bytes) -> None: ...
     def create(self, key: str, data: bytes) -> None: ...
+    def create_from(self, key: str, file: BinaryIO) -> None: ...
     def stat(self, key: str) -> Stat | None: ...
     def list(self, prefix: str) -> builtins.list[str]: ...
     def folders(self, prefix: str) -> builtins.list[str]: ...
@@ -118,6 +121,19 @@ class Objects:
     def create(self, key: str, data: bytes) -> None:
         """Write a key that must not exist yet; readers see all of it or nothing. Raises ObjectExists if it exists."""
         self._backend.create(_valid(key), data)
+
+    def create_from(self, key: str, file: BinaryIO) -> None:
+        """As `create`, with the content of a file from its position on. It may be larger than memory.
+
+        On stores other than a directory a large object is refused if it exists, but two writers at the same time may
+        both succeed: a multipart upload has no create-only mode on every store.
+        """
+        head = file.read(_LARGE_OBJECT)
+        if len(head) < _LARGE_OBJECT:
+            self.create(key, head)
+            return
+        file.seek(-len(head), io.SEEK_CUR)
+        self._backend.create_from(_valid(key), file)
 
     def head(self, key: str) -> int | None:
         """Size in bytes; None if there is no such object."""
@@ -218,6 +234,11 @@ class _ObstoreBackend:
     def create(self, key: str, data: bytes) -> None:
         # One conditional request: a multipart upload has no create-only mode on every store.
         self._call(key, lambda: self._writer(data).put(key, data, mode="create", use_multipart=False))
+
+    def create_from(self, key: str, file: BinaryIO) -> None:
+        if self.stat(key) is not None:
+            raise ObjectExists(f"{key!r} in {self._url} already exists")
+        self._call(key, lambda: self._for_large_writes.put(key, file, use_multipart=True))
 
     def stat(self, key: str) -> Stat | None:
         try:

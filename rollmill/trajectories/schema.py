@@ -1,12 +1,16 @@
 """A sealed trajectory as bytes: one safetensors file inside one zstd frame.
 
     record            uint8    the JSON of `_Record`: ids, provenance, messages; policies and spans of each segment
-    N.tokens          int32    [T - offset]   of segment N; its parent stores the tokens they share
-    N.sampled         bool     [T]
-    N.logprobs        float32  [T]
-    N.policy          int16    [T]
-    N.routes          uint8 or uint16 [T, moe layers, k], absent for a dense model
+    N.tokens          int32    [T - offset]   of segment N; its parent stores what they share
+    N.sampled         bool     [T - offset]
+    N.logprobs        float32  [T - offset]
+    N.policy          int16    [T - offset]
+    N.routes          uint8 or uint16 [T - offset, moe layers, k], absent for a dense model
     N.routes_valid    bool     [T]
+    N.routes_at       int32    [M]            shared positions whose routes are not those of the parent
+    N.routes_more     as N.routes, [M, moe layers, k]: their routes
+
+Version 1 stored all arrays but tokens whole, and no routes_at and routes_more.
 
 Payloads come from other regions and from object stores that others may write to, so decoding trusts nothing: whatever
 `decode_trajectory` returns satisfies every invariant of `check_trajectory`, and anything else raises TrajectoryError.
@@ -16,27 +20,30 @@ index, not of the payload: a decoded trajectory is `finished`, and `TrajectorySt
 
 from __future__ import annotations
 
+import io
 import json
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, Literal, NoReturn
+from typing import Any, BinaryIO, Literal, NoReturn
 
 import numpy as np
 import safetensors
-import safetensors.numpy
 import zstandard
 from pydantic import ConfigDict, TypeAdapter
 
 from rollmill.errors import TrajectoryError
 from rollmill.strict import parse_json
 from rollmill.trajectories.facts import DTYPES, STRICT, to_plain
+from rollmill.trajectories.packing import Array, packed_bytes, pieces, read_arrays, write_arrays
 from rollmill.types import Cause, PolicyRef, Segment, Span, TrafficClass, Trajectory, TrajectoryState
 
-MAX_PAYLOAD_BYTES = 512 << 20  # uncompressed; 200,000 tokens with 60 layers of 8 experts are about 200 MB
+MAX_PAYLOAD_BYTES = 2 << 30  # uncompressed; a million tokens with 60 layers of 8 experts in 16 bits are about 1 GB
+MAX_EXPANDED_BYTES = 8 << 30  # with what segments share copied into each of them
 _ROUNDING = 1e-3  # a log-softmax may round to slightly above zero
-_SAFETENSORS_DTYPES = {"U8": "uint8", "U16": "uint16", "I16": "int16", "I32": "int32", "F32": "float32", "BOOL": "bool"}
+_MORE_ROUTES = ("routes_at", "routes_more")
+_UNSHARED = {"sampled": False, "logprobs": np.nan, "policy": -1}  # of tokens that belong to the parent
 
 
 @dataclass
@@ -52,7 +59,7 @@ class _SegmentRecord:
 class _Record:
     __pydantic_config__ = ConfigDict(**STRICT, extra="forbid")
 
-    version: Literal[1]
+    version: Literal[1, 2]
     id: str
     task_id: str
     group_id: str
@@ -67,19 +74,24 @@ _RECORD = TypeAdapter(_Record)
 
 def encode_trajectory(trajectory: Trajectory) -> bytes:
     """The payload of a sealed trajectory. Raises TrajectoryError if the record is inconsistent."""
+    out = io.BytesIO()
+    write_trajectory(trajectory, out)
+    return out.getvalue()
+
+
+def write_trajectory(trajectory: Trajectory, out: BinaryIO, routes: Mapping[str, Mapping[str, Array]] = {}) -> None:
+    """As `encode_trajectory`, to a file. `routes`: the routes, routes_valid, routes_at and routes_more of segments by
+    id, whose routes are not in the trajectory because they are too large for memory."""
     check_trajectory(trajectory)
-    arrays = {"record": np.frombuffer(_record_json(trajectory), np.uint8)}
+    arrays: dict[str, Array] = {"record": np.frombuffer(_record_json(trajectory), np.uint8)}
+    segments = {segment.id: segment for segment in trajectory.segments}
     for index, segment in enumerate(trajectory.segments):
-        own = {name: getattr(segment, name) for name in DTYPES}
-        own["tokens"] = segment.tokens[segment.parent[1] if segment.parent else 0 :]
-        for name, array in own.items():
-            if array is not None:
-                # safetensors copies the buffer as it is in memory: a strided view would be written scrambled
-                arrays[f"{index}.{name}"] = np.ascontiguousarray(array)
-    size = sum(array.nbytes for array in arrays.values())
+        own = _own_arrays(segment, segments[segment.parent[0]] if segment.parent else None)
+        arrays |= {f"{index}.{name}": array for name, array in {**own, **routes.get(segment.id, {})}.items()}
+    size = packed_bytes(arrays)
     if size > MAX_PAYLOAD_BYTES:
         _refuse(trajectory.id, f"{size} bytes, over the limit of {MAX_PAYLOAD_BYTES}")
-    return zstandard.ZstdCompressor(level=3, write_checksum=True).compress(safetensors.numpy.save(arrays))
+    write_arrays(out, arrays)
 
 
 def decode_trajectory(data: bytes) -> Trajectory:
@@ -90,12 +102,17 @@ def decode_trajectory(data: bytes) -> Trajectory:
         _refuse("payload", "the record is missing")
     record = _parse_record(described.tobytes())
     segments: dict[str, Segment] = {}
+    room = MAX_EXPANDED_BYTES
     for index, facts in enumerate(record.segments):
         if facts.id in segments:
             _refuse(record.id, f"two segments with the id {facts.id!r}")
-        own = {name: arrays.pop(f"{index}.{name}", None) for name in DTYPES}
-        own["tokens"] = _whole_tokens(record.id, own["tokens"], own["sampled"], facts, segments)
-        segments[facts.id] = Segment(**vars(facts), **own)  # type: ignore[arg-type]
+        own = {name: arrays.pop(f"{index}.{name}", None) for name in (*DTYPES, *_MORE_ROUTES)}
+        refuse = partial(_refuse, f"{record.id}: segment {facts.id!r}")
+        whole = _expand(own, facts.parent, segments, room, refuse) if record.version == 2 else own
+        if record.version == 1:
+            whole["tokens"] = _whole_tokens(record.id, own["tokens"], own["sampled"], facts, segments)
+        room -= sum(array.nbytes for array in whole.values() if array is not None)
+        segments[facts.id] = Segment(**vars(facts), **{name: whole[name] for name in DTYPES})  # type: ignore[arg-type]
     if arrays:
         _refuse(record.id, f"arrays without a segment: {', '.join(sorted(arrays)[:5])}")
     trajectory = Trajectory(
@@ -222,7 +239,7 @@ def _record_json(trajectory: Trajectory) -> bytes:
     record = {
         name: getattr(trajectory, name) for name in _Record.__annotations__ if name not in ("version", "segments")
     }
-    record["version"] = 1
+    record["version"] = 2
     record["segments"] = [
         {name: getattr(segment, name) for name in _SegmentRecord.__annotations__} for segment in trajectory.segments
     ]
@@ -243,11 +260,7 @@ def _unpack(data: bytes) -> dict[str, np.ndarray]:
         if not 0 <= size <= MAX_PAYLOAD_BYTES:
             stated = f"{size} bytes, over the limit of {MAX_PAYLOAD_BYTES}" if size >= 0 else "an unknown size"
             _refuse("payload", f"would unpack to {stated}")
-        parts = safetensors.deserialize(zstandard.ZstdDecompressor().decompress(data, allow_extra_data=False))
-        return {
-            name: np.frombuffer(part["data"], _SAFETENSORS_DTYPES[part["dtype"]]).reshape(part["shape"])
-            for name, part in parts
-        }
+        return read_arrays(data)
     except KeyError as error:
         _refuse("payload", f"an array has the type {error.args[0]}")
     except (zstandard.ZstdError, safetensors.SafetensorError, ValueError, OverflowError) as error:
@@ -259,6 +272,93 @@ def _parse_record(data: bytes) -> _Record:
         return parse_json(data, _RECORD)
     except ValueError as error:
         _refuse("payload", f"the record is malformed: {error}")
+
+
+def _own_arrays(segment: Segment, parent: Segment | None) -> dict[str, Array]:
+    """The arrays of a segment as they are stored: without what it shares with its parent."""
+    offset = segment.parent[1] if segment.parent else 0
+    own: dict[str, Array] = {name: getattr(segment, name)[offset:] for name in ("tokens", *_UNSHARED)}
+    if segment.routes is None or segment.routes_valid is None:
+        return own
+    own |= {"routes": segment.routes[offset:], "routes_valid": segment.routes_valid}
+    if offset:
+        shared = inherited_routes(parent, segment.routes)
+        at = [
+            begin
+            + np.flatnonzero((segment.routes[begin:end] != (0 if shared is None else shared[begin:end])).any((1, 2)))
+            for begin, end in pieces(0, offset, max(1, segment.routes[:1].nbytes))
+        ]
+        own["routes_at"] = np.concatenate(at).astype(np.int32)
+        own["routes_more"] = segment.routes[own["routes_at"]]
+    return own
+
+
+def inherited_routes(parent: Segment | None, like: np.ndarray) -> np.ndarray | None:
+    """The routes of the parent, if they have the type and the layers of these."""
+    if parent is None or parent.routes is None:
+        return None
+    same = parent.routes.dtype == like.dtype and parent.routes.shape[1:] == like.shape[1:]
+    return parent.routes if same else None
+
+
+def _expand(
+    own: dict[str, np.ndarray | None],
+    parent: tuple[str, int] | None,
+    earlier: Mapping[str, Segment],
+    room: int,
+    refuse: Callable[[str], NoReturn],
+) -> dict[str, np.ndarray | None]:
+    """The whole arrays of a segment, with what it shares with its parent. Checks what it needs for copying; the rest is
+    for `check_trajectory`."""
+    name, offset = parent or ("", 0)
+    tokens, routes = own["tokens"], own["routes"]
+    shared = earlier[name].tokens if name in earlier else np.empty(0, np.int32)
+    if tokens is None or tokens.dtype != np.int32 or tokens.ndim != 1:
+        refuse("tokens are missing or not a row of int32")
+    if not 0 <= offset <= len(shared):
+        refuse(f"it refers to {offset} tokens of {name!r}, which are not there")
+    per_token = 12 + (routes[:1].nbytes if routes is not None else 0)
+    if per_token * (offset + len(tokens)) > room:  # many references to one long parent could use any amount of memory
+        refuse(f"the trajectory would take more than {MAX_EXPANDED_BYTES} bytes")
+    whole: dict[str, np.ndarray | None] = {"tokens": np.concatenate([shared[:offset], tokens])}
+    for kind, empty in _UNSHARED.items():
+        array = own[kind]
+        if array is None or not offset:
+            whole[kind] = array
+            continue
+        if array.shape != tokens.shape or array.dtype.name not in DTYPES[kind]:
+            refuse(f"{kind} is {array.dtype.name} with shape {array.shape} for {len(tokens)} tokens of its own")
+        whole[kind] = np.concatenate([np.full(offset, empty, array.dtype), array])
+    whole["routes"] = _expand_routes(own, offset, len(tokens), earlier.get(name), refuse)
+    whole["routes_valid"] = own["routes_valid"]
+    return whole
+
+
+def _expand_routes(
+    own: dict[str, np.ndarray | None],
+    offset: int,
+    count: int,
+    parent: Segment | None,
+    refuse: Callable[[str], NoReturn],
+) -> np.ndarray | None:
+    routes, at, more = own["routes"], own["routes_at"], own["routes_more"]
+    if (routes is None or not offset) and (at is not None or more is not None):
+        refuse("routes of shared tokens without shared tokens or without routes")
+    if routes is None or not offset:
+        return routes
+    if routes.ndim != 3 or len(routes) != count:
+        refuse(f"routes has shape {routes.shape} for {count} tokens of its own")
+    if at is None or at.dtype != np.int32 or at.ndim != 1 or (len(at) and not 0 <= at.min() <= at.max() < offset):
+        refuse("routes_at is not a row of shared positions")
+    if more is None or more.dtype != routes.dtype or more.shape != (len(at), *routes.shape[1:]):
+        refuse("routes_more does not fit routes_at and routes")
+    whole = np.zeros((offset + count, *routes.shape[1:]), routes.dtype)
+    shared = inherited_routes(parent, routes)
+    if shared is not None:
+        whole[:offset] = shared[:offset]
+    whole[at] = more
+    whole[offset:] = routes
+    return whole
 
 
 def _whole_tokens(

@@ -229,7 +229,7 @@ def check(trajectory: Trajectory, recorded: list[Recorded]) -> None:
 
 def test_random_histories_of_one_session(tokenizer: Tokenizer) -> None:
     run_state_machine_as_test(
-        lambda: Histories(tokenizer),  # type: ignore[no-untyped-call]
+        lambda: Histories(tokenizer),  # type: ignore[arg-type]
         settings=settings(max_examples=12 * TIMES, stateful_step_count=20, deadline=None, phases=PHASES),
     )
 

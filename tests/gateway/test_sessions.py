@@ -2,15 +2,12 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
-from hypothesis import strategies as st
 
 from rollmill.chat.formats.compact import CompactFormat
 from rollmill.chat.tokenizer import Tokenizer
@@ -237,41 +234,6 @@ def test_messages_are_compared_by_meaning() -> None:
     assert not same_message(call("[" * 10_000), call("[" * 10_001))
     assert not same_message(user("a"), user("a "))
     assert not same_message(user("a"), {"role": "tool", "content": "a"})
-
-
-STEPS = st.lists(
-    st.tuples(st.sampled_from(["extend", "retry", "drop", "edit", "forge"]), st.integers(0, 5), st.booleans()),
-    max_size=8,
-)
-
-
-@settings(max_examples=60, deadline=None)
-@given(steps=STEPS)
-def test_whatever_a_client_does_each_sampled_token_has_one_owner(tokenizer: Tokenizer, steps: list[Any]) -> None:
-    format = CompactFormat(tokenizer)
-    session, messages, sampled = new_session(), [USER], 0
-    for number, (step, where, closed) in enumerate([("extend", 0, True), *steps]):
-        at = where % len(messages)
-        if step == "extend":
-            messages = [*messages, user(f"m{number}")]
-        elif step == "retry":
-            messages = messages[:-1] if messages[-1]["role"] == "assistant" and len(messages) > 1 else messages
-        elif step == "drop":
-            messages = messages[: at + 1]
-        elif step == "edit":
-            messages = [*messages[:at], user(f"e{number}"), *messages[at + 1 :]]
-        else:
-            messages = [*messages[:at], {"role": "assistant", "content": f"f{number}"}, *messages[at:], USER]
-        tokens = Answers(format).text(f"a{number}")[: None if closed else -1]
-        plan = answered(session, format, messages, tokens)
-        sampled += len(tokens)
-        assert session.latest is not None
-        messages = json.loads(json.dumps([*messages, session.latest.messages[-1]]))
-        assert session.latest.messages == messages
-        assert plan.context[-1] == tokenizer.token_id("<agent>")
-    trajectory = session.build()
-    check_trajectory(trajectory)
-    assert sum(int(segment.sampled.sum()) for segment in trajectory.segments) == sampled
 
 
 def test_a_log_of_the_first_release_is_replayed() -> None:

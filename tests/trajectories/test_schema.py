@@ -63,6 +63,30 @@ def test_tokens_shared_with_a_parent_are_stored_once() -> None:
     assert len(encode_trajectory(Trajectory("t", [parent, child]))) < alone * 1.15
 
 
+def test_routes_shared_with_a_parent_are_stored_once() -> None:
+    parent = build.segment(length=4096, answers=((4000, 4096),), routes="uint8")
+    child = build.segment("s1", 4096, ((4095, 4096),), routes="uint8", parent=(parent, 4090), cause="edit")
+    assert parent.routes is not None and child.routes is not None
+    child.routes[:4089] = parent.routes[:4089]  # the last shared token was no input in the parent
+    both = Trajectory("t", [parent, child])
+    alone = len(encode_trajectory(Trajectory("t", [parent])))
+    assert len(encode_trajectory(both)) < alone * 1.15
+    assert_same(both, decode_trajectory(encode_trajectory(both)))
+
+
+def test_references_cannot_use_any_amount_of_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+    parent = build.segment(length=4096, answers=((4000, 4096),), routes="uint8")
+    children = [
+        build.segment(f"s{n}", 4096, ((4095, 4096),), routes=None, parent=(parent, 4090), cause="edit")
+        for n in range(1, 9)
+    ]
+    data = encode_trajectory(Trajectory("t", [parent, *children]))
+    assert len(decode_trajectory(data).segments) == 9
+    monkeypatch.setattr(schema, "MAX_EXPANDED_BYTES", 200_000)
+    with pytest.raises(TrajectoryError, match="would take more than"):
+        decode_trajectory(data)
+
+
 def test_lone_surrogates_in_messages_do_not_stop_the_seal() -> None:
     written = build.trajectory(messages=[{"role": "user", "content": "half \ud800 a pair"}])
     assert decode_trajectory(encode_trajectory(written)).messages[0]["content"] == "half ? a pair"
@@ -204,8 +228,16 @@ def _drop(name: str) -> Callable[[dict[str, Any], dict[str, np.ndarray]], None]:
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        (_array("0.sampled", lambda a: a[:-1]), "not as long"),
+        (_array("0.sampled", lambda a: a[:-1]), "shape"),
         (_array("0.logprobs", lambda a: a[:-1]), "shape"),
+        (_array("1.policy", lambda a: a[:-1]), "shape"),
+        (_array("1.policy", lambda a: a.astype(np.uint8)), "policy is uint8"),
+        (_array("1.routes", lambda a: a[:-1]), "shape"),
+        (_array("1.routes_at", _put(0, 5)), "row of shared positions"),
+        (_array("1.routes_at", lambda a: a[:-1]), "does not fit"),
+        (_array("1.routes_more", lambda a: a.astype(np.uint8)), "does not fit"),
+        (_drop("1.routes_at"), "row of shared positions"),
+        (lambda record, arrays: arrays.__setitem__("0.routes_at", arrays["1.routes_at"]), "without shared tokens"),
         (_array("0.tokens", lambda a: a.astype(np.float32)), "row of int32"),
         (_array("0.tokens", lambda a: a.reshape(3, 4)), "row of int32"),
         (_array("1.tokens", lambda a: a.reshape(2, 2)), "row of int32"),
@@ -220,7 +252,6 @@ def _drop(name: str) -> Callable[[dict[str, Any], dict[str, np.ndarray]], None]:
         (_array("0.policy", _put(5, 2)), "out of range"),
         (_array("0.policy", _put(5, -1)), "out of range"),
         (_array("0.policy", _put(0, 0)), "was not sampled"),
-        (_array("1.sampled", _put(2, True)), "sampled twice"),
         (_drop("0.tokens"), "tokens are missing"),
         (_drop("0.policy"), "policy is missing"),
         (_drop("0.routes_valid"), "come together"),
@@ -241,9 +272,9 @@ def _drop(name: str) -> Callable[[dict[str, Any], dict[str, np.ndarray]], None]:
         (_set("segments/1/parent", ["s1", 5]), "not there"),
         (_set("segments/2/parent", ["s9", 0]), "does not come before"),
         (_set("segments/1/parent", ["s0", 99]), "not there"),
-        (_set("segments/1/parent", ["s0", 4]), "not as long"),
+        (_set("segments/1/parent", ["s0", 4]), "shape|shared positions"),
         (_set("segments/1/cause", "start"), "cause"),
-        (_set("version", 2), "version"),
+        (_set("version", 3), "version"),
         (_set("surprise", 1), "surprise"),
         (_set("messages", [1]), "messages"),
     ],
