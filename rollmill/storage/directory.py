@@ -16,7 +16,7 @@ import stat
 import uuid
 from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
-from typing import BinaryIO
+from typing import IO
 
 from rollmill.errors import ObjectExists, ObjectMissing, StorageError
 from rollmill.storage.objects import Stat, look_until
@@ -51,7 +51,7 @@ class DirectoryBackend:
     def create(self, key: str, data: bytes) -> None:
         self._create(key, [data])
 
-    def create_from(self, key: str, file: BinaryIO) -> None:
+    def create_from(self, key: str, file: IO[bytes]) -> None:
         self._create(key, iter(lambda: file.read(_PIECE), b""))
 
     def _create(self, key: str, pieces: Iterable[bytes]) -> None:

@@ -19,7 +19,7 @@ import http.client
 import re
 import time
 from email.utils import formatdate, parsedate_to_datetime
-from typing import TYPE_CHECKING, Any, BinaryIO, NamedTuple
+from typing import IO, TYPE_CHECKING, Any, NamedTuple
 from urllib.parse import quote, urlsplit
 
 from pydantic import TypeAdapter
@@ -203,7 +203,7 @@ class HttpBackend:
     def create(self, key: str, data: bytes) -> None:
         raise self._read_only(key)
 
-    def create_from(self, key: str, file: BinaryIO) -> None:
+    def create_from(self, key: str, file: IO[bytes]) -> None:
         raise self._read_only(key)
 
     def delete(self, key: str) -> None:

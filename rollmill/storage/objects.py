@@ -25,7 +25,7 @@ import time
 from collections.abc import Callable, Mapping
 from datetime import timedelta
 from pathlib import Path
-from typing import Any, BinaryIO, NamedTuple, Protocol
+from typing import IO, Any, NamedTuple, Protocol
 from urllib.parse import unquote, urlsplit
 
 from rollmill.backoff import Backoff
@@ -57,7 +57,7 @@ class Backend(Protocol):
     def get_range(self, key: str, start: int, length: int) -> bytes: ...
     def put(self, key: str, data: bytes) -> None: ...
     def create(self, key: str, data: bytes) -> None: ...
-    def create_from(self, key: str, file: BinaryIO) -> None: ...
+    def create_from(self, key: str, file: IO[bytes]) -> None: ...
     def stat(self, key: str) -> Stat | None: ...
     def list(self, prefix: str) -> builtins.list[str]: ...
     def folders(self, prefix: str) -> builtins.list[str]: ...
@@ -122,7 +122,7 @@ class Objects:
         """Write a key that must not exist yet; readers see all of it or nothing. Raises ObjectExists if it exists."""
         self._backend.create(_valid(key), data)
 
-    def create_from(self, key: str, file: BinaryIO) -> None:
+    def create_from(self, key: str, file: IO[bytes]) -> None:
         """As `create`, with the content of a file from its position on. It may be larger than memory.
 
         On stores other than a directory a large object is refused if it exists, but two writers at the same time may
@@ -235,7 +235,7 @@ class _ObstoreBackend:
         # One conditional request: a multipart upload has no create-only mode on every store.
         self._call(key, lambda: self._writer(data).put(key, data, mode="create", use_multipart=False))
 
-    def create_from(self, key: str, file: BinaryIO) -> None:
+    def create_from(self, key: str, file: IO[bytes]) -> None:
         if self.stat(key) is not None:
             raise ObjectExists(f"{key!r} in {self._url} already exists")
         self._call(key, lambda: self._for_large_writes.put(key, file, use_multipart=True))

@@ -10,7 +10,7 @@ import math
 import os
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
-from typing import BinaryIO
+from typing import IO
 
 import numpy as np
 import safetensors
@@ -71,7 +71,7 @@ def packed_bytes(arrays: Mapping[str, Array]) -> int:
     return len(_header(arrays)) + sum(array.nbytes for array in arrays.values())
 
 
-def write_arrays(out: BinaryIO, arrays: Mapping[str, Array]) -> None:
+def write_arrays(out: IO[bytes], arrays: Mapping[str, Array]) -> None:
     # the frame states its size: readers refuse one that does not
     compressor = zstandard.ZstdCompressor(level=3, write_checksum=True)
     with compressor.stream_writer(out, size=packed_bytes(arrays), closefd=False) as packed:

@@ -26,7 +26,7 @@ import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, BinaryIO, Literal, NoReturn
+from typing import IO, Any, Literal, NoReturn
 
 import numpy as np
 import safetensors
@@ -79,7 +79,7 @@ def encode_trajectory(trajectory: Trajectory) -> bytes:
     return out.getvalue()
 
 
-def write_trajectory(trajectory: Trajectory, out: BinaryIO, routes: Mapping[str, Mapping[str, Array]] = {}) -> None:
+def write_trajectory(trajectory: Trajectory, out: IO[bytes], routes: Mapping[str, Mapping[str, Array]] = {}) -> None:
     """As `encode_trajectory`, to a file. `routes`: the routes, routes_valid, routes_at and routes_more of segments by
     id, whose routes are not in the trajectory because they are too large for memory."""
     check_trajectory(trajectory)
@@ -288,8 +288,8 @@ def _own_arrays(segment: Segment, parent: Segment | None) -> dict[str, Array]:
             + np.flatnonzero((segment.routes[begin:end] != (0 if shared is None else shared[begin:end])).any((1, 2)))
             for begin, end in pieces(0, offset, max(1, segment.routes[:1].nbytes))
         ]
-        own["routes_at"] = np.concatenate(at).astype(np.int32)
-        own["routes_more"] = segment.routes[own["routes_at"]]
+        positions = np.concatenate(at).astype(np.int32)
+        own |= {"routes_at": positions, "routes_more": segment.routes[positions]}
     return own
 
 
