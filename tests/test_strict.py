@@ -15,7 +15,7 @@ class Thing(StrictModel):
     free: dict[str, FreeJson] = Field(default_factory=dict)
 
 
-def test_what_fits_is_read() -> None:
+def test_valid_json_is_read() -> None:
     data = b'{"count": 3, "seconds": 1, "places": [1, 2], "free": {"a": [1.5, null, {"b": "c"}]}}'
     thing = Thing(count=3, seconds=1.0, places=(1, 2), free={"a": [1.5, None, {"b": "c"}]})
     assert parse_json(data, Thing) == thing
@@ -48,7 +48,7 @@ def test_what_fits_is_read() -> None:
     ],
     ids=lambda data: repr(data[:40]),
 )
-def test_what_does_not_fit_is_refused_in_one_line(data: bytes) -> None:
+def test_invalid_json_is_refused_in_one_line(data: bytes) -> None:
     with pytest.raises(ValueError) as caught:
         parse_json(data, Thing)
     assert type(caught.value) is ValueError

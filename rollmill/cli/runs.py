@@ -175,7 +175,7 @@ def remove(directory: Directory, yes: Annotated[bool, typer.Option("--yes", "-y"
         by = ", ".join(f"{name}: {holder}" for name, holder in used.items())
         raise RollmillError(f"{directory} is in use: {by}", hint=f"`rollmill stop {directory}` stops it")
     size = _size(bytes_of(run.path))
-    if not yes and not typer.confirm(f"Delete {directory} ({size}) for ever?"):
+    if not yes and not typer.confirm(f"Delete {directory} ({size}) forever?"):
         print("nothing was deleted")
         raise typer.Exit(1)
     shutil.rmtree(directory)

@@ -71,7 +71,7 @@ def serving(
 @contextlib.contextmanager
 def _claim(run: RunDirectory, kind: str, host: str, port: int) -> Iterator[RunDirectory]:
     """The first directory of that kind that no process uses. What an earlier `serve` left in its session log is taken
-    over; rollouts of an earlier evaluation are of no use to anybody."""
+    over; rollouts of an earlier evaluation are not needed."""
     for number in itertools.count(1):
         path = run.path / "services" / f"{kind}-{number}"
         with contextlib.ExitStack() as held:

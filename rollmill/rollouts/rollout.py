@@ -162,7 +162,7 @@ def reason_of(error: Exception, what: str) -> str:
     if isinstance(error, StorageError) and not isinstance(error, ObjectMissing | ObjectTruncated):
         raise error
     if not isinstance(error, RollmillError | OSError):
-        log.error("%s failed in a way that nobody foresaw", what, exc_info=error)
+        log.error("%s failed with an unexpected error", what, exc_info=error)
     return str(error) if isinstance(error, RollmillError) else f"{type(error).__name__}: {error}"
 
 

@@ -29,7 +29,7 @@ def shell(script: str, directory: Path) -> str:
     return done.stdout
 
 
-def test_what_init_writes_passes_its_own_test(rollmill: Callable[..., Told], tmp_path: Path) -> None:
+def test_the_files_of_init_pass_their_own_test(rollmill: Callable[..., Told], tmp_path: Path) -> None:
     assert rollmill("init", tmp_path / "own").code == 0
     names = {"my_tasks.py", "my_reward.py", "run.toml", "test_own.py", "README.md"}
     assert {path.name for path in (tmp_path / "own").iterdir()} == names

@@ -25,7 +25,7 @@ def test_latent_attention_is_shown(rollmill: Callable[..., Told], tmp_path: Path
     assert "latent, 4 heads, rank 16" in told.out and "2 shared, sigmoid gate" in told.out
 
 
-def test_what_is_no_checkpoint_is_refused(rollmill: Callable[..., Told], tmp_path: Path) -> None:
+def test_paths_that_are_no_checkpoint_are_refused(rollmill: Callable[..., Told], tmp_path: Path) -> None:
     assert refused(rollmill("model", "show", tmp_path), "has no config.json", "transformers saves it")
     assert refused(rollmill("model", "show", tmp_path / "nowhere"), "is not a directory", "rollmill model get")
     assert refused(rollmill("model", "get", "unheard-of"), "no known model", "smollm2-135m")

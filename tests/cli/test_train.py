@@ -86,7 +86,7 @@ def test_a_name_that_is_taken(rollmill: Callable[..., Told], tmp_path: Path) -> 
     assert refused(rollmill("demo", "--name", "micro"), "already holds a run", "--resume runs/micro")
 
 
-def test_what_cannot_be_resumed(rollmill: Callable[..., Told], tmp_path: Path) -> None:
+def test_resuming_is_refused_with_a_reason(rollmill: Callable[..., Told], tmp_path: Path) -> None:
     assert refused(rollmill("train", "--resume", "runs/absent"), "runs/absent holds no run", "`rollmill runs`")
     assert refused(rollmill("train", "--resume", MICRO), "holds no run", "`rollmill runs`")
     assert refused(rollmill("train", "--resume", tmp_path, "--dry-run"), "no --dry-run", "start a new run")

@@ -163,7 +163,7 @@ def test_a_stage_lengthens_the_context_and_the_next_ones_keep_it(four: Path) -> 
     assert config.model_of("polish") == config.model_of("rl") and config.model_of("rl") != config.model
 
 
-def test_up_to_what_a_checkpoint_was_made_for_nothing_is_stretched(tmp_path: Path) -> None:
+def test_nothing_is_stretched_within_the_context_of_the_checkpoint(tmp_path: Path) -> None:
     described = describe_model(ModelConfig(vocab_size=300, max_context=512))
     (tmp_path / "config.json").write_text(json.dumps(described))
     settings = ["name=small", RL, TASKS, f"checkpoint={tmp_path}", "model.max_context=128"]

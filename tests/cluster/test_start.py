@@ -78,7 +78,7 @@ def test_a_version_of_another_run_is_imported_with_what_belongs_to_it(
     assert companions_of(store, first).keys() == {TOKENIZER, "config.json"}
 
 
-def test_what_cannot_be_started_from(tmp_path: Path) -> None:
+def test_versions_that_a_run_cannot_start_from(tmp_path: Path) -> None:
     other = other_run(tmp_path / "other")
     for version, words in (("9", "rl@9"), ("nightly", "neither LINE@NUMBER nor a channel")):
         with pytest.raises(RollmillError, match=words):

@@ -101,7 +101,7 @@ def test_an_id_rebuilds_its_task(every: list[Repository]) -> None:
         "pairs/add-8/1",
     ],
 )
-def test_an_id_of_no_task_is_refused(task_id: str) -> None:
+def test_an_unknown_task_id_is_refused(task_id: str) -> None:
     with pytest.raises(TaskError) as caught:
         MicroRepos().get(task_id)
     assert caught.value.hint

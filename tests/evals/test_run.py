@@ -72,7 +72,7 @@ async def test_an_evaluation_can_be_repeated(world: World) -> None:
     assert first.by_task == second.by_task and first.example_solved != second.example_solved
 
 
-async def test_what_an_interrupted_evaluation_left_open_is_failed_when_it_is_run_again(world: World) -> None:
+async def test_attempts_that_an_interrupted_evaluation_left_open_fail_when_it_is_run_again(world: World) -> None:
     suite = EvalConfig(tasks=1, attempts=1, family_tasks=0, greedy=False)
     world.context.trajectories.create(f"{RUN}/eval-before", "g", "heldout/0", ["left-open"], {})
     await run_eval(world.context, Additions(), suite, EXAMINATION)

@@ -83,7 +83,7 @@ def test_an_invalid_request_is_refused(change: dict[str, object]) -> None:
 
 
 @pytest.mark.parametrize("data", [b"", b"{", b"[]", b"\xff", b"[" * 100000, b"{}"])
-def test_what_is_not_a_request_is_refused(data: bytes) -> None:
+def test_malformed_requests_are_refused(data: bytes) -> None:
     with pytest.raises(EngineError):
         request_from_json(data)
 

@@ -225,7 +225,7 @@ def test_tokens_are_those_of_the_sequences():
         attend(*heads_of(rows, (2, 1, 32)), Tiles([21], DEVICE))
 
 
-def test_what_fits():
+def test_which_tensors_the_kernels_take():
     rows, _ = packed([20], (6, 2, 64))
     q, k, v = heads_of(rows.detach(), (6, 2, 64))
     assert fits(q, k, v) and fits(q, k.clone(), v.clone())

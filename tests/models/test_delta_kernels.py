@@ -179,7 +179,7 @@ def test_changes_turn_the_base_into_the_new_version(width: int, device: str) -> 
         assert np.array_equal(bits_on_host(parameter), new)
 
 
-def test_what_cannot_be_compared_is_refused(device: str) -> None:
+def test_tensors_that_cannot_be_compared_are_refused(device: str) -> None:
     a, b = torch.zeros(8, device=device), torch.zeros(9, device=device)
     with pytest.raises(WeightsError, match="different numbers"):
         Differences([[(a, b)]])
@@ -331,7 +331,7 @@ def test_an_update_of_other_weights_is_detected(device: str) -> None:
     expect(parameters, {**old, "a": new})
 
 
-def test_what_does_not_fit_is_refused_before_anything_is_touched(device: str) -> None:
+def test_changes_that_do_not_fit_are_refused_before_any_parameter_changes(device: str) -> None:
     old, parameters = model(device)
     one, value = np.array([0], np.uint32), np.array([1], np.uint16)
     good = [Patch(0, one, value)]

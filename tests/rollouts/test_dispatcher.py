@@ -146,7 +146,7 @@ async def test_a_failed_rollout_leaves_its_group_usable(world: World) -> None:
     assert states == {TrajectoryState.graded: SIZE - 1, TrajectoryState.failed: 1}
 
 
-async def test_what_the_infrastructure_lost_is_tried_again_with_a_fresh_attempt(world: World) -> None:
+async def test_a_rollout_that_the_infrastructure_lost_is_tried_again(world: World) -> None:
     machines = StandInHost(lambda asked: asked in (2, 4), world.context.machines)
     await dispatch(world, context=replace(world.context, machines=machines), groups=1, concurrency=1)
     ids = [row.id for row in world.ledger.members([f"{RUN}-000000"])[f"{RUN}-000000"]]

@@ -75,7 +75,7 @@ LEFT_OUT = {
 
 
 @pytest.mark.parametrize("command", LEFT_OUT.values(), ids=LEFT_OUT)
-async def test_what_is_no_plain_file_is_left_out(host: NamespaceHost, command: str) -> None:
+async def test_some_files_are_left_out(host: NamespaceHost, command: str) -> None:
     given = await hand_in(host, command)
     assert given == HandIn(deleted=["main.py"])
 

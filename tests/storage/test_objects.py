@@ -25,7 +25,7 @@ def objects(request: pytest.FixtureRequest, tmp_path: Path) -> Objects:
     return Objects.open(urls[request.param])
 
 
-def test_what_is_written_is_read_back(objects: Objects) -> None:
+def test_objects_are_read_back_as_written(objects: Objects) -> None:
     objects.create("a/b/one", b"first")
     objects.put("a/two", b"")
     objects.put("a/b/one", b"0123456789")

@@ -47,7 +47,7 @@ def credits(segments: list[Segment], policy: Any = "path", decay: float = 1.0) -
     return {each.id: credit_T[each.sampled].tolist() for each, credit_T in zip(segments, found, strict=True)}
 
 
-def test_what_a_retry_or_an_edit_abandoned_learns_nothing() -> None:
+def test_abandoned_retries_and_edits_learn_nothing() -> None:
     a = segment("a", [0, 1, 1, 0, 1], at=[1, 2])
     b = segment("b", [0, 0, 0, 0, 1, 0, 1], at=[3, 4], parent=(a, 4), cause="retry")
     c = segment("c", [0, 0, 0, 0, 0, 0, 1], at=[5], parent=(b, 5), cause="edit")

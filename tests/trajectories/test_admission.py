@@ -81,7 +81,7 @@ def test_nothing_is_admitted_twice(store: TrajectoryStore, objects: Objects, led
     assert decisions(Ledger(engine, "second"), group) == ["admitted"], "another run decides for itself"
 
 
-def test_what_is_over_its_deadline_is_recorded_as_stale(
+def test_a_group_past_its_deadline_is_recorded_as_stale(
     store: TrajectoryStore, objects: Objects, ledger: Ledger
 ) -> None:
     for number in (1, 2):

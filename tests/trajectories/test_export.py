@@ -129,9 +129,7 @@ def test_parquet_has_the_exact_tokens(run: RunDirectory, tmp_path: Path) -> None
     assert json.loads(rows[0]["tools"]) == TOOLS and json.loads(rows[0]["rewards"])[0]["grader"] == "tests"
 
 
-def test_what_cannot_be_exported_is_answered(
-    run: RunDirectory, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_exports_that_are_refused(run: RunDirectory, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "there").write_text("mine")
     with pytest.raises(ConfigError, match="exists already"):
         call("export", run.path, tmp_path / "there")

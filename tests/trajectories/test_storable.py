@@ -154,7 +154,7 @@ def test_a_reward_is_a_number_training_can_compute_with(store: TrajectoryStore, 
         store.grade(id, Reward(1.0, {"tests": value}))
 
 
-def test_what_agents_print_is_kept(store: TrajectoryStore) -> None:
+def test_strange_output_of_agents_is_kept(store: TrajectoryStore) -> None:
     id = finished(store)
     store.grade(id, Reward(1.0, {"a\0": 1}, {"output": "\x00 half \ud800", "deep": deep(DEEPEST_JSON - 2)}, "g\0"))
     [(_, stored)] = store.rewards([id])[id]

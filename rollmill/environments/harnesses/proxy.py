@@ -39,7 +39,7 @@ _quiet.disabled = True  # a program may send any nonsense: that is no line in ou
 
 
 class ModelProxy:
-    """`turns` answers went to the program. `ended` is set when it shall be stopped: see `problem`, `flooded`."""
+    """`turns` answers went to the program. `ended` is set when it must be stopped: see `problem`, `flooded`."""
 
     def __init__(
         self,
@@ -109,7 +109,7 @@ class ModelProxy:
                 await loop.connect_accepted_socket(server, connection)
             else:
                 connection.close()
-            await asyncio.sleep(_BETWEEN_CONNECTIONS_S)  # a flood of connections shall cost this process little
+            await asyncio.sleep(_BETWEEN_CONNECTIONS_S)  # a flood of connections must cost this process little
         listener.close()
 
     def _use(self) -> None:

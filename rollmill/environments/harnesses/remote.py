@@ -4,7 +4,7 @@ Your service has three routes. Each request carries `Authorization: Bearer TOKEN
 
     PUT    URL/episodes/ID    {"id", "task", "messages", "files": {path: base64}, "submission": [path] or "diff",
                                "model": {"base_url", "api_key"}, "sampling": {…}, "lease_s"}
-                              begin this episode. Sent again after a lost answer: the same ID shall not begin twice
+                              begin this episode. Sent again after a lost answer: the same ID must not begin twice
     GET    URL/episodes/ID    {"state": "running"}, or
                               {"state": "done", "files": {path: base64}, "stop": "done", "note": "for people"}
                               it may wait up to ten seconds before it answers; 404: begin it again

@@ -155,7 +155,7 @@ class DecodeLoop:
         self._end(failure)
 
     def _end(self, failure: Exception | None) -> None:
-        """Answers all waiting requests and commands, so that nobody waits for ever."""
+        """Answers all waiting requests and commands, so that nobody waits forever."""
         self._activity.rest()
         why = EngineUnavailable("the engine is shutting down" if failure is None else f"the engine broke: {failure!r}")
         with self._lock:

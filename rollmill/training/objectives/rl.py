@@ -130,7 +130,7 @@ class RLObjective:
                 return replace(batch, wait_seconds=wait_seconds, due_seconds=due_seconds)
 
     def _wait_for_groups(self, search: _Search, stopping: Callable[[], bool]) -> list[str] | None:
-        """The groups of the next step, or None if it shall not run."""
+        """The groups of the next step, or None if it should not run."""
         while not stopping():
             # first, because nothing starts after it until the step is committed
             more = self._ledger.groups_started() < self._pace.most_started(search.number - 1)

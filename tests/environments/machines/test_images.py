@@ -128,7 +128,7 @@ async def test_an_image_for_another_python_is_refused(monkeypatch: pytest.Monkey
         load_image("greeter", None)
 
 
-async def test_what_cannot_be_built_is_said(store: Path) -> None:
+async def test_images_that_cannot_be_built(store: Path) -> None:
     wrong = store / "wrong.txt"
     wrong.write_text(f"{store}/no-such-wheel-1.0-py3-none-any.whl\n")
     for arguments, words in (

@@ -145,7 +145,7 @@ _HOLDERS = {
 
 
 @pytest.mark.parametrize("holder", ["unread connections", "orphaned connections", "datagrams"])
-async def test_what_connections_hold_is_counted(any_host: NamespaceHost, holder: str) -> None:
+async def test_memory_of_connections_is_counted(any_host: NamespaceHost, holder: str) -> None:
     machine = await any_host.create(BUILT_IN)
     program = _HOLDERS.get(holder, _HOLDERS["unread connections"]).replace("{close}", str("orphaned" in holder))
     result = await machine.exec(["python", "-c", program + "print('held')\nimport time; time.sleep(60)"], timeout_s=60)

@@ -50,8 +50,8 @@ async def test_a_server_survives_commands_until_it_is_stopped(any_host: Namespac
     await machine.close()
 
 
-async def test_what_a_command_leaves_ends_and_what_was_started_stays(any_host: NamespaceHost) -> None:
-    """Also what left its session and lost its parent, on both sides."""
+async def test_leftovers_of_a_command_end_and_started_processes_stay(any_host: NamespaceHost) -> None:
+    """Also daemons, which left their session and their parent, on both sides."""
     machine = await any_host.create(BUILT_IN)
     daemon = (
         "import os, time\nif os.fork() == 0:\n    os.setsid()\n    if os.fork(): os._exit(0)\n    time.sleep(600)\n"

@@ -49,6 +49,6 @@ async def test_an_error_comes_out_as_it_is(error: Exception) -> None:
         await add_up([(1.0, TESTS), (1.0, Fixed("own", error))]).grade(EPISODE)
 
 
-async def test_what_is_no_reward_is_named() -> None:
+async def test_a_result_that_is_no_reward_is_named() -> None:
     with pytest.raises(RewardError, match="the reward own returned float, not a Reward"):
         await add_up([(1.0, TESTS), (1.0, Fixed("own", 1.0))]).grade(EPISODE)

@@ -42,7 +42,7 @@ def mixed() -> dict[str, HostTensor]:
     }
 
 
-def test_what_is_exported_comes_back_bit_for_bit(tmp_path: Path) -> None:
+def test_an_export_is_imported_again_bit_for_bit(tmp_path: Path) -> None:
     tensors = make_tensors()
     first = export(tmp_path / "a", tensors)
     assert first.keys() == {*COMPANIONS, "model.safetensors", "rollmill.json"}

@@ -116,7 +116,7 @@ def test_clocks_that_run_behind_are_marked() -> None:
     assert told[0]["regions"]["away"]["arrived_seconds"] == 0.0 and told[0]["regions"]["away"]["skewed"]
 
 
-def test_what_is_missing_is_null() -> None:
+def test_missing_figures_are_null() -> None:
     """The trainer died between the commit and its event: the engines' figures are still used."""
     (row,) = Arrivals().fold([apply(3, 2000.0, "e0", "home", since_publish_seconds=1.5, digest="cd" * 32)])
     assert row["bytes"] is None and row["ratio"] is None and row["step"] is None

@@ -130,7 +130,7 @@ def _confine(confinement: Confinement) -> None:
 
 
 def _prefer_as_victim() -> None:
-    """If the machine runs out of memory, the kernel shall kill the command and not pid 1."""
+    """If the machine runs out of memory, the kernel must kill the command and not pid 1."""
     file = os.open("/proc/self/oom_score_adj", os.O_WRONLY)
     os.write(file, b"1000")
     os.close(file)

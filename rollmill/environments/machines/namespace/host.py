@@ -232,7 +232,7 @@ def _kill(pidfd: int) -> None:
 
 def main(state: str) -> None:
     sys.path = [path for path in sys.path if path not in (layout.CODE, "")]
-    os.environ.pop("LC_CTYPE", None)  # Python set it under the C locale; commands shall not see it
+    os.environ.pop("LC_CTYPE", None)  # Python set it under the C locale; commands must not see it
     kernel.unmount(layout.CODE)
     facts = json.loads(state)
     host = Host(facts)
@@ -240,7 +240,7 @@ def main(state: str) -> None:
         sys.path.append(layout.PACKAGES)
         os.environ["PYTHONPATH"] = layout.PACKAGES
     for name in [name for name in sys.modules if name.partition(".")[0] == __name__.partition(".")[0]]:
-        del sys.modules[name]  # programs in the machines shall not find these modules
+        del sys.modules[name]  # programs in the machines must not find these modules
     # machines are copies of this process, so its garbage would be copied into each of them
     gc.collect()
     gc.freeze()

@@ -120,7 +120,7 @@ def _bind(source: Path, target: Path, attributes: int = _SEALED) -> None:
 
 
 def _private_directories() -> list[Path]:
-    """Directories that may lie inside /usr or the Python installation, and that machines shall not see."""
+    """Directories that may lie inside /usr or the Python installation, and that machines must not see."""
     packages = [Path(path) for path in site.getsitepackages([sys.base_prefix])]
     packages += [Path("/usr/lib/python3/dist-packages"), Path("/usr/src"), Path("/usr/local/src")]
     checkout = Path(__file__).resolve().parents[4]
