@@ -21,20 +21,28 @@ def build(
     requirements: Annotated[
         Path | None, typer.Option(help="a pip requirements file; machines can import what it names", show_default=False)
     ] = None,
+    python: Annotated[
+        str | None,
+        typer.Option(
+            help="the version that the packages are for, such as 3.12; only the one of this host", show_default=False
+        ),
+    ] = None,
 ) -> None:
     """Build an image from a directory, from Python requirements, or from both. For example:
 
         rollmill images build mini --requirements requirements.txt
         rollmill images build shop --directory shop/
 
-    Building the same content again gives the same digest. Records of runs name the digest.
+    Building the same content again gives the same digest. Records of runs name the digest. Machines run the Python that
+    Rollmill runs on, so packages are installed for that version.
     """
-    from rollmill.environments.machines.build_image import build_image
+    from rollmill.environments.machines.build_image import build_image, check_python
     from rollmill.environments.machines.images import images_directory
     from rollmill.errors import ConfigError
 
     if directory is None and requirements is None:
         raise ConfigError("an image of what?", hint="--directory DIR, --requirements FILE, or both")
+    check_python(python)
     record = build_image(name, directory=directory, requirements=requirements)
     typer.echo(f"{name}@{record.digest[:12]}  {_size(record.bytes)}, in {images_directory()}")
 

@@ -27,6 +27,7 @@ class Episode:
     seconds: float = 0.0
     deleted: Sequence[str] = ()  # paths; only with the whole diff
     executable: Sequence[str] = ()  # paths of the submission that may be run as programs; only with the whole diff
+    links: Mapping[str, str] = field(default_factory=dict)  # path → target; only with the whole diff
     refused: str | None = None  # why nothing of what the agent left was taken; None if it was
     # the state in which the agent left its machine, for a reward with `wants_final_state`. None if the machines cannot
     # save it, and if the episode is graded later from what is stored of it. Released after grading

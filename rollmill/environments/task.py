@@ -16,11 +16,11 @@ Message = Mapping[str, Any]  # {"role": …, "content": …}, as in OpenAI's cha
 class WholeDiff:
     """Hand in everything that changed in the work directory: changed, new and deleted files.
 
-    A hand-in that is larger than a limit is refused and earns nothing. Links and devices, version control (`.git`) and
-    Python's caches are left out.
+    A hand-in that is larger than a limit is refused and earns nothing. Symbolic links that leave the work directory,
+    devices, version control (`.git`) and Python's caches are left out.
     """
 
-    max_files: int = 1000  # changed, new and deleted files
+    max_files: int = 1000  # changed, new and deleted files and links
     max_bytes: int = 1 << 24  # of all changed and new files
 
 
@@ -40,6 +40,8 @@ class Task:
     reference_command: Sequence[str] = ()  # then run in the work directory; for solutions that are programs
     tags: Mapping[str, str] = field(default_factory=dict)
     timeout_s: float | None = None  # seconds of an episode; None: as the run says
+    executable: Sequence[str] = ()  # paths of `files` that may be run as programs
+    links: Mapping[str, str] = field(default_factory=dict)  # symbolic links in the work directory: path → target
 
     @cached_property
     def digest(self) -> str:

@@ -10,6 +10,7 @@ from typing import Any
 from rollmill.environments.machine import WORK, Machine, MachineHost, release
 from rollmill.environments.reward import Grader, grade_episode, wants_final_state
 from rollmill.environments.task import Task
+from rollmill.environments.task_machine import create_machine
 from rollmill.errors import RollmillError, TaskError
 from rollmill.rollouts.hand_in import take_hand_in
 from rollmill.types import Reward
@@ -55,7 +56,7 @@ async def check_task(task: Task, machines: MachineHost, grader: Grader, repeat: 
 
 
 async def _grade(task: Task, machines: MachineHost, grader: Grader, repeat: int, solve: bool = False) -> list[Reward]:
-    machine = await machines.create(task.image, task.files)
+    machine = await create_machine(machines, task)
     try:
         if solve:
             await _solve(machine, task)
@@ -91,7 +92,7 @@ async def _leaks(task: Task, machines: MachineHost) -> list[str]:
     """Hidden texts that the agent could read in the work directory."""
     hidden = [*_texts(task.grading, "grading")]
     hidden += [(data.strip(), f"reference {path}") for path, data in task.reference.items()]
-    machine = await machines.create(task.image, task.files)
+    machine = await create_machine(machines, task)
     try:
         found = []
         for path in await _paths(machine):

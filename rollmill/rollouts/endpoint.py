@@ -25,6 +25,7 @@ from rollmill.environments.harness import HarnessResult
 from rollmill.environments.machine import release
 from rollmill.environments.reward import grade_episode, wants_final_state
 from rollmill.environments.task import Task
+from rollmill.environments.task_machine import create_machine
 from rollmill.errors import HarnessError
 from rollmill.rollouts.config import RolloutConfig
 from rollmill.rollouts.grading import own_limit
@@ -172,7 +173,7 @@ async def play(
     started = time.monotonic()
     wanted = wants_final_state(environment.grader)
     try:
-        machine = await environment.machines.create(task.image, task.files)
+        machine = await create_machine(environment.machines, task)
         try:
             result = await _run_harness(environment, task, machine, url, transcript, sampling, limits.timeout_s)
             handed_in = await take_hand_in(machine, task, environment.machines, result, keep_state=wanted)

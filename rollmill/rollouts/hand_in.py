@@ -28,6 +28,7 @@ class HandIn(BaseModel):
     files: dict[str, bytes] = {}
     deleted: list[str] = []
     executable: list[str] = []
+    links: dict[str, str] = {}
     refused: str | None = None
     result: HarnessResult | None = None
     seconds: float = 0.0
@@ -45,6 +46,7 @@ class HandIn(BaseModel):
             seconds=self.seconds,
             deleted=self.deleted,
             executable=self.executable,
+            links=self.links,
             refused=self.refused,
             final_state=self.final_state,
             state_refused=self.state_refused,
@@ -83,6 +85,7 @@ async def _read(
             files=diff.files,
             deleted=diff.deleted,
             executable=diff.executable,
+            links=diff.links,
             refused=diff.refused,
             result=result,
             seconds=seconds,

@@ -30,6 +30,7 @@ from rollmill.environments.harness import Harness, HarnessResult
 from rollmill.environments.machine import MachineHost, release
 from rollmill.environments.reward import Grader, wants_final_state
 from rollmill.environments.task import Task
+from rollmill.environments.task_machine import create_machine
 from rollmill.errors import (
     GatewayError,
     HarnessError,
@@ -170,7 +171,7 @@ async def _play(
     context: RolloutContext, task: Task, trajectory: str, sampling: Sampling, min_version: int, facts: dict[str, Any]
 ) -> HandIn:
     async with _within_grace("to get a machine"):
-        machine = await context.machines.create(task.image, task.files)
+        machine = await create_machine(context.machines, task)
     try:
         facts = {**facts, "provenance": {**facts.get("provenance", {}), "image": machine.image}}
         async with _within_grace("to open a session"):

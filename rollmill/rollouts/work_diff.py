@@ -1,8 +1,9 @@
 """The whole diff of a work directory: what an agent changed, added and deleted in it.
 
 Both the agent's machine and a clean one pack their work directory with `tar`; the archives are compared here. The
-agent's archive is untrusted: it may be huge, damaged, or name files anywhere. What is no regular file with a plain
-relative path is left out. What is larger than the task's limits is refused as a whole, since half a change is none.
+agent's archive is untrusted: it may be huge, damaged, or name files anywhere. Only regular files with a plain relative
+path and symbolic links that stay in the work directory are kept. What is larger than the task's limits is refused as a
+whole, since half a change is none.
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ from pathlib import PurePosixPath
 
 from rollmill.environments.machine import ExecResult, Machine, MachineHost
 from rollmill.environments.task import Task, WholeDiff
+from rollmill.environments.task_machine import create_machine, stays_inside
 from rollmill.environments.tasks.jsonl import check_path
 from rollmill.errors import MachineError, TaskError
 
@@ -30,6 +32,7 @@ class Diff:
     files: dict[str, bytes] = field(default_factory=dict)  # changed and new ones
     deleted: list[str] = field(default_factory=list)
     executable: list[str] = field(default_factory=list)  # of `files`
+    links: dict[str, str] = field(default_factory=dict)  # changed and new ones: path → target
     refused: str | None = None
 
 
@@ -37,6 +40,11 @@ class Diff:
 class _Tree:
     files: dict[str, bytes]
     executable: set[str]
+    links: dict[str, str]
+
+    @property
+    def paths(self) -> set[str]:
+        return self.files.keys() | self.links.keys()
 
 
 class _Refused(Exception):
@@ -46,7 +54,7 @@ class _Refused(Exception):
 async def take_diff(machine: Machine, task: Task, limits: WholeDiff, clean: MachineHost) -> Diff:
     """The diff between a machine's work directory and the one the task starts with."""
     packed = await _pack(machine)
-    fresh = await clean.create(task.image, task.files)
+    fresh = await create_machine(clean, task)
     try:
         start = await _pack(fresh)
     finally:
@@ -70,30 +78,36 @@ async def _pack(machine: Machine) -> ExecResult:
 def _compare(before: _Tree, packed: ExecResult, limits: WholeDiff) -> Diff:
     after = _read(packed)
     changed = {path: data for path, data in after.files.items() if before.files.get(path) != data}
-    executable = {path for path in after.executable if path in changed or path not in before.executable}
-    changed |= {path: after.files[path] for path in executable}
-    deleted = sorted(before.files.keys() - after.files.keys())
-    if len(changed) + len(deleted) > limits.max_files:
-        raise _Refused(f"{len(changed) + len(deleted)} files changed; a hand-in has at most {limits.max_files}")
+    modes = after.executable ^ before.executable
+    changed |= {path: after.files[path] for path in modes if path in after.files}
+    links = {path: target for path, target in after.links.items() if before.links.get(path) != target}
+    deleted = sorted(before.paths - after.paths)
+    count = len(changed) + len(links) + len(deleted)
+    if count > limits.max_files:
+        raise _Refused(f"{count} files changed; a hand-in has at most {limits.max_files}")
     size = sum(map(len, changed.values()))
     if size > limits.max_bytes:
         raise _Refused(f"the changed files have {size} bytes; a hand-in has at most {limits.max_bytes}")
-    return Diff(dict(sorted(changed.items())), deleted, sorted(executable))
+    executable = sorted(after.executable & changed.keys())
+    return Diff(dict(sorted(changed.items())), deleted, executable, dict(sorted(links.items())))
 
 
 def _read(packed: ExecResult) -> _Tree:
-    """The regular files of an archive. `tar` exits with an error if it could not read a file: that one is missing."""
+    """The files and links of an archive. `tar` exits with an error if it could not read a file: that one is missing."""
     if packed.stopped is not None:
         raise _Refused(f"packing the work directory was stopped by the limit {packed.stopped!r}")
     if packed.truncated:
         raise _Refused(f"the work directory has more than {_MAX_ARCHIVE >> 20} MiB")
     files: dict[str, bytes] = {}
+    links: dict[str, str] = {}
     executable: set[str] = set()
     size = 0
     try:
         with tarfile.open(fileobj=io.BytesIO(packed.output), mode="r:") as archive:
             for member in archive:
                 path = _path(member.name)
+                if path is not None and member.issym() and stays_inside(path, member.linkname):
+                    links[path] = member.linkname
                 data = _contents(archive, member, files)
                 if path is None or data is None:
                     continue
@@ -105,9 +119,12 @@ def _read(packed: ExecResult) -> _Tree:
                     executable.add(path)
     except (tarfile.TarError, ValueError, OverflowError, EOFError, RecursionError) as error:
         raise _Refused(f"the work directory could not be packed: {str(error)[:200]}") from None
-    kept = {path: data for path, data in files.items() if not _LEFT_OUT & set(PurePosixPath(path).parts)}
-    kept = {path: data for path, data in kept.items() if not path.endswith(".pyc")}
-    return _Tree(kept, executable & kept.keys())
+    kept = {path: data for path, data in files.items() if _is_kept(path)}
+    return _Tree(kept, executable & kept.keys(), {path: target for path, target in links.items() if _is_kept(path)})
+
+
+def _is_kept(path: str) -> bool:
+    return not _LEFT_OUT & set(PurePosixPath(path).parts) and not path.endswith(".pyc")
 
 
 def _contents(archive: tarfile.TarFile, member: tarfile.TarInfo, files: dict[str, bytes]) -> bytes | None:

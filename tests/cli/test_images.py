@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable
 from pathlib import Path
 
@@ -24,3 +25,14 @@ def test_images_are_built_listed_and_removed(
     again = rollmill("images", "rm", "own")
     assert again.code == 1 and "there is no built image 'own'" in again.err and "Traceback" not in again.err
     assert "--requirements" in rollmill("images", "build", "x").err
+
+
+def test_an_image_is_for_the_python_of_this_host(
+    rollmill: Callable[..., Told], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("ROLLMILL_IMAGES", str(tmp_path / "store"))
+    build = ("images", "build", "own", "--directory", tmp_path, "--python")
+    other = rollmill(*build, "3.9")
+    assert other.code == 1 and "for Python 3.9 cannot be built here" in other.err and "install Rollmill" in other.err
+    assert not (tmp_path / "store").exists()
+    assert rollmill(*build, f"{sys.version_info.major}.{sys.version_info.minor}").code == 0

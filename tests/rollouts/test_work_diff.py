@@ -14,6 +14,7 @@ from rollmill.environments.machines.namespace.client import NamespaceHost
 from rollmill.environments.rewards.hidden_tests import HiddenTests
 from rollmill.environments.rewards.script import Script
 from rollmill.environments.task import Task, WholeDiff
+from rollmill.environments.task_machine import create_machine
 from rollmill.rollouts import work_diff
 from rollmill.rollouts.check_task import check_task
 from rollmill.rollouts.hand_in import HandIn, load_hand_in, store_hand_in, take_hand_in
@@ -33,7 +34,7 @@ def make_task(grading: Any = SCRIPT, **limits: int) -> Task:
 
 async def hand_in(host: NamespaceHost, command: str, task: Task | None = None) -> HandIn:
     task = task or make_task()
-    machine = await host.create(task.image, task.files)
+    machine = await create_machine(host, task)
     try:
         await machine.exec(["sh", "-c", command], timeout_s=30.0)
         return await take_hand_in(machine, task, host)
@@ -61,12 +62,44 @@ async def test_changed_new_and_deleted_files_reach_a_clean_machine(host: Namespa
     assert not (await grade(host, await hand_in(host, "true"))).solved
 
 
+LINKED = replace(
+    make_task({"kind": "script", "command": ["sh", "h.sh"], "files": {"h.sh": "true"}}),
+    executable=("tool", "docs/a.md"),
+    links={"docs/first": "a.md", "gone": "old.txt", "plain": "tool"},
+)
+
+
+async def test_programs_and_links_are_those_of_the_task_and_of_the_agent(host: NamespaceHost) -> None:
+    assert await hand_in(host, "test -x tool && test $(readlink docs/first) = a.md", LINKED) == HandIn()
+    changes = (
+        "chmod -x tool; chmod +x main.py; ln -sfn b.md docs/first; rm gone plain old.txt; echo x > plain;"
+        "ln -s docs/b.md old.txt; rm -r docs/a.md; mkdir new; ln -s ../main.py new/main; ln -s . 'ü here'"
+    )
+    given = await hand_in(host, changes, LINKED)
+    assert (sorted(given.files), given.executable) == (["main.py", "plain", "tool"], ["main.py"])
+    assert given.deleted == ["docs/a.md", "gone"]
+    links = {"docs/first": "b.md", "new/main": "../main.py", "old.txt": "docs/b.md", "ü here": "."}
+    assert given.links == links and HandIn.model_validate_json(given.model_dump_json()) == given
+    checks = ["! test -x tool", "test -x main.py", "! test -L plain", "! test -e gone", "test -f tool"]
+    checks += [f"test \"$(readlink '{path}')\" = {target}" for path, target in links.items()]
+    script = {"kind": "script", "command": ["sh", "h.sh"], "files": {"h.sh": " && ".join(checks)}}
+    reward = await grade(host, given, replace(LINKED, grading=script))
+    assert reward.solved, reward
+
+
+async def test_a_submitted_link_does_not_redirect_a_grading_file(host: NamespaceHost) -> None:
+    given = await hand_in(host, "ln -s main.py h.sh", LINKED)
+    assert given.links == {"h.sh": "main.py"}
+    script = {"kind": "script", "command": ["sh", "h.sh"], "files": {"h.sh": "! test -L h.sh && grep -q def main.py"}}
+    assert (await grade(host, given, replace(LINKED, grading=script))).solved
+
+
 async def test_nothing_changed_is_an_empty_hand_in(host: NamespaceHost) -> None:
     assert await hand_in(host, "touch main.py; cat main.py > x; mv x main.py") == HandIn()
 
 
 LEFT_OUT = {
-    "links": "ln -s /etc/passwd link; ln -s . here; rm main.py; ln -s old.txt main.py",
+    "links that leave": "ln -s /etc/passwd link; ln -s ../x up; ln -s docs/../../x on; rm main.py",
     "pipes and sockets": "mkfifo pipe; python3 -c \"import socket; socket.socket(1).bind('s')\"; rm main.py",
     "names that are no text": "for n in '\\355\\240\\200' '\\377' 'a\\nb'; do touch \"$(printf $n)\"; done; rm main.py",
     "version control and caches": "mkdir -p .git __pycache__ d; touch .git/x __pycache__/m.pyc d/n.pyc; rm main.py",

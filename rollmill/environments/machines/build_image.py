@@ -37,6 +37,18 @@ def build_image(name: str, *, directory: Path | None = None, requirements: Path 
         return _keep(name, place, requirements, root)
 
 
+def check_python(version: str | None) -> None:
+    """TaskError if `version` (3.12, 3.12.1) is not the Python of this process: machines run this one and no other."""
+    own = sys.version_info
+    if version is None or version in (f"{own.major}.{own.minor}", f"{own.major}.{own.minor}.{own.micro}"):
+        return
+    raise TaskError(
+        f"an image for Python {version} cannot be built here: machines run the Python that Rollmill runs on, "
+        f"{own.major}.{own.minor}",
+        hint=f"install Rollmill into an environment with Python {version}, and build and use the image there",
+    )
+
+
 def _copy(directory: Path, target: Path) -> None:
     if not directory.is_dir():
         raise TaskError(f"{directory} is not a directory", hint="--directory names the files of the work directory")

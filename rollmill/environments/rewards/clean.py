@@ -11,6 +11,7 @@ from typing import TypeVar
 from rollmill.environments.episode import Episode
 from rollmill.environments.machine import ExecResult, Machine
 from rollmill.environments.task import Task, WholeDiff
+from rollmill.environments.task_machine import create_machine, for_all, make_links
 from rollmill.errors import MachineError, TaskError
 from rollmill.strict import StrictModel, parse_json
 
@@ -38,11 +39,14 @@ async def clean_machine(
     task = episode.task
     if episode.refused is not None:
         raise DoesNotFit(episode.refused[:_MAX_OUTPUT])
-    machine = await episode.machines.create(task.image, {**task.files, **grading_files})
+    machine = await create_machine(episode.machines, task, grading_files)
     try:
         await check_program(machine, task, program)
         try:
             await _apply(machine, episode)
+            # writing follows a link: a grading file must not be written to where a submitted link leads
+            links = {*task.links, *episode.links} & grading_files.keys()
+            await for_all(machine, ["rm", "-f", "--"], sorted(links))
             for path, data in grading_files.items():
                 await machine.write(path, data)
         except OSError as error:
@@ -54,23 +58,21 @@ async def clean_machine(
 
 async def _apply(machine: Machine, episode: Episode) -> None:
     files = declared(episode)
-    if isinstance(episode.task.submission, WholeDiff):
-        deleted = _answers(episode.deleted)
-        # a file may stand where a directory was: it is empty now, since all its files are deleted
-        parents = {str(parent) for path in deleted for parent in PurePosixPath(path).parents}
-        await _for_all(machine, ["rm", "-rf", "--"], [*deleted, *(parents & files.keys())])
+    if not isinstance(episode.task.submission, WholeDiff):
+        for path, data in files.items():
+            await machine.write(path, data)
+        return
+    links = {path: episode.links[path] for path in _answers(episode.links)}
+    deleted = _answers(episode.deleted)
+    # a file may stand where a directory was: it is empty now, since all its files are deleted
+    parents = {str(parent) for path in deleted for parent in PurePosixPath(path).parents}
+    replaced = [*(parents & files.keys()), *(episode.task.links.keys() & files.keys()), *links]
+    await for_all(machine, ["rm", "-rf", "--"], [*deleted, *replaced])
     for path, data in files.items():
         await machine.write(path, data)
-    await _for_all(machine, ["chmod", "a+x", "--"], [path for path in episode.executable if path in files])
-
-
-async def _for_all(machine: Machine, command: list[str], paths: list[str]) -> None:
-    """Run a command with paths behind it, in a machine where no submitted code has run."""
-    if not paths:
-        return
-    result = await machine.exec(["xargs", "-0", *command], stdin="\0".join(paths).encode(), timeout_s=_START_S)
-    if result.exit_code != 0:
-        raise MachineError(f"a submission could not be applied: {command[0]} ended with {result.output[-500:]!r}")
+    await for_all(machine, ["chmod", "a-x", "--"], [path for path in episode.task.executable if path in files])
+    await for_all(machine, ["chmod", "a+x", "--"], [path for path in episode.executable if path in files])
+    await make_links(machine, links)
 
 
 def declared(episode: Episode) -> dict[str, bytes]:

@@ -34,6 +34,7 @@ from rollmill.environments.episode import Episode
 from rollmill.environments.machine import WORK, Machine
 from rollmill.environments.rewards.clean import DoesNotFit, clean_machine, evidence_of, read_grading
 from rollmill.environments.task import Task
+from rollmill.environments.task_machine import create_machine
 from rollmill.errors import MachineError, TaskError
 from rollmill.strict import StrictModel
 from rollmill.types import Reward
@@ -205,7 +206,7 @@ async def _framework(episode: Episode, grading: _Grading) -> str:
     """pytest if a machine without the submission can import it, else unittest. TaskError if the task needs pytest."""
     if grading.framework == "unittest":
         return "unittest"
-    machine = await episode.machines.create(episode.task.image, episode.task.files)
+    machine = await create_machine(episode.machines, episode.task)
     try:
         found = await _has_pytest(machine, episode.task)
     finally:

@@ -12,8 +12,10 @@ import re
 import subprocess
 import tempfile
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 
+from rollmill.environments.task_machine import stays_inside
 from rollmill.environments.tasks.jsonl import check_path
 from rollmill.errors import TaskError
 
@@ -28,8 +30,10 @@ _ENVIRONMENT = {
     "GIT_OPTIONAL_LOCKS": "0",
     "LC_ALL": "C",
 }
+_FILE, _PROGRAM, _LINK = "100644", "100755", "120000"  # git's modes
 _COMMIT = re.compile(r"^[0-9a-f]{7,64}$")
 _TOUCHED = re.compile(r"^(?:(?:---|\+\+\+) [ab]/|(?:rename|copy) (?:from|to) )([^\t\n]+)", re.MULTILINE)
+_NAMED = re.compile(r"^diff --git a/(.+) b/\1$", re.MULTILINE)  # also files of which only the mode changes
 _QUOTED = re.compile(r'^(?:---|\+\+\+|rename from|rename to|diff --git) "', re.MULTILINE)
 
 
@@ -58,26 +62,70 @@ def check_commit(repository: Path, commit: str) -> None:
     _git(repository, "cat-file", "-e", f"{commit}^{{commit}}", what=f"base_commit: {commit} is not in {repository}")
 
 
-def apply_patch(repository: Path, commit: str, patch: str, field: str) -> tuple[dict[str, bytes], list[str]]:
-    """The files that a patch changes or adds to a commit, with their new contents, and those it deletes."""
+@dataclass(frozen=True)
+class Patched:
+    """What a patch makes of a commit."""
+
+    files: dict[str, bytes]  # changed and new ones
+    executable: list[str]  # of `files`
+    links: dict[str, str]  # changed and new ones
+    deleted: list[str]
+
+
+def apply_patch(repository: Path, commit: str, patch: str, field: str) -> Patched:
     if _QUOTED.search(patch):
         raise TaskError(f"{field}: it has a quoted path", hint="paths with special characters are not supported")
-    touched = sorted({path for path in _TOUCHED.findall(patch) if path != "dev/null"})
-    before = _contents(repository, commit, [check_field_path(path, field) for path in touched])
+    named = {*_TOUCHED.findall(patch), *_NAMED.findall(patch)}
+    touched = sorted(path for path in named if path != "dev/null")
+    contents = _contents(repository, commit, [check_field_path(path, field) for path in touched])
+    modes = _list_commit(repository, commit)
+    before = {path: (data, modes.get(path, _FILE)) for path, data in contents.items()}
     with tempfile.TemporaryDirectory() as scratch:
         directory = Path(scratch, "files")
         directory.mkdir()
-        for path, data in before.items():
-            (directory / path).parent.mkdir(parents=True, exist_ok=True)
-            (directory / path).write_bytes(data)
+        _write_files(directory, before)
         _git(directory, "apply", "--whitespace=nowarn", "-", stdin=patch.encode(), what=f"{field} does not apply")
-        after = {
-            path.relative_to(directory).as_posix(): path.read_bytes()
-            for path in sorted(directory.rglob("*"))
-            if path.is_file() and not path.is_symlink()
-        }
-    changed = {path: data for path, data in after.items() if before.get(path) != data}
-    return changed, sorted(before.keys() - after.keys())
+        after = _read_files(directory)
+    changed = {path: file for path, file in after.items() if before.get(path) != file}
+    return Patched(
+        files={path: data for path, (data, mode) in changed.items() if mode != _LINK},
+        executable=[path for path, (_, mode) in changed.items() if mode == _PROGRAM],
+        links={path: os.fsdecode(data) for path, (data, mode) in changed.items() if mode == _LINK},
+        deleted=sorted(before.keys() - after.keys()),
+    )
+
+
+def _write_files(directory: Path, files: Mapping[str, tuple[bytes, str]]) -> None:
+    """Links are written last, and git does not follow them: nothing is written outside of the directory."""
+    for path, (data, mode) in sorted(files.items(), key=lambda file: file[1][1] == _LINK):
+        place = directory / path
+        place.parent.mkdir(parents=True, exist_ok=True)
+        if mode == _LINK:
+            place.symlink_to(os.fsdecode(data))
+        else:
+            place.write_bytes(data)
+            place.chmod(0o755 if mode == _PROGRAM else 0o644)
+
+
+def _read_files(directory: Path) -> dict[str, tuple[bytes, str]]:
+    """Contents and git's mode of the files and links below a directory."""
+    found: dict[str, tuple[bytes, str]] = {}
+    for path in sorted(directory.rglob("*")):
+        name = path.relative_to(directory).as_posix()
+        if path.is_symlink():
+            found[name] = (os.fsencode(path.readlink()), _LINK)
+        elif path.is_file():
+            found[name] = (path.read_bytes(), _PROGRAM if path.stat().st_mode & 0o100 else _FILE)
+    return found
+
+
+def modes_of(repository: Path, commit: str) -> tuple[list[str], dict[str, str]]:
+    """The programs of a commit, and its symbolic links that stay in the work directory."""
+    modes = _list_commit(repository, commit)
+    targets = _contents(repository, commit, [path for path, mode in modes.items() if mode == _LINK])
+    links = {path: os.fsdecode(target) for path, target in targets.items()}
+    inside = {path: target for path, target in links.items() if stays_inside(path, target)}
+    return [path for path, mode in modes.items() if mode == _PROGRAM], inside
 
 
 def check_field_path(path: str, field: str) -> str:
@@ -89,20 +137,27 @@ def check_field_path(path: str, field: str) -> str:
 
 @functools.lru_cache(maxsize=4)
 def _read_commit(repository: Path, commit: str) -> dict[str, bytes]:
+    files = [path for path, mode in _list_commit(repository, commit).items() if mode != _LINK]
+    return _contents(repository, commit, files)
+
+
+@functools.lru_cache(maxsize=4)
+def _list_commit(repository: Path, commit: str) -> dict[str, str]:
+    """Files and links of a commit, with git's mode. Submodules are left out."""
     listed = _git(repository, "ls-tree", "-r", "-z", "--long", commit, what=f"{commit} cannot be read")
-    paths: list[str] = []
+    found: dict[str, str] = {}
     size = 0
     for line in filter(None, listed.split(b"\0")):
         facts, _, name = line.partition(b"\t")
-        mode, _, _, length = facts.split()
-        if not mode.startswith(b"100"):  # links and submodules
+        mode, _, _, length = facts.decode().split()
+        if mode not in (_FILE, _PROGRAM, _LINK):
             continue
         size += int(length)
         if size > MAX_BYTES:
             hint = "put the repository into a machine image"
             raise TaskError(f"{commit} of {repository} has more than {MAX_BYTES >> 20} MiB", hint=hint)
-        paths.append(name.decode("utf-8", "replace"))
-    return _contents(repository, commit, paths)
+        found[name.decode("utf-8", "replace")] = mode
+    return found
 
 
 def _contents(repository: Path, commit: str, paths: Sequence[str]) -> dict[str, bytes]:

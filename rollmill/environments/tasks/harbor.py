@@ -65,6 +65,10 @@ class _Environment(_Lenient):
     workdir: str | None = Field(None, description="The work directory, if no Dockerfile names one.")
 
 
+class _Solution(_Lenient):
+    env: dict[str, str] = Field(default_factory=dict, description="Environment variables.")
+
+
 class HarborEntry(_Lenient):
     """task.toml, as far as it is used. `metadata` may have anything."""
 
@@ -72,6 +76,7 @@ class HarborEntry(_Lenient):
     verifier: _Limit = Field(_Limit(), description="The tests.")
     agent: _Limit = Field(_Limit(), description="The agent.")
     environment: _Environment = Field(_Environment(), description="The container.")
+    solution: _Solution = Field(_Solution(), description="The reference.")
 
 
 class TerminalBenchEntry(_Lenient):
@@ -132,10 +137,15 @@ def _read_harbor(folder: Path, images: Mapping[str, str]) -> Task:
         image,
         {**grading, "files": {**tests, f"{_LOGS}/verifier/README": "The reward is written here.\n"}},
         {f"{_SOLUTION}/{path}": _rewrite_bytes(data, moved) for path, data in solution.items()},
-        ["bash", f"{_SOLUTION}/solve.sh"] if "solve.sh" in solution else [],
+        _solve(entry.solution.env, moved) if "solve.sh" in solution else [],
         {name: str(entry.metadata[name]) for name in ("difficulty", "category") if name in entry.metadata},
         entry.agent.timeout_sec,
     )
+
+
+def _solve(env: Mapping[str, str], moved: Mapping[str, str]) -> list[str]:
+    variables = [f"{name}={_rewrite(value, moved)}" for name, value in env.items()]
+    return [*(["env", *variables] if variables else []), "bash", f"{_SOLUTION}/solve.sh"]
 
 
 def _read_terminal_bench(folder: Path, images: Mapping[str, str]) -> Task:

@@ -1,14 +1,16 @@
 """SWE-bench-style JSONL: `instance_id`, `repo`, `base_commit`, `problem_statement`, `patch`, `test_patch`,
 `FAIL_TO_PASS`, `PASS_TO_PASS`. Other keys are left.
 
-A task starts with the files of `base_commit`, read from a local clone, and hands in the whole diff. The reward `pytest`
-writes the files of `test_patch` over it and runs the named tests. The reference is `patch`. Tests are named as pytest
-names them: `file.py::test`.
+A task starts with the files of `base_commit`, read from a local clone with their executable bits and symbolic links,
+and hands in the whole diff. The reward `pytest` writes the files of `test_patch` over it and runs the named tests. The
+reference is `patch`. Tests are named as pytest names them: `file.py::test`.
 """
 
 from __future__ import annotations
 
 import json
+import os
+import shlex
 from functools import partial
 from pathlib import Path
 from typing import Any, ClassVar
@@ -17,7 +19,7 @@ from pydantic import ConfigDict, Field, field_validator
 
 from rollmill.config import Config, LocalPath
 from rollmill.environments.task import Task, WholeDiff
-from rollmill.environments.tasks.git_files import CommitFiles, apply_patch, check_commit
+from rollmill.environments.tasks.git_files import CommitFiles, Patched, apply_patch, check_commit, modes_of
 from rollmill.environments.tasks.lines import Parsed, read_jsonl, validate
 from rollmill.environments.tasks.listed import ListedTasks
 from rollmill.environments.tasks.splits import TaskFileConfig
@@ -80,27 +82,39 @@ def _parse(config: SweBenchConfig, line: bytes) -> Parsed:
     entry = validate(SweBenchEntry, line)
     repository = _clone(Path(config.repositories), entry.repo)
     check_commit(repository, entry.base_commit)
-    tests, _ = apply_patch(repository, entry.base_commit, entry.test_patch, "test_patch")
-    reference, deleted = apply_patch(repository, entry.base_commit, entry.patch, "patch")
+    tests = apply_patch(repository, entry.base_commit, entry.test_patch, "test_patch")
+    reference = apply_patch(repository, entry.base_commit, entry.patch, "patch")
+    executable, links = modes_of(repository, entry.base_commit)
     task = Task(
         id=entry.instance_id,
         instruction=_INSTRUCTION.format(repo=entry.repo, problem=entry.problem_statement.strip()),
         family=entry.repo,
         image=config.images.get(entry.instance_id, config.images.get(entry.repo, config.image)),
         files=CommitFiles(repository, entry.base_commit),
+        executable=executable,
+        links=links,
         submission=WholeDiff(),
         grading={
             "kind": "pytest",
-            "files": {path: _text(path, data) for path, data in tests.items()},
+            "files": {path: _text(path, data) for path, data in tests.files.items()},
             "FAIL_TO_PASS": list(entry.FAIL_TO_PASS),
             "PASS_TO_PASS": list(entry.PASS_TO_PASS),
             "paths": list(config.modules_in),
             "timeout_s": config.grading_timeout_s,
         },
-        reference=reference,
-        reference_command=["rm", "-f", "--", *deleted] if deleted else (),
+        reference=reference.files,
+        reference_command=["sh", "-c", rest] if (rest := _rest(reference)) else (),
     )
     return task, entry.split
+
+
+def _rest(patched: Patched) -> str:
+    """Shell commands for what a patch does besides writing files."""
+    commands = [["rm", "-f", "--", *patched.deleted]] if patched.deleted else []
+    commands += [["chmod", "a+x", "--", *patched.executable]] if patched.executable else []
+    for path, target in patched.links.items():
+        commands += [["mkdir", "-p", "--", os.path.dirname(path) or "."], ["ln", "-sfn", "--", target, path]]
+    return " && ".join(map(shlex.join, commands))
 
 
 def _clone(directory: Path, repo: str) -> Path:

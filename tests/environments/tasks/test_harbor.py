@@ -122,6 +122,103 @@ async def test_both_formats_are_checked_on_real_machines(tmp_path: Path, host: N
         assert (checked.reference, checked.nothing, checked.problems) == (1.0, 0.0, ()), checked
 
 
+# the layout and the keys that Harbor's documentation shows, in both versions of its schema
+DOCUMENTED = {
+    "version 1.0": """version = "1.0"
+
+[metadata]
+author_name = "Ada"
+author_email = "ada@example.com"
+difficulty = "easy"
+category = "programming"
+tags = ["trivial"]
+
+[verifier]
+timeout_sec = 120.0
+env = { EXPECTED = "Hello, world!" }
+
+[agent]
+timeout_sec = 120.0
+
+[solution]
+env = { GREETING = "Hello, world!" }
+
+[environment]
+build_timeout_sec = 600.0
+docker_image = "some-org/some-name:some-tag"
+cpus = 1
+memory_mb = 2048
+storage_mb = 10240
+""",
+    "schema version 1.1": """schema_version = "1.1"
+
+[task]
+name = "acme/hello-world"
+description = "A file with a greeting"
+authors = [{ name = "Ada", email = "ada@example.com" }]
+keywords = ["trivial", "programming"]
+
+[metadata]
+difficulty_explanation = "Trivial"
+category = "programming"
+
+[verifier]
+timeout_sec = 120.0
+env = { EXPECTED = "Hello, world!" }
+user = "root"
+
+[agent]
+timeout_sec = 120.0
+user = "agent"
+
+[solution]
+env = { GREETING = "Hello, world!" }
+
+[environment]
+build_timeout_sec = 600.0
+os = "linux"
+cpus = 1
+memory_mb = 2048
+storage_mb = 10240
+gpus = 0
+allow_internet = true
+mcp_servers = []
+
+[environment.env]
+EDITOR = "vi"
+""",
+}
+HELLO = {
+    "instruction.md": "# Greeting\n\nCreate the file `/app/hello.txt` with the greeting.\n",
+    "environment/Dockerfile": "FROM ubuntu:24.04\n\nWORKDIR /app\n",
+    "solution/solve.sh": '#!/bin/bash\n\necho "$GREETING" > /app/hello.txt\n',
+    "tests/test.sh": """#!/bin/bash
+
+python3 /tests/test_outputs.py
+
+if [ $? -eq 0 ]; then
+  echo 1 > /logs/verifier/reward.txt
+else
+  echo 0 > /logs/verifier/reward.txt
+fi
+""",
+    "tests/test_outputs.py": 'import os\n\nassert open("/app/hello.txt").read().strip() == os.environ["EXPECTED"]\n',
+}
+
+
+@pytest.mark.parametrize("toml", DOCUMENTED.values(), ids=DOCUMENTED)
+@pytest.mark.asyncio(loop_scope="module")
+async def test_a_task_as_the_documentation_describes_it(tmp_path: Path, host: NamespaceHost, toml: str) -> None:
+    write(tmp_path / "hello-world", {"task.toml": toml, **HELLO})
+    tasks = load(tmp_path, {"ubuntu:24.04": "host-python"})
+    assert not tasks.problems
+    task = tasks.get("hello-world")
+    assert task.instruction == "# Greeting\n\nCreate the file `/work/hello.txt` with the greeting."
+    assert task.family == "programming" and task.timeout_s == 120.0
+    checked = await check_task(task, host, Script())
+    assert (checked.reference, checked.nothing, checked.problems) == (1.0, 0.0, ()), checked
+
+
 @pytest.mark.parametrize(
     ("written", "value", "parts"),
     [

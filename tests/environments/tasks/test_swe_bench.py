@@ -34,6 +34,16 @@ deleted file mode 100644
 +++ /dev/null
 @@ -1 +0,0 @@
 -raise ImportError
+diff --git a/check.sh b/check.sh
+old mode 100644
+new mode 100755
+diff --git a/bin/newest b/bin/newest
+new file mode 120000
+--- /dev/null
++++ b/bin/newest
+@@ -0,0 +1 @@
++run
+\\ No newline at end of file
 """.replace("BLANK", " ")
 TEST_PATCH = """diff --git a/tests/test_ops.py b/tests/test_ops.py
 --- a/tests/test_ops.py
@@ -49,11 +59,13 @@ diff --git a/tests/test_gone.py b/tests/test_gone.py
 new file mode 100644
 --- /dev/null
 +++ b/tests/test_gone.py
-@@ -0,0 +1,4 @@
+@@ -0,0 +1,6 @@
 +import os
 +
 +def test_gone():
 +    assert not os.path.exists("src/calc/wrong.py")
++    assert os.access("check.sh", os.X_OK) and os.access("bin/run", os.X_OK) and not os.access("setup.cfg", os.X_OK)
++    assert os.readlink("bin/newest") == "run" and os.readlink("current") == "src/calc"
 """
 
 
@@ -81,11 +93,16 @@ def clones(tmp_path_factory: pytest.TempPathFactory) -> Path:
         "tests/test_ops.py": TESTS,
         ".gitattributes": "tests export-ignore\n*.py filter=evil\n",
         "names/ü with space.txt": "$Format:%H$\n",
+        "bin/run": "#!/bin/sh\n",
+        "check.sh": "#!/bin/sh\n",
+        "setup.cfg": "",
     }
     for name, text in files.items():
         (repository / name).parent.mkdir(parents=True, exist_ok=True)
         (repository / name).write_text(text)
+    (repository / "bin/run").chmod(0o755)
     (repository / "link").symlink_to("/etc/passwd")
+    (repository / "current").symlink_to("src/calc")
     git(repository, "init", "-q")
     git(repository, "add", "-A")
     git(repository, "commit", "-q", "-m", "first")
@@ -124,8 +141,10 @@ def test_an_instance(tmp_path: Path, clones: Path) -> None:
     assert task.files["src/calc/ops.py"] == CALC.encode() and "link" not in task.files
     assert task.files["names/ü with space.txt"] == b"$Format:%H$\n", "nothing is substituted"
     assert "tests/test_ops.py" in task.files, "export-ignore does not count"
-    assert task.reference == {"src/calc/ops.py": CALC.replace("a - b", "a + b").encode()}
-    assert task.reference_command == ["rm", "-f", "--", "src/calc/wrong.py"]
+    assert task.executable == ["bin/run"] and task.links == {"current": "src/calc"}, "no link leaves the work directory"
+    assert task.reference == {"check.sh": b"#!/bin/sh\n", "src/calc/ops.py": CALC.replace("a - b", "a + b").encode()}
+    rest = ["rm -f -- src/calc/wrong.py", "chmod a+x -- check.sh", "mkdir -p -- bin", "ln -sfn -- run bin/newest"]
+    assert task.reference_command == ["sh", "-c", " && ".join(rest)]
     assert set(task.grading["files"]) == {"tests/test_ops.py", "tests/test_gone.py"}
     assert task.image == "own" and task.family == "acme/calc"
     assert not (clones / "executed").exists(), "no hook and no filter runs"

@@ -1,0 +1,47 @@
+"""A machine at the start of a task: its image, its files, which of them are programs, its symbolic links."""
+
+from __future__ import annotations
+
+import posixpath
+from collections.abc import Mapping, Sequence
+
+from rollmill.environments.machine import WORK, Machine, MachineHost
+from rollmill.environments.task import Task
+from rollmill.errors import MachineError
+
+_APPLY_S = 20.0  # in a machine where no submitted code has run
+_LINK = 'mkdir -p -- "$(dirname -- "$1")" && ln -sfn -- "$2" "$1"'
+
+
+async def create_machine(machines: MachineHost, task: Task, files: Mapping[str, bytes] | None = None) -> Machine:
+    """A machine with the files of the task, and `files` over them. Errors as with `MachineHost.create`."""
+    machine = await machines.create(task.image, {**task.files, **files} if files else task.files)
+    try:
+        await for_all(machine, ["chmod", "a+x", "--"], task.executable)
+        await make_links(machine, task.links)
+    except BaseException:
+        await machine.close()
+        raise
+    return machine
+
+
+async def make_links(machine: Machine, links: Mapping[str, str]) -> None:
+    """Make symbolic links, path → target. What is at the path must not be a directory."""
+    pairs = [word for pair in links.items() for word in pair]
+    await for_all(machine, ["-n", "2", "sh", "-c", _LINK, "-"], pairs)
+
+
+async def for_all(machine: Machine, command: list[str], words: Sequence[str]) -> None:
+    """Run a command with words behind it, by `xargs`, in a machine where no submitted code has run."""
+    if not words:
+        return
+    stdin = "\0".join(words).encode()
+    result = await machine.exec(["xargs", "-0", *command], stdin=stdin, timeout_s=_APPLY_S)
+    if result.exit_code != 0:
+        raise MachineError(f"{' '.join(command)} failed in a clean machine: {result.output[-500:]!r}")
+
+
+def stays_inside(path: str, target: str) -> bool:
+    """Whether a link at `path` leads to a place in the work directory, as far as its text tells."""
+    reached = posixpath.normpath(posixpath.join(WORK, posixpath.dirname(path), target))
+    return 0 < len(target) < 4096 and target.isprintable() and (reached == WORK or reached.startswith(f"{WORK}/"))
