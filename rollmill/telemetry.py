@@ -18,6 +18,7 @@ from typing import Any, BinaryIO, NamedTuple
 
 _MOST_TEXT = 20_000  # characters of one text in an event
 _MOST_DEPTH = 16
+_RENAMED = {"midtrain_step": "document_step"}  # kinds as older runs wrote them
 _file: BinaryIO | None = None
 _process = "main"
 _labels: dict[str, str] = {}
@@ -98,7 +99,7 @@ def _parse(lines: Iterable[bytes]) -> Iterator[dict[str, Any]]:
         with contextlib.suppress(ValueError, RecursionError):
             event = json.loads(line)
             if isinstance(event, dict) and isinstance(event.get("at"), int | float) and "kind" in event:
-                yield event
+                yield {**event, "kind": _RENAMED.get(str(event["kind"]), event["kind"])}
 
 
 def _plain(value: Any, depth: int = 0) -> Any:
@@ -250,8 +251,8 @@ EVENTS: Mapping[str, Event] = {
         waiting="episodes that wait now",
         reason="what the judge's problem is; null once it does not wait any more",
     ),
-    "midtrain_step": _event(
-        "A step of mid-training or SFT is done.",
+    "document_step": _event(
+        "A step of a stage that reads documents (mid-training, SFT) is done. `stage` says which.",
         step="its number, from 1",
         steps="how many the stage has",
         loss="mean loss per target token",
@@ -259,6 +260,7 @@ EVENTS: Mapping[str, Event] = {
         targets="tokens it learnt from",
         documents="documents by source",
         notes="documents that were cut, left out or rearranged, by reason",
+        read_wait_seconds="seconds it waited for its documents; they are read while the step before trains",
         tokens_per_s="tokens per second",
         **_EXPERTS,
         **_UPDATE,

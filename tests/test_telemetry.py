@@ -44,6 +44,12 @@ def test_events_are_read_back_in_time_order_with_numbers_as_numbers(events: Path
     assert third["what"] == "step" and third["start"] <= third["end"] <= third["at"]
 
 
+def test_steps_of_older_runs_have_the_name_of_today(events: Path) -> None:
+    events.mkdir()
+    (events / "trainer.jsonl").write_text('{"at": 1.0, "kind": "midtrain_step", "stage": "sft", "step": 1}\n')
+    assert telemetry.read_events(events) == [{"at": 1.0, "kind": "document_step", "stage": "sft", "step": 1}]
+
+
 def test_busy_is_recorded_when_the_work_fails(events: Path) -> None:
     telemetry.open_events(events, "trainer")
     with pytest.raises(RuntimeError), telemetry.busy("step"):
@@ -221,5 +227,5 @@ def test_fields_found_only_by_running_are_declared() -> None:
         **RouterMeasures().figures(), **update,
     }  # fmt: skip
     assert step.keys() <= EVENTS["step"].fields.keys(), MEND
-    midtrain_step = {**RouterMeasures().load_figures(), **update}
-    assert midtrain_step.keys() <= EVENTS["midtrain_step"].fields.keys(), MEND
+    document_step = {**RouterMeasures().load_figures(), **update}
+    assert document_step.keys() <= EVENTS["document_step"].fields.keys(), MEND

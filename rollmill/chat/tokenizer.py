@@ -64,9 +64,7 @@ class Tokenizer:
 
     def encode(self, text: str) -> list[int]:
         """Encode into ordinary tokens only, whatever the text spells."""
-        if not text.isascii():
-            text = text.encode("utf-8", "replace").decode()  # JSON can hold half a surrogate pair, UTF-8 cannot
-        ids: list[int] = self._ordinary.encode(text, add_special_tokens=False).ids
+        ids: list[int] = self._ordinary.encode(_storable(text), add_special_tokens=False).ids
         return ids
 
     def encode_marked(self, text: str, *, after: int | None = None) -> list[int]:
@@ -95,6 +93,11 @@ class Tokenizer:
             if id is not None:
                 parts.append(mark(id))
         return "".join(parts)
+
+    def encode_many(self, texts: Sequence[str]) -> list[list[int]]:
+        """Encode several texts. Faster than `encode`, and other threads run meanwhile: `encode` holds Python's lock."""
+        found = self._ordinary.encode_batch_fast([_storable(text) for text in texts], add_special_tokens=False)
+        return [encoding.ids for encoding in found]
 
     def decode(self, ids: Sequence[int]) -> str:
         """Decode. Special tokens appear as they are spelled, bytes that are not UTF-8 as U+FFFD."""
@@ -181,6 +184,11 @@ def mark(special: int) -> str:
 
 def _is_blank(token: str) -> bool:
     return not token.replace("▁", " ").strip()
+
+
+def _storable(text: str) -> str:
+    """JSON can hold half a surrogate pair, UTF-8 cannot."""
+    return text if text.isascii() else text.encode("utf-8", "replace").decode()
 
 
 def _without_special_tokens(tokenizer: tokenizers.Tokenizer) -> tokenizers.Tokenizer:

@@ -65,7 +65,7 @@ class State:
     """What the events so far add up to."""
 
     phases: list[Phase]
-    step: dict[str, Any] = field(default_factory=dict)  # the newest event of kind step or midtrain_step
+    step: dict[str, Any] = field(default_factory=dict)  # the newest event of kind step or document_step
     solve_rates: deque[float] = field(default_factory=lambda: deque(maxlen=32))
     engines: dict[str, Engine] = field(default_factory=dict)
     evals: dict[str, list[dict[str, Any]]] = field(default_factory=dict)  # by phase
@@ -107,7 +107,7 @@ class State:
     def _on_due(self, event: dict[str, Any]) -> None:
         self.due = event
 
-    def _on_midtrain_step(self, event: dict[str, Any]) -> None:
+    def _on_document_step(self, event: dict[str, Any]) -> None:
         self.step = event
         if self.current is not None:
             self.current.count(int(event.get("step", 0)), event.get("steps"), event["at"])
@@ -228,7 +228,7 @@ def facts(state: State, now: float) -> list[tuple[str, str]]:
         found.append(("staleness", f"{float(step['staleness_mean']):.1f} (max {step.get('staleness_max', 0)})"))
     if state.due and int(state.due.get("step", 0)) == int(step.get("step", 0)) + 1:
         found.append(("waits for", f"{len(state.due.get('groups', []))} due groups"))
-    if step.get("kind") == "midtrain_step" and step.get("loss") is not None:
+    if step.get("kind") == "document_step" and step.get("loss") is not None:
         found.append(("loss", f"{float(step['loss']):.3f}"))
     if state.heldout:
         found.append(("held-out loss", " · ".join(f"{name} {loss:.3f}" for name, loss in state.heldout.items())))

@@ -64,7 +64,9 @@ class Documents(Protocol):
         ...
 
     def read(self, number: int, epoch: int) -> Document:
-        """`epoch`: how often it was read before. A document longer than the context is cut by the caller."""
+        """`epoch`: how often it was read before. A document longer than the context is cut by the caller.
+
+        Documents are read one step ahead, in a thread: all calls come from that one thread, never two at a time."""
         ...
 
 

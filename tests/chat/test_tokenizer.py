@@ -1,5 +1,7 @@
 from __future__ import annotations
 
+import sys
+import threading
 from pathlib import Path
 
 import pytest
@@ -18,6 +20,7 @@ def test_text_comes_back_exactly_and_never_becomes_a_special_token(tokenizer: To
     ids = tokenizer.encode(text)
     assert tokenizer.decode(ids) == text
     assert not tokenizer.special_ids & set(ids)
+    assert tokenizer.encode_many([text, "x"]) == [ids, tokenizer.encode("x")]
 
 
 def test_special_tokens_are_single_tokens_at_the_front_of_the_vocabulary(tokenizer: Tokenizer) -> None:
@@ -43,6 +46,27 @@ def test_a_saved_tokenizer_is_the_same_tokenizer(tokenizer: Tokenizer, tmp_path:
 
 def test_half_a_surrogate_pair_from_somebodys_json_is_replaced(tokenizer: Tokenizer) -> None:
     assert tokenizer.decode(tokenizer.encode("a\ud800b")) == "a?b"
+
+
+def test_other_threads_run_while_many_texts_are_encoded(tokenizer: Tokenizer) -> None:
+    """Documents are read ahead in a thread: it must not hold up the step."""
+    began = threading.Event()
+
+    def encode() -> None:
+        began.set()
+        tokenizer.encode_many(["".join(CODE) * 60])
+
+    thread = threading.Thread(target=encode)
+    before = sys.getswitchinterval()
+    sys.setswitchinterval(60.0)  # the thread gives the lock away only if it releases it by itself
+    try:
+        thread.start()
+        began.wait()
+        ran_beside = thread.is_alive()
+    finally:
+        sys.setswitchinterval(before)
+        thread.join()
+    assert ran_beside
 
 
 def test_errors_say_what_to_do(tokenizer: Tokenizer, tmp_path: Path) -> None:

@@ -34,7 +34,7 @@ def folded(until: str | None = None, count: int = 0) -> tuple[State, float]:
 
 
 def test_midtraining_shows_loss_speed_and_time_left() -> None:
-    state, now = folded("midtrain_step", 25)
+    state, now = folded("document_step", 25)
     shown = screen(state, now)
     assert "●  mid-train" in shown and "○  reinforce" in shown
     assert "250/500" in shown and "about 0:26 left" in shown
@@ -42,7 +42,7 @@ def test_midtraining_shows_loss_speed_and_time_left() -> None:
 
 
 def test_held_out_losses_are_shown_by_source() -> None:
-    state, now = folded("midtrain_step", 25)
+    state, now = folded("document_step", 25)
     assert "held-out" not in screen(state, now)
     for source, loss in (("code", 2.5), ("chats", 1.25), ("code", 2.0)):
         state.fold({"kind": "heldout_loss", "at": now, "step": 9, "source": source, "loss": loss})

@@ -205,7 +205,7 @@ def test_mid_training_that_is_stopped_early_does_not_exit_with_0(make_run: Calla
     run = make_run(*endless, *(f"model.{setting}" for setting in small))
     command = [sys.executable, "-m", "rollmill.cluster.role", "trainer", str(run.path), "midtrain"]
     process = subprocess.Popen(command, env={**os.environ, "OMP_NUM_THREADS": "1"}, stderr=subprocess.PIPE)
-    until(lambda: process.poll() is not None or any(e["kind"] == "midtrain_step" for e in read_events(run.events)))
+    until(lambda: process.poll() is not None or any(e["kind"] == "document_step" for e in read_events(run.events)))
     process.terminate()
     _, errors = process.communicate()
     assert process.returncode == TERMINATED, errors.decode()

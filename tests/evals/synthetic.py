@@ -61,7 +61,7 @@ def _midtrain(script: Script) -> None:
     for step in range(10, 501, 10):
         start, script.now = script.now, script.now + MIDTRAIN / 50
         loss = 0.55 + 2.6 * math.exp(-step / 70) + script.random.normal(0, 0.03)
-        script.emit("trainer", "midtrain_step", step=step, steps=500, loss=loss, tokens=15000, tokens_per_s=11400.0)
+        script.emit("trainer", "document_step", step=step, steps=500, loss=loss, tokens=15000, tokens_per_s=11400.0)
         script.busy("trainer", "step", start, script.now)
     script.emit(
         "trainer",

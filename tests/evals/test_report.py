@@ -385,7 +385,7 @@ def test_losses_are_drawn_by_stage_and_held_out_ones_by_source(tmp_path: Path) -
     for stage, losses in (("midtrain", [3.0, 2.0, 1.0]), ("sft", [4.0, 3.5])):
         for step, loss in enumerate(losses, 1):
             script.now += 1
-            script.emit("trainer", "midtrain_step", stage=stage, step=step, steps=3, loss=loss, tokens=10)
+            script.emit("trainer", "document_step", stage=stage, step=step, steps=3, loss=loss, tokens=10)
             script.emit("trainer", "heldout_loss", stage=stage, source="<odd>", step=step, loss=loss + 0.5)
     script.write(tmp_path / "events")
     write_report(tmp_path, seed=0, trajectories={}, decode=decode, reproduce="x")

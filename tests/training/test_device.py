@@ -296,7 +296,7 @@ def test_gradients_of_many_micro_batches_are_added_in_fp32(tmp_path: Path):
             config, generated(lambda index: document(0)), max_context=64, tokens_per_microbatch=1
         )
         Trainer(TRAINING, MODEL, objective, world.weights, world.objects, "main", steps=1, seed=0, device="cuda").run(1)
-    one, many = [event for event in telemetry.read_events(tmp_path / "events") if event["kind"] == "midtrain_step"]
+    one, many = [event for event in telemetry.read_events(tmp_path / "events") if event["kind"] == "document_step"]
     assert many["grad_norm"] == pytest.approx(one["grad_norm"], rel=0.01)
     assert many["loss"] == pytest.approx(one["loss"], rel=1e-4)
 

@@ -146,7 +146,7 @@ def check_events(events: list[dict[str, Any]]) -> None:
     code, chats = sources["code"], sources["2 conversations"]
     assert code["documents"] == code["training"] + code["heldout"] and code["heldout"] > 0
     assert chats["documents"] == 20 == chats["training"]
-    steps = [event for event in events if event["kind"] == "midtrain_step"]
+    steps = [event for event in events if event["kind"] == "document_step"]
     drawn = [sum(step["documents"].get(name, 0) for step in steps) for name in sources]
     assert sum(drawn) == STEPS * PER_STEP and drawn[0] > drawn[1] > 0
     assert sum(step["notes"].get("part of a long document", 0) for step in steps) > 0

@@ -43,7 +43,7 @@ def test_loss_falls_and_versions_are_published_at_intervals(tmp_path: Path):
     assert trainer.run(25) == Version("base", 3)
     steps = [manifest.step for manifest in weights.versions("base")]
     assert steps == [0, 10, 20, 25], "the last step is always a version"
-    events = [event for event in telemetry.read_events(tmp_path / "events") if event["kind"] == "midtrain_step"]
+    events = [event for event in telemetry.read_events(tmp_path / "events") if event["kind"] == "document_step"]
     losses = [event["loss"] for event in events]
     assert len(losses) == 25 and np.mean(losses[-5:]) < 0.6 * np.mean(losses[:5])
     assert all(len(event["expert_load_by_layer"]) == MODEL.moe_layers for event in events)

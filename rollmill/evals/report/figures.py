@@ -71,7 +71,7 @@ class RunEvents:
         return RunEvents(
             all=events,
             steps=_numbered_through(once("step", "stage", "step")),
-            midtrain=once("midtrain_step", "stage", "step"),
+            midtrain=once("document_step", "stage", "step"),
             heldout=once("heldout_loss", "stage", "source", "step"),
             publishes=once("publish", "line", "version"),
             applies=kinds.get("apply", []),

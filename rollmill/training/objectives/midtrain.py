@@ -4,14 +4,17 @@ The batch of step n is documents (n−1)·D … n·D − 1 of a mixture that dep
 exactly what an uninterrupted one would have seen, without any record.
 
 Each rank reads and tokenises every `ranks`-th document of a step. Then the tokens are gathered in the order of the
-documents and packed, on every rank alike: neither order nor micro-batches depend on who read what.
+documents and packed, on every rank alike: neither order nor micro-batches depend on who read what. A thread reads the
+documents of the next step while a step trains.
 """
 
 from __future__ import annotations
 
+import time
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -27,6 +30,7 @@ from rollmill.training.lineage import Lineage
 from rollmill.training.mixture import Mixture, windows
 from rollmill.training.objective import StepOutcome, leave_on_model
 from rollmill.training.placement import Passes, Placement
+from rollmill.training.read_ahead import ReadAhead
 from rollmill.training.replay import RouterMeasures
 from rollmill.training.source import Document
 from rollmill.training.whole import WHOLE
@@ -57,13 +61,17 @@ class MidtrainObjective:
         *,
         max_context: int,
         tokens_per_microbatch: int,
+        steps: int | None = None,
     ) -> None:
+        """`steps`: of the stage; no document is read ahead for a later one."""
         self._config = config
         self._mixture = mixture
         self._max_context = max_context
         self._budget = tokens_per_microbatch
         self._passes: Passes | None = None
         self._placement: Placement = WHOLE
+        self._steps = steps
+        self._ahead = ReadAhead(self._read_step, steps)
 
     def next_batch(
         self, number: int, lr: float, lineage: Lineage, stopping: Callable[[], bool]
@@ -79,6 +87,7 @@ class MidtrainObjective:
     ) -> dict[str, Any]:
         if self._passes is None or self._passes.model is not model:
             self._passes, self._placement = placement.next_token_passes(model, self._config.balance), placement
+            self._ahead = ReadAhead(self._read_step, self._steps)
         if batch.number == 1:
             self._measure(0)
         counts = self.fill(batch)
@@ -98,21 +107,31 @@ class MidtrainObjective:
         figures = {"loss": total, "tokens": tokens, "targets": targets, **counts}
         return {**figures, **router.over_ranks(placement).load_figures()}
 
-    def fill(self, batch: DocumentBatch) -> dict[str, dict[str, int]]:
-        """Read the documents of a step and pack them. Returns its documents by source, and by what was done to them.
-        Collective."""
-        size = self._config.documents_per_step
-        read = self._read(range((batch.number - 1) * size, batch.number * size), self._from_mixture)
+    def fill(self, batch: DocumentBatch) -> dict[str, Any]:
+        """Pack the documents of a step. Returns how many there are by source and by what was done to them, and how long
+        the step waited for them. Collective."""
+        start = time.monotonic()
+        own = self._ahead.take(batch.number)
+        waited = time.monotonic() - start
+        read = self._gathered(own)
         batch.microbatches[:] = pack((sequence for each in read for sequence in each.sequences), self._budget)
         return {
             "documents": dict(Counter(each.source for each in read)),
             "notes": dict(Counter(note for each in read for note in each.notes)),
+            "read_wait_seconds": waited,
         }
 
-    def _read(self, numbers: Iterable[int], prepare: Callable[[int], Prepared]) -> list[Prepared]:
-        """Documents in the order of `numbers`; each rank prepares its share. Collective."""
-        ranks, rank = self._placement.ranks, self._placement.rank
-        shares = self._placement.gather([prepare(number) for number in list(numbers)[rank::ranks]])
+    def _read_step(self, number: int) -> list[Prepared]:
+        """This rank's share of the documents of step `number`."""
+        size = self._config.documents_per_step
+        return [self._from_mixture(index) for index in self._share(range((number - 1) * size, number * size))]
+
+    def _share(self, numbers: Sequence[int]) -> Sequence[int]:
+        return numbers[self._placement.rank :: self._placement.ranks]
+
+    def _gathered(self, own: list[Prepared]) -> list[Prepared]:
+        """The documents of all ranks in their order, from the share of each. Collective."""
+        ranks, shares = self._placement.ranks, self._placement.gather(own)
         total = sum(map(len, shares))
         return [shares[place % ranks][place // ranks] for place in range(total)]
 
@@ -136,12 +155,8 @@ class MidtrainObjective:
             documents = range(min(self._config.heldout_documents, len(self._mixture.chosen[number].heldout)))
             if not documents:
                 continue
-
-            def prepare(place: int, number: int = number) -> Prepared:
-                held = self._mixture.heldout(number, place)
-                return self._prepared(held, self._mixture.parts[number].overlap, self._mixture.parts[number].name)
-
-            read = self._read(documents, prepare)
+            own = self._ahead.call(partial(self._read_heldout, number, self._share(documents)))
+            read = self._gathered(own)
             sequences = [_measurable(sequence) for each in read for sequence in each.sequences]
             total = 0.0
             with torch.no_grad(), telemetry.busy("measure"):
@@ -158,6 +173,10 @@ class MidtrainObjective:
                 loss=total / targets if targets else None,
             )
 
+    def _read_heldout(self, number: int, places: Sequence[int]) -> list[Prepared]:
+        part = self._mixture.parts[number]
+        return [self._prepared(self._mixture.heldout(number, place), part.overlap, part.name) for place in places]
+
     # the rest of the loop
 
     def remember(self, digest: str, tensors: Mapping[str, HostTensor]) -> None:
@@ -171,7 +190,7 @@ class MidtrainObjective:
 
     def report(self, batch: DocumentBatch, outcome: StepOutcome) -> None:
         telemetry.emit(
-            "midtrain_step",
+            "document_step",
             step=outcome.number,
             steps=outcome.steps,
             **finite(outcome.figures),

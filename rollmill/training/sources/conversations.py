@@ -33,7 +33,9 @@ MOST_MESSAGES = 100_000
 
 
 class ConversationSettings(Config):
-    path: LocalPath = Field(description="A JSONL file, a directory of them or a glob such as `chats/*.jsonl`.")
+    path: LocalPath = Field(
+        description="A JSONL file, a directory of them or a glob such as `chats/*.jsonl`; `.gz` and `.zst` too."
+    )
 
 
 class Conversation(NamedTuple):

@@ -8,7 +8,7 @@ grow with the text:
     digest, digest           of the record's content, and of the part: see Documents.digests
 
 It is built once, when the stage begins, and kept in the run's directory. A resumed run checks that its files are still
-those of the index.
+those of the index. Compressed files are unpacked there (unpack.py).
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ from __future__ import annotations
 import glob
 import json
 import os
+import shutil
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
@@ -26,8 +27,9 @@ import blake3
 import numpy as np
 
 from rollmill.errors import ConfigError, TrainingError
+from rollmill.training.sources.unpack import Damaged, is_packed, unpack
 
-_ROWS, _FACTS = "index.u64", "index.json"
+_ROWS, _FACTS, _UNPACKED = "index.u64", "index.json", "unpacked"
 _COLUMNS = 7
 _BUFFERED = 1 << 14  # rows
 _KEPT_PROBLEMS = 20  # that are kept in words; all are counted
@@ -53,7 +55,7 @@ class Skipped(NamedTuple):
 
 @dataclass
 class Index:
-    files: list[str]
+    files: list[str]  # as they are read: compressed ones are unpacked
     rows: np.ndarray  # uint64 [count, 7], see Row
     skipped: Counter[str] = field(default_factory=Counter)  # records that are not used, by reason
     problems: list[str] = field(default_factory=list)  # the first of them in words
@@ -118,16 +120,21 @@ def open_index(
     kept = _read_facts(directory)
     if kept is not None and {name: kept.get(name) for name in facts} == facts:
         return _opened(directory, kept)
-    directory.mkdir(parents=True, exist_ok=True)
-    draft = directory / f"{_ROWS}.{os.getpid()}"
-    skipped, problems = _build(draft, files, scan)
-    if kept is not None and not _same(draft, directory / _ROWS):
-        draft.unlink()
-        raise TrainingError(f"the files of {pattern!r} have changed since the stage began", hint=_CHANGED)
-    os.replace(draft, directory / _ROWS)
-    facts |= {"skipped": dict(skipped), "problems": problems}
-    (directory / f"{_FACTS}.draft").write_text(json.dumps(facts))
-    os.replace(directory / f"{_FACTS}.draft", directory / _FACTS)
+    draft = directory / "draft"
+    shutil.rmtree(draft, ignore_errors=True)  # of a process that was killed
+    (draft / _UNPACKED).mkdir(parents=True)
+    try:
+        skipped, problems = _build(draft, files, scan)
+        if kept is not None and not _same(draft / _ROWS, directory / _ROWS):
+            raise TrainingError(f"the files of {pattern!r} have changed since the stage began", hint=_CHANGED)
+        shutil.rmtree(directory / _UNPACKED, ignore_errors=True)
+        for name in (_UNPACKED, _ROWS):
+            os.replace(draft / name, directory / name)
+        facts |= {"skipped": dict(skipped), "problems": problems}
+        (draft / _FACTS).write_text(json.dumps(facts))
+        os.replace(draft / _FACTS, directory / _FACTS)
+    finally:
+        shutil.rmtree(draft, ignore_errors=True)
     return _opened(directory, facts)
 
 
@@ -147,13 +154,17 @@ def _opened(directory: Path, facts: dict[str, Any]) -> Index:
     path = directory / _ROWS
     empty = path.stat().st_size == 0  # which cannot be mapped
     rows = np.empty(0, "<u8") if empty else np.memmap(path, "<u8", "r")
-    files = [file[0] for file in facts["files"]]
+    files = [_readable(directory, number, file[0]) for number, file in enumerate(facts["files"])]
     return Index(files, rows.reshape(-1, _COLUMNS), Counter(facts["skipped"]), facts["problems"])
 
 
 def _same(one: Path, other: Path) -> bool:
     digests = [blake3.blake3().update_mmap(path).digest() for path in (one, other)]
     return digests[0] == digests[1]
+
+
+def _readable(directory: Path, number: int, path: str) -> str:
+    return str(directory / _UNPACKED / str(number)) if is_packed(path) else path
 
 
 def _build(
@@ -163,15 +174,17 @@ def _build(
     skipped: Counter[str] = Counter()
     problems: list[str] = []
     buffer: list[Row] = []
-    with target.open("wb") as out:
+    with (target / _ROWS).open("wb") as out:
         for number, path in enumerate(files):
-            for found in _scan_file(scan, number, path):
+            readable = _readable(target, number, path)
+            for found in _scan_file(scan, number, path, readable):
                 if isinstance(found, Row):
                     buffer.append(found)
                 else:
                     skipped[found.reason] += 1
                     if len(problems) < _KEPT_PROBLEMS:
-                        problems.append(f"{found.place}: {found.reason}{found.detail and f': {found.detail}'}")
+                        place = path + found.place.removeprefix(path).removeprefix(readable)
+                        problems.append(f"{place}: {found.reason}{found.detail and f': {found.detail}'}")
                 if len(buffer) == _BUFFERED:
                     out.write(np.array(buffer, "<u8").tobytes())
                     buffer.clear()
@@ -179,11 +192,17 @@ def _build(
     return skipped, problems
 
 
-def _scan_file(scan: Callable[[int, str], Iterable[Row | Skipped]], number: int, path: str) -> Iterator[Row | Skipped]:
+def _scan_file(
+    scan: Callable[[int, str], Iterable[Row | Skipped]], number: int, path: str, readable: str
+) -> Iterator[Row | Skipped]:
     try:
-        yield from scan(number, path)
+        if readable != path:
+            unpack(path, Path(readable))
+        yield from scan(number, readable)
     except OSError as error:
         yield Skipped("cannot be read", path, str(error.strerror))
+    except Damaged as error:
+        yield Skipped("cannot be unpacked", path, str(error))
 
 
 # lines and parts

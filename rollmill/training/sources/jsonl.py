@@ -5,7 +5,8 @@
     path = "corpus/*.jsonl"
     field = "text"
 
-A broken line is skipped and counted; the first ones are named with file and line.
+A broken line is skipped and counted; the first ones are named with file and line. Files that end in `.gz` or `.zst` are
+unpacked into the run's directory first.
 """
 
 from __future__ import annotations
@@ -24,7 +25,9 @@ from rollmill.training.sources.text import TextDocuments, TextSettings, part_byt
 
 
 class JsonlSettings(TextSettings):
-    path: LocalPath = Field(description="A JSONL file, a directory of them or a glob such as `corpus/*.jsonl`.")
+    path: LocalPath = Field(
+        description="A JSONL file, a directory of them or a glob such as `corpus/*.jsonl`; `.gz` and `.zst` too."
+    )
     field: str = Field("text", min_length=1, description="The field of each line that holds the text.")
 
 

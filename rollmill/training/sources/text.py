@@ -5,7 +5,7 @@
     path = "src/**/*.py"        a file, a directory or a glob; relative to the configuration file
 
 A long file is read in parts of about one context. Files that are binary, too large or not of the encoding are skipped
-and counted.
+and counted. Files that end in `.gz` or `.zst` are unpacked into the run's directory first.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ class TextSettings(Config):
 
 
 class TextFileSettings(TextSettings):
-    path: LocalPath = Field(description="A file, a directory or a glob such as `src/**/*.py`.")
+    path: LocalPath = Field(description="A file, a directory or a glob such as `src/**/*.py`; `.gz` and `.zst` too.")
     encoding: str = Field("utf-8", description="Encoding of the files. A file that is not in it is skipped.")
     max_bytes: int = Field(1 << 26, ge=1, description="Larger files are skipped.")
 
@@ -118,7 +118,7 @@ class TextDocuments(IndexedDocuments):
 
     def read(self, number: int, epoch: int) -> Document:
         row = self._index.row(number)
-        encode, overlap = self._context.tokenizer.encode, self._context.overlap
+        overlap = self._context.overlap
         back = min(row.start, _LEAD * overlap)
         data = self._text(self._index, row, row.start - back, row.stop)
         text = data[back:].decode("utf-8", "replace")
@@ -130,6 +130,6 @@ class TextDocuments(IndexedDocuments):
             if len(tokens) <= self._context.max_context:
                 return Document(tokens, [True] * len(tokens), [*notes, "middle to fill in"])
             notes.append("too long to fill in its middle")
-        before = encode(data[:back].decode("utf-8", "ignore"))[-overlap:] if back else []
-        tokens = encode(text) + end
+        lead, tokens = self._context.tokenizer.encode_many([data[:back].decode("utf-8", "ignore"), text])
+        before, tokens = lead[-overlap:], tokens + end
         return Document(before + tokens, [False] * len(before) + [True] * len(tokens), notes)

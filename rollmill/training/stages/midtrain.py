@@ -31,4 +31,5 @@ class Midtrain:
             open_mixture(self._config.sources, context),
             max_context=context.model.max_context,
             tokens_per_microbatch=context.tokens_per_microbatch,
+            steps=context.steps,
         )
