@@ -2,6 +2,7 @@
 
     POST   /v1/chat/completions     a session's key, or a key for production        see gateway.completions
     GET    /v1/models
+    POST   /v1/feedback             key for feedback: append what a user says    see gateway.feedback
     POST   /sessions                key for rollouts: open a session for a trajectory, get its key
     POST   /sessions/ID/seal        key for rollouts: store the record, finish the trajectory
     GET    /sessions/ID             key for reading: how long its requests have waited for an engine
@@ -31,6 +32,7 @@ from rollmill.gateway.body import parse_object, short
 from rollmill.gateway.completions import Completions
 from rollmill.gateway.config import EngineEndpoint, GatewayConfig
 from rollmill.gateway.entries import encode_open
+from rollmill.gateway.feedback import FeedbackRoutes
 from rollmill.gateway.identity import add_session_paths, path_without_session
 from rollmill.gateway.keys import KeyRing, KeyStore
 from rollmill.gateway.limits import KeyLimits
@@ -72,6 +74,7 @@ def make_app(
     middlewares = [gateway.observer.watch, gateway.report_errors]
     app = web.Application(client_max_size=config.max_body_bytes, middlewares=middlewares)
     gateway.model_routes.add_to(app)
+    gateway.feedback_routes.add_to(app)
     app.router.add_post("/sessions", gateway.open_session)
     app.router.add_post("/sessions/{id}/seal", gateway.seal_session)
     app.router.add_get("/sessions/{id}", gateway.show_session)
@@ -111,6 +114,7 @@ class Gateway:
         self._registry.replay(self._recorder.replay())
         self._router = Router(engines, config)
         self._sealer = Sealer(config, self._recorder, self._registry, trajectories, objects, self._metrics)
+        self.feedback_routes = FeedbackRoutes(access, self._registry, self._sealer, trajectories)
         self._completions = Completions(
             config, format, tokenizer, self._router, self._recorder, self._registry, self._metrics
         )

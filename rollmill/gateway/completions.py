@@ -266,6 +266,7 @@ class Completions:
             "trajectory": session.facts.trajectory,
             "segment": recorded[0].segment.id,
             "segments": [each.segment.id for each in recorded],
+            "answers": [f"{each.segment.id}/{each.segment.number_of(each.answer)}" for each in recorded],
             "policies": [vars(policy) for policy in policies],
         }
         return Reply(

@@ -13,6 +13,7 @@ from aiohttp import web
 from pydantic import TypeAdapter
 
 from rollmill import __version__
+from rollmill.gateway.feedback import Feedback
 from rollmill.gateway.sessions import SessionFacts
 
 _MESSAGES = {
@@ -52,6 +53,7 @@ _BODIES: dict[str, dict[str, Any]] = {
         "properties": {"messages": _MESSAGES, "stop_sequences": _STOP, "system": {"type": "string"}, **_COMMON},
     },
     "/v1/messages/count_tokens": {"required": ["messages"], "properties": {"messages": _MESSAGES}},
+    "/v1/feedback": Feedback.model_json_schema(),
     "/sessions": TypeAdapter(SessionFacts).json_schema(),
     "/sessions/{id}/seal": {"properties": {"submission_key": {"type": ["string", "null"]}}},
 }

@@ -59,6 +59,11 @@ class Registry:
     def get(self, trajectory: str) -> Session | None:
         return self._sessions.get(trajectory)
 
+    def named(self, name: str, key_id: str) -> Session | None:
+        """The open session to which a client with this key gave the name."""
+        trajectory = self._named.get((key_id, name))
+        return None if trajectory is None else self._sessions.get(trajectory)
+
     def remove(self, session: Session) -> None:
         trajectory, name = session.facts.trajectory, _name(session.facts)
         self._sessions.pop(trajectory, None)
@@ -99,7 +104,7 @@ class Registry:
 
     def _live(self, trajectory: str | None, provenance: dict[str, Any]) -> Session:
         session = self._sessions.get(trajectory) if trajectory is not None else None
-        mine = session is not None and _key_id(session.facts.provenance) == _key_id(provenance)
+        mine = session is not None and key_id_of(session.facts.provenance) == key_id_of(provenance)
         production = session is not None and session.facts.traffic == "production"
         if session is not None and mine and production and self.is_open(session) and not session.ending:
             session.used_at = time.time()  # no longer idle, so it is not sealed now
@@ -156,16 +161,17 @@ def read_open_session(directory: Path, trajectory: str) -> Trajectory | None:
     return session.build() if session is not None and session.segments else None
 
 
-def _key_id(provenance: Mapping[str, Any]) -> str:
+def key_id_of(provenance: Mapping[str, Any]) -> str:
+    """The id of the key that owns a production session."""
     return str(provenance.get("key", _PRODUCTION))
 
 
 def _owner(provenance: Mapping[str, Any]) -> str:
-    return f"{_key_id(provenance)} {provenance.get('user', '')}"
+    return f"{key_id_of(provenance)} {provenance.get('user', '')}"
 
 
 def _name(facts: SessionFacts) -> tuple[str, str]:
-    return _key_id(facts.provenance), str(facts.provenance.get("session"))
+    return key_id_of(facts.provenance), str(facts.provenance.get("session"))
 
 
 def _pseudonym(user: str) -> str:

@@ -127,6 +127,12 @@ class Sealer:
                     await self._end(session)
             await asyncio.sleep(_SWEEP_S)
 
+    async def list_now(self, session: Session) -> None:
+        """Write the row of an open production conversation, if it is not there yet."""
+        if session.listed is None:
+            await asyncio.to_thread(self._write_row, session)
+            session.listed = TrajectoryState.running if session.unrecorded is None else TrajectoryState.failed
+
     async def _list(self, session: Session) -> None:
         """Write a production conversation to the index while it is open. Nobody waits for this."""
         state = TrajectoryState.running if session.unrecorded is None else TrajectoryState.failed

@@ -87,6 +87,10 @@ class OpenSegment:
         # Replayed turns count as not delivered: the log knows that an answer was recorded, not that it arrived.
         self.delivered = False
 
+    def number_of(self, answer: Answer) -> int:
+        """The number of an answer among those of the segment, from 0."""
+        return next(number for number, turn in enumerate(self.turns) if turn.answer is answer)
+
     @property
     def length(self) -> int:
         return self.offset + len(self._own)

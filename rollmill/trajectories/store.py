@@ -261,15 +261,27 @@ class TrajectoryStore:
             if key is not None and self._objects.head(key) is not None:
                 self._objects.delete(key)
 
-    def add_feedback(self, id: str, kind: str, value: float | None, data: Mapping[str, Any]) -> int:
+    def add_feedback(
+        self, id: str, kind: str, value: float | None, data: Mapping[str, Any], given_id: str | None = None
+    ) -> int:
+        """Append feedback and return its number. With the `given_id` of an earlier one, returns that one's number."""
         row = {
             "trajectory": _stored(id),
             "kind": to_text(kind),
             "value": None if value is None else to_number(f"the feedback to {id}", value),
             "data": to_object("feedback", data),
             "created_at": time.time(),
+            "given_id": None if given_id is None else to_key("the id of the feedback", given_id),
         }
-        return self._append(id, lambda connection: connection.execute(_ADD_FEEDBACK, row).scalar_one())
+        same = (feedback.c.trajectory == row["trajectory"]) & (feedback.c.given_id == row["given_id"])
+        try:
+            return writing(self._engine, lambda connection: connection.execute(_ADD_FEEDBACK, row).scalar_one())
+        except IntegrityError:  # it is there already, or the trajectory is not
+            with reading(self._engine) as connection:
+                found = connection.execute(sa.select(feedback.c.id).where(same)).scalar()
+            if found is None:
+                raise _missing(id) from None
+            return int(found)
 
     def get(self, id: str) -> TrajectoryRow:
         return self._rows([id])[0]

@@ -90,6 +90,8 @@ feedback = Table(
     Column("value", sa.Double),
     Column("data", Text, nullable=False),
     Column("created_at", _Time, nullable=False),
+    Column("given_id", Text),  # the sender's own id; NULL if it gave none
+    Index("feedback_by_given_id", "trajectory", "given_id", unique=True),
     sqlite_autoincrement=True,
 )
 runs = Table(

@@ -1,0 +1,127 @@
+"""POST /v1/feedback: what users say about an answer, a segment or a session, at any time.
+
+Feedback is appended to the record of the trajectory, before or after it is sealed. Sending it again with the same `id`
+changes nothing. A key gives feedback only about its own sessions; an admin key about all.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Mapping
+from typing import Annotated, Any
+
+from aiohttp import web
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
+
+from rollmill.errors import GatewayError, TrajectoryError
+from rollmill.gateway.access import Access
+from rollmill.gateway.body import parse_object
+from rollmill.gateway.identity import named_session
+from rollmill.gateway.keys import Key
+from rollmill.gateway.registry import Registry, key_id_of
+from rollmill.gateway.sealing import Sealer
+from rollmill.gateway.sessions import check_id
+from rollmill.trajectories.store import TrajectoryStore
+from rollmill.types import TrafficClass, TrajectoryState
+
+_Short = Annotated[str, Field(min_length=1, max_length=128)]
+
+
+class Feedback(BaseModel):
+    """`session`, `segment` or `answer` says what it is about; answers carry all three."""
+
+    model_config = ConfigDict(strict=True, extra="forbid", allow_inf_nan=False)
+
+    id: _Short | None = None
+    session: _Short | None = None
+    segment: Annotated[str, Field(min_length=1, max_length=160)] | None = None
+    answer: Annotated[str, Field(min_length=1, max_length=180)] | None = None  # SEGMENT/NUMBER
+    kind: _Short = "feedback"
+    value: Annotated[float, Field(ge=-1e6, le=1e6)] | None = None
+    label: _Short | None = None
+    text: Annotated[str, Field(max_length=4000)] | None = None
+
+
+class FeedbackRoutes:
+    def __init__(self, access: Access, registry: Registry, sealer: Sealer, trajectories: TrajectoryStore) -> None:
+        self._access = access
+        self._registry = registry
+        self._sealer = sealer
+        self._trajectories = trajectories
+
+    def add_to(self, app: web.Application) -> None:
+        app.router.add_post("/v1/feedback", self.give)
+
+    async def give(self, request: web.Request) -> web.Response:
+        """Append feedback to the record of a session, at any time.
+
+        Needs: a key with the scope feedback that owns the session.
+        Takes: {"session", "segment" or "answer", and "value", "label" or "text"}, optionally id and kind. The path
+        /s/SESSION/v1/feedback and the header x-rollmill-session name the session too.
+        Returns: {"trajectory", "feedback"}: the number of the feedback, the same for the same id.
+        """
+        key = await self._access.check(request, "feedback")
+        given = _parse(await request.read(), named_session(request))
+        trajectory = await self._find(key, given)
+        about = {name: getattr(given, name) for name in ("segment", "answer", "label", "text")}
+        data = {**{name: said for name, said in about.items() if said is not None}, "key": key.id}
+        try:
+            number = await asyncio.to_thread(
+                self._trajectories.add_feedback, trajectory, given.kind, given.value, data, given.id
+            )
+        except TrajectoryError as error:
+            raise GatewayError(error.message, hint=error.hint) from None
+        return web.json_response({"trajectory": trajectory, "feedback": number})
+
+    async def _find(self, key: Key, given: Feedback) -> str:
+        """The trajectory that it is about. Its row exists when this returns. Raises if the key does not own it."""
+        segment = given.answer.rpartition("/")[0] if given.answer else given.segment
+        name = check_id(segment.rpartition(".")[0] if segment else given.session)
+        session = self._registry.named(name, key.id) or self._registry.get(name)
+        if session is not None:
+            facts = session.facts
+            _check_owner(key, facts.traffic, facts.provenance)
+            if facts.traffic == "production":
+                await self._sealer.list_now(session)
+            return facts.trajectory
+        try:
+            row = await asyncio.to_thread(self._trajectories.get, name)
+        except TrajectoryError:
+            raise _unknown() from None
+        _check_owner(key, row.traffic, row.provenance)
+        if row.state == TrajectoryState.deleted:
+            raise _unknown()
+        return row.id
+
+
+def _parse(body: bytes, named: str | None) -> Feedback:
+    try:
+        given = Feedback.model_validate(parse_object(body))
+    except ValidationError as error:
+        first = error.errors()[0]
+        where = ".".join(map(str, first["loc"]))
+        raise GatewayError(
+            f"{where}: {first['msg']}", hint=f"the fields are {', '.join(Feedback.model_fields)}"
+        ) from None
+    if named is not None and given.session not in (None, named):
+        raise GatewayError("the path or the header and the body name two sessions", hint="leave one of them out")
+    given = given.model_copy(update={"session": given.session or named})
+    if given.session is given.segment is given.answer is None:
+        raise GatewayError("what the feedback is about is missing", hint="session, segment or answer")
+    if given.value is given.label is given.text is None:
+        raise GatewayError("the feedback is empty", hint="value, label or text")
+    return given
+
+
+def _check_owner(key: Key, traffic: TrafficClass, provenance: Mapping[str, Any]) -> None:
+    """Rollouts belong to the run: no agent and no user can say something about them."""
+    mine = traffic == "production" and key_id_of(provenance) == key.id
+    if not mine and not key.allows("admin"):
+        raise _unknown()
+
+
+def _unknown() -> GatewayError:
+    """The same for a session of another key: who asks does not learn that it exists."""
+    return GatewayError(
+        "there is no such session of this key", status=404, hint="answers carry the trajectory in `rollmill`"
+    )
