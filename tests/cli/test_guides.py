@@ -75,7 +75,7 @@ def test_the_mbpp_example_runs_small(
     endpoint: str,  # noqa: F811
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    source = copied("mbpp", tmp_path)
+    source = copied("mbpp", tmp_path).with_name("small.toml")
     rows = [
         {"task_id": number, "text": text, "code": code, "test_list": tests, "split": "train" if number else "heldout"}
         for number, (text, code, tests) in enumerate(PROBLEMS)
