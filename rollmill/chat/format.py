@@ -70,18 +70,23 @@ class ChatFormat(Protocol):
 
 
 class Thinking(NamedTuple):
-    """How a model marks its reasoning. `opened`: the generation prompt ends inside it."""
+    """How a model marks its reasoning.
+
+    `opened`: generation prompts end inside it, so the start mark is not sampled. `always`: all of them do; otherwise
+    only the end mark tells that there was reasoning.
+    """
 
     start: str
     end: str
     opened: bool = False
+    always: bool = True
 
     def split(self, text: str) -> tuple[str, str]:
         """(reasoning, the rest). Reasoning that was cut off has no rest."""
         head = text.lstrip()
         if head.startswith(self.start):
             text = head[len(self.start) :]
-        elif not self.opened:
+        elif not self.opened or (not self.always and self.end not in text):
             return "", text
         reasoning, _, rest = text.partition(self.end)
         return reasoning.strip("\n"), rest.lstrip("\n")
@@ -92,8 +97,11 @@ class ContentStream:
 
     It holds back what may still change: half a character, or the beginning of an end mark. The streamed text is
     always a prefix of the content that `ChatFormat.parse` finds in the whole answer, and the streamed reasoning of its
-    `reasoning_content`. `drop_blank`: hold back blanks until text follows, because `parse` drops content that is only
-    blanks. `silent`: an answer that begins with one of these may be a call as a whole, so nothing is streamed.
+    `reasoning_content`.
+
+    drop_blank   hold back blanks until text follows, because `parse` drops content that is only blanks
+    hold_blank   hold back blanks at the end, because `parse` drops them before calls
+    silent       an answer that begins with one of these may be a call as a whole, so nothing is streamed
     """
 
     def __init__(
@@ -103,12 +111,14 @@ class ContentStream:
         start: int | None = None,
         ends: Sequence[str],
         drop_blank: bool = False,
+        hold_blank: bool = False,
         silent: Sequence[str] = (),
         thinking: Thinking | None = None,
     ) -> None:
         self._start = start
         self._ends = ends
         self._drop_blank = drop_blank
+        self._hold_blank = hold_blank
         self._silent = tuple(silent)
         self._text = TextStream(tokenizer)
         self._reasoning = _ReasoningStream(thinking, ends) if thinking is not None else None
@@ -142,6 +152,8 @@ class ContentStream:
             cut = min(found)
         else:
             cut = len(self._held) - max((_overlap(self._held, end) for end in self._ends), default=0)
+        if self._hold_blank:
+            cut = len(self._held[:cut].rstrip())
         if (self._drop_blank or self._silent) and not self._held[:cut].strip():
             return ""
         self._drop_blank = False
@@ -157,6 +169,7 @@ class _ReasoningStream:
         self._ends = (thinking.end, *ends)
         self._phase: Literal["before", "inside", "behind", "text"] = "before"
         self._held = ""
+        self._sure = thinking.always  # whether text is reasoning although no end mark was found yet
         self._begun = False  # whether reasoning was returned: line breaks before it are dropped
 
     def push(self, text: str) -> tuple[str, str]:
@@ -176,7 +189,7 @@ class _ReasoningStream:
     def _begin(self) -> None:
         head, start = self._held.lstrip(), self._thinking.start
         if head.startswith(start):
-            self._held, self._phase = head[len(start) :], "inside"
+            self._held, self._phase, self._sure = head[len(start) :], "inside", True
         elif not start.startswith(head):
             self._phase = "inside" if self._thinking.opened else "text"
 
@@ -188,6 +201,8 @@ class _ReasoningStream:
             self._phase = "behind"
             reasoning, self._held = self._held[:at].rstrip("\n"), self._held[at + len(self._thinking.end) :]
             return reasoning
+        if not self._sure:
+            return ""
         cut = len(self._held) - max(_overlap(self._held, end) for end in self._ends)
         for end in self._ends:  # an answer that ends inside its reasoning
             found = self._held.find(end)

@@ -109,6 +109,7 @@ def _table(checkpoint: HuggingFaceModel) -> Table:
         else f"{model.experts} of width {model.expert_width} in {model.moe_layers} layers, "
         f"{model.experts_per_token} per token, {model.shared_experts} shared, {model.gate} gate",
         "tokenizer": _tokenizer(files.directory),
+        "chat format": _chat(files.directory),
     }
     for name, value in rows.items():
         table.add_row(name, escape(value))
@@ -132,18 +133,28 @@ def _attention(checkpoint: HuggingFaceModel) -> str:
 
 
 def _tokenizer(directory: Path) -> str:
-    import json
-
     from rollmill.chat.tokenizer import Tokenizer
 
-    path, described = directory / "tokenizer.json", directory / "tokenizer_config.json"
+    path = directory / "tokenizer.json"
     if not path.exists():
         return "no tokenizer.json: text cannot be turned into tokens"
     tokenizer = Tokenizer.load(path)
+    return f"{tokenizer.vocab_size} tokens, {len(tokenizer.special_ids)} of them special"
+
+
+def _chat(directory: Path) -> str:
+    from rollmill.chat.formats.choice import format_beside
+    from rollmill.chat.formats.template import TemplateFormat
+    from rollmill.chat.tokenizer import Tokenizer
+    from rollmill.errors import ConfigError
+
+    path = directory / "tokenizer.json"
+    if not path.exists():
+        return "none"
     try:
-        templated = "chat_template" in json.loads(described.read_bytes())
-    except (OSError, ValueError, TypeError):
-        templated = False
-    templated = templated or (directory / "chat_template.jinja").exists()
-    special = f"{len(tokenizer.special_ids)} of them special"
-    return f"{tokenizer.vocab_size} tokens, {special}, {'with' if templated else 'without'} a chat template"
+        format = format_beside(path, Tokenizer.load(path))
+    except ConfigError as error:
+        return error.message
+    if isinstance(format, TemplateFormat):
+        return f"the checkpoint's template; tool calls as {format.family.name}"
+    return f"no template; {format.name} by its special tokens"

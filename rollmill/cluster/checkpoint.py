@@ -10,7 +10,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from rollmill import telemetry
-from rollmill.chat.formats.choice import format_of
+from rollmill.chat.checkpoint import CHAT_FILES
+from rollmill.chat.formats.choice import format_beside
 from rollmill.chat.tokenizer import Tokenizer
 from rollmill.cluster.run import RunConfig
 from rollmill.environments.task import TaskSet
@@ -89,7 +90,7 @@ def check_checkpoint(config: RunConfig) -> HuggingFaceModel:
             f"the tokenizer of {directory} has {tokenizer.vocab_size} tokens, but its model only {model.vocab_size}",
             hint=f"{TOKENIZER} and weights must come from the same checkpoint; download or copy it again",
         )
-    format_of(tokenizer)
+    format_beside(directory / TOKENIZER, tokenizer, config.chat)
     return checkpoint
 
 
@@ -119,5 +120,7 @@ def import_checkpoint(config: RunConfig, weights: WeightStore) -> Version:
     return version
 
 
-def imported_tokenizer(config: RunConfig, weights: WeightStore) -> bytes:
-    return kept_companions(weights.objects, config.checkpoint_line)[TOKENIZER]
+def imported_tokenizer(config: RunConfig, weights: WeightStore) -> dict[str, bytes]:
+    """The tokenizer, and the files that say how the model chats."""
+    kept = kept_companions(weights.objects, config.checkpoint_line)
+    return {name: kept[name] for name in (TOKENIZER, *CHAT_FILES) if name in kept}

@@ -6,8 +6,11 @@ What is already there is kept: an interrupted start is completed by the next.
 from __future__ import annotations
 
 import json
+from collections.abc import Mapping
 from pathlib import Path
 
+from rollmill.chat.checkpoint import CHAT_FILES, TEMPLATE
+from rollmill.chat.config import ChatConfig
 from rollmill.chat.formats.choice import format_of
 from rollmill.chat.tokenizer import Tokenizer
 from rollmill.cluster.checkpoint import TOKENIZER, import_checkpoint, imported_tokenizer
@@ -32,7 +35,7 @@ def prepare(run: RunDirectory, weights: WeightStore) -> Version | None:
         keep_tokenizer(run, weights.objects)
         return None
     start = import_checkpoint(config, weights) if config.start is None else import_start(config, weights)
-    run.tokenizer.write_bytes(imported_tokenizer(config, weights))
+    _write_beside(run, imported_tokenizer(config, weights))
     return start
 
 
@@ -43,7 +46,17 @@ def restore_tokenizer(run: RunDirectory) -> None:
     line = config.stages[0].name if random else config.checkpoint_line
     kept = kept_companions(Objects.open(run.home_store), line)
     if TOKENIZER in kept:
-        run.tokenizer.write_bytes(kept[TOKENIZER])
+        _write_beside(run, {name: kept[name] for name in (TOKENIZER, *CHAT_FILES) if name in kept})
+
+
+def _write_beside(run: RunDirectory, files: Mapping[str, bytes]) -> None:
+    """Write the tokenizer and the files of its chat format. The template that the configuration names is read once."""
+    directory, named = run.tokenizer.parent, run.config.chat.template
+    if named is not None:
+        template = directory / TEMPLATE
+        files = {**files, TEMPLATE: (template if template.exists() else Path(named)).read_bytes()}
+    for name in sorted(files, key=lambda name: name == TOKENIZER):  # the tokenizer last: others wait for it
+        (directory / name).write_bytes(files[name])
 
 
 def keep_tokenizer(run: RunDirectory, objects: Objects) -> None:
@@ -53,9 +66,9 @@ def keep_tokenizer(run: RunDirectory, objects: Objects) -> None:
     if TOKENIZER not in kept:  # an interrupted start may have kept only some files
         made = make_tokenizer(config)
         made.save(run.tokenizer)
-        kept = {**_model_files(config.model_of(line), made), TOKENIZER: run.tokenizer.read_bytes()}
+        kept = {**_model_files(config.model_of(line), made, config.chat), TOKENIZER: run.tokenizer.read_bytes()}
     keep_companions(objects, line, kept)
-    run.tokenizer.write_bytes(kept[TOKENIZER])
+    _write_beside(run, {name: kept[name] for name in (TOKENIZER, *CHAT_FILES) if name in kept})
 
 
 def describe_longer(weights: WeightStore, parent: Version, line: str, model: ModelConfig) -> None:
@@ -90,7 +103,7 @@ def make_tokenizer(config: RunConfig) -> Tokenizer:
             f"tokenizer = {setting!r} has {made.vocab_size} tokens, but model.vocab_size is {size}",
             hint=f"set model.vocab_size to at least {made.vocab_size}",
         )
-    format_of(made)
+    format_of(made, config=config.chat)
     return made
 
 
@@ -102,9 +115,9 @@ def check_tokenizer(config: RunConfig) -> None:
         raise ConfigError(f"tokenizer = {config.tokenizer!r} is not a function")
 
 
-def _model_files(model: ModelConfig, tokenizer: Tokenizer) -> dict[str, bytes]:
+def _model_files(model: ModelConfig, tokenizer: Tokenizer, chat: ChatConfig) -> dict[str, bytes]:
     """What transformers needs beside weights and tokenizer.json to load an export of a model that began here."""
-    end = format_of(tokenizer).stop_tokens[0]
+    end = format_of(tokenizer, config=chat).stop_tokens[0]
     ids = {"bos_token_id": None, "eos_token_id": end, "pad_token_id": None}
     described = {
         "tokenizer_class": "PreTrainedTokenizerFast",

@@ -9,7 +9,7 @@ runs/NAME/
   gateway/         the gateway's local log of open sessions
   stages/NAME/     what a stage keeps on this machine, such as an index of its documents
   services/NAME/   what `serve` and `eval` run beside it: own ports (service.json), session log, events, logs, locks
-  tokenizer.json   the vocabulary of its model
+  tokenizer.json   the vocabulary of its model; beside it the files that say how the model chats
   report.html      written at the end, with report.json
 """
 
@@ -31,6 +31,8 @@ from typing import Annotated, Any, Literal
 from pydantic import Field, model_validator
 
 from rollmill import telemetry
+from rollmill.chat.config import ChatConfig
+from rollmill.cluster.paths import with_absolute_paths
 from rollmill.cluster.upgrade import bring_up_to_date, refuse_moved
 from rollmill.config import Config, validate_config
 from rollmill.environments.environment import find_parts
@@ -39,7 +41,7 @@ from rollmill.errors import ConfigError
 from rollmill.evals.suite import EvalConfig
 from rollmill.gateway.config import GatewayConfig
 from rollmill.inference.config import EngineConfig
-from rollmill.kinds import KindSection, code_of, resolve_paths
+from rollmill.kinds import KindSection, code_of
 from rollmill.models.config import ModelConfig, with_context
 from rollmill.rollouts.config import RolloutConfig
 from rollmill.training.stage import NAME, RolloutSettings, StageSection
@@ -87,6 +89,7 @@ class RunConfig(Config):
         description="Prompts define the tools, if the model's chat format can. Turn it off when mid-training has "
         "taught them: prompts become shorter.",
     )
+    chat: ChatConfig = Field(ChatConfig(), description="The chat format of the model.")
     checkpoint: str | None = Field(
         None,
         description="A Hugging Face checkpoint directory to start from; [model] is then read from it. Not set: "
@@ -163,7 +166,7 @@ class RunConfig(Config):
         if not isinstance(tree, dict):
             return tree
         refuse_moved(tree)
-        tree = _with_absolute_paths(find_parts(tree))
+        tree = with_absolute_paths(find_parts(tree))
         given, start = tree.get("model", {}), tree.get("start")
         if not isinstance(given, dict) or "vocab_size" in given:
             return tree
@@ -446,17 +449,6 @@ def _secret(saved: dict[str, Any], name: str) -> str:
         return hmac.new(str(saved["admin_token"]).encode(), name.encode(), "sha256").hexdigest()
     secret: str = saved[name]
     return secret
-
-
-def _with_absolute_paths(tree: dict[str, Any]) -> dict[str, Any]:
-    """Paths in [[stages]] and of the tokenizer: relative ones start in `modules`."""
-    directory = Path(tree["modules"]) if isinstance(tree.get("modules"), str) else Path.cwd()
-    tokenizer, stages = tree.get("tokenizer"), tree.get("stages")
-    if isinstance(stages, list):
-        tree = {**tree, "stages": [resolve_paths(StageSection, stage, directory) for stage in stages]}
-    if isinstance(tokenizer, str) and tokenizer.endswith(".json"):
-        tree = {**tree, "tokenizer": str(directory.absolute() / Path(tokenizer).expanduser())}
-    return tree
 
 
 def _model_of(directory: Path) -> dict[str, Any]:

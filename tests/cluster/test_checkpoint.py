@@ -11,7 +11,11 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
+from rollmill.chat.formats.choice import format_beside
+from rollmill.chat.formats.template import TemplateFormat
+from rollmill.chat.tokenizer import Tokenizer
 from rollmill.cluster.checkpoint import check_checkpoint, import_checkpoint
+from rollmill.cluster.prepare import prepare
 from rollmill.cluster.roles import trainer
 from rollmill.cluster.run import RunConfig, RunDirectory
 from rollmill.config import load_config
@@ -157,7 +161,7 @@ def unknown_format(checkpoint: Path) -> None:
         (drop_a_shard, r"lacks 1 of 2 shards: model-00002-of-00002\.safetensors"),
         (reshape, r"model\.norm\.weight has shape \[31\], but \[32\] by config\.json"),
         (grow_tokenizer, r"tokenizer .* has 320 tokens, but its model only 300"),
-        (unknown_format, r"no chat format that is known[\s\S]*ChatML"),
+        (unknown_format, r"no chat format that is known[\s\S]*chat\.template"),
     ],
 )
 def test_a_checkpoint_that_cannot_be_trained(checkpoint: Path, damage: Callable[[Path], None], complaint: str) -> None:
@@ -224,3 +228,59 @@ def test_mid_training_starts_from_the_checkpoint(checkpoint: Path, tmp_path: Pat
     run.tokenizer.unlink()
     trainer.main(run, "midtrain")  # already done: it needs nothing but the run's own store
     assert run.tokenizer.is_file() and weights.head("midtrain") == 1
+
+
+# --- the checkpoint's own chat template
+
+
+def use_template(checkpoint: Path, **described: object) -> str:
+    """Llama 3.1's special tokens in place of ChatML's. Returns its template."""
+    special = ("<|begin_of_text|>", "<|eot_id|>", "<|start_header_id|>", "<|end_header_id|>", "<|python_tag|>")
+    chat_tokenizer(special).save(checkpoint / "tokenizer.json")
+    edges = {"bos_token": {"content": special[0]}, "eos_token": special[1]}
+    (checkpoint / "tokenizer_config.json").write_text(json.dumps({**edges, **described}))
+    return (Path(__file__).parents[1] / "chat/templates/llama3.1.jinja").read_text()
+
+
+def test_a_run_uses_the_template_of_its_checkpoint(checkpoint: Path, tmp_path: Path) -> None:
+    torch.set_num_threads(1)
+    template = use_template(checkpoint)
+    use_template(checkpoint, chat_template=[{"name": "default", "template": template}])
+    settings = (MIDTRAIN_AND_RL, "stages.midtrain.steps=1", "stages.midtrain.documents_per_step=2", "device=cpu")
+    run = RunDirectory.create(tmp_path / "runs", config_of(checkpoint, "tools_in_prompt=false", *settings))
+    trainer.main(run, "midtrain")
+    shutil.rmtree(checkpoint)
+    for path in (run.tokenizer, run.tokenizer.parent / "tokenizer_config.json"):
+        path.unlink()
+    trainer.main(run, "midtrain")  # the files come back from the run's own store
+    tokenizer = Tokenizer.load(run.tokenizer)
+    format = format_beside(run.tokenizer, tokenizer)
+    text = tokenizer.decode(format.render_start([{"role": "user", "content": "Fix add."}], []))
+    assert format.name == "template" and text.startswith("<|begin_of_text|><|start_header_id|>system<|end_header_id|>")
+
+
+def test_a_template_can_be_named_and_is_kept(checkpoint: Path, tmp_path: Path) -> None:
+    file = tmp_path / "own.jinja"
+    file.write_text(use_template(checkpoint))
+    config = config_of(checkpoint)
+    with pytest.raises(ConfigError, match=r"no chat template[\s\S]*chat\.template = FILE"):
+        check_checkpoint(config)
+    named = config_of(checkpoint, f"chat.template={file}", "chat.calls=json")
+    check_checkpoint(named)
+    run = RunDirectory.create(tmp_path / "runs", named)
+    prepare(run, WeightStore(Objects.open(run.home_store)))
+    file.unlink()
+    prepare(run, WeightStore(Objects.open(run.home_store)))
+    format = format_beside(run.tokenizer, Tokenizer.load(run.tokenizer), named.chat.kept)
+    assert isinstance(format, TemplateFormat) and format.family.name == "json"
+
+
+def test_a_template_that_cannot_be_used(checkpoint: Path) -> None:
+    config = config_of(checkpoint)
+    for template, reason in {"{% if": "cannot be used", "{{ messages[0].role }}": "text of a user message"}.items():
+        use_template(checkpoint, chat_template=template)
+        with pytest.raises(ConfigError, match=reason):
+            check_checkpoint(config)
+    use_template(checkpoint, chat_template=7)
+    with pytest.raises(ConfigError, match=r"tokenizer_config\.json: chat_template"):
+        check_checkpoint(config)

@@ -1,27 +1,66 @@
-"""Finds the chat format of a model from the special tokens of its tokenizer."""
+"""Finds the chat format of a model: its template, or a format that the special tokens of its tokenizer name."""
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from pathlib import Path
+
+from rollmill.chat.checkpoint import TEMPLATE, chat_files, read_chat_files
+from rollmill.chat.config import ChatConfig
+from rollmill.chat.families.choice import FAMILIES
 from rollmill.chat.format import ChatFormat
 from rollmill.chat.formats.compact import SPECIAL_TOKENS, CompactFormat
 from rollmill.chat.formats.hermes import HermesFormat
+from rollmill.chat.formats.template import TemplateFormat
 from rollmill.chat.tokenizer import Tokenizer
 from rollmill.errors import ConfigError
 
 CHATML = ("<|im_start|>", "<|im_end|>")
 
 
-def format_of(tokenizer: Tokenizer, *, tools_in_prompt: bool = True) -> ChatFormat:
-    """`tools_in_prompt`: whether a prompt begins with the tool definitions, in formats that have a place for them.
-    ConfigError if the tokenizer has the tokens of no format."""
+def format_of(
+    tokenizer: Tokenizer,
+    files: Mapping[str, bytes] | None = None,
+    config: ChatConfig | None = None,
+    *,
+    tools_in_prompt: bool = True,
+) -> ChatFormat:
+    """`files`: the checkpoint's files beside its tokenizer, see `read_chat_files`. `tools_in_prompt`: whether a prompt
+    begins with the tool definitions. ConfigError says why a model has no chat format."""
+    config = config or ChatConfig()
+    files = {**(files or {}), **({TEMPLATE: _read(config.template)} if config.template else {})}
+    found = read_chat_files(files, tokenizer)
+    if found.template is not None:
+        return TemplateFormat(
+            tokenizer,
+            found.template,
+            {**found.variables, **config.variables},
+            stop_tokens=found.stop_tokens,
+            family=FAMILIES[config.calls] if config.calls else None,
+            tools_in_prompt=tools_in_prompt,
+        )
     if _has(tokenizer, CHATML):
         return HermesFormat(tokenizer, tools_in_prompt=tools_in_prompt)
     if _has(tokenizer, SPECIAL_TOKENS):
         return CompactFormat(tokenizer)
     raise ConfigError(
-        "the tokenizer has the special tokens of no chat format that is known",
-        hint=f"a chat or instruct model with {' and '.join(CHATML)} (ChatML)",
+        "the model has no chat template, and its tokenizer has the special tokens of no chat format that is known",
+        hint="take its chat or instruct variant, or name the template: chat.template = FILE.jinja",
     )
+
+
+def format_beside(
+    path: Path, tokenizer: Tokenizer, config: ChatConfig | None = None, *, tools_in_prompt: bool = True
+) -> ChatFormat:
+    """The format of the checkpoint whose tokenizer.json is at `path`."""
+    return format_of(tokenizer, chat_files(path.parent), config, tools_in_prompt=tools_in_prompt)
+
+
+def _read(path: str) -> bytes:
+    try:
+        return Path(path).read_bytes()
+    except OSError as error:
+        raise ConfigError(f"chat.template: cannot read {path}: {error.strerror}") from None
 
 
 def _has(tokenizer: Tokenizer, tokens: tuple[str, ...]) -> bool:

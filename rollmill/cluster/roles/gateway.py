@@ -6,7 +6,7 @@ import ssl
 
 from aiohttp import web
 
-from rollmill.chat.formats.choice import format_of
+from rollmill.chat.formats.choice import format_beside
 from rollmill.chat.tokenizer import Tokenizer
 from rollmill.cluster.run import RunDirectory
 from rollmill.errors import ConfigError
@@ -24,7 +24,7 @@ def main(run: RunDirectory) -> None:
     database = open_database(run.database_url)
     app = make_app(
         run.config.gateway,
-        format_of(tokenizer, tools_in_prompt=run.config.tools_in_prompt),
+        format_beside(run.tokenizer, tokenizer, run.config.chat.kept, tools_in_prompt=run.config.tools_in_prompt),
         tokenizer,
         [
             EngineEndpoint(run.url(f"engine-{region}"), region, run.secrets["engine_token"])

@@ -9,7 +9,7 @@ from __future__ import annotations
 from typing import Any
 
 from rollmill import telemetry
-from rollmill.chat.formats.choice import format_of
+from rollmill.chat.formats.choice import format_beside
 from rollmill.chat.tokenizer import Tokenizer
 from rollmill.cluster.local import TERMINATED
 from rollmill.cluster.prepare import describe_longer, prepare
@@ -88,7 +88,7 @@ def _objective(
             seed=config.seed_of(stage),
             model=config.model_of(stage.name),
             tokenizer=tokenizer,
-            format=format_of(tokenizer, tools_in_prompt=config.tools_in_prompt),
+            format=format_beside(run.tokenizer, tokenizer, config.chat.kept, tools_in_prompt=config.tools_in_prompt),
             tokens_per_microbatch=training.tokens_per_pass,
             placement=placement,
             ledger=Ledger(database, run.stage_key(stage)),

@@ -9,7 +9,7 @@
 
 `rollmill trajectories export --format openai` writes it. An answer with "weight": 0 is context only. Other fields are
 ignored. A conversation longer than the context is cut after the last answer that fits, and counted; one without an
-answer that fits is left out of its step, and counted.
+answer that fits is left out of its step, and counted. So is one that the model's chat template refuses.
 """
 
 from __future__ import annotations
@@ -59,9 +59,13 @@ class ConversationDocuments(IndexedDocuments):
 
     def read(self, number: int, epoch: int) -> Document:
         found = parse_conversation(self._index.bytes(self._index.row(number)))
-        rendered = render_conversation(found.messages, found.tools, self._context.format, found.ignored)
+        try:
+            rendered = render_conversation(found.messages, found.tools, self._context.format, found.ignored)
+        except GatewayError:
+            return Document([], [], ["conversation left out: the chat template refuses it"])
         if len(rendered.tokens) <= self._context.max_context:
-            return Document(rendered.tokens, rendered.learnt)
+            notes = ["answers not learnt: the chat template rewrites them"] if rendered.rewritten else []
+            return Document(rendered.tokens, rendered.learnt, notes)
         cut = rendered.cut(self._context.max_context)
         note = "conversation cut" if any(cut.learnt) else "conversation left out: no answer fits into the context"
         return Document(cut.tokens, cut.learnt, [note])

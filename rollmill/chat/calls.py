@@ -1,0 +1,84 @@
+"""CallFamily: how a family of models writes tool calls in the text of an answer.
+
+A malformed call stays a call: its raw text becomes the arguments, which are no JSON then. The harness answers it with
+an error, and the record has what the model wrote.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Sequence
+from typing import Any, Protocol
+
+from rollmill.chat.format import Tool
+
+Call = tuple[str, str]  # name and arguments; the arguments are JSON if the call is well-formed
+
+_NAME = re.compile(r'"name"\s*:\s*"([^"]*)"')
+_KEYS = ("arguments", "parameters")
+
+
+class CallFamily(Protocol):
+    name: str
+    ends: tuple[str, ...]  # marks that end the text of an answer
+    silent: tuple[str, ...]  # an answer that begins with one of these may be a call as a whole
+
+    def parse(self, text: str, tools: Sequence[Tool]) -> tuple[str, list[Call]]:
+        """(text before the calls, calls). Never raises."""
+        ...
+
+    def write(self, calls: Sequence[Call]) -> str:
+        """Calls as the family writes them, for templates that have no place for calls."""
+        ...
+
+
+def read_json(text: str) -> Any:
+    """The value of a JSON text; ValueError if it is none."""
+    try:
+        return json.loads(text)
+    except RecursionError:
+        raise ValueError("nested too deeply") from None
+
+
+def to_json(value: Any) -> str:
+    return json.dumps(value, ensure_ascii=False)
+
+
+def call_of(value: Any) -> Call | None:
+    """The call that a JSON value describes: {"name": …, "arguments": {…}}, or with "parameters"."""
+    if not isinstance(value, dict):
+        return None
+    value = value["function"] if isinstance(value.get("function"), dict) else value
+    arguments = next((value[key] for key in _KEYS if key in value), None)
+    if not isinstance(value.get("name"), str) or not isinstance(arguments, dict | str):
+        return None
+    return value["name"], arguments if isinstance(arguments, str) else to_json(arguments)
+
+
+def parse_call(body: str) -> Call:
+    """A call from its JSON text. A malformed one keeps its raw text as arguments."""
+    try:
+        call = call_of(read_json(body))
+    except ValueError:
+        call = None
+    return call or malformed(body)
+
+
+def malformed(body: str) -> Call:
+    named = _NAME.search(body)
+    return named.group(1) if named else "invalid", body
+
+
+def write_call(name: str, arguments: str, key: str = "arguments") -> str:
+    """A call as JSON text. Arguments stay as they are."""
+    return f'{{"name": {to_json(name)}, "{key}": {arguments}}}'
+
+
+def json_prefix(text: str) -> tuple[Any, str]:
+    """The JSON value at the start of `text`, and what follows it. ValueError if there is none."""
+    try:
+        value, end = json.JSONDecoder().raw_decode(text)
+    except RecursionError:
+        raise ValueError("nested too deeply") from None
+    return value, text[end:]

@@ -1,0 +1,47 @@
+"""Finds the family of a model's tool calls from its template and its vocabulary."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from rollmill.chat.calls import CallFamily
+from rollmill.chat.config import FamilyName
+from rollmill.chat.families.deepseek import CALLS, DeepSeekCalls
+from rollmill.chat.families.hermes import START, HermesCalls
+from rollmill.chat.families.kimi import SECTION, KimiCalls
+from rollmill.chat.families.mistral import MarkedListCalls
+from rollmill.chat.families.plain_json import JsonCalls
+from rollmill.chat.families.qwen_coder import QwenCoderCalls
+from rollmill.chat.tokenizer import Tokenizer
+
+FAMILIES: Mapping[FamilyName, CallFamily] = {
+    "hermes": HermesCalls(),
+    "qwen-coder": QwenCoderCalls(),
+    "llama3": JsonCalls("llama3", key="parameters", single=True),
+    "mistral": MarkedListCalls("mistral", "[TOOL_CALLS]"),
+    "granite": MarkedListCalls("granite", "<|tool_call|>"),
+    "deepseek": DeepSeekCalls(fenced=False),
+    "deepseek-v3": DeepSeekCalls(fenced=True),
+    "kimi": KimiCalls(),
+    "json": JsonCalls("json", key="arguments", single=False),
+}
+
+
+def family_of(template: str, tokenizer: Tokenizer) -> CallFamily:
+    """What the template writes decides, then the special tokens of the vocabulary."""
+    for text in (template, "\n".join(tokenizer.special)):
+        if CALLS in text:
+            return FAMILIES["deepseek-v3" if "```json" in template else "deepseek"]
+        if SECTION in text:
+            return FAMILIES["kimi"]
+        if "<function=" in text:
+            return FAMILIES["qwen-coder"]
+        if START in text:
+            return FAMILIES["hermes"]
+        if "[TOOL_CALLS]" in text:
+            return FAMILIES["mistral"]
+        if "<|tool_call|>" in text:
+            return FAMILIES["granite"]
+        if "<|python_tag|>" in text:
+            return FAMILIES["llama3"]
+    return FAMILIES["json" if "tool_calls" in template else "hermes"]

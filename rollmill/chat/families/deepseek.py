@@ -1,0 +1,54 @@
+"""DeepSeek: special tokens around each call.
+
+<｜tool▁calls▁begin｜><｜tool▁call▁begin｜>NAME<｜tool▁sep｜>{…}<｜tool▁call▁end｜>…<｜tool▁calls▁end｜>    V3.1
+<｜tool▁call▁begin｜>function<｜tool▁sep｜>NAME⏎```json⏎{…}⏎```<｜tool▁call▁end｜>                      V3, R1
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from rollmill.chat.calls import Call
+from rollmill.chat.format import Tool
+
+CALLS = "<｜tool▁calls▁begin｜>"
+_CALL, _SEPARATOR, _CALL_END, _CALLS_END = (
+    "<｜tool▁call▁begin｜>",
+    "<｜tool▁sep｜>",
+    "<｜tool▁call▁end｜>",
+    "<｜tool▁calls▁end｜>",
+)
+
+
+class DeepSeekCalls:
+    ends: tuple[str, ...] = (CALLS, _CALL)
+    silent: tuple[str, ...] = ()
+
+    def __init__(self, *, fenced: bool) -> None:
+        self._fenced = fenced  # the layout of V3 and R1
+        self.name = "deepseek-v3" if fenced else "deepseek"
+
+    def parse(self, text: str, tools: Sequence[Tool]) -> tuple[str, list[Call]]:
+        content, *bodies = text.split(_CALL)
+        content, opened, rest = content.partition(CALLS)
+        if opened and not bodies:
+            return content, [("invalid", rest)]
+        return content, [_parse(body.partition(_CALL_END)[0].removesuffix(_CALLS_END)) for body in bodies]
+
+    def write(self, calls: Sequence[Call]) -> str:
+        return CALLS + ("\n" if self._fenced else "").join(self._write(*call) for call in calls) + _CALLS_END
+
+    def _write(self, name: str, arguments: str) -> str:
+        if self._fenced:
+            return f"{_CALL}function{_SEPARATOR}{name}\n```json\n{arguments}\n```{_CALL_END}"
+        return f"{_CALL}{name}{_SEPARATOR}{arguments}{_CALL_END}"
+
+
+def _parse(body: str) -> Call:
+    head, separated, rest = body.partition(_SEPARATOR)
+    if not separated:
+        return "invalid", body
+    if head.strip() != "function" or "\n" not in rest:
+        return head.strip(), rest.strip()
+    name, _, arguments = rest.partition("\n")
+    return name.strip(), arguments.strip().removeprefix("```json").removesuffix("```").strip()

@@ -1,0 +1,47 @@
+"""Kimi K2: special tokens around each call, whose id holds the name and the number of the call in the conversation.
+
+<|tool_calls_section_begin|><|tool_call_begin|>functions.NAME:0<|tool_call_argument_begin|>{…}<|tool_call_end|>…
+<|tool_calls_section_end|>
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from rollmill.chat.calls import Call
+from rollmill.chat.format import Tool
+
+SECTION = "<|tool_calls_section_begin|>"
+_CALL, _ARGUMENT, _CALL_END, _SECTION_END = (
+    "<|tool_call_begin|>",
+    "<|tool_call_argument_begin|>",
+    "<|tool_call_end|>",
+    "<|tool_calls_section_end|>",
+)
+
+
+class KimiCalls:
+    name = "kimi"
+    ends: tuple[str, ...] = (SECTION, _CALL)
+    silent: tuple[str, ...] = ()
+
+    def parse(self, text: str, tools: Sequence[Tool]) -> tuple[str, list[Call]]:
+        content, *bodies = text.split(_CALL)
+        content, opened, rest = content.partition(SECTION)
+        if opened and not bodies:
+            return content, [("invalid", rest)]
+        return content, [_parse(body.partition(_CALL_END)[0].removesuffix(_SECTION_END)) for body in bodies]
+
+    def write(self, calls: Sequence[Call]) -> str:
+        written = (
+            f"{_CALL}functions.{name}:{number}{_ARGUMENT}{arguments}{_CALL_END}"
+            for number, (name, arguments) in enumerate(calls)
+        )
+        return SECTION + "".join(written) + _SECTION_END
+
+
+def _parse(body: str) -> Call:
+    head, separated, arguments = body.partition(_ARGUMENT)
+    if not separated:
+        return "invalid", body
+    return head.strip().removeprefix("functions.").rpartition(":")[0] or head.strip(), arguments.strip()

@@ -1,0 +1,41 @@
+"""A mark and a JSON list: Mistral's `[TOOL_CALLS][{"name": …, "arguments": {…}, "id": …}]`, Granite's `<|tool_call|>`.
+
+Newer Mistral models write `[TOOL_CALLS]name[ARGS]{…}` for each call, some with `[CALL_ID]id` behind the name.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from rollmill.chat.calls import Call, call_of, json_prefix, malformed, write_call
+from rollmill.chat.format import Tool
+
+_ID, _ARGS = "[CALL_ID]", "[ARGS]"
+
+
+class MarkedListCalls:
+    silent: tuple[str, ...] = ()
+
+    def __init__(self, name: str, mark: str) -> None:
+        self.name = name
+        self.ends: tuple[str, ...] = (mark,)
+        self._mark = mark
+
+    def parse(self, text: str, tools: Sequence[Tool]) -> tuple[str, list[Call]]:
+        content, *bodies = text.split(self._mark)
+        return content, [call for body in bodies for call in _parse(body.strip())]
+
+    def write(self, calls: Sequence[Call]) -> str:
+        return f"{self._mark}[{', '.join(write_call(*call) for call in calls)}]"
+
+
+def _parse(body: str) -> list[Call]:
+    if not body.startswith(("[", "{")) and _ARGS in body:
+        head, _, arguments = body.partition(_ARGS)
+        return [(head.partition(_ID)[0].strip(), arguments.strip())]
+    try:
+        value, _ = json_prefix(body)
+    except ValueError:
+        return [malformed(body)]
+    calls = [call_of(each) for each in (value if isinstance(value, list) else [value])]
+    return [call for call in calls if call] if calls and all(calls) else [malformed(body)]

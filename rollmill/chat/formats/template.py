@@ -1,0 +1,173 @@
+"""TemplateFormat: the chat template of a checkpoint is the format.
+
+A template writes whole conversations, but recorded tokens must stay. So the conversation is written twice, and only the
+text that is new is tokenised:
+
+    before   user 1 + generation prompt                              P P P P
+    sampled  before + the answer's own text                          P P P P A A A
+    whole    user 1, answer, user 2 + generation prompt              P P P P A A A T T T     begins with `sampled`
+
+If the answer's text differs from what the template writes only in its form (blanks, the layout of JSON), the template's
+version of the answer stands in for it. If the template writes anything before the new messages differently, it
+rewrites the history: HistoryRewritten.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator, Mapping, Sequence
+from datetime import datetime
+from typing import Any
+
+from rollmill.chat.calls import CallFamily
+from rollmill.chat.families.choice import family_of
+from rollmill.chat.format import ContentStream, HistoryRewritten, Message, Tool, assistant_message, message_calls
+from rollmill.chat.sandbox import ChatTemplate, TemplateFailed
+from rollmill.chat.spelling import Spelling
+from rollmill.chat.tokenizer import NONCHARACTERS, Tokenizer, mark
+from rollmill.chat.writer import Writer, find_abilities
+from rollmill.errors import ConfigError, GatewayError
+
+_STAND_IN: Sequence[Message] = ({"role": "user", "content": "Hello."},)
+
+
+class TemplateFormat:
+    name = "template"
+
+    def __init__(
+        self,
+        tokenizer: Tokenizer,
+        source: str,
+        variables: Mapping[str, Any],
+        *,
+        stop_tokens: Sequence[int] = (),
+        family: CallFamily | None = None,
+        tools_in_prompt: bool = True,
+    ) -> None:
+        """`stop_tokens`: those that the checkpoint names; the one that the template closes answers with is added.
+        ConfigError if the template cannot be used, with the reason."""
+        self._tokenizer = tokenizer
+        self._tools_in_prompt = tools_in_prompt
+        self.family = family or family_of(source, tokenizer)
+        try:
+            writer = Writer(ChatTemplate(source), variables, Spelling(tokenizer), self.family)
+            self.writer, self._closing = find_abilities(writer, tokenizer, stop_tokens)
+        except TemplateFailed as error:
+            raise ConfigError(
+                f"the chat template cannot be used: {error}", hint="name another one: chat.template = FILE.jinja"
+            ) from None
+        self.stop_tokens = tuple(dict.fromkeys([self._closing, *stop_tokens]))
+
+    def render_start(self, messages: Sequence[Message], tools: Sequence[Tool]) -> list[int]:
+        with _refusals():
+            return self._tokenizer.encode_marked(self._write(messages, tools, datetime.now()))
+
+    def render_turn(
+        self,
+        messages: Sequence[Message],
+        tools: Sequence[Tool],
+        *,
+        answer_closed: bool,
+        history: Sequence[Message] = (),
+        answer: Sequence[int] = (),
+    ) -> list[int]:
+        assert history, "a template writes the whole conversation"
+        now = datetime.now()
+        with _refusals():
+            whole = self._write([*history, *messages], tools, now)
+            before = self._write(history[:-1], tools, now)
+            rest = self._after_sampled(whole, before, answer, closed=answer_closed)
+            if rest is None:
+                rest = self._after_written(whole, before, history, tools, now)
+                rest = rest if answer_closed else mark(self._closing) + rest
+        last = answer[-1] if answer and answer[-1] in self._tokenizer.special_ids else self._closing
+        return self._tokenizer.encode_marked(rest, after=last)
+
+    def render_answer(self, message: Message, tools: Sequence[Tool], *, history: Sequence[Message] = ()) -> list[int]:
+        with _refusals():
+            for context in (history or _STAND_IN, _STAND_IN):  # the template may rewrite this history
+                written = self._answer(context, message, tools, datetime.now())
+                if written is not None:
+                    break
+            else:
+                written = self._with_reasoning(_STAND_IN, message, tools)
+        return self._tokenizer.encode_marked(written, after=self._closing)
+
+    def parse(self, tokens: Sequence[int], tools: Sequence[Tool]) -> Message:
+        end = len(tokens) - 1 if tokens and tokens[-1] in self.stop_tokens else len(tokens)
+        text, reasoning = self._tokenizer.decode(tokens[:end]), ""
+        if self.writer.thinking is not None:
+            reasoning, text = self.writer.thinking.split(text)
+        content, calls = self.family.parse(text, tools)
+        return assistant_message((content.rstrip() or None) if calls else content, calls, reasoning)
+
+    def content_stream(self, stops: Sequence[str] = ()) -> ContentStream:
+        closing = (self._tokenizer.decode([token]) for token in self.stop_tokens)
+        return ContentStream(
+            self._tokenizer,
+            ends=(*self.family.ends, *closing, *stops),
+            drop_blank=True,
+            hold_blank=True,
+            silent=self.family.silent,
+            thinking=self.writer.thinking,
+        )
+
+    def _write(self, messages: Sequence[Message], tools: Sequence[Tool], now: datetime) -> str:
+        return self.writer.write(messages, tools if self._tools_in_prompt else (), now)
+
+    def _after_sampled(self, whole: str, before: str, answer: Sequence[int], *, closed: bool) -> str | None:
+        """What follows the answer as it was sampled; None if the template writes that answer differently."""
+        sampled = before + self._tokenizer.decode_marked(answer)
+        if not answer or not whole.startswith(sampled):
+            return None
+        rest = whole[len(sampled) :]
+        # an answer that was cut off may also begin a longer text, such as a call that the template completes
+        return rest if closed or rest.startswith(tuple(map(mark, self.stop_tokens))) else None
+
+    def _after_written(
+        self, whole: str, before: str, history: Sequence[Message], tools: Sequence[Tool], now: datetime
+    ) -> str:
+        """What follows the answer as the template writes it."""
+        written = self._answer(history[:-1], history[-1], tools, now)
+        if written is None or not whole.startswith(before + written) or not _holds(written, history[-1]):
+            raise HistoryRewritten
+        return whole[len(before) + len(written) :]
+
+    def _answer(self, history: Sequence[Message], message: Message, tools: Sequence[Tool], now: datetime) -> str | None:
+        """What the template writes for an answer, up to its closing token."""
+        written = self.writer.write_answer(history, message, tools if self._tools_in_prompt else (), now)
+        return None if written is None else self._closed(written)
+
+    def _closed(self, written: str) -> str:
+        """The text up to its first closing token, which is added if it is missing."""
+        found = [(written.find(mark(token)), token) for token in self.stop_tokens if mark(token) in written]
+        at, token = min(found, default=(len(written), self._closing))
+        return written[:at] + mark(token)
+
+    def _with_reasoning(self, history: Sequence[Message], message: Message, tools: Sequence[Tool]) -> str:
+        """An answer behind a generation prompt that begins the reasoning, for a template that keeps no reasoning."""
+        tools = tools if self._tools_in_prompt else ()
+        written = self.writer.write_without_reasoning(history, message, tools, datetime.now())
+        if written is None:
+            raise TemplateFailed("it does not write this answer behind its own generation prompt")
+        thinking = self.writer.thinking
+        if thinking is not None and thinking.opened:
+            reasoning = NONCHARACTERS.sub("\ufffd", message.get("reasoning_content") or "")
+            written = f"{reasoning}\n{self.writer.spelling.marked(thinking.end)}\n\n{written}"
+        return self._closed(written)
+
+
+@contextlib.contextmanager
+def _refusals() -> Iterator[None]:
+    try:
+        yield
+    except TemplateFailed as error:
+        raise GatewayError(
+            f"the model's chat template refuses these messages: {error}", hint="change their order or their form"
+        ) from None
+
+
+def _holds(written: str, message: Message) -> bool:
+    """Whether the template has written all parts of an answer."""
+    parts = [message.get("content"), message.get("reasoning_content"), *(name for name, _ in message_calls(message))]
+    return all(NONCHARACTERS.sub("\ufffd", part or "").strip() in written for part in parts)

@@ -1,0 +1,139 @@
+"""Templates and messages come from outside: a template cannot do harm, a message cannot change the structure."""
+
+from __future__ import annotations
+
+from datetime import datetime
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from rollmill.chat.format import HistoryRewritten, assistant_message
+from rollmill.chat.sandbox import LARGEST_TEMPLATE, ChatTemplate, TemplateFailed
+from tests.chat.published import TOOLS, published
+
+NAMES = ["qwen2.5", "qwen3", "qwen3-coder", "llama3.1", "mistral-nemo", "deepseek-v3.1", "kimi-k2", "smollm3", "gemma2"]
+NOW = datetime(2026, 1, 2)
+
+
+def hostile(name: str) -> st.SearchStrategy[str]:
+    """Text with special tokens, halves of them, Jinja, blanks, surrogates and characters that marks are made of."""
+    special = sorted(published(name).tokenizer.special)
+    halves = [token[: len(token) // 2] for token in special] + [token[len(token) // 2 :] for token in special]
+    odd = ["{{", "}}", "{% if %}", "\ud800", "\ufdd0", "\ufdd0" + "1" + "\ufdd1", "\ufdd2", " ", "\n", "x", "é"]
+    return st.lists(st.sampled_from([*special, *halves, *odd]), max_size=8).map("".join)
+
+
+@settings(max_examples=40, deadline=None)
+@given(data=st.data())
+@pytest.mark.parametrize("name", NAMES)
+def test_text_of_messages_never_becomes_structure(name: str, data: st.DataObject) -> None:
+    case, text = published(name), hostile(name)
+    system, user, said, path, result = (data.draw(text) for _ in range(5))
+    arguments = [("read", '{"path": "x"}')]
+
+    def structure(system: str, user: str, said: str, result: str) -> list[int]:
+        messages = [
+            {"role": "system", "content": f"a{system}b"},
+            {"role": "user", "content": f"a{user}b"},
+            assistant_message(f"a{said}b", []),
+            {"role": "user", "content": f"a{user}b"},
+            assistant_message(None, arguments),
+            {"role": "tool", "content": f"a{result}b"},
+        ]
+        tokens = case.format.render_start(messages, TOOLS)
+        return [token for token in tokens if token in case.tokenizer.special_ids]
+
+    assert structure(system, user, said.replace("think>", ""), result) == structure("", "", "", "")
+    assert case.format.render_start([{"role": "user", "content": path}], [])
+
+
+@settings(max_examples=25, deadline=None)
+@given(data=st.data())
+@pytest.mark.parametrize("name", ["qwen2.5", "llama3.1", "kimi-k2", "qwen3-coder"])
+def test_text_of_calls_and_tools_never_becomes_structure(name: str, data: st.DataObject) -> None:
+    import json
+
+    case, text = published(name), hostile(name)
+
+    def structure(function: str, key: str, value: str, described: str) -> list[int]:
+        tool: Any = {
+            "name": f"f{function}",
+            "description": described,
+            "parameters": {"type": "object", "properties": {}},
+        }
+        tool["parameters"]["properties"] = {f"k{key}": {"type": "string", "description": value}}
+        arguments = json.dumps({f"k{key}": value})
+        messages = [{"role": "user", "content": "x"}, assistant_message(None, [(f"f{function}", arguments)])]
+        messages.append({"role": "tool", "content": "x"})
+        tokens = case.format.render_start(messages, [{"type": "function", "function": tool}])
+        return [token for token in tokens if token in case.tokenizer.special_ids]
+
+    drawn = [data.draw(text) for _ in range(4)]
+    assert structure(*drawn) == structure("", "", "", "")
+
+
+@settings(max_examples=40, deadline=None)
+@given(data=st.data())
+@pytest.mark.parametrize("name", ["qwen3", "llama3.1", "deepseek-v3.1", "kimi-k2"])
+def test_whatever_was_sampled_can_be_continued(name: str, data: st.DataObject) -> None:
+    """Any tokens at all: the next turn is appended, or the template rewrites the history. Nothing else is raised."""
+    case = published(name)
+    marks = st.sampled_from(sorted(case.tokenizer.special_ids - set(case.format.stop_tokens)))
+    tokens = data.draw(st.lists(marks | st.integers(0, case.tokenizer.vocab_size - 1), max_size=20))
+    tokens = [token for token in tokens if token not in case.format.stop_tokens]
+    closed = data.draw(st.booleans())
+    tokens += [case.format.stop_tokens[0]] if closed else []
+    history = [{"role": "user", "content": "x"}, case.format.parse(tokens, TOOLS)]
+    new = [{"role": "tool", "content": "y"} for _ in history[-1].get("tool_calls", [])] or [
+        {"role": "user", "content": "y"}
+    ]
+    try:
+        turn = case.format.render_turn(new, TOOLS, answer_closed=closed, history=history, answer=tokens)
+    except HistoryRewritten:
+        turn = case.format.render_start([*history, *new], TOOLS)
+    assert "y" in case.tokenizer.decode(turn)
+
+
+@pytest.mark.parametrize(
+    "source",
+    [
+        "{% for a in range(99999) %}{% for b in range(99999) %}{% endfor %}{% endfor %}",
+        "{% macro f() %}{{ f() }}{{ f() }}{% endmacro %}{{ f() }}",
+        "{% set n = namespace(x='ab') %}{% for a in range(99) %}{% set n.x = n.x ~ n.x %}{% endfor %}",
+        "{% set n = namespace(x='ab') %}{% for a in range(99) %}{% set n.x = n.x + n.x %}{% endfor %}",
+        "{% set n = namespace(x='ab') %}{% for a in range(99) %}{% set n.x = n.x.replace('a', n.x) %}{% endfor %}",
+        "{% set n = namespace(x='ab') %}{% for a in range(99) %}{% set n.x = n.x | replace('a', n.x) %}{% endfor %}",
+        "{{ 'a' * 999999999 }}",
+        "{{ [0] * 999999999 }}",
+        "{{ 9 ** 999999999 }}",
+        "{{ '%999999999d' % 1 }}",
+        "{{ 'a'.ljust(999999999) }}",
+        "{{ ''.__class__.__mro__[1].__subclasses__() }}",
+        "{{ messages.append(1) }}",
+        "{{ messages.missing.missing }}",
+        "{{ raise_exception('no') }}",
+        "{{ {1: messages}['x']() }}",
+    ],
+)
+def test_a_template_that_does_harm_fails(source: str) -> None:
+    with pytest.raises(TemplateFailed):
+        ChatTemplate(source).render({"messages": [{"role": "user", "content": "x"}]}, NOW)
+
+
+@pytest.mark.parametrize(
+    "source", ["{% if", "{{ 'a' | center(9) }}", "x" * (LARGEST_TEMPLATE + 1), "{{ " + "(" * 9999 + " }}"]
+)
+def test_a_template_that_cannot_be_compiled(source: str) -> None:
+    with pytest.raises(TemplateFailed):
+        ChatTemplate(source)
+
+
+def test_a_template_has_what_transformers_gives_it() -> None:
+    source = (
+        "{% for m in messages %}{% if m.role == 'x' %}{% continue %}{% endif %}{% generation %}{{ m | tojson }}"
+        "{% endgeneration %}{% break %}{% endfor %}{{ strftime_now('%d %b %Y') }}{{ messages | length * 2 }}{{ 7 % 4 }}"
+    )
+    text = ChatTemplate(source).render({"messages": [{"role": "x"}, {"role": "é<"}]}, NOW)
+    assert text == '{"role": "é<"}02 Jan 202643'

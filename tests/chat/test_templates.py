@@ -1,0 +1,209 @@
+"""Rendering with published templates is what transformers renders, turn by turn, with recorded tokens kept."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from rollmill.chat.conversation import render_conversation
+from rollmill.chat.format import Message, Tool, assistant_message
+from rollmill.chat.formats.template import TemplateFormat
+from rollmill.errors import ConfigError, GatewayError
+from rollmill.gateway.segments import Answer
+from rollmill.gateway.sessions import Plan, Session, SessionFacts
+from rollmill.types import PolicyRef
+from tests.chat.published import TOOLS, Published, as_sent, published
+
+READ = ("read", '{"path": "add.py"}')
+EDIT = ("edit", '{"path": "add.py", "line": 2, "parts": ["a", "b"]}')
+USER = {"role": "user", "content": "Fix add."}
+MORE = {"role": "user", "content": "Now double."}
+CHAT = [USER, assistant_message("It adds.", []), MORE, assistant_message("It doubles.", []), USER]
+AGENT = [
+    USER,
+    assistant_message(None, [READ]),
+    {"role": "tool", "content": "def add(a, b):"},
+    assistant_message(None, [EDIT]),
+    {"role": "tool", "content": "done"},
+    assistant_message("Fixed.", []),
+    MORE,
+    assistant_message("Doubled.", []),
+    USER,
+]
+SYSTEM = {"role": "system", "content": "Be brief."}
+
+
+def thinking(messages: list[Message]) -> list[Message]:
+    return [{**each, "reasoning_content": "Hm."} if each["role"] == "assistant" else each for each in messages]
+
+
+def play(session: Session, messages: list[Message], tools: list[Tool], format: TemplateFormat) -> list[Plan]:
+    """Each assistant message is sampled as the template writes it. The client sends no reasoning back."""
+    plans, sent = [], []
+    for message in [*messages, None]:
+        if message is not None and message["role"] != "assistant":
+            sent.append(message)
+            continue
+        plan = session.plan(sent, tools, format)
+        plans.append(plan)
+        if message is None:
+            return plans
+        tokens = format.render_answer(message, tools, history=plan_history(session, plan))
+        assert tokens[-1] in format.stop_tokens
+        parsed = format.parse(tokens, tools)
+        policy = PolicyRef("rl", 1, "bf16", "00")
+        answer = Answer(tokens, [-1.0] * len(tokens), [0] * len(tokens), [policy], [], [], "stop", True, parsed)
+        session.append(session.place(plan, answer))
+        sent.append({key: value for key, value in message.items() if key != "reasoning_content"})
+    raise AssertionError
+
+
+def plan_history(session: Session, plan: Plan) -> list[Message]:
+    base = session.segments.get(plan.parent[0] if plan.parent else plan.segment)
+    return (base.messages[: plan.inherited] if base else []) + plan.messages
+
+
+def check(case: Published, messages: list[Message], tools: list[Tool], **convention: Any) -> list[str]:
+    """The cause of each turn's segment ("" for a turn that continues it)."""
+    session = Session(SessionFacts("t", "rollout"))
+    causes: list[str] = []
+    places = [place for place, message in enumerate(messages) if message["role"] == "assistant"]
+    for plan, place in zip(play(session, messages, tools, case.format), [*places, len(messages)], strict=True):
+        assert plan.context == case.expected(as_sent(messages[:place], **convention), tools), f"turn at {place}"
+        causes.append(plan.cause if plan.opens else "")
+        if not plan.opens:  # nothing that was recorded is tokenised again
+            assert len(plan.prompt) < len(plan.context) and plan.inherited > 0
+    return causes
+
+
+KEPT = ["start", "", "", "", ""]
+
+
+@pytest.mark.parametrize("name", ["qwen2.5", "qwen3-coder", "llama3.1", "kimi-k2"])
+@pytest.mark.parametrize("system", [[], [SYSTEM]], ids=["", "system"])
+def test_agents_keep_all_tokens(name: str, system: list[Message]) -> None:
+    assert check(published(name), [*system, *AGENT], TOOLS, kimi=name == "kimi-k2") == KEPT
+
+
+def test_an_agent_of_deepseek_keeps_all_tokens() -> None:
+    """Its template does not write tools, so there are none here."""
+    assert check(published("deepseek-v3.1"), AGENT, []) == KEPT
+
+
+@pytest.mark.parametrize("name", ["gemma2", "granite3.3", "smollm3", "phi-4", "qwen2.5", "llama3.1", "deepseek-v3.1"])
+def test_chats_keep_all_tokens(name: str) -> None:
+    assert check(published(name), CHAT, []) == ["start", "", ""]
+
+
+def test_qwen3_drops_reasoning_when_the_user_speaks() -> None:
+    assert check(published("qwen3"), thinking(AGENT), TOOLS) == ["start", "", "", "template", "template"]
+
+
+def test_smollm3_keeps_reasoning_in_the_text() -> None:
+    case = published("smollm3")
+    texts = [
+        {"role": "assistant", "content": f"<think>\nHm.\n</think>\n\n{message['content']}"}
+        if message["role"] == "assistant"
+        else message
+        for message in CHAT
+    ]
+    session = Session(SessionFacts("t", "rollout"))
+    plans = play(session, thinking(CHAT), [], case.format)
+    assert [plan.cause if plan.opens else "" for plan in plans] == ["start", "", ""]
+    assert plans[-1].context == case.expected(texts, [])
+
+
+def test_deepseek_r1_drops_all_reasoning() -> None:
+    case = published("deepseek-r1")
+    assert case.format.writer.thinking is not None and case.format.writer.thinking.opened
+    assert check(case, thinking(CHAT), []) == ["start", "template", "template"]
+    # its prompts open the reasoning only behind user messages, and it drops the mark behind tool results
+    assert not case.format.writer.thinking.always
+    first = [thinking(AGENT)[place] if place == 1 else message for place, message in enumerate(AGENT)]
+    assert "edit" not in check(case, first, [], empty=None)
+
+
+def test_mistral_moves_the_tools_to_the_last_user_message() -> None:
+    assert check(published("mistral-nemo"), AGENT, TOOLS) == ["start", "", "", "template", "template"]
+
+
+def test_hermes3_changes_a_line_break_when_messages_follow() -> None:
+    assert check(published("hermes3"), AGENT, TOOLS) == ["start", "", "template", "template", ""]
+
+
+def test_harmony_and_cohere_are_refused_with_the_reason() -> None:
+    for name, reason in {"gpt-oss": "layout that is not known", "command-r7b": "own generation prompt"}.items():
+        with pytest.raises(ConfigError, match=reason):
+            published(name)
+
+
+def test_an_answer_in_another_layout_keeps_its_tokens() -> None:
+    """Models write JSON with their own blanks; the template's layout does not replace it."""
+    case = published("qwen2.5")
+    sampled = '<tool_call>\n{"name":"read",  "arguments":{"path":"add.py"}}\n</tool_call>'
+    tokens = [*case.tokenizer.encode(sampled), case.tokenizer.token_id("<|im_end|>")]
+    history = [USER, case.format.parse(tokens, TOOLS)]
+    turn = case.format.render_turn(AGENT[2:3], TOOLS, answer_closed=True, history=history, answer=tokens)
+    assert case.tokenizer.decode(turn).startswith("\n<|im_start|>user\n<tool_response>\ndef add")
+
+
+@pytest.mark.parametrize("name", ["qwen2.5", "llama3.1", "kimi-k2", "mistral-nemo", "deepseek-v3.1", "qwen3-coder"])
+def test_an_answer_that_was_cut_off_is_closed(name: str) -> None:
+    case = published(name)
+    tools = TOOLS if case.format.writer.abilities.tools else []
+    whole = case.format.render_answer(assistant_message(None, [READ]), tools)
+    for tokens in (
+        whole[:-1],
+        whole[: len(whole) // 2],
+        case.format.render_answer(assistant_message("It a", []), [])[:-1],
+    ):
+        history = [USER, case.format.parse(tokens, tools)]
+        new = AGENT[2:3] if history[-1].get("tool_calls") else []
+        turn = case.format.render_turn(new, tools, answer_closed=False, history=history, answer=tokens)
+        assert turn[0] in case.format.stop_tokens
+        assert "ments" not in case.tokenizer.decode(turn)  # the template does not complete the call
+
+
+def test_a_template_that_takes_arguments_as_text() -> None:
+    source = (
+        "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content or '' }}{% for c in m.tool_calls or [] %}"
+        '<tool_call>{"name": "{{ c.function.name }}", "arguments": {{ c.function.arguments + \'\' }}}</tool_call>'
+        "{% endfor %}<|im_end|>\n{% endfor %}{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+    )
+    tokenizer = published("qwen2.5").tokenizer
+    format = TemplateFormat(tokenizer, source, {})
+    assert format.writer.abilities.arguments == "text" and not format.writer.abilities.tools
+    answer = assistant_message(None, [READ])
+    assert format.parse(format.render_answer(answer, TOOLS), TOOLS) == answer
+    assert "Probe" not in tokenizer.decode(format.render_start([USER], TOOLS))
+    assert '"name": "read"' in tokenizer.decode(format.render_start([USER], TOOLS))
+
+
+def test_what_a_template_refuses_is_told_to_the_client() -> None:
+    with pytest.raises(GatewayError, match="refuses these messages: Conversation roles must alternate"):
+        published("gemma2").format.render_start([USER, MORE], [])
+
+
+def test_a_model_without_system_role_gets_it_with_the_first_question() -> None:
+    case = published("gemma2")
+    text = case.tokenizer.decode(case.format.render_start([SYSTEM, USER], []))
+    assert text == "<bos><start_of_turn>user\nBe brief.\n\nFix add.<end_of_turn>\n<start_of_turn>model\n"
+
+
+@pytest.mark.parametrize("name", ["gemma2", "phi-4", "granite3.3", "smollm3"])
+def test_agents_of_models_whose_template_knows_no_calls(name: str) -> None:
+    case = published(name)
+    plans = play(Session(SessionFacts("t", "rollout")), AGENT, TOOLS, case.format)
+    assert [plan.cause if plan.opens else "" for plan in plans] == KEPT
+    text = case.tokenizer.decode(plans[-1].context)
+    assert '"name": "read"' in text and "def add(a, b):" in text and "Now double." in text
+
+
+def test_a_conversation_with_reasoning_learns_what_is_sampled_last() -> None:
+    case = published("qwen3")
+    rendered = render_conversation(thinking(AGENT)[:-1], TOOLS, case.format)
+    learnt = case.tokenizer.decode([token for token, yes in zip(rendered.tokens, rendered.learnt, strict=True) if yes])
+    assert learnt == "<think>\nHm.\n</think>\n\nDoubled.<|im_end|>" and rendered.rewritten == 3
+    kept = render_conversation(thinking(AGENT)[:6], TOOLS, case.format)
+    assert kept.rewritten == 0 and len(kept.ends) == 3
