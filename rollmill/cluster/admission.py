@@ -123,6 +123,8 @@ class _Admission:
         for row in graded:
             if _EVAL in row.run:
                 raise TrajectoryError("of an evaluation: training on it would spoil the measurement")
+            if row.provenance.get("consent", "train") != "train":
+                raise TrajectoryError("its user did not agree to training")
             if row.split not in (None, "train") or row.task_id in self.heldout:
                 raise TrajectoryError("of a held-out task")
         if len({row.grading for row in graded}) > 1:

@@ -212,7 +212,7 @@ class Completions:
 
     async def _record(self, session: Session, turn: Turn) -> None:
         """Write the turn to disk. A rollout waits for the disk, production for at most `record_wait_s`."""
-        if session.unrecorded is not None:
+        if session.unrecorded is not None or not session.stored:
             return
         facts = session.facts
         production = facts.traffic == "production"

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from typing import Literal
 
 from pydantic import Field
 
 from rollmill.config import Config
+from rollmill.gateway.redaction import RedactionSection
 
 
 class GatewayConfig(Config):
@@ -92,6 +94,21 @@ class GatewayConfig(Config):
         default=2.0,
         ge=0,
         description="Seconds for which the gateway remembers an API key. A revoked key is refused after that time.",
+    )
+    consent: Literal["none", "store", "train"] = Field(
+        default="train",
+        description="What may be kept of production requests that say nothing, with keys that say nothing: `none` is "
+        "never written, `store` is never trained on.",
+    )
+    redaction: RedactionSection = Field(
+        default={},
+        validate_default=True,
+        description="What is removed from production requests before the model sees them.",
+    )
+    retention_days: float | None = Field(
+        default=None,
+        gt=0,
+        description="Days after which the payload of a production trajectory is deleted. Not set: never.",
     )
     compact_bytes: int = Field(
         default=64 << 20,

@@ -81,6 +81,8 @@ class FeedbackRoutes:
         if session is not None:
             facts = session.facts
             _check_owner(key, facts.traffic, facts.provenance)
+            if not session.stored:
+                raise GatewayError("this session is not stored: its user did not agree", status=410)
             if facts.traffic == "production":
                 await self._sealer.list_now(session)
             return facts.trajectory

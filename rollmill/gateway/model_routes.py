@@ -19,6 +19,7 @@ from rollmill.gateway.dialects.responses import OpenAIResponses
 from rollmill.gateway.identity import check_named, named_session
 from rollmill.gateway.keys import Key
 from rollmill.gateway.metrics import Metrics
+from rollmill.gateway.privacy import Privacy
 from rollmill.gateway.registry import Registry
 from rollmill.gateway.sessions import Session
 from rollmill.gateway.stored import Stored, StoredResponses, no_such_response
@@ -44,6 +45,7 @@ class ModelRoutes:
         self._registry = registry
         self._metrics = metrics
         self._access = access
+        self._privacy = Privacy(config.consent, config.redaction)
         self._model_names = model_names
         self._stored = StoredResponses()
         self._responses = OpenAIResponses(self._stored)
@@ -110,7 +112,7 @@ class ModelRoutes:
         stored = self._find_stored(previous, admitted) if previous else None
         asked = self._responses.continued(asked, stored)
         name = stored.trajectory if stored is not None else named_session(request)
-        return await self._answer_in(self._session(name, admitted, asked), Ask(asked, self._responses, request))
+        return await self._answer_in(request, self._responses, name, admitted, asked)
 
     async def response(self, request: web.Request) -> web.Response:
         """Show a stored response.
@@ -142,13 +144,27 @@ class ModelRoutes:
     async def _answer(self, http: web.Request, dialect: Dialect) -> web.StreamResponse:
         admitted = await self._admit(http)
         request = dialect.parse(await http.read(), self._limits)
-        if request.prompt is not None:
-            request = self._completions.with_tokens(request)
-        return await self._answer_in(self._session(named_session(http), admitted, request), Ask(request, dialect, http))
+        return await self._answer_in(http, dialect, named_session(http), admitted, request)
 
-    async def _answer_in(self, session: Session, ask: Ask) -> web.StreamResponse:
+    async def _answer_in(
+        self, http: web.Request, dialect: Dialect, name: str | None, admitted: Session | Key, request: ModelRequest
+    ) -> web.StreamResponse:
+        self._check_model(request.model)
+        if isinstance(admitted, Session):
+            check_named(name, admitted)
+            session, request = admitted, self._with_tokens(request)
+        else:
+            consent = self._privacy.consent(http.headers, admitted.consent, request)
+            request = self._with_tokens(self._privacy.redact_inputs(request))
+            session = self._registry.production(
+                name, request.user, request.messages, key_id=admitted.id, consent=consent
+            )
+            request = self._privacy.redact_forged(request, session)
         self._metrics.count("requests_total", traffic=session.facts.traffic)
-        return await self._completions.answer(session, ask)
+        return await self._completions.answer(session, Ask(request, dialect, http))
+
+    def _with_tokens(self, request: ModelRequest) -> ModelRequest:
+        return request if request.prompt is None else self._completions.with_tokens(request)
 
     def _find_stored(self, id: str, admitted: Session | Key) -> Stored:
         """A stored response of the caller's own open session. Raises 404 for any other."""
@@ -163,13 +179,6 @@ class ModelRoutes:
     async def _admit(self, http: web.Request) -> Session | Key:
         """The session of the request's key, or a production key. Raises for any other key."""
         return self._registry.by_key(given_key(http)) or await self._access.admit(http, "production")
-
-    def _session(self, name: str | None, admitted: Session | Key, request: ModelRequest) -> Session:
-        self._check_model(request.model)
-        if isinstance(admitted, Session):
-            check_named(name, admitted)
-            return admitted
-        return self._registry.production(name, request.user, request.messages, key_id=admitted.id)
 
     def _check_model(self, name: str) -> None:
         names = self._model_names()

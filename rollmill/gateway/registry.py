@@ -83,9 +83,13 @@ class Registry:
             return None
         return session
 
-    def production(self, name: str | None, user: str, messages: Sequence[Message], *, key_id: str) -> Session:
+    def production(
+        self, name: str | None, user: str, messages: Sequence[Message], *, key_id: str, consent: str = "train"
+    ) -> Session:
         """The conversation that the client names, or the only one that these messages continue, or a new one."""
-        provenance = {"key": key_id, **({"user": _pseudonym(user)} if user else {})}
+        provenance = {"key": key_id, **({"user": pseudonym(self._secret, user)} if user else {})}
+        if consent != "train":
+            provenance["consent"] = consent
         if name is not None:
             provenance["session"] = check_id(name)
             trajectory: str | None = self._named.get((key_id, name), name)
@@ -104,7 +108,7 @@ class Registry:
 
     def _live(self, trajectory: str | None, provenance: dict[str, Any]) -> Session:
         session = self._sessions.get(trajectory) if trajectory is not None else None
-        mine = session is not None and key_id_of(session.facts.provenance) == key_id_of(provenance)
+        mine = session is not None and _owner(session.facts.provenance)[:2] == _owner(provenance)[:2]
         production = session is not None and session.facts.traffic == "production"
         if session is not None and mine and production and self.is_open(session) and not session.ending:
             session.used_at = time.time()  # no longer idle, so it is not sealed now
@@ -166,22 +170,24 @@ def key_id_of(provenance: Mapping[str, Any]) -> str:
     return str(provenance.get("key", _PRODUCTION))
 
 
-def _owner(provenance: Mapping[str, Any]) -> str:
-    return f"{key_id_of(provenance)} {provenance.get('user', '')}"
+def _owner(provenance: Mapping[str, Any]) -> tuple[str, str, str]:
+    """Key, consent and user of a conversation."""
+    return key_id_of(provenance), str(provenance.get("consent", "train")), str(provenance.get("user", ""))
 
 
 def _name(facts: SessionFacts) -> tuple[str, str]:
     return key_id_of(facts.provenance), str(facts.provenance.get("session"))
 
 
-def _pseudonym(user: str) -> str:
-    """A pseudonym of the user: the same user always has the same one, and the name is not stored."""
-    return hashlib.blake2b(user.encode(errors="replace"), digest_size=16).hexdigest()
+def pseudonym(secret: bytes, user: str) -> str:
+    """A pseudonym of the user: the same user always has the same one. The name is not stored, and who does not have the
+    secret cannot try names."""
+    return hmac.new(secret, b"user " + user.encode(errors="replace"), hashlib.sha256).hexdigest()[:32]
 
 
-def _digests(owner: str, messages: Sequence[Message]) -> Iterator[bytes]:
+def _digests(owner: tuple[str, ...], messages: Sequence[Message]) -> Iterator[bytes]:
     """One digest per answer, of the conversation up to it. Clients re-format answers, see `same_message`."""
-    running = hashlib.blake2b(owner.encode(), digest_size=16)
+    running = hashlib.blake2b(json.dumps(owner).encode(), digest_size=16)
     for message in messages:
         content = message["content"] or ""
         if message["role"] != "assistant":

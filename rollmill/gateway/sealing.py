@@ -136,7 +136,7 @@ class Sealer:
     async def _list(self, session: Session) -> None:
         """Write a production conversation to the index while it is open. Nobody waits for this."""
         state = TrajectoryState.running if session.unrecorded is None else TrajectoryState.failed
-        begun = session.segments or session.unrecorded is not None
+        begun = session.stored and (session.segments or session.unrecorded is not None)
         if session.facts.traffic != "production" or not begun or session.listed == state:
             return
         try:
@@ -165,7 +165,9 @@ class Sealer:
     async def _end(self, session: Session) -> None:
         trajectory = session.facts.trajectory
         try:
-            if session.facts.traffic == "rollout" and not session.sealing:
+            if not session.stored:
+                await self.give_up(session, "its user did not agree to storing it")
+            elif session.facts.traffic == "rollout" and not session.sealing:
                 log.warning("session %s expired: nobody sealed it", trajectory)
                 await self.give_up(session, "nobody sealed it")
             else:
@@ -179,6 +181,9 @@ class Sealer:
 
     async def _seal(self, session: Session, submission_key: str | None) -> dict[str, Any]:
         trajectory = session.facts.trajectory
+        if not session.stored:
+            await self.give_up(session, "its user did not agree to storing it")
+            raise GatewayError(f"{trajectory} is not stored: its user did not agree", status=410)
         if session.unrecorded is not None:
             await self._list(session)
             await self.give_up(session, session.unrecorded)

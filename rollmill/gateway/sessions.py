@@ -135,6 +135,11 @@ class Session:
         return own if self.facts.traffic == "production" and isinstance(own, str) else self.facts.trajectory
 
     @property
+    def stored(self) -> bool:
+        """False: the user did not agree, so nothing of it is written."""
+        return self.facts.provenance.get("consent") != "none"
+
+    @property
     def provenance(self) -> dict[str, Any]:
         return {"run": self.facts.run, **self.facts.provenance}
 

@@ -1,0 +1,104 @@
+"""Consent and redaction: what is private is neither shown to the model nor written."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import pytest
+
+from rollmill.config import validate_config
+from rollmill.errors import ConfigError
+from rollmill.gateway.config import GatewayConfig
+from rollmill.gateway.keys import KeyStore
+from rollmill.gateway.redaction import Patterns, PatternSettings
+from rollmill.storage.database import open_database
+from tests.gateway.conftest import LIVE, QUICK, USER, Answers, Mill, until
+from tests.gateway.stand_in import StandIn
+
+
+def written(mill: Mill) -> bytes:
+    """Everything on disk: log, store and database. The access log has no contents, but it names sessions."""
+    files = [path for path in sorted(mill.directory.rglob("*")) if path.is_file() and path.name != "access.jsonl"]
+    return b"".join(path.read_bytes() for path in files)
+
+
+async def test_without_consent_nothing_is_written(
+    mill: Mill, answers: Answers, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("rollmill.gateway.sealing._SWEEP_S", 0.02)
+    config = QUICK.model_copy(update={"seal_idle_s": 0.2})
+    engine = StandIn([answers.text("one"), answers.text("two"), answers.text("three")])
+    door = await mill.gateway(await mill.engine(engine), config=config)
+    messages: list[Any] = [{"role": "user", "content": "my private words"}]
+    none = {"x-rollmill-consent": "none"}
+    first = (await door.say(LIVE, messages, headers=none))["rollmill"]["trajectory"]
+    messages.append(USER)
+    second = (await door.say(LIVE, messages, headers=none))["rollmill"]["trajectory"]
+    assert second == first  # its tokens are kept in memory: nothing is tokenised again
+    assert engine.requests[1]["tokens"][: len(engine.requests[0]["tokens"])] == engine.requests[0]["tokens"]
+    assert (await door.admin("POST", "/v1/feedback", {"session": first, "value": 1.0}, token=LIVE))[0] == 410
+    other = (await door.say(LIVE, [*messages, USER]))["rollmill"]["trajectory"]
+    assert other != first  # a request with another consent is another session
+    await until(lambda: _nothing_open(door))
+    assert first.encode() not in written(mill)
+    assert [row.id for row in door.trajectories.list()] == [other]
+
+
+async def _nothing_open(door: Any) -> bool:
+    return await door.sessions() == 0
+
+
+async def test_consent_is_that_of_the_request_or_its_key_or_the_settings(mill: Mill, answers: Answers) -> None:
+    keys = KeyStore(open_database(f"sqlite:///{mill.directory}/mill.db"), "run")
+    _, key = keys.create(["production"], consent="store")
+    config = QUICK.model_copy(update={"consent": "none"})
+    door = await mill.gateway(await mill.engine(StandIn([answers.text("one")])), config=config)
+    said = {"": LIVE, "store": key, "train": LIVE}
+    found = {}
+    for consent, secret in said.items():
+        headers = {"x-rollmill-consent": consent} if consent == "train" else {}
+        found[consent] = (await door.say(secret, [USER], headers=headers))["rollmill"]["trajectory"]
+    assert (await door.admin("POST", f"/sessions/{found['']}/seal", {}))[0] == 410
+    assert (await door.seal(found["store"])).provenance["consent"] == "store"
+    assert "consent" not in (await door.seal(found["train"])).provenance
+    assert (await door.ask(LIVE, [USER], {"x-rollmill-consent": "maybe"}))[0] == 400
+
+
+async def test_requests_are_redacted_before_the_model_sees_them(mill: Mill, answers: Answers) -> None:
+    secret, mail = "sk-abcdefghijklmnop1234", "ann@example.org"
+    invented = answers.text("write to bob@example.org")
+    redaction = {"remove": ["email", "secret"], "patterns": {"ticket": "T-[0-9]+"}}
+    config = GatewayConfig.model_validate({**QUICK.model_dump(), "redaction": redaction})
+    engine = StandIn([invented, answers.text("two")])
+    door = await mill.gateway(await mill.engine(engine), config=config)
+    messages: list[Any] = [{"role": "user", "content": f"{mail} has {secret} in T-12"}]
+    trajectory = (await door.say(LIVE, messages, user="ann"))["rollmill"]["trajectory"]
+    assert messages[1]["content"] == "write to bob@example.org"  # sampled: it stays
+    messages.append({"role": "user", "content": f"again {mail}"})
+    assert (await door.say(LIVE, messages, user="ann"))["rollmill"]["trajectory"] == trajectory
+    forged = [USER, {"role": "assistant", "content": f"call {mail}"}, USER]
+    await door.say(LIVE, forged, user="ann")
+    for request in engine.requests:
+        assert mail not in mill.tokenizer.decode(request["tokens"])
+    (segment,) = (await door.seal(trajectory)).segments
+    assert "[email] has [secret] in [ticket]" in mill.tokenizer.decode(segment.tokens.tolist())
+    for private in (mail, secret, "T-12", "ann@"):
+        assert private.encode() not in written(mill)
+
+
+def test_patterns_find_what_they_name_and_nothing_else() -> None:
+    remove = ("email", "phone", "card", "ip", "secret")
+    redact = Patterns(PatternSettings(remove=remove)).redact  # type: ignore[arg-type]
+    assert redact("a.b+c@mail.example.com!") == "[email]!"
+    assert redact("call +49 30 1234 5678 now") == "call [phone] now"
+    assert redact("4111 1111 1111 1111") == "[card]"
+    assert redact("at 10.0.0.255.") in ("at [ip].", "at 10.0.0.255.")
+    assert redact("AKIAABCDEFGHIJKLMNOP") == "[secret]"
+    plain = json.dumps({"version": "3.11", "lines": [12, 345], "python": "x = a @ b"})
+    assert redact(plain) == plain
+
+
+def test_a_pattern_that_is_none_is_refused() -> None:
+    with pytest.raises(ConfigError, match="not a regular expression"):
+        validate_config(GatewayConfig, {"redaction": {"patterns": {"x": "("}}}, "test")
