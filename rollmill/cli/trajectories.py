@@ -153,7 +153,7 @@ def admit(
     equal weights of another run. The oldest token decides which step is the last that can train on a group; after
     that step, the group is recorded as stale. Groups are admitted whole and count as open groups. While the run is
     busy there may be no room: --wait. Evaluations and held-out tasks are refused. Payloads of another run are copied
-    into the store of this one.
+    into the store of this one: a trajectory that is deleted there must be deleted here too.
 
     For example:
 

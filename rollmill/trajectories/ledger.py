@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import contextlib
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
@@ -21,7 +21,7 @@ import sqlalchemy as sa
 from sqlalchemy import bindparam
 from sqlalchemy.exc import IntegrityError
 
-from rollmill.errors import TrajectoryError
+from rollmill.errors import TrajectoryChanged, TrajectoryError
 from rollmill.storage.database import reading, writing
 from rollmill.trajectories import steps
 from rollmill.trajectories.admission import Experience, Room, Verdict
@@ -91,6 +91,11 @@ _MEMBERS = (
     .order_by(trajectories.c.created_at, trajectories.c.id)
 )
 _STATES = sa.select(trajectories.c.id, trajectories.c.state).where(trajectories.c.id.in_(_named)).with_for_update()
+_HAS_PAYLOAD = (
+    trajectories.update()
+    .where(trajectories.c.id.in_(_named), trajectories.c.payload_key.is_(None))
+    .values(payload_key=bindparam("key"))
+)
 _ENTERED = sa.select(ledger.c.trajectory).where(ledger.c.run == _of_run, ledger.c.group_id == bindparam("group"))
 _GROUPS = sa.select(*_GROUP_COLUMNS).where(groups.c.run == _of_run).order_by(groups.c.created_at, groups.c.id)
 _UNTAKEN = sa.select(*_GROUP_COLUMNS).where(
@@ -290,11 +295,12 @@ class Ledger:
         stale = verdict.decision == "stale"
         there = {row.id for row in connection.execute(_STATES, {"named": group.ids})}
         for member in group.members:
+            key = None if stale else member.row.get("payload_key")  # nobody reads the payload of a stale one
             if member.id not in there:
-                # nobody reads the payload of a stale one: it is not copied
-                row = {**member.row, "payload_key": None} if stale else dict(member.row)
-                connection.execute(trajectories.insert(), row)
+                connection.execute(trajectories.insert(), {**member.row, "payload_key": key})
                 add_reward(connection, reward_row(member.id, member.reward))
+            elif key is not None:  # it was stale for another stage, so its payload was not copied then
+                connection.execute(_HAS_PAYLOAD, {"named": [member.id], "key": key})
         now = time.time()
         entry = {"run": self.run, "id": group.group_id, "task_id": group.task_id, "size": len(group.members)}
         state = {"state": GroupState.waiting.value, "created_at": now, "ready_at": now}
@@ -329,12 +335,19 @@ class Ledger:
         with reading(self._engine) as connection:
             return [to_row(row) for row in connection.execute(_MEMBERS, {"of_run": self.run, "group": group_id})]
 
-    def write_step(self, record: StepRecord) -> None:
-        """Lease the trajectories of a step before it runs. The record accounts for every trajectory of its groups."""
+    def write_step(self, record: StepRecord, considered: Collection[str] | None = None) -> None:
+        """Lease the trajectories of a step before it runs. The record accounts for every trajectory of its groups.
+
+        `considered`: the untaken groups that were there when these were chosen. TrajectoryChanged if another one has
+        been admitted from elsewhere since then: it may be due in this step.
+        """
         if record.run != self.run:
             raise TrajectoryError(f"a step of run {record.run!r} in the ledger of run {self.run!r}")
 
         def work(connection: sa.Connection) -> None:
+            for row in connection.execute(_UNTAKEN, {"of_run": self.run}):
+                if considered is not None and row.origin is not None and row.id not in considered:
+                    raise TrajectoryChanged(f"group {row.id} was admitted meanwhile", hint="choose again")
             steps.insert_step(connection, record)
             params = {"of_run": self.run, "named": list(record.groups), "decided": record.number}
             if connection.execute(_LEASE, params).rowcount != len(record.groups):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -24,7 +25,7 @@ from rollmill.trajectories.ledger import Ledger
 from rollmill.trajectories.query import TrajectoryQuery
 from rollmill.trajectories.schema import encode_trajectory, seal_facts
 from rollmill.trajectories.store import TrajectoryStore
-from rollmill.types import PolicyRef, Reward, Version
+from rollmill.types import LedgerState, PolicyRef, Reward, Version
 from rollmill.weights.reading.store import WeightStore
 from rollmill.weights.writing.publisher import Publisher
 from tests.trajectories import build
@@ -194,6 +195,19 @@ def test_the_command(tmp_path: Path, first: Mill) -> None:
     assert all(f"first-{group}-{member}" in listed.output for group in range(3) for member in range(2))
     with pytest.raises(ConfigError, match="which trajectories"):
         call()
+
+
+def test_it_waits_for_room(first: Mill) -> None:
+    first.add_group("g", ["rl@3"] * 2, run="other")
+    pace = first.run.config.stage("rl").pace(32)  # type: ignore[attr-defined]
+    for name in "abcd":
+        assert first.ledger.start_group(name, "task", 1, pace=pace, ids=[name]) is not None
+    rows = [first.store.get("g-0")]
+    assert admit_trajectories(first.run, "rl", rows)[0].decision == "no_room"
+    with ThreadPoolExecutor(1) as pool:
+        waiting = pool.submit(admit_trajectories, first.run, "rl", rows, wait_s=60.0)
+        first.ledger.close_group("a", {"a": (LedgerState.dropped, "failed")}, 1)
+        assert waiting.result()[0].decision == "admitted" and first.ledger.open_groups() == 4
 
 
 def test_a_stage_that_cannot_admit(tmp_path: Path, first: Mill) -> None:

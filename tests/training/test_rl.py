@@ -1,5 +1,6 @@
 """The RL objective on a real ledger: which trajectories are trained on, which not and why, and the gradient."""
 
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -63,21 +64,41 @@ def test_every_trajectory_of_a_step_is_trained_or_excluded_with_a_reason(tmp_pat
     assert (counts["leased"], counts["dropped"], counts["no_signal"], counts["admitted"]) == (5, 3, 3, 0)
 
 
+def played_elsewhere(world: World, name: str, oldest: int) -> Experience:
+    """A group that another run has played."""
+    own, world.ledger = world.ledger, Ledger(world.ledger._engine, "other")
+    world.add_group(name, segments(2), [1.0, 0.0])
+    members = [Member(row.id, {}, Reward(0.0)) for row in world.ledger.entered(name)]
+    world.ledger = own
+    return Experience(name, "task", "other", members, oldest)
+
+
 def test_a_step_trains_on_a_group_that_another_run_played(tmp_path: Path):
     """Two groups of another run are admitted; the one with the earlier deadline is trained on first."""
-    world = World(tmp_path)
-    own, world.ledger = world.ledger, Ledger(world.ledger._engine, "other")
-    for name in ("late", "early"):
-        world.add_group(name, segments(2), [1.0, 0.0])
-    rows = {name: world.ledger.entered(name) for name in ("late", "early")}
-    world.ledger = own
-    members = {name: [Member(row.id, {}, Reward(0.0)) for row in found] for name, found in rows.items()}
-    pace = Pace(1, 2, max_staleness=2)
-    found = [Experience(name, "task", "other", members[name], oldest=-(name == "early")) for name in members]
-    assert [verdict.decision for verdict in own.admit(found, pace=pace)] == ["admitted", "admitted"]
+    world, pace = World(tmp_path), Pace(1, 2, max_staleness=2)
+    found = [played_elsewhere(world, "late", 0), played_elsewhere(world, "early", -1)]
+    assert [verdict.decision for verdict in world.ledger.admit(found, pace=pace)] == ["admitted", "admitted"]
     batch = next_batch(world, 1, pace)
     assert batch.record.groups == ("early",) and set(batch.record.trajectories) == {"early-0", "early-1"}
     assert batch.solved == 0.5 and batch.masked[STALE] == 0
+
+
+def test_a_group_that_is_admitted_while_a_step_chooses_is_not_left_behind(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    """It is due in this step. The step has read which groups there are, and has not written which it takes."""
+    world, pace = World(tmp_path), Pace(1, 2, max_staleness=2)
+    world.add_group("own", segments(2), [1.0, 0.0])
+    waiting = [played_elsewhere(world, "due", -2)]
+    members = world.ledger.members
+
+    def admit_first(groups: Sequence[str]) -> Any:
+        while waiting:
+            assert world.ledger.admit([waiting.pop()], pace=pace)[0].decision == "admitted"
+        return members(groups)
+
+    monkeypatch.setattr(world.ledger, "members", admit_first)
+    assert next_batch(world, 1, pace).record.groups == ("due",)
 
 
 def test_a_step_waits_for_the_group_that_is_due(tmp_path: Path):
@@ -128,10 +149,10 @@ def test_a_trajectory_deleted_while_the_step_is_chosen_ends_only_itself(
     world.add_group("a", segments(3), [1.0, 0.0, 0.5])
     write_step = world.ledger.write_step
 
-    def delete_first(record: StepRecord) -> None:
+    def delete_first(record: StepRecord, considered: set[str]) -> None:
         if world.trajectories.get("a-2").state == "graded":
             world.trajectories.delete("a-2")
-        write_step(record)
+        write_step(record, considered)
 
     monkeypatch.setattr(world.ledger, "write_step", delete_first)
     record = next_batch(world, 1, Pace(1, 3, max_staleness=0)).record

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -9,8 +10,10 @@ from pathlib import Path
 import pytest
 import sqlalchemy as sa
 
+from rollmill.errors import TrajectoryChanged
 from rollmill.storage.database import open_database, reading
 from rollmill.storage.objects import Objects
+from rollmill.training.deadlines import Candidate, choose_groups
 from rollmill.trajectories import tables
 from rollmill.trajectories.admission import Experience, Member, Room, copied_row, oldest_position, renamed
 from rollmill.trajectories.ledger import Ledger
@@ -100,6 +103,21 @@ def test_a_group_past_its_deadline_is_recorded_as_stale(
     assert len(ledger.results(0, 9)) == 4, "stale ones teach no sampler and no baseline"
 
 
+def test_a_step_chooses_again_when_a_group_is_admitted_meanwhile(
+    store: TrajectoryStore, objects: Objects, ledger: Ledger
+) -> None:
+    for name in ("a", "b"):
+        start(ledger, name)
+        settle(store, ledger, name)
+    chosen = record(ledger, 1, "a")
+    start(ledger, "younger")  # of the dispatcher: it has the latest deadline of all
+    assert decisions(ledger, stored(store, objects, "x", oldest=-1)) == ["admitted"]
+    with pytest.raises(TrajectoryChanged, match="group x was admitted meanwhile"):
+        ledger.write_step(chosen, {"a", "b"})
+    assert ledger.steps() == []
+    ledger.write_step(record(ledger, 1, "x", "a"), {"a", "b", "x"})
+
+
 def test_a_step_that_has_its_groups_takes_no_other(store: TrajectoryStore, objects: Objects, ledger: Ledger) -> None:
     """Step 1 is written and not committed: what is due by step 1 comes too late."""
     start(ledger, "own")
@@ -154,33 +172,50 @@ def test_rows_are_copied_into_another_database(
     assert store.get("y-0").payload_key is None, "nobody will read it"
     second = Ledger(store._engine, "second")
     assert decisions(second, fresh) == ["admitted"], "the rows are there already"
+    assert decisions(second, dataclasses.replace(old, oldest=0)) == ["admitted"], "another stage has other deadlines"
+    assert store.get("y-0").payload_key == "trajectories/y-0.zst"
 
 
 def test_admission_beside_a_dispatcher_and_a_trainer(
     store: TrajectoryStore, objects: Objects, ledger: Ledger, engine: sa.Engine
 ) -> None:
-    """Two threads admit the same groups, one starts groups, one trains: the bound holds and the books add up."""
+    """Two threads admit the same groups, one starts groups, one trains what is ready: the bound holds, every group is
+    trained on by its deadline, and the books add up."""
     groups = [stored(store, objects, f"x{number}") for number in range(6)]
     most: list[int] = []
 
     def admit() -> int:
-        return sum(decisions(ledger, group).count("admitted") for group in groups for _ in range(3))
+        return sum(decisions(ledger, group).count("admitted") for _ in range(3) for group in groups)
 
     def dispatch() -> int:
         return sum(start(ledger, f"own{number}") for number in range(12))
 
-    def watch() -> None:
-        most.extend(ledger.open_groups() for _ in range(40))
+    def train() -> None:
+        for _ in range(30):
+            most.append(ledger.open_groups())
+            for group in ledger.groups(GroupState.running):
+                settle(store, ledger, group.id)
+            number, untaken = ledger.committed() + 1, ledger.untaken_groups()
+            ready = [Candidate(each.id, PACE.deadline(each.min_version), each.state == "waiting") for each in untaken]
+            taken = choose_groups(ready, number, PACE.groups_per_step).take
+            if taken is not None:
+                with contextlib.suppress(TrajectoryChanged):
+                    ledger.write_step(record(ledger, number, *taken), {each.id for each in untaken})
+                    ledger.commit_step(number, Version("rl", number), f"digest {number}")
 
     with ThreadPoolExecutor(4) as pool:
-        jobs = [pool.submit(admit), pool.submit(admit), pool.submit(dispatch)]
-        pool.submit(watch).result()
-        admitted, again, started = (job.result() for job in jobs)
-    assert admitted + again + started == ledger.open_groups() == PACE.most_open(0) == 4
-    assert max(most) <= 4 and ledger.groups_started() == started
+        training, dispatching = pool.submit(train), pool.submit(dispatch)
+        admitting, again = pool.submit(admit), pool.submit(admit)
+        training.result()
+        admitted, started = admitting.result() + again.result(), dispatching.result()
+    found = ledger.groups()
+    late = [group for group in found if group.step is not None and group.step > PACE.deadline(group.min_version)]
+    assert late == [] and ledger.committed() > 1
+    assert max(most, default=0) <= PACE.most_open(0) == 4 and ledger.groups_started() == started
+    assert admitted == sum(group.origin is not None for group in found) - ledger.counts()["stale"] // 2
     with reading(engine) as connection:
         entries = connection.execute(sa.select(tables.ledger.c.trajectory)).scalars().all()
-    assert len(entries) == len(set(entries)) == sum(ledger.counts().values()) == 8
+    assert len(entries) == len(set(entries)) == sum(ledger.counts().values()) == 2 * len(found)
 
 
 def test_the_oldest_token_decides() -> None:

@@ -65,6 +65,7 @@ class _Search:
     started_at: float
     due_since: float | None = None  # enough groups are ready, but older ones are due
     closed: list[str] = field(default_factory=list)  # groups that turned out to have nothing to learn from
+    considered: set[str] = field(default_factory=set)  # the groups that were there when the step chose its own
 
     def seconds_since(self, moment: float | None) -> float:
         return 0.0 if moment is None else time.time() - moment
@@ -141,6 +142,7 @@ class RLObjective:
             candidates = [
                 Candidate(group.id, self._pace.deadline(group.min_version), group.id in waiting) for group in untaken
             ]
+            search.considered = {group.id for group in untaken}
             choice = choose_groups(candidates, search.number, self._pace.groups_per_step, more)
             if choice.take is not None:
                 return choice.take
@@ -182,8 +184,8 @@ class RLObjective:
         if empty:
             return None
         try:
-            self._ledger.write_step(record)
-        except TrajectoryChanged:  # one was deleted since it was read: the others are still trained on
+            self._ledger.write_step(record, search.considered)
+        except TrajectoryChanged:  # one was deleted since it was read, or a group was admitted that may be due now
             return None
         return record, contents
 
