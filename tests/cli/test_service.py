@@ -95,9 +95,9 @@ def test_serving_follows_a_channel_beside_a_training_run(tmp_path: Path) -> None
         assert "model    rollmill" in serving.told and f"API key  in {run.path / 'api-key'}" in serving.told
         assert run.secrets["production_key"] not in serving.told
         assert serving.ask()["role"] == "assistant"
-        with pytest.raises(urllib.error.HTTPError) as refused:  # a wrong key is told where the right one is
+        with pytest.raises(urllib.error.HTTPError) as refused:  # a wrong key is told how to get a right one
             serving.ask(wrong_key="wrong")
-        assert refused.value.code == 401 and b"`production_key` in the run's run.json" in refused.value.read()
+        assert refused.value.code == 401 and b"`rollmill keys create RUN`" in refused.value.read()
         # a rollback reaches users, and the user of the terminal sees it
         subprocess.run([*ROLLMILL, "weights", "rollback", str(run.path), "live"], check=True, stdout=subprocess.DEVNULL)
         serving.wait_for("now serving rl@1")
