@@ -30,6 +30,8 @@ MOST_ROUNDS = 1_000_000  # of all loops of one rendering
 _REFUSED_FILTERS = ("center", "format", "indent", "wordwrap", "urlize", "xmlattr", "filesizeformat", "pprint", "random")
 _REFUSED_METHODS = frozenset({"center", "ljust", "rjust", "zfill", "expandtabs", "format", "format_map", "translate"})
 
+_NAMES_OF_DICT = frozenset(dir(dict))
+
 
 class TemplateFailed(Exception):
     """The template refuses the messages, or is wrong. The text is meant for the reader."""
@@ -95,6 +97,11 @@ class _Environment(ImmutableSandboxedEnvironment):
         self._rounds += 1
         if self._rounds > MOST_ROUNDS:
             raise SecurityError(f"it loops more than {MOST_ROUNDS} times")
+
+    def getattr(self, obj: Any, attribute: str) -> Any:
+        if type(obj) is dict and attribute in obj and attribute not in _NAMES_OF_DICT:
+            return obj[attribute]  # what Jinja finds too, after several checks: most of a rendering is this
+        return super().getattr(obj, attribute)
 
     def call_binop(self, context: Any, operator: str, left: Any, right: Any) -> Any:
         if operator == "*":

@@ -354,14 +354,21 @@ def _render_branch(
     base: OpenSegment, shared: int, messages: list[Message], tools: list[Tool], format: ChatFormat
 ) -> tuple[int, list[int]]:
     """The last mark from which a branch can start, and what follows it. The template may rewrite the history before
-    `messages`; then an earlier mark is the last one whose tokens can be kept."""
+    `messages`; then an earlier mark is the last one whose tokens can be kept. It is found by bisection: a template
+    that rewrites a message rewrites the text up to every later mark."""
     usable = [at for at, mark in enumerate(base.marks) if _usable(mark, shared, messages)]
-    for index in reversed(usable):
+    found: tuple[int, list[int]] | None = None
+    low, high, place = 0, len(usable), len(usable) - 1  # marks below `low` can be kept, those from `high` on cannot
+    while low < high:
+        index = usable[place]
         try:
-            return index, _render_after(base, index, messages[base.marks[index].messages :], tools, format)
+            found = index, _render_after(base, index, messages[base.marks[index].messages :], tools, format)
+            low = place + 1
         except HistoryRewritten:
-            continue
-    raise AssertionError("the start of a segment can always be rendered")
+            high = place
+        place = (low + high) // 2
+    assert found is not None, "the start of a segment can always be rendered"
+    return found
 
 
 def _render_after(
