@@ -1,0 +1,328 @@
+"""The gateway's speed: requests per second, added latency, many streams; beside LiteLLM's proxy.
+
+    python -m benchmarks.gateway [--quick] [--litellm PROGRAM]
+
+A stub engine answers at once with 64 tokens. Requests continue conversations of 2,000 tokens; every sixth one starts a
+new conversation. Everything is recorded, with fsync. Client, stub and gateway share this machine's cores. `PROGRAM` is
+the `litellm` of an environment with litellm[proxy]; its proxy gets the same requests in front of the same stub in the
+same run. Without it, the bar that compares the two is left out, and the output says so.
+
+Added latency is the difference of two percentiles: through the gateway, and at the stub itself, both at half of the
+gateway's highest rate. The disk's fsync time is measured beside it, because an answer waits for one.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import contextlib
+import json
+import os
+import random
+import shutil
+import socket
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import aiohttp
+from rich.console import Console
+from rich.table import Table
+
+from benchmarks.gateway_processes import KEY, TOKENS
+from benchmarks.output import at_least, at_most, finish
+from rollmill.demo.tokenizer import demo_tokenizer
+
+CONSOLE = Console(width=120)
+HISTORY_TOKENS, TURNS = 2000, 6
+CONCURRENCY = 16
+STREAM_PAUSE_MS = 500  # 2 tokens per second
+Figures = dict[str, float]
+
+
+class Conversations:
+    """Bodies of requests: conversations of about 2,000 tokens, each continued for some turns."""
+
+    def __init__(self, text: str) -> None:
+        self._text = text.split(" ")
+        self._random = random.Random(0)
+
+    def new(self) -> list[dict[str, str]]:
+        """Ten messages that nobody else has."""
+        messages = []
+        for index in range(9):
+            start = self._random.randrange(len(self._text) // 2)
+            words = self._text[start : start + len(self._text) // 18]
+            content = f"{self._random.random()} " + " ".join(words)
+            messages.append({"role": "assistant" if index % 2 else "user", "content": content})
+        return messages
+
+
+class Client:
+    """One user: sends a request, appends the answer, sends the next."""
+
+    def __init__(self, http: aiohttp.ClientSession, url: str, conversations: Conversations, stream: bool) -> None:
+        self._http, self._url, self._conversations, self._stream = http, url, conversations, stream
+        self._messages: list[dict[str, str]] = []
+        self._turns = TURNS
+        self._headers: dict[str, str] = {}
+
+    async def ask(self) -> float:
+        """Returns the seconds until the whole answer is there."""
+        if self._turns == TURNS:
+            self._messages, self._turns, self._headers = self._conversations.new(), 0, {}
+        self._turns += 1
+        body: dict[str, Any] = {"model": "rollmill", "messages": self._messages, "max_tokens": TOKENS}
+        started = time.perf_counter()
+        answer = await post(self._http, self._url, body | {"stream": self._stream}, self._headers)
+        seconds = time.perf_counter() - started
+        self._messages += [{"role": "assistant", "content": answer}, {"role": "user", "content": "go on"}]
+        return seconds
+
+
+async def post(http: aiohttp.ClientSession, url: str, body: dict[str, Any], headers: dict[str, str]) -> str:
+    """Returns the text of the answer. `headers` keeps the name of the session, which the gateway sends back."""
+    sent = {"Authorization": f"Bearer {KEY}", **headers}
+    async with http.post(f"{url}/v1/chat/completions", json=body, headers=sent) as response:
+        data = await response.read()
+        headers |= {name: response.headers[name] for name in ("x-rollmill-session",) if name in response.headers}
+        if response.status != 200:
+            raise RuntimeError(f"{url} answered {response.status}: {data[:300]!r}")
+    if not body.get("stream"):
+        return str(json.loads(data)["choices"][0]["message"]["content"] or "")
+    events = [json.loads(line[6:]) for line in data.split(b"\n\n") if line.startswith(b"data: {")]
+    if b"[DONE]" not in data:
+        raise RuntimeError(f"{url}: the stream broke off")
+    return "".join(event["choices"][0]["delta"].get("content") or "" for event in events if event["choices"])
+
+
+def session() -> aiohttp.ClientSession:
+    return aiohttp.ClientSession(
+        connector=aiohttp.TCPConnector(limit=0), timeout=aiohttp.ClientTimeout(total=None, sock_connect=60)
+    )
+
+
+async def throughput(
+    url: str, conversations: Conversations, seconds: float, pid: int, stream: bool = False
+) -> tuple[float, float]:
+    """Requests per second of `CONCURRENCY` users who never pause, and the server's CPU milliseconds per request.
+
+    The second does not depend on what else runs on this machine.
+    """
+    async with session() as http:
+        clients = [Client(http, url, conversations, stream) for _ in range(CONCURRENCY)]
+        await asyncio.gather(*[client.ask() for client in clients])  # warm up
+        started, used = time.perf_counter(), cpu_seconds(pid)
+        done = 0
+
+        async def work(client: Client) -> None:
+            nonlocal done
+            while time.perf_counter() - started < seconds:
+                await client.ask()
+                done += 1
+
+        await asyncio.gather(*map(work, clients))
+        return done / (time.perf_counter() - started), (cpu_seconds(pid) - used) / done * 1000
+
+
+async def latencies(url: str, conversations: Conversations, rate: float, seconds: float, stream: bool) -> list[float]:
+    """Seconds of each request at a fixed rate, whatever the answers take."""
+    async with session() as http:
+        idle = [Client(http, url, conversations, stream) for _ in range(4)]
+        await asyncio.gather(*[client.ask() for client in idle])
+        measured: list[float] = []
+
+        async def one() -> None:
+            client = idle.pop() if idle else Client(http, url, conversations, stream)
+            measured.append(await client.ask())
+            idle.append(client)
+
+        async with asyncio.TaskGroup() as group:
+            started = time.perf_counter()
+            for index in range(int(rate * seconds)):
+                await asyncio.sleep(max(0.0, started + index / rate - time.perf_counter()))
+                group.create_task(one())
+        return measured
+
+
+async def hold_streams(url: str, count: int, pid: int) -> Figures:
+    """`count` streams at 2 tokens per second at the same time. Returns how many ended well, and memory."""
+    before, highest, ended = resident_mib(pid), 0.0, 0
+    async with session() as http:
+
+        async def one(number: int) -> None:
+            nonlocal ended
+            await asyncio.sleep(number / 200)  # 200 new streams per second
+            messages = [{"role": "user", "content": f"stream {number}"}]
+            body = {"model": "rollmill", "messages": messages, "max_tokens": TOKENS, "seed": STREAM_PAUSE_MS}
+            await post(http, url, body | {"stream": True}, {})
+            ended += 1
+
+        streams = [asyncio.create_task(one(number)) for number in range(count)]
+        while not all(stream.done() for stream in streams):
+            highest = max(highest, resident_mib(pid))
+            await asyncio.wait(streams, timeout=0.5)
+        for stream in streams:
+            stream.result()
+    return {"streams_ended": ended, "streams_mib": highest, "idle_mib": before}
+
+
+def resident_mib(pid: int) -> float:
+    pages = int(Path(f"/proc/{pid}/statm").read_text().split()[1])
+    return pages * os.sysconf("SC_PAGE_SIZE") / 2**20
+
+
+def cpu_seconds(pid: int) -> float:
+    """Of a process, without its children."""
+    fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+    return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
+
+
+def fsync_ms(directory: Path, times: int = 50) -> float:
+    """The median of one append of 4 KiB with fsync, on the disk of the session log."""
+    seconds = []
+    with (directory / "fsync").open("ab", buffering=0) as file:
+        for _ in range(times):
+            started = time.perf_counter()
+            file.write(b"x" * 4096)
+            os.fsync(file.fileno())
+            seconds.append(time.perf_counter() - started)
+    return statistics.median(seconds) * 1000
+
+
+@contextlib.contextmanager
+def process(*arguments: object, **options: Any) -> Iterator[subprocess.Popen[bytes]]:
+    running = subprocess.Popen(list(map(str, arguments)), **options)
+    try:
+        yield running
+    finally:
+        running.kill()
+        running.wait()
+
+
+def free_port() -> int:
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        return int(free.getsockname()[1])
+
+
+async def up(url: str, path: str, seconds: float = 120.0) -> None:
+    deadline = time.monotonic() + seconds
+    async with aiohttp.ClientSession() as http:
+        while time.monotonic() < deadline:
+            with contextlib.suppress(aiohttp.ClientError, OSError):
+                async with http.get(url + path) as response:
+                    if response.status == 200:
+                        return
+            await asyncio.sleep(0.1)
+    raise RuntimeError(f"{url} did not start within {seconds:g} s")
+
+
+@contextlib.contextmanager
+def litellm_proxy(program: str, stub: str, directory: Path) -> Iterator[tuple[str, int]]:
+    port = free_port()
+    model = {"model": "openai/stub", "api_base": f"{stub}/v1", "api_key": "x"}
+    config = {
+        "model_list": [{"model_name": "rollmill", "litellm_params": model}],
+        "general_settings": {"master_key": KEY},
+    }
+    (directory / "litellm.json").write_text(json.dumps(config))  # JSON is YAML too
+    log = (directory / "litellm.log").open("wb")
+    environment = {**os.environ, "LITELLM_TELEMETRY": "False", "PYTHONPATH": "", "LITELLM_LOCAL_MODEL_COST_MAP": "True"}
+    arguments = [program, "--config", directory / "litellm.json", "--host", "127.0.0.1", "--port", port]
+    with process(*arguments, env=environment, stdout=log, stderr=log, cwd=directory) as running:
+        yield f"http://127.0.0.1:{port}", running.pid
+
+
+def percentile(values: list[float], share: float) -> float:
+    return sorted(values)[min(len(values) - 1, int(len(values) * share))]
+
+
+async def measure(arguments: argparse.Namespace, directory: Path) -> tuple[Figures, dict[str, Any]]:
+    tokenizer = demo_tokenizer(512)
+    tokenizer.save(directory / "tokenizer.json")
+    text = "the function returns the sum of its arguments and raises an error if one of them is not a number " * 200
+    per_word = len(tokenizer.encode(text)) / len(text.split(" "))
+    conversations = Conversations(" ".join(text.split(" ")[: int(2 * HISTORY_TOKENS / per_word)]))
+    seconds = 3.0 if arguments.quick else 10.0
+    figures: Figures = {"fsync_ms": fsync_ms(directory), "load_before": os.getloadavg()[0]}
+    bars: dict[str, Any] = {}
+    stub, url = (f"http://127.0.0.1:{free_port()}" for _ in range(2))
+    module = [sys.executable, "-m", "benchmarks.gateway_processes"]
+    with process(*module, "stub", stub.rpartition(":")[2]):
+        await up(stub, "/health")
+        if arguments.litellm:
+            with litellm_proxy(arguments.litellm, stub, directory) as (other, pid):
+                await up(other, "/health/liveliness")
+                await rates("litellm_", other, conversations, seconds, pid, figures)
+        with process(*module, "gateway", url.rpartition(":")[2], stub, directory) as gateway:
+            await up(url, "/health")
+            await rates("", url, conversations, seconds, gateway.pid, figures)
+            for stream in (False, True):
+                await compare(url, stub, conversations, seconds, stream, figures, bars)
+            rounds = 1 if arguments.quick else 19  # a stream takes 32 seconds
+            count = 200 if arguments.quick else 2000
+            for _ in range(rounds):
+                figures |= await hold_streams(url, count, gateway.pid)
+            figures["streams"] = count
+            bars["streams_ended"] = at_least(figures["streams_ended"], count)
+    if arguments.litellm:
+        for name in ("requests_per_s", "stream_requests_per_s"):
+            figures[f"times_litellm_{name}"] = figures[name] / figures[f"litellm_{name}"]
+            bars[f"times_litellm_{name}"] = at_least(figures[f"times_litellm_{name}"], 5.0)
+    else:
+        CONSOLE.print("LiteLLM was not measured: give its program with --litellm")
+    figures["load_after"] = os.getloadavg()[0]
+    return figures, bars
+
+
+async def rates(name: str, url: str, conversations: Conversations, seconds: float, pid: int, figures: Figures) -> None:
+    for kind, stream in (("", False), ("stream_", True)):
+        rate, cpu_ms = await throughput(url, conversations, seconds, pid, stream)
+        figures |= {f"{name}{kind}requests_per_s": rate, f"{name}{kind}cpu_ms_per_request": cpu_ms}
+
+
+async def compare(
+    url: str,
+    stub: str,
+    conversations: Conversations,
+    seconds: float,
+    stream: bool,
+    figures: Figures,
+    bars: dict[str, Any],
+) -> None:
+    """Added latency at half load."""
+    name = "stream" if stream else "whole"
+    rate = figures["stream_requests_per_s" if stream else "requests_per_s"] / 2
+    direct = await latencies(stub, conversations, rate, seconds, stream)
+    through = await latencies(url, conversations, rate, seconds, stream)
+    figures[f"half_load_{name}_requests_per_s"] = rate
+    for share, label, bar in ((0.5, "p50", 2.0), (0.99, "p99", 10.0)):
+        added = (percentile(through, share) - percentile(direct, share)) * 1000
+        figures[f"added_{name}_{label}_ms"] = added
+        bars[f"added_{name}_{label}_ms"] = at_most(added, bar)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
+    parser.add_argument("--quick", action="store_true", help="under a minute: shorter runs, 200 streams once")
+    parser.add_argument("--litellm", default=shutil.which("litellm-proxy"), help="program of LiteLLM with its proxy")
+    arguments = parser.parse_args()
+    with tempfile.TemporaryDirectory(prefix="gateway-") as directory:
+        figures, bars = asyncio.run(measure(arguments, Path(directory)))
+    table = Table(title="gateway")
+    table.add_column("figure")
+    table.add_column("value", justify="right")
+    for name, value in figures.items():
+        table.add_row(name, f"{value:.2f}")
+    CONSOLE.print(table)
+    finish("gateway", figures, bars)
+
+
+if __name__ == "__main__":
+    main()

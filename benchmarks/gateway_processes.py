@@ -1,0 +1,106 @@
+"""The processes of `benchmarks.gateway`: a stub engine, and a gateway in front of it.
+
+    python -m benchmarks.gateway_processes stub PORT
+    python -m benchmarks.gateway_processes gateway PORT STUB_URL DIRECTORY
+
+The stub computes nothing. It speaks the engine's protocol for our gateway and OpenAI chat completions for others.
+`seed` in a request is the pause per token in milliseconds.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+from aiohttp import web
+
+from rollmill.chat.formats.choice import format_of
+from rollmill.chat.tokenizer import Tokenizer
+from rollmill.gateway.app import make_app
+from rollmill.gateway.config import EngineEndpoint, GatewayConfig
+from rollmill.storage.database import open_database
+from rollmill.storage.objects import Objects
+from rollmill.trajectories.store import TrajectoryStore
+
+TOKENS, PIECES = 64, 8  # of an answer; a stream has 8 pieces, or 64 if there are pauses
+KEY, ADMIN = "benchmark-key", "benchmark-admin"
+_POLICY = {"line": "main", "number": 0, "form": "bf16", "digest": "stub"}
+
+
+async def generate(request: web.Request) -> web.StreamResponse:
+    body = json.loads(await request.read())
+    count = min(TOKENS, body["sampling"]["max_tokens"])
+    pause_s = (body["sampling"]["seed"] or 0) / 1000
+    pieces = (TOKENS if pause_s else PIECES) if body["stream"] else 1
+    response = web.StreamResponse()
+    await response.prepare(request)
+    for piece in range(pieces):
+        if pause_s:
+            await asyncio.sleep(pause_s * TOKENS / pieces)
+        await response.write(_chunk(count // pieces, piece == pieces - 1))
+    return response
+
+
+def _chunk(count: int, last: bool) -> bytes:
+    facts: dict[str, Any] = {
+        "tokens": [65 + index for index in range(count)],
+        "logprobs": [-0.5] * count,
+        "policy": [0] * count,
+        "policies": [_POLICY],
+        "finish": "length" if last else None,
+    }
+    return json.dumps(facts | ({"oldest_kv_policy": _POLICY} if last else {})).encode() + b"\n"
+
+
+async def health(request: web.Request) -> web.Response:
+    return web.json_response(
+        {"engine": "stub", "region": "home", "policy": _POLICY, "running": 0, "waiting": 0, "paused": False}
+    )
+
+
+async def chat(request: web.Request) -> web.StreamResponse:
+    body = json.loads(await request.read())
+    head = {"id": "x", "created": 0, "model": "stub"}
+    if not body.get("stream"):
+        message = {"role": "assistant", "content": "word " * TOKENS}
+        usage = {"prompt_tokens": 2000, "completion_tokens": TOKENS, "total_tokens": 2000 + TOKENS}
+        choice = {"index": 0, "message": message, "finish_reason": "length"}
+        return web.json_response({**head, "object": "chat.completion", "choices": [choice], "usage": usage})
+    response = web.StreamResponse(headers={"Content-Type": "text/event-stream"})
+    await response.prepare(request)
+    for piece in range(PIECES):
+        choice = {"index": 0, "delta": {"role": "assistant", "content": "word " * (TOKENS // PIECES)}}
+        choice["finish_reason"] = "length" if piece == PIECES - 1 else None
+        chunk = {**head, "object": "chat.completion.chunk", "choices": [choice]}
+        await response.write(b"data: " + json.dumps(chunk).encode() + b"\n\n")
+    await response.write(b"data: [DONE]\n\n")
+    return response
+
+
+def stub(port: int) -> None:
+    app = web.Application(client_max_size=1 << 30)
+    app.router.add_post("/generate", generate)
+    app.router.add_get("/health", health)
+    app.router.add_post("/v1/chat/completions", chat)
+    web.run_app(app, host="127.0.0.1", port=port, print=None, access_log=None)
+
+
+def gateway(port: int, engine: str, directory: Path) -> None:
+    tokenizer = Tokenizer.load(directory / "tokenizer.json")
+    objects = Objects.open(directory / "store")
+    trajectories = TrajectoryStore(open_database(f"sqlite:///{directory}/mill.db"), objects)
+    config = GatewayConfig(engine_requests=4096)
+    endpoints = [EngineEndpoint(engine, "home")]
+    form = format_of(tokenizer)
+    app = make_app(config, form, tokenizer, endpoints, trajectories, objects, directory / "gateway", ADMIN, KEY)
+    web.run_app(app, host="127.0.0.1", port=port, print=None, access_log=None)
+
+
+if __name__ == "__main__":
+    if sys.argv[1] == "stub":
+        stub(int(sys.argv[2]))
+    else:
+        gateway(int(sys.argv[2]), sys.argv[3], Path(sys.argv[4]))
