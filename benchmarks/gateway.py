@@ -254,7 +254,7 @@ async def measure(arguments: argparse.Namespace, directory: Path) -> tuple[Figur
     bars: dict[str, Any] = {}
     stub, url = (f"http://127.0.0.1:{free_port()}" for _ in range(2))
     module = [sys.executable, "-m", "benchmarks.gateway_processes"]
-    with process(*module, "stub", stub.rpartition(":")[2]):
+    with process(*module, "stub", stub.rpartition(":")[2], directory):
         await up(stub, "/health")
         if arguments.litellm:
             with litellm_proxy(arguments.litellm, stub, directory) as (other, pid):

@@ -1,9 +1,9 @@
 """The processes of `benchmarks.gateway`: a stub engine, and a gateway in front of it.
 
-    python -m benchmarks.gateway_processes stub PORT
+    python -m benchmarks.gateway_processes stub PORT DIRECTORY
     python -m benchmarks.gateway_processes gateway PORT STUB_URL DIRECTORY
 
-The stub computes nothing. It speaks the engine's protocol for our gateway and OpenAI chat completions for others.
+The directory holds tokenizer.json. The stub computes nothing. It speaks the engine's protocol for our gateway and OpenAI chat completions for others.
 `seed` in a request is the pause per token in milliseconds.
 """
 
@@ -17,6 +17,7 @@ from typing import Any
 
 from aiohttp import web
 
+from rollmill.chat.format import assistant_message
 from rollmill.chat.formats.choice import format_of
 from rollmill.chat.tokenizer import Tokenizer
 from rollmill.gateway.app import make_app
@@ -30,9 +31,11 @@ KEY, ADMIN = "benchmark-key", "benchmark-admin"
 _POLICY = {"line": "main", "number": 0, "form": "bf16", "digest": "stub"}
 
 
+ANSWER = web.AppKey("answer", list[int])
+
+
 async def generate(request: web.Request) -> web.StreamResponse:
-    body = json.loads(await request.read())
-    count = min(TOKENS, body["sampling"]["max_tokens"])
+    body, answer = json.loads(await request.read()), request.app[ANSWER]
     pause_s = (body["sampling"]["seed"] or 0) / 1000
     pieces = (TOKENS if pause_s else PIECES) if body["stream"] else 1
     response = web.StreamResponse()
@@ -40,17 +43,18 @@ async def generate(request: web.Request) -> web.StreamResponse:
     for piece in range(pieces):
         if pause_s:
             await asyncio.sleep(pause_s * TOKENS / pieces)
-        await response.write(_chunk(count // pieces, piece == pieces - 1))
+        own = answer[piece * TOKENS // pieces : (piece + 1) * TOKENS // pieces]
+        await response.write(_chunk(own, piece == pieces - 1))
     return response
 
 
-def _chunk(count: int, last: bool) -> bytes:
+def _chunk(tokens: list[int], last: bool) -> bytes:
     facts: dict[str, Any] = {
-        "tokens": [65 + index for index in range(count)],
-        "logprobs": [-0.5] * count,
-        "policy": [0] * count,
+        "tokens": tokens,
+        "logprobs": [-0.5] * len(tokens),
+        "policy": [0] * len(tokens),
         "policies": [_POLICY],
-        "finish": "length" if last else None,
+        "finish": "stop" if last else None,
     }
     return json.dumps(facts | ({"oldest_kv_policy": _POLICY} if last else {})).encode() + b"\n"
 
@@ -80,8 +84,11 @@ async def chat(request: web.Request) -> web.StreamResponse:
     return response
 
 
-def stub(port: int) -> None:
+def stub(port: int, directory: Path) -> None:
+    form = format_of(Tokenizer.load(directory / "tokenizer.json"))
+    whole = form.render_answer(assistant_message("the sum of two numbers is a number " * 20, []), [])
     app = web.Application(client_max_size=1 << 30)
+    app[ANSWER] = [*whole[: TOKENS - 1], whole[-1]]
     app.router.add_post("/generate", generate)
     app.router.add_get("/health", health)
     app.router.add_post("/v1/chat/completions", chat)
@@ -101,6 +108,6 @@ def gateway(port: int, engine: str, directory: Path) -> None:
 
 if __name__ == "__main__":
     if sys.argv[1] == "stub":
-        stub(int(sys.argv[2]))
+        stub(int(sys.argv[2]), Path(sys.argv[3]))
     else:
         gateway(int(sys.argv[2]), sys.argv[3], Path(sys.argv[4]))
