@@ -3,8 +3,8 @@
     python -m benchmarks.gateway_processes stub PORT DIRECTORY
     python -m benchmarks.gateway_processes gateway PORT STUB_URL DIRECTORY
 
-The directory holds tokenizer.json. The stub computes nothing. It speaks the engine's protocol for our gateway and OpenAI chat completions for others.
-`seed` in a request is the pause per token in milliseconds.
+The directory holds tokenizer.json. The stub computes nothing. It speaks the engine's protocol for our gateway and
+OpenAI chat completions for others. `seed` in a request is the pause per token in milliseconds.
 """
 
 from __future__ import annotations

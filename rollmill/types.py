@@ -87,6 +87,7 @@ class Span:
     started_at: float  # seconds since the epoch
     ended_at: float
     oldest_kv_policy: int  # index into the segment's policies: the oldest weights that wrote KV this span attended to
+    missing: str = ""  # what the engine did not report; such a span is not trained on
 
 
 @dataclass

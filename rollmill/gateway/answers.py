@@ -40,6 +40,7 @@ class AnswerBuilder:
         if self._share is None or self._share.engine is not engine:
             self._end_share("abort", None)
             self._share = _EngineShare(engine, len(self.tokens), self._started_at)
+        self._share.missing = self._share.missing or chunk.missing
         before = len(self.tokens)
         self.tokens += chunk.tokens
         self.logprobs += chunk.logprobs
@@ -113,6 +114,7 @@ class AnswerBuilder:
                 started_at=share.started_at,
                 ended_at=now,
                 oldest_kv_policy=number,
+                missing=share.missing,
             )
         )
 
@@ -140,3 +142,4 @@ class _EngineShare:
         self.engine = engine
         self.start = start
         self.started_at = started_at
+        self.missing = ""

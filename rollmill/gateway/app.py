@@ -112,7 +112,7 @@ class Gateway:
         self._registry = Registry(admin_token, keep_routes=False)
         self._recorder = Recorder(log_dir, compact_bytes=config.compact_bytes)
         self._registry.replay(self._recorder.replay())
-        self._router = Router(engines, config)
+        self._router = Router(engines, config, tokenizer.encode)
         self._sealer = Sealer(config, self._recorder, self._registry, trajectories, objects, self._metrics)
         self.feedback_routes = FeedbackRoutes(access, self._registry, self._sealer, trajectories)
         self._completions = Completions(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from dataclasses import dataclass, field
 from typing import Literal
 
@@ -11,7 +12,23 @@ from rollmill.config import Config
 from rollmill.gateway.redaction import RedactionSection
 
 
+class BackendConfig(Config):
+    """An OpenAI-compatible server beside the run's engines. Its answers are recorded, and not trained on."""
+
+    url: str = Field(description="Address of the server, without /v1.")
+    model: str = Field(description="Name of the model there. Requests ask for it as `external-MODEL`.")
+    key_variable: str | None = Field(default=None, description="Environment variable that holds its API key.")
+    region: str = Field(default="external", description="Region that spans are recorded with.")
+
+    def endpoint(self) -> EngineEndpoint:
+        token = os.environ.get(self.key_variable) if self.key_variable else None
+        return EngineEndpoint(self.url, self.region, token, "openai", self.model)
+
+
 class GatewayConfig(Config):
+    backends: list[BackendConfig] = Field(
+        default_factory=list, description="OpenAI-compatible servers that answer beside the run's engines."
+    )
     max_body_bytes: int = Field(
         default=16 << 20, ge=1024, description="Largest request body in bytes; a larger one gets status 413."
     )
@@ -123,3 +140,5 @@ class EngineEndpoint:
     url: str
     region: str
     token: str | None = field(default=None, repr=False)  # the engine's bearer token
+    kind: Literal["rollmill", "openai"] = "rollmill"  # "openai": any OpenAI-compatible server
+    model: str = ""  # the name of the model at such a server

@@ -23,6 +23,7 @@ import aiohttp
 
 from rollmill.backoff import Backoff
 from rollmill.errors import EngineError, GatewayError
+from rollmill.gateway import openai_engine
 from rollmill.gateway.account import current_account
 from rollmill.gateway.config import EngineEndpoint, GatewayConfig
 from rollmill.gateway.engines import EngineState
@@ -39,8 +40,13 @@ _FIRST_CHECK_S = 1.0  # how long a starting gateway waits for its engines before
 
 
 class Router:
-    def __init__(self, endpoints: Sequence[EngineEndpoint], config: GatewayConfig) -> None:
+    def __init__(
+        self, endpoints: Sequence[EngineEndpoint], config: GatewayConfig, encode: Callable[[str], list[int]]
+    ) -> None:
+        """`encode` tokenises the text of servers that do not tell token ids."""
+        self._encode = encode
         self.engines = [EngineState(endpoint) for endpoint in endpoints]
+        self._has_own = any(endpoint.kind == "rollmill" for endpoint in endpoints)
         self.places = Places(config.queue_requests)
         self._config = config
         self._timeout = aiohttp.ClientTimeout(total=None, sock_connect=5, sock_read=config.engine_silence_s)
@@ -141,6 +147,9 @@ class Router:
         self, engine: EngineState, request: GenerateRequest, stream: bool
     ) -> AsyncGenerator[GenerateChunk, None]:
         assert self._client is not None, "the router is not started"
+        if engine.endpoint.kind == "openai":
+            yield await openai_engine.ask(self._client, engine.endpoint, request, self._timeout, self._encode, _refuse)
+            return
         body = request_to_json(request, stream=stream)
         token = engine.endpoint.token
         headers = {"Authorization": f"Bearer {token}"} if token else None
@@ -187,6 +196,8 @@ class Router:
     ) -> EngineState | None:
         """The best engine with a free place; None if there is none."""
         alive = [engine for engine in self.engines if engine.alive and target.is_served_by(engine)]
+        if target == Target() and self._has_own:  # other people's servers answer only who asks for them
+            alive = [engine for engine in alive if engine.endpoint.kind == "rollmill"]
         alive = [engine for engine in alive if engine is not failed] or alive
         # an engine that is paused or behind keeps a request until it can serve it
         fit = [engine for engine in alive if not engine.paused and _is_at(engine, min_version)] or alive
@@ -224,6 +235,8 @@ class Router:
 
     async def _ask_health(self, engine: EngineState) -> dict[str, Any]:
         assert self._client is not None
+        if engine.endpoint.kind == "openai":
+            return await openai_engine.ask_health(self._client, engine.endpoint)
         async with self._client.get(f"{engine.url}/health", timeout=aiohttp.ClientTimeout(total=5)) as response:
             if response.status != 200:
                 raise EngineError(f"health answered {response.status}")

@@ -85,6 +85,7 @@ class GenerateChunk:
     # set on the last chunk
     oldest_kv_policy: PolicyRef | None = None
     cached_tokens: int = 0
+    missing: str = ""  # what is not known about these tokens; they are then not trained on
     timing: Mapping[str, float] = field(default_factory=dict)
 
 

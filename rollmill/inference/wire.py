@@ -46,6 +46,7 @@ class _Chunk:
     finish: FinishReason | None = None
     oldest_kv_policy: PolicyRef | None = None
     cached_tokens: Natural = 0
+    missing: str = ""
     timing: dict[str, float] = field(default_factory=dict)
 
 

@@ -140,7 +140,10 @@ def _reconstructible(segment: Segment, masked: Counter[str]) -> tuple[np.ndarray
     learn_T = segment.sampled.copy()
     for span in segment.spans:
         temperatures_T[span.start : span.end] = span.sampling.temperature
-        if not span.sampling.trainable:
+        if span.missing:
+            masked[span.missing] += span.end - span.start
+            learn_T[span.start : span.end] = False
+        elif not span.sampling.trainable:
             masked[GREEDY] += span.end - span.start
             learn_T[span.start : span.end] = False
         elif span.sampling.top_p < 1.0 or span.sampling.top_k > 0:

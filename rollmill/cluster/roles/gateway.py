@@ -29,7 +29,8 @@ def main(run: RunDirectory) -> None:
         [
             EngineEndpoint(run.url(f"engine-{region}"), region, run.secrets["engine_token"])
             for region in run.config.regions
-        ],
+        ]
+        + [backend.endpoint() for backend in run.config.gateway.backends],
         TrajectoryStore(database, objects),
         objects,
         run.path / "gateway",

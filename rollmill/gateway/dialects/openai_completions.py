@@ -21,6 +21,7 @@ _NEUTRAL: dict[str, tuple[Any, ...]] = {
     "frequency_penalty": (0,),
     "logit_bias": ({},),
     "presence_penalty": (0,),
+    "return_token_ids": (True, False),  # they are always returned
     "suffix": ("",),
 }
 _KNOWN = frozenset(

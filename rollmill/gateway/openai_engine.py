@@ -1,0 +1,125 @@
+"""Any OpenAI-compatible server as an engine: POST /v1/completions with token ids in.
+
+Recorded is what the server tells. Token ids and log-probs come back from servers that know `return_token_ids` and
+`logprobs` (vLLM, SGLang, a Rollmill gateway). Else the text is tokenised here, which need not give the sampled ids, and
+log-probs are 0. No such server names the exact weights. What is missing is kept with the span, and such spans are never
+trained on. The answer comes whole, also for a client that streams.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable
+from typing import Any
+
+import aiohttp
+from pydantic import BaseModel, TypeAdapter
+
+from rollmill.errors import EngineError
+from rollmill.gateway.config import EngineEndpoint
+from rollmill.inference.engine import GenerateChunk, GenerateRequest
+from rollmill.strict import parse_json
+from rollmill.types import FinishReason, PolicyRef
+
+NO_WEIGHTS, NO_TOKENS, NO_LOGPROBS = "the weights", "the token ids", "the log-probs"
+_LARGEST_ID = 1 << 31
+
+
+class _Logprobs(BaseModel):
+    token_logprobs: list[float | None] | None = None
+
+
+class _Choice(BaseModel):
+    text: str
+    token_ids: list[int] | None = None
+    logprobs: _Logprobs | None = None
+    finish_reason: str | None = None
+
+
+class _Completion(BaseModel):
+    choices: list[_Choice]
+
+
+_COMPLETION = TypeAdapter(_Completion)
+
+
+def body_of(request: GenerateRequest, endpoint: EngineEndpoint) -> dict[str, Any]:
+    sampling = request.sampling
+    body = {
+        "model": endpoint.model,
+        "prompt": request.tokens,
+        "max_tokens": sampling.max_tokens,
+        "temperature": sampling.temperature,
+        "top_p": sampling.top_p,
+        "logprobs": 1,
+        "return_token_ids": True,
+    }
+    return body if sampling.seed is None else {**body, "seed": sampling.seed}
+
+
+def read_completion(data: bytes, policy: PolicyRef, encode: Callable[[str], list[int]]) -> GenerateChunk:
+    """The answer as one chunk. Raises EngineError if it is not a completion."""
+    try:
+        completion = parse_json(data, _COMPLETION)
+        choice = completion.choices[0]
+    except (ValueError, IndexError) as error:
+        raise EngineError(f"the server's answer is no completion: {error}") from None
+    tokens, missing = choice.token_ids, [NO_WEIGHTS]
+    if tokens is None:
+        tokens = encode(choice.text)
+        missing.append(NO_TOKENS)
+    if any(not 0 <= token < _LARGEST_ID for token in tokens):
+        raise EngineError("the server's answer has a token id that is negative or too large")
+    told = choice.logprobs.token_logprobs if choice.logprobs is not None else None
+    logprobs = [min(0.0, value) for value in told or () if value is not None]
+    if len(missing) > 1 or len(logprobs) != len(tokens):
+        logprobs = [0.0] * len(tokens)
+        missing.append(NO_LOGPROBS)
+    finish: FinishReason = "length" if choice.finish_reason == "length" else "stop"
+    return GenerateChunk(
+        tokens,
+        logprobs,
+        [0] * len(tokens),
+        [policy],
+        finish=finish,
+        oldest_kv_policy=policy,
+        missing=f"the server does not tell {', '.join(missing)}",
+    )
+
+
+async def ask(
+    client: aiohttp.ClientSession,
+    endpoint: EngineEndpoint,
+    request: GenerateRequest,
+    timeout: aiohttp.ClientTimeout,
+    encode: Callable[[str], list[int]],
+    refuse: Callable[[aiohttp.ClientResponse], Any],
+) -> GenerateChunk:
+    url = f"{endpoint.url.rstrip('/')}/v1/completions"
+    async with client.post(
+        url, json=body_of(request, endpoint), headers=_headers(endpoint), timeout=timeout
+    ) as response:
+        if response.status != 200:
+            await refuse(response)
+        return read_completion(await response.read(), policy_of(endpoint), encode)
+
+
+async def ask_health(client: aiohttp.ClientSession, endpoint: EngineEndpoint) -> dict[str, Any]:
+    """What the engine's own /health would say. The server is alive if it lists its models."""
+    url = f"{endpoint.url.rstrip('/')}/v1/models"
+    timeout = aiohttp.ClientTimeout(total=5)
+    async with client.get(url, headers=_headers(endpoint), timeout=timeout) as response:
+        if response.status != 200:
+            raise EngineError(f"GET /v1/models answered {response.status}")
+        await response.read()
+    policy = vars(policy_of(endpoint))
+    return {"engine": f"openai:{endpoint.model}", "policy": policy, "running": 0, "waiting": 0}
+
+
+def policy_of(endpoint: EngineEndpoint) -> PolicyRef:
+    """Stands for weights that nobody names. Its line is never that of a run."""
+    return PolicyRef("external-" + re.sub(r"[^A-Za-z0-9_-]", "-", endpoint.model), 0, "unknown", "unknown")
+
+
+def _headers(endpoint: EngineEndpoint) -> dict[str, str]:
+    return {"Authorization": f"Bearer {endpoint.token}"} if endpoint.token else {}
