@@ -24,6 +24,7 @@ from rollmill.cli import (
     rollout,
     runs,
     serve,
+    sessions,
     tasks,
     train,
     trajectories,
@@ -70,6 +71,7 @@ app.add_typer(images.app, name="images")
 app.add_typer(model.app, name="model")
 app.add_typer(weights.app, name="weights")
 app.add_typer(trajectories.app, name="trajectories")
+app.add_typer(sessions.app, name="sessions")
 app.add_typer(rewards.app, name="rewards")
 app.add_typer(keys.app, name="keys")
 app.command("config")(config.show_settings)

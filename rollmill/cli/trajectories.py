@@ -1,4 +1,4 @@
-"""`rollmill trajectories list | show | export | admit`: what agents did, who sampled it, how it was graded."""
+"""`rollmill trajectories list | show | export | admit | forget`: what agents did, who sampled it, how it was graded."""
 
 from __future__ import annotations
 
@@ -216,6 +216,54 @@ def show(
     elif trajectory is not None:
         transcript.print_conversation(console, trajectory, longest)
     transcript.print_grades(console, store.rewards([row.id])[row.id], store.feedback(row.id), longest)
+
+
+@app.command()
+def forget(
+    run_dir: Annotated[Path, typer.Argument(help="run directory", show_default=False)],
+    user: Annotated[str, typer.Option(help="the name that production requests gave as `user`", show_default=False)],
+) -> None:
+    """Delete what was recorded of a production user: payloads, open sessions, the text of feedback.
+
+    The index keeps the rows, marked `deleted`. A run that has admitted copies of them is asked separately. For example:
+
+        rollmill trajectories forget runs/demo --user ann
+    """
+    import asyncio
+
+    from rollmill.cluster.run import RunDirectory
+
+    run, store = _open(run_dir, None, None)
+    assert run is not None
+    places = [run, *(RunDirectory.open(path) for path in sorted((run.path / "services").glob("*")))]
+    ended = sum(asyncio.run(_forget_open(place, user)) for place in places)
+    deleted, kept = store.delete_user(_pseudonym(run, user))
+    typer.echo(f"{ended} open sessions ended, {len(deleted)} trajectories deleted")
+    for id, reason in kept.items():
+        typer.echo(f"{id} is kept: {reason}", err=True)
+    if kept:
+        raise typer.Exit(1)
+
+
+def _pseudonym(run: RunDirectory, user: str) -> str:
+    from rollmill.gateway.registry import pseudonym
+
+    return pseudonym(run.secrets["admin_token"].encode(), user)
+
+
+async def _forget_open(run: RunDirectory, user: str) -> int:
+    """End the open sessions of a user at one gateway: the running one is asked, else its log is rewritten."""
+    from rollmill.errors import GatewayError
+    from rollmill.gateway.forgetting import forget_in_log
+    from rollmill.rollouts.client import GatewayClient
+
+    if not (run.path / "gateway").exists():
+        return 0
+    try:
+        return await forget_in_log(run.path / "gateway", run.secrets["admin_token"], user)
+    except GatewayError:  # it runs
+        async with GatewayClient(run.url("gateway"), run.secrets["admin_token"], patience_s=10.0) as gateway:
+            return int((await gateway.forget(user))["open"])
 
 
 def _query(

@@ -33,6 +33,7 @@ from rollmill.gateway.completions import Completions
 from rollmill.gateway.config import EngineEndpoint, GatewayConfig
 from rollmill.gateway.entries import encode_open
 from rollmill.gateway.feedback import FeedbackRoutes
+from rollmill.gateway.forgetting import AdminRoutes
 from rollmill.gateway.identity import add_session_paths, path_without_session
 from rollmill.gateway.keys import KeyRing, KeyStore
 from rollmill.gateway.limits import KeyLimits
@@ -75,6 +76,7 @@ def make_app(
     app = web.Application(client_max_size=config.max_body_bytes, middlewares=middlewares)
     gateway.model_routes.add_to(app)
     gateway.feedback_routes.add_to(app)
+    gateway.admin_routes.add_to(app)
     app.router.add_post("/sessions", gateway.open_session)
     app.router.add_post("/sessions/{id}/seal", gateway.seal_session)
     app.router.add_get("/sessions/{id}", gateway.show_session)
@@ -115,6 +117,7 @@ class Gateway:
         self._router = Router(engines, config, tokenizer.encode)
         self._sealer = Sealer(config, self._recorder, self._registry, trajectories, objects, self._metrics)
         self.feedback_routes = FeedbackRoutes(access, self._registry, self._sealer, trajectories)
+        self.admin_routes = AdminRoutes(access, self._registry, self._sealer, self._recorder, trajectories, admin_token)
         self._completions = Completions(
             config, format, tokenizer, self._router, self._recorder, self._registry, self._metrics
         )

@@ -13,12 +13,13 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import fcntl
+import functools
 import logging
 import os
 import queue
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -38,6 +39,7 @@ class _Write:
     session: str
     data: bytes
     closes: bool
+    erases: bool
     done: asyncio.Future[None]
 
 
@@ -120,6 +122,11 @@ class Recorder:
         """Mark the entries of a session as dead: it is sealed or given up."""
         await self._enqueue(session, encode_entry("close", session, {}), closes=True).done
 
+    async def erase(self) -> None:
+        """Returns when the entries of forgotten sessions are no longer in the file. Raises StorageError if it cannot be
+        rewritten."""
+        await self._enqueue("", b"", closes=False, erases=True).done
+
     def close(self) -> None:
         if self._thread is not None:
             self._queue.put(None)
@@ -130,8 +137,8 @@ class Recorder:
         os.close(self._file)
         os.close(self._lock_file)
 
-    def _enqueue(self, session: str, data: bytes, *, closes: bool) -> _Write:
-        write = _Write(session, data, closes, asyncio.get_running_loop().create_future())
+    def _enqueue(self, session: str, data: bytes, *, closes: bool, erases: bool = False) -> _Write:
+        write = _Write(session, data, closes, erases, asyncio.get_running_loop().create_future())
         self._queue.put(write)
         return write
 
@@ -141,18 +148,25 @@ class Recorder:
 
     def _run(self) -> None:
         while (batch := self._next_batch()) is not None:
-            error: StorageError | None = None
+            writes = [write for write in batch if not write.erases]
+            erasures = [write for write in batch if write.erases]
             self._busy_since = time.monotonic()
-            try:
-                self._write(batch)
-                self._failure = None
-            except OSError as failure:
-                self._failure = f"cannot write {self._path}: {failure.strerror or failure}"
-                error = StorageError(self._failure, hint="free disk space, or move the run to a disk that has some")
-            _finish(batch, error)
-            if error is None:
+            error = self._attempt(functools.partial(self._write, writes))
+            _finish(writes, error)
+            if erasures:
+                _finish(erasures, self._attempt(self._compact))
+            elif error is None:
                 self._compact_if_worth()
             self._busy_since = None
+
+    def _attempt(self, work: Callable[[], None]) -> StorageError | None:
+        try:
+            work()
+            self._failure = None
+            return None
+        except OSError as failure:
+            self._failure = f"cannot write {self._path}: {failure.strerror or failure}"
+            return StorageError(self._failure, hint="free disk space, or move the run to a disk that has some")
 
     def _next_batch(self) -> list[_Write] | None:
         """All queued writes whose callers still wait; None at the end."""
@@ -169,6 +183,8 @@ class Recorder:
                 return batch
 
     def _write(self, batch: list[_Write]) -> None:
+        if not batch:
+            return
         data = [write.data for write in batch]  # read once: a caller that stops waiting clears it
         try:
             _write_all(self._file, b"".join(data), self._size)
@@ -276,5 +292,7 @@ def _finish(batch: list[_Write], error: StorageError | None) -> None:
             else:
                 write.done.set_exception(error)
 
+    if not batch:
+        return
     with contextlib.suppress(RuntimeError):  # the loop is closed: nobody waits
         batch[0].done.get_loop().call_soon_threadsafe(wake)

@@ -30,6 +30,7 @@ from rollmill.types import Trajectory, TrajectoryState
 
 log = logging.getLogger(__name__)
 _SWEEP_S = 1.0
+_EXPIRE_S = 3600.0  # between two looks for old trajectories
 _SMALL_PAYLOAD = 4 << 20  # bytes that are kept in memory
 _LANDING_S = 20.0  # how long a seal waits for answers in flight to be recorded; callers wait up to 60 s for the seal
 _WAIT_STEP_S = 1.0  # waits are written to the log in steps of this, and of a tenth of the sum
@@ -89,6 +90,8 @@ class Sealer:
         async with asyncio.TaskGroup() as group:
             group.create_task(self._sweep_sessions())
             group.create_task(self._keep_waits())
+            if self._config.retention_days is not None:
+                group.create_task(self._expire(self._config.retention_days * 86400))
 
     async def _land(self, session: Session) -> None:
         """Wait until no answer is in flight. Those of a rollout are cut; a production user gets the whole answer."""
@@ -101,6 +104,17 @@ class Sealer:
             raise GatewayError(
                 f"{session.facts.trajectory} has an answer in flight", status=503, hint="try again"
             ) from None
+
+    async def _expire(self, older_than_s: float) -> None:
+        """Delete the payloads of old production trajectories. One that a step needs is deleted later."""
+        while True:
+            try:
+                deleted, _ = await asyncio.to_thread(self._trajectories.delete_expired, older_than_s)
+                if deleted:
+                    log.info("%d trajectories are older than %g days: deleted", len(deleted), older_than_s / 86400)
+            except (StorageError, OSError) as error:
+                log.warning("old trajectories are not deleted yet: %s", error)
+            await asyncio.sleep(_EXPIRE_S)
 
     async def _keep_waits(self) -> None:
         """Write the waits of rollouts to the log. A restarted gateway goes on with the clocks of their episodes."""

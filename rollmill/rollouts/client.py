@@ -69,6 +69,10 @@ class GatewayClient:
         """Seconds that requests of this session have waited for an engine, those waiting now included."""
         return float((await self._call("GET", f"/sessions/{trajectory}", None))["waited_seconds"])
 
+    async def forget(self, user: str) -> dict[str, Any]:
+        """Delete everything that was recorded of a production user."""
+        return await self._call("POST", "/forget", {"user": user})
+
     async def abandon(self, trajectory: str) -> None:
         """Have the gateway forget a session that will not be finished."""
         await self._call("DELETE", f"/sessions/{trajectory}", None)

@@ -247,6 +247,8 @@ class TrajectoryStore:
 
         def work(connection: sa.Connection) -> None:
             move_trajectory(connection, id, TrajectoryState.deleted, None)
+            # numbers stay; what people wrote does not
+            connection.execute(feedback.update().where(feedback.c.trajectory == id).values(data="{}"))
             lease = connection.execute(_LEASE, {"key": id}).first()
             if lease is not None:
                 raise TrajectoryError(
@@ -260,6 +262,27 @@ class TrajectoryStore:
         for key in (row.payload_key, row.submission_key):
             if key is not None and self._objects.head(key) is not None:
                 self._objects.delete(key)
+
+    def delete_user(self, pseudonym: str) -> tuple[builtins.list[str], dict[str, str]]:
+        """Delete the trajectories of a user. Returns the deleted ones, and why others cannot be deleted yet."""
+        mine = trajectories.c.provenance.contains(f'"{pseudonym}"', autoescape=True)
+        return self._delete_where(mine)
+
+    def delete_expired(self, older_than_s: float) -> tuple[builtins.list[str], dict[str, str]]:
+        """As `delete_user`, for sealed production trajectories of an age."""
+        return self._delete_where(trajectories.c.finished_at < time.time() - older_than_s)
+
+    def _delete_where(self, condition: sa.ColumnElement[bool]) -> tuple[builtins.list[str], dict[str, str]]:
+        production = (trajectories.c.traffic == "production") & (trajectories.c.state != TrajectoryState.deleted.value)
+        with reading(self._engine) as connection:
+            ids = connection.execute(sa.select(trajectories.c.id).where(production, condition)).scalars().all()
+        kept: dict[str, str] = {}
+        for id in ids:
+            try:
+                self.delete(id)
+            except TrajectoryError as error:
+                kept[id] = error.message
+        return [id for id in ids if id not in kept], kept
 
     def add_feedback(
         self, id: str, kind: str, value: float | None, data: Mapping[str, Any], given_id: str | None = None

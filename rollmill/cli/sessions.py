@@ -1,0 +1,131 @@
+"""`rollmill sessions list | show`: the sessions of a run's gateways that are open, and those that ended last."""
+
+from __future__ import annotations
+
+import json
+import time
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from rollmill.errors import ConfigError
+
+if TYPE_CHECKING:
+    from rollmill.cluster.run import RunDirectory
+    from rollmill.gateway.sessions import Session
+
+app = typer.Typer(help="Look at the sessions of a run's gateways.", no_args_is_help=True)
+
+RunDir = Annotated[Path, typer.Argument(help="the run directory", show_default=False)]
+_COLUMNS = ("session", "state", "traffic", "key", "turns", "tokens", "segments", "last answer")
+
+
+@app.command("list")
+def list_sessions(
+    run_dir: RunDir,
+    recent: Annotated[int, typer.Option(min=0, help="also this many sessions that have ended")] = 10,
+    as_json: Annotated[bool, typer.Option("--json", help="one JSON object per line, with every field")] = False,
+) -> None:
+    """List open sessions, of the run and of `rollmill serve`, and the last ones that have ended.
+
+    Sessions whose users did not agree to storing them are not listed. For example:
+
+        rollmill sessions list runs/demo
+    """
+    from rich.console import Console
+    from rich.table import Table
+
+    from rollmill.cluster.run import RunDirectory
+    from rollmill.gateway.overview import describe_session
+
+    run = RunDirectory.open(run_dir)
+    found = [describe_session(session) for session in _open_sessions(run)]
+    found += _ended(run, recent, {each["trajectory"] for each in found})
+    if as_json:
+        for each in found:
+            typer.echo(json.dumps(each))
+        return
+    table = Table(box=None, pad_edge=False)
+    for column in _COLUMNS:
+        table.add_column(column, overflow="fold")
+    for each in found:
+        numbers = (each["turns"], each["tokens"], each["segments"])
+        cells = ("" if number is None else str(number) for number in numbers)
+        table.add_row(
+            each["name"], each["state"], each["traffic"], each["key"] or "", *cells, _age(each["answered_at"])
+        )
+    Console(highlight=False, markup=False).print(table)
+
+
+@app.command()
+def show(
+    run_dir: RunDir,
+    session: Annotated[str, typer.Argument(help="the session's name or its trajectory", show_default=False)],
+) -> None:
+    """Show an open session: its facts and its segments, without what was said.
+
+    For example:
+
+        rollmill sessions show runs/demo chat-7
+
+    `rollmill trajectories show` shows the conversation.
+    """
+    from rollmill.cluster.run import RunDirectory
+    from rollmill.gateway.overview import describe_segments, describe_session
+
+    for each in _open_sessions(RunDirectory.open(run_dir)):
+        if session in (each.name, each.facts.trajectory):
+            for name, value in describe_session(each).items():
+                typer.echo(f"{name:15} {'' if value is None else value}")
+            for segment in describe_segments(each):
+                parent = segment["parent"]
+                origin = f", after {segment['shared_tokens']} tokens of {parent}" if parent else ""
+                typer.echo(
+                    f"segment {segment['segment']} ({segment['cause']}{origin}): {segment['turns']} turns, "
+                    f"{segment['tokens']} tokens, {segment['finish']}"
+                )
+            return
+    raise ConfigError(
+        f"{run_dir} has no open session {session!r}",
+        hint="`rollmill sessions list` shows them; `rollmill trajectories show` those that have ended",
+    )
+
+
+def _open_sessions(run: RunDirectory) -> list[Session]:
+    from rollmill.gateway.overview import read_sessions
+
+    places = [run.path, *sorted((run.path / "services").glob("*"))]
+    return [session for place in places for session in read_sessions(place / "gateway")]
+
+
+def _ended(run: RunDirectory, count: int, still_open: set[str]) -> list[dict[str, Any]]:
+    from rollmill.storage.database import open_database
+    from rollmill.storage.objects import Objects
+    from rollmill.trajectories.store import TrajectoryStore
+
+    if not count or (run.config.database is None and not (run.path / "mill.db").exists()):
+        return []
+    rows = TrajectoryStore(open_database(run.database_url), Objects.open("memory://")).list(limit=count * 4)
+    return [
+        {
+            "trajectory": row.id,
+            "name": row.provenance.get("session") or row.id,
+            "traffic": row.traffic,
+            "run": row.run,
+            "task": row.task_id,
+            "key": row.provenance.get("key"),
+            "segments": row.segments,
+            "turns": row.turns,
+            "tokens": row.tokens,
+            "sampled_tokens": row.sampled_tokens,
+            "answered_at": row.finished_at,
+            "state": row.state.value,
+        }
+        for row in rows
+        if row.id not in still_open and row.finished_at is not None
+    ][:count]
+
+
+def _age(at: float | None) -> str:
+    return "" if at is None else f"{max(0.0, time.time() - at):.0f} s ago"

@@ -1,0 +1,91 @@
+"""Forgetting a user: open sessions leave memory and log, sealed ones lose their payloads. The index keeps their rows,
+marked `deleted`, so that every report still adds up."""
+
+from __future__ import annotations
+
+import asyncio
+from pathlib import Path
+
+from aiohttp import web
+
+from rollmill.errors import GatewayError
+from rollmill.gateway.access import Access
+from rollmill.gateway.body import parse_object
+from rollmill.gateway.overview import describe_session
+from rollmill.gateway.recorder import Recorder
+from rollmill.gateway.registry import Registry, pseudonym
+from rollmill.gateway.sealing import Sealer
+from rollmill.trajectories.store import TrajectoryStore
+
+_REASON = "its user was forgotten"
+
+
+class AdminRoutes:
+    def __init__(
+        self,
+        access: Access,
+        registry: Registry,
+        sealer: Sealer,
+        recorder: Recorder,
+        trajectories: TrajectoryStore,
+        admin_token: str,
+    ) -> None:
+        self._access = access
+        self._registry = registry
+        self._sealer = sealer
+        self._recorder = recorder
+        self._trajectories = trajectories
+        self._secret = admin_token.encode()
+
+    def add_to(self, app: web.Application) -> None:
+        app.router.add_get("/sessions", self.sessions)
+        app.router.add_post("/forget", self.forget)
+
+    async def sessions(self, request: web.Request) -> web.Response:
+        """List the open sessions.
+
+        Needs: a key with the scope read.
+        Returns: {"sessions"}: for each its trajectory, name, key, turns, tokens and state; never what was said.
+        """
+        await self._access.check(request, "read")
+        return web.json_response({"sessions": [describe_session(session) for session in self._registry]})
+
+    async def forget(self, request: web.Request) -> web.Response:
+        """Delete everything that was recorded of a user.
+
+        Needs: a key with the scope admin.
+        Takes: {"user"}: the name that requests gave.
+        Returns: {"open", "deleted", "kept"}: open sessions that ended, trajectories whose payload was deleted, and
+        those that cannot be deleted yet, each with the reason.
+        """
+        await self._access.check(request, "admin")
+        user = parse_object(await request.read()).get("user")
+        if not isinstance(user, str) or not user:
+            raise GatewayError("user must be a name", hint='{"user": "NAME"}')
+        name = pseudonym(self._secret, user)
+        ended = [session for session in self._registry if session.facts.provenance.get("user") == name]
+        for session in ended:
+            await self._sealer.give_up(session, _REASON)
+        if any(session.logged for session in ended):
+            await self._recorder.erase()
+        deleted, kept = await asyncio.to_thread(self._trajectories.delete_user, name)
+        return web.json_response({"open": len(ended), "deleted": deleted, "kept": kept})
+
+
+async def forget_in_log(directory: Path, secret: str, user: str) -> int:
+    """Removes the open sessions of a user from the log of a gateway that does not run. Raises GatewayError if it does.
+    Returns their number."""
+    recorder = Recorder(directory, compact_bytes=1 << 62)
+    try:
+        registry = Registry(secret, keep_routes=False)
+        registry.replay(recorder.replay())
+        recorder.start()
+        name = pseudonym(secret.encode(), user)
+        found = [session for session in registry if session.facts.provenance.get("user") == name]
+        for session in found:
+            await recorder.forget(session.facts.trajectory)
+        if found:
+            await recorder.erase()
+        return len(found)
+    finally:
+        recorder.close()

@@ -1,0 +1,127 @@
+"""Forgetting a user, old trajectories, and the overview of sessions."""
+
+from __future__ import annotations
+
+import asyncio
+from pathlib import Path
+from typing import Any
+
+import pytest
+from typer.testing import CliRunner
+
+from rollmill.cli.main import app
+from rollmill.cluster.run import RunConfig, RunDirectory
+from rollmill.config import load_config
+from rollmill.errors import GatewayError
+from rollmill.gateway.forgetting import forget_in_log
+from rollmill.gateway.overview import read_sessions
+from rollmill.gateway.registry import pseudonym
+from rollmill.rollouts.client import GatewayClient
+from rollmill.storage.database import open_database
+from rollmill.storage.objects import Objects
+from rollmill.trajectories.store import TrajectoryStore
+from tests.gateway.conftest import ADMIN, LIVE, QUICK, USER, Answers, Door, Mill, until
+from tests.gateway.stand_in import StandIn
+from tests.gateway.test_privacy import written
+from tests.trajectories.test_cli import DEMO
+
+PRIVATE = {"role": "user", "content": "Ann's private words"}
+OF_ANN = {"user": "ann"}
+
+
+async def conversations(door: Door) -> tuple[str, str, str]:
+    """A sealed and an open one of ann, and one of bob."""
+    sealed = (await door.say(LIVE, [PRIVATE], user="ann"))["rollmill"]["trajectory"]
+    await door.admin("POST", "/v1/feedback", {"session": sealed, "value": 1.0, "text": "Ann's opinion"}, token=LIVE)
+    await door.seal(sealed)
+    lasting = (await door.say(LIVE, [PRIVATE], user="ann"))["rollmill"]["trajectory"]
+    other = (await door.say(LIVE, [USER], user="bob", headers={"x-rollmill-session": "chat-7"}))["rollmill"]
+    return sealed, lasting, other["trajectory"]
+
+
+async def test_a_user_is_forgotten_everywhere(mill: Mill, answers: Answers) -> None:
+    endpoint = await mill.engine(StandIn([answers.text("one")]))
+    async with mill.running(endpoint) as door:
+        sealed, lasting, other = await conversations(door)
+        assert (await door.admin("POST", "/forget", OF_ANN, token=LIVE))[0] == 403
+        status, body = await door.admin("POST", "/forget", OF_ANN)
+        assert (status, body["open"], body["kept"]) == (200, 1, {})
+        assert sealed in body["deleted"]
+        assert (await door.admin("POST", "/forget", OF_ANN))[1] == {"open": 0, "deleted": [], "kept": {}}
+        log = (mill.directory / "gateway" / "sessions.log").read_bytes()
+        assert lasting.encode() not in log and other.encode() in log
+        assert b"ann" not in log
+        row, (said,) = door.trajectories.get(sealed), door.trajectories.feedback(sealed)
+        assert (row.state, said.value, said.data) == ("deleted", 1.0, {})
+        assert not list((mill.directory / "store" / "trajectories").glob("*"))
+        assert len((await door.seal(other)).segments) == 1
+    # SQLite may keep old pages until they are used again; the files of the gateway and the store do not
+    assert b"private words" not in written(mill)
+
+
+async def test_a_log_is_rewritten_without_its_gateway(mill: Mill, answers: Answers) -> None:
+    endpoint = await mill.engine(StandIn([answers.text("one")]))
+    log = mill.directory / "gateway"
+    async with mill.running(endpoint) as door:
+        _, _, other = await conversations(door)
+        with pytest.raises(GatewayError, match="another gateway"):
+            await forget_in_log(log, ADMIN, "ann")
+        status, body = await door.admin("GET", "/sessions")
+        assert status == 200 and {each["name"] for each in body["sessions"]} >= {"chat-7"}
+        assert "private" not in str(body)
+        assert (await door.admin("GET", "/sessions", token=LIVE))[0] == 403
+        assert len(read_sessions(log)) == 2
+        async with GatewayClient(door.url, ADMIN) as client:
+            assert (await client.forget("nobody"))["open"] == 0
+    assert await forget_in_log(log, ADMIN, "nobody") == 0
+    assert await forget_in_log(log, ADMIN, "ann") == 1
+    assert b"private words" not in (log / "sessions.log").read_bytes()
+    assert [session.facts.trajectory for session in read_sessions(log)] == [other]
+
+
+async def test_old_trajectories_are_deleted(mill: Mill, answers: Answers, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("rollmill.gateway.sealing._EXPIRE_S", 0.02)
+    config = QUICK.model_copy(update={"retention_days": 1e-9})
+    door = await mill.gateway(await mill.engine(StandIn([answers.text("one")])), config=config)
+    mill.plan("a")
+    await door.say(await door.open("a"), [USER])
+    live = (await door.say(LIVE, [USER]))["rollmill"]["trajectory"]
+    await door.admin("POST", f"/sessions/{live}/seal", {})
+    await door.seal("a")
+
+    async def is_deleted() -> bool:
+        return door.trajectories.get(live).state == "deleted"
+
+    await until(is_deleted)
+    assert door.trajectories.get("a").state == "finished"  # rollouts are not production
+
+
+def call(*arguments: Any, code: int = 0) -> str:
+    result = CliRunner().invoke(app, [str(argument) for argument in arguments], catch_exceptions=False)
+    assert result.exit_code == code, result.output
+    return result.output
+
+
+async def test_the_commands(mill: Mill, answers: Answers, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("COLUMNS", "200")
+    endpoint = await mill.engine(StandIn([answers.text("one")]))
+    async with mill.running(endpoint) as door:
+        _, _, other = await conversations(door)
+    run = RunDirectory.create(mill.directory, load_config(RunConfig, DEMO, ['name="demo"']))
+    (mill.directory / "gateway").rename(run.path / "gateway")
+    listed = await asyncio.to_thread(call, "sessions", "list", run.path)
+    assert "chat-7" in listed and "open" in listed and "private" not in listed
+    shown = await asyncio.to_thread(call, "sessions", "show", run.path, "chat-7")
+    assert other in shown and f"segment {other}.0 (start): 1 turns" in shown
+    store = TrajectoryStore(open_database(run.database_url), Objects.open(run.home_store))
+    user = pseudonym(run.secrets["admin_token"].encode(), "ann")
+    store.create("production", "", "", ["live-1"], {"user": user}, "production")
+    said = await asyncio.to_thread(call, "trajectories", "forget", run.path, "--user", "ann")
+    assert (
+        "0 open sessions ended, 1 trajectories deleted" in said
+    )  # the log is that of another gateway, with another secret
+    assert store.get("live-1").state == "deleted"
+
+
+def test_a_log_that_is_not_there_has_no_sessions(tmp_path: Path) -> None:
+    assert read_sessions(tmp_path) == []
