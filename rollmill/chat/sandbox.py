@@ -74,6 +74,7 @@ class _Environment(ImmutableSandboxedEnvironment):
     def __init__(self) -> None:
         super().__init__(trim_blocks=True, lstrip_blocks=True, extensions=[_Generation, loopcontrols])
         self._rounds = 0
+        self._safe: dict[tuple[type, str], bool] = {}
         self._now = datetime.now()
         for name in _REFUSED_FILTERS:
             del self.filters[name]
@@ -102,6 +103,13 @@ class _Environment(ImmutableSandboxedEnvironment):
         if type(obj) is dict and attribute in obj and attribute not in _NAMES_OF_DICT:
             return obj[attribute]  # what Jinja finds too, after several checks: most of a rendering is this
         return super().getattr(obj, attribute)
+
+    def is_safe_attribute(self, obj: Any, attr: str, value: Any) -> bool:
+        """Jinja's answer depends on the type alone, so it is asked once per type."""
+        safe = self._safe.get((type(obj), attr))
+        if safe is None:
+            safe = self._safe[type(obj), attr] = super().is_safe_attribute(obj, attr, value)
+        return safe
 
     def call_binop(self, context: Any, operator: str, left: Any, right: Any) -> Any:
         if operator == "*":

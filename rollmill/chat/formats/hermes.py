@@ -12,12 +12,13 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Iterator, Sequence
-from typing import Any
 
+from rollmill.chat.calls import write_call
+from rollmill.chat.families.hermes import HermesCalls
 from rollmill.chat.format import ContentStream, Message, Tool, assistant_message, message_calls
 from rollmill.chat.tokenizer import Tokenizer
 
-_NAME = re.compile(r'"name"\s*:\s*"([^"]*)"')
+_CALLS = HermesCalls()
 _MARKS = re.compile(r"(<\|im_start\|>|<\|im_end\|>|</?tool_call>|</?tool_response>)")
 _TOOLS = """# Tools
 
@@ -74,8 +75,7 @@ class HermesFormat:
     def parse(self, tokens: Sequence[int], tools: Sequence[Tool]) -> Message:
         end = len(tokens) - 1 if tokens and tokens[-1] in self.stop_tokens else len(tokens)
         text = self._tokenizer.decode(tokens[:end])
-        content, *bodies = text.split("<tool_call>")
-        calls = [_parse_call(body.partition("</tool_call>")[0].strip()) for body in bodies]
+        content, calls = _CALLS.parse(text, tools)
         return assistant_message(content if content.strip() or not calls else None, calls)
 
     def content_stream(self, stops: Sequence[str] = ()) -> ContentStream:
@@ -113,8 +113,7 @@ class HermesFormat:
         writer.text(content)
         for index, (name, arguments) in enumerate(message_calls(message)):
             separator = "\n" if index or (content and not content.endswith("\n")) else ""
-            body = f'{{"name": {json.dumps(name, ensure_ascii=False)}, "arguments": {arguments}}}'
-            writer.mark(f"{separator}<tool_call>\n").text(body).mark("\n</tool_call>")
+            writer.mark(f"{separator}<tool_call>\n").text(write_call(name, arguments)).mark("\n</tool_call>")
 
 
 class _Writer:
@@ -161,16 +160,3 @@ def _blocks(messages: Sequence[Message]) -> Iterator[list[Message]]:
         block.append(message)
     if block:
         yield block
-
-
-def _parse_call(body: str) -> tuple[str, str]:
-    """Name and arguments. A malformed call keeps its raw text as arguments, so that the harness can answer it."""
-    try:
-        call: Any = json.loads(body)
-    except (ValueError, RecursionError):
-        call = None
-    if isinstance(call, dict) and isinstance(call.get("name"), str) and isinstance(call.get("arguments"), dict | str):
-        arguments = call["arguments"]
-        return call["name"], arguments if isinstance(arguments, str) else json.dumps(arguments, ensure_ascii=False)
-    named = _NAME.search(body)
-    return named.group(1) if named else "invalid", body

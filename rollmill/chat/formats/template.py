@@ -15,7 +15,8 @@ rewrites the history: HistoryRewritten.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator, Mapping, Sequence
+import json
+from collections.abc import Hashable, Iterator, Mapping, Sequence
 from datetime import datetime
 from typing import Any
 
@@ -28,6 +29,7 @@ from rollmill.chat.tokenizer import NONCHARACTERS, Tokenizer, mark
 from rollmill.chat.writer import Writer, find_abilities
 from rollmill.errors import ConfigError, GatewayError
 
+_MOST_RECENT = 64  # conversations
 _STAND_IN: Sequence[Message] = ({"role": "user", "content": "Hello."},)
 
 
@@ -48,6 +50,8 @@ class TemplateFormat:
         ConfigError if the template cannot be used, with the reason."""
         self._tokenizer = tokenizer
         self._tools_in_prompt = tools_in_prompt
+        self._dated = "strftime_now" in source
+        self._recent: dict[Hashable, str] = {}  # the least recently used first
         self.family = family or family_of(source, tokenizer)
         try:
             writer = Writer(ChatTemplate(source), variables, Spelling(tokenizer), self.family)
@@ -113,7 +117,17 @@ class TemplateFormat:
         )
 
     def _write(self, messages: Sequence[Message], tools: Sequence[Tool], now: datetime) -> str:
-        return self.writer.write(messages, tools if self._tools_in_prompt else (), now)
+        """The conversation with its generation prompt. The history before an answer was written in the turn before."""
+        tools = tools if self._tools_in_prompt else ()
+        if self._dated:
+            return self.writer.write(messages, tools, now)
+        key = (tuple(map(_key, messages)), json.dumps(tools))
+        text = self._recent.pop(key, None)
+        text = self.writer.write(messages, tools, now) if text is None else text
+        self._recent[key] = text
+        while len(self._recent) > _MOST_RECENT:
+            self._recent.pop(next(iter(self._recent)), None)
+        return text
 
     def _after_sampled(self, whole: str, before: str, answer: Sequence[int], *, closed: bool) -> str | None:
         """What follows the answer as it was sampled; None if the template writes that answer differently."""
@@ -161,10 +175,17 @@ class TemplateFormat:
 def _refusals() -> Iterator[None]:
     try:
         yield
-    except TemplateFailed as error:
+    except (TemplateFailed, RecursionError) as error:
         raise GatewayError(
             f"the model's chat template refuses these messages: {error}", hint="change their order or their form"
         ) from None
+
+
+def _key(message: Message) -> Hashable:
+    """What a template may read of a message. Strings of recorded messages keep their hash."""
+    calls = tuple((call.get("id"), *call["function"].values()) for call in message.get("tool_calls") or ())
+    text = (message["role"], message.get("content"), message.get("reasoning_content"))
+    return (*text, message.get("tool_call_id"), calls)
 
 
 def _holds(written: str, message: Message) -> bool:

@@ -13,6 +13,7 @@ from rollmill.config import LocalPath
 from rollmill.training.mixture import Part, choose
 from rollmill.training.source import Document, SourceContext
 from rollmill.training.sources.conversations import ConversationDocuments, Conversations, ConversationSettings
+from tests.chat.published import published
 
 Context = Callable[..., SourceContext]
 TOOLS = [
@@ -121,3 +122,20 @@ def test_tokens_are_those_of_a_session(context: Context, hermes: Tokenizer, tmp_
     rendered = format.render_start(MESSAGES[2:5], TOOLS)
     ending = len(format.render_turn([], TOOLS, answer_closed=True))
     assert list(document.tokens) == rendered[: len(rendered) - ending]
+
+
+def test_the_checkpoints_template_writes_the_conversation(tmp_path: Path) -> None:
+    def read(name: str, *messages: Any) -> tuple[str, list[str]]:
+        case = published(name)
+        context = SourceContext(case.tokenizer, case.format, 512, 4, 7, tmp_path / f"index-{name}")
+        document = opened(context, tmp_path / f"{name}.jsonl", {"messages": messages}).read(0, 0)
+        return marked(document, case.tokenizer), list(document.notes)
+
+    text, notes = read("qwen2.5", *MESSAGES)
+    assert text == HERMES.format(tools="") and not notes
+    user, other = {"role": "user", "content": "Fix f."}, {"role": "user", "content": "Thanks."}
+    answer = {"role": "assistant", "content": "Done.", "reasoning_content": "Hm."}
+    text, notes = read("qwen3", user, answer, other, answer)
+    assert text.count("⟦") == 1 and text.endswith("⟦<think>\nHm.\n</think>\n\nDone.<|im_end|>⟧")
+    assert notes == ["answers not learnt: the chat template rewrites them"]
+    assert read("gemma2", user, other, answer) == ("", ["conversation left out: the chat template refuses it"])
