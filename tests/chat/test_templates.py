@@ -9,11 +9,13 @@ import pytest
 from rollmill.chat.conversation import render_conversation
 from rollmill.chat.format import Message, Tool, assistant_message
 from rollmill.chat.formats.template import TemplateFormat
+from rollmill.chat.tokenizer import Tokenizer
 from rollmill.errors import ConfigError, GatewayError
 from rollmill.gateway.segments import Answer
 from rollmill.gateway.sessions import Plan, Session, SessionFacts
 from rollmill.types import PolicyRef
-from tests.chat.published import TOOLS, Published, as_sent, published
+from tests.chat.published import EDGES, TOOLS, Published, as_sent, published, source_of
+from tests.chat.test_streaming import KINDS
 
 READ = ("read", '{"path": "add.py"}')
 EDIT = ("edit", '{"path": "add.py", "line": 2, "parts": ["a", "b"]}')
@@ -94,6 +96,17 @@ def test_an_agent_of_deepseek_keeps_all_tokens() -> None:
 @pytest.mark.parametrize("name", ["gemma2", "granite3.3", "smollm3", "phi-4", "qwen2.5", "llama3.1", "deepseek-v3.1"])
 def test_chats_keep_all_tokens(name: str) -> None:
     assert check(published(name), CHAT, []) == ["start", "", ""]
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("name", ["gemma2", "mistral-nemo"])
+def test_chats_keep_all_tokens_with_any_kind_of_tokenizer(name: str, kind: str) -> None:
+    """SentencePiece puts blanks before text, at the start or behind every special token."""
+    bos, eos = EDGES[name]
+    raw = KINDS[kind]((bos, eos, *{"gemma2": ["<start_of_turn>"], "mistral-nemo": ["[INST]", "[/INST]"]}[name]))
+    tokenizer = Tokenizer(raw)
+    format = TemplateFormat(tokenizer, source_of(name), {"bos_token": bos, "eos_token": eos})
+    assert check(Published(name, source_of(name), bos, eos, raw, tokenizer, format), CHAT, []) == ["start", "", ""]
 
 
 def test_qwen3_drops_reasoning_when_the_user_speaks() -> None:

@@ -25,7 +25,7 @@ from rollmill.chat.families.choice import family_of
 from rollmill.chat.format import ContentStream, HistoryRewritten, Message, Tool, assistant_message, message_calls
 from rollmill.chat.sandbox import ChatTemplate, TemplateFailed
 from rollmill.chat.spelling import Spelling
-from rollmill.chat.tokenizer import NONCHARACTERS, Tokenizer, mark
+from rollmill.chat.tokenizer import CLOSE, NONCHARACTERS, Tokenizer, mark
 from rollmill.chat.writer import Writer, find_abilities
 from rollmill.errors import ConfigError, GatewayError
 
@@ -95,7 +95,7 @@ class TemplateFormat:
                     break
             else:
                 written = self._with_reasoning(_STAND_IN, message, tools)
-        return self._tokenizer.encode_marked(written, after=self._closing)
+            return self._encode_behind(self._write(context, tools, datetime.now()), written)
 
     def parse(self, tokens: Sequence[int], tools: Sequence[Tool]) -> Message:
         end = len(tokens) - 1 if tokens and tokens[-1] in self.stop_tokens else len(tokens)
@@ -151,6 +151,16 @@ class TemplateFormat:
         """What the template writes for an answer, up to its closing token."""
         written = self.writer.write_answer(history, message, tools if self._tools_in_prompt else (), now)
         return None if written is None else self._closed(written)
+
+    def _encode_behind(self, prompt: str, written: str) -> list[int]:
+        """Tokens of an answer behind its prompt. A tokenizer may put a blank before text that follows a special token,
+        so the last text of the prompt is tokenised with it."""
+        last = prompt[prompt.rfind(CLOSE) + 1 :]
+        before = self._tokenizer.encode_marked(last, after=self._closing)
+        both = self._tokenizer.encode_marked(last + written, after=self._closing)
+        if both[: len(before)] == before:
+            return both[len(before) :]
+        return self._tokenizer.encode_marked(written, after=self._closing)  # the tokenizer would merge the two
 
     def _closed(self, written: str) -> str:
         """The text up to its first closing token, which is added if it is missing."""
