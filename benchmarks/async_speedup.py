@@ -3,13 +3,16 @@
     python -m benchmarks.async_speedup [--quick] [--steps N]
 
 Tool times are a SIMULATION: each test run also waits a time drawn from the recorded distribution of real test runs in
-benchmarks/tool_times.json, scaled so that its mean is about one training step. Everything else is real: processes,
-machines, deltas, training. The ratio depends on that scale: say "simulated tool times" wherever it is quoted.
+benchmarks/tool_times.json, scaled so that its mean is about one training step. It is long-tailed: the mean is six times
+the median, the longest a hundred times. Everything else is real: processes, machines, deltas, training. The ratio
+depends on that scale: say "simulated tool times" wherever it is quoted.
 
 The model is mid-trained until most groups carry signal, also with --quick: groups without signal are replaced, and the
-ratio would mostly be about them. The table shows the share of rollouts that were trained on, the share of time that
-steps waited for due groups, and the interval of each ratio (bootstrap over steps). The full run also compares the final
-solve rates of both ways of training.
+ratio would mostly be about them. The table shows the share of rollouts that were trained on, and the interval of each
+ratio (bootstrap over steps). "Waits for due" is the price of the rule that a step must not overtake a group that is
+due: the share of time in which enough groups were ready, and the step waited for older ones. A second table has that
+price on many more steps, in virtual time (benchmarks/deadline_price.py). The full run also compares the final solve
+rates of both ways of training.
 """
 
 from __future__ import annotations
@@ -29,6 +32,7 @@ import numpy as np
 from rich.console import Console
 from rich.table import Table
 
+from benchmarks.deadline_price import simulate
 from benchmarks.output import at_least, at_most, finish
 from rollmill.cluster.drive import drive
 from rollmill.cluster.run import RunConfig, RunDirectory
@@ -36,6 +40,7 @@ from rollmill.config import load_config
 from rollmill.demo import CONFIG as DEMO
 from rollmill.telemetry import read_events
 from rollmill.training.stage import RolloutSettings
+from rollmill.trajectories.pace import Pace
 
 TOOL_TIMES = Path(__file__).with_name("tool_times.json")
 TRAINING_SECONDS = 0.012  # of one trajectory of the demo on one core: the scale of tool times
@@ -98,6 +103,7 @@ class Measured:
     trained_share: float  # of the rollouts; the others belong to groups without signal
     mean_staleness: float
     due_share: float  # of the time: steps waited for due groups, although enough others were ready
+    due_seconds_per_step: float
     solve_rate: float
     solve_rate_low: float
     solve_rate_high: float
@@ -113,13 +119,15 @@ def measure(run: RunDirectory) -> Measured:
     samples = statistics.mean(step["groups"] for step in steps[1:]) * rl_settings(run).group_size
     ages = [step["staleness_mean"] for step in steps[1:] if step["staleness_mean"] is not None]
     groups = sum(step["groups"] + step["groups_closed"] for step in steps[1:])
+    due = sum(step["due_seconds"] for step in steps[1:])
     after = next(event for event in events if event["kind"] == "eval" and event["label"] == "after")
     return Measured(
         samples_per_step=samples,
         seconds=[later["at"] - earlier["at"] for earlier, later in itertools.pairwise(steps)],
         trained_share=sum(step["trajectories"] for step in steps[1:]) / (groups * rl_settings(run).group_size),
         mean_staleness=statistics.mean(ages) if ages else 0.0,
-        due_share=sum(step["due_seconds"] for step in steps[1:]) / (steps[-1]["at"] - steps[0]["at"]),
+        due_share=due / (steps[-1]["at"] - steps[0]["at"]),
+        due_seconds_per_step=due / (len(steps) - 1),
         solve_rate=after["rate"],
         solve_rate_low=after["low"],
         solve_rate_high=after["high"],
@@ -136,20 +144,49 @@ def ratio_interval(synchronous: Measured, asynchronous: Measured, resamples: int
     return float(low), float(high)
 
 
-def show(rows: dict[str, Measured], ratio: str, *, solve_rates: bool) -> None:
-    table = Table(title="tool times SIMULATED from a recorded distribution")
+def show(rows: dict[str, Measured], ratio: str, tail: str, *, solve_rates: bool) -> None:
+    table = Table(title=f"tool times SIMULATED from a recorded distribution: {tail}")
     columns = ["training", "samples/s", "seconds per step", "trained on", "mean staleness", "waits for due"]
     for column in [*columns, *(["final solve rate"] if solve_rates else [])]:
         table.add_column(column)
     for mode, row in rows.items():
         spread = f"{statistics.mean(row.seconds):.2f} ({min(row.seconds):.2f} – {max(row.seconds):.2f})"
         cells = [f"{row.samples_per_second:.1f}", spread, f"{row.trained_share:.0%}", f"{row.mean_staleness:.2f}"]
-        cells.append(f"{row.due_share:.0%}")
+        cells.append(f"{row.due_share:.0%} ({row.due_seconds_per_step:.2f} s per step)")
         if solve_rates:
             cells.append(f"{row.solve_rate:.3f} ({row.solve_rate_low:.3f} – {row.solve_rate_high:.3f})")
         table.add_row(mode, *cells)
     Console().print(table)
     print(f"asynchronous over synchronous, with simulated tool times: {ratio}")
+
+
+def show_price(settings: RolloutSettings, tools: list[float]) -> dict[str, float]:
+    """The earliest-deadline rule against taking whatever finishes first, in virtual time."""
+    table = Table(title="earliest deadline first, SIMULATED in virtual time on the same tool times")
+    for column in (
+        "max_staleness",
+        "steps/s over synchronous",
+        "without the rule",
+        "waits for due",
+        "over the bound without",
+    ):
+        table.add_column(column)
+    training = TRAINING_SECONDS * settings.groups_per_step * settings.group_size
+    figures: dict[str, float] = {}
+    synchronous = 0.0
+    for staleness in (0, 1, 2, 4):
+        pace = Pace(settings.groups_per_step, settings.group_size, staleness)
+        with_rule, without = (simulate(pace, tools, training, steps=1000, rule=rule) for rule in (True, False))
+        synchronous = synchronous or with_rule.seconds_per_step
+        speed, free = (synchronous / each.seconds_per_step for each in (with_rule, without))
+        late = f"{without.over_deadline:.0%} of groups"
+        table.add_row(str(staleness), f"{speed:.2f}×", f"{free:.2f}×", f"{with_rule.due_share:.0%}", late)
+        names = {"speed": speed, "speed_without_rule": free, "due_share": with_rule.due_share}
+        names["over_without_rule"] = without.over_deadline
+        figures |= {f"deadlines_{staleness}_{name}": value for name, value in names.items()}
+        figures[f"deadlines_{staleness}_over"] = with_rule.over_deadline
+    Console().print(table)
+    return figures
 
 
 def main() -> None:
@@ -162,16 +199,27 @@ def main() -> None:
         overrides = [*overrides, f"stages.rl.steps={arguments.steps}"]
     with tempfile.TemporaryDirectory() as folder:
         base = midtrain(Path(folder), overrides)
+        tools = tool_seconds(samples_per_step(base))
         rows = {mode: measure(reinforce(Path(folder), base, mode, overrides)) for mode in MODES}
     synchronous, asynchronous = rows["synchronous"], rows["asynchronous"]
     ratio = asynchronous.samples_per_second / synchronous.samples_per_second
     low, high = ratio_interval(synchronous, asynchronous)
-    show(rows, f"{ratio:.2f}× ({low:.2f} – {high:.2f})", solve_rates=not arguments.quick)
+    tail = f"median {statistics.median(tools):.2f} s, mean {statistics.mean(tools):.2f} s, longest {max(tools):.1f} s"
+    show(rows, f"{ratio:.2f}× ({low:.2f} – {high:.2f})", tail, solve_rates=not arguments.quick)
+    price = show_price(rl_settings(base), tools)
     rates = ("solve_rate", "solve_rate_low", "solve_rate_high")
-    names = ("samples_per_second", "trained_share", "mean_staleness", "due_share", *rates)
+    names = ("samples_per_second", "trained_share", "mean_staleness", "due_share", "due_seconds_per_step", *rates)
     figures = {f"{mode}_{name}": getattr(row, name) for mode, row in rows.items() for name in names}
-    figures |= {"simulated_ratio": ratio, "simulated_ratio_low": low, "simulated_ratio_high": high}
+    figures |= {"tool_seconds_median": statistics.median(tools), "tool_seconds_mean": statistics.mean(tools)}
+    figures |= {
+        "tool_seconds_longest": max(tools),
+        "simulated_ratio": ratio,
+        "simulated_ratio_low": low,
+        "simulated_ratio_high": high,
+    }
+    figures |= price
     bars = {
+        "groups_over_the_bound": at_most(max(value for name, value in price.items() if name.endswith("_over")), 0.0),
         "simulated_ratio": at_least(ratio, 1.5),
         "trained_share": at_least(min(row.trained_share for row in rows.values()), 0.3),
     }
