@@ -232,23 +232,18 @@ def forget(
     import asyncio
 
     from rollmill.cluster.run import RunDirectory
+    from rollmill.gateway.registry import pseudonyms
 
     run, store = _open(run_dir, None, None)
     assert run is not None
     places = [run, *(RunDirectory.open(path) for path in sorted((run.path / "services").glob("*")))]
     ended = sum(asyncio.run(_forget_open(place, user)) for place in places)
-    deleted, kept = store.delete_user(_pseudonym(run, user))
+    deleted, kept = store.delete_user(pseudonyms(run.secrets["admin_token"].encode(), user))
     typer.echo(f"{ended} open sessions ended, {len(deleted)} trajectories deleted")
     for id, reason in kept.items():
         typer.echo(f"{id} is kept: {reason}", err=True)
     if kept:
         raise typer.Exit(1)
-
-
-def _pseudonym(run: RunDirectory, user: str) -> str:
-    from rollmill.gateway.registry import pseudonym
-
-    return pseudonym(run.secrets["admin_token"].encode(), user)
 
 
 async def _forget_open(run: RunDirectory, user: str) -> int:

@@ -13,7 +13,7 @@ from rollmill.gateway.access import Access
 from rollmill.gateway.body import parse_object
 from rollmill.gateway.overview import describe_session
 from rollmill.gateway.recorder import Recorder
-from rollmill.gateway.registry import Registry, pseudonym
+from rollmill.gateway.registry import Registry, pseudonyms
 from rollmill.gateway.sealing import Sealer
 from rollmill.trajectories.store import TrajectoryStore
 
@@ -62,13 +62,13 @@ class AdminRoutes:
         user = parse_object(await request.read()).get("user")
         if not isinstance(user, str) or not user:
             raise GatewayError("user must be a name", hint='{"user": "NAME"}')
-        name = pseudonym(self._secret, user)
-        ended = [session for session in self._registry if session.facts.provenance.get("user") == name]
+        names = pseudonyms(self._secret, user)
+        ended = [session for session in self._registry if session.facts.provenance.get("user") in names]
         for session in ended:
             await self._sealer.give_up(session, _REASON)
         if any(session.logged for session in ended):
             await self._recorder.erase()
-        deleted, kept = await asyncio.to_thread(self._trajectories.delete_user, name)
+        deleted, kept = await asyncio.to_thread(self._trajectories.delete_user, names)
         return web.json_response({"open": len(ended), "deleted": deleted, "kept": kept})
 
 
@@ -80,8 +80,8 @@ async def forget_in_log(directory: Path, secret: str, user: str) -> int:
         registry = Registry(secret, keep_routes=False)
         registry.replay(recorder.replay())
         recorder.start()
-        name = pseudonym(secret.encode(), user)
-        found = [session for session in registry if session.facts.provenance.get("user") == name]
+        names = pseudonyms(secret.encode(), user)
+        found = [session for session in registry if session.facts.provenance.get("user") in names]
         for session in found:
             await recorder.forget(session.facts.trajectory)
         if found:

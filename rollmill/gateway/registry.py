@@ -38,7 +38,7 @@ class Registry:
         self._keep_routes = keep_routes
         self._secret = admin_token.encode()
         self._sessions: dict[str, Session] = {}
-        self._named: dict[tuple[str, str], str] = {}  # id of the key, the client's name -> trajectory
+        self._named: dict[tuple[str, ...], str] = {}  # key, consent, user, the client's name -> trajectory
         # digest of an unnamed conversation up to an answer -> trajectory; None if there are several. Ended ones count:
         # the user who continues may be theirs
         self._histories: OrderedDict[bytes, str | None] = OrderedDict()
@@ -61,8 +61,8 @@ class Registry:
 
     def named(self, name: str, key_id: str) -> Session | None:
         """The open session to which a client with this key gave the name."""
-        trajectory = self._named.get((key_id, name))
-        return None if trajectory is None else self._sessions.get(trajectory)
+        found = (id for named, id in reversed(self._named.items()) if (named[0], named[-1]) == (key_id, name))
+        return self._sessions.get(next(found, ""))
 
     def remove(self, session: Session) -> None:
         trajectory, name = session.facts.trajectory, _name(session.facts)
@@ -92,7 +92,7 @@ class Registry:
             provenance["consent"] = consent
         if name is not None:
             provenance["session"] = check_id(name)
-            trajectory: str | None = self._named.get((key_id, name), name)
+            trajectory: str | None = self._named.get((*_owner(provenance), name), name)
         else:
             digests = reversed(list(_digests(_owner(provenance), messages)))
             trajectory = next((self._histories[digest] for digest in digests if digest in self._histories), None)
@@ -108,7 +108,7 @@ class Registry:
 
     def _live(self, trajectory: str | None, provenance: dict[str, Any]) -> Session:
         session = self._sessions.get(trajectory) if trajectory is not None else None
-        mine = session is not None and _owner(session.facts.provenance)[:2] == _owner(provenance)[:2]
+        mine = session is not None and _owner(session.facts.provenance) == _owner(provenance)
         production = session is not None and session.facts.traffic == "production"
         if session is not None and mine and production and self.is_open(session) and not session.ending:
             session.used_at = time.time()  # no longer idle, so it is not sealed now
@@ -171,18 +171,25 @@ def key_id_of(provenance: Mapping[str, Any]) -> str:
 
 
 def _owner(provenance: Mapping[str, Any]) -> tuple[str, str, str]:
-    """Key, consent and user of a conversation."""
+    """Key, consent and user of a conversation. A request in which one of them is another continues another one: what a
+    user said can be found, and is kept as they agreed."""
     return key_id_of(provenance), str(provenance.get("consent", "train")), str(provenance.get("user", ""))
 
 
-def _name(facts: SessionFacts) -> tuple[str, str]:
-    return key_id_of(facts.provenance), str(facts.provenance.get("session"))
+def _name(facts: SessionFacts) -> tuple[str, ...]:
+    return (*_owner(facts.provenance), str(facts.provenance.get("session")))
 
 
 def pseudonym(secret: bytes, user: str) -> str:
     """A pseudonym of the user: the same user always has the same one. The name is not stored, and who does not have the
     secret cannot try names."""
     return hmac.new(secret, b"user " + user.encode(errors="replace"), hashlib.sha256).hexdigest()[:32]
+
+
+def pseudonyms(secret: bytes, user: str) -> tuple[str, str]:
+    """All pseudonyms that records may have: the second is that of 0.1.0."""
+    old = hashlib.blake2b(user.encode(errors="replace"), digest_size=16).hexdigest()
+    return pseudonym(secret, user), old
 
 
 def _digests(owner: tuple[str, ...], messages: Sequence[Message]) -> Iterator[bytes]:

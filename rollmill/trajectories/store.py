@@ -263,10 +263,10 @@ class TrajectoryStore:
             if key is not None and self._objects.head(key) is not None:
                 self._objects.delete(key)
 
-    def delete_user(self, pseudonym: str) -> tuple[builtins.list[str], dict[str, str]]:
+    def delete_user(self, pseudonyms: Sequence[str]) -> tuple[builtins.list[str], dict[str, str]]:
         """Delete the trajectories of a user. Returns the deleted ones, and why others cannot be deleted yet."""
-        mine = trajectories.c.provenance.contains(f'"{pseudonym}"', autoescape=True)
-        return self._delete_where(mine)
+        provenance = trajectories.c.provenance
+        return self._delete_where(sa.or_(*(provenance.contains(f'"{name}"', autoescape=True) for name in pseudonyms)))
 
     def delete_expired(self, older_than_s: float) -> tuple[builtins.list[str], dict[str, str]]:
         """As `delete_user`, for sealed production trajectories of an age."""

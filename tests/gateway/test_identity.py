@@ -85,6 +85,9 @@ def test_a_name_is_the_key_s_own(mill: Mill, answers: Answers) -> None:
     assert talk.ask([USER, ONE, USER], "chat") is mine
     theirs = talk.ask([USER, ONE, USER], "chat", key_id="other")
     assert theirs is not mine and theirs.name == "chat"
+    of_ann = talk.ask([USER], "chat", user="ann")  # another user: what ann says can be forgotten without the rest
+    assert of_ann is not mine and talk.ask([USER, ONE, USER], "chat") is mine
+    assert talk.ask([USER, ONE, USER], "chat", user="ann") is of_ann
     unnamed = talk.ask([USER])
     assert talk.ask([USER, ONE, USER], unnamed.name) is unnamed  # the token that the client got back
     stolen = talk.ask([USER, ONE, USER], unnamed.name, key_id="other")
