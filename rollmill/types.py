@@ -66,6 +66,8 @@ class Sampling:
     max_tokens: int = 256
     stop_tokens: tuple[int, ...] = ()
     seed: int | None = None
+    # The grammar that the tokens follow, as llguidance reads it: tokens that it does not allow had probability zero.
+    grammar: str | None = None
 
     @property
     def trainable(self) -> bool:

@@ -20,6 +20,9 @@ from rollmill.chat.tokenizer import TextStream, Tokenizer
 Message = dict[str, Any]
 Tool = dict[str, Any]
 
+# How llguidance writes JSON: as json.dumps does. With free blanks a small model may go on with blanks for ever.
+JSON_STYLE = {"x-guidance": {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}}
+
 
 class HistoryRewritten(Exception):
     """With the new messages, the template writes earlier messages differently: their tokens cannot be kept."""

@@ -25,6 +25,7 @@ from rollmill.gateway.config import GatewayConfig
 from rollmill.gateway.dialect import Dialect, Identity, ModelRequest, Reply
 from rollmill.gateway.entries import encode_incomplete, encode_open, encode_turn
 from rollmill.gateway.flights import AnswerCut, Flight
+from rollmill.gateway.grammars import grammar_of
 from rollmill.gateway.identity import HEADER
 from rollmill.gateway.metrics import Metrics
 from rollmill.gateway.recorder import Recorder
@@ -137,6 +138,11 @@ class Completions:
                 self._registry.remove(session)
         return await self._reply(session, recorded, ask, stream)
 
+    def _constrained(self, request: ModelRequest) -> ModelRequest:
+        """The request with the grammar that it needs."""
+        grammar = grammar_of(request, self._format)
+        return request if grammar is None else replace(request, sampling=replace(request.sampling, grammar=grammar))
+
     async def _new_answers(self, session: Session, ask: Ask, stream: EventStream | None) -> list[Recorded]:
         """Several answers to one request are sampled side by side. Each is a branch of its own."""
         if ask.request.count == 1:
@@ -149,7 +155,7 @@ class Completions:
         return [each for each in done if isinstance(each, Recorded)]
 
     async def _new_answer(self, session: Session, ask: Ask, stream: EventStream | None, index: int) -> Recorded:
-        request = _numbered(ask.request, index)
+        request = _numbered(self._constrained(ask.request), index)
         if isinstance(request.prompt, list):
             plan = session.plan_tokens(request.prompt, self._tokenizer.decode)
         else:

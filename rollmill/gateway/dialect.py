@@ -42,6 +42,8 @@ class ModelRequest:
     user: str = ""
     count: int = 1  # how many answers
     logprobs: bool = False  # whether the client gets log-probs of the tokens
+    schema: dict[str, Any] | None = None  # the JSON schema that the text must follow
+    forced: tuple[str, ...] = ()  # one of these tools must be called
     prompt: str | list[int] | None = None  # the context itself, instead of messages
     options: Mapping[str, Any] = field(default_factory=dict)  # read again only by the dialect that parsed the request
 

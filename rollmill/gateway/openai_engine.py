@@ -15,7 +15,7 @@ from typing import Any
 import aiohttp
 from pydantic import BaseModel, TypeAdapter
 
-from rollmill.errors import EngineError
+from rollmill.errors import EngineError, GatewayError
 from rollmill.gateway.config import EngineEndpoint
 from rollmill.inference.engine import GenerateChunk, GenerateRequest
 from rollmill.strict import parse_json
@@ -45,6 +45,8 @@ _COMPLETION = TypeAdapter(_Completion)
 
 def body_of(request: GenerateRequest, endpoint: EngineEndpoint) -> dict[str, Any]:
     sampling = request.sampling
+    if sampling.grammar is not None:
+        raise GatewayError("this engine cannot follow a JSON schema or a forced tool_choice", hint="leave it out")
     body = {
         "model": endpoint.model,
         "prompt": request.tokens,

@@ -67,6 +67,7 @@ class GenerateRequest:
     traffic: TrafficClass = "rollout"
     min_version: int = 0  # wait until the served version number is at least this: how staleness 0 is kept
     line: str = ""  # the line whose versions are meant; an engine that serves another one refuses. "": any line
+    answered: int = 0  # this many tokens at the end of `tokens` belong to the answer: where its grammar goes on
 
 
 @dataclass

@@ -8,6 +8,7 @@ import hmac
 import json
 import signal
 from collections.abc import AsyncIterator, Awaitable, Callable
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from aiohttp import web
@@ -218,6 +219,7 @@ def serve_engine(
     pinned: int | None = None,
     channel: str | None = None,
     token: str | None = None,
+    tokenizer: Path | None = None,
 ) -> None:
     """Serve an embedded engine until SIGTERM or SIGINT. It follows `line` or `channel`, or stays at version `pinned` of
     `line`.
@@ -232,7 +234,7 @@ def serve_engine(
             source.follow_channel(channel)
     else:
         source = Pinned(store, Version(line, pinned), form, mirror, holder=name, about=about)
-    made = {"name": name, "region": region, "device": device, "form": form}
+    made = {"name": name, "region": region, "device": device, "form": form, "tokenizer": tokenizer}
     kind = "version" if pinned is not None else "channel" if channel is not None else "line"
     serves = {
         "kind": kind,

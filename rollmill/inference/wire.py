@@ -30,6 +30,7 @@ class _Request:
     traffic: TrafficClass = "rollout"
     min_version: Natural = 0
     line: str = ""
+    answered: Natural = 0
     stream: bool = False
 
 

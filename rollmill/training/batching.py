@@ -31,6 +31,7 @@ from rollmill.types import Segment
 STALE = "stale"
 GREEDY = "sampled at temperature 0"
 TRUNCATED = "sampled with top-p or top-k, whose cut was not recorded"
+GRAMMAR = "sampled under a grammar, whose mask the trainer does not apply"
 FOREIGN = "sampled by a line this one does not descend from"
 NO_CONTEXT = "the first token of a segment, which nothing predicts"
 ABANDONED = "not on the way to the outcome"
@@ -148,6 +149,9 @@ def _reconstructible(segment: Segment, masked: Counter[str]) -> tuple[np.ndarray
             learn_T[span.start : span.end] = False
         elif span.sampling.top_p < 1.0 or span.sampling.top_k > 0:
             masked[TRUNCATED] += span.end - span.start
+            learn_T[span.start : span.end] = False
+        elif span.sampling.grammar is not None:
+            masked[GRAMMAR] += span.end - span.start
             learn_T[span.start : span.end] = False
     if learn_T.size and learn_T[0]:
         masked[NO_CONTEXT] += 1

@@ -6,6 +6,7 @@ import pytest
 from rollmill.errors import TrajectoryError
 from rollmill.training.batching import (
     FOREIGN,
+    GRAMMAR,
     GREEDY,
     NO_CONTEXT,
     STALE,
@@ -66,7 +67,12 @@ def test_staleness_counts_across_lines():
 
 @pytest.mark.parametrize(
     ("sampling", "reason"),
-    [(Sampling(temperature=0.0), GREEDY), (Sampling(top_p=0.9), TRUNCATED), (Sampling(top_k=5), TRUNCATED)],
+    [
+        (Sampling(temperature=0.0), GREEDY),
+        (Sampling(top_p=0.9), TRUNCATED),
+        (Sampling(top_k=5), TRUNCATED),
+        (Sampling(grammar="start: /a+/"), GRAMMAR),
+    ],
 )
 def test_spans_that_cannot_be_reconstructed_are_left_out(sampling: Sampling, reason: str):
     masked: Counter[str] = Counter()

@@ -25,6 +25,7 @@ SPECIAL_TOKENS = ("<end>", "<agent>", "<user>", "<tool>", "<system>", "<text>", 
 
 class CompactFormat:
     name = "compact"
+    text_mark = "<text>"
 
     def __init__(self, tokenizer: Tokenizer) -> None:
         self._tokenizer = tokenizer
@@ -33,6 +34,13 @@ class CompactFormat:
         )
         self._roles = {"user": user, "tool": tool, "system": system}
         self.stop_tokens: tuple[int, ...] = (self._end,)
+
+    def call_grammar(self, tools: Sequence[Tool]) -> str:
+        """Rules for `calls`, as llguidance reads them: one or more calls of these tools."""
+        calls = []
+        for name, properties in _properties(tools).items():
+            calls.append(json.dumps(name) + " <arg> value" * len(properties))
+        return f"calls: call (<call> call)*\ncall: {' | '.join(calls)}\nvalue: /(?s:.)*/\n"
 
     def render_start(self, messages: Sequence[Message], tools: Sequence[Tool]) -> list[int]:
         return [*self._render(messages, tools), self._agent]

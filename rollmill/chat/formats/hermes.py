@@ -47,6 +47,10 @@ class HermesFormat:
         self._end = tokenizer.token_id("<|im_end|>")
         self.stop_tokens: tuple[int, ...] = (self._end,) if end_of_text is None else (self._end, end_of_text)
 
+    def call_grammar(self, tools: Sequence[Tool]) -> str:
+        """Rules for `calls`, as llguidance reads them: one or more calls of these tools."""
+        return _CALLS.grammar(tools, self._tokenizer)
+
     def render_start(self, messages: Sequence[Message], tools: Sequence[Tool]) -> list[int]:
         writer = _Writer(self._tokenizer)
         self._write_system(writer, messages, tools if self._tools_in_prompt else ())

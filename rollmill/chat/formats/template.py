@@ -62,6 +62,16 @@ class TemplateFormat:
             ) from None
         self.stop_tokens = tuple(dict.fromkeys([self._closing, *stop_tokens]))
 
+    @property
+    def reasons_first(self) -> bool:
+        """Whether the generation prompt ends inside reasoning."""
+        return self.writer.thinking is not None and self.writer.thinking.opened
+
+    def call_grammar(self, tools: Sequence[Tool]) -> str | None:
+        """Rules for `calls`, as llguidance reads them: one or more calls of these tools. None: not for this family."""
+        rules = getattr(self.family, "grammar", None)
+        return None if rules is None else str(rules(tools, self._tokenizer))
+
     def render_start(self, messages: Sequence[Message], tools: Sequence[Tool]) -> list[int]:
         with _refusals():
             return self._tokenizer.encode_marked(self._write(messages, tools, datetime.now()))

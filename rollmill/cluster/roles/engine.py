@@ -39,6 +39,7 @@ def main(run: RunDirectory, region: str, kind: str, name: str, form: str) -> Non
         device=run.config.device,
         form=form,
         token=run.secrets["engine_token"],
+        tokenizer=run.tokenizer,
     )
 
 

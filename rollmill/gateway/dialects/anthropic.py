@@ -8,17 +8,18 @@ from typing import Any
 
 from rollmill.chat.format import Message
 from rollmill.errors import GatewayError
-from rollmill.gateway.body import parse_object, short
+from rollmill.gateway.body import parse_object
 from rollmill.gateway.dialect import Delta, Identity, Limits, ModelRequest, Reply, error_text
 from rollmill.gateway.dialects import fields
 from rollmill.gateway.dialects.anthropic_request import MALFORMED, parse_anthropic_tools, parse_conversation
+from rollmill.gateway.grammars import read_forced, read_schema
 from rollmill.gateway.segments import Answer
 
-_NEUTRAL: dict[str, tuple[Any, ...]] = {"container": (), "mcp_servers": ([],), "output_format": ()}
-# `thinking` and `output_config` are wishes about effort: a model reasons as it was trained to
+_NEUTRAL: dict[str, tuple[Any, ...]] = {"container": (), "mcp_servers": ([],)}
+# `thinking` and `output_config.effort` are wishes: a model reasons as it was trained to
 _KNOWN = frozenset(
-    "cache_control context_management max_tokens messages metadata model output_config seed service_tier stop_sequences"
-    " stream system temperature thinking tool_choice tools top_k top_p".split()
+    "cache_control context_management max_tokens messages metadata model output_config output_format seed service_tier"
+    " stop_sequences stream system temperature thinking tool_choice tools top_k top_p".split()
 )
 _ERROR_TYPES = {
     401: "authentication_error",
@@ -38,12 +39,15 @@ class AnthropicMessages:
         fields.check_names(tree, _KNOWN, _NEUTRAL)
         max_tokens = fields.max_tokens(tree, ("max_tokens",), limits.default_max_tokens)
         user = (fields.field(tree, "metadata", dict) or {}).get("user_id")
-        choice = (fields.field(tree, "tool_choice", dict) or {}).get("type", "auto")
-        if choice not in ("auto", "none"):
-            raise GatewayError(f"tool_choice of type {short(choice)} is not supported", hint='use "auto" or "none"')
+        choice = fields.field(tree, "tool_choice", dict) or {"type": "auto"}
+        tools = parse_anthropic_tools(tree) if choice.get("type") != "none" else []
+        wanted = choice if choice.get("type") == "tool" else choice.get("type")
+        output = (fields.field(tree, "output_config", dict) or {}).get("format") or tree.get("output_format")
         return ModelRequest(
             messages=parse_conversation(tree, limits.max_messages),
-            tools=parse_anthropic_tools(tree) if choice == "auto" else [],
+            tools=tools,
+            schema=read_schema("output_config.format", output),
+            forced=read_forced(wanted, tools),
             sampling=fields.sampling(tree, limits.stop_tokens, max_tokens),
             stop=fields.stops("stop_sequences", tree.get("stop_sequences")),
             stream=bool(fields.field(tree, "stream", bool)),

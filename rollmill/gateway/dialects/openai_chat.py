@@ -14,6 +14,7 @@ from rollmill.errors import GatewayError
 from rollmill.gateway.body import parse_object, short
 from rollmill.gateway.dialect import Delta, Identity, Limits, ModelRequest, Reply
 from rollmill.gateway.dialects import fields, openai
+from rollmill.gateway.grammars import read_forced, read_schema
 
 MOST_ANSWERS = 16
 # field -> values that have no effect
@@ -30,7 +31,6 @@ NEUTRAL: dict[str, tuple[Any, ...]] = {
     "audio": (),
     "prediction": (),
     "web_search_options": (),
-    "response_format": ({"type": "text"},),
 }
 # fields that say nothing about the answer, or only wish for something: clients send them unasked
 DESCRIPTIVE = frozenset(
@@ -38,8 +38,8 @@ DESCRIPTIVE = frozenset(
     " service_tier store user verbosity".split()
 )
 _KNOWN = DESCRIPTIVE | frozenset(
-    "messages model n logprobs max_completion_tokens max_tokens seed stop stream stream_options temperature tool_choice"
-    " tools top_k top_p".split()
+    "messages model n logprobs max_completion_tokens max_tokens response_format seed stop stream stream_options"
+    " temperature tool_choice tools top_k top_p".split()
 )
 _ROLES = {"system": "system", "developer": "system", "user": "user", "assistant": "assistant", "tool": "tool"}
 
@@ -52,9 +52,12 @@ class OpenAIChat:
         fields.check_names(tree, _KNOWN, NEUTRAL)
         options = fields.field(tree, "stream_options", dict) or {}
         max_tokens = fields.max_tokens(tree, ("max_completion_tokens", "max_tokens"), limits.default_max_tokens)
+        tools = parse_tools(tree)
         return ModelRequest(
             messages=parse_messages(tree, limits.max_messages),
-            tools=parse_tools(tree),
+            tools=tools,
+            schema=read_schema("response_format", tree.get("response_format")),
+            forced=read_forced(tree.get("tool_choice"), tools),
             sampling=fields.sampling(tree, limits.stop_tokens, max_tokens),
             stop=fields.stops("stop", tree.get("stop")),
             stream=bool(fields.field(tree, "stream", bool)),
@@ -163,12 +166,7 @@ def parse_tools(tree: dict[str, Any]) -> list[Tool]:
         parameters = function.get("parameters") or {}
         if not isinstance(parameters, dict) or not isinstance(parameters.get("properties") or {}, dict):
             raise GatewayError(f"tools[{index}].function.parameters is not a JSON schema of an object")
-    choice = tree.get("tool_choice")
-    if choice == "none":
-        return []
-    if choice not in (None, "auto"):
-        raise GatewayError(f"tool_choice = {short(choice)} is not supported", hint='use "auto" or "none"')
-    return tools
+    return [] if tree.get("tool_choice") == "none" else tools
 
 
 def _message(message: Any, index: int) -> Message:

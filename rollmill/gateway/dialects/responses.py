@@ -12,6 +12,7 @@ from rollmill.gateway.body import parse_object
 from rollmill.gateway.dialect import Delta, Identity, Limits, ModelRequest, Reply, error_text
 from rollmill.gateway.dialects import fields, openai
 from rollmill.gateway.dialects.responses_request import parse_items, parse_response_tools
+from rollmill.gateway.grammars import read_forced, read_schema
 from rollmill.gateway.segments import Answer
 from rollmill.gateway.stored import Stored, StoredResponses
 
@@ -42,13 +43,14 @@ class OpenAIResponses:
         tree = parse_object(body)
         fields.check_names(tree, _KNOWN, _NEUTRAL)
         text_format = (fields.field(tree, "text", dict) or {}).get("format")
-        if text_format not in (None, {"type": "text"}):
-            raise GatewayError("text.format is not supported", hint="leave it out", code="unsupported_parameter")
+        tools = parse_response_tools(tree)
         include = fields.field(tree, "include", list) or []
         store = fields.field(tree, "store", bool)
         return ModelRequest(
             messages=parse_items(tree.get("input"), limits.max_messages),
-            tools=parse_response_tools(tree),
+            tools=tools,
+            schema=read_schema("text.format", text_format),
+            forced=read_forced(tree.get("tool_choice"), tools),
             sampling=fields.sampling(
                 tree,
                 limits.stop_tokens,
@@ -62,6 +64,7 @@ class OpenAIResponses:
                 "previous": fields.field(tree, "previous_response_id", str),
                 "instructions": fields.field(tree, "instructions", str),
                 "store": store is not False,
+                "text_format": text_format or {"type": "text"},
                 "tools": tree.get("tools") or [],
                 "tool_choice": tree.get("tool_choice") or "auto",
                 "metadata": fields.field(tree, "metadata", dict) or {},
@@ -203,7 +206,7 @@ def _head(request: ModelRequest, identity: Identity) -> dict[str, Any]:
         "reasoning": {"effort": None, "summary": None},
         "store": options["store"],
         "temperature": sampling.temperature,
-        "text": {"format": {"type": "text"}},
+        "text": {"format": options["text_format"]},
         "tool_choice": options["tool_choice"],
         "tools": options["tools"],
         "top_p": sampling.top_p,

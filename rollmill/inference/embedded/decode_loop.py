@@ -27,6 +27,7 @@ from rollmill.inference.config import EngineConfig
 from rollmill.inference.embedded.activity import GAP_SECONDS, Activity
 from rollmill.inference.embedded.cache import KVCache
 from rollmill.inference.embedded.generation import Generation
+from rollmill.inference.embedded.grammar import apply_masks
 from rollmill.inference.embedded.loading import make_loader
 from rollmill.inference.embedded.runner import StepOutput, make_runner
 from rollmill.inference.embedded.sampler import listed, sample
@@ -195,9 +196,11 @@ class DecodeLoop:
         output = self._runner.run(work)
         complete = [item for item in output.work if item.completes]
         # this waits for the device
-        drawn = (
-            sample(output.logits, [item.draw for item in complete]) if output.drawn is None else listed(output.drawn)
-        )
+        if output.drawn is None:
+            logits = apply_masks(output.logits, [item.generation.grammar for item in complete])
+            drawn = sample(logits, [item.draw for item in complete])
+        else:
+            drawn = listed(output.drawn)
         self._advance(output, policy)
         self._record(zip([item.generation for item in complete], *drawn, strict=True), policy)
         computed = sum(item.count for item in work)

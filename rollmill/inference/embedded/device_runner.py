@@ -20,7 +20,7 @@ from torch import Tensor
 from rollmill.inference.embedded.cache import KVCache
 from rollmill.inference.embedded.paged_triton import Plan, TritonAttention, tile_positions
 from rollmill.inference.embedded.runner import StepOutput, exact_logits, narrow_routes
-from rollmill.inference.embedded.sampler import is_cut, sample_uncut, uniform
+from rollmill.inference.embedded.sampler import needs_host, sample_uncut, uniform
 from rollmill.inference.embedded.scheduler import Work
 from rollmill.models.decoder import Decoder
 from rollmill.models.device import uncollected
@@ -63,7 +63,7 @@ class DeviceRunner:
                 self._pool = torch.cuda.graph_pool_handle()
             decode.record(self._pool)
         logits_MV, routes, drawn_M2 = decode.run()
-        drawn = None if any(is_cut(item.generation.request.sampling) for item in work) else drawn_M2[: len(work)]
+        drawn = None if any(needs_host(item.generation.request.sampling) for item in work) else drawn_M2[: len(work)]
         return StepOutput(work, None if routes is None else routes[: len(work)], logits_MV[: len(work)], drawn)
 
 

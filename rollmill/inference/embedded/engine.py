@@ -7,6 +7,7 @@ import contextlib
 import secrets
 from collections.abc import AsyncGenerator, Iterator
 from concurrent.futures import Future
+from pathlib import Path
 from typing import Any
 
 from rollmill.errors import EngineError, WeightsError
@@ -14,6 +15,7 @@ from rollmill.inference.config import EngineConfig
 from rollmill.inference.embedded.activity import Activity
 from rollmill.inference.embedded.decode_loop import DecodeLoop, Outbox
 from rollmill.inference.embedded.generation import Generation
+from rollmill.inference.embedded.grammar import Grammars, GrammarState
 from rollmill.inference.engine import Applied, EngineUnavailable, GenerateChunk, GenerateRequest
 from rollmill.models.config import ModelConfig
 from rollmill.models.device import Device, choose_device, is_full
@@ -33,9 +35,12 @@ class EmbeddedEngine:
         region: str = "home",
         device: Device = "cpu",
         form: str = "bf16",
+        tokenizer: Path | None = None,
     ) -> None:
+        """`tokenizer`: the tokenizer.json of the model. Without it, requests with a grammar are refused."""
         self.name, self.region = name, region
         self._vocab_size = model.vocab_size
+        self._grammars = Grammars(tokenizer, model.vocab_size) if tokenizer is not None else None
         self._context_limit = min(model.max_context, config.cache_tokens)
         self._activity = Activity(name, region)
         self._decoding = DecodeLoop(model, config, self._activity, self._send, device=choose_device(device), form=form)
@@ -64,7 +69,9 @@ class EmbeddedEngine:
             yield GenerateChunk([], [], [], [], finish="length")  # no room for a token: that is data, not an error
             return
         chunks: asyncio.Queue[GenerateChunk | Exception] = asyncio.Queue()
+        grammar = await asyncio.to_thread(self._grammar, request) if request.sampling.grammar is not None else None
         generation = self._generation(request, stream, chunks)
+        generation.grammar = grammar
         finish = None
         try:
             await asyncio.wrap_future(self._decoding.post(lambda: self._decoding.add(generation)))
@@ -124,6 +131,15 @@ class EmbeddedEngine:
                 f"token ids must be from 0 to {self._vocab_size - 1}",
                 hint="was the context made with another model's tokenizer?",
             )
+
+    def _grammar(self, request: GenerateRequest) -> GrammarState:
+        grammar, ends = request.sampling.grammar, request.sampling.stop_tokens
+        if self._grammars is None or grammar is None or not ends:
+            raise EngineError(
+                "a grammar needs an engine with a tokenizer, and a stop token",
+                hint="ask without a format of the output",
+            )
+        return self._grammars.start(grammar, ends[0], request.tokens[len(request.tokens) - request.answered :])
 
     def _generation(
         self, request: GenerateRequest, stream: bool, chunks: asyncio.Queue[GenerateChunk | Exception]

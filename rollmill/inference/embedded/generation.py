@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
+from rollmill.inference.embedded.grammar import GrammarState
 from rollmill.inference.engine import GenerateChunk, GenerateRequest
 from rollmill.types import FinishReason, PolicyRef
 
@@ -23,6 +24,7 @@ class Generation:
     limit: int  # the length at which generation ends
     seed: int
     deliver: Callable[[GenerateChunk | Exception], None]
+    grammar: GrammarState | None = None
     tokens: list[int] = field(init=False)
     blocks: list[int] = field(default_factory=list)
     computed: int = 0
@@ -79,6 +81,8 @@ class Generation:
     def sample(self, token: int, logprob: float, policy: PolicyRef) -> FinishReason | None:
         self.tokens.append(token)
         self._fresh.append((token, logprob, policy))
+        if self.grammar is not None:
+            self.grammar.accept(token)
         if self.first_token_at is None:
             self.first_token_at = time.monotonic()
         if token in self.request.sampling.stop_tokens:

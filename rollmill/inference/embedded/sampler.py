@@ -59,6 +59,11 @@ def is_cut(sampling: Sampling) -> bool:
     return bool(sampling.temperature and (sampling.top_k or sampling.top_p < 1))
 
 
+def needs_host(sampling: Sampling) -> bool:
+    """Whether a token cannot be drawn by `sample_uncut`."""
+    return is_cut(sampling) or sampling.grammar is not None
+
+
 def listed(drawn_M2: Tensor) -> tuple[list[int], list[float]]:
     """Tokens and log-probs on the host, with one wait."""
     drawn = drawn_M2.tolist()

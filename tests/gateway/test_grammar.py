@@ -1,0 +1,144 @@
+"""JSON output and forced calls: the engine samples under a mask, and the record says which grammar made it."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from rollmill.chat.format import ChatFormat, assistant_message
+from rollmill.chat.formats.choice import format_of
+from rollmill.chat.formats.compact import SPECIAL_TOKENS
+from rollmill.chat.tokenizer import Tokenizer
+from rollmill.errors import EngineError
+from rollmill.gateway.config import EngineEndpoint
+from rollmill.gateway.dialect import ModelRequest
+from rollmill.gateway.grammars import grammar_of
+from rollmill.inference.embedded.engine import EmbeddedEngine
+from rollmill.inference.embedded.grammar import Grammars, apply_masks
+from rollmill.inference.server import make_app, serving
+from rollmill.types import Sampling
+from tests.chat.conftest import HERMES_TOKENS, TOOLS
+from tests.chat.test_streaming import KINDS
+from tests.gateway.conftest import USER, Answers, Mill
+from tests.gateway.stand_in import StandIn
+from tests.inference.world import DEVICE, ENGINE, TINY, make_update
+
+SCHEMA: dict[str, Any] = {
+    "type": "object",
+    "properties": {"done": {"type": "boolean"}, "colour": {"enum": ["red", "green"]}},
+    "required": ["done", "colour"],
+    "additionalProperties": False,
+}
+FORMAT = {"type": "json_schema", "json_schema": {"name": "state", "schema": SCHEMA}}
+
+
+def follows(tokens: list[int], grammar: str, tokenizer: Tokenizer, path: Path, end: int) -> bool:
+    """Whether the mask allows each token after the ones before it."""
+    tokenizer.save(path)
+    state = Grammars(path, tokenizer.vocab_size).start(grammar, end, [])
+    for token in tokens:
+        if not state.allowed()[token]:
+            return False
+        state.accept(token)
+    return True
+
+
+@pytest.mark.parametrize("special", [SPECIAL_TOKENS, HERMES_TOKENS], ids=["compact", "hermes"])
+def test_a_grammar_allows_what_its_format_writes_and_nothing_else(special: tuple[str, ...], tmp_path: Path) -> None:
+    tokenizer = Tokenizer(KINDS["byte-level"](special))
+    format: ChatFormat = format_of(tokenizer)
+    sampling, path, end = Sampling(), tmp_path / "tokenizer.json", format.stop_tokens[0]
+
+    def allows(content: str | None, calls: list[tuple[str, str]], **wish: Any) -> bool:
+        grammar = grammar_of(ModelRequest([], tools=TOOLS if calls else [], sampling=sampling, **wish), format)
+        assert grammar is not None
+        tokens = format.render_answer(assistant_message(content, calls), TOOLS)
+        return follows(tokens, grammar, tokenizer, path, end)
+
+    assert allows('{"done": true, "colour": "red"}', [], schema=SCHEMA)
+    assert not allows('{"done": true, "colour": "blue"}', [], schema=SCHEMA)
+    assert not allows("Sure!", [], schema=SCHEMA)
+    read = ("read", '{"path": "add.py"}')
+    assert allows(None, [read], forced=("read",))
+    assert allows(None, [read, ("run", "{}")], forced=("read", "run"))
+    assert not allows(None, [("run", "{}")], forced=("read",))
+    assert not allows("I read it.", [read], forced=("read",))
+    assert allows(None, [read], schema=SCHEMA)  # with tools a call is an answer too
+
+
+def test_rows_without_a_grammar_keep_their_bits(tmp_path: Path) -> None:
+    tokenizer = Tokenizer(KINDS["byte-level"](SPECIAL_TOKENS))
+    tokenizer.save(tmp_path / "t.json")
+    grammars = Grammars(tmp_path / "t.json", tokenizer.vocab_size + 5)
+    logits_MV = torch.randn(2, tokenizer.vocab_size + 5)
+    before_MV = logits_MV.clone()
+    masked_MV = apply_masks(logits_MV, [None, grammars.start('start: "a"', 0, [])])
+    assert torch.equal(masked_MV[0], before_MV[0]) and torch.equal(logits_MV, before_MV)
+    (only,) = torch.nonzero(masked_MV[1].isfinite()).flatten().tolist()
+    assert tokenizer.decode([only]) == "a"
+    with pytest.raises(EngineError, match="grammar cannot be used"):
+        grammars.start("start: nonsense", 0, [])
+
+
+async def test_a_random_model_answers_in_json_and_calls_the_tool_it_must(mill: Mill, tmp_path: Path) -> None:
+    config = TINY.model_copy(update={"vocab_size": mill.tokenizer.vocab_size})
+    mill.tokenizer.save(tmp_path / "tokenizer.json")
+    mill.plan("a", "b")
+    engine = EmbeddedEngine(config, ENGINE, device=DEVICE, tokenizer=tmp_path / "tokenizer.json")
+    async with engine, serving(make_app(engine), "127.0.0.1", 0) as runner:
+        await engine.apply(make_update(1, config))
+        host, port = runner.addresses[0][:2]
+        async with mill.running(EngineEndpoint(f"http://{host}:{port}", "home")) as door:
+            key = await door.open("a")
+            _, free = await door.ask(key, [USER], tools=[], max_tokens=40, seed=3)
+            status, reply = await door.ask(key, [USER], tools=[], response_format=FORMAT, max_tokens=40, seed=3)
+            assert status == 200, reply
+            answer = json.loads(reply["choices"][0]["message"]["content"])
+            assert set(answer) == {"done", "colour"} and reply["choices"][0]["finish_reason"] == "stop"
+            assert free["choices"][0]["message"]["content"] != reply["choices"][0]["message"]["content"]
+            forced = {"type": "function", "function": {"name": "read"}}
+            _, called = await door.ask(await door.open("b"), [USER], tool_choice=forced, max_tokens=12, seed=3)
+            assert called["choices"][0]["message"]["tool_calls"][0]["function"]["name"] == "read"
+            _, second = (await door.seal("a")).segments
+    (span,) = second.spans
+    grammar = span.sampling.grammar
+    assert grammar is not None and '"colour"' in grammar
+    # the mask follows from the record alone: a token that was the only one allowed has log-prob 0
+    state = Grammars(tmp_path / "tokenizer.json", config.vocab_size).start(grammar, span.sampling.stop_tokens[0], [])
+    tokens, logprobs = second.tokens[span.start : span.end], second.logprobs[span.start : span.end]
+    for token, logprob in zip(tokens.tolist(), logprobs.tolist(), strict=True):
+        allowed = state.allowed()
+        assert allowed[token] and (logprob == 0.0) == (np.count_nonzero(allowed) == 1)
+        state.accept(token)
+
+
+async def test_each_dialect_asks_for_the_same_grammar(mill: Mill, answers: Answers) -> None:
+    engine = StandIn([answers.text('{"done": true, "colour": "red"}')])
+    door = await mill.gateway(await mill.engine(engine))
+    mill.plan("a")
+    key = await door.open("a")
+    schema = {"type": "json_schema", "schema": SCHEMA}
+    bodies = {
+        "chat/completions": {"messages": [USER], "response_format": FORMAT},
+        "responses": {"input": "x", "text": {"format": {**schema, "name": "state"}}},
+        "messages": {"messages": [USER], "max_tokens": 50, "output_config": {"format": schema}},
+    }
+    for path, body in bodies.items():
+        headers = {"Authorization": f"Bearer {key}"}
+        async with door.http.post(f"{door.url}/v1/{path}", json=body, headers=headers) as response:
+            assert response.status == 200, await response.text()
+    one, two, three = (request["sampling"]["grammar"] for request in engine.requests)
+    assert one == two == three and '"colour"' in one
+    tools = [{"name": "read", "input_schema": {"type": "object", "properties": {"path": {"type": "string"}}}}]
+    body = {"messages": [USER], "max_tokens": 9, "tools": tools, "tool_choice": {"type": "tool", "name": "read"}}
+    async with door.http.post(f"{door.url}/v1/messages", json=body, headers=headers) as response:
+        assert response.status == 200
+    assert engine.requests[-1]["sampling"]["grammar"].startswith("start: calls")
+    for choice in ({"type": "function", "function": {"name": "fly"}}, 7, {"type": "function", "function": 3}):
+        assert (await door.ask(key, [USER], tool_choice=choice))[0] == 400
+    assert (await door.ask(key, [USER], response_format={"type": "xml"}))[0] == 400
