@@ -29,6 +29,9 @@ async def test_the_trainer_reproduces_the_recorded_log_probs(mill: Mill) -> None
             await engine.apply(second)
             messages.append({"role": "user", "content": "Go on."})
             await door.say(key, messages, max_tokens=100, temperature=1.0)  # long enough to be streamed
+            # a prompt that fills the context is told, and leaves nothing in the record
+            status, body = await door.ask(key, [{"role": "user", "content": "x " * 4 * config.max_context}])
+            assert (status, body["error"]["code"]) == (400, "context_length_exceeded")
             (segment,) = (await door.seal("a")).segments
 
     one, two = segment.spans
