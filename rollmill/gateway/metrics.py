@@ -41,7 +41,7 @@ class Metrics:
             name = f"{name}{{{_listed(labels)}}}"
         self._counts[name] += amount
 
-    def observe(self, name: str, seconds: float, times: int = 1, **labels: str) -> None:
+    def observe(self, name: str, seconds: float, labels: Mapping[str, str], *, times: int = 1) -> None:
         key = (name, _listed(labels))
         histogram = self._histograms.get(key)
         if histogram is None:

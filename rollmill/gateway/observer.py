@@ -99,9 +99,9 @@ class Observer:
 
     def _measure(self, account: Account, seconds: float, dialect: str) -> None:
         labels = {"traffic": account.traffic, "model": account.model, "dialect": dialect}
-        self._metrics.observe("request_seconds", seconds, **labels)
-        self._metrics.observe("queue_seconds", account.queue_s, **labels)
+        self._metrics.observe("request_seconds", seconds, labels)
+        self._metrics.observe("queue_seconds", account.queue_s, labels)
         if account.first_token_s is not None:
-            self._metrics.observe("first_token_seconds", account.first_token_s, **labels)
+            self._metrics.observe("first_token_seconds", account.first_token_s, labels)
         for gap, tokens in account.between_tokens:
-            self._metrics.observe("between_tokens_seconds", gap / tokens, tokens, **labels)
+            self._metrics.observe("between_tokens_seconds", gap / tokens, labels, times=tokens)

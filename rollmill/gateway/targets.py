@@ -60,4 +60,4 @@ def pick(split: Mapping[str, float], session: str) -> str:
         drawn -= weight
         if drawn < 0:
             return name
-    return next(reversed(split))
+    return list(split)[-1]
