@@ -28,6 +28,10 @@ class CallFamily(Protocol):
         """(text before the calls, calls). Never raises."""
         ...
 
+    def ids(self, text: str) -> list[str]:
+        """The ids that the model gave to its calls, if the family has such: results refer to them."""
+        ...
+
     def write(self, calls: Sequence[Call]) -> str:
         """Calls as the family writes them, for templates that have no place for calls."""
         ...

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 from rollmill.chat.calls import CallFamily, read_json, to_json
 from rollmill.chat.format import Message, Thinking, Tool, message_calls
@@ -39,6 +39,13 @@ class Abilities:
     reasoning: Literal["field", "text", "none"] = "field"  # in a field of its own, in the content, or dropped
 
 
+class SampledIds(NamedTuple):
+    """The ids that the model gave to the calls of the answer at `place`. Other calls get ids by their number."""
+
+    place: int
+    ids: tuple[str, ...]
+
+
 class Fitting:
     def __init__(self, abilities: Abilities, spelling: Spelling, family: CallFamily, thinking: Thinking | None) -> None:
         self._can = abilities
@@ -46,14 +53,17 @@ class Fitting:
         self._family = family
         self._thinking = thinking
 
-    def fit(self, messages: Sequence[Message], tools: Sequence[Tool]) -> tuple[list[Message], list[Tool]]:
+    def fit(
+        self, messages: Sequence[Message], tools: Sequence[Tool], sampled: SampledIds | None = None
+    ) -> tuple[list[Message], list[Tool]]:
         """What the template is given. Text of messages is broken, see `Spelling`; marks written here are not."""
         fitted: list[Message] = []
         waiting: list[tuple[str, str, str]] = []  # calls without result: the client's id, our id, name
         count = 0
-        for message in messages:
+        for place, message in enumerate(messages):
             if message["role"] == "assistant":
-                waiting = self._waiting(message, count)
+                given = sampled.ids if sampled is not None and sampled.place == place else ()
+                waiting = self._waiting(message, count, given)
                 count += len(waiting)
                 fitted.append(self._answer(message, [identity for _, identity, _ in waiting]))
             elif message["role"] == "tool":
@@ -71,12 +81,14 @@ class Fitting:
     def _text(self, text: str | None) -> str:
         return str(self._spelling.breaking(text or ""))
 
-    def _waiting(self, message: Message, count: int) -> list[tuple[str, str, str]]:
-        waiting = []
-        for number, call in enumerate(message.get("tool_calls") or (), count):
+    def _waiting(self, message: Message, count: int, sampled: Sequence[str]) -> list[tuple[str, str, str]]:
+        waiting, calls = [], message.get("tool_calls") or ()
+        for number, call in enumerate(calls, count):
             name = self._text(call["function"]["name"])
             # Mistral accepts only ids of nine letters and digits; Kimi's ids have this form
-            identity = f"functions.{name}:{number}" if self._family.name == "kimi" else f"call{number:05d}"
+            identity = f"functions.{name}:{number - count}" if self._family.name == "kimi" else f"call{number:05d}"
+            if len(sampled) == len(calls):
+                identity = sampled[number - count]
             waiting.append((str(call.get("id") or ""), identity, name))
         return waiting
 

@@ -11,7 +11,7 @@ from datetime import datetime
 from typing import Any, NamedTuple
 
 from rollmill.chat.calls import CallFamily
-from rollmill.chat.fitting import Abilities, Fitting
+from rollmill.chat.fitting import Abilities, Fitting, SampledIds
 from rollmill.chat.format import Message, Thinking, Tool, assistant_message
 from rollmill.chat.sandbox import ChatTemplate, TemplateFailed
 from rollmill.chat.spelling import Spelling
@@ -51,11 +51,19 @@ class Writer:
     abilities: Abilities = field(default_factory=Abilities)
     thinking: Thinking | None = None
 
-    def write(self, messages: Sequence[Message], tools: Sequence[Tool], now: datetime, *, prompt: bool = True) -> str:
+    def write(
+        self,
+        messages: Sequence[Message],
+        tools: Sequence[Tool],
+        now: datetime,
+        *,
+        prompt: bool = True,
+        sampled: SampledIds | None = None,
+    ) -> str:
         """The conversation; `prompt`: with the generation prompt behind it. Raises TemplateFailed."""
         fitting = Fitting(self.abilities, self.spelling, self.family, self.thinking)
         try:
-            fitted, described = fitting.fit(messages, tools)
+            fitted, described = fitting.fit(messages, tools, sampled)
         except RecursionError:
             raise TemplateFailed("the messages are nested too deeply") from None
         none: list[Tool] | None = [] if self.abilities.needs_list else None
@@ -63,12 +71,17 @@ class Writer:
         return self.spelling.marked(self.template.render({**self.variables, **given}, now))
 
     def write_answer(
-        self, history: Sequence[Message], message: Message, tools: Sequence[Tool], now: datetime
+        self,
+        history: Sequence[Message],
+        message: Message,
+        tools: Sequence[Tool],
+        now: datetime,
+        sampled: SampledIds | None = None,
     ) -> str | None:
         """What the template writes behind the generation prompt for an answer. None if it writes the history, or the
         generation prompt itself, differently when the answer is there."""
         before = self.write(history, tools, now)
-        after = self.write([*history, message], tools, now, prompt=False)
+        after = self.write([*history, message], tools, now, prompt=False, sampled=sampled)
         return after[len(before) :] if after.startswith(before) else None
 
     def write_without_reasoning(

@@ -101,10 +101,10 @@ def as_sent(messages: list[Message], *, kimi: bool = False, empty: str | None = 
     sent, waiting, count = [], [], 0
     for message in messages:
         clean: Message = {key: message[key] for key in ("role", "content", "reasoning_content") if key in message}
-        calls = []
+        calls: list[Message] = []
         for call in message.get("tool_calls", ()):
             name, arguments = call["function"]["name"], call["function"]["arguments"]
-            identity = f"functions.{name}:{count}" if kimi else f"call{count:05d}"
+            identity = f"functions.{name}:{len(calls)}" if kimi else f"call{count:05d}"
             function = {"name": name, "arguments": json.loads(arguments)}
             calls.append({"id": identity, "type": "function", "function": function})
             waiting.append((name, identity))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from typing import Any
 
 import pytest
@@ -220,3 +221,21 @@ def test_a_conversation_with_reasoning_learns_what_is_sampled_last() -> None:
     assert learnt == "<think>\nHm.\n</think>\n\nDoubled.<|im_end|>" and rendered.rewritten == 3
     kept = render_conversation(thinking(AGENT)[:6], TOOLS, case.format)
     assert kept.rewritten == 0 and len(kept.ends) == 3
+
+
+@pytest.mark.parametrize("name", ["mistral-nemo", "kimi-k2"])
+def test_results_refer_to_the_ids_that_the_model_gave(name: str) -> None:
+    case = published(name)
+    tokens = case.format.render_answer(assistant_message(None, [READ]), TOOLS, history=[USER])
+    own = {"call00000": "aB3dE6gH9", "functions.read:0": "functions.read:7"}
+    text = case.tokenizer.decode(tokens[:-1])
+    for given, other in own.items():
+        text = text.replace(given, other)
+    marks = "|".join(map(re.escape, case.tokenizer.special))
+    pieces = [piece for piece in re.split(f"({marks})", text) if piece]
+    special = case.tokenizer.special
+    answer = [id for piece in pieces for id in ([special[piece]] if piece in special else case.tokenizer.encode(piece))]
+    answer.append(tokens[-1])
+    history = [USER, case.format.parse(answer, TOOLS)]
+    turn = case.format.render_turn(AGENT[2:3], TOOLS, answer_closed=True, history=history, answer=answer)
+    assert own["call00000" if name == "mistral-nemo" else "functions.read:0"] in case.tokenizer.decode(turn)

@@ -35,6 +35,9 @@ class DeepSeekCalls:
             return content, [("invalid", rest)]
         return content, [_parse(body.partition(_CALL_END)[0].removesuffix(_CALLS_END)) for body in bodies]
 
+    def ids(self, text: str) -> list[str]:
+        return []
+
     def write(self, calls: Sequence[Call]) -> str:
         return CALLS + ("\n" if self._fenced else "").join(self._write(*call) for call in calls) + _CALLS_END
 

@@ -40,5 +40,8 @@ class HermesCalls:
         call = f'call: {begin} "\\n" arguments "\\n" {end}'
         return f'calls: call ("\\n" call)*\n{call}\narguments: %json {schema}\n'
 
+    def ids(self, text: str) -> list[str]:
+        return []
+
     def write(self, calls: Sequence[Call]) -> str:
         return "\n".join(f"{START}\n{write_call(*call)}\n{END}" for call in calls)

@@ -1,4 +1,4 @@
-"""Kimi K2: special tokens around each call, whose id holds the name and the number of the call in the conversation.
+"""Kimi K2: special tokens around each call, whose id holds its name and a number.
 
 <|tool_calls_section_begin|><|tool_call_begin|>functions.NAME:0<|tool_call_argument_begin|>{…}<|tool_call_end|>…
 <|tool_calls_section_end|>
@@ -6,6 +6,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Sequence
 
 from rollmill.chat.calls import Call
@@ -19,6 +20,8 @@ _CALL, _ARGUMENT, _CALL_END, _SECTION_END = (
     "<|tool_calls_section_end|>",
 )
 
+_ID = re.compile(r"functions\.[\w.-]+:\d+")
+
 
 class KimiCalls:
     name = "kimi"
@@ -31,6 +34,9 @@ class KimiCalls:
         if opened and not bodies:
             return content, [("invalid", rest)]
         return content, [_parse(body.partition(_CALL_END)[0].removesuffix(_SECTION_END)) for body in bodies]
+
+    def ids(self, text: str) -> list[str]:
+        return [head for body in text.split(_CALL)[1:] if _ID.fullmatch(head := body.partition(_ARGUMENT)[0].strip())]
 
     def write(self, calls: Sequence[Call]) -> str:
         written = (

@@ -5,12 +5,16 @@ Newer Mistral models write `[TOOL_CALLS]name[ARGS]{…}` for each call, some wit
 
 from __future__ import annotations
 
+import re
 from collections.abc import Sequence
+from typing import Any
 
 from rollmill.chat.calls import Call, call_of, json_prefix, malformed, write_call
 from rollmill.chat.format import Tool
 
 _ID, _ARGS = "[CALL_ID]", "[ARGS]"
+
+_NINE = re.compile(r"[A-Za-z0-9]{9}")  # the template refuses other ids
 
 
 class MarkedListCalls:
@@ -25,8 +29,22 @@ class MarkedListCalls:
         content, *bodies = text.split(self._mark)
         return content, [call for body in bodies for call in _parse(body.strip())]
 
+    def ids(self, text: str) -> list[str]:
+        found = [id for body in text.split(self._mark)[1:] for id in _ids(body.strip())]
+        return [id for id in found if isinstance(id, str) and _NINE.fullmatch(id)]
+
     def write(self, calls: Sequence[Call]) -> str:
         return f"{self._mark}[{', '.join(write_call(*call) for call in calls)}]"
+
+
+def _ids(body: str) -> list[Any]:
+    if not body.startswith(("[", "{")):
+        return [body.partition(_ARGS)[0].partition(_ID)[2].strip()]
+    try:
+        value, _ = json_prefix(body)
+    except ValueError:
+        return []
+    return [each.get("id") for each in (value if isinstance(value, list) else [value]) if isinstance(each, dict)]
 
 
 def _parse(body: str) -> list[Call]:

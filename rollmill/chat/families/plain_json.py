@@ -29,6 +29,9 @@ class JsonCalls:
             return content, self._calls(body.strip()) or [malformed(body.strip())]
         return ("", calls) if (calls := self._calls(text.strip())) else (text, [])
 
+    def ids(self, text: str) -> list[str]:
+        return []
+
     def write(self, calls: Sequence[Call]) -> str:
         bodies = [write_call(*call, key=self._key) for call in calls]
         return bodies[0] if len(bodies) == 1 else f"[{', '.join(bodies)}]"

@@ -31,6 +31,9 @@ class QwenCoderCalls:
             return head, [("invalid", rest.strip())]
         return head, [_parse(body, tools) for body in bodies]
 
+    def ids(self, text: str) -> list[str]:
+        return []
+
     def write(self, calls: Sequence[Call]) -> str:
         return "\n".join(_write(*call) for call in calls)
 

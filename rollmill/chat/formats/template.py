@@ -22,6 +22,7 @@ from typing import Any
 
 from rollmill.chat.calls import CallFamily
 from rollmill.chat.families.choice import family_of
+from rollmill.chat.fitting import SampledIds
 from rollmill.chat.format import ContentStream, HistoryRewritten, Message, Tool, assistant_message, message_calls
 from rollmill.chat.sandbox import ChatTemplate, TemplateFailed
 from rollmill.chat.spelling import Spelling
@@ -88,11 +89,13 @@ class TemplateFormat:
         assert history, "a template writes the whole conversation"
         now = datetime.now()
         with _refusals():
-            whole = self._write([*history, *messages], tools, now)
+            ids = tuple(self.family.ids(self._tokenizer.decode(answer)))
+            sampled = SampledIds(len(history) - 1, ids) if ids else None
+            whole = self._write([*history, *messages], tools, now, sampled)
             before = self._write(history[:-1], tools, now)
             rest = self._after_sampled(whole, before, answer, closed=answer_closed)
             if rest is None:
-                rest = self._after_written(whole, before, history, tools, now)
+                rest = self._after_written(whole, before, history, tools, now, sampled)
                 rest = rest if answer_closed else mark(self._closing) + rest
         last = answer[-1] if answer and answer[-1] in self._tokenizer.special_ids else self._closing
         return self._tokenizer.encode_marked(rest, after=last)
@@ -126,14 +129,16 @@ class TemplateFormat:
             thinking=self.writer.thinking,
         )
 
-    def _write(self, messages: Sequence[Message], tools: Sequence[Tool], now: datetime) -> str:
+    def _write(
+        self, messages: Sequence[Message], tools: Sequence[Tool], now: datetime, sampled: SampledIds | None = None
+    ) -> str:
         """The conversation with its generation prompt. The history before an answer was written in the turn before."""
         tools = tools if self._tools_in_prompt else ()
         if self._dated:
-            return self.writer.write(messages, tools, now)
-        key = (tuple(map(_key, messages)), json.dumps(tools))
+            return self.writer.write(messages, tools, now, sampled=sampled)
+        key = (tuple(map(_key, messages)), json.dumps(tools), sampled)
         text = self._recent.pop(key, None)
-        text = self.writer.write(messages, tools, now) if text is None else text
+        text = self.writer.write(messages, tools, now, sampled=sampled) if text is None else text
         self._recent[key] = text
         while len(self._recent) > _MOST_RECENT:
             self._recent.pop(next(iter(self._recent)), None)
@@ -149,17 +154,30 @@ class TemplateFormat:
         return rest if closed or rest.startswith(tuple(map(mark, self.stop_tokens))) else None
 
     def _after_written(
-        self, whole: str, before: str, history: Sequence[Message], tools: Sequence[Tool], now: datetime
+        self,
+        whole: str,
+        before: str,
+        history: Sequence[Message],
+        tools: Sequence[Tool],
+        now: datetime,
+        sampled: SampledIds | None,
     ) -> str:
         """What follows the answer as the template writes it."""
-        written = self._answer(history[:-1], history[-1], tools, now)
+        written = self._answer(history[:-1], history[-1], tools, now, sampled)
         if written is None or not whole.startswith(before + written) or not _holds(written, history[-1]):
             raise HistoryRewritten
         return whole[len(before) + len(written) :]
 
-    def _answer(self, history: Sequence[Message], message: Message, tools: Sequence[Tool], now: datetime) -> str | None:
+    def _answer(
+        self,
+        history: Sequence[Message],
+        message: Message,
+        tools: Sequence[Tool],
+        now: datetime,
+        sampled: SampledIds | None = None,
+    ) -> str | None:
         """What the template writes for an answer, up to its closing token."""
-        written = self.writer.write_answer(history, message, tools if self._tools_in_prompt else (), now)
+        written = self.writer.write_answer(history, message, tools if self._tools_in_prompt else (), now, sampled)
         return None if written is None else self._closed(written)
 
     def _encode_behind(self, prompt: str, written: str) -> list[int]:
