@@ -11,6 +11,7 @@ from collections.abc import AsyncIterator
 from typing import Any
 
 import aiohttp
+import pytest
 
 from rollmill.chat.tokenizer import Tokenizer
 from rollmill.gateway.entries import read_entries
@@ -144,3 +145,43 @@ async def test_a_seal_interrupted_at_any_point_is_finished_by_the_next_process(
         await until(lambda: nothing_open(door))
         assert payload.read_bytes() == content
         assert [len(door.trajectories.load(id).segments) for id in ("stored", "unstored")] == [1, 1]
+
+
+@pytest.mark.parametrize("kills", [2, pytest.param(50, marks=pytest.mark.slow)])
+async def test_kills_under_load_lose_no_acknowledged_answer(
+    mill: Mill, tokenizer: Tokenizer, answers: Answers, kills: int
+) -> None:
+    """Four rollouts talk on while the gateway is killed again and again. What they got is in the record, in order."""
+    engine = StandIn([answers.text(f"answer {number}") for number in range(10_000)], token_delay_s=0.002)
+    ids = [f"rollout-{number}" for number in range(4)]
+    mill.plan(*ids)
+    told = {id: [dict(USER)] for id in ids}
+    enough = asyncio.Event()
+
+    async def talk(door: Door, id: str) -> None:
+        key = await door.open(id)
+        while not enough.is_set():
+            await persistent(door, key, told[id], max_tokens=100)
+            told[id].append({"role": "user", "content": f"go on {len(told[id])}"})
+
+    def answered() -> int:
+        return sum(len(messages) // 2 for messages in told.values())
+
+    async with process(mill, tokenizer, engine) as (gateway, door):
+        talks = [asyncio.create_task(talk(door, id)) for id in ids]
+        for _ in range(kills):
+            goal = answered() + len(ids)
+            while answered() < goal:  # noqa: ASYNC110
+                await asyncio.sleep(0.01)
+            gateway.kill()
+            gateway.start()
+        enough.set()
+        await asyncio.gather(*talks)
+        await up(door)
+        sealed = [await door.seal(id) for id in ids]
+    for id, trajectory in zip(ids, sealed, strict=True):
+        got = [message["content"] for message in told[id] if message["role"] == "assistant"]
+        (segment,) = trajectory.segments  # every repeated request went on from the record: no branch
+        recorded = [tokenizer.decode(segment.tokens[span.start : span.end].tolist()) for span in segment.spans]
+        assert len(recorded) == len(got) and all(text in said for text, said in zip(got, recorded, strict=True))
+        assert trajectory.messages == told[id][:-1]
