@@ -25,6 +25,24 @@ def objects(request: pytest.FixtureRequest, tmp_path: Path) -> Objects:
     return Objects.open(urls[request.param])
 
 
+def test_a_large_object_is_created_from_a_file(
+    objects: Objects, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("rollmill.storage.objects._LARGE_OBJECT", 1 << 20)
+    for number, size in enumerate((10, 1 << 20, 7 << 20)):  # several parts of a multipart upload
+        data = bytes(range(256)) * (size // 256 + 1)
+        (tmp_path / "file").write_bytes(b"before" + data)
+        for again in (False, True):
+            with (tmp_path / "file").open("rb") as file:
+                file.seek(len(b"before"))
+                if again:
+                    with pytest.raises(ObjectExists):
+                        objects.create_from(f"a/{number}", file)
+                else:
+                    objects.create_from(f"a/{number}", file)
+        assert objects.get(f"a/{number}") == data
+
+
 def test_objects_are_read_back_as_written(objects: Objects) -> None:
     objects.create("a/b/one", b"first")
     objects.put("a/two", b"")
