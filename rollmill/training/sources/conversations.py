@@ -64,8 +64,10 @@ class ConversationDocuments(IndexedDocuments):
         except GatewayError:
             return Document([], [], ["conversation left out: the chat template refuses it"])
         if len(rendered.tokens) <= self._context.max_context:
-            notes = ["answers not learnt: the chat template rewrites them"] if rendered.rewritten else []
-            return Document(rendered.tokens, rendered.learnt, notes)
+            if rendered.rewritten:
+                note = "answers not learnt: the chat template rewrites them"
+                return Document(rendered.tokens, rendered.learnt, [note])
+            return Document(rendered.tokens, rendered.learnt)
         cut = rendered.cut(self._context.max_context)
         note = "conversation cut" if any(cut.learnt) else "conversation left out: no answer fits into the context"
         return Document(cut.tokens, cut.learnt, [note])
