@@ -124,7 +124,7 @@ class Completions:
         if segment is not None:
             self._metrics.count("answers_repeated_total")
             answer = segment.turns[-1].answer
-            recorded = [Recorded(segment, answer, len(segment.tokens) - len(answer.tokens))]
+            recorded = [Recorded(segment, answer, segment.length - len(answer.tokens))]
             return await self._reply(session, recorded, ask, stream)
         try:
             recorded = await self._new_answers(session, ask, stream)

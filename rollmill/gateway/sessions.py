@@ -262,7 +262,7 @@ class Session:
             return (plan if free else replace(plan, segment=self._next_id())).turn(answer)
         base = next(iter(self.segments.values())) if plan.opens else self.segments[plan.segment]
         start = len(plan.context) - len(plan.prompt)
-        if not plan.opens and len(base.tokens) == start:
+        if not plan.opens and base.length == start:
             return plan.turn(answer)
         return self._fork(base, start, plan).turn(answer)
 
