@@ -1,6 +1,7 @@
-"""The gateway: the only access to the engines. Clients speak OpenAI chat completions; every token is recorded exactly.
+"""The gateway: the only access to the engines. Clients speak OpenAI or Anthropic; every token is recorded exactly.
 
     POST   /v1/chat/completions     a session's key, or a key for production        see gateway.completions
+    POST   /v1/responses, /v1/completions, /v1/messages                             see gateway.model_routes
     GET    /v1/models
     POST   /v1/feedback             key for feedback: append what a user says    see gateway.feedback
     POST   /sessions                key for rollouts: open a session for a trajectory, get its key

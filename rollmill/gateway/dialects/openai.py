@@ -43,8 +43,16 @@ def finish_reason(answer: Answer) -> str:
 
 
 def token_logprobs(texts: Sequence[str], logprobs: Sequence[float]) -> list[dict[str, Any]]:
-    """The log-prob of each sampled token, in the form of chat completions and responses."""
+    """The log-prob of each sampled token, in the form of chat completions and responses.
+
+    A token that is a part of a character has no text of its own, so its bytes are not told.
+    """
     return [
-        {"token": text, "logprob": logprob, "bytes": list(text.encode()), "top_logprobs": []}
+        {
+            "token": text,
+            "logprob": logprob,
+            "bytes": None if "\ufffd" in text else list(text.encode()),
+            "top_logprobs": [],
+        }
         for text, logprob in zip(texts, logprobs, strict=True)
     ]
