@@ -45,15 +45,19 @@ class Task:
 
     @cached_property
     def digest(self) -> str:
-        """Of what is played and graded: instruction, image, files, what is handed in, grading. Another id, split, tag,
-        reference or time limit makes no other task."""
-        content = {
+        """Of what is played and graded: instruction, image, files, links, what is handed in, grading. Another id,
+        split, tag, reference or time limit makes no other task."""
+        content: dict[str, Any] = {
             "instruction": self.messages,
             "image": self.image,
             "files": {path: hashlib.sha256(data).hexdigest() for path, data in self.files.items()},
             "submission": vars(self.submission) if isinstance(self.submission, WholeDiff) else list(self.submission),
             "grading": self.grading,
         }
+        if self.executable:
+            content["executable"] = sorted(self.executable)
+        if self.links:
+            content["links"] = self.links
         return hashlib.sha256(json.dumps(content, sort_keys=True, default=_plain).encode()).hexdigest()
 
     @property

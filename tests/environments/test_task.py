@@ -17,6 +17,8 @@ OTHER: dict[str, Any] = {
     "files": {"main.py": b"y"},
     "submission": WholeDiff(),
     "grading": {"kind": "calls", "cases": [[1, 3]]},
+    "executable": ("main.py",),
+    "links": {"other.py": "main.py"},
 }
 SAME: dict[str, Any] = {
     "id": "b",
