@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import posixpath
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 
 from rollmill.environments.machine import WORK, Machine, MachineHost
 from rollmill.environments.task import Task
-from rollmill.errors import MachineError
+from rollmill.errors import MachineError, TaskError
 
 _APPLY_S = 20.0  # in a machine where no submitted code has run
 _LINK = 'mkdir -p -- "$(dirname -- "$1")" && ln -sfn -- "$2" "$1"'
@@ -15,30 +15,50 @@ _LINK = 'mkdir -p -- "$(dirname -- "$1")" && ln -sfn -- "$2" "$1"'
 
 async def create_machine(machines: MachineHost, task: Task, files: Mapping[str, bytes] | None = None) -> Machine:
     """A machine with the files of the task, and `files` over them. Errors as with `MachineHost.create`."""
-    machine = await machines.create(task.image, {**task.files, **files} if files else task.files)
+    machine = await machines.create(task.image, task.files)
     try:
         await for_all(machine, ["chmod", "a+x", "--"], task.executable)
         await make_links(machine, task.links)
+        await write_over(machine, files or {}, task.links)
+    except OSError as error:
+        await machine.close()
+        raise TaskError(f"task {task.id}: its grading files cannot be written: {error}") from None
     except BaseException:
         await machine.close()
         raise
     return machine
 
 
-async def make_links(machine: Machine, links: Mapping[str, str]) -> None:
+async def write_over(
+    machine: Machine, files: Mapping[str, bytes], links: Iterable[str], failure: type[Exception] = MachineError
+) -> None:
+    """Write files. A file replaces a link at its path: writing would follow the link."""
+    await for_all(machine, ["rm", "-f", "--"], sorted(files.keys() & set(links)), failure)
+    for path, data in files.items():
+        await machine.write(path, data)
+
+
+async def make_links(machine: Machine, links: Mapping[str, str], failure: type[Exception] = MachineError) -> None:
     """Make symbolic links, path → target. What is at the path must not be a directory."""
     pairs = [word for pair in links.items() for word in pair]
-    await for_all(machine, ["-n", "2", "sh", "-c", _LINK, "-"], pairs)
+    await for_all(machine, ["-n", "2", "sh", "-c", _LINK, "-"], pairs, failure)
 
 
-async def for_all(machine: Machine, command: list[str], words: Sequence[str]) -> None:
-    """Run a command with words behind it, by `xargs`, in a machine where no submitted code has run."""
+async def for_all(
+    machine: Machine, command: list[str], words: Sequence[str], failure: type[Exception] = MachineError
+) -> None:
+    """Run a command with words behind it, by `xargs`, in a machine where no submitted code has run.
+
+    Raises `failure` if the command fails, MachineError if a limit stopped it.
+    """
     if not words:
         return
     stdin = "\0".join(words).encode()
     result = await machine.exec(["xargs", "-0", *command], stdin=stdin, timeout_s=_APPLY_S)
+    if result.stopped is not None:
+        raise MachineError(f"{' '.join(command)} was stopped in a clean machine by the limit {result.stopped!r}")
     if result.exit_code != 0:
-        raise MachineError(f"{' '.join(command)} failed in a clean machine: {result.output[-500:]!r}")
+        raise failure(f"{' '.join(command)} failed in a clean machine: {result.output[-500:]!r}")
 
 
 def stays_inside(path: str, target: str) -> bool:

@@ -235,3 +235,27 @@ async def test_a_link_repeats_its_file_and_is_bounded(monkeypatch: pytest.Monkey
         archive.addfile(member)
     with pytest.raises(work_diff._Refused, match="more than"):
         work_diff._read(ExecResult(0, buffer.getvalue()))
+
+
+UNWRITABLE = {
+    "a link below a file of the task": "rm conftest.py; mkdir conftest.py; ln -s ../main.py conftest.py/x",
+    "a link at a path that is too long": 'python3 -c \'import os\nfor i in range(30): os.mkdir("d" * 200); '
+    'os.chdir("d" * 200)\nos.symlink("x", "y")\'',
+}
+
+
+@pytest.mark.parametrize("command", UNWRITABLE.values(), ids=UNWRITABLE)
+async def test_links_that_cannot_be_made_earn_nothing(host: NamespaceHost, command: str) -> None:
+    task = replace(make_task(), files={**FILES, "conftest.py": b""})
+    given = await hand_in(host, command, task)
+    assert len(given.links) == 1 and given.refused is None
+    reward = await grade(host, given, task)
+    assert reward.value == 0.0 and "unwritable" in reward.evidence, reward
+
+
+async def test_a_grading_file_below_a_link_of_the_task_leaves_the_link(host: NamespaceHost) -> None:
+    check = 'test "$(readlink notes)" = docs && test -f docs/a.md && ! test -L plain && ! grep -q check tool'
+    script = {"kind": "script", "command": ["sh", "notes/h.sh"], "files": {"notes/h.sh": check, "plain": "check"}}
+    task = replace(make_task(script), links={"notes": "docs", "plain": "tool"})
+    reward = await grade(host, HandIn(), task)
+    assert reward.solved, reward

@@ -11,7 +11,7 @@ from typing import TypeVar
 from rollmill.environments.episode import Episode
 from rollmill.environments.machine import ExecResult, Machine
 from rollmill.environments.task import Task, WholeDiff
-from rollmill.environments.task_machine import create_machine, for_all, make_links
+from rollmill.environments.task_machine import create_machine, for_all, make_links, write_over
 from rollmill.errors import MachineError, TaskError
 from rollmill.strict import StrictModel, parse_json
 
@@ -44,11 +44,7 @@ async def clean_machine(
         await check_program(machine, task, program)
         try:
             await _apply(machine, episode)
-            # writing follows a link: a grading file must not be written to where a submitted link leads
-            links = {*task.links, *episode.links} & grading_files.keys()
-            await for_all(machine, ["rm", "-f", "--"], sorted(links))
-            for path, data in grading_files.items():
-                await machine.write(path, data)
+            await write_over(machine, grading_files, {*task.links, *episode.links}, DoesNotFit)
         except OSError as error:
             raise DoesNotFit(str(error)[:_MAX_OUTPUT]) from None
         yield machine
@@ -67,12 +63,12 @@ async def _apply(machine: Machine, episode: Episode) -> None:
     # a file may stand where a directory was: it is empty now, since all its files are deleted
     parents = {str(parent) for path in deleted for parent in PurePosixPath(path).parents}
     replaced = [*(parents & files.keys()), *(episode.task.links.keys() & files.keys()), *links]
-    await for_all(machine, ["rm", "-rf", "--"], [*deleted, *replaced])
+    await for_all(machine, ["rm", "-rf", "--"], [*deleted, *replaced], DoesNotFit)
     for path, data in files.items():
         await machine.write(path, data)
-    await for_all(machine, ["chmod", "a-x", "--"], [path for path in episode.task.executable if path in files])
-    await for_all(machine, ["chmod", "a+x", "--"], [path for path in episode.executable if path in files])
-    await make_links(machine, links)
+    for mode, paths in (("a-x", episode.task.executable), ("a+x", episode.executable)):
+        await for_all(machine, ["chmod", mode, "--"], [path for path in paths if path in files], DoesNotFit)
+    await make_links(machine, links, DoesNotFit)
 
 
 def declared(episode: Episode) -> dict[str, bytes]:
