@@ -192,7 +192,7 @@ class Completions:
         builder = AnswerBuilder(ask, self._tokenizer, request.stop)
         piecemeal = request.stream or bool(request.stop) or sampling.max_tokens > self._config.stream_above
         wait = session.waits.begin()
-        target = self._router.target(request.model, facts.trajectory)
+        target = self._router.target(request.model, facts.trajectory, facts.traffic)
         chunks = self._router.generate(ask, prefer=session.engine, stream=piecemeal, target=target, lost=wait.lost)
         try:
             with flight.sampling():

@@ -38,7 +38,7 @@ class GatewayConfig(Config):
     )
     split: dict[str, dict[str, float]] = Field(
         default_factory=dict,
-        description="Divides the sessions that ask for a model between names, by weight, for a canary: "
+        description="Divides the production sessions that ask for a model between names, by weight, for a canary: "
         "`split = {rollmill = {live = 0.95, candidate = 0.05}}`. A session keeps what it got.",
     )
     engine_requests: int = Field(

@@ -81,11 +81,12 @@ class Router:
         versions = {f"{e.policy.line}@{e.policy.number}" for e in self.engines if e.policy is not None}
         return [DEFAULT, *sorted({*self._config.split, *self._lines, *self._channels, *versions} - {DEFAULT})]
 
-    def target(self, name: str, session: str) -> Target:
-        """What a request of this session asks for with this name of a model."""
+    def target(self, name: str, session: str, traffic: str) -> Target:
+        """What a request of this session asks for with this name of a model. `split` divides production only: rollouts
+        need the engines of their run."""
         account = current_account()
         account.model, account.session = name or DEFAULT, session
-        split = self._config.split.get(name or DEFAULT)
+        split = self._config.split.get(name or DEFAULT) if traffic == "production" else None
         return read_target(pick(split, session) if split else name, self._channels)
 
     async def generate(
@@ -98,10 +99,8 @@ class Router:
         lost: Callable[[], None] = lambda: None,
     ) -> AsyncGenerator[tuple[EngineState, GenerateChunk], None]:
         """Yields the chunks of one answer, each with its engine. The last has a `finish` other than "abort". Calls
-        `lost` when an engine fails. A line that the request itself names comes before that of `target`."""
-        target = target or Target()
-        if request.line:
-            target = replace(target, line=request.line)
+        `lost` when an engine fails. Raises 400 if `target` is not of the line that the request itself names."""
+        target = _within(target or Target(), request.line)
         sampled: list[int] = []
         failed: EngineState | None = None
         patience = _Patience(self._config.engine_wait_s)
@@ -269,6 +268,16 @@ class _Patience:
             status=503,
             hint="try again; GET /health shows the state of the engines",
         )
+
+
+def _within(target: Target, line: str) -> Target:
+    """The target within the line of the session; "" is any line."""
+    if line and target.line and not same_line(target.line, line):
+        raise GatewayError(
+            f"this session is of the line {line}, and the request asks for the line {target.line}",
+            hint=f"ask for the model {DEFAULT}",
+        )
+    return replace(target, line=line) if line and target.number is None else target
 
 
 def _is_at(engine: EngineState, min_version: int) -> bool:

@@ -5,8 +5,8 @@
     rl@7        exactly this version
     live        engines that follow the channel live
 
-`split` in [gateway] divides the sessions that ask for a name between names, by weight. A session always gets the same
-one, also after a restart: its id decides.
+`split` in [gateway] divides the production sessions that ask for a name between names, by weight. A session always gets
+the same one, also after a restart: its id decides. Rollouts are not divided.
 """
 
 from __future__ import annotations

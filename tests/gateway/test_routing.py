@@ -181,3 +181,22 @@ async def test_a_waiter_that_gives_up_leaves_the_queue() -> None:
         await places.take(lambda: None, 1, 0.0)
     assert places.waiting == 0
     assert await places.take(lambda: one, 2, 0.0) is one
+
+
+async def test_a_split_leaves_rollouts_alone(mill: Mill, answers: Answers) -> None:
+    """Training engines follow no channel: a rollout that asks for one would wait for ever."""
+    training = StandIn([answers.text("training")])
+    config = QUICK.model_copy(update={"split": {"rollmill": {"live": 0.95, "candidate": 0.05}}, "engine_wait_s": 0.1})
+    door = await mill.gateway(await mill.engine(training), config=config)
+    assert (await door.ask(await door.open("a"), [USER]))[0] == 200
+    assert (await ask(door, "rollmill"))[0] == 503  # production is divided
+
+
+async def test_a_session_of_one_line_cannot_ask_for_another(mill: Mill, answers: Answers) -> None:
+    lines = [StandIn([answers.text(line)], line=line, number=7) for line in ("rl", "sft")]
+    door = await mill.gateway(*[await mill.engine(each) for each in lines])
+    key = await door.open("a", line="sft")
+    status, body = await door.ask(key, [USER], model="rl@7")
+    assert status == 400 and "line sft" in body["error"]["message"]
+    assert [(await door.ask(key, [USER], model=name))[0] for name in ("sft@7", "sft", "rollmill")] == [200] * 3
+    assert not lines[0].requests
