@@ -251,11 +251,16 @@ async def _forget_open(run: RunDirectory, user: str) -> int:
     from rollmill.errors import GatewayError
     from rollmill.gateway.forgetting import forget_in_log
     from rollmill.rollouts.client import GatewayClient
+    from rollmill.storage.database import open_database
+    from rollmill.storage.objects import Objects
+    from rollmill.trajectories.store import TrajectoryStore
 
     if not (run.path / "gateway").exists():
         return 0
+    objects = Objects.open(run.home_store)
+    store = TrajectoryStore(open_database(run.database_url), objects)
     try:
-        return await forget_in_log(run.path / "gateway", run.secrets["admin_token"], user)
+        return await forget_in_log(run.path / "gateway", run.secrets["admin_token"], user, store, objects)
     except GatewayError:  # it runs
         async with GatewayClient(run.url("gateway"), run.secrets["admin_token"], patience_s=10.0) as gateway:
             return int((await gateway.forget(user))["open"])

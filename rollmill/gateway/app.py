@@ -202,9 +202,8 @@ class Gateway:
         """
         await self._access.check(request, "rollout")
         session = self._registry.get(check_id(request.match_info["id"]))
-        if session is not None:
-            await self._sealer.give_up(session, "the session was deleted")
-        return web.json_response({"deleted": session is not None})
+        deleted = session is not None and await self._sealer.give_up(session, "the session was deleted")
+        return web.json_response({"deleted": deleted})
 
     async def health(self, request: web.Request) -> web.Response:
         """Report the state of the gateway and its engines.

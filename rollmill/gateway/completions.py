@@ -222,7 +222,7 @@ class Completions:
             return
         facts = session.facts
         production = facts.traffic == "production"
-        if session.sealing:  # deleted while the answer was sampled: nothing may follow in the log
+        if session.closed:  # deleted while the answer was sampled: nothing may follow in the log
             if production:
                 session.unrecorded = "the session was deleted"
                 return

@@ -14,7 +14,8 @@ from rollmill.gateway.body import parse_object
 from rollmill.gateway.overview import describe_session
 from rollmill.gateway.recorder import Recorder
 from rollmill.gateway.registry import Registry, pseudonyms
-from rollmill.gateway.sealing import Sealer
+from rollmill.gateway.sealing import Sealer, delete_unfinished
+from rollmill.storage.objects import Objects
 from rollmill.trajectories.store import TrajectoryStore
 
 _REASON = "its user was forgotten"
@@ -66,15 +67,16 @@ class AdminRoutes:
         ended = [session for session in self._registry if session.facts.provenance.get("user") in names]
         for session in ended:
             await self._sealer.give_up(session, _REASON)
-        if any(session.logged for session in ended):
-            await self._recorder.erase()
+        await self._recorder.erase()  # sealed sessions may still be in the file
         deleted, kept = await asyncio.to_thread(self._trajectories.delete_user, names)
         return web.json_response({"open": len(ended), "deleted": deleted, "kept": kept})
 
 
-async def forget_in_log(directory: Path, secret: str, user: str) -> int:
-    """Removes the open sessions of a user from the log of a gateway that does not run. Raises GatewayError if it does.
-    Returns their number."""
+async def forget_in_log(
+    directory: Path, secret: str, user: str, trajectories: TrajectoryStore, objects: Objects
+) -> int:
+    """Removes the open sessions of a user from the log of a gateway that does not run, and the payloads of seals that
+    did not end. Raises GatewayError if the gateway runs. Returns the number of sessions."""
     recorder = Recorder(directory, compact_bytes=1 << 62)
     try:
         registry = Registry(secret, keep_routes=False)
@@ -83,9 +85,9 @@ async def forget_in_log(directory: Path, secret: str, user: str) -> int:
         names = pseudonyms(secret.encode(), user)
         found = [session for session in registry if session.facts.provenance.get("user") in names]
         for session in found:
+            await asyncio.to_thread(delete_unfinished, trajectories, objects, session.facts.trajectory)
             await recorder.forget(session.facts.trajectory)
-        if found:
-            await recorder.erase()
+        await recorder.erase()
         return len(found)
     finally:
         recorder.close()

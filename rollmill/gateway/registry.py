@@ -104,7 +104,7 @@ class Registry:
 
     def is_open(self, session: Session) -> bool:
         """Whether the session accepts turns: it is neither sealed nor given up."""
-        return not session.sealing and self._sessions.get(session.facts.trajectory) is session
+        return not session.closed and self._sessions.get(session.facts.trajectory) is session
 
     def _live(self, trajectory: str | None, provenance: dict[str, Any]) -> Session:
         session = self._sessions.get(trajectory) if trajectory is not None else None

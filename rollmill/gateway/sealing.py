@@ -64,23 +64,36 @@ class Sealer:
         try:
             await self._land(session)
             async with session.lock:
-                if self._registry.get(trajectory) is not session:
+                if self._registry.get(trajectory) is not session or session.given_up is not None:
                     return await self._already_sealed(trajectory)
                 return await self._seal(session, submission_key)
         finally:
             session.ending = False
 
-    async def give_up(self, session: Session, reason: str) -> None:
-        """Forget a session; its record is not kept."""
-        trajectory = session.facts.trajectory
-        self._registry.remove(session)
-        session.sealing, session.given_up = True, reason
+    async def give_up(self, session: Session, reason: str) -> bool:
+        """Forget a session; its record is not kept. Returns False if it was sealed or given up meanwhile.
+
+        Raises StorageError if something of it could not be removed. The sweep tries again.
+        """
+        session.given_up = reason
         _cut(session)
+        async with session.lock:  # an answer that is being recorded, or a seal, ends first
+            if self._registry.get(session.facts.trajectory) is not session:
+                return False
+            await self._give_up(session, reason)
+            return True
+
+    async def _give_up(self, session: Session, reason: str) -> None:
+        """As `give_up`, for a caller that holds the lock of the session."""
+        trajectory = session.facts.trajectory
+        session.given_up = reason
+        if session.sealing:
+            await asyncio.to_thread(delete_unfinished, self._trajectories, self._objects, trajectory)
         if session.facts.traffic == "production" and session.listed == TrajectoryState.running:
             await self._fail(session, reason)
         if session.logged:
-            with contextlib.suppress(StorageError):  # a restart would replay it, and it would expire then
-                await self._recorder.forget(trajectory)
+            await self._recorder.forget(trajectory)
+        self._registry.remove(session)
 
     async def is_sealed(self, trajectory: str) -> bool:
         return await asyncio.to_thread(self._objects.head, payload_key(trajectory)) is not None
@@ -137,7 +150,7 @@ class Sealer:
                 await self._list(session)
                 idle_s = time.time() - session.used_at
                 busy = session.flights or session.lock.locked()
-                if not busy and (session.sealing or idle_s > self._limit_s(session)):
+                if not busy and (session.closed or idle_s > self._limit_s(session)):
                     await self._end(session)
             await asyncio.sleep(_SWEEP_S)
 
@@ -179,7 +192,9 @@ class Sealer:
     async def _end(self, session: Session) -> None:
         trajectory = session.facts.trajectory
         try:
-            if not session.stored:
+            if session.given_up is not None:
+                await self.give_up(session, session.given_up)
+            elif not session.stored:
                 await self.give_up(session, "its user did not agree to storing it")
             elif session.facts.traffic == "rollout" and not session.sealing:
                 log.warning("session %s expired: nobody sealed it", trajectory)
@@ -189,18 +204,20 @@ class Sealer:
         except GatewayError as error:
             log.error("session %s cannot be sealed: %s", trajectory, error)
             if error.status == 409:  # the index has given it up, or its record is inconsistent
-                await self.give_up(session, error.message)
+                session.given_up = error.message  # the next sweep removes it
+        except StorageError as error:
+            log.warning("session %s is not removed yet: %s", trajectory, error)
         except Exception:  # one session must not block the sealing of others
             log.exception("session %s cannot be sealed", trajectory)
 
     async def _seal(self, session: Session, submission_key: str | None) -> dict[str, Any]:
         trajectory = session.facts.trajectory
         if not session.stored:
-            await self.give_up(session, "its user did not agree to storing it")
+            await self._give_up(session, "its user did not agree to storing it")
             raise GatewayError(f"{trajectory} is not stored: its user did not agree", status=410)
         if session.unrecorded is not None:
             await self._list(session)
-            await self.give_up(session, session.unrecorded)
+            await self._give_up(session, session.unrecorded)
             raise GatewayError(f"{trajectory} was not recorded completely: {session.unrecorded}", status=410)
         try:
             if not session.sealing:
@@ -264,6 +281,17 @@ def _cut(session: Session) -> None:
     if session.facts.traffic == "rollout":
         for flight in session.flights:
             flight.cut()
+
+
+def delete_unfinished(trajectories: TrajectoryStore, objects: Objects, trajectory: str) -> None:
+    """Delete the payload of a seal that did not reach the index: the index does not know that there is one."""
+    try:
+        if trajectories.get(trajectory).payload_key is not None:
+            return
+    except TrajectoryError:  # it has no row
+        pass
+    if objects.head(payload_key(trajectory)) is not None:
+        objects.delete(payload_key(trajectory))
 
 
 def payload_key(trajectory: str) -> str:

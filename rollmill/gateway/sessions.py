@@ -123,7 +123,7 @@ class Session:
         self.listed: str | None = None  # its state in the index, as last written by the gateway
         self.ending = False  # it is being sealed: a new request opens a new session instead of waiting
         self.sealing = False  # the log says that no more turns follow
-        self.given_up: str | None = None  # why it was forgotten without a seal
+        self.given_up: str | None = None  # why it is forgotten without a seal
         self.submission_key: str | None = None
         self.unrecorded: str | None = None  # why its later answers are not in the log
         self.waits = Waits()
@@ -133,6 +133,11 @@ class Session:
         """What a client sends to continue this session: its own name for it, or the trajectory."""
         own = self.facts.provenance.get("session")
         return own if self.facts.traffic == "production" and isinstance(own, str) else self.facts.trajectory
+
+    @property
+    def closed(self) -> bool:
+        """Whether no more turns may be recorded."""
+        return self.sealing or self.given_up is not None
 
     @property
     def stored(self) -> bool:

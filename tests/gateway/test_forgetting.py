@@ -14,6 +14,7 @@ from rollmill.cli.main import app
 from rollmill.cluster.run import RunConfig, RunDirectory
 from rollmill.config import load_config
 from rollmill.errors import GatewayError
+from rollmill.gateway.entries import read_entries
 from rollmill.gateway.forgetting import forget_in_log
 from rollmill.gateway.overview import read_sessions
 from rollmill.gateway.registry import pseudonym
@@ -24,6 +25,7 @@ from rollmill.trajectories.store import TrajectoryStore
 from tests.gateway.conftest import ADMIN, LIVE, QUICK, USER, Answers, Door, Mill, until
 from tests.gateway.stand_in import StandIn
 from tests.gateway.test_privacy import written
+from tests.gateway.test_recording_failures import HangingDisk, disk  # noqa: F401
 from tests.trajectories.test_cli import DEMO
 
 PRIVATE = {"role": "user", "content": "Ann's private words"}
@@ -60,13 +62,63 @@ async def test_a_user_is_forgotten_everywhere(mill: Mill, answers: Answers) -> N
     assert b"private words" not in written(mill)
 
 
+def stores(mill: Mill) -> tuple[TrajectoryStore, Objects]:
+    objects = Objects.open(mill.directory / "store")
+    return TrajectoryStore(open_database(f"sqlite:///{mill.directory}/mill.db"), objects), objects
+
+
+@pytest.mark.parametrize("forgets", [True, False])
+async def test_nothing_stays_of_an_answer_that_is_being_recorded(
+    mill: Mill,
+    answers: Answers,
+    disk: HangingDisk,  # noqa: F811
+    forgets: bool,
+) -> None:
+    endpoint = await mill.engine(StandIn([answers.text("one")]))
+    async with mill.running(endpoint) as door:
+        disk.hang()
+        asked = asyncio.create_task(door.ask(LIVE, [PRIVATE], user="ann"))
+        await until(lambda: _is_written(mill, b"private words"))
+        ((_, _, entry), *_) = read_entries((mill.directory / "gateway" / "sessions.log").read_bytes())
+        path = ("POST", "/forget", OF_ANN) if forgets else ("DELETE", f"/sessions/{entry.session}")
+        ended = asyncio.create_task(door.admin(*path))
+        await asyncio.wait([ended], timeout=0.05)  # it arrives while the disk is busy
+        disk.recover()
+        assert (await asked)[0] == (await ended)[0] == 200
+    assert read_sessions(mill.directory / "gateway") == []
+
+
+async def _is_written(mill: Mill, text: bytes) -> bool:
+    return text in (mill.directory / "gateway" / "sessions.log").read_bytes()
+
+
+@pytest.mark.parametrize("running", [True, False])
+async def test_the_payload_of_a_seal_that_did_not_end_is_deleted(mill: Mill, answers: Answers, running: bool) -> None:
+    endpoint = await mill.engine(StandIn([answers.text("one")]))
+    payloads = mill.directory / "store" / "trajectories"
+    database = open_database(f"sqlite:///{mill.directory}/mill.db")
+    async with mill.running(endpoint) as door:
+        trajectory = (await door.say(LIVE, [PRIVATE], user="ann"))["rollmill"]["trajectory"]
+        with database.begin() as connection:  # the index fails in the middle of the seal
+            refuse = "BEFORE UPDATE ON trajectories BEGIN SELECT RAISE(ABORT, 'the disk is full'); END"
+            connection.exec_driver_sql(f"CREATE TRIGGER full {refuse}")
+        assert (await door.admin("POST", f"/sessions/{trajectory}/seal", {}))[0] >= 500
+        assert len(list(payloads.glob("*"))) == 1
+        if running:
+            assert (await door.admin("POST", "/forget", OF_ANN))[0] >= 500  # the row cannot be marked
+    if not running:
+        assert await forget_in_log(mill.directory / "gateway", ADMIN, "ann", *stores(mill)) == 1
+    assert not list(payloads.glob("*"))
+    assert read_sessions(mill.directory / "gateway") == []
+
+
 async def test_a_log_is_rewritten_without_its_gateway(mill: Mill, answers: Answers) -> None:
     endpoint = await mill.engine(StandIn([answers.text("one")]))
     log = mill.directory / "gateway"
     async with mill.running(endpoint) as door:
         _, _, other = await conversations(door)
         with pytest.raises(GatewayError, match="another gateway"):
-            await forget_in_log(log, ADMIN, "ann")
+            await forget_in_log(log, ADMIN, "ann", *stores(mill))
         status, body = await door.admin("GET", "/sessions")
         assert status == 200 and {each["name"] for each in body["sessions"]} >= {"chat-7"}
         assert "private" not in str(body)
@@ -74,8 +126,8 @@ async def test_a_log_is_rewritten_without_its_gateway(mill: Mill, answers: Answe
         assert len(read_sessions(log)) == 2
         async with GatewayClient(door.url, ADMIN) as client:
             assert (await client.forget("nobody"))["open"] == 0
-    assert await forget_in_log(log, ADMIN, "nobody") == 0
-    assert await forget_in_log(log, ADMIN, "ann") == 1
+    assert await forget_in_log(log, ADMIN, "nobody", *stores(mill)) == 0
+    assert await forget_in_log(log, ADMIN, "ann", *stores(mill)) == 1
     assert b"private words" not in (log / "sessions.log").read_bytes()
     assert [session.facts.trajectory for session in read_sessions(log)] == [other]
 
