@@ -41,6 +41,7 @@ from rollmill.errors import (
     StorageError,
     TrajectoryError,
 )
+from rollmill.rollouts import work_diff
 from rollmill.rollouts.client import GatewayClient
 from rollmill.rollouts.clock import Clock
 from rollmill.rollouts.grading import Stalls, grade_patiently
@@ -183,7 +184,9 @@ async def _play(
             task, clock.machine, base_url=f"{context.gateway.base_url}/v1", api_key=key, sampling=sampling
         )
         result, seconds = await _run_harness(context, task, clock, asyncio.ensure_future(run), min_version)
-        async with _within_grace("to read what was handed in"):
+        # an agent can make packing slow: its own limit must end it first, so that the agent earns nothing
+        packing_s = work_diff.PACK_S * machine.capabilities.slowdown
+        async with _within_grace("to read what was handed in", packing_s):
             wanted = wants_final_state(context.grader)
             handed_in = await take_hand_in(machine, task, context.grading_machines, result, seconds, keep_state=wanted)
     finally:
@@ -199,13 +202,14 @@ async def _play(
 
 
 @contextlib.asynccontextmanager
-async def _within_grace(what: str) -> AsyncIterator[None]:
+async def _within_grace(what: str, more_s: float = 0.0) -> AsyncIterator[None]:
+    seconds = GRACE_S + more_s
     try:
-        async with asyncio.timeout(GRACE_S) as limit:
+        async with asyncio.timeout(seconds) as limit:
             yield
     except TimeoutError:
         if limit.expired():
-            raise HarnessError(f"{GRACE_S:g} s were not enough {what}") from None
+            raise HarnessError(f"{seconds:g} s were not enough {what}") from None
         raise
 
 

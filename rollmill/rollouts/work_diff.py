@@ -22,7 +22,7 @@ from rollmill.errors import MachineError, TaskError
 
 # names are stored as they are; what tar says about files it cannot read must not be mixed with the archive
 _PACK = ["sh", "-c", "exec tar -cf - . 2> /dev/null"]
-_PACK_S = 60.0
+PACK_S = 20.0  # an agent whose work directory takes longer to pack hands in nothing
 _MAX_ARCHIVE = 1 << 27  # bytes
 _LEFT_OUT = frozenset({".git", "__pycache__", ".pytest_cache", ".mypy_cache", ".ruff_cache"})
 
@@ -72,7 +72,7 @@ async def take_diff(machine: Machine, task: Task, limits: WholeDiff, clean: Mach
 
 
 async def _pack(machine: Machine) -> ExecResult:
-    return await machine.exec(_PACK, timeout_s=_PACK_S * machine.capabilities.slowdown, max_output=_MAX_ARCHIVE)
+    return await machine.exec(_PACK, timeout_s=PACK_S * machine.capabilities.slowdown, max_output=_MAX_ARCHIVE)
 
 
 def _compare(before: _Tree, packed: ExecResult, limits: WholeDiff) -> Diff:

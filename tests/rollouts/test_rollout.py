@@ -7,7 +7,7 @@ import contextlib
 import math
 import os
 import signal
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -21,8 +21,9 @@ from rollmill.environments.episode import Episode
 from rollmill.environments.harness import HarnessResult
 from rollmill.environments.machine import ExecResult, Machine, MachineHost
 from rollmill.environments.machines.namespace.client import NamespaceHost
+from rollmill.environments.task import WholeDiff
 from rollmill.errors import GatewayError, RewardUnavailable, StorageError
-from rollmill.rollouts import rollout
+from rollmill.rollouts import rollout, work_diff
 from rollmill.rollouts.client import GatewayClient
 from rollmill.rollouts.hand_in import hand_in_key, load_hand_in, with_counts
 from rollmill.rollouts.rollout import regrade, seal_again
@@ -359,6 +360,37 @@ async def test_time_in_the_queue_of_a_machine_host_is_not_the_episodes(world: Wo
         machines = QueueingHost(world.context.machines, lambda: gateway.looks >= 2)
         outcome = await world.play(context=replace(world.context, gateway=gateway, machines=machines, timeout_s=3.0))
     assert outcome.solved and outcome.result is not None and outcome.result.stop == "done", outcome
+
+
+@dataclass
+class SlowToPack:
+    """A machine host whose machines take forever to pack their work directory."""
+
+    host: MachineHost
+
+    async def create(self, *arguments: Any, **options: Any) -> Machine:
+        machine = await self.host.create(*arguments, **options)
+        exec = machine.exec
+
+        async def slow(argv: Sequence[str], **options: Any) -> ExecResult:
+            return await exec(["sleep", "1000"] if list(argv) == work_diff._PACK else argv, **options)
+
+        machine.exec = slow  # type: ignore[method-assign]
+        return machine
+
+    async def close(self) -> None: ...
+
+
+async def test_a_work_directory_that_takes_too_long_to_pack_is_refused(
+    world: World, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """An agent can make it slow, with many sparse files for example. That must not get it a fresh attempt."""
+    monkeypatch.setattr(rollout, "GRACE_S", 2.0)
+    monkeypatch.setattr(work_diff, "PACK_S", 2.0)
+    context = replace(world.context, machines=SlowToPack(world.context.machines))
+    outcome = await world.play(make_task(submission=WholeDiff()), context=context)
+    assert outcome.reward is not None and outcome.reward.value == 0.0, outcome
+    assert "stopped by the limit 'time'" in str(outcome.reward.evidence)
 
 
 async def test_grading_that_does_not_end(world: World) -> None:
