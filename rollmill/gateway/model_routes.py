@@ -19,7 +19,7 @@ from rollmill.gateway.dialects.responses import OpenAIResponses
 from rollmill.gateway.identity import check_named, named_session
 from rollmill.gateway.keys import Key
 from rollmill.gateway.metrics import Metrics
-from rollmill.gateway.privacy import Privacy
+from rollmill.gateway.privacy import Consent, Privacy
 from rollmill.gateway.registry import Registry
 from rollmill.gateway.sessions import Session
 from rollmill.gateway.stored import Stored, StoredResponses, no_such_response
@@ -103,13 +103,15 @@ class ModelRoutes:
         """Answer items, or continue a stored response, and record the exact tokens.
 
         Needs: as POST /v1/chat/completions.
-        Takes: an OpenAI response request; `previous_response_id` names a response of this session.
+        Takes: an OpenAI response request; `previous_response_id` names a response of this session, user and consent.
         Returns: an OpenAI response, or a stream of its events; 404 if the previous response is not stored.
         """
         admitted = await self._admit(request)
         asked = self._responses.parse(await request.read(), self._limits)
         previous = asked.options["previous"]
         stored = self._find_stored(previous, admitted) if previous else None
+        if stored is not None and isinstance(admitted, Key):
+            self._check_owner(stored, admitted, self._privacy.consent(request.headers, admitted.consent, asked), asked)
         asked = self._responses.continued(asked, stored)
         name = stored.trajectory if stored is not None else named_session(request)
         return await self._answer_in(request, self._responses, name, admitted, asked)
@@ -175,6 +177,12 @@ class ModelRoutes:
         if session is None or not mine:
             raise no_such_response()
         return stored
+
+    def _check_owner(self, stored: Stored, key: Key, consent: Consent, asked: ModelRequest) -> None:
+        """Raises 404 if the response is of another user or consent: a session has one of each."""
+        session = self._registry.get(stored.trajectory)
+        if session is None or not self._registry.owns(session, key_id=key.id, user=asked.user, consent=consent):
+            raise no_such_response()
 
     async def _admit(self, http: web.Request) -> Session | Key:
         """The session of the request's key, or a production key. Raises for any other key."""

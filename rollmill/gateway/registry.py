@@ -87,9 +87,7 @@ class Registry:
         self, name: str | None, user: str, messages: Sequence[Message], *, key_id: str, consent: str = "train"
     ) -> Session:
         """The conversation that the client names, or the only one that these messages continue, or a new one."""
-        provenance = {"key": key_id, **({"user": pseudonym(self._secret, user)} if user else {})}
-        if consent != "train":
-            provenance["consent"] = consent
+        provenance = self._provenance(key_id, user, consent)
         if name is not None:
             provenance["session"] = check_id(name)
             trajectory: str | None = self._named.get((*_owner(provenance), name), name)
@@ -97,6 +95,14 @@ class Registry:
             digests = reversed(list(_digests(_owner(provenance), messages)))
             trajectory = next((self._histories[digest] for digest in digests if digest in self._histories), None)
         return self._live(trajectory, provenance)
+
+    def owns(self, session: Session, *, key_id: str, user: str, consent: str) -> bool:
+        """Whether a request of this key, user and consent may continue the conversation."""
+        return _owner(session.facts.provenance) == _owner(self._provenance(key_id, user, consent))
+
+    def _provenance(self, key_id: str, user: str, consent: str) -> dict[str, Any]:
+        of_user = {"user": pseudonym(self._secret, user)} if user else {}
+        return {"key": key_id, **of_user, **({"consent": consent} if consent != "train" else {})}
 
     def successor(self, session: Session) -> Session:
         """The session in which a production conversation continues after its own has ended."""

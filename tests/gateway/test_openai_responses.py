@@ -12,6 +12,7 @@ from tests.chat.conftest import TOOLS
 from tests.gateway.conftest import LIVE, Answers, Mill
 from tests.gateway.stand_in import StandIn
 from tests.gateway.test_openai_sdk import client
+from tests.gateway.test_privacy import written
 
 FUNCTIONS: list[Any] = [tool["function"] for tool in TOOLS]
 ASK: dict[str, Any] = {"model": "rollmill", "tools": [{"type": "function", **each} for each in FUNCTIONS]}
@@ -102,6 +103,22 @@ async def test_a_stored_response_belongs_to_its_session(mill: Mill, answers: Ans
         two = await live.responses.create(model="rollmill", input="y", previous_response_id=one.id)
         assert one.rollmill["trajectory"] == two.rollmill["trajectory"]  # type: ignore[attr-defined]
         assert one.rollmill["segment"] == two.rollmill["segment"]  # type: ignore[attr-defined]
+
+
+@pytest.mark.parametrize("changed", [{"extra_headers": {"x-rollmill-consent": "train"}}, {"user": "bob"}])
+async def test_a_stored_response_is_continued_only_by_its_user_with_its_consent(
+    mill: Mill, answers: Answers, changed: dict[str, Any]
+) -> None:
+    door = await mill.gateway(await mill.engine(StandIn([answers.text("one")])))
+    async with client(door, LIVE) as live:
+        same: dict[str, Any] = {"extra_headers": {"x-rollmill-consent": "none"}, "user": "ann"}
+        one: Any = await live.responses.create(model="rollmill", input="my private words", **same)
+        more: dict[str, Any] = {"model": "rollmill", "input": "y", "previous_response_id": one.id}
+        with pytest.raises(openai.NotFoundError):
+            await live.responses.create(**more, **{**same, **changed})
+        two: Any = await live.responses.create(**more, **same)
+        assert one.rollmill["trajectory"] == two.rollmill["trajectory"]
+    assert b"private words" not in written(mill)
 
 
 async def test_what_is_not_supported_is_named(mill: Mill, answers: Answers) -> None:
