@@ -9,6 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from rollmill.chat import sandbox
 from rollmill.chat.format import HistoryRewritten, assistant_message
 from rollmill.chat.sandbox import LARGEST_TEMPLATE, ChatTemplate, TemplateFailed
 from tests.chat.published import TOOLS, published
@@ -120,6 +121,63 @@ def test_whatever_was_sampled_can_be_continued(name: str, data: st.DataObject) -
 def test_a_template_that_does_harm_fails(source: str) -> None:
     with pytest.raises(TemplateFailed):
         ChatTemplate(source).render({"messages": [{"role": "user", "content": "x"}]}, NOW)
+
+
+DOUBLED = "{% set n = namespace(x=START) %}{% for a in range(18) %}BODY{% endfor %}{{ n.x | string | length }}"
+
+
+def doubled(body: str, start: str = "'ab'") -> str:
+    return DOUBLED.replace("START", start).replace("BODY", body)
+
+
+@pytest.mark.parametrize(
+    "source",
+    [
+        "{{ '{:>50000}'.format(1) | length }}",
+        "{{ '{x:>50000}'.format_map({'x': 1}) | length }}",
+        "{{ 'x' | attr('format') }}",
+        "{{ 'x'['ljust'](50000) | length }}",
+        "{{ ['x'] | map(attribute='ljust') | first }}{{ (['x'] | map(attribute='ljust') | first)(50000) | length }}",
+        "{{ '%50000d' % 1 }}",
+        "{{ range(1000) | join('a' * 100) | length }}",
+        "{{ 'a'.join(['b' * 9000] * 9) | length }}",
+        "{{ [1, 2] | tojson(indent='a' * 9000) | length }}",
+        "{{ [1, 2, 3] | tojson(separators=['a' * 9000, ':']) | length }}",
+        doubled("{% set n.x = n.x | tojson %}", "'\\\\'"),
+        doubled("{% set n.x %}{{ n.x }}{{ n.x }}{% endset %}"),
+        "{% macro f(x) %}{{ x }}{{ x }}{% endmacro %}" + doubled("{% set n.x = f(n.x) %}"),
+        "{% macro f() %}{{ caller() }}{{ caller() }}{% endmacro %}"
+        + doubled("{% set y %}{% call f() %}{{ n.x }}{% endcall %}{% endset %}{% set n.x = y %}"),
+        doubled("{% set y %}{% filter upper %}{{ n.x }}{{ n.x }}{% endfilter %}{% endset %}{% set n.x = y %}"),
+        doubled("{% set n.x = [n.x, n.x] %}"),
+        doubled("{% set n.x = {'a': n.x, 'b': n.x} %}"),
+        doubled("{% set n.x = dict(a=n.x, b=n.x) %}"),
+        doubled("{% set n.x = namespace(a=n.x, b=n.x) %}"),
+        doubled("{% set n.x = n.x * n.x %}", "3"),
+        doubled("{% set n.x = n.x * n.x %}", "-3"),
+        "{{ [1] | batch(50000, 0) | list | length }}",
+        "{{ [1] | slice(50000) | list | length }}",
+        "{{ 1 | round(5000, 'ceil') }}",
+        "{{ (1).to_bytes(50000, 'big') | length }}",
+        "{{ 'a'.encode().ljust(50000) | length }}",
+        "{{ 0x" + "f" * 9000 + " > 1 }}",
+        "{{ ('f' * 9000) | int(0, 16) > 1 }}",
+        "{{ strftime_now('%9000d' * 100) | length }}",
+        "{% for a in range(999) %}{{ ('a' * 9999).count('b') }}{% endfor %}",
+        "{% for a in range(999) %}{{ 'b' in 'a' * 9999 }}{% endfor %}",
+        "{% for a in range(999) %}{{ 'b' is in('a' * 9999) }}{% endfor %}",
+        "{% set x = 'a' * 9999 %}{% for a in range(999) %}{{ x[1:] | length }}{% endfor %}",
+        "{% for a in range(999) %}{% for b in 'a' * 9999 if b == 'b' %}{% endfor %}{% endfor %}",
+        "{% for a in range(999) %}" + "{{ a }}" * 99 + "{% endfor %}",
+        "{% block a %}{% endblock %}{% block b %}" + "{{ self.a() }}" * 99 + "{% endblock %}" + "{{ self.b() }}" * 99,
+    ],
+)
+def test_a_template_cannot_pass_its_bounds(monkeypatch: pytest.MonkeyPatch, source: str) -> None:
+    monkeypatch.setattr(sandbox, "LARGEST_TEXT", 10_000)
+    monkeypatch.setattr(sandbox, "LARGEST_SUM", 1_000_000, raising=False)
+    monkeypatch.setattr(sandbox, "MOST_STEPS", 50_000, raising=False)
+    with pytest.raises(TemplateFailed):
+        ChatTemplate(source).render({}, NOW)
 
 
 @pytest.mark.parametrize(
