@@ -118,8 +118,8 @@ def encode_open(facts: SessionFacts) -> bytes:
     return encode_entry("open", facts.trajectory, {"facts": asdict(facts)})
 
 
-def encode_waited(session: str, seconds: float, waiting_since: float | None) -> bytes:
-    return encode_entry("waited", session, {"seconds": seconds, "waiting_since": waiting_since})
+def encode_waited(session: str, seconds: float) -> bytes:
+    return encode_entry("waited", session, {"seconds": seconds})
 
 
 def encode_incomplete(facts: SessionFacts, reason: str) -> bytes:

@@ -22,7 +22,7 @@ from rollmill.gateway.metrics import Metrics
 from rollmill.gateway.privacy import Consent, Privacy
 from rollmill.gateway.registry import Registry
 from rollmill.gateway.sessions import Session
-from rollmill.gateway.stored import Stored, StoredResponses, no_such_response
+from rollmill.gateway.stored import Stored, no_such_response
 
 OPENAI_CHAT, OPENAI_COMPLETIONS, ANTHROPIC = OpenAIChat(), OpenAICompletions(), AnthropicMessages()
 
@@ -47,8 +47,7 @@ class ModelRoutes:
         self._access = access
         self._privacy = Privacy(config.consent, config.redaction)
         self._model_names = model_names
-        self._stored = StoredResponses()
-        self._responses = OpenAIResponses(self._stored)
+        self._responses = OpenAIResponses(registry.responses)
 
     def add_to(self, app: web.Application) -> None:
         app.router.add_post("/v1/chat/completions", self.chat)
@@ -170,7 +169,7 @@ class ModelRoutes:
 
     def _find_stored(self, id: str, admitted: Session | Key) -> Stored:
         """A stored response of the caller's own open session. Raises 404 for any other."""
-        stored = self._stored.get(id)
+        stored = self._registry.responses.get(id)
         session = self._registry.get(stored.trajectory)
         owner = None if session is None else session.facts.provenance.get("key")
         mine = session is admitted if isinstance(admitted, Session) else owner == admitted.id

@@ -22,6 +22,7 @@ from rollmill.gateway.entries import LogEntry, decode_turn, read_entries
 from rollmill.gateway.recorder import LOG_NAME
 from rollmill.gateway.segments import OpenSegment, Turn
 from rollmill.gateway.sessions import Session, SessionFacts, check_id
+from rollmill.gateway.stored import StoredResponses
 from rollmill.types import Trajectory
 
 _KEY_PREFIX = "rm-"
@@ -38,6 +39,7 @@ class Registry:
         self._keep_routes = keep_routes
         self._secret = admin_token.encode()
         self._sessions: dict[str, Session] = {}
+        self.responses = StoredResponses(self._sessions)
         self._named: dict[tuple[str, ...], str] = {}  # key, consent, user, the client's name -> trajectory
         # digest of an unnamed conversation up to an answer -> trajectory; None if there are several. Ended ones count:
         # the user who continues may be theirs
@@ -66,7 +68,9 @@ class Registry:
 
     def remove(self, session: Session) -> None:
         trajectory, name = session.facts.trajectory, _name(session.facts)
-        self._sessions.pop(trajectory, None)
+        if self._sessions.get(trajectory) is session:
+            del self._sessions[trajectory]
+            self.responses.forget(trajectory)
         if self._named.get(name) == trajectory:
             del self._named[name]
 
@@ -148,7 +152,7 @@ class Registry:
             elif entry.op == "turn":
                 self.append(session, decode_turn(entry))
             elif entry.op == "waited":
-                session.waits.restore(entry.header["seconds"], entry.header["waiting_since"])
+                session.waits.restore(entry.header["seconds"])
             elif entry.op == "incomplete":
                 session.unrecorded = entry.header["reason"]
 

@@ -138,8 +138,7 @@ class Sealer:
                 step = max(_WAIT_STEP_S, waits.kept / 10)
                 if session.facts.traffic == "rollout" and session.logged and seconds - waits.kept >= step:
                     waits.kept = seconds
-                    since = time.time() if waits.waiting else None
-                    self._recorder.append_later(trajectory, encode_waited(trajectory, seconds, since))
+                    self._recorder.append_later(trajectory, encode_waited(trajectory, seconds))
             await asyncio.sleep(_SWEEP_S)
 
     async def _sweep_sessions(self) -> None:

@@ -6,14 +6,16 @@ an id is unknown, and a client sends its items again. What the model sampled is 
 
 from __future__ import annotations
 
+import json
 from collections import OrderedDict
+from collections.abc import Container
 from dataclasses import dataclass
 from typing import Any
 
 from rollmill.chat.format import Message
 from rollmill.errors import GatewayError
 
-_MOST = 10_000
+_MOST_BYTES = 256 << 20  # of all responses; the oldest are forgotten
 
 
 @dataclass(frozen=True)
@@ -24,19 +26,41 @@ class Stored:
 
 
 class StoredResponses:
-    def __init__(self) -> None:
-        self._stored: OrderedDict[str, Stored] = OrderedDict()
+    """`sessions` contains the ids of the open sessions."""
+
+    def __init__(self, sessions: Container[str]) -> None:
+        self._sessions = sessions
+        self._stored: OrderedDict[str, tuple[str, bytes]] = OrderedDict()  # id -> trajectory, JSON
+        self._of_session: dict[str, set[str]] = {}
+        self.bytes = 0
 
     def add(self, id: str, stored: Stored) -> None:
-        self._stored[id] = stored
-        if len(self._stored) > _MOST:
-            self._stored.popitem(last=False)
+        if stored.trajectory not in self._sessions:
+            return
+        data = json.dumps([stored.messages, stored.body]).encode()
+        self._stored[id] = stored.trajectory, data
+        self._of_session.setdefault(stored.trajectory, set()).add(id)
+        self.bytes += len(data)
+        while self.bytes > _MOST_BYTES:
+            self._drop(next(iter(self._stored)))
 
     def get(self, id: str) -> Stored:
-        stored = self._stored.get(id)
-        if stored is None:
+        if id not in self._stored:
             raise no_such_response()
-        return stored
+        trajectory, data = self._stored[id]
+        return Stored(trajectory, *json.loads(data))
+
+    def forget(self, trajectory: str) -> None:
+        """The session has ended."""
+        for id in list(self._of_session.get(trajectory, ())):
+            self._drop(id)
+
+    def _drop(self, id: str) -> None:
+        trajectory, data = self._stored.pop(id)
+        self.bytes -= len(data)
+        self._of_session[trajectory].discard(id)
+        if not self._of_session[trajectory]:
+            del self._of_session[trajectory]
 
 
 def no_such_response() -> GatewayError:

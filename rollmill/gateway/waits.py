@@ -24,11 +24,6 @@ class Waits:
         self._requests: set[Wait] = set()
         self.kept = 0.0  # seconds that the log knows of
 
-    @property
-    def waiting(self) -> bool:
-        """Whether a request waits now."""
-        return any(request.since is not None for request in self._requests)
-
     def begin(self) -> Wait:
         """A request has arrived: it waits."""
         request = Wait(self)
@@ -41,10 +36,9 @@ class Waits:
         lasting = [(request.since, now) for request in self._requests if request.since is not None]
         return self._settled + _covered([*self._spells, *lasting])
 
-    def restore(self, seconds: float, waiting_since: float | None) -> None:
-        """What the log knows. A request that waited when the log was written has waited since (in epoch seconds)."""
-        since = 0.0 if waiting_since is None else max(0.0, time.time() - waiting_since)
-        self._settled = self.kept = seconds + since
+    def restore(self, seconds: float) -> None:
+        """What the log knows. The client itself counts the time in which it could not reach the gateway."""
+        self._settled = self.kept = seconds
 
     def add(self, spell: _Spell) -> None:
         self._spells.append(spell)

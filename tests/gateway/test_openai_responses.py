@@ -2,12 +2,22 @@
 
 from __future__ import annotations
 
+import json
 from typing import Any
 
 import openai
 import pytest
 
 from rollmill.chat.format import assistant_message
+from rollmill.errors import GatewayError
+from rollmill.gateway.config import GatewayConfig
+from rollmill.gateway.dialect import Identity, Limits, Reply
+from rollmill.gateway.dialects.responses import OpenAIResponses
+from rollmill.gateway.privacy import Privacy
+from rollmill.gateway.registry import Registry
+from rollmill.gateway.segments import Answer
+from rollmill.gateway.sessions import SessionFacts
+from rollmill.gateway.stored import Stored
 from tests.chat.conftest import TOOLS
 from tests.gateway.conftest import LIVE, Answers, Mill
 from tests.gateway.stand_in import StandIn
@@ -119,6 +129,37 @@ async def test_a_stored_response_is_continued_only_by_its_user_with_its_consent(
         two: Any = await live.responses.create(**more, **same)
         assert one.rollmill["trajectory"] == two.rollmill["trajectory"]
     assert b"private words" not in written(mill)
+
+
+def test_stored_responses_are_bounded_by_bytes_and_freed_with_their_session(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("rollmill.gateway.stored._MOST_BYTES", 3000)
+    registry = Registry("secret")
+    sessions = [registry.add(SessionFacts(id)) for id in "ab"]
+    message: Any = {"role": "user", "content": "x" * 900}
+    for id, trajectory in {"1": "a", "2": "b", "3": "a", "4": "b", "5": "gone"}.items():
+        registry.responses.add(id, Stored(trajectory, [message], {"id": id}))
+    assert registry.responses.get("2") == Stored("b", [message], {"id": "2"})
+    registry.remove(sessions[0])
+    for id in ("1", "3", "5"):
+        with pytest.raises(GatewayError):
+            registry.responses.get(id)
+    assert registry.responses.bytes == 2 * len(json.dumps([[message], {"id": "2"}]))
+    registry.remove(sessions[1])
+    assert registry.responses.bytes == 0
+
+
+def test_a_stored_response_holds_what_is_left_after_redaction() -> None:
+    registry = Registry("secret")
+    registry.add(SessionFacts("a"))
+    dialect = OpenAIResponses(registry.responses)
+    body = {"input": "I am ann@example.org", "instructions": "Be brief."}
+    asked = dialect.continued(dialect.parse(json.dumps(body).encode(), Limits((), 16, 16)), None)
+    config = GatewayConfig.model_validate({"redaction": {"remove": ["email"]}})
+    asked = Privacy(config.consent, config.redaction).redact_inputs(asked)
+    answer = Answer([1], [0.0], [0], [], [], [], "stop", True, assistant_message("Hi.", []))
+    id = dialect.store(Reply(asked, Identity(), [answer], 1, {"trajectory": "a"}))["id"]
+    stored = registry.responses.get(id).messages
+    assert [message["content"] for message in stored] == ["I am [email]", "Hi."]
 
 
 async def test_what_is_not_supported_is_named(mill: Mill, answers: Answers) -> None:

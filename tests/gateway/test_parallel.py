@@ -138,7 +138,8 @@ async def test_a_session_knows_its_waits_before_its_first_answer_and_after_a_res
     with contextlib.suppress(aiohttp.ClientError):
         await asked
     async with mill.running(endpoint, config=config) as door:
-        assert (await door.admin("GET", "/sessions/a"))[1]["waited_seconds"] > kept
+        # the time in which the gateway was down is not in it: the client counts that itself
+        assert (await door.admin("GET", "/sessions/a"))[1]["waited_seconds"] == _waits(mill)[-1] >= kept
 
 
 def _waits(mill: Mill) -> list[float]:
@@ -170,7 +171,7 @@ def test_a_request_waits_until_an_engine_keeps_it(monkeypatch: pytest.MonkeyPatc
     clock[0] = 50.0
     request.end()
     other.end()
-    assert waits.seconds() == 30.0 and not waits.waiting
+    assert waits.seconds() == 30.0
 
 
 async def test_an_answer_that_was_cut_is_not_repeated_after_a_restart(mill: Mill, answers: Answers) -> None:

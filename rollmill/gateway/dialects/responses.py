@@ -76,9 +76,7 @@ class OpenAIResponses:
         conversation = [*(previous.messages if previous else ()), *request.messages]
         instructions = request.options["instructions"]
         system = [{"role": "system", "content": instructions}] if instructions else []
-        return replace(
-            request, messages=[*system, *conversation], options={**request.options, "conversation": conversation}
-        )
+        return replace(request, messages=[*system, *conversation])
 
     def reply(self, reply: Reply) -> bytes:
         return json.dumps(self.store(reply)).encode()
@@ -88,7 +86,8 @@ class OpenAIResponses:
         body = _completed(reply)
         options = reply.request.options
         if options["store"]:
-            messages = [*options["conversation"], reply.answers[0].message]
+            asked = reply.request.messages[1 if options["instructions"] else 0 :]  # redacted
+            messages = [*asked, reply.answers[0].message]
             self._stored.add(body["id"], Stored(str(reply.about["trajectory"]), messages, body))
         return body
 
