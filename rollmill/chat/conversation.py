@@ -30,16 +30,22 @@ class Rendered(NamedTuple):
 
 
 def render_conversation(
-    messages: Sequence[Message], tools: Sequence[Tool], format: ChatFormat, ignored: Sequence[int] = ()
+    messages: Sequence[Message],
+    tools: Sequence[Tool],
+    format: ChatFormat,
+    ignored: Sequence[int] = (),
+    longest: int | None = None,
 ) -> Rendered:
-    """Up to the last answer. `ignored`: places in `messages` of answers that are context only."""
+    """Up to the last answer, or to the first one that ends behind `longest` tokens: each answer costs a rendering of
+    all that precedes it. `ignored`: places in `messages` of answers that are context only."""
     places = [place for place, message in enumerate(messages) if message["role"] == "assistant"]
-    answers = [format.render_answer(messages[place], tools, history=messages[:place]) for place in places]
+    answers: list[list[int]] = []
     tokens: list[int] = []
     learnt: list[bool] = []
     ends: list[int] = []  # of the first answers that are kept
     kept: list[int] = []
     for number, place in enumerate(places):
+        answers.append(format.render_answer(messages[place], tools, history=messages[:place]))
         kept, prompt = _prompt(messages, place, places, kept, answers, tools, format)
         stop = ends[len(kept) - 1] if kept else 0
         tokens, learnt, ends = tokens[:stop], learnt[:stop], ends[: len(kept)]
@@ -47,7 +53,12 @@ def render_conversation(
         learnt += [False] * len(prompt) + [place not in ignored] * len(answers[number])
         ends.append(len(tokens))
         kept.append(number)
-    return Rendered(tokens, learnt, ends, len(places) - len(kept))
+        if longest is not None and len(tokens) > longest:
+            # a template that drops earlier reasoning may make the whole conversation shorter than its beginning
+            if len(format.render_start(messages[: places[-1]], tools)) > longest:
+                break
+            longest = None
+    return Rendered(tokens, learnt, ends, len(answers) - len(kept))
 
 
 def _prompt(

@@ -77,10 +77,11 @@ class Writer:
         tools: Sequence[Tool],
         now: datetime,
         sampled: SampledIds | None = None,
+        before: str | None = None,
     ) -> str | None:
         """What the template writes behind the generation prompt for an answer. None if it writes the history, or the
-        generation prompt itself, differently when the answer is there."""
-        before = self.write(history, tools, now)
+        generation prompt itself, differently when the answer is there. `before`: the history, if it is written."""
+        before = self.write(history, tools, now) if before is None else before
         after = self.write([*history, message], tools, now, prompt=False, sampled=sampled)
         return after[len(before) :] if after.startswith(before) else None
 

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Mapping
+from datetime import datetime
 from typing import Any
 
 import pytest
@@ -10,6 +12,7 @@ import pytest
 from rollmill.chat.conversation import render_conversation
 from rollmill.chat.format import Message, Tool, assistant_message
 from rollmill.chat.formats.template import TemplateFormat
+from rollmill.chat.sandbox import ChatTemplate
 from rollmill.chat.tokenizer import Tokenizer
 from rollmill.errors import ConfigError, GatewayError
 from rollmill.gateway.segments import Answer
@@ -221,6 +224,47 @@ def test_a_conversation_with_reasoning_learns_what_is_sampled_last() -> None:
     assert learnt == "<think>\nHm.\n</think>\n\nDoubled.<|im_end|>" and rendered.rewritten == 3
     kept = render_conversation(thinking(AGENT)[:6], TOOLS, case.format)
     assert kept.rewritten == 0 and len(kept.ends) == 3
+
+
+def written_by(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """The number of messages of each rendering from now on."""
+    counts: list[int] = []
+    render = ChatTemplate.render
+
+    def counted(self: ChatTemplate, variables: Mapping[str, Any], now: datetime) -> str:
+        counts.append(len(variables["messages"]))
+        return render(self, variables, now)
+
+    monkeypatch.setattr(ChatTemplate, "render", counted)
+    return counts
+
+
+def test_answers_behind_the_context_are_not_rendered(monkeypatch: pytest.MonkeyPatch) -> None:
+    format = published("qwen2.5").format
+    messages = [part for n in range(20) for part in (USER, assistant_message(f"Answer {n}.", []))]
+    whole = render_conversation(messages, TOOLS, format)
+    longest = whole.ends[2] + 1
+    counts = written_by(monkeypatch)
+    format._recent.clear()
+    short = render_conversation(messages, TOOLS, format, longest=longest)
+    assert short.cut(longest) == whole.cut(longest)
+    assert sorted(counts)[-2:] == [8, 39]  # up to the fourth answer, and up to the last prompt
+
+
+def test_the_prompt_before_an_answer_is_written_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    format = published("qwen2.5").format
+    counts = written_by(monkeypatch)
+    format._recent.clear()
+    format.render_answer(assistant_message("Once.", []), [], history=[SYSTEM, USER])
+    assert counts == [2, 3]
+
+
+def test_a_conversation_that_fits_without_its_reasoning_is_whole() -> None:
+    format = published("qwen3").format
+    messages = [USER, assistant_message("Yes.", [], "Hm. " * 200), MORE, assistant_message("No.", [])]
+    whole = render_conversation(messages, [], format)
+    assert render_conversation(messages, [], format, longest=len(whole.tokens)) == whole
+    assert len(render_conversation(messages[:2], [], format).tokens) > len(whole.tokens)
 
 
 @pytest.mark.parametrize("name", ["mistral-nemo", "kimi-k2"])

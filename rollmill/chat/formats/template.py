@@ -177,7 +177,9 @@ class TemplateFormat:
         sampled: SampledIds | None = None,
     ) -> str | None:
         """What the template writes for an answer, up to its closing token."""
-        written = self.writer.write_answer(history, message, tools if self._tools_in_prompt else (), now, sampled)
+        before = self._write(history, tools, now)
+        tools = tools if self._tools_in_prompt else ()
+        written = self.writer.write_answer(history, message, tools, now, sampled, before)
         return None if written is None else self._closed(written)
 
     def _encode_behind(self, prompt: str, written: str) -> list[int]:

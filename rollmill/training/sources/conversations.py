@@ -59,16 +59,17 @@ class ConversationDocuments(IndexedDocuments):
 
     def read(self, number: int, epoch: int) -> Document:
         found = parse_conversation(self._index.bytes(self._index.row(number)))
+        longest = self._context.max_context
         try:
-            rendered = render_conversation(found.messages, found.tools, self._context.format, found.ignored)
+            rendered = render_conversation(found.messages, found.tools, self._context.format, found.ignored, longest)
         except GatewayError:
             return Document([], [], ["conversation left out: the chat template refuses it"])
-        if len(rendered.tokens) <= self._context.max_context:
+        if len(rendered.tokens) <= longest:
             if rendered.rewritten:
                 note = "answers not learnt: the chat template rewrites them"
                 return Document(rendered.tokens, rendered.learnt, [note])
             return Document(rendered.tokens, rendered.learnt)
-        cut = rendered.cut(self._context.max_context)
+        cut = rendered.cut(longest)
         note = "conversation cut" if any(cut.learnt) else "conversation left out: no answer fits into the context"
         return Document(cut.tokens, cut.learnt, [note])
 
