@@ -14,6 +14,7 @@ policy, T tool result):
 from __future__ import annotations
 
 import enum
+import functools
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -42,6 +43,7 @@ def same_line(first: str, second: str) -> bool:
     return first == second or _origin(first) == _origin(second)
 
 
+@functools.lru_cache(maxsize=4096)
 def _origin(line: str) -> str:
     return re.sub(r"\.[0-9]+$", "", line)
 

@@ -8,7 +8,7 @@ arrival. If the queue is full, production takes the place of the rollout that ca
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable
+from collections.abc import Callable, Hashable
 from dataclasses import dataclass, field
 from typing import Literal
 
@@ -22,6 +22,8 @@ RETRY_AFTER_S = 1.0
 @dataclass
 class _Waiter:
     choose: Callable[[], EngineState | None]
+    key: Hashable
+    number: int = 0
     place: asyncio.Future[EngineState] = field(default_factory=lambda: asyncio.get_running_loop().create_future())
 
 
@@ -36,8 +38,11 @@ class Places:
     def waiting(self) -> int:
         return sum(map(len, self._queues))
 
-    async def take(self, choose: Callable[[], EngineState | None], priority: Priority, timeout: float) -> EngineState:
-        """Waits for a place at the engine that `choose` returns; it returns None while no fit engine has one.
+    async def take(
+        self, choose: Callable[[], EngineState | None], priority: Priority, timeout: float, key: Hashable = None
+    ) -> EngineState:
+        """Waits for a place at the engine that `choose` returns; it returns None while no fit engine has one. For
+        requests with the same `key` it returns None at the same times; None as `key`: it has its own.
 
         Raises TimeoutError after `timeout` seconds, and 429 if too many requests wait. The caller must `leave`.
         """
@@ -45,7 +50,7 @@ class Places:
         if engine is not None:  # nobody who waits can use this place: it would have got it when it became free
             engine.in_flight += 1
             return engine
-        waiter = self._enqueue(_Waiter(choose), priority)
+        waiter = self._enqueue(_Waiter(choose, key), priority)
         try:
             async with asyncio.timeout(timeout):
                 return await waiter.place
@@ -55,8 +60,7 @@ class Places:
             raise
         finally:
             for queue in self._queues:
-                for number in [number for number, each in queue.items() if each is waiter]:
-                    del queue[number]
+                queue.pop(waiter.number, None)
 
     def leave(self, engine: EngineState) -> None:
         """Gives a place back."""
@@ -66,10 +70,15 @@ class Places:
     def fill(self, most: int | None = None) -> None:
         """Gives free places to those who wait: after an engine has changed, or `most` of them after one left."""
         placed = 0
+        hopeless: set[Hashable] = set()  # keys without a free place: choosing again for each waiter takes too long
         for queue in self._queues:
             for number, waiter in list(queue.items()):
+                if waiter.key in hopeless:
+                    continue
                 engine = waiter.choose()
                 if engine is None:
+                    if waiter.key is not None:
+                        hopeless.add(waiter.key)
                     continue
                 del queue[number]
                 if waiter.place.done():  # it has given up
@@ -86,9 +95,11 @@ class Places:
             if priority == 2 or not rollouts:
                 raise overloaded(self.waiting)
             _, last = rollouts.popitem()
-            last.place.set_exception(overloaded(self.waiting))
+            if not last.place.done():  # it may have given up just now
+                last.place.set_exception(overloaded(self.waiting))
         self._number += 1
-        self._queues[priority][self._number] = waiter
+        waiter.number = self._number
+        self._queues[priority][waiter.number] = waiter
         return waiter
 
 

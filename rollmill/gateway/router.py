@@ -180,9 +180,11 @@ class Router:
     ) -> EngineState:
         """Waits for a place at a fit engine."""
         priority: Priority = 0 if begun else 1 if request.traffic == "production" else 2
+        # all that decides whether an engine fits; plain values, because it is hashed often
+        key = (failed and failed.url, target.line, target.number, target.channel, request.min_version)
         try:
             return await self.places.take(
-                lambda: self._choose(prefer, failed, target, request.min_version), priority, patience.left()
+                lambda: self._choose(prefer, failed, target, request.min_version), priority, patience.left(), key
             )
         except TimeoutError:
             busy = any(engine.alive and target.is_served_by(engine) for engine in self.engines)

@@ -200,3 +200,40 @@ async def test_a_session_of_one_line_cannot_ask_for_another(mill: Mill, answers:
     assert status == 400 and "line sft" in body["error"]["message"]
     assert [(await door.ask(key, [USER], model=name))[0] for name in ("sft@7", "sft", "rollmill")] == [200] * 3
     assert not lines[0].requests
+
+
+async def test_waiters_that_ask_for_the_same_share_one_choice() -> None:
+    """Thousands of rollouts that wait for a line nobody serves must not slow down the requests that end."""
+    one = engine("rl", 1)
+    places = Places(longest_queue=100)
+    chosen: list[str] = []
+
+    async def use(key: str) -> None:
+        def choose() -> EngineState | None:
+            chosen.append(key)
+            return one if key == "rl" and one.in_flight < 1 else None
+
+        await places.take(choose, 2, 60.0, key)
+
+    await places.take(lambda: one, 1, 1.0)
+    tasks = [asyncio.create_task(use(key)) for key in ["nobody"] * 20 + ["rl"] * 2]
+    await asyncio.sleep(0)
+    chosen.clear()
+    places.leave(one)
+    assert chosen == ["nobody", "rl"] and one.in_flight == 1
+    for task in tasks:
+        task.cancel()
+    await asyncio.gather(*tasks, return_exceptions=True)
+    assert (places.waiting, one.in_flight) == (0, 0)
+
+
+async def test_a_full_queue_whose_last_rollout_gives_up_admits_production() -> None:
+    one = engine("rl", 1)
+    places = Places(longest_queue=1)
+    rollout = asyncio.create_task(places.take(lambda: None, 2, 60.0))
+    await asyncio.sleep(0)
+    rollout.cancel()  # its client has gone; it is still in the queue
+    with pytest.raises(TimeoutError):
+        await places.take(lambda: None, 1, 0.0)
+    assert rollout.cancelled() and places.waiting == 0
+    assert await places.take(lambda: one, 1, 0.0) is one
