@@ -2,7 +2,7 @@
 
 A key is `rmk-ID-SECRET`. The database holds the SHA-256 of the whole key, never the key. The secret part has 256 random
 bits, so a slow hash would add nothing. The gateway remembers a key for `key_cache_s` seconds; a revocation takes that
-long at most. While the database does not answer, keys that are in the cache stay valid.
+long at most. While the database does not answer, or not soon, keys that are in the cache stay valid.
 
     scope        allows
     rollout      open, show, seal and delete rollout sessions
@@ -20,6 +20,7 @@ import asyncio
 import hashlib
 import hmac
 import logging
+import re
 import secrets
 import time
 from collections.abc import Iterable
@@ -36,7 +37,10 @@ from rollmill.trajectories.tables import keys
 log = logging.getLogger(__name__)
 SCOPES = ("rollout", "production", "feedback", "read", "admin")
 _PREFIX = "rmk-"
-_MOST_CACHED = 10_000  # ids, unknown ones too
+_ID = re.compile(r"[0-9a-f]{8}")
+_MOST_UNKNOWN = 10_000  # ids that are remembered as unknown
+_MOST_ASKED = 64  # ids that the database is asked about at the same time; keys in the cache do not count
+_REFRESH_S = 0.25  # how long a request with a cached key waits for the database
 _HINT = "send `Authorization: Bearer KEY`; `rollmill keys create RUN` makes a key"
 
 
@@ -139,16 +143,17 @@ class KeyStore:
 
 
 class KeyRing:
-    """The keys as the gateway checks them. One thread asks the database, so that a slow one blocks no request that has
-    a cached key."""
+    """The keys as the gateway checks them. One thread asks the database. A slow one delays a request with a cached key
+    by at most `_REFRESH_S`."""
 
     def __init__(
         self, store: KeyStore | None, *, admin_token: str, production_key: str | None, cache_s: float = 2.0
     ) -> None:
         self._store = store
         self._cache_s = cache_s
-        self._cached: dict[str, tuple[float, Key | None]] = {}
-        self._asking: dict[str, asyncio.Task[Key | None]] = {}
+        self._cached: dict[str, tuple[float, Key]] = {}  # keys of the database only: nobody else can make it grow
+        self._unknown: dict[str, float] = {}  # ids that the database did not have, and when
+        self._asking: dict[str, tuple[float, asyncio.Task[Key | None]]] = {}  # since when
         self._thread = ThreadPoolExecutor(1, "keys")
         self._bootstrap = [Key("admin", frozenset({"admin"}), hash=hash_of(admin_token))]
         if production_key:
@@ -162,8 +167,9 @@ class KeyRing:
         for key in self._bootstrap:  # all of them are compared, in constant time
             if hmac.compare_digest(given, key.hash):
                 found = key
-        if found is None and secret.startswith(_PREFIX) and len(secret) < 200 and self._store is not None:
-            found = await self._lookup(secret.removeprefix(_PREFIX).partition("-")[0])
+        id = secret.removeprefix(_PREFIX).partition("-")[0]
+        if found is None and secret.startswith(_PREFIX) and _ID.fullmatch(id) and self._store is not None:
+            found = await self._lookup(id)
             if found is not None and not hmac.compare_digest(given, found.hash):
                 found = None
         return found if found is not None and found.valid(time.time()) else None
@@ -185,14 +191,19 @@ class KeyRing:
         self._thread.shutdown(wait=False, cancel_futures=True)
 
     async def _lookup(self, id: str) -> Key | None:
-        at, key = self._cached.get(id, (float("-inf"), None))
-        if time.monotonic() - at < self._cache_s:
+        now = time.monotonic()
+        at, key = self._cached.get(id) or (self._unknown.get(id, float("-inf")), None)
+        if now - at < self._cache_s:
             return key
-        task = self._asking.get(id)
-        if task is None:
-            task = self._asking[id] = asyncio.create_task(self._ask(id))
-            task.add_done_callback(lambda _: self._asking.pop(id, None))
-        return await asyncio.shield(task)
+        if id not in self._asking:
+            if key is None and len(self._asking.keys() - self._cached.keys()) >= _MOST_ASKED:
+                raise GatewayError("too many unknown API keys are being looked up", status=503, hint="try again")
+            self._asking[id] = (now, asyncio.create_task(self._ask(id)))
+        since, task = self._asking[id]
+        if key is None:
+            return await asyncio.shield(task)
+        await asyncio.wait([task], timeout=max(0.0, since + _REFRESH_S - now))
+        return task.result() if task.done() else key
 
     async def _ask(self, id: str) -> Key | None:
         assert self._store is not None
@@ -203,10 +214,17 @@ class KeyRing:
             if id not in self._cached:
                 raise
             key = self._cached[id][1]  # serving goes on with what was known
-        if len(self._cached) >= _MOST_CACHED:
-            self._cached.clear()
-        self._cached[id] = (time.monotonic(), key)
-        return key
+        finally:
+            del self._asking[id]
+        if key is not None:
+            self._unknown.pop(id, None)
+            self._cached[id] = (time.monotonic(), key)
+            return key
+        self._cached.pop(id, None)
+        if len(self._unknown) >= _MOST_UNKNOWN:
+            self._unknown.clear()
+        self._unknown[id] = time.monotonic()
+        return None
 
 
 def hash_of(secret: str) -> str:

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
@@ -180,3 +181,57 @@ def test_the_command_shows_a_secret_once(rollmill: Callable[..., Told], tmp_path
     assert rollmill("keys", "revoke", run.path, id).out.startswith(f"revoked {id}")
     assert "revoked" in rollmill("keys", "list", run.path).out
     assert rollmill("keys", "create", run.path, "--scope", "root").code == 1
+
+
+class Slow(KeyStore):
+    """A database that answers when `ready` is set."""
+
+    ready = threading.Event()
+    asked = 0
+
+    def find(self, id: str) -> Key | None:
+        self.asked += 1
+        self.ready.wait()
+        return super().find(id)
+
+
+@pytest.fixture
+def slow(tmp_path: Path) -> Iterator[Slow]:
+    store = Slow(open_database(f"sqlite:///{tmp_path}/mill.db"), "run")
+    store.ready = threading.Event()
+    store.ready.set()
+    yield store
+    store.ready.set()  # the thread that asks can end
+
+
+async def test_a_database_that_hangs_does_not_stop_known_keys(slow: Slow) -> None:
+    ring = KeyRing(slow, admin_token="root", production_key=None, cache_s=0.0)
+    key, secret = slow.create(["read"])
+    assert await ring.find(secret) == key
+    slow.ready.clear()
+    assert await asyncio.gather(*[ring.find(secret) for _ in range(5)]) == [key] * 5
+    assert slow.asked == 2
+    slow.ready.set()
+    slow.revoke(key.id)
+
+    async def refused() -> bool:
+        return await ring.find(secret) is None
+
+    await until(refused)
+
+
+async def test_a_flood_of_unknown_keys_is_bounded_and_known_keys_stay(slow: Slow) -> None:
+    ring = KeyRing(slow, admin_token="root", production_key=None, cache_s=3600.0)
+    key, secret = slow.create(["read"])
+    assert await ring.find(secret) == key
+    assert [await ring.find(f"rmk-{id}-x") for id in ("no id", "ABCDEF01", "0" * 9, "é" * 8)] == [None] * 4
+    assert slow.asked == 1  # these cannot be ids
+    slow.ready.clear()
+    flood = [asyncio.create_task(ring.find(f"rmk-{number:08x}-x")) for number in range(1000)]
+    done, waiting = await asyncio.wait(flood, return_when=asyncio.FIRST_COMPLETED)
+    assert len(waiting) < 100
+    assert all(isinstance(task.exception(), GatewayError) for task in done)
+    assert await ring.find(secret) == key
+    slow.ready.set()
+    assert {await task for task in waiting} == {None}
+    assert await ring.find(secret) == key and slow.asked == 1 + len(waiting)
