@@ -46,7 +46,7 @@ from rollmill.gateway.recorder import Recorder
 from rollmill.gateway.registry import Registry
 from rollmill.gateway.router import Router
 from rollmill.gateway.sealing import Sealer
-from rollmill.gateway.sessions import check_id, parse_facts
+from rollmill.gateway.sessions import Session, SessionFacts, check_id, parse_facts
 from rollmill.gateway.tracing import Tracer
 from rollmill.storage.objects import Objects
 from rollmill.trajectories.storable import LONGEST_OBJECT_KEY, is_key
@@ -150,13 +150,14 @@ class Gateway:
     async def open_session(self, request: web.Request) -> web.Response:
         """Open a session whose requests become one trajectory.
 
-        Needs: a key with the scope rollout, or the admin token.
+        Needs: a key with the scope rollout; for production traffic one with the scope admin.
         Takes: {"trajectory", "traffic": "rollout" or "production"}, and optionally run, task_id, group_id, min_version,
         line (of min_version) and provenance.
         Returns: {"key"}: the API key of this session, the same if it is already open; 409 if it is sealed.
         """
         await self._access.check(request, "rollout")
         facts = parse_facts(parse_object(await request.read()))
+        await self._check_traffic(request, facts)
         sealed = await self._sealer.is_sealed(facts.trajectory)
         session = self._registry.get(facts.trajectory)
         if sealed or (session is not None and session.facts != facts):
@@ -172,15 +173,28 @@ class Gateway:
     async def seal_session(self, request: web.Request) -> web.Response:
         """End a session: store its record and finish its trajectory.
 
-        Needs: a key with the scope rollout, or the admin token.
+        Needs: a key with the scope rollout; for production traffic one with the scope admin.
         Takes: {"submission_key"}: the object with the submission, or null.
         Returns: {"trajectory", "payload_key", "tokens", …}; the same if it is already sealed.
         """
-        await self._access.check(request, "rollout")
+        await self._session_to_end(request)
         submission_key = parse_object(await request.read() or b"{}").get("submission_key")
         if submission_key is not None and not is_key(submission_key, LONGEST_OBJECT_KEY):
             raise GatewayError(f"submission_key must be an object key or null, got {short(submission_key)}")
         return web.json_response(await self._sealer.seal(check_id(request.match_info["id"]), submission_key))
+
+    async def _session_to_end(self, request: web.Request) -> Session | None:
+        """The open session that the path names. Raises 403 if the key may not seal or delete it."""
+        await self._access.check(request, "rollout")
+        session = self._registry.get(check_id(request.match_info["id"]))
+        if session is not None:
+            await self._check_traffic(request, session.facts)
+        return session
+
+    async def _check_traffic(self, request: web.Request, facts: SessionFacts) -> None:
+        """Raises 403 for a production session if the key is only for rollouts."""
+        if facts.traffic == "production":
+            await self._access.check(request, "admin")
 
     async def show_session(self, request: web.Request) -> web.Response:
         """Say how long the requests of an open session have waited for an engine, in all.
@@ -197,11 +211,10 @@ class Gateway:
     async def delete_session(self, request: web.Request) -> web.Response:
         """Delete a session and its record.
 
-        Needs: a key with the scope rollout, or the admin token.
+        Needs: a key with the scope rollout; for production traffic one with the scope admin.
         Returns: {"deleted"}: false if there was no such session.
         """
-        await self._access.check(request, "rollout")
-        session = self._registry.get(check_id(request.match_info["id"]))
+        session = await self._session_to_end(request)
         deleted = session is not None and await self._sealer.give_up(session, "the session was deleted")
         return web.json_response({"deleted": deleted})
 

@@ -153,16 +153,31 @@ class ModelRoutes:
         self._check_model(request.model)
         if isinstance(admitted, Session):
             check_named(name, admitted)
-            session, request = admitted, self._with_tokens(request)
+            session = admitted
+            if session.facts.traffic == "production":
+                self._check_consent(http, session, request)
+                request = self._privacy.redact_inputs(request)
+            request = self._with_tokens(request)
         else:
             consent = self._privacy.consent(http.headers, admitted.consent, request)
             request = self._with_tokens(self._privacy.redact_inputs(request))
             session = self._registry.production(
                 name, request.user, request.messages, key_id=admitted.id, consent=consent
             )
+        if session.facts.traffic == "production":
             request = self._privacy.redact_forged(request, session)
         self._metrics.count("requests_total", traffic=session.facts.traffic)
         return await self._completions.answer(session, Ask(request, dialect, http))
+
+    def _check_consent(self, http: web.Request, session: Session, request: ModelRequest) -> None:
+        """A session that was opened with its own key keeps its consent. Raises 400 for a request with another one."""
+        own = str(session.facts.provenance.get("consent", "train"))
+        asked = self._privacy.consent(http.headers, own, request)
+        if asked != own:
+            raise GatewayError(
+                f"the consent of this session is {own[:80]!r}, and that of this request {asked!r}",
+                hint="open another session; with redaction, a prompt of token ids is never stored",
+            )
 
     def _with_tokens(self, request: ModelRequest) -> ModelRequest:
         return request if request.prompt is None else self._completions.with_tokens(request)

@@ -19,7 +19,7 @@ from typing import Literal, TypeVar, cast, get_args
 from rollmill.chat.format import Message
 from rollmill.errors import GatewayError
 from rollmill.gateway.dialect import ModelRequest
-from rollmill.gateway.redaction import Patterns, RedactionSection, Redactor, redact_forged, redact_inputs
+from rollmill.gateway.redaction import Patterns, RedactionSection, Redactor, redact_forged, redact_inputs, redact_schema
 from rollmill.gateway.sessions import Session
 from rollmill.kinds import build
 
@@ -51,7 +51,8 @@ class Privacy:
             text = prompt
             prompt = _guarded(lambda: self._redactor.redact(text))
         messages = _guarded(lambda: redact_inputs(request.messages, self._redactor))
-        return replace(request, prompt=prompt, messages=messages)
+        tools, schema = _guarded(lambda: redact_schema([request.tools, request.schema], self._redactor))
+        return replace(request, prompt=prompt, messages=messages, tools=tools, schema=schema)
 
     def redact_forged(self, request: ModelRequest, session: Session) -> ModelRequest:
         """Redacts the answers in a request that the model did not sample in this session."""

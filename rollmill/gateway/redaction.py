@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Sequence
-from typing import ClassVar, Literal, Protocol
+from typing import Any, ClassVar, Literal, Protocol
 
 from pydantic import Field, field_validator
 
@@ -33,6 +33,9 @@ _BUILT_IN = {
     r"|\b(?:sk|pk|rk|rmk)-[A-Za-z0-9_-]{16,200}|\bAKIA[0-9A-Z]{16}\b|\bgh[pousr]_[A-Za-z0-9]{36,255}\b"
     r"|\bxox[abprs]-[A-Za-z0-9-]{10,200}|\beyJ[\w-]{10,2000}\.[\w-]{10,4000}\.[\w-]{10,1000}",
 }
+# of a JSON schema: keywords whose values are texts or examples, and those whose keys are names
+_SAID = frozenset({"description", "title", "enum", "const", "default", "examples", "$comment"})
+_NAMED = frozenset({"properties", "patternProperties", "dependentSchemas", "$defs", "definitions"})
 
 
 class Redactor(Protocol):
@@ -98,6 +101,31 @@ def redact_forged(messages: Sequence[Message], sampled: Sequence[Message], redac
         message if message["role"] != "assistant" or is_sampled(message) else _redacted(message, redactor)
         for message in messages
     ]
+
+
+def redact_schema(tree: Any, redactor: Redactor) -> Any:
+    """Redacts the texts and values in a tool or a JSON schema. Names and types stay."""
+    if isinstance(tree, list):
+        return [redact_schema(item, redactor) for item in tree]
+    if not isinstance(tree, dict):
+        return tree
+    found = {}
+    for name, value in tree.items():
+        if name in _NAMED and isinstance(value, dict):  # a property may be called "default"
+            found[name] = {key: redact_schema(item, redactor) for key, item in value.items()}
+        else:
+            found[name] = _redact_all(value, redactor) if name in _SAID else redact_schema(value, redactor)
+    return found
+
+
+def _redact_all(tree: Any, redactor: Redactor) -> Any:
+    if isinstance(tree, str):
+        return redactor.redact(tree)
+    if isinstance(tree, list):
+        return [_redact_all(item, redactor) for item in tree]
+    if isinstance(tree, dict):
+        return {name: _redact_all(value, redactor) for name, value in tree.items()}
+    return tree
 
 
 def _redacted(message: Message, redactor: Redactor) -> Message:

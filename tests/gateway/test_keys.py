@@ -93,6 +93,18 @@ async def test_scopes_decide_what_a_key_may_do(mill: Mill, answers: Answers) -> 
     assert [await status_of(door, key) for key in (LIVE, ADMIN, "wrong", "")] == [200, 403, 401, 401]
 
 
+async def test_a_key_for_rollouts_does_not_reach_production_sessions(mill: Mill, answers: Answers) -> None:
+    door = await mill.gateway(await mill.engine(StandIn([answers.text("x")])))
+    _, rollout = mill.keys.create(["rollout"])
+    live = (await door.say(LIVE, [USER]))["rollmill"]["trajectory"]
+    facts = {"trajectory": "a", "traffic": "production"}
+    assert (await door.admin("POST", "/sessions", facts, rollout))[0] == 403
+    assert (await door.admin("POST", f"/sessions/{live}/seal", {}, rollout))[0] == 403
+    assert (await door.admin("DELETE", f"/sessions/{live}", None, rollout))[0] == 403
+    assert (await door.admin("POST", "/sessions", facts))[0] == 200
+    assert len((await door.seal(live)).segments) == 1
+
+
 async def test_a_revoked_key_is_refused_soon(mill: Mill, answers: Answers) -> None:
     config = QUICK.model_copy(update={"key_cache_s": 0.05})
     door = await mill.gateway(await mill.engine(StandIn([answers.text("x")])), config=config)

@@ -87,6 +87,40 @@ async def test_requests_are_redacted_before_the_model_sees_them(mill: Mill, answ
         assert private.encode() not in written(mill)
 
 
+async def test_tools_and_schemas_are_redacted(mill: Mill, answers: Answers) -> None:
+    mail = "ann@example.org"
+    config = GatewayConfig.model_validate({**QUICK.model_dump(), "redaction": {"remove": ["email"]}})
+    engine = StandIn([answers.text("one")])
+    door = await mill.gateway(await mill.engine(engine), config=config)
+    to = {"type": "string", "description": f"not {mail}", "enum": [mail, "bob"], "default": mail}
+    parameters = {"type": "object", "properties": {"to": to, "default": {"anyOf": [to]}}}
+    function = {"name": "send", "description": f"writes for {mail}", "parameters": parameters}
+    form = {"type": "json_schema", "json_schema": {"name": "x", "schema": to}}
+    tools = [{"type": "function", "function": function}]
+    said = await door.say(LIVE, [USER], tools=tools)
+    await door.say(LIVE, [USER], tools=[], response_format=form)
+    assert len(engine.requests) == 2 and mail not in json.dumps(engine.requests)
+    (shown,) = (await door.seal(said["rollmill"]["trajectory"])).provenance["tools"]
+    redacted = shown["function"]["parameters"]["properties"]
+    assert redacted["to"] == {**to, "description": "not [email]", "enum": ["[email]", "bob"], "default": "[email]"}
+    assert redacted["default"]["anyOf"] == [redacted["to"]]
+    assert mail.encode() not in written(mill)
+
+
+async def test_a_production_session_with_its_own_key_is_private_too(mill: Mill, answers: Answers) -> None:
+    mail = "ann@example.org"
+    config = GatewayConfig.model_validate({**QUICK.model_dump(), "redaction": {"remove": ["email"]}})
+    engine = StandIn([answers.text("one")])
+    door = await mill.gateway(await mill.engine(engine), config=config)
+    key = await door.open("a", traffic="production", provenance={"consent": "store"})
+    await door.say(key, [{"role": "user", "content": f"I am {mail}"}])
+    assert mail not in mill.tokenizer.decode(engine.requests[0]["tokens"])
+    assert (await door.ask(key, [USER], {"x-rollmill-consent": "none"}))[0] == 400
+    assert (await door.admin("POST", "/v1/completions", {"prompt": [1, 2]}, token=key))[0] == 400
+    assert len((await door.seal("a")).segments) == 1
+    assert mail.encode() not in written(mill)
+
+
 def test_patterns_find_what_they_name_and_nothing_else() -> None:
     remove = ("email", "phone", "card", "ip", "secret")
     redact = Patterns(PatternSettings(remove=remove)).redact  # type: ignore[arg-type]
