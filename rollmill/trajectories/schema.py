@@ -85,9 +85,14 @@ def write_trajectory(trajectory: Trajectory, out: IO[bytes], routes: Mapping[str
     check_trajectory(trajectory)
     arrays: dict[str, Array] = {"record": np.frombuffer(_record_json(trajectory), np.uint8)}
     segments = {segment.id: segment for segment in trajectory.segments}
+    room = MAX_EXPANDED_BYTES
     for index, segment in enumerate(trajectory.segments):
         own = _own_arrays(segment, segments[segment.parent[0]] if segment.parent else None)
-        arrays |= {f"{index}.{name}": array for name, array in {**own, **routes.get(segment.id, {})}.items()}
+        own |= routes.get(segment.id, {})
+        room -= len(segment.tokens) * _bytes_per_token(own.get("routes"))
+        if room < 0:  # `decode_trajectory` would refuse it
+            _refuse(trajectory.id, f"its segments would take more than {MAX_EXPANDED_BYTES} bytes when read")
+        arrays |= {f"{index}.{name}": array for name, array in own.items()}
     size = packed_bytes(arrays)
     if size > MAX_PAYLOAD_BYTES:
         _refuse(trajectory.id, f"{size} bytes, over the limit of {MAX_PAYLOAD_BYTES}")
@@ -293,6 +298,11 @@ def _own_arrays(segment: Segment, parent: Segment | None) -> dict[str, Array]:
     return own
 
 
+def _bytes_per_token(routes: Array | None) -> int:
+    """Of all arrays of a segment."""
+    return 12 + (math.prod(routes.shape[1:]) * routes.dtype.itemsize if routes is not None else 0)
+
+
 def inherited_routes(parent: Segment | None, like: np.ndarray) -> np.ndarray | None:
     """The routes of the parent, if they have the type and the layers of these."""
     if parent is None or parent.routes is None:
@@ -317,8 +327,8 @@ def _expand(
         refuse("tokens are missing or not a row of int32")
     if not 0 <= offset <= len(shared):
         refuse(f"it refers to {offset} tokens of {name!r}, which are not there")
-    per_token = 12 + (routes[:1].nbytes if routes is not None else 0)
-    if per_token * (offset + len(tokens)) > room:  # many references to one long parent could use any amount of memory
+    # many references to one long parent could use any amount of memory
+    if _bytes_per_token(routes) * (offset + len(tokens)) > room:
         refuse(f"the trajectory would take more than {MAX_EXPANDED_BYTES} bytes")
     whole: dict[str, np.ndarray | None] = {"tokens": np.concatenate([shared[:offset], tokens])}
     for kind, empty in _UNSHARED.items():

@@ -87,6 +87,26 @@ def test_references_cannot_use_any_amount_of_memory(monkeypatch: pytest.MonkeyPa
         decode_trajectory(data)
 
 
+@pytest.mark.parametrize("routes", [None, "uint8", "uint16"])
+def test_what_is_written_can_be_read_within_the_same_limit(monkeypatch: pytest.MonkeyPatch, routes: str | None) -> None:
+    parent = build.segment(length=100, answers=((90, 100),), routes=routes)
+    children = [
+        build.segment(f"s{n}", 100, ((99, 100),), routes=routes, parent=(parent, 99), cause="edit") for n in range(1, 9)
+    ]
+    trajectory = Trajectory("t", [parent, *children])
+    written = 0
+    for limit in range(9_800, 19_000, 700):
+        monkeypatch.setattr(schema, "MAX_EXPANDED_BYTES", limit)
+        try:
+            data = encode_trajectory(trajectory)
+        except TrajectoryError as error:
+            assert "would take more than" in error.message
+            continue
+        written += 1
+        assert len(decode_trajectory(data).segments) == 9
+    assert 0 < written < 14
+
+
 def test_lone_surrogates_in_messages_do_not_stop_the_seal() -> None:
     written = build.trajectory(messages=[{"role": "user", "content": "half \ud800 a pair"}])
     assert decode_trajectory(encode_trajectory(written)).messages[0]["content"] == "half ? a pair"
