@@ -56,6 +56,10 @@ class Backoff:
         self._due = time.monotonic() + pause
         return pause
 
+    def excuse(self, seconds: float) -> None:
+        """`seconds` of the last try do not count towards `patience`."""
+        self._deadline += seconds
+
     def waiting(self) -> bool:
         """Whether the pause after the last failure is not over yet."""
         return time.monotonic() < self._due

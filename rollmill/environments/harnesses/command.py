@@ -51,7 +51,8 @@ class CommandConfig(Config):
     request_deadline_s: float = Field(
         default=600.0,
         gt=0,
-        description="Seconds to wait for one answer of the model, restarts of the gateway and retries included.",
+        description="Seconds to wait for a model that cannot be reached or has no engine, per answer. An answer that "
+        "is being sampled may take longer: only the episode's time limits it.",
     )
 
 

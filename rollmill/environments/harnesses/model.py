@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import time
 from typing import Any
 
 import aiohttp
@@ -15,6 +16,7 @@ from rollmill.types import Sampling
 
 # Retry on these: the server is starting, draining, or has no engine right now.
 RETRY_STATUS = frozenset({429, 502, 503, 504, 529})
+UNREACHABLE = (aiohttp.ClientConnectionError, aiohttp.ClientPayloadError, TimeoutError)
 GATEWAY_HINT = "is the gateway running? `harness.request_deadline_s` is the time limit"
 
 
@@ -26,7 +28,8 @@ class ModelSettings(Config):
     request_deadline_s: float = Field(
         default=120.0,
         gt=0,
-        description="Seconds to wait for one answer of the model, restarts of the gateway and retries included.",
+        description="Seconds to wait for a model that cannot be reached or has no engine, per answer. An answer that "
+        "is being sampled may take longer: only the episode's time limits it.",
     )
 
 
@@ -34,7 +37,7 @@ class ModelClient:
     """All episodes of a harness share its connections."""
 
     def __init__(self, *, deadline_s: float, hint: str = GATEWAY_HINT) -> None:
-        """`deadline_s` covers all attempts at one answer; `hint` is what to do about a model that stays away."""
+        """The model may be away for `deadline_s` per answer. `hint` is what to do if it stays away."""
         self._deadline_s = deadline_s
         self._hint = hint
         self._session: aiohttp.ClientSession | None = None
@@ -60,13 +63,18 @@ class ModelClient:
             raise
 
     async def _ask(self, url: str, api_key: str, body: dict[str, Any], problems: list[str]) -> dict[str, Any] | None:
+        """`problems` is empty while the model is being asked: that time is the agent's, whatever failed before."""
         backoff = Backoff(0.05, 2.0, patience=self._deadline_s, jitter=0.5)
         while True:
+            problems.clear()
+            began = time.monotonic()
             try:
                 status, answer = await self._post(url, api_key, body, backoff.left())
                 problem = f"{url} answered {status}: {_error_message(answer)}"
-            except (aiohttp.ClientConnectionError, aiohttp.ClientPayloadError, TimeoutError) as error:
+            except UNREACHABLE as error:
                 status, problem = 0, f"{url} cannot be reached: {error!r}"
+                if broke_off(error):
+                    backoff.excuse(time.monotonic() - began)
             problems.append(problem)
             if status == 200:
                 return _first_choice(answer, url)
@@ -84,12 +92,22 @@ class ModelClient:
             # no connection limit: the dispatcher already bounds how many episodes run at once
             self._session = aiohttp.ClientSession(connector=aiohttp.TCPConnector(limit=0))
         headers = {"Authorization": f"Bearer {api_key}"}
-        timeout = aiohttp.ClientTimeout(total=max(timeout_s, 0.1))
+        timeout = answer_timeout(timeout_s)
         async with self._session.post(url, json=body, headers=headers, timeout=timeout) as response:
             try:
                 return response.status, await response.json(content_type=None)
             except (ValueError, RecursionError):
                 return response.status, None
+
+
+def answer_timeout(left_s: float) -> aiohttp.ClientTimeout:
+    """Limits the time to connect. An answer takes as long as it is sampled: the episode's own time limits that."""
+    return aiohttp.ClientTimeout(total=None, sock_connect=max(left_s, 0.1))
+
+
+def broke_off(error: Exception) -> bool:
+    """Whether the connection broke while the model was answering: until then it was not away."""
+    return not isinstance(error, aiohttp.ClientConnectorError | TimeoutError)
 
 
 def sampling_fields(sampling: Sampling, turn: int) -> dict[str, Any]:

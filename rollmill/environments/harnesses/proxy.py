@@ -19,6 +19,7 @@ import hmac
 import json
 import logging
 import socket
+import time
 from collections.abc import AsyncIterator, Awaitable, Callable
 from typing import Any
 
@@ -26,14 +27,13 @@ import aiohttp
 from aiohttp import web
 
 from rollmill.backoff import Backoff
-from rollmill.environments.harnesses.model import RETRY_STATUS, sampling_fields
+from rollmill.environments.harnesses.model import RETRY_STATUS, UNREACHABLE, answer_timeout, broke_off, sampling_fields
 from rollmill.types import Sampling
 
 # path of a request for an answer → the field that limits the tokens of the answer
 _ANSWERS = {"/chat/completions": "max_tokens", "/messages": "max_tokens", "/responses": "max_output_tokens"}
 _MAX_CONNECTIONS = 32
 _BETWEEN_CONNECTIONS_S = 0.01
-_UNREACHABLE = (aiohttp.ClientConnectionError, aiohttp.ClientPayloadError, TimeoutError)
 _quiet = logging.getLogger(f"{__name__}.requests")
 _quiet.disabled = True  # a program may send any nonsense: that is no line in our log
 
@@ -183,17 +183,20 @@ class ModelProxy:
         """Retries while the gateway restarts. When it stays away, `problem` says so and the episode ends."""
         backoff = Backoff(0.05, 2.0, patience=self._deadline_s, jitter=0.5)
         while True:
+            self.problem = None  # while the model is being asked, the time is the program's
+            began = time.monotonic()
             try:
-                answer = await self._ask(path, data, max(backoff.left(), 0.1))
+                answer = await self._ask(path, data, backoff.left())
                 if answer.status not in (*RETRY_STATUS, 401):
-                    self.problem = None
                     self.turns += turns if answer.status == 200 else 0
                     return answer
                 self.problem = f"{self._base_url} answered {answer.status}: {answer.text or ''}"[:500]
                 if answer.status == 401:  # the session has ended: the program can do nothing about it
                     break
-            except _UNREACHABLE as error:
+            except UNREACHABLE as error:
                 self.problem = f"{self._base_url} cannot be reached: {error!r}"
+                if broke_off(error):
+                    backoff.excuse(time.monotonic() - began)
             pause = backoff.failed()
             if pause > backoff.left():
                 break
@@ -201,11 +204,10 @@ class ModelProxy:
         self.ended.set()
         return _refusal(503, "the model cannot be reached")
 
-    async def _ask(self, path: str, data: bytes, timeout_s: float) -> web.Response:
+    async def _ask(self, path: str, data: bytes, left_s: float) -> web.Response:
         headers = {"Authorization": f"Bearer {self._api_key}", "Content-Type": "application/json"}
-        timeout = aiohttp.ClientTimeout(total=timeout_s)
         url = f"{self._base_url}{path}"
-        async with self._session.post(url, data=data, headers=headers, timeout=timeout) as response:
+        async with self._session.post(url, data=data, headers=headers, timeout=answer_timeout(left_s)) as response:
             return web.Response(
                 status=response.status, body=await response.read(), headers={"Content-Type": response.content_type}
             )

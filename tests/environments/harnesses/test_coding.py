@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable
 from typing import Any
 
 import pytest
@@ -30,7 +31,7 @@ print("ok")
 FILES = {"main.py": b"def f(x):\n    return x\n", "test.py": TEST.encode()}
 TASK = Task("t", "fix main.py", image=BUILT_IN, files=FILES)
 
-Answer = dict[str, Any] | web.Response
+Answer = dict[str, Any] | web.Response | Awaitable[dict[str, Any]]  # an awaitable: the model takes its time
 
 
 def call(name: str, arguments: Any = None, **fields: Any) -> dict[str, Any]:
@@ -52,11 +53,15 @@ class ScriptedModel:
         self.requests: list[dict[str, Any]] = []
         self.keys: list[str] = []
         self.url = ""
+        self.sampling = asyncio.Event()
 
     async def handle(self, request: web.Request) -> web.StreamResponse:
         self.requests.append(await request.json())
         self.keys.append(request.headers["Authorization"])
         answer = self.answers.pop(0)
+        if isinstance(answer, Awaitable):
+            self.sampling.set()
+            answer = await answer
         return web.json_response({"choices": [answer]}) if isinstance(answer, dict) else answer
 
     @property
@@ -194,6 +199,25 @@ async def test_a_gateway_that_restarts_is_waited_for(
 ) -> None:
     model.answers = [web.Response(status=503), web.Response(status=502, text="<html>"), call("done")]
     assert (await play(make_harness(), model, repository)).stop == "done"
+
+
+async def test_time_that_is_over_while_the_model_samples_is_the_agents(
+    make_harness: Make, model: ScriptedModel, repository: NamespaceMachine
+) -> None:
+    """Also if an earlier attempt at the same answer failed."""
+    model.answers = [web.Response(status=503), asyncio.Future()]
+    episode = asyncio.create_task(play(make_harness(), model, repository))
+    await model.sampling.wait()
+    episode.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await episode
+
+
+async def test_an_answer_may_take_longer_than_the_gateway_may_be_away(
+    make_harness: Make, model: ScriptedModel, repository: NamespaceMachine
+) -> None:
+    model.answers = [asyncio.sleep(0.5, call("done"))]
+    assert (await play(make_harness(request_deadline_s=0.2), model, repository)).stop == "done"
 
 
 async def test_a_gateway_that_stays_down_fails_the_harness(

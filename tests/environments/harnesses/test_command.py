@@ -240,3 +240,23 @@ async def test_a_gateway_that_restarts_is_waited_for(model: ScriptedModel, machi
     model.answers = [web.json_response({"error": {"message": "too long"}}, status=400)]
     result = await play(model, machine, "print(ask())")
     assert (result.stop, result.turns) == ("done", 0) and "too long" in result.note  # its own fault: it reads why
+
+
+async def test_time_that_is_over_while_the_model_samples_is_the_programs(
+    model: ScriptedModel, machine: NamespaceMachine
+) -> None:
+    """Also if an earlier attempt at the same answer failed."""
+    model.answers = [web.json_response({}, status=503), asyncio.Future()]
+    episode = asyncio.create_task(play(model, machine, "ask()"))
+    await model.sampling.wait()
+    episode.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await episode
+
+
+async def test_an_answer_may_take_longer_than_the_gateway_may_be_away(
+    model: ScriptedModel, machine: NamespaceMachine
+) -> None:
+    model.answers = [asyncio.sleep(0.5, text("late"))]
+    result = await play(model, machine, "print(ask()[0])", request_deadline_s=0.2)
+    assert (result.stop, result.turns) == ("done", 1) and result.note.endswith("200")
