@@ -29,7 +29,8 @@ def create(
     tokens_per_minute: Annotated[int | None, typer.Option(min=1, help="limit of tokens, prompts included")] = None,
     budget: Annotated[int | None, typer.Option(min=1, help="tokens the key may use in all")] = None,
     consent: Annotated[
-        str | None, typer.Option(help="consent of its conversations, unless a request says otherwise")
+        str | None,
+        typer.Option(help="none, store or train: consent of its conversations, unless a request says otherwise"),
     ] = None,
 ) -> None:
     """Make a key and print its secret, once.

@@ -22,10 +22,10 @@ class Access:
         """The key of the request. Raises 401 without a valid one, 403 if it does not have the scope."""
         return await self._keys.check(given_key(request), scope)
 
-    async def admit(self, request: web.Request, scope: str) -> Key:
+    async def admit(self, request: web.Request, scope: str, *, samples: bool = True) -> Key:
         """As `check`, and counts the request and its tokens. Raises 429 or 402 over a limit of the key."""
         key = await self.check(request, scope)
-        self._limits.admit(key)
+        self._limits.admit(key, samples=samples)
         account = current_account()
         account.key = key
         account.on_end.append(lambda: self._limits.used(key, account.tokens))

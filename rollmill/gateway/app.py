@@ -39,7 +39,7 @@ from rollmill.gateway.identity import add_session_paths, path_without_session
 from rollmill.gateway.keys import KeyRing, KeyStore
 from rollmill.gateway.limits import KeyLimits
 from rollmill.gateway.metrics import Metrics
-from rollmill.gateway.model_routes import ModelRoutes, dialect_of
+from rollmill.gateway.model_routes import ModelRoutes, dialect_name, dialect_of
 from rollmill.gateway.observer import Observer
 from rollmill.gateway.openapi import document
 from rollmill.gateway.recorder import Recorder
@@ -108,7 +108,7 @@ class Gateway:
         self._metrics = Metrics()
         self.observer = Observer(
             self._metrics,
-            lambda path: dialect_of(path_without_session(path)).name,
+            lambda path: dialect_name(path_without_session(path)),
             log_dir if config.access_log else None,
             Tracer(config.traces) if config.traces else None,
         )

@@ -26,11 +26,12 @@ import time
 from collections.abc import Iterable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, get_args
 
 import sqlalchemy as sa
 
 from rollmill.errors import ConfigError, GatewayError, StorageError
+from rollmill.gateway.privacy import Consent
 from rollmill.storage.database import reading, writing
 from rollmill.trajectories.tables import keys
 
@@ -90,6 +91,8 @@ class KeyStore:
         if strange or not wanted:
             what = f"{strange[0]!r} is not a scope" if strange else "a key needs at least one scope"
             raise ConfigError(what, hint=f"the scopes are {', '.join(SCOPES)}")
+        if consent is not None and consent not in get_args(Consent):
+            raise ConfigError(f"{consent!r} is not a consent", hint=f"one of {', '.join(get_args(Consent))}")
         id = secrets.token_hex(4)
         secret = f"{_PREFIX}{id}-{secrets.token_urlsafe(32)}"
         key = Key(

@@ -50,9 +50,10 @@ class KeyLimits:
         self._before: dict[str, int] = {}  # key -> used tokens when this process first saw it
         self._mine: defaultdict[str, int] = defaultdict(int)  # key -> tokens used through this process
 
-    def admit(self, key: Key) -> None:
-        """Counts one request of a key. Raises 429 with Retry-After over a rate, 402 over the budget."""
-        if key.budget_tokens is not None and self._used(key) >= key.budget_tokens:
+    def admit(self, key: Key, *, samples: bool = True) -> None:
+        """Counts one request of a key. Raises 429 with Retry-After over a rate, 402 over the budget. One that does not
+        sample is limited only by the number of requests."""
+        if samples and key.budget_tokens is not None and self._used(key) >= key.budget_tokens:
             raise GatewayError(
                 f"the budget of this key, {key.budget_tokens} tokens, is used up",
                 status=402,
@@ -60,7 +61,7 @@ class KeyLimits:
                 hint="`rollmill keys create` makes a key with another budget",
             )
         requests = _bucket(self._requests, key.id, key.requests_per_minute)
-        tokens = _bucket(self._tokens, key.id, key.tokens_per_minute)
+        tokens = _bucket(self._tokens, key.id, key.tokens_per_minute) if samples else None
         for bucket, unit in ((requests, "requests"), (tokens, "tokens")):
             wait = bucket.wait_s(1) if bucket is not None else 0.0
             if bucket is not None and wait > 0:

@@ -218,6 +218,12 @@ def dialect_of(path: str) -> Dialect:
     return ANTHROPIC if "/v1/messages" in path else OPENAI_CHAT
 
 
+def dialect_name(path: str) -> str:
+    """The name of the dialect that a path speaks, for metrics."""
+    named = {"/v1/responses": OpenAIResponses.name, "/v1/completions": OPENAI_COMPLETIONS.name}
+    return named.get(path) or dialect_of(path).name
+
+
 def _describe_model(name: str) -> dict[str, Any]:
     """A model with the fields of OpenAI and of Anthropic."""
     openai = {"id": name, "object": "model", "created": 0, "owned_by": "rollmill"}

@@ -57,6 +57,16 @@ async def test_a_key_that_does_not_own_the_session_is_refused(mill: Mill, answer
     assert door.trajectories.feedback(trajectory) == []
 
 
+async def test_feedback_counts_as_requests_of_its_key_and_not_as_tokens(mill: Mill, answers: Answers) -> None:
+    _, secret = mill.keys.create(
+        ["production", "feedback"], requests_per_minute=2, tokens_per_minute=1, budget_tokens=1
+    )
+    door = await mill.gateway(await mill.engine(StandIn([answers.text("one")])))
+    trajectory = (await door.say(secret, [USER]))["rollmill"]["trajectory"]  # takes all tokens of the key
+    given = [(await give(door, {"session": trajectory, "value": 1.0}, token=secret))[0] for _ in range(2)]
+    assert given == [200, 429]
+
+
 async def test_feedback_that_says_nothing_or_too_much_is_refused(mill: Mill, answers: Answers) -> None:
     door = await mill.gateway(await mill.engine(StandIn([answers.text("one")])))
     wrong: list[dict[str, Any]] = [

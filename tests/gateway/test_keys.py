@@ -193,6 +193,7 @@ def test_the_command_shows_a_secret_once(rollmill: Callable[..., Told], tmp_path
     assert rollmill("keys", "revoke", run.path, id).out.startswith(f"revoked {id}")
     assert "revoked" in rollmill("keys", "list", run.path).out
     assert rollmill("keys", "create", run.path, "--scope", "root").code == 1
+    assert rollmill("keys", "create", run.path, "--consent", "maybe").code == 1
 
 
 class Slow(KeyStore):

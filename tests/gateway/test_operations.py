@@ -43,6 +43,16 @@ async def test_latencies_are_histograms_by_class_model_and_dialect(mill: Mill, a
         assert labels == {("production", "openai_chat")}
 
 
+async def test_every_route_has_its_own_dialect_in_the_metrics(mill: Mill, answers: Answers) -> None:
+    door = await mill.gateway(await mill.engine(StandIn([answers.text("one")])))
+    bodies = {"/v1/responses": {"input": "x"}, "/s/chat-7/v1/completions": {"prompt": "x"}}
+    for path, body in bodies.items():
+        assert (await door.admin("POST", path, body, token=LIVE))[0] == 200
+    families = {family.name: family for family in text_string_to_metric_families(await door.metrics())}
+    samples = families["rollmill_gateway_request_seconds"].samples
+    assert {sample.labels["dialect"] for sample in samples} == {"openai_responses", "openai_completions"}
+
+
 async def test_the_access_log_has_facts_and_no_contents(mill: Mill, answers: Answers) -> None:
     secret_text = "my password is hunter2"
     key, secret = mill.keys.create(["production"])
