@@ -225,7 +225,8 @@ def forget(
 ) -> None:
     """Delete what was recorded of a production user: payloads, open sessions, the text of feedback.
 
-    The index keeps the rows, marked `deleted`. A run that has admitted copies of them is asked separately. For example:
+    The index keeps the rows, marked `deleted`. Other runs have no copies: they admit no conversation of a user.
+    For example:
 
         rollmill trajectories forget runs/demo --user ann
     """

@@ -7,7 +7,8 @@ use the same name for other weights, so a name counts only in its own run:
     token of any run                     its digest, if a version of the stage's line or of an ancestor has it
     token of the run it started from     its name, up to the version that this run started from
 
-A payload of another run is copied into this run's store. In the copy, versions have the names of this run.
+A payload of another run is copied into this run's store. In the copy, versions have the names of this run. A user's
+conversation is never copied to where `rollmill trajectories forget` would not find it.
 """
 
 from __future__ import annotations
@@ -73,6 +74,7 @@ class _Admission:
     pace: Pace
     names: _Names
     copies: bool  # the trajectories are of another run: their payloads are copied
+    apart: bool  # the source has another database or another store
     alone: bool  # a group may be one trajectory
     heldout: frozenset[str]  # tasks that the admitting run evaluates on
 
@@ -88,6 +90,7 @@ class _Admission:
             pace=stage.pace(stage.steps),
             names=_Names.of(run, stage, source, weights),
             copies=source.id != run.id,
+            apart=(source.database_url, source.home_store) != (run.database_url, run.home_store),
             alone=getattr(stage, "baseline", None) == "population",
             heldout=_heldout(run),
         )
@@ -125,6 +128,11 @@ class _Admission:
                 raise TrajectoryError("of an evaluation: training on it would spoil the measurement")
             if row.provenance.get("consent", "train") != "train":
                 raise TrajectoryError("its user did not agree to training")
+            if self.apart and "user" in row.provenance:
+                raise TrajectoryError(
+                    "of a production user, who could not be forgotten in a copy: "
+                    "admit it to a stage of the run that recorded it"
+                )
             if row.split not in (None, "train") or row.task_id in self.heldout:
                 raise TrajectoryError("of a held-out task")
         if len({row.grading for row in graded}) > 1:

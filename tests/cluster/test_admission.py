@@ -49,7 +49,14 @@ class Mill:
         Publisher(self.weights, line).publish(number, tensors, parent)
 
     def add_group(
-        self, group: str, versions: Sequence[str], *, run: str = "rl", split: str = "train", task: str = "bug/7"
+        self,
+        group: str,
+        versions: Sequence[str],
+        *,
+        run: str = "rl",
+        split: str = "train",
+        task: str = "bug/7",
+        user: str = "",
     ) -> list[str]:
         """A graded group; trajectory n was sampled by version n. `run` is a part of its key, or `production`."""
         ids = [f"{group or 'live'}-{number}" for number in range(len(versions))]
@@ -61,7 +68,8 @@ class Mill:
             made = build.trajectory(id, group_id=group, task_id=task, segments=[segment])
             self.objects.put(f"trajectories/{id}.zst", encode_trajectory(made))
             key = run if run == "production" else f"{self.run.id}/{run}"
-            self.store.create(key, group, task, [id], {"split": split} if split else {})
+            facts = {"split": split, "user": user}
+            self.store.create(key, group, task, [id], {name: value for name, value in facts.items() if value})
             self.store.finish(id, f"trajectories/{id}.zst", None, **seal_facts(made))
             self.store.grade(id, Reward(float(number)))
         return ids
@@ -138,6 +146,20 @@ def test_production_needs_the_population_baseline(tmp_path: Path, first: Mill) -
     (verdict,) = admit_trajectories(alone.run, "rl", [alone.store.get(id)])
     assert verdict.decision == "admitted" and verdict.group_id == id, "it becomes a group of one"
     assert alone.store.get(id).payload_key == f"trajectories/{id}.zst"
+
+
+def test_a_conversation_of_a_user_is_not_copied_to_another_run(tmp_path: Path, first: Mill) -> None:
+    """Forgetting the user in the run that recorded it would not reach the copy."""
+    second = Mill(tmp_path, "second", "stages.rl.baseline=population")
+    second.publish("midtrain", 0, -1.0)
+    second.publish("rl", 0, 0.0, Version("midtrain", 0))  # the same bytes as those of `first`
+    (id,) = first.add_group("", ["rl@0"], run="production", split="", user="u-1")
+    (verdict,) = admit_trajectories(second.run, "rl", [first.store.get(id)], first.run)
+    assert verdict.decision == "refused" and "admit it to a stage of the run that recorded it" in verdict.reason
+    assert second.objects.head(f"trajectories/{id}.zst") is None
+    (id,) = second.add_group("", ["rl@0"], run="production", split="", user="u-1")
+    (verdict,) = admit_trajectories(second.run, "rl", [second.store.get(id)])
+    assert verdict.decision == "admitted", "its own is no copy"
 
 
 def test_evaluations_and_heldout_tasks_are_never_admitted(first: Mill) -> None:
