@@ -163,7 +163,7 @@ class Completions:
         if stream is not None:
             stream.prompt_tokens = len(plan.context)
         with session.flight(plan, request.messages, request.tools, ask.is_abandoned) as flight:
-            answer = await self._sample(session, plan, flight, request, stream, index)
+            answer, failure = await self._sample(session, plan, flight, request, stream, index)
             async with session.lock:
                 turn = session.place(plan, answer)
                 await self._record(session, turn)
@@ -176,6 +176,8 @@ class Completions:
             self._metrics.count("segments_total", cause=turn.cause)
         if session.ending and answer.finish == "abort":
             raise _ended()
+        if failure is not None:
+            raise failure
         return Recorded(segment, answer, len(plan.context))
 
     async def _sample(
@@ -186,7 +188,9 @@ class Completions:
         request: ModelRequest,
         stream: EventStream | None,
         index: int,
-    ) -> Answer:
+    ) -> tuple[Answer, GatewayError | None]:
+        """The answer, and why it is not complete if no engine could go on with it."""
+        failure: GatewayError | None = None
         facts, sampling = session.facts, request.sampling
         ask = GenerateRequest(plan.cache, plan.context, sampling, facts.traffic, facts.min_version, facts.line)
         builder = AnswerBuilder(ask, self._tokenizer, request.stop)
@@ -209,12 +213,18 @@ class Completions:
                 raise _ended() from None
             builder.abort()
             self._metrics.count("answers_cut_short_total", traffic=facts.traffic)
+        except GatewayError as error:
+            if not builder.tokens:
+                raise
+            failure = error  # the client may have tokens already: they are recorded first
+            builder.abort()
+            self._metrics.count("answers_cut_short_total", traffic=facts.traffic)
         finally:
             wait.end()
             await chunks.aclose()
         if not builder.tokens and builder.finish == "length":
             raise _too_long(len(plan.context))
-        return builder.build(None if request.prompt is not None else self._format, plan.tools)
+        return builder.build(None if request.prompt is not None else self._format, plan.tools), failure
 
     async def _record(self, session: Session, turn: Turn) -> None:
         """Write the turn to disk. A rollout waits for the disk, production for at most `record_wait_s`."""

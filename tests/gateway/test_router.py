@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 
 from rollmill.gateway.config import EngineEndpoint, GatewayConfig
+from tests.chat.conftest import TOOLS
 from tests.gateway.conftest import QUICK, USER, Answers, Door, Mill, until
 from tests.gateway.stand_in import StandIn, route_row
 
@@ -160,3 +161,27 @@ async def test_sessions_stay_where_their_cache_is_and_new_versions_are_preferred
     await asyncio.sleep(0.1)
     await door.say(key, messages)
     assert [len(engine.requests) for engine in engines] == [0, 4]
+
+
+async def test_tokens_that_were_streamed_are_recorded_when_no_engine_goes_on(mill: Mill, answers: Answers) -> None:
+    tokens = answers.text("one two three four five")
+    dying = StandIn([tokens], die_after=4)
+    door = await mill.gateway(await mill.engine(dying), config=QUICK.model_copy(update={"engine_wait_s": 0.2}))
+    mill.plan("a")
+    key = await door.open("a")
+    dying.hold_after = 2
+
+    async def die() -> None:
+        await dying.asked()
+        dying.refuse = (500, "out of memory")
+        dying.release.set()
+
+    dead = asyncio.create_task(die())
+    body = {"messages": [USER], "tools": TOOLS, "stream": True}
+    headers = {"Authorization": f"Bearer {key}"}
+    async with door.http.post(f"{door.url}/v1/chat/completions", json=body, headers=headers) as response:
+        assert '"error"' in await response.text()
+    await dead
+    (segment,) = (await door.seal("a")).segments
+    assert segment.tokens[segment.sampled].tolist() == tokens[:3]
+    assert [span.finish for span in segment.spans] == ["abort"]
