@@ -4,8 +4,8 @@ Every engine is asked for its health a few times per second. A request goes to t
 cache if that one is fit, else to the least loaded fit one. Fit engines serve what the request asks for (see `targets`),
 have a free place (see `places`) and are not paused. When an engine dies before its first token, the request starts
 again on another one. When it dies later, the tokens it sampled are kept and another engine goes on from them. Without a
-fit engine, a request waits for `engine_wait_s`. All tokens of an answer come from one line: an engine that switches
-to another line in the middle of an answer counts as dead for it.
+fit engine, a request waits for `engine_wait_s`. All tokens of an answer come from one line, and from one version if the
+request names it: an engine that switches away in the middle of an answer counts as dead for it.
 """
 
 from __future__ import annotations
@@ -54,6 +54,7 @@ class Router:
         self._channels: set[str] = set()
         self._client: aiohttp.ClientSession | None = None
         self._polls: list[asyncio.Task[None]] = []
+        self._checks: dict[str, asyncio.Task[None]] = {}  # the last health check of each engine, by URL
 
     async def start(self) -> None:
         self._client = aiohttp.ClientSession(
@@ -70,9 +71,10 @@ class Router:
         ]
 
     async def close(self) -> None:
-        for poll in self._polls:
-            poll.cancel()
-        await asyncio.gather(*self._polls, return_exceptions=True)
+        tasks = [*self._polls, *self._checks.values()]
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
         if self._client is not None:
             await self._client.close()
 
@@ -116,7 +118,7 @@ class Router:
                 rest = replace(_rest(request, sampled), line=line)
                 async with contextlib.aclosing(self._ask(engine, rest, stream)) as chunks:
                     async for whole_chunk in chunks:
-                        chunk = _of_line(whole_chunk, line)
+                        chunk = _of_target(whole_chunk, line, target.number)
                         if chunk.tokens:
                             target = replace(target, line=line)
                         sampled += chunk.tokens
@@ -126,7 +128,8 @@ class Router:
                         if whole:
                             return
                         if chunk is not whole_chunk:
-                            raise EngineError(f"the engine left line {line} in the middle of the answer")
+                            wanted = line if target.number is None else f"{line}@{target.number}"
+                            raise EngineError(f"the engine left {wanted} in the middle of the answer")
                         if chunk.tokens:
                             patience.reset()
                 raise EngineError("the engine gave up the request")
@@ -210,14 +213,21 @@ class Router:
         engine.failures += 1
         engine.problem = f"{type(error).__name__}: {error}"[:200]
         if isinstance(error, aiohttp.ClientConnectionError):
-            engine.alive = False  # until it answers a health check again
+            self._check_now(engine)  # it decides: one connection of thousands may fail at an engine that is well
         log.warning("engine %s failed during an answer: %s", engine.url, engine.problem)
 
     async def _poll(self, engine: EngineState, check: asyncio.Task[None]) -> None:
         await check
         while True:
             await asyncio.sleep(self._config.health_interval_s)
-            await self._check(engine)
+            await self._check_now(engine)
+
+    def _check_now(self, engine: EngineState) -> asyncio.Task[None]:
+        """The health check of this engine that is running, or a new one."""
+        check = self._checks.get(engine.url)
+        if check is None or check.done():
+            check = self._checks[engine.url] = asyncio.create_task(self._check(engine))
+        return check
 
     async def _check(self, engine: EngineState) -> None:
         before = (engine.alive, engine.policy, engine.paused, engine.channel)
@@ -286,9 +296,13 @@ def _is_at(engine: EngineState, min_version: int) -> bool:
     return engine.policy is not None and engine.policy.number >= min_version
 
 
-def _of_line(chunk: GenerateChunk, line: str) -> GenerateChunk:
-    """The chunk, or what comes before its first token of another line."""
-    foreign = {index for index, policy in enumerate(chunk.policies) if not same_line(policy.line, line)}
+def _of_target(chunk: GenerateChunk, line: str, number: int | None) -> GenerateChunk:
+    """The chunk, or what comes before its first token of another line, or of another version than `number`."""
+    foreign = {
+        index
+        for index, policy in enumerate(chunk.policies)
+        if not same_line(policy.line, line) or number not in (None, policy.number)
+    }
     if foreign.isdisjoint(chunk.policy):
         return chunk
     own = next(position for position, index in enumerate(chunk.policy) if index in foreign)

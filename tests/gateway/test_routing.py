@@ -237,3 +237,21 @@ async def test_a_full_queue_whose_last_rollout_gives_up_admits_production() -> N
         await places.take(lambda: None, 1, 0.0)
     assert rollout.cancelled() and places.waiting == 0
     assert await places.take(lambda: one, 1, 0.0) is one
+
+
+async def test_an_exact_version_is_kept_to_the_last_token(mill: Mill, answers: Answers) -> None:
+    tokens = answers.text("one two three four five")
+    first = StandIn([tokens], name="first", line="rl", number=7, switch_after=3)
+    second = StandIn([tokens[3:]], name="second", line="rl", number=7)
+    second.health_body = {}  # at first only the first engine is fit
+    door = await mill.gateway(await mill.engine(first), await mill.engine(second), wait=False)
+    mill.plan("a")
+    key = await door.open("a")
+    await until(lambda: _dead(door, 1))
+    asked = asyncio.create_task(door.say(key, [USER], model="rl@7", max_tokens=100))
+    await first.asked()
+    second.health_body = None
+    await asked
+    (segment,) = (await door.seal("a")).segments
+    assert {policy.number for policy in segment.policies} == {7}
+    assert segment.tokens[segment.sampled].tolist() == tokens
