@@ -16,6 +16,8 @@ from typing import Any, cast
 from rollmill.environments.machine import ExecResult, Machine
 from rollmill.rollouts.client import GatewayClient
 
+Interval = tuple[float, float]  # start and end
+
 
 class Clock:
     """Starts when it is made."""
@@ -41,27 +43,48 @@ class Clock:
 
 
 class _TimedMachine:
-    """A machine that adds up how long its commands waited for the machine host."""
+    """A machine that measures how long its commands waited for the machine host.
+
+    A command waits first, and then runs. Commands that wait at the same time count once, and not at all while another
+    command is known to run.
+    """
 
     def __init__(self, machine: Machine) -> None:
         self._wrapped = machine
-        self._settled = 0.0
-        self._since: dict[object, float] = {}  # by running command: the time from which it must have been waiting
+        self._waits: list[Interval] = []  # of commands that have ended
+        self._runs: list[Interval] = []
+        self._open: dict[object, Interval] = {}  # by command that has not ended: its start, and its time limit
 
     def waited(self) -> float:
         now = time.monotonic()
-        return self._settled + sum(max(0.0, now - since) for since in self._since.values())
+        # a command cannot itself run longer than its limit: before that it must have been waiting
+        waiting = [(began, now - timeout_s) for began, timeout_s in self._open.values()]
+        return _only_waiting([*self._waits, *waiting], self._runs)
 
     async def exec(self, argv: Sequence[str], *, timeout_s: float = 10.0, **options: Any) -> ExecResult:
         began, command = time.monotonic(), object()
-        self._since[command] = began + timeout_s  # it cannot itself run longer than that
+        self._open[command] = began, timeout_s
         try:
             result = await self._wrapped.exec(argv, timeout_s=timeout_s, **options)
         finally:
-            del self._since[command]
+            del self._open[command]
         if result.seconds:  # else it is not known how long the command itself ran
-            self._settled += max(0.0, time.monotonic() - began - result.seconds)
+            ended = time.monotonic()
+            self._waits.append((began, ended - result.seconds))
+            self._runs.append((ended - result.seconds, ended))
         return result
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._wrapped, name)
+
+
+def _only_waiting(waits: Sequence[Interval], runs: Sequence[Interval]) -> float:
+    """Seconds that are in one of `waits` and in none of `runs`. An interval that ends before it starts is empty."""
+    changes = [change for start, end in waits if start < end for change in ((start, 1, 0), (end, -1, 0))]
+    changes += [change for start, end in runs if start < end for change in ((start, 0, 1), (end, 0, -1))]
+    seconds, before, waiting, running = 0.0, 0.0, 0, 0
+    for at, more_waiting, more_running in sorted(changes):
+        if waiting and not running:
+            seconds += at - before
+        before, waiting, running = at, waiting + more_waiting, running + more_running
+    return seconds

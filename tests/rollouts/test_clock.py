@@ -1,0 +1,55 @@
+"""The clock of an episode: which time of its commands is not its own."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from typing import Any
+
+import pytest
+
+from rollmill.environments.machine import ExecResult
+from rollmill.rollouts.clock import _only_waiting, _TimedMachine
+
+pytestmark = pytest.mark.asyncio(loop_scope="module")
+
+
+class StandInQueue:
+    """A machine whose commands wait for their turn until `turn` is set, and then run for a millisecond."""
+
+    def __init__(self) -> None:
+        self.turn = asyncio.Event()
+
+    async def exec(self, *_: Any, **__: Any) -> ExecResult:
+        await self.turn.wait()
+        return ExecResult(0, b"", seconds=1e-3)
+
+
+async def test_commands_that_wait_together_wait_once() -> None:
+    queue = StandInQueue()
+    machine: Any = _TimedMachine(queue)  # type: ignore[arg-type]
+    began = time.monotonic()
+    commands = [asyncio.create_task(machine.exec(["true"], timeout_s=0.01)) for _ in range(8)]
+    while machine.waited() < 0.05:  # noqa: ASYNC110
+        await asyncio.sleep(0.001)
+    assert machine.waited() <= time.monotonic() - began, "while they wait"
+    queue.turn.set()
+    await asyncio.gather(*commands)
+    assert 0.05 <= machine.waited() <= time.monotonic() - began, "and afterwards"
+
+
+@pytest.mark.parametrize(
+    ("waits", "runs", "seconds"),
+    [
+        ([(0, 2), (5, 6)], [(2, 3), (6, 9)], 3),  # one after the other
+        ([(0, 4), (1, 5)], [], 5),
+        ([(0, 4)], [(1, 3)], 2),  # another command runs meanwhile
+        ([(0, 4)], [(0, 9)], 0),
+        ([(3, 1)], [], 0),  # it has not waited
+        ([], [(0, 1)], 0),
+    ],
+)
+async def test_time_counts_as_waiting_while_a_command_waits_and_none_runs(
+    waits: list[tuple[float, float]], runs: list[tuple[float, float]], seconds: float
+) -> None:
+    assert _only_waiting(waits, runs) == seconds
