@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import functools
 import json
-from collections.abc import ItemsView, Iterable, KeysView, Mapping, ValuesView
+from collections.abc import ItemsView, Iterable, KeysView, Mapping, Sized, ValuesView
 from datetime import datetime
 from typing import Any, NoReturn, cast
 
@@ -26,8 +26,8 @@ from rollmill.chat.spelling import unescaped
 
 LARGEST_TEMPLATE = 256 << 10  # characters; the largest published ones have some ten thousand
 LARGEST_TEXT = 64 << 20
-LARGEST_SUM = 1 << 30  # characters that one rendering makes or reads
-MOST_STEPS = 50_000_000  # nodes of loops and macros that one rendering runs
+LARGEST_SUM = 512 << 20  # characters that one rendering makes or reads
+MOST_STEPS = 20_000_000  # nodes of loops and macros that one rendering runs
 _MOST_BITS = 4096  # of an integer
 _SHORTEST_ROUND = 50  # steps; so an empty loop ends early too
 _LONGEST_INDENT = 16
@@ -38,6 +38,11 @@ _FILTERS = (
     *("join", "last", "length", "list", "lower", "map", "max", "min", "reject", "rejectattr", "replace", "reverse"),
     *("safe", "select", "selectattr", "sort", "string", "title", "trim", "unique", "upper"),
 )
+_TEXT_FILTERS = frozenset(
+    {"capitalize", "d", "default", "e", "escape", "float", "int", "length", "count", "lower", "replace", "safe"}
+    | {"string", "title", "tojson", "trim", "upper"}
+)  # the others list the characters of a text
+_LIST_ELEMENT = 64  # characters that take as much memory
 _COMPARISONS = ("in", "==", "eq", "equalto", "!=", "ne", ">", "gt", "greaterthan", ">=", "ge", "<", "lt", "lessthan")
 _REFUSED_METHODS = frozenset(
     {"center", "ljust", "rjust", "zfill", "expandtabs", "format", "format_map", "translate", "maketrans", "encode"}
@@ -66,7 +71,7 @@ class ChatTemplate:
             tree = _Bounds().visit(self._environment.parse(source))
             code = self._environment.compile(tree)
             self._template = Template.from_code(self._environment, code, self._environment.make_globals(None))
-        except (TemplateError, RecursionError, ValueError, SyntaxError) as error:
+        except Exception as error:  # Python's own compiler reads it too
             raise TemplateFailed(_reason(error)) from None
 
     def render(self, variables: Mapping[str, Any], now: datetime) -> str:
@@ -96,8 +101,14 @@ class _Environment(ImmutableSandboxedEnvironment):
         filters = {name: self.filters[name] for name in _FILTERS}
         filters |= {"tojson": _to_json, "join": _check_join(filters["join"])}
         filters |= {"replace": _check_replace(filters["replace"]), "string": _check_string(filters["string"])}
-        self.filters = {name: self._charged(function) for name, function in filters.items()}
-        self.filters |= {"_step": self._step, "_join": _join, "_charge": self._charge, "_built": self._built}
+        self.filters = {name: self._charged(f, lists=name not in _TEXT_FILTERS) for name, f in filters.items()}
+        self.filters |= {
+            "_iterated": self._iterated,
+            "_step": self._step,
+            "_join": _join,
+            "_charge": self._charge,
+            "_built": self._built,
+        }
         self.tests |= {name: self._charged(self.tests[name]) for name in _COMPARISONS}
         self.globals["raise_exception"] = _raise
         self.globals["strftime_now"] = self._strftime
@@ -131,13 +142,22 @@ class _Environment(ImmutableSandboxedEnvironment):
         self._sum += _weight(value)
         return self._charge(value)
 
-    def _charged(self, function: Any) -> Any:
+    def _iterated(self, value: Any) -> Any:
+        if isinstance(value, str):
+            _check_listed(len(value))
+        return self._charge(value)
+
+    def _charged(self, function: Any, *, lists: bool = False) -> Any:
+        charge = self._iterated if lists else self._charge
+
         @functools.wraps(function)  # with its marks for what Jinja passes to it
         def call(*args: Any, **named: Any) -> Any:
             for each in args:
                 if isinstance(each, _SIZED):
-                    self._charge(each)
-            return self._charge(function(*args, **named))
+                    charge(each)
+            made = self._charge(function(*args, **named))
+            self._sum += _LIST_ELEMENT * len(made) if isinstance(made, list) else 0
+            return made
 
         return call
 
@@ -182,12 +202,19 @@ class _Environment(ImmutableSandboxedEnvironment):
     def call(self, context: Any, function: Any, *args: Any, **named: Any) -> Any:
         owner = getattr(function, "__self__", None)
         name = getattr(function, "__name__", "")
+        for each in args:
+            self._charge(each)
+        if isinstance(owner, _LISTS):
+            self._charge(owner)
         if isinstance(owner, str):
             self._charge(owner)
-            if name == "replace":
+            if name in ("split", "rsplit", "splitlines"):
+                by = args[0] if args and isinstance(args[0], str) and args[0] else named.get("sep")
+                _check_listed(owner.count(by) if isinstance(by, str) and by else len(owner) // 2)
+            elif name == "replace":
                 _check_replacement(owner, *args)
             elif name == "join" and args:
-                args = (list(args[0]), *args[1:])
+                args = (list(self._iterated(args[0])), *args[1:])
                 _check_size(sum(len(owner) + _length(each) for each in args[0]))
         made = super().call(context, function, *args, **named)
         if isinstance(made, _BUILT) and name != "get":
@@ -200,7 +227,7 @@ class _Bounds(NodeTransformer):
 
     def visit_For(self, node: nodes.For) -> nodes.Node:
         self._counted(node)
-        node.iter = _filter("_charge", cast(nodes.Expr, node.iter), [], node)
+        node.iter = _filter("_iterated", cast(nodes.Expr, node.iter), [], node)
         return node
 
     def visit_Macro(self, node: nodes.Macro) -> nodes.Node:
@@ -309,8 +336,12 @@ def _weight(value: Any, indent: int = 0) -> int:
     total, open_values = 0, [(value, 1)]
     while open_values:
         each, depth = open_values.pop()
-        total += 16 + indent * depth + (len(each) if isinstance(each, str) else 0)
-        _check_size(total)
+        total += 16 + indent * depth
+        if isinstance(each, _SCALAR):
+            total += len(each) if isinstance(each, str) else 0
+            _check_size(total)
+            continue
+        _check_size(total + 16 * len(each) if isinstance(each, Sized) else total)
         if isinstance(each, Mapping):
             open_values += [(part, depth + 1) for pair in each.items() for part in pair]
         elif isinstance(each, list | tuple | set | frozenset | ValuesView | KeysView | ItemsView):
@@ -356,6 +387,11 @@ def _check_replacement(text: Any, old: Any = "", new: Any = "", *_: Any) -> None
 def _check_size(size: int) -> None:
     if size > LARGEST_TEXT:
         raise SecurityError(f"it makes more than {LARGEST_TEXT} characters")
+
+
+def _check_listed(count: int) -> None:
+    """Of a text as a list of `count` parts."""
+    _check_size(16 * count)
 
 
 def _length(value: object) -> int:

@@ -169,6 +169,12 @@ def doubled(body: str, start: str = "'ab'") -> str:
         "{% set x = 'a' * 9999 %}{% for a in range(999) %}{{ x[1:] | length }}{% endfor %}",
         "{% for a in range(999) %}{% for b in 'a' * 9999 if b == 'b' %}{% endfor %}{% endfor %}",
         "{% for a in range(999) %}" + "{{ a }}" * 99 + "{% endfor %}",
+        "{{ ('a' * 9999) | list | length }}",
+        "{{ ('a' * 9999) | select | list | length }}",
+        "{{ ('ab ' * 3333).split() | length }}",
+        "{{ ('ab,' * 3333).split(',') | length }}",
+        "{% for a in 'a' * 9999 %}{{ loop.length }}{% break %}{% endfor %}",
+        "{% set x = range(999) | list %}{% for a in range(999) %}{{ x.count(-1) }}{% endfor %}",
         "{% block a %}{% endblock %}{% block b %}" + "{{ self.a() }}" * 99 + "{% endblock %}" + "{{ self.b() }}" * 99,
     ],
 )
