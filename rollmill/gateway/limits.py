@@ -12,6 +12,7 @@ import asyncio
 import contextlib
 import logging
 import math
+import threading
 import time
 from collections import defaultdict
 
@@ -47,6 +48,8 @@ class KeyLimits:
         self._requests: dict[str, Bucket] = {}
         self._tokens: dict[str, Bucket] = {}
         self._unsaved: defaultdict[str, int] = defaultdict(int)
+        self._counting = threading.Lock()  # of _unsaved: answers count in the event loop, `save` runs in a thread
+        self._saving = threading.Lock()  # one `save` at a time: two would save the same tokens
         self._before: dict[str, int] = {}  # key -> used tokens when this process first saw it
         self._mine: defaultdict[str, int] = defaultdict(int)  # key -> tokens used through this process
 
@@ -81,7 +84,8 @@ class KeyLimits:
         if bucket is not None:
             bucket.take(tokens)
         if key.created_at:  # bootstrap keys are not in the database
-            self._unsaved[key.id] += tokens
+            with self._counting:
+                self._unsaved[key.id] += tokens
             self._mine[key.id] += tokens
 
     async def run(self) -> None:
@@ -95,18 +99,21 @@ class KeyLimits:
                 self.save()
 
     def save(self) -> None:
-        if not self._unsaved or self._store is None:
-            return
-        tokens = dict(self._unsaved)
-        try:
-            self._store.add_usage(tokens)
-        except StorageError as error:
-            log.warning("the usage of keys cannot be saved now: %s", error)
-            return
-        for id, count in tokens.items():
-            self._unsaved[id] -= count
-            if not self._unsaved[id]:
-                del self._unsaved[id]
+        with self._saving:
+            with self._counting:
+                tokens = dict(self._unsaved)
+            if not tokens or self._store is None:
+                return
+            try:
+                self._store.add_usage(tokens)
+            except StorageError as error:
+                log.warning("the usage of keys cannot be saved now: %s", error)
+                return
+            with self._counting:
+                for id, count in tokens.items():
+                    self._unsaved[id] -= count
+                    if not self._unsaved[id]:
+                        del self._unsaved[id]
 
     def _used(self, key: Key) -> int:
         # `key` may have been read before the last save, and other gateways save too: the larger count is right

@@ -83,7 +83,9 @@ class Registry:
         if not key.startswith(_KEY_PREFIX):
             return None
         session = self._sessions.get(key.removeprefix(_KEY_PREFIX).rpartition("-")[0])
-        if session is None or not hmac.compare_digest(self.key(session.facts.trajectory).encode(), key.encode()):
+        if session is None or not hmac.compare_digest(
+            self.key(session.facts.trajectory).encode(), key.encode(errors="replace")
+        ):
             return None
         return session
 

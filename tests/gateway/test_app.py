@@ -10,6 +10,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from yarl import URL
 
 from rollmill.gateway.config import GatewayConfig
 from rollmill.types import PolicyRef
@@ -333,6 +334,7 @@ _BAD_REQUESTS: list[tuple[dict[str, Any], int, str]] = [
     ({"tools": [{"type": "function"}]}, 400, "tools[0]"),
     ({"tool_choice": "sometimes"}, 400, "tool_choice"),
     ({"stop": [""]}, 400, "stop"),
+    ({"stop": ["x" * 257]}, 400, "256 characters"),
     ({"messages": [{"role": "user", "content": "x" * (1 << 20)}]}, 413, "larger than"),
 ]
 
@@ -370,3 +372,15 @@ async def test_secrets_and_contents_stay_out_of_the_logs(
         assert secret not in caplog.text
     assert key.encode() not in (mill.directory / "gateway" / "sessions.log").read_bytes()
     assert (mill.directory / "gateway" / "sessions.log").stat().st_mode & 0o077 == 0
+
+
+async def test_a_key_with_a_bad_byte_is_an_unknown_key(mill: Mill, answers: Answers) -> None:
+    door = await mill.gateway(await mill.engine(StandIn([answers.text("one")])))
+    await door.open("a")
+    url = URL(door.url)
+    reader, writer = await asyncio.open_connection(url.host, url.port)
+    writer.write(
+        b"POST /v1/chat/completions HTTP/1.1\r\nHost: x\r\nx-api-key: rm-a-\xff\r\nContent-Length: 2\r\n\r\n{}"
+    )
+    assert b" 401 " in await reader.readline()
+    writer.close()

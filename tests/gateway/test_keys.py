@@ -248,3 +248,29 @@ async def test_a_flood_of_unknown_keys_is_bounded_and_known_keys_stay(slow: Slow
     slow.ready.set()
     assert {await task for task in waiting} == {None}
     assert await ring.find(secret) == key and slow.asked == 1 + len(waiting)
+
+
+def test_two_saves_at_once_count_tokens_once(tmp_path: Path) -> None:
+    """A gateway that stops saves while its thread still saves."""
+
+    class Meeting(KeyStore):
+        inside, go = threading.Event(), threading.Event()
+
+        def add_usage(self, tokens: dict[str, int]) -> None:
+            self.inside.set()
+            self.go.wait()
+            super().add_usage(tokens)
+
+    store = Meeting(open_database(f"sqlite:///{tmp_path}/mill.db"), "run")
+    key, _ = store.create(["production"])
+    limits = KeyLimits(store)
+    limits.used(key, 60)
+    saves = [threading.Thread(target=limits.save) for _ in range(2)]
+    saves[0].start()
+    store.inside.wait()
+    saves[1].start()
+    limits.used(key, 5)  # does not wait for the database
+    store.go.set()
+    for save in saves:
+        save.join()
+    assert store.list()[0].used_tokens == 65

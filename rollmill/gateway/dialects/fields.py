@@ -12,6 +12,7 @@ from rollmill.types import Sampling
 
 LARGEST = (1 << 31) - 1
 _MOST_STOPS = 16
+_LONGEST_STOP = 256  # characters; each new token is compared with the end of the answer, several times this long
 
 
 def check_names(tree: Mapping[str, Any], known: Collection[str], neutral: Mapping[str, tuple[Any, ...]]) -> None:
@@ -82,6 +83,8 @@ def stops(name: str, stop: Any) -> tuple[str, ...]:
         or not all(isinstance(text, str) and text for text in texts)
     ):
         raise GatewayError(f"{name} must be a string or up to {_MOST_STOPS} strings, got {short(stop)}")
+    if any(len(text) > _LONGEST_STOP for text in texts):
+        raise GatewayError(f"{name}: a string may have up to {_LONGEST_STOP} characters, got {short(stop)}")
     return tuple(texts)
 
 
