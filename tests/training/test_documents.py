@@ -99,13 +99,13 @@ def on_rank(world: World, path: Path, corpus: Path) -> list[Any]:
     placement.initialise(model, 1)
     read: list[int] = []
     objective = make_stage(corpus).objective(context)
-    prepare = objective._from_mixture
+    prepare = objective._reader.document
 
     def noted(index: int) -> Any:
         read.append(index)
         return prepare(index)
 
-    objective._from_mixture = noted
+    objective._reader.document = noted
     return [batches(objective, model, placement), read]
 
 

@@ -53,6 +53,39 @@ class Prepared(NamedTuple):
     source: str
 
 
+class _Reader:
+    """Reads this rank's share of documents. It does not know the model: its thread must not be the last to hold one."""
+
+    def __init__(self, mixture: Mixture, documents_per_step: int, max_context: int) -> None:
+        self._mixture = mixture
+        self._size = documents_per_step
+        self._max_context = max_context
+        self.rank, self.ranks = 0, 1
+
+    def step(self, number: int) -> list[Prepared]:
+        """Of the documents of step `number`."""
+        return [self.document(index) for index in self._share(range((number - 1) * self._size, number * self._size))]
+
+    def heldout(self, number: int, places: Sequence[int]) -> list[Prepared]:
+        """Of the held-out documents of source `number`."""
+        part = self._mixture.parts[number]
+        documents = (self._mixture.heldout(number, place) for place in self._share(places))
+        return [self._prepared(document, part.overlap, part.name) for document in documents]
+
+    def document(self, index: int) -> Prepared:
+        document, part = self._mixture.read(index)
+        return self._prepared(document, part.overlap, part.name)
+
+    def _share(self, numbers: Sequence[int]) -> Sequence[int]:
+        return numbers[self.rank :: self.ranks]
+
+    def _prepared(self, document: Document, overlap: int, source: str) -> Prepared:
+        cut = windows(document, self._max_context, overlap)
+        notes = [*document.notes, *(["cut"] if len(cut) > 1 else [])]
+        sequences = [sequence for each in cut if (sequence := _sequence(each)) is not None]
+        return Prepared(sequences, notes if sequences or notes else ["nothing to learn"], source)
+
+
 class MidtrainObjective:
     def __init__(
         self,
@@ -66,12 +99,12 @@ class MidtrainObjective:
         """`steps`: of the stage; no document is read ahead for a later one."""
         self._config = config
         self._mixture = mixture
-        self._max_context = max_context
         self._budget = tokens_per_microbatch
         self._passes: Passes | None = None
         self._placement: Placement = WHOLE
         self._steps = steps
-        self._ahead = ReadAhead(self._read_step, steps)
+        self._reader = _Reader(mixture, config.documents_per_step, max_context)
+        self._ahead = ReadAhead(self._reader.step, steps)
 
     def next_batch(
         self, number: int, lr: float, lineage: Lineage, stopping: Callable[[], bool]
@@ -87,7 +120,8 @@ class MidtrainObjective:
     ) -> dict[str, Any]:
         if self._passes is None or self._passes.model is not model:
             self._passes, self._placement = placement.next_token_passes(model, self._config.balance), placement
-            self._ahead = ReadAhead(self._read_step, self._steps)
+            self._reader.rank, self._reader.ranks = placement.rank, placement.ranks
+            self._ahead = ReadAhead(self._reader.step, self._steps)
         if batch.number == 1:
             self._measure(0)
         counts = self.fill(batch)
@@ -121,29 +155,11 @@ class MidtrainObjective:
             "read_wait_seconds": waited,
         }
 
-    def _read_step(self, number: int) -> list[Prepared]:
-        """This rank's share of the documents of step `number`."""
-        size = self._config.documents_per_step
-        return [self._from_mixture(index) for index in self._share(range((number - 1) * size, number * size))]
-
-    def _share(self, numbers: Sequence[int]) -> Sequence[int]:
-        return numbers[self._placement.rank :: self._placement.ranks]
-
     def _gathered(self, own: list[Prepared]) -> list[Prepared]:
         """The documents of all ranks in their order, from the share of each. Collective."""
         ranks, shares = self._placement.ranks, self._placement.gather(own)
         total = sum(map(len, shares))
         return [shares[place % ranks][place // ranks] for place in range(total)]
-
-    def _from_mixture(self, index: int) -> Prepared:
-        document, part = self._mixture.read(index)
-        return self._prepared(document, part.overlap, part.name)
-
-    def _prepared(self, document: Document, overlap: int, source: str) -> Prepared:
-        cut = windows(document, self._max_context, overlap)
-        notes = [*document.notes, *(["cut"] if len(cut) > 1 else [])]
-        sequences = [sequence for each in cut if (sequence := _sequence(each)) is not None]
-        return Prepared(sequences, notes if sequences or notes else ["nothing to learn"], source)
 
     # held-out documents
 
@@ -155,7 +171,7 @@ class MidtrainObjective:
             documents = range(min(self._config.heldout_documents, len(self._mixture.chosen[number].heldout)))
             if not documents:
                 continue
-            own = self._ahead.call(partial(self._read_heldout, number, self._share(documents)))
+            own = self._ahead.call(partial(self._reader.heldout, number, documents))
             read = self._gathered(own)
             sequences = [_measurable(sequence) for each in read for sequence in each.sequences]
             total = 0.0
@@ -172,10 +188,6 @@ class MidtrainObjective:
                 targets=targets,
                 loss=total / targets if targets else None,
             )
-
-    def _read_heldout(self, number: int, places: Sequence[int]) -> list[Prepared]:
-        part = self._mixture.parts[number]
-        return [self._prepared(self._mixture.heldout(number, place), part.overlap, part.name) for place in places]
 
     # the rest of the loop
 
