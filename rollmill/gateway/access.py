@@ -22,6 +22,10 @@ class Access:
         """The key of the request. Raises 401 without a valid one, 403 if it does not have the scope."""
         return await self._keys.check(given_key(request), scope)
 
+    async def is_known(self, request: web.Request) -> bool:
+        """Whether the request has a valid key, of any scope."""
+        return await self._keys.find(given_key(request)) is not None
+
     async def admit(self, request: web.Request, scope: str, *, samples: bool = True) -> Key:
         """As `check`, and counts the request and its tokens. Raises 429 or 402 over a limit of the key."""
         key = await self.check(request, scope)

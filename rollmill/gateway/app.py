@@ -28,7 +28,7 @@ from aiohttp import web
 from rollmill.chat.format import ChatFormat
 from rollmill.chat.tokenizer import Tokenizer
 from rollmill.errors import GatewayError, StorageError
-from rollmill.gateway.access import Access
+from rollmill.gateway.access import Access, given_key
 from rollmill.gateway.body import parse_object, short
 from rollmill.gateway.completions import Completions
 from rollmill.gateway.config import EngineEndpoint, GatewayConfig
@@ -36,7 +36,7 @@ from rollmill.gateway.entries import encode_open
 from rollmill.gateway.feedback import FeedbackRoutes
 from rollmill.gateway.forgetting import AdminRoutes
 from rollmill.gateway.identity import add_session_paths, path_without_session
-from rollmill.gateway.keys import KeyRing, KeyStore
+from rollmill.gateway.keys import KeyRing, KeyStore, unknown_key
 from rollmill.gateway.limits import KeyLimits
 from rollmill.gateway.metrics import Metrics
 from rollmill.gateway.model_routes import ModelRoutes, dialect_name, dialect_of
@@ -264,7 +264,8 @@ class Gateway:
     ) -> web.StreamResponse:
         """The only error boundary: every failure becomes an error of the path's dialect, with the right status."""
         try:
-            if request.can_read_body:
+            if request.can_read_body and request.method != "GET" and request.match_info.http_exception is None:
+                await self._refuse_strangers(request)
                 await self._read_body(request)
             return await handler(request)
         except (ConnectionResetError, asyncio.CancelledError):
@@ -276,6 +277,12 @@ class Gateway:
         headers = {"Retry-After": str(math.ceil(retry_s))} if failure.status in (429, 503) else None
         dialect = dialect_of(path_without_session(request.path))
         return web.json_response(dialect.error(failure), status=dialect.status(failure), headers=headers)
+
+    async def _refuse_strangers(self, request: web.Request) -> None:
+        """Raises 401 without a valid key: memory is for bodies of those who have one. Every route with a body needs
+        one; its handler checks the scope."""
+        if self._registry.by_key(given_key(request)) is None and not await self._access.is_known(request):
+            raise unknown_key()
 
     async def _read_body(self, request: web.Request) -> None:
         """Reads the body, which handlers read again from memory. Raises 408 if it does not arrive in time."""

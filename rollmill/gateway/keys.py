@@ -181,7 +181,7 @@ class KeyRing:
         """The key with this secret. Raises 401 if there is none, 403 if it does not have the scope."""
         key = await self.find(secret)
         if key is None:
-            raise GatewayError("this API key is unknown, expired or revoked", status=401, hint=_HINT)
+            raise unknown_key()
         if not key.allows(scope):
             raise GatewayError(
                 f"this key does not have the scope {scope}",
@@ -228,6 +228,10 @@ class KeyRing:
             self._unknown.clear()
         self._unknown[id] = time.monotonic()
         return None
+
+
+def unknown_key() -> GatewayError:
+    return GatewayError("this API key is unknown, expired or revoked", status=401, hint=_HINT)
 
 
 def hash_of(secret: str) -> str:

@@ -384,3 +384,13 @@ async def test_a_key_with_a_bad_byte_is_an_unknown_key(mill: Mill, answers: Answ
     )
     assert b" 401 " in await reader.readline()
     writer.close()
+
+
+async def test_the_body_of_a_stranger_is_not_waited_for(mill: Mill, answers: Answers) -> None:
+    door = await mill.gateway(await mill.engine(StandIn([answers.text("one")])))
+    url = URL(door.url)
+    for path, status in ((b"/v1/chat/completions", b" 401 "), (b"/sessions", b" 401 "), (b"/nowhere", b" 404 ")):
+        reader, writer = await asyncio.open_connection(url.host, url.port)
+        writer.write(b"POST %b HTTP/1.1\r\nHost: x\r\nx-api-key: wrong\r\nContent-Length: 1000000\r\n\r\n" % path)
+        assert status in await reader.readline()  # although no byte of the body has arrived
+        writer.close()
