@@ -73,7 +73,8 @@ ANSWER = Answer(
         "tool_calls": [{"id": "c", "type": "function", "function": {"name": "f", "arguments": "[" * 2000}}],
     },
 )
-DIALECTS: list[Dialect] = [OpenAIChat(), OpenAICompletions(), AnthropicMessages(), OpenAIResponses(StoredResponses())]
+RESPONSES = OpenAIResponses(StoredResponses({"a"}))
+DIALECTS: list[Dialect] = [OpenAIChat(), OpenAICompletions(), AnthropicMessages(), RESPONSES]
 
 
 @pytest.mark.parametrize("dialect", DIALECTS, ids=lambda dialect: dialect.name)
