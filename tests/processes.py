@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import multiprocessing
 
-from rollmill.cluster.run import free_ports
+from rollmill.cluster.ports import free_ports
 
 SERVER = multiprocessing.get_context("forkserver")
 SERVER.set_forkserver_preload(

@@ -45,45 +45,28 @@ def serve(
     from rich.console import Console
 
     from rollmill.cli.target import checkpoint_run, find_target, is_checkpoint
+    from rollmill.cluster.ports import held_port
     from rollmill.cluster.run import RunDirectory
     from rollmill.cluster.service import serving, wait_until_ready
 
     console = Console(highlight=False, soft_wrap=True, markup=False)
-    port = _port(host, port)
     try:
-        with console.status("loading"):
-            if is_checkpoint(directory):
-                run = checkpoint_run(root, directory)
-                version = version or f"{run.config.checkpoint_line}@0"
-            else:
-                run = RunDirectory.open(directory)
-            target = find_target(run, version)
-        with serving(run, target, host=host, port=port) as (service, cluster):
+        with held_port(host, port, PORT) as held:
             with console.status("loading"):
-                wait_until_ready(service, cluster)
-            console.print(f"serving {target} of {directory}")
-            console.print(_how_to(service))
-            _watch(service, cluster, console)
+                if is_checkpoint(directory):
+                    run = checkpoint_run(root, directory)
+                    version = version or f"{run.config.checkpoint_line}@0"
+                else:
+                    run = RunDirectory.open(directory)
+                target = find_target(run, version)
+            with serving(run, target, host=host, port=held) as (service, cluster):
+                with console.status("loading"):
+                    wait_until_ready(service, cluster)
+                console.print(f"serving {target} of {directory}")
+                console.print(_how_to(service))
+                _watch(service, cluster, console)
     except KeyboardInterrupt:
         console.print("stopped")
-
-
-def _port(host: str, port: int | None) -> int:
-    """The port asked for, which must be free; by default PORT, or another one if that is taken."""
-    import socket
-
-    from rollmill.cluster.run import free_ports
-    from rollmill.errors import ConfigError
-
-    try:
-        with socket.create_server((host, port or PORT), family=socket.AF_INET6 if ":" in host else socket.AF_INET):
-            return port or PORT
-    except OSError as error:
-        if port is None and not isinstance(error, socket.gaierror):
-            return free_ports(1)[0]
-        raise ConfigError(
-            f"cannot listen on {host}:{port or PORT}: {error.strerror}", hint="choose another --port or --host"
-        ) from None
 
 
 def _how_to(service: RunDirectory) -> str:

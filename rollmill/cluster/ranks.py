@@ -11,7 +11,8 @@ import os
 import time
 from pathlib import Path
 
-from rollmill.cluster.run import RunConfig, RunDirectory, free_ports
+from rollmill.cluster.ports import free_ports
+from rollmill.cluster.run import RunConfig, RunDirectory
 
 PATIENCE_S = 60.0  # for rank 0 to create the run
 

@@ -21,7 +21,6 @@ import hmac
 import json
 import os
 import secrets
-import socket
 import tempfile
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, replace
@@ -33,6 +32,7 @@ from pydantic import Field, model_validator
 from rollmill import telemetry
 from rollmill.chat.config import ChatConfig
 from rollmill.cluster.paths import with_absolute_paths
+from rollmill.cluster.ports import free_ports
 from rollmill.cluster.upgrade import bring_up_to_date, refuse_moved
 from rollmill.config import Config, validate_config
 from rollmill.environments.environment import find_parts
@@ -48,7 +48,6 @@ from rollmill.training.stage import NAME, RolloutSettings, StageSection
 from rollmill.types import Version
 
 HOME = "home"
-PORTS = range(10_000, 32_768)
 SECRETS = (
     "admin_token",  # administers the gateway, and session keys derive from it
     "store_token",  # reads the home store over HTTP
@@ -478,18 +477,3 @@ def _shortened(model: dict[str, Any], given: dict[str, Any], where: str) -> dict
             hint="set it to less, or leave it out; stages.rl.max_context may be more",
         )
     return {"model": {**model, "max_context": wanted}, "trained_context": longest}
-
-
-def free_ports(count: int) -> list[int]:
-    """Ports that nobody listens on now. A run keeps them, so a restarted process has the same address.
-
-    They are below the range that the kernel uses for outgoing connections, so that no client takes one meanwhile.
-    """
-    found: list[int] = []
-    while len(found) < count:
-        port = secrets.choice(PORTS)
-        with contextlib.suppress(OSError), socket.socket() as probe:
-            probe.bind(("127.0.0.1", port))
-            if port not in found:
-                found.append(port)
-    return found

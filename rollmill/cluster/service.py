@@ -23,7 +23,8 @@ from typing import Any, Literal, TypeVar
 from rollmill import telemetry
 from rollmill.cluster.local import LocalCluster, terminable
 from rollmill.cluster.lock import LockTaken, exclusive
-from rollmill.cluster.run import RunDirectory, free_ports
+from rollmill.cluster.ports import held_port
+from rollmill.cluster.run import RunDirectory
 from rollmill.evals.run import EvalResult
 from rollmill.evals.suite import EvalConfig
 from rollmill.types import Version
@@ -53,9 +54,12 @@ class Target:
 def serving(
     run: RunDirectory, target: Target, kind: str = "serve", host: str = "127.0.0.1", port: int | None = None
 ) -> Iterator[tuple[RunDirectory, LocalCluster]]:
-    """Start a service of the run. Yields its directory and its processes, which the caller watches."""
-    [free] = free_ports(1)
-    with _claim(run, kind, host, free if port is None else port) as service, terminable():
+    """Start a service of the run. Yields its directory and its processes, which the caller watches. The caller holds
+    the port, if it gives one."""
+    with contextlib.ExitStack() as held:
+        port = port or held.enter_context(held_port(host, None))
+        service = held.enter_context(_claim(run, kind, host, port))
+        held.enter_context(terminable())
         telemetry.open_events(service.events, "supervisor")
         cluster = LocalCluster(service)
         try:

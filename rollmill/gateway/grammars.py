@@ -65,7 +65,7 @@ def read_schema(where: str, given: Any) -> dict[str, Any] | None:
 
 
 def read_forced(choice: Any, tools: Sequence[Tool]) -> tuple[str, ...]:
-    """The names of the tools of which one must be called; () if none must. `choice` is a word, or {"type", "name"}."""
+    """The model must call one of these tools; () if it may answer in text. `choice` is a word, or {"type", "name"}."""
     names = tuple(tool["function"]["name"] for tool in tools)
     if choice in (None, "auto", "none"):
         return ()

@@ -18,8 +18,9 @@ from cryptography.hazmat.primitives.asymmetric import ec
 from prometheus_client.parser import text_string_to_metric_families
 
 from rollmill.cli.reference import routes
+from rollmill.cluster.ports import free_ports
 from rollmill.cluster.roles.gateway import tls_context
-from rollmill.cluster.run import RunDirectory, free_ports
+from rollmill.cluster.run import RunDirectory
 from rollmill.cluster.service import health
 from rollmill.errors import ConfigError
 from rollmill.gateway.observer import ACCESS_LOG

@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import math
 import os
 import signal
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -19,11 +18,9 @@ from aiohttp.test_utils import TestServer, unused_port
 from rollmill import telemetry
 from rollmill.environments.episode import Episode
 from rollmill.environments.harness import HarnessResult
-from rollmill.environments.machine import ExecResult, Machine, MachineHost
 from rollmill.environments.machines.namespace.client import NamespaceHost
-from rollmill.environments.task import WholeDiff
 from rollmill.errors import GatewayError, RewardUnavailable, StorageError
-from rollmill.rollouts import rollout, work_diff
+from rollmill.rollouts import rollout
 from rollmill.rollouts.client import GatewayClient
 from rollmill.rollouts.hand_in import hand_in_key, load_hand_in, with_counts
 from rollmill.rollouts.rollout import regrade, seal_again
@@ -248,149 +245,6 @@ async def test_a_grading_machine_that_fails(world: World) -> None:
     world.check_failed(outcome, "out of machines\nhint: buy more")
     host = StandInHost(lambda asked: asked < 3, world.context.grading_machines)
     assert (await world.play(id="t1", context=replace(context, grading_machines=host))).solved and host.asked == 3
-
-
-async def test_engines_that_are_gone_when_the_time_is_over(world: World) -> None:
-    world.engine.refuse = (500, "out of order")
-    harness = type(world.context.harness)(world.context.harness.config.model_copy(update={"request_deadline_s": 1.5}))
-    outcome = await world.play(context=replace(world.context, harness=harness, timeout_s=0.5))
-    await harness.close()
-    world.check_failed(outcome, "harness: ")
-
-
-class WatchedGateway(GatewayClient):
-    """Counts how often it is asked for the time that an episode waited."""
-
-    looks = 0
-
-    async def waited(self, trajectory: str) -> float:
-        self.looks += 1
-        return await super().waited(trajectory)
-
-
-async def test_an_episode_behind_a_busy_engine_is_not_cut_off(world: World) -> None:
-    """The first answer waits in the engine's queue until the clock was looked at twice: its time would be over."""
-    async with WatchedGateway(world.context.gateway.base_url, ADMIN) as gateway:
-
-        async def queue(session: str, turn: int) -> None:
-            while turn == 1 and gateway.looks < 2:  # noqa: ASYNC110
-                await asyncio.sleep(0.005)
-            world.engine.timing = {"total_seconds": 1e-3, "queue_seconds": 0.0}
-
-        world.engine.on_turn = queue
-        outcome = await world.play(context=replace(world.context, gateway=gateway, timeout_s=1.0))
-    assert outcome.solved and outcome.result is not None and outcome.result.stop == "done"
-    key = world.row().submission_key
-    assert key is not None and load_hand_in(world.context.objects, key).seconds < 1.0 <= gateway.looks
-
-
-class Door:
-    """Forwards connections to the gateway. While it is closed, nobody can reach the gateway."""
-
-    def __init__(self, url: str) -> None:
-        self._target = url.rpartition("/")[2].split(":")
-        self._port = unused_port()
-        self.url = f"http://127.0.0.1:{self._port}"
-        self._writers: set[asyncio.StreamWriter] = set()
-
-    async def open(self) -> None:
-        self._server = await asyncio.start_server(self._forward, "127.0.0.1", self._port)
-
-    def close(self) -> None:
-        self._server.close()
-        for writer in self._writers:
-            writer.transport.abort()
-
-    async def _forward(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        inner_reader, inner_writer = await asyncio.open_connection(*self._target)
-        self._writers |= {writer, inner_writer}
-        await asyncio.gather(self._copy(reader, inner_writer), self._copy(inner_reader, writer))
-
-    async def _copy(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        with contextlib.suppress(OSError):
-            while data := await reader.read(1 << 16):
-                writer.write(data)
-        writer.close()
-
-
-async def test_time_without_a_gateway_is_not_the_episodes(world: World) -> None:
-    """The gateway is away for longer than the limit, while the first answer is sampled."""
-    door = Door(world.context.gateway.base_url)
-    await door.open()
-    async with GatewayClient(door.url, ADMIN) as gateway:
-
-        async def restart(session: str, turn: int) -> None:
-            if turn == 1 and not gateway.away_seconds():
-                door.close()
-                while gateway.away_seconds() < 2.5:  # noqa: ASYNC110
-                    await asyncio.sleep(0.005)
-                await door.open()
-
-        world.engine.on_turn = restart
-        outcome = await world.play(context=replace(world.context, gateway=gateway, timeout_s=2.0))
-    door.close()
-    assert outcome.solved and outcome.result is not None and outcome.result.stop == "done", outcome
-
-
-@dataclass
-class QueueingHost:
-    """A machine host whose first command waits for its turn until `turn` is true."""
-
-    host: MachineHost
-    turn: Callable[[], bool]
-
-    async def create(self, *arguments: Any, **options: Any) -> Machine:
-        machine = await self.host.create(*arguments, **options)
-        exec = machine.exec
-
-        async def queued(*arguments: Any, **options: Any) -> ExecResult:
-            while not self.turn():  # noqa: ASYNC110
-                await asyncio.sleep(0.005)
-            return await exec(*arguments, **options)
-
-        machine.exec = queued  # type: ignore[method-assign]
-        return machine
-
-    async def close(self) -> None: ...
-
-
-async def test_time_in_the_queue_of_a_machine_host_is_not_the_episodes(world: World) -> None:
-    """A command may take 1 s of the 3 s. It waits for its turn until the clock was looked at twice."""
-    async with WatchedGateway(world.context.gateway.base_url, ADMIN) as gateway:
-        machines = QueueingHost(world.context.machines, lambda: gateway.looks >= 2)
-        outcome = await world.play(context=replace(world.context, gateway=gateway, machines=machines, timeout_s=3.0))
-    assert outcome.solved and outcome.result is not None and outcome.result.stop == "done", outcome
-
-
-@dataclass
-class SlowToPack:
-    """A machine host whose machines take forever to pack their work directory."""
-
-    host: MachineHost
-
-    async def create(self, *arguments: Any, **options: Any) -> Machine:
-        machine = await self.host.create(*arguments, **options)
-        exec = machine.exec
-
-        async def slow(argv: Sequence[str], **options: Any) -> ExecResult:
-            return await exec(["sleep", "1000"] if list(argv) == work_diff._PACK else argv, **options)
-
-        machine.exec = slow  # type: ignore[method-assign]
-        return machine
-
-    async def close(self) -> None: ...
-
-
-async def test_a_work_directory_that_takes_too_long_to_pack_is_refused(
-    world: World, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """An agent can make it slow, with many sparse files for example. That must not get it a fresh attempt."""
-    monkeypatch.setattr(rollout, "GRACE_S", 2.0)
-    monkeypatch.setattr(work_diff, "PACK_S", 2.0)
-    context = replace(world.context, machines=SlowToPack(world.context.machines))
-    outcome = await world.play(make_task(submission=WholeDiff()), context=context)
-    assert outcome.reward is not None and outcome.reward.value == 0.0, outcome
-    assert "stopped by the limit 'time'" in str(outcome.reward.evidence)
 
 
 async def test_grading_that_does_not_end(world: World) -> None:

@@ -42,6 +42,7 @@ def main(run: RunDirectory) -> None:
         app,
         host=run.host,
         port=run.ports["gateway"],
+        reuse_port=run.service_of is not None,  # `held_port` holds it for this process
         access_log=None,
         print=None,
         shutdown_timeout=1.0,

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from rollmill.errors import GatewayError
-from rollmill.gateway.dialect import Reply, error_text
+from rollmill.gateway.dialect import Identity, ModelRequest, Reply, error_text
 from rollmill.gateway.segments import Answer
 
 _ERROR_TYPES = {401: "authentication_error", 403: "permission_error", 404: "not_found_error", 429: "rate_limit_error"}
@@ -25,6 +25,11 @@ def error_body(error: GatewayError) -> dict[str, Any]:
     kind = _ERROR_TYPES.get(status, "invalid_request_error" if status < 500 else "server_error")
     code = error.code or _ERROR_CODES.get(status)
     return {"error": {"message": error_text(error), "type": kind, "param": None, "code": code}}
+
+
+def head(id: str, kind: str, request: ModelRequest, identity: Identity) -> dict[str, Any]:
+    """The first fields of a chat completion or a completion, whole or in pieces."""
+    return {"id": id, "object": kind, "created": identity.created, "model": request.model or "rollmill"}
 
 
 def usage(reply: Reply) -> dict[str, Any]:

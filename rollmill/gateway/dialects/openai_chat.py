@@ -146,8 +146,7 @@ class ChunkWriter:
 
 
 def _head(request: ModelRequest, identity: Identity, kind: str) -> dict[str, Any]:
-    model = request.model or "rollmill"
-    return {"id": f"chatcmpl-{identity.id}", "object": kind, "created": identity.created, "model": model}
+    return openai.head(f"chatcmpl-{identity.id}", kind, request, identity)
 
 
 def parse_messages(tree: dict[str, Any], max_messages: int) -> list[Message]:

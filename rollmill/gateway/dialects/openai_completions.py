@@ -110,12 +110,7 @@ def _prompt(prompt: Any) -> str | list[int]:
 
 
 def _head(request: ModelRequest, identity: Identity) -> dict[str, Any]:
-    return {
-        "id": f"cmpl-{identity.id}",
-        "object": "text_completion",
-        "created": identity.created,
-        "model": request.model or "rollmill",
-    }
+    return openai.head(f"cmpl-{identity.id}", "text_completion", request, identity)
 
 
 def _choice(index: int, text: str, tokens: list[int], logprobs: Any, finish: str | None) -> dict[str, Any]:
