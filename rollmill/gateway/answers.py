@@ -28,6 +28,7 @@ class AnswerBuilder:
         self._cached = 0
         self.tokens: list[int] = []
         self.logprobs: list[float] = []
+        self.top_logprobs: list[list[tuple[int, float]]] = []
         self._policy: list[int] = []
         self._policies: list[PolicyRef] = []
         self._spans: list[Span] = []
@@ -44,6 +45,8 @@ class AnswerBuilder:
         before = len(self.tokens)
         self.tokens += chunk.tokens
         self.logprobs += chunk.logprobs
+        if self._request.top_logprobs:  # an engine may not know them
+            self.top_logprobs += chunk.top_logprobs or [[] for _ in chunk.tokens]
         numbers = [self._number(policy) for policy in chunk.policies]
         self._policy += [numbers[index] for index in chunk.policy]
         if chunk.routes is not None and len(chunk.routes):
@@ -83,6 +86,7 @@ class AnswerBuilder:
             message=message,
             cached_tokens=self._cached,
             stop=self._cut,
+            top_logprobs=self.top_logprobs,
         )
 
     def _is_closed(self) -> bool:
@@ -125,7 +129,7 @@ class AnswerBuilder:
             text = self._tokenizer.decode(self.tokens[max(0, count - reach) : count])
             found = next((stop for stop in self._stops if stop in text), None)
             if found is not None:
-                del self.tokens[count:], self.logprobs[count:], self._policy[count:]
+                del self.tokens[count:], self.logprobs[count:], self._policy[count:], self.top_logprobs[count:]
                 self._cut, self.finish = found, "stop"
                 return
 

@@ -10,6 +10,7 @@ gets the answer, after `record_wait_s` at the latest; the session is then marked
 from __future__ import annotations
 
 import asyncio
+import contextlib
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import NamedTuple
@@ -22,7 +23,7 @@ from rollmill.errors import GatewayError, StorageError
 from rollmill.gateway.answers import AnswerBuilder
 from rollmill.gateway.causes import read_declared
 from rollmill.gateway.config import GatewayConfig
-from rollmill.gateway.dialect import Dialect, Identity, ModelRequest, Reply
+from rollmill.gateway.dialect import Dialect, Identity, ModelRequest, Reply, TokenLogprob
 from rollmill.gateway.entries import encode_incomplete, encode_open, encode_turn
 from rollmill.gateway.flights import AnswerCut, Flight
 from rollmill.gateway.grammars import grammar_of
@@ -33,7 +34,7 @@ from rollmill.gateway.registry import Registry
 from rollmill.gateway.router import Router
 from rollmill.gateway.segments import Answer, OpenSegment, Turn
 from rollmill.gateway.sessions import Plan, Session
-from rollmill.gateway.streams import EventStream, token_texts
+from rollmill.gateway.streams import EventStream, token_logprobs
 from rollmill.inference.engine import GenerateRequest
 
 
@@ -121,11 +122,8 @@ class Completions:
             stream = EventStream(ask.http, request, ask.dialect, self._format, self._tokenizer)
             stream.response.headers[HEADER] = session.name
         segment = session.undelivered(request.messages, request.tools) if request.count == 1 else None
-        if segment is not None:
-            self._metrics.count("answers_repeated_total")
-            answer = segment.turns[-1].answer
-            recorded = [Recorded(segment, answer, segment.length - len(answer.tokens))]
-            return await self._reply(session, recorded, ask, stream)
+        if segment is not None and (segment.turns[-1].answer.top_logprobs or not request.top_logprobs):
+            return await self._repeat(session, segment, ask, stream)
         try:
             recorded = await self._new_answers(session, ask, stream)
         except GatewayError as error:
@@ -137,6 +135,19 @@ class Completions:
             if not session.segments and not session.logged and not session.flights:
                 self._registry.remove(session)
         return await self._reply(session, recorded, ask, stream)
+
+    async def _repeat(
+        self, session: Session, segment: OpenSegment, ask: Ask, stream: EventStream | None
+    ) -> web.StreamResponse:
+        """Gives the last answer of the segment again: it may not have arrived."""
+        self._metrics.count("answers_repeated_total")
+        answer = segment.turns[-1].answer
+        recorded = Recorded(segment, answer, segment.length - len(answer.tokens))
+        if stream is not None:
+            stream.prompt_tokens = recorded.prompt_tokens
+            with contextlib.suppress(ConnectionResetError):  # `_reply` notices it too
+                await stream.push(0, answer.tokens, answer.logprobs, answer.top_logprobs)
+        return await self._reply(session, [recorded], ask, stream)
 
     def _constrained(self, request: ModelRequest) -> ModelRequest:
         """The request with the grammar that it needs."""
@@ -193,6 +204,7 @@ class Completions:
         failure: GatewayError | None = None
         facts, sampling = session.facts, request.sampling
         ask = GenerateRequest(plan.cache, plan.context, sampling, facts.traffic, facts.min_version, facts.line)
+        ask.top_logprobs = request.top_logprobs
         builder = AnswerBuilder(ask, self._tokenizer, request.stop)
         piecemeal = request.stream or bool(request.stop) or sampling.max_tokens > self._config.stream_above
         wait = session.waits.begin()
@@ -205,7 +217,8 @@ class Completions:
                     fresh = builder.add(engine, chunk)
                     session.engine = engine.url
                     if stream is not None:
-                        await stream.push(index, fresh, builder.logprobs[len(builder.logprobs) - len(fresh) :])
+                        start = len(builder.tokens) - len(fresh)
+                        await stream.push(index, fresh, builder.logprobs[start:], builder.top_logprobs[start:])
                     if builder.finish is not None:
                         break
         except (ConnectionResetError, AnswerCut) as error:  # nobody waits for the rest; the tokens so far are kept
@@ -266,8 +279,9 @@ class Completions:
             arrived = await stream.finish(reply)
         else:
             arrived = not ask.is_abandoned()
-        for segment, _, _ in recorded:
+        for segment, answer, _ in recorded:
             segment.delivered = arrived
+            answer.top_logprobs = [] if arrived else answer.top_logprobs  # only needed to repeat it
         if stream is not None:
             return stream.response
         headers = {HEADER: session.name}
@@ -291,8 +305,11 @@ class Completions:
             answers=answers,
             prompt_tokens=recorded[0].prompt_tokens,
             about=about,
-            token_texts=[token_texts(self._tokenizer, answer.tokens) for answer in answers] if request.logprobs else [],
+            logprobs=[self._logprobs(answer) for answer in answers] if request.logprobs else [],
         )
+
+    def _logprobs(self, answer: Answer) -> list[TokenLogprob]:
+        return token_logprobs(self._tokenizer, answer.tokens, answer.logprobs, answer.top_logprobs)
 
 
 def _numbered(request: ModelRequest, index: int) -> ModelRequest:

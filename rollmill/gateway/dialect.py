@@ -12,7 +12,7 @@ import time
 import uuid
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 from rollmill.chat.format import Message, Tool
 from rollmill.errors import GatewayError
@@ -42,10 +42,19 @@ class ModelRequest:
     user: str = ""
     count: int = 1  # how many answers
     logprobs: bool = False  # whether the client gets log-probs of the tokens
+    top_logprobs: int = 0  # how many of the most likely tokens it gets for each one
     schema: dict[str, Any] | None = None  # the JSON schema that the text must follow
     forced: tuple[str, ...] = ()  # one of these tools must be called
     prompt: str | list[int] | None = None  # the context itself, instead of messages
     options: Mapping[str, Any] = field(default_factory=dict)  # read again only by the dialect that parsed the request
+
+
+class TokenLogprob(NamedTuple):
+    """A sampled token as its text, its log-prob, and the most likely tokens there if the client asked for them."""
+
+    text: str
+    logprob: float
+    best: Sequence[tuple[str, float]] = ()
 
 
 @dataclass(frozen=True)
@@ -55,8 +64,7 @@ class Delta:
     text: str = ""
     reasoning: str = ""
     tokens: Sequence[int] = ()
-    logprobs: Sequence[float] = ()
-    token_texts: Sequence[str] = ()  # one per token, if the client asked for log-probs
+    logprobs: Sequence[TokenLogprob] = ()  # one per token, if the client asked for log-probs
 
     def __bool__(self) -> bool:
         return bool(self.text or self.reasoning or self.tokens)
@@ -71,7 +79,7 @@ class Reply:
     answers: Sequence[Answer]
     prompt_tokens: int
     about: Mapping[str, Any]  # where the record is: trajectory, segment, policies
-    token_texts: Sequence[Sequence[str]] = ()  # per answer, if the client asked for log-probs
+    logprobs: Sequence[Sequence[TokenLogprob]] = ()  # per answer, if the client asked for log-probs
 
     @property
     def sampled_tokens(self) -> int:

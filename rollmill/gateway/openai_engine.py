@@ -27,6 +27,7 @@ _LARGEST_ID = 1 << 31
 
 class _Logprobs(BaseModel):
     token_logprobs: list[float | None] | None = None
+    top_logprobs: list[dict[str, float] | None] | None = None
 
 
 class _Choice(BaseModel):
@@ -53,13 +54,15 @@ def body_of(request: GenerateRequest, endpoint: EngineEndpoint) -> dict[str, Any
         "max_tokens": sampling.max_tokens,
         "temperature": sampling.temperature,
         "top_p": sampling.top_p,
-        "logprobs": 1,
+        "logprobs": max(1, request.top_logprobs),
         "return_token_ids": True,
     }
     return body if sampling.seed is None else {**body, "seed": sampling.seed}
 
 
-def read_completion(data: bytes, policy: PolicyRef, encode: Callable[[str], list[int]]) -> GenerateChunk:
+def read_completion(
+    data: bytes, policy: PolicyRef, encode: Callable[[str], list[int]], top_logprobs: int = 0
+) -> GenerateChunk:
     """The answer as one chunk. Raises EngineError if it is not a completion."""
     try:
         completion = parse_json(data, _COMPLETION)
@@ -86,7 +89,17 @@ def read_completion(data: bytes, policy: PolicyRef, encode: Callable[[str], list
         finish=finish,
         oldest_kv_policy=policy,
         missing=f"the server does not tell {', '.join(missing)}",
+        top_logprobs=_best(choice.logprobs, len(tokens), encode) if top_logprobs else [],
     )
+
+
+def _best(told: _Logprobs | None, count: int, encode: Callable[[str], list[int]]) -> list[list[tuple[int, float]]]:
+    """The most likely tokens. Servers tell their texts; a text that is not one token is left out."""
+    best = (told.top_logprobs if told is not None else None) or []
+    if len(best) != count:
+        return [[] for _ in range(count)]
+    texts = [sorted((each or {}).items(), key=lambda item: -item[1]) for each in best]
+    return [[(ids[0], value) for text, value in each if len(ids := encode(text)) == 1] for each in texts]
 
 
 async def ask(
@@ -103,7 +116,7 @@ async def ask(
     ) as response:
         if response.status != 200:
             await refuse(response)
-        return read_completion(await response.read(), policy_of(endpoint), encode)
+        return read_completion(await response.read(), policy_of(endpoint), encode, request.top_logprobs)
 
 
 async def ask_health(client: aiohttp.ClientSession, endpoint: EngineEndpoint) -> dict[str, Any]:

@@ -313,6 +313,7 @@ def _of_target(chunk: GenerateChunk, line: str, number: int | None) -> GenerateC
         logprobs=chunk.logprobs[:own],
         policy=[policies.index(chunk.policies[index]) for index in chunk.policy[:own]],
         policies=policies,
+        top_logprobs=chunk.top_logprobs[:own],
         routes=None if chunk.routes is None else chunk.routes[: len(chunk.routes) - len(chunk.tokens) + own],
         finish=None,
         oldest_kv_policy=None,

@@ -34,6 +34,8 @@ class Answer:
     message: Message
     cached_tokens: int = 0
     stop: str | None = None  # the text that ended it, if one of the request did
+    # (token, log-prob) of the most likely tokens, per token; empty if the request did not ask. Not in the record
+    top_logprobs: list[list[tuple[int, float]]] = field(default_factory=list)
 
 
 @dataclass

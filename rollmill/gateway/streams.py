@@ -10,7 +10,9 @@ from aiohttp import web
 from rollmill.chat.format import ChatFormat, ContentStream
 from rollmill.chat.tokenizer import Tokenizer
 from rollmill.errors import GatewayError
-from rollmill.gateway.dialect import Delta, Dialect, Identity, ModelRequest, Reply
+from rollmill.gateway.dialect import Delta, Dialect, Identity, ModelRequest, Reply, TokenLogprob
+
+Best = Sequence[Sequence[tuple[int, float]]]  # (token, log-prob) of the most likely tokens, per sampled token
 
 
 class EventStream:
@@ -32,16 +34,16 @@ class EventStream:
         self.begun = False
         self.prompt_tokens = 0  # set before the first push
 
-    async def push(self, index: int, tokens: Sequence[int], logprobs: Sequence[float]) -> None:
+    async def push(self, index: int, tokens: Sequence[int], logprobs: Sequence[float], best: Best = ()) -> None:
         """New tokens of answer `index`. Raises ConnectionResetError if the client has disconnected."""
         if not tokens:
             return
-        texts = token_texts(self._tokenizer, tokens) if self._request.logprobs else ()
+        told = token_logprobs(self._tokenizer, tokens, logprobs, best) if self._request.logprobs else ()
         content = self._contents[index]
         text, reasoning = content.push(tokens), content.reasoning
         self._sent[index] += text
         self._reasoned[index] += reasoning
-        await self._write(self._writer.delta(index, Delta(text, reasoning, tokens, logprobs, texts)))
+        await self._write(self._writer.delta(index, Delta(text, reasoning, tokens, told)))
 
     async def finish(self, reply: Reply) -> bool:
         """Sends the remaining text, the tool calls and the end. Returns False if the client had disconnected."""
@@ -87,6 +89,10 @@ def _content_stream(request: ModelRequest, format: ChatFormat, tokenizer: Tokeni
     return ContentStream(tokenizer, ends=[*ends, *request.stop])
 
 
-def token_texts(tokenizer: Tokenizer, tokens: Sequence[int]) -> list[str]:
+def token_logprobs(
+    tokenizer: Tokenizer, tokens: Sequence[int], logprobs: Sequence[float], best: Best
+) -> list[TokenLogprob]:
     """The text of each token alone. A token that is a part of a character has U+FFFD."""
-    return [tokenizer.decode([token]) for token in tokens]
+    texts = [tokenizer.decode([token]) for token in tokens]
+    others = [[(tokenizer.decode([token]), logprob) for token, logprob in each] for each in best] or [[]] * len(tokens)
+    return list(map(TokenLogprob, texts, logprobs, others))

@@ -68,6 +68,7 @@ class GenerateRequest:
     min_version: int = 0  # wait until the served version number is at least this: how staleness 0 is kept
     line: str = ""  # the line whose versions are meant; an engine that serves another one refuses. "": any line
     answered: int = 0  # this many tokens at the end of `tokens` belong to the answer: where its grammar goes on
+    top_logprobs: int = 0  # how many of the most likely tokens are told for each sampled one
 
 
 @dataclass
@@ -87,6 +88,8 @@ class GenerateChunk:
     oldest_kv_policy: PolicyRef | None = None
     cached_tokens: int = 0
     missing: str = ""  # what is not known about these tokens; they are then not trained on
+    # (token, log-prob) of the most likely tokens, one list per sampled token; [] if the request did not ask
+    top_logprobs: list[list[tuple[int, float]]] = field(default_factory=list)
     timing: Mapping[str, float] = field(default_factory=dict)
 
 

@@ -7,9 +7,9 @@ it. Unknown fields are ignored: the other process may be newer.
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import TypeVar
+from typing import Annotated, TypeVar
 
-from pydantic import TypeAdapter
+from pydantic import Field, TypeAdapter
 
 from rollmill.errors import EngineError
 from rollmill.inference.engine import GenerateChunk, GenerateRequest
@@ -18,6 +18,7 @@ from rollmill.trajectories.facts import STRICT, Int31, Natural, Routes
 from rollmill.types import FinishReason, PolicyRef, Sampling, TrafficClass
 
 T = TypeVar("T")
+MOST_TOP_LOGPROBS = 20  # as OpenAI allows
 
 
 @dataclass
@@ -31,6 +32,7 @@ class _Request:
     min_version: Natural = 0
     line: str = ""
     answered: Natural = 0
+    top_logprobs: Annotated[int, Field(ge=0, le=MOST_TOP_LOGPROBS)] = 0
     stream: bool = False
 
 
@@ -48,6 +50,7 @@ class _Chunk:
     oldest_kv_policy: PolicyRef | None = None
     cached_tokens: Natural = 0
     missing: str = ""
+    top_logprobs: list[list[tuple[Int31, float]]] = field(default_factory=list)
     timing: dict[str, float] = field(default_factory=dict)
 
 
@@ -75,6 +78,8 @@ def chunk_from_json(data: bytes) -> GenerateChunk:
     chunk = GenerateChunk(**vars(_parse(_CHUNK, data, "chunk")))
     if not len(chunk.tokens) == len(chunk.logprobs) == len(chunk.policy):
         raise EngineError("chunk: tokens, logprobs and policy must have one entry per token")
+    if chunk.top_logprobs and len(chunk.top_logprobs) != len(chunk.tokens):
+        raise EngineError("chunk: top_logprobs must have one entry per token")
     if any(index >= len(chunk.policies) for index in chunk.policy):
         raise EngineError("chunk: policy points outside policies")
     known = [*chunk.policies, *filter(None, [chunk.oldest_kv_policy])]

@@ -105,6 +105,9 @@ class StandIn:
         oldest, done = self.policy(), 0
         for index, piece in enumerate(pieces):
             chunk = self._chunk(body["session"], len(context), piece, done)
+            if body["top_logprobs"]:
+                pairs = zip(piece, chunk["logprobs"], strict=True)
+                chunk["top_logprobs"] = [[(token, value), (token + 1, value - 1)] for token, value in pairs]
             done += len(piece)
             if self.die_after is not None and done >= self.die_after:
                 self.die_after = None

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from rollmill.chat.formats.compact import CompactFormat
 from rollmill.errors import GatewayError
-from rollmill.gateway.dialect import Delta, Dialect, Identity, Limits, Reply
+from rollmill.gateway.dialect import Delta, Dialect, Identity, Limits, Reply, TokenLogprob
 from rollmill.gateway.dialects.anthropic import AnthropicMessages
 from rollmill.gateway.dialects.openai_chat import OpenAIChat
 from rollmill.gateway.dialects.openai_completions import OpenAICompletions
@@ -50,9 +50,9 @@ ITEMS = SAID | st.lists(
     max_size=3,
 )
 FIELDS = (
-    "temperature top_p top_k max_tokens max_output_tokens seed stop stop_sequences n logprobs tools tool_choice user"
+    "temperature top_p top_k max_tokens max_output_tokens seed stop stop_sequences n logprobs tools tool_choice"
     " model stream stream_options metadata system thinking instructions include text store previous_response_id"
-    " response_format"
+    " response_format user top_logprobs"
 ).split()
 BODIES = st.fixed_dictionaries({}, optional={"messages": SAID, "input": ITEMS | TEXT, "prompt": TEXT | JSON}).flatmap(
     lambda begun: st.dictionaries(st.sampled_from(FIELDS), JSON, max_size=2).map(lambda more: {**more, **begun})
@@ -92,12 +92,11 @@ def test_any_body_is_refused_or_can_be_answered(format: CompactFormat, dialect: 
         request = dialect.continued(request, None)
     if request.prompt is None:
         format.render_start(request.messages, request.tools)
-    reply = Reply(
-        request, Identity(), [ANSWER] * request.count, 3, {"trajectory": "a"}, token_texts=[["x"]] * request.count
-    )
+    told = [TokenLogprob("x", -1.0, [("y", -2.0)])]
+    reply = Reply(request, Identity(), [ANSWER] * request.count, 3, {"trajectory": "a"}, [told] * request.count)
     json.loads(dialect.reply(reply))
     writer = dialect.stream(request, reply.identity)
-    pieces = [writer.delta(index, Delta("x", "r", [1], [-1.0], ["x"])) for index in range(request.count)]
+    pieces = [writer.delta(index, Delta("x", "r", [1], told)) for index in range(request.count)]
     events = (writer.start(3) + b"".join(pieces) + writer.finish(reply)).split(b"\n\n")
     for event in filter(None, events):
         data = event.split(b"data: ", 1)[1]

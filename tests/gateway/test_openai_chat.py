@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import json
 from typing import Any
 
-from tests.gateway.conftest import USER, Answers, Mill
+import pytest
+
+from tests.gateway.conftest import USER, Answers, Door, Mill
 from tests.gateway.stand_in import StandIn
 
 
@@ -55,3 +58,66 @@ async def test_log_probs_are_those_of_the_record(mill: Mill, answers: Answers) -
     assert [round(each["logprob"], 5) for each in told] == [
         round(float(each), 5) for each in segment.logprobs[segment.sampled]
     ]
+
+
+@pytest.mark.parametrize("stream", [False, True])
+async def test_the_most_likely_tokens_are_told_in_every_openai_format(
+    mill: Mill, answers: Answers, stream: bool
+) -> None:
+    """The stand-in names the sampled token and the next id, one less likely."""
+    script = answers.text("one two")
+    door = await mill.gateway(await mill.engine(StandIn([script])))
+    key = await door.open("a")
+    texts = [[mill.tokenizer.decode([each]) for each in (token, token + 1)] for token in script]
+    bodies: dict[str, dict[str, Any]] = {
+        "chat/completions": {"messages": [USER], "logprobs": True, "top_logprobs": 2},
+        "completions": {"prompt": "Fix add.", "logprobs": 2},
+        "responses": {"input": "x", "include": ["message.output_text.logprobs"], "top_logprobs": 2},
+    }
+    for path, body in bodies.items():
+        replies = await events(door, f"/v1/{path}", {**body, "stream": stream}, key)
+        told = [each for reply in replies for each in _told(path, reply)]
+        if path == "completions":
+            assert [list(each) for each in told] == texts
+        elif path == "chat/completions" or not stream:
+            assert [[best["token"] for best in each["top_logprobs"]] for each in told] == texts
+            assert all(each["top_logprobs"][0]["logprob"] == each["logprob"] for each in told)
+        else:  # tokens without text of their own have no event
+            assert told and all(len(each["top_logprobs"]) == 2 for each in told)
+
+
+async def test_a_repeated_stream_has_the_tokens_and_log_probs_of_the_first(mill: Mill, answers: Answers) -> None:
+    script = answers.text("one")
+    engine = StandIn([script])
+    endpoint = await mill.engine(engine)
+    body = {"prompt": "Fix add.", "stream": True, "logprobs": 0}
+    async with mill.running(endpoint) as door:
+        key = await door.open("a")
+        await events(door, "/v1/completions", body, key)
+    async with mill.running(endpoint) as door:  # the client may not have received it before the gateway stopped
+        choices = [reply["choices"][0] for reply in await events(door, "/v1/completions", body, key)]
+    assert len(engine.requests) == 1
+    assert [token for choice in choices for token in choice["token_ids"]] == script
+    told = [value for choice in choices if choice["logprobs"] for value in choice["logprobs"]["token_logprobs"]]
+    assert len(told) == len(script)
+
+
+async def events(door: Door, path: str, body: Any, key: str) -> list[Any]:
+    """The whole reply, or the events of a stream."""
+    async with door.http.post(door.url + path, json=body, headers={"Authorization": f"Bearer {key}"}) as response:
+        text = await response.text()
+        assert response.status == 200, text
+    if not body["stream"]:
+        return [json.loads(text)]
+    return [json.loads(line[6:]) for line in text.splitlines() if line.startswith("data: {")]
+
+
+def _told(path: str, reply: Any) -> list[Any]:
+    """The log-probs in a reply, or in one event."""
+    if path == "completions":
+        return list((reply["choices"][0]["logprobs"] or {}).get("top_logprobs", ()))
+    if path == "chat/completions":
+        return list((reply["choices"][0]["logprobs"] or {}).get("content", ()))
+    if reply.get("object") == "response":
+        return list(reply["output"][0]["content"][0]["logprobs"])
+    return list(reply.get("logprobs", ())) if reply["type"] == "response.output_text.delta" else []

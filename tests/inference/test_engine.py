@@ -56,6 +56,25 @@ async def test_logprobs_are_the_trainers(experts: int) -> None:
     assert worst < tolerance()
 
 
+async def test_the_most_likely_tokens_are_told_to_who_asks() -> None:
+    """Under the distribution that is sampled from: top-k leaves three tokens. Other requests get none."""
+    wanted = request(top_k=3, max_tokens=6)
+    wanted.top_logprobs = 5
+    async with engine_at(make_update(0)) as engine:
+        chunks, plain = [], generate(engine, request(session="other"))
+        running = asyncio.create_task(plain)
+        async for chunk in engine.generate(wanted, stream=True):
+            chunks.append(chunk)
+        assert (await running).last.top_logprobs == []
+    told = [best for chunk in chunks for best in chunk.top_logprobs]
+    sampled = [pair for chunk in chunks for pair in zip(chunk.tokens, chunk.logprobs, strict=True)]
+    assert len(told) == len(sampled) == 6
+    for best, (token, logprob) in zip(told, sampled, strict=True):
+        assert len(best) == 3 and dict(best)[token] == pytest.approx(logprob, abs=1e-6)
+        assert [value for _, value in best] == sorted((value for _, value in best), reverse=True)
+        assert sum(np.exp([value for _, value in best])) == pytest.approx(1, abs=1e-5)
+
+
 async def test_every_computed_position_has_routes(device: Device) -> None:
     update = make_update(0)
     async with engine_at(update) as engine:

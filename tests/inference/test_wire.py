@@ -11,7 +11,7 @@ from rollmill.inference.wire import chunk_from_json, chunk_to_json, request_from
 from rollmill.types import PolicyRef, Sampling
 
 REQUEST = GenerateRequest(
-    "session", [1, 2, 3], Sampling(0.7, 0.9, 5, 33, (4, 5), 2**63), traffic="production", min_version=6
+    "session", [1, 2, 3], Sampling(0.7, 0.9, 5, 33, (4, 5), 2**63), traffic="production", min_version=6, top_logprobs=2
 )
 OLD, NEW = PolicyRef("main", 1, "bf16", "aa"), PolicyRef("main", 2, "bf16", "bb")
 CHUNK = GenerateChunk(
@@ -25,6 +25,7 @@ CHUNK = GenerateChunk(
     oldest_kv_policy=OLD,
     cached_tokens=4,
     timing={"total_seconds": 0.5},
+    top_logprobs=[[(5, -0.1), (9, -3.0)], []],
 )
 
 

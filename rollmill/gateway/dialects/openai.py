@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from rollmill.errors import GatewayError
-from rollmill.gateway.dialect import Identity, ModelRequest, Reply, error_text
+from rollmill.gateway.dialect import Identity, ModelRequest, Reply, TokenLogprob, error_text
+from rollmill.gateway.dialects import fields
 from rollmill.gateway.segments import Answer
+from rollmill.inference.wire import MOST_TOP_LOGPROBS
 
 _ERROR_TYPES = {401: "authentication_error", 403: "permission_error", 404: "not_found_error", 429: "rate_limit_error"}
 _ERROR_CODES = {
@@ -47,17 +49,24 @@ def finish_reason(answer: Answer) -> str:
     return "tool_calls" if answer.message.get("tool_calls") else "stop"
 
 
-def token_logprobs(texts: Sequence[str], logprobs: Sequence[float]) -> list[dict[str, Any]]:
+def token_logprobs(logprobs: Sequence[TokenLogprob]) -> list[dict[str, Any]]:
     """The log-prob of each sampled token, in the form of chat completions and responses.
 
     A token that is a part of a character has no text of its own, so its bytes are not told.
     """
     return [
-        {
-            "token": text,
-            "logprob": logprob,
-            "bytes": None if "\ufffd" in text else list(text.encode()),
-            "top_logprobs": [],
-        }
-        for text, logprob in zip(texts, logprobs, strict=True)
+        {**_one(each.text, each.logprob), "top_logprobs": [_one(text, logprob) for text, logprob in each.best]}
+        for each in logprobs
     ]
+
+
+def read_top_logprobs(tree: Mapping[str, Any], logprobs: bool) -> int:
+    """How many of the most likely tokens a request asks for."""
+    count = fields.integer(tree, "top_logprobs", 0, MOST_TOP_LOGPROBS) or 0
+    if count and not logprobs:
+        raise GatewayError(f"top_logprobs = {count} needs log-probs", hint="ask for logprobs too")
+    return count
+
+
+def _one(text: str, logprob: float) -> dict[str, Any]:
+    return {"token": text, "logprob": logprob, "bytes": None if "\ufffd" in text else list(text.encode())}

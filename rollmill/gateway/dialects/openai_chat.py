@@ -19,7 +19,6 @@ from rollmill.gateway.grammars import read_forced, read_schema
 MOST_ANSWERS = 16
 # field -> values that have no effect
 NEUTRAL: dict[str, tuple[Any, ...]] = {
-    "top_logprobs": (0,),
     "logit_bias": ({},),
     "presence_penalty": (0,),
     "frequency_penalty": (0,),
@@ -39,7 +38,7 @@ DESCRIPTIVE = frozenset(
 )
 _KNOWN = DESCRIPTIVE | frozenset(
     "messages model n logprobs max_completion_tokens max_tokens response_format seed stop stream stream_options"
-    " temperature tool_choice tools top_k top_p".split()
+    " temperature tool_choice tools top_k top_logprobs top_p".split()
 )
 _ROLES = {"system": "system", "developer": "system", "user": "user", "assistant": "assistant", "tool": "tool"}
 
@@ -53,6 +52,7 @@ class OpenAIChat:
         options = fields.field(tree, "stream_options", dict) or {}
         max_tokens = fields.max_tokens(tree, ("max_completion_tokens", "max_tokens"), limits.default_max_tokens)
         tools = parse_tools(tree)
+        logprobs = bool(fields.field(tree, "logprobs", bool))
         return ModelRequest(
             messages=parse_messages(tree, limits.max_messages),
             tools=tools,
@@ -64,7 +64,8 @@ class OpenAIChat:
             model=fields.field(tree, "model", str) or "",
             user=fields.field(tree, "user", str) or "",
             count=fields.integer(tree, "n", 1, MOST_ANSWERS) or 1,
-            logprobs=bool(fields.field(tree, "logprobs", bool)),
+            logprobs=logprobs,
+            top_logprobs=openai.read_top_logprobs(tree, logprobs),
             options={"include_usage": options.get("include_usage") is True},
         )
 
@@ -73,10 +74,7 @@ class OpenAIChat:
         for index, answer in enumerate(reply.answers):
             logprobs = None
             if reply.request.logprobs:
-                logprobs = {
-                    "content": openai.token_logprobs(reply.token_texts[index], answer.logprobs),
-                    "refusal": None,
-                }
+                logprobs = {"content": openai.token_logprobs(reply.logprobs[index]), "refusal": None}
             choices.append(
                 {
                     "index": index,
@@ -113,8 +111,7 @@ class ChunkWriter:
     def delta(self, index: int, delta: Delta) -> bytes:
         logprobs = None
         if self._request.logprobs and delta.tokens:
-            content = openai.token_logprobs(delta.token_texts, delta.logprobs)
-            logprobs = {"content": content, "refusal": None}
+            logprobs = {"content": openai.token_logprobs(delta.logprobs), "refusal": None}
         if not delta.text and not delta.reasoning and logprobs is None:
             return b""
         piece = {"content": delta.text} if delta.text or not delta.reasoning else {}

@@ -7,13 +7,15 @@ needs them sends ids. Answers have `token_ids` beside the text.
 from __future__ import annotations
 
 import json
+from collections.abc import Sequence
 from typing import Any
 
 from rollmill.errors import GatewayError
 from rollmill.gateway.body import parse_object, short
-from rollmill.gateway.dialect import Delta, Identity, Limits, ModelRequest, Reply
+from rollmill.gateway.dialect import Delta, Identity, Limits, ModelRequest, Reply, TokenLogprob
 from rollmill.gateway.dialects import fields, openai
 from rollmill.gateway.dialects.openai_chat import MOST_ANSWERS
+from rollmill.inference.wire import MOST_TOP_LOGPROBS
 
 _NEUTRAL: dict[str, tuple[Any, ...]] = {
     "best_of": (1,),
@@ -38,6 +40,7 @@ class OpenAICompletions:
         fields.check_names(tree, _KNOWN, _NEUTRAL)
         options = fields.field(tree, "stream_options", dict) or {}
         max_tokens = fields.max_tokens(tree, ("max_tokens",), limits.default_max_tokens)
+        best = fields.integer(tree, "logprobs", 0, MOST_TOP_LOGPROBS)
         return ModelRequest(
             messages=[],
             tools=[],
@@ -47,7 +50,8 @@ class OpenAICompletions:
             model=fields.field(tree, "model", str) or "",
             user=fields.field(tree, "user", str) or "",
             count=fields.integer(tree, "n", 1, MOST_ANSWERS) or 1,
-            logprobs=fields.integer(tree, "logprobs", 0, 1) is not None,
+            logprobs=best is not None,
+            top_logprobs=best or 0,
             prompt=_prompt(tree.get("prompt")),
             options={"include_usage": options.get("include_usage") is True},
         )
@@ -55,7 +59,7 @@ class OpenAICompletions:
     def reply(self, reply: Reply) -> bytes:
         choices = []
         for index, answer in enumerate(reply.answers):
-            logprobs = _logprobs(reply.token_texts[index], answer.logprobs) if reply.request.logprobs else None
+            logprobs = _logprobs(reply.request, reply.logprobs[index]) if reply.request.logprobs else None
             text, finish = answer.message["content"] or "", openai.finish_reason(answer)
             choices.append(_choice(index, text, answer.tokens, logprobs, finish))
         head = _head(reply.request, reply.identity)
@@ -80,7 +84,7 @@ class TextWriter:
         return b""
 
     def delta(self, index: int, delta: Delta) -> bytes:
-        logprobs = _logprobs(delta.token_texts, delta.logprobs) if self._request.logprobs else None
+        logprobs = _logprobs(self._request, delta.logprobs) if self._request.logprobs else None
         choice = _choice(index, delta.text, list(delta.tokens), logprobs, None)
         return fields.event({**self._head, "choices": [choice]})
 
@@ -117,5 +121,19 @@ def _choice(index: int, text: str, tokens: list[int], logprobs: Any, finish: str
     return {"index": index, "text": text, "token_ids": tokens, "logprobs": logprobs, "finish_reason": finish}
 
 
-def _logprobs(texts: Any, logprobs: Any) -> dict[str, Any]:
-    return {"tokens": list(texts), "token_logprobs": list(logprobs), "top_logprobs": None, "text_offset": None}
+def _logprobs(request: ModelRequest, logprobs: Sequence[TokenLogprob]) -> dict[str, Any]:
+    return {
+        "tokens": [each.text for each in logprobs],
+        "token_logprobs": [each.logprob for each in logprobs],
+        "top_logprobs": [_best(each) for each in logprobs] if request.top_logprobs else None,
+        "text_offset": None,
+    }
+
+
+def _best(told: TokenLogprob) -> dict[str, float]:
+    """The most likely tokens by their text, the sampled one among them. Of tokens with the same text, the most likely
+    one counts."""
+    best: dict[str, float] = {}
+    for text, logprob in (*told.best, (told.text, told.logprob)):
+        best.setdefault(text, logprob)
+    return best

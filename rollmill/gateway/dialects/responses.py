@@ -21,14 +21,13 @@ _NEUTRAL: dict[str, tuple[Any, ...]] = {
     "conversation": (),
     "max_tool_calls": (),
     "prompt": (),
-    "top_logprobs": (0,),
     "context_management": (),
 }
 # `reasoning` and `text.verbosity` are wishes; `truncation` allows the server to shorten, which it never does
 _KNOWN = frozenset(
     "include input instructions max_output_tokens metadata model parallel_tool_calls previous_response_id"
     " prompt_cache_key prompt_cache_retention reasoning safety_identifier seed service_tier store stream stream_options"
-    " temperature text tool_choice tools top_k top_p truncation user".split()
+    " temperature text tool_choice tools top_k top_logprobs top_p truncation user".split()
 )
 
 
@@ -45,6 +44,7 @@ class OpenAIResponses:
         text_format = (fields.field(tree, "text", dict) or {}).get("format")
         tools = parse_response_tools(tree)
         include = fields.field(tree, "include", list) or []
+        logprobs = "message.output_text.logprobs" in include
         store = fields.field(tree, "store", bool)
         return ModelRequest(
             messages=parse_items(tree.get("input"), limits.max_messages),
@@ -59,7 +59,8 @@ class OpenAIResponses:
             stream=bool(fields.field(tree, "stream", bool)),
             model=fields.field(tree, "model", str) or "",
             user=fields.field(tree, "user", str) or "",
-            logprobs="message.output_text.logprobs" in include,
+            logprobs=logprobs,
+            top_logprobs=openai.read_top_logprobs(tree, logprobs),
             options={
                 "previous": fields.field(tree, "previous_response_id", str),
                 "instructions": fields.field(tree, "instructions", str),
@@ -123,7 +124,7 @@ class ItemWriter:
             events += self._piece("response.reasoning_text", delta.reasoning)
         if delta.text:
             events += self._enter(_message_item(self._id, "", []), "content")
-            logprobs = openai.token_logprobs(delta.token_texts, delta.logprobs) if delta.token_texts else []
+            logprobs = openai.token_logprobs(delta.logprobs)
             events += self._piece("response.output_text", delta.text, logprobs=logprobs)
         return events
 
@@ -208,6 +209,7 @@ def _head(request: ModelRequest, identity: Identity) -> dict[str, Any]:
         "text": {"format": options["text_format"]},
         "tool_choice": options["tool_choice"],
         "tools": options["tools"],
+        "top_logprobs": request.top_logprobs,
         "top_p": sampling.top_p,
         "truncation": "disabled",
     }
@@ -237,8 +239,7 @@ def _output(reply: Reply, answer: Answer) -> Iterator[dict[str, Any]]:
     if message.get("reasoning_content"):
         yield _reasoning_item(id, message["reasoning_content"])
     if message["content"]:
-        texts = reply.token_texts[0] if reply.request.logprobs else []
-        logprobs = openai.token_logprobs(texts, answer.logprobs[: len(texts)])
+        logprobs = openai.token_logprobs(reply.logprobs[0] if reply.request.logprobs else [])
         yield _message_item(id, message["content"], logprobs)
     for index, call in enumerate(message.get("tool_calls") or ()):
         yield {

@@ -30,7 +30,7 @@ from rollmill.inference.embedded.generation import Generation
 from rollmill.inference.embedded.grammar import apply_masks
 from rollmill.inference.embedded.loading import make_loader
 from rollmill.inference.embedded.runner import StepOutput, make_runner
-from rollmill.inference.embedded.sampler import listed, sample
+from rollmill.inference.embedded.sampler import listed, most_likely, sample
 from rollmill.inference.embedded.scheduler import Scheduler
 from rollmill.inference.engine import Applied, EngineUnavailable, GenerateChunk
 from rollmill.models.config import ModelConfig
@@ -196,13 +196,16 @@ class DecodeLoop:
         output = self._runner.run(work)
         complete = [item for item in output.work if item.completes]
         # this waits for the device
+        logits = output.logits
         if output.drawn is None:
-            logits = apply_masks(output.logits, [item.generation.grammar for item in complete])
+            logits = apply_masks(logits, [item.generation.grammar for item in complete])
             drawn = sample(logits, [item.draw for item in complete])
         else:
             drawn = listed(output.drawn)
+        counts = [item.generation.request.top_logprobs for item in complete]
+        best = most_likely(logits, [item.draw.sampling for item in complete], counts)
         self._advance(output, policy)
-        self._record(zip([item.generation for item in complete], *drawn, strict=True), policy)
+        self._record(zip([item.generation for item in complete], *drawn, best, strict=True), policy)
         computed = sum(item.count for item in work)
         self._activity.step(started, len(complete), computed, len(self.scheduler.running), self.scheduler.waiting)
         return True
@@ -214,13 +217,15 @@ class DecodeLoop:
             item.generation.advance(item.count, None if routes is None else routes[start:end], policy)
             start = end
 
-    def _record(self, drawn: Iterable[tuple[Generation, int, float]], policy: PolicyRef) -> None:
+    def _record(
+        self, drawn: Iterable[tuple[Generation, int, float, list[tuple[int, float]]]], policy: PolicyRef
+    ) -> None:
         now = time.monotonic()
-        for generation, token, logprob in drawn:
+        for generation, token, logprob, best in drawn:
             if not math.isfinite(logprob):
                 self._fail(generation, EngineError(f"{policy.line}@{policy.number} gives logits that are not finite"))
                 continue
-            finish = generation.sample(token, logprob, policy)
+            finish = generation.sample(token, logprob, policy, best)
             if finish is not None:
                 self._finish(generation, finish)
             elif generation.stream and now - generation.sent_at >= self._config.stream_seconds:

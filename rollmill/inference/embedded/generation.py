@@ -36,6 +36,7 @@ class Generation:
     first_token_at: float | None = None
     sent_at: float = 0.0
     _fresh: list[tuple[int, float, PolicyRef]] = field(default_factory=list)
+    _best: list[list[tuple[int, float]]] = field(default_factory=list)
     _routes: list[np.ndarray] = field(default_factory=list)
     _routes_sent: int = 0  # positions before this one were reported, and are not reported again if recomputed
     _routes_held: int = 0
@@ -78,8 +79,13 @@ class Generation:
             self._routes.append(routes[known - start :])
             self._routes_held += self.computed - known
 
-    def sample(self, token: int, logprob: float, policy: PolicyRef) -> FinishReason | None:
+    def sample(
+        self, token: int, logprob: float, policy: PolicyRef, best: list[tuple[int, float]] | None = None
+    ) -> FinishReason | None:
+        """`best`: the most likely tokens, if the request asks for them."""
         self.tokens.append(token)
+        if self.request.top_logprobs:
+            self._best.append(best or [])
         self._fresh.append((token, logprob, policy))
         if self.grammar is not None:
             self.grammar.accept(token)
@@ -100,6 +106,7 @@ class Generation:
             routes_start=self._routes_sent,
             routes=np.concatenate(self._routes) if self._routes else None,
             finish=finish,
+            top_logprobs=self._best,
         )
         if finish is not None:
             chunk.oldest_kv_policy, chunk.cached_tokens, chunk.timing = (
@@ -107,7 +114,7 @@ class Generation:
                 self.cached_tokens or 0,
                 self._timing(),
             )
-        self._fresh, self._routes = [], []
+        self._fresh, self._best, self._routes = [], [], []
         self._routes_sent, self._routes_held = self._routes_sent + self._routes_held, 0
         self.sent_at = time.monotonic()
         return chunk

@@ -7,6 +7,7 @@ depends only on (seed, position), so a request gives the same draws in any batch
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -52,6 +53,23 @@ def sample_uncut(logits_MV: Tensor, temperatures_M: Tensor, uniform_M: Tensor) -
     logprobs_MV = torch.log_softmax(logits_MV / divisor_M1, -1)
     tokens_M1 = _draw(logprobs_MV, uniform_M.unsqueeze(1))
     return _with_logprobs(torch.where(hot_M1, tokens_M1, logprobs_MV.argmax(-1, keepdim=True)), logprobs_MV)
+
+
+def most_likely(
+    logits_MV: Tensor, samplings: Sequence[Sampling], counts: Sequence[int]
+) -> list[list[tuple[int, float]]]:
+    """Per row the `counts[row]` most likely tokens and their log-probs, under the distribution that is sampled from.
+    Fewer if it has fewer tokens."""
+    found: list[list[tuple[int, float]]] = [[] for _ in counts]
+    rows = [row for row, count in enumerate(counts) if count]
+    if not rows:
+        return found
+    logprobs_RV = log_distribution(logits_MV[rows], [samplings[row] for row in rows])
+    best_RK, token_RK = logprobs_RV.topk(min(max(counts), logprobs_RV.shape[1]))
+    for row, best, tokens in zip(rows, best_RK.tolist(), token_RK.tolist(), strict=True):
+        pairs = list(zip(tokens, best, strict=True))[: counts[row]]
+        found[row] = [(token, logprob) for token, logprob in pairs if math.isfinite(logprob)]
+    return found
 
 
 def is_cut(sampling: Sampling) -> bool:
