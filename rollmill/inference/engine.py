@@ -42,8 +42,10 @@ METRICS = {
     "running": "requests being decoded",
     "waiting": "requests waiting",
     "cache_blocks": "pages of the KV cache",
-    "cache_blocks_free": "free pages of the KV cache",
-    "cache_blocks_sessions": "pages that hold finished turns of sessions",
+    "cache_blocks_free": "pages of the KV cache that no request holds",
+    "cache_blocks_idle": "pages that no request holds, with contents that later requests may use",
+    "prefix_hits_total": "requests that found a part of their context in the KV cache",
+    "prefix_hit_tokens_total": "tokens of these parts",
     "version": "number of the version being served, -1 before the first",
 }
 
@@ -54,7 +56,8 @@ class EngineUnavailable(EngineError):
 
 @dataclass
 class GenerateRequest:
-    """`tokens` is the whole context. The engine reuses the KV cache of `session` if `tokens` extends it exactly.
+    """`tokens` is the whole context. The engine reuses the KV cache of the session's last turn if `tokens` extends it
+    exactly, and of any request under the same policy as far as both begin alike.
 
     The random number for each token follows from `sampling.seed` and the token's position in the context alone. So the
     same request gives the same tokens, whatever else is in the batch, as far as logits do not depend on the batch; and
@@ -79,8 +82,9 @@ class GenerateChunk:
     logprobs: list[float]
     policy: list[int]
     policies: list[PolicyRef]
-    # Expert routes of the positions computed since the previous chunk (of the prompt and sampled ones). Row i is
-    # position routes_start + i. None for a dense model.
+    # Expert routes of the positions since the previous chunk (of the prompt and sampled ones), computed or found in the
+    # KV cache. Those of the session's last turn are not repeated. Row i is position routes_start + i. None for a dense
+    # model.
     routes_start: int = 0
     routes: np.ndarray | None = None
     finish: FinishReason | None = None

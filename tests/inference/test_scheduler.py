@@ -1,7 +1,9 @@
-"""The scheduler alone, with random traffic: no page has two owners, no request starves, all pages are returned."""
+"""The scheduler alone, with random traffic: pages are counted exactly, no request starves, all pages are returned."""
 
 from __future__ import annotations
 
+from collections import Counter
+from dataclasses import replace
 from typing import Literal
 
 from hypothesis import given, settings
@@ -24,9 +26,16 @@ def make_generation(
     traffic: Literal["production", "rollout"] = "rollout",
     session: str = "",
     min_version: int = 0,
+    first: int = -1,
 ) -> Generation:
+    first = number if first < 0 else first
+    # contexts of two kinds, so that some share a prefix and others do not
     request = GenerateRequest(
-        session or f"s{number}", [1] * prompt, Sampling(max_tokens=new), traffic, min_version=min_version
+        session or f"s{number}",
+        [first, *[1] * (prompt - 1)],
+        Sampling(max_tokens=new),
+        traffic,
+        min_version=min_version,
     )
     return Generation(number, request, False, min(prompt + new, CONFIG.cache_tokens), 0, lambda chunk: None)
 
@@ -34,8 +43,9 @@ def make_generation(
 def run(scheduler: Scheduler, work: list[Work]) -> list[Generation]:
     """Pretends to compute. Returns the generations that finished."""
     finished = []
+    scheduler.prefixes.copies = []
+    scheduler.advance(work, None, POLICY)
     for item in work:
-        item.generation.advance(item.count, None, POLICY)
         if not item.generation.missing and item.generation.sample(1, -1.0, POLICY) is not None:
             scheduler.finish(item.generation, "length")
             finished.append(item.generation)
@@ -43,14 +53,18 @@ def run(scheduler: Scheduler, work: list[Work]) -> list[Generation]:
 
 
 def check(scheduler: Scheduler, work: list[Work]) -> None:
-    owned = [block for generation in scheduler.everyone() for block in generation.blocks]
-    kept = [block for context in scheduler.sessions._contexts.values() for block in context.blocks]
-    blocks = owned + kept + scheduler.pool._free
-    assert sorted(blocks) == list(range(scheduler.pool.size)), "each page has exactly one owner"
+    pages = scheduler.pages
+    held = Counter(block for generation in scheduler.everyone() for block in generation.blocks)
+    assert [held[page] for page in range(pages.size)] == pages._references, "one reference per request"
+    assert sorted([*held, *pages._free, *pages._idle]) == list(range(pages.size)), "no page is lost or used twice"
+    assert {page: key for key, page in pages._index.items()}.keys() == {n for n, keys in enumerate(pages._keys) if keys}
     assert len(scheduler.running) <= CONFIG.max_batch
     for item in work:
-        assert item.generation.number in scheduler.running and item.start == item.generation.computed
-        assert len(item.generation.blocks) * CONFIG.block_size >= item.start + item.count
+        generation = item.generation
+        assert generation.number in scheduler.running and item.start == generation.computed
+        assert len(generation.blocks) * CONFIG.block_size >= item.start + item.count
+        written = generation.blocks[item.start // CONFIG.block_size :]
+        assert not any(pages.is_shared(block) for block in written), "nobody writes to a shared page"
     assert sum(item.count for item in work if item.count > 1) <= CONFIG.prefill_chunk
 
 
@@ -62,6 +76,7 @@ arrivals = st.lists(
         st.sampled_from(["production", "rollout"]),
         st.integers(0, 2),  # session
         st.booleans(),  # the client leaves early
+        st.integers(0, 1),  # the first token
     ),
     min_size=1,
     max_size=12,
@@ -70,33 +85,34 @@ arrivals = st.lists(
 
 @settings(max_examples=120, deadline=None)
 @given(arrivals)
-def test_random_traffic_always_ends(traffic: list[tuple[int, int, int, str, int, bool]]) -> None:
+def test_random_traffic_always_ends(traffic: list[tuple[int, int, int, str, int, bool, int]]) -> None:
     scheduler, finished, leaving = Scheduler(CONFIG), 0, []
-    for number, (steps, prompt, new, kind, session, leaves) in enumerate(traffic):
+    for number, (steps, prompt, new, kind, session, leaves, first) in enumerate(traffic):
         for _ in range(steps):
-            finished += len(run(scheduler, scheduler.schedule(0)))
-        generation = make_generation(number, min(prompt, 47), new, kind, f"session {session}")  # type: ignore[arg-type]
+            finished += len(run(scheduler, scheduler.schedule(POLICY)))
+        prompt = min(prompt, 47)
+        generation = make_generation(number, prompt, new, kind, f"session {session}", first=first)  # type: ignore[arg-type]
         scheduler.add(generation)
         leaving += [generation] if leaves else []
         if len(leaving) > 2 and (gone := leaving.pop(0)) in scheduler.everyone():
             scheduler.finish(gone, "abort")
             finished += 1
     for _ in range(5000):
-        work = scheduler.schedule(0)
+        work = scheduler.schedule(POLICY)
         check(scheduler, work)
         if not scheduler.everyone():
             break
         assert work, "some request can always continue"
         finished += len(run(scheduler, work))
     assert finished == len(traffic)
-    assert scheduler.pool.free + scheduler.sessions.blocks == scheduler.pool.size
+    assert scheduler.pages.available == scheduler.pages.size and not scheduler.prefixes._promises
 
 
 def test_production_goes_first_from_the_queue() -> None:
     scheduler = Scheduler(CONFIG.model_copy(update={"max_batch": 1}))
     for generation in (make_generation(1), make_generation(2), make_generation(3, traffic="production")):
         scheduler.add(generation)
-    assert [item.generation.number for item in scheduler.schedule(0)] == [3]
+    assert [item.generation.number for item in scheduler.schedule(POLICY)] == [3]
 
 
 def test_the_youngest_rollout_yields_its_place_and_keeps_its_pages() -> None:
@@ -104,19 +120,19 @@ def test_the_youngest_rollout_yields_its_place_and_keeps_its_pages() -> None:
     rollouts = [make_generation(number) for number in (1, 2, 3)]
     for generation in rollouts:
         scheduler.add(generation)
-    run(scheduler, scheduler.schedule(0))  # the first two are computed, the budget ends there
-    run(scheduler, scheduler.schedule(0))
+    run(scheduler, scheduler.schedule(POLICY))  # the first two are computed, the budget ends there
+    run(scheduler, scheduler.schedule(POLICY))
     scheduler.add(make_generation(4, traffic="production"))
-    scheduler.schedule(0)
+    scheduler.schedule(POLICY)
     assert sorted(scheduler.running) == [1, 2, 4]
     assert rollouts[2].computed == 4 and rollouts[2].blocks, "its pages are kept unless pages run out"
 
 
-def test_pages_are_taken_from_idle_sessions_first_then_from_the_youngest_rollout() -> None:
+def test_idle_pages_are_taken_first_then_those_of_the_newest_rollout() -> None:
     scheduler = Scheduler(CONFIG)
     scheduler.add(make_generation(1, prompt=4, new=1, session="idle"))
-    run(scheduler, scheduler.schedule(0))
-    assert scheduler.sessions.blocks == 1
+    run(scheduler, scheduler.schedule(POLICY))
+    assert scheduler.pages.idle == 1
     user, old, young = (
         make_generation(2, 8, 24, "production"),
         make_generation(3, 8, 30),
@@ -125,36 +141,37 @@ def test_pages_are_taken_from_idle_sessions_first_then_from_the_youngest_rollout
     for generation in (user, old, young):
         scheduler.add(generation)
     while not scheduler.preemptions:
-        run(scheduler, scheduler.schedule(0))
-    assert scheduler.sessions.blocks == 0, "the idle session was evicted first"
+        run(scheduler, scheduler.schedule(POLICY))
+    assert scheduler.pages.claim("idle", [1] * 9) is None, "the idle page was evicted first"
     assert not young.blocks and young.computed == 0
     assert sorted(scheduler.running) == [2, 3]
 
 
-def test_the_least_recently_used_session_goes_first() -> None:
+def test_the_least_recently_used_pages_go_first() -> None:
     scheduler = Scheduler(CONFIG)
     for number, session in enumerate(("a", "b", "c")):
         scheduler.add(make_generation(number, 4, 1, session=session))
-        run(scheduler, scheduler.schedule(0))
-    again = make_generation(5, 6, 1, session="a")  # a was used again
+        run(scheduler, scheduler.schedule(POLICY))
+    again = make_generation(5, 6, 1, session="a", first=0)  # a was used again
     scheduler.add(again)
-    run(scheduler, scheduler.schedule(0))
+    run(scheduler, scheduler.schedule(POLICY))
     assert again.cached_tokens == 4
-    assert scheduler.sessions.evict() and scheduler.sessions.evict()
-    last = make_generation(6, 9, 1, session="a")
+    taken = scheduler.pages.take(scheduler.pages.available - 2)  # the pages of b and c
+    last = make_generation(6, 9, 1, session="a", first=0)
     scheduler.add(last)
-    scheduler.schedule(0)
+    scheduler.pages.give(taken)
+    scheduler.schedule(POLICY)
     assert last.cached_tokens == 6, "b and c were evicted, a was not"
 
 
 def test_a_long_prompt_is_computed_in_pieces_while_others_decode() -> None:
     scheduler = Scheduler(CONFIG)
     scheduler.add(make_generation(1, 4, 20))
-    run(scheduler, scheduler.schedule(0))
+    run(scheduler, scheduler.schedule(POLICY))
     scheduler.add(make_generation(2, 20, 4))
     counts = []
     for _ in range(4):
-        work = scheduler.schedule(0)
+        work = scheduler.schedule(POLICY)
         counts.append({item.generation.number: item.count for item in work})
         run(scheduler, work)
     assert counts == [{1: 1, 2: 8}, {1: 1, 2: 8}, {1: 1, 2: 4}, {1: 1, 2: 1}]
@@ -164,5 +181,5 @@ def test_a_request_for_a_later_version_does_not_block_others() -> None:
     scheduler = Scheduler(CONFIG)
     scheduler.add(make_generation(1, min_version=5))
     scheduler.add(make_generation(2))
-    assert [item.generation.number for item in scheduler.schedule(4)] == [2]
-    assert [item.generation.number for item in scheduler.schedule(5)] == [1, 2]
+    assert [item.generation.number for item in scheduler.schedule(replace(POLICY, number=4))] == [2]
+    assert [item.generation.number for item in scheduler.schedule(replace(POLICY, number=5))] == [1, 2]

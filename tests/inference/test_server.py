@@ -42,7 +42,9 @@ async def test_generate_answers_in_one_line_or_as_a_stream() -> None:
             pieces = [chunk_from_json(line) async for line in response.content]
     assert len(lines) == 1
     whole = chunk_from_json(lines[0])
-    assert (whole.tokens, whole.logprobs, whole.finish) == (expected.tokens, expected.logprobs, "length")
+    assert (whole.tokens, whole.finish) == (expected.tokens, "length")
+    # its prompt was found in the cache, and the last position alone may round otherwise
+    assert whole.logprobs == pytest.approx(expected.logprobs, abs=1e-5)
     assert whole.routes is not None and len(whole.routes) == len(PROMPT) + len(whole.tokens) - 1
     assert whole.policies == [make_update(0).policy] == [whole.oldest_kv_policy]
     assert len(pieces) > 1 and pieces[-1].finish == "length"

@@ -1,18 +1,13 @@
-"""The paged KV cache: pages of `block_size` positions, a free list, and the pages that finished turns leave.
-
-A page has exactly one owner: a request, or a session between two turns. Only `KVCache` holds tensors.
-"""
+"""The tensors of the paged KV cache: keys and values in pages of `block_size` positions. `pages` says who uses them."""
 
 from __future__ import annotations
 
-from collections import OrderedDict
-from dataclasses import dataclass
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor
 
 from rollmill.models.config import ModelConfig
-from rollmill.types import PolicyRef
 
 
 class KVCache:
@@ -51,9 +46,19 @@ class KVCache:
         )
         return keys, values
 
-    def clear(self, blocks: list[int]) -> None:
+    def clear(self, blocks: Sequence[int]) -> None:
         for rows in (self.keys, self.values):
-            rows.unflatten(1, (-1, self.kv_heads * self.block_size))[:, blocks] = 0
+            self._by_page(rows)[:, blocks] = 0
+
+    def copy(self, pairs: Sequence[tuple[int, int]]) -> None:
+        """Copies pages, in order: (source, target) each. A target may be the source of a later pair."""
+        for rows in (self.keys, self.values):
+            pages = self._by_page(rows)
+            for source, target in pairs:
+                pages[:, target] = pages[:, source]
+
+    def _by_page(self, rows: Tensor) -> Tensor:
+        return rows.unflatten(1, (-1, self.kv_heads * self.block_size))
 
     def rows_of(self, blocks_N: Tensor, offsets_N: Tensor) -> Tensor:
         pages_NK = blocks_N.unsqueeze(1) * self.kv_heads + self._heads
@@ -62,75 +67,3 @@ class KVCache:
     def pages_of(self, tables_BP: Tensor) -> Tensor:
         """The pages of block tables, ordered (sequence, head, page). Gathered, they are [B · heads, positions, D]."""
         return (tables_BP.unsqueeze(1) * self.kv_heads + self._heads.unsqueeze(1)).flatten()
-
-
-class BlockPool:
-    """The free list."""
-
-    def __init__(self, blocks: int) -> None:
-        self.size = blocks
-        self._free = list(range(blocks))
-
-    @property
-    def free(self) -> int:
-        return len(self._free)
-
-    def take(self, count: int) -> list[int]:
-        assert count <= len(self._free), "room is made before blocks are taken"
-        return [self._free.pop() for _ in range(count)]
-
-    def give(self, blocks: list[int]) -> None:
-        self._free.extend(blocks)
-
-
-@dataclass
-class CachedContext:
-    """The computed positions of a context: `tokens` have their keys and values in `blocks`."""
-
-    tokens: list[int]
-    blocks: list[int]
-    oldest: PolicyRef | None  # the oldest weights that wrote keys or values here
-
-
-class SessionCache:
-    """The pages that finished turns left, by session. When room is needed, the least recently used session loses
-    them."""
-
-    def __init__(self, pool: BlockPool) -> None:
-        self._pool = pool
-        self._contexts: OrderedDict[str, CachedContext] = OrderedDict()
-        self.blocks = 0  # a counter, because other threads read it
-
-    def keep(self, session: str, context: CachedContext) -> None:
-        self.drop(session)
-        self._contexts[session] = context
-        self.blocks += len(context.blocks)
-
-    def claim(self, session: str, tokens: list[int]) -> CachedContext | None:
-        """Returns the session's pages if `tokens` extends their context exactly; otherwise frees them."""
-        context = self._pop(session)
-        if context is None:
-            return None
-        length = len(context.tokens)
-        if length < len(tokens) and tokens[:length] == context.tokens:
-            return context
-        self._pool.give(context.blocks)
-        return None
-
-    def drop(self, session: str) -> None:
-        context = self._pop(session)
-        if context is not None:
-            self._pool.give(context.blocks)
-
-    def _pop(self, session: str) -> CachedContext | None:
-        context = self._contexts.pop(session, None)
-        if context is not None:
-            self.blocks -= len(context.blocks)
-        return context
-
-    def evict(self) -> bool:
-        """Frees the pages of the least recently used session. False if there is none."""
-        if not self._contexts:
-            return False
-        self.drop(next(iter(self._contexts)))
-        return True

@@ -7,7 +7,8 @@
             chunks ◄────────────────────────────
 
 Weights change between two steps, never inside one, and no request is dropped for it. A generation goes on with the
-keys and values that older weights wrote, and says so (`oldest_kv_policy`).
+keys and values that older weights wrote, and says so (`oldest_kv_policy`). A new request of another session finds only
+keys and values of the served weights (`prefixes`).
 """
 
 from __future__ import annotations
@@ -29,7 +30,7 @@ from rollmill.inference.embedded.cache import KVCache
 from rollmill.inference.embedded.generation import Generation
 from rollmill.inference.embedded.grammar import apply_masks
 from rollmill.inference.embedded.loading import make_loader
-from rollmill.inference.embedded.runner import StepOutput, make_runner
+from rollmill.inference.embedded.runner import make_runner
 from rollmill.inference.embedded.sampler import listed, most_likely, sample
 from rollmill.inference.embedded.scheduler import Scheduler
 from rollmill.inference.engine import Applied, EngineUnavailable, GenerateChunk
@@ -71,7 +72,7 @@ class DecodeLoop:
         self._model = decoder_on(device, model, form)
         self._loader = make_loader(self._model)
         dtype = self._model.embedding.dtype
-        self._cache = KVCache(model, self.scheduler.pool.size, config.block_size, dtype, device)
+        self._cache = KVCache(model, self.scheduler.pages.size, config.block_size, dtype, device)
         self._runner = make_runner(self._model, self._cache, min(model.max_context, config.cache_tokens))
         self._closing = False
         self._lock = threading.Lock()  # held to end the loop and to post, so that no command is left in the inbox
@@ -101,7 +102,7 @@ class DecodeLoop:
         self._refuse_other_lines()
 
     def abort(self, generation: Generation) -> None:
-        if generation in self.scheduler.everyone():  # it may have finished before the client left
+        if self.scheduler.holds(generation):  # it may have finished before the client left
             self.scheduler.finish(generation, "abort")
             self._activity.finished("abort")
 
@@ -189,7 +190,9 @@ class DecodeLoop:
         policy = self.policy
         if self.paused or policy is None:
             return False
-        work = self.scheduler.schedule(policy.number)
+        self._clean_pages()
+        work = self.scheduler.schedule(policy)
+        self._copy_pages()
         if not work:
             return False
         started = time.time()
@@ -204,18 +207,23 @@ class DecodeLoop:
             drawn = listed(output.drawn)
         counts = [item.generation.request.top_logprobs for item in complete]
         best = most_likely(logits, [item.draw.sampling for item in complete], counts)
-        self._advance(output, policy)
+        self.scheduler.advance(output.work, output.host_routes(), policy)
         self._record(zip([item.generation for item in complete], *drawn, best, strict=True), policy)
         computed = sum(item.count for item in work)
         self._activity.step(started, len(complete), computed, len(self.scheduler.running), self.scheduler.waiting)
         return True
 
-    def _advance(self, output: StepOutput, policy: PolicyRef) -> None:
-        start, routes = 0, output.host_routes()
-        for item in output.work:
-            end = start + item.count
-            item.generation.advance(item.count, None if routes is None else routes[start:end], policy)
-            start = end
+    def _clean_pages(self) -> None:
+        pages = self.scheduler.pages
+        if pages.unclean:
+            self._cache.clear(pages.unclean)
+            pages.cleaned()
+
+    def _copy_pages(self) -> None:
+        prefixes = self.scheduler.prefixes
+        if prefixes.copies:
+            self._cache.copy(prefixes.copies)
+            prefixes.copies = []
 
     def _record(
         self, drawn: Iterable[tuple[Generation, int, float, list[tuple[int, float]]]], policy: PolicyRef
@@ -237,7 +245,8 @@ class DecodeLoop:
         self._activity.finished(reason)
 
     def _fail(self, generation: Generation, error: EngineError) -> None:
-        self._cache.clear(generation.blocks)  # a NaN left in a page would reach the next owner through masked positions
+        # a NaN left in a page would reach the next owner through masked positions
+        self.scheduler.pages.condemn(generation.blocks)
         self.scheduler.finish(generation, "abort")
         self._outbox.append((generation, error))
 

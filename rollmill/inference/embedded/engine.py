@@ -117,9 +117,11 @@ class EmbeddedEngine:
             "preemptions_total": scheduler.preemptions,
             "running": len(scheduler.running),
             "waiting": scheduler.waiting,
-            "cache_blocks": scheduler.pool.size,
-            "cache_blocks_free": scheduler.pool.free,
-            "cache_blocks_sessions": scheduler.sessions.blocks,
+            "cache_blocks": scheduler.pages.size,
+            "cache_blocks_free": scheduler.pages.available,
+            "cache_blocks_idle": scheduler.pages.idle,
+            "prefix_hits_total": scheduler.prefixes.hits,
+            "prefix_hit_tokens_total": scheduler.prefixes.hit_tokens,
             "version": -1 if policy is None else policy.number,
         }
 

@@ -9,14 +9,15 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from rollmill.inference.embedded.grammar import GrammarState
+from rollmill.inference.embedded.pages import page_key, root_key
 from rollmill.inference.engine import GenerateChunk, GenerateRequest
 from rollmill.types import FinishReason, PolicyRef
 
 
 @dataclass(eq=False)
 class Generation:
-    """`blocks` hold the keys and values of `tokens[:computed]`. The rest must be computed before the next is
-    sampled."""
+    """`blocks` are the pages with the keys and values of `tokens[:computed]`. The rest must be computed before the next
+    token is sampled."""
 
     number: int  # order of arrival; the highest is the newest
     request: GenerateRequest
@@ -28,8 +29,11 @@ class Generation:
     tokens: list[int] = field(init=False)
     blocks: list[int] = field(default_factory=list)
     computed: int = 0
-    oldest: PolicyRef | None = None
-    cached_tokens: int | None = None  # None until first admitted
+    oldest: PolicyRef | None = None  # the oldest weights that wrote keys or values of `computed`
+    named: int = 0  # pages that can be found by content: these and no later ones
+    promised: list[bytes] = field(default_factory=list)  # keys of pages that it computes, and others wait for
+    cached_tokens: int = 0  # positions that were found and not computed
+    started: bool = False  # it has been admitted once
     arrived_at: float = field(default_factory=time.monotonic)
     queued_seconds: float = 0.0
     requeued_seconds: float = 0.0  # the part of it after the first token
@@ -41,6 +45,8 @@ class Generation:
     _routes_sent: int = 0  # positions before this one were reported, and are not reported again if recomputed
     _routes_held: int = 0
     _queued_since: float | None = None
+    _keys: list[bytes] = field(default_factory=list)  # of its full pages, under `_keys_policy`
+    _keys_policy: PolicyRef | None = None
 
     def __post_init__(self) -> None:
         self.tokens = list(self.request.tokens)
@@ -54,15 +60,46 @@ class Generation:
     def is_rollout(self) -> bool:
         return self.request.traffic == "rollout"
 
-    def admit(self, cached_tokens: int) -> None:
+    def admit(self) -> None:
+        self.started = True
         if self._queued_since is not None:
             waited = time.monotonic() - self._queued_since
             self._queued_since = None
             self.queued_seconds += waited
             self.requeued_seconds += waited if self.first_token_at is not None else 0.0
-        if self.cached_tokens is None:
-            self.cached_tokens = cached_tokens
-            self._routes_sent = cached_tokens
+
+    def continue_session(self, blocks: list[int], count: int, oldest: PolicyRef | None) -> None:
+        """Goes on from the first `count` positions of the session's last turn. Their routes were reported by it."""
+        self.blocks, self.computed, self.oldest = blocks, count, oldest
+        self.cached_tokens = self._routes_sent = count
+
+    def reuse(self, count: int, routes: np.ndarray | None, policy: PolicyRef) -> None:
+        """The next `count` positions were found in the cache. Their routes are reported as if they were computed."""
+        if self.first_token_at is None:
+            self.cached_tokens += count
+        self.advance(count, routes, policy)
+
+    def is_pure(self, policy: PolicyRef) -> bool:
+        """Whether all its keys and values, if any, were written by the weights of `policy`."""
+        return self.oldest is None or self.oldest is policy or self.oldest == policy
+
+    def key_of(self, page: int, length: int, policy: PolicyRef, size: int) -> bytes:
+        """The key of its page number `page` with `length` positions, under `policy`. Full pages have `size`."""
+        if self._keys_policy is not policy:
+            self._keys, self._keys_policy = [root_key(policy)], policy
+        while len(self._keys) < page + (2 if length == size else 1):
+            start = (len(self._keys) - 1) * size
+            self._keys.append(page_key(self._keys[-1], self.tokens[start : start + size]))
+        start = page * size
+        return (
+            self._keys[page + 1] if length == size else page_key(self._keys[page], self.tokens[start : start + length])
+        )
+
+    def release(self) -> None:
+        """Its pages are gone: the context is computed again, with routes as they were reported."""
+        self.blocks, self.computed, self.oldest, self.named = [], 0, None, 0
+        if self.first_token_at is None:
+            self.cached_tokens = 0
 
     def requeue(self) -> None:
         """It has lost its place and waits again."""
@@ -111,7 +148,7 @@ class Generation:
         if finish is not None:
             chunk.oldest_kv_policy, chunk.cached_tokens, chunk.timing = (
                 self.oldest,
-                self.cached_tokens or 0,
+                self.cached_tokens,
                 self._timing(),
             )
         self._fresh, self._best, self._routes = [], [], []

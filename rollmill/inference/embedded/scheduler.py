@@ -1,23 +1,29 @@
 """Chooses what the next step computes. Continuous batching: requests join and leave between any two steps.
 
 Order: production before rollouts, then first come, first served. In a full batch a rollout loses its place to a
-production request, but keeps its pages. When pages run out, they are taken in this order: from idle sessions (least
-recently used first), from requests that lost their place, and from the newest running request (rollouts first), which
-is computed again later. The oldest request always makes progress, and alone it always fits, so there is no deadlock.
+production request, but keeps its pages. When pages run out, they are taken in this order: idle pages (least recently
+used first), from requests that lost their place, and from the newest running request (rollouts first), which is
+computed again later. The oldest request always makes progress, and alone it always fits, so there is no deadlock.
+
+A prefix is computed once (`prefixes`): a request takes the pages that hold the next positions of its context, and waits
+for those that another request is computing.
 """
 
 from __future__ import annotations
 
 import itertools
-from collections import deque
+from collections import OrderedDict
 from collections.abc import Iterator
 from dataclasses import dataclass
 
+import numpy as np
+
 from rollmill.inference.config import EngineConfig
-from rollmill.inference.embedded.cache import BlockPool, CachedContext, SessionCache
 from rollmill.inference.embedded.generation import Generation
+from rollmill.inference.embedded.pages import Pages
+from rollmill.inference.embedded.prefixes import Prefixes
 from rollmill.inference.embedded.sampler import Draw
-from rollmill.types import FinishReason
+from rollmill.types import FinishReason, PolicyRef
 
 
 @dataclass(frozen=True)
@@ -43,11 +49,11 @@ class Work:
 class Scheduler:
     def __init__(self, config: EngineConfig) -> None:
         self._config = config
-        self.pool = BlockPool(config.cache_tokens // config.block_size)
-        self.sessions = SessionCache(self.pool)
+        self.pages = Pages(config.cache_tokens // config.block_size, config.block_size)
+        self.prefixes = Prefixes(self.pages)
         self.running: dict[int, Generation] = {}  # by number
-        self._production: deque[Generation] = deque()
-        self._rollouts: deque[Generation] = deque()
+        self._production: OrderedDict[int, Generation] = OrderedDict()
+        self._rollouts: OrderedDict[int, Generation] = OrderedDict()
         self.preemptions = 0
 
     @property
@@ -55,45 +61,104 @@ class Scheduler:
         return len(self._production) + len(self._rollouts)
 
     def everyone(self) -> list[Generation]:
-        return [*self.running.values(), *self._production, *self._rollouts]
+        return [*self.running.values(), *self._queued()]
+
+    def holds(self, generation: Generation) -> bool:
+        return generation.number in self.running or generation.number in self._queue(generation)
 
     def add(self, generation: Generation) -> None:
-        self._queue(generation).append(generation)
+        self._queue(generation)[generation.number] = generation
 
-    def schedule(self, served: int) -> list[Work]:
-        """The work of the next step, with pages reserved. `served` is the served version number, which requests may
-        wait for."""
-        self._admit(served)
+    def schedule(self, policy: PolicyRef) -> list[Work]:
+        """The work of the next step, with pages reserved. `policy` is served now. Before the step runs, the caller
+        copies the pages in `prefixes.copies`."""
+        self.prefixes.follow(policy)
+        self._admit(policy)
+        work = self._choose()
+        before = -1
+        while not work and len(self.running) != before:  # one that others waited for has lost its place
+            before = len(self.running)
+            work = self._choose()
+        return work
+
+    def _choose(self) -> list[Work]:
         work: list[Work] = []
         budget = self._config.prefill_chunk
         for generation in sorted(self.running.values(), key=lambda one: (one.is_rollout, one.number)):
-            count = min(generation.missing, budget) if generation.missing > 1 else 1
-            # an earlier generation may have taken this one's pages
-            if count and generation.number in self.running and self._reserve(generation, generation.computed + count):
-                budget -= count if generation.missing > 1 else 0
-                work.append(Work(generation, generation.computed, count))
+            if generation.number not in self.running:
+                continue  # an earlier generation has taken its pages
+            if generation.missing == 1:
+                if self._reserve(generation, generation.computed + 1):
+                    work.append(Work(generation, generation.computed, 1))
+            elif self.prefixes.extend(generation):  # otherwise it waits for pages that another one computes
+                count = self._piece(generation, budget)
+                if count and self._reserve(generation, generation.computed + count):
+                    budget -= count if generation.missing > 1 else 0
+                    work.append(Work(generation, generation.computed, count))
+                    self.prefixes.promise(generation)
         return [item for item in work if item.generation.number in self.running]
 
+    def _piece(self, generation: Generation, budget: int) -> int:
+        """How many positions of its prompt are computed now. A part of it ends with a page, if the budget allows, so
+        that the pages after it can be shared."""
+        if generation.missing <= max(budget, 1):
+            return generation.missing
+        aligned = budget - (generation.computed + budget) % self._config.block_size
+        return aligned if aligned > 0 else budget
+
+    def advance(self, work: list[Work], routes: np.ndarray | None, policy: PolicyRef) -> None:
+        """Records that `work` was computed. `routes` has the rows of each work, in order."""
+        if routes is not None:
+            self._store_routes(work, routes)
+        size, start = self._config.block_size, 0
+        for item in work:
+            generation, end = item.generation, start + item.count
+            generation.advance(item.count, None if routes is None else routes[start:end], policy)
+            if item.count > 1 or generation.computed % size == 0:
+                self.prefixes.publish(generation, policy)
+            start = end
+
     def finish(self, generation: Generation, reason: FinishReason) -> None:
-        """Its pages stay with the session for the next turn, unless it was aborted."""
-        self._remove(generation)
+        """The session's next turn goes on from its pages, unless it was aborted."""
+        if self.running.pop(generation.number, None) is None:
+            del self._queue(generation)[generation.number]
         if reason == "abort" or not generation.blocks:
             self._release(generation)
             return
         used = self._blocks_for(generation.computed)
-        self.pool.give(generation.blocks[used:])
-        context = CachedContext(generation.tokens[: generation.computed], generation.blocks[:used], generation.oldest)
-        self.sessions.keep(generation.request.session, context)
+        self.pages.give(generation.blocks[used:])
+        self.prefixes.leave(generation, generation.blocks[:used])
         generation.blocks = []
 
-    def _admit(self, served: int) -> None:
+    def forget_keys_and_values(self) -> None:
+        """Every request computes its context again. For new weights when no token may depend on old ones."""
+        for generation in self.everyone():
+            self._release(generation)
+        self.pages.forget_sessions()
+
+    def _store_routes(self, work: list[Work], routes: np.ndarray) -> None:
+        size = self._config.block_size
+        positions = [range(item.start, item.start + item.count) for item in work]
+        pages = [
+            item.generation.blocks[position // size]
+            for item, own in zip(work, positions, strict=True)
+            for position in own
+        ]
+        offsets = np.fromiter(itertools.chain.from_iterable(positions), np.int64, len(pages)) % size
+        self.prefixes.routes.write(np.array(pages), offsets, routes)
+
+    def _admit(self, policy: PolicyRef) -> None:
+        spoken = 0  # pages that requests admitted here will take
         for queue in (self._production, self._rollouts):
-            for generation in [candidate for candidate in queue if candidate.request.min_version <= served]:
-                if not self._fits(generation) or not self._has_place(generation):
+            while (generation := _first_ready(queue, policy.number)) is not None:
+                needed = self._pages_needed(generation, policy, spoken)
+                if needed is None or not self._has_place(generation):
                     return  # later requests must not overtake
-                queue.remove(generation)
+                spoken += needed
+                del queue[generation.number]
                 self.running[generation.number] = generation
-                self._reuse_session(generation)
+                self.prefixes.start(generation, policy)
+                generation.admit()
 
     def _has_place(self, generation: Generation) -> bool:
         if len(self.running) < self._config.max_batch:
@@ -104,38 +169,37 @@ class Scheduler:
         self._preempt(max(rollouts, key=lambda candidate: candidate.number))
         return True
 
-    def _fits(self, generation: Generation) -> bool:
-        """Whether there are pages for its context and one more token, without taking pages from a running request that
-        comes first. If admitted without them, it would lose its place at once."""
+    def _pages_needed(self, generation: Generation, policy: PolicyRef, spoken: int) -> int | None:
+        """The pages that its context and one more token take. None if there are not enough without taking some from a
+        running request that comes first: if admitted, it would lose its place at once."""
         needed = self._blocks_for(len(generation.tokens) + 1) - len(generation.blocks)
-        held = sum(len(other.blocks) for other in self._queued() if other is not generation)
-        available = self.pool.free + self.sessions.blocks + held
+        if needed + spoken <= self.pages.available or not self.running:
+            return needed
+        needed -= self.prefixes.pages_in_use(generation, policy)
+        available = self.pages.available - spoken
+        available += sum(self._own_pages(other) for other in self._queued() if other is not generation)
         if not generation.is_rollout:
-            available += sum(len(other.blocks) for other in self.running.values() if other.is_rollout)
-        return needed <= available or not self.running
+            available += sum(self._own_pages(other) for other in self.running.values() if other.is_rollout)
+        return needed if needed <= available else None
 
-    def _reuse_session(self, generation: Generation) -> None:
-        if not generation.computed and generation.cached_tokens is None:
-            context = self.sessions.claim(generation.request.session, generation.tokens)
-            if context is not None:
-                generation.blocks, generation.computed = context.blocks, len(context.tokens)
-                generation.oldest = context.oldest
-        generation.admit(generation.computed)
+    def _own_pages(self, generation: Generation) -> int:
+        """Pages that would be free without it."""
+        return sum(not self.pages.is_shared(block) for block in generation.blocks)
 
     def _reserve(self, generation: Generation, positions: int) -> bool:
         """Reserves pages for `positions` positions. False if the generation itself had to give up its place."""
         needed = self._blocks_for(positions) - len(generation.blocks)
-        while self.pool.free < needed:
+        if needed <= 0:
+            return True
+        while self.pages.available < needed:
             if not self._make_room(generation):
                 self._preempt(generation)
                 self._release(generation)
                 return False
-        generation.blocks += self.pool.take(max(needed, 0))
+        generation.blocks += self.pages.take(needed)
         return True
 
     def _make_room(self, generation: Generation) -> bool:
-        if self.sessions.evict():
-            return True
         holders = [other for other in self._queued() if other.blocks]
         if holders:
             self._release(max(holders, key=lambda other: other.number))
@@ -149,23 +213,28 @@ class Scheduler:
 
     def _preempt(self, generation: Generation) -> None:
         del self.running[generation.number]
-        self._queue(generation).appendleft(generation)
+        queue = self._queue(generation)
+        queue[generation.number] = generation
+        queue.move_to_end(generation.number, last=False)
+        self.prefixes.withdraw(generation)
         generation.requeue()
         self.preemptions += 1
 
     def _release(self, generation: Generation) -> None:
-        self.pool.give(generation.blocks)
-        generation.blocks, generation.computed, generation.oldest = [], 0, None
+        self.prefixes.withdraw(generation)
+        self.pages.give(generation.blocks)
+        generation.release()
 
-    def _remove(self, generation: Generation) -> None:
-        if self.running.pop(generation.number, None) is None:
-            self._queue(generation).remove(generation)
-
-    def _queue(self, generation: Generation) -> deque[Generation]:
+    def _queue(self, generation: Generation) -> OrderedDict[int, Generation]:
         return self._rollouts if generation.is_rollout else self._production
 
     def _queued(self) -> Iterator[Generation]:
-        return itertools.chain(self._production, self._rollouts)
+        return itertools.chain(self._production.values(), self._rollouts.values())
 
     def _blocks_for(self, positions: int) -> int:
         return -(-positions // self._config.block_size)
+
+
+def _first_ready(queue: OrderedDict[int, Generation], served: int) -> Generation | None:
+    """The first that does not wait for a later version."""
+    return next((one for one in queue.values() if one.request.min_version <= served), None)

@@ -1,0 +1,167 @@
+"""A prefix that several requests share is computed once, and its pages are shared.
+
+    start     a request is admitted: it goes on from its session's last turn, if that is still there
+    extend    before it computes: takes the pages that hold the next positions of its context, or waits for them
+    promise   it computes the rest of its context: others with the same prefix wait for its pages
+    publish   after a step: its new full pages, and the end of its prompt, can be found by content
+    leave     it has finished: the next turn of its session may go on from its pages
+
+Only pages of the served policy are found by content (see `pages`). A request that ran when weights changed keeps its
+pages and goes on with them; from then on it publishes nothing. So keys and values of an older policy reach only the
+requests that were running, and later turns of their sessions, and `oldest_kv_policy` says so.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from rollmill.inference.embedded.generation import Generation
+from rollmill.inference.embedded.pages import PageRoutes, Pages
+from rollmill.types import PolicyRef
+
+
+class Prefixes:
+    def __init__(self, pages: Pages) -> None:
+        self._pages, self._size = pages, pages.block_size
+        self.routes = PageRoutes(pages.size, pages.block_size)
+        self.copies: list[tuple[int, int]] = []  # (source, target): pages to copy before the next step, in order
+        self._promises: dict[bytes, Generation] = {}
+        self._policy: PolicyRef | None = None
+        self.hits = self.hit_tokens = 0
+
+    def follow(self, policy: PolicyRef) -> None:
+        """`policy` is served now. What is being computed is no longer all of one policy: nobody waits for it."""
+        if policy is not self._policy:
+            self._policy = policy
+            for generation in set(self._promises.values()):
+                self.withdraw(generation)
+
+    def start(self, generation: Generation, policy: PolicyRef) -> None:
+        if generation.started or generation.computed:
+            return  # it goes on after it lost its place
+        context = self._pages.claim(generation.request.session, generation.tokens)
+        if context is not None:
+            for block in context.blocks:
+                self._pages.hold(block)
+            generation.continue_session(context.blocks, len(context.tokens), context.oldest)
+            generation.named = len(context.tokens) // self._size if generation.is_pure(policy) else 0
+            self._count(generation, len(context.tokens))
+
+    def extend(self, generation: Generation) -> bool:
+        """Takes the pages that hold the next positions. False: another request computes them; wait for it."""
+        policy, size = self._policy, self._size
+        assert policy is not None
+        while generation.missing > 1 and self._at_boundary(generation) and generation.is_pure(policy):
+            number, length = len(generation.blocks), min(size, generation.missing)
+            key = generation.key_of(number, length, policy, size)
+            page = self._pages.find(key)
+            if page is None:
+                other = self._promises.get(key)
+                # production does not wait for a rollout, which may have to wait itself
+                if other is not None and other is not generation and other.is_rollout <= generation.is_rollout:
+                    return False
+                self._copy_part(generation, length - 1)
+                return True
+            if generation.missing == length:  # the last position is computed again: it gives the next token
+                self._copy(generation, page, length - 1)
+                return True
+            self._pages.hold(page)
+            self._reuse(generation, [page], size)
+        return True
+
+    def promise(self, generation: Generation) -> None:
+        """It computes the rest of its context. If that is of one policy, others may wait for its pages."""
+        policy, size = self._policy, self._size
+        assert policy is not None
+        if generation.promised or not generation.is_pure(policy):
+            return
+        for start in range(generation.computed // size * size, len(generation.tokens), size):
+            length = min(size, len(generation.tokens) - start)
+            key = generation.key_of(start // size, length, policy, size)
+            if self._promises.setdefault(key, generation) is generation:
+                generation.promised.append(key)
+
+    def withdraw(self, generation: Generation) -> None:
+        """Nobody waits for it any more."""
+        for key in generation.promised:
+            if self._promises.get(key) is generation:
+                del self._promises[key]
+        generation.promised = []
+
+    def publish(self, generation: Generation, policy: PolicyRef) -> None:
+        """Its new full pages can be found; at the end of the prompt, the page that is not full too."""
+        if not generation.is_pure(policy):
+            return
+        size, computed = self._size, generation.computed
+        while generation.named < computed // size:
+            self._name(generation, generation.named, size, policy)
+            generation.named += 1
+        if generation.promised and not generation.missing:
+            if computed % size:
+                self._name(generation, generation.named, computed % size, policy)
+            self.withdraw(generation)
+
+    def leave(self, generation: Generation, blocks: list[int]) -> None:
+        """Gives its pages back. They are kept for the session's next turn, and for others if of one policy."""
+        policy, rest = generation.oldest, generation.computed % self._size
+        if rest and generation.named == len(blocks) - 1 and policy is not None and policy is self._policy:
+            self._name(generation, generation.named, rest, policy)
+        self.withdraw(generation)
+        self._pages.keep(generation.request.session, generation.tokens[: generation.computed], blocks, policy)
+        self._pages.give(blocks, keep=True)
+
+    def pages_in_use(self, generation: Generation, policy: PolicyRef) -> int:
+        """How many full pages of its context it would share with running requests, from the start."""
+        count, size = 0, self._size
+        if generation.blocks:
+            return 0
+        while (count + 1) * size < len(generation.tokens):
+            key = generation.key_of(count, size, policy, size)
+            page = self._pages.find(key)
+            if key not in self._promises and (page is None or not self._pages.in_use(page)):
+                break
+            count += 1
+        return count
+
+    def _at_boundary(self, generation: Generation) -> bool:
+        return generation.computed == len(generation.blocks) * self._size
+
+    def _name(self, generation: Generation, number: int, length: int, policy: PolicyRef) -> None:
+        key = generation.key_of(number, length, policy, self._size)
+        self._pages.name(generation.blocks[number], key)
+        if self._promises.get(key) is generation:
+            del self._promises[key]
+
+    def _copy_part(self, generation: Generation, most: int) -> None:
+        """Looks for a page that begins like the rest of the context, longest first, and copies it."""
+        assert self._policy is not None
+        number = len(generation.blocks)
+        for length in range(most, 0, -1):
+            page = self._pages.find(generation.key_of(number, length, self._policy, self._size))
+            if page is not None:
+                self._copy(generation, page, length)
+                return
+
+    def _copy(self, generation: Generation, page: int, count: int) -> None:
+        """Copies a page of which the first `count` positions are wanted: the request goes on to write to it."""
+        if not self._pages.available:
+            return
+        self._pages.hold(page)  # so that it is not evicted for its own copy
+        if self._pages.available:
+            target = self._pages.take(1)[0]
+            self.copies.append((page, target))
+            self.routes.copy(page, target)
+            self._reuse(generation, [target], count)
+        self._pages.give([page])
+
+    def _reuse(self, generation: Generation, blocks: Sequence[int], count: int) -> None:
+        assert self._policy is not None
+        generation.blocks += blocks
+        generation.reuse(count, self.routes.read(blocks, count), self._policy)
+        generation.named = generation.computed // self._size
+        self._count(generation, count)
+
+    def _count(self, generation: Generation, tokens: int) -> None:
+        if generation.first_token_at is None:
+            self.hits += generation.cached_tokens == tokens
+            self.hit_tokens += tokens
