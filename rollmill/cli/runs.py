@@ -160,7 +160,7 @@ def stop(directory: Directory) -> None:
 def remove(directory: Directory, yes: Annotated[bool, typer.Option("--yes", "-y", help="do not ask")] = False) -> None:
     """Delete a run directory with all its weights and trajectories. A run that is in use is refused.
 
-    Rows in a PostgreSQL database stay.
+    Rows in a PostgreSQL database stay, and objects in a `store` that is no directory.
 
     For example:
 
@@ -180,6 +180,8 @@ def remove(directory: Directory, yes: Annotated[bool, typer.Option("--yes", "-y"
         raise typer.Exit(1)
     shutil.rmtree(directory)
     print(f"deleted {directory} ({size})")
+    if isinstance(run.home_store, str):
+        print(f"its objects stay in {run.home_store}")
 
 
 def _summary(path: Path) -> dict[str, Any]:

@@ -18,6 +18,7 @@ from rollmill.environments.task import TaskSet
 from rollmill.errors import ConfigError
 from rollmill.kinds import build
 from rollmill.rollouts.config import check_reward_times
+from rollmill.storage.probe import check_store
 from rollmill.training.stage import RolloutSettings
 from rollmill.types import Version
 from rollmill.weights.files.companions import kept_companions
@@ -36,6 +37,8 @@ def check_here(config: RunConfig) -> None:
     from rollmill.cluster.prepare import check_tokenizer
     from rollmill.cluster.start import check_start
 
+    if config.store is not None:
+        check_store(config.store)
     if config.device == "cuda":  # the others are always there, and importing torch takes seconds
         from rollmill.models.device import choose_device
 

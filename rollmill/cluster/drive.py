@@ -84,7 +84,8 @@ def import_weights(run: RunDirectory) -> None:
 
 
 def _start_serving(cluster: LocalCluster, run: RunDirectory, stage: StageSection) -> None:
-    cluster.start("store", service=True)
+    if run.config.store is None:
+        cluster.start("store", service=True)  # other regions read the directory over HTTP
     cluster.start("gateway", service=True)
     for region in run.config.regions:
         target = ("line", stage.name, run.config.form)

@@ -44,6 +44,7 @@ from rollmill.inference.config import EngineConfig
 from rollmill.kinds import KindSection, code_of
 from rollmill.models.config import ModelConfig, with_context
 from rollmill.rollouts.config import RolloutConfig
+from rollmill.storage.objects import Objects, store_of_run
 from rollmill.training.stage import NAME, RolloutSettings, StageSection
 from rollmill.types import Version
 
@@ -126,6 +127,12 @@ class RunConfig(Config):
     database: str | None = Field(
         None,
         description="SQLAlchemy URL of the index. Not set: SQLite in the run directory. Keep passwords out of it.",
+    )
+    store: str | None = Field(
+        None,
+        pattern=r"^(s3|gs|az)://[^/?#]+(/[^?#]*)?$",
+        description="Object store of weights, trajectories and results: s3://BUCKET/PREFIX, gs:// or az://. Runs may "
+        "share it. Credentials come from the environment. Not set: a directory in the run directory.",
     )
     model: ModelConfig = Field(
         description="The model's shape. With `checkpoint` or `start`, leave it out or only set max_context, to make it "
@@ -414,8 +421,16 @@ class RunDirectory:
         return self.data / "store" if home else self.data / "regions" / region / "store"
 
     @property
-    def home_store(self) -> Path:
+    def home_store(self) -> Path | str:
+        """The store that holds the truth: a directory of the run, or its part of `store`."""
+        if self.config.store is not None:
+            return store_of_run(self.config.store, self.id)
         return self.store_path(self.config.regions[0])
+
+    def existing_home(self) -> Objects | None:
+        """The home store, for reading; None if it is a directory that was not made yet."""
+        home = self.home_store
+        return None if isinstance(home, Path) and not home.is_dir() else Objects.open(home)
 
     @property
     def tokenizer(self) -> Path:

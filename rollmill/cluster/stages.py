@@ -68,9 +68,10 @@ def last_version(weights: WeightStore, stage: StageSection, form: str) -> Versio
 
 def newest_step(run: RunDirectory, stage: StageSection) -> int | None:
     """The step of the newest version of a stage; None before the first version."""
-    if not run.home_store.is_dir():
+    home = run.existing_home()
+    if home is None:
         return None
-    weights = WeightStore(Objects.open(run.home_store))
+    weights = WeightStore(home)
     version = last_version(weights, stage, run.config.form)
     if version is None:
         return None

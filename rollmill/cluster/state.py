@@ -18,6 +18,7 @@ from typing import Any, Literal
 from rollmill.cluster.lock import Holder, holder
 from rollmill.cluster.run import RunDirectory
 from rollmill.cluster.stages import evaluations, left_to_evaluate, newest_step, results_key
+from rollmill.errors import StorageError
 from rollmill.training.stage import StageSection
 
 
@@ -92,10 +93,10 @@ def _sizes(directory: Path) -> Iterator[int]:
 
 def _evaluation(run: RunDirectory, label: str) -> list[dict[str, Any]]:
     """The recorded results of an evaluation of the run; empty if there are none."""
-    file = run.home_store / results_key(run, label)
+    home = run.existing_home()
     try:
-        return list(json.loads(file.read_bytes()))
-    except (OSError, ValueError, TypeError):
+        return list(json.loads(home.get(results_key(run, label)))) if home else []
+    except (StorageError, ValueError, TypeError):
         return []
 
 

@@ -65,6 +65,11 @@ class Backend(Protocol):
     def wait_for(self, key: str, seconds: float) -> bytes | None: ...
 
 
+def store_of_run(store: str, run_id: str) -> str:
+    """The URL of a run's own objects in a store that runs share."""
+    return f"{store.rstrip('/')}/{run_id}"
+
+
 class Objects:
     """An object store. `ObjectMissing`, `ObjectExists` and `StorageError` are the only errors it raises."""
 

@@ -187,3 +187,18 @@ def test_the_sampler_of_a_run_is_a_kind_with_its_own_settings(tmp_path: Path) ->
     assert build(make_config().sampler).name == "uniform" and "sampler" in run.code()
     with pytest.raises(ConfigError, match="hardnes"):
         make_config("sampler.kind=frontier", "sampler.hardnes=0")
+
+
+def test_the_home_store_in_a_bucket(tmp_path: Path) -> None:
+    """Runs may share a bucket: each has a prefix of its own."""
+    first, second = (
+        RunDirectory.create(tmp_path, make_config(f"name={name}", "store='s3://bucket/runs/'")) for name in "ab"
+    )
+    assert first.home_store == f"s3://bucket/runs/{first.id}" and first.home_store != second.home_store
+    assert RunDirectory.open(first.path).home_store == first.home_store
+
+
+@pytest.mark.parametrize("store", ["bucket", "s3:/bucket", "s3://", "http://host/bucket", "s3://bucket?key=1"])
+def test_a_store_that_cannot_be_written_to(store: str) -> None:
+    with pytest.raises(ConfigError, match="store"):
+        make_config(f"store={store!r}")

@@ -46,7 +46,7 @@ def stage_key(run: RunDirectory) -> str:
 
 
 def stores(run: RunDirectory) -> tuple[WeightStore, Ledger, TrajectoryStore]:
-    objects = Objects.open(run.store_path("home"))
+    objects = Objects.open(run.home_store)
     database = open_database(run.database_url)
     return WeightStore(objects), Ledger(database, stage_key(run)), TrajectoryStore(database, objects)
 

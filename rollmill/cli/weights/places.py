@@ -49,6 +49,7 @@ class Place:
 
 def open_place(where: str, token: str | None, *, create: bool = False) -> Place:
     """`create` makes a store that does not exist yet, but never inside a directory with other content."""
+    from rollmill.cluster.run import RunDirectory
     from rollmill.errors import WeightsError
     from rollmill.storage.objects import Objects
     from rollmill.weights import WeightStore
@@ -56,6 +57,8 @@ def open_place(where: str, token: str | None, *, create: bool = False) -> Place:
     if "://" in where:
         return Place(WeightStore(Objects.open(where, token=token)), None)
     path = Path(where)
+    if (path / "run.json").is_file() and isinstance(home := RunDirectory.open(path).home_store, str):
+        return Place(WeightStore(Objects.open(home)), path)
     run = path if (path / "run.json").is_file() or (path / "store").is_dir() else None
     if run is not None:
         path = path / "store"

@@ -20,10 +20,8 @@ def main(run: RunDirectory, region: str, kind: str, name: str, form: str) -> Non
     if run.service_of is not None:
         engine = f"{run.path.name}-{engine}"  # leases are held by name: not by that of the training's engine
     elif region != run.config.regions[0]:
-        home, store = (
-            Objects.open(run.url("store"), token=run.secrets["store_token"]),
-            Objects.open(run.store_path(region)),
-        )
+        home = store if run.config.store else Objects.open(run.url("store"), token=run.secrets["store_token"])
+        store = Objects.open(run.store_path(region))
         mirror = Mirror(home, store, region)
     serve_engine(
         run.config.engine,

@@ -25,6 +25,7 @@ from rollmill.chat.conversation import Rendered
 from rollmill.chat.tokenizer import Tokenizer
 from rollmill.config import Config, LocalPath
 from rollmill.errors import ConfigError, StorageError, TrainingError, TrajectoryError
+from rollmill.storage.objects import store_of_run
 from rollmill.training.credit import credit_of
 from rollmill.training.source import Document, SourceContext
 from rollmill.training.sources.files import digest
@@ -52,7 +53,7 @@ class Trajectories:
         from rollmill.trajectories.store import TrajectoryStore
 
         run = Path(self._config.run)
-        database, run_id = _read_run(run)
+        database, run_id, objects = _read_run(run)
         if not context.tokenizer.same_as(Tokenizer.load(run / "tokenizer.json")):
             raise ConfigError(
                 f"{run} has another tokenizer than this run, so its tokens mean something else here",
@@ -61,7 +62,7 @@ class Trajectories:
         url = database or f"sqlite:///{run / 'mill.db'}"
         if database is None and not (run / "mill.db").exists():
             raise ConfigError(f"{run} has no trajectories", hint="name a run that has done rollouts")
-        store = TrajectoryStore(open_database(url), Objects.open(run / "store"))
+        store = TrajectoryStore(open_database(url), Objects.open(objects))
         kept = _open_list(context.directory, self._config.model_dump(mode="json"), lambda: self._choose(store, run_id))
         return TrajectoryDocuments(store, kept, context)
 
@@ -129,12 +130,13 @@ def _rendered(segments: Sequence[Segment]) -> list[Rendered]:
     ]
 
 
-def _read_run(run: Path) -> tuple[str | None, str | None]:
-    """The database that a run shares with others and its id there; None and None: its own database."""
+def _read_run(run: Path) -> tuple[str | None, str | None, Path | str]:
+    """The database that a run shares with others and its id there (None and None: its own database); its store."""
     try:
         saved = json.loads((run / "run.json").read_text())
-        database = saved["config"].get("database")
-        return database, saved.get("id") if database else None
+        database, store = saved["config"].get("database"), saved["config"].get("store")
+        objects = store_of_run(store, saved["id"]) if store else run / "store"
+        return database, saved.get("id") if database else None, objects
     except (OSError, ValueError, KeyError, AttributeError):
         raise ConfigError(f"{run} holds no run", hint="`rollmill runs` lists the runs there are") from None
 
