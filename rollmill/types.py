@@ -60,21 +60,42 @@ class PolicyRef:
 
 @dataclass(frozen=True)
 class Sampling:
-    """How tokens are drawn. Log-probs are recorded under this exact distribution."""
+    """How tokens are drawn. Log-probs are recorded under this exact distribution.
+
+    In this order: penalties and biases change the logits, the temperature divides them, the grammar excludes tokens,
+    then min_p, top_k and top_p do. Each cut counts the probabilities that the one before it has left.
+    """
 
     temperature: float = 1.0
     top_p: float = 1.0
-    top_k: int = 0
+    top_k: int = 0  # 0: no cut
     max_tokens: int = 256
     stop_tokens: tuple[int, ...] = ()
     seed: int | None = None
     # The grammar that the tokens follow, as llguidance reads it: tokens that it does not allow had probability zero.
     grammar: str | None = None
+    min_p: float = 0.0  # tokens with less than this share of the largest probability are excluded
+    presence_penalty: float = 0.0  # subtracted from the logits of tokens that are in the answer
+    frequency_penalty: float = 0.0  # subtracted as often as the token is in the answer
+    repetition_penalty: float = 1.0  # divides positive and multiplies negative logits of tokens in the context
+    logit_bias: tuple[tuple[int, float], ...] = ()  # (token, what is added to its logit)
 
     @property
     def trainable(self) -> bool:
         """False if the distribution cannot be reconstructed: such spans are recorded and not trained on."""
         return self.temperature > 0
+
+    @property
+    def cuts(self) -> bool:
+        """Whether tokens may be excluded. Then the tokens that are kept are recorded."""
+        cut = self.top_k > 0 or self.top_p < 1 or self.min_p > 0
+        return self.grammar is not None or (self.temperature > 0 and cut)
+
+    @property
+    def changes_logits(self) -> bool:
+        """Whether there are penalties or biases. The recorded tokens say what they do."""
+        penalties = self.presence_penalty or self.frequency_penalty or self.repetition_penalty != 1
+        return bool(penalties or self.logit_bias)
 
 
 @dataclass
@@ -92,6 +113,7 @@ class Span:
     ended_at: float
     oldest_kv_policy: int  # index into the segment's policies: the oldest weights that wrote KV this span attended to
     missing: str = ""  # what the engine did not report; such a span is not trained on
+    answered: int = 0  # tokens of the same answer before this span: an answer may go on at another engine
 
 
 @dataclass
@@ -109,6 +131,9 @@ class Segment:
     routes_valid: np.ndarray | None = None  # bool [T]
     parent: tuple[str, int] | None = None  # (segment id, token offset): tokens[:offset] are copies of the parent's
     cause: Cause = "start"
+    # The tokens that could be drawn where some were excluded; see trajectories/kept.py. None if nothing was recorded
+    kept_sizes: np.ndarray | None = None  # int32 [T], bytes of each token's set, 0 where there is none
+    kept: np.ndarray | None = None  # uint8, the sets one after the other
 
 
 @dataclass(frozen=True)

@@ -30,6 +30,8 @@ class AnswerBuilder:
         self.logprobs: list[float] = []
         self.top_logprobs: list[list[tuple[int, float]]] = []
         self._policy: list[int] = []
+        self._kept: list[bytes] = []
+        self._sets: dict[bytes, bytes] = {}  # equal sets are held once: grammars repeat them
         self._policies: list[PolicyRef] = []
         self._spans: list[Span] = []
         self._routes: list[tuple[int, np.ndarray]] = []
@@ -47,6 +49,7 @@ class AnswerBuilder:
         self.logprobs += chunk.logprobs
         if self._request.top_logprobs:  # an engine may not know them
             self.top_logprobs += chunk.top_logprobs or [[] for _ in chunk.tokens]
+        self._kept += [self._sets.setdefault(kept, kept) for kept in chunk.kept or [b""] * len(chunk.tokens)]
         numbers = [self._number(policy) for policy in chunk.policies]
         self._policy += [numbers[index] for index in chunk.policy]
         if chunk.routes is not None and len(chunk.routes):
@@ -87,6 +90,7 @@ class AnswerBuilder:
             cached_tokens=self._cached,
             stop=self._cut,
             top_logprobs=self.top_logprobs,
+            kept=self._kept if any(self._kept) else [],
         )
 
     def _is_closed(self) -> bool:
@@ -119,6 +123,7 @@ class AnswerBuilder:
                 ended_at=now,
                 oldest_kv_policy=number,
                 missing=share.missing,
+                answered=self._request.answered + share.start,
             )
         )
 
@@ -130,6 +135,7 @@ class AnswerBuilder:
             found = next((stop for stop in self._stops if stop in text), None)
             if found is not None:
                 del self.tokens[count:], self.logprobs[count:], self._policy[count:], self.top_logprobs[count:]
+                del self._kept[count:]
                 self._cut, self.finish = found, "stop"
                 return
 

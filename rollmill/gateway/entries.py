@@ -22,6 +22,7 @@ import numpy as np
 from rollmill.gateway.segments import Answer, Turn
 from rollmill.gateway.sessions import SessionFacts
 from rollmill.trajectories.facts import DTYPES, POLICIES, SPANS, to_arrays
+from rollmill.trajectories.kept import join_kept, split_kept
 from rollmill.trajectories.packing import StoredArray
 
 _MAGIC = b"RMG1"
@@ -150,6 +151,8 @@ def encode_turn(session: str, turn: Turn) -> bytes:
         **to_arrays(tokens=answer.tokens, logprobs=answer.logprobs, policy=answer.policy),
         **{f"routes{index}": rows for index, (_, rows) in enumerate(answer.routes)},
     }
+    if answer.kept:
+        arrays |= join_kept(answer.kept)
     return encode_entry("turn", session, header, arrays)
 
 
@@ -167,6 +170,7 @@ def decode_turn(entry: LogEntry) -> Turn:
         message=header["message"],
         cached_tokens=header["cached_tokens"],
         stop=header.get("stop"),
+        kept=split_kept(arrays["kept_sizes"], arrays["kept"]) if "kept" in arrays else [],
     )
     return Turn(
         segment=header["segment"],

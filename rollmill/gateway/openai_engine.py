@@ -19,10 +19,12 @@ from rollmill.errors import EngineError, GatewayError
 from rollmill.gateway.config import EngineEndpoint
 from rollmill.inference.engine import GenerateChunk, GenerateRequest
 from rollmill.strict import parse_json
-from rollmill.types import FinishReason, PolicyRef
+from rollmill.types import FinishReason, PolicyRef, Sampling
 
 NO_WEIGHTS, NO_TOKENS, NO_LOGPROBS = "the weights", "the token ids", "the log-probs"
 _LARGEST_ID = 1 << 31
+# sent only if they are asked for: not every server knows them
+_OPTIONAL = ("seed", "top_k", "min_p", "presence_penalty", "frequency_penalty", "repetition_penalty")
 
 
 class _Logprobs(BaseModel):
@@ -48,7 +50,7 @@ def body_of(request: GenerateRequest, endpoint: EngineEndpoint) -> dict[str, Any
     sampling = request.sampling
     if sampling.grammar is not None:
         raise GatewayError("this engine cannot follow a JSON schema or a forced tool_choice", hint="leave it out")
-    body = {
+    body: dict[str, Any] = {
         "model": endpoint.model,
         "prompt": request.tokens,
         "max_tokens": sampling.max_tokens,
@@ -57,7 +59,11 @@ def body_of(request: GenerateRequest, endpoint: EngineEndpoint) -> dict[str, Any
         "logprobs": max(1, request.top_logprobs),
         "return_token_ids": True,
     }
-    return body if sampling.seed is None else {**body, "seed": sampling.seed}
+    plain = Sampling()
+    body |= {name: getattr(sampling, name) for name in _OPTIONAL if getattr(sampling, name) != getattr(plain, name)}
+    if sampling.logit_bias:
+        body["logit_bias"] = {str(token): bias for token, bias in sampling.logit_bias}
+    return body
 
 
 def read_completion(

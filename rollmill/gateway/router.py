@@ -311,6 +311,7 @@ def _of_target(chunk: GenerateChunk, line: str, number: int | None) -> GenerateC
         chunk,
         tokens=chunk.tokens[:own],
         logprobs=chunk.logprobs[:own],
+        kept=chunk.kept[:own],
         policy=[policies.index(chunk.policies[index]) for index in chunk.policy[:own]],
         policies=policies,
         top_logprobs=chunk.top_logprobs[:own],

@@ -15,6 +15,7 @@ from typing import Any, Literal, NamedTuple
 import numpy as np
 
 from rollmill.chat.format import Message, Tool
+from rollmill.trajectories.kept import join_kept
 from rollmill.types import Cause, FinishReason, PolicyRef, Segment, Span
 
 
@@ -36,6 +37,7 @@ class Answer:
     stop: str | None = None  # the text that ended it, if one of the request did
     # (token, log-prob) of the most likely tokens, per token; empty if the request did not ask. Not in the record
     top_logprobs: list[list[tuple[int, float]]] = field(default_factory=list)
+    kept: list[bytes] = field(default_factory=list)  # see GenerateChunk
 
 
 @dataclass
@@ -137,6 +139,7 @@ class OpenSegment:
             at += len(turn.prompt)
             _put_answer(segment, at, turn.answer)
             at += len(turn.answer.tokens)
+        _put_kept(segment, [turn.answer for turn in self.turns])
         return segment
 
     def _mark(self, mark: Mark) -> None:
@@ -184,6 +187,15 @@ def _put_answer(segment: Segment, start: int, answer: Answer) -> None:
         segment.spans.append(Span(**{**vars(span), "oldest_kv_policy": oldest}))
     for first, rows in answer.routes:
         _put_routes(segment, first, rows, np.ones(len(rows), np.bool_))
+
+
+def _put_kept(segment: Segment, answers: Sequence[Answer]) -> None:
+    """`answers`: all of the segment, whose tokens are the sampled ones in order."""
+    sets = [kept for answer in answers for kept in answer.kept or [b""] * len(answer.tokens)]
+    if any(sets):
+        joined = join_kept(sets)
+        segment.kept_sizes, segment.kept = np.zeros(len(segment.tokens), np.int32), joined["kept"]
+        segment.kept_sizes[segment.sampled] = joined["kept_sizes"]
 
 
 def _put_routes(segment: Segment, first: int, rows: np.ndarray, valid: np.ndarray) -> None:

@@ -88,6 +88,8 @@ class GenerateChunk:
     routes_start: int = 0
     routes: np.ndarray | None = None
     finish: FinishReason | None = None
+    # The tokens that could be drawn, one set per token (trajectories/kept.py). Empty if none were excluded
+    kept: list[bytes] = field(default_factory=list)
     # set on the last chunk
     oldest_kv_policy: PolicyRef | None = None
     cached_tokens: int = 0

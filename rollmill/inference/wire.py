@@ -9,12 +9,13 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Annotated, TypeVar
 
-from pydantic import Field, TypeAdapter
+from pydantic import Base64UrlBytes, Field, TypeAdapter
 
 from rollmill.errors import EngineError
 from rollmill.inference.engine import GenerateChunk, GenerateRequest
 from rollmill.strict import parse_json
 from rollmill.trajectories.facts import STRICT, Int31, Natural, Routes
+from rollmill.trajectories.kept import LARGEST_SET
 from rollmill.types import FinishReason, PolicyRef, Sampling, TrafficClass
 
 T = TypeVar("T")
@@ -52,6 +53,7 @@ class _Chunk:
     missing: str = ""
     top_logprobs: list[list[tuple[Int31, float]]] = field(default_factory=list)
     timing: dict[str, float] = field(default_factory=dict)
+    kept: list[Base64UrlBytes] = field(default_factory=list)
 
 
 _REQUEST = TypeAdapter(_Request)
@@ -80,6 +82,8 @@ def chunk_from_json(data: bytes) -> GenerateChunk:
         raise EngineError("chunk: tokens, logprobs and policy must have one entry per token")
     if chunk.top_logprobs and len(chunk.top_logprobs) != len(chunk.tokens):
         raise EngineError("chunk: top_logprobs must have one entry per token")
+    if len(chunk.kept) not in (0, len(chunk.tokens)) or any(len(kept) > LARGEST_SET for kept in chunk.kept):
+        raise EngineError(f"chunk: kept must have one entry per token, of at most {LARGEST_SET} bytes")
     if any(index >= len(chunk.policies) for index in chunk.policy):
         raise EngineError("chunk: policy points outside policies")
     known = [*chunk.policies, *filter(None, [chunk.oldest_kv_policy])]
@@ -91,8 +95,15 @@ def chunk_from_json(data: bytes) -> GenerateChunk:
 def _check_sampling(sampling: Sampling) -> None:
     if sampling.temperature and not 1e-3 <= sampling.temperature <= 1e3:
         raise EngineError(f"sampling: temperature must be 0 or from 0.001 to 1000, got {sampling.temperature}")
-    if not 0 < sampling.top_p <= 1 or sampling.max_tokens < 1:
-        raise EngineError("sampling: 0 < top_p ≤ 1 and max_tokens ≥ 1 are needed")
+    if not 0 < sampling.top_p <= 1 or not 0 <= sampling.min_p <= 1 or sampling.max_tokens < 1:
+        raise EngineError("sampling: 0 < top_p ≤ 1, 0 ≤ min_p ≤ 1 and max_tokens ≥ 1 are needed")
+    if not 1e-2 <= sampling.repetition_penalty <= 100:
+        raise EngineError(f"sampling: repetition_penalty must be from 0.01 to 100, got {sampling.repetition_penalty}")
+    biases = [bias for _, bias in sampling.logit_bias]
+    if any(abs(value) > 100 for value in (sampling.presence_penalty, sampling.frequency_penalty, *biases)):
+        raise EngineError("sampling: penalties and biases must be from -100 to 100")
+    if any(not 0 <= token < 1 << 31 for token, _ in sampling.logit_bias):
+        raise EngineError("sampling: a token of logit_bias is negative or too large")
     if min(sampling.top_k, sampling.seed or 0, *sampling.stop_tokens, 0) < 0:
         raise EngineError("sampling: top_k, seed and stop_tokens must not be negative")
 

@@ -16,7 +16,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 
 import numpy as np
 import torch
@@ -25,13 +25,15 @@ from torch import Tensor
 from rollmill.errors import TrajectoryError
 from rollmill.models.attention import packed_positions
 from rollmill.models.config import ModelConfig
+from rollmill.models.shaping import Shape
 from rollmill.training.lineage import Lineage
+from rollmill.trajectories.kept import decode_kept, holds, split_kept
 from rollmill.types import Segment
 
 STALE = "stale"
 GREEDY = "sampled at temperature 0"
-TRUNCATED = "sampled with top-p or top-k, whose cut was not recorded"
-GRAMMAR = "sampled under a grammar, whose mask the trainer does not apply"
+TRUNCATED = "sampled with top-p, top-k or min-p, whose cut was not recorded"
+GRAMMAR = "sampled under a grammar, whose mask was not recorded"
 FOREIGN = "sampled by a line this one does not descend from"
 NO_CONTEXT = "the first token of a segment, which nothing predicts"
 ABANDONED = "not on the way to the outcome"
@@ -46,6 +48,12 @@ class SampledFacts:
     advantages: np.ndarray  # float32
     staleness: np.ndarray  # int64, in versions
     trajectory: np.ndarray  # int64, index of its trajectory in the step
+    shapes: np.ndarray | None = None  # of `Shape | None`; None if only temperatures shaped the distributions
+
+    def picked(self, rows: np.ndarray) -> SampledFacts:
+        """The facts of some of the targets."""
+        columns = {field.name: getattr(self, field.name) for field in fields(self)}
+        return replace(self, **{name: column[rows] for name, column in columns.items() if column is not None})
 
 
 @dataclass(frozen=True)
@@ -113,6 +121,7 @@ def segment_sequence(
         advantages=np.full(picked.size, advantage, np.float32) * (1 if credit_T is None else credit_T[picked]),
         staleness=np.maximum(staleness_T[picked], 0),
         trajectory=np.full(picked.size, trajectory, np.int64),
+        shapes=_shapes(segment, picked),
     )
     tokens = segment.tokens.astype(np.int64)
     return PackedSequence(
@@ -147,16 +156,32 @@ def _reconstructible(segment: Segment, masked: Counter[str]) -> tuple[np.ndarray
         elif not span.sampling.trainable:
             masked[GREEDY] += span.end - span.start
             learn_T[span.start : span.end] = False
-        elif span.sampling.top_p < 1.0 or span.sampling.top_k > 0:
-            masked[TRUNCATED] += span.end - span.start
-            learn_T[span.start : span.end] = False
-        elif span.sampling.grammar is not None:
-            masked[GRAMMAR] += span.end - span.start
-            learn_T[span.start : span.end] = False
+        elif span.sampling.cuts:
+            known = np.zeros(span.end - span.start, np.bool_)
+            if segment.kept_sizes is not None:
+                known = segment.kept_sizes[span.start : span.end] > 0
+            masked[TRUNCATED if span.sampling.grammar is None else GRAMMAR] += int((~known).sum())
+            learn_T[span.start : span.end] &= known
     if learn_T.size and learn_T[0]:
         masked[NO_CONTEXT] += 1
         learn_T[0] = False
     return temperatures_T, learn_T
+
+
+def _shapes(segment: Segment, picked: np.ndarray) -> np.ndarray | None:
+    """The shapes of the distributions of these tokens."""
+    spans = [span for span in segment.spans if span.sampling.cuts or span.sampling.changes_logits]
+    if not spans:
+        return None
+    sizes, kept = segment.kept_sizes, segment.kept
+    sets = None if sizes is None or kept is None else split_kept(sizes, kept)
+    shapes = np.full(picked.size, None, object)
+    for span in spans:
+        for index in np.flatnonzero((picked >= span.start) & (picked < span.end)):
+            at = int(picked[index])
+            held = sets[at] if sets is not None and span.sampling.cuts else b""
+            shapes[index] = Shape(span.sampling, segment.tokens[:at], span.start - span.answered, held)
+    return shapes
 
 
 def check_fits(segments: Iterable[Segment], model: ModelConfig) -> None:
@@ -168,6 +193,19 @@ def check_fits(segments: Iterable[Segment], model: ModelConfig) -> None:
             raise TrajectoryError(f"token id {int(segment.tokens.max())} in a vocabulary of {model.vocab_size}")
         if segment.routes is not None and segment.routes_valid is not None:
             _check_routes(segment.routes[segment.routes_valid], model)
+        _check_kept(segment, model.vocab_size)
+        biases = [token for span in segment.spans for token, _ in span.sampling.logit_bias]
+        if biases and not 0 <= min(biases) <= max(biases) < model.vocab_size:
+            raise TrajectoryError(f"a logit_bias outside a vocabulary of {model.vocab_size}")
+
+
+def _check_kept(segment: Segment, vocab_size: int) -> None:
+    """A sampled token that could not be drawn would have log-prob -inf, and gradients that are not finite."""
+    if segment.kept_sizes is None or segment.kept is None:
+        return
+    for token, kept in zip(segment.tokens.tolist(), split_kept(segment.kept_sizes, segment.kept), strict=True):
+        if kept and not holds(decode_kept(kept, vocab_size), token):
+            raise TrajectoryError(f"token {token} was sampled and is not in its set of kept tokens")
 
 
 def _check_routes(routes: np.ndarray, model: ModelConfig) -> None:
@@ -229,5 +267,12 @@ def _concatenate_routes(batch: Sequence[PackedSequence], parts: Sequence[np.ndar
 def _concatenate_facts(facts: Sequence[SampledFacts]) -> SampledFacts | None:
     if not facts:
         return None
-    columns = (np.concatenate([getattr(each, field.name) for each in facts]) for field in fields(SampledFacts))
-    return SampledFacts(*columns)
+    names = [field.name for field in fields(SampledFacts) if field.name != "shapes"]
+    columns = {name: np.concatenate([getattr(each, name) for each in facts]) for name in names}
+    shapes = None
+    if any(each.shapes is not None for each in facts):
+        plain = [np.full(len(each.logprobs), None, object) for each in facts]
+        shapes = np.concatenate(
+            [mine if each.shapes is None else each.shapes for mine, each in zip(plain, facts, strict=True)]
+        )
+    return SampledFacts(**columns, shapes=shapes)

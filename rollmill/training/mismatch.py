@@ -27,7 +27,7 @@ import numpy as np
 from rollmill import telemetry
 from rollmill.errors import StorageError, WeightsError
 from rollmill.models.decoder import Decoder
-from rollmill.training.batching import MicroBatch, PackedSequence, SampledFacts, TokenRule, pack, segment_sequence
+from rollmill.training.batching import MicroBatch, PackedSequence, TokenRule, pack, segment_sequence
 from rollmill.training.placement import Placement
 from rollmill.training.replay import replay_of
 from rollmill.training.twin import Twin
@@ -124,7 +124,7 @@ def _part(whole: PackedSequence, picked_M: np.ndarray, routes_valid: np.ndarray 
         targets=whole.targets[picked_M],
         routes=None if whole.routes is None else whole.routes[:end],
         routes_valid=None if routes_valid is None else routes_valid[:end],
-        facts=SampledFacts(*(getattr(whole.facts, field.name)[picked_M] for field in dataclasses.fields(SampledFacts))),
+        facts=whole.facts.picked(picked_M),
     )
 
 

@@ -6,13 +6,17 @@ after several micro-batches: gradients summed in FP32 ─► one update of maste
 
 from __future__ import annotations
 
+import numpy as np
 import torch
 from torch import Tensor
+from torch.utils.checkpoint import checkpoint
 
 from rollmill.models.decoder import Decoder, DecoderOutput
+from rollmill.models.kernels.fused import exact_linear
 from rollmill.models.kernels.head import PIECE_ELEMENTS, head_logprobs, head_next_token
 from rollmill.models.kernels.varlen import packed_attention
 from rollmill.models.moe import Replay
+from rollmill.models.shaping import shape_logits
 from rollmill.training.batching import MicroBatch
 from rollmill.training.loss import next_token_loss, target_logprobs
 
@@ -34,15 +38,58 @@ def predicting_rows(hidden_NW: Tensor, rows_M: Tensor) -> Tensor:
 
 
 def token_logprobs(
-    model: Decoder, hidden_MW: Tensor, targets_M: Tensor, temperatures_M: Tensor | None = None
+    model: Decoder,
+    hidden_MW: Tensor,
+    targets_M: Tensor,
+    temperatures_M: Tensor | None = None,
+    shapes_M: np.ndarray | None = None,
 ) -> tuple[Tensor, Tensor]:
     """(log-probs of the targets, entropies) under the distribution sampled from, both with gradient."""
     targets_M = moved(targets_M, hidden_MW.device)
     if temperatures_M is not None:
         temperatures_M = None if bool((temperatures_M == 1).all()) else moved(temperatures_M, hidden_MW.device)
+    shaped = np.zeros(len(targets_M), np.bool_) if shapes_M is None else shapes_M != np.array(None)
+    if shapes_M is not None and shaped.any():
+        return _some_shaped(model, hidden_MW, targets_M, temperatures_M, shapes_M, shaped)
     if _in_chunks(model, hidden_MW):
         return head_logprobs(hidden_MW, head_weight(model), targets_M, temperatures_M)
     return target_logprobs(model.logits(hidden_MW), targets_M, temperatures_M)
+
+
+def _some_shaped(
+    model: Decoder,
+    hidden_MW: Tensor,
+    targets_M: Tensor,
+    temperatures_M: Tensor | None,
+    shapes_M: np.ndarray,
+    shaped: np.ndarray,
+) -> tuple[Tensor, Tensor]:
+    """Rows with a shape go in chunks of their own, whose logits are computed again in the backward pass."""
+    rows = max(1, PIECE_ELEMENTS // 8 // model.config.vocab_size)
+    places = np.flatnonzero(shaped)
+    parts = [places[start : start + rows] for start in range(0, len(places), rows)]
+    plain = np.flatnonzero(~shaped)
+    found = []
+    for part in [plain, *parts] if len(plain) else parts:
+        part_m = moved(torch.from_numpy(part), hidden_MW.device)
+        hidden_mW, targets_m = hidden_MW.index_select(0, part_m), targets_M.index_select(0, part_m)
+        temperatures_m = None if temperatures_M is None else temperatures_M.index_select(0, part_m)
+        if part is plain:
+            found.append(token_logprobs(model, hidden_mW, targets_m, temperatures_m))
+        else:
+            given = (hidden_mW, head_weight(model), targets_m, temperatures_m, shapes_M[part])
+            found.append(checkpoint(_shaped_logprobs, *given, use_reentrant=False))
+    order_M = np.argsort(np.concatenate([plain, *parts]))
+    back_M = moved(torch.from_numpy(order_M), hidden_MW.device)
+    logprobs_M, entropies_M = (torch.cat(column).index_select(0, back_M) for column in zip(*found, strict=True))
+    return logprobs_M, entropies_M
+
+
+def _shaped_logprobs(
+    hidden_MW: Tensor, weight_VW: Tensor, targets_M: Tensor, temperatures_M: Tensor | None, shapes_M: np.ndarray
+) -> tuple[Tensor, Tensor]:
+    logits_MV = shape_logits(exact_linear(hidden_MW, weight_VW), temperatures_M, shapes_M.tolist())
+    return target_logprobs(logits_MV, targets_M)
 
 
 def token_loss(model: Decoder, hidden_MW: Tensor, targets_M: Tensor, divisor: float) -> Tensor:

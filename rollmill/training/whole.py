@@ -65,7 +65,7 @@ class WholePlacement:
         assert part.facts is not None, "sequences of sampled tokens carry their facts"
         output, hidden_MW = forward_packed(model, part, replay)
         temperatures_M = torch.from_numpy(part.facts.temperatures)
-        logprobs_M, entropies_M = token_logprobs(model, hidden_MW, part.targets_M, temperatures_M)
+        logprobs_M, entropies_M = token_logprobs(model, hidden_MW, part.targets_M, temperatures_M, part.facts.shapes)
         return Recomputed(logprobs_M, entropies_M, output.routings, replay)
 
     def release(self, model: Decoder) -> None: ...

@@ -1,7 +1,8 @@
 """Trajectories as files for others: OpenAI's JSONL to read and fine-tune with, Parquet with the exact tokens.
 
 openai     one line per trajectory: messages, tools, metadata (ids, reward, task …)
-parquet    one row per segment: tokens, sampled, logprobs, policy, policies, and the same facts
+parquet    one row per segment: tokens, sampled, logprobs, policy, policies, spans (with their sampling), kept (the
+           tokens that could be drawn, see kept.py; null if none were excluded), and the same facts
 """
 
 from __future__ import annotations
@@ -16,6 +17,8 @@ from pathlib import Path
 from typing import Any, Literal
 
 from rollmill.errors import ConfigError, StorageError, TrajectoryError
+from rollmill.trajectories.facts import to_plain
+from rollmill.trajectories.kept import split_kept
 from rollmill.trajectories.store import TrajectoryRow, TrajectoryStore
 from rollmill.types import Trajectory
 
@@ -137,6 +140,10 @@ def _segment_rows(row: TrajectoryRow, trajectory: Trajectory) -> Iterator[dict[s
             "logprobs": segment.logprobs,
             "policy": segment.policy,
             "policies": [asdict(policy) for policy in segment.policies],
+            "spans": json.dumps(segment.spans, default=to_plain),
+            "kept": None
+            if segment.kept is None or segment.kept_sizes is None
+            else split_kept(segment.kept_sizes, segment.kept),
         }
 
 
@@ -149,7 +156,8 @@ def _schema(pyarrow: Any) -> Any:
     columns |= {"segment": text, "cause": text, "parent": text, "shared_tokens": number}
     columns |= {"tokens": pyarrow.list_(number), "sampled": pyarrow.list_(pyarrow.bool_())}
     columns |= {"logprobs": pyarrow.list_(pyarrow.float32()), "policy": pyarrow.list_(pyarrow.int16())}
-    return pyarrow.schema(list((columns | {"policies": pyarrow.list_(policy)}).items()))
+    columns |= {"policies": pyarrow.list_(policy), "spans": text, "kept": pyarrow.list_(pyarrow.binary())}
+    return pyarrow.schema(list(columns.items()))
 
 
 def _pyarrow() -> tuple[Any, Any]:

@@ -24,6 +24,8 @@ DTYPES: dict[str, tuple[str, ...]] = {
     "policy": ("int16",),
     "routes": ("uint8", "uint16"),
     "routes_valid": ("bool",),
+    "kept_sizes": ("int32",),
+    "kept": ("uint8",),
 }
 STRICT = ConfigDict(strict=True, allow_inf_nan=False)
 Natural = Annotated[int, Field(ge=0)]

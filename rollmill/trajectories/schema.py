@@ -9,8 +9,11 @@
     N.routes_valid    bool     [T]
     N.routes_at       int32    [M]            shared positions whose routes are not those of the parent
     N.routes_more     as N.routes, [M, moe layers, k]: their routes
+    N.kept_sizes      int32    [T - offset]   bytes of each token's set in N.kept; absent if no set was recorded
+    N.kept            uint8    the tokens that could be drawn, where some were excluded: see kept.py
 
-Version 1 stored all arrays but tokens whole, and no routes_at and routes_more.
+Version 1 stored all arrays but tokens whole, and no routes_at and routes_more. Version 2 had no kept sets, no
+penalties and no min_p.
 
 Payloads come from other regions and from object stores that others may write to, so decoding trusts nothing: whatever
 `decode_trajectory` returns satisfies every invariant of `check_trajectory`, and anything else raises TrajectoryError.
@@ -36,6 +39,7 @@ from pydantic import ConfigDict, TypeAdapter
 from rollmill.errors import TrajectoryError
 from rollmill.strict import parse_json
 from rollmill.trajectories.facts import DTYPES, STRICT, to_plain
+from rollmill.trajectories.kept import LARGEST_SET
 from rollmill.trajectories.packing import Array, packed_bytes, pieces, read_arrays, write_arrays
 from rollmill.types import Cause, PolicyRef, Segment, Span, TrafficClass, Trajectory, TrajectoryState
 
@@ -43,7 +47,8 @@ MAX_PAYLOAD_BYTES = 2 << 30  # uncompressed; a million tokens with 60 layers of 
 MAX_EXPANDED_BYTES = 8 << 30  # with what segments share copied into each of them
 _ROUNDING = 1e-3  # a log-softmax may round to slightly above zero
 _MORE_ROUTES = ("routes_at", "routes_more")
-_UNSHARED = {"sampled": False, "logprobs": np.nan, "policy": -1}  # of tokens that belong to the parent
+_UNSHARED = {"sampled": False, "logprobs": np.nan, "policy": -1, "kept_sizes": 0}  # of tokens of the parent
+_OPTIONAL = ("routes", "routes_valid", "kept_sizes", "kept")
 
 
 @dataclass
@@ -59,7 +64,7 @@ class _SegmentRecord:
 class _Record:
     __pydantic_config__ = ConfigDict(**STRICT, extra="forbid")
 
-    version: Literal[1, 2]
+    version: Literal[1, 2, 3]
     id: str
     task_id: str
     group_id: str
@@ -90,6 +95,7 @@ def write_trajectory(trajectory: Trajectory, out: IO[bytes], routes: Mapping[str
         own = _own_arrays(segment, segments[segment.parent[0]] if segment.parent else None)
         own |= routes.get(segment.id, {})
         room -= len(segment.tokens) * _bytes_per_token(own.get("routes"))
+        room -= 0 if segment.kept is None else segment.kept.nbytes
         if room < 0:  # `decode_trajectory` would refuse it
             _refuse(trajectory.id, f"its segments would take more than {MAX_EXPANDED_BYTES} bytes when read")
         arrays |= {f"{index}.{name}": array for name, array in own.items()}
@@ -113,7 +119,7 @@ def decode_trajectory(data: bytes) -> Trajectory:
             _refuse(record.id, f"two segments with the id {facts.id!r}")
         own = {name: arrays.pop(f"{index}.{name}", None) for name in (*DTYPES, *_MORE_ROUTES)}
         refuse = partial(_refuse, f"{record.id}: segment {facts.id!r}")
-        whole = _expand(own, facts.parent, segments, room, refuse) if record.version == 2 else own
+        whole = _expand(own, facts.parent, segments, room, refuse) if record.version > 1 else own
         if record.version == 1:
             whole["tokens"] = _whole_tokens(record.id, own["tokens"], own["sampled"], facts, segments)
         room -= sum(array.nbytes for array in whole.values() if array is not None)
@@ -172,19 +178,34 @@ def _check_arrays(segment: Segment, refuse: Callable[[str], NoReturn]) -> None:
     for name, dtypes in DTYPES.items():
         array = getattr(segment, name)
         if array is None:
-            if not name.startswith("routes"):
+            if name not in _OPTIONAL:
                 refuse(f"{name} is missing")
             continue
         if array.dtype.name not in dtypes:
             refuse(f"{name} is {array.dtype.name}, not {' or '.join(dtypes)}")
-        if array.ndim != (3 if name == "routes" else 1) or array.shape[0] != length:
+        if array.ndim != (3 if name == "routes" else 1) or (name != "kept" and array.shape[0] != length):
             refuse(f"{name} has shape {array.shape} for {length} tokens")
         if array.dtype == np.bool_ and length and array.view(np.uint8).max() > 1:
             refuse(f"{name} holds bytes that are neither true nor false")
     if (segment.routes is None) != (segment.routes_valid is None):
         refuse("routes and routes_valid come together")
+    _check_kept(segment, refuse)
     if length and segment.tokens.min() < 0:
         refuse("a token id is negative")
+
+
+def _check_kept(segment: Segment, refuse: Callable[[str], NoReturn]) -> None:
+    sizes, kept = segment.kept_sizes, segment.kept
+    if sizes is None or kept is None:
+        if sizes is not kept:
+            refuse("kept_sizes and kept come together")
+        return
+    if len(sizes) and not 0 <= sizes.min() <= sizes.max() <= LARGEST_SET:
+        refuse(f"kept_sizes must be from 0 to {LARGEST_SET}")
+    if int(sizes.sum(dtype=np.int64)) != len(kept):
+        refuse(f"kept has {len(kept)} bytes, kept_sizes add up to {int(sizes.sum(dtype=np.int64))}")
+    if sizes[~segment.sampled].any():
+        refuse("a token that was not sampled has a set of kept tokens")
 
 
 def _check_parent(segment: Segment, seen: dict[str, Segment], refuse: Callable[[str], NoReturn]) -> None:
@@ -232,8 +253,12 @@ def _check_spans(segment: Segment, refuse: Callable[[str], NoReturn]) -> None:
         if not lowest <= span.oldest_kv_policy < len(segment.policies):
             refuse(f"span [{span.start}, {span.end}): oldest_kv_policy {span.oldest_kv_policy} is out of range")
         sampling = span.sampling
-        if not all(map(math.isfinite, (span.started_at, span.ended_at, sampling.temperature, sampling.top_p))):
+        numbers = [value for value in vars(sampling).values() if isinstance(value, float)]
+        numbers += [span.started_at, span.ended_at, *(bias for _, bias in sampling.logit_bias)]
+        if not all(map(math.isfinite, numbers)):
             refuse(f"span [{span.start}, {span.end}) has a time or a sampling parameter that is not finite")
+        if not 0 <= span.answered <= span.start:
+            refuse(f"span [{span.start}, {span.end}): answered {span.answered} is out of range")
         covered[span.start : span.end] = True
         end = span.end
     if not np.array_equal(covered, segment.sampled):
@@ -244,7 +269,7 @@ def _record_json(trajectory: Trajectory) -> bytes:
     record = {
         name: getattr(trajectory, name) for name in _Record.__annotations__ if name not in ("version", "segments")
     }
-    record["version"] = 2
+    record["version"] = 3
     record["segments"] = [
         {name: getattr(segment, name) for name in _SegmentRecord.__annotations__} for segment in trajectory.segments
     ]
@@ -282,7 +307,11 @@ def _parse_record(data: bytes) -> _Record:
 def _own_arrays(segment: Segment, parent: Segment | None) -> dict[str, Array]:
     """The arrays of a segment as they are stored: without what it shares with its parent."""
     offset = segment.parent[1] if segment.parent else 0
-    own: dict[str, Array] = {name: getattr(segment, name)[offset:] for name in ("tokens", *_UNSHARED)}
+    own: dict[str, Array] = {
+        name: array[offset:] for name in ("tokens", *_UNSHARED) if (array := getattr(segment, name)) is not None
+    }
+    if segment.kept is not None:
+        own["kept"] = segment.kept
     if segment.routes is None or segment.routes_valid is None:
         return own
     own |= {"routes": segment.routes[offset:], "routes_valid": segment.routes_valid}
@@ -300,7 +329,7 @@ def _own_arrays(segment: Segment, parent: Segment | None) -> dict[str, Array]:
 
 def _bytes_per_token(routes: Array | None) -> int:
     """Of all arrays of a segment."""
-    return 12 + (math.prod(routes.shape[1:]) * routes.dtype.itemsize if routes is not None else 0)
+    return 16 + (math.prod(routes.shape[1:]) * routes.dtype.itemsize if routes is not None else 0)
 
 
 def inherited_routes(parent: Segment | None, like: np.ndarray) -> np.ndarray | None:
@@ -340,7 +369,7 @@ def _expand(
             refuse(f"{kind} is {array.dtype.name} with shape {array.shape} for {len(tokens)} tokens of its own")
         whole[kind] = np.concatenate([np.full(offset, empty, array.dtype), array])
     whole["routes"] = _expand_routes(own, offset, len(tokens), earlier.get(name), refuse)
-    whole["routes_valid"] = own["routes_valid"]
+    whole |= {name: own[name] for name in ("routes_valid", "kept")}
     return whole
 
 

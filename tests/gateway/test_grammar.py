@@ -21,11 +21,13 @@ from rollmill.gateway.grammars import grammar_of
 from rollmill.inference.embedded.engine import EmbeddedEngine
 from rollmill.inference.embedded.grammar import Grammars, apply_masks
 from rollmill.inference.server import make_app, serving
+from rollmill.trajectories.kept import decode_kept, split_kept
 from rollmill.types import Sampling
 from tests.chat.conftest import HERMES_TOKENS, TOOLS
 from tests.chat.test_streaming import KINDS
 from tests.gateway.conftest import USER, Answers, Mill
 from tests.gateway.stand_in import StandIn
+from tests.gateway.test_real_engine import assert_trainable
 from tests.inference.world import DEVICE, ENGINE, TINY, make_update
 
 SCHEMA: dict[str, Any] = {
@@ -111,10 +113,14 @@ async def test_a_random_model_answers_in_json_and_calls_the_tool_it_must(mill: M
     # the mask follows from the record alone: a token that was the only one allowed has log-prob 0
     state = Grammars(tmp_path / "tokenizer.json", config.vocab_size).start(grammar, span.sampling.stop_tokens[0], [])
     tokens, logprobs = second.tokens[span.start : span.end], second.logprobs[span.start : span.end]
-    for token, logprob in zip(tokens.tolist(), logprobs.tolist(), strict=True):
+    assert second.kept_sizes is not None and second.kept is not None
+    sets = split_kept(second.kept_sizes, second.kept)[span.start : span.end]
+    for token, logprob, kept in zip(tokens.tolist(), logprobs.tolist(), sets, strict=True):
         allowed = state.allowed()
         assert allowed[token] and (logprob == 0.0) == (np.count_nonzero(allowed) == 1)
+        assert np.array_equal(decode_kept(kept, config.vocab_size), np.packbits(allowed, bitorder="little"))
         state.accept(token)
+    assert_trainable(second, make_update(1, config), config)
 
 
 async def test_each_dialect_asks_for_the_same_grammar(mill: Mill, answers: Answers) -> None:

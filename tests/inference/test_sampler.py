@@ -4,10 +4,13 @@ import numpy as np
 import pytest
 import torch
 
+from rollmill.errors import TrajectoryError
 from rollmill.inference.embedded.sampler import Draw, listed, log_distribution, sample, sample_uncut, uniform
+from rollmill.trajectories.kept import decode_kept, encode_kept, holds
 from rollmill.types import Sampling
 
 LOGITS = torch.tensor([2.0, 1.0, 0.5, 0.0, -1.0, -3.0])
+CONTEXT = [5, 0, 1, 1, 3]  # the answer begins at its third token
 LARGE = 49152  # tokens in a real vocabulary
 
 
@@ -19,8 +22,12 @@ def device(request: pytest.FixtureRequest) -> str:
 
 
 def _many(sampling: Sampling, draws: int = 20000) -> tuple[np.ndarray, np.ndarray]:
-    tokens, logprobs = sample(LOGITS.expand(draws, -1), [Draw(sampling, seed, 11) for seed in range(draws)])
-    return np.array(tokens), np.array(logprobs)
+    drawn = sample(LOGITS.expand(draws, -1), [Draw(sampling, seed, 11, CONTEXT, 2) for seed in range(draws)])
+    return np.array(drawn.tokens), np.array(drawn.logprobs)
+
+
+def _distribution(sampling: Sampling, logits: torch.Tensor = LOGITS) -> torch.Tensor:
+    return log_distribution(logits.unsqueeze(0), [Draw(sampling, 0, 0, CONTEXT, 2)])[0]
 
 
 @pytest.mark.parametrize(
@@ -31,12 +38,14 @@ def _many(sampling: Sampling, draws: int = 20000) -> tuple[np.ndarray, np.ndarra
         Sampling(temperature=2.0, top_k=3),
         Sampling(top_p=0.8),
         Sampling(temperature=1.5, top_k=5, top_p=0.6),
+        Sampling(temperature=1.5, min_p=0.2),
+        Sampling(presence_penalty=1.0, frequency_penalty=0.5, repetition_penalty=1.3, logit_bias=((4, 2.0),)),
     ],
     ids=str,
 )
 def test_token_frequencies_match_their_logprobs(sampling: Sampling) -> None:
     tokens, logprobs = _many(sampling)
-    exact = log_distribution(LOGITS.unsqueeze(0), [sampling])[0].exp().numpy()
+    exact = _distribution(sampling).exp().numpy()
     assert exact.sum() == pytest.approx(1)
     np.testing.assert_allclose(np.exp(logprobs), exact[tokens], rtol=1e-6)
     counts = np.bincount(tokens, minlength=len(exact))
@@ -47,7 +56,7 @@ def test_token_frequencies_match_their_logprobs(sampling: Sampling) -> None:
 
 def test_top_k_and_top_p_keep_the_right_tokens() -> None:
     def kept(sampling: Sampling) -> list[int]:
-        return log_distribution(LOGITS.unsqueeze(0), [sampling])[0].isfinite().nonzero().flatten().tolist()
+        return _distribution(sampling).isfinite().nonzero().flatten().tolist()
 
     probabilities = LOGITS.softmax(-1)
     assert kept(Sampling(top_k=2)) == [0, 1]
@@ -56,11 +65,85 @@ def test_top_k_and_top_p_keep_the_right_tokens() -> None:
     assert kept(Sampling(top_p=1e-9)) == [0], "the most likely token always stays"
     assert kept(Sampling(top_k=3, top_p=0.999)) == [0, 1, 2]
     assert kept(Sampling()) == [0, 1, 2, 3, 4, 5]
+    assert kept(Sampling(min_p=float(probabilities[1] / probabilities[0]) - 1e-4)) == [0, 1]
+    assert kept(Sampling(min_p=1.0)) == [0]
+
+
+def _reference(logits: np.ndarray, sampling: Sampling) -> set[int]:
+    """The kept tokens, one cut after the other, in double precision."""
+    left = np.argsort(-logits, kind="stable")
+    probability = np.exp((logits / sampling.temperature).astype(np.float64))
+    left = left[probability[left] >= sampling.min_p * probability[left[0]]]
+    left = left[: sampling.top_k or None]
+    share = probability[left] / probability[left].sum()
+    return set(left[np.cumsum(share) - share < sampling.top_p].tolist())
+
+
+@pytest.mark.parametrize("spread", [0.5, 4.0], ids=["flat: all tokens are sorted", "peaked"])
+def test_cuts_of_a_large_vocabulary_are_those_of_the_reference(spread: float, device: str) -> None:
+    random = np.random.default_rng(0)
+    logits = torch.from_numpy(spread * random.standard_normal((12, 5000)).astype(np.float32))
+    samplings = [
+        Sampling(
+            temperature=float(random.uniform(0.5, 1.5)),
+            top_p=float(random.choice([1.0, 0.3, 0.9])),
+            top_k=int(random.choice([0, 3, 700])),
+            min_p=float(random.choice([0.0, 0.01, 0.2])),
+        )
+        for _ in range(12)
+    ]
+    drawn = sample(logits.to(device), [Draw(one, 0, 0) for one in samplings])
+    for row, sampling in enumerate(samplings):
+        expected = _reference(logits[row].numpy(), sampling)
+        if not sampling.cuts:
+            assert drawn.kept[row] == b""
+            continue
+        found = np.flatnonzero(np.unpackbits(decode_kept(drawn.kept[row], 5000), bitorder="little"))
+        assert len(expected ^ set(found.tolist())) <= 2, "FP32 may round a token over the edge"
+        assert drawn.tokens[row] in found
+        scaled = logits[row, found].double() / sampling.temperature
+        exact = logits[row, drawn.tokens[row]].double() / sampling.temperature - scaled.logsumexp(0)
+        assert drawn.logprobs[row] == pytest.approx(float(exact), abs=1e-4)
+
+
+def test_penalties_are_those_of_their_definition() -> None:
+    sampling = Sampling(presence_penalty=0.5, frequency_penalty=0.25, repetition_penalty=2.0, logit_bias=((2, -1.5),))
+    # 0, 1, 3, 5 are in the context; 1 is twice in the answer and 3 once
+    expected = torch.tensor([1.0, 0.5 - 0.5 - 2 * 0.25, 0.5 - 1.5, 0.0 - 0.5 - 0.25, -1.0, -6.0])
+    torch.testing.assert_close(_distribution(sampling), expected.log_softmax(-1))
+
+
+def test_plain_rows_keep_their_bits_beside_others() -> None:
+    logits = torch.randn((3, 500), generator=torch.Generator().manual_seed(0))
+    plain = Draw(Sampling(temperature=0.7), 3, 9)
+    other = Draw(Sampling(top_p=0.5, presence_penalty=1.0), 3, 9, [1, 2], 1)
+    together, alone = sample(logits, [other, plain, other]), sample(logits[1:2], [plain])
+    assert (together.tokens[1], together.logprobs[1], together.kept[1]) == (alone.tokens[0], alone.logprobs[0], b"")
+
+
+@pytest.mark.parametrize("count", [1, 48, 49, 3000, 5000])
+def test_kept_tokens_survive_their_encoding(count: int) -> None:
+    bits = np.zeros(5000, np.bool_)
+    bits[np.random.default_rng(count).permutation(5000)[:count]] = True
+    packed = np.packbits(bits, bitorder="little")
+    data = encode_kept(packed)
+    assert np.array_equal(decode_kept(data, 5000), packed) and len(data) < 5000 / 8 + 20
+    token = int(np.flatnonzero(bits)[-1])
+    assert holds(packed, token)
+    for wrong, size in (
+        (data[:-1], 5000),
+        (data, token),
+        (b"\3" + data[1:], 5000),
+        (b"\2" + bytes(30), 5000),
+        (b"", 9),
+    ):
+        with pytest.raises(TrajectoryError, match="kept tokens"):
+            decode_kept(wrong, size)
 
 
 def test_greedy_takes_the_likeliest_and_records_the_plain_logprob() -> None:
     draws = [Draw(Sampling(temperature=0.0), 1, 1), Draw(Sampling(temperature=0.01), 1, 1)]
-    tokens, logprobs = sample(LOGITS.expand(2, -1), draws)
+    tokens, logprobs, _ = sample(LOGITS.expand(2, -1), draws)
     assert tokens == [0, 0]
     assert logprobs[0] == pytest.approx(float(LOGITS.log_softmax(-1)[0]))
 
@@ -85,7 +168,7 @@ def test_uniform_numbers_are_uniform_and_independent() -> None:
 
 
 def test_logits_that_are_not_finite_give_such_a_logprob() -> None:
-    tokens, logprobs = sample(torch.full((1, 6), torch.nan), [Draw(Sampling(), 1, 1)])
+    tokens, logprobs, _ = sample(torch.full((1, 6), torch.nan), [Draw(Sampling(), 1, 1)])
     assert 0 <= tokens[0] < 6 and not np.isfinite(logprobs[0])
 
 
@@ -95,10 +178,10 @@ def test_logits_that_are_not_finite_give_such_a_logprob() -> None:
 def test_two_levels_draw_the_same_as_one(device: str, monkeypatch: pytest.MonkeyPatch) -> None:
     logits = 3 * torch.randn((64, LARGE), generator=torch.Generator().manual_seed(0)).to(device)
     draws = [Draw(Sampling(temperature=0.5 + seed / 64), seed, 5) for seed in range(64)]
-    tokens, logprobs = sample(logits, draws)
+    drawn = sample(logits, draws)
     monkeypatch.setattr("rollmill.inference.embedded.sampler._ONE_LEVEL", LARGE)
-    assert sample(logits, draws) == (tokens, logprobs)
-    assert len(set(tokens)) > 32
+    assert sample(logits, draws) == drawn
+    assert len(set(drawn.tokens)) > 32
 
 
 @pytest.mark.parametrize("size", [LARGE, 5000], ids=["whole chunks", "a chunk cut short"])
@@ -114,7 +197,7 @@ def test_tokens_of_probability_zero_are_never_drawn(size: int, device: str) -> N
 
 
 def test_large_and_not_finite(device: str) -> None:
-    tokens, logprobs = sample(torch.full((1, LARGE), torch.nan, device=device), [Draw(Sampling(), 1, 1)])
+    tokens, logprobs, _ = sample(torch.full((1, LARGE), torch.nan, device=device), [Draw(Sampling(), 1, 1)])
     assert 0 <= tokens[0] < LARGE and not np.isfinite(logprobs[0])
 
 

@@ -11,7 +11,12 @@ from rollmill.inference.wire import chunk_from_json, chunk_to_json, request_from
 from rollmill.types import PolicyRef, Sampling
 
 REQUEST = GenerateRequest(
-    "session", [1, 2, 3], Sampling(0.7, 0.9, 5, 33, (4, 5), 2**63), traffic="production", min_version=6, top_logprobs=2
+    "session",
+    [1, 2, 3],
+    Sampling(0.7, 0.9, 5, 33, (4, 5), 2**63, None, 0.1, 0.5, -0.5, 1.2, ((3, -1.0), (9, 4.5))),
+    traffic="production",
+    min_version=6,
+    top_logprobs=2,
 )
 OLD, NEW = PolicyRef("main", 1, "bf16", "aa"), PolicyRef("main", 2, "bf16", "bb")
 CHUNK = GenerateChunk(
@@ -26,6 +31,7 @@ CHUNK = GenerateChunk(
     cached_tokens=4,
     timing={"total_seconds": 0.5},
     top_logprobs=[[(5, -0.1), (9, -3.0)], []],
+    kept=[b"\1\5\0\0\0", bytes(range(256))],
 )
 
 
@@ -71,6 +77,12 @@ def test_a_chunk_of_a_dense_model_in_the_middle_of_an_answer() -> None:
         {"sampling": {"temperature": float("nan")}},
         {"sampling": {"top_p": 0}},
         {"sampling": {"top_k": -1}},
+        {"sampling": {"min_p": 1.5}},
+        {"sampling": {"repetition_penalty": 0}},
+        {"sampling": {"presence_penalty": 1e9}},
+        {"sampling": {"logit_bias": [[-1, 1.0]]}},
+        {"sampling": {"logit_bias": [[1, 1000.0]]}},
+        {"sampling": {"logit_bias": {"1": 1.0}}},
         {"sampling": {"max_tokens": 0}},
         {"sampling": {"stop_tokens": 3}},
         {"sampling": {"seed": "x"}},
@@ -99,6 +111,9 @@ def test_malformed_requests_are_refused(data: bytes) -> None:
         {"policies": [{"line": "main"}]},
         {"policies": [{"line": "main", "number": number, "form": "bf16", "digest": "aa"} for number in (1, 1 << 31)]},
         {"tokens": [1, 1 << 31]},
+        {"kept": ["AAAA"]},
+        {"kept": ["AAAA", "A"]},
+        {"kept": ["AAAA", "A" * 200_000]},
         {"routes": {"shape": [3, 2, 2], "dtype": "uint8", "data": "AAAA"}},
         {"routes": {"shape": [1], "dtype": "object", "data": "AA=="}},
         {"routes": {"shape": [1], "dtype": "uint8", "data": "???"}},

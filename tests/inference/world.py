@@ -6,7 +6,7 @@ import asyncio
 import time
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import numpy as np
 import pytest
@@ -100,6 +100,7 @@ class Whole:
     policies: list[PolicyRef]  # one per token
     routes: dict[int, np.ndarray]  # by position
     last: GenerateChunk
+    kept: list[bytes] = field(default_factory=list)  # one per token, or none at all
 
 
 def put_together(chunks: list[GenerateChunk]) -> Whole:
@@ -114,6 +115,7 @@ def put_together(chunks: list[GenerateChunk]) -> Whole:
         [chunk.policies[index] for chunk in chunks for index in chunk.policy],
         routes,
         chunks[-1],
+        [kept for chunk in chunks for kept in chunk.kept],
     )
 
 

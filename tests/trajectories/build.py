@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 
+from rollmill.trajectories.kept import join_kept
 from rollmill.types import Cause, PolicyRef, Sampling, Segment, Span, Trajectory
 
 POLICIES = [PolicyRef("rl", 3, "bf16", "a" * 64), PolicyRef("rl", 4, "bf16", "b" * 64)]
@@ -31,6 +32,11 @@ def segment(
         sampling = Sampling(temperature=0.8, top_p=0.95, stop_tokens=(1, 2), seed=2**40)
         spans.append(Span(start, end, sampling, "stop", "engine-0", "home", "rollout", 1700000000.125, 1700000001.1, 0))
     switched = np.cumsum(sampled) > 2
+    # of each answer but its last token, the tokens that could be drawn: the token alone
+    cut = sampled & np.append(sampled[1:], False)
+    kept = join_kept(
+        [b"\1" + token.astype("<u4").tobytes() if known else b"" for token, known in zip(tokens, cut, strict=True)]
+    )
     return Segment(
         id=id,
         tokens=tokens,
@@ -43,6 +49,8 @@ def segment(
         routes_valid=random.integers(0, 2, length).astype(np.bool_) if routes else None,
         parent=(parent[0].id, parent[1]) if parent else None,
         cause=cause,
+        kept_sizes=kept["kept_sizes"],
+        kept=kept["kept"],
     )
 
 

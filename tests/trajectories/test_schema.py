@@ -22,7 +22,7 @@ from rollmill.trajectories.schema import check_trajectory, decode_trajectory, en
 from rollmill.types import Sampling, Segment, Span, Trajectory, TrajectoryState
 from tests.trajectories import build
 
-ARRAYS = ("tokens", "sampled", "logprobs", "policy", "routes", "routes_valid")
+ARRAYS = ("tokens", "sampled", "logprobs", "policy", "routes", "routes_valid", "kept_sizes", "kept")
 VALID = encode_trajectory(build.trajectory())
 quick = settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.too_slow])
 
@@ -95,7 +95,7 @@ def test_what_is_written_can_be_read_within_the_same_limit(monkeypatch: pytest.M
     ]
     trajectory = Trajectory("t", [parent, *children])
     written = 0
-    for limit in range(9_800, 19_000, 700):
+    for limit in range(12_800, 23_000, 700):
         monkeypatch.setattr(schema, "MAX_EXPANDED_BYTES", limit)
         try:
             data = encode_trajectory(trajectory)
@@ -104,7 +104,7 @@ def test_what_is_written_can_be_read_within_the_same_limit(monkeypatch: pytest.M
             continue
         written += 1
         assert len(decode_trajectory(data).segments) == 9
-    assert 0 < written < 14
+    assert 0 < written < 15
 
 
 def test_lone_surrogates_in_messages_do_not_stop_the_seal() -> None:
@@ -265,6 +265,15 @@ def _drop(name: str) -> Callable[[dict[str, Any], dict[str, np.ndarray]], None]:
         (_array("0.routes", lambda a: a[:, 0]), "shape"),
         (_array("0.routes", lambda a: a.astype(np.int32)), "int32"),
         (_array("0.sampled", lambda a: a.view(np.uint8) * np.uint8(7)), "uint8"),
+        (_array("0.kept_sizes", lambda a: a[:-1]), "shape"),
+        (_array("1.kept_sizes", lambda a: a[:-1]), "shape"),
+        (_array("0.kept_sizes", _put(4, -5)), "from 0 to"),
+        (_array("0.kept_sizes", _put(slice(None), 1 << 30)), "from 0 to"),
+        (_array("0.kept_sizes", _put(4, 6)), "add up to"),
+        (_array("0.kept_sizes", lambda a: np.roll(a, 2)), "was not sampled has a set"),
+        (_drop("0.kept"), "come together"),
+        (_drop("0.kept_sizes"), "come together"),
+        (_set("segments/0/spans/0/answered", 5), "answered"),
         (_array("0.logprobs", _put(5, np.nan)), "not finite"),
         (_array("0.logprobs", _put(5, -np.inf)), "not finite"),
         (_array("0.logprobs", _put(5, 0.5)), "above zero"),
@@ -294,7 +303,7 @@ def _drop(name: str) -> Callable[[dict[str, Any], dict[str, np.ndarray]], None]:
         (_set("segments/1/parent", ["s0", 99]), "not there"),
         (_set("segments/1/parent", ["s0", 4]), "shape|shared positions"),
         (_set("segments/1/cause", "start"), "cause"),
-        (_set("version", 3), "version"),
+        (_set("version", 4), "version"),
         (_set("surprise", 1), "surprise"),
         (_set("messages", [1]), "messages"),
     ],
@@ -381,6 +390,9 @@ def test_seal_facts() -> None:
 
 
 def test_a_payload_of_the_first_release_is_read() -> None:
-    """0001.payload was written by 0.1.0 for `build.trajectory()`."""
+    """0001.payload was written by 0.1.0 for `build.trajectory()`, without sets of kept tokens."""
     data = (Path(__file__).parent / "released" / "0001.payload").read_bytes()
-    assert_same(decode_trajectory(data), decode_trajectory(encode_trajectory(build.trajectory())))
+    expected = build.trajectory()
+    for segment in expected.segments:
+        segment.kept_sizes = segment.kept = None
+    assert_same(decode_trajectory(data), decode_trajectory(encode_trajectory(expected)))

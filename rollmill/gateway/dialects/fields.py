@@ -12,6 +12,9 @@ from rollmill.types import Sampling
 
 LARGEST = (1 << 31) - 1
 _MOST_STOPS = 16
+_MOST_BIASES = 1024
+# fields of OpenAI's dialects, and those that vLLM adds to them
+PENALTIES = frozenset("frequency_penalty logit_bias min_p presence_penalty repetition_penalty".split())
 _LONGEST_STOP = 256  # characters; each new token is compared with the end of the answer, several times this long
 
 
@@ -47,10 +50,10 @@ def integer(tree: Mapping[str, Any], name: str, low: int, high: int) -> int | No
     return value
 
 
-def number(tree: Mapping[str, Any], name: str, low: float, high: float) -> float:
+def number(tree: Mapping[str, Any], name: str, low: float, high: float, default: float = 1.0) -> float:
     value = tree.get(name)
     if value is None:
-        return 1.0
+        return default
     # NaN is outside of every range
     if isinstance(value, bool) or not isinstance(value, int | float) or not low <= value <= high:
         raise GatewayError(f"{name} must be a number from {low:g} to {high:g}, got {short(value)}")
@@ -58,7 +61,7 @@ def number(tree: Mapping[str, Any], name: str, low: float, high: float) -> float
 
 
 def sampling(tree: Mapping[str, Any], stop_tokens: tuple[int, ...], max_tokens: int) -> Sampling:
-    """Temperature, top_p, top_k and seed have the same names in all dialects."""
+    """The fields have the same names in all dialects that know them."""
     seed = field(tree, "seed", int)
     return Sampling(
         temperature=number(tree, "temperature", 0.0, 2.0),
@@ -67,7 +70,23 @@ def sampling(tree: Mapping[str, Any], stop_tokens: tuple[int, ...], max_tokens: 
         max_tokens=max_tokens,
         stop_tokens=stop_tokens,
         seed=None if seed is None else seed % (1 << 63),
+        min_p=number(tree, "min_p", 0.0, 1.0, 0.0),
+        presence_penalty=number(tree, "presence_penalty", -2.0, 2.0, 0.0),
+        frequency_penalty=number(tree, "frequency_penalty", -2.0, 2.0, 0.0),
+        repetition_penalty=number(tree, "repetition_penalty", 0.01, 100.0),
+        logit_bias=_biases(tree),
     )
+
+
+def _biases(tree: Mapping[str, Any]) -> tuple[tuple[int, float], ...]:
+    """logit_bias: token ids as text → what is added to their logits."""
+    given: dict[str, Any] = field(tree, "logit_bias", dict) or {}
+    if len(given) > _MOST_BIASES:
+        raise GatewayError(f"logit_bias may have up to {_MOST_BIASES} tokens, got {len(given)}")
+    for token in given:
+        if not (token.isascii() and token.isdigit() and len(token) < 10):
+            raise GatewayError(f"logit_bias: {short(token)} is no token id")
+    return tuple((int(token), number(given, token, -100.0, 100.0, 0.0)) for token in given)
 
 
 def max_tokens(tree: Mapping[str, Any], names: Collection[str], default: int) -> int:

@@ -19,11 +19,6 @@ from rollmill.gateway.grammars import read_forced, read_schema
 MOST_ANSWERS = 16
 # field -> values that have no effect
 NEUTRAL: dict[str, tuple[Any, ...]] = {
-    "logit_bias": ({},),
-    "presence_penalty": (0,),
-    "frequency_penalty": (0,),
-    "repetition_penalty": (1,),
-    "min_p": (0,),
     "functions": ([],),
     "function_call": ("none", "auto"),
     "modalities": (["text"],),
@@ -36,9 +31,13 @@ DESCRIPTIVE = frozenset(
     "metadata parallel_tool_calls prompt_cache_key prompt_cache_retention reasoning_effort safety_identifier"
     " service_tier store user verbosity".split()
 )
-_KNOWN = DESCRIPTIVE | frozenset(
-    "messages model n logprobs max_completion_tokens max_tokens response_format seed stop stream stream_options"
-    " temperature tool_choice tools top_k top_logprobs top_p".split()
+_KNOWN = (
+    DESCRIPTIVE
+    | fields.PENALTIES
+    | frozenset(
+        "messages model n logprobs max_completion_tokens max_tokens response_format seed stop stream stream_options"
+        " temperature tool_choice tools top_k top_logprobs top_p".split()
+    )
 )
 _ROLES = {"system": "system", "developer": "system", "user": "user", "assistant": "assistant", "tool": "tool"}
 

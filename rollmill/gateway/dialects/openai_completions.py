@@ -20,13 +20,10 @@ from rollmill.inference.wire import MOST_TOP_LOGPROBS
 _NEUTRAL: dict[str, tuple[Any, ...]] = {
     "best_of": (1,),
     "echo": (False,),
-    "frequency_penalty": (0,),
-    "logit_bias": ({},),
-    "presence_penalty": (0,),
     "return_token_ids": (True, False),  # they are always returned
     "suffix": ("",),
 }
-_KNOWN = frozenset(
+_KNOWN = fields.PENALTIES | frozenset(
     "logprobs max_tokens model n prompt return_token_ids seed stop stream stream_options temperature top_k top_p"
     " user".split()
 )

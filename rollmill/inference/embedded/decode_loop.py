@@ -28,7 +28,6 @@ from rollmill.inference.config import EngineConfig
 from rollmill.inference.embedded.activity import GAP_SECONDS, Activity
 from rollmill.inference.embedded.cache import KVCache
 from rollmill.inference.embedded.generation import Generation
-from rollmill.inference.embedded.grammar import apply_masks
 from rollmill.inference.embedded.loading import make_loader
 from rollmill.inference.embedded.runner import make_runner
 from rollmill.inference.embedded.sampler import listed, most_likely, sample
@@ -199,14 +198,12 @@ class DecodeLoop:
         output = self._runner.run(work)
         complete = [item for item in output.work if item.completes]
         # this waits for the device
-        logits = output.logits
         if output.drawn is None:
-            logits = apply_masks(logits, [item.generation.grammar for item in complete])
-            drawn = sample(logits, [item.draw for item in complete])
+            drawn = sample(output.logits, [item.draw for item in complete])
         else:
             drawn = listed(output.drawn)
         counts = [item.generation.request.top_logprobs for item in complete]
-        best = most_likely(logits, [item.draw.sampling for item in complete], counts)
+        best = most_likely(output.logits, [item.draw for item in complete], counts)
         self.scheduler.advance(output.work, output.host_routes(), policy)
         self._record(zip([item.generation for item in complete], *drawn, best, strict=True), policy)
         computed = sum(item.count for item in work)
@@ -226,14 +223,14 @@ class DecodeLoop:
             prefixes.copies = []
 
     def _record(
-        self, drawn: Iterable[tuple[Generation, int, float, list[tuple[int, float]]]], policy: PolicyRef
+        self, drawn: Iterable[tuple[Generation, int, float, bytes, list[tuple[int, float]]]], policy: PolicyRef
     ) -> None:
         now = time.monotonic()
-        for generation, token, logprob, best in drawn:
+        for generation, token, logprob, kept, best in drawn:
             if not math.isfinite(logprob):
                 self._fail(generation, EngineError(f"{policy.line}@{policy.number} gives logits that are not finite"))
                 continue
-            finish = generation.sample(token, logprob, policy, best)
+            finish = generation.sample(token, logprob, policy, kept, best)
             if finish is not None:
                 self._finish(generation, finish)
             elif generation.stream and now - generation.sent_at >= self._config.stream_seconds:

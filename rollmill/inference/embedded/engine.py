@@ -133,6 +133,8 @@ class EmbeddedEngine:
                 f"token ids must be from 0 to {self._vocab_size - 1}",
                 hint="was the context made with another model's tokenizer?",
             )
+        if any(token >= self._vocab_size for token, _ in request.sampling.logit_bias):
+            raise EngineError(f"logit_bias: token ids must be from 0 to {self._vocab_size - 1}")
 
     def _grammar(self, request: GenerateRequest) -> GrammarState:
         grammar, ends = request.sampling.grammar, request.sampling.stop_tokens

@@ -39,7 +39,7 @@ class Generation:
     requeued_seconds: float = 0.0  # the part of it after the first token
     first_token_at: float | None = None
     sent_at: float = 0.0
-    _fresh: list[tuple[int, float, PolicyRef]] = field(default_factory=list)
+    _fresh: list[tuple[int, float, PolicyRef, bytes]] = field(default_factory=list)
     _best: list[list[tuple[int, float]]] = field(default_factory=list)
     _routes: list[np.ndarray] = field(default_factory=list)
     _routes_sent: int = 0  # positions before this one were reported, and are not reported again if recomputed
@@ -117,13 +117,18 @@ class Generation:
             self._routes_held += self.computed - known
 
     def sample(
-        self, token: int, logprob: float, policy: PolicyRef, best: list[tuple[int, float]] | None = None
+        self,
+        token: int,
+        logprob: float,
+        policy: PolicyRef,
+        kept: bytes = b"",
+        best: list[tuple[int, float]] | None = None,
     ) -> FinishReason | None:
-        """`best`: the most likely tokens, if the request asks for them."""
+        """`kept` and `best`: the tokens that could be drawn, and the most likely ones, if the request asks for them."""
         self.tokens.append(token)
         if self.request.top_logprobs:
             self._best.append(best or [])
-        self._fresh.append((token, logprob, policy))
+        self._fresh.append((token, logprob, policy, kept))
         if self.grammar is not None:
             self.grammar.accept(token)
         if self.first_token_at is None:
@@ -134,12 +139,13 @@ class Generation:
 
     def chunk(self, finish: FinishReason | None = None) -> GenerateChunk:
         """A chunk with everything not sent yet."""
-        policies = list(dict.fromkeys(policy for _, _, policy in self._fresh))
+        policies = list(dict.fromkeys(policy for _, _, policy, _ in self._fresh))
         chunk = GenerateChunk(
-            tokens=[token for token, _, _ in self._fresh],
-            logprobs=[logprob for _, logprob, _ in self._fresh],
-            policy=[policies.index(policy) for _, _, policy in self._fresh],
+            tokens=[token for token, _, _, _ in self._fresh],
+            logprobs=[logprob for _, logprob, _, _ in self._fresh],
+            policy=[policies.index(policy) for _, _, policy, _ in self._fresh],
             policies=policies,
+            kept=[kept for *_, kept in self._fresh] if self.request.sampling.cuts else [],
             routes_start=self._routes_sent,
             routes=np.concatenate(self._routes) if self._routes else None,
             finish=finish,

@@ -1,8 +1,9 @@
 """Draws tokens, with the exact log-prob of each under the distribution it was drawn from.
 
-That distribution is softmax(logits / temperature), cut to the top k, then to the nucleus top p, then normalised again,
-all in FP32. Temperature 0 takes the most likely token and records its log-prob at temperature 1. The random number
-depends only on (seed, position), so a request gives the same draws in any batch and on any engine.
+`Sampling` says in which order logits are changed and tokens excluded; all in FP32, for the whole batch at once, on the
+device of the logits. Where tokens are excluded, the ones that are kept are returned too: the trainer needs them.
+Temperature 0 takes the most likely token and records its log-prob at temperature 1. The random number depends only on
+(seed, position), so a request gives the same draws in any batch and on any engine.
 """
 
 from __future__ import annotations
@@ -10,17 +11,20 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import numpy as np
 import torch
 from torch import Tensor
 
+from rollmill.inference.embedded.grammar import GrammarState, apply_masks
+from rollmill.models.shaping import change_logits, change_of, pack_bits
+from rollmill.trajectories.kept import encode_kept
 from rollmill.types import Sampling
 
-_ONE_LEVEL, _CHUNK = (
-    4096,
-    512,
-)  # tokens: the largest vocabulary that is searched at once, and the chunks of a larger one
+# the largest vocabulary that is searched at once, and the chunks of a larger one, in tokens
+_ONE_LEVEL, _CHUNK = 4096, 512
+_LIKELIEST = 512  # tokens that are sorted at first; all are sorted only if these do not reach top p
 
 
 @dataclass(frozen=True)
@@ -30,24 +34,45 @@ class Draw:
     sampling: Sampling
     seed: int
     position: int
+    context: Sequence[int] = ()  # the tokens before it, for penalties
+    start: int = 0  # where the answer begins in the context
+    grammar: GrammarState | None = None
 
 
-def sample(logits_MV: Tensor, draws: Sequence[Draw]) -> tuple[list[int], list[float]]:
-    """One token and its log-prob per row. Waits for the device once, at the end."""
+class Drawn(NamedTuple):
+    """One entry per row."""
+
+    tokens: list[int]
+    logprobs: list[float]
+    kept: list[bytes]  # the tokens that could be drawn, see trajectories/kept.py; b"" if all could
+
+
+def sample(logits_MV: Tensor, draws: Sequence[Draw]) -> Drawn:
+    """Draws one token per row. Waits for the device at the end."""
     if not draws:
-        return [], []
-    logprobs_MV = log_distribution(logits_MV, [draw.sampling for draw in draws])
+        return Drawn([], [], [])
+    logprobs_MV = log_distribution(logits_MV, draws)
     uniform_M = torch.from_numpy(uniform([draw.seed for draw in draws], [draw.position for draw in draws]))
     tokens_M1 = _draw(logprobs_MV, uniform_M.to(logits_MV.device, non_blocking=True).unsqueeze(1))
     greedy = [row for row, draw in enumerate(draws) if draw.sampling.temperature == 0]
     if greedy:
         tokens_M1[greedy] = logprobs_MV[greedy].argmax(-1, keepdim=True)
-    return listed(_with_logprobs(tokens_M1, logprobs_MV))
+    return listed(_with_logprobs(tokens_M1, logprobs_MV), _kept(logprobs_MV, draws))
+
+
+def _kept(logprobs_MV: Tensor, draws: Sequence[Draw]) -> list[bytes] | None:
+    rows = [row for row, draw in enumerate(draws) if draw.sampling.cuts]
+    if not rows:
+        return None
+    kept = [b""] * len(draws)
+    for row, bits in zip(rows, pack_bits(logprobs_MV[rows] > -torch.inf).cpu().numpy(), strict=True):
+        kept[row] = encode_kept(bits)
+    return kept
 
 
 def sample_uncut(logits_MV: Tensor, temperatures_M: Tensor, uniform_M: Tensor) -> Tensor:
-    """`sample` without top k and top p, as [M, 2] for `listed`. It runs on the device only, so a graph can record
-    it."""
+    """`sample` for rows with nothing but a temperature, as [M, 2] for `listed`. Runs on the device only, so a graph can
+    record it."""
     hot_M1 = (temperatures_M > 0).unsqueeze(1)
     divisor_M1 = torch.where(hot_M1, temperatures_M.unsqueeze(1), 1.0).to(logits_MV.dtype)
     logprobs_MV = torch.log_softmax(logits_MV / divisor_M1, -1)
@@ -55,16 +80,14 @@ def sample_uncut(logits_MV: Tensor, temperatures_M: Tensor, uniform_M: Tensor) -
     return _with_logprobs(torch.where(hot_M1, tokens_M1, logprobs_MV.argmax(-1, keepdim=True)), logprobs_MV)
 
 
-def most_likely(
-    logits_MV: Tensor, samplings: Sequence[Sampling], counts: Sequence[int]
-) -> list[list[tuple[int, float]]]:
+def most_likely(logits_MV: Tensor, draws: Sequence[Draw], counts: Sequence[int]) -> list[list[tuple[int, float]]]:
     """Per row the `counts[row]` most likely tokens and their log-probs, under the distribution that is sampled from.
     Fewer if it has fewer tokens."""
     found: list[list[tuple[int, float]]] = [[] for _ in counts]
     rows = [row for row, count in enumerate(counts) if count]
     if not rows:
         return found
-    logprobs_RV = log_distribution(logits_MV[rows], [samplings[row] for row in rows])
+    logprobs_RV = log_distribution(logits_MV[rows], [draws[row] for row in rows])
     best_RK, token_RK = logprobs_RV.topk(min(max(counts), logprobs_RV.shape[1]))
     for row, best, tokens in zip(rows, best_RK.tolist(), token_RK.tolist(), strict=True):
         pairs = list(zip(tokens, best, strict=True))[: counts[row]]
@@ -72,20 +95,15 @@ def most_likely(
     return found
 
 
-def is_cut(sampling: Sampling) -> bool:
-    """Whether top k or top p exclude tokens."""
-    return bool(sampling.temperature and (sampling.top_k or sampling.top_p < 1))
-
-
 def needs_host(sampling: Sampling) -> bool:
     """Whether a token cannot be drawn by `sample_uncut`."""
-    return is_cut(sampling) or sampling.grammar is not None
+    return sampling.cuts or sampling.changes_logits
 
 
-def listed(drawn_M2: Tensor) -> tuple[list[int], list[float]]:
-    """Tokens and log-probs on the host, with one wait."""
+def listed(drawn_M2: Tensor, kept: list[bytes] | None = None) -> Drawn:
+    """The draws on the host, with one wait."""
     drawn = drawn_M2.tolist()
-    return [int(token) for token, _ in drawn], [logprob for _, logprob in drawn]
+    return Drawn([int(token) for token, _ in drawn], [logprob for _, logprob in drawn], kept or [b""] * len(drawn))
 
 
 def _with_logprobs(tokens_M1: Tensor, logprobs_MV: Tensor) -> Tensor:
@@ -121,31 +139,56 @@ def _search(logprobs_MV: Tensor, uniform_M1: Tensor) -> Tensor:
     return tokens_M1.clamp_(max=logprobs_MV.shape[1] - 1)  # beyond the end only if logits are not finite
 
 
-def log_distribution(logits_MV: Tensor, samplings: Sequence[Sampling]) -> Tensor:
+def log_distribution(logits_MV: Tensor, draws: Sequence[Draw]) -> Tensor:
     """FP32 log-probs [M, vocab], -inf for tokens that cannot be drawn."""
-    temperatures = [sampling.temperature or 1.0 for sampling in samplings]
+    logits_MV = change_logits(logits_MV, [change_of(draw.sampling, draw.context, draw.start) for draw in draws])
+    temperatures = [draw.sampling.temperature or 1.0 for draw in draws]
     if any(temperature != 1 for temperature in temperatures):
         logits_MV = logits_MV / torch.tensor(temperatures, device=logits_MV.device).unsqueeze(1)
+    logits_MV = apply_masks(logits_MV, [draw.grammar for draw in draws])
     logprobs_MV = torch.log_softmax(logits_MV, -1)
-    cut = [row for row, one in enumerate(samplings) if is_cut(one)]
+    cut = [row for row, draw in enumerate(draws) if draw.sampling.cuts and draw.sampling.temperature]
     if cut:
-        logprobs_MV[cut] = _truncate(logprobs_MV[cut], [samplings[row] for row in cut])
+        lowest_C1 = _lowest_kept(logprobs_MV[cut], [draws[row].sampling for row in cut])
+        kept_CV = logits_MV[cut].masked_fill(logprobs_MV[cut] < lowest_C1, -torch.inf)
+        logprobs_MV[cut] = torch.log_softmax(kept_CV, -1)
     return logprobs_MV
 
 
-def _truncate(logprobs_MV: Tensor, samplings: Sequence[Sampling]) -> Tensor:
-    """Keeps each row's top k, then the smallest set of those that reaches top p. The most likely token always stays."""
-    vocabulary = logprobs_MV.shape[1]
-    device = logprobs_MV.device
+def _lowest_kept(logprobs_MV: Tensor, samplings: Sequence[Sampling]) -> Tensor:
+    """[M, 1]: the smallest log-prob that min p, then top k, then top p keep. The most likely token always stays, and so
+    do tokens with exactly the same probability as one that stays."""
+    device, vocabulary = logprobs_MV.device, logprobs_MV.shape[1]
     top_k_M1 = torch.tensor([[sampling.top_k or vocabulary] for sampling in samplings], device=device)
     top_p_M1 = torch.tensor([[sampling.top_p] for sampling in samplings], device=device)
-    ordered_MV, token_MV = logprobs_MV.sort(descending=True, stable=True)
-    rank_V = torch.arange(vocabulary, device=device)
-    ordered_MV = ordered_MV.masked_fill(rank_V >= top_k_M1, -torch.inf)
-    probability_MV = ordered_MV.softmax(-1)
-    before_MV = probability_MV.cumsum(-1) - probability_MV
-    ordered_MV = ordered_MV.masked_fill((before_MV >= top_p_M1) & (rank_V > 0), -torch.inf)
-    return torch.empty_like(logprobs_MV).scatter_(1, token_MV, ordered_MV.log_softmax(-1))
+    min_p_M1 = torch.tensor([[sampling.min_p] for sampling in samplings], device=device)
+    floor_M1 = logprobs_MV.amax(-1, keepdim=True) + min_p_M1.log()
+    # without top k the cut of top p counts all that min p leaves, whether it is among the likeliest or not
+    mass_M1 = logprobs_MV.exp().masked_fill(logprobs_MV < floor_M1, 0.0).sum(-1, keepdim=True)
+    count = min(vocabulary, max([_LIKELIEST, *(sampling.top_k for sampling in samplings)]))
+    lowest_M1, reached = _cut(logprobs_MV.topk(count).values, top_k_M1, top_p_M1, floor_M1, mass_M1)
+    if count < vocabulary and not bool(reached.all()):
+        lowest_M1, _ = _cut(logprobs_MV.sort(descending=True).values, top_k_M1, top_p_M1, floor_M1, mass_M1)
+    return lowest_M1
+
+
+def _cut(
+    ordered_MK: Tensor, top_k_M1: Tensor, top_p_M1: Tensor, floor_M1: Tensor, mass_M1: Tensor
+) -> tuple[Tensor, Tensor]:
+    """The smallest log-prob kept, [M, 1], and whether the K likeliest tokens were enough to know it, [M, 1]."""
+    count = ordered_MK.shape[1]
+    rank_K = torch.arange(count, device=ordered_MK.device)
+    probability_MK = ordered_MK.exp().masked_fill((rank_K >= top_k_M1) | (ordered_MK < floor_M1), 0.0)
+    cumulative_MK = probability_MK.cumsum(-1)
+    mass_M1 = torch.where(top_k_M1 <= count, cumulative_MK[:, -1:], mass_M1)
+    kept_MK = (probability_MK > 0) & (cumulative_MK - probability_MK < top_p_M1 * mass_M1)
+    kept_M1 = kept_MK.sum(-1, keepdim=True).clamp_(min=1)
+    lowest_M1 = ordered_MK.gather(1, kept_M1 - 1)
+    # with top p = 1 rounding must not cut anything
+    whole_M1 = top_p_M1 >= 1
+    bound_M1 = torch.where(top_k_M1 <= count, ordered_MK.gather(1, top_k_M1.clamp(max=count) - 1), -torch.inf)
+    lowest_M1 = torch.where(whole_M1, torch.maximum(bound_M1, floor_M1), lowest_M1)
+    return lowest_M1, (kept_M1 < count) | whole_M1 | (top_k_M1 <= count)
 
 
 def uniform(seeds: Sequence[int], positions: Sequence[int]) -> np.ndarray:

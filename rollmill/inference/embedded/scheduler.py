@@ -43,7 +43,9 @@ class Work:
     def draw(self) -> Draw:
         """How its next token is drawn."""
         generation = self.generation
-        return Draw(generation.request.sampling, generation.seed, self.start + self.count)
+        request, position = generation.request, self.start + self.count
+        start = len(request.tokens) - request.answered
+        return Draw(request.sampling, generation.seed, position, generation.tokens, start, generation.grammar)
 
 
 class Scheduler:

@@ -28,9 +28,9 @@ def spread_logprobs(model: Decoder, shards: Shards, part: MicroBatch, replay: Re
     assert part.facts is not None, "sequences of sampled tokens carry their facts"
     cut = _split(shards, part)
     share, hidden_mW, routings = _forward(model, shards, part, replay, cut)
-    temperatures_M = torch.from_numpy(part.facts.temperatures)
-    temperatures_m = temperatures_M[torch.from_numpy(cut.rows[shards.world.rank])]
-    found = token_logprobs(model, hidden_mW, share.targets_m, temperatures_m)
+    facts = part.facts.picked(cut.rows[shards.world.rank])
+    temperatures_m = torch.from_numpy(facts.temperatures)
+    found = token_logprobs(model, hidden_mW, share.targets_m, temperatures_m, facts.shapes)
     order = torch.from_numpy(np.argsort(np.concatenate(cut.rows), kind="stable")).to(hidden_mW.device)
     logprobs_M, entropies_M = (share_rows(each, cut.target_counts).index_select(0, order) for each in found)
     replayed = share.replay
