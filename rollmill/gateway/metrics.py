@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from bisect import bisect_left
 from collections import defaultdict
 from collections.abc import Mapping
+
+from rollmill.histogram import Histogram
 
 # name → meaning, and its labels in braces. Names that end in _total are counters, in _seconds histograms; the others
 # are gauges.
@@ -28,13 +29,12 @@ METRICS = {
     "engine_alive": "1 if the engine answers health checks, else 0 {url}",
     "engine_failures_total": "requests that failed on the engine {url}",
 }
-BUCKETS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 300.0)
 
 
 class Metrics:
     def __init__(self) -> None:
         self._counts: defaultdict[str, float] = defaultdict(int)
-        self._histograms: dict[tuple[str, str], _Histogram] = {}
+        self._histograms: dict[tuple[str, str], Histogram] = {}
 
     def count(self, name: str, amount: float = 1, **labels: str | int) -> None:
         if labels:
@@ -45,7 +45,7 @@ class Metrics:
         key = (name, _listed(labels))
         histogram = self._histograms.get(key)
         if histogram is None:
-            histogram = self._histograms[key] = _Histogram()
+            histogram = self._histograms[key] = Histogram()
         histogram.add(seconds, times)
 
     def render(self, gauges: Mapping[str, float]) -> str:
@@ -69,23 +69,6 @@ class Metrics:
 
 def kind_of(name: str) -> str:
     return "counter" if name.endswith("_total") else "histogram" if name.endswith("_seconds") else "gauge"
-
-
-class _Histogram:
-    def __init__(self) -> None:
-        self._counts = [0] * (len(BUCKETS) + 1)
-        self._sum = 0.0
-
-    def add(self, seconds: float, times: int) -> None:
-        self._counts[bisect_left(BUCKETS, seconds)] += times
-        self._sum += seconds * times
-
-    def lines(self, name: str, labels: str) -> list[str]:
-        lines, total = [], 0
-        for bound, count in zip((*map(str, BUCKETS), "+Inf"), self._counts, strict=True):
-            total += count
-            lines.append(f'{name}_bucket{{{labels},le="{bound}"}} {total}')
-        return [*lines, f"{name}_sum{{{labels}}} {self._sum}", f"{name}_count{{{labels}}} {total}"]
 
 
 def _listed(labels: Mapping[str, str | int]) -> str:

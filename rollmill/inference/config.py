@@ -16,6 +16,12 @@ class EngineConfig(Config):
         description="Most requests decoded together. Larger raises throughput and the time per token; production "
         "requests may take a rollout's place.",
     )
+    max_waiting: int = Field(
+        4096,
+        gt=0,
+        description="Most requests that wait for a place, rollouts and production counted apart. Further ones get "
+        "status 429 with Retry-After.",
+    )
     block_size: int = Field(16, gt=0, description="Tokens per page of the KV cache. Must divide `cache_tokens`.")
     cache_tokens: int = Field(
         32768,

@@ -3,11 +3,13 @@
 The same contract over HTTP (`inference/server.py`) and in process (`inference/embedded`):
 
     POST /generate   GenerateRequest as JSON → newline-delimited JSON, one GenerateChunk per line, the last has `finish`
-    GET  /health     {"engine", "region", "policy": {line, number, form, digest}, "running", "waiting", "paused"}, and
+    GET  /health     {"engine", "region", "policy": {line, number, form, digest}, "running", "waiting", "paused",
+                     "draining"}, and
                      "problem": why it is not at the newest weights, "lent": the line it is lent to,
                      "serves": {"kind": line, channel or version, "name", "context": its longest context}
     GET  /metrics    counters as Prometheus text
     POST /pause, /resume
+    POST /drain      finish what runs and waits, take nothing new (503) until /resume
     POST /hint       {"version": n}: look for new weights now
     POST /lend       {"line"}: serve another line, keeping the own weights in memory; POST /recall: serve the own again
 
@@ -29,7 +31,8 @@ from rollmill.types import FinishReason, PolicyRef, Sampling, TrafficClass
 if TYPE_CHECKING:
     from rollmill.weights.reading.follower import Update
 
-# What `Engine.metrics` returns: name → meaning. Names in _total are counters; the others are gauges.
+# What `Engine.metrics` and `histograms` return: name → meaning. Names that end in _total are counters, in _seconds
+# histograms; the others are gauges.
 METRICS = {
     "steps_total": "decode steps",
     "computed_tokens_total": "tokens computed, prompts included",
@@ -47,11 +50,28 @@ METRICS = {
     "prefix_hits_total": "requests that found a part of their context in the KV cache",
     "prefix_hit_tokens_total": "tokens of these parts",
     "version": "number of the version being served, -1 before the first",
+    "paused": "1 while decoding is paused, else 0",
+    "draining": "1 while no new request is taken, else 0",
+    "refused_total": "requests refused because too many waited",
+    "tokens_per_second": "tokens sampled per second in the last second with work, 0 without work",
+    "first_token_seconds": "from the request to its first token",
+    "between_tokens_seconds": "between two decode steps, once per sampled token",
+    "pause_seconds": "a switch of weights without decoding",
 }
 
 
 class EngineUnavailable(EngineError):
     """The engine cannot serve any request now. Another one may."""
+
+
+class EngineBusy(EngineUnavailable):
+    """Too many requests wait. The engine may take this one after `retry_seconds`."""
+
+    def __init__(self, waiting: int, retry_seconds: int = 1) -> None:
+        super().__init__(
+            f"{waiting} requests wait already", hint="try again later, or raise the engine's `max_waiting`"
+        )
+        self.retry_seconds = retry_seconds
 
 
 @dataclass
@@ -125,7 +145,13 @@ class Engine(Protocol):
 
     async def pause(self) -> None: ...
 
-    async def resume(self) -> None: ...
+    async def drain(self) -> None:
+        """Finish what runs and waits, and take nothing new."""
+        ...
+
+    async def resume(self) -> None:
+        """Go on decoding, and take requests again."""
+        ...
 
     def health(self) -> dict[str, Any]: ...
 

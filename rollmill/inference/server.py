@@ -15,7 +15,7 @@ from aiohttp import web
 
 from rollmill.errors import EngineError, RollmillError
 from rollmill.inference.config import EngineConfig
-from rollmill.inference.engine import METRICS, Engine, EngineUnavailable
+from rollmill.inference.engine import METRICS, Engine, EngineBusy, EngineUnavailable
 from rollmill.inference.follower import EngineFollower, Pinned, UpdateSource
 from rollmill.inference.wire import chunk_to_json, request_from_json
 from rollmill.models.config import ModelConfig
@@ -47,6 +47,7 @@ def make_app(
     app.router.add_get("/metrics", handlers.metrics)
     app.router.add_post("/pause", handlers.pause)
     app.router.add_post("/resume", handlers.resume)
+    app.router.add_post("/drain", handlers.drain)
     app.router.add_post("/hint", handlers.hint)
     app.router.add_post("/lend", handlers.lend)
     app.router.add_post("/recall", handlers.recall)
@@ -80,7 +81,7 @@ class _Handlers:
         Needs: the engine token.
         Takes: a GenerateRequest as JSON, see `rollmill/inference/engine.py`.
         Returns: newline-delimited JSON, one GenerateChunk per line; the last has `finish`. 503: another engine may
-        serve it.
+        serve it. 429 with Retry-After: too many requests wait.
         """
         response: web.StreamResponse | None = None
         try:
@@ -91,6 +92,8 @@ class _Handlers:
                         response = web.StreamResponse(headers={"Content-Type": "application/x-ndjson"})
                         await response.prepare(http)
                     await response.write(chunk_to_json(chunk) + b"\n")
+        except ConnectionResetError:
+            pass  # the client has gone
         except EngineError as error:
             if response is None:
                 return _refusal(error)
@@ -104,7 +107,8 @@ class _Handlers:
         """Say what the engine serves and how busy it is.
 
         Needs: nothing.
-        Returns: {"engine", "region", "policy", "running", "waiting", "paused", "problem", "lent", "serves"}.
+        Returns: {"engine", "region", "policy", "running", "waiting", "paused", "draining", "problem", "lent",
+        "serves"}.
         """
         return web.json_response(self._health())
 
@@ -116,14 +120,17 @@ class _Handlers:
         """
         health = self._engine.health()
         labels = f"engine={json.dumps(health['engine'])},region={json.dumps(health['region'])}"
+        samples = {name: [f"{name}{{{labels}}} {value}"] for name, value in self._engine.metrics().items()}
+        histograms = getattr(self._engine, "histograms", {})  # an engine need not have any
+        samples |= {name: each.lines(name, labels) for name, each in histograms.items()}
         lines = []
-        for name, value in sorted(self._engine.metrics().items()):
-            kind = "counter" if name.endswith("_total") else "gauge"
+        for name, listed in sorted(samples.items()):
+            kind = "counter" if name.endswith("_total") else "histogram" if name in histograms else "gauge"
             lines += [
                 f"# HELP rollmill_engine_{name} {METRICS.get(name, name)}",
                 f"# TYPE rollmill_engine_{name} {kind}",
             ]
-            lines.append(f"rollmill_engine_{name}{{{labels}}} {value}")
+            lines += [f"rollmill_engine_{line}" for line in listed]
         return web.Response(text="\n".join(lines) + "\n")
 
     async def pause(self, http: web.Request) -> web.Response:
@@ -135,8 +142,18 @@ class _Handlers:
         await self._engine.pause()
         return web.json_response(self._health())
 
+    async def drain(self, http: web.Request) -> web.Response:
+        """Finish what runs and waits, and take nothing new: new requests get 503. Once `running` and `waiting` are 0,
+        the engine may be stopped. /resume ends it.
+
+        Needs: the engine token.
+        Returns: as /health.
+        """
+        await self._engine.drain()
+        return web.json_response(self._health())
+
     async def resume(self, http: web.Request) -> web.Response:
-        """Go on decoding.
+        """Go on decoding, and take requests again.
 
         Needs: the engine token.
         Returns: as /health.
@@ -199,8 +216,10 @@ def _field(body: bytes, name: str) -> str:
 
 
 def _refusal(error: RollmillError) -> web.Response:
-    status = 503 if isinstance(error, EngineUnavailable) else 400
-    return web.json_response({"error": error.message, "hint": error.hint}, status=status)
+    body = {"error": error.message, "hint": error.hint}
+    if isinstance(error, EngineBusy):
+        return web.json_response(body, status=429, headers={"Retry-After": str(error.retry_seconds)})
+    return web.json_response(body, status=503 if isinstance(error, EngineUnavailable) else 400)
 
 
 def serve_engine(

@@ -10,6 +10,7 @@ from dataclasses import replace
 
 import aiohttp
 import pytest
+from prometheus_client.parser import text_string_to_metric_families
 
 from rollmill.inference.embedded.engine import EmbeddedEngine
 from rollmill.inference.engine import METRICS
@@ -19,7 +20,7 @@ from rollmill.inference.wire import chunk_from_json, request_to_json
 from rollmill.storage.objects import Objects
 from rollmill.types import Version
 from rollmill.weights.reading.store import WeightStore
-from tests.inference.world import PROMPT, engine_at, generate, make_update, request, until
+from tests.inference.world import ENGINE, PROMPT, engine_at, generate, make_update, request, until
 
 
 @asynccontextmanager
@@ -64,6 +65,7 @@ async def test_health_and_metrics() -> None:
         "running": 0,
         "waiting": 0,
         "paused": False,
+        "draining": False,
         "problem": health["problem"],
         "lent": None,
         "serves": None,
@@ -72,6 +74,11 @@ async def test_health_and_metrics() -> None:
     assert 'rollmill_engine_version{engine="engine-test",region="home"} 3' in metrics.splitlines()
     assert 'rollmill_engine_sampled_tokens_total{engine="engine-test",region="home"} 12' in metrics.splitlines()
     assert "# TYPE rollmill_engine_sampled_tokens_total counter" in metrics
+    parsed = {family.name: family for family in text_string_to_metric_families(metrics)}
+    assert parsed["rollmill_engine_first_token_seconds"].type == "histogram"
+    counts = {sample.name: sample.value for family in parsed.values() for sample in family.samples}
+    assert counts["rollmill_engine_first_token_seconds_count"] == counts["rollmill_engine_pause_seconds_count"] == 1
+    assert counts["rollmill_engine_between_tokens_seconds_count"] == 12
     named = {line.split()[2] for line in metrics.splitlines() if line.startswith("# HELP ")}
     assert named == {f"rollmill_engine_{name}" for name in METRICS}  # the table in inference/engine.py is complete
 
@@ -80,7 +87,7 @@ async def test_health_and_metrics() -> None:
 async def test_every_command_needs_the_token_and_health_does_not(given: str | None) -> None:
     headers = {} if given is None else {"Authorization": given}
     async with engine_at(make_update(0)) as engine, client_of(engine, "secret") as client:
-        for path in ("/generate", "/pause", "/resume", "/hint", "/lend", "/recall", "/nothing"):
+        for path in ("/generate", "/pause", "/resume", "/drain", "/hint", "/lend", "/recall", "/nothing"):
             response = await client.post(path, data=request_to_json(request()), headers=headers)
             body = await response.json()
             assert response.status == 401 and "token" in body["error"] and "run.json" in body["hint"]
@@ -103,6 +110,42 @@ async def test_pause_and_resume() -> None:
         await until(lambda: engine.health()["waiting"] == 1)
         assert not (await (await client.post("/resume")).json())["paused"]
         assert chunk_from_json(await (await task).read()).finish == "length"
+
+
+async def test_a_full_queue_answers_429_and_counts_production_apart() -> None:
+    config = ENGINE.model_copy(update={"max_waiting": 2})
+    async with engine_at(make_update(0), config) as engine, client_of(engine) as client:
+        await engine.pause()
+        rollouts = [asyncio.create_task(client.post("/generate", data=request_to_json(request()))) for _ in range(2)]
+        await until(lambda: engine.health()["waiting"] == 2)
+        refused = await client.post("/generate", data=request_to_json(request()))
+        assert (refused.status, refused.headers["Retry-After"]) == (429, "1")
+        assert "max_waiting" in (await refused.json())["hint"]
+        body = request_to_json(replace(request(), traffic="production"))
+        production = asyncio.create_task(client.post("/generate", data=body))
+        await until(lambda: engine.health()["waiting"] == 3)
+        assert engine.metrics()["refused_total"] == 1
+        await engine.resume()
+        for task in (*rollouts, production):
+            assert chunk_from_json(await (await task).read()).finish == "length"
+
+
+async def test_drain_finishes_what_runs_and_waits_and_takes_nothing_new() -> None:
+    config = ENGINE.model_copy(update={"max_batch": 1})
+    async with engine_at(make_update(0), config) as engine, client_of(engine) as client:
+        await engine.pause()
+        tasks = [asyncio.create_task(client.post("/generate", data=request_to_json(request()))) for _ in range(2)]
+        await until(lambda: engine.health()["waiting"] == 2)
+        assert (await (await client.post("/drain")).json())["draining"]
+        refused = await client.post("/generate", data=request_to_json(request()))
+        assert refused.status == 503 and "drains" in (await refused.json())["error"]
+        engine._decoding.post(lambda: setattr(engine._decoding, "paused", False))  # /resume would end the draining
+        for task in tasks:
+            assert chunk_from_json(await (await task).read()).finish == "length"
+        health = await (await client.get("/health")).json()
+        assert (health["running"], health["waiting"], health["draining"]) == (0, 0, True)
+        assert not (await (await client.post("/resume")).json())["draining"]
+        assert (await client.post("/generate", data=request_to_json(request()))).status == 200
 
 
 async def test_an_engine_pinned_to_a_version_is_not_lent() -> None:

@@ -6,6 +6,7 @@ import time
 from typing import get_args
 
 from rollmill import telemetry
+from rollmill.histogram import Histogram
 from rollmill.types import FinishReason
 
 REPORT_SECONDS = 1.0
@@ -15,6 +16,7 @@ COUNTERS = (
     "computed_tokens_total",
     "sampled_tokens_total",
     "applied_total",
+    "refused_total",
     *(f"finished_{reason}_total" for reason in get_args(FinishReason)),
 )
 
@@ -28,15 +30,29 @@ class Activity:
         self._started: float | None = None
         self._ended = 0.0
         self._sampled = 0
+        self.tokens_per_second = 0.0
+        self._first, self._between, self._pauses = Histogram(), Histogram(), Histogram()
+        self.histograms = {
+            "first_token_seconds": self._first,
+            "between_tokens_seconds": self._between,
+            "pause_seconds": self._pauses,
+        }
+
+    def first_token(self, seconds: float) -> None:
+        self._first.add(seconds)
 
     def step(self, started: float, sampled: int, computed: int, running: int, waiting: int) -> None:
         self.counters["steps_total"] += 1
         self.counters["sampled_tokens_total"] += sampled
         self.counters["computed_tokens_total"] += computed
         self._sampled += sampled
+        now = time.time()
         if self._started is None:
             self._started = started
-        self._ended = time.time()
+            self._between.add(now - started, sampled)
+        else:
+            self._between.add(now - self._ended, sampled)
+        self._ended = now
         if self._ended - self._started >= REPORT_SECONDS:
             self._report(running, waiting)
 
@@ -44,22 +60,25 @@ class Activity:
         """Called when nothing was computed for a while."""
         if self._started is not None:
             self._report(0, 0)
+        self.tokens_per_second = 0.0
 
     def finished(self, reason: FinishReason) -> None:
         self.counters[f"finished_{reason}_total"] += 1
 
-    def applied(self) -> None:
+    def applied(self, seconds: float) -> None:
         self.counters["applied_total"] += 1
+        self._pauses.add(seconds)
 
     def _report(self, running: int, waiting: int) -> None:
         assert self._started is not None
         start, end = self._started, self._ended
+        self.tokens_per_second = self._sampled / max(end - start, 1e-9)
         telemetry.emit("busy", what="decode", start=start, end=end)
         telemetry.emit(
             "engine",
             engine=self._engine,
             region=self._region,
-            tokens_per_s=self._sampled / max(end - start, 1e-9),
+            tokens_per_s=self.tokens_per_second,
             running=running,
             waiting=waiting,
         )

@@ -32,7 +32,7 @@ from rollmill.inference.embedded.loading import make_loader
 from rollmill.inference.embedded.runner import make_runner
 from rollmill.inference.embedded.sampler import listed, most_likely, sample
 from rollmill.inference.embedded.scheduler import Scheduler
-from rollmill.inference.engine import Applied, EngineUnavailable, GenerateChunk
+from rollmill.inference.engine import Applied, EngineBusy, EngineUnavailable, GenerateChunk
 from rollmill.models.config import ModelConfig
 from rollmill.models.device import decoder_on
 from rollmill.types import FinishReason, PolicyRef, same_line
@@ -64,7 +64,7 @@ class DecodeLoop:
     ) -> None:
         self.scheduler = Scheduler(config)
         self.policy: PolicyRef | None = None
-        self.paused = False
+        self.paused = self.draining = False
         self.ended: Future[None] = Future()  # holds the error that stopped the decode loop, if one did
         self.ended.set_running_or_notify_cancel()
         self._config, self._activity, self._send = config, activity, send
@@ -97,8 +97,14 @@ class DecodeLoop:
     # -- commands, run through `post`
 
     def add(self, generation: Generation) -> None:
+        if self.draining:
+            raise EngineUnavailable("the engine takes no new requests: it drains", hint="ask another engine")
+        waiting = self.scheduler.waiting_like(generation)
+        if waiting >= self._config.max_waiting:
+            self._activity.counters["refused_total"] += 1
+            raise EngineBusy(waiting)
         self.scheduler.add(generation)
-        self._refuse_other_lines()
+        self._refuse_other_line(generation)
 
     def abort(self, generation: Generation) -> None:
         if self.scheduler.holds(generation):  # it may have finished before the client left
@@ -107,6 +113,10 @@ class DecodeLoop:
 
     def set_paused(self, paused: bool) -> None:
         self.paused = paused
+        self.draining = self.draining and paused  # resuming takes requests again
+
+    def drain(self) -> None:
+        self.draining = True
 
     def close(self) -> None:
         self._closing = True
@@ -121,19 +131,20 @@ class DecodeLoop:
             self.policy = None
             raise
         self.policy = policy
-        self._activity.applied()
-        self._refuse_other_lines()
-        return Applied(time.monotonic() - started, len(self.scheduler.running))
-
-    def _refuse_other_lines(self) -> None:
-        """A request never mixes lines: one that names another line than the served one goes on at another engine."""
+        seconds = time.monotonic() - started
+        self._activity.applied(seconds)
         for generation in self.scheduler.everyone():
-            wanted = generation.request.line
-            if self.policy is not None and wanted and not same_line(wanted, self.policy.line):
-                self.scheduler.finish(generation, "abort")
-                self._activity.finished("abort")
-                served = EngineUnavailable(f"the engine serves line {self.policy.line}, not {wanted}")
-                self._outbox.append((generation, served))
+            self._refuse_other_line(generation)
+        return Applied(seconds, len(self.scheduler.running))
+
+    def _refuse_other_line(self, generation: Generation) -> None:
+        """A request never mixes lines: one that names another line than the served one goes on at another engine."""
+        wanted = generation.request.line
+        if self.policy is not None and wanted and not same_line(wanted, self.policy.line):
+            self.scheduler.finish(generation, "abort")
+            self._activity.finished("abort")
+            served = EngineUnavailable(f"the engine serves line {self.policy.line}, not {wanted}")
+            self._outbox.append((generation, served))
 
     def _load(self, update: Update, ready: Ready) -> None:
         if ready.patched and self.policy != update.base:  # other weights were applied since it was prepared
@@ -230,6 +241,8 @@ class DecodeLoop:
             if not math.isfinite(logprob):
                 self._fail(generation, EngineError(f"{policy.line}@{policy.number} gives logits that are not finite"))
                 continue
+            if generation.first_token_at is None:
+                self._activity.first_token(now - generation.arrived_at)
             finish = generation.sample(token, logprob, policy, kept, best)
             if finish is not None:
                 self._finish(generation, finish)

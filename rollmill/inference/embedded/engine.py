@@ -5,12 +5,13 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import secrets
-from collections.abc import AsyncGenerator, Iterator
+from collections.abc import AsyncGenerator, Iterator, Mapping
 from concurrent.futures import Future
 from pathlib import Path
 from typing import Any
 
 from rollmill.errors import EngineError, WeightsError
+from rollmill.histogram import Histogram
 from rollmill.inference.config import EngineConfig
 from rollmill.inference.embedded.activity import Activity
 from rollmill.inference.embedded.decode_loop import DecodeLoop, Outbox
@@ -96,6 +97,9 @@ class EmbeddedEngine:
         """Once this returns, no token is computed. Requests are kept."""
         await asyncio.wrap_future(self._decoding.post(lambda: self._decoding.set_paused(True)))
 
+    async def drain(self) -> None:
+        await asyncio.wrap_future(self._decoding.post(self._decoding.drain))
+
     async def resume(self) -> None:
         await asyncio.wrap_future(self._decoding.post(lambda: self._decoding.set_paused(False)))
 
@@ -108,6 +112,7 @@ class EmbeddedEngine:
             "running": len(scheduler.running),
             "waiting": scheduler.waiting,
             "paused": self._decoding.paused,
+            "draining": self._decoding.draining,
         }
 
     def metrics(self) -> dict[str, float]:
@@ -123,7 +128,14 @@ class EmbeddedEngine:
             "prefix_hits_total": scheduler.prefixes.hits,
             "prefix_hit_tokens_total": scheduler.prefixes.hit_tokens,
             "version": -1 if policy is None else policy.number,
+            "paused": int(self._decoding.paused),
+            "draining": int(self._decoding.draining),
+            "tokens_per_second": self._activity.tokens_per_second,
         }
+
+    @property
+    def histograms(self) -> Mapping[str, Histogram]:
+        return self._activity.histograms
 
     def _check(self, request: GenerateRequest) -> None:
         if not request.tokens:

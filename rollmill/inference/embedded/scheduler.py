@@ -62,6 +62,10 @@ class Scheduler:
     def waiting(self) -> int:
         return len(self._production) + len(self._rollouts)
 
+    def waiting_like(self, generation: Generation) -> int:
+        """The requests of its traffic class that wait."""
+        return len(self._queue(generation))
+
     def everyone(self) -> list[Generation]:
         return [*self.running.values(), *self._queued()]
 
