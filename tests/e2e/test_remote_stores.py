@@ -64,7 +64,7 @@ def test_a_run_in_s3_and_postgresql(
     assert pid_of(run, "store") is None and not (run.logs / "store.log").exists()
     # commands find both, and no file of the run has the bucket's secret
     assert state_of(run).word == "finished" and "→" in state_of(run).result
-    shown = CliRunner().invoke(app, ["weights", "log", str(run.path)])
+    shown = CliRunner().invoke(app, ["weights", "show", str(run.path), f"rl@{len(steps)}"])
     assert shown.exit_code == 0 and f"rl@{len(steps)}" in shown.output, shown.output
     files = [path for path in run.path.rglob("*") if path.is_file()]
     assert files and not any(SECRET.encode() in path.read_bytes() for path in files)
