@@ -29,19 +29,21 @@ class DoesNotFit(Exception):
 
 @contextlib.asynccontextmanager
 async def clean_machine(
-    episode: Episode, grading_files: Mapping[str, bytes], *, program: str
+    episode: Episode, grading_files: Mapping[str, bytes], *, program: str | None
 ) -> AsyncIterator[Machine]:
     """A machine with the task's files, the submission over them, and the grading files over both.
 
-    TaskError if its image has no `program`, which is checked before the submission is there. DoesNotFit if the
-    submission was refused, cannot be written, or leaves no room for the grading files.
+    TaskError if its image has no `program`, which is checked before the submission is there; None: the caller checks
+    it by `check_image`. DoesNotFit if the submission was refused, cannot be written, or leaves no room for the grading
+    files.
     """
     task = episode.task
     if episode.refused is not None:
         raise DoesNotFit(episode.refused[:_MAX_OUTPUT])
     machine = await create_machine(episode.machines, task, grading_files)
     try:
-        await check_program(machine, task, program)
+        if program is not None:
+            await check_program(machine, task, program)
         try:
             await _apply(machine, episode)
             await write_over(machine, grading_files, {*task.links, *episode.links}, DoesNotFit)
@@ -89,6 +91,15 @@ def read_grading(task: Task, kind: type[M], *, hint: str) -> M:
         return parse_json(json.dumps(dict(task.grading)), kind)
     except (TypeError, ValueError, RecursionError) as error:
         raise TaskError(f"task {task.id}: its grading cannot be read: {str(error)[:500]}", hint=hint) from None
+
+
+async def check_image(episode: Episode, program: str) -> None:
+    """As `check_program`, in a machine of its own that no submitted code has touched."""
+    machine = await create_machine(episode.machines, episode.task)
+    try:
+        await check_program(machine, episode.task, program)
+    finally:
+        await machine.close()
 
 
 async def check_program(machine: Machine, task: Task, program: str) -> None:

@@ -24,7 +24,7 @@ from pydantic import Field
 from rollmill.config import Config
 from rollmill.environments.episode import Episode
 from rollmill.environments.machine import ExecResult
-from rollmill.environments.rewards.clean import DoesNotFit, clean_machine, declared
+from rollmill.environments.rewards.clean import DoesNotFit, check_image, clean_machine, declared
 from rollmill.environments.task import Task
 from rollmill.errors import TaskError
 from rollmill.types import Reward
@@ -105,7 +105,7 @@ class HiddenTests:
             return self._reward(calls, {}, {"missing": calls.module})
         word = secrets.token_hex(8)
         try:
-            async with clean_machine(episode, {}, program="python") as machine:
+            async with clean_machine(episode, {}, program=None) as machine:
                 result = await machine.exec(
                     ["python", "-c", _DRIVER],
                     cwd="/",
@@ -116,6 +116,8 @@ class HiddenTests:
         except DoesNotFit as error:
             return self._reward(calls, {}, {"unwritable": str(error)})
         outcomes, printed = _split(result, word)
+        if not outcomes:  # not even a failed import: the submission ended the driver, or Python does not start at all
+            await check_image(episode, "python")
         evidence = {"exit_code": result.exit_code, "stopped": result.stopped, "output": printed[-_MAX_OUTPUT:]}
         return self._reward(calls, outcomes, evidence)
 

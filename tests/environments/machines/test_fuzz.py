@@ -137,7 +137,7 @@ def test_a_frame_comes_back_as_it_was_sent(value: Any, body: bytes) -> None:
     one, other = socket.socketpair()
     with one, other:
         one.sendall(frame)
-        received = wire.receive(other)
+        received = wire.receive(other.fileno())
         assert received == ({"value": json.loads(json.dumps(value))}, body)
 
 

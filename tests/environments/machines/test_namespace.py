@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import asyncio
 import errno
+import socket
 import subprocess
 from pathlib import Path
 
 import pytest
 
-from rollmill.environments.machines.images import BUILT_IN
+from rollmill.environments.machines.images import BUILT_IN, load_image
+from rollmill.environments.machines.namespace import wire
 from rollmill.environments.machines.namespace.client import NamespaceConfig, NamespaceHost, NamespaceMachine
 from rollmill.errors import MachineError, TaskError
 
@@ -42,6 +44,17 @@ async def test_commands_return_exit_code_output_and_time(machine: NamespaceMachi
     assert (await machine.exec(["pwd"], cwd="/usr")).output == b"/usr\n"
     assert (await machine.exec(["sh", "-c", "echo $COLOUR"], env={"COLOUR": "blue"})).output == b"blue\n"
     assert (await machine.exec(["true"], cwd="/absent")).exit_code == 127
+
+
+async def test_programs_are_found_on_the_path_and_nowhere_else(machine: NamespaceMachine) -> None:
+    await machine.write("tool", b"#!/bin/sh\necho ran\n")
+    await machine.write("first/tool", b"not executable")
+    assert (await machine.exec(["./tool"])).exit_code == 126
+    await machine.exec(["chmod", "+x", "tool"])
+    assert (await machine.exec(["tool"])).exit_code == 127
+    assert (await machine.exec(["./tool"])).output == b"ran\n"
+    assert (await machine.exec(["tool"], env={"PATH": "/work/first:/work:/usr/bin:/bin"})).output == b"ran\n"
+    assert (await machine.exec(["tool"], env={"PATH": "/work/first:/usr/bin:/bin"})).exit_code == 126
 
 
 @pytest.mark.parametrize(
@@ -137,6 +150,18 @@ async def test_a_machine_host_that_dies_is_an_infrastructure_failure_and_is_repl
     await machine.close()
     fresh = await host.create(BUILT_IN)
     assert (await fresh.exec(["true"])).exit_code == 0
+
+
+async def test_a_machine_that_could_not_be_set_up_says_why(host: NamespaceHost) -> None:
+    """Its first process tells the reason and ends, maybe before the first request is sent."""
+    ours, theirs = socket.socketpair()
+    ours.setblocking(False)
+    with theirs:
+        theirs.sendall(wire.pack({"error": "OSError: mount proc /proc"}))
+    machine = NamespaceMachine(host, 10**9, load_image(BUILT_IN, None), ours)
+    with pytest.raises(MachineError, match="mount proc /proc"):
+        await machine.write_all({})
+    await machine.close()
 
 
 async def test_a_cancelled_request_leaves_no_wrong_answer_behind(machine: NamespaceMachine) -> None:

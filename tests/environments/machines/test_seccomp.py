@@ -90,6 +90,19 @@ def test_decisions(machine: str, monkeypatch: pytest.MonkeyPatch) -> None:
     assert decide(counted, architecture, 0x40000000 | 39) == REFUSE  # an x32 call
 
 
+@pytest.mark.parametrize("machine", ARCHITECTURES)
+def test_calls_without_a_rule_are_allowed(machine: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Every number is searched for, also those next to a number that has a rule."""
+    monkeypatch.setattr(os, "uname", lambda: SimpleNamespace(machine=machine))
+    column, architecture = list(ARCHITECTURES).index(machine), ARCHITECTURES[machine]
+    program = seccomp.build(memory_counted=False)
+    ruled = set(seccomp._rules(column, memory_counted=False))
+    refused = {number for number in range(480) if decide(program, architecture, number, *[1] * 6) != ALLOW}
+    assert refused <= ruled
+    denied = {numbers[column] for numbers in [*seccomp._DENIED.values(), *seccomp._UNCOUNTED.values()]}
+    assert denied <= refused
+
+
 def test_an_unknown_architecture_has_no_filter(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(os, "uname", lambda: SimpleNamespace(machine="riscv64"))
     assert seccomp.build(memory_counted=False) == b""

@@ -275,6 +275,9 @@ class _DeafMachine:
     async def exec(self, argv: Any, **options: Any) -> ExecResult:
         return await self._machine.exec([*self._python, *argv[1:]], **options)
 
+    async def write(self, path: str, data: bytes) -> None:
+        await self._machine.write(path, data)
+
     async def close(self) -> None:
         await self._machine.close()
 

@@ -20,23 +20,23 @@ become that user and to end commands.
 
 from __future__ import annotations
 
-import contextlib
 import errno
 import os
 import resource
 import select
 import signal
 import socket
-from collections.abc import Iterator
 from typing import Any, NamedTuple, NoReturn
 
-from rollmill.environments.machines.namespace import command, files, kernel, layout, wire
+from rollmill.environments.machines.namespace import command, files, kernel, layout, seccomp, wire
 from rollmill.environments.machines.namespace.memory import Watchdog
 from rollmill.environments.machines.namespace.process import Processes
 
 _WATCH_INTERVAL_S = 0.05
 _BACKLOG = 16  # connections that wait to be accepted
-_CAPABILITIES = (kernel.CAP_KILL, kernel.CAP_SETGID, kernel.CAP_SETUID)
+_CONNECTION = 3  # the open file of the socket to the client
+_BUFFERS = b"4096 65536 131072"  # of a TCP connection: least, default and most bytes
+_CAPABILITIES = kernel.capability_sets(kernel.CAP_KILL, kernel.CAP_SETGID, kernel.CAP_SETUID)
 
 
 class Limits(NamedTuple):
@@ -49,10 +49,10 @@ class Limits(NamedTuple):
     own_user: bool  # whether pid 1 has a user id of its own, apart from the commands'
     memory_counted: bool  # whether a control group bounds the machine's memory
     count_processes: bool  # whether the kernel counts the processes of this machine alone
-    filter: bytes  # the filter of system calls; empty for none
+    filter: seccomp.Filter | None  # of system calls
 
     def confinement(self) -> command.Confinement:
-        rlimits = {
+        wanted = {
             # twice: address space is not memory. A control group or the watchdog counts what is really used.
             resource.RLIMIT_AS: 2 * self.memory,
             resource.RLIMIT_FSIZE: self.disk,
@@ -60,69 +60,85 @@ class Limits(NamedTuple):
             resource.RLIMIT_CORE: 0,
         }
         if self.count_processes:
-            rlimits[resource.RLIMIT_NPROC] = self.processes
+            wanted[resource.RLIMIT_NPROC] = self.processes
+        rlimits = {}
+        for which, value in wanted.items():
+            _, hard = resource.getrlimit(which)
+            rlimits[which] = value if hard == resource.RLIM_INFINITY else min(value, hard)
         return command.Confinement(rlimits, self.filter)
 
 
-def main(connection: socket.socket, limits: Limits) -> NoReturn:
+class Plan(NamedTuple):
+    """What every machine does in the same way. The host computes it once: a machine is a copy of the host, and each
+    page of memory that it touches is copied for it."""
+
+    own_user: bool
+    mounts: tuple[tuple[str, str, str | None, int, str], ...]  # arguments of kernel.mount
+    confinement: command.Confinement  # of commands
+    watchdog: Watchdog
+
+    @classmethod
+    def of(cls, limits: Limits) -> Plan:
+        flags = kernel.MS_NOSUID | kernel.MS_NODEV
+        options = f"size={limits.disk},nr_inodes=16384,uid={layout.USER_ID},gid={layout.USER_ID}"
+        mounts = (
+            ("tmpfs", layout.WORK, "tmpfs", flags, f"{options},mode=755"),
+            ("tmpfs", layout.TEMPORARY, "tmpfs", flags, f"{options},mode=1777"),
+            ("proc", "/proc", "proc", flags | kernel.MS_NOEXEC, ""),
+        )
+        watchdog = Watchdog(limits.processes, limits.memory, limits.memory_counted, sockets=-1)
+        return cls(limits.own_user, mounts, limits.confinement(), watchdog)
+
+
+def main(connection: int, plan: Plan) -> NoReturn:
     """Run a machine to its end, in the process that was just cloned for it."""
     try:
-        connection = _keep_only(connection)
-        if connection.recv(1):  # the host has mapped our identity
-            watchdog = _lock_in(limits)
-            connection.sendall(wire.pack({"ready": True}))
-            _serve(connection, limits, watchdog)
+        _keep_only(connection)
+        if os.read(_CONNECTION, 1):  # the host has mapped our identity
+            watchdog = _lock_in(plan)
+            _serve(_CONNECTION, plan, watchdog)
     except BrokenPipeError:
         pass
     except Exception as error:
-        connection.sendall(wire.pack({"error": f"{type(error).__name__}: {error}"}))
+        wire.send(_CONNECTION, wire.pack({"error": f"{type(error).__name__}: {error}"}))
     finally:
         os._exit(0)
 
 
-def _keep_only(connection: socket.socket) -> socket.socket:
-    """Close every open file that came from the host, except our own socket."""
-    kept = os.dup2(connection.detach(), 3, inheritable=False)
-    kernel.close_from(kept + 1)
-    nothing = os.open("/dev/null", os.O_RDWR)
-    for standard in (0, 1, 2):
-        os.dup2(nothing, standard)
-    os.close(nothing)
-    return socket.socket(fileno=kept)
+def _keep_only(connection: int) -> None:
+    """Close every open file that came from the host, except our own socket and /dev/null."""
+    os.dup2(connection, _CONNECTION, inheritable=False)
+    kernel.close_from(_CONNECTION + 1)
+    os.dup2(0, 2)  # the host's input and output are /dev/null already
 
 
-def _lock_in(limits: Limits) -> Watchdog:
+def _lock_in(plan: Plan) -> Watchdog:
     """The order matters: each step still has the rights it needs."""
-    signal.signal(signal.SIGINT, signal.SIG_DFL)  # with Python's handler a command could interrupt pid 1
-    os.setsid()
-    os.umask(0o022)
-    user = 0 if limits.own_user else layout.USER_ID
-    if limits.own_user:  # otherwise the kernel forbids it; the groups that stay give access to nothing in here
+    user = 0 if plan.own_user else layout.USER_ID
+    if plan.own_user:  # otherwise the kernel forbids it; the groups that stay give access to nothing in here
         os.setgroups([])
     os.setresgid(user, user, user)
     os.setresuid(user, user, user)
-    flags = kernel.MS_NOSUID | kernel.MS_NODEV
-    owner = f"uid={layout.USER_ID},gid={layout.USER_ID}"
-    options = f"size={limits.disk},nr_inodes=16384,{owner}"
-    kernel.mount("tmpfs", layout.WORK, "tmpfs", flags, f"{options},mode=755")
-    kernel.mount("tmpfs", layout.TEMPORARY, "tmpfs", flags, f"{options},mode=1777")
-    kernel.mount("proc", "/proc", "proc", flags | kernel.MS_NOEXEC)
+    for arguments in plan.mounts:
+        kernel.mount(*arguments)
     sockets = os.open("/proc/net/sockstat", os.O_RDONLY | os.O_CLOEXEC)
     kernel.mount(layout.CODE, "/proc/1", None, kernel.MS_BIND)  # hides pid 1: CODE is an empty directory by now
     kernel.sethostname("machine")
     _open_loopback()
-    kernel.keep_capabilities(*(_CAPABILITIES if limits.own_user else ()))
+    kernel.prctl(kernel.PR_SET_NO_NEW_PRIVS, 1)  # commands inherit it
+    kernel.set_capabilities(_CAPABILITIES if plan.own_user else command.NO_CAPABILITIES)
     _protect()
     os.chdir(layout.WORK)
-    return Watchdog(limits.processes, limits.memory, limits.memory_counted, sockets)
+    return plan.watchdog._replace(sockets=sockets)
 
 
 def _open_loopback() -> None:
     """The machine reaches itself and nobody else. Buffers of its connections stay as small as memory.py counts them."""
     kernel.raise_loopback()
-    for name in ("tcp_rmem", "tcp_wmem"):
-        with open(f"/proc/sys/net/ipv4/{name}", "w") as setting:
-            setting.write("4096 65536 131072")
+    for name in ("/proc/sys/net/ipv4/tcp_rmem", "/proc/sys/net/ipv4/tcp_wmem"):
+        setting = os.open(name, os.O_WRONLY)
+        os.write(setting, _BUFFERS)
+        os.close(setting)
 
 
 def _protect() -> None:
@@ -131,25 +147,23 @@ def _protect() -> None:
     kernel.prctl(kernel.PR_SET_DUMPABLE, 0)
 
 
-@contextlib.contextmanager
-def _as_user(own_user: bool) -> Iterator[None]:
-    """Act as the user of the commands. A process that runs meanwhile cannot reach pid 1: its real user stays another,
-    signals to pid 1 have no effect, and the filter refuses the rest."""
+def _handle_files_as_user(own_user: bool, header: dict[str, Any], body: bytes) -> tuple[dict[str, Any], bytes]:
+    """Handle files as the user of the commands. A process that runs meanwhile cannot reach pid 1: its real user stays
+    another, signals to pid 1 have no effect, and the filter refuses the rest."""
     if not own_user:
-        yield
-        return
+        return _handle_files(header, body)
     os.setegid(layout.USER_ID)
     os.seteuid(layout.USER_ID)
     try:
-        yield
+        return _handle_files(header, body)
     finally:
         os.seteuid(0)
         os.setegid(0)
         _protect()
 
 
-def _serve(connection: socket.socket, limits: Limits, watchdog: Watchdog) -> None:
-    confinement, processes = limits.confinement(), Processes()
+def _serve(connection: int, plan: Plan, watchdog: Watchdog) -> None:
+    confinement, processes = plan.confinement, Processes()
     while request := _next_request(connection, processes, watchdog):
         header, body = request
         if header.get("op") == "interrupt":
@@ -168,28 +182,24 @@ def _serve(connection: socket.socket, limits: Limits, watchdog: Watchdog) -> Non
             elif header["op"] == "stop":
                 reply, data = processes.stop(header["process"])
             else:
-                with _as_user(limits.own_user):
-                    reply, data = _handle_files(header, body)
+                reply, data = _handle_files_as_user(plan.own_user, header, body)
         except OSError as error:
             reply, data = {"errno": error.errno or errno.EIO, "path": error.filename}, b""
-            if (
-                header.get("op") == "exec"
-            ):  # this failed before the command began; what a command causes is in its result
+            # this failed before the command began; what a command causes is in its result
+            if header.get("op") == "exec":
                 reply = {"error": f"no command could be started: {error}"}
         except MemoryError:
             reply, data = {"errno": errno.ENOMEM}, b""
         except Exception:  # refuse a request that makes no sense: nothing that a caller sends may end pid 1
             reply, data = {"errno": errno.EINVAL}, b""
-        connection.sendall(wire.pack(reply, data))
+        wire.send(connection, wire.pack(reply, data))
 
 
 def _order(header: dict[str, Any], body: bytes) -> command.Order:
     return command.Order(stdin=body, **{key: header[key] for key in command.Order._fields if key != "stdin"})
 
 
-def _next_request(
-    connection: socket.socket, processes: Processes, watchdog: Watchdog
-) -> tuple[dict[str, Any], bytes] | None:
+def _next_request(connection: int, processes: Processes, watchdog: Watchdog) -> tuple[dict[str, Any], bytes] | None:
     """Wait for a request. Processes that run meanwhile are held to the limits of the machine."""
     arrived = False
     while processes.running() and not arrived:
@@ -200,14 +210,17 @@ def _next_request(
     return wire.receive(connection)
 
 
-def _hand_over_listener(connection: socket.socket) -> None:
+def _hand_over_listener(connection: int) -> None:
     """Give the client a socket that listens in this network namespace. Nothing of it stays here."""
     try:
-        with socket.create_server(("127.0.0.1", 0), backlog=_BACKLOG) as listener:
+        with (
+            socket.create_server(("127.0.0.1", 0), backlog=_BACKLOG) as listener,
+            socket.socket(fileno=os.dup(connection)) as client,
+        ):
             frame = wire.pack({"port": listener.getsockname()[1]})
-            socket.send_fds(connection, [frame], [listener.fileno()])
+            socket.send_fds(client, [frame], [listener.fileno()])
     except OSError as error:
-        connection.sendall(wire.pack({"errno": error.errno or errno.EIO}))
+        wire.send(connection, wire.pack({"errno": error.errno or errno.EIO}))
 
 
 def _handle_files(header: dict[str, Any], body: bytes) -> tuple[dict[str, Any], bytes]:

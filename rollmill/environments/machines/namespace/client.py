@@ -72,10 +72,9 @@ class NamespaceHost:
         connection = await self._connect(identifier)
         machine = NamespaceMachine(self, identifier, loaded, connection)
         try:
-            await machine.wait_ready()
             if snapshot is not None:
                 await machine.restore(snapshot)
-            try:
+            try:  # also without files: the answer says that the machine could be set up
                 await machine.write_all({**(loaded.files if snapshot is None else {}), **(files or {})})
             except OSError as error:
                 hint = "`machine.disk_mb` is the size of the work directory"

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import _signal  # not signal, in commands: its enums cost more time than the call
 import contextlib
+import errno
 import os
 import resource
 import select
 import signal
-import socket
 import time
 from collections.abc import Callable
 from typing import Any, Literal, NamedTuple, NoReturn
@@ -16,6 +17,7 @@ from rollmill.environments.machines.namespace import kernel, layout, seccomp, wa
 from rollmill.environments.machines.namespace.memory import Watchdog
 
 _WATCH_INTERVAL_S = 0.05
+NO_CAPABILITIES = kernel.capability_sets()
 
 
 class Order(NamedTuple):
@@ -31,13 +33,13 @@ class Confinement(NamedTuple):
     """The limits that are put on a command before it starts."""
 
     rlimits: dict[int, int]
-    filter: bytes  # the filter of system calls; empty for none
+    filter: seccomp.Filter | None  # of system calls
 
 
 def run(
     order: Order,
     confinement: Confinement,
-    connection: socket.socket,
+    connection: int,
     watchdog: Watchdog,
     end: Callable[[int, str | None], int],
 ) -> tuple[dict[str, Any], bytes]:
@@ -105,8 +107,8 @@ def _become(order: Order, confinement: Confinement, reading: int, writing: int) 
             os.environ.update(order.env)
         if warm_python.can_run(order.argv):
             warm_python.run(order.argv)
-        signal.signal(signal.SIGPIPE, signal.SIG_DFL)
-        os.execvp(order.argv[0], order.argv)  # noqa: S606
+        _signal.signal(_signal.SIGPIPE, _signal.SIG_DFL)
+        _execute(order.argv)
     except BaseException as error:
         code = 127 if isinstance(error, FileNotFoundError) else 126
         os.write(2, f"{order.argv[0]}: {error}\n".encode("utf-8", "replace"))
@@ -114,18 +116,28 @@ def _become(order: Order, confinement: Confinement, reading: int, writing: int) 
         os._exit(code)
 
 
+def _execute(argv: list[str]) -> NoReturn:
+    """As os.execvp, which costs more: it handles warnings, and tries to execute the program in every directory."""
+    program = argv[0]
+    if "/" not in program:
+        places = [os.path.join(place, program) for place in os.environ.get("PATH", os.defpath).split(":")]
+        found = [place for place in places if os.path.isfile(place)]
+        if not found:
+            raise FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT))
+        program = next((place for place in found if os.access(place, os.X_OK)), found[0])
+    os.execv(program, argv)  # noqa: S606
+
+
 def _confine(confinement: Confinement) -> None:
     """The order matters: each step still has the rights it needs."""
     os.setresgid(layout.USER_ID, layout.USER_ID, layout.USER_ID)
     os.setresuid(layout.USER_ID, layout.USER_ID, layout.USER_ID)
-    kernel.keep_capabilities()
+    kernel.set_capabilities(NO_CAPABILITIES)
     kernel.prctl(kernel.PR_SET_DUMPABLE, 1)  # its /proc/self belongs to it
     _prefer_as_victim()
     for which, value in confinement.rlimits.items():
-        _, hard = resource.getrlimit(which)
-        value = value if hard == resource.RLIM_INFINITY else min(value, hard)
         resource.setrlimit(which, (value, value))
-    if confinement.filter:
+    if confinement.filter is not None:
         seccomp.install(confinement.filter)
 
 
@@ -137,12 +149,12 @@ def _prefer_as_victim() -> None:
 
 
 def _watch(
-    pid: int, reading: int, output: _Output, connection: socket.socket, deadline: float, watchdog: Watchdog
+    pid: int, reading: int, output: _Output, connection: int, deadline: float, watchdog: Watchdog
 ) -> Literal["time", "memory", "processes"] | None:
     """Wait until the command ends or reaches a limit. Returns the limit, or None if the command ended by itself."""
     pidfd = os.pidfd_open(pid)
     poll = select.poll()
-    for file in (pidfd, reading, connection.fileno()):
+    for file in (pidfd, reading, connection):
         poll.register(file, select.POLLIN)
     next_count = time.monotonic() + _WATCH_INTERVAL_S
     try:
@@ -155,7 +167,7 @@ def _watch(
                     return limit
                 next_count = now + _WATCH_INTERVAL_S
             ready = dict(poll.poll((min(deadline, next_count) - now) * 1000))
-            if connection.fileno() in ready:
+            if connection in ready:
                 if wire.receive(connection) is None:
                     os._exit(0)  # the client is gone
                 return "time"  # an interrupt: nobody waits for the command any more

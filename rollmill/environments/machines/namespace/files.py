@@ -28,11 +28,17 @@ def write_all(entries: Sequence[Sequence[str | int]], body: bytes) -> None:
     start = 0
     for path, size in entries:
         assert isinstance(path, str) and isinstance(size, int)
-        if parent := os.path.dirname(path):
-            os.makedirs(parent, exist_ok=True)
-        with _open_regular(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC) as file:
-            _write_fully(file, body[start : start + size])
+        try:
+            _write(path, body[start : start + size])
+        except (FileNotFoundError, NotADirectoryError):
+            os.makedirs(os.path.dirname(path), exist_ok=True)
+            _write(path, body[start : start + size])
         start += size
+
+
+def _write(path: str, data: bytes) -> None:
+    with _open_regular(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC) as file:
+        _write_fully(file, data)
 
 
 def pack_directory(directory: str, max_bytes: int) -> bytes:

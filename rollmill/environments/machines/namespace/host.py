@@ -3,7 +3,7 @@
 It waits for two things: a message from the client on the control socket, and the end of a machine's pid 1. If the
 client is gone (end of file), all machines end. When pid 1 ends, the kernel kills everything else in the machine.
 
-A few machines are kept ready: then a caller does not wait for the set-up, and creating several at once costs less.
+A few machines are made ahead, while nobody waits for this process: then a caller does not wait for the set-up.
 
     client: {"op": "create", "id": 7}   host: {"id": 7} + the machine's socket, or {"id": 7, "error": "…"}
     client: {"op": "close", "id": 7}    host: {"closed": 7} once no process of the machine is left
@@ -34,7 +34,9 @@ _NAMESPACES = (
 # Real user ids of machines count down from here: above every range that systems hand out (systemd's ends at
 # 0x6FFFFFFF). Two per machine: one for pid 1, one for its commands, because the kernel counts processes by user id.
 _HIGHEST_USER = 0x70010000
-_BATCH = 8
+_AHEAD = 8  # machines that are made ahead. Moving a process into a version 1 group waits about 10 ms, in which no
+# process of the whole system can fork, but of several moves in a row only the first waits: so more are made only when
+# half of them are used up.
 _PER_NAMESPACE_COUNTS = (5, 14)  # the first kernel that counts a user's processes per user namespace
 
 
@@ -63,12 +65,14 @@ class Host:
             own_user=self._identities > 1,
             memory_counted=memory_counted,
             count_processes=self._counts_processes(),
-            filter=seccomp.build(memory_counted=memory_counted),
+            filter=seccomp.prepare(seccomp.build(memory_counted=memory_counted)),
         )
+        self._plan = agent.Plan.of(self._limits)
         self._selector = selectors.DefaultSelector()
         self._machines: dict[int, _Machine] = {}  # by the client's identifier
         self._identifiers: dict[int, int] = {}  # pid -> identifier
-        self._spare: list[_Machine] = []
+        self._spare: list[_Machine] = []  # oldest first
+        self._making_ahead = False
         self._free: list[_Slot] = []
         self._slots = 0
 
@@ -76,7 +80,10 @@ class Host:
         self._selector.register(self._control, selectors.EVENT_READ)
         self._send({"ready": True, "limits": self._describe_limits()})
         while True:
-            for key, _ in self._selector.select():
+            events = self._selector.select(0 if self._making_ahead else None)
+            if not events:
+                self._make_ahead()
+            for key, _ in events:
                 if key.data is not None:
                     self._reap(key.data)
                 elif not self._handle(self._control.recv(1 << 16)):
@@ -97,8 +104,8 @@ class Host:
     def _create(self, identifier: int) -> None:
         try:
             if not self._spare:
-                self._make_spares()
-            machine = self._spare.pop()
+                self._make_spare()
+            machine = self._spare.pop(0)
         except OSError as error:
             self._send({"id": identifier, "error": str(error)})
             return
@@ -106,19 +113,20 @@ class Host:
         self._identifiers[machine.pid] = identifier
         with machine.client_end:
             self._send({"id": identifier}, machine.client_end)
+        self._making_ahead |= len(self._spare) < _AHEAD // 2
 
-    def _make_spares(self) -> None:
-        """Create several at once. Moving a process into a version 1 group waits about 10 ms, in which no process of the
-        whole system can fork, but of several moves in a row only the first waits."""
-        for _ in range(_BATCH):
-            try:
-                machine = self._start()
-            except OSError:
-                if self._spare:
-                    return  # fewer are enough; if the reason persists, the next call raises it
-                raise
-            self._spare.append(machine)
-            self._selector.register(machine.pidfd, selectors.EVENT_READ, machine)
+    def _make_ahead(self) -> None:
+        """Make one more. At a failure this stops: if the reason persists, the next create reports it."""
+        try:
+            self._make_spare()
+            self._making_ahead = len(self._spare) < _AHEAD
+        except OSError:
+            self._making_ahead = False
+
+    def _make_spare(self) -> None:
+        machine = self._start()
+        self._spare.append(machine)
+        self._selector.register(machine.pidfd, selectors.EVENT_READ, machine)
 
     def _start(self) -> _Machine:
         slot = self._free.pop() if self._free else self._new_slot()
@@ -131,7 +139,7 @@ class Host:
                 client_end.close()
                 raise
             if pid == 0:
-                agent.main(machine_end, self._limits)  # never returns
+                agent.main(machine_end.fileno(), self._plan)  # never returns
         machine = _Machine(pid, pidfd, slot, client_end)
         try:
             self._map_identity(pid, slot)
@@ -198,7 +206,7 @@ class Host:
         return {
             "control_groups": self._groups.controllers if self._groups else [],
             "process_rlimit": self._limits.count_processes,
-            "seccomp": bool(self._limits.filter),
+            "seccomp": self._limits.filter is not None,
             "separate_users": self._identities > 1,
         }
 
@@ -230,9 +238,21 @@ def _kill(pidfd: int) -> None:
         signal.pidfd_send_signal(pidfd, signal.SIGKILL)
 
 
+def _prepare_process() -> None:
+    """What machines inherit, so that each of them does not have to do it."""
+    signal.signal(signal.SIGINT, signal.SIG_DFL)  # with Python's handler a command could interrupt pid 1
+    os.umask(0o022)
+    nothing = os.open("/dev/null", os.O_RDWR)
+    for standard in (0, 1):  # 2 tells the client what went wrong
+        os.dup2(nothing, standard)
+    os.close(nothing)
+
+
 def main(state: str) -> None:
+    _prepare_process()
     sys.path = [path for path in sys.path if path not in (layout.CODE, "")]
-    os.environ.pop("LC_CTYPE", None)  # Python set it under the C locale; commands must not see it
+    for name in ("LC_CTYPE", "LD_BIND_NOW"):  # Python set the first under the C locale; commands must not see them
+        os.environ.pop(name, None)
     kernel.unmount(layout.CODE)
     facts = json.loads(state)
     host = Host(facts)

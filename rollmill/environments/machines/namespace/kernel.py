@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
+import _socket  # not socket: its Python part costs a machine more time than the call
 import ctypes
 import fcntl
 import os
 import signal
-import socket
 import struct
 
 CLONE_NEWNS = 0x00020000
@@ -37,10 +37,17 @@ _SYS_MOUNT_SETATTR = 442
 _AT_FDCWD = -100
 _SIOCSIFFLAGS, _IFF_UP = 0x8914, 1
 _AT_RECURSIVE = 0x8000
+_RAISE_LOOPBACK = struct.pack("16sH22x", b"lo", _IFF_UP)
+_CAPABILITY_HEADER = ctypes.create_string_buffer(struct.pack("=Ii", 0x20080522, 0))  # version 3, this process
 
 # PyDLL keeps the interpreter lock during a call. Without the lock, the child of a clone could not run Python.
 _libc = ctypes.PyDLL(None, use_errno=True)
 _libc.syscall.restype = ctypes.c_long
+_libc.prctl.argtypes = [ctypes.c_int, *[ctypes.c_ulong] * 4]
+# Found once, here: what is found in a machine is found again in each of them.
+_mount, _capset, _sethostname = _libc.mount, _libc.capset, _libc.sethostname
+_before_fork, _after_fork = ctypes.pythonapi.PyOS_BeforeFork, ctypes.pythonapi.PyOS_AfterFork_Parent
+_after_fork_in_child = ctypes.pythonapi.PyOS_AfterFork_Child
 
 
 def _check(result: int, what: str) -> int:
@@ -67,13 +74,13 @@ def clone(flags: int, cgroup: int | None = None) -> tuple[int, int]:
     flags |= CLONE_PIDFD | (CLONE_INTO_CGROUP if cgroup is not None else 0)
     arguments = (flags, ctypes.addressof(pidfd), 0, 0, signal.SIGCHLD, 0, 0, 0, 0, 0, cgroup or 0)
     buffer = ctypes.create_string_buffer(struct.pack("=11Q", *arguments))
-    ctypes.pythonapi.PyOS_BeforeFork()
+    _before_fork()
     pid = _libc.syscall(ctypes.c_long(_SYS_CLONE3), buffer, ctypes.c_size_t(88))
     if pid == 0:
-        ctypes.pythonapi.PyOS_AfterFork_Child()
+        _after_fork_in_child()
         return 0, -1
     number = ctypes.get_errno()
-    ctypes.pythonapi.PyOS_AfterFork_Parent()
+    _after_fork()
     if pid < 0:
         raise OSError(number, f"clone3: {os.strerror(number)}")
     return pid, pidfd.value
@@ -81,12 +88,12 @@ def clone(flags: int, cgroup: int | None = None) -> tuple[int, int]:
 
 def close_from(first: int) -> None:
     """Close all files from `first` on. os.closerange is slow where Python was built for an older C library."""
-    _syscall(_SYS_CLOSE_RANGE, "close_range", ctypes.c_uint(first), ctypes.c_uint(0xFFFFFFFF), ctypes.c_uint(0))
+    _syscall(_SYS_CLOSE_RANGE, "close_range", first, ctypes.c_uint(0xFFFFFFFF), 0)
 
 
 def mount(source: str, target: str, kind: str | None, flags: int, options: str = "") -> None:
     arguments = (source.encode(), target.encode(), kind.encode() if kind else None, ctypes.c_ulong(flags))
-    _check(_libc.mount(*arguments, options.encode() or None), f"mount {kind or 'bind'} {target}")
+    _check(_mount(*arguments, options.encode() or None), f"mount {kind or 'bind'} {target}")
 
 
 def restrict_mount(target: str, attributes: int, *, recursive: bool = False) -> None:
@@ -105,20 +112,20 @@ def pivot_root(new: str, old: str) -> None:
     _check(_libc.pivot_root(new.encode(), old.encode()), "pivot_root")
 
 
-def prctl(option: int, *values: int | ctypes.Array[ctypes.c_char]) -> None:
-    words = [ctypes.c_ulong(value) if isinstance(value, int) else value for value in values]
-    words += [ctypes.c_ulong(0)] * (4 - len(words))
-    _check(_libc.prctl(option, *words), f"prctl {option}")
+def prctl(option: int, value: int, address: int = 0) -> None:
+    if _libc.prctl(option, value, address, 0, 0) < 0:
+        _check(-1, f"prctl {option}")
 
 
-def keep_capabilities(*kept: int) -> None:
-    """Drop every other capability. With no_new_privs no later exec brings one back."""
-    prctl(PR_SET_NO_NEW_PRIVS, 1)
-    version_3, this_process = 0x20080522, 0
-    header = ctypes.create_string_buffer(struct.pack("=Ii", version_3, this_process))
+def capability_sets(*kept: int) -> ctypes.Array[ctypes.c_char]:
+    """For `set_capabilities`. Made once: every machine and every command sets its capabilities."""
     mask = sum(1 << capability for capability in kept)
-    sets = ctypes.create_string_buffer(struct.pack("=6I", mask, mask, 0, 0, 0, 0))  # effective, permitted, inheritable
-    _check(_libc.capset(header, sets), "capset")
+    return ctypes.create_string_buffer(struct.pack("=6I", mask, mask, 0, 0, 0, 0))  # effective, permitted, inheritable
+
+
+def set_capabilities(sets: ctypes.Array[ctypes.c_char]) -> None:
+    """Drop every capability that is not in `sets`. With no_new_privs no later exec brings one back."""
+    _check(_capset(_CAPABILITY_HEADER, sets), "capset")
 
 
 def has_capability(capability: int) -> bool:
@@ -128,10 +135,11 @@ def has_capability(capability: int) -> bool:
 
 
 def sethostname(name: str) -> None:
-    _check(_libc.sethostname(name.encode(), ctypes.c_size_t(len(name))), "sethostname")
+    _check(_sethostname(name.encode(), ctypes.c_size_t(len(name))), "sethostname")
 
 
 def raise_loopback() -> None:
     """Bring up the loopback device of this network namespace."""
-    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as any_socket:
-        fcntl.ioctl(any_socket, _SIOCSIFFLAGS, struct.pack("16sH22x", b"lo", _IFF_UP))
+    any_socket = _socket.socket(_socket.AF_UNIX, _socket.SOCK_DGRAM)
+    fcntl.ioctl(any_socket.fileno(), _SIOCSIFFLAGS, _RAISE_LOOPBACK)
+    any_socket.close()

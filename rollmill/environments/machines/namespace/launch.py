@@ -44,6 +44,8 @@ def main() -> None:
     }
     for file in (control.fileno(), *(groups.parents.values() if groups else ())):
         os.set_inheritable(file, True)
+    # bind all C functions now: otherwise each machine would look them up again when it first calls them
+    environment["LD_BIND_NOW"] = "1"
     os.execve(python, ["python", "-c", _ENTER, json.dumps(state)], environment)  # noqa: S606
 
 

@@ -40,7 +40,9 @@ class NamespaceMachine:
         self._connection = connection
         self._lock = asyncio.Lock()
         self._pending: asyncio.Task[tuple[dict[str, Any], bytes] | None] | None = None  # survives a cancelled caller
-        self._unwanted = asyncio.Event()  # the caller of the pending request was cancelled
+        self._sent = asyncio.Event()  # the pending request
+        self._limit: asyncio.Timeout | None = None  # of the pending request
+        self._interrupting: asyncio.Task[None] | None = None
         self._handed_over: list[socket.socket] = []  # by pid 1
         self._begun = False  # a command has begun
         self._ruined = False  # by a command of its own
@@ -126,15 +128,6 @@ class NamespaceMachine:
             for unclaimed in self._handed_over:
                 unclaimed.close()
 
-    async def wait_ready(self) -> None:
-        try:
-            async with asyncio.timeout(GRACE_S):
-                reply, _ = await self._receive()
-        except (OSError, wire.WireError) as error:
-            raise MachineError(f"a machine could not be set up: {error!r}") from None
-        if "ready" not in reply:
-            raise MachineError(f"a machine could not be set up: {reply.get('error')}", hint=launch.hint())
-
     async def _request_files(self, header: dict[str, Any], body: bytes = b"") -> bytes:
         answer = await self._request(header, body)
         if answer is None:
@@ -153,12 +146,12 @@ class NamespaceMachine:
                 return None
             begun_before = self._begun
             self._begun |= header["op"] in ("exec", "start")
-            self._unwanted.clear()
-            self._pending = asyncio.create_task(self._exchange(frame, timeout_s))
+            self._sent.clear()
+            self._pending = asyncio.create_task(self._exchange(frame, timeout_s, header["op"] == "listen"))
             try:
                 answer = await asyncio.shield(self._pending)
             except asyncio.CancelledError:
-                self._unwanted.set()
+                self._interrupting = asyncio.create_task(self._interrupt())
                 raise
             if answer is None:
                 await self._lose("it does not answer", self._begun)
@@ -171,23 +164,26 @@ class NamespaceMachine:
             raise OSError(reply["errno"], os.strerror(reply["errno"]), reply.get("path"))
         return reply, data
 
-    async def _exchange(self, frame: bytes, timeout_s: float) -> tuple[dict[str, Any], bytes] | None:
+    async def _exchange(self, frame: bytes, timeout_s: float, with_files: bool) -> tuple[dict[str, Any], bytes] | None:
         try:
-            async with asyncio.timeout(timeout_s + GRACE_S) as limit:
-                await asyncio.get_running_loop().sock_sendall(self._connection, frame)
-                interrupt = asyncio.create_task(self._interrupt_if_unwanted(limit))
-                try:
-                    return await self._receive()
-                finally:
-                    interrupt.cancel()
+            async with asyncio.timeout(timeout_s + GRACE_S) as self._limit:
+                with contextlib.suppress(BrokenPipeError):  # it has ended; what it said last can still be received
+                    await asyncio.get_running_loop().sock_sendall(self._connection, frame)
+                self._sent.set()
+                return await self._receive(with_files)
         except (OSError, wire.WireError):
             return None
+        finally:
+            if self._interrupting is not None:
+                self._interrupting.cancel()
+                self._interrupting = None
 
-    async def _interrupt_if_unwanted(self, limit: asyncio.Timeout) -> None:
+    async def _interrupt(self) -> None:
         """End the command of a caller that was cancelled. If it has just ended, pid 1 ignores the message."""
-        await self._unwanted.wait()
+        await self._sent.wait()
         loop = asyncio.get_running_loop()
-        limit.reschedule(loop.time() + GRACE_S)  # the command's own time limit may be days away
+        assert self._limit is not None
+        self._limit.reschedule(loop.time() + GRACE_S)  # the command's own time limit may be days away
         with contextlib.suppress(OSError):
             await loop.sock_sendall(self._connection, wire.pack({"op": "interrupt"}))
 
@@ -196,23 +192,29 @@ class NamespaceMachine:
         healthy = await self._host.end(self._id)
         if self._closed or not (healthy and by_command):
             problem = "" if healthy else "; the machine host does not answer either"
-            raise MachineError(f"machine {self._id}: {why}{problem}", hint="is the host overloaded?")
+            hint = "is the host overloaded?" if self._begun or not healthy else launch.hint()
+            raise MachineError(f"machine {self._id}: {why}{problem}", hint=hint)
         self._ruined = True
 
-    async def _receive(self) -> tuple[dict[str, Any], bytes]:
-        header_length, body_length = wire.unpack_lengths(await self._receive_exactly(wire.LENGTHS.size))
-        data = await self._receive_exactly(header_length + body_length)
+    async def _receive(self, with_files: bool) -> tuple[dict[str, Any], bytes]:
+        lengths = await self._receive_exactly(wire.LENGTHS.size, with_files)
+        header_length, body_length = wire.unpack_lengths(lengths)
+        data = await self._receive_exactly(header_length + body_length, with_files)
         return wire.unpack_header(data[:header_length]), data[header_length:]
 
-    async def _receive_exactly(self, count: int) -> bytes:
+    async def _receive_exactly(self, count: int, with_files: bool) -> bytes:
         data = bytearray()
         while len(data) < count:
+            size = min(count - len(data), 1 << 20)
             try:
-                part, files, _, _ = socket.recv_fds(self._connection, min(count - len(data), 1 << 20), 1)
+                if with_files:
+                    part, files, _, _ = socket.recv_fds(self._connection, size, 1)
+                    self._handed_over += [socket.socket(fileno=file) for file in files]
+                else:
+                    part = self._connection.recv(size)
             except BlockingIOError:
                 await _readable(self._connection)
                 continue
-            self._handed_over += [socket.socket(fileno=file) for file in files]
             if not part:
                 raise ConnectionResetError("end of stream")
             data += part

@@ -15,6 +15,7 @@ import ctypes
 import errno
 import os
 import struct
+from typing import NamedTuple
 
 from rollmill.environments.machines.namespace import kernel
 
@@ -116,13 +117,28 @@ _LOAD, _JUMP_EQUAL, _JUMP_AT_LEAST, _JUMP_ANY_BIT, _RETURN = 0x20, 0x15, 0x35, 0
 _NUMBER_AT, _ARCHITECTURE_AT, _ARGUMENTS_AT = 0, 4, 16
 _RETURN_ALLOW, _RETURN_ERRNO = 0x7FFF0000, 0x00050000
 _MODE_FILTER = 2
+_LINEAR = 4  # numbers that are compared one by one at the end of the search
 
 
-def install(program: bytes) -> None:
-    """Filter this process and every process that it starts. Needs no_new_privs; cannot be undone."""
+class Filter(NamedTuple):
+    """A filter in the form that the kernel reads, so that a command installs it with one call."""
+
+    instructions: ctypes.Array[ctypes.c_char]
+    header: ctypes.Array[ctypes.c_char]  # points to the instructions
+
+
+def prepare(program: bytes) -> Filter | None:
+    """None: there is no filter for this architecture."""
+    if not program:
+        return None
     instructions = ctypes.create_string_buffer(program, len(program))
     header = struct.pack("@HP", len(program) // 8, ctypes.addressof(instructions))
-    kernel.prctl(kernel.PR_SET_SECCOMP, _MODE_FILTER, ctypes.create_string_buffer(header, len(header)))
+    return Filter(instructions, ctypes.create_string_buffer(header, len(header)))
+
+
+def install(filter: Filter) -> None:
+    """Filter this process and every process that it starts. Needs no_new_privs; cannot be undone."""
+    kernel.prctl(kernel.PR_SET_SECCOMP, _MODE_FILTER, ctypes.addressof(filter.header))
 
 
 def build(*, memory_counted: bool) -> bytes:
@@ -134,31 +150,45 @@ def build(*, memory_counted: bool) -> bytes:
     if machine not in _ARCHITECTURES:
         return b""
     column = _ARCHITECTURES.index(machine)
-    steps = [
+    start = [
         _step(_LOAD, _ARCHITECTURE_AT),
         _step(_JUMP_EQUAL, _AUDIT_ARCH[machine], skip_if_true=1),
         _REFUSE,  # 32-bit calls have other numbers
         _step(_LOAD, _NUMBER_AT),
         _step(_JUMP_AT_LEAST, _X32_BIT, skip_if_false=1),
         _REFUSE,
-        # a filter cannot follow the pointer to clone3's flags; if told that clone3 does not exist, libc uses clone
-        *_on(_CLONE3[column], [_step(_RETURN, _RETURN_ERRNO | errno.ENOSYS)]),
-        *_on(_CLONE[column], [_argument(0), *_refuse_any_bit(_NAMESPACE_FLAGS), _ALLOW]),
-        *_on(_SOCKET[column], _socket_rule()),
-        *_on(_SETSOCKOPT[column], _option_rule()),
-        # setpriority(PRIO_PROCESS = 0, 0 = me): what `nice` does
-        *_on(_SETPRIORITY[column], [*_refuse_unless_zero(0), *_refuse_unless_zero(1), _ALLOW]),
-        *_on(_MMAP[column], _mmap_rule(memory_counted)),
     ]
-    for numbers in _ONLY_ON_SELF.values():
-        steps += _on(numbers[column], [*_refuse_unless_zero(0), _ALLOW])
-    denied = dict(_DENIED)
+    return b"".join([*start, *_search(sorted(_rules(column, memory_counted).items()))])
+
+
+def _rules(column: int, memory_counted: bool) -> dict[int, list[bytes]]:
+    """The rule of each system call that is not simply allowed, by its number."""
+    rules = {
+        # a filter cannot follow the pointer to clone3's flags; if told that clone3 does not exist, libc uses clone
+        _CLONE3: [_step(_RETURN, _RETURN_ERRNO | errno.ENOSYS)],
+        _CLONE: [_argument(0), *_refuse_any_bit(_NAMESPACE_FLAGS), _ALLOW],
+        _SOCKET: _socket_rule(),
+        _SETSOCKOPT: _option_rule(),
+        # setpriority(PRIO_PROCESS = 0, 0 = me): what `nice` does
+        _SETPRIORITY: [*_refuse_unless_zero(0), *_refuse_unless_zero(1), _ALLOW],
+        _MMAP: _mmap_rule(memory_counted),
+    }
+    rules |= {numbers: [*_refuse_unless_zero(0), _ALLOW] for numbers in _ONLY_ON_SELF.values()}
+    rules |= {numbers: [_REFUSE] for numbers in _DENIED.values()}
     if not memory_counted:
-        denied |= _UNCOUNTED
-        steps += _on(_FCNTL[column], [_argument(1), *_refuse_if_equal(_F_SETPIPE_SZ), _ALLOW])
-    for numbers in denied.values():
-        steps += _on(numbers[column], [_REFUSE])
-    return b"".join([*steps, _ALLOW])
+        rules |= {numbers: [_REFUSE] for numbers in _UNCOUNTED.values()}
+        rules[_FCNTL] = [_argument(1), *_refuse_if_equal(_F_SETPIPE_SZ), _ALLOW]
+    return {numbers[column]: rule for numbers, rule in rules.items()}
+
+
+def _search(rules: list[tuple[int, list[bytes]]]) -> list[bytes]:
+    """A binary search for the number of the call. The kernel tries all numbers when a filter is installed, for every
+    command, so a chain of comparisons would be slow."""
+    if len(rules) <= _LINEAR:
+        return [*(step for number, rule in rules for step in _on(number, rule)), _ALLOW]
+    middle = len(rules) // 2
+    lower, upper = _search(rules[:middle]), _search(rules[middle:])
+    return [_step(_JUMP_AT_LEAST, rules[middle][0], skip_if_true=len(lower)), *lower, *upper]
 
 
 def _socket_rule() -> list[bytes]:

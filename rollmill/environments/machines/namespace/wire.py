@@ -5,7 +5,7 @@ from __future__ import annotations
 import errno
 import json
 import math
-import socket
+import os
 import struct
 from typing import Any
 
@@ -18,10 +18,22 @@ class WireError(Exception):
     """The other side sent something that is no frame."""
 
 
+def _finite(text: str) -> float:
+    number = float(text)
+    if not math.isfinite(number):
+        raise ValueError(f"{text} is not a finite number")
+    return number
+
+
+# made once: json.dumps and json.loads would make new ones for each frame
+_encode = json.JSONEncoder(separators=(",", ":"), allow_nan=False).encode
+_decode = json.JSONDecoder(parse_float=_finite, parse_constant=_finite).decode
+
+
 def pack(header: dict[str, Any], body: bytes = b"") -> bytes:
     """OSError for what no frame can carry: EINVAL, E2BIG or EFBIG."""
     try:
-        text = json.dumps(header, separators=(",", ":"), allow_nan=False).encode()
+        text = _encode(header).encode()
     except (TypeError, ValueError, RecursionError) as error:
         raise OSError(errno.EINVAL, f"this cannot be asked of a machine: {error}") from None
     if len(text) > MAX_HEADER:
@@ -40,7 +52,7 @@ def unpack_lengths(data: bytes) -> tuple[int, int]:
 
 def unpack_header(data: bytes) -> dict[str, Any]:
     try:
-        header = json.loads(data, parse_float=_finite, parse_constant=_finite)
+        header = _decode(data.decode())
     except (ValueError, RecursionError):
         raise WireError("a header that is not JSON") from None
     if not isinstance(header, dict):
@@ -48,15 +60,15 @@ def unpack_header(data: bytes) -> dict[str, Any]:
     return header
 
 
-def _finite(text: str) -> float:
-    number = float(text)
-    if not math.isfinite(number):
-        raise ValueError(f"{text} is not a finite number")
-    return number
+def send(connection: int, frame: bytes) -> None:
+    """Write all of a frame to an open file. Blocks."""
+    sent = os.write(connection, frame)
+    while sent < len(frame):
+        sent += os.write(connection, frame[sent : sent + (1 << 20)])
 
 
-def receive(connection: socket.socket) -> tuple[dict[str, Any], bytes] | None:
-    """The next frame, or None when the other side has gone. Blocks."""
+def receive(connection: int) -> tuple[dict[str, Any], bytes] | None:
+    """The next frame from an open file, or None when the other side has gone. Blocks."""
     lengths = _receive_exactly(connection, LENGTHS.size)
     if lengths is None:
         return None
@@ -65,14 +77,14 @@ def receive(connection: socket.socket) -> tuple[dict[str, Any], bytes] | None:
     return None if data is None else (unpack_header(data[:header_length]), data[header_length:])
 
 
-def _receive_exactly(connection: socket.socket, count: int) -> bytes | None:
-    data = connection.recv(count)
+def _receive_exactly(connection: int, count: int) -> bytes | None:
+    data = os.read(connection, min(count, 1 << 20))
     if len(data) == count:
         return data
     parts = [data]
     missing = count - len(data)
     while missing:
-        part = connection.recv(min(missing, 1 << 20))
+        part = os.read(connection, min(missing, 1 << 20))
         if not part:
             return None
         parts.append(part)
