@@ -17,7 +17,6 @@ every answer carries. See gateway.identity. Keys and message contents are never 
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import logging
 import math
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
@@ -32,6 +31,7 @@ from rollmill.gateway.access import Access, given_key
 from rollmill.gateway.body import parse_object, short
 from rollmill.gateway.completions import Completions
 from rollmill.gateway.config import EngineEndpoint, GatewayConfig
+from rollmill.gateway.early import EarlyFeedback
 from rollmill.gateway.entries import encode_open
 from rollmill.gateway.feedback import FeedbackRoutes
 from rollmill.gateway.forgetting import AdminRoutes
@@ -117,7 +117,10 @@ class Gateway:
         self._registry.replay(self._recorder.replay())
         self._router = Router(engines, config, tokenizer.encode)
         self._sealer = Sealer(config, self._recorder, self._registry, trajectories, objects, self._metrics)
-        self.feedback_routes = FeedbackRoutes(access, self._registry, self._sealer, trajectories)
+        self._early = EarlyFeedback(
+            self._registry, self._sealer, self._recorder, trajectories, self._metrics, self._registry.early
+        )
+        self.feedback_routes = FeedbackRoutes(access, self._registry, self._sealer, trajectories, self._early)
         self.admin_routes = AdminRoutes(access, self._registry, self._sealer, self._recorder, trajectories, admin_token)
         self._completions = Completions(
             config, format, tokenizer, self._router, self._recorder, self._registry, self._metrics
@@ -136,12 +139,12 @@ class Gateway:
         self._recorder.start()
         self.observer.start()
         await self._router.start()
-        sweep = asyncio.create_task(self._sealer.sweep())
+        sweeps = [asyncio.create_task(self._sealer.sweep()), asyncio.create_task(self._early.run())]
         async with self._access.running():
             yield
-        sweep.cancel()
-        with contextlib.suppress(asyncio.CancelledError):
-            await sweep
+        for sweep in sweeps:
+            sweep.cancel()
+        await asyncio.gather(*sweeps, return_exceptions=True)
         await self._completions.close()
         await self._router.close()
         self._recorder.close()

@@ -4,7 +4,7 @@
 
 `op` in the header is the kind of entry: open (a session and its facts), turn (one answer), waited (how long its
 requests have waited for an engine, so far), incomplete (a later answer is missing from the log), seal (no more turns
-follow), close (the session was removed from the log).
+follow), close (the session was removed from the log), early (feedback that waits for its session, see gateway.early).
 """
 
 from __future__ import annotations

@@ -1,7 +1,8 @@
 """POST /v1/feedback: what users say about an answer, a segment or a session, at any time.
 
 Feedback is appended to the record of the trajectory, before or after it is sealed. Sending it again with the same `id`
-changes nothing. A key gives feedback only about its own sessions; an admin key about all.
+changes nothing. A key gives feedback only about its own sessions; an admin key about all. Feedback may come before the
+first answer of its session, under the name that the client gives to it: see gateway.early.
 """
 
 from __future__ import annotations
@@ -16,6 +17,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError
 from rollmill.errors import GatewayError, TrajectoryError
 from rollmill.gateway.access import Access
 from rollmill.gateway.body import parse_object
+from rollmill.gateway.early import Early, EarlyFeedback
 from rollmill.gateway.identity import named_session
 from rollmill.gateway.keys import Key
 from rollmill.gateway.registry import Registry, key_id_of
@@ -43,11 +45,19 @@ class Feedback(BaseModel):
 
 
 class FeedbackRoutes:
-    def __init__(self, access: Access, registry: Registry, sealer: Sealer, trajectories: TrajectoryStore) -> None:
+    def __init__(
+        self,
+        access: Access,
+        registry: Registry,
+        sealer: Sealer,
+        trajectories: TrajectoryStore,
+        early: EarlyFeedback,
+    ) -> None:
         self._access = access
         self._registry = registry
         self._sealer = sealer
         self._trajectories = trajectories
+        self._early = early
 
     def add_to(self, app: web.Application) -> None:
         app.router.add_post("/v1/feedback", self.give)
@@ -58,13 +68,19 @@ class FeedbackRoutes:
         Needs: a key with the scope feedback that owns the session.
         Takes: {"session", "segment" or "answer", and "value", "label" or "text"}, optionally id and kind. The path
         /s/SESSION/v1/feedback and the header x-rollmill-session name the session too.
-        Returns: {"trajectory", "feedback"}: the number of the feedback, the same for the same id.
+        Returns: {"trajectory", "feedback"}: the number of the feedback, the same for the same id. Status 202 and
+        "feedback": null if the session has no answer yet: the feedback waits for one, for up to a day.
         """
         key = await self._access.admit(request, "feedback", samples=False)
         given = _parse(await request.read(), named_session(request))
-        trajectory = await self._find(key, given)
+        trajectory, begun = await self._find(key, given)
         about = {name: getattr(given, name) for name in ("segment", "answer", "label", "text")}
         data = {**{name: said for name, said in about.items() if said is not None}, "key": key.id}
+        if not begun or trajectory is None:
+            name = trajectory if given.session is None else given.session
+            assert name is not None, "feedback without a session is about a trajectory"
+            await self._early.add(Early(key.id, name, given.kind, given.value, data, given.id, trajectory))
+            return web.json_response({"trajectory": trajectory, "feedback": None}, status=202)
         try:
             number = await asyncio.to_thread(
                 self._trajectories.add_feedback, trajectory, given.kind, given.value, data, given.id
@@ -73,8 +89,9 @@ class FeedbackRoutes:
             raise GatewayError(error.message, hint=error.hint) from None
         return web.json_response({"trajectory": trajectory, "feedback": number})
 
-    async def _find(self, key: Key, given: Feedback) -> str:
-        """The trajectory that it is about. Its row exists when this returns. Raises if the key does not own it."""
+    async def _find(self, key: Key, given: Feedback) -> tuple[str | None, bool]:
+        """The trajectory that it is about, and whether it has an answer: then its row exists when this returns. None if
+        a session of this key may come to have the name. Raises if the key does not own it."""
         segment = given.answer.rpartition("/")[0] if given.answer else given.segment
         name = check_id(segment.rpartition(".")[0] if segment else given.session)
         session = self._registry.named(name, key.id) or self._registry.get(name)
@@ -83,17 +100,21 @@ class FeedbackRoutes:
             _check_owner(key, facts.traffic, facts.provenance)
             if not session.stored:
                 raise GatewayError("this session is not stored: its user did not agree", status=410)
+            if facts.traffic == "production" and not session.segments:
+                return facts.trajectory, False  # a row is written only when there is something to store
             if facts.traffic == "production":
                 await self._sealer.list_now(session)
-            return facts.trajectory
+            return facts.trajectory, True
         try:
             row = await asyncio.to_thread(self._trajectories.get, name)
         except TrajectoryError:
+            if segment is None and "production" in key.scopes:
+                return None, False
             raise _unknown() from None
         _check_owner(key, row.traffic, row.provenance)
         if row.state == TrajectoryState.deleted:
             raise _unknown()
-        return row.id
+        return row.id, True
 
 
 def _parse(body: bytes, named: str | None) -> Feedback:

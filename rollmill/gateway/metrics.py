@@ -19,6 +19,7 @@ METRICS = {
     "recording_failures_total": "answers that could not be recorded, or not in time {traffic}",
     "segments_total": "segments begun {cause}",
     "sealed_total": "sessions sealed into trajectories {traffic}",
+    "feedback_dropped_total": "early feedback whose session never came, or whose user did not agree {reason}",
     "first_token_seconds": "from the request to its first token {traffic, model, dialect}",
     "between_tokens_seconds": "between two tokens of an answer {traffic, model, dialect}",
     "request_seconds": "from the request to the end of its answer {traffic, model, dialect}",

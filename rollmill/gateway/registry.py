@@ -13,7 +13,7 @@ import json
 import time
 import uuid
 from collections import OrderedDict
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -40,6 +40,8 @@ class Registry:
         self._secret = admin_token.encode()
         self._sessions: dict[str, Session] = {}
         self.responses = StoredResponses(self._sessions)
+        self.opened: Callable[[Session], None] = lambda session: None  # is called with each new session
+        self.early: list[LogEntry] = []  # replayed entries of gateway.early
         self._named: dict[tuple[str, ...], str] = {}  # key, consent, user, the client's name -> trajectory
         # digest of an unnamed conversation up to an answer -> trajectory; None if there are several. Ended ones count:
         # the user who continues may be theirs
@@ -56,6 +58,7 @@ class Registry:
         session = self._sessions[facts.trajectory] = Session(facts)
         if facts.traffic == "production" and "session" in facts.provenance:
             self._named[_name(facts)] = facts.trajectory
+        self.opened(session)
         return session
 
     def get(self, trajectory: str) -> Session | None:
@@ -145,6 +148,9 @@ class Registry:
     def replay(self, entries: Iterable[LogEntry]) -> None:
         """Rebuild the sessions that a crash interrupted."""
         for entry in entries:
+            if entry.op == "early":
+                self.early.append(entry)
+                continue
             session = self._sessions.get(entry.session)
             if session is None:
                 session = self.add(SessionFacts(**entry.header["facts"]))

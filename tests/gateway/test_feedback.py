@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from typing import Any
 
 import pytest
@@ -10,7 +11,7 @@ from rollmill.gateway.keys import KeyStore
 from rollmill.storage.database import open_database
 from rollmill.storage.objects import Objects
 from rollmill.trajectories.store import TrajectoryStore
-from tests.gateway.conftest import ADMIN, LIVE, USER, Answers, Door, Mill
+from tests.gateway.conftest import ADMIN, LIVE, USER, Answers, Door, Mill, until
 from tests.gateway.stand_in import StandIn
 
 
@@ -46,7 +47,7 @@ async def test_a_key_that_does_not_own_the_session_is_refused(mill: Mill, answer
     mill.plan("a")
     session_key = await door.open("a")
     trajectory = (await door.say(LIVE, [USER]))["rollmill"]["trajectory"]
-    for target in (trajectory, "nobody", "a"):
+    for target in (trajectory, "a"):
         assert (await give(door, {"session": target, "value": 1.0}, token=other))[0] == 404
     assert (await give(door, {"session": "a", "value": 1.0}))[0] == 404  # a rollout is no user's
     assert (await give(door, {"session": "a", "value": 1.0}, token=session_key))[0] == 401
@@ -55,6 +56,79 @@ async def test_a_key_that_does_not_own_the_session_is_refused(mill: Mill, answer
     door.trajectories.delete(trajectory)
     assert (await give(door, {"session": trajectory, "value": 1.0}))[0] == 404
     assert door.trajectories.feedback(trajectory) == []
+
+
+async def test_feedback_may_come_before_its_session(
+    mill: Mill, answers: Answers, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It waits, also through a restart, for a session of its key and name, and is appended once."""
+    monkeypatch.setattr("rollmill.gateway.early._LOOK_S", 0.01)
+    monkeypatch.setattr("rollmill.gateway.early._MOST_PER_KEY", 2)
+    endpoint = await mill.engine(StandIn([answers.text("one")]))
+    _, other = mill.keys.create(["production", "feedback"])
+    _, talker = mill.keys.create(["feedback"])
+    early = {"session": "chat-9", "id": "f1", "value": 1.0, "kind": "thumb"}
+    async with mill.running(endpoint) as door:
+        for _ in range(2):
+            assert await give(door, early) == (202, {"trajectory": None, "feedback": None})
+        assert (await give(door, {"session": "chat-9", "value": -1.0}, token=other))[0] == 202
+        assert (await give(door, early, token=talker))[0] == 404  # it cannot own a session
+        assert (await give(door, early, token=ADMIN))[0] == 404
+        assert (await give(door, {"answer": "chat-9.0/0", "value": 1.0}))[0] == 404  # an answer is never early
+        assert (await give(door, {"session": "chat-10", "value": 1.0}))[0] == 202
+        assert (await give(door, {"session": "chat-11", "value": 1.0}))[0] == 429
+    async with mill.running(endpoint) as door:
+        about = (await door.say(LIVE, [USER], headers={"x-rollmill-session": "chat-9"}))["rollmill"]
+
+        async def appended() -> bool:
+            return bool(door.trajectories.feedback(about["trajectory"]))
+
+        await until(appended)
+        number = door.trajectories.feedback(about["trajectory"])[0].id
+        assert await give(door, early) == (200, {"trajectory": about["trajectory"], "feedback": number})
+        await door.seal(about["trajectory"])
+    (said,) = door.trajectories.feedback(about["trajectory"])
+    assert (said.kind, said.value, said.data) == ("thumb", 1.0, {"key": "production"})
+
+
+async def test_early_feedback_without_a_session_is_dropped_and_counted(
+    mill: Mill, answers: Answers, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("rollmill.gateway.early._LOOK_S", 0.01)
+    door = await mill.gateway(await mill.engine(StandIn([answers.text("one")])))
+    assert (await give(door, {"session": "silent", "value": 1.0}))[0] == 202
+    await door.say(LIVE, [USER], headers={"x-rollmill-session": "silent", "x-rollmill-consent": "none"})
+
+    async def dropped(reason: str) -> bool:
+        return f'feedback_dropped_total{{reason="{reason}"}} 1' in await door.metrics()
+
+    await until(lambda: dropped("consent"))
+    monkeypatch.setattr("rollmill.gateway.early._LONGEST_S", 0.0)
+    assert (await give(door, {"session": "nobody", "value": 1.0}))[0] == 202
+    await until(lambda: dropped("age"))
+
+
+async def test_feedback_to_a_session_whose_first_answer_fails_leaves_no_row(
+    mill: Mill, answers: Answers, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("rollmill.gateway.early._LOOK_S", 0.01)
+    engine = StandIn([answers.text("one")], gate=asyncio.Event(), context_limit=1)
+    door = await mill.gateway(await mill.engine(engine))
+    asked = asyncio.create_task(door.ask(LIVE, [USER], {"x-rollmill-session": "chat"}))
+    await engine.asked()
+    status, body = await give(door, {"session": "chat", "value": 1.0})
+    assert status == 202 and body["trajectory"] is not None
+    assert engine.gate is not None
+    engine.gate.set()
+    assert (await asked)[0] == 400
+    engine.context_limit = None
+    about = (await door.say(LIVE, [USER], headers={"x-rollmill-session": "chat"}))["rollmill"]
+
+    async def appended() -> bool:
+        return bool(door.trajectories.feedback(about["trajectory"]))
+
+    await until(appended)
+    assert [row.id for row in door.trajectories.list()] == [about["trajectory"]]
 
 
 async def test_feedback_counts_as_requests_of_its_key_and_not_as_tokens(mill: Mill, answers: Answers) -> None:
