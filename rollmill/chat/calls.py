@@ -11,7 +11,8 @@ import re
 from collections.abc import Sequence
 from typing import Any, Protocol
 
-from rollmill.chat.format import Tool
+from rollmill.chat.format import CallMark, Tool
+from rollmill.chat.tokenizer import Tokenizer
 
 Call = tuple[str, str]  # name and arguments; the arguments are JSON if the call is well-formed
 
@@ -24,6 +25,8 @@ class CallFamily(Protocol):
     ends: tuple[str, ...]  # marks that end the text of an answer
     silent: tuple[str, ...]  # an answer that begins with one of these may be a call as a whole
 
+    call_mark: CallMark | None  # None if calls cannot be told apart before the answer has ended
+
     def parse(self, text: str, tools: Sequence[Tool]) -> tuple[str, list[Call]]:
         """(text before the calls, calls). Never raises."""
         ...
@@ -34,6 +37,11 @@ class CallFamily(Protocol):
 
     def write(self, calls: Sequence[Call]) -> str:
         """Calls as the family writes them, for templates that have no place for calls."""
+        ...
+
+    def grammar(self, tools: Sequence[Tool], tokenizer: Tokenizer, single: bool) -> str | None:
+        """Rules for `calls`, as llguidance reads them: calls of these tools, or one call if `single`. None if the
+        family has none."""
         ...
 
 

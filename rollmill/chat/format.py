@@ -24,6 +24,13 @@ Tool = dict[str, Any]
 JSON_STYLE = {"x-guidance": {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}}
 
 
+class CallMark(NamedTuple):
+    """A text that ends every call of an answer, or one that begins a further call."""
+
+    text: str
+    ends: bool = True
+
+
 class HistoryRewritten(Exception):
     """With the new messages, the template writes earlier messages differently: their tokens cannot be kept."""
 

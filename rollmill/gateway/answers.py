@@ -7,6 +7,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
+from rollmill.chat.first_call import FirstCall
 from rollmill.chat.format import ChatFormat, Message, Tool
 from rollmill.chat.tokenizer import Tokenizer
 from rollmill.gateway.engines import EngineState
@@ -18,10 +19,18 @@ from rollmill.types import FinishReason, PolicyRef, Span
 class AnswerBuilder:
     """Positions count from the start of the segment: the answer begins at the end of the request's context."""
 
-    def __init__(self, request: GenerateRequest, tokenizer: Tokenizer, stops: Sequence[str]) -> None:
+    def __init__(
+        self,
+        request: GenerateRequest,
+        tokenizer: Tokenizer,
+        stops: Sequence[str],
+        first_call: FirstCall | None = None,
+    ) -> None:
+        """`first_call`: the answer ends behind its first tool call."""
         self._request = request
         self._tokenizer = tokenizer
         self._stops = stops
+        self._first_call = first_call
         self._offset = len(request.tokens)
         self._share: _EngineShare | None = None  # what the current engine contributes
         self._cut: str | None = None  # the stop string that ended the answer
@@ -57,6 +66,8 @@ class AnswerBuilder:
         self._cached = max(self._cached, chunk.cached_tokens)
         if self._stops:
             self._stop_at_string(before)
+        if self._first_call is not None:
+            self._stop_behind_call(self._first_call, before)
         if self.finish is None and chunk.finish not in (None, "abort"):
             self.finish = chunk.finish
         if self.finish is not None:
@@ -134,10 +145,21 @@ class AnswerBuilder:
             text = self._tokenizer.decode(self.tokens[max(0, count - reach) : count])
             found = next((stop for stop in self._stops if stop in text), None)
             if found is not None:
-                del self.tokens[count:], self.logprobs[count:], self._policy[count:], self.top_logprobs[count:]
-                del self._kept[count:]
-                self._cut, self.finish = found, "stop"
+                self._end_at(count, found)
                 return
+
+    def _stop_behind_call(self, first_call: FirstCall, before: int) -> None:
+        """Ends the answer behind its first call. Later tokens of the engine are dropped."""
+        for count in range(before + 1, len(self.tokens) + 1):
+            end = first_call.cut(self.tokens, count)
+            if end is not None:
+                self._end_at(end, None)
+                return
+
+    def _end_at(self, count: int, stop: str | None) -> None:
+        del self.tokens[count:], self.logprobs[count:], self._policy[count:], self.top_logprobs[count:]
+        del self._kept[count:]
+        self._cut, self.finish = stop, "stop"
 
     def _number(self, policy: PolicyRef) -> int:
         if policy not in self._policies:

@@ -17,6 +17,7 @@ from typing import NamedTuple
 
 from aiohttp import web
 
+from rollmill.chat.first_call import FirstCall, can_cut
 from rollmill.chat.format import ChatFormat
 from rollmill.chat.tokenizer import Tokenizer
 from rollmill.errors import GatewayError, StorageError
@@ -26,7 +27,7 @@ from rollmill.gateway.config import GatewayConfig
 from rollmill.gateway.dialect import Dialect, Identity, ModelRequest, Reply, TokenLogprob
 from rollmill.gateway.entries import encode_incomplete, encode_open, encode_turn
 from rollmill.gateway.flights import AnswerCut, Flight
-from rollmill.gateway.grammars import grammar_of
+from rollmill.gateway.grammars import check_one_call, grammar_of
 from rollmill.gateway.identity import HEADER
 from rollmill.gateway.metrics import Metrics
 from rollmill.gateway.recorder import Recorder
@@ -151,6 +152,7 @@ class Completions:
 
     def _constrained(self, request: ModelRequest) -> ModelRequest:
         """The request with the grammar that it needs."""
+        check_one_call(request, self._format)
         grammar = grammar_of(request, self._format)
         return request if grammar is None else replace(request, sampling=replace(request.sampling, grammar=grammar))
 
@@ -205,8 +207,10 @@ class Completions:
         facts, sampling = session.facts, request.sampling
         ask = GenerateRequest(plan.cache, plan.context, sampling, facts.traffic, facts.min_version, facts.line)
         ask.top_logprobs = request.top_logprobs
-        builder = AnswerBuilder(ask, self._tokenizer, request.stop)
-        piecemeal = request.stream or bool(request.stop) or sampling.max_tokens > self._config.stream_above
+        one_call = request.one_call and bool(plan.tools) and can_cut(self._format)
+        first_call = FirstCall(self._format, self._tokenizer, plan.tools) if one_call else None
+        builder = AnswerBuilder(ask, self._tokenizer, request.stop, first_call)
+        piecemeal = request.stream or bool(request.stop) or one_call or sampling.max_tokens > self._config.stream_above
         wait = session.waits.begin()
         target = self._router.target(request.model, facts.trajectory, facts.traffic)
         chunks = self._router.generate(ask, prefer=session.engine, stream=piecemeal, target=target, lost=wait.lost)

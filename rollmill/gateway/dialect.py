@@ -45,6 +45,7 @@ class ModelRequest:
     top_logprobs: int = 0  # how many of the most likely tokens it gets for each one
     schema: dict[str, Any] | None = None  # the JSON schema that the text must follow
     forced: tuple[str, ...] = ()  # one of these tools must be called
+    one_call: bool = False  # the answer ends behind its first tool call
     prompt: str | list[int] | None = None  # the context itself, instead of messages
     options: Mapping[str, Any] = field(default_factory=dict)  # read again only by the dialect that parsed the request
 

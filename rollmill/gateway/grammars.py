@@ -10,6 +10,7 @@ import json
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from rollmill.chat.first_call import can_cut
 from rollmill.chat.format import JSON_STYLE, ChatFormat, Tool
 from rollmill.errors import GatewayError
 from rollmill.gateway.body import short
@@ -34,11 +35,21 @@ def grammar_of(request: ModelRequest, format: ChatFormat) -> str | None:
     return f"{start}\ntext: {mark} body\nbody: %json {json.dumps(schema)}\n{calls}"
 
 
+def check_one_call(request: ModelRequest, format: ChatFormat) -> None:
+    """Raises 400 for a client that wants one call at a time, if this format writes several as one text."""
+    single = getattr(format, "single_call", False) or bool(request.forced) or can_cut(format)
+    if request.one_call and request.tools and not single:
+        raise GatewayError(
+            f"one tool call at a time is not supported with the chat format {format.name} of this model",
+            hint="leave parallel_tool_calls out, or force a call by tool_choice",
+        )
+
+
 def _calls(request: ModelRequest, format: ChatFormat) -> str:
     forced = request.forced or [tool["function"]["name"] for tool in request.tools]
     wanted = [tool for tool in request.tools if tool["function"]["name"] in forced]
     write = getattr(format, "call_grammar", None)
-    rules = None if write is None else write(wanted)
+    rules = None if write is None else write(wanted, single=request.one_call)
     if rules is None:
         raise GatewayError(
             f"a forced call is not supported with the chat format {format.name}", hint='use tool_choice "auto"'

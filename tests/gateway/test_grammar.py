@@ -10,9 +10,12 @@ import numpy as np
 import pytest
 import torch
 
+from rollmill.chat.config import FamilyName
+from rollmill.chat.families.choice import FAMILIES
 from rollmill.chat.format import ChatFormat, assistant_message
 from rollmill.chat.formats.choice import format_of
 from rollmill.chat.formats.compact import SPECIAL_TOKENS
+from rollmill.chat.formats.template import TemplateFormat
 from rollmill.chat.tokenizer import Tokenizer
 from rollmill.errors import EngineError
 from rollmill.gateway.config import EngineEndpoint
@@ -24,6 +27,8 @@ from rollmill.inference.server import make_app, serving
 from rollmill.trajectories.kept import decode_kept, split_kept
 from rollmill.types import Sampling
 from tests.chat.conftest import HERMES_TOKENS, TOOLS
+from tests.chat.published import TOOLS as TEMPLATE_TOOLS
+from tests.chat.published import published
 from tests.chat.test_streaming import KINDS
 from tests.gateway.conftest import USER, Answers, Mill
 from tests.gateway.stand_in import StandIn
@@ -71,6 +76,43 @@ def test_a_grammar_allows_what_its_format_writes_and_nothing_else(special: tuple
     assert not allows(None, [("run", "{}")], forced=("read",))
     assert not allows("I read it.", [read], forced=("read",))
     assert allows(None, [read], schema=SCHEMA)  # with tools a call is an answer too
+
+
+@pytest.mark.parametrize(
+    "name", ["qwen2.5", "llama3.1", "mistral-nemo", "granite3.3", "deepseek-v3.1", "kimi-k2", "phi-4"]
+)
+def test_a_forced_call_is_what_the_published_template_writes(name: str, tmp_path: Path) -> None:
+    """The mask allows the call as the template writes it, and no answer in text."""
+    case = published(name)
+    end, path = case.format.stop_tokens[0], tmp_path / "tokenizer.json"
+
+    def allows(content: str | None, calls: list[tuple[str, str]], **wish: Any) -> bool:
+        grammar = grammar_of(ModelRequest([], tools=TEMPLATE_TOOLS, sampling=Sampling(), **wish), case.format)
+        assert grammar is not None
+        tokens = case.format.render_answer(assistant_message(content, calls), TEMPLATE_TOOLS)
+        return follows(tokens, grammar, case.tokenizer, path, end)
+
+    read, edit = ("read", '{"path": "add.py"}'), ("edit", '{"path": "add.py", "line": 2, "parts": ["a"]}')
+    assert allows(None, [read], forced=("read",))
+    assert allows(None, [edit], forced=("read", "edit"), one_call=True)
+    assert not allows("I read it.", [], forced=("read",))
+    assert not allows(None, [edit], forced=("read",))
+    if name != "llama3.1":  # its template writes one call
+        assert allows(None, [read, edit], forced=("read", "edit"))
+        assert not allows(None, [read, edit], forced=("read", "edit"), one_call=True)
+
+
+@pytest.mark.parametrize("family", ["hermes", "mistral", "deepseek", "deepseek-v3", "kimi", "llama3", "json"])
+def test_a_forced_call_can_be_written_in_text(family: FamilyName, tmp_path: Path) -> None:
+    """The template has no place for calls and the vocabulary no marks, so calls are text."""
+    case = published("phi-4")
+    format = TemplateFormat(case.tokenizer, case.source, {}, family=FAMILIES[family])
+    read = ("read", '{"path": "add.py"}')
+    tokens = format.render_answer(assistant_message(None, [read]), TEMPLATE_TOOLS)
+    wish = ModelRequest([], tools=TEMPLATE_TOOLS, sampling=Sampling(), forced=("read",), one_call=True)
+    grammar = grammar_of(wish, format)
+    assert grammar is not None
+    assert follows(tokens, grammar, case.tokenizer, tmp_path / "t.json", format.stop_tokens[0])
 
 
 def test_rows_without_a_grammar_keep_their_bits(tmp_path: Path) -> None:

@@ -8,8 +8,10 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from rollmill.chat.call_grammar import mark_rule, named_calls, repeated, text_rule
 from rollmill.chat.calls import Call
-from rollmill.chat.format import Tool
+from rollmill.chat.format import CallMark, Tool
+from rollmill.chat.tokenizer import Tokenizer
 
 CALLS = "<｜tool▁calls▁begin｜>"
 _CALL, _SEPARATOR, _CALL_END, _CALLS_END = (
@@ -23,6 +25,7 @@ _CALL, _SEPARATOR, _CALL_END, _CALLS_END = (
 class DeepSeekCalls:
     ends: tuple[str, ...] = (CALLS, _CALL)
     silent: tuple[str, ...] = ()
+    call_mark: CallMark | None = CallMark(_CALL, ends=False)
 
     def __init__(self, *, fenced: bool) -> None:
         self._fenced = fenced  # the layout of V3 and R1
@@ -40,6 +43,17 @@ class DeepSeekCalls:
 
     def write(self, calls: Sequence[Call]) -> str:
         return CALLS + ("\n" if self._fenced else "").join(self._write(*call) for call in calls) + _CALLS_END
+
+    def grammar(self, tools: Sequence[Tool], tokenizer: Tokenizer, single: bool) -> str:
+        begin, call, separator, call_end, end = (
+            mark_rule(mark, tokenizer) for mark in (CALLS, _CALL, _SEPARATOR, _CALL_END, _CALLS_END)
+        )
+        if self._fenced:
+            before, between = f'{call} "function" {separator}', text_rule("\n```json\n")
+            rules = named_calls(tools, before, between, f"{text_rule(chr(10) + '```')} {call_end}")
+        else:
+            rules = named_calls(tools, call, separator, call_end)
+        return f"calls: {begin} {repeated(chr(10) if self._fenced else '', single)} {end}\n{rules}"
 
     def _write(self, name: str, arguments: str) -> str:
         if self._fenced:

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Sequence
 
+from rollmill.chat.call_grammar import calls_schema, json_rule, mark_rule, repeated
 from rollmill.chat.calls import Call, parse_call, write_call
-from rollmill.chat.format import JSON_STYLE, Tool
+from rollmill.chat.format import CallMark, Tool
 from rollmill.chat.tokenizer import Tokenizer
 
 START, END = "<tool_call>", "</tool_call>"
@@ -16,29 +16,16 @@ class HermesCalls:
     name = "hermes"
     ends: tuple[str, ...] = (START,)
     silent: tuple[str, ...] = ()
+    call_mark: CallMark | None = CallMark(END)
 
     def parse(self, text: str, tools: Sequence[Tool]) -> tuple[str, list[Call]]:
         content, *bodies = text.split(START)
         return content, [parse_call(body.partition(END)[0].strip()) for body in bodies]
 
-    def grammar(self, tools: Sequence[Tool], tokenizer: Tokenizer) -> str:
-        """Rules for `calls`, as llguidance reads them: one or more calls of these tools."""
-        begin, end = (mark if tokenizer.find_token(mark) is not None else json.dumps(mark) for mark in (START, END))
-        bodies = [
-            {
-                "type": "object",
-                "properties": {
-                    "name": {"const": tool["function"]["name"]},
-                    "arguments": tool["function"].get("parameters") or {"type": "object"},
-                },
-                "required": ["name", "arguments"],
-                "additionalProperties": False,
-            }
-            for tool in tools
-        ]
-        schema = json.dumps({"anyOf": bodies, **JSON_STYLE})
-        call = f'call: {begin} "\\n" arguments "\\n" {end}'
-        return f'calls: call ("\\n" call)*\n{call}\narguments: %json {schema}\n'
+    def grammar(self, tools: Sequence[Tool], tokenizer: Tokenizer, single: bool) -> str:
+        begin, end = mark_rule(START, tokenizer), mark_rule(END, tokenizer)
+        call = f'call: {begin} "\\n" call_body "\\n" {end}'
+        return f"calls: {repeated(chr(10), single)}\n{call}\ncall_body: {json_rule(calls_schema(tools))}\n"
 
     def ids(self, text: str) -> list[str]:
         return []

@@ -9,8 +9,10 @@ from __future__ import annotations
 import re
 from collections.abc import Sequence
 
+from rollmill.chat.call_grammar import mark_rule, named_calls, repeated
 from rollmill.chat.calls import Call
-from rollmill.chat.format import Tool
+from rollmill.chat.format import CallMark, Tool
+from rollmill.chat.tokenizer import Tokenizer
 
 SECTION = "<|tool_calls_section_begin|>"
 _CALL, _ARGUMENT, _CALL_END, _SECTION_END = (
@@ -27,6 +29,7 @@ class KimiCalls:
     name = "kimi"
     ends: tuple[str, ...] = (SECTION, _CALL)
     silent: tuple[str, ...] = ()
+    call_mark: CallMark | None = CallMark(_CALL, ends=False)
 
     def parse(self, text: str, tools: Sequence[Tool]) -> tuple[str, list[Call]]:
         content, *bodies = text.split(_CALL)
@@ -44,6 +47,13 @@ class KimiCalls:
             for number, (name, arguments) in enumerate(calls)
         )
         return SECTION + "".join(written) + _SECTION_END
+
+    def grammar(self, tools: Sequence[Tool], tokenizer: Tokenizer, single: bool) -> str:
+        section, call, argument, call_end, section_end = (
+            mark_rule(mark, tokenizer) for mark in (SECTION, _CALL, _ARGUMENT, _CALL_END, _SECTION_END)
+        )
+        rules = named_calls(tools, f'{call} "functions."', f'":" /[0-9]{{1,3}}/ {argument}', call_end)
+        return f"calls: {section} {repeated('', single)} {section_end}\n{rules}"
 
 
 def _parse(body: str) -> Call:

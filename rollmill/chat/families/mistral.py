@@ -9,8 +9,10 @@ import re
 from collections.abc import Sequence
 from typing import Any
 
+from rollmill.chat.call_grammar import calls_schema, json_rule, mark_rule, named_calls, repeated
 from rollmill.chat.calls import Call, call_of, json_prefix, malformed, write_call
-from rollmill.chat.format import Tool
+from rollmill.chat.format import CallMark, Tool
+from rollmill.chat.tokenizer import Tokenizer
 
 _ID, _ARGS = "[CALL_ID]", "[ARGS]"
 
@@ -19,6 +21,7 @@ _NINE = re.compile(r"[A-Za-z0-9]{9}")  # the template refuses other ids
 
 class MarkedListCalls:
     silent: tuple[str, ...] = ()
+    call_mark: CallMark | None = None  # a list is one text
 
     def __init__(self, name: str, mark: str) -> None:
         self.name = name
@@ -35,6 +38,14 @@ class MarkedListCalls:
 
     def write(self, calls: Sequence[Call]) -> str:
         return f"{self._mark}[{', '.join(write_call(*call) for call in calls)}]"
+
+    def grammar(self, tools: Sequence[Tool], tokenizer: Tokenizer, single: bool) -> str:
+        mark = mark_rule(self._mark, tokenizer)
+        if tokenizer.special.get(_ARGS) is not None:
+            return f"calls: {repeated('', single)}\n{named_calls(tools, mark, mark_rule(_ARGS, tokenizer), '')}"
+        ids = {"id": {"type": "string", "pattern": f"^{_NINE.pattern}$"}} if self.name == "mistral" else {}
+        body = json_rule(calls_schema(tools, more=ids))
+        return f'calls: {mark} " "? "[" {repeated(", ", single)} "]"\ncall: {body}\n'
 
 
 def _ids(body: str) -> list[Any]:

@@ -8,8 +8,10 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
+from rollmill.chat.call_grammar import calls_schema, json_rule, repeated
 from rollmill.chat.calls import Call, call_of, json_prefix, malformed, write_call
-from rollmill.chat.format import Tool
+from rollmill.chat.format import CallMark, Tool
+from rollmill.chat.tokenizer import Tokenizer
 
 _TAG = "<|python_tag|>"
 _FENCE = "```json"
@@ -21,7 +23,8 @@ class JsonCalls:
         self.ends: tuple[str, ...] = (_TAG,)
         self.silent: tuple[str, ...] = ("{",) if single else ("{", "[", "`")
         self._key = key
-        self._single = single  # one call per answer
+        self.single_call = single  # one call per answer
+        self.call_mark: CallMark | None = None  # a list is one text
 
     def parse(self, text: str, tools: Sequence[Tool]) -> tuple[str, list[Call]]:
         content, tagged, body = text.partition(_TAG)
@@ -36,16 +39,20 @@ class JsonCalls:
         bodies = [write_call(*call, key=self._key) for call in calls]
         return bodies[0] if len(bodies) == 1 else f"[{', '.join(bodies)}]"
 
+    def grammar(self, tools: Sequence[Tool], tokenizer: Tokenizer, single: bool) -> str:
+        several = "" if single or self.single_call else f' | "[" {repeated(", ", False)} "]"'
+        return f"calls: call{several}\ncall: {json_rule(calls_schema(tools, self._key))}\n"
+
     def _calls(self, body: str) -> list[Call]:
         """The calls of a text that consists of calls; none if it is another text."""
-        if not self._single and body.startswith(_FENCE):
+        if not self.single_call and body.startswith(_FENCE):
             body = body.removeprefix(_FENCE).strip().removesuffix("```").strip()
         try:
             value, rest = json_prefix(body)
         except ValueError:
             # text that begins like a call is a malformed call
             return [malformed(body)] if body.startswith('{"name"') else []
-        if self._single:
+        if self.single_call:
             call = call_of(value)
             return [call] if call and (not rest.strip() or rest.lstrip().startswith((";", "{", ","))) else []
         values: list[Any] = value if isinstance(value, list) else [value]

@@ -12,7 +12,8 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from rollmill.chat.calls import Call, read_json, to_json
-from rollmill.chat.format import Tool
+from rollmill.chat.format import CallMark, Tool
+from rollmill.chat.tokenizer import Tokenizer
 
 _FUNCTION = "<function="
 _START = "<tool_call>"
@@ -23,6 +24,7 @@ class QwenCoderCalls:
     name = "qwen-coder"
     ends: tuple[str, ...] = (_START, _FUNCTION)
     silent: tuple[str, ...] = ()
+    call_mark: CallMark | None = CallMark("</tool_call>")
 
     def parse(self, text: str, tools: Sequence[Tool]) -> tuple[str, list[Call]]:
         content, *bodies = text.split(_FUNCTION)
@@ -36,6 +38,9 @@ class QwenCoderCalls:
 
     def write(self, calls: Sequence[Call]) -> str:
         return "\n".join(_write(*call) for call in calls)
+
+    def grammar(self, tools: Sequence[Tool], tokenizer: Tokenizer, single: bool) -> str | None:
+        return None
 
 
 def _parse(body: str, tools: Sequence[Tool]) -> Call:

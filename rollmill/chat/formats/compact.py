@@ -17,7 +17,7 @@ import json
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from rollmill.chat.format import ContentStream, Message, Tool, assistant_message, message_calls
+from rollmill.chat.format import CallMark, ContentStream, Message, Tool, assistant_message, message_calls
 from rollmill.chat.tokenizer import Tokenizer
 
 SPECIAL_TOKENS = ("<end>", "<agent>", "<user>", "<tool>", "<system>", "<text>", "<call>", "<arg>")
@@ -26,6 +26,7 @@ SPECIAL_TOKENS = ("<end>", "<agent>", "<user>", "<tool>", "<system>", "<text>", 
 class CompactFormat:
     name = "compact"
     text_mark = "<text>"
+    call_mark = CallMark("<call>", ends=False)
 
     def __init__(self, tokenizer: Tokenizer) -> None:
         self._tokenizer = tokenizer
@@ -35,12 +36,13 @@ class CompactFormat:
         self._roles = {"user": user, "tool": tool, "system": system}
         self.stop_tokens: tuple[int, ...] = (self._end,)
 
-    def call_grammar(self, tools: Sequence[Tool]) -> str:
+    def call_grammar(self, tools: Sequence[Tool], *, single: bool = False) -> str:
         """Rules for `calls`, as llguidance reads them: one or more calls of these tools."""
         calls = []
         for name, properties in _properties(tools).items():
             calls.append(json.dumps(name) + " <arg> value" * len(properties))
-        return f"calls: call (<call> call)*\ncall: {' | '.join(calls)}\nvalue: /(?s:.)*/\n"
+        several = "" if single else " (<call> call)*"
+        return f"calls: call{several}\ncall: {' | '.join(calls)}\nvalue: /(?s:.)*/\n"
 
     def render_start(self, messages: Sequence[Message], tools: Sequence[Tool]) -> list[int]:
         return [*self._render(messages, tools), self._agent]

@@ -37,6 +37,7 @@ For each function call, return a json object with function name and arguments wi
 
 class HermesFormat:
     name = "hermes"
+    call_mark = _CALLS.call_mark
 
     def __init__(self, tokenizer: Tokenizer, *, tools_in_prompt: bool = True) -> None:
         """`tools_in_prompt=False` keeps prompts short, for a model that has learnt its tools."""
@@ -47,9 +48,9 @@ class HermesFormat:
         self._end = tokenizer.token_id("<|im_end|>")
         self.stop_tokens: tuple[int, ...] = (self._end,) if end_of_text is None else (self._end, end_of_text)
 
-    def call_grammar(self, tools: Sequence[Tool]) -> str:
+    def call_grammar(self, tools: Sequence[Tool], *, single: bool = False) -> str:
         """Rules for `calls`, as llguidance reads them: one or more calls of these tools."""
-        return _CALLS.grammar(tools, self._tokenizer)
+        return _CALLS.grammar(tools, self._tokenizer, single)
 
     def render_start(self, messages: Sequence[Message], tools: Sequence[Tool]) -> list[int]:
         writer = _Writer(self._tokenizer)

@@ -23,7 +23,15 @@ from typing import Any
 from rollmill.chat.calls import CallFamily
 from rollmill.chat.families.choice import family_of
 from rollmill.chat.fitting import SampledIds
-from rollmill.chat.format import ContentStream, HistoryRewritten, Message, Tool, assistant_message, message_calls
+from rollmill.chat.format import (
+    CallMark,
+    ContentStream,
+    HistoryRewritten,
+    Message,
+    Tool,
+    assistant_message,
+    message_calls,
+)
 from rollmill.chat.sandbox import ChatTemplate, TemplateFailed
 from rollmill.chat.spelling import Spelling
 from rollmill.chat.tokenizer import CLOSE, NONCHARACTERS, Tokenizer, mark
@@ -68,10 +76,18 @@ class TemplateFormat:
         """Whether the generation prompt ends inside reasoning."""
         return self.writer.thinking is not None and self.writer.thinking.opened
 
-    def call_grammar(self, tools: Sequence[Tool]) -> str | None:
+    @property
+    def call_mark(self) -> CallMark | None:
+        return self.family.call_mark
+
+    @property
+    def single_call(self) -> bool:
+        """Whether an answer has at most one call."""
+        return bool(getattr(self.family, "single_call", False))
+
+    def call_grammar(self, tools: Sequence[Tool], *, single: bool = False) -> str | None:
         """Rules for `calls`, as llguidance reads them: one or more calls of these tools. None: not for this family."""
-        rules = getattr(self.family, "grammar", None)
-        return None if rules is None else str(rules(tools, self._tokenizer))
+        return self.family.grammar(tools, self._tokenizer, single)
 
     def render_start(self, messages: Sequence[Message], tools: Sequence[Tool]) -> list[int]:
         with _refusals():

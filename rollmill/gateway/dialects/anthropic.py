@@ -48,6 +48,7 @@ class AnthropicMessages:
             tools=tools,
             schema=read_schema("output_config.format", output),
             forced=read_forced(wanted, tools),
+            one_call=fields.field(choice, "disable_parallel_tool_use", bool) is True,
             sampling=fields.sampling(tree, limits.stop_tokens, max_tokens),
             stop=fields.stops("stop_sequences", tree.get("stop_sequences")),
             stream=bool(fields.field(tree, "stream", bool)),

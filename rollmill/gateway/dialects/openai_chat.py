@@ -28,15 +28,15 @@ NEUTRAL: dict[str, tuple[Any, ...]] = {
 }
 # fields that say nothing about the answer, or only wish for something: clients send them unasked
 DESCRIPTIVE = frozenset(
-    "metadata parallel_tool_calls prompt_cache_key prompt_cache_retention reasoning_effort safety_identifier"
+    "metadata prompt_cache_key prompt_cache_retention reasoning_effort safety_identifier"
     " service_tier store user verbosity".split()
 )
 _KNOWN = (
     DESCRIPTIVE
     | fields.PENALTIES
     | frozenset(
-        "messages model n logprobs max_completion_tokens max_tokens response_format seed stop stream stream_options"
-        " temperature tool_choice tools top_k top_logprobs top_p".split()
+        "messages model n logprobs max_completion_tokens max_tokens parallel_tool_calls response_format seed stop"
+        " stream stream_options temperature tool_choice tools top_k top_logprobs top_p".split()
     )
 )
 _ROLES = {"system": "system", "developer": "system", "user": "user", "assistant": "assistant", "tool": "tool"}
@@ -63,6 +63,7 @@ class OpenAIChat:
             model=fields.field(tree, "model", str) or "",
             user=fields.field(tree, "user", str) or "",
             count=fields.integer(tree, "n", 1, MOST_ANSWERS) or 1,
+            one_call=fields.field(tree, "parallel_tool_calls", bool) is False,
             logprobs=logprobs,
             top_logprobs=openai.read_top_logprobs(tree, logprobs),
             options={"include_usage": options.get("include_usage") is True},

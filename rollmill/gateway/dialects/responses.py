@@ -59,6 +59,7 @@ class OpenAIResponses:
             stream=bool(fields.field(tree, "stream", bool)),
             model=fields.field(tree, "model", str) or "",
             user=fields.field(tree, "user", str) or "",
+            one_call=fields.field(tree, "parallel_tool_calls", bool) is False,
             logprobs=logprobs,
             top_logprobs=openai.read_top_logprobs(tree, logprobs),
             options={
@@ -201,7 +202,7 @@ def _head(request: ModelRequest, identity: Identity) -> dict[str, Any]:
         "instructions": options["instructions"],
         "max_output_tokens": sampling.max_tokens,
         "metadata": options["metadata"],
-        "parallel_tool_calls": True,
+        "parallel_tool_calls": not request.one_call,
         "previous_response_id": options["previous"],
         "reasoning": {"effort": None, "summary": None},
         "store": options["store"],
