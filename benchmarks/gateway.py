@@ -150,26 +150,30 @@ async def latencies(url: str, conversations: Conversations, rate: float, seconds
         return measured
 
 
-async def hold_streams(url: str, count: int, pid: int) -> Figures:
-    """`count` streams at 2 tokens per second at the same time. Returns how many ended well, and memory."""
-    before, highest, ended = resident_mib(pid), 0.0, 0
-    async with session() as http:
-
-        async def one(number: int) -> None:
-            nonlocal ended
-            await asyncio.sleep(number / 200)  # 200 new streams per second
-            messages = [{"role": "user", "content": f"stream {number}"}]
-            body = {"model": "rollmill", "messages": messages, "max_tokens": TOKENS, "seed": STREAM_PAUSE_MS}
-            await post(http, url, body | {"stream": True}, {})
-            ended += 1
-
-        streams = [asyncio.create_task(one(number)) for number in range(count)]
-        while not all(stream.done() for stream in streams):
-            highest = max(highest, resident_mib(pid))
-            await asyncio.wait(streams, timeout=0.5)
-        for stream in streams:
-            stream.result()
-    return {"streams_ended": ended, "streams_mib": highest, "idle_mib": before}
+async def hold_streams(url: str, count: int, tokens: int, pid: int) -> Figures:
+    """`count` streams at 2 tokens per second at the same time, from a process of their own. Returns how many ended
+    well, the time between two tokens, and the gateway's memory and CPU."""
+    before, highest, used = resident_mib(pid), 0.0, cpu_seconds(pid)
+    port, pipe = url.rpartition(":")[2], asyncio.subprocess.PIPE
+    arguments = ["-m", "benchmarks.gateway_streams", port, count, tokens, STREAM_PAUSE_MS]
+    load = await asyncio.create_subprocess_exec(sys.executable, *map(str, arguments), stdout=pipe)
+    printed = asyncio.create_task(load.communicate())
+    while not printed.done():
+        highest = max(highest, resident_mib(pid))
+        await asyncio.wait([printed], timeout=1.0)
+    found = json.loads(printed.result()[0].splitlines()[-1])
+    if found["faults"]:
+        CONSOLE.print(f"streams that did not end well: {found['faults']}")
+    return {
+        "streams": count,
+        "streams_ended": found["ended"],
+        "streams_s": tokens * STREAM_PAUSE_MS / 1000,
+        "streams_between_p50_ms": found["between_p50_ms"],
+        "streams_between_p99_ms": found["between_p99_ms"],
+        "streams_cpu_ms_per_token": (cpu_seconds(pid) - used) * 1000 / (count * tokens),
+        "streams_mib": highest,
+        "idle_mib": before,
+    }
 
 
 def resident_mib(pid: int) -> float:
@@ -265,11 +269,8 @@ async def measure(arguments: argparse.Namespace, directory: Path) -> tuple[Figur
             await rates("", url, conversations, seconds, gateway.pid, figures)
             for stream in (False, True):
                 await compare(url, stub, conversations, seconds, stream, figures, bars)
-            rounds = 1 if arguments.quick else 19  # a stream takes 32 seconds
-            count = 200 if arguments.quick else 2000
-            for _ in range(rounds):
-                figures |= await hold_streams(url, count, gateway.pid)
-            figures["streams"] = count
+            count, tokens = (200, 20) if arguments.quick else (2000, 1200)  # 10 seconds, or ten minutes
+            figures |= await hold_streams(url, count, tokens, gateway.pid)
             bars["streams_ended"] = at_least(figures["streams_ended"], count)
     if arguments.litellm:
         for name in ("requests_per_s", "stream_requests_per_s"):

@@ -4,7 +4,8 @@
     python -m benchmarks.gateway_processes gateway PORT STUB_URL DIRECTORY
 
 The directory holds tokenizer.json. The stub computes nothing. It speaks the engine's protocol for our gateway and
-OpenAI chat completions for others. `seed` in a request is the pause per token in milliseconds.
+OpenAI chat completions for others. `seed` in a request is the pause per token in milliseconds; such an answer is as
+long as the request allows.
 """
 
 from __future__ import annotations
@@ -12,6 +13,7 @@ from __future__ import annotations
 import asyncio
 import json
 import sys
+import time
 from pathlib import Path
 from typing import Any
 
@@ -20,32 +22,43 @@ from aiohttp import web
 from rollmill.chat.format import assistant_message
 from rollmill.chat.formats.choice import format_of
 from rollmill.chat.tokenizer import Tokenizer
+from rollmill.cluster.roles.gateway import BACKLOG, prepare_process
 from rollmill.gateway.app import make_app
 from rollmill.gateway.config import EngineEndpoint, GatewayConfig
 from rollmill.storage.database import open_database
 from rollmill.storage.objects import Objects
 from rollmill.trajectories.store import TrajectoryStore
 
-TOKENS, PIECES = 64, 8  # of an answer; a stream has 8 pieces, or 64 if there are pauses
+TOKENS, PIECES = 64, 8  # of an answer; a stream has 8 pieces
 KEY, ADMIN = "benchmark-key", "benchmark-admin"
 _POLICY = {"line": "main", "number": 0, "form": "bf16", "digest": "stub"}
 
 
 ANSWER = web.AppKey("answer", list[int])
+SINGLE = web.AppKey("single", list[bytes])  # the chunk of each token of the answer
 
 
 async def generate(request: web.Request) -> web.StreamResponse:
     body, answer = json.loads(await request.read()), request.app[ANSWER]
-    pause_s = (body["sampling"]["seed"] or 0) / 1000
-    pieces = (TOKENS if pause_s else PIECES) if body["stream"] else 1
     response = web.StreamResponse()
     await response.prepare(request)
+    if body["sampling"]["seed"]:
+        await _generate_slowly(request, response, body["sampling"]["max_tokens"], body["sampling"]["seed"] / 1000)
+        return response
+    pieces = PIECES if body["stream"] else 1
     for piece in range(pieces):
-        if pause_s:
-            await asyncio.sleep(pause_s * TOKENS / pieces)
         own = answer[piece * TOKENS // pieces : (piece + 1) * TOKENS // pieces]
         await response.write(_chunk(own, piece == pieces - 1))
     return response
+
+
+async def _generate_slowly(request: web.Request, response: web.StreamResponse, tokens: int, pause_s: float) -> None:
+    """One token per pause. The chunks are made before: thousands of streams share a core with the gateway."""
+    first, *middle, last = request.app[SINGLE]
+    started = time.monotonic()
+    for number in range(tokens):
+        await asyncio.sleep(started + (number + 1) * pause_s - time.monotonic())
+        await response.write(first if not number else last if number == tokens - 1 else middle[number % len(middle)])
 
 
 def _chunk(tokens: list[int], last: bool) -> bytes:
@@ -89,10 +102,11 @@ def stub(port: int, directory: Path) -> None:
     whole = form.render_answer(assistant_message("the sum of two numbers is a number " * 20, []), [])
     app = web.Application(client_max_size=1 << 30)
     app[ANSWER] = [*whole[: TOKENS - 1], whole[-1]]
+    app[SINGLE] = [_chunk([token], index == TOKENS - 1) for index, token in enumerate(app[ANSWER])]
     app.router.add_post("/generate", generate)
     app.router.add_get("/health", health)
     app.router.add_post("/v1/chat/completions", chat)
-    web.run_app(app, host="127.0.0.1", port=port, print=None, access_log=None)
+    web.run_app(app, host="127.0.0.1", port=port, print=None, access_log=None, backlog=BACKLOG)
 
 
 def gateway(port: int, engine: str, directory: Path) -> None:
@@ -103,7 +117,8 @@ def gateway(port: int, engine: str, directory: Path) -> None:
     endpoints = [EngineEndpoint(engine, "home")]
     form = format_of(tokenizer)
     app = make_app(config, form, tokenizer, endpoints, trajectories, objects, directory / "gateway", ADMIN, KEY)
-    web.run_app(app, host="127.0.0.1", port=port, print=None, access_log=None)
+    prepare_process()
+    web.run_app(app, host="127.0.0.1", port=port, print=None, access_log=None, backlog=BACKLOG)
 
 
 if __name__ == "__main__":

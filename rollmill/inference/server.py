@@ -29,6 +29,7 @@ if TYPE_CHECKING:
 
 LARGEST_REQUEST = 64 * 2**20
 SHUTDOWN_SECONDS = 2.0
+BACKLOG = 2048  # connections that may wait to be accepted: a gateway may open thousands at once
 OPEN = ("/health", "/metrics")  # need no token: gateways poll the first, monitors the second
 
 
@@ -300,7 +301,7 @@ async def serving(app: web.Application, host: str, port: int) -> AsyncIterator[w
     runner = web.AppRunner(app, handler_cancellation=True, access_log=None, shutdown_timeout=SHUTDOWN_SECONDS)
     await runner.setup()
     try:
-        await web.TCPSite(runner, host, port).start()
+        await web.TCPSite(runner, host, port, backlog=BACKLOG).start()
         yield runner
     finally:
         await runner.cleanup()

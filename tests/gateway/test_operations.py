@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import datetime
+import gc
 import json
+import resource
 import subprocess
 import sys
 from pathlib import Path
@@ -19,7 +21,7 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from rollmill.cli.reference import routes
 from rollmill.cluster.ports import free_ports
-from rollmill.cluster.roles.gateway import tls_context
+from rollmill.cluster.roles.gateway import prepare_process, tls_context
 from rollmill.cluster.run import RunDirectory
 from rollmill.cluster.service import health
 from rollmill.errors import ConfigError
@@ -170,3 +172,14 @@ def write_certificate(directory: Path) -> None:
     pem, plain = serialization.Encoding.PEM, serialization.NoEncryption()
     (directory / "cert.pem").write_bytes(certificate.public_bytes(pem))
     (directory / "key.pem").write_bytes(key.private_bytes(pem, serialization.PrivateFormat.PKCS8, plain))
+
+
+def test_the_process_may_open_many_connections() -> None:
+    before = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (min(1024, before[0]), before[1]))
+    try:
+        prepare_process()
+        assert resource.getrlimit(resource.RLIMIT_NOFILE)[0] >= min(before[1], 1 << 16)
+    finally:
+        gc.unfreeze()
+        resource.setrlimit(resource.RLIMIT_NOFILE, before)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import gc
+import resource
 import ssl
 
 from aiohttp import web
@@ -16,6 +18,10 @@ from rollmill.gateway.keys import KeyStore
 from rollmill.storage.database import open_database
 from rollmill.storage.objects import Objects
 from rollmill.trajectories.store import TrajectoryStore
+
+# Connections that may wait to be accepted. A full queue drops them, and clients try again only after a second.
+BACKLOG = 2048
+_OPEN_FILES = 1 << 16  # a stream takes two: its client and its engine
 
 
 def main(run: RunDirectory) -> None:
@@ -38,10 +44,12 @@ def main(run: RunDirectory) -> None:
         run.secrets["production_key"],
         KeyStore(database, run.id),
     )
+    prepare_process()
     web.run_app(
         app,
         host=run.host,
         port=run.ports["gateway"],
+        backlog=BACKLOG,
         reuse_port=run.service_of is not None,  # `held_port` holds it for this process
         access_log=None,
         print=None,
@@ -49,6 +57,16 @@ def main(run: RunDirectory) -> None:
         keepalive_timeout=run.config.gateway.idle_s,
         ssl_context=tls_context(run.config.gateway) if run.tls else None,
     )
+
+
+def prepare_process() -> None:
+    """Allows thousands of connections, and keeps the garbage collector away from what lives as long as the process."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    wanted = _OPEN_FILES if hard == resource.RLIM_INFINITY else min(hard, _OPEN_FILES)
+    if soft != resource.RLIM_INFINITY and soft < wanted:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, hard))
+    gc.collect()
+    gc.freeze()
 
 
 def tls_context(config: GatewayConfig) -> ssl.SSLContext:

@@ -1,0 +1,112 @@
+"""The load generator of `benchmarks.gateway` for many slow streams, in a process of its own.
+
+    python -m benchmarks.gateway_streams PORT COUNT TOKENS PAUSE_MS
+
+Opens COUNT streams, 200 per second, each with its own connection and conversation. Each gets TOKENS tokens with
+PAUSE_MS milliseconds between two. The last line is one JSON object: how many streams ended well, what went wrong with
+the others, and the milliseconds between two arrivals. It reads bytes and parses no JSON, so that it needs little of the
+cores that it shares with the gateway.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import sys
+import time
+from array import array
+from collections import Counter
+
+from benchmarks.gateway_processes import KEY
+
+_PER_SECOND = 200
+
+
+class Totals:
+    def __init__(self) -> None:
+        self.gaps = array("f")  # milliseconds
+        self.ended = 0
+        self.events = 0
+        self.faults: Counter[str] = Counter()
+
+
+class Stream(asyncio.Protocol):
+    """One request and its answer."""
+
+    def __init__(self, request: bytes, totals: Totals) -> None:
+        self._request, self._totals = request, totals
+        self._tail = b""
+        self._heard = 0.0
+        self.done: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        assert isinstance(transport, asyncio.WriteTransport)
+        self._transport = transport
+        transport.write(self._request)
+
+    def data_received(self, data: bytes) -> None:
+        now, totals = time.perf_counter(), self._totals
+        if not self._heard and not data.startswith(b"HTTP/1.1 200"):
+            self._end(data.partition(b"\r\n")[0].decode(errors="replace"))
+            return
+        if self._heard:
+            totals.gaps.append((now - self._heard) * 1000)
+        self._heard = now
+        totals.events += data.count(b"data: {")
+        self._tail = self._tail[-16:] + data[-64:]
+        if b"[DONE]" in self._tail:
+            self._end(None)
+        elif b'"error"' in data:
+            self._end("an error in the stream")
+
+    def connection_lost(self, error: Exception | None) -> None:
+        self._end(f"the connection was closed: {error}")
+
+    def _end(self, fault: str | None) -> None:
+        if self.done.done():
+            return
+        self.done.set_result(None)
+        if fault is None:
+            self._totals.ended += 1
+        else:
+            self._totals.faults[fault] += 1
+        self._transport.close()
+
+
+async def hold(port: int, count: int, tokens: int, pause_ms: int) -> Totals:
+    totals = Totals()
+
+    async def one(number: int) -> None:
+        await asyncio.sleep(number / _PER_SECOND)
+        messages = [{"role": "user", "content": f"stream {number}"}]
+        body = {"model": "rollmill", "messages": messages, "max_tokens": tokens, "seed": pause_ms, "stream": True}
+        data = json.dumps(body).encode()
+        head = f"POST /v1/chat/completions HTTP/1.1\r\nHost: x\r\nAuthorization: Bearer {KEY}\r\n"
+        request = f"{head}Content-Type: application/json\r\nContent-Length: {len(data)}\r\n\r\n".encode() + data
+        try:
+            loop = asyncio.get_running_loop()
+            _, stream = await loop.create_connection(lambda: Stream(request, totals), "127.0.0.1", port)
+            await stream.done
+        except OSError as error:
+            totals.faults[f"no connection: {error.strerror}"] += 1
+
+    await asyncio.gather(*[one(number) for number in range(count)])
+    return totals
+
+
+def main() -> None:
+    totals = asyncio.run(hold(*map(int, sys.argv[1:5])))
+    gaps = sorted(totals.gaps)
+    found = {
+        "ended": totals.ended,
+        "events": totals.events,
+        "between_p50_ms": gaps[len(gaps) // 2] if gaps else None,
+        "between_p99_ms": gaps[len(gaps) * 99 // 100] if gaps else None,
+        "between_longest_ms": gaps[-1] if gaps else None,
+        "faults": dict(totals.faults),
+    }
+    print(json.dumps(found))
+
+
+if __name__ == "__main__":
+    main()
