@@ -16,6 +16,11 @@ class Histogram:
         self._counts[bisect_left(BUCKETS, seconds)] += times
         self._sum += seconds * times
 
+    def merge(self, other: Histogram) -> None:
+        """Adds all that `other` has counted."""
+        self._counts = [mine + theirs for mine, theirs in zip(self._counts, other._counts, strict=True)]
+        self._sum += other._sum
+
     def lines(self, name: str, labels: str) -> list[str]:
         lines, total = [], 0
         for bound, count in zip((*map(str, BUCKETS), "+Inf"), self._counts, strict=True):

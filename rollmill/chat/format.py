@@ -243,7 +243,9 @@ def message_calls(message: Message) -> list[tuple[str, str]]:
 
 def _overlap(text: str, mark: str) -> int:
     """Length of the longest suffix of `text` that is a prefix of `mark`."""
-    for length in range(min(len(text), len(mark) - 1), 0, -1):
-        if text.endswith(mark[:length]):
-            return length
+    at = text.find(mark[:1], max(0, len(text) - len(mark) + 1))
+    while at >= 0:
+        if mark.startswith(text[at:]):
+            return len(text) - at
+        at = text.find(mark[:1], at + 1)
     return 0

@@ -11,6 +11,7 @@ from contextvars import ContextVar
 from dataclasses import dataclass, field
 
 from rollmill.gateway.keys import Key
+from rollmill.histogram import Histogram
 
 
 @dataclass
@@ -24,7 +25,7 @@ class Account:
     sampled_tokens: int = 0
     queue_s: float = 0.0  # waited for an engine with a free place
     first_token_s: float | None = None  # from the start of the request
-    between_tokens: list[tuple[float, int]] = field(default_factory=list)  # (seconds, tokens) of each later chunk
+    between_tokens: Histogram = field(default_factory=Histogram)  # seconds per token of each later chunk
     on_end: list[Callable[[], None]] = field(default_factory=list)
     _heard: float = 0.0
 
@@ -40,7 +41,7 @@ class Account:
         if self.first_token_s is None:
             self.first_token_s = now - self.started
         else:
-            self.between_tokens.append((now - self._heard, tokens))
+            self.between_tokens.add((now - self._heard) / tokens, tokens)
         self._heard = now
         self.sampled_tokens += tokens
 

@@ -47,8 +47,8 @@ class AnswerBuilder:
         self._started_at = time.time()
         self.finish: FinishReason | None = None
 
-    def add(self, engine: EngineState, chunk: GenerateChunk) -> list[int]:
-        """Add a chunk. Returns its tokens that belong to the answer."""
+    def add(self, engine: EngineState, chunk: GenerateChunk) -> None:
+        """Add a chunk. Tokens that do not belong to the answer are dropped."""
         if self._share is None or self._share.engine is not engine:
             self._end_share("abort", None)
             self._share = _EngineShare(engine, len(self.tokens), self._started_at)
@@ -72,7 +72,6 @@ class AnswerBuilder:
             self.finish = chunk.finish
         if self.finish is not None:
             self._end_share(self.finish, chunk.oldest_kv_policy)
-        return self.tokens[before:]
 
     def abort(self) -> None:
         """End the answer here: nobody waits for the rest."""

@@ -216,13 +216,17 @@ class Completions:
         chunks = self._router.generate(ask, prefer=session.engine, stream=piecemeal, target=target, lost=wait.lost)
         try:
             with flight.sampling():
-                async for engine, chunk in chunks:
-                    wait.hear(chunk)
-                    fresh = builder.add(engine, chunk)
+                async for engine, arrived in chunks:
+                    start = len(builder.tokens)
+                    for chunk in arrived:
+                        wait.hear(chunk)
+                        builder.add(engine, chunk)
+                        if builder.finish is not None:
+                            break
                     session.engine = engine.url
                     if stream is not None:
-                        start = len(builder.tokens) - len(fresh)
-                        await stream.push(index, fresh, builder.logprobs[start:], builder.top_logprobs[start:])
+                        fresh = (builder.tokens[start:], builder.logprobs[start:], builder.top_logprobs[start:])
+                        await stream.push(index, *fresh)
                     if builder.finish is not None:
                         break
         except (ConnectionResetError, AnswerCut) as error:  # nobody waits for the rest; the tokens so far are kept

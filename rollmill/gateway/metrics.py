@@ -30,32 +30,33 @@ METRICS = {
     "engine_alive": "1 if the engine answers health checks, else 0 {url}",
     "engine_failures_total": "requests that failed on the engine {url}",
 }
+_Labels = tuple[tuple[str, str | int], ...]
 
 
 class Metrics:
     def __init__(self) -> None:
-        self._counts: defaultdict[str, float] = defaultdict(int)
-        self._histograms: dict[tuple[str, str], Histogram] = {}
+        # by name and labels; the text of labels is made when somebody reads it, not with every request
+        self._counts: defaultdict[tuple[str, _Labels], float] = defaultdict(int)
+        self._histograms: defaultdict[tuple[str, _Labels], Histogram] = defaultdict(Histogram)
 
     def count(self, name: str, amount: float = 1, **labels: str | int) -> None:
-        if labels:
-            name = f"{name}{{{_listed(labels)}}}"
-        self._counts[name] += amount
+        self._counts[name, tuple(labels.items())] += amount
 
-    def observe(self, name: str, seconds: float, labels: Mapping[str, str], *, times: int = 1) -> None:
-        key = (name, _listed(labels))
-        histogram = self._histograms.get(key)
-        if histogram is None:
-            histogram = self._histograms[key] = Histogram()
-        histogram.add(seconds, times)
+    def observe(self, name: str, seconds: float, labels: Mapping[str, str]) -> None:
+        self._histograms[name, tuple(labels.items())].add(seconds)
+
+    def merge(self, name: str, histogram: Histogram, labels: Mapping[str, str]) -> None:
+        """Adds all that `histogram` has counted."""
+        self._histograms[name, tuple(labels.items())].merge(histogram)
 
     def render(self, gauges: Mapping[str, float]) -> str:
         lines: list[str] = []
         described = ""
-        samples = {sample: [f"{sample} {value}"] for sample, value in {**self._counts, **gauges}.items()}
-        samples |= {
-            f"{name}{{{labels}}}": each.lines(name, labels) for (name, labels), each in self._histograms.items()
-        }
+        counts = {f"{name}{{{_listed(labels)}}}" if labels else name: v for (name, labels), v in self._counts.items()}
+        samples = {sample: [f"{sample} {value}"] for sample, value in {**counts, **gauges}.items()}
+        for (name, labels), histogram in self._histograms.items():
+            text = _listed(labels)
+            samples[f"{name}{{{text}}}"] = histogram.lines(name, text)
         for sample, listed in sorted(samples.items()):
             name = sample.partition("{")[0]
             if name != described:
@@ -72,6 +73,6 @@ def kind_of(name: str) -> str:
     return "counter" if name.endswith("_total") else "histogram" if name.endswith("_seconds") else "gauge"
 
 
-def _listed(labels: Mapping[str, str | int]) -> str:
-    escaped = {key: str(value).replace("\\", r"\\").replace('"', r"\"") for key, value in labels.items()}
+def _listed(labels: _Labels) -> str:
+    escaped = {key: str(value).replace("\\", r"\\").replace('"', r"\"") for key, value in labels}
     return ",".join(f'{key}="{value}"' for key, value in escaped.items())

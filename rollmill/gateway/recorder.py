@@ -1,8 +1,9 @@
 """The gateway's local log of open sessions: append-only, written to disk before an answer is sent.
 
-One thread writes. While it waits for the disk, further entries queue up and share the next fsync, so the cost of
-durability does not grow with the number of sessions. A session is removed from the log when it is sealed. When most of
-the file is such dead entries, the live ones are copied to a new file, which replaces the old one in one rename.
+One thread writes. It gets all entries of one turn of the event loop at once. While it waits for the disk, further
+entries queue up and share the next fsync, so the cost of durability does not grow with the number of sessions. A
+session is removed from the log when it is sealed. When most of the file is such dead entries, the live ones are copied
+to a new file, which replaces the old one in one rename.
 
 A disk can hang. An `append` with `wait_s` gives up after that time, counted from when the disk stopped answering: while
 it hangs, later appends do not wait again.
@@ -57,7 +58,8 @@ class Recorder:
         self._size = 0
         self._extents: dict[str, list[tuple[int, int]]] = {}  # session -> (begin, end) of its entries in the file
         self._moving = threading.Lock()  # while file, size and extents change
-        self._queue: queue.SimpleQueue[_Write | None] = queue.SimpleQueue()
+        self._gathered: list[_Write] = []  # of this turn of the event loop
+        self._queue: queue.SimpleQueue[list[_Write] | None] = queue.SimpleQueue()
         self._thread: threading.Thread | None = None
         self._failure: str | None = None  # why the last write failed; None after one succeeds
         self._busy_since: float | None = None  # when the thread began to wait for the disk
@@ -129,6 +131,7 @@ class Recorder:
 
     def close(self) -> None:
         if self._thread is not None:
+            self._hand_over()
             self._queue.put(None)
             self._thread.join(_CLOSE_S)
             if self._thread.is_alive():
@@ -138,9 +141,18 @@ class Recorder:
         os.close(self._lock_file)
 
     def _enqueue(self, session: str, data: bytes, *, closes: bool, erases: bool = False) -> _Write:
-        write = _Write(session, data, closes, erases, asyncio.get_running_loop().create_future())
-        self._queue.put(write)
+        loop = asyncio.get_running_loop()
+        write = _Write(session, data, closes, erases, loop.create_future())
+        if not self._gathered:
+            loop.call_soon(self._hand_over)
+        self._gathered.append(write)
         return write
+
+    def _hand_over(self) -> None:
+        """Gives the thread what was gathered: it wakes up once, not once per entry."""
+        gathered, self._gathered = self._gathered, []
+        if gathered:
+            self._queue.put(gathered)
 
     def _waited_s(self) -> float:
         since = self._busy_since
@@ -175,7 +187,7 @@ class Recorder:
             with contextlib.suppress(queue.Empty):
                 while taken[-1] is not None:
                     taken.append(self._queue.get_nowait())
-            batch = [write for write in taken if write is not None and not write.done.cancelled()]
+            batch = [write for writes in taken if writes is not None for write in writes if not write.done.cancelled()]
             if taken[-1] is None:
                 self._queue.put(None)  # for the next call
                 return batch or None

@@ -138,7 +138,7 @@ class Registry:
         facts = session.facts
         unnamed = facts.traffic == "production" and "session" not in facts.provenance
         if unnamed and self.is_open(session):
-            *_, digest = _digests(_owner(facts.provenance), segment.messages)
+            digest = _extended_digest(_owner(facts.provenance), segment)
             known = self._histories.setdefault(digest, facts.trajectory)
             self._histories[digest] = facts.trajectory if known == facts.trajectory else None
             if len(self._histories) > _MOST_HISTORIES:
@@ -212,15 +212,32 @@ def pseudonyms(secret: bytes, user: str) -> tuple[str, str]:
 
 def _digests(owner: tuple[str, ...], messages: Sequence[Message]) -> Iterator[bytes]:
     """One digest per answer, of the conversation up to it. Clients re-format answers, see `same_message`."""
-    running = hashlib.blake2b(json.dumps(owner).encode(), digest_size=16)
+    running = _start_digest(owner)
     for message in messages:
-        content = message["content"] or ""
-        if message["role"] != "assistant":
-            running.update(json.dumps([message["role"], content]).encode())
-            continue
-        calls = [_canonical(call["function"]) for call in message.get("tool_calls") or ()]
-        running.update(json.dumps(["assistant", content.strip(), calls]).encode())
-        yield running.digest()
+        running.update(_digestible(message))
+        if message["role"] == "assistant":
+            yield running.digest()
+
+
+def _extended_digest(owner: tuple[str, ...], segment: OpenSegment) -> bytes:
+    """The last of `_digests` of a segment. Reads only the messages that are new since the last call."""
+    count, running = segment.digested or (0, _start_digest(owner))
+    for message in segment.messages[count:]:
+        running.update(_digestible(message))
+    segment.digested = len(segment.messages), running
+    return running.digest()
+
+
+def _start_digest(owner: tuple[str, ...]) -> hashlib.blake2b:
+    return hashlib.blake2b(json.dumps(owner).encode(), digest_size=16)
+
+
+def _digestible(message: Message) -> bytes:
+    content = message["content"] or ""
+    if message["role"] != "assistant":
+        return json.dumps([message["role"], content]).encode()
+    calls = [_canonical(call["function"]) for call in message.get("tool_calls") or ()]
+    return json.dumps(["assistant", content.strip(), calls]).encode()
 
 
 def _canonical(function: dict[str, str]) -> list[str]:

@@ -99,9 +99,10 @@ class Router:
         stream: bool,
         target: Target | None = None,
         lost: Callable[[], None] = lambda: None,
-    ) -> AsyncGenerator[tuple[EngineState, GenerateChunk], None]:
-        """Yields the chunks of one answer, each with its engine. The last has a `finish` other than "abort". Calls
-        `lost` when an engine fails. Raises 400 if `target` is not of the line that the request itself names."""
+    ) -> AsyncGenerator[tuple[EngineState, list[GenerateChunk]], None]:
+        """Yields the chunks of one answer with their engine, those that arrived together in one list. The last has a
+        `finish` other than "abort". Calls `lost` when an engine fails. Raises 400 if `target` is not of the line that
+        the request itself names."""
         target = _within(target or Target(), request.line)
         sampled: list[int] = []
         failed: EngineState | None = None
@@ -116,21 +117,21 @@ class Router:
             try:
                 line = target.line or (engine.policy.line if engine.policy else "")
                 rest = replace(_rest(request, sampled), line=line)
-                async with contextlib.aclosing(self._ask(engine, rest, stream)) as chunks:
-                    async for whole_chunk in chunks:
-                        chunk = _of_target(whole_chunk, line, target.number)
-                        if chunk.tokens:
-                            target = replace(target, line=line)
-                        sampled += chunk.tokens
-                        account.hear(len(chunk.tokens))
-                        whole = chunk.finish not in (None, "abort")
-                        yield engine, chunk
-                        if whole:
+                async with contextlib.aclosing(self._ask(engine, rest, stream)) as arriving:
+                    async for arrived in arriving:
+                        chunks, left = _before_other(arrived, line, target.number)
+                        tokens = [token for chunk in chunks for token in chunk.tokens]
+                        if tokens:
+                            sampled += tokens
+                            account.hear(len(tokens))
+                            target = target if target.line == line else replace(target, line=line)
+                        yield engine, chunks
+                        if chunks[-1].finish not in (None, "abort"):
                             return
-                        if chunk is not whole_chunk:
+                        if left:
                             wanted = line if target.number is None else f"{line}@{target.number}"
                             raise EngineError(f"the engine left {wanted} in the middle of the answer")
-                        if chunk.tokens:
+                        if tokens:
                             patience.reset()
                 raise EngineError("the engine gave up the request")
             except _GONE as error:
@@ -141,16 +142,18 @@ class Router:
                 self.places.leave(engine)
             ended = _ended(request, sampled)
             if ended is not None:
-                yield engine, ended
+                yield engine, [ended]
                 return
             await patience.pause()
 
     async def _ask(
         self, engine: EngineState, request: GenerateRequest, stream: bool
-    ) -> AsyncGenerator[GenerateChunk, None]:
+    ) -> AsyncGenerator[list[GenerateChunk], None]:
+        """Yields the chunks that have arrived since the last time."""
         assert self._client is not None, "the router is not started"
         if engine.endpoint.kind == "openai":
-            yield await openai_engine.ask(self._client, engine.endpoint, request, self._timeout, self._encode, _refuse)
+            ask = openai_engine.ask
+            yield [await ask(self._client, engine.endpoint, request, self._timeout, self._encode, _refuse)]
             return
         body = request_to_json(request, stream=stream)
         token = engine.endpoint.token
@@ -160,17 +163,17 @@ class Router:
             if response.status != 200:
                 await _refuse(response)
             if not stream:
-                yield chunk_from_json(await response.read())
+                yield [chunk_from_json(await response.read())]
                 return
             # read in pieces: a chunk that carries a long prompt's routes is larger than readline() allows
             pending = b""
             async for piece in response.content.iter_any():
                 *lines, pending = (pending + piece).split(b"\n")
-                for line in filter(None, lines):
-                    chunk = chunk_from_json(line)
-                    if chunk.finish is not None:
-                        await response.read()  # to the end, so that the connection can be reused
-                    yield chunk
+                chunks = [chunk_from_json(line) for line in lines if line]
+                if chunks and chunks[-1].finish is not None:
+                    await response.read()  # to the end, so that the connection can be reused
+                if chunks:
+                    yield chunks
 
     async def _take(
         self,
@@ -260,10 +263,10 @@ class _Patience:
 
     def __init__(self, seconds: float) -> None:
         self._seconds = seconds
-        self.reset()
+        self._backoff = Backoff(_FIRST_PAUSE_S, _LONGEST_PAUSE_S, patience=seconds)
 
     def reset(self) -> None:
-        self._backoff = Backoff(_FIRST_PAUSE_S, _LONGEST_PAUSE_S, patience=self._seconds)
+        self._backoff.reset()
 
     def left(self) -> float:
         return self._backoff.left()
@@ -294,6 +297,18 @@ def _within(target: Target, line: str) -> Target:
 
 def _is_at(engine: EngineState, min_version: int) -> bool:
     return engine.policy is not None and engine.policy.number >= min_version
+
+
+def _before_other(chunks: Sequence[GenerateChunk], line: str, number: int | None) -> tuple[list[GenerateChunk], bool]:
+    """The chunks of the answer, and whether a token of another line, or of another version than `number`, follows."""
+    own: list[GenerateChunk] = []
+    for chunk in chunks:
+        own.append(_of_target(chunk, line, number))
+        if own[-1] is not chunk:
+            return own, True
+        if chunk.finish not in (None, "abort"):
+            break
+    return own, False
 
 
 def _of_target(chunk: GenerateChunk, line: str, number: int | None) -> GenerateChunk:

@@ -6,6 +6,7 @@ the unit of the gateway's log, so live recording and the replay after a crash ru
 
 from __future__ import annotations
 
+import hashlib
 import json
 from array import array
 from collections.abc import Sequence
@@ -79,6 +80,7 @@ class OpenSegment:
         ]
         self.turns: list[Turn] = []
         self.delivered = False
+        self.digested: tuple[int, hashlib.blake2b] | None = None  # (number of messages, their digest)
 
     def append(self, turn: Turn) -> None:
         self.turns.append(turn)
@@ -104,6 +106,12 @@ class OpenSegment:
         """All tokens, those shared with the parent included. A new list each time."""
         own = self._own.tolist()
         return self.parent.tokens[: self.offset] + own if self.parent else own
+
+    def slice(self, start: int, end: int) -> list[int]:
+        """tokens[start:end], without a list of all."""
+        if start < self.offset:
+            return self.tokens[start:end]
+        return self._own[start - self.offset : end - self.offset].tolist()
 
     @property
     def closed(self) -> bool:

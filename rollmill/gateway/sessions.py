@@ -385,7 +385,7 @@ def _render_after(
     if mark.kind == "start":
         return format.render_start(new, tools)
     if mark.kind == "answer":
-        answer = base.tokens[base.marks[index - 1].tokens : mark.tokens]
+        answer = base.slice(base.marks[index - 1].tokens, mark.tokens)
         return format.render_turn(new, tools, answer_closed=mark.closed, history=history, answer=answer)
     if not new:
         return []

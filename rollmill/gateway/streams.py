@@ -15,6 +15,12 @@ from rollmill.gateway.dialect import Delta, Dialect, Identity, ModelRequest, Rep
 Best = Sequence[Sequence[tuple[int, float]]]  # (token, log-prob) of the most likely tokens, per sampled token
 
 
+class _EventResponse(web.StreamResponse):
+    """Sends its headers together with the first events: one write to the socket less."""
+
+    _send_headers_immediately = False
+
+
 class EventStream:
     """Server-sent events. The stream starts with the first tokens, so earlier errors keep their own status."""
 
@@ -26,11 +32,11 @@ class EventStream:
         self._tokenizer = tokenizer
         self._contents = [_content_stream(request, format, tokenizer) for _ in range(request.count)]
         self._writing = asyncio.Lock()  # several answers share the stream
-        self._sent = [""] * request.count
-        self._reasoned = [""] * request.count
+        self._sent: list[list[str]] = [[] for _ in range(request.count)]
+        self._reasoned: list[list[str]] = [[] for _ in range(request.count)]
         self.identity = Identity()
         self._writer = dialect.stream(request, self.identity)
-        self.response = web.StreamResponse(headers={"Content-Type": "text/event-stream", "Cache-Control": "no-cache"})
+        self.response = _EventResponse(headers={"Content-Type": "text/event-stream", "Cache-Control": "no-cache"})
         self.begun = False
         self.prompt_tokens = 0  # set before the first push
 
@@ -41,8 +47,10 @@ class EventStream:
         told = token_logprobs(self._tokenizer, tokens, logprobs, best) if self._request.logprobs else ()
         content = self._contents[index]
         text, reasoning = content.push(tokens), content.reasoning
-        self._sent[index] += text
-        self._reasoned[index] += reasoning
+        if text:
+            self._sent[index].append(text)
+        if reasoning:
+            self._reasoned[index].append(reasoning)
         await self._write(self._writer.delta(index, Delta(text, reasoning, tokens, told)))
 
     async def finish(self, reply: Reply) -> bool:
@@ -56,29 +64,30 @@ class EventStream:
             if rest or reasoning:
                 data += self._writer.delta(index, Delta(rest, reasoning))
         try:
-            await self._write(data + self._writer.finish(reply))
-            await self.response.write_eof()
+            await self._write(data + self._writer.finish(reply), last=True)
         except ConnectionResetError:
             return False
         return True
 
     async def fail(self, error: GatewayError) -> web.StreamResponse:
-        await self.response.write(self._writer.error(error))
-        await self.response.write_eof()
+        await self.response.write_eof(self._writer.error(error))
         return self.response
 
-    async def _write(self, data: bytes) -> None:
+    async def _write(self, data: bytes, *, last: bool = False) -> None:
         async with self._writing:
             if not self.begun:
                 self.begun = True
                 await self.response.prepare(self._http)
                 data = self._writer.start(self.prompt_tokens) + data
-            if data:
+            if last:
+                await self.response.write_eof(data)
+            elif data:
                 await self.response.write(data)
 
 
-def _rest(whole: str | None, sent: str) -> str:
+def _rest(whole: str | None, pieces: Sequence[str]) -> str:
     """What of the whole text is not sent yet."""
+    sent = "".join(pieces)
     return whole[len(sent) :] if whole and whole.startswith(sent) else ""
 
 

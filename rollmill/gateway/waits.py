@@ -66,10 +66,12 @@ class Wait:
         """A chunk has come. The first one ends the wait, unless the engine gives the request up."""
         if chunk.finish == "abort" and not chunk.tokens:
             return
-        now = time.monotonic()
         if self.since is None:
-            self._waits.add((now - chunk.timing.get("requeue_seconds", 0.0), now))  # the engine took its place away
+            if requeued := chunk.timing.get("requeue_seconds"):  # the engine took its place away
+                now = time.monotonic()
+                self._waits.add((now - requeued, now))
             return
+        now = time.monotonic()
         elapsed = now - self.since
         if chunk.finish is not None:  # the whole answer
             worked = chunk.timing.get("total_seconds", elapsed) - chunk.timing.get("queue_seconds", 0.0)

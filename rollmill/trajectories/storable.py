@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 from rollmill.errors import TrajectoryError
@@ -19,6 +19,7 @@ LONGEST_JSON = 256 << 10  # characters of one JSON value
 DEEPEST_JSON = 64  # the readers of payloads stop at 200
 LONGEST_KEY = 256  # characters; PostgreSQL refuses index rows over 2704 bytes, and some indices hold two keys
 LONGEST_OBJECT_KEY = 1000
+_CONTAINERS = (dict, list, tuple)
 _LARGEST = 1e12  # training squares rewards and sums them up in float32
 
 
@@ -82,11 +83,12 @@ def to_json(what: str, value: object) -> str:
 def check_depth(what: str, value: object) -> None:
     """Refuse JSON that is nested too deep for one of its readers. The value must not contain itself."""
     level: list[Any] = [value]
-    for _ in range(DEEPEST_JSON):
-        level = [child for parent in level for child in _children(parent)]
+    for _ in range(DEEPEST_JSON - 1):
+        level = [child for parent in level for child in _children(parent) if isinstance(child, _CONTAINERS)]
         if not level:
             return
-    raise _not_json(what, f"it is nested more than {DEEPEST_JSON} levels deep")
+    if any(level):  # a container with something in it
+        raise _not_json(what, f"it is nested more than {DEEPEST_JSON} levels deep")
 
 
 def from_json(text: str) -> Any:
@@ -99,10 +101,10 @@ def _as_dict(what: str, value: Mapping[str, Any]) -> dict[str, Any]:
     return dict(value)
 
 
-def _children(value: object) -> list[Any]:
+def _children(value: object) -> Iterable[Any]:
     if isinstance(value, dict):
-        return list(value.values())
-    return list(value) if isinstance(value, list | tuple) else []
+        return value.values()
+    return value if isinstance(value, list | tuple) else ()
 
 
 def _not_json(what: str, why: object) -> TrajectoryError:

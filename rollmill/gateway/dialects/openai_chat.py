@@ -102,6 +102,7 @@ class ChunkWriter:
     def __init__(self, request: ModelRequest, identity: Identity) -> None:
         self._request = request
         self._head = _head(request, identity, "chat.completion.chunk")
+        self._texts = [self._text_event(index) for index in range(request.count)]
 
     def start(self, prompt_tokens: int) -> bytes:
         return b"".join(
@@ -112,8 +113,9 @@ class ChunkWriter:
         logprobs = None
         if self._request.logprobs and delta.tokens:
             logprobs = {"content": openai.token_logprobs(delta.logprobs), "refusal": None}
-        if not delta.text and not delta.reasoning and logprobs is None:
-            return b""
+        if logprobs is None and not delta.reasoning:  # most events: all but the text is the same each time
+            before, after = self._texts[index]
+            return before + json.dumps(delta.text).encode() + after if delta.text else b""
         piece = {"content": delta.text} if delta.text or not delta.reasoning else {}
         if delta.reasoning:
             piece["reasoning_content"] = delta.reasoning
@@ -134,6 +136,11 @@ class ChunkWriter:
 
     def error(self, error: GatewayError) -> bytes:
         return fields.event(openai.error_body(error))
+
+    def _text_event(self, index: int) -> tuple[bytes, bytes]:
+        """What comes before and after the text in an event that holds nothing else."""
+        before, _, after = self._event(index, {"content": ""}).rpartition(b'""')
+        return before, after
 
     def _event(
         self, index: int, delta: dict[str, Any], finish_reason: str | None = None, logprobs: Any = None, **extra: Any
