@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from rollmill.models.config import ModelConfig
+from rollmill.models.counts import active_parameters, all_parameters
 
 PEAK_OPERATIONS = 790e12  # per second: bf16 products of random numbers on an H200
 PEAK_BYTES = 4.3e12  # per second, read plus written, on an H200
@@ -65,22 +66,6 @@ def shapes(device: str) -> list[Shape]:
         Shape("mixture", ModelConfig.model_validate(mixture), 64, 8),
         Shape("dense", ModelConfig.model_validate(dense), 64, 8),
     ]
-
-
-def active_parameters(model: ModelConfig) -> int:
-    """Parameters that a token is multiplied with: with the head, without a separate embedding."""
-    attention = model.width * (2 * model.heads + 2 * model.kv_heads) * model.head_dim
-    dense = 3 * model.width * model.mlp_width
-    mixture = 3 * model.width * model.expert_width * model.experts_per_token + model.width * model.experts
-    mixtures = model.moe_layers
-    layers = model.layers * attention + mixtures * mixture + (model.layers - mixtures) * dense
-    return layers + model.vocab_size * model.width
-
-
-def all_parameters(model: ModelConfig) -> int:
-    further = 3 * model.width * model.expert_width * (model.experts - model.experts_per_token) * model.moe_layers
-    embedding = 0 if model.tie_embeddings else model.vocab_size * model.width
-    return active_parameters(model) + further + embedding
 
 
 def step_operations(shape: Shape) -> tuple[float, float]:

@@ -20,6 +20,7 @@ from rollmill.cli import (
     init,
     keys,
     model,
+    plan,
     rewards,
     rollout,
     runs,
@@ -60,6 +61,7 @@ app.command("train")(train.train)
 app.command("eval")(evaluate.evaluate)
 app.command("rollout")(rollout.rollout)
 app.command("serve")(serve.serve)
+app.command("plan")(plan.plan_run)
 app.command("runs")(runs.runs)
 app.command("status")(runs.status)
 app.command("logs")(runs.logs)

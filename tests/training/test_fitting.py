@@ -16,7 +16,8 @@ from rollmill.models.device import decoder_on
 from rollmill.models.kernels.call import call
 from rollmill.models.kernels.varlen import VarlenAttention, packed_attention
 from rollmill.training.config import TrainingConfig
-from rollmill.training.fitting import fitted, fitting_tokens, kept_bytes
+from rollmill.training.fitting import fitted
+from rollmill.training.kept import fitting_tokens, kept_bytes
 from tests.kernels import DEVICE, INTERPRETED, cuda
 
 GIB = 1 << 30

@@ -1,0 +1,45 @@
+"""Memory that training takes on a GPU, counted from the model's shape: no torch here."""
+
+from __future__ import annotations
+
+from rollmill.models.config import ModelConfig
+from rollmill.models.counts import all_parameters
+from rollmill.training.config import TrainingConfig
+
+LEAST_TOKENS, MOST_TOKENS, _STEP = 1024, 32768, 1024
+STATE_BYTES = 20  # per parameter: weight and gradient in bf16; master, moments and sum of gradients in FP32
+HEAD_BYTES = 1 << 30  # the head in chunks, and one layer's gradients
+
+
+def fitting_tokens(config: TrainingConfig, model: ModelConfig, memory: int) -> int:
+    """Tokens per rank, on devices with `memory` bytes."""
+    room = memory // 2 - HEAD_BYTES - STATE_BYTES * all_parameters(model) // config.ranks
+    return min(MOST_TOKENS, max(LEAST_TOKENS, room // kept_bytes(model, config.recompute_mlp) // _STEP * _STEP))
+
+
+def kept_bytes(model: ModelConfig, recompute_mlp: bool) -> int:
+    """Bytes per token that are kept for the backward pass on CUDA, in bf16 (models/kernels/fused.py)."""
+    mixtures, elements = model.moe_layers, model.layers * _attention(model)
+    elements += (model.layers - mixtures) * _dense(model, recompute_mlp) + mixtures * _mixture(model)
+    return 2 * elements
+
+
+def _attention(model: ModelConfig) -> int:
+    """Elements per token: the input, its products, queries, keys and values."""
+    latent = model.latent
+    if latent is None:
+        return model.width + 2 * (model.heads + model.kv_heads) * model.head_dim
+    # also normalised rows and small vectors, and keys and values before and after they are concatenated
+    ranks = 2 * (latent.q_rank or 0) + 2 * (latent.kv_rank + latent.rope_dim)
+    apart = model.heads * (latent.plain_dim + 3 * latent.value_dim)
+    return 2 * model.width + ranks + apart + 3 * model.heads * model.head_dim
+
+
+def _dense(model: ModelConfig, recompute_mlp: bool) -> int:
+    return 0 if recompute_mlp else model.width + 2 * model.mlp_width
+
+
+def _mixture(model: ModelConfig) -> int:
+    chosen = model.experts_per_token * (2 * model.expert_width + 16)  # and the place of each row
+    shared = 4 * model.shared_experts * model.expert_width
+    return 2 * model.width + chosen + shared + 4 * model.experts

@@ -1,0 +1,149 @@
+"""The planner's models held against what was measured on one H200, and its choices."""
+
+from __future__ import annotations
+
+import pytest
+from typer.testing import CliRunner
+
+from rollmill.cli.main import app
+from rollmill.cluster.plan import GPUS, cache_bytes, decode_seconds, delta_bytes, pass_seconds, plan, plan_trainer
+from rollmill.cluster.run import RunConfig
+from rollmill.config import load_config
+from rollmill.demo import CONFIG as DEMO
+from rollmill.errors import ConfigError
+from rollmill.models.config import ModelConfig
+from rollmill.training.config import TrainingConfig
+from tests.test_repo import ROOT
+
+H200 = GPUS["h200"]
+
+
+def dense(**settings: int | bool) -> ModelConfig:
+    return ModelConfig.model_validate({"experts": 0, "max_context": 2048, **settings})
+
+
+SMOLLM2 = dense(
+    vocab_size=49152, layers=30, width=576, heads=9, kv_heads=3, head_dim=64, mlp_width=1536, tie_embeddings=True
+)
+LLAMA_1B = dense(
+    vocab_size=128256, layers=16, width=2048, heads=32, kv_heads=8, head_dim=64, mlp_width=8192, tie_embeddings=True
+)
+LLAMA_8B_PART = dense(vocab_size=32000, layers=8, width=4096, heads=32, kv_heads=8, head_dim=128, mlp_width=14336)
+MIXTURE = ModelConfig(
+    vocab_size=49152,
+    layers=16,
+    width=1024,
+    heads=16,
+    kv_heads=4,
+    head_dim=64,
+    experts=32,
+    experts_per_token=4,
+    expert_width=512,
+    max_context=2048,
+)
+
+
+def qwen3_30b(layers: int) -> ModelConfig:
+    return ModelConfig(
+        vocab_size=151936,
+        layers=layers,
+        width=2048,
+        heads=32,
+        kv_heads=4,
+        head_dim=128,
+        qk_norm=True,
+        experts=128,
+        experts_per_token=8,
+        expert_width=768,
+        max_context=2048,
+    )
+
+
+@pytest.mark.parametrize(
+    ("model", "tokens", "recompute", "measured"),
+    [
+        (SMOLLM2, 32768, True, 89.8e-3),
+        (SMOLLM2, 32768, False, 84.4e-3),
+        (MIXTURE, 32768, True, 116.8e-3),
+        (LLAMA_1B, 16384, True, 273e-3),
+        (LLAMA_1B, 16384, False, 238e-3),
+        (LLAMA_8B_PART, 16384, True, 410e-3),
+        (LLAMA_8B_PART, 16384, False, 329e-3),
+        (qwen3_30b(6), 16384, True, 168e-3),
+    ],
+)
+def test_the_time_of_a_training_step(model: ModelConfig, tokens: int, recompute: bool, measured: float) -> None:
+    assert pass_seconds(model, H200, tokens, 2048, recompute) == pytest.approx(measured, rel=0.12)
+
+
+@pytest.mark.parametrize(
+    ("model", "recompute", "tokens", "measured"),
+    [
+        (SMOLLM2, True, 32768, 6.4),
+        (SMOLLM2, False, 32768, 13.1),
+        (SMOLLM2, True, 16384, 4.9),
+        (MIXTURE, True, 32768, 24.6),
+    ],
+)
+def test_the_memory_of_a_training_step(model: ModelConfig, recompute: bool, tokens: int, measured: float) -> None:
+    training = TrainingConfig(recompute_mlp=recompute, tokens_per_microbatch=tokens)
+    planned = plan_trainer(model, training, H200, 1, 2048)
+    assert planned.bytes / 2**30 == pytest.approx(measured, rel=0.2)
+
+
+@pytest.mark.parametrize(
+    ("model", "batch", "measured"),
+    [
+        (SMOLLM2, 1, 835),
+        (SMOLLM2, 32, 19_037),
+        (SMOLLM2, 256, 60_713),
+        (LLAMA_1B, 32, 16_922),
+        (LLAMA_1B, 256, 50_939),
+        (qwen3_30b(4), 32, 12_425),
+        (qwen3_30b(4), 256, 47_942),
+    ],
+)
+def test_the_speed_of_an_engine(model: ModelConfig, batch: int, measured: float) -> None:
+    """64 tokens in, 256 out: 192 on average."""
+    assert batch / decode_seconds(model, "bf16", H200, batch, 192) == pytest.approx(measured, rel=0.12)
+
+
+def test_deltas_follow_the_learning_rate() -> None:
+    whole = 2 * 134_515_008
+    assert delta_bytes(SMOLLM2, "bf16", 1e-6) == pytest.approx(whole / 111, rel=1e-3)
+    assert whole / 111 < delta_bytes(SMOLLM2, "bf16", 3e-6) < whole / 24
+    assert delta_bytes(SMOLLM2, "fp8", 1e-6) == pytest.approx(whole / 222, rel=1e-3)
+    assert delta_bytes(SMOLLM2, "bf16", 1.0) == delta_bytes(SMOLLM2, "bf16", 1e-4)
+    assert cache_bytes(SMOLLM2) == 2 * 2 * 30 * 3 * 64
+
+
+def config(*overrides: str) -> RunConfig:
+    return load_config(RunConfig, DEMO, overrides)
+
+
+def test_one_gpu_is_shared_and_several_are_divided() -> None:
+    alone = plan(config(), H200, 1)
+    assert alone.shared and alone.trainer.ranks == alone.engine.engines == 1
+    assert alone.step_seconds == alone.train_seconds + alone.generate_seconds
+    for gpus in (2, 8, 64):
+        divided = plan(config(), H200, gpus)
+        assert not divided.shared and divided.trainer.ranks + divided.engine.engines * divided.engine.gpus <= gpus
+        assert divided.step_seconds < alone.step_seconds
+
+
+def test_a_model_that_does_not_fit() -> None:
+    large = config().model_copy(update={"model": qwen3_30b(48)})
+    with pytest.raises(ConfigError, match="1 × h200 is too little: the trainer needs at least 9 and an engine 1"):
+        plan(large, H200, 1)
+    planned = plan(large, H200, 16)
+    assert planned.trainer.ranks >= planned.trainer.least_ranks == 9
+    assert planned.trainer.bytes < H200.memory
+
+
+def test_the_command() -> None:
+    micro = str(ROOT / "examples" / "micro.toml")
+    shown = CliRunner().invoke(app, ["plan", micro, "--gpus", "8"])
+    assert shown.exit_code == 0, shown.output
+    assert "8 × h200" in shown.output and "tokens/s" in shown.output and "per region" in shown.output
+    refused = CliRunner().invoke(app, ["plan", micro, "--gpu", "abacus"])
+    assert refused.exit_code != 0
