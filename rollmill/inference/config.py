@@ -35,6 +35,14 @@ class EngineConfig(Config):
         description="Most prompt tokens processed per decode step. Larger answers long prompts sooner and delays "
         "running requests more.",
     )
+    draft_tokens: int = Field(
+        0,
+        ge=0,
+        le=64,
+        description="Most tokens guessed ahead per step where the context repeats itself (prompt lookup), for up to "
+        "four running requests on a CPU. Tokens and log-probs stay those of the model. Larger answers edits of given "
+        "text faster; 0 turns it off.",
+    )
     threads: int = Field(1, gt=0, description="CPU threads of one engine. Raise it where cores are idle.")
     poll_seconds: float = Field(
         0.1,

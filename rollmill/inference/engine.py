@@ -37,6 +37,8 @@ METRICS = {
     "steps_total": "decode steps",
     "computed_tokens_total": "tokens computed, prompts included",
     "sampled_tokens_total": "tokens sampled",
+    "draft_tokens_total": "tokens guessed from repeated text (`draft_tokens`)",
+    "draft_tokens_right_total": "guessed tokens that were sampled",
     "applied_total": "switches of weights",
     "finished_stop_total": "answers that ended by themselves",
     "finished_length_total": "answers that reached their limit",

@@ -15,6 +15,8 @@ COUNTERS = (
     "steps_total",
     "computed_tokens_total",
     "sampled_tokens_total",
+    "draft_tokens_total",
+    "draft_tokens_right_total",
     "applied_total",
     "refused_total",
     *(f"finished_{reason}_total" for reason in get_args(FinishReason)),
@@ -55,6 +57,12 @@ class Activity:
         self._ended = now
         if self._ended - self._started >= REPORT_SECONDS:
             self._report(running, waiting)
+
+    def drafted(self, guessed: int, right: int) -> None:
+        self.counters["draft_tokens_total"] += guessed
+        self.counters["draft_tokens_right_total"] += right
+        self.counters["sampled_tokens_total"] += right
+        self._sampled += right
 
     def rest(self) -> None:
         """Called when nothing was computed for a while."""

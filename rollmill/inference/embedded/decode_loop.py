@@ -13,6 +13,7 @@ keys and values of the served weights (`prefixes`).
 
 from __future__ import annotations
 
+import itertools
 import math
 import queue
 import threading
@@ -27,11 +28,12 @@ from rollmill.errors import EngineError
 from rollmill.inference.config import EngineConfig
 from rollmill.inference.embedded.activity import GAP_SECONDS, Activity
 from rollmill.inference.embedded.cache import KVCache
+from rollmill.inference.embedded.drafts import count_right
 from rollmill.inference.embedded.generation import Generation
 from rollmill.inference.embedded.loading import make_loader
 from rollmill.inference.embedded.runner import make_runner
 from rollmill.inference.embedded.sampler import listed, most_likely, sample
-from rollmill.inference.embedded.scheduler import Scheduler
+from rollmill.inference.embedded.scheduler import Scheduler, Work
 from rollmill.inference.engine import Applied, EngineBusy, EngineUnavailable, GenerateChunk
 from rollmill.models.config import ModelConfig
 from rollmill.models.device import decoder_on
@@ -39,6 +41,7 @@ from rollmill.types import FinishReason, PolicyRef, same_line
 from rollmill.weights.reading.follower import Update
 
 T = TypeVar("T")
+_Row = tuple[int, float, bytes, list[tuple[int, float]]]  # a token, its log-prob, what was kept, the most likely ones
 Outbox = list[tuple[Generation, GenerateChunk | Exception]]
 
 
@@ -62,7 +65,8 @@ class DecodeLoop:
         device: torch.device,
         form: str,
     ) -> None:
-        self.scheduler = Scheduler(config)
+        # no guesses on CUDA: a step with guesses is not recorded as a graph, and its speed was not measured there
+        self.scheduler = Scheduler(config, config.draft_tokens if device.type == "cpu" else 0)
         self.policy: PolicyRef | None = None
         self.paused = self.draining = False
         self.ended: Future[None] = Future()  # holds the error that stopped the decode loop, if one did
@@ -209,17 +213,37 @@ class DecodeLoop:
         output = self._runner.run(work)
         complete = [item for item in output.work if item.completes]
         # this waits for the device
-        if output.drawn is None:
-            drawn = sample(output.logits, [item.draw for item in complete])
-        else:
-            drawn = listed(output.drawn)
-        counts = [item.generation.request.top_logprobs for item in complete]
-        best = most_likely(output.logits, [item.draw for item in complete], counts)
-        self.scheduler.advance(output.work, output.host_routes(), policy)
-        self._record(zip([item.generation for item in complete], *drawn, best, strict=True), policy)
+        draws = [draw for item in complete for draw in item.draws]
+        drawn = sample(output.logits, draws) if output.drawn is None else listed(output.drawn)
+        counts = [item.generation.request.top_logprobs for item in complete for _ in range(1 + len(item.drafts))]
+        best = most_likely(output.logits, draws, counts)
+        rows: list[_Row] = list(zip(*drawn, best, strict=True))
+        wrong: dict[int, int] = {}
+        if len(rows) > len(complete):
+            rows, wrong = self._accept(complete, rows, policy)
+        self.scheduler.advance(output.work, output.host_routes(), policy, wrong)
+        self._record(zip([item.generation for item in complete], rows, strict=True), policy)
         computed = sum(item.count for item in work)
         self._activity.step(started, len(complete), computed, len(self.scheduler.running), self.scheduler.waiting)
         return True
+
+    def _accept(self, complete: list[Work], rows: list[_Row], policy: PolicyRef) -> tuple[list[_Row], dict[int, int]]:
+        """Samples the guesses that are right. Returns the row of each work that comes after them, and how many guesses
+        of each generation were wrong."""
+        left, last, wrong = iter(rows), [], {}
+        for item in complete:
+            generation, own = item.generation, list(itertools.islice(left, 1 + len(item.drafts)))
+            finite = list(itertools.takewhile(lambda row: math.isfinite(row[1]), own))
+            drawn, stops = [row[0] for row in finite], generation.request.sampling.stop_tokens
+            right = count_right(drawn, item.drafts[: len(finite)], stops)
+            for row in own[:right]:
+                generation.sample(row[0], row[1], policy, *row[2:])
+            last.append(own[right])
+            if item.drafts:
+                wrong[generation.number] = len(item.drafts) - right
+                generation.drafts.learn(len(item.drafts), right, self._config.draft_tokens)
+                self._activity.drafted(len(item.drafts), right)
+        return last, wrong
 
     def _clean_pages(self) -> None:
         pages = self.scheduler.pages
@@ -233,11 +257,9 @@ class DecodeLoop:
             self._cache.copy(prefixes.copies)
             prefixes.copies = []
 
-    def _record(
-        self, drawn: Iterable[tuple[Generation, int, float, bytes, list[tuple[int, float]]]], policy: PolicyRef
-    ) -> None:
+    def _record(self, drawn: Iterable[tuple[Generation, _Row]], policy: PolicyRef) -> None:
         now = time.monotonic()
-        for generation, token, logprob, kept, best in drawn:
+        for generation, (token, logprob, kept, best) in drawn:
             if not math.isfinite(logprob):
                 self._fail(generation, EngineError(f"{policy.line}@{policy.number} gives logits that are not finite"))
                 continue

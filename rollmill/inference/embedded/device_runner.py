@@ -19,7 +19,7 @@ from torch import Tensor
 
 from rollmill.inference.embedded.cache import KVCache
 from rollmill.inference.embedded.paged_triton import Plan, TritonAttention, tile_positions
-from rollmill.inference.embedded.runner import StepOutput, exact_logits, narrow_routes
+from rollmill.inference.embedded.runner import StepOutput, exact_logits, narrow_routes, sampled_rows
 from rollmill.inference.embedded.sampler import needs_host, sample_uncut, uniform
 from rollmill.inference.embedded.scheduler import Work
 from rollmill.models.decoder import Decoder
@@ -41,8 +41,7 @@ class DeviceRunner:
             return self._decode(list(work))
         plan = _plan(self._cache, work)
         output = self.model(plan.tokens_N, plan.positions_N, TritonAttention(self._cache, plan, self._tile))
-        ends = np.cumsum([item.count for item in work])
-        rows_M = np.array([end - 1 for end, item in zip(ends, work, strict=True) if item.completes], dtype=np.int64)
+        rows_M = np.array(sampled_rows(work), dtype=np.int64)
         hidden_MW = output.hidden.index_select(0, torch.from_numpy(rows_M).to(output.hidden.device, non_blocking=True))
         return StepOutput(
             list(work), narrow_routes(output.routes, self.model.config), exact_logits(self.model, hidden_MW)
@@ -153,7 +152,7 @@ def _plan(cache: KVCache, work: Sequence[Work]) -> Plan:
     first = tile = 0
     for row, item in enumerate(work):
         end, blocks = item.start + item.count, item.generation.blocks[:pages]
-        tokens_N[first : first + item.count] = item.generation.tokens[item.start : end]
+        tokens_N[first : first + item.count] = item.tokens
         positions_N[first : first + item.count] = np.arange(item.start, end)
         sequences_N[first : first + item.count] = row
         tables_SP[row, : len(blocks)] = blocks

@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
+from rollmill.inference.embedded.drafts import Drafts
 from rollmill.inference.embedded.grammar import GrammarState
 from rollmill.inference.embedded.pages import page_key, root_key
 from rollmill.inference.engine import GenerateChunk, GenerateRequest
@@ -26,6 +27,7 @@ class Generation:
     seed: int
     deliver: Callable[[GenerateChunk | Exception], None]
     grammar: GrammarState | None = None
+    drafts: Drafts = field(default_factory=Drafts)
     tokens: list[int] = field(init=False)
     blocks: list[int] = field(default_factory=list)
     computed: int = 0

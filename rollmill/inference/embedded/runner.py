@@ -30,7 +30,7 @@ class StepOutput:
 
     work: list[Work]  # in the order of `routes`: groups of similar shape together
     routes: Tensor | None  # see `narrow_routes`; the rows of each work, in order
-    logits: Tensor  # FP32 [M, vocab], one row per work that completes its context, in order
+    logits: Tensor  # FP32 [M, vocab], of `sampled_rows`
     drawn: Tensor | None = None  # [M, 2], see sampler.sample_uncut; set if the step drew tokens too
 
     def host_routes(self) -> np.ndarray | None:
@@ -39,6 +39,18 @@ class StepOutput:
             return None
         routes = self.routes.cpu().numpy()
         return routes if routes.dtype == np.uint8 else routes.view(np.uint16)
+
+
+def sampled_rows(work: Sequence[Work]) -> list[int]:
+    """The positions after which a token is drawn: the last of each work that completes its context, and before it one
+    per guessed token."""
+    ends = itertools.accumulate(item.count for item in work)
+    return [
+        row
+        for end, item in zip(ends, work, strict=True)
+        if item.completes
+        for row in range(end - 1 - len(item.drafts), end)
+    ]
 
 
 class StepRunner(Protocol):
@@ -75,13 +87,12 @@ class Runner:
     @torch.inference_mode()
     def run(self, work: Sequence[Work]) -> StepOutput:
         ordered = sorted(work, key=self._shape)
-        tokens = [token for item in ordered for token in item.generation.tokens[item.start : item.start + item.count]]
+        tokens = [token for item in ordered for token in item.tokens]
         attend = PagedAttention(self._cache, [list(group) for _, group in itertools.groupby(ordered, self._shape)])
         device = self._cache.device
         output = self.model(torch.tensor(tokens, device=device), attend.positions, attend)
-        ends = list(itertools.accumulate(item.count for item in ordered))
-        rows = [end - 1 for end, item in zip(ends, ordered, strict=True) if item.completes]
-        hidden_MW = output.hidden.index_select(0, torch.tensor(rows, dtype=torch.long, device=device))
+        rows = torch.tensor(sampled_rows(ordered), dtype=torch.long, device=device)
+        hidden_MW = output.hidden.index_select(0, rows)
         return StepOutput(ordered, narrow_routes(output.routes, self.model.config), exact_logits(self.model, hidden_MW))
 
     def _shape(self, item: Work) -> tuple[int, int]:

@@ -13,8 +13,8 @@ from __future__ import annotations
 
 import itertools
 from collections import OrderedDict
-from collections.abc import Iterator
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, replace
 
 import numpy as np
 
@@ -25,32 +25,50 @@ from rollmill.inference.embedded.prefixes import Prefixes
 from rollmill.inference.embedded.sampler import Draw
 from rollmill.types import FinishReason, PolicyRef
 
+DRAFTING_BATCH = 4  # requests; a step with more of them takes longer for every position that it computes
+
 
 @dataclass(frozen=True)
 class Work:
-    """Compute positions [start, start + count) of a generation's context."""
+    """Compute positions [start, start + count) of a generation's context, which ends with guessed tokens."""
 
     generation: Generation
     start: int
     count: int
+    drafts: tuple[int, ...] = ()
+
+    @property
+    def tokens(self) -> list[int]:
+        """The tokens of its positions."""
+        return [*self.generation.tokens[self.start : self.start + self.count], *self.drafts]
 
     @property
     def completes(self) -> bool:
         """Whether it reaches the end of the context: then the next token is sampled."""
-        return self.start + self.count == len(self.generation.tokens)
+        return self.start + self.count == len(self.generation.tokens) + len(self.drafts)
 
     @property
     def draw(self) -> Draw:
         """How its next token is drawn."""
         generation = self.generation
-        request, position = generation.request, self.start + self.count
+        request, position = generation.request, len(generation.tokens)
         start = len(request.tokens) - request.answered
         return Draw(request.sampling, generation.seed, position, generation.tokens, start, generation.grammar)
 
+    @property
+    def draws(self) -> list[Draw]:
+        """How the next token is drawn, and the tokens after each guess."""
+        first = self.draw
+        needed = first.context if first.sampling.changes_logits else ()  # nothing else looks at it
+        return [first] + [
+            replace(first, position=first.position + count, context=[*needed, *self.drafts[:count]])
+            for count in range(1, len(self.drafts) + 1)
+        ]
+
 
 class Scheduler:
-    def __init__(self, config: EngineConfig) -> None:
-        self._config = config
+    def __init__(self, config: EngineConfig, draft_tokens: int = 0) -> None:
+        self._config, self._draft_tokens = config, draft_tokens
         self.pages = Pages(config.cache_tokens // config.block_size, config.block_size)
         self.prefixes = Prefixes(self.pages)
         self.running: dict[int, Generation] = {}  # by number
@@ -94,8 +112,9 @@ class Scheduler:
             if generation.number not in self.running:
                 continue  # an earlier generation has taken its pages
             if generation.missing == 1:
-                if self._reserve(generation, generation.computed + 1):
-                    work.append(Work(generation, generation.computed, 1))
+                drafts = self._drafts(generation)
+                if self._reserve(generation, generation.computed + 1 + len(drafts)):
+                    work.append(Work(generation, generation.computed, 1 + len(drafts), drafts))
             elif self.prefixes.extend(generation):  # otherwise it waits for pages that another one computes
                 count = self._piece(generation, budget)
                 if count and self._reserve(generation, generation.computed + count):
@@ -103,6 +122,15 @@ class Scheduler:
                     work.append(Work(generation, generation.computed, count))
                     self.prefixes.promise(generation)
         return [item for item in work if item.generation.number in self.running]
+
+    def _drafts(self, generation: Generation) -> tuple[int, ...]:
+        """Guessed tokens. None for a large batch, which has no time to spare, nor where they would take pages of
+        others."""
+        most = min(self._draft_tokens, generation.limit - len(generation.tokens) - 1)
+        if most <= 0 or len(self.running) > DRAFTING_BATCH or generation.grammar is not None:
+            return ()
+        needed = self._blocks_for(generation.computed + 1 + most) - len(generation.blocks)
+        return generation.drafts.guess(generation.tokens, most) if needed <= self.pages.available else ()
 
     def _piece(self, generation: Generation, budget: int) -> int:
         """How many positions of its prompt are computed now. A part of it ends with a page, if the budget allows, so
@@ -112,17 +140,20 @@ class Scheduler:
         aligned = budget - (generation.computed + budget) % self._config.block_size
         return aligned if aligned > 0 else budget
 
-    def advance(self, work: list[Work], routes: np.ndarray | None, policy: PolicyRef) -> None:
-        """Records that `work` was computed. `routes` has the rows of each work, in order."""
+    def advance(
+        self, work: list[Work], routes: np.ndarray | None, policy: PolicyRef, wrong: Mapping[int, int] = {}
+    ) -> None:
+        """Records that `work` was computed. `routes` has the rows of each work, in order. `wrong`: the number of a
+        generation → how many of its guesses were wrong; these are at the end of its positions."""
         if routes is not None:
             self._store_routes(work, routes)
         size, start = self._config.block_size, 0
         for item in work:
-            generation, end = item.generation, start + item.count
-            generation.advance(item.count, None if routes is None else routes[start:end], policy)
-            if item.count > 1 or generation.computed % size == 0:
+            generation, count = item.generation, item.count - wrong.get(item.generation.number, 0)
+            generation.advance(count, None if routes is None else routes[start : start + count], policy)
+            if count > 1 or generation.computed % size == 0:
                 self.prefixes.publish(generation, policy)
-            start = end
+            start += item.count
 
     def finish(self, generation: Generation, reason: FinishReason) -> None:
         """The session's next turn goes on from its pages, unless it was aborted."""

@@ -1,0 +1,52 @@
+"""Prompt lookup: guesses the next tokens from text that the context repeats, so that one pass checks several of them.
+
+The guess is what followed the last three tokens where they occurred before. One pass computes the distribution after
+each guessed token. Every position is drawn with its own random number, as it would be without a guess, and the draws
+count up to the first that is not the guessed token. So tokens and log-probs are those of the model, whatever is
+guessed, and keys and values of wrong guesses are overwritten by the next step.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Sequence
+
+_MATCH = 3  # tokens that must occur before
+_LONGEST_PAUSE = 64  # tokens without a guess, after guesses that were all wrong
+
+
+class Drafts:
+    """The guesses for one context. They get longer while they are right, and rarer while they are wrong."""
+
+    def __init__(self) -> None:
+        self._followed: dict[tuple[int, ...], int] = {}  # three tokens → where the token after their last occurrence is
+        self._indexed = _MATCH
+        self._length = 2
+        self._pause = self._wrong = 0
+
+    def guess(self, tokens: Sequence[int], most: int) -> tuple[int, ...]:
+        """Up to `most` tokens that may follow."""
+        if self._pause:
+            self._pause -= 1
+            return ()
+        for place in range(self._indexed, len(tokens)):
+            self._followed[tuple(tokens[place - _MATCH : place])] = place
+        self._indexed = max(_MATCH, len(tokens))
+        first = self._followed.get(tuple(tokens[-_MATCH:]))
+        if first is None:
+            return ()
+        period = len(tokens) - first  # a guess that reaches the end of the context goes on with itself
+        return tuple(tokens[first + index % period] for index in range(min(most, self._length)))
+
+    def learn(self, guessed: int, right: int, most: int) -> None:
+        """`right` of `guessed` tokens were right."""
+        self._length = min(most, 2 * self._length) if right == guessed else right + 1
+        self._wrong = 0 if right else self._wrong + 1
+        self._pause = 0 if right else min(_LONGEST_PAUSE, 2**self._wrong)
+
+
+def count_right(drawn: Sequence[int], guessed: Sequence[int], stop_tokens: Collection[int]) -> int:
+    """How many guesses are right. A stop token that is guessed right ends the answer, so it is not counted."""
+    for index, token in enumerate(guessed):
+        if drawn[index] != token or token in stop_tokens:
+            return index
+    return len(guessed)
