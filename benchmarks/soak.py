@@ -43,6 +43,7 @@ ENGINE = EngineConfig(
     max_batch=10, max_waiting=8, block_size=8, cache_tokens=768, prefill_chunk=32, stream_seconds=0.0, threads=1
 )
 CLIENTS, SESSIONS, VERSIONS = 24, 10, 4
+USERS = 6  # clients of production: fewer than `max_batch`, so that rollouts, which come after them, get places too
 ANSWER_SECONDS = 120.0  # an answer that takes longer is lost
 CHECKED = 0.3  # share of the answers that are checked against the trainer's forward pass
 TOLERANCE = 2e-3
@@ -116,10 +117,10 @@ async def _ask_often(run: Soak, number: int) -> None:
                 if chance < 0.05:
                     await _ask_malformed(run)
                 else:
-                    await _ask(run, leaves=chance < 0.25)
+                    await _ask(run, number, leaves=chance < 0.25)
         except TimeoutError:
             run.counts["lost"] += 1
-            run.wrong.append(f"a request of client {number} did not end in {ANSWER_SECONDS:g} s")
+            run.wrong.append(f"a request of client {number} did not end in {ANSWER_SECONDS:g} s: {run.engine.health()}")
         except (aiohttp.ClientError, EngineError) as error:
             run.counts["lost"] += 1
             run.wrong.append(f"client {number}: {error!r}")
@@ -133,8 +134,8 @@ async def _ask_malformed(run: Soak) -> None:
             run.wrong.append(f"a malformed request got status {response.status}: {body[:60]!r}")
 
 
-async def _ask(run: Soak, *, leaves: bool) -> None:
-    request = _request(run)
+async def _ask(run: Soak, client: int, *, leaves: bool) -> None:
+    request = _request(run, client)
     stream = run.draws.random() < 0.5
     chunks: list[GenerateChunk] = []
     leave_after = run.draws.randrange(8) if leaves else -1
@@ -155,7 +156,7 @@ async def _ask(run: Soak, *, leaves: bool) -> None:
     _check(run, request, chunks)
 
 
-def _request(run: Soak) -> GenerateRequest:
+def _request(run: Soak, client: int) -> GenerateRequest:
     draws, session = run.draws, f"session {run.draws.randrange(SESSIONS)}"
     if session in run.contexts and draws.random() < 0.5:  # the next turn
         tokens = run.contexts[session] + [draws.randrange(64) for _ in range(draws.randrange(1, 9))]
@@ -166,7 +167,7 @@ def _request(run: Soak) -> GenerateRequest:
         session,
         tokens[:200],
         Sampling(max_tokens=draws.randrange(1, 50), stop_tokens=(0,), seed=draws.randrange(1000)),
-        draws.choice(("production", "rollout", "rollout")),
+        "production" if client < USERS else "rollout",
         min_version=max(0, run.version + draws.choice((-5, -1, 0, 1))),
     )
 

@@ -60,7 +60,7 @@ def transformers_step(
 ) -> Callable[[float], Tensor]:
     """Returns a function that does one step at a learning rate and returns the loss, on the device. `compile` selects
     the whole model, or only its layers; then the head and its loss run uncompiled."""
-    model = _model(ours, experts)
+    model = transformers_model(ours, experts)
     if liger:
         _patch(model)
     model.train()
@@ -79,7 +79,8 @@ def transformers_step(
     return step
 
 
-def _model(ours: Decoder, experts: str) -> nn.Module:
+def transformers_model(ours: Decoder, experts: str = "grouped_mm") -> nn.Module:
+    """The same model with the same weights."""
     from transformers import LlamaConfig, LlamaForCausalLM, Qwen3MoeConfig, Qwen3MoeForCausalLM
 
     shape = ours.config

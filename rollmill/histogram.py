@@ -10,11 +10,11 @@ BUCKETS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.
 class Histogram:
     def __init__(self) -> None:
         self._counts = [0] * (len(BUCKETS) + 1)
-        self._sum = 0.0
+        self.sum = 0.0
 
     def add(self, seconds: float, times: int = 1) -> None:
         self._counts[bisect_left(BUCKETS, seconds)] += times
-        self._sum += seconds * times
+        self.sum += seconds * times
 
     def merge(self, other: Histogram) -> None:
         """Adds all that `other` has counted."""
@@ -26,4 +26,4 @@ class Histogram:
         for bound, count in zip((*map(str, BUCKETS), "+Inf"), self._counts, strict=True):
             total += count
             lines.append(f'{name}_bucket{{{labels},le="{bound}"}} {total}')
-        return [*lines, f"{name}_sum{{{labels}}} {self._sum}", f"{name}_count{{{labels}}} {total}"]
+        return [*lines, f"{name}_sum{{{labels}}} {self.sum}", f"{name}_count{{{labels}}} {total}"]

@@ -1,0 +1,215 @@
+"""The embedded engine beside `transformers`: tokens per second, first tokens of a group, cost of the host.
+
+    python -m benchmarks.engine [--quick]
+
+Same weights, prompts and lengths for all, prefill included, sampled at temperature 1 in one run: our engine, `generate`
+of transformers, and its continuous batching where it runs. On CUDA also the memory-bandwidth floor: the bytes of all
+weights and of the mean KV cache, read once per decode step at 4.8 TB/s. On a CPU the models are smaller, without floor.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import time
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+
+from benchmarks.engine_host import host_microseconds
+from benchmarks.output import at_least, finish
+from benchmarks.train_step_peers import has, transformers_model
+from benchmarks.train_step_shapes import MIXTURE, SMOLLM2, all_parameters
+from rollmill.inference.config import EngineConfig
+from rollmill.inference.embedded.engine import EmbeddedEngine
+from rollmill.inference.engine import GenerateRequest
+from rollmill.models.config import ModelConfig
+from rollmill.models.decoder import Decoder
+from rollmill.models.device import Device, decoder_on
+from rollmill.models.host import load_host, to_host
+from rollmill.types import PolicyRef, Sampling
+from rollmill.weights.format.manifest import describe, root_digest
+from rollmill.weights.reading.follower import Update
+
+MEMORY_BYTES_PER_SECOND = 4.8e12  # of an H200
+GROUP = 16
+LLAMA_1B = SMOLLM2 | {"vocab_size": 128256, "layers": 16, "width": 2048, "heads": 32, "kv_heads": 8, "mlp_width": 8192}
+SMALL = SMOLLM2 | {"vocab_size": 4096, "layers": 4, "width": 192, "heads": 3, "kv_heads": 1, "mlp_width": 512}
+BARS = {  # on one H200; (tokens/s, share of the floor, times transformers), None: no bar
+    ("dense", 1): (1600.0, None, None),
+    ("dense", 256): (None, 0.15, 30.0),
+    ("dense", 1024): (None, 0.30, None),
+    ("mixture", 256): (None, 0.12, None),
+    ("mixture", 1024): (None, 0.25, None),
+    ("llama-1b", 256): (None, 0.40, None),
+}
+
+
+class Cell(NamedTuple):
+    """`batch` prompts of `prompt` tokens, `new` sampled tokens each."""
+
+    name: str
+    shape: dict[str, Any]
+    batch: int
+    prompt: int
+    new: int
+
+    @property
+    def model(self) -> ModelConfig:
+        return ModelConfig.model_validate(self.shape)
+
+    def floor_seconds(self) -> float:
+        """Of one decode step."""
+        model, element = self.model, 2
+        kv = 2 * model.layers * model.kv_heads * model.head_dim * element
+        held = self.batch * (self.prompt + self.new / 2) * kv
+        return (all_parameters(model) * element + held) / MEMORY_BYTES_PER_SECOND
+
+
+def cells(device: Device, quick: bool) -> list[Cell]:
+    if device == "cuda":
+        dense = [Cell("dense", SMOLLM2, batch, 128, 256) for batch in (1, 32, 256, 1024)]
+        mixture = [Cell("mixture", MIXTURE, batch, 128, 256) for batch in (256, 1024)]
+        return [*dense, *mixture, Cell("llama-1b", LLAMA_1B, 256, 128, 256)][: 3 if quick else None]
+    shape, new = (SMALL, 16) if quick else (SMOLLM2, 32)
+    return [Cell("small" if quick else "dense", shape, batch, 32, new) for batch in (1, 32, 128)]
+
+
+def measure(device: Device, quick: bool) -> tuple[dict[str, float], dict[str, dict[str, Any]]]:
+    figures: dict[str, float] = {}
+    bars: dict[str, dict[str, Any]] = {}
+    for batch in (256, 1024):
+        figures[f"host_us_per_sequence_{batch}"] = host_microseconds(batch, 20 if quick else 100)
+    for cell in cells(device, quick):
+        _measure_cell(cell, device, figures, bars)
+    prompt = 2048 if device == "cuda" else 256 if quick else 1024
+    shape = (SMOLLM2 if device == "cuda" else SMALL) | {"max_context": 4096}
+    together, apart = (asyncio.run(_first_tokens(shape, device, prompt, shared)) for shared in (True, False))
+    figures |= {"group_first_tokens_s": together, "apart_first_tokens_s": apart, "group_speedup": apart / together}
+    bars["group_speedup"] = at_least(apart / together, 8)
+    return figures, bars
+
+
+def _measure_cell(cell: Cell, device: Device, figures: dict[str, float], bars: dict[str, dict[str, Any]]) -> None:
+    model, key = decoder_on(torch.device(device), cell.model), f"{cell.name}_{cell.batch}"
+    model.initialise(1)
+    prompts = np.random.default_rng(0).integers(1, cell.model.vocab_size, (cell.batch, cell.prompt)).tolist()
+    figures[f"{key}_ours"] = ours = asyncio.run(_ours(cell, model, device, prompts))
+    peers = _peers(cell, model, prompts) if has("transformers") else {}
+    figures |= {f"{key}_{name}": value for name, value in peers.items()}
+    tokens, share, times = BARS.get((cell.name, cell.batch), (None, None, None)) if device == "cuda" else (None,) * 3
+    if device == "cuda":
+        figures[f"{key}_floor_share"] = ours / (cell.batch / cell.floor_seconds())
+    if tokens:
+        bars[f"{key}_ours"] = at_least(ours, tokens)
+    if share:
+        bars[f"{key}_floor_share"] = at_least(figures[f"{key}_floor_share"], share)
+    if times and "transformers" in peers:
+        bars[f"{key}_times_transformers"] = at_least(ours / peers["transformers"], times)
+
+
+async def _ours(cell: Cell, model: Decoder, device: Device, prompts: list[list[int]]) -> float:
+    """Tokens per second."""
+    async with _engine(cell.model, device, cell.batch, cell.prompt + cell.new) as engine:
+        await engine.apply(_update(model))
+        sampling = Sampling(max_tokens=cell.new, seed=1)
+        warm = Sampling(max_tokens=4, seed=1)
+        await asyncio.gather(*(_ask(engine, f"w{n}", [*tokens[:-1], 0], warm) for n, tokens in enumerate(prompts)))
+        before = engine.metrics()["sampled_tokens_total"]
+        started = time.perf_counter()
+        # other first tokens, so that nothing of the warm-up is found in the KV cache
+        await asyncio.gather(*(_ask(engine, f"s{n}", tokens[::-1], sampling) for n, tokens in enumerate(prompts)))
+        return (engine.metrics()["sampled_tokens_total"] - before) / (time.perf_counter() - started)
+
+
+async def _first_tokens(shape: dict[str, Any], device: Device, prompt: int, shared: bool) -> float:
+    """Seconds until all requests of a group have their first token: on one prompt, or on prompts of their own."""
+    config = ModelConfig.model_validate(shape)
+    model = decoder_on(torch.device(device), config)
+    model.initialise(1)
+    random = np.random.default_rng(1)
+    prompts = random.integers(1, config.vocab_size, (GROUP, prompt)).tolist()
+    async with _engine(config, device, GROUP, prompt + 16) as engine:
+        await engine.apply(_update(model))
+        sampling = Sampling(max_tokens=1)
+        await _ask(engine, "warm", random.integers(1, config.vocab_size, prompt).tolist(), sampling)
+        started = time.perf_counter()
+        group = [prompts[0] if shared else tokens for tokens in prompts]
+        await asyncio.gather(*(_ask(engine, f"s{n}", tokens, sampling) for n, tokens in enumerate(group)))
+        return time.perf_counter() - started
+
+
+def _engine(model: ModelConfig, device: Device, batch: int, context: int) -> EmbeddedEngine:
+    config = EngineConfig(
+        max_batch=batch,
+        cache_tokens=(batch + 1) * -(-context // 16) * 16,
+        prefill_chunk=16384 if device == "cuda" else 2048,
+        threads=torch.get_num_threads(),
+    )
+    return EmbeddedEngine(model, config, device=device)
+
+
+async def _ask(engine: EmbeddedEngine, session: str, tokens: list[int], sampling: Sampling) -> None:
+    async for _ in engine.generate(GenerateRequest(session, tokens, sampling)):
+        pass
+
+
+def _update(model: Decoder) -> Update:
+    tensors = dict(to_host(model.state_dict()))
+    load_host(model, tensors)  # peers compute with the same numbers
+    policy = PolicyRef("main", 0, "bf16", root_digest(describe(tensors)))
+    return Update(policy, tensors, None, None, 0, {}, time.time())
+
+
+def _peers(cell: Cell, model: Decoder, prompts: list[list[int]]) -> dict[str, float]:
+    """Tokens per second of `transformers`, by way of generating. One that fails here is named and left out."""
+    from transformers import ContinuousBatchingConfig, GenerationConfig
+
+    theirs: Any = transformers_model(model).eval()
+    settings = {"do_sample": True, "top_k": 0, "eos_token_id": -1, "pad_token_id": 0, "max_new_tokens": cell.new}
+
+    def whole() -> int:
+        tokens_BT = torch.tensor(prompts, device=model.embedding.device)
+        config = GenerationConfig(**settings, min_new_tokens=cell.new)
+        out: torch.Tensor = theirs.generate(tokens_BT, generation_config=config)
+        return (out.shape[1] - cell.prompt) * len(out)
+
+    def continuous() -> int:
+        # sizes by hand: its own choice on a CPU takes all memory there is
+        pages = cell.batch * -(-(cell.prompt + cell.new) // 256) + 1
+        sizes = ContinuousBatchingConfig(num_blocks=pages, max_batch_tokens=2048)
+        out = theirs.generate_batch(
+            inputs=prompts, generation_config=GenerationConfig(**settings), continuous_batching_config=sizes
+        )
+        return sum(len(one.generated_tokens) for one in out.values())
+
+    ways: dict[str, Callable[[], int]] = {"transformers": whole, "transformers_continuous": continuous}
+    found = {}
+    for name, way in ways.items():
+        try:
+            with torch.no_grad():
+                started = time.perf_counter()
+                sampled = way()
+                if sampled != cell.batch * cell.new:
+                    raise RuntimeError(f"{sampled} tokens instead of {cell.batch * cell.new}; its log says why")
+                found[name] = sampled / (time.perf_counter() - started)
+        except Exception as error:  # a peer that does not run on this host
+            print(f"{name} does not run here: {error!r:.200}")
+    return found
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--quick", action="store_true", help="fewer cells, smaller models")
+    quick = parser.parse_args().quick
+    device: Device = "cuda" if torch.cuda.is_available() else "cpu"
+    figures, bars = measure(device, quick)
+    for name, value in figures.items():
+        print(f"{name:44} {value:12.4g}")
+    finish("engine", figures, bars)
+
+
+if __name__ == "__main__":
+    main()
