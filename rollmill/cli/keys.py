@@ -55,7 +55,7 @@ def create(
 
 @app.command("list")
 def list_keys(run_dir: RunDir) -> None:
-    """List the keys of a run, without their secrets. The two keys in run.json are not listed.
+    """List the keys of a run, without their secrets. The keys in run.json are not listed.
 
     For example:
 

@@ -179,7 +179,8 @@ def _http() -> Iterator[str]:
     yield "# HTTP routes\n"
     yield (
         "What each server of a run answers. A key or token is sent as `Authorization: Bearer TOKEN`.\n"
-        "Those of a run are in its `run.json`: `admin_token`, `engine_token`, `store_token`, `production_key`.\n"
+        "Those of a run are in its `run.json`: `admin_token`, `engine_token`, `store_token`, `production_key`,\n"
+        "`rollout_key`.\n"
         "An error has a JSON body that says what was wrong and what to do.\n"
     )
     found = list(routes())

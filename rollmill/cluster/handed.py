@@ -15,8 +15,8 @@ from rollmill.config import validate_config
 
 USES = {
     "trainer": {"database"},
-    "dispatcher": {"database", "admin_token"},
-    "gateway": {"database", "admin_token", "engine_token", "production_key"},
+    "dispatcher": {"database", "rollout_key"},
+    "gateway": {"database", "admin_token", "engine_token", "production_key", "rollout_key"},
     "engine": {"engine_token"},
     "mirroring engine": {"engine_token", "store_token"},
     "store": {"store_token"},

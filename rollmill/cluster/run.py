@@ -54,6 +54,7 @@ SECRETS = (
     "store_token",  # reads the home store over HTTP
     "engine_token",  # every request to an engine but its health and metrics
     "production_key",  # the API key of production traffic
+    "rollout_key",  # opens, shows, seals and deletes rollout sessions at the gateway
 )
 SERVICE = "service.json"
 
@@ -459,7 +460,7 @@ def phase(name: str) -> Iterator[None]:
 
 def _secret(saved: dict[str, Any], name: str) -> str:
     """A run.json of an older release lacks some tokens: every process derives the same ones from `admin_token`."""
-    if name in ("store_token", "engine_token") and name not in saved:
+    if name in ("store_token", "engine_token", "rollout_key") and name not in saved:
         return hmac.new(str(saved["admin_token"]).encode(), name.encode(), "sha256").hexdigest()
     secret: str = saved[name]
     return secret

@@ -18,9 +18,9 @@ class Access:
         self._keys = keys
         self._limits = limits
 
-    async def check(self, request: web.Request, scope: str) -> Key:
-        """The key of the request. Raises 401 without a valid one, 403 if it does not have the scope."""
-        return await self._keys.check(given_key(request), scope)
+    async def check(self, request: web.Request, *scopes: str) -> Key:
+        """The key of the request. Raises 401 without a valid one, 403 if it has none of the scopes."""
+        return await self._keys.check(given_key(request), *scopes)
 
     async def is_known(self, request: web.Request) -> bool:
         """Whether the request has a valid key, of any scope."""

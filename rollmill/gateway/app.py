@@ -66,11 +66,18 @@ def make_app(
     log_dir: Path,
     admin_token: str,
     production_key: str | None = None,
+    rollout_key: str | None = None,
     keys: KeyStore | None = None,
 ) -> web.Application:
-    """Sessions found in `log_dir` continue after a crash. `keys` are those that `rollmill keys` made; the admin token
-    and the production key are valid too."""
-    ring = KeyRing(keys, admin_token=admin_token, production_key=production_key, cache_s=config.key_cache_s)
+    """Sessions found in `log_dir` continue after a crash. `keys` are those that `rollmill keys` made; the admin token,
+    the production key and the rollout key are valid too."""
+    ring = KeyRing(
+        keys,
+        admin_token=admin_token,
+        production_key=production_key,
+        rollout_key=rollout_key,
+        cache_s=config.key_cache_s,
+    )
     access = Access(ring, KeyLimits(keys))
     gateway = Gateway(config, format, tokenizer, engines, trajectories, objects, log_dir, admin_token, access)
     middlewares = [gateway.observer.watch, gateway.report_errors]
@@ -202,11 +209,12 @@ class Gateway:
     async def show_session(self, request: web.Request) -> web.Response:
         """Say how long the requests of an open session have waited for an engine, in all.
 
-        Needs: a key with the scope read, or the admin token.
+        Needs: a key with the scope read; for a rollout session also one with the scope rollout.
         Returns: {"waited_seconds"}: a request that is waiting now counts too; 404 if there is no such session.
         """
-        await self._access.check(request, "read")
         session = self._registry.get(check_id(request.match_info["id"]))
+        production = session is not None and session.facts.traffic == "production"
+        await self._access.check(request, "read", *(() if production else ("rollout",)))
         if session is None:
             raise GatewayError("there is no such open session", status=404, hint="it was sealed or never opened")
         return web.json_response({"waited_seconds": session.waits.seconds()})

@@ -11,7 +11,8 @@ long at most. While the database does not answer, or not soon, keys that are in 
     read         list and show sessions
     admin        everything but requests to the model
 
-Two bootstrap keys come from the run's run.json: `admin_token` (id "admin") and `production_key` (id "production").
+Three bootstrap keys come from the run's run.json: `admin_token` (id "admin"), `production_key` (id "production") and
+`rollout_key` (id "rollout"), which the dispatcher has.
 """
 
 from __future__ import annotations
@@ -150,7 +151,13 @@ class KeyRing:
     by at most `_REFRESH_S`."""
 
     def __init__(
-        self, store: KeyStore | None, *, admin_token: str, production_key: str | None, cache_s: float = 2.0
+        self,
+        store: KeyStore | None,
+        *,
+        admin_token: str,
+        production_key: str | None,
+        rollout_key: str | None = None,
+        cache_s: float = 2.0,
     ) -> None:
         self._store = store
         self._cache_s = cache_s
@@ -162,6 +169,8 @@ class KeyRing:
         if production_key:
             scopes = frozenset({"production", "feedback"})
             self._bootstrap.append(Key("production", scopes, hash=hash_of(production_key)))
+        if rollout_key:
+            self._bootstrap.append(Key("rollout", frozenset({"rollout"}), hash=hash_of(rollout_key)))
 
     async def find(self, secret: str) -> Key | None:
         """The valid key with this secret, or None."""
@@ -177,16 +186,17 @@ class KeyRing:
                 found = None
         return found if found is not None and found.valid(time.time()) else None
 
-    async def check(self, secret: str, scope: str) -> Key:
-        """The key with this secret. Raises 401 if there is none, 403 if it does not have the scope."""
+    async def check(self, secret: str, *scopes: str) -> Key:
+        """The key with this secret. Raises 401 if there is none, 403 if it has none of the scopes."""
         key = await self.find(secret)
         if key is None:
             raise unknown_key()
-        if not key.allows(scope):
+        if not any(key.allows(scope) for scope in scopes):
+            has, wanted = ", ".join(sorted(key.scopes)), scopes[0]
             raise GatewayError(
-                f"this key does not have the scope {scope}",
+                f"this key does not have the scope {wanted}",
                 status=403,
-                hint=f"it has {', '.join(sorted(key.scopes))}; `rollmill keys create --scope {scope}` makes another",
+                hint=f"it has {has}; `rollmill keys create --scope {wanted}` makes another",
             )
         return key
 

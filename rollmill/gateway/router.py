@@ -31,6 +31,7 @@ from rollmill.gateway.places import Places, Priority, overloaded
 from rollmill.gateway.targets import DEFAULT, Target, pick, read_target
 from rollmill.inference.engine import GenerateChunk, GenerateRequest
 from rollmill.inference.wire import chunk_from_json, request_to_json
+from rollmill.keepalive import keepalive_connector
 from rollmill.types import same_line
 
 log = logging.getLogger(__name__)
@@ -58,7 +59,7 @@ class Router:
 
     async def start(self) -> None:
         self._client = aiohttp.ClientSession(
-            connector=aiohttp.TCPConnector(limit=0, keepalive_timeout=60),
+            connector=keepalive_connector(keepalive_timeout=60),
             cookie_jar=aiohttp.DummyCookieJar(),
             skip_auto_headers=("User-Agent", "Accept", "Accept-Encoding"),
         )

@@ -10,6 +10,7 @@ import aiohttp
 
 from rollmill.backoff import Backoff
 from rollmill.errors import GatewayError
+from rollmill.keepalive import keepalive_connector
 from rollmill.types import same_line
 
 _FIRST_PAUSE_S = 0.05
@@ -18,11 +19,12 @@ _UNREACHABLE = (aiohttp.ClientConnectionError, aiohttp.ClientPayloadError, Timeo
 
 
 class GatewayClient:
-    """Admin calls to the gateway at a URL. Each call retries for `patience_s` while the gateway restarts."""
+    """Calls to the gateway at a URL, with a key of the scope rollout. `forget` needs the scope admin. Each call retries
+    for `patience_s` while the gateway restarts."""
 
-    def __init__(self, base_url: str, admin_token: str, *, patience_s: float = 60.0) -> None:
+    def __init__(self, base_url: str, key: str, *, patience_s: float = 60.0) -> None:
         self.base_url = base_url
-        self._headers = {"Authorization": f"Bearer {admin_token}"}
+        self._headers = {"Authorization": f"Bearer {key}"}
         self._patience_s = patience_s
         self._session: aiohttp.ClientSession | None = None
         self._watching: asyncio.Task[None] | None = None
@@ -30,7 +32,7 @@ class GatewayClient:
         self._away_since: float | None = None  # since then it cannot be reached
 
     async def __aenter__(self) -> Self:
-        self._session = aiohttp.ClientSession(connector=aiohttp.TCPConnector(limit=0))
+        self._session = aiohttp.ClientSession(connector=keepalive_connector())
         self._watching = asyncio.create_task(self._watch(self._session))
         return self
 

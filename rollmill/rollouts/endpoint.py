@@ -27,6 +27,7 @@ from rollmill.environments.reward import grade_episode, wants_final_state
 from rollmill.environments.task import Task
 from rollmill.environments.task_machine import create_machine
 from rollmill.errors import HarnessError
+from rollmill.keepalive import keepalive_connector
 from rollmill.rollouts.config import RolloutConfig
 from rollmill.rollouts.grading import own_limit
 from rollmill.rollouts.hand_in import take_hand_in, with_counts
@@ -73,7 +74,7 @@ class EndpointProxy:
         self._app.router.add_post("/{episode}/v1/chat/completions", self._forward)
 
     async def __aenter__(self) -> EndpointProxy:
-        self._session = aiohttp.ClientSession(connector=aiohttp.TCPConnector(limit=0))
+        self._session = aiohttp.ClientSession(connector=keepalive_connector())
         self._runner = web.AppRunner(self._app, access_log=None)
         await self._runner.setup()
         site = web.TCPSite(self._runner, "127.0.0.1", 0)

@@ -18,8 +18,8 @@ DATABASE = "postgresql://mill:password@localhost/mill"
     ("role", "uses"),
     [
         ("trainer", {"database"}),
-        ("dispatcher", {"database", "admin_token"}),
-        ("gateway", {"database", "admin_token", "engine_token", "production_key"}),
+        ("dispatcher", {"database", "rollout_key"}),
+        ("gateway", {"database", "admin_token", "engine_token", "production_key", "rollout_key"}),
         ("engine-home", {"engine_token"}),
         ("engine-away", {"engine_token", "store_token"}),  # it copies from the home store over HTTP
         ("store", {"store_token"}),
@@ -43,7 +43,7 @@ def test_a_role_of_a_service_reads_the_stores_of_its_run(run: RunDirectory) -> N
         run.config,
         run.id,
         service.ports,
-        {name: run.secrets[name] for name in ("admin_token", "engine_token", "production_key")},
+        {name: run.secrets[name] for name in ("admin_token", "engine_token", "production_key", "rollout_key")},
         "0.0.0.0",
         run.path,
     )

@@ -211,24 +211,25 @@ def test_mid_training_that_is_stopped_early_does_not_exit_with_0(make_run: Calla
     assert process.returncode == TERMINATED, errors.decode()
 
 
-DOORS = {  # role: a request that asks for a token, and the one secret that opens it
-    "store": ("GET", "/list?prefix=", "store_token"),
-    "gateway": ("DELETE", "/sessions/none", "admin_token"),
-    "engine-home": ("POST", "/hint", "engine_token"),
-}
+DOORS = [  # a role, a request that asks for a token, and the secrets that open it
+    ("store", "GET", "/list?prefix=", {"store_token"}),
+    ("gateway", "POST", "/forget", {"admin_token"}),
+    ("gateway", "DELETE", "/sessions/none", {"admin_token", "rollout_key"}),
+    ("engine-home", "POST", "/hint", {"engine_token"}),
+]
 
 
 def test_each_token_opens_one_door(run: RunDirectory, cluster: LocalCluster, tokenizer: Tokenizer) -> None:  # noqa: F811
     tokenizer.save(run.tokenizer)
     (run.path / "run.json").unlink()  # it has all secrets: no role opens it
-    for role in DOORS:
+    for role in {role for role, *_ in DOORS}:
         cluster.start(role, *(("line", "rl", "bf16") if role.startswith("engine") else ()), service=True)
-    for role, (method, path, opening) in DOORS.items():
+    for role, method, path, opening in DOORS:
         until(lambda role=role: status(run.url(role), "GET", "/health") is not None, cluster)
         for secret in SECRETS:
             headers = {"Authorization": f"Bearer {run.secrets[secret]}"}
             refused = status(run.url(role), method, path, headers) in (401, 403)
-            assert refused == (secret != opening), (role, secret)
+            assert refused == (secret not in opening), (role, path, secret)
         assert status(run.url(role), method, path) == 401
 
 

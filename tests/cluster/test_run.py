@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from rollmill.cluster.run import RunDirectory
+from rollmill.cluster.run import SECRETS, RunDirectory
 from rollmill.errors import ConfigError
 from rollmill.kinds import build
 from rollmill.storage.database import open_database
@@ -67,32 +67,17 @@ def test_a_run_directory_is_opened_as_it_was_created(tmp_path: Path) -> None:
     assert len(set(run.ports.values())) == len(run.ports) == 5
     assert run.home_store == run.path / "store"
     assert run.store_path("far-away") == run.path / "regions" / "far-away" / "store"
-    tokens = {
-        run.secrets["admin_token"],
-        run.secrets["store_token"],
-        run.secrets["engine_token"],
-        run.secrets["production_key"],
-    }
-    assert len(tokens) == 4 and all(len(token) >= 32 for token in tokens)
+    tokens = set(run.secrets.values())
+    assert len(tokens) == len(SECRETS) == 5 and all(len(token) >= 32 for token in tokens)
 
 
 def test_a_run_of_an_older_release_gets_tokens_from_which_the_admin_token_does_not_follow(run: RunDirectory) -> None:
     saved = json.loads((run.path / "run.json").read_text())
-    del saved["store_token"], saved["engine_token"]
+    del saved["store_token"], saved["engine_token"], saved["rollout_key"]
     (run.path / "run.json").write_text(json.dumps(saved))
     older = RunDirectory.open(run.path)
     assert older == RunDirectory.open(run.path)
-    assert (
-        len(
-            {
-                older.secrets["admin_token"],
-                older.secrets["store_token"],
-                older.secrets["engine_token"],
-                older.secrets["production_key"],
-            }
-        )
-        == 4
-    )
+    assert len(set(older.secrets.values())) == len(SECRETS)
     assert (
         older.secrets["admin_token"] == run.secrets["admin_token"]
         and older.secrets["admin_token"] not in older.secrets["store_token"] + older.secrets["engine_token"]

@@ -144,7 +144,7 @@ class Mill:
             self.directory / "gateway",
             ADMIN,
             LIVE,
-            KeyStore(database, "run"),
+            keys=KeyStore(database, "run"),
         )
         async with TestServer(app) as server, aiohttp.ClientSession() as http:
             door = Door(str(server.make_url("")).rstrip("/"), trajectories, http)

@@ -105,7 +105,7 @@ async def open_context(run: RunDirectory, line: str) -> AsyncIterator[RolloutCon
     objects = Objects.open(run.home_store)
     async with (
         open_environment(config) as environment,
-        GatewayClient(run.url("gateway"), run.secrets["admin_token"]) as gateway,
+        GatewayClient(run.url("gateway"), run.secrets["rollout_key"]) as gateway,
     ):
         machines = environment.machines
         if config.rollouts.simulated_tool_seconds:

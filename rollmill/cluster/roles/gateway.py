@@ -42,6 +42,7 @@ def main(run: RunDirectory) -> None:
         run.path / "gateway",
         run.secrets["admin_token"],
         run.secrets["production_key"],
+        run.secrets["rollout_key"],
         KeyStore(database, run.id),
     )
     prepare_process()

@@ -21,6 +21,7 @@ from rollmill.environments.harnesses.proxy import ModelProxy
 from rollmill.environments.machine import ExecResult, Machine
 from rollmill.environments.task import Task
 from rollmill.errors import HarnessError, TaskError
+from rollmill.keepalive import keepalive_connector
 from rollmill.types import Sampling
 
 INSTRUCTION_FILE = "/tmp/instruction.txt"  # noqa: S108  inside the machine
@@ -88,7 +89,7 @@ class CommandHarness:
 
     def _proxy(self, base_url: str, api_key: str, sampling: Sampling) -> ModelProxy:
         if self._session is None:
-            self._session = aiohttp.ClientSession(connector=aiohttp.TCPConnector(limit=0))
+            self._session = aiohttp.ClientSession(connector=keepalive_connector())
         return ModelProxy(
             self._session,
             base_url,

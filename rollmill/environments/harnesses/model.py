@@ -12,6 +12,7 @@ from pydantic import Field
 from rollmill.backoff import Backoff
 from rollmill.config import Config
 from rollmill.errors import HarnessError
+from rollmill.keepalive import keepalive_connector
 from rollmill.types import Sampling
 
 # Retry on these: the server is starting, draining, or has no engine right now.
@@ -90,7 +91,7 @@ class ModelClient:
     async def _post(self, url: str, api_key: str, body: dict[str, Any], timeout_s: float) -> tuple[int, Any]:
         if self._session is None:
             # no connection limit: the dispatcher already bounds how many episodes run at once
-            self._session = aiohttp.ClientSession(connector=aiohttp.TCPConnector(limit=0))
+            self._session = aiohttp.ClientSession(connector=keepalive_connector())
         headers = {"Authorization": f"Bearer {api_key}"}
         timeout = answer_timeout(timeout_s)
         async with self._session.post(url, json=body, headers=headers, timeout=timeout) as response:

@@ -39,6 +39,7 @@ from rollmill.environments.harnesses.model import RETRY_STATUS, sampling_fields
 from rollmill.environments.machine import Machine
 from rollmill.environments.task import Task, WholeDiff
 from rollmill.errors import ConfigError, HarnessError
+from rollmill.keepalive import keepalive_connector
 from rollmill.strict import StrictModel, parse_json
 from rollmill.types import Sampling
 
@@ -133,7 +134,7 @@ class RemoteHarness:
 
     def _client(self) -> aiohttp.ClientSession:
         if self._session is None:
-            self._session = aiohttp.ClientSession(connector=aiohttp.TCPConnector(limit=0))
+            self._session = aiohttp.ClientSession(connector=keepalive_connector())
         return self._session
 
     def _token(self) -> str:
