@@ -31,7 +31,7 @@ SKIPPED = {".git", ".venv", "runs", "build", "dist", "__pycache__"}
 # Imports go downwards only: a module may import from strictly lower rows, and from its own package.
 LAYERS = (
     ("errors",),
-    ("backoff", "strict", "keepalive"),
+    ("backoff", "strict", "keepalive", "histogram"),
     ("types",),
     ("config",),
     ("reference", "kinds"),
