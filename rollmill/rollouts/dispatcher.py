@@ -86,8 +86,11 @@ class Dispatcher:
         """Wait until there is room, then start group `index`. Returns False once the last step is committed."""
         group_id = f"{as_id(self._run.replace('/', '-'))}-{index:06d}"
         ids = [f"{group_id}-{member}" for member in range(self._pace.group_size)]
-        while not self._pace.is_last(committed := await asyncio.to_thread(self._ledger.committed)):
-            if index < self._pace.most_started(committed):
+        while True:
+            committed, room = await asyncio.to_thread(self._look, index)
+            if self._pace.is_last(committed):
+                return False
+            if room:
                 task = await asyncio.to_thread(self._choices.choose, index, committed)
                 # the open groups are counted in the transaction that starts this one
                 version = await asyncio.to_thread(
@@ -104,7 +107,13 @@ class Dispatcher:
                     groups.create_task(self._run_group(group_id, task, ids, version))
                     return True
             await asyncio.sleep(POLL_S)
-        return False
+
+    def _look(self, index: int) -> tuple[int, bool]:
+        """The committed version, and whether there is room for group `index`. It is called often, so it only reads:
+        `start_group` counts again when it writes."""
+        committed = self._ledger.committed()
+        startable = index < self._pace.most_started(committed)
+        return committed, startable and self._ledger.open_groups() < self._pace.most_open(committed)
 
     async def _run_group(self, group_id: str, task: Task, ids: list[str], min_version: int) -> None:
         async with asyncio.TaskGroup() as rollouts:
