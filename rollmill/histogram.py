@@ -19,7 +19,7 @@ class Histogram:
     def merge(self, other: Histogram) -> None:
         """Adds all that `other` has counted."""
         self._counts = [mine + theirs for mine, theirs in zip(self._counts, other._counts, strict=True)]
-        self._sum += other._sum
+        self.sum += other.sum
 
     def lines(self, name: str, labels: str) -> list[str]:
         lines, total = [], 0

@@ -183,3 +183,22 @@ def test_a_request_for_a_later_version_does_not_block_others() -> None:
     scheduler.add(make_generation(2))
     assert [item.generation.number for item in scheduler.schedule(replace(POLICY, number=4))] == [2]
     assert [item.generation.number for item in scheduler.schedule(replace(POLICY, number=5))] == [1, 2]
+
+
+def test_a_request_computed_again_names_the_oldest_weights_that_it_attended_to() -> None:
+    """Its first token attended to keys of version 0. Then it lost its pages, and all keys are version 1's."""
+    newer = replace(POLICY, number=1, digest="newer")
+    generation = make_generation(0)
+    generation.continue_session([0], 3, POLICY)
+    for _ in range(2):
+        generation.advance(generation.missing, None, newer)
+        generation.sample(1, -1.0, newer)
+        generation.release()
+    assert generation.chunk("length").oldest_kv_policy == POLICY
+    # one that had not sampled yet attended to nothing else
+    other = make_generation(1)
+    other.advance(3, None, POLICY)
+    other.release()
+    other.advance(other.missing, None, newer)
+    other.sample(1, -1.0, newer)
+    assert other.chunk("length").oldest_kv_policy == newer

@@ -47,6 +47,7 @@ class Generation:
     _routes_sent: int = 0  # positions before this one were reported, and are not reported again if recomputed
     _routes_held: int = 0
     _queued_since: float | None = None
+    _attended: PolicyRef | None = None  # the oldest weights whose keys or values a sampled token attended to
     _keys: list[bytes] = field(default_factory=list)  # of its full pages, under `_keys_policy`
     _keys_policy: PolicyRef | None = None
 
@@ -128,6 +129,8 @@ class Generation:
     ) -> FinishReason | None:
         """`kept` and `best`: the tokens that could be drawn, and the most likely ones, if the request asks for them."""
         self.tokens.append(token)
+        if self._attended is None:  # later tokens never attend to older ones: weights only move on
+            self._attended = self.oldest
         if self.request.top_logprobs:
             self._best.append(best or [])
         self._fresh.append((token, logprob, policy, kept))
@@ -155,7 +158,7 @@ class Generation:
         )
         if finish is not None:
             chunk.oldest_kv_policy, chunk.cached_tokens, chunk.timing = (
-                self.oldest,
+                self._attended or self.oldest,
                 self.cached_tokens,
                 self._timing(),
             )
