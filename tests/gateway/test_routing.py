@@ -82,7 +82,7 @@ async def test_a_canary_gets_its_share_of_the_sessions(mill: Mill, answers: Answ
     lines = [StandIn([answers.text(name)], line=name) for name in ("old", "new")]
     config = QUICK.model_copy(update={"split": {"rollmill": {"old": 0.5, "new": 0.5}}})
     door = await mill.gateway(*[await mill.engine(each) for each in lines], config=config)
-    first = {f"s{n}": (await ask(door, "rollmill", f"s{n}"))[1] for n in range(8)}
+    first = {f"s{n}": (await ask(door, "rollmill", f"s{n}"))[1] for n in range(40)}  # all on one side: 1 in 10^11
     again = {name: (await ask(door, "rollmill", name))[1] for name in first}
     said = {name: body["choices"][0]["message"]["content"] for name, body in first.items()}
     assert set(said.values()) == {"old", "new"}
