@@ -39,9 +39,9 @@ class EngineConfig(Config):
         0,
         ge=0,
         le=64,
-        description="Most tokens guessed ahead per step where the context repeats itself (prompt lookup), for up to "
-        "four running requests on a CPU. Tokens and log-probs stay those of the model. Larger answers edits of given "
-        "text faster; 0 turns it off.",
+        description="Prompt lookup: most tokens guessed ahead per step, from earlier text of the context. It works on "
+        "a CPU with up to four running requests. Tokens and log-probs stay those of the model. Larger is faster when "
+        "answers repeat the prompt; 0 turns it off.",
     )
     threads: int = Field(1, gt=0, description="CPU threads of one engine. Raise it where cores are idle.")
     poll_seconds: float = Field(

@@ -108,6 +108,29 @@ async def test_early_feedback_without_a_session_is_dropped_and_counted(
     await until(lambda: dropped("age"))
 
 
+async def test_early_feedback_outlasts_a_database_that_fails(
+    mill: Mill, answers: Answers, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr("rollmill.gateway.early._LOOK_S", 0.01)
+    door = await mill.gateway(await mill.engine(StandIn([answers.text("one")])))
+    database = door.trajectories._engine
+    with database.begin() as connection:
+        connection.exec_driver_sql("ALTER TABLE feedback RENAME TO gone")
+    assert (await give(door, {"session": "chat", "value": 1.0}))[0] == 202
+    about = (await door.say(LIVE, [USER], headers={"x-rollmill-session": "chat"}))["rollmill"]
+
+    async def tried() -> bool:
+        return "early feedback is not appended yet" in caplog.text
+
+    async def appended() -> bool:
+        return bool(door.trajectories.feedback(about["trajectory"]))
+
+    await until(tried)
+    with database.begin() as connection:
+        connection.exec_driver_sql("ALTER TABLE gone RENAME TO feedback")
+    await until(appended)
+
+
 async def test_feedback_to_a_session_whose_first_answer_fails_leaves_no_row(
     mill: Mill, answers: Answers, monkeypatch: pytest.MonkeyPatch
 ) -> None:
