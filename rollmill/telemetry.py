@@ -397,6 +397,7 @@ EVENTS: Mapping[str, Event] = {
         by_task="for each task, whether each attempt solved it",
         example_solved="a trajectory that solved its task",
         example_unsolved="a trajectory that did not",
+        conduct="for each task, what each attempt cost and how it behaved",
     ),
     "eval_progress": _event(
         "How far an evaluation is: at its start, then at most twice per second, and at its end.",

@@ -31,7 +31,7 @@ SKIPPED = {".git", ".venv", "runs", "build", "dist", "__pycache__"}
 # Imports go downwards only: a module may import from strictly lower rows, and from its own package.
 LAYERS = (
     ("errors",),
-    ("backoff", "strict", "keepalive", "histogram"),
+    ("backoff", "strict", "keepalive", "histogram", "signals"),
     ("types",),
     ("config",),
     ("reference", "kinds"),
@@ -46,6 +46,7 @@ LAYERS = (
     ("rollouts",),
     ("training",),
     ("evals",),
+    ("realtime",),
     ("cluster",),
     ("demo",),  # a user like any other: nothing but its command imports it
     ("cli",),

@@ -59,7 +59,7 @@ def evaluate(
         _evaluate_endpoint(read_settings(directory), Endpoint(model, key or "", model_name), tasks, attempts)
         return
     run = RunDirectory.open(directory)
-    suite = _suite(run.config.evals, tasks, attempts)
+    suite = limited_suite(run.config.evals, tasks, attempts)
     target = find_target(run, version).pinned()
     try:
         with (
@@ -84,7 +84,7 @@ def _evaluate_endpoint(config: Settings, endpoint: Endpoint, tasks: int | None, 
     from rollmill.evals.endpoint import evaluate_endpoint
     from rollmill.rollouts.endpoint import EndpointProxy
 
-    suite = _suite(config.evals, tasks, attempts)
+    suite = limited_suite(config.evals, tasks, attempts)
     examination = evals.Examination(config.name, "endpoint", 0, config.rollouts.max_answer_tokens, config.seed)
 
     async def work(bar: Progress) -> list[EvalResult]:
@@ -104,7 +104,8 @@ def _evaluate_endpoint(config: Settings, endpoint: Endpoint, tasks: int | None, 
     Console().print(_table(endpoint.url, results))
 
 
-def _suite(configured: EvalConfig, tasks: int | None, attempts: int | None) -> EvalConfig:
+def limited_suite(configured: EvalConfig, tasks: int | None, attempts: int | None) -> EvalConfig:
+    """The configured suite with fewer tasks or other attempts, as the command line says."""
     changes: dict[str, int] = {} if attempts is None else {"attempts": attempts}
     if tasks is not None:
         limited = {name: getattr(configured, name) for name in ("family_tasks", "fresh_tasks")}

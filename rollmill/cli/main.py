@@ -13,9 +13,11 @@ import typer
 from rollmill import __version__
 from rollmill.cli import (
     config,
+    cycle,
     demo,
     doctor,
     evaluate,
+    gate,
     images,
     init,
     keys,
@@ -59,6 +61,7 @@ app = typer.Typer(
 app.command("demo")(demo.demo)
 app.command("train")(train.train)
 app.command("eval")(evaluate.evaluate)
+app.command("gate")(gate.gate)
 app.command("rollout")(rollout.rollout)
 app.command("serve")(serve.serve)
 app.command("plan")(plan.plan_run)
@@ -68,6 +71,7 @@ app.command("logs")(runs.logs)
 app.command("stop")(runs.stop)
 app.command("rm")(runs.remove)
 app.command("init")(init.init)
+app.add_typer(cycle.app, name="cycle")
 app.add_typer(tasks.app, name="tasks")
 app.add_typer(images.app, name="images")
 app.add_typer(model.app, name="model")

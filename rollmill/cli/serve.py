@@ -15,6 +15,7 @@ if TYPE_CHECKING:
 
     from rollmill.cluster.local import LocalCluster
     from rollmill.cluster.run import RunDirectory
+    from rollmill.cluster.service import Target
 
 PORT = 8000
 KEY = "api-key"  # a file of the run directory
@@ -31,6 +32,9 @@ def serve(
     port: Annotated[
         int | None, typer.Option(min=1, max=65535, help="port to listen on", show_default=f"{PORT}, or a free one")
     ] = None,
+    canary: Annotated[
+        bool, typer.Option("--canary", help="also serve the channel candidate, for the canaries of `rollmill cycle`")
+    ] = False,
     root: Annotated[Path, typer.Option(help="where the run of a checkpoint directory is kept")] = Path("runs"),
 ) -> None:
     """Serve a model: production traffic through a gateway, every conversation recorded.
@@ -40,6 +44,7 @@ def serve(
 
         rollmill serve runs/demo
         rollmill serve runs/demo --version live --port 8080
+        rollmill serve runs/demo --version live --canary
         rollmill serve models/smollm2-135m
     """
     from rich.console import Console
@@ -59,7 +64,8 @@ def serve(
                 else:
                     run = RunDirectory.open(directory)
                 target = find_target(run, version)
-            with serving(run, target, host=host, port=held) as (service, cluster):
+                _check_canary(canary, target)
+            with serving(run, target, host=host, port=held, canary=canary) as (service, cluster):
                 with console.status("loading"):
                     wait_until_ready(service, cluster)
                 console.print(f"serving {target} of {directory}")
@@ -67,6 +73,13 @@ def serve(
                 _watch(service, cluster, console)
     except KeyboardInterrupt:
         console.print("stopped")
+
+
+def _check_canary(canary: bool, target: Target) -> None:
+    from rollmill.errors import ConfigError
+
+    if canary and (target.kind, target.name) != ("channel", "live"):
+        raise ConfigError(f"--canary goes with the channel live, not with {target}", hint="--version live")
 
 
 def _how_to(service: RunDirectory) -> str:

@@ -22,7 +22,7 @@ from rollmill.environments.environment import build_tasks
 from rollmill.errors import ConfigError, StorageError, TrajectoryError
 from rollmill.storage.database import open_database
 from rollmill.storage.objects import Objects
-from rollmill.training.config import FORM
+from rollmill.training.config import ALONE, FORM
 from rollmill.training.lineage import Lineage, trace_lineage
 from rollmill.training.stage import RolloutSettings, StageSection
 from rollmill.trajectories.admission import Experience, Member, Verdict, copied_row, oldest_position, renamed
@@ -91,7 +91,7 @@ class _Admission:
             names=_Names.of(run, stage, source, weights),
             copies=source.id != run.id,
             apart=(source.database_url, source.home_store) != (run.database_url, run.home_store),
-            alone=getattr(stage, "baseline", None) == "population",
+            alone=getattr(stage, "baseline", None) in ALONE,
             heldout=_heldout(run),
         )
 

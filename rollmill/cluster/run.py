@@ -33,16 +33,19 @@ from rollmill import telemetry
 from rollmill.chat.config import ChatConfig
 from rollmill.cluster.paths import with_absolute_paths
 from rollmill.cluster.ports import free_ports
+from rollmill.cluster.shape import model_of_checkpoint, shortened
 from rollmill.cluster.upgrade import bring_up_to_date, refuse_moved
 from rollmill.config import Config, validate_config
 from rollmill.environments.environment import find_parts
 from rollmill.environments.sections import HarnessSection, MachineSection, RewardSection, SamplerSection, TasksSection
 from rollmill.errors import ConfigError
+from rollmill.evals.gate import GateConfig
 from rollmill.evals.suite import EvalConfig
 from rollmill.gateway.config import GatewayConfig
 from rollmill.inference.config import EngineConfig
 from rollmill.kinds import KindSection, code_of
 from rollmill.models.config import ModelConfig, with_context
+from rollmill.realtime.config import CycleConfig
 from rollmill.rollouts.config import RolloutConfig
 from rollmill.storage.objects import Objects, store_of_run
 from rollmill.training.stage import NAME, RolloutSettings, StageSection
@@ -57,6 +60,8 @@ SECRETS = (
     "rollout_key",  # opens, shows, seals and deletes rollout sessions at the gateway
 )
 SERVICE = "service.json"
+CANARY = ".canary"  # ends the role of a second engine in a region
+CYCLE = "cycle-"  # begins the names of the lines that real-time RL trains
 
 
 class Start(Config):
@@ -166,6 +171,10 @@ class RunConfig(Config):
     engine: EngineConfig = Field(EngineConfig(), description="The embedded engine that serves the model.")
     gateway: GatewayConfig = Field(GatewayConfig(), description="The gateway before the engines.")
     evals: EvalConfig = Field(EvalConfig(), description="What is measured before, between and after stages.")
+    cycle: CycleConfig = Field(CycleConfig(), description="Learning from live users.")
+    gate: GateConfig | None = Field(
+        None, description="Bounds that a version must keep to become `live`. Not set: any version may."
+    )
 
     @classmethod
     def derive(cls, tree: Any) -> Any:
@@ -180,11 +189,11 @@ class RunConfig(Config):
         if isinstance(tree.get("checkpoint"), str):
             directory = Path(tree["checkpoint"]).expanduser().absolute()
             tree = {**tree, "checkpoint": str(directory)}
-            return {**tree, **_shortened(_model_of(directory), given, f"the checkpoint {directory}")}
+            return {**tree, **shortened(model_of_checkpoint(directory), given, f"the checkpoint {directory}")}
         if isinstance(start, dict) and isinstance(start.get("run"), str):
             line = str(start.get("version")).rpartition("@")[0]
             model = RunDirectory.open(Path(start["run"])).config.model_of(line)
-            return {**tree, **_shortened(model.model_dump(mode="json"), given, f"the run {start['run']}")}
+            return {**tree, **shortened(model.model_dump(mode="json"), given, f"the run {start['run']}")}
         return tree
 
     @model_validator(mode="after")
@@ -273,6 +282,8 @@ class RunConfig(Config):
             context = stage.max_context or context
             if line == stage.name or line.startswith(f"{stage.name}."):  # rl.2: the line goes on on other hardware
                 return with_context(self.model, context, self.trained_context or self.model.max_context)
+        if line.startswith(CYCLE):  # real-time RL goes on from the last stage
+            return with_context(self.model, context, self.trained_context or self.model.max_context)
         return self.model
 
     def seed_of(self, stage: StageSection) -> int:
@@ -329,11 +340,13 @@ class RunDirectory:
         run, saved = cls.open(path.parent.parent), json.loads((path / SERVICE).read_text())
         return replace(run, path=path, ports=saved["ports"], host=saved["host"], service_of=run.path)
 
-    def make_service(self, name: str, host: str, port: int) -> RunDirectory:
-        """The directory of a service of this run, with its gateway at `host` and `port`. The caller holds its lock."""
+    def make_service(self, name: str, host: str, port: int, *, canary: bool = False) -> RunDirectory:
+        """The directory of a service of this run, with its gateway at `host` and `port`. The caller holds its lock.
+        With `canary`, it has one engine more."""
         path = self.path / "services" / name
         path.mkdir(parents=True, exist_ok=True)
         engines = [f"engine-{region}" for region in self.config.regions]
+        engines += [f"engine-{self.config.regions[0]}{CANARY}"] if canary else []
         ports = {"gateway": port, **dict(zip(engines, free_ports(len(engines)), strict=True))}
         (path / SERVICE).write_text(json.dumps({"host": host, "ports": ports}))
         return replace(self, path=path, ports=ports, host=host, service_of=self.path)
@@ -450,6 +463,11 @@ class RunDirectory:
         return self.path / "logs"
 
 
+def engine_region(role: str) -> str:
+    """The region of an engine, from the name of its role."""
+    return role.removeprefix("engine-").removesuffix(CANARY)
+
+
 @contextlib.contextmanager
 def phase(name: str) -> Iterator[None]:
     """Mark a phase of a run for display and report. A phase that fails has no end."""
@@ -464,32 +482,3 @@ def _secret(saved: dict[str, Any], name: str) -> str:
         return hmac.new(str(saved["admin_token"]).encode(), name.encode(), "sha256").hexdigest()
     secret: str = saved[name]
     return secret
-
-
-def _model_of(directory: Path) -> dict[str, Any]:
-    """The [model] of a checkpoint."""
-    from rollmill.models.huggingface.config import config_from_huggingface
-    from rollmill.models.huggingface.files import CONFIG, read_json
-
-    if not directory.is_dir():
-        raise ConfigError(
-            f"checkpoint: there is no directory {directory}", hint="`rollmill model get` makes one; see its --help"
-        )
-    return config_from_huggingface(read_json(directory / CONFIG), str(directory / CONFIG)).model_dump(mode="json")
-
-
-def _shortened(model: dict[str, Any], given: dict[str, Any], where: str) -> dict[str, Any]:
-    """[model] as `where` has it, with `max_context` as given; and the context that it was made for."""
-    strange = sorted(given.keys() - {"max_context"})
-    if strange:
-        raise ConfigError(
-            f"model.{strange[0]} is set, but {where} decides it", hint="leave [model] out, or only set max_context"
-        )
-    longest = model["max_context"]
-    wanted = given.get("max_context", longest)
-    if isinstance(wanted, int) and wanted > longest:
-        raise ConfigError(
-            f"model.max_context is {wanted}, but {where} supports at most {longest}",
-            hint="set it to less, or leave it out; stages.rl.max_context may be more",
-        )
-    return {"model": {**model, "max_context": wanted}, "trained_context": longest}

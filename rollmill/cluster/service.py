@@ -24,12 +24,15 @@ from rollmill import telemetry
 from rollmill.cluster.local import LocalCluster, terminable
 from rollmill.cluster.lock import LockTaken, exclusive
 from rollmill.cluster.ports import held_port
-from rollmill.cluster.run import RunDirectory
+from rollmill.cluster.run import CANARY, RunDirectory
 from rollmill.evals.run import EvalResult
 from rollmill.evals.suite import EvalConfig
+from rollmill.storage.objects import Objects
 from rollmill.types import Version
+from rollmill.weights.reading.channels import Channels
 
 TICK_S = 0.2
+CANDIDATE = "candidate"  # the channel that canaries follow
 T = TypeVar("T")
 
 
@@ -52,13 +55,22 @@ class Target:
 
 @contextlib.contextmanager
 def serving(
-    run: RunDirectory, target: Target, kind: str = "serve", host: str = "127.0.0.1", port: int | None = None
+    run: RunDirectory,
+    target: Target,
+    kind: str = "serve",
+    host: str = "127.0.0.1",
+    port: int | None = None,
+    *,
+    canary: bool = False,
 ) -> Iterator[tuple[RunDirectory, LocalCluster]]:
     """Start a service of the run. Yields its directory and its processes, which the caller watches. The caller holds
-    the port, if it gives one."""
+    the port, if it gives one. With `canary`, one engine more follows the channel `candidate`. Production reaches it
+    only as far as the split in the database says."""
     with contextlib.ExitStack() as held:
         port = port or held.enter_context(held_port(host, None))
-        service = held.enter_context(_claim(run, kind, host, port))
+        service = held.enter_context(_claim(run, kind, host, port, canary=canary))
+        if canary:
+            _prepare_canary(run, target)
         held.enter_context(terminable())
         telemetry.open_events(service.events, "supervisor")
         cluster = LocalCluster(service)
@@ -67,13 +79,30 @@ def serving(
             for region in run.config.regions:
                 arguments = (target.kind, target.name, target.form)
                 cluster.start(f"engine-{region}", *arguments, threads=run.config.engine.threads, service=True)
+            if canary:
+                role = f"engine-{run.config.regions[0]}{CANARY}"
+                arguments = ("channel", CANDIDATE, target.form)
+                cluster.start(role, *arguments, threads=run.config.engine.threads, service=True)
             yield service, cluster
         finally:
             cluster.stop()
 
 
+def _prepare_canary(run: RunDirectory, target: Target) -> None:
+    """The channel that the second engine follows exists, and until a cycle says otherwise, production stays away."""
+    from rollmill.gateway.splits import SplitStore
+    from rollmill.storage.database import open_database
+
+    channels = Channels(Objects.open(run.home_store))
+    if channels.get(CANDIDATE) is None:
+        channels.move(CANDIDATE, target.version)
+    splits, model = SplitStore(open_database(run.database_url), run.id), run.config.cycle.model
+    if model not in splits.get():
+        splits.put(model, {target.name: 1.0})
+
+
 @contextlib.contextmanager
-def _claim(run: RunDirectory, kind: str, host: str, port: int) -> Iterator[RunDirectory]:
+def _claim(run: RunDirectory, kind: str, host: str, port: int, *, canary: bool) -> Iterator[RunDirectory]:
     """The first directory of that kind that no process uses. What an earlier `serve` left in its session log is taken
     over; rollouts of an earlier evaluation are not needed."""
     for number in itertools.count(1):
@@ -85,7 +114,7 @@ def _claim(run: RunDirectory, kind: str, host: str, port: int) -> Iterator[RunDi
                 continue
             for stale in ("events", *(["gateway", "logs"] if kind == "eval" else [])):
                 shutil.rmtree(path / stale, ignore_errors=True)
-            yield run.make_service(path.name, host, port)
+            yield run.make_service(path.name, host, port, canary=canary)
             return
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from rollmill.environments.environment import Environment
+from rollmill.environments.rewards import transcript
 from rollmill.environments.task import Task, TaskSet
 from rollmill.evals.run import EvalResult, Examination, OnProgress, run_cells, sampling_of
 from rollmill.evals.suite import Cell, EvalConfig
@@ -22,8 +23,15 @@ async def evaluate_endpoint(
 ) -> list[EvalResult]:
     async def attempt(task: Task, cell: Cell, index: int, number: int) -> Outcome:
         played = await play(environment, proxy, task, sampling_of(task, cell, number, examination), limits)
+        episode = played.episode
         return Outcome(
-            f"{task.id} #{number}", played.reward, played.episode.result, played.episode.tokens, played.reason
+            f"{task.id} #{number}",
+            played.reward,
+            episode.result,
+            episode.tokens,
+            played.reason,
+            seconds=episode.seconds,
+            asked=transcript.asks(episode),
         )
 
     return await run_cells(tasks, config, examination, attempt, on_progress)

@@ -6,7 +6,7 @@ import asyncio
 import secrets
 import time
 from collections.abc import Awaitable, Callable, Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 
 from rollmill import telemetry
 from rollmill.environments.task import Task, TaskSet
@@ -18,6 +18,24 @@ from rollmill.rollouts.rollout import Outcome, RolloutContext, rollout_seed, run
 from rollmill.types import Sampling
 
 MAX_FAILED_SHARE = 0.05
+
+
+@dataclass(frozen=True)
+class Conduct:
+    """What one graded attempt cost, and how it behaved."""
+
+    solved: bool
+    tokens: int
+    seconds: float
+    calls: int
+    malformed: int  # tool calls that the harness could not run
+    asked: bool  # it ended with a question instead of work
+
+    @classmethod
+    def of(cls, outcome: Outcome) -> Conduct:
+        result = outcome.result
+        calls, malformed = (result.tool_calls, result.bad_tool_calls) if result else (0, 0)
+        return cls(outcome.solved, outcome.tokens, outcome.seconds, calls, malformed, outcome.asked)
 
 
 @dataclass(frozen=True)
@@ -36,6 +54,7 @@ class EvalResult:
     by_task: dict[str, list[bool]]  # task id → what became of its attempts
     example_solved: str | None = None  # a trajectory worth reading
     example_unsolved: str | None = None
+    conduct: dict[str, list[Conduct]] = field(default_factory=dict)  # task id → how its attempts went
 
 
 @dataclass(frozen=True)
@@ -224,4 +243,5 @@ def _summarise(
         by_task=solved,
         example_solved=next((outcome.trajectory for outcome in flat if outcome.solved), None),
         example_unsolved=next((outcome.trajectory for outcome in flat if not outcome.solved), None),
+        conduct={task: [Conduct.of(outcome) for outcome in outcomes] for task, outcomes in graded.items() if outcomes},
     )

@@ -88,6 +88,35 @@ def clustered_difference(
     return Interval(gain, min(low, gain), max(high, gain))
 
 
+def clustered_change(
+    before_T2: np.ndarray,
+    after_T2: np.ndarray,
+    confidence: float = 0.95,
+    *,
+    relative: bool = False,
+    resamples: int = 4000,
+    seed: int = 0,
+) -> Interval:
+    """How a rate changed on the same tasks. Row t of each array is (sum, count) of task t; the rate is sum over count.
+
+    The change is `after` minus `before`, or, if `relative`, `after` over `before`. A rate whose count is 0 is infinite.
+    """
+    chosen_RT = _draw(len(before_T2), resamples, seed)
+
+    def change(before_2: np.ndarray, after_2: np.ndarray) -> np.ndarray:
+        with np.errstate(divide="ignore", invalid="ignore"):
+            first, second = _rate(before_2.astype(np.float64)), _rate(after_2.astype(np.float64))
+            return second / first if relative else second - first
+
+    value = float(change(before_T2.sum(axis=0), after_T2.sum(axis=0)))
+    drawn_R = change(before_T2[chosen_RT].sum(axis=1), after_T2[chosen_RT].sum(axis=1))
+    known_R = drawn_R[np.isfinite(drawn_R)]
+    if not known_R.size:
+        return Interval(value, -math.inf, math.inf)
+    low, high = _percentiles(known_R, confidence)
+    return Interval(value, min(low, value), max(high, value))
+
+
 def _z(confidence: float) -> float:
     if not 0 < confidence < 1:
         raise ValueError(f"confidence is between 0 and 1, not {confidence}")

@@ -47,6 +47,7 @@ from rollmill.gateway.registry import Registry
 from rollmill.gateway.router import Router
 from rollmill.gateway.sealing import Sealer
 from rollmill.gateway.sessions import Session, SessionFacts, check_id, parse_facts
+from rollmill.gateway.splits import Split, SplitStore, follow
 from rollmill.gateway.tracing import Tracer
 from rollmill.storage.objects import Objects
 from rollmill.trajectories.storable import LONGEST_OBJECT_KEY, is_key
@@ -68,9 +69,10 @@ def make_app(
     production_key: str | None = None,
     rollout_key: str | None = None,
     keys: KeyStore | None = None,
+    splits: SplitStore | None = None,
 ) -> web.Application:
     """Sessions found in `log_dir` continue after a crash. `keys` are those that `rollmill keys` made; the admin token,
-    the production key and the rollout key are valid too."""
+    the production key and the rollout key are valid too. `splits` says how production is divided, from then on."""
     ring = KeyRing(
         keys,
         admin_token=admin_token,
@@ -79,7 +81,7 @@ def make_app(
         cache_s=config.key_cache_s,
     )
     access = Access(ring, KeyLimits(keys))
-    gateway = Gateway(config, format, tokenizer, engines, trajectories, objects, log_dir, admin_token, access)
+    gateway = Gateway(config, format, tokenizer, engines, trajectories, objects, log_dir, admin_token, access, splits)
     middlewares = [gateway.observer.watch, gateway.report_errors]
     app = web.Application(client_max_size=config.max_body_bytes, middlewares=middlewares)
     gateway.model_routes.add_to(app)
@@ -109,7 +111,9 @@ class Gateway:
         log_dir: Path,
         admin_token: str,
         access: Access,
+        splits: SplitStore | None = None,
     ) -> None:
+        self._splits = splits
         self._config = config
         self._access = access
         self._metrics = Metrics()
@@ -140,14 +144,17 @@ class Gateway:
             self._metrics,
             access,
             self._router.names,
-            self._router.window,
         )
 
     async def lifetime(self, app: web.Application) -> AsyncIterator[None]:
         self._recorder.start()
         self.observer.start()
+        if self._splits is not None:  # before the first request: a candidate must not get more than its share
+            self._divide(await asyncio.to_thread(self._splits.get))
         await self._router.start()
         sweeps = [asyncio.create_task(self._sealer.sweep()), asyncio.create_task(self._early.run())]
+        if self._splits is not None:
+            sweeps.append(asyncio.create_task(follow(self._splits, self._divide)))
         async with self._access.running():
             yield
         for sweep in sweeps:
@@ -157,6 +164,9 @@ class Gateway:
         await self._router.close()
         self._recorder.close()
         await asyncio.to_thread(self.observer.close)
+
+    def _divide(self, split: Split) -> None:
+        self._router.split = {**self._config.split, **split}
 
     async def open_session(self, request: web.Request) -> web.Response:
         """Open a session whose requests become one trajectory.

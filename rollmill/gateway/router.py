@@ -15,7 +15,7 @@ import contextlib
 import json
 import logging
 import time
-from collections.abc import AsyncGenerator, Callable, Sequence
+from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -28,6 +28,7 @@ from rollmill.gateway.account import current_account
 from rollmill.gateway.config import EngineEndpoint, GatewayConfig
 from rollmill.gateway.engines import EngineState
 from rollmill.gateway.places import Places, Priority, overloaded
+from rollmill.gateway.splits import Split
 from rollmill.gateway.targets import DEFAULT, Target, pick, read_target
 from rollmill.inference.engine import GenerateChunk, GenerateRequest
 from rollmill.inference.wire import chunk_from_json, request_to_json
@@ -50,6 +51,7 @@ class Router:
         self._has_own = any(endpoint.kind == "rollmill" for endpoint in endpoints)
         self.places = Places(config.queue_requests)
         self._config = config
+        self.split: Split = config.split
         self._timeout = aiohttp.ClientTimeout(total=None, sock_connect=5, sock_read=config.engine_silence_s)
         self._lines: set[str] = set()  # that engines have served since the start
         self._channels: set[str] = set()
@@ -82,19 +84,23 @@ class Router:
     def names(self) -> list[str]:
         """The names of models that a request may ask for: see `targets`. The first is the default."""
         versions = {f"{e.policy.line}@{e.policy.number}" for e in self.engines if e.policy is not None}
-        return [DEFAULT, *sorted({*self._config.split, *self._lines, *self._channels, *versions} - {DEFAULT})]
-
-    def window(self) -> int | None:
-        """The tokens of context that every engine has; None if none of them tells."""
-        return min((engine.context for engine in self.engines if engine.context is not None), default=None)
+        return [DEFAULT, *sorted({*self.split, *self._lines, *self._channels, *versions} - {DEFAULT})]
 
     def target(self, name: str, session: str, traffic: str) -> Target:
         """What a request of this session asks for with this name of a model. `split` divides production only: rollouts
         need the engines of their run."""
         account = current_account()
         account.model, account.session = name or DEFAULT, session
-        split = self._config.split.get(name or DEFAULT) if traffic == "production" else None
-        return read_target(pick(split, session) if split else name, self._channels)
+        split = self.split.get(name or DEFAULT) if traffic == "production" else None
+        return self._divided(split, session) if split else read_target(name, self._channels)
+
+    def _divided(self, split: Mapping[str, float], session: str) -> Target:
+        """The target that the session gets. If no engine serves it, the one with the largest weight: a canary whose
+        engine is down costs no answer, and a canary never gets the sessions of others."""
+        targets = {name: read_target(name, self._channels) for name in split}
+        first, main = pick(split, session), max(split, key=lambda name: split[name])
+        served = any(engine.alive and targets[first].is_served_by(engine) for engine in self.engines)
+        return targets[first if served else main]
 
     async def generate(
         self,

@@ -29,6 +29,7 @@ from rollmill import telemetry
 from rollmill.environments.harness import Harness, HarnessResult
 from rollmill.environments.machine import MachineHost, release
 from rollmill.environments.reward import Grader, wants_final_state
+from rollmill.environments.rewards import transcript
 from rollmill.environments.task import Task
 from rollmill.environments.task_machine import create_machine
 from rollmill.errors import (
@@ -89,6 +90,8 @@ class Outcome:
     result: HarnessResult | None
     tokens: int = 0
     reason: str | None = None  # why there is no reward
+    seconds: float = 0.0  # the agent's own time
+    asked: bool = False  # it ended with a question instead of work
     lost: bool = False  # the infrastructure failed before anything was handed in: a fresh attempt may succeed
 
     @property
@@ -133,7 +136,8 @@ async def _grade(context: RolloutContext, task: Task, trajectory: str, handed_in
         timeout_s=context.grading_timeout_s,
         attempts=context.attempts,
     )
-    return Outcome(trajectory, reward, episode.result, seal_facts(record)["tokens"])
+    tokens, asked = seal_facts(record)["tokens"], transcript.asks(episode)
+    return Outcome(trajectory, reward, episode.result, tokens, seconds=episode.seconds, asked=asked)
 
 
 async def _settle(

@@ -169,8 +169,10 @@ LossName = Literal[
     "policy_gradient", "dppo", "ppo", "cispo", "gspo", "decoupled_ppo", "tis", "mis", "icepop"
 ]  # fmt: skip
 
-CreditName = Literal["path", "all", "decayed", "per_segment"]
-BaselineName = Literal["group_mean", "leave_one_out", "population"]
+CreditName = Literal["path", "all", "decayed"]
+BaselineName = Literal["group_mean", "leave_one_out", "population", "none"]
+
+ALONE = ("population", "none")  # baselines for which a group may be one trajectory
 
 _CLIP = {"clip_low": 0.2, "clip_high": 0.2}
 # The settings that only some losses have, at their usual values; training/loss.py says what each does.
@@ -275,8 +277,7 @@ class RLConfig(Config):
     aggregation: Literal["constant", "token_mean", "sequence_mean"] = Field(
         "constant",
         description="What the sum over tokens is divided by: a constant, the batch's tokens, or each trajectory's "
-        "tokens (`sequence_mean`). So a trajectory weighs by its tokens, or as one sample with `sequence_mean`, "
-        "also if it is a chain of summaries. With the means, the weight of one token depends on its batch.",
+        "tokens (`sequence_mean`). With the means, the weight of one token depends on its batch.",
     )
     expected_tokens: float = Field(
         default=16.0,
@@ -287,7 +288,8 @@ class RLConfig(Config):
     baseline: BaselineName = Field(
         "group_mean",
         description="What a reward is compared with: the mean of its group, of the others of its group, or of the "
-        "`population`: earlier trajectories of the same family. With `population` a group may be one trajectory.",
+        "`population`: earlier trajectories of the same family. `none`: the reward is the advantage, because it was "
+        "compared already, as that of real-time RL. With the last two a group may be one trajectory.",
     )
     population_window: int = Field(
         256,
@@ -298,8 +300,7 @@ class RLConfig(Config):
     credit: CreditName = Field(
         "path",
         description="Which tokens of a trajectory share its reward: those on the `path` to the outcome (summaries and "
-        "used sub-agents included, abandoned retries and edits not), the same `decayed`, the same shared equally by "
-        "the contexts of a chain of summaries (`per_segment`), or `all`.",
+        "used sub-agents included, abandoned retries and edits not), the same `decayed`, or `all`.",
     )
     credit_decay: float = Field(
         default=0.95,
@@ -345,10 +346,10 @@ class RLConfig(Config):
 
     def check_group_size(self, size: int) -> None:
         """Raises ValueError if groups of this size have no baseline."""
-        if size < 2 and self.baseline != "population":
+        if size < 2 and self.baseline not in ALONE:
             raise ValueError(
                 f"group_size is {size}, but baseline {self.baseline!r} compares the trajectories of a group; groups of "
-                'one need baseline = "population"'
+                'one need baseline = "population" or "none"'
             )
 
 

@@ -84,9 +84,15 @@ class RolloutSettings(Config):
         "busier; smaller is closer to on-policy. 0 is synchronous training.",
     )
 
+    rollouts: bool = Field(
+        True,
+        description="Whether groups of rollouts are started. Turned off, the stage trains on groups that were admitted "
+        "before it began, and its steps take fewer when none are left. Real-time RL trains so.",
+    )
+
     def pace(self, steps: int) -> Pace:
         """Of a stage with `steps` steps."""
-        return Pace(self.groups_per_step, self.group_size, self.max_staleness, steps)
+        return Pace(self.groups_per_step, self.group_size, self.max_staleness, steps, starts=self.rollouts)
 
 
 class StageSection(KindSection):
@@ -112,6 +118,12 @@ class StageSection(KindSection):
         gt=0,
         description="Most tokens in one context from this stage on. Longer than before stretches the rotary embedding "
         "(YaRN). Not set: as in the stage before.",
+    )
+    parent: str | None = Field(
+        None,
+        pattern=r"^[^@]+@\d+$",
+        description="The version of this run that the stage starts from, as `line@number`. Not set: the last version "
+        "of the stage before.",
     )
     evaluate: bool | None = Field(
         None, description="Evaluate on held-out tasks after this stage. Not set: only if it learns from rollouts."

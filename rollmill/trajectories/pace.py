@@ -24,6 +24,7 @@ class Pace:
     group_size: int
     max_staleness: int
     steps: int | None = None  # None: the run has no end
+    starts: bool = True  # False: no group is started, all are admitted
 
     def deadline(self, version: int) -> int:
         """The last step that may train on a group that was admitted when `version` was committed."""
@@ -41,4 +42,6 @@ class Pace:
 
     def most_started(self, committed: int) -> int:
         """How many groups may have been started by then, closed ones included."""
+        if not self.starts:
+            return 0
         return _STARTED_PER_WANTED * self.groups_per_step * (committed + self.max_staleness + 1)

@@ -33,8 +33,10 @@ class Commit:
 # a parameter must not have the name of a column: SQLAlchemy would set that column to it
 _of_run: sa.BindParameter[str] = bindparam("of_run")
 _decided: sa.BindParameter[int] = bindparam("decided")
+# the group in this ledger: production has none of its own
+_ENTERED = tuple(ledger.c.group_id if column.name == "group_id" else column for column in COLUMNS)
 _UNDECIDED = (
-    sa.select(*COLUMNS)
+    sa.select(*_ENTERED)
     .join_from(ledger, trajectories, ledger.c.trajectory == trajectories.c.id)
     .where(
         ledger.c.run == _of_run,

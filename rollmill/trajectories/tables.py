@@ -9,6 +9,8 @@
          ──< steps ──< step_trajectories  exactly what a step trains on; rows are inserted and never changed
                    ──< commits          the versions a step became: one per line
     keys                                API keys of the gateway, by run
+    cycles ──< cycle_moves              the states of real-time RL, and how they came about
+    splits                              how the gateway divides production between versions
 
 Facts and ledgers are separate, so another run can read the same experience again. JSON is stored in text columns: it is
 always read whole, and PostgreSQL's JSON types refuse some of what agents print.
@@ -180,4 +182,33 @@ keys = Table(
     Column("used_tokens", sa.BigInteger, nullable=False),
     Column("consent", Text),
     Index("keys_by_run", "run", "created_at"),
+)
+cycles = Table(
+    "cycles",
+    metadata,
+    Column("run", Text, primary_key=True),
+    Column("number", Integer, primary_key=True),
+    Column("state", Text, nullable=False),
+    Column("facts", Text, nullable=False),  # what was found out so far
+    Column("started_at", _Time, nullable=False),
+    Column("updated_at", _Time, nullable=False),
+)
+cycle_moves = Table(
+    "cycle_moves",
+    metadata,
+    Column("run", Text, primary_key=True),
+    Column("number", Integer, primary_key=True),
+    Column("position", Integer, primary_key=True),
+    Column("state", Text, nullable=False),
+    Column("reason", Text, nullable=False),
+    Column("at", _Time, nullable=False),
+    ForeignKeyConstraint(["run", "number"], ["cycles.run", "cycles.number"]),
+)
+splits = Table(
+    "splits",
+    metadata,
+    Column("run", Text, primary_key=True),
+    Column("model", Text, primary_key=True),
+    Column("weights", Text, nullable=False),  # name → weight
+    Column("updated_at", _Time, nullable=False),
 )

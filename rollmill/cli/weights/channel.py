@@ -68,6 +68,8 @@ def set_channel(
 ) -> None:
     """Point a channel at a version, after checking that all objects of that version exist.
 
+    Where the run has a section [gate], `live` takes only versions that passed it: see `rollmill gate`.
+
     For example:
 
         rollmill weights channel set runs/demo live rl@7
@@ -77,6 +79,8 @@ def set_channel(
     place = open_place(where, token)
     wanted = find_version(place, version, line)
     before = Channels(place.objects).entry(name)
+    if before is None or before.version != wanted:
+        _check_gate(place, name, wanted)
     _say(name, before, wanted, _move(place, name, wanted, expect))
 
 
@@ -102,9 +106,12 @@ def rollback(
     from rollmill.weights import Channels
 
     place = open_place(where, token)
-    now = _entries(place, channel)[-1]
+    entries = _entries(place, channel)
+    now = entries[-1]
     if to is not None:
         wanted = find_version(place, to, line)
+        if wanted not in [entry.version for entry in entries]:
+            _check_gate(place, channel, wanted)
     else:
         before = Channels(place.objects).before(channel)
         if before is None:
@@ -135,6 +142,15 @@ def _move(place: Place, name: str, wanted: Version, expect: int | None) -> int:
         if place.store.exists(wanted, form):
             place.store.check_present(wanted, form)
     return Channels(place.objects).move(name, wanted, expect)
+
+
+def _check_gate(place: Place, name: str, wanted: Version) -> None:
+    from rollmill.cluster.gate import check_live
+    from rollmill.cluster.run import RunDirectory
+
+    has_run = place.run is not None and (place.run / "run.json").is_file()
+    required = has_run and place.run is not None and RunDirectory.open(place.run).config.gate is not None
+    check_live(place.objects, name, wanted, required=required)
 
 
 def _say(name: str, before: ChannelEntry | None, wanted: Version, number: int) -> None:

@@ -6,7 +6,7 @@ What it serves is given by its arguments: KIND NAME FORM, for example `line rl b
 
 from __future__ import annotations
 
-from rollmill.cluster.run import RunDirectory
+from rollmill.cluster.run import RunDirectory, engine_region
 from rollmill.inference.server import serve_engine
 from rollmill.storage.objects import Objects
 from rollmill.weights.reading.channels import Channels
@@ -16,7 +16,8 @@ from rollmill.weights.regions.mirror import Mirror
 
 def main(run: RunDirectory, region: str, kind: str, name: str, form: str) -> None:
     line, _, number = name.partition("@")
-    store, mirror, engine = Objects.open(run.home_store), None, f"engine-{region}"
+    role = f"engine-{region}"
+    store, mirror, engine, region = Objects.open(run.home_store), None, role, engine_region(role)
     if run.service_of is not None:
         engine = f"{run.path.name}-{engine}"  # leases are held by name: not by that of the training's engine
     elif region != run.config.regions[0]:
@@ -33,7 +34,7 @@ def main(run: RunDirectory, region: str, kind: str, name: str, form: str) -> Non
         channel=name if kind == "channel" else None,
         name=engine,
         region=region,
-        port=run.ports[f"engine-{region}"],
+        port=run.ports[role],
         device=run.config.device,
         form=form,
         token=run.secrets["engine_token"],

@@ -10,11 +10,12 @@ from aiohttp import web
 
 from rollmill.chat.formats.choice import format_beside
 from rollmill.chat.tokenizer import Tokenizer
-from rollmill.cluster.run import RunDirectory
+from rollmill.cluster.run import CANARY, RunDirectory, engine_region
 from rollmill.errors import ConfigError
 from rollmill.gateway.app import make_app
 from rollmill.gateway.config import EngineEndpoint, GatewayConfig
 from rollmill.gateway.keys import KeyStore
+from rollmill.gateway.splits import SplitStore
 from rollmill.storage.database import open_database
 from rollmill.storage.objects import Objects
 from rollmill.trajectories.store import TrajectoryStore
@@ -33,8 +34,9 @@ def main(run: RunDirectory) -> None:
         format_beside(run.tokenizer, tokenizer, run.config.chat.kept, tools_in_prompt=run.config.tools_in_prompt),
         tokenizer,
         [
-            EngineEndpoint(run.url(f"engine-{region}"), region, run.secrets["engine_token"])
-            for region in run.config.regions
+            EngineEndpoint(run.url(role), engine_region(role), run.secrets["engine_token"])
+            for role in run.ports
+            if role.startswith("engine-")
         ]
         + [backend.endpoint() for backend in run.config.gateway.backends],
         TrajectoryStore(database, objects),
@@ -44,6 +46,7 @@ def main(run: RunDirectory) -> None:
         run.secrets["production_key"],
         run.secrets["rollout_key"],
         KeyStore(database, run.id),
+        SplitStore(database, run.id) if any(role.endswith(CANARY) for role in run.ports) else None,
     )
     prepare_process()
     web.run_app(

@@ -66,12 +66,23 @@ def main(run: RunDirectory, name: str = "") -> None:
 
 def _parent(run: RunDirectory, stage: StageSection, weights: WeightStore) -> Version | None:
     """The version that a stage starts from; None: random weights."""
+    if stage.parent is not None:
+        return _named_parent(run, stage, stage.parent, weights)
     before = run.config.before(stage)
     version = prepare(run, weights) if before is None else last_version(weights, before, run.config.form)
     if version is None and before is not None:
         raise TrainingError(f"stage {before.name!r} has no version to start from", hint="it comes first")
     if version is not None:
         describe_longer(weights, version, stage.name, run.config.model_of(stage.name))
+    return version
+
+
+def _named_parent(run: RunDirectory, stage: StageSection, name: str, weights: WeightStore) -> Version:
+    line, _, number = name.rpartition("@")
+    version = Version(line, int(number))
+    if not any(weights.exists(version, form) for form in weights.forms(line)):
+        raise TrainingError(f"stage {stage.name!r} starts from {version}, which is not there", hint="see its `parent`")
+    describe_longer(weights, version, stage.name, run.config.model_of(stage.name))
     return version
 
 

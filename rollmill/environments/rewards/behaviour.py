@@ -54,7 +54,7 @@ class Behaviour:
         last = transcript.text_of(answers[-1]).strip() if answers else ""
         counts = {
             "malformed": max(unparsed, result.bad_tool_calls if result else 0),
-            "asking": int(bool(answers) and not transcript.calls(answers[-1]) and last.endswith("?")),
+            "asking": int(transcript.asks(episode)),
             "todos": self._unfinished(calls) + len(_OPEN_BOX.findall(last)),
         }
         cost = (

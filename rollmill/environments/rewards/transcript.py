@@ -30,6 +30,12 @@ def text_of(message: Mapping[str, Any]) -> str:
     return content if isinstance(content, str) else ""
 
 
+def asks(episode: Episode) -> bool:
+    """Whether the episode ends with a question instead of work. A question without a question mark is not found."""
+    said = answers(episode)
+    return bool(said) and not calls(said[-1]) and text_of(said[-1]).strip().endswith("?")
+
+
 def parsed_calls(episode: Episode) -> Iterator[tuple[str, dict[str, Any] | None]]:
     """Name and arguments of every tool call, in order; None for arguments that are not a JSON object."""
     for message in answers(episode):

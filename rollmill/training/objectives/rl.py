@@ -27,7 +27,7 @@ from rollmill.models.decoder import Decoder
 from rollmill.training.advantage import kl_advantages
 from rollmill.training.baseline import make_baseline
 from rollmill.training.batching import STALE, MicroBatch, SampledFacts, TokenRule, pack
-from rollmill.training.config import RLConfig
+from rollmill.training.config import ALONE, RLConfig
 from rollmill.training.deadlines import Candidate, choose_groups
 from rollmill.training.diagnostics import TokenMeasures, distance, finite, mismatch_figures, token_figures, warnings
 from rollmill.training.lineage import Lineage
@@ -226,7 +226,7 @@ class RLObjective:
             trained.append(content)
         members = [self._ledger.entered(group) for group in (*record.groups, *closed)]
         graded = [row for rows in members for row in rows if row.state == TrajectoryState.graded]
-        group_of = _comparable(members, by_family=self._config.baseline == "population")
+        group_of = _comparable(members, by_family=self._config.baseline in ALONE)
         return RolloutBatch(
             record=record,
             microbatches=pack(sequences, self._budget),

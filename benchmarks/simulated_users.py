@@ -1,0 +1,144 @@
+"""Simulated users, called so wherever they appear: a population from a TOML file asks the real gateway for real work.
+
+Each user has a task of the run's task set. The run's own harness works on it in a real machine, through the gateway, as
+production traffic. Then the user looks at what came of it:
+
+    likes   weights of what was seen (solved, malformed, turns, tool_calls, stopped). More than 0.5 in all is true
+            acceptance. Nothing but the measurement sees it.
+    says    the same for what is reported. Not given: as `likes`. Given: a poisoned signal.
+    noise   share of reports that say the opposite; silent: share of users who report nothing; delay_s: mean delay
+
+Anyone can bring other populations: `--population FILE`.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import secrets
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+from pydantic import Field
+
+from rollmill.config import Config, load_config
+from rollmill.environments.environment import Environment
+from rollmill.environments.harness import HarnessResult
+from rollmill.environments.reward import grade_episode
+from rollmill.environments.task import Task
+from rollmill.environments.task_machine import create_machine
+from rollmill.errors import RollmillError
+from rollmill.rollouts.hand_in import take_hand_in
+from rollmill.signals import Signals
+from rollmill.types import Sampling
+
+FOLDER = Path(__file__).parent / "populations"
+
+
+class Taste(Config):
+    """One kind of simulated users."""
+
+    name: str
+    share: float = Field(gt=0)
+    noise: float = Field(0.0, ge=0, le=1)
+    silent: float = Field(0.0, ge=0, le=1)
+    delay_s: float = Field(0.0, ge=0)
+    likes: dict[str, float]
+    says: dict[str, float] | None = None
+
+
+class PopulationFile(Config):
+    users: tuple[Taste, ...] = Field(min_length=1)
+
+    def draw(self, random: np.random.Generator) -> Taste:
+        shares = np.array([taste.share for taste in self.users])
+        return self.users[int(random.choice(len(self.users), p=shares / shares.sum()))]
+
+
+@dataclass(frozen=True)
+class Visit:
+    session: str
+    task: str
+    truth: bool  # would the user accept it? The rule never sees this
+    said: bool | None  # what was reported
+
+
+def load_population(name: str) -> PopulationFile:
+    """Of a file, or the name of one in benchmarks/populations."""
+    path = Path(name) if name.endswith(".toml") else FOLDER / f"{name}.toml"
+    return load_config(PopulationFile, path)
+
+
+async def visit(
+    environment: Environment,
+    url: str,
+    key: str,
+    tasks: Sequence[Task],
+    population: PopulationFile,
+    *,
+    seed: int,
+    max_tokens: int,
+    concurrency: int = 16,
+) -> list[Visit]:
+    """One user per task, `concurrency` at once. `url`: the gateway, without /v1."""
+    slots, signals = asyncio.Semaphore(concurrency), Signals(url, key, timeout_s=30.0)
+
+    async def one(number: int, task: Task) -> Visit | None:
+        random = np.random.default_rng([seed, number])
+        async with slots:
+            session = f"user-{secrets.token_hex(6)}"
+            seen = await _work(environment, f"{url}/s/{session}/v1", key, task, random, max_tokens)
+        if seen is None:
+            return None
+        taste = population.draw(random)
+        truth = _accepts(taste.likes, seen)
+        said: bool | None = _accepts(taste.says or taste.likes, seen) != bool(random.random() < taste.noise)
+        if random.random() < taste.silent:
+            said = None
+        if said is not None:
+            await asyncio.sleep(float(random.exponential(taste.delay_s)) if taste.delay_s else 0.0)
+            await asyncio.to_thread(_report, signals, session, said, task.family)
+        return Visit(session, task.id, truth, said)
+
+    visits = await asyncio.gather(*(one(number, task) for number, task in enumerate(tasks)))
+    return [each for each in visits if each is not None]
+
+
+def _report(signals: Signals, session: str, said: bool, family: str) -> None:
+    signals.task(session, family or "task")
+    if said:
+        signals.accepted(session)
+    else:
+        signals.reverted(session)
+
+
+def _accepts(weights: dict[str, float], seen: dict[str, float]) -> bool:
+    return sum(weight * seen[name] for name, weight in weights.items()) > 0.5
+
+
+async def _work(
+    environment: Environment, url: str, key: str, task: Task, random: np.random.Generator, max_tokens: int
+) -> dict[str, float] | None:
+    """What a user sees of the work on a task; None if the infrastructure failed."""
+    sampling = Sampling(temperature=1.0, max_tokens=max_tokens, seed=int(random.integers(1 << 62)))
+    try:
+        machine = await create_machine(environment.machines, task)
+        try:
+            result: HarnessResult = await environment.harness.run(
+                task, machine, base_url=url, api_key=key, sampling=sampling
+            )
+            handed_in = await take_hand_in(machine, task, environment.machines, result)
+        finally:
+            await machine.close()
+        reward = await grade_episode(environment.grader, handed_in.episode(task, environment.machines))
+    except RollmillError as error:
+        print(f"a simulated user was lost: {error.message}")
+        return None
+    return {
+        "solved": float(reward.solved),
+        "malformed": float(result.bad_tool_calls),
+        "turns": float(result.turns),
+        "tool_calls": float(result.tool_calls),
+        "stopped": float(result.stop == "answer"),
+    }

@@ -1,0 +1,147 @@
+"""`rollmill cycle run | status | history | explain`: learn from live users, behind a gate and a canary."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+if TYPE_CHECKING:
+    from rollmill.realtime.journal import Cycle, Journal
+
+app = typer.Typer(
+    help="Real-time RL: collect, distil, train, gate, canary, then promote, hold or roll back.", no_args_is_help=True
+)
+Run = Annotated[Path, typer.Argument(metavar="RUN", help="a run directory", show_default=False)]
+
+
+@app.command("run")
+def run_cycles(
+    directory: Run,
+    cycles: Annotated[int | None, typer.Option(min=1, help="stop after this many; default: go on for ever")] = None,
+) -> None:
+    """Drive cycles: learn from what users did with the answers of the live version.
+
+    Production is served by another process, and products report signals to it; docs/guides/learn-from-your-users.md
+    shows both. It may be killed at any moment; started again, it goes on. Settings are in [cycle] and [gate]. For
+    example:
+
+        rollmill weights channel set runs/demo live rl@32
+        rollmill serve runs/demo --version live --canary
+        rollmill cycle run runs/demo --cycles 1
+    """
+    from rich.console import Console
+
+    from rollmill.cluster.cycle import CycleDriver
+    from rollmill.cluster.run import RunDirectory
+
+    console = Console(highlight=False, soft_wrap=True, markup=False)
+    run = RunDirectory.open(directory)
+    told: list[tuple[int, str]] = []
+
+    def tell(cycle: Cycle) -> None:
+        if (cycle.number, cycle.state) not in told:
+            told.append((cycle.number, cycle.state))
+            console.print(f"cycle {cycle.number}: {cycle.state}: {driver.journal.history(cycle.number)[-1].reason}")
+
+    driver = CycleDriver(run, tell)
+    done = 0
+    try:
+        while cycles is None or done < cycles:
+            driver.run_cycle()
+            done += 1
+    except KeyboardInterrupt:
+        console.print("stopped; `rollmill cycle run` goes on from here")
+
+
+@app.command()
+def status(directory: Run) -> None:
+    """Show the newest cycle: its state, since when, and why.
+
+    For example:
+
+        rollmill cycle status runs/demo
+    """
+    import time
+
+    journal = _journal(directory)
+    cycle = journal.current()
+    if cycle is None:
+        return typer.echo("no cycle yet; `rollmill cycle run` begins one")
+    minutes = (time.time() - cycle.updated_at) / 60
+    typer.echo(f"cycle {cycle.number}: {cycle.state} for {minutes:.1f} minutes")
+    typer.echo(journal.history(cycle.number)[-1].reason)
+
+
+@app.command()
+def history(directory: Run) -> None:
+    """List all cycles, with how each ended and why.
+
+    For example:
+
+        rollmill cycle history runs/demo
+    """
+    last = {move.number: move for move in _journal(directory).history()}
+    for number, move in last.items():
+        typer.echo(f"cycle {number}: {move.state}: {move.reason}")
+    if not last:
+        typer.echo("no cycle yet; `rollmill cycle run` begins one")
+
+
+@app.command()
+def explain(
+    directory: Run,
+    number: Annotated[int | None, typer.Argument(help="which cycle; default: the newest", show_default=False)] = None,
+) -> None:
+    """Explain one cycle: every state with its reason, what was trained on, what the gate and the canary measured.
+
+    For example:
+
+        rollmill cycle explain runs/demo 3
+    """
+    import datetime
+
+    from rollmill.errors import RollmillError
+
+    journal = _journal(directory)
+    found = journal.get(number) if number is not None else journal.current()
+    if found is None:
+        raise RollmillError("there is no such cycle", hint=f"`rollmill cycle history {directory}` lists them")
+    for move in journal.history(found.number):
+        at = datetime.datetime.fromtimestamp(move.at).astimezone().strftime("%Y-%m-%d %H:%M:%S")
+        typer.echo(f"{at}  {move.state:<12}  {move.reason}")
+    for line in _figures(found.facts):
+        typer.echo(line)
+
+
+def _figures(facts: dict[str, Any]) -> list[str]:
+    lines = [f"rule: version {facts['rule']['version']}, digest {facts['rule']['digest']}"] if "rule" in facts else []
+    lines += [f"conversations: {count} {what}" for what, count in facts.get("counts", {}).items()]
+    lines += [
+        f"population {each['kind'] or 'of all kinds'} under {each['version']}: {each['count']} conversations, "
+        f"mean reward {each['mean']:.3f}, variance {each['variance']:.3f}"
+        for each in facts.get("populations", [])
+    ]
+    for metric in facts.get("gate", {}).get("metrics", []):
+        low, high = metric["change"][1:]
+        bound = f"{'at least' if metric['at_least'] else 'at most'} {metric['bound']:.3g}"
+        word = "holds" if metric["holds"] else "FAILS"
+        lines.append(
+            f"gate {metric['name']}: live {_number(metric['live'])}, candidate {_number(metric['candidate'])}, "
+            f"{metric['compared']} {_number(metric['change'][0])} ({_number(low)} to {_number(high)}), {bound}: {word}"
+        )
+    return lines
+
+
+def _number(value: float | None) -> str:
+    return "not finite" if value is None else f"{value:.3f}"
+
+
+def _journal(directory: Path) -> Journal:
+    from rollmill.cluster.run import RunDirectory
+    from rollmill.realtime.journal import Journal
+    from rollmill.storage.database import open_database
+
+    run = RunDirectory.open(directory)
+    return Journal(open_database(run.database_url), run.id)

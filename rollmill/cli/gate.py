@@ -1,0 +1,91 @@
+"""`rollmill gate`: may a version become live? For people and for CI."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+if TYPE_CHECKING:
+    from rich.table import Table
+
+    from rollmill.evals.gate import GateVerdict
+
+HELD = 3  # exit code
+
+
+def gate(
+    directory: Annotated[Path, typer.Argument(metavar="RUN", help="a run directory", show_default=False)],
+    candidate: Annotated[
+        str, typer.Argument(metavar="VERSION", help="the version that may become live: rl@7, 7, or a channel")
+    ],
+    against: Annotated[str, typer.Option(help="the version it is compared with")] = "live",
+    tasks: Annotated[
+        int | None, typer.Option(min=1, help="at most this many tasks per split; default: as the run is configured")
+    ] = None,
+    attempts: Annotated[int | None, typer.Option(min=1, help="sampled attempts per task")] = None,
+    again: Annotated[bool, typer.Option("--again", help="measure again what is measured already")] = False,
+    json: Annotated[bool, typer.Option("--json", help="for programs: JSON instead of a table")] = False,
+) -> None:
+    """Compare a version with the live one on held-out tasks, and say whether it may become live.
+
+    Both make the same attempts. Solve rate, tokens per solved task, seconds, malformed tool calls and questions are
+    compared, each with a 95 % interval and a bound of the section [gate]. Exit code 0 means promote, and 3 means hold:
+    the reasons are printed. A run with a section [gate] refuses other versions as `live`. While there is no live
+    version, the version is compared with itself, and only the bar decides. For example:
+
+        rollmill gate runs/demo rl@32 --against rl@0
+        rollmill gate runs/demo candidate --json > gate.json
+    """
+    from rich.console import Console
+
+    from rollmill.cli.evaluate import limited_suite
+    from rollmill.cli.target import find_target
+    from rollmill.cluster.gate import LIVE, require_gate, run_gate
+    from rollmill.cluster.run import RunDirectory
+    from rollmill.evals.gate import GateConfig
+    from rollmill.storage.objects import Objects
+    from rollmill.weights.reading.channels import Channels
+
+    run = RunDirectory.open(directory)
+    suite = limited_suite(run.config.evals, tasks, attempts)
+    wanted = find_target(run, candidate)
+    first = against == LIVE and Channels(Objects.open(run.home_store)).get(LIVE) is None
+    live = wanted if first else find_target(run, against)  # the first live version: only the bar decides
+    if run.config.gate is not None:
+        require_gate(Objects.open(run.home_store))
+    with Console(stderr=True).status(f"{wanted.version} against {live.version}"):
+        verdict = run_gate(run, live, wanted, suite, run.config.gate or GateConfig(), again=again)
+    if json:
+        from json import dumps
+
+        typer.echo(dumps(verdict.describe()))
+    else:
+        console = Console(highlight=False)
+        console.print(verdict_table(verdict))
+        for reason in verdict.reasons:
+            console.print(f"{verdict.verdict}: {reason}", soft_wrap=True, markup=False)
+    if not verdict.promotes:
+        raise typer.Exit(HELD)
+
+
+def verdict_table(verdict: GateVerdict) -> Table:
+    from rich.table import Table
+
+    title = f"{verdict.candidate} against {verdict.live}: {verdict.tasks} tasks, {verdict.attempts} attempts"
+    table = Table(title=title)
+    for column in ("metric", verdict.live, verdict.candidate, "change", "95 % interval", "bound", ""):
+        table.add_column(column, no_wrap=True)
+    for metric in verdict.metrics:
+        sign = "≥" if metric.at_least else "≤"
+        table.add_row(
+            metric.name,
+            f"{metric.live:.3f}",
+            f"{metric.candidate:.3f}",
+            f"{metric.change.value:.3f} ({metric.compared})",
+            f"{metric.change.low:.3f} – {metric.change.high:.3f}",
+            f"{sign} {metric.bound:.3f}",
+            "holds" if metric.holds else "FAILS",
+        )
+    return table

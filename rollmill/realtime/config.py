@@ -1,0 +1,39 @@
+"""Settings of real-time RL."""
+
+from __future__ import annotations
+
+from pydantic import Field
+
+from rollmill.config import Config
+from rollmill.realtime.rule import RuleConfig
+
+
+class CycleConfig(Config):
+    """Learning from live users: `rollmill cycle run`. The gate is [gate], its suite is [evals]."""
+
+    rule: RuleConfig = Field(RuleConfig(), description="How signals of users become rewards.")
+    enough: int = Field(
+        256, ge=8, description="Conversations to train on that end collecting. More give a steadier candidate, later."
+    )
+    settle_s: float = Field(
+        60.0,
+        ge=0,
+        description="Seconds after the end of a conversation in which signals are waited for. Later ones do not count.",
+    )
+    max_lag: int = Field(
+        0, ge=0, description="How many versions older than the live one a conversation's tokens may be."
+    )
+    steps: int = Field(4, ge=1, description="Steps that the conversations of a cycle are divided over. 1 is on-policy.")
+    lr: float | None = Field(
+        None, gt=0, description="Learning rate, constant. Not set: that of the run's last RL stage, or its default."
+    )
+    share: float = Field(0.05, gt=0, le=0.5, description="Share of production sessions that a canary gets.")
+    canary_sessions: int = Field(
+        200,
+        ge=1,
+        description="Sessions of the candidate with a signal after which a canary ends in any case.",
+    )
+    max_loss: float = Field(
+        0.05, gt=0, le=1, description="Most that the share of accepted sessions may fall in a canary."
+    )
+    model: str = Field("rollmill", description="The model that production asks for, and that a canary takes part of.")

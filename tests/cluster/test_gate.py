@@ -1,0 +1,50 @@
+"""The channel `live` of a run with a gate takes only versions that passed it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+from rollmill.cluster.gate import record_verdict, require_gate
+from rollmill.evals.gate import GateVerdict
+from rollmill.storage.objects import Objects
+from rollmill.types import Version
+from rollmill.weights.reading.channels import Channels
+from tests.cli.conftest import Told, rollmill  # noqa: F401
+from tests.cluster.served import published_run
+
+SET = ("weights", "channel", "set")
+
+
+def verdict(word: str, version: str) -> GateVerdict:
+    assert word in ("promote", "hold")
+    return GateVerdict("promote" if word == "promote" else "hold", version, "rl@0", 1, 1, (), ("malformed: too many",))
+
+
+def test_live_of_a_run_with_a_gate_needs_a_promotion(tmp_path: Path, rollmill: Callable[..., Told]) -> None:  # noqa: F811
+    run = published_run(tmp_path, 3, "gate.offline_bar=0.2")
+    objects = Objects.open(run.home_store)
+    told = rollmill(*SET, run.path, "live", "rl@1")
+    assert told.code == 1 and "rl@1 has not passed the gate" in told.err and "`rollmill gate RUN rl@1`" in told.err
+    record_verdict(objects, Version("rl", 1), verdict("hold", "rl@1"))
+    told = rollmill(*SET, run.path, "live", "rl@1")
+    assert told.code == 1 and "the gate holds rl@1: malformed: too many" in told.err
+    assert Channels(objects).get("live") is None
+    record_verdict(objects, Version("rl", 1), verdict("promote", "rl@1"))
+    assert rollmill(*SET, run.path, "live", "rl@1").code == 0
+    # other channels are free; a rollback goes to what was live before, and nowhere else
+    assert rollmill(*SET, run.path, "candidate", "rl@2").code == 0
+    assert rollmill("weights", "rollback", run.path, "live", "--to", "rl@2").code == 1
+    record_verdict(objects, Version("rl", 2), verdict("promote", "rl@2"))
+    assert rollmill(*SET, run.path, "live", "rl@2").code == 0
+    record_verdict(objects, Version("rl", 1), verdict("hold", "rl@1"))
+    assert rollmill("weights", "rollback", run.path, "live").code == 0
+    assert Channels(objects).get("live") == Version("rl", 1)
+
+
+def test_a_store_can_have_a_gate_without_its_run(tmp_path: Path, rollmill: Callable[..., Told]) -> None:  # noqa: F811
+    run = published_run(tmp_path, 1)
+    assert rollmill(*SET, run.path, "live", "rl@0").code == 0
+    second = published_run(tmp_path / "second", 1)
+    require_gate(Objects.open(second.home_store))
+    assert rollmill(*SET, second.home_store, "live", "rl@0").code == 1

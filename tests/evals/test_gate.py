@@ -1,0 +1,109 @@
+"""The gate compares the attempts of two versions: what is worse than its bound holds the candidate, with the reason."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import replace
+
+import numpy as np
+import pytest
+
+from rollmill.errors import RollmillError
+from rollmill.evals.gate import GateConfig, GateVerdict, judge
+from rollmill.evals.run import Conduct
+from rollmill.evals.statistics import clustered_change
+
+NAMES = ("rl@1", "rl@2")
+SOLVES = Conduct(solved=True, tokens=100, seconds=2.0, calls=4, malformed=0, asked=False)
+
+
+def attempts(
+    rate: float, change: Callable[[Conduct], Conduct] = lambda one: one, seed: int = 3
+) -> dict[str, list[Conduct]]:
+    """50 tasks with 4 attempts each; a share of them is solved."""
+    random = np.random.default_rng(seed)
+    return {
+        f"task-{task}": [change(replace(SOLVES, solved=bool(random.random() < rate))) for _ in range(4)]
+        for task in range(50)
+    }
+
+
+def compare(candidate: dict[str, list[Conduct]], config: GateConfig | None = None) -> GateVerdict:
+    return judge(attempts(0.6), candidate, config or GateConfig(), NAMES)
+
+
+def failing(verdict: GateVerdict) -> list[str]:
+    return [metric.name for metric in verdict.metrics if not metric.holds]
+
+
+def test_the_same_attempts_pass() -> None:
+    verdict = compare(attempts(0.6))
+    assert verdict.promotes and failing(verdict) == [] and (verdict.tasks, verdict.attempts) == (50, 200)
+    quality = verdict.metrics[0]
+    assert quality.change == (0.0, 0.0, 0.0) and quality.live == quality.candidate
+    assert "all 6 metrics are within their bounds on 50 tasks" in verdict.reasons[0]
+
+
+@pytest.mark.parametrize(
+    ("change", "metric"),
+    [
+        (lambda one: replace(one, malformed=1), "malformed"),
+        (lambda one: replace(one, asked=not one.solved), "questions"),
+        (lambda one: replace(one, tokens=130), "tokens_per_solved"),
+        (lambda one: replace(one, seconds=3.2), "latency"),
+    ],
+)
+def test_behaviour_alone_holds_a_candidate_that_solves_as_much(
+    change: Callable[[Conduct], Conduct], metric: str
+) -> None:
+    verdict = compare(attempts(0.6, change))
+    assert (verdict.verdict, failing(verdict)) == ("hold", [metric])
+    assert verdict.reasons[0].startswith(f"{metric}: ") and "live" in verdict.reasons[0]
+
+
+def test_a_lower_solve_rate_holds() -> None:
+    assert "quality" in failing(compare(attempts(0.4)))
+    verdict = compare(attempts(0.0))
+    assert "quality" in failing(verdict) and "tokens_per_solved" in failing(verdict)
+    assert math.isinf(verdict.metrics[1].candidate)
+
+
+def test_below_the_bar_nothing_passes_however_bad_live_is() -> None:
+    live, config = attempts(0.1), GateConfig(offline_bar=0.5)
+    verdict = judge(live, attempts(0.3), config, NAMES)
+    assert failing(verdict) == ["bar"] and "solve rate" in verdict.reasons[0]
+    assert judge(live, attempts(0.7), config, NAMES).promotes
+
+
+def test_a_strict_gate_wants_proof() -> None:
+    """A candidate that seems a little better is within the bound; its interval is not."""
+    slightly = attempts(0.65, seed=4)
+    assert "quality" not in failing(compare(slightly))
+    assert "quality" in failing(compare(slightly, GateConfig(strict=True, max_quality_loss=0.0)))
+    better = compare(attempts(0.95, seed=4), GateConfig(strict=True, max_quality_loss=0.0))
+    assert "quality" not in failing(better) and better.metrics[0].change.low > 0
+
+
+def test_tasks_that_only_one_of_them_attempted_do_not_count() -> None:
+    more = {**attempts(0.6), "other": [replace(SOLVES, solved=False)] * 100}
+    assert compare(more).metrics[0].change.value == 0.0
+    with pytest.raises(RollmillError, match="no task that both"):
+        judge({"a": [SOLVES]}, {"b": [SOLVES]}, GateConfig(), NAMES)
+
+
+def test_nobody_calls_a_tool() -> None:
+    silent = {"a": [replace(SOLVES, calls=0, solved=False, tokens=0)]}
+    verdict = judge(silent, silent, GateConfig(), NAMES)
+    assert verdict.promotes and verdict.metrics[3].candidate == 0.0
+
+
+def test_the_interval_of_a_change_covers_the_truth() -> None:
+    """200 simulated comparisons of 40 tasks with a true difference of 0.1: about 95 % of the intervals contain it."""
+    random, covered = np.random.default_rng(0), 0
+    for seed in range(200):
+        easy_T = random.uniform(0.2, 0.7, 40)
+        before, after = (np.stack([random.binomial(8, easy_T + gain), np.full(40, 8)], 1) for gain in (0.0, 0.1))
+        found = clustered_change(before, after, resamples=400, seed=seed)
+        covered += found.low <= 0.1 <= found.high
+    assert 180 <= covered <= 199

@@ -1,0 +1,97 @@
+"""Signals become rewards by a declared rule; a conversation is compared with its population; everything is counted."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+from rollmill.realtime.distil import TRAINABLE, Conversation, distil
+from rollmill.realtime.rule import RuleConfig, Signal, distilled_reward, kind_of_task, reward_of
+from rollmill.types import Version
+
+LIVE = Version("rl", 7)
+RULE = RuleConfig()
+
+
+def conversation(id: str, *signals: Signal, **changes: object) -> Conversation:
+    facts = {"state": "finished", "line": "rl", "oldest": 7, "newest": 7, "consent": "train", **changes}
+    return Conversation(id=id, signals=signals, **facts)  # type: ignore[arg-type]
+
+
+def said(accepted: bool, kind: str = "") -> tuple[Signal, ...]:
+    return (Signal("accepted" if accepted else "reverted", 1.0), *((Signal("task", None, kind),) if kind else ()))
+
+
+@pytest.mark.parametrize(
+    ("signals", "reward"),
+    [
+        ([("accepted", 1.0)], 1.0),
+        ([("accepted", 1.0), ("reverted", 1.0)], 0.0),
+        ([("edited", 0.8)], 0.8),
+        ([("thumbs", -1.0), ("thumbs", 1.0)], 0.0),  # the mean of a kind
+        ([("reverted", 1.0), ("retried", 1.0), ("thumbs", -1.0)], -1.0),  # bounded
+        ([("latency", 3.0)], None),  # has no weight
+        ([], None),
+    ],
+)
+def test_the_reward_of_a_conversation(signals: list[tuple[str, float]], reward: float | None) -> None:
+    assert reward_of(RULE, [Signal(*signal) for signal in signals]) == reward
+
+
+def test_a_reward_names_its_rule() -> None:
+    other = RuleConfig(version="2", weights={"accepted": 2.0})
+    assert RULE.digest != other.digest == RuleConfig(version="2", weights={"accepted": 2.0}).digest
+    reward = distilled_reward(RULE, said(True), 1.0, 0.25)
+    assert reward.value == 0.75 and reward.solved and reward.parts["baseline"] == 0.25
+    assert reward.evidence == {"rule": "1", "digest": RULE.digest}
+    assert not distilled_reward(RULE, said(False), -1.0, -2.0).solved, "better than others, and still not accepted"
+
+
+def test_a_conversation_is_compared_with_others_of_its_kind_and_version() -> None:
+    """Bug fixes are accepted half of the time, questions always: a fix is not blamed for being a fix."""
+    fixes = [conversation(f"fix-{number}", *said(number % 2 == 0, "fix")) for number in range(10)]
+    questions = [conversation(f"question-{number}", *said(True, "question")) for number in range(10)]
+    found = distil([*fixes, *questions], LIVE, RULE, 0)
+    assert found.counts == {TRAINABLE: 10, "like its population: nothing to learn": 10}
+    assert found.rewards["fix-0"].value == pytest.approx(1.0 - (4 - 5) / 9)  # the mean of the nine others
+    assert {(each.kind, each.count, each.mean) for each in found.populations} == {
+        ("fix", 10, 0.0),
+        ("question", 10, 1.0),
+    }
+    assert next(each for each in found.populations if each.kind == "fix").variance == 1.0
+
+
+def test_few_of_a_kind_are_compared_with_all_of_their_version() -> None:
+    rare = conversation("rare", *said(True, "rare"))
+    others = [conversation(f"fix-{number}", *said(False, "fix")) for number in range(9)]
+    assert distil([rare, *others], LIVE, RULE, 0).rewards["rare"].value == 2.0
+    assert distil([rare, *others[:3]], LIVE, RULE, 0).counts == {"too few to compare with": 4}
+
+
+def test_every_conversation_is_counted_once_with_the_reason() -> None:
+    usable = [conversation(f"ok-{number}", *said(number < 4)) for number in range(8)]
+    others = [
+        conversation("silent"),
+        conversation("private", *said(True), consent="store"),
+        conversation("open", *said(True), state="running"),
+        conversation("gone", *said(True), state="deleted"),
+        conversation("old", *said(True), oldest=6),
+        conversation("new", *said(True), newest=8),
+        conversation("stranger", *said(True), line="other"),
+    ]
+    found = distil([*usable, *others], LIVE, RULE, 0)
+    assert sum(found.counts.values()) == 15 and found.counts[TRAINABLE] == 8 == len(found.rewards)
+    assert found.counts["of another version"] == 3 and found.counts["without consent"] == 1
+    assert found.counts["no signal"] == found.counts["running, not sealed"] == found.counts["deleted"] == 1
+    assert distil([*usable, *others], LIVE, RULE, 1).counts["of another version"] == 2, "the one before is near"
+
+
+def test_rewards_of_a_population_add_up_to_nothing() -> None:
+    random = np.random.default_rng(0)
+    many = [conversation(str(number), Signal("edited", float(random.random()))) for number in range(50)]
+    assert abs(sum(reward.value for reward in distil(many, LIVE, RULE, 0).rewards.values())) < 1e-9
+
+
+def test_the_last_word_on_the_kind_of_task_counts() -> None:
+    assert kind_of_task([Signal("task", None, "a"), Signal("task", None, "b")]) == "b"
+    assert kind_of_task([Signal("accepted", 1.0)]) == ""
