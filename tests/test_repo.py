@@ -48,6 +48,7 @@ LAYERS = (
     ("evals",),
     ("realtime",),
     ("cluster",),
+    ("dashboard",),
     ("demo",),  # a user like any other: nothing but its command imports it
     ("cli",),
 )

@@ -14,6 +14,7 @@ from rollmill import __version__
 from rollmill.cli import (
     config,
     cycle,
+    dashboard,
     demo,
     doctor,
     evaluate,
@@ -67,6 +68,7 @@ app.command("serve")(serve.serve)
 app.command("plan")(plan.plan_run)
 app.command("runs")(runs.runs)
 app.command("status")(runs.status)
+app.command("dashboard")(dashboard.dashboard)
 app.command("logs")(runs.logs)
 app.command("stop")(runs.stop)
 app.command("rm")(runs.remove)

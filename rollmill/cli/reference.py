@@ -18,7 +18,13 @@ import rollmill
 
 PACKAGE = Path(rollmill.__file__).parent
 _NOTE = "<!-- Written by scripts/reference from the code. Do not edit. -->"
-_SERVERS = {"gateway": "Gateway", "inference": "Engine", "storage": "Store", "rollouts": "Proxy of `rollmill rollout`"}
+_SERVERS = {
+    "gateway": "Gateway",
+    "inference": "Engine",
+    "storage": "Store",
+    "rollouts": "Proxy of `rollmill rollout`",
+    "dashboard": "Dashboard",
+}
 _METHODS = {"add_get": "GET", "add_post": "POST", "add_put": "PUT", "add_delete": "DELETE", "add_patch": "PATCH"}
 
 

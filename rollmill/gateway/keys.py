@@ -154,7 +154,7 @@ class KeyRing:
         self,
         store: KeyStore | None,
         *,
-        admin_token: str,
+        admin_token: str | None,
         production_key: str | None,
         rollout_key: str | None = None,
         cache_s: float = 2.0,
@@ -165,7 +165,9 @@ class KeyRing:
         self._unknown: dict[str, float] = {}  # ids that the database did not have, and when
         self._asking: dict[str, tuple[float, asyncio.Task[Key | None]]] = {}  # since when
         self._thread = ThreadPoolExecutor(1, "keys")
-        self._bootstrap = [Key("admin", frozenset({"admin"}), hash=hash_of(admin_token))]
+        self._bootstrap: list[Key] = []
+        if admin_token:
+            self._bootstrap.append(Key("admin", frozenset({"admin"}), hash=hash_of(admin_token)))
         if production_key:
             scopes = frozenset({"production", "feedback"})
             self._bootstrap.append(Key("production", scopes, hash=hash_of(production_key)))

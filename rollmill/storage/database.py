@@ -36,10 +36,11 @@ _REVISIONS = Path(__file__).parent / "migrations" / "versions"
 _FIRST = "0001"  # the schema of databases from before revisions existed
 
 
-def open_database(url: str) -> sa.Engine:
+def open_database(url: str, *, read_only: bool = False) -> sa.Engine:
     """Open `sqlite:///PATH` or `postgresql://USER:PASSWORD@HOST/NAME` and bring it to the newest schema.
 
     Several processes may open the same database at once: one migrates, the others wait for it. A wrong URL fails here.
+    With `read_only` the database itself refuses every write, and an older schema is an error.
     """
     try:
         parsed = sa.make_url(url)
@@ -47,12 +48,12 @@ def open_database(url: str) -> sa.Engine:
         # the URL may contain a password, so it is not repeated
         raise StorageError("the database URL is malformed", hint=_URL_HINT) from None
     if parsed.get_backend_name() == "sqlite":
-        engine = _open_sqlite(parsed)
+        engine = _open_sqlite(parsed, read_only=read_only)
     elif parsed.get_backend_name() == "postgresql":
-        engine = _open_postgresql(parsed)
+        engine = _open_postgresql(parsed, read_only=read_only)
     else:
         raise StorageError(f"no support for databases of the kind {parsed.drivername!r}", hint=_URL_HINT)
-    _migrate(engine)
+    _migrate(engine, read_only)
     return engine
 
 
@@ -89,15 +90,21 @@ def name_of(engine: sa.Engine) -> str:
     return engine.url.render_as_string(hide_password=True)
 
 
-def _open_sqlite(url: sa.URL, *, foreign_keys: bool = True) -> sa.Engine:
+def _open_sqlite(url: sa.URL, *, foreign_keys: bool = True, read_only: bool = False) -> sa.Engine:
     if url.database in (None, "", ":memory:"):
         raise StorageError("an SQLite database in memory cannot be shared between processes", hint=_URL_HINT)
+    if read_only and not Path(str(url.database)).exists():  # opening it would create it
+        hint = "a relative path has three slashes, an absolute one four"
+        raise StorageError(f"there is no database {url.database}", hint=hint)
     engine = sa.create_engine(url, connect_args={"timeout": LOCK_SECONDS}, max_overflow=-1)
 
     @event.listens_for(engine, "connect")
     def prepare(connection: Any, record: Any) -> None:
         connection.isolation_level = None  # we begin transactions explicitly; the driver does not guess
         connection.execute(f"PRAGMA busy_timeout = {LOCK_SECONDS * 1000}")
+        if read_only:
+            connection.execute("PRAGMA query_only = ON")
+            return
         _use_write_ahead_log(connection)
         connection.execute("PRAGMA synchronous = FULL")  # acknowledged writes are on the disk
         connection.execute(f"PRAGMA foreign_keys = {int(foreign_keys)}")
@@ -122,8 +129,10 @@ def _use_write_ahead_log(connection: sqlite3.Connection) -> None:
             time.sleep(0.01)
 
 
-def _open_postgresql(url: sa.URL) -> sa.Engine:
+def _open_postgresql(url: sa.URL, *, read_only: bool = False) -> sa.Engine:
     limits = f"-c lock_timeout={LOCK_SECONDS}s -c idle_in_transaction_session_timeout=120s"
+    if read_only:
+        limits += " -c default_transaction_read_only=on"
     given = url.query.get("options", "")
     options = " ".join([given if isinstance(given, str) else " ".join(given), limits]).strip()
     try:
@@ -139,10 +148,15 @@ def _open_postgresql(url: sa.URL) -> sa.Engine:
         raise StorageError("PostgreSQL needs the psycopg driver", hint="pip install 'rollmill[postgres]'") from None
 
 
-def _migrate(engine: sa.Engine) -> None:
+def _migrate(engine: sa.Engine, read_only: bool) -> None:
     newest = newest_revision()
     with reading(engine) as connection:
         found = _find_revision(connection)
+    if read_only and (found is None or found < newest):
+        raise StorageError(
+            f"{name_of(engine)} has schema revision {found or 'none'}; this rollmill reads revision {newest}",
+            hint="it is opened read-only; `rollmill trajectories list` brings a database to the newest schema",
+        )
     if found is None or found < newest:
         _upgrade(engine)
     elif found > newest:

@@ -10,6 +10,7 @@ import sqlalchemy as sa
 from rollmill.trajectories.storable import to_text
 from rollmill.trajectories.tables import trajectories
 
+Cursor = tuple[float, str | None]  # created_at and id of the last one that was seen; without id: all of that moment
 Range = tuple[float | None, float | None]  # lowest and highest, both included; None: no limit
 Order = Literal["newest", "oldest", "reward", "length", "task", "version"]
 ORDERS: tuple[str, ...] = get_args(Order)
@@ -40,6 +41,8 @@ class TrajectoryQuery:
     length: Range = (None, None)  # in tokens
     version: Range = (None, None)  # of any token in it
     of_run: str | None = None  # this run's id: trajectories of its stages and evaluations too
+    created: Range = (None, None)  # seconds since the epoch
+    after: Cursor | None = None  # what follows it in the order `newest`: a next page that costs as much as the first
     order: Order = "newest"
     limit: int | None = None
 
@@ -60,9 +63,15 @@ class TrajectoryQuery:
             (_table.reward, _table.reward, self.reward),
             (_table.tokens, _table.tokens, self.length),
             (_table.oldest_version, _table.newest_version, self.version),
+            (_table.created_at, _table.created_at, self.created),
         ):
             if wanted[0] is not None:
                 query = query.where(highest >= wanted[0])
             if wanted[1] is not None:
                 query = query.where(lowest <= wanted[1])
+        if self.after is not None:
+            at, id = self.after
+            later = _table.created_at < at
+            same = sa.false() if id is None else (_table.created_at == at) & (_table.id > to_text(id))
+            query = query.where(_table.created_at <= at, later | same)
         return query.order_by(*_ORDER_BY[self.order], _table.created_at.desc(), _table.id).limit(self.limit)

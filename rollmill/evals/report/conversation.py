@@ -211,13 +211,13 @@ def _token(
         )
     if policy:
         tip.append(f"{policy.line} v{policy.number} {policy.form} {policy.digest[:8]}")
-    # heat: 0 for a certain token, full from about one chance in fifty
-    heat = min(100, round(-25 * logprob)) if known else 0
+    # heat: 0 for a certain token, 10 from about one chance in fifty
+    heat = max(0, min(10, round(-2.5 * logprob))) if known else 0
+    version = f" policy{colours[policy.line, policy.number]}" if policy else ""
     return tag(
         "span",
         _cut(text, 80).replace("\n", "⏎") or "␣",
-        class_=f"token policy{colours[policy.line, policy.number]}" if policy else "token",
-        style=f"--heat-of:{heat}%" if heat > 0 else None,
+        class_=f"token{version}{f' heat{heat}' if heat else ''}",  # no style attribute: the dashboard forbids them
         data_tip="\n".join(tip),
     )
 

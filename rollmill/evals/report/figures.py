@@ -33,11 +33,13 @@ import math
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import Any
 
 from rollmill.evals.statistics import Interval, clustered_difference, combine, wilson
 
 Event = Mapping[str, Any]
+Outcomes = tuple[tuple[str, tuple[bool, ...]], ...]  # by task: whether each attempt solved it
 FORMAT = 2
 
 
@@ -136,8 +138,15 @@ def rate_of(result: Event) -> Interval:
 def gain_of(before: Event, after: Event) -> Interval:
     """Paired by task where both evaluations say how each task went, else from the two intervals."""
     if isinstance(before.get("by_task"), Mapping) and isinstance(after.get("by_task"), Mapping):
-        return clustered_difference(before["by_task"], after["by_task"])
+        return _paired(
+            *(tuple((task, tuple(each)) for task, each in one["by_task"].items()) for one in (before, after))
+        )
     return combine(rate_of(before), rate_of(after))
+
+
+@lru_cache(64)  # it resamples, and every figure that shows a gain asks for it
+def _paired(before: Outcomes, after: Outcomes) -> Interval:
+    return clustered_difference(dict(before), dict(after))
 
 
 def find_eval(run: RunEvents, label: str, split: str = "heldout", mode: str = "sampled") -> Event | None:

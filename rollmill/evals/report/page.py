@@ -43,15 +43,10 @@ def write_report(
         _hero(summary),
         tag(
             "main",
-            sections.solving(run),
-            sections.learning(run),
-            sections.asynchrony(run),
-            sections.timelines(run),
-            sections.numerics(run),
-            sections.weights(run, summary["engines"]),
-            _trajectories(trajectories or {}, decode),
-            _incidents(run),
-            _everything(summary),
+            chapters(run, summary).values(),
+            readings(trajectories or {}, decode),
+            incidents(run),
+            every_figure(summary),
             id="content",
         ),
         _foot(summary, reproduce),
@@ -59,6 +54,18 @@ def write_report(
     _write(run_dir / "report.json", json.dumps(summary, indent=2, allow_nan=False) + "\n")
     _write(run_dir / "report.html", _page(f"{run_dir.name} · Rollmill", body))
     return run_dir / "report.html"
+
+
+def chapters(run: RunEvents, summary: Mapping[str, Any]) -> dict[str, Markup]:
+    """The figures of a run by chapter, empty where there is nothing to show yet."""
+    return {
+        "solving": sections.solving(run),
+        "learning": sections.learning(run),
+        "asynchrony": sections.asynchrony(run),
+        "timelines": sections.timelines(run),
+        "numerics": sections.numerics(run),
+        "weights": sections.weights(run, summary["engines"]),
+    }
 
 
 def example_trajectories(run_dir: Path) -> dict[str, str]:
@@ -92,13 +99,13 @@ def _hero(summary: Mapping[str, Any]) -> Markup:
         "header",
         tag("p", "Rollmill run", class_="kicker"),
         tag("h1", summary["name"]),
-        _lead(summary),
-        tag("dl", [_tile(*tile) for tile in _tiles(summary)], class_="tiles"),
+        lead(summary),
+        tiles(summary),
         class_="hero",
     )
 
 
-def _lead(summary: Mapping[str, Any]) -> Markup:
+def lead(summary: Mapping[str, Any]) -> Markup:
     took = tag("b", duration(summary["seconds"]))
     if summary["gain"] is None:
         return tag("p", "This run has not been evaluated before and after training. It took ", took, ".", class_="lead")
@@ -124,7 +131,11 @@ def _signed(share: float) -> str:
     return f"{100 * share:+.1f}".replace("-", "−")
 
 
-def _tiles(summary: Mapping[str, Any]) -> list[tuple[str, str, str]]:
+def tiles(summary: Mapping[str, Any]) -> Markup:
+    return tag("dl", [tile(*facts) for facts in _tile_facts(summary)], class_="tiles")
+
+
+def _tile_facts(summary: Mapping[str, Any]) -> list[tuple[str, str, str]]:
     training, rollouts, staleness = summary["training"], summary["rollouts"], summary["staleness"]
     weights, engines = summary["weights"], summary["engines"].values()
     in_flight = sum(engine["switches_in_flight"] for engine in engines)
@@ -141,7 +152,7 @@ def _tiles(summary: Mapping[str, Any]) -> list[tuple[str, str, str]]:
     ]
 
 
-def _tile(name: str, value: str, note: str) -> Markup:
+def tile(name: str, value: str, note: str) -> Markup:
     return tag("div", tag("dt", name), tag("dd", value, tag("small", note) if note else ""))
 
 
@@ -151,7 +162,8 @@ def _or_dash(value: float | None, share: bool = False) -> str:
     return percent(value, 1) if share else number(round(value, 2))
 
 
-def _trajectories(trajectories: Mapping[str, Trajectory], decode: Decode | None) -> Markup:
+def readings(trajectories: Mapping[str, Trajectory], decode: Decode | None) -> Markup:
+    """Whole trajectories to read, under their titles."""
     if not trajectories:
         return Markup("")
     shown = [conversation(title, trajectory, decode) for title, trajectory in trajectories.items()]
@@ -171,7 +183,7 @@ def _trajectories(trajectories: Mapping[str, Trajectory], decode: Decode | None)
     )
 
 
-def _incidents(run: RunEvents) -> Markup:
+def incidents(run: RunEvents) -> Markup:
     lines = [
         f"{event.get('target')} was started again after exit code {event.get('exit_code')}" for event in run.restarts
     ]
@@ -180,7 +192,7 @@ def _incidents(run: RunEvents) -> Markup:
     return sections.section("What went wrong, and was mended", "Restarts and warnings, in order.", listed)
 
 
-def _everything(summary: Mapping[str, Any]) -> Markup:
+def every_figure(summary: Mapping[str, Any]) -> Markup:
     rows = [tag("tr", tag("td", key), tag("td", value)) for key, value in _flatten(summary)]
     table = tag("div", tag("table", tag("tbody", rows)), class_="scroll")
     return tag(

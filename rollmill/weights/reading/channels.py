@@ -102,9 +102,10 @@ class Channels:
             path.append(entry)
         return path[-2] if len(path) > 1 else None
 
-    def history(self, name: str) -> list[ChannelEntry]:
-        """All entries, oldest first."""
-        return [self._read(name, number) for number in self._numbers(valid_name(name))]
+    def history(self, name: str, newest: int | None = None) -> list[ChannelEntry]:
+        """All entries, or only the `newest` ones, oldest first."""
+        numbers = self._numbers(valid_name(name))
+        return [self._read(name, number) for number in (numbers if newest is None else numbers[-newest:])]
 
     def names(self) -> list[str]:
         return self._objects.folders("channels")

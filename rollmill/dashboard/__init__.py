@@ -1,0 +1,1 @@
+"""A live page about a run or a store. Read-only."""

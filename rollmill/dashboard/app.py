@@ -1,0 +1,157 @@
+"""The dashboard over HTTP: read-only, no script but its own, nothing from elsewhere.
+
+On loopback it needs no key, and answers only requests that name this machine: a page of another site cannot read it by
+letting its own name point here. Beyond loopback every request needs an API key with the scope `read`, either as
+`Authorization: Bearer KEY` or as the password that a browser asks for.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import base64
+import binascii
+import ipaddress
+import logging
+from collections.abc import Awaitable, Callable
+from importlib import resources
+from typing import Any
+from urllib.parse import urlsplit
+
+from aiohttp import web
+
+from rollmill.dashboard.live import Live
+from rollmill.dashboard.shell import page
+from rollmill.dashboard.source import Source
+from rollmill.errors import GatewayError, RollmillError
+from rollmill.evals.report.markup import tag
+from rollmill.gateway.keys import KeyRing
+
+log = logging.getLogger(__name__)
+Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
+HEADERS = {
+    "Content-Security-Policy": (
+        "default-src 'none'; script-src 'self'; style-src 'self'; connect-src 'self'; img-src 'self'; "
+        "base-uri 'none'; form-action 'self'; frame-ancestors 'none'"
+    ),
+    "X-Content-Type-Options": "nosniff",
+    "Referrer-Policy": "no-referrer",
+    "Cross-Origin-Opener-Policy": "same-origin",
+    "Cross-Origin-Resource-Policy": "same-origin",
+    "Cache-Control": "no-store",
+}
+_STATIC = {
+    "report.css": ("rollmill.evals.report", "assets/style.css", "text/css"),
+    "report.js": ("rollmill.evals.report", "assets/page.js", "text/javascript"),
+    "dashboard.css": ("rollmill.dashboard", "static/dashboard.css", "text/css"),
+    "dashboard.js": ("rollmill.dashboard", "static/dashboard.js", "text/javascript"),
+    "icon.svg": ("rollmill.dashboard", "static/icon.svg", "image/svg+xml"),
+}
+
+
+def make_app(source: Source, keys: KeyRing | None = None) -> web.Application:
+    """With `keys`, every request needs one with the scope `read`; without, every request has to name loopback."""
+    handlers = _Handlers(source)
+    app = web.Application(middlewares=[_guard(keys)])
+    app.router.add_get("/", handlers.overview)
+    app.router.add_get("/live", handlers.live)
+    app.router.add_get("/static/{name}", handlers.static)
+    return app
+
+
+class _Handlers:
+    def __init__(self, source: Source) -> None:
+        self._source, self._live = source, Live(source)
+
+    async def overview(self, request: web.Request) -> web.Response:
+        """Show the overview: state, processes, queues, costs, versions, and the report's figures as they grow.
+
+        Needs: a key with the scope read, beyond loopback.
+        Returns: HTML.
+        """
+        made = await asyncio.to_thread(self._live.snapshot)
+        return html(page(self._source.name, "overview", made.body, live=True))
+
+    async def live(self, request: web.Request) -> web.Response:
+        """Return the overview without its frame, for the script of the page.
+
+        Needs: a key with the scope read, beyond loopback.
+        Takes: header `If-None-Match` with the ETag of the last answer.
+        Returns: HTML with an ETag; 304 if nothing has changed.
+        """
+        made = await asyncio.to_thread(self._live.snapshot)
+        if request.headers.get("If-None-Match") == made.etag:
+            return web.Response(status=304, headers={"ETag": made.etag})
+        response = html(made.body)
+        response.headers["ETag"] = made.etag
+        return response
+
+    async def static(self, request: web.Request) -> web.Response:
+        """Return a style sheet, script or picture of the page.
+
+        Needs: a key with the scope read, beyond loopback.
+        Returns: the file; 404 for any other name.
+        """
+        if request.match_info["name"] not in _STATIC:
+            raise web.HTTPNotFound
+        package, path, kind = _STATIC[request.match_info["name"]]
+        text = (resources.files(package) / path).read_text(encoding="utf-8")
+        return web.Response(text=text, content_type=kind, charset="utf-8")
+
+
+def html(text: str, status: int = 200) -> web.Response:
+    return web.Response(text=text, status=status, content_type="text/html", charset="utf-8")
+
+
+def _guard(keys: KeyRing | None) -> Any:
+    """Refuses who may not read, turns errors into pages, and adds the headers."""
+
+    @web.middleware
+    async def guard(request: web.Request, handler: Handler) -> web.StreamResponse:
+        try:
+            if keys is not None:
+                await keys.check(_secret(request), "read")
+            elif not is_loopback(_named_host(request)):
+                raise web.HTTPMisdirectedRequest(text="this dashboard is reached as localhost only\n")
+            response = await handler(request)
+        except GatewayError as error:
+            response = _problem(error.message, error.hint, error.status)
+            if error.status == 401:
+                response.headers["WWW-Authenticate"] = 'Basic realm="Rollmill: any user name, a key as the password"'
+        except RollmillError as error:  # a store that does not answer: the page says so and tries again
+            response = _problem(error.message, error.hint, 503)
+        except web.HTTPException as error:
+            response = _problem(error.text or error.reason, None, error.status)
+        response.headers.update(HEADERS)
+        return response
+
+    return guard
+
+
+def _problem(message: str, hint: str | None, status: int) -> web.Response:
+    content = tag("main", tag("section", tag("h2", message), tag("p", hint or "", class_="about")), id="content")
+    return html(page("Rollmill", "", content), status)
+
+
+def _secret(request: web.Request) -> str:
+    """The key of a request; empty if it has none."""
+    kind, _, given = request.headers.get("Authorization", "").partition(" ")
+    if kind.lower() != "basic":
+        return given.strip() if kind.lower() == "bearer" else ""
+    try:
+        return base64.b64decode(given, validate=True).decode().partition(":")[2]
+    except (binascii.Error, UnicodeDecodeError):
+        return ""
+
+
+def _named_host(request: web.Request) -> str:
+    try:
+        return urlsplit(f"//{request.headers.get('Host', '')}").hostname or ""
+    except ValueError:
+        return ""
+
+
+def is_loopback(host: str) -> bool:
+    try:
+        return host == "localhost" or ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        return False
