@@ -10,13 +10,16 @@ import shutil
 import sqlite3
 import subprocess
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any, Literal, NamedTuple
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
 import typer
 
-from rollmill.errors import MachineError
+from rollmill.errors import MachineError, RollmillError
+
+if TYPE_CHECKING:
+    from rollmill.environments.machines.probe import Probed
 
 GIB = 1 << 30
 
@@ -31,8 +34,8 @@ class Check(NamedTuple):
 def doctor() -> None:
     """Check what this machine has, what it lacks, and what to do about it.
 
-    Looks at Python, torch, the GPU, memory, disk, isolated machines (it starts one) and databases. The exit code is 1
-    if something that Rollmill needs is missing. For example:
+    Looks at Python, torch, the GPU, memory, disk, isolated machines (it starts one of each kind) and
+    databases. The exit code is 1 if something that Rollmill needs is missing. For example:
 
         rollmill doctor
     """
@@ -159,6 +162,37 @@ async def _try_machine() -> tuple[dict[str, Any], float]:
         await host.close()
 
 
+def _virtual_machines() -> list[Check]:
+    """Boots one, which takes seconds, if everything that it needs is there."""
+    found = probe_machines(["qemu"])["qemu"]
+    if isinstance(found, str):
+        why, _, remedy = found.partition("\nhint: ")
+        return [Check("machines (qemu)", "warn", why, f'only for [machine] kind = "qemu": {remedy}')]
+    text = f"a command ran {found.start_s:.1f} s after the request; {found.capabilities.slowdown:.0f} times slower"
+    return [Check("machines (qemu)", "ok", text)]
+
+
+def probe_machines(kinds: Sequence[str] = ("namespace", "qemu")) -> dict[str, Probed | str]:
+    """Each kind of machine: what it can do, or why it does not work here."""
+    from rollmill.environments.machine import MachineHost
+    from rollmill.environments.machines.namespace.client import NamespaceHost
+    from rollmill.environments.machines.probe import probe
+    from rollmill.environments.machines.qemu.host import QemuHost
+
+    made: dict[str, Callable[[], MachineHost]] = {"namespace": NamespaceHost, "qemu": QemuHost}
+
+    async def attempt(kind: str) -> Probed | str:
+        host = made[kind]()
+        try:
+            return await probe(host)
+        except (RollmillError, OSError) as error:
+            return str(error)
+        finally:
+            await host.close()
+
+    return {kind: asyncio.run(attempt(kind)) for kind in kinds}
+
+
 def _databases() -> list[Check]:
     new_enough = sqlite3.sqlite_version_info >= (3, 35)
     remedy = "" if new_enough else "3.35 or newer is needed: use a newer Python build"
@@ -187,6 +221,7 @@ PROBES: tuple[Callable[[], list[Check]], ...] = (
     _memory,
     _disk,
     _machines,
+    _virtual_machines,
     _databases,
     _git,
 )

@@ -22,6 +22,7 @@ from rollmill.cli import (
     images,
     init,
     keys,
+    machines,
     model,
     plan,
     rewards,
@@ -76,6 +77,7 @@ app.command("init")(init.init)
 app.add_typer(cycle.app, name="cycle")
 app.add_typer(tasks.app, name="tasks")
 app.add_typer(images.app, name="images")
+app.add_typer(machines.app, name="machines")
 app.add_typer(model.app, name="model")
 app.add_typer(weights.app, name="weights")
 app.add_typer(trajectories.app, name="trajectories")

@@ -57,7 +57,8 @@ class Capabilities:
     pause: bool = False
     network: Literal["none", "policy"] = "none"  # policy: the host can allow chosen addresses
     listen: bool = False  # `listen` works: an agent program in the machine can reach its model
-    slowdown: float = 1.0  # multiply time limits by it
+    slowdown: float = 1.0  # measured; multiply time limits by it
+    architecture: str = ""  # of its programs, as `uname -m` prints it; "": the host's
 
 
 class Machine(Protocol):

@@ -38,7 +38,10 @@ class MachineSection(KindSection):
     _slot: ClassVar[Slot] = Slot(
         "machine",
         MachineHost,
-        {"namespace": f"{_HERE}.machines.namespace.client:NamespaceHost"},
+        {
+            "namespace": f"{_HERE}.machines.namespace.client:NamespaceHost",
+            "qemu": f"{_HERE}.machines.qemu.host:QemuHost",
+        },
         "rollmill.machines",
         default="namespace",
     )

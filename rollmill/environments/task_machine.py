@@ -54,7 +54,8 @@ async def for_all(
     if not words:
         return
     stdin = "\0".join(words).encode()
-    result = await machine.exec(["xargs", "-0", *command], stdin=stdin, timeout_s=_APPLY_S)
+    timeout_s = _APPLY_S * machine.capabilities.slowdown
+    result = await machine.exec(["xargs", "-0", *command], stdin=stdin, timeout_s=timeout_s)
     if result.stopped is not None:
         raise MachineError(f"{' '.join(command)} was stopped in a clean machine by the limit {result.stopped!r}")
     if result.exit_code != 0:

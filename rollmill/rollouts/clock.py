@@ -5,6 +5,8 @@ It stands still while the episode waits
 - for an engine: the gateway says how long the requests of a session waited,
 - for the gateway, while nobody can reach it: `GatewayClient` watches it, and
 - for the machine host: the time of a command that the command itself did not run.
+
+Seconds of commands count less in a machine that is slow: they are divided by its measured slowdown.
 """
 
 from __future__ import annotations
@@ -39,7 +41,7 @@ class Clock:
         # a gateway that was restarted may have forgotten its latest waits
         self._waited = max(self._waited, await self._gateway.waited(self._trajectory))
         elapsed, away = time.monotonic() - self._started, self._gateway.away_seconds() - self._away
-        return max(0.0, elapsed - away - self._waited - self._machine.waited())
+        return max(0.0, elapsed - away - self._waited - self._machine.waited() - self._machine.slowed())
 
 
 class _TimedMachine:
@@ -60,6 +62,12 @@ class _TimedMachine:
         # a command cannot itself run longer than its limit: before that it must have been waiting
         waiting = [(began, now - timeout_s) for began, timeout_s in self._open.values()]
         return _only_waiting([*self._waits, *waiting], self._runs)
+
+    def slowed(self) -> float:
+        """Seconds that commands took because the machine is slower than its host."""
+        now = time.monotonic()
+        running = [(max(began, now - timeout_s), now) for began, timeout_s in self._open.values()]
+        return _only_waiting([*self._runs, *running], []) * (1 - 1 / self._wrapped.capabilities.slowdown)
 
     async def exec(self, argv: Sequence[str], *, timeout_s: float = 10.0, **options: Any) -> ExecResult:
         began, command = time.monotonic(), object()

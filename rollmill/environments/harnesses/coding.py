@@ -7,6 +7,7 @@ which tools it has is in `tools.py`; the loop is in `turns.py`.
 from __future__ import annotations
 
 import errno
+from collections.abc import Sequence
 from typing import Any
 
 from pydantic import Field
@@ -15,7 +16,7 @@ from rollmill.environments.harness import HarnessResult
 from rollmill.environments.harnesses import tools
 from rollmill.environments.harnesses.model import ModelClient, ModelSettings, sampling_fields
 from rollmill.environments.harnesses.turns import run_turns, start
-from rollmill.environments.machine import Machine
+from rollmill.environments.machine import ExecResult, Machine
 from rollmill.environments.task import Task
 from rollmill.types import Sampling
 
@@ -79,7 +80,7 @@ class CodingHarness:
                 case "run":
                     return await self._run_tests(machine)
                 case "list":
-                    result = await machine.exec(_LIST_COMMAND, timeout_s=self.config.tool_timeout_s)
+                    result = await self._exec(machine, _LIST_COMMAND)
                     paths = result.output.decode("utf-8", "replace").splitlines()
                     return tools.render_list([path.removeprefix("./") for path in paths])
                 case "read":
@@ -98,8 +99,11 @@ class CodingHarness:
     async def _read(self, machine: Machine, path: str) -> str:
         return (await machine.read(path)).decode("utf-8", "replace")
 
+    async def _exec(self, machine: Machine, argv: Sequence[str]) -> ExecResult:
+        return await machine.exec(argv, timeout_s=self.config.tool_timeout_s * machine.capabilities.slowdown)
+
     async def _run_tests(self, machine: Machine) -> str:
-        result = await machine.exec(self.config.test_command, timeout_s=self.config.tool_timeout_s)
+        result = await self._exec(machine, self.config.test_command)
         return tools.render_run(
             result.exit_code,
             result.output,

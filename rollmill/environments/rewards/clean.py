@@ -110,11 +110,12 @@ async def check_program(machine: Machine, task: Task, program: str) -> None:
     """
     if "/" in program:
         return
+    limit_s = _START_S * machine.capabilities.slowdown
     if program in _PYTHON:
-        found = await machine.exec([program, "-c", "print('here')"], cwd="/", timeout_s=_START_S)
+        found = await machine.exec([program, "-c", "print('here')"], cwd="/", timeout_s=limit_s)
     else:
         ask = 'if command -v "$1" > /dev/null; then echo here; else exit 127; fi'
-        found = await machine.exec(["sh", "-c", ask, "-", program], cwd="/", timeout_s=_START_S)
+        found = await machine.exec(["sh", "-c", ask, "-", program], cwd="/", timeout_s=limit_s)
     if found.exit_code == 127 and found.stopped is None:
         raise TaskError(
             f"task {task.id}: its image {task.image!r} has no program {program!r}, which grading needs",

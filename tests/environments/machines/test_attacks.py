@@ -15,8 +15,8 @@ from collections.abc import Awaitable, Callable
 import pytest
 
 from rollmill.environments.episode import Episode
+from rollmill.environments.machines import agent_machine
 from rollmill.environments.machines.images import BUILT_IN
-from rollmill.environments.machines.namespace import machine as machines
 from rollmill.environments.machines.namespace.client import NamespaceHost, NamespaceMachine
 from rollmill.environments.rewards.hidden_tests import HiddenTests, HiddenTestsConfig
 from rollmill.environments.task import Task
@@ -212,7 +212,7 @@ async def test_a_supervisor_that_does_not_answer_is_an_infrastructure_failure(mo
         machine = await host.create(BUILT_IN)
         assert (await machine.exec(["true"])).exit_code == 0
         assert host._process is not None
-        monkeypatch.setattr(machines, "GRACE_S", 1.0)
+        monkeypatch.setattr(agent_machine, "GRACE_S", 1.0)
         os.kill(host._process.pid, signal.SIGSTOP)
         machine._connection.shutdown(2)  # the machine is lost, and nobody knows why
         with pytest.raises(MachineError, match="does not answer either"):

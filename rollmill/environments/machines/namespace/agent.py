@@ -16,6 +16,8 @@ become that user and to end commands.
     {"op": "listen"}                           {"port"} + a listening socket, handed over
     {"op": "interrupt"}                        none: ends the command that is running
     a request that cannot be served: {"errno": number, "path": …}; a machine that cannot go on: {"error": text}
+
+A request has a number, "id", and its reply has the same one.
 """
 
 from __future__ import annotations
@@ -169,7 +171,7 @@ def _serve(connection: int, plan: Plan, watchdog: Watchdog) -> None:
         if header.get("op") == "interrupt":
             continue  # the command had ended already
         if header.get("op") == "listen":
-            _hand_over_listener(connection)
+            _hand_over_listener(connection, header.get("id"))
             continue
         try:
             if header["op"] == "exec":
@@ -192,7 +194,7 @@ def _serve(connection: int, plan: Plan, watchdog: Watchdog) -> None:
             reply, data = {"errno": errno.ENOMEM}, b""
         except Exception:  # refuse a request that makes no sense: nothing that a caller sends may end pid 1
             reply, data = {"errno": errno.EINVAL}, b""
-        wire.send(connection, wire.pack(reply, data))
+        wire.send(connection, wire.pack({**reply, "id": header.get("id")}, data))
 
 
 def _order(header: dict[str, Any], body: bytes) -> command.Order:
@@ -210,17 +212,17 @@ def _next_request(connection: int, processes: Processes, watchdog: Watchdog) -> 
     return wire.receive(connection)
 
 
-def _hand_over_listener(connection: int) -> None:
+def _hand_over_listener(connection: int, number: object) -> None:
     """Give the client a socket that listens in this network namespace. Nothing of it stays here."""
     try:
         with (
             socket.create_server(("127.0.0.1", 0), backlog=_BACKLOG) as listener,
             socket.socket(fileno=os.dup(connection)) as client,
         ):
-            frame = wire.pack({"port": listener.getsockname()[1]})
+            frame = wire.pack({"port": listener.getsockname()[1], "id": number})
             socket.send_fds(client, [frame], [listener.fileno()])
     except OSError as error:
-        wire.send(connection, wire.pack({"errno": error.errno or errno.EIO}))
+        wire.send(connection, wire.pack({"errno": error.errno or errno.EIO, "id": number}))
 
 
 def _handle_files(header: dict[str, Any], body: bytes) -> tuple[dict[str, Any], bytes]:

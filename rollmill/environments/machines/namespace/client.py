@@ -16,8 +16,8 @@ from pydantic import Field
 
 from rollmill.config import Config
 from rollmill.environments.machine import Snapshot
+from rollmill.environments.machines import agent_machine
 from rollmill.environments.machines.images import load_image
-from rollmill.environments.machines.namespace import machine as machines
 from rollmill.environments.machines.namespace.machine import NamespaceMachine
 from rollmill.errors import MachineError, TaskError
 
@@ -88,7 +88,7 @@ class NamespaceHost:
         """End a machine. Returns False if the machine host does not confirm it, and so is not healthy itself."""
         ended = self._ending.get(identifier)
         try:
-            async with asyncio.timeout(machines.GRACE_S):
+            async with asyncio.timeout(agent_machine.GRACE_S):
                 if ended is None:
                     ended = self._ending[identifier] = asyncio.get_running_loop().create_future()
                     await self._tell("close", identifier)
@@ -139,7 +139,7 @@ class NamespaceHost:
         """Have the machine host create a machine; returns the machine's socket."""
         future = self._creating[identifier] = asyncio.get_running_loop().create_future()
         try:
-            async with asyncio.timeout(machines.GRACE_S):
+            async with asyncio.timeout(agent_machine.GRACE_S):
                 await self._tell("create", identifier)
                 return await future
         except TimeoutError:
@@ -217,7 +217,7 @@ def _launch(control: socket.socket, config: NamespaceConfig, packages: str | Non
 async def _greeting(control: socket.socket, process: subprocess.Popen[bytes]) -> dict[str, Any]:
     """The machine host's first message, or what it printed if it did not start."""
     try:
-        async with asyncio.timeout(machines.GRACE_S):
+        async with asyncio.timeout(agent_machine.GRACE_S):
             message = await asyncio.get_running_loop().sock_recv(control, 1 << 16)
     except TimeoutError:
         message = b""

@@ -22,11 +22,11 @@ from pathlib import Path
 from rollmill.environments.machines.namespace import kernel, layout
 
 _STAGE = "/tmp"  # noqa: S108  any directory that always exists: covered in our own mount namespace only
-_USERLAND = ("usr", "bin", "sbin", "lib", "lib32", "lib64", "libx32", "nix")
+USERLAND = ("usr", "bin", "sbin", "lib", "lib32", "lib64", "libx32", "nix")
 # /dev/full reads like /dev/zero, but cannot be mapped: memory shared through such a mapping is counted nowhere.
 _DEVICES = {"null": "null", "zero": "full", "full": "full", "random": "random", "urandom": "urandom"}
 _LINKS = {"fd": "/proc/self/fd", "stdin": "fd/0", "stdout": "fd/1", "stderr": "fd/2", "shm": layout.TEMPORARY}
-_ETC = {
+ETC = {
     "passwd": f"root:x:0:0::/:/bin/sh\nuser:x:{layout.USER_ID}:{layout.USER_ID}::{layout.TEMPORARY}:/bin/sh\n",
     "group": f"root:x:0:\nuser:x:{layout.USER_ID}:\n",
     "hosts": "127.0.0.1 localhost\n",
@@ -87,13 +87,13 @@ def environment() -> dict[str, str]:
 
 
 def _bind_userland(old: Path, new: Path) -> None:
-    for name in _USERLAND:
+    for name in USERLAND:
         entry = old / name
         if entry.is_symlink():
             (new / name).symlink_to(os.readlink(entry))
         elif entry.is_dir():
             _bind(entry, new / name)
-    for name, text in _ETC.items():
+    for name, text in ETC.items():
         (new / "etc" / name).write_text(text)
     for name in (
         "ld.so.cache",

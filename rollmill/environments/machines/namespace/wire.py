@@ -63,8 +63,9 @@ def unpack_header(data: bytes) -> dict[str, Any]:
 def send(connection: int, frame: bytes) -> None:
     """Write all of a frame to an open file. Blocks."""
     sent = os.write(connection, frame)
+    rest = memoryview(frame)
     while sent < len(frame):
-        sent += os.write(connection, frame[sent : sent + (1 << 20)])
+        sent += os.write(connection, rest[sent : sent + (1 << 20)])
 
 
 def receive(connection: int) -> tuple[dict[str, Any], bytes] | None:

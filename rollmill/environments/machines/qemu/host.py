@@ -1,0 +1,183 @@
+"""Creates virtual machines: boots one template per image, and restores every machine from it. asyncio."""
+
+from __future__ import annotations
+
+import asyncio
+import inspect
+import os
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+
+from pydantic import Field
+
+from rollmill.config import Config
+from rollmill.environments.machine import Capabilities, Snapshot
+from rollmill.environments.machines.images import Image, load_image
+from rollmill.environments.machines.qemu import initramfs, ram
+from rollmill.environments.machines.qemu.launch import KVM, Accelerator, Shape
+from rollmill.environments.machines.qemu.machine import QemuMachine, state_of
+from rollmill.environments.machines.qemu.parts import find_parts
+from rollmill.environments.machines.qemu.vm import Saved, Vm
+from rollmill.errors import MachineError, TaskError
+
+_BOOT_S: dict[Accelerator, float] = {"kvm": 10.0, "tcg": 180.0}  # until the first command has run
+_MOST_SLOWDOWN = 100.0
+
+
+class QemuConfig(Config):
+    memory_mb: int = Field(
+        default=256, ge=192, description="Memory of one machine in MiB, for its kernel, processes and files together."
+    )
+    disk_mb: int = Field(
+        default=64, ge=1, description="Size of a machine's work directory in MiB; /tmp may take as much again."
+    )
+    processes: int = Field(default=64, ge=4, description="Most processes and threads in one machine.")
+    open_files: int = Field(default=256, ge=32, description="Most open files of one process in a machine.")
+    images: str | None = Field(
+        None,
+        description="Directory with machine images, one folder per name. `rollmill images` builds others, and "
+        "`host-python` is built in.",
+    )
+    image_mb: int = Field(default=64, ge=1, description="Most files of an image's work directory in MiB.")
+    accelerator: Accelerator | None = Field(
+        None,
+        description="`kvm` or `tcg` (software). Not set: KVM where a machine boots with it in time, else software.",
+    )
+
+
+@dataclass(frozen=True)
+class Template:
+    """A guest that has booted and run a command, saved."""
+
+    shape: Shape
+    saved: Saved
+    capabilities: Capabilities
+    boot_s: float  # until its agent answered
+
+
+class QemuHost:
+    """Creates virtual machines. The first one of an image boots its template, which takes seconds. One per event loop.
+
+    All templates and machines are held by this process: when it ends, none is left.
+    """
+
+    def __init__(self, config: QemuConfig | None = None) -> None:
+        self.config = config or QemuConfig()
+        self._templates: dict[str | None, asyncio.Task[Template]] = {}  # by packages
+        self._running: set[Vm] = set()
+        self._starting = asyncio.Semaphore(len(os.sched_getaffinity(0)))  # more at once only slow each other down
+
+    async def create(
+        self, image: str, files: Mapping[str, bytes] | None = None, *, snapshot: Snapshot | None = None
+    ) -> QemuMachine:
+        loaded = load_image(image, self.config.images, max_bytes=self.config.image_mb << 20)
+        template = await self.template(loaded)
+        saved = template.saved if snapshot is None else state_of(snapshot)
+        async with self._starting:
+            vm = await Vm.restore(template.shape, saved)
+        self._running.add(vm)
+        machine = QemuMachine(self, loaded, vm, template.capabilities)
+        try:
+            wanted = {**(loaded.files if snapshot is None else {}), **(files or {})}
+            if wanted:
+                await machine.write_all(wanted)
+        except OSError as error:
+            await machine.close()
+            hint = "`machine.disk_mb` is the size of the work directory"
+            raise TaskError(f"the files of a task cannot be written to a machine: {error}", hint=hint) from None
+        except BaseException:
+            await machine.close()
+            raise
+        return machine
+
+    async def template(self, image: Image) -> Template:
+        """The template of an image; booted on first use. MachineError says what this host lacks."""
+        task = self._templates.get(image.packages)
+        if task is None or (task.done() and (task.cancelled() or task.exception() is not None)):
+            task = self._templates[image.packages] = asyncio.create_task(self._make_template(image))
+        return await asyncio.shield(task)  # of several that wait, one may be cancelled
+
+    async def end(self, vm: Vm) -> int:
+        """End a machine. Returns QEMU's exit code."""
+        self._running.discard(vm)
+        return await vm.end()
+
+    async def release(self, snapshot: Snapshot) -> None:
+        state_of(snapshot).close()
+
+    async def close(self) -> None:
+        """End all machines."""
+        for task in self._templates.values():
+            task.cancel()
+        if self._templates:
+            await asyncio.wait(self._templates.values())
+        self._templates.clear()
+        for vm in list(self._running):
+            await self.end(vm)
+
+    async def _make_template(self, image: Image) -> Template:
+        parts = find_parts()
+        chosen = self.config.accelerator
+        if chosen is not None:
+            return await self._boot(Shape(parts, chosen, self.config.memory_mb), image)
+        if os.access(KVM, os.R_OK | os.W_OK):  # whether it works, only a boot tells
+            try:
+                return await self._boot(Shape(parts, "kvm", self.config.memory_mb), image)
+            except MachineError:
+                pass
+        return await self._boot(Shape(parts, "tcg", self.config.memory_mb), image)
+
+    async def _boot(self, shape: Shape, image: Image) -> Template:
+        began = time.monotonic()
+        with open(ram.create(0), "w+b") as file:
+            await asyncio.to_thread(initramfs.build, shape.parts, self._limits(), image.packages, file)
+            file.flush()
+            vm = await Vm.boot(shape, file)
+        self._running.add(vm)
+        limit_s = _BOOT_S[shape.accelerator]
+        basic = Capabilities(kernel="own", snapshot="full", pause=True, architecture=shape.parts.architecture.name)
+        machine = QemuMachine(self, image, vm, basic)
+        try:
+            async with asyncio.timeout(limit_s):
+                await vm.ask_init({"op": "ping"}, within_s=limit_s)
+                await machine.exec(["true"], timeout_s=limit_s)
+                boot_s = time.monotonic() - began
+                slowdown = await _measure_slowdown(machine, limit_s)
+            saved = await vm.save()
+        except BaseException as error:
+            self._running.discard(vm)
+            raise await vm.failed(error) from error
+        self._running.discard(vm)
+        vm.agent.close()
+        return Template(shape, saved, replace(basic, slowdown=slowdown), boot_s)
+
+    def _limits(self) -> dict[str, int]:
+        return {
+            "memory": self.config.memory_mb << 20,
+            "disk": self.config.disk_mb << 20,
+            "processes": self.config.processes,
+            "open_files": self.config.open_files,
+        }
+
+
+async def _measure_slowdown(machine: QemuMachine, limit_s: float) -> float:
+    """How many times longer Python takes in the guest than on this host: the best of three loops each."""
+    program = f"import time\n{inspect.getsource(best_loop_s)}print(best_loop_s())"
+    result = await machine.exec(["python", "-c", program], timeout_s=limit_s)
+    try:
+        guest_s = float(result.output)
+    except ValueError:
+        raise MachineError(f"Python does not work in a guest: {result.output[-300:]!r}") from None
+    return min(max(1.0, guest_s / await asyncio.to_thread(best_loop_s)), _MOST_SLOWDOWN)
+
+
+def best_loop_s() -> float:
+    """Runs in the guest too."""
+    measured = []
+    for _ in range(3):
+        began, total = time.perf_counter(), 0
+        for number in range(50000):
+            total += number * number % 7
+        measured.append(time.perf_counter() - began)
+    return min(measured)

@@ -1,0 +1,157 @@
+"""The first process of a guest: sets it up, starts the agent, then renews the guest's identity when it is asked.
+
+It runs inside the guest and imports only the standard library and the agent. It has two virtio ports: requests about
+files and commands go to the agent (namespace/agent.py), in a process of its own that has given up its rights. Requests
+to this process come from the host alone:
+
+    {"op": "renew", "time": seconds} + random bytes   {}: the bytes are in the entropy pool, the clock is set
+    {"op": "ping"}                                    {}
+
+When the agent ends, the guest is switched off.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import errno
+import fcntl
+import gc
+import json
+import os
+import select
+import shutil
+import signal
+import struct
+import sys
+import time
+from typing import Any, NoReturn
+
+from rollmill.environments.machines.namespace import agent, kernel, layout, wire
+
+AGENT_PORT, INIT_PORT = "/dev/vport0p1", "/dev/vport0p2"
+_RNDADDENTROPY, _RNDRESEEDCRNG = 0x40085203, 0x5207
+_FINIT_MODULE = {"aarch64": 273, "x86_64": 313}
+_POWER_OFF = 0x4321FEDC
+_libc = ctypes.CDLL(None, use_errno=True)
+
+
+def main() -> NoReturn:
+    try:
+        _run()
+    except BaseException as error:
+        os.write(2, f"init: {type(error).__name__}: {error}\n".encode())
+    finally:
+        os.sync()
+        _libc.reboot(_POWER_OFF)
+        while True:
+            signal.pause()
+
+
+def _run() -> None:
+    with open(f"{layout.CODE}/facts.json") as file:
+        facts: dict[str, Any] = json.load(file)
+    _mount()
+    for path in facts["modules"]:
+        _load_module(path)
+    port = _open_port(INIT_PORT)
+    plan = agent.Plan.of(_limits(facts["limits"]))
+    _become_plain(facts)
+    started = _start_agent(plan)
+    _serve(port, started)
+
+
+def _mount() -> None:
+    flags = kernel.MS_NOSUID | kernel.MS_NOEXEC
+    for kind, place in (("devtmpfs", "/dev"), ("proc", "/proc"), ("sysfs", "/sys")):
+        kernel.mount(kind, place, kind, flags | (kernel.MS_NODEV if kind != "devtmpfs" else 0))
+    links = {"fd": "/proc/self/fd", "stdin": "fd/0", "stdout": "fd/1", "stderr": "fd/2", "shm": layout.TEMPORARY}
+    for name, target in links.items():
+        if not os.path.lexists(f"/dev/{name}"):
+            os.symlink(target, f"/dev/{name}")
+
+
+def _load_module(path: str) -> None:
+    file = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+    try:
+        number = ctypes.c_long(_FINIT_MODULE[os.uname().machine])
+        if _libc.syscall(number, file, b"", 0) < 0:
+            raise OSError(ctypes.get_errno(), os.strerror(ctypes.get_errno()), path)
+    finally:
+        os.close(file)
+
+
+def _open_port(path: str) -> int:
+    while True:
+        try:
+            return os.open(path, os.O_RDWR | os.O_CLOEXEC)
+        except OSError as error:  # the port appears a moment after its module was loaded, and its name before it works
+            if error.errno not in (errno.ENOENT, errno.ENXIO):
+                raise
+        time.sleep(0.002)
+
+
+def _limits(given: dict[str, int]) -> agent.Limits:
+    """The guest has a kernel of its own, and memory that nobody else uses: no filter, and no other count of memory."""
+    return agent.Limits(**given, own_user=True, memory_counted=True, count_processes=True, filter=None)
+
+
+def _become_plain(facts: dict[str, Any]) -> None:
+    """What programs inherit: no trace of this code, and the environment of commands."""
+    signal.signal(signal.SIGINT, signal.SIG_DFL)
+    os.umask(0o022)
+    os.environ.clear()
+    os.environ.update(facts["environment"])
+    sys.path = [path for path in sys.path if path not in (layout.CODE, "")]
+    for place in (layout.CODE, facts["modules_directory"]):
+        shutil.rmtree(place)
+    os.unlink("/init")
+    os.mkdir(layout.CODE)
+    if facts["packages"]:
+        sys.path.append(layout.PACKAGES)
+        os.environ["PYTHONPATH"] = layout.PACKAGES
+    for name in [name for name in sys.modules if name.partition(".")[0] == __name__.partition(".")[0]]:
+        del sys.modules[name]
+    gc.collect()
+    gc.freeze()
+
+
+def _start_agent(plan: agent.Plan) -> int:
+    """Start the agent as the first process of its own process namespace. Returns its pidfd."""
+    connection = _open_port(AGENT_PORT)
+    pid, pidfd = kernel.clone(kernel.CLONE_NEWPID | kernel.CLONE_NEWNS | kernel.CLONE_NEWIPC)
+    if pid == 0:
+        nothing = os.open("/dev/null", os.O_RDWR)
+        for standard in (0, 1):
+            os.dup2(nothing, standard)
+        agent.main(connection, plan)  # never returns
+    os.close(connection)
+    return pidfd
+
+
+def _serve(port: int, agent_pidfd: int) -> None:
+    poll = select.poll()
+    poll.register(port, select.POLLIN)
+    poll.register(agent_pidfd, select.POLLIN)
+    while True:
+        ready = dict(poll.poll())
+        if agent_pidfd in ready:
+            return
+        if not ready.get(port, 0) & select.POLLIN:
+            time.sleep(0.005)  # nobody is connected at this moment
+            continue
+        request = wire.receive(port)
+        if request is None:
+            continue
+        header, body = request
+        if header["op"] == "renew":
+            _renew(header["time"], body)
+        wire.send(port, wire.pack({"id": header.get("id")}))
+
+
+def _renew(now: float, random: bytes) -> None:
+    """Entropy that no other copy of this guest has, used from the next random number on; and the time."""
+    with open("/dev/urandom", "wb", buffering=0) as device:
+        pool = struct.pack("ii", 8 * len(random), len(random)) + random
+        fcntl.ioctl(device, _RNDADDENTROPY, pool)
+        fcntl.ioctl(device, _RNDRESEEDCRNG)
+    time.clock_settime(time.CLOCK_REALTIME, now)

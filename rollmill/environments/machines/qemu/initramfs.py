@@ -1,0 +1,183 @@
+"""The files of a guest: made of this host's Python, programs and libraries, as the root of namespace machines is.
+
+    /usr /bin /lib …     the programs in PROGRAMS that this host has, with their libraries
+    /opt/python          the Python installation in use, where it is not part of /usr; standard library only
+    /opt/bin             python, python3
+    /opt/packages        the Python packages of the image, if it has any
+    /opt/host            the code of the guest's first process, which deletes it once it is imported
+    /etc /dev            a few files made for machines
+
+The guest keeps all of it in memory, so it is chosen and not copied whole.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import subprocess
+import sys
+import tempfile
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+from typing import IO
+
+from rollmill.environments.machines.namespace import layout, root
+from rollmill.environments.machines.qemu.cpio import Archive
+from rollmill.environments.machines.qemu.parts import Parts
+from rollmill.errors import MachineError
+
+PROGRAMS = """
+    [ awk base64 basename bash cat chgrp chmod chown cmp comm cp cut date dd df diff dirname du echo egrep env expr
+    expand false fgrep find fold git grep gunzip gzip head hostname id install join kill ln ls make md5sum mkdir mkfifo
+    mktemp mv nice nl nohup nproc od paste patch pkill printenv printf ps pwd readlink realpath rev rm rmdir sed seq
+    setsid sh sha1sum sha256sum shuf sleep sort split stat stty sync tac tail tar tee test time timeout touch tr true
+    truncate tty uname uniq unlink uptime wc which whoami xargs xz yes
+""".split()
+_ESSENTIAL = ("sh", "cat", "chmod", "rm", "ln", "mkdir", "dirname", "xargs", "tar")  # what tasks and grading use
+# of the standard library: tests, graphics, and what builds or installs packages
+_LEFT_OUT = frozenset(
+    {"test", "tests", "idlelib", "tkinter", "turtledemo", "lib2to3", "ensurepip", "site-packages", "pydoc_data"}
+)
+_LEFT_OUT_STARTS = ("config-", "_tkinter", "_test", "dist-packages")
+_MODULES = "/opt/modules"
+_INIT = """#!/bin/sh
+{exports}
+exec {python} -c 'import sys; sys.path.insert(0, "{code}"); from {package}.init import main; main()'
+"""
+
+
+def build(parts: Parts, limits: dict[str, int], packages: str | None, file: IO[bytes]) -> None:
+    """Write the archive of a guest to `file`. `limits` are those of namespace/agent.py."""
+    archive = Archive()
+    for name in (layout.WORK, layout.TEMPORARY, layout.CODE, "/proc", "/sys", "/dev", "/etc", "/root", "/run"):
+        archive.directory(name)
+    archive.character_device("/dev/console", 0o600, (5, 1))
+    archive.character_device("/dev/null", 0o666, (1, 3))
+    for name, text in root.ETC.items():
+        archive.write(f"/etc/{name}", text.encode())
+    for name in root.USERLAND:
+        if os.path.islink(f"/{name}"):
+            archive.link(f"/{name}", os.readlink(f"/{name}"))
+    python, programs = _add_python(archive), _add_programs(archive)
+    _strip(archive, python)
+    for library in _libraries([*python.values(), *programs]):
+        _add_file(archive, library)
+    if packages is not None:
+        _add_tree(archive, Path(packages), layout.PACKAGES, frozenset())
+    modules = [f"{_MODULES}/{path.name}" for path in parts.modules]
+    for path, module in zip(modules, parts.modules, strict=True):
+        archive.copy(path, module)
+    _add_own_code(archive)
+    archive.directory(_MODULES)
+    facts = {
+        "limits": limits,
+        "modules": modules,
+        "modules_directory": _MODULES,
+        "environment": root.environment(),
+        "packages": packages is not None,
+    }
+    archive.write(f"{layout.CODE}/facts.json", json.dumps(facts).encode())
+    archive.save(file)
+
+
+def _add_python(archive: Archive) -> dict[str, Path]:
+    """Add the Python installation. Returns its program and shared libraries, by their path in the guest."""
+    home = Path(sys.base_prefix).resolve()
+    version = f"python{sys.version_info.major}.{sys.version_info.minor}"
+    inside = str(home) if home.is_relative_to("/usr") else layout.PYTHON
+    program = (home / "bin" / version).resolve()
+    archive.copy(f"{inside}/bin/{version}", program)
+    added = {f"{inside}/bin/{version}": program}
+    for shared in sorted((home / "lib").glob(f"lib{version}*.so*")):
+        if shared.is_symlink():
+            archive.link(f"{inside}/lib/{shared.name}", os.readlink(shared))
+        else:
+            archive.copy(f"{inside}/lib/{shared.name}", shared)
+            added[f"{inside}/lib/{shared.name}"] = shared
+    added |= _add_tree(archive, home / "lib" / version, f"{inside}/lib/{version}", _LEFT_OUT)
+    for name in ("python", "python3"):
+        archive.link(f"{layout.PROGRAMS}/{name}", f"{inside}/bin/{version}")
+    exports = [f"export {name}='{value}'" for name, value in root.environment().items()]
+    script = _INIT.format(
+        exports="\n".join(exports), python=f"{layout.PROGRAMS}/python", code=layout.CODE, package=__package__
+    )
+    archive.write("/init", script.encode(), 0o755)
+    return added
+
+
+def _add_tree(archive: Archive, source: Path, target: str, left_out: frozenset[str]) -> dict[str, Path]:
+    """Add the regular files of a directory. Returns its shared libraries, by their path in the guest."""
+    tag, libraries = f".{sys.implementation.cache_tag}.pyc", {}
+    for folder, names, files in os.walk(source):
+        names[:] = sorted(name for name in names if name not in left_out and not name.startswith(_LEFT_OUT_STARTS))
+        inside = os.path.join(target, os.path.relpath(folder, source)).removesuffix("/.")
+        for name in files:
+            path = Path(folder, name)
+            stale = name.endswith(".pyc") and not name.endswith(tag)
+            if stale or name.startswith(_LEFT_OUT_STARTS) or path.is_symlink() or not path.is_file():
+                continue
+            archive.copy(f"{inside}/{name}", path)
+            if ".so" in path.suffixes:
+                libraries[f"{inside}/{name}"] = path
+    return libraries
+
+
+def _strip(archive: Archive, files: dict[str, Path]) -> None:
+    """Leave out what only debuggers read, where this host can: a Python that was built from source is mostly that."""
+    if shutil.which("strip") is None:
+        return
+    with tempfile.TemporaryDirectory() as temporary:
+        copies = {path: Path(temporary, str(number)) for number, path in enumerate(files)}
+        for path, copy in copies.items():
+            shutil.copyfile(files[path], copy)
+        subprocess.run(["strip", "--strip-unneeded", *copies.values()], capture_output=True, check=False)
+        for path, copy in copies.items():
+            archive.write(path, copy.read_bytes(), 0o755)
+
+
+def _add_programs(archive: Archive) -> list[Path]:
+    found = {name: path for name in PROGRAMS if (path := shutil.which(name, path="/usr/bin:/bin:/usr/sbin:/sbin"))}
+    missing = [name for name in _ESSENTIAL if name not in found]
+    if missing:
+        raise MachineError(f"this host has no {missing[0]!r}, which guests need", hint="install Debian's base system")
+    return [_add_file(archive, path) for path in found.values()]
+
+
+def _add_file(archive: Archive, path: str) -> Path:
+    """Add a file of this host under its own path, and the links on the way. Returns the file itself."""
+    place = os.path.join(os.path.realpath(os.path.dirname(path)), os.path.basename(path))
+    if not os.path.islink(place):
+        archive.copy(place, Path(place))
+        return Path(place)
+    target = os.readlink(place)
+    archive.link(place, target)
+    return _add_file(archive, os.path.join(os.path.dirname(place), target))
+
+
+def _libraries(programs: Iterable[Path]) -> Iterator[str]:
+    """The shared libraries that programs of this host load, with the loader. Scripts have none."""
+    listed = subprocess.run(
+        ["ldd", *map(str, programs)], capture_output=True, text=True, errors="replace", check=False
+    ).stdout
+    home = Path(sys.base_prefix).resolve()
+    for line in sorted({line.strip() for line in listed.splitlines() if line.startswith("\t")}):
+        words = line.split()
+        path = words[2] if "=>" in words and len(words) > 2 else words[0]
+        if path.startswith("/") and os.path.isfile(path) and not Path(path).resolve().is_relative_to(home):
+            yield path
+
+
+def _add_own_code(archive: Archive) -> None:
+    """Add the agent's package and the guest's first process, with empty packages above them."""
+    here = Path(__file__).resolve().parent
+    for package in (here, here.parent / "namespace"):
+        name = f"{__package__.rpartition('.')[0]}.{package.name}"
+        place = layout.CODE
+        for part in name.split("."):
+            place += f"/{part}"
+            archive.write(f"{place}/__init__.py", b"")
+        sources = [package / "init.py"] if package == here else sorted(package.glob("*.py"))
+        for source in sources:
+            if source.name != "__init__.py":
+                archive.copy(f"{place}/{source.name}", source)

@@ -1,0 +1,133 @@
+"""Starts a QEMU process: its arguments, its rights, and the open files that it is handed."""
+
+from __future__ import annotations
+
+import itertools
+import os
+import shutil
+import socket
+import subprocess
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal, NamedTuple
+
+from rollmill.environments.machines.qemu import ram
+from rollmill.environments.machines.qemu.parts import Parts
+from rollmill.errors import MachineError
+
+Accelerator = Literal["kvm", "tcg"]
+KVM = Path("/dev/kvm")
+LOG_BYTES = 1 << 16  # of what QEMU and the guest's console print; the rest is lost
+# user ids of QEMU processes: above every range that systems hand out, and above those of namespace machines
+_FIRST_USER, _USERS = 0x70020000, 1 << 16
+_users = itertools.count()
+_COMMAND_LINE = (
+    "quiet rootfstype=ramfs rdinit=/init panic=-1 mitigations=off nokaslr kpti=off audit=0 cryptomgr.notests"
+)
+_SANDBOX = "on,obsolete=deny,elevateprivileges=deny,spawn=deny,resourcecontrol=deny"
+_PORT_NAME = "org.qemu.guest_agent"  # the usual name for such a port
+
+
+class Shape(NamedTuple):
+    """What must be the same when a state is saved and when it is restored."""
+
+    parts: Parts
+    accelerator: Accelerator
+    memory_mb: int
+
+
+@dataclass(frozen=True)
+class Started:
+    """A QEMU process, and this side's ends of what it was handed. Its open files have the numbers that ours have."""
+
+    process: subprocess.Popen[bytes]
+    devices: int  # a file: the device state that is loaded, later the one that is saved
+    incoming: int  # QEMU's second number for it, closed here: loading a state closes the file
+    log: int
+    agent: socket.socket
+    init: socket.socket
+    monitor: socket.socket
+
+
+def start(shape: Shape, memory: int, initramfs: int | None) -> Started:
+    """Start QEMU on a memory file. With `initramfs`, it boots and writes there; else it waits for a device state."""
+    pairs = [socket.socketpair() for _ in range(3)]
+    devices, log = ram.create(0), ram.create(LOG_BYTES)
+    ram.seal(log, content=False)
+    theirs = [pair[1].detach() for pair in pairs]
+    opened = [*theirs, incoming := os.dup(devices)]
+    try:
+        kernel = preload = None
+        if initramfs is not None:
+            opened.append(kernel := os.open(shape.parts.kernel, os.O_RDONLY))
+        if shape.parts.preload is not None:
+            opened.append(preload := os.open(shape.parts.preload, os.O_RDONLY))
+        arguments = [
+            *_guard(shape),
+            shape.parts.program,
+            *_machine(shape, memory, theirs, booting=initramfs is not None),
+        ]
+        if kernel is not None and initramfs is not None:
+            line = f"console={shape.parts.architecture.console} {_COMMAND_LINE}"
+            arguments += ["-kernel", _path(kernel), "-initrd", _path(initramfs), "-append", line]
+        process = subprocess.Popen(
+            arguments,
+            stdin=subprocess.DEVNULL,
+            stdout=log,
+            stderr=log,
+            pass_fds=[memory, devices, *opened, *([] if initramfs is None else [initramfs])],
+            env={"PATH": os.defpath} | ({} if preload is None else {"LD_PRELOAD": _path(preload)}),
+            start_new_session=True,  # Ctrl-C reaches the dispatcher only
+        )
+    except OSError as error:
+        raise MachineError(f"QEMU did not start: {error}") from None
+    finally:
+        for file in opened:
+            os.close(file)
+    for pair in pairs:
+        pair[0].setblocking(False)
+    return Started(process, devices, incoming, log, *(pair[0] for pair in pairs))
+
+
+def _path(file: int) -> str:
+    """A name by which the process that has an open file can open it again, also where it may not read its directory."""
+    return f"/proc/self/fd/{file}"
+
+
+def _guard(shape: Shape) -> list[str]:
+    """QEMU dies with us and gets no new rights. If we are root, it is a user who owns nothing."""
+    program = shutil.which("setpriv")
+    if program is None:
+        return []
+    guard = [program, "--pdeathsig", "KILL", "--no-new-privs"]
+    if os.geteuid() == 0 and _may_use(_FIRST_USER + _USERS):
+        user = str(_FIRST_USER + next(_users) % _USERS)
+        groups = ["--groups", str(KVM.stat().st_gid)] if shape.accelerator == "kvm" else ["--clear-groups"]
+        guard += ["--reuid", user, "--regid", user, *groups]
+    return [*guard, "--"]
+
+
+def _may_use(user: int) -> bool:
+    """Whether this user id exists here. In a container there may be few."""
+    ranges = [line.split() for line in Path("/proc/self/uid_map").read_text().splitlines()]
+    return any(int(start) <= user < int(start) + int(length) for start, _, length in ranges)
+
+
+def _machine(shape: Shape, memory: int, sockets: list[int], *, booting: bool) -> list[str]:
+    arch, share = shape.parts.architecture, "on" if booting else "off"
+    agent, init, monitor = sockets
+    accelerators = {"kvm": ("kvm", "host"), "tcg": ("tcg,thread=single,tb-size=128", arch.cpu)}
+    accelerator, cpu = accelerators[shape.accelerator]
+    size = f"{shape.memory_mb}M"
+    words = f"-no-user-config -nodefaults -display none -no-reboot -sandbox {_SANDBOX} -smp 1 -m {size}".split()
+    words += ["-M", f"{arch.machine},memory-backend=m0", "-accel", accelerator, "-cpu", cpu]
+    words += ["-object", f"memory-backend-file,id=m0,size={size},mem-path={_path(memory)},share={share}"]
+    words += ["-chardev", f"socket,id=monitor,fd={monitor}", "-mon", "chardev=monitor,mode=control"]
+    words += ["-chardev", "stdio,id=console,signal=off" if booting else "null,id=console", "-serial", "chardev:console"]
+    words += ["-device", "virtio-serial-pci"]
+    for number, (name, file) in enumerate((("agent", agent), ("init", init)), 1):
+        words += ["-chardev", f"socket,id={name},fd={file}"]
+        words += ["-device", f"virtserialport,nr={number},chardev={name},name={_PORT_NAME}.{number - 1}"]
+    # a saved device state has no section that describes the machine
+    words += ["-global", "migration.send-configuration=off"]
+    return words if booting else [*words, "-S", "-incoming", "defer"]

@@ -1,0 +1,104 @@
+"""One virtual machine as its users see it."""
+
+from __future__ import annotations
+
+import asyncio
+import errno
+import signal
+import socket
+from typing import TYPE_CHECKING
+
+from rollmill.environments.machine import Capabilities, Snapshot
+from rollmill.environments.machines.agent_machine import AgentMachine, Ended
+from rollmill.environments.machines.images import Image
+from rollmill.environments.machines.qemu.vm import Saved, Vm
+from rollmill.errors import MachineError
+
+if TYPE_CHECKING:
+    from rollmill.environments.machines.qemu.host import QemuHost
+
+_END_S = 0.5  # its sockets close a moment before a process has ended
+_FROM_OUTSIDE = (-signal.SIGKILL, -signal.SIGTERM)  # no guest can make QEMU end like this
+
+
+class QemuMachine(AgentMachine):
+    """One machine. Requests are answered one after the other; callers may share it."""
+
+    _grace_s = 60.0  # emulation is slow, and more so while many machines start
+
+    def __init__(self, host: QemuHost, image: Image, vm: Vm, capabilities: Capabilities) -> None:
+        super().__init__(image.reference, vm.agent, f"in process {vm.process.pid}")
+        self.capabilities = capabilities
+        self.vm = vm
+        self._host = host
+        self._image = image.name
+        self._paused = False
+
+    async def snapshot(self) -> Snapshot:
+        """Memory and all. Waits for the command that is running; processes that were started stand still meanwhile."""
+        async with self._lock:
+            if self._pending is not None:
+                await asyncio.wait([self._pending])
+            if self._ruined or self._closed:
+                raise OSError(errno.ESRCH, "the machine has ended")
+            try:
+                return Snapshot(self.image, await self.vm.save())
+            except (ConnectionError, TimeoutError, OSError) as error:
+                raise MachineError(f"machine {self._name} could not be saved: {error!r}") from None
+
+    async def fork(self, count: int = 1) -> list[QemuMachine]:
+        snapshot = await self.snapshot()
+        made = [asyncio.ensure_future(self._host.create(self._image, snapshot=snapshot)) for _ in range(count)]
+        await asyncio.wait(made)
+        failed = [each for each in made if each.exception() is not None]
+        if failed:
+            await asyncio.gather(*(each.result().close() for each in made if each.exception() is None))
+            failed[0].result()
+        return [each.result() for each in made]
+
+    async def pause(self) -> None:
+        """The guest uses no processor time until `resume`. Requests wait for it."""
+        if not self._paused:
+            await self._lock.acquire()
+            try:
+                if self._pending is not None:
+                    await asyncio.wait([self._pending])
+                await self.vm.pause()
+                self._paused = True
+            except BaseException:
+                self._lock.release()
+                raise
+
+    async def resume(self) -> None:
+        if self._paused:
+            await self.vm.resume()
+            self._paused = False
+            self._lock.release()
+
+    async def listen(self) -> tuple[socket.socket, int]:
+        raise OSError(errno.ENOTSUP, "virtual machines cannot open ports")
+
+    async def close(self) -> None:
+        """End the machine. A request that is still running fails."""
+        self._closed = True
+        await self._host.end(self.vm)
+        if self._paused:
+            self._paused = False
+            self._lock.release()
+        async with self._lock:
+            self._connection.close()
+
+    async def _end(self, begun: bool) -> Ended:
+        """Only QEMU's own process is evidence: one that someone killed was no doing of its guest."""
+        words = self.vm.words() if not begun else ""
+        ended_itself = await self.vm.wait(_END_S)
+        code = await self._host.end(self.vm)
+        if ended_itself and code in _FROM_OUTSIDE:
+            return Ended(True, f"; its QEMU was killed with signal {-code}", "is the host out of memory?")
+        return Ended(False, f"; it printed: {words}" if words else "")
+
+
+def state_of(snapshot: Snapshot) -> Saved:
+    if not isinstance(snapshot.state, Saved):
+        raise MachineError("this snapshot was not made by a virtual machine of this process")
+    return snapshot.state

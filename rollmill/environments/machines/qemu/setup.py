@@ -1,0 +1,123 @@
+"""`rollmill machines setup`: gets the parts of virtual machines from Debian packages, or says what is missing.
+
+QEMU is installed by apt, which needs root. The kernel is not installed: its package is downloaded and a few files are
+taken out of it, which any user may do.
+"""
+
+from __future__ import annotations
+
+import lzma
+import os
+import shutil
+import subprocess
+import tarfile
+import tempfile
+from collections.abc import Callable
+from pathlib import Path
+from typing import IO
+
+from rollmill.environments.machines.qemu import parts
+from rollmill.errors import MachineError
+
+# answers QEMU's question for the line of the instruction cache, see parts.py
+_PRELOAD = f"""#define _GNU_SOURCE
+#include <dlfcn.h>
+#include <unistd.h>
+long sysconf(int name) {{
+    static long (*original)(int);
+    if (name == _SC_LEVEL1_ICACHE_LINESIZE) return {parts.LONGEST_CACHE_LINE};
+    if (!original) original = (long (*)(int))dlsym(RTLD_NEXT, "sysconf");
+    return original(name);
+}}
+"""
+
+
+def set_up(say: Callable[[str], None]) -> None:
+    """Get whatever is missing. MachineError names what cannot be got, and the command that gets it."""
+    arch, place = parts.architecture(), parts.kernel_directory()
+    place.mkdir(parents=True, exist_ok=True)
+    if shutil.which(arch.program) is None:
+        _install([arch.package], say)
+    say(f"QEMU: {shutil.which(arch.program)}")
+    if not (place / "vmlinuz").is_file():
+        _fetch_kernel(arch.kernel_package, place)
+    say(f"kernel: {place / 'vmlinuz'}")
+    if parts.needs_preload():
+        if not (place / "cache_line.so").is_file():
+            _build_preload(place, say)
+        say(f"preload for this CPU: {place / 'cache_line.so'}")
+
+
+def _install(packages: list[str], say: Callable[[str], None]) -> None:
+    command = ["apt-get", "install", "--yes", "--no-install-recommends", *packages]
+    if shutil.which("apt-get") is None or os.geteuid() != 0:
+        raise MachineError(
+            f"missing: {', '.join(packages)} (names of Debian packages)",
+            hint=f"as root: {' '.join(command)}, then `rollmill machines setup` again",
+        )
+    say(f"installing {', '.join(packages)}")
+    environment = {**os.environ, "DEBIAN_FRONTEND": "noninteractive"}
+    _run(["apt-get", "update"], env=environment)
+    _run(command, env=environment)
+
+
+def _fetch_kernel(package: str, place: Path) -> None:
+    if shutil.which("apt-get") is None or shutil.which("dpkg-deb") is None:
+        raise MachineError(
+            "the kernel of virtual machines comes from a Debian package, and there is no apt-get here",
+            hint=f"unpack {package}: its vmlinuz and {', '.join(f'{name}.ko' for name in parts.MODULES)} into {place}",
+        )
+    depends = _run(["apt-cache", "depends", package]).split()
+    real = next((word for word in depends if word.startswith("linux-image-") and word != package), package)
+    with tempfile.TemporaryDirectory(dir=place) as temporary:
+        # apt's own user cannot write here, and says so; as root it then downloads itself
+        _run(["apt-get", "download", real], cwd=temporary)
+        archive = next(Path(temporary).glob("*.deb"))
+        with subprocess.Popen(["dpkg-deb", "--fsys-tarfile", archive], stdout=subprocess.PIPE) as unpacking:
+            assert unpacking.stdout is not None
+            _take_kernel(unpacking.stdout, place)
+
+
+def _take_kernel(stream: IO[bytes], place: Path) -> None:
+    """Keep the kernel and the modules that are needed. The kernel is renamed last: it stands for all of them."""
+    wanted = {f"{name}.ko{end}": f"{name}.ko" for name in parts.MODULES for end in ("", ".xz")}
+    with tarfile.open(fileobj=stream, mode="r|") as archive:
+        for member in archive:
+            name = Path(member.name).name
+            if not member.isreg() or not (name in wanted or name.startswith("vmlinuz-")):
+                continue
+            content = archive.extractfile(member)
+            assert content is not None
+            data = content.read()
+            data = lzma.decompress(data) if name.endswith(".xz") else data
+            (place / wanted.get(name, "vmlinuz.part")).write_bytes(data)
+    os.replace(place / "vmlinuz.part", place / "vmlinuz")
+
+
+def _build_preload(place: Path, say: Callable[[str], None]) -> None:
+    if shutil.which("cc") is None:
+        _install(["gcc", "libc6-dev"], say)
+    with tempfile.TemporaryDirectory(dir=place) as temporary:
+        source, built = Path(temporary, "cache_line.c"), Path(temporary, "cache_line.so")
+        source.write_text(_PRELOAD)
+        _run(["cc", "-O2", "-shared", "-fPIC", "-o", str(built), str(source), "-ldl"])
+        os.replace(built, place / "cache_line.so")
+
+
+def _run(command: list[str], *, cwd: str | None = None, env: dict[str, str] | None = None) -> str:
+    done = subprocess.run(
+        command,
+        cwd=cwd,
+        env=env,
+        capture_output=True,
+        text=True,
+        errors="replace",
+        stdin=subprocess.DEVNULL,
+        check=False,
+    )
+    if done.returncode != 0:
+        words = (done.stderr.strip() or done.stdout.strip())[-600:]
+        raise MachineError(
+            f"`{' '.join(command)}` failed: {words}", hint="try it by hand; is a package mirror reachable?"
+        )
+    return done.stdout

@@ -1,0 +1,176 @@
+"""One virtual machine: a QEMU process and its guest. Start, restore, save, pause, end.
+
+Everything that QEMU opens is handed to it as an open file: guest memory, kernel, device state and sockets. So it runs
+as a user of its own where we are root, without rights to any file of the host.
+
+The saved state is the device state alone (`xen-save-devices-state`; nothing about it is particular to Xen), beside a
+copy of guest memory. A restored QEMU loads it as an incoming migration that has no memory in it.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import os
+import secrets
+import subprocess
+import time
+import weakref
+from typing import IO, Any
+
+from rollmill.environments.machines.namespace import wire
+from rollmill.environments.machines.qemu import launch, ram
+from rollmill.environments.machines.qemu.launch import Shape, Started
+from rollmill.environments.machines.qemu.monitor import Monitor
+from rollmill.errors import MachineError
+
+_LOAD_S = 60.0  # for a saved state to be loaded
+_INIT_S = 60.0  # for the guest's first process to answer
+_SEED_BYTES = 64
+_MAX_STATE = 1 << 26
+
+
+class Saved:
+    """The state of a guest: a sealed memory file, and what its devices hold. Closed when nobody refers to it."""
+
+    def __init__(self, memory: int, devices: bytes, stood_still_s: float) -> None:
+        self.memory = memory
+        self.devices = devices
+        self.stood_still_s = stood_still_s  # how long the guest was stopped for it
+        self.close = weakref.finalize(self, os.close, memory)
+
+
+class Vm:
+    def __init__(self, started: Started, memory: int, *, template: bool) -> None:
+        self.process = started.process
+        self.agent = started.agent
+        self._started = started
+        self._monitor = Monitor(started.monitor)
+        self._memory = memory  # of a template, the guest writes into this file; else it is that of the saved state
+        self._template = template
+        self._paused = False
+        self._ended: int | None = None  # its exit code
+
+    @classmethod
+    async def boot(cls, shape: Shape, initramfs: IO[bytes]) -> Vm:
+        """Start a template. The guest still boots when this returns."""
+        memory = ram.create(shape.memory_mb << 20)
+        vm = cls(launch.start(shape, memory, initramfs.fileno()), memory, template=True)
+        try:
+            await vm._monitor.start()
+            await asyncio.get_running_loop().sock_sendall(vm.agent, b"g")  # what the agent waits for
+        except BaseException as error:
+            raise await vm.failed(error) from error
+        return vm
+
+    @classmethod
+    async def restore(cls, shape: Shape, saved: Saved) -> Vm:
+        """A machine with the saved state. It runs, and has an identity of its own."""
+        memory = os.dup(saved.memory)
+        vm = cls(launch.start(shape, memory, None), memory, template=False)
+        try:
+            os.pwrite(vm._started.devices, saved.devices, 0)
+            await vm._monitor.start()
+            await vm._monitor.ask("migrate-incoming", uri=f"fd:{vm._started.incoming}")
+            async with asyncio.timeout(_LOAD_S):
+                await vm._monitor.wait_while("inmigrate")
+            await vm._monitor.ask("cont")
+            await vm.renew()
+        except BaseException as error:
+            raise await vm.failed(error) from error
+        return vm
+
+    async def renew(self) -> None:
+        """Give the guest entropy of its own, and the time."""
+        await self.ask_init({"op": "renew", "time": time.time()}, secrets.token_bytes(_SEED_BYTES))
+
+    async def ask_init(self, header: dict[str, Any], body: bytes = b"", *, within_s: float = _INIT_S) -> None:
+        """A request to the guest's first process. MachineError if it does not answer as it should."""
+        loop, connection = asyncio.get_running_loop(), self._started.init
+        number = secrets.randbits(32)
+        expected, received = wire.pack({"id": number}), b""
+        try:
+            async with asyncio.timeout(within_s):
+                await loop.sock_sendall(connection, wire.pack({**header, "id": number}, body))
+                while len(received) < len(expected) and (part := await loop.sock_recv(connection, 1024)):
+                    received += part
+        except (TimeoutError, OSError) as error:
+            raise MachineError(f"the guest's first process does not answer: {error!r}") from None
+        if received != expected:
+            raise MachineError("the guest's first process gave no proper answer")
+
+    async def save(self) -> Saved:
+        """Save the state. The guest stands still meanwhile and then goes on; a template ends."""
+        memory = os.dup(self._memory) if self._template else await asyncio.to_thread(ram.copy, self._memory)
+        try:
+            began = time.monotonic()
+            await self._monitor.ask("stop")
+            try:
+                devices = await self._save_devices()
+                if not self._template:
+                    await asyncio.to_thread(ram.copy_changes, self.process.pid, memory)
+            finally:
+                if not self._template and not self._paused:
+                    await self._monitor.ask("cont")
+            stood_still_s = time.monotonic() - began
+            if self._template:
+                await self.end()  # while it maps its memory, nobody can seal it
+            ram.seal(memory)
+        except BaseException:
+            os.close(memory)
+            raise
+        return Saved(memory, devices, stood_still_s)
+
+    async def _save_devices(self) -> bytes:
+        file = self._started.devices
+        await self._monitor.ask("xen-save-devices-state", filename=f"/proc/self/fd/{file}")
+        return os.pread(file, _MAX_STATE, 0)
+
+    async def pause(self) -> None:
+        await self._monitor.ask("stop")
+        self._paused = True
+
+    async def resume(self) -> None:
+        await self._monitor.ask("cont")
+        self._paused = False
+
+    async def wait(self, within_s: float) -> bool:
+        """Whether the process ends by itself in that time."""
+        try:
+            await asyncio.to_thread(self.process.wait, within_s)
+        except subprocess.TimeoutExpired:
+            return False
+        return True
+
+    async def end(self) -> int:
+        """End the process; safe to repeat. Returns its exit code: its own, if it had ended by itself."""
+        if self._ended is None:
+            if self.process.poll() is None:
+                self.process.kill()
+            code = await asyncio.to_thread(self.process.wait)
+            if self._ended is None:  # nobody else was faster
+                self._ended = code
+                self._monitor.close()
+                self._started.init.close()
+                for file in (self._memory, self._started.devices, self._started.log):
+                    os.close(file)
+        return self._ended
+
+    def words(self) -> str:
+        """The end of what QEMU and the guest's console have printed."""
+        if self._ended is not None:
+            return ""
+        text = os.pread(self._started.log, launch.LOG_BYTES, 0).rstrip(b"\0").decode("utf-8", "replace").strip()
+        return text[-600:]
+
+    async def failed(self, error: BaseException) -> BaseException:
+        """End a machine that could not be started. Returns what to raise."""
+        words = ""
+        with contextlib.suppress(OSError):
+            words = self.words()
+        await self.end()
+        self.agent.close()
+        if not isinstance(error, Exception):
+            return error
+        why = error.message if isinstance(error, MachineError) else repr(error)
+        return MachineError(f"a virtual machine did not start: {why}; it printed: {words or 'nothing'}")

@@ -1,0 +1,236 @@
+"""Virtual machines: commands, files, identity, snapshots, forks, and what a guest can and cannot do to its host.
+
+Each test here runs real guests under QEMU. Time limits are long: software emulation beside other tests is slow.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import errno
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import AsyncIterator
+from pathlib import Path
+
+import pytest
+import pytest_asyncio
+
+from rollmill.environments.machine import Snapshot
+from rollmill.environments.machines.images import BUILT_IN
+from rollmill.environments.machines.probe import probe
+from rollmill.environments.machines.qemu.host import QemuHost
+from rollmill.environments.machines.qemu.machine import QemuMachine
+from rollmill.environments.machines.qemu.vm import Saved
+from rollmill.errors import MachineError
+from tests.environments.machines.virtual import CONFIG, qemu_host, run_python  # noqa: F401
+
+pytestmark = [pytest.mark.asyncio(loop_scope="module"), pytest.mark.slow]
+LONG_S = 120.0
+
+
+@pytest_asyncio.fixture(scope="module", loop_scope="module")
+async def machine(qemu_host: QemuHost) -> AsyncIterator[QemuMachine]:  # noqa: F811
+    machine = await qemu_host.create(BUILT_IN, {"main.py": b"x = 1\n", "package/deep/module.py": b"\x00\xff" * 1000})
+    yield machine
+    await machine.close()
+
+
+async def test_the_probe_passes_and_measures(qemu_host: QemuHost) -> None:  # noqa: F811
+    found = await probe(qemu_host)
+    able = found.capabilities
+    assert (able.kernel, able.snapshot, able.pause, able.architecture) == ("own", "full", True, os.uname().machine)
+    assert able.slowdown >= 1.0
+
+
+async def test_files_and_commands(machine: QemuMachine) -> None:
+    assert await machine.read("main.py") == b"x = 1\n"
+    assert await machine.read("/work/package/deep/module.py") == b"\x00\xff" * 1000
+    with pytest.raises(FileNotFoundError):
+        await machine.read("absent.py")
+    with pytest.raises(OSError) as error:
+        await machine.read("package/deep/module.py", max_bytes=1999)
+    assert error.value.errno == errno.EFBIG
+    result = await machine.exec(
+        ["sh", "-c", "cat; echo $COLOUR >&2; pwd; exit 3"], stdin=b"hello\n", env={"COLOUR": "red"}
+    )
+    assert (result.exit_code, result.output, result.stopped) == (3, b"hello\nred\n/work\n", None)
+    assert (await machine.exec(["no-such-program"], timeout_s=LONG_S)).exit_code == 127
+    large = os.urandom(3 << 20)
+    await machine.write("large", large)
+    assert await machine.read("large", max_bytes=1 << 23) == large
+    result = await machine.exec(["cat", "large"], timeout_s=LONG_S, max_output=1000)
+    assert result.truncated and len(result.output) < 1100 and result.output.startswith(large[:500])
+    await machine.exec(["rm", "large"])
+
+
+async def test_a_command_that_takes_too_long_ends_with_all_it_started(machine: QemuMachine) -> None:
+    result = await machine.exec(["sh", "-c", "sleep 1000 & sleep 1000"], timeout_s=1.0)
+    assert result.stopped == "time"
+    assert await run_python(machine, "import os; print(len([p for p in os.listdir('/proc') if p.isdigit()]))") == "2"
+
+
+async def test_a_command_that_takes_all_memory_costs_only_itself(machine: QemuMachine) -> None:
+    result = await machine.exec(["python", "-c", "x = [bytes(1 << 20) for _ in range(400)]"], timeout_s=LONG_S)
+    assert result.exit_code != 0
+    assert await machine.read("main.py") == b"x = 1\n"
+
+
+async def test_clones_do_not_repeat_each_other(qemu_host: QemuHost) -> None:  # noqa: F811
+    """The first random numbers of each clone, which without renewal are the same in all of them; and the time."""
+    clones = [await qemu_host.create(BUILT_IN) for _ in range(6)]
+    program = "import os, random, time, uuid; print(os.urandom(16).hex(), random.random(), uuid.uuid4(), time.time())"
+    values = [(await run_python(clone, program)).split() for clone in clones]
+    now = time.time()
+    for column in range(3):
+        assert len({value[column] for value in values}) == 6, values
+    for value in values:  # the template is older than this
+        assert now - LONG_S < float(value[3]) < now + 1
+    await asyncio.gather(*(clone.close() for clone in clones))
+
+
+async def test_forks_have_the_memory_of_their_parent_and_go_their_own_way(machine: QemuMachine) -> None:
+    counter = await machine.start(
+        ["python", "-u", "-c", "import time\nfor i in range(10**9): print(i); time.sleep(.05)"]
+    )
+    while not (await counter.state()).output:  # noqa: ASYNC110
+        await asyncio.sleep(0.1)
+    first, second = await machine.fork(2)
+    await first.write("main.py", b"x = 2\n")
+    assert [await each.read("main.py") for each in (machine, first, second)] == [b"x = 1\n", b"x = 2\n", b"x = 1\n"]
+    (grandchild,) = await first.fork()
+    assert await grandchild.read("main.py") == b"x = 2\n"
+    running = "import os; print([open(f'/proc/{p}/cmdline').read()[:6] for p in os.listdir('/proc') if p.isdigit()])"
+    for each in (machine, first, second, grandchild):  # the process that was started goes on in all of them
+        assert "python" in await run_python(each, running + "; open('mark', 'w')")
+    printed = (await counter.state()).output
+    await asyncio.sleep(0.5)
+    assert len((await counter.state()).output) > len(printed), "the parent goes on"
+    await counter.stop()
+    await asyncio.gather(first.close(), second.close(), grandchild.close())
+
+
+async def test_a_snapshot_outlives_its_machine(qemu_host: QemuHost) -> None:  # noqa: F811
+    original = await qemu_host.create(BUILT_IN, {"main.py": b"x = 1\n"})
+    snapshot = await original.snapshot()
+    assert isinstance(snapshot.state, Saved)
+    await original.close()
+    restored = await qemu_host.create(BUILT_IN, {"extra": b"e"}, snapshot=snapshot)
+    assert (await restored.read("main.py"), await restored.read("extra")) == (b"x = 1\n", b"e")
+    await restored.close()
+    await qemu_host.release(snapshot)
+    with pytest.raises(MachineError, match="not made by a virtual machine"):
+        await qemu_host.create(BUILT_IN, snapshot=Snapshot(BUILT_IN, b"something else"))
+
+
+async def test_a_paused_machine_stands_still_and_goes_on(machine: QemuMachine) -> None:
+    counter = await machine.start(
+        ["python", "-u", "-c", "import time\nfor i in range(10**9): print(i); time.sleep(.01)"]
+    )
+    while not (await counter.state()).output:  # noqa: ASYNC110
+        await asyncio.sleep(0.1)
+    await machine.pause()
+    ticks = _cpu_ticks(machine)
+    await asyncio.sleep(0.5)
+    assert _cpu_ticks(machine) - ticks <= 1
+    await machine.resume()
+    assert (await counter.stop()).exit_code == -signal.SIGKILL
+
+
+def _cpu_ticks(machine: QemuMachine) -> int:
+    fields = Path(f"/proc/{machine.vm.process.pid}/stat").read_text().rpartition(")")[2].split()
+    return int(fields[11]) + int(fields[12])
+
+
+async def test_a_guest_has_no_network_and_no_way_to_its_own_control(machine: QemuMachine) -> None:
+    program = """
+import json, os, socket
+found = {"interfaces": os.listdir("/sys/class/net"), "opened": [], "user": os.getuid()}
+for path in ("/dev/vport0p1", "/dev/vport0p2", "/dev/mem", "/dev/kmsg", "/dev/console", "/proc/1/mem", "/proc/kcore"):
+    try:
+        open(path, "rb"); found["opened"].append(path)
+    except OSError:
+        pass
+for action in (lambda: os.mkdir("/opt/x"), lambda: os.unlink("/usr/bin/env"), lambda: os.setuid(0),
+               lambda: os.kill(1, 9), lambda: os.mknod("node", 0o20666, 0x101), lambda: os.chroot("/tmp")):
+    try:
+        action(); found["opened"].append("an action")
+    except OSError:
+        pass
+try:
+    socket.create_connection(("192.0.2.1", 80), timeout=2); found["opened"].append("network")
+except OSError:
+    pass
+found["code"] = [where for where in ("/init", "/opt/modules") if os.path.exists(where)] + os.listdir("/opt/host")
+print(json.dumps(found))
+"""
+    found = json.loads(await run_python(machine, program))
+    assert found == {"interfaces": ["lo"], "opened": [], "user": 1000, "code": []}
+
+
+async def test_a_qemu_that_someone_kills_is_an_infrastructure_failure(qemu_host: QemuHost) -> None:  # noqa: F811
+    machine = await qemu_host.create(BUILT_IN)
+    running = asyncio.create_task(machine.exec(["sleep", "100"], timeout_s=LONG_S))
+    await asyncio.sleep(0.5)
+    machine.vm.process.kill()
+    with pytest.raises(MachineError, match="killed with signal 9"):
+        await running
+    await machine.close()
+
+
+async def test_qemu_has_no_rights_of_ours(machine: QemuMachine) -> None:
+    status = Path(f"/proc/{machine.vm.process.pid}/status").read_text()
+    fields = dict(line.split(":\t", 1) for line in status.splitlines() if ":\t" in line)
+    assert fields["NoNewPrivs"] == "1" and fields["Seccomp"] == "2"
+    if os.geteuid() == 0:
+        assert "0" not in fields["Uid"].split() and int(fields["CapEff"], 16) == 0 and not fields["Groups"].strip()
+
+
+async def test_no_machine_outlives_a_dispatcher_that_is_killed() -> None:
+    program = """
+import asyncio
+from rollmill.environments.machines.qemu.host import QemuHost
+from tests.environments.machines.virtual import CONFIG
+async def main():
+    machine = await QemuHost(CONFIG).create("host-python")
+    print(machine.vm.process.pid, flush=True)
+    await asyncio.sleep(1000)
+asyncio.run(main())
+"""
+    dispatcher = subprocess.Popen(  # noqa: ASYNC220
+        [sys.executable, "-c", program], stdout=subprocess.PIPE
+    )
+    assert dispatcher.stdout is not None
+    pid = int(await asyncio.to_thread(dispatcher.stdout.readline))
+    assert Path(f"/proc/{pid}").exists()
+    dispatcher.kill()
+    dispatcher.wait()
+    dispatcher.stdout.close()
+    for _ in range(200):
+        if not _alive(pid):
+            break
+        await asyncio.sleep(0.05)
+    assert not _alive(pid)
+
+
+def _alive(pid: int) -> bool:
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
+    except OSError:
+        return False
+
+
+async def test_the_host_leaves_no_process_and_no_file() -> None:
+    host = QemuHost(CONFIG)
+    before = set(os.listdir("/proc/self/fd"))
+    machine = await host.create(BUILT_IN)
+    (fork,) = await machine.fork()
+    pids = [machine.vm.process.pid, fork.vm.process.pid]
+    await fork.close()
+    await host.close()
+    await machine.close()
+    assert not any(map(_alive, pids))
+    assert set(os.listdir("/proc/self/fd")) <= before
