@@ -1,6 +1,6 @@
-"""Machines: from start to the first command, with `bwrap` beside them in the same run.
+"""Machines: from start to the first command, with `bwrap` beside them in the same run; then virtual machines.
 
-    python -m benchmarks.machines [--quick] [--starts 400] [--bwrap PATH]
+    python -m benchmarks.machines [--quick] [--starts 400] [--bwrap PATH] [--only qemu]
 
 - p50 and p99 are of the time from `create` to the end of the first command, `true`. One machine at a time; each is
   closed before the next one starts.
@@ -12,6 +12,10 @@
 `bwrap` is Debian's package bubblewrap. It runs `true` in the same kinds of namespaces (user, mount, pid, net, ipc,
 uts), without limits on memory and processes, without a filter of system calls, and without a process that stays for the
 next command. Without `bwrap` its row is left out. Both take turns, so that other work on this host meets both.
+
+Virtual machines (machines_qemu.py) have rows of their own, where QEMU is set up. A cold boot counts from the request to
+the end of the first command, and includes making the guest's files. Memory of paused machines: each has run a command;
+pages that several machines share are divided among them.
 """
 
 from __future__ import annotations
@@ -25,10 +29,12 @@ import time
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
+from typing import Any
 
 from rich.console import Console
 from rich.table import Table
 
+from benchmarks import machines_qemu
 from benchmarks.output import at_least, at_most, finish
 from rollmill.environments.machines.images import BUILT_IN
 from rollmill.environments.machines.namespace.client import NamespaceHost
@@ -143,8 +149,27 @@ def main() -> None:
     parser.add_argument("--quick", action="store_true", help="fewer starts: under a minute")
     parser.add_argument("--starts", type=int, default=400, help="of each kind")
     parser.add_argument("--bwrap", default=shutil.which("bwrap"), help="path of bwrap")
+    parser.add_argument("--held", type=int, default=200, help="virtual machines that are held at once, paused")
+    parser.add_argument("--only", choices=["namespaces", "qemu"], help="measure this kind alone")
     arguments = parser.parse_args()
-    measured = asyncio.run(run(80 if arguments.quick else arguments.starts, arguments.bwrap))
+    figures, bars = {}, {}
+    if arguments.only != "qemu":
+        figures, bars = namespace_figures(80 if arguments.quick else arguments.starts, arguments.bwrap)
+    if arguments.only != "namespaces":
+        if why := machines_qemu.missing():
+            print(f"no virtual machines: {why}")
+        else:
+            quick = {"boots": 1, "restores": 6, "held": 8}
+            counts = quick if arguments.quick else {"boots": 3, "restores": 20, "held": arguments.held}
+            measured = asyncio.run(machines_qemu.measure(**counts))
+            show_figures("virtual machines", measured)
+            figures |= measured
+            bars |= machines_qemu.bars(measured)
+    finish("machines", figures, bars)
+
+
+def namespace_figures(starts: int, bwrap: str | None) -> tuple[dict[str, float], dict[str, dict[str, Any]]]:
+    measured = asyncio.run(run(starts, bwrap))
     by_name = {name: each.figures(name) for name, each in measured.items()}
     show(by_name)
     figures = {key: value for values in by_name.values() for key, value in values.items()}
@@ -153,7 +178,16 @@ def main() -> None:
         "namespaces_p99_ms": at_most(figures["namespaces_p99_ms"], 30.0),
         "namespaces_starts_per_s": at_least(figures["namespaces_starts_per_s"], 120.0),
     }
-    finish("machines", figures, bars)
+    return figures, bars
+
+
+def show_figures(title: str, figures: dict[str, float]) -> None:
+    table = Table(title=title)
+    for column in ("", "value"):
+        table.add_column(column)
+    for name, value in figures.items():
+        table.add_row(name, f"{value:.3g}")
+    Console().print(table)
 
 
 if __name__ == "__main__":

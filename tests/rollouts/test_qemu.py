@@ -47,7 +47,7 @@ async def test_right_and_wrong_episodes_are_graded_on_clean_machines(virtual_wor
 async def test_a_hostile_episode_costs_only_itself(virtual_world: World) -> None:
     """It fills its memory, and its tests never end. It is graded, and the next one is not disturbed."""
     world = virtual_world
-    hostile = "x = [bytes(1 << 20) for _ in range(1000)]\nwhile True: pass"
+    hostile = "x = [b'x' * (1 << 20) for _ in range(1000)]\nwhile True: pass"
     world.says(("write", {"path": "main.py", "content": hostile}), ("run", {}), ("done", {}))
     outcome = await world.play(make_task(0))
     assert outcome.reward is not None and outcome.reward.value == 0.0

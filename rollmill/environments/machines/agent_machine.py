@@ -178,8 +178,8 @@ class AgentMachine:
         await self._sent.wait()
         loop = asyncio.get_running_loop()
         assert self._limit is not None
-        self._limit.reschedule(loop.time() + self._grace_s)  # the command's own time limit may be days away
-        with contextlib.suppress(OSError):
+        with contextlib.suppress(OSError, RuntimeError):  # RuntimeError: the limit was reached at this moment
+            self._limit.reschedule(loop.time() + self._grace_s)  # the command's own time limit may be days away
             await loop.sock_sendall(self._connection, wire.pack({"op": "interrupt"}))
 
     async def _lose(self, why: str, by_command: bool) -> None:

@@ -9,8 +9,8 @@ import socket
 
 import pytest
 
+from rollmill.environments.machines.agent_machine import AgentMachine
 from rollmill.environments.machines.images import BUILT_IN
-from rollmill.environments.machines.namespace import machine as machines
 from rollmill.environments.machines.namespace.client import NamespaceHost, NamespaceMachine
 from tests.environments.conftest import CONFIG, run_python
 from tests.environments.machines.test_containment import parent_of, processes_with, wait_for_processes
@@ -115,7 +115,7 @@ async def test_a_machine_that_ignores_a_cancelled_command_is_ruined(
     await wait_for_processes("54321.9876", 1)
     (command,) = processes_with("54321.9876")
     os.kill(parent_of(command), signal.SIGSTOP)  # pid 1, as if the command had found a way
-    monkeypatch.setattr(machines, "GRACE_S", 1.0)
+    monkeypatch.setattr(AgentMachine, "_grace_s", 1.0)
     running.cancel()
     with pytest.raises(FileNotFoundError):
         await machine.read("main.py")

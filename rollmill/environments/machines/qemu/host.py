@@ -112,6 +112,9 @@ class QemuHost:
             task.cancel()
         if self._templates:
             await asyncio.wait(self._templates.values())
+        for task in self._templates.values():
+            if not task.cancelled() and task.exception() is None:
+                task.result().saved.close()
         self._templates.clear()
         for vm in list(self._running):
             await self.end(vm)

@@ -50,6 +50,7 @@ class QemuMachine(AgentMachine):
         snapshot = await self.snapshot()
         made = [asyncio.ensure_future(self._host.create(self._image, snapshot=snapshot)) for _ in range(count)]
         await asyncio.wait(made)
+        await self._host.release(snapshot)
         failed = [each for each in made if each.exception() is not None]
         if failed:
             await asyncio.gather(*(each.result().close() for each in made if each.exception() is None))

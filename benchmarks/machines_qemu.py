@@ -1,0 +1,145 @@
+"""Virtual machines under QEMU, for `python -m benchmarks.machines`: boot, restore, fork, exec, paused machines."""
+
+from __future__ import annotations
+
+import asyncio
+import statistics
+import time
+from collections.abc import Awaitable, Callable
+from pathlib import Path
+from typing import Any
+
+from benchmarks.output import at_least, at_most
+from rollmill.environments.machines.images import BUILT_IN, load_image
+from rollmill.environments.machines.qemu.host import QemuHost
+from rollmill.environments.machines.qemu.machine import QemuMachine
+from rollmill.environments.machines.qemu.parts import find_parts
+from rollmill.errors import MachineError
+
+RESTORE_S = {"aarch64": 0.5, "x86_64": 0.8}
+PAUSE_MS = {"aarch64": 100.0, "x86_64": 150.0}
+
+
+def missing() -> str | None:
+    """Why there are no virtual machines here; None if there are."""
+    try:
+        find_parts()
+    except MachineError as error:
+        return str(error)
+    return None
+
+
+async def measure(*, boots: int, restores: int, held: int) -> dict[str, float]:
+    boot_s = [await _boot() for _ in range(boots)]
+    host = QemuHost()
+    try:
+        template = await host.template(load_image(BUILT_IN, None))
+        restore_s = [await _start(host) for _ in range(restores)]
+        machine = await host.create(BUILT_IN)
+        for _ in range(5):
+            await machine.exec(["true"])  # translated code is warm
+        over_ms = [await _round_trip(machine) for _ in range(30)]
+        ping_ms = [1e3 * await _timed(lambda: machine.vm.ask_init({"op": "ping"})) for _ in range(30)]
+        pause_ms = [1e3 * (await machine.snapshot()).state.stood_still_s for _ in range(8)]
+        fork_s = [await _fork(machine) for _ in range(4)]
+        await machine.close()
+        paused = await _hold(host, held)
+        return {
+            "qemu_boot_s": statistics.median(boot_s),
+            "qemu_restore_p50_s": statistics.median(restore_s),
+            "qemu_restore_worst_s": max(restore_s),
+            "qemu_boot_over_restore": statistics.median(boot_s) / statistics.median(restore_s),
+            "qemu_exec_over_ms": statistics.median(over_ms),
+            "qemu_ping_ms": statistics.median(ping_ms),
+            "qemu_fork_pause_p50_ms": statistics.median(pause_ms),
+            "qemu_fork_pause_worst_ms": max(pause_ms),
+            "qemu_fork_to_exec_s": statistics.median(fork_s),
+            "qemu_slowdown": template.capabilities.slowdown,
+            **paused,
+        }
+    finally:
+        await host.close()
+
+
+def bars(figures: dict[str, float]) -> dict[str, dict[str, Any]]:
+    architecture = find_parts().architecture.name
+    return {
+        "qemu_restore_p50_s": at_most(figures["qemu_restore_p50_s"], RESTORE_S[architecture]),
+        "qemu_boot_over_restore": at_least(figures["qemu_boot_over_restore"], 8.0),
+        "qemu_fork_pause_p50_ms": at_most(figures["qemu_fork_pause_p50_ms"], PAUSE_MS[architecture]),
+        "qemu_exec_over_ms": at_most(figures["qemu_exec_over_ms"], 5.0),
+        "qemu_paused_mib": at_most(figures["qemu_paused_mib"], 64.0),
+        "qemu_resume_ms": at_most(figures["qemu_resume_ms"], 30.0),
+    }
+
+
+async def _boot() -> float:
+    host = QemuHost()
+    try:
+        return (await host.template(load_image(BUILT_IN, None))).boot_s
+    finally:
+        await host.close()
+
+
+async def _start(host: QemuHost) -> float:
+    """Seconds from the request for a machine to the end of its first command."""
+    began = time.monotonic()
+    machine = await host.create(BUILT_IN)
+    result = await machine.exec(["true"])
+    seconds = time.monotonic() - began
+    assert result.exit_code == 0, result
+    await machine.close()
+    return seconds
+
+
+async def _round_trip(machine: QemuMachine) -> float:
+    """Milliseconds of a command beyond the time that the command itself ran."""
+    began = time.monotonic()
+    result = await machine.exec(["true"])
+    return 1e3 * (time.monotonic() - began - result.seconds)
+
+
+async def _timed(work: Callable[[], Awaitable[None]]) -> float:
+    began = time.monotonic()
+    await work()
+    return time.monotonic() - began
+
+
+async def _fork(machine: QemuMachine) -> float:
+    """Seconds from the request for a fork to the end of its first command."""
+    began = time.monotonic()
+    (fork,) = await machine.fork()
+    await fork.exec(["true"])
+    seconds = time.monotonic() - began
+    await fork.close()
+    return seconds
+
+
+async def _hold(host: QemuHost, count: int) -> dict[str, float]:
+    """Hold `count` machines at once that have run a command, paused; then resume some."""
+    machines: list[QemuMachine] = []
+    resume_ms = []
+    try:
+        for _ in range(count):
+            machine = await host.create(BUILT_IN)
+            machines.append(machine)
+            await machine.exec(["true"])
+            await machine.pause()
+        size = sum(_share_mib(machine) for machine in machines) / count
+        for machine in machines[:20]:
+            began = time.monotonic()
+            await machine.resume()
+            await machine.vm.ask_init({"op": "ping"})
+            resume_ms.append(1e3 * (time.monotonic() - began))
+            await machine.pause()
+    finally:
+        await asyncio.gather(*(machine.close() for machine in machines))
+    return {"qemu_held": count, "qemu_paused_mib": size, "qemu_resume_ms": statistics.median(resume_ms)}
+
+
+def _share_mib(machine: QemuMachine) -> float:
+    """The memory of a QEMU process; pages that several share are divided among them."""
+    for line in Path(f"/proc/{machine.vm.process.pid}/smaps_rollup").read_text().splitlines():
+        if line.startswith("Pss:"):
+            return int(line.split()[1]) / 1024
+    raise OSError("no Pss")
