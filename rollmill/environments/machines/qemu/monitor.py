@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import json
 import socket
 from typing import Any
@@ -54,9 +55,11 @@ class Monitor:
             if key in message:
                 return message[key]
 
-    def close(self) -> None:
-        if self._writer is not None:
-            self._writer.close()
-            self._writer = None
-        else:
+    async def close(self) -> None:
+        writer, self._writer = self._writer, None
+        if writer is None:
             self._connection.close()
+            return
+        writer.close()
+        with contextlib.suppress(OSError):
+            await writer.wait_closed()

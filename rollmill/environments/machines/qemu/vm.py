@@ -150,10 +150,10 @@ class Vm:
             code = await asyncio.to_thread(self.process.wait)
             if self._ended is None:  # nobody else was faster
                 self._ended = code
-                self._monitor.close()
                 self._started.init.close()
                 for file in (self._memory, self._started.devices, self._started.log):
                     os.close(file)
+                await self._monitor.close()
         return self._ended
 
     def words(self) -> str:
