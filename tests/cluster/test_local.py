@@ -95,6 +95,17 @@ def test_when_the_nursery_dies_its_roles_are_restarted(run: RunDirectory, cluste
     until(lambda: pid_of(run, "store") not in (None, store) and answers(run), cluster)
 
 
+def test_modules_in_the_current_directory_are_not_imported(
+    run: RunDirectory, cluster: LocalCluster, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A run is often started in a directory full of somebody's files."""
+    for name in ("json", "random", "rollmill"):
+        (tmp_path / f"{name}.py").write_text("raise SystemExit('imported from the current directory')\n")
+    monkeypatch.chdir(tmp_path)
+    cluster.start("store", service=True)
+    until(lambda: answers(run), cluster)
+
+
 def test_a_role_that_exits_with_0_is_not_restarted(run: RunDirectory, cluster: LocalCluster) -> None:
     cluster.start("store")
     until(lambda: answers(run))

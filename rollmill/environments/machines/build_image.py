@@ -66,7 +66,7 @@ def _install(requirements: Path, target: Path) -> None:
         raise TaskError(f"{requirements} is not a file", hint="--requirements names a file with one package per line")
     arguments = ["install", "--quiet", "--disable-pip-version-check", "--no-input", "--target", str(target)]
     done = subprocess.run(
-        [sys.executable, "-m", "pip", *arguments, "--requirement", str(requirements)],
+        [sys.executable, "-P", "-m", "pip", *arguments, "--requirement", str(requirements)],
         stdout=subprocess.DEVNULL,
         stderr=subprocess.PIPE,
         text=True,

@@ -14,6 +14,7 @@ from rollmill.environments.machines.images import BUILT_IN, load_image
 from rollmill.environments.machines.namespace import wire
 from rollmill.environments.machines.namespace.client import NamespaceConfig, NamespaceHost, NamespaceMachine
 from rollmill.errors import MachineError, TaskError
+from tests.environments.conftest import start_host
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
 
@@ -34,6 +35,18 @@ async def test_files_are_written_and_read(host: NamespaceHost) -> None:
         await machine.read("package/deep/module.py", max_bytes=1999)
     assert error.value.errno == errno.EFBIG
     await machine.close()
+
+
+async def test_modules_in_the_current_directory_are_not_imported(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name in ("json", "random", "rollmill"):
+        (tmp_path / f"{name}.py").write_text("raise SystemExit('imported from the current directory')\n")
+    monkeypatch.chdir(tmp_path)
+    host = await start_host()
+    machine = await host.create(BUILT_IN)
+    assert (await machine.exec(["true"])).exit_code == 0
+    await host.close()
 
 
 async def test_commands_return_exit_code_output_and_time(machine: NamespaceMachine) -> None:

@@ -204,7 +204,15 @@ def _launch(control: socket.socket, config: NamespaceConfig, packages: str | Non
     }
     module = f"{__package__}.launch"
     return subprocess.Popen(
-        [sys.executable, "-m", module, str(control.fileno()), json.dumps(limits), *([packages] if packages else [])],
+        [
+            sys.executable,
+            "-P",
+            "-m",
+            module,
+            str(control.fileno()),
+            json.dumps(limits),
+            *([packages] if packages else []),
+        ],
         stdin=subprocess.DEVNULL,
         stdout=subprocess.DEVNULL,
         stderr=subprocess.PIPE,
