@@ -18,11 +18,12 @@ from rollmill.environments.machines.namespace.client import NamespaceConfig, Nam
 from rollmill.errors import MachineError
 
 CONFIG = NamespaceConfig(memory_mb=128, disk_mb=16, processes=32)
-# A machine host without control groups and without spare user ids, as an ordinary user has it.
+# A machine host without control groups and without spare user ids, as an ordinary user has it. It is started as an
+# ordinary user too: the kernel never limits the processes of the real root, so a fork bomb would have no end.
 _BARE = """#!/bin/sh
 exec unshare --mount sh -c '
     mount -t tmpfs -o ro none /sys/fs/cgroup
-    exec setpriv --bounding-set=-setuid --inh-caps=-setuid "$@"
+    exec setpriv --reuid=61234 --regid=61234 --clear-groups --bounding-set=-setuid --inh-caps=-all "$@"
 ' - {python} "$@"
 """
 
