@@ -144,6 +144,7 @@ class Gateway:
             self._metrics,
             access,
             self._router.names,
+            self._router.window,
         )
 
     async def lifetime(self, app: web.Application) -> AsyncIterator[None]:

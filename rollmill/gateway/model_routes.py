@@ -28,7 +28,8 @@ OPENAI_CHAT, OPENAI_COMPLETIONS, ANTHROPIC = OpenAIChat(), OpenAICompletions(), 
 
 
 class ModelRoutes:
-    """`model_names` returns the names that a request may ask for; the first stands for no name."""
+    """`model_names` returns the names that a request may ask for; the first stands for no name. `window` returns the
+    tokens of context that every engine has, or None if no engine tells."""
 
     def __init__(
         self,
@@ -39,6 +40,7 @@ class ModelRoutes:
         metrics: Metrics,
         access: Access,
         model_names: Callable[[], Sequence[str]],
+        window: Callable[[], int | None],
     ) -> None:
         self._limits = Limits(stop_tokens, config.default_max_tokens, config.max_messages)
         self._completions = completions
@@ -47,6 +49,7 @@ class ModelRoutes:
         self._access = access
         self._privacy = Privacy(config.consent, config.redaction)
         self._model_names = model_names
+        self._window = window
         self._responses = OpenAIResponses(registry.responses)
 
     def add_to(self, app: web.Application) -> None:
@@ -127,9 +130,9 @@ class ModelRoutes:
         """List the names of models that a request may ask for.
 
         Needs: nothing.
-        Returns: a list that clients of OpenAI and of Anthropic can read.
+        Returns: a list that clients of OpenAI and of Anthropic can read; `max_model_len` is the context in tokens.
         """
-        listed = [_describe_model(name) for name in self._model_names()]
+        listed = [_describe_model(name, self._window()) for name in self._model_names()]
         page = {"first_id": listed[0]["id"], "last_id": listed[-1]["id"], "has_more": False}
         return web.json_response({"object": "list", "data": listed, **page})
 
@@ -140,7 +143,7 @@ class ModelRoutes:
         Returns: a model that clients of OpenAI and of Anthropic can read; 404 if there is none of this name.
         """
         self._check_model(request.match_info["id"])
-        return web.json_response(_describe_model(request.match_info["id"]))
+        return web.json_response(_describe_model(request.match_info["id"], self._window()))
 
     async def _answer(self, http: web.Request, dialect: Dialect) -> web.StreamResponse:
         admitted = await self._admit(http)
@@ -224,7 +227,9 @@ def dialect_name(path: str) -> str:
     return named.get(path) or dialect_of(path).name
 
 
-def _describe_model(name: str) -> dict[str, Any]:
-    """A model with the fields of OpenAI and of Anthropic."""
-    openai = {"id": name, "object": "model", "created": 0, "owned_by": "rollmill"}
+def _describe_model(name: str, window: int | None) -> dict[str, Any]:
+    """A model with the fields of OpenAI and of Anthropic, and the window as vLLM tells it."""
+    openai: dict[str, Any] = {"id": name, "object": "model", "created": 0, "owned_by": "rollmill"}
+    if window is not None:
+        openai["max_model_len"] = window
     return openai | {"type": "model", "display_name": name, "created_at": "1970-01-01T00:00:00Z"}

@@ -86,6 +86,10 @@ class Router:
         versions = {f"{e.policy.line}@{e.policy.number}" for e in self.engines if e.policy is not None}
         return [DEFAULT, *sorted({*self.split, *self._lines, *self._channels, *versions} - {DEFAULT})]
 
+    def window(self) -> int | None:
+        """The tokens of context that every engine has; None if none of them tells."""
+        return min((engine.context for engine in self.engines if engine.context is not None), default=None)
+
     def target(self, name: str, session: str, traffic: str) -> Target:
         """What a request of this session asks for with this name of a model. `split` divides production only: rollouts
         need the engines of their run."""

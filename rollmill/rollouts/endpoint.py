@@ -72,6 +72,7 @@ class EndpointProxy:
         self._transcripts: dict[str, Transcript] = {}
         self._app = web.Application(client_max_size=MAX_BODY)
         self._app.router.add_post("/{episode}/v1/chat/completions", self._forward)
+        self._app.router.add_get("/{episode}/v1/models", self._models)
 
     async def __aenter__(self) -> EndpointProxy:
         self._session = aiohttp.ClientSession(connector=keepalive_connector())
@@ -99,9 +100,8 @@ class EndpointProxy:
         Takes: an OpenAI chat completion.
         Returns: the endpoint's answer, in one event if a stream is asked for; 503 if it cannot be reached.
         """
-        transcript = self._transcripts.get(request.match_info["episode"])
-        given = request.headers.get("Authorization", "").removeprefix("Bearer ")
-        if transcript is None or not hmac.compare_digest(given.encode(), transcript.key.encode()):
+        transcript = self._transcript(request)
+        if transcript is None:
             return _refusal(401, "the key is not that of this episode")
         try:
             body = await request.json()
@@ -113,7 +113,7 @@ class EndpointProxy:
         if self._endpoint.model:
             body["model"] = self._endpoint.model
         try:
-            status, answer = await self._ask(body)
+            status, answer = await self._request("POST", "/chat/completions", body)
         except (aiohttp.ClientError, TimeoutError, OSError) as error:
             transcript.problem = f"{self._endpoint.url} cannot be reached: {error!r}"
             return _refusal(503, transcript.problem)
@@ -124,11 +124,32 @@ class EndpointProxy:
         _record(transcript, messages, answer)
         return _as_stream(answer) if stream else web.json_response(answer)
 
-    async def _ask(self, body: dict[str, Any]) -> tuple[int, Any]:
+    async def _models(self, request: web.Request) -> web.Response:
+        """List the endpoint's models: harnesses look there for the size of the context.
+
+        Needs: the key of the episode.
+        Returns: the endpoint's answer; 503 if it cannot be reached.
+        """
+        if self._transcript(request) is None:
+            return _refusal(401, "the key is not that of this episode")
+        try:
+            status, answer = await self._request("GET", "/models", None)
+        except (aiohttp.ClientError, TimeoutError, OSError) as error:
+            return _refusal(503, f"{self._endpoint.url} cannot be reached: {error!r}")
+        return web.json_response(answer, status=status)
+
+    def _transcript(self, request: web.Request) -> Transcript | None:
+        """The episode of a request; None if its key is not that of the episode."""
+        transcript = self._transcripts.get(request.match_info["episode"])
+        given = request.headers.get("Authorization", "").removeprefix("Bearer ")
+        right = transcript is not None and hmac.compare_digest(given.encode(), transcript.key.encode())
+        return transcript if right else None
+
+    async def _request(self, method: str, path: str, body: dict[str, Any] | None) -> tuple[int, Any]:
         headers = {"Authorization": f"Bearer {self._endpoint.key}"} if self._endpoint.key else {}
         timeout = aiohttp.ClientTimeout(total=_ANSWER_S)
-        url = self._endpoint.url.rstrip("/") + "/chat/completions"
-        async with self._session.post(url, json=body, headers=headers, timeout=timeout) as response:
+        url = self._endpoint.url.rstrip("/") + path
+        async with self._session.request(method, url, json=body, headers=headers, timeout=timeout) as response:
             try:
                 return response.status, await response.json(content_type=None)
             except ValueError:

@@ -169,7 +169,7 @@ LossName = Literal[
     "policy_gradient", "dppo", "ppo", "cispo", "gspo", "decoupled_ppo", "tis", "mis", "icepop"
 ]  # fmt: skip
 
-CreditName = Literal["path", "all", "decayed"]
+CreditName = Literal["path", "all", "decayed", "per_segment"]
 BaselineName = Literal["group_mean", "leave_one_out", "population", "none"]
 
 ALONE = ("population", "none")  # baselines for which a group may be one trajectory
@@ -277,7 +277,8 @@ class RLConfig(Config):
     aggregation: Literal["constant", "token_mean", "sequence_mean"] = Field(
         "constant",
         description="What the sum over tokens is divided by: a constant, the batch's tokens, or each trajectory's "
-        "tokens (`sequence_mean`). With the means, the weight of one token depends on its batch.",
+        "tokens (`sequence_mean`). So a trajectory weighs by its tokens, or as one sample with `sequence_mean`, "
+        "also if it is a chain of summaries. With the means, the weight of one token depends on its batch.",
     )
     expected_tokens: float = Field(
         default=16.0,
@@ -300,7 +301,8 @@ class RLConfig(Config):
     credit: CreditName = Field(
         "path",
         description="Which tokens of a trajectory share its reward: those on the `path` to the outcome (summaries and "
-        "used sub-agents included, abandoned retries and edits not), the same `decayed`, or `all`.",
+        "used sub-agents included, abandoned retries and edits not), the same `decayed`, the same shared equally by "
+        "the contexts of a chain of summaries (`per_segment`), or `all`.",
     )
     credit_decay: float = Field(
         default=0.95,

@@ -1,8 +1,13 @@
 """Who earns what: the share of a trajectory's advantage that each of its sampled tokens gets.
 
-path      1 on the way to the outcome, 0 elsewhere
-decayed   as path, times decay^n; n is how many answers on the way started later. The last answer gets all of it
-all       1 everywhere
+path          1 on the way to the outcome, 0 elsewhere
+decayed       as path, times decay^n; n is how many answers on the way started later. The last answer gets all of it
+per_segment   as path, but the segments on the way share equally, however long they are. The sum over all tokens is that
+              of path: n tokens of S segments get n / (S · tokens of their segment) each
+all           1 everywhere
+
+These say how tokens of one trajectory compare. How trajectories compare with each other is said by `aggregation`: with
+`sequence_mean` a chain of segments weighs as one sample, otherwise by its tokens.
 
 The outcome is the segment of the last answer. The way to it goes from each segment to its parent:
 
@@ -50,7 +55,16 @@ def credit_of(segments: Sequence[Segment], policy: CreditName, decay: float = 1.
     credits = [(np.arange(len(segment.tokens)) < reach.get(segment.id, 0)).astype(np.float32) for segment in segments]
     if policy == "decayed":
         _decay(segments, credits, decay)
+    if policy == "per_segment":
+        _share_equally(segments, credits)
     return credits
+
+
+def _share_equally(segments: Sequence[Segment], credits: Sequence[np.ndarray]) -> None:
+    counts = [int((credit_T * segment.sampled).sum()) for segment, credit_T in zip(segments, credits, strict=True)]
+    share = sum(counts) / max(1, sum(count > 0 for count in counts))
+    for credit_T, count in zip(credits, counts, strict=True):
+        credit_T *= share / max(1, count)
 
 
 def _decay(segments: Sequence[Segment], credits: Sequence[np.ndarray], decay: float) -> None:

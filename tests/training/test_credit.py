@@ -10,6 +10,8 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from rollmill.models.decoder import Decoder
 from rollmill.training.batching import ABANDONED, TokenRule, pack
@@ -99,6 +101,44 @@ def test_decayed_credit_counts_the_answers_that_follow() -> None:
     assert credits([a, b], "decayed", 0.5) == {"a": [0.25, 0.25, 0], "b": [0.5, 1]}
 
 
+def test_credit_per_segment_shares_equally() -> None:
+    """Six tokens on the way in three segments: each segment gets 2, whatever its length."""
+    a = segment("a", [0, 1, 1, 1, 0, 1], at=[1, 2])
+    b = segment("b", [0, 0, 1], at=[3], parent=(a, 1), cause="summary")
+    c = segment("c", [0, 0, 1], at=[4], parent=(b, 1), cause="summary")
+    assert credits([a, b, c], "per_segment") == {"a": [0.5] * 4, "b": [2], "c": [2]}
+    # an abandoned retry takes no share
+    d = segment("d", [0, 0, 0, 0, 0, 1], at=[5], parent=(a, 5), cause="retry")
+    assert credits([a, d], "per_segment") == {"a": [pytest.approx(4 / 6)] * 3 + [0], "d": [2]}
+    assert credits([a], "per_segment") == {"a": [1] * 4} and credits([], "per_segment") == {}
+
+
+@st.composite
+def chains(draw: st.DrawFn) -> list[Segment]:
+    """A chain of summaries; the answers of each segment may have any length."""
+    made: list[Segment] = []
+    for number in range(draw(st.integers(1, 8))):
+        answers = draw(st.lists(st.integers(1, 9), min_size=1, max_size=4))
+        sampled = [each for length in answers for each in (0, *[1] * length)]
+        at = [10.0 * number + index for index in range(len(answers))]
+        parent = (made[-1], 1) if made else None
+        made.append(segment(f"s{number}", sampled, at, parent, "summary" if made else "start", seed=number))
+    return made
+
+
+@settings(max_examples=60, deadline=None)
+@given(chain=chains(), decay=st.floats(0.5, 1.0))
+def test_the_sums_of_credit_in_a_chain(chain: list[Segment], decay: float) -> None:
+    tokens = sum(int(each.sampled.sum()) for each in chain)
+    path, decayed, shared = (credits(chain, policy, decay) for policy in ("path", "decayed", "per_segment"))
+    assert all(set(values) == {1} for values in path.values()), "every model token of the chain, summaries included"
+    assert sum(map(sum, shared.values())) == pytest.approx(tokens, rel=1e-5)
+    assert [sum(values) for values in shared.values()] == pytest.approx([tokens / len(chain)] * len(chain), rel=1e-5)
+    lengths = [span.end - span.start for each in chain for span in each.spans]
+    expected = sum(length * decay**later for later, length in enumerate(reversed(lengths)))
+    assert sum(map(sum, decayed.values())) == pytest.approx(expected, rel=1e-4)
+
+
 def quote(segment: Segment, at: int, answer: np.ndarray) -> None:
     """Put an answer into the context of a segment, as text that was not sampled there."""
     assert not segment.sampled[at : at + len(answer)].any()
@@ -179,3 +219,17 @@ def test_a_chain_of_summaries_is_one_sample(tmp_path: Path, budget: int) -> None
     parts = [gradient(world, config, [[replace(each, parent=None)], []]) for each in (a, b)]
     alone = -gradient(world, config, [[other], []])
     np.testing.assert_allclose(found, (0.75 * parts[0] + 0.25 * parts[1] + alone) / 2, atol=2e-6)
+
+
+@pytest.mark.parametrize("aggregation", ["constant", "token_mean"])
+def test_a_chain_weighs_by_its_tokens_if_declared_so(tmp_path: Path, aggregation: Any) -> None:
+    world, config = World(tmp_path), RLConfig(aggregation=aggregation, loss="policy_gradient")
+    a = segment("a", [0, 0, 1, 1, 1], at=[1])
+    b = segment("b", [0, 0, 1], at=[2], parent=(a, 1), cause="summary", seed=1)
+    other = segment("other", [0, 0, 1], at=[1], seed=2)
+    found = gradient(world, config, [[a, b], [other]])
+    parts = [gradient(world, config, [[replace(each, parent=None)], []]) for each in (a, b)]
+    alone = -gradient(world, config, [[other], []])
+    weights = (1, 1, 1) if aggregation == "constant" else (3 / 5, 1 / 5, 1 / 5)
+    expected = weights[0] * parts[0] + weights[1] * parts[1] + weights[2] * alone
+    np.testing.assert_allclose(found, expected, atol=2e-6)

@@ -1,5 +1,8 @@
 """The chat harness: one question, one answer, no tools.
 
+With summaries, an answer that is cut short is not the last one: the model summarises it, and goes on in a fresh
+context.
+
 The answer is handed in as a file. `answer.txt` gets its whole text; any other path that the task's `submission` names
 first gets the first fenced code block of the answer, or the whole text if it has none. The machine only carries the
 file to the hand-in.
@@ -8,12 +11,13 @@ file to the hand-in.
 from __future__ import annotations
 
 import contextlib
+import itertools
 import re
 from typing import Any
 
 from rollmill.environments.harness import HarnessResult
-from rollmill.environments.harnesses.model import ModelClient, ModelSettings, sampling_fields
-from rollmill.environments.harnesses.turns import start
+from rollmill.environments.harnesses.model import Asking, ModelClient, ModelSettings
+from rollmill.environments.harnesses.turns import is_cut, start
 from rollmill.environments.machine import Machine
 from rollmill.environments.task import Task
 from rollmill.types import Sampling
@@ -38,16 +42,23 @@ class ChatHarness:
     async def run(
         self, task: Task, machine: Machine, *, base_url: str, api_key: str, sampling: Sampling
     ) -> HarnessResult:
-        body = {"model": self.config.model, "messages": start(task, self.config.system_prompt)}
-        choice = await self._model.answer(base_url, api_key, body | sampling_fields(sampling, 1))
-        if choice is None:
-            return HarnessResult("length", turns=1, tool_calls=0)
-        content = choice["message"].get("content")
+        asking = Asking(self._model, base_url, api_key, self.config, sampling)
+        contexts = await asking.contexts(start(task, self.config.system_prompt))
+        for turn in itertools.count(1):
+            summary, choice = contexts.asked, await asking.answer(contexts.messages, turn, contexts.headers)
+            if choice is None:
+                return HarnessResult("length", turns=turn, tool_calls=0)
+            if summary:
+                contexts.take(choice)
+            elif not (is_cut(choice) and contexts.go_on(choice)):
+                await self._hand_in(choice["message"].get("content"), task, machine)
+                return HarnessResult("length" if is_cut(choice) else "answer", turns=turn, tool_calls=0)
+        raise AssertionError("counting does not end")
+
+    async def _hand_in(self, content: Any, task: Task, machine: Machine) -> None:
         for path, text in files_of(content if isinstance(content, str) else "", task).items():
             with contextlib.suppress(OSError):  # an answer that does not fit is not handed in
                 await machine.write(path, text.encode("utf-8", "replace"))
-        stop: Any = "length" if choice.get("finish_reason") == "length" else "answer"
-        return HarnessResult(stop, turns=1, tool_calls=0)
 
     async def close(self) -> None:
         await self._model.close()

@@ -14,7 +14,7 @@ from pydantic import Field
 
 from rollmill.environments.harness import HarnessResult
 from rollmill.environments.harnesses import tools
-from rollmill.environments.harnesses.model import ModelClient, ModelSettings, sampling_fields
+from rollmill.environments.harnesses.model import Asking, ModelClient, ModelSettings
 from rollmill.environments.harnesses.turns import run_turns, start
 from rollmill.environments.machine import ExecResult, Machine
 from rollmill.environments.task import Task
@@ -55,14 +55,11 @@ class CodingHarness:
     async def run(
         self, task: Task, machine: Machine, *, base_url: str, api_key: str, sampling: Sampling
     ) -> HarnessResult:
-        async def ask(messages: list[dict[str, Any]], turn: int) -> dict[str, Any] | None:
-            body = {"model": self.config.model, "messages": messages, "tools": self._schemas}
-            return await self._model.answer(base_url, api_key, body | sampling_fields(sampling, turn))
-
+        asking = Asking(self._model, base_url, api_key, self.config, sampling, self._schemas)
         return await run_turns(
-            ask,
+            asking,
             lambda call: self._call(machine, call),
-            start(task, self.config.system_prompt),
+            await asking.contexts(start(task, self.config.system_prompt), self.config.max_tool_output),
             max_turns=self.config.max_turns,
             max_tool_output=self.config.max_tool_output,
         )

@@ -2,18 +2,21 @@
 
 user prompt ─► answer ─► tool calls run in the machine ─► their results ─► answer ─► …
                                                  until done / no call / max_turns / an answer cut short
+
+With summaries, a context that is nearly full is followed by a fresh one, see summary.py. A summary is an answer too: it
+counts as a turn.
 """
 
 from __future__ import annotations
 
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Mapping
 from typing import Any
 
 from rollmill.environments.harness import HarnessResult
 from rollmill.environments.harnesses import tools
+from rollmill.environments.harnesses.model import Asking
+from rollmill.environments.harnesses.summary import Contexts, Messages
 from rollmill.environments.task import Task
-
-Messages = list[dict[str, Any]]
 
 
 def start(task: Task, system_prompt: str) -> Messages:
@@ -22,27 +25,28 @@ def start(task: Task, system_prompt: str) -> Messages:
 
 
 async def run_turns(
-    ask: Callable[[Messages, int], Awaitable[dict[str, Any] | None]],
+    asking: Asking,
     call_tool: Callable[[Any], Awaitable[str | None]],
-    messages: Messages,
+    contexts: Contexts,
     *,
     max_turns: int,
     max_tool_output: int,
 ) -> HarnessResult:
-    """`ask` returns the model's next choice, or None if the context is full.
-
-    `call_tool` returns the text for the model, or None if the episode is done. BadToolCall: the model erred.
-    """
+    """`call_tool` returns the text for the model, or None if the episode is done. BadToolCall: the model erred."""
     tool_calls = bad_tool_calls = 0
     for turn in range(1, max_turns + 1):
-        choice = await ask(messages, turn)
-        if choice is None or choice.get("finish_reason") == "length":
+        summary, choice = contexts.asked, await asking.answer(contexts.messages, turn, contexts.headers)
+        if summary and choice is not None:
+            contexts.take(choice)
+            continue
+        if choice is None or is_cut(choice):
+            if contexts.relieve(choice):
+                continue
             return HarnessResult("length", turn, tool_calls, bad_tool_calls)
-        message = choice["message"]
-        calls = message.get("tool_calls")
+        calls = choice["message"].get("tool_calls")
         if not calls or not isinstance(calls, list):
             return HarnessResult("answer", turn, tool_calls, bad_tool_calls)
-        messages.append(message)
+        contexts.add(choice["message"])
         for call in calls:
             tool_calls += 1
             try:
@@ -53,8 +57,13 @@ async def run_turns(
             if text is None:
                 return HarnessResult("done", turn, tool_calls, bad_tool_calls)
             text = tools.cut(text, max_tool_output)
-            messages.append({"role": "tool", "tool_call_id": _call_id(call), "content": text})
+            contexts.add({"role": "tool", "tool_call_id": _call_id(call), "content": text})
+        contexts.check(choice)
     return HarnessResult("max_turns", max_turns, tool_calls, bad_tool_calls)
+
+
+def is_cut(choice: Mapping[str, Any]) -> bool:
+    return choice.get("finish_reason") == "length"
 
 
 def _call_id(call: Any) -> str:

@@ -1,0 +1,52 @@
+"""An agent that compacts its context by itself is recorded as a chain, without a word to the gateway."""
+
+from __future__ import annotations
+
+import numpy as np
+
+from rollmill.training.credit import credit_of
+from tests.gateway.conftest import USER, Answers, Mill
+from tests.gateway.stand_in import StandIn
+
+NOTES = [
+    "add() in main.py returns a - b; the tests call it with 2 and 3",
+    "the sign in main.py is fixed; what remains is to run the tests",
+]
+
+
+async def test_an_agent_that_compacts_by_itself_is_a_chain(mill: Mill, answers: Answers) -> None:
+    script = [answers.call("read", path="main.py"), answers.text(NOTES[0])]
+    script += [answers.call("read", path="test.py"), answers.text(NOTES[1]), answers.text("Done.")]
+    sampled = [token for answer in script for token in answer]
+    door = await mill.gateway(await mill.engine(StandIn(list(script))))
+    door.trajectories.create("r", "g", "task", ["t"], {})
+    key = await door.open("t")
+    for note in ["", *NOTES]:
+        known = f"{USER['content']}\n<context>\n{note}\n</context>" if note else USER["content"]
+        messages = [{"role": "user", "content": known}]
+        await door.say(key, messages)
+        if note != NOTES[-1]:
+            call = messages[-1]["tool_calls"][0]["id"]  # type: ignore[index]
+            messages.append({"role": "tool", "tool_call_id": call, "content": "return a - b"})
+            messages.append({"role": "user", "content": "Compact the conversation."})
+            await door.say(key, messages)
+    trajectory = await door.seal("t")
+    segments = trajectory.segments
+    assert [segment.cause for segment in segments] == ["start", "summary", "summary"]
+    assert [segment.parent and segment.parent[0] for segment in segments] == [None, "t.0", "t.1"]
+    assert np.concatenate([each.tokens[each.sampled] for each in segments]).tolist() == sampled
+    for segment, credit_T in zip(segments, credit_of(segments, "path"), strict=True):
+        assert credit_T[segment.sampled].all(), "the reward reaches every answer of the chain"
+
+
+async def test_the_gateway_tells_the_window_of_its_engines(mill: Mill, answers: Answers) -> None:
+    engines = [StandIn([answers.text("x")], serves={"kind": "line", "name": "main", "context": n}) for n in (512, 384)]
+    door = await mill.gateway(*[await mill.engine(each) for each in engines])
+    async with door.http.get(f"{door.url}/v1/models") as response:
+        assert {each["max_model_len"] for each in (await response.json())["data"]} == {384}
+
+
+async def test_engines_that_tell_no_window(mill: Mill, answers: Answers) -> None:
+    door = await mill.gateway(await mill.engine(StandIn([answers.text("x")])))
+    async with door.http.get(f"{door.url}/v1/models/rollmill") as response:
+        assert "max_model_len" not in await response.json()
