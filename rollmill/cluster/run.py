@@ -125,6 +125,12 @@ class RunConfig(Config):
         description="Number format that versions are published and served in. The trainer computes with the values of "
         "this format; fp8 and nvfp4 halve and quarter the served bytes.",
     )
+    numerics: Literal["fast", "exact"] = Field(
+        "fast",
+        description="`exact`: engines and trainer sum in one fixed order, so the trainer finds the recorded log-probs "
+        "bit for bit, and a token does not depend on what else is decoded. On CPUs of one kind; `fast` reports the "
+        "difference of each step.",
+    )
     modules: str | None = Field(
         None,
         description="Directory with modules of your own, for kinds such as `tickets:Tickets`, and with the files that "
@@ -253,6 +259,8 @@ class RunConfig(Config):
     def _ranks_fit_the_model(self) -> RunConfig:
         for stage in self.stages:
             stage.training.check_model(self.model.experts)
+            if self.numerics == "exact" and stage.training.context_parallel > 1:
+                raise ValueError("numerics = 'exact' needs whole sequences: set context_parallel to 1, or use 'fast'")
         return self
 
     @property

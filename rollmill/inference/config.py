@@ -43,6 +43,11 @@ class EngineConfig(Config):
         "a CPU with up to four running requests. Tokens and log-probs stay those of the model. Larger is faster when "
         "answers repeat the prompt; 0 turns it off.",
     )
+    recompute_kv: bool = Field(
+        False,
+        description="When weights change, running requests compute their context again, and every token follows from "
+        "one version alone. Off: they go on with keys and values of older weights, which takes no time.",
+    )
     threads: int = Field(1, gt=0, description="CPU threads of one engine. Raise it where cores are idle.")
     poll_seconds: float = Field(
         0.1,

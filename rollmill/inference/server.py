@@ -235,6 +235,7 @@ def serve_engine(
     host: str = "127.0.0.1",
     device: Device = "cpu",
     form: str = "bf16",
+    exact: bool = False,
     mirror: Mirror | None = None,
     pinned: int | None = None,
     channel: str | None = None,
@@ -254,7 +255,7 @@ def serve_engine(
             source.follow_channel(channel)
     else:
         source = Pinned(store, Version(line, pinned), form, mirror, holder=name, about=about)
-    made = {"name": name, "region": region, "device": device, "form": form, "tokenizer": tokenizer}
+    made = {"name": name, "region": region, "device": device, "form": form, "exact": exact, "tokenizer": tokenizer}
     kind = "version" if pinned is not None else "channel" if channel is not None else "line"
     serves = {
         "kind": kind,

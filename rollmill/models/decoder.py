@@ -14,11 +14,12 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor, nn
 
-from rollmill.errors import TrainingError
+from rollmill.errors import ConfigError, TrainingError
 from rollmill.models.attention import Attend
 from rollmill.models.checkpointing import recomputes, run_layer
 from rollmill.models.config import ModelConfig
-from rollmill.models.kernels.fused import DenseMLP, add_linear, add_mlp, norm_fork, norm_linear, rotate_heads
+from rollmill.models.kernels.forms import linear
+from rollmill.models.kernels.fused import DenseMLP, add_linear, add_mlp, fuses, norm_fork, norm_linear, rotate_heads
 from rollmill.models.kernels.grouped import groups
 from rollmill.models.latent import LatentProjection
 from rollmill.models.moe import MLP, MixtureOfExperts, Replay, Routing
@@ -41,7 +42,7 @@ class DecoderOutput:
 class Layer(nn.Module):
     def __init__(self, config: ModelConfig, index: int, dtype: torch.dtype, form: str) -> None:
         super().__init__()
-        self._form, self._index = form, index
+        self._form, self._index, self.exact = form, index, False
         self._eps, self._score_scale = config.norm_eps, score_scale(config)
         self._heads, self._kv_heads, self._dim = config.heads, config.kv_heads, config.head_dim
 
@@ -77,8 +78,11 @@ class Layer(nn.Module):
         attended, copy_NW = self._attend(x_NW, angles, attend)
         if isinstance(self.mlp, MLP):
             mlp = DenseMLP(self.output, self.output_bias, self.mlp_norm, self.mlp.gate_up, self.mlp.down)
-            return add_mlp(copy_NW, x_NW, attended, mlp, self._eps, remakes=remakes, form=self._form), None
-        x_NW = add_linear(copy_NW, attended, self.output, self.output_bias, self._form)
+            out_NW = add_mlp(
+                copy_NW, x_NW, attended, mlp, self._eps, remakes=remakes, form=self._form, exact=self.exact
+            )
+            return out_NW, None
+        x_NW = add_linear(copy_NW, attended, self.output, self.output_bias, self._form, self.exact)
         normal_NW, x_NW = norm_fork(x_NW, self.mlp_norm, self._eps, copy=False)
         return self.mlp(normal_NW, x_NW, replay)
 
@@ -86,7 +90,7 @@ class Layer(nn.Module):
         """Returns (the attention output, x for the residual; see `norm_fork`)."""
         if self.latent is None:
             weights = (self.attention_norm, self._eps, self.qkv, self.qkv_bias)
-            qkv, copy_NW = norm_linear(x_NW, *weights, self._form)
+            qkv, copy_NW = norm_linear(x_NW, *weights, self._form, self.exact)
             norms = None if self.q_norm is None or self.k_norm is None else (self.q_norm, self.k_norm)
             heads = (self._heads, self._kv_heads, self._dim)
             q_NHD, k_NKD, v_NKD = rotate_heads(qkv, angles, heads, norms, self._eps)
@@ -106,6 +110,7 @@ class Decoder(nn.Module):
         """`form` is the form the weights are served in. With a quantised form, products quantise their inputs."""
         super().__init__()
         self.config, self.form = config, form
+        self.exact = False  # see `compute_exactly`
         self.recompute_every = 0  # see models.checkpointing
         self.recompute_mlp = False  # see models.kernels.fused
         self.embedding = nn.Parameter(torch.empty(config.vocab_size, config.width, dtype=dtype))
@@ -121,6 +126,18 @@ class Decoder(nn.Module):
     def make_angles(self) -> None:
         """Makes the table of angles on the model's device. Needed again if the model was made on the meta device."""
         self._cos, self._sin = (table.to(self.embedding.device) for table in angle_table(self.config))
+
+    def compute_exactly(self) -> None:
+        """From now on, forward passes give a token the same bits in every batch (models.kernels.exact). Attention must
+        do so too (models.exact_attention). On the CPU only."""
+        if fuses(self.embedding):
+            raise ConfigError(
+                "numerics is 'exact', but the model is on a GPU, where sums have no fixed order yet",
+                hint="numerics = 'fast', or device = 'cpu'",
+            )
+        for module in self.modules():
+            if hasattr(module, "exact"):
+                module.exact = True  # type: ignore[assignment]
 
     @property
     def recordable(self) -> bool:
@@ -166,7 +183,7 @@ class Decoder(nn.Module):
     def logits(self, hidden_MW: Tensor) -> Tensor:
         """FP32 logits [M, vocab], accumulated in FP32. Rounding them to bf16 would move log-probs by 1e-2."""
         weight = self.embedding if self.head is None else self.head
-        return nn.functional.linear(hidden_MW.float(), weight.float())
+        return linear(hidden_MW.float(), weight.float(), exact=self.exact)
 
 
 def initial_values(shapes: Mapping[str, Sequence[int]], layers: int, seed: int) -> Iterator[tuple[str, int, Tensor]]:

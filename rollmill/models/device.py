@@ -40,9 +40,12 @@ def decoder_on(device: torch.device, config: ModelConfig, form: str = "bf16") ->
 
 
 def decoder_like(model: Decoder) -> Decoder:
-    """Another decoder of the same shape, device, dtype and form. Its weights are uninitialised."""
+    """Another decoder of the same shape, device, dtype, form and numerics. Its weights are uninitialised."""
     with model.embedding.device:
-        return Decoder(model.config, model.embedding.dtype, model.form)
+        made = Decoder(model.config, model.embedding.dtype, model.form)
+    if model.exact:
+        made.compute_exactly()
+    return made
 
 
 @contextmanager

@@ -8,8 +8,6 @@ Keys and values are expanded to all heads before `attend`, so attention works as
 
 from __future__ import annotations
 
-import functools
-
 import torch
 from torch import Tensor, nn
 
@@ -24,7 +22,7 @@ class LatentProjection(nn.Module):
     def __init__(self, config: ModelConfig, dtype: torch.dtype, form: str = "bf16") -> None:
         super().__init__()
         assert config.latent is not None
-        self._linear = functools.partial(linear, form=form)
+        self._form, self.exact = form, False
         self._shape, self._heads = config.latent, config.heads
         queries, rank = config.heads * config.head_dim, config.latent.q_rank
         if rank is None:
@@ -50,6 +48,9 @@ class LatentProjection(nn.Module):
         k_rope = rotate(k_rope.unsqueeze(1), *angles).expand(-1, self._heads, -1)
         q_NHD = torch.cat((q_plain, rotate(q_rope, *angles)), dim=2)
         return q_NHD, torch.cat((k_plain, k_rope), dim=2), v_NHE
+
+    def _linear(self, x: Tensor, weight: Tensor) -> Tensor:
+        return linear(x, weight, form=self._form, exact=self.exact)
 
     def _queries(self, x_NW: Tensor) -> Tensor:
         linear = self._linear

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from rollmill.models.config import ModelConfig
 from rollmill.models.kernels.elementwise import swiglu
 from rollmill.models.kernels.forms import linear
-from rollmill.models.kernels.fused import exact_linear
+from rollmill.models.kernels.fused import fp32_linear
 from rollmill.models.kernels.grouped import experts, groups
 from rollmill.models.kernels.routing import choose_experts, gate_weights, score
 from rollmill.models.kernels.rows import combine_rows, dispatch_rows, grouped_linear
@@ -98,10 +98,11 @@ class Router(nn.Module):
         # with one expert per token the weight would always be 1, and the gate would not learn
         self._normalised = config.gate_normalised and config.experts_per_token > 1
         self._scale = config.gate_scale
+        self.exact = False
 
     def forward(self, x_NW: Tensor, replay: Replay | None) -> tuple[Routing, Tensor]:
         """Returns (the routing, the gate weights [N, k] of the chosen experts)."""
-        scores_NE, live_Nk = self._choose(exact_linear(x_NW, self.weight))
+        scores_NE, live_Nk = self._choose(fp32_linear(x_NW, self.weight, self.exact))
         chosen_Nk = live_Nk
         if replay is not None:
             recorded_Nk = replay.routes[:, self._moe_layer].long()
@@ -129,7 +130,7 @@ class Router(nn.Module):
 class MixtureOfExperts(nn.Module):
     def __init__(self, config: ModelConfig, moe_layer: int, dtype: torch.dtype, form: str = "bf16") -> None:
         super().__init__()
-        self._form = form
+        self._form, self.exact = form, False
         width, inner = config.width, config.expert_width
         self.router = Router(config, moe_layer, dtype)
         # [in, out], unlike the dense layers: with the few rows per expert while decoding, BLAS would spend most of its
@@ -159,8 +160,8 @@ class MixtureOfExperts(nn.Module):
         token_R = order_R // chosen_Nk.shape[1]
         counts = torch.bincount(expert_R, minlength=self.gate_up.shape[0]).tolist()
         rows = dispatch_rows(x_NW, token_R, place_Nk)
-        inner = swiglu(grouped_linear(rows, self.gate_up, counts, self._form))
-        rows = grouped_linear(inner, self.down, counts, self._form)
+        inner = swiglu(grouped_linear(rows, self.gate_up, counts, self._form, self.exact))
+        rows = grouped_linear(inner, self.down, counts, self._form, self.exact)
         out_NW = combine_rows(rows, weights_Nk, token_R, place_Nk)
         return out_NW if skip_NW is None else skip_NW + out_NW
 
@@ -170,9 +171,10 @@ class MLP(nn.Module):
 
     def __init__(self, width: int, inner: int, dtype: torch.dtype, form: str = "bf16") -> None:
         super().__init__()
-        self._form = form
+        self._form, self.exact = form, False
         self.gate_up = nn.Parameter(torch.empty(2 * inner, width, dtype=dtype))
         self.down = nn.Parameter(torch.empty(width, inner, dtype=dtype))
 
     def forward(self, x_NW: Tensor) -> Tensor:
-        return linear(swiglu(linear(x_NW, self.gate_up, form=self._form)), self.down, form=self._form)
+        inner = swiglu(linear(x_NW, self.gate_up, form=self._form, exact=self.exact))
+        return linear(inner, self.down, form=self._form, exact=self.exact)

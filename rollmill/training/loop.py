@@ -78,13 +78,15 @@ class Trainer(Generic[Batch]):
         steps: int,
         seed: int,
         form: str = FORM,
+        exact: bool = False,
         device: Device = "cpu",
         placement: Placement = WHOLE,
     ) -> None:
         """`parent`: the published version of another line to start from; None: random weights of the seed.
 
         `checkpoints`: the store that holds them. `steps`: of the whole run; the learning rate is scheduled over them.
-        `form`: the form that versions are published in and computed with.
+        `form`: the form that versions are published in and computed with. `exact`: forward passes give a token the
+        engine's bits (models.kernels.exact).
         """
         self._device = choose_device(device)
         torch.set_num_threads(config.threads)
@@ -103,6 +105,8 @@ class Trainer(Generic[Batch]):
             self._model = placement.make_model(model_config, form, self._device)
         self._model.recompute_every = config.recompute_every
         self._model.recompute_mlp = config.recompute_mlp
+        if exact:
+            self._model.compute_exactly()
         self._checkpoints = Checkpoints(checkpoints, config.keep_checkpoints, placement)
         self._stop = threading.Event()
         self._bad_steps = 0

@@ -12,7 +12,7 @@ from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
 from rollmill.models.decoder import Decoder, DecoderOutput
-from rollmill.models.kernels.fused import exact_linear
+from rollmill.models.kernels.fused import fp32_linear
 from rollmill.models.kernels.head import PIECE_ELEMENTS, head_logprobs, head_next_token
 from rollmill.models.kernels.varlen import packed_attention
 from rollmill.models.moe import Replay
@@ -27,7 +27,7 @@ def forward_packed(model: Decoder, part: MicroBatch, replay: Replay | None = Non
     tokens_N, positions_N, rows_M = (moved(x, device) for x in (part.tokens_N, part.positions_N, part.rows_M))
     if replay is not None:
         replay = Replay(moved(replay.routes, device), moved(replay.valid, device), replay.plausibility)
-    output = model(tokens_N, positions_N, packed_attention(part.lengths, device, dtype), replay)
+    output = model(tokens_N, positions_N, packed_attention(part.lengths, device, dtype, model.exact), replay)
     return output, predicting_rows(output.hidden, rows_M)
 
 
@@ -52,7 +52,7 @@ def token_logprobs(
     if shapes_M is not None and shaped.any():
         return _some_shaped(model, hidden_MW, targets_M, temperatures_M, shapes_M, shaped)
     if _in_chunks(model, hidden_MW):
-        return head_logprobs(hidden_MW, head_weight(model), targets_M, temperatures_M)
+        return head_logprobs(hidden_MW, head_weight(model), targets_M, temperatures_M, model.exact)
     return target_logprobs(model.logits(hidden_MW), targets_M, temperatures_M)
 
 
@@ -77,7 +77,7 @@ def _some_shaped(
         if part is plain:
             found.append(token_logprobs(model, hidden_mW, targets_m, temperatures_m))
         else:
-            given = (hidden_mW, head_weight(model), targets_m, temperatures_m, shapes_M[part])
+            given = (hidden_mW, head_weight(model), targets_m, temperatures_m, shapes_M[part], model.exact)
             found.append(checkpoint(_shaped_logprobs, *given, use_reentrant=False))
     order_M = np.argsort(np.concatenate([plain, *parts]))
     back_M = moved(torch.from_numpy(order_M), hidden_MW.device)
@@ -86,9 +86,14 @@ def _some_shaped(
 
 
 def _shaped_logprobs(
-    hidden_MW: Tensor, weight_VW: Tensor, targets_M: Tensor, temperatures_M: Tensor | None, shapes_M: np.ndarray
+    hidden_MW: Tensor,
+    weight_VW: Tensor,
+    targets_M: Tensor,
+    temperatures_M: Tensor | None,
+    shapes_M: np.ndarray,
+    exact: bool,
 ) -> tuple[Tensor, Tensor]:
-    logits_MV = shape_logits(exact_linear(hidden_MW, weight_VW), temperatures_M, shapes_M.tolist())
+    logits_MV = shape_logits(fp32_linear(hidden_MW, weight_VW, exact), temperatures_M, shapes_M.tolist())
     return target_logprobs(logits_MV, targets_M)
 
 

@@ -37,6 +37,7 @@ def main(run: RunDirectory, region: str, kind: str, name: str, form: str) -> Non
         port=run.ports[role],
         device=run.config.device,
         form=form,
+        exact=run.config.numerics == "exact",
         token=run.secrets["engine_token"],
         tokenizer=run.tokenizer,
     )

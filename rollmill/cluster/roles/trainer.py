@@ -25,7 +25,7 @@ from rollmill.training.fitting import fitted
 from rollmill.training.loop import Trainer
 from rollmill.training.objective import Objective
 from rollmill.training.placement import Placement, place
-from rollmill.training.stage import Stage, StageContext, StageSection
+from rollmill.training.stage import RolloutSettings, Stage, StageContext, StageSection
 from rollmill.trajectories.ledger import Ledger
 from rollmill.trajectories.store import TrajectoryStore
 from rollmill.types import Version
@@ -55,6 +55,7 @@ def main(run: RunDirectory, name: str = "") -> None:
         steps=stage.steps,
         seed=config.seed,
         form=config.form,
+        exact=config.numerics == "exact" and isinstance(stage, RolloutSettings),  # others compare with no engine
         device=config.device,
         placement=placement,
     )

@@ -7,7 +7,7 @@
             chunks ◄────────────────────────────
 
 Weights change between two steps, never inside one, and no request is dropped for it. A generation goes on with the
-keys and values that older weights wrote, and says so (`oldest_kv_policy`). A new request of another session finds only
+keys and values that older weights wrote, and says so (`oldest_kv_policy`), unless `recompute_kv` is set. A new request of another session finds only
 keys and values of the served weights (`prefixes`).
 """
 
@@ -64,6 +64,7 @@ class DecodeLoop:
         *,
         device: torch.device,
         form: str,
+        exact: bool = False,
     ) -> None:
         # no guesses on CUDA: a step with guesses is not recorded as a graph, and its speed was not measured there
         self.scheduler = Scheduler(config, config.draft_tokens if device.type == "cpu" else 0)
@@ -73,6 +74,8 @@ class DecodeLoop:
         self.ended.set_running_or_notify_cancel()
         self._config, self._activity, self._send = config, activity, send
         self._model = decoder_on(device, model, form)
+        if exact:
+            self._model.compute_exactly()
         self._loader = make_loader(self._model)
         dtype = self._model.embedding.dtype
         self._cache = KVCache(model, self.scheduler.pages.size, config.block_size, dtype, device)
@@ -135,6 +138,8 @@ class DecodeLoop:
             self.policy = None
             raise
         self.policy = policy
+        if self._config.recompute_kv:
+            self.scheduler.forget_keys_and_values()
         seconds = time.monotonic() - started
         self._activity.applied(seconds)
         for generation in self.scheduler.everyone():

@@ -19,7 +19,7 @@ from torch import Tensor
 
 from rollmill.inference.embedded.cache import KVCache
 from rollmill.inference.embedded.paged_triton import Plan, TritonAttention, tile_positions
-from rollmill.inference.embedded.runner import StepOutput, exact_logits, narrow_routes, sampled_rows
+from rollmill.inference.embedded.runner import StepOutput, fp32_logits, narrow_routes, sampled_rows
 from rollmill.inference.embedded.sampler import needs_host, sample_uncut, uniform
 from rollmill.inference.embedded.scheduler import Work
 from rollmill.models.decoder import Decoder
@@ -44,7 +44,7 @@ class DeviceRunner:
         rows_M = np.array(sampled_rows(work), dtype=np.int64)
         hidden_MW = output.hidden.index_select(0, torch.from_numpy(rows_M).to(output.hidden.device, non_blocking=True))
         return StepOutput(
-            list(work), narrow_routes(output.routes, self.model.config), exact_logits(self.model, hidden_MW)
+            list(work), narrow_routes(output.routes, self.model.config), fp32_logits(self.model, hidden_MW)
         )
 
     @property
@@ -135,7 +135,7 @@ class _Decode:
 
     def _forward(self) -> _Output:
         output = self._model(self._plan.tokens_N, self._plan.positions_N, self._attend)
-        logits_MV = exact_logits(self._model, output.hidden)
+        logits_MV = fp32_logits(self._model, output.hidden)
         drawn_M2 = sample_uncut(logits_MV, *self._device_sampling_2B)
         return _Output(logits_MV, narrow_routes(output.routes, self._model.config), drawn_M2)
 

@@ -36,15 +36,19 @@ class EmbeddedEngine:
         region: str = "home",
         device: Device = "cpu",
         form: str = "bf16",
+        exact: bool = False,
         tokenizer: Path | None = None,
     ) -> None:
-        """`tokenizer`: the tokenizer.json of the model. Without it, requests with a grammar are refused."""
+        """`exact`: tokens and log-probs have the same bits in every batch, those of a trainer that computes exactly
+        (models.kernels.exact). `tokenizer`: the tokenizer.json of the model. Without it, requests with a grammar are
+        refused."""
         self.name, self.region = name, region
         self._vocab_size = model.vocab_size
         self._grammars = Grammars(tokenizer, model.vocab_size) if tokenizer is not None else None
         self._context_limit = min(model.max_context, config.cache_tokens)
         self._activity = Activity(name, region)
-        self._decoding = DecodeLoop(model, config, self._activity, self._send, device=choose_device(device), form=form)
+        where = choose_device(device)
+        self._decoding = DecodeLoop(model, config, self._activity, self._send, device=where, form=form, exact=exact)
         self._loop: asyncio.AbstractEventLoop | None = None
         self._requests = 0
         self._applying = asyncio.Lock()

@@ -20,7 +20,9 @@ from rollmill.inference.embedded.cache import KVCache
 from rollmill.inference.embedded.scheduler import Work
 from rollmill.models.config import ModelConfig
 from rollmill.models.decoder import Decoder
-from rollmill.models.kernels.fused import exact_linear
+from rollmill.models.exact_attention import Keys
+from rollmill.models.exact_attention import attend as attend_exactly
+from rollmill.models.kernels.fused import fp32_linear
 from rollmill.models.triton import has_triton
 
 
@@ -73,10 +75,10 @@ def narrow_routes(routes: Tensor | None, config: ModelConfig) -> Tensor | None:
     return None if routes is None else routes.to(torch.uint8 if config.experts <= 256 else torch.int16)
 
 
-def exact_logits(model: Decoder, hidden_MW: Tensor) -> Tensor:
+def fp32_logits(model: Decoder, hidden_MW: Tensor) -> Tensor:
     """FP32 logits [M, vocab], as the trainer computes them on this device: not rounded, without an FP32 copy of the
     head."""
-    return exact_linear(hidden_MW, model.embedding if model.head is None else model.head)
+    return fp32_linear(hidden_MW, model.embedding if model.head is None else model.head, model.exact)
 
 
 class Runner:
@@ -88,12 +90,16 @@ class Runner:
     def run(self, work: Sequence[Work]) -> StepOutput:
         ordered = sorted(work, key=self._shape)
         tokens = [token for item in ordered for token in item.tokens]
-        attend = PagedAttention(self._cache, [list(group) for _, group in itertools.groupby(ordered, self._shape)])
+        attend: PagedAttention | ExactPagedAttention
+        if self.model.exact:
+            attend = ExactPagedAttention(self._cache, ordered)
+        else:
+            attend = PagedAttention(self._cache, [list(group) for _, group in itertools.groupby(ordered, self._shape)])
         device = self._cache.device
         output = self.model(torch.tensor(tokens, device=device), attend.positions, attend)
         rows = torch.tensor(sampled_rows(ordered), dtype=torch.long, device=device)
         hidden_MW = output.hidden.index_select(0, rows)
-        return StepOutput(ordered, narrow_routes(output.routes, self.model.config), exact_logits(self.model, hidden_MW))
+        return StepOutput(ordered, narrow_routes(output.routes, self.model.config), fp32_logits(self.model, hidden_MW))
 
     def _shape(self, item: Work) -> tuple[int, int]:
         """Work of the same shape is padded together: within a factor of two in new positions and in pages."""
@@ -162,6 +168,28 @@ class _Group:
         out = out.view(batch, heads, -1, longest, self._cache.value_dim).permute(0, 3, 1, 2, 4)
         out_NW = out.reshape(batch * longest, -1)
         return out_NW if self._padding is None else out_NW.index_select(0, self._padding[1])
+
+
+class ExactPagedAttention:
+    """The same with the trainer's bits, without padding and without copies of pages (models.exact_attention)."""
+
+    def __init__(self, cache: KVCache, work: Sequence[Work]) -> None:
+        self._cache, size = cache, cache.block_size
+        counts = np.array([item.count for item in work])
+        pages = -(-max(item.start + item.count for item in work) // size)
+        tables_BP = _block_tables(work, pages)
+        sequences_N = np.repeat(np.arange(len(work)), counts)
+        positions_N = np.concatenate([np.arange(item.start, item.start + item.count) for item in work])
+        self.positions = torch.from_numpy(positions_N)
+        blocks_N = torch.from_numpy(tables_BP[sequences_N, positions_N // size])
+        self._rows = cache.rows_of(blocks_N, self.positions % size)
+        firsts_BP = tables_BP * (cache.kv_heads * size)
+        self._where = Keys(sequences_N, positions_N + 1, firsts_BP, size, head_step=size, key_step=1)
+
+    def __call__(self, layer: int, q_NHD: Tensor, k_NKD: Tensor, v_NKD: Tensor) -> Tensor:
+        cache = self._cache
+        cache.write(layer, self._rows, k_NKD, v_NKD)
+        return attend_exactly(q_NHD, cache.keys[layer], cache.values[layer], cache.kv_heads, self._where)
 
 
 def _block_tables(group: Sequence[Work], pages: int) -> np.ndarray:

@@ -1,5 +1,8 @@
-"""RMSNorm, rotary embedding and SwiGLU. Statistics and rotations are computed in FP32, whatever the type of the
-input."""
+"""RMSNorm, rotary embedding and SwiGLU. Statistics and rotations are computed in FP32, whatever the type of the input.
+
+The bits of a row do not depend on the other rows: models.kernels.exact needs that. So no forward pass here uses
+`torch.sigmoid` or `addcmul`: torch computes them in vectors, but not at the end of a tensor, with other bits.
+"""
 
 from __future__ import annotations
 
@@ -39,8 +42,8 @@ def _turn(x_NHD: Tensor, cos_N1d: Tensor, sin_N1d: Tensor) -> Tensor:
     half = x_NHD.shape[-1] // 2
     first, second = x_NHD[..., :half].float(), x_NHD[..., half:].float()
     out = torch.empty_like(x_NHD)
-    out[..., :half] = (first * cos_N1d).addcmul_(second, sin_N1d, value=-1)
-    out[..., half:] = (second * cos_N1d).addcmul_(first, sin_N1d)
+    out[..., :half] = (first * cos_N1d).sub_(second * sin_N1d)
+    out[..., half:] = (second * cos_N1d).add_(first * sin_N1d)
     return out
 
 
@@ -61,23 +64,27 @@ def rotate(x_NHD: Tensor, cos_N1d: Tensor, sin_N1d: Tensor) -> Tensor:
     return call(_Rotate, x_NHD, cos_N1d, sin_N1d)
 
 
+def sigmoid(x: Tensor) -> Tensor:
+    return (-x).exp_().add(1).reciprocal_()
+
+
 class _SwiGLU(Function):
     @staticmethod
     def forward(ctx: Any, gate_up_NF: Tensor) -> Tensor:
         gate, up = gate_up_NF.chunk(2, dim=-1)
-        sigmoid = torch.sigmoid(gate)
-        ctx.save_for_backward(gate_up_NF, sigmoid)
-        return (gate * sigmoid).mul_(up)
+        opened = sigmoid(gate)
+        ctx.save_for_backward(gate_up_NF, opened)
+        return (gate * opened).mul_(up)
 
     @staticmethod
     def backward(ctx: Any, grad_Nf: Tensor) -> Tensor:
-        gate_up_NF, sigmoid = ctx.saved_tensors
+        gate_up_NF, opened = ctx.saved_tensors
         gate, up = gate_up_NF.chunk(2, dim=-1)
-        silu = gate * sigmoid
+        silu = gate * opened
         grad = torch.empty_like(gate_up_NF)
-        width = sigmoid.shape[-1]
+        width = opened.shape[-1]
         torch.mul(grad_Nf, silu, out=grad[:, width:])
-        slope = silu.addcmul_(silu, sigmoid, value=-1).add_(sigmoid)  # d silu = s + silu (1 - s)
+        slope = silu.addcmul_(silu, opened, value=-1).add_(opened)  # d silu = s + silu (1 - s)
         torch.mul(slope.mul_(up), grad_Nf, out=grad[:, :width])
         return grad
 

@@ -7,6 +7,8 @@ of the weights.
 On Hopper, fp8 products run in FP8 if their shapes allow it (fp8, fp8_grouped_triton). Elsewhere, and for nvfp4, codes
 are converted to the bf16 or FP32 numbers they stand for, multiplied exactly, and summed in FP32. Only the order of the
 sum differs.
+
+With `exact`, on the CPU, the bits of a row do not depend on the rest of the batch (models.kernels.exact).
 """
 
 from __future__ import annotations
@@ -16,6 +18,7 @@ from typing import Any
 from torch import Tensor, nn
 from torch.autograd import Function
 
+from rollmill.models.kernels import exact as exact_products
 from rollmill.models.kernels import fp8, nvfp4
 from rollmill.models.kernels.call import call
 from rollmill.models.quantize import is_quantised
@@ -32,8 +35,11 @@ def multiplies_codes(x_NI: Tensor, weight_OI: Tensor, form: str) -> bool:
     return form == "fp8" and fp8.multiplies(x_NI, weight_OI)
 
 
-def product(x_NI: Tensor, weight_OI: Tensor, bias_O: Tensor | None, form: str) -> Tensor:
+def product(x_NI: Tensor, weight_OI: Tensor, bias_O: Tensor | None, form: str, exact: bool = False) -> Tensor:
     """x · weightᵀ + bias, without a backward pass."""
+    if exact:
+        out_NO = exact_products.product(seen(x_NI, form), weight_OI.t())
+        return out_NO if bias_O is None else out_NO.add_(bias_O)
     if multiplies_codes(x_NI, weight_OI, form):
         out_NO = fp8.product(x_NI, weight_OI)
         return out_NO if bias_O is None else out_NO.add_(bias_O)
@@ -51,18 +57,20 @@ def add_product_(out_NO: Tensor, x_NI: Tensor, weight_OI: Tensor, bias_O: Tensor
 
 class _Linear(Function):
     @staticmethod
-    def forward(ctx: Any, x_NI: Tensor, weight_OI: Tensor, bias_O: Tensor | None, form: str) -> Tensor:
+    def forward(ctx: Any, x_NI: Tensor, weight_OI: Tensor, bias_O: Tensor | None, form: str, exact: bool) -> Tensor:
         ctx.save_for_backward(x_NI, weight_OI)
         ctx.has_bias = bias_O is not None
-        return product(x_NI, weight_OI, bias_O, form)
+        return product(x_NI, weight_OI, bias_O, form, exact)
 
     @staticmethod
     def backward(ctx: Any, grad_NO: Tensor) -> tuple[Tensor | None, ...]:
         x_NI, weight_OI = ctx.saved_tensors
-        return grad_NO @ weight_OI, grad_NO.t() @ x_NI, grad_NO.sum(0) if ctx.has_bias else None, None
+        return grad_NO @ weight_OI, grad_NO.t() @ x_NI, grad_NO.sum(0) if ctx.has_bias else None, None, None
 
 
-def linear(x_NI: Tensor, weight_OI: Tensor, bias_O: Tensor | None = None, form: str = "bf16") -> Tensor:
-    if is_quantised(form):
-        return call(_Linear, x_NI, weight_OI, bias_O, form)
+def linear(
+    x_NI: Tensor, weight_OI: Tensor, bias_O: Tensor | None = None, form: str = "bf16", exact: bool = False
+) -> Tensor:
+    if exact or is_quantised(form):
+        return call(_Linear, x_NI, weight_OI, bias_O, form, exact)
     return nn.functional.linear(x_NI, weight_OI, bias_O)

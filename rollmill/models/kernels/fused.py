@@ -1,6 +1,7 @@
 """The element-wise passes between two products, joined to the products, so that the backward pass keeps little.
 
-On other devices than CUDA these are plain compositions of `elementwise` and `linear`, bit for bit. On CUDA the passes
+On other devices than CUDA these are plain compositions of `elementwise` and `linear`, bit for bit; there the products
+may be `exact` (see models.kernels.exact). On CUDA the passes
 are Triton kernels, and the product itself adds the residual. What one cheap pass can recompute (normalised rows,
 activations) is recomputed in the backward pass, in a kernel that reads the inputs anyway:
 
@@ -87,11 +88,17 @@ class _NormLinear(Function):
 
 
 def norm_linear(
-    x_NW: Tensor, norm_W: Tensor, eps: float, weight: Tensor, bias: Tensor | None = None, form: str = "bf16"
+    x_NW: Tensor,
+    norm_W: Tensor,
+    eps: float,
+    weight: Tensor,
+    bias: Tensor | None = None,
+    form: str = "bf16",
+    exact: bool = False,
 ) -> tuple[Tensor, Tensor]:
     """Returns (the linear map of x's RMSNorm, x for the residual: on CUDA a copy that `add_linear` may change)."""
     if not fuses(x_NW):
-        return linear(elementwise.rms_norm(x_NW, norm_W, eps), weight, bias, form), x_NW
+        return linear(elementwise.rms_norm(x_NW, norm_W, eps), weight, bias, form, exact), x_NW
     return call(_NormLinear, x_NW, norm_W, eps, weight, bias, form)  # type: ignore[return-value]
 
 
@@ -109,10 +116,12 @@ class _AddLinear(Function):
         return grad_NW, grad_NW @ weight, grad_NW.t() @ y, grad_NW.sum(0) if ctx.has_bias else None, None
 
 
-def add_linear(x_NW: Tensor, y: Tensor, weight: Tensor, bias: Tensor | None = None, form: str = "bf16") -> Tensor:
+def add_linear(
+    x_NW: Tensor, y: Tensor, weight: Tensor, bias: Tensor | None = None, form: str = "bf16", exact: bool = False
+) -> Tensor:
     """x + the linear map of y. In place on CUDA, where x must be the copy from `norm_linear` or `norm_fork`."""
     if not fuses(x_NW):
-        return x_NW + linear(y, weight, bias, form)
+        return x_NW + linear(y, weight, bias, form, exact)
     return call(_AddLinear, x_NW, y, weight, bias, form)
 
 
@@ -193,6 +202,7 @@ def add_mlp(
     *,
     remakes: bool = False,
     form: str = "bf16",
+    exact: bool = False,
 ) -> Tensor:
     """Computes y = x + the linear map of `attended`, and returns y + the MLP of y's RMSNorm.
 
@@ -201,9 +211,9 @@ def add_mlp(
     """
     if fuses(copy_NW):
         return call(_AddMLP, copy_NW, x_NW, attended, eps, remakes, form, *mlp)
-    y_NW = add_linear(x_NW, attended, mlp.output, mlp.output_bias, form)
-    gate_up = linear(elementwise.rms_norm(y_NW, mlp.norm, eps), mlp.gate_up, form=form)
-    return y_NW + linear(elementwise.swiglu(gate_up), mlp.down, form=form)
+    y_NW = add_linear(x_NW, attended, mlp.output, mlp.output_bias, form, exact)
+    gate_up = linear(elementwise.rms_norm(y_NW, mlp.norm, eps), mlp.gate_up, form=form, exact=exact)
+    return y_NW + linear(elementwise.swiglu(gate_up), mlp.down, form=form, exact=exact)
 
 
 class _RotateHeads(Function):
@@ -253,7 +263,7 @@ def rotate_heads(
     return q_NHD, k_NKD, v_NKD
 
 
-class _ExactLinear(Function):
+class _FP32Linear(Function):
     @staticmethod
     def forward(ctx: Any, x_NW: Tensor, weight: Tensor) -> Tensor:
         ctx.save_for_backward(x_NW, weight)
@@ -271,8 +281,8 @@ class _ExactLinear(Function):
         return torch.mm(high, weight), grad_weight.to(weight.dtype)
 
 
-def exact_linear(x_NW: Tensor, weight: Tensor) -> Tensor:
+def fp32_linear(x_NW: Tensor, weight: Tensor, exact: bool = False) -> Tensor:
     """An FP32 result. Products of bf16 numbers are exact in FP32, so only the order of the sum differs."""
     if x_NW.is_cuda and x_NW.dtype == weight.dtype == torch.bfloat16:
-        return call(_ExactLinear, x_NW, weight)
-    return linear(x_NW.float(), weight.float())
+        return call(_FP32Linear, x_NW, weight)
+    return linear(x_NW.float(), weight.float(), exact=exact)

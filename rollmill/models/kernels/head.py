@@ -19,6 +19,7 @@ import torch
 from torch import Tensor
 from torch.autograd import Function
 
+from rollmill.models.kernels.exact import product
 from rollmill.models.triton import has_triton
 
 PIECE_ELEMENTS = 101_000_000  # logits per chunk: 400 MB, enough rows for the products to run near full speed
@@ -28,10 +29,15 @@ PARTS = 4
 
 
 def head_logprobs(
-    hidden_MW: Tensor, weight_VW: Tensor, targets_M: Tensor, temperatures_M: Tensor | None = None
+    hidden_MW: Tensor,
+    weight_VW: Tensor,
+    targets_M: Tensor,
+    temperatures_M: Tensor | None = None,
+    exact: bool = False,
 ) -> tuple[Tensor, Tensor]:
-    """Returns (log-probs of the targets, entropies), FP32 with gradients. Logits are divided by the temperatures."""
-    return _Logprobs.apply(hidden_MW, weight_VW, targets_M, temperatures_M)
+    """Returns (log-probs of the targets, entropies), FP32 with gradients. Logits are divided by the temperatures.
+    `exact`: see models.kernels.exact."""
+    return _Logprobs.apply(hidden_MW, weight_VW, targets_M, temperatures_M, exact)
 
 
 def head_next_token(hidden_MW: Tensor, weight_VW: Tensor, targets_M: Tensor, weights_M: Tensor) -> Tensor:
@@ -51,15 +57,18 @@ def _chunks(rows: slice, vocabulary: int, elements: int) -> Iterator[slice]:
         yield slice(start, min(start + step, rows.stop))
 
 
-def _exact(left: Tensor, right: Tensor) -> Tensor:
+def _fp32(left: Tensor, right: Tensor) -> Tensor:
     """The product in FP32."""
     if left.is_cuda and left.dtype == right.dtype == torch.bfloat16:
         return torch.mm(left, right, out_dtype=torch.float32)
     return torch.mm(left.float(), right.float())
 
 
-def _logits(hidden_MW: Tensor, weight_VW: Tensor, temperatures_M: Tensor | None) -> Tensor:
-    logits_MV = _exact(hidden_MW, weight_VW.t())
+def _logits(hidden_MW: Tensor, weight_VW: Tensor, temperatures_M: Tensor | None, exact: bool = False) -> Tensor:
+    if exact:
+        logits_MV = product(hidden_MW.float(), weight_VW.float().t())
+    else:
+        logits_MV = _fp32(hidden_MW, weight_VW.t())
     return logits_MV if temperatures_M is None else logits_MV.div_(temperatures_M[:, None])
 
 
@@ -84,7 +93,7 @@ class _Gradients:
     def add_powers(self, chunk: slice, powers_MV: Tensor, scales_M: Tensor) -> None:
         """The gradient of these rows' logits is `powers` times `scales` per row."""
         scaled_MW = torch.mul(self._hidden[chunk], scales_M[:, None]).to(powers_MV.dtype)
-        torch.mul(_exact(powers_MV, self._weight), scales_M[:, None], out=self.hidden[chunk])
+        torch.mul(_fp32(powers_MV, self._weight), scales_M[:, None], out=self.hidden[chunk])
         self._add_weight(powers_MV, scaled_MW)
 
     def _add(self, chunk: slice, grad_MV: Tensor) -> None:
@@ -105,11 +114,11 @@ class _Gradients:
 class _Logprobs(Function):
     @staticmethod
     def forward(
-        ctx: Any, hidden_MW: Tensor, weight_VW: Tensor, targets_M: Tensor, temperatures_M: Tensor | None
+        ctx: Any, hidden_MW: Tensor, weight_VW: Tensor, targets_M: Tensor, temperatures_M: Tensor | None, exact: bool
     ) -> tuple[Tensor, Tensor]:
         out = torch.empty((3, len(targets_M)), dtype=torch.float32, device=hidden_MW.device)
         for chunk in _chunks(slice(0, len(targets_M)), len(weight_VW), PIECE_ELEMENTS):
-            logits_MV = _logits(hidden_MW[chunk], weight_VW, _of(temperatures_M, chunk))
+            logits_MV = _logits(hidden_MW[chunk], weight_VW, _of(temperatures_M, chunk), exact)
             _measure(logits_MV, targets_M[chunk], out[:, chunk])
         logprobs_M, entropies_M, sums_M = out.unbind()
         ctx.save_for_backward(hidden_MW, weight_VW, targets_M, temperatures_M, sums_M, entropies_M)
@@ -120,7 +129,7 @@ class _Logprobs(Function):
     def backward(ctx: Any, grad_M: Tensor | None, grad_entropies_M: Tensor | None) -> tuple[Tensor | None, ...]:
         hidden_MW, weight_VW, targets_M, temperatures_M, sums_M, entropies_M = ctx.saved_tensors
         if grad_M is None and grad_entropies_M is None:
-            return None, None, None, None
+            return None, None, None, None, None
         slopes_M = torch.zeros_like(sums_M) if grad_M is None else grad_M
 
         def fill(part: slice, grad_MV: Tensor) -> None:
@@ -133,7 +142,7 @@ class _Logprobs(Function):
 
         gradients = _Gradients(hidden_MW, weight_VW)
         gradients.add_all(fill)
-        return gradients.hidden, gradients.weight, None, None
+        return gradients.hidden, gradients.weight, None, None, None
 
 
 class _NextToken(Function):
@@ -185,11 +194,12 @@ def _measure(logits_MV: Tensor, targets_M: Tensor, out_3M: Tensor) -> None:
         from rollmill.models.kernels.head_triton import measure
 
         return measure(logits_MV, targets_M, out_3M)
-    sums_M = torch.logsumexp(logits_MV, -1)
-    out_3M[0] = logits_MV.gather(1, targets_M[:, None]).squeeze(1) - sums_M
-    logprobs_MV = logits_MV.sub_(sums_M[:, None])
-    out_3M[1] = -logprobs_MV.exp().mul_(logprobs_MV).nansum(-1)  # 0 · −inf is 0 here
-    out_3M[2] = sums_M
+    # as the engine computes them: another way to the same number would have other bits
+    logprobs_MV = torch.log_softmax(logits_MV, -1)
+    targets_M1 = targets_M[:, None]
+    out_3M[0] = logprobs_MV.gather(1, targets_M1).squeeze(1)
+    out_3M[2] = logits_MV.gather(1, targets_M1).squeeze(1) - out_3M[0]
+    out_3M[1] = -torch.exp(logprobs_MV, out=logits_MV).mul_(logprobs_MV).nansum(-1)  # 0 · −inf is 0 here
 
 
 def _slopes(

@@ -5,12 +5,15 @@ On CUDA each is one Triton pass (routing_triton); elsewhere they are torch opera
 
 from __future__ import annotations
 
+import functools
 from typing import Any
 
+import torch
 from torch import Tensor
 from torch.autograd import Function
 
 from rollmill.models.kernels.call import call
+from rollmill.models.kernels.elementwise import sigmoid
 from rollmill.models.kernels.fused import fuses
 
 
@@ -44,7 +47,7 @@ def choose_experts(logits_NE: Tensor, bias_E: Tensor | None, k: int, *, softmax:
 
 
 def score(logits_NE: Tensor, *, softmax: bool) -> Tensor:
-    return logits_NE.softmax(-1) if softmax else logits_NE.sigmoid()
+    return logits_NE.softmax(-1) if softmax else sigmoid(logits_NE)
 
 
 class _Weigh(Function):
@@ -71,5 +74,6 @@ def gate_weights(scores_NE: Tensor, chosen_Nk: Tensor, scale: float, *, normalis
         return call(_Weigh, scores_NE, chosen_Nk, scale, normalised)
     weights_Nk = scores_NE.gather(1, chosen_Nk)
     if normalised:
-        weights_Nk = weights_Nk / weights_Nk.sum(-1, keepdim=True)
+        # in top-k order: the order of `sum` depends on the number of rows
+        weights_Nk = weights_Nk / functools.reduce(torch.add, weights_Nk.unbind(1)).unsqueeze(1)
     return weights_Nk if scale == 1.0 else weights_Nk * scale

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 from torch.autograd import Function
 
+from rollmill.models.kernels import exact as exact_products
 from rollmill.models.kernels.call import call
 from rollmill.models.kernels.forms import seen
 
@@ -80,7 +81,8 @@ class _Combine(Function):
         # in top-k order: another order would give other bits
         out_NW = y_RW.index_select(0, place_Nk[:, 0]).mul_(weights_Nk[:, 0:1])
         for choice in range(1, place_Nk.shape[1]):
-            out_NW.addcmul_(y_RW.index_select(0, place_Nk[:, choice]), weights_Nk[:, choice : choice + 1])
+            # not addcmul, whose bits depend on the number of rows
+            out_NW += y_RW.index_select(0, place_Nk[:, choice]).mul_(weights_Nk[:, choice : choice + 1])
         return out_NW
 
     @staticmethod
@@ -100,19 +102,21 @@ def combine_rows(y_RW: Tensor, weights_Nk: Tensor, token_R: Tensor, place_Nk: Te
 
 class _GroupedLinear(Function):
     @staticmethod
-    def forward(ctx: Any, x_RI: Tensor, weight_EIO: Tensor, counts: Sequence[int], form: str) -> Tensor:
+    def forward(ctx: Any, x_RI: Tensor, weight_EIO: Tensor, counts: Sequence[int], form: str, exact: bool) -> Tensor:
         ctx.save_for_backward(x_RI, weight_EIO)
         ctx.counts = counts
         x_RI = seen(x_RI, form)
         out_RO = x_RI.new_empty(x_RI.shape[0], weight_EIO.shape[2])
         runs = zip(counts, x_RI.split(counts), weight_EIO.unbind(), out_RO.split(counts), strict=True)
         for count, x, weight, out in runs:
-            if count:
+            if count and exact:
+                exact_products.product(x, weight, out)
+            elif count:
                 torch.mm(x, weight, out=out)
         return out_RO
 
     @staticmethod
-    def backward(ctx: Any, grad_RO: Tensor) -> tuple[Tensor, Tensor, None, None]:
+    def backward(ctx: Any, grad_RO: Tensor) -> tuple[Tensor | None, ...]:
         x_RI, weight_EIO = ctx.saved_tensors
         grad_x_RI, grad_weight_EIO = torch.empty_like(x_RI), torch.empty_like(weight_EIO)
         runs = zip(grad_RO.split(ctx.counts), x_RI.split(ctx.counts), grad_x_RI.split(ctx.counts), strict=True)
@@ -121,9 +125,12 @@ class _GroupedLinear(Function):
         ):
             torch.mm(grad, weight.t(), out=grad_x)
             torch.mm(x.t(), grad, out=grad_weight)
-        return grad_x_RI, grad_weight_EIO, None, None
+        return grad_x_RI, grad_weight_EIO, None, None, None
 
 
-def grouped_linear(x_RI: Tensor, weight_EIO: Tensor, counts: Sequence[int], form: str = "bf16") -> Tensor:
-    """Multiplies rows in expert order by their expert's weight: the first counts[0] rows by expert 0, and so on."""
-    return call(_GroupedLinear, x_RI, weight_EIO, counts, form)
+def grouped_linear(
+    x_RI: Tensor, weight_EIO: Tensor, counts: Sequence[int], form: str = "bf16", exact: bool = False
+) -> Tensor:
+    """Multiplies rows in expert order by their expert's weight: the first counts[0] rows by expert 0, and so on.
+    `exact`: see models.kernels.exact."""
+    return call(_GroupedLinear, x_RI, weight_EIO, counts, form, exact)

@@ -22,9 +22,15 @@ _HALF = (torch.bfloat16, torch.float16)
 _WIDE = 64  # up to this head width our kernels are as fast as cuDNN
 
 
-def packed_attention(lengths: Sequence[int], device: torch.device | str, dtype: torch.dtype) -> Attend:
+def packed_attention(
+    lengths: Sequence[int], device: torch.device | str, dtype: torch.dtype, exact: bool = False
+) -> Attend:
     """The attention for packed sequences of `lengths` on `device`, for a model that computes in `dtype`."""
     device = torch.device(device)
+    if exact:
+        from rollmill.models.exact_attention import ExactAttention
+
+        return ExactAttention(lengths)
     if device.type == "cuda" and dtype in _HALF:
         return VarlenAttention(lengths, device)
     return PackedAttention(lengths, device)

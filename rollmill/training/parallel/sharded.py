@@ -67,7 +67,10 @@ class ShardedPlacement:
         return self._make(config, compute_dtype(device), form, device)
 
     def make_like(self, model: Decoder) -> Decoder:
-        return self._make(model.config, model.embedding.dtype, model.form, model.embedding.device)
+        made = self._make(model.config, model.embedding.dtype, model.form, model.embedding.device)
+        if model.exact:
+            made.compute_exactly()
+        return made
 
     def _make(self, config: ModelConfig, dtype: torch.dtype, form: str, device: torch.device) -> Decoder:
         model, self._shards = sharded_decoder(config, dtype, form, self._world, self._meshes, device)

@@ -72,7 +72,7 @@ def _forward(
     output = model(
         moved(share.tokens_n, device),
         moved(share.positions_n, device),
-        _attention(shards, cut, device, model.embedding.dtype),
+        _attention(shards, cut, model),
         None if share.replay is None else share.replay.to(device),
     )
     kept = [Routing(each.scores[: share.real], each.live[: share.real], each.chosen[: share.real])
@@ -80,11 +80,11 @@ def _forward(
     return share, output.hidden.index_select(0, moved(share.rows_m, device)), kept
 
 
-def _attention(shards: Shards, cut: Split, device: torch.device, dtype: torch.dtype) -> Attend:
-    context = shards.meshes.context
+def _attention(shards: Shards, cut: Split, model: Decoder) -> Attend:
+    context, device = shards.meshes.context, model.embedding.device
     if context == 1:
         lengths = [each.stop for each in cut.slices[shards.world.rank]]
-        return packed_attention(lengths or [1], device, dtype)
+        return packed_attention(lengths or [1], device, model.embedding.dtype, model.exact)
     place = shards.world.rank % context
     group = cut.slices[shards.world.rank - place : shards.world.rank - place + context]
     return ContextAttention(group, place, shards.meshes.tokens.get_group("context"), device)

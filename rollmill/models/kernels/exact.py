@@ -1,0 +1,121 @@
+"""Products with the same bits for a row in every batch, on the CPU.
+
+BLAS chooses its loops by the number of rows, so a row may get other bits alone than in a batch. But for most numbers of
+rows it sums in the same order. `product` measures once per shape which numbers these are, and calls BLAS with no
+others: rows are cut into such blocks, and the last block is filled up with zeros.
+
+    37 rows, sizes 2 … 16, 20, 24 … 64, 80 … 128, 256, 512      one call with 40 rows
+    700 rows                                                    512, 188: 128, 60
+
+The measurement compares the bits of random products with those of one large block on one thread, each row at another
+place of its block. So engines and trainers agree, whatever their threads, if they run on the same kind of CPU with the
+same torch. If no number of rows passes, rows are multiplied one by one.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+from collections.abc import Iterator
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+COLUMNS = 4096  # of one call; a wider matrix would take seconds to measure
+_SHIFT = 3  # rows; odd, so that a row comes to another place of every tile
+_SIZES = (*range(2, 17), *range(20, 65, 4), *range(80, 129, 16), 256, 512)
+
+
+class Calls(NamedTuple):
+    """How BLAS may be called for matrices of one shape."""
+
+    sizes: tuple[int, ...]  # numbers of rows, ascending
+    threads: int
+
+
+def product(x_NI: Tensor, weight_IO: Tensor, out_NO: Tensor | None = None) -> Tensor:
+    """x · weight in FP32. The bits of a row depend on that row and on the weight only."""
+    rows, (inputs, outputs) = len(x_NI), weight_IO.shape
+    out_NO = x_NI.new_empty(rows, outputs) if out_NO is None else out_NO
+    across = weight_IO.stride(0) == 1 and outputs > 1
+    for first in range(0, outputs, COLUMNS):
+        weight, out = weight_IO[:, first : first + COLUMNS], out_NO[:, first : first + COLUMNS]
+        calls = allowed_calls(inputs, weight.shape[1], across, torch.get_num_threads())
+        with _threads(calls.threads):
+            for start, size in blocks(rows, calls.sizes):
+                _multiply(x_NI[start : start + size], weight, out[start : start + size], size)
+    return out_NO
+
+
+def blocks(rows: int, sizes: tuple[int, ...]) -> Iterator[tuple[int, int]]:
+    """(first row, size) of each block. Only the last may reach beyond the rows."""
+    start = 0
+    while start < rows:
+        left = rows - start
+        enough = next((size for size in sizes if size >= left), None)
+        below = next((size for size in reversed(sizes) if size <= left), None)
+        # a little padding is cheaper than another call, which reads the whole weight again
+        size = enough if enough is not None and (below is None or enough <= 1.25 * left) else below
+        assert size is not None
+        yield start, size
+        start += size
+
+
+def _multiply(x: Tensor, weight: Tensor, out: Tensor, size: int) -> None:
+    if len(x) == size:
+        torch.mm(x, weight, out=out)
+        return
+    padded = x.new_zeros(size, x.shape[1])
+    padded[: len(x)] = x
+    out.copy_(torch.mm(padded, weight)[: len(x)])
+
+
+@contextlib.contextmanager
+def _threads(count: int) -> Iterator[None]:
+    before = torch.get_num_threads()
+    if before == count:
+        yield
+        return
+    torch.set_num_threads(count)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(before)
+
+
+@functools.cache
+def allowed_calls(inputs: int, outputs: int, across: bool, threads: int) -> Calls:
+    """The numbers of rows that give the bits of the largest block on one thread. `across`: the weight is stored
+    transposed."""
+    generator = torch.Generator().manual_seed(0)
+    x = torch.randn(_SIZES[-1] + _SHIFT, inputs, generator=generator)
+    weight = torch.randn(outputs, inputs, generator=generator).t()
+    weight = weight if across else weight.contiguous()
+    with _threads(1):
+        reference = next(
+            filter(None, (_reference(x, weight, size) for size in reversed(_SIZES) if size > 2 * _SHIFT)), None
+        )
+    if reference is None:
+        return Calls((1,), 1)
+    for count in dict.fromkeys((threads, 1)):
+        with _threads(count):
+            sizes = tuple(size for size in _SIZES if size <= len(reference.rows) and reference.agrees(x, weight, size))
+        if sizes:
+            return Calls(sizes, count)
+    return Calls((len(reference.rows),), 1)
+
+
+class _Rows(NamedTuple):
+    rows: Tensor  # the product of the first rows
+
+    def agrees(self, x: Tensor, weight: Tensor, size: int) -> bool:
+        """Whether a block of `size` rows has these bits. It starts at another row, if it can."""
+        shift = min(_SHIFT, len(self.rows) - size)
+        return torch.equal(torch.mm(x[shift : shift + size], weight), self.rows[shift : shift + size])
+
+
+def _reference(x: Tensor, weight: Tensor, size: int) -> _Rows | None:
+    """The product of the first `size` rows, if its bits do not depend on a row's place."""
+    rows, moved = torch.mm(x[:size], weight), torch.mm(x[_SHIFT : _SHIFT + size], weight)
+    return _Rows(rows) if torch.equal(moved[: size - _SHIFT], rows[_SHIFT:]) else None
