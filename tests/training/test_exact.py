@@ -123,20 +123,25 @@ async def converse(engine: EmbeddedEngine, number: int, model: ModelConfig) -> l
     for _ in range(2):
         sampling = Sampling(**{"max_tokens": int(random.integers(8, 44)), "seed": number, **sampling_of(number)})
         asked = GenerateRequest(f"s{number}", list(tokens), sampling)
-        turns.append(Turn(asked, await generate(engine, asked, stream=True)))
+        turns.append(Turn(asked, await generate(engine, asked)))
         tokens = [*tokens, *turns[-1].whole.tokens, *random.integers(0, model.vocab_size, 7).tolist()]
     return turns
 
 
 async def sample(
-    model: ModelConfig, updates: list[Update], config: EngineConfig = ENGINE, exact: bool = True
+    model: ModelConfig,
+    updates: list[Update],
+    config: EngineConfig = ENGINE,
+    *,
+    exact: bool = True,
+    sessions: int = SESSIONS,
 ) -> list[Turn]:
     form = updates[0].policy.form
     async with EmbeddedEngine(model, config, form=form, exact=exact) as engine:
         await engine.apply(updates[0])
-        tasks = [asyncio.create_task(converse(engine, number, model)) for number in range(SESSIONS)]
+        tasks = [asyncio.create_task(converse(engine, number, model)) for number in range(sessions)]
         for number, update in enumerate(updates[1:], 1):
-            enough = number * SESSIONS * 40 // len(updates)
+            enough = number * sessions * 40 // len(updates)
             await until(lambda enough=enough: engine.metrics()["sampled_tokens_total"] >= enough)  # type: ignore[misc]
             await engine.apply(update)
         turns = [turn for task in tasks for turn in await task]
@@ -195,9 +200,9 @@ async def test_without_it_most_bits_differ() -> None:
 
 async def test_tokens_do_not_depend_on_what_else_is_decoded() -> None:
     updates = [make_update(MIXTURE, 0, "bf16")]
-    crowded = await sample(MIXTURE, updates)
+    crowded = await sample(MIXTURE, updates, sessions=8)
     alone = ENGINE.model_copy(update={"max_batch": 1, "prefill_chunk": 7, "block_size": 16})
-    for turn, other in zip(crowded, await sample(MIXTURE, updates, alone), strict=True):
+    for turn, other in zip(crowded, await sample(MIXTURE, updates, alone, sessions=8), strict=True):
         assert turn.whole.tokens == other.whole.tokens and turn.whole.logprobs == other.whole.logprobs
 
 

@@ -196,9 +196,8 @@ def _measure(logits_MV: Tensor, targets_M: Tensor, out_3M: Tensor) -> None:
         return measure(logits_MV, targets_M, out_3M)
     # as the engine computes them: another way to the same number would have other bits
     logprobs_MV = torch.log_softmax(logits_MV, -1)
-    targets_M1 = targets_M[:, None]
-    out_3M[0] = logprobs_MV.gather(1, targets_M1).squeeze(1)
-    out_3M[2] = logits_MV.gather(1, targets_M1).squeeze(1) - out_3M[0]
+    out_3M[0] = logprobs_MV.gather(1, targets_M[:, None]).squeeze(1)
+    out_3M[2] = logits_MV.amax(-1) - logprobs_MV.amax(-1)
     out_3M[1] = -torch.exp(logprobs_MV, out=logits_MV).mul_(logprobs_MV).nansum(-1)  # 0 · −inf is 0 here
 
 
