@@ -7,8 +7,8 @@
             chunks ◄────────────────────────────
 
 Weights change between two steps, never inside one, and no request is dropped for it. A generation goes on with the
-keys and values that older weights wrote, and says so (`oldest_kv_policy`), unless `recompute_kv` is set. A new request of another session finds only
-keys and values of the served weights (`prefixes`).
+keys and values that older weights wrote, and says so (`oldest_kv_policy`); with `recompute_kv` it computes its context
+again. A new request of another session finds only keys and values of the served weights (`prefixes`).
 """
 
 from __future__ import annotations
