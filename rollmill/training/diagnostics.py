@@ -199,8 +199,8 @@ _IMPLIED = {
 }
 
 
-def warnings(figures: Mapping[str, Any]) -> list[str]:
-    """Warnings about figures beyond their limits, with the likely cause."""
+def warnings(figures: Mapping[str, Any], *, exact: bool = False) -> list[str]:
+    """Warnings about figures beyond their limits, with the likely cause. `exact`: with exact numerics."""
     broken = {limit.figure: limit for limit in _LIMITS if _is_broken(limit, figures.get(limit.figure))}
     causes = {
         "staleness": _staleness_cause(figures),
@@ -214,6 +214,11 @@ def warnings(figures: Mapping[str, Any]) -> list[str]:
         if _IMPLIED.get(name) not in broken:
             side = f"above {limit.above:g}" if limit.above is not None else f"below {limit.below:g}"
             found.append(f"{name} is {figures[name]:.3g}, {side}: {limit.advice.format(**causes)}")
+    if exact and (figures.get("mismatch_max") or 0.0) > 0:
+        found.append(
+            f"mismatch_max is {figures['mismatch_max']:.3g}, but numerics is 'exact': engine and trainer need the same "
+            "kind of CPU, the same torch and the same release"
+        )
     return found
 
 

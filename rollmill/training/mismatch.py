@@ -165,6 +165,11 @@ class MismatchMeter:
         if self._twin is None:
             self._twin = Twin(placement, model)
 
+    @property
+    def exact(self) -> bool:
+        """Whether no bit may differ: the trained model computes exactly."""
+        return self._twin is not None and self._twin.decoder.exact
+
     def measure(self, step: int, sample: Sample) -> tuple[np.ndarray, Counter[str]]:
         """Δ = log π − log μ of the measured tokens, and the number of the other tokens by reason."""
         sequences: dict[PolicyRef, list[PackedSequence]] = {}

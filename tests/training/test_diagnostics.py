@@ -120,3 +120,10 @@ def test_one_cause_is_reported_once():
 def test_huge_ratios_give_finite_figures():
     figures = token_figures([measures([800.0, -800.0])])
     assert all(math.isfinite(value) for value in figures.values() if isinstance(value, float))
+
+
+def test_with_exact_numerics_any_difference_is_a_warning():
+    figures = {"mismatch_max": 1e-7}
+    assert warnings(figures) == [] == warnings({"mismatch_max": 0.0}, exact=True) == warnings({}, exact=True)
+    [text] = warnings(figures, exact=True)
+    assert "same kind of CPU" in text

@@ -351,7 +351,7 @@ class RLObjective:
         }
         figures = finite(figures)
         telemetry.emit("step", step=outcome.number, steps=outcome.steps, version=outcome.number, **figures)
-        for text in warnings(figures):
+        for text in warnings(figures, exact=self._mismatch.exact):
             telemetry.emit("warning", step=outcome.number, text=text)
 
 
