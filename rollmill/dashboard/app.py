@@ -22,7 +22,8 @@ from aiohttp import web
 from rollmill.dashboard.live import Live
 from rollmill.dashboard.shell import page
 from rollmill.dashboard.source import Source
-from rollmill.errors import GatewayError, RollmillError
+from rollmill.dashboard.trajectories import Filters, list_page, reading_page
+from rollmill.errors import ConfigError, GatewayError, RollmillError, TrajectoryError
 from rollmill.evals.report.markup import tag
 from rollmill.gateway.keys import KeyRing
 
@@ -54,6 +55,8 @@ def make_app(source: Source, keys: KeyRing | None = None) -> web.Application:
     app = web.Application(middlewares=[_guard(keys)])
     app.router.add_get("/", handlers.overview)
     app.router.add_get("/live", handlers.live)
+    app.router.add_get("/trajectories", handlers.trajectories)
+    app.router.add_get("/trajectory", handlers.trajectory)
     app.router.add_get("/static/{name}", handlers.static)
     return app
 
@@ -84,6 +87,26 @@ class _Handlers:
         response = html(made.body)
         response.headers["ETag"] = made.etag
         return response
+
+    async def trajectories(self, request: web.Request) -> web.Response:
+        """List trajectories, newest first, 50 per page.
+
+        Needs: a key with the scope read, beyond loopback.
+        Takes: ?search=, run=, state=, solved=, split=, reward=, version=, after=.
+        Returns: HTML; 400 if a filter cannot be read.
+        """
+        content = await asyncio.to_thread(list_page, self._source, Filters.of(request.query))
+        return html(page(self._source.name, "trajectories", content))
+
+    async def trajectory(self, request: web.Request) -> web.Response:
+        """Show one trajectory turn by turn: tokens, log-probs, the weights that sampled them, rewards, feedback.
+
+        Needs: a key with the scope read, beyond loopback.
+        Takes: ?id=ID.
+        Returns: HTML; 404 if there is no such trajectory.
+        """
+        content = await asyncio.to_thread(reading_page, self._source, request.query.get("id", ""))
+        return html(page(self._source.name, "trajectories", content))
 
     async def static(self, request: web.Request) -> web.Response:
         """Return a style sheet, script or picture of the page.
@@ -117,6 +140,8 @@ def _guard(keys: KeyRing | None) -> Any:
             response = _problem(error.message, error.hint, error.status)
             if error.status == 401:
                 response.headers["WWW-Authenticate"] = 'Basic realm="Rollmill: any user name, a key as the password"'
+        except (ConfigError, TrajectoryError) as error:
+            response = _problem(error.message, error.hint, 400 if isinstance(error, ConfigError) else 404)
         except RollmillError as error:  # a store that does not answer: the page says so and tries again
             response = _problem(error.message, error.hint, 503)
         except web.HTTPException as error:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from rollmill import __version__
 from rollmill.evals.report.markup import Markup, tag
 
-PLACES = {"overview": ("./", "Overview")}
+PLACES = {"overview": ("/", "Overview"), "trajectories": ("/trajectories", "Trajectories")}
 
 
 def page(name: str, place: str, content: Markup, *, live: bool = False) -> str:
