@@ -1,0 +1,67 @@
+"""`rollmill machines`, and the guide to choosing a machine, executed where this host has virtual machines."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from rollmill.environments.machines.qemu import parts, setup
+from rollmill.errors import MachineError
+from tests.cli.conftest import Told
+from tests.cli.test_init import shell
+from tests.test_repo import ROOT
+
+GUIDE = ROOT / "docs" / "guides" / "choosing-a-machine.md"
+
+
+@pytest.mark.slow
+def test_the_guide_to_choosing_a_machine_works_word_by_word(tmp_path: Path) -> None:
+    blocks = re.findall(r"```bash\n(.*?)```", GUIDE.read_text(), re.S)
+    assert len(blocks) == 4
+    try:
+        parts.find_parts()
+    except MachineError as error:  # nothing is installed by a test
+        assert "10 of 10 tasks are all right" in shell(blocks[2], tmp_path)
+        pytest.skip(f"the part about virtual machines: {error}")
+    printed = shell("\n".join(blocks), tmp_path)
+    assert "namespace" in printed and "memory and files" in printed
+    assert printed.count("10 of 10 tasks are all right") == 2
+
+
+def test_setup_without_root_says_what_to_install(
+    rollmill: Callable[..., Told], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    monkeypatch.setenv("PATH", str(tmp_path))
+    told = rollmill("machines", "setup")
+    arch = parts.architecture()
+    assert told.code == 1 and f"apt-get install --yes --no-install-recommends {arch.package}" in told.err
+    assert "Traceback" not in told.err
+    told = rollmill("machines", "doctor")
+    assert "is not" in told.out and "rollmill machines setup" in told.out
+
+
+def test_a_kernel_package_gives_its_kernel_and_modules(tmp_path: Path) -> None:
+    """A package with compressed modules, as newer ones have; only what guests need is kept."""
+    import io
+    import lzma
+    import tarfile
+
+    stream = io.BytesIO()
+    with tarfile.open(fileobj=stream, mode="w") as archive:
+        for name, data in {
+            "./boot/vmlinuz-6.12-cloud": b"kernel",
+            "./lib/modules/6.12/kernel/drivers/char/virtio_console.ko.xz": lzma.compress(b"console"),
+            "./lib/modules/6.12/kernel/drivers/virtio/virtio.ko": b"virtio",
+            "./lib/modules/6.12/kernel/drivers/net/virtio_net.ko": b"not needed",
+        }.items():
+            member = tarfile.TarInfo(name)
+            member.size = len(data)
+            archive.addfile(member, io.BytesIO(data))
+    stream.seek(0)
+    setup._take_kernel(stream, tmp_path)
+    found = {path.name: path.read_bytes() for path in tmp_path.iterdir()}
+    assert found == {"vmlinuz": b"kernel", "virtio_console.ko": b"console", "virtio.ko": b"virtio"}
