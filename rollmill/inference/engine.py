@@ -6,7 +6,8 @@ The same contract over HTTP (`inference/server.py`) and in process (`inference/e
     GET  /health     {"engine", "region", "policy": {line, number, form, digest}, "running", "waiting", "paused",
                      "draining"}, and
                      "problem": why it is not at the newest weights, "lent": the line it is lent to,
-                     "serves": {"kind": line, channel or version, "name", "context": its longest context}
+                     "serves": {"kind": line, channel or version, "name", "context": its longest context},
+                     "capabilities": what its kind can do, see Capabilities
     GET  /metrics    counters as Prometheus text
     POST /pause, /resume
     POST /drain      finish what runs and waits, take nothing new (503) until /resume
@@ -121,6 +122,19 @@ class GenerateChunk:
     timing: Mapping[str, float] = field(default_factory=dict)
 
 
+def check_request(request: GenerateRequest, vocab_size: int) -> None:
+    """Raises EngineError for a context or a bias that is not of this vocabulary."""
+    if not request.tokens:
+        raise EngineError("a request needs at least one token of context")
+    if min(request.tokens) < 0 or max(request.tokens) >= vocab_size:
+        raise EngineError(
+            f"token ids must be from 0 to {vocab_size - 1}",
+            hint="was the context made with another model's tokenizer?",
+        )
+    if any(token >= vocab_size for token, _ in request.sampling.logit_bias):
+        raise EngineError(f"logit_bias: token ids must be from 0 to {vocab_size - 1}")
+
+
 @dataclass(frozen=True)
 class Applied:
     """How a switch of weights went: the seconds without a token, and the number of running requests."""
@@ -129,8 +143,23 @@ class Applied:
     running: int
 
 
+@dataclass(frozen=True)
+class Capabilities:
+    """What engines of a kind can do beyond the contract that all of them hold (tests/inference/contract)."""
+
+    kind: str
+    routes: bool  # expert routes of a mixture are reported
+    grammars: bool  # requests may have a grammar
+    seeds_by_position: bool  # another engine goes on with an interrupted generation as this one would have
+    keeps_cache: bool  # new weights go on with the keys and values of older ones; otherwise these are computed again
+
+
 class Engine(Protocol):
-    """What the gateway and the follower need of an engine. `rollmill.inference.embedded` implements it."""
+    """What the gateway and the follower need of an engine. `rollmill.inference.embedded` and `rollmill.inference.vllm`
+    implement it."""
+
+    @property
+    def capabilities(self) -> Capabilities: ...
 
     def generate(self, request: GenerateRequest, *, stream: bool = False) -> AsyncGenerator[GenerateChunk, None]:
         """Yields chunks as tokens come if `stream`, else one at the end. Closing the generator frees the request's

@@ -17,7 +17,14 @@ from rollmill.inference.embedded.activity import Activity
 from rollmill.inference.embedded.decode_loop import DecodeLoop, Outbox
 from rollmill.inference.embedded.generation import Generation
 from rollmill.inference.embedded.grammar import Grammars, GrammarState
-from rollmill.inference.engine import Applied, EngineUnavailable, GenerateChunk, GenerateRequest
+from rollmill.inference.engine import (
+    Applied,
+    Capabilities,
+    EngineUnavailable,
+    GenerateChunk,
+    GenerateRequest,
+    check_request,
+)
 from rollmill.models.config import ModelConfig
 from rollmill.models.device import Device, choose_device, is_full
 from rollmill.types import PolicyRef
@@ -43,6 +50,13 @@ class EmbeddedEngine:
         (models.kernels.exact). `tokenizer`: the tokenizer.json of the model. Without it, requests with a grammar are
         refused."""
         self.name, self.region = name, region
+        self.capabilities = Capabilities(
+            "embedded",
+            routes=True,
+            grammars=tokenizer is not None,
+            seeds_by_position=True,
+            keeps_cache=not config.recompute_kv,
+        )
         self._vocab_size = model.vocab_size
         self._grammars = Grammars(tokenizer, model.vocab_size) if tokenizer is not None else None
         self._context_limit = min(model.max_context, config.cache_tokens)
@@ -69,7 +83,7 @@ class EmbeddedEngine:
         return self._decoding.ended
 
     async def generate(self, request: GenerateRequest, *, stream: bool = False) -> AsyncGenerator[GenerateChunk, None]:
-        self._check(request)
+        check_request(request, self._vocab_size)
         if len(request.tokens) >= self._context_limit:
             yield GenerateChunk([], [], [], [], finish="length")  # no room for a token: that is data, not an error
             return
@@ -117,6 +131,7 @@ class EmbeddedEngine:
             "waiting": scheduler.waiting,
             "paused": self._decoding.paused,
             "draining": self._decoding.draining,
+            "capabilities": vars(self.capabilities),
         }
 
     def metrics(self) -> dict[str, float]:
@@ -140,17 +155,6 @@ class EmbeddedEngine:
     @property
     def histograms(self) -> Mapping[str, Histogram]:
         return self._activity.histograms
-
-    def _check(self, request: GenerateRequest) -> None:
-        if not request.tokens:
-            raise EngineError("a request needs at least one token of context")
-        if min(request.tokens) < 0 or max(request.tokens) >= self._vocab_size:
-            raise EngineError(
-                f"token ids must be from 0 to {self._vocab_size - 1}",
-                hint="was the context made with another model's tokenizer?",
-            )
-        if any(token >= self._vocab_size for token, _ in request.sampling.logit_bias):
-            raise EngineError(f"logit_bias: token ids must be from 0 to {self._vocab_size - 1}")
 
     def _grammar(self, request: GenerateRequest) -> GrammarState:
         grammar, ends = request.sampling.grammar, request.sampling.stop_tokens
