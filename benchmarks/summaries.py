@@ -1,0 +1,186 @@
+"""Summaries that are learned: tasks that do not fit one window, before and after RL, and against two baselines.
+
+    python -m benchmarks.summaries [--quick] [--seed 0] [--run RUN]
+
+`--run` measures a finished run of rollmill/demo/walks.toml instead of training one. Every run is the whole circle with
+real processes and real machines, on the walks of rollmill/demo/walks.py:
+
+    before         the model imitates a teacher whose summaries are wrong on purpose
+    learned        after RL; the reward of the final answer reaches every summary
+    short          more RL from there, with the length reward
+    truncation     the learned model under a harness that cuts old messages off instead
+    fixed note     the learned model under a harness that writes the summaries itself, without knowing what matters
+
+Rates are at temperature 1, with 95 % intervals over tasks. `--quick` shows that it runs, not what is learned.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import tempfile
+import time
+import tomllib
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from rich.console import Console
+from rich.table import Table
+
+from benchmarks.output import at_least, at_most, finish
+from rollmill.cluster.drive import drive
+from rollmill.cluster.run import RunConfig, RunDirectory
+from rollmill.cluster.service import Target, evaluate, serving
+from rollmill.cluster.stages import results_key
+from rollmill.config import validate_config
+from rollmill.demo.walk_demonstrations import WalkHabits, walk_solve_rate
+from rollmill.demo.walks import FILES, Walk
+from rollmill.environments.sections import HarnessSection
+from rollmill.evals.run import EvalResult
+from rollmill.evals.statistics import clustered_difference
+from rollmill.storage.database import open_database
+from rollmill.storage.objects import Objects
+from rollmill.trajectories.store import TrajectoryStore
+from rollmill.types import Trajectory, Version
+
+CONFIG = Path(__file__).parents[1] / "rollmill" / "demo" / "walks.toml"
+# Small against the 1 of a solved task: 100 sampled tokens cost 0.1
+LENGTH = {"kind": "length", "tokens_weight": 0.001, "tool_calls_weight": 0.0, "turns_weight": 0.0, "q": 0.0}
+BASELINES = {"truncation": "Truncating", "fixed note": "FixedNote"}
+
+
+class Measured(NamedTuple):
+    rate: float
+    low: float
+    high: float
+    by_task: dict[str, list[bool]]
+    contexts: list[int]  # per episode
+    summary_tokens: float  # sampled for summaries, mean per episode
+    tokens: float  # all that were sampled, mean per episode
+
+
+def settings(name: str, seed: int, quick: bool) -> dict[str, Any]:
+    tree = tomllib.loads(CONFIG.read_text())
+    tree |= {"name": name, "seed": seed}
+    if quick:
+        tree["evals"]["tasks"] = 8
+        for stage, steps in zip(tree["stages"], (40, 2), strict=True):
+            stage["steps"] = steps
+        tree["stages"][1]["groups_per_step"] = 2
+    return tree
+
+
+def train(root: Path, tree: dict[str, Any]) -> RunDirectory:
+    run = RunDirectory.create(root, validate_config(RunConfig, tree, tree["name"]))
+    drive(run)
+    return run
+
+
+def shortened(root: Path, learned: RunDirectory, seed: int, quick: bool) -> RunDirectory:
+    """More RL from the last version of `learned`, with the length reward."""
+    tree = settings("short", seed, quick)
+    (stage,) = (stage for stage in tree["stages"] if stage["kind"] == "rl")
+    stage |= {} if quick else {"steps": 8}
+    version = Version("rl", learned.config.stage("rl").steps)
+    tree["stages"] = [stage]
+    tree["rewards"].append(LENGTH)
+    tree["start"] = {"run": str(learned.path), "id": learned.id, "version": str(version)}
+    del tree["model"], tree["tokenizer"]
+    return train(root, tree)
+
+
+def own(run: RunDirectory, label: str) -> Measured:
+    """An evaluation that the run made itself."""
+    (result,) = json.loads(Objects.open(run.home_store).get(results_key(run, label)))
+    return measured(run, EvalResult(**result))
+
+
+def under(run: RunDirectory, harness: str) -> Measured:
+    """The last version of the run under another harness."""
+    version = Version("rl", run.config.stage("rl").steps)
+    target = Target("version", str(version), version, run.config.form)
+    with serving(run, target, "eval") as (service, cluster):
+        section = {**run.config.harness.model_dump(mode="json"), "kind": f"benchmarks.summary_baselines:{harness}"}
+        object.__setattr__(service, "config", run.config.model_copy(update={"harness": HarnessSection._read(section)}))
+        (result,) = evaluate(service, cluster, run.config.evals, version)
+    return measured(run, result)
+
+
+def measured(run: RunDirectory, result: EvalResult) -> Measured:
+    store = TrajectoryStore(open_database(run.database_url), Objects.open(run.home_store))
+    rows = store.list(f"{run.id}/eval-{result.label}")[: result.attempts]  # newest first: those of this evaluation
+    found = store.load_many([row.id for row in rows if row.payload_key is not None])
+    return Measured(
+        rate=result.rate,
+        low=result.low,
+        high=result.high,
+        by_task=result.by_task,
+        contexts=[len(each.segments) for each in found],
+        summary_tokens=sum(map(spent_on_summaries, found)) / len(found),
+        tokens=sum(row.sampled_tokens or 0 for row in rows) / len(rows),
+    )
+
+
+def spent_on_summaries(trajectory: Trajectory) -> int:
+    """The last answer of a segment that a summary follows is that summary."""
+    followed = {segment.parent[0] for segment in trajectory.segments if segment.parent and segment.cause == "summary"}
+    last = [segment.spans[-1] for segment in trajectory.segments if segment.id in followed and segment.spans]
+    return sum(span.end - span.start for span in last)
+
+
+def show(found: dict[str, Measured]) -> None:
+    table = Table(title=f"walks through {FILES} files")
+    for column in ("summaries", "solve rate", "95 % interval", "contexts", "summary tokens", "sampled tokens"):
+        table.add_column(column)
+    for name, each in found.items():
+        mean = sum(each.contexts) / len(each.contexts)
+        cells = [f"{each.rate:.3f}", f"{each.low:.3f} – {each.high:.3f}", f"{mean:.1f}"]
+        table.add_row(name, *cells, f"{each.summary_tokens:.1f}", f"{each.tokens:.1f}")
+    Console().print(table)
+    print(f"without a summary, the key reaches the answer only from the file before the last: {1 / (FILES - 1):.3f}")
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--quick", action="store_true", help="shrunk to about a minute")
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--run", type=Path, help="a finished run of walks.toml; not set: train one")
+    arguments = parser.parse_args()
+    started = time.monotonic()
+    with tempfile.TemporaryDirectory() as folder:
+        if arguments.run:
+            learned = RunDirectory.open(arguments.run)
+        else:
+            learned = train(Path(folder), settings("learned", arguments.seed, arguments.quick))
+        found = {"before": own(learned, "before"), "learned": own(learned, "after")}
+        found |= {name: under(learned, harness) for name, harness in BASELINES.items()}
+        show(found)
+        short = shortened(Path(folder), learned, arguments.seed, arguments.quick)
+        found |= {"learned, again": own(short, "before"), "short": own(short, "after")}
+    tasks = [Walk(id) for id in found["before"].by_task]
+    teacher = walk_solve_rate(tasks, WalkHabits())
+    show(found)
+    report(found, teacher, time.monotonic() - started)
+
+
+def report(found: dict[str, Measured], teacher: float, seconds: float) -> None:
+    learned, short = found["learned"], found["short"]
+    figures = {"teacher": teacher, "seconds": seconds}
+    for name, each in found.items():
+        key = name.replace(", ", "_").replace(" ", "_")
+        figures |= {f"{key}_rate": each.rate, f"{key}_low": each.low, f"{key}_high": each.high}
+        figures |= {f"{key}_summary_tokens": each.summary_tokens}
+    bars = {}
+    for name in ("before", *BASELINES):
+        gain = clustered_difference(found[name].by_task, learned.by_task)
+        bars[f"over_{name.replace(' ', '_')}_low"] = at_least(gain.low, 0.0)
+    # episodes that end early are failures of the model; solved ones had to walk the whole way
+    bars["contexts_median"] = at_least(float(sorted(learned.contexts)[len(learned.contexts) // 2]), 10)
+    again = found["learned, again"]
+    bars["summary_tokens_share"] = at_most(short.summary_tokens / again.summary_tokens, 0.9)
+    bars["short_rate_change_high"] = at_least(clustered_difference(again.by_task, short.by_task).high, 0.0)
+    finish("summaries", figures, bars)
+
+
+if __name__ == "__main__":
+    main()

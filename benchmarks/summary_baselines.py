@@ -1,0 +1,61 @@
+"""What learned summaries are compared with: harnesses that do something else when the context is nearly full.
+
+    Truncating   drops everything but the task and the last tool call with its result
+    FixedNote    writes the summary itself, without knowing what matters: the number of the next file, and what the
+                 last result said
+
+Both are kinds for [harness], with the settings of the coding harness.
+"""
+
+from __future__ import annotations
+
+from rollmill.environments.harness import HarnessResult
+from rollmill.environments.harnesses.coding import CodingHarness, HarnessConfig
+from rollmill.environments.harnesses.model import Asking
+from rollmill.environments.harnesses.summary import Contexts, resumed
+from rollmill.environments.harnesses.turns import run_turns, start
+from rollmill.environments.machine import Machine
+from rollmill.environments.task import Task
+from rollmill.types import Sampling
+
+
+class TruncatedContexts(Contexts):
+    def _ask(self) -> None:
+        last = max(index for index, message in enumerate(self.messages) if message["role"] == "assistant")
+        self.messages = [*self._first, *self.messages[last:]]
+
+
+class NotedContexts(Contexts):
+    def _ask(self) -> None:
+        assert self._config is not None
+        said = " ".join(line.partition(" ")[2] for line in self.messages[-1]["content"].splitlines())
+        self.summaries += 1
+        known = "none " if said.startswith("end") else f"{self.summaries + 1} "
+        self.messages = resumed(self._first, self._config.resume, known + said, self.summaries)
+        self._fresh = True
+
+
+class Truncating(CodingHarness):
+    name = "truncating"
+    made: type[Contexts] = TruncatedContexts
+
+    def __init__(self, config: HarnessConfig) -> None:
+        super().__init__(config)
+
+    async def run(
+        self, task: Task, machine: Machine, *, base_url: str, api_key: str, sampling: Sampling
+    ) -> HarnessResult:
+        asking = Asking(self._model, base_url, api_key, self.config, sampling, self._schemas)
+        contexts = await asking.contexts(start(task, self.config.system_prompt), self.config.max_tool_output)
+        return await run_turns(
+            asking,
+            lambda call: self._call(machine, call),
+            self.made(contexts._config, contexts._first, contexts._at, sampling.max_tokens),
+            max_turns=self.config.max_turns,
+            max_tool_output=self.config.max_tool_output,
+        )
+
+
+class FixedNote(Truncating):
+    name = "fixed_note"
+    made = NotedContexts
