@@ -1,14 +1,17 @@
 """What learned summaries are compared with: harnesses that do something else when the context is nearly full.
 
-    Truncating   drops everything but the task and the last tool call with its result
+    Truncating   keeps the task and the newest tool calls with their results, as many as the window holds
     FixedNote    writes the summary itself, without knowing what matters: the number of the next file, and what the
-                 last result said
+                 newest files said, as many as a summary may hold
 
-Both are kinds for [harness], with the settings of the coding harness.
+Both are kinds for [harness], with the settings of the coding harness. The model was hardly trained under them, so their
+rates also tell how unfamiliar they are to it. `reachable` tells what no
+model could exceed but by guessing.
 """
 
 from __future__ import annotations
 
+from rollmill.demo.walks import Walk
 from rollmill.environments.harness import HarnessResult
 from rollmill.environments.harnesses.coding import CodingHarness, HarnessConfig
 from rollmill.environments.harnesses.model import Asking
@@ -18,20 +21,31 @@ from rollmill.environments.machine import Machine
 from rollmill.environments.task import Task
 from rollmill.types import Sampling
 
+# of a window of 44 tokens with an answer of 6, and of a summary of 14 tokens
+KEPT_CALLS, NOTED_FILES = 4, 5
+
+
+def reachable(walk: Walk, files: int) -> bool:
+    """Whether the key is among the last `files` files: before them, neither harness has it at the end."""
+    return any(line.startswith("key") for line in walk.files[-files:])
+
 
 class TruncatedContexts(Contexts):
     def _ask(self) -> None:
-        last = max(index for index, message in enumerate(self.messages) if message["role"] == "assistant")
-        self.messages = [*self._first, *self.messages[last:]]
+        calls = [index for index, message in enumerate(self.messages) if message["role"] == "assistant"]
+        self.messages = [*self._first, *self.messages[calls[-KEPT_CALLS:][0] :]]
 
 
 class NotedContexts(Contexts):
+    said: tuple[str, ...] = ()
+
     def _ask(self) -> None:
         assert self._config is not None
-        said = " ".join(line.partition(" ")[2] for line in self.messages[-1]["content"].splitlines())
+        newest = " ".join(line.partition(" ")[2] for line in self.messages[-1]["content"].splitlines())
+        self.said = (*self.said, newest)[-NOTED_FILES:]
         self.summaries += 1
-        known = "none " if said.startswith("end") else f"{self.summaries + 1} "
-        self.messages = resumed(self._first, self._config.resume, known + said, self.summaries)
+        place = "" if newest.startswith("end") else f"{self.summaries + 1} "
+        self.messages = resumed(self._first, self._config.resume, place + " ".join(self.said), self.summaries)
         self._fresh = True
 
 
