@@ -3,8 +3,8 @@
 Each user has a task of the run's task set. The run's own harness works on it in a real machine, through the gateway, as
 production traffic. Then the user looks at what came of it:
 
-    likes   weights of what was seen (solved, malformed, turns, tool_calls, stopped). More than 0.5 in all is true
-            acceptance. Nothing but the measurement sees it.
+    likes   weights of what was seen (solved, malformed, turns, tool_calls, stopped, constant). More than 0.5 in all
+            is true acceptance. Nothing but the measurement sees it.
     says    the same for what is reported. Not given: as `likes`. Given: a poisoned signal.
     noise   share of reports that say the opposite; silent: share of users who report nothing; delay_s: mean delay
 
@@ -141,4 +141,5 @@ async def _work(
         "turns": float(result.turns),
         "tool_calls": float(result.tool_calls),
         "stopped": float(result.stop == "answer"),
+        "constant": 1.0,
     }

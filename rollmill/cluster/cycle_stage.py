@@ -11,6 +11,7 @@ from typing import Any
 
 from rollmill.cluster.run import CYCLE, RunConfig, RunDirectory
 from rollmill.config import validate_config
+from rollmill.training.config import OptimizerConfig
 from rollmill.training.stage import StageSection
 from rollmill.training.stages.rl import RLSettings
 
@@ -39,8 +40,9 @@ def stage_settings(config: RunConfig, number: int, live: str, conversations: int
     steps = min(cycle.steps, conversations)
     training = kept.get("training", {})
     optimizer = {**training.get("optimizer", {}), "warmup_steps": 0, "decay": "constant"}
-    if cycle.lr is not None:
-        optimizer["lr"] = cycle.lr
+    usual = optimizer.get("lr", OptimizerConfig().lr)
+    # one reward per conversation is noisier than a group's, and each cycle's optimizer starts without a memory
+    optimizer["lr"] = cycle.lr if cycle.lr is not None else 0.4 * usual
     return {
         **kept,
         "kind": "rl",

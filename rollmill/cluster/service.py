@@ -152,8 +152,11 @@ def served_versions(service: RunDirectory) -> list[str]:
 
 
 def wait_until_ready(service: RunDirectory, cluster: LocalCluster) -> None:
-    """Return when an engine serves. Raises RollmillError when a process cannot be kept alive."""
-    while not served_versions(service):
+    """Return when an engine serves; one for canaries does not count. Raises RollmillError when a process cannot be kept
+    alive."""
+    while not any(
+        each["alive"] and each["channel"] != CANDIDATE for each in (health(service) or {}).get("engines", [])
+    ):
         cluster.watch()
         time.sleep(TICK_S)
 

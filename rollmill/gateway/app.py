@@ -47,7 +47,7 @@ from rollmill.gateway.registry import Registry
 from rollmill.gateway.router import Router
 from rollmill.gateway.sealing import Sealer
 from rollmill.gateway.sessions import Session, SessionFacts, check_id, parse_facts
-from rollmill.gateway.splits import Split, SplitStore, follow
+from rollmill.gateway.splits import SplitStore, follow
 from rollmill.gateway.tracing import Tracer
 from rollmill.storage.objects import Objects
 from rollmill.trajectories.storable import LONGEST_OBJECT_KEY, is_key
@@ -151,11 +151,11 @@ class Gateway:
         self._recorder.start()
         self.observer.start()
         if self._splits is not None:  # before the first request: a candidate must not get more than its share
-            self._divide(await asyncio.to_thread(self._splits.get))
+            self._router.divide(await asyncio.to_thread(self._splits.get))
         await self._router.start()
         sweeps = [asyncio.create_task(self._sealer.sweep()), asyncio.create_task(self._early.run())]
         if self._splits is not None:
-            sweeps.append(asyncio.create_task(follow(self._splits, self._divide)))
+            sweeps.append(asyncio.create_task(follow(self._splits, self._router.divide)))
         async with self._access.running():
             yield
         for sweep in sweeps:
@@ -165,9 +165,6 @@ class Gateway:
         await self._router.close()
         self._recorder.close()
         await asyncio.to_thread(self.observer.close)
-
-    def _divide(self, split: Split) -> None:
-        self._router.split = {**self._config.split, **split}
 
     async def open_session(self, request: web.Request) -> web.Response:
         """Open a session whose requests become one trajectory.

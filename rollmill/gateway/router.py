@@ -52,6 +52,7 @@ class Router:
         self.places = Places(config.queue_requests)
         self._config = config
         self.split: Split = config.split
+        self._divided_channels: set[str] = set()  # names of a split that changes while the gateway runs
         self._timeout = aiohttp.ClientTimeout(total=None, sock_connect=5, sock_read=config.engine_silence_s)
         self._lines: set[str] = set()  # that engines have served since the start
         self._channels: set[str] = set()
@@ -98,10 +99,17 @@ class Router:
         split = self.split.get(name or DEFAULT) if traffic == "production" else None
         return self._divided(split, session) if split else read_target(name, self._channels)
 
+    def divide(self, split: Split) -> None:
+        """Divide production anew: `split` lies over that of the configuration. Its names are channels, also before an
+        engine has followed them."""
+        self.split = {**self._config.split, **split}
+        self._divided_channels = {name for weights in split.values() for name in weights}
+
     def _divided(self, split: Mapping[str, float], session: str) -> Target:
         """The target that the session gets. If no engine serves it, the one with the largest weight: a canary whose
         engine is down costs no answer, and a canary never gets the sessions of others."""
-        targets = {name: read_target(name, self._channels) for name in split}
+        channels = self._channels | self._divided_channels
+        targets = {name: read_target(name, channels) for name in split}
         first, main = pick(split, session), max(split, key=lambda name: split[name])
         served = any(engine.alive and targets[first].is_served_by(engine) for engine in self.engines)
         return targets[first if served else main]

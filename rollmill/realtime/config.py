@@ -25,7 +25,7 @@ class CycleConfig(Config):
     )
     steps: int = Field(4, ge=1, description="Steps that the conversations of a cycle are divided over. 1 is on-policy.")
     lr: float | None = Field(
-        None, gt=0, description="Learning rate, constant. Not set: that of the run's last RL stage, or its default."
+        None, gt=0, description="Learning rate, constant. Not set: 0.4 times that of the run's last RL stage."
     )
     share: float = Field(0.05, gt=0, le=0.5, description="Share of production sessions that a canary gets.")
     canary_sessions: int = Field(

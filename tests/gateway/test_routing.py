@@ -11,7 +11,10 @@ import pytest
 from rollmill.gateway.config import EngineEndpoint
 from rollmill.gateway.engines import EngineState
 from rollmill.gateway.places import Places, Priority
+from rollmill.gateway.router import Router
+from rollmill.gateway.splits import SplitStore
 from rollmill.gateway.targets import Target, pick, read_target
+from rollmill.storage.database import open_database
 from rollmill.types import PolicyRef, same_line
 from tests.gateway.conftest import QUICK, USER, Answers, Mill, until
 from tests.gateway.serve import LIVE
@@ -181,6 +184,34 @@ async def test_a_waiter_that_gives_up_leaves_the_queue() -> None:
         await places.take(lambda: None, 1, 0.0)
     assert places.waiting == 0
     assert await places.take(lambda: one, 2, 0.0) is one
+
+
+async def test_a_split_of_the_database_and_a_canary_that_is_down(mill: Mill, answers: Answers) -> None:
+    """Sessions of a candidate that nobody serves get the live version. Those of a live version that nobody serves wait:
+    a candidate never gets more than its share."""
+    splits = SplitStore(open_database(f"sqlite:///{mill.directory}/mill.db"), "run")
+    splits.put("rollmill", {"live": 0.5, "candidate": 0.5})
+    sessions = [f"s{number}" for number in range(16)]
+    chosen = [pick({"live": 0.5, "candidate": 0.5}, session) for session in sessions]
+    assert set(chosen) == {"live", "candidate"}
+    router = Router([], QUICK, lambda text: [])
+    router.divide(splits.get())
+    parts = {name: engine("rl", number) for number, name in enumerate(("live", "candidate"))}
+    for name, each in parts.items():
+        each.channel, each.alive = name, True
+    router.engines = list(parts.values())
+
+    def targets() -> list[str | None]:
+        return [router.target("rollmill", session, "production").channel for session in sessions]
+
+    assert targets() == chosen
+    parts["candidate"].alive = False
+    assert set(targets()) == {"live"}
+    parts["candidate"].alive, parts["live"].alive = True, False
+    assert targets() == chosen
+    splits.put("rollmill", {"live": 1.0})
+    router.divide(splits.get())
+    assert set(targets()) == {"live"}
 
 
 async def test_a_split_leaves_rollouts_alone(mill: Mill, answers: Answers) -> None:
