@@ -39,6 +39,7 @@ from rollmill.weights.format.manifest import describe, root_digest
 from rollmill.weights.reading.follower import Update
 
 MODES = ("fast", "exact")
+TRAINED = 1024  # tokens of a step
 SMALL_MIXTURE = SMALL | {"experts": 16, "experts_per_token": 4, "expert_width": 128}
 
 
@@ -89,7 +90,6 @@ def measure(cell: Cell) -> dict[str, float]:
     found = {mode: Measured() for mode in MODES}
     answers = asyncio.run(_decode(cell, update, found))
     for mode in MODES:
-        load_host(decoder, tensors)
         model = Decoder(cell.model)
         load_host(model, tensors)
         if mode == "exact":
@@ -99,7 +99,7 @@ def measure(cell: Cell) -> dict[str, float]:
             with torch.no_grad():
                 logprobs_M = WHOLE.recompute(model, part, None).logprobs_M.numpy()
             found[mode].deltas.append(logprobs_M - part.facts.logprobs)
-    _train(cell, tensors, pack(answers["exact"], 4096), found)
+    _train(cell, tensors, pack(answers["exact"], TRAINED)[0], found)
     return _figures(cell, found)
 
 
@@ -145,21 +145,19 @@ async def _answer(engine: EmbeddedEngine, number: int, tokens: list[int], new: i
     return PackedSequence(np.array(tokens + sampled[:-1]), rows, np.array(sampled), facts=facts)
 
 
-def _train(cell: Cell, tensors: Any, parts: list[MicroBatch], found: dict[str, Measured]) -> None:
+def _train(cell: Cell, tensors: Any, part: MicroBatch, found: dict[str, Measured]) -> None:
     """The first step of each mode is not counted."""
-    parts = parts[: 1 if len(parts[0].tokens_N) > 2048 else None]
     model = Decoder(cell.model)
     load_host(model, tensors)
     optimizer = MasterOptimizer(model, OptimizerConfig(), "bf16")
-    exactly = {module: True for module in model.modules() if hasattr(module, "exact")}
+    modules = [module for module in model.modules() if hasattr(module, "exact")]
     for number in range(cell.rounds + 1):
         for mode in MODES if number % 2 else reversed(MODES):
-            for module in exactly:
+            for module in modules:
                 module.exact = mode == "exact"  # type: ignore[assignment]
             started = time.perf_counter()
-            for part in parts:
-                logprobs_M = WHOLE.recompute(model, part, None).logprobs_M
-                (-logprobs_M.sum() / len(logprobs_M)).backward()
+            logprobs_M = WHOLE.recompute(model, part, None).logprobs_M
+            (-logprobs_M.sum() / len(logprobs_M)).backward()
             optimizer.update(1e-6)
             if number:
                 found[mode].steps.append(time.perf_counter() - started)

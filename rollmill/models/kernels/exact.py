@@ -4,8 +4,9 @@ BLAS chooses its loops by the number of rows, so a row may get other bits alone 
 rows it sums in the same order. `product` measures once per shape which numbers these are, and calls BLAS with no
 others: rows are cut into such blocks, and the last block is filled up with zeros.
 
-    37 rows, sizes 2 … 16, 20, 24 … 64, 80 … 128, 256, 512      one call with 40 rows
-    700 rows                                                    512, 188: 128, 60
+    sizes       2 … 16, 20, 24 … 64, 80, 96, 112, 128, 256, 512
+    37 rows     one block of 40
+    700 rows    512 + 128 + 60
 
 The measurement compares the bits of random products with those of one large block on one thread, each row at another
 place of its block. So engines and trainers agree, whatever their threads, if they run on the same kind of CPU with the
@@ -21,6 +22,7 @@ from typing import NamedTuple
 
 import torch
 from torch import Tensor
+from torch.nn.functional import pad
 
 COLUMNS = 4096  # of one call; a wider matrix would take seconds to measure
 _SHIFT = 3  # rows; odd, so that a row comes to another place of every tile
@@ -34,22 +36,39 @@ class Calls(NamedTuple):
     threads: int
 
 
+class Plan(NamedTuple):
+    """How rows are multiplied by a matrix of one shape."""
+
+    blocks: tuple[tuple[int, int], ...]  # (first row, size) of each call. Only the last may reach beyond the rows
+    threads: int
+
+
 def product(x_NI: Tensor, weight_IO: Tensor, out_NO: Tensor | None = None) -> Tensor:
     """x · weight in FP32. The bits of a row depend on that row and on the weight only."""
-    rows, (inputs, outputs) = len(x_NI), weight_IO.shape
+    (rows, inputs), outputs, threads = x_NI.shape, weight_IO.shape[1], torch.get_num_threads()
+    across = weight_IO.stride(0) == 1
+    if outputs <= COLUMNS:
+        plan = _plan(rows, inputs, outputs, across, threads)
+        if plan.blocks == ((0, rows),) and plan.threads == threads:  # mostly: nothing to cut or fill up
+            return torch.mm(x_NI, weight_IO, out=out_NO)
     out_NO = x_NI.new_empty(rows, outputs) if out_NO is None else out_NO
-    across = weight_IO.stride(0) == 1 and outputs > 1
     for first in range(0, outputs, COLUMNS):
         weight, out = weight_IO[:, first : first + COLUMNS], out_NO[:, first : first + COLUMNS]
-        calls = allowed_calls(inputs, weight.shape[1], across, torch.get_num_threads())
-        with _threads(calls.threads):
-            for start, size in blocks(rows, calls.sizes):
+        plan = _plan(rows, inputs, weight.shape[1], across, threads)
+        with _threads(plan.threads):
+            for start, size in plan.blocks:
                 _multiply(x_NI[start : start + size], weight, out[start : start + size], size)
     return out_NO
 
 
+@functools.lru_cache(1 << 16)
+def _plan(rows: int, inputs: int, outputs: int, across: bool, threads: int) -> Plan:
+    calls = allowed_calls(inputs, outputs, across, threads)
+    return Plan(tuple(blocks(rows, calls.sizes)), calls.threads)
+
+
 def blocks(rows: int, sizes: tuple[int, ...]) -> Iterator[tuple[int, int]]:
-    """(first row, size) of each block. Only the last may reach beyond the rows."""
+    """(first row, size) of each block."""
     start = 0
     while start < rows:
         left = rows - start
@@ -65,10 +84,8 @@ def blocks(rows: int, sizes: tuple[int, ...]) -> Iterator[tuple[int, int]]:
 def _multiply(x: Tensor, weight: Tensor, out: Tensor, size: int) -> None:
     if len(x) == size:
         torch.mm(x, weight, out=out)
-        return
-    padded = x.new_zeros(size, x.shape[1])
-    padded[: len(x)] = x
-    out.copy_(torch.mm(padded, weight)[: len(x)])
+    else:
+        out.copy_(torch.mm(pad(x, (0, 0, 0, size - len(x))), weight)[: len(x)])
 
 
 @contextlib.contextmanager
