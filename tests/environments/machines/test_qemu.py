@@ -171,6 +171,38 @@ print(json.dumps(found))
     assert found == {"interfaces": ["lo"], "opened": [], "user": 1000, "code": []}
 
 
+async def test_hostile_names_and_kinds_of_files_are_served_or_refused(machine: QemuMachine) -> None:
+    program = """
+import os
+os.makedirs("odd", exist_ok=True)
+for name in (b"new\\nline", b"\\xff\\xfe", b"-rf", b" ", "\\u202e\\u2028".encode(), b"a" * 255):
+    open(b"odd/" + name, "wb").write(b"content")
+os.symlink("/proc/self/mem", "odd/memory"); os.symlink("odd", "odd/loop"); os.mkfifo("odd/pipe")
+os.symlink("/dev/zero", "odd/zero"); os.symlink("/dev/vport0p1", "odd/port"); open("odd/sparse", "wb").truncate(1 << 24)
+"""
+    await run_python(machine, program)
+    for name in ("new\nline", "\udcff\udcfe", "-rf", " ", "\u202e\u2028", "a" * 255):
+        assert await machine.read(f"odd/{name}") == b"content"
+    for name in ("memory", "loop/loop", "pipe", "zero", "port", "sparse", "../../etc/shadow", "a" * 256, "a/" * 3000):
+        with pytest.raises(OSError):
+            await machine.read(f"odd/{name}")
+    for path in ("/usr/bin/env", "/dev/vport0p2", "/proc/sysrq-trigger", "odd/pipe/x", "/opt/new"):
+        with pytest.raises(OSError):
+            await machine.write(path, b"x")
+    assert (await machine.exec(["rm", "-r", "odd"], timeout_s=LONG_S)).exit_code == 0
+
+
+async def test_a_restored_guest_that_does_not_answer_ruined_itself(qemu_host: QemuHost) -> None:  # noqa: F811
+    """Its own commands could have done that: no failure of the infrastructure, so it is graded."""
+    machine = await qemu_host.create(BUILT_IN)
+    await machine.exec(["true"], timeout_s=LONG_S)
+    await machine.pause()
+    machine.vm._started.init.shutdown(2)
+    await machine.resume()
+    assert (await machine.exec(["true"])).stopped == "machine"
+    await machine.close()
+
+
 async def test_a_qemu_that_someone_kills_is_an_infrastructure_failure(qemu_host: QemuHost) -> None:  # noqa: F811
     machine = await qemu_host.create(BUILT_IN)
     running = asyncio.create_task(machine.exec(["sleep", "100"], timeout_s=LONG_S))

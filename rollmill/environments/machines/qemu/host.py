@@ -66,7 +66,7 @@ class QemuHost:
         self.config = config or QemuConfig()
         self._templates: dict[str | None, asyncio.Task[Template]] = {}  # by packages
         self._running: set[Vm] = set()
-        self._starting = asyncio.Semaphore(len(os.sched_getaffinity(0)))  # more at once only slow each other down
+        self._starting = asyncio.Semaphore(os.cpu_count() or 1)  # more at once only slow each other down
 
     async def create(
         self, image: str, files: Mapping[str, bytes] | None = None, *, snapshot: Snapshot | None = None
@@ -79,6 +79,8 @@ class QemuHost:
         self._running.add(vm)
         machine = QemuMachine(self, loaded, vm, template.capabilities)
         try:
+            if not await machine.renew(trusted=snapshot is None):
+                return machine
             wanted = {**(loaded.files if snapshot is None else {}), **(files or {})}
             if wanted:
                 await machine.write_all(wanted)

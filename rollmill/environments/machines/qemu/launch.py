@@ -50,7 +50,10 @@ class Started:
 
 
 def start(shape: Shape, memory: int, initramfs: int | None) -> Started:
-    """Start QEMU on a memory file. With `initramfs`, it boots and writes there; else it waits for a device state."""
+    """Start QEMU on a memory file. With `initramfs`, it boots and writes there; else it waits for a device state.
+
+    If it does not start, all these files are closed: MachineError.
+    """
     pairs = [socket.socketpair() for _ in range(3)]
     devices, log = ram.create(0), ram.create(LOG_BYTES)
     ram.seal(log, content=False)
@@ -80,6 +83,10 @@ def start(shape: Shape, memory: int, initramfs: int | None) -> Started:
             start_new_session=True,  # Ctrl-C reaches the dispatcher only
         )
     except OSError as error:
+        for pair in pairs:
+            pair[0].close()
+        for file in (memory, devices, log):
+            os.close(file)
         raise MachineError(f"QEMU did not start: {error}") from None
     finally:
         for file in opened:

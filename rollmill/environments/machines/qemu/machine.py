@@ -57,22 +57,46 @@ class QemuMachine(AgentMachine):
             failed[0].result()
         return [each.result() for each in made]
 
+    async def renew(self, *, trusted: bool) -> bool:
+        """Give the guest entropy of its own and the time. Returns whether it took them.
+
+        MachineError if a guest in which no command has run (`trusted`) does not. Any other ruined itself.
+        """
+        try:
+            await self.vm.renew()
+        except MachineError:
+            if trusted or (await self._end(begun=True)).by_infrastructure:
+                raise
+            self._ruined = True
+            return False
+        return True
+
     async def pause(self) -> None:
         """The guest uses no processor time until `resume`. Requests wait for it."""
-        if not self._paused:
-            await self._lock.acquire()
-            try:
-                if self._pending is not None:
-                    await asyncio.wait([self._pending])
-                await self.vm.pause()
-                self._paused = True
-            except BaseException:
-                self._lock.release()
-                raise
+        if self._paused:
+            return
+        await self._lock.acquire()
+        try:
+            if self._pending is not None:
+                await asyncio.wait([self._pending])
+            await self.vm.pause()
+            self._paused = True
+        except BaseException as error:
+            self._lock.release()
+            if isinstance(error, OSError):
+                raise MachineError(f"machine {self._name} could not be paused: {error!r}") from None
+            raise
 
     async def resume(self) -> None:
-        if self._paused:
+        """Go on, with the time of now."""
+        if not self._paused:
+            return
+        try:
             await self.vm.resume()
+            await self.renew(trusted=False)
+        except OSError as error:
+            raise MachineError(f"machine {self._name} could not be resumed: {error!r}") from None
+        finally:
             self._paused = False
             self._lock.release()
 

@@ -65,7 +65,7 @@ class Vm:
 
     @classmethod
     async def restore(cls, shape: Shape, saved: Saved) -> Vm:
-        """A machine with the saved state. It runs, and has an identity of its own."""
+        """A machine with the saved state. It runs; `renew` it before anyone uses it."""
         memory = os.dup(saved.memory)
         vm = cls(launch.start(shape, memory, None), memory, template=False)
         try:
@@ -75,7 +75,6 @@ class Vm:
             async with asyncio.timeout(_LOAD_S):
                 await vm._monitor.wait_while("inmigrate")
             await vm._monitor.ask("cont")
-            await vm.renew()
         except BaseException as error:
             raise await vm.failed(error) from error
         return vm
