@@ -133,10 +133,12 @@ async def test_a_paused_machine_stands_still_and_goes_on(machine: QemuMachine) -
     while not (await counter.state()).output:  # noqa: ASYNC110
         await asyncio.sleep(0.1)
     await machine.pause()
+    await asyncio.sleep(0.5)  # QEMU itself may have something to finish
     ticks = _cpu_ticks(machine)
     await asyncio.sleep(0.5)
-    assert _cpu_ticks(machine) - ticks <= 1
+    used = _cpu_ticks(machine) - ticks
     await machine.resume()
+    assert used <= 2
     assert (await counter.stop()).exit_code == -signal.SIGKILL
 
 
