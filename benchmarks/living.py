@@ -25,7 +25,7 @@ from pathlib import Path
 
 from benchmarks.output import at_least, at_most, finish
 from benchmarks.simulated_users import PopulationFile, Visit, load_population, visit
-from rollmill.cluster.local import LocalCluster
+from rollmill.cluster.launchers.local import LocalLauncher
 from rollmill.cluster.prepare import restore_tokenizer
 from rollmill.cluster.run import RunConfig, RunDirectory
 from rollmill.cluster.service import Target, serving, wait_until_ready, while_watching
@@ -101,7 +101,7 @@ class Production:
         return [move.state for move in self.journal.history() if move.state in ("promoted", "held", "rolled_back")]
 
     def receive(
-        self, service: RunDirectory, cluster: LocalCluster, population: PopulationFile, count: int, seed: int
+        self, service: RunDirectory, cluster: LocalLauncher, population: PopulationFile, count: int, seed: int
     ) -> list[Visit]:
         async def users() -> list[Visit]:
             tasks = list(itertools.islice(build_tasks(self.run.config).train(seed), count))

@@ -35,6 +35,9 @@ if TYPE_CHECKING:
     from rollmill.environments.tasks.listed import ListedTasks as ListedTasks
     from rollmill.errors import RollmillError as RollmillError
     from rollmill.errors import TaskError as TaskError
+    from rollmill.inference.engine import Engine as Engine
+    from rollmill.inference.engine import EngineContext as EngineContext
+    from rollmill.inference.engine import EngineKind as EngineKind
     from rollmill.training.source import Document as Document
     from rollmill.training.source import Documents as Documents
     from rollmill.training.source import Source as Source
@@ -77,6 +80,9 @@ PUBLIC = {
     "Stage": "rollmill.training.stage",
     "StageContext": "rollmill.training.stage",
     "RolloutSettings": "rollmill.training.stage",
+    "EngineKind": "rollmill.inference.engine",
+    "EngineContext": "rollmill.inference.engine",
+    "Engine": "rollmill.inference.engine",
     "RollmillError": "rollmill.errors",
     "TaskError": "rollmill.errors",
 }

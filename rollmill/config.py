@@ -1,8 +1,8 @@
 """TOML into a strict, validated tree.
 
-Every component owns a `Config` subclass next to its code; `rollmill.cluster.run.RunConfig` composes them. An unknown
-key is an error that names the nearest valid key. Overrides (`key.path=value`) come from the command line; their values
-are parsed as TOML.
+Every component owns a `Config` subclass next to its code; `rollmill.cluster.settings.RunConfig` composes them. An
+unknown key is an error that names the nearest valid key. Overrides (`key.path=value`) come from the command line; their
+values are parsed as TOML.
 """
 
 from __future__ import annotations
@@ -18,6 +18,8 @@ from pydantic import BaseModel, ConfigDict, GetCoreSchemaHandler, ValidationErro
 from pydantic_core import core_schema
 
 from rollmill.errors import ConfigError
+
+NAME = r"^[a-z0-9][a-z0-9_-]{0,62}$"  # of runs, stages and regions: they name lines, directories and objects
 
 
 class LocalPath(str):

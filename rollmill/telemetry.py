@@ -406,6 +406,11 @@ EVENTS: Mapping[str, Event] = {
         total="attempts of all its parts",
         seconds_left="seconds left at the pace so far; null before the first attempt ended",
     ),
+    "scale": _event(
+        "The run has another number of engines from now on: somebody asked for it.",
+        engines="how many",
+        before="how many it had",
+    ),
     "restart": _event(
         "The supervisor started a dead process again.",
         target="its role",

@@ -82,6 +82,7 @@ def _code(default: str) -> str:
 def _python() -> Iterator[str]:
     from rollmill.environments import sections
     from rollmill.errors import RollmillError
+    from rollmill.inference import sections as engines
     from rollmill.training import source, stage
 
     yield "# Python\n"
@@ -91,7 +92,7 @@ def _python() -> Iterator[str]:
         "constructed with its own settings: `def __init__(self, config: MyConfig)`, where `MyConfig` derives from\n"
         "`rollmill.Config`.\n"
     )
-    found = [each for module in (sections, stage, source) for each in vars(module).values()]
+    found = [each for module in (sections, stage, source, engines) for each in vars(module).values()]
     slots = [each.__dict__["_slot"] for each in found if "_slot" in getattr(each, "__dict__", {})]
     rows = [
         (

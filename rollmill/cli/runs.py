@@ -157,6 +157,27 @@ def stop(directory: Directory) -> None:
     print("stopped")
 
 
+def scale(
+    directory: Directory,
+    settings: Annotated[list[str], typer.Argument(help="engines=N in the home region, REGION=N in another")],
+) -> None:
+    """Change how many engines a run has, while it trains.
+
+    New engines join when they have loaded the weights. An engine that stops leaves first; answers that it has begun go
+    on elsewhere. The number stays until the next `scale`, also when the run is resumed.
+
+    For example:
+
+        rollmill scale runs/demo engines=2
+        rollmill scale runs/demo engines=4 away=2
+    """
+    from rollmill.cluster.run import RunDirectory
+    from rollmill.cluster.scale import ask_scale
+
+    for region, count in ask_scale(RunDirectory.open(directory), settings).items():
+        print(f"{region}: {count} engine{'s' if count > 1 else ''}")
+
+
 def remove(directory: Directory, yes: Annotated[bool, typer.Option("--yes", "-y", help="do not ask")] = False) -> None:
     """Delete a run directory with all its weights and trajectories. A run that is in use is refused.
 

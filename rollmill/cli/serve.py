@@ -13,7 +13,7 @@ from rollmill.cli.target import VersionOption
 if TYPE_CHECKING:
     from rich.console import Console
 
-    from rollmill.cluster.local import LocalCluster
+    from rollmill.cluster.launchers.local import LocalLauncher
     from rollmill.cluster.run import RunDirectory
     from rollmill.cluster.service import Target
 
@@ -101,7 +101,7 @@ Try it:
 Ctrl-C stops it."""
 
 
-def _watch(service: RunDirectory, cluster: LocalCluster, console: Console) -> None:
+def _watch(service: RunDirectory, cluster: LocalLauncher, console: Console) -> None:
     """Keep the processes alive and say when the served version changes, until Ctrl-C."""
     import time
 

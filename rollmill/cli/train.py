@@ -32,6 +32,9 @@ def train(
         bool,
         typer.Option("--dry-run", help="check everything, print the whole configuration as commented TOML, and stop"),
     ] = False,
+    detach: Annotated[
+        bool, typer.Option("--detach", "-d", help="leave the run in the background; `status`, `logs`, `stop` find it")
+    ] = False,
     root: Annotated[Path, typer.Option(help="the directory that holds the runs")] = Path("runs"),
 ) -> None:
     """Train a model: every stage of the run in order, then a report.
@@ -42,6 +45,7 @@ def train(
         rollmill train --resume runs/micro
         rollmill train --resume runs/micro steps=64
         rollmill train next.toml --from runs/micro live
+        rollmill train examples/micro.toml --detach
     """
     from rollmill.cli.config import print_config
     from rollmill.cli.target import start_settings
@@ -52,6 +56,7 @@ def train(
     from rollmill.cluster.state import is_finished
     from rollmill.config import load_config
     from rollmill.errors import ConfigError
+    from rollmill.kinds import build
 
     if resume:
         if start or dry_run:
@@ -79,6 +84,10 @@ def train(
             print_config(config)
             return
         run = begin_run(root, config)
+    if detach:
+        build(run.config.cluster).submit(run)
+        typer.echo(f"{run.path} trains in the background; `rollmill status {run.path}` shows it, `stop` stops it")
+        return
     run_to_report(run)
 
 

@@ -43,6 +43,7 @@ def check_here(config: RunConfig) -> None:
         from rollmill.models.device import choose_device
 
         choose_device(config.device)
+    build(config.cluster).check(config)
     if config.checkpoint is not None:
         check_checkpoint(config)
     if config.start is not None:

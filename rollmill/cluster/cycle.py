@@ -17,7 +17,7 @@ from typing import Any
 from rollmill.cluster.admission import admit_trajectories
 from rollmill.cluster.cycle_stage import cycle_run
 from rollmill.cluster.gate import LIVE, check_live, require_gate, run_gate
-from rollmill.cluster.local import LocalCluster, terminable
+from rollmill.cluster.launchers.local import LocalLauncher, terminable
 from rollmill.cluster.lock import exclusive
 from rollmill.cluster.run import RunDirectory
 from rollmill.cluster.service import CANDIDATE, TICK_S, Target
@@ -134,7 +134,7 @@ class CycleDriver:
     def _run_trainer(self, run: RunDirectory, cycle: Cycle) -> None:
         """The trainer's own records say what is left to do."""
         stage = run.config.stages[-1]
-        cluster = LocalCluster(run)
+        cluster = LocalLauncher(run)
         try:
             cluster.start("trainer", stage.name, threads=stage.training.threads, ranks=stage.training.ranks)
             while not cluster.ended("trainer"):

@@ -9,7 +9,8 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Any
 
-from rollmill.cluster.run import CYCLE, RunConfig, RunDirectory
+from rollmill.cluster.run import RunConfig, RunDirectory
+from rollmill.cluster.settings import CYCLE
 from rollmill.config import validate_config
 from rollmill.training.config import OptimizerConfig
 from rollmill.training.stage import StageSection

@@ -11,12 +11,15 @@ import time
 from collections.abc import Callable
 
 from rollmill import telemetry
-from rollmill.cluster.local import LocalCluster, terminable
+from rollmill.cluster.launcher import Launcher
+from rollmill.cluster.launchers.local import LocalLauncher, terminable
 from rollmill.cluster.lock import exclusive
 from rollmill.cluster.prepare import restore_tokenizer
 from rollmill.cluster.ranks import outside_world
 from rollmill.cluster.run import RunDirectory, phase
+from rollmill.cluster.scale import Engines
 from rollmill.cluster.stages import IMPORT, is_trained, left_to_evaluate
+from rollmill.kinds import build
 from rollmill.training.stage import RolloutSettings, StageSection
 
 TICK_S = 0.2
@@ -28,78 +31,83 @@ def drive(run: RunDirectory, on_tick: OnTick = lambda: None) -> None:
     """Run all stages to their end. Raises RollmillError when a process cannot be kept alive."""
     telemetry.open_events(run.events, "supervisor")
     with exclusive(run.path, "supervisor", patience_s=5.0), terminable():
-        cluster = LocalCluster(run)
+        launcher: Launcher = build(run.config.cluster).open(run)
         try:
             for stage in run.config.stages:
                 trained = is_trained(run, stage)
                 if trained and not run.tokenizer.exists():
                     restore_tokenizer(run)
                 if not trained or left_to_evaluate(run, stage):
-                    _drive_stage(run, stage, trained, cluster, on_tick)
-                    cluster.stop_roles()  # the next stage has engines on another line
+                    _drive_stage(run, stage, trained, launcher, on_tick)
+                    launcher.stop_roles()  # the next stage has engines on another line
         finally:
-            cluster.stop()
+            launcher.stop()
             on_tick()
 
 
-def _drive_stage(run: RunDirectory, stage: StageSection, trained: bool, cluster: LocalCluster, on_tick: OnTick) -> None:
+def _drive_stage(run: RunDirectory, stage: StageSection, trained: bool, launcher: Launcher, on_tick: OnTick) -> None:
     plays = isinstance(stage, RolloutSettings)
     if plays and not run.tokenizer.exists():  # the first stage: the gateway needs the tokenizer
         with phase(IMPORT):
-            cluster.start("trainer")
-            _until_ended(cluster, "trainer", on_tick)
+            launcher.start("trainer")
+            _until_ended(launcher, "trainer", on_tick)
     if not plays and not trained:
         with phase(stage.name):
-            _start_trainer(cluster, stage)
-            _until_ended(cluster, "trainer", on_tick)
+            _start_trainer(launcher, stage)
+            _until_ended(launcher, "trainer", on_tick)
     if plays or left_to_evaluate(run, stage):
-        _start_serving(cluster, run, stage)
+        engines = _start_serving(launcher, run, stage)
+
+        def tick() -> None:
+            engines.adjust()
+            on_tick()
+
         if plays and not trained:
-            _start_trainer(cluster, stage)
-        cluster.start("dispatcher", stage.name)
-        _until_ended(cluster, "dispatcher", on_tick)
+            _start_trainer(launcher, stage)
+        launcher.start("dispatcher", stage.name)
+        _until_ended(launcher, "dispatcher", tick)
 
 
 def follow(run: RunDirectory) -> None:
     """What ranks above 0 do that torchrun started: their part of the training. Rank 0 drives the run."""
-    cluster = LocalCluster(run)
+    launcher = LocalLauncher(run)
     try:
         for stage in run.config.stages:
             if not is_trained(run, stage):
-                _start_trainer(cluster, stage)
-                _until_ended(cluster, "trainer", lambda: None)
+                _start_trainer(launcher, stage)
+                _until_ended(launcher, "trainer", lambda: None)
     finally:
-        cluster.stop()
+        launcher.stop()
 
 
 def import_weights(run: RunDirectory) -> None:
     """Import the weights and the tokenizer that a run starts from, unless they are there; nothing else."""
     with exclusive(run.path, "supervisor", patience_s=IMPORT_PATIENCE_S), terminable():
-        cluster = LocalCluster(run)
+        launcher = LocalLauncher(run)
         try:
-            cluster.start("trainer")
-            _until_ended(cluster, "trainer", lambda: None)
+            launcher.start("trainer")
+            _until_ended(launcher, "trainer", lambda: None)
         finally:
-            cluster.stop()
+            launcher.stop()
 
 
-def _start_serving(cluster: LocalCluster, run: RunDirectory, stage: StageSection) -> None:
+def _start_serving(launcher: Launcher, run: RunDirectory, stage: StageSection) -> Engines:
     if run.config.store is None:
-        cluster.start("store", service=True)  # other regions read the directory over HTTP
-    cluster.start("gateway", service=True)
-    for region in run.config.regions:
-        target = ("line", stage.name, run.config.form)
-        cluster.start(f"engine-{region}", *target, threads=run.config.engine.threads, service=True)
+        launcher.start("store", service=True)  # other regions read the directory over HTTP
+    launcher.start("gateway", service=True)
+    engines = Engines(run, launcher, ("line", stage.name, run.config.form))
+    engines.adjust()
+    return engines
 
 
-def _start_trainer(cluster: LocalCluster, stage: StageSection) -> None:
+def _start_trainer(launcher: Launcher, stage: StageSection) -> None:
     # torchrun starts the other ranks itself
     ranks = 1 if outside_world() else stage.training.ranks
-    cluster.start("trainer", stage.name, threads=stage.training.threads, ranks=ranks)
+    launcher.start("trainer", stage.name, threads=stage.training.threads, ranks=ranks)
 
 
-def _until_ended(cluster: LocalCluster, role: str, on_tick: OnTick) -> None:
-    while not cluster.ended(role):
-        cluster.watch()
+def _until_ended(launcher: Launcher, role: str, on_tick: OnTick) -> None:
+    while not launcher.ended(role):
+        launcher.watch()
         on_tick()
         time.sleep(TICK_S)

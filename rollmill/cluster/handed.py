@@ -24,9 +24,10 @@ USES = {
 
 
 def hand_to(run: RunDirectory, role: str) -> dict[str, Any]:
-    """What `role` (`trainer`, `engine-REGION` …) is handed, as JSON."""
-    kind, _, region = role.partition("-")
-    mirrors = bool(region) and run.service_of is None and region != run.config.regions[0]
+    """What `role` (`trainer`, `engine-home` …) is handed, as JSON."""
+    kind, _, name = role.partition("-")
+    away = kind == "engine" and run.config.engine_spec(name).region != run.config.regions[0]
+    mirrors = away and run.service_of is None
     uses = USES[f"mirroring {kind}" if mirrors else kind]
     config = run.config.model_dump(mode="json")
     return {

@@ -15,7 +15,7 @@ from pathlib import Path
 
 from rollmill import telemetry
 from rollmill.cluster.handed import hand_to, take
-from rollmill.cluster.local import FINAL
+from rollmill.cluster.launcher import FINAL
 from rollmill.cluster.lock import exclusive
 from rollmill.cluster.nursery import end_with_parent
 from rollmill.cluster.ranks import outside_rank

@@ -12,7 +12,6 @@ import contextlib
 import itertools
 import json
 import shutil
-import ssl
 import time
 import urllib.error
 import urllib.request
@@ -21,10 +20,11 @@ from dataclasses import dataclass
 from typing import Any, Literal, TypeVar
 
 from rollmill import telemetry
-from rollmill.cluster.local import LocalCluster, terminable
+from rollmill.cluster.launchers.local import LocalLauncher, terminable
 from rollmill.cluster.lock import LockTaken, exclusive
 from rollmill.cluster.ports import held_port
 from rollmill.cluster.run import CANARY, RunDirectory
+from rollmill.cluster.trust import trusting
 from rollmill.evals.run import EvalResult
 from rollmill.evals.suite import EvalConfig
 from rollmill.storage.objects import Objects
@@ -62,7 +62,7 @@ def serving(
     port: int | None = None,
     *,
     canary: bool = False,
-) -> Iterator[tuple[RunDirectory, LocalCluster]]:
+) -> Iterator[tuple[RunDirectory, LocalLauncher]]:
     """Start a service of the run. Yields its directory and its processes, which the caller watches. The caller holds
     the port, if it gives one. With `canary`, one engine more follows the channel `candidate`. Production reaches it
     only as far as the split in the database says."""
@@ -73,12 +73,12 @@ def serving(
             _prepare_canary(run, target)
         held.enter_context(terminable())
         telemetry.open_events(service.events, "supervisor")
-        cluster = LocalCluster(service)
+        cluster = LocalLauncher(service)
         try:
             cluster.start("gateway", service=True)
-            for region in run.config.regions:
+            for spec in run.config.engine_specs:
                 arguments = (target.kind, target.name, target.form)
-                cluster.start(f"engine-{region}", *arguments, threads=run.config.engine.threads, service=True)
+                cluster.start(spec.role, *arguments, threads=run.config.engine.threads, service=True)
             if canary:
                 role = f"engine-{run.config.regions[0]}{CANARY}"
                 arguments = ("channel", CANDIDATE, target.form)
@@ -121,7 +121,7 @@ def _claim(run: RunDirectory, kind: str, host: str, port: int, *, canary: bool) 
 def health(service: RunDirectory) -> dict[str, Any] | None:
     """What the gateway of a service says about itself; None while it does not answer."""
     try:
-        url, tls = f"{service.url('gateway')}/health", _trusting(service)
+        url, tls = f"{service.url('gateway')}/health", trusting(service)
         with urllib.request.urlopen(url, timeout=5, context=tls) as response:  # noqa: S310
             body = response.read()
     except urllib.error.HTTPError as error:  # 503: no engine is ready
@@ -135,15 +135,6 @@ def health(service: RunDirectory) -> dict[str, Any] | None:
     return None
 
 
-def _trusting(service: RunDirectory) -> ssl.SSLContext | None:
-    """Trusts the certificate of this service, whatever host it names: it is on this machine."""
-    if not service.tls:
-        return None
-    context = ssl.create_default_context(cafile=service.config.gateway.tls_cert)
-    context.check_hostname = False
-    return context
-
-
 def served_versions(service: RunDirectory) -> list[str]:
     """The versions that its engines serve now; empty until one is ready."""
     engines = (health(service) or {}).get("engines", [])
@@ -151,7 +142,7 @@ def served_versions(service: RunDirectory) -> list[str]:
     return sorted({str(Version(policy["line"], policy["number"])) for policy in policies})
 
 
-def wait_until_ready(service: RunDirectory, cluster: LocalCluster) -> None:
+def wait_until_ready(service: RunDirectory, cluster: LocalLauncher) -> None:
     """Return when an engine serves; one for canaries does not count. Raises RollmillError when a process cannot be kept
     alive."""
     while not any(
@@ -163,7 +154,7 @@ def wait_until_ready(service: RunDirectory, cluster: LocalCluster) -> None:
 
 def evaluate(
     service: RunDirectory,
-    cluster: LocalCluster,
+    cluster: LocalLauncher,
     suite: EvalConfig,
     version: Version,
     on_tick: Callable[[], None] = lambda: None,
@@ -174,7 +165,7 @@ def evaluate(
     return asyncio.run(while_watching(cluster, evaluation(service, suite, version), on_tick))
 
 
-async def while_watching(cluster: LocalCluster, work: Coroutine[Any, Any, T], on_tick: Callable[[], None]) -> T:
+async def while_watching(cluster: LocalLauncher, work: Coroutine[Any, Any, T], on_tick: Callable[[], None]) -> T:
     """The result of `work`, which needs the processes of the cluster alive."""
     task = asyncio.create_task(work)
     while not task.done():

@@ -11,7 +11,8 @@ from pathlib import Path
 
 from rollmill import telemetry
 from rollmill.cluster.checkpoint import TOKENIZER
-from rollmill.cluster.run import RunConfig, RunDirectory, Start
+from rollmill.cluster.run import RunConfig, RunDirectory
+from rollmill.cluster.settings import Start
 from rollmill.errors import ConfigError
 from rollmill.storage.objects import Objects
 from rollmill.types import Version

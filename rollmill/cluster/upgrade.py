@@ -18,6 +18,8 @@ def bring_up_to_date(config: dict[str, Any]) -> dict[str, Any]:
         config["tasks"] = {"kind": f"{DEMO}.micro_repos:MicroRepos"}
     if "stages" not in config:
         config = _with_stages(config)
+    if "regions" in config:  # had one engine each
+        config["engines"] = [{"region": region} for region in config.pop("regions")]
     return config
 
 
@@ -45,7 +47,12 @@ def _with_stages(config: dict[str, Any]) -> dict[str, Any]:
 
 
 def refuse_moved(tree: dict[str, Any]) -> None:
-    """Raise ConfigError for a setting of 0.1.0 that a stage has now."""
+    """Raise ConfigError for a setting of 0.1.0 that a stage or [[engines]] has now."""
+    if "regions" in tree:
+        raise ConfigError(
+            "'regions' is a setting of [[engines]] now",
+            hint='one table per region: [[engines]] region = "home"; or engines=[{region="home"}]',
+        )
     moved = [name for name in MOVED if name in tree]
     if moved:
         where = {"midtrain": '[[stages]] kind = "midtrain"', "rl": '[[stages]] kind = "rl"', "line": "stages.rl.name"}

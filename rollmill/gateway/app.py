@@ -8,6 +8,7 @@
     POST   /sessions/ID/seal        key for rollouts: store the record, finish the trajectory
     GET    /sessions/ID             key for reading: how long its requests have waited for an engine
     DELETE /sessions/ID             key for rollouts: forget the session
+    PUT    /engines/NAME            key of engines: register, and renew the lease; DELETE ends it    see gateway.fleet
     GET    /health, /metrics        no key; 503 while no engine is alive
 
 A production client names its conversation in the path, /s/SESSION/v1/…, or in the header `x-rollmill-session`, which
@@ -34,6 +35,7 @@ from rollmill.gateway.config import EngineEndpoint, GatewayConfig
 from rollmill.gateway.early import EarlyFeedback
 from rollmill.gateway.entries import encode_open
 from rollmill.gateway.feedback import FeedbackRoutes
+from rollmill.gateway.fleet import Fleet, FleetRoutes
 from rollmill.gateway.forgetting import AdminRoutes
 from rollmill.gateway.identity import add_session_paths, path_without_session
 from rollmill.gateway.keys import KeyRing, KeyStore, unknown_key
@@ -70,23 +72,30 @@ def make_app(
     rollout_key: str | None = None,
     keys: KeyStore | None = None,
     splits: SplitStore | None = None,
+    fleet: Fleet | None = None,
 ) -> web.Application:
     """Sessions found in `log_dir` continue after a crash. `keys` are those that `rollmill keys` made; the admin token,
-    the production key and the rollout key are valid too. `splits` says how production is divided, from then on."""
+    the production key and the rollout key are valid too. `splits` says how production is divided, from then on. With a
+    `fleet`, engines register and are followed."""
     ring = KeyRing(
         keys,
         admin_token=admin_token,
         production_key=production_key,
         rollout_key=rollout_key,
+        engine_token=fleet.token if fleet else None,
         cache_s=config.key_cache_s,
     )
     access = Access(ring, KeyLimits(keys))
-    gateway = Gateway(config, format, tokenizer, engines, trajectories, objects, log_dir, admin_token, access, splits)
+    gateway = Gateway(
+        config, format, tokenizer, engines, trajectories, objects, log_dir, admin_token, access, splits, fleet
+    )
     middlewares = [gateway.observer.watch, gateway.report_errors]
     app = web.Application(client_max_size=config.max_body_bytes, middlewares=middlewares)
     gateway.model_routes.add_to(app)
     gateway.feedback_routes.add_to(app)
     gateway.admin_routes.add_to(app)
+    if gateway.fleet_routes is not None:
+        gateway.fleet_routes.add_to(app)
     app.router.add_post("/sessions", gateway.open_session)
     app.router.add_post("/sessions/{id}/seal", gateway.seal_session)
     app.router.add_get("/sessions/{id}", gateway.show_session)
@@ -112,6 +121,7 @@ class Gateway:
         admin_token: str,
         access: Access,
         splits: SplitStore | None = None,
+        fleet: Fleet | None = None,
     ) -> None:
         self._splits = splits
         self._config = config
@@ -126,7 +136,8 @@ class Gateway:
         self._registry = Registry(admin_token, keep_routes=False)
         self._recorder = Recorder(log_dir, compact_bytes=config.compact_bytes)
         self._registry.replay(self._recorder.replay())
-        self._router = Router(engines, config, tokenizer.encode)
+        self._router = Router(engines, config, tokenizer.encode, follows=fleet is not None)
+        self.fleet_routes = FleetRoutes(fleet, access, self._router) if fleet is not None else None
         self._sealer = Sealer(config, self._recorder, self._registry, trajectories, objects, self._metrics)
         self._early = EarlyFeedback(
             self._registry, self._sealer, self._recorder, trajectories, self._metrics, self._registry.early
@@ -152,10 +163,14 @@ class Gateway:
         self.observer.start()
         if self._splits is not None:  # before the first request: a candidate must not get more than its share
             self._router.divide(await asyncio.to_thread(self._splits.get))
+        if self.fleet_routes is not None:
+            await self.fleet_routes.look()  # the first request must find what there is
         await self._router.start()
         sweeps = [asyncio.create_task(self._sealer.sweep()), asyncio.create_task(self._early.run())]
         if self._splits is not None:
             sweeps.append(asyncio.create_task(follow(self._splits, self._router.divide)))
+        if self.fleet_routes is not None:
+            sweeps.append(asyncio.create_task(self.fleet_routes.run()))
         async with self._access.running():
             yield
         for sweep in sweeps:

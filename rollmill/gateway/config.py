@@ -142,3 +142,4 @@ class EngineEndpoint:
     token: str | None = field(default=None, repr=False)  # the engine's bearer token
     kind: Literal["rollmill", "openai"] = "rollmill"  # "openai": any OpenAI-compatible server
     model: str = ""  # the name of the model at such a server
+    capacity: int = 64  # requests that it decodes together

@@ -32,8 +32,9 @@ class EngineState:
         return self.endpoint.region
 
     @property
-    def load(self) -> int:
-        return max(self.queued, self.in_flight)
+    def load(self) -> float:
+        """Requests per place in its batch: an engine that decodes more together gets more."""
+        return max(self.queued, self.in_flight) / self.endpoint.capacity
 
     def see(self, health: dict[str, Any]) -> None:
         """Takes over what an engine says at /health. Raises KeyError, TypeError or ValueError if it is malformed."""

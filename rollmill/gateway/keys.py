@@ -9,10 +9,11 @@ long at most. While the database does not answer, or not soon, keys that are in 
     production   requests to the model as production traffic
     feedback     feedback about the sessions of this key
     read         list and show sessions
+    engine       register an engine, which then gets requests
     admin        everything but requests to the model
 
-Three bootstrap keys come from the run's run.json: `admin_token` (id "admin"), `production_key` (id "production") and
-`rollout_key` (id "rollout"), which the dispatcher has.
+Bootstrap keys come from the run's run.json: `admin_token` (id "admin"), `production_key` (id "production"),
+`rollout_key` (id "rollout"), which the dispatcher has, and `engine_token` (id "engine").
 """
 
 from __future__ import annotations
@@ -37,7 +38,7 @@ from rollmill.storage.database import reading, writing
 from rollmill.trajectories.tables import keys
 
 log = logging.getLogger(__name__)
-SCOPES = ("rollout", "production", "feedback", "read", "admin")
+SCOPES = ("rollout", "production", "feedback", "read", "engine", "admin")
 _PREFIX = "rmk-"
 _ID = re.compile(r"[0-9a-f]{8}")
 _MOST_UNKNOWN = 10_000  # ids that are remembered as unknown
@@ -157,6 +158,7 @@ class KeyRing:
         admin_token: str | None,
         production_key: str | None,
         rollout_key: str | None = None,
+        engine_token: str | None = None,
         cache_s: float = 2.0,
     ) -> None:
         self._store = store
@@ -173,6 +175,8 @@ class KeyRing:
             self._bootstrap.append(Key("production", scopes, hash=hash_of(production_key)))
         if rollout_key:
             self._bootstrap.append(Key("rollout", frozenset({"rollout"}), hash=hash_of(rollout_key)))
+        if engine_token:
+            self._bootstrap.append(Key("engine", frozenset({"engine"}), hash=hash_of(engine_token)))
 
     async def find(self, secret: str) -> Key | None:
         """The valid key with this secret, or None."""

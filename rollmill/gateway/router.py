@@ -1,11 +1,12 @@
 """Chooses the engine that answers, and another one when it dies.
 
-Every engine is asked for its health a few times per second. A request goes to the engine that holds the session's KV
-cache if that one is fit, else to the least loaded fit one. Fit engines serve what the request asks for (see `targets`),
-have a free place (see `places`) and are not paused. When an engine dies before its first token, the request starts
-again on another one. When it dies later, the tokens it sampled are kept and another engine goes on from them. Without a
-fit engine, a request waits for `engine_wait_s`. All tokens of an answer come from one line, and from one version if the
-request names it: an engine that switches away in the middle of an answer counts as dead for it.
+Engines come and go (see `fleet`). Each is asked for its health a few times per second. A request goes to the engine
+that holds the session's KV cache if that one is fit, else to the least loaded fit one. Fit engines serve what the
+request asks for (see `targets`), have a free place (see `places`) and are not paused. When an engine dies before its
+first token, the request starts again on another one. When it dies later, the tokens it sampled are kept and another
+engine goes on from them. Without a fit engine, a request waits for `engine_wait_s`. All tokens of an answer come from
+one line, and from one version if the request names it: an engine that switches away in the middle of an answer counts
+as dead for it.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ import contextlib
 import json
 import logging
 import time
-from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
+from collections.abc import AsyncGenerator, Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -43,12 +44,18 @@ _FIRST_CHECK_S = 1.0  # how long a starting gateway waits for its engines before
 
 class Router:
     def __init__(
-        self, endpoints: Sequence[EngineEndpoint], config: GatewayConfig, encode: Callable[[str], list[int]]
+        self,
+        endpoints: Sequence[EngineEndpoint],
+        config: GatewayConfig,
+        encode: Callable[[str], list[int]],
+        *,
+        follows: bool = False,
     ) -> None:
-        """`encode` tokenises the text of servers that do not tell token ids."""
+        """`encode` tokenises the text of servers that do not tell token ids. `follows`: engines may join later."""
         self._encode = encode
         self.engines = [EngineState(endpoint) for endpoint in endpoints]
-        self._has_own = any(endpoint.kind == "rollmill" for endpoint in endpoints)
+        self._joined: dict[str, EngineState] = {}  # those that `follow` has added, by URL
+        self._has_own = follows or any(endpoint.kind == "rollmill" for endpoint in endpoints)
         self.places = Places(config.queue_requests)
         self._config = config
         self.split: Split = config.split
@@ -57,7 +64,7 @@ class Router:
         self._lines: set[str] = set()  # that engines have served since the start
         self._channels: set[str] = set()
         self._client: aiohttp.ClientSession | None = None
-        self._polls: list[asyncio.Task[None]] = []
+        self._polls: dict[str, asyncio.Task[None]] = {}  # by URL
         self._checks: dict[str, asyncio.Task[None]] = {}  # the last health check of each engine, by URL
 
     async def start(self) -> None:
@@ -67,15 +74,34 @@ class Router:
             skip_auto_headers=("User-Agent", "Accept", "Accept-Encoding"),
         )
         # the first request must find what there is
-        first = [asyncio.create_task(self._check(engine)) for engine in self.engines]
+        for engine in self.engines:
+            self._polls[engine.url] = asyncio.create_task(self._poll(engine, self._check_now(engine)))
+        first = list(self._checks.values())
         if first:
             await asyncio.wait(first, timeout=_FIRST_CHECK_S)
-        self._polls = [
-            asyncio.create_task(self._poll(engine, check)) for engine, check in zip(self.engines, first, strict=True)
-        ]
+
+    def follow(self, endpoints: Iterable[EngineEndpoint]) -> None:
+        """The engines that are registered now. New ones join; those that are missing get no new request, and what they
+        have begun ends as it ends."""
+        present = {endpoint.url.rstrip("/"): endpoint for endpoint in endpoints}
+        for url in [url for url in self._joined if present.get(url) != self._joined[url].endpoint]:
+            engine = self._joined.pop(url)
+            self.engines.remove(engine)
+            engine.alive, engine.problem = False, "it is not registered any more"
+            poll = self._polls.pop(url, None)
+            if poll is not None:
+                poll.cancel()
+            log.info("engine %s has left", url)
+        for url, endpoint in present.items():
+            if url not in self._joined:
+                engine = self._joined[url] = EngineState(endpoint)
+                self.engines.append(engine)
+                if self._client is not None:
+                    self._polls[url] = asyncio.create_task(self._poll(engine, self._check_now(engine)))
+                log.info("engine %s has joined", url)
 
     async def close(self) -> None:
-        tasks = [*self._polls, *self._checks.values()]
+        tasks = [*self._polls.values(), *self._checks.values()]
         for task in tasks:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)

@@ -21,7 +21,10 @@ and /metrics.
 from __future__ import annotations
 
 from collections.abc import AsyncGenerator, Mapping
+from concurrent.futures import Future
+from contextlib import AbstractAsyncContextManager
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
 import numpy as np
@@ -30,6 +33,9 @@ from rollmill.errors import EngineError
 from rollmill.types import FinishReason, PolicyRef, Sampling, TrafficClass
 
 if TYPE_CHECKING:
+    from rollmill.inference.config import EngineConfig
+    from rollmill.models.config import ModelConfig
+    from rollmill.models.device import Device
     from rollmill.weights.reading.follower import Update
 
 # What `Engine.metrics` and `histograms` return: name → meaning. Names that end in _total are counters, in _seconds
@@ -187,3 +193,31 @@ class Engine(Protocol):
     def health(self) -> dict[str, Any]: ...
 
     def metrics(self) -> dict[str, float]: ...
+
+    @property
+    def ended(self) -> Future[None]:
+        """Done when the engine can serve no more, with the error that stopped it."""
+        ...
+
+
+@dataclass(frozen=True)
+class EngineContext:
+    """What an engine is given of its run."""
+
+    name: str  # engine-home, engine-home-2 …
+    region: str
+    model: ModelConfig
+    settings: EngineConfig  # [engine] of the run
+    device: Device  # the GPUs of this engine are those that CUDA_VISIBLE_DEVICES names
+    form: str
+    exact: bool  # numerics = "exact" of the run
+    tokenizer: Path | None
+
+
+class EngineKind(Protocol):
+    """What `[[engines]] kind = …` names. Constructed with its settings; its module imports no torch."""
+
+    def open(self, context: EngineContext) -> AbstractAsyncContextManager[Engine]:
+        """Starts the engine, without weights; its end stops it. The process around it serves it over HTTP, and a
+        follower applies the weights. Called once per process."""
+        ...

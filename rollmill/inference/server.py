@@ -15,8 +15,10 @@ from aiohttp import web
 
 from rollmill.errors import EngineError, RollmillError
 from rollmill.inference.config import EngineConfig
-from rollmill.inference.engine import METRICS, Engine, EngineBusy, EngineUnavailable
+from rollmill.inference.embedded.kind import Embedded
+from rollmill.inference.engine import METRICS, Engine, EngineBusy, EngineContext, EngineKind, EngineUnavailable
 from rollmill.inference.follower import EngineFollower, Pinned, UpdateSource
+from rollmill.inference.joining import Joining, keep_registered
 from rollmill.inference.wire import chunk_to_json, request_from_json
 from rollmill.models.config import ModelConfig
 from rollmill.types import Version
@@ -241,11 +243,13 @@ def serve_engine(
     channel: str | None = None,
     token: str | None = None,
     tokenizer: Path | None = None,
+    kind: EngineKind | None = None,
+    joining: Joining | None = None,
 ) -> None:
-    """Serve an embedded engine until SIGTERM or SIGINT. It follows `line` or `channel`, or stays at version `pinned` of
-    `line`.
+    """Serve an engine until SIGTERM or SIGINT. It follows `line` or `channel`, or stays at version `pinned` of `line`.
 
-    With a `token`, requests must carry it as a bearer token.
+    With a `token`, requests must carry it as a bearer token. Without a `kind` it is the embedded engine. With
+    `joining` it registers at a gateway.
     """
     source: UpdateSource
     about = {"engine": name, "region": region}
@@ -255,39 +259,38 @@ def serve_engine(
             source.follow_channel(channel)
     else:
         source = Pinned(store, Version(line, pinned), form, mirror, holder=name, about=about)
-    made = {"name": name, "region": region, "device": device, "form": form, "exact": exact, "tokenizer": tokenizer}
-    kind = "version" if pinned is not None else "channel" if channel is not None else "line"
+    context = EngineContext(name, region, model, config, device, form, exact, tokenizer)
+    what = "version" if pinned is not None else "channel" if channel is not None else "line"
     serves = {
-        "kind": kind,
-        "name": {"version": f"{line}@{pinned}", "channel": channel, "line": line}[kind],
+        "kind": what,
+        "name": {"version": f"{line}@{pinned}", "channel": channel, "line": line}[what],
         "context": min(model.max_context, config.cache_tokens),
     }
-    asyncio.run(_serve(config, model, source, made, serves, host=host, port=port, token=token))
+    asyncio.run(_serve(kind or Embedded(), context, source, serves, host=host, port=port, token=token, joining=joining))
 
 
 async def _serve(
-    config: EngineConfig,
-    model: ModelConfig,
+    kind: EngineKind,
+    context: EngineContext,
     source: UpdateSource,
-    made: dict[str, Any],
     serves: dict[str, Any],
     *,
     host: str,
     port: int,
     token: str | None,
+    joining: Joining | None,
 ) -> None:
-    """`made` holds the engine's other arguments."""
-    from rollmill.inference.embedded.engine import EmbeddedEngine  # torch: only the process that serves loads it
-
     stop = asyncio.Event()
     for number in (signal.SIGTERM, signal.SIGINT):
         asyncio.get_running_loop().add_signal_handler(number, stop.set)
-    async with EmbeddedEngine(model, config, **made) as engine:
-        follower = EngineFollower(engine, source, config.poll_seconds)
-        async with serving(make_app(engine, follower, token, serves), host, port):
-            tasks = [
-                asyncio.ensure_future(work) for work in (stop.wait(), follower.run(), asyncio.wrap_future(engine.ended))
-            ]
+    async with kind.open(context) as engine:
+        follower = EngineFollower(engine, source, context.settings.poll_seconds)
+        async with serving(make_app(engine, follower, token, serves), host, port) as runner:
+            works: list[Awaitable[Any]] = [stop.wait(), follower.run(), asyncio.wrap_future(engine.ended)]
+            if joining is not None:
+                url = f"http://{host}:{runner.addresses[0][1]}"
+                works.append(keep_registered(joining, context.name, url, region=context.region, form=context.form))
+            tasks = [asyncio.ensure_future(work) for work in works]
             done, pending = await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
             for task in pending:
                 task.cancel()

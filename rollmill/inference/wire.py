@@ -19,6 +19,7 @@ from rollmill.trajectories.kept import LARGEST_SET
 from rollmill.types import FinishReason, PolicyRef, Sampling, TrafficClass
 
 T = TypeVar("T")
+WIRE = 1  # version of this contract: a gateway refuses engines with another one
 MOST_TOP_LOGPROBS = 20  # as OpenAI allows
 
 

@@ -23,6 +23,8 @@ import sqlalchemy as sa
 from sqlalchemy import event
 from sqlalchemy.exc import ArgumentError, DBAPIError, IntegrityError, NoSuchModuleError
 from sqlalchemy.exc import TimeoutError as PoolTimeout
+from sqlalchemy.ext.compiler import compiles
+from sqlalchemy.sql.functions import FunctionElement
 
 from rollmill.backoff import Backoff
 from rollmill.errors import StorageError
@@ -83,6 +85,23 @@ def writing(engine: sa.Engine, work: Callable[[sa.Connection], T]) -> T:
                 if getattr(error.orig, "sqlstate", None) not in _RETRIED or backoff.failures == _ATTEMPTS - 1:
                     raise
                 time.sleep(backoff.failed())
+
+
+class now(FunctionElement[float]):
+    """The database's clock in a statement: seconds since the epoch. Leases are by it, so clocks of hosts may differ."""
+
+    type = sa.Double()
+    inherit_cache = True
+
+
+@compiles(now)
+def _sqlite_now(element: Any, compiler: Any, **_: Any) -> str:
+    return "((julianday('now') - 2440587.5) * 86400.0)"
+
+
+@compiles(now, "postgresql")
+def _postgresql_now(element: Any, compiler: Any, **_: Any) -> str:
+    return "CAST(extract(epoch from clock_timestamp()) AS DOUBLE PRECISION)"
 
 
 def name_of(engine: sa.Engine) -> str:

@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, Protocol
 
 from pydantic import Field
 
-from rollmill.config import Config, item_name
+from rollmill.config import NAME, Config, item_name
 from rollmill.kinds import KindSection, Slot
 from rollmill.models.config import ModelConfig
 from rollmill.training.config import TrainingConfig
@@ -34,8 +34,6 @@ if TYPE_CHECKING:
     from rollmill.trajectories.ledger import Ledger
     from rollmill.trajectories.store import TrajectoryStore
     from rollmill.weights.reading.store import WeightStore
-
-NAME = r"^[a-z0-9][a-z0-9_-]{0,62}$"  # a stage is also the name of a line, so of directories and objects
 
 
 @dataclass(frozen=True)

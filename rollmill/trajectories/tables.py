@@ -11,6 +11,7 @@
     keys                                API keys of the gateway, by run
     cycles ──< cycle_moves              the states of real-time RL, and how they came about
     splits                              how the gateway divides production between versions
+    engines                             who serves the run now: registrations with a lease
 
 Facts and ledgers are separate, so another run can read the same experience again. JSON is stored in text columns: it is
 always read whole, and PostgreSQL's JSON types refuse some of what agents print.
@@ -211,4 +212,17 @@ splits = Table(
     Column("model", Text, primary_key=True),
     Column("weights", Text, nullable=False),  # name → weight
     Column("updated_at", _Time, nullable=False),
+)
+engines = Table(
+    "engines",
+    metadata,
+    Column("fleet", Text, primary_key=True),  # the run, or a service of it: their engines serve one gateway or several
+    Column("name", Text, primary_key=True),
+    Column("url", Text, nullable=False),
+    Column("region", Text, nullable=False),
+    Column("kind", Text, nullable=False),
+    Column("form", Text, nullable=False),
+    Column("wire", Integer, nullable=False),  # version of the contract between gateway and engine
+    Column("capacity", Integer, nullable=False),  # requests that it decodes together
+    Column("expires_at", _Time, nullable=False),  # by the database's clock
 )

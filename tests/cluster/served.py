@@ -15,7 +15,7 @@ TINY = ("layers=1", "width=16", "heads=2", "kv_heads=1", "head_dim=8", "mlp_widt
 
 def published_run(root: Path, versions: int, *overrides: str) -> RunDirectory:
     small = (*(f"model.{setting}" for setting in TINY), "rollouts.max_answer_tokens=8", "harness.max_turns=2")
-    run = RunDirectory.create(root, make_config("device=cpu", 'regions=["home"]', *small, *overrides))
+    run = RunDirectory.create(root, make_config("device=cpu", 'engines=[{region="home"}]', *small, *overrides))
     chat_tokenizer(SPECIAL_TOKENS).save(run.tokenizer)
     line = Line(run.home_store, run.config.model, "rl")
     for _ in range(versions):

@@ -22,11 +22,14 @@ DATABASE = "postgresql://mill:password@localhost/mill"
         ("gateway", {"database", "admin_token", "engine_token", "production_key", "rollout_key"}),
         ("engine-home", {"engine_token"}),
         ("engine-away", {"engine_token", "store_token"}),  # it copies from the home store over HTTP
+        ("engine-away-2", {"engine_token", "store_token"}),
         ("store", {"store_token"}),
     ],
 )
 def test_a_role_is_handed_only_the_secrets_that_it_uses(tmp_path: Path, role: str, uses: set[str]) -> None:
-    run = RunDirectory.create(tmp_path, make_config("regions=['home','away']", f"database={DATABASE}"))
+    run = RunDirectory.create(
+        tmp_path, make_config("engines=[{region='home'},{region='away',count=2}]", f"database={DATABASE}")
+    )
     handed = json.dumps(hand_to(run, role))
     secrets = {**run.secrets, "database": DATABASE}
     assert {name for name, secret in secrets.items() if secret in handed} == uses

@@ -17,9 +17,10 @@ from pathlib import Path
 import pytest
 
 from rollmill.chat.tokenizer import Tokenizer
-from rollmill.cluster import local
 from rollmill.cluster.handed import hand_to
-from rollmill.cluster.local import TERMINATED, LocalCluster
+from rollmill.cluster.launcher import TERMINATED
+from rollmill.cluster.launchers import local
+from rollmill.cluster.launchers.local import LocalLauncher
 from rollmill.cluster.nursery import Nursery
 from rollmill.cluster.run import SECRETS, RunDirectory
 from rollmill.cluster.service import while_watching
@@ -29,8 +30,8 @@ from tests.chat.conftest import tokenizer  # noqa: F401
 
 
 @pytest.fixture
-def cluster(run: RunDirectory) -> Iterator[LocalCluster]:
-    cluster = LocalCluster(run)
+def cluster(run: RunDirectory) -> Iterator[LocalLauncher]:
+    cluster = LocalLauncher(run)
     yield cluster
     cluster.stop()
 
@@ -55,7 +56,7 @@ def kill(run: RunDirectory, role: str, deadly: signal.Signals = signal.SIGKILL) 
     return pid
 
 
-def until(condition: Callable[[], bool], cluster: LocalCluster | None = None) -> None:
+def until(condition: Callable[[], bool], cluster: LocalLauncher | None = None) -> None:
     while not condition():
         if cluster is not None:
             cluster.watch()
@@ -75,7 +76,7 @@ def answers(run: RunDirectory) -> bool:
 
 @pytest.mark.parametrize("deadly", [signal.SIGKILL, signal.SIGTERM])
 def test_a_service_that_dies_is_restarted_at_the_same_address(
-    run: RunDirectory, cluster: LocalCluster, deadly: signal.Signals
+    run: RunDirectory, cluster: LocalLauncher, deadly: signal.Signals
 ) -> None:
     """Also one that exits with 0 after SIGTERM: the run needs it."""
     cluster.start("store", service=True)
@@ -87,7 +88,7 @@ def test_a_service_that_dies_is_restarted_at_the_same_address(
     assert pid_of(run, "store") is None and not answers(run)
 
 
-def test_when_the_nursery_dies_its_roles_are_restarted(run: RunDirectory, cluster: LocalCluster) -> None:
+def test_when_the_nursery_dies_its_roles_are_restarted(run: RunDirectory, cluster: LocalLauncher) -> None:
     cluster.start("store", service=True)
     until(lambda: answers(run), cluster)
     store = pid_of(run, "store")
@@ -96,7 +97,7 @@ def test_when_the_nursery_dies_its_roles_are_restarted(run: RunDirectory, cluste
 
 
 def test_modules_in_the_current_directory_are_not_imported(
-    run: RunDirectory, cluster: LocalCluster, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    run: RunDirectory, cluster: LocalLauncher, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A run is often started in a directory full of somebody's files."""
     for name in ("json", "random", "rollmill"):
@@ -106,7 +107,7 @@ def test_modules_in_the_current_directory_are_not_imported(
     until(lambda: answers(run), cluster)
 
 
-def test_a_role_that_exits_with_0_is_not_restarted(run: RunDirectory, cluster: LocalCluster) -> None:
+def test_a_role_that_exits_with_0_is_not_restarted(run: RunDirectory, cluster: LocalLauncher) -> None:
     cluster.start("store")
     until(lambda: answers(run))
     kill(run, "store", signal.SIGTERM)  # it exits with 0
@@ -115,7 +116,7 @@ def test_a_role_that_exits_with_0_is_not_restarted(run: RunDirectory, cluster: L
 
 
 def test_too_many_restarts_end_the_run_with_the_end_of_the_log(
-    run: RunDirectory, cluster: LocalCluster, monkeypatch: pytest.MonkeyPatch
+    run: RunDirectory, cluster: LocalLauncher, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(local, "MAX_RESTARTS", 1)
     with socket.socket() as other:
@@ -131,7 +132,7 @@ def test_too_many_restarts_end_the_run_with_the_end_of_the_log(
 
 
 def test_a_role_that_ran_long_starts_with_a_fresh_count_of_restarts(
-    run: RunDirectory, cluster: LocalCluster, monkeypatch: pytest.MonkeyPatch
+    run: RunDirectory, cluster: LocalLauncher, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(local, "MAX_RESTARTS", 1)
     monkeypatch.setattr(local, "STEADY_S", 0.0)
@@ -141,7 +142,7 @@ def test_a_role_that_ran_long_starts_with_a_fresh_count_of_restarts(
         until(lambda: pid_of(run, "store") not in (None, killed), cluster)  # noqa: B023
 
 
-def test_exit_code_3_is_final(run: RunDirectory, cluster: LocalCluster) -> None:
+def test_exit_code_3_is_final(run: RunDirectory, cluster: LocalLauncher) -> None:
     cluster.start("gateway", service=True)
     with pytest.raises(RollmillError, match=r"exit code 3: config: .*tokenizer\.json") as raised:
         until(lambda: False, cluster)
@@ -150,7 +151,7 @@ def test_exit_code_3_is_final(run: RunDirectory, cluster: LocalCluster) -> None:
 
 
 @pytest.mark.parametrize("in_the_way", ["logs", "logs/store.log/directory"])
-def test_a_log_that_cannot_be_opened(run: RunDirectory, cluster: LocalCluster, in_the_way: str) -> None:
+def test_a_log_that_cannot_be_opened(run: RunDirectory, cluster: LocalLauncher, in_the_way: str) -> None:
     (run.path / in_the_way).parent.mkdir(parents=True, exist_ok=True)
     (run.path / in_the_way).touch()
     with pytest.raises(
@@ -171,22 +172,22 @@ def test_a_log_that_is_removed_while_its_process_dies(run: RunDirectory, capfd: 
     assert line == f"rollmill: {log} cannot be opened: No such file or directory"
 
 
-def test_work_ends_when_a_process_it_needs_cannot_be_kept_alive(run: RunDirectory, cluster: LocalCluster) -> None:
+def test_work_ends_when_a_process_it_needs_cannot_be_kept_alive(run: RunDirectory, cluster: LocalLauncher) -> None:
     cluster.start("gateway", service=True)  # it has no tokenizer
     with pytest.raises(RollmillError, match="exit code 3"):
         asyncio.run(while_watching(cluster, asyncio.sleep(3600), lambda: None))
 
 
-async def test_the_result_of_watched_work(cluster: LocalCluster) -> None:
+async def test_the_result_of_watched_work(cluster: LocalLauncher) -> None:
     assert await while_watching(cluster, asyncio.sleep(0, "result"), lambda: None) == "result"
 
 
 SUPERVISOR = """
 import os, signal, sys, time
 from pathlib import Path
-from rollmill.cluster.local import LocalCluster
+from rollmill.cluster.launchers.local import LocalLauncher
 from rollmill.cluster.run import RunDirectory
-cluster = LocalCluster(RunDirectory.open(Path(sys.argv[1])))
+cluster = LocalLauncher(RunDirectory.open(Path(sys.argv[1])))
 cluster.start("store", service=True)
 if sys.argv[2] == "at once":
     os.kill(os.getpid(), signal.SIGKILL)
@@ -226,11 +227,12 @@ DOORS = [  # a role, a request that asks for a token, and the secrets that open 
     ("store", "GET", "/list?prefix=", {"store_token"}),
     ("gateway", "POST", "/forget", {"admin_token"}),
     ("gateway", "DELETE", "/sessions/none", {"admin_token", "rollout_key"}),
+    ("gateway", "DELETE", "/engines/none", {"admin_token", "engine_token"}),
     ("engine-home", "POST", "/hint", {"engine_token"}),
 ]
 
 
-def test_each_token_opens_one_door(run: RunDirectory, cluster: LocalCluster, tokenizer: Tokenizer) -> None:  # noqa: F811
+def test_each_token_opens_one_door(run: RunDirectory, cluster: LocalLauncher, tokenizer: Tokenizer) -> None:  # noqa: F811
     tokenizer.save(run.tokenizer)
     (run.path / "run.json").unlink()  # it has all secrets: no role opens it
     for role in {role for role, *_ in DOORS}:

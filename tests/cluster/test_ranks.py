@@ -11,7 +11,8 @@ from collections.abc import Iterator
 
 import pytest
 
-from rollmill.cluster.local import FINAL, LocalCluster, _end_all
+from rollmill.cluster.launcher import FINAL
+from rollmill.cluster.launchers.local import LocalLauncher, _end_all
 from rollmill.cluster.nursery import Child, Nursery
 from rollmill.cluster.ranks import begin_run, outside_rank, outside_world, places
 from rollmill.cluster.run import RunDirectory
@@ -19,8 +20,8 @@ from rollmill.errors import ConfigError, RollmillError
 
 
 @pytest.fixture
-def cluster(run: RunDirectory) -> Iterator[LocalCluster]:
-    cluster = LocalCluster(run)
+def cluster(run: RunDirectory) -> Iterator[LocalLauncher]:
+    cluster = LocalLauncher(run)
     yield cluster
     cluster.stop()
 
@@ -75,7 +76,7 @@ def test_the_error_is_that_of_the_rank_with_the_final_exit_code() -> None:
 
 
 @pytest.mark.slow
-def test_a_world_of_another_size_is_refused(run: RunDirectory, cluster: LocalCluster) -> None:
+def test_a_world_of_another_size_is_refused(run: RunDirectory, cluster: LocalLauncher) -> None:
     cluster.start("trainer", "midtrain", ranks=2)
     with pytest.raises(RollmillError, match=r"training\.ranks is 1, but the environment describes 2 ranks"):
         while True:

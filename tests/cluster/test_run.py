@@ -37,9 +37,17 @@ from tests.cluster.conftest import make_config
         ('stages.rl.name="../main"', "name: String should match pattern"),
         ("rollouts.timeout=1", "unknown key 'rollouts.timeout'; did you mean 'rollouts.timeout_s'?"),
         ("model.layer=3", "did you mean 'model.layers'?"),
-        ('regions=["home", "home"]', "regions must be distinct, got ['home', 'home']"),
-        ('regions=["home", "../away"]', "regions.1: String should match pattern"),
-        ("regions=[]", "regions: "),
+        ('regions=["home"]', "'regions' is a setting of [[engines]] now"),
+        ('engines=[{count=2},{region="home-2"}]', "two engines are called 'home-2'"),
+        ('engines=[{region="../away"}]', "region: String should match pattern"),
+        ("engines=[{count=0}]", "count: "),
+        ("engines=[{cuont=2}]", "unknown key 'cuont'; did you mean 'count'?"),
+        ("engines=[{kind='vlm'}]", "[engines] kind = 'vlm' is nothing known"),
+        (
+            "engines=[{form='fp8'}]",
+            "a table of [[engines]] has form = 'fp8', but `form` = 'bf16' is published",
+        ),
+        ("engines=[]", "engines: "),
         ("name=Demo Run", "name: String should match pattern"),
     ],
 )
@@ -62,7 +70,7 @@ def test_the_staleness_bound() -> None:
 
 
 def test_a_run_directory_is_opened_as_it_was_created(tmp_path: Path) -> None:
-    run = RunDirectory.create(tmp_path, make_config("regions=['home','away','far-away']"))
+    run = RunDirectory.create(tmp_path, make_config("engines=[{},{region='away'},{region='far-away'}]"))
     assert RunDirectory.open(run.path) == run
     assert len(set(run.ports.values())) == len(run.ports) == 5
     assert run.home_store == run.path / "store"

@@ -94,3 +94,9 @@ def test_an_old_file_is_told_where_its_settings_are_now(name: str, tmp_path: Pat
     file.write_text(f'name = "old"\n{name} = {{}}\n')
     with pytest.raises(ConfigError, match=rf"'{name}' is a setting of a stage now\nhint: .*stages.*CHANGELOG"):
         load_config(RunConfig, file)
+
+
+def test_a_region_becomes_a_table_of_engines() -> None:
+    config = upgraded(regions=["home", "away"])
+    assert [spec.role for spec in config.engine_specs] == ["engine-home", "engine-away"]
+    assert config.regions == ["home", "away"] and upgraded().regions == ["home"]

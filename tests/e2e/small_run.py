@@ -21,7 +21,7 @@ SMALL = (
     "evals.fresh_tasks=1",
     "evals.family_tasks=1",
 )
-ONE_REGION = ('regions=["home"]',)
+ONE_REGION = ('engines=[{region="home"}]',)
 BRIEF_EVALS = ("evals.tasks=1", "evals.fresh_tasks=0", "evals.family_tasks=0", "evals.greedy=false")
 
 

@@ -17,6 +17,7 @@ from rollmill.chat.formats.compact import CompactFormat
 from rollmill.chat.tokenizer import Tokenizer
 from rollmill.gateway.app import make_app
 from rollmill.gateway.config import EngineEndpoint, GatewayConfig
+from rollmill.gateway.fleet import Fleet
 from rollmill.gateway.keys import KeyStore
 from rollmill.storage.database import open_database
 from rollmill.storage.objects import Objects
@@ -27,6 +28,7 @@ from tests.gateway.serve import ADMIN, LIVE
 from tests.gateway.stand_in import StandIn
 
 USER = {"role": "user", "content": "Fix add."}
+ENGINE = "engine-secret"
 QUICK = GatewayConfig(engine_wait_s=1.0, health_interval_s=0.02)
 
 
@@ -145,12 +147,17 @@ class Mill:
             ADMIN,
             LIVE,
             keys=KeyStore(database, "run"),
+            fleet=Fleet(database, "run", ENGINE),
         )
         async with TestServer(app) as server, aiohttp.ClientSession() as http:
             door = Door(str(server.make_url("")).rstrip("/"), trajectories, http)
             if wait:
                 await until(door.all_engines_up)
             yield door
+
+    @property
+    def fleet(self) -> Fleet:
+        return Fleet(open_database(f"sqlite:///{self.directory}/mill.db"), "run", ENGINE)
 
     @property
     def keys(self) -> KeyStore:

@@ -6,18 +6,21 @@ What it serves is given by its arguments: KIND NAME FORM, for example `line rl b
 
 from __future__ import annotations
 
-from rollmill.cluster.run import RunDirectory, engine_region
+from rollmill.cluster.run import RunDirectory
+from rollmill.cluster.trust import trusting
+from rollmill.inference.joining import Joining
 from rollmill.inference.server import serve_engine
+from rollmill.kinds import build
 from rollmill.storage.objects import Objects
 from rollmill.weights.reading.channels import Channels
 from rollmill.weights.reading.store import WeightStore
 from rollmill.weights.regions.mirror import Mirror
 
 
-def main(run: RunDirectory, region: str, kind: str, name: str, form: str) -> None:
+def main(run: RunDirectory, engine_name: str, kind: str, name: str, form: str) -> None:
     line, _, number = name.partition("@")
-    role = f"engine-{region}"
-    store, mirror, engine, region = Objects.open(run.home_store), None, role, engine_region(role)
+    spec = run.config.engine_spec(engine_name)
+    store, mirror, engine, region = Objects.open(run.home_store), None, spec.role, spec.region
     if run.service_of is not None:
         engine = f"{run.path.name}-{engine}"  # leases are held by name: not by that of the training's engine
     elif region != run.config.regions[0]:
@@ -34,12 +37,20 @@ def main(run: RunDirectory, region: str, kind: str, name: str, form: str) -> Non
         channel=name if kind == "channel" else None,
         name=engine,
         region=region,
-        port=run.ports[role],
-        device=run.config.device,
+        port=run.ports.get(spec.role, 0),
+        device="cpu" if spec.section.gpus == 0 else run.config.device,
         form=form,
         exact=run.config.numerics == "exact",
         token=run.secrets["engine_token"],
         tokenizer=run.tokenizer,
+        kind=build(spec.section),
+        joining=Joining(
+            run.url("gateway"),
+            run.secrets["engine_token"],
+            spec.section.kind,
+            run.config.engine.max_batch,
+            trusting(run),
+        ),
     )
 
 

@@ -10,10 +10,11 @@ from aiohttp import web
 
 from rollmill.chat.formats.choice import format_beside
 from rollmill.chat.tokenizer import Tokenizer
-from rollmill.cluster.run import CANARY, RunDirectory, engine_region
+from rollmill.cluster.run import CANARY, RunDirectory
 from rollmill.errors import ConfigError
 from rollmill.gateway.app import make_app
-from rollmill.gateway.config import EngineEndpoint, GatewayConfig
+from rollmill.gateway.config import GatewayConfig
+from rollmill.gateway.fleet import Fleet
 from rollmill.gateway.keys import KeyStore
 from rollmill.gateway.splits import SplitStore
 from rollmill.storage.database import open_database
@@ -33,12 +34,7 @@ def main(run: RunDirectory) -> None:
         run.config.gateway,
         format_beside(run.tokenizer, tokenizer, run.config.chat.kept, tools_in_prompt=run.config.tools_in_prompt),
         tokenizer,
-        [
-            EngineEndpoint(run.url(role), engine_region(role), run.secrets["engine_token"])
-            for role in run.ports
-            if role.startswith("engine-")
-        ]
-        + [backend.endpoint() for backend in run.config.gateway.backends],
+        [backend.endpoint() for backend in run.config.gateway.backends],
         TrajectoryStore(database, objects),
         objects,
         run.path / "gateway",
@@ -47,6 +43,7 @@ def main(run: RunDirectory) -> None:
         run.secrets["rollout_key"],
         KeyStore(database, run.id),
         SplitStore(database, run.id) if any(role.endswith(CANARY) for role in run.ports) else None,
+        Fleet(database, run.fleet, run.secrets["engine_token"]),
     )
     prepare_process()
     web.run_app(

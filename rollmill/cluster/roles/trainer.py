@@ -11,7 +11,7 @@ from typing import Any
 from rollmill import telemetry
 from rollmill.chat.formats.choice import format_beside
 from rollmill.chat.tokenizer import Tokenizer
-from rollmill.cluster.local import TERMINATED
+from rollmill.cluster.launcher import TERMINATED
 from rollmill.cluster.prepare import describe_longer, prepare
 from rollmill.cluster.run import RunDirectory
 from rollmill.cluster.stages import last_version

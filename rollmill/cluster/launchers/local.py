@@ -9,6 +9,8 @@ from __future__ import annotations
 import contextlib
 import os
 import signal
+import subprocess
+import sys
 import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
@@ -16,18 +18,18 @@ from pathlib import Path
 
 from rollmill import telemetry
 from rollmill.backoff import Backoff
+from rollmill.cluster.devices import VARIABLE, give_out, present_gpus
 from rollmill.cluster.handed import hand_to
+from rollmill.cluster.launcher import FINAL, MAX_RESTARTS, STEADY_S, STOP_PATIENCE_S
+from rollmill.cluster.lock import holder
 from rollmill.cluster.nursery import Child, Nursery
 from rollmill.cluster.ranks import outside_world, places, rank_name
-from rollmill.cluster.run import RunDirectory
+from rollmill.cluster.run import RunConfig, RunDirectory
 from rollmill.errors import RollmillError
 
-MAX_RESTARTS = 5  # of one role; after that a restart will not help either
-STEADY_S = 600.0  # a role that ran this long starts with a fresh count of restarts
-STOP_PATIENCE_S = 20.0
 RANK_PATIENCE_S = 2.0  # for ranks to notice that another one has died
-FINAL = 3  # exit code of a role process: a restart will not help, its log says why
-TERMINATED = 128 + signal.SIGTERM  # exit code of a role process: it was asked to stop before its work was done
+COMMAND = "from rollmill.cli.main import main; main()"
+DETACH_PATIENCE_S = 60.0  # for a supervisor in the background to take the run's lock
 
 
 @dataclass
@@ -46,16 +48,75 @@ class RoleProcess:
     ended: bool = False
 
 
-class LocalCluster:
+class Local:
+    """`[cluster] kind = "local"`: everything on this host. The supervisor is the command itself."""
+
+    def check(self, config: RunConfig) -> None:
+        if not outside_world():
+            give_out(config, present_gpus())
+
+    def open(self, run: RunDirectory) -> LocalLauncher:
+        return LocalLauncher(run)
+
+    def submit(self, run: RunDirectory) -> None:
+        """Continue the run with a process in a session of its own. Its output is `logs/train.log`."""
+        if self.collect(run) is not None:
+            return
+        run.logs.mkdir(parents=True, exist_ok=True)
+        with (run.logs / "train.log").open("ab") as log:
+            process = subprocess.Popen(
+                [sys.executable, "-P", "-c", COMMAND, "train", "--resume", str(run.path.absolute())],
+                stdin=subprocess.DEVNULL,
+                stdout=log,
+                stderr=log,
+                start_new_session=True,
+            )
+        deadline = time.monotonic() + DETACH_PATIENCE_S
+        while self.collect(run) is None:
+            if process.poll() is not None or time.monotonic() > deadline:
+                raise RollmillError(
+                    f"{run.path} was not started: {last_words(run, 'train')}", hint=f"see {run.logs / 'train.log'}"
+                )
+            time.sleep(0.05)
+
+    def collect(self, run: RunDirectory) -> str | None:
+        by = holder(run.path, "supervisor")
+        return None if by is None else str(by)
+
+    def halt(self, run: RunDirectory) -> None:
+        by = holder(run.path, "supervisor")
+        if by is None:
+            return
+        try:
+            os.kill(by.pid, signal.SIGTERM)
+        except (ProcessLookupError, PermissionError) as error:
+            raise RollmillError(
+                f"{by} cannot be stopped: {error.strerror}", hint="it belongs to another user or container"
+            ) from None
+
+
+class LocalLauncher:
     def __init__(self, run: RunDirectory) -> None:
         self._run = run
         self._roles: dict[str, RoleProcess] = {}
         self._nursery = Nursery()
+        self._gpus = self._give_out()
 
     def start(self, role: str, *arguments: str, threads: int = 1, service: bool = False, ranks: int = 1) -> None:
         process = RoleProcess(role, arguments, threads, service, ranks)
         self._roles[role] = process
         self._spawn(process)
+
+    def rescale(self, run: RunDirectory) -> None:
+        kept = {spec.role for spec in run.config.engine_specs}
+        gone = [role for role in self._roles if role.startswith("engine-") and role not in kept]
+        _end([process for role in gone for process in self._roles.pop(role).processes])
+        self._run = run
+        # engines that run keep their GPUs; new ones get those of the new division
+        self._gpus = {**self._give_out(), **{role: gpus for role, gpus in self._gpus.items() if role in self._roles}}
+
+    def running(self) -> list[str]:
+        return [name for name, role in self._roles.items() if not role.ended]
 
     def ended(self, role: str) -> bool:
         return self._roles[role].ended
@@ -78,15 +139,12 @@ class LocalCluster:
 
     def stop_roles(self) -> None:
         """Send SIGTERM to all roles; kill what is left after STOP_PATIENCE_S. Others may be started afterwards."""
-        alive = [process for role in self._roles.values() if not role.ended for process in role.processes]
-        for process in alive:
-            process.signal(signal.SIGTERM)
-        deadline = time.monotonic() + STOP_PATIENCE_S
-        for process in alive:
-            if process.wait(max(0.1, deadline - time.monotonic())) is None:
-                process.signal(signal.SIGKILL)
-                process.wait(STOP_PATIENCE_S)
+        _end([process for role in self._roles.values() if not role.ended for process in role.processes])
         self._roles.clear()
+
+    def _give_out(self) -> dict[str, list[str]]:
+        # torchrun gives out the devices of its ranks itself
+        return {} if outside_world() else give_out(self._run.config, present_gpus(), trains=not self._run.service_of)
 
     def _restart(self, role: RoleProcess, rank: int, code: int) -> None:
         """All ranks have exited; `rank` is the one whose log says why."""
@@ -98,7 +156,7 @@ class LocalCluster:
             hint = f"the rest is in {self._run.logs / (name + '.log')}"
             if self._run.service_of is None:
                 hint += f"; once it is fixed, `rollmill train --resume {self._run.path}` continues the run"
-            raise RollmillError(f"process {name!r} {_describe(code)}: {self._last_words(name)}", hint=hint)
+            raise RollmillError(f"process {name!r} {describe_exit(code)}: {last_words(self._run, name)}", hint=hint)
         pause = role.backoff.failed()
         telemetry.emit("restart", target=role.name, exit_code=code, restarts=role.backoff.failures)
         time.sleep(pause)
@@ -114,10 +172,13 @@ class LocalCluster:
                 hand_to(self._run, role.name),
                 role.arguments,
                 name=f"rollmill {name} {self._run.path}",
-                environment={"OMP_NUM_THREADS": str(role.threads), **place},
+                environment={"OMP_NUM_THREADS": str(role.threads), **self._devices(role), **place},
                 log=self._open_log(name),
             )
             role.processes.append(process)
+
+    def _devices(self, role: RoleProcess) -> dict[str, str]:
+        return {VARIABLE: ",".join(self._gpus[role.name])} if role.name in self._gpus else {}
 
     def _open_log(self, name: str) -> Path:
         """Check that the log of a process can be written, and return its path."""
@@ -131,15 +192,6 @@ class LocalCluster:
                 hint="is the disk full, or was the directory moved? once it is fixed, run the same command again",
             ) from None
         return path
-
-    def _last_words(self, name: str) -> str:
-        try:
-            with (self._run.logs / f"{name}.log").open("rb") as log:
-                log.seek(max(0, log.seek(0, os.SEEK_END) - 4096))
-                lines = log.read().decode(errors="replace").strip().splitlines()
-        except OSError as error:
-            return f"its log cannot be read: {error.strerror}"
-        return " ".join(lines[-2:])[-600:] or "its log is empty"
 
 
 @contextlib.contextmanager
@@ -155,6 +207,17 @@ def terminable() -> Iterator[None]:
             signal.signal(number, handler)
 
 
+def _end(processes: Sequence[Child]) -> None:
+    """Send SIGTERM; kill what is left after STOP_PATIENCE_S."""
+    for process in processes:
+        process.signal(signal.SIGTERM)
+    deadline = time.monotonic() + STOP_PATIENCE_S
+    for process in processes:
+        if process.wait(max(0.1, deadline - time.monotonic())) is None:
+            process.signal(signal.SIGKILL)
+            process.wait(STOP_PATIENCE_S)
+
+
 def _end_all(processes: Sequence[Child]) -> tuple[int, int]:
     """One rank has exited: stop the others, return the failing rank and its exit code."""
     failed = [rank for rank, process in enumerate(processes) if process.poll() is not None]
@@ -168,7 +231,18 @@ def _end_all(processes: Sequence[Child]) -> tuple[int, int]:
     return rank, codes[rank]
 
 
-def _describe(code: int) -> str:
+def last_words(run: RunDirectory, name: str) -> str:
+    """The end of a role's log, for an error."""
+    try:
+        with (run.logs / f"{name}.log").open("rb") as log:
+            log.seek(max(0, log.seek(0, os.SEEK_END) - 4096))
+            lines = log.read().decode(errors="replace").strip().splitlines()
+    except OSError as error:
+        return f"its log cannot be read: {error.strerror}"
+    return " ".join(lines[-2:])[-600:] or "its log is empty"
+
+
+def describe_exit(code: int) -> str:
     if code < 0:
         return f"was killed by {signal.Signals(-code).name}"
     return f"stopped with exit code {code}"

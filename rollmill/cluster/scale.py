@@ -1,0 +1,101 @@
+"""How many engines a run has: what [[engines]] says, or what `rollmill scale RUN engines=4` has said since.
+
+The number is an object of the run's store, so the command may be given on any host that reaches the store. The
+supervisor looks at it, starts the engines that are missing and stops those that are too many. An engine that stops
+leaves the gateway first; answers that it has begun go on elsewhere with the tokens that it sampled.
+"""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Mapping
+from dataclasses import replace
+
+from rollmill import telemetry
+from rollmill.cluster.launcher import Launcher
+from rollmill.cluster.run import RunConfig, RunDirectory
+from rollmill.config import override_config
+from rollmill.errors import ConfigError, StorageError
+from rollmill.storage.objects import Objects
+
+KEY = "cluster/scale.json"
+LOOK_S = 1.0
+MOST = 10_000
+
+
+def read_scale(run: RunDirectory) -> dict[str, int]:
+    """Region → how many engines of its first table were asked for."""
+    home = run.existing_home()
+    try:
+        tree = json.loads(home.get(KEY)) if home is not None and home.head(KEY) is not None else {}
+    except ValueError:
+        return {}
+    return {str(region): count for region, count in tree.items() if isinstance(count, int)}
+
+
+def scaled(run: RunDirectory, scale: Mapping[str, int]) -> RunDirectory:
+    """The run with these numbers of engines."""
+    config = with_counts(run.config, scale)
+    return run if config is run.config else replace(run, config=config)
+
+
+def with_counts(config: RunConfig, scale: Mapping[str, int]) -> RunConfig:
+    tables = list(config.engines)
+    for region, count in scale.items():
+        index = next((index for index, table in enumerate(tables) if table.region == region), None)
+        if index is not None:
+            tables[index] = tables[index].model_copy(update={"count": count})
+    if tables == list(config.engines):
+        return config
+    tree = {**config.model_dump(mode="json"), "engines": [table.model_dump(mode="json") for table in tables]}
+    return override_config(RunConfig, tree, (), "the number of engines")
+
+
+def ask_scale(run: RunDirectory, settings: list[str]) -> dict[str, int]:
+    """Ask for numbers of engines: `engines=4` in the home region, `away=2` in another. Raises ConfigError if they make
+    no sense. Returns the numbers of all regions."""
+    scale = read_scale(run)
+    for setting in settings:
+        name, _, text = setting.partition("=")
+        region = run.config.regions[0] if name == "engines" else name
+        if region not in run.config.regions:
+            raise ConfigError(
+                f"{name!r} is no region of this run", hint=f"engines=N, or one of {', '.join(run.config.regions)}"
+            )
+        if not text.isdecimal() or not 1 <= int(text) <= MOST:
+            raise ConfigError(f"{setting!r} is no number of engines", hint=f"for example {name}=4")
+        scale[region] = int(text)
+    with_counts(run.config, scale)
+    Objects.open(run.home_store).put(KEY, json.dumps(scale).encode())
+    return {table.region: table.count for table in reversed(with_counts(run.config, scale).engines)}
+
+
+class Engines:
+    """The engines of a stage. `adjust` keeps as many as the run should have."""
+
+    def __init__(self, run: RunDirectory, launcher: Launcher, target: tuple[str, ...]) -> None:
+        self._run, self._launcher, self._target = run, launcher, target
+        self._now: RunDirectory | None = None  # the run with the engines that were started
+        self._looked = float("-inf")
+
+    def adjust(self) -> None:
+        if time.monotonic() - self._looked < LOOK_S:
+            return
+        self._looked = time.monotonic()
+        try:
+            wanted = scaled(self._run, read_scale(self._run))
+        except (StorageError, ConfigError):
+            wanted = self._now or self._run  # the store does not answer now, or somebody wrote nonsense into it
+        if self._now is not None and wanted.config.engines == self._now.config.engines:
+            return
+        if self._now is not None or wanted is not self._run:
+            self._launcher.rescale(wanted)
+        running = self._launcher.running()
+        for spec in wanted.config.engine_specs:
+            if spec.role not in running:
+                threads = wanted.config.engine.threads
+                self._launcher.start(spec.role, *self._target, threads=threads, service=True)
+        if self._now is not None:
+            telemetry.emit("scale", engines=len(wanted.config.engine_specs), before=len(self._now.config.engine_specs))
+        self._now = wanted

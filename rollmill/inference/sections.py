@@ -1,0 +1,74 @@
+"""[[engines]]: the engines of a run, with the kinds that are built in."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import ClassVar, Literal, Self
+
+from pydantic import Field, model_validator
+
+from rollmill.config import NAME
+from rollmill.inference.engine import EngineKind
+from rollmill.kinds import KindSection, Slot
+
+HOME = "home"
+
+
+class EnginesSection(KindSection):
+    _slot: ClassVar[Slot] = Slot(
+        "engines",
+        EngineKind,
+        {"embedded": "rollmill.inference.embedded.kind:Embedded"},
+        "rollmill.engines",
+        default="embedded",
+    )
+
+    region: str = Field(
+        HOME,
+        pattern=NAME,
+        description="Region of these engines. The trainer is in the region of the first table; the others keep a copy "
+        "of the weights.",
+    )
+    count: int = Field(1, ge=1, description="How many engines of this table there are.")
+    gpus: int | None = Field(
+        None,
+        ge=0,
+        description="GPUs that each engine has for itself; 0 is the CPU. Not set: one of those that are left over, "
+        "shared if there are too few.",
+    )
+    form: Literal["bf16", "fp8", "nvfp4"] | None = Field(
+        None, description="Number format that they serve. Not set: the run's `form`, which is what is published."
+    )
+
+    @model_validator(mode="after")
+    def _embedded_has_one_gpu(self) -> Self:
+        if self.kind == "embedded" and (self.gpus or 0) > 1:
+            raise ValueError(f"gpus is {self.gpus}, but an embedded engine computes on one: raise `count` instead")
+        return self
+
+
+@dataclass(frozen=True)
+class EngineSpec:
+    """One engine of the run. The first one of a region has the name of the region, the second `REGION-2` …"""
+
+    name: str
+    section: EnginesSection
+
+    @property
+    def role(self) -> str:
+        return f"engine-{self.name}"
+
+    @property
+    def region(self) -> str:
+        return self.section.region
+
+
+def engine_specs(tables: Iterable[EnginesSection]) -> list[EngineSpec]:
+    """Every engine, in the order of the tables."""
+    found: list[EngineSpec] = []
+    for table in tables:
+        for _ in range(table.count):
+            before = sum(spec.region == table.region for spec in found)
+            found.append(EngineSpec(f"{table.region}-{before + 1}" if before else table.region, table))
+    return found

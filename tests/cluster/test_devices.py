@@ -1,0 +1,57 @@
+"""Which GPUs each role gets. Only names are given out: no GPU is needed."""
+
+from __future__ import annotations
+
+import pytest
+
+from rollmill.cluster.checkpoint import check_here
+from rollmill.cluster.devices import VARIABLE, give_out, present_gpus
+from rollmill.errors import ConfigError
+from tests.cluster.conftest import make_config
+
+
+def given(engines: str, gpus: int, *overrides: str) -> dict[str, list[str]]:
+    return give_out(make_config(f"engines={engines}", *overrides), [str(number) for number in range(gpus)])
+
+
+def test_everything_shares_the_only_gpu() -> None:
+    assert given("[{count=2}]", 1) == {"trainer": ["0"], "engine-home": ["0"], "engine-home-2": ["0"]}
+
+
+def test_engines_get_what_the_ranks_leave() -> None:
+    roles = given("[{count=2},{region='away'}]", 4, "stages.rl.training.ranks=2")
+    assert roles == {
+        "trainer": ["0", "1"],
+        "engine-home": ["2"],
+        "engine-home-2": ["3"],
+        "engine-away": ["2"],  # there are too few for one each
+    }
+
+
+def test_engines_with_gpus_share_them_with_nobody() -> None:
+    roles = given("[{},{region='away',gpus=1,count=2},{region='far',gpus=0}]", 4)
+    assert roles == {"trainer": ["0"], "engine-away": ["1"], "engine-away-2": ["2"], "engine-home": ["3"]}
+
+
+def test_too_few_gpus_are_said_before_anything_starts(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(VARIABLE, "GPU-a,GPU-b")
+    assert present_gpus() == ["GPU-a", "GPU-b"]
+    with pytest.raises(ConfigError, match=r"needs 3 GPUs \(1 for trainer, 1 for engine-home, 1 for engine-home-2\)"):
+        check_here(make_config("engines=[{gpus=1,count=2}]"))
+    monkeypatch.setenv(VARIABLE, "")
+    assert present_gpus() == []
+    with pytest.raises(ConfigError, match="this host has 0"):
+        check_here(make_config("engines=[{gpus=1}]"))
+    check_here(make_config("engines=[{count=2}]"))  # nobody asks for a GPU
+
+
+@pytest.mark.parametrize(
+    ("overrides", "complaint"),
+    [
+        (["engines=[{gpus=2}]"], "gpus is 2, but an embedded engine computes on one"),
+        (["engines=[{gpus=1}]", "device=cpu"], r"a table of \[\[engines\]\] has `gpus`, but `device` is 'cpu'"),
+    ],
+)
+def test_contradictions(overrides: list[str], complaint: str) -> None:
+    with pytest.raises(ConfigError, match=complaint):
+        make_config(*overrides)
