@@ -46,7 +46,7 @@ RUN = "from rollmill.cli.main import main; main()"
 MEASURE = 7  # seed of the tasks and draws of a measurement: every version meets the same ones
 MIDTRAIN = 140  # steps: enough to solve some tasks and fail others
 SETTINGS = (
-    'regions=["home"]',
+    'engines=[{region="home"}]',
     f"stages.midtrain.steps={MIDTRAIN}",
     "gateway.seal_idle_s=3.0",
     "cycle.settle_s=2.0",
