@@ -179,8 +179,8 @@ def two_threads() -> Iterator[None]:
 
 @pytest.mark.parametrize(
     ("model", "form"),
-    [(DENSE, "bf16"), (MIXTURE, "bf16"), (LATENT, "bf16"), (DENSE, "fp8"), (MIXTURE, "fp8")],
-    ids=["dense", "mixture", "latent", "dense-fp8", "mixture-fp8"],
+    [(DENSE, "bf16"), (MIXTURE, "bf16"), (LATENT, "bf16"), (DENSE, "fp8"), (MIXTURE, "fp8"), (MIXTURE, "nvfp4")],
+    ids=["dense", "mixture", "latent", "dense-fp8", "mixture-fp8", "mixture-nvfp4"],
 )
 async def test_no_bit_differs(model: ModelConfig, form: str, two_threads: None) -> None:
     updates = [make_update(model, number, form) for number in range(VERSIONS)]
