@@ -109,6 +109,7 @@ class VllmEngine:
         policy = update.policy
         async with self._changing:
             async with self._handover.written(update) as path:
+                await self._server.ready()
                 started = time.monotonic()
                 running = await self._stop()
                 self._policy = None  # until all weights are there, the parameters are of no version
