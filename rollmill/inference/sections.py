@@ -19,7 +19,10 @@ class EnginesSection(KindSection):
     _slot: ClassVar[Slot] = Slot(
         "engines",
         EngineKind,
-        {"embedded": "rollmill.inference.embedded.kind:Embedded"},
+        {
+            "embedded": "rollmill.inference.embedded.kind:Embedded",
+            "vllm": "rollmill.inference.vllm.kind:Vllm",
+        },
         "rollmill.engines",
         default="embedded",
     )
