@@ -84,7 +84,9 @@ def shortened(root: Path, learned: RunDirectory, seed: int, quick: bool) -> RunD
     """More RL from the last version of `learned`, with the length reward."""
     tree = settings("short", seed, quick)
     (stage,) = (stage for stage in tree["stages"] if stage["kind"] == "rl")
-    stage |= {} if quick else {"steps": 8}
+    if not quick:
+        stage["steps"] = 16
+        stage["training"]["optimizer"]["lr"] = 4e-4
     version = Version("rl", learned.config.stage("rl").steps)
     tree["stages"] = [stage]
     tree["rewards"].append(LENGTH)

@@ -104,14 +104,19 @@ class OpenSegment:
     @property
     def tokens(self) -> list[int]:
         """All tokens, those shared with the parent included. A new list each time."""
-        own = self._own.tolist()
-        return self.parent.tokens[: self.offset] + own if self.parent else own
+        return self.slice(0, self.length)
 
     def slice(self, start: int, end: int) -> list[int]:
-        """tokens[start:end], without a list of all."""
-        if start < self.offset:
-            return self.tokens[start:end]
-        return self._own[start - self.offset : end - self.offset].tolist()
+        """tokens[start:end], without a list of all. A chain of summaries may be long: only the tokens asked for are
+        copied from its ancestors."""
+        parts: list[array[int]] = []
+        segment: OpenSegment | None = self
+        while segment is not None and start < end:
+            if end > segment.offset:
+                parts.append(segment._own[max(start - segment.offset, 0) : end - segment.offset])
+                end = segment.offset
+            segment = segment.parent
+        return [token for part in reversed(parts) for token in part.tolist()]
 
     @property
     def closed(self) -> bool:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 
+from rollmill.gateway.segments import Answer, OpenSegment, Turn
 from rollmill.training.credit import credit_of
 from tests.gateway.conftest import USER, Answers, Mill
 from tests.gateway.stand_in import StandIn
@@ -50,3 +51,21 @@ async def test_engines_that_tell_no_window(mill: Mill, answers: Answers) -> None
     door = await mill.gateway(await mill.engine(StandIn([answers.text("x")])))
     async with door.http.get(f"{door.url}/v1/models/rollmill") as response:
         assert "max_model_len" not in await response.json()
+
+
+def test_a_chain_may_be_longer_than_the_stack_is_deep() -> None:
+    segment: OpenSegment | None = None
+    for number in range(3000):
+        parent = None if segment is None else (segment.id, 2)
+        prompt = [1, 2, number] if segment is None else [number]
+        turn = Turn(f"t.{number}", [], prompt, answer_of([7]), parent=parent, cause="summary" if parent else "start")
+        segment = OpenSegment(turn, segment)
+        segment.append(turn)
+    assert segment is not None
+    assert segment.tokens == [1, 2, 2999, 7] and segment.slice(1, 3) == [2, 2999] and segment.slice(0, 2) == [1, 2]
+    assert segment.slice(2, 2) == [] and segment.slice(3, 4) == [7]
+
+
+def answer_of(tokens: list[int]) -> Answer:
+    message = {"role": "assistant", "content": "x"}
+    return Answer(tokens, [-0.5], [0], [], [], [], finish="stop", closed=True, message=message)
