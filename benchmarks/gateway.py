@@ -1,6 +1,6 @@
 """The gateway's speed: requests per second, added latency, many streams; beside LiteLLM's proxy.
 
-    python -m benchmarks.gateway [--quick] [--litellm PROGRAM]
+    python -m benchmarks.gateway [--quick] [--litellm PROGRAM] [--workers N]
 
 A stub engine answers at once with 64 tokens. Requests continue conversations of 2,000 tokens; every sixth one starts a
 new conversation. Everything is recorded, with fsync. Client, stub and gateway share this machine's cores. `PROGRAM` is
@@ -176,15 +176,21 @@ async def hold_streams(url: str, count: int, tokens: int, pid: int) -> Figures:
     }
 
 
+def family(pid: int) -> list[int]:
+    """A process and its children: the workers of a gateway."""
+    return [pid, *map(int, Path(f"/proc/{pid}/task/{pid}/children").read_text().split())]
+
+
 def resident_mib(pid: int) -> float:
-    pages = int(Path(f"/proc/{pid}/statm").read_text().split()[1])
+    """Of a process and its children; memory that they share counts several times."""
+    pages = sum(int(Path(f"/proc/{each}/statm").read_text().split()[1]) for each in family(pid))
     return pages * os.sysconf("SC_PAGE_SIZE") / 2**20
 
 
 def cpu_seconds(pid: int) -> float:
-    """Of a process, without its children."""
-    fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
-    return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
+    """Of a process and its children."""
+    stats = [Path(f"/proc/{each}/stat").read_text().rpartition(")")[2].split() for each in family(pid)]
+    return sum(int(fields[11]) + int(fields[12]) for fields in stats) / os.sysconf("SC_CLK_TCK")
 
 
 def fsync_ms(directory: Path, times: int = 50) -> float:
@@ -264,7 +270,7 @@ async def measure(arguments: argparse.Namespace, directory: Path) -> tuple[Figur
             with litellm_proxy(arguments.litellm, stub, directory) as (other, pid):
                 await up(other, "/health/liveliness")
                 await rates("litellm_", other, conversations, seconds, pid, figures)
-        with process(*module, "gateway", url.rpartition(":")[2], stub, directory) as gateway:
+        with process(*module, "gateway", url.rpartition(":")[2], stub, directory, arguments.workers) as gateway:
             await up(url, "/health")
             await rates("", url, conversations, seconds, gateway.pid, figures)
             for stream in (False, True):
@@ -313,6 +319,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
     parser.add_argument("--quick", action="store_true", help="under a minute: shorter runs, 200 streams once")
     parser.add_argument("--litellm", default=shutil.which("litellm-proxy"), help="program of LiteLLM with its proxy")
+    parser.add_argument("--workers", type=int, default=1, help="worker processes of our gateway")
     arguments = parser.parse_args()
     with tempfile.TemporaryDirectory(prefix="gateway-") as directory:
         figures, bars = asyncio.run(measure(arguments, Path(directory)))

@@ -1,7 +1,7 @@
 """The processes of `benchmarks.gateway`: a stub engine, and a gateway in front of it.
 
     python -m benchmarks.gateway_processes stub PORT DIRECTORY
-    python -m benchmarks.gateway_processes gateway PORT STUB_URL DIRECTORY
+    python -m benchmarks.gateway_processes gateway PORT STUB_URL DIRECTORY WORKERS
 
 The directory holds tokenizer.json. The stub computes nothing. It speaks the engine's protocol for our gateway and
 OpenAI chat completions for others. `seed` in a request is the pause per token in milliseconds; such an answer is as
@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import socket
 import sys
 import time
 from pathlib import Path
@@ -22,9 +23,11 @@ from aiohttp import web
 from rollmill.chat.format import assistant_message
 from rollmill.chat.formats.choice import format_of
 from rollmill.chat.tokenizer import Tokenizer
-from rollmill.cluster.roles.gateway import BACKLOG, prepare_process
+from rollmill.cluster.roles.gateway import prepare_process
+from rollmill.cluster.workers import BACKLOG, run_workers
 from rollmill.gateway.app import make_app
 from rollmill.gateway.config import EngineEndpoint, GatewayConfig
+from rollmill.gateway.workers import Workers
 from rollmill.storage.database import open_database
 from rollmill.storage.objects import Objects
 from rollmill.trajectories.store import TrajectoryStore
@@ -109,20 +112,28 @@ def stub(port: int, directory: Path) -> None:
     web.run_app(app, host="127.0.0.1", port=port, print=None, access_log=None, backlog=BACKLOG)
 
 
-def gateway(port: int, engine: str, directory: Path) -> None:
+def gateway(port: int, engine: str, directory: Path, count: int) -> None:
     tokenizer = Tokenizer.load(directory / "tokenizer.json")
-    objects = Objects.open(directory / "store")
-    trajectories = TrajectoryStore(open_database(f"sqlite:///{directory}/mill.db"), objects)
-    config = GatewayConfig(engine_requests=4096)
-    endpoints = [EngineEndpoint(engine, "home")]
     form = format_of(tokenizer)
-    app = make_app(config, form, tokenizer, endpoints, trajectories, objects, directory / "gateway", ADMIN, KEY)
-    prepare_process()
-    web.run_app(app, host="127.0.0.1", port=port, print=None, access_log=None, backlog=BACKLOG)
+
+    def build(workers: Workers) -> web.Application:
+        objects = Objects.open(directory / "store")
+        trajectories = TrajectoryStore(open_database(f"sqlite:///{directory}/mill.db"), objects)
+        config, endpoints = GatewayConfig(engine_requests=4096), [EngineEndpoint(engine, "home")]
+        log = directory / "gateway"
+        app = make_app(config, form, tokenizer, endpoints, trajectories, objects, log, ADMIN, KEY, workers=workers)
+        prepare_process()
+        return app
+
+    if count == 1:
+        web.run_app(build(Workers()), host="127.0.0.1", port=port, print=None, access_log=None, backlog=BACKLOG)
+        return
+    with socket.create_server(("127.0.0.1", port), backlog=BACKLOG) as listening:
+        run_workers(build, listening, directory / "gateway", count)
 
 
 if __name__ == "__main__":
     if sys.argv[1] == "stub":
         stub(int(sys.argv[2]), Path(sys.argv[3]))
     else:
-        gateway(int(sys.argv[2]), sys.argv[3], Path(sys.argv[4]))
+        gateway(int(sys.argv[2]), sys.argv[3], Path(sys.argv[4]), int(sys.argv[5]))

@@ -27,6 +27,7 @@ _PIECES = r"\p{N}{1,2}|\n[ ]*| ?[\p{L}_]+| ?[^\s\p{L}\p{N}_]+|\s"
 OPEN, CLOSE = "\ufdd0", "\ufdd1"
 NONCHARACTERS = re.compile("[\ufdd0-\ufdef]")
 
+_LONG = 256  # characters of a text
 _LONGEST_CHARACTER = 64  # in tokens; an emoji with all its modifiers has fewer
 
 
@@ -64,8 +65,7 @@ class Tokenizer:
 
     def encode(self, text: str) -> list[int]:
         """Encode into ordinary tokens only, whatever the text spells."""
-        ids: list[int] = self._ordinary.encode(_storable(text), add_special_tokens=False).ids
-        return ids
+        return _encode(self._ordinary, _storable(text))
 
     def encode_marked(self, text: str, *, after: int | None = None) -> list[int]:
         """Encode text in which marks stand for special tokens. `after`: the special token in front of the text; a
@@ -76,7 +76,7 @@ class Tokenizer:
             self._marked_ids = {id: number for id, number in got if id is not None}
         lead = "" if after is None else mark(after)
         text = lead + text.encode("utf-8", "replace").decode()
-        ids = self._marking.encode(text, add_special_tokens=False).ids
+        ids = _encode(self._marking, text)
         return [self._marked_ids.get(id, id) for id in ids[1 if lead else 0 :]]
 
     def decode_marked(self, ids: Sequence[int]) -> str:
@@ -95,7 +95,7 @@ class Tokenizer:
         return "".join(parts)
 
     def encode_many(self, texts: Sequence[str]) -> list[list[int]]:
-        """Encode several texts. Faster than `encode`, and other threads run meanwhile: `encode` holds Python's lock."""
+        """Encode several texts. Faster than `encode` one by one, and other threads run meanwhile."""
         found = self._ordinary.encode_batch_fast([_storable(text) for text in texts], add_special_tokens=False)
         return [encoding.ids for encoding in found]
 
@@ -180,6 +180,15 @@ def train_tokenizer(texts: Iterable[str], vocab_size: int, special_tokens: Seque
 def mark(special: int) -> str:
     """Stands for a special token in text that `encode_marked` reads."""
     return f"{OPEN}{special}{CLOSE}"
+
+
+def _encode(tokenizer: tokenizers.Tokenizer, text: str) -> list[int]:
+    """A long text goes as a batch of one: that is faster, and other threads run meanwhile."""
+    if len(text) < _LONG:
+        short: list[int] = tokenizer.encode(text, add_special_tokens=False).ids
+        return short
+    ids: list[int] = tokenizer.encode_batch_fast([text], add_special_tokens=False)[0].ids
+    return ids
 
 
 def _is_blank(token: str) -> bool:

@@ -220,31 +220,42 @@ def show(
 
 @app.command()
 def forget(
-    run_dir: Annotated[Path, typer.Argument(help="run directory", show_default=False)],
+    run_dirs: Annotated[list[Path], typer.Argument(help="run directories", show_default=False)],
     user: Annotated[str, typer.Option(help="the name that production requests gave as `user`", show_default=False)],
 ) -> None:
-    """Delete what was recorded of a production user: payloads, open sessions, the text of feedback.
+    """Delete what was recorded of a production user: payloads, open sessions, feedback.
 
-    The index keeps the rows, marked `deleted`. Other runs have no copies: they admit no conversation of a user.
-    For example:
+    The index keeps the rows, marked `deleted`. Name every run that served the user: each has its own pseudonym of them.
+    Runs that only trained have no copies: they admit no conversation of a user. For example:
 
         rollmill trajectories forget runs/demo --user ann
+        rollmill trajectories forget runs/* --user ann
     """
+    kept = [id for run_dir in run_dirs for id in _forget_in(run_dir, user, named=len(run_dirs) > 1)]
+    if kept:
+        raise typer.Exit(1)
+
+
+def _forget_in(run_dir: Path, user: str, *, named: bool) -> list[str]:
+    """Forget a user in one run, say what was done, and return the trajectories that are kept for now."""
     import asyncio
 
     from rollmill.cluster.run import RunDirectory
     from rollmill.gateway.registry import pseudonyms
 
-    run, store = _open(run_dir, None, None)
-    assert run is not None
+    run = RunDirectory.open(run_dir)
+    if named and run.config.database is None and not (run.path / "mill.db").exists():
+        typer.echo(f"{run_dir}: nothing was recorded")
+        return []
+    _, store = _open(run_dir, None, None)
     places = [run, *(RunDirectory.open(path) for path in sorted((run.path / "services").glob("*")))]
     ended = sum(asyncio.run(_forget_open(place, user)) for place in places)
     deleted, kept = store.delete_user(pseudonyms(run.secrets["admin_token"].encode(), user))
-    typer.echo(f"{ended} open sessions ended, {len(deleted)} trajectories deleted")
+    where = f"{run_dir}: " if named else ""
+    typer.echo(f"{where}{ended} open sessions ended, {len(deleted)} trajectories deleted")
     for id, reason in kept.items():
-        typer.echo(f"{id} is kept: {reason}", err=True)
-    if kept:
-        raise typer.Exit(1)
+        typer.echo(f"{where}{id} is kept: {reason}", err=True)
+    return list(kept)
 
 
 async def _forget_open(run: RunDirectory, user: str) -> int:

@@ -26,6 +26,7 @@ class Account:
     queue_s: float = 0.0  # waited for an engine with a free place
     first_token_s: float | None = None  # from the start of the request
     between_tokens: Histogram = field(default_factory=Histogram)  # seconds per token of each later chunk
+    forwarded: bool = False  # another worker answers and counts it
     on_end: list[Callable[[], None]] = field(default_factory=list)
     _heard: float = 0.0
 

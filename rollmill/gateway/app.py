@@ -18,6 +18,7 @@ every answer carries. See gateway.identity. Keys and message contents are never 
 from __future__ import annotations
 
 import asyncio
+import json
 import logging
 import math
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
@@ -30,6 +31,7 @@ from rollmill.chat.tokenizer import Tokenizer
 from rollmill.errors import GatewayError, StorageError
 from rollmill.gateway.access import Access, given_key
 from rollmill.gateway.body import parse_object, short
+from rollmill.gateway.buckets import Buckets
 from rollmill.gateway.completions import Completions
 from rollmill.gateway.config import EngineEndpoint, GatewayConfig
 from rollmill.gateway.early import EarlyFeedback
@@ -40,7 +42,7 @@ from rollmill.gateway.forgetting import AdminRoutes
 from rollmill.gateway.identity import add_session_paths, path_without_session
 from rollmill.gateway.keys import KeyRing, KeyStore, unknown_key
 from rollmill.gateway.limits import KeyLimits
-from rollmill.gateway.metrics import Metrics
+from rollmill.gateway.metrics import Metrics, added
 from rollmill.gateway.model_routes import ModelRoutes, dialect_name, dialect_of
 from rollmill.gateway.observer import Observer
 from rollmill.gateway.openapi import document
@@ -51,6 +53,7 @@ from rollmill.gateway.sealing import Sealer
 from rollmill.gateway.sessions import Session, SessionFacts, check_id, parse_facts
 from rollmill.gateway.splits import SplitStore, follow
 from rollmill.gateway.tracing import Tracer
+from rollmill.gateway.workers import Workers, log_directory, share
 from rollmill.storage.objects import Objects
 from rollmill.trajectories.storable import LONGEST_OBJECT_KEY, is_key
 from rollmill.trajectories.store import TrajectoryStore
@@ -73,10 +76,14 @@ def make_app(
     keys: KeyStore | None = None,
     splits: SplitStore | None = None,
     fleet: Fleet | None = None,
+    workers: Workers | None = None,
 ) -> web.Application:
     """Sessions found in `log_dir` continue after a crash. `keys` are those that `rollmill keys` made; the admin token,
     the production key and the rollout key are valid too. `splits` says how production is divided, from then on. With a
-    `fleet`, engines register and are followed."""
+    `fleet`, engines register and are followed. With several `workers`, this is the app of one of them, and its log is
+    in a directory of its own in `log_dir`."""
+    workers = workers or Workers()
+    config, log_dir = share(config, workers), log_directory(log_dir, workers.number)
     ring = KeyRing(
         keys,
         admin_token=admin_token,
@@ -85,9 +92,9 @@ def make_app(
         engine_token=fleet.token if fleet else None,
         cache_s=config.key_cache_s,
     )
-    access = Access(ring, KeyLimits(keys))
+    access = Access(ring, KeyLimits(keys, Buckets(workers.limits)))
     gateway = Gateway(
-        config, format, tokenizer, engines, trajectories, objects, log_dir, admin_token, access, splits, fleet
+        config, format, tokenizer, engines, trajectories, objects, log_dir, admin_token, access, workers, splits, fleet
     )
     middlewares = [gateway.observer.watch, gateway.report_errors]
     app = web.Application(client_max_size=config.max_body_bytes, middlewares=middlewares)
@@ -120,11 +127,13 @@ class Gateway:
         log_dir: Path,
         admin_token: str,
         access: Access,
+        workers: Workers,
         splits: SplitStore | None = None,
         fleet: Fleet | None = None,
     ) -> None:
         self._splits = splits
         self._config = config
+        self._workers = workers
         self._access = access
         self._metrics = Metrics()
         self.observer = Observer(
@@ -133,7 +142,7 @@ class Gateway:
             log_dir if config.access_log else None,
             Tracer(config.traces) if config.traces else None,
         )
-        self._registry = Registry(admin_token, keep_routes=False)
+        self._registry = Registry(admin_token, keep_routes=False, fresh=workers.fresh)
         self._recorder = Recorder(log_dir, compact_bytes=config.compact_bytes)
         self._registry.replay(self._recorder.replay())
         self._router = Router(engines, config, tokenizer.encode, follows=fleet is not None)
@@ -142,8 +151,10 @@ class Gateway:
         self._early = EarlyFeedback(
             self._registry, self._sealer, self._recorder, trajectories, self._metrics, self._registry.early
         )
-        self.feedback_routes = FeedbackRoutes(access, self._registry, self._sealer, trajectories, self._early)
-        self.admin_routes = AdminRoutes(access, self._registry, self._sealer, self._recorder, trajectories, admin_token)
+        self.feedback_routes = FeedbackRoutes(access, self._registry, self._sealer, trajectories, self._early, workers)
+        self.admin_routes = AdminRoutes(
+            access, self._registry, self._sealer, self._recorder, trajectories, admin_token, workers, self._early
+        )
         self._completions = Completions(
             config, format, tokenizer, self._router, self._recorder, self._registry, self._metrics
         )
@@ -156,6 +167,7 @@ class Gateway:
             access,
             self._router.names,
             self._router.window,
+            workers,
         )
 
     async def lifetime(self, app: web.Application) -> AsyncIterator[None]:
@@ -171,7 +183,7 @@ class Gateway:
             sweeps.append(asyncio.create_task(follow(self._splits, self._router.divide)))
         if self.fleet_routes is not None:
             sweeps.append(asyncio.create_task(self.fleet_routes.run()))
-        async with self._access.running():
+        async with self._access.running(), self._workers.running():
             yield
         for sweep in sweeps:
             sweep.cancel()
@@ -181,7 +193,7 @@ class Gateway:
         self._recorder.close()
         await asyncio.to_thread(self.observer.close)
 
-    async def open_session(self, request: web.Request) -> web.Response:
+    async def open_session(self, request: web.Request) -> web.StreamResponse:
         """Open a session whose requests become one trajectory.
 
         Needs: a key with the scope rollout; for production traffic one with the scope admin.
@@ -191,6 +203,8 @@ class Gateway:
         """
         await self._access.check(request, "rollout")
         facts = parse_facts(parse_object(await request.read()))
+        if self._workers.elsewhere(request, facts.trajectory):
+            return await self._workers.forward(request, facts.trajectory)
         await self._check_traffic(request, facts)
         sealed = await self._sealer.is_sealed(facts.trajectory)
         session = self._registry.get(facts.trajectory)
@@ -204,18 +218,21 @@ class Gateway:
             session.logged = True
         return web.json_response({"key": self._registry.key(facts.trajectory)})
 
-    async def seal_session(self, request: web.Request) -> web.Response:
+    async def seal_session(self, request: web.Request) -> web.StreamResponse:
         """End a session: store its record and finish its trajectory.
 
         Needs: a key with the scope rollout; for production traffic one with the scope admin.
         Takes: {"submission_key"}: the object with the submission, or null.
         Returns: {"trajectory", "payload_key", "tokens", …}; the same if it is already sealed.
         """
+        id = check_id(request.match_info["id"])
+        if self._workers.elsewhere(request, id):
+            return await self._workers.forward(request, id)
         await self._session_to_end(request)
         submission_key = parse_object(await request.read() or b"{}").get("submission_key")
         if submission_key is not None and not is_key(submission_key, LONGEST_OBJECT_KEY):
             raise GatewayError(f"submission_key must be an object key or null, got {short(submission_key)}")
-        return web.json_response(await self._sealer.seal(check_id(request.match_info["id"]), submission_key))
+        return web.json_response(await self._sealer.seal(id, submission_key))
 
     async def _session_to_end(self, request: web.Request) -> Session | None:
         """The open session that the path names. Raises 403 if the key may not seal or delete it."""
@@ -230,25 +247,31 @@ class Gateway:
         if facts.traffic == "production":
             await self._access.check(request, "admin")
 
-    async def show_session(self, request: web.Request) -> web.Response:
+    async def show_session(self, request: web.Request) -> web.StreamResponse:
         """Say how long the requests of an open session have waited for an engine, in all.
 
         Needs: a key with the scope read; for a rollout session also one with the scope rollout.
         Returns: {"waited_seconds"}: a request that is waiting now counts too; 404 if there is no such session.
         """
-        session = self._registry.get(check_id(request.match_info["id"]))
+        id = check_id(request.match_info["id"])
+        if self._workers.elsewhere(request, id):
+            return await self._workers.forward(request, id)
+        session = self._registry.get(id)
         production = session is not None and session.facts.traffic == "production"
         await self._access.check(request, "read", *(() if production else ("rollout",)))
         if session is None:
             raise GatewayError("there is no such open session", status=404, hint="it was sealed or never opened")
         return web.json_response({"waited_seconds": session.waits.seconds()})
 
-    async def delete_session(self, request: web.Request) -> web.Response:
+    async def delete_session(self, request: web.Request) -> web.StreamResponse:
         """Delete a session and its record.
 
         Needs: a key with the scope rollout; for production traffic one with the scope admin.
         Returns: {"deleted"}: false if there was no such session.
         """
+        id = check_id(request.match_info["id"])
+        if self._workers.elsewhere(request, id):
+            return await self._workers.forward(request, id)
         session = await self._session_to_end(request)
         deleted = session is not None and await self._sealer.give_up(session, "the session was deleted")
         return web.json_response({"deleted": deleted})
@@ -260,12 +283,15 @@ class Gateway:
         Returns: {"status", "problems", "engines", "sessions"}; status 503 while no engine is alive.
         """
         alive = any(engine.alive for engine in self._router.engines)
-        problems = [problem for problem in (self._recorder.problem, self._sealer.problem) if problem]
+        answers, silent = await self._workers.ask_those_alive(request, 200, 503)
+        others = [json.loads(answer) for answer in answers]
+        problems = [problem for problem in (self._recorder.problem, self._sealer.problem, *silent) if problem]
+        problems += [problem for other in others for problem in other["problems"]]
         body = {
             "status": ("degraded" if problems else "ok") if alive else "no engine",
             "problems": problems,
             "engines": [engine.describe() for engine in self._router.engines],
-            "sessions": len(self._registry),
+            "sessions": len(self._registry) + sum(other["sessions"] for other in others),
         }
         return web.json_response(body, status=200 if alive else 503)
 
@@ -283,7 +309,8 @@ class Gateway:
         for engine in self._router.engines:
             gauges[f'engine_alive{{url="{engine.url}"}}'] = int(engine.alive)
             gauges[f'engine_failures_total{{url="{engine.url}"}}'] = engine.failures
-        return web.Response(text=self._metrics.render(gauges))
+        others, _ = await self._workers.ask_those_alive(request, 200)
+        return web.Response(text=added([self._metrics.render(gauges), *(other.decode() for other in others)]))
 
     async def openapi(self, request: web.Request) -> web.Response:
         """Describe all routes.
@@ -316,7 +343,7 @@ class Gateway:
     async def _refuse_strangers(self, request: web.Request) -> None:
         """Raises 401 without a valid key: memory is for bodies of those who have one. Every route with a body needs
         one; its handler checks the scope."""
-        if self._registry.by_key(given_key(request)) is None and not await self._access.is_known(request):
+        if not self._registry.is_key(given_key(request)) and not await self._access.is_known(request):
             raise unknown_key()
 
     async def _read_body(self, request: web.Request) -> None:

@@ -22,7 +22,8 @@ from rollmill.chat.format import ChatFormat
 from rollmill.chat.tokenizer import Tokenizer
 from rollmill.errors import GatewayError, StorageError
 from rollmill.gateway.answers import AnswerBuilder
-from rollmill.gateway.causes import read_declared
+from rollmill.gateway.aside import is_large
+from rollmill.gateway.causes import Declared, read_declared
 from rollmill.gateway.config import GatewayConfig
 from rollmill.gateway.dialect import Dialect, Identity, ModelRequest, Reply, TokenLogprob
 from rollmill.gateway.entries import encode_incomplete, encode_open, encode_turn
@@ -36,6 +37,7 @@ from rollmill.gateway.router import Router
 from rollmill.gateway.segments import Answer, OpenSegment, Turn
 from rollmill.gateway.sessions import Plan, Session
 from rollmill.gateway.streams import EventStream, token_logprobs
+from rollmill.gateway.workers import is_from_worker
 from rollmill.inference.engine import GenerateRequest
 
 
@@ -111,7 +113,8 @@ class Completions:
     async def _answer(self, session: Session, ask: Ask) -> web.StreamResponse:
         await session.wait_for_abandoned(ask.request.messages, ask.request.tools)
         if self._registry.is_open(session) and not session.ending:
-            return await self._answer_in(session, ask)
+            with contextlib.suppress(_Ended):
+                return await self._answer_in(session, ask)
         if session.facts.traffic == "rollout":
             raise _ended()
         return await self._answer(self._registry.successor(session), ask)
@@ -120,7 +123,8 @@ class Completions:
         request = ask.request
         stream = None
         if request.stream:
-            stream = EventStream(ask.http, request, ask.dialect, self._format, self._tokenizer)
+            identity = Identity(self._registry.fresh(""))
+            stream = EventStream(ask.http, request, ask.dialect, self._format, self._tokenizer, identity)
             stream.response.headers[HEADER] = session.name
         segment = session.undelivered(request.messages, request.tools) if request.count == 1 else None
         if segment is not None and (segment.turns[-1].answer.top_logprobs or not request.top_logprobs):
@@ -169,10 +173,7 @@ class Completions:
 
     async def _new_answer(self, session: Session, ask: Ask, stream: EventStream | None, index: int) -> Recorded:
         request = _numbered(self._constrained(ask.request), index)
-        if isinstance(request.prompt, list):
-            plan = session.plan_tokens(request.prompt, self._tokenizer.decode)
-        else:
-            plan = session.plan(request.messages, request.tools, self._format, read_declared(ask.http.headers))
+        plan = await self._plan(session, request, read_declared(ask.http.headers))
         if stream is not None:
             stream.prompt_tokens = len(plan.context)
         with session.flight(plan, request.messages, request.tools, ask.is_abandoned) as flight:
@@ -192,6 +193,22 @@ class Completions:
         if failure is not None:
             raise failure
         return Recorded(segment, answer, len(plan.context))
+
+    async def _plan(self, session: Session, request: ModelRequest, declared: Declared | None) -> Plan:
+        prompt = request.prompt
+        if isinstance(prompt, list):
+            return session.plan_tokens(prompt, self._tokenizer.decode)
+
+        def plan() -> Plan:
+            return session.plan(request.messages, request.tools, self._format, declared)
+
+        if not is_large(request):
+            return plan()
+        async with session.lock:  # no answer is appended while a thread reads the session
+            planned = await asyncio.to_thread(plan)
+        if not self._registry.is_open(session) or session.ending:
+            raise _Ended
+        return planned
 
     async def _sample(
         self,
@@ -282,13 +299,16 @@ class Completions:
     ) -> web.StreamResponse:
         for segment, _, _ in recorded:
             segment.delivered = True  # unless sending fails
-        reply = self._make_reply(session, recorded, ask.request, Identity() if stream is None else stream.identity)
+        identity = Identity(self._registry.fresh("")) if stream is None else stream.identity
+        reply = self._make_reply(session, recorded, ask.request, identity)
         if stream is not None:
             arrived = await stream.finish(reply)
         else:
             arrived = not ask.is_abandoned()
         for segment, answer, _ in recorded:
             segment.delivered = arrived
+            if arrived and is_from_worker(ask.http):
+                segment.carried_by(ask.http.transport)
             answer.top_logprobs = [] if arrived else answer.top_logprobs  # only needed to repeat it
         if stream is not None:
             return stream.response
@@ -318,6 +338,10 @@ class Completions:
 
     def _logprobs(self, answer: Answer) -> list[TokenLogprob]:
         return token_logprobs(self._tokenizer, answer.tokens, answer.logprobs, answer.top_logprobs)
+
+
+class _Ended(Exception):
+    """The session was sealed or given up while a request was planned."""
 
 
 def _numbered(request: ModelRequest, index: int) -> ModelRequest:

@@ -29,6 +29,13 @@ class GatewayConfig(Config):
     backends: list[BackendConfig] = Field(
         default_factory=list, description="OpenAI-compatible servers that answer beside the run's engines."
     )
+    workers: int | None = Field(
+        default=None,
+        ge=1,
+        le=64,
+        description="Processes that share the gateway's address; each has some of the sessions. Not set: one, and for "
+        "`rollmill serve` one per four cores, at most eight. Places and queue are divided between them.",
+    )
     max_body_bytes: int = Field(
         default=16 << 20, ge=1024, description="Largest request body in bytes; a larger one gets status 413."
     )

@@ -12,7 +12,7 @@ import contextlib
 import logging
 import time
 import uuid
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
@@ -43,6 +43,25 @@ class Early:
     given_id: str | None
     trajectory: str | None = None
     at: float = field(default_factory=time.time)
+
+
+@dataclass(frozen=True)
+class About:
+    """Sessions that feedback may be about: their trajectories, and the names that clients gave them."""
+
+    trajectories: frozenset[str]
+    names: frozenset[tuple[Any, str]]  # key, name
+
+    @classmethod
+    def of(cls, sessions: Iterable[Session], trajectories: Iterable[str] = ()) -> About:
+        sessions = list(sessions)
+        own = [session.facts.trajectory for session in sessions]
+        names = [(session.facts.provenance.get("key"), session.name) for session in sessions]
+        return cls(frozenset([*own, *trajectories]), frozenset(names))
+
+    def has(self, early: Mapping[str, Any]) -> bool:
+        """`early`: the fields of an Early."""
+        return early["trajectory"] in self.trajectories or (early["key"], early["name"]) in self.names
 
 
 class EarlyFeedback:
@@ -95,6 +114,15 @@ class EarlyFeedback:
                 except (StorageError, OSError) as error:
                     log.warning("early feedback is not appended yet: %s", error)
             await asyncio.sleep(_LOOK_S)
+
+    async def forget(self, sessions: Iterable[Session], trajectories: Iterable[str] = ()) -> bool:
+        """Drops what waits for these sessions or trajectories: their user is forgotten. Returns whether any did."""
+        about = About.of(sessions, trajectories)
+        dropped = [id for id, early in self._waiting.items() if about.has(asdict(early))]
+        for id in dropped:
+            del self._waiting[id]
+            await self._recorder.forget(id)
+        return bool(dropped)
 
     def _bind(self, session: Session) -> None:
         """A session was opened: feedback of its key and name is about it, also after it is sealed."""

@@ -23,6 +23,7 @@ from rollmill.gateway.keys import Key
 from rollmill.gateway.registry import Registry, key_id_of
 from rollmill.gateway.sealing import Sealer
 from rollmill.gateway.sessions import check_id
+from rollmill.gateway.workers import Workers
 from rollmill.trajectories.store import TrajectoryStore
 from rollmill.types import TrafficClass, TrajectoryState
 
@@ -52,7 +53,9 @@ class FeedbackRoutes:
         sealer: Sealer,
         trajectories: TrajectoryStore,
         early: EarlyFeedback,
+        workers: Workers,
     ) -> None:
+        self._workers = workers
         self._access = access
         self._registry = registry
         self._sealer = sealer
@@ -62,7 +65,7 @@ class FeedbackRoutes:
     def add_to(self, app: web.Application) -> None:
         app.router.add_post("/v1/feedback", self.give)
 
-    async def give(self, request: web.Request) -> web.Response:
+    async def give(self, request: web.Request) -> web.StreamResponse:
         """Append feedback to the record of a session, at any time.
 
         Needs: a key with the scope feedback that owns the session.
@@ -71,8 +74,10 @@ class FeedbackRoutes:
         Returns: {"trajectory", "feedback"}: the number of the feedback, the same for the same id. Status 202 and
         "feedback": null if the session has no answer yet: the feedback waits for one, for up to a day.
         """
-        key = await self._access.admit(request, "feedback", samples=False)
         given = _parse(await request.read(), named_session(request))
+        if self._workers.elsewhere(request, _about(given)):
+            return await self._workers.forward(request, _about(given))
+        key = await self._access.admit(request, "feedback", samples=False)
         trajectory, begun = await self._find(key, given)
         about = {name: getattr(given, name) for name in ("segment", "answer", "label", "text")}
         data = {**{name: said for name, said in about.items() if said is not None}, "key": key.id}
@@ -92,8 +97,7 @@ class FeedbackRoutes:
     async def _find(self, key: Key, given: Feedback) -> tuple[str | None, bool]:
         """The trajectory that it is about, and whether it has an answer: then its row exists when this returns. None if
         a session of this key may come to have the name. Raises if the key does not own it."""
-        segment = given.answer.rpartition("/")[0] if given.answer else given.segment
-        name = check_id(segment.rpartition(".")[0] if segment else given.session)
+        segment, name = _segment(given), _about(given)
         session = self._registry.named(name, key.id) or self._registry.get(name)
         if session is not None:
             facts = session.facts
@@ -134,6 +138,16 @@ def _parse(body: bytes, named: str | None) -> Feedback:
     if given.value is given.label is given.text is None:
         raise GatewayError("the feedback is empty", hint="value, label or text")
     return given
+
+
+def _segment(given: Feedback) -> str | None:
+    return given.answer.rpartition("/")[0] if given.answer else given.segment
+
+
+def _about(given: Feedback) -> str:
+    """The name of the session, or the trajectory that the segment belongs to."""
+    segment = _segment(given)
+    return check_id(segment.rpartition(".")[0] if segment else given.session)
 
 
 def _check_owner(key: Key, traffic: TrafficClass, provenance: Mapping[str, Any]) -> None:

@@ -4,6 +4,7 @@ marked `deleted`, so that every report still adds up."""
 from __future__ import annotations
 
 import asyncio
+import json
 from pathlib import Path
 
 from aiohttp import web
@@ -11,10 +12,12 @@ from aiohttp import web
 from rollmill.errors import GatewayError
 from rollmill.gateway.access import Access
 from rollmill.gateway.body import parse_object
+from rollmill.gateway.early import About, EarlyFeedback
 from rollmill.gateway.overview import describe_session
 from rollmill.gateway.recorder import Recorder
 from rollmill.gateway.registry import Registry, pseudonyms
 from rollmill.gateway.sealing import Sealer, delete_unfinished
+from rollmill.gateway.workers import Workers, log_directories
 from rollmill.storage.objects import Objects
 from rollmill.trajectories.store import TrajectoryStore
 
@@ -30,7 +33,11 @@ class AdminRoutes:
         recorder: Recorder,
         trajectories: TrajectoryStore,
         admin_token: str,
+        workers: Workers,
+        early: EarlyFeedback,
     ) -> None:
+        self._workers = workers
+        self._early = early
         self._access = access
         self._registry = registry
         self._sealer = sealer
@@ -49,7 +56,9 @@ class AdminRoutes:
         Returns: {"sessions"}: for each its trajectory, name, key, turns, tokens and state; never what was said.
         """
         await self._access.check(request, "read")
-        return web.json_response({"sessions": [describe_session(session) for session in self._registry]})
+        others = [json.loads(answer)["sessions"] for answer in await self._workers.ask_others(request)]
+        own = [describe_session(session) for session in self._registry]
+        return web.json_response({"sessions": [session for listed in (own, *others) for session in listed]})
 
     async def forget(self, request: web.Request) -> web.Response:
         """Delete everything that was recorded of a user.
@@ -63,13 +72,19 @@ class AdminRoutes:
         user = parse_object(await request.read()).get("user")
         if not isinstance(user, str) or not user:
             raise GatewayError("user must be a name", hint='{"user": "NAME"}')
+        others = [json.loads(answer) for answer in await self._workers.ask_others(request)]
         names = pseudonyms(self._secret, user)
         ended = [session for session in self._registry if session.facts.provenance.get("user") in names]
         for session in ended:
             await self._sealer.give_up(session, _REASON)
+        await self._early.forget(ended)
         await self._recorder.erase()  # sealed sessions may still be in the file
         deleted, kept = await asyncio.to_thread(self._trajectories.delete_user, names)
-        return web.json_response({"open": len(ended), "deleted": deleted, "kept": kept})
+        if await self._early.forget([], deleted):
+            await self._recorder.erase()
+        count = len(ended) + sum(other["open"] for other in others)
+        deleted = [*deleted, *(id for other in others for id in other["deleted"])]
+        return web.json_response({"open": count, "deleted": deleted, "kept": kept})
 
 
 async def forget_in_log(
@@ -77,6 +92,11 @@ async def forget_in_log(
 ) -> int:
     """Removes the open sessions of a user from the log of a gateway that does not run, and the payloads of seals that
     did not end. Raises GatewayError if the gateway runs. Returns the number of sessions."""
+    logs = log_directories(directory)
+    return sum([await _forget_in(path, secret, user, trajectories, objects) for path in logs])
+
+
+async def _forget_in(directory: Path, secret: str, user: str, trajectories: TrajectoryStore, objects: Objects) -> int:
     recorder = Recorder(directory, compact_bytes=1 << 62)
     try:
         registry = Registry(secret, keep_routes=False)
@@ -87,6 +107,10 @@ async def forget_in_log(
         for session in found:
             await asyncio.to_thread(delete_unfinished, trajectories, objects, session.facts.trajectory)
             await recorder.forget(session.facts.trajectory)
+        about = About.of(found)
+        for entry in registry.early:
+            if about.has(entry.header):
+                await recorder.forget(entry.session)
         await recorder.erase()
         return len(found)
     finally:

@@ -2,8 +2,8 @@
 
 Requests and tokens per minute are buckets that refill continuously and start full. A request needs one request and at
 least one token in its buckets. The tokens of an answer are subtracted when it ends, so a bucket can go below zero, and
-the next request waits longer. Limits are counted per gateway process. Used tokens are added to the database a few
-seconds later; a killed gateway loses at most that.
+the next request waits longer. Limits are counted per gateway; its workers share the buckets. Used tokens are added to
+the database a few seconds later; a killed gateway loses at most that.
 """
 
 from __future__ import annotations
@@ -13,40 +13,20 @@ import contextlib
 import logging
 import math
 import threading
-import time
 from collections import defaultdict
 
 from rollmill.errors import GatewayError, StorageError
+from rollmill.gateway.buckets import Buckets
 from rollmill.gateway.keys import Key, KeyStore
 
 log = logging.getLogger(__name__)
 _FLUSH_S = 2.0
 
 
-class Bucket:
-    """`per_minute` units, refilled continuously."""
-
-    def __init__(self, per_minute: int) -> None:
-        self.per_minute = per_minute
-        self._level = float(per_minute)
-        self._at = time.monotonic()
-
-    def wait_s(self, needed: float) -> float:
-        """Seconds until `needed` units are there; 0 if they are."""
-        now = time.monotonic()
-        self._level = min(self.per_minute, self._level + (now - self._at) * self.per_minute / 60)
-        self._at = now
-        return max(0.0, (needed - self._level) * 60 / self.per_minute)
-
-    def take(self, amount: float) -> None:
-        self._level -= amount
-
-
 class KeyLimits:
-    def __init__(self, store: KeyStore | None) -> None:
+    def __init__(self, store: KeyStore | None, buckets: Buckets | None = None) -> None:
         self._store = store
-        self._requests: dict[str, Bucket] = {}
-        self._tokens: dict[str, Bucket] = {}
+        self._buckets = buckets or Buckets()
         self._unsaved: defaultdict[str, int] = defaultdict(int)
         self._counting = threading.Lock()  # of _unsaved: answers count in the event loop, `save` runs in a thread
         self._saving = threading.Lock()  # one `save` at a time: two would save the same tokens
@@ -63,26 +43,28 @@ class KeyLimits:
                 code="insufficient_quota",
                 hint="`rollmill keys create` makes a key with another budget",
             )
-        requests = _bucket(self._requests, key.id, key.requests_per_minute)
-        tokens = _bucket(self._tokens, key.id, key.tokens_per_minute) if samples else None
-        for bucket, unit in ((requests, "requests"), (tokens, "tokens")):
-            wait = bucket.wait_s(1) if bucket is not None else 0.0
-            if bucket is not None and wait > 0:
-                raise GatewayError(
-                    f"the limit of this key is {bucket.per_minute} {unit} per minute",
-                    status=429,
-                    code="rate_limit_exceeded",
-                    hint=f"try again in {math.ceil(wait)} s",
-                    retry_after_s=wait,
-                )
-        if requests is not None:
-            requests.take(1)
+        limits = {"requests": key.requests_per_minute, "tokens": key.tokens_per_minute if samples else None}
+        if not any(limits.values()):
+            return
+        with self._buckets.locked():
+            for unit, per_minute in limits.items():
+                wait = 0.0 if per_minute is None else self._buckets.wait_s(f"{unit} {key.id}", per_minute, 1)
+                if wait > 0:
+                    raise GatewayError(
+                        f"the limit of this key is {per_minute} {unit} per minute",
+                        status=429,
+                        code="rate_limit_exceeded",
+                        hint=f"try again in {math.ceil(wait)} s",
+                        retry_after_s=wait,
+                    )
+            if key.requests_per_minute is not None:
+                self._buckets.take(f"requests {key.id}", key.requests_per_minute, 1)
 
     def used(self, key: Key, tokens: int) -> None:
         """Counts the tokens of an answer, prompt included."""
-        bucket = _bucket(self._tokens, key.id, key.tokens_per_minute)
-        if bucket is not None:
-            bucket.take(tokens)
+        if key.tokens_per_minute is not None:
+            with self._buckets.locked():
+                self._buckets.take(f"tokens {key.id}", key.tokens_per_minute, tokens)
         if key.created_at:  # bootstrap keys are not in the database
             with self._counting:
                 self._unsaved[key.id] += tokens
@@ -119,12 +101,3 @@ class KeyLimits:
         # `key` may have been read before the last save, and other gateways save too: the larger count is right
         before = self._before.setdefault(key.id, key.used_tokens)
         return max(before + self._mine[key.id], key.used_tokens)
-
-
-def _bucket(buckets: dict[str, Bucket], id: str, per_minute: int | None) -> Bucket | None:
-    if per_minute is None:
-        return None
-    bucket = buckets.get(id)
-    if bucket is None or bucket.per_minute != per_minute:
-        bucket = buckets[id] = Bucket(per_minute)
-    return bucket

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import itertools
+import operator
 from collections import defaultdict
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
 from rollmill.histogram import Histogram
 
@@ -67,6 +69,29 @@ class Metrics:
                 described = name
             lines += [f"rollmill_gateway_{line}" for line in listed]
         return "\n".join(lines) + "\n"
+
+
+def added(texts: Sequence[str]) -> str:
+    """Several texts of `render` as one: values of the same name and labels are added; of `engine_alive` the largest is
+    taken."""
+    if len(texts) == 1:
+        return texts[0]
+    about: dict[str, list[str]] = {}  # name -> HELP and TYPE
+    values: dict[str, dict[str, float]] = {}  # name -> sample -> value
+    for text in texts:
+        name = ""
+        for line in text.splitlines():
+            if line.startswith("#"):
+                name = line.split(" ", 3)[2]
+                about.setdefault(name, [])
+                about[name] += [line] if line not in about[name] else []
+                continue
+            sample, _, value = line.rpartition(" ")
+            known = values.setdefault(name, {})
+            join = max if name.endswith("_engine_alive") else operator.add
+            known[sample] = join(known[sample], float(value)) if sample in known else float(value)
+    lines = [[*about[name], *(f"{sample} {value}" for sample, value in values[name].items())] for name in sorted(about)]
+    return "\n".join(itertools.chain.from_iterable(lines)) + "\n"
 
 
 def kind_of(name: str) -> str:

@@ -9,6 +9,7 @@ from aiohttp import web
 
 from rollmill.errors import GatewayError
 from rollmill.gateway.access import Access, given_key
+from rollmill.gateway.aside import aside
 from rollmill.gateway.completions import Ask, Completions
 from rollmill.gateway.config import GatewayConfig
 from rollmill.gateway.dialect import Dialect, Limits, ModelRequest
@@ -20,9 +21,10 @@ from rollmill.gateway.identity import check_named, named_session
 from rollmill.gateway.keys import Key
 from rollmill.gateway.metrics import Metrics
 from rollmill.gateway.privacy import Consent, Privacy
-from rollmill.gateway.registry import Registry
+from rollmill.gateway.registry import Registry, session_in
 from rollmill.gateway.sessions import Session
 from rollmill.gateway.stored import Stored, no_such_response
+from rollmill.gateway.workers import Workers, opening
 
 OPENAI_CHAT, OPENAI_COMPLETIONS, ANTHROPIC = OpenAIChat(), OpenAICompletions(), AnthropicMessages()
 
@@ -41,7 +43,9 @@ class ModelRoutes:
         access: Access,
         model_names: Callable[[], Sequence[str]],
         window: Callable[[], int | None],
+        workers: Workers,
     ) -> None:
+        self._workers = workers
         self._limits = Limits(stop_tokens, config.default_max_tokens, config.max_messages)
         self._completions = completions
         self._registry = registry
@@ -89,17 +93,20 @@ class ModelRoutes:
         """
         return await self._answer(request, ANTHROPIC)
 
-    async def count_tokens(self, request: web.Request) -> web.Response:
+    async def count_tokens(self, request: web.Request) -> web.StreamResponse:
         """Count the tokens of a conversation.
 
         Needs: as POST /v1/messages.
         Takes: an Anthropic message request.
         Returns: {"input_tokens"}.
         """
+        if (name := session_in(given_key(request))) is not None and self._workers.elsewhere(request, name):
+            return await self._workers.forward(request, name)
         await self._admit(request)
         asked = ANTHROPIC.parse(await request.read(), self._limits)
         self._check_model(asked.model)
-        return web.json_response({"input_tokens": self._completions.count_tokens(asked)})
+        count = await aside(asked, lambda: self._completions.count_tokens(asked))
+        return web.json_response({"input_tokens": count})
 
     async def responses(self, request: web.Request) -> web.StreamResponse:
         """Answer items, or continue a stored response, and record the exact tokens.
@@ -108,9 +115,14 @@ class ModelRoutes:
         Takes: an OpenAI response request; `previous_response_id` names a response of this session, user and consent.
         Returns: an OpenAI response, or a stream of its events; 404 if the previous response is not stored.
         """
-        admitted = await self._admit(request)
         asked = self._responses.parse(await request.read(), self._limits)
         previous = asked.options["previous"]
+        if self._workers.count > 1:
+            name = session_in(given_key(request)) or (previous and _worker_of(previous)) or named_session(request)
+            name = name or opening(asked.messages)
+            if self._workers.elsewhere(request, name):
+                return await self._workers.forward(request, name)
+        admitted = await self._admit(request)
         stored = self._find_stored(previous, admitted) if previous else None
         if stored is not None and isinstance(admitted, Key):
             self._check_owner(stored, admitted, self._privacy.consent(request.headers, admitted.consent, asked), asked)
@@ -118,13 +130,17 @@ class ModelRoutes:
         name = stored.trajectory if stored is not None else named_session(request)
         return await self._answer_in(request, self._responses, name, admitted, asked)
 
-    async def response(self, request: web.Request) -> web.Response:
+    async def response(self, request: web.Request) -> web.StreamResponse:
         """Show a stored response.
 
         Needs: the key that the response was made with.
         Returns: an OpenAI response; 404 if it is not stored, or its session has ended.
         """
-        return web.json_response(self._find_stored(request.match_info["id"], await self._admit(request)).body)
+        id = request.match_info["id"]
+        name = session_in(given_key(request)) or _worker_of(id)
+        if self._workers.elsewhere(request, name):
+            return await self._workers.forward(request, name)
+        return web.json_response(self._find_stored(id, await self._admit(request)).body)
 
     async def models(self, request: web.Request) -> web.Response:
         """List the names of models that a request may ask for.
@@ -146,8 +162,16 @@ class ModelRoutes:
         return web.json_response(_describe_model(request.match_info["id"], self._window()))
 
     async def _answer(self, http: web.Request, dialect: Dialect) -> web.StreamResponse:
+        request = None
+        if self._workers.count > 1:
+            name = session_in(given_key(http)) or named_session(http)
+            if name is None:
+                request = dialect.parse(await http.read(), self._limits)
+                name = opening(request.messages)
+            if self._workers.elsewhere(http, name):
+                return await self._workers.forward(http, name)
         admitted = await self._admit(http)
-        request = dialect.parse(await http.read(), self._limits)
+        request = request or dialect.parse(await http.read(), self._limits)
         return await self._answer_in(http, dialect, named_session(http), admitted, request)
 
     async def _answer_in(
@@ -159,16 +183,17 @@ class ModelRoutes:
             session = admitted
             if session.facts.traffic == "production":
                 self._check_consent(http, session, request)
-                request = self._privacy.redact_inputs(request)
-            request = self._with_tokens(request)
+                request = await self._redacted(request)
+            request = await self._with_tokens(request)
         else:
             consent = self._privacy.consent(http.headers, admitted.consent, request)
-            request = self._with_tokens(self._privacy.redact_inputs(request))
+            request = await self._with_tokens(await self._redacted(request))
             session = self._registry.production(
                 name, request.user, request.messages, key_id=admitted.id, consent=consent
             )
         if session.facts.traffic == "production":
-            request = self._privacy.redact_forged(request, session)
+            given = request
+            request = await aside(given, lambda: self._privacy.redact_forged(given, session))
         self._metrics.count("requests_total", traffic=session.facts.traffic)
         return await self._completions.answer(session, Ask(request, dialect, http))
 
@@ -182,8 +207,13 @@ class ModelRoutes:
                 hint="open another session; with redaction, a prompt of token ids is never stored",
             )
 
-    def _with_tokens(self, request: ModelRequest) -> ModelRequest:
-        return request if request.prompt is None else self._completions.with_tokens(request)
+    async def _redacted(self, request: ModelRequest) -> ModelRequest:
+        return await aside(request, lambda: self._privacy.redact_inputs(request))
+
+    async def _with_tokens(self, request: ModelRequest) -> ModelRequest:
+        if request.prompt is None:
+            return request
+        return await aside(request, lambda: self._completions.with_tokens(request))
 
     def _find_stored(self, id: str, admitted: Session | Key) -> Stored:
         """A stored response of the caller's own open session. Raises 404 for any other."""
@@ -214,6 +244,11 @@ class ModelRoutes:
                 hint=f"one of {', '.join(names[:8])}, or leave it out",
                 code="model_not_found",
             )
+
+
+def _worker_of(response: str) -> str:
+    """The name in the id of a stored response whose hash says which worker has it."""
+    return response.rpartition("_")[2]
 
 
 def dialect_of(path: str) -> Dialect:

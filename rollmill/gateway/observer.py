@@ -72,7 +72,8 @@ class Observer:
             raise
         finally:
             account.end()
-            self._report(request, account, started, status)
+            if not account.forwarded:
+                self._report(request, account, started, status)
 
     def _report(self, request: web.Request, account: Account, started: float, status: int) -> None:
         seconds = time.perf_counter() - account.started

@@ -3,13 +3,14 @@
 Recorded is what the server tells. Token ids and log-probs come back from servers that know `return_token_ids` and
 `logprobs` (vLLM, SGLang, a Rollmill gateway). Else the text is tokenised here, which need not give the sampled ids, and
 log-probs are 0. No such server names the exact weights. What is missing is kept with the span, and such spans are never
-trained on. The answer comes whole, also for a client that streams.
+trained on. An answer that is wanted piece by piece is streamed by the server. Without token ids each piece is tokenised
+on its own.
 """
 
 from __future__ import annotations
 
 import re
-from collections.abc import Callable
+from collections.abc import AsyncGenerator, AsyncIterator, Callable
 from typing import Any
 
 import aiohttp
@@ -23,6 +24,7 @@ from rollmill.types import FinishReason, PolicyRef, Sampling
 
 NO_WEIGHTS, NO_TOKENS, NO_LOGPROBS = "the weights", "the token ids", "the log-probs"
 _LARGEST_ID = 1 << 31
+_LONGEST_EVENT = 8 << 20
 # sent only if they are asked for: not every server knows them
 _OPTIONAL = ("seed", "top_k", "min_p", "presence_penalty", "frequency_penalty", "repetition_penalty")
 
@@ -46,7 +48,7 @@ class _Completion(BaseModel):
 _COMPLETION = TypeAdapter(_Completion)
 
 
-def body_of(request: GenerateRequest, endpoint: EngineEndpoint) -> dict[str, Any]:
+def body_of(request: GenerateRequest, endpoint: EngineEndpoint, stream: bool = False) -> dict[str, Any]:
     sampling = request.sampling
     if sampling.grammar is not None:
         raise GatewayError("this engine cannot follow a JSON schema or a forced tool_choice", hint="leave it out")
@@ -58,6 +60,7 @@ def body_of(request: GenerateRequest, endpoint: EngineEndpoint) -> dict[str, Any
         "top_p": sampling.top_p,
         "logprobs": max(1, request.top_logprobs),
         "return_token_ids": True,
+        **({"stream": True} if stream else {}),
     }
     plain = Sampling()
     body |= {name: getattr(sampling, name) for name in _OPTIONAL if getattr(sampling, name) != getattr(plain, name)}
@@ -67,18 +70,18 @@ def body_of(request: GenerateRequest, endpoint: EngineEndpoint) -> dict[str, Any
 
 
 def read_completion(
-    data: bytes, policy: PolicyRef, encode: Callable[[str], list[int]], top_logprobs: int = 0
+    data: bytes, policy: PolicyRef, encode: Callable[[str], list[int]], top_logprobs: int = 0, *, piece: bool = False
 ) -> GenerateChunk:
-    """The answer as one chunk. Raises EngineError if it is not a completion."""
+    """The answer, or a `piece` of a streamed one, as one chunk. Raises EngineError if it is not a completion."""
     try:
         completion = parse_json(data, _COMPLETION)
-        choice = completion.choices[0]
+        choice = completion.choices[0] if completion.choices or not piece else _Choice(text="")
     except (ValueError, IndexError) as error:
         raise EngineError(f"the server's answer is no completion: {error}") from None
     tokens, missing = choice.token_ids, [NO_WEIGHTS]
     if tokens is None:
         tokens = encode(choice.text)
-        missing.append(NO_TOKENS)
+        missing += [NO_TOKENS] if choice.text or not piece else []
     if any(not 0 <= token < _LARGEST_ID for token in tokens):
         raise EngineError("the server's answer has a token id that is negative or too large")
     told = choice.logprobs.token_logprobs if choice.logprobs is not None else None
@@ -86,14 +89,15 @@ def read_completion(
     if len(missing) > 1 or len(logprobs) != len(tokens):
         logprobs = [0.0] * len(tokens)
         missing.append(NO_LOGPROBS)
-    finish: FinishReason = "length" if choice.finish_reason == "length" else "stop"
+    ended = not piece or choice.finish_reason is not None
+    finish: FinishReason | None = "length" if choice.finish_reason == "length" else "stop"
     return GenerateChunk(
         tokens,
         logprobs,
         [0] * len(tokens),
         [policy],
-        finish=finish,
-        oldest_kv_policy=policy,
+        finish=finish if ended else None,
+        oldest_kv_policy=policy if ended else None,
         missing=f"the server does not tell {', '.join(missing)}",
         top_logprobs=_best(choice.logprobs, len(tokens), encode) if top_logprobs else [],
     )
@@ -115,14 +119,34 @@ async def ask(
     timeout: aiohttp.ClientTimeout,
     encode: Callable[[str], list[int]],
     refuse: Callable[[aiohttp.ClientResponse], Any],
-) -> GenerateChunk:
+    stream: bool,
+) -> AsyncGenerator[list[GenerateChunk], None]:
+    """Yields the chunks that have arrived since the last time; without `stream` all in one."""
     url = f"{endpoint.url.rstrip('/')}/v1/completions"
     async with client.post(
-        url, json=body_of(request, endpoint), headers=_headers(endpoint), timeout=timeout
+        url, json=body_of(request, endpoint, stream), headers=_headers(endpoint), timeout=timeout
     ) as response:
         if response.status != 200:
             await refuse(response)
-        return read_completion(await response.read(), policy_of(endpoint), encode, request.top_logprobs)
+        policy, best = policy_of(endpoint), request.top_logprobs
+        if response.content_type != "text/event-stream":  # not asked for, or the server cannot stream
+            yield [read_completion(await response.read(), policy, encode, best)]
+            return
+        async for events in _events(response):
+            chunks = [read_completion(event, policy, encode, best, piece=True) for event in events]
+            if chunks:
+                yield chunks
+
+
+async def _events(response: aiohttp.ClientResponse) -> AsyncIterator[list[bytes]]:
+    """The data of the server-sent events that have arrived since the last time."""
+    pending = b""
+    async for piece in response.content.iter_any():
+        *lines, pending = (pending + piece).split(b"\n")
+        if len(pending) > _LONGEST_EVENT:
+            raise EngineError(f"the server sent an event of more than {_LONGEST_EVENT} bytes")
+        events = [line.removeprefix(b"data:").strip() for line in lines if line.startswith(b"data:")]
+        yield [event for event in events if event != b"[DONE]"]
 
 
 async def ask_health(client: aiohttp.ClientSession, endpoint: EngineEndpoint) -> dict[str, Any]:

@@ -10,6 +10,7 @@ from rollmill.gateway.entries import scan_entries
 from rollmill.gateway.recorder import LOG_NAME
 from rollmill.gateway.registry import Registry
 from rollmill.gateway.sessions import Session
+from rollmill.gateway.workers import log_directories
 
 
 def describe_session(session: Session) -> dict[str, Any]:
@@ -51,7 +52,11 @@ def describe_segments(session: Session) -> list[dict[str, Any]]:
 
 
 def read_sessions(directory: Path) -> list[Session]:
-    """The open sessions in the log of a gateway, which may be running. Takes no lock: see `read_open_session`."""
+    """The open sessions in the logs of a gateway, which may be running. Takes no lock: see `read_open_session`."""
+    return [session for path in log_directories(directory) for session in _read_log(path)]
+
+
+def _read_log(directory: Path) -> list[Session]:
     try:
         file = os.open(directory / LOG_NAME, os.O_RDONLY | os.O_CLOEXEC)
     except FileNotFoundError:

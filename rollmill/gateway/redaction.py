@@ -40,7 +40,8 @@ _NAMED = frozenset({"properties", "patternProperties", "dependentSchemas", "$def
 
 class Redactor(Protocol):
     def redact(self, text: str) -> str:
-        """The text without what is private. The same text must always give the same result."""
+        """The text without what is private. The same text must always give the same result. Large requests are redacted
+        in threads."""
         ...
 
 

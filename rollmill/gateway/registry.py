@@ -23,6 +23,7 @@ from rollmill.gateway.recorder import LOG_NAME
 from rollmill.gateway.segments import OpenSegment, Turn
 from rollmill.gateway.sessions import Session, SessionFacts, check_id
 from rollmill.gateway.stored import StoredResponses
+from rollmill.gateway.workers import log_directories
 from rollmill.types import Trajectory
 
 _KEY_PREFIX = "rm-"
@@ -34,8 +35,16 @@ class Registry:
     """Session keys derive from the admin token: opening a session twice gives the same key, even after a crash, and no
     secret is stored."""
 
-    def __init__(self, admin_token: str, *, keep_routes: bool = True) -> None:
-        """`keep_routes`: keep the routes of recorded turns in memory. The log has them too, see gateway.routes."""
+    def __init__(
+        self,
+        admin_token: str,
+        *,
+        keep_routes: bool = True,
+        fresh: Callable[[str], str] = lambda prefix: prefix + uuid.uuid4().hex,
+    ) -> None:
+        """`keep_routes`: keep the routes of recorded turns in memory. The log has them too, see gateway.routes.
+        `fresh` makes a new id with a prefix."""
+        self.fresh = fresh
         self._keep_routes = keep_routes
         self._secret = admin_token.encode()
         self._sessions: dict[str, Session] = {}
@@ -83,14 +92,15 @@ class Registry:
 
     def by_key(self, key: str) -> Session | None:
         """The open session of a key. A key becomes invalid when its session is sealed or given up."""
-        if not key.startswith(_KEY_PREFIX):
-            return None
-        session = self._sessions.get(key.removeprefix(_KEY_PREFIX).rpartition("-")[0])
-        if session is None or not hmac.compare_digest(
-            self.key(session.facts.trajectory).encode(), key.encode(errors="replace")
-        ):
-            return None
-        return session
+        session = self._sessions.get(session_in(key) or "")
+        return session if session is not None and self.is_key(key) else None
+
+    def is_key(self, key: str) -> bool:
+        """Whether it is the key of a session, open or not."""
+        trajectory = session_in(key)
+        if trajectory is None:
+            return False
+        return hmac.compare_digest(self.key(trajectory).encode(errors="replace"), key.encode(errors="replace"))
 
     def production(
         self, name: str | None, user: str, messages: Sequence[Message], *, key_id: str, consent: str = "train"
@@ -128,7 +138,7 @@ class Registry:
         if session is not None and mine and production and self.is_open(session) and not session.ending:
             session.used_at = time.time()  # no longer idle, so it is not sealed now
             return session
-        return self.add(SessionFacts(f"live-{uuid.uuid4().hex}", "production", run="production", provenance=provenance))
+        return self.add(SessionFacts(self.fresh("live-"), "production", run="production", provenance=provenance))
 
     def append(self, session: Session, turn: Turn) -> OpenSegment:
         """Adds a recorded turn to its session. From now on an unnamed conversation can be found by it."""
@@ -166,10 +176,15 @@ class Registry:
 
 
 def read_open_session(directory: Path, trajectory: str) -> Trajectory | None:
-    """An open session, read from the log of the gateway that records it; None if it is not in the log.
+    """An open session, read from the logs of the gateway that records it; None if it is not there.
 
-    Takes no lock: the log only grows or is replaced as a whole, and an entry that is being written is skipped.
+    Takes no lock: a log only grows or is replaced as a whole, and an entry that is being written is skipped.
     """
+    found = (_read_from(path, trajectory) for path in log_directories(directory))
+    return next((session for session in found if session is not None), None)
+
+
+def _read_from(directory: Path, trajectory: str) -> Trajectory | None:
     try:
         data = (directory / LOG_NAME).read_bytes()
     except FileNotFoundError:
@@ -181,6 +196,11 @@ def read_open_session(directory: Path, trajectory: str) -> Trajectory | None:
     registry.replay(entries)
     session = registry.get(trajectory)
     return session.build() if session is not None and session.segments else None
+
+
+def session_in(key: str) -> str | None:
+    """The session that a key says it belongs to; None if it is no key of a session."""
+    return key.removeprefix(_KEY_PREFIX).rpartition("-")[0] or None if key.startswith(_KEY_PREFIX) else None
 
 
 def key_id_of(provenance: Mapping[str, Any]) -> str:

@@ -201,8 +201,12 @@ class Router:
         """Yields the chunks that have arrived since the last time."""
         assert self._client is not None, "the router is not started"
         if engine.endpoint.kind == "openai":
-            ask = openai_engine.ask
-            yield [await ask(self._client, engine.endpoint, request, self._timeout, self._encode, _refuse)]
+            ask = openai_engine.ask(
+                self._client, engine.endpoint, request, self._timeout, self._encode, _refuse, stream
+            )
+            async with contextlib.aclosing(ask) as arriving:
+                async for chunks in arriving:
+                    yield chunks
             return
         body = request_to_json(request, stream=stream)
         token = engine.endpoint.token

@@ -6,6 +6,7 @@ the unit of the gateway's log, so live recording and the replay after a crash ru
 
 from __future__ import annotations
 
+import asyncio
 import hashlib
 import json
 from array import array
@@ -18,6 +19,8 @@ import numpy as np
 from rollmill.chat.format import Message, Tool
 from rollmill.trajectories.kept import join_kept
 from rollmill.types import Cause, FinishReason, PolicyRef, Segment, Span
+
+_CARRIED_S = 5.0  # after which an answer has left the worker that it went through
 
 
 @dataclass
@@ -80,6 +83,7 @@ class OpenSegment:
         ]
         self.turns: list[Turn] = []
         self.delivered = False
+        self._carrier: asyncio.BaseTransport | None = None  # see `carried_by`
         self.digested: tuple[int, hashlib.blake2b] | None = None  # (number of messages, their digest)
 
     def append(self, turn: Turn) -> None:
@@ -92,6 +96,23 @@ class OpenSegment:
         self._mark(Mark(len(self.messages), self.length, "answer", turn.answer.closed))
         # Replayed turns count as not delivered: the log knows that an answer was recorded, not that it arrived.
         self.delivered = False
+        self._carrier = None
+
+    def carried_by(self, transport: asyncio.BaseTransport | None) -> None:
+        """The last answer went to its client through another worker. If that worker dies, the connection breaks, and
+        the answer may not have arrived."""
+        self._carrier = transport
+        asyncio.get_running_loop().call_later(_CARRIED_S, self._forget_carrier, transport)
+
+    def _forget_carrier(self, transport: asyncio.BaseTransport | None) -> None:
+        if self._carrier is transport:
+            self.delivered = self.has_arrived
+            self._carrier = None
+
+    @property
+    def has_arrived(self) -> bool:
+        """Whether its client has the last answer, as far as is known."""
+        return self.delivered and (self._carrier is None or not self._carrier.is_closing())
 
     def number_of(self, answer: Answer) -> int:
         """The number of an answer among those of the segment, from 0."""

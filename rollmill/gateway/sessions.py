@@ -183,7 +183,7 @@ class Session:
         for segment in reversed(self.segments.values()):
             asked = len(segment.messages) - 1
             if (
-                segment.delivered
+                segment.has_arrived
                 or segment.turns[-1].answer.finish == "abort"
                 or asked != len(messages)
                 or segment.tools != tools

@@ -25,7 +25,13 @@ class EventStream:
     """Server-sent events. The stream starts with the first tokens, so earlier errors keep their own status."""
 
     def __init__(
-        self, http: web.Request, request: ModelRequest, dialect: Dialect, format: ChatFormat, tokenizer: Tokenizer
+        self,
+        http: web.Request,
+        request: ModelRequest,
+        dialect: Dialect,
+        format: ChatFormat,
+        tokenizer: Tokenizer,
+        identity: Identity,
     ) -> None:
         self._http = http
         self._request = request
@@ -34,7 +40,7 @@ class EventStream:
         self._writing = asyncio.Lock()  # several answers share the stream
         self._sent: list[list[str]] = [[] for _ in range(request.count)]
         self._reasoned: list[list[str]] = [[] for _ in range(request.count)]
-        self.identity = Identity()
+        self.identity = identity
         self._writer = dialect.stream(request, self.identity)
         self.response = _EventResponse(headers={"Content-Type": "text/event-stream", "Cache-Control": "no-cache"})
         self.begun = False

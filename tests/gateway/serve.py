@@ -1,7 +1,8 @@
-"""A gateway process for the crash tests: python -m tests.gateway.serve DIRECTORY PORT ENGINE_URL"""
+"""A gateway process for the crash tests: python -m tests.gateway.serve DIRECTORY PORT ENGINE_URL [WORKERS]"""
 
 from __future__ import annotations
 
+import socket
 import sys
 from pathlib import Path
 
@@ -9,8 +10,12 @@ from aiohttp import web
 
 from rollmill.chat.formats.compact import CompactFormat
 from rollmill.chat.tokenizer import Tokenizer
+from rollmill.cluster.workers import run_workers
 from rollmill.gateway.app import make_app
 from rollmill.gateway.config import EngineEndpoint, GatewayConfig
+from rollmill.gateway.keys import KeyStore
+from rollmill.gateway.workers import Workers
+from rollmill.gateway.workers_log import move_sessions
 from rollmill.storage.database import open_database
 from rollmill.storage.objects import Objects
 from rollmill.trajectories.store import TrajectoryStore
@@ -18,25 +23,33 @@ from rollmill.trajectories.store import TrajectoryStore
 ADMIN, LIVE = "admin-secret", "production-secret"
 
 
-def main(directory: Path, port: int, engine: str) -> None:
+def main(directory: Path, port: int, engine: str, count: int = 1) -> None:
     tokenizer = Tokenizer.load(directory / "tokenizer.json")
-    objects = Objects.open(directory / "store")
-    trajectories = TrajectoryStore(open_database(f"sqlite:///{directory}/mill.db"), objects)
-    config = GatewayConfig(health_interval_s=0.02)
-    endpoints = [EngineEndpoint(engine, "home")]
-    app = make_app(
-        config,
-        CompactFormat(tokenizer),
-        tokenizer,
-        endpoints,
-        trajectories,
-        objects,
-        directory / "gateway",
-        ADMIN,
-        LIVE,
-    )
-    web.run_app(app, host="127.0.0.1", port=port, print=None, access_log=None)
+
+    def build(workers: Workers) -> web.Application:
+        objects = Objects.open(directory / "store")
+        database = open_database(f"sqlite:///{directory}/mill.db")
+        return make_app(
+            GatewayConfig(health_interval_s=0.02),
+            CompactFormat(tokenizer),
+            tokenizer,
+            [EngineEndpoint(engine, "home")],
+            TrajectoryStore(database, objects),
+            objects,
+            directory / "gateway",
+            ADMIN,
+            LIVE,
+            keys=KeyStore(database, "run"),
+            workers=workers,
+        )
+
+    if count == 1:
+        move_sessions(directory / "gateway", 1)
+        web.run_app(build(Workers()), host="127.0.0.1", port=port, print=None, access_log=None)
+        return
+    with socket.create_server(("127.0.0.1", port)) as listening:
+        run_workers(build, listening, directory / "gateway", count)
 
 
 if __name__ == "__main__":
-    main(Path(sys.argv[1]), int(sys.argv[2]), sys.argv[3])
+    main(Path(sys.argv[1]), int(sys.argv[2]), sys.argv[3], *map(int, sys.argv[4:]))

@@ -8,6 +8,7 @@ import socket
 import subprocess
 import sys
 from collections.abc import AsyncIterator
+from pathlib import Path
 from typing import Any
 
 import aiohttp
@@ -25,15 +26,28 @@ from tests.gateway.stand_in import StandIn
 
 
 class Process:
-    def __init__(self, mill: Mill, engine: str) -> None:
+    def __init__(self, mill: Mill, engine: str, workers: int = 1) -> None:
         with socket.socket() as free:
             free.bind(("127.0.0.1", 0))
             self.port = free.getsockname()[1]
-        self._arguments = [sys.executable, "-m", "tests.gateway.serve", str(mill.directory), str(self.port), engine]
+        settings = [mill.directory, self.port, engine, workers]
+        self._arguments = [sys.executable, "-m", "tests.gateway.serve", *map(str, settings)]
         self._process: subprocess.Popen[bytes] | None = None
 
     def start(self) -> None:
         self._process = subprocess.Popen(self._arguments)
+
+    @property
+    def workers(self) -> list[int]:
+        """The ids of its worker processes."""
+        assert self._process is not None
+        pid = self._process.pid
+        return [int(child) for child in Path(f"/proc/{pid}/task/{pid}/children").read_text().split()]
+
+    def stop(self) -> None:
+        assert self._process is not None
+        self._process.terminate()
+        assert self._process.wait() == 0
 
     def kill(self) -> None:
         if self._process is not None:
@@ -42,15 +56,18 @@ class Process:
 
 
 @contextlib.asynccontextmanager
-async def process(mill: Mill, tokenizer: Tokenizer, engine: StandIn) -> AsyncIterator[tuple[Process, Door]]:
+async def process(
+    mill: Mill, tokenizer: Tokenizer, engine: StandIn, workers: int = 1
+) -> AsyncIterator[tuple[Process, Door]]:
     tokenizer.save(mill.directory / "tokenizer.json")
     trajectories = TrajectoryStore(
         open_database(f"sqlite:///{mill.directory}/mill.db"), Objects.open(mill.directory / "store")
     )
-    running = Process(mill, (await mill.engine(engine)).url)
+    running = Process(mill, (await mill.engine(engine)).url, workers)
     running.start()
     try:
-        async with aiohttp.ClientSession() as http:
+        # with several workers: a connection per request, so that it reaches any of them
+        async with aiohttp.ClientSession(connector=aiohttp.TCPConnector(force_close=workers > 1)) as http:
             door = Door(f"http://127.0.0.1:{running.port}", trajectories, http)
             await up(door)
             yield running, door

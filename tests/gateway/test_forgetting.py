@@ -132,6 +132,33 @@ async def test_a_log_is_rewritten_without_its_gateway(mill: Mill, answers: Answe
     assert [session.facts.trajectory for session in read_sessions(log)] == [other]
 
 
+@pytest.mark.parametrize("running", [True, False])
+async def test_feedback_that_waits_for_a_session_of_the_user_is_forgotten(
+    mill: Mill, answers: Answers, running: bool
+) -> None:
+    """The session is open and has no answer yet."""
+    stand_in = StandIn([answers.text("one")], gate=asyncio.Event())
+    endpoint, log = await mill.engine(stand_in), mill.directory / "gateway"
+    async with mill.running(endpoint) as door:
+        for name in ("of-ann", "of-nobody"):
+            given = {"session": name, "text": f"opinion {name}"}
+            assert (await door.admin("POST", "/v1/feedback", given, token=LIVE))[0] == 202
+        named = {"x-rollmill-session": "of-ann"}
+        asked = asyncio.create_task(door.ask(LIVE, [USER], named, user="ann"))
+        await stand_in.asked()
+        if running:
+            assert (await door.admin("POST", "/forget", OF_ANN))[1]["open"] == 1
+        assert stand_in.gate is not None
+        stand_in.gate.set()
+        await asked
+    if not running:
+        with_session = [session.name for session in read_sessions(log)]
+        assert with_session == ["of-ann"]
+        assert await forget_in_log(log, ADMIN, "ann", *stores(mill)) == 1
+    data = (log / "sessions.log").read_bytes()
+    assert b"opinion of-ann" not in data and b"opinion of-nobody" in data
+
+
 async def test_old_trajectories_are_deleted(mill: Mill, answers: Answers, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("rollmill.gateway.sealing._EXPIRE_S", 0.02)
     config = QUICK.model_copy(update={"retention_days": 1e-9})
@@ -176,6 +203,9 @@ async def test_the_commands(mill: Mill, answers: Answers, monkeypatch: pytest.Mo
         "0 open sessions ended, 2 trajectories deleted" in said
     )  # the log is that of another gateway, with another secret
     assert store.get("live-1").state == "deleted"
+    second = RunDirectory.create(mill.directory, load_config(RunConfig, DEMO, ['name="second"']))
+    said = await asyncio.to_thread(call, "trajectories", "forget", run.path, second.path, "--user", "ann")
+    assert f"{run.path}: 0 open" in said and f"{second.path}: nothing was recorded" in said
 
 
 def test_a_log_that_is_not_there_has_no_sessions(tmp_path: Path) -> None:

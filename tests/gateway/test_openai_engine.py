@@ -40,6 +40,21 @@ class Server:
         return web.json_response({"object": "list", "data": [{"id": "m"}]})
 
 
+class Streaming(Server):
+    """Streams these choices, and an event without any."""
+
+    def __init__(self, choices: list[dict[str, Any]]) -> None:
+        super().__init__("")
+        self.choices = choices
+
+    async def complete(self, request: web.Request) -> web.Response:
+        self.requests.append(await request.json())
+        assert self.requests[-1]["stream"] is True
+        events = [json.dumps({"choices": listed}) for listed in (*([choice] for choice in self.choices), [])]
+        text = "".join(f"data: {event}\r\n\r\n" for event in [*events, "[DONE]"])
+        return web.Response(text=text, content_type="text/event-stream")
+
+
 async def backend(mill: Mill, server: Server) -> EngineEndpoint:
     running = await mill.stack.enter_async_context(TestServer(server.app()))
     return BackendConfig(url=str(running.make_url("")), model="big/model").endpoint()
@@ -84,6 +99,50 @@ async def test_a_second_gateway_tells_tokens_and_log_probs(mill: Mill, answers: 
     assert (segment.logprobs[segment.sampled] < 0).all()
     assert [(span.missing, span.region) for span in segment.spans] == [
         ("the server does not tell the weights", "elsewhere")
+    ]
+
+
+async def test_a_second_gateway_streams(mill: Mill, answers: Answers) -> None:
+    tokens = answers.text("one two three")
+    engine = StandIn([tokens], hold_after=2)
+    first = await mill.gateway(await mill.engine(engine))
+    second = Mill(mill.directory / "second", mill.format, mill.tokenizer, mill.stack)
+    second.directory.mkdir()
+    door = await second.gateway(EngineEndpoint(first.url, "elsewhere", LIVE, "openai", "main"))
+    second.plan("a")
+    key = await door.open("a")
+    body = {"messages": [USER], "stream": True}
+    headers = {"Authorization": f"Bearer {key}"}
+    async with door.http.post(f"{door.url}/v1/chat/completions", json=body, headers=headers) as response:
+        begun = await response.content.readany()  # the engine has not sampled the rest yet
+        engine.release.set()
+        text = (begun + await response.read()).decode()
+    events = [json.loads(line[6:]) for line in text.split("\n\n") if line.startswith("data: {")]
+    said = [event["choices"][0]["delta"].get("content") or "" for event in events]
+    assert "".join(said) == "one two three" and b"three" not in begun
+    (segment,) = (await door.seal("a")).segments
+    assert segment.tokens[segment.sampled].tolist() == tokens
+    assert [span.missing for span in segment.spans] == ["the server does not tell the weights"]
+
+
+async def test_after_a_stream_that_breaks_off_the_rest_is_asked_for(mill: Mill) -> None:
+    server = Streaming([{"text": "one", "finish_reason": None}])
+    door = await mill.gateway(await backend(mill, server))
+    status, body = await door.ask(LIVE, [USER], max_tokens=4, stop=["never"])
+    assert (status, body["choices"][0]["finish_reason"]) == (200, "length")
+    first, second = (request["prompt"] for request in server.requests[:2])
+    assert second == first + mill.tokenizer.encode("one")
+
+
+async def test_a_stream_of_text_is_tokenised_piece_by_piece(mill: Mill) -> None:
+    pieces = [{"text": "one"}, {"text": " two", "finish_reason": None}, {"text": "", "finish_reason": "length"}]
+    door = await mill.gateway(await backend(mill, Streaming(pieces)))
+    mill.plan("a")
+    await door.say(await door.open("a"), [USER], max_tokens=100)
+    (segment,) = (await door.seal("a")).segments
+    assert mill.tokenizer.decode(segment.tokens[segment.sampled].tolist()) == "one two"
+    assert [span.missing for span in segment.spans] == [
+        "the server does not tell the weights, the token ids, the log-probs"
     ]
 
 

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import gc
+import os
 import resource
+import socket
 import ssl
 
 from aiohttp import web
@@ -11,43 +13,58 @@ from aiohttp import web
 from rollmill.chat.formats.choice import format_beside
 from rollmill.chat.tokenizer import Tokenizer
 from rollmill.cluster.run import CANARY, RunDirectory
+from rollmill.cluster.workers import BACKLOG, run_workers
 from rollmill.errors import ConfigError
 from rollmill.gateway.app import make_app
 from rollmill.gateway.config import GatewayConfig
 from rollmill.gateway.fleet import Fleet
 from rollmill.gateway.keys import KeyStore
 from rollmill.gateway.splits import SplitStore
+from rollmill.gateway.workers import Workers
+from rollmill.gateway.workers_log import move_sessions
 from rollmill.storage.database import open_database
 from rollmill.storage.objects import Objects
 from rollmill.trajectories.store import TrajectoryStore
 
-# Connections that may wait to be accepted. A full queue drops them, and clients try again only after a second.
-BACKLOG = 2048
 _OPEN_FILES = 1 << 16  # a stream takes two: its client and its engine
+_MOST_WORKERS, _CORES_PER_WORKER = 8, 4  # if the configuration does not say how many
 
 
 def main(run: RunDirectory) -> None:
     tokenizer = Tokenizer.load(run.tokenizer)
-    objects = Objects.open(run.home_store)
-    database = open_database(run.database_url)
-    app = make_app(
-        run.config.gateway,
-        format_beside(run.tokenizer, tokenizer, run.config.chat.kept, tools_in_prompt=run.config.tools_in_prompt),
-        tokenizer,
-        [backend.endpoint() for backend in run.config.gateway.backends],
-        TrajectoryStore(database, objects),
-        objects,
-        run.path / "gateway",
-        run.secrets["admin_token"],
-        run.secrets["production_key"],
-        run.secrets["rollout_key"],
-        KeyStore(database, run.id),
-        SplitStore(database, run.id) if any(role.endswith(CANARY) for role in run.ports) else None,
-        Fleet(database, run.fleet, run.secrets["engine_token"]),
-    )
-    prepare_process()
+    config, directory = run.config.gateway, run.path / "gateway"
+    format = format_beside(run.tokenizer, tokenizer, run.config.chat.kept, tools_in_prompt=run.config.tools_in_prompt)
+
+    def build(workers: Workers) -> web.Application:
+        objects, database = Objects.open(run.home_store), open_database(run.database_url)
+        app = make_app(
+            config,
+            format,
+            tokenizer,
+            [backend.endpoint() for backend in config.backends],
+            TrajectoryStore(database, objects),
+            objects,
+            directory,
+            run.secrets["admin_token"],
+            run.secrets["production_key"],
+            run.secrets["rollout_key"],
+            KeyStore(database, run.id),
+            SplitStore(database, run.id) if any(role.endswith(CANARY) for role in run.ports) else None,
+            Fleet(database, run.fleet, run.secrets["engine_token"]),
+            workers,
+        )
+        prepare_process()
+        return app
+
+    tls = tls_context(config) if run.tls else None
+    count = config.workers or (default_workers() if run.path.name.startswith("serve-") else 1)
+    if count > 1:
+        with _listen(run) as listening:
+            run_workers(build, listening, directory, count, keepalive_s=config.idle_s, tls=tls)
+        return
+    move_sessions(directory, 1)
     web.run_app(
-        app,
+        build(Workers()),
         host=run.host,
         port=run.ports["gateway"],
         backlog=BACKLOG,
@@ -55,9 +72,20 @@ def main(run: RunDirectory) -> None:
         access_log=None,
         print=None,
         shutdown_timeout=1.0,
-        keepalive_timeout=run.config.gateway.idle_s,
-        ssl_context=tls_context(run.config.gateway) if run.tls else None,
+        keepalive_timeout=config.idle_s,
+        ssl_context=tls,
     )
+
+
+def default_workers() -> int:
+    """One worker per four cores: engines and clients need most of them."""
+    return max(1, min(_MOST_WORKERS, len(os.sched_getaffinity(0)) // _CORES_PER_WORKER))
+
+
+def _listen(run: RunDirectory) -> socket.socket:
+    family, _, _, _, address = socket.getaddrinfo(run.host, run.ports["gateway"], type=socket.SOCK_STREAM)[0]
+    reuse = run.service_of is not None  # `held_port` holds it for this process
+    return socket.create_server(address[:2], family=family, backlog=BACKLOG, reuse_port=reuse)
 
 
 def prepare_process() -> None:

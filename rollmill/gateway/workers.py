@@ -1,0 +1,235 @@
+"""Several worker processes behind one address. A session belongs to one worker: the hash of its name says which.
+
+    client ──► any worker ──(the session is another's)──► Unix socket of that worker ──► answer, the same way back
+
+All workers accept from one listening socket. Each has a session log of its own (`log_directory`), so a worker that dies
+is started again with its sessions, and the others go on meanwhile. Ids that a worker makes itself hash to that worker:
+whoever sends one back reaches it. A conversation without a name belongs to the worker that the hash of its opening
+names, so that its later requests reach the same one.
+
+A request for a worker that is being restarted waits for it. It is sent again if the worker died before it answered:
+the session's log decides whether the recorded answer is repeated.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import hashlib
+import json
+import socket
+import uuid
+from collections.abc import AsyncIterator, Coroutine, Sequence
+from contextlib import AbstractAsyncContextManager
+from pathlib import Path
+from typing import Any, TypeVar
+
+import aiohttp
+from aiohttp import web
+from yarl import URL
+
+from rollmill.backoff import Backoff
+from rollmill.chat.format import Message
+from rollmill.errors import GatewayError
+from rollmill.gateway.account import current_account
+from rollmill.gateway.config import GatewayConfig
+
+T = TypeVar("T")
+_PEER_S = 10.0  # how long a worker may take to describe itself to another one
+_LOOK_S = 0.25  # how often the clients of forwarded requests are looked at
+_OF_CONNECTION = frozenset(
+    "connection content-length expect host keep-alive te trailer transfer-encoding upgrade".split()
+)
+
+
+def log_directory(directory: Path, worker: int) -> Path:
+    """Where a worker keeps its session log. That of worker 0 is where a gateway without workers has it."""
+    return directory if worker == 0 else directory / f"worker-{worker}"
+
+
+def log_directories(directory: Path) -> list[Path]:
+    """All that exist."""
+    return [directory, *sorted(directory.glob("worker-*"))] if directory.exists() else []
+
+
+def opening(messages: Sequence[Message]) -> str:
+    """What all requests of one conversation begin with: the messages before the first answer."""
+    ends = (index for index, message in enumerate(messages) if message["role"] == "assistant")
+    return json.dumps([[message["role"], message["content"]] for message in messages[: next(ends, len(messages))]])
+
+
+def share(config: GatewayConfig, workers: Workers) -> GatewayConfig:
+    """The settings of one worker: places and queue are divided, and one worker deletes what is too old."""
+    if workers.count == 1:
+        return config
+    divided = {name: -(-getattr(config, name) // workers.count) for name in ("engine_requests", "queue_requests")}
+    return config.model_copy(update=divided | ({} if workers.number == 0 else {"retention_days": None}))
+
+
+class Workers:
+    """This worker and the others. `sockets` are the paths of their Unix sockets, by number; `limits` is the file in
+    which they share the limits of keys, see gateway.buckets."""
+
+    def __init__(
+        self, number: int = 0, sockets: Sequence[str] = ("",), limits: int | None = None, *, patience_s: float = 30.0
+    ) -> None:
+        self.number = number
+        self.limits = limits
+        self.count = len(sockets)
+        self._sockets = sockets
+        self._patience_s = patience_s
+        self._clients: dict[int, aiohttp.ClientSession] = {}
+        self._waiting: dict[asyncio.Task[Any], web.Request] = {}  # exchanges with others, and for whom
+
+    @contextlib.asynccontextmanager
+    async def running(self) -> AsyncIterator[None]:
+        """The connections to the other workers are open in the block."""
+        others = {number: path for number, path in enumerate(self._sockets) if number != self.number}
+        self._clients = {number: _client(path) for number, path in others.items()}
+        looking = asyncio.create_task(self._drop_abandoned()) if others else None
+        try:
+            yield
+        finally:
+            if looking is not None:
+                looking.cancel()
+            for client in self._clients.values():
+                await client.close()
+
+    def owner(self, name: str) -> int:
+        return int.from_bytes(hashlib.blake2b(name.encode(errors="replace"), digest_size=8).digest()) % self.count
+
+    def fresh(self, prefix: str = "") -> str:
+        """A new id that belongs to this worker."""
+        while True:
+            name = prefix + uuid.uuid4().hex
+            if self.count == 1 or self.owner(name) == self.number:
+                return name
+
+    def elsewhere(self, http: web.Request, name: str) -> bool:
+        """Whether this request about the session `name` is for another worker."""
+        return self.count > 1 and not is_from_worker(http) and self.owner(name) != self.number
+
+    async def forward(self, http: web.Request, name: str) -> web.StreamResponse:
+        """The answer of the worker that the session `name` belongs to."""
+        owner, body = self.owner(name), await http.read()
+        current_account().forwarded = True  # the other worker counts it
+        repeatable = not http.path.endswith("/v1/feedback")  # feedback without an id would be there twice
+        pauses = Backoff(0.02, 0.5, patience=self._patience_s)
+        while True:
+            answer = _Forwarded(http)
+            try:
+                return await self._watched(http, self._exchange(owner, http, body, answer))
+            except (aiohttp.ClientError, OSError):
+                if answer.begun:  # the client has a part of it: that it ends early must show
+                    _abort(http)
+                    raise ConnectionResetError("the worker died in the middle of an answer") from None
+                if not repeatable or pauses.left() <= 0:
+                    raise GatewayError(
+                        "the worker of this session is being restarted", status=503, hint="try again"
+                    ) from None
+                await asyncio.sleep(pauses.failed())
+            except _Abandoned:
+                raise ConnectionResetError("the client has disconnected") from None
+
+    async def ask_others(self, http: web.Request) -> list[bytes]:
+        """What the other workers answer to the same request, each for its own sessions. Raises 503 if one does not."""
+        answers, silent = await self.ask_those_alive(http, 200)
+        if silent:
+            raise GatewayError(silent[0], status=503, hint="try again")
+        return answers
+
+    async def ask_those_alive(self, http: web.Request, *statuses: int) -> tuple[list[bytes], list[str]]:
+        """As `ask_others`, and one sentence about each worker that does not answer with one of the statuses."""
+        if is_from_worker(http):
+            return [], []
+        body = await http.read()
+        found = await asyncio.gather(*[self._ask(number, http, body, statuses) for number in self._clients])
+        silent = [number for number, answer in zip(self._clients, found, strict=True) if answer is None]
+        answers = [answer for answer in found if answer is not None]
+        return answers, [f"worker {number} does not answer; it may be starting" for number in silent]
+
+    async def _ask(self, number: int, http: web.Request, body: bytes, statuses: Sequence[int]) -> bytes | None:
+        try:
+            async with asyncio.timeout(_PEER_S), self._send(number, http, body) as response:
+                answer = await response.read()
+                return answer if response.status in statuses else None
+        except (aiohttp.ClientError, OSError, TimeoutError):
+            return None
+
+    async def _exchange(self, owner: int, http: web.Request, body: bytes, answer: _Forwarded) -> web.StreamResponse:
+        async with self._send(owner, http, body) as response:
+            headers = {name: value for name, value in response.headers.items() if name.lower() not in _OF_CONNECTION}
+            if response.content_length is not None:
+                return web.Response(body=await response.read(), status=response.status, headers=headers)
+            return await answer.relay(response, headers)
+
+    def _send(self, owner: int, http: web.Request, body: bytes) -> AbstractAsyncContextManager[aiohttp.ClientResponse]:
+        headers = [(name, value) for name, value in http.headers.items() if name.lower() not in _OF_CONNECTION]
+        url = URL(f"http://worker{http.raw_path}", encoded=True)
+        return self._clients[owner].request(http.method, url, data=body or None, headers=headers, allow_redirects=False)
+
+    async def _watched(self, http: web.Request, exchange: Coroutine[Any, Any, T]) -> T:
+        """Cancels the exchange when the client disconnects, so that the other worker notices it too."""
+        task = asyncio.create_task(exchange)
+        self._waiting[task] = http
+        try:
+            await asyncio.wait([task])
+        finally:
+            del self._waiting[task]
+            if not task.done():  # this task itself is cancelled
+                task.cancel()
+        if task.cancelled():
+            raise _Abandoned
+        return task.result()
+
+    async def _drop_abandoned(self) -> None:
+        while True:
+            await asyncio.sleep(_LOOK_S)
+            for task, http in list(self._waiting.items()):
+                if http.transport is None or http.transport.is_closing():
+                    task.cancel()
+
+
+class _Abandoned(Exception):
+    """The client of a forwarded request has disconnected."""
+
+
+class _Forwarded:
+    """An answer that comes from another worker piece by piece."""
+
+    def __init__(self, http: web.Request) -> None:
+        self._http = http
+        self.begun = False
+
+    async def relay(self, source: aiohttp.ClientResponse, headers: dict[str, str]) -> web.StreamResponse:
+        response = web.StreamResponse(status=source.status, headers=headers)
+        async for piece in source.content.iter_any():
+            if not self.begun:
+                self.begun = True
+                await response.prepare(self._http)
+            await response.write(piece)
+        self.begun = True
+        await response.prepare(self._http)  # if there was nothing to relay
+        await response.write_eof()
+        return response
+
+
+def _abort(http: web.Request) -> None:
+    if http.transport is not None:
+        http.transport.abort()
+
+
+def is_from_worker(http: web.Request) -> bool:
+    """Whether another worker sent it: it came through the Unix socket, and is answered here."""
+    found = http.transport.get_extra_info("socket") if http.transport is not None else None
+    return found is not None and found.family == socket.AF_UNIX
+
+
+def _client(path: str) -> aiohttp.ClientSession:
+    return aiohttp.ClientSession(
+        connector=aiohttp.UnixConnector(path, limit=0, keepalive_timeout=3600.0),
+        timeout=aiohttp.ClientTimeout(total=None),
+        cookie_jar=aiohttp.DummyCookieJar(),
+        auto_decompress=False,
+        skip_auto_headers=("User-Agent", "Accept", "Accept-Encoding", "Content-Type"),
+    )

@@ -1,0 +1,63 @@
+"""Moves open sessions between the logs of workers, after the number of workers has changed.
+
+    append to the log of the new owner ─► close in the old log
+
+The process may die between the two. A session that is still in the log of another worker is then the true one: it
+replaces what its owner's log has of it.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import os
+from pathlib import Path
+
+from rollmill.gateway.entries import LogEntry
+from rollmill.gateway.recorder import Recorder
+from rollmill.gateway.workers import Workers, log_directories, log_directory
+
+
+def move_sessions(directory: Path, count: int) -> int:
+    """Gives each open session to the worker that it belongs to, of `count`. No gateway may run. Returns how many."""
+    if count == 1 and len(log_directories(directory)) <= 1:
+        return 0
+    return asyncio.run(_move_all(directory, count))
+
+
+async def _move_all(directory: Path, count: int) -> int:
+    own = [log_directory(directory, number) for number in range(count)]
+    workers = Workers(0, [""] * count)
+    moved = 0
+    with contextlib.ExitStack() as held:
+        recorders: dict[Path, Recorder] = {}
+        owners: dict[Path, dict[str, int]] = {}
+        for path in dict.fromkeys([*own, *log_directories(directory)]):
+            recorder = recorders[path] = Recorder(path, compact_bytes=1 << 62)
+            held.callback(recorder.close)
+            owners[path] = {}
+            for entry in recorder.replay():
+                owners[path].setdefault(entry.session, workers.owner(_name(entry)))
+            recorder.start()
+        for path, sessions in owners.items():
+            strays = {session: own[number] for session, number in sessions.items() if own[number] != path}
+            for session, target in strays.items():
+                with recorders[path].located(session) as (file, extents):
+                    data = b"".join(os.pread(file, end - begin, begin) for begin, end in extents)
+                await recorders[target].forget(session)
+                await recorders[target].append(session, data)
+            for session in strays:
+                await recorders[path].forget(session)
+            moved += len(strays)
+    return moved
+
+
+def _name(first: LogEntry) -> str:
+    """What decides whose it is: the name that a client gave to its session, or the trajectory. Feedback that waits for
+    a session goes where that session will be. An unnamed conversation whose client does not send its session back is
+    no longer found: the next request starts a new one."""
+    if first.op == "early":
+        return str(first.header["name"])
+    facts = first.header.get("facts", {})
+    named = facts.get("provenance", {}).get("session") if facts.get("traffic") == "production" else None
+    return str(named or first.session)

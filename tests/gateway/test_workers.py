@@ -1,0 +1,269 @@
+"""A gateway of several worker processes: any of them answers for any session; one that is killed is started again."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import random
+import signal
+from collections import Counter
+from typing import Any
+
+import pytest
+from prometheus_client.parser import text_string_to_metric_families
+
+from rollmill.chat.tokenizer import Tokenizer
+from rollmill.gateway.entries import read_entries
+from rollmill.gateway.metrics import Metrics, added
+from rollmill.gateway.overview import read_sessions
+from rollmill.gateway.workers import Workers, log_directories, log_directory, opening
+from tests.gateway.conftest import USER, Answers, Door, Mill, until
+from tests.gateway.serve import LIVE
+from tests.gateway.stand_in import StandIn
+from tests.gateway.test_crash import persistent, process, up
+
+COUNT = 3
+
+
+def names(prefix: str, per_worker: int, count: int = COUNT) -> list[str]:
+    """Names of sessions, `per_worker` of each worker."""
+    found: dict[int, list[str]] = {number: [] for number in range(count)}
+    workers, number = Workers(0, [""] * count), 0
+    while any(len(own) < per_worker for own in found.values()):
+        own = found[workers.owner(f"{prefix}-{number}")]
+        if len(own) < per_worker:
+            own.append(f"{prefix}-{number}")
+        number += 1
+    return [name for own in found.values() for name in own]
+
+
+async def talk(door: Door, key: str, turns: int, **fields: Any) -> list[Any]:
+    messages: list[Any] = [dict(USER)]
+    for turn in range(turns):
+        await door.say(key, messages, **fields)
+        messages.append({"role": "user", "content": f"go on {turn}"})
+    return messages[:-1]
+
+
+async def test_every_session_is_found_through_any_worker(mill: Mill, tokenizer: Tokenizer, answers: Answers) -> None:
+    ids = names("rollout", 2)
+    mill.plan(*ids)
+    async with process(mill, tokenizer, StandIn([answers.text("one two three")]), COUNT) as (gateway, door):
+        keys = [await door.open(id, run="run", group_id="g", task_id="t") for id in ids]
+        told = await asyncio.gather(*[talk(door, key, 3) for key in keys])
+        assert {session.facts.trajectory for session in read_sessions(mill.directory / "gateway")} == set(ids)
+        assert [len(read_sessions_of(mill, worker)) for worker in range(COUNT)] == [2] * COUNT
+
+        status, listed = await door.admin("GET", "/sessions")
+        assert status == 200 and {session["trajectory"] for session in listed["sessions"]} == set(ids)
+        assert await door.sessions() == len(ids)
+        assert await counted(door, "requests_total") == 3 * len(ids)
+
+        for id, messages in zip(ids, told, strict=True):
+            trajectory = await door.seal(id)
+            assert trajectory.messages == messages
+            assert [segment.cause for segment in trajectory.segments] == ["start"]
+        status, _ = await door.ask(keys[0], [USER])
+        assert status == 401  # its session has ended, whichever worker is asked
+        gateway.stop()
+
+
+def read_sessions_of(mill: Mill, worker: int) -> set[str]:
+    log = log_directory(mill.directory / "gateway", worker) / "sessions.log"
+    return {entry.session for _, _, entry in read_entries(log.read_bytes())}
+
+
+async def counted(door: Door, name: str) -> float:
+    families = text_string_to_metric_families(await door.metrics())
+    return sum(
+        sample.value for family in families for sample in family.samples if sample.name == f"rollmill_gateway_{name}"
+    )
+
+
+async def test_conversations_of_production_are_found_by_name_by_history_and_by_response(
+    mill: Mill, tokenizer: Tokenizer, answers: Answers
+) -> None:
+    async with process(mill, tokenizer, StandIn([answers.text("one two three")]), COUNT) as (_, door):
+        for number in range(2 * COUNT):
+            named = {"x-rollmill-session": f"chat-{number}"}
+            first = await said(door, [USER], named)
+            assert await said(door, [USER, answer(first), USER], named) == first
+            opened = [{"role": "user", "content": f"conversation {number}"}]
+            status, body = await door.ask(LIVE, opened)  # nothing names it: its history does
+            assert status == 200
+            again = await said(door, [*opened, body["choices"][0]["message"], USER], {})
+            assert again["trajectory"] == body["rollmill"]["trajectory"]
+
+            status, response = await door.admin("POST", "/v1/responses", {"input": f"item {number}"}, token=LIVE)
+            assert status == 200
+            following = {"input": "more", "previous_response_id": response["id"]}
+            status, second = await door.admin("POST", "/v1/responses", following, token=LIVE)
+            assert status == 200
+            assert second["rollmill"]["trajectory"] == response["rollmill"]["trajectory"]
+            status, shown = await door.admin("GET", f"/v1/responses/{response['id']}", token=LIVE)
+            assert (status, shown["id"]) == (200, response["id"])
+
+
+def answer(about: dict[str, Any]) -> dict[str, str]:
+    return {"role": "assistant", "content": "one two three"}
+
+
+async def said(door: Door, messages: list[Any], headers: dict[str, str]) -> dict[str, Any]:
+    """The trajectory and the segment of the answer."""
+    status, body = await door.ask(LIVE, messages, headers)
+    assert status == 200, body
+    return {name: body["rollmill"][name] for name in ("trajectory", "segment")}
+
+
+async def test_feedback_and_forgetting_reach_all_workers(mill: Mill, tokenizer: Tokenizer, answers: Answers) -> None:
+    async with process(mill, tokenizer, StandIn([answers.text("one")]), COUNT) as (_, door):
+        chats = names("chat", 2)
+        for name in chats:
+            early = {"session": name, "value": 1.0, "id": f"early-{name}"}
+            status, body = await door.admin("POST", "/v1/feedback", early, token=LIVE)
+            assert (status, body["feedback"]) == (202, None)
+        found = [await said_by_ann(door, name) for name in chats]
+        for name, about in zip(chats, found, strict=True):
+            for what in ({"session": name}, {"segment": about["segment"]}, {"answer": about["segment"] + "/0"}):
+                given = {**what, "value": 0.5, "id": f"{name} {next(iter(what))}"}
+                status, body = await door.admin("POST", "/v1/feedback", given, token=LIVE)
+                assert (status, body["trajectory"]) == (200, about["trajectory"])
+
+        async def all_there() -> bool:
+            return all(len(door.trajectories.feedback(about["trajectory"])) == 4 for about in found)
+
+        await until(all_there)
+        status, forgotten = await door.admin("POST", "/forget", {"user": "ann"})
+        assert (status, forgotten["open"], forgotten["kept"]) == (200, len(chats), {})
+        assert await door.sessions() == 0
+
+
+async def said_by_ann(door: Door, name: str) -> dict[str, Any]:
+    status, body = await door.ask(LIVE, [USER], {"x-rollmill-session": name}, user="ann")
+    assert status == 200, body
+    return dict(body["rollmill"])
+
+
+async def test_streams_come_through_piece_by_piece_and_a_client_that_leaves_is_noticed(
+    mill: Mill, tokenizer: Tokenizer, answers: Answers
+) -> None:
+    engine = StandIn([answers.text("one two three four " * 20)], token_delay_s=0.02)
+    async with process(mill, tokenizer, engine, COUNT) as (_, door):
+        headers = {"Authorization": f"Bearer {LIVE}"}
+        for number, name in enumerate(names("chat", 1)):
+            body = {"messages": [USER], "stream": True}
+            url = f"{door.url}/s/{name}/v1/chat/completions"
+            async with door.http.post(url, json=body, headers=headers) as response:
+                assert response.headers["x-rollmill-session"] == name
+                assert b"data: " in await response.content.readany()  # the engine has not ended yet
+            while engine.cancelled <= number:  # noqa: ASYNC110
+                await asyncio.sleep(0.01)
+        engine.gate = asyncio.Event()
+        for number, name in enumerate(names("waits", 1)):
+            url = f"{door.url}/s/{name}/v1/chat/completions"
+            asked = asyncio.create_task(door.http.post(url, json={"messages": [USER]}, headers=headers))
+            await engine.asked(COUNT + number + 1)
+            asked.cancel()
+        engine.token_delay_s = 0
+        engine.gate.set()
+        for number, name in enumerate(names("waits", 1)):  # asks again until it gets the answer that nobody got
+            while await counted(door, "answers_repeated_total") == number:
+                status, _ = await door.ask(LIVE, [USER], {"x-rollmill-session": name}, tools=[])
+                assert status == 200
+
+
+@pytest.mark.parametrize("kills", [3, pytest.param(50, marks=pytest.mark.slow)])
+async def test_killed_workers_lose_nothing_and_new_connections_are_served(
+    mill: Mill, tokenizer: Tokenizer, answers: Answers, kills: int
+) -> None:
+    """Rollouts talk on while a worker is killed again and again. After each kill new connections must be served."""
+    engine = StandIn([answers.text(f"answer {number}") for number in range(20_000)], token_delay_s=0.002)
+    ids = names("rollout", 2, 2)
+    mill.plan(*ids)
+    told = {id: [dict(USER)] for id in ids}
+    enough = asyncio.Event()
+
+    async def talking(door: Door, id: str) -> None:
+        key = await door.open(id)
+        while not enough.is_set():
+            await persistent(door, key, told[id], max_tokens=100)
+            told[id].append({"role": "user", "content": f"go on {len(told[id])}"})
+
+    def answered() -> int:
+        return sum(len(messages) // 2 for messages in told.values())
+
+    async with process(mill, tokenizer, engine, 2) as (gateway, door):
+        talks = [asyncio.create_task(talking(door, id)) for id in ids]
+        chooser = random.Random(0)
+        for kill in range(kills):
+            goal = answered() + len(ids)
+            while answered() < goal:  # noqa: ASYNC110
+                await asyncio.sleep(0.01)
+            os.kill(chooser.choice(gateway.workers), signal.SIGKILL)
+            fresh = [door.ask(LIVE, [{"role": "user", "content": f"{kill} {number}"}]) for number in range(4)]
+            assert Counter([status for status, _ in await asyncio.gather(*fresh)]) == {200: 4}
+        enough.set()
+        await asyncio.gather(*talks)
+        await up(door)
+        sealed = [await door.seal(id) for id in ids]
+    for id, trajectory in zip(ids, sealed, strict=True):
+        got = [message["content"] for message in told[id] if message["role"] == "assistant"]
+        (segment,) = trajectory.segments  # every repeated request went on from the record: no branch
+        recorded = [tokenizer.decode(segment.tokens[span.start : span.end].tolist()) for span in segment.spans]
+        assert len(recorded) == len(got) and all(text in said for text, said in zip(got, recorded, strict=True))
+        assert trajectory.messages == told[id][:-1]
+
+
+async def test_sessions_move_when_the_number_of_workers_changes(
+    mill: Mill, tokenizer: Tokenizer, answers: Answers
+) -> None:
+    engine, ids = StandIn([answers.text("one")]), names("rollout", 2)
+    mill.plan(*ids)
+    told: dict[str, list[Any]] = {id: [dict(USER)] for id in ids}
+    chat = {"x-rollmill-session": "chat"}
+    trajectories = set()
+    for count in (1, 3, 2, 1):
+        async with process(mill, tokenizer, engine, count) as (gateway, door):
+            for id, messages in told.items():
+                await door.say(await door.open(id), messages)
+                messages.append({"role": "user", "content": "go on"})
+            trajectories.add((await said(door, [USER], chat))["trajectory"])
+            assert await door.sessions() == len(ids) + 1
+            if count == 1 and len(told[ids[0]]) > 3:
+                for id, messages in told.items():
+                    assert (await door.seal(id)).messages == messages[:-1]
+            gateway.stop()
+    assert len(trajectories) == 1
+    assert len(log_directories(mill.directory / "gateway")) == 3
+
+
+async def test_workers_share_the_limits_of_keys(mill: Mill, tokenizer: Tokenizer, answers: Answers) -> None:
+    _, secret = mill.keys.create(["production"], requests_per_minute=5)
+    async with process(mill, tokenizer, StandIn([answers.text("one")]), COUNT) as (_, door):
+        asked = [door.ask(secret, [{"role": "user", "content": f"{number}"}]) for number in range(12)]
+        assert Counter([status for status, _ in await asyncio.gather(*asked)]) == {200: 5, 429: 7}
+
+
+def test_texts_of_metrics_add_up() -> None:
+    texts = []
+    for number in (1, 2):
+        metrics = Metrics()
+        metrics.count("requests_total", number, traffic="production")
+        metrics.count("errors_total", status=400 + number)
+        metrics.observe("queue_seconds", 0.01 * number, {"traffic": "rollout", "model": "m", "dialect": "d"})
+        texts.append(metrics.render({"sessions": number, 'engine_alive{url="u"}': 1}))
+    families = {family.name: family for family in text_string_to_metric_families(added(texts))}
+    samples = {
+        (sample.name.removeprefix("rollmill_gateway_"), sample.labels.get("le", "")): sample.value
+        for family in families.values()
+        for sample in family.samples
+    }
+    assert samples["requests_total", ""] == 3 and samples["sessions", ""] == 3 and samples["engine_alive", ""] == 1
+    assert samples["queue_seconds_count", ""] == 2 and samples["queue_seconds_bucket", "0.01"] == 1
+    assert len(families["rollmill_gateway_errors"].samples) == 2
+
+
+def test_an_opening_is_the_same_in_all_requests_of_a_conversation() -> None:
+    said = [{"role": "system", "content": "s"}, {"role": "user", "content": "u"}]
+    later = [*said, {"role": "assistant", "content": "a"}, {"role": "user", "content": "v"}]
+    assert opening(said) == opening(later) != opening(said[1:])
