@@ -17,13 +17,14 @@ from typing import TypeVar
 from rollmill.cluster.run import RunDirectory
 from rollmill.cluster.state import RunState, state_of
 from rollmill.dashboard import overview
-from rollmill.dashboard.queries import Costs, Queue, read_queue, read_recent, run_keys
+from rollmill.dashboard.queries import Costs, Queue, read_cycles, read_queue, read_recent, run_keys
 from rollmill.dashboard.source import Source
 from rollmill.dashboard.status import Channel, read_channels, read_engines, read_processes
 from rollmill.dashboard.watch import Watch
 from rollmill.evals.report.figures import figures
 from rollmill.evals.report.markup import Markup, join, tag
 from rollmill.evals.report.page import chapters, every_figure, incidents, lead, tiles
+from rollmill.realtime.journal import Move
 from rollmill.training.stage import RolloutSettings
 from rollmill.types import Version
 from rollmill.weights.reading.store import WeightStore
@@ -74,6 +75,7 @@ class Live:
         return _body(
             {
                 "head": overview.hero("Rollmill store", "still", source.name, note),
+                "cycle": overview.cycles(self._cycles()),
                 "runs": overview.recent(found, MOST_RECENT),
                 "regions": overview.regions([], self._channels(), []),
             }
@@ -98,6 +100,7 @@ class Live:
         return _body(
             {
                 "head": overview.hero(kicker, mood, run.config.name, drawn.pop("lead"), progress, drawn.pop("tiles")),
+                "cycle": overview.cycles(self._cycles()),
                 "learning": drawn.pop("learning"),
                 "solving": drawn.pop("solving"),
                 "queue": overview.queue(stage, queue, engines),
@@ -134,6 +137,10 @@ class Live:
         costs.read(self._source.database)
         assert isinstance(stage, RolloutSettings)
         return stage.name, read_queue(self._source.database, key, stage.pace(stage.steps)), costs
+
+    def _cycles(self) -> dict[int, list[Move]]:
+        only = self._source.only
+        return read_cycles(self._source.database, only) if only is not None and self._source.exists else {}
 
     def _channels(self) -> list[Channel]:
         objects = self._source.objects

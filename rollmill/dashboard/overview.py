@@ -16,6 +16,7 @@ from rollmill.evals.report.markup import Markup, join, tag
 from rollmill.evals.report.page import tile
 from rollmill.evals.report.scales import duration, number, percent
 from rollmill.evals.report.sections import figure, section
+from rollmill.realtime.journal import Move
 from rollmill.types import Version
 
 STATES = {"training": "live", "finished": "done", "stopped": "still"}
@@ -235,6 +236,20 @@ def _history(channel: Channel) -> Markup:
         for entry in channel.entries
     ]
     return tag("details", tag("summary", f"{len(entries)} moves"), tag("ul", entries, class_="incidents"))
+
+
+def cycles(found: Mapping[int, Sequence[Move]]) -> Markup:
+    """Real-time RL: where the newest cycle is and why, and how the ones before ended."""
+    listed = []
+    for cycle, moves in found.items():
+        last = moves[-1]
+        rows = [[move.state, move.reason[:1000], moment(move.at)] for move in moves]
+        colour = {"promoted": "good", "held": "bad", "rolled_back": "bad"}.get(last.state, "live-text")
+        state = tag("b", last.state, class_=colour)
+        head = tag("summary", f"Cycle {cycle}: ", state, f" – {last.reason[:300]}")
+        listed.append(tag("details", head, table(("State", "Why", "Since"), rows, words=3), open=not listed))
+    about = "Learning from live users: collect, distil, train, gate, canary, then promote, hold or roll back."
+    return section("The cycle", about, *listed)
 
 
 def recent(found: Sequence[RecentWork], most: int) -> Markup:

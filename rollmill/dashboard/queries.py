@@ -12,6 +12,7 @@ from dataclasses import dataclass, field, replace
 
 import sqlalchemy as sa
 
+from rollmill.realtime.journal import Journal, Move
 from rollmill.storage.database import reading
 from rollmill.trajectories.pace import Pace
 from rollmill.trajectories.query import Cursor, TrajectoryQuery
@@ -24,6 +25,7 @@ from rollmill.types import GroupState
 PAGE = 50  # trajectories per page
 WINDOW = 5000  # trajectories that one page looks at, per run key
 MOST_KEYS = 1000  # run keys of a shared database
+MOST_CYCLES = 10
 MOST_STEPS = 1000  # newest steps whose costs are shown
 _table = trajectories.c
 
@@ -135,6 +137,14 @@ class Costs:
             cost.solved += result.solved
             cost.tokens += result.tokens
         self.through = newest
+
+
+def read_cycles(engine: sa.Engine, run: str) -> dict[int, list[Move]]:
+    """The newest cycles of a run, the newest first, with their moves in order."""
+    journal = Journal(engine, run)
+    current = journal.current()
+    numbers = range(current.number, max(0, current.number - MOST_CYCLES), -1) if current is not None else ()
+    return {number: journal.history(number) for number in numbers}
 
 
 @dataclass(frozen=True)

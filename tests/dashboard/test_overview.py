@@ -23,6 +23,7 @@ from rollmill.errors import StorageError
 from rollmill.evals.report.figures import RunEvents, figures
 from rollmill.evals.report.page import chapters
 from rollmill.gateway.keys import KeyRing, KeyStore
+from rollmill.realtime.journal import Journal
 from rollmill.storage.database import open_database, reading, writing
 from rollmill.storage.objects import Objects
 from rollmill.telemetry import read_events
@@ -126,6 +127,18 @@ def test_versions_and_channels(run: RunDirectory, tmp_path: Path) -> None:
     row = next(row for row in body.split("<tr>") if "<b>live</b>" in row)
     assert row.index("rl@1") < row.index("3 moves") and row.index("3: ") < row.index("2: ")
     assert "engine-away" in body and "demo@32" in body  # what the engines served last
+
+
+def test_the_cycle_says_where_it_is_and_why(run: RunDirectory) -> None:
+    journal = Journal(open_database(run.database_url), run.id)
+    assert "The cycle" not in Live(Source.of_run(run.path)).snapshot().body
+    first = journal.move(journal.begin({}, "it begins"), "distilling", "enough conversations")
+    journal.move(first, "held", f"too few with signal {HOSTILE}")
+    journal.begin({}, "12 of 40 conversations")
+    body = Live(Source.of_run(run.path)).snapshot().body
+    assert body.index("Cycle 2: ") < body.index("12 of 40 conversations") < body.index("Cycle 1: ")
+    assert "too few with signal" in body and "enough conversations" in body
+    assert_tame(body)
 
 
 async def test_only_this_machine_may_ask_without_a_key(run: RunDirectory, visit: Open) -> None:
