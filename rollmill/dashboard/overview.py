@@ -240,7 +240,7 @@ def _history(channel: Channel) -> Markup:
 
 def cycles(found: Mapping[int, Sequence[Move]]) -> Markup:
     """Real-time RL: where the newest cycle is and why, and how the ones before ended."""
-    listed = []
+    listed: list[Markup] = []
     for cycle, moves in found.items():
         last = moves[-1]
         rows = [[move.state, move.reason[:1000], moment(move.at)] for move in moves]
