@@ -126,13 +126,17 @@ class Mill:
         await self.stack.enter_async_context(server)
         return EngineEndpoint(str(server.make_url("")), "home")
 
-    async def gateway(self, *engines: EngineEndpoint, config: GatewayConfig = QUICK, wait: bool = True) -> Door:
-        return await self.stack.enter_async_context(self.running(*engines, config=config, wait=wait))
+    async def gateway(
+        self, *engines: EngineEndpoint, config: GatewayConfig = QUICK, wait: bool = True, follows: bool = True
+    ) -> Door:
+        running = self.running(*engines, config=config, wait=wait, follows=follows)
+        return await self.stack.enter_async_context(running)
 
     @contextlib.asynccontextmanager
     async def running(
-        self, *engines: EngineEndpoint, config: GatewayConfig = QUICK, wait: bool = True
+        self, *engines: EngineEndpoint, config: GatewayConfig = QUICK, wait: bool = True, follows: bool = True
     ) -> AsyncIterator[Door]:
+        """`follows`: engines may register; servers of others then answer only who asks for them."""
         objects = Objects.open(self.directory / "store")
         database = open_database(f"sqlite:///{self.directory}/mill.db")
         trajectories = TrajectoryStore(database, objects)
@@ -147,7 +151,7 @@ class Mill:
             ADMIN,
             LIVE,
             keys=KeyStore(database, "run"),
-            fleet=Fleet(database, "run", ENGINE),
+            fleet=Fleet(database, "run", ENGINE) if follows else None,
         )
         async with TestServer(app) as server, aiohttp.ClientSession() as http:
             door = Door(str(server.make_url("")).rstrip("/"), trajectories, http)

@@ -90,7 +90,7 @@ async def test_a_second_gateway_tells_tokens_and_log_probs(mill: Mill, answers: 
     behind = EngineEndpoint(first.url, "elsewhere", LIVE, "openai", "main")
     second = Mill(mill.directory / "second", mill.format, mill.tokenizer, mill.stack)
     second.directory.mkdir()
-    door = await second.gateway(behind)
+    door = await second.gateway(behind, follows=False)
     second.plan("a")
     key = await door.open("a")
     assert (await door.say(key, [USER]))["choices"][0]["message"]["content"] == "one two"
@@ -108,7 +108,7 @@ async def test_a_second_gateway_streams(mill: Mill, answers: Answers) -> None:
     first = await mill.gateway(await mill.engine(engine))
     second = Mill(mill.directory / "second", mill.format, mill.tokenizer, mill.stack)
     second.directory.mkdir()
-    door = await second.gateway(EngineEndpoint(first.url, "elsewhere", LIVE, "openai", "main"))
+    door = await second.gateway(EngineEndpoint(first.url, "elsewhere", LIVE, "openai", "main"), follows=False)
     second.plan("a")
     key = await door.open("a")
     body = {"messages": [USER], "stream": True}
@@ -127,7 +127,7 @@ async def test_a_second_gateway_streams(mill: Mill, answers: Answers) -> None:
 
 async def test_after_a_stream_that_breaks_off_the_rest_is_asked_for(mill: Mill) -> None:
     server = Streaming([{"text": "one", "finish_reason": None}])
-    door = await mill.gateway(await backend(mill, server))
+    door = await mill.gateway(await backend(mill, server), follows=False)
     status, body = await door.ask(LIVE, [USER], max_tokens=4, stop=["never"])
     assert (status, body["choices"][0]["finish_reason"]) == (200, "length")
     first, second = (request["prompt"] for request in server.requests[:2])
@@ -136,7 +136,7 @@ async def test_after_a_stream_that_breaks_off_the_rest_is_asked_for(mill: Mill) 
 
 async def test_a_stream_of_text_is_tokenised_piece_by_piece(mill: Mill) -> None:
     pieces = [{"text": "one"}, {"text": " two", "finish_reason": None}, {"text": "", "finish_reason": "length"}]
-    door = await mill.gateway(await backend(mill, Streaming(pieces)))
+    door = await mill.gateway(await backend(mill, Streaming(pieces)), follows=False)
     mill.plan("a")
     await door.say(await door.open("a"), [USER], max_tokens=100)
     (segment,) = (await door.seal("a")).segments
@@ -148,7 +148,9 @@ async def test_a_stream_of_text_is_tokenised_piece_by_piece(mill: Mill) -> None:
 
 async def test_a_server_that_fails_is_an_engine_that_fails(mill: Mill) -> None:
     door = await mill.gateway(
-        await backend(mill, Server("x", token_ids=[-1])), config=QUICK.model_copy(update={"engine_wait_s": 0.2})
+        await backend(mill, Server("x", token_ids=[-1])),
+        config=QUICK.model_copy(update={"engine_wait_s": 0.2}),
+        follows=False,
     )
     status, body = await door.ask(LIVE, [USER])
     assert status == 503 and "every engine failed" in body["error"]["message"]
