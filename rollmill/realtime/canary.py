@@ -1,7 +1,8 @@
 """Canary: a share of production gets the candidate, and its acceptance is compared with that of the live version.
 
 The comparison is looked at again and again, so a plain 95 % interval would soon be wrong by chance. The interval here
-is always valid: the probability that it ever excludes the truth, however often one looks, is at most 1 − confidence.
+is always valid: the probability that it ever excludes the truth, however often one looks, is at most 1 − confidence,
+as far as rates are normally distributed; tests/realtime/test_canary.py simulates small and unequal arms.
 It is that of a mixture sequential probability ratio test: the true difference is mixed over a normal distribution of
 width `EFFECT` around 0 (Johari, Pekelis and Walsh, 2017).
 
@@ -45,9 +46,11 @@ def always_valid(live: Arm, candidate: Arm, confidence: float = 0.95) -> tuple[f
     """The difference of the acceptance rates, candidate minus live, with its always-valid interval."""
     if not live.sessions or not candidate.sessions:
         return 0.0, -1.0, 1.0
-    # one accepted and one refused session more: a rate of exactly 0 or 1 would have no variance
-    pooled = (live.accepted + candidate.accepted + 1) / (live.sessions + candidate.sessions + 2)
-    variance = pooled * (1 - pooled) * (1 / live.sessions + 1 / candidate.sessions)
+    # each arm has its own variance: a small arm that is accepted less varies more than a large one that is accepted
+    # always. Two accepted and two refused sessions more (Agresti and Coull, 1998): a rate near 0 or 1 would seem to
+    # have less variance than it has
+    rates = [((arm.accepted + 2) / (arm.sessions + 4), arm.sessions) for arm in (live, candidate)]
+    variance = sum(rate * (1 - rate) / sessions for rate, sessions in rates)
     mixed = EFFECT**2
     evidence = 2 * math.log(1 / (1 - confidence)) + math.log((variance + mixed) / variance)
     half = math.sqrt(variance * (variance + mixed) / mixed * evidence)

@@ -50,3 +50,14 @@ def test_a_regression_is_found() -> None:
 def test_more_sessions_narrow_the_interval() -> None:
     widths = [np.ptp(always_valid(Arm(count // 2, count), Arm(count // 2, count))[1:]) for count in (50, 500, 5000)]
     assert widths[0] > widths[1] > widths[2]
+
+
+@pytest.mark.parametrize(("live", "candidate"), [(1.0, 0.9), (0.98, 0.93), (0.6, 0.55)])
+def test_looking_often_does_not_promote_what_is_worse(live: float, candidate: float) -> None:
+    """Of 300 simulated canaries with 19 live sessions for each of the candidate: how many the interval promotes."""
+    random, found = np.random.default_rng(2), 0
+    for _ in range(300):
+        first, second = np.cumsum(random.random(19 * 199) < live), np.cumsum(random.random(199) < candidate)
+        looks = ((Arm(int(first[19 * n - 1]), 19 * n), Arm(int(second[n - 1]), n)) for n in range(1, 200))
+        found += any(always_valid(*arms)[1] > -0.05 for arms in looks)
+    assert found <= 15, "5 % of 300: both sides together"
