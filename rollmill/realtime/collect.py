@@ -16,9 +16,13 @@ PRODUCTION = "production"  # what the gateway lists live traffic under
 _COLUMNS = ("id", "state", "line", "oldest_version", "newest_version", "provenance")
 
 
-def read_conversations(engine: sa.Engine, since: float, ended_before: float) -> list[Conversation]:
-    """Conversations that began at `since` or later. One that has not ended by `ended_before` counts as running."""
-    of = (trajectories.c.run == PRODUCTION) & (trajectories.c.created_at >= since)
+def read_conversations(
+    engine: sa.Engine, ended_before: float, *, ended_after: float = 0.0, begun_at: float = 0.0
+) -> list[Conversation]:
+    """Conversations that ended after `ended_after` and began at `begun_at` or later. One that has not ended by
+    `ended_before` counts as running: who asks next with that time as `ended_after` gets it."""
+    ended_at = sa.func.coalesce(trajectories.c.finished_at, trajectories.c.created_at)
+    of = (trajectories.c.run == PRODUCTION) & (ended_at > ended_after) & (trajectories.c.created_at >= begun_at)
     rows = sa.select(*(trajectories.c[name] for name in (*_COLUMNS, "finished_at"))).where(of)
     said = sa.select(feedback.c.trajectory, feedback.c.kind, feedback.c.value, feedback.c.data)
     said = said.join_from(feedback, trajectories, feedback.c.trajectory == trajectories.c.id).where(of)
