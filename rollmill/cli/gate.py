@@ -33,7 +33,8 @@ def gate(
     Both make the same attempts. Solve rate, tokens per solved task, seconds, malformed tool calls and questions are
     compared, each with a 95 % interval and a bound of the section [gate]. Exit code 0 means promote, and 3 means hold:
     the reasons are printed. A run with a section [gate] refuses other versions as `live`. While there is no live
-    version, the version is compared with itself, and only the bar decides. For example:
+    version, the version is compared with itself, and only the bar decides. A verdict counts for `live` only if the
+    whole suite was used, against the version that is live. For example:
 
         rollmill gate runs/demo rl@32 --against rl@0
         rollmill gate runs/demo candidate --json > gate.json
@@ -51,12 +52,17 @@ def gate(
     run = RunDirectory.open(directory)
     suite = limited_suite(run.config.evals, tasks, attempts)
     wanted = find_target(run, candidate)
-    first = against == LIVE and Channels(Objects.open(run.home_store)).get(LIVE) is None
-    live = wanted if first else find_target(run, against)  # the first live version: only the bar decides
+    now = Channels(Objects.open(run.home_store)).get(LIVE)
+    # the first live version is compared with itself: only the bar decides
+    live = wanted if against == LIVE and now is None else find_target(run, against)
+    counts = suite == run.config.evals and live.version == (now or wanted.version)
     if run.config.gate is not None:
         require_gate(Objects.open(run.home_store))
     with Console(stderr=True).status(f"{wanted.version} against {live.version}"):
-        verdict = run_gate(run, live, wanted, suite, run.config.gate or GateConfig(), again=again)
+        verdict = run_gate(run, live, wanted, suite, run.config.gate or GateConfig(), again=again, record=counts)
+    if not counts:
+        what = f"{wanted.version} against {now or 'itself'} on the whole suite"
+        typer.echo(f"this verdict does not count for `live`: that takes {what}", err=True)
     if json:
         from json import dumps
 

@@ -147,7 +147,8 @@ class CycleDriver:
     def _gate(self, cycle: Cycle) -> Cycle:
         live, candidate = (self._target(cycle.facts[name]) for name in ("live", CANDIDATE))
         config, suite = self._run.config.gate or GateConfig(), self._run.config.evals
-        require_gate(self._objects)
+        if self._run.config.gate is not None:
+            require_gate(self._objects)
         verdict = run_gate(self._run, live, candidate, suite, config, on_tick=lambda: self._on_tick(cycle))
         reason = f"the gate says {verdict.verdict}: {'; '.join(verdict.reasons)}"
         state = "canary" if verdict.promotes else "held"

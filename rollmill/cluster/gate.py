@@ -23,6 +23,7 @@ from rollmill.evals.run import Conduct, EvalResult
 from rollmill.evals.suite import EvalConfig
 from rollmill.storage.objects import Objects
 from rollmill.types import Version
+from rollmill.weights.reading.channels import Channels
 
 LIVE = "live"
 _REQUIRED = "gates/required.json"
@@ -36,14 +37,17 @@ def run_gate(
     config: GateConfig,
     *,
     again: bool = False,
+    record: bool = True,
     on_tick: Callable[[], None] = lambda: None,
 ) -> GateVerdict:
-    """Measure both versions, unless they are measured already, and record the verdict about the candidate."""
+    """Measure both versions, unless they are measured already, and record the verdict about the candidate. Record only
+    what `live` may rely on: a comparison with the live version on the whole suite of the run."""
     objects = Objects.open(run.home_store)
     suite = suite.model_copy(update={"greedy": False})  # one attempt per task says little about behaviour
     measured = [_measure(run, target.pinned(), suite, objects, again, on_tick) for target in (live, candidate)]
     verdict = judge(measured[0], measured[1], config, (str(live.version), str(candidate.version)))
-    record_verdict(objects, candidate.version, verdict)
+    if record:
+        record_verdict(objects, candidate.version, verdict)
     return verdict
 
 
@@ -58,8 +62,8 @@ def require_gate(objects: Objects) -> None:
 
 
 def check_live(objects: Objects, channel: str, version: Version, *, required: bool = False) -> None:
-    """Raise WeightsError if the version must not become live: its newest verdict is no promotion, or it has none.
-    `required`: the run has a gate, whether its store says so or not."""
+    """Raise WeightsError if the version must not become live: its newest verdict is no promotion, is about another live
+    version, or is not there. `required`: the run has a gate, whether its store says so or not."""
     if channel != LIVE or not (required or objects.head(_REQUIRED) is not None):
         return
     key = _verdict_key(version)
@@ -73,6 +77,12 @@ def check_live(objects: Objects, channel: str, version: Version, *, required: bo
         raise WeightsError(
             f"the gate holds {version}: {'; '.join(said['reasons'])}",
             hint="change the bounds in [gate] if they are wrong, and run `rollmill gate` again",
+        )
+    live = Channels(objects).get(LIVE) or version  # the first live version was compared with itself
+    if said["live"] != str(live):
+        raise WeightsError(
+            f"{version} passed the gate against {said['live']}, and {live} is live now",
+            hint=f"`rollmill gate RUN {version}` compares it with {live}",
         )
 
 

@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable
+from dataclasses import asdict
 from pathlib import Path
 
+from rollmill.cluster.gate import _digest as measured_digest
 from rollmill.cluster.gate import record_verdict, require_gate
 from rollmill.evals.gate import GateVerdict
+from rollmill.evals.run import Conduct
 from rollmill.storage.objects import Objects
 from rollmill.types import Version
 from rollmill.weights.reading.channels import Channels
@@ -16,9 +20,9 @@ from tests.cluster.served import published_run
 SET = ("weights", "channel", "set")
 
 
-def verdict(word: str, version: str) -> GateVerdict:
+def verdict(word: str, version: str, live: str) -> GateVerdict:
     assert word in ("promote", "hold")
-    return GateVerdict("promote" if word == "promote" else "hold", version, "rl@0", 1, 1, (), ("malformed: too many",))
+    return GateVerdict("promote" if word == "promote" else "hold", version, live, 1, 1, (), ("malformed: too many",))
 
 
 def test_live_of_a_run_with_a_gate_needs_a_promotion(tmp_path: Path, rollmill: Callable[..., Told]) -> None:  # noqa: F811
@@ -26,20 +30,37 @@ def test_live_of_a_run_with_a_gate_needs_a_promotion(tmp_path: Path, rollmill: C
     objects = Objects.open(run.home_store)
     told = rollmill(*SET, run.path, "live", "rl@1")
     assert told.code == 1 and "rl@1 has not passed the gate" in told.err and "`rollmill gate RUN rl@1`" in told.err
-    record_verdict(objects, Version("rl", 1), verdict("hold", "rl@1"))
+    record_verdict(objects, Version("rl", 1), verdict("hold", "rl@1", "rl@1"))
     told = rollmill(*SET, run.path, "live", "rl@1")
     assert told.code == 1 and "the gate holds rl@1: malformed: too many" in told.err
     assert Channels(objects).get("live") is None
-    record_verdict(objects, Version("rl", 1), verdict("promote", "rl@1"))
+    record_verdict(objects, Version("rl", 1), verdict("promote", "rl@1", "rl@1"))
     assert rollmill(*SET, run.path, "live", "rl@1").code == 0
     # other channels are free; a rollback goes to what was live before, and nowhere else
     assert rollmill(*SET, run.path, "candidate", "rl@2").code == 0
     assert rollmill("weights", "rollback", run.path, "live", "--to", "rl@2").code == 1
-    record_verdict(objects, Version("rl", 2), verdict("promote", "rl@2"))
+    record_verdict(objects, Version("rl", 2), verdict("promote", "rl@2", "rl@1"))
     assert rollmill(*SET, run.path, "live", "rl@2").code == 0
-    record_verdict(objects, Version("rl", 1), verdict("hold", "rl@1"))
+    record_verdict(objects, Version("rl", 1), verdict("hold", "rl@1", "rl@2"))
     assert rollmill("weights", "rollback", run.path, "live").code == 0
     assert Channels(objects).get("live") == Version("rl", 1)
+
+
+def test_a_verdict_is_about_the_version_that_was_live(tmp_path: Path, rollmill: Callable[..., Told]) -> None:  # noqa: F811
+    run = published_run(tmp_path, 3, "gate.offline_bar=0.2")
+    objects = Objects.open(run.home_store)
+    record_verdict(objects, Version("rl", 1), verdict("promote", "rl@1", "rl@0"))
+    told = rollmill(*SET, run.path, "live", "rl@1")
+    assert told.code == 1, "nothing is live, so it had to be compared with itself"
+    for version in ("rl@0", "rl@1"):
+        record_verdict(objects, Version("rl", int(version[-1])), verdict("promote", version, "rl@0"))
+        assert rollmill(*SET, run.path, "live", version).code == 0
+    record_verdict(objects, Version("rl", 2), verdict("promote", "rl@2", "rl@0"))
+    told = rollmill(*SET, run.path, "live", "rl@2")
+    assert told.code == 1 and "rl@2 passed the gate against rl@0, and rl@1 is live now" in told.err
+    assert "`rollmill gate RUN rl@2` compares it with rl@1" in told.err
+    record_verdict(objects, Version("rl", 2), verdict("promote", "rl@2", "rl@1"))
+    assert rollmill(*SET, run.path, "live", "rl@2").code == 0
 
 
 def test_a_store_can_have_a_gate_without_its_run(tmp_path: Path, rollmill: Callable[..., Told]) -> None:  # noqa: F811
@@ -48,3 +69,27 @@ def test_a_store_can_have_a_gate_without_its_run(tmp_path: Path, rollmill: Calla
     second = published_run(tmp_path / "second", 1)
     require_gate(Objects.open(second.home_store))
     assert rollmill(*SET, second.home_store, "live", "rl@0").code == 1
+
+
+def test_a_verdict_counts_with_the_whole_suite_against_what_is_live(
+    tmp_path: Path,
+    rollmill: Callable[..., Told],  # noqa: F811
+) -> None:
+    run = published_run(tmp_path, 3, "gate.offline_bar=0.2")
+    objects, suite = Objects.open(run.home_store), run.config.evals.model_copy(update={"greedy": False})
+    attempts = json.dumps({"heldout a": [asdict(Conduct(True, 10, 1.0, 1, 0, False))]}).encode()
+    for number in range(3):  # what is measured already is not measured again
+        for change in ({}, {"attempts": 1}):
+            digest = measured_digest(run, suite.model_copy(update=change))
+            objects.put(f"gates/measured/rl@{number}-{digest}.json", attempts)
+    uncounted = "this verdict does not count for `live`"
+    told = rollmill("gate", run.path, "rl@1", "--attempts", 1)
+    assert told.code == 0 and uncounted in told.err
+    assert rollmill(*SET, run.path, "live", "rl@1").code == 1
+    told = rollmill("gate", run.path, "rl@1")
+    assert told.code == 0 and uncounted not in told.err
+    assert rollmill(*SET, run.path, "live", "rl@1").code == 0
+    for against, code in (("rl@2", 1), ("rl@0", 1), ("rl@1", 0)):
+        told = rollmill("gate", run.path, "rl@2", "--against", against)
+        assert told.code == 0 and (uncounted in told.err) == (code == 1)
+        assert rollmill(*SET, run.path, "live", "rl@2").code == code
