@@ -170,7 +170,9 @@ class CycleDriver:
         return self.journal.move(cycle, state, f"{verdict.decision}: {verdict.reason}", **facts)
 
     def _arms(self, cycle: Cycle, since: float) -> tuple[Arm, Arm]:
-        conversations = read_conversations(self._engine, time.time() - self._config.settle_s, begun_at=since)
+        conversations = read_conversations(
+            self._engine, self._run.id, time.time() - self._config.settle_s, begun_at=since
+        )
         live, candidate = (self._arm(conversations, _version(cycle.facts[name])) for name in ("live", CANDIDATE))
         return live, candidate
 
@@ -217,7 +219,7 @@ class CycleDriver:
         return version
 
     def _distilled(self, since: float, until: float, live: Version) -> Distilled:
-        found = read_conversations(self._engine, until, ended_after=since)
+        found = read_conversations(self._engine, self._run.id, until, ended_after=since)
         return distil(found, live, self._config.rule, self._config.max_lag)
 
     def _target(self, text: str) -> Target:

@@ -77,11 +77,12 @@ def make_app(
     splits: SplitStore | None = None,
     fleet: Fleet | None = None,
     workers: Workers | None = None,
+    run: str | None = None,
 ) -> web.Application:
     """Sessions found in `log_dir` continue after a crash. `keys` are those that `rollmill keys` made; the admin token,
     the production key and the rollout key are valid too. `splits` says how production is divided, from then on. With a
     `fleet`, engines register and are followed. With several `workers`, this is the app of one of them, and its log is
-    in a directory of its own in `log_dir`."""
+    in a directory of its own in `log_dir`. `run` is the id that production is recorded with."""
     workers = workers or Workers()
     config, log_dir = share(config, workers), log_directory(log_dir, workers.number)
     ring = KeyRing(
@@ -93,9 +94,8 @@ def make_app(
         cache_s=config.key_cache_s,
     )
     access = Access(ring, KeyLimits(keys, Buckets(workers.limits)))
-    gateway = Gateway(
-        config, format, tokenizer, engines, trajectories, objects, log_dir, admin_token, access, workers, splits, fleet
-    )
+    stores = (trajectories, objects, log_dir)
+    gateway = Gateway(config, format, tokenizer, engines, *stores, admin_token, access, workers, splits, fleet, run)
     middlewares = [gateway.observer.watch, gateway.report_errors]
     app = web.Application(client_max_size=config.max_body_bytes, middlewares=middlewares)
     gateway.model_routes.add_to(app)
@@ -130,6 +130,7 @@ class Gateway:
         workers: Workers,
         splits: SplitStore | None = None,
         fleet: Fleet | None = None,
+        run: str | None = None,
     ) -> None:
         self._splits = splits
         self._config = config
@@ -142,7 +143,7 @@ class Gateway:
             log_dir if config.access_log else None,
             Tracer(config.traces) if config.traces else None,
         )
-        self._registry = Registry(admin_token, keep_routes=False, fresh=workers.fresh)
+        self._registry = Registry(admin_token, keep_routes=False, fresh=workers.fresh, run=run)
         self._recorder = Recorder(log_dir, compact_bytes=config.compact_bytes)
         self._registry.replay(self._recorder.replay())
         self._router = Router(engines, config, tokenizer.encode, follows=fleet is not None)

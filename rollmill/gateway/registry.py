@@ -41,9 +41,11 @@ class Registry:
         *,
         keep_routes: bool = True,
         fresh: Callable[[str], str] = lambda prefix: prefix + uuid.uuid4().hex,
+        run: str | None = None,
     ) -> None:
         """`keep_routes`: keep the routes of recorded turns in memory. The log has them too, see gateway.routes.
-        `fresh` makes a new id with a prefix."""
+        `fresh` makes a new id with a prefix. `run`: the id of the run whose production this is."""
+        self._of_run = {"run": run} if run is not None else {}
         self.fresh = fresh
         self._keep_routes = keep_routes
         self._secret = admin_token.encode()
@@ -121,7 +123,7 @@ class Registry:
 
     def _provenance(self, key_id: str, user: str, consent: str) -> dict[str, Any]:
         of_user = {"user": pseudonym(self._secret, user)} if user else {}
-        return {"key": key_id, **of_user, **({"consent": consent} if consent != "train" else {})}
+        return {"key": key_id, **self._of_run, **of_user, **({"consent": consent} if consent != "train" else {})}
 
     def successor(self, session: Session) -> Session:
         """The session in which a production conversation continues after its own has ended."""

@@ -17,10 +17,13 @@ _COLUMNS = ("id", "state", "line", "oldest_version", "newest_version", "provenan
 
 
 def read_conversations(
-    engine: sa.Engine, ended_before: float, *, ended_after: float = 0.0, begun_at: float = 0.0
+    engine: sa.Engine, run: str, ended_before: float, *, ended_after: float = 0.0, begun_at: float = 0.0
 ) -> list[Conversation]:
-    """Conversations that ended after `ended_after` and began at `begun_at` or later. One that has not ended by
-    `ended_before` counts as running: who asks next with that time as `ended_after` gets it."""
+    """Conversations of a run that ended after `ended_after` and began at `begun_at` or later. One that has not ended by
+    `ended_before` counts as running: who asks next with that time as `ended_after` gets it.
+
+    Runs may share a database, and versions of two runs may have the same name. Conversations that name no run, as
+    older gateways recorded them, are left out: they may be of any run."""
     ended_at = sa.func.coalesce(trajectories.c.finished_at, trajectories.c.created_at)
     of = (trajectories.c.run == PRODUCTION) & (ended_at > ended_after) & (trajectories.c.created_at >= begun_at)
     rows = sa.select(*(trajectories.c[name] for name in (*_COLUMNS, "finished_at"))).where(of)
@@ -40,8 +43,9 @@ def read_conversations(
             line=row.line,
             oldest=row.oldest_version,
             newest=row.newest_version,
-            consent=str(from_json(row.provenance).get("consent", "train")),
+            consent=str(provenance.get("consent", "train")),
             signals=signals[row.id],
         )
         for row in found
+        if (provenance := from_json(row.provenance)).get("run") == run
     ]

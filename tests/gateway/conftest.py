@@ -152,6 +152,7 @@ class Mill:
             LIVE,
             keys=KeyStore(database, "run"),
             fleet=Fleet(database, "run", ENGINE) if follows else None,
+            run="run",
         )
         async with TestServer(app) as server, aiohttp.ClientSession() as http:
             door = Door(str(server.make_url("")).rstrip("/"), trajectories, http)

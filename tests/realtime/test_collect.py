@@ -25,8 +25,8 @@ def engine(database_url: str) -> sa.Engine:
     return open_database(database_url)
 
 
-def add(store: TrajectoryStore, engine: sa.Engine, id: str, begun: float, ended: float | None) -> None:
-    store.create(PRODUCTION, id, "t", [id], {"key": "k"}, "production")
+def add(store: TrajectoryStore, engine: sa.Engine, id: str, begun: float, ended: float | None, run: str = "r") -> None:
+    store.create(PRODUCTION, id, "t", [id], {"key": "k", "run": run}, "production")
     values: dict[str, object] = {"created_at": begun}
     if ended is not None:
         store.finish(id, "payload", None, tokens=2, sampled_tokens=1, segments=1)
@@ -45,7 +45,7 @@ def test_a_conversation_that_is_open_at_the_end_of_collecting_is_of_the_next_cyc
     add(store, engine, "open", start + 6, None)
 
     def states(until: float, **since: float) -> dict[str, str]:
-        return {each.id: each.state for each in read_conversations(engine, until, **since)}
+        return {each.id: each.state for each in read_conversations(engine, "r", until, **since)}
 
     assert states(start + 20) == {"early": "finished", "across": "running", "late": "running", "open": "running"}
     assert states(start + 40, ended_after=start + 20) == {"across": "finished", "late": "finished"}
@@ -53,3 +53,11 @@ def test_a_conversation_that_is_open_at_the_end_of_collecting_is_of_the_next_cyc
     assert states(time.time(), ended_after=start + 40) == {"open": "finished"}
     # a canary compares only conversations that began in it
     assert states(start + 40, begun_at=start + 20) == {"late": "finished"}
+
+
+def test_runs_that_share_a_database_do_not_mix(store: TrajectoryStore, engine: sa.Engine) -> None:
+    """`production` is what conversations of older gateways have in place of a run."""
+    for run in ("r", "s", PRODUCTION):
+        add(store, engine, f"of-{run}", 1.0, 2.0, run)
+    assert [each.id for each in read_conversations(engine, "r", 3.0)] == ["of-r"]
+    assert [each.id for each in read_conversations(engine, "s", 3.0)] == ["of-s"]

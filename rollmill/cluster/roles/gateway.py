@@ -52,6 +52,7 @@ def main(run: RunDirectory) -> None:
             SplitStore(database, run.id) if any(role.endswith(CANARY) for role in run.ports) else None,
             Fleet(database, run.fleet, run.secrets["engine_token"]),
             workers,
+            run.id,
         )
         prepare_process()
         return app
