@@ -145,3 +145,15 @@ async def test_only_verified_bf16_is_handed_over(tmp_path: Path) -> None:
         with pytest.raises(WeightsError):
             async with handover.written(wrong):
                 pass
+
+
+async def test_a_full_disk_is_an_error_of_the_weights(tmp_path: Path) -> None:
+    """The follower tries again, and the previous version is served meanwhile."""
+    handover, update = Handover(tmp_path), make_update(1)
+    (tmp_path / NAME).symlink_to("/dev/full")
+    with pytest.raises(WeightsError, match="main@1: .* cannot be written: No space left") as raised:
+        async with handover.written(update):
+            pass
+    assert "TMPDIR" in str(raised.value.hint)
+    async with handover.written(update) as path:  # there is space again
+        assert path.stat().st_size > 0

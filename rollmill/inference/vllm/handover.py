@@ -29,7 +29,8 @@ class Handover:
 
     @contextlib.asynccontextmanager
     async def written(self, update: Update) -> AsyncIterator[Path]:
-        """The file of an update whose bytes have been checked. Raises WeightsError before anything is written."""
+        """The file of an update whose bytes have been checked. Raises WeightsError if it cannot be handed over; the server
+        knows nothing of it then."""
         try:
             await asyncio.to_thread(self._write, update.policy, update.tensors)
             yield self._path
@@ -48,6 +49,12 @@ class Handover:
                 f"{what}: the bytes that arrived do not have digest {policy.digest}",
                 hint="the previous version is served meanwhile; `rollmill weights verify` checks what is stored",
             )
-        with self._path.open("wb") as file:
-            write_entries(file, host_entries(tensors))
+        try:
+            with self._path.open("wb") as file:
+                write_entries(file, host_entries(tensors))
+        except OSError as error:
+            raise WeightsError(
+                f"{what}: {self._path} cannot be written: {error.strerror}",
+                hint="is the disk full? TMPDIR names another one; the previous version is served meanwhile",
+            ) from None
         self._layout = layout
