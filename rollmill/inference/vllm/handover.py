@@ -29,8 +29,8 @@ class Handover:
 
     @contextlib.asynccontextmanager
     async def written(self, update: Update) -> AsyncIterator[Path]:
-        """The file of an update whose bytes have been checked. Raises WeightsError if it cannot be handed over; the server
-        knows nothing of it then."""
+        """The file of an update whose bytes have been checked. Raises WeightsError if it cannot be handed over.
+        The server knows nothing of it then."""
         try:
             await asyncio.to_thread(self._write, update.policy, update.tensors)
             yield self._path
