@@ -2,21 +2,24 @@
 
 from __future__ import annotations
 
+import contextlib
+import json
 import os
 import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import AsyncIterator, Callable
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
+from aiohttp import web
 
 from rollmill.errors import ConfigError, WeightsError
 from rollmill.inference.config import EngineConfig
 from rollmill.inference.engine import EngineUnavailable
-from rollmill.inference.vllm.client import _piece
+from rollmill.inference.vllm.client import SOCKET, Client, _piece
 from rollmill.inference.vllm.generation import Generation, Sampled, kept_tokens
 from rollmill.inference.vllm.handover import NAME, Handover
 from rollmill.inference.vllm.process import arguments, environment, find_python
@@ -151,9 +154,46 @@ async def test_a_full_disk_is_an_error_of_the_weights(tmp_path: Path) -> None:
     """The follower tries again, and the previous version is served meanwhile."""
     handover, update = Handover(tmp_path), make_update(1)
     (tmp_path / NAME).symlink_to("/dev/full")
-    with pytest.raises(WeightsError, match="main@1: .* cannot be written: No space left") as raised:
+    with pytest.raises(WeightsError, match=r"main@1: .* cannot be written: No space left") as raised:
         async with handover.written(update):
             pass
     assert "TMPDIR" in str(raised.value.hint)
     async with handover.written(update) as path:  # there is space again
         assert path.stat().st_size > 0
+
+
+@contextlib.asynccontextmanager
+async def simulated_server(directory: Path, **answers: web.Response) -> AsyncIterator[Client]:
+    """A simulation of vLLM's server: answers /health, and the routes that are named, always in the same way."""
+
+    async def answer(request: web.Request) -> web.Response:
+        given = answers.get(request.path.rpartition("/")[2], web.Response())
+        return web.Response(status=given.status, body=given.body)
+
+    app = web.Application()
+    app.router.add_route("*", "/{path:.*}", answer)
+    runner = web.AppRunner(app)
+    await runner.setup()
+    await web.UnixSite(runner, str(directory / SOCKET)).start()
+    client = Client(directory)
+    await client.open()
+    try:
+        yield client
+    finally:
+        await client.close()
+        await runner.cleanup()
+
+
+def events(count: int) -> bytes:
+    """A stream of one event with `count` tokens."""
+    content = [{"token_id": 3, "logprob": -0.5, "top_logprobs": []}] * count
+    choice = {"token_ids": [3] * count, "finish_reason": "length", "logprobs": {"content": content}}
+    return b"data: " + json.dumps({"choices": [choice]}).encode() + b"\n\ndata: [DONE]\n\n"
+
+
+async def test_an_event_may_be_longer_than_a_line(tmp_path: Path) -> None:
+    stream = events(10_000)
+    assert len(stream) > 2**19
+    async with simulated_server(tmp_path, generate=web.Response(body=stream)) as client:
+        [piece] = [piece async for piece in client.generate(generation(), "main@1")]
+    assert len(piece.sampled) == 10_000 and piece.finish == "length"

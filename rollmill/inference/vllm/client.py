@@ -81,9 +81,12 @@ class Client:
             async with self._http.post("/inference/v1/generate", json=body) as response:
                 if response.status != 200:
                     raise await _refusal(response)
-                async for line in response.content:
-                    if line.startswith(b"data: ") and not line.startswith(b"data: [DONE]"):
-                        yield _piece(line[6:], one.told, version)
+                pending = b""  # read in pieces: an event may be longer than readline() allows
+                async for arrived in response.content.iter_any():
+                    *lines, pending = (pending + arrived).split(b"\n")
+                    for line in lines:
+                        if line.startswith(b"data: ") and not line.startswith(b"data: [DONE]"):
+                            yield _piece(line[6:], one.told, version)
         except (aiohttp.ClientError, OSError) as error:
             raise EngineUnavailable(f"the vLLM server does not answer: {error}", hint="its log says why") from None
 

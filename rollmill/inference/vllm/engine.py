@@ -4,9 +4,10 @@
        ▲                        │
        └────── interrupted ─────┘    by new weights, by a pause, or by production that needs the place
 
-The server does not say which weights sampled a token, so no leg outlives its policy: before weights change, the server
-stops and every leg is closed. Later a leg goes on from the tokens that arrived. Tokens on their way are lost, whatever
-they are, and drawn again. The context is computed again, so every token attends to keys and values of its own policy.
+The server names its weights only at the end of a stream (`client` checks it), so no leg outlives its policy: before
+weights change, the server stops and every leg is closed. Later a leg goes on from the tokens that arrived. Tokens on
+their way are lost, whatever they are, and drawn again. The context is computed again, so every token attends to keys
+and values of its own policy.
 """
 
 from __future__ import annotations
