@@ -16,15 +16,16 @@ from pathlib import Path
 import pytest
 from aiohttp import web
 
-from rollmill.errors import ConfigError, WeightsError
+from rollmill.errors import ConfigError, EngineError, WeightsError
 from rollmill.inference.config import EngineConfig
 from rollmill.inference.engine import EngineUnavailable
 from rollmill.inference.vllm.client import SOCKET, Client, _piece
+from rollmill.inference.vllm.engine import VllmEngine
 from rollmill.inference.vllm.generation import Generation, Sampled, kept_tokens
 from rollmill.inference.vllm.handover import NAME, Handover
 from rollmill.inference.vllm.process import arguments, environment, find_python
 from rollmill.types import PolicyRef, Sampling
-from tests.inference.world import PROMPT, TINY, make_update, request
+from tests.inference.world import ENGINE, PROMPT, TINY, make_update, request
 
 STARTER = """
 import subprocess, sys
@@ -163,8 +164,8 @@ async def test_a_full_disk_is_an_error_of_the_weights(tmp_path: Path) -> None:
 
 
 @contextlib.asynccontextmanager
-async def simulated_server(directory: Path, **answers: web.Response) -> AsyncIterator[Client]:
-    """A simulation of vLLM's server: answers /health, and the routes that are named, always in the same way."""
+async def simulated_server(directory: Path, answers: dict[str, web.Response]) -> AsyncIterator[Client]:
+    """A simulation of vLLM's server: `answers` by the end of the path, 200 for all others. The client is not open."""
 
     async def answer(request: web.Request) -> web.Response:
         given = answers.get(request.path.rpartition("/")[2], web.Response())
@@ -176,7 +177,6 @@ async def simulated_server(directory: Path, **answers: web.Response) -> AsyncIte
     await runner.setup()
     await web.UnixSite(runner, str(directory / SOCKET)).start()
     client = Client(directory)
-    await client.open()
     try:
         yield client
     finally:
@@ -194,6 +194,22 @@ def events(count: int) -> bytes:
 async def test_an_event_may_be_longer_than_a_line(tmp_path: Path) -> None:
     stream = events(10_000)
     assert len(stream) > 2**19
-    async with simulated_server(tmp_path, generate=web.Response(body=stream)) as client:
+    async with simulated_server(tmp_path, {"generate": web.Response(body=stream)}) as client:
+        await client.open()
         [piece] = [piece async for piece in client.generate(generation(), "main@1")]
     assert len(piece.sampled) == 10_000 and piece.finish == "length"
+
+
+async def test_a_server_that_does_not_pause_serves_what_it_has(tmp_path: Path) -> None:
+    answers = {"generate": web.Response(body=events(12))}
+    async with simulated_server(tmp_path, answers) as client, VllmEngine(client, TINY, ENGINE) as engine:
+        await engine.apply(make_update(1))
+        answers["pause"] = web.Response(status=500)
+        for change in (engine.apply(make_update(2)), engine.pause()):
+            with pytest.raises(EngineError, match="500 to /pause"):
+                await change
+            chunks = [chunk async for chunk in engine.generate(request())]
+            assert chunks[-1].finish == "length" and [policy.number for policy in chunks[-1].policies] == [1]
+        del answers["pause"]
+        await engine.apply(make_update(2))
+        assert engine.health()["policy"]["number"] == 2

@@ -128,8 +128,8 @@ class VllmEngine:
     async def pause(self) -> None:
         """Once this returns, no token is computed. Requests are kept."""
         async with self._changing:
-            self._paused = True
             await self._stop()
+            self._paused = True
 
     async def drain(self) -> None:
         self._draining = True
@@ -271,11 +271,20 @@ class VllmEngine:
 
     async def _stop(self) -> int:
         """Stops the server and closes every leg. Returns how many there were. Whatever has arrived by now was sampled
-        before the server stopped."""
+        before the server stopped. If the server refuses to stop, all legs start again: its weights are as before."""
         await self._server.ready()
         self._closed = True
         running = len(self._running)
-        await self._server.pause()
+        try:
+            await self._server.pause()
+        except EngineError:
+            await self._interrupt_all()  # it may have ended some of them
+            if not self._paused:
+                with contextlib.suppress(EngineError):  # it may have stopped all the same
+                    await self._server.resume()
+                self._closed = False
+                self._fill()
+            raise
         await self._interrupt_all()
         return running
 
