@@ -2,12 +2,15 @@
 
 The trainer gets the first ones, one per rank. Engines with `gpus` get the next ones for themselves. The other engines
 share what is left; if nothing is left, they share all GPUs, as everything does on a host with one.
+
+When a run is scaled, engines that run keep their GPUs. Only an engine that shares moves: when another one now gets its
+GPU for itself.
 """
 
 from __future__ import annotations
 
 import os
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from rollmill.cluster.run import RunConfig
@@ -24,10 +27,12 @@ def present_gpus() -> list[str]:
     return [each for part in given.split(",") if (each := part.strip()) not in ("", "-1")]
 
 
-def give_out(config: RunConfig, gpus: Sequence[str], *, trains: bool = True) -> dict[str, list[str]]:
+def give_out(
+    config: RunConfig, gpus: Sequence[str], *, trains: bool = True, held: Mapping[str, list[str]] | None = None
+) -> dict[str, list[str]]:
     """Role → its GPUs. A role that is not listed gets none of its own: it sees them all.
 
-    Raises ConfigError if there are too few. `trains`: whether a trainer runs too.
+    Raises ConfigError if there are too few. `trains`: whether a trainer runs too. `held`: the GPUs of engines that run.
     """
     ranks = max((stage.training.ranks for stage in config.stages), default=0) if trains else 0
     own = {spec.role: spec.section.gpus or 0 for spec in config.engine_specs}
@@ -39,13 +44,26 @@ def give_out(config: RunConfig, gpus: Sequence[str], *, trains: bool = True) -> 
             f"the run needs {ranks + sum(own.values())} GPUs ({', '.join(needed)}), but this host has {len(gpus)}",
             hint="lower `ranks` of the stages, or `count` or `gpus` of [[engines]]; without `gpus` engines share",
         )
+    held = held or {}
     given = {"trainer": list(gpus[:ranks])} if trains else {}
-    left = list(gpus[ranks:])
-    for spec in config.engine_specs:
-        if own[spec.role]:
-            given[spec.role], left = left[: own[spec.role]], left[own[spec.role] :]
-    shared = left or list(gpus)
-    others = [spec for spec in config.engine_specs if spec.section.gpus is None]
-    for number, spec in enumerate(others):
-        given[spec.role] = [shared[number % len(shared)]]
+    given |= _own(own, gpus[ranks:], held)
+    taken = {gpu for role in own if role in given for gpu in given[role]}
+    shared = [gpu for gpu in gpus[ranks:] if gpu not in taken] or list(gpus)
+    others = [spec.role for spec in config.engine_specs if spec.section.gpus is None]
+    for number, role in enumerate(others):
+        stays = role in held and not taken & set(held[role])
+        given[role] = held[role] if stays else [shared[number % len(shared)]]
+    return given
+
+
+def _own(own: Mapping[str, int], gpus: Sequence[str], held: Mapping[str, list[str]]) -> dict[str, list[str]]:
+    """The GPUs of engines that share with nobody. New ones get those first that no running engine uses."""
+    counts = {role: count for role, count in own.items() if count}
+    given = {role: held[role] for role, count in counts.items() if len(held.get(role, ())) == count}
+    taken = {gpu for each in given.values() for gpu in each}
+    used = {gpu for each in held.values() for gpu in each}
+    left = sorted((gpu for gpu in gpus if gpu not in taken), key=lambda gpu: gpu in used)
+    for role, count in counts.items():
+        if role not in given:
+            given[role], left = left[:count], left[count:]
     return given

@@ -31,7 +31,8 @@ class Launcher(Protocol):
         ...
 
     def rescale(self, run: RunDirectory) -> None:
-        """The run has other engines from now on. Ends those that it has no more; the caller starts the new ones."""
+        """The run has other engines from now on. Ends those that it has no more, and those that must move to another
+        GPU; the caller starts what is missing. Raises ConfigError before anything ends if there are too few GPUs."""
         ...
 
     def running(self) -> list[str]:

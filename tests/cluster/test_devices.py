@@ -55,3 +55,32 @@ def test_too_few_gpus_are_said_before_anything_starts(monkeypatch: pytest.Monkey
 def test_contradictions(overrides: list[str], complaint: str) -> None:
     with pytest.raises(ConfigError, match=complaint):
         make_config(*overrides)
+
+
+def scaled(engines: str, gpus: int, held: dict[str, list[str]]) -> dict[str, list[str]]:
+    return give_out(make_config(f"engines={engines}"), [str(number) for number in range(gpus)], held=held)
+
+
+def test_a_new_engine_gets_no_gpu_that_another_one_uses() -> None:
+    held = {"engine-home": ["1"], "engine-away": ["2"]}
+    roles = scaled("[{gpus=1,count=2},{region='away',gpus=1}]", 4, held)
+    assert roles == {"trainer": ["0"], "engine-home": ["1"], "engine-away": ["2"], "engine-home-2": ["3"]}
+    # one that was stopped leaves its GPU to a new one
+    roles = scaled("[{gpus=1},{region='away',gpus=1,count=2}]", 4, {"engine-home": ["3"], "engine-away": ["2"]})
+    assert roles == {"trainer": ["0"], "engine-home": ["3"], "engine-away": ["2"], "engine-away-2": ["1"]}
+
+
+def test_an_engine_that_shares_stays_unless_another_one_needs_its_gpu_for_itself() -> None:
+    held = {"engine-home": ["1"]}
+    assert scaled("[{},{region='away',gpus=1}]", 3, held) == {
+        "trainer": ["0"],
+        "engine-home": ["1"],
+        "engine-away": ["2"],
+    }
+    held |= {"engine-away": ["2"]}
+    assert scaled("[{},{region='away',gpus=1,count=2}]", 3, held) == {
+        "trainer": ["0"],
+        "engine-home": ["0"],
+        "engine-away": ["2"],
+        "engine-away-2": ["1"],
+    }

@@ -100,7 +100,7 @@ class LocalLauncher:
         self._run = run
         self._roles: dict[str, RoleProcess] = {}
         self._nursery = Nursery()
-        self._gpus = self._give_out()
+        self._gpus = self._give_out(run, {})
 
     def start(self, role: str, *arguments: str, threads: int = 1, service: bool = False, ranks: int = 1) -> None:
         process = RoleProcess(role, arguments, threads, service, ranks)
@@ -108,12 +108,13 @@ class LocalLauncher:
         self._spawn(process)
 
     def rescale(self, run: RunDirectory) -> None:
-        kept = {spec.role for spec in run.config.engine_specs}
+        wanted = {spec.role for spec in run.config.engine_specs}
+        kept = {role for role in self._roles if role in wanted}
+        gpus = self._give_out(run, {role: self._gpus[role] for role in kept if role in self._gpus})
+        kept = {role for role in kept if gpus.get(role) == self._gpus.get(role)}  # the caller starts the others again
         gone = [role for role in self._roles if role.startswith("engine-") and role not in kept]
         _end([process for role in gone for process in self._roles.pop(role).processes])
-        self._run = run
-        # engines that run keep their GPUs; new ones get those of the new division
-        self._gpus = {**self._give_out(), **{role: gpus for role, gpus in self._gpus.items() if role in self._roles}}
+        self._run, self._gpus = run, gpus
 
     def running(self) -> list[str]:
         return [name for name, role in self._roles.items() if not role.ended]
@@ -142,9 +143,10 @@ class LocalLauncher:
         _end([process for role in self._roles.values() if not role.ended for process in role.processes])
         self._roles.clear()
 
-    def _give_out(self) -> dict[str, list[str]]:
-        # torchrun gives out the devices of its ranks itself
-        return {} if outside_world() else give_out(self._run.config, present_gpus(), trains=not self._run.service_of)
+    def _give_out(self, run: RunDirectory, held: dict[str, list[str]]) -> dict[str, list[str]]:
+        if outside_world():  # torchrun gives out the devices of its ranks itself
+            return {}
+        return give_out(run.config, present_gpus(), trains=not run.service_of, held=held)
 
     def _restart(self, role: RoleProcess, rank: int, code: int) -> None:
         """All ranks have exited; `rank` is the one whose log says why."""
