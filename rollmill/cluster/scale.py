@@ -1,15 +1,16 @@
 """How many engines a run has: what [[engines]] says, or what `rollmill scale RUN engines=4` has said since.
 
 The number is an object of the run's store, so the command may be given on any host that reaches the store. The
-supervisor looks at it, starts the engines that are missing and stops those that are too many. An engine that stops
-leaves the gateway first; answers that it has begun go on elsewhere with the tokens that it sampled.
+supervisor looks at it, starts the engines that are missing and stops those that are too many. If the host has too few
+GPUs for them, it warns and keeps those that it has. An engine that stops leaves the gateway first; answers that it has
+begun go on elsewhere with the tokens that it sampled.
 """
 
 from __future__ import annotations
 
 import json
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
 from rollmill import telemetry
@@ -17,6 +18,8 @@ from rollmill.cluster.launcher import Launcher
 from rollmill.cluster.run import RunConfig, RunDirectory
 from rollmill.config import override_config
 from rollmill.errors import ConfigError, StorageError
+from rollmill.inference.sections import EnginesSection
+from rollmill.kinds import build
 from rollmill.storage.objects import Objects
 
 KEY = "cluster/scale.json"
@@ -29,9 +32,11 @@ def read_scale(run: RunDirectory) -> dict[str, int]:
     home = run.existing_home()
     try:
         tree = json.loads(home.get(KEY)) if home is not None and home.head(KEY) is not None else {}
-    except ValueError:
+    except (ValueError, RecursionError):
         return {}
-    return {str(region): count for region, count in tree.items() if isinstance(count, int)}
+    if not isinstance(tree, dict):
+        return {}
+    return {str(region): count for region, count in tree.items() if type(count) is int}
 
 
 def scaled(run: RunDirectory, scale: Mapping[str, int]) -> RunDirectory:
@@ -66,9 +71,20 @@ def ask_scale(run: RunDirectory, settings: list[str]) -> dict[str, int]:
         if not text.isdecimal() or not 1 <= int(text) <= MOST:
             raise ConfigError(f"{setting!r} is no number of engines", hint=f"for example {name}=4")
         scale[region] = int(text)
-    with_counts(run.config, scale)
+    config = with_counts(run.config, scale)
+    _check_room(run.config, config)
     Objects.open(run.home_store).put(KEY, json.dumps(scale).encode())
-    return {table.region: table.count for table in reversed(with_counts(run.config, scale).engines)}
+    return {table.region: table.count for table in reversed(config.engines)}
+
+
+def _check_room(before: RunConfig, after: RunConfig) -> None:
+    """Raises ConfigError if this host has room for the run, but not for so many engines."""
+    cluster = build(before.cluster)
+    try:
+        cluster.check(before)
+    except ConfigError:
+        return  # the run is on another host: its supervisor checks
+    cluster.check(after)
 
 
 class Engines:
@@ -77,6 +93,7 @@ class Engines:
     def __init__(self, run: RunDirectory, launcher: Launcher, target: tuple[str, ...]) -> None:
         self._run, self._launcher, self._target = run, launcher, target
         self._now: RunDirectory | None = None  # the run with the engines that were started
+        self._refused: Sequence[EnginesSection] | None = None  # what there was no room for
         self._looked = float("-inf")
 
     def adjust(self) -> None:
@@ -87,9 +104,16 @@ class Engines:
             wanted = scaled(self._run, read_scale(self._run))
         except (StorageError, ConfigError):
             wanted = self._now or self._run  # the store does not answer now, or somebody wrote nonsense into it
-        if self._now is not None and wanted.config.engines == self._now.config.engines:
+        if self._now is not None and wanted.config.engines in (self._now.config.engines, self._refused):
             return
-        if self._now is not None or wanted is not self._run:
+        try:
+            self._launcher.rescale(wanted)
+        except ConfigError as error:
+            self._refused = wanted.config.engines
+            telemetry.emit("warning", text=f"the engines stay as they are: {error}")
+            if self._now is not None:
+                return
+            wanted = self._run
             self._launcher.rescale(wanted)
         running = self._launcher.running()
         for spec in wanted.config.engine_specs:
