@@ -4,9 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import json
-import os
 import shutil
-import signal
 import time
 from collections import deque
 from collections.abc import Iterator
@@ -132,22 +130,22 @@ def stop(directory: Directory) -> None:
 
         rollmill stop runs/demo
     """
+    from rollmill.cluster.lock import terminate
     from rollmill.cluster.run import RunDirectory
     from rollmill.cluster.state import state_of
+    from rollmill.kinds import build
 
     run = RunDirectory.open(directory)
-    used = state_of(run).processes
-    if not used:
+    state = state_of(run)
+    if not state.processes:
         print(f"nothing uses {directory}")
         return
-    for name, by in used.items():
+    for name, by in state.processes.items():
         print(f"stopping {name}: {by}")
-        try:
-            os.kill(by.pid, signal.SIGTERM)
-        except (ProcessLookupError, PermissionError) as error:
-            raise RollmillError(
-                f"{by} cannot be stopped: {error.strerror}", hint="it belongs to another user or container"
-            ) from None
+        if by is state.driver:
+            build(run.config.cluster).halt(run)
+        else:
+            terminate(by)  # a service is always on this host
     deadline = time.monotonic() + STOP_PATIENCE_S
     while left := state_of(run).processes:
         if time.monotonic() > deadline:

@@ -3,7 +3,7 @@
     supervisor (drive.py)  ──►  Launcher  ──►  role processes: on this host, or anywhere in a cluster
 
 The supervisor decides what has to run; a launcher knows where. `local` has the supervisor in the process of the command
-itself. `ray` has it in the cluster, so the command may leave.
+itself.
 """
 
 from __future__ import annotations
@@ -75,7 +75,7 @@ class Cluster(Protocol):
         ...
 
     def halt(self, run: RunDirectory) -> None:
-        """Stop the supervisor and all roles that it started."""
+        """Ask the supervisor to stop. It stops all roles that it started, and then releases the run's lock."""
         ...
 
 

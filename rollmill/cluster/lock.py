@@ -10,6 +10,7 @@ import contextlib
 import fcntl
 import os
 import shlex
+import signal
 import sys
 import time
 from collections.abc import Iterator
@@ -21,6 +22,7 @@ from pydantic import BaseModel, ValidationError
 from rollmill.errors import RollmillError
 
 _POLL_S = 0.05
+_SIGNING_S = 2.0  # for a process that has just taken a lock to write its name into it
 
 
 class LockTaken(RollmillError):
@@ -56,17 +58,32 @@ def exclusive(directory: Path, name: str, patience_s: float = 30.0) -> Iterator[
 
 
 def holder(directory: Path, name: str) -> Holder | None:
-    """The process that holds the lock now, if any does."""
+    """The process that holds the lock now, if any does. Its pid is 0 if it has not signed after _SIGNING_S."""
+    deadline = time.monotonic() + _SIGNING_S
+    while True:
+        try:
+            with _path(directory, name).open() as file:
+                if _try_lock(file, fcntl.LOCK_SH):  # nobody holds it, whatever an earlier holder wrote
+                    return None  # closing the file releases it; others may look at the same time
+                return Holder.model_validate_json(file.read())
+        except FileNotFoundError:
+            return None
+        except ValidationError:  # just taken: its holder has not signed yet
+            if time.monotonic() > deadline:
+                return Holder(pid=0, command="unknown", since=time.time())
+            time.sleep(_POLL_S)
+
+
+def terminate(by: Holder) -> None:
+    """Ask the process that holds a lock to stop."""
+    if by.pid <= 0:  # such a number would be a group of processes: our own one, or everything
+        raise RollmillError("a process that has not said its pid cannot be stopped", hint="try again in a moment")
     try:
-        with _path(directory, name).open() as file:
-            if _try_lock(file):  # nobody holds it, whatever an earlier holder wrote; closing the file releases it
-                return None
-            file.seek(0)
-            return Holder.model_validate_json(file.read())
-    except FileNotFoundError:
-        return None
-    except ValidationError:  # just taken: its holder has not signed yet
-        return Holder(pid=0, command="unknown", since=time.time())
+        os.kill(by.pid, signal.SIGTERM)
+    except (ProcessLookupError, PermissionError) as error:
+        raise RollmillError(
+            f"{by} cannot be stopped: {error.strerror}", hint="it belongs to another user or container"
+        ) from None
 
 
 def _taken(directory: Path, name: str) -> LockTaken:
@@ -77,9 +94,9 @@ def _taken(directory: Path, name: str) -> LockTaken:
     )
 
 
-def _try_lock(file: TextIO) -> bool:
+def _try_lock(file: TextIO, how: int = fcntl.LOCK_EX) -> bool:
     try:
-        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        fcntl.flock(file, how | fcntl.LOCK_NB)
     except BlockingIOError:
         return False
     return True

@@ -21,7 +21,7 @@ from rollmill.backoff import Backoff
 from rollmill.cluster.devices import VARIABLE, give_out, present_gpus
 from rollmill.cluster.handed import hand_to
 from rollmill.cluster.launcher import FINAL, MAX_RESTARTS, STEADY_S, STOP_PATIENCE_S
-from rollmill.cluster.lock import holder
+from rollmill.cluster.lock import holder, terminate
 from rollmill.cluster.nursery import Child, Nursery
 from rollmill.cluster.ranks import outside_world, places, rank_name
 from rollmill.cluster.run import RunConfig, RunDirectory
@@ -85,14 +85,8 @@ class Local:
 
     def halt(self, run: RunDirectory) -> None:
         by = holder(run.path, "supervisor")
-        if by is None:
-            return
-        try:
-            os.kill(by.pid, signal.SIGTERM)
-        except (ProcessLookupError, PermissionError) as error:
-            raise RollmillError(
-                f"{by} cannot be stopped: {error.strerror}", hint="it belongs to another user or container"
-            ) from None
+        if by is not None:
+            terminate(by)
 
 
 class LocalLauncher:
