@@ -53,7 +53,10 @@ class _Refused(Exception):
 
 async def take_diff(machine: Machine, task: Task, limits: WholeDiff, clean: MachineHost) -> Diff:
     """The diff between a machine's work directory and the one the task starts with."""
-    packed = await _pack(machine)
+    try:
+        packed = await _pack(machine)
+    except OSError as error:  # an agent that was taken over can answer this
+        return Diff(refused=f"the work directory could not be packed: {error}")
     fresh = await create_machine(clean, task)
     try:
         start = await _pack(fresh)

@@ -181,6 +181,16 @@ async def test_a_damaged_archive_is_refused_or_empty(host: NamespaceHost, output
     assert not given.files and (given.refused or len(given.deleted) == len(FILES))
 
 
+async def test_an_agent_that_answers_the_packing_with_an_error_number_earns_nothing(host: NamespaceHost) -> None:
+    class Refusing(Archive):
+        async def exec(self, *_: Any, **__: Any) -> ExecResult:
+            raise OSError(5, "Input/output error")
+
+    machine: Any = Refusing(b"")
+    given = await take_hand_in(machine, make_task(), host)
+    assert given.refused is not None and "Input/output error" in given.refused and not given.files
+
+
 async def test_a_ruined_machine_and_a_flood_are_refused(host: NamespaceHost) -> None:
     for facts, why in (({"stopped": "machine"}, "stopped by the limit 'machine'"), ({"truncated": True}, "more than")):
         machine: Any = Archive(b"", **facts)
