@@ -42,10 +42,12 @@ class AgentMachine:
 
     A machine that fails before its first command, or whose host is not healthy, is an infrastructure failure:
     MachineError. Otherwise its own commands ruined it: every further command ends with `stopped="machine"`, and no file
-    is found. Only the host decides this; nothing inside the machine can.
+    is found. Only the host decides this; nothing inside the machine can, with one exception: where no command has run
+    in a machine or its template before (`_proven`), an agent that answers its first command with an error is believed.
     """
 
     _grace_s = GRACE_S
+    _proven = False  # a command has run in what this machine was made from, so its agent can start commands
 
     def __init__(self, image: str, connection: socket.socket, name: str) -> None:
         self.image = image
@@ -146,7 +148,7 @@ class AgentMachine:
                 return None
             reply, data = answer
             if "error" in reply:
-                await self._lose(str(reply["error"])[:500], begun_before)
+                await self._lose(str(reply["error"])[:500], begun_before or (self._begun and self._proven))
                 return None
         if "errno" in reply:
             raise OSError(reply["errno"], os.strerror(reply["errno"]), reply.get("path"))

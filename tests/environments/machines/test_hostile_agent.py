@@ -17,6 +17,7 @@ from hypothesis import strategies as st
 from rollmill.environments.machine import ExecResult
 from rollmill.environments.machines.agent_machine import AgentMachine, Ended
 from rollmill.environments.machines.namespace import wire
+from rollmill.errors import MachineError
 
 GOOD = {"exit_code": 0, "truncated": False, "stopped": None, "seconds": 0.0, "id": 1}
 RUINED = ExecResult(exit_code=-9, output=b"", stopped="machine")
@@ -33,13 +34,13 @@ class LostMachine(AgentMachine):
 
 
 @asynccontextmanager
-async def answering(data: bytes) -> AsyncIterator[LostMachine]:
+async def answering(data: bytes, *, begun: bool = True) -> AsyncIterator[LostMachine]:
     """A machine that answers its first request with `data` and ends."""
     ours, theirs = socket.socketpair()
     ours.setblocking(False)
     theirs.setblocking(False)
     machine = LostMachine("image", ours, "hostile")
-    machine._begun = True  # a command took the agent over
+    machine._begun = begun  # a command took the agent over
 
     async def answer() -> None:
         await asyncio.get_running_loop().sock_recv(theirs, 1 << 16)
@@ -101,6 +102,23 @@ async def test_any_other_answer_ends_the_machine(data: bytes) -> None:
         assert await machine.exec(["true"]) == RUINED
         with pytest.raises(FileNotFoundError):
             await machine.read("main.py")
+
+
+async def test_an_error_in_answer_to_the_first_command_is_believed_only_if_no_command_ever_ran() -> None:
+    for operation in ("exec", "start"):
+        async with answering(wire.pack({"error": "x", "id": 1}), begun=False) as machine:
+            machine._proven = True
+            if operation == "exec":
+                assert await machine.exec(["true"]) == RUINED
+            else:
+                assert (await (await machine.start(["true"])).state()).stopped == "machine"
+    async with answering(wire.pack({"error": "x", "id": 1}), begun=False) as machine:
+        with pytest.raises(MachineError):
+            await machine.exec(["true"])
+    async with answering(wire.pack({"error": "x", "id": 1}), begun=False) as machine:
+        machine._proven = True
+        with pytest.raises(MachineError):  # no command was sent to it yet
+            await machine.write("x", b"")
 
 
 async def test_it_cannot_claim_more_time_than_has_passed() -> None:

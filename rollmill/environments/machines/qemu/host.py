@@ -77,7 +77,7 @@ class QemuHost:
         async with self._starting:
             vm = await Vm.restore(template.shape, saved)
         self._running.add(vm)
-        machine = QemuMachine(self, loaded, vm, template.capabilities)
+        machine = QemuMachine(self, loaded, vm, template.capabilities, begun=snapshot is not None)
         try:
             if not await machine.renew(trusted=snapshot is None):
                 return machine

@@ -26,8 +26,13 @@ class QemuMachine(AgentMachine):
 
     _grace_s = 60.0  # emulation is slow, and more so while many machines start
 
-    def __init__(self, host: QemuHost, image: Image, vm: Vm, capabilities: Capabilities) -> None:
+    def __init__(
+        self, host: QemuHost, image: Image, vm: Vm, capabilities: Capabilities, *, begun: bool = False
+    ) -> None:
+        """`begun`: it has the state of a machine whose commands may have done anything to it."""
         super().__init__(image.reference, vm.agent, f"in process {vm.process.pid}")
+        self._begun = begun
+        self._proven = not vm.template
         self.capabilities = capabilities
         self.vm = vm
         self._host = host

@@ -47,7 +47,7 @@ class Vm:
         self._started = started
         self._monitor = Monitor(started.monitor)
         self._memory = memory  # of a template, the guest writes into this file; else it is that of the saved state
-        self._template = template
+        self.template = template
         self._paused = False
         self._ended: int | None = None  # its exit code
 
@@ -100,19 +100,19 @@ class Vm:
 
     async def save(self) -> Saved:
         """Save the state. The guest stands still meanwhile and then goes on; a template ends."""
-        memory = os.dup(self._memory) if self._template else await asyncio.to_thread(ram.copy, self._memory)
+        memory = os.dup(self._memory) if self.template else await asyncio.to_thread(ram.copy, self._memory)
         try:
             began = time.monotonic()
             await self._monitor.ask("stop")
             try:
                 devices = await self._save_devices()
-                if not self._template:
+                if not self.template:
                     await asyncio.to_thread(ram.copy_changes, self.process.pid, memory)
             finally:
-                if not self._template and not self._paused:
+                if not self.template and not self._paused:
                     await self._monitor.ask("cont")
             stood_still_s = time.monotonic() - began
-            if self._template:
+            if self.template:
                 await self.end()  # while it maps its memory, nobody can seal it
             ram.seal(memory)
         except BaseException:
