@@ -205,6 +205,34 @@ async def test_a_restored_guest_that_does_not_answer_ruined_itself(qemu_host: Qe
     await machine.close()
 
 
+async def test_a_guest_that_ended_itself_cannot_be_saved_and_that_is_its_own_doing(
+    qemu_host: QemuHost,  # noqa: F811
+) -> None:
+    machine = await qemu_host.create(BUILT_IN)
+    await machine.exec(["true"], timeout_s=LONG_S)
+    await machine.vm._monitor.ask("quit")  # QEMU exits with 0, as when its guest powers off
+    await machine.pause()
+    await machine.resume()
+    with pytest.raises(OSError) as error:
+        await machine.snapshot()
+    assert error.value.errno == errno.ESRCH
+    assert (await machine.exec(["true"])).stopped == "machine"
+    await machine.close()
+    saved = await qemu_host.create(BUILT_IN)
+    await saved.exec(["true"], timeout_s=LONG_S)
+    await saved.vm._monitor.ask("quit")
+    with pytest.raises(OSError) as error:
+        await saved.snapshot()
+    assert error.value.errno == errno.ESRCH
+    await saved.close()
+    killed = await qemu_host.create(BUILT_IN)
+    await killed.exec(["true"], timeout_s=LONG_S)
+    killed.vm.process.kill()
+    with pytest.raises(MachineError, match="killed with signal 9"):
+        await killed.snapshot()
+    await killed.close()
+
+
 async def test_a_qemu_that_someone_kills_is_an_infrastructure_failure(qemu_host: QemuHost) -> None:  # noqa: F811
     machine = await qemu_host.create(BUILT_IN)
     running = asyncio.create_task(machine.exec(["sleep", "100"], timeout_s=LONG_S))

@@ -48,8 +48,9 @@ class QemuMachine(AgentMachine):
                 raise OSError(errno.ESRCH, "the machine has ended")
             try:
                 return Snapshot(self.image, await self.vm.save())
-            except (ConnectionError, TimeoutError, OSError) as error:
-                raise MachineError(f"machine {self._name} could not be saved: {error!r}") from None
+            except (OSError, MachineError) as error:
+                await self._blame(f"it could not be saved: {error!r}")
+                raise OSError(errno.ESRCH, "the machine has ended") from None
 
     async def fork(self, count: int = 1) -> list[QemuMachine]:
         snapshot = await self.snapshot()
@@ -61,6 +62,12 @@ class QemuMachine(AgentMachine):
             await asyncio.gather(*(each.result().close() for each in made if each.exception() is None))
             failed[0].result()
         return [each.result() for each in made]
+
+    async def _blame(self, why: str) -> None:
+        """Returns if a guest in which a command has begun ended its QEMU: it is ruined. Otherwise MachineError."""
+        if not await self.vm.wait(_END_S):
+            raise MachineError(f"machine {self._name}: {why}")
+        await self._lose(why, self._begun)
 
     async def renew(self, *, trusted: bool) -> bool:
         """Give the guest entropy of its own and the time. Returns whether it took them.
@@ -77,30 +84,33 @@ class QemuMachine(AgentMachine):
         return True
 
     async def pause(self) -> None:
-        """The guest uses no processor time until `resume`. Requests wait for it."""
+        """The guest uses no processor time until `resume`. Requests wait for it. A ruined one uses none anyway."""
         if self._paused:
             return
         await self._lock.acquire()
         try:
             if self._pending is not None:
                 await asyncio.wait([self._pending])
-            await self.vm.pause()
-            self._paused = True
-        except BaseException as error:
-            self._lock.release()
-            if isinstance(error, OSError):
-                raise MachineError(f"machine {self._name} could not be paused: {error!r}") from None
-            raise
+            if not self._ruined:
+                await self.vm.pause()
+                self._paused = True
+        except (OSError, MachineError) as error:
+            await self._blame(f"it could not be paused: {error!r}")
+        finally:
+            if not self._paused:
+                self._lock.release()
 
     async def resume(self) -> None:
         """Go on, with the time of now."""
         if not self._paused:
             return
         try:
-            await self.vm.resume()
+            try:
+                await self.vm.resume()
+            except (OSError, MachineError) as error:
+                await self._blame(f"it could not be resumed: {error!r}")
+                return
             await self.renew(trusted=False)
-        except OSError as error:
-            raise MachineError(f"machine {self._name} could not be resumed: {error!r}") from None
         finally:
             self._paused = False
             self._lock.release()

@@ -47,7 +47,7 @@ class Monitor:
         assert self._reader is not None
         while True:
             line = await self._reader.readline()
-            if not line:
+            if not line.endswith(b"\n"):
                 raise ConnectionResetError("QEMU closed its monitor")
             message = json.loads(line)
             if "error" in message:
