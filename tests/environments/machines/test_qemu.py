@@ -233,6 +233,17 @@ async def test_a_guest_that_ended_itself_cannot_be_saved_and_that_is_its_own_doi
     await killed.close()
 
 
+async def test_a_machine_can_be_closed_while_it_resumes(qemu_host: QemuHost) -> None:  # noqa: F811
+    machine = await qemu_host.create(BUILT_IN)
+    await machine.exec(["true"], timeout_s=LONG_S)
+    await machine.pause()
+    resuming = asyncio.create_task(machine.resume())
+    await asyncio.sleep(0)
+    await machine.close()
+    with pytest.raises(MachineError):
+        await resuming
+
+
 async def test_a_qemu_that_someone_kills_is_an_infrastructure_failure(qemu_host: QemuHost) -> None:  # noqa: F811
     machine = await qemu_host.create(BUILT_IN)
     running = asyncio.create_task(machine.exec(["sleep", "100"], timeout_s=LONG_S))

@@ -104,6 +104,7 @@ class QemuMachine(AgentMachine):
         """Go on, with the time of now."""
         if not self._paused:
             return
+        self._paused = False  # from here on only this releases the lock, also if someone closes the machine meanwhile
         try:
             try:
                 await self.vm.resume()
@@ -112,7 +113,6 @@ class QemuMachine(AgentMachine):
                 return
             await self.renew(trusted=False)
         finally:
-            self._paused = False
             self._lock.release()
 
     async def listen(self) -> tuple[socket.socket, int]:
