@@ -113,6 +113,18 @@ async def test_forks_have_the_memory_of_their_parent_and_go_their_own_way(machin
     await asyncio.gather(first.close(), second.close(), grandchild.close())
 
 
+async def test_a_cancelled_fork_leaves_no_machine(qemu_host: QemuHost, machine: QemuMachine) -> None:  # noqa: F811
+    assert await machine.fork(0) == []
+    before, files = set(qemu_host._running), set(os.listdir("/proc/self/fd"))
+    forking = asyncio.create_task(machine.fork(2))
+    while qemu_host._running == before:  # noqa: ASYNC110
+        await asyncio.sleep(0.01)
+    forking.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await forking
+    assert qemu_host._running == before and set(os.listdir("/proc/self/fd")) <= files
+
+
 async def test_a_snapshot_outlives_its_machine(qemu_host: QemuHost) -> None:  # noqa: F811
     original = await qemu_host.create(BUILT_IN, {"main.py": b"x = 1\n"})
     snapshot = await original.snapshot()

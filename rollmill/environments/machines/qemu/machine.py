@@ -53,15 +53,27 @@ class QemuMachine(AgentMachine):
                 raise OSError(errno.ESRCH, "the machine has ended") from None
 
     async def fork(self, count: int = 1) -> list[QemuMachine]:
+        if count < 1:
+            return []
         snapshot = await self.snapshot()
-        made = [asyncio.ensure_future(self._host.create(self._image, snapshot=snapshot)) for _ in range(count)]
-        await asyncio.wait(made)
+        made = [asyncio.create_task(self._host.create(self._image, snapshot=snapshot)) for _ in range(count)]
+        try:
+            await asyncio.wait(made)
+            forks = [each.result() for each in made]
+        except BaseException:
+            await asyncio.shield(self._discard(made, snapshot))  # also if the caller is cancelled once more
+            raise
         await self._host.release(snapshot)
-        failed = [each for each in made if each.exception() is not None]
-        if failed:
-            await asyncio.gather(*(each.result().close() for each in made if each.exception() is None))
-            failed[0].result()
-        return [each.result() for each in made]
+        return forks
+
+    async def _discard(self, made: list[asyncio.Task[QemuMachine]], snapshot: Snapshot) -> None:
+        """Close the forks of which the caller gets none."""
+        for each in made:
+            each.cancel()
+        for result in await asyncio.gather(*made, return_exceptions=True):
+            if isinstance(result, QemuMachine):
+                await result.close()
+        await self._host.release(snapshot)
 
     async def _blame(self, why: str) -> None:
         """Returns if a guest in which a command has begun ended its QEMU: it is ruined. Otherwise MachineError."""
