@@ -102,8 +102,9 @@ class QemuHost:
 
     async def end(self, vm: Vm) -> int:
         """End a machine. Returns QEMU's exit code."""
-        self._running.discard(vm)
-        return await vm.end()
+        code = await vm.end()
+        self._running.discard(vm)  # not before: if the caller is cancelled, `close` ends it
+        return code
 
     async def release(self, snapshot: Snapshot) -> None:
         state_of(snapshot).close()
@@ -151,8 +152,9 @@ class QemuHost:
                 slowdown = await _measure_slowdown(machine, limit_s)
             saved = await vm.save()
         except BaseException as error:
+            failure = await vm.failed(error)
             self._running.discard(vm)
-            raise await vm.failed(error) from error
+            raise failure from error
         self._running.discard(vm)
         vm.agent.close()
         return Template(shape, saved, replace(basic, slowdown=slowdown), boot_s)
