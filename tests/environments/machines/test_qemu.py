@@ -9,6 +9,7 @@ import asyncio
 import errno
 import json
 import os
+import resource
 import signal
 import subprocess
 import sys
@@ -20,9 +21,11 @@ import pytest
 import pytest_asyncio
 
 from rollmill.environments.machine import Snapshot
-from rollmill.environments.machines.images import BUILT_IN
+from rollmill.environments.machines.images import BUILT_IN, load_image
 from rollmill.environments.machines.probe import probe
+from rollmill.environments.machines.qemu import ram
 from rollmill.environments.machines.qemu.host import QemuHost
+from rollmill.environments.machines.qemu.launch import start
 from rollmill.environments.machines.qemu.machine import QemuMachine
 from rollmill.environments.machines.qemu.vm import Saved
 from rollmill.errors import MachineError
@@ -306,6 +309,27 @@ def _alive(pid: int) -> bool:
         return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
     except OSError:
         return False
+
+
+async def test_a_qemu_that_cannot_be_handed_its_files_leaves_none_open(qemu_host: QemuHost) -> None:  # noqa: F811
+    shape = (await qemu_host.template(load_image(BUILT_IN, None))).shape
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    highest = max(map(int, os.listdir("/proc/self/fd")))
+    fill = [os.open(os.devnull, os.O_RDONLY)]
+    while fill[-1] <= highest:
+        fill.append(os.open(os.devnull, os.O_RDONLY))
+    before = set(os.listdir("/proc/self/fd"))
+    for more in range(1, 10):  # 3 pairs of sockets, 2 memory files, and one of them twice
+        memory = ram.create(4096)
+        resource.setrlimit(resource.RLIMIT_NOFILE, (fill[-1] + 1 + more, hard))
+        try:
+            with pytest.raises(MachineError, match="Too many open files"):
+                start(shape, memory, None)
+        finally:
+            resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+        assert set(os.listdir("/proc/self/fd")) <= before
+    for file in fill:
+        os.close(file)
 
 
 async def test_the_host_leaves_no_process_and_no_file() -> None:

@@ -54,12 +54,18 @@ def start(shape: Shape, memory: int, initramfs: int | None) -> Started:
 
     If it does not start, all these files are closed: MachineError.
     """
-    pairs = [socket.socketpair() for _ in range(3)]
-    devices, log = ram.create(0), ram.create(LOG_BYTES)
-    ram.seal(log, content=False)
-    theirs = [pair[1].detach() for pair in pairs]
-    opened = [*theirs, incoming := os.dup(devices)]
+    sockets: list[socket.socket] = []
+    kept, opened = [memory], list[int]()  # `opened` is closed here in any case
     try:
+        for _ in range(3):
+            ours, their = socket.socketpair()
+            sockets.append(ours)
+            opened.append(their.detach())
+        theirs = opened[:3]
+        kept.append(devices := ram.create(0))
+        kept.append(log := ram.create(LOG_BYTES))
+        ram.seal(log, content=False)
+        opened.append(incoming := os.dup(devices))
         kernel = preload = None
         if initramfs is not None:
             opened.append(kernel := os.open(shape.parts.kernel, os.O_RDONLY))
@@ -83,17 +89,17 @@ def start(shape: Shape, memory: int, initramfs: int | None) -> Started:
             start_new_session=True,  # Ctrl-C reaches the dispatcher only
         )
     except OSError as error:
-        for pair in pairs:
-            pair[0].close()
-        for file in (memory, devices, log):
+        for ours in sockets:
+            ours.close()
+        for file in kept:
             os.close(file)
         raise MachineError(f"QEMU did not start: {error}") from None
     finally:
         for file in opened:
             os.close(file)
-    for pair in pairs:
-        pair[0].setblocking(False)
-    return Started(process, devices, incoming, log, *(pair[0] for pair in pairs))
+    for ours in sockets:
+        ours.setblocking(False)
+    return Started(process, devices, incoming, log, *sockets)
 
 
 def _path(file: int) -> str:
