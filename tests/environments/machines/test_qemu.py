@@ -141,6 +141,23 @@ async def test_a_snapshot_outlives_its_machine(qemu_host: QemuHost) -> None:  # 
         await qemu_host.create(BUILT_IN, snapshot=Snapshot(BUILT_IN, b"something else"))
 
 
+async def test_a_state_that_does_not_load_is_a_ruined_machine(qemu_host: QemuHost) -> None:  # noqa: F811
+    """A guest can write what makes QEMU refuse its own state. Here the state is damaged instead."""
+    original = await qemu_host.create(BUILT_IN)
+    snapshot = await original.snapshot()
+    await original.close()
+    files = set(os.listdir("/proc/self/fd"))
+    saved = snapshot.state
+    saved.devices = saved.devices[: len(saved.devices) // 2]
+    restored = await qemu_host.create(BUILT_IN, snapshot=snapshot)
+    assert (await restored.exec(["true"])).stopped == "machine"
+    with pytest.raises(FileNotFoundError):
+        await restored.read("main.py")
+    await restored.close()
+    assert set(os.listdir("/proc/self/fd")) <= files
+    await qemu_host.release(snapshot)
+
+
 async def test_a_paused_machine_stands_still_and_goes_on(machine: QemuMachine) -> None:
     counter = await machine.start(
         ["python", "-u", "-c", "import time\nfor i in range(10**9): print(i); time.sleep(.01)"]

@@ -18,7 +18,7 @@ from rollmill.environments.machines.qemu import initramfs, ram
 from rollmill.environments.machines.qemu.launch import KVM, Accelerator, Shape
 from rollmill.environments.machines.qemu.machine import QemuMachine, state_of
 from rollmill.environments.machines.qemu.parts import find_parts
-from rollmill.environments.machines.qemu.vm import Saved, Vm
+from rollmill.environments.machines.qemu.vm import Saved, StateRefused, Vm
 from rollmill.errors import MachineError, TaskError
 
 _BOOT_S: dict[Accelerator, float] = {"kvm": 10.0, "tcg": 180.0}  # until the first command has run
@@ -75,7 +75,12 @@ class QemuHost:
         template = await self.template(loaded)
         saved = template.saved if snapshot is None else state_of(snapshot)
         async with self._starting:
-            vm = await Vm.restore(template.shape, saved)
+            try:
+                vm = await Vm.restore(template.shape, saved)
+            except StateRefused as error:
+                if snapshot is None:
+                    raise
+                return QemuMachine(self, loaded, error.vm, template.capabilities, begun=True)
         self._running.add(vm)
         machine = QemuMachine(self, loaded, vm, template.capabilities, begun=snapshot is not None)
         try:

@@ -4,21 +4,17 @@ from __future__ import annotations
 
 import asyncio
 import errno
-import signal
 import socket
 from typing import TYPE_CHECKING
 
 from rollmill.environments.machine import Capabilities, Snapshot
 from rollmill.environments.machines.agent_machine import AgentMachine, Ended
 from rollmill.environments.machines.images import Image
-from rollmill.environments.machines.qemu.vm import Saved, Vm
+from rollmill.environments.machines.qemu.vm import END_S, FROM_OUTSIDE, Saved, Vm
 from rollmill.errors import MachineError
 
 if TYPE_CHECKING:
     from rollmill.environments.machines.qemu.host import QemuHost
-
-_END_S = 0.5  # its sockets close a moment before a process has ended
-_FROM_OUTSIDE = (-signal.SIGKILL, -signal.SIGTERM)  # no guest can make QEMU end like this
 
 
 class QemuMachine(AgentMachine):
@@ -32,6 +28,7 @@ class QemuMachine(AgentMachine):
         """`begun`: it has the state of a machine whose commands may have done anything to it."""
         super().__init__(image.reference, vm.agent, f"in process {vm.process.pid}")
         self._begun = begun
+        self._ruined = vm.ended  # its state could not be loaded
         self._proven = not vm.template
         self.capabilities = capabilities
         self.vm = vm
@@ -77,7 +74,7 @@ class QemuMachine(AgentMachine):
 
     async def _blame(self, why: str) -> None:
         """Returns if a guest in which a command has begun ended its QEMU: it is ruined. Otherwise MachineError."""
-        if not await self.vm.wait(_END_S):
+        if not await self.vm.wait(END_S):
             raise MachineError(f"machine {self._name}: {why}")
         await self._lose(why, self._begun)
 
@@ -143,9 +140,9 @@ class QemuMachine(AgentMachine):
     async def _end(self, begun: bool) -> Ended:
         """Only QEMU's own process is evidence: one that someone killed was no doing of its guest."""
         words = self.vm.words() if not begun else ""
-        ended_itself = await self.vm.wait(_END_S)
+        ended_itself = await self.vm.wait(END_S)
         code = await self._host.end(self.vm)
-        if ended_itself and code in _FROM_OUTSIDE:
+        if ended_itself and code in FROM_OUTSIDE:
             return Ended(True, f"; its QEMU was killed with signal {-code}", "is the host out of memory?")
         return Ended(False, f"; it printed: {words}" if words else "")
 

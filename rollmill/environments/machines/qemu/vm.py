@@ -13,6 +13,7 @@ import asyncio
 import contextlib
 import os
 import secrets
+import signal
 import subprocess
 import time
 import weakref
@@ -26,6 +27,8 @@ from rollmill.errors import MachineError
 
 _LOAD_S = 60.0  # for a saved state to be loaded
 _INIT_S = 60.0  # for the guest's first process to answer
+END_S = 0.5  # its sockets close a moment before a process has ended
+FROM_OUTSIDE = (-signal.SIGKILL, -signal.SIGTERM)  # no guest can make QEMU end like this
 _SEED_BYTES = 64
 _MAX_STATE = 1 << 26
 
@@ -38,6 +41,14 @@ class Saved:
         self.devices = devices
         self.stood_still_s = stood_still_s  # how long the guest was stopped for it
         self.close = weakref.finalize(self, os.close, memory)
+
+
+class StateRefused(MachineError):
+    """QEMU ended while it loaded a state. The guest that was saved can be the cause: part of it is in its memory."""
+
+    def __init__(self, message: str, vm: Vm) -> None:
+        super().__init__(message)
+        self.vm = vm  # it has ended
 
 
 class Vm:
@@ -65,18 +76,24 @@ class Vm:
 
     @classmethod
     async def restore(cls, shape: Shape, saved: Saved) -> Vm:
-        """A machine with the saved state. It runs; `renew` it before anyone uses it."""
+        """A machine with the saved state. It runs; `renew` it before anyone uses it. StateRefused: not loaded."""
         memory = os.dup(saved.memory)
         vm = cls(launch.start(shape, memory, None), memory, template=False)
+        loading = False
         try:
             os.pwrite(vm._started.devices, saved.devices, 0)
             await vm._monitor.start()
+            loading = True
             await vm._monitor.ask("migrate-incoming", uri=f"fd:{vm._started.incoming}")
             async with asyncio.timeout(_LOAD_S):
                 await vm._monitor.wait_while("inmigrate")
             await vm._monitor.ask("cont")
         except BaseException as error:
-            raise await vm.failed(error) from error
+            ended_itself = loading and isinstance(error, Exception) and await vm.wait(END_S)
+            failure = await vm.failed(error)
+            if ended_itself and await vm.end() not in FROM_OUTSIDE:
+                raise StateRefused(str(failure), vm) from error
+            raise failure from error
         return vm
 
     async def renew(self) -> None:
@@ -140,6 +157,10 @@ class Vm:
         except subprocess.TimeoutExpired:
             return False
         return True
+
+    @property
+    def ended(self) -> bool:
+        return self._ended is not None
 
     async def end(self) -> int:
         """End the process; safe to repeat. Returns its exit code: its own, if it had ended by itself."""
