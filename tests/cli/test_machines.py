@@ -44,6 +44,16 @@ def test_setup_without_root_says_what_to_install(
     assert "is not" in told.out and "rollmill machines setup" in told.out
 
 
+def test_without_setpriv_there_are_no_virtual_machines(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    program = tmp_path / parts.architecture().program
+    program.write_text("#!/bin/sh\n")
+    program.chmod(0o755)
+    monkeypatch.setenv("PATH", str(tmp_path))
+    with pytest.raises(MachineError, match="setpriv is not installed") as error:
+        parts.find_parts()
+    assert "util-linux" in str(error.value.hint)
+
+
 def test_a_kernel_package_gives_its_kernel_and_modules(tmp_path: Path) -> None:
     """A package with compressed modules, as newer ones have; only what guests need is kept."""
     import io

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 import os
-import shutil
+import secrets
 import socket
 import subprocess
 from dataclasses import dataclass
@@ -20,7 +20,7 @@ KVM = Path("/dev/kvm")
 LOG_BYTES = 1 << 16  # of what QEMU and the guest's console print; the rest is lost
 # user ids of QEMU processes: above every range that systems hand out, and above those of namespace machines
 _FIRST_USER, _USERS = 0x70020000, 1 << 16
-_users = itertools.count()
+_users = itertools.count(secrets.randbelow(_USERS))  # two processes that start machines rarely share a user
 _COMMAND_LINE = (
     "quiet rootfstype=ramfs rdinit=/init panic=-1 mitigations=off nokaslr kpti=off audit=0 cryptomgr.notests"
 )
@@ -109,10 +109,7 @@ def _path(file: int) -> str:
 
 def _guard(shape: Shape) -> list[str]:
     """QEMU dies with us and gets no new rights. If we are root, it is a user who owns nothing."""
-    program = shutil.which("setpriv")
-    if program is None:
-        return []
-    guard = [program, "--pdeathsig", "KILL", "--no-new-privs"]
+    guard = [shape.parts.setpriv, "--pdeathsig", "KILL", "--no-new-privs"]
     if os.geteuid() == 0 and _may_use(_FIRST_USER + _USERS):
         user = str(_FIRST_USER + next(_users) % _USERS)
         groups = ["--groups", str(KVM.stat().st_gid)] if shape.accelerator == "kvm" else ["--clear-groups"]

@@ -65,6 +65,7 @@ ARCHITECTURES = {
 class Parts:
     architecture: Architecture
     program: str
+    setpriv: str  # takes QEMU's rights away
     kernel: Path
     modules: tuple[Path, ...]  # in the order in which they are loaded
     preload: Path | None
@@ -90,12 +91,16 @@ def find_parts() -> Parts:
     program = shutil.which(arch.program)
     if program is None:
         raise MachineError(f"{arch.program} is not installed", hint=SETUP)
+    setpriv = shutil.which("setpriv")
+    if setpriv is None:
+        raise MachineError("setpriv is not installed: QEMU would run with all our rights", hint=f"{SETUP} (util-linux)")
     if not (place / "vmlinuz").is_file():
         raise MachineError(f"there is no kernel for virtual machines in {place}", hint=SETUP)
     if needs_preload() and not (place / "cache_line.so").is_file():
         raise MachineError("QEMU needs a preload on this CPU, which was not built yet", hint=SETUP)
     modules = tuple(path for name in MODULES if (path := place / f"{name}.ko").is_file())
-    return Parts(arch, program, place / "vmlinuz", modules, place / "cache_line.so" if needs_preload() else None)
+    preload = place / "cache_line.so" if needs_preload() else None
+    return Parts(arch, program, setpriv, place / "vmlinuz", modules, preload)
 
 
 def needs_preload() -> bool:

@@ -38,6 +38,8 @@ def set_up(say: Callable[[str], None]) -> None:
     place.mkdir(parents=True, exist_ok=True)
     if shutil.which(arch.program) is None:
         _install([arch.package], say)
+    if shutil.which("setpriv") is None:
+        _install(["util-linux"], say)
     say(f"QEMU: {shutil.which(arch.program)}")
     if not (place / "vmlinuz").is_file():
         _fetch_kernel(arch.kernel_package, place)
