@@ -2,8 +2,8 @@
 
     append to the log of the new owner ─► close in the old log
 
-The process may die between the two. A session that is still in the log of another worker is then the true one: it
-replaces what its owner's log has of it.
+The process may die during either. Both logs then have the session, and one of them may have only its first entries: the
+longer one is true, whichever log it is in. No gateway serves before all are moved, so neither has grown since.
 """
 
 from __future__ import annotations
@@ -42,14 +42,19 @@ async def _move_all(directory: Path, count: int) -> int:
         for path, sessions in owners.items():
             strays = {session: own[number] for session, number in sessions.items() if own[number] != path}
             for session, target in strays.items():
-                with recorders[path].located(session) as (file, extents):
-                    data = b"".join(os.pread(file, end - begin, begin) for begin, end in extents)
-                await recorders[target].forget(session)
-                await recorders[target].append(session, data)
+                data = _read(recorders[path], session)
+                if len(data) > len(_read(recorders[target], session)):
+                    await recorders[target].forget(session)
+                    await recorders[target].append(session, data)
             for session in strays:
                 await recorders[path].forget(session)
             moved += len(strays)
     return moved
+
+
+def _read(recorder: Recorder, session: str) -> bytes:
+    with recorder.located(session) as (file, extents):
+        return b"".join(os.pread(file, end - begin, begin) for begin, end in extents)
 
 
 def _name(first: LogEntry) -> str:

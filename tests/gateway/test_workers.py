@@ -7,16 +7,20 @@ import os
 import random
 import signal
 from collections import Counter
+from pathlib import Path
 from typing import Any
 
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
 from rollmill.chat.tokenizer import Tokenizer
-from rollmill.gateway.entries import read_entries
+from rollmill.gateway.entries import LogEntry, encode_open, encode_waited, read_entries
 from rollmill.gateway.metrics import Metrics, added
 from rollmill.gateway.overview import read_sessions
+from rollmill.gateway.recorder import Recorder
+from rollmill.gateway.sessions import SessionFacts
 from rollmill.gateway.workers import Workers, log_directories, log_directory, opening
+from rollmill.gateway.workers_log import move_sessions
 from tests.gateway.conftest import USER, Answers, Door, Mill, until
 from tests.gateway.serve import LIVE
 from tests.gateway.stand_in import StandIn
@@ -235,6 +239,34 @@ async def test_sessions_move_when_the_number_of_workers_changes(
             gateway.stop()
     assert len(trajectories) == 1
     assert len(log_directories(mill.directory / "gateway")) == 3
+
+
+@pytest.mark.parametrize("count", [1, 2])
+async def test_a_move_that_was_interrupted_loses_no_entry(tmp_path: Path, count: int) -> None:
+    """The new log has a part of the session, and the old one all of it, whichever of them it belongs to now."""
+    session = next(name for name in names("rollout", 1, 2) if Workers(0, [""] * 2).owner(name) == 1)
+    entries = [encode_open(SessionFacts(session, "rollout")), *(encode_waited(session, float(at)) for at in range(3))]
+    for worker, written in ((0, entries), (1, entries[:2])):
+        await write_log(log_directory(tmp_path, worker), session, b"".join(written))
+    await asyncio.to_thread(move_sessions, tmp_path, count)
+    left = [read_open(log_directory(tmp_path, worker)) for worker in range(2)]
+    assert [[entry.op for entry in log] for log in left if log] == [["open", "waited", "waited", "waited"]]
+    assert left[count - 1]
+
+
+async def write_log(directory: Path, session: str, data: bytes) -> None:
+    recorder = Recorder(directory, compact_bytes=1 << 62)
+    recorder.start()
+    await recorder.append(session, data)
+    recorder.close()
+
+
+def read_open(directory: Path) -> list[LogEntry]:
+    recorder = Recorder(directory, compact_bytes=1 << 62)
+    try:
+        return list(recorder.replay())
+    finally:
+        recorder.close()
 
 
 async def test_workers_share_the_limits_of_keys(mill: Mill, tokenizer: Tokenizer, answers: Answers) -> None:
