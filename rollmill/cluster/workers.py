@@ -49,7 +49,7 @@ def run_workers(
 ) -> None:
     """Returns after SIGTERM or SIGINT. `build` makes the app of one worker, in its process. `directory` holds the
     session logs. Raises RollmillError if a worker dies again and again."""
-    move_sessions(directory, count)
+    placed = move_sessions(directory, count)
     paths, sockets = _open_sockets(directory, count)
     listening.listen(BACKLOG)
     limits, serving = shared_file(), mmap.mmap(-1, count)
@@ -58,7 +58,7 @@ def run_workers(
         def tell() -> None:
             serving[number] = 1
 
-        workers = Workers(number, paths, limits)
+        workers = Workers(number, paths, limits, placed=placed)
         asyncio.run(_serve(build(workers), listening, sockets[number], keepalive_s, tls, tell))
 
     _Supervisor(serving, work).run()

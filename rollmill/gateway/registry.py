@@ -26,6 +26,7 @@ from rollmill.gateway.stored import StoredResponses
 from rollmill.gateway.workers import log_directories
 from rollmill.types import Trajectory
 
+LIVE = "live-"  # the ids of production sessions that no one opened: requests began them
 _KEY_PREFIX = "rm-"
 _MOST_HISTORIES = 200_000  # digests of conversations, about 40 MB; the oldest are forgotten
 _PRODUCTION = "production"  # id of the run's own production key
@@ -140,7 +141,7 @@ class Registry:
         if session is not None and mine and production and self.is_open(session) and not session.ending:
             session.used_at = time.time()  # no longer idle, so it is not sealed now
             return session
-        return self.add(SessionFacts(self.fresh("live-"), "production", run="production", provenance=provenance))
+        return self.add(SessionFacts(self.fresh(LIVE), "production", run="production", provenance=provenance))
 
     def append(self, session: Session, turn: Turn) -> OpenSegment:
         """Adds a recorded turn to its session. From now on an unnamed conversation can be found by it."""

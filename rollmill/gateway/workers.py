@@ -19,7 +19,7 @@ import hashlib
 import json
 import socket
 import uuid
-from collections.abc import AsyncIterator, Coroutine, Sequence
+from collections.abc import AsyncIterator, Coroutine, Mapping, Sequence
 from contextlib import AbstractAsyncContextManager
 from pathlib import Path
 from typing import Any, TypeVar
@@ -68,15 +68,23 @@ def share(config: GatewayConfig, workers: Workers) -> GatewayConfig:
 
 class Workers:
     """This worker and the others. `sockets` are the paths of their Unix sockets, by number; `limits` is the file in
-    which they share the limits of keys, see gateway.buckets."""
+    which they share the limits of keys, see gateway.buckets. `placed` has the worker of each session that is not where
+    the hash of its id says: a client named it, and the number of workers was another one when it began."""
 
     def __init__(
-        self, number: int = 0, sockets: Sequence[str] = ("",), limits: int | None = None, *, patience_s: float = 30.0
+        self,
+        number: int = 0,
+        sockets: Sequence[str] = ("",),
+        limits: int | None = None,
+        *,
+        placed: Mapping[str, int] = {},
+        patience_s: float = 30.0,
     ) -> None:
         self.number = number
         self.limits = limits
         self.count = len(sockets)
         self._sockets = sockets
+        self._placed = placed
         self._patience_s = patience_s
         self._clients: dict[int, aiohttp.ClientSession] = {}
         self._waiting: dict[asyncio.Task[Any], web.Request] = {}  # exchanges with others, and for whom
@@ -96,6 +104,8 @@ class Workers:
                 await client.close()
 
     def owner(self, name: str) -> int:
+        if name in self._placed:
+            return self._placed[name]
         return int.from_bytes(hashlib.blake2b(name.encode(errors="replace"), digest_size=8).digest()) % self.count
 
     def fresh(self, prefix: str = "") -> str:

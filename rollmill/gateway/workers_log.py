@@ -15,20 +15,21 @@ from pathlib import Path
 
 from rollmill.gateway.entries import LogEntry
 from rollmill.gateway.recorder import Recorder
+from rollmill.gateway.registry import LIVE
 from rollmill.gateway.workers import Workers, log_directories, log_directory
 
 
-def move_sessions(directory: Path, count: int) -> int:
-    """Gives each open session to the worker that it belongs to, of `count`. No gateway may run. Returns how many."""
+def move_sessions(directory: Path, count: int) -> dict[str, int]:
+    """Gives each open session to the worker that it belongs to, of `count`. No gateway may run. Returns the worker of
+    each session that lies where its client's name for it says, and not where its id says: see `Workers`."""
     if count == 1 and len(log_directories(directory)) <= 1:
-        return 0
+        return {}
     return asyncio.run(_move_all(directory, count))
 
 
-async def _move_all(directory: Path, count: int) -> int:
+async def _move_all(directory: Path, count: int) -> dict[str, int]:
     own = [log_directory(directory, number) for number in range(count)]
     workers = Workers(0, [""] * count)
-    moved = 0
     with contextlib.ExitStack() as held:
         recorders: dict[Path, Recorder] = {}
         owners: dict[Path, dict[str, int]] = {}
@@ -48,8 +49,9 @@ async def _move_all(directory: Path, count: int) -> int:
                     await recorders[target].append(session, data)
             for session in strays:
                 await recorders[path].forget(session)
-            moved += len(strays)
-    return moved
+    found = {session: number for sessions in owners.values() for session, number in sessions.items()}
+    lives = {session: number for session, number in found.items() if session.startswith(LIVE)}
+    return {session: number for session, number in lives.items() if workers.owner(session) != number}
 
 
 def _read(recorder: Recorder, session: str) -> bytes:
@@ -58,11 +60,13 @@ def _read(recorder: Recorder, session: str) -> bytes:
 
 
 def _name(first: LogEntry) -> str:
-    """What decides whose it is: the name that a client gave to its session, or the trajectory. Feedback that waits for
-    a session goes where that session will be. An unnamed conversation whose client does not send its session back is
-    no longer found: the next request starts a new one."""
+    """What decides whose it is: the name that a client gave to its session, or the trajectory. A session that was
+    opened with its id (POST /sessions) is found by that. Feedback that waits for a session goes where that session will
+    be. An unnamed conversation whose client does not send its session back is no longer found: the next request starts
+    a new one."""
     if first.op == "early":
         return str(first.header["name"])
     facts = first.header.get("facts", {})
-    named = facts.get("provenance", {}).get("session") if facts.get("traffic") == "production" else None
+    by_name = facts.get("traffic") == "production" and first.session.startswith(LIVE)
+    named = facts.get("provenance", {}).get("session") if by_name else None
     return str(named or first.session)

@@ -224,20 +224,24 @@ async def test_sessions_move_when_the_number_of_workers_changes(
     engine, ids = StandIn([answers.text("one")]), names("rollout", 2)
     mill.plan(*ids)
     told: dict[str, list[Any]] = {id: [dict(USER)] for id in ids}
-    chat = {"x-rollmill-session": "chat"}
-    trajectories = set()
+    chats, trajectories = names("chat", 1), set()
+    opened = {"traffic": "production", "provenance": {"session": "theirs"}}
     for count in (1, 3, 2, 1):
         async with process(mill, tokenizer, engine, count) as (gateway, door):
             for id, messages in told.items():
                 await door.say(await door.open(id), messages)
                 messages.append({"role": "user", "content": "go on"})
-            trajectories.add((await said(door, [USER], chat))["trajectory"])
-            assert await door.sessions() == len(ids) + 1
+            trajectories |= {(await said(door, [USER], {"x-rollmill-session": chat}))["trajectory"] for chat in chats}
+            for id in names("opened", 1):
+                await door.open(id, **opened)
+            assert await door.sessions() == len(ids) + 2 * len(chats)
+            for id in (*trajectories, *names("opened", 1)):  # by the id that the gateway gave it, too
+                assert (await door.admin("GET", f"/sessions/{id}"))[0] == 200
             if count == 1 and len(told[ids[0]]) > 3:
                 for id, messages in told.items():
                     assert (await door.seal(id)).messages == messages[:-1]
             gateway.stop()
-    assert len(trajectories) == 1
+    assert len(trajectories) == len(chats)
     assert len(log_directories(mill.directory / "gateway")) == 3
 
 
