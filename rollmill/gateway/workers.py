@@ -174,7 +174,8 @@ class Workers:
             return await answer.relay(response, headers)
 
     def _send(self, owner: int, http: web.Request, body: bytes) -> AbstractAsyncContextManager[aiohttp.ClientResponse]:
-        headers = [(name, value) for name, value in http.headers.items() if name.lower() not in _OF_CONNECTION]
+        dropped = _OF_CONNECTION | {"content-encoding"}  # aiohttp has decompressed the body
+        headers = [(name, value) for name, value in http.headers.items() if name.lower() not in dropped]
         url = URL(f"http://worker{http.raw_path}", encoded=True)
         return self._clients[owner].request(http.method, url, data=body or None, headers=headers, allow_redirects=False)
 

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import gzip
+import json
 import os
 import random
 import signal
@@ -271,6 +273,16 @@ def read_open(directory: Path) -> list[LogEntry]:
         return list(recorder.replay())
     finally:
         recorder.close()
+
+
+async def test_compressed_requests_are_forwarded(mill: Mill, tokenizer: Tokenizer, answers: Answers) -> None:
+    async with process(mill, tokenizer, StandIn([answers.text("one")]), COUNT) as (_, door):
+        headers = {"Authorization": f"Bearer {LIVE}", "Content-Type": "application/json", "Content-Encoding": "gzip"}
+        body = gzip.compress(json.dumps({"messages": [USER]}).encode())
+        for name in names("chat", 2):  # whichever worker accepts one, most are another's
+            url = f"{door.url}/s/{name}/v1/chat/completions"
+            async with door.http.post(url, data=body, headers=headers) as response:
+                assert response.status == 200, await response.text()
 
 
 async def test_workers_share_the_limits_of_keys(mill: Mill, tokenizer: Tokenizer, answers: Answers) -> None:
