@@ -167,8 +167,8 @@ class ModelRoutes:
             name = session_in(given_key(http)) or named_session(http)
             if name is None:
                 request = dialect.parse(await http.read(), self._limits)
-                name = opening(request.messages)
-            if self._workers.elsewhere(http, name):
+                name = opening(request.messages) if request.messages else None  # a prompt: any worker's
+            if name is not None and self._workers.elsewhere(http, name):
                 return await self._workers.forward(http, name)
         admitted = await self._admit(http)
         request = request or dialect.parse(await http.read(), self._limits)

@@ -285,6 +285,19 @@ async def test_compressed_requests_are_forwarded(mill: Mill, tokenizer: Tokenize
                 assert response.status == 200, await response.text()
 
 
+async def test_prompts_without_a_name_stay_where_they_arrive(
+    mill: Mill, tokenizer: Tokenizer, answers: Answers
+) -> None:
+    async with process(mill, tokenizer, StandIn([answers.text("one")]), COUNT) as (_, door):
+        for _ in range(50):
+            asked = [door.admin("POST", "/v1/completions", {"prompt": "p"}, token=LIVE) for _ in range(12)]
+            assert {status for status, _ in await asyncio.gather(*asked)} == {200}
+            serving = [worker for worker in range(COUNT) if read_sessions_of(mill, worker)]
+            if len(serving) > 1:
+                break
+        assert len(serving) > 1, "one worker serves them all"
+
+
 async def test_workers_share_the_limits_of_keys(mill: Mill, tokenizer: Tokenizer, answers: Answers) -> None:
     _, secret = mill.keys.create(["production"], requests_per_minute=5)
     async with process(mill, tokenizer, StandIn([answers.text("one")]), COUNT) as (_, door):
