@@ -35,7 +35,8 @@ from rollmill.gateway.account import current_account
 from rollmill.gateway.config import GatewayConfig
 
 T = TypeVar("T")
-_PEER_S = 10.0  # how long a worker may take to describe itself to another one
+_PEER_S = 10.0  # how long a worker may take to answer another one
+_GLANCE_S = 2.0  # the same for /health and /metrics: who asks for them waits only a few seconds
 _LOOK_S = 0.25  # how often the clients of forwarded requests are looked at
 _OF_CONNECTION = frozenset(
     "connection content-length expect host keep-alive te trailer transfer-encoding upgrade".split()
@@ -143,24 +144,28 @@ class Workers:
 
     async def ask_others(self, http: web.Request) -> list[bytes]:
         """What the other workers answer to the same request, each for its own sessions. Raises 503 if one does not."""
-        answers, silent = await self.ask_those_alive(http, 200)
+        answers, silent = await self.ask_those_alive(http, 200, wait_s=_PEER_S)
         if silent:
             raise GatewayError(silent[0], status=503, hint="try again")
         return answers
 
-    async def ask_those_alive(self, http: web.Request, *statuses: int) -> tuple[list[bytes], list[str]]:
-        """As `ask_others`, and one sentence about each worker that does not answer with one of the statuses."""
+    async def ask_those_alive(
+        self, http: web.Request, *statuses: int, wait_s: float = _GLANCE_S
+    ) -> tuple[list[bytes], list[str]]:
+        """As `ask_others`, and one sentence about each worker that does not answer with one of the statuses in time."""
         if is_from_worker(http):
             return [], []
         body = await http.read()
-        found = await asyncio.gather(*[self._ask(number, http, body, statuses) for number in self._clients])
+        found = await asyncio.gather(*[self._ask(number, http, body, statuses, wait_s) for number in self._clients])
         silent = [number for number, answer in zip(self._clients, found, strict=True) if answer is None]
         answers = [answer for answer in found if answer is not None]
         return answers, [f"worker {number} does not answer; it may be starting" for number in silent]
 
-    async def _ask(self, number: int, http: web.Request, body: bytes, statuses: Sequence[int]) -> bytes | None:
+    async def _ask(
+        self, number: int, http: web.Request, body: bytes, statuses: Sequence[int], wait_s: float
+    ) -> bytes | None:
         try:
-            async with asyncio.timeout(_PEER_S), self._send(number, http, body) as response:
+            async with asyncio.timeout(wait_s), self._send(number, http, body) as response:
                 answer = await response.read()
                 return answer if response.status in statuses else None
         except (aiohttp.ClientError, OSError, TimeoutError):
