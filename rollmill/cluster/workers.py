@@ -91,6 +91,7 @@ class _Supervisor:
 
     def _start(self, number: int) -> None:
         self._serving[number] = 0
+        parent = os.getpid()  # before the fork: the worker must notice a parent that died since then
         pid = os.fork()
         if pid:
             self._pids[pid] = number
@@ -99,7 +100,7 @@ class _Supervisor:
             return
         code = 1
         try:
-            code = _be(number, self._work)
+            code = _be(number, parent, self._work)
         finally:
             os._exit(code)
 
@@ -128,11 +129,11 @@ class _Supervisor:
             os.kill(pid, signal.SIGKILL)
 
 
-def _be(number: int, work: Callable[[int], None]) -> int:
-    """Become worker `number`. Returns the exit code."""
+def _be(number: int, parent: int, work: Callable[[int], None]) -> int:
+    """Become worker `number` of the process `parent`. Returns the exit code."""
     for each in (signal.SIGTERM, signal.SIGINT):
         signal.signal(each, signal.SIG_DFL)
-    os.environ[SUPERVISOR] = str(os.getppid())
+    os.environ[SUPERVISOR] = str(parent)
     end_with_parent()
     setproctitle(f"{getproctitle()} worker {number}")
     try:

@@ -8,6 +8,8 @@ import json
 import os
 import random
 import signal
+import subprocess
+import sys
 from collections import Counter
 from pathlib import Path
 from typing import Any
@@ -303,6 +305,27 @@ async def test_workers_share_the_limits_of_keys(mill: Mill, tokenizer: Tokenizer
     async with process(mill, tokenizer, StandIn([answers.text("one")]), COUNT) as (_, door):
         asked = [door.ask(secret, [{"role": "user", "content": f"{number}"}]) for number in range(12)]
         assert Counter([status for status, _ in await asyncio.gather(*asked)]) == {200: 5, 429: 7}
+
+
+ORPHAN = """
+import mmap, os, time
+from rollmill.cluster.workers import _Supervisor
+
+def fork(real=os.fork, parent=os.getpid()):
+    if real():
+        os._exit(0)  # killed, before the worker has run a line
+    while os.getppid() == parent:
+        time.sleep(0.01)
+    return 0
+
+os.fork = fork
+_Supervisor(mmap.mmap(-1, 1), lambda number: print("it serves", flush=True)).run()
+"""
+
+
+def test_a_worker_whose_parent_dies_at_once_ends_too() -> None:
+    ran = subprocess.run([sys.executable, "-c", ORPHAN], capture_output=True, text=True)  # reads until both have ended
+    assert (ran.stdout, ran.stderr) == ("", "")
 
 
 def test_texts_of_metrics_add_up() -> None:
