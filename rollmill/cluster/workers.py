@@ -8,6 +8,7 @@ connection that was made meanwhile waits for another worker, or for the next pro
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
 import mmap
 import os
@@ -86,8 +87,7 @@ class _Supervisor:
                 if died is not None and not self._stopping:
                     self._restart(died, os.waitstatus_to_exitcode(status))
         finally:
-            for pid in self._pids:
-                os.kill(pid, signal.SIGKILL)
+            self._kill()
 
     def _start(self, number: int) -> None:
         self._serving[number] = 0
@@ -119,14 +119,17 @@ class _Supervisor:
 
     def _stop(self, *_: object) -> None:
         self._stopping = True
-        for pid in self._pids:
-            os.kill(pid, signal.SIGTERM)
+        self._signal(signal.SIGTERM)
         signal.signal(signal.SIGALRM, self._kill)
         signal.alarm(int(_STOP_S))
 
     def _kill(self, *_: object) -> None:
+        self._signal(signal.SIGKILL)
+
+    def _signal(self, number: signal.Signals) -> None:
         for pid in self._pids:
-            os.kill(pid, signal.SIGKILL)
+            with contextlib.suppress(ProcessLookupError):  # it has ended, and `run` has not removed it yet
+                os.kill(pid, number)
 
 
 def _be(number: int, parent: int, work: Callable[[int], None]) -> int:

@@ -328,6 +328,25 @@ def test_a_worker_whose_parent_dies_at_once_ends_too() -> None:
     assert (ran.stdout, ran.stderr) == ("", "")
 
 
+STOPPED = """
+import mmap, os, signal
+from rollmill.cluster.workers import _Supervisor
+
+def wait(real=os.wait):
+    ended = real()
+    signal.raise_signal(signal.SIGTERM)  # before its pid is removed
+    return ended
+
+os.wait = wait
+_Supervisor(mmap.mmap(-1, 1), lambda number: None).run()
+"""
+
+
+def test_it_stops_cleanly_when_a_worker_has_just_ended() -> None:
+    ran = subprocess.run([sys.executable, "-c", STOPPED], capture_output=True, text=True)
+    assert (ran.returncode, ran.stderr) == (0, "")
+
+
 def test_texts_of_metrics_add_up() -> None:
     texts = []
     for number in (1, 2):
