@@ -60,6 +60,7 @@ class Fleet:
     database: sa.Engine
     name: str
     token: str = field(repr=False)  # engines register with it, and ask for it
+    _unreadable: set[str] = field(default_factory=set, repr=False, compare=False)  # engines that were logged as such
 
     def hold(self, engine: Registration, *, renews: bool, seconds: float = LEASE_S) -> bool:
         """Register an engine, or renew its lease. False if it renews what another process has taken over."""
@@ -86,11 +87,24 @@ class Fleet:
         writing(self.database, lambda connection: connection.execute(engines.delete().where(mine)))
 
     def registered(self) -> list[Registration]:
-        """The engines whose lease has not expired, by name."""
+        """The engines whose lease has not expired, by name. Rows that this release cannot read are left out: another
+        release may have written them."""
         query = engines.select().where(engines.c.fleet == self.name, engines.c.expires_at > now())
         with reading(self.database) as connection:
             rows = connection.execute(query.order_by(engines.c.name)).all()
-        return [Registration.model_validate(dict(row._mapping)) for row in rows]
+        found = [self._read(dict(row._mapping)) for row in rows]
+        return [each for each in found if each is not None]
+
+    def _read(self, row: dict[str, Any]) -> Registration | None:
+        try:
+            return Registration.model_validate(row)
+        except ValidationError as error:
+            if row["name"] not in self._unreadable:
+                self._unreadable.add(row["name"])
+                [first, *_] = error.errors()
+                where = ".".join(map(str, first["loc"]))
+                log.warning("engine %s is left out: %s: %s", row["name"], where, first["msg"])
+            return None
 
 
 class FleetRoutes:

@@ -160,6 +160,22 @@ async def test_the_engines_stay_while_the_database_fails(mill: Mill, answers: An
     assert (await door.say(LIVE, [USER]))["choices"][0]["message"]["content"] == "one"
 
 
+async def test_a_row_that_it_cannot_read_is_left_out_and_told_once(
+    mill: Mill, answers: Answers, caplog: pytest.LogCaptureFixture
+) -> None:
+    """As another release may write it."""
+    url = (await mill.engine(StandIn([answers.text("one")]))).url.rstrip("/")
+    door = await mill.gateway()
+    strange = registration("http://a:1", "engine-strange").model_copy(update={"url": "unix:/engine"})
+    mill.fleet.hold(strange, renews=False)
+    async with joined(door, "engine-home", url):
+        await until(lambda: _are(door, [url]))
+    await until(lambda: _are(door, []))  # it goes on following
+    assert [record.message for record in caplog.records if "engine-strange" in record.message] == [
+        "engine engine-strange is left out: url: String should match pattern '^https?://[^/?#@\\s]+$'"
+    ]
+
+
 def test_leases_in_the_database(database_url: str) -> None:
     fleet = Fleet(open_database(database_url), "run", ENGINE)
     other = Fleet(fleet.database, "run/serve-1", ENGINE)
