@@ -23,7 +23,7 @@ from rollmill.chat.tokenizer import Tokenizer
 from rollmill.errors import GatewayError, StorageError
 from rollmill.gateway.answers import AnswerBuilder
 from rollmill.gateway.aside import is_large
-from rollmill.gateway.causes import Declared, read_declared
+from rollmill.gateway.causes import read_declared
 from rollmill.gateway.config import GatewayConfig
 from rollmill.gateway.dialect import Dialect, Identity, ModelRequest, Reply, TokenLogprob
 from rollmill.gateway.entries import encode_incomplete, encode_open, encode_turn
@@ -173,7 +173,7 @@ class Completions:
 
     async def _new_answer(self, session: Session, ask: Ask, stream: EventStream | None, index: int) -> Recorded:
         request = _numbered(self._constrained(ask.request), index)
-        plan = await self._plan(session, request, read_declared(ask.http.headers))
+        plan = await self._plan(session, request, ask)
         if stream is not None:
             stream.prompt_tokens = len(plan.context)
         with session.flight(plan, request.messages, request.tools, ask.is_abandoned) as flight:
@@ -194,8 +194,8 @@ class Completions:
             raise failure
         return Recorded(segment, answer, len(plan.context))
 
-    async def _plan(self, session: Session, request: ModelRequest, declared: Declared | None) -> Plan:
-        prompt = request.prompt
+    async def _plan(self, session: Session, request: ModelRequest, ask: Ask) -> Plan:
+        prompt, declared = request.prompt, read_declared(ask.http.headers)
         if isinstance(prompt, list):
             return session.plan_tokens(prompt, self._tokenizer.decode)
 
@@ -208,6 +208,8 @@ class Completions:
             planned = await asyncio.to_thread(plan)
         if not self._registry.is_open(session) or session.ending:
             raise _Ended
+        if ask.is_abandoned():  # it was not in flight yet: a request that repeats it does not wait for its answer
+            raise ConnectionResetError("the client disconnected while its request was planned")
         return planned
 
     async def _sample(

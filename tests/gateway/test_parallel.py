@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import threading
 from collections.abc import AsyncIterator
 from typing import Any
 
@@ -49,6 +50,36 @@ async def test_parallel_requests_become_branches(mill: Mill, answers: Answers) -
     sampled = sorted(segment.tokens[span.start : span.end].tolist() for segment in segments for span in segment.spans)
     assert sampled == sorted(answers.text(text) for text in ("one", "two", "three", "four", "five"))
     assert {segment.id: len(segment.spans) for segment in segments} == before
+
+
+async def test_a_large_request_that_is_repeated_while_it_is_planned_is_answered_once(
+    mill: Mill, answers: Answers, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    engine = StandIn([answers.text("one"), answers.text("two")])
+    mill.plan("a")
+    begun, go_on, render = threading.Event(), threading.Event(), mill.format.render_start
+
+    def slow(*arguments: Any) -> list[int]:
+        begun.set()
+        go_on.wait()
+        return render(*arguments)
+
+    monkeypatch.setattr(mill.format, "render_start", slow)
+    door = await mill.gateway(await mill.engine(engine))
+    key, large = await door.open("a"), [user("word " * 20_000)]
+    gone = asyncio.create_task(door.ask(key, large))
+    try:
+        await asyncio.to_thread(begun.wait)
+        gone.cancel()
+        again = asyncio.create_task(door.ask(key, large))
+        await asyncio.sleep(0.3)  # it has arrived
+    finally:
+        go_on.set()
+    status, body = await again
+    assert status == 200 and body["choices"][0]["message"]["content"] == "one"
+    assert len(engine.requests) == 1
+    (segment,) = (await door.seal("a")).segments
+    assert len(segment.spans) == 1
 
 
 def read_record(mill: Mill) -> dict[str, int]:
