@@ -155,16 +155,19 @@ class CycleDriver:
         return self.journal.move(cycle, state, reason, gate=verdict.describe())
 
     def _canary(self, cycle: Cycle) -> Cycle:
-        """Give a share of production to the candidate until it is decided."""
+        """Give a share of production to the candidate until it is decided. However this ends, nobody watches the
+        canary any more, so all goes to the live version; of a process that is killed, gateways find out themselves."""
         config, since = self._config, cycle.updated_at
-        while True:
-            self._splits.put(config.model, {LIVE: 1 - config.share, CANDIDATE: config.share})
-            arms = self._arms(cycle, since)
-            verdict = decide(*arms, max_loss=config.max_loss, sessions=config.canary_sessions)
-            if verdict.decision != "go on":
-                break
-            self._wait(cycle)
-        self._all_to_live()
+        try:
+            while True:
+                self._splits.put(config.model, {LIVE: 1 - config.share, CANDIDATE: config.share})
+                arms = self._arms(cycle, since)
+                verdict = decide(*arms, max_loss=config.max_loss, sessions=config.canary_sessions)
+                if verdict.decision != "go on":
+                    break
+                self._wait(cycle)
+        finally:
+            self._all_to_live()
         state = {"promote": "promoting", "hold": "held", "roll back": "rolling_back"}[verdict.decision]
         facts = {"canary": {**asdict(verdict), "live": list(arms[0]), "candidate": list(arms[1])}}
         return self.journal.move(cycle, state, f"{verdict.decision}: {verdict.reason}", **facts)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from rollmill.errors import RollmillError
-from rollmill.gateway.splits import SplitStore
+from rollmill.gateway.splits import STALE_S, Renewals, SplitStore
 from rollmill.realtime.journal import FINAL, TRANSITIONS, Journal
 from rollmill.storage.database import open_database
 
@@ -42,3 +42,16 @@ def test_the_split_of_production_can_change(database_url: str) -> None:
     splits.put("other", {"a": 1.0})
     assert splits.get() == {"rollmill": {"live": 1.0}, "other": {"a": 1.0}}
     assert SplitStore(open_database(database_url), "another").get() == {}
+
+
+def test_a_split_that_nobody_renews_ends(database_url: str) -> None:
+    """The driver of a canary may be killed, and its clock may be wrong."""
+    splits, renewals = SplitStore(open_database(database_url), "r"), Renewals()
+    canary, main = {"rollmill": {"live": 0.5, "candidate": 0.5}}, {"rollmill": {"live": 1.0}}
+    splits.put("rollmill", canary["rollmill"])
+    assert renewals.current(splits.written(), 7.0) == canary
+    assert renewals.current(splits.written(), 6.0 + STALE_S) == canary
+    assert renewals.current(splits.written(), 7.0 + STALE_S) == main
+    splits.put("rollmill", canary["rollmill"])
+    assert renewals.current(splits.written(), 8.0 + STALE_S) == canary, "the driver is back"
+    assert renewals.current(splits.written(), 8.0 + 2 * STALE_S) == main
