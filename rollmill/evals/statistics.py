@@ -110,10 +110,12 @@ def clustered_change(
 
     value = float(change(before_T2.sum(axis=0), after_T2.sum(axis=0)))
     drawn_R = change(before_T2[chosen_RT].sum(axis=1), after_T2[chosen_RT].sum(axis=1))
-    known_R = drawn_R[np.isfinite(drawn_R)]
+    known_R = drawn_R[~np.isnan(drawn_R)]  # an infinite change counts: of a cost, it is the worst there is
     if not known_R.size:
         return Interval(value, -math.inf, math.inf)
-    low, high = _percentiles(known_R, confidence)
+    tail = (1 - confidence) / 2  # values that were drawn: nothing lies between a number and infinity
+    low = float(np.quantile(known_R, tail, method="lower"))
+    high = float(np.quantile(known_R, 1 - tail, method="higher"))
     return Interval(value, min(low, value), max(high, value))
 
 

@@ -107,3 +107,12 @@ def test_the_interval_of_a_change_covers_the_truth() -> None:
         found = clustered_change(before, after, resamples=400, seed=seed)
         covered += found.low <= 0.1 <= found.high
     assert 180 <= covered <= 199
+
+
+def test_a_resample_in_which_nothing_is_solved_is_the_worst_case() -> None:
+    """One of ten tasks is solved: a third of the resamples have no solved task, and no cost per solved task."""
+    before_T2, after_T2 = np.tile([100.0, 1.0], (10, 1)), np.tile([100.0, 0.0], (10, 1))
+    after_T2[0, 1] = 1.0
+    change = clustered_change(before_T2, after_T2, relative=True)
+    assert change.value == 10.0 and math.isfinite(change.low) and change.high == math.inf
+    assert math.isfinite(clustered_change(after_T2, before_T2, relative=True).high)
