@@ -80,7 +80,7 @@ class Signals:
         """Returns the number of the feedback; None if it waits for the first answer of its session. GatewayError if
         the gateway refuses it, or after three attempts."""
         body: dict[str, Any] = {**_named(about), "kind": kind, "id": id or uuid.uuid4().hex}
-        body |= {} if value is None else {"value": _checked(kind, value)}
+        body |= {} if value is None else {"value": checked(kind, value)}
         body |= {} if label is None else {"label": label}
         for attempt in range(1, _ATTEMPTS + 1):
             try:
@@ -117,7 +117,8 @@ def _named(about: About) -> dict[str, str]:
     raise ValueError("what the signal is about has no field `rollmill`: give a whole answer, or the name of a session")
 
 
-def _checked(kind: str, value: float) -> float:
+def checked(kind: str, value: float) -> float:
+    """The value of a signal. ValueError if no signal of this kind can have it."""
     low, high, meaning = KINDS.get(kind, (-1e6, 1e6, ""))
     if not low <= value <= high:
         raise ValueError(f"{kind} is {value}, not between {low:g} and {high:g}: {meaning}")

@@ -24,6 +24,7 @@ from rollmill.gateway.registry import Registry, key_id_of
 from rollmill.gateway.sealing import Sealer
 from rollmill.gateway.sessions import check_id
 from rollmill.gateway.workers import Workers
+from rollmill.signals import checked
 from rollmill.trajectories.store import TrajectoryStore
 from rollmill.types import TrafficClass, TrajectoryState
 
@@ -137,6 +138,11 @@ def _parse(body: bytes, named: str | None) -> Feedback:
         raise GatewayError("what the feedback is about is missing", hint="session, segment or answer")
     if given.value is given.label is given.text is None:
         raise GatewayError("the feedback is empty", hint="value, label or text")
+    if given.value is not None:
+        try:
+            checked(given.kind, given.value)
+        except ValueError as error:
+            raise GatewayError(f"value: {error}", hint="a kind of your own may have any value") from None
     return given
 
 

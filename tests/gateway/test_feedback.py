@@ -172,6 +172,8 @@ async def test_feedback_that_says_nothing_or_too_much_is_refused(mill: Mill, ans
         {"session": "a", "text": "x" * 5000},
         {"session": "a", "value": 1e9},
         {"session": "a", "value": "good"},
+        {"session": "a", "kind": "thumbs", "value": 100.0},
+        {"session": "a", "kind": "accepted", "value": -1.0},
         {"session": "../a", "value": 1.0},
         {"session": "a", "value": 1.0, "surprise": 1},
     ]
