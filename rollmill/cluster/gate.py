@@ -113,10 +113,12 @@ def _by_task(results: list[EvalResult]) -> dict[str, list[dict[str, Any]]]:
 
 
 def _digest(run: RunDirectory, suite: EvalConfig) -> str:
-    """What else the attempts depend on: other tasks, limits or draws are another measurement."""
+    """What else the attempts depend on: other tasks, machines, limits or draws are another measurement."""
     config = run.config
-    parts = [suite, config.rollouts, config.harness, config.tasks, *config.rewards]
-    text = json.dumps([config.seed, *(part.model_dump(mode="json") if part is not None else None for part in parts)])
+    parts = [suite, config.rollouts, config.harness, config.machine, config.tasks, *config.rewards]
+    text = json.dumps(
+        [config.seed, config.form, *(part.model_dump(mode="json") if part is not None else None for part in parts)]
+    )
     return hashlib.sha256(text.encode()).hexdigest()[:16]
 
 

@@ -93,3 +93,9 @@ def test_a_verdict_counts_with_the_whole_suite_against_what_is_live(
         told = rollmill("gate", run.path, "rl@2", "--against", against)
         assert told.code == 0 and (uncounted in told.err) == (code == 1)
         assert rollmill(*SET, run.path, "live", "rl@2").code == code
+
+
+def test_another_machine_or_form_is_another_measurement(tmp_path: Path) -> None:
+    settings = ((), ("machine.processes=77",), ('form="fp8"',))
+    runs = [published_run(tmp_path / str(number), 1, *each) for number, each in enumerate(settings)]
+    assert len({measured_digest(run, run.config.evals) for run in runs}) == 3
