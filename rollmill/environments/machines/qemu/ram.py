@@ -6,6 +6,7 @@ all others are the template's. A copy of the machine's memory is a copy of that 
 
 from __future__ import annotations
 
+import errno
 import fcntl
 import mmap
 import os
@@ -63,7 +64,10 @@ def copy_changes(pid: int, target: int) -> int:
                 start, end = run.start() * _PAGE, run.end() * _PAGE
                 while start < end:
                     with view[start:end] as part:
-                        start += os.preadv(memory, [part], address + start)
+                        copied = os.preadv(memory, [part], address + start)
+                    if copied == 0:  # the process has ended: its memory is gone
+                        raise OSError(errno.ESRCH, f"process {pid} ended while its memory was copied")
+                    start += copied
     finally:
         os.close(memory)
     return own.count(1)
