@@ -109,7 +109,7 @@ def test_every_matrix_of_a_model_is_quantised_and_no_token_sees_another(
 
     def watch(kernel: Any) -> Any:
         def call(*given: Any) -> Tensor:
-            if given[-1] == form:
+            if any(isinstance(each, str) and each == form for each in given):
                 multiplied.update(id(each) for each in given if isinstance(each, Parameter))
             return kernel(*given)
 
