@@ -69,6 +69,13 @@ async def test_health_and_metrics() -> None:
         "problem": health["problem"],
         "lent": None,
         "serves": None,
+        "capabilities": {
+            "kind": "embedded",
+            "routes": True,
+            "grammars": False,
+            "seeds_by_position": True,
+            "keeps_cache": True,
+        },
     }
     assert "main@9 (bf16) does not exist" in health["problem"]
     assert 'rollmill_engine_version{engine="engine-test",region="home"} 3' in metrics.splitlines()
