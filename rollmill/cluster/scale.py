@@ -78,7 +78,7 @@ def ask_scale(run: RunDirectory, settings: list[str]) -> dict[str, int]:
 
 
 def _check_room(before: RunConfig, after: RunConfig) -> None:
-    """Raises ConfigError if this host has room for the run, but not for so many engines."""
+    """Raises ConfigError if the run fits on this host, but not with the new number of engines."""
     cluster = build(before.cluster)
     try:
         cluster.check(before)

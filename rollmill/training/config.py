@@ -300,9 +300,10 @@ class RLConfig(Config):
     )
     credit: CreditName = Field(
         "path",
-        description="Which tokens of a trajectory share its reward: those on the `path` to the outcome (summaries and "
-        "used sub-agents included, abandoned retries and edits not), the same `decayed`, the same shared equally by "
-        "the contexts of a chain of summaries (`per_segment`), or `all`.",
+        description="Which tokens of a trajectory share its reward. `path`: those that led to the outcome, with "
+        "summaries and used sub-agents, without abandoned retries and edits. `decayed`: the same, earlier answers "
+        "less. `per_segment`: the same, and each context of a chain of summaries gets an equal share. `all`: "
+        "every token.",
     )
     credit_decay: float = Field(
         default=0.95,

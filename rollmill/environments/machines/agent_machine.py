@@ -14,9 +14,13 @@ import os
 import signal
 import socket
 import time
+from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
+from pydantic import Field
+
+from rollmill.config import Config
 from rollmill.environments.machine import WORK, ExecResult, ProcessState
 from rollmill.environments.machines.namespace import wire
 from rollmill.errors import MachineError
@@ -37,7 +41,26 @@ class Ended(NamedTuple):
     hint: str | None = "is the host overloaded?"
 
 
-class AgentMachine:
+class AgentMachineConfig(Config):
+    """Settings of all machines with an agent."""
+
+    memory_mb: int = Field(
+        default=256, ge=32, description="Memory of one machine in MiB, for all its processes and files together."
+    )
+    disk_mb: int = Field(
+        default=64, ge=1, description="Size of a machine's work directory in MiB; /tmp may take as much again."
+    )
+    processes: int = Field(default=64, ge=4, description="Most processes and threads in one machine.")
+    open_files: int = Field(default=256, ge=32, description="Most open files of one process in a machine.")
+    images: str | None = Field(
+        None,
+        description="Directory with machine images, one folder per name. `rollmill images` builds others, and "
+        "`host-python` is built in.",
+    )
+    image_mb: int = Field(default=64, ge=1, description="Most files of an image's work directory in MiB.")
+
+
+class AgentMachine(ABC):
     """What all machines with an agent have in common. A kind of machine adds `_end`, and what its host does.
 
     A machine that fails before its first command, or whose host is not healthy, is an infrastructure failure:
@@ -64,9 +87,9 @@ class AgentMachine:
         self._ruined = False  # by a command of its own
         self._closed = False
 
+    @abstractmethod
     async def _end(self, begun: bool) -> Ended:
         """End the machine. Says whether the infrastructure failed; `begun`: a command had begun."""
-        raise NotImplementedError
 
     async def exec(
         self,

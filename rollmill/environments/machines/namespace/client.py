@@ -12,11 +12,9 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from pydantic import Field
-
-from rollmill.config import Config
 from rollmill.environments.machine import Snapshot
 from rollmill.environments.machines import agent_machine
+from rollmill.environments.machines.agent_machine import AgentMachineConfig
 from rollmill.environments.machines.images import load_image
 from rollmill.environments.machines.namespace.machine import NamespaceMachine
 from rollmill.errors import MachineError, TaskError
@@ -24,21 +22,8 @@ from rollmill.errors import MachineError, TaskError
 _PACKAGE_ROOT = Path(__file__).resolve().parents[4]
 
 
-class NamespaceConfig(Config):
-    memory_mb: int = Field(
-        default=256, ge=32, description="Memory of one machine in MiB, for all its processes and files together."
-    )
-    disk_mb: int = Field(
-        default=64, ge=1, description="Size of a machine's work directory in MiB; /tmp may take as much again."
-    )
-    processes: int = Field(default=64, ge=4, description="Most processes and threads in one machine.")
-    open_files: int = Field(default=256, ge=32, description="Most open files of one process in a machine.")
-    images: str | None = Field(
-        None,
-        description="Directory with machine images, one folder per name. `rollmill images` builds others, and "
-        "`host-python` is built in.",
-    )
-    image_mb: int = Field(default=64, ge=1, description="Most files of an image's work directory in MiB.")
+class NamespaceConfig(AgentMachineConfig):
+    """Settings of namespace machines."""
 
 
 class NamespaceHost:

@@ -11,8 +11,8 @@ from dataclasses import dataclass, replace
 
 from pydantic import Field
 
-from rollmill.config import Config
 from rollmill.environments.machine import Capabilities, Snapshot
+from rollmill.environments.machines.agent_machine import AgentMachineConfig
 from rollmill.environments.machines.images import Image, load_image
 from rollmill.environments.machines.qemu import initramfs, ram
 from rollmill.environments.machines.qemu.launch import KVM, Accelerator, Shape
@@ -25,21 +25,10 @@ _BOOT_S: dict[Accelerator, float] = {"kvm": 10.0, "tcg": 180.0}  # until the fir
 _MOST_SLOWDOWN = 100.0
 
 
-class QemuConfig(Config):
+class QemuConfig(AgentMachineConfig):
     memory_mb: int = Field(
         default=256, ge=192, description="Memory of one machine in MiB, for its kernel, processes and files together."
     )
-    disk_mb: int = Field(
-        default=64, ge=1, description="Size of a machine's work directory in MiB; /tmp may take as much again."
-    )
-    processes: int = Field(default=64, ge=4, description="Most processes and threads in one machine.")
-    open_files: int = Field(default=256, ge=32, description="Most open files of one process in a machine.")
-    images: str | None = Field(
-        None,
-        description="Directory with machine images, one folder per name. `rollmill images` builds others, and "
-        "`host-python` is built in.",
-    )
-    image_mb: int = Field(default=64, ge=1, description="Most files of an image's work directory in MiB.")
     accelerator: Accelerator | None = Field(
         None,
         description="`kvm` or `tcg` (software). Not set: KVM where a machine boots with it in time, else software.",
