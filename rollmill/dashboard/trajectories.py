@@ -88,10 +88,12 @@ def list_page(source: Source, filters: Filters) -> Markup:
     known = run_keys(source.database, source.only)
     keys = [filters.run] if filters.run in known else known if not filters.run else []
     page = find_page(source.database, filters.query(), keys, filters.search) if keys else Page([], None, True)
+    # conversations of users are listed under no run: only the page of a whole database has them
+    whose = "What agents and users did" if source.only is None else "What agents did in this run"
     return _frame(
         section(
             "Trajectories",
-            "What agents and users did, newest first. A search looks at ids, tasks, families and reasons.",
+            f"{whose}, newest first. A search looks at ids, tasks, families and reasons.",
             _form(filters, known),
             _list(page.rows, source.only) if page.rows else tag("p", _nothing(page), class_="lead"),
             _more(filters, page),
