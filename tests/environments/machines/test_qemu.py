@@ -20,6 +20,7 @@ from pathlib import Path
 import pytest
 import pytest_asyncio
 
+from rollmill.environments.harnesses.command import CommandConfig, CommandHarness
 from rollmill.environments.machine import Snapshot
 from rollmill.environments.machines.images import BUILT_IN, load_image
 from rollmill.environments.machines.probe import probe
@@ -28,7 +29,10 @@ from rollmill.environments.machines.qemu.host import QemuHost
 from rollmill.environments.machines.qemu.launch import start
 from rollmill.environments.machines.qemu.machine import QemuMachine
 from rollmill.environments.machines.qemu.vm import Saved
+from rollmill.environments.task import Task
 from rollmill.errors import MachineError
+from tests.environments.harnesses.test_coding import ScriptedModel
+from tests.environments.harnesses.test_command import ASK, SAMPLING, text
 from tests.environments.machines.virtual import CONFIG, qemu_host, run_python  # noqa: F401
 
 pytestmark = [pytest.mark.asyncio(loop_scope="module"), pytest.mark.slow]
@@ -205,6 +209,87 @@ print(json.dumps(found))
     assert found == {"interfaces": ["lo"], "opened": [], "user": 1000, "code": []}
 
 
+_CONNECT = "import socket\ns = socket.create_connection(('127.0.0.1', {port}), timeout=60)\n"
+
+
+async def _echo(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+    while data := await reader.read(1 << 16):
+        writer.write(data.upper())
+    writer.close()
+
+
+async def test_a_program_reaches_the_owner_of_a_port_also_after_a_pause_and_beside_a_fork(
+    qemu_host: QemuHost,  # noqa: F811
+) -> None:
+    machine = await qemu_host.create(BUILT_IN)
+    listener, port = await machine.listen()
+    other, other_port = await machine.listen()
+    assert port != other_port
+    program = """
+for word in ("hello", "x" * 100000):
+    s.sendall(word.encode()); got = b""
+    while len(got) < len(word): got += s.recv(65536)
+    assert got == word.upper().encode()
+    open("said", "a").write("1")
+    if word == "hello":
+        import os, time
+        while not os.path.exists("go"): time.sleep(.02)
+print("done")
+"""
+    async with await asyncio.start_server(_echo, sock=listener):
+        talking = await machine.start(["python", "-c", _CONNECT.format(port=port) + program])
+        while (await machine.exec(["test", "-e", "said"])).exit_code:
+            pass
+        await machine.pause()
+        await machine.resume()
+        (fork,) = await machine.fork()
+        await machine.write("go", b"")
+        while (state := await talking.state()).exit_code is None:
+            pass
+        assert (state.exit_code, state.output) == (0, b"done\n")
+        # the fork has the program, but nobody is at the other end of its connection, and its ports are closed
+        refused = "import socket; print(socket.socket().connect_ex(('127.0.0.1', %d)))"
+        assert await run_python(fork, refused % port) == "111"
+        again, new_port = await fork.listen()
+        async with await asyncio.start_server(_echo, sock=again):
+            assert await run_python(fork, _CONNECT.format(port=new_port) + "s.send(b'a'); print(s.recv(9))") == "b'A'"
+        await fork.close()
+    other.close()
+    while await run_python(machine, refused % other_port) != "111":
+        pass
+    await machine.close()
+    with pytest.raises(OSError):
+        await machine.listen()
+
+
+async def test_an_agent_program_in_a_guest_finds_its_model(qemu_host: QemuHost) -> None:  # noqa: F811
+    model = ScriptedModel()
+    model.answers = [text("x = 1\n"), text("y = 2\n")]
+    server = model.server()
+    await server.start_server()
+    machine = await qemu_host.create(BUILT_IN)
+    program = "for n in range(2): open(f'{n}.py', 'w').write(json.loads(ask()[1])['choices'][0]['message']['content'])"
+    harness = CommandHarness(CommandConfig(argv=("python", "-c", ASK + program)))
+    url = str(server.make_url("/v1"))
+    result = await harness.run(Task("t", "do it"), machine, base_url=url, api_key="key", sampling=SAMPLING)
+    assert (result.stop, result.turns, result.note) == ("done", 2, "exit code 0")
+    assert [await machine.read(f"{n}.py") for n in range(2)] == [b"x = 1\n", b"y = 2\n"]
+    await harness.close()
+    await machine.close()
+    await server.close()
+
+
+async def test_a_pause_that_is_cancelled_leaves_the_guest_running(machine: QemuMachine) -> None:
+    for _ in range(5):
+        pausing = asyncio.create_task(machine.pause())
+        await asyncio.sleep(0.001)
+        pausing.cancel()
+        await asyncio.wait([pausing])
+        if not pausing.cancelled():
+            await machine.resume()
+        assert (await machine.exec(["echo", "on"], timeout_s=LONG_S)).output == b"on\n"
+
+
 async def test_hostile_names_and_kinds_of_files_are_served_or_refused(machine: QemuMachine) -> None:
     program = """
 import os
@@ -336,7 +421,7 @@ async def test_a_qemu_that_cannot_be_handed_its_files_leaves_none_open(qemu_host
     while fill[-1] <= highest:
         fill.append(os.open(os.devnull, os.O_RDONLY))
     before = set(os.listdir("/proc/self/fd"))
-    for more in range(1, 10):  # 3 pairs of sockets, 2 memory files, and one of them twice
+    for more in range(1, 12):  # 4 pairs of sockets, 2 memory files, and one of them twice
         memory = ram.create(4096)
         resource.setrlimit(resource.RLIMIT_NOFILE, (fill[-1] + 1 + more, hard))
         try:

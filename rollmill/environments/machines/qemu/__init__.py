@@ -11,11 +11,14 @@
       │  inside the guest
       ▼
     init.py        its first process: loads modules, starts the agent of namespace/agent.py, renews the guest's identity
+    forward.py     carries connections to the guest's loopback ports; ports.py is the host's end, streams.py both
 
 A guest has no disk and no network card. Its files are in its memory, so memory and device state are all there is to
 save. Guest memory is an anonymous file (memfd): the template's is mapped privately by every machine, so untouched pages
 are there once. When the dispatcher dies, every QEMU gets SIGKILL, and no file is left.
 
-Two virtio ports lead into the guest: one to the agent, which runs commands, and one to `init`. After every restore
-`init` gets fresh entropy and the time before anyone uses the machine: clones would repeat each other's random numbers.
+Three virtio ports lead into the guest: one to the agent, which runs commands, one to `init`, and one for connections to
+loopback ports (`listen`). Over that one, programs reach the sockets that the machine's owner opened, and nothing else.
+After every restore `init` gets fresh entropy and the time before anyone uses the machine: clones would repeat each
+other's random numbers.
 """

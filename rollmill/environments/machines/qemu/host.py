@@ -136,7 +136,8 @@ class QemuHost:
             vm = await Vm.boot(shape, file)
         self._running.add(vm)
         limit_s = _BOOT_S[shape.accelerator]
-        basic = Capabilities(kernel="own", snapshot="full", pause=True, architecture=shape.parts.architecture.name)
+        arch = shape.parts.architecture.name
+        basic = Capabilities(kernel="own", snapshot="full", pause=True, listen=True, architecture=arch)
         machine = QemuMachine(self, image, vm, basic)
         try:
             async with asyncio.timeout(limit_s):

@@ -4,8 +4,11 @@ It runs inside the guest and imports only the standard library and the agent. It
 files and commands go to the agent (namespace/agent.py), in a process of its own that has given up its rights. Requests
 to this process come from the host alone:
 
-    {"op": "renew", "time": seconds} + random bytes   {}: the bytes are in the entropy pool, the clock is set
-    {"op": "ping"}                                    {}
+    {"op": "renew", "time", "restored"} + random bytes   {}: the bytes are in the entropy pool, the clock is set
+    {"op": "ports"} + mark                               {}: a process carries connections over the third port
+    {"op": "ping"}                                       {}
+
+A guest that was `restored` has no ports: the other end of its connections is not there.
 
 When the agent ends, the guest is switched off.
 """
@@ -26,9 +29,11 @@ import sys
 import time
 from typing import Any, NoReturn
 
-from rollmill.environments.machines.namespace import agent, kernel, layout, wire
+from rollmill.environments.machines.namespace import agent, command, kernel, layout, wire
+from rollmill.environments.machines.qemu.forward import Forwarder
 
-AGENT_PORT, INIT_PORT = "/dev/vport0p1", "/dev/vport0p2"
+AGENT_PORT, INIT_PORT, PORTS_PORT = "/dev/vport0p1", "/dev/vport0p2", "/dev/vport0p3"
+_NOBODY = 65534
 _RNDADDENTROPY, _RNDRESEEDCRNG = 0x40085203, 0x5207
 _FINIT_MODULE = {"aarch64": 273, "x86_64": 313}
 _POWER_OFF = 0x4321FEDC
@@ -132,6 +137,7 @@ def _serve(port: int, agent_pidfd: int) -> None:
     poll = select.poll()
     poll.register(port, select.POLLIN)
     poll.register(agent_pidfd, select.POLLIN)
+    forwarder: int | None = None
     while True:
         ready = dict(poll.poll())
         if agent_pidfd in ready:
@@ -145,7 +151,37 @@ def _serve(port: int, agent_pidfd: int) -> None:
         header, body = request
         if header["op"] == "renew":
             _renew(header["time"], body)
+        if header["op"] == "ports" or header.get("restored"):
+            _end_forwarder(forwarder)
+            forwarder = None
+        if header["op"] == "ports":
+            forwarder = _start_forwarder(body)
         wire.send(port, wire.pack({"id": header.get("id")}))
+
+
+def _start_forwarder(mark: bytes) -> int:
+    """Start the process that carries connections. Returns its process id."""
+    port = _open_port(PORTS_PORT)
+    pid = os.fork()
+    if pid == 0:
+        try:
+            os.dup2(port, 3)
+            kernel.close_from(4)
+            os.setgroups([])
+            os.setresgid(_NOBODY, _NOBODY, _NOBODY)
+            os.setresuid(_NOBODY, _NOBODY, _NOBODY)
+            kernel.set_capabilities(command.NO_CAPABILITIES)
+            Forwarder(3, mark).run()
+        finally:
+            os._exit(1)
+    os.close(port)
+    return pid
+
+
+def _end_forwarder(pid: int | None) -> None:
+    if pid is not None:
+        os.kill(pid, signal.SIGKILL)
+        os.waitpid(pid, 0)
 
 
 def _renew(now: float, random: bytes) -> None:

@@ -41,6 +41,7 @@ _LEFT_OUT = frozenset(
 )
 _LEFT_OUT_STARTS = ("config-", "_tkinter", "_test", "dist-packages")
 _MODULES = "/opt/modules"
+_GUEST_CODE = ("init.py", "forward.py", "streams.py")
 _INIT = """#!/bin/sh
 {exports}
 exec {python} -c 'import sys; sys.path.insert(0, "{code}"); from {package}.init import main; main()'
@@ -177,7 +178,7 @@ def _add_own_code(archive: Archive) -> None:
         for part in name.split("."):
             place += f"/{part}"
             archive.write(f"{place}/__init__.py", b"")
-        sources = [package / "init.py"] if package == here else sorted(package.glob("*.py"))
+        sources = [package / name for name in _GUEST_CODE] if package == here else sorted(package.glob("*.py"))
         for source in sources:
             if source.name != "__init__.py":
                 archive.copy(f"{place}/{source.name}", source)

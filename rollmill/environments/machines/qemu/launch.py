@@ -46,6 +46,7 @@ class Started:
     log: int
     agent: socket.socket
     init: socket.socket
+    ports: socket.socket
     monitor: socket.socket
 
 
@@ -57,11 +58,11 @@ def start(shape: Shape, memory: int, initramfs: int | None) -> Started:
     sockets: list[socket.socket] = []
     kept, opened = [memory], list[int]()  # `opened` is closed here in any case
     try:
-        for _ in range(3):
+        for _ in range(4):
             ours, their = socket.socketpair()
             sockets.append(ours)
             opened.append(their.detach())
-        theirs = opened[:3]
+        theirs = opened[:4]
         kept.append(devices := ram.create(0))
         kept.append(log := ram.create(LOG_BYTES))
         ram.seal(log, content=False)
@@ -125,7 +126,7 @@ def _may_use(user: int) -> bool:
 
 def _machine(shape: Shape, memory: int, sockets: list[int], *, booting: bool) -> list[str]:
     arch, share = shape.parts.architecture, "on" if booting else "off"
-    agent, init, monitor = sockets
+    agent, init, ports, monitor = sockets
     accelerators = {"kvm": ("kvm", "host"), "tcg": ("tcg,thread=single,tb-size=128", arch.cpu)}
     accelerator, cpu = accelerators[shape.accelerator]
     size = f"{shape.memory_mb}M"
@@ -135,7 +136,7 @@ def _machine(shape: Shape, memory: int, sockets: list[int], *, booting: bool) ->
     words += ["-chardev", f"socket,id=monitor,fd={monitor}", "-mon", "chardev=monitor,mode=control"]
     words += ["-chardev", "stdio,id=console,signal=off" if booting else "null,id=console", "-serial", "chardev:console"]
     words += ["-device", "virtio-serial-pci"]
-    for number, (name, file) in enumerate((("agent", agent), ("init", init)), 1):
+    for number, (name, file) in enumerate((("agent", agent), ("init", init), ("ports", ports)), 1):
         words += ["-chardev", f"socket,id={name},fd={file}"]
         words += ["-device", f"virtserialport,nr={number},chardev={name},name={_PORT_NAME}.{number - 1}"]
     # a saved device state has no section that describes the machine

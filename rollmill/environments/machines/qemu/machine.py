@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 from rollmill.environments.machine import Capabilities, Snapshot
 from rollmill.environments.machines.agent_machine import AgentMachine, Ended
 from rollmill.environments.machines.images import Image
+from rollmill.environments.machines.qemu.ports import Ports
 from rollmill.environments.machines.qemu.vm import END_S, FROM_OUTSIDE, Saved, Vm
 from rollmill.errors import MachineError
 
@@ -35,6 +36,7 @@ class QemuMachine(AgentMachine):
         self._host = host
         self._image = image.name
         self._paused = False
+        self._ports: Ports | None = None  # from the first `listen` on
 
     async def snapshot(self) -> Snapshot:
         """Memory and all. Waits for the command that is running; processes that were started stand still meanwhile."""
@@ -78,13 +80,13 @@ class QemuMachine(AgentMachine):
             raise MachineError(f"machine {self._name}: {why}")
         await self._lose(why, self._begun)
 
-    async def renew(self, *, trusted: bool) -> bool:
+    async def renew(self, *, trusted: bool, restored: bool = True) -> bool:
         """Give the guest entropy of its own and the time. Returns whether it took them.
 
         MachineError if a guest in which no command has run (`trusted`) does not. Any other ruined itself.
         """
         try:
-            await self.vm.renew()
+            await self.vm.renew(restored=restored)
         except MachineError:
             if trusted or (await self._end(begun=True)).by_infrastructure:
                 raise
@@ -120,16 +122,31 @@ class QemuMachine(AgentMachine):
             except (OSError, MachineError) as error:
                 await self._blame(f"it could not be resumed: {error!r}")
                 return
-            await self.renew(trusted=False)
+            await self.renew(trusted=False, restored=False)
         finally:
             self._lock.release()
 
     async def listen(self) -> tuple[socket.socket, int]:
-        raise OSError(errno.ENOTSUP, "virtual machines cannot open ports")
+        async with self._lock:
+            if self._pending is not None:
+                await asyncio.wait([self._pending])
+            if self._ruined or self._closed:
+                raise OSError(errno.ENETDOWN, "the machine has ended")
+            try:
+                async with asyncio.timeout(self._grace_s):
+                    if self._ports is None or self._ports.closed:
+                        self._ports = await self.vm.open_ports()
+                    return await self._ports.listen()
+            except (OSError, MachineError, TimeoutError) as error:
+                if self._begun:  # its own commands may have used up what a port needs
+                    raise OSError(errno.ENETDOWN, f"the machine opens no port: {error}") from None
+                raise MachineError(f"machine {self._name} opens no port: {error!r}") from None
 
     async def close(self) -> None:
         """End the machine. A request that is still running fails."""
         self._closed = True
+        if self._ports is not None:
+            self._ports.close()
         await self._host.end(self.vm)
         if self._paused:
             self._paused = False

@@ -20,6 +20,7 @@ class Monitor:
         self._lock = asyncio.Lock()
         self._reader: asyncio.StreamReader | None = None
         self._writer: asyncio.StreamWriter | None = None
+        self._number = 0  # of the latest command: an answer whose caller was cancelled is not taken for another
 
     async def start(self) -> None:
         self._reader, self._writer = await asyncio.open_connection(sock=self._connection)
@@ -32,7 +33,9 @@ class Monitor:
         if self._writer is None:
             raise ConnectionResetError("QEMU's monitor is closed")
         async with self._lock, asyncio.timeout(_ANSWER_S):
-            self._writer.write(json.dumps({"execute": command, "arguments": arguments}).encode() + b"\n")
+            self._number += 1
+            message = {"execute": command, "arguments": arguments, "id": self._number}
+            self._writer.write(json.dumps(message).encode() + b"\n")
             await self._writer.drain()
             return await self._receive("return", command)
 
@@ -50,6 +53,8 @@ class Monitor:
             if not line.endswith(b"\n"):
                 raise ConnectionResetError("QEMU closed its monitor")
             message = json.loads(line)
+            if key != "QMP" and message.get("id") != self._number:
+                continue
             if "error" in message:
                 raise MachineError(f"QEMU refuses {command!r}: {message['error'].get('desc')}")
             if key in message:

@@ -23,6 +23,8 @@ from rollmill.environments.machines.namespace import wire
 from rollmill.environments.machines.qemu import launch, ram
 from rollmill.environments.machines.qemu.launch import Shape, Started
 from rollmill.environments.machines.qemu.monitor import Monitor
+from rollmill.environments.machines.qemu.ports import Ports
+from rollmill.environments.machines.qemu.streams import MARK_BYTES
 from rollmill.errors import MachineError
 
 _LOAD_S = 60.0  # for a saved state to be loaded
@@ -60,12 +62,16 @@ class Vm:
         self._memory = memory  # of a template, the guest writes into this file; else it is that of the saved state
         self.template = template
         self._paused = False
+        self._asking_init = asyncio.Lock()
         self._ended: int | None = None  # its exit code
 
     @classmethod
     async def boot(cls, shape: Shape, initramfs: IO[bytes]) -> Vm:
         """Start a template. The guest still boots when this returns."""
-        memory = ram.create(shape.memory_mb << 20)
+        try:
+            memory = ram.create(shape.memory_mb << 20)
+        except OSError as error:
+            raise MachineError(f"a virtual machine did not start: {error}") from None
         vm = cls(launch.start(shape, memory, initramfs.fileno()), memory, template=True)
         try:
             await vm._monitor.start()
@@ -77,7 +83,10 @@ class Vm:
     @classmethod
     async def restore(cls, shape: Shape, saved: Saved) -> Vm:
         """A machine with the saved state. It runs; `renew` it before anyone uses it. StateRefused: not loaded."""
-        memory = os.dup(saved.memory)
+        try:
+            memory = os.dup(saved.memory)
+        except OSError as error:
+            raise MachineError(f"a virtual machine did not start: {error}") from None
         vm = cls(launch.start(shape, memory, None), memory, template=False)
         loading = False
         try:
@@ -96,12 +105,31 @@ class Vm:
             raise failure from error
         return vm
 
-    async def renew(self) -> None:
+    async def renew(self, *, restored: bool = False) -> None:
         """Give the guest entropy of its own, and the time."""
-        await self.ask_init({"op": "renew", "time": time.time()}, secrets.token_bytes(_SEED_BYTES))
+        header = {"op": "renew", "time": time.time(), "restored": restored}
+        await self.ask_init(header, secrets.token_bytes(_SEED_BYTES))
+
+    async def open_ports(self) -> Ports:
+        """Ports that carry connections of the guest's programs. MachineError if its first process does not answer."""
+        mark = secrets.token_bytes(MARK_BYTES)
+        await self.ask_init({"op": "ports"}, mark)
+        return Ports(self._started.ports, mark)
 
     async def ask_init(self, header: dict[str, Any], body: bytes = b"", *, within_s: float = _INIT_S) -> None:
         """A request to the guest's first process. MachineError if it does not answer as it should."""
+        asking = asyncio.create_task(self._ask_init(header, body, within_s))
+        try:
+            await asyncio.shield(asking)  # the answer is read to its end, also if nobody waits for it any more
+        except asyncio.CancelledError:
+            asking.add_done_callback(lambda task: task.cancelled() or task.exception())
+            raise
+
+    async def _ask_init(self, header: dict[str, Any], body: bytes, within_s: float) -> None:
+        async with self._asking_init:
+            await self._exchange_with_init(header, body, within_s)
+
+    async def _exchange_with_init(self, header: dict[str, Any], body: bytes, within_s: float) -> None:
         loop, connection = asyncio.get_running_loop(), self._started.init
         number = secrets.randbits(32)
         expected, received = wire.pack({"id": number}), b""
@@ -127,7 +155,7 @@ class Vm:
                     await asyncio.to_thread(ram.copy_changes, self.process.pid, memory)
             finally:
                 if not self.template and not self._paused:
-                    await self._monitor.ask("cont")
+                    await asyncio.shield(self._monitor.ask("cont"))
             stood_still_s = time.monotonic() - began
             if self.template:
                 await self.end()  # while it maps its memory, nobody can seal it
@@ -143,7 +171,12 @@ class Vm:
         return os.pread(file, _MAX_STATE, 0)
 
     async def pause(self) -> None:
-        await self._monitor.ask("stop")
+        try:
+            await self._monitor.ask("stop")
+        except asyncio.CancelledError:  # nobody would resume it
+            with contextlib.suppress(OSError, MachineError):
+                await asyncio.shield(self._monitor.ask("cont"))
+            raise
         self._paused = True
 
     async def resume(self) -> None:
@@ -171,6 +204,7 @@ class Vm:
             if self._ended is None:  # nobody else was faster
                 self._ended = code
                 self._started.init.close()
+                self._started.ports.close()
                 for file in (self._memory, self._started.devices, self._started.log):
                     os.close(file)
                 await self._monitor.close()
