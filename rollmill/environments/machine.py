@@ -138,7 +138,8 @@ class MachineHost(Protocol):
     """Creates machines; one per dispatcher.
 
     A host whose snapshots take up space may also have `async def release(self, snapshot: Snapshot) -> None`. It is
-    called once nobody needs the snapshot any more.
+    called once nobody needs the snapshot any more. A host whose machines are slow may have `async def slowdown(self,
+    image: str) -> float`: how many times longer commands take in machines of this image, measured before any exists.
     """
 
     async def create(
@@ -151,6 +152,15 @@ class MachineHost(Protocol):
         ...
 
     async def close(self) -> None: ...
+
+
+async def slowdown(host: MachineHost, image: str) -> float:
+    """How many times longer commands take in machines of an image; 1 if the host does not measure it.
+
+    A host that makes a template first makes it now. So ask before a time limit begins. MachineError as with `create`.
+    """
+    method = getattr(host, "slowdown", None)
+    return 1.0 if method is None else float(await method(image))
 
 
 async def release(host: MachineHost, snapshot: Snapshot | None) -> None:

@@ -202,7 +202,8 @@ async def play(
         finally:
             await machine.close()
         episode = _with_transcript(handed_in.episode(task, environment.machines), transcript, started)
-        async with asyncio.timeout(max(limits.grading_timeout_s, own_limit(task))):
+        slower = machine.capabilities.slowdown
+        async with asyncio.timeout(max(limits.grading_timeout_s, own_limit(task)) * slower):
             return Played(episode, await grade_episode(environment.grader, episode))
     except Exception as error:  # harness and rewards may be code of the user
         reason = transcript.problem or reason_of(error, f"the episode of {task.id}")
@@ -227,7 +228,7 @@ async def _run_harness(
 ) -> HarnessResult:
     """Running out of time is the agent's doing, and graded, unless the endpoint could not be reached."""
     try:
-        async with asyncio.timeout(task.timeout_s or timeout_s) as limit:
+        async with asyncio.timeout((task.timeout_s or timeout_s) * machine.capabilities.slowdown) as limit:
             return await environment.harness.run(task, machine, base_url=url, api_key=transcript.key, sampling=sampling)
     except TimeoutError:
         if not limit.expired():

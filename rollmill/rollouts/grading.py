@@ -14,6 +14,7 @@ import asyncio
 from rollmill import telemetry
 from rollmill.backoff import Backoff
 from rollmill.environments.episode import Episode
+from rollmill.environments.machine import slowdown
 from rollmill.environments.reward import Grader, grade_episode
 from rollmill.environments.task import Task
 from rollmill.errors import MachineError, RewardError, RewardUnavailable
@@ -53,8 +54,11 @@ def own_limit(task: Task) -> float:
 async def grade_patiently(
     grader: Grader, episode: Episode, trajectory: str, stalls: Stalls, *, timeout_s: float, attempts: int
 ) -> Reward:
-    """The grader's reward. RewardError if there is none after `timeout_s` and the task's own limit."""
-    timeout_s = max(timeout_s, own_limit(episode.task))
+    """The grader's reward. RewardError if there is none after `timeout_s` and the task's own limit.
+
+    Both limits are longer in slow machines, as the limits of the commands there are.
+    """
+    timeout_s = max(timeout_s, own_limit(episode.task)) * await slowdown(episode.machines, episode.task.image)
     problem = "grading does not end"
     backoff = Backoff(min(_FIRST_PAUSE_S, timeout_s / 10), _LONGEST_PAUSE_S)
     try:

@@ -27,7 +27,7 @@ from typing import Any
 
 from rollmill import telemetry
 from rollmill.environments.harness import Harness, HarnessResult
-from rollmill.environments.machine import MachineHost, release
+from rollmill.environments.machine import MachineHost, release, slowdown
 from rollmill.environments.reward import Grader, wants_final_state
 from rollmill.environments.rewards import transcript
 from rollmill.environments.task import Task
@@ -175,6 +175,7 @@ def reason_of(error: Exception, what: str) -> str:
 async def _play(
     context: RolloutContext, task: Task, trajectory: str, sampling: Sampling, min_version: int, facts: dict[str, Any]
 ) -> HandIn:
+    await slowdown(context.machines, task.image)  # makes its template, if the host has templates
     async with _within_grace("to get a machine"):
         machine = await create_machine(context.machines, task)
     try:

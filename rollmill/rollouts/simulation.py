@@ -13,7 +13,16 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
-from rollmill.environments.machine import Capabilities, ExecResult, Machine, MachineHost, Process, Snapshot, release
+from rollmill.environments.machine import (
+    Capabilities,
+    ExecResult,
+    Machine,
+    MachineHost,
+    Process,
+    Snapshot,
+    release,
+    slowdown,
+)
 
 
 class SlowMachine:
@@ -70,6 +79,9 @@ class SlowMachines:
         self, image: str, files: Mapping[str, bytes] | None = None, *, snapshot: Snapshot | None = None
     ) -> Machine:
         return SlowMachine(await self._host.create(image, files, snapshot=snapshot), self._seconds, self._draw)
+
+    async def slowdown(self, image: str) -> float:
+        return await slowdown(self._host, image)
 
     async def release(self, snapshot: Snapshot) -> None:
         await release(self._host, snapshot)

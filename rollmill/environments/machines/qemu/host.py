@@ -87,6 +87,10 @@ class QemuHost:
             raise
         return machine
 
+    async def slowdown(self, image: str) -> float:
+        loaded = load_image(image, self.config.images, max_bytes=self.config.image_mb << 20)
+        return (await self.template(loaded)).capabilities.slowdown
+
     async def template(self, image: Image) -> Template:
         """The template of an image; booted on first use. MachineError says what this host lacks."""
         task = self._templates.get(image.packages)
