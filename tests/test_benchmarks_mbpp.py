@@ -1,0 +1,60 @@
+"""What `benchmarks.mbpp` trains on and how it counts: problems that are kept out are never learnt from."""
+
+from __future__ import annotations
+
+import json
+import time
+from pathlib import Path
+
+import pytest
+
+from benchmarks.mbpp import QUICK, Bench, figures_of, follow, prepare, rl_figures
+from rollmill.environments.environment import build_tasks
+from tests.test_repo import SMOLLM2
+
+
+def test_what_is_kept_out_is_not_learnt_from(tmp_path: Path) -> None:
+    rows = [
+        {"task_id": number, "text": f"Add {number}.", "code": f"def f(x):\n    return x + {number}\n"}
+        | {"test_list": [f"assert f(1) == {number + 1}"]}
+        for number in range(300)
+    ]
+    data = tmp_path / "problems.jsonl"
+    data.write_text("".join(f"{json.dumps(row)}\n" for row in rows))
+    (tmp_path / "model").mkdir()
+    (tmp_path / "model" / "config.json").write_text(json.dumps(SMOLLM2))
+    settings = [f'checkpoint="{tmp_path / "model"}"', *QUICK]
+    config = prepare(data, tmp_path / "work", settings)
+    out = (tmp_path / "work" / "heldout.txt").read_text()
+    tasks = build_tasks(config)
+    kept = {task.id for task in tasks.heldout("heldout", 1000)}
+    assert len(kept) == 128 and kept == set(out.split())
+    learnt = [json.loads(line)["messages"] for line in (tmp_path / "work" / "solutions.jsonl").open()]
+    assert [each["role"] for each in learnt[0]] == ["system", "user", "assistant"] and len(learnt) == 300 - 128
+    asked = {messages[1]["content"] for messages in learnt}
+    assert not asked & {tasks.get(id).instruction for id in kept}
+    assert learnt[0][2]["content"].startswith("```python\ndef f(x):") and learnt[0][2]["content"].endswith("\n```")
+    prepare(data, tmp_path / "work", settings)
+    assert (tmp_path / "work" / "heldout.txt").read_text() == out
+    bench = Bench(config, tmp_path / "work", settings, 500.0)
+    measured = {"kind": "eval", "seconds": 40.0}
+    assert bench.end - bench.ends([measured]) == 105.0  # the last measurement, slower than the first, and its start
+    assert bench.ends([measured, {"kind": "phase", "phase": "evaluate after"}]) == bench.end
+
+
+def test_figures_pair_the_problems() -> None:
+    before = {str(task): [task < 10] * 16 for task in range(128)}
+    after = {str(task): [task < 30] * 16 for task in range(128)}
+    found = {"before": {"by_task": before, "seconds": 1.0}, "after": {"by_task": after, "seconds": 1.0}, "base": None}
+    figures = figures_of(found)
+    assert figures["gain"] == pytest.approx(20 / 128) and 0 < figures["gain_low"] < figures["gain"]
+    assert "base" not in figures and "sft_gain" not in figures
+    assert rl_figures([]) == {}
+
+
+def test_a_command_is_stopped_in_time(tmp_path: Path) -> None:
+    log = tmp_path / "log"
+    assert follow(["true"], tmp_path, log, lambda _: time.time() + 60)
+    assert not follow(["false"], tmp_path, log, lambda _: time.time() + 60)
+    (tmp_path / "a.jsonl").write_text('{"at": 1.0, "kind": "phase", "phase": "rl", "state": "start"}\n')
+    assert not follow(["sleep", "600"], tmp_path, log, lambda events: 0.0 if events else time.time() + 60)
