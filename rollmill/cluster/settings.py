@@ -94,8 +94,8 @@ class RunConfig(Config):
     numerics: Literal["fast", "exact"] = Field(
         "fast",
         description="`exact`: engines and trainer sum in one fixed order, so the trainer finds the recorded log-probs "
-        "bit for bit, and a token does not depend on what else is decoded. On CPUs of one kind; `fast` reports the "
-        "difference of each step.",
+        "bit for bit, and a token does not depend on what else is decoded. On CPUs of one kind, or on Hopper GPUs; "
+        "`fast` reports the difference of each step.",
     )
     modules: str | None = Field(
         None,

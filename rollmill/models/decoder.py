@@ -18,8 +18,9 @@ from rollmill.errors import ConfigError, TrainingError
 from rollmill.models.attention import Attend
 from rollmill.models.checkpointing import recomputes, run_layer
 from rollmill.models.config import ModelConfig
+from rollmill.models.kernels.exact import fixes_order
 from rollmill.models.kernels.forms import linear
-from rollmill.models.kernels.fused import DenseMLP, add_linear, add_mlp, fuses, norm_fork, norm_linear, rotate_heads
+from rollmill.models.kernels.fused import DenseMLP, add_linear, add_mlp, norm_fork, norm_linear, rotate_heads
 from rollmill.models.kernels.grouped import groups
 from rollmill.models.latent import LatentProjection
 from rollmill.models.moe import MLP, MixtureOfExperts, Replay, Routing
@@ -129,10 +130,11 @@ class Decoder(nn.Module):
 
     def compute_exactly(self) -> None:
         """From now on, forward passes give a token the same bits in every batch (models.kernels.exact). Attention must
-        do so too (models.exact_attention). On the CPU only."""
-        if fuses(self.embedding):
+        do so too (models.exact_attention). On the CPU, and on Hopper."""
+        if not fixes_order(self.embedding.device):
             raise ConfigError(
-                "numerics is 'exact', but the model is on a GPU, where sums have no fixed order yet",
+                "numerics is 'exact', but on this GPU sums have no fixed order: it is not a Hopper (H100, H200), or "
+                "Triton is not installed",
                 hint="numerics = 'fast', or device = 'cpu'",
             )
         for module in self.modules():

@@ -1,6 +1,7 @@
-"""Causal attention with the same bits in every batch, on the CPU: for the trainer's packed rows and the engine's pages.
+"""Causal attention with the same bits in every batch: for the trainer's packed rows and the engine's pages.
 
-Both call `attend`. They differ only in where a row of keys is:
+On Hopper both use kernels.ordered_attention_triton. On the CPU both call `attend`, and differ only in where a row of
+keys is:
 
     key t of sequence s, KV head h      firsts[s, t // size] + t % size · key_step + h · head_step
     packed rows [tokens, kv_heads]      one block per sequence; key_step = kv_heads, head_step = 1
@@ -14,7 +15,7 @@ import itertools
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
@@ -24,6 +25,9 @@ from torch.autograd import Function
 from rollmill.errors import ConfigError
 from rollmill.models.attention import Attend, PackedAttention
 from rollmill.models.kernels.call import call
+
+if TYPE_CHECKING:
+    from rollmill.models.kernels.attention_triton import Tiles
 
 _THREADED = 1 << 22  # multiplications; for fewer, threads cost more than they save
 
@@ -87,10 +91,15 @@ class _Packed(Function):
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        inputs = [each.detach().requires_grad_() for each in ctx.saved_tensors]
-        with torch.enable_grad():
-            out = ctx.plain(0, *inputs)
-        return *torch.autograd.grad(out, inputs, grad), None, None
+        return *_again(ctx.plain, ctx.saved_tensors, grad), None, None
+
+
+def _again(plain: Attend, tensors: Sequence[Tensor], grad: Tensor) -> tuple[Tensor, ...]:
+    """The gradients of q, k and v, from a forward pass of `plain`."""
+    inputs = [each.detach().requires_grad_() for each in tensors]
+    with torch.enable_grad():
+        out = plain(0, *inputs)
+    return torch.autograd.grad(out, inputs, grad)
 
 
 class ExactAttention:
@@ -117,3 +126,41 @@ class ExactAttention:
             head_step=1,
             key_step=kv_heads,
         )
+
+
+class _Ordered(Function):
+    """The backward pass is that of the fast kernels. If they do not take these heads, `plain` runs again."""
+
+    @staticmethod
+    def forward(ctx: Any, q_NHD: Tensor, k_NKD: Tensor, v_NKE: Tensor, tiles: Tiles, plain: Attend) -> Tensor:
+        from rollmill.models.kernels.ordered_attention_triton import attend_packed
+
+        out_NHE, sums_HL = attend_packed(q_NHD, k_NKD, v_NKE, tiles)
+        ctx.save_for_backward(q_NHD, k_NKD, v_NKE, out_NHE, sums_HL)
+        ctx.tiles, ctx.plain = tiles, plain
+        return out_NHE.flatten(1)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        from rollmill.models.kernels.attention_triton import attention_backward, fits
+
+        q_NHD, k_NKD, v_NKE, out_NHE, sums_HL = ctx.saved_tensors
+        if not fits(q_NHD, k_NKD, v_NKE):
+            return *_again(ctx.plain, (q_NHD, k_NKD, v_NKE), grad), None, None
+        grad_NHE = grad.contiguous().view_as(out_NHE)
+        into = attention_backward(q_NHD, k_NKD, v_NKE, out_NHE, sums_HL, grad_NHE, ctx.tiles)
+        kv_heads = k_NKD.shape[1]
+        return *into.split((q_NHD.shape[1], kv_heads, kv_heads), 1), None, None
+
+
+class OrderedAttention:
+    """ExactAttention on Hopper. `plain` is the fast attention."""
+
+    def __init__(self, lengths: Sequence[int], device: torch.device, plain: Attend) -> None:
+        from rollmill.models.kernels.attention_triton import Tiles
+
+        self._tiles, self._plain = Tiles(lengths, device), plain
+
+    def __call__(self, layer: int, q_NHD: Tensor, k_NKD: Tensor, v_NKD: Tensor) -> Tensor:
+        assert q_NHD.stride(2) == k_NKD.stride(2) == v_NKD.stride(2) == 1
+        return call(_Ordered, q_NHD, k_NKD, v_NKD, self._tiles, self._plain)

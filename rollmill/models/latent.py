@@ -12,8 +12,9 @@ import torch
 from torch import Tensor, nn
 
 from rollmill.models.config import ModelConfig
-from rollmill.models.kernels.elementwise import rms_norm, rotate
+from rollmill.models.kernels.elementwise import rotate
 from rollmill.models.kernels.forms import linear
+from rollmill.models.kernels.fused import norm_fork
 
 NORM_EPS = 1e-6  # for the latent norms in every published checkpoint, independent of the model's norm_eps
 
@@ -43,7 +44,7 @@ class LatentProjection(nn.Module):
         q_NHD = self._queries(x_NW).view(tokens, self._heads, -1)
         q_plain, q_rope = q_NHD.split((shape.plain_dim, shape.rope_dim), dim=2)
         latent_NC, k_rope = linear(x_NW, self.kv_down).split((shape.kv_rank, shape.rope_dim), dim=1)
-        kv_NHE = linear(rms_norm(latent_NC, self.kv_norm, NORM_EPS), self.kv_up).view(tokens, self._heads, -1)
+        kv_NHE = linear(_norm(latent_NC, self.kv_norm), self.kv_up).view(tokens, self._heads, -1)
         k_plain, v_NHE = kv_NHE.split((shape.plain_dim, shape.value_dim), dim=2)
         k_rope = rotate(k_rope.unsqueeze(1), *angles).expand(-1, self._heads, -1)
         q_NHD = torch.cat((q_plain, rotate(q_rope, *angles)), dim=2)
@@ -56,4 +57,8 @@ class LatentProjection(nn.Module):
         linear = self._linear
         if self._shape.q_rank is None:
             return linear(x_NW, self.q)
-        return linear(rms_norm(linear(x_NW, self.q_down), self.q_norm, NORM_EPS), self.q_up)
+        return linear(_norm(linear(x_NW, self.q_down), self.q_norm), self.q_up)
+
+
+def _norm(x: Tensor, norm: Tensor) -> Tensor:
+    return norm_fork(x, norm, NORM_EPS, copy=False)[0]

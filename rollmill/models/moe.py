@@ -151,7 +151,7 @@ class MixtureOfExperts(nn.Module):
     ) -> Tensor:
         """Sends each token through its chosen experts, sums the weighted outputs in top-k order, and adds `skip`."""
         if len(x_NW) and groups(x_NW, self.gate_up, self.down):
-            return experts(x_NW, weights_Nk, chosen_Nk, self.gate_up, self.down, skip_NW, self._form)
+            return experts(x_NW, weights_Nk, chosen_Nk, self.gate_up, self.down, skip_NW, self._form, self.exact)
         # a stable sort, so the order of an expert's rows does not depend on the algorithm
         expert_R = chosen_Nk.flatten()
         order_R = expert_R.argsort(stable=True)

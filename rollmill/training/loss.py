@@ -39,6 +39,7 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
+from rollmill.models.kernels.head import log_softmax
 from rollmill.training.config import DIALS, RLConfig
 
 Ratio = Literal["engine", "sequence", "old"]
@@ -275,7 +276,7 @@ class _TargetLogprobs(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, logits_MV: Tensor, targets_M: Tensor) -> tuple[Tensor, Tensor]:
-        logprobs_MV = torch.log_softmax(logits_MV, dim=-1)
+        logprobs_MV = log_softmax(logits_MV)
         logprobs_M = logprobs_MV.gather(1, targets_M[:, None]).squeeze(1)
         probabilities_MV = logprobs_MV.exp()
         entropies_M = -logprobs_MV.mul_(probabilities_MV).nansum(-1)  # 0 · −inf is 0 here

@@ -109,9 +109,10 @@ def in_chunks(steps: Steps) -> Steps:
 def test_the_kernels_agree_with_torch(shape: str, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
     if INTERPRETED:
         from rollmill.inference.embedded import paged_triton
+        from rollmill.models.kernels import ordered_attention_triton
 
-        monkeypatch.setattr(paged_triton, "_KEYS", 16)
-        monkeypatch.setattr(paged_triton, "_ROWS", 16)
+        monkeypatch.setattr(ordered_attention_triton, "KEYS", 16)
+        monkeypatch.setattr(paged_triton, "ROWS", 16)
     model = model_of(SHAPES[shape], dtype)
     with without_kernels():
         reference = in_chunks(Steps(Runner(model, cache_of(model))))

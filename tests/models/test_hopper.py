@@ -21,7 +21,7 @@ from rollmill.models import triton as triton_support
 from rollmill.models.decoder import Decoder
 from rollmill.models.host import round_to_form_
 from rollmill.models.kernels.head import head_logprobs, head_next_token
-from rollmill.models.kernels.varlen import VarlenAttention
+from rollmill.models.kernels.varlen import VarlenAttention, packed_attention
 from rollmill.models.updates.delta import audit, difference_streams, prepare
 from rollmill.training.config import OptimizerConfig
 from rollmill.training.optimizer import MasterOptimizer
@@ -124,6 +124,23 @@ def mixtures() -> None:
     fp8_grouped_triton.through_experts(x, torch.zeros(16, 2, dtype=torch.int64), ends, gate_up, down)
 
 
+def exact() -> None:
+    from rollmill.models.kernels import exact_triton
+
+    x, weight = torch.zeros(130, 576).bfloat16(), torch.zeros(576, 576).bfloat16()
+    for tile in exact_triton._TILES:
+        exact_triton.product(x, weight.t(), tile=tile)
+        exact_triton.product(x, weight.t(), x.clone(), add=True, tile=tile)
+    exact_triton.product(x, weight, dtype=torch.float32)
+    for dim in (64, 128, 256):
+        rows = torch.zeros(70, 15, dim, dtype=torch.bfloat16)
+        packed_attention([69, 1], "cpu", torch.bfloat16, exact=True)(0, *rows.split((9, 3, 3), 1))
+    model = Decoder(test_fused.decoder("mixture").config, torch.bfloat16)
+    model.initialise(0)
+    model.compute_exactly()
+    test_fused.run(model)
+
+
 def heads() -> None:
     for dtype in (torch.bfloat16, torch.float32):
         hidden, weight = (torch.zeros(shape, dtype=dtype, requires_grad=True) for shape in ((9, 64), (96, 64)))
@@ -190,7 +207,18 @@ def launched(module: Any) -> set[Any]:
 
 @pytest.mark.timeout(1800)
 def test_every_kernel_compiles(compiler: Compiler) -> None:
-    for drive in (decoders, attention, joined_products, mixtures, heads, optimizers, quantisers, updates, engines):
+    for drive in (
+        decoders,
+        attention,
+        joined_products,
+        mixtures,
+        exact,
+        heads,
+        optimizers,
+        quantisers,
+        updates,
+        engines,
+    ):
         drive()
     found = set()
     for package in (rollmill.models.kernels, rollmill.inference.embedded):

@@ -40,7 +40,9 @@ class DeviceRunner:
         if all(item.count == 1 and item.completes for item in work):
             return self._decode(list(work))
         plan = _plan(self._cache, work)
-        output = self.model(plan.tokens_N, plan.positions_N, TritonAttention(self._cache, plan, self._tile))
+        output = self.model(
+            plan.tokens_N, plan.positions_N, TritonAttention(self._cache, plan, self._tile, self.model.exact)
+        )
         rows_M = np.array(sampled_rows(work), dtype=np.int64)
         hidden_MW = output.hidden.index_select(0, torch.from_numpy(rows_M).to(output.hidden.device, non_blocking=True))
         return StepOutput(
@@ -88,7 +90,7 @@ class _Decode:
         self._sampling_2B = torch.zeros((2, room), dtype=torch.float64, pin_memory=torch.cuda.is_available())
         self._device_sampling_2B = torch.empty((2, room), dtype=torch.float64, device=device)
         self._plan = Plan(*_cut(self._device, layout))
-        self._attend = TritonAttention(cache, self._plan, 1)
+        self._attend = TritonAttention(cache, self._plan, 1, model.exact)
         # per row of the table: the list of pages and how many are written (a generation's list only grows)
         self._written: list[tuple[list[int], int]] = [([], 0)] * room
         self._graph: Any = None

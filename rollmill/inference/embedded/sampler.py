@@ -18,6 +18,7 @@ import torch
 from torch import Tensor
 
 from rollmill.inference.embedded.grammar import GrammarState, apply_masks
+from rollmill.models.kernels.head import log_softmax
 from rollmill.models.shaping import change_logits, change_of, pack_bits
 from rollmill.trajectories.kept import encode_kept
 from rollmill.types import Sampling
@@ -75,7 +76,7 @@ def sample_uncut(logits_MV: Tensor, temperatures_M: Tensor, uniform_M: Tensor) -
     record it."""
     hot_M1 = (temperatures_M > 0).unsqueeze(1)
     divisor_M1 = torch.where(hot_M1, temperatures_M.unsqueeze(1), 1.0).to(logits_MV.dtype)
-    logprobs_MV = torch.log_softmax(logits_MV / divisor_M1, -1)
+    logprobs_MV = log_softmax(logits_MV / divisor_M1)
     tokens_M1 = _draw(logprobs_MV, uniform_M.unsqueeze(1))
     return _with_logprobs(torch.where(hot_M1, tokens_M1, logprobs_MV.argmax(-1, keepdim=True)), logprobs_MV)
 
@@ -118,7 +119,8 @@ def _draw(logprobs_MV: Tensor, uniform_M1: Tensor) -> Tensor:
     if vocabulary <= _ONE_LEVEL:
         return _search(logprobs_MV, uniform_M1)
     padded_MV = torch.nn.functional.pad(logprobs_MV.exp(), (0, -vocabulary % _CHUNK))
-    mass_MC = padded_MV.unflatten(1, (-1, _CHUNK)).sum(-1).double()
+    # in FP64: in FP32 the order of the sum, which may follow from the batch, could decide between two tokens
+    mass_MC = padded_MV.unflatten(1, (-1, _CHUNK)).sum(-1, dtype=torch.float64)
     cumulative_MC = mass_MC.cumsum(-1)
     goal_M1 = uniform_M1 * cumulative_MC[:, -1:]
     chunk_M1 = torch.searchsorted(cumulative_MC, goal_M1, right=True).clamp_(max=mass_MC.shape[1] - 1)
@@ -146,12 +148,12 @@ def log_distribution(logits_MV: Tensor, draws: Sequence[Draw]) -> Tensor:
     if any(temperature != 1 for temperature in temperatures):
         logits_MV = logits_MV / torch.tensor(temperatures, device=logits_MV.device).unsqueeze(1)
     logits_MV = apply_masks(logits_MV, [draw.grammar for draw in draws])
-    logprobs_MV = torch.log_softmax(logits_MV, -1)
+    logprobs_MV = log_softmax(logits_MV)
     cut = [row for row, draw in enumerate(draws) if draw.sampling.cuts and draw.sampling.temperature]
     if cut:
         lowest_C1 = _lowest_kept(logprobs_MV[cut], [draws[row].sampling for row in cut])
         kept_CV = logits_MV[cut].masked_fill(logprobs_MV[cut] < lowest_C1, -torch.inf)
-        logprobs_MV[cut] = torch.log_softmax(kept_CV, -1)
+        logprobs_MV[cut] = log_softmax(kept_CV)
     return logprobs_MV
 
 

@@ -1,4 +1,4 @@
-"""Products with the same bits for a row in every batch, on the CPU.
+"""Products with the same bits for a row in every batch. On Hopper a kernel does it (exact_triton); this is for the CPU.
 
 BLAS chooses its loops by the number of rows, so a row may get other bits alone than in a batch. But for most numbers of
 rows it sums in the same order. `product` measures once per shape which numbers these are, and calls BLAS with no
@@ -24,6 +24,8 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
+from rollmill.models.triton import has_triton
+
 COLUMNS = 4096  # of one call; a wider matrix would take seconds to measure
 _SHIFT = 3  # rows; odd, so that a row comes to another place of every tile
 _SIZES = (*range(2, 17), *range(20, 65, 4), *range(80, 129, 16), 256, 512)
@@ -44,7 +46,11 @@ class Plan(NamedTuple):
 
 
 def product(x_NI: Tensor, weight_IO: Tensor, out_NO: Tensor | None = None) -> Tensor:
-    """x · weight in FP32. The bits of a row depend on that row and on the weight only."""
+    """x · weight, in the type of `x`. The bits of a row depend on that row and on the weight only."""
+    if has_triton(x_NI.device):
+        from rollmill.models.kernels import exact_triton
+
+        return exact_triton.product(x_NI, weight_IO, out_NO)
     (rows, inputs), outputs, threads = x_NI.shape, weight_IO.shape[1], torch.get_num_threads()
     across = weight_IO.stride(0) == 1
     if outputs <= COLUMNS:
@@ -59,6 +65,29 @@ def product(x_NI: Tensor, weight_IO: Tensor, out_NO: Tensor | None = None) -> Te
             for start, size in plan.blocks:
                 _multiply(x_NI[start : start + size], weight, out[start : start + size], size)
     return out_NO
+
+
+def fp32_product(x_NI: Tensor, weight_IO: Tensor) -> Tensor:
+    """The same with an FP32 result."""
+    if has_triton(x_NI.device) and x_NI.dtype == weight_IO.dtype:
+        from rollmill.models.kernels import exact_triton
+
+        return exact_triton.product(x_NI, weight_IO, dtype=torch.float32)
+    return product(x_NI.float(), weight_IO.float())
+
+
+def add_product_(out_NO: Tensor, x_NI: Tensor, weight_IO: Tensor) -> Tensor:
+    """Adds x · weight to `out`, before it is rounded to the type of `out`. On Hopper."""
+    from rollmill.models.kernels import exact_triton
+
+    return exact_triton.product(x_NI, weight_IO, out_NO, add=True)
+
+
+def fixes_order(device: torch.device) -> bool:
+    """Whether products have fixed bits on this device: on a CPU, and on Hopper with Triton."""
+    if device.type != "cuda":
+        return True
+    return has_triton(device) and torch.cuda.get_device_capability(device)[0] == 9
 
 
 @functools.lru_cache(1 << 16)

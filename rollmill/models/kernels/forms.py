@@ -8,7 +8,8 @@ On Hopper, fp8 products run in FP8 if their shapes allow it (fp8, fp8_grouped_tr
 are converted to the bf16 or FP32 numbers they stand for, multiplied exactly, and summed in FP32. Only the order of the
 sum differs.
 
-With `exact`, on the CPU, the bits of a row do not depend on the rest of the batch (models.kernels.exact).
+With `exact`, the bits of a row do not depend on the rest of the batch (models.kernels.exact); FP8 codes are then always
+converted.
 """
 
 from __future__ import annotations
@@ -46,9 +47,13 @@ def product(x_NI: Tensor, weight_OI: Tensor, bias_O: Tensor | None, form: str, e
     return nn.functional.linear(seen(x_NI, form), weight_OI, bias_O)
 
 
-def add_product_(out_NO: Tensor, x_NI: Tensor, weight_OI: Tensor, bias_O: Tensor | None, form: str) -> Tensor:
-    """Adds x · weightᵀ + bias to `out` in place."""
-    if multiplies_codes(x_NI, weight_OI, form):
+def add_product_(
+    out_NO: Tensor, x_NI: Tensor, weight_OI: Tensor, bias_O: Tensor | None, form: str, exact: bool = False
+) -> Tensor:
+    """Adds x · weightᵀ + bias to `out` in place, on CUDA."""
+    if exact:
+        exact_products.add_product_(out_NO, seen(x_NI, form), weight_OI.t())
+    elif multiplies_codes(x_NI, weight_OI, form):
         out_NO.add_(fp8.product(x_NI, weight_OI))
     else:
         out_NO.addmm_(seen(x_NI, form), weight_OI.t())

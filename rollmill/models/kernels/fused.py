@@ -1,9 +1,9 @@
 """The element-wise passes between two products, joined to the products, so that the backward pass keeps little.
 
-On other devices than CUDA these are plain compositions of `elementwise` and `linear`, bit for bit; there the products
-may be `exact` (see models.kernels.exact). On CUDA the passes
+On other devices than CUDA these are plain compositions of `elementwise` and `linear`, bit for bit. On CUDA the passes
 are Triton kernels, and the product itself adds the residual. What one cheap pass can recompute (normalised rows,
-activations) is recomputed in the backward pass, in a kernel that reads the inputs anyway:
+activations) is recomputed in the backward pass, in a kernel that reads the inputs anyway. With `exact`, products of the
+forward pass have fixed bits (models.kernels.exact).
 
     kept per token and layer                 plain                    fused
     attention                                x n qkv q k a            x qkv a         (n normalised, a attended)
@@ -25,6 +25,7 @@ from torch.autograd import Function
 
 from rollmill.models.kernels import elementwise
 from rollmill.models.kernels.call import call
+from rollmill.models.kernels.exact import fp32_product
 from rollmill.models.kernels.forms import add_product_, linear, product
 from rollmill.models.triton import has_triton
 
@@ -66,7 +67,7 @@ def norm_fork(x_NW: Tensor, norm_W: Tensor, eps: float, *, copy: bool = True) ->
 class _NormLinear(Function):
     @staticmethod
     def forward(
-        ctx: Any, x_NW: Tensor, norm_W: Tensor, eps: float, weight: Tensor, bias: Tensor | None, form: str
+        ctx: Any, x_NW: Tensor, norm_W: Tensor, eps: float, weight: Tensor, bias: Tensor | None, form: str, exact: bool
     ) -> tuple[Tensor, Tensor]:
         from rollmill.models.kernels.fused_triton import norm_forward
 
@@ -75,7 +76,7 @@ class _NormLinear(Function):
         ctx.save_for_backward(x_NW, norm_W, scale_N, weight)
         ctx.has_bias = bias is not None
         ctx.set_materialize_grads(False)
-        return product(normal_NW, weight, bias, form), copy_NW
+        return product(normal_NW, weight, bias, form, exact), copy_NW
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor, skip_NW: Tensor | None) -> tuple[Tensor | None, ...]:
@@ -84,7 +85,7 @@ class _NormLinear(Function):
         x_NW, norm_W, scale_N, weight = ctx.saved_tensors
         grad_x, grad_norm, normal_NW = norm_backward(x_NW, norm_W, scale_N, grad @ weight, skip_NW, normal=True)
         assert normal_NW is not None
-        return grad_x, grad_norm, None, grad.t() @ normal_NW, grad.sum(0) if ctx.has_bias else None, None
+        return grad_x, grad_norm, None, grad.t() @ normal_NW, grad.sum(0) if ctx.has_bias else None, None, None
 
 
 def norm_linear(
@@ -99,21 +100,23 @@ def norm_linear(
     """Returns (the linear map of x's RMSNorm, x for the residual: on CUDA a copy that `add_linear` may change)."""
     if not fuses(x_NW):
         return linear(elementwise.rms_norm(x_NW, norm_W, eps), weight, bias, form, exact), x_NW
-    return call(_NormLinear, x_NW, norm_W, eps, weight, bias, form)  # type: ignore[return-value]
+    return call(_NormLinear, x_NW, norm_W, eps, weight, bias, form, exact)  # type: ignore[return-value]
 
 
 class _AddLinear(Function):
     @staticmethod
-    def forward(ctx: Any, x_NW: Tensor, y: Tensor, weight: Tensor, bias: Tensor | None, form: str) -> Tensor:
+    def forward(
+        ctx: Any, x_NW: Tensor, y: Tensor, weight: Tensor, bias: Tensor | None, form: str, exact: bool
+    ) -> Tensor:
         ctx.save_for_backward(y, weight)
         ctx.has_bias = bias is not None
         ctx.mark_dirty(x_NW)
-        return add_product_(x_NW, y, weight, bias, form)
+        return add_product_(x_NW, y, weight, bias, form, exact)
 
     @staticmethod
     def backward(ctx: Any, grad_NW: Tensor) -> tuple[Tensor | None, ...]:
         y, weight = ctx.saved_tensors
-        return grad_NW, grad_NW @ weight, grad_NW.t() @ y, grad_NW.sum(0) if ctx.has_bias else None, None
+        return grad_NW, grad_NW @ weight, grad_NW.t() @ y, grad_NW.sum(0) if ctx.has_bias else None, None, None
 
 
 def add_linear(
@@ -122,7 +125,7 @@ def add_linear(
     """x + the linear map of y. In place on CUDA, where x must be the copy from `norm_linear` or `norm_fork`."""
     if not fuses(x_NW):
         return x_NW + linear(y, weight, bias, form, exact)
-    return call(_AddLinear, x_NW, y, weight, bias, form)
+    return call(_AddLinear, x_NW, y, weight, bias, form, exact)
 
 
 class DenseMLP(NamedTuple):
@@ -147,26 +150,27 @@ class _AddMLP(Function):
         eps: float,
         remakes: bool,
         form: str,
+        exact: bool,
         *weights: Tensor | None,
     ) -> Tensor:
         from rollmill.models.kernels.fused_triton import norm_forward, swiglu_forward
 
         mlp = DenseMLP(*weights)  # type: ignore[arg-type]
-        y_NW = add_product_(copy_NW, attended, mlp.output, mlp.output_bias, form)
+        y_NW = add_product_(copy_NW, attended, mlp.output, mlp.output_bias, form, exact)
         out_NW = y_NW if remakes else y_NW.new_empty(y_NW.shape)
         normal_NW, scale_N = norm_forward(y_NW, mlp.norm, eps, None if remakes else out_NW)
         if remakes:
             from rollmill.models.kernels.swiglu_triton import swiglu_product
 
-            gate_up, inner = None, swiglu_product(normal_NW, mlp.gate_up, form)
+            gate_up, inner = None, swiglu_product(normal_NW, mlp.gate_up, form, exact)
         else:
-            gate_up = product(normal_NW, mlp.gate_up, None, form)
+            gate_up = product(normal_NW, mlp.gate_up, None, form, exact)
             inner = swiglu_forward(gate_up)
         ctx.save_for_backward(x_NW if remakes else y_NW, attended, scale_N, gate_up, *weights)
         ctx.eps, ctx.form = eps, form
         if remakes:  # otherwise `copy` now holds y, which nothing outside has
             ctx.mark_dirty(copy_NW)
-        return add_product_(out_NW, inner, mlp.down, None, form)
+        return add_product_(out_NW, inner, mlp.down, None, form, exact)
 
     @staticmethod
     def backward(ctx: Any, grad_NW: Tensor) -> tuple[Tensor | None, ...]:
@@ -190,7 +194,7 @@ class _AddMLP(Function):
         assert normal_NW is not None
         grad_bias = None if mlp.output_bias is None else grad_y.sum(0)
         found = (grad_y.t() @ attended, grad_bias, grad_norm, grad_gate_up.t() @ normal_NW, grad_down)
-        return grad_y, None, grad_y @ mlp.output, None, None, None, *found
+        return grad_y, None, grad_y @ mlp.output, None, None, None, None, *found
 
 
 def add_mlp(
@@ -210,7 +214,7 @@ def add_mlp(
     backward pass: two products compute y and gate_up again.
     """
     if fuses(copy_NW):
-        return call(_AddMLP, copy_NW, x_NW, attended, eps, remakes, form, *mlp)
+        return call(_AddMLP, copy_NW, x_NW, attended, eps, remakes, form, exact, *mlp)
     y_NW = add_linear(x_NW, attended, mlp.output, mlp.output_bias, form, exact)
     gate_up = linear(elementwise.rms_norm(y_NW, mlp.norm, eps), mlp.gate_up, form=form, exact=exact)
     return y_NW + linear(elementwise.swiglu(gate_up), mlp.down, form=form, exact=exact)
@@ -265,12 +269,14 @@ def rotate_heads(
 
 class _FP32Linear(Function):
     @staticmethod
-    def forward(ctx: Any, x_NW: Tensor, weight: Tensor) -> Tensor:
+    def forward(ctx: Any, x_NW: Tensor, weight: Tensor, exact: bool) -> Tensor:
         ctx.save_for_backward(x_NW, weight)
+        if exact:
+            return fp32_product(x_NW, weight.t())
         return torch.mm(x_NW, weight.t(), out_dtype=torch.float32)
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor]:
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor, None]:
         x_NW, weight = ctx.saved_tensors
         # FP32 as the sum of two bf16 numbers: sixteen significant bits, at the speed of bf16
         high = grad.to(x_NW.dtype)
@@ -278,11 +284,11 @@ class _FP32Linear(Function):
         grad_weight = torch.mm(high.t(), x_NW, out_dtype=torch.float32) + torch.mm(
             low.t(), x_NW, out_dtype=torch.float32
         )
-        return torch.mm(high, weight), grad_weight.to(weight.dtype)
+        return torch.mm(high, weight), grad_weight.to(weight.dtype), None
 
 
 def fp32_linear(x_NW: Tensor, weight: Tensor, exact: bool = False) -> Tensor:
     """An FP32 result. Products of bf16 numbers are exact in FP32, so only the order of the sum differs."""
     if x_NW.is_cuda and x_NW.dtype == weight.dtype == torch.bfloat16:
-        return call(_FP32Linear, x_NW, weight)
+        return call(_FP32Linear, x_NW, weight, exact)
     return linear(x_NW.float(), weight.float(), exact=exact)

@@ -59,10 +59,11 @@ class _Experts(Function):
         rows: Sorted,
         skip_NW: Tensor | None,
         form: str,
+        exact: bool,
     ) -> Tensor:
         from rollmill.models.kernels.fused_triton import gather_sum
 
-        gate_up_RF, out_RW = _products(x_NW, gate_up_EWF, down_EfW, rows, form)
+        gate_up_RF, out_RW = _products(x_NW, gate_up_EWF, down_EfW, rows, form, exact)
         ctx.save_for_backward(x_NW, weights_Nk, gate_up_EWF, down_EfW, gate_up_RF, *rows)
         ctx.skips = skip_NW is not None
         return gather_sum(out_RW, rows.place_Nk, weights_Nk, skip_NW)
@@ -91,15 +92,22 @@ class _Experts(Function):
             None,
             grad_NW if ctx.skips else None,
             None,
+            None,
         )
 
 
-def _products(x_NW: Tensor, gate_up_EWF: Tensor, down_EfW: Tensor, rows: Sorted, form: str) -> tuple[Tensor, Tensor]:
-    """Returns (rows of gate_up, the experts' outputs)."""
+def _products(
+    x_NW: Tensor, gate_up_EWF: Tensor, down_EfW: Tensor, rows: Sorted, form: str, exact: bool
+) -> tuple[Tensor, Tensor]:
+    """Returns (rows of gate_up, the experts' outputs).
+
+    Torch's grouped product does not split sums, so the bits of a row do not depend on the other rows. With FP8 codes
+    they would depend on how many rows there are.
+    """
     from rollmill.models.kernels import fp8_grouped_triton
     from rollmill.models.kernels.fused_triton import spread, swiglu_forward
 
-    if form == "fp8" and fp8_grouped_triton.multiplies(x_NW, rows.place_Nk, gate_up_EWF, down_EfW):
+    if form == "fp8" and not exact and fp8_grouped_triton.multiplies(x_NW, rows.place_Nk, gate_up_EWF, down_EfW):
         return fp8_grouped_triton.through_experts(x_NW, rows.place_Nk, rows.ends_E, gate_up_EWF, down_EfW)
     gate_up_RF = torch._grouped_mm(spread(seen(x_NW, form), rows.place_Nk), gate_up_EWF, offs=rows.ends_E)
     return gate_up_RF, torch._grouped_mm(seen(swiglu_forward(gate_up_RF), form), down_EfW, offs=rows.ends_E)
@@ -113,7 +121,8 @@ def experts(
     down_EfW: Tensor,
     skip_NW: Tensor | None = None,
     form: str = "bf16",
+    exact: bool = False,
 ) -> Tensor:
     """Sends each token through its chosen experts, sums the weighted outputs in top-k order, and adds `skip`."""
     rows = sort_by_expert(chosen_Nk, gate_up_EWF.shape[0])
-    return call(_Experts, x_NW, weights_Nk, gate_up_EWF, down_EfW, rows, skip_NW, form)
+    return call(_Experts, x_NW, weights_Nk, gate_up_EWF, down_EfW, rows, skip_NW, form, exact)

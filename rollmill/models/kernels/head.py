@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 from torch.autograd import Function
 
-from rollmill.models.kernels.exact import product
+from rollmill.models.kernels.exact import fp32_product
 from rollmill.models.triton import has_triton
 
 PIECE_ELEMENTS = 101_000_000  # logits per chunk: 400 MB, enough rows for the products to run near full speed
@@ -66,7 +66,7 @@ def _fp32(left: Tensor, right: Tensor) -> Tensor:
 
 def _logits(hidden_MW: Tensor, weight_VW: Tensor, temperatures_M: Tensor | None, exact: bool = False) -> Tensor:
     if exact:
-        logits_MV = product(hidden_MW.float(), weight_VW.float().t())
+        logits_MV = fp32_product(hidden_MW, weight_VW.t())
     else:
         logits_MV = _fp32(hidden_MW, weight_VW.t())
     return logits_MV if temperatures_M is None else logits_MV.div_(temperatures_M[:, None])
@@ -194,11 +194,22 @@ def _measure(logits_MV: Tensor, targets_M: Tensor, out_3M: Tensor) -> None:
         from rollmill.models.kernels.head_triton import measure
 
         return measure(logits_MV, targets_M, out_3M)
-    # as the engine computes them: another way to the same number would have other bits
-    logprobs_MV = torch.log_softmax(logits_MV, -1)
+    logprobs_MV = log_softmax(logits_MV)
     out_3M[0] = logprobs_MV.gather(1, targets_M[:, None]).squeeze(1)
     out_3M[2] = logits_MV.amax(-1) - logprobs_MV.amax(-1)
     out_3M[1] = -torch.exp(logprobs_MV, out=logits_MV).mul_(logprobs_MV).nansum(-1)  # 0 · −inf is 0 here
+
+
+def log_softmax(logits_MV: Tensor) -> Tensor:
+    """Log-probs of all tokens, FP32. Engine and trainer both use it: another way would have other bits."""
+    if not has_triton(logits_MV.device) or logits_MV.dtype != torch.float32:
+        return torch.log_softmax(logits_MV, -1)
+    from rollmill.models.kernels.head_triton import measure
+
+    out_3M = torch.empty((3, len(logits_MV)), dtype=torch.float32, device=logits_MV.device)
+    logits_MV = logits_MV.contiguous()
+    measure(logits_MV, torch.zeros(len(logits_MV), dtype=torch.int64, device=logits_MV.device), out_3M)
+    return logits_MV - out_3M[2].unsqueeze(1)
 
 
 def _slopes(

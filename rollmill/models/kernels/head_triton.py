@@ -19,7 +19,7 @@ _TWICE = {"BLOCK": 8192, "num_warps": 32}
 @triton.jit
 def _row_sums(x_ptr, vocabulary, BLOCK: tl.constexpr):
     """(largest logit m, Σ e^(x − m), Σ e^(x − m) · (x − m))."""
-    top, total, weighted = -float("inf"), 0.0, 0.0
+    top, total, weighted = -1e30, 0.0, 0.0  # not −inf: the first block may hold only excluded tokens
     for start in range(0, vocabulary, BLOCK):
         column = start + tl.arange(0, BLOCK)
         x = tl.load(x_ptr + column, column < vocabulary, -float("inf"))
@@ -47,7 +47,8 @@ def _measure(x_ptr, target_ptr, out_ptr, rows_stride, vocabulary, BLOCK: tl.cons
 
 def measure(logits_MV: Tensor, targets_M: Tensor, out_3M: Tensor) -> None:
     rows, vocabulary = logits_MV.shape
-    _measure[(rows,)](logits_MV, targets_M, out_3M, out_3M.stride(0), vocabulary, BLOCK=_BLOCK, num_warps=8)
+    if rows:
+        _measure[(rows,)](logits_MV, targets_M, out_3M, out_3M.stride(0), vocabulary, BLOCK=_BLOCK, num_warps=8)
 
 
 @triton.jit

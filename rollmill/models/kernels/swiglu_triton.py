@@ -69,10 +69,10 @@ def _backward(
         gate_desc.store([row, column], (grad * up * (sigmoid + silu * (1.0 - sigmoid))).to(x_desc.dtype))
 
 
-def swiglu_product(x_NW: Tensor, weight_FW: Tensor, form: str = "bf16") -> Tensor:
-    """SwiGLU of x · weightᵀ."""
-    if not _fits(x_NW, weight_FW, form):
-        return swiglu_forward(product(x_NW, weight_FW, None, form))
+def swiglu_product(x_NW: Tensor, weight_FW: Tensor, form: str = "bf16", exact: bool = False) -> Tensor:
+    """SwiGLU of x · weightᵀ. `exact`: with the bits of exact_triton, whose order of sums this kernel has too."""
+    if not _fits(x_NW, weight_FW, form, exact):
+        return swiglu_forward(product(x_NW, weight_FW, None, form, exact))
     x_NW = seen(x_NW, form)
     (rows, width), inner = x_NW.shape, len(weight_FW) // 2
     out = x_NW.new_empty(rows, inner)
@@ -96,8 +96,8 @@ def swiglu_product_backward(
     return grad_gate_up, out
 
 
-def _fits(x_NW: Tensor, weight_FW: Tensor, form: str) -> bool:
-    if multiplies_codes(x_NW, weight_FW, form):
+def _fits(x_NW: Tensor, weight_FW: Tensor, form: str, exact: bool = False) -> bool:
+    if not exact and multiplies_codes(x_NW, weight_FW, form):
         return False
     whole = x_NW.shape[1] % 8 == 0 and len(weight_FW) % 16 == 0
     alike = x_NW.dtype == weight_FW.dtype and x_NW.dtype in (torch.bfloat16, torch.float16)

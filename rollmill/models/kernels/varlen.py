@@ -28,8 +28,10 @@ def packed_attention(
     """The attention for packed sequences of `lengths` on `device`, for a model that computes in `dtype`."""
     device = torch.device(device)
     if exact:
-        from rollmill.models.exact_attention import ExactAttention
+        from rollmill.models.exact_attention import ExactAttention, OrderedAttention
 
+        if has_triton(device):
+            return OrderedAttention(lengths, device, packed_attention(lengths, device, dtype))
         return ExactAttention(lengths)
     if device.type == "cuda" and dtype in _HALF:
         return VarlenAttention(lengths, device)
