@@ -1,12 +1,12 @@
 """A real model gets better: SFT, then asynchronous RL on MBPP, measured on problems that were kept out.
 
-    python -m benchmarks.mbpp MBPP.jsonl MODEL [--seconds 540] [--quick] [SETTING=VALUE …]
+    python -m benchmarks.mbpp MBPP.jsonl MODEL [--seconds 540] [--base] [--quick] [SETTING=VALUE …]
 
 MODEL is a checkpoint directory (`rollmill model get smollm2-135m`). The recipe is examples/mbpp/sft.toml; settings are
 laid over it. 128 problems, chosen by a hash of their id, are never trained on. Three measurements on them, each attempt
 with the same seed in all three, intervals by a bootstrap over problems:
 
-    base      the checkpoint, with fewer attempts, if there is time left
+    base      the checkpoint, with fewer attempts: with `--base`, if there is time left
     before    after SFT, before RL
     after     after RL; `gain` is after minus before, paired by problem
 
@@ -192,7 +192,7 @@ def last(events: list[Event], kind: str, **fields: Any) -> Event | None:
     return next((event for event in fitting if all(event[name] == value for name, value in fields.items())), None)
 
 
-def evaluate(bench: Bench) -> dict[str, Event | None]:
+def evaluate(bench: Bench, base: bool) -> dict[str, Event | None]:
     """Train, and all measurements."""
     bench.train()
     events = read_events(bench.run / "events")
@@ -202,7 +202,7 @@ def evaluate(bench: Bench) -> dict[str, Event | None]:
         found["after"] = bench.measure(None, suite.attempts)
     found["base"] = None
     few = max(1, suite.attempts // 4)
-    if bench.end - time.time() > START_S + bench.measuring_s(events) / 2:
+    if base and bench.end - time.time() > START_S + bench.measuring_s(events) / 2:
         found["base"] = bench.measure(f"{bench.config.checkpoint_line}@0", few)
     return found
 
@@ -260,13 +260,14 @@ def main() -> None:
         "--work", type=Path, default=Path("build/mbpp"), help="where the run is; continued if it is there"
     )
     parser.add_argument("--seconds", type=float, default=540.0, help="for everything")
+    parser.add_argument("--base", action="store_true", help="measure the checkpoint too")
     parser.add_argument("--quick", action="store_true", help="one tiny step of each stage")
     arguments = parser.parse_intermixed_args()
     settings = [f"checkpoint={json.dumps(str(arguments.model.absolute()))}", *(QUICK if arguments.quick else [])]
     settings += arguments.settings
     config = prepare(arguments.data, arguments.work, settings)
     bench = Bench(config, arguments.work, settings, arguments.seconds)
-    figures = figures_of(evaluate(bench)) | rl_figures(read_events(bench.run / "events"))
+    figures = figures_of(evaluate(bench, arguments.base)) | rl_figures(read_events(bench.run / "events"))
     for name, value in figures.items():
         print(f"{name:24} {value:12.5g}")
     # beyond the interval: even the lower end of the paired difference is above zero
