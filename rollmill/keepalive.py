@@ -29,9 +29,14 @@ def keepalive_connector(**settings: Any) -> aiohttp.TCPConnector:
 def _open_socket(address: tuple[Any, ...]) -> socket.socket:
     family, kind, protocol, *_ = address
     opened = socket.socket(family=family, type=kind, proto=protocol)
-    opened.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+    notice_lost_host(opened)
+    return opened
+
+
+def notice_lost_host(connection: socket.socket) -> None:
+    """Sets the options of a TCP socket, which may be connected already."""
+    connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
     for names, value in _OPTIONS:
         option = next((getattr(socket, name) for name in names if hasattr(socket, name)), None)
         if option is not None:
-            opened.setsockopt(socket.IPPROTO_TCP, option, value)
-    return opened
+            connection.setsockopt(socket.IPPROTO_TCP, option, value)

@@ -349,6 +349,9 @@ class Gateway:
 
     async def _read_body(self, request: web.Request) -> None:
         """Reads the body, which handlers read again from memory. Raises 408 if it does not arrive in time."""
+        if request.content.is_eof():  # most bodies arrive with their headers
+            await request.read()
+            return
         try:
             async with asyncio.timeout(self._config.body_wait_s):
                 await request.read()

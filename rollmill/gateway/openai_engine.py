@@ -18,6 +18,7 @@ from pydantic import BaseModel, TypeAdapter
 
 from rollmill.errors import EngineError, GatewayError
 from rollmill.gateway.config import EngineEndpoint
+from rollmill.gateway.own_engine import refuse
 from rollmill.inference.engine import GenerateChunk, GenerateRequest
 from rollmill.strict import parse_json
 from rollmill.types import FinishReason, PolicyRef, Sampling
@@ -118,7 +119,6 @@ async def ask(
     request: GenerateRequest,
     timeout: aiohttp.ClientTimeout,
     encode: Callable[[str], list[int]],
-    refuse: Callable[[aiohttp.ClientResponse], Any],
     stream: bool,
 ) -> AsyncGenerator[list[GenerateChunk], None]:
     """Yields the chunks that have arrived since the last time; without `stream` all in one."""
@@ -127,7 +127,7 @@ async def ask(
         url, json=body_of(request, endpoint, stream), headers=_headers(endpoint), timeout=timeout
     ) as response:
         if response.status != 200:
-            await refuse(response)
+            refuse(response.status, await response.content.read(2000))
         policy, best = policy_of(endpoint), request.top_logprobs
         if response.content_type != "text/event-stream":  # not asked for, or the server cannot stream
             yield [read_completion(await response.read(), policy, encode, best)]

@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import json
 import logging
 import time
 from collections.abc import AsyncGenerator, Callable, Iterable, Mapping, Sequence
@@ -24,15 +23,15 @@ import aiohttp
 
 from rollmill.backoff import Backoff
 from rollmill.errors import EngineError, GatewayError
-from rollmill.gateway import openai_engine
+from rollmill.gateway import openai_engine, own_engine
 from rollmill.gateway.account import current_account
 from rollmill.gateway.config import EngineEndpoint, GatewayConfig
+from rollmill.gateway.engine_http import EngineConnections
 from rollmill.gateway.engines import EngineState
 from rollmill.gateway.places import Places, Priority, overloaded
 from rollmill.gateway.splits import Split
 from rollmill.gateway.targets import DEFAULT, Target, pick, read_target
 from rollmill.inference.engine import GenerateChunk, GenerateRequest
-from rollmill.inference.wire import chunk_from_json, request_to_json
 from rollmill.keepalive import keepalive_connector
 from rollmill.types import same_line
 
@@ -63,7 +62,8 @@ class Router:
         self._timeout = aiohttp.ClientTimeout(total=None, sock_connect=5, sock_read=config.engine_silence_s)
         self._lines: set[str] = set()  # that engines have served since the start
         self._channels: set[str] = set()
-        self._client: aiohttp.ClientSession | None = None
+        self._client: aiohttp.ClientSession | None = None  # for health checks and for servers of others
+        self._connections: EngineConnections | None = None
         self._polls: dict[str, asyncio.Task[None]] = {}  # by URL
         self._checks: dict[str, asyncio.Task[None]] = {}  # the last health check of each engine, by URL
 
@@ -73,6 +73,7 @@ class Router:
             cookie_jar=aiohttp.DummyCookieJar(),
             skip_auto_headers=("User-Agent", "Accept", "Accept-Encoding"),
         )
+        self._connections = EngineConnections(self._config.engine_silence_s)
         # the first request must find what there is
         for engine in self.engines:
             self._polls[engine.url] = asyncio.create_task(self._poll(engine, self._check_now(engine)))
@@ -107,6 +108,8 @@ class Router:
         await asyncio.gather(*tasks, return_exceptions=True)
         if self._client is not None:
             await self._client.close()
+        if self._connections is not None:
+            self._connections.close()
 
     def names(self) -> list[str]:
         """The names of models that a request may ask for: see `targets`. The first is the default."""
@@ -195,38 +198,14 @@ class Router:
                 return
             await patience.pause()
 
-    async def _ask(
+    def _ask(
         self, engine: EngineState, request: GenerateRequest, stream: bool
     ) -> AsyncGenerator[list[GenerateChunk], None]:
         """Yields the chunks that have arrived since the last time."""
-        assert self._client is not None, "the router is not started"
+        assert self._client is not None and self._connections is not None, "the router is not started"
         if engine.endpoint.kind == "openai":
-            ask = openai_engine.ask(
-                self._client, engine.endpoint, request, self._timeout, self._encode, _refuse, stream
-            )
-            async with contextlib.aclosing(ask) as arriving:
-                async for chunks in arriving:
-                    yield chunks
-            return
-        body = request_to_json(request, stream=stream)
-        token = engine.endpoint.token
-        headers = {"Authorization": f"Bearer {token}"} if token else None
-        url = f"{engine.url}/generate"
-        async with self._client.post(url, data=body, headers=headers, timeout=self._timeout) as response:
-            if response.status != 200:
-                await _refuse(response)
-            if not stream:
-                yield [chunk_from_json(await response.read())]
-                return
-            # read in pieces: a chunk that carries a long prompt's routes is larger than readline() allows
-            pending = b""
-            async for piece in response.content.iter_any():
-                *lines, pending = (pending + piece).split(b"\n")
-                chunks = [chunk_from_json(line) for line in lines if line]
-                if chunks and chunks[-1].finish is not None:
-                    await response.read()  # to the end, so that the connection can be reused
-                if chunks:
-                    yield chunks
+            return openai_engine.ask(self._client, engine.endpoint, request, self._timeout, self._encode, stream)
+        return own_engine.ask(self._connections, engine.endpoint, request, stream)
 
     async def _take(
         self,
@@ -268,7 +247,7 @@ class Router:
     def _lost(self, engine: EngineState, error: BaseException) -> None:
         engine.failures += 1
         engine.problem = f"{type(error).__name__}: {error}"[:200]
-        if isinstance(error, aiohttp.ClientConnectionError):
+        if isinstance(error, aiohttp.ClientConnectionError | OSError):
             self._check_now(engine)  # it decides: one connection of thousands may fail at an engine that is well
         log.warning("engine %s failed during an answer: %s", engine.url, engine.problem)
 
@@ -302,13 +281,8 @@ class Router:
 
     async def _ask_health(self, engine: EngineState) -> dict[str, Any]:
         assert self._client is not None
-        if engine.endpoint.kind == "openai":
-            return await openai_engine.ask_health(self._client, engine.endpoint)
-        async with self._client.get(f"{engine.url}/health", timeout=aiohttp.ClientTimeout(total=5)) as response:
-            if response.status != 200:
-                raise EngineError(f"health answered {response.status}")
-            tree: dict[str, Any] = json.loads(await response.read())
-            return tree
+        ask = openai_engine.ask_health if engine.endpoint.kind == "openai" else own_engine.ask_health
+        return await ask(self._client, engine.endpoint)
 
 
 class _Patience:
@@ -405,19 +379,3 @@ def _ended(request: GenerateRequest, sampled: list[int]) -> GenerateChunk | None
     if len(sampled) >= request.sampling.max_tokens:
         return GenerateChunk([], [], [], [], finish="length")
     return None
-
-
-async def _refuse(response: aiohttp.ClientResponse) -> None:
-    """Raises for a failed request. A 400 is wrong on every engine; anything else may work on another one.
-
-    401 is not the client's fault: this gateway holds the wrong token for that engine.
-    """
-    text = (await response.content.read(2000)).decode(errors="replace")
-    if 400 <= response.status < 500 and response.status not in (401, 408, 429):
-        try:
-            error = json.loads(text).get("error", text)
-            text = error if isinstance(error, str) else str(error.get("message", error))
-        except (ValueError, AttributeError):
-            pass
-        raise GatewayError(f"the engine refused the request: {text[:500]}", status=400)
-    raise EngineError(f"answered {response.status}: {text[:200]}")
