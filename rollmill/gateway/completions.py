@@ -26,7 +26,7 @@ from rollmill.gateway.aside import is_large
 from rollmill.gateway.causes import read_declared
 from rollmill.gateway.config import GatewayConfig
 from rollmill.gateway.dialect import Dialect, Identity, ModelRequest, Reply, TokenLogprob
-from rollmill.gateway.entries import encode_incomplete, encode_open, encode_turn
+from rollmill.gateway.entries import encode_incomplete, encode_open, encode_response, encode_turn
 from rollmill.gateway.flights import AnswerCut, Flight
 from rollmill.gateway.grammars import check_one_call, grammar_of
 from rollmill.gateway.identity import HEADER
@@ -36,6 +36,7 @@ from rollmill.gateway.registry import Registry
 from rollmill.gateway.router import Router
 from rollmill.gateway.segments import Answer, OpenSegment, Turn
 from rollmill.gateway.sessions import Plan, Session
+from rollmill.gateway.stored import Stored
 from rollmill.gateway.streams import EventStream, token_logprobs
 from rollmill.gateway.workers import is_from_worker
 from rollmill.inference.engine import GenerateRequest
@@ -303,6 +304,9 @@ class Completions:
             segment.delivered = True  # unless sending fails
         identity = Identity(self._registry.fresh("")) if stream is None else stream.identity
         reply = self._make_reply(session, recorded, ask.request, identity)
+        stored = ask.dialect.kept(reply)
+        if stored is not None:
+            await self._keep(session, stored, recorded[0])
         if stream is not None:
             arrived = await stream.finish(reply)
         else:
@@ -316,6 +320,19 @@ class Completions:
             return stream.response
         headers = {HEADER: session.name}
         return web.Response(body=ask.dialect.reply(reply), content_type="application/json", headers=headers)
+
+    async def _keep(self, session: Session, stored: Stored, recorded: Recorded) -> None:
+        """Stores a response. It survives a restart if its turn is in the log; the answer is sent in any case."""
+        self._registry.responses.add(stored)
+        if session.ending:
+            return
+        async with session.lock:
+            if session.closed or session.unrecorded is not None or not session.logged:
+                return
+            number = recorded.segment.number_of(recorded.answer)
+            with contextlib.suppress(StorageError):
+                data = encode_response(stored, recorded.segment.id, number)
+                await self._recorder.append(stored.trajectory, data, wait_s=self._config.record_wait_s)
 
     def _make_reply(
         self, session: Session, recorded: Sequence[Recorded], request: ModelRequest, identity: Identity

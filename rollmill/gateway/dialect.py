@@ -17,6 +17,7 @@ from typing import Any, NamedTuple, Protocol
 from rollmill.chat.format import Message, Tool
 from rollmill.errors import GatewayError
 from rollmill.gateway.segments import Answer
+from rollmill.gateway.stored import Stored
 from rollmill.types import Sampling
 
 
@@ -123,6 +124,10 @@ class Dialect(Protocol):
         ...
 
     def reply(self, reply: Reply) -> bytes: ...
+
+    def kept(self, reply: Reply) -> Stored | None:
+        """What a later request can continue by the id of this reply; None in formats without stored replies."""
+        ...
 
     def stream(self, request: ModelRequest, identity: Identity) -> StreamWriter: ...
 

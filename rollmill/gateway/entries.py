@@ -2,9 +2,10 @@
 
     "RMG1" | length of body | crc32 of body | body = length of header | header (JSON) | arrays, as the header lists them
 
-`op` in the header is the kind of entry: open (a session and its facts), turn (one answer), waited (how long its
-requests have waited for an engine, so far), incomplete (a later answer is missing from the log), seal (no more turns
-follow), close (the session was removed from the log), early (feedback that waits for its session, see gateway.early).
+`op` in the header is the kind of entry: open (a session and its facts), turn (one answer), response (a stored response,
+see gateway.stored), waited (how long its requests have waited for an engine, so far), incomplete (a later answer is
+missing from the log), seal (no more turns follow), close (the session was removed from the log), early (feedback that
+waits for its session, see gateway.early).
 """
 
 from __future__ import annotations
@@ -21,6 +22,7 @@ import numpy as np
 
 from rollmill.gateway.segments import Answer, Turn
 from rollmill.gateway.sessions import SessionFacts
+from rollmill.gateway.stored import Stored
 from rollmill.trajectories.facts import DTYPES, POLICIES, SPANS, to_arrays
 from rollmill.trajectories.kept import join_kept, split_kept
 from rollmill.trajectories.packing import StoredArray
@@ -128,6 +130,12 @@ def encode_incomplete(facts: SessionFacts, reason: str) -> bytes:
     return encode_entry("incomplete", facts.trajectory, {"facts": asdict(facts), "reason": reason})
 
 
+def encode_response(stored: Stored, segment: str, number: int) -> bytes:
+    """A stored response to answer `number` of a segment. The turns have its messages."""
+    header = {"segment": segment, "number": number, "skipped": stored.skipped, "body": stored.body}
+    return encode_entry("response", stored.trajectory, header)
+
+
 def encode_turn(session: str, turn: Turn) -> bytes:
     answer = turn.answer
     header = {
@@ -138,8 +146,8 @@ def encode_turn(session: str, turn: Turn) -> bytes:
         "cause": turn.cause,
         "inherited": turn.inherited,
         "message": answer.message,
-        "policies": POLICIES.dump_python(answer.policies, mode="json"),
-        "spans": SPANS.dump_python(answer.spans, mode="json"),
+        "policies": [vars(policy) for policy in answer.policies],
+        "spans": [{**vars(span), "sampling": vars(span.sampling)} for span in answer.spans],
         "routes": [first for first, _ in answer.routes],
         "finish": answer.finish,
         "closed": answer.closed,

@@ -54,7 +54,7 @@ class ModelRoutes:
         self._privacy = Privacy(config.consent, config.redaction)
         self._model_names = model_names
         self._window = window
-        self._responses = OpenAIResponses(registry.responses)
+        self._responses = OpenAIResponses()
 
     def add_to(self, app: web.Application) -> None:
         app.router.add_post("/v1/chat/completions", self.chat)

@@ -22,7 +22,7 @@ from rollmill.gateway.entries import LogEntry, decode_turn, read_entries
 from rollmill.gateway.recorder import LOG_NAME
 from rollmill.gateway.segments import OpenSegment, Turn
 from rollmill.gateway.sessions import Session, SessionFacts, check_id
-from rollmill.gateway.stored import StoredResponses
+from rollmill.gateway.stored import Stored, StoredResponses
 from rollmill.gateway.workers import log_directories
 from rollmill.types import Trajectory
 
@@ -165,6 +165,9 @@ class Registry:
                 self.early.append(entry)
                 continue
             session = self._sessions.get(entry.session)
+            if entry.op == "response":
+                self._replay_response(session, entry.header)
+                continue
             if session is None:
                 session = self.add(SessionFacts(**entry.header["facts"]))
                 session.logged = True
@@ -176,6 +179,13 @@ class Registry:
                 session.waits.restore(entry.header["seconds"])
             elif entry.op == "incomplete":
                 session.unrecorded = entry.header["reason"]
+
+    def _replay_response(self, session: Session | None, header: dict[str, Any]) -> None:
+        segment = session.segments.get(header["segment"]) if session is not None else None
+        if session is None or segment is None or header["number"] >= len(segment.turns):
+            return  # the session has ended
+        messages = segment.messages_up_to(header["number"])[header["skipped"] :]
+        self.responses.add(Stored(session.facts.trajectory, messages, header["body"], header["skipped"]))
 
 
 def read_open_session(directory: Path, trajectory: str) -> Trajectory | None:

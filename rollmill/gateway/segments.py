@@ -118,6 +118,11 @@ class OpenSegment:
         """The number of an answer among those of the segment, from 0."""
         return next(number for number, turn in enumerate(self.turns) if turn.answer is answer)
 
+    def messages_up_to(self, number: int) -> list[Message]:
+        """The conversation up to the answer with this number, which is the last of them."""
+        later = sum(len(turn.messages) + 1 for turn in self.turns[number + 1 :])
+        return self.messages[: len(self.messages) - later]
+
     @property
     def length(self) -> int:
         return self.offset + len(self._own)
@@ -137,7 +142,10 @@ class OpenSegment:
                 parts.append(segment._own[max(start - segment.offset, 0) : end - segment.offset])
                 end = segment.offset
             segment = segment.parent
-        return [token for part in reversed(parts) for token in part.tolist()]
+        tokens: list[int] = []
+        for part in reversed(parts):
+            tokens += part.tolist()
+        return tokens
 
     @property
     def closed(self) -> bool:
@@ -186,9 +194,10 @@ def same_message(recorded: Message, sent: Message) -> bool:
     answers: arguments are compared as JSON, text without surrounding blanks."""
     if recorded["role"] != sent["role"]:
         return False
+    same = recorded["content"] == sent["content"]
     if recorded["role"] != "assistant":
-        return bool(recorded["content"] == sent["content"])
-    if (recorded["content"] or "").strip() != (sent["content"] or "").strip():
+        return bool(same)
+    if not same and (recorded["content"] or "").strip() != (sent["content"] or "").strip():
         return False
     mine, theirs = recorded.get("tool_calls") or [], sent.get("tool_calls") or []
     return len(mine) == len(theirs) and all(map(_same_call, mine, theirs))

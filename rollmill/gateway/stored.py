@@ -1,7 +1,8 @@
 """Stored responses of OpenAI's responses format: what `previous_response_id` continues and GET /v1/responses/ID shows.
 
-They live in memory, with the open session they belong to. After the session has ended, or the gateway has restarted,
-an id is unknown, and a client sends its items again. What the model sampled is in the record in any case.
+They live as long as the open session they belong to: in memory, and in its log, from which a restarted gateway reads
+them again. The log has the response without the conversation, which the turns have. After the session has ended, an id
+is unknown, and a client sends its items again. What the model sampled is in the record in any case.
 """
 
 from __future__ import annotations
@@ -23,6 +24,7 @@ class Stored:
     trajectory: str
     messages: list[Message]  # the conversation with the answer, without instructions
     body: dict[str, Any]
+    skipped: int = 0  # messages of the request before these: its instructions
 
 
 class StoredResponses:
@@ -34,9 +36,12 @@ class StoredResponses:
         self._of_session: dict[str, set[str]] = {}
         self.bytes = 0
 
-    def add(self, id: str, stored: Stored) -> None:
+    def add(self, stored: Stored) -> None:
         if stored.trajectory not in self._sessions:
             return
+        id = str(stored.body["id"])
+        if id in self._stored:
+            self._drop(id)
         data = json.dumps([stored.messages, stored.body]).encode()
         self._stored[id] = stored.trajectory, data
         self._of_session.setdefault(stored.trajectory, set()).add(id)

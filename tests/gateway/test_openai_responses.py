@@ -115,6 +115,34 @@ async def test_a_stored_response_belongs_to_its_session(mill: Mill, answers: Ans
         assert one.rollmill["segment"] == two.rollmill["segment"]  # type: ignore[attr-defined]
 
 
+async def test_stored_responses_survive_a_restart_and_end_with_their_session(mill: Mill, answers: Answers) -> None:
+    endpoint = await mill.engine(StandIn([answers.text(text) for text in ("one", "two", "three", "four", "five")]))
+    mill.plan("a")
+    private: dict[str, Any] = {"extra_headers": {"x-rollmill-consent": "none"}}
+    async with mill.running(endpoint) as door:
+        key = await door.open("a")
+        async with client(door, key) as sdk, client(door, LIVE) as live:
+            first = await ask(sdk, False, instructions="Be brief.", input="x")
+            second = await ask(sdk, True, input="y", previous_response_id=first.id)
+            other = await ask(live, True, input="z")
+            secret: Any = await live.responses.create(model="rollmill", input="private", **private)
+    async with mill.running(endpoint) as door, client(door, key) as sdk, client(door, LIVE) as live:
+        for made, owner in ((first, sdk), (second, sdk), (other, live)):
+            assert (await owner.responses.retrieve(made.id)).to_dict() == made.to_dict()
+        with pytest.raises(openai.NotFoundError):
+            await live.responses.retrieve(secret.id)
+        # the first one again: a branch, whose history ends with the first answer
+        third = await ask(sdk, False, instructions="Be brief.", input="w", previous_response_id=first.id)
+        assert third.rollmill["segment"] == first.rollmill["segment"] != second.rollmill["segment"]
+        fourth = await ask(live, False, input="v", previous_response_id=other.id)
+        assert fourth.rollmill["segment"] == other.rollmill["segment"]
+        told = (await door.seal("a")).messages
+        assert [message["content"] for message in told] == ["Be brief.", "x", "one", "w", "five"]
+    async with mill.running(endpoint) as door, client(door, LIVE) as live:
+        assert (await live.responses.retrieve(fourth.id)).previous_response_id == other.id
+        assert (await door.health())["sessions"] == 1
+
+
 @pytest.mark.parametrize("changed", [{"extra_headers": {"x-rollmill-consent": "train"}}, {"user": "bob"}])
 async def test_a_stored_response_is_continued_only_by_its_user_with_its_consent(
     mill: Mill, answers: Answers, changed: dict[str, Any]
@@ -137,7 +165,7 @@ def test_stored_responses_are_bounded_by_bytes_and_freed_with_their_session(monk
     sessions = [registry.add(SessionFacts(id)) for id in "ab"]
     message: Any = {"role": "user", "content": "x" * 900}
     for id, trajectory in {"1": "a", "2": "b", "3": "a", "4": "b", "5": "gone"}.items():
-        registry.responses.add(id, Stored(trajectory, [message], {"id": id}))
+        registry.responses.add(Stored(trajectory, [message], {"id": id}))
     assert registry.responses.get("2") == Stored("b", [message], {"id": "2"})
     registry.remove(sessions[0])
     for id in ("1", "3", "5"):
@@ -149,17 +177,15 @@ def test_stored_responses_are_bounded_by_bytes_and_freed_with_their_session(monk
 
 
 def test_a_stored_response_holds_what_is_left_after_redaction() -> None:
-    registry = Registry("secret")
-    registry.add(SessionFacts("a"))
-    dialect = OpenAIResponses(registry.responses)
+    dialect = OpenAIResponses()
     body = {"input": "I am ann@example.org", "instructions": "Be brief."}
     asked = dialect.continued(dialect.parse(json.dumps(body).encode(), Limits((), 16, 16)), None)
     config = GatewayConfig.model_validate({"redaction": {"remove": ["email"]}})
     asked = Privacy(config.consent, config.redaction).redact_inputs(asked)
     answer = Answer([1], [0.0], [0], [], [], [], "stop", True, assistant_message("Hi.", []))
-    id = dialect.store(Reply(asked, Identity(), [answer], 1, {"trajectory": "a"}))["id"]
-    stored = registry.responses.get(id).messages
-    assert [message["content"] for message in stored] == ["I am [email]", "Hi."]
+    stored = dialect.kept(Reply(asked, Identity(), [answer], 1, {"trajectory": "a"}))
+    assert stored is not None
+    assert [message["content"] for message in stored.messages] == ["I am [email]", "Hi."]
 
 
 async def test_what_is_not_supported_is_named(mill: Mill, answers: Answers) -> None:

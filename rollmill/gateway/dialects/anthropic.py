@@ -68,6 +68,9 @@ class AnthropicMessages:
             }
         ).encode()
 
+    def kept(self, reply: Reply) -> None:
+        return None
+
     def stream(self, request: ModelRequest, identity: Identity) -> EventWriter:
         return EventWriter(request, identity)
 

@@ -86,6 +86,9 @@ class OpenAIChat:
         head = _head(reply.request, reply.identity, "chat.completion")
         return json.dumps({**head, "choices": choices, "usage": openai.usage(reply), "rollmill": reply.about}).encode()
 
+    def kept(self, reply: Reply) -> None:
+        return None
+
     def stream(self, request: ModelRequest, identity: Identity) -> ChunkWriter:
         return ChunkWriter(request, identity)
 

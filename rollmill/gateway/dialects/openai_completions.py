@@ -62,6 +62,9 @@ class OpenAICompletions:
         head = _head(reply.request, reply.identity)
         return json.dumps({**head, "choices": choices, "usage": openai.usage(reply), "rollmill": reply.about}).encode()
 
+    def kept(self, reply: Reply) -> None:
+        return None
+
     def stream(self, request: ModelRequest, identity: Identity) -> TextWriter:
         return TextWriter(request, identity)
 

@@ -14,7 +14,7 @@ from rollmill.gateway.dialects import fields, openai
 from rollmill.gateway.dialects.responses_request import parse_items, parse_response_tools
 from rollmill.gateway.grammars import read_forced, read_schema
 from rollmill.gateway.segments import Answer
-from rollmill.gateway.stored import Stored, StoredResponses
+from rollmill.gateway.stored import Stored
 
 _NEUTRAL: dict[str, tuple[Any, ...]] = {
     "background": (False,),
@@ -33,9 +33,6 @@ _KNOWN = frozenset(
 
 class OpenAIResponses:
     name = "openai_responses"
-
-    def __init__(self, stored: StoredResponses) -> None:
-        self._stored = stored
 
     def parse(self, body: bytes, limits: Limits) -> ModelRequest:
         """The request without the response that it continues: see `continued`."""
@@ -81,20 +78,19 @@ class OpenAIResponses:
         return replace(request, messages=[*system, *conversation])
 
     def reply(self, reply: Reply) -> bytes:
-        return json.dumps(self.store(reply)).encode()
+        return json.dumps(_completed(reply)).encode()
 
-    def store(self, reply: Reply) -> dict[str, Any]:
-        """The response object. It is kept if the client did not decline."""
-        body = _completed(reply)
-        options = reply.request.options
-        if options["store"]:
-            asked = reply.request.messages[1 if options["instructions"] else 0 :]  # redacted
-            messages = [*asked, reply.answers[0].message]
-            self._stored.add(body["id"], Stored(str(reply.about["trajectory"]), messages, body))
-        return body
+    def kept(self, reply: Reply) -> Stored | None:
+        """The response, unless the client declined."""
+        options, request = reply.request.options, reply.request
+        if not options["store"]:
+            return None
+        skipped = 1 if options["instructions"] else 0
+        messages = [*request.messages[skipped:], reply.answers[0].message]  # redacted
+        return Stored(str(reply.about["trajectory"]), messages, _completed(reply), skipped)
 
     def stream(self, request: ModelRequest, identity: Identity) -> ItemWriter:
-        return ItemWriter(request, identity, self)
+        return ItemWriter(request, identity)
 
     def error(self, error: GatewayError) -> dict[str, Any]:
         return openai.error_body(error)
@@ -106,8 +102,7 @@ class OpenAIResponses:
 class ItemWriter:
     """One output item at a time: reasoning, then the message, then one item per call."""
 
-    def __init__(self, request: ModelRequest, identity: Identity, dialect: OpenAIResponses) -> None:
-        self._dialect = dialect
+    def __init__(self, request: ModelRequest, identity: Identity) -> None:
         self._head = _head(request, identity)
         self._id = identity.id
         self._sequence = -1
@@ -131,7 +126,7 @@ class ItemWriter:
 
     def finish(self, reply: Reply) -> bytes:
         events = self._leave()
-        body = self._dialect.store(reply)
+        body = _completed(reply)
         for item in body["output"]:
             if item["type"] == "function_call":
                 events += self._call(item)
