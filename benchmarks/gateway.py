@@ -1,14 +1,16 @@
 """The gateway's speed: requests per second, added latency, many streams; beside LiteLLM's proxy.
 
-    python -m benchmarks.gateway [--quick] [--litellm PROGRAM] [--workers N]
+    python -m benchmarks.gateway [--quick] [--workers N]     everything, in less than eight minutes
+    python -m benchmarks.gateway --streams                   2,000 streams, held for ten minutes
 
 A stub engine answers at once with 64 tokens. Requests continue conversations of 2,000 tokens; every sixth one starts a
-new conversation. Everything is recorded, with fsync. Client, stub and gateway share this machine's cores. `PROGRAM` is
-the `litellm` of an environment with litellm[proxy]; its proxy gets the same requests in front of the same stub in the
-same run. Without it, the bar that compares the two is left out, and the output says so.
+new conversation. Everything is recorded, with fsync. Client, stub and gateway share this machine's cores. LiteLLM's
+proxy gets the same requests in front of the same stub in the same run. It is installed once, into an environment of its
+own in build/; without it, the bar that compares the two is left out, and the output says so.
 
 Added latency is the difference of two percentiles: through the gateway, and at the stub itself, both at half of the
-gateway's highest rate. The disk's fsync time is measured beside it, because an answer waits for one.
+gateway's highest rate, in short turns one after the other. The disk's fsync time is measured beside it, because an
+answer waits for one.
 """
 
 from __future__ import annotations
@@ -19,7 +21,6 @@ import contextlib
 import json
 import os
 import random
-import shutil
 import socket
 import statistics
 import subprocess
@@ -42,6 +43,8 @@ CONSOLE = Console(width=120)
 HISTORY_TOKENS, TURNS = 2000, 6
 CONCURRENCY = 16
 STREAM_PAUSE_MS = 500  # 2 tokens per second
+LITELLM = "litellm[proxy]==1.103.7"
+TURNS_OF_LATENCY = 5
 Figures = dict[str, float]
 
 
@@ -249,43 +252,66 @@ def litellm_proxy(program: str, stub: str, directory: Path) -> Iterator[tuple[st
         yield f"http://127.0.0.1:{port}", running.pid
 
 
+def litellm_program() -> str | None:
+    """The `litellm` in build/litellm, installed if it is not there."""
+    home = Path(__file__).parents[1] / "build" / "litellm"
+    program, done = home / "bin" / "litellm", home / "installed"
+    if not done.exists():
+        CONSOLE.print(f"installing {LITELLM} into {home.relative_to(home.parents[1])}, once")
+        pip = [home / "bin" / "python", "-m", "pip", "install", "-q", LITELLM]
+        try:
+            subprocess.run([sys.executable, "-m", "venv", home], check=True)
+            subprocess.run(pip, check=True, env={**os.environ, "PYTHONPATH": ""})
+        except (subprocess.CalledProcessError, OSError) as error:
+            CONSOLE.print(f"LiteLLM cannot be installed: {error}")
+            return None
+        done.touch()
+    return str(program)
+
+
 def percentile(values: list[float], share: float) -> float:
     return sorted(values)[min(len(values) - 1, int(len(values) * share))]
 
 
 async def measure(arguments: argparse.Namespace, directory: Path) -> tuple[Figures, dict[str, Any]]:
-    tokenizer = demo_tokenizer(512)
-    tokenizer.save(directory / "tokenizer.json")
-    text = "the function returns the sum of its arguments and raises an error if one of them is not a number " * 200
-    per_word = len(tokenizer.encode(text)) / len(text.split(" "))
-    conversations = Conversations(" ".join(text.split(" ")[: int(2 * HISTORY_TOKENS / per_word)]))
+    conversations = make_conversations(directory)
     seconds = 3.0 if arguments.quick else 10.0
+    litellm = None if arguments.streams else arguments.litellm or litellm_program()
     figures: Figures = {"fsync_ms": fsync_ms(directory), "load_before": os.getloadavg()[0]}
     bars: dict[str, Any] = {}
     stub, url = (f"http://127.0.0.1:{free_port()}" for _ in range(2))
     module = [sys.executable, "-m", "benchmarks.gateway_processes"]
     with process(*module, "stub", stub.rpartition(":")[2], directory):
         await up(stub, "/health")
-        if arguments.litellm:
-            with litellm_proxy(arguments.litellm, stub, directory) as (other, pid):
-                await up(other, "/health/liveliness")
-                await rates("litellm_", other, conversations, seconds, pid, figures)
         with process(*module, "gateway", url.rpartition(":")[2], stub, directory, arguments.workers) as gateway:
             await up(url, "/health")
-            await rates("", url, conversations, seconds, gateway.pid, figures)
-            for stream in (False, True):
-                await compare(url, stub, conversations, seconds, stream, figures, bars)
-            count, tokens = (200, 20) if arguments.quick else (2000, 1200)  # 10 seconds, or ten minutes
+            if not arguments.streams:
+                await rates("", url, conversations, seconds, gateway.pid, figures)
+                for stream in (False, True):
+                    await compare(url, stub, conversations, seconds, stream, figures, bars)
+            count, tokens = (200, 20) if arguments.quick else (2000, 1200 if arguments.streams else 120)
             figures |= await hold_streams(url, count, tokens, gateway.pid)
             bars["streams_ended"] = at_least(figures["streams_ended"], count)
-    if arguments.litellm:
-        for name in ("requests_per_s", "stream_requests_per_s"):
-            figures[f"times_litellm_{name}"] = figures[name] / figures[f"litellm_{name}"]
-            bars[f"times_litellm_{name}"] = at_least(figures[f"times_litellm_{name}"], 5.0)
-    else:
-        CONSOLE.print("LiteLLM was not measured: give its program with --litellm")
+        if litellm:
+            with litellm_proxy(litellm, stub, directory) as (other, pid):
+                await up(other, "/health/liveliness")
+                await rates("litellm_", other, conversations, seconds, pid, figures)
+            for name in ("requests_per_s", "stream_requests_per_s"):
+                figures[f"times_litellm_{name}"] = figures[name] / figures[f"litellm_{name}"]
+                bars[f"times_litellm_{name}"] = at_least(figures[f"times_litellm_{name}"], 5.0)
+    if not litellm and not arguments.streams:
+        CONSOLE.print("LiteLLM was not measured")
     figures["load_after"] = os.getloadavg()[0]
     return figures, bars
+
+
+def make_conversations(directory: Path) -> Conversations:
+    """Also writes the tokenizer that stub and gateway use."""
+    tokenizer = demo_tokenizer(512)
+    tokenizer.save(directory / "tokenizer.json")
+    text = "the function returns the sum of its arguments and raises an error if one of them is not a number " * 200
+    per_word = len(tokenizer.encode(text)) / len(text.split(" "))
+    return Conversations(" ".join(text.split(" ")[: int(2 * HISTORY_TOKENS / per_word)]))
 
 
 async def rates(name: str, url: str, conversations: Conversations, seconds: float, pid: int, figures: Figures) -> None:
@@ -306,19 +332,24 @@ async def compare(
     """Added latency at half load."""
     name = "stream" if stream else "whole"
     rate = figures["stream_requests_per_s" if stream else "requests_per_s"] / 2
-    direct = await latencies(stub, conversations, rate, seconds, stream)
-    through = await latencies(url, conversations, rate, seconds, stream)
+    direct: list[float] = []
+    through: list[float] = []
+    for _ in range(TURNS_OF_LATENCY):
+        direct += await latencies(stub, conversations, rate, seconds / TURNS_OF_LATENCY, stream)
+        through += await latencies(url, conversations, rate, seconds / TURNS_OF_LATENCY, stream)
     figures[f"half_load_{name}_requests_per_s"] = rate
     for share, label, bar in ((0.5, "p50", 2.0), (0.99, "p99", 10.0)):
         added = (percentile(through, share) - percentile(direct, share)) * 1000
         figures[f"added_{name}_{label}_ms"] = added
+        figures[f"direct_{name}_{label}_ms"] = percentile(direct, share) * 1000
         bars[f"added_{name}_{label}_ms"] = at_most(added, bar)
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
     parser.add_argument("--quick", action="store_true", help="under a minute: shorter runs, 200 streams once")
-    parser.add_argument("--litellm", default=shutil.which("litellm-proxy"), help="program of LiteLLM with its proxy")
+    parser.add_argument("--streams", action="store_true", help="only 2,000 streams, held for ten minutes")
+    parser.add_argument("--litellm", help="program of LiteLLM with its proxy; else it is installed into build/")
     parser.add_argument("--workers", type=int, default=1, help="worker processes of our gateway")
     arguments = parser.parse_args()
     with tempfile.TemporaryDirectory(prefix="gateway-") as directory:

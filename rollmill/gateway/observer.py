@@ -72,11 +72,11 @@ class Observer:
             raise
         finally:
             account.end()
-            if not account.forwarded:
-                self._report(request, account, started, status)
+            if not account.forwarded:  # after the answer is sent: nobody waits for this
+                seconds = time.perf_counter() - account.started
+                asyncio.get_running_loop().call_soon(self._report, request, account, started, seconds, status)
 
-    def _report(self, request: web.Request, account: Account, started: float, status: int) -> None:
-        seconds = time.perf_counter() - account.started
+    def _report(self, request: web.Request, account: Account, started: float, seconds: float, status: int) -> None:
         resource = request.match_info.route.resource
         route = resource.canonical if resource is not None else "unknown"
         dialect = self._dialect_of(request.path)

@@ -79,7 +79,7 @@ def test_a_grammar_allows_what_its_format_writes_and_nothing_else(special: tuple
 
 
 @pytest.mark.parametrize(
-    "name", ["qwen2.5", "llama3.1", "mistral-nemo", "granite3.3", "deepseek-v3.1", "kimi-k2", "phi-4"]
+    "name", ["qwen2.5", "qwen3-coder", "llama3.1", "mistral-nemo", "granite3.3", "deepseek-v3.1", "kimi-k2", "phi-4"]
 )
 def test_a_forced_call_is_what_the_published_template_writes(name: str, tmp_path: Path) -> None:
     """The mask allows the call as the template writes it, and no answer in text."""
@@ -102,7 +102,9 @@ def test_a_forced_call_is_what_the_published_template_writes(name: str, tmp_path
         assert not allows(None, [read, edit], forced=("read", "edit"), one_call=True)
 
 
-@pytest.mark.parametrize("family", ["hermes", "mistral", "deepseek", "deepseek-v3", "kimi", "llama3", "json"])
+@pytest.mark.parametrize(
+    "family", ["hermes", "qwen-coder", "mistral", "deepseek", "deepseek-v3", "kimi", "llama3", "json"]
+)
 def test_a_forced_call_can_be_written_in_text(family: FamilyName, tmp_path: Path) -> None:
     """The template has no place for calls and the vocabulary no marks, so calls are text."""
     case = published("phi-4")
@@ -113,6 +115,39 @@ def test_a_forced_call_can_be_written_in_text(family: FamilyName, tmp_path: Path
     grammar = grammar_of(wish, format)
     assert grammar is not None
     assert follows(tokens, grammar, case.tokenizer, tmp_path / "t.json", format.stop_tokens[0])
+
+
+def test_a_forced_call_of_qwen_coder_has_values_in_plain_text(tmp_path: Path) -> None:
+    """Any text up to its closing tag, JSON where the schema wants it, one of the choices, both spellings of truth."""
+    case = published("qwen3-coder")
+    properties = {
+        "text": {"type": "string"},
+        "mode": {"type": "string", "enum": ["fast", "slow"]},
+        "deep": {"type": "boolean"},
+        "sizes": {"type": "array", "items": {"$ref": "#/$defs/size"}},
+    }
+    schema = {"type": "object", "properties": properties, "required": ["text"], "$defs": {"size": {"type": "integer"}}}
+    tools = [{"type": "function", "function": {"name": name, "parameters": schema}} for name in ("write", "look")]
+    tools.append({"type": "function", "function": {"name": "stop"}})
+    wish = ModelRequest([], tools=tools, sampling=Sampling(), forced=("write", "stop"))
+    grammar = grammar_of(wish, case.format)
+    assert grammar is not None
+
+    def allows(name: str, **values: str) -> bool:
+        written = "".join(f"<parameter={key}>\n{value}\n</parameter>\n" for key, value in values.items())
+        start, end = (case.tokenizer.token_id(mark) for mark in ("<tool_call>", "</tool_call>"))
+        inner = case.tokenizer.encode(f"\n<function={name}>\n{written}</function>\n")
+        tokens = [start, *inner, end, case.format.stop_tokens[0]]
+        return follows(tokens, grammar, case.tokenizer, tmp_path / "t.json", case.format.stop_tokens[0])
+
+    assert allows("write", text="def f():\n\n    return '<b>'\n") and allows("stop")
+    assert allows("write", text="", mode="slow", deep="True", sizes="[1, 2]")
+    assert allows("write", text="x", deep="false")
+    assert not allows("look", text="x") and not allows("write") and not allows("write", text="x", mode="loud")
+    assert not allows("write", text="x", sizes='["a"]') and not allows("write", text="x", other="y")
+    odd = {"type": 3, "properties": {"a": {"type": 7}, "b": 1, "c": {"enum": []}}, "required": 5}
+    tools[0]["function"]["parameters"] = odd
+    assert grammar_of(wish, case.format) is not None
 
 
 def test_rows_without_a_grammar_keep_their_bits(tmp_path: Path) -> None:

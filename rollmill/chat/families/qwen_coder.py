@@ -11,6 +11,7 @@ import re
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from rollmill.chat.call_grammar import arguments_of, json_rule, mark_rule, repeated, text_rule
 from rollmill.chat.calls import Call, read_json, to_json
 from rollmill.chat.format import CallMark, Tool
 from rollmill.chat.tokenizer import Tokenizer
@@ -39,8 +40,23 @@ class QwenCoderCalls:
     def write(self, calls: Sequence[Call]) -> str:
         return "\n".join(_write(*call) for call in calls)
 
-    def grammar(self, tools: Sequence[Tool], tokenizer: Tokenizer, single: bool) -> str | None:
-        return None
+    def grammar(self, tools: Sequence[Tool], tokenizer: Tokenizer, single: bool) -> str:
+        """Parameters come in the order of the schema; those that it does not require may be left out."""
+        start, end = mark_rule(_START, tokenizer), mark_rule("</tool_call>", tokenizer)
+        choices, rules = [], []
+        for number, tool in enumerate(tools):
+            schema, name = arguments_of(tool), tool["function"]["name"]
+            required = schema.get("required")
+            required = required if isinstance(required, list) else []
+            parts = []
+            for place, key in enumerate(_properties(name, tools)):
+                part = f"{text_rule(f'<parameter={key}>' + chr(10))} value{number}_{place}"
+                parts.append(part if key in required else f"({part})?")
+                rules.append(_value_rules(f"value{number}_{place}", key, schema))
+            head, tail = text_rule(f"\n{_FUNCTION}{name}>\n"), text_rule("</function>\n")
+            choices.append(f"call{number}")
+            rules.append(f"call{number}: {start} {head} {' '.join(parts)} {tail} {end}\n")
+        return f"calls: {repeated(chr(10), single)}\ncall: {' | '.join(choices)}\n{''.join(rules)}"
 
 
 def _parse(body: str, tools: Sequence[Tool]) -> Call:
@@ -67,6 +83,22 @@ def _write(name: str, arguments: str) -> str:
     return f"{_START}\n{_FUNCTION}{name}>\n{''.join(lines)}</function>\n</tool_call>"
 
 
+def _value_rules(name: str, key: str, schema: Mapping[str, Any]) -> str:
+    """Rules for a value and the end of its parameter: text of any kind, or JSON as the schema says."""
+    own = schema["properties"][key]
+    kind, end = _kind(own), text_rule("\n</parameter>\n")
+    listed = own.get("enum") if isinstance(own, Mapping) else None
+    choices = [choice for choice in listed if isinstance(choice, str)] if isinstance(listed, list) else []
+    if "string" in kind and choices:
+        return f"{name}: ({' | '.join(map(text_rule, choices))}) {end}\n"
+    if "string" in kind:
+        return f"{name}[suffix={end}]: /(?s:.*)/\n"
+    if kind == "boolean":  # as Jinja writes them, and as JSON
+        return f'{name}: ("True" | "False" | "true" | "false") {end}\n'
+    shared = {part: schema[part] for part in ("$defs", "definitions") if part in schema}
+    return f"{name}: {name}_json {end}\n{name}_json: {json_rule({**own, **shared})}\n"
+
+
 def _properties(name: str, tools: Sequence[Tool]) -> Mapping[str, Any]:
     for tool in tools:
         if tool["function"]["name"] == name:
@@ -75,9 +107,14 @@ def _properties(name: str, tools: Sequence[Tool]) -> Mapping[str, Any]:
     return {}
 
 
-def _typed(text: str, schema: Any) -> Any:
+def _kind(schema: Any) -> Any:
+    """One type, or a list of them."""
     kind = schema.get("type", "string") if isinstance(schema, Mapping) else "string"
-    if "string" in kind:  # one type, or a list of them
+    return kind if isinstance(kind, str | list) else "string"
+
+
+def _typed(text: str, schema: Any) -> Any:
+    if "string" in _kind(schema):
         return text
     try:
         return {"True": True, "False": False, "None": None}[text]  # as Jinja writes them
