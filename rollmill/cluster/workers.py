@@ -36,6 +36,7 @@ BACKLOG = 2048  # connections that may wait to be accepted; a full queue drops t
 _ACCEPTED_AT_ONCE = 8  # by one worker: the others get some of a burst too
 _MOST_RESTARTS = 5  # in a row of a worker that dies before it serves; then a restart will not help either
 _STOP_S = 10.0
+_STOPS = (signal.SIGTERM, signal.SIGINT)
 Build = Callable[[Workers], web.Application]
 
 
@@ -76,7 +77,7 @@ class _Supervisor:
         self._stopping = False
 
     def run(self) -> None:
-        for each in (signal.SIGTERM, signal.SIGINT):
+        for each in _STOPS:
             signal.signal(each, self._stop)
         for number in range(len(self._backoffs)):
             self._start(number)
@@ -92,10 +93,13 @@ class _Supervisor:
     def _start(self, number: int) -> None:
         self._serving[number] = 0
         parent = os.getpid()  # before the fork: the worker must notice a parent that died since then
+        # Signals wait meanwhile: a worker must not run `_stop`, and `_stop` must know of the worker.
+        before = signal.pthread_sigmask(signal.SIG_BLOCK, (*_STOPS, signal.SIGALRM))
         pid = os.fork()
         if pid:
             self._pids[pid] = number
-            if self._stopping:  # asked to stop a moment ago
+            signal.pthread_sigmask(signal.SIG_SETMASK, before)
+            if self._stopping:  # asked to stop before the fork
                 os.kill(pid, signal.SIGTERM)
             return
         code = 1
@@ -134,8 +138,9 @@ class _Supervisor:
 
 def _be(number: int, parent: int, work: Callable[[int], None]) -> int:
     """Become worker `number` of the process `parent`. Returns the exit code."""
-    for each in (signal.SIGTERM, signal.SIGINT):
+    for each in (*_STOPS, signal.SIGALRM):
         signal.signal(each, signal.SIG_DFL)
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, (*_STOPS, signal.SIGALRM))
     os.environ[SUPERVISOR] = str(parent)
     end_with_parent()
     setproctitle(f"{getproctitle()} worker {number}")
@@ -160,7 +165,7 @@ async def _serve(
 ) -> None:
     """Serves both sockets until SIGTERM. Calls `serving` when it does."""
     stopped = asyncio.Event()
-    for number in (signal.SIGTERM, signal.SIGINT):
+    for number in _STOPS:
         asyncio.get_running_loop().add_signal_handler(number, stopped.set)
     runner = web.AppRunner(app, access_log=None, keepalive_timeout=keepalive_s, shutdown_timeout=1.0)
     await runner.setup()

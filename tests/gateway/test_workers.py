@@ -347,6 +347,37 @@ def test_it_stops_cleanly_when_a_worker_has_just_ended() -> None:
     assert (ran.returncode, ran.stderr) == (0, "")
 
 
+SIGNALLED = """
+import mmap, os, signal, sys, time
+from rollmill.cluster.workers import _Supervisor
+
+forks = 0
+def before():
+    global forks
+    forks += 1
+
+def in_child():
+    if forks == 2:  # the first start of worker 1 gets it between the fork and its first line
+        os.kill(os.getpid(), signal.SIGTERM)
+
+os.register_at_fork(before=before, after_in_child=in_child)
+
+def work(number):
+    print(number, flush=True)
+    if number == 1:  # its second start: worker 0 must still be there
+        os.kill(os.getppid(), signal.SIGTERM)
+    time.sleep(60)
+
+_Supervisor(mmap.mmap(-1, 2), work).run()
+print("stopped", forks, flush=True)
+"""
+
+
+def test_a_signal_between_the_fork_and_the_first_line_of_a_worker_ends_this_worker_only() -> None:
+    ran = subprocess.run([sys.executable, "-c", SIGNALLED], capture_output=True, text=True, timeout=60)
+    assert (ran.returncode, sorted(ran.stdout.split())) == (0, ["0", "1", "3", "stopped"]), ran.stderr
+
+
 def test_texts_of_metrics_add_up() -> None:
     texts = []
     for number in (1, 2):
