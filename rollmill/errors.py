@@ -96,6 +96,14 @@ class MachineError(RollmillError):
     boundary = "machine"
 
 
+class NoCapacity(MachineError):
+    """No machine can start now. Trying again after `retry_after_s` seconds may succeed."""
+
+    def __init__(self, message: str, *, retry_after_s: float, hint: str | None = None) -> None:
+        super().__init__(message, hint=hint)
+        self.retry_after_s = retry_after_s
+
+
 class HarnessError(RollmillError):
     """The harness could not continue, and the policy is not the cause."""
 

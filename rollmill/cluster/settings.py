@@ -16,6 +16,7 @@ from rollmill.cluster.shape import model_of_checkpoint, shortened
 from rollmill.cluster.upgrade import refuse_moved
 from rollmill.config import NAME, Config
 from rollmill.environments.environment import find_parts
+from rollmill.environments.machines.pool import PoolConfig
 from rollmill.environments.sections import HarnessSection, MachineSection, RewardSection, SamplerSection, TasksSection
 from rollmill.errors import ConfigError
 from rollmill.evals.gate import GateConfig
@@ -137,6 +138,7 @@ class RunConfig(Config):
     machine: MachineSection = Field(
         default={}, validate_default=True, description="The machine that each rollout gets, and its limits."
     )
+    pool: PoolConfig = Field(PoolConfig(), description="How many machines there may be, and which are started ahead.")
     rewards: tuple[RewardSection, ...] = Field(
         default=({"kind": "calls"},),
         validate_default=True,

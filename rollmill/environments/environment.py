@@ -10,6 +10,7 @@ from typing import Any, Protocol
 
 from rollmill.environments.harness import Harness
 from rollmill.environments.machine import MachineHost
+from rollmill.environments.machines.pool import Pool, PoolConfig
 from rollmill.environments.reward import Grader
 from rollmill.environments.rewards.weighted import add_up
 from rollmill.environments.sections import HarnessSection, MachineSection, RewardSection, TasksSection
@@ -25,6 +26,8 @@ class Sections(Protocol):
     def tasks(self) -> TasksSection | None: ...
     @property
     def machine(self) -> MachineSection: ...
+    @property
+    def pool(self) -> PoolConfig: ...
     @property
     def harness(self) -> HarnessSection: ...
     @property
@@ -63,7 +66,7 @@ def build_grader(rewards: Sequence[RewardSection]) -> Grader:
 async def open_environment(sections: Sections) -> AsyncIterator[Environment]:
     grader = build_grader(sections.rewards)
     harness: Harness = build(sections.harness)
-    machines: MachineHost = build(sections.machine)
+    machines: MachineHost = Pool(build(sections.machine), sections.pool)
     try:
         yield Environment(machines, harness, grader)
     finally:

@@ -140,6 +140,8 @@ class MachineHost(Protocol):
     A host whose snapshots take up space may also have `async def release(self, snapshot: Snapshot) -> None`. It is
     called once nobody needs the snapshot any more. A host whose machines are slow may have `async def slowdown(self,
     image: str) -> float`: how many times longer commands take in machines of this image, measured before any exists.
+    A host that can start machines ahead may have `def expect(self, image: str, count: int) -> None`: as many will be
+    needed soon.
     """
 
     async def create(
@@ -152,6 +154,13 @@ class MachineHost(Protocol):
         ...
 
     async def close(self) -> None: ...
+
+
+def expect(host: MachineHost, image: str, count: int) -> None:
+    """Tell the host that `count` machines of an image will be needed soon."""
+    method = getattr(host, "expect", None)
+    if method is not None:
+        method(image, count)
 
 
 async def slowdown(host: MachineHost, image: str) -> float:

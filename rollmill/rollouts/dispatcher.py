@@ -20,6 +20,7 @@ from collections.abc import Awaitable, Callable
 from typing import Any
 
 from rollmill import telemetry
+from rollmill.environments.machine import expect
 from rollmill.environments.sampler import Sampler
 from rollmill.environments.samplers.uniform import Uniform
 from rollmill.environments.task import Task, TaskSet
@@ -104,6 +105,7 @@ class Dispatcher:
                     committed=committed,
                 )
                 if version is not None:
+                    expect(self._context.machines, task.image, len(ids))  # the next group will need as many
                     groups.create_task(self._run_group(group_id, task, ids, version))
                     return True
             await asyncio.sleep(POLL_S)

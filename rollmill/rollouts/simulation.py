@@ -20,6 +20,7 @@ from rollmill.environments.machine import (
     MachineHost,
     Process,
     Snapshot,
+    expect,
     release,
     slowdown,
 )
@@ -79,6 +80,9 @@ class SlowMachines:
         self, image: str, files: Mapping[str, bytes] | None = None, *, snapshot: Snapshot | None = None
     ) -> Machine:
         return SlowMachine(await self._host.create(image, files, snapshot=snapshot), self._seconds, self._draw)
+
+    def expect(self, image: str, count: int) -> None:
+        expect(self._host, image, count)
 
     async def slowdown(self, image: str) -> float:
         return await slowdown(self._host, image)

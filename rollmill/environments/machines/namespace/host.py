@@ -77,6 +77,15 @@ class Host:
         self._slots = 0
 
     def run(self) -> None:
+        """Serve until the client is gone: it closed its end, or it was killed while it was being written to."""
+        try:
+            self._serve()
+        except ConnectionError:
+            pass
+        finally:
+            self._shut_down()
+
+    def _serve(self) -> None:
         self._selector.register(self._control, selectors.EVENT_READ)
         self._send({"ready": True, "limits": self._describe_limits()})
         while True:
@@ -87,7 +96,7 @@ class Host:
                 if key.data is not None:
                     self._reap(key.data)
                 elif not self._handle(self._control.recv(1 << 16)):
-                    return self._shut_down()
+                    return
 
     def _handle(self, message: bytes) -> bool:
         if not message:

@@ -180,7 +180,7 @@ class Vm:
         self._paused = True
 
     async def resume(self) -> None:
-        await self._monitor.ask("cont")
+        await asyncio.shield(self._monitor.ask("cont"))
         self._paused = False
 
     async def wait(self, within_s: float) -> bool:

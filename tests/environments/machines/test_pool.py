@@ -1,0 +1,192 @@
+"""The pool, around real namespace machines. Some tests need machines that can be paused: a thin kind around them says
+that it can. Virtual machines, which really can, are in test_qemu.py."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import subprocess
+import sys
+from collections.abc import Mapping
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from rollmill.environments.machine import Machine, Snapshot
+from rollmill.environments.machines import pool as pool_module
+from rollmill.environments.machines.images import BUILT_IN
+from rollmill.environments.machines.namespace.client import NamespaceHost
+from rollmill.environments.machines.pool import Pool, PoolConfig
+from rollmill.errors import MachineError, NoCapacity
+from tests.environments.machines.test_containment import processes_with, wait_for_processes
+
+pytestmark = pytest.mark.asyncio(loop_scope="module")
+
+
+class Pausable:
+    """Namespace machines whose pause is only noted (they have none)."""
+
+    def __init__(self, host: NamespaceHost) -> None:
+        self.host = host
+        self.paused: set[Machine] = set()
+        self.made = 0
+        self.broken = False
+
+    async def create(
+        self, image: str, files: Mapping[str, bytes] | None = None, *, snapshot: Snapshot | None = None
+    ) -> Machine:
+        machine: Any = await self.host.create(image, files, snapshot=snapshot)
+        self.made += 1
+        machine.capabilities = replace(machine.capabilities, pause=True)
+
+        async def pause() -> None:
+            self.paused.add(machine)
+
+        async def resume() -> None:
+            if self.broken:
+                raise MachineError("it does not go on")
+            self.paused.discard(machine)
+
+        machine.pause, machine.resume = pause, resume
+        made: Machine = machine
+        return made
+
+    async def close(self) -> None: ...
+
+
+async def _until(what: Any) -> None:
+    async with asyncio.timeout(60):
+        while not what():  # noqa: ASYNC110
+            await asyncio.sleep(0.01)
+
+
+async def test_requests_wait_for_a_place_in_order_and_fail_with_a_time_to_try_again(host: NamespaceHost) -> None:
+    pool = Pool(Pausable(host), PoolConfig(most=2, patience_s=0.3, ahead=0))
+    first, second = [await pool.create(BUILT_IN) for _ in range(2)]
+    with pytest.raises(NoCapacity, match=r"2 machines are there \(pool.most is 2\)") as refused:
+        await pool.create(BUILT_IN)
+    assert refused.value.retry_after_s > 0
+    pool.config = PoolConfig(most=2, patience_s=60, ahead=0)
+    waiting = [asyncio.create_task(pool.create(BUILT_IN)) for _ in range(2)]
+    with pytest.raises(TimeoutError):
+        await asyncio.wait_for(first.fork(), 0.2)  # a fork needs a place too
+    await first.close()
+    await first.close()
+    third = await waiting[0]
+    assert not waiting[1].done() and pool.counts == {"starting": 0, "ready": 0, "in_use": 2}
+    await second.close()
+    fourth = await waiting[1]
+    await third.close()
+    (fork,) = await fourth.fork()
+    assert pool.counts["in_use"] == 2
+    await asyncio.gather(fork.close(), fourth.close())
+    assert pool.counts == {"starting": 0, "ready": 0, "in_use": 0}
+    await pool.close()
+
+
+async def test_no_machine_starts_while_memory_is_short(
+    host: NamespaceHost, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    memory, pressure = tmp_path / "meminfo", tmp_path / "pressure"
+    monkeypatch.setattr(pool_module, "_MEMORY", memory)
+    monkeypatch.setattr(pool_module, "_PRESSURE", pressure)
+    pool = Pool(Pausable(host), PoolConfig(reserve_mb=1000, patience_s=0.2))
+    memory.write_text("MemTotal:  1 kB\nMemAvailable:  512000 kB\n")
+    with pytest.raises(NoCapacity, match="500 MiB of memory are available"):
+        await pool.create(BUILT_IN)
+    memory.write_text("MemAvailable:  4096000 kB\n")
+    machine = await pool.create(BUILT_IN)
+    pressure.write_text("some avg10=77.50 avg60=1.00 avg300=0.00 total=1\nfull avg10=0.00\n")
+    with pytest.raises(NoCapacity, match="memory pressure is 78 %"):
+        await pool.create(BUILT_IN)
+    await machine.close()
+    await (await pool.create(BUILT_IN)).close()  # with no machine in use, waiting would help nobody
+    await pool.close()
+
+
+async def test_machines_are_ready_before_they_are_needed(host: NamespaceHost) -> None:
+    kind = Pausable(host)
+    pool = Pool(kind, PoolConfig(ahead=3, pause_after_s=0, patience_s=1))
+    first = await pool.create(BUILT_IN)
+    pool.expect(BUILT_IN, 5)
+    await _until(lambda: pool.counts["ready"] == 3 and len(kind.paused) == 3)
+    made = kind.made
+    pool.expect(BUILT_IN, 0)  # nothing new
+    taken = [await pool.create(BUILT_IN, {"main.py": b"x"}) for _ in range(2)]
+    assert kind.made == made and [await each.read("main.py") for each in taken] == [b"x"] * 2
+    kind.broken = True  # a machine that does not go on is replaced
+    last = await pool.create(BUILT_IN)
+    assert kind.made == made + 1 and pool.counts == {"starting": 0, "ready": 0, "in_use": 4}
+    kind.broken = False
+    pool.expect(BUILT_IN, 1)
+    await _until(lambda: pool.counts["ready"] == 1)
+    pool.config = PoolConfig(most=5, patience_s=1)
+    other = await pool.create(BUILT_IN, snapshot=await last.snapshot())  # no place is free: the ready one gives way
+    await asyncio.gather(*(each.close() for each in (first, *taken, last, other)))
+    await pool.close()
+    assert pool.counts == {"starting": 0, "ready": 0, "in_use": 0}
+
+
+async def test_a_machine_pauses_while_nobody_asks_and_ends_with_its_lease(host: NamespaceHost) -> None:
+    kind = Pausable(host)
+    pool = Pool(kind, PoolConfig(pause_after_s=0.05, lease_s=1.0))
+    machine = await pool.create(BUILT_IN)
+    for _ in range(3):
+        await _until(lambda: kind.paused)
+        assert (await machine.exec(["echo", "on"])).output == b"on\n"
+    running = asyncio.create_task(machine.exec(["sleep", "0.3"]))
+    await asyncio.sleep(0.2)
+    assert not kind.paused, "a command is running"
+    await running
+    server = await pool.create(BUILT_IN)
+    await server.start(["sleep", "1000"])
+    for _ in range(15):
+        machine.beat()
+        await asyncio.sleep(0.1)
+    assert len(kind.paused) == 1, "one with a process of its own is not paused"
+    assert pool.counts["in_use"] == 1, "nobody beat for the server"
+    await _until(lambda: pool.counts["in_use"] == 0)
+    with pytest.raises(MachineError):
+        await machine.exec(["true"])
+    await pool.close()
+
+
+async def test_nothing_is_left_when_the_holder_of_a_pool_is_killed() -> None:
+    """No process, no namespace, no mount, no control group."""
+    program = """
+import asyncio
+from rollmill.environments.machines.namespace.client import NamespaceHost
+from rollmill.environments.machines.pool import Pool
+async def main():
+    pool = Pool(NamespaceHost())
+    machines = [await pool.create("host-python") for _ in range(3)]
+    for machine in machines: await machine.start(["sleep", "9876" + "5.4321"])
+    print("up", flush=True)
+    await asyncio.sleep(1000)
+asyncio.run(main())
+"""
+    mounts = Path("/proc/self/mountinfo").read_text()
+    holder = subprocess.Popen([sys.executable, "-c", program], stdout=subprocess.PIPE)  # noqa: ASYNC220
+    assert holder.stdout is not None
+    assert await asyncio.to_thread(holder.stdout.readline) == b"up\n"
+    left = _descendants(holder.pid)
+    assert len(processes_with("98765.4321")) == 3 and len(left) > 6  # the machine host, and two processes per machine
+    holder.kill()
+    holder.wait()
+    holder.stdout.close()
+    await wait_for_processes("98765.4321", 0)
+    await _until(lambda: not any(Path(f"/proc/{pid}").exists() for pid in left))
+    await asyncio.to_thread(_check_groups, left)
+    assert Path("/proc/self/mountinfo").read_text() == mounts
+
+
+def _check_groups(pids: list[int]) -> None:
+    names = {f"rollmill-{pid}" for pid in pids}
+    assert not [folder for folder, below, _ in os.walk("/sys/fs/cgroup") if names & set(below)]
+
+
+def _descendants(pid: int) -> list[int]:
+    children = Path(f"/proc/{pid}/task/{pid}/children").read_text().split()
+    return [each for child in map(int, children) for each in (child, *_descendants(child))]
