@@ -13,37 +13,25 @@ one. `--population FILE` brings other users to `learn`.
 from __future__ import annotations
 
 import argparse
-import asyncio
-import itertools
 import shutil
 import subprocess
 import sys
 import tempfile
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Sequence
 from pathlib import Path
 
 from benchmarks.output import at_least, at_most, finish
-from benchmarks.simulated_users import PopulationFile, Visit, load_population, visit
-from rollmill.cluster.launchers.local import LocalLauncher
 from rollmill.cluster.prepare import restore_tokenizer
 from rollmill.cluster.run import RunConfig, RunDirectory
-from rollmill.cluster.service import Target, serving, wait_until_ready, while_watching
 from rollmill.config import load_config
 from rollmill.demo import CONFIG as DEMO
-from rollmill.environments.environment import build_tasks, open_environment
+from rollmill.demo.production import open_production, set_live
+from rollmill.demo.simulated_users import PopulationFile, load_population
 from rollmill.evals.statistics import clustered_difference, clustered_interval, wilson
-from rollmill.realtime.journal import Journal
-from rollmill.storage.database import open_database
 from rollmill.storage.objects import Objects
-from rollmill.trajectories.query import TrajectoryQuery
-from rollmill.trajectories.store import TrajectoryStore
 from rollmill.types import Version
-from rollmill.weights.reading.channels import Channels
 from rollmill.weights.reading.store import WeightStore
 
-RUN = "from rollmill.cli.main import main; main()"
-MEASURE = 7  # seed of the tasks and draws of a measurement: every version meets the same ones
 MIDTRAIN = 140  # steps: enough to solve some tasks and fail others
 SETTINGS = (
     'engines=[{region="home"}]',
@@ -67,74 +55,6 @@ WIDE = tuple(
 )
 
 
-@dataclass
-class Production:
-    """A served run with users who visit while a cycle is driven."""
-
-    run: RunDirectory
-    batch: int
-    visits: list[Visit] = field(default_factory=list)
-    seed: int = 1
-
-    @property
-    def journal(self) -> Journal:
-        return Journal(open_database(self.run.database_url), self.run.id)
-
-    def drive(self, cycles: int, population: Callable[[str], PopulationFile]) -> list[str]:
-        """Drive cycles to their end. `population`: who visits while a cycle is in a state. Returns how each ended."""
-        command = [sys.executable, "-c", RUN, "cycle", "run", str(self.run.path), "--cycles", str(cycles)]
-        with serving(self.run, _live(self.run), canary=True) as (service, cluster):
-            wait_until_ready(service, cluster)
-            driver = subprocess.Popen(command)
-            try:
-                while driver.poll() is None:
-                    cycle = self.journal.current()
-                    state = cycle.state if cycle is not None else "collecting"
-                    # nothing is learnt from users who come while a candidate is trained and examined
-                    count = self.batch if state in ("collecting", "canary") else 4
-                    self.seed += 1
-                    self.visits += self.receive(service, cluster, population(state), count, 1000 + self.seed)
-            finally:
-                driver.terminate()
-                code = driver.wait()
-        assert code == 0, f"`rollmill cycle run` ended with {code}"
-        return [move.state for move in self.journal.history() if move.state in ("promoted", "held", "rolled_back")]
-
-    def receive(
-        self, service: RunDirectory, cluster: LocalLauncher, population: PopulationFile, count: int, seed: int
-    ) -> list[Visit]:
-        async def users() -> list[Visit]:
-            tasks = list(itertools.islice(build_tasks(self.run.config).train(seed), count))
-            url, key = service.url("gateway"), service.secrets["production_key"]
-            tokens = self.run.config.rollouts.max_answer_tokens
-            async with open_environment(self.run.config) as environment:
-                return await visit(environment, url, key, tasks, population, seed=seed, max_tokens=tokens)
-
-        return asyncio.run(while_watching(cluster, users(), lambda: None))
-
-    def measure(self, population: PopulationFile, count: int) -> dict[str, list[bool]]:
-        """By task: whether the work of the version that is live now is truly accepted."""
-        with serving(self.run, _live(self.run)) as (service, cluster):
-            wait_until_ready(service, cluster)
-            found = self.receive(service, cluster, population, count, MEASURE)
-        truth: dict[str, list[bool]] = {each.task: [] for each in found}
-        for each in found:
-            truth[each.task].append(each.truth)
-        return truth
-
-    def share_of(self, line: str, since: float, until: float) -> tuple[int, int]:
-        """Production sessions of a line, and of all, that began in a time."""
-        store = TrajectoryStore(open_database(self.run.database_url), Objects.open(self.run.home_store))
-        rows = [row for row in store.find(TrajectoryQuery(run="production")) if since <= row.created_at <= until]
-        return sum(row.line == line for row in rows), len(rows)
-
-
-def _live(run: RunDirectory) -> Target:
-    version = Channels(Objects.open(run.home_store)).get("live")
-    assert version is not None
-    return Target("channel", "live", version, "bf16")
-
-
 def make_run(root: Path, name: str, base: Path | None, settings: Sequence[str]) -> RunDirectory:
     """A run whose `live` is the demo's model after mid-training."""
     run = RunDirectory.create(root, load_config(RunConfig, DEMO, [f"name={name}", *SETTINGS, *settings]))
@@ -146,10 +66,9 @@ def make_run(root: Path, name: str, base: Path | None, settings: Sequence[str]) 
     for folder in ("weights", "companions"):
         shutil.copytree(home / "store" / folder / "midtrain", run.path / "store" / folder / "midtrain")
     restore_tokenizer(run)
-    objects = Objects.open(run.home_store)
-    head = WeightStore(objects).head("midtrain", "bf16")
+    head = WeightStore(Objects.open(run.home_store)).head("midtrain", "bf16")
     assert head is not None
-    Channels(objects).move("live", Version("midtrain", head))
+    set_live(run, Version("midtrain", head))
     return run
 
 
@@ -158,10 +77,10 @@ def learn(root: Path, base: Path | None, quick: bool, population: PopulationFile
     settings = (f"cycle.enough={enough}", "cycle.steps=4", "cycle.lr=2.5e-4")
     settings = (*settings, "cycle.canary_sessions=24", "cycle.max_loss=0.15")
     run = make_run(root, "learn", base, (*settings, "evals.tasks=32", "gate.max_quality_loss=0.06"))
-    production = Production(run, batch=48)
-    before = production.measure(population, measured)
-    ended = production.drive(cycles, lambda state: population)
-    after = production.measure(population, measured)
+    with open_production(run, batch=48) as production:
+        before = production.measure(population, measured)
+        ended = production.drive(cycles, lambda state: population)
+        after = production.measure(population, measured)
     gain = clustered_difference(before, after)  # of the same tasks
     rates = {name: clustered_interval(list(by_task.values())) for name, by_task in (("b", before), ("a", after))}
     print(f"true acceptance before: {rates['b']}, after: {rates['a']}")
@@ -176,8 +95,9 @@ def poison(root: Path, base: Path | None, quick: bool, name: str) -> tuple[dict,
     bounds = [setting for setting in WIDE if "malformed" not in setting and "questions" not in setting]
     run = make_run(root, name, base, (*settings, *bounds))
     population = load_population(name)
-    ended = Production(run, batch=48).drive(1, lambda state: population)
-    cycle = Journal(open_database(run.database_url), run.id).current()
+    with open_production(run, batch=48) as production:
+        ended = production.drive(1, lambda state: population)
+        cycle = production.journal.current()
     assert cycle is not None
     metrics = {metric["name"]: metric for metric in cycle.facts.get("gate", {}).get("metrics", [])}
     figures = {f"{key}_{of}": metrics[key][of] for key in ("malformed", "questions") for of in ("live", "candidate")}
@@ -188,8 +108,9 @@ def poison(root: Path, base: Path | None, quick: bool, name: str) -> tuple[dict,
 def regression(root: Path, base: Path | None, quick: bool) -> tuple[dict, dict]:  # type: ignore[type-arg]
     settings = (f"cycle.enough={64 if quick else 192}", "cycle.steps=8", "cycle.lr=1e-3", "cycle.canary_sessions=200")
     run = make_run(root, "regression", base, (*settings, *WIDE, "evals.tasks=8"))
-    production, inverted, steady = Production(run, batch=48), load_population("inverted"), load_population("steady")
-    ended = production.drive(1, lambda state: inverted if state == "collecting" else steady)
+    inverted, steady = load_population("inverted"), load_population("steady")
+    with open_production(run, batch=48) as production:
+        ended = production.drive(1, lambda state: inverted if state == "collecting" else steady)
     moves = {move.state: move for move in production.journal.history(1)}
     end = moves.get("rolled_back", production.journal.history(1)[-1])
     got, all_ = production.share_of("cycle-1", moves["canary"].at if "canary" in moves else 0.0, end.at)

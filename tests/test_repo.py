@@ -255,7 +255,15 @@ SMOLLM2 = {
 }
 
 
-EXAMPLES = [*sorted((ROOT / "examples").rglob("*.toml")), *sorted(PACKAGE.rglob("*.toml"))]
+POPULATIONS = sorted((PACKAGE / "demo" / "populations").glob("*.toml"))  # simulated users: no runs
+EXAMPLES = [*sorted((ROOT / "examples").rglob("*.toml")), *sorted(set(PACKAGE.rglob("*.toml")) - set(POPULATIONS))]
+
+
+@pytest.mark.parametrize("path", POPULATIONS, ids=str)
+def test_every_population_loads(path: Path) -> None:
+    from rollmill.demo.simulated_users import load_population
+
+    assert load_population(path.stem) == load_population(str(path))
 
 
 def example_overrides(path: Path) -> list[str]:

@@ -17,8 +17,11 @@ _WORDS = {"admitted": "admitted", "stale": "stale", "no_room": "no room", "refus
 
 
 def select(store: TrajectoryStore, query: TrajectoryQuery, run_id: str) -> list[TrajectoryRow]:
-    """The rollouts of a run and its production traffic, as far as the query asks for them."""
-    rows = store.find(replace(query, of_run=run_id)) + store.find(replace(query, run=PRODUCTION))
+    """The rollouts of a run and its production traffic, as far as the query asks for them. Runs may share a database:
+    a conversation that names another run, or none, is not taken."""
+    rows = store.find(replace(query, of_run=run_id))
+    production = store.find(replace(query, run=PRODUCTION, limit=None))
+    rows += [row for row in production if row.provenance.get("run") == run_id]
     return rows[: query.limit]
 
 

@@ -123,6 +123,7 @@ def _figures(facts: dict[str, Any]) -> list[str]:
         f"mean reward {each['mean']:.3f}, variance {each['variance']:.3f}"
         for each in facts.get("populations", [])
     ]
+    lines += [f"gate: {note}" for note in facts.get("gate", {}).get("notes", [])]
     for metric in facts.get("gate", {}).get("metrics", []):
         low, high = metric["change"][1:]
         bound = f"{'at least' if metric['at_least'] else 'at most'} {metric['bound']:.3g}"

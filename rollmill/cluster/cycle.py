@@ -27,11 +27,12 @@ from rollmill.evals.gate import GateConfig
 from rollmill.gateway.splits import SplitStore
 from rollmill.realtime.canary import Arm, decide
 from rollmill.realtime.collect import read_conversations
-from rollmill.realtime.distil import TRAINABLE, Conversation, Distilled, distil
+from rollmill.realtime.distil import TRAINABLE, Conversation, Distilled, Lag, distil
 from rollmill.realtime.journal import Cycle, Journal
 from rollmill.realtime.rule import reward_of
 from rollmill.storage.database import open_database
 from rollmill.storage.objects import Objects
+from rollmill.training.lineage import trace_lineage
 from rollmill.trajectories.ledger import Ledger
 from rollmill.trajectories.store import TrajectoryStore
 from rollmill.types import Version
@@ -173,8 +174,9 @@ class CycleDriver:
         return self.journal.move(cycle, state, f"{verdict.decision}: {verdict.reason}", **facts)
 
     def _arms(self, cycle: Cycle, since: float) -> tuple[Arm, Arm]:
+        settle_s = self._config.settle_s
         conversations = read_conversations(
-            self._engine, self._run.id, time.time() - self._config.settle_s, begun_at=since
+            self._engine, self._run.id, time.time() - settle_s, settle_s=settle_s, begun_at=since
         )
         live, candidate = (self._arm(conversations, _version(cycle.facts[name])) for name in ("live", CANDIDATE))
         return live, candidate
@@ -222,8 +224,10 @@ class CycleDriver:
         return version
 
     def _distilled(self, since: float, until: float, live: Version) -> Distilled:
-        found = read_conversations(self._engine, self._run.id, until, ended_after=since)
-        return distil(found, live, self._config.rule, self._config.max_lag)
+        settle_s = self._config.settle_s
+        found = read_conversations(self._engine, self._run.id, until, settle_s=settle_s, ended_after=since)
+        lag = lag_behind(self._weights, live, self._run.config.form)
+        return distil(found, lag, self._config.rule, self._config.max_lag)
 
     def _target(self, text: str) -> Target:
         version, form = _version(text), self._run.config.form
@@ -236,6 +240,17 @@ class CycleDriver:
     def _wait(self, cycle: Cycle) -> None:
         self._on_tick(cycle)
         time.sleep(LOOK_S)
+
+
+def lag_behind(weights: WeightStore, live: Version, form: str) -> Lag:
+    """How many versions older than `live` another one is. A promotion begins a new line; its ancestors count too."""
+    lineage = trace_lineage(weights, live.line, form)
+
+    def lag(line: str, number: int) -> int | None:
+        position = lineage.position(line, number)
+        return None if position is None else live.number - position
+
+    return lag
 
 
 def _version(text: str) -> Version:

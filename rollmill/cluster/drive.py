@@ -27,8 +27,9 @@ IMPORT_PATIENCE_S = 600.0  # for another process that imports the same checkpoin
 OnTick = Callable[[], None]
 
 
-def drive(run: RunDirectory, on_tick: OnTick = lambda: None) -> None:
-    """Run all stages to their end. Raises RollmillError when a process cannot be kept alive."""
+def drive(run: RunDirectory, on_tick: OnTick = lambda: None, *, last: str = "") -> None:
+    """Run all stages to their end, or those up to stage `last`. Raises RollmillError when a process cannot be kept
+    alive."""
     telemetry.open_events(run.events, "supervisor")
     with exclusive(run.path, "supervisor", patience_s=5.0), terminable():
         launcher: Launcher = build(run.config.cluster).open(run)
@@ -40,6 +41,8 @@ def drive(run: RunDirectory, on_tick: OnTick = lambda: None) -> None:
                 if not trained or left_to_evaluate(run, stage):
                     _drive_stage(run, stage, trained, launcher, on_tick)
                     launcher.stop_roles()  # the next stage has engines on another line
+                if stage.name == last:
+                    break
         finally:
             launcher.stop()
             on_tick()

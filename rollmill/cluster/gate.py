@@ -1,6 +1,6 @@
 """Runs the gate: evaluates a candidate and the live version on the same suite, and keeps measurements and verdicts.
 
-    gates/measured/VERSION-SUITE.json   attempts of a version; a gate that was interrupted goes on from them
+    gates/measured/VERSION-SUITE.json   attempts of a version, and with which others it was measured at the same time
     gates/verdicts/VERSION.json         the newest verdict about a version: what `live` is checked against
     gates/required.json                 this store has a gate
 
@@ -9,18 +9,24 @@ Whoever moves the channel `live` of a store with a gate asks `check_live` first.
 
 from __future__ import annotations
 
+import asyncio
+import contextlib
 import hashlib
 import json
-from collections.abc import Callable
-from dataclasses import asdict
+import secrets
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass
 from typing import Any
 
+from rollmill.cluster.roles.dispatcher import evaluate as evaluation
 from rollmill.cluster.run import RunDirectory
-from rollmill.cluster.service import Target, evaluate, serving
+from rollmill.cluster.service import Target, serving, while_watching
+from rollmill.environments.environment import build_tasks
 from rollmill.errors import WeightsError
 from rollmill.evals.gate import GateConfig, GateVerdict, judge
 from rollmill.evals.run import Conduct, EvalResult
 from rollmill.evals.suite import EvalConfig
+from rollmill.kinds import code_of
 from rollmill.storage.objects import Objects
 from rollmill.types import Version
 from rollmill.weights.reading.channels import Channels
@@ -44,8 +50,24 @@ def run_gate(
     what `live` may rely on: a comparison with the live version on the whole suite of the run."""
     objects = Objects.open(run.home_store)
     suite = suite.model_copy(update={"greedy": False})  # one attempt per task says little about behaviour
-    measured = [_measure(run, target.pinned(), suite, objects, again, on_tick) for target in (live, candidate)]
-    verdict = judge(measured[0], measured[1], config, (str(live.version), str(candidate.version)))
+    targets, digest = [live.pinned(), candidate.pinned()], suite_digest(run, suite)
+    keys = [f"gates/measured/{target.version}-{digest}.json" for target in targets]
+    missing = [again or objects.head(key) is None for key in keys]
+    if any(missing):
+        wanted = {
+            key: target for key, target, lacks in zip(keys, targets, missing, strict=True) if lacks or config.beside
+        }
+        moment = secrets.token_hex(8)
+        for key, results in zip(wanted, _measure(run, list(wanted.values()), suite, on_tick), strict=True):
+            objects.put(key, json.dumps({"moment": moment, "attempts": _by_task(results)}).encode())
+    measured = [_Measured.read(objects, key) for key in keys]
+    verdict = judge(
+        measured[0].attempts,
+        measured[1].attempts,
+        config,
+        (str(live.version), str(candidate.version)),
+        beside=measured[0].moment == measured[1].moment,
+    )
     if record:
         record_verdict(objects, candidate.version, verdict)
     return verdict
@@ -86,21 +108,35 @@ def check_live(objects: Objects, channel: str, version: Version, *, required: bo
         )
 
 
+@dataclass(frozen=True)
+class _Measured:
+    moment: str  # versions that were measured at the same time have the same
+    attempts: dict[str, list[Conduct]]
+
+    @classmethod
+    def read(cls, objects: Objects, key: str) -> _Measured:
+        tree = json.loads(objects.get(key))
+        by_task = {task: [Conduct(**each) for each in attempts] for task, attempts in tree["attempts"].items()}
+        return cls(tree["moment"], by_task)
+
+
 def _measure(
-    run: RunDirectory,
-    target: Target,
-    suite: EvalConfig,
-    objects: Objects,
-    again: bool,
-    on_tick: Callable[[], None],
-) -> dict[str, list[Conduct]]:
-    key = f"gates/measured/{target.version}-{_digest(run, suite)}.json"
-    if again or objects.head(key) is None:
-        with serving(run, target, "eval") as (service, cluster):
-            results = evaluate(service, cluster, suite, target.version, on_tick)
-        objects.put(key, json.dumps(_by_task(results)).encode())
-    tree = json.loads(objects.get(key))
-    return {task: [Conduct(**attempt) for attempt in attempts] for task, attempts in tree.items()}
+    run: RunDirectory, targets: Sequence[Target], suite: EvalConfig, on_tick: Callable[[], None]
+) -> list[list[EvalResult]]:
+    """Evaluate versions at the same time, each with a gateway and engines of its own."""
+    with contextlib.ExitStack() as held:
+        services = [held.enter_context(serving(run, target, "eval")) for target in targets]
+
+        def tick() -> None:
+            for _, cluster in services:
+                cluster.watch()
+            on_tick()
+
+        async def both() -> list[list[EvalResult]]:
+            work = [evaluation(service, suite, t.version) for (service, _), t in zip(services, targets, strict=True)]
+            return list(await asyncio.gather(*work))
+
+        return asyncio.run(while_watching(services[0][1], both(), tick))
 
 
 def _by_task(results: list[EvalResult]) -> dict[str, list[dict[str, Any]]]:
@@ -112,13 +148,17 @@ def _by_task(results: list[EvalResult]) -> dict[str, list[dict[str, Any]]]:
     }
 
 
-def _digest(run: RunDirectory, suite: EvalConfig) -> str:
-    """What else the attempts depend on: other tasks, machines, limits or draws are another measurement."""
-    config = run.config
+def suite_digest(run: RunDirectory, suite: EvalConfig) -> str:
+    """What else the attempts depend on: other tasks, machines, limits, draws or code are another measurement."""
+    config, tasks = run.config, build_tasks(run.config)
+    contents = [
+        [cell.split, cell.attempts, *(task.digest for task in tasks.heldout(cell.split, cell.tasks))]
+        for cell in suite.cells(tasks)
+    ]
     parts = [suite, config.rollouts, config.harness, config.machine, config.tasks, *config.rewards]
-    text = json.dumps(
-        [config.seed, config.form, *(part.model_dump(mode="json") if part is not None else None for part in parts)]
-    )
+    settings = [part.model_dump(mode="json") if part is not None else None for part in parts]
+    code = [code_of(section) for section in (config.harness, config.machine, *config.rewards) if section is not None]
+    text = json.dumps([config.seed, config.form, contents, settings, code])
     return hashlib.sha256(text.encode()).hexdigest()[:16]
 
 

@@ -17,12 +17,15 @@ from __future__ import annotations
 import json
 import random
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+
+from pydantic import Field
 
 from rollmill.chat.conversation import render_conversation
 from rollmill.chat.format import ChatFormat, Message, assistant_message
 from rollmill.chat.formats.compact import SPECIAL_TOKENS
 from rollmill.chat.tokenizer import Tokenizer, train_tokenizer
+from rollmill.config import Config
 from rollmill.demo.walks import FILES, INSTRUCTION, NAME, Walk
 from rollmill.environments.harnesses.summary import resumed
 from rollmill.environments.harnesses.tools import render_read, tool_schemas
@@ -34,12 +37,11 @@ SESSIONS = 400  # that the tokenizer is trained on
 TRUNCATED_SHARE = 0.15
 
 
-@dataclass(frozen=True)
-class WalkHabits:
+class WalkHabits(Config):
     """All numbers are probabilities."""
 
-    keeps: float = 0.45  # the key that it has, when it reads dust
-    wordy: float = 0.7
+    keeps: float = Field(0.45, ge=0, le=1, description="How often the teacher keeps the key that it has, at each file.")
+    wordy: float = Field(0.7, ge=0, le=1, description="How often its summary says more than it needs to.")
 
 
 def demonstrate_walk(walk: Walk, draw: random.Random, habits: WalkHabits) -> list[list[Message]]:
@@ -97,8 +99,11 @@ def walk_solve_rate(walks: Sequence[Walk], habits: WalkHabits, attempts: int = 6
 class WalkDemonstrations:
     """The source that mid-training reads. A document is one context of a session."""
 
+    def __init__(self, config: WalkHabits) -> None:
+        self._habits = config
+
     def documents(self, context: SourceContext) -> WalkStream:
-        return WalkStream(context.format, context.seed)
+        return WalkStream(context.format, context.seed, self._habits)
 
 
 @dataclass(frozen=True)
@@ -107,7 +112,7 @@ class WalkStream:
 
     format: ChatFormat
     seed: int
-    habits: WalkHabits = WalkHabits()
+    habits: WalkHabits = field(default_factory=WalkHabits)
     count: None = None
 
     def digests(self) -> None:

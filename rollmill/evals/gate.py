@@ -11,6 +11,10 @@
 A metric fails if its estimate is beyond its bound. With `strict`, it fails if its 95 % interval reaches beyond it: then
 the attempts must prove that nothing got worse. One metric that fails holds the candidate. The interval resamples whole
 tasks, and a task's own difficulty cancels out, because both versions meet it with the same draws.
+
+Seconds depend on what else a host does. So latency is compared only if both versions were measured at the same time;
+otherwise it is left out, and the verdict says so. An attempt that the infrastructure lost counts as unsolved for the
+candidate and not at all for the live version: a candidate cannot pass by losing the attempts that it would fail.
 """
 
 from __future__ import annotations
@@ -54,6 +58,12 @@ class GateConfig(Config):
     max_more_questions: float = Field(
         0.02, ge=0, le=1, description="Most that the share of attempts that end with a question may rise."
     )
+    beside: bool = Field(
+        True,
+        description="Measure the live version again beside each candidate, on engines of its own, so that their "
+        "seconds can be compared. Off: earlier attempts of the live version are used. That costs half, and then "
+        "latency decides nothing.",
+    )
     strict: bool = Field(
         False,
         description="A bound holds only if the whole 95 % interval is within it. Safer, and needs far more attempts.",
@@ -81,6 +91,7 @@ class GateVerdict:
     attempts: int  # of the candidate
     metrics: tuple[Metric, ...]
     reasons: tuple[str, ...]  # of a hold: one per metric that fails; of a promotion: one line
+    notes: tuple[str, ...] = ()  # what was left out, and what counts as it does not seem to
 
     @property
     def promotes(self) -> bool:
@@ -93,26 +104,53 @@ class GateVerdict:
         return tree
 
 
-def judge(live: Attempts, candidate: Attempts, config: GateConfig, names: tuple[str, str]) -> GateVerdict:
-    """Compare the attempts at the tasks that both have. `names`: what live and candidate are called."""
-    shared = sorted(task for task in live.keys() & candidate.keys() if live[task] and candidate[task])
+def judge(
+    live: Attempts, candidate: Attempts, config: GateConfig, names: tuple[str, str], *, beside: bool = True
+) -> GateVerdict:
+    """Compare the attempts at the tasks that both have. `names`: what live and candidate are called. `beside`: they
+    were measured at the same time."""
+    known = {task: [each for each in attempts if not each.lost] for task, attempts in live.items()}
+    shared = sorted(task for task in known.keys() & candidate.keys() if known[task] and candidate[task])
     if not shared:
         raise RollmillError("the gate has no task that both versions attempted", hint="raise evals.tasks")
-    before, after = [live[task] for task in shared], [candidate[task] for task in shared]
+    before, tried = [known[task] for task in shared], [candidate[task] for task in shared]
+    after = [[each for each in attempts if not each.lost] for attempts in tried]
     metrics = (
-        _change("quality", before, after, _solved, _count, config, -config.max_quality_loss, at_least=True),
+        _change("quality", before, tried, _solved, _count, config, -config.max_quality_loss, at_least=True),
         _change("tokens_per_solved", before, after, _tokens, _solved, config, 1 + config.max_more_tokens, ratio=True),
-        _change("latency", before, after, _seconds, _count, config, 1 + config.max_more_seconds, ratio=True),
+        *(
+            [_change("latency", before, after, _seconds, _count, config, 1 + config.max_more_seconds, ratio=True)]
+            if beside
+            else []
+        ),
         _change("malformed", before, after, _malformed, _calls, config, config.max_more_malformed),
         _change("questions", before, after, _asked, _count, config, config.max_more_questions),
-        _bar(before, after, config),
+        _bar(before, tried, config),
     )
     failing = tuple(_why(metric, config.strict) for metric in metrics if not metric.holds)
-    attempts = sum(map(len, after))
+    attempts = sum(map(len, tried))
     passed = f"all {len(metrics)} metrics are within their bounds on {len(shared)} tasks, {attempts} attempts"
     return GateVerdict(
-        "hold" if failing else "promote", names[1], names[0], len(shared), attempts, metrics, failing or (passed,)
+        "hold" if failing else "promote",
+        names[1],
+        names[0],
+        len(shared),
+        attempts,
+        metrics,
+        failing or (passed,),
+        _notes(live, tried, names, beside),
     )
+
+
+def _notes(live: Attempts, tried: Sequence[Sequence[Conduct]], names: tuple[str, str], beside: bool) -> tuple[str, ...]:
+    notes = [] if beside else [f"latency is left out: {names[0]} and {names[1]} were not measured at the same time"]
+    lost = sum(each.lost for attempts in tried for each in attempts)
+    if lost:
+        notes.append(f"{lost} attempts of {names[1]} were lost by the infrastructure and count as unsolved")
+    lost = sum(each.lost for attempts in live.values() for each in attempts)
+    if lost:
+        notes.append(f"{lost} attempts of {names[0]} were lost by the infrastructure and do not count")
+    return tuple(notes)
 
 
 def _solved(attempt: Conduct) -> float:

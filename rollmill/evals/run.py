@@ -22,7 +22,7 @@ MAX_FAILED_SHARE = 0.05
 
 @dataclass(frozen=True)
 class Conduct:
-    """What one graded attempt cost, and how it behaved."""
+    """What one attempt cost, and how it behaved. Of one that the infrastructure lost, nothing is known."""
 
     solved: bool
     tokens: int
@@ -30,10 +30,13 @@ class Conduct:
     calls: int
     malformed: int  # tool calls that the harness could not run
     asked: bool  # it ended with a question instead of work
+    lost: bool = False
 
     @classmethod
     def of(cls, outcome: Outcome) -> Conduct:
         result = outcome.result
+        if outcome.reward is None:
+            return cls(False, 0, 0.0, 0, 0, False, lost=True)
         calls, malformed = (result.tool_calls, result.bad_tool_calls) if result else (0, 0)
         return cls(outcome.solved, outcome.tokens, outcome.seconds, calls, malformed, outcome.asked)
 
@@ -54,7 +57,7 @@ class EvalResult:
     by_task: dict[str, list[bool]]  # task id → what became of its attempts
     example_solved: str | None = None  # a trajectory worth reading
     example_unsolved: str | None = None
-    conduct: dict[str, list[Conduct]] = field(default_factory=dict)  # task id → how its attempts went
+    conduct: dict[str, list[Conduct]] = field(default_factory=dict)  # task id → how its attempts went, lost ones too
 
 
 @dataclass(frozen=True)
@@ -243,5 +246,5 @@ def _summarise(
         by_task=solved,
         example_solved=next((outcome.trajectory for outcome in flat if outcome.solved), None),
         example_unsolved=next((outcome.trajectory for outcome in flat if not outcome.solved), None),
-        conduct={task: [Conduct.of(outcome) for outcome in outcomes] for task, outcomes in graded.items() if outcomes},
+        conduct={task: [Conduct.of(outcome) for outcome in outcomes] for task, outcomes in by_task.items()},
     )

@@ -17,10 +17,19 @@ _COLUMNS = ("id", "state", "line", "oldest_version", "newest_version", "provenan
 
 
 def read_conversations(
-    engine: sa.Engine, run: str, ended_before: float, *, ended_after: float = 0.0, begun_at: float = 0.0
+    engine: sa.Engine,
+    run: str,
+    ended_before: float,
+    *,
+    settle_s: float,
+    ended_after: float = 0.0,
+    begun_at: float = 0.0,
 ) -> list[Conversation]:
     """Conversations of a run that ended after `ended_after` and began at `begun_at` or later. One that has not ended by
     `ended_before` counts as running: who asks next with that time as `ended_after` gets it.
+
+    Signals count up to `settle_s` seconds after the end, whenever they are read: so a conversation gets the same reward
+    however late a cycle looks, and slow users of an old conversation are not heard more than those of a new one.
 
     Runs may share a database, and versions of two runs may have the same name. Conversations that name no run, as
     older gateways recorded them, are left out: they may be of any run."""
@@ -29,6 +38,7 @@ def read_conversations(
     rows = sa.select(*(trajectories.c[name] for name in (*_COLUMNS, "finished_at"))).where(of)
     said = sa.select(feedback.c.trajectory, feedback.c.kind, feedback.c.value, feedback.c.data)
     said = said.join_from(feedback, trajectories, feedback.c.trajectory == trajectories.c.id).where(of)
+    said = said.where(feedback.c.created_at <= trajectories.c.finished_at + settle_s)
     signals: dict[str, list[Signal]] = defaultdict(list)
     with reading(engine) as connection:
         found = connection.execute(rows.order_by(trajectories.c.created_at, trajectories.c.id)).all()

@@ -18,14 +18,14 @@ class CycleConfig(Config):
     settle_s: float = Field(
         60.0,
         ge=0,
-        description="Seconds after the end of a conversation in which signals are waited for. Later ones count only "
-        "until it is distilled.",
+        description="Seconds after the end of a conversation in which signals count. Later ones are kept, and never "
+        "become part of its reward. Larger hears slower users, and each cycle waits that much longer.",
     )
     max_lag: int = Field(
         0,
         ge=0,
-        description="How many versions older than the live one a conversation's tokens may be, in the same line. Each "
-        "promotion begins a new line: conversations from before it do not count.",
+        description="How many versions older than the live one a conversation's tokens may be. Every step makes one "
+        "version, so the live version before the last promotion is `steps` older. 0: only the live version's.",
     )
     steps: int = Field(4, ge=1, description="Steps that the conversations of a cycle are divided over. 1 is on-policy.")
     lr: float | None = Field(

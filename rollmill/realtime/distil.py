@@ -8,14 +8,15 @@ version. Every conversation ends in exactly one count of the report, with the re
 from __future__ import annotations
 
 from collections import Counter, defaultdict
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
 
 from rollmill.realtime.rule import RuleConfig, Signal, distilled_reward, kind_of_task, reward_of
-from rollmill.types import Reward, Version
+from rollmill.types import Reward
 
+Lag = Callable[[str, int], int | None]  # line, number → how many versions older than the live one; None: not related
 FEWEST = 8  # conversations of a population; the mean of fewer says little
 TRAINABLE = "trainable"
 
@@ -31,6 +32,11 @@ class Conversation:
     newest: int | None
     consent: str
     signals: Sequence[Signal]
+
+    @property
+    def version(self) -> str:
+        """The newest one that sampled it."""
+        return f"{self.line}@{self.newest}"
 
 
 @dataclass(frozen=True)
@@ -51,13 +57,13 @@ class Distilled:
     populations: list[Population] = field(default_factory=list)
 
 
-def distil(conversations: Sequence[Conversation], live: Version, rule: RuleConfig, max_lag: int) -> Distilled:
-    """Rewards of the conversations that the live version sampled, or a version of its line that is at most `max_lag`
-    older."""
+def distil(conversations: Sequence[Conversation], lag: Lag, rule: RuleConfig, max_lag: int) -> Distilled:
+    """Rewards of the conversations that the live version sampled, or a version before it that is at most `max_lag`
+    versions older."""
     found = Distilled()
     usable: list[tuple[Conversation, float]] = []
     for conversation in conversations:
-        why = _unusable(conversation, live, max_lag)
+        why = _unusable(conversation, lag, max_lag)
         raw = None if why else reward_of(rule, conversation.signals)
         if raw is None:
             found.counts[why or "no signal"] += 1
@@ -66,12 +72,11 @@ def distil(conversations: Sequence[Conversation], live: Version, rule: RuleConfi
     by_kind, by_version = defaultdict(list), defaultdict(list)
     for conversation, raw in usable:
         by_kind[_key(conversation)].append(raw)
-        by_version[conversation.newest].append(raw)
-    for (kind, number), raws in sorted(by_kind.items()):
-        spread = float(np.var(raws))
-        found.populations.append(Population(kind, f"{live.line}@{number}", len(raws), float(np.mean(raws)), spread))
+        by_version[conversation.version].append(raw)
+    for (kind, version), raws in sorted(by_kind.items()):
+        found.populations.append(Population(kind, version, len(raws), float(np.mean(raws)), float(np.var(raws))))
     for conversation, raw in usable:
-        baseline = _baseline(raw, by_kind[_key(conversation)], by_version[conversation.newest])
+        baseline = _baseline(raw, by_kind[_key(conversation)], by_version[conversation.version])
         if baseline is None:
             found.counts["too few to compare with"] += 1
         elif abs(raw - baseline) < 1e-9:
@@ -82,9 +87,8 @@ def distil(conversations: Sequence[Conversation], live: Version, rule: RuleConfi
     return found
 
 
-def _key(conversation: Conversation) -> tuple[str, int]:
-    assert conversation.newest is not None
-    return kind_of_task(conversation.signals), conversation.newest
+def _key(conversation: Conversation) -> tuple[str, str]:
+    return kind_of_task(conversation.signals), conversation.version
 
 
 def _baseline(raw: float, of_kind: Sequence[float], of_version: Sequence[float]) -> float | None:
@@ -95,13 +99,14 @@ def _baseline(raw: float, of_kind: Sequence[float], of_version: Sequence[float])
     return None
 
 
-def _unusable(conversation: Conversation, live: Version, max_lag: int) -> str | None:
+def _unusable(conversation: Conversation, lag: Lag, max_lag: int) -> str | None:
     if conversation.state not in ("finished", "graded"):
         return f"{conversation.state}, not sealed" if conversation.state == "running" else conversation.state
     if conversation.consent != "train":
         return "without consent"
-    if conversation.line != live.line or conversation.oldest is None or conversation.newest is None:
+    if conversation.line is None or conversation.oldest is None or conversation.newest is None:
         return "of another version"
-    if conversation.oldest < live.number - max_lag or conversation.newest > live.number:
+    most, least = lag(conversation.line, conversation.oldest), lag(conversation.line, conversation.newest)
+    if most is None or least is None or most > max_lag or least < 0:
         return "of another version"
     return None

@@ -57,8 +57,10 @@ class Mill:
         split: str = "train",
         task: str = "bug/7",
         user: str = "",
+        of: str = "",
     ) -> list[str]:
-        """A graded group; trajectory n was sampled by version n. `run` is a part of its key, or `production`."""
+        """A graded group; trajectory n was sampled by version n. `run` is a part of its key, or `production`,
+        which is `of` a run: not given, of this one."""
         ids = [f"{group or 'live'}-{number}" for number in range(len(versions))]
         for number, (id, version) in enumerate(zip(ids, versions, strict=True)):
             line, _, at = version.partition("@")
@@ -68,7 +70,7 @@ class Mill:
             made = build.trajectory(id, group_id=group, task_id=task, segments=[segment])
             self.objects.put(f"trajectories/{id}.zst", encode_trajectory(made))
             key = run if run == "production" else f"{self.run.id}/{run}"
-            facts = {"split": split, "user": user}
+            facts = {"split": split, "user": user, "run": (of or self.run.id) if run == "production" else ""}
             self.store.create(key, group, task, [id], {name: value for name, value in facts.items() if value})
             self.store.finish(id, f"trajectories/{id}.zst", None, **seal_facts(made))
             self.store.grade(id, Reward(float(number)))
@@ -238,3 +240,12 @@ def test_a_stage_that_cannot_admit(tmp_path: Path, first: Mill) -> None:
     with pytest.raises(ConfigError, match="has no version yet"):
         admit_trajectories(Mill(tmp_path, "empty").run, None, [])
     assert admit_trajectories(first.run, None, []) == []
+
+
+def test_production_of_another_run_in_the_same_database_is_not_taken(first: Mill) -> None:
+    """Both runs may call their versions the same."""
+    for number, of in enumerate(("", "another-run", "")):
+        first.add_group(f"live{number}", ["rl@3"] * 2, run="production", split="", of=of)
+    rows = select(first.store, TrajectoryQuery(state="graded", line="rl", limit=12), first.run.id)
+    assert {row.group_id for row in rows if row.run == "production"} == {"live0", "live2"}
+    assert len(select(first.store, TrajectoryQuery(state="graded", limit=9), first.run.id)) == 9

@@ -7,8 +7,7 @@ from collections.abc import Callable
 from dataclasses import asdict
 from pathlib import Path
 
-from rollmill.cluster.gate import _digest as measured_digest
-from rollmill.cluster.gate import record_verdict, require_gate
+from rollmill.cluster.gate import record_verdict, require_gate, suite_digest
 from rollmill.evals.gate import GateVerdict
 from rollmill.evals.run import Conduct
 from rollmill.storage.objects import Objects
@@ -77,10 +76,11 @@ def test_a_verdict_counts_with_the_whole_suite_against_what_is_live(
 ) -> None:
     run = published_run(tmp_path, 3, "gate.offline_bar=0.2")
     objects, suite = Objects.open(run.home_store), run.config.evals.model_copy(update={"greedy": False})
-    attempts = json.dumps({"heldout a": [asdict(Conduct(True, 10, 1.0, 1, 0, False))]}).encode()
+    conduct = {"heldout a": [asdict(Conduct(True, 10, 1.0, 1, 0, False))]}
     for number in range(3):  # what is measured already is not measured again
+        attempts = json.dumps({"moment": "1" if number else "0", "attempts": conduct}).encode()
         for change in ({}, {"attempts": 1}):
-            digest = measured_digest(run, suite.model_copy(update=change))
+            digest = suite_digest(run, suite.model_copy(update=change))
             objects.put(f"gates/measured/rl@{number}-{digest}.json", attempts)
     uncounted = "this verdict does not count for `live`"
     told = rollmill("gate", run.path, "rl@1", "--attempts", 1)
@@ -92,10 +92,26 @@ def test_a_verdict_counts_with_the_whole_suite_against_what_is_live(
     for against, code in (("rl@2", 1), ("rl@0", 1), ("rl@1", 0)):
         told = rollmill("gate", run.path, "rl@2", "--against", against)
         assert told.code == 0 and (uncounted in told.err) == (code == 1)
+        assert ("latency is left out" in told.out) == (against == "rl@0"), "rl@0 was measured at another time"
         assert rollmill(*SET, run.path, "live", "rl@2").code == code
+
+
+def test_other_contents_of_a_task_are_another_measurement(tmp_path: Path) -> None:
+    """The settings are the same: the file has the same name."""
+    tasks = tmp_path / "tasks.jsonl"
+    settings = ("tasks.kind=jsonl", f'tasks.path="{tasks}"', "evals.tasks=1", "evals.family_tasks=0")
+    digests = []
+    for answer in ("x + 3", "x + 4", "x + 4"):
+        one = {"id": "add", "split": "heldout", "instruction": f"Write f(x): {answer}", "submission": ["main.py"]}
+        tasks.write_text(
+            "".join(json.dumps({**one, "id": id, "split": of}) + "\n" for id, of in (("a", "train"), ("b", "heldout")))
+        )
+        run = published_run(tmp_path / str(len(digests)), 1, *settings)
+        digests.append(suite_digest(run, run.config.evals))
+    assert digests[0] != digests[1] == digests[2]
 
 
 def test_another_machine_or_form_is_another_measurement(tmp_path: Path) -> None:
     settings = ((), ("machine.processes=77",), ('form="fp8"',))
     runs = [published_run(tmp_path / str(number), 1, *each) for number, each in enumerate(settings)]
-    assert len({measured_digest(run, run.config.evals) for run in runs}) == 3
+    assert len({suite_digest(run, run.config.evals) for run in runs}) == 3

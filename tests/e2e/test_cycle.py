@@ -16,11 +16,11 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks.living import RUN, Production
-from benchmarks.simulated_users import load_population
+from rollmill.cluster.launchers.local import COMMAND
 from rollmill.cluster.prepare import restore_tokenizer
 from rollmill.cluster.run import RunDirectory
-from rollmill.cluster.service import Target, serving, wait_until_ready
+from rollmill.demo.production import open_production
+from rollmill.demo.simulated_users import load_population
 from rollmill.gateway.splits import SplitStore
 from rollmill.storage.database import open_database
 from rollmill.storage.objects import Objects
@@ -87,7 +87,7 @@ def guide_commands(number: int) -> list[str]:
 def guide_run(command: str, run: RunDirectory) -> str:
     """Execute a command of the guide for this run and its live version."""
     words = shlex.split(command.replace("runs/demo", str(run.path)).replace("rl@32", f"midtrain@{_head(run)}"))
-    done = subprocess.run([sys.executable, "-c", RUN, *words[1:]], capture_output=True, text=True, check=False)
+    done = subprocess.run([sys.executable, "-c", COMMAND, *words[1:]], capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
     return done.stdout
 
@@ -108,16 +108,15 @@ def test_a_cycle_goes_on_after_a_kill_in_every_state(tmp_path: Path, midtrained:
     assert "promote: all 6 metrics" in guide_run(gate, run) and "--version live --canary" in serve
     guide_run(set_live, run)
     live, channels = Version("midtrain", _head(run)), Channels(Objects.open(run.home_store))
-    production, steady = Production(run, batch=12), load_population("steady")
-    with serving(run, Target("channel", "live", live, "bf16"), canary=True) as (service, cluster):
-        wait_until_ready(service, cluster)
-        _follow_the_python_block(service)
+    steady = load_population("steady")
+    with open_production(run, batch=12) as production:
+        _follow_the_python_block(production.service)
         for seed, (state, ticks) in enumerate(KILLS):
             child = subprocess.Popen([sys.executable, "-c", DRIVER, str(run.path), state, str(ticks)])
             visits = 0
             while child.poll() is None:
                 visits += 1
-                production.receive(service, cluster, steady, 12, 100 * seed + visits)
+                production.receive(steady, 12, 100 * seed + visits)
             cycle = production.journal.current()
             assert child.returncode == -9 and cycle is not None and cycle.state == state, f"{state}: {cycle}"
     states = [move.state for move in production.journal.history(1)]

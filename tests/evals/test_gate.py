@@ -85,6 +85,30 @@ def test_a_strict_gate_wants_proof() -> None:
     assert "quality" not in failing(better) and better.metrics[0].change.low > 0
 
 
+def test_latency_counts_only_if_both_were_measured_at_the_same_time() -> None:
+    slow = attempts(0.6, lambda one: replace(one, seconds=10.0))
+    assert failing(compare(slow)) == ["latency"]
+    verdict = judge(attempts(0.6), slow, GateConfig(), NAMES, beside=False)
+    assert verdict.promotes and "latency" not in [metric.name for metric in verdict.metrics]
+    assert "all 5 metrics" in verdict.reasons[0]
+    assert verdict.notes == ("latency is left out: rl@1 and rl@2 were not measured at the same time",)
+    assert verdict.describe()["notes"] == list(verdict.notes)
+
+
+def test_attempts_that_the_candidate_lost_are_unsolved() -> None:
+    """It solves what it does not lose: without the lost ones, it would seem better than the live version."""
+    lost = Conduct(False, 0, 0.0, 0, 0, False, lost=True)
+    losing = attempts(0.6, lambda one: one if one.solved else lost)
+    verdict = compare(losing)
+    quality = verdict.metrics[0]
+    assert quality.candidate == quality.live and verdict.attempts == 200
+    count = sum(each.lost for all_ in losing.values() for each in all_)
+    assert verdict.notes == (f"{count} attempts of rl@2 were lost by the infrastructure and count as unsolved",)
+    assert verdict.metrics[2].candidate == 2.0, "seconds of lost attempts are not known"
+    verdict = judge(losing, attempts(0.6), GateConfig(), NAMES)
+    assert verdict.metrics[0].live == 1.0 and "quality" in failing(verdict), "those of the live version do not count"
+
+
 def test_tasks_that_only_one_of_them_attempted_do_not_count() -> None:
     more = {**attempts(0.6), "other": [replace(SOLVES, solved=False)] * 100}
     assert compare(more).metrics[0].change.value == 0.0

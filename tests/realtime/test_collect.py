@@ -12,7 +12,7 @@ from rollmill.realtime.collect import PRODUCTION, read_conversations
 from rollmill.storage.database import open_database, writing
 from rollmill.storage.objects import Objects
 from rollmill.trajectories.store import TrajectoryStore
-from rollmill.trajectories.tables import trajectories
+from rollmill.trajectories.tables import feedback, trajectories
 
 
 @pytest.fixture
@@ -45,7 +45,7 @@ def test_a_conversation_that_is_open_at_the_end_of_collecting_is_of_the_next_cyc
     add(store, engine, "open", start + 6, None)
 
     def states(until: float, **since: float) -> dict[str, str]:
-        return {each.id: each.state for each in read_conversations(engine, "r", until, **since)}
+        return {each.id: each.state for each in read_conversations(engine, "r", until, settle_s=9.0, **since)}
 
     assert states(start + 20) == {"early": "finished", "across": "running", "late": "running", "open": "running"}
     assert states(start + 40, ended_after=start + 20) == {"across": "finished", "late": "finished"}
@@ -59,5 +59,16 @@ def test_runs_that_share_a_database_do_not_mix(store: TrajectoryStore, engine: s
     """`production` is what conversations of older gateways have in place of a run."""
     for run in ("r", "s", PRODUCTION):
         add(store, engine, f"of-{run}", 1.0, 2.0, run)
-    assert [each.id for each in read_conversations(engine, "r", 3.0)] == ["of-r"]
-    assert [each.id for each in read_conversations(engine, "s", 3.0)] == ["of-s"]
+    assert [each.id for each in read_conversations(engine, "r", 3.0, settle_s=9.0)] == ["of-r"]
+    assert [each.id for each in read_conversations(engine, "s", 3.0, settle_s=9.0)] == ["of-s"]
+
+
+def test_signals_count_until_the_conversation_has_settled(store: TrajectoryStore, engine: sa.Engine) -> None:
+    """However late they are read: otherwise an old conversation would be judged by more users than a new one."""
+    add(store, engine, "c", 1.0, 100.0)
+    for at in (50.0, 160.0, 161.0):
+        store.add_feedback("c", "accepted", at, {})
+        change = feedback.update().where(feedback.c.value == at).values(created_at=at)
+        writing(engine, lambda connection, change=change: connection.execute(change))
+    (found,) = read_conversations(engine, "r", 1000.0, settle_s=60.0)
+    assert [signal.value for signal in found.signals] == [50.0, 160.0]

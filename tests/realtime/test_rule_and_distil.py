@@ -7,10 +7,14 @@ import pytest
 
 from rollmill.realtime.distil import TRAINABLE, Conversation, distil
 from rollmill.realtime.rule import RuleConfig, Signal, distilled_reward, kind_of_task, reward_of
-from rollmill.types import Version
 
-LIVE = Version("rl", 7)
 RULE = RuleConfig()
+
+
+def lag(line: str, number: int) -> int | None:
+    """rl@7 is live. It began as base@20, which counts as rl@0."""
+    position = {"rl": number, "base": number - 20}.get(line)
+    return None if position is None else 7 - position
 
 
 def conversation(id: str, *signals: Signal, **changes: object) -> Conversation:
@@ -51,7 +55,7 @@ def test_a_conversation_is_compared_with_others_of_its_kind_and_version() -> Non
     """Bug fixes are accepted half of the time, questions always: a fix is not blamed for being a fix."""
     fixes = [conversation(f"fix-{number}", *said(number % 2 == 0, "fix")) for number in range(10)]
     questions = [conversation(f"question-{number}", *said(True, "question")) for number in range(10)]
-    found = distil([*fixes, *questions], LIVE, RULE, 0)
+    found = distil([*fixes, *questions], lag, RULE, 0)
     assert found.counts == {TRAINABLE: 10, "like its population: nothing to learn": 10}
     assert found.rewards["fix-0"].value == pytest.approx(1.0 - (4 - 5) / 9)  # the mean of the nine others
     assert {(each.kind, each.count, each.mean) for each in found.populations} == {
@@ -64,8 +68,8 @@ def test_a_conversation_is_compared_with_others_of_its_kind_and_version() -> Non
 def test_few_of_a_kind_are_compared_with_all_of_their_version() -> None:
     rare = conversation("rare", *said(True, "rare"))
     others = [conversation(f"fix-{number}", *said(False, "fix")) for number in range(9)]
-    assert distil([rare, *others], LIVE, RULE, 0).rewards["rare"].value == 2.0
-    assert distil([rare, *others[:3]], LIVE, RULE, 0).counts == {"too few to compare with": 4}
+    assert distil([rare, *others], lag, RULE, 0).rewards["rare"].value == 2.0
+    assert distil([rare, *others[:3]], lag, RULE, 0).counts == {"too few to compare with": 4}
 
 
 def test_every_conversation_is_counted_once_with_the_reason() -> None:
@@ -79,17 +83,27 @@ def test_every_conversation_is_counted_once_with_the_reason() -> None:
         conversation("new", *said(True), newest=8),
         conversation("stranger", *said(True), line="other"),
     ]
-    found = distil([*usable, *others], LIVE, RULE, 0)
+    found = distil([*usable, *others], lag, RULE, 0)
     assert sum(found.counts.values()) == 15 and found.counts[TRAINABLE] == 8 == len(found.rewards)
     assert found.counts["of another version"] == 3 and found.counts["without consent"] == 1
     assert found.counts["no signal"] == found.counts["running, not sealed"] == found.counts["deleted"] == 1
-    assert distil([*usable, *others], LIVE, RULE, 1).counts["of another version"] == 2, "the one before is near"
+    assert distil([*usable, *others], lag, RULE, 1).counts["of another version"] == 2, "the one before is near"
+
+
+def test_near_versions_of_the_line_before_count_after_a_promotion() -> None:
+    """Each version is a population of its own, also if two lines have the same numbers."""
+    old = [conversation(f"old-{number}", *said(number < 4), line="base", oldest=20, newest=20) for number in range(8)]
+    new = [conversation(f"new-{number}", *said(number < 6)) for number in range(8)]
+    assert distil([*old, *new], lag, RULE, 6).counts == {TRAINABLE: 8, "of another version": 8}
+    found = distil([*old, *new], lag, RULE, 7)
+    assert found.counts == {TRAINABLE: 16}
+    assert [(each.version, each.mean) for each in found.populations] == [("base@20", 0.0), ("rl@7", 0.5)]
 
 
 def test_rewards_of_a_population_add_up_to_nothing() -> None:
     random = np.random.default_rng(0)
     many = [conversation(str(number), Signal("edited", float(random.random()))) for number in range(50)]
-    assert abs(sum(reward.value for reward in distil(many, LIVE, RULE, 0).rewards.values())) < 1e-9
+    assert abs(sum(reward.value for reward in distil(many, lag, RULE, 0).rewards.values())) < 1e-9
 
 
 def test_the_last_word_on_the_kind_of_task_counts() -> None:

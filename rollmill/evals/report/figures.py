@@ -25,6 +25,9 @@ Keys are stable; a figure that a run did not produce is null. Rates are shares o
     engines                    by name: region, switches, switches_in_flight, pause_seconds (mean, max), time_to_engine
                                (mean, max), bytes, tokens_per_s
     pauses, restarts           count and total seconds of weight switches; processes that had to be started again
+    living                     what users taught it (report/living.py); null without a cycle of real-time RL: cycles,
+                               moves, gate and canary; conversations, contexts (mean per conversation), window; if true
+                               acceptance was measured: users ("simulated"), population, measured, before, after, gain
 """
 
 from __future__ import annotations
@@ -182,7 +185,7 @@ def figures(run: RunEvents, *, name: str, seed: int | None, seconds: float | Non
         "pauses": {"count": len(run.applies), "seconds": sum(column(run.applies, "pause_seconds"))},
         "restarts": len(run.restarts),
     }
-    return _without_nan(tree)
+    return without_nan(tree)
 
 
 def delta_bytes(publish: Event) -> float:
@@ -368,10 +371,10 @@ def _spread(values: Sequence[float]) -> dict[str, float | None]:
     return {"mean": mean(values), "max": max(values, default=None)}
 
 
-def _without_nan(tree: Any) -> Any:
+def without_nan(tree: Any) -> Any:
     """JSON has no NaN; a figure that could not be computed is null."""
     if isinstance(tree, dict):
-        return {key: _without_nan(value) for key, value in tree.items()}
+        return {key: without_nan(value) for key, value in tree.items()}
     if isinstance(tree, list):
-        return [_without_nan(value) for value in tree]
+        return [without_nan(value) for value in tree]
     return None if isinstance(tree, float) and not math.isfinite(tree) else tree

@@ -17,6 +17,7 @@ from rollmill.errors import StorageError
 from rollmill.evals.report import sections
 from rollmill.evals.report.conversation import Decode, conversation
 from rollmill.evals.report.figures import RunEvents, figures, find_eval
+from rollmill.evals.report.living import living as living_chapter
 from rollmill.evals.report.markup import Markup, escape, join, tag
 from rollmill.evals.report.scales import GAP, duration, number, percent
 from rollmill.types import Trajectory
@@ -30,20 +31,22 @@ def write_report(
     trajectories: Mapping[str, Trajectory] | None = None,
     decode: Decode | None = None,
     reproduce: str | None = None,
+    living: Mapping[str, Any] | None = None,
 ) -> Path:
     """Write the report of a run, which may be unfinished.
 
     `seconds` is the run's wall time where the events do not tell it (a resumed run). `trajectories` are shown under
     their titles ("Solved", "Failed", "Before training"); `decode` turns token ids into text, so that each answer shows
-    the tokens as sampled. `reproduce` is the command that makes this run again.
+    the tokens as sampled. `reproduce` is the command that makes this run again. `living` is what users taught it.
     """
     run = RunEvents.of(telemetry.read_events(run_dir / "events"))
-    summary = figures(run, name=run_dir.name, seed=seed, seconds=seconds)
+    summary = {**figures(run, name=run_dir.name, seed=seed, seconds=seconds), "living": living}
     body = join(
         _hero(summary),
         tag(
             "main",
             chapters(run, summary).values(),
+            living_chapter(living),
             readings(trajectories or {}, decode),
             incidents(run),
             every_figure(summary),

@@ -8,12 +8,13 @@ production traffic. Then the user looks at what came of it:
     says    the same for what is reported. Not given: as `likes`. Given: a poisoned signal.
     noise   share of reports that say the opposite; silent: share of users who report nothing; delay_s: mean delay
 
-Anyone can bring other populations: `--population FILE`.
+Populations are files: rollmill/demo/populations has some, and anyone can bring others.
 """
 
 from __future__ import annotations
 
 import asyncio
+import logging
 import secrets
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -33,6 +34,7 @@ from rollmill.rollouts.hand_in import take_hand_in
 from rollmill.signals import Signals
 from rollmill.types import Sampling
 
+log = logging.getLogger(__name__)
 FOLDER = Path(__file__).parent / "populations"
 
 
@@ -65,7 +67,7 @@ class Visit:
 
 
 def load_population(name: str) -> PopulationFile:
-    """Of a file, or the name of one in benchmarks/populations."""
+    """Of a file, or the name of one in rollmill/demo/populations."""
     path = Path(name) if name.endswith(".toml") else FOLDER / f"{name}.toml"
     return load_config(PopulationFile, path)
 
@@ -80,8 +82,9 @@ async def visit(
     seed: int,
     max_tokens: int,
     concurrency: int = 16,
+    silent: bool = False,
 ) -> list[Visit]:
-    """One user per task, `concurrency` at once. `url`: the gateway, without /v1."""
+    """One user per task, `concurrency` at once. `url`: the gateway, without /v1. `silent`: nobody reports anything."""
     slots, signals = asyncio.Semaphore(concurrency), Signals(url, key, timeout_s=30.0)
 
     async def one(number: int, task: Task) -> Visit | None:
@@ -94,7 +97,7 @@ async def visit(
         taste = population.draw(random)
         truth = _accepts(taste.likes, seen)
         said: bool | None = _accepts(taste.says or taste.likes, seen) != bool(random.random() < taste.noise)
-        if random.random() < taste.silent:
+        if silent or random.random() < taste.silent:
             said = None
         if said is not None:
             await asyncio.sleep(float(random.exponential(taste.delay_s)) if taste.delay_s else 0.0)
@@ -133,7 +136,7 @@ async def _work(
             await machine.close()
         reward = await grade_episode(environment.grader, handed_in.episode(task, environment.machines))
     except RollmillError as error:
-        print(f"a simulated user was lost: {error.message}")
+        log.warning("a simulated user was lost: %s", error.message)
         return None
     return {
         "solved": float(reward.solved),

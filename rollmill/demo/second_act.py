@@ -1,0 +1,82 @@
+"""The second act of the demo: a small window with summaries, and one whole cycle of real-time RL.
+
+The model of walks.toml is mid-trained and becomes live. Simulated users ask for walks through nine files, in a window
+that holds one: so every conversation is a chain of summaries. What they report is distilled, a candidate is trained,
+and it passes the gate and a canary, or it does not. Their true acceptance is measured before and after on the same
+tasks, by users who report nothing.
+
+    runs/NAME/live/                  a run of its own, inside the demo's
+    runs/NAME/live/acceptance.json   by task: was the work truly accepted, before and after
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+
+from rollmill.cluster.drive import drive
+from rollmill.cluster.report import ACCEPTANCE, SECOND_ACT
+from rollmill.cluster.run import RunConfig, RunDirectory
+from rollmill.config import load_config
+from rollmill.demo.production import open_production, set_live
+from rollmill.demo.simulated_users import load_population
+from rollmill.storage.objects import Objects
+from rollmill.types import Version
+from rollmill.weights.reading.store import WeightStore
+
+WALKS = Path(__file__).with_name("walks.toml")
+MIDTRAIN = "midtrain"
+POPULATION = "steady"
+SETTINGS = (
+    f'name="{SECOND_ACT}"',
+    f"stages.{MIDTRAIN}.sources.0.keeps=0.8",  # a teacher that users can live with
+    "gateway.seal_idle_s=2.0",
+    "cycle.enough=96",
+    "cycle.settle_s=1.0",
+    "cycle.share=0.5",
+    "cycle.canary_sessions=16",
+    "cycle.max_loss=0.25",
+    "evals.tasks=32",
+    "evals.attempts=1",
+    # few attempts, for a short demo: the bounds are as wide as their noise
+    "gate.max_quality_loss=0.15",
+    "gate.max_more_tokens=1.0",
+    "gate.max_more_seconds=1.0",
+    "gate.max_more_malformed=0.05",
+    "gate.max_more_questions=0.05",
+)
+MEASURED = 64  # users of a measurement
+BATCH = 48  # users who come together
+
+
+def make_run(demo: RunDirectory, seed: int, *settings: str) -> RunDirectory:
+    """The run of the second act. One that was interrupted goes on."""
+    if (demo.path / SECOND_ACT / "run.json").exists():
+        return RunDirectory.open(demo.path / SECOND_ACT)
+    config = load_config(RunConfig, WALKS, [*SETTINGS, f"seed={seed}", *settings])
+    return RunDirectory.create(demo.path, config)
+
+
+def midtrain(run: RunDirectory, on_tick: Callable[[], None]) -> None:
+    """Train the version that is live first."""
+    drive(run, on_tick, last=MIDTRAIN)
+    head = WeightStore(Objects.open(run.home_store)).head(MIDTRAIN, run.config.form)
+    assert head is not None
+    set_live(run, Version(MIDTRAIN, head))
+
+
+def live_cycle(
+    run: RunDirectory, tell: Callable[[str], None], *, measured: int = MEASURED, batch: int = BATCH
+) -> list[str]:
+    """One cycle, with the true acceptance before and after it. Returns how the cycle ended."""
+    population = load_population(POPULATION)
+    with open_production(run, batch, meanwhile=0) as production:
+        tell(f"{measured} simulated users measure the live version")
+        before = production.measure(population, measured)
+        ended = production.drive(1, lambda state: population)
+        tell(f"the same {measured} simulated users measure the version that is live now")
+        after = production.measure(population, measured)
+    kept = {"users": "simulated", "population": POPULATION, "before": before, "after": after}
+    (run.path / ACCEPTANCE).write_text(json.dumps(kept))
+    return ended

@@ -1,0 +1,59 @@
+"""The report of a run with a cycle of real-time RL, its own or that of the run of the demo's second act."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+from rollmill.cluster.report import ACCEPTANCE, SECOND_ACT, report_run
+from rollmill.cluster.run import RunDirectory
+from rollmill.evals.gate import GateConfig, judge
+from rollmill.evals.run import Conduct
+from rollmill.realtime.journal import Journal
+from rollmill.storage.database import open_database
+from tests.cluster.served import published_run
+
+STATES = ("distilling", "training", "gating", "canary", "promoting", "promoted")
+
+
+def play_cycle(run: RunDirectory) -> None:
+    journal = Journal(open_database(run.database_url), run.id)
+    attempts = {"heldout a": [Conduct(True, 10, 1.0, 1, 0, False)]}
+    verdict = judge(attempts, attempts, GateConfig(), ("rl@0", "cycle-1@4"))
+    cycle = journal.begin({"since": 0.0}, "waiting for 96 conversations")
+    for state in STATES:
+        cycle = journal.move(cycle, state, f"why <{state}>", counts={"trainable": 3}, gate=verdict.describe())
+
+
+def test_the_cycle_of_the_second_act_is_in_the_report(tmp_path: Path) -> None:
+    run = published_run(tmp_path, 1)
+    assert json.loads(report_run(run).with_suffix(".json").read_text())["living"] is None
+    second = published_run(run.path, 1, f'name="{SECOND_ACT}"')
+    play_cycle(second)
+    sure = {f"t{number}": [number < 4] for number in range(16)}, {f"t{number}": [number < 8] for number in range(16)}
+    kept = {"users": "simulated", "population": "steady", "before": sure[0], "after": sure[1]}
+    (second.path / ACCEPTANCE).write_text(json.dumps(kept))
+    page = report_run(run)
+    living = json.loads(page.with_suffix(".json").read_text())["living"]
+    (cycle,) = living["cycles"]
+    assert [move["state"] for move in cycle["moves"]] == ["collecting", *STATES] and cycle["ended"] == "promoted"
+    assert (living["before"]["value"], living["after"]["value"], living["gain"]["value"]) == (0.25, 0.5, 0.25)
+    assert living["gain"]["low"] > 0 and living["users"] == "simulated"
+    text = page.read_text()
+    for words in (
+        "What users taught it",
+        "These users are simulated",
+        "why &lt;canary&gt;",
+        "+25.0 points",
+        "malformed",
+    ):
+        assert words in text
+
+
+def test_a_run_of_its_own_users_has_no_measured_acceptance(tmp_path: Path) -> None:
+    run = published_run(tmp_path, 1)
+    play_cycle(run)
+    page = report_run(run)
+    living = json.loads(page.with_suffix(".json").read_text())["living"]
+    assert living["gain"] is None and living["cycles"][0]["counts"] == {"trainable": 3}
+    assert "simulated" not in page.read_text()
