@@ -1,12 +1,15 @@
 """Exact numerics beside fast ones: what they cost in the engine and in a training step, and which bits differ.
 
-    python -m benchmarks.exact [--quick]
+    python -m benchmarks.exact [--quick] [--only CELL]
 
-On the CPU. Both modes take turns in one run, and each figure is the median of its rounds:
+Both modes take turns in one run, and each figure is the median of its rounds:
 
     engine     tokens per second of a batch of requests, prefill included
     step       seconds of a step on the sampled answers: log-probs, backward pass, update
     differing  log-probs of the sampled tokens that the trainer does not find bit for bit, with k3 of the difference
+    sessions   the same for sessions as in a run (exact_sessions)
+
+On a GPU the models have the sizes of `benchmarks.engine`, and sessions sample over 100,000 tokens each.
 """
 
 from __future__ import annotations
@@ -21,7 +24,9 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 
-from benchmarks.engine import SMALL
+from benchmarks import exact_sessions
+from benchmarks.engine import LLAMA_1B, SMALL
+from benchmarks.exact_sessions import Sizes, update_of
 from benchmarks.output import at_most, finish
 from benchmarks.train_step_shapes import MIXTURE, SMOLLM2
 from rollmill.inference.config import EngineConfig
@@ -29,17 +34,18 @@ from rollmill.inference.embedded.engine import EmbeddedEngine
 from rollmill.inference.engine import GenerateRequest
 from rollmill.models.config import ModelConfig
 from rollmill.models.decoder import Decoder
-from rollmill.models.host import load_host, to_host
+from rollmill.models.device import Device, decoder_on
+from rollmill.models.host import load_host
 from rollmill.training.batching import MicroBatch, PackedSequence, SampledFacts, pack
 from rollmill.training.config import OptimizerConfig
 from rollmill.training.optimizer import MasterOptimizer
 from rollmill.training.whole import WHOLE
-from rollmill.types import PolicyRef, Sampling
-from rollmill.weights.format.manifest import describe, root_digest
+from rollmill.types import Sampling
 from rollmill.weights.reading.follower import Update
 
 MODES = ("fast", "exact")
-TRAINED = 1024  # tokens of a step
+TRAINED = {"cpu": 1024, "cuda": 16384}  # tokens of a step
+DEVICE: Device = "cuda" if torch.cuda.is_available() else "cpu"
 SMALL_MIXTURE = SMALL | {"experts": 16, "experts_per_token": 4, "expert_width": 128}
 
 
@@ -63,6 +69,12 @@ class Cell(NamedTuple):
 
 
 def cells(quick: bool) -> list[Cell]:
+    if DEVICE == "cuda":
+        found = [Cell("dense_256", SMOLLM2, 256, 128, 256), Cell("mixture_256", MIXTURE, 256, 128, 256)]
+        if not quick:
+            found += [Cell("dense_1", SMOLLM2, 1, 128, 256), Cell("dense_1024", SMOLLM2, 1024, 128, 256)]
+            found += [Cell("llama_1b_256", LLAMA_1B, 256, 128, 256)]
+        return found
     if quick:
         return [
             Cell("small_1", SMALL, 1, 64, 48),
@@ -71,6 +83,16 @@ def cells(quick: bool) -> list[Cell]:
         ]
     # a mixture of fewer layers: the whole one does not fit the memory of a laptop in FP32 with its optimizer
     return [Cell("dense_32", SMOLLM2, 32, 64, 32), Cell("mixture_32", MIXTURE | {"layers": 2}, 32, 64, 32)]
+
+
+def sessions() -> list[tuple[str, dict[str, Any], str, Sizes]]:
+    """(name, shape, form, sizes)."""
+    if DEVICE == "cuda":
+        many = Sizes(sessions=600, shared=200, own=200, new=128)
+        fewer = MIXTURE | {"layers": 4}
+        return [("dense", SMOLLM2, "bf16", many), ("mixture", fewer, "bf16", many), ("mixture_fp8", fewer, "fp8", many)]
+    few = Sizes(sessions=24, shared=40, own=40, new=24)
+    return [("small", SMALL, "bf16", few), ("small_mixture", SMALL_MIXTURE, "bf16", few)]
 
 
 @dataclass
@@ -83,24 +105,28 @@ class Measured:
 
 
 def measure(cell: Cell) -> dict[str, float]:
-    decoder = Decoder(cell.model)
-    decoder.initialise(1)
-    tensors = to_host(decoder.state_dict())
-    update = Update(PolicyRef("main", 0, "bf16", root_digest(describe(tensors))), tensors, None, None, 0, {}, 0.0)
+    update = update_of(cell.model, 0, device=DEVICE)
     found = {mode: Measured() for mode in MODES}
     answers = asyncio.run(_decode(cell, update, found))
     for mode in MODES:
-        model = Decoder(cell.model)
-        load_host(model, tensors)
+        model = _model(cell, update)
         if mode == "exact":
             model.compute_exactly()
         for part in pack(answers[mode], 4096):
             assert part.facts is not None
             with torch.no_grad():
-                logprobs_M = WHOLE.recompute(model, part, None).logprobs_M.numpy()
+                logprobs_M = WHOLE.recompute(model, part, None).logprobs_M.cpu().numpy()
             found[mode].deltas.append(logprobs_M - part.facts.logprobs)
-    _train(cell, tensors, pack(answers["exact"], TRAINED)[0], found)
+    del model
+    _train(cell, update, pack(answers["exact"], TRAINED[DEVICE])[0], found)
     return _figures(cell, found)
+
+
+def _model(cell: Cell, update: Update) -> Decoder:
+    model = decoder_on(torch.device(DEVICE), cell.model)
+    load_host(model, update.tensors)
+    model.recompute_mlp = True
+    return model
 
 
 async def _decode(cell: Cell, update: Update, found: dict[str, Measured]) -> dict[str, list[PackedSequence]]:
@@ -109,11 +135,11 @@ async def _decode(cell: Cell, update: Update, found: dict[str, Measured]) -> dic
     config = EngineConfig(
         max_batch=cell.batch,
         cache_tokens=2 * cell.batch * length,
-        prefill_chunk=512,
+        prefill_chunk=16384 if DEVICE == "cuda" else 512,
         threads=torch.get_num_threads(),
     )
     answers: dict[str, list[PackedSequence]] = {mode: [] for mode in MODES}
-    engines = {mode: EmbeddedEngine(cell.model, config, exact=mode == "exact") for mode in MODES}
+    engines = {mode: EmbeddedEngine(cell.model, config, device=DEVICE, exact=mode == "exact") for mode in MODES}
     for engine in engines.values():
         await engine.__aenter__()
         await engine.apply(update)
@@ -145,10 +171,9 @@ async def _answer(engine: EmbeddedEngine, number: int, tokens: list[int], new: i
     return PackedSequence(np.array(tokens + sampled[:-1]), rows, np.array(sampled), facts=facts)
 
 
-def _train(cell: Cell, tensors: Any, part: MicroBatch, found: dict[str, Measured]) -> None:
+def _train(cell: Cell, update: Update, part: MicroBatch, found: dict[str, Measured]) -> None:
     """The first step of each mode is not counted."""
-    model = Decoder(cell.model)
-    load_host(model, tensors)
+    model = _model(cell, update)
     optimizer = MasterOptimizer(model, OptimizerConfig(), "bf16")
     modules = [module for module in model.modules() if hasattr(module, "exact")]
     for number in range(cell.rounds + 1):
@@ -159,6 +184,8 @@ def _train(cell: Cell, tensors: Any, part: MicroBatch, found: dict[str, Measured
             logprobs_M = WHOLE.recompute(model, part, None).logprobs_M
             (-logprobs_M.sum() / len(logprobs_M)).backward()
             optimizer.update(1e-6)
+            if DEVICE == "cuda":
+                torch.cuda.synchronize()
             if number:
                 found[mode].steps.append(time.perf_counter() - started)
 
@@ -183,9 +210,17 @@ def _figures(cell: Cell, found: dict[str, Measured]) -> dict[str, float]:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--quick", action="store_true", help="small models")
-    quick, figures, bars = parser.parse_args().quick, dict[str, float](), dict[str, dict[str, Any]]()
-    for cell in cells(quick):
+    parser.add_argument("--quick", action="store_true", help="small models; on a GPU fewer of them")
+    parser.add_argument("--only", help="the cell with this name, or `sessions`")
+    options, figures, bars = parser.parse_args(), dict[str, float](), dict[str, dict[str, Any]]()
+    for name, shape, form, sizes in sessions() if options.only in (None, "sessions") else []:
+        measured = exact_sessions.measure(ModelConfig.model_validate(shape), form, DEVICE, sizes)
+        print(name, measured, flush=True)
+        figures |= {f"sessions_{name}_{key}": value for key, value in measured.items()}
+        bars[f"sessions_{name}_differing"] = at_most(measured["differing"], 0)
+    for cell in cells(options.quick):
+        if options.only not in (None, cell.name):
+            continue
         found = measure(cell)
         figures |= found
         for name, bar in (("engine_slowdown", 1.15), ("step_slowdown", 1.2), ("differing_exact", 0)):
