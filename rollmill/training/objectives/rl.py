@@ -54,7 +54,7 @@ from rollmill.types import GroupState, Segment, StepRecord, TrajectoryState, Ver
 from rollmill.weights.format.tensors import HostTensor
 from rollmill.weights.reading.store import WeightStore
 
-POLL_S = 0.02
+POLL_S = 0.1  # each look costs a few queries on cores that the rollouts need
 
 
 @dataclass
