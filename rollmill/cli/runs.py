@@ -22,7 +22,12 @@ if TYPE_CHECKING:
     from rollmill.cluster.state import RunState
 
 STOP_PATIENCE_S = 60.0
-Directory = Annotated[Path, typer.Argument(metavar="RUN", help="a run directory, for example runs/demo")]
+Directory = Annotated[
+    Path,
+    typer.Argument(
+        metavar="RUN", help="a run directory, for example runs/demo; or the URL of the run's objects: `store`/ID"
+    ),
+]
 Root = Annotated[Path, typer.Option(help="the directory that holds the runs")]
 
 
@@ -76,7 +81,7 @@ def status(directory: Directory) -> None:
     table.add_row("stage", _progress(state))
     table.add_row("held-out solve rate", state.result or "not evaluated yet")
     for name, by in state.processes.items():
-        table.add_row(name, str(by))
+        table.add_row(name, by)
     table.add_row("age, size", f"{_age(state.age_s)}, {_size(bytes_of(run.path))}")
     for name in ("report.html", "logs"):
         if (run.path / name).exists():
@@ -103,8 +108,11 @@ def logs(
         rollmill logs runs/demo serve-1/gateway
     """
     from rollmill.cluster.run import RunDirectory
+    from rollmill.kinds import build
 
     run = RunDirectory.open(directory)
+    cluster = build(run.config.cluster)
+    cluster.collect(run)
     found = dict(_log_files(run))
     if role is None:
         for name, path in found.items():
@@ -118,7 +126,8 @@ def logs(
         with contextlib.suppress(KeyboardInterrupt):
             while follow:
                 print(file.read(), end="", flush=True)
-                time.sleep(0.2)
+                time.sleep(1.0 if cluster.elsewhere else 0.2)
+                cluster.collect(run)
 
 
 def stop(directory: Directory) -> None:
@@ -142,14 +151,14 @@ def stop(directory: Directory) -> None:
         return
     for name, by in state.processes.items():
         print(f"stopping {name}: {by}")
-        if by is state.driver:
-            build(run.config.cluster).halt(run)
+        if name in state.services:
+            terminate(state.services[name])  # a service is always on this host
         else:
-            terminate(by)  # a service is always on this host
+            build(run.config.cluster).halt(run)
     deadline = time.monotonic() + STOP_PATIENCE_S
     while left := state_of(run).processes:
         if time.monotonic() > deadline:
-            names = ", ".join(f"{name} (process {by.pid})" for name, by in left.items())
+            names = ", ".join(f"{name} ({by})" for name, by in left.items())
             raise RollmillError(f"still running after {STOP_PATIENCE_S:.0f} s: {names}", hint="`kill -9` ends it")
         time.sleep(0.1)
     print("stopped")

@@ -8,11 +8,17 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 if TYPE_CHECKING:
+    from rollmill.cluster.launcher import Cluster
     from rollmill.cluster.run import RunDirectory
 
 
 def train(
-    source: Annotated[Path, typer.Argument(help="a RUN.toml, or with --resume a run directory", show_default=False)],
+    source: Annotated[
+        Path,
+        typer.Argument(
+            help="a RUN.toml, or with --resume a run directory or the URL of its objects", show_default=False
+        ),
+    ],
     overrides: Annotated[
         list[str] | None, typer.Argument(help="settings laid over the file: `key.path=value`, values as in TOML")
     ] = None,
@@ -98,9 +104,15 @@ def run_to_report(run: RunDirectory) -> None:
     from rollmill.cluster.ranks import outside_rank
     from rollmill.cluster.report import report_run
     from rollmill.cluster.stages import phases
+    from rollmill.kinds import build
 
     if outside_rank() > 0:
         follow(run)
+        return
+    cluster: Cluster = build(run.config.cluster)
+    if cluster.elsewhere:
+        cluster.submit(run)
+        watch(run, cluster)
         return
     try:
         with Progress(run.events, phases(run.config), title=f"rollmill · {run.config.name}") as progress:
@@ -110,6 +122,32 @@ def run_to_report(run: RunDirectory) -> None:
         typer.echo(f"stopped; `rollmill train --resume {run.path}` continues the run", err=True)
         raise typer.Exit(130) from None
     print_result(report_run(run))
+
+
+def watch(run: RunDirectory, cluster: Cluster) -> None:
+    """Show a run whose supervisor lives in a cluster, until it ends. Ctrl-C leaves it running."""
+    import time
+
+    from rollmill.cli.progress import Progress
+    from rollmill.cluster.stages import phases
+    from rollmill.cluster.state import is_finished
+    from rollmill.errors import RollmillError
+
+    try:
+        with Progress(run.events, phases(run.config), title=f"rollmill · {run.config.name}") as progress:
+            while cluster.collect(run) is not None:
+                progress.update()
+                time.sleep(1.0)
+            progress.update()
+    except KeyboardInterrupt:
+        typer.echo(f"{run.path} goes on in the cluster; `rollmill stop {run.path}` stops it", err=True)
+        raise typer.Exit(130) from None
+    if not is_finished(run):
+        raise RollmillError(
+            f"{run.path} has stopped",
+            hint=f"`rollmill logs {run.path} supervisor` says why; `train --resume` continues",
+        )
+    print_result(run.path / "report.html")
 
 
 def print_result(report: Path) -> None:

@@ -14,7 +14,7 @@ from rollmill import telemetry
 from rollmill.cluster.launcher import Launcher
 from rollmill.cluster.launchers.local import LocalLauncher, terminable
 from rollmill.cluster.lock import exclusive
-from rollmill.cluster.prepare import restore_tokenizer
+from rollmill.cluster.prepare import need_tokenizer
 from rollmill.cluster.ranks import outside_world
 from rollmill.cluster.run import RunDirectory, phase
 from rollmill.cluster.scale import Engines
@@ -36,8 +36,7 @@ def drive(run: RunDirectory, on_tick: OnTick = lambda: None, *, last: str = "") 
         try:
             for stage in run.config.stages:
                 trained = is_trained(run, stage)
-                if trained and not run.tokenizer.exists():
-                    restore_tokenizer(run)
+                need_tokenizer(run)
                 if not trained or left_to_evaluate(run, stage):
                     _drive_stage(run, stage, trained, launcher, on_tick)
                     launcher.stop_roles()  # the next stage has engines on another line

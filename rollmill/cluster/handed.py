@@ -10,7 +10,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-from rollmill.cluster.run import RunConfig, RunDirectory
+from rollmill.cluster.run import SECRETS, RunConfig, RunDirectory
 from rollmill.config import validate_config
 
 USES = {
@@ -20,6 +20,7 @@ USES = {
     "engine": {"engine_token"},
     "mirroring engine": {"engine_token", "store_token"},
     "store": {"store_token"},
+    "supervisor": {"database", *SECRETS},  # of a run whose supervisor is not the command itself
 }
 
 

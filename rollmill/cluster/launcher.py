@@ -3,7 +3,7 @@
     supervisor (drive.py)  ──►  Launcher  ──►  role processes: on this host, or anywhere in a cluster
 
 The supervisor decides what has to run; a launcher knows where. `local` has the supervisor in the process of the command
-itself.
+itself, `ray` on a node of the cluster.
 """
 
 from __future__ import annotations
@@ -57,6 +57,9 @@ class Launcher(Protocol):
 class Cluster(Protocol):
     """What `[cluster] kind = …` names. Constructed with its settings."""
 
+    elsewhere: bool
+    """Whether the supervisor lives in the cluster. Otherwise it is the command itself."""
+
     def check(self, config: RunConfig) -> None:
         """Raises ConfigError if the run cannot be started there."""
         ...
@@ -83,7 +86,7 @@ class ClusterSection(KindSection):
     _slot: ClassVar[Slot] = Slot(
         "cluster",
         Cluster,
-        {"local": "rollmill.cluster.launchers.local:Local"},
+        {"local": "rollmill.cluster.launchers.local:Local", "ray": "rollmill.cluster.launchers.ray:Ray"},
         "rollmill.clusters",
         default="local",
     )

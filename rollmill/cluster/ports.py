@@ -12,16 +12,17 @@ from rollmill.errors import ConfigError
 PORTS = range(10_000, 32_768)
 
 
-def free_ports(count: int) -> list[int]:
-    """Ports that nobody listens on now. A run keeps them, so a restarted process has the same address.
+def free_ports(count: int, host: str = "127.0.0.1") -> list[int]:
+    """Ports of `host` that nobody listens on now. A run keeps them, so a restarted process has the same address.
 
     They are below the range that the kernel uses for outgoing connections, so that no client takes one meanwhile.
     """
     found: list[int] = []
     while len(found) < count:
         port = secrets.choice(PORTS)
-        with contextlib.suppress(OSError), socket.socket() as probe:
-            probe.bind(("127.0.0.1", port))
+        family = socket.AF_INET6 if ":" in host else socket.AF_INET
+        with contextlib.suppress(OSError), socket.socket(family) as probe:
+            probe.bind((host, port))
             if port not in found:
                 found.append(port)
     return found

@@ -6,6 +6,7 @@ What is already there is kept: an interrupted start is completed by the next.
 from __future__ import annotations
 
 import json
+import os
 from collections.abc import Mapping
 from pathlib import Path
 
@@ -39,6 +40,22 @@ def prepare(run: RunDirectory, weights: WeightStore) -> Version | None:
     return start
 
 
+def need_tokenizer(run: RunDirectory) -> Path:
+    """The tokenizer in the run's directory, brought there if this host does not have it yet."""
+    if not run.tokenizer.exists():
+        restore_tokenizer(run)
+    return run.tokenizer
+
+
+def is_prepared(run: RunDirectory) -> bool:
+    """Whether the store has all that the first stage needs, so that nothing is read from this host any more."""
+    config, objects = run.config, Objects.open(run.home_store)
+    if config.checkpoint is None and config.start is None:
+        return TOKENIZER in kept_companions(objects, config.stages[0].name)
+    start = Version(config.checkpoint_line, config.start.parsed.number if config.start else 0)
+    return WeightStore(objects).exists(start, "bf16") and TOKENIZER in kept_companions(objects, start.line)
+
+
 def restore_tokenizer(run: RunDirectory) -> None:
     """Write the tokenizer into the run's directory again, from what is kept beside its weights."""
     config = run.config
@@ -53,10 +70,26 @@ def _write_beside(run: RunDirectory, files: Mapping[str, bytes]) -> None:
     """Write the tokenizer and the files of its chat format. The template that the configuration names is read once."""
     directory, named = run.tokenizer.parent, run.config.chat.template
     if named is not None:
-        template = directory / TEMPLATE
-        files = {**files, TEMPLATE: (template if template.exists() else Path(named)).read_bytes()}
+        files = {**files, TEMPLATE: _template(run, Path(named))}
+    directory.mkdir(parents=True, exist_ok=True)
     for name in sorted(files, key=lambda name: name == TOKENIZER):  # the tokenizer last: others wait for it
-        (directory / name).write_bytes(files[name])
+        draft = directory / f".{name}-{os.getpid()}"  # several processes of a host may need it at once
+        draft.write_bytes(files[name])
+        os.replace(draft, directory / name)
+
+
+def _template(run: RunDirectory, named: Path) -> bytes:
+    """The chat template as it was when the run began. In a remote store it is kept there: other hosts have no file."""
+    template, key = run.tokenizer.parent / TEMPLATE, f"cluster/{TEMPLATE}"
+    if template.exists():
+        return template.read_bytes()
+    objects = Objects.open(run.home_store) if run.config.store is not None else None
+    if objects is not None and objects.head(key) is not None:
+        return objects.get(key)
+    content = named.read_bytes()
+    if objects is not None:
+        objects.put(key, content)
+    return content
 
 
 def keep_tokenizer(run: RunDirectory, objects: Objects) -> None:
@@ -65,6 +98,7 @@ def keep_tokenizer(run: RunDirectory, objects: Objects) -> None:
     kept = kept_companions(objects, line)
     if TOKENIZER not in kept:  # an interrupted start may have kept only some files
         made = make_tokenizer(config)
+        run.tokenizer.parent.mkdir(parents=True, exist_ok=True)
         made.save(run.tokenizer)
         kept = {**_model_files(config.model_of(line), made, config.chat), TOKENIZER: run.tokenizer.read_bytes()}
     keep_companions(objects, line, kept)

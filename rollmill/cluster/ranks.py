@@ -11,6 +11,7 @@ import os
 import time
 from pathlib import Path
 
+from rollmill.cluster.naming import describe_run
 from rollmill.cluster.ports import free_ports
 from rollmill.cluster.run import RunConfig, RunDirectory
 
@@ -29,21 +30,23 @@ def outside_rank() -> int:
 def begin_run(root: Path, config: RunConfig) -> RunDirectory:
     """Create the run directory. Under torchrun rank 0 creates it, the others wait; after a restart it exists."""
     if outside_rank() == 0 and int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")) == 0:
-        return RunDirectory.create(root, config)
+        run = RunDirectory.create(root, config)
+        describe_run(run)
+        return run
     deadline = time.monotonic() + PATIENCE_S
     while not (root / config.name / "run.json").exists() and time.monotonic() < deadline:
         time.sleep(0.1)
     return RunDirectory.open(root / config.name)
 
 
-def places(ranks: int) -> list[dict[str, str]]:
-    """The environment variables of each rank, as torchrun sets them. None for a single rank: it is alone, or torchrun
-    has set them."""
+def places(ranks: int, host: str = "127.0.0.1", port: int | None = None) -> list[dict[str, str]]:
+    """The environment variables of each rank, as torchrun sets them; they meet at `host`. None for a single rank: it is
+    alone, or torchrun has set them."""
     if ranks == 1:
         return [{}]
-    [port] = free_ports(1)
+    port = port or free_ports(1)[0]
     world = {"WORLD_SIZE": str(ranks), "LOCAL_WORLD_SIZE": str(ranks)}
-    meeting = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
+    meeting = {"MASTER_ADDR": host, "MASTER_PORT": str(port)}
     return [{**world, **meeting, "RANK": str(rank), "LOCAL_RANK": str(rank)} for rank in range(ranks)]
 
 

@@ -63,11 +63,16 @@ class RunDirectory:
         ports = dict(zip(roles, free_ports(len(roles)), strict=True))
         id = f"{config.name}-{secrets.token_hex(4)}"
         run = cls(path, config, id, ports, {name: secrets.token_urlsafe(24) for name in SECRETS})
-        run._create()
+        run.write_new()
         return run
 
     @classmethod
     def open(cls, path: Path) -> RunDirectory:
+        """The run of a directory. `path` may also be the URL of its objects, see naming.py."""
+        from rollmill.cluster.naming import open_by_url, url_of
+
+        if (url := url_of(path)) is not None:
+            return open_by_url(url)
         file = path / "run.json"
         try:
             if (path / SERVICE).exists():
@@ -103,7 +108,7 @@ class RunDirectory:
         (path / SERVICE).write_text(json.dumps({"host": host, "ports": ports}))
         return replace(self, path=path, ports=ports, host=host, service_of=self.path)
 
-    def _create(self) -> None:
+    def write_new(self) -> None:
         """Write run.json, which must not exist yet. It appears whole or not at all, and only its owner can read it."""
         try:
             self.path.mkdir(parents=True, exist_ok=True)

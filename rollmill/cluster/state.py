@@ -1,4 +1,4 @@
-"""How a run is doing, read from its directory: from locks, stores and files. Needs no running process.
+"""How a run is doing, read from its directory and stores: from locks, objects and files. Needs no running process.
 
 training   a process drives it now
 finished   its last step is published and evaluated, and the report is written
@@ -19,13 +19,14 @@ from rollmill.cluster.lock import Holder, holder
 from rollmill.cluster.run import RunDirectory
 from rollmill.cluster.stages import evaluations, left_to_evaluate, newest_step, results_key
 from rollmill.errors import StorageError
+from rollmill.kinds import build
 from rollmill.training.stage import StageSection
 
 
 @dataclass(frozen=True)
 class RunState:
     word: Literal["training", "finished", "stopped"]
-    driver: Holder | None  # the process that drives the run
+    driver: str | None  # who drives the run, in words
     services: dict[str, Holder]  # by name: what `serve` and `eval` run beside it
     stage: str  # the first one that is not done, or the last one
     step: int | None  # of the stage's newest version; None before the first one
@@ -34,13 +35,14 @@ class RunState:
     age_s: float
 
     @property
-    def processes(self) -> dict[str, Holder]:
+    def processes(self) -> dict[str, str]:
         """Every process that uses the run, by what it does."""
-        return {**({"train": self.driver} if self.driver else {}), **self.services}
+        services = {name: str(by) for name, by in self.services.items()}
+        return {**({"train": self.driver} if self.driver else {}), **services}
 
 
 def state_of(run: RunDirectory) -> RunState:
-    driver = holder(run.path, "supervisor")
+    driver = build(run.config.cluster).collect(run)
     services = {path.name: by for path in service_paths(run) if (by := holder(path, "supervisor")) is not None}
     stage, step = _current_stage(run)
     labels = [each.label for each in evaluations(run.config)]

@@ -6,6 +6,7 @@ import asyncio
 import contextlib
 import logging
 import ssl
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -25,7 +26,7 @@ _FIRST_PAUSE_S, _LONGEST_PAUSE_S = 0.1, 1.0  # a gateway that starts again shoul
 class Joining:
     """How an engine joins its run."""
 
-    gateway: str  # URL
+    gateway: str | Callable[[], str | None]  # URL, or a function that says where it is now
     token: str = field(repr=False)
     kind: str  # of [[engines]]
     capacity: int  # requests that it decodes together
@@ -45,7 +46,8 @@ async def keep_registered(joining: Joining, name: str, url: str, *, region: str,
     }
     renews = False
     backoff = Backoff(_FIRST_PAUSE_S, _LONGEST_PAUSE_S)
-    path, headers = f"{joining.gateway}/engines/{name}", {"Authorization": f"Bearer {joining.token}"}
+    headers = {"Authorization": f"Bearer {joining.token}"}
+    path = await _path(joining, name)
     connector = aiohttp.TCPConnector(ssl=joining.tls or True)
     async with aiohttp.ClientSession(headers=headers, connector=connector) as client:
         try:
@@ -53,6 +55,7 @@ async def keep_registered(joining: Joining, name: str, url: str, *, region: str,
                 pause = await _register(client, path, {**facts, "renews": renews})
                 if pause is None:
                     await asyncio.sleep(backoff.failed())
+                    path = await _path(joining, name)
                     continue
                 renews = True
                 backoff.reset()
@@ -61,6 +64,11 @@ async def keep_registered(joining: Joining, name: str, url: str, *, region: str,
             with contextlib.suppress(aiohttp.ClientError, OSError, TimeoutError):
                 async with client.delete(path, params={"url": url}, timeout=_LEAVE_TIMEOUT):
                     pass
+
+
+async def _path(joining: Joining, name: str) -> str:
+    gateway = joining.gateway if isinstance(joining.gateway, str) else await asyncio.to_thread(joining.gateway)
+    return f"{gateway or ''}/engines/{name}"  # no gateway: the request fails, and is tried again
 
 
 async def _register(client: aiohttp.ClientSession, path: str, body: dict[str, Any]) -> float | None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import time
+from collections.abc import Callable
 from typing import Any, Self
 
 import aiohttp
@@ -15,15 +16,17 @@ from rollmill.types import same_line
 
 _FIRST_PAUSE_S = 0.05
 _WATCH_S, _WATCH_TIMEOUT = 1.0, aiohttp.ClientTimeout(total=10.0)
+_CONNECT_S = 5.0  # a host that is gone does not refuse
 _UNREACHABLE = (aiohttp.ClientConnectionError, aiohttp.ClientPayloadError, TimeoutError)
 
 
 class GatewayClient:
     """Calls to the gateway at a URL, with a key of the scope rollout. `forget` needs the scope admin. Each call retries
-    for `patience_s` while the gateway restarts."""
+    for `patience_s` while the gateway restarts. `gateway` may be a function that says where it is now."""
 
-    def __init__(self, base_url: str, key: str, *, patience_s: float = 60.0) -> None:
-        self.base_url = base_url
+    def __init__(self, gateway: str | Callable[[], str | None], key: str, *, patience_s: float = 60.0) -> None:
+        self.base_url = gateway if isinstance(gateway, str) else ""  # empty: it is not known where it is
+        self._find: Callable[[], str | None] = (lambda: gateway) if isinstance(gateway, str) else gateway
         self._headers = {"Authorization": f"Bearer {key}"}
         self._patience_s = patience_s
         self._session: aiohttp.ClientSession | None = None
@@ -32,6 +35,7 @@ class GatewayClient:
         self._away_since: float | None = None  # since then it cannot be reached
 
     async def __aenter__(self) -> Self:
+        await self._look()
         self._session = aiohttp.ClientSession(connector=keepalive_connector())
         self._watching = asyncio.create_task(self._watch(self._session))
         return self
@@ -57,7 +61,13 @@ class GatewayClient:
             except (aiohttp.ClientError, TimeoutError):
                 if self._away_since is None:
                     self._away_since = answered
+                await self._look()
             await asyncio.sleep(_WATCH_S)
+
+    async def _look(self) -> None:
+        """It may be on another host now."""
+        found = await asyncio.to_thread(self._find)
+        self.base_url = found or self.base_url
 
     async def open_session(self, trajectory: str, **facts: Any) -> str:
         """Returns the key for the harness. The gateway records every request with that key as `trajectory`."""
@@ -102,7 +112,7 @@ class GatewayClient:
         patience_s = self._patience_s if patience_s is None else patience_s
         backoff = Backoff(_FIRST_PAUSE_S, 1.0, patience=patience_s)
         while True:
-            timeout = aiohttp.ClientTimeout(total=max(backoff.left(), 0.1))
+            timeout = aiohttp.ClientTimeout(total=max(backoff.left(), 0.1), sock_connect=_CONNECT_S)
             try:
                 async with self._session.request(
                     method, self.base_url + path, json=body, headers=self._headers, timeout=timeout
@@ -114,6 +124,8 @@ class GatewayClient:
                         raise GatewayError(problem, status=response.status)
             except aiohttp.ContentTypeError as error:
                 problem = f"{self.base_url} is not a gateway: {error.message}"
+            except aiohttp.InvalidURL:
+                problem = "no gateway of the run has said where it is"
             except _UNREACHABLE as error:
                 problem = f"{self.base_url} cannot be reached: {error or type(error).__name__}"
             pause = backoff.failed()

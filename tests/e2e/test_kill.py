@@ -113,10 +113,11 @@ def test_a_run_survives_the_death_of_every_process(tmp_path: Path, midtrained: R
         if process.poll() is None:
             os.killpg(process.pid, signal.SIGKILL)
             process.wait()
-    check_records(run, seen_digests, seen_finished)
+    check_stores(run, seen_digests, seen_finished)
+    check_restarts(run)
 
 
-def check_records(run: RunDirectory, seen_digests: dict[int, str], seen_finished: set[str]) -> None:
+def check_stores(run: RunDirectory, seen_digests: dict[int, str], seen_finished: set[str]) -> None:
     weights, ledger, trajectories = stores(run)
     steps = ledger.steps()
     assert [step.number for step in steps] == list(
@@ -154,6 +155,9 @@ def check_records(run: RunDirectory, seen_digests: dict[int, str], seen_finished
         for segment in trajectories.load(id).segments:
             for policy in segment.policies:
                 assert weights.manifest(Version(policy.line, policy.number)).digest == policy.digest
+
+
+def check_restarts(run: RunDirectory) -> None:
     # each process that was killed was restarted once, no other died with it, and the report counts them
     restarts = [event for event in read_events(run.events) if event["kind"] == "restart"]
     died = sorted((event["target"], event["exit_code"]) for event in restarts)

@@ -1,1 +1,1 @@
-"""Where the roles of a run live: on this host."""
+"""Where the roles of a run live: on this host, or on Ray."""

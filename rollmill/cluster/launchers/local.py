@@ -51,6 +51,8 @@ class RoleProcess:
 class Local:
     """`[cluster] kind = "local"`: everything on this host. The supervisor is the command itself."""
 
+    elsewhere = False
+
     def check(self, config: RunConfig) -> None:
         if not outside_world():
             give_out(config, present_gpus())
@@ -75,7 +77,7 @@ class Local:
         while self.collect(run) is None:
             if process.poll() is not None or time.monotonic() > deadline:
                 raise RollmillError(
-                    f"{run.path} was not started: {last_words(run, 'train')}", hint=f"see {run.logs / 'train.log'}"
+                    f"{run.path} was not started: {last_words(run.logs, 'train')}", hint=f"see {run.logs / 'train.log'}"
                 )
             time.sleep(0.05)
 
@@ -152,7 +154,9 @@ class LocalLauncher:
             hint = f"the rest is in {self._run.logs / (name + '.log')}"
             if self._run.service_of is None:
                 hint += f"; once it is fixed, `rollmill train --resume {self._run.path}` continues the run"
-            raise RollmillError(f"process {name!r} {describe_exit(code)}: {last_words(self._run, name)}", hint=hint)
+            raise RollmillError(
+                f"process {name!r} {describe_exit(code)}: {last_words(self._run.logs, name)}", hint=hint
+            )
         pause = role.backoff.failed()
         telemetry.emit("restart", target=role.name, exit_code=code, restarts=role.backoff.failures)
         time.sleep(pause)
@@ -227,10 +231,10 @@ def _end_all(processes: Sequence[Child]) -> tuple[int, int]:
     return rank, codes[rank]
 
 
-def last_words(run: RunDirectory, name: str) -> str:
+def last_words(logs: Path, name: str) -> str:
     """The end of a role's log, for an error."""
     try:
-        with (run.logs / f"{name}.log").open("rb") as log:
+        with (logs / f"{name}.log").open("rb") as log:
             log.seek(max(0, log.seek(0, os.SEEK_END) - 4096))
             lines = log.read().decode(errors="replace").strip().splitlines()
     except OSError as error:

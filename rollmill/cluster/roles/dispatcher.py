@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import functools
 import json
 from collections.abc import AsyncIterator
 from dataclasses import asdict
 
 from rollmill import telemetry
+from rollmill.cluster.addresses import find_gateway
 from rollmill.cluster.run import RunDirectory, phase
 from rollmill.cluster.stages import Evaluation, evaluations, is_recorded, last_version, results_key
 from rollmill.environments.environment import build_tasks, open_environment
@@ -105,7 +107,7 @@ async def open_context(run: RunDirectory, line: str) -> AsyncIterator[RolloutCon
     objects = Objects.open(run.home_store)
     async with (
         open_environment(config) as environment,
-        GatewayClient(run.url("gateway"), run.secrets["rollout_key"]) as gateway,
+        GatewayClient(functools.partial(find_gateway, run), run.secrets["rollout_key"]) as gateway,
     ):
         machines = environment.machines
         if config.rollouts.simulated_tool_seconds:

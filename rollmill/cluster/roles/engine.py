@@ -6,6 +6,10 @@ What it serves is given by its arguments: KIND NAME FORM, for example `line rl b
 
 from __future__ import annotations
 
+import functools
+
+from rollmill.cluster.addresses import find_gateway
+from rollmill.cluster.prepare import need_tokenizer
 from rollmill.cluster.run import RunDirectory
 from rollmill.cluster.trust import trusting
 from rollmill.inference.joining import Joining
@@ -38,14 +42,15 @@ def main(run: RunDirectory, engine_name: str, kind: str, name: str, form: str) -
         name=engine,
         region=region,
         port=run.ports.get(spec.role, 0),
+        host="127.0.0.1" if run.ports else run.host,  # on a node of a cluster: its address there
         device="cpu" if spec.section.gpus == 0 else run.config.device,
         form=form,
         exact=run.config.numerics == "exact",
         token=run.secrets["engine_token"],
-        tokenizer=run.tokenizer,
+        tokenizer=need_tokenizer(run),
         kind=build(spec.section),
         joining=Joining(
-            run.url("gateway"),
+            functools.partial(find_gateway, run),
             run.secrets["engine_token"],
             spec.section.kind,
             run.config.engine.max_batch,

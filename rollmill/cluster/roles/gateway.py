@@ -13,6 +13,8 @@ from aiohttp import web
 
 from rollmill.chat.formats.choice import format_beside
 from rollmill.chat.tokenizer import Tokenizer
+from rollmill.cluster.addresses import announce_gateway
+from rollmill.cluster.prepare import need_tokenizer
 from rollmill.cluster.run import CANARY, RunDirectory
 from rollmill.cluster.workers import BACKLOG, run_workers
 from rollmill.errors import ConfigError
@@ -34,7 +36,7 @@ _MOST_WORKERS, _CORES_PER_WORKER = 8, 4  # if the configuration does not say how
 
 
 def main(run: RunDirectory) -> None:
-    tokenizer = Tokenizer.load(run.tokenizer)
+    run, tokenizer = announce_gateway(run), Tokenizer.load(need_tokenizer(run))
     config, directory = run.config.gateway, run.path / "gateway"
     format = format_beside(run.tokenizer, tokenizer, run.config.chat.kept, tools_in_prompt=run.config.tools_in_prompt)
 

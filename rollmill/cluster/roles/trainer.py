@@ -12,7 +12,7 @@ from rollmill import telemetry
 from rollmill.chat.formats.choice import format_beside
 from rollmill.chat.tokenizer import Tokenizer
 from rollmill.cluster.launcher import TERMINATED
-from rollmill.cluster.prepare import describe_longer, prepare
+from rollmill.cluster.prepare import describe_longer, need_tokenizer, prepare
 from rollmill.cluster.run import RunDirectory
 from rollmill.cluster.stages import last_version
 from rollmill.errors import TrainingError
@@ -91,7 +91,7 @@ def _objective(
     run: RunDirectory, stage: StageSection, weights: WeightStore, training: TrainingConfig, placement: Placement
 ) -> Objective[Any]:
     config, database = run.config, open_database(run.database_url)
-    tokenizer = Tokenizer.load(run.tokenizer)
+    tokenizer = Tokenizer.load(need_tokenizer(run))
     kind: Stage = build(stage)
     return kind.objective(
         StageContext(

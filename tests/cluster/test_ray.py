@@ -1,0 +1,119 @@
+"""A run on three Ray nodes that share no directory: S3, PostgreSQL and every process are real, and nodes die."""
+
+from __future__ import annotations
+
+import os
+import re
+import signal
+import sys
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+from typer.testing import CliRunner
+
+from rollmill.cli.main import app
+from rollmill.cluster.naming import describe_run
+from rollmill.cluster.presence import Presence
+from rollmill.cluster.run import RunDirectory
+from rollmill.cluster.state import state_of
+from rollmill.storage.objects import Objects
+from rollmill.telemetry import read_events
+from tests.cluster.ray_nodes import Nodes, ray_nodes
+from tests.e2e.conftest import midtrained  # noqa: F401
+from tests.e2e.small_run import BRIEF_EVALS, small_run
+from tests.e2e.test_kill import check_stores, digests, finished_ids, stores
+from tests.e2e.test_remote_stores import copy_objects
+from tests.storage.serving import new_bucket, s3_environment, s3_server
+
+pytestmark = pytest.mark.slow
+ROLLMILL = (sys.executable, "-P", "-c", "from rollmill.cli.main import main; main()")
+
+
+@pytest.fixture
+def nodes(tmp_path: Path, postgresql_directory: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Nodes]:
+    environment = s3_environment(s3_server())
+    for name, value in environment.items():
+        monkeypatch.setenv(name, value)
+    monkeypatch.setenv("HOME", str(tmp_path / "home"))
+    with ray_nodes(tmp_path, postgresql_directory, {**environment, "PYTHONPATH": os.getcwd()}) as nodes:
+        head = nodes.start("--num-cpus=0", "--labels=region=home")
+        nodes.wait([head])
+        nodes.wait([nodes.start("--num-cpus=8", "--labels=region=home") for _ in range(2)])
+        yield nodes
+
+
+def wait_for(condition: Callable[[], object], run: RunDirectory) -> None:
+    """The time limit is that of the test."""
+    while not condition():
+        assert Presence(Objects.open(run.home_store)).where() is not None, failure(run)
+        time.sleep(0.2)
+
+
+def failure(run: RunDirectory) -> str:
+    state_of(run)
+    return "\n".join(f"{path}\n{path.read_text()[-2000:]}" for path in sorted(run.logs.glob("*.log")))
+
+
+def gateway_node(run: RunDirectory) -> str:
+    found = re.search(rb"//([0-9.]+):", Objects.open(run.home_store).get("cluster/gateway.json"))
+    assert found is not None
+    return found[1].decode()
+
+
+@pytest.mark.timeout(900)
+@pytest.mark.parametrize("database_url", ["postgresql"], indirect=True)
+def test_a_run_survives_the_loss_of_nodes(
+    tmp_path: Path,
+    midtrained: RunDirectory,  # noqa: F811
+    database_url: str,
+    nodes: Nodes,
+) -> None:
+    made = small_run(
+        tmp_path / "made",
+        "fleet",
+        f"store={new_bucket()!r}",
+        f"database={database_url!r}",
+        f"cluster={{kind='ray',address='{nodes.address}'}}",
+        "engines=[{region='home',count=2}]",
+        "stages.rl.steps=6",
+        "stages.rl.groups_per_step=2",
+        *BRIEF_EVALS,
+    )
+    copy_objects(Objects.open(midtrained.home_store), Objects.open(made.home_store))
+    describe_run(made)
+    (made.path / "run.json").unlink()  # from here on the run is its store: no host has its directory
+    url = str(made.home_store)
+
+    # the driver may leave at any moment: here it is killed
+    driver = nodes.head.run(*ROLLMILL, "train", "--resume", url, stdout=(tmp_path / "driver").open("w"))
+    run = RunDirectory.open(Path(url))
+    while Presence(Objects.open(url)).where() is None:
+        assert driver.poll() is None, (tmp_path / "driver").read_text()
+        time.sleep(0.2)
+    os.killpg(driver.pid, signal.SIGKILL)
+    weights, ledger, trajectories = stores(run)
+    seen_digests: dict[int, str] = {}
+    seen_finished: set[str] = set()
+
+    # two of the nodes are lost, with all that is on them: first the one with the gateway, later the other one
+    for number in (1, 3):
+        wait_for(lambda number=number: ledger.committed() >= number, run)  # type: ignore[misc]
+        seen_digests |= digests(weights, "rl")
+        seen_finished |= finished_ids(trajectories, run)
+        nodes.lose(gateway_node(run))
+        nodes.wait([nodes.start("--num-cpus=8", "--labels=region=home")])
+    while state_of(run).driver is not None:
+        time.sleep(0.5)
+    assert state_of(run).word == "finished", failure(run)
+    check_stores(run, seen_digests, seen_finished)
+    restarts = {event["target"] for event in read_events(run.events) if event["kind"] == "restart"}
+    assert {"gateway", "engine-home"} & restarts
+    # commands work on a host that is no node, and name the run by the URL of its objects
+    shown = CliRunner().invoke(app, ["status", url])
+    assert shown.exit_code == 0 and "finished" in shown.output, shown.output
+    shown = CliRunner().invoke(app, ["logs", url])
+    assert "trainer" in shown.output and "gateway" in shown.output
+    for secret in run.secrets.values():
+        assert not any(secret.encode() in Objects.open(url).get(key) for key in Objects.open(url).list("cluster"))
