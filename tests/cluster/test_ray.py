@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import re
 import signal
@@ -9,6 +10,7 @@ import sys
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 from typer.testing import CliRunner
@@ -28,6 +30,7 @@ from tests.e2e.test_remote_stores import copy_objects
 from tests.storage.serving import new_bucket, s3_environment, s3_server
 
 pytestmark = pytest.mark.slow
+WORKER = ("--num-cpus=8", "--labels=region=home")
 ROLLMILL = (sys.executable, "-P", "-c", "from rollmill.cli.main import main; main()")
 
 
@@ -40,7 +43,7 @@ def nodes(tmp_path: Path, postgresql_directory: Path, monkeypatch: pytest.Monkey
     with ray_nodes(tmp_path, postgresql_directory, {**environment, "PYTHONPATH": os.getcwd()}) as nodes:
         head = nodes.start("--num-cpus=0", "--labels=region=home")
         nodes.wait([head])
-        nodes.wait([nodes.start("--num-cpus=8", "--labels=region=home") for _ in range(2)])
+        nodes.wait([nodes.start(*WORKER) for _ in range(2)])
         yield nodes
 
 
@@ -49,6 +52,11 @@ def wait_for(condition: Callable[[], object], run: RunDirectory) -> None:
     while not condition():
         assert Presence(Objects.open(run.home_store)).where() is not None, failure(run)
         time.sleep(0.2)
+
+
+def collected(run: RunDirectory) -> list[dict[str, Any]]:
+    state_of(run)
+    return read_events(run.events)
 
 
 def failure(run: RunDirectory) -> str:
@@ -60,6 +68,24 @@ def gateway_node(run: RunDirectory) -> str:
     found = re.search(rb"//([0-9.]+):", Objects.open(run.home_store).get("cluster/gateway.json"))
     assert found is not None
     return found[1].decode()
+
+
+def supervisor_pid(nodes: Nodes) -> int | None:
+    """The process of the supervisor's actor. It is on the head, which has room for nothing else."""
+    space = os.readlink(f"/proc/{nodes.head.first}/ns/pid")
+    for entry in Path("/proc").glob("[0-9]*"):
+        with contextlib.suppress(OSError):
+            title = (entry / "cmdline").read_bytes()
+            if title.startswith(b"ray::Supervisor") and os.readlink(entry / "ns" / "pid") == space:
+                return int(entry.name)
+    return None
+
+
+def command(*words: str) -> str:
+    """A command on a host that is no node: it reaches the run's store and nothing else."""
+    done = CliRunner().invoke(app, [*words])
+    assert done.exit_code == 0, done.output
+    return done.output
 
 
 @pytest.mark.timeout(900)
@@ -85,35 +111,46 @@ def test_a_run_survives_the_loss_of_nodes(
     describe_run(made)
     (made.path / "run.json").unlink()  # from here on the run is its store: no host has its directory
     url = str(made.home_store)
-
-    # the driver may leave at any moment: here it is killed
-    driver = nodes.head.run(*ROLLMILL, "train", "--resume", url, stdout=(tmp_path / "driver").open("w"))
     run = RunDirectory.open(Path(url))
-    while Presence(Objects.open(url)).where() is None:
-        assert driver.poll() is None, (tmp_path / "driver").read_text()
-        time.sleep(0.2)
-    os.killpg(driver.pid, signal.SIGKILL)
     weights, ledger, trajectories = stores(run)
     seen_digests: dict[int, str] = {}
     seen_finished: set[str] = set()
 
-    # two of the nodes are lost, with all that is on them: first the one with the gateway, later the other one
-    for number in (1, 3):
-        wait_for(lambda number=number: ledger.committed() >= number, run)  # type: ignore[misc]
-        seen_digests |= digests(weights, "rl")
-        seen_finished |= finished_ids(trajectories, run)
+    def lose_node_after(step: int) -> None:
+        """The node of the gateway is lost: with it its open sessions, and whatever else is there."""
+        wait_for(lambda: ledger.committed() >= step, run)
+        seen_digests.update(digests(weights, "rl"))
+        seen_finished.update(finished_ids(trajectories, run))
         nodes.lose(gateway_node(run))
-        nodes.wait([nodes.start("--num-cpus=8", "--labels=region=home")])
+        nodes.wait([nodes.start(*WORKER)])
+
+    # the driver may leave at any moment: here it is killed
+    driver = nodes.head.run(*ROLLMILL, "train", "--resume", url, stdout=(tmp_path / "driver").open("w"))
+    while Presence(Objects.open(url)).where() is None:
+        assert driver.poll() is None, (tmp_path / "driver").read_text()
+        time.sleep(0.2)
+    os.killpg(driver.pid, signal.SIGKILL)
+
+    lose_node_after(1)
+    # the supervisor is killed: Ray brings it back, and it takes over the processes that run
+    wait_for(lambda: ledger.committed() >= 2, run)
+    pid = supervisor_pid(nodes)
+    assert pid is not None
+    os.kill(pid, signal.SIGKILL)
+    command("scale", url, "engines=3")
+    wait_for(lambda: "engine-home-3" in {event["process"] for event in collected(run)}, run)
+    # it is stopped and resumed, by a command that ends at once
+    assert "training" in command("status", url) and "stopped" in command("stop", url)
+    assert "stopped" in command("status", url) and supervisor_pid(nodes) is None
+    assert nodes.head.run(*ROLLMILL, "train", "--resume", url, "--detach").wait() == 0
+    lose_node_after(4)
     while state_of(run).driver is not None:
         time.sleep(0.5)
+
     assert state_of(run).word == "finished", failure(run)
     check_stores(run, seen_digests, seen_finished)
-    restarts = {event["target"] for event in read_events(run.events) if event["kind"] == "restart"}
-    assert {"gateway", "engine-home"} & restarts
-    # commands work on a host that is no node, and name the run by the URL of its objects
-    shown = CliRunner().invoke(app, ["status", url])
-    assert shown.exit_code == 0 and "finished" in shown.output, shown.output
-    shown = CliRunner().invoke(app, ["logs", url])
-    assert "trainer" in shown.output and "gateway" in shown.output
-    for secret in run.secrets.values():
-        assert not any(secret.encode() in Objects.open(url).get(key) for key in Objects.open(url).list("cluster"))
+    assert "gateway" in {event["target"] for event in collected(run) if event["kind"] == "restart"}
+    assert "finished" in command("status", url) and "supervisor" in command("logs", url)
+    objects = Objects.open(url)
+    written = b"".join(objects.get(key) for key in objects.list("cluster"))
+    assert written and not any(secret.encode() in written for secret in run.secrets.values())
