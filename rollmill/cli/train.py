@@ -14,10 +14,7 @@ if TYPE_CHECKING:
 
 def train(
     source: Annotated[
-        Path,
-        typer.Argument(
-            help="a RUN.toml, or with --resume a run directory or the URL of its objects", show_default=False
-        ),
+        Path, typer.Argument(help="a RUN.toml; with --resume a run, as directory or URL", show_default=False)
     ],
     overrides: Annotated[
         list[str] | None, typer.Argument(help="settings laid over the file: `key.path=value`, values as in TOML")

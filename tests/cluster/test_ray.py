@@ -71,12 +71,12 @@ def gateway_node(run: RunDirectory) -> str:
 
 
 def supervisor_pid(nodes: Nodes) -> int | None:
-    """The process of the supervisor's actor. It is on the head, which has room for nothing else."""
-    space = os.readlink(f"/proc/{nodes.head.first}/ns/pid")
+    """The process of the supervisor's actor, on whatever node it is."""
+    spaces = {os.readlink(f"/proc/{node.first}/ns/pid") for node in nodes.alive}
     for entry in Path("/proc").glob("[0-9]*"):
         with contextlib.suppress(OSError):
             title = (entry / "cmdline").read_bytes()
-            if title.startswith(b"ray::Supervisor") and os.readlink(entry / "ns" / "pid") == space:
+            if title.startswith(b"ray::Supervisor") and os.readlink(entry / "ns" / "pid") in spaces:
                 return int(entry.name)
     return None
 
