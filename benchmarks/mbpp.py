@@ -43,7 +43,7 @@ from rollmill.telemetry import EventTail, read_events
 RECIPE = Path(__file__).parents[1] / "examples" / "mbpp" / "sft.toml"
 HELD_OUT = 128
 STOP_S = 30.0  # for the processes of a run that is stopped
-START_S = 45.0  # for an engine that starts, to measure a version
+START_S = 20.0  # for an engine that starts, to measure a version
 QUICK = [
     "stages.sft.steps=1",
     "stages.sft.documents_per_step=2",
@@ -216,12 +216,13 @@ def rl_figures(events: list[Event]) -> dict[str, float]:
     seconds = steps[-1]["at"] - begin["at"]
     rollouts = [e for e in events if e["kind"] == "rollout" and begin["at"] <= e["at"] <= steps[-1]["at"]]
     warm = steps[3:] or steps  # kernels are compiled in the first ones
+    warm_at = steps[2]["at"] if len(steps) > 3 else begin["at"]
     few = max(1, len(steps) // 6)
     figures = {
         "steps": len(steps),
         "seconds": seconds,
         "samples": len(rollouts),
-        "samples_per_s": len(rollouts) / seconds,
+        "samples_per_s": sum(event["at"] > warm_at for event in rollouts) / (steps[-1]["at"] - warm_at),
         "tokens_per_s": sum(event["tokens"] or 0 for event in rollouts) / seconds,
         "trained_per_s": sum(event["trajectories"] for event in steps) / seconds,
         "step_s": statistics.median(event["seconds"] for event in warm),
