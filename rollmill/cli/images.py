@@ -51,7 +51,9 @@ def build(
 def list_all() -> None:
     """List the images that were built here: name, digest, size, what for. For example:
 
-    rollmill images list
+        rollmill images list
+
+    The last column is the distance that `rollmill machines fidelity` measured.
     """
     from rich.console import Console
     from rich.table import Table
@@ -59,13 +61,15 @@ def list_all() -> None:
     from rollmill.environments.machines.build_image import list_images
     from rollmill.environments.machines.images import images_directory
 
-    table = Table("name", "digest", "size", "Python", "requirements")
+    table = Table("name", "digest", "size", "Python", "requirements", "fidelity")
     for name, record in list_images():
         if record is None:
-            table.add_row(name, "damaged", "", "", f"`rollmill images rm {name}`, then build it again")
+            table.add_row(name, "damaged", "", "", f"`rollmill images rm {name}`, then build it again", "")
             continue
         wanted = [line.strip() for line in record.requirements if line.strip() and not line.startswith("#")]
-        table.add_row(name, record.digest[:12], _size(record.bytes), record.python or "-", ", ".join(wanted) or "-")
+        scores = ", ".join(f"{kind} {distance:.2f}" for kind, distance in record.fidelity.items())
+        row = (record.digest[:12], _size(record.bytes), record.python, ", ".join(wanted), scores)
+        table.add_row(name, *(cell or "-" for cell in row))
     Console(highlight=False, markup=False).print(table)
     typer.echo(f"in {images_directory()} ($ROLLMILL_IMAGES)")
 

@@ -1,6 +1,9 @@
-"""`rollmill machines setup | doctor`: which kinds of machines work on this host."""
+"""`rollmill machines setup | doctor | fidelity`: which kinds of machines work on this host, and what they look like."""
 
 from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
 
 import typer
 
@@ -50,3 +53,62 @@ def doctor() -> None:
     Console().print(table)
     if not works:
         raise typer.Exit(1)
+
+
+@app.command("fidelity")
+def fidelity(
+    kind: Annotated[str, typer.Option(help="kind of machine: namespace or qemu")] = "namespace",
+    image: Annotated[str, typer.Option(help="image of the machine")] = "host-python",
+    reference: Annotated[
+        Path | None,
+        typer.Option(
+            help="what the probe printed on a computer of yours; not set: a Debian server", show_default=False
+        ),
+    ] = None,
+    print_probe: Annotated[bool, typer.Option("--print-probe", help="print the program of the probe and exit")] = False,
+) -> None:
+    """Score how tellable apart a machine and an ordinary computer are, item by item. For example:
+
+        rollmill machines fidelity
+        rollmill machines fidelity --print-probe > probe.py
+        rollmill machines fidelity --image shop --reference laptop.json
+
+    A probe runs in a machine and is compared with a reference: 0 means that it cannot tell them apart. Models that
+    notice a made environment behave differently in it. The score is kept with a built image. The default reference is
+    written by hand; `python probe.py > laptop.json` records one.
+    """
+    import asyncio
+
+    from rich.console import Console
+    from rich.table import Table
+
+    from rollmill.environments.machines import fidelity as measure
+    from rollmill.environments.machines.build_image import keep_fidelity
+
+    if print_probe:
+        print(measure.probe_source(), end="")
+        return
+    expected = measure.REFERENCE if reference is None else measure.read_reference(reference)
+    found = measure.compare(asyncio.run(_look(kind, image)), expected)
+    table = Table("item", "distance", "what differs")
+    for item, (distance, differences) in found.items.items():
+        table.add_row(item, f"{distance:.2f}", ", ".join(map(str, differences)))
+    Console(highlight=False, markup=False).print(table)
+    typer.echo(f"{kind} machine of {image}: distance {found.distance:.2f}")
+    keep_fidelity(image, kind, found.distance)
+
+
+async def _look(kind: str, image: str) -> dict[str, dict[str, bool | str]]:
+    from rollmill.environments.machines.fidelity import look
+    from rollmill.environments.sections import MachineSection
+    from rollmill.kinds import build
+
+    host = build(MachineSection.model_validate({"kind": kind}))
+    try:
+        machine = await host.create(image)
+        try:
+            return await look(machine)
+        finally:
+            await machine.close()
+    finally:
+        await host.close()

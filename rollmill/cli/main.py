@@ -30,6 +30,7 @@ from rollmill.cli import (
     runs,
     serve,
     sessions,
+    simulate,
     tasks,
     train,
     trajectories,
@@ -85,6 +86,7 @@ app.add_typer(trajectories.app, name="trajectories")
 app.add_typer(sessions.app, name="sessions")
 app.add_typer(rewards.app, name="rewards")
 app.add_typer(keys.app, name="keys")
+app.add_typer(simulate.app, name="simulate")
 app.command("config")(config.show_settings)
 app.command("doctor")(doctor.doctor)
 

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import re
+import subprocess
+import sys
 from collections.abc import Callable
 from pathlib import Path
 
@@ -20,7 +22,7 @@ GUIDE = ROOT / "docs" / "guides" / "choosing-a-machine.md"
 @pytest.mark.slow
 def test_the_guide_to_choosing_a_machine_works_word_by_word(tmp_path: Path) -> None:
     blocks = re.findall(r"```bash\n(.*?)```", GUIDE.read_text(), re.S)
-    assert len(blocks) == 4
+    assert len(blocks) == 5
     try:
         parts.find_parts()
     except MachineError as error:  # nothing is installed by a test
@@ -75,3 +77,27 @@ def test_a_kernel_package_gives_its_kernel_and_modules(tmp_path: Path) -> None:
     setup._take_kernel(stream, tmp_path)
     found = {path.name: path.read_bytes() for path in tmp_path.iterdir()}
     assert found == {"vmlinuz": b"kernel", "virtio_console.ko": b"console", "virtio.ko": b"virtio"}
+
+
+def test_fidelity_is_scored_item_by_item_and_kept_with_the_image(
+    rollmill: Callable[..., Told], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("ROLLMILL_IMAGES", str(tmp_path / "store"))
+    (tmp_path / "files").mkdir()
+    assert rollmill("images", "build", "own", "--directory", tmp_path / "files").code == 0
+    told = rollmill("machines", "fidelity", "--image", "own")
+    assert told.code == 0 and "filter of system calls" in told.out, told
+    distance = float(told.out.split()[-1])
+    assert distance <= 0.3, told.out  # 0.64 before machines had users, a home, an init process and system files
+    assert f"namespace {distance:.2f}" in rollmill("images", "list").out
+    assert rollmill("images", "build", "own", "--directory", tmp_path / "files").code == 0  # the same content
+    assert f"namespace {distance:.2f}" in rollmill("images", "list").out
+
+    probe, reference = tmp_path / "probe.py", tmp_path / "this.json"
+    probe.write_text(rollmill("machines", "fidelity", "--print-probe").out)
+    reference.write_bytes(subprocess.run([sys.executable, str(probe)], check=True, capture_output=True).stdout)
+    told = rollmill("machines", "fidelity", "--reference", reference)
+    assert told.code == 0 and "distance" in told.out, told
+    reference.write_text('{"hardware": 3}')
+    told = rollmill("machines", "fidelity", "--reference", reference)
+    assert told.code == 1 and "--print-probe" in told.err and "Traceback" not in told.err, told

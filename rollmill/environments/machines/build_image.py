@@ -113,6 +113,15 @@ def _write(path: Path, record: ImageRecord) -> None:
     os.replace(unfinished, path)
 
 
+def keep_fidelity(name: str, kind: str, distance: float) -> None:
+    """Write the score of an image's machines into its record. It stays when the same content is built again."""
+    record = images.find_record(name)
+    if record is not None:
+        scores = {**record.fidelity, kind: round(distance, 4)}
+        place = images_directory() / "objects" / record.digest / "image.json"
+        _write(place, record.model_copy(update={"fidelity": scores}))
+
+
 class Listed(NamedTuple):
     name: str
     record: ImageRecord | None  # None: damaged

@@ -42,6 +42,7 @@ class ImageRecord(BaseModel):
     python: str = ""  # version and platform that the packages are for; "": it has none
     requirements: list[str] = []
     bytes: int = 0
+    fidelity: dict[str, float] = {}  # by kind of machine: how far it is from an ordinary computer, 0 to 1
 
 
 @dataclass(frozen=True)

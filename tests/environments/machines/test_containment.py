@@ -147,7 +147,7 @@ async def test_a_command_cannot_end_or_trace_the_first_process(machine: Namespac
         "for number in (signal.SIGKILL, signal.SIGTERM, signal.SIGINT, signal.SIGSTOP, signal.SIGHUP):\n"
         "    try: os.kill(1, number)\n"
         "    except PermissionError: pass\n"
-        "for name in ('mem', 'environ', 'maps', 'fd/0', 'fd/3', 'oom_score_adj', 'status'):\n"
+        "for name in ('mem', 'environ', 'maps', 'fd/0', 'fd/3', 'oom_score_adj', 'root', 'ns/pid'):\n"
         "    try: open(f'/proc/1/{name}', 'rb'); print('opened', name)\n"
         "    except FileNotFoundError: pass\n"
         "print(ctypes.CDLL(None).ptrace(16, 1, 0, 0), sorted(map(int, os.listdir('/proc/self/fd')))[:3])"

@@ -22,6 +22,7 @@ A request has a number, "id", and its reply has the same one.
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import os
 import resource
@@ -30,7 +31,7 @@ import signal
 import socket
 from typing import Any, NamedTuple, NoReturn
 
-from rollmill.environments.machines.namespace import command, files, kernel, layout, seccomp, wire
+from rollmill.environments.machines.namespace import command, computer, files, kernel, layout, seccomp, wire
 from rollmill.environments.machines.namespace.memory import Watchdog
 from rollmill.environments.machines.namespace.process import Processes
 
@@ -38,6 +39,7 @@ _WATCH_INTERVAL_S = 0.05
 _BACKLOG = 16  # connections that wait to be accepted
 _CONNECTION = 3  # the open file of the socket to the client
 _BUFFERS = b"4096 65536 131072"  # of a TCP connection: least, default and most bytes
+_HOME_FILES = tuple((f"{layout.HOME}/{name}", text.encode()) for name, text in computer.HOME_FILES.items())
 _CAPABILITIES = kernel.capability_sets(kernel.CAP_KILL, kernel.CAP_SETGID, kernel.CAP_SETUID)
 
 
@@ -86,6 +88,7 @@ class Plan(NamedTuple):
         mounts = (
             ("tmpfs", layout.WORK, "tmpfs", flags, f"{options},mode=755"),
             ("tmpfs", layout.TEMPORARY, "tmpfs", flags, f"{options},mode=1777"),
+            ("tmpfs", layout.HOME, "tmpfs", flags, f"{options},mode=755"),
             ("proc", "/proc", "proc", flags | kernel.MS_NOEXEC, ""),
         )
         watchdog = Watchdog(limits.processes, limits.memory, limits.memory_counted, sockets=-1)
@@ -124,14 +127,34 @@ def _lock_in(plan: Plan) -> Watchdog:
     for arguments in plan.mounts:
         kernel.mount(*arguments)
     sockets = os.open("/proc/net/sockstat", os.O_RDONLY | os.O_CLOEXEC)
-    kernel.mount(layout.CODE, "/proc/1", None, kernel.MS_BIND)  # hides pid 1: CODE is an empty directory by now
-    kernel.sethostname("machine")
+    _furnish_home()
+    _count_on()
+    kernel.mount(layout.INIT, "/proc/1", None, kernel.MS_BIND)  # hides pid 1
+    kernel.sethostname(layout.HOST_NAME)
     _open_loopback()
     kernel.prctl(kernel.PR_SET_NO_NEW_PRIVS, 1)  # commands inherit it
     kernel.set_capabilities(_CAPABILITIES if plan.own_user else command.NO_CAPABILITIES)
     _protect()
     os.chdir(layout.WORK)
     return plan.watchdog._replace(sockets=sockets)
+
+
+def _furnish_home() -> None:
+    for path, data in _HOME_FILES:
+        file = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_CLOEXEC, 0o644)
+        os.write(file, data)
+        os.fchown(file, layout.USER_ID, layout.USER_ID)
+        os.close(file)
+
+
+def _count_on() -> None:
+    """Process ids begin where those of a computer are after its boot. Some kernels cannot."""
+    with contextlib.suppress(OSError):
+        setting = os.open("/proc/sys/kernel/ns_last_pid", os.O_WRONLY | os.O_CLOEXEC)
+        try:
+            os.write(setting, b"%d" % layout.FIRST_PID)
+        finally:
+            os.close(setting)
 
 
 def _open_loopback() -> None:

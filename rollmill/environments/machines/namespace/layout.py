@@ -1,4 +1,4 @@
-"""Paths and ids inside a machine."""
+"""Paths, names and ids inside a machine."""
 
 from __future__ import annotations
 
@@ -8,4 +8,9 @@ PYTHON = "/opt/python"
 PROGRAMS = "/opt/bin"
 PACKAGES = "/opt/packages"  # Python packages of the image, if it has any
 CODE = "/opt/host"  # the machine host's own source, until the machine host has imported it; then empty
+INIT = "/run/initctl"  # what commands see as /proc/1
+USER = "user"
 USER_ID = 1000
+HOME = f"/home/{USER}"
+HOST_NAME = "devbox"
+FIRST_PID = 1374  # about the process ids that a computer has reached after its boot

@@ -53,5 +53,5 @@ def _open_files(pid: int) -> int:
 
 
 def _files() -> int:
-    status = [os.statvfs(directory) for directory in (layout.WORK, layout.TEMPORARY)]
+    status = [os.statvfs(directory) for directory in (layout.WORK, layout.TEMPORARY, layout.HOME)]
     return sum((status.f_blocks - status.f_bfree) * status.f_frsize for status in status)

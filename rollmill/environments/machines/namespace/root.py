@@ -4,34 +4,40 @@
     /opt/python           the Python installation in use, where it is not part of /usr; standard library only
     /opt/bin              python, python3
     /opt/packages         the Python packages of the image, if it has any
-    /etc /dev             a few files made for machines
-    /proc /tmp /work      mounted afresh by each machine
+    /etc /dev /run /var   a few files made for machines (computer.py)
+    /sys                  what this host's /sys says about its maker and processors
+    /proc /tmp /work      mounted afresh by each machine, and so is the home of its user
 
-Not there: home directories, the checkout, virtual environments, the run directory, installed Python packages.
+Not there: this host's home directories, the checkout, virtual environments, the run directory, installed Python
+packages.
 """
 
 from __future__ import annotations
 
+import contextlib
 import os
 import shutil
 import site
+import stat
 import sys
 import sysconfig
+import time
+from collections.abc import Iterable
 from pathlib import Path
 
-from rollmill.environments.machines.namespace import kernel, layout
+from rollmill.environments.machines.namespace import computer, kernel, layout
 
 _STAGE = "/tmp"  # noqa: S108  any directory that always exists: covered in our own mount namespace only
 USERLAND = ("usr", "bin", "sbin", "lib", "lib32", "lib64", "libx32", "nix")
 # /dev/full reads like /dev/zero, but cannot be mapped: memory shared through such a mapping is counted nowhere.
-_DEVICES = {"null": "null", "zero": "full", "full": "full", "random": "random", "urandom": "urandom"}
+_DEVICES = {"null": "null", "zero": "full", "full": "full", "random": "random", "urandom": "urandom", "tty": "tty"}
 _LINKS = {"fd": "/proc/self/fd", "stdin": "fd/0", "stdout": "fd/1", "stderr": "fd/2", "shm": layout.TEMPORARY}
-ETC = {
-    "passwd": f"root:x:0:0::/:/bin/sh\nuser:x:{layout.USER_ID}:{layout.USER_ID}::{layout.TEMPORARY}:/bin/sh\n",
-    "group": f"root:x:0:\nuser:x:{layout.USER_ID}:\n",
-    "hosts": "127.0.0.1 localhost\n",
-    "hostname": "machine\n",
-}
+# what any user of this host may read about its maker and processors; serial numbers are not among them
+_HARDWARE = (
+    *(f"class/dmi/id/{name}" for name in ("sys_vendor", "product_name", "board_vendor", "board_name", "bios_vendor")),
+    *(f"devices/system/cpu/{name}" for name in ("online", "possible", "present")),
+)
+_INSTALLED = 90 * 86400  # seconds since system files were written
 _SYSTEM_PATH = "/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin"
 _SEALED = kernel.MOUNT_ATTR_RDONLY | kernel.MOUNT_ATTR_NOSUID | kernel.MOUNT_ATTR_NODEV
 
@@ -50,9 +56,10 @@ def enter_new_root(packages: str | None) -> str:
     os.mkdir("/new")
     kernel.mount("tmpfs", "/new", "tmpfs", kernel.MS_NOSUID | kernel.MS_NODEV, "mode=755,size=16m")
     new, old = Path("/new"), Path("/old")
-    for name in (layout.TEMPORARY, layout.WORK, layout.PROGRAMS, layout.CODE, "/proc", "/dev", "/etc"):
+    for name in (layout.TEMPORARY, layout.WORK, layout.PROGRAMS, layout.CODE, layout.HOME, "/proc", "/dev", "/etc"):
         (new / name[1:]).mkdir(parents=True)
     _bind_userland(old, new)
+    _furnish(old, new)
     if packages is not None:
         _bind(old / Path(packages).absolute().relative_to("/"), new / layout.PACKAGES[1:])
     inside = python_home
@@ -77,7 +84,10 @@ def environment() -> dict[str, str]:
     home = Path(sys.base_prefix)
     variables = {
         "PATH": f"{layout.PROGRAMS}:{layout.PACKAGES}/bin:{layout.PYTHON}/bin:{_SYSTEM_PATH}",
-        "HOME": layout.TEMPORARY,
+        "HOME": layout.HOME,
+        "USER": layout.USER,
+        "LOGNAME": layout.USER,
+        "SHELL": "/bin/bash",
         "LANG": "C.UTF-8",
         "PYTHONDONTWRITEBYTECODE": "1",
     }
@@ -93,14 +103,10 @@ def _bind_userland(old: Path, new: Path) -> None:
             (new / name).symlink_to(os.readlink(entry))
         elif entry.is_dir():
             _bind(entry, new / name)
-    for name, text in ETC.items():
-        (new / "etc" / name).write_text(text)
-    for name in (
-        "ld.so.cache",
-        "alternatives",
-    ):  # so that programs find their libraries, and Debian's links their targets
-        if (old / "etc" / name).exists():
-            _bind(old / "etc" / name, new / "etc" / name)
+    # so that programs find their libraries, Debian's links their targets, and dpkg its packages
+    for name in ("etc/ld.so.cache", "etc/alternatives", "var/lib/dpkg"):
+        if (old / name).exists():
+            _bind(old / name, new / name)
     for name, source in _DEVICES.items():
         _bind(old / "dev" / source, new / "dev" / name, kernel.MOUNT_ATTR_NOSUID | kernel.MOUNT_ATTR_NOEXEC)
     for name, target in _LINKS.items():
@@ -109,10 +115,38 @@ def _bind_userland(old: Path, new: Path) -> None:
     _bind(old / "proc", new / "proc", 0)
 
 
+def _furnish(old: Path, new: Path) -> None:
+    """Write the files that make a machine an ordinary computer, dated as if it was installed a while ago."""
+    for directory in computer.DIRECTORIES:
+        (new / directory[1:]).mkdir(parents=True, exist_ok=True)
+    texts = {path[1:]: text.encode() for path, text in computer.FILES.items()}
+    texts |= _public(old, "etc", computer.HOST_FILES) | _public(old, "sys", _HARDWARE)
+    installed = time.time() - _INSTALLED
+    for path, data in texts.items():
+        (new / path).parent.mkdir(parents=True, exist_ok=True)
+        (new / path).write_bytes(data)
+        os.utime(new / path, (installed, installed))
+    (new / "etc/os-release").symlink_to("../usr/lib/os-release")
+    (new / "etc/localtime").symlink_to("/usr/share/zoneinfo/Etc/UTC")
+    (new / "etc/mtab").symlink_to("../proc/self/mounts")
+
+
+def _public(old: Path, directory: str, names: Iterable[str]) -> dict[str, bytes]:
+    """The files of this host that every user may read, by path."""
+    found = {}
+    for name in names:
+        path = Path(directory, name)
+        with contextlib.suppress(OSError):
+            if stat.S_IMODE(os.stat(old / path).st_mode) & stat.S_IROTH:
+                found[str(path)] = (old / path).read_bytes()
+    return found
+
+
 def _bind(source: Path, target: Path, attributes: int = _SEALED) -> None:
     if source.is_dir():
         target.mkdir(parents=True, exist_ok=True)
     else:
+        target.parent.mkdir(parents=True, exist_ok=True)
         target.touch()
     kernel.mount(str(source), str(target), None, kernel.MS_BIND | kernel.MS_REC)
     if attributes:

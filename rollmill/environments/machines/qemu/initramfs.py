@@ -22,7 +22,7 @@ from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import IO
 
-from rollmill.environments.machines.namespace import layout, root
+from rollmill.environments.machines.namespace import computer, layout, root
 from rollmill.environments.machines.qemu.cpio import Archive
 from rollmill.environments.machines.qemu.parts import Parts
 from rollmill.errors import MachineError
@@ -51,12 +51,14 @@ exec {python} -c 'import sys; sys.path.insert(0, "{code}"); from {package}.init 
 def build(parts: Parts, limits: dict[str, int], packages: str | None, file: IO[bytes]) -> None:
     """Write the archive of a guest to `file`. `limits` are those of namespace/agent.py."""
     archive = Archive()
-    for name in (layout.WORK, layout.TEMPORARY, layout.CODE, "/proc", "/sys", "/dev", "/etc", "/root", "/run"):
+    for name in (layout.WORK, layout.TEMPORARY, layout.CODE, layout.HOME, "/proc", "/sys", "/dev"):
+        archive.directory(name)
+    for name in computer.DIRECTORIES:
         archive.directory(name)
     archive.character_device("/dev/console", 0o600, (5, 1))
     archive.character_device("/dev/null", 0o666, (1, 3))
-    for name, text in root.ETC.items():
-        archive.write(f"/etc/{name}", text.encode())
+    for name, text in computer.FILES.items():
+        archive.write(name, text.encode())
     for name in root.USERLAND:
         if os.path.islink(f"/{name}"):
             archive.link(f"/{name}", os.readlink(f"/{name}"))
