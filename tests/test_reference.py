@@ -264,7 +264,8 @@ def test_the_pages_are_up_to_date() -> None:
 
 def test_every_route_says_who_may_call_it_and_what_comes_back() -> None:
     found = list(routes())
-    assert {package for package, _ in found} == {"gateway", "inference", "storage", "rollouts", "dashboard"}
+    servers = {"gateway", "inference", "storage", "rollouts", "dashboard", "environments/machines/remote"}
+    assert {package for package, _ in found} == servers
     for package, (route, summary, needs, _, returns) in found:
         assert summary and needs and returns, (
             f"{package} {route}: its handler's docstring needs `Needs:` and `Returns:`"

@@ -1,4 +1,4 @@
-"""`rollmill machines setup | doctor | fidelity`: which kinds of machines work on this host, and what they look like."""
+"""`rollmill machines setup | doctor | fidelity | serve`: kinds of machines, their looks, machines for others."""
 
 from __future__ import annotations
 
@@ -112,3 +112,52 @@ async def _look(kind: str, image: str) -> dict[str, dict[str, bool | str]]:
             await machine.close()
     finally:
         await host.close()
+
+
+@app.command("serve")
+def serve(
+    host: Annotated[str, typer.Option(help="address to listen on; beyond loopback use TLS")] = "127.0.0.1",
+    port: Annotated[int, typer.Option(min=1, max=65535, help="port to listen on")] = 8900,
+    kind: Annotated[str, typer.Option(help="kind of machine: namespace or qemu")] = "namespace",
+    capacity: Annotated[int, typer.Option(min=1, help="machines at once; more are refused with Retry-After")] = 64,
+    starts: Annotated[int, typer.Option(min=1, help="machines that are started at once")] = 8,
+    tls_cert: Annotated[Path | None, typer.Option(help="certificate, as PEM: then HTTPS", show_default=False)] = None,
+    tls_key: Annotated[Path | None, typer.Option(help="its private key", show_default=False)] = None,
+) -> None:
+    """Offer the machines of this host behind a URL, to dispatchers on other hosts and to E2B's SDKs. For example:
+
+        export ROLLMILL_MACHINES_KEY=$(openssl rand -hex 24)
+        rollmill machines serve --host 10.0.0.7 --tls-cert host.pem --tls-key host.key
+
+    Every request needs the key, which is read from the environment variable ROLLMILL_MACHINES_KEY. A run uses the hosts
+    with [machine] kind = "remote" and hosts = ["https://10.0.0.7:8900"]. E2B's SDKs use them with E2B_API_URL and
+    E2B_SANDBOX_URL set to the URL, and E2B_API_KEY set to the key. Images are those that were built on this host.
+    """
+    import os
+    import ssl
+
+    from aiohttp import web
+
+    from rollmill.environments.machines.remote.app import make_app
+    from rollmill.environments.machines.remote.service import Service
+    from rollmill.environments.sections import MachineSection
+    from rollmill.errors import ConfigError
+    from rollmill.kinds import build
+
+    key = os.environ.get("ROLLMILL_MACHINES_KEY", "")
+    if len(key) < 16:
+        raise ConfigError(
+            "the environment variable ROLLMILL_MACHINES_KEY must hold a key of at least 16 characters",
+            hint="export ROLLMILL_MACHINES_KEY=$(openssl rand -hex 24)",
+        )
+    tls = None
+    if tls_cert is not None:
+        tls = ssl.create_default_context(ssl.Purpose.CLIENT_AUTH)
+        tls.load_cert_chain(tls_cert, tls_key)
+
+    async def application() -> web.Application:
+        machines = build(MachineSection.model_validate({"kind": kind}))
+        return make_app(Service(machines, key, capacity=capacity, starts=starts))
+
+    print(f"up to {capacity} {kind} machines at http{'s' if tls else ''}://{host}:{port}. Ctrl-C stops it.", flush=True)
+    web.run_app(application(), host=host, port=port, ssl_context=tls, access_log=None, print=None)

@@ -24,6 +24,7 @@ _SERVERS = {
     "storage": "Store",
     "rollouts": "Proxy of `rollmill rollout`",
     "dashboard": "Dashboard",
+    "environments/machines/remote": "Machines for other hosts (`rollmill machines serve`)",
 }
 _METHODS = {"add_get": "GET", "add_post": "POST", "add_put": "PUT", "add_delete": "DELETE", "add_patch": "PATCH"}
 
@@ -202,7 +203,9 @@ def routes() -> Iterator[tuple[str, tuple[str, ...]]]:
     from rollmill.gateway.openapi import read_docstring
 
     for path in sorted(PACKAGE.rglob("*.py")):
-        if path.relative_to(PACKAGE).parts[0] not in _SERVERS:  # the proxy of an episode is for its harness alone
+        where = path.relative_to(PACKAGE).as_posix()
+        package = next((server for server in _SERVERS if where.startswith(f"{server}/")), None)
+        if package is None:  # the proxy of an episode is for its harness alone
             continue
         tree = ast.parse(path.read_text(encoding="utf-8"))
         handlers = {node.name: node for node in ast.walk(tree) if isinstance(node, ast.AsyncFunctionDef)}
@@ -214,7 +217,7 @@ def routes() -> Iterator[tuple[str, tuple[str, ...]]]:
                 place = re.sub(r"\{(\w+):[^}]*\}", r"{\1}", ast.literal_eval(node.args[0]))  # without its pattern
                 handler = handlers[ast.unparse(node.args[1]).rpartition(".")[2]]
                 row = (f"`{method} {place}`", *read_docstring(ast.get_docstring(handler) or ""))
-                yield path.relative_to(PACKAGE).parts[0], row
+                yield package, row
 
 
 # --- metrics.md

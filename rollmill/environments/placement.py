@@ -98,6 +98,11 @@ class Placement:
         place.running = max(place.running - 1, 0)
         self._list(place)
 
+    def learn(self, place: Place, *, capacity: int, starts: int, running: int) -> None:
+        """What the host itself says. Others may use it too."""
+        place.capacity, place.starts, place.running = capacity, starts, running
+        self._list(place)
+
     def lost(self, place: Place, now: float) -> None:
         """The host does not answer. Its machines end with `ended` as their owners notice."""
         if place.down_until is None:

@@ -1,0 +1,12 @@
+"""Machines of other hosts, behind a URL. `rollmill machines serve` offers those of a host to two kinds of clients.
+
+    client.py      [machine] kind = "remote": places machines over several hosts, in the dispatcher
+      │  frames over HTTP (routes.py)
+      ▼
+    service.py     the machines that are lent: leases, tokens, capacity       ◄── e2b.py, rpc.py: for E2B's SDKs
+      │
+      ▼
+    any MachineHost of this host
+
+A lease ends a machine whose client has gone. Every request needs the service's key, or the token of its machine.
+"""

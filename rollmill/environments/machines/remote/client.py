@@ -1,0 +1,378 @@
+"""[machine] kind = "remote": machines of other hosts, placed by image and load. asyncio, in the dispatcher.
+
+A host that does not answer gets no machine for a while. A machine whose host is lost raises MachineError: the episode
+is tried again, and lands on another host. Requests are not repeated: a command might run twice.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import dataclasses
+import errno
+import math
+import os
+import signal
+import socket
+import struct
+import time
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import aiohttp
+from pydantic import Field, TypeAdapter, ValidationError
+
+from rollmill.config import Config
+from rollmill.environments.machine import WORK, Capabilities, ExecResult, ProcessState, Snapshot
+from rollmill.environments.machines.namespace import wire
+from rollmill.environments.placement import Place, Placement
+from rollmill.errors import ConfigError, MachineError, NoCapacity, TaskError
+
+_CAPABILITIES = TypeAdapter(Capabilities)
+_CONNECT_S = 5.0
+_ANSWER_S = 60.0  # beyond the time of the command itself
+_NOTE = 64  # bytes of the line that replaces the middle of a long output
+_RENEW_S = 15.0
+_STOPPED = (None, "time", "memory", "processes", "machine")
+
+
+class RemoteConfig(Config):
+    """Settings of machines on other hosts."""
+
+    hosts: list[str] = Field(
+        min_length=1,
+        description="URLs of `rollmill machines serve`, one per host. A machine goes to a host that has its image and "
+        "is not much fuller than the others.",
+    )
+    key_env: str = Field(
+        "ROLLMILL_MACHINES_KEY",
+        description="Environment variable with the key of the hosts. The key stands in no file.",
+    )
+    patience_s: float = Field(
+        60.0,
+        ge=0,
+        description="How long a machine may wait for room, in seconds. Then the episode fails as one that the "
+        "infrastructure lost, and is tried again.",
+    )
+
+
+class RemoteHost:
+    """Creates machines on several hosts. One per event loop."""
+
+    def __init__(self, config: RemoteConfig) -> None:
+        self.config = config
+        self._key = os.environ.get(config.key_env, "")
+        if not self._key:
+            raise ConfigError(
+                f"the environment has no {config.key_env}, the key of the hosts of machines",
+                hint="`rollmill machines serve` uses the variable of the same name",
+            )
+        self._placement = Placement([Place(url.rstrip("/"), 1 << 20) for url in config.hosts])
+        self._session: aiohttp.ClientSession | None = None
+        self._machines: dict[str, RemoteMachine] = {}
+        self._renewing: asyncio.Task[None] | None = None
+        self._starting = asyncio.Lock()
+
+    async def create(
+        self, image: str, files: Mapping[str, bytes] | None = None, *, snapshot: Snapshot | None = None
+    ) -> RemoteMachine:
+        await self.start()
+        deadline = time.monotonic() + self.config.patience_s
+        while True:
+            try:
+                return await self._create(image, files or {}, snapshot)
+            except NoCapacity as error:
+                if time.monotonic() + error.retry_after_s > deadline:
+                    raise
+                await asyncio.sleep(max(error.retry_after_s, 0.05))
+                await self._look()  # others may have ended machines of theirs
+
+    async def start(self) -> None:
+        """Ask every host for its capacity. MachineError if none answers."""
+        async with self._starting:
+            if self._session is not None:
+                return
+            timeout = aiohttp.ClientTimeout(total=None, sock_connect=_CONNECT_S)
+            headers = {"Authorization": f"Bearer {self._key}"}
+            self._session = aiohttp.ClientSession(
+                timeout=timeout, headers=headers, connector=aiohttp.TCPConnector(limit=0)
+            )
+            asked = await self._look()
+            problems = [problem for problem in asked if problem is not None]
+            if len(problems) == len(asked):
+                await self.close()
+                raise MachineError(
+                    f"no host of machines answers: {problems[0]}", hint="`machine.hosts` lists their URLs"
+                )
+            self._renewing = asyncio.create_task(self._renew())
+
+    async def release(self, snapshot: Snapshot) -> None:
+        place, name = snapshot.state
+        assert self._session is not None
+        async with self._session.delete(f"{place.name}/snapshots/{name}"):
+            pass
+
+    async def close(self) -> None:
+        """End all machines that are left."""
+        if self._renewing is not None:
+            self._renewing.cancel()
+        for machine in list(self._machines.values()):
+            with contextlib.suppress(MachineError):
+                await machine.close()
+        session, self._session = self._session, None
+        if session is not None:
+            await session.close()
+
+    async def _create(self, image: str, files: Mapping[str, bytes], snapshot: Snapshot | None) -> RemoteMachine:
+        """On one host. If that host does not answer, on another one: nothing of the episode has run yet."""
+        header = {"image": image, "files": [[path, len(data)] for path, data in files.items()]}
+        frame = wire.pack(header, b"".join(files.values()))
+        for _ in self._placement.places:
+            place = self._placement.take(image, time.monotonic())
+            if snapshot is not None:  # its state is on one host only
+                self._placement.failed(place, time.monotonic(), host_is_down=False)
+                place, name = snapshot.state
+                place.starting += 1
+                frame = wire.pack({**header, "snapshot": name}, b"".join(files.values()))
+            began = time.monotonic()
+            try:
+                answer, _ = await self.ask(place, "POST", "/machines", frame, timeout_s=0.0)
+            except NoCapacity:
+                self._placement.failed(place, time.monotonic(), host_is_down=False)
+                raise
+            except HostLost as error:
+                self._placement.failed(place, time.monotonic(), host_is_down=True)
+                lost = error
+                if snapshot is not None:
+                    raise
+                continue
+            except BaseException:
+                self._placement.failed(place, time.monotonic(), host_is_down=False)
+                raise
+            self._placement.started(place, time.monotonic() - began)
+            if "task" in answer:
+                self._placement.ended(place)
+                raise TaskError(str(answer["task"]), hint=answer.get("hint"))
+            return self.adopt(place, answer)
+        raise lost
+
+    def adopt(self, place: Place, answer: dict[str, Any]) -> RemoteMachine:
+        try:
+            able = _CAPABILITIES.validate_python(answer["capabilities"])
+            machine = RemoteMachine(self, place, str(answer["id"]), str(answer["image"]), able)
+        except (KeyError, ValidationError):
+            self._placement.ended(place)
+            raise MachineError(f"the host {place.name} answered nonsense to a request for a machine") from None
+        self._machines[machine.id] = machine
+        return machine
+
+    def ended(self, machine: RemoteMachine) -> None:
+        if self._machines.pop(machine.id, None) is not None:
+            self._placement.ended(machine.place)
+
+    async def ask(
+        self, place: Place, method: str, path: str, frame: bytes, *, timeout_s: float, max_body: int = 0
+    ) -> tuple[dict[str, Any], bytes]:
+        """Send a request and check its answer. HostLost: the host does not answer; MachineError: it says it failed."""
+        if self._session is None:
+            raise MachineError("the hosts of machines were closed")
+        limit = wire.LENGTHS.size + wire.MAX_HEADER + max_body
+        try:
+            async with asyncio.timeout(timeout_s + _ANSWER_S):
+                async with self._session.request(method, place.name + path, data=frame) as response:
+                    _check_status(
+                        place, response, (await response.content.read(500)) if response.status != 200 else b""
+                    )
+                    data = await _read_up_to(response, limit)
+        except (aiohttp.ClientError, OSError, TimeoutError) as error:
+            raise HostLost(f"the host {place.name} does not answer: {error!r}") from None
+        header, body = _unpack(data, max_body, place)
+        if "failed" in header:
+            raise MachineError(str(header["failed"])[:1000], hint=header.get("hint"))
+        if "errno" in header:
+            raise OSError(int(header["errno"]), str(header.get("message")), header.get("path"))
+        return header, body
+
+    async def _look(self) -> list[str | None]:
+        return list(await asyncio.gather(*(self._introduce(place) for place in self._placement.places)))
+
+    async def _introduce(self, place: Place) -> str | None:
+        """Learn the capacity of a host. Returns what is wrong with it."""
+        assert self._session is not None
+        try:
+            async with asyncio.timeout(_CONNECT_S * 2), self._session.get(f"{place.name}/machines") as response:
+                if response.status != 200:
+                    raise ValueError(f"status {response.status}: {(await response.text())[:200]}")
+                facts = await response.json(content_type=None)
+            counts = {name: int(facts[name]) for name in ("capacity", "starts", "running")}
+            self._placement.learn(place, **counts)
+            return None
+        except (aiohttp.ClientError, OSError, TimeoutError, ValueError, KeyError, TypeError) as error:
+            self._placement.lost(place, time.monotonic())
+            return f"{place.name}: {error!r}"
+
+    async def _renew(self) -> None:
+        """Begin the leases of our machines anew. A host that does not answer shows at the next request."""
+        while True:
+            await asyncio.sleep(_RENEW_S)
+            for place in self._placement.places:
+                ids = [machine.id for machine in self._machines.values() if machine.place is place]
+                if ids:
+                    with contextlib.suppress(MachineError, OSError):
+                        await self.ask(place, "POST", "/machines/renew", wire.pack({"ids": ids}), timeout_s=0.0)
+
+
+class HostLost(MachineError):
+    """A host of machines does not answer, or has forgotten a machine."""
+
+
+class RemoteMachine:
+    """One machine of another host."""
+
+    def __init__(self, host: RemoteHost, place: Place, identifier: str, image: str, capabilities: Capabilities) -> None:
+        self._host = host
+        self.place = place
+        self.id = identifier
+        self.image = image
+        self.capabilities = dataclasses.replace(capabilities, listen=False)
+        self._closed = False
+
+    async def exec(
+        self,
+        argv: Sequence[str],
+        *,
+        cwd: str = WORK,
+        env: Mapping[str, str] | None = None,
+        stdin: bytes = b"",
+        timeout_s: float = 10.0,
+        max_output: int = 65536,
+    ) -> ExecResult:
+        header = {
+            "argv": list(argv),
+            "cwd": cwd,
+            "env": dict(env or {}),
+            "timeout_s": timeout_s,
+            "max_output": max_output,
+        }
+        began = time.monotonic()
+        reply, output = await self._ask("exec", header, stdin, timeout_s=timeout_s, max_body=max_output + _NOTE)
+        try:
+            if reply["stopped"] not in _STOPPED or not math.isfinite(float(reply["seconds"])):
+                raise ValueError
+            return ExecResult(
+                exit_code=int(reply["exit_code"]),
+                output=output,
+                truncated=bool(reply["truncated"]),
+                stopped=reply["stopped"],
+                seconds=min(max(float(reply["seconds"]), 0.0), time.monotonic() - began),
+            )
+        except (KeyError, TypeError, ValueError):
+            raise MachineError(f"the host {self.place.name} answered nonsense to a command") from None
+
+    async def start(
+        self,
+        argv: Sequence[str],
+        *,
+        cwd: str = WORK,
+        env: Mapping[str, str] | None = None,
+        stdin: bytes = b"",
+        max_output: int = 65536,
+    ) -> RemoteProcess:
+        header = {"argv": list(argv), "cwd": cwd, "env": dict(env or {}), "max_output": max_output}
+        reply, _ = await self._ask("start", header, stdin)
+        return RemoteProcess(self, reply["process"], max_output)
+
+    async def read(self, path: str, *, max_bytes: int = 1 << 20) -> bytes:
+        return (await self._ask("read", {"path": path, "max_bytes": max_bytes}, max_body=max_bytes))[1]
+
+    async def write(self, path: str, data: bytes) -> None:
+        await self._ask("write", {"path": path}, data)
+
+    async def listen(self) -> tuple[socket.socket, int]:
+        raise OSError(errno.ENOTSUP, "machines of other hosts have no port to this one")
+
+    async def snapshot(self) -> Snapshot:
+        reply, _ = await self._ask("snapshot", {})
+        return Snapshot(self.image, (self.place, str(reply["snapshot"])))
+
+    async def fork(self, count: int = 1) -> list[RemoteMachine]:
+        reply, _ = await self._ask("fork", {"count": count})
+        self.place.running += len(reply["machines"])
+        return [self._host.adopt(self.place, answer) for answer in reply["machines"]]
+
+    async def pause(self) -> None:
+        await self._ask("pause", {})
+
+    async def resume(self) -> None:
+        await self._ask("resume", {})
+
+    async def close(self) -> None:
+        """End the machine. If its host does not answer, its lease ends it."""
+        if self._closed:
+            return
+        self._closed = True
+        try:
+            with contextlib.suppress(HostLost):
+                await self._host.ask(self.place, "DELETE", f"/machines/{self.id}", b"", timeout_s=0.0)
+        finally:
+            self._host.ended(self)
+
+    async def _ask(
+        self, operation: str, header: dict[str, Any], body: bytes = b"", *, timeout_s: float = 0.0, max_body: int = 0
+    ) -> tuple[dict[str, Any], bytes]:
+        path, frame = f"/machines/{self.id}/{operation}", wire.pack(header, body)
+        return await self._host.ask(self.place, "POST", path, frame, timeout_s=timeout_s, max_body=max_body)
+
+
+class RemoteProcess:
+    def __init__(self, machine: RemoteMachine, number: int, max_output: int) -> None:
+        self._machine, self._number, self._max = machine, number, max_output
+
+    async def state(self) -> ProcessState:
+        return await self._look("state")
+
+    async def stop(self) -> ProcessState:
+        return await self._look("stop")
+
+    async def _look(self, operation: str) -> ProcessState:
+        header = {"process": self._number}
+        reply, output = await self._machine._ask(operation, header, max_body=self._max + _NOTE)
+        code = reply["exit_code"]
+        ended = -signal.SIGKILL if code is None and reply["stopped"] else code
+        return ProcessState(ended, output, bool(reply["truncated"]), reply["stopped"])
+
+
+def _check_status(place: Place, response: aiohttp.ClientResponse, text: bytes) -> None:
+    said = text.decode("utf-8", "replace")
+    if response.status == 503:
+        try:
+            after = min(max(float(response.headers.get("Retry-After", "1")), 0.0), 60.0)
+        except ValueError:
+            after = 1.0
+        raise NoCapacity(f"{place.name}: {said}", retry_after_s=after)
+    if response.status in (404, 502, 504):
+        raise HostLost(f"{place.name}: {said or response.reason}")
+    if response.status == 401:
+        raise MachineError(f"{place.name}: {said}", hint="`machine.key_env` names the variable with the key")
+    if response.status != 200:
+        raise MachineError(f"{place.name} answered with status {response.status}: {said}")
+
+
+async def _read_up_to(response: aiohttp.ClientResponse, limit: int) -> bytes:
+    data = bytearray()
+    async for part in response.content.iter_chunked(1 << 20):
+        data += part
+        if len(data) > limit:
+            raise aiohttp.ClientPayloadError(f"more than {limit} bytes")
+    return bytes(data)
+
+
+def _unpack(data: bytes, max_body: int, place: Place) -> tuple[dict[str, Any], bytes]:
+    try:
+        head, body = wire.unpack_lengths(data[: wire.LENGTHS.size])
+        start = wire.LENGTHS.size
+        if len(data) != start + head + body or body > max_body:
+            raise wire.WireError("lengths")
+        return wire.unpack_header(data[start : start + head]), data[start + head :]
+    except (wire.WireError, struct.error) as error:
+        raise MachineError(f"the host {place.name} answered nonsense: {error!r}") from None

@@ -1,0 +1,209 @@
+"""What a Rollmill dispatcher asks of another host's machines: one route per kind of request, frames in and out.
+
+A frame (namespace/wire.py) is a JSON header and raw bytes. Answers of a machine are frames with status 200: a result,
+or {"errno", "message"}: these arguments cannot be served. {"failed": text} is a failure of the infrastructure. Other
+states: 401 without the key, 404 for a machine that is not here any more, 503 with Retry-After if the host is full.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import errno
+import time
+from typing import Any
+
+from aiohttp import web
+
+from rollmill.environments.machine import ProcessState
+from rollmill.environments.machines.namespace import wire
+from rollmill.environments.machines.remote.service import Lent, Service
+from rollmill.errors import MachineError, NoCapacity, TaskError
+
+LEASE_S = 60.0  # of a machine; each request and each renewal begins it anew
+_EXEC = ("cwd", "env", "timeout_s", "max_output")
+_START = ("cwd", "env", "max_output")
+
+
+class Routes:
+    def __init__(self, service: Service) -> None:
+        self._service = service
+
+    def add_to(self, app: web.Application) -> None:
+        app.router.add_get("/machines", self.load)
+        app.router.add_post("/machines", self.create)
+        app.router.add_post("/machines/renew", self.renew)
+        app.router.add_post("/machines/{id}/{operation}", self.ask)
+        app.router.add_delete("/machines/{id}", self.end)
+        app.router.add_delete("/snapshots/{id}", self.forget)
+
+    async def load(self, request: web.Request) -> web.Response:
+        """How many machines this host has room for.
+
+        Needs: the key.
+        Returns: capacity, running, starts, images.
+        """
+        self._check_key(request)
+        service = self._service
+        running = len(service.all())
+        facts = {
+            "capacity": service.capacity,
+            "starts": service.starts,
+            "running": running,
+            "images": sorted(service.images),
+        }
+        return web.json_response(facts)
+
+    async def create(self, request: web.Request) -> web.Response:
+        """Start a machine.
+
+        Needs: the key.
+        Takes: a frame with image, files, snapshot.
+        Returns: id, image, what it can do.
+        """
+        self._check_key(request)
+        header, body = await _frame(request)
+        files, start = {}, 0
+        for path, size in header.get("files", []):
+            files[path] = body[start : start + size]
+            start += size
+        image, snapshot = str(header["image"]), header.get("snapshot")
+        try:
+            lent = await self._service.create(image, files, snapshot=snapshot, lease_s=LEASE_S)
+        except NoCapacity as error:
+            return web.Response(status=503, text=error.message, headers={"Retry-After": f"{error.retry_after_s:.1f}"})
+        except TaskError as error:
+            return _answer({"task": error.message, "hint": error.hint})
+        except KeyError:
+            return _answer({"failed": "the snapshot is not on this host any more"})
+        except MachineError as error:
+            return _answer({"failed": error.message, "hint": error.hint})
+        return _answer(_describe(lent))
+
+    async def renew(self, request: web.Request) -> web.Response:
+        """Begin the leases of machines anew.
+
+        Needs: the key.
+        Takes: {"ids"}.
+        Returns: those that are gone.
+        """
+        self._check_key(request)
+        header, _ = await _frame(request)
+        gone = []
+        for identifier in header["ids"]:
+            try:
+                self._service.find(identifier).ends = time.monotonic() + LEASE_S
+            except KeyError:
+                gone.append(identifier)
+        return _answer({"gone": gone})
+
+    async def ask(self, request: web.Request) -> web.Response:
+        """Run a command in a machine, read or write its files, save or copy it.
+
+        Needs: the key.
+        Takes: a frame.
+        Returns: a frame.
+        """
+        lent = self._find(request)
+        header, body = await _frame(request)
+        lent.ends = time.monotonic() + LEASE_S + float(header.get("timeout_s", 0.0))
+        try:
+            return _answer(*await self._serve(lent, request.match_info["operation"], header, body))
+        except OSError as error:
+            return _answer({"errno": error.errno or errno.EIO, "message": str(error.strerror), "path": error.filename})
+        except MachineError as error:
+            return _answer({"failed": error.message, "hint": error.hint})
+
+    async def end(self, request: web.Request) -> web.Response:
+        """End a machine.
+
+        Needs: the key.
+        Returns: nothing.
+        """
+        try:
+            await self._service.end(self._find(request).id)
+        except MachineError as error:
+            return _answer({"failed": error.message, "hint": error.hint})
+        return _answer({})
+
+    async def forget(self, request: web.Request) -> web.Response:
+        """Let go of a saved state.
+
+        Needs: the key.
+        Returns: nothing.
+        """
+        self._check_key(request)
+        try:
+            await self._service.forget(request.match_info["id"])
+        except KeyError:
+            raise web.HTTPNotFound from None
+        return _answer({})
+
+    async def _serve(
+        self, lent: Lent, operation: str, header: dict[str, Any], body: bytes
+    ) -> tuple[dict[str, Any], bytes]:
+        machine = lent.machine
+        match operation:
+            case "exec":
+                result = await machine.exec(header["argv"], stdin=body, **{name: header[name] for name in _EXEC})
+                return {**dataclasses.asdict(dataclasses.replace(result, output=b"")), "output": None}, result.output
+            case "start":
+                process = await machine.start(header["argv"], stdin=body, **{name: header[name] for name in _START})
+                return {"process": lent.keep(process)}, b""
+            case "state" | "stop":
+                kept = lent.processes.get(header["process"])
+                if kept is None:
+                    raise ProcessLookupError(errno.ESRCH, "no such process")
+                return _state(await (kept.state() if operation == "state" else kept.stop()))
+            case "read":
+                return {}, await machine.read(header["path"], max_bytes=min(header["max_bytes"], wire.MAX_BODY))
+            case "write":
+                await machine.write(header["path"], body)
+                return {}, b""
+            case "snapshot":
+                return {"snapshot": await self._service.save(lent)}, b""
+            case "fork":
+                if not 0 < header["count"] <= self._service.room():
+                    raise OSError(errno.EAGAIN, f"no room for {header['count']} copies")
+                copies = [self._service.lend(copy, lent.image, LEASE_S) for copy in await machine.fork(header["count"])]
+                return {"machines": [_describe(copy) for copy in copies]}, b""
+            case "pause" | "resume":
+                await (machine.pause() if operation == "pause" else machine.resume())
+                return {}, b""
+        raise OSError(errno.ENOSYS, f"unknown request {operation!r}")
+
+    def _check_key(self, request: web.Request) -> None:
+        given = request.headers.get("Authorization", "").removeprefix("Bearer ")
+        if not self._service.is_key(given):
+            raise web.HTTPUnauthorized(text="the key of this service is needed: Authorization: Bearer KEY")
+
+    def _find(self, request: web.Request) -> Lent:
+        self._check_key(request)
+        try:
+            return self._service.find(request.match_info["id"])
+        except KeyError:
+            raise web.HTTPNotFound(text="this machine is not here any more") from None
+
+
+async def _frame(request: web.Request) -> tuple[dict[str, Any], bytes]:
+    data = await request.read()
+    try:
+        head, body = wire.unpack_lengths(data[: wire.LENGTHS.size])
+        start = wire.LENGTHS.size
+        if len(data) != start + head + body:
+            raise ValueError
+        return wire.unpack_header(data[start : start + head]), data[start + head :]
+    except Exception:
+        raise web.HTTPBadRequest(text="this is no frame") from None
+
+
+def _answer(header: dict[str, Any], body: bytes = b"") -> web.Response:
+    return web.Response(body=wire.pack(header, body), content_type="application/octet-stream")
+
+
+def _state(state: ProcessState) -> tuple[dict[str, Any], bytes]:
+    return {"exit_code": state.exit_code, "truncated": state.truncated, "stopped": state.stopped}, state.output
+
+
+def _describe(lent: Lent) -> dict[str, Any]:
+    able = dataclasses.replace(lent.machine.capabilities, listen=False, network="none")
+    return {"id": lent.id, "image": lent.machine.image, "capabilities": dataclasses.asdict(able)}

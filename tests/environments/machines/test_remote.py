@@ -1,0 +1,223 @@
+"""Machines of other hosts: real services over real sockets, one of them killed, one of them lying."""
+
+from __future__ import annotations
+
+import asyncio
+import errno
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+
+import aiohttp
+import pytest
+import pytest_asyncio
+from aiohttp import web
+
+from rollmill.environments.machine import release
+from rollmill.environments.machines.images import BUILT_IN
+from rollmill.environments.machines.namespace import wire
+from rollmill.environments.machines.remote.app import make_app
+from rollmill.environments.machines.remote.client import RemoteConfig, RemoteHost
+from rollmill.environments.machines.remote.service import Service
+from rollmill.errors import ConfigError, MachineError, NoCapacity, TaskError
+from tests.environments.conftest import start_host
+from tests.processes import free_port
+
+pytestmark = pytest.mark.asyncio(loop_scope="module")
+KEY = "a-key-of-the-service"
+SERVE = "from rollmill.cli.main import main; main()"
+
+
+@asynccontextmanager
+async def listening(app: web.Application) -> AsyncIterator[str]:
+    runner = web.AppRunner(app)
+    await runner.setup()
+    await web.TCPSite(runner, "127.0.0.1", 0).start()
+    yield f"http://127.0.0.1:{runner.addresses[0][1]}"
+    await runner.cleanup()
+
+
+@pytest_asyncio.fixture(scope="module", loop_scope="module")
+async def service() -> Service:
+    return Service(await start_host(), KEY, capacity=3, starts=2)
+
+
+@pytest_asyncio.fixture(scope="module", loop_scope="module")
+async def url(service: Service) -> AsyncIterator[str]:
+    async with listening(make_app(service)) as url:
+        yield url
+
+
+@pytest.fixture(autouse=True)
+def key(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("ROLLMILL_MACHINES_KEY", KEY)
+
+
+@asynccontextmanager
+async def remote(*urls: str, patience_s: float = 0.0) -> AsyncIterator[RemoteHost]:
+    host = RemoteHost(RemoteConfig(hosts=list(urls), patience_s=patience_s))
+    try:
+        yield host
+    finally:
+        await host.close()
+
+
+async def test_a_remote_machine_is_a_machine(url: str, service: Service) -> None:
+    async with remote(url) as host:
+        machine = await host.create(BUILT_IN, {"main.py": b"print(6 * 7)"})
+        result = await machine.exec(["python", "main.py"], env={"A": "b"})
+        assert (result.output, result.exit_code, result.stopped) == (b"42\n", 0, None) and result.seconds > 0
+        assert (await machine.exec(["cat"], stdin=b"in" * 50_000, max_output=100)).truncated
+        assert (await machine.exec(["sleep", "60"], timeout_s=0.2)).stopped == "time"
+        await machine.write("a/b", b"\0\xff")
+        assert await machine.read("/work/a/b") == b"\0\xff"
+        for path, number in (("gone", errno.ENOENT), ("a", errno.EISDIR)):
+            with pytest.raises(OSError) as error:
+                await machine.read(path)
+            assert error.value.errno == number
+        with pytest.raises(OSError):
+            await machine.read("a/b", max_bytes=1)
+        process = await machine.start(["sh", "-c", "echo up; sleep 60"])
+        while (await process.state()).output != b"up\n":  # noqa: ASYNC110  another process
+            await asyncio.sleep(0.01)
+        assert (await process.state()).exit_code is None
+        assert (await process.stop()).exit_code == -9 and (await process.stop()).exit_code == -9
+        with pytest.raises(OSError, match="no port"):
+            await machine.listen()
+        with pytest.raises(OSError):
+            await machine.pause()  # as a namespace machine answers
+
+        snapshot = await machine.snapshot()
+        [copy] = await machine.fork()
+        assert await copy.read("a/b") == b"\0\xff" and copy.capabilities == machine.capabilities
+        await copy.close()
+        again = await host.create(BUILT_IN, {"new": b"1"}, snapshot=snapshot)
+        assert await again.read("a/b") == b"\0\xff" and await again.read("new") == b"1"
+        await again.close()
+        await release(host, snapshot)
+        with pytest.raises(MachineError, match="not on this host any more"):
+            await host.create(BUILT_IN, snapshot=snapshot)
+        with pytest.raises(TaskError, match="does not exist"):
+            await host.create("no-such-image")
+        await machine.close()
+        await machine.close()
+        with pytest.raises(MachineError):
+            await machine.exec(["true"])
+    assert service.all() == []
+
+
+async def test_a_full_host_refuses_and_a_patient_caller_gets_the_next_place(url: str) -> None:
+    async with remote(url) as host, remote(url, patience_s=30.0) as patient:
+        machines = [await host.create(BUILT_IN) for _ in range(3)]
+        with pytest.raises(NoCapacity, match="full"):
+            await host.create(BUILT_IN)
+        waiting = asyncio.create_task(patient.create(BUILT_IN))
+        await asyncio.sleep(0.1)
+        assert not waiting.done()
+        await machines[0].close()
+        assert (await (await waiting).exec(["true"])).exit_code == 0
+
+
+async def test_machines_of_a_client_that_has_gone_end_with_their_lease(url: str, service: Service) -> None:
+    async with remote(url) as host:
+        machine, other = await host.create(BUILT_IN), await host.create(BUILT_IN)
+        service.find(machine.id).ends = time.monotonic()  # as if nobody had asked for a minute
+        while machine.id in {lent.id for lent in service.all()}:  # noqa: ASYNC110
+            await asyncio.sleep(0.05)
+        with pytest.raises(MachineError, match="not here any more"):
+            await machine.exec(["true"])
+        assert (await other.exec(["true"])).exit_code == 0
+
+
+async def test_without_the_key_nothing_is_answered(url: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    async with aiohttp.ClientSession() as client:
+        for headers in ({}, {"Authorization": "Bearer wrong"}, {"Authorization": KEY[:-1]}):
+            for method, path in (
+                ("GET", "machines"),
+                ("POST", "machines"),
+                ("POST", "machines/renew"),
+                ("POST", "machines/x/exec"),
+                ("DELETE", "machines/x"),
+                ("DELETE", "snapshots/x"),
+            ):
+                async with client.request(method, f"{url}/{path}", headers=headers) as answer:
+                    assert answer.status == 401, path
+        allowed = {"Authorization": f"Bearer {KEY}"}
+        for body in (b"", b"x" * 100, wire.pack({}), wire.pack({"image": "a", "files": 1})):
+            async with client.post(f"{url}/machines", headers=allowed, data=body) as answer:
+                assert answer.status == 400, await answer.text()
+    monkeypatch.setenv("ROLLMILL_MACHINES_KEY", "wrong")
+    async with remote(url) as host:
+        with pytest.raises(MachineError, match="401"):
+            await host.create(BUILT_IN)
+    monkeypatch.delenv("ROLLMILL_MACHINES_KEY")
+    with pytest.raises(ConfigError, match="ROLLMILL_MACHINES_KEY"):
+        RemoteHost(RemoteConfig(hosts=[url]))
+
+
+async def test_a_host_that_dies_costs_its_episodes_one_retry() -> None:
+    ports = [free_port(), free_port()]
+    arguments = [[sys.executable, "-c", SERVE, "machines", "serve", "--port", str(port)] for port in ports]
+    processes = [subprocess.Popen(each, stdout=subprocess.PIPE) for each in arguments]  # noqa: ASYNC220
+    try:
+        urls = [f"http://127.0.0.1:{port}" for port in ports]
+        await asyncio.to_thread(_wait_until_served, ports)
+        async with remote(*urls, patience_s=20.0) as host:
+            machines = [await host.create(f"{BUILT_IN}") for _ in range(24)]
+            by_host = {url: [each for each in machines if each.place.name == url] for url in urls}
+            assert all(by_host.values())  # one alone would be much fuller
+            os.kill(processes[0].pid, signal.SIGKILL)
+            for machine in by_host[urls[0]]:
+                with pytest.raises(MachineError, match="does not answer"):
+                    await machine.exec(["true"])
+                await machine.close()
+            replaced = [await host.create(BUILT_IN) for _ in by_host[urls[0]]]
+            assert {machine.place.name for machine in replaced} == {urls[1]}
+            for machine in [*by_host[urls[1]], *replaced]:
+                assert (await machine.exec(["true"])).exit_code == 0
+    finally:
+        for process in processes:
+            process.kill()
+            process.wait()
+
+
+def _wait_until_served(ports: list[int]) -> None:
+    import socket
+
+    for port in ports:
+        while True:
+            try:
+                socket.create_connection(("127.0.0.1", port)).close()
+                break
+            except OSError:
+                time.sleep(0.05)
+
+
+@pytest.mark.parametrize(
+    "answer",
+    [
+        b"",
+        b"\xff" * 64,
+        wire.pack({}),
+        wire.pack({"id": "x", "image": "y", "capabilities": {"kernel": "none"}}),
+        wire.pack({"id": "x"}, b"more bytes than were asked for"),
+        b"x" * (2 << 20),
+    ],
+)
+async def test_a_host_that_answers_nonsense_is_an_infrastructure_failure(answer: bytes) -> None:
+    async def nonsense(_: web.Request) -> web.Response:
+        return web.Response(body=answer)
+
+    async def load(_: web.Request) -> web.Response:
+        return web.json_response({"capacity": 4, "starts": 4, "running": 0})
+
+    app = web.Application()
+    app.router.add_get("/machines", load)
+    app.router.add_post("/machines", nonsense)
+    async with listening(app) as url, remote(url) as host:
+        with pytest.raises(MachineError):
+            await host.create(BUILT_IN)
