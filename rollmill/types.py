@@ -136,9 +136,15 @@ class Segment:
     kept: np.ndarray | None = None  # uint8, the sets one after the other
 
 
+TURN = "turn."  # begins the parts of a reward that single turns earned: turn.0 is the first answer
+
+
 @dataclass(frozen=True)
 class Reward:
-    """A grade: its value, what it is made of, and the evidence. Append-only; a step pins the one it used."""
+    """A grade: its value, what it is made of, and the evidence. Append-only; a step pins the one it used.
+
+    `parts["turn.2"]` is what the third answer alone earned of the value, for credit by turns.
+    """
 
     value: float
     parts: Mapping[str, float] = field(default_factory=dict)

@@ -98,10 +98,12 @@ def segment_sequence(
     masked: Counter[str],
     trajectory: int = 0,
     credit_T: np.ndarray | None = None,
+    advantages_T: np.ndarray | None = None,
 ) -> PackedSequence | None:
     """The sequence of a segment, or None if it has no token to train on. Counts the others in `masked`, by reason.
 
-    `credit_T`: the share of the advantage that each token gets (training/credit.py). None: all of it.
+    `credit_T`: the share of the advantage that each token gets (training/credit.py). None: all of it. `advantages_T`:
+    each token has an advantage of its own (training/turns.py), in place of `advantage`.
     """
     staleness_T = np.where(segment.sampled, _policy_ages(segment, rule)[segment.policy], 0)
     temperatures_T, learn_T = _reconstructible(segment, masked)
@@ -118,7 +120,10 @@ def segment_sequence(
     facts = SampledFacts(
         logprobs=segment.logprobs[picked],
         temperatures=temperatures_T[picked],
-        advantages=np.full(picked.size, advantage, np.float32) * (1 if credit_T is None else credit_T[picked]),
+        advantages=(np.full(len(segment.tokens), advantage, np.float32) if advantages_T is None else advantages_T)[
+            picked
+        ]
+        * (1 if credit_T is None else credit_T[picked]),
         staleness=np.maximum(staleness_T[picked], 0),
         trajectory=np.full(picked.size, trajectory, np.int64),
         shapes=_shapes(segment, picked),

@@ -169,7 +169,7 @@ LossName = Literal[
     "policy_gradient", "dppo", "ppo", "cispo", "gspo", "decoupled_ppo", "tis", "mis", "icepop"
 ]  # fmt: skip
 
-CreditName = Literal["path", "all", "decayed", "per_segment"]
+CreditName = Literal["path", "all", "decayed", "per_segment", "turns"]
 BaselineName = Literal["group_mean", "leave_one_out", "population", "none"]
 
 ALONE = ("population", "none")  # baselines for which a group may be one trajectory
@@ -302,8 +302,9 @@ class RLConfig(Config):
         "path",
         description="Which tokens of a trajectory share its reward. `path`: those that led to the outcome, with "
         "summaries and used sub-agents, without abandoned retries and edits. `decayed`: the same, earlier answers "
-        "less. `per_segment`: the same, and each context of a chain of summaries gets an equal share. `all`: "
-        "every token.",
+        "less. `per_segment`: the same, and each context of a chain of summaries gets an equal share. `turns`: "
+        "each answer is compared with the answers of its group at the same turn, and process rewards count "
+        "(rollmill/training/turns.py). `all`: every token.",
     )
     credit_decay: float = Field(
         default=0.95,
@@ -343,6 +344,8 @@ class RLConfig(Config):
             raise ValueError("kl_factor needs a reference: the version to stay close to, for example 'rl@0'")
         if self.kl_factor == 0 and self.reference is not None:
             raise ValueError("a reference does nothing with kl_factor = 0")
+        if self.credit == "turns" and self.baseline in ALONE:
+            raise ValueError('credit = "turns" compares the trajectories of a group: it needs baseline = "group_mean"')
         if self.replay_plausibility > 0 and not self.router_replay:
             raise ValueError("replay_plausibility filters replayed routes, and router_replay is off")
         return self

@@ -4,6 +4,7 @@ path          1 on the way to the outcome, 0 elsewhere
 decayed       as path, times decay^n; n is how many answers on the way started later. The last answer gets all of it
 per_segment   as path, but the segments on the way share equally, however long they are. The sum over all tokens is that
               of path: n tokens of S segments get n / (S · tokens of their segment) each
+turns         as path; training/turns.py says what each answer is compared with
 all           1 everywhere
 
 These say how tokens of one trajectory compare. How trajectories compare with each other is said by `aggregation`: with

@@ -73,13 +73,20 @@ def read_segments(trajectories: TrajectoryStore, ids: Sequence[str], model: Mode
 
 
 def trainable_sequences(
-    segments: Sequence[Segment], advantage: float, rule: TokenRule, config: RLConfig, trajectory: int = 0
+    segments: Sequence[Segment],
+    advantage: float,
+    rule: TokenRule,
+    config: RLConfig,
+    trajectory: int = 0,
+    by_turn: Sequence[np.ndarray] | None = None,
 ) -> tuple[list[PackedSequence], Counter[str]]:
-    """The sequences to train on, and the sampled tokens that are left out, counted by reason."""
+    """The sequences to train on, and the sampled tokens that are left out, counted by reason. `by_turn`: advantages of
+    the tokens of each segment, in place of `advantage`."""
     masked: Counter[str] = Counter()
+    credits = credit_of(segments, config.credit, config.credit_decay)
     found = [
-        segment_sequence(segment, advantage, rule, masked, trajectory, credit_T)
-        for segment, credit_T in zip(segments, credit_of(segments, config.credit, config.credit_decay), strict=True)
+        segment_sequence(segment, advantage, rule, masked, trajectory, credit_T, own_T)
+        for segment, credit_T, own_T in zip(segments, credits, by_turn or [None] * len(segments), strict=True)
     ]
     return [sequence for sequence in found if sequence is not None], masked
 

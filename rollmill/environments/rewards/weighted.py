@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import asyncio
+from collections import defaultdict
 from collections.abc import Sequence
 from typing import Any
 
 from rollmill.environments.episode import Episode
 from rollmill.environments.reward import Grader, grade_episode, wants_final_state
-from rollmill.types import Reward
+from rollmill.types import TURN, Reward
 
 
 class WeightedRewards:
@@ -28,13 +29,17 @@ class WeightedRewards:
             raise group.exceptions[0] from None  # the first one says why; the others were cancelled
         rewards = [task.result() for task in tasks]
         value, parts, evidence = 0.0, {"solved": float(rewards[0].value)}, dict[str, Any]()
+        turns: defaultdict[str, float] = defaultdict(float)
         for number, ((weight, grader), reward) in enumerate(zip(self._graders, rewards, strict=True)):
             name = grader.name if grader.name not in evidence else f"{grader.name}_{number}"
             value += weight * float(reward.value)
             parts[name] = float(reward.value)
             parts |= {f"{name}.{part}": float(share) for part, share in reward.parts.items()}
+            for part, share in reward.parts.items():
+                if part.startswith(TURN):  # what single turns earned adds up as the values do
+                    turns[part] += weight * float(share)
             evidence[name] = dict(reward.evidence)
-        return Reward(value, parts, evidence, "+".join(grader.name for _, grader in self._graders))
+        return Reward(value, {**parts, **turns}, evidence, "+".join(grader.name for _, grader in self._graders))
 
 
 def add_up(graders: Sequence[tuple[float, Grader]]) -> Grader:

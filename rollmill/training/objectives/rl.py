@@ -46,6 +46,7 @@ from rollmill.training.selection import (
     weigh_groups,
 )
 from rollmill.training.step import moved
+from rollmill.training.turns import group_token_advantages
 from rollmill.training.whole import WHOLE
 from rollmill.trajectories.ledger import Ledger
 from rollmill.trajectories.pace import Pace
@@ -212,6 +213,7 @@ class RLObjective:
     ) -> RolloutBatch:
         sequences, masked = [], Counter[str]()
         trained: list[Sequence[Segment]] = []
+        by_turn = self._by_turn(record, contents)
         for index, (id, (_, _, advantage)) in enumerate(record.trajectories.items()):
             content = contents[id]
             if isinstance(content, str):
@@ -220,7 +222,7 @@ class RLObjective:
                 text = f"step {record.number} runs again without {id}: {content}"
                 telemetry.emit("warning", step=record.number, text=text)
                 continue
-            found, left_out = trainable_sequences(content, advantage, rule, self._config, trajectory=index)
+            found, left_out = trainable_sequences(content, advantage, rule, self._config, index, by_turn.get(id))
             sequences += found
             masked += left_out
             trained.append(content)
@@ -239,6 +241,20 @@ class RLObjective:
             closed=tuple(closed),
             groups_T=np.array([group_of[id] for id in record.trajectories], np.int64),
         )
+
+    def _by_turn(self, record: StepRecord, contents: Contents) -> dict[str, list[np.ndarray]]:
+        """Advantages of the tokens of each segment, if each turn has its own. They follow from what the record pins."""
+        if self._config.credit != "turns":
+            return {}
+        found: dict[str, list[np.ndarray]] = {}
+        grades = self._trajectories.rewards(list(record.trajectories))
+        for group in record.groups:
+            ids = [row.id for row in self._ledger.entered(group) if row.id in record.trajectories]
+            pinned = {id: dict(grades[id])[record.trajectories[id][0]] for id in ids}
+            group_of = [(content, pinned[id]) for id in ids if not isinstance(content := contents[id], str)]
+            known = [id for id in ids if not isinstance(contents[id], str)]
+            found |= dict(zip(known, group_token_advantages(group_of), strict=True))
+        return found
 
     def backward(
         self,
