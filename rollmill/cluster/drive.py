@@ -18,6 +18,7 @@ from rollmill.cluster.prepare import need_tokenizer
 from rollmill.cluster.ranks import outside_world
 from rollmill.cluster.run import RunDirectory, phase
 from rollmill.cluster.scale import Engines
+from rollmill.cluster.sink import Sinks
 from rollmill.cluster.stages import IMPORT, is_trained, left_to_evaluate
 from rollmill.kinds import build
 from rollmill.training.stage import RolloutSettings, StageSection
@@ -33,17 +34,24 @@ def drive(run: RunDirectory, on_tick: OnTick = lambda: None, *, last: str = "") 
     telemetry.open_events(run.events, "supervisor")
     with exclusive(run.path, "supervisor", patience_s=5.0), terminable():
         launcher: Launcher = build(run.config.cluster).open(run)
+        sinks = Sinks(run)
+
+        def tick() -> None:
+            sinks.poll()
+            on_tick()
+
         try:
             for stage in run.config.stages:
                 trained = is_trained(run, stage)
                 need_tokenizer(run)
                 if not trained or left_to_evaluate(run, stage):
-                    _drive_stage(run, stage, trained, launcher, on_tick)
+                    _drive_stage(run, stage, trained, launcher, tick)
                     launcher.stop_roles()  # the next stage has engines on another line
                 if stage.name == last:
                     break
         finally:
             launcher.stop()
+            sinks.close()
             on_tick()
 
 

@@ -13,6 +13,7 @@ from rollmill.chat.config import ChatConfig
 from rollmill.cluster.launcher import ClusterSection
 from rollmill.cluster.paths import with_absolute_paths
 from rollmill.cluster.shape import model_of_checkpoint, shortened
+from rollmill.cluster.sink import SinkSection
 from rollmill.cluster.upgrade import refuse_moved
 from rollmill.config import NAME, Config
 from rollmill.environments.environment import find_parts
@@ -154,6 +155,9 @@ class RunConfig(Config):
     engine: EngineConfig = Field(EngineConfig(), description="Settings of every embedded engine.")
     gateway: GatewayConfig = Field(GatewayConfig(), description="The gateway before the engines.")
     evals: EvalConfig = Field(EvalConfig(), description="What is measured before, between and after stages.")
+    sinks: tuple[SinkSection, ...] = Field(
+        (), description="Tools that get the figures of the run as they grow, beside its events and its report."
+    )
     cycle: CycleConfig = Field(CycleConfig(), description="Learning from live users.")
     gate: GateConfig | None = Field(
         None, description="Bounds that a version must keep to become `live`. Not set: any version may."

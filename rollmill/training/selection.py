@@ -84,9 +84,10 @@ def trainable_sequences(
     the tokens of each segment, in place of `advantage`."""
     masked: Counter[str] = Counter()
     credits = credit_of(segments, config.credit, config.credit_decay)
+    own: Sequence[np.ndarray | None] = by_turn or [None] * len(segments)
     found = [
         segment_sequence(segment, advantage, rule, masked, trajectory, credit_T, own_T)
-        for segment, credit_T, own_T in zip(segments, credits, by_turn or [None] * len(segments), strict=True)
+        for segment, credit_T, own_T in zip(segments, credits, own, strict=True)
     ]
     return [sequence for sequence in found if sequence is not None], masked
 
