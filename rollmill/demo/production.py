@@ -75,11 +75,9 @@ class Production:
                 return []
             tasks = list(itertools.islice(build_tasks(self.run.config).train(seed), count))
             url, key = self.service.url("gateway"), self.service.secrets["production_key"]
-            tokens = self.run.config.rollouts.max_answer_tokens
+            limits = self.run.config.rollouts
             async with open_environment(self.run.config) as environment:
-                return await visit(
-                    environment, url, key, tasks, population, seed=seed, max_tokens=tokens, silent=silent
-                )
+                return await visit(environment, url, key, tasks, population, limits, seed=seed, silent=silent)
 
         return asyncio.run(while_watching(self.cluster, users(), lambda: None))
 

@@ -25,12 +25,9 @@ from pydantic import Field
 
 from rollmill.config import Config, load_config
 from rollmill.environments.environment import Environment
-from rollmill.environments.harness import HarnessResult
-from rollmill.environments.reward import grade_episode
 from rollmill.environments.task import Task
-from rollmill.environments.task_machine import create_machine
-from rollmill.errors import RollmillError
-from rollmill.rollouts.hand_in import take_hand_in
+from rollmill.rollouts.config import RolloutConfig
+from rollmill.rollouts.endpoint import Endpoint, EndpointProxy, play
 from rollmill.signals import Signals
 from rollmill.types import Sampling
 
@@ -78,9 +75,9 @@ async def visit(
     key: str,
     tasks: Sequence[Task],
     population: PopulationFile,
+    limits: RolloutConfig,
     *,
     seed: int,
-    max_tokens: int,
     concurrency: int = 16,
     silent: bool = False,
 ) -> list[Visit]:
@@ -91,7 +88,7 @@ async def visit(
         random = np.random.default_rng([seed, number])
         async with slots:
             session = f"user-{secrets.token_hex(6)}"
-            seen = await _work(environment, f"{url}/s/{session}/v1", key, task, random, max_tokens)
+            seen = await _work(environment, Endpoint(f"{url}/s/{session}/v1", key), task, random, limits)
         if seen is None:
             return None
         taste = population.draw(random)
@@ -121,25 +118,18 @@ def _accepts(weights: dict[str, float], seen: dict[str, float]) -> bool:
 
 
 async def _work(
-    environment: Environment, url: str, key: str, task: Task, random: np.random.Generator, max_tokens: int
+    environment: Environment, endpoint: Endpoint, task: Task, random: np.random.Generator, limits: RolloutConfig
 ) -> dict[str, float] | None:
     """What a user sees of the work on a task; None if the infrastructure failed."""
-    sampling = Sampling(temperature=1.0, max_tokens=max_tokens, seed=int(random.integers(1 << 62)))
-    try:
-        machine = await create_machine(environment.machines, task)
-        try:
-            result: HarnessResult = await environment.harness.run(
-                task, machine, base_url=url, api_key=key, sampling=sampling
-            )
-            handed_in = await take_hand_in(machine, task, environment.machines, result)
-        finally:
-            await machine.close()
-        reward = await grade_episode(environment.grader, handed_in.episode(task, environment.machines))
-    except RollmillError as error:
-        log.warning("a simulated user was lost: %s", error.message)
+    sampling = Sampling(temperature=1.0, max_tokens=limits.max_answer_tokens, seed=int(random.integers(1 << 62)))
+    async with EndpointProxy(endpoint) as proxy:  # the user's product: it has the transcript
+        played = await play(environment, proxy, task, sampling, limits)
+    result = played.episode.result
+    if played.reward is None or result is None:
+        log.warning("a simulated user was lost: %s", played.reason)
         return None
     return {
-        "solved": float(reward.solved),
+        "solved": float(played.reward.solved),
         "malformed": float(result.bad_tool_calls),
         "turns": float(result.turns),
         "tool_calls": float(result.tool_calls),

@@ -84,7 +84,7 @@ def trainable_sequences(
     the tokens of each segment, in place of `advantage`."""
     masked: Counter[str] = Counter()
     credits = credit_of(segments, config.credit, config.credit_decay)
-    own: Sequence[np.ndarray | None] = by_turn or [None] * len(segments)
+    own: list[np.ndarray | None] = [None] * len(segments) if by_turn is None else list(by_turn)
     found = [
         segment_sequence(segment, advantage, rule, masked, trajectory, credit_T, own_T)
         for segment, credit_T, own_T in zip(segments, credits, own, strict=True)
