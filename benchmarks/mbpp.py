@@ -6,7 +6,7 @@ MODEL is a checkpoint directory (`rollmill model get smollm2-135m`). The recipe 
 laid over it. 128 problems, chosen by a hash of their id, are never trained on. Three measurements on them, each attempt
 with the same seed in all three, intervals by a bootstrap over problems:
 
-    base      the checkpoint, with fewer attempts: with `--base`, if there is time left
+    base      the checkpoint itself; `--base` makes this measurement and no other
     before    after SFT, before RL
     after     after RL; `gain` is after minus before, paired by problem
 
@@ -32,8 +32,9 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.output import at_least, finish
-from rollmill.cluster.run import RunConfig
-from rollmill.config import load_config
+from rollmill.cluster.drive import import_weights
+from rollmill.cluster.run import RunConfig, RunDirectory
+from rollmill.config import load_config, validate_config
 from rollmill.environments.environment import build_tasks
 from rollmill.environments.harnesses.turns import start
 from rollmill.environments.tasks.programs import MAIN
@@ -159,7 +160,7 @@ class Bench:
     def __init__(self, config: RunConfig, work: Path, settings: list[str], seconds: float) -> None:
         self.config, self.work, self.settings = config, work, settings
         self.end = time.time() + seconds
-        self.run = work / "runs" / config.name
+        self.run, self.base = (work / "runs" / name for name in (config.name, f"{config.name}-base"))
         self.log = work / "log.txt"
 
     def train(self) -> None:
@@ -177,14 +178,22 @@ class Bench:
         """Seconds of the last measurement; a guess before the first."""
         return next((event["seconds"] for event in reversed(events) if event["kind"] == "eval"), 60.0)
 
-    def measure(self, version: str | None, attempts: int) -> Event | None:
-        """Evaluate a version; the newest one without `version`. None if time was up."""
-        chosen = ["--version", version] if version else []
-        command = rollmill("eval", self.run, *chosen, "--attempts", attempts)
-        events = self.run / "services" / "eval-1" / "events"
-        shutil.rmtree(events, ignore_errors=True)
-        follow(command, events, self.log, lambda _: self.end)
-        return last(read_events(events), "eval")
+    def measure(self, run: Path) -> None:
+        """Evaluate the newest version of a run."""
+        shutil.rmtree(evaluated(run), ignore_errors=True)
+        follow(rollmill("eval", run), evaluated(run), self.log, lambda _: self.end)
+
+    def measure_base(self) -> None:
+        """Evaluate the checkpoint, in a run of its own that trains nothing."""
+        if not self.base.exists():
+            tree = self.config.model_dump(mode="json") | {"name": self.base.name, "stages": []}
+            import_weights(RunDirectory.create(self.base.parent, validate_config(RunConfig, tree, "the recipe")))
+        self.measure(self.base)
+
+
+def evaluated(run: Path) -> Path:
+    """The events of the last `rollmill eval`."""
+    return run / "services" / "eval-1" / "events"
 
 
 def last(events: list[Event], kind: str, **fields: Any) -> Event | None:
@@ -192,19 +201,15 @@ def last(events: list[Event], kind: str, **fields: Any) -> Event | None:
     return next((event for event in fitting if all(event[name] == value for name, value in fields.items())), None)
 
 
-def evaluate(bench: Bench, base: bool) -> dict[str, Event | None]:
-    """Train, and all measurements."""
+def evaluate(bench: Bench) -> dict[str, Event | None]:
+    """Train, and measure what training had no time for. Returns the measurements, also an earlier one of the base."""
     bench.train()
     events = read_events(bench.run / "events")
     found = {label: last(events, "eval", label=label) for label in ("before", "after")}
-    suite = bench.config.evals
     if found["before"] is not None and found["after"] is None and last(events, "step") is not None:
-        found["after"] = bench.measure(None, suite.attempts)
-    found["base"] = None
-    few = max(1, suite.attempts // 4)
-    if base and bench.end - time.time() > START_S + bench.measuring_s(events) / 2:
-        found["base"] = bench.measure(f"{bench.config.checkpoint_line}@0", few)
-    return found
+        bench.measure(bench.run)
+        found["after"] = last(read_events(evaluated(bench.run)), "eval")
+    return found | {"base": last(read_events(evaluated(bench.base)), "eval")}
 
 
 def rl_figures(events: list[Event]) -> dict[str, float]:
@@ -245,7 +250,7 @@ def figures_of(found: dict[str, Event | None]) -> dict[str, float]:
             figures |= {label: rate.value, f"{label}_low": rate.low, f"{label}_high": rate.high}
             figures[f"{label}_seconds"] = event["seconds"]
     for name, first, second in (("gain", "before", "after"), ("sft_gain", "base", "before")):
-        one, other = found[first], found[second]
+        one, other = found.get(first), found.get(second)
         if one is not None and other is not None:
             gain: Interval = clustered_difference(one["by_task"], other["by_task"])
             figures |= {name: gain.value, f"{name}_low": gain.low, f"{name}_high": gain.high}
@@ -261,14 +266,18 @@ def main() -> None:
         "--work", type=Path, default=Path("build/mbpp"), help="where the run is; continued if it is there"
     )
     parser.add_argument("--seconds", type=float, default=540.0, help="for everything")
-    parser.add_argument("--base", action="store_true", help="measure the checkpoint too")
+    parser.add_argument("--base", action="store_true", help="only measure the checkpoint")
     parser.add_argument("--quick", action="store_true", help="one tiny step of each stage")
     arguments = parser.parse_intermixed_args()
     settings = [f"checkpoint={json.dumps(str(arguments.model.absolute()))}", *(QUICK if arguments.quick else [])]
     settings += arguments.settings
     config = prepare(arguments.data, arguments.work, settings)
     bench = Bench(config, arguments.work, settings, arguments.seconds)
-    figures = figures_of(evaluate(bench, arguments.base)) | rl_figures(read_events(bench.run / "events"))
+    if arguments.base:
+        bench.measure_base()
+        figures = figures_of({"base": last(read_events(evaluated(bench.base)), "eval")})
+    else:
+        figures = figures_of(evaluate(bench)) | rl_figures(read_events(bench.run / "events"))
     for name, value in figures.items():
         print(f"{name:24} {value:12.5g}")
     # beyond the interval: even the lower end of the paired difference is above zero
