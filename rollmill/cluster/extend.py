@@ -9,11 +9,13 @@ from __future__ import annotations
 import time
 from collections.abc import Sequence
 
+from rollmill.cluster.launcher import Cluster
 from rollmill.cluster.lock import exclusive
 from rollmill.cluster.ranks import PATIENCE_S, outside_rank
 from rollmill.cluster.run import RunConfig, RunDirectory
 from rollmill.config import override_config
 from rollmill.errors import ConfigError
+from rollmill.kinds import build
 
 
 def extend(run: RunDirectory, overrides: Sequence[str]) -> RunDirectory:
@@ -40,6 +42,9 @@ def extend(run: RunDirectory, overrides: Sequence[str]) -> RunDirectory:
         return run
     if outside_rank() > 0:
         return _wait_for(run, steps)
+    cluster: Cluster = build(run.config.cluster)
+    if cluster.elsewhere and (by := cluster.collect(run)) is not None:
+        raise ConfigError(f"{run.path} is in use: {by}", hint=f"`rollmill stop {run.path}` stops it; then add steps")
     with exclusive(run.path, "supervisor", patience_s=5.0):
         return run.rewrite(config)
 

@@ -25,7 +25,6 @@ import sys
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
-from pathlib import Path
 from typing import Any
 
 from pydantic import Field
@@ -49,6 +48,7 @@ NAMESPACE = "rollmill"
 REGION = "region"  # label of Ray nodes
 LOOK_S = 0.5  # between two looks at all keepers
 CONNECT_S = 5.0
+PROBE_S = 120.0  # to connect as a driver
 PLACE_S = 600.0  # for a supervisor, or the ranks of a trainer, to get their places
 
 
@@ -134,13 +134,29 @@ def _connect(config: RayConfig) -> Any:
     try:
         if config.address != "auto":
             socket.create_connection((host, int(port)), CONNECT_S).close()
-        if not Path(ray._common.utils.get_default_ray_temp_dir()).is_dir():  # Ray would abort the process
-            raise ConnectionError("this host is no node of a Ray cluster")
         named = {"_node_ip_address": os.environ[NODE]} if NODE in os.environ else {}
+        if not named:
+            _probe(config.address)
+        handlers = {number: signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGINT)}
         ray.init(config.address, namespace=NAMESPACE, log_to_driver=False, logging_level=logging.ERROR, **named)
+        for number, handler in handlers.items():
+            signal.signal(number, handler)  # Ray would end the process at once
     except (OSError, ValueError, RuntimeError) as error:
         raise ConfigError(f"[cluster] address = {config.address!r} cannot be used: {error}", hint=hint) from None
     return ray
+
+
+def _probe(address: str) -> None:
+    """Connect in another process first: on a host that is no node of the cluster, Ray aborts the process."""
+    script = "import ray, sys; ray.init(sys.argv[1], log_to_driver=False)"
+    try:
+        done = subprocess.run([sys.executable, "-P", "-c", script, address], capture_output=True, timeout=PROBE_S)
+    except subprocess.TimeoutExpired:
+        raise ConnectionError(f"no answer after {PROBE_S:.0f} s") from None
+    if done.returncode < 0:
+        raise ConnectionError("this host is no node of that cluster")
+    if done.returncode > 0:
+        raise ConnectionError(done.stderr.decode(errors="replace").strip().splitlines()[-1][-300:])
 
 
 def _check_room(ray: Any, config: RunConfig) -> None:
@@ -359,7 +375,8 @@ class RayLauncher:
                 f"{role.name} got no place in the cluster: {str(error).strip()[-300:]}",
                 hint=f"it needs {role.ranks} places at once; `ray status` shows what is free",
             ) from None
-        return places(role.ranks, host, port)
+        alone = {"LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1"}  # Ray shows each actor its own GPU only
+        return [{**place, **alone} for place in places(role.ranks, host, port)]
 
     def stop(self) -> None:
         self.stop_roles()

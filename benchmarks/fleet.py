@@ -1,0 +1,367 @@
+"""Several engines against one, Ray against local, an engine lost, an engine added, and what a step costs in S3.
+
+    python -m benchmarks.fleet [--quick] [--no-ray] [--base RUN]
+
+The time of decoding is a SIMULATION: an engine has PLACES requests at a time, and each token of a request waits
+TOKEN_S, as on a GPU that is the bottleneck. Everything else is real: gateway, sessions, records, engine processes, an
+S3 server, Ray. So the ratios say what gateway, launcher and registration cost, not how fast a GPU is: say "simulated
+decode time" wherever they are quoted.
+
+Clients ask as rollouts do and never wait: there are always more of them than places. Launchers take turns, REPEATS
+times each. With --base, a mid-trained run, a few RL steps are trained too, and objects and bytes in S3 are counted.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import contextlib
+import http.client
+import os
+import signal
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+import urllib.request
+from collections.abc import AsyncIterator, Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import aiohttp
+from pydantic import Field
+from rich.console import Console
+
+from benchmarks.output import at_least, at_most, finish
+from rollmill.cluster.addresses import find_gateway
+from rollmill.cluster.drive import drive
+from rollmill.cluster.launcher import Launcher
+from rollmill.cluster.launchers.local import LocalLauncher
+from rollmill.cluster.ports import free_ports
+from rollmill.cluster.run import RunConfig, RunDirectory
+from rollmill.cluster.scale import Engines, ask_scale
+from rollmill.config import Config, load_config
+from rollmill.demo import CONFIG as DEMO
+from rollmill.inference.embedded.kind import Embedded
+from rollmill.inference.engine import EngineContext, GenerateChunk, GenerateRequest
+from rollmill.kinds import build
+from rollmill.rollouts.client import GatewayClient
+from rollmill.storage.objects import Objects
+
+PLACES, TOKEN_S, TOKENS = 4, 0.05, 32
+KEYS = {"AWS_ALLOW_HTTP": "true", "AWS_ACCESS_KEY_ID": "a", "AWS_SECRET_ACCESS_KEY": "b", "AWS_REGION": "us-east-1"}
+BRIEF = ["evals.tasks=1", "evals.fresh_tasks=0", "evals.family_tasks=0", "evals.greedy=false"]
+CONSOLE = Console(highlight=False)
+
+
+class SlowedConfig(Config):
+    token_s: float = Field(TOKEN_S, description="Seconds that each token of a request waits.")
+    places: int = Field(PLACES, description="Requests at a time.")
+
+
+class Slowed:
+    """A kind of engine: the embedded one, with simulated decode time."""
+
+    def __init__(self, config: SlowedConfig) -> None:
+        self._config = config
+
+    def open(self, context: EngineContext) -> SlowedEngine:
+        return SlowedEngine(Embedded().open(context), self._config)
+
+
+class SlowedEngine:
+    def __init__(self, engine: Any, config: SlowedConfig) -> None:
+        self._engine, self._token_s, self._places = engine, config.token_s, asyncio.Semaphore(config.places)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._engine, name)
+
+    async def __aenter__(self) -> SlowedEngine:
+        await self._engine.__aenter__()
+        return self
+
+    async def __aexit__(self, *error: Any) -> None:
+        await self._engine.__aexit__(*error)
+
+    async def generate(self, request: GenerateRequest, *, stream: bool = False) -> AsyncIterator[GenerateChunk]:
+        async with self._places, contextlib.aclosing(self._engine.generate(request, stream=stream)) as chunks:
+            async for chunk in chunks:
+                await asyncio.sleep(self._token_s * len(chunk.tokens))
+                yield chunk
+
+
+class Clients:
+    """Rollouts of one turn each. `done` counts those that were answered."""
+
+    def __init__(self, run: RunDirectory, count: int) -> None:
+        self._run, self._count = run, count
+        self.done = self.failed = 0
+
+    async def run(self, until: Callable[[], bool], tick: Callable[[], None]) -> None:
+        key = self._run.secrets["rollout_key"]
+        async with GatewayClient(lambda: find_gateway(self._run), key) as gateway, aiohttp.ClientSession() as http_:
+            await gateway.wait_until_serving(0, patience_s=300)
+            tasks = [asyncio.create_task(self._client(gateway, http_, number)) for number in range(self._count)]
+            while not until():
+                tick()
+                await asyncio.sleep(0.1)
+            for task in tasks:
+                task.cancel()
+            await asyncio.wait(tasks)
+
+    async def _client(self, gateway: GatewayClient, http_: aiohttp.ClientSession, number: int) -> None:
+        for turn in range(1_000_000):
+            trajectory = f"{time.time_ns():x}-{number}-{turn}"
+            key = await gateway.open_session(trajectory)
+            body = {
+                "model": "policy",
+                "messages": [{"role": "user", "content": f"{number} {turn}"}],
+                "max_tokens": TOKENS,
+                "logit_bias": {},
+            }
+            headers = {"Authorization": f"Bearer {key}"}
+            url = f"{gateway.base_url}/v1/chat/completions"
+            with contextlib.suppress(aiohttp.ClientError):
+                async with http_.post(url, json=body, headers=headers) as answer:
+                    self.done += answer.status == 200
+                    self.failed += answer.status != 200
+            with contextlib.suppress(Exception):
+                await gateway.abandon(trajectory)
+
+
+def create(root: Path, name: str, *overrides: str) -> RunDirectory:
+    return RunDirectory.create(root, load_config(RunConfig, DEMO, [*BRIEF, f"name={name}", *overrides]))
+
+
+def fleet_run(root: Path, name: str, bucket: str, *overrides: str) -> RunDirectory:
+    """A run with one published version, whose engines are slowed."""
+    run = create(
+        root,
+        name,
+        f"store='{bucket}'",
+        f"database='sqlite:///{root / name}.db'",
+        "engines=[{kind='benchmarks.fleet:Slowed'}]",
+        "stages.midtrain.steps=1",
+        *overrides,
+    )
+    subprocess.run([sys.executable, "-m", "rollmill.cluster.role", "trainer", str(run.path), "midtrain"], check=True)
+    return run
+
+
+@contextlib.contextmanager
+def served(run: RunDirectory, engines: int, ray: bool) -> Iterator[tuple[RunDirectory, Launcher, Engines]]:
+    ask_scale(run, [f"engines={engines}"])
+    launcher: Launcher = build(run.config.cluster).open(run) if ray else LocalLauncher(run)
+    try:
+        launcher.start("gateway", service=True)
+        fleet = Engines(run, launcher, ("line", "midtrain", run.config.form))
+        fleet.adjust()
+        yield run, launcher, fleet
+    finally:
+        launcher.stop_roles() if ray else launcher.stop()
+
+
+def alive(run: RunDirectory) -> int:
+    """How many engines the gateway can ask now."""
+    import json
+
+    with contextlib.suppress(OSError, ValueError, KeyError), urllib.request.urlopen(f"{find_gateway(run)}/health") as a:
+        return sum(engine["alive"] for engine in json.loads(a.read())["engines"])
+    return 0
+
+
+def rate(run: RunDirectory, engines: int, seconds: float, ray: bool = False) -> float:
+    """Answered rollouts per second, in steady state."""
+    with served(run, engines, ray) as (_, launcher, fleet):
+        clients = Clients(run, 2 * PLACES * engines)
+        marks: list[tuple[float, int]] = []
+
+        def until() -> bool:
+            if not marks:
+                if clients.done >= 2 * PLACES * engines and alive(run) == engines:
+                    marks.append((time.monotonic(), clients.done))
+                return False
+            return time.monotonic() - marks[0][0] > seconds
+
+        def tick() -> None:
+            launcher.watch()
+            fleet.adjust()
+
+        asyncio.run(clients.run(until, tick))
+        began, before = marks[0]
+        return (clients.done - before) / (time.monotonic() - began)
+
+
+def disturbed(run: RunDirectory) -> dict[str, float]:
+    """Seconds from the death of one of two engines to two that serve, and from `scale` to a third one's first token."""
+    with served(run, 2, ray=False) as (_, launcher, fleet):
+        clients, figures, state = Clients(run, 8), {}, {"since": 0.0, "phase": 0.0}
+
+        def until() -> bool:
+            now, phase = time.monotonic(), state["phase"]
+            if phase == 0 and clients.done >= 8 and alive(run) == 2:
+                os.kill(_pid(run, "engine-home-2"), signal.SIGKILL)
+                state.update(since=now, phase=1)
+            elif phase == 1 and alive(run) < 2:
+                state["phase"] = 2
+            elif phase == 2 and alive(run) == 2:
+                figures["lost_to_full_s"] = now - state["since"]
+                ask_scale(run, ["engines=3"])
+                state.update(since=now, phase=3)
+            elif phase == 3 and _sampled(run, "engine-home-3"):
+                figures["scale_to_token_s"] = now - state["since"]
+                return True
+            return False
+
+        def tick() -> None:
+            launcher.watch()
+            fleet.adjust()
+
+        asyncio.run(clients.run(until, tick))
+        return {**figures, "failed_requests": float(clients.failed), "answered_requests": float(clients.done)}
+
+
+def _pid(run: RunDirectory, role: str) -> int:
+    title = f"rollmill {role} {run.path}".encode()
+    for entry in Path("/proc").glob("[0-9]*"):
+        with contextlib.suppress(OSError):
+            if (entry / "cmdline").read_bytes().rstrip(b"\0") == title:
+                return int(entry.name)
+    raise SystemExit(f"{role} does not run")
+
+
+def _sampled(run: RunDirectory, engine: str) -> bool:
+    """Whether an engine has sampled a token, as the gateway's and its own metrics tell."""
+    from rollmill.gateway.fleet import Fleet
+    from rollmill.storage.database import open_database
+
+    fleet = Fleet(open_database(run.database_url), run.fleet, "")
+    url = next((each.url for each in fleet.registered() if each.name == engine), None)
+    if url is None:
+        return False
+    with contextlib.suppress(OSError), urllib.request.urlopen(f"{url}/metrics") as answer:
+        lines = answer.read().decode().splitlines()
+        return any(
+            line.startswith("rollmill_engine_sampled_tokens_total") and float(line.split()[-1]) > 0 for line in lines
+        )
+    return False
+
+
+def store_costs(root: Path, bucket: str, base: RunDirectory, steps: int) -> dict[str, float]:
+    """Objects and bytes that RL steps add to S3: all, weights alone, trajectories alone."""
+    run = create(root, "steps", f"store='{bucket}'", f"stages.rl.steps={steps}", "stages.rl.groups_per_step=2")
+    source, target = Objects.open(base.home_store), Objects.open(run.home_store)
+    for key in source.list(""):
+        target.create(key, source.get(key))
+    before = {key: target.head(key) or 0 for key in target.list("")}
+    drive(run)
+    added = {key: target.head(key) or 0 for key in target.list("") if key not in before}
+    figures: dict[str, float] = {}
+    for name, prefix in (("all", ""), ("weights", "weights/"), ("trajectories", "trajectories/")):
+        sizes = [size for key, size in added.items() if key.startswith(prefix)]
+        figures[f"objects_per_step_{name}"] = len(sizes) / steps
+        figures[f"bytes_per_step_{name}"] = sum(sizes) / steps
+    return figures
+
+
+@contextlib.contextmanager
+def s3() -> Iterator[str]:
+    """A moto server. Yields the URL of a prefix in a bucket."""
+    [port] = free_ports(1)
+    server = subprocess.Popen(
+        [str(Path(sys.executable).parent / "moto_server"), "-p", str(port)],
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.DEVNULL,
+    )
+    try:
+        for _ in range(600):
+            with contextlib.suppress(OSError):
+                connection = http.client.HTTPConnection("127.0.0.1", port, timeout=10)
+                connection.request("PUT", "/fleet")
+                connection.getresponse()
+                break
+            time.sleep(0.1)
+        os.environ.update({**KEYS, "AWS_ENDPOINT_URL": f"http://127.0.0.1:{port}"})
+        yield "s3://fleet/runs"
+    finally:
+        server.kill()
+        server.wait()
+
+
+@contextlib.contextmanager
+def ray_node() -> Iterator[str]:
+    """A Ray cluster of one node: this host. Yields its address."""
+    [port] = free_ports(1)
+    program = str(Path(sys.executable).parent / "ray")
+    environment = {**os.environ, "RAY_USAGE_STATS_ENABLED": "0", "PYTHONPATH": os.getcwd()}
+    options = ["--num-cpus=16", "--include-dashboard=false", "--include-log-monitor=false", "--block"]
+    node = subprocess.Popen(
+        [program, "start", "--head", f"--port={port}", "--node-ip-address=127.0.0.2", *options],
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.DEVNULL,
+        env=environment,
+        start_new_session=True,
+    )
+    try:
+        for _ in range(1200):
+            done = subprocess.run([program, "status", f"--address=127.0.0.2:{port}"], capture_output=True, check=False)
+            if done.returncode == 0:
+                break
+            time.sleep(0.5)
+        yield f"127.0.0.2:{port}"
+    finally:
+        os.killpg(node.pid, signal.SIGTERM)
+        node.wait()
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--quick", action="store_true")
+    parser.add_argument("--no-ray", action="store_true")
+    parser.add_argument("--base", type=Path, help="a mid-trained run, for what a step costs in S3")
+    arguments = parser.parse_args()
+    seconds, repeats = (8.0, 1) if arguments.quick else (30.0, 3)
+    figures: dict[str, float] = {"load_before": os.getloadavg()[0]}
+    with tempfile.TemporaryDirectory() as directory, s3() as bucket:
+        root = Path(directory)
+        run = fleet_run(root, "fleet", bucket)
+        rates: dict[str, list[float]] = {}
+        for _ in range(repeats):
+            for engines in (1, 2, 4):
+                rates.setdefault(f"local_{engines}", []).append(rate(run, engines, seconds))
+                CONSOLE.print(
+                    f"{engines} engines: {rates[f'local_{engines}'][-1]:.2f} samples/s (simulated decode time)"
+                )
+        figures |= disturbed(run)
+        if not arguments.no_ray:
+            with ray_node() as address:
+                there = fleet_run(
+                    root, "ray", bucket, f"cluster={{kind='ray',address='{address}',scratch='{root}/nodes'}}"
+                )
+                for _ in range(repeats):
+                    rates.setdefault("ray_2", []).append(rate(there, 2, seconds, ray=True))
+                    rates.setdefault("local_2_beside", []).append(rate(run, 2, seconds))
+                    CONSOLE.print(
+                        f"2 engines on Ray: {rates['ray_2'][-1]:.2f}, local: {rates['local_2_beside'][-1]:.2f}"
+                    )
+        if arguments.base is not None:
+            figures |= store_costs(root, bucket, RunDirectory.open(arguments.base), 3 if arguments.quick else 6)
+    for name, each in rates.items():
+        figures[f"samples_per_s_{name}"] = statistics.median(each)
+        figures[f"spread_{name}"] = max(each) / min(each) - 1
+    figures["load_after"] = os.getloadavg()[0]
+    bars = {
+        f"speedup_{engines}": at_least(
+            figures[f"samples_per_s_local_{engines}"] / figures["samples_per_s_local_1"], bar
+        )
+        for engines, bar in ((2, 1.8), (4, 3.4))
+    }
+    if "ray_2" in rates:
+        overhead = figures["samples_per_s_local_2_beside"] / figures["samples_per_s_ray_2"] - 1
+        bars["ray_overhead"] = at_most(overhead, max(0.03, figures["spread_local_2_beside"], figures["spread_ray_2"]))
+    finish("fleet", figures, bars)
+
+
+if __name__ == "__main__":
+    main()
