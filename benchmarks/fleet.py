@@ -141,6 +141,7 @@ def fleet_run(root: Path, name: str, bucket: str, *overrides: str) -> RunDirecto
         name,
         f"store='{bucket}'",
         f"database='sqlite:///{root / name}.db'",
+        f"modules='{Path(__file__).parents[1]}'",
         "engines=[{kind='benchmarks.fleet:Slowed'}]",
         "stages.midtrain.steps=1",
         *overrides,
@@ -292,7 +293,7 @@ def s3() -> Iterator[str]:
 @contextlib.contextmanager
 def ray_node() -> Iterator[str]:
     """A Ray cluster of one node: this host. Yields its address."""
-    [port] = free_ports(1)
+    port = next(port for port in free_ports(50) if port > 20_000)  # Ray gives lower ones to its workers
     program = str(Path(sys.executable).parent / "ray")
     environment = {**os.environ, "RAY_USAGE_STATS_ENABLED": "0", "PYTHONPATH": os.getcwd()}
     options = ["--num-cpus=16", "--include-dashboard=false", "--include-log-monitor=false", "--block"]

@@ -22,6 +22,7 @@ import pytest
 from tests.processes import free_port
 
 PATIENCE_S = 240.0  # against hangs only
+WORKER_PORTS = 20_000  # Ray refuses an address among those that it gives to its workers
 # $1: a directory that the node sees too (the socket of PostgreSQL). The rest is the command.
 INSIDE = """
 mount --bind "$1" /mnt && mount -t tmpfs tmpfs /tmp && mkdir -p "$1" /tmp/home && mount --bind /mnt "$1"
@@ -66,7 +67,7 @@ class Nodes:
     directory: Path
     seen: Path
     environment: Mapping[str, str]
-    port: int = field(default_factory=free_port)
+    port: int = field(default_factory=lambda: next(port for port in iter(free_port, None) if port > WORKER_PORTS))
     alive: list[Node] = field(default_factory=list)
     started: int = 0
 
