@@ -21,7 +21,7 @@ import torch
 from benchmarks.engine_host import host_microseconds
 from benchmarks.output import at_least, finish
 from benchmarks.train_step_peers import has, transformers_model
-from benchmarks.train_step_shapes import MIXTURE, SMOLLM2, all_parameters
+from benchmarks.train_step_shapes import LLAMA_1B, MIXTURE, SMOLLM2, all_parameters
 from rollmill.inference.config import EngineConfig
 from rollmill.inference.embedded.engine import EmbeddedEngine
 from rollmill.inference.engine import GenerateRequest
@@ -35,7 +35,6 @@ from rollmill.weights.reading.follower import Update
 
 MEMORY_BYTES_PER_SECOND = 4.8e12  # of an H200
 GROUP = 16
-LLAMA_1B = SMOLLM2 | {"vocab_size": 128256, "layers": 16, "width": 2048, "heads": 32, "kv_heads": 8, "mlp_width": 8192}
 SMALL = SMOLLM2 | {"vocab_size": 4096, "layers": 4, "width": 192, "heads": 3, "kv_heads": 1, "mlp_width": 512}
 BARS = {  # on one H200; (tokens/s, share of the floor, times transformers), None: no bar
     ("dense", 1): (1600.0, None, None),

@@ -25,10 +25,10 @@ import numpy as np
 import torch
 
 from benchmarks import exact_sessions
-from benchmarks.engine import LLAMA_1B, SMALL
+from benchmarks.engine import SMALL
 from benchmarks.exact_sessions import Sizes, update_of
 from benchmarks.output import at_most, finish
-from benchmarks.train_step_shapes import MIXTURE, SMOLLM2
+from benchmarks.train_step_shapes import LLAMA_1B, MIXTURE, SMOLLM2
 from rollmill.inference.config import EngineConfig
 from rollmill.inference.embedded.engine import EmbeddedEngine
 from rollmill.inference.engine import GenerateRequest

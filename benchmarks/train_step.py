@@ -1,9 +1,11 @@
 """One training step, compared: ours, `transformers` compiled by torch, and the same with `liger-kernel`.
 
-    python -m benchmarks.train_step [--quick] [--only dense|mixture] [--ours] [--plain]
+    python -m benchmarks.train_step [--quick] [--only SHAPE …] [--ours] [--plain]
 
 Forward, backward and AdamW on 32k tokens in sequences of 2048: a dense model of the shape of SmolLM2-135M and a
-mixture of experts (16 layers, width 1024, 32 experts of 512, top-4), with random weights. All sides have the same
+mixture of experts (16 layers, width 1024, 32 experts of 512, top-4), with random weights; then on 16k tokens the shapes
+of Llama-3.2-1B, 8 layers of Llama-3-8B and 6 layers of Qwen3-30B-A3B. Whether "ours" keeps its MLPs follows from the
+GPU's memory, as in a run. All sides have the same
 weights and tokens, compute in bf16 with FP32 masters and moments, and scale gradients by their norm. Their first losses
 must agree. Only rows that say "same bits" are deterministic (a run is unless training.deterministic is off). "ragged":
 the same tokens in sequences of all lengths, as in a run. "fp8" and "nvfp4": weights and activations in that form.
@@ -18,6 +20,7 @@ which does not fit into memory at this size. The loop over experts breaks the co
 from __future__ import annotations
 
 import argparse
+import functools
 import gc
 import statistics
 import time
@@ -35,6 +38,7 @@ from rollmill.models.decoder import Decoder
 from rollmill.models.host import round_to_form_
 from rollmill.training.batching import MicroBatch, PackedSequence, pack
 from rollmill.training.config import OptimizerConfig, TrainingConfig
+from rollmill.training.fitting import fitted
 from rollmill.training.loop import fix_bits
 from rollmill.training.next_token import NextTokenPasses
 from rollmill.training.optimizer import MasterOptimizer, Update
@@ -42,6 +46,7 @@ from rollmill.training.optimizer import MasterOptimizer, Update
 LR = 1e-4
 CONFIG = OptimizerConfig(lr=LR, max_grad_norm=1.0)
 LOSS_TOLERANCE = 1e-2  # of a loss of about 11: activations are rounded in other places, which changes a few experts
+SIZES = {"llama-1b": (1.2, 0.85), "llama-8b": (1.15, 0.85), "qwen3-30b": (1.8, None)}  # speedup, share of memory
 Step = Callable[[], float]
 
 
@@ -137,7 +142,7 @@ def ours(
     device: str,
     tokens_per_microbatch: int,
     *,
-    recompute_mlp: bool = TrainingConfig().recompute_mlp,
+    recompute_mlp: bool | None = None,
     recompute_every: int = 0,
     graphs: bool = True,
     deterministic: bool = False,
@@ -145,7 +150,9 @@ def ours(
     form: str = "bf16",
 ) -> Step:
     model = model_of(shape, device, form)
-    model.recompute_every, model.recompute_mlp = recompute_every, recompute_mlp
+    settings = TrainingConfig(tokens_per_microbatch=tokens_per_microbatch, recompute_mlp=recompute_mlp)
+    model.recompute_mlp = bool(fitted(settings, shape.model, torch.device(device)).recompute_mlp)
+    model.recompute_every = recompute_every
     optimizer = MasterOptimizer(model, CONFIG, form)
     lengths = _ragged_lengths(shape) if ragged else [shape.length] * shape.sequences
     parts = [_moved(part, device) for part in _packed(batch_of(shape), lengths, tokens_per_microbatch)]
@@ -201,6 +208,7 @@ def sides(shape: Shape, device: str, *, peers: bool, variants: bool) -> dict[str
     found: dict[str, Callable[[], Step]] = {"ours": lambda: ours(shape, device, whole)}
     if peers and has("transformers"):
         found["transformers"] = lambda: theirs(shape, device)
+    found["ours, MLPs remade"] = lambda: ours(shape, device, whole, recompute_mlp=True)
     if variants:
         found |= {
             "ours, same bits again": lambda: ours(shape, device, whole, deterministic=True),
@@ -216,7 +224,7 @@ def sides(shape: Shape, device: str, *, peers: bool, variants: bool) -> dict[str
             "ours, nvfp4": lambda: ours(shape, device, whole, form="nvfp4"),
         }
     if shape.model.experts:  # the rows of gate_up are always recomputed
-        found = {name: make for name, make in found.items() if "kept" not in name}
+        found = {name: make for name, make in found.items() if "kept" not in name and "remade" not in name}
     elif peers and device == "cuda" and has("liger_kernel"):
         # last: with its head compiled it has broken the device's context, and with it everything after
         found["liger, layers compiled"] = lambda: theirs(shape, device, liger=True, compile="layers")
@@ -267,7 +275,9 @@ def figures_of(shape: Shape, results: dict[str, Result]) -> dict[str, float]:
 
 def bars_of(shape: Shape, results: dict[str, Result]) -> dict[str, dict[str, Any]]:
     """Compares with the sides that ran. A bar about another side is left out."""
-    mine = results["ours"]
+    if shape.name in SIZES:
+        return _size_bars(shape, results)
+    mine = results["ours" if shape.model.experts else "ours, MLPs remade"]
     bars: dict[str, dict[str, Any]] = {}
     peers = {name: result for name, result in results.items() if "ours" not in name and not result.error}
     if mine.error:
@@ -288,6 +298,21 @@ def bars_of(shape: Shape, results: dict[str, Result]) -> dict[str, dict[str, Any
     return bars
 
 
+def _size_bars(shape: Shape, results: dict[str, Result]) -> dict[str, dict[str, Any]]:
+    key, (speedup, memory) = shape.name.replace("-", "_"), SIZES[shape.name]
+    mine, theirs, fp8 = (results.get(name) for name in ("ours", "transformers", "ours, fp8"))
+    bars: dict[str, dict[str, Any]] = {}
+    if mine is None or mine.error:
+        return bars
+    if theirs is not None and not theirs.error:
+        bars[f"{key}_speedup_transformers"] = at_least(theirs.median / mine.median, speedup)
+        if memory is not None and mine.peak_bytes and theirs.peak_bytes:
+            bars[f"{key}_memory_transformers"] = at_most(mine.peak_bytes / theirs.peak_bytes, memory)
+    if fp8 is not None and not fp8.error and shape.name == "llama-8b":
+        bars[f"{key}_fp8_speedup"] = at_least(mine.median / fp8.median, 1.35)
+    return bars
+
+
 def check_losses(results: dict[str, Result]) -> None:
     """For sides that have the same sequences and weights."""
     others = {name for name in results if any(word in name for word in ("ragged", "fp8", "nvfp4"))}
@@ -300,7 +325,8 @@ def check_losses(results: dict[str, Result]) -> None:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--quick", action="store_true", help="fewer repeats; without a device under a minute")
-    parser.add_argument("--only", choices=("dense", "mixture"))
+    parser.add_argument("--only", nargs="+", metavar="SHAPE", help="dense, mixture, llama-1b, llama-8b, qwen3-30b")
+    parser.add_argument("--form", help="also ours in this form, if the other variants are left out")
     parser.add_argument("--ours", action="store_true", help="leave out the peers")
     parser.add_argument("--plain", action="store_true", help="leave out our own variants")
     options = parser.parse_args()
@@ -308,11 +334,14 @@ def main() -> None:
     figures: dict[str, float] = {}
     bars: dict[str, dict[str, Any]] = {}
     for shape in shapes(device):
-        if options.only not in (None, shape.name):
+        if options.only is not None and shape.name not in options.only:
             continue
         print_heading(shape)
         results = {}
-        for name, make in sides(shape, device, peers=not options.ours, variants=not options.plain).items():
+        made = sides(shape, device, peers=not options.ours, variants=not options.plain)
+        if options.form:
+            made[f"ours, {options.form}"] = functools.partial(ours, shape, device, shape.tokens, form=options.form)
+        for name, make in made.items():
             results[name] = measure(make, 5 if options.quick else 15, warmup=4)
             print_row(shape, name, results[name])
         check_losses(results)

@@ -51,6 +51,15 @@ MIXTURE = {
     "rope_theta": 1000000.0,
     "max_context": 2048,
 }
+LLAMA_1B = SMOLLM2 | {
+    "vocab_size": 128256, "layers": 16, "width": 2048, "heads": 32, "kv_heads": 8, "mlp_width": 8192,
+    "rope_theta": 500000.0,
+}  # fmt: skip
+LLAMA_8B = LLAMA_1B | {"layers": 8, "width": 4096, "head_dim": 128, "mlp_width": 14336, "tie_embeddings": False}
+QWEN3_30B = MIXTURE | {
+    "vocab_size": 151936, "layers": 6, "width": 2048, "heads": 32, "kv_heads": 4, "head_dim": 128, "experts": 128,
+    "experts_per_token": 8, "expert_width": 768,
+}  # fmt: skip
 TINY = {"vocab_size": 512, "layers": 2, "width": 64, "heads": 4, "kv_heads": 2, "head_dim": 16, "max_context": 64}
 
 
@@ -59,6 +68,9 @@ def shapes(device: str) -> list[Shape]:
         return [
             Shape("mixture", ModelConfig.model_validate(MIXTURE), 2048, 16),
             Shape("dense", ModelConfig.model_validate(SMOLLM2), 2048, 16),
+            Shape("llama-1b", ModelConfig.model_validate(LLAMA_1B), 2048, 8),
+            Shape("llama-8b", ModelConfig.model_validate(LLAMA_8B), 2048, 8),
+            Shape("qwen3-30b", ModelConfig.model_validate(QWEN3_30B), 2048, 8),
         ]
     dense = SMOLLM2 | TINY | {"mlp_width": 128}
     mixture = MIXTURE | TINY | {"expert_width": 32, "experts": 8, "experts_per_token": 2}

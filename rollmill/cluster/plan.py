@@ -19,7 +19,7 @@ from rollmill.errors import ConfigError
 from rollmill.models.config import ModelConfig
 from rollmill.models.counts import active_parameters, all_parameters
 from rollmill.training.config import TrainingConfig
-from rollmill.training.kept import HEAD_BYTES, STATE_BYTES, fitting_tokens, kept_bytes
+from rollmill.training.kept import HEAD_BYTES, STATE_BYTES, fitting_tokens, kept_bytes, recomputes_mlp
 from rollmill.training.stage import RolloutSettings, StageSection
 
 EFFICIENCY = 0.76  # of a training step: what it would take at full speed over what it takes
@@ -161,13 +161,14 @@ def plan_trainer(model: ModelConfig, training: TrainingConfig, gpu: Gpu, ranks: 
     """`length`: mean tokens per sequence."""
     fitted = training.model_copy(update={"ranks": ranks})
     tokens = training.tokens_per_microbatch or fitting_tokens(fitted, model, gpu.memory)
-    seconds = pass_seconds(model, gpu, tokens, length, training.recompute_mlp, ranks)
+    recompute = recomputes_mlp(fitted, model, gpu.memory)
+    seconds = pass_seconds(model, gpu, tokens, length, recompute, ranks)
     return TrainerPlan(
         ranks=ranks,
         least_ranks=least_ranks(model, gpu),
         tokens_per_pass=tokens,
         state_bytes=STATE_BYTES * all_parameters(model) // ranks,
-        kept_bytes=kept_bytes(model, training.recompute_mlp) * tokens,
+        kept_bytes=kept_bytes(model, recompute) * tokens,
         tokens_per_second=ranks * tokens / seconds,
     )
 

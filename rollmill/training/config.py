@@ -92,10 +92,11 @@ class TrainingConfig(Config):
         "pass. 0 keeps everything; 1 takes the least memory and a third more time (on CUDA up to twice the time, "
         "where the model is small).",
     )
-    recompute_mlp: bool = Field(
-        True,
-        description="On CUDA, dense layers keep nothing of their MLP and compute it again: half the memory for 6 % "
-        "more time on an H200. Turn it off only when memory is plentiful.",
+    recompute_mlp: bool | None = Field(
+        None,
+        description="On CUDA, dense layers keep nothing of their MLP and compute it again: about half the memory for 6 "
+        "to 25 % more time on an H200, most in wide models. Not set: only if half of the GPU's memory does not hold "
+        "the MLPs of one forward pass (of 8192 tokens, if tokens_per_microbatch is 0).",
     )
     deterministic: bool = Field(
         True,

@@ -11,16 +11,16 @@ import torch
 
 from rollmill.models.config import ModelConfig
 from rollmill.training.config import TrainingConfig
-from rollmill.training.kept import fitting_tokens
+from rollmill.training.kept import fitting_tokens, recomputes_mlp
 
 _ON_CPU = 8192
 
 
 def fitted(config: TrainingConfig, model: ModelConfig, device: torch.device) -> TrainingConfig:
-    """The configuration with `tokens_per_microbatch` filled in."""
-    if config.tokens_per_microbatch:
-        return config
-    tokens = _ON_CPU
+    """The configuration with `tokens_per_microbatch` and `recompute_mlp` filled in."""
+    tokens, recompute = config.tokens_per_microbatch or _ON_CPU, bool(config.recompute_mlp)
     if device.type == "cuda":
-        tokens = fitting_tokens(config, model, torch.cuda.get_device_properties(device).total_memory)
-    return config.model_copy(update={"tokens_per_microbatch": tokens})
+        memory = torch.cuda.get_device_properties(device).total_memory
+        tokens = config.tokens_per_microbatch or fitting_tokens(config, model, memory)
+        recompute = recomputes_mlp(config, model, memory)
+    return config.model_copy(update={"tokens_per_microbatch": tokens, "recompute_mlp": recompute})

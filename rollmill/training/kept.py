@@ -9,12 +9,26 @@ from rollmill.training.config import TrainingConfig
 LEAST_TOKENS, MOST_TOKENS, _STEP = 1024, 32768, 1024
 STATE_BYTES = 20  # per parameter: weight and gradient in bf16; master, moments and sum of gradients in FP32
 HEAD_BYTES = 1 << 30  # the head in chunks, and one layer's gradients
+_ENOUGH_TOKENS = 8192  # per pass: with more, products are hardly faster
 
 
 def fitting_tokens(config: TrainingConfig, model: ModelConfig, memory: int) -> int:
     """Tokens per rank, on devices with `memory` bytes."""
-    room = memory // 2 - HEAD_BYTES - STATE_BYTES * all_parameters(model) // config.ranks
-    return min(MOST_TOKENS, max(LEAST_TOKENS, room // kept_bytes(model, config.recompute_mlp) // _STEP * _STEP))
+    each = kept_bytes(model, recomputes_mlp(config, model, memory))
+    return min(MOST_TOKENS, max(LEAST_TOKENS, _room(config, model, memory) // each // _STEP * _STEP))
+
+
+def recomputes_mlp(config: TrainingConfig, model: ModelConfig, memory: int) -> bool:
+    """Whether dense layers compute their MLP again. If the setting does not say: only if keeping it does not fit."""
+    if config.recompute_mlp is not None:
+        return config.recompute_mlp
+    tokens = config.tokens_per_microbatch or _ENOUGH_TOKENS
+    return tokens * kept_bytes(model, recompute_mlp=False) > _room(config, model, memory)
+
+
+def _room(config: TrainingConfig, model: ModelConfig, memory: int) -> int:
+    """Bytes for what is kept for the backward pass."""
+    return memory // 2 - HEAD_BYTES - STATE_BYTES * all_parameters(model) // config.ranks
 
 
 def kept_bytes(model: ModelConfig, recompute_mlp: bool) -> int:

@@ -104,7 +104,7 @@ class Trainer(Generic[Batch]):
         with self._explained("the model"):
             self._model = placement.make_model(model_config, form, self._device)
         self._model.recompute_every = config.recompute_every
-        self._model.recompute_mlp = config.recompute_mlp
+        self._model.recompute_mlp = bool(config.recompute_mlp)
         if exact:
             self._model.compute_exactly()
         self._checkpoints = Checkpoints(checkpoints, config.keep_checkpoints, placement)

@@ -88,7 +88,7 @@ def _hint(config: TrainingConfig, largest: MicroBatch | None, device: torch.devi
     dials = []
     if len(largest.lengths) > 1:
         dials.append(f"lower training.tokens_per_microbatch (it is {config.tokens_per_microbatch}), which costs little")
-    if device.type == "cuda" and not config.recompute_mlp and config.recompute_every != 1:
+    if device.type == "cuda" and config.recompute_mlp is False and config.recompute_every != 1:
         dials.append("set training.recompute_mlp = true, which costs a dense model little more time")
     if config.recompute_every != 1:
         dials.append(

@@ -17,7 +17,7 @@ from rollmill.models.kernels.call import call
 from rollmill.models.kernels.varlen import VarlenAttention, packed_attention
 from rollmill.training.config import TrainingConfig
 from rollmill.training.fitting import fitted
-from rollmill.training.kept import fitting_tokens, kept_bytes
+from rollmill.training.kept import fitting_tokens, kept_bytes, recomputes_mlp
 from tests.kernels import DEVICE, INTERPRETED, cuda
 
 GIB = 1 << 30
@@ -55,18 +55,28 @@ LARGE = ModelConfig(
 def test_a_configured_size_stays_and_a_cpu_has_its_default():
     cpu = torch.device("cpu")
     given = TrainingConfig(tokens_per_microbatch=77)
-    assert fitted(given, DENSE, cpu) is given
+    assert fitted(given, DENSE, cpu).tokens_per_microbatch == 77
     assert fitted(TrainingConfig(), DENSE, cpu).tokens_per_pass == 8192
     assert fitted(TrainingConfig(ranks=2), DENSE, cpu).tokens_per_pass == 16384
 
 
 def test_a_gpu_uses_half_of_its_memory():
     assert fitting_tokens(TrainingConfig(), DENSE, 80 * GIB) == 32768
-    little = [fitting_tokens(TrainingConfig(ranks=64), LARGE, size * GIB) for size in (40, 80, 140)]
+    remade = TrainingConfig(ranks=64, recompute_mlp=True)
+    little = [fitting_tokens(remade, LARGE, size * GIB) for size in (40, 80, 140)]
     assert little == sorted(little) and little[0] == 1024 and 2048 < little[-1] < 32768
     assert all(each % 1024 == 0 for each in little)
     kept = TrainingConfig(ranks=64, recompute_mlp=False)
     assert fitting_tokens(kept, LARGE, 140 * GIB) < little[-1], "memory that is kept leaves room for fewer"
+
+
+def test_mlps_are_kept_where_they_fit():
+    assert not recomputes_mlp(TrainingConfig(), DENSE, 80 * GIB)
+    assert recomputes_mlp(TrainingConfig(), DENSE, 5 * GIB // 2), "8192 tokens with their MLPs do not fit"
+    assert recomputes_mlp(TrainingConfig(recompute_mlp=True), DENSE, 80 * GIB), "a setting counts"
+    many = TrainingConfig(ranks=64, tokens_per_microbatch=1 << 20)
+    assert recomputes_mlp(many, DENSE, 80 * GIB), "as many tokens as the setting says"
+    assert fitted(TrainingConfig(), DENSE, torch.device("cpu")).recompute_mlp is False
 
 
 variants = pytest.mark.parametrize(
