@@ -1,10 +1,11 @@
 """The embedded engine beside `transformers`: tokens per second, first tokens of a group, cost of the host.
 
-    python -m benchmarks.engine [--quick]
+    python -m benchmarks.engine [--quick] [--only CELL …]
 
 Same weights, prompts and lengths for all, prefill included, sampled at temperature 1 in one run: our engine, `generate`
 of transformers, and its continuous batching where it runs. On CUDA also the memory-bandwidth floor: the bytes of all
-weights and of the mean KV cache, read once per decode step at 4.8 TB/s. On a CPU the models are smaller, without floor.
+weights and of the mean KV cache, read once per decode step at 4.8 TB/s. There only some cells have peers, which take
+half a minute each. On a CPU the models are smaller, without floor.
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ import torch
 from benchmarks.engine_host import host_microseconds
 from benchmarks.output import at_least, finish
 from benchmarks.train_step_peers import has, transformers_model
-from benchmarks.train_step_shapes import LLAMA_1B, MIXTURE, SMOLLM2, all_parameters
+from benchmarks.train_step_shapes import LLAMA_1B, MIXTURE, SMOLLM2, all_parameters, draw_
 from rollmill.inference.config import EngineConfig
 from rollmill.inference.embedded.engine import EmbeddedEngine
 from rollmill.inference.engine import GenerateRequest
@@ -54,6 +55,7 @@ class Cell(NamedTuple):
     batch: int
     prompt: int
     new: int
+    peers: tuple[str, ...] = ("transformers", "transformers_continuous")
 
     @property
     def model(self) -> ModelConfig:
@@ -69,20 +71,25 @@ class Cell(NamedTuple):
 
 def cells(device: Device, quick: bool) -> list[Cell]:
     if device == "cuda":
-        dense = [Cell("dense", SMOLLM2, batch, 128, 256) for batch in (1, 32, 256, 1024)]
-        mixture = [Cell("mixture", MIXTURE, batch, 128, 256) for batch in (256, 1024)]
-        return [*dense, *mixture, Cell("llama-1b", LLAMA_1B, 256, 128, 256)][: 3 if quick else None]
+        dense = [Cell("dense", SMOLLM2, batch, 128, 256, ()) for batch in (1, 32, 1024)]
+        mixture = [Cell("mixture", MIXTURE, batch, 128, 256, ()) for batch in (256, 1024)]
+        llama = Cell("llama-1b", LLAMA_1B, 256, 128, 256, ("transformers",))
+        return [Cell("dense", SMOLLM2, 256, 128, 256), *dense, *mixture, llama][: 4 if quick else None]
     shape, new = (SMALL, 16) if quick else (SMOLLM2, 32)
     return [Cell("small" if quick else "dense", shape, batch, 32, new) for batch in (1, 32, 128)]
 
 
-def measure(device: Device, quick: bool) -> tuple[dict[str, float], dict[str, dict[str, Any]]]:
+def measure(device: Device, quick: bool, only: list[str] | None) -> tuple[dict[str, float], dict[str, dict[str, Any]]]:
     figures: dict[str, float] = {}
     bars: dict[str, dict[str, Any]] = {}
     for batch in (256, 1024):
         figures[f"host_us_per_sequence_{batch}"] = host_microseconds(batch, 20 if quick else 100)
     for cell in cells(device, quick):
-        _measure_cell(cell, device, figures, bars)
+        if only is None or f"{cell.name}_{cell.batch}" in only:
+            _measure_cell(cell, device, figures, bars)
+            print({name: value for name, value in figures.items() if name.startswith(f"{cell.name}_{cell.batch}_")})
+    if only is not None and "group" not in only:
+        return figures, bars
     prompt = 2048 if device == "cuda" else 256 if quick else 1024
     shape = (SMOLLM2 if device == "cuda" else SMALL) | {"max_context": 4096}
     together, apart = (asyncio.run(_first_tokens(shape, device, prompt, shared)) for shared in (True, False))
@@ -93,10 +100,10 @@ def measure(device: Device, quick: bool) -> tuple[dict[str, float], dict[str, di
 
 def _measure_cell(cell: Cell, device: Device, figures: dict[str, float], bars: dict[str, dict[str, Any]]) -> None:
     model, key = decoder_on(torch.device(device), cell.model), f"{cell.name}_{cell.batch}"
-    model.initialise(1)
+    draw_(model, 1)
     prompts = np.random.default_rng(0).integers(1, cell.model.vocab_size, (cell.batch, cell.prompt)).tolist()
     figures[f"{key}_ours"] = ours = asyncio.run(_ours(cell, model, device, prompts))
-    peers = _peers(cell, model, prompts) if has("transformers") else {}
+    peers = _peers(cell, model, prompts) if cell.peers and has("transformers") else {}
     figures |= {f"{key}_{name}": value for name, value in peers.items()}
     tokens, share, times = BARS.get((cell.name, cell.batch), (None, None, None)) if device == "cuda" else (None,) * 3
     if device == "cuda":
@@ -127,7 +134,7 @@ async def _first_tokens(shape: dict[str, Any], device: Device, prompt: int, shar
     """Seconds until all requests of a group have their first token: on one prompt, or on prompts of their own."""
     config = ModelConfig.model_validate(shape)
     model = decoder_on(torch.device(device), config)
-    model.initialise(1)
+    draw_(model, 1)
     random = np.random.default_rng(1)
     prompts = random.integers(1, config.vocab_size, (GROUP, prompt)).tolist()
     async with _engine(config, device, GROUP, prompt + 16) as engine:
@@ -186,7 +193,8 @@ def _peers(cell: Cell, model: Decoder, prompts: list[list[int]]) -> dict[str, fl
 
     ways: dict[str, Callable[[], int]] = {"transformers": whole, "transformers_continuous": continuous}
     found = {}
-    for name, way in ways.items():
+    for name in cell.peers:
+        way = ways[name]
         try:
             with torch.no_grad():
                 started = time.perf_counter()
@@ -202,9 +210,10 @@ def _peers(cell: Cell, model: Decoder, prompts: list[list[int]]) -> dict[str, fl
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--quick", action="store_true", help="fewer cells, smaller models")
-    quick = parser.parse_args().quick
+    parser.add_argument("--only", nargs="+", metavar="CELL", help="dense_256 for example, or group")
+    options = parser.parse_args()
     device: Device = "cuda" if torch.cuda.is_available() else "cpu"
-    figures, bars = measure(device, quick)
+    figures, bars = measure(device, options.quick, options.only)
     for name, value in figures.items():
         print(f"{name:44} {value:12.4g}")
     finish("engine", figures, bars)

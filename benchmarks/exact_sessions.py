@@ -14,6 +14,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 
+from benchmarks.train_step_shapes import draw_
 from rollmill.inference.config import EngineConfig
 from rollmill.inference.embedded.engine import EmbeddedEngine
 from rollmill.inference.engine import GenerateRequest
@@ -52,21 +53,6 @@ def update_of(model: ModelConfig, number: int, form: str = "bf16", device: Devic
     tensors = dict(to_host(decoder.state_dict(), form))
     policy = PolicyRef("main", number, form, root_digest(describe(tensors)))
     return Update(policy, tensors, None, None, 0, {}, time.time())
-
-
-@torch.no_grad()
-def draw_(decoder: Decoder, seed: int) -> None:
-    """Random weights, drawn on the device: on the host, large models would take minutes."""
-    if not decoder.embedding.is_cuda:
-        return decoder.initialise(seed)
-    generator = torch.Generator("cuda").manual_seed(seed)
-    residual = (2 * decoder.config.layers) ** -0.5
-    for name, each in decoder.named_parameters():
-        if each.ndim == 1:
-            each.fill_(1.0)
-        else:
-            deviation = (each.shape[-2] if each.ndim == 3 else each.shape[-1]) ** -0.5
-            each.normal_(std=deviation * (residual if name.endswith(("output", "down")) else 1.0), generator=generator)
 
 
 def measure(model: ModelConfig, form: str, device: Device, sizes: Sizes, exact: bool = True) -> dict[str, float]:

@@ -4,8 +4,11 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+import torch
+
 from rollmill.models.config import ModelConfig
 from rollmill.models.counts import active_parameters, all_parameters
+from rollmill.models.decoder import Decoder
 
 PEAK_OPERATIONS = 790e12  # per second: bf16 products of random numbers on an H200
 PEAK_BYTES = 4.3e12  # per second, read plus written, on an H200
@@ -101,3 +104,17 @@ def step_bytes(shape: Shape) -> float:
 def floor_seconds(shape: Shape) -> tuple[float, float]:
     """The least time on an H200: (by operations, by bytes)."""
     return sum(step_operations(shape)) / PEAK_OPERATIONS, step_bytes(shape) / PEAK_BYTES
+
+
+@torch.no_grad()
+def draw_(model: Decoder, seed: int) -> None:
+    """Random weights, on CUDA drawn by the device: on the host, large models would take minutes."""
+    if not model.embedding.is_cuda:
+        return model.initialise(seed)
+    generator, residual = torch.Generator("cuda").manual_seed(seed), (2 * model.config.layers) ** -0.5
+    for name, each in model.named_parameters():
+        if each.ndim == 1:
+            each.fill_(1.0)
+        else:
+            deviation = (each.shape[-2] if each.ndim == 3 else each.shape[-1]) ** -0.5
+            each.normal_(std=deviation * (residual if name.endswith(("output", "down")) else 1.0), generator=generator)
