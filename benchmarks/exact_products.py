@@ -43,7 +43,7 @@ def microseconds(run: Callable[[], object]) -> float:
 
 
 def products(figures: dict[str, float], rows: tuple[int, ...]) -> int:
-    from rollmill.models.kernels.exact_triton import _TILES, product, tile_of
+    from rollmill.models.kernels.exact_triton import TILES, fits, product, tile_of
 
     differing = 0
     for model, shapes in LAYERS.items():
@@ -53,13 +53,15 @@ def products(figures: dict[str, float], rows: tuple[int, ...]) -> int:
                 if count * outputs > 1 << 29:  # the head of a whole micro-batch is computed in chunks
                     continue
                 x = torch.randn(count, inputs, device="cuda").bfloat16()
-                chosen = tile_of(count, outputs, x.device)
-                expected = product(x, weight.t(), dtype=torch.float32, tile=_TILES[0])
+                expected = product(x, weight.t(), dtype=torch.float32, tile=TILES[1])
+                chosen = tile_of(count, outputs, x)
                 fast = microseconds(lambda: x @ weight.t())  # noqa: B023
                 row = [f"{model} {inputs:>5} → {outputs:>5}, {count:>5} rows: torch {fast:8.1f}"]
-                for tile in _TILES:
-                    found = product(x, weight.t(), dtype=torch.float32, tile=tile)
-                    differing += int((found != expected).sum())
+                for tile in TILES:
+                    if fits(tile, expected):
+                        found = product(x, weight.t(), dtype=torch.float32, tile=tile)
+                        differing += int((found != expected).sum())
+                    differing += int((product(x, weight.t(), tile=tile) != expected.bfloat16()).sum())
                     taken = microseconds(lambda: product(x, weight.t(), tile=tile))  # noqa: B023
                     mark = "*" if tile is chosen else " "
                     row.append(f"{tile['ROWS']}x{tile['COLUMNS']} {taken:8.1f}{mark}")

@@ -96,8 +96,11 @@ async def _sample(
         tasks = [asyncio.create_task(_converse(engine, number, model, sizes)) for number in range(sizes.sessions)]
         for number, update in enumerate(updates[1:], 1):
             enough = number * sizes.sessions * sizes.new // len(updates)
-            while engine.metrics()["sampled_tokens_total"] < enough:  # noqa: ASYNC110
+            while engine.metrics()["sampled_tokens_total"] < enough:
                 await asyncio.sleep(0.01)
+                for task in tasks:
+                    if task.done():
+                        task.result()  # raises if the engine broke
             await engine.apply(update)
         turns = [turn for task in tasks for turn in await task]
         return turns, dict(engine.metrics())

@@ -44,7 +44,9 @@ def test_no_tile_and_no_batch_changes_a_bit(inputs: int, outputs: int) -> None:
     for given in (weight.t(), weight.t().contiguous()):
         expected = exact_triton.product(x, given, dtype=torch.float32)
         for rows in (1, 3, 16, 64, 65, 127, 300, 1024):
-            for tile in exact_triton._TILES:
+            for tile in exact_triton.TILES:
+                if not exact_triton.fits(tile, expected):
+                    continue
                 found = exact_triton.product(x[-rows:], given, dtype=torch.float32, tile=tile)
                 assert torch.equal(found, expected[-rows:]), (rows, tile)
 

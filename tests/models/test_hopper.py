@@ -42,6 +42,8 @@ TYPES = {
     torch.uint32: "u32", torch.uint16: "u16", torch.uint64: "u64",
 }  # fmt: skip
 
+SHARED_BYTES = 232448  # of a program on Hopper
+
 
 def type_of(value: Any) -> str:
     if hasattr(value, "block_shape"):
@@ -75,7 +77,8 @@ class Compiler:
         key = (kernel, str(types), str(constants), str(dials))
         if key not in self._done:
             source = ASTSource(kernel, types, constants)
-            triton.compile(source, target=GPUTarget("cuda", 90, 32), options=dials)
+            compiled = triton.compile(source, target=GPUTarget("cuda", 90, 32), options=dials)
+            assert compiled.metadata.shared <= SHARED_BYTES, (kernel.fn.__name__, constants, dials)
             self._done.add(key)
 
 
@@ -128,9 +131,11 @@ def exact() -> None:
     from rollmill.models.kernels import exact_triton
 
     x, weight = torch.zeros(130, 576).bfloat16(), torch.zeros(576, 576).bfloat16()
-    for tile in exact_triton._TILES:
+    for tile in exact_triton.TILES:
         exact_triton.product(x, weight.t(), tile=tile)
         exact_triton.product(x, weight.t(), x.clone(), add=True, tile=tile)
+        if exact_triton.fits(tile, x.float()):
+            exact_triton.product(x, weight.t(), dtype=torch.float32, tile=tile)
     exact_triton.product(x, weight, dtype=torch.float32)
     for dim in (64, 128, 256):
         rows = torch.zeros(70, 15, dim, dtype=torch.bfloat16)

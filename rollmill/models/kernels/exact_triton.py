@@ -17,15 +17,15 @@ from torch.nn.functional import pad
 
 from rollmill.models.kernels.tiles import descriptor, multiprocessors, programs
 
-_DEPTH = 64  # columns of x per step
 _BAND = 8  # tiles of rows that take turns with the same columns, which then are in the L2 cache
-# largest first; EACH programs fit on a multiprocessor. ROWS is a multiple of 64, for which wgmma is used
-_TILES = (
-    {"ROWS": 128, "COLUMNS": 256, "num_warps": 8, "num_stages": 3, "EACH": 1},
-    {"ROWS": 128, "COLUMNS": 128, "num_warps": 4, "num_stages": 3, "EACH": 2},
-    {"ROWS": 64, "COLUMNS": 128, "num_warps": 4, "num_stages": 4, "EACH": 2},
-    {"ROWS": 64, "COLUMNS": 64, "num_warps": 4, "num_stages": 4, "EACH": 3},
-    {"ROWS": 64, "COLUMNS": 32, "num_warps": 4, "num_stages": 6, "EACH": 3},
+# Largest first. A step takes DEPTH columns of x: many, where few programs have to keep the memory busy. EACH programs
+# fit on a multiprocessor. ROWS is a multiple of 64, for which wgmma is used.
+TILES = (
+    {"ROWS": 128, "COLUMNS": 256, "DEPTH": 64, "num_warps": 8, "num_stages": 3, "EACH": 1},
+    {"ROWS": 128, "COLUMNS": 128, "DEPTH": 64, "num_warps": 4, "num_stages": 3, "EACH": 2},
+    {"ROWS": 64, "COLUMNS": 128, "DEPTH": 64, "num_warps": 4, "num_stages": 4, "EACH": 2},
+    {"ROWS": 64, "COLUMNS": 64, "DEPTH": 128, "num_warps": 4, "num_stages": 4, "EACH": 1},
+    {"ROWS": 64, "COLUMNS": 32, "DEPTH": 128, "num_warps": 4, "num_stages": 6, "EACH": 1},
 )
 
 
@@ -73,25 +73,30 @@ def product(
     if not rows:
         return out_NO
     across = weight_IO.stride(0) == 1
-    dials = dict(tile or tile_of(rows, outputs, x_NI.device))
-    each, high, wide = dials.pop("EACH"), dials["ROWS"], dials["COLUMNS"]
+    dials = dict(tile or tile_of(rows, outputs, out_NO))
+    each, high, wide, deep = dials.pop("EACH"), dials["ROWS"], dials["COLUMNS"], dials["DEPTH"]
     grid = programs(triton.cdiv(rows, high) * triton.cdiv(outputs, wide), each, x_NI.device)
-    shape = [wide, _DEPTH] if across else [_DEPTH, wide]
+    shape = [wide, deep] if across else [deep, wide]
     _multiply[grid](
-        descriptor(_aligned(x_NI), [high, _DEPTH]),
+        descriptor(_aligned(x_NI), [high, deep]),
         descriptor(_aligned(weight_IO.t() if across else weight_IO), shape),
-        out_NO, rows, inputs, outputs, out_NO.stride(0), ADD=add, ACROSS=across, DEPTH=_DEPTH, BAND=_BAND, **dials,
+        out_NO, rows, inputs, outputs, out_NO.stride(0), ADD=add, ACROSS=across, BAND=_BAND, **dials,
     )  # fmt: skip
     return out_NO
 
 
-def tile_of(rows: int, outputs: int, device: torch.device) -> dict[str, int]:
+def fits(tile: dict[str, int], out: Tensor) -> bool:
+    """Whether the shared memory of a multiprocessor holds the tile's result on its way to `out`."""
+    return tile["ROWS"] * tile["COLUMNS"] * out.element_size() <= 1 << 16
+
+
+def tile_of(rows: int, outputs: int, out: Tensor) -> dict[str, int]:
     """The largest tile that gives every multiprocessor one, else the smallest."""
-    for tile in _TILES:
+    for tile in TILES:
         tiles = triton.cdiv(rows, tile["ROWS"]) * triton.cdiv(outputs, tile["COLUMNS"])
-        if tiles >= multiprocessors(device) and (rows > 64 or tile["ROWS"] == 64):
+        if tiles >= multiprocessors(out.device) and (rows > 64 or tile["ROWS"] == 64) and fits(tile, out):
             return tile
-    return _TILES[-1]
+    return TILES[-1]
 
 
 def _aligned(x: Tensor) -> Tensor:
