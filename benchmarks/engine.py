@@ -74,7 +74,7 @@ def cells(device: Device, quick: bool) -> list[Cell]:
         dense = [Cell("dense", SMOLLM2, batch, 128, 256, ()) for batch in (1, 32, 1024)]
         mixture = [Cell("mixture", MIXTURE, batch, 128, 256, ()) for batch in (256, 1024)]
         llama = Cell("llama-1b", LLAMA_1B, 256, 128, 256, ("transformers",))
-        return [Cell("dense", SMOLLM2, 256, 128, 256), *dense, *mixture, llama][: 4 if quick else None]
+        return [*dense, Cell("dense", SMOLLM2, 256, 128, 256), *mixture, llama][: 4 if quick else None]
     shape, new = (SMALL, 16) if quick else (SMOLLM2, 32)
     return [Cell("small" if quick else "dense", shape, batch, 32, new) for batch in (1, 32, 128)]
 

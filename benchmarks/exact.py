@@ -211,9 +211,11 @@ def _figures(cell: Cell, found: dict[str, Measured]) -> dict[str, float]:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--quick", action="store_true", help="small models; on a GPU fewer of them")
-    parser.add_argument("--only", help="the cell with this name, or `sessions`")
+    parser.add_argument("--only", help="the cell with this name, `sessions`, or sessions_NAME")
     options, figures, bars = parser.parse_args(), dict[str, float](), dict[str, dict[str, Any]]()
-    for name, shape, form, sizes in sessions() if options.only in (None, "sessions") else []:
+    for name, shape, form, sizes in sessions():
+        if options.only not in (None, "sessions", f"sessions_{name}"):
+            continue
         measured = exact_sessions.measure(ModelConfig.model_validate(shape), form, DEVICE, sizes)
         print(name, measured, flush=True)
         figures |= {f"sessions_{name}_{key}": value for key, value in measured.items()}
