@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Sequence
-from typing import Any, Protocol
+from typing import Any, Protocol, runtime_checkable
 
 from rollmill.chat.format import CallMark, Tool
 from rollmill.chat.tokenizer import Tokenizer
@@ -43,6 +43,23 @@ class CallFamily(Protocol):
         """Rules for `calls`, as llguidance reads them: calls of these tools, or one call if `single`. None if the
         family has none."""
         ...
+
+
+@runtime_checkable
+class FramedText(Protocol):
+    """A family whose models write the text of an answer between marks too. `parse` returns it without them."""
+
+    frames: tuple[str, ...]  # what may stand before the text; an answer that begins otherwise has none
+    frame_ends: tuple[str, ...]  # marks inside an answer that do not end it
+
+    def text_marks(self, tokenizer: Tokenizer) -> tuple[str, str]:
+        """Rules for what stands before and behind the text, as llguidance reads them."""
+        ...
+
+
+def closings_of(family: CallFamily, tokenizer: Tokenizer) -> list[int]:
+    """Tokens that end a call and its answer, if other tokens than those of texts do."""
+    return [tokenizer.special[mark] for mark in getattr(family, "closings", ()) if mark in tokenizer.special]
 
 
 def read_json(text: str) -> Any:

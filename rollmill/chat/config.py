@@ -8,7 +8,19 @@ from pydantic import Field
 
 from rollmill.config import Config, LocalPath
 
-FamilyName = Literal["hermes", "qwen-coder", "llama3", "mistral", "granite", "deepseek", "deepseek-v3", "kimi", "json"]
+FamilyName = Literal[
+    "hermes",
+    "qwen-coder",
+    "llama3",
+    "mistral",
+    "granite",
+    "deepseek",
+    "deepseek-v3",
+    "kimi",
+    "harmony",
+    "cohere",
+    "json",
+]
 
 
 class ChatConfig(Config):

@@ -98,6 +98,8 @@ class Fitting:
             reasoning, content = self._thinking._replace(opened=False).split(content)
         content, reasoning = self._text(content), self._text(reasoning)
         calls = [(self._text(name), arguments) for name, arguments in message_calls(message)]
+        if calls and reasoning and content and self._family.name == "harmony":  # its template takes one of them
+            reasoning, content = f"{reasoning}\n{content}", ""
         fitted: Message = {"role": "assistant"}
         if reasoning and self._can.reasoning == "field":
             fitted |= {"thinking": reasoning, "reasoning_content": reasoning}

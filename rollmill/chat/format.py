@@ -112,6 +112,7 @@ class ContentStream:
     drop_blank   hold back blanks until text follows, because `parse` drops content that is only blanks
     hold_blank   hold back blanks at the end, because `parse` drops them before calls
     silent       an answer that begins with one of these may be a call as a whole, so nothing is streamed
+    frames       the text is behind one of these, if there are any; an answer that begins otherwise has none
     """
 
     def __init__(
@@ -124,8 +125,10 @@ class ContentStream:
         hold_blank: bool = False,
         silent: Sequence[str] = (),
         thinking: Thinking | None = None,
+        frames: Sequence[str] = (),
     ) -> None:
         self._start = start
+        self._frames = tuple(frames)
         self._ends = ends
         self._drop_blank = drop_blank
         self._hold_blank = hold_blank
@@ -150,7 +153,19 @@ class ContentStream:
         self._held += text
         return self._release()
 
+    def _enter_frame(self) -> bool:
+        """Whether the text has begun. Drops the frame before it."""
+        begun = self._held.lstrip()
+        frame = next((frame for frame in self._frames if begun.startswith(frame)), None)
+        if frame is not None:
+            self._held, self._frames = begun[len(frame) :], ()
+        elif begun and not any(each.startswith(begun) for each in self._frames):
+            self._closed = True  # only a call, or a text that is sent at the end
+        return frame is not None
+
     def _release(self) -> str:
+        if self._frames and not self._enter_frame():
+            return ""
         if self._silent and (begun := self._held.lstrip()):
             self._closed = begun.startswith(self._silent)
             self._silent = ()

@@ -10,14 +10,19 @@ from dataclasses import dataclass, field, replace
 from datetime import datetime
 from typing import Any, NamedTuple
 
-from rollmill.chat.calls import CallFamily
+from rollmill.chat.calls import CallFamily, FramedText, closings_of
 from rollmill.chat.fitting import Abilities, Fitting, SampledIds
 from rollmill.chat.format import Message, Thinking, Tool, assistant_message
 from rollmill.chat.sandbox import ChatTemplate, TemplateFailed
 from rollmill.chat.spelling import Spelling
 from rollmill.chat.tokenizer import Tokenizer
 
-THINKING = (Thinking("<think>", "</think>"), Thinking("[THINK]", "[/THINK]"))
+THINKING = (
+    Thinking("<think>", "</think>"),
+    Thinking("[THINK]", "[/THINK]"),
+    Thinking("<|START_THINKING|>", "<|END_THINKING|>"),
+)
+_ANALYSIS = Thinking("<|channel|>analysis<|message|>", "<|end|>")
 
 _SYSTEM: Message = {"role": "system", "content": "Probe 0."}
 _USER: Message = {"role": "user", "content": "Probe 1."}
@@ -113,7 +118,7 @@ def find_abilities(writer: Writer, tokenizer: Tokenizer, stops: Sequence[int]) -
     closing = _find_closing(writer, tokenizer)
     writer = _with(writer, system=_SYSTEM["content"] in _tried(writer, [_SYSTEM, _USER], []))
     writer = _with(writer, tools="probe_call" in _tried(writer, [_USER], [_TOOL]))
-    writer = _with_calls(writer, tokenizer, {closing, *stops})
+    writer = _with_calls(writer, tokenizer, {closing, *stops, *closings_of(writer.family, tokenizer)})
     after = _tried(writer, [_USER, _CALL, _RESULT], [_TOOL])
     writer = _with(writer, results=_RESULT["content"] in after)
     if writer.thinking is not None and writer.thinking.opened:
@@ -139,6 +144,8 @@ def _with_prompt(writer: Writer, now: datetime) -> Writer:
 
 
 def _find_thinking(writer: Writer, tokenizer: Tokenizer, prompt: str) -> Thinking | None:
+    if _ANALYSIS.start in writer.template.source:  # the end mark alone is one of other models too
+        return _ANALYSIS
     for each in THINKING:
         if each.end in writer.template.source or each.end in tokenizer.special:
             return each._replace(opened=_opens(each, prompt, tokenizer))
@@ -152,14 +159,16 @@ def _opens(thinking: Thinking, prompt: str, tokenizer: Tokenizer) -> bool:
 def _find_closing(writer: Writer, tokenizer: Tokenizer) -> int:
     """The special token behind the text of an answer."""
     tokens = _answer_tokens(writer, assistant_message(_TEXT, []), [], tokenizer)
-    special = [at for at, token in enumerate(tokens) if token in tokenizer.special_ids]
+    inside = writer.family.frame_ends if isinstance(writer.family, FramedText) else ()
+    ends = tokenizer.special_ids - {tokenizer.special[mark] for mark in inside if mark in tokenizer.special}
+    special = [at for at, token in enumerate(tokens) if token in ends]
     if not special:
         raise TemplateFailed("it closes an answer with no special token, so a model could not end one")
     for at in special:
         text = tokenizer.decode(tokens[:at])
         if writer.thinking is not None:
             text = writer.thinking._replace(opened=False).split(text)[1]
-        if text.strip() == _TEXT:
+        if writer.family.parse(text, [])[0].strip() == _TEXT:
             return tokens[at]
     raise TemplateFailed(f"it writes an answer in a layout that is not known: {tokenizer.decode(tokens)!r}")
 
@@ -177,6 +186,7 @@ def _answer_tokens(writer: Writer, message: Message, tools: Sequence[Tool], toke
 def _with_calls(writer: Writer, tokenizer: Tokenizer, stops: Collection[int]) -> Writer:
     """The first way to pass a call to the template that gives back the same call when parsed."""
     tools = [_TOOL] if writer.abilities.tools else []
+    prompt = tokenizer.decode(tokenizer.encode_marked(writer.write([_USER], [], datetime.now()))).strip()
     for can in _call_variants(writer.abilities):
         trial = replace(writer, abilities=can)
         try:
@@ -186,7 +196,8 @@ def _with_calls(writer: Writer, tokenizer: Tokenizer, stops: Collection[int]) ->
         end = next((at for at, token in enumerate(tokens) if token in stops), len(tokens))
         _, calls = writer.family.parse(tokenizer.decode(tokens[:end]), [_TOOL])
         right = [(name, _compact(arguments)) for name, arguments in calls] == [("probe_call", _compact(_ARGUMENTS))]
-        if right and not tokenizer.decode([token for token in tokens[end:] if token not in stops]).strip():
+        rest = tokenizer.decode([token for token in tokens[end:] if token not in stops]).strip()
+        if right and prompt.endswith(rest):  # a template may write its generation prompt behind everything
             return trial
     return _with(writer, calls=False)
 
@@ -203,6 +214,9 @@ def _call_variants(can: Abilities) -> Iterator[Abilities]:
 
 
 def _with_reasoning(writer: Writer) -> Writer:
+    if isinstance(writer.family, FramedText):  # reasoning has no place inside the frame of the text
+        call = {**_CALL, "reasoning_content": _REASONING}
+        return _with(writer, reasoning="field" if _REASONING in _tried(writer, [_USER, call], [_TOOL]) else "none")
     message = assistant_message(_TEXT, [], _REASONING)
     for way in ("field", "text"):
         trial = _with(writer, reasoning=way)

@@ -58,7 +58,10 @@ class AnswerBuilder:
         self.logprobs += chunk.logprobs
         if self._request.top_logprobs:  # an engine may not know them
             self.top_logprobs += chunk.top_logprobs or [[] for _ in chunk.tokens]
-        self._kept += [self._sets.setdefault(kept, kept) for kept in chunk.kept or [b""] * len(chunk.tokens)]
+        if chunk.kept:
+            self._kept += [self._sets.setdefault(kept, kept) for kept in chunk.kept]
+        else:
+            self._kept += [b""] * len(chunk.tokens)
         numbers = [self._number(policy) for policy in chunk.policies]
         self._policy += [numbers[index] for index in chunk.policy]
         if chunk.routes is not None and len(chunk.routes):

@@ -1,7 +1,7 @@
 """The grammar of a request that asks for JSON output, or that must call a tool.
 
-The chat format knows how a call is written: `call_grammar(tools)` returns rules for `calls`, and `text_mark` is the
-token before a text.
+The chat format knows how a call is written: `call_grammar(tools)` returns rules for `calls`, and `text_marks` are the
+marks before and behind a text.
 """
 
 from __future__ import annotations
@@ -29,10 +29,10 @@ def grammar_of(request: ModelRequest, format: ChatFormat) -> str | None:
     calls = _calls(request, format) if request.tools else ""
     if request.forced:
         return f"start: calls\n{calls}"
-    mark = getattr(format, "text_mark", "")
+    before, behind = getattr(format, "text_marks", ("", ""))
     start = "start: text | calls" if calls else "start: text"
     schema = {**(request.schema or {}), **JSON_STYLE}
-    return f"{start}\ntext: {mark} body\nbody: %json {json.dumps(schema)}\n{calls}"
+    return f"{start}\ntext: {before} body {behind}\nbody: %json {json.dumps(schema)}\n{calls}"
 
 
 def check_one_call(request: ModelRequest, format: ChatFormat) -> None:

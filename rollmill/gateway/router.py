@@ -340,6 +340,8 @@ def _before_other(chunks: Sequence[GenerateChunk], line: str, number: int | None
 
 def _of_target(chunk: GenerateChunk, line: str, number: int | None) -> GenerateChunk:
     """The chunk, or what comes before its first token of another line, or of another version than `number`."""
+    if all(policy.line == line and number in (None, policy.number) for policy in chunk.policies):
+        return chunk  # nearly always
     foreign = {
         index
         for index, policy in enumerate(chunk.policies)

@@ -83,13 +83,13 @@ def chunk_from_json(data: bytes) -> GenerateChunk:
         raise EngineError("chunk: tokens, logprobs and policy must have one entry per token")
     if chunk.top_logprobs and len(chunk.top_logprobs) != len(chunk.tokens):
         raise EngineError("chunk: top_logprobs must have one entry per token")
-    if len(chunk.kept) not in (0, len(chunk.tokens)) or any(len(kept) > LARGEST_SET for kept in chunk.kept):
+    if chunk.kept and (len(chunk.kept) != len(chunk.tokens) or max(map(len, chunk.kept)) > LARGEST_SET):
         raise EngineError(f"chunk: kept must have one entry per token, of at most {LARGEST_SET} bytes")
-    if any(index >= len(chunk.policies) for index in chunk.policy):
+    if max(chunk.policy, default=-1) >= len(chunk.policies):
         raise EngineError("chunk: policy points outside policies")
-    known = [*chunk.policies, *filter(None, [chunk.oldest_kv_policy])]
-    if any(not 0 <= policy.number < 1 << 31 for policy in known):
-        raise EngineError("chunk: the number of a policy is negative or too large")
+    for policy in (*chunk.policies, chunk.oldest_kv_policy):
+        if policy is not None and not 0 <= policy.number < 1 << 31:
+            raise EngineError("chunk: the number of a policy is negative or too large")
     return chunk
 
 

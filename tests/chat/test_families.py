@@ -66,7 +66,7 @@ def test_a_stream_shows_what_is_parsed(name: str, text: str, reasoning: str) -> 
 
 @settings(max_examples=60, deadline=None)
 @given(data=st.data())
-@pytest.mark.parametrize("name", ["qwen3", "deepseek-v3.1", "llama3.1", "kimi-k2"])
+@pytest.mark.parametrize("name", ["qwen3", "deepseek-v3.1", "llama3.1", "kimi-k2", "gpt-oss", "command-r7b"])
 def test_any_tokens_parse_and_stream(name: str, data: st.DataObject) -> None:
     case = published(name)
     marks = st.sampled_from(sorted(case.tokenizer.special_ids))
@@ -93,6 +93,8 @@ TEXTS: dict[FamilyName, tuple[str, tuple[str, str]]] = {
         "<|tool_calls_section_begin|><|tool_call_begin|>functions.read:0<|tool_call_argument_begin|>{",
         ("read", "{"),
     ),
+    "harmony": ("<|channel|>commentary to=functions.read <|constrain|>json<|message|>{", ("read", "{")),
+    "cohere": ('<|START_ACTION|>[{"tool_name": "read", "para', ("read", '[{"tool_name": "read", "para')),
     "json": ('{"name": "read", "argu', ("read", '{"name": "read", "argu')),
 }
 
@@ -119,6 +121,10 @@ def test_malformed_calls_stay_calls_with_their_raw_text(name: FamilyName) -> Non
         ("json", "[1, 2]", []),
         ("qwen-coder", "<function=edit>\n<parameter=line>\n3\n</parameter>\n</function>", [("edit", '{"line": 3}')]),
         ("qwen-coder", "<function=edit>\n<parameter=line>\nx\n</parameter>\n</function>", [("edit", '{"line": "x"}')]),
+        ("harmony", "<|channel|>final<|message|>to=functions.read", []),
+        ("harmony", "<|channel|>commentary to=a.b", [("invalid", "<|channel|>commentary to=a.b")]),
+        ("cohere", '<|START_ACTION|>[{"tool_name": "read", "parameters": {}}]<|END_ACTION|>', [("read", "{}")]),
+        ("cohere", "<|START_ACTION|>[]<|END_ACTION|>", [("invalid", "[]")]),
         ("hermes", "<tool_call></tool_call>", [("invalid", "")]),
     ],
 )

@@ -18,7 +18,7 @@ from rollmill.errors import ConfigError, GatewayError
 from rollmill.gateway.segments import Answer
 from rollmill.gateway.sessions import Plan, Session, SessionFacts
 from rollmill.types import PolicyRef
-from tests.chat.published import EDGES, TOOLS, Published, as_sent, published, source_of
+from tests.chat.published import EDGES, TOOLS, VARIABLES, Published, as_sent, published, source_of
 from tests.chat.test_streaming import KINDS
 
 READ = ("read", '{"path": "add.py"}')
@@ -149,10 +149,49 @@ def test_hermes3_changes_a_line_break_when_messages_follow() -> None:
     assert check(published("hermes3"), AGENT, TOOLS) == ["start", "", "template", "template", ""]
 
 
-def test_harmony_and_cohere_are_refused_with_the_reason() -> None:
-    for name, reason in {"gpt-oss": "layout that is not known", "command-r7b": "own generation prompt"}.items():
-        with pytest.raises(ConfigError, match=reason):
-            published(name)
+@pytest.mark.parametrize("system", [[], [SYSTEM]], ids=["", "system"])
+@pytest.mark.parametrize("think", [list, thinking])
+def test_harmony_closes_a_final_answer_differently_when_messages_follow(think: Any, system: list[Message]) -> None:
+    """Calls keep all tokens, their analysis too. Behind a final answer the template drops what was thought before."""
+    case = published("gpt-oss")
+    assert check(case, [*system, *think(AGENT)], TOOLS) == ["start", "", "", "template", "template"]
+    assert check(case, [*system, *think(CHAT)], []) == ["start", "template", "template"]
+    # models name the function behind the channel; the template's layout does not replace what was sampled
+    marks = [case.tokenizer.token_id(f"<|{mark}|>") for mark in ("channel", "message", "call")]
+    written = [case.tokenizer.encode(text) for text in ("commentary to=functions.read json", '{"path":"add.py"}')]
+    tokens = [marks[0], *written[0], marks[1], *written[1], marks[2]]
+    history = [USER, case.format.parse(tokens, TOOLS)]
+    assert history[1]["tool_calls"][0]["function"] == {"name": "read", "arguments": '{"path":"add.py"}'}
+    turn = case.format.render_turn(AGENT[2:3], TOOLS, answer_closed=True, history=history, answer=tokens)
+    assert case.tokenizer.decode(turn).startswith(
+        "<|start|>functions.read to=assistant<|channel|>commentary<|message|>"
+    )
+    both = [USER, assistant_message("I look.", [READ], "Hm."), AGENT[2]]
+    assert "Hm.\nI look." in case.tokenizer.decode(case.format.render_start(both, TOOLS))
+
+
+@pytest.mark.parametrize("system", [[], [SYSTEM]], ids=["", "system"])
+def test_cohere_writes_empty_thinking_only_in_its_prompt(system: list[Message]) -> None:
+    case = published("command-r7b")
+    assert check(case, [*system, *AGENT], TOOLS) == ["start", "", "", "template", "template"]
+    assert check(case, [*system, *CHAT], []) == ["start", "template", "template"]
+    assert set(check(case, [*system, *thinking(AGENT)], TOOLS)) == {"start", "template"}
+
+
+def test_cohere_keeps_all_tokens_if_the_model_may_think(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(VARIABLES, "command-r7b", {"enable_thinking": True})
+    case = published.__wrapped__("command-r7b")
+    assert check(case, thinking(AGENT), TOOLS) == KEPT
+    assert check(case, CHAT, []) == ["start", "", ""]
+    several = [USER, assistant_message(None, [READ, EDIT], "Hm."), AGENT[2], AGENT[4], assistant_message("Done.", [])]
+    assert check(case, several, TOOLS) == ["start", "", ""]
+
+
+def test_a_template_with_a_layout_that_is_not_known_is_refused() -> None:
+    source = source_of("qwen2.5").replace("message.content + '<|im_end|>'", "message.content|upper + '<|im_end|>'")
+    assert source != source_of("qwen2.5")
+    with pytest.raises(ConfigError, match=r"layout that is not known|text of a user message"):
+        TemplateFormat(published("qwen2.5").tokenizer, source, {})
 
 
 def test_an_answer_in_another_layout_keeps_its_tokens() -> None:

@@ -78,9 +78,10 @@ def test_a_grammar_allows_what_its_format_writes_and_nothing_else(special: tuple
     assert allows(None, [read], schema=SCHEMA)  # with tools a call is an answer too
 
 
-@pytest.mark.parametrize(
-    "name", ["qwen2.5", "qwen3-coder", "llama3.1", "mistral-nemo", "granite3.3", "deepseek-v3.1", "kimi-k2", "phi-4"]
-)
+FORCED = "qwen2.5 qwen3-coder llama3.1 mistral-nemo granite3.3 deepseek-v3.1 kimi-k2 phi-4 gpt-oss command-r7b"
+
+
+@pytest.mark.parametrize("name", FORCED.split())
 def test_a_forced_call_is_what_the_published_template_writes(name: str, tmp_path: Path) -> None:
     """The mask allows the call as the template writes it, and no answer in text."""
     case = published(name)
@@ -97,7 +98,8 @@ def test_a_forced_call_is_what_the_published_template_writes(name: str, tmp_path
     assert allows(None, [edit], forced=("read", "edit"), one_call=True)
     assert not allows("I read it.", [], forced=("read",))
     assert not allows(None, [edit], forced=("read",))
-    if name != "llama3.1":  # its template writes one call
+    assert allows('{"done": true, "colour": "red"}', [], schema=SCHEMA) and not allows("Sure.", [], schema=SCHEMA)
+    if name not in ("llama3.1", "gpt-oss"):  # their templates write one call
         assert allows(None, [read, edit], forced=("read", "edit"))
         assert not allows(None, [read, edit], forced=("read", "edit"), one_call=True)
 

@@ -6,7 +6,9 @@ from collections.abc import Mapping
 
 from rollmill.chat.calls import CallFamily
 from rollmill.chat.config import FamilyName
+from rollmill.chat.families.cohere import ACTION, CohereCalls
 from rollmill.chat.families.deepseek import CALLS, DeepSeekCalls
+from rollmill.chat.families.harmony import CHANNEL, HarmonyCalls
 from rollmill.chat.families.hermes import START, HermesCalls
 from rollmill.chat.families.kimi import SECTION, KimiCalls
 from rollmill.chat.families.mistral import MarkedListCalls
@@ -23,6 +25,8 @@ FAMILIES: Mapping[FamilyName, CallFamily] = {
     "deepseek": DeepSeekCalls(fenced=False),
     "deepseek-v3": DeepSeekCalls(fenced=True),
     "kimi": KimiCalls(),
+    "harmony": HarmonyCalls(),
+    "cohere": CohereCalls(),
     "json": JsonCalls("json", key="arguments", single=False),
 }
 
@@ -32,6 +36,10 @@ def family_of(template: str, tokenizer: Tokenizer) -> CallFamily:
     for text in (template, "\n".join(tokenizer.special)):
         if CALLS in text:
             return FAMILIES["deepseek-v3" if "```json" in template else "deepseek"]
+        if CHANNEL in text:
+            return FAMILIES["harmony"]
+        if ACTION in text:
+            return FAMILIES["cohere"]
         if SECTION in text:
             return FAMILIES["kimi"]
         if "<function=" in text:

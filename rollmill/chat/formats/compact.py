@@ -25,7 +25,7 @@ SPECIAL_TOKENS = ("<end>", "<agent>", "<user>", "<tool>", "<system>", "<text>", 
 
 class CompactFormat:
     name = "compact"
-    text_mark = "<text>"
+    text_marks = ("<text>", "")
     call_mark = CallMark("<call>", ends=False)
 
     def __init__(self, tokenizer: Tokenizer) -> None:

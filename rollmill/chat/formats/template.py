@@ -20,7 +20,7 @@ from collections.abc import Hashable, Iterator, Mapping, Sequence
 from datetime import datetime
 from typing import Any
 
-from rollmill.chat.calls import CallFamily
+from rollmill.chat.calls import CallFamily, FramedText, closings_of
 from rollmill.chat.families.choice import family_of
 from rollmill.chat.fitting import SampledIds
 from rollmill.chat.format import (
@@ -69,7 +69,8 @@ class TemplateFormat:
             raise ConfigError(
                 f"the chat template cannot be used: {error}", hint="name another one: chat.template = FILE.jinja"
             ) from None
-        self.stop_tokens = tuple(dict.fromkeys([self._closing, *stop_tokens]))
+        ends = closings_of(self.family, tokenizer)
+        self.stop_tokens = tuple(dict.fromkeys([self._closing, *stop_tokens, *ends]))
 
     @property
     def reasons_first(self) -> bool:
@@ -79,6 +80,11 @@ class TemplateFormat:
     @property
     def call_mark(self) -> CallMark | None:
         return self.family.call_mark
+
+    @property
+    def text_marks(self) -> tuple[str, str]:
+        """Rules for what stands before and behind the text of an answer, as llguidance reads them."""
+        return self.family.text_marks(self._tokenizer) if isinstance(self.family, FramedText) else ("", "")
 
     @property
     def single_call(self) -> bool:
@@ -143,6 +149,7 @@ class TemplateFormat:
             hold_blank=True,
             silent=self.family.silent,
             thinking=self.writer.thinking,
+            frames=self.family.frames if isinstance(self.family, FramedText) else (),
         )
 
     def _write(
