@@ -274,7 +274,8 @@ class _Connection(asyncio.Protocol):
         allowed = self._connections.silence_s
         silent = self._loop.time() - self._heard_at
         if silent < allowed or self._paused:  # paused: it is this process that does not read
-            self._timer = self._loop.call_later(max(allowed - silent, 1.0), self._check_silence)
+            again = allowed if self._paused else allowed - silent
+            self._timer = self._loop.call_later(again, self._check_silence)
         else:
             self._fail(TimeoutError(f"the engine was silent for {allowed:g} s"))
             self.abort()
