@@ -1,4 +1,4 @@
-"""`rollmill images build | list | rm`: machine images of your own."""
+"""`rollmill images build | list | push | pull | rm`: machine images of your own."""
 
 from __future__ import annotations
 
@@ -7,8 +7,9 @@ from typing import Annotated
 
 import typer
 
-app = typer.Typer(help="Build, list and remove machine images.", no_args_is_help=True)
+app = typer.Typer(help="Build, list, share and remove machine images.", no_args_is_help=True)
 
+Store = Annotated[str, typer.Argument(help="a directory, or a URL such as s3://BUCKET/PREFIX", show_default=False)]
 Name = Annotated[str, typer.Argument(help="the name that tasks give in `image`", show_default=False)]
 
 
@@ -21,6 +22,19 @@ def build(
     requirements: Annotated[
         Path | None, typer.Option(help="a pip requirements file; machines can import what it names", show_default=False)
     ] = None,
+    repository: Annotated[
+        Path | None, typer.Option(help="a git repository; its history ends at --commit", show_default=False)
+    ] = None,
+    commit: Annotated[str, typer.Option(help="of the repository: the last thing that machines see of it")] = "HEAD",
+    oci: Annotated[
+        Path | None,
+        typer.Option(help="an OCI layout or archive; its files below --inside are taken", show_default=False),
+    ] = None,
+    inside: Annotated[str, typer.Option(help="directory of the OCI image, such as /app")] = "/",
+    verify: Annotated[
+        list[str] | None, typer.Option(help="a shell command that must pass in a machine of the image; repeatable")
+    ] = None,
+    kind: Annotated[str, typer.Option(help="kind of machine that verifies: namespace or qemu")] = "namespace",
     python: Annotated[
         str | None,
         typer.Option(
@@ -28,23 +42,63 @@ def build(
         ),
     ] = None,
 ) -> None:
-    """Build an image from a directory, from Python requirements, or from both. For example:
+    """Build an image from requirements, a repository, files of an OCI image, a directory, or several. For example:
 
         rollmill images build mini --requirements requirements.txt
-        rollmill images build shop --directory shop/
+        rollmill images build shop --repository src/shop --commit v1.2 --verify "python -m unittest"
+        rollmill images build app --oci app.tar --inside /app
 
-    Building the same content again gives the same digest. Records of runs name the digest. Machines run the Python that
-    Rollmill runs on, so packages are installed for that version.
+    Each source is a layer; images share the layers that are the same. Building the same content again gives the same
+    digest. Records of runs name the digest. If a --verify command fails, the name keeps what it had. Of a repository,
+    machines see the commit and its history: no later commit, branch, tag, remote or reflog. Of an OCI image only files
+    are taken: machines run the programs and the Python of this host, so packages are installed for that version.
     """
     from rollmill.environments.machines.build_image import build_image, check_python
     from rollmill.environments.machines.images import images_directory
+    from rollmill.environments.machines.verify_image import build_verified
     from rollmill.errors import ConfigError
 
-    if directory is None and requirements is None:
-        raise ConfigError("an image of what?", hint="--directory DIR, --requirements FILE, or both")
+    if directory is None and requirements is None and repository is None and oci is None:
+        raise ConfigError("an image of what?", hint="--directory, --requirements, --repository or --oci")
     check_python(python)
-    record = build_image(name, directory=directory, requirements=requirements)
+    sources = {"directory": directory, "requirements": requirements, "repository": repository, "commit": commit}
+    sources |= {"archive": oci, "inside": inside}
+    if verify:
+        record = build_verified(name, verify, kind, lambda name: build_image(name, **sources))  # type: ignore[arg-type]
+    else:
+        record = build_image(name, **sources)  # type: ignore[arg-type]
     typer.echo(f"{name}@{record.digest[:12]}  {_size(record.bytes)}, in {images_directory()}")
+
+
+@app.command("push")
+def push(name: Name, store: Store) -> None:
+    """Write an image to an object store, where other hosts find it. For example:
+
+        rollmill images push mini s3://bucket/images
+
+    Layers that the store has are not written again. Machines fetch an image when they first need it if `image_store`
+    of [machine] names the store.
+    """
+    from rollmill.environments.machines.images import push_image
+
+    typer.echo(f"{name}: {len(push_image(name, store))} layers written to {store}")
+
+
+@app.command("pull")
+def pull(name: Name, store: Store) -> None:
+    """Get an image from an object store. For example:
+
+        rollmill images pull mini s3://bucket/images
+
+    Every layer is checked against its digest.
+    """
+    from rollmill.environments.machines.images import fetch_image
+    from rollmill.errors import TaskError
+
+    record = fetch_image(name, store)
+    if record is None:
+        raise TaskError(f"{store} has no image {name!r}", hint="`rollmill images push` writes one")
+    typer.echo(f"{name}@{record.digest[:12]}  {_size(record.bytes)}")
 
 
 @app.command("list")

@@ -57,6 +57,11 @@ class AgentMachineConfig(Config):
         description="Directory with machine images, one folder per name. `rollmill images` builds others, and "
         "`host-python` is built in.",
     )
+    image_store: str | None = Field(
+        None,
+        description="Directory or URL of an object store with images, written by `rollmill images push`. An image that "
+        "is not on this host is fetched from it when its first machine starts.",
+    )
     image_mb: int = Field(default=64, ge=1, description="Most files of an image's work directory in MiB.")
 
 

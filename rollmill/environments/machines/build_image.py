@@ -2,19 +2,20 @@
 
 from __future__ import annotations
 
-import contextlib
-import hashlib
-import os
 import re
 import shutil
 import subprocess
 import sys
 import tempfile
 from pathlib import Path
-from typing import NamedTuple
+from typing import Literal, NamedTuple
 
-from rollmill.environments.machines import images
-from rollmill.environments.machines.images import BUILT_IN, NAME, ImageRecord, images_directory
+from pydantic import ValidationError
+
+from rollmill.environments.machines import images, layers
+from rollmill.environments.machines.images import BUILT_IN, NAME, ImageRecord, LayerRecord, images_directory
+from rollmill.environments.machines.oci import take_files
+from rollmill.environments.machines.repository import seal
 from rollmill.errors import TaskError
 
 _PYTHON = b"#!/opt/bin/python\n"  # of every machine
@@ -22,19 +23,60 @@ _PYTHON = b"#!/opt/bin/python\n"  # of every machine
 _SHEBANG = re.compile(rb"\A(#![^\n]*python[^\n]*\n|#!/bin/sh\n'''exec' [^\n]*\n' '''\n)")
 
 
-def build_image(name: str, *, directory: Path | None = None, requirements: Path | None = None) -> ImageRecord:
-    """Make an image of a directory, of Python requirements, or of both, and name it. The same content is kept once."""
+def build_image(
+    name: str,
+    *,
+    directory: Path | None = None,
+    requirements: Path | None = None,
+    repository: Path | None = None,
+    commit: str = "HEAD",
+    archive: Path | None = None,
+    inside: str = "/",
+) -> ImageRecord:
+    """Make an image of Python requirements, a repository, an OCI image's files, a directory, or several, and name it.
+
+    Each is a layer of its own, in this order; the same content is kept once.
+    """
     if not NAME.fullmatch(name) or name == BUILT_IN:
         raise TaskError(f"{name!r} cannot be the name of an image", hint="letters, digits, dots, dashes, underscores")
     root = images_directory()
-    (root / "objects").mkdir(parents=True, exist_ok=True)
+    root.mkdir(parents=True, exist_ok=True)
+    record = ImageRecord(digest="0" * 64)
     with tempfile.TemporaryDirectory(prefix=".building-", dir=root, ignore_cleanup_errors=True) as temporary:
         place = Path(temporary)
-        if directory is not None:
-            _copy(directory, place / "work")
         if requirements is not None:
             _install(requirements, place / "packages")
-        return _keep(name, place, requirements, root)
+            _add(record, "packages", place / "packages")
+            record.python, record.requirements = images.python_platform(), requirements.read_text().split("\n")
+        if repository is not None:
+            record.commit = seal(repository, commit, place / "repository")
+            _add(record, "work", place / "repository")
+        if archive is not None:
+            take_files(archive, inside, place / "archive")
+            _add(record, "work", place / "archive")
+        if directory is not None:
+            _copy(directory, place / "files")
+            _add(record, "work", place / "files")
+    record.digest = images.digest_of(record.layers)
+    record.bytes = sum(layer.bytes for layer in record.layers)
+    earlier = _record_of(record.digest)
+    if earlier is not None:
+        record.fidelity, record.verified = earlier.fidelity, earlier.verified
+    images.keep_record(name, record)
+    return record
+
+
+def _add(record: ImageRecord, place: Literal["packages", "work"], directory: Path) -> None:
+    layer = layers.keep(directory, images_directory())
+    record.layers.append(LayerRecord(place=place, digest=layer.digest, bytes=layer.bytes))
+
+
+def _record_of(digest: str) -> ImageRecord | None:
+    """What is known of the same content from earlier."""
+    try:
+        return ImageRecord.model_validate_json((images_directory() / "objects" / digest / "image.json").read_bytes())
+    except (OSError, ValidationError):
+        return None
 
 
 def check_python(version: str | None) -> None:
@@ -52,7 +94,7 @@ def check_python(version: str | None) -> None:
 def _copy(directory: Path, target: Path) -> None:
     if not directory.is_dir():
         raise TaskError(f"{directory} is not a directory", hint="--directory names the files of the work directory")
-    for entry in images.entries(directory):
+    for entry in layers.entries(directory):
         path = target / entry.path
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_bytes(entry.content)
@@ -86,40 +128,12 @@ def _install(requirements: Path, target: Path) -> None:
             script.write_bytes(_SHEBANG.sub(_PYTHON, data))
 
 
-def _keep(name: str, place: Path, requirements: Path | None, root: Path) -> ImageRecord:
-    digest, size = hashlib.sha256(), 0
-    for entry in images.entries(place):
-        facts = f"{entry.path}\0{entry.executable}\0{hashlib.sha256(entry.content).hexdigest()}\n"
-        digest.update(facts.encode("utf-8", "surrogateescape"))
-        size += len(entry.content)
-    record = ImageRecord(
-        digest=digest.hexdigest(),
-        python=images.python_platform() if requirements is not None else "",
-        requirements=requirements.read_text().split("\n") if requirements is not None else [],
-        bytes=size,
-    )
-    _write(place / "image.json", record)
-    with contextlib.suppress(OSError):  # the same content is there already
-        os.rename(place, root / "objects" / record.digest)
-    (root / "names").mkdir(exist_ok=True)
-    _write(root / "names" / f"{name}.json", record)
-    return record
-
-
-def _write(path: Path, record: ImageRecord) -> None:
-    """The file is there whole or not at all."""
-    unfinished = path.with_suffix(f".{os.getpid()}")
-    unfinished.write_text(record.model_dump_json(indent=1))
-    os.replace(unfinished, path)
-
-
 def keep_fidelity(name: str, kind: str, distance: float) -> None:
     """Write the score of an image's machines into its record. It stays when the same content is built again."""
     record = images.find_record(name)
     if record is not None:
         scores = {**record.fidelity, kind: round(distance, 4)}
-        place = images_directory() / "objects" / record.digest / "image.json"
-        _write(place, record.model_copy(update={"fidelity": scores}))
+        images.keep_record(name, record.model_copy(update={"fidelity": scores}))
 
 
 class Listed(NamedTuple):
@@ -145,7 +159,12 @@ def remove_image(name: str) -> int:
         raise TaskError(f"there is no built image {name!r}", hint=f"`rollmill images list` shows them: {known}")
     root, record = images_directory(), listed.pop(name)
     (root / "names" / f"{name}.json").unlink(missing_ok=True)
-    if record is None or record.digest in {each.digest for each in listed.values() if each is not None}:
+    others = [each for each in listed.values() if each is not None]
+    if record is None or record.digest in {each.digest for each in others}:
         return 0
     shutil.rmtree(root / "objects" / record.digest, ignore_errors=True)
-    return record.bytes
+    used = {layer.digest for each in others for layer in each.layers}
+    freed = {layer.digest: layer.bytes for layer in record.layers if layer.digest not in used}
+    for digest in freed:
+        shutil.rmtree(root / "layers" / digest, ignore_errors=True)
+    return sum(freed.values())

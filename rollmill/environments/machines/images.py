@@ -2,46 +2,60 @@
 
     host-python           built in: an empty work directory on the programs of this host
     a folder              below the directory that `machine.images` names: its files are the start of the work directory
-    a built image         `rollmill images build NAME`: files of the work directory, Python packages, or both
+    a built image         `rollmill images build NAME`: layers for the work directory, Python packages, or both
 
 Built images are kept in one place per user, by content: the same content has the same digest, and a name points to one.
+Images share the layers that they have in common (layers.py).
 
     names/NAME.json              {"digest": …}
-    objects/DIGEST/image.json    what it was made of
-    objects/DIGEST/work/         copied into the work directory of each machine
-    objects/DIGEST/packages/     mounted read-only; Python imports from it, and its bin/ is on PATH
+    objects/DIGEST/image.json    its layers, and what they were made of
+    layers/DIGEST/               place "packages": mounted read-only; Python imports from it, and its bin/ is on PATH
+                                 place "work": copied into the work directory of each machine, later layers over earlier
+
+A name that is not here is looked for in the store that `machine.image_store` names, and its layers are fetched.
 """
 
 from __future__ import annotations
 
+import asyncio
 import functools
 import hashlib
 import os
 import re
-import stat
 import sys
 import sysconfig
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import MappingProxyType
-from typing import NamedTuple
+from typing import Literal, Protocol
 
-from pydantic import BaseModel, ValidationError
+from pydantic import BaseModel, Field, ValidationError
 
-from rollmill.errors import TaskError
+from rollmill.environments.machines import layers
+from rollmill.errors import ObjectMissing, TaskError
+from rollmill.storage.objects import Objects
 
 BUILT_IN = "host-python"
 NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}")
 
 
+class LayerRecord(BaseModel):
+    place: Literal["packages", "work"]
+    digest: str = Field(pattern=r"^[0-9a-f]{64}$")
+    bytes: int = 0
+
+
 class ImageRecord(BaseModel):
     """image.json: what an image was made of."""
 
-    digest: str
+    digest: str = Field(pattern=r"^[0-9a-f]{64}$")
     python: str = ""  # version and platform that the packages are for; "": it has none
     requirements: list[str] = []
     bytes: int = 0
+    layers: list[LayerRecord] = []
+    commit: str = ""  # of the repository that it holds
+    verified: list[str] = []  # commands that passed in a machine of it
     fidelity: dict[str, float] = {}  # by kind of machine: how far it is from an ordinary computer, 0 to 1
 
 
@@ -69,6 +83,22 @@ def python_platform() -> str:
     return f"{sys.version_info.major}.{sys.version_info.minor} {sysconfig.get_platform()}"
 
 
+class Places(Protocol):
+    """The settings of a machine that say where images are."""
+
+    images: str | None
+    image_mb: int
+    image_store: str | None
+
+
+async def obtain_image(name: str, places: Places) -> Image:
+    """The image of that name, fetched from the store of images if it is not on this host. Errors as `load_image`."""
+    folder = places.images is not None and Path(places.images, name).is_dir()
+    if places.image_store is not None and name != BUILT_IN and not folder and find_record(name) is None:
+        await asyncio.to_thread(fetch_image, name, places.image_store)
+    return load_image(name, places.images, max_bytes=places.image_mb << 20)
+
+
 def load_image(name: str, directory: str | None, *, max_bytes: int = 1 << 26) -> Image:
     """The image of that name. TaskError if there is none, naming those there are; if it is damaged, or too large."""
     if name == BUILT_IN:
@@ -89,10 +119,23 @@ def load_image(name: str, directory: str | None, *, max_bytes: int = 1 << 26) ->
             f"machine image {name!r} is for Python {record.python}, and this is {python_platform()}",
             hint=f"`rollmill images build {name} --requirements …` makes it again",
         )
-    place = images_directory() / "objects" / record.digest
-    work, packages = place / "work", place / "packages"
-    files = _load(work, work.stat().st_mtime_ns, max_bytes) if work.is_dir() else {}
-    return Image(name, record.digest, files, str(packages) if packages.is_dir() else None)
+    return _load_layers(name, record, max_bytes)
+
+
+def _load_layers(name: str, record: ImageRecord, max_bytes: int) -> Image:
+    files: dict[str, bytes] = {}
+    packages = None
+    for layer in record.layers:
+        place = images_directory() / "layers" / layer.digest
+        if not place.is_dir():
+            raise _damaged(name, layer.digest)
+        if layer.place == "packages":
+            packages = str(place)
+        else:
+            files |= _load(place, place.stat().st_mtime_ns, max_bytes)
+    if sum(map(len, files.values())) > max_bytes:
+        raise _too_large(name, max_bytes)
+    return Image(name, record.digest, MappingProxyType(files), packages)
 
 
 def built_names() -> list[str]:
@@ -111,28 +154,66 @@ def find_record(name: str) -> ImageRecord | None:
     try:
         return ImageRecord.model_validate_json((root / "objects" / pointer.digest / "image.json").read_bytes())
     except (OSError, ValidationError):
-        raise TaskError(
-            f"machine image {name!r} is damaged: its content {pointer.digest} is gone from {root}",
-            hint=f"`rollmill images build {name} …` makes it again",
-        ) from None
+        raise _damaged(name, pointer.digest) from None
 
 
-class Entry(NamedTuple):
-    path: str
-    content: bytes
-    executable: bool
+def fetch_image(name: str, url: str) -> ImageRecord | None:
+    """Get an image from a store, with those of its layers that are not here. None if the store has no such name."""
+    if not NAME.fullmatch(name):
+        return None
+    store, root = Objects.open(url), images_directory()
+    try:
+        record = ImageRecord.model_validate_json(store.get(f"images/names/{name}.json"))
+    except ObjectMissing:
+        return None
+    except ValidationError as error:
+        raise TaskError(f"machine image {name!r} of {url} is damaged: {error}") from None
+    for layer in record.layers:
+        layers.fetch(layer.digest, root, store)
+    if digest_of(record.layers) != record.digest:
+        raise TaskError(f"machine image {name!r} of {url} does not have the layers that its digest stands for")
+    keep_record(name, record)
+    return record
 
 
-def entries(directory: Path) -> Iterator[Entry]:
-    """The regular files of a directory in order, without compiled Python. Links and other kinds are left out."""
-    for folder, names, files in os.walk(directory):
-        names[:] = sorted(name for name in names if name != "__pycache__")
-        for name in sorted(files):
-            path = Path(folder, name)
-            status = path.lstat()
-            if stat.S_ISREG(status.st_mode):
-                executable = bool(status.st_mode & 0o100)
-                yield Entry(str(path.relative_to(directory)), path.read_bytes(), executable)
+def push_image(name: str, url: str) -> list[str]:
+    """Write an image to a store. Returns the layers that the store did not have."""
+    record = find_record(name)
+    if record is None:
+        raise TaskError(f"there is no built image {name!r}", hint=f"built here: {', '.join(built_names()) or 'none'}")
+    store = Objects.open(url)
+    sent = [layer.digest for layer in record.layers if layers.push(layer.digest, images_directory(), store)]
+    store.put(f"images/names/{name}.json", record.model_dump_json().encode())  # last: a name leads to whole images
+    return sent
+
+
+def digest_of(parts: list[LayerRecord]) -> str:
+    return hashlib.sha256("".join(f"{layer.place} {layer.digest}\n" for layer in parts).encode()).hexdigest()
+
+
+def keep_record(name: str, record: ImageRecord) -> None:
+    """Write the record of an image and let the name point to it."""
+    root = images_directory()
+    (root / "objects" / record.digest).mkdir(parents=True, exist_ok=True)
+    (root / "names").mkdir(exist_ok=True)
+    for path in (root / "objects" / record.digest / "image.json", root / "names" / f"{name}.json"):
+        unfinished = path.with_suffix(f".{os.getpid()}")
+        unfinished.write_text(record.model_dump_json(indent=1))
+        os.replace(unfinished, path)  # there whole or not at all
+
+
+def _damaged(name: str, digest: str) -> TaskError:
+    return TaskError(
+        f"machine image {name!r} is damaged: its content {digest} is gone from {images_directory()}",
+        hint=f"`rollmill images build {name} …` makes it again",
+    )
+
+
+def _too_large(name: str, max_bytes: int) -> TaskError:
+    return TaskError(
+        f"machine image {name} has more than {max_bytes >> 20} MiB of files for the work directory",
+        hint="`machine.image_mb` is the limit",
+    )
 
 
 def _folders(directory: str | None) -> list[str]:
@@ -145,13 +226,10 @@ def _folders(directory: str | None) -> list[str]:
 def _load(path: Path, _changed: int, max_bytes: int) -> Mapping[str, bytes]:
     files: dict[str, bytes] = {}
     size = 0
-    for entry in entries(path):
+    for entry in layers.entries(path):
         size += len(entry.content)
         if size > max_bytes:
-            raise TaskError(
-                f"machine image {path} has more than {max_bytes >> 20} MiB of files for the work directory",
-                hint="`machine.image_mb` is the limit",
-            )
+            raise _too_large(str(path), max_bytes)
         files[entry.path] = entry.content
     return MappingProxyType(files)
 

@@ -15,7 +15,7 @@ from typing import Any
 from rollmill.environments.machine import Snapshot
 from rollmill.environments.machines import agent_machine
 from rollmill.environments.machines.agent_machine import AgentMachineConfig
-from rollmill.environments.machines.images import load_image
+from rollmill.environments.machines.images import obtain_image
 from rollmill.environments.machines.namespace.machine import NamespaceMachine
 from rollmill.errors import MachineError, TaskError
 
@@ -47,7 +47,7 @@ class NamespaceHost:
     async def create(
         self, image: str, files: Mapping[str, bytes] | None = None, *, snapshot: Snapshot | None = None
     ) -> NamespaceMachine:
-        loaded = load_image(image, self.config.images, max_bytes=self.config.image_mb << 20)
+        loaded = await obtain_image(image, self.config)
         if loaded.packages not in (None, self._packages):
             other = self._others.setdefault(loaded.packages, NamespaceHost(self.config, packages=loaded.packages))
             return await other.create(image, files, snapshot=snapshot)

@@ -13,7 +13,7 @@ from pydantic import Field
 
 from rollmill.environments.machine import Capabilities, Snapshot
 from rollmill.environments.machines.agent_machine import AgentMachineConfig
-from rollmill.environments.machines.images import Image, load_image
+from rollmill.environments.machines.images import Image, obtain_image
 from rollmill.environments.machines.qemu import initramfs, ram
 from rollmill.environments.machines.qemu.launch import KVM, Accelerator, Shape
 from rollmill.environments.machines.qemu.machine import QemuMachine, state_of
@@ -60,7 +60,7 @@ class QemuHost:
     async def create(
         self, image: str, files: Mapping[str, bytes] | None = None, *, snapshot: Snapshot | None = None
     ) -> QemuMachine:
-        loaded = load_image(image, self.config.images, max_bytes=self.config.image_mb << 20)
+        loaded = await obtain_image(image, self.config)
         template = await self.template(loaded)
         saved = template.saved if snapshot is None else state_of(snapshot)
         async with self._starting:
@@ -88,7 +88,7 @@ class QemuHost:
         return machine
 
     async def slowdown(self, image: str) -> float:
-        loaded = load_image(image, self.config.images, max_bytes=self.config.image_mb << 20)
+        loaded = await obtain_image(image, self.config)
         return (await self.template(loaded)).capabilities.slowdown
 
     async def template(self, image: Image) -> Template:

@@ -1,0 +1,53 @@
+"""Commands that must pass in a machine of an image before the image gets its name."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+from collections.abc import Callable, Sequence
+
+from rollmill.environments.machine import MachineHost
+from rollmill.environments.machines import images
+from rollmill.environments.machines.build_image import remove_image
+from rollmill.environments.machines.images import ImageRecord
+from rollmill.environments.sections import MachineSection
+from rollmill.errors import TaskError
+from rollmill.kinds import build
+
+_VERIFY_S = 600.0
+
+
+def build_verified(name: str, commands: Sequence[str], kind: str, make: Callable[[str], ImageRecord]) -> ImageRecord:
+    """Build under another name, run the commands, and only then give the image its name."""
+    unverified = f"{name[:40]}.unverified-{os.getpid()}"
+    record = make(unverified)
+    try:
+        asyncio.run(_verify(unverified, commands, kind))
+        record = record.model_copy(update={"verified": list(commands)})
+        images.keep_record(name, record)
+    finally:
+        remove_image(unverified)
+    return record
+
+
+async def _verify(name: str, commands: Sequence[str], kind: str) -> None:
+    host: MachineHost = build(MachineSection.model_validate({"kind": kind}))
+    try:
+        await verify(host, name, commands)
+    finally:
+        await host.close()
+
+
+async def verify(host: MachineHost, name: str, commands: Sequence[str]) -> None:
+    """Run commands one after the other in a fresh machine. TaskError names the first that fails, and what it said."""
+    machine = await host.create(name)
+    try:
+        for command in commands:
+            limit = _VERIFY_S * machine.capabilities.slowdown
+            result = await machine.exec(["sh", "-c", command], timeout_s=limit)
+            if result.exit_code != 0:
+                why = f"stopped by the limit {result.stopped!r}" if result.stopped else f"exit code {result.exit_code}"
+                said = result.output.decode("utf-8", "replace")[-1500:]
+                raise TaskError(f"the image is not verified: {command!r} ended with {why}\n{said}")
+    finally:
+        await machine.close()
