@@ -1,4 +1,4 @@
-"""`rollmill images build | list | push | pull | rm`: machine images of your own."""
+"""`rollmill images build | autoinstall | list | push | pull | rm`: machine images of your own."""
 
 from __future__ import annotations
 
@@ -68,6 +68,51 @@ def build(
     else:
         record = build_image(name, **sources)  # type: ignore[arg-type]
     typer.echo(f"{name}@{record.digest[:12]}  {_size(record.bytes)}, in {images_directory()}")
+
+
+@app.command("autoinstall")
+def autoinstall(
+    repository: Annotated[Path, typer.Argument(help="a git repository on this host", show_default=False)],
+    verify: Annotated[
+        list[str],
+        typer.Option(help="a shell command that must pass when all is set up; repeatable", show_default=False),
+    ],
+    model: Annotated[str, typer.Option(help="URL of an OpenAI-compatible endpoint, with /v1", show_default=False)],
+    name: Annotated[
+        str | None, typer.Option(help="name of the image", show_default="the directory of the repository")
+    ] = None,
+    commit: Annotated[str, typer.Option(help="the last thing that machines see of the repository")] = "HEAD",
+    requirements: Annotated[
+        Path | None, typer.Option(help="a pip requirements file, installed beforehand", show_default=False)
+    ] = None,
+    model_name: Annotated[str, typer.Option(help="the model to ask for")] = "policy",
+    key_env: Annotated[str, typer.Option(help="environment variable with the endpoint's key")] = "OPENAI_API_KEY",
+    kind: Annotated[str, typer.Option(help="kind of machine: namespace or qemu")] = "namespace",
+    attempts: Annotated[int, typer.Option(min=1, help="how often the agent may begin anew")] = 3,
+) -> None:
+    """Let an agent set a repository up, and keep the recipe and an image of the result. For example:
+
+        rollmill images autoinstall src/shop --requirements dev.txt --verify "python -m pytest -q" --model http://HOST/v1
+
+    The agent has a shell in a machine without network. The commands that it ran are replayed in two clean machines, and
+    the --verify commands must pass in both; otherwise it tries again and reads why. The image keeps the work directory
+    after the recipe. recipe.json and transcript.json are beside its record, below the directory of the images.
+    """
+    import asyncio
+    import os
+
+    from rollmill.environments.machines.images import images_directory
+    from rollmill.rollouts.autoinstall import install_repository
+    from rollmill.rollouts.endpoint import Endpoint
+
+    endpoint = Endpoint(model, os.environ.get(key_env, ""), model_name)
+    chosen = name or repository.resolve().name
+    done = asyncio.run(
+        install_repository(chosen, repository, commit, requirements, verify, endpoint, kind=kind, attempts=attempts)
+    )
+    for command in done.recipe.commands:
+        typer.echo(f"$ {command}")
+    typer.echo(f"{chosen}@{done.record.digest[:12]}: verified twice; {images_directory()}/objects/{done.record.digest}")
 
 
 @app.command("push")

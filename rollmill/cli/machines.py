@@ -121,6 +121,9 @@ def serve(
     kind: Annotated[str, typer.Option(help="kind of machine: namespace or qemu")] = "namespace",
     capacity: Annotated[int, typer.Option(min=1, help="machines at once; more are refused with Retry-After")] = 64,
     starts: Annotated[int, typer.Option(min=1, help="machines that are started at once")] = 8,
+    image_store: Annotated[
+        str | None, typer.Option(help="store of images; those that are not here are fetched", show_default=False)
+    ] = None,
     tls_cert: Annotated[Path | None, typer.Option(help="certificate, as PEM: then HTTPS", show_default=False)] = None,
     tls_key: Annotated[Path | None, typer.Option(help="its private key", show_default=False)] = None,
 ) -> None:
@@ -156,7 +159,7 @@ def serve(
         tls.load_cert_chain(tls_cert, tls_key)
 
     async def application() -> web.Application:
-        machines = build(MachineSection.model_validate({"kind": kind}))
+        machines = build(MachineSection.model_validate({"kind": kind, "image_store": image_store}))
         return make_app(Service(machines, key, capacity=capacity, starts=starts))
 
     print(f"up to {capacity} {kind} machines at http{'s' if tls else ''}://{host}:{port}. Ctrl-C stops it.", flush=True)

@@ -31,6 +31,11 @@ eval "$1"
 """
 
 
+def bash(command: str) -> list[str]:
+    """The command line of one call."""
+    return ["bash", "-c", _BASH, "bash", command]
+
+
 class ShellConfig(ModelSettings):
     max_turns: int = Field(
         default=30, ge=1, description="Most answers of the model in one episode. It is graded as it stands after that."
@@ -83,7 +88,7 @@ class ShellHarness:
             raise tools.BadToolCall(tools.ERROR_ARGUMENTS)
         try:
             result = await machine.exec(
-                ["bash", "-c", _BASH, "bash", command],
+                bash(command),
                 timeout_s=self.config.tool_timeout_s * machine.capabilities.slowdown,
                 max_output=4 * self.config.max_tool_output,  # a character has at most 4 bytes
             )

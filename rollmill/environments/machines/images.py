@@ -86,9 +86,12 @@ def python_platform() -> str:
 class Places(Protocol):
     """The settings of a machine that say where images are."""
 
-    images: str | None
-    image_mb: int
-    image_store: str | None
+    @property
+    def images(self) -> str | None: ...
+    @property
+    def image_mb(self) -> int: ...
+    @property
+    def image_store(self) -> str | None: ...
 
 
 async def obtain_image(name: str, places: Places) -> Image:

@@ -189,5 +189,5 @@ def _plain(file: IO[bytes]) -> IO[bytes]:
     if start[:2] == b"\x1f\x8b":
         return gzip.open(file)  # type: ignore[return-value]
     if start == b"\x28\xb5\x2f\xfd":
-        return io.BufferedReader(zstandard.ZstdDecompressor().stream_reader(file))  # type: ignore[arg-type]
+        return io.BufferedReader(zstandard.ZstdDecompressor().stream_reader(file))
     return file

@@ -6,7 +6,7 @@ import asyncio
 import os
 from collections.abc import Callable, Sequence
 
-from rollmill.environments.machine import MachineHost
+from rollmill.environments.machine import Machine, MachineHost
 from rollmill.environments.machines import images
 from rollmill.environments.machines.build_image import remove_image
 from rollmill.environments.machines.images import ImageRecord
@@ -33,21 +33,19 @@ def build_verified(name: str, commands: Sequence[str], kind: str, make: Callable
 async def _verify(name: str, commands: Sequence[str], kind: str) -> None:
     host: MachineHost = build(MachineSection.model_validate({"kind": kind}))
     try:
-        await verify(host, name, commands)
+        machine = await host.create(name)
+        await verify(machine, commands)
+        await machine.close()
     finally:
         await host.close()
 
 
-async def verify(host: MachineHost, name: str, commands: Sequence[str]) -> None:
+async def verify(machine: Machine, commands: Sequence[str]) -> None:
     """Run commands one after the other in a fresh machine. TaskError names the first that fails, and what it said."""
-    machine = await host.create(name)
-    try:
-        for command in commands:
-            limit = _VERIFY_S * machine.capabilities.slowdown
-            result = await machine.exec(["sh", "-c", command], timeout_s=limit)
-            if result.exit_code != 0:
-                why = f"stopped by the limit {result.stopped!r}" if result.stopped else f"exit code {result.exit_code}"
-                said = result.output.decode("utf-8", "replace")[-1500:]
-                raise TaskError(f"the image is not verified: {command!r} ended with {why}\n{said}")
-    finally:
-        await machine.close()
+    for command in commands:
+        limit = _VERIFY_S * machine.capabilities.slowdown
+        result = await machine.exec(["sh", "-c", command], timeout_s=limit)
+        if result.exit_code != 0:
+            why = f"stopped by the limit {result.stopped!r}" if result.stopped else f"exit code {result.exit_code}"
+            said = result.output.decode("utf-8", "replace")[-1500:]
+            raise TaskError(f"the image is not verified: {command!r} ended with {why}\n{said}")

@@ -1,0 +1,202 @@
+"""Autoinstall: an agent sets a repository up in a machine, and a recipe is kept that does it again without the agent.
+
+    image of the repository ──► agent at work ──► the commands it ran: the recipe
+                                                       │ replayed in two clean machines; verification passes in both
+                                                       ▼
+                                        a new image: the work directory after the recipe
+
+The agent's word counts for nothing: only what two clean machines show. If they fail, the agent tries again and reads
+why. Everything that the agent and its machine say is untrusted; of the machine only regular files are taken.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import io
+import json
+import tarfile
+import tempfile
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from pydantic import BaseModel
+
+from rollmill.environments.harness import Harness
+from rollmill.environments.harnesses.shell import ShellHarness, bash
+from rollmill.environments.machine import ExecResult, Machine, MachineHost
+from rollmill.environments.machines import images, layers
+from rollmill.environments.machines.build_image import build_image, remove_image
+from rollmill.environments.machines.images import ImageRecord, LayerRecord
+from rollmill.environments.machines.verify_image import verify
+from rollmill.environments.sections import MachineSection
+from rollmill.environments.task import Task
+from rollmill.errors import TaskError
+from rollmill.kinds import build
+from rollmill.rollouts.endpoint import Endpoint, EndpointProxy
+from rollmill.types import Sampling
+
+CLEAN_RUNS = 2
+_LARGEST = 200 << 20  # bytes of the work directory
+_INSTRUCTION = """\
+Set up the repository in the current directory so that each of these commands passes when it is run there by `sh -c`:
+
+{commands}
+
+The commands that you run are replayed in a fresh machine, one after the other, and then the commands above are run.
+Only files below the current directory are kept. Do not change what the tests check.
+{failure}"""
+
+
+class Recipe(BaseModel):
+    """recipe.json: how the image was made from another one."""
+
+    base: str
+    commands: list[str]
+    verify: list[str]
+
+
+@dataclass
+class Installed:
+    record: ImageRecord
+    recipe: Recipe
+    transcripts: list[list[dict[str, Any]]] = field(default_factory=list)  # one per attempt
+
+
+class _Recorder:
+    """A machine that remembers the commands of the shell harness."""
+
+    def __init__(self, machine: Machine) -> None:
+        self._machine = machine
+        self.commands: list[str] = []
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._machine, name)
+
+    async def exec(self, argv: Sequence[str], **options: Any) -> ExecResult:
+        if list(argv) == bash(argv[-1]):
+            self.commands.append(argv[-1])
+        return await self._machine.exec(argv, **options)
+
+
+async def autoinstall(
+    name: str,
+    base: str,
+    commands: Sequence[str],
+    *,
+    machines: MachineHost,
+    harness: Harness,
+    proxy: EndpointProxy,
+    sampling: Sampling,
+    attempts: int = 3,
+    timeout_s: float = 1800.0,
+) -> Installed:
+    """Let the agent set up a machine of the image `base`, and name the result. TaskError if no attempt succeeds."""
+    transcripts: list[list[dict[str, Any]]] = []
+    failure = ""
+    for _ in range(attempts):
+        machine = _Recorder(await machines.create(base))
+        url, transcript = proxy.open()
+        try:
+            async with asyncio.timeout(timeout_s * machine.capabilities.slowdown):
+                task = Task(id="autoinstall", instruction=_instruction(commands, failure), image=base)
+                await harness.run(task, machine, base_url=url, api_key=transcript.key, sampling=sampling)  # type: ignore[arg-type]
+        except TimeoutError:
+            pass  # what it has done by now may be enough
+        finally:
+            transcripts.append(transcript.messages)
+            await machine.close()
+        recipe = Recipe(base=base, commands=machine.commands, verify=list(commands))
+        try:
+            files = [await _replay(machines, recipe) for _ in range(CLEAN_RUNS)][-1]
+        except TaskError as error:
+            failure = error.message
+            continue
+        return Installed(_keep(name, recipe, files, transcripts), recipe, transcripts)
+    raise TaskError(f"{attempts} attempts to set up {base!r} failed; the last one: {failure}")
+
+
+async def install_repository(
+    name: str,
+    repository: Path,
+    commit: str,
+    requirements: Path | None,
+    commands: Sequence[str],
+    endpoint: Endpoint,
+    *,
+    kind: str = "namespace",
+    attempts: int = 3,
+) -> Installed:
+    """Autoinstall from a repository: an image of it, sealed, then the agent."""
+    base = f"{name[:50]}.base"
+    build_image(base, repository=repository, commit=commit, requirements=requirements)
+    machines: MachineHost = build(MachineSection.model_validate({"kind": kind}))
+    harness = ShellHarness()
+    try:
+        async with EndpointProxy(endpoint) as proxy:
+            return await autoinstall(
+                name,
+                base,
+                commands,
+                machines=machines,
+                harness=harness,
+                proxy=proxy,
+                sampling=Sampling(temperature=0.0, max_tokens=4096),
+                attempts=attempts,
+            )
+    finally:
+        await harness.close()
+        await machines.close()
+        remove_image(base)
+
+
+def _instruction(commands: Sequence[str], failure: str) -> str:
+    listed = "\n".join(f"    {command}" for command in commands)
+    again = f"\nAn earlier attempt was not enough. In a fresh machine:\n{failure[-3000:]}\n" if failure else ""
+    return _INSTRUCTION.format(commands=listed, failure=again)
+
+
+async def _replay(machines: MachineHost, recipe: Recipe) -> bytes:
+    """Run a recipe in a clean machine, then its verification. Returns a tar of the work directory before the latter."""
+    machine = await machines.create(recipe.base)
+    try:
+        for command in recipe.commands:
+            await machine.exec(bash(command), timeout_s=600.0 * machine.capabilities.slowdown)
+        packed = await machine.exec(["tar", "-cf", "-", "."], timeout_s=120.0, max_output=_LARGEST)
+        if packed.exit_code != 0 or packed.truncated:
+            raise TaskError(f"the work directory has more than {_LARGEST >> 20} MiB, or cannot be read")
+        await verify(machine, recipe.verify)
+        return packed.output
+    finally:
+        await machine.close()
+
+
+def _keep(name: str, recipe: Recipe, packed: bytes, transcripts: list[list[dict[str, Any]]]) -> ImageRecord:
+    """One layer with the whole work directory replaces those of the base."""
+    root = images.images_directory()
+    base = images.find_record(recipe.base)
+    kept = [layer for layer in base.layers if layer.place == "packages"] if base is not None else []
+    with tempfile.TemporaryDirectory(prefix=".building-", dir=root) as temporary:
+        target = Path(temporary, "work")
+        target.mkdir()
+        try:
+            with tarfile.open(fileobj=io.BytesIO(packed)) as archive:
+                for member in archive:
+                    path = layers.safe_path(member.name)
+                    if member.isreg() and path is not None:
+                        layers.write(target, path, member, archive)
+        except (tarfile.TarError, OSError) as error:
+            raise TaskError(f"the work directory of the machine cannot be unpacked: {error}") from None
+        layer = layers.keep(target, root)
+    parts = [*kept, LayerRecord(place="work", digest=layer.digest, bytes=layer.bytes)]
+    facts = base.model_dump(include={"python", "requirements", "commit"}) if base is not None else {}
+    size = sum(part.bytes for part in parts)
+    record = ImageRecord(
+        digest=images.digest_of(parts), layers=parts, bytes=size, verified=list(recipe.verify), **facts
+    )
+    images.keep_record(name, record)
+    place = root / "objects" / record.digest
+    (place / "recipe.json").write_text(recipe.model_dump_json(indent=1))
+    (place / "transcript.json").write_text(json.dumps(transcripts, indent=1))
+    return record
