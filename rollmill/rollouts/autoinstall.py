@@ -101,7 +101,7 @@ async def autoinstall(
         try:
             async with asyncio.timeout(timeout_s * machine.capabilities.slowdown):
                 task = Task(id="autoinstall", instruction=_instruction(commands, failure), image=base)
-                await harness.run(task, machine, base_url=url, api_key=transcript.key, sampling=sampling)  # type: ignore[arg-type]
+                await harness.run(task, machine, base_url=url, api_key=transcript.key, sampling=sampling)
         except TimeoutError:
             pass  # what it has done by now may be enough
         finally:
