@@ -49,6 +49,9 @@ class SampledFacts:
     staleness: np.ndarray  # int64, in versions
     trajectory: np.ndarray  # int64, index of its trajectory in the step
     shapes: np.ndarray | None = None  # of `Shape | None`; None if only temperatures shaped the distributions
+    hint: np.ndarray | None = (
+        None  # int64: the place of the token in the teacher's answer; -1: none (training/hints.py)
+    )
 
     def picked(self, rows: np.ndarray) -> SampledFacts:
         """The facts of some of the targets."""
@@ -272,7 +275,7 @@ def _concatenate_routes(batch: Sequence[PackedSequence], parts: Sequence[np.ndar
 def _concatenate_facts(facts: Sequence[SampledFacts]) -> SampledFacts | None:
     if not facts:
         return None
-    names = [field.name for field in fields(SampledFacts) if field.name != "shapes"]
+    names = [field.name for field in fields(SampledFacts) if field.name not in ("shapes", "hint")]
     columns = {name: np.concatenate([getattr(each, name) for each in facts]) for name in names}
     shapes = None
     if any(each.shapes is not None for each in facts):
@@ -280,4 +283,9 @@ def _concatenate_facts(facts: Sequence[SampledFacts]) -> SampledFacts | None:
         shapes = np.concatenate(
             [mine if each.shapes is None else each.shapes for mine, each in zip(plain, facts, strict=True)]
         )
-    return SampledFacts(**columns, shapes=shapes)
+    hint = None
+    if any(each.hint is not None for each in facts):
+        hint = np.concatenate(
+            [np.full(len(each.logprobs), -1, np.int64) if each.hint is None else each.hint for each in facts]
+        )
+    return SampledFacts(**columns, shapes=shapes, hint=hint)

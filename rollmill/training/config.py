@@ -314,6 +314,12 @@ class RLConfig(Config):
         description='With `credit = "decayed"`: the advantage of an answer is multiplied by this once for every answer '
         "that came after it. Smaller values credit the last answers more.",
     )
+    hint_factor: float = Field(
+        default=0.0,
+        ge=0,
+        description="Weight of distillation from hints: where a reward names a turn that went wrong and a hint, the "
+        "model that sees the hint teaches the one that does not (rollmill/training/hints.py). 0 turns it off.",
+    )
     router_replay: bool = Field(
         True,
         description="Train mixtures of experts through the experts that the engine chose, where it recorded them.",

@@ -80,8 +80,21 @@ def trainable_sequences(
     trajectory: int = 0,
     by_turn: Sequence[np.ndarray] | None = None,
 ) -> tuple[list[PackedSequence], Counter[str]]:
-    """The sequences to train on, and the sampled tokens that are left out, counted by reason. `by_turn`: advantages of
-    the tokens of each segment, in place of `advantage`."""
+    """The sequences to train on, and the sampled tokens that are left out, counted by reason."""
+    found, masked = segment_sequences(segments, advantage, rule, config, trajectory, by_turn)
+    return [sequence for sequence in found if sequence is not None], masked
+
+
+def segment_sequences(
+    segments: Sequence[Segment],
+    advantage: float,
+    rule: TokenRule,
+    config: RLConfig,
+    trajectory: int = 0,
+    by_turn: Sequence[np.ndarray] | None = None,
+) -> tuple[list[PackedSequence | None], Counter[str]]:
+    """The sequence of each segment; None if it has nothing to train on. `by_turn`: advantages of the tokens of each
+    segment, in place of `advantage`."""
     masked: Counter[str] = Counter()
     credits = credit_of(segments, config.credit, config.credit_decay)
     own: list[np.ndarray | None] = [None] * len(segments) if by_turn is None else list(by_turn)
@@ -89,7 +102,7 @@ def trainable_sequences(
         segment_sequence(segment, advantage, rule, masked, trajectory, credit_T, own_T)
         for segment, credit_T, own_T in zip(segments, credits, own, strict=True)
     ]
-    return [sequence for sequence in found if sequence is not None], masked
+    return found, masked
 
 
 def exclude_unusable(graded: Graded, contents: Contents, rule: TokenRule, config: RLConfig) -> Excluded:

@@ -21,6 +21,7 @@ import torch
 from torch import Tensor
 
 from rollmill import telemetry
+from rollmill.chat.format import ChatFormat
 from rollmill.errors import TrajectoryChanged
 from rollmill.models.config import ModelConfig
 from rollmill.models.decoder import Decoder
@@ -30,6 +31,7 @@ from rollmill.training.batching import STALE, MicroBatch, SampledFacts, TokenRul
 from rollmill.training.config import ALONE, RLConfig
 from rollmill.training.deadlines import Candidate, choose_groups
 from rollmill.training.diagnostics import TokenMeasures, distance, finite, mismatch_figures, token_figures, warnings
+from rollmill.training.hints import HintedTurns
 from rollmill.training.lineage import Lineage
 from rollmill.training.loss import PolicyTokens, policy_loss, step_divisor
 from rollmill.training.mismatch import MismatchMeter, Sample, ServedWeights, choose_sample
@@ -42,7 +44,7 @@ from rollmill.training.selection import (
     Excluded,
     exclude_unusable,
     read_segments,
-    trainable_sequences,
+    segment_sequences,
     weigh_groups,
 )
 from rollmill.training.step import moved
@@ -51,7 +53,7 @@ from rollmill.training.whole import WHOLE
 from rollmill.trajectories.ledger import Ledger
 from rollmill.trajectories.pace import Pace
 from rollmill.trajectories.store import TrajectoryRow, TrajectoryStore
-from rollmill.types import GroupState, Segment, StepRecord, TrajectoryState, Version
+from rollmill.types import GroupState, Reward, Segment, StepRecord, TrajectoryState, Version
 from rollmill.weights.format.tensors import HostTensor
 from rollmill.weights.reading.store import WeightStore
 
@@ -85,6 +87,8 @@ class RolloutBatch:
     closed: tuple[str, ...] = ()  # groups that were closed while the step looked for its own
     groups_T: np.ndarray | None = None  # int64, an index: a trajectory's KL is compared with those of the same index
     solved: float | None = None  # the share of the trajectories with a reward that is solved
+    hinted: Sequence[MicroBatch] = ()  # turns with a hint in their context, for the teacher
+    hints_refused: int = 0  # hints that could not be written into a context
 
 
 class RLObjective:
@@ -98,8 +102,11 @@ class RLObjective:
         pace: Pace,
         model_config: ModelConfig,
         tokens_per_microbatch: int,
+        format: ChatFormat | None = None,
     ) -> None:
+        """`format` is needed to write hints."""
         self._config = config
+        self._format = format
         self._model = model_config
         self._ledger = ledger
         self._trajectories = trajectories
@@ -213,7 +220,10 @@ class RLObjective:
     ) -> RolloutBatch:
         sequences, masked = [], Counter[str]()
         trained: list[Sequence[Segment]] = []
-        by_turn = self._by_turn(record, contents)
+        by_turn, grades = self._by_turn(record, contents), self._grades(record)
+        hints = (
+            HintedTurns(self._format, self._model.max_context) if self._format and self._config.hint_factor else None
+        )
         for index, (id, (_, _, advantage)) in enumerate(record.trajectories.items()):
             content = contents[id]
             if isinstance(content, str):
@@ -222,8 +232,10 @@ class RLObjective:
                 text = f"step {record.number} runs again without {id}: {content}"
                 telemetry.emit("warning", step=record.number, text=text)
                 continue
-            found, left_out = trainable_sequences(content, advantage, rule, self._config, index, by_turn.get(id))
-            sequences += found
+            found, left_out = segment_sequences(content, advantage, rule, self._config, index, by_turn.get(id))
+            if hints is not None:
+                found = hints.mark(content, found, grades[id])
+            sequences += [sequence for sequence in found if sequence is not None]
             masked += left_out
             trained.append(content)
         members = [self._ledger.entered(group) for group in (*record.groups, *closed)]
@@ -240,18 +252,26 @@ class RLObjective:
             wait_seconds=0.0,
             closed=tuple(closed),
             groups_T=np.array([group_of[id] for id in record.trajectories], np.int64),
+            hinted=pack(hints.sequences, self._budget) if hints is not None else [],
+            hints_refused=hints.refused if hints is not None else 0,
         )
+
+    def _grades(self, record: StepRecord) -> dict[str, Reward]:
+        """The rewards that the step pins, if more than their values is needed."""
+        if self._config.credit != "turns" and not self._config.hint_factor:
+            return {}
+        found = self._trajectories.rewards(list(record.trajectories))
+        return {id: dict(found[id])[reward_id] for id, (reward_id, _, _) in record.trajectories.items()}
 
     def _by_turn(self, record: StepRecord, contents: Contents) -> dict[str, list[np.ndarray]]:
         """Advantages of the tokens of each segment, if each turn has its own. They follow from what the record pins."""
         if self._config.credit != "turns":
             return {}
         found: dict[str, list[np.ndarray]] = {}
-        grades = self._trajectories.rewards(list(record.trajectories))
+        grades = self._grades(record)
         for group in record.groups:
             ids = [row.id for row in self._ledger.entered(group) if row.id in record.trajectories]
-            pinned = {id: dict(grades[id])[record.trajectories[id][0]] for id in ids}
-            group_of = [(content, pinned[id]) for id in ids if not isinstance(content := contents[id], str)]
+            group_of = [(content, grades[id]) for id in ids if not isinstance(content := contents[id], str)]
             known = [id for id in ids if not isinstance(contents[id], str)]
             found |= dict(zip(known, group_token_advantages(group_of), strict=True))
         return found
@@ -277,6 +297,7 @@ class RLObjective:
             sizes_T=sizes_T,
             queued_T=_queued(parts),
             kl_advantages_T=self._kl_advantages(batch, references),
+            teacher_H=_teach(placement, model, batch.hinted),
         )
         router, passes = RouterMeasures(), list[_Pass]()
         for part, reference_M in zip(parts, references, strict=True):
@@ -315,7 +336,8 @@ class RLObjective:
         tokens = PolicyTokens(
             logprobs=policy.logprobs_M,
             engine_logprobs=moved(torch.from_numpy(facts.logprobs), device),
-            advantages=moved(torch.from_numpy(shared.advantages(facts)), device),
+            advantages=moved(torch.from_numpy(shared.advantages(facts)), device)
+            + self._config.hint_factor * shared.distance(facts, policy.logprobs_M.detach()),
             sequences=moved(_sequence_of(part), device),
             # A step is one update, so this pass also computes π_old: r is 1, and its gradient is ∇log π.
             old_logprobs=policy.logprobs_M.detach(),
@@ -357,6 +379,8 @@ class RLObjective:
             "trajectories": len(batch.record.trajectories),
             "reward_mean": float(rewards.mean()) if rewards.size else None,
             "solve_rate": batch.solved,
+            **({"hinted_tokens": sum(len(part.targets_M) for part in batch.hinted)} if batch.hinted else {}),
+            **({"hints_refused": batch.hints_refused} if batch.hints_refused else {}),
             "masked_stale": batch.masked[STALE],
             "masked": {reason: count for reason, count in batch.masked.items() if count},
             "excluded": dict(Counter(state.value for state, _ in batch.record.excluded.values())),
@@ -385,12 +409,32 @@ class _Shared:
     sizes_T: np.ndarray  # float32, how many targets each trajectory has: the segments of one are one sample
     queued_T: np.ndarray
     kl_advantages_T: np.ndarray | None
+    teacher_H: Tensor | None  # log-probs of the tokens of hinted turns, with the hint in their context
 
     def advantages(self, facts: SampledFacts) -> np.ndarray:
         """float32 [M]"""
         if self.kl_advantages_T is None:
             return facts.advantages
         return facts.advantages + self.kl_advantages_T[facts.trajectory].astype(np.float32)
+
+    def distance(self, facts: SampledFacts, logprobs_M: Tensor) -> Tensor | float:
+        """[M]: log teacher − log student at the tokens of hinted turns, 0 elsewhere."""
+        if self.teacher_H is None or facts.hint is None:
+            return 0.0
+        hint_M = moved(torch.from_numpy(facts.hint), logprobs_M.device)
+        return torch.where(hint_M >= 0, self.teacher_H[hint_M.clamp(min=0)] - logprobs_M, 0.0)
+
+
+@torch.no_grad()
+def _teach(placement: Placement, model: Decoder, parts: Sequence[MicroBatch]) -> Tensor | None:
+    """[H], under the weights that the step trains from. Collective."""
+    found, places = [], []
+    for part in parts:
+        found.append(placement.recompute(model, part, None).logprobs_M)
+        placement.release(model)
+        assert part.facts is not None and part.facts.hint is not None
+        places.append(torch.from_numpy(part.facts.hint))
+    return torch.cat(found)[torch.cat(places).argsort().to(found[0].device)] if found else None
 
 
 class _Pass(NamedTuple):

@@ -38,4 +38,5 @@ class Reinforce:
             pace=config.pace(context.steps),
             model_config=context.model,
             tokens_per_microbatch=context.tokens_per_microbatch,
+            format=context.format,
         )
