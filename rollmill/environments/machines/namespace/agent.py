@@ -14,6 +14,7 @@ become that user and to end commands.
     {"op": "snapshot", "max_bytes"}            {} + tar
     {"op": "restore"} + tar                    {}
     {"op": "listen"}                           {"port"} + a listening socket, handed over
+    {"op": "prepare"}                          {}: if `ahead`, a process waits for the next command
     {"op": "interrupt"}                        none: ends the command that is running
     a request that cannot be served: {"errno": number, "path": …}; a machine that cannot go on: {"error": text}
 
@@ -35,7 +36,7 @@ from rollmill.environments.machines.namespace import command, computer, files, k
 from rollmill.environments.machines.namespace.memory import Watchdog
 from rollmill.environments.machines.namespace.process import Processes
 
-_WATCH_INTERVAL_S = 0.05
+_WATCH_INTERVAL_S, _SELDOM_S = 0.05, 1.0
 _BACKLOG = 16  # connections that wait to be accepted
 _CONNECTION = 3  # the open file of the socket to the client
 _BUFFERS = b"4096 65536 131072"  # of a TCP connection: least, default and most bytes
@@ -54,6 +55,9 @@ class Limits(NamedTuple):
     memory_counted: bool  # whether a control group bounds the machine's memory
     count_processes: bool  # whether the kernel counts the processes of this machine alone
     filter: seccomp.Filter | None  # of system calls
+    # The machine has a kernel of its own, probably emulated: that kernel counts, pid 1 only seldom, and a process is
+    # made before its command is known. What else runs in the machine sees that process.
+    own_kernel: bool = False
 
     def confinement(self) -> command.Confinement:
         wanted = {
@@ -80,6 +84,7 @@ class Plan(NamedTuple):
     mounts: tuple[tuple[str, str, str | None, int, str], ...]  # arguments of kernel.mount
     confinement: command.Confinement  # of commands
     watchdog: Watchdog
+    ahead: bool  # whether a process is made before its command is known
 
     @classmethod
     def of(cls, limits: Limits) -> Plan:
@@ -91,8 +96,14 @@ class Plan(NamedTuple):
             ("tmpfs", layout.HOME, "tmpfs", flags, f"{options},mode=755"),
             ("proc", "/proc", "proc", flags | kernel.MS_NOEXEC, ""),
         )
-        watchdog = Watchdog(limits.processes, limits.memory, limits.memory_counted, sockets=-1)
-        return cls(limits.own_user, mounts, limits.confinement(), watchdog)
+        watchdog = Watchdog(
+            limits.processes,
+            limits.memory,
+            limits.memory_counted,
+            -1,
+            _SELDOM_S if limits.own_kernel else _WATCH_INTERVAL_S,
+        )
+        return cls(limits.own_user, mounts, limits.confinement(), watchdog, limits.own_kernel)
 
 
 def main(connection: int, plan: Plan) -> NoReturn:
@@ -189,7 +200,14 @@ def _handle_files_as_user(own_user: bool, header: dict[str, Any], body: bytes) -
 
 def _serve(connection: int, plan: Plan, watchdog: Watchdog) -> None:
     confinement, processes = plan.confinement, Processes()
-    while request := _next_request(connection, processes, watchdog):
+    ready: command.Ready | None = None
+    while True:
+        if plan.ahead and ready is None and not select.select([connection], [], [], 0)[0]:
+            with contextlib.suppress(OSError):  # the next command will say why
+                ready = command.Ready.make(confinement)
+        request = _next_request(connection, processes, watchdog)
+        if request is None:
+            return
         header, body = request
         if header.get("op") == "interrupt":
             continue  # the command had ended already
@@ -199,11 +217,15 @@ def _serve(connection: int, plan: Plan, watchdog: Watchdog) -> None:
         try:
             if header["op"] == "exec":
                 order = _order(header, body)
-                reply, data = command.run(order, confinement, connection, watchdog, processes.end_command)
+                made, ready = ready, None
+                reply, data = command.run(order, confinement, connection, watchdog, processes.end_command, made)
             elif header["op"] == "start":
                 reply, data = {"process": processes.start(_order(header, body), confinement)}, b""
             elif header["op"] == "state":
                 reply, data = processes.get(header["process"]).state()
+            elif header["op"] == "prepare":
+                ready = ready or (command.Ready.make(confinement) if plan.ahead else None)
+                reply, data = {}, b""
             elif header["op"] == "stop":
                 reply, data = processes.stop(header["process"])
             else:
@@ -228,7 +250,7 @@ def _next_request(connection: int, processes: Processes, watchdog: Watchdog) -> 
     """Wait for a request. Processes that run meanwhile are held to the limits of the machine."""
     arrived = False
     while processes.running() and not arrived:
-        arrived = bool(select.select([connection], [], [], _WATCH_INTERVAL_S)[0])
+        arrived = bool(select.select([connection], [], [], watchdog.interval_s)[0])
         processes.reap()
         if limit := watchdog.exceeded():
             processes.stop_all(limit)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import _signal  # not signal, in commands: its enums cost more time than the call
 import contextlib
 import errno
+import marshal
 import os
 import resource
 import select
@@ -16,7 +17,6 @@ from typing import Any, Literal, NamedTuple, NoReturn
 from rollmill.environments.machines.namespace import kernel, layout, seccomp, warm_python, wire
 from rollmill.environments.machines.namespace.memory import Watchdog
 
-_WATCH_INTERVAL_S = 0.05
 NO_CAPABILITIES = kernel.capability_sets()
 
 
@@ -42,14 +42,15 @@ def run(
     connection: int,
     watchdog: Watchdog,
     end: Callable[[int, str | None], int],
+    ready: Ready | None = None,
 ) -> tuple[dict[str, Any], bytes]:
-    """Run a command until it ends or reaches a limit. Then `end` kills every process that it left running."""
+    """Run a command until it ends or reaches a limit. Then `end` kills every process that it left running.
+
+    With `ready`, that process becomes the command.
+    """
     started = time.monotonic()
-    reading, writing = os.pipe()
+    pid, reading = (ready.begin(order) if ready is not None else None) or _begin(order, confinement)
     try:
-        pid = start(order, confinement, writing)
-        os.close(writing)
-        writing = -1
         output = _Output(order.max_output)
         stopped = _watch(pid, reading, output, connection, started + order.timeout_s, watchdog)
         status = end(pid, stopped)
@@ -57,8 +58,6 @@ def run(
             pass
     finally:
         os.close(reading)
-        if writing >= 0:
-            os.close(writing)
     exit_code = os.waitstatus_to_exitcode(status)
     if stopped is None and exit_code == -signal.SIGKILL:
         stopped = "memory"  # the kernel killed it, because the machine ran out of memory
@@ -69,6 +68,90 @@ def run(
         "seconds": time.monotonic() - started,
     }
     return result, output.bytes()
+
+
+class Ready(NamedTuple):
+    """A process that is forked and confined already, and waits for its command. It shortens the next one."""
+
+    pid: int
+    orders: int  # an open file: what is written here is its order
+    reading: int  # what the command prints can be read here
+
+    @classmethod
+    def make(cls, confinement: Confinement) -> Ready:
+        reading, writing = os.pipe()
+        waiting, orders = os.pipe()
+        try:
+            pid = os.fork()
+        except BaseException:
+            os.close(reading)
+            os.close(orders)
+            raise
+        else:
+            if pid == 0:
+                _wait_for_order(confinement, waiting, writing)
+        finally:
+            os.close(writing)
+            os.close(waiting)
+        os.read(reading, 1)  # it is confined
+        return cls(pid, orders, reading)
+
+    def begin(self, order: Order) -> tuple[int, int] | None:
+        """Hand it the order. Returns its process id and where its output can be read; None if it is gone."""
+        data = marshal.dumps(tuple(order))
+        try:
+            wire.send(self.orders, len(data).to_bytes(8) + data)
+        except BrokenPipeError:  # a process that runs between commands may have killed it, or a limit did
+            os.close(self.reading)
+            with contextlib.suppress(ChildProcessError):
+                os.waitpid(self.pid, 0)
+            return None
+        finally:
+            os.close(self.orders)
+        return self.pid, self.reading
+
+
+def _wait_for_order(confinement: Confinement, waiting: int, writing: int) -> NoReturn:
+    """Runs in the child."""
+    try:
+        os.dup2(writing, 1)
+        os.dup2(writing, 2)
+        os.dup2(waiting, 3, inheritable=False)
+        kernel.close_from(4)
+        os.setsid()
+        _confine(confinement)
+        os.write(1, b"r")
+        size = int.from_bytes(_read_fully(3, 8))
+        order = Order(*marshal.loads(_read_fully(3, size)))  # noqa: S302  pid 1 wrote it
+        os.close(3)
+        if order.stdin:
+            stdin = os.memfd_create("stdin")
+            _fill(stdin, order.stdin)
+            os.dup2(stdin, 0)
+            os.close(stdin)
+        _go(order)
+    finally:
+        os._exit(126)
+
+
+def _read_fully(file: int, count: int) -> bytes:
+    parts = []
+    while count and (part := os.read(file, min(count, 1 << 20))):
+        parts.append(part)
+        count -= len(part)
+    return b"".join(parts)
+
+
+def _begin(order: Order, confinement: Confinement) -> tuple[int, int]:
+    """Start a command. Returns its process id, and an open file from which its output can be read."""
+    reading, writing = os.pipe()
+    try:
+        return start(order, confinement, writing), reading
+    except BaseException:
+        os.close(reading)
+        raise
+    finally:
+        os.close(writing)
 
 
 def start(order: Order, confinement: Confinement, writing: int) -> int:
@@ -94,7 +177,6 @@ def _fill(file: int, data: bytes) -> None:
 
 def _become(order: Order, confinement: Confinement, reading: int, writing: int) -> NoReturn:
     """Become the command. Runs in the child."""
-    code = 126
     try:
         os.dup2(reading, 0)
         os.dup2(writing, 1)
@@ -102,6 +184,17 @@ def _become(order: Order, confinement: Confinement, reading: int, writing: int) 
         kernel.close_from(3)
         os.setsid()
         _confine(confinement)
+        _go(order)
+    except BaseException as error:
+        os.write(2, f"{order.argv[0]}: {error}\n".encode("utf-8", "replace"))
+    finally:
+        os._exit(126)
+
+
+def _go(order: Order) -> NoReturn:
+    """Become the command, in a process that is confined."""
+    code = 126
+    try:
         os.chdir(order.cwd)
         if order.env:
             os.environ.update(order.env)
@@ -156,7 +249,7 @@ def _watch(
     poll = select.poll()
     for file in (pidfd, reading, connection):
         poll.register(file, select.POLLIN)
-    next_count = time.monotonic() + _WATCH_INTERVAL_S
+    next_count = time.monotonic() + watchdog.interval_s
     try:
         while True:
             now = time.monotonic()
@@ -165,7 +258,7 @@ def _watch(
             if now >= next_count:
                 if limit := watchdog.exceeded():
                     return limit
-                next_count = now + _WATCH_INTERVAL_S
+                next_count = now + watchdog.interval_s
             ready = dict(poll.poll((min(deadline, next_count) - now) * 1000))
             if connection in ready:
                 if wire.receive(connection) is None:

@@ -23,6 +23,7 @@ class Watchdog(NamedTuple):
     memory: int
     counted: bool  # a control group bounds the memory of processes and files
     sockets: int  # an open /proc/net/sockstat; agent.py hides its name
+    interval_s: float  # between two counts
 
     def exceeded(self) -> Literal["memory", "processes"] | None:
         commands = [int(name) for name in os.listdir("/proc") if name.isdigit() and name != "1"]

@@ -27,7 +27,7 @@ def _finite(text: str) -> float:
 
 # made once: json.dumps and json.loads would make new ones for each frame
 _encode = json.JSONEncoder(separators=(",", ":"), allow_nan=False).encode
-_decode = json.JSONDecoder(parse_float=_finite, parse_constant=_finite).decode
+_decode = json.JSONDecoder(parse_float=_finite, parse_constant=_finite).raw_decode  # `decode` also skips white space
 
 
 def pack(header: dict[str, Any], body: bytes = b"") -> bytes:
@@ -52,7 +52,10 @@ def unpack_lengths(data: bytes) -> tuple[int, int]:
 
 def unpack_header(data: bytes) -> dict[str, Any]:
     try:
-        header = _decode(data.decode())
+        text = data.decode()
+        header, end = _decode(text)
+        if end != len(text):
+            raise ValueError
     except (ValueError, RecursionError):
         raise WireError("a header that is not JSON") from None
     if not isinstance(header, dict):

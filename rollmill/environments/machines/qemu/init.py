@@ -4,7 +4,7 @@ It runs inside the guest and imports only the standard library and the agent. It
 files and commands go to the agent (namespace/agent.py), in a process of its own that has given up its rights. Requests
 to this process come from the host alone:
 
-    {"op": "renew", "time", "restored"} + random bytes   {}: the bytes are in the entropy pool, the clock is set
+    {"op": "renew", "time_ns", "restored"} + random bytes   {}: the bytes are in the entropy pool, the clock is set
     {"op": "ports"} + mark                               {}: a process carries connections over the third port
     {"op": "ping"}                                       {}
 
@@ -97,7 +97,7 @@ def _open_port(path: str) -> int:
 
 def _limits(given: dict[str, int]) -> agent.Limits:
     """The guest has a kernel of its own, and memory that nobody else uses: no filter, and no other count of memory."""
-    return agent.Limits(**given, own_user=True, memory_counted=True, count_processes=True, filter=None)
+    return agent.Limits(**given, own_user=True, memory_counted=True, count_processes=True, filter=None, own_kernel=True)
 
 
 def _become_plain(facts: dict[str, Any]) -> None:
@@ -134,6 +134,7 @@ def _start_agent(plan: agent.Plan) -> int:
 
 
 def _serve(port: int, agent_pidfd: int) -> None:
+    entropy = os.open("/dev/urandom", os.O_WRONLY | os.O_CLOEXEC)
     poll = select.poll()
     poll.register(port, select.POLLIN)
     poll.register(agent_pidfd, select.POLLIN)
@@ -150,7 +151,7 @@ def _serve(port: int, agent_pidfd: int) -> None:
             continue
         header, body = request
         if header["op"] == "renew":
-            _renew(header["time"], body)
+            _renew(entropy, header["time_ns"], body)
         if header["op"] == "ports" or header.get("restored"):
             _end_forwarder(forwarder)
             forwarder = None
@@ -184,10 +185,9 @@ def _end_forwarder(pid: int | None) -> None:
         os.waitpid(pid, 0)
 
 
-def _renew(now: float, random: bytes) -> None:
+def _renew(entropy: int, now_ns: int, random: bytes) -> None:
     """Entropy that no other copy of this guest has, used from the next random number on; and the time."""
-    with open("/dev/urandom", "wb", buffering=0) as device:
-        pool = struct.pack("ii", 8 * len(random), len(random)) + random
-        fcntl.ioctl(device, _RNDADDENTROPY, pool)
-        fcntl.ioctl(device, _RNDRESEEDCRNG)
-    time.clock_settime(time.CLOCK_REALTIME, now)
+    pool = struct.pack("ii", 8 * len(random), len(random)) + random
+    fcntl.ioctl(entropy, _RNDADDENTROPY, pool)
+    fcntl.ioctl(entropy, _RNDRESEEDCRNG)
+    time.clock_settime_ns(time.CLOCK_REALTIME, now_ns)

@@ -107,7 +107,7 @@ class Vm:
 
     async def renew(self, *, restored: bool = False) -> None:
         """Give the guest entropy of its own, and the time."""
-        header = {"op": "renew", "time": time.time(), "restored": restored}
+        header = {"op": "renew", "time_ns": time.time_ns(), "restored": restored}
         await self.ask_init(header, secrets.token_bytes(_SEED_BYTES))
 
     async def open_ports(self) -> Ports:

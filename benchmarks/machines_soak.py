@@ -1,0 +1,226 @@
+"""Machines under faults, for `python -m benchmarks.machines`: start, exec, fork, kill, again and again.
+
+    python -m benchmarks.machines_soak [--cycles 2000] [--virtual 40] [--seed 1] [--quick]
+
+A few workers take machines from one pool. In a cycle a machine starts, runs a command, and perhaps forks or is saved
+and restored. Faults are injected at random: the process of a machine is killed, a caller is cancelled in the middle, a
+machine is closed while its command runs, a command kills everything it can reach, the pool is full, and sometimes the
+whole machine host is killed. A result that is there must be right. A failure must be typed: MachineError, or OSError
+where the Protocol says so. In the end no process, open file, control group or asyncio task may be left.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import contextlib
+import ctypes
+import gc
+import os
+import random
+import signal
+import time
+from collections import Counter
+from dataclasses import dataclass, field
+from typing import Any
+
+from benchmarks.output import at_most, finish
+from rollmill.environments.machine import Machine, MachineHost
+from rollmill.environments.machines.images import BUILT_IN
+from rollmill.environments.machines.namespace.client import NamespaceHost
+from rollmill.environments.machines.pool import Pool, PoolConfig
+from rollmill.environments.machines.qemu.host import QemuHost
+from rollmill.errors import MachineError
+
+WORKERS = 4
+_PR_SET_CHILD_SUBREAPER = 36
+_LIMIT_S = 300.0  # of one cycle; a longer one hangs
+_HOST_KILLS = 0.004  # share of cycles
+
+
+@dataclass
+class Soaked:
+    cycles: int = 0
+    seconds: float = 0.0
+    outcomes: Counter[str] = field(default_factory=Counter)
+    wrong: list[str] = field(default_factory=list)  # results that are not right, failures that are not typed, hangs
+    orphans: int = 0  # processes
+    leaks: int = 0  # open files, tasks, control groups
+
+    def figures(self, name: str) -> dict[str, float]:
+        injected = sum(count for outcome, count in self.outcomes.items() if outcome != "well")
+        return {
+            f"soak_{name}_cycles": self.cycles,
+            f"soak_{name}_faults": injected,
+            f"soak_{name}_untyped": len(self.wrong),
+            f"soak_{name}_orphans": self.orphans,
+            f"soak_{name}_leaks": self.leaks,
+            f"soak_{name}_s": self.seconds,
+        }
+
+    def bars(self, name: str) -> dict[str, dict[str, Any]]:
+        figures = self.figures(name)
+        return {key: at_most(figures[key], 0) for key in figures if key.endswith(("untyped", "orphans", "leaks"))}
+
+
+async def soak(kind: str, cycles: int, seed: int = 1) -> Soaked:
+    ctypes.CDLL(None).prctl(_PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)  # what loses its parent becomes ours, and is found
+    await asyncio.to_thread(int)  # its threads are there for the whole time
+    files, tasks, result = _open_files(), len(asyncio.all_tasks()), Soaked()
+    host: MachineHost = NamespaceHost() if kind == "namespace" else QemuHost()
+    pool = Pool(host, PoolConfig(most=WORKERS + 3, patience_s=30.0, ahead=2, pause_after_s=0.2))
+    await (await pool.create(BUILT_IN)).close()  # boots the template
+    pool.expect(BUILT_IN, 2)
+    numbers, began = iter(range(cycles)), time.monotonic()
+    known: set[int] = set()
+
+    async def worker() -> None:
+        for number in numbers:
+            known.update(_children(os.getpid()))
+            await _cycle(pool, host, random.Random(f"{seed} {number}"), result)
+            result.cycles += 1
+
+    await asyncio.gather(*(worker() for _ in range(WORKERS)))
+    result.seconds = time.monotonic() - began
+    await pool.close()
+    await _count_what_is_left(result, files, tasks, known)
+    return result
+
+
+async def _cycle(pool: Pool, host: MachineHost, draw: random.Random, result: Soaked) -> None:
+    fault = draw.choices(["none", "kill", "cancel", "close", "ruin", "host"], [50, 15, 15, 10, 10, 100 * _HOST_KILLS])[
+        0
+    ]
+    made: list[Machine] = []
+    work = asyncio.create_task(_use(pool, draw, made, ruin=fault == "ruin"))
+    breaking = asyncio.create_task(_break(fault, draw, host, made, work))
+    try:
+        async with asyncio.timeout(_LIMIT_S):
+            await asyncio.wait([work])
+        outcome = "cancelled" if work.cancelled() else work.result()
+    except MachineError as error:
+        outcome = type(error).__name__
+    except OSError as error:  # a machine that has ended cannot be saved, and a fork of it has no files
+        outcome = f"OSError {error.errno}"
+    except TimeoutError:
+        outcome = "hangs"
+    except Exception as error:
+        outcome = f"untyped {error!r}"
+    breaking.cancel()
+    await asyncio.wait([breaking])
+    work.cancel()
+    await asyncio.wait([work])
+    for machine in made:
+        with contextlib.suppress(MachineError):
+            await machine.close()
+    result.outcomes[outcome if len(outcome) < 40 else outcome[:40]] += 1
+    if outcome.startswith(("untyped", "hangs", "wrong")) or (fault == "none" and outcome.startswith("OSError")):
+        result.wrong.append(f"{fault}: {outcome}")
+
+
+async def _use(pool: Pool, draw: random.Random, made: list[Machine], *, ruin: bool) -> str:
+    """One machine's life. Returns how it went: well, ruined, or wrong."""
+    word = str(draw.random()).encode()
+    machine = await pool.create(BUILT_IN, {"word": word})
+    made.append(machine)
+    if ruin:
+        await machine.exec(["sh", "-c", "kill -9 -1; sleep 0.1; kill -9 1"], timeout_s=60.0)
+    result = await machine.exec(["cat", "word"], timeout_s=60.0)
+    if result.stopped is not None:
+        return f"stopped by {result.stopped}"
+    if result.output != word:
+        return f"wrong output {result.output[:80]!r}"
+    branch = draw.random()
+    if branch < 0.3:
+        made += (children := await machine.fork(draw.choice([1, 1, 2])))
+        read = [await each.read("word") for each in children]
+    elif branch < 0.5:
+        snapshot = await machine.snapshot()
+        made.append(other := await pool.create(BUILT_IN, snapshot=snapshot))
+        read = [await other.read("word")]
+        await pool.release(snapshot)
+    else:
+        read = [await machine.read("word")]
+    return "well" if set(read) == {word} else f"wrong file {read!r:.80}"
+
+
+async def _break(fault: str, draw: random.Random, host: MachineHost, made: list[Machine], work: Any) -> None:
+    """Inject a fault at some moment of a machine's life."""
+    await asyncio.sleep(draw.random() * (0.06 if isinstance(host, NamespaceHost) else 3.0))
+    if fault == "cancel":
+        work.cancel()
+    elif fault == "close" and made:
+        await made[-1].close()
+    elif fault in ("kill", "host"):
+        victims = _children(os.getpid())
+        if fault == "kill" and isinstance(host, NamespaceHost):
+            victims = [each for pid in victims for each in _children(pid)]
+        if victims and (fault == "kill" or isinstance(host, NamespaceHost)):
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(draw.choice(victims), signal.SIGKILL)
+
+
+async def _count_what_is_left(result: Soaked, files: set[str], tasks: int, known: set[int]) -> None:
+    """Whatever ended a moment ago has a moment to go."""
+    for _ in range(100):
+        gc.collect()
+        with contextlib.suppress(ChildProcessError):
+            while os.waitpid(-1, os.WNOHANG)[0]:
+                pass
+        result.orphans = len(_children(os.getpid()))
+        opened = {link for link in _open_files() - files if not link.startswith("anon_inode:[event")}
+        groups = await asyncio.to_thread(_groups, known)
+        result.leaks = len(opened) + max(0, len(asyncio.all_tasks()) - tasks) + len(groups)
+        if not result.orphans and not result.leaks:
+            return
+        await asyncio.sleep(0.1)
+
+
+def _children(pid: int) -> list[int]:
+    try:
+        return [
+            int(each)
+            for thread in os.listdir(f"/proc/{pid}/task")
+            for each in open(f"/proc/{pid}/task/{thread}/children").read().split()  # noqa: SIM115
+        ]
+    except OSError:
+        return []
+
+
+def _open_files() -> set[str]:
+    """What the open files of this process are: sockets and pipes have names that do not come again."""
+    found = set()
+    for name in os.listdir("/proc/self/fd"):
+        with contextlib.suppress(OSError):
+            found.add(os.readlink(f"/proc/self/fd/{name}"))
+    return found
+
+
+def _groups(pids: set[int]) -> list[str]:
+    """Control groups that machine hosts made."""
+    names = {f"rollmill-{pid}" for pid in pids}
+    return [folder for folder, below, _ in os.walk("/sys/fs/cgroup") if names & set(below)]
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--cycles", type=int, default=2000, help="of namespace machines")
+    parser.add_argument("--virtual", type=int, default=40, help="of virtual machines")
+    parser.add_argument("--seed", type=int, default=1)
+    parser.add_argument("--quick", action="store_true", help="100 cycles of namespace machines, 4 of virtual ones")
+    arguments = parser.parse_args()
+    counts = (
+        {"namespace": 100, "qemu": 4} if arguments.quick else {"namespace": arguments.cycles, "qemu": arguments.virtual}
+    )
+    figures, bars = {}, {}
+    for kind, cycles in counts.items():
+        if cycles:
+            soaked = asyncio.run(soak(kind, cycles, arguments.seed))
+            print(kind, dict(soaked.outcomes.most_common()), soaked.wrong[:10])
+            figures |= soaked.figures(kind)
+            bars |= soaked.bars(kind)
+    finish("machines_soak", figures, bars)
+
+
+if __name__ == "__main__":
+    main()
