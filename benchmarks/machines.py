@@ -15,7 +15,9 @@ next command. Without `bwrap` its row is left out. Both take turns, so that othe
 
 Virtual machines (machines_qemu.py) have rows of their own, where QEMU is set up. A cold boot counts from the request to
 the end of the first command, and includes making the guest's files. Memory of paused machines: each has run a command;
-pages that several machines share are divided among them.
+pages that several machines share are divided among them. `ready`: a pool has the machine restored and paused already.
+
+Last comes the soak (machines_soak.py): cycles of start, exec, fork and kill with injected faults.
 """
 
 from __future__ import annotations
@@ -34,7 +36,7 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
-from benchmarks import machines_qemu
+from benchmarks import machines_qemu, machines_soak
 from benchmarks.output import at_least, at_most, finish
 from rollmill.environments.machines.images import BUILT_IN
 from rollmill.environments.machines.namespace.client import NamespaceHost
@@ -165,7 +167,19 @@ def main() -> None:
             show_figures("virtual machines", measured)
             figures |= measured
             bars |= machines_qemu.bars(measured)
+    for kind, cycles in soak_cycles(arguments.only, arguments.quick).items():
+        soaked = asyncio.run(machines_soak.soak(kind, cycles))
+        show_figures(f"soak, {kind}: {dict(soaked.outcomes.most_common())}", soaked.figures(kind))
+        figures |= soaked.figures(kind)
+        bars |= soaked.bars(kind)
     finish("machines", figures, bars)
+
+
+def soak_cycles(only: str | None, quick: bool) -> dict[str, int]:
+    cycles = {"namespace": 60 if quick else 2000}
+    if not machines_qemu.missing():
+        cycles["qemu"] = 4 if quick else 40
+    return {kind: count for kind, count in cycles.items() if only is None or only.startswith(kind)}
 
 
 def namespace_figures(starts: int, bwrap: str | None) -> tuple[dict[str, float], dict[str, dict[str, Any]]]:

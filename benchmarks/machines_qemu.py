@@ -12,6 +12,7 @@ from typing import Any
 
 from benchmarks.output import at_least, at_most
 from rollmill.environments.machines.images import BUILT_IN, load_image
+from rollmill.environments.machines.pool import Pool, PoolConfig
 from rollmill.environments.machines.qemu.host import QemuHost
 from rollmill.environments.machines.qemu.machine import QemuMachine
 from rollmill.environments.machines.qemu.parts import find_parts
@@ -46,6 +47,7 @@ async def measure(*, boots: int, restores: int, held: int) -> dict[str, float]:
         fork_s = [await _fork(machine) for _ in range(4)]
         await machine.close()
         paused = await _hold(host, held)
+        ready_s = await _take_ready(host, 6)
         return {
             "qemu_boot_s": statistics.median(boot_s),
             "qemu_restore_p50_s": statistics.median(restore_s),
@@ -58,6 +60,7 @@ async def measure(*, boots: int, restores: int, held: int) -> dict[str, float]:
             "qemu_fork_pause_worst_ms": max(pause_ms),
             "qemu_fork_to_exec_s": statistics.median(fork_s),
             "qemu_slowdown": template.capabilities.slowdown,
+            "qemu_ready_to_exec_p50_s": statistics.median(ready_s),
             **paused,
         }
     finally:
@@ -120,6 +123,23 @@ async def _fork(machine: QemuMachine) -> float:
     await fork.exec(["true"])
     seconds = time.monotonic() - began
     await fork.close()
+    return seconds
+
+
+async def _take_ready(host: QemuHost, count: int) -> list[float]:
+    """Seconds from the request to the end of the first command, of machines that a pool has ready, paused."""
+    pool, seconds = Pool(host, PoolConfig(ahead=count, pause_after_s=0)), []
+    machines = [await pool.create(BUILT_IN)]
+    pool.expect(BUILT_IN, count)
+    while pool.counts["ready"] < count:  # noqa: ASYNC110
+        await asyncio.sleep(0.05)
+    pool.expect(BUILT_IN, 0)
+    for _ in range(count):
+        began = time.monotonic()
+        machines.append(machine := await pool.create(BUILT_IN))
+        await machine.exec(["true"])
+        seconds.append(time.monotonic() - began)
+    await asyncio.gather(*(machine.close() for machine in machines))
     return seconds
 
 
