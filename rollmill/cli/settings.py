@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from rollmill.evals.suite import EvalConfig
     from rollmill.rollouts.config import RolloutConfig
 
-_USED = ("name", "seed", "modules", "tasks", "harness", "machine", "rewards", "rollouts", "evals")
+_USED = ("name", "seed", "modules", "tasks", "harness", "machine", "pool", "rewards", "rollouts", "evals")
 
 
 class Settings(Sections, Protocol):
