@@ -238,6 +238,8 @@ class Pool:
             machine = await self._host.create(image)
             try:
                 await machine.exec(["true"], timeout_s=60.0)
+                if (prepare := getattr(machine, "prepare", None)) is not None:
+                    await prepare()
                 await machine.pause()
             except BaseException:
                 await machine.close()

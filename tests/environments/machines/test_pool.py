@@ -190,3 +190,14 @@ def _check_groups(pids: list[int]) -> None:
 def _descendants(pid: int) -> list[int]:
     children = Path(f"/proc/{pid}/task/{pid}/children").read_text().split()
     return [each for child in map(int, children) for each in (child, *_descendants(child))]
+
+
+async def test_a_machine_host_that_is_killed_leaves_no_control_group() -> None:
+    host = NamespaceHost()
+    await host.create(BUILT_IN)
+    assert host._process is not None
+    pid, machines = host._process.pid, _descendants(host._process.pid)
+    host._process.kill()
+    await _until(lambda: not any(Path(f"/proc/{each}").exists() for each in machines))
+    await host.close()
+    await asyncio.to_thread(_check_groups, [pid])

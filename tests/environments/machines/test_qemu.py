@@ -23,6 +23,7 @@ import pytest_asyncio
 from rollmill.environments.harnesses.command import CommandConfig, CommandHarness
 from rollmill.environments.machine import Snapshot
 from rollmill.environments.machines.images import BUILT_IN, load_image
+from rollmill.environments.machines.pool import Pool, PoolConfig
 from rollmill.environments.machines.probe import probe
 from rollmill.environments.machines.qemu import ram
 from rollmill.environments.machines.qemu.host import QemuHost
@@ -207,6 +208,29 @@ print(json.dumps(found))
 """
     found = json.loads(await run_python(machine, program))
     assert found == {"interfaces": ["lo"], "opened": [], "user": 1000, "code": []}
+
+
+async def test_a_pool_has_guests_ready_and_pauses_those_that_nobody_uses(qemu_host: QemuHost) -> None:  # noqa: F811
+    pool = Pool(qemu_host, PoolConfig(ahead=2, pause_after_s=0.1))
+    first = await pool.create(BUILT_IN)
+    pool.expect(BUILT_IN, 2)
+    while pool.counts["ready"] < 2:  # noqa: ASYNC110
+        await asyncio.sleep(0.1)
+    pool.expect(BUILT_IN, 0)
+    machines = [first, *[await pool.create(BUILT_IN, {"word": b"w"}) for _ in range(2)]]
+    assert pool.counts == {"starting": 0, "ready": 0, "in_use": 3}
+    program = "import os, time; print(os.urandom(16).hex(), time.time())"
+    values = [(await machine.exec(["python", "-c", program], timeout_s=LONG_S)).output.split() for machine in machines]
+    assert len({value[0] for value in values}) == 3
+    assert [await machine.read("word") for machine in machines[1:]] == [b"w"] * 2
+    while not all(machine._paused for machine in machines):  # noqa: ASYNC110
+        await asyncio.sleep(0.05)
+    (fork,) = await machines[1].fork()
+    assert await fork.read("word") == b"w" and (await first.exec(["true"], timeout_s=LONG_S)).exit_code == 0
+    await asyncio.gather(*(machine.close() for machine in (*machines, fork)))
+    assert pool.counts == {"starting": 0, "ready": 0, "in_use": 0}
+    assert pool._tending is not None
+    pool._tending.cancel()
 
 
 _CONNECT = "import socket\ns = socket.create_connection(('127.0.0.1', {port}), timeout=60)\n"

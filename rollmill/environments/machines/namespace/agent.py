@@ -37,6 +37,7 @@ from rollmill.environments.machines.namespace.memory import Watchdog
 from rollmill.environments.machines.namespace.process import Processes
 
 _WATCH_INTERVAL_S, _SELDOM_S = 0.05, 1.0
+_IDLE_S = 0.1  # a request that comes sooner than this would have to wait while a process is made ahead
 _BACKLOG = 16  # connections that wait to be accepted
 _CONNECTION = 3  # the open file of the socket to the client
 _BUFFERS = b"4096 65536 131072"  # of a TCP connection: least, default and most bytes
@@ -202,7 +203,7 @@ def _serve(connection: int, plan: Plan, watchdog: Watchdog) -> None:
     confinement, processes = plan.confinement, Processes()
     ready: command.Ready | None = None
     while True:
-        if plan.ahead and ready is None and not select.select([connection], [], [], 0)[0]:
+        if plan.ahead and ready is None and not select.select([connection], [], [], _IDLE_S)[0]:
             with contextlib.suppress(OSError):  # the next command will say why
                 ready = command.Ready.make(confinement)
         request = _next_request(connection, processes, watchdog)

@@ -116,15 +116,29 @@ def _nearest(mount: str, own: str, name: str, *, unified: bool) -> int | None:
         ancestor = os.path.dirname(ancestor)
 
 
+def sweep() -> None:
+    """Remove the groups of machine hosts that were killed, wherever `find` may have made them."""
+    own = _own_groups()
+    mounts = [(f"{_ROOT}/{controller}", own[controller]) for controller in _LIMIT_FILES if controller in own]
+    if _UNIFIED in own:
+        mounts += [(_ROOT, own[_UNIFIED]), (f"{_ROOT}/unified", own[_UNIFIED])]
+    for mount, path in mounts:
+        while path != "/":
+            _sweep(mount + path)
+            path = os.path.dirname(path)
+        _sweep(mount)
+
+
 def _sweep(directory: str) -> None:
-    """Remove the groups of machine hosts that were killed."""
+    """A group with a dying process in it stays until the next time."""
     with contextlib.suppress(OSError):
         for name in os.listdir(directory):
             owner = name.removeprefix("rollmill-")
             if owner != name and not os.path.exists(f"/proc/{owner}"):
                 groups = [entry.path for entry in os.scandir(f"{directory}/{name}") if entry.is_dir()]
                 for group in [*groups, f"{directory}/{name}"]:
-                    os.rmdir(group)
+                    with contextlib.suppress(OSError):
+                        os.rmdir(group)
 
 
 def _make_directory(parent: int, name: str) -> int:

@@ -16,6 +16,7 @@ from rollmill.environments.machine import Snapshot
 from rollmill.environments.machines import agent_machine
 from rollmill.environments.machines.agent_machine import AgentMachineConfig
 from rollmill.environments.machines.images import obtain_image
+from rollmill.environments.machines.namespace import cgroups
 from rollmill.environments.machines.namespace.machine import NamespaceMachine
 from rollmill.errors import MachineError, TaskError
 
@@ -98,6 +99,7 @@ class NamespaceHost:
             process.wait()
         assert process.stderr is not None
         process.stderr.close()
+        await asyncio.to_thread(cgroups.sweep)  # of this one or of earlier ones, if they were killed
 
     async def start(self) -> None:
         """Start the machine host process unless it runs. MachineError says what this computer lacks."""

@@ -5,7 +5,6 @@ from __future__ import annotations
 import _signal  # not signal, in commands: its enums cost more time than the call
 import contextlib
 import errno
-import marshal
 import os
 import resource
 import select
@@ -98,9 +97,8 @@ class Ready(NamedTuple):
 
     def begin(self, order: Order) -> tuple[int, int] | None:
         """Hand it the order. Returns its process id and where its output can be read; None if it is gone."""
-        data = marshal.dumps(tuple(order))
         try:
-            wire.send(self.orders, len(data).to_bytes(8) + data)
+            wire.send(self.orders, wire.pack({**order._asdict(), "stdin": None}, order.stdin))
         except BrokenPipeError:  # a process that runs between commands may have killed it, or a limit did
             os.close(self.reading)
             with contextlib.suppress(ChildProcessError):
@@ -121,8 +119,10 @@ def _wait_for_order(confinement: Confinement, waiting: int, writing: int) -> NoR
         os.setsid()
         _confine(confinement)
         os.write(1, b"r")
-        size = int.from_bytes(_read_fully(3, 8))
-        order = Order(*marshal.loads(_read_fully(3, size)))  # noqa: S302  pid 1 wrote it
+        request = wire.receive(3)
+        if request is None:  # pid 1 has gone
+            os._exit(0)
+        order = Order(**{**request[0], "stdin": request[1]})
         os.close(3)
         if order.stdin:
             stdin = os.memfd_create("stdin")
@@ -132,14 +132,6 @@ def _wait_for_order(confinement: Confinement, waiting: int, writing: int) -> NoR
         _go(order)
     finally:
         os._exit(126)
-
-
-def _read_fully(file: int, count: int) -> bytes:
-    parts = []
-    while count and (part := os.read(file, min(count, 1 << 20))):
-        parts.append(part)
-        count -= len(part)
-    return b"".join(parts)
 
 
 def _begin(order: Order, confinement: Confinement) -> tuple[int, int]:
