@@ -319,7 +319,11 @@ class Completions:
         if stream is not None:
             return stream.response
         headers = {HEADER: session.name}
-        return web.Response(body=ask.dialect.reply(reply), content_type="application/json", headers=headers)
+        response = web.Response(body=ask.dialect.reply(reply), content_type="application/json", headers=headers)
+        with contextlib.suppress(ConnectionResetError):  # sent here: the server would do it a little later
+            await response.prepare(ask.http)
+            await response.write_eof()
+        return response
 
     async def _keep(self, session: Session, stored: Stored, recorded: Recorded) -> None:
         """Stores a response. It survives a restart if its turn is in the log; the answer is sent in any case."""
