@@ -45,7 +45,7 @@ def build(
     """Build an image from requirements, a repository, files of an OCI image, a directory, or several. For example:
 
         rollmill images build mini --requirements requirements.txt
-        rollmill images build shop --repository src/shop --commit v1.2 --verify "python -m unittest"
+        rollmill images build shop --repository src/shop --commit v1.2 --verify "make test"
         rollmill images build app --oci app.tar --inside /app
 
     Each source is a layer; images share the layers that are the same. Building the same content again gives the same
@@ -92,7 +92,7 @@ def autoinstall(
 ) -> None:
     """Let an agent set a repository up, and keep the recipe and an image of the result. For example:
 
-        rollmill images autoinstall src/shop --requirements dev.txt --verify "python -m pytest -q" --model http://HOST/v1
+        rollmill images autoinstall src/shop --requirements dev.txt --verify "make test" --model http://HOST/v1
 
     The agent has a shell in a machine without network. The commands that it ran are replayed in two clean machines, and
     the --verify commands must pass in both; otherwise it tries again and reads why. The image keeps the work directory

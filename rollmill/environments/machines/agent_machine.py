@@ -79,6 +79,7 @@ class AgentMachine(ABC):
 
     def __init__(self, image: str, connection: socket.socket, name: str) -> None:
         self.image = image
+        self.environment: dict[str, str] = {}  # of every command, under what its caller gives
         self._name = name
         self._connection = connection
         self._lock = asyncio.Lock()
@@ -106,7 +107,7 @@ class AgentMachine(ABC):
         timeout_s: float = 10.0,
         max_output: int = 65536,
     ) -> ExecResult:
-        header = _order("exec", argv, cwd, env, timeout_s, max_output)
+        header = _order("exec", argv, cwd, {**self.environment, **(env or {})}, timeout_s, max_output)
         began = time.monotonic()
         answer = await self._request(header, stdin, timeout_s=timeout_s, max_body=max_output + _NOTE)
         if answer is None:
@@ -129,7 +130,8 @@ class AgentMachine(ABC):
         stdin: bytes = b"",
         max_output: int = 65536,
     ) -> AgentProcess:
-        answer = await self._request(_order("start", argv, cwd, env, 0.0, max_output), stdin)
+        order = _order("start", argv, cwd, {**self.environment, **(env or {})}, 0.0, max_output)
+        answer = await self._request(order, stdin)
         return AgentProcess(self, None if answer is None else answer[0]["process"], max_output)
 
     async def read(self, path: str, *, max_bytes: int = 1 << 20) -> bytes:

@@ -10,11 +10,14 @@ import subprocess
 import sys
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
+
+from pydantic import Field
 
 from rollmill.environments.machine import Snapshot
 from rollmill.environments.machines import agent_machine
 from rollmill.environments.machines.agent_machine import AgentMachineConfig
+from rollmill.environments.machines.egress import ENTRY
 from rollmill.environments.machines.images import obtain_image
 from rollmill.environments.machines.namespace import cgroups
 from rollmill.environments.machines.namespace.machine import NamespaceMachine
@@ -25,6 +28,15 @@ _PACKAGE_ROOT = Path(__file__).resolve().parents[4]
 
 class NamespaceConfig(AgentMachineConfig):
     """Settings of namespace machines."""
+
+    egress: list[Annotated[str, Field(pattern=ENTRY)]] = Field(
+        [],
+        description="Names that commands may reach through a proxy: NAME, NAME:PORT or *.NAME; no port: 80 and 443. "
+        "It holds for all machines of the run, those that grade too. Empty: no network at all.",
+    )
+    egress_log: str | None = Field(
+        None, description="File that gets one line of JSON per request through the proxy. Not set: the process's log."
+    )
 
 
 class NamespaceHost:
@@ -65,6 +77,8 @@ class NamespaceHost:
             except OSError as error:
                 hint = "`machine.disk_mb` is the size of the work directory"
                 raise TaskError(f"the files of a task cannot be written to a machine: {error}", hint=hint) from None
+            if self.config.egress:
+                await machine.open_egress(self.config.egress, self.config.egress_log)
         except BaseException:
             await machine.close()
             raise

@@ -4,16 +4,21 @@ from __future__ import annotations
 
 import asyncio
 import errno
+import logging
 import socket
+from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from rollmill.environments.machine import Capabilities, Snapshot
 from rollmill.environments.machines.agent_machine import AgentMachine, Ended
+from rollmill.environments.machines.egress import Egress
 from rollmill.environments.machines.images import Image
 from rollmill.environments.machines.namespace import launch, wire
 
 if TYPE_CHECKING:
     from rollmill.environments.machines.namespace.client import NamespaceHost
+
+log = logging.getLogger(__name__)
 
 
 class NamespaceMachine(AgentMachine):
@@ -26,6 +31,7 @@ class NamespaceMachine(AgentMachine):
         self._host = host
         self._id = identifier
         self._image = image.name
+        self._egress: Egress | None = None
 
     async def snapshot(self) -> Snapshot:
         """The work directory, in the memory of this process: it is small (`disk_mb`)."""
@@ -53,9 +59,20 @@ class NamespaceMachine(AgentMachine):
             raise OSError(errno.ENETDOWN, "the machine's commands ended it")
         return self._handed_over.pop(), reply["port"]
 
+    async def open_egress(self, allowed: Sequence[str], log_file: str | None) -> None:
+        """Let commands reach the names in `allowed`, through a proxy whose variables they find in their environment."""
+        listener, port = await self.listen()
+        self._egress = Egress(listener, allowed, lambda line: _write_log(line, log_file), self._name)
+        await self._egress.start()
+        url = f"http://127.0.0.1:{port}"
+        names = ("http_proxy", "https_proxy", "HTTP_PROXY", "HTTPS_PROXY")
+        self.environment = {**dict.fromkeys(names, url), "no_proxy": "127.0.0.1,localhost"}
+
     async def close(self) -> None:
         """End the machine. When this returns, none of its processes is left. A request that is still running fails."""
         self._closed = True
+        if self._egress is not None:
+            await self._egress.close()
         await self._host.end(self._id)
         async with self._lock:
             self._connection.close()
@@ -66,3 +83,10 @@ class NamespaceMachine(AgentMachine):
         if not await self._host.end(self._id):
             return Ended(True, "; the machine host does not answer either")
         return Ended(False, "", "is the host overloaded?" if begun else launch.hint())
+
+
+def _write_log(line: str, file: str | None) -> None:
+    if file is None:
+        return log.info("egress %s", line)
+    with open(file, "a") as opened:
+        opened.write(line + "\n")
