@@ -114,12 +114,7 @@ class Clients:
         for turn in range(1_000_000):
             trajectory = f"{time.time_ns():x}-{number}-{turn}"
             key = await gateway.open_session(trajectory)
-            body = {
-                "model": "policy",
-                "messages": [{"role": "user", "content": f"{number} {turn}"}],
-                "max_tokens": TOKENS,
-                "logit_bias": {},
-            }
+            body = {"messages": [{"role": "user", "content": f"{number} {turn}"}], "max_tokens": TOKENS}
             headers = {"Authorization": f"Bearer {key}"}
             url = f"{gateway.base_url}/v1/chat/completions"
             with contextlib.suppress(aiohttp.ClientError):
@@ -295,7 +290,7 @@ def ray_node() -> Iterator[str]:
     """A Ray cluster of one node: this host. Yields its address."""
     port = next(port for port in free_ports(50) if port > 20_000)  # Ray gives lower ones to its workers
     program = str(Path(sys.executable).parent / "ray")
-    environment = {**os.environ, "RAY_USAGE_STATS_ENABLED": "0", "PYTHONPATH": os.getcwd()}
+    environment = {**os.environ, "RAY_USAGE_STATS_ENABLED": "0", "RAY_worker_niceness": "0", "PYTHONPATH": os.getcwd()}
     options = ["--num-cpus=16", "--include-dashboard=false", "--include-log-monitor=false", "--block"]
     node = subprocess.Popen(
         [program, "start", "--head", f"--port={port}", "--node-ip-address=127.0.0.2", *options],

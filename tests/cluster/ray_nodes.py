@@ -34,6 +34,7 @@ QUICK = {  # a node that does not answer is lost after about two seconds, not af
     "RAY_health_check_period_ms": "500",
     "RAY_health_check_timeout_ms": "10000",
     "RAY_health_check_failure_threshold": "4",
+    "RAY_worker_niceness": "0",
     "RAY_USAGE_STATS_ENABLED": "0",
     "OMP_NUM_THREADS": "1",
 }
