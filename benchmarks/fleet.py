@@ -229,7 +229,7 @@ def _pid(run: RunDirectory, role: str) -> int:
 
 def _sampled(run: RunDirectory, engine: str) -> bool:
     """Whether an engine has sampled a token, as the gateway's and its own metrics tell."""
-    from rollmill.gateway.fleet import Fleet
+    from rollmill.gateway.routing.fleet import Fleet
     from rollmill.storage.database import open_database
 
     fleet = Fleet(open_database(run.database_url), run.fleet, "")

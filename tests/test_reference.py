@@ -20,7 +20,7 @@ from rollmill.cli.reference import pages, routes
 from rollmill.cluster.run import RunConfig
 from rollmill.config import Config, load_config
 from rollmill.errors import ConfigError
-from rollmill.gateway.metrics import METRICS
+from rollmill.gateway.watching.metrics import METRICS
 from rollmill.reference import find_sections, sections, setting_paths, to_toml
 from tests.test_repo import (
     DOCUMENTS,
@@ -278,4 +278,4 @@ def test_every_gateway_metric_is_declared() -> None:
             for node in ast.walk(tree(path)):
                 if isinstance(node, ast.Call) and ast.unparse(node.func).endswith("metrics.count"):
                     metric = ast.literal_eval(node.args[0])
-                    assert metric in METRICS, f"{name}: declare {metric!r} in rollmill/gateway/metrics.py"
+                    assert metric in METRICS, f"{name}: declare {metric!r} in rollmill/gateway/watching/metrics.py"

@@ -13,7 +13,7 @@ if TYPE_CHECKING:
     import ssl
 
     from rollmill.dashboard.source import Source
-    from rollmill.gateway.keys import KeyRing
+    from rollmill.gateway.access.keys import KeyRing
 
 PORT = 8800
 
@@ -94,7 +94,7 @@ def _source(target: str, objects: str | None, run: str | None, tokenizer: Path |
 
 def _keys(source: Source, host: str) -> KeyRing:
     """The keys of the run that is shown. They are read from its database."""
-    from rollmill.gateway.keys import KeyRing, KeyStore
+    from rollmill.gateway.access.keys import KeyRing, KeyStore
 
     if source.only is None:
         raise ConfigError(

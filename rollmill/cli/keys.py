@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 if TYPE_CHECKING:
-    from rollmill.gateway.keys import Key, KeyStore
+    from rollmill.gateway.access.keys import Key, KeyStore
 
 app = typer.Typer(help="Make, list and revoke API keys of a run's gateway.", no_args_is_help=True)
 
@@ -90,7 +90,7 @@ def revoke(
 
 def _store(run_dir: Path) -> KeyStore:
     from rollmill.cluster.run import RunDirectory
-    from rollmill.gateway.keys import KeyStore
+    from rollmill.gateway.access.keys import KeyStore
     from rollmill.storage.database import open_database
 
     run = RunDirectory.open(run_dir)

@@ -224,8 +224,8 @@ def routes() -> Iterator[tuple[str, tuple[str, ...]]]:
 
 
 def _metrics() -> Iterator[str]:
-    from rollmill.gateway.metrics import METRICS as GATEWAY
-    from rollmill.gateway.metrics import kind_of
+    from rollmill.gateway.watching.metrics import METRICS as GATEWAY
+    from rollmill.gateway.watching.metrics import kind_of
     from rollmill.inference.engine import METRICS as ENGINE
     from rollmill.telemetry import EVENTS
 

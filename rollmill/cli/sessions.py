@@ -13,7 +13,7 @@ from rollmill.errors import ConfigError
 
 if TYPE_CHECKING:
     from rollmill.cluster.run import RunDirectory
-    from rollmill.gateway.sessions import Session
+    from rollmill.gateway.sessions.sessions import Session
 
 app = typer.Typer(help="Look at the sessions of a run's gateways.", no_args_is_help=True)
 
@@ -37,7 +37,7 @@ def list_sessions(
     from rich.table import Table
 
     from rollmill.cluster.run import RunDirectory
-    from rollmill.gateway.overview import describe_session
+    from rollmill.gateway.sessions.overview import describe_session
 
     run = RunDirectory.open(run_dir)
     found = [describe_session(session) for session in _open_sessions(run)]
@@ -72,7 +72,7 @@ def show(
     `rollmill trajectories show` shows the conversation.
     """
     from rollmill.cluster.run import RunDirectory
-    from rollmill.gateway.overview import describe_segments, describe_session
+    from rollmill.gateway.sessions.overview import describe_segments, describe_session
 
     for each in _open_sessions(RunDirectory.open(run_dir)):
         if session in (each.name, each.facts.trajectory):
@@ -93,7 +93,7 @@ def show(
 
 
 def _open_sessions(run: RunDirectory) -> list[Session]:
-    from rollmill.gateway.overview import read_sessions
+    from rollmill.gateway.sessions.overview import read_sessions
 
     places = [run.path, *sorted((run.path / "services").glob("*"))]
     return [session for place in places for session in read_sessions(place / "gateway")]

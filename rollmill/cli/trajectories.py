@@ -241,7 +241,7 @@ def _forget_in(run_dir: Path, user: str, *, named: bool) -> list[str]:
     import asyncio
 
     from rollmill.cluster.run import RunDirectory
-    from rollmill.gateway.registry import pseudonyms
+    from rollmill.gateway.sessions.registry import pseudonyms
 
     run = RunDirectory.open(run_dir)
     if named and run.config.database is None and not (run.path / "mill.db").exists():
@@ -261,7 +261,7 @@ def _forget_in(run_dir: Path, user: str, *, named: bool) -> list[str]:
 async def _forget_open(run: RunDirectory, user: str) -> int:
     """End the open sessions of a user at one gateway: the running one is asked, else its log is rewritten."""
     from rollmill.errors import GatewayError
-    from rollmill.gateway.forgetting import forget_in_log
+    from rollmill.gateway.sessions.forgetting import forget_in_log
     from rollmill.rollouts.client import GatewayClient
     from rollmill.storage.database import open_database
     from rollmill.storage.objects import Objects
@@ -400,7 +400,7 @@ def _find(
 
 def _load(run: RunDirectory | None, store: TrajectoryStore, row: TrajectoryRow) -> Trajectory | None:
     """The payload; of a session that is still open what the gateway's log has of it; None if there is nothing."""
-    from rollmill.gateway.registry import read_open_session
+    from rollmill.gateway.sessions.registry import read_open_session
 
     if row.state == "deleted":
         return None

@@ -24,7 +24,7 @@ from rollmill.cluster.service import CANDIDATE, TICK_S, Target
 from rollmill.cluster.stages import last_version
 from rollmill.errors import WeightsError
 from rollmill.evals.gate import GateConfig
-from rollmill.gateway.splits import SplitStore
+from rollmill.gateway.routing.splits import SplitStore
 from rollmill.realtime.canary import Arm, decide
 from rollmill.realtime.collect import read_conversations
 from rollmill.realtime.distil import TRAINABLE, Conversation, Distilled, Lag, distil

@@ -90,7 +90,7 @@ def serving(
 
 def _prepare_canary(run: RunDirectory, target: Target) -> None:
     """The channel that the second engine follows exists, and until a cycle says otherwise, production stays away."""
-    from rollmill.gateway.splits import SplitStore
+    from rollmill.gateway.routing.splits import SplitStore
     from rollmill.storage.database import open_database
 
     channels = Channels(Objects.open(run.home_store))

@@ -27,9 +27,9 @@ from setproctitle import getproctitle, setproctitle
 from rollmill.backoff import Backoff
 from rollmill.cluster.nursery import SUPERVISOR, end_with_parent
 from rollmill.errors import RollmillError
-from rollmill.gateway.buckets import shared_file
+from rollmill.gateway.access.buckets import shared_file
+from rollmill.gateway.recording.workers_log import move_sessions
 from rollmill.gateway.workers import Workers
-from rollmill.gateway.workers_log import move_sessions
 
 log = logging.getLogger(__name__)
 BACKLOG = 2048  # connections that may wait to be accepted; a full queue drops them, and clients try again after 1 s

@@ -25,7 +25,7 @@ from rollmill.dashboard.source import Source
 from rollmill.dashboard.trajectories import Filters, list_page, reading_page
 from rollmill.errors import ConfigError, GatewayError, RollmillError, TrajectoryError
 from rollmill.evals.report.markup import tag
-from rollmill.gateway.keys import KeyRing
+from rollmill.gateway.access.keys import KeyRing
 
 log = logging.getLogger(__name__)
 Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]

@@ -13,7 +13,7 @@ from rollmill.chat.tokenizer import Tokenizer
 from rollmill.cluster.run import RunDirectory
 from rollmill.errors import ConfigError, StorageError
 from rollmill.evals.report.conversation import Decode
-from rollmill.gateway.registry import read_open_session
+from rollmill.gateway.sessions.registry import read_open_session
 from rollmill.storage.database import open_database
 from rollmill.storage.objects import Objects
 from rollmill.trajectories.store import TrajectoryRow, TrajectoryStore

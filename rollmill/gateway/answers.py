@@ -10,8 +10,8 @@ import numpy as np
 from rollmill.chat.first_call import FirstCall
 from rollmill.chat.format import ChatFormat, Message, Tool
 from rollmill.chat.tokenizer import Tokenizer
-from rollmill.gateway.engines import EngineState
-from rollmill.gateway.segments import Answer
+from rollmill.gateway.routing.engines import EngineState
+from rollmill.gateway.sessions.segments import Answer
 from rollmill.inference.engine import GenerateChunk, GenerateRequest
 from rollmill.types import FinishReason, PolicyRef, Span
 

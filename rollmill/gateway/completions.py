@@ -23,21 +23,21 @@ from rollmill.chat.tokenizer import Tokenizer
 from rollmill.errors import GatewayError, StorageError
 from rollmill.gateway.answers import AnswerBuilder
 from rollmill.gateway.aside import is_large
-from rollmill.gateway.causes import read_declared
 from rollmill.gateway.config import GatewayConfig
 from rollmill.gateway.dialect import Dialect, Identity, ModelRequest, Reply, TokenLogprob
-from rollmill.gateway.entries import encode_incomplete, encode_open, encode_response, encode_turn
-from rollmill.gateway.flights import AnswerCut, Flight
 from rollmill.gateway.grammars import check_one_call, grammar_of
-from rollmill.gateway.identity import HEADER
-from rollmill.gateway.metrics import Metrics
-from rollmill.gateway.recorder import Recorder
-from rollmill.gateway.registry import Registry
-from rollmill.gateway.router import Router
-from rollmill.gateway.segments import Answer, OpenSegment, Turn
-from rollmill.gateway.sessions import Plan, Session
-from rollmill.gateway.stored import Stored
+from rollmill.gateway.recording.entries import encode_incomplete, encode_open, encode_response, encode_turn
+from rollmill.gateway.recording.recorder import Recorder
+from rollmill.gateway.routing.router import Router
+from rollmill.gateway.sessions.causes import read_declared
+from rollmill.gateway.sessions.flights import AnswerCut, Flight
+from rollmill.gateway.sessions.identity import HEADER
+from rollmill.gateway.sessions.registry import Registry
+from rollmill.gateway.sessions.segments import Answer, OpenSegment, Turn
+from rollmill.gateway.sessions.sessions import Plan, Session
+from rollmill.gateway.sessions.stored import Stored
 from rollmill.gateway.streams import EventStream, token_logprobs
+from rollmill.gateway.watching.metrics import Metrics
 from rollmill.gateway.workers import is_from_worker
 from rollmill.inference.engine import GenerateRequest
 

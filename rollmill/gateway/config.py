@@ -9,7 +9,7 @@ from typing import Literal
 from pydantic import Field
 
 from rollmill.config import Config
-from rollmill.gateway.redaction import RedactionSection
+from rollmill.gateway.access.redaction import RedactionSection
 
 
 class BackendConfig(Config):

@@ -16,8 +16,8 @@ from typing import Any, NamedTuple, Protocol
 
 from rollmill.chat.format import Message, Tool
 from rollmill.errors import GatewayError
-from rollmill.gateway.segments import Answer
-from rollmill.gateway.stored import Stored
+from rollmill.gateway.sessions.segments import Answer
+from rollmill.gateway.sessions.stored import Stored
 from rollmill.types import Sampling
 
 

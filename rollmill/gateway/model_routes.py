@@ -8,7 +8,9 @@ from typing import Any
 from aiohttp import web
 
 from rollmill.errors import GatewayError
-from rollmill.gateway.access import Access, given_key
+from rollmill.gateway.access.access import Access, given_key
+from rollmill.gateway.access.keys import Key
+from rollmill.gateway.access.privacy import Consent, Privacy
 from rollmill.gateway.aside import aside
 from rollmill.gateway.completions import Ask, Completions
 from rollmill.gateway.config import GatewayConfig
@@ -17,13 +19,11 @@ from rollmill.gateway.dialects.anthropic import AnthropicMessages
 from rollmill.gateway.dialects.openai_chat import OpenAIChat
 from rollmill.gateway.dialects.openai_completions import OpenAICompletions
 from rollmill.gateway.dialects.responses import OpenAIResponses
-from rollmill.gateway.identity import check_named, named_session
-from rollmill.gateway.keys import Key
-from rollmill.gateway.metrics import Metrics
-from rollmill.gateway.privacy import Consent, Privacy
-from rollmill.gateway.registry import Registry, session_in
-from rollmill.gateway.sessions import Session
-from rollmill.gateway.stored import Stored, no_such_response
+from rollmill.gateway.sessions.identity import check_named, named_session
+from rollmill.gateway.sessions.registry import Registry, session_in
+from rollmill.gateway.sessions.sessions import Session
+from rollmill.gateway.sessions.stored import Stored, no_such_response
+from rollmill.gateway.watching.metrics import Metrics
 from rollmill.gateway.workers import Workers, opening
 
 OPENAI_CHAT, OPENAI_COMPLETIONS, ANTHROPIC = OpenAIChat(), OpenAICompletions(), AnthropicMessages()

@@ -13,8 +13,8 @@ from aiohttp import web
 from pydantic import TypeAdapter
 
 from rollmill import __version__
-from rollmill.gateway.feedback import Feedback
-from rollmill.gateway.sessions import SessionFacts
+from rollmill.gateway.sessions.feedback import Feedback
+from rollmill.gateway.sessions.sessions import SessionFacts
 
 _MESSAGES = {
     "type": "array",

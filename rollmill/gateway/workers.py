@@ -31,8 +31,8 @@ from yarl import URL
 from rollmill.backoff import Backoff
 from rollmill.chat.format import Message
 from rollmill.errors import GatewayError
-from rollmill.gateway.account import current_account
 from rollmill.gateway.config import GatewayConfig
+from rollmill.gateway.watching.account import current_account
 
 T = TypeVar("T")
 _PEER_S = 10.0  # how long a worker may take to answer another one

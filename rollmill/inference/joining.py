@@ -1,4 +1,4 @@
-"""An engine registers at a gateway and renews its lease. See `rollmill.gateway.fleet`."""
+"""An engine registers at a gateway and renews its lease. See `rollmill.gateway.routing.fleet`."""
 
 from __future__ import annotations
 

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from rollmill.cluster.cycle import CycleDriver
-from rollmill.gateway.splits import SplitStore
+from rollmill.gateway.routing.splits import SplitStore
 from rollmill.realtime.journal import Cycle
 from rollmill.storage.database import open_database
 from rollmill.storage.objects import Objects

@@ -14,7 +14,7 @@ from rollmill.config import load_config
 from rollmill.dashboard.app import make_app
 from rollmill.dashboard.source import Source
 from rollmill.demo import CONFIG as DEMO
-from rollmill.gateway.keys import KeyRing
+from rollmill.gateway.access.keys import KeyRing
 from rollmill.storage.database import open_database
 from tests.evals.synthetic import demo_run
 

@@ -22,7 +22,7 @@ from rollmill.dashboard.source import Source
 from rollmill.errors import StorageError
 from rollmill.evals.report.figures import RunEvents, figures
 from rollmill.evals.report.page import chapters
-from rollmill.gateway.keys import KeyRing, KeyStore
+from rollmill.gateway.access.keys import KeyRing, KeyStore
 from rollmill.realtime.journal import Journal
 from rollmill.storage.database import open_database, reading, writing
 from rollmill.storage.objects import Objects

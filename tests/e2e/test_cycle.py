@@ -21,7 +21,7 @@ from rollmill.cluster.prepare import restore_tokenizer
 from rollmill.cluster.run import RunDirectory
 from rollmill.demo.production import open_production
 from rollmill.demo.simulated_users import load_population
-from rollmill.gateway.splits import SplitStore
+from rollmill.gateway.routing.splits import SplitStore
 from rollmill.storage.database import open_database
 from rollmill.storage.objects import Objects
 from rollmill.trajectories.ledger import Ledger

@@ -15,10 +15,10 @@ from aiohttp.test_utils import TestServer
 from rollmill.chat.format import assistant_message
 from rollmill.chat.formats.compact import CompactFormat
 from rollmill.chat.tokenizer import Tokenizer
+from rollmill.gateway.access.keys import KeyStore
 from rollmill.gateway.app import make_app
 from rollmill.gateway.config import EngineEndpoint, GatewayConfig
-from rollmill.gateway.fleet import Fleet
-from rollmill.gateway.keys import KeyStore
+from rollmill.gateway.routing.fleet import Fleet
 from rollmill.storage.database import open_database
 from rollmill.storage.objects import Objects
 from rollmill.trajectories.store import TrajectoryStore

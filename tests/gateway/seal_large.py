@@ -15,13 +15,13 @@ from pathlib import Path
 import numpy as np
 
 from rollmill.gateway.config import GatewayConfig
-from rollmill.gateway.entries import encode_open, encode_turn
-from rollmill.gateway.metrics import Metrics
-from rollmill.gateway.recorder import Recorder
-from rollmill.gateway.registry import Registry
-from rollmill.gateway.sealing import Sealer, payload_key
-from rollmill.gateway.segments import Answer, Turn
-from rollmill.gateway.sessions import SessionFacts
+from rollmill.gateway.recording.entries import encode_open, encode_turn
+from rollmill.gateway.recording.recorder import Recorder
+from rollmill.gateway.recording.sealing import Sealer, payload_key
+from rollmill.gateway.sessions.registry import Registry
+from rollmill.gateway.sessions.segments import Answer, Turn
+from rollmill.gateway.sessions.sessions import SessionFacts
+from rollmill.gateway.watching.metrics import Metrics
 from rollmill.storage.database import open_database
 from rollmill.storage.objects import Objects
 from rollmill.trajectories.store import TrajectoryStore

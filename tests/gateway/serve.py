@@ -11,11 +11,11 @@ from aiohttp import web
 from rollmill.chat.formats.compact import CompactFormat
 from rollmill.chat.tokenizer import Tokenizer
 from rollmill.cluster.workers import run_workers
+from rollmill.gateway.access.keys import KeyStore
 from rollmill.gateway.app import make_app
 from rollmill.gateway.config import EngineEndpoint, GatewayConfig
-from rollmill.gateway.keys import KeyStore
+from rollmill.gateway.recording.workers_log import move_sessions
 from rollmill.gateway.workers import Workers
-from rollmill.gateway.workers_log import move_sessions
 from rollmill.storage.database import open_database
 from rollmill.storage.objects import Objects
 from rollmill.trajectories.store import TrajectoryStore

@@ -240,7 +240,7 @@ async def test_no_answer_is_sent_before_it_is_on_disk(
     door = await mill.gateway(await mill.engine(StandIn([answers.text("one")])))
     key = await door.open("a")
     disk, fsync = threading.Event(), os.fsync
-    monkeypatch.setattr("rollmill.gateway.recorder.os.fsync", lambda file: (disk.wait(), fsync(file)))
+    monkeypatch.setattr("rollmill.gateway.recording.recorder.os.fsync", lambda file: (disk.wait(), fsync(file)))
     asked = asyncio.create_task(door.ask(key, [USER]))
     done, _ = await asyncio.wait([asked], timeout=0.3)
     assert not done
@@ -285,7 +285,7 @@ async def nothing_open(door: Door) -> bool:
 async def test_an_idle_production_conversation_is_sealed(
     mill: Mill, answers: Answers, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("rollmill.gateway.sealing._SWEEP_S", 0.02)
+    monkeypatch.setattr("rollmill.gateway.recording.sealing._SWEEP_S", 0.02)
     config = QUICK.model_copy(update={"seal_idle_s": 0.05, "expire_idle_s": 0.05})
     door = await mill.gateway(await mill.engine(StandIn([answers.text("x")])), config=config)
     mill.plan("a")

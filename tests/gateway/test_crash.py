@@ -15,8 +15,8 @@ import aiohttp
 import pytest
 
 from rollmill.chat.tokenizer import Tokenizer
-from rollmill.gateway.entries import read_entries
-from rollmill.gateway.sealing import payload_key
+from rollmill.gateway.recording.entries import read_entries
+from rollmill.gateway.recording.sealing import payload_key
 from rollmill.storage.database import open_database
 from rollmill.storage.objects import Objects
 from rollmill.trajectories.store import TrajectoryStore

@@ -9,7 +9,7 @@ from collections.abc import AsyncIterator
 import pytest
 
 from rollmill.errors import EngineError
-from rollmill.gateway.engine_http import EngineConnections
+from rollmill.gateway.routing.engine_http import EngineConnections
 
 
 class Peer:

@@ -12,9 +12,9 @@ import pytest
 import sqlalchemy as sa
 
 from rollmill.errors import EngineError
-from rollmill.gateway import fleet as module
 from rollmill.gateway.config import GatewayConfig
-from rollmill.gateway.fleet import Fleet, Registration
+from rollmill.gateway.routing import fleet as module
+from rollmill.gateway.routing.fleet import Fleet, Registration
 from rollmill.inference.joining import Joining, keep_registered
 from rollmill.inference.wire import WIRE
 from rollmill.storage.database import open_database, writing

@@ -14,10 +14,10 @@ from rollmill.cli.main import app
 from rollmill.cluster.run import RunConfig, RunDirectory
 from rollmill.config import load_config
 from rollmill.errors import GatewayError
-from rollmill.gateway.entries import read_entries
-from rollmill.gateway.forgetting import forget_in_log
-from rollmill.gateway.overview import read_sessions
-from rollmill.gateway.registry import pseudonym
+from rollmill.gateway.recording.entries import read_entries
+from rollmill.gateway.sessions.forgetting import forget_in_log
+from rollmill.gateway.sessions.overview import read_sessions
+from rollmill.gateway.sessions.registry import pseudonym
 from rollmill.rollouts.client import GatewayClient
 from rollmill.storage.database import open_database
 from rollmill.storage.objects import Objects
@@ -160,7 +160,7 @@ async def test_feedback_that_waits_for_a_session_of_the_user_is_forgotten(
 
 
 async def test_old_trajectories_are_deleted(mill: Mill, answers: Answers, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("rollmill.gateway.sealing._EXPIRE_S", 0.02)
+    monkeypatch.setattr("rollmill.gateway.recording.sealing._EXPIRE_S", 0.02)
     config = QUICK.model_copy(update={"retention_days": 1e-9})
     door = await mill.gateway(await mill.engine(StandIn([answers.text("one")])), config=config)
     mill.plan("a")

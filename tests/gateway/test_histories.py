@@ -32,13 +32,13 @@ from hypothesis.stateful import (
 
 from rollmill.chat.formats.compact import CompactFormat
 from rollmill.chat.tokenizer import Tokenizer
-from rollmill.gateway.causes import Declared
-from rollmill.gateway.entries import encode_open, encode_turn
-from rollmill.gateway.flights import Flight
-from rollmill.gateway.recorder import Recorder
-from rollmill.gateway.registry import Registry
-from rollmill.gateway.segments import Answer
-from rollmill.gateway.sessions import Plan, Session, SessionFacts
+from rollmill.gateway.recording.entries import encode_open, encode_turn
+from rollmill.gateway.recording.recorder import Recorder
+from rollmill.gateway.sessions.causes import Declared
+from rollmill.gateway.sessions.flights import Flight
+from rollmill.gateway.sessions.registry import Registry
+from rollmill.gateway.sessions.segments import Answer
+from rollmill.gateway.sessions.sessions import Plan, Session, SessionFacts
 from rollmill.trajectories.schema import decode_trajectory, encode_trajectory
 from rollmill.types import PolicyRef, Sampling, Span, Trajectory
 from tests.chat.conftest import TOOLS

@@ -17,10 +17,10 @@ from rollmill.errors import GatewayError
 from rollmill.gateway.body import parse_object
 from rollmill.gateway.dialect import Limits
 from rollmill.gateway.dialects.openai_chat import OpenAIChat
-from rollmill.gateway.entries import encode_open, encode_turn, read_entries
-from rollmill.gateway.registry import Registry
-from rollmill.gateway.segments import Answer
-from rollmill.gateway.sessions import Session, parse_facts
+from rollmill.gateway.recording.entries import encode_open, encode_turn, read_entries
+from rollmill.gateway.sessions.registry import Registry
+from rollmill.gateway.sessions.segments import Answer
+from rollmill.gateway.sessions.sessions import Session, parse_facts
 from rollmill.storage.database import open_database
 from rollmill.storage.objects import Objects
 from rollmill.trajectories.schema import decode_trajectory, encode_trajectory

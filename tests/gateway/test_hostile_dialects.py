@@ -16,8 +16,8 @@ from rollmill.gateway.dialects.anthropic import AnthropicMessages
 from rollmill.gateway.dialects.openai_chat import OpenAIChat
 from rollmill.gateway.dialects.openai_completions import OpenAICompletions
 from rollmill.gateway.dialects.responses import OpenAIResponses
-from rollmill.gateway.segments import Answer
-from rollmill.gateway.stored import StoredResponses
+from rollmill.gateway.sessions.segments import Answer
+from rollmill.gateway.sessions.stored import StoredResponses
 from tests.chat.conftest import tokenizer  # noqa: F401
 from tests.gateway.test_hostile import JSON, MESSAGES, REQUESTS, TEXT
 

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
-from rollmill.gateway.registry import Registry
-from rollmill.gateway.sessions import Session
+from rollmill.gateway.sessions.registry import Registry
+from rollmill.gateway.sessions.sessions import Session
 from tests.chat.conftest import TOOLS
 from tests.gateway.conftest import LIVE, USER, Answers, Mill
 from tests.gateway.stand_in import StandIn

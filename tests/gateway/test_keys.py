@@ -12,8 +12,8 @@ import pytest
 import sqlalchemy as sa
 
 from rollmill.errors import ConfigError, GatewayError, StorageError
-from rollmill.gateway.keys import Key, KeyRing, KeyStore
-from rollmill.gateway.limits import KeyLimits
+from rollmill.gateway.access.keys import Key, KeyRing, KeyStore
+from rollmill.gateway.access.limits import KeyLimits
 from rollmill.storage.database import open_database
 from rollmill.trajectories.tables import keys
 from tests.cli.conftest import Told, rollmill  # noqa: F401

@@ -10,7 +10,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from rollmill.gateway.sealing import payload_key
+from rollmill.gateway.recording.sealing import payload_key
 from rollmill.storage.objects import Objects
 from rollmill.trajectories.schema import decode_trajectory
 from tests.gateway.seal_large import LAYERS, TOP_K, TURN

@@ -12,7 +12,7 @@ from aiohttp.test_utils import TestServer
 
 from rollmill.errors import EngineError
 from rollmill.gateway.config import BackendConfig, EngineEndpoint
-from rollmill.gateway.openai_engine import policy_of, read_completion
+from rollmill.gateway.routing.openai_engine import policy_of, read_completion
 from rollmill.training.batching import _reconstructible
 from tests.gateway.conftest import QUICK, USER, Answers, Mill
 from tests.gateway.serve import LIVE

@@ -10,14 +10,14 @@ import pytest
 
 from rollmill.chat.format import assistant_message
 from rollmill.errors import GatewayError
+from rollmill.gateway.access.privacy import Privacy
 from rollmill.gateway.config import GatewayConfig
 from rollmill.gateway.dialect import Identity, Limits, Reply
 from rollmill.gateway.dialects.responses import OpenAIResponses
-from rollmill.gateway.privacy import Privacy
-from rollmill.gateway.registry import Registry
-from rollmill.gateway.segments import Answer
-from rollmill.gateway.sessions import SessionFacts
-from rollmill.gateway.stored import Stored
+from rollmill.gateway.sessions.registry import Registry
+from rollmill.gateway.sessions.segments import Answer
+from rollmill.gateway.sessions.sessions import SessionFacts
+from rollmill.gateway.sessions.stored import Stored
 from tests.chat.conftest import TOOLS
 from tests.gateway.conftest import LIVE, Answers, Mill
 from tests.gateway.stand_in import StandIn
@@ -160,7 +160,7 @@ async def test_a_stored_response_is_continued_only_by_its_user_with_its_consent(
 
 
 def test_stored_responses_are_bounded_by_bytes_and_freed_with_their_session(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("rollmill.gateway.stored._MOST_BYTES", 3000)
+    monkeypatch.setattr("rollmill.gateway.sessions.stored._MOST_BYTES", 3000)
     registry = Registry("secret")
     sessions = [registry.add(SessionFacts(id)) for id in "ab"]
     message: Any = {"role": "user", "content": "x" * 900}

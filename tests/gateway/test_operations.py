@@ -25,7 +25,7 @@ from rollmill.cluster.roles.gateway import prepare_process, tls_context
 from rollmill.cluster.run import RunDirectory
 from rollmill.cluster.service import health
 from rollmill.errors import ConfigError
-from rollmill.gateway.observer import ACCESS_LOG
+from rollmill.gateway.watching.observer import ACCESS_LOG
 from tests.cluster.conftest import make_config
 from tests.gateway.conftest import QUICK, USER, Answers, Mill
 from tests.gateway.serve import LIVE

@@ -11,8 +11,8 @@ from typing import Any
 import aiohttp
 import pytest
 
-from rollmill.gateway.entries import read_entries
-from rollmill.gateway.waits import Waits
+from rollmill.gateway.recording.entries import read_entries
+from rollmill.gateway.sessions.waits import Waits
 from rollmill.inference.engine import GenerateChunk
 from tests.chat.conftest import TOOLS
 from tests.gateway.conftest import LIVE, QUICK, USER, Answers, Door, Mill, until
@@ -137,7 +137,7 @@ async def test_a_seal_cuts_the_answer_in_flight(mill: Mill, answers: Answers) ->
 async def test_a_seal_does_not_cut_a_production_answer(
     mill: Mill, answers: Answers, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("rollmill.gateway.sealing._LANDING_S", 0.01)
+    monkeypatch.setattr("rollmill.gateway.recording.sealing._LANDING_S", 0.01)
     engine = StandIn([answers.text("one"), answers.text("two")])
     door = await mill.gateway(await mill.engine(engine))
     live: list[Any] = [USER]
@@ -156,8 +156,8 @@ async def test_a_session_knows_its_waits_before_its_first_answer_and_after_a_res
     mill: Mill, answers: Answers, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The engine answers health checks and nothing else."""
-    monkeypatch.setattr("rollmill.gateway.sealing._SWEEP_S", 0.02)
-    monkeypatch.setattr("rollmill.gateway.sealing._WAIT_STEP_S", 0.02)
+    monkeypatch.setattr("rollmill.gateway.recording.sealing._SWEEP_S", 0.02)
+    monkeypatch.setattr("rollmill.gateway.recording.sealing._WAIT_STEP_S", 0.02)
     endpoint = await mill.engine(StandIn([answers.text("x")], refuse=(500, "broken")))
     config = QUICK.model_copy(update={"engine_wait_s": 60.0})
     async with mill.running(endpoint, config=config) as door:
@@ -184,7 +184,7 @@ async def _waits_are_kept(mill: Mill) -> bool:
 
 def test_a_request_waits_until_an_engine_keeps_it(monkeypatch: pytest.MonkeyPatch) -> None:
     clock = [0.0]
-    monkeypatch.setattr("rollmill.gateway.waits.time.monotonic", lambda: clock[0])
+    monkeypatch.setattr("rollmill.gateway.sessions.waits.time.monotonic", lambda: clock[0])
     waits = Waits()
     token = GenerateChunk([1], [-1.0], [0], [])
     request, other = waits.begin(), waits.begin()

@@ -9,9 +9,9 @@ import pytest
 
 from rollmill.config import validate_config
 from rollmill.errors import ConfigError
+from rollmill.gateway.access.keys import KeyStore
+from rollmill.gateway.access.redaction import Patterns, PatternSettings
 from rollmill.gateway.config import GatewayConfig
-from rollmill.gateway.keys import KeyStore
-from rollmill.gateway.redaction import Patterns, PatternSettings
 from rollmill.storage.database import open_database
 from tests.gateway.conftest import LIVE, QUICK, USER, Answers, Mill, until
 from tests.gateway.stand_in import StandIn
@@ -26,7 +26,7 @@ def written(mill: Mill) -> bytes:
 async def test_without_consent_nothing_is_written(
     mill: Mill, answers: Answers, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("rollmill.gateway.sealing._SWEEP_S", 0.02)
+    monkeypatch.setattr("rollmill.gateway.recording.sealing._SWEEP_S", 0.02)
     config = QUICK.model_copy(update={"seal_idle_s": 0.2})
     engine = StandIn([answers.text("one"), answers.text("two"), answers.text("three")])
     door = await mill.gateway(await mill.engine(engine), config=config)

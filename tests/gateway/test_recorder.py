@@ -11,8 +11,8 @@ from pathlib import Path
 import pytest
 
 from rollmill.errors import GatewayError, StorageError
-from rollmill.gateway.entries import encode_entry
-from rollmill.gateway.recorder import Recorder
+from rollmill.gateway.recording.entries import encode_entry
+from rollmill.gateway.recording.recorder import Recorder
 
 LARGE = 1 << 30
 

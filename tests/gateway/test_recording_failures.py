@@ -10,8 +10,8 @@ from typing import Any
 
 import pytest
 
-from rollmill.gateway import recorder
-from rollmill.gateway.entries import read_entries
+from rollmill.gateway.recording import recorder
+from rollmill.gateway.recording.entries import read_entries
 from tests.gateway.conftest import LIVE, QUICK, USER, Answers, Door, Mill, until
 from tests.gateway.stand_in import StandIn
 from tests.gateway.test_recorder import full_disk

@@ -22,7 +22,7 @@ from rollmill.chat.formats.choice import format_of
 from rollmill.chat.tokenizer import Tokenizer
 from rollmill.cluster.ports import free_ports
 from rollmill.cluster.run import RunDirectory
-from rollmill.gateway.fleet import RENEW_S
+from rollmill.gateway.routing.fleet import RENEW_S
 from rollmill.gateway.workers import Workers
 from rollmill.inference.wire import WIRE
 from rollmill.storage.database import open_database

@@ -12,11 +12,11 @@ import pytest
 from rollmill.chat.formats.compact import CompactFormat
 from rollmill.chat.tokenizer import Tokenizer
 from rollmill.errors import GatewayError
-from rollmill.gateway.causes import Declared, read_declared
-from rollmill.gateway.entries import decode_turn, encode_turn, read_entries
-from rollmill.gateway.registry import Registry
-from rollmill.gateway.segments import Answer, OpenSegment, Turn, same_message
-from rollmill.gateway.sessions import Plan, Session, SessionFacts
+from rollmill.gateway.recording.entries import decode_turn, encode_turn, read_entries
+from rollmill.gateway.sessions.causes import Declared, read_declared
+from rollmill.gateway.sessions.registry import Registry
+from rollmill.gateway.sessions.segments import Answer, OpenSegment, Turn, same_message
+from rollmill.gateway.sessions.sessions import Plan, Session, SessionFacts
 from rollmill.training.credit import credit_of
 from rollmill.trajectories.schema import check_trajectory, decode_trajectory, encode_trajectory
 from rollmill.types import PolicyRef, Sampling, Segment, Span

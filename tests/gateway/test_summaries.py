@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from rollmill.gateway.segments import Answer, OpenSegment, Turn
+from rollmill.gateway.sessions.segments import Answer, OpenSegment, Turn
 from rollmill.training.credit import credit_of
 from tests.gateway.conftest import USER, Answers, Mill
 from tests.gateway.stand_in import StandIn

@@ -18,13 +18,13 @@ import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
 from rollmill.chat.tokenizer import Tokenizer
-from rollmill.gateway.entries import LogEntry, encode_open, encode_waited, read_entries
-from rollmill.gateway.metrics import Metrics, added
-from rollmill.gateway.overview import read_sessions
-from rollmill.gateway.recorder import Recorder
-from rollmill.gateway.sessions import SessionFacts
+from rollmill.gateway.recording.entries import LogEntry, encode_open, encode_waited, read_entries
+from rollmill.gateway.recording.recorder import Recorder
+from rollmill.gateway.recording.workers_log import move_sessions
+from rollmill.gateway.sessions.overview import read_sessions
+from rollmill.gateway.sessions.sessions import SessionFacts
+from rollmill.gateway.watching.metrics import Metrics, added
 from rollmill.gateway.workers import Workers, log_directories, log_directory, opening
-from rollmill.gateway.workers_log import move_sessions
 from tests.gateway.conftest import USER, Answers, Door, Mill, until
 from tests.gateway.serve import LIVE
 from tests.gateway.stand_in import StandIn

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from rollmill.errors import RollmillError
-from rollmill.gateway.splits import STALE_S, Renewals, SplitStore
+from rollmill.gateway.routing.splits import STALE_S, Renewals, SplitStore
 from rollmill.realtime.journal import FINAL, TRANSITIONS, Journal
 from rollmill.storage.database import open_database
 

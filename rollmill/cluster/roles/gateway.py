@@ -18,13 +18,13 @@ from rollmill.cluster.prepare import need_tokenizer
 from rollmill.cluster.run import CANARY, RunDirectory
 from rollmill.cluster.workers import BACKLOG, run_workers
 from rollmill.errors import ConfigError
+from rollmill.gateway.access.keys import KeyStore
 from rollmill.gateway.app import make_app
 from rollmill.gateway.config import GatewayConfig
-from rollmill.gateway.fleet import Fleet
-from rollmill.gateway.keys import KeyStore
-from rollmill.gateway.splits import SplitStore
+from rollmill.gateway.recording.workers_log import move_sessions
+from rollmill.gateway.routing.fleet import Fleet
+from rollmill.gateway.routing.splits import SplitStore
 from rollmill.gateway.workers import Workers
-from rollmill.gateway.workers_log import move_sessions
 from rollmill.storage.database import open_database
 from rollmill.storage.objects import Objects
 from rollmill.trajectories.store import TrajectoryStore

@@ -13,7 +13,7 @@ from rollmill.gateway.dialect import Delta, Identity, Limits, ModelRequest, Repl
 from rollmill.gateway.dialects import fields
 from rollmill.gateway.dialects.anthropic_request import MALFORMED, parse_anthropic_tools, parse_conversation
 from rollmill.gateway.grammars import read_forced, read_schema
-from rollmill.gateway.segments import Answer
+from rollmill.gateway.sessions.segments import Answer
 
 _NEUTRAL: dict[str, tuple[Any, ...]] = {"container": (), "mcp_servers": ([],)}
 # `thinking` and `output_config.effort` are wishes: a model reasons as it was trained to

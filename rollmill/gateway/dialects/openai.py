@@ -8,7 +8,7 @@ from typing import Any
 from rollmill.errors import GatewayError
 from rollmill.gateway.dialect import Identity, ModelRequest, Reply, TokenLogprob, error_text
 from rollmill.gateway.dialects import fields
-from rollmill.gateway.segments import Answer
+from rollmill.gateway.sessions.segments import Answer
 from rollmill.inference.wire import MOST_TOP_LOGPROBS
 
 _ERROR_TYPES = {401: "authentication_error", 403: "permission_error", 404: "not_found_error", 429: "rate_limit_error"}

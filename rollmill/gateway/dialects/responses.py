@@ -13,8 +13,8 @@ from rollmill.gateway.dialect import Delta, Identity, Limits, ModelRequest, Repl
 from rollmill.gateway.dialects import fields, openai
 from rollmill.gateway.dialects.responses_request import parse_items, parse_response_tools
 from rollmill.gateway.grammars import read_forced, read_schema
-from rollmill.gateway.segments import Answer
-from rollmill.gateway.stored import Stored
+from rollmill.gateway.sessions.segments import Answer
+from rollmill.gateway.sessions.stored import Stored
 
 _NEUTRAL: dict[str, tuple[Any, ...]] = {
     "background": (False,),

@@ -6,10 +6,10 @@ import os
 from pathlib import Path
 from typing import Any
 
-from rollmill.gateway.entries import scan_entries
-from rollmill.gateway.recorder import LOG_NAME
-from rollmill.gateway.registry import Registry
-from rollmill.gateway.sessions import Session
+from rollmill.gateway.recording.entries import scan_entries
+from rollmill.gateway.recording.recorder import LOG_NAME
+from rollmill.gateway.sessions.registry import Registry
+from rollmill.gateway.sessions.sessions import Session
 from rollmill.gateway.workers import log_directories
 
 

@@ -18,7 +18,7 @@ from typing import Any, Literal, cast, get_args
 
 from rollmill.chat.format import Message
 from rollmill.errors import GatewayError
-from rollmill.gateway.segments import OpenSegment
+from rollmill.gateway.sessions.segments import OpenSegment
 
 DeclaredCause = Literal["sub_agent", "summary"]
 _CAUSE, _PARENT = "x-rollmill-cause", "x-rollmill-parent"

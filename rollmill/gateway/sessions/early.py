@@ -17,12 +17,12 @@ from dataclasses import asdict, dataclass, field
 from typing import Any
 
 from rollmill.errors import GatewayError, StorageError, TrajectoryError
-from rollmill.gateway.entries import LogEntry, encode_entry
-from rollmill.gateway.metrics import Metrics
-from rollmill.gateway.recorder import Recorder
-from rollmill.gateway.registry import Registry
-from rollmill.gateway.sealing import Sealer
-from rollmill.gateway.sessions import Session
+from rollmill.gateway.recording.entries import LogEntry, encode_entry
+from rollmill.gateway.recording.recorder import Recorder
+from rollmill.gateway.recording.sealing import Sealer
+from rollmill.gateway.sessions.registry import Registry
+from rollmill.gateway.sessions.sessions import Session
+from rollmill.gateway.watching.metrics import Metrics
 from rollmill.trajectories.store import TrajectoryStore
 
 log = logging.getLogger(__name__)

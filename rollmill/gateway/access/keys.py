@@ -33,7 +33,7 @@ from typing import Any, get_args
 import sqlalchemy as sa
 
 from rollmill.errors import ConfigError, GatewayError, StorageError
-from rollmill.gateway.privacy import Consent
+from rollmill.gateway.access.privacy import Consent
 from rollmill.storage.database import reading, writing
 from rollmill.trajectories.tables import keys
 

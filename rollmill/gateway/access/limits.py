@@ -16,8 +16,8 @@ import threading
 from collections import defaultdict
 
 from rollmill.errors import GatewayError, StorageError
-from rollmill.gateway.buckets import Buckets
-from rollmill.gateway.keys import Key, KeyStore
+from rollmill.gateway.access.buckets import Buckets
+from rollmill.gateway.access.keys import Key, KeyStore
 
 log = logging.getLogger(__name__)
 _FLUSH_S = 2.0

@@ -10,7 +10,7 @@ import aiohttp
 
 from rollmill.errors import EngineError, GatewayError
 from rollmill.gateway.config import EngineEndpoint
-from rollmill.gateway.engine_http import EngineConnections
+from rollmill.gateway.routing.engine_http import EngineConnections
 from rollmill.inference.engine import GenerateChunk, GenerateRequest
 from rollmill.inference.wire import chunk_from_json, request_to_json
 

@@ -10,7 +10,7 @@ from collections.abc import Callable
 from contextvars import ContextVar
 from dataclasses import dataclass, field
 
-from rollmill.gateway.keys import Key
+from rollmill.gateway.access.keys import Key
 from rollmill.histogram import Histogram
 
 

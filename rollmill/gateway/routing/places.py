@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 from typing import Literal
 
 from rollmill.errors import GatewayError
-from rollmill.gateway.engines import EngineState
+from rollmill.gateway.routing.engines import EngineState
 
 Priority = Literal[0, 1, 2]
 RETRY_AFTER_S = 1.0

@@ -18,7 +18,7 @@ from pydantic import BaseModel, TypeAdapter
 
 from rollmill.errors import EngineError, GatewayError
 from rollmill.gateway.config import EngineEndpoint
-from rollmill.gateway.own_engine import refuse
+from rollmill.gateway.routing.own_engine import refuse
 from rollmill.inference.engine import GenerateChunk, GenerateRequest
 from rollmill.strict import parse_json
 from rollmill.types import FinishReason, PolicyRef, Sampling

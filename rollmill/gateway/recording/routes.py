@@ -13,8 +13,8 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from rollmill.gateway.entries import locate_arrays
-from rollmill.gateway.segments import OpenSegment
+from rollmill.gateway.recording.entries import locate_arrays
+from rollmill.gateway.sessions.segments import OpenSegment
 from rollmill.trajectories.packing import Array, StoredArray, pieces
 
 _Source = tuple[int, StoredArray]  # first position, rows

@@ -18,11 +18,11 @@ from pathlib import Path
 from typing import Any
 
 from rollmill.chat.format import Message
-from rollmill.gateway.entries import LogEntry, decode_turn, read_entries
-from rollmill.gateway.recorder import LOG_NAME
-from rollmill.gateway.segments import OpenSegment, Turn
-from rollmill.gateway.sessions import Session, SessionFacts, check_id
-from rollmill.gateway.stored import Stored, StoredResponses
+from rollmill.gateway.recording.entries import LogEntry, decode_turn, read_entries
+from rollmill.gateway.recording.recorder import LOG_NAME
+from rollmill.gateway.sessions.segments import OpenSegment, Turn
+from rollmill.gateway.sessions.sessions import Session, SessionFacts, check_id
+from rollmill.gateway.sessions.stored import Stored, StoredResponses
 from rollmill.gateway.workers import log_directories
 from rollmill.types import Trajectory
 

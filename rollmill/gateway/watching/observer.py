@@ -18,9 +18,9 @@ from pathlib import Path
 
 from aiohttp import web
 
-from rollmill.gateway.account import Account, open_account
-from rollmill.gateway.metrics import Metrics
-from rollmill.gateway.tracing import Tracer
+from rollmill.gateway.watching.account import Account, open_account
+from rollmill.gateway.watching.metrics import Metrics
+from rollmill.gateway.watching.tracing import Tracer
 
 ACCESS_LOG = "access.jsonl"
 _POLLED = ("/health", "/metrics")  # asked all the time, by programs

@@ -18,9 +18,16 @@ from typing import Literal, TypeVar, cast, get_args
 
 from rollmill.chat.format import Message
 from rollmill.errors import GatewayError
+from rollmill.gateway.access.redaction import (
+    Patterns,
+    RedactionSection,
+    Redactor,
+    redact_forged,
+    redact_inputs,
+    redact_schema,
+)
 from rollmill.gateway.dialect import ModelRequest
-from rollmill.gateway.redaction import Patterns, RedactionSection, Redactor, redact_forged, redact_inputs, redact_schema
-from rollmill.gateway.sessions import Session
+from rollmill.gateway.sessions.sessions import Session
 from rollmill.kinds import build
 
 log = logging.getLogger(__name__)

@@ -13,9 +13,9 @@ import contextlib
 import os
 from pathlib import Path
 
-from rollmill.gateway.entries import LogEntry
-from rollmill.gateway.recorder import Recorder
-from rollmill.gateway.registry import LIVE
+from rollmill.gateway.recording.entries import LogEntry
+from rollmill.gateway.recording.recorder import Recorder
+from rollmill.gateway.sessions.registry import LIVE
 from rollmill.gateway.workers import Workers, log_directories, log_directory
 
 

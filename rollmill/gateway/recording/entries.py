@@ -20,9 +20,9 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from rollmill.gateway.segments import Answer, Turn
-from rollmill.gateway.sessions import SessionFacts
-from rollmill.gateway.stored import Stored
+from rollmill.gateway.sessions.segments import Answer, Turn
+from rollmill.gateway.sessions.sessions import SessionFacts
+from rollmill.gateway.sessions.stored import Stored
 from rollmill.trajectories.facts import DTYPES, POLICIES, SPANS, to_arrays
 from rollmill.trajectories.kept import join_kept, split_kept
 from rollmill.trajectories.packing import StoredArray

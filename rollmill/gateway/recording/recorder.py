@@ -25,7 +25,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from rollmill.errors import GatewayError, StorageError
-from rollmill.gateway.entries import LogEntry, encode_entry, find_whole_entry, scan_entries
+from rollmill.gateway.recording.entries import LogEntry, encode_entry, find_whole_entry, scan_entries
 
 log = logging.getLogger(__name__)
 LOG_NAME = "sessions.log"

@@ -10,13 +10,13 @@ from pathlib import Path
 from aiohttp import web
 
 from rollmill.errors import GatewayError
-from rollmill.gateway.access import Access
+from rollmill.gateway.access.access import Access
 from rollmill.gateway.body import parse_object
-from rollmill.gateway.early import About, EarlyFeedback
-from rollmill.gateway.overview import describe_session
-from rollmill.gateway.recorder import Recorder
-from rollmill.gateway.registry import Registry, pseudonyms
-from rollmill.gateway.sealing import Sealer, delete_unfinished
+from rollmill.gateway.recording.recorder import Recorder
+from rollmill.gateway.recording.sealing import Sealer, delete_unfinished
+from rollmill.gateway.sessions.early import About, EarlyFeedback
+from rollmill.gateway.sessions.overview import describe_session
+from rollmill.gateway.sessions.registry import Registry, pseudonyms
 from rollmill.gateway.workers import Workers, log_directories
 from rollmill.storage.objects import Objects
 from rollmill.trajectories.store import TrajectoryStore

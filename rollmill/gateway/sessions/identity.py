@@ -11,7 +11,7 @@ from typing import Final
 from aiohttp import web
 
 from rollmill.errors import GatewayError
-from rollmill.gateway.sessions import Session, check_id
+from rollmill.gateway.sessions.sessions import Session, check_id
 
 HEADER: Final = "x-rollmill-session"
 _PATH = "/s/{session}"
