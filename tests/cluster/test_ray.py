@@ -94,6 +94,7 @@ def command(*words: str) -> str:
     return done.output
 
 
+@pytest.mark.skipif(os.environ.get("ROLLMILL_TEST_RAY") != "yes", reason="takes minutes: scripts/test --ray")
 @pytest.mark.timeout(900)
 @pytest.mark.parametrize("database_url", ["postgresql"], indirect=True)
 def test_a_run_survives_the_loss_of_nodes(
@@ -154,7 +155,7 @@ def test_a_run_survives_the_loss_of_nodes(
     wait_for(lambda: state_of(run).word == "finished", run)
 
     check_stores(run, seen_digests, seen_finished)
-    assert "gateway" in {event["target"] for event in collected(run) if event["kind"] == "restart"}
+    # restarts are not counted: if the supervisor was on the lost node, the new one starts roles without such an event
     assert "engine-home-3" in {event["process"] for event in collected(run)}
     assert "finished" in command("status", url) and "supervisor" in command("logs", url)
     objects = Objects.open(url)
