@@ -22,6 +22,7 @@ from rollmill.errors import ConfigError, StorageError
 from rollmill.storage.objects import Objects
 
 KEY = "cluster/run.json"
+PASSWORD = re.compile(r"(//[^/:@]*):[^@/]*@")  # in the URL of a database
 CACHE = "~/.cache/rollmill/runs"
 _URL = re.compile(r"(s3|gs|az):/+(.+?)/*")  # a Path folds the two slashes into one
 
@@ -36,9 +37,12 @@ def describe_run(run: RunDirectory) -> None:
     """Write into its store what a run is. Does nothing if its store is a directory of the run."""
     if run.config.store is None:
         return
+    config = run.config.model_dump(mode="json")
+    if config["database"] is not None:
+        config["database"] = PASSWORD.sub(r"\1@", config["database"])
     about = {
         "id": run.id,
-        "config": run.config.model_dump(mode="json"),
+        "config": config,
         "host": socket.gethostname(),
         "path": str(run.path.absolute()),
     }

@@ -14,6 +14,7 @@ from __future__ import annotations
 import asyncio
 import io
 import json
+import os
 import tarfile
 import tempfile
 from collections.abc import Sequence
@@ -109,12 +110,32 @@ async def autoinstall(
             await machine.close()
         recipe = Recipe(base=base, commands=machine.commands, verify=list(commands))
         try:
-            files = [await _replay(machines, recipe) for _ in range(CLEAN_RUNS)][-1]
+            packed = [await _replay(machines, recipe) for _ in range(CLEAN_RUNS)][-1]
+            record = await _keep_verified(machines, name, recipe, packed, transcripts)
         except TaskError as error:
             failure = error.message
             continue
-        return Installed(_keep(name, recipe, files, transcripts), recipe, transcripts)
+        return Installed(record, recipe, transcripts)
     raise TaskError(f"{attempts} attempts to set up {base!r} failed; the last one: {failure}")
+
+
+async def _keep_verified(
+    machines: MachineHost, name: str, recipe: Recipe, packed: bytes, transcripts: list[list[dict[str, Any]]]
+) -> ImageRecord:
+    """Name the image once a machine of it has passed: what an image does not keep (links, modes, other directories)
+    must not be needed."""
+    unverified = f"{name[:40]}.unverified-{os.getpid()}"
+    record = _keep(unverified, recipe, packed, transcripts)
+    try:
+        machine = await machines.create(unverified)
+        try:
+            await verify(machine, recipe.verify)
+        finally:
+            await machine.close()
+        images.keep_record(name, record)
+    finally:
+        remove_image(unverified)
+    return record
 
 
 async def install_repository(

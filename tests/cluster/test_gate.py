@@ -7,8 +7,12 @@ from collections.abc import Callable
 from dataclasses import asdict
 from pathlib import Path
 
-from rollmill.cluster.gate import record_verdict, require_gate, suite_digest
-from rollmill.evals.gate import GateVerdict
+import pytest
+
+from rollmill.cli.target import find_target
+from rollmill.cluster.gate import record_verdict, require_gate, run_gate, suite_digest
+from rollmill.cluster.service import Target
+from rollmill.evals.gate import GateConfig, GateVerdict
 from rollmill.evals.run import Conduct
 from rollmill.storage.objects import Objects
 from rollmill.types import Version
@@ -74,7 +78,7 @@ def test_a_verdict_counts_with_the_whole_suite_against_what_is_live(
     tmp_path: Path,
     rollmill: Callable[..., Told],  # noqa: F811
 ) -> None:
-    run = published_run(tmp_path, 3, "gate.offline_bar=0.2")
+    run = published_run(tmp_path, 3, "gate.offline_bar=0.2", "gate.beside=false")
     objects, suite = Objects.open(run.home_store), run.config.evals.model_copy(update={"greedy": False})
     conduct = {"heldout a": [asdict(Conduct(True, 10, 1.0, 1, 0, False))]}
     for number in range(3):  # what is measured already is not measured again
@@ -94,6 +98,28 @@ def test_a_verdict_counts_with_the_whole_suite_against_what_is_live(
         assert told.code == 0 and (uncounted in told.err) == (code == 1)
         assert ("latency is left out" in told.out) == (against == "rl@0"), "rl@0 was measured at another time"
         assert rollmill(*SET, run.path, "live", "rl@2").code == code
+
+
+def test_live_that_was_measured_beside_another_candidate_is_measured_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Otherwise a candidate that was held for its latency would be judged without it."""
+    run = published_run(tmp_path, 2)
+    objects, suite = Objects.open(run.home_store), run.config.evals.model_copy(update={"greedy": False})
+    attempts = {"heldout a": [asdict(Conduct(True, 10, 1.0, 1, 0, False))]}
+    for number in range(2):
+        key = f"gates/measured/rl@{number}-{suite_digest(run, suite)}.json"
+        objects.put(key, json.dumps({"moment": str(number), "attempts": attempts}).encode())
+    asked: list[str] = []
+
+    def measure(run: object, targets: list[Target], *rest: object) -> None:
+        asked.extend(str(target.version) for target in targets)
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("rollmill.cluster.gate._measure", measure)
+    with pytest.raises(KeyboardInterrupt):
+        run_gate(run, find_target(run, "rl@0"), find_target(run, "rl@1"), run.config.evals, GateConfig())
+    assert asked == ["rl@0", "rl@1"]
 
 
 def test_other_contents_of_a_task_are_another_measurement(tmp_path: Path) -> None:

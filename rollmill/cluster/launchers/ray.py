@@ -35,7 +35,7 @@ from rollmill.cluster.handed import hand_to
 from rollmill.cluster.launcher import FINAL, MAX_RESTARTS, STEADY_S, STOP_PATIENCE_S
 from rollmill.cluster.launchers.keeper import NODE, Keeper, Supervisor
 from rollmill.cluster.launchers.local import describe_exit
-from rollmill.cluster.naming import describe_run
+from rollmill.cluster.naming import PASSWORD, describe_run
 from rollmill.cluster.outbox import bring
 from rollmill.cluster.presence import Presence
 from rollmill.cluster.ranks import places, rank_name
@@ -86,6 +86,16 @@ class Ray:
             raise ConfigError(
                 f'[cluster] kind = "ray" needs a {missing} that all nodes reach',
                 hint='store = "s3://BUCKET/PREFIX" and database = "postgresql+psycopg://…"',
+            )
+        if PASSWORD.search(config.database):
+            raise ConfigError(
+                "the URL of the database has a password, and a run on Ray keeps its configuration in the store",
+                hint="leave it out of the URL, and put it into ~/.pgpass on the nodes",
+            )
+        if config.sinks:
+            raise ConfigError(
+                '[[sinks]] do not work with [cluster] kind = "ray" yet: events are on many nodes',
+                hint="remove [[sinks]]; `rollmill status` and `rollmill dashboard` read the store",
             )
         _check_room(_connect(self.config), config)
 
@@ -387,6 +397,9 @@ class RayLauncher:
         self._roles.clear()
         for name in self._named():  # what an earlier supervisor started
             self._kill_named(name)
+        with contextlib.suppress(ValueError):  # and the places of its ranks
+            util = self._ray.util
+            util.remove_placement_group(util.get_placement_group(f"{self._run.id}/trainer"))
 
     def _end(self, roles: Sequence[RoleActors]) -> None:
         actors = [keeper.actor for role in roles for keeper in role.keepers]

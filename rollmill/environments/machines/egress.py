@@ -129,8 +129,9 @@ def read_head(head: bytes) -> Request:
     kept = [f"{words[0]} {target[3] or '/'} HTTP/1.1", f"Host: {host}" + (f":{port}" if port != 80 else "")]
     for line in lines[1:]:
         name, colon, _ = line.partition(":")
-        if line and (not colon or not re.fullmatch(r"[A-Za-z0-9!#$%&'*+.^_`|~-]+", name)):
-            raise Refused(400, "a header that is none")  # a folded line could hide another request
+        whole = colon and re.fullmatch(r"[A-Za-z0-9!#$%&'*+.^_`|~-]+", name) and not re.search(r"[\r\n\0]", line)
+        if line and not whole:
+            raise Refused(400, "a header that is none")  # a folded line or a bare line end could hide another request
         plain = name.lower()
         if line and plain != "host" and plain not in _HOP and not plain.startswith(STRIPPED):
             kept.append(line)
@@ -153,7 +154,7 @@ async def _public_address(host: str, port: int, allowed: Sequence[str]) -> str:
     """An address of the name. One of a private network only if the list has that very address."""
     try:
         found = await asyncio.get_running_loop().getaddrinfo(host, port, type=socket.SOCK_STREAM)
-    except OSError:
+    except (OSError, UnicodeError):  # UnicodeError: a label that is empty or too long
         raise Refused(502, "has no address") from None
     listed = {entry.partition(":")[0] for entry in allowed}
     for *_, address in found:

@@ -24,6 +24,7 @@ import os
 import re
 import sys
 import sysconfig
+import threading
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -98,7 +99,7 @@ async def obtain_image(name: str, places: Places) -> Image:
     """The image of that name, fetched from the store of images if it is not on this host. Errors as `load_image`."""
     folder = places.images is not None and Path(places.images, name).is_dir()
     if places.image_store is not None and name != BUILT_IN and not folder and find_record(name) is None:
-        await asyncio.to_thread(fetch_image, name, places.image_store)
+        await asyncio.to_thread(_fetch_once, name, places.image_store)
     return load_image(name, places.images, max_bytes=places.image_mb << 20)
 
 
@@ -179,6 +180,15 @@ def fetch_image(name: str, url: str) -> ImageRecord | None:
     return record
 
 
+_fetching = threading.Lock()  # the machines of a group ask for the same image at once
+
+
+def _fetch_once(name: str, url: str) -> None:
+    with _fetching:
+        if find_record(name) is None:
+            fetch_image(name, url)
+
+
 def push_image(name: str, url: str) -> list[str]:
     """Write an image to a store. Returns the layers that the store did not have."""
     record = find_record(name)
@@ -200,7 +210,7 @@ def keep_record(name: str, record: ImageRecord) -> None:
     (root / "objects" / record.digest).mkdir(parents=True, exist_ok=True)
     (root / "names").mkdir(exist_ok=True)
     for path in (root / "objects" / record.digest / "image.json", root / "names" / f"{name}.json"):
-        unfinished = path.with_suffix(f".{os.getpid()}")
+        unfinished = path.with_suffix(f".{os.getpid()}-{threading.get_ident()}")
         unfinished.write_text(record.model_dump_json(indent=1))
         os.replace(unfinished, path)  # there whole or not at all
 

@@ -109,7 +109,7 @@ def fetch(layer: str, root: Path, store: Objects) -> None:
                 tarfile.open(fileobj=stream, mode="r|") as archive,
             ):
                 unpack(archive, unpacked)
-        except (tarfile.TarError, zstandard.ZstdError, EOFError) as error:
+        except (tarfile.TarError, zstandard.ZstdError, EOFError, OSError) as error:
             raise TaskError(f"layer {layer[:12]} of {store.url} is damaged: {error}") from None
         found = measure(unpacked).digest
         if found != layer:
@@ -128,7 +128,7 @@ def unpack(archive: tarfile.TarFile, target: Path) -> None:
             raise TaskError("a layer is larger than any that this builds", hint=f"at most {_LARGEST >> 30} GiB")
         if member.isdir():
             continue
-        if path is None or not member.isreg():
+        if path is None or not member.isreg() or "__pycache__" in path.split("/")[:-1]:  # no digest covers those
             raise TaskError(f"a layer has an entry that is no plain file: {member.name!r}")
         write(target, path, member, archive)
 

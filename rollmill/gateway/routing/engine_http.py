@@ -209,7 +209,7 @@ class _Connection(asyncio.Protocol):
         if self._timer is not None:
             self._timer.cancel()
             self._timer = None
-        if self._error is None and self._part == "end":
+        if self._error is None and self._part == "end" and not self._paused:
             self._end()
         elif settles and self._error is None and not self._paused:
             self._settling = True

@@ -272,6 +272,8 @@ class RLObjective:
         for group in record.groups:
             ids = [row.id for row in self._ledger.entered(group) if row.id in record.trajectories]
             group_of = [(content, grades[id]) for id in ids if not isinstance(content := contents[id], str)]
+            if len(group_of) < 2:
+                continue  # there is nothing to compare with: the advantage that the record pins counts
             known = [id for id in ids if not isinstance(contents[id], str)]
             found |= dict(zip(known, group_token_advantages(group_of), strict=True))
         return found

@@ -136,6 +136,7 @@ def test_the_list(host: str, port: int, allowed: bool) -> None:
         "CONNECT [::1]:443 HTTP/1.1",
         "CONNECT host:70000 HTTP/1.1",
         "GET http://host/ HTTP/1.1\r\nA: b\r\n folded",
+        "GET http://host/ HTTP/1.1\r\nA: b\nAuthorization: hidden",
         "GET http://host/ HTTP/1.1\r\nno header",
         "GET http://host/",
         "\0 http://host/ HTTP/1.1",

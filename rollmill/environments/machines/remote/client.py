@@ -31,6 +31,7 @@ from rollmill.errors import ConfigError, MachineError, NoCapacity, TaskError
 _CAPABILITIES = TypeAdapter(Capabilities)
 _CONNECT_S = 5.0
 _ANSWER_S = 60.0  # beyond the time of the command itself
+_FIRST_START_S = 240.0  # a host may have to fetch the image, or to boot its template
 _NOTE = 64  # bytes of the line that replaces the middle of a long output
 _RENEW_S = 15.0
 _STOPPED = (None, "time", "memory", "processes", "machine")
@@ -136,7 +137,7 @@ class RemoteHost:
                 frame = wire.pack({**header, "snapshot": name}, b"".join(files.values()))
             began = time.monotonic()
             try:
-                answer, _ = await self.ask(place, "POST", "/machines", frame, timeout_s=0.0)
+                answer, _ = await self.ask(place, "POST", "/machines", frame, timeout_s=_FIRST_START_S)
             except NoCapacity:
                 self._placement.failed(place, time.monotonic(), host_is_down=False)
                 raise
@@ -215,11 +216,14 @@ class RemoteHost:
         """Begin the leases of our machines anew. A host that does not answer shows at the next request."""
         while True:
             await asyncio.sleep(_RENEW_S)
-            for place in self._placement.places:
-                ids = [machine.id for machine in self._machines.values() if machine.place is place]
-                if ids:
-                    with contextlib.suppress(MachineError, OSError):
-                        await self.ask(place, "POST", "/machines/renew", wire.pack({"ids": ids}), timeout_s=0.0)
+            await asyncio.gather(*(self._renew_on(place) for place in self._placement.places))
+
+    async def _renew_on(self, place: Place) -> None:
+        ids = [machine.id for machine in self._machines.values() if machine.place is place]
+        if ids:
+            with contextlib.suppress(MachineError, OSError):
+                async with asyncio.timeout(_RENEW_S):  # a host that hangs must not cost machines of others their leases
+                    await self.ask(place, "POST", "/machines/renew", wire.pack({"ids": ids}), timeout_s=0.0)
 
 
 class HostLost(MachineError):

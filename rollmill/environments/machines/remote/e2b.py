@@ -306,14 +306,15 @@ class E2B:
             raise RpcError("invalid_argument", "'args' and 'envs' must be strings")
         await self._forget_ended(lent)
         directory = _path(asked.get("cwd") or WORK)
-        argv = ["sh", "-c", _SPLIT, "sh", _errors(lent.next_process), *words]
+        number = lent.number()  # before anything is awaited: commands may start side by side
+        argv = ["sh", "-c", _SPLIT, "sh", _errors(number), *words]
         try:
             process = await lent.machine.start(argv, cwd=directory, env=environment, max_output=_MOST_BYTES >> 2)
         except (OSError, MachineError) as error:
             raise RpcError(
                 "unavailable" if isinstance(error, MachineError) else "invalid_argument", str(error)
             ) from None
-        return lent.keep(process)
+        return lent.keep(process, number)
 
     async def _forget_ended(self, lent: Lent) -> None:
         """A machine keeps the output of a command whose client left. Too many of them, and none could start."""

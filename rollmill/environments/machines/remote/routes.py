@@ -91,7 +91,8 @@ class Routes:
         gone = []
         for identifier in header["ids"]:
             try:
-                self._service.find(identifier).ends = time.monotonic() + LEASE_S
+                lent = self._service.find(identifier)
+                lent.ends = max(lent.ends, time.monotonic() + LEASE_S)  # that of a long command is longer
             except KeyError:
                 gone.append(identifier)
         return _answer({"gone": gone})
@@ -164,7 +165,12 @@ class Routes:
             case "fork":
                 if not 0 < header["count"] <= self._service.room():
                     raise OSError(errno.EAGAIN, f"no room for {header['count']} copies")
-                copies = [self._service.lend(copy, lent.image, LEASE_S) for copy in await machine.fork(header["count"])]
+                self._service.starting += header["count"]
+                try:
+                    made = await machine.fork(header["count"])
+                finally:
+                    self._service.starting -= header["count"]
+                copies = [self._service.lend(copy, lent.image, LEASE_S) for copy in made]
                 return {"machines": [_describe(copy) for copy in copies]}, b""
             case "pause" | "resume":
                 await (machine.pause() if operation == "pause" else machine.resume())

@@ -53,8 +53,13 @@ class Lent:
     processes: dict[int, Kept] = field(default_factory=dict)
     next_process: int = 1
 
-    def keep(self, process: Process) -> int:
+    def number(self) -> int:
+        """The number of the next process."""
         number, self.next_process = self.next_process, self.next_process + 1
+        return number
+
+    def keep(self, process: Process, number: int | None = None) -> int:
+        number = self.number() if number is None else number
         self.processes[number] = Kept(process)
         return number
 
