@@ -17,7 +17,6 @@ from rollmill.gateway.dialects.openai_chat import OpenAIChat
 from rollmill.gateway.dialects.openai_completions import OpenAICompletions
 from rollmill.gateway.dialects.responses import OpenAIResponses
 from rollmill.gateway.sessions.segments import Answer
-from rollmill.gateway.sessions.stored import StoredResponses
 from tests.chat.conftest import tokenizer  # noqa: F401
 from tests.gateway.test_hostile import JSON, MESSAGES, REQUESTS, TEXT
 
@@ -73,7 +72,7 @@ ANSWER = Answer(
         "tool_calls": [{"id": "c", "type": "function", "function": {"name": "f", "arguments": "[" * 2000}}],
     },
 )
-RESPONSES = OpenAIResponses(StoredResponses({"a"}))
+RESPONSES = OpenAIResponses()
 DIALECTS: list[Dialect] = [OpenAIChat(), OpenAICompletions(), AnthropicMessages(), RESPONSES]
 
 
