@@ -38,17 +38,24 @@ FOLDER = Path(__file__).parent / "populations"
 class Taste(Config):
     """One kind of simulated users."""
 
-    name: str
-    share: float = Field(gt=0)
-    noise: float = Field(0.0, ge=0, le=1)
-    silent: float = Field(0.0, ge=0, le=1)
-    delay_s: float = Field(0.0, ge=0)
-    likes: dict[str, float]
-    says: dict[str, float] | None = None
+    name: str = Field(description="What these users are called in tables.")
+    share: float = Field(gt=0, description="How many there are, relative to the other kinds.")
+    noise: float = Field(0.0, ge=0, le=1, description="Share of reports that say the opposite.")
+    silent: float = Field(0.0, ge=0, le=1, description="Share of users who report nothing.")
+    delay_s: float = Field(0.0, ge=0, description="Mean delay of a report in seconds.")
+    likes: dict[str, float] = Field(
+        description="Weights of what was seen: solved, malformed, turns, tool_calls, stopped, constant. More than 0.5 "
+        "in all is true acceptance."
+    )
+    says: dict[str, float] | None = Field(
+        None, description="The same for what is reported. Not set: as `likes`. Set: a poisoned signal."
+    )
 
 
 class PopulationFile(Config):
-    users: tuple[Taste, ...] = Field(min_length=1)
+    """A population of simulated users."""
+
+    users: tuple[Taste, ...] = Field(min_length=1, description="The kinds of users there are.")
 
     def draw(self, random: np.random.Generator) -> Taste:
         shares = np.array([taste.share for taste in self.users])
