@@ -7,6 +7,7 @@ from rollmill.cli import doctor
 from rollmill.cli.doctor import Check
 
 
+@pytest.mark.slow
 def test_every_check_says_what_it_found_and_what_to_do() -> None:
     checks = [check for probe in doctor.PROBES for check in probe()]
     names = [check.name for check in checks]

@@ -48,6 +48,7 @@ def test_the_guide_to_debugging_works_word_by_word(tmp_path: Path, endpoint: str
     assert "task add-3" in printed and "ended: answer" in printed and "0/4" in printed, printed[-3000:]
 
 
+@pytest.mark.slow
 def test_the_guide_to_a_reward_works_word_by_word(tmp_path: Path, endpoint: str) -> None:  # noqa: F811
     steps = blocks("your-own-reward.md", endpoint, 5)
     printed = shell("\n".join([*steps[:2], steps[4], steps[2]]), tmp_path)

@@ -9,6 +9,8 @@ import sys
 from collections.abc import Callable
 from pathlib import Path
 
+import pytest
+
 from tests.cli.conftest import Told
 from tests.test_repo import ROOT
 
@@ -38,6 +40,7 @@ def test_the_files_of_init_pass_their_own_test(rollmill: Callable[..., Told], tm
     assert again.code == 1 and "exists already" in again.err and "Traceback" not in again.err
 
 
+@pytest.mark.slow
 def test_the_guide_to_a_first_task_works_word_by_word(tmp_path: Path) -> None:
     blocks = re.findall(r"```bash\n(.*?)```", GUIDE.read_text(), re.S)
     assert len(blocks) == 3

@@ -23,6 +23,7 @@ from rollmill.weights.reading.store import WeightStore
 from tests.e2e.small_run import small_run
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(900)
 def test_synchronous_run_in_two_regions(tmp_path: Path, midtrained: RunDirectory) -> None:
     run = small_run(tmp_path, "circle", "stages.rl.max_staleness=0", base=midtrained)

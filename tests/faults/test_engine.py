@@ -11,6 +11,8 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+import pytest
+
 from rollmill.inference.wire import chunk_from_json, request_to_json
 from rollmill.storage.objects import Objects
 from rollmill.weights import Publisher, WeightStore
@@ -77,6 +79,7 @@ def running(store: Path) -> Iterator[RealEngine]:
         engine.kill()
 
 
+@pytest.mark.slow
 def test_an_engine_behind_faults_and_hints(world: World) -> None:
     away = world.folder / "away"
     publisher = Publisher(WeightStore(Objects.open(world.home)), LINE)

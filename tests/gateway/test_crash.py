@@ -96,6 +96,7 @@ async def persistent(door: Door, key: str, messages: list[Any], **fields: Any) -
         await asyncio.sleep(0.05)
 
 
+@pytest.mark.slow
 async def test_a_session_survives_kills_between_turns_in_mid_answer_and_after_the_seal(
     mill: Mill, tokenizer: Tokenizer, answers: Answers
 ) -> None:

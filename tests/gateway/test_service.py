@@ -155,6 +155,7 @@ async def test_workers_serve_https_survive_a_kill_and_stop_when_asked(
         assert await asyncio.to_thread(served.process.wait, 60) == 0
 
 
+@pytest.mark.slow
 async def test_malformed_slow_and_abandoned_requests_get_no_500_and_leak_nothing_with_workers(
     mill: Mill, tokenizer: Tokenizer, answers: Answers
 ) -> None:

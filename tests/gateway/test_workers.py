@@ -222,6 +222,7 @@ async def test_killed_workers_lose_nothing_and_new_connections_are_served(
         assert trajectory.messages == told[id][:-1]
 
 
+@pytest.mark.slow
 async def test_sessions_move_when_the_number_of_workers_changes(
     mill: Mill, tokenizer: Tokenizer, answers: Answers
 ) -> None:

@@ -212,6 +212,7 @@ async def test_without_it_most_bits_differ() -> None:
     assert differing > total // 2
 
 
+@pytest.mark.slow
 async def test_tokens_do_not_depend_on_what_else_is_decoded() -> None:
     updates = [make_update(MIXTURE, 0, "bf16")]
     crowded = await sample(MIXTURE, updates, sessions=8)

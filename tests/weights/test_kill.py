@@ -89,6 +89,7 @@ def test_a_publisher_killed_at_every_call_of_the_store(tmp_path: Path, first: in
     assert alive == first + 1 and 15 < step < 199
 
 
+@pytest.mark.slow
 def test_ranks_killed_at_every_call_of_the_store(tmp_path: Path) -> None:
     """All ranks of a sharded trainer run one after the other in one process, killed at each call of each rank."""
     versions = history(2)

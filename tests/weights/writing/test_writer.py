@@ -130,6 +130,7 @@ def publish_two(objects: Objects) -> None:
         publisher.publish(publisher.last.number + 1, train_step(make_tensors(), 50 + publisher.last.number))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("owner_is_first", [True, False])
 def test_a_writer_stopped_at_every_call_and_woken_after_it_was_fenced(tmp_path: Path, owner_is_first: bool) -> None:
     """Stopped at any call; another writer takes over, and it wakes up before or after the new owner publishes."""
