@@ -31,6 +31,11 @@ from rollmill.errors import ConfigError, MachineError, NoCapacity, TaskError
 _CAPABILITIES = TypeAdapter(Capabilities)
 _CONNECT_S = 5.0
 _ANSWER_S = 60.0  # beyond the time of the command itself
+_ANSWERED: dict[str, tuple[str, type]] = {
+    "start": ("process", int),
+    "snapshot": ("snapshot", str),
+    "fork": ("machines", list),
+}
 _FIRST_START_S = 240.0  # a host may have to fetch the image, or to boot its template
 _NOTE = 64  # bytes of the line that replaces the middle of a long output
 _RENEW_S = 15.0
@@ -325,7 +330,11 @@ class RemoteMachine:
         self, operation: str, header: dict[str, Any], body: bytes = b"", *, timeout_s: float = 0.0, max_body: int = 0
     ) -> tuple[dict[str, Any], bytes]:
         path, frame = f"/machines/{self.id}/{operation}", wire.pack(header, body)
-        return await self._host.ask(self.place, "POST", path, frame, timeout_s=timeout_s, max_body=max_body)
+        reply, data = await self._host.ask(self.place, "POST", path, frame, timeout_s=timeout_s, max_body=max_body)
+        wanted = _ANSWERED.get(operation)
+        if wanted is not None and not isinstance(reply.get(wanted[0]), wanted[1]):
+            raise MachineError(f"the host {self.place.name} answered nonsense to {operation!r}")
+        return reply, data
 
 
 class RemoteProcess:
