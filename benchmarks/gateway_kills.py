@@ -23,10 +23,10 @@ from typing import Any
 
 import aiohttp
 
-from benchmarks.gateway import CONSOLE, Figures, family, free_port, percentile, process, up
-from benchmarks.gateway_processes import ADMIN, KEY
+from benchmarks.gateway import CONSOLE, Figures, free_port, port_of, process, up, write_texts
+from benchmarks.gateway_load import family, percentile
+from benchmarks.gateway_stub import ADMIN, KEY
 from benchmarks.output import at_most, finish
-from rollmill.demo.tokenizer import demo_tokenizer
 from rollmill.storage.database import open_database
 from rollmill.storage.objects import Objects
 from rollmill.trajectories.store import TrajectoryStore
@@ -104,17 +104,18 @@ async def kill_workers(url: str, pid: int, kills: int, rollouts: list[Rollout]) 
 
 
 async def measure(arguments: argparse.Namespace, directory: Path) -> tuple[Figures, dict[str, Any]]:
-    demo_tokenizer(512).save(directory / "tokenizer.json")
+    write_texts(directory)
     kills = 5 if arguments.quick else 50
     store = TrajectoryStore(open_database(f"sqlite:///{directory}/mill.db"), Objects.open(directory / "store"))
     ids = [f"rollout-{number}" for number in range(ROLLOUTS)]
     store.create("run", "group", "task", ids, {})
     stub, url = (f"http://127.0.0.1:{free_port()}" for _ in range(2))
-    module = [sys.executable, "-m", "benchmarks.gateway_processes"]
+    module = [sys.executable, "-m"]
     enough = asyncio.Event()
-    with process(*module, "stub", stub.rpartition(":")[2], directory):
+    with process(*module, "benchmarks.gateway_stub", port_of(stub), directory / "answer.json"):
         await up(stub, "/health")
-        with process(*module, "gateway", url.rpartition(":")[2], stub, directory, arguments.workers) as gateway:
+        options = [port_of(url), stub, directory, arguments.workers]
+        with process(*module, "benchmarks.gateway_served", *options) as gateway:
             await up(url, "/health")
             async with aiohttp.ClientSession() as http:
                 rollouts = [Rollout(http, url, id) for id in ids]

@@ -3,30 +3,35 @@
     python -m benchmarks.gateway_streams PORT COUNT TOKENS PAUSE_MS
 
 Opens COUNT streams, 200 per second, each with its own connection and conversation. Each gets TOKENS tokens with
-PAUSE_MS milliseconds between two. The last line is one JSON object: how many streams ended well, what went wrong with
-the others, and the milliseconds between two arrivals. It reads bytes and parses no JSON, so that it needs little of the
-cores that it shares with the gateway.
+PAUSE_MS milliseconds between two. Every few seconds it prints how many streams are open, ended and failed. The last
+line has the figures: the tokens of the streams that ended well, what went wrong with the others, and the milliseconds
+between two arrivals. Lines are JSON objects. It reads bytes and parses no JSON, so that it needs little of the cores
+that it shares with the gateway.
 """
 
 from __future__ import annotations
 
 import asyncio
 import json
+import re
 import sys
 import time
 from array import array
 from collections import Counter
 
-from benchmarks.gateway_processes import KEY
+from benchmarks.gateway_stub import KEY
 
 _PER_SECOND = 200
+_PROGRESS_S = 5.0
+_TOKENS = re.compile(rb'"completion_tokens": (\d+)')
 
 
 class Totals:
     def __init__(self) -> None:
         self.gaps = array("f")  # milliseconds
+        self.opened = 0
         self.ended = 0
-        self.events = 0
+        self.tokens = 0  # of streams that ended well, as their usage says
         self.faults: Counter[str] = Counter()
 
 
@@ -42,6 +47,7 @@ class Stream(asyncio.Protocol):
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         assert isinstance(transport, asyncio.WriteTransport)
         self._transport = transport
+        self._totals.opened += 1
         transport.write(self._request)
 
     def data_received(self, data: bytes) -> None:
@@ -52,10 +58,11 @@ class Stream(asyncio.Protocol):
         if self._heard:
             totals.gaps.append((now - self._heard) * 1000)
         self._heard = now
-        totals.events += data.count(b"data: {")
-        self._tail = self._tail[-16:] + data[-64:]
+        self._tail = (self._tail + data)[-1024:]
         if b"[DONE]" in self._tail:
-            self._end(None)
+            found = _TOKENS.search(self._tail)
+            totals.tokens += int(found[1]) if found else 0
+            self._end(None if found else "no usage")
         elif b'"error"' in data:
             self._end("an error in the stream")
 
@@ -80,7 +87,7 @@ async def hold(port: int, count: int, tokens: int, pause_ms: int) -> Totals:
         await asyncio.sleep(number / _PER_SECOND)
         messages = [{"role": "user", "content": f"stream {number}"}]
         body = {"model": "rollmill", "messages": messages, "max_tokens": tokens, "seed": pause_ms, "stream": True}
-        data = json.dumps(body).encode()
+        data = json.dumps(body | {"stream_options": {"include_usage": True}}).encode()
         head = f"POST /v1/chat/completions HTTP/1.1\r\nHost: x\r\nAuthorization: Bearer {KEY}\r\n"
         request = f"{head}Content-Type: application/json\r\nContent-Length: {len(data)}\r\n\r\n".encode() + data
         try:
@@ -90,8 +97,18 @@ async def hold(port: int, count: int, tokens: int, pause_ms: int) -> Totals:
         except OSError as error:
             totals.faults[f"no connection: {error.strerror}"] += 1
 
+    telling = asyncio.create_task(tell(totals))
     await asyncio.gather(*[one(number) for number in range(count)])
+    telling.cancel()
     return totals
+
+
+async def tell(totals: Totals) -> None:
+    while True:
+        await asyncio.sleep(_PROGRESS_S)
+        failed = totals.faults.total()
+        open_now = totals.opened - totals.ended - failed
+        print(json.dumps({"open": open_now, "ended": totals.ended, "failed": failed}), flush=True)
 
 
 def main() -> None:
@@ -99,7 +116,7 @@ def main() -> None:
     gaps = sorted(totals.gaps)
     found = {
         "ended": totals.ended,
-        "events": totals.events,
+        "tokens": totals.tokens,
         "between_p50_ms": gaps[len(gaps) // 2] if gaps else None,
         "between_p99_ms": gaps[len(gaps) * 99 // 100] if gaps else None,
         "between_longest_ms": gaps[-1] if gaps else None,
