@@ -1,6 +1,6 @@
 """Machines: from start to the first command, with `bwrap` beside them in the same run; then virtual machines.
 
-    python -m benchmarks.machines [--quick] [--starts 400] [--bwrap PATH] [--only qemu]
+    python -m benchmarks.machines [--quick] [--starts 400] [--bwrap PATH] [--only namespaces|qemu|held] [--held 200]
 
 - p50 and p99 are of the time from `create` to the end of the first command, `true`. One machine at a time; each is
   closed before the next one starts.
@@ -41,6 +41,7 @@ from benchmarks.output import at_least, at_most, finish
 from rollmill.environments.machines.images import BUILT_IN
 from rollmill.environments.machines.namespace.client import NamespaceHost
 
+PARTS = ("namespaces", "qemu", "held")
 AT_ONCE = 4
 ROUNDS = 4
 ROOT = ["--ro-bind", "/usr", "/usr", "--proc", "/proc", "--dev", "/dev", "--tmpfs", "/tmp", "--tmpfs", "/work"]
@@ -152,27 +153,35 @@ def main() -> None:
     parser.add_argument("--starts", type=int, default=400, help="of each kind")
     parser.add_argument("--bwrap", default=shutil.which("bwrap"), help="path of bwrap")
     parser.add_argument("--held", type=int, default=200, help="virtual machines that are held at once, paused")
-    parser.add_argument("--only", choices=["namespaces", "qemu"], help="measure this kind alone")
+    parser.add_argument("--only", choices=PARTS, help="measure this alone; held: paused virtual machines")
     arguments = parser.parse_args()
-    figures, bars = {}, {}
-    if arguments.only != "qemu":
+    figures: dict[str, float] = {}
+    bars: dict[str, dict[str, Any]] = {}
+    if arguments.only in (None, "namespaces"):
         figures, bars = namespace_figures(80 if arguments.quick else arguments.starts, arguments.bwrap)
     if arguments.only != "namespaces":
-        if why := machines_qemu.missing():
-            print(f"no virtual machines: {why}")
-        else:
-            quick = {"boots": 1, "restores": 6, "held": 8}
-            counts = quick if arguments.quick else {"boots": 3, "restores": 20, "held": arguments.held}
-            measured = asyncio.run(machines_qemu.measure(**counts))
-            show_figures("virtual machines", measured)
-            figures |= measured
-            bars |= machines_qemu.bars(measured)
+        measured = virtual_figures(arguments.only == "held", arguments.quick, arguments.held)
+        figures |= measured
+        bars |= machines_qemu.bars(measured) if measured else {}
     for kind, cycles in soak_cycles(arguments.only, arguments.quick).items():
         soaked = asyncio.run(machines_soak.soak(kind, cycles))
         show_figures(f"soak, {kind}: {dict(soaked.outcomes.most_common())}", soaked.figures(kind))
         figures |= soaked.figures(kind)
         bars |= soaked.bars(kind)
     finish("machines", figures, bars)
+
+
+def virtual_figures(only_held: bool, quick: bool, held: int) -> dict[str, float]:
+    if why := machines_qemu.missing():
+        print(f"no virtual machines: {why}")
+        return {}
+    if only_held:
+        measured = asyncio.run(machines_qemu.measure_held(held))
+    else:
+        few = {"boots": 1, "restores": 6, "held": 8}
+        measured = asyncio.run(machines_qemu.measure(**few if quick else {"boots": 3, "restores": 20, "held": held}))
+    show_figures("virtual machines", measured)
+    return measured
 
 
 def soak_cycles(only: str | None, quick: bool) -> dict[str, int]:

@@ -45,7 +45,7 @@ class Soaked:
     outcomes: Counter[str] = field(default_factory=Counter)
     wrong: list[str] = field(default_factory=list)  # results that are not right, failures that are not typed, hangs
     orphans: int = 0  # processes
-    leaks: int = 0  # open files, tasks, control groups
+    left: list[str] = field(default_factory=list)  # open files, tasks, control groups
 
     def figures(self, name: str) -> dict[str, float]:
         injected = sum(count for outcome, count in self.outcomes.items() if outcome != "well")
@@ -54,7 +54,7 @@ class Soaked:
             f"soak_{name}_faults": injected,
             f"soak_{name}_untyped": len(self.wrong),
             f"soak_{name}_orphans": self.orphans,
-            f"soak_{name}_leaks": self.leaks,
+            f"soak_{name}_leaks": len(self.left),
             f"soak_{name}_s": self.seconds,
         }
 
@@ -66,7 +66,7 @@ class Soaked:
 async def soak(kind: str, cycles: int, seed: int = 1) -> Soaked:
     ctypes.CDLL(None).prctl(_PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)  # what loses its parent becomes ours, and is found
     await asyncio.to_thread(int)  # its threads are there for the whole time
-    files, tasks, result = _open_files(), len(asyncio.all_tasks()), Soaked()
+    files, tasks, result = _open_files(), asyncio.all_tasks(), Soaked()
     host: MachineHost = NamespaceHost() if kind == "namespace" else QemuHost()
     pool = Pool(host, PoolConfig(most=WORKERS + 3, patience_s=30.0, ahead=2, pause_after_s=0.2))
     await (await pool.create(BUILT_IN)).close()  # boots the template
@@ -158,20 +158,20 @@ async def _break(fault: str, draw: random.Random, host: MachineHost, made: list[
                 os.kill(draw.choice(victims), signal.SIGKILL)
 
 
-async def _count_what_is_left(result: Soaked, files: set[str], tasks: int, known: set[int]) -> None:
+async def _count_what_is_left(
+    result: Soaked, files: Counter[str], tasks: set[asyncio.Task[Any]], known: set[int]
+) -> None:
     """Whatever ended a moment ago has a moment to go."""
     for _ in range(100):
         gc.collect()
         _reap()
         result.orphans = len(_children(os.getpid()))
-        opened = {link for link in _open_files() - files if not link.startswith("anon_inode:[event")}
         groups = await asyncio.to_thread(_groups, known)
-        left = [*opened, *(["a task"] * (len(asyncio.all_tasks()) - tasks)), *groups]
-        result.leaks = len(left)
-        if not result.orphans and not result.leaks:
+        others = [f"task {task!r}" for task in asyncio.all_tasks() - tasks]
+        result.left = [*(_open_files() - files).elements(), *others, *groups]
+        if not result.orphans and not result.left:
             return
         await asyncio.sleep(0.1)
-    print("left:", left, [task.get_coro() for task in asyncio.all_tasks()])
 
 
 def _reap() -> None:
@@ -191,12 +191,13 @@ def _children(pid: int) -> list[int]:
         return []
 
 
-def _open_files() -> set[str]:
-    """What the open files of this process are: sockets and pipes have names that do not come again."""
-    found = set()
+def _open_files() -> Counter[str]:
+    """What the open files of this process are. Memory files have the same name again, so they are counted."""
+    found: Counter[str] = Counter()
     for name in os.listdir("/proc/self/fd"):
         with contextlib.suppress(OSError):
-            found.add(os.readlink(f"/proc/self/fd/{name}"))
+            link = os.readlink(f"/proc/self/fd/{name}")
+            found[link] += not link.startswith(("anon_inode:[event", "/proc/"))
     return found
 
 
@@ -220,7 +221,7 @@ def main() -> None:
     for kind, cycles in counts.items():
         if cycles:
             soaked = asyncio.run(soak(kind, cycles, arguments.seed))
-            print(kind, dict(soaked.outcomes.most_common()), soaked.wrong[:10])
+            print(kind, dict(soaked.outcomes.most_common()), soaked.wrong[:10], "left:", soaked.left)
             figures |= soaked.figures(kind)
             bars |= soaked.bars(kind)
     finish("machines_soak", figures, bars)

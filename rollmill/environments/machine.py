@@ -23,6 +23,31 @@ class ExecResult:
 
 
 @dataclass(frozen=True)
+class Order:
+    """What `exec` and `start` are asked to run. Kinds of machines make one of the options that they are given."""
+
+    argv: Sequence[str]
+    cwd: str = WORK
+    env: Mapping[str, str] | None = None
+    stdin: bytes = b""
+    timeout_s: float = 10.0  # of `exec`
+    max_output: int = 65536
+    pty: tuple[int, int] | None = None  # of `start`
+
+    def header(self, environment: Mapping[str, str] | None = None) -> dict[str, Any]:
+        """As JSON has it, without stdin. Variables of the machine's `environment` come first."""
+        terminal = {} if self.pty is None else {"TERM": "xterm-256color"}
+        return {
+            "argv": list(self.argv),
+            "cwd": self.cwd,
+            "env": {**terminal, **(environment or {}), **(self.env or {})},
+            "timeout_s": self.timeout_s,
+            "max_output": self.max_output,
+            "pty": self.pty,
+        }
+
+
+@dataclass(frozen=True)
 class ProcessState:
     exit_code: int | None  # None: it is running
     output: bytes  # so far, as in ExecResult
@@ -34,6 +59,15 @@ class Process(Protocol):
     """A process that `Machine.start` started. It runs while commands come and go, and ends with its machine."""
 
     async def state(self) -> ProcessState: ...
+
+    async def write(self, data: bytes) -> None:
+        """Type into its terminal. Returns once all is typed: a program that reads nothing takes a few KiB. OSError: it
+        has no terminal, or has ended."""
+        ...
+
+    async def resize(self, rows: int, columns: int) -> None:
+        """Change the size of its terminal. OSError as with `write`."""
+        ...
 
     async def stop(self) -> ProcessState:
         """End the process and everything it started. Returns its last state; safe to repeat."""
@@ -90,9 +124,11 @@ class Machine(Protocol):
         env: Mapping[str, str] | None = None,
         stdin: bytes = b"",
         max_output: int = 65536,
+        pty: tuple[int, int] | None = None,
     ) -> Process:
         """Start a process that keeps running between commands, a server for example. Errors as with `exec`.
 
+        With `pty`, rows and columns, it has a terminal: `stdin` is what is typed first, and `Process.write` types more.
         The limits of the machine hold for all its processes together. EAGAIN: too many were started.
         """
         ...

@@ -6,6 +6,7 @@ import asyncio
 import math
 import os
 import signal
+import socket
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -18,7 +19,7 @@ from aiohttp.test_utils import TestServer, unused_port
 from rollmill import telemetry
 from rollmill.environments.episode import Episode
 from rollmill.environments.harness import HarnessResult
-from rollmill.environments.machines.namespace.client import NamespaceHost
+from rollmill.environments.machines.namespace.client import NamespaceHost, NamespaceMachine
 from rollmill.errors import GatewayError, RewardUnavailable, StorageError
 from rollmill.rollouts import rollout
 from rollmill.rollouts.client import GatewayClient
@@ -137,24 +138,40 @@ async def test_a_command_that_takes_too_long_is_graded_on_what_it_left(world: Wo
     assert outcome.result.stop in ("time", "max_turns")
 
 
-async def test_a_machine_that_its_commands_ruined_is_graded_as_nothing_handed_in(world: World) -> None:
-    """Its first process is killed from outside, after a command: the supervisor is healthy, so it was the agent."""
-    host = NamespaceHost()
+@pytest.mark.parametrize("killed", [False, True])
+async def test_a_machine_that_is_lost_is_the_agents_doing_unless_someone_outside_killed_it(
+    world: World, killed: bool
+) -> None:
+    """Its first process ends after a command. If nobody killed it, nothing was handed in, and that is graded."""
+    host = RecordingHost()
 
-    async def ruin(session: str, turn: int) -> None:
+    async def lose(session: str, turn: int) -> None:
         if turn == 3:  # edited and tested
+            if not killed:
+                return host.made[0]._connection.shutdown(socket.SHUT_RDWR)
             assert host._process is not None
-            children = Path(f"/proc/{host._process.pid}/task/{host._process.pid}/children").read_text().split()
-            for pid in children:
+            for pid in Path(f"/proc/{host._process.pid}/task/{host._process.pid}/children").read_text().split():
                 os.kill(int(pid), signal.SIGKILL)
 
-    world.engine.on_turn = ruin
+    world.engine.on_turn = lose
     try:
         outcome = await world.play(context=replace(world.context, machines=host))
     finally:
         await host.close()
+    if killed:
+        return world.check_failed(outcome, "someone killed its first process")
     assert outcome.reward is not None and outcome.reward.value == 0.0
     assert outcome.reward.evidence["missing"] == "main.py" and world.row().state == TrajectoryState.graded
+
+
+class RecordingHost(NamespaceHost):
+    def __init__(self) -> None:
+        super().__init__()
+        self.made: list[NamespaceMachine] = []
+
+    async def create(self, *arguments: Any, **options: Any) -> NamespaceMachine:
+        self.made.append(await super().create(*arguments, **options))
+        return self.made[-1]
 
 
 async def test_a_tool_call_that_is_not_json_is_answered_and_the_episode_goes_on(world: World) -> None:

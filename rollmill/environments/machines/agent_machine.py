@@ -21,12 +21,13 @@ from typing import Any, NamedTuple
 from pydantic import Field
 
 from rollmill.config import Config
-from rollmill.environments.machine import WORK, ExecResult, ProcessState
+from rollmill.environments.machine import WORK, ExecResult, Order, ProcessState
 from rollmill.environments.machines.namespace import wire
 from rollmill.errors import MachineError
 
 GRACE_S = 20.0  # a machine that does not answer for this long beyond its own time limit is given up
 _NOTE = 64  # bytes of the line that replaces the middle of a long output
+_TYPED, _FULL_S = 4096, 0.02  # bytes typed at once; pause while a terminal takes none
 _MOST_STALE = 16  # answers to earlier requests that are dropped before a machine is given up
 _STOPPED = (None, "time", "memory", "processes")
 
@@ -97,19 +98,10 @@ class AgentMachine(ABC):
     async def _end(self, begun: bool) -> Ended:
         """End the machine. Says whether the infrastructure failed; `begun`: a command had begun."""
 
-    async def exec(
-        self,
-        argv: Sequence[str],
-        *,
-        cwd: str = WORK,
-        env: Mapping[str, str] | None = None,
-        stdin: bytes = b"",
-        timeout_s: float = 10.0,
-        max_output: int = 65536,
-    ) -> ExecResult:
-        header = _order("exec", argv, cwd, {**self.environment, **(env or {})}, timeout_s, max_output)
-        began = time.monotonic()
-        answer = await self._request(header, stdin, timeout_s=timeout_s, max_body=max_output + _NOTE)
+    async def exec(self, argv: Sequence[str], **options: Any) -> ExecResult:
+        order = Order(argv, **options)
+        header, began = self._header("exec", order), time.monotonic()
+        answer = await self._request(header, order.stdin, timeout_s=order.timeout_s, max_body=order.max_output + _NOTE)
         if answer is None:
             return ExecResult(exit_code=-signal.SIGKILL, output=b"", stopped="machine")
         reply, output = answer
@@ -121,18 +113,15 @@ class AgentMachine(ABC):
             seconds=min(reply["seconds"], time.monotonic() - began),
         )
 
-    async def start(
-        self,
-        argv: Sequence[str],
-        *,
-        cwd: str = WORK,
-        env: Mapping[str, str] | None = None,
-        stdin: bytes = b"",
-        max_output: int = 65536,
-    ) -> AgentProcess:
-        order = _order("start", argv, cwd, {**self.environment, **(env or {})}, 0.0, max_output)
-        answer = await self._request(order, stdin)
-        return AgentProcess(self, None if answer is None else answer[0]["process"], max_output)
+    async def start(self, argv: Sequence[str], **options: Any) -> AgentProcess:
+        order = Order(argv, **options)
+        answer = await self._request(self._header("start", order), order.stdin)
+        return AgentProcess(self, None if answer is None else answer[0]["process"], order.max_output)
+
+    def _header(self, operation: str, order: Order) -> dict[str, Any]:
+        if not order.argv or isinstance(order.argv, str) or not 0 <= order.max_output <= wire.MAX_BODY - _NOTE:
+            raise OSError(errno.EINVAL, os.strerror(errno.EINVAL))
+        return {"op": operation, **order.header(self.environment)}
 
     async def read(self, path: str, *, max_bytes: int = 1 << 20) -> bytes:
         limit = min(max_bytes, wire.MAX_BODY)
@@ -171,7 +160,8 @@ class AgentMachine(ABC):
             try:
                 answer = await asyncio.shield(self._pending)
             except asyncio.CancelledError:
-                self._interrupting = asyncio.create_task(self._interrupt())
+                if not self._pending.done():  # else nobody would end this task
+                    self._interrupting = asyncio.create_task(self._interrupt())
                 raise
             if answer is None:
                 await self._lose("it does not answer", self._begun)
@@ -264,6 +254,24 @@ class AgentProcess:
         self._last = await self._ask("stop")
         return self._last
 
+    async def write(self, data: bytes) -> None:
+        while data:
+            reply = await self._tell({"op": "input"}, data[:_TYPED])
+            data = data[reply["count"] :]
+            if not reply["count"]:
+                await asyncio.sleep(_FULL_S)
+
+    async def resize(self, rows: int, columns: int) -> None:
+        await self._tell({"op": "resize", "rows": rows, "columns": columns})
+
+    async def _tell(self, header: dict[str, Any], body: bytes = b"") -> dict[str, Any]:
+        answer = None
+        if self._identifier is not None and self._last is None:
+            answer = await self._machine._request({**header, "process": self._identifier}, body, max_body=0)
+        if answer is None:
+            raise OSError(errno.ESRCH, "the process has ended")
+        return answer[0]
+
     async def _ask(self, operation: str) -> ProcessState:
         if self._last is not None:
             return self._last
@@ -291,6 +299,8 @@ def _checked(operation: str, reply: dict[str, Any]) -> dict[str, Any]:
         valid &= operation != "exec" or "seconds" in reply
     elif operation in ("start", "listen"):
         valid = _is_count(reply.get("process" if operation == "start" else "port"), 1 << 32)
+    elif operation == "input":
+        valid = reply.get("count") == 0 or _is_count(reply.get("count"), _TYPED)
     else:
         valid = True
     if not valid:
@@ -300,15 +310,6 @@ def _checked(operation: str, reply: dict[str, Any]) -> dict[str, Any]:
 
 def _is_count(value: object, most: int) -> bool:
     return isinstance(value, int) and not isinstance(value, bool) and 0 < value <= most
-
-
-def _order(
-    operation: str, argv: Sequence[str], cwd: str, env: Mapping[str, str] | None, timeout_s: float, max_output: int
-) -> dict[str, Any]:
-    if not argv or isinstance(argv, str) or not 0 <= max_output <= wire.MAX_BODY - _NOTE:
-        raise OSError(errno.EINVAL, os.strerror(errno.EINVAL))
-    order = {"op": operation, "argv": list(argv), "cwd": cwd, "env": dict(env or {})}
-    return {**order, "timeout_s": timeout_s, "max_output": max_output}
 
 
 async def _readable(connection: socket.socket) -> None:

@@ -6,14 +6,17 @@ import asyncio
 import contextlib
 import os
 import signal
+import socket
 import sys
 import uuid
 from pathlib import Path
 
 import pytest
 
+from rollmill.environments.machine import ExecResult
 from rollmill.environments.machines.images import BUILT_IN
 from rollmill.environments.machines.namespace.client import NamespaceHost, NamespaceMachine
+from rollmill.errors import MachineError
 from tests.environments.conftest import run_python
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
@@ -156,19 +159,46 @@ async def test_a_command_cannot_end_or_trace_the_first_process(machine: Namespac
     await assert_works(machine)
 
 
-async def test_a_machine_destroyed_by_its_command_is_a_result_and_its_files_are_gone(host: NamespaceHost) -> None:
-    """Only the kernel can kill pid 1, when memory runs out. Here we kill it from outside, while a command runs."""
-    machine = await host.create(BUILT_IN, {"main.py": b"x"})
+async def _run_and_find_pid_1(machine: NamespaceMachine) -> tuple[asyncio.Task[ExecResult], int]:
     marker = uuid.uuid4().hex
     running = asyncio.create_task(machine.exec(["sh", "-c", f"sleep 1000; : {marker}"], timeout_s=1000))
     await wait_for_processes(marker, 1)
     [command] = processes_with(marker)
-    os.kill(parent_of(command), signal.SIGKILL)
+    return running, parent_of(command)
+
+
+async def test_a_machine_destroyed_by_its_command_is_a_result_and_its_files_are_gone(any_host: NamespaceHost) -> None:
+    """Pid 1 ends by itself, as if a command had found a way."""
+    machine = await any_host.create(BUILT_IN, {"main.py": b"x"})
+    running, _ = await _run_and_find_pid_1(machine)
+    machine._connection.shutdown(socket.SHUT_WR)
     assert ((await running).stopped, (await running).exit_code) == ("machine", -9)
     assert (await machine.exec(["true"])).stopped == "machine"
     with pytest.raises(FileNotFoundError):
         await machine.read("main.py")
     await machine.close()
+
+
+async def test_a_machine_that_someone_outside_kills_is_an_infrastructure_failure(any_host: NamespaceHost) -> None:
+    """No command can kill pid 1. Whoever asks, and however often, is told the same."""
+    machine = await any_host.create(BUILT_IN, {"main.py": b"x"})
+    assert (await machine.exec(["sh", "-c", "kill -9 1; kill -9 -1"])).stopped != "machine"
+    running, pid = await _run_and_find_pid_1(machine)
+    os.kill(pid, signal.SIGKILL)
+    for request in (running, machine.exec(["true"]), machine.read("main.py")):
+        with pytest.raises(MachineError, match="someone killed its first process"):
+            await request
+    await machine.close()
+    idle = await any_host.create(BUILT_IN)
+    running, pid = await _run_and_find_pid_1(idle)
+    running.cancel()
+    assert (await idle.exec(["true"])).exit_code == 0
+    os.kill(pid, signal.SIGKILL)
+    while os.path.exists(f"/proc/{pid}"):  # noqa: ASYNC110  the machine host learns of it before anyone asks
+        await asyncio.sleep(0.01)
+    with pytest.raises(MachineError, match="someone killed its first process"):
+        await idle.exec(["true"])
+    await idle.close()
 
 
 async def test_closing_a_machine_ends_everything_in_it(host: NamespaceHost) -> None:

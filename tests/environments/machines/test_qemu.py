@@ -133,6 +133,19 @@ async def test_a_cancelled_fork_leaves_no_machine(qemu_host: QemuHost, machine: 
     assert qemu_host._running == before and set(os.listdir("/proc/self/fd")) <= files
 
 
+async def test_a_cancelled_snapshot_leaves_no_file_and_the_guest_running(machine: QemuMachine) -> None:
+    files = sorted(os.listdir("/proc/self/fd"))
+    for wait_s in (0.0, 0.001, 0.003, 0.01, 0.02, 0.03, 0.05):
+        saving = asyncio.create_task(machine.snapshot())
+        await asyncio.sleep(wait_s)
+        saving.cancel()
+        await asyncio.wait([saving])
+        if not saving.cancelled():  # it was faster
+            saving.result().state.close()
+        assert sorted(os.listdir("/proc/self/fd")) == files
+    assert (await machine.exec(["true"], timeout_s=LONG_S)).exit_code == 0
+
+
 async def test_a_snapshot_outlives_its_machine(qemu_host: QemuHost) -> None:  # noqa: F811
     original = await qemu_host.create(BUILT_IN, {"main.py": b"x = 1\n"})
     snapshot = await original.snapshot()

@@ -7,7 +7,9 @@ become that user and to end commands.
 
     request                                    reply
     {"op": "exec", "argv", "cwd", "env", …}    {"exit_code", "truncated", "stopped", "seconds"} + output
-    {"op": "start", "argv", "cwd", "env", …}   {"process"}
+    {"op": "start", "argv", "cwd", "env", …}   {"process"}; "pty": [rows, columns] gives it a terminal
+    {"op": "input", "process"} + bytes         {"count"}: how many of them its terminal took
+    {"op": "resize", "process", "rows", …}     {}
     {"op": "state" or "stop", "process"}       {"exit_code", "truncated", "stopped"} + output; exit_code null: it runs
     {"op": "read", "path", "max_bytes"}        {} + contents
     {"op": "write", "files": [[path, size]…]}  {}
@@ -30,16 +32,19 @@ import resource
 import select
 import signal
 import socket
+from collections.abc import Iterator
+from functools import partial
 from typing import Any, NamedTuple, NoReturn
 
-from rollmill.environments.machines.namespace import command, computer, files, kernel, layout, seccomp, wire
+from rollmill.environments.machines.namespace import command, computer, files, kernel, layout, seccomp, terminal, wire
 from rollmill.environments.machines.namespace.memory import Watchdog
-from rollmill.environments.machines.namespace.process import Processes
+from rollmill.environments.machines.namespace.process import MOST, Process, Processes
 
 _WATCH_INTERVAL_S, _SELDOM_S = 0.05, 1.0
 _IDLE_S = 0.1  # a request that comes sooner than this would have to wait while a process is made ahead
 _BACKLOG = 16  # connections that wait to be accepted
 _CONNECTION = 3  # the open file of the socket to the client
+_TERMINALS = f"newinstance,ptmxmode=0666,mode=620,max={MOST}"
 _BUFFERS = b"4096 65536 131072"  # of a TCP connection: least, default and most bytes
 _HOME_FILES = tuple((f"{layout.HOME}/{name}", text.encode()) for name, text in computer.HOME_FILES.items())
 _CAPABILITIES = kernel.capability_sets(kernel.CAP_KILL, kernel.CAP_SETGID, kernel.CAP_SETUID)
@@ -96,6 +101,7 @@ class Plan(NamedTuple):
             ("tmpfs", layout.TEMPORARY, "tmpfs", flags, f"{options},mode=1777"),
             ("tmpfs", layout.HOME, "tmpfs", flags, f"{options},mode=755"),
             ("proc", "/proc", "proc", flags | kernel.MS_NOEXEC, ""),
+            ("devpts", "/dev/pts", "devpts", kernel.MS_NOSUID | kernel.MS_NOEXEC, _TERMINALS),
         )
         watchdog = Watchdog(
             limits.processes,
@@ -184,15 +190,17 @@ def _protect() -> None:
     kernel.prctl(kernel.PR_SET_DUMPABLE, 0)
 
 
-def _handle_files_as_user(own_user: bool, header: dict[str, Any], body: bytes) -> tuple[dict[str, Any], bytes]:
-    """Handle files as the user of the commands. A process that runs meanwhile cannot reach pid 1: its real user stays
+@contextlib.contextmanager
+def _as_user(own_user: bool) -> Iterator[None]:
+    """Be the user of the commands for a while. A process that runs meanwhile cannot reach pid 1: its real user stays
     another, signals to pid 1 have no effect, and the filter refuses the rest."""
     if not own_user:
-        return _handle_files(header, body)
+        yield
+        return
     os.setegid(layout.USER_ID)
     os.seteuid(layout.USER_ID)
     try:
-        return _handle_files(header, body)
+        yield
     finally:
         os.seteuid(0)
         os.setegid(0)
@@ -219,18 +227,21 @@ def _serve(connection: int, plan: Plan, watchdog: Watchdog) -> None:
             if header["op"] == "exec":
                 order = _order(header, body)
                 made, ready = ready, None
-                reply, data = command.run(order, confinement, connection, watchdog, processes.end_command, made)
+                end, meanwhile = processes.end_command, processes.take_output
+                reply, data = command.run(order, confinement, connection, watchdog, end, meanwhile, made)
             elif header["op"] == "start":
-                reply, data = {"process": processes.start(_order(header, body), confinement)}, b""
-            elif header["op"] == "state":
-                reply, data = processes.get(header["process"]).state()
+                number = processes.start(_order(header, body), confinement, partial(_open_terminal, plan.own_user))
+                reply, data = {"process": number}, b""
+            elif header["op"] in ("state", "input", "resize"):
+                reply, data = _ask_process(processes.get(header["process"]), header, body)
             elif header["op"] == "prepare":
                 ready = ready or (command.Ready.make(confinement) if plan.ahead else None)
                 reply, data = {}, b""
             elif header["op"] == "stop":
                 reply, data = processes.stop(header["process"])
             else:
-                reply, data = _handle_files_as_user(plan.own_user, header, body)
+                with _as_user(plan.own_user):
+                    reply, data = _handle_files(header, body)
         except OSError as error:
             reply, data = {"errno": error.errno or errno.EIO, "path": error.filename}, b""
             # this failed before the command began; what a command causes is in its result
@@ -244,15 +255,31 @@ def _serve(connection: int, plan: Plan, watchdog: Watchdog) -> None:
 
 
 def _order(header: dict[str, Any], body: bytes) -> command.Order:
-    return command.Order(stdin=body, **{key: header[key] for key in command.Order._fields if key != "stdin"})
+    return command.Order(stdin=body, **{key: header[key] for key in command.Order._fields if key in header})
+
+
+def _open_terminal(own_user: bool, rows: int, columns: int) -> tuple[int, int]:
+    with _as_user(own_user):  # it belongs to the user of the commands
+        return terminal.open_pair(rows, columns)
+
+
+def _ask_process(process: Process, header: dict[str, Any], body: bytes) -> tuple[dict[str, Any], bytes]:
+    if header["op"] == "input":
+        process.take_output()
+        return {"count": terminal.write(process.its_terminal(), body)}, b""
+    if header["op"] == "resize":
+        terminal.resize(process.its_terminal(), header["rows"], header["columns"])
+        return {}, b""
+    return process.state()
 
 
 def _next_request(connection: int, processes: Processes, watchdog: Watchdog) -> tuple[dict[str, Any], bytes] | None:
     """Wait for a request. Processes that run meanwhile are held to the limits of the machine."""
     arrived = False
     while processes.running() and not arrived:
-        arrived = bool(select.select([connection], [], [], watchdog.interval_s)[0])
+        arrived = connection in select.select([connection, *processes.terminals()], [], [], watchdog.interval_s)[0]
         processes.reap()
+        processes.take_output()
         if limit := watchdog.exceeded():
             processes.stop_all(limit)
     return wire.receive(connection)

@@ -13,6 +13,7 @@ from typing import NamedTuple
 _ROOT = "/sys/fs/cgroup"
 _UNIFIED = ""  # the controller name of version 2, as /proc/self/cgroup has it
 _LIMIT_FILES = {"memory": ("memory.limit_in_bytes", "memory.max"), "pids": ("pids.max", "pids.max")}  # version 1, 2
+_EVENT_FILES = ("memory.oom_control", "memory.events")  # version 1, 2
 
 
 class Slot(NamedTuple):
@@ -20,6 +21,14 @@ class Slot(NamedTuple):
 
     directory: int | None
     members: list[int]  # open cgroup.procs files
+    events: int | None = None  # an open file of the kernel, with the count of processes that it killed for memory
+
+    def memory_kills(self) -> int:
+        """How often the kernel has killed a process of this slot because its memory was used up."""
+        if self.events is None:
+            return 0
+        words = os.pread(self.events, 4096, 0).split()
+        return int(words[words.index(b"oom_kill") + 1]) if b"oom_kill" in words else 0
 
     def add(self, pid: int) -> None:
         for file in self.members:
@@ -38,14 +47,18 @@ class Groups(NamedTuple):
         return sorted(_LIMIT_FILES) if _UNIFIED in self.parents else sorted(self.parents)
 
     def make_slot(self, number: int) -> Slot:
-        slot = Slot(self._make_unified(number), [])
+        unified = self._make_unified(number)
+        events = None if unified is None else os.open(_EVENT_FILES[1], os.O_RDONLY, dir_fd=unified)
+        members = []
         for controller, parent in self.parents.items():
             if controller != _UNIFIED:
                 directory = _make_directory(parent, f"m{number}")
                 _write_at(directory, _LIMIT_FILES[controller][0], str(self.limits[controller]))
-                slot.members.append(os.open("cgroup.procs", os.O_WRONLY, dir_fd=directory))
+                members.append(os.open("cgroup.procs", os.O_WRONLY, dir_fd=directory))
+                if controller == "memory":
+                    events = os.open(_EVENT_FILES[0], os.O_RDONLY, dir_fd=directory)
                 os.close(directory)
-        return slot
+        return Slot(unified, members, events)
 
     def _make_unified(self, number: int) -> int | None:
         if _UNIFIED not in self.parents:

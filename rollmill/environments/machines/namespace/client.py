@@ -55,7 +55,7 @@ class NamespaceHost:
         self._starting = asyncio.Lock()
         self._next = 0
         self._creating: dict[int, asyncio.Future[socket.socket]] = {}
-        self._ending: dict[int, asyncio.Future[None]] = {}
+        self._ending: dict[int, asyncio.Future[bool]] = {}
 
     async def create(
         self, image: str, files: Mapping[str, bytes] | None = None, *, snapshot: Snapshot | None = None
@@ -84,19 +84,19 @@ class NamespaceHost:
             raise
         return machine
 
-    async def end(self, identifier: int) -> bool:
-        """End a machine. Returns False if the machine host does not confirm it, and so is not healthy itself."""
+    async def end(self, identifier: int) -> bool | None:
+        """End a machine. Returns whether someone else had killed it; None if the machine host does not say so, and so
+        is not healthy itself."""
         ended = self._ending.get(identifier)
         try:
             async with asyncio.timeout(agent_machine.GRACE_S):
                 if ended is None:
                     ended = self._ending[identifier] = asyncio.get_running_loop().create_future()
                     await self._tell("close", identifier)
-                await asyncio.shield(ended)  # several may wait for the same end
-            return True
+                return await asyncio.shield(ended)  # several may wait for the same end
         except (MachineError, TimeoutError):
             self._ending.pop(identifier, None)
-            return False
+            return None
 
     async def close(self) -> None:
         """End all machines and the machine host."""
@@ -171,7 +171,7 @@ class NamespaceHost:
         if "closed" in reply:
             ended = self._ending.pop(reply["closed"], None)
             if ended is not None:
-                ended.set_result(None)
+                ended.set_result(reply["killed"])
             return
         connection = socket.socket(fileno=handed_over[0]) if handed_over else None
         created = self._creating.get(reply["id"])

@@ -13,7 +13,7 @@ import time
 from collections.abc import Callable
 from typing import Any, Literal, NamedTuple, NoReturn
 
-from rollmill.environments.machines.namespace import kernel, layout, seccomp, warm_python, wire
+from rollmill.environments.machines.namespace import kernel, layout, seccomp, terminal, warm_python, wire
 from rollmill.environments.machines.namespace.memory import Watchdog
 
 NO_CAPABILITIES = kernel.capability_sets()
@@ -26,6 +26,7 @@ class Order(NamedTuple):
     stdin: bytes
     timeout_s: float
     max_output: int
+    pty: list[int] | None = None  # rows and columns of its terminal; None: it has none
 
 
 class Confinement(NamedTuple):
@@ -41,17 +42,18 @@ def run(
     connection: int,
     watchdog: Watchdog,
     end: Callable[[int, str | None], int],
+    meanwhile: Callable[[], None],
     ready: Ready | None = None,
 ) -> tuple[dict[str, Any], bytes]:
     """Run a command until it ends or reaches a limit. Then `end` kills every process that it left running.
 
-    With `ready`, that process becomes the command.
+    `meanwhile` is called now and then. With `ready`, that process becomes the command.
     """
     started = time.monotonic()
     pid, reading = (ready.begin(order) if ready is not None else None) or _begin(order, confinement)
     try:
         output = _Output(order.max_output)
-        stopped = _watch(pid, reading, output, connection, started + order.timeout_s, watchdog)
+        stopped = _watch(pid, reading, output, connection, started + order.timeout_s, watchdog, meanwhile)
         status = end(pid, stopped)
         while output.take(reading):  # the rest of the pipe; all its writers are dead
             pass
@@ -147,10 +149,13 @@ def _begin(order: Order, confinement: Confinement) -> tuple[int, int]:
 
 
 def start(order: Order, confinement: Confinement, writing: int) -> int:
-    """Start a command whose output goes to the open file `writing`. Returns its process id."""
-    reading = os.memfd_create("stdin") if order.stdin else os.open("/dev/null", os.O_RDONLY)
+    """Start a command whose output goes to the open file `writing`: its terminal, if it has one. Returns its pid."""
+    if order.pty is not None:
+        reading = os.dup(writing)
+    else:
+        reading = os.memfd_create("stdin") if order.stdin else os.open("/dev/null", os.O_RDONLY)
     try:
-        if order.stdin:
+        if order.stdin and order.pty is None:
             _fill(reading, order.stdin)
         pid = os.fork()
         if pid == 0:
@@ -175,6 +180,8 @@ def _become(order: Order, confinement: Confinement, reading: int, writing: int) 
         os.dup2(writing, 2)
         kernel.close_from(3)
         os.setsid()
+        if order.pty is not None:
+            terminal.control(0)
         _confine(confinement)
         _go(order)
     except BaseException as error:
@@ -190,7 +197,7 @@ def _go(order: Order) -> NoReturn:
         os.chdir(order.cwd)
         if order.env:
             os.environ.update(order.env)
-        if warm_python.can_run(order.argv):
+        if order.pty is None and warm_python.can_run(order.argv):  # its streams know of no terminal
             warm_python.run(order.argv)
         _signal.signal(_signal.SIGPIPE, _signal.SIG_DFL)
         _execute(order.argv)
@@ -234,7 +241,13 @@ def _prefer_as_victim() -> None:
 
 
 def _watch(
-    pid: int, reading: int, output: _Output, connection: int, deadline: float, watchdog: Watchdog
+    pid: int,
+    reading: int,
+    output: _Output,
+    connection: int,
+    deadline: float,
+    watchdog: Watchdog,
+    meanwhile: Callable[[], None],
 ) -> Literal["time", "memory", "processes"] | None:
     """Wait until the command ends or reaches a limit. Returns the limit, or None if the command ended by itself."""
     pidfd = os.pidfd_open(pid)
@@ -248,6 +261,7 @@ def _watch(
             if now >= deadline:
                 return "time"
             if now >= next_count:
+                meanwhile()
                 if limit := watchdog.exceeded():
                     return limit
                 next_count = now + watchdog.interval_s

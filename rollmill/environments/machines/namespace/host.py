@@ -6,7 +6,10 @@ client is gone (end of file), all machines end. When pid 1 ends, the kernel kill
 A few machines are made ahead, while nobody waits for this process: then a caller does not wait for the set-up.
 
     client: {"op": "create", "id": 7}   host: {"id": 7} + the machine's socket, or {"id": 7, "error": "…"}
-    client: {"op": "close", "id": 7}    host: {"closed": 7} once no process of the machine is left
+    client: {"op": "close", "id": 7}    host: {"closed": 7, "killed": …} once no process of the machine is left
+
+`killed`: someone outside has killed the machine. Nothing inside can: the kernel shields pid 1 from its own tree, and
+where it kills for lack of memory, it says so.
 """
 
 from __future__ import annotations
@@ -37,6 +40,7 @@ _HIGHEST_USER = 0x70010000
 _AHEAD = 8  # machines that are made ahead. Moving a process into a version 1 group waits about 10 ms, in which no
 # process of the whole system can fork, but of several moves in a row only the first waits: so more are made only when
 # half of them are used up.
+_EXITING = 4  # a flag in /proc/PID/stat: the process is ending
 _PER_NAMESPACE_COUNTS = (5, 14)  # the first kernel that counts a user's processes per user namespace
 
 
@@ -52,6 +56,7 @@ class _Machine(NamedTuple):
     pidfd: int
     slot: _Slot
     client_end: socket.socket
+    memory_kills: int = 0  # of its slot, before it
 
 
 class Host:
@@ -71,6 +76,8 @@ class Host:
         self._selector = selectors.DefaultSelector()
         self._machines: dict[int, _Machine] = {}  # by the client's identifier
         self._identifiers: dict[int, int] = {}  # pid -> identifier
+        self._ending: set[int] = set()  # pids that we kill ourselves
+        self._killed: set[int] = set()  # identifiers of machines that someone else killed, until the client asks
         self._spare: list[_Machine] = []  # oldest first
         self._making_ahead = False
         self._free: list[_Slot] = []
@@ -105,9 +112,12 @@ class Host:
         if request["op"] == "create":
             self._create(request["id"])
         elif machine := self._machines.get(request["id"]):
+            if not _is_ending(machine.pid):
+                self._ending.add(machine.pid)
             _kill(machine.pidfd)
-        else:
-            self._send({"closed": request["id"]})  # it has already ended
+        else:  # it has already ended
+            self._send({"closed": request["id"], "killed": request["id"] in self._killed})
+            self._killed.discard(request["id"])
         return True
 
     def _create(self, identifier: int) -> None:
@@ -149,7 +159,7 @@ class Host:
                 raise
             if pid == 0:
                 agent.main(machine_end.fileno(), self._plan)  # never returns
-        machine = _Machine(pid, pidfd, slot, client_end)
+        machine = _Machine(pid, pidfd, slot, client_end, slot.group.memory_kills() if slot.group else 0)
         try:
             self._map_identity(pid, slot)
             if slot.group:
@@ -181,20 +191,27 @@ class Host:
     def _reap(self, machine: _Machine) -> None:
         self._selector.unregister(machine.pidfd)
         identifier = self._identifiers.pop(machine.pid, None)
-        self._discard(machine)
+        killed = self._discard(machine)
         if identifier is None:
             self._spare.remove(machine)
             return
         del self._machines[identifier]
+        if killed:
+            self._killed.add(identifier)
         with contextlib.suppress(OSError):  # if the client is gone, the next receive notices
-            self._send({"closed": identifier})
+            self._send({"closed": identifier, "killed": killed})
 
-    def _discard(self, machine: _Machine) -> None:
+    def _discard(self, machine: _Machine) -> bool:
+        """End a machine. Returns whether someone outside had killed it."""
         _kill(machine.pidfd)
-        os.waitpid(machine.pid, 0)
+        _, status = os.waitpid(machine.pid, 0)
         os.close(machine.pidfd)
         machine.client_end.close()
         self._free.append(machine.slot)
+        asked = machine.pid in self._ending
+        self._ending.discard(machine.pid)
+        kills = machine.slot.group.memory_kills() if machine.slot.group else 0
+        return not asked and kills == machine.memory_kills and os.waitstatus_to_exitcode(status) == -signal.SIGKILL
 
     def _shut_down(self) -> None:
         for machine in [*self._machines.values(), *self._spare]:
@@ -245,6 +262,14 @@ def _usable(groups: cgroups.Groups | None) -> cgroups.Groups | None:
 def _kill(pidfd: int) -> None:
     with contextlib.suppress(ProcessLookupError):
         signal.pidfd_send_signal(pidfd, signal.SIGKILL)
+
+
+def _is_ending(pid: int) -> bool:
+    try:
+        with open(f"/proc/{pid}/stat", "rb") as file:
+            return bool(int(file.read().rpartition(b")")[2].split()[6]) & _EXITING)
+    except OSError:
+        return True
 
 
 def _prepare_process() -> None:

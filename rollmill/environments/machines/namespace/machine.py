@@ -32,6 +32,7 @@ class NamespaceMachine(AgentMachine):
         self._id = identifier
         self._image = image.name
         self._egress: Egress | None = None
+        self._killed = False  # by someone outside
 
     async def snapshot(self) -> Snapshot:
         """The work directory, in the memory of this process: it is small (`disk_mb`)."""
@@ -80,8 +81,12 @@ class NamespaceMachine(AgentMachine):
                 unclaimed.close()
 
     async def _end(self, begun: bool) -> Ended:
-        if not await self._host.end(self._id):
+        killed = await self._host.end(self._id)
+        if killed is None:
             return Ended(True, "; the machine host does not answer either")
+        self._killed |= killed  # the machine host says it once
+        if self._killed:
+            return Ended(True, "; someone killed its first process", "is the host out of memory?")
         return Ended(False, "", "is the host overloaded?" if begun else launch.hint())
 
 

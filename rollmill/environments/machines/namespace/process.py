@@ -5,7 +5,7 @@ it, and a process cannot raise it. So pid 1 can end the descendants of one proce
 those that left their session or lost their parent. A process that lowers its own mark only loses its protection.
 
 Output goes to a file without a name, in the machine's temporary directory. It counts as its disk, and nobody has to
-read it while the process runs.
+read it while the process runs. What a process writes to its terminal, pid 1 moves there.
 """
 
 from __future__ import annotations
@@ -19,25 +19,50 @@ import time
 from collections.abc import Callable
 from typing import Any
 
-from rollmill.environments.machines.namespace import command, layout
+from rollmill.environments.machines.namespace import command, layout, terminal
 
 MOST = 32  # processes of one machine that run or whose output is still kept
 _MARK = resource.RLIMIT_MSGQUEUE
 _MARK_LINE = b"Max msgqueue size"
 _LOWEST = 1000
+_CHUNKS = 16  # of a terminal's output that are moved at once, so that a flood holds nothing up
 _PASSES = 4  # a tree that still has new processes after this many starts them faster than they are killed
 
 
 class Process:
-    def __init__(self, pid: int, mark: int, output: int, max_output: int) -> None:
+    def __init__(self, pid: int, mark: int, output: int, max_output: int, pty: int | None) -> None:
         self.pid = pid
         self.mark = mark
         self.output = output  # an open file
+        self.pty = pty  # our end of its terminal, while it has one
         self.max_output = max_output
         self.exit_code: int | None = None
         self.stopped: str | None = None  # the limit that ended it
 
+    def take_output(self) -> None:
+        """Move what it wrote to its terminal into its output. What does not fit on the disk is lost."""
+        for _ in range(_CHUNKS):
+            data = None if self.pty is None else terminal.read(self.pty)
+            if data is None:
+                return
+            if not data:
+                return self.close_terminal()
+            with contextlib.suppress(OSError):
+                os.write(self.output, data)
+
+    def close_terminal(self) -> None:
+        if self.pty is not None:
+            os.close(self.pty)
+            self.pty = None
+
+    def its_terminal(self) -> int:
+        """OSError if it has none, or has closed it."""
+        if self.pty is None:
+            raise OSError(errno.ENOTTY, os.strerror(errno.ENOTTY))
+        return self.pty
+
     def state(self) -> tuple[dict[str, Any], bytes]:
+        self.take_output()
         size = os.fstat(self.output).st_size
         half = self.max_output // 2
         data = os.pread(self.output, size if size <= self.max_output else half, 0)
@@ -59,19 +84,38 @@ class Processes:
         """Whether one may be running: only what was reaped is known to have ended."""
         return any(process.exit_code is None for process in self._by_id.values())
 
-    def start(self, order: command.Order, confinement: command.Confinement) -> int:
+    def start(
+        self,
+        order: command.Order,
+        confinement: command.Confinement,
+        open_terminal: Callable[[int, int], tuple[int, int]],
+    ) -> int:
         self._started += 1
         mark, highest = _LOWEST + self._started, resource.getrlimit(_MARK)[1]
         if len(self._by_id) >= MOST or (highest != resource.RLIM_INFINITY and mark >= highest):
             raise OSError(errno.EAGAIN, os.strerror(errno.EAGAIN))
         output = os.open(layout.TEMPORARY, os.O_TMPFILE | os.O_RDWR | os.O_APPEND | os.O_CLOEXEC, 0o600)
+        ours, its = None, output
         try:
-            pid = command.start(order, confinement._replace(rlimits={**confinement.rlimits, _MARK: mark}), output)
+            if order.pty is not None:
+                ours, its = open_terminal(*order.pty)
+            pid = command.start(order, confinement._replace(rlimits={**confinement.rlimits, _MARK: mark}), its)
         except BaseException:
-            os.close(output)
+            for file in {output, its} if ours is None else {output, its, ours}:
+                os.close(file)
             raise
-        self._by_id[self._started] = Process(pid, mark, output, order.max_output)
+        if ours is not None:
+            os.close(its)
+            terminal.write(ours, order.stdin)
+        self._by_id[self._started] = Process(pid, mark, output, order.max_output, ours)
         return self._started
+
+    def terminals(self) -> list[int]:
+        return [process.pty for process in self._by_id.values() if process.pty is not None]
+
+    def take_output(self) -> None:
+        for process in self._by_id.values():
+            process.take_output()
 
     def get(self, identifier: int) -> Process:
         self.reap()
@@ -85,6 +129,7 @@ class Processes:
         process = self.get(identifier)
         self._end(lambda mark: mark == process.mark)
         reply, data = process.state()
+        process.close_terminal()
         os.close(process.output)
         del self._by_id[identifier]
         return reply, data

@@ -31,7 +31,14 @@ _STAGE = "/tmp"  # noqa: S108  any directory that always exists: covered in our 
 USERLAND = ("usr", "bin", "sbin", "lib", "lib32", "lib64", "libx32", "nix")
 # /dev/full reads like /dev/zero, but cannot be mapped: memory shared through such a mapping is counted nowhere.
 _DEVICES = {"null": "null", "zero": "full", "full": "full", "random": "random", "urandom": "urandom", "tty": "tty"}
-_LINKS = {"fd": "/proc/self/fd", "stdin": "fd/0", "stdout": "fd/1", "stderr": "fd/2", "shm": layout.TEMPORARY}
+_LINKS = {
+    "fd": "/proc/self/fd",
+    "stdin": "fd/0",
+    "stdout": "fd/1",
+    "stderr": "fd/2",
+    "shm": layout.TEMPORARY,
+    "ptmx": "pts/ptmx",
+}
 # what any user of this host may read about its maker and processors; serial numbers are not among them
 _HARDWARE = (
     *(f"class/dmi/id/{name}" for name in ("sys_vendor", "product_name", "board_vendor", "board_name", "bios_vendor")),
@@ -56,7 +63,7 @@ def enter_new_root(packages: str | None) -> str:
     os.mkdir("/new")
     kernel.mount("tmpfs", "/new", "tmpfs", kernel.MS_NOSUID | kernel.MS_NODEV, "mode=755,size=16m")
     new, old = Path("/new"), Path("/old")
-    for name in (layout.TEMPORARY, layout.WORK, layout.PROGRAMS, layout.CODE, layout.HOME, "/proc", "/dev", "/etc"):
+    for name in (layout.TEMPORARY, layout.WORK, layout.PROGRAMS, layout.CODE, layout.HOME, "/proc", "/dev/pts", "/etc"):
         (new / name[1:]).mkdir(parents=True)
     _bind_userland(old, new)
     _furnish(old, new)

@@ -69,6 +69,7 @@ def _mount() -> None:
     flags = kernel.MS_NOSUID | kernel.MS_NOEXEC
     for kind, place in (("devtmpfs", "/dev"), ("proc", "/proc"), ("sysfs", "/sys")):
         kernel.mount(kind, place, kind, flags | (kernel.MS_NODEV if kind != "devtmpfs" else 0))
+    os.mkdir("/dev/pts")
     links = {"fd": "/proc/self/fd", "stdin": "fd/0", "stdout": "fd/1", "stderr": "fd/2", "shm": layout.TEMPORARY}
     for name, target in links.items():
         if not os.path.lexists(f"/dev/{name}"):

@@ -66,8 +66,8 @@ def start(shape: Shape, memory: int, initramfs: int | None) -> Started:
             sockets.append(ours)
             opened.append(their.detach())
         theirs = opened[:4]
-        kept.append(devices := ram.create(0))
-        kept.append(log := ram.create(LOG_BYTES))
+        kept.append(devices := ram.create(0, "devices"))
+        kept.append(log := ram.create(LOG_BYTES, "log"))
         ram.seal(log, content=False)
         opened.append(incoming := os.dup(devices))
         kernel = preload = None

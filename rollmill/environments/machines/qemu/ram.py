@@ -19,9 +19,9 @@ _OWN_PAGES = re.compile(b"\x01+")
 NAME = "guest-ram"
 
 
-def create(size: int) -> int:
-    """An open memory file of `size` bytes, all zero."""
-    file = os.memfd_create(NAME, os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
+def create(size: int, name: str = NAME) -> int:
+    """An open memory file of `size` bytes, all zero. `name` shows in /proc/PID/fd."""
+    file = os.memfd_create(name, os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
     os.truncate(file, size)
     return file
 
@@ -36,12 +36,16 @@ def copy(file: int) -> int:
     """A copy of a memory file. Holes stay holes."""
     size = os.fstat(file).st_size
     target = create(size)
-    end = 0
-    while (start := _seek(file, end, os.SEEK_DATA)) < size:
-        end = _seek(file, start, os.SEEK_HOLE)
-        os.lseek(target, start, os.SEEK_SET)
-        while start < end:
-            start += os.sendfile(target, file, start, end - start)
+    try:
+        end = 0
+        while (start := _seek(file, end, os.SEEK_DATA)) < size:
+            end = _seek(file, start, os.SEEK_HOLE)
+            os.lseek(target, start, os.SEEK_SET)
+            while start < end:
+                start += os.sendfile(target, file, start, end - start)
+    except BaseException:
+        os.close(target)
+        raise
     return target
 
 

@@ -63,6 +63,8 @@ class Vm:
         self.template = template
         self._paused = False
         self._asking_init = asyncio.Lock()
+        self._saving: asyncio.Task[Saved] | None = None
+        self._ending: asyncio.Task[int] | None = None
         self._ended: int | None = None  # its exit code
 
     @classmethod
@@ -144,7 +146,22 @@ class Vm:
             raise MachineError("the guest's first process gave no proper answer")
 
     async def save(self) -> Saved:
-        """Save the state. The guest stands still meanwhile and then goes on; a template ends."""
+        """Save the state. The guest stands still meanwhile and then goes on; a template ends.
+
+        A thread copies memory between open files, so they stay open until it is done: also if the caller is cancelled,
+        and also if the machine ends meanwhile.
+        """
+        if self._saving is not None:
+            await asyncio.wait([self._saving])
+        self._saving = saving = asyncio.create_task(self._save())
+        try:
+            return await asyncio.shield(saving)
+        except asyncio.CancelledError:
+            saving.add_done_callback(_discard)
+            await asyncio.wait([saving])
+            raise
+
+    async def _save(self) -> Saved:
         memory = os.dup(self._memory) if self.template else await asyncio.to_thread(ram.copy, self._memory)
         try:
             began = time.monotonic()
@@ -180,8 +197,16 @@ class Vm:
         self._paused = True
 
     async def resume(self) -> None:
+        self._paused = False  # also if the caller is cancelled: the guest goes on
         await asyncio.shield(self._monitor.ask("cont"))
-        self._paused = False
+
+    def cpu_s(self) -> float:
+        """CPU seconds that the process has used, guest included."""
+        total = 0
+        for thread in os.listdir(f"/proc/{self.process.pid}/task"):
+            with open(f"/proc/{self.process.pid}/task/{thread}/schedstat") as file:
+                total += int(file.read().split()[0])
+        return total / 1e9
 
     async def wait(self, within_s: float) -> bool:
         """Whether the process ends by itself in that time."""
@@ -197,18 +222,23 @@ class Vm:
 
     async def end(self) -> int:
         """End the process; safe to repeat. Returns its exit code: its own, if it had ended by itself."""
-        if self._ended is None:
-            if self.process.poll() is None:
-                self.process.kill()
-            code = await asyncio.to_thread(self.process.wait)
-            if self._ended is None:  # nobody else was faster
-                self._ended = code
-                self._started.init.close()
-                self._started.ports.close()
-                for file in (self._memory, self._started.devices, self._started.log):
-                    os.close(file)
-                await self._monitor.close()
-        return self._ended
+        if self._ending is None:
+            self._ending = asyncio.create_task(self._end())
+        return await asyncio.shield(self._ending)  # a caller that is cancelled leaves no file open
+
+    async def _end(self) -> int:
+        if self.process.poll() is None:
+            self.process.kill()
+        code = await asyncio.to_thread(self.process.wait)
+        if self._saving is not None and not self.template:  # a template ends while it is saved
+            await asyncio.wait([self._saving])  # it uses the files below, and fails now
+        self._ended = code
+        self._started.init.close()
+        self._started.ports.close()
+        for file in (self._memory, self._started.devices, self._started.log):
+            os.close(file)
+        await self._monitor.close()
+        return code
 
     def words(self) -> str:
         """The end of what QEMU and the guest's console have printed."""
@@ -228,3 +258,9 @@ class Vm:
             return error
         why = error.message if isinstance(error, MachineError) else repr(error)
         return MachineError(f"a virtual machine did not start: {why}; it printed: {words or 'nothing'}")
+
+
+def _discard(saving: asyncio.Task[Saved]) -> None:
+    """Close a state that nobody waits for any more."""
+    if not saving.cancelled() and saving.exception() is None:
+        saving.result().close()

@@ -23,7 +23,7 @@ import aiohttp
 from pydantic import Field, TypeAdapter, ValidationError
 
 from rollmill.config import Config
-from rollmill.environments.machine import WORK, Capabilities, ExecResult, ProcessState, Snapshot
+from rollmill.environments.machine import Capabilities, ExecResult, Order, ProcessState, Snapshot
 from rollmill.environments.machines.namespace import wire
 from rollmill.environments.placement import Place, Placement
 from rollmill.errors import ConfigError, MachineError, NoCapacity, TaskError
@@ -246,25 +246,11 @@ class RemoteMachine:
         self.capabilities = dataclasses.replace(capabilities, listen=False)
         self._closed = False
 
-    async def exec(
-        self,
-        argv: Sequence[str],
-        *,
-        cwd: str = WORK,
-        env: Mapping[str, str] | None = None,
-        stdin: bytes = b"",
-        timeout_s: float = 10.0,
-        max_output: int = 65536,
-    ) -> ExecResult:
-        header = {
-            "argv": list(argv),
-            "cwd": cwd,
-            "env": dict(env or {}),
-            "timeout_s": timeout_s,
-            "max_output": max_output,
-        }
-        began = time.monotonic()
-        reply, output = await self._ask("exec", header, stdin, timeout_s=timeout_s, max_body=max_output + _NOTE)
+    async def exec(self, argv: Sequence[str], **options: Any) -> ExecResult:
+        order, began = Order(argv, **options), time.monotonic()
+        reply, output = await self._ask(
+            "exec", order.header(), order.stdin, timeout_s=order.timeout_s, max_body=order.max_output + _NOTE
+        )
         try:
             if reply["stopped"] not in _STOPPED or not math.isfinite(float(reply["seconds"])):
                 raise ValueError
@@ -278,18 +264,10 @@ class RemoteMachine:
         except (KeyError, TypeError, ValueError):
             raise MachineError(f"the host {self.place.name} answered nonsense to a command") from None
 
-    async def start(
-        self,
-        argv: Sequence[str],
-        *,
-        cwd: str = WORK,
-        env: Mapping[str, str] | None = None,
-        stdin: bytes = b"",
-        max_output: int = 65536,
-    ) -> RemoteProcess:
-        header = {"argv": list(argv), "cwd": cwd, "env": dict(env or {}), "max_output": max_output}
-        reply, _ = await self._ask("start", header, stdin)
-        return RemoteProcess(self, reply["process"], max_output)
+    async def start(self, argv: Sequence[str], **options: Any) -> RemoteProcess:
+        order = Order(argv, **options)
+        reply, _ = await self._ask("start", order.header(), order.stdin)
+        return RemoteProcess(self, reply["process"], order.max_output)
 
     async def read(self, path: str, *, max_bytes: int = 1 << 20) -> bytes:
         return (await self._ask("read", {"path": path, "max_bytes": max_bytes}, max_body=max_bytes))[1]
@@ -346,6 +324,12 @@ class RemoteProcess:
 
     async def stop(self) -> ProcessState:
         return await self._look("stop")
+
+    async def write(self, data: bytes) -> None:
+        await self._machine._ask("input", {"process": self._number}, data)
+
+    async def resize(self, rows: int, columns: int) -> None:
+        await self._machine._ask("resize", {"process": self._number, "rows": rows, "columns": columns})
 
     async def _look(self, operation: str) -> ProcessState:
         header = {"process": self._number}

@@ -16,12 +16,12 @@ from aiohttp import web
 
 from rollmill.environments.machine import ProcessState
 from rollmill.environments.machines.namespace import wire
-from rollmill.environments.machines.remote.service import Lent, Service
+from rollmill.environments.machines.remote.service import Kept, Lent, Service
 from rollmill.errors import MachineError, NoCapacity, TaskError
 
 LEASE_S = 60.0  # of a machine; each request and each renewal begins it anew
 _EXEC = ("cwd", "env", "timeout_s", "max_output")
-_START = ("cwd", "env", "max_output")
+_START = ("cwd", "env", "max_output", "pty")
 
 
 class Routes:
@@ -150,11 +150,11 @@ class Routes:
             case "start":
                 process = await machine.start(header["argv"], stdin=body, **{name: header[name] for name in _START})
                 return {"process": lent.keep(process)}, b""
-            case "state" | "stop":
+            case "state" | "stop" | "input" | "resize":
                 kept = lent.processes.get(header["process"])
                 if kept is None:
                     raise ProcessLookupError(errno.ESRCH, "no such process")
-                return _state(await (kept.state() if operation == "state" else kept.stop()))
+                return await _ask_process(kept, operation, header, body)
             case "read":
                 return {}, await machine.read(header["path"], max_bytes=min(header["max_bytes"], wire.MAX_BODY))
             case "write":
@@ -204,6 +204,17 @@ async def _frame(request: web.Request) -> tuple[dict[str, Any], bytes]:
 
 def _answer(header: dict[str, Any], body: bytes = b"") -> web.Response:
     return web.Response(body=wire.pack(header, body), content_type="application/octet-stream")
+
+
+async def _ask_process(kept: Kept, operation: str, header: dict[str, Any], body: bytes) -> tuple[dict[str, Any], bytes]:
+    match operation:
+        case "input":
+            await kept.write(body)
+        case "resize":
+            await kept.resize(header["rows"], header["columns"])
+        case _:
+            return _state(await (kept.state() if operation == "state" else kept.stop()))
+    return {}, b""
 
 
 def _state(state: ProcessState) -> tuple[dict[str, Any], bytes]:

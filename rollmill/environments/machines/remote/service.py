@@ -37,6 +37,12 @@ class Kept:
             self._last = self._last or await self._process.stop()
             return self._last
 
+    async def write(self, data: bytes) -> None:
+        await self._process.write(data)
+
+    async def resize(self, rows: int, columns: int) -> None:
+        await self._process.resize(rows, columns)
+
 
 @dataclass
 class Lent:
