@@ -8,7 +8,8 @@
       │  clone3 into user, mount, pid, net, ipc and uts namespaces
       ▼
     agent.py     pid 1 of a machine: serves files and commands to the client over its own socket (wire.py), and counts
-                 memory where no control group does (memory.py); processes that run between commands (process.py)
+                 memory where no control group does (memory.py); processes that run between
+                 commands (process.py), with a terminal if they want one (terminal.py)
       │  fork
       ▼
     command      a program, or a warm Python (warm_python.py): another user than pid 1 where the host has user ids to
