@@ -27,6 +27,7 @@ from rollmill.environments.task import Task, TaskSet
 from rollmill.errors import HarnessError
 from rollmill.rollouts.choices import Choices
 from rollmill.rollouts.config import RolloutConfig
+from rollmill.rollouts.hand_in import hand_in_key
 from rollmill.rollouts.ids import as_id
 from rollmill.rollouts.rollout import (
     Outcome,
@@ -137,15 +138,18 @@ class Dispatcher:
             )
         )
         if outcome.lost and attempt + 1 < self._config.attempts:
-            fresh, version = await self._replace(group_id, trajectory, str(outcome.reason))
-            await self._run_one(group_id, task, fresh, version)
+            await self._replace(group_id, task, trajectory, str(outcome.reason))
 
-    async def _replace(self, group_id: str, trajectory: str, reason: str) -> tuple[str, int]:
-        """Admit a fresh attempt in place of a lost one. Returns its id, and the oldest version that may sample it."""
+    async def _replace(self, group_id: str, task: Task, trajectory: str, reason: str) -> bool:
+        """Run a fresh attempt in place of a lost one. Returns False if the trajectory is sealed: it is not lost."""
         _, member, attempt = _parts(group_id, trajectory)
         fresh = f"{group_id}-{member}_{attempt + 1}"
         version = await asyncio.to_thread(self._ledger.replace_lost, group_id, trajectory, fresh, reason)
-        return fresh, version
+        if version is None:
+            return False
+        await abandon(self._context, trajectory)
+        await self._run_one(group_id, task, fresh, version)
+        return True
 
     async def _in_slot(self, work: Callable[[], Awaitable[Outcome]]) -> Outcome:
         async with self._slots:
@@ -192,11 +196,9 @@ class Dispatcher:
         handed_in = row.submission_key if row.state == TrajectoryState.finished else None
         if row.state == TrajectoryState.running:
             handed_in = await seal_again(self._context, row.id)
-            if handed_in is None:
-                why = "the dispatcher was restarted in the middle of this rollout"
-                fresh, version = await self._replace(group.id, row.id, why)
-                await abandon(self._context, row.id)
-                await self._run_one(group.id, task, fresh, version)
+            why = "the dispatcher was restarted in the middle of this rollout"
+            if handed_in is None and not await self._replace(group.id, task, row.id, why):
+                handed_in = hand_in_key(row.id)  # sealed meanwhile, by a gateway that could not say so
         if handed_in is not None:
             key, facts = handed_in, self._facts(group.id, task)
             await self._in_slot(lambda: regrade(self._context, task, row.id, key, facts=facts))

@@ -197,13 +197,23 @@ async def _play(
     finally:
         await machine.close()
     try:
-        async with _within_grace("to seal the session"):
-            submission_key = await asyncio.to_thread(store_hand_in, context.objects, trajectory, handed_in)
-            await context.gateway.seal(trajectory, submission_key)
+        await _seal(context, trajectory, handed_in)
     except BaseException:
         await release(context.machines, handed_in.final_state)
         raise
     return handed_in
+
+
+async def _seal(context: RolloutContext, trajectory: str, handed_in: HandIn) -> None:
+    """Store what was handed in, and have the gateway seal the session. A gateway that is lost after the seal does not
+    answer: then the index says whether the trajectory is finished, and it counts."""
+    try:
+        async with _within_grace("to seal the session"):
+            submission_key = await asyncio.to_thread(store_hand_in, context.objects, trajectory, handed_in)
+            await context.gateway.seal(trajectory, submission_key)
+    except (GatewayError, HarnessError) as error:
+        if not await asyncio.to_thread(context.trajectories.fail_unless_sealed, trajectory, str(error)):
+            raise
 
 
 @contextlib.asynccontextmanager
@@ -252,7 +262,7 @@ async def _run_harness(
 
 
 async def seal_again(context: RolloutContext, trajectory: str) -> str | None:
-    """The key of the submission of a rollout whose process died around the seal; None if the rollout is lost.
+    """The key of the submission of a rollout whose process died around the seal; None if the gateway did not seal it.
 
     The gateway may be sealing the session at this moment, so it is asked: a finished trajectory must not be lost.
     """

@@ -33,7 +33,7 @@ from rollmill.trajectories.store import (
     COLUMNS,
     TrajectoryRow,
     add_reward,
-    move_trajectory,
+    fail_unless_sealed,
     reward_row,
     to_row,
     trajectory_rows,
@@ -200,14 +200,15 @@ class Ledger:
 
         self._write(work)
 
-    def replace_lost(self, group_id: str, old_id: str, new_id: str, reason: str = "lost") -> int:
+    def replace_lost(self, group_id: str, old_id: str, new_id: str, reason: str = "lost") -> int | None:
         """Drop a trajectory that failed because of infrastructure, and admit a new attempt in its place.
 
         Returns the version committed at that moment, as `start_group` does. The group keeps the version it was
-        admitted with, and so its deadline: its other trajectories have tokens that old.
+        admitted with, and so its deadline: its other trajectories have tokens that old. Returns None and changes
+        nothing if the trajectory is sealed: it is not lost.
         """
 
-        def work(connection: sa.Connection) -> int:
+        def work(connection: sa.Connection) -> int | None:
             old = connection.execute(
                 sa.select(*COLUMNS, ledger.c.state.label("entry"))
                 .join_from(ledger, trajectories, ledger.c.trajectory == trajectories.c.id)
@@ -217,8 +218,8 @@ class Ledger:
                 state = old.entry if old is not None else "unknown"
                 raise TrajectoryError(f"{old_id} cannot be replaced in group {group_id}: it is {state} there")
             self._expect_group(connection, group_id, GroupState.running)
-            if old.state != TrajectoryState.deleted:  # a trajectory that a user deleted stays deleted
-                move_trajectory(connection, old_id, TrajectoryState.failed, reason)
+            if fail_unless_sealed(connection, old_id, reason):  # one that a user deleted stays deleted
+                return None
             why = f"replaced by {new_id}: {old.reason or reason}"
             steps.decide(connection, self.run, {old_id: (LedgerState.dropped, why)}, None)
             provenance = {**from_json(old.provenance), "replaces": old_id}

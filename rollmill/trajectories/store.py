@@ -99,6 +99,7 @@ class LedgerEntry:
 
 
 Grades = list[tuple[int, Reward]]  # reward id, reward; oldest first
+_SEALED = (TrajectoryState.finished, TrajectoryState.graded, TrajectoryState.quarantined)
 COLUMNS = tuple(trajectories.c[name] for name in TrajectoryRow.__annotations__)
 
 
@@ -114,6 +115,7 @@ _MOVE = {
     .values(state=target.value, reason=sa.func.coalesce(bindparam("why", type_=sa.Text), trajectories.c.reason))
     for target in (TrajectoryState.failed, TrajectoryState.quarantined, TrajectoryState.deleted)
 }
+_FAIL_RUNNING = _MOVE[TrajectoryState.failed].where(trajectories.c.state == TrajectoryState.running.value)
 _INTERRUPTED = (
     trajectories.update()
     .where(trajectories.c.state.in_([TrajectoryState.running.value, TrajectoryState.finished.value]))
@@ -216,8 +218,7 @@ class TrajectoryStore:
         def work(connection: sa.Connection) -> None:
             if connection.execute(_FINISH, {"key": _stored(id), **values}).rowcount == 0:
                 found = _found(connection, id)
-                sealed = (TrajectoryState.finished, TrajectoryState.graded, TrajectoryState.quarantined)
-                if found.state not in sealed or found.payload_key != payload_key:
+                if found.state not in _SEALED or found.payload_key != payload_key:
                     raise _illegal(found, TrajectoryState.finished)
 
         writing(self._engine, work)
@@ -230,6 +231,10 @@ class TrajectoryStore:
     def fail(self, id: str, reason: str) -> None:
         """Mark it as failed because of infrastructure. A failure is never a reward."""
         self._move(id, TrajectoryState.failed, reason)
+
+    def fail_unless_sealed(self, id: str, reason: str) -> bool:
+        """Mark it as failed if it is still running. Returns whether it is sealed instead: then it is not lost."""
+        return writing(self._engine, lambda connection: fail_unless_sealed(connection, id, reason))
 
     def fail_interrupted(self, run: str, older_than_s: float = 0.0) -> int:
         """Fail the trajectories of `run` that are neither graded nor failed and began more than `older_than_s` ago.
@@ -446,6 +451,12 @@ def move_trajectory(connection: sa.Connection, id: str, target: TrajectoryState,
         found = _found(connection, id)
         if found.state != target:
             raise _illegal(found, target)
+
+
+def fail_unless_sealed(connection: sa.Connection, id: str, reason: str) -> bool:
+    """As the method of the store, in the caller's transaction. A seal comes before it or after it, never in between."""
+    connection.execute(_FAIL_RUNNING, {"key": _stored(id), "why": to_text(reason)})
+    return _found(connection, id).state in _SEALED
 
 
 def to_row(row: sa.Row[Any]) -> TrajectoryRow:

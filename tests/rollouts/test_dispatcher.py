@@ -28,7 +28,16 @@ from rollmill.rollouts.rollout import RolloutContext
 from rollmill.trajectories.ledger import Ledger
 from rollmill.trajectories.pace import Pace
 from rollmill.types import GroupState, LedgerState, Reward, StepRecord, TrajectoryState, Version
-from tests.rollouts.world import ADMIN, RUN, Additions, StandInHost, World, make_task, open_world
+from tests.rollouts.world import (
+    ADMIN,
+    RUN,
+    Additions,
+    StandInHost,
+    StandInLostGateway,
+    World,
+    make_task,
+    open_world,
+)
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
 SIZE = 3
@@ -351,6 +360,20 @@ async def test_a_stored_submission_is_graded_after_a_restart_around_the_seal(wor
         await stop(dispatching)
     await dispatch(world, groups=1)
     assert check_books(world, 1) == {f"{RUN}-000000": [f"{RUN}-000000-{member}" for member in range(SIZE)]}
+    assert world.ledger.counts()["dropped"] == 0
+
+
+async def test_a_gateway_that_is_lost_after_it_sealed_again_loses_nothing(world: World) -> None:
+    async with StandInGateway(world.context.gateway.base_url, asks=False) as first:
+        dispatching = asyncio.create_task(
+            make_dispatcher(world, context=replace(world.context, gateway=first), total=1).run()
+        )
+        await until(lambda: first.waiting == SIZE)
+        await stop(dispatching)
+    async with StandInLostGateway(world.context.gateway.base_url) as second:
+        await dispatch(world, context=replace(world.context, gateway=second), groups=1)
+    ids = [f"{RUN}-000000-{member}" for member in range(SIZE)]
+    assert check_books(world, 1) == {f"{RUN}-000000": ids} and sorted(second.sealed) == ids
     assert world.ledger.counts()["dropped"] == 0
 
 

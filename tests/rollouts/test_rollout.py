@@ -26,7 +26,16 @@ from rollmill.rollouts.client import GatewayClient
 from rollmill.rollouts.hand_in import hand_in_key, load_hand_in, with_counts
 from rollmill.rollouts.rollout import regrade, seal_again
 from rollmill.types import Reward, TrajectoryState
-from tests.rollouts.world import ADMIN, RUN, SOLUTION, StandInHost, World, make_task, real_engine
+from tests.rollouts.world import (
+    ADMIN,
+    RUN,
+    SOLUTION,
+    StandInHost,
+    StandInLostGateway,
+    World,
+    make_task,
+    real_engine,
+)
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
 NO_TOKENS: dict[str, Any] = {"tokens": 0, "sampled_tokens": 0, "segments": 0}
@@ -394,6 +403,12 @@ async def test_a_store_that_is_down_is_no_failure_of_the_rollout(world: World, m
     row = world.row()
     assert row.state == TrajectoryState.finished and row.submission_key is not None  # to be graded when there is room
     assert (await regrade(world.context, make_task(), "t0", row.submission_key, facts={})).solved
+
+
+async def test_a_gateway_lost_between_the_seal_and_its_answer_loses_nothing(world: World) -> None:
+    async with StandInLostGateway(world.context.gateway.base_url) as gateway:
+        outcome = await world.play(context=replace(world.context, gateway=gateway))
+    assert outcome.solved and gateway.sealed == ["t0"] and world.row().state == TrajectoryState.graded
 
 
 # grading again

@@ -24,7 +24,7 @@ from rollmill.environments.machine import Machine, MachineHost
 from rollmill.environments.machines.images import BUILT_IN
 from rollmill.environments.rewards.hidden_tests import HiddenTests, HiddenTestsConfig
 from rollmill.environments.task import Task
-from rollmill.errors import MachineError
+from rollmill.errors import GatewayError, MachineError
 from rollmill.gateway.app import make_app
 from rollmill.gateway.config import EngineEndpoint, GatewayConfig
 from rollmill.inference.server import make_app as make_engine_app
@@ -98,6 +98,18 @@ class ScriptedEngine(StandIn):
             await self.on_turn(body["session"], turn)
         self.answers = [self.script[min(turn, len(self.script)) - 1]]
         return await super().generate(request)
+
+
+class StandInLostGateway(GatewayClient):
+    """Its gateway is lost at each seal: after the session was sealed, and before it answers."""
+
+    def __init__(self, url: str) -> None:
+        super().__init__(url, ADMIN)
+        self.sealed: list[str] = []
+
+    async def seal(self, trajectory: str, submission_key: str | None) -> dict[str, Any]:
+        self.sealed.append(str((await super().seal(trajectory, submission_key))["trajectory"]))
+        raise GatewayError("the gateway cannot be reached", status=503)
 
 
 @dataclass

@@ -274,6 +274,9 @@ def test_replace_lost(store: TrajectoryStore, ledger: Ledger, engine: sa.Engine)
         with pytest.raises(TrajectoryError, match=message):
             ledger.replace_lost("a", old, new)
     assert store.get("a-0b").state == "running"
+    store.finish("a-0b", "p/a-0b", None, tokens=4, sampled_tokens=2, segments=1)
+    assert ledger.replace_lost("a", "a-0b", "a-0c") is None  # sealed a moment ago: it is not lost
+    assert store.get("a-0b").state == "finished" and len(ledger.members(["a"])["a"]) == 2
     settle(store, ledger, "a")
     with pytest.raises(TrajectoryError, match="a is waiting, not running"):
         ledger.replace_lost("a", "a-0b", "x")
