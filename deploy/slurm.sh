@@ -7,6 +7,7 @@
 #SBATCH --exclusive
 set -euo pipefail
 
+export RAY_worker_niceness=0 # otherwise Ray gives all processes of a run the low priority 15
 configuration="${1:?the RUN.toml}"
 port=6379
 mapfile -t nodes < <(scontrol show hostnames "$SLURM_JOB_NODELIST")

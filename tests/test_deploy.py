@@ -71,6 +71,11 @@ def test_files_parse_and_name_what_exists() -> None:
         assert subprocess.run([shutil.which("bash") or "bash", "-n", "-c", script], check=False).returncode == 0
 
 
+@pytest.mark.parametrize("path", FILES, ids=lambda path: path.name)
+def test_ray_gives_our_processes_a_usual_priority(path: Path) -> None:
+    assert re.search(r"RAY_worker_niceness(=|: |, value: )\"?0\b", path.read_text())
+
+
 def test_no_file_has_a_secret() -> None:
     for path in FILES:
         assert not re.search(r"(SECRET_ACCESS_KEY|PGPASSWORD)\s*[=:]\s*\S", path.read_text()), path

@@ -122,23 +122,30 @@ def run_to_report(run: RunDirectory) -> None:
 
 
 def watch(run: RunDirectory, cluster: Cluster) -> None:
-    """Show a run whose supervisor lives in a cluster, until it ends. Ctrl-C leaves it running."""
+    """Show a run whose supervisor lives in a cluster, until it ends, and feed its sinks. Ctrl-C leaves it running."""
     import time
 
     from rollmill.cli.progress import Progress
+    from rollmill.cluster.sink import Sinks
     from rollmill.cluster.stages import phases
     from rollmill.cluster.state import is_finished
     from rollmill.errors import RollmillError
 
+    sinks = Sinks(run)
     try:
         with Progress(run.events, phases(run.config), title=f"rollmill · {run.config.name}") as progress:
             while cluster.collect(run) is not None:
                 progress.update()
+                sinks.poll()
                 time.sleep(1.0)
             progress.update()
     except KeyboardInterrupt:
         typer.echo(f"{run.path} goes on in the cluster; `rollmill stop {run.path}` stops it", err=True)
         raise typer.Exit(130) from None
+    finally:
+        sinks.close()
+        for problem in sinks.problems:
+            typer.echo(f"warning: {problem}", err=True)
     if not is_finished(run):
         raise RollmillError(
             f"{run.path} has stopped",

@@ -7,11 +7,12 @@ learns from rollouts    trainer, engines on the stage's line, gateway and dispat
 
 from __future__ import annotations
 
+import signal
 import time
 from collections.abc import Callable
 
 from rollmill import telemetry
-from rollmill.cluster.launcher import Launcher
+from rollmill.cluster.launcher import Cluster, Launcher
 from rollmill.cluster.launchers.local import LocalLauncher, terminable
 from rollmill.cluster.lock import exclusive
 from rollmill.cluster.prepare import need_tokenizer
@@ -33,14 +34,16 @@ def drive(run: RunDirectory, on_tick: OnTick = lambda: None, *, last: str = "") 
     alive."""
     telemetry.open_events(run.events, "supervisor")
     with exclusive(run.path, "supervisor", patience_s=5.0), terminable():
-        launcher: Launcher = build(run.config.cluster).open(run)
-        sinks = Sinks(run)
+        cluster: Cluster = build(run.config.cluster)
+        launcher = cluster.open(run)
+        sinks = Sinks(run, fed=not cluster.elsewhere)  # else the command that watches the run feeds them
 
         def tick() -> None:
             sinks.poll()
             on_tick()
 
         try:
+            signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGTERM})  # from here on a stop is orderly
             for stage in run.config.stages:
                 trained = is_trained(run, stage)
                 need_tokenizer(run)

@@ -2,6 +2,9 @@
 
 The events of a run are the truth. A supervisor that starts again reads them from the beginning, so a sink begins anew
 each time it is opened. Sinks only read: one that fails is closed with a warning, and the run goes on.
+
+The process that drives a run feeds them. If that is in a cluster, the command that watches the run does, where its
+events are collected; `rollmill train --resume RUN` watches a run that goes on.
 """
 
 from __future__ import annotations
@@ -80,13 +83,14 @@ def scalars_of(event: Mapping[str, Any]) -> list[Scalar]:
 
 
 class Sinks:
-    """The sinks of a run. `poll` is called again and again, and never raises."""
+    """The sinks of a run. `poll` is called again and again, and never raises. If not `fed`, another process does it."""
 
-    def __init__(self, run: RunDirectory) -> None:
+    def __init__(self, run: RunDirectory, *, fed: bool = True) -> None:
         self._tail = telemetry.EventTail(run.events)
         self._polled_at = 0.0
+        self.problems: list[str] = []  # of sinks that were closed
         self._open: list[tuple[str, Sink]] = []
-        for section in run.config.sinks:
+        for section in run.config.sinks if fed else ():
             with self._guarded(section.kind):
                 sink: Sink = build(section)
                 sink.open(run.path, run.config.name)
@@ -115,4 +119,5 @@ class Sinks:
             yield
         except Exception as error:
             self._open = [each for each in self._open if each[0] != kind]
-            telemetry.emit("warning", text=f"the sink {kind!r} is closed: {error}")
+            self.problems.append(f"the sink {kind!r} is closed: {error}")
+            telemetry.emit("warning", text=self.problems[-1])

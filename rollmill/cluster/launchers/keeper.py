@@ -14,15 +14,15 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 from rollmill.backoff import Backoff
 from rollmill.cluster.handed import take
-from rollmill.cluster.launcher import FINAL, MAX_RESTARTS, STOP_PATIENCE_S
-from rollmill.cluster.launchers.local import last_words
+from rollmill.cluster.launcher import FINAL, MAX_RESTARTS, STEADY_S, STOP_PATIENCE_S
+from rollmill.cluster.launchers.local import describe_exit, last_words
 from rollmill.cluster.nursery import SUPERVISOR, Child, Nursery, end_with_parent
 from rollmill.cluster.outbox import Outbox, bring, send_report
 from rollmill.cluster.ports import free_ports
@@ -120,7 +120,7 @@ class Supervisor:
         objects = Objects.open(take(self._handed).home_store)
         self._presence, self._since, self._renewed = Presence(objects), time.time(), float("-inf")
         self._outbox = Outbox(objects, self._directory, ("events/supervisor.jsonl", "logs/supervisor.log"))
-        self._backoff = Backoff(0.5, 10.0)
+        self._backoff, self._started_at, self._told_to_stop = Backoff(0.5, 10.0), 0.0, False
         self._tell()
         self._process = self._start()
         threading.Thread(target=self._tend, daemon=True).start()
@@ -129,8 +129,10 @@ class Supervisor:
         """Returns when it has started."""
 
     def _start(self) -> subprocess.Popen[bytes]:
+        """Start the process with SIGTERM blocked, so that none is lost while it imports: `drive` lets it in."""
+        self._started_at, self._told_to_stop = time.monotonic(), False
         environment = {**os.environ, SUPERVISOR: str(os.getpid()), NODE: self._address}
-        with (self._directory / "logs" / "supervisor.log").open("ab") as log:
+        with (self._directory / "logs" / "supervisor.log").open("ab") as log, _blocked(signal.SIGTERM):
             process = subprocess.Popen(
                 [sys.executable, "-P", "-c", SUPERVISE],
                 stdin=subprocess.PIPE,
@@ -148,18 +150,29 @@ class Supervisor:
         while True:
             time.sleep(1.0)
             code = self._process.poll()
-            if code in (0, FINAL, STOPPED) or self._backoff.failures > MAX_RESTARTS:
+            if code in (0, FINAL, STOPPED):
                 break
-            if code is not None:
-                time.sleep(self._backoff.failed())
-                self._process = self._start()
+            if code is not None and not self._restart(code):
+                break
             with contextlib.suppress(StorageError):  # the store does not answer now
                 self._outbox.send()
                 self._tell()
-                if self._presence.asked_to_stop():
-                    self._process.terminate()
-                    self._presence.forget_stop()
+                if not self._told_to_stop and self._presence.asked_to_stop():
+                    self._process.terminate()  # once per process: a second one would end its clean-up
+                    self._told_to_stop = True
         self._leave()
+
+    def _restart(self, code: int) -> bool:
+        """Start the process again. Returns False if it has died too often."""
+        if time.monotonic() - self._started_at > STEADY_S:
+            self._backoff.reset()
+        if self._backoff.failures >= MAX_RESTARTS:
+            with (self._directory / "logs" / "supervisor.log").open("a") as log:
+                print(f"the supervisor {describe_exit(code)} {MAX_RESTARTS + 1} times: it is given up", file=log)
+            return False
+        time.sleep(self._backoff.failed())
+        self._process = self._start()
+        return True
 
     def _tell(self) -> None:
         if time.monotonic() - self._renewed > RENEW_S:
@@ -169,8 +182,19 @@ class Supervisor:
     def _leave(self) -> None:
         with contextlib.suppress(StorageError):
             self._outbox.send()
+            self._presence.forget_stop()  # not before: a supervisor that is lost while it stops leaves it to the next
             self._presence.leave()
         self._exit()
+
+
+@contextlib.contextmanager
+def _blocked(number: signal.Signals) -> Iterator[None]:
+    """Block a signal for this thread. A process that it starts meanwhile keeps it blocked."""
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, {number})
+    try:
+        yield
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
 
 
 def supervise() -> None:
