@@ -1,6 +1,6 @@
 """A real model gets better: SFT, then asynchronous RL on MBPP, measured on problems that were kept out.
 
-    python -m benchmarks.mbpp MBPP.jsonl MODEL [--seconds 540] [--base] [--quick] [SETTING=VALUE …]
+    python -m benchmarks.mbpp MBPP.jsonl MODEL [--seconds 540] [--base] [--begin WORK] [--quick] [SETTING=VALUE …]
 
 MODEL is a checkpoint directory (`rollmill model get smollm2-135m`). The recipe is examples/mbpp/sft.toml; settings are
 laid over it. 128 problems, chosen by a hash of their id, are never trained on. Three measurements on them, each attempt
@@ -10,6 +10,9 @@ with the same seed in all three, intervals by a bootstrap over problems:
     before    after SFT, before RL
     after     after RL; `gain` is after minus before, paired by problem
 
+`--begin WORK` compares settings: RL alone, from the SFT version of the run in another work directory (MODEL is then not
+read). That version is not measured again: its measurement there is `before` here too.
+
 The run ends in time: RL is stopped early enough to measure its newest version. `--quick` takes one tiny step of each
 stage: it shows that the benchmark runs, not what a model learns.
 """
@@ -17,13 +20,12 @@ stage: it shows that the benchmark runs, not what a model learns.
 from __future__ import annotations
 
 import argparse
+import functools
 import hashlib
 import json
-import math
 import os
 import shutil
 import signal
-import statistics
 import subprocess
 import sys
 import time
@@ -31,20 +33,25 @@ from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
 
+from benchmarks.mbpp_figures import Event, RoleTimes, figures_of, last, rl_figures, tell
 from benchmarks.output import at_least, finish
+from rollmill.cli.target import start_settings
 from rollmill.cluster.drive import import_weights
+from rollmill.cluster.ranks import begin_run
 from rollmill.cluster.run import RunConfig, RunDirectory
+from rollmill.cluster.stages import BEFORE, results_key
 from rollmill.config import load_config, validate_config
 from rollmill.environments.environment import build_tasks
 from rollmill.environments.harnesses.turns import start
 from rollmill.environments.tasks.programs import MAIN
-from rollmill.evals.statistics import Interval, clustered_difference, clustered_interval
+from rollmill.storage.objects import Objects
 from rollmill.telemetry import EventTail, read_events
 
 RECIPE = Path(__file__).parents[1] / "examples" / "mbpp" / "sft.toml"
 HELD_OUT = 128
 STOP_S = 30.0  # for the processes of a run that is stopped
 START_S = 20.0  # for an engine that starts, to measure a version
+BASE = "-base"
 QUICK = [
     "stages.sft.steps=1",
     "stages.sft.documents_per_step=2",
@@ -58,14 +65,13 @@ QUICK = [
     "evals.tasks=2",
     "evals.attempts=1",
 ]
-Event = dict[str, Any]
 
 
-def prepare(data: Path, work: Path, settings: list[str]) -> RunConfig:
+def prepare(data: Path, work: Path, settings: list[str], begin: Path | None = None) -> RunConfig:
     """Write what the recipe needs beside a copy of it. Returns the configuration of the run."""
     work.mkdir(parents=True, exist_ok=True)
     shutil.copyfile(data, work / "mbpp.jsonl")
-    shutil.copyfile(RECIPE, work / "run.toml")
+    (work / "run.toml").write_text(RECIPE.read_text() if begin is None else without_sft(RECIPE.read_text()))
     ids = [f"mbpp/{json.loads(line)['task_id']}" for line in data.read_text().splitlines() if line.strip()]
     ids.sort(key=lambda id: hashlib.sha256(f"kept out {id}".encode()).digest())
     (work / "heldout.txt").write_text("".join(f"{id}\n" for id in ids[: min(HELD_OUT, len(ids) // 2)]))
@@ -74,6 +80,18 @@ def prepare(data: Path, work: Path, settings: list[str]) -> RunConfig:
         for messages in solutions(config):
             file.write(json.dumps({"messages": messages}) + "\n")
     return config
+
+
+def without_sft(recipe: str) -> str:
+    """The recipe with its last stage alone, for a run that starts from a version of another one."""
+    head, _, rest = recipe.split("[[stages]]", 2)
+    return "".join(line for line in head.splitlines(True) if not line.startswith("checkpoint")) + "[[stages]]" + rest
+
+
+def sft_version(work: Path) -> tuple[Path, str]:
+    """The run in a work directory, and the last version of its SFT."""
+    (run,) = (path.parent for path in (work / "runs").glob("*/run.json") if not path.parent.name.endswith(BASE))
+    return run, f"sft@{RunDirectory.open(run).config.stage('sft').steps}"
 
 
 def solutions(config: RunConfig) -> Iterable[list[dict[str, Any]]]:
@@ -122,61 +140,53 @@ def stop(process: subprocess.Popen[bytes]) -> None:
             process.wait()
 
 
-def tell(event: Event) -> None:
-    kind, at = event["kind"], time.strftime("%H:%M:%S", time.gmtime(event["at"]))
-    if kind == "phase":
-        print(f"{at} {event['phase']}: {event['state']}", flush=True)
-    elif kind == "document_step":
-        print(f"{at} sft {event['step']}: loss {event['loss']:.3f}", flush=True)
-    elif kind == "eval":
-        print(f"{at} {measured(event)}, {event['seconds']:.1f} s", flush=True)
-    elif kind == "step":
-        print(
-            f"{at} step {event['step']}: solved {number(event, 'solve_rate'):.3f}, {event['groups']} groups and "
-            f"{event['groups_closed']} closed, {event['trained_tokens']} tokens, waited {event['wait_seconds']:.2f} s, "
-            f"step {event['seconds']:.2f} s, staleness {number(event, 'staleness_mean'):.2f}, mismatch k3 "
-            f"{number(event, 'mismatch_k3'):.1e} and most {number(event, 'mismatch_max'):.1e}, entropy "
-            f"{number(event, 'entropy'):.3f}, gradient {number(event, 'grad_norm'):.3f}",
-            flush=True,
-        )
-
-
-def number(event: Event, name: str) -> float:
-    value = event.get(name)
-    return float("nan") if value is None else float(value)
-
-
-def measured(event: Event) -> str:
-    rate = clustered_interval(list(event["by_task"].values()))
-    return (
-        f"{event['label']}: {100 * rate.value:.2f} % ({100 * rate.low:.2f} to {100 * rate.high:.2f}) solved of "
-        f"{event['attempts']} attempts, {event['failed']} failed"
-    )
-
-
 class Bench:
     """One run with its time limit, and the measurements of its versions."""
 
-    def __init__(self, config: RunConfig, work: Path, settings: list[str], seconds: float) -> None:
-        self.config, self.work, self.settings = config, work, settings
+    def __init__(
+        self, config: RunConfig, work: Path, settings: list[str], seconds: float, begin: Path | None = None
+    ) -> None:
+        self.config, self.work, self.settings, self.begin = config, work, settings, begin
         self.end = time.time() + seconds
-        self.run, self.base = (work / "runs" / name for name in (config.name, f"{config.name}-base"))
+        self.run, self.base = (work / "runs" / name for name in (config.name, f"{config.name}{BASE}"))
         self.log = work / "log.txt"
+        self.roles = RoleTimes(self.run)
 
     def train(self) -> None:
+        if self.begin is not None and not (self.run / "run.json").exists():
+            self._begin_elsewhere(self.begin)
         made = (self.run / "run.json").exists()
         source = ["--resume", self.run] if made else [self.work / "run.toml", *self.settings]
         follow(rollmill("train", *source, "--root", self.run.parent), self.run / "events", self.log, self.ends)
 
+    def _begin_elsewhere(self, begin: Path) -> None:
+        """Create a run whose weights were measured in the run of `begin`."""
+        other = RunDirectory.open(sft_version(begin)[0])
+        run = begin_run(self.run.parent, self.config)
+        measured = Objects.open(other.home_store).get(results_key(other, BEFORE))
+        Objects.open(run.home_store).put(results_key(run, BEFORE), measured)
+
+    def before(self, events: list[Event]) -> Event | None:
+        return self._measured_elsewhere or last(events, "eval", label="before")
+
+    @functools.cached_property
+    def _measured_elsewhere(self) -> Event | None:
+        if self.begin is None:
+            return None
+        return last(read_events(sft_version(self.begin)[0] / "events"), "eval", label="before")
+
     def ends(self, events: list[Event]) -> float:
         """When training must stop: with time left for the last measurement, unless it is at it already."""
+        if last(events, "step") is not None and last(events, "phase", phase="rl", state="end") is None:
+            self.roles.look()
         if any(event["kind"] == "phase" and event["phase"] == "evaluate after" for event in events):
             return self.end
         return self.end - 1.5 * self.measuring_s(events) - START_S
 
     def measuring_s(self, events: list[Event]) -> float:
         """Seconds of the last measurement; a guess before the first."""
-        return next((event["seconds"] for event in reversed(events) if event["kind"] == "eval"), 60.0)
+        known = self.before(events) or last(events, "eval")
+        return 60.0 if known is None else float(known["seconds"])
 
     def measure(self, run: Path) -> None:
         """Evaluate the newest version of a run."""
@@ -196,65 +206,15 @@ def evaluated(run: Path) -> Path:
     return run / "services" / "eval-1" / "events"
 
 
-def last(events: list[Event], kind: str, **fields: Any) -> Event | None:
-    fitting = (event for event in reversed(events) if event["kind"] == kind)
-    return next((event for event in fitting if all(event[name] == value for name, value in fields.items())), None)
-
-
 def evaluate(bench: Bench) -> dict[str, Event | None]:
     """Train, and measure what training had no time for. Returns the measurements, also an earlier one of the base."""
     bench.train()
     events = read_events(bench.run / "events")
-    found = {label: last(events, "eval", label=label) for label in ("before", "after")}
+    found = {"before": bench.before(events), "after": last(events, "eval", label="after")}
     if found["before"] is not None and found["after"] is None and last(events, "step") is not None:
         bench.measure(bench.run)
         found["after"] = last(read_events(evaluated(bench.run)), "eval")
     return found | {"base": last(read_events(evaluated(bench.base)), "eval")}
-
-
-def rl_figures(events: list[Event]) -> dict[str, float]:
-    """Of the RL stage: pace, rewards, how far engine and trainer are apart."""
-    steps = [event for event in events if event["kind"] == "step"]
-    begin = last(events, "phase", phase="rl", state="start")
-    if not steps or begin is None:
-        return {}
-    seconds = steps[-1]["at"] - begin["at"]
-    rollouts = [e for e in events if e["kind"] == "rollout" and begin["at"] <= e["at"] <= steps[-1]["at"]]
-    warm = steps[3:] or steps  # kernels are compiled in the first ones
-    warm_at = steps[2]["at"] if len(steps) > 3 else begin["at"]
-    few = max(1, len(steps) // 6)
-    figures = {
-        "steps": len(steps),
-        "seconds": seconds,
-        "samples": len(rollouts),
-        "samples_per_s": sum(event["at"] > warm_at for event in rollouts) / (steps[-1]["at"] - warm_at),
-        "tokens_per_s": sum(event["tokens"] or 0 for event in rollouts) / seconds,
-        "trained_per_s": sum(event["trajectories"] for event in steps) / seconds,
-        "step_s": statistics.median(event["seconds"] for event in warm),
-        "step_and_wait_s": (warm[-1]["at"] - warm[0]["at"]) / max(1, len(warm) - 1),
-        "solved_first": statistics.mean(number(event, "solve_rate") for event in steps[:few]),
-        "solved_last": statistics.mean(number(event, "solve_rate") for event in steps[-few:]),
-        "staleness": statistics.mean(number(event, "staleness_mean") for event in steps),
-        "mismatch_k3": statistics.median(number(event, "mismatch_k3") for event in steps),
-        "mismatch_most": max(number(event, "mismatch_max") for event in steps),
-    }
-    # a step without groups has no mismatch: JSON has no word for that
-    return {f"rl_{name}": float(value) for name, value in figures.items() if math.isfinite(value)}
-
-
-def figures_of(found: dict[str, Event | None]) -> dict[str, float]:
-    figures: dict[str, float] = {}
-    for label, event in found.items():
-        if event is not None:
-            rate = clustered_interval(list(event["by_task"].values()))
-            figures |= {label: rate.value, f"{label}_low": rate.low, f"{label}_high": rate.high}
-            figures[f"{label}_seconds"] = event["seconds"]
-    for name, first, second in (("gain", "before", "after"), ("sft_gain", "base", "before")):
-        one, other = found.get(first), found.get(second)
-        if one is not None and other is not None:
-            gain: Interval = clustered_difference(one["by_task"], other["by_task"])
-            figures |= {name: gain.value, f"{name}_low": gain.low, f"{name}_high": gain.high}
-    return figures
 
 
 def main() -> None:
@@ -266,18 +226,24 @@ def main() -> None:
         "--work", type=Path, default=Path("build/mbpp"), help="where the run is; continued if it is there"
     )
     parser.add_argument("--seconds", type=float, default=540.0, help="for everything")
+    parser.add_argument("--begin", type=Path, help="start from the SFT version in this work directory")
     parser.add_argument("--base", action="store_true", help="only measure the checkpoint")
     parser.add_argument("--quick", action="store_true", help="one tiny step of each stage")
     arguments = parser.parse_intermixed_args()
-    settings = [f"checkpoint={json.dumps(str(arguments.model.absolute()))}", *(QUICK if arguments.quick else [])]
-    settings += arguments.settings
-    config = prepare(arguments.data, arguments.work, settings)
-    bench = Bench(config, arguments.work, settings, arguments.seconds)
+    begin = arguments.begin
+    source = [f"checkpoint={json.dumps(str(arguments.model.absolute()))}"]
+    if begin is not None:
+        source = start_settings(*sft_version(begin))
+    settings = [*source, *(QUICK if arguments.quick else []), *arguments.settings]
+    if begin is not None:
+        settings = [each for each in settings if not each.startswith("stages.sft.")]
+    config = prepare(arguments.data, arguments.work, settings, begin)
+    bench = Bench(config, arguments.work, settings, arguments.seconds, begin)
     if arguments.base:
         bench.measure_base()
         figures = figures_of({"base": last(read_events(evaluated(bench.base)), "eval")})
     else:
-        figures = figures_of(evaluate(bench)) | rl_figures(read_events(bench.run / "events"))
+        figures = figures_of(evaluate(bench)) | rl_figures(read_events(bench.run / "events")) | bench.roles.figures()
     for name, value in figures.items():
         print(f"{name:24} {value:12.5g}")
     # beyond the interval: even the lower end of the paired difference is above zero

@@ -6,6 +6,9 @@ WORK is the directory of `benchmarks.mbpp`, MODEL the version that its RL began 
 generates with transformers: `generate`, or its continuous batching with `--continuous`. Rewards are ours, in the same
 machines. Settings that the two do not share stay at TRL's defaults, but for gradient checkpointing, which is off:
 faster, and there is memory. Each step says its seconds, and how many of them were generation and rewards.
+
+Time to the same reward: both curves are means of the last 1,024 samples of training problems, over the seconds since RL
+began, compilation included and the loading of weights not. `--ours WORK` is the run that is compared with.
 """
 
 from __future__ import annotations
@@ -20,7 +23,9 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from benchmarks.output import finish
+from benchmarks.mbpp import sft_version
+from benchmarks.mbpp_figures import Curve, curve, rl_figures, seconds_to, smoothed
+from benchmarks.output import at_least, finish
 from rollmill.cluster.run import RunConfig
 from rollmill.config import load_config
 from rollmill.environments.environment import build_tasks, open_environment
@@ -28,6 +33,7 @@ from rollmill.environments.episode import Episode
 from rollmill.environments.harnesses.chat import files_of
 from rollmill.environments.harnesses.turns import start
 from rollmill.environments.reward import grade_episode
+from rollmill.telemetry import read_events
 
 AT_ONCE = 64  # machines
 
@@ -135,6 +141,10 @@ def train(
     class Told(TrainerCallback):
         at = time.perf_counter()
 
+        def on_train_begin(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+            nonlocal began
+            began = time.time()
+
         def on_step_begin(self, args: Any, state: Any, control: Any, **_: Any) -> None:
             if not rows:
                 self.at = time.perf_counter()
@@ -175,6 +185,7 @@ def main() -> None:
     parser.add_argument("settings", nargs="*", help="settings laid over the recipe, as for benchmarks.mbpp")
     parser.add_argument("--seconds", type=float, default=220.0, help="no step begins after this")
     parser.add_argument("--steps", type=int, default=1000)
+    parser.add_argument("--ours", type=Path, help="the run of `benchmarks.mbpp` to compare with; not given: in WORK")
     parser.add_argument("--per-pass", type=int, default=128, help="trajectories in one forward pass of the trainer")
     parser.add_argument("--continuous", action="store_true", help="generate with transformers' continuous batching")
     given = parser.parse_intermixed_args()
@@ -200,7 +211,26 @@ def main() -> None:
         "solved_first": statistics.mean(row["solved"] for row in rows[:few]),
         "solved_last": statistics.mean(row["solved"] for row in rows[-few:]),
     }
-    finish("mbpp_trl", {name: float(value) for name, value in figures.items()}, {})
+    theirs = smoothed((row["at"], row["solved"], samples) for row in rows)
+    events = read_events(sft_version(given.ours or given.work)[0] / "events")
+    ours = rl_figures(events)
+    figures |= compared(figures, theirs, ours, curve(events))
+    for name, value in figures.items():
+        print(f"{name:34} {value:12.5g}")
+    bars = {name: at_least(figures[name], 5) for name in ("times_samples", "times_to_reward") if name in figures}
+    finish("mbpp_trl", {name: float(value) for name, value in figures.items()}, bars)
+
+
+def compared(figures: dict[str, float], theirs: Curve, ours: dict[str, float], our_curve: Curve) -> dict[str, float]:
+    """Ours against TRL's: samples per second, and seconds to the highest level that both curves reached."""
+    found = {f"seconds_to_{level}": at for level, at in seconds_to(theirs).items()}
+    if "rl_samples_per_s" in ours:
+        found |= {"ours_samples_per_s": ours["rl_samples_per_s"]}
+        found |= {"times_samples": ours["rl_samples_per_s"] / figures["samples_per_s"]}
+    one, other = seconds_to(our_curve), seconds_to(theirs)
+    found |= {f"ours_seconds_to_{level}": at for level, at in one.items()}
+    both = [level for level in one if level in other]
+    return found | ({"times_to_reward": other[both[-1]] / one[both[-1]]} if both else {})
 
 
 if __name__ == "__main__":

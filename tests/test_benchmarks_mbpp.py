@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import json
 import time
+import tomllib
 from pathlib import Path
 
 import pytest
 
-from benchmarks.mbpp import QUICK, Bench, figures_of, follow, prepare, rl_figures
+from benchmarks.mbpp import QUICK, RECIPE, Bench, follow, prepare, without_sft
+from benchmarks.mbpp_figures import WINDOW, curve, figures_of, rl_figures, seconds_to, smoothed
+from benchmarks.mbpp_trl import compared
 from rollmill.environments.environment import build_tasks
 from tests.test_repo import SMOLLM2
 
@@ -50,6 +53,29 @@ def test_figures_pair_the_problems() -> None:
     assert figures["gain"] == pytest.approx(20 / 128) and 0 < figures["gain_low"] < figures["gain"]
     assert "base" not in figures and "sft_gain" not in figures
     assert rl_figures([]) == {}
+
+
+def test_the_time_to_the_same_reward_is_read_from_both_curves() -> None:
+    begin = {"kind": "phase", "phase": "rl", "state": "start", "at": 100.0}
+    ended = [
+        {"kind": "rollout", "at": 100.0 + n / 100, "reward": float(n % 10 < n // WINDOW)} for n in range(4 * WINDOW)
+    ]
+    ours = curve([begin, *ended, {"kind": "step", "at": 1000.0}])
+    assert len(ours) == 3 * WINDOW + 1 and ours[0] == (pytest.approx((WINDOW - 1) / 100), 0.0)
+    theirs = smoothed((10.0 * step, 0.01 * step, 256) for step in range(1, 12))
+    assert theirs[0] == (40.0, pytest.approx(0.025)) and len(theirs) == 8
+    assert (
+        seconds_to(theirs)["2pct"] == 40.0 and seconds_to(theirs)["6pct"] == 80.0 and "15pct" not in seconds_to(theirs)
+    )
+    found = compared({"samples_per_s": 10.0}, theirs, {"rl_samples_per_s": 60.0}, ours)
+    assert found["times_samples"] == 6.0
+    assert found["times_to_reward"] == pytest.approx(seconds_to(theirs)["8pct"] / seconds_to(ours)["8pct"])
+
+
+def test_a_run_from_a_version_of_another_has_rl_alone() -> None:
+    tree = tomllib.loads(without_sft(RECIPE.read_text()))
+    assert [stage["kind"] for stage in tree["stages"]] == ["rl"] and "checkpoint" not in tree
+    assert tree["rollouts"] == tomllib.loads(RECIPE.read_text())["rollouts"]
 
 
 def test_a_command_is_stopped_in_time(tmp_path: Path) -> None:

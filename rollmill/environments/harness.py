@@ -24,6 +24,9 @@ class HarnessResult:
 
 
 class Harness(Protocol):
+    """A harness that only writes the files it hands in may have `wants_machine = False`. It then gets a folder that
+    can `read`, `write` and `close`, and no machine is started for it: grading starts one."""
+
     name: str
 
     async def run(

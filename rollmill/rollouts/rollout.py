@@ -27,7 +27,8 @@ from typing import Any
 
 from rollmill import telemetry
 from rollmill.environments.harness import Harness, HarnessResult
-from rollmill.environments.machine import MachineHost, release, slowdown
+from rollmill.environments.machine import Machine, MachineHost, release, slowdown
+from rollmill.environments.machines.folder import folder_for
 from rollmill.environments.reward import Grader, wants_final_state
 from rollmill.environments.rewards import transcript
 from rollmill.environments.task import Task
@@ -175,9 +176,7 @@ def reason_of(error: Exception, what: str) -> str:
 async def _play(
     context: RolloutContext, task: Task, trajectory: str, sampling: Sampling, min_version: int, facts: dict[str, Any]
 ) -> HandIn:
-    await slowdown(context.machines, task.image)  # makes its template, if the host has templates
-    async with _within_grace("to get a machine"):
-        machine = await create_machine(context.machines, task)
+    machine = await _machine_for(context, task)
     try:
         facts = {**facts, "provenance": {**facts.get("provenance", {}), "image": machine.image}}
         async with _within_grace("to open a session"):
@@ -214,6 +213,15 @@ async def _seal(context: RolloutContext, trajectory: str, handed_in: HandIn) -> 
     except (GatewayError, HarnessError) as error:
         if not await asyncio.to_thread(context.trajectories.fail_unless_sealed, trajectory, str(error)):
             raise
+
+
+async def _machine_for(context: RolloutContext, task: Task) -> Machine:
+    folder = None if wants_final_state(context.grader) else folder_for(context.harness, task)
+    if folder is not None:
+        return folder
+    await slowdown(context.machines, task.image)  # makes its template, if the host has templates
+    async with _within_grace("to get a machine"):
+        return await create_machine(context.machines, task)
 
 
 @contextlib.asynccontextmanager

@@ -13,6 +13,10 @@ policy learns less from them.
 
 This always works out, because of the rule for admission: at most (max_staleness + 1) · groups_per_step groups are open,
 so all of them fit into the steps up to the newest group's deadline.
+
+Where few groups have signal, no further group may start before a step has found enough (trajectories/pace.py). It then
+runs short. It does not wait for the groups that still run, if they fit into the steps after it: so engines are busy
+while it trains, and the next step finds groups that have ended meanwhile.
 """
 
 from __future__ import annotations
@@ -34,17 +38,21 @@ class Choice(NamedTuple):
 
 def choose_groups(groups: Iterable[Candidate], step: int, groups_per_step: int, more: bool = True) -> Choice:
     """`groups`: all that no step has taken yet, oldest first. `step`: the number of the next step. `more`: whether
-    other groups may still start before that step; if not, it takes fewer groups when all are ready.
+    other groups may still start before that step; if not, it takes fewer groups once the others fit into later steps.
 
-    A group that is over its deadline is never left behind: it is waited for, and taken first.
+    A step takes no group at all only if none is left. A group that is over its deadline is never left behind: it is
+    waited for, and taken first.
     """
     queue = sorted(groups, key=lambda group: group.deadline)  # stable: the older one first
     picked = [group for group in queue if group.ready][:groups_per_step]
-    if len(picked) < groups_per_step:
-        return Choice(None if more or len(picked) < len(queue) else [group.id for group in picked])
+    short = len(picked) < groups_per_step
+    if short and (more or (queue and not picked)):
+        return Choice(None)
     taken = {group.id for group in picked}
     due = _overtaken([group for group in queue if group.id not in taken], step, groups_per_step)
-    return Choice(None, due) if due else Choice([group.id for group in picked])
+    if due:
+        return Choice(None, () if short else due)
+    return Choice([group.id for group in picked])
 
 
 def _overtaken(left: Sequence[Candidate], step: int, groups_per_step: int) -> list[str]:

@@ -6,7 +6,8 @@
 
 So trained plus open groups never exceed steps · groups_per_step. The trainer closes a group that it cannot learn from,
 and another one is started in its place. The rule for started groups ends that: each step has twice the groups it needs,
-and later steps may use what it left over. A step that still finds too few groups runs short.
+and later steps may use what it left over. A step that still finds too few groups runs short. It leaves groups running
+that fit into the steps after it (training/deadlines.py), so with max_staleness > 0 the engines do not stand still.
 """
 
 from __future__ import annotations
@@ -28,7 +29,8 @@ class Pace:
 
     def deadline(self, version: int) -> int:
         """The last step that may train on a group that was admitted when `version` was committed."""
-        return version + self.max_staleness + 1
+        deadline = version + self.max_staleness + 1
+        return deadline if self.steps is None else min(deadline, self.steps)
 
     def is_last(self, committed: int) -> bool:
         return self.steps is not None and committed >= self.steps

@@ -6,6 +6,7 @@ Runs are simulated: groups are admitted by the rule of promise 4 and take some t
 from __future__ import annotations
 
 import itertools
+import statistics
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
@@ -13,6 +14,7 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from rollmill.training.deadlines import Candidate, Choice, choose_groups
+from rollmill.trajectories.pace import Pace
 
 Rule = Callable[[Sequence[Candidate], int, int], Choice]
 EPISODES = st.lists(st.integers(0, 12), min_size=1, max_size=60)
@@ -161,6 +163,88 @@ def test_groups_that_are_already_late_do_not_stop_the_run() -> None:
 def test_a_step_runs_short_only_when_no_other_group_can_come() -> None:
     groups = [Candidate("a", 4, True), Candidate("b", 4, False)]
     assert choose_groups(groups[:1], 3, 2) == Choice(None)
-    assert choose_groups(groups, 3, 2, more=False) == Choice(None)  # b may still finish
-    assert choose_groups(groups[:1], 3, 2, more=False) == Choice(["a"])
+    assert choose_groups(groups, 3, 2, more=False) == Choice(["a"])  # b fits into step 4
+    assert choose_groups(groups, 4, 2, more=False) == Choice(None)  # b is due
+    assert choose_groups(groups[1:], 3, 2, more=False) == Choice(None)  # b may have signal
     assert choose_groups([], 3, 2, more=False) == Choice([])
+
+
+@dataclass
+class Sparse:
+    """A run by the rules of trajectories/pace.py in which some groups have no signal: the trainer closes them."""
+
+    pace: Pace
+    episodes: list[tuple[int, bool]]  # ticks, and whether there is signal; repeated
+    running: dict[int, tuple[int, int]] = field(default_factory=dict)  # group → its deadline, the tick of its end
+    ready: dict[int, int] = field(default_factory=dict)  # group → its deadline; only those with signal
+    staleness: list[int] = field(default_factory=list)  # of each group that was trained on
+    left: list[int] = field(default_factory=list)  # groups that ran while each step was trained
+    started: int = 0
+    committed: int = 0
+    leased: int = 0
+
+    def tick(self, now: int) -> None:
+        for group, (deadline, end) in list(self.running.items()):
+            if end <= now:
+                del self.running[group]
+                if self.episodes[group % len(self.episodes)][1]:
+                    self.ready[group] = deadline
+        self.admit(now)
+        more = self.started < self.pace.most_started(self.committed)
+        untaken = {group: Candidate(str(group), deadline, False) for group, (deadline, _) in self.running.items()}
+        untaken |= {group: Candidate(str(group), deadline, True) for group, deadline in self.ready.items()}
+        queue = [untaken[group] for group in sorted(untaken)]
+        take = choose_groups(queue, self.committed + 1, self.pace.groups_per_step, more).take
+        if take is not None:
+            self.train([int(group) for group in take], now)
+
+    def admit(self, now: int) -> None:
+        while self.started < self.pace.most_started(self.committed) and len(self.running) + len(
+            self.ready
+        ) + self.leased < self.pace.most_open(self.committed):
+            ticks, _ = self.episodes[self.started % len(self.episodes)]
+            self.running[self.started] = self.pace.deadline(self.committed), now + 1 + ticks
+            self.started += 1
+
+    def train(self, groups: list[int], now: int) -> None:
+        deadlines = [self.ready.pop(group) for group in groups]
+        step = self.committed + 1
+        assert all(deadline >= step for deadline in deadlines)
+        self.staleness += [step + self.pace.max_staleness - deadline for deadline in deadlines]
+        self.leased = len(groups)
+        self.admit(now)  # while the step runs
+        self.left.append(len(self.running))
+        self.leased, self.committed = 0, step
+
+
+def play(pace: Pace, episodes: list[tuple[int, bool]]) -> Sparse:
+    run, steps = Sparse(pace, episodes), pace.steps
+    assert steps is not None
+    for now in range(20 * steps * pace.groups_per_step * (1 + max(ticks for ticks, _ in episodes))):
+        if run.committed == steps:
+            return run
+        run.tick(now)
+    raise AssertionError("nothing moves any more")
+
+
+@settings(max_examples=100, deadline=None)
+@given(
+    st.lists(st.tuples(st.integers(0, 9), st.booleans()), min_size=1, max_size=24),
+    st.integers(1, 4),
+    st.integers(0, 3),
+    st.integers(1, 12),
+)
+def test_groups_without_signal_make_no_token_too_old_and_leave_nothing_behind(
+    episodes: list[tuple[int, bool]], groups_per_step: int, max_staleness: int, steps: int
+) -> None:
+    run = play(Pace(groups_per_step, 2, max_staleness, steps), episodes)
+    assert run.running == {} and run.ready == {}, "the last step waits for what is open"
+
+
+def test_engines_are_busy_while_a_step_trains_although_few_groups_have_signal() -> None:
+    """One group in six has signal, as in the first steps on hard tasks. Every step runs short."""
+    episodes = [(2 + index % 5, index % 6 == 0) for index in range(30)]
+    run = play(Pace(16, 16, max_staleness=2, steps=40), episodes)
+    assert min(run.left[:-2]) >= 24, "of 48 that may be open"
+    assert max(run.staleness) in (1, 2) and statistics.mean(run.staleness) > 0.5
+    assert play(Pace(16, 16, max_staleness=0, steps=40), episodes).left == [0] * 40, "0 is synchronous"

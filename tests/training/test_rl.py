@@ -301,6 +301,29 @@ def test_a_step_runs_short_when_replacements_run_out(tmp_path: Path):
         assert world.objective(pace=pace).next_batch(3, 0.0, MAIN, lambda: next(asked)) is not None
 
 
+def test_a_short_step_leaves_running_groups_to_the_next_one(tmp_path: Path):
+    """Few groups have signal, and no further one may start: the step does not wait for those that fit into the next."""
+    telemetry.open_events(tmp_path / "events", "trainer")
+    world, pace = World(tmp_path), Pace(2, 2, max_staleness=1)
+    trainer = world.trainer(pace=pace)
+    trainer.run(0)
+    _, current = world.version(0)
+    members = [make_segment(ANSWER, seed=seed, policies=[current]) for seed in range(2)]
+    for index in range(pace.most_started(0) - 3):
+        world.add_group(f"equal-{index}", members, [1.0, 1.0])
+    for name in ("b", "c"):
+        world.start_group(name, 2)
+    world.add_group("a", members, [1.0, 0.0])
+    trainer.run(1)
+    assert world.ledger.steps()[0].groups == ("a",) and world.ledger.open_groups() == 2
+    for name in ("b", "c"):
+        world.finish_group(name, members, [1.0, 0.0])
+    trainer.run(2)
+    assert world.ledger.steps()[1].groups == ("b", "c")
+    steps = [event for event in telemetry.read_events(tmp_path / "events") if event["kind"] == "step"]
+    assert [step["staleness_mean"] for step in steps] == [0.0, 1.0]
+
+
 def test_steps_that_are_not_finite_are_skipped_and_end_the_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     world = World(tmp_path)
     world.add_steps()

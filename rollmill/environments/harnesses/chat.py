@@ -4,8 +4,8 @@ With summaries, an answer that is cut short is not the last one: the model summa
 context.
 
 The answer is handed in as a file. `answer.txt` gets its whole text; any other path that the task's `submission` names
-first gets the first fenced code block of the answer, or the whole text if it has none. The machine only carries the
-file to the hand-in.
+first gets the first fenced code block of the answer, or the whole text if it has none. Nothing runs before grading, so
+the harness gets a folder in memory instead of a machine.
 """
 
 from __future__ import annotations
@@ -34,6 +34,7 @@ class ChatHarness:
     """One per dispatcher: all episodes share its connections."""
 
     name = "chat"
+    wants_machine = False
 
     def __init__(self, config: ChatConfig | None = None) -> None:
         self.config = config or ChatConfig()
