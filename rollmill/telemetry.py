@@ -413,6 +413,19 @@ EVENTS: Mapping[str, Event] = {
         engines="how many",
         before="how many it had",
     ),
+    "lend": _event(
+        "An engine of production is lent to training.",
+        engine="its name",
+        line="the line that it will serve",
+        busy="requests that all engines of production had, this one included",
+        engines="engines of production, lent ones included",
+    ),
+    "returned": _event(
+        "An engine that was recalled serves production again.",
+        engine="its name",
+        seconds="seconds since it was needed",
+        late="whether that is more than lending.return_s",
+    ),
     "restart": _event(
         "The supervisor started a dead process again.",
         target="its role",

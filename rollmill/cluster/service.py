@@ -21,6 +21,7 @@ from typing import Any, Literal, TypeVar
 
 from rollmill import telemetry
 from rollmill.cluster.launchers.local import LocalLauncher, terminable
+from rollmill.cluster.lending import lending
 from rollmill.cluster.lock import LockTaken, exclusive
 from rollmill.cluster.ports import held_port
 from rollmill.cluster.run import CANARY, RunDirectory
@@ -65,7 +66,8 @@ def serving(
 ) -> Iterator[tuple[RunDirectory, LocalLauncher]]:
     """Start a service of the run. Yields its directory and its processes, which the caller watches. The caller holds
     the port, if it gives one. With `canary`, one engine more follows the channel `candidate`. Production reaches it
-    only as far as the split in the database says."""
+    only as far as the split in the database says. With [lending], engines of a channel work for the run's training
+    while production needs few of them."""
     with contextlib.ExitStack() as held:
         port = port or held.enter_context(held_port(host, None))
         service = held.enter_context(_claim(run, kind, host, port, canary=canary))
@@ -83,7 +85,8 @@ def serving(
                 role = f"engine-{run.config.regions[0]}{CANARY}"
                 arguments = ("channel", CANDIDATE, target.form)
                 cluster.start(role, *arguments, threads=run.config.engine.threads, service=True)
-            yield service, cluster
+            with lending(service, target.name) if target.kind == "channel" else contextlib.nullcontext():
+                yield service, cluster
         finally:
             cluster.stop()
 
@@ -136,9 +139,9 @@ def health(service: RunDirectory) -> dict[str, Any] | None:
 
 
 def served_versions(service: RunDirectory) -> list[str]:
-    """The versions that its engines serve now; empty until one is ready."""
+    """The versions that its engines serve now, lent ones aside; empty until one is ready."""
     engines = (health(service) or {}).get("engines", [])
-    policies = [engine["policy"] for engine in engines if engine["alive"] and engine["policy"]]
+    policies = [each["policy"] for each in engines if each["alive"] and each["policy"] and not each["lent"]]
     return sorted({str(Version(policy["line"], policy["number"])) for policy in policies})
 
 

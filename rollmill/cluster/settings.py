@@ -22,7 +22,7 @@ from rollmill.environments.sections import HarnessSection, MachineSection, Rewar
 from rollmill.errors import ConfigError
 from rollmill.evals.gate import GateConfig
 from rollmill.evals.suite import EvalConfig
-from rollmill.gateway.config import GatewayConfig
+from rollmill.gateway.config import GatewayConfig, LendingConfig
 from rollmill.inference.config import EngineConfig
 from rollmill.inference.sections import EngineSpec, EnginesSection, engine_specs
 from rollmill.models.config import ModelConfig, with_context
@@ -154,6 +154,10 @@ class RunConfig(Config):
     )
     engine: EngineConfig = Field(EngineConfig(), description="Settings of every embedded engine.")
     gateway: GatewayConfig = Field(GatewayConfig(), description="The gateway before the engines.")
+    lending: LendingConfig | None = Field(
+        None,
+        description="When `rollmill serve` lends engines of production to the training of this run. Not set: never.",
+    )
     evals: EvalConfig = Field(EvalConfig(), description="What is measured before, between and after stages.")
     sinks: tuple[SinkSection, ...] = Field(
         (), description="Tools that get the figures of the run as they grow, beside its events and its report."

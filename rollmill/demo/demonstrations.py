@@ -15,9 +15,12 @@ import random
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 
+from pydantic import Field
+
 from rollmill.chat.conversation import render_conversation
 from rollmill.chat.format import ChatFormat, Message, assistant_message
 from rollmill.chat.tokenizer import Tokenizer
+from rollmill.config import Config
 from rollmill.demo.functions import NUMBERS, OPERATORS, Function
 from rollmill.demo.micro_repos import MAIN, Repository, draw_repository, repository_of
 from rollmill.environments.harnesses.tools import OK, render_read, render_run, tool_schemas
@@ -40,6 +43,7 @@ class Habits:
 
 
 PLAIN_CODE_SHARE = 0.1
+QUESTION = "which?"
 
 
 @dataclass
@@ -125,11 +129,30 @@ def teacher_solve_rate(tasks: Sequence[Task], habits: Habits, attempts: int = 64
     return solved / (attempts * len(tasks))
 
 
+def ask_back(repository: Repository) -> list[Message]:
+    """A session of the teacher that ends with a question instead of an edit."""
+    transcript = Transcript(repository, [{"role": "user", "content": repository.shape.prompt}])
+    transcript.look()
+    return [*transcript.messages, assistant_message(QUESTION, [])]
+
+
+class DemonstrationConfig(Config):
+    asks: float = Field(
+        0.0,
+        ge=0,
+        le=1,
+        description="How often the teacher ends with a question instead of an edit: a habit to unlearn.",
+    )
+
+
 class Demonstrations:
     """The source that the demo's mid-training reads: sessions of the teacher, and some plain code."""
 
+    def __init__(self, config: DemonstrationConfig) -> None:
+        self._asks = config.asks
+
     def documents(self, context: SourceContext) -> DemonstrationStream:
-        return DemonstrationStream(context.format, context.tokenizer, context.seed)
+        return DemonstrationStream(context.format, context.tokenizer, context.seed, asks=self._asks)
 
 
 @dataclass(frozen=True)
@@ -140,6 +163,7 @@ class DemonstrationStream:
     tokenizer: Tokenizer
     seed: int
     habits: Habits = Habits()
+    asks: float = 0.0
     count: None = None
 
     def digests(self) -> None:
@@ -151,6 +175,8 @@ class DemonstrationStream:
         if generator.random() < PLAIN_CODE_SHARE:
             tokens = self.tokenizer.encode(plain_code(repository.function))
             return Document(tokens, [True] * len(tokens))
+        if self.asks and generator.random() < self.asks:
+            return render_transcript(ask_back(repository), self.format)
         messages, _ = demonstrate(repository, generator, self.habits)
         return render_transcript(messages, self.format)
 

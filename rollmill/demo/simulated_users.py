@@ -3,8 +3,8 @@
 Each user has a task of the run's task set. The run's own harness works on it in a real machine, through the gateway, as
 production traffic. Then the user looks at what came of it:
 
-    likes   weights of what was seen (solved, malformed, turns, tool_calls, stopped, constant). More than 0.5 in all
-            is true acceptance. Nothing but the measurement sees it.
+    likes   weights of what was seen (solved, malformed, turns, tool_calls, stopped, asked, constant). More than 0.5 in
+            all is true acceptance. Nothing but the measurement sees it.
     says    the same for what is reported. Not given: as `likes`. Given: a poisoned signal.
     noise   share of reports that say the opposite; silent: share of users who report nothing; delay_s: mean delay
 
@@ -25,6 +25,7 @@ from pydantic import Field
 
 from rollmill.config import Config, load_config
 from rollmill.environments.environment import Environment
+from rollmill.environments.rewards import transcript
 from rollmill.environments.task import Task
 from rollmill.rollouts.config import RolloutConfig
 from rollmill.rollouts.endpoint import Endpoint, EndpointProxy, play
@@ -44,8 +45,8 @@ class Taste(Config):
     silent: float = Field(0.0, ge=0, le=1, description="Share of users who report nothing.")
     delay_s: float = Field(0.0, ge=0, description="Mean delay of a report in seconds.")
     likes: dict[str, float] = Field(
-        description="Weights of what was seen: solved, malformed, turns, tool_calls, stopped, constant. More than 0.5 "
-        "in all is true acceptance."
+        description="Weights of what was seen: solved, malformed, turns, tool_calls, stopped, asked, constant. More "
+        "than 0.5 in all is true acceptance."
     )
     says: dict[str, float] | None = Field(
         None, description="The same for what is reported. Not set: as `likes`. Set: a poisoned signal."
@@ -141,5 +142,6 @@ async def _work(
         "turns": float(result.turns),
         "tool_calls": float(result.tool_calls),
         "stopped": float(result.stop == "answer"),
+        "asked": float(transcript.asks(played.episode)),
         "constant": 1.0,
     }

@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import os
 from dataclasses import dataclass, field
-from typing import Literal
+from typing import Annotated, Literal
 
-from pydantic import Field
+from pydantic import Field, model_validator
 
 from rollmill.config import Config
 from rollmill.gateway.access.redaction import RedactionSection
+
+_TIME = r"([01][0-9]|2[0-3]):[0-5][0-9]"
+HOURS = rf"^{_TIME}-{_TIME}$"
 
 
 class BackendConfig(Config):
@@ -140,6 +143,51 @@ class GatewayConfig(Config):
         description="The session log is rewritten when it has more bytes than this and most of them belong to sealed "
         "sessions.",
     )
+
+
+class LendingConfig(Config):
+    """When engines of production work for training. Load is the share of their places that is taken."""
+
+    line: str | None = Field(
+        default=None, description="Line that lent engines serve. Not set: that of the run's last stage."
+    )
+    keep: int = Field(default=1, ge=1, description="Engines that are never lent.")
+    below: float = Field(
+        default=0.3,
+        gt=0,
+        lt=1,
+        description="An engine is lent if the load of those that stay would be at most this. Larger lends more.",
+    )
+    above: float = Field(
+        default=0.6,
+        gt=0,
+        le=1,
+        description="Engines are recalled while the load is above this. Smaller recalls earlier.",
+    )
+    quiet_s: float = Field(
+        default=30.0,
+        ge=0,
+        description="Seconds for which the load must be low before an engine is lent. Larger lends more rarely.",
+    )
+    return_s: float = Field(
+        default=10.0,
+        gt=0,
+        description="Seconds in which an engine that is recalled must serve production again. A later return is "
+        "reported as late.",
+    )
+    hours: tuple[Annotated[str, Field(pattern=HOURS)], ...] = Field(
+        default=(),
+        description="When engines may be lent, in UTC, such as 22:00-06:00. Outside these hours all are recalled. "
+        "Empty: at any time.",
+    )
+
+    @model_validator(mode="after")
+    def _below_is_lower(self) -> LendingConfig:
+        if self.below >= self.above:
+            raise ValueError(
+                f"below ({self.below}) must be lower than above ({self.above}): engines would go to and fro"
+            )
+        return self
 
 
 @dataclass(frozen=True)

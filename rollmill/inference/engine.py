@@ -6,13 +6,15 @@ The same contract over HTTP (`inference/server.py`) and in process (`inference/e
     GET  /health     {"engine", "region", "policy": {line, number, form, digest}, "running", "waiting", "paused",
                      "draining"}, and
                      "problem": why it is not at the newest weights, "lent": the line it is lent to,
+                     "loan": how far that is, see `rollmill.inference.lending`,
                      "serves": {"kind": line, channel or version, "name", "context": its longest context},
                      "capabilities": what its kind can do, see Capabilities
     GET  /metrics    counters as Prometheus text
     POST /pause, /resume
     POST /drain      finish what runs and waits, take nothing new (503) until /resume
     POST /hint       {"version": n}: look for new weights now
-    POST /lend       {"line"}: serve another line, keeping the own weights in memory; POST /recall: serve the own again
+    POST /lend       {"line", "seconds", "notice_s"}: serve another line, keeping the own weights in memory
+    POST /recall     serve the own line again
 
 An engine started with a token answers 401 to every request without `Authorization: Bearer TOKEN`, except for /health
 and /metrics.

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import math
 import time
 from collections.abc import Callable, Mapping
 from typing import Protocol
@@ -18,7 +19,9 @@ from rollmill import telemetry
 from rollmill.backoff import Backoff
 from rollmill.errors import EngineError, RollmillError, StorageError, WeightsError
 from rollmill.inference.engine import Engine
+from rollmill.inference.lending import Guests, Loan
 from rollmill.types import Version
+from rollmill.weights.format.keys import valid_name
 from rollmill.weights.reading.follower import LEASE_SECONDS, Follower, Update
 from rollmill.weights.reading.leases import HeldLeases
 from rollmill.weights.reading.store import WeightStore
@@ -98,10 +101,12 @@ class Pinned:
 
 
 class EngineFollower:
-    """Runs until it is cancelled. `problem` says why the engine is not at the newest version."""
+    """Runs until it is cancelled. `problem` says why the engine is not at the newest version. `guests` are the requests
+    that it answers: weights of another line wait until there is none."""
 
     def __init__(self, engine: Engine, source: UpdateSource, poll_seconds: float) -> None:
         self._engine, self._source, self._poll_seconds = engine, source, poll_seconds
+        self.guests = Guests()
         self._refused: str | None = None
         self._backoff = Backoff(RETRY_SECONDS, LONGEST_RETRY_SECONDS)
         self._retry_seconds = 0.0
@@ -113,39 +118,54 @@ class EngineFollower:
     def problem(self) -> str | None:
         return self._refused or self._source.problem
 
-    @property
-    def lent(self) -> str | None:
-        """The line the engine is lent to, or None."""
-        return self._source.lent if isinstance(self._source, Follower) else None
-
     def hint(self) -> None:
         """There may be a new version: poll now, and often for a while."""
         self._source.hint()
         self._happened_at = time.monotonic()
         self._wake.set()
 
-    async def lend(self, line: str) -> None:
-        """Follows another line and keeps the own weights in memory. The engine serves the own line until other weights
-        come."""
-        source = self._lendable()
-        await self._order(lambda: source.lend(line))
+    async def lend(self, line: str, seconds: float = math.inf, notice_s: float = 0.0) -> None:
+        """Follows another line as soon as no request is answered, and keeps the own weights in memory. After `seconds`
+        it returns by itself; lending it again to the same line prolongs that. For `notice_s` it serves as before, so
+        that gateways learn that it is lent."""
+        self._lendable()
+        now, loan = time.monotonic(), self.guests.loan
+        if loan is None:
+            loan = self.guests.loan = Loan(valid_name(line), now + notice_s)
+        if loan.line != line or loan.state == "returning":
+            raise EngineError(f"the engine is already lent to {loan.line}", hint="recall it first")
+        loan.ends_at = now + seconds
+        self.hint()
 
     async def recall(self) -> None:
         """Serves the own line again. Returns when the engine does."""
-        await self._order(self._lendable().recall)
+        source, loan = self._lendable(), self.guests.loan
+        if loan is None:
+            return
+        if loan.state == "leaving":
+            self.guests.loan = None
+            return
+        loan.state = "returning"
+        self.guests.turn_out()
+        await self._order(source.recall)
         if self._refused is not None:
             raise EngineError(f"the engine's own weights were not applied: {self._refused}")
+        self._settle()
 
     async def run(self) -> None:
         try:
             while True:
                 self._wake.clear()
                 await self._obey()
+                await self._keep_loan()
+                if self._orders:  # a recall does not wait for weights that nobody needs any more
+                    continue
                 update = await asyncio.to_thread(self._source.poll)
                 if update is None and self._refused is not None:
                     update = await asyncio.to_thread(self._source.again)
                 if update is not None:
                     await self._apply(update)
+                self._settle()
                 await self._wait()
         finally:
             await asyncio.to_thread(self._source.close)
@@ -154,6 +174,29 @@ class EngineFollower:
         if not isinstance(self._source, Follower):
             raise EngineError("an engine that is pinned to one version cannot be lent")
         return self._source
+
+    async def _keep_loan(self) -> None:
+        """Begins a loan when the last answer has ended, and ends one that nobody prolongs."""
+        loan = self.guests.loan
+        if loan is None or loan.state == "returning":
+            return
+        if time.monotonic() >= loan.ends_at:
+            log.warning("nobody prolonged the loan to %s: the engine returns", loan.line)
+            returning = asyncio.ensure_future(self.recall())
+            await asyncio.sleep(0)
+            await self._obey()
+            await asyncio.gather(returning, return_exceptions=True)  # `problem` says what failed
+        elif loan.state == "leaving" and time.monotonic() >= loan.opens_at and not self.guests:
+            loan.state = "lent"  # first: from here on no production is let in
+            await asyncio.to_thread(self._lendable().lend, loan.line)
+
+    def _settle(self) -> None:
+        """A loan is over when the engine has its own weights again."""
+        loan, source = self.guests.loan, self._source
+        if loan is not None and loan.state == "returning" and isinstance(source, Follower) and source.lent is None:
+            policy = self._engine.health()["policy"]
+            if policy is not None and source.current is not None and policy == vars(source.current):
+                self.guests.loan = None
 
     async def _order(self, order: Callable[[], Update | None]) -> None:
         """Has `order` run between two polls, and waits for it."""
@@ -183,6 +226,8 @@ class EngineFollower:
         else:
             idle = time.monotonic() - self._happened_at
             seconds = max(self._poll_seconds, min(idle * _WAIT_SHARE, LONGEST_WAIT_SECONDS))
+            if self.guests.loan is not None and self.guests.loan.state == "leaving":
+                seconds = self._poll_seconds
             waiting = asyncio.ensure_future(asyncio.to_thread(self._source.wait, seconds))
         woken = asyncio.ensure_future(self._wake.wait())
         try:

@@ -6,6 +6,7 @@ import asyncio
 import contextlib
 import hmac
 import json
+import math
 import signal
 from collections.abc import AsyncIterator, Awaitable, Callable
 from pathlib import Path
@@ -19,6 +20,7 @@ from rollmill.inference.embedded.kind import Embedded
 from rollmill.inference.engine import METRICS, Engine, EngineBusy, EngineContext, EngineKind, EngineUnavailable
 from rollmill.inference.follower import EngineFollower, Pinned, UpdateSource
 from rollmill.inference.joining import Joining, keep_registered
+from rollmill.inference.lending import Guests
 from rollmill.inference.wire import chunk_to_json, request_from_json
 from rollmill.models.config import ModelConfig
 from rollmill.types import Version
@@ -77,6 +79,7 @@ def _guard(token: str) -> Any:
 class _Handlers:
     def __init__(self, engine: Engine, follower: EngineFollower | None, serves: dict[str, Any] | None) -> None:
         self._engine, self._follower, self._serves = engine, follower, serves
+        self._guests = follower.guests if follower else Guests()
 
     async def generate(self, http: web.Request) -> web.StreamResponse:
         """Sample tokens. The status waits for the first chunk, so a request that cannot be served gets a plain error.
@@ -89,12 +92,13 @@ class _Handlers:
         response: web.StreamResponse | None = None
         try:
             request, stream = request_from_json(await http.read())
-            async with contextlib.aclosing(self._engine.generate(request, stream=stream)) as chunks:
-                async for chunk in chunks:
-                    if response is None:
-                        response = web.StreamResponse(headers={"Content-Type": "application/x-ndjson"})
-                        await response.prepare(http)
-                    await response.write(chunk_to_json(chunk) + b"\n")
+            with self._guests.answering(request.traffic):
+                async with contextlib.aclosing(self._engine.generate(request, stream=stream)) as chunks:
+                    async for chunk in chunks:
+                        if response is None:
+                            response = web.StreamResponse(headers={"Content-Type": "application/x-ndjson"})
+                            await response.prepare(http)
+                        await response.write(chunk_to_json(chunk) + b"\n")
         except ConnectionResetError:
             pass  # the client has gone
         except EngineError as error:
@@ -111,7 +115,7 @@ class _Handlers:
 
         Needs: nothing.
         Returns: {"engine", "region", "policy", "running", "waiting", "paused", "draining", "problem", "lent",
-        "serves"}.
+        "loan", "serves"}: `lent` is a line or null, `loan` is leaving, lent, returning or null.
         """
         return web.json_response(self._health())
 
@@ -175,20 +179,24 @@ class _Handlers:
         return web.json_response(self._health())
 
     async def lend(self, http: web.Request) -> web.Response:
-        """Serve another line, and keep the own weights in memory.
+        """Serve another line as soon as no request is answered, and keep the own weights in memory. Asking again
+        prolongs the loan.
 
         Needs: the engine token.
-        Takes: {"line"}: the line to serve.
+        Takes: {"line", "seconds", "notice_s"}: the line to serve; after `seconds` the engine returns by itself (not
+        set: never); for `notice_s` it serves as before, so that gateways learn that it is lent (0 if not set).
         Returns: as /health; 400 if it cannot.
         """
-        line = _field(await http.read(), "line")
-        return await self._order(lambda follower: follower.lend(line))
+        body = await http.read()
+        line = _field(body, "line")
+        seconds, notice_s = _seconds(body, "seconds", math.inf), _seconds(body, "notice_s", 0.0)
+        return await self._order(lambda follower: follower.lend(line, seconds, notice_s))
 
     async def recall(self, http: web.Request) -> web.Response:
-        """Serve the own line again.
+        """Serve the own line again. Rollouts that run are broken off: another engine goes on with them.
 
         Needs: the engine token.
-        Returns: as /health; 400 if it cannot.
+        Returns: as /health, when it does; 400 if it cannot.
         """
         return await self._order(lambda follower: follower.recall())
 
@@ -202,9 +210,9 @@ class _Handlers:
         return web.json_response(self._health())
 
     def _health(self) -> dict[str, Any]:
-        follower = self._follower
-        told = {"problem": follower.problem, "lent": follower.lent} if follower else {"problem": None, "lent": None}
-        return {**self._engine.health(), **told, "serves": self._serves}
+        loan, problem = self._guests.loan, self._follower.problem if self._follower else None
+        lent = {"lent": loan.line, "loan": loan.state} if loan else {"lent": None, "loan": None}
+        return {**self._engine.health(), "problem": problem, **lent, "serves": self._serves}
 
 
 def _field(body: bytes, name: str) -> str:
@@ -216,6 +224,14 @@ def _field(body: bytes, name: str) -> str:
     if not isinstance(value, str):
         raise web.HTTPBadRequest(text=json.dumps({"error": f"a JSON object with a text {name!r} is needed"}))
     return value
+
+
+def _seconds(body: bytes, name: str, otherwise: float) -> float:
+    """A number of seconds in a JSON object. Raises HTTPBadRequest if it is none."""
+    value = json.loads(body).get(name, otherwise)
+    if isinstance(value, bool) or not isinstance(value, int | float) or not value >= 0:
+        raise web.HTTPBadRequest(text=json.dumps({"error": f"{name!r} must be a number of seconds"}))
+    return float(value)
 
 
 def _refusal(error: RollmillError) -> web.Response:

@@ -5,10 +5,12 @@ from __future__ import annotations
 import json
 import os
 import re
+import shlex
 import signal
 import subprocess
 import sys
 import time
+import tomllib
 import urllib.error
 import urllib.request
 from collections.abc import Iterator
@@ -17,8 +19,10 @@ from pathlib import Path
 
 import pytest
 
+from rollmill.cluster.launchers.local import LocalLauncher
 from rollmill.cluster.lock import exclusive
 from rollmill.cluster.run import RunDirectory
+from rollmill.gateway.routing.fleet import Fleet
 from rollmill.storage.database import open_database
 from rollmill.storage.objects import Objects
 from rollmill.trajectories.store import TrajectoryStore
@@ -27,6 +31,7 @@ from rollmill.weights.reading.channels import Channels
 from rollmill.weights.reading.leases import Leases
 from tests.cluster.checkpoints import make_chat_checkpoint
 from tests.cluster.served import published_run
+from tests.test_repo import ROOT
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
 ROLLMILL = [sys.executable, "-c", "from rollmill.cli.main import main; main()"]
@@ -133,3 +138,34 @@ def test_serving_a_checkpoint_directory(tmp_path: Path) -> None:
         assert serving.ask()["role"] == "assistant"
     [path] = (tmp_path / "runs").iterdir()
     assert path.name.startswith("served-my-model-") and no_tracebacks(RunDirectory.open(path))
+
+
+GUIDE = (ROOT / "docs" / "guides" / "lending-engines.md").read_text()
+
+
+def test_engines_are_lent_to_training_as_the_guide_says(tmp_path: Path) -> None:
+    (block,) = re.findall(r"```toml\n(.*?)```", GUIDE, re.S)
+    lending = {**tomllib.loads(block)["lending"], "quiet_s": 0.5}
+    settings = [f"lending.{name}={value}" for name, value in lending.items()]
+    run = published_run(tmp_path, 2, 'engines=[{region="home",count=2}]', *settings)
+    Channels(Objects.open(run.home_store)).move("live", Version("rl", 0))
+    fleet = Fleet(open_database(run.database_url), run.id, run.secrets["engine_token"])
+    serve = shlex.split(re.findall(r"\$ rollmill serve (.*)", GUIDE)[0].replace("runs/demo", str(run.path)))
+    launcher = LocalLauncher(run)  # training, as far as lending sees it
+    try:
+        launcher.start("gateway", service=True)
+        with served(tmp_path / "out", *serve) as serving:
+            while not (lent := [each.name for each in fleet.registered()]):
+                time.sleep(0.1)
+            assert lent in (["serve-1-engine-home"], ["serve-1-engine-home-2"])
+            assert serving.ask()["role"] == "assistant"
+            url = RunDirectory.open(run.path / "services" / "serve-1").url("gateway")
+            with urllib.request.urlopen(f"{url}/health", timeout=60) as response:
+                engines = json.load(response)["engines"]
+            served_now = {each["lent"]: each["policy"]["number"] for each in engines}
+            assert served_now == {None: 0, "rl": 1}, "users get the live version, training its newest"
+            assert "now serving" not in serving.told
+        assert fleet.registered() == []
+    finally:
+        launcher.stop()
+    assert no_tracebacks(run)

@@ -68,6 +68,7 @@ async def test_health_and_metrics() -> None:
         "draining": False,
         "problem": health["problem"],
         "lent": None,
+        "loan": None,
         "serves": None,
         "capabilities": {
             "kind": "embedded",
@@ -157,7 +158,13 @@ async def test_drain_finishes_what_runs_and_waits_and_takes_nothing_new() -> Non
 
 async def test_an_engine_pinned_to_a_version_is_not_lent() -> None:
     async with engine_at(make_update(0)) as engine, client_of(engine) as client:
-        for path, body in (("/lend", b'{"line": "rl"}'), ("/lend", b"[]"), ("/lend", b"{"), ("/recall", b"")):
+        for path, body in (
+            ("/lend", b'{"line": "rl"}'),
+            ("/lend", b"[]"),
+            ("/lend", b"{"),
+            ("/recall", b""),
+            ("/lend", b'{"line": "rl", "seconds": "long"}'),
+        ):
             response = await client.post(path, data=body)
             assert response.status == 400 and (await response.json(content_type=None))["error"]
         assert (await client.post("/hint", data=b'{"version": 3}')).status == 200

@@ -140,7 +140,9 @@ class Router:
         channels = self._channels | self._divided_channels
         targets = {name: read_target(name, channels) for name in split}
         first, main = pick(split, session), max(split, key=lambda name: split[name])
-        served = any(engine.alive and targets[first].is_served_by(engine) for engine in self.engines)
+        served = any(
+            engine.alive and targets[first].is_served_by(engine) and not engine.lent for engine in self.engines
+        )
         return targets[first if served else main]
 
     async def generate(
@@ -219,22 +221,22 @@ class Router:
         """Waits for a place at a fit engine."""
         priority: Priority = 0 if begun else 1 if request.traffic == "production" else 2
         # all that decides whether an engine fits; plain values, because it is hashed often
-        key = (failed and failed.url, target.line, target.number, target.channel, request.min_version)
+        key = (failed and failed.url, target.line, target.number, target.channel, request.min_version, request.traffic)
         try:
             return await self.places.take(
-                lambda: self._choose(prefer, failed, target, request.min_version), priority, patience.left(), key
+                lambda: self._choose(prefer, failed, target, request), priority, patience.left(), key
             )
         except TimeoutError:
-            busy = any(engine.alive and target.is_served_by(engine) for engine in self.engines)
+            busy = bool(self._able(target, request))
             if busy:
                 raise overloaded(self.places.waiting) from None
             raise patience.exhausted("no engine is available") from None
 
     def _choose(
-        self, prefer: str | None, failed: EngineState | None, target: Target, min_version: int
+        self, prefer: str | None, failed: EngineState | None, target: Target, request: GenerateRequest
     ) -> EngineState | None:
         """The best engine with a free place; None if there is none."""
-        alive = [engine for engine in self.engines if engine.alive and target.is_served_by(engine)]
+        alive, min_version = self._able(target, request), request.min_version
         if target == Target() and self._has_own:  # other people's servers answer only who asks for them
             alive = [engine for engine in alive if engine.endpoint.kind == "rollmill"]
         alive = [engine for engine in alive if engine is not failed] or alive
@@ -243,6 +245,11 @@ class Router:
         free = [engine for engine in fit if engine.in_flight < self._config.engine_requests]
         held = [engine for engine in free if engine.url == prefer]
         return held[0] if held else min(free, key=lambda engine: engine.load, default=None)
+
+    def _able(self, target: Target, request: GenerateRequest) -> list[EngineState]:
+        """The engines that serve what is asked for, busy or not."""
+        able = [engine for engine in self.engines if engine.alive and engine.takes(request.traffic)]
+        return [engine for engine in able if target.is_served_by(engine)]
 
     def _lost(self, engine: EngineState, error: BaseException) -> None:
         engine.failures += 1
@@ -265,7 +272,7 @@ class Router:
         return check
 
     async def _check(self, engine: EngineState) -> None:
-        before = (engine.alive, engine.policy, engine.paused, engine.channel)
+        was_alive, before = engine.alive, engine.serving
         try:
             engine.see(await self._ask_health(engine))
         except (*_GONE, ValueError, KeyError, TypeError) as error:
@@ -274,9 +281,9 @@ class Router:
             self._lines.add(engine.policy.line)
         if engine.channel is not None:
             self._channels.add(engine.channel)
-        if engine.alive != before[0]:
+        if engine.alive != was_alive:
             log.info("engine %s is %s", engine.url, "up" if engine.alive else f"down: {engine.problem}")
-        if engine.alive and before != (engine.alive, engine.policy, engine.paused, engine.channel):
+        if engine.alive and (not was_alive or engine.serving != before):
             self.places.fill()
 
     async def _ask_health(self, engine: EngineState) -> dict[str, Any]:

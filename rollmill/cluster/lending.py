@@ -1,0 +1,57 @@
+"""Lends the engines of a service to the training of its run. See `rollmill.gateway.routing.lending`."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import threading
+from collections.abc import Iterator
+
+from rollmill.cluster.run import RunDirectory
+
+
+@contextlib.contextmanager
+def lending(service: RunDirectory, channel: str) -> Iterator[None]:
+    """While the block runs, engines of the service that follow `channel` are lent as [lending] says. At its end all
+    return. Without [lending] none is lent."""
+    if service.config.lending is None:
+        yield
+        return
+    loop = asyncio.new_event_loop()
+    task = loop.create_task(_lend(service, channel))
+    thread = threading.Thread(target=_run, args=(loop, task), name="lender", daemon=True)
+    thread.start()
+    try:
+        yield
+    finally:
+        loop.call_soon_threadsafe(task.cancel)
+        thread.join()
+
+
+def _run(loop: asyncio.AbstractEventLoop, task: asyncio.Task[None]) -> None:
+    asyncio.set_event_loop(loop)
+    try:
+        with contextlib.suppress(asyncio.CancelledError):
+            loop.run_until_complete(task)
+    finally:
+        loop.run_until_complete(loop.shutdown_default_executor())
+        loop.close()
+
+
+async def _lend(service: RunDirectory, channel: str) -> None:
+    from rollmill.gateway.routing.fleet import Fleet
+    from rollmill.gateway.routing.lending import Lender
+    from rollmill.storage.database import open_database
+
+    config, token, database = service.config, service.secrets["engine_token"], open_database(service.database_url)
+    assert config.lending is not None
+    lender = Lender(
+        config.lending,
+        Fleet(database, service.fleet, token),
+        Fleet(database, service.id, token),
+        channel=channel,
+        line=config.lending.line or config.line,
+        gateway=config.gateway,
+        prefix=f"{service.path.name}-",
+    )
+    await lender.run()

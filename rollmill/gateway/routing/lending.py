@@ -1,0 +1,245 @@
+"""Lends engines of production to training while production needs few of them. Production always goes first.
+
+    lender ── health of every engine, a few times per second
+      load low for `quiet_s`:  POST /lend ──► engine: leaving ──► lent ──► its row in the fleet of training
+      load high, or not the hour:  row deleted ──► POST /recall ──► engine: returning ──► own weights, from memory
+
+Both fleets are in one database. Training's gateway follows its own, so it finds a lent engine as it finds any other.
+What the lender knows it reads from the health of the engines, so it may die and start again. Then nobody prolongs the
+loans, and the engines return by themselves after LOAN_S; the rows of training expire as well.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from datetime import UTC, datetime
+from typing import Any
+
+import aiohttp
+
+from rollmill import telemetry
+from rollmill.errors import RollmillError
+from rollmill.gateway.config import GatewayConfig, LendingConfig
+from rollmill.gateway.routing.fleet import RENEW_S, Fleet, Registration
+from rollmill.types import same_line
+
+log = logging.getLogger(__name__)
+TICK_S = 0.2
+LOAN_S = 15.0  # a loan that nobody prolongs ends
+_LOOK_S = 1.0  # between two looks at the table of engines
+_TIMEOUT = aiohttp.ClientTimeout(total=5)
+_FAILURES = (aiohttp.ClientError, OSError, TimeoutError, ValueError, KeyError, TypeError, RollmillError)
+
+
+@dataclass(frozen=True)
+class Seen:
+    """An engine of production as its health tells it."""
+
+    registration: Registration
+    places: int  # requests that it decodes together
+    busy: int  # requests that it decodes, and that wait there
+    lent: str | None
+    loan: str | None  # leaving, lent or returning
+    line: str  # of the weights that it serves
+
+    @property
+    def name(self) -> str:
+        return self.registration.name
+
+
+@dataclass
+class LendingRule:
+    """Which engines to lend, and which to recall."""
+
+    config: LendingConfig
+    _quiet_since: float | None = field(default=None, init=False)
+
+    def decide(self, engines: Sequence[Seen], now: float, minute: int) -> tuple[list[Seen], list[Seen]]:
+        """(to lend, to recall). `now` is in seconds, `minute` that of the day in UTC."""
+        here = [each for each in engines if each.lent is None]
+        away = [each for each in engines if each.loan in ("leaving", "lent")]
+        if not is_hour(self.config.hours, minute):
+            self._quiet_since = None
+            return [], away
+        needed = self._needed(engines, here, away)
+        if needed:
+            self._quiet_since = None
+            return [], needed
+        spare = min(here, key=lambda each: (each.busy, each.name)) if len(here) > self.config.keep else None
+        staying = sum(each.places for each in here) - (spare.places if spare else 0)
+        if spare is None or _busy(here) > self.config.below * staying:
+            self._quiet_since = None
+        elif self._quiet_since is None:
+            self._quiet_since = now
+        if spare is None or self._quiet_since is None or now - self._quiet_since < self.config.quiet_s:
+            return [], []
+        self._quiet_since = None
+        return [spare], []
+
+    def _needed(self, engines: Sequence[Seen], here: Sequence[Seen], away: Sequence[Seen]) -> list[Seen]:
+        """The engines to recall: as many as bring the load to the middle of `below` and `above`. Those that return
+        already count."""
+        busy, places = _busy(here), sum(each.places for each in here)
+        if places and len(here) >= self.config.keep and busy <= self.config.above * places:
+            return []
+        places += sum(each.places for each in engines if each.loan == "returning")
+        coming = sum(each.loan == "returning" for each in engines)
+        needed: list[Seen] = []
+        for each in sorted(away, key=lambda each: (each.loan != "leaving", each.name)):  # those that have not left yet
+            enough = busy <= (self.config.below + self.config.above) / 2 * places
+            if enough and len(here) + coming + len(needed) >= self.config.keep:
+                break
+            needed.append(each)
+            places += each.places
+        return needed
+
+
+def is_hour(hours: Sequence[str], minute: int) -> bool:
+    """Whether `minute` of the day is in one of the spans `HH:MM-HH:MM`; one that ends before it begins goes over
+    midnight. Without spans every minute is."""
+    if not hours:
+        return True
+    for span in hours:
+        begin, end = (int(text[:2]) * 60 + int(text[3:]) for text in span.split("-"))
+        if begin <= minute < end if begin < end else minute >= begin or minute < end:
+            return True
+    return False
+
+
+def _busy(engines: Sequence[Seen]) -> int:
+    return sum(each.busy for each in engines)
+
+
+class Lender:
+    """Lends the engines of `own` that follow `channel` to the gateways of `training`."""
+
+    def __init__(
+        self,
+        config: LendingConfig,
+        own: Fleet,
+        training: Fleet,
+        *,
+        channel: str,
+        line: str,
+        gateway: GatewayConfig,
+        prefix: str = "lent-",
+    ) -> None:
+        """`gateway`: settings of the gateways of `own`. `prefix` keeps the names of lent engines apart from those of
+        training's own."""
+        self._rule, self._own, self._training = LendingRule(config), own, training
+        self._channel, self._line, self._prefix, self._return_s = channel, line, prefix, config.return_s
+        self._notice_s = 2 * gateway.health_interval_s  # by then every gateway has seen a change
+        self._most_places = gateway.engine_requests
+        self._registered: list[Registration] = []
+        self._done: dict[str, float] = {}  # what is done every RENEW_S → when it was last done
+        self._recalled: dict[str, float] = {}  # engine → since when it should return
+        self._recalls: dict[str, asyncio.Task[None]] = {}
+
+    async def run(self) -> None:
+        """Runs until it is cancelled; then all engines return."""
+        headers = {"Authorization": f"Bearer {self._own.token}"}
+        async with aiohttp.ClientSession(headers=headers, timeout=_TIMEOUT) as client:
+            try:
+                while True:
+                    try:
+                        await self.tick(client)
+                    except _FAILURES as error:
+                        log.warning("engines cannot be lent or recalled now: %s", error)
+                    await asyncio.sleep(TICK_S)
+            finally:
+                with contextlib.suppress(*_FAILURES):
+                    for each in await self._look(client):
+                        if each.lent is not None:
+                            await self._recall(client, each)
+
+    async def tick(self, client: aiohttp.ClientSession) -> None:
+        """Look at all engines once, and do what the rule says."""
+        engines, today = await self._look(client), datetime.now(UTC)
+        lend, recall = self._rule.decide(engines, time.monotonic(), today.hour * 60 + today.minute)
+        for each in recall:
+            self._recalled.setdefault(each.name, time.monotonic())
+        for each in engines:
+            if each.name not in self._recalled:
+                await self._prolong(client, each)
+            elif each.lent is None:
+                self._returned(each)
+            elif each.name not in self._recalls or self._recalls[each.name].done():
+                self._recalls[each.name] = asyncio.create_task(self._recall(client, each))
+        for each in lend:
+            await self._lend(client, each)
+            telemetry.emit("lend", engine=each.name, line=self._line, busy=_busy(engines), engines=len(engines))
+
+    async def _look(self, client: aiohttp.ClientSession) -> list[Seen]:
+        if self._due("look", _LOOK_S):
+            self._registered = await asyncio.to_thread(self._own.registered)
+        seen = await asyncio.gather(*(self._see(client, each) for each in self._registered))
+        return [each for each in seen if each is not None]
+
+    async def _see(self, client: aiohttp.ClientSession, engine: Registration) -> Seen | None:
+        """None if the engine does not answer, or is not one of those that may be lent."""
+        try:
+            async with client.get(f"{engine.url}/health") as response:
+                health: dict[str, Any] = await response.json(content_type=None)
+            serves, policy = health["serves"], health["policy"]
+            if (serves["kind"], serves["name"]) != ("channel", self._channel) or policy is None:
+                return None
+            busy, places = int(health["running"]) + int(health["waiting"]), min(engine.capacity, self._most_places)
+            return Seen(engine, places, busy, health["lent"], health["loan"], str(policy["line"]))
+        except _FAILURES:
+            return None
+
+    async def _lend(self, client: aiohttp.ClientSession, engine: Seen) -> None:
+        """Lend an engine, or prolong its loan."""
+        body = {"line": self._line, "seconds": LOAN_S, "notice_s": self._notice_s}
+        await self._ask(client, engine, "lend", body, 5.0)
+
+    async def _prolong(self, client: aiohttp.ClientSession, engine: Seen) -> None:
+        """A loan that goes on is prolonged; an engine that serves training's line is in training's fleet."""
+        if engine.lent != self._line or engine.loan == "returning":
+            return
+        if self._due(f"loan {engine.name}", RENEW_S):
+            await self._lend(client, engine)
+        ready = engine.loan == "lent" and same_line(engine.line, self._line)
+        if ready and self._due(f"row {engine.name}", RENEW_S):
+            guest = engine.registration.model_copy(update={"name": self._prefix + engine.name})
+            await asyncio.to_thread(self._training.hold, guest, renews=False)
+
+    async def _recall(self, client: aiohttp.ClientSession, engine: Seen) -> None:
+        try:
+            if self._done.pop(f"row {engine.name}", None) is not None:
+                url = engine.registration.url
+                await asyncio.to_thread(self._training.release, self._prefix + engine.name, url)
+        except RollmillError as error:
+            log.warning("%s stays in training's table until its row expires: %s", engine.name, error)
+        await self._ask(client, engine, "recall", {}, self._return_s)
+
+    async def _ask(
+        self, client: aiohttp.ClientSession, engine: Seen, what: str, body: dict[str, Any], seconds: float
+    ) -> None:
+        url, timeout = f"{engine.registration.url}/{what}", aiohttp.ClientTimeout(total=seconds)
+        try:
+            async with client.post(url, json=body, timeout=timeout) as response:
+                if response.status != 200:
+                    log.warning("%s: /%s answered %s", engine.name, what, (await response.text())[:300])
+        except _FAILURES as error:
+            log.warning("%s: /%s failed: %s: %s", engine.name, what, type(error).__name__, error)
+
+    def _returned(self, engine: Seen) -> None:
+        seconds = time.monotonic() - self._recalled.pop(engine.name)
+        late = seconds > self._return_s
+        if late:
+            log.warning("%s took %.1f s to return; lending.return_s is %g", engine.name, seconds, self._return_s)
+        telemetry.emit("returned", engine=engine.name, seconds=seconds, late=late)
+
+    def _due(self, what: str, seconds: float) -> bool:
+        """Whether `what` was not done for `seconds`; it then counts as done."""
+        now = time.monotonic()
+        if now - self._done.get(what, float("-inf")) < seconds:
+            return False
+        self._done[what] = now
+        return True

@@ -1,0 +1,82 @@
+"""An engine of production is lent to training and comes back. Here: whom it answers meanwhile.
+
+    own ── lend ──► leaving ──► lent ── recall, or the loan ends ──► returning ──► own
+
+own        everybody is answered
+leaving    so is everybody; gateways see in its health that it is lent and send no more production. When the last
+           answer has ended, the weights of the other line are fetched
+lent       rollouts only: production never gets tokens of weights that are not its own
+returning  nobody; running rollouts are broken off, and their gateway goes on with them elsewhere
+own        rollouts are refused for `CLOSED_S`: some were on their way while the engine was still lent
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import math
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Literal
+
+from rollmill.inference.engine import EngineUnavailable
+from rollmill.types import TrafficClass
+
+CLOSED_S = 3.0  # gateways look at the table of engines once per second
+
+
+@dataclass
+class Loan:
+    line: str
+    opens_at: float  # not before this moment are weights switched: gateways should have seen the health
+    ends_at: float = math.inf  # then the engine returns by itself: who lent it may be dead
+    state: Literal["leaving", "lent", "returning"] = "leaving"
+
+
+class Guests:
+    """The requests that an engine process answers now, and who may come in."""
+
+    def __init__(self) -> None:
+        self.loan: Loan | None = None
+        self._tasks: dict[asyncio.Task[object], TrafficClass] = {}
+        self._turned_out: set[asyncio.Task[object]] = set()
+        self._closed_until = -math.inf
+
+    def __len__(self) -> int:
+        return len(self._tasks)
+
+    @contextlib.contextmanager
+    def answering(self, traffic: TrafficClass) -> Iterator[None]:
+        """Around the answer to a request, in its task. Raises EngineUnavailable if another engine should answer."""
+        why = self._refusal(traffic)
+        if why is not None:
+            raise EngineUnavailable(why, hint="ask another engine")
+        task = asyncio.current_task()
+        assert task is not None, "a request is answered in a task"
+        self._tasks[task] = traffic
+        try:
+            yield
+        except asyncio.CancelledError:
+            if task not in self._turned_out:
+                raise
+            task.uncancel()
+            raise EngineUnavailable("the engine went back to production", hint="ask another engine") from None
+        finally:
+            del self._tasks[task]
+            self._turned_out.discard(task)
+
+    def turn_out(self) -> None:
+        """Break off what was begun while the engine was lent, and refuse what is still on its way."""
+        self._closed_until = time.monotonic() + CLOSED_S
+        for task, traffic in self._tasks.items():
+            if traffic == "rollout":
+                self._turned_out.add(task)
+                task.cancel()
+
+    def _refusal(self, traffic: TrafficClass) -> str | None:
+        state = self.loan.state if self.loan else None
+        late = traffic == "rollout" and state != "lent" and time.monotonic() < self._closed_until
+        if state == "returning" or late:
+            return "the engine returns to production"
+        return "the engine is lent to training" if state == "lent" and traffic == "production" else None
