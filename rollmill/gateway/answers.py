@@ -164,9 +164,11 @@ class AnswerBuilder:
         self._cut, self.finish = stop, "stop"
 
     def _number(self, policy: PolicyRef) -> int:
-        if policy not in self._policies:
-            self._policies.append(policy)
-        return self._policies.index(policy)
+        for number, known in enumerate(self._policies):
+            if known == policy:
+                return number
+        self._policies.append(policy)
+        return len(self._policies) - 1
 
 
 class _EngineShare:

@@ -13,7 +13,7 @@ import asyncio
 import contextlib
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from aiohttp import web
 
@@ -81,14 +81,18 @@ class Completions:
         self._recorder = recorder
         self._registry = registry
         self._metrics = metrics
-        self._running: set[asyncio.Task[web.StreamResponse]] = set()
+        self._running: set[asyncio.Task[Any]] = set()
 
     async def answer(self, session: Session, ask: Ask) -> web.StreamResponse:
-        """If the client disconnects, the answer is still recorded, and returned when the request is repeated."""
-        work = asyncio.create_task(self._answer(session, ask))
-        self._running.add(work)
-        work.add_done_callback(self._done)
-        return await asyncio.shield(work)
+        """If the client disconnects, the answer is still recorded, and returned when the request is repeated: the
+        server does not cancel what runs for it (`handler_cancellation` of aiohttp is off)."""
+        task = asyncio.current_task()
+        assert task is not None
+        self._running.add(task)
+        try:
+            return await self._answer(session, ask)
+        finally:
+            self._running.discard(task)
 
     def with_tokens(self, request: ModelRequest) -> ModelRequest:
         """A request that gives its context itself, as token ids. In the record it is a message of the role "prompt"."""
@@ -106,11 +110,6 @@ class Completions:
             work.cancel()
         await asyncio.gather(*self._running, return_exceptions=True)
 
-    def _done(self, work: asyncio.Task[web.StreamResponse]) -> None:
-        self._running.discard(work)
-        if not work.cancelled():
-            work.exception()  # the caller that waited has it; if nobody waits, it is not needed
-
     async def _answer(self, session: Session, ask: Ask) -> web.StreamResponse:
         await session.wait_for_abandoned(ask.request.messages, ask.request.tools)
         if self._registry.is_open(session) and not session.ending:
@@ -124,7 +123,7 @@ class Completions:
         request = ask.request
         stream = None
         if request.stream:
-            identity = Identity(self._registry.fresh(""))
+            identity = Identity(session=session.facts.trajectory)
             stream = EventStream(ask.http, request, ask.dialect, self._format, self._tokenizer, identity)
             stream.response.headers[HEADER] = session.name
         segment = session.undelivered(request.messages, request.tools) if request.count == 1 else None
@@ -302,7 +301,7 @@ class Completions:
     ) -> web.StreamResponse:
         for segment, _, _ in recorded:
             segment.delivered = True  # unless sending fails
-        identity = Identity(self._registry.fresh("")) if stream is None else stream.identity
+        identity = Identity(session=session.facts.trajectory) if stream is None else stream.identity
         reply = self._make_reply(session, recorded, ask.request, identity)
         stored = ask.dialect.kept(reply)
         if stored is not None:

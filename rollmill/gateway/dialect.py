@@ -94,10 +94,11 @@ class Reply:
 
 @dataclass(frozen=True)
 class Identity:
-    """The id and the time of an answer. Each dialect has its own prefix for the id."""
+    """The id and the time of an answer, and its trajectory. Each dialect has its own prefix for the id."""
 
     id: str = field(default_factory=lambda: uuid.uuid4().hex)
     created: int = field(default_factory=lambda: int(time.time()))
+    session: str = ""
 
 
 class StreamWriter(Protocol):

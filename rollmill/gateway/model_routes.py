@@ -18,7 +18,8 @@ from rollmill.gateway.dialect import Dialect, Limits, ModelRequest
 from rollmill.gateway.dialects.anthropic import AnthropicMessages
 from rollmill.gateway.dialects.openai_chat import OpenAIChat
 from rollmill.gateway.dialects.openai_completions import OpenAICompletions
-from rollmill.gateway.dialects.responses import OpenAIResponses
+from rollmill.gateway.dialects.responses import OpenAIResponses, session_of
+from rollmill.gateway.routing.targets import DEFAULT
 from rollmill.gateway.sessions.identity import check_named, named_session
 from rollmill.gateway.sessions.registry import Registry, session_in
 from rollmill.gateway.sessions.sessions import Session
@@ -118,7 +119,7 @@ class ModelRoutes:
         asked = self._responses.parse(await request.read(), self._limits)
         previous = asked.options["previous"]
         if self._workers.count > 1:
-            name = session_in(given_key(request)) or (previous and _worker_of(previous)) or named_session(request)
+            name = session_in(given_key(request)) or (previous and session_of(previous)) or named_session(request)
             name = name or opening(asked.messages)
             if self._workers.elsewhere(request, name):
                 return await self._workers.forward(request, name)
@@ -137,7 +138,7 @@ class ModelRoutes:
         Returns: an OpenAI response; 404 if it is not stored, or its session has ended.
         """
         id = request.match_info["id"]
-        name = session_in(given_key(request)) or _worker_of(id)
+        name = session_in(given_key(request)) or session_of(id)
         if self._workers.elsewhere(request, name):
             return await self._workers.forward(request, name)
         return web.json_response(self._find_stored(id, await self._admit(request)).body)
@@ -236,19 +237,16 @@ class ModelRoutes:
         return self._registry.by_key(given_key(http)) or await self._access.admit(http, "production")
 
     def _check_model(self, name: str) -> None:
+        if name in ("", DEFAULT):
+            return
         names = self._model_names()
-        if name and name not in names:
+        if name not in names:
             raise GatewayError(
                 "there is no model of this name",
                 status=404,
                 hint=f"one of {', '.join(names[:8])}, or leave it out",
                 code="model_not_found",
             )
-
-
-def _worker_of(response: str) -> str:
-    """The name in the id of a stored response whose hash says which worker has it."""
-    return response.rpartition("_")[2]
 
 
 def dialect_of(path: str) -> Dialect:

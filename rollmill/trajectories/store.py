@@ -183,6 +183,15 @@ class TrajectoryStore:
                     hint="ids are unique in a database; make them from random bytes",
                 ) from None
 
+    def add(self, rows: Sequence[Mapping[str, Any]]) -> bool:
+        """Create all `rows` (see `trajectory_rows`) in one transaction. Returns False, and creates none, if an id is
+        there already."""
+        try:
+            writing(self._engine, lambda connection: connection.execute(trajectories.insert(), list(rows)))
+        except IntegrityError:
+            return False
+        return True
+
     def finish(
         self,
         id: str,

@@ -24,7 +24,7 @@ from rollmill.storage.objects import Objects
 from rollmill.trajectories.store import TrajectoryStore
 from rollmill.types import Trajectory
 from tests.chat.conftest import TOOLS, tokenizer  # noqa: F401
-from tests.gateway.serve import ADMIN, LIVE
+from tests.gateway.serve import ADMIN, LIVE, GatewayServer
 from tests.gateway.stand_in import StandIn
 
 USER = {"role": "user", "content": "Fix add."}
@@ -154,7 +154,7 @@ class Mill:
             fleet=Fleet(database, "run", ENGINE) if follows else None,
             run="run",
         )
-        async with TestServer(app) as server, aiohttp.ClientSession() as http:
+        async with GatewayServer(app) as server, aiohttp.ClientSession() as http:
             door = Door(str(server.make_url("")).rstrip("/"), trajectories, http)
             if wait:
                 await until(door.all_engines_up)

@@ -5,8 +5,10 @@ from __future__ import annotations
 import socket
 import sys
 from pathlib import Path
+from typing import Any
 
 from aiohttp import web
+from aiohttp.test_utils import TestServer
 
 from rollmill.chat.formats.compact import CompactFormat
 from rollmill.chat.tokenizer import Tokenizer
@@ -21,6 +23,13 @@ from rollmill.storage.objects import Objects
 from rollmill.trajectories.store import TrajectoryStore
 
 ADMIN, LIVE = "admin-secret", "production-secret"
+
+
+class GatewayServer(TestServer):
+    """Serves as the role does: what runs for a client that disconnects is not cancelled."""
+
+    async def _make_runner(self, **options: Any) -> web.BaseRunner[web.Request]:
+        return await super()._make_runner(**{**options, "handler_cancellation": False})
 
 
 def main(directory: Path, port: int, engine: str, count: int = 1) -> None:

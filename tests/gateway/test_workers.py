@@ -230,6 +230,7 @@ async def test_sessions_move_when_the_number_of_workers_changes(
     mill.plan(*ids)
     told: dict[str, list[Any]] = {id: [dict(USER)] for id in ids}
     chats, trajectories = names("chat", 1), set()
+    chains: dict[int, list[dict[str, Any]]] = {number: [] for number in range(6)}  # stored responses
     opened = {"traffic": "production", "provenance": {"session": "theirs"}}
     for count in (1, 3, 2, 1):
         async with process(mill, tokenizer, engine, count) as (gateway, door):
@@ -239,7 +240,14 @@ async def test_sessions_move_when_the_number_of_workers_changes(
             trajectories |= {(await said(door, [USER], {"x-rollmill-session": chat}))["trajectory"] for chat in chats}
             for id in names("opened", 1):
                 await door.open(id, **opened)
-            assert await door.sessions() == len(ids) + 2 * len(chats)
+            for number, chain in chains.items():
+                before = {"previous_response_id": chain[-1]["id"]} if chain else {}
+                status, body = await door.admin("POST", "/v1/responses", {"input": f"{number}", **before}, token=LIVE)
+                assert status == 200, body
+                chain.append(body)
+                status, shown = await door.admin("GET", f"/v1/responses/{chain[0]['id']}", token=LIVE)
+                assert status == 200 and shown["output"] == chain[0]["output"]
+            assert await door.sessions() == len(ids) + 2 * len(chats) + len(chains)
             for id in (*trajectories, *names("opened", 1)):  # by the id that the gateway gave it, too
                 assert (await door.admin("GET", f"/sessions/{id}"))[0] == 200
             if count == 1 and len(told[ids[0]]) > 3:
@@ -247,6 +255,8 @@ async def test_sessions_move_when_the_number_of_workers_changes(
                     assert (await door.seal(id)).messages == messages[:-1]
             gateway.stop()
     assert len(trajectories) == len(chats)
+    for chain in chains.values():
+        assert len({response["rollmill"]["segment"] for response in chain}) == 1
     assert len(log_directories(mill.directory / "gateway")) == 3
 
 

@@ -36,6 +36,7 @@ from rollmill.storage.objects import Objects
 from rollmill.trajectories.ledger import Ledger
 from rollmill.trajectories.store import TrajectoryRow, TrajectoryStore
 from rollmill.types import Sampling, TrajectoryState
+from tests.gateway.serve import GatewayServer
 from tests.gateway.stand_in import StandIn
 from tests.inference.world import TINY, engine_at, make_update
 
@@ -201,7 +202,7 @@ async def start_gateway(
     trajectories = TrajectoryStore(open_database(f"sqlite:///{directory}/mill.db"), objects)
     log = directory / f"gateway-{engine.url.rpartition(':')[2].strip('/')}"
     app = make_app(GATEWAY, CompactFormat(tokenizer), tokenizer, [engine], trajectories, objects, log, ADMIN)
-    server = await stack.enter_async_context(TestServer(app))
+    server = await stack.enter_async_context(GatewayServer(app))
     return str(server.make_url("")).rstrip("/")
 
 

@@ -58,7 +58,7 @@ class OpenAICompletions:
         for index, answer in enumerate(reply.answers):
             logprobs = _logprobs(reply.request, reply.logprobs[index]) if reply.request.logprobs else None
             text, finish = answer.message["content"] or "", openai.finish_reason(answer)
-            choices.append(_choice(index, text, answer.tokens, logprobs, finish))
+            choices.append(_choice(index, text, list(answer.tokens), logprobs, finish))
         head = _head(reply.request, reply.identity)
         return json.dumps({**head, "choices": choices, "usage": openai.usage(reply), "rollmill": reply.about}).encode()
 

@@ -186,10 +186,21 @@ class ItemWriter:
         return fields.event({"type": kind, "sequence_number": self._sequence, **more}, kind)
 
 
+def response_id(identity: Identity) -> str:
+    """Names the session, so that whoever is asked for the response knows where it is, however sessions are divided."""
+    return f"resp_{identity.session}_{identity.id}" if identity.session else f"resp_{identity.id}"
+
+
+def session_of(response: str) -> str:
+    """The session in the id of a stored response. Older ids have none: there the rest of the id stands for it."""
+    session, _, own = response.removeprefix("resp_").rpartition("_")
+    return session or own
+
+
 def _head(request: ModelRequest, identity: Identity) -> dict[str, Any]:
     options, sampling = request.options, request.sampling
     return {
-        "id": f"resp_{identity.id}",
+        "id": response_id(identity),
         "object": "response",
         "created_at": identity.created,
         "model": request.model or "rollmill",

@@ -1,9 +1,9 @@
 """The gateway's local log of open sessions: append-only, written to disk before an answer is sent.
 
-One thread writes. It gets all entries of one turn of the event loop at once. While it waits for the disk, further
-entries queue up and share the next fsync, so the cost of durability does not grow with the number of sessions. A
-session is removed from the log when it is sealed. When most of the file is such dead entries, the live ones are copied
-to a new file, which replaces the old one in one rename.
+One thread writes. It gets an entry at once if it is idle. While it waits for the disk, further entries queue up and
+share the next fsync, so the cost of durability does not grow with the number of sessions. A session is removed from the
+log when it is sealed. When most of the file is such dead entries, the live ones are copied to a new file, which
+replaces the old one in one rename.
 
 A disk can hang. An `append` with `wait_s` gives up after that time, counted from when the disk stopped answering: while
 it hangs, later appends do not wait again.
@@ -26,6 +26,7 @@ from pathlib import Path
 
 from rollmill.errors import GatewayError, StorageError
 from rollmill.gateway.recording.entries import LogEntry, encode_entry, find_whole_entry, scan_entries
+from rollmill.gateway.wake import Wake
 
 log = logging.getLogger(__name__)
 LOG_NAME = "sessions.log"
@@ -41,7 +42,7 @@ class _Write:
     data: bytes
     closes: bool
     erases: bool
-    done: asyncio.Future[None]
+    done: Wake
 
 
 class Recorder:
@@ -107,8 +108,7 @@ class Recorder:
 
     def append_later(self, session: str, data: bytes) -> None:
         """Queue an entry without waiting. If the write fails, the caller is not told."""
-        write = self._enqueue(session, data, closes=False)
-        write.done.add_done_callback(lambda done: done.cancelled() or done.exception())
+        self._enqueue(session, data, closes=False)
 
     @contextlib.contextmanager
     def located(self, session: str) -> Iterator[tuple[int, list[tuple[int, int]]]]:
@@ -142,7 +142,10 @@ class Recorder:
 
     def _enqueue(self, session: str, data: bytes, *, closes: bool, erases: bool = False) -> _Write:
         loop = asyncio.get_running_loop()
-        write = _Write(session, data, closes, erases, loop.create_future())
+        write = _Write(session, data, closes, erases, Wake(loop))
+        if self._busy_since is None and not self._gathered:
+            self._queue.put([write])  # the thread is free
+            return write
         if not self._gathered:
             loop.call_soon(self._hand_over)
         self._gathered.append(write)
@@ -297,12 +300,7 @@ def _finish(batch: list[_Write], error: StorageError | None) -> None:
 
     def wake() -> None:
         for write in batch:
-            if write.done.done():
-                continue
-            if error is None:
-                write.done.set_result(None)
-            else:
-                write.done.set_exception(error)
+            write.done.set(error)
 
     if not batch:
         return

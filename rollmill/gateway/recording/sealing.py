@@ -13,6 +13,7 @@ import contextlib
 import logging
 import tempfile
 import time
+from collections.abc import Sequence
 from typing import Any
 
 from rollmill.errors import GatewayError, ObjectExists, StorageError, TrajectoryError
@@ -25,13 +26,14 @@ from rollmill.gateway.sessions.sessions import Session
 from rollmill.gateway.watching.metrics import Metrics
 from rollmill.storage.objects import Objects
 from rollmill.trajectories.schema import seal_facts, write_trajectory
-from rollmill.trajectories.store import TrajectoryStore
+from rollmill.trajectories.store import TrajectoryStore, trajectory_rows
 from rollmill.types import Trajectory, TrajectoryState
 
 log = logging.getLogger(__name__)
 _SWEEP_S = 1.0
 _EXPIRE_S = 3600.0  # between two looks for old trajectories
 _SMALL_PAYLOAD = 4 << 20  # bytes that are kept in memory
+_AT_ONCE = 256  # sessions that a sweep looks at before requests get their turn, and rows in one transaction
 _LANDING_S = 20.0  # how long a seal waits for answers in flight to be recorded; callers wait up to 60 s for the seal
 _WAIT_STEP_S = 1.0  # waits are written to the log in steps of this, and of a tenth of the sum
 _SEALED = tuple(seal_facts(Trajectory("", [])))  # the facts of a record that the index keeps
@@ -132,18 +134,25 @@ class Sealer:
     async def _keep_waits(self) -> None:
         """Write the waits of rollouts to the log. A restarted gateway goes on with the clocks of their episodes."""
         while True:
-            for session in self._registry:
+            for number, session in enumerate(self._registry):
+                if number % _AT_ONCE == 0:
+                    await asyncio.sleep(0)
+                if session.facts.traffic != "rollout" or not session.logged:
+                    continue
                 waits, trajectory = session.waits, session.facts.trajectory
                 seconds = waits.seconds()
                 step = max(_WAIT_STEP_S, waits.kept / 10)
-                if session.facts.traffic == "rollout" and session.logged and seconds - waits.kept >= step:
+                if seconds - waits.kept >= step:
                     waits.kept = seconds
                     self._recorder.append_later(trajectory, encode_waited(trajectory, seconds))
             await asyncio.sleep(_SWEEP_S)
 
     async def _sweep_sessions(self) -> None:
         while True:
-            for session in self._registry:
+            await self._list_new()
+            for number, session in enumerate(self._registry):
+                if number % _AT_ONCE == 0:
+                    await asyncio.sleep(0)
                 if self._registry.get(session.facts.trajectory) is not session:
                     continue  # it ended while another one was processed
                 await self._list(session)
@@ -158,6 +167,40 @@ class Sealer:
         if session.listed is None:
             await asyncio.to_thread(self._write_row, session)
             session.listed = TrajectoryState.running if session.unrecorded is None else TrajectoryState.failed
+
+    async def _list_new(self) -> None:
+        """Write new production conversations to the index, many in one transaction: each would wait for the disk, which
+        the session log needs. What fails here is tried again by `_list`, one by one."""
+        new = [session for session in self._registry if session.listed is None and self._is_listable(session)]
+        for at in range(0, len(new), _AT_ONCE):
+            some = new[at : at + _AT_ONCE]
+            with contextlib.suppress(TrajectoryError, StorageError, OSError):
+                if not await asyncio.to_thread(self._write_rows, some):
+                    continue
+                for session in some:
+                    session.listed = TrajectoryState.running
+                    if session.given_up is not None:  # given up meanwhile
+                        await self._fail(session, session.given_up)
+
+    def _write_rows(self, sessions: Sequence[Session]) -> bool:
+        rows = [
+            row
+            for each in sessions
+            for row in trajectory_rows(
+                each.facts.run,
+                each.facts.group_id,
+                each.facts.task_id,
+                [each.facts.trajectory],
+                each.provenance,
+                each.facts.traffic,
+            )
+        ]
+        return self._trajectories.add(rows)
+
+    def _is_listable(self, session: Session) -> bool:
+        """Whether it is a production conversation that has begun, all of it recorded."""
+        facts = session.facts
+        return facts.traffic == "production" and session.stored and bool(session.segments) and not session.unrecorded
 
     async def _list(self, session: Session) -> None:
         """Write a production conversation to the index while it is open. Nobody waits for this."""

@@ -18,6 +18,7 @@ from typing import Final, Literal, NamedTuple, cast
 from yarl import URL
 
 from rollmill.errors import EngineError
+from rollmill.gateway.wake import Wake
 from rollmill.keepalive import notice_lost_host
 
 _CONNECT_S = 5.0
@@ -166,9 +167,11 @@ class _Connection(asyncio.Protocol):
         self._buffered = 0
         self._paused = False
         self._error: Exception | None = None
-        self._waiter: asyncio.Future[None] | None = None
+        self._waiter: Wake | None = None
         self._heard_at = 0.0
-        self._timer: asyncio.TimerHandle | None = None
+        self._timer: asyncio.TimerHandle | None = None  # stays between two requests: making one costs more than a look
+        self._in_use = False
+        self._settle_timer: asyncio.TimerHandle | None = None
         self._settling = False
         self._whole = False
 
@@ -179,7 +182,9 @@ class _Connection(asyncio.Protocol):
             raise ConnectionResetError("the engine has closed the connection")
         self._whole = whole
         self._heard_at = self._loop.time()
-        self._timer = self._loop.call_later(self._connections.silence_s, self._check_silence)
+        self._in_use = True
+        if self._timer is None:
+            self._timer = self._loop.call_later(self._connections.silence_s, self._check_silence)
         self._transport.write(request)
 
     async def wait_for_status(self) -> int:
@@ -206,14 +211,12 @@ class _Connection(asyncio.Protocol):
     def leave(self, *, settles: bool) -> None:
         """Nobody reads further. `settles`: the rest of the body is about to come, and is dropped."""
         self._pieces, self._buffered = [], 0
-        if self._timer is not None:
-            self._timer.cancel()
-            self._timer = None
+        self._in_use = False
         if self._error is None and self._part == "end" and not self._paused:
             self._end()
         elif settles and self._error is None and not self._paused:
             self._settling = True
-            self._timer = self._loop.call_later(_SETTLE_S, self.abort)
+            self._settle_timer = self._loop.call_later(_SETTLE_S, self.abort)
         else:
             self.abort()
 
@@ -233,11 +236,11 @@ class _Connection(asyncio.Protocol):
         except EngineError as error:
             self._fail(error)
             self.abort()
-        if self._waiter is not None and self._is_due():
-            self._wake()
         if self._buffered > _MOST_BUFFERED and not self._paused and self._transport is not None:
             self._paused = True
             self._transport.pause_reading()
+        if self._waiter is not None and self._is_due():
+            self._wake()
 
     def eof_received(self) -> bool:
         if self._part == "rest":  # a body without a length ends with the connection
@@ -247,8 +250,9 @@ class _Connection(asyncio.Protocol):
 
     def connection_lost(self, error: Exception | None) -> None:
         self._connections.lost(self)
-        if self._timer is not None:
-            self._timer.cancel()
+        for timer in (self._timer, self._settle_timer):
+            if timer is not None:
+                timer.cancel()
         if self._part != "end":
             self._fail(ConnectionResetError(f"the engine closed the connection{f': {error}' if error else ''}"))
         self._wake()
@@ -257,20 +261,23 @@ class _Connection(asyncio.Protocol):
         """Whether somebody who waits has something to do."""
         return not self._whole or self._part == "end" or self._buffered > _MOST_BUFFERED
 
-    def _wait(self) -> asyncio.Future[None]:
-        self._waiter = self._loop.create_future()
+    def _wait(self) -> Wake:
+        self._waiter = Wake(self._loop)
         return self._waiter
 
     def _wake(self) -> None:
         waiter, self._waiter = self._waiter, None
-        if waiter is not None and not waiter.done():
-            waiter.set_result(None)
+        if waiter is not None:
+            waiter.set()
 
     def _fail(self, error: Exception) -> None:
         self._error = self._error or error
         self._wake()
 
     def _check_silence(self) -> None:
+        if not self._in_use:
+            self._timer = None
+            return
         allowed = self._connections.silence_s
         silent = self._loop.time() - self._heard_at
         if silent < allowed or self._paused:  # paused: it is this process that does not read
@@ -311,9 +318,8 @@ class _Connection(asyncio.Protocol):
                 at = end + len(mark)
         if self._part == "end" and self._settling:
             self._settling = False
-            if self._timer is not None:
-                self._timer.cancel()
-                self._timer = None
+            if self._settle_timer is not None:
+                self._settle_timer.cancel()
             self._end()
 
     def _take(self, data: bytes, at: int) -> int:

@@ -26,11 +26,12 @@ _CARRIED_S = 5.0  # after which an answer has left the worker that it went throu
 @dataclass
 class Answer:
     """Sampled tokens and the facts about each. `policy` indexes `policies`. Spans and routes count from the start of
-    the segment."""
+    the segment. Facts of tokens become arrays: open sessions hold many, and the garbage collector would visit every
+    number of a list."""
 
-    tokens: list[int]
-    logprobs: list[float]
-    policy: list[int]
+    tokens: Sequence[int]
+    logprobs: Sequence[float]
+    policy: Sequence[int]
     policies: list[PolicyRef]
     spans: list[Span]
     routes: list[tuple[int, np.ndarray]]  # (first position, rows)
@@ -43,18 +44,25 @@ class Answer:
     top_logprobs: list[list[tuple[int, float]]] = field(default_factory=list)
     kept: list[bytes] = field(default_factory=list)  # see GenerateChunk
 
+    def __post_init__(self) -> None:
+        self.tokens, self.policy = array("i", self.tokens), array("i", self.policy)
+        self.logprobs = array("d", self.logprobs)
+
 
 @dataclass
 class Turn:
     segment: str
     messages: list[Message]  # new in this turn, without the answer
-    prompt: list[int]  # their tokens
+    prompt: Sequence[int]  # their tokens
     answer: Answer
     # of the first turn of a segment only
     tools: list[Tool] = field(default_factory=list)
     parent: tuple[str, int] | None = None
     cause: Cause = "start"
     inherited: int = 0  # number of the parent's messages that come before `messages`
+
+    def __post_init__(self) -> None:
+        self.prompt = array("i", self.prompt)
 
 
 class Mark(NamedTuple):

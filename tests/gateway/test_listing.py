@@ -1,0 +1,43 @@
+"""Open conversations of production are in the index: many rows in one transaction."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import pytest
+
+from rollmill.trajectories.store import TrajectoryStore
+from tests.gateway.conftest import LIVE, Answers, Mill, until
+from tests.gateway.stand_in import StandIn
+
+
+async def test_new_conversations_are_listed_together_and_one_that_fails_holds_up_no_other(
+    mill: Mill, answers: Answers, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("rollmill.gateway.recording.sealing._SWEEP_S", 0.05)
+    together: list[list[str]] = []
+    add = TrajectoryStore.add
+
+    def watched(store: TrajectoryStore, rows: Sequence[Mapping[str, Any]]) -> bool:
+        added = add(store, rows if together else [*rows, rows[0]])  # the first time one of them is there already
+        together.append([row["id"] for row in rows] if added else [])
+        return added
+
+    monkeypatch.setattr(TrajectoryStore, "add", watched)
+    door = await mill.gateway(await mill.engine(StandIn([answers.text("one")])))
+    ids: list[str] = []
+    for number in range(2):
+        for user in ("ann", "bob", "carl"):
+            said = await door.say(LIVE, [{"role": "user", "content": f"{user} {number}"}], user=user)
+            ids.append(said["rollmill"]["trajectory"])
+
+        async def listed() -> bool:
+            return {row.id for row in door.trajectories.list("production")} >= set(ids)
+
+        await until(listed)
+    users = {row.id: row.provenance["user"] for row in door.trajectories.list("production")}
+    assert len(users) == 6 and len(set(users.values())) == 3
+    assert together[0] == []  # those rows were written one by one
+    assert {id for some in together for id in some} <= set(ids)
+    assert sum(map(len, together)) >= 3
