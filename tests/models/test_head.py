@@ -30,6 +30,7 @@ def place(request: pytest.FixtureRequest) -> tuple[str, torch.dtype]:
 def small_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
     """Several chunks, the last one shorter."""
     monkeypatch.setattr(head, "PIECE_ELEMENTS", 64 * VOCABULARY)
+    monkeypatch.setattr(head, "FEWEST_ROWS", 1)
 
 
 def problem(place: tuple[str, torch.dtype]) -> tuple[Tensor, Tensor, Tensor, Tensor]:

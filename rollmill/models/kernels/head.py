@@ -26,6 +26,7 @@ PIECE_ELEMENTS = 101_000_000  # logits per chunk: 400 MB, enough rows for the pr
 # With gradients: logits in chunks of half this size, and the gradients of PARTS such chunks in one product, at most
 # 600 MB together. The product adds to the FP32 sum of the weight's gradient, which should be read and written rarely.
 PARTS = 4
+FEWEST_ROWS = 4096  # in a chunk of `next_token` on Hopper: with fewer, that reading and writing takes longer
 
 
 def head_logprobs(
@@ -78,7 +79,7 @@ class _Gradients:
     def __init__(self, hidden_MW: Tensor, weight_VW: Tensor) -> None:
         self._hidden, self._weight = hidden_MW, weight_VW
         self.hidden = torch.empty_like(hidden_MW)
-        self._sum = torch.zeros(weight_VW.shape, dtype=torch.float32, device=weight_VW.device)
+        self.sum = torch.zeros(weight_VW.shape, dtype=torch.float32, device=weight_VW.device)
 
     def add_all(self, fill: Callable[[slice, Tensor], None]) -> None:
         """`fill(rows, grad)` writes the gradient of the logits of these rows."""
@@ -102,13 +103,13 @@ class _Gradients:
 
     def _add_weight(self, grad_MV: Tensor, hidden_MW: Tensor) -> None:
         if grad_MV.is_cuda and grad_MV.dtype == torch.bfloat16:
-            torch.ops.aten.addmm.dtype_out(self._sum, grad_MV.t(), hidden_MW, torch.float32, out=self._sum)
+            torch.ops.aten.addmm.dtype_out(self.sum, grad_MV.t(), hidden_MW, torch.float32, out=self.sum)
         else:
-            self._sum.addmm_(grad_MV.t().float(), hidden_MW.float())
+            self.sum.addmm_(grad_MV.t().float(), hidden_MW.float())
 
     @property
     def weight(self) -> Tensor:
-        return self._sum.to(self._weight.dtype)
+        return self.sum.to(self._weight.dtype)
 
 
 class _Logprobs(Function):
@@ -153,7 +154,8 @@ class _NextToken(Function):
         if _makes_powers(hidden_MW, weight_VW):
             from rollmill.models.kernels.powers_triton import next_token_powers
 
-            for chunk in _chunks(slice(0, len(targets_M)), len(weight_VW), PARTS * PIECE_ELEMENTS // 2):
+            elements = max(PARTS * PIECE_ELEMENTS // 2, FEWEST_ROWS * len(weight_VW))
+            for chunk in _chunks(slice(0, len(targets_M)), len(weight_VW), elements):
                 given = (hidden_MW[chunk], weight_VW, targets_M[chunk], weights_M[chunk], logprobs_M[chunk])
                 gradients.add_powers(chunk, *next_token_powers(*given))
         else:
@@ -166,14 +168,16 @@ class _NextToken(Function):
                     grad_MV,
                 )
             )
-        ctx.save_for_backward(gradients.hidden, gradients.weight)
+        ctx.save_for_backward(gradients.hidden, gradients.sum)
+        ctx.dtype = weight_VW.dtype
         return -(logprobs_M * weights_M).sum()
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        grad_hidden, grad_weight = ctx.saved_tensors
-        # nothing else holds these gradients, so they are scaled in place
-        return grad_hidden.mul_(grad), grad_weight.mul_(grad), None, None
+        grad_hidden, sum_VW = ctx.saved_tensors
+        # scaled and rounded in one pass; nothing else holds the gradient of hidden, so it is scaled in place
+        grad_weight = torch.mul(sum_VW, grad, out=torch.empty_like(sum_VW, dtype=ctx.dtype))
+        return grad_hidden.mul_(grad), grad_weight, None, None
 
 
 def _makes_powers(hidden_MW: Tensor, weight_VW: Tensor) -> bool:
