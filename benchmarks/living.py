@@ -1,22 +1,26 @@
 """Real-time RL with simulated users (called so everywhere): `python -m benchmarks.living cycle`.
 
     learn       cycles with users who want solved tasks: true acceptance before and after. The rule never sees the truth
-    poison      users whose reports reward broken tool calls: the gate holds the candidate
+    poison      users whose reports reward broken tool calls; users whose reports reward questions instead of edits: the
+                gate's behaviour metrics hold both candidates
     regression  a gate with wide bounds, and users whose reports are inverted until the canary begins: the canary rolls
                 the candidate back, and production gets no more of it than its share
 
 Everything but the users is real: gateway, engines, machines, trainer, database, `rollmill cycle run` as a process of
-its own. The model is the demo's, mid-trained and not reinforced. `--base RUN` takes a mid-trained run instead of making
-one. `--population FILE` brings other users to `learn`.
+its own. The model is the demo's, mid-trained and not reinforced; its teacher asks back in a tenth of its sessions, so
+that there are questions to reward. `--base RUN` takes a mid-trained run instead of making one. `--population FILE`
+brings other users to `learn`, `--poison FILE` other poisons.
 """
 
 from __future__ import annotations
 
 import argparse
+import os
 import shutil
 import subprocess
 import sys
 import tempfile
+import time
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -33,9 +37,11 @@ from rollmill.types import Version
 from rollmill.weights.reading.store import WeightStore
 
 MIDTRAIN = 140  # steps: enough to solve some tasks and fail others
+POISONS = ("poisoned-calls", "poisoned-questions")
 SETTINGS = (
     'engines=[{region="home"}]',
     f"stages.midtrain.steps={MIDTRAIN}",
+    "stages.midtrain.sources.0.asks=0.1",
     "gateway.seal_idle_s=3.0",
     "cycle.settle_s=2.0",
     "cycle.share=0.25",
@@ -93,7 +99,7 @@ def learn(root: Path, base: Path | None, quick: bool, population: PopulationFile
 def poison(root: Path, base: Path | None, quick: bool, name: str) -> tuple[dict, dict]:  # type: ignore[type-arg]
     settings = (f"cycle.enough={64 if quick else 192}", "cycle.steps=8", "cycle.lr=1e-3", "evals.tasks=32")
     bounds = [setting for setting in WIDE if "malformed" not in setting and "questions" not in setting]
-    run = make_run(root, name, base, (*settings, *bounds))
+    run = make_run(root, Path(name).stem, base, (*settings, *bounds))
     population = load_population(name)
     with open_production(run, batch=48) as production:
         ended = production.drive(1, lambda state: population)
@@ -101,7 +107,9 @@ def poison(root: Path, base: Path | None, quick: bool, name: str) -> tuple[dict,
     assert cycle is not None
     metrics = {metric["name"]: metric for metric in cycle.facts.get("gate", {}).get("metrics", [])}
     figures = {f"{key}_{of}": metrics[key][of] for key in ("malformed", "questions") for of in ("live", "candidate")}
-    figures["held"] = float(ended == ["held"] and bool(metrics))
+    by_behaviour = [key for key in ("malformed", "questions") if key in metrics and not metrics[key]["holds"]]
+    print(f"{name}: {ended}, held by {by_behaviour}: {cycle.facts.get('gate', {}).get('reasons')}")
+    figures["held"] = float(ended == ["held"] and bool(by_behaviour))
     return figures, {"held": at_least(figures["held"], 1.0)}
 
 
@@ -128,25 +136,29 @@ def main() -> None:
     parser.add_argument("part", choices=["cycle"])
     parser.add_argument("--scenario", action="append", choices=["learn", "poison", "regression"])
     parser.add_argument("--population", default="steady", help="of `learn`")
-    parser.add_argument("--poison", default="poisoned-calls", help="the population of `poison`")
+    parser.add_argument("--poison", action="append", help="a population of `poison`; default: both that there are")
     parser.add_argument("--base", type=Path, help="a mid-trained run")
     parser.add_argument("--root", type=Path, help="where the runs are made; default: a temporary directory")
     parser.add_argument("--quick", action="store_true", help="fewer users")
     given = parser.parse_args()
-    figures: dict[str, float] = {}
+    began = time.monotonic()
+    figures: dict[str, float] = {"load_before": os.getloadavg()[0]}
     bars: dict[str, dict[str, object]] = {}
     with tempfile.TemporaryDirectory() as scratch:
         root = given.root or Path(scratch)
         for scenario in given.scenario or ["learn", "poison", "regression"]:
             if scenario == "learn":
-                found = learn(root, given.base, given.quick, load_population(given.population))
+                found = {scenario: learn(root, given.base, given.quick, load_population(given.population))}
             elif scenario == "poison":
-                found = poison(root, given.base, given.quick, given.poison)
+                names = given.poison or POISONS
+                found = {Path(name).stem: poison(root, given.base, given.quick, name) for name in names}
             else:
-                found = regression(root, given.base, given.quick)
-            print(scenario, found)
-            figures |= {f"{scenario}_{key}": value for key, value in found[0].items()}
-            bars |= {f"{scenario}_{key}": value for key, value in found[1].items()}
+                found = {scenario: regression(root, given.base, given.quick)}
+            print(scenario, found, flush=True)
+            for name, (told, held) in found.items():
+                figures |= {f"{name}_{key}": value for key, value in told.items()}
+                bars |= {f"{name}_{key}": value for key, value in held.items()}
+    figures["seconds"] = time.monotonic() - began
     finish("living_cycle", figures, bars)
 
 

@@ -52,6 +52,5 @@ async def _lend(service: RunDirectory, channel: str) -> None:
         channel=channel,
         line=config.lending.line or config.line,
         gateway=config.gateway,
-        prefix=f"{service.path.name}-",
     )
     await lender.run()

@@ -157,7 +157,7 @@ def test_engines_are_lent_to_training_as_the_guide_says(tmp_path: Path) -> None:
         with served(tmp_path / "out", *serve) as serving:
             while not (lent := [each.name for each in fleet.registered()]):
                 time.sleep(0.1)
-            assert lent in (["serve-1-engine-home"], ["serve-1-engine-home-2"])
+            assert lent in (["lent-serve-1-engine-home"], ["lent-serve-1-engine-home-2"])
             assert serving.ask()["role"] == "assistant"
             url = RunDirectory.open(run.path / "services" / "serve-1").url("gateway")
             with urllib.request.urlopen(f"{url}/health", timeout=60) as response:

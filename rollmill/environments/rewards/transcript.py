@@ -39,12 +39,17 @@ def asks(episode: Episode) -> bool:
 def parsed_calls(episode: Episode) -> Iterator[tuple[str, dict[str, Any] | None]]:
     """Name and arguments of every tool call, in order; None for arguments that are not a JSON object."""
     for message in answers(episode):
-        for call in calls(message):
-            function = call.get("function") if isinstance(call, Mapping) else None
-            if not isinstance(function, Mapping):
-                yield "", None
-                continue
-            yield str(function.get("name")), _object(function.get("arguments"))
+        yield from calls_of(message)
+
+
+def calls_of(message: Mapping[str, Any]) -> Iterator[tuple[str, dict[str, Any] | None]]:
+    """The same for one message."""
+    for call in calls(message):
+        function = call.get("function") if isinstance(call, Mapping) else None
+        if not isinstance(function, Mapping):
+            yield "", None
+            continue
+        yield str(function.get("name")), _object(function.get("arguments"))
 
 
 def _object(arguments: Any) -> dict[str, Any] | None:

@@ -30,6 +30,7 @@ from rollmill.types import same_line
 
 log = logging.getLogger(__name__)
 TICK_S = 0.2
+PREFIX = "lent-"  # of their names in training's fleet: apart from those of its own engines
 LOAN_S = 15.0  # a loan that nobody prolongs ends
 _LOOK_S = 1.0  # between two looks at the table of engines
 _TIMEOUT = aiohttp.ClientTimeout(total=5)
@@ -127,12 +128,10 @@ class Lender:
         channel: str,
         line: str,
         gateway: GatewayConfig,
-        prefix: str = "lent-",
     ) -> None:
-        """`gateway`: settings of the gateways of `own`. `prefix` keeps the names of lent engines apart from those of
-        training's own."""
+        """`gateway`: settings of the gateways of `own`."""
         self._rule, self._own, self._training = LendingRule(config), own, training
-        self._channel, self._line, self._prefix, self._return_s = channel, line, prefix, config.return_s
+        self._channel, self._line, self._return_s = channel, line, config.return_s
         self._notice_s = 2 * gateway.health_interval_s  # by then every gateway has seen a change
         self._most_places = gateway.engine_requests
         self._registered: list[Registration] = []
@@ -206,14 +205,14 @@ class Lender:
             await self._lend(client, engine)
         ready = engine.loan == "lent" and same_line(engine.line, self._line)
         if ready and self._due(f"row {engine.name}", RENEW_S):
-            guest = engine.registration.model_copy(update={"name": self._prefix + engine.name})
+            guest = engine.registration.model_copy(update={"name": PREFIX + engine.name})
             await asyncio.to_thread(self._training.hold, guest, renews=False)
 
     async def _recall(self, client: aiohttp.ClientSession, engine: Seen) -> None:
         try:
             if self._done.pop(f"row {engine.name}", None) is not None:
                 url = engine.registration.url
-                await asyncio.to_thread(self._training.release, self._prefix + engine.name, url)
+                await asyncio.to_thread(self._training.release, PREFIX + engine.name, url)
         except RollmillError as error:
             log.warning("%s stays in training's table until its row expires: %s", engine.name, error)
         await self._ask(client, engine, "recall", {}, self._return_s)
