@@ -383,6 +383,12 @@ EVENTS: Mapping[str, Event] = {
         seconds="seconds it took",
         reason="why it failed",
     ),
+    "resumed": _event(
+        "An episode goes on from its last checkpoint.",
+        trajectory="its trajectory",
+        task="its task",
+        reason="what interrupted it",
+    ),
     "eval": _event(
         "One part of an evaluation is done.",
         label="which evaluation, such as before or after",

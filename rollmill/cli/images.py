@@ -31,6 +31,10 @@ def build(
         typer.Option(help="an OCI layout or archive; its files below --inside are taken", show_default=False),
     ] = None,
     inside: Annotated[str, typer.Option(help="directory of the OCI image, such as /app")] = "/",
+    services: Annotated[
+        Path | None,
+        typer.Option(help="a TOML file with [[services]] that run in every machine", show_default=False),
+    ] = None,
     verify: Annotated[
         list[str] | None, typer.Option(help="a shell command that must pass in a machine of the image; repeatable")
     ] = None,
@@ -47,26 +51,33 @@ def build(
         rollmill images build mini --requirements requirements.txt
         rollmill images build shop --repository src/shop --commit v1.2 --verify "make test"
         rollmill images build app --oci app.tar --inside /app
+        rollmill images build shop-db --repository src/shop --services services.toml --verify "make test"
 
     Each source is a layer; images share the layers that are the same. Building the same content again gives the same
     digest. Records of runs name the digest. If a --verify command fails, the name keeps what it had. Of a repository,
     machines see the commit and its history: no later commit, branch, tag, remote or reflog. Of an OCI image only files
     are taken: machines run the programs and the Python of this host, so packages are installed for that version.
     """
+    import functools
+    from collections.abc import Callable
+    from typing import Any
+
     from rollmill.environments.machines.build_image import build_image, check_python
+    from rollmill.environments.machines.build_services import build_with_services
     from rollmill.environments.machines.images import images_directory
+    from rollmill.environments.machines.services import read_services
     from rollmill.environments.machines.verify_image import build_verified
     from rollmill.errors import ConfigError
 
-    if directory is None and requirements is None and repository is None and oci is None:
-        raise ConfigError("an image of what?", hint="--directory, --requirements, --repository or --oci")
+    if all(each is None for each in (directory, requirements, repository, oci, services)):
+        raise ConfigError("an image of what?", hint="--directory, --requirements, --repository, --oci or --services")
     check_python(python)
     sources = {"directory": directory, "requirements": requirements, "repository": repository, "commit": commit}
     sources |= {"archive": oci, "inside": inside}
-    if verify:
-        record = build_verified(name, verify, kind, lambda name: build_image(name, **sources))  # type: ignore[arg-type]
-    else:
-        record = build_image(name, **sources)  # type: ignore[arg-type]
+    make: Callable[[str], Any] = functools.partial(build_image, **sources)  # type: ignore[arg-type]
+    if services is not None:
+        make = functools.partial(build_with_services, services=read_services(services), make=make)
+    record = build_verified(name, verify, kind, make) if verify else make(name)
     typer.echo(f"{name}@{record.digest[:12]}  {_size(record.bytes)}, in {images_directory()}")
 
 

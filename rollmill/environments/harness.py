@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Literal, Protocol
+from typing import Any, Literal, Protocol
 
 from rollmill.environments.machine import Machine
 from rollmill.environments.task import Task
@@ -23,9 +23,20 @@ class HarnessResult:
     note: str = ""  # for people: why it ended so
 
 
+class Progress(Protocol):
+    """How far an episode has come. The rollout keeps it with the state of the machine, see rollouts/checkpoint.py."""
+
+    state: dict[str, Any] | None  # what `reached` was given when the episode was interrupted; None: it begins
+
+    async def reached(self, state: dict[str, Any]) -> None:
+        """The episode can go on from here with `state` (JSON) and the machine as it is now. Breaks no episode."""
+        ...
+
+
 class Harness(Protocol):
     """A harness that only writes the files it hands in may have `wants_machine = False`. It then gets a folder that
-    can `read`, `write` and `close`, and no machine is started for it: grading starts one."""
+    can `read`, `write` and `close`, and no machine is started for it: grading starts one. A harness that can go on in
+    the middle of an episode has `resumable = True`, and its `run` takes `progress`."""
 
     name: str
 

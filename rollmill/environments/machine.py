@@ -176,6 +176,8 @@ class MachineHost(Protocol):
     A host whose snapshots take up space may also have `async def release(self, snapshot: Snapshot) -> None`. It is
     called once nobody needs the snapshot any more. A host whose machines are slow may have `async def slowdown(self,
     image: str) -> float`: how many times longer commands take in machines of this image, measured before any exists.
+    A host whose snapshots other hosts of its kind can use may have `async def export(self, snapshot: Snapshot) ->
+    Snapshot`: the same state as bytes. Its `create` takes such a snapshot too, whoever made it.
     A host that can start machines ahead may have `def expect(self, image: str, count: int) -> None`: as many will be
     needed soon.
     """
@@ -206,6 +208,12 @@ async def slowdown(host: MachineHost, image: str) -> float:
     """
     method = getattr(host, "slowdown", None)
     return 1.0 if method is None else float(await method(image))
+
+
+async def export(host: MachineHost, snapshot: Snapshot) -> Snapshot | None:
+    """The snapshot as bytes, which other hosts of this kind can use; None if there is none. MachineError: it failed."""
+    method = getattr(host, "export", None)
+    return None if method is None else await method(snapshot)
 
 
 async def release(host: MachineHost, snapshot: Snapshot | None) -> None:

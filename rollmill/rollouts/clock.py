@@ -24,12 +24,22 @@ Interval = tuple[float, float]  # start and end
 class Clock:
     """Starts when it is made."""
 
-    def __init__(self, gateway: GatewayClient, trajectory: str, machine: Machine) -> None:
+    def __init__(
+        self,
+        gateway: GatewayClient,
+        trajectory: str,
+        machine: Machine,
+        *,
+        spent_s: float = 0.0,
+        waited_before: float = 0.0,
+    ) -> None:
+        """An episode that goes on has spent `spent_s` before; the waits of its session were `waited_before` then."""
         self._gateway, self._trajectory = gateway, trajectory
         self._machine = _TimedMachine(machine)
         self._started = time.monotonic()
         self._away = gateway.away_seconds()
-        self._waited = 0.0
+        self._spent_s = spent_s
+        self._waited = self._waited_before = waited_before
 
     @property
     def machine(self) -> Machine:
@@ -41,7 +51,8 @@ class Clock:
         # a gateway that was restarted may have forgotten its latest waits
         self._waited = max(self._waited, await self._gateway.waited(self._trajectory))
         elapsed, away = time.monotonic() - self._started, self._gateway.away_seconds() - self._away
-        return max(0.0, elapsed - away - self._waited - self._machine.waited() - self._machine.slowed())
+        waited = self._waited - self._waited_before + self._machine.waited()
+        return self._spent_s + max(0.0, elapsed - away - waited - self._machine.slowed())
 
 
 class _TimedMachine:

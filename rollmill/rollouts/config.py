@@ -47,6 +47,13 @@ class RolloutConfig(Config):
         description="How often an episode is tried in all if the infrastructure fails: the machine host, the gateway, "
         "the engines. After that it counts as failed.",
     )
+    checkpoint_s: float | None = Field(
+        None,
+        ge=0,
+        description="Seconds between two checkpoints of an episode: its conversation and the files of its machine. "
+        "After a crash of the dispatcher or of a host of machines, the episode goes on from the last one. For machines "
+        "whose snapshots are files, and the harnesses coding and shell; others begin again. Not set: none.",
+    )
     temperature: float = Field(
         1.0,
         gt=0,

@@ -9,7 +9,8 @@ What each loop waits for, and who unblocks it:
     run      ends when the last step is committed: until then the trainer may need other groups
 
 All counts come from the store, so a dispatcher that is killed and started again continues: it grades sealed
-trajectories from their stored submissions, and starts new attempts for those that were lost.
+trajectories from their stored submissions, goes on with those that have a checkpoint, and starts new attempts for those
+that were lost.
 """
 
 from __future__ import annotations
@@ -25,6 +26,7 @@ from rollmill.environments.sampler import Sampler
 from rollmill.environments.samplers.uniform import Uniform
 from rollmill.environments.task import Task, TaskSet
 from rollmill.errors import HarnessError
+from rollmill.rollouts import checkpoint
 from rollmill.rollouts.choices import Choices
 from rollmill.rollouts.config import RolloutConfig
 from rollmill.rollouts.hand_in import hand_in_key
@@ -192,10 +194,14 @@ class Dispatcher:
         await asyncio.to_thread(self._ledger.group_ready, group.id)
 
     async def _resume_one(self, group: GroupRow, task: Task, row: TrajectoryRow) -> None:
-        """Grade the trajectory if its submission is stored, replace it if it was lost, leave it alone otherwise."""
+        """Grade the trajectory if its submission is stored. If it was interrupted, go on from its checkpoint or replace
+        it. Leave it alone otherwise."""
         handed_in = row.submission_key if row.state == TrajectoryState.finished else None
         if row.state == TrajectoryState.running:
             handed_in = await seal_again(self._context, row.id)
+            if handed_in is None and await checkpoint.find(self._context, row.id) is not None:
+                telemetry.emit("resumed", trajectory=row.id, task=task.id, reason="the dispatcher was restarted")
+                return await self._run_one(group.id, task, row.id, group.min_version)
             why = "the dispatcher was restarted in the middle of this rollout"
             if handed_in is None and not await self._replace(group.id, task, row.id, why):
                 handed_in = hand_in_key(row.id)  # sealed meanwhile, by a gateway that could not say so

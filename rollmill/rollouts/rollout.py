@@ -2,8 +2,9 @@
 
     create machine → open session → run harness → read the submission → close machine → store it → seal → grade
                                                                                                     │
-        before the seal, a rollout is lost when its process dies. After the seal, the trajectory is `finished`
-        and can be graded at any time from the stored submission.
+        before the seal, a rollout is lost when its process dies, or goes on from its last checkpoint
+        (checkpoint.py). After the seal, the trajectory is `finished` and can be graded at any time from the
+        stored submission.
 
 This module is the boundary for errors of a rollout. An episode that fails through no fault of the policy becomes a
 `failed` trajectory with a reason, never a reward. The same holds for a reward that cannot be stored. Only a store that
@@ -32,7 +33,6 @@ from rollmill.environments.machines.folder import folder_for
 from rollmill.environments.reward import Grader, wants_final_state
 from rollmill.environments.rewards import transcript
 from rollmill.environments.task import Task
-from rollmill.environments.task_machine import create_machine
 from rollmill.errors import (
     GatewayError,
     HarnessError,
@@ -43,7 +43,8 @@ from rollmill.errors import (
     StorageError,
     TrajectoryError,
 )
-from rollmill.rollouts import work_diff
+from rollmill.rollouts import checkpoint, work_diff
+from rollmill.rollouts.checkpoint import Checkpoint, EpisodeProgress
 from rollmill.rollouts.client import GatewayClient
 from rollmill.rollouts.clock import Clock
 from rollmill.rollouts.grading import Stalls, grade_patiently
@@ -81,6 +82,7 @@ class RolloutContext:
     timeout_s: float = 120.0
     grading_timeout_s: float = 300.0
     attempts: int = 3
+    checkpoint_s: float | None = None  # seconds between two checkpoints of an episode; None: none are kept
     stalls: Stalls = field(default_factory=Stalls)
 
 
@@ -160,6 +162,7 @@ async def _settle(
     finally:
         if handed_in is not None:
             await release(context.machines, handed_in.final_state)
+    await checkpoint.forget(context, trajectory)
     _report(task, outcome, facts, time.time() - started)
     return outcome
 
@@ -176,17 +179,39 @@ def reason_of(error: Exception, what: str) -> str:
 async def _play(
     context: RolloutContext, task: Task, trajectory: str, sampling: Sampling, min_version: int, facts: dict[str, Any]
 ) -> HandIn:
-    machine = await _machine_for(context, task)
+    """Play the episode to its end, or on from its last checkpoint if there is one. So too if its machine is lost."""
+    attempts = 0
+    while True:
+        found = await checkpoint.find(context, trajectory)
+        attempts += 1
+        try:
+            return await _attempt(context, task, trajectory, sampling, min_version, facts, found)
+        except MachineError as error:
+            if attempts >= context.attempts or await checkpoint.find(context, trajectory) is None:
+                raise
+            telemetry.emit("resumed", trajectory=trajectory, task=task.id, reason=str(error))
+
+
+async def _attempt(
+    context: RolloutContext,
+    task: Task,
+    trajectory: str,
+    sampling: Sampling,
+    min_version: int,
+    facts: dict[str, Any],
+    found: Checkpoint | None,
+) -> HandIn:
+    machine = await _machine_for(context, task, found)
     try:
+        min_version = min_version if found is None else found.min_version  # as the session was opened
         facts = {**facts, "provenance": {**facts.get("provenance", {}), "image": machine.image}}
         async with _within_grace("to open a session"):
             key = await context.gateway.open_session(
                 trajectory, traffic="rollout", min_version=min_version, line=context.line, task_id=task.id, **facts
             )
-        clock = Clock(context.gateway, trajectory, machine)
-        run = context.harness.run(
-            task, clock.machine, base_url=f"{context.gateway.base_url}/v1", api_key=key, sampling=sampling
-        )
+        clock, options = await _begin(context, trajectory, machine, min_version, found)
+        url = f"{context.gateway.base_url}/v1"
+        run = context.harness.run(task, clock.machine, base_url=url, api_key=key, sampling=sampling, **options)
         result, seconds = await _run_harness(context, task, clock, asyncio.ensure_future(run), min_version)
         # an agent can make packing slow: its own limit must end it first, so that the agent earns nothing
         packing_s = work_diff.PACK_S * machine.capabilities.slowdown
@@ -215,13 +240,27 @@ async def _seal(context: RolloutContext, trajectory: str, handed_in: HandIn) -> 
             raise
 
 
-async def _machine_for(context: RolloutContext, task: Task) -> Machine:
+async def _machine_for(context: RolloutContext, task: Task, found: Checkpoint | None) -> Machine:
     folder = None if wants_final_state(context.grader) else folder_for(context.harness, task)
     if folder is not None:
         return folder
     await slowdown(context.machines, task.image)  # makes its template, if the host has templates
     async with _within_grace("to get a machine"):
-        return await create_machine(context.machines, task)
+        return await checkpoint.start_machine(context, task, found)
+
+
+async def _begin(
+    context: RolloutContext, trajectory: str, machine: Machine, min_version: int, found: Checkpoint | None
+) -> tuple[Clock, dict[str, Any]]:
+    """The clock of an episode, and what its harness is given if it can go on in the middle."""
+    if context.checkpoint_s is None or not getattr(context.harness, "resumable", False):
+        return Clock(context.gateway, trajectory, machine), {}
+    waited = await context.gateway.waited(trajectory) if found is not None else 0.0
+    spent_s = found.seconds if found is not None else 0.0
+    clock = Clock(context.gateway, trajectory, machine, spent_s=spent_s, waited_before=waited)
+    progress = EpisodeProgress(context, trajectory, machine, clock, min_version)
+    progress.state = found.harness if found is not None else None
+    return clock, {"progress": progress}
 
 
 @contextlib.asynccontextmanager

@@ -21,6 +21,7 @@ from rollmill.environments.machine import (
     Process,
     Snapshot,
     expect,
+    export,
     release,
     slowdown,
 )
@@ -86,6 +87,9 @@ class SlowMachines:
 
     async def slowdown(self, image: str) -> float:
         return await slowdown(self._host, image)
+
+    async def export(self, snapshot: Snapshot) -> Snapshot | None:
+        return await export(self._host, snapshot)
 
     async def release(self, snapshot: Snapshot) -> None:
         await release(self._host, snapshot)

@@ -125,4 +125,5 @@ async def open_context(run: RunDirectory, line: str) -> AsyncIterator[RolloutCon
             timeout_s=config.rollouts.timeout_s,
             grading_timeout_s=config.rollouts.grading_timeout_s,
             attempts=config.rollouts.attempts,
+            checkpoint_s=config.rollouts.checkpoint_s,
         )

@@ -12,7 +12,7 @@ from typing import Any
 
 from pydantic import Field
 
-from rollmill.environments.harness import HarnessResult
+from rollmill.environments.harness import HarnessResult, Progress
 from rollmill.environments.harnesses import tools
 from rollmill.environments.harnesses.model import Asking, ModelClient, ModelSettings
 from rollmill.environments.harnesses.turns import run_turns, start
@@ -46,6 +46,7 @@ class CodingHarness:
     """One per dispatcher: all episodes share its connections."""
 
     name = "coding"
+    resumable = True
 
     def __init__(self, config: HarnessConfig | None = None) -> None:
         self.config = config or HarnessConfig()
@@ -53,7 +54,14 @@ class CodingHarness:
         self._schemas = tools.tool_schemas()
 
     async def run(
-        self, task: Task, machine: Machine, *, base_url: str, api_key: str, sampling: Sampling
+        self,
+        task: Task,
+        machine: Machine,
+        *,
+        base_url: str,
+        api_key: str,
+        sampling: Sampling,
+        progress: Progress | None = None,
     ) -> HarnessResult:
         asking = Asking(self._model, base_url, api_key, self.config, sampling, self._schemas)
         return await run_turns(
@@ -62,6 +70,7 @@ class CodingHarness:
             await asking.contexts(start(task, self.config.system_prompt), self.config.max_tool_output),
             max_turns=self.config.max_turns,
             max_tool_output=self.config.max_tool_output,
+            progress=progress,
         )
 
     async def close(self) -> None:

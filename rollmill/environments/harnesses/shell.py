@@ -8,11 +8,12 @@ that a command prints is `done_line`. The image must have bash.
 
 from __future__ import annotations
 
+import contextlib
 from typing import Any
 
 from pydantic import Field
 
-from rollmill.environments.harness import HarnessResult
+from rollmill.environments.harness import HarnessResult, Progress
 from rollmill.environments.harnesses import tools
 from rollmill.environments.harnesses.model import Asking, ModelClient, ModelSettings
 from rollmill.environments.harnesses.turns import run_turns, start
@@ -29,11 +30,34 @@ cd -- "$(cat /tmp/.shell_directory 2>/dev/null)" 2>/dev/null
 trap 'code=$?; export -p > /tmp/.shell_variables; pwd > /tmp/.shell_directory; exit $code' EXIT
 eval "$1"
 """
+_KEPT = ("/tmp/.shell_variables", "/tmp/.shell_directory")  # noqa: S108  of the machine
 
 
 def bash(command: str) -> list[str]:
     """The command line of one call."""
     return ["bash", "-c", _BASH, "bash", command]
+
+
+class _ShellProgress:
+    """Keeps the directory and the variables of the shell too: a snapshot of files may not have /tmp."""
+
+    def __init__(self, progress: Progress, machine: Machine) -> None:
+        self._progress, self._machine = progress, machine
+        self.state = progress.state
+
+    @classmethod
+    async def begin(cls, progress: Progress, machine: Machine) -> _ShellProgress:
+        for path, text in ((progress.state or {}).get("shell") or {}).items():
+            if path in _KEPT:
+                await machine.write(path, str(text).encode("utf-8", "surrogateescape"))
+        return cls(progress, machine)
+
+    async def reached(self, state: dict[str, Any]) -> None:
+        kept = {}
+        for path in _KEPT:
+            with contextlib.suppress(OSError):
+                kept[path] = (await self._machine.read(path)).decode("utf-8", "surrogateescape")
+        await self._progress.reached({**state, "shell": kept})
 
 
 class ShellConfig(ModelSettings):
@@ -59,13 +83,21 @@ class ShellHarness:
     """One per dispatcher: all episodes share its connections."""
 
     name = "shell"
+    resumable = True
 
     def __init__(self, config: ShellConfig | None = None) -> None:
         self.config = config or ShellConfig()
         self._model = ModelClient(deadline_s=self.config.request_deadline_s)
 
     async def run(
-        self, task: Task, machine: Machine, *, base_url: str, api_key: str, sampling: Sampling
+        self,
+        task: Task,
+        machine: Machine,
+        *,
+        base_url: str,
+        api_key: str,
+        sampling: Sampling,
+        progress: Progress | None = None,
     ) -> HarnessResult:
         schemas = [tool.schema() for tool in _TOOLS.values()]
         asking = Asking(self._model, base_url, api_key, self.config, sampling, schemas)
@@ -75,6 +107,7 @@ class ShellHarness:
             await asking.contexts(start(task, self.config.system_prompt), self.config.max_tool_output),
             max_turns=self.config.max_turns,
             max_tool_output=self.config.max_tool_output,
+            progress=None if progress is None else await _ShellProgress.begin(progress, machine),
         )
 
     async def close(self) -> None:

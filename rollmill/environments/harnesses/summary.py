@@ -68,6 +68,15 @@ class Contexts:
         self.asked = False  # the next answer is a summary
         self._fresh = False
 
+    def save(self) -> dict[str, Any]:
+        """What `restore` needs in another process."""
+        kept = {"messages": self.messages, "summaries": self.summaries}
+        return {**kept, "asked": self.asked, "fresh": self._fresh}
+
+    def restore(self, state: Mapping[str, Any]) -> None:
+        self.messages, self.summaries = list(state["messages"]), int(state["summaries"])
+        self.asked, self._fresh = bool(state["asked"]), bool(state["fresh"])
+
     @property
     def headers(self) -> Mapping[str, str]:
         """What the next request has to declare."""

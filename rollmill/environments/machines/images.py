@@ -11,6 +11,7 @@ Images share the layers that they have in common (layers.py).
     objects/DIGEST/image.json    its layers, and what they were made of
     layers/DIGEST/               place "packages": mounted read-only; Python imports from it, and its bin/ is on PATH
                                  place "work": copied into the work directory of each machine, later layers over earlier
+                                 place "services": the files of its services (services.py)
 
 A name that is not here is looked for in the store that `machine.image_store` names, and its layers are fetched.
 """
@@ -25,7 +26,7 @@ import re
 import sys
 import sysconfig
 import threading
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import MappingProxyType
@@ -34,6 +35,7 @@ from typing import Literal, Protocol
 from pydantic import BaseModel, Field, ValidationError
 
 from rollmill.environments.machines import layers
+from rollmill.environments.machines.services import STATE, Service
 from rollmill.errors import ObjectMissing, TaskError
 from rollmill.storage.objects import Objects
 
@@ -42,7 +44,7 @@ NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}")
 
 
 class LayerRecord(BaseModel):
-    place: Literal["packages", "work"]
+    place: Literal["packages", "work", "services"]
     digest: str = Field(pattern=r"^[0-9a-f]{64}$")
     bytes: int = 0
 
@@ -57,6 +59,7 @@ class ImageRecord(BaseModel):
     layers: list[LayerRecord] = []
     commit: str = ""  # of the repository that it holds
     verified: list[str] = []  # commands that passed in a machine of it
+    services: list[Service] = []  # that run in every machine of it
     fidelity: dict[str, float] = {}  # by kind of machine: how far it is from an ordinary computer, 0 to 1
 
 
@@ -66,6 +69,13 @@ class Image:
     digest: str = ""
     files: Mapping[str, bytes] = field(default_factory=dict)  # by path in the work directory
     packages: str | None = None  # a directory of this host
+    services: tuple[Service, ...] = ()
+    state: str | None = None  # file of this host: what the services start with
+
+    def services_state(self) -> bytes:
+        """What the services start with: a tar of their directories."""
+        assert self.state is not None
+        return _read_state(self.state)
 
     @property
     def reference(self) -> str:
@@ -128,18 +138,21 @@ def load_image(name: str, directory: str | None, *, max_bytes: int = 1 << 26) ->
 
 def _load_layers(name: str, record: ImageRecord, max_bytes: int) -> Image:
     files: dict[str, bytes] = {}
-    packages = None
+    packages = state = None
     for layer in record.layers:
         place = images_directory() / "layers" / layer.digest
         if not place.is_dir():
             raise _damaged(name, layer.digest)
         if layer.place == "packages":
             packages = str(place)
+        elif layer.place == "services":
+            state = str(place / STATE)
         else:
             files |= _load(place, place.stat().st_mtime_ns, max_bytes)
     if sum(map(len, files.values())) > max_bytes:
         raise _too_large(name, max_bytes)
-    return Image(name, record.digest, MappingProxyType(files), packages)
+    services = tuple(record.services) if state is not None else ()
+    return Image(name, record.digest, MappingProxyType(files), packages, services, state)
 
 
 def built_names() -> list[str]:
@@ -174,7 +187,7 @@ def fetch_image(name: str, url: str) -> ImageRecord | None:
         raise TaskError(f"machine image {name!r} of {url} is damaged: {error}") from None
     for layer in record.layers:
         layers.fetch(layer.digest, root, store)
-    if digest_of(record.layers) != record.digest:
+    if digest_of(record.layers, record.services) != record.digest:
         raise TaskError(f"machine image {name!r} of {url} does not have the layers that its digest stands for")
     keep_record(name, record)
     return record
@@ -200,8 +213,11 @@ def push_image(name: str, url: str) -> list[str]:
     return sent
 
 
-def digest_of(parts: list[LayerRecord]) -> str:
-    return hashlib.sha256("".join(f"{layer.place} {layer.digest}\n" for layer in parts).encode()).hexdigest()
+def digest_of(parts: Sequence[LayerRecord], services: Sequence[Service] = ()) -> str:
+    """The digest of an image: of its layers, and of how its services are run."""
+    facts = "".join(f"{layer.place} {layer.digest}\n" for layer in parts)
+    facts += "".join(f"service {service.model_dump_json()}\n" for service in services)
+    return hashlib.sha256(facts.encode()).hexdigest()
 
 
 def keep_record(name: str, record: ImageRecord) -> None:
@@ -233,6 +249,11 @@ def _folders(directory: str | None) -> list[str]:
     if directory is None or not Path(directory).is_dir():
         return []
     return [entry.name for entry in Path(directory).iterdir() if entry.is_dir()]
+
+
+@functools.lru_cache(maxsize=4)
+def _read_state(path: str) -> bytes:
+    return Path(path).read_bytes()  # a layer never changes
 
 
 @functools.lru_cache(maxsize=64)

@@ -24,7 +24,7 @@ from typing import Any
 from pydantic import Field
 
 from rollmill.config import Config
-from rollmill.environments.machine import Machine, MachineHost, Snapshot, release, slowdown
+from rollmill.environments.machine import Machine, MachineHost, Snapshot, export, release, slowdown
 from rollmill.environments.machines.pooled import PooledMachine
 from rollmill.errors import MachineError, NoCapacity, TaskError
 
@@ -125,6 +125,9 @@ class Pool:
 
     async def slowdown(self, image: str) -> float:
         return await slowdown(self._host, image)
+
+    async def export(self, snapshot: Snapshot) -> Snapshot | None:
+        return await export(self._host, snapshot)
 
     async def release(self, snapshot: Snapshot) -> None:
         await release(self._host, snapshot)

@@ -15,7 +15,7 @@ from typing import Annotated, Any
 from pydantic import Field
 
 from rollmill.environments.machine import Snapshot
-from rollmill.environments.machines import agent_machine
+from rollmill.environments.machines import agent_machine, services
 from rollmill.environments.machines.agent_machine import AgentMachineConfig
 from rollmill.environments.machines.egress import ENTRY
 from rollmill.environments.machines.images import obtain_image
@@ -71,18 +71,26 @@ class NamespaceHost:
         machine = NamespaceMachine(self, identifier, loaded, connection)
         try:
             if snapshot is not None:
-                await machine.restore(snapshot)
+                work, state = services.split(snapshot.state) if loaded.services else (snapshot.state, b"")
+                await machine.restore(work)
             try:  # also without files: the answer says that the machine could be set up
                 await machine.write_all({**(loaded.files if snapshot is None else {}), **(files or {})})
             except OSError as error:
                 hint = "`machine.disk_mb` is the size of the work directory"
                 raise TaskError(f"the files of a task cannot be written to a machine: {error}", hint=hint) from None
+            if loaded.services and snapshot is None:
+                machine.services = await services.begin(machine, loaded.services, loaded.services_state())
+            elif loaded.services:
+                machine.services = await services.go_on(machine, loaded.services, state)
             if self.config.egress:
                 await machine.open_egress(self.config.egress, self.config.egress_log)
         except BaseException:
             await machine.close()
             raise
         return machine
+
+    async def export(self, snapshot: Snapshot) -> Snapshot:
+        return snapshot  # it is bytes
 
     async def end(self, identifier: int) -> bool | None:
         """End a machine. Returns whether someone else had killed it; None if the machine host does not say so, and so

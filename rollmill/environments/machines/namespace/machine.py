@@ -10,10 +10,12 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from rollmill.environments.machine import Capabilities, Snapshot
+from rollmill.environments.machines import services
 from rollmill.environments.machines.agent_machine import AgentMachine, Ended
 from rollmill.environments.machines.egress import Egress
 from rollmill.environments.machines.images import Image
 from rollmill.environments.machines.namespace import launch, wire
+from rollmill.environments.machines.services import RunningServices
 
 if TYPE_CHECKING:
     from rollmill.environments.machines.namespace.client import NamespaceHost
@@ -33,15 +35,26 @@ class NamespaceMachine(AgentMachine):
         self._image = image.name
         self._egress: Egress | None = None
         self._killed = False  # by someone outside
+        self.services: RunningServices | None = None
 
     async def snapshot(self) -> Snapshot:
-        """The work directory, in the memory of this process: it is small (`disk_mb`)."""
+        """The work directory, in the memory of this process: it is small (`disk_mb`). Services stop for it."""
+        if self.services is None:
+            return Snapshot(self.image, await self._pack_work())
+        try:
+            await self.services.stop()
+            state = services.join(await self._pack_work(), await self.services.pack())
+        finally:
+            await self.services.start_again()
+        return Snapshot(self.image, state)
+
+    async def _pack_work(self) -> bytes:
         limit = min(self._host.config.disk_mb << 20, wire.MAX_BODY >> 1)  # the tar needs room of its own
         request = {"op": "snapshot", "max_bytes": limit}
-        return Snapshot(self.image, await self._request_files(request, max_body=wire.MAX_BODY))
+        return await self._request_files(request, max_body=wire.MAX_BODY)
 
-    async def restore(self, snapshot: Snapshot) -> None:
-        await self._request_files({"op": "restore"}, snapshot.state)
+    async def restore(self, work: bytes) -> None:
+        await self._request_files({"op": "restore"}, work)
 
     async def fork(self, count: int = 1) -> list[NamespaceMachine]:
         snapshot = await self.snapshot()

@@ -12,6 +12,7 @@ from dataclasses import dataclass, replace
 from pydantic import Field
 
 from rollmill.environments.machine import Capabilities, Snapshot
+from rollmill.environments.machines import services
 from rollmill.environments.machines.agent_machine import AgentMachineConfig
 from rollmill.environments.machines.images import Image, obtain_image
 from rollmill.environments.machines.qemu import initramfs, ram
@@ -56,7 +57,7 @@ class QemuHost:
 
     def __init__(self, config: QemuConfig | None = None) -> None:
         self.config = config or QemuConfig()
-        self._templates: dict[str | None, asyncio.Task[Template]] = {}  # by packages
+        self._templates: dict[tuple[str | None, str | None], asyncio.Task[Template]] = {}  # by packages and services
         self._running: set[Vm] = set()
         self._starting = asyncio.Semaphore(os.cpu_count() or 1)  # more at once only slow each other down
 
@@ -96,9 +97,10 @@ class QemuHost:
 
     async def template(self, image: Image) -> Template:
         """The template of an image; booted on first use. MachineError says what this host lacks."""
-        task = self._templates.get(image.packages)
+        key = (image.packages, image.digest if image.services else None)
+        task = self._templates.get(key)
         if task is None or (task.done() and (task.cancelled() or task.exception() is not None)):
-            task = self._templates[image.packages] = asyncio.create_task(self._make_template(image))
+            task = self._templates[key] = asyncio.create_task(self._make_template(image))
         return await asyncio.shield(task)  # of several that wait, one may be cancelled
 
     async def end(self, vm: Vm) -> int:
@@ -138,7 +140,8 @@ class QemuHost:
     async def _boot(self, shape: Shape, image: Image) -> Template:
         began = time.monotonic()
         with open(ram.create(0, "initramfs"), "w+b") as file:
-            await asyncio.to_thread(initramfs.build, shape.parts, self._limits(), image.packages, file)
+            extra = [path for service in image.services for path in service.files]
+            await asyncio.to_thread(initramfs.build, shape.parts, self._limits(), image.packages, file, extra)
             file.flush()
             vm = await Vm.boot(shape, file)
         self._running.add(vm)
@@ -152,6 +155,10 @@ class QemuHost:
                 await machine.exec(["true"], timeout_s=limit_s)
                 boot_s = time.monotonic() - began
                 slowdown = await _measure_slowdown(machine, limit_s)
+            if image.services:  # they have time limits of their own
+                machine.capabilities = replace(basic, slowdown=slowdown)
+                await services.begin(machine, image.services, image.services_state(), warm=True)
+            async with asyncio.timeout(limit_s):
                 await _warm_up(machine)
             saved = await vm.save()
         except BaseException as error:

@@ -4,6 +4,7 @@
     /opt/python          the Python installation in use, where it is not part of /usr; standard library only
     /opt/bin             python, python3
     /opt/packages        the Python packages of the image, if it has any
+    …                    the programs and directories that the services of the image name
     /opt/host            the code of the guest's first process, which deletes it once it is imported
     /etc /dev            a few files made for machines
 
@@ -12,13 +13,14 @@ The guest keeps all of it in memory, so it is chosen and not copied whole.
 
 from __future__ import annotations
 
+import glob
 import json
 import os
 import shutil
 import subprocess
 import sys
 import tempfile
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import IO
 
@@ -48,8 +50,10 @@ exec {python} -c 'import sys; sys.path.insert(0, "{code}"); from {package}.init 
 """
 
 
-def build(parts: Parts, limits: dict[str, int], packages: str | None, file: IO[bytes]) -> None:
-    """Write the archive of a guest to `file`. `limits` are those of namespace/agent.py."""
+def build(
+    parts: Parts, limits: dict[str, int], packages: str | None, file: IO[bytes], extra: Sequence[str] = ()
+) -> None:
+    """Write the archive of a guest to `file`. `limits` are those of namespace/agent.py. `extra`: paths of this host."""
     archive = Archive()
     for name in (layout.WORK, layout.TEMPORARY, layout.CODE, layout.HOME, "/proc", "/sys", "/dev"):
         archive.directory(name)
@@ -64,6 +68,7 @@ def build(parts: Parts, limits: dict[str, int], packages: str | None, file: IO[b
             archive.link(f"/{name}", os.readlink(f"/{name}"))
     python, programs = _add_python(archive), _add_programs(archive)
     _strip(archive, python)
+    programs += _add_extra(archive, extra)
     for library in _libraries([*python.values(), *programs]):
         _add_file(archive, library)
     if packages is not None:
@@ -145,6 +150,23 @@ def _add_programs(archive: Archive) -> list[Path]:
     if missing:
         raise MachineError(f"this host has no {missing[0]!r}, which guests need", hint="install Debian's base system")
     return [_add_file(archive, path) for path in found.values()]
+
+
+def _add_extra(archive: Archive, patterns: Iterable[str]) -> list[Path]:
+    """Add programs and directories of this host. Returns the programs and libraries among them."""
+    found: list[Path] = []
+    for pattern in patterns:
+        paths = sorted(glob.glob(pattern))
+        if not paths:
+            raise MachineError(f"this host has no {pattern}, which a service needs", hint="install its package")
+        for path in paths:
+            if not os.path.isdir(path):
+                found.append(_add_file(archive, path))
+                continue
+            libraries = _add_tree(archive, Path(path), path, frozenset())
+            found += libraries.values()
+            found += [each for each in Path(path).iterdir() if each.is_file() and os.access(each, os.X_OK)]
+    return found
 
 
 def _add_file(archive: Archive, path: str) -> Path:

@@ -112,7 +112,22 @@ class RemoteHost:
                 )
             self._renewing = asyncio.create_task(self._renew())
 
+    async def export(self, snapshot: Snapshot) -> Snapshot | None:
+        """The state as bytes, which a machine on any host can start with; None: it cannot leave its host."""
+        if isinstance(snapshot.state, bytes):
+            return snapshot
+        place, name = snapshot.state
+        try:
+            _, state = await self.ask(
+                place, "GET", f"/snapshots/{name}", b"", timeout_s=_ANSWER_S, max_body=wire.MAX_BODY
+            )
+        except OSError:
+            return None
+        return Snapshot(snapshot.image, state)
+
     async def release(self, snapshot: Snapshot) -> None:
+        if isinstance(snapshot.state, bytes):
+            return
         place, name = snapshot.state
         assert self._session is not None
         async with self._session.delete(f"{place.name}/snapshots/{name}"):
@@ -132,7 +147,10 @@ class RemoteHost:
     async def _create(self, image: str, files: Mapping[str, bytes], snapshot: Snapshot | None) -> RemoteMachine:
         """On one host. If that host does not answer, on another one: nothing of the episode has run yet."""
         header = {"image": image, "files": [[path, len(data)] for path, data in files.items()]}
-        frame = wire.pack(header, b"".join(files.values()))
+        body = b"".join(files.values())
+        if snapshot is not None and isinstance(snapshot.state, bytes):
+            header, body, snapshot = {**header, "state": len(snapshot.state)}, body + snapshot.state, None
+        frame = wire.pack(header, body)
         for _ in self._placement.places:
             place = self._placement.take(image, time.monotonic())
             if snapshot is not None:  # its state is on one host only

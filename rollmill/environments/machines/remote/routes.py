@@ -14,7 +14,7 @@ from typing import Any
 
 from aiohttp import web
 
-from rollmill.environments.machine import ProcessState
+from rollmill.environments.machine import ProcessState, Snapshot
 from rollmill.environments.machines.namespace import wire
 from rollmill.environments.machines.remote.service import Kept, Lent, Service
 from rollmill.errors import MachineError, NoCapacity, TaskError
@@ -34,6 +34,7 @@ class Routes:
         app.router.add_post("/machines/renew", self.renew)
         app.router.add_post("/machines/{id}/{operation}", self.ask)
         app.router.add_delete("/machines/{id}", self.end)
+        app.router.add_get("/snapshots/{id}", self.export)
         app.router.add_delete("/snapshots/{id}", self.forget)
 
     async def load(self, request: web.Request) -> web.Response:
@@ -57,7 +58,7 @@ class Routes:
         """Start a machine.
 
         Needs: the key.
-        Takes: a frame with image, files, snapshot.
+        Takes: a frame with image, files, and the state to start with: the name of a snapshot, or the size of its bytes.
         Returns: id, image, what it can do.
         """
         self._check_key(request)
@@ -67,6 +68,8 @@ class Routes:
             files[path] = body[start : start + size]
             start += size
         image, snapshot = str(header["image"]), header.get("snapshot")
+        if "state" in header:
+            snapshot = Snapshot(image, body[start : start + int(header["state"])])
         try:
             lent = await self._service.create(image, files, snapshot=snapshot, lease_s=LEASE_S)
         except NoCapacity as error:
@@ -125,6 +128,22 @@ class Routes:
         except MachineError as error:
             return _answer({"failed": error.message, "hint": error.hint})
         return _answer({})
+
+    async def export(self, request: web.Request) -> web.Response:
+        """The bytes of a saved state, for a machine on another host.
+
+        Needs: the key.
+        Returns: a frame.
+        """
+        self._check_key(request)
+        try:
+            return _answer({}, await self._service.export(request.match_info["id"]))
+        except KeyError:
+            raise web.HTTPNotFound(text="the snapshot is not on this host any more") from None
+        except OSError as error:
+            return _answer({"errno": error.errno or errno.EIO, "message": str(error.strerror)})
+        except MachineError as error:
+            return _answer({"failed": error.message, "hint": error.hint})
 
     async def forget(self, request: web.Request) -> web.Response:
         """Let go of a saved state.

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import errno
 import hmac
 import logging
 import secrets
@@ -11,7 +12,7 @@ import time
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
-from rollmill.environments.machine import Machine, MachineHost, Process, ProcessState, Snapshot, release
+from rollmill.environments.machine import Machine, MachineHost, Process, ProcessState, Snapshot, export, release
 from rollmill.errors import NoCapacity
 
 log = logging.getLogger(__name__)
@@ -86,15 +87,18 @@ class Service:
         image: str,
         files: Mapping[str, bytes] | None = None,
         *,
-        snapshot: str | None = None,
+        snapshot: str | Snapshot | None = None,
         lease_s: float,
     ) -> Lent:
-        """NoCapacity if this host is full or starts enough machines already; KeyError: no such snapshot."""
+        """`snapshot`: one that is kept here, by name, or one of another host.
+
+        NoCapacity if this host is full or starts enough machines already; KeyError: no such snapshot.
+        """
         if len(self._lent) + self.starting >= self.capacity:
             raise NoCapacity(f"this host is full: {self.capacity} machines", retry_after_s=5.0)
         if self.starting >= self.starts:
             raise NoCapacity(f"this host starts {self.starting} machines already", retry_after_s=_START_S)
-        saved = self._snapshots[snapshot] if snapshot is not None else None
+        saved = self._snapshots[snapshot] if isinstance(snapshot, str) else snapshot
         if self._reaper is None:
             self._reaper = asyncio.create_task(self._reap())
         self.starting += 1
@@ -137,6 +141,13 @@ class Service:
         if len(self._snapshots) > _MOST_SNAPSHOTS:
             await self.forget(next(iter(self._snapshots)))
         return name
+
+    async def export(self, snapshot: str) -> bytes:
+        """The bytes of a state that is kept here. KeyError: no such snapshot. OSError: it cannot leave this host."""
+        exported = await export(self._host, self._snapshots[snapshot])
+        if exported is None or not isinstance(exported.state, bytes):
+            raise OSError(errno.ENOTSUP, "the state of such a machine stays on its host")
+        return exported.state
 
     async def forget(self, snapshot: str) -> None:
         await release(self._host, self._snapshots.pop(snapshot))

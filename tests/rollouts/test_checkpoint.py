@@ -1,0 +1,122 @@
+"""Episodes go on from their last checkpoint: on another host of machines, or with another dispatcher."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections import Counter
+from dataclasses import replace
+from typing import Any
+
+import pytest
+
+from rollmill.environments.machine import Snapshot
+from rollmill.environments.machines.namespace.client import NamespaceHost
+from rollmill.environments.machines.remote.client import RemoteConfig, RemoteHost
+from rollmill.rollouts import checkpoint
+from rollmill.types import GroupState, TrajectoryState
+from tests.environments.machines.test_remote import SERVE, _wait_until_served
+from tests.processes import free_port
+from tests.rollouts.test_dispatcher import SIZE, make_dispatcher, stop, until
+from tests.rollouts.world import RUN, SOLUTION, World
+
+pytestmark = pytest.mark.asyncio(loop_scope="module")
+EDIT, TEST, DONE = SOLUTION
+
+
+async def test_an_episode_goes_on_on_another_host_when_its_host_is_killed(
+    world: World, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("ROLLMILL_MACHINES_KEY", "a-key-of-the-service")
+    ports = [free_port(), free_port()]
+    arguments = [[sys.executable, "-c", SERVE, "machines", "serve", "--port", str(port)] for port in ports]
+    hosts = {f"http://127.0.0.1:{port}": subprocess.Popen(each) for port, each in zip(ports, arguments, strict=True)}  # noqa: ASYNC220
+    remote = RemoteHost(RemoteConfig(hosts=list(hosts), patience_s=20.0))
+    asked: list[int] = []
+    try:
+        await asyncio.to_thread(_wait_until_served, ports)
+
+        async def on_turn(_: str, turn: int) -> None:
+            asked.append(turn)
+            if asked == [1, 2]:  # the edit is in the machine; the test run that this answer asks for finds no host
+                (machine,) = remote._machines.values()
+                os.kill(hosts[machine.place.name].pid, signal.SIGKILL)
+
+        world.engine.on_turn = on_turn
+        world.says(EDIT, TEST, DONE)
+        outcome = await world.play(context=replace(world.context, machines=remote, checkpoint_s=0.0))
+        assert outcome.solved, outcome
+        assert asked == [1, 2, 2, 3]  # turn 2 again, and not the edit
+        assert world.row().state == TrajectoryState.graded
+        assert checkpoint._key("t0") not in world.context.objects.list("checkpoints")
+        assert remote._machines == {}
+        # what was sampled before the loss is there; the answer that led nowhere is a branch of its own
+        payload = world.context.trajectories.load("t0")
+        assert len(payload.segments) == 2 and outcome.result is not None and outcome.result.tool_calls == 3
+
+        # without checkpoints the same loss costs the episode
+        asked.clear()
+        outcome = await world.play(id="t1", context=replace(world.context, machines=remote))
+        assert outcome.lost and world.row("t1").state == TrajectoryState.failed
+    finally:
+        world.engine.on_turn = None
+        await remote.close()
+        for process in hosts.values():
+            process.kill()
+            process.wait()
+
+
+async def test_the_next_dispatcher_goes_on_where_the_last_one_died(world: World) -> None:
+    asked: Counter[tuple[str, int]] = Counter()
+    blocked = True
+
+    async def on_turn(segment: str, turn: int) -> None:
+        session = segment.rpartition(".")[0]
+        asked[session, turn] += 1
+        while blocked and turn == 2 and not session.endswith("-2"):  # noqa: ASYNC110
+            await asyncio.sleep(0.01)
+        while blocked and turn == 1 and session.endswith("-2"):  # noqa: ASYNC110  it has no checkpoint yet
+            await asyncio.sleep(0.01)
+
+    world.engine.on_turn = on_turn
+    context = replace(world.context, checkpoint_s=0.0)
+    dispatching = asyncio.create_task(make_dispatcher(world, context=context, total=1).run())
+    await until(lambda: len(asked) == 2 * SIZE - 1)
+    await stop(dispatching)
+    blocked = False
+    await_grading = asyncio.create_task(make_dispatcher(world, context=context, total=1).run())
+    await until(lambda: await_grading.done() or len(world.ledger.groups(GroupState.waiting)) == 1)
+    await stop(await_grading)
+    world.engine.on_turn = None
+    group = f"{RUN}-000000"
+    ids = sorted(row.id for row in world.ledger.members([group])[group])
+    assert ids == [f"{group}-0", f"{group}-1", f"{group}-2_1"]  # the last one began again
+    assert all(world.row(id).state == TrajectoryState.graded for id in ids)
+    assert [asked[id, 1] for id in ids] == [1, 1, 1]  # what was before the checkpoint was not asked again
+    assert world.context.objects.list("checkpoints") == []
+
+
+async def test_a_checkpoint_that_cannot_be_used_costs_nothing_but_itself(world: World, host: NamespaceHost) -> None:
+    context = replace(world.context, checkpoint_s=0.0)
+    for data in (b"", b"\0" * 8, b"\xff" * 40, (2).to_bytes(8) + b"{}" + b"no zstd"):
+        world.context.objects.put("checkpoints/t0", data)
+        assert await checkpoint.find(context, "t0") is None
+    assert (await world.play(context=context)).solved
+
+    class StaysHere:  # a kind of machine whose state cannot leave its host
+        create, close = host.create, host.close
+
+    seen: list[Any] = []
+    outcome = await world.play(id="t1", context=replace(context, machines=StaysHere()))
+    assert outcome.solved and not seen and world.context.objects.list("checkpoints") == []
+
+    class Full(StaysHere):  # its snapshots fail
+        async def export(self, snapshot: Snapshot) -> Snapshot:
+            seen.append(time.monotonic())
+            raise OSError("no room")
+
+    assert (await world.play(id="t2", context=replace(context, machines=Full()))).solved and len(seen) == 2
