@@ -146,7 +146,7 @@ class RemoteHost:
 
     async def _create(self, image: str, files: Mapping[str, bytes], snapshot: Snapshot | None) -> RemoteMachine:
         """On one host. If that host does not answer, on another one: nothing of the episode has run yet."""
-        header = {"image": image, "files": [[path, len(data)] for path, data in files.items()]}
+        header: dict[str, Any] = {"image": image, "files": [[path, len(data)] for path, data in files.items()]}
         body = b"".join(files.values())
         if snapshot is not None and isinstance(snapshot.state, bytes):
             header, body, snapshot = {**header, "state": len(snapshot.state)}, body + snapshot.state, None
