@@ -83,7 +83,7 @@ def measure(device: Device, quick: bool, only: list[str] | None) -> tuple[dict[s
     figures: dict[str, float] = {}
     bars: dict[str, dict[str, Any]] = {}
     for batch in (256, 1024):
-        figures[f"host_us_per_sequence_{batch}"] = host_microseconds(batch, 20 if quick else 100)
+        figures[f"host_us_per_sequence_{batch}"] = host_microseconds(batch, 10)
     for cell in cells(device, quick):
         if only is None or f"{cell.name}_{cell.batch}" in only:
             _measure_cell(cell, device, figures, bars)

@@ -5,9 +5,10 @@ import pytest
 import torch
 
 from rollmill.errors import TrajectoryError
-from rollmill.inference.embedded.sampler import Draw, listed, log_distribution, sample, sample_uncut, uniform
+from rollmill.inference.embedded.sampler import Draw, _sample, log_distribution, sample, uniform
 from rollmill.trajectories.kept import decode_kept, encode_kept, holds
 from rollmill.types import Sampling
+from tests.kernels import DEVICE
 
 LOGITS = torch.tensor([2.0, 1.0, 0.5, 0.0, -1.0, -3.0])
 CONTEXT = [5, 0, 1, 1, 3]  # the answer begins at its third token
@@ -201,11 +202,27 @@ def test_large_and_not_finite(device: str) -> None:
     assert 0 <= tokens[0] < LARGE and not np.isfinite(logprobs[0])
 
 
+@pytest.mark.kernels
 @pytest.mark.parametrize("size", [300, LARGE])
-def test_drawing_on_the_device_alone_gives_the_same(size: int, device: str) -> None:
-    logits = 3 * torch.randn((32, size), generator=torch.Generator().manual_seed(0)).to(device)
+def test_the_kernel_draws_the_same(size: int) -> None:
+    """It sums in another order, but so exactly that none of these draws is near enough to a limit."""
+    logits = 3 * torch.randn((32, size), generator=torch.Generator().manual_seed(0)).to(DEVICE)
     temperatures = [(1.0, 0.0, 0.7, 1.3)[row % 4] for row in range(32)]
-    draws = [Draw(Sampling(temperature=temperature), row, 5) for row, temperature in enumerate(temperatures)]
-    numbers = torch.from_numpy(uniform(range(32), [5] * 32)).to(device)
-    drawn = sample_uncut(logits, torch.tensor(temperatures, dtype=torch.float64, device=device), numbers)
-    assert listed(drawn) == sample(logits, draws)
+    draws = [
+        Draw(Sampling(temperature=temperature), 2**64 - 1 - row * 2**58, 5)
+        for row, temperature in enumerate(temperatures)
+    ]
+    draws[9] = Draw(Sampling(top_k=3), 9, 5)
+    drawn, expected = sample(logits, draws), _sample(logits, draws)
+    assert drawn.tokens == expected.tokens and drawn.kept == expected.kept
+    assert drawn.logprobs == expected.logprobs, "with the bits of the trainer's kernel"
+
+
+@pytest.mark.kernels
+def test_random_numbers_on_the_device_have_the_bits_of_the_host() -> None:
+    """Tokens of equal probability 1/4096: the drawn one is the number's first twelve bits."""
+    seeds = [*np.random.default_rng(0).integers(0, 2**64, 60, dtype=np.uint64).tolist(), 0, 1, 2**63, 2**64 - 1]
+    for position in (1, 2**20):
+        draws = [Draw(Sampling(), seed, position) for seed in seeds]
+        tokens = sample(torch.zeros((len(seeds), 4096), device=DEVICE), draws).tokens
+        assert tokens == (uniform(seeds, [position] * len(seeds)) * 4096).astype(int).tolist()

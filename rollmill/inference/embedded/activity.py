@@ -43,17 +43,18 @@ class Activity:
     def first_token(self, seconds: float) -> None:
         self._first.add(seconds)
 
-    def step(self, started: float, sampled: int, computed: int, running: int, waiting: int) -> None:
-        self.counters["steps_total"] += 1
+    def step(self, started: float, sampled: int, computed: int, running: int, waiting: int, *, steps: int = 1) -> None:
+        """One step, or a burst of `steps`, has ended."""
+        self.counters["steps_total"] += steps
         self.counters["sampled_tokens_total"] += sampled
         self.counters["computed_tokens_total"] += computed
         self._sampled += sampled
         now = time.time()
         if self._started is None:
             self._started = started
-            self._between.add(now - started, sampled)
+            self._between.add((now - started) / steps, sampled)
         else:
-            self._between.add(now - self._ended, sampled)
+            self._between.add((now - self._ended) / steps, sampled)
         self._ended = now
         if self._ended - self._started >= REPORT_SECONDS:
             self._report(running, waiting)

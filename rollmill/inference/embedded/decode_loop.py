@@ -2,7 +2,7 @@
 
     event loop                                  decode loop, between any two steps
     add / abort a request ─┐                    1  take every command there is (wait for one when idle)
-    apply new weights      ├─► inbox ─────────► 2  schedule a step, run it, sample
+    apply new weights      ├─► inbox ─────────► 2  schedule a step, run it, sample; on CUDA several at once (`bursts`)
     pause, resume          ┘                    3  send fresh tokens: one call for all of them
             chunks ◄────────────────────────────
 
@@ -22,17 +22,19 @@ from collections.abc import Callable, Iterable
 from concurrent.futures import Future
 from typing import Any, NamedTuple, TypeVar
 
+import numpy as np
 import torch
 
 from rollmill.errors import EngineError
 from rollmill.inference.config import EngineConfig
 from rollmill.inference.embedded.activity import GAP_SECONDS, Activity
+from rollmill.inference.embedded.bursts import Bursts
 from rollmill.inference.embedded.cache import KVCache
 from rollmill.inference.embedded.drafts import count_right
 from rollmill.inference.embedded.generation import Generation
 from rollmill.inference.embedded.loading import make_loader
 from rollmill.inference.embedded.runner import make_runner
-from rollmill.inference.embedded.sampler import listed, most_likely, sample
+from rollmill.inference.embedded.sampler import most_likely, sample
 from rollmill.inference.embedded.scheduler import Scheduler, Work
 from rollmill.inference.engine import Applied, EngineBusy, EngineUnavailable, GenerateChunk
 from rollmill.models.config import ModelConfig
@@ -80,6 +82,7 @@ class DecodeLoop:
         dtype = self._model.embedding.dtype
         self._cache = KVCache(model, self.scheduler.pages.size, config.block_size, dtype, device)
         self._runner = make_runner(self._model, self._cache, min(model.max_context, config.cache_tokens))
+        self._bursts = Bursts(self._runner, self.scheduler)
         self._closing = False
         self._lock = threading.Lock()  # held to end the loop and to post, so that no command is left in the inbox
         self._inbox: queue.SimpleQueue[tuple[Future[Any], Callable[[], Any]]] = queue.SimpleQueue()
@@ -190,6 +193,8 @@ class DecodeLoop:
         while wait or not self._inbox.empty():
             future, command = self._next_command()
             wait = False
+            if self._bursts.flying:
+                self._land(go_on=False)  # a command finds every token recorded
             if not future.set_running_or_notify_cancel():
                 continue  # the sender has gone
             try:
@@ -207,6 +212,9 @@ class DecodeLoop:
     def _step(self) -> bool:
         """Runs one step. False if there is nothing to compute."""
         policy = self.policy
+        if self._bursts.flying:
+            self._land(go_on=self._inbox.empty() and self.scheduler.nobody_can_join)
+            return True
         if self.paused or policy is None:
             return False
         self._clean_pages()
@@ -214,12 +222,14 @@ class DecodeLoop:
         self._copy_pages()
         if not work:
             return False
+        if self._bursts.start(work, policy):
+            return True
         started = time.time()
         output = self._runner.run(work)
         complete = [item for item in output.work if item.completes]
         # this waits for the device
         draws = [draw for item in complete for draw in item.draws]
-        drawn = sample(output.logits, draws) if output.drawn is None else listed(output.drawn)
+        drawn = sample(output.logits, draws)
         counts = [item.generation.request.top_logprobs for item in complete for _ in range(1 + len(item.drafts))]
         best = most_likely(output.logits, draws, counts)
         rows: list[_Row] = list(zip(*drawn, best, strict=True))
@@ -231,6 +241,27 @@ class DecodeLoop:
         computed = sum(item.count for item in work)
         self._activity.step(started, len(complete), computed, len(self.scheduler.running), self.scheduler.waiting)
         return True
+
+    def _land(self, *, go_on: bool) -> None:
+        """Records the burst on its way. With `go_on` the next one is launched before."""
+        policy, started = self._bursts.policy, time.time()
+        sampled = list(self._bursts.land(go_on))
+        now, total = time.monotonic(), sum(len(one.tokens) for one in sampled)
+        found = [one.routes for one in sampled if one.routes is not None]
+        if found:
+            spans = [(one.generation, one.generation.computed, len(one.tokens)) for one in sampled]
+            self.scheduler.store_routes(spans, np.concatenate(found))
+        for generation, tokens, logprobs, routes in sampled:
+            if not math.isfinite(logprobs[-1]):
+                self._fail_not_finite(generation, policy)
+                continue
+            if generation.first_token_at is None:
+                self._activity.first_token(now - generation.arrived_at)
+            finish = generation.extend(tokens, logprobs, policy, routes)
+            self.scheduler.publish(generation, policy)
+            self._send_fresh(generation, finish, now)
+        running, waiting = len(self.scheduler.running), self.scheduler.waiting
+        self._activity.step(started, total, total, running, waiting, steps=self._bursts.steps)
 
     def _accept(self, complete: list[Work], rows: list[_Row], policy: PolicyRef) -> tuple[list[_Row], dict[int, int]]:
         """Samples the guesses that are right. Returns the row of each work that comes after them, and how many guesses
@@ -266,22 +297,25 @@ class DecodeLoop:
         now = time.monotonic()
         for generation, (token, logprob, kept, best) in drawn:
             if not math.isfinite(logprob):
-                self._fail(generation, EngineError(f"{policy.line}@{policy.number} gives logits that are not finite"))
+                self._fail_not_finite(generation, policy)
                 continue
             if generation.first_token_at is None:
                 self._activity.first_token(now - generation.arrived_at)
-            finish = generation.sample(token, logprob, policy, kept, best)
-            if finish is not None:
-                self._finish(generation, finish)
-            elif generation.stream and now - generation.sent_at >= self._config.stream_seconds:
-                self._outbox.append((generation, generation.chunk()))
+            self._send_fresh(generation, generation.sample(token, logprob, policy, kept, best), now)
+
+    def _send_fresh(self, generation: Generation, finish: FinishReason | None, now: float) -> None:
+        if finish is not None:
+            self._finish(generation, finish)
+        elif generation.stream and now - generation.sent_at >= self._config.stream_seconds:
+            self._outbox.append((generation, generation.chunk()))
 
     def _finish(self, generation: Generation, reason: FinishReason) -> None:
         self._outbox.append((generation, generation.chunk(reason)))
         self.scheduler.finish(generation, reason)
         self._activity.finished(reason)
 
-    def _fail(self, generation: Generation, error: EngineError) -> None:
+    def _fail_not_finite(self, generation: Generation, policy: PolicyRef) -> None:
+        error = EngineError(f"{policy.line}@{policy.number} gives logits that are not finite")
         # a NaN left in a page would reach the next owner through masked positions
         self.scheduler.pages.condemn(generation.blocks)
         self.scheduler.finish(generation, "abort")

@@ -1,6 +1,8 @@
 """A step on CUDA: the host's data is copied once, and nothing waits for the device until tokens are drawn.
 
     host: tokens, positions, pages ──one copy──► plan ─► decoder, paged attention ─► logits, routes ─► sampler
+                                                  ▲                                                      │
+                                                  └────── burst: the drawn tokens are the next step's ───┘
 
 Decode steps (one new position per sequence) have few shapes, because the number of sequences is rounded up to a power
 of two. Such a step is recorded as a CUDA graph the second time and replayed from then on: launching a thousand kernels
@@ -10,7 +12,7 @@ from Python takes several times as long as running them. Padding rows use the sp
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -18,27 +20,38 @@ import torch
 from torch import Tensor
 
 from rollmill.inference.embedded.cache import KVCache
+from rollmill.inference.embedded.generation import Generation
 from rollmill.inference.embedded.paged_triton import Plan, TritonAttention, tile_positions
-from rollmill.inference.embedded.runner import StepOutput, fp32_logits, narrow_routes, sampled_rows
-from rollmill.inference.embedded.sampler import needs_host, sample_uncut, uniform
+from rollmill.inference.embedded.runner import BurstOutput, StepOutput, fp32_logits, narrow_routes, sampled_rows
+from rollmill.inference.embedded.sampler_triton import Steps, draw_and_move
 from rollmill.inference.embedded.scheduler import Work
 from rollmill.models.decoder import Decoder
 from rollmill.models.device import uncollected
 
+LONGEST_BURST = 16  # steps
+
 
 class DeviceRunner:
+    bursts = True
+
     def __init__(self, model: Decoder, cache: KVCache, longest: int) -> None:
         """`longest` is the number of positions of the longest possible context."""
         self.model = model
         self._cache, self.graphs = cache, model.recordable
         self._pages = -(-longest // cache.block_size)
         self._decodes: dict[int, _Decode] = {}  # by the number of sequences there is room for
+        self._last: _Decode | None = None  # of the last burst
         self._pool: Any = None  # memory shared by all graphs: only the output of the last run is read
 
     @torch.inference_mode()
     def run(self, work: Sequence[Work]) -> StepOutput:
         if all(item.count == 1 and item.completes for item in work):
-            return self._decode(list(work))
+            decode = self._decode(len(work))
+            decode.start([item.generation for item in work], [item.start for item in work])
+            decode.step(self._pool)
+            assert decode.output is not None
+            logits_MV, routes = decode.output
+            return StepOutput(list(work), None if routes is None else routes[: len(work)], logits_MV[: len(work)])
         plan = _plan(self._cache, work)
         output = self.model(
             plan.tokens_N, plan.positions_N, TritonAttention(self._cache, plan, self._tile, self.model.exact)
@@ -49,97 +62,197 @@ class DeviceRunner:
             list(work), narrow_routes(output.routes, self.model.config), fp32_logits(self.model, hidden_MW)
         )
 
+    @torch.inference_mode()
+    def launch(
+        self, rows: Sequence[Generation | None], starts: Sequence[int] | None, steps: int
+    ) -> Callable[[], BurstOutput]:
+        if starts is not None:
+            self._last = self._decode(len(rows))
+            self._last.start(rows, starts)
+        else:
+            assert self._last is not None
+            self._last.go_on(rows)
+        self._last.begin()
+        for _ in range(steps):
+            self._last.step(self._pool)
+        return self._last.fetch(len(rows), steps)
+
     @property
     def _tile(self) -> int:
         return tile_positions(self._cache.group)
 
-    def _decode(self, work: list[Work]) -> StepOutput:
-        room = 1 << (len(work) - 1).bit_length()
+    def _decode(self, rows: int) -> _Decode:
+        room = 1 << (rows - 1).bit_length()
         if room not in self._decodes:
             self._decodes[room] = _Decode(self.model, self._cache, room, self._pages)
-        decode = self._decodes[room]
-        decode.fill(work)
-        if self.graphs and decode.runs == 1:
-            if self._pool is None:
-                self._pool = torch.cuda.graph_pool_handle()
-            decode.record(self._pool)
-        logits_MV, routes, drawn_M2 = decode.run()
-        drawn = None if any(needs_host(item.generation.request.sampling) for item in work) else drawn_M2[: len(work)]
-        return StepOutput(work, None if routes is None else routes[: len(work)], logits_MV[: len(work)], drawn)
+        if self.graphs and self._pool is None:
+            self._pool = torch.cuda.graph_pool_handle()
+        return self._decodes[room]
+
+
+class _Host:
+    """The host's copy of what a burst is given. There are two of them: one may still be read by the device."""
+
+    def __init__(self, layout: Sequence[tuple[int, ...]], spare: int) -> None:
+        self.buffer, parts = _buffer(layout)
+        self.step, self.tokens_B, self.positions_B, self.tiles_B4, sequences_B, self.tables_BP, self.lasts_B = parts[:7]
+        self.temperatures_B, self.seeds_B = parts[7].view(np.float32), parts[8].view(np.int64)
+        room = len(sequences_B)
+        sequences_B[:] = np.arange(room)
+        self.tiles_B4[:] = np.stack([np.arange(room), np.ones(room), np.zeros(room), np.arange(room)], 1)
+        for part in (self.step, self.tokens_B, self.positions_B, self.lasts_B, self.temperatures_B, self.seeds_B):
+            part[:] = 0
+        self.tables_BP[:] = spare
+        self._spare = spare
+        # per row of the table: the list of pages and how many are written (a generation's list only grows)
+        self._written: list[tuple[list[int] | None, int]] = [(None, 0)] * room
+
+    def fill(self, rows: Sequence[Generation | None]) -> None:
+        """Writes pages and sampling of all rows. A row of None writes to the spare page and stays at position 0."""
+        for row, one in enumerate(rows):
+            held, count = self._written[row]
+            blocks = None if one is None else one.blocks
+            if held is blocks and (blocks is None or count == len(blocks)):
+                continue
+            if held is not blocks:
+                count = 0
+                self.tables_BP[row] = self._spare
+                self.lasts_B[row] = 0 if one is None else one.limit - 1
+                self.temperatures_B[row] = 0.0 if one is None else one.request.sampling.temperature
+                self.seeds_B[row] = 0 if one is None else np.uint64(one.seed).astype(np.int64)
+            if blocks is not None:
+                self.tables_BP[row, count : len(blocks)] = blocks[count:]
+            self._written[row] = blocks, 0 if blocks is None else len(blocks)
+        for row in range(len(rows), len(self._written)):
+            if self._written[row][0] is not None:
+                self.tables_BP[row], self.lasts_B[row], self._written[row] = self._spare, 0, (None, 0)
 
 
 class _Output(NamedTuple):
     logits_MV: Tensor
     routes: Tensor | None
-    drawn_M2: Tensor
 
 
 class _Decode:
     """Steps of up to `room` sequences with one new position each, in memory that does not move."""
 
     def __init__(self, model: Decoder, cache: KVCache, room: int, pages: int) -> None:
-        self._model, self._spare = model, cache.spare
-        device = model.embedding.device
-        layout = _layout(room, room, room, pages)
-        self._host, host = _buffer(layout)
-        self._tokens_B, self._positions_B, sequences_B, self._tiles_B4, self._tables_BP = host
-        sequences_B[:] = np.arange(room)
-        self._tiles_B4[:] = np.stack([np.arange(room), np.ones(room), np.zeros(room), np.arange(room)], 1)
-        self._tables_BP[:] = self._spare
-        self._device = torch.empty(self._host.shape, dtype=torch.int32, device=device)
-        self._sampling_2B = torch.zeros((2, room), dtype=torch.float64, pin_memory=torch.cuda.is_available())
-        self._device_sampling_2B = torch.empty((2, room), dtype=torch.float64, device=device)
-        self._plan = Plan(*_cut(self._device, layout))
+        self._model, device = model, model.embedding.device
+        # what a step changes comes first: a burst that goes on after another one is given only the rest
+        layout = [(2,), (room,), (room,), (room, 4), (room,), (room, pages), (room,), (room,), (2 * room,)]
+        self._hosts = [_Host(layout, cache.spare) for _ in range(2)]
+        self._device = torch.empty(self._hosts[0].buffer.shape, dtype=torch.int32, device=device)
+        self._state = sum(_room(shape) for shape in layout[:4])
+        step, tokens_B, positions_B, tiles_B4, sequences_B, tables_BP, lasts_B, temperatures_B, seeds_B = _cut(
+            self._device, layout
+        )
+        self._plan = Plan(tokens_B, positions_B, sequences_B, tiles_B4, tables_BP)
         self._attend = TritonAttention(cache, self._plan, 1, model.exact)
-        # per row of the table: the list of pages and how many are written (a generation's list only grows)
-        self._written: list[tuple[list[int], int]] = [([], 0)] * room
+        pinned = torch.cuda.is_available()
+        drawn = (2, LONGEST_BURST, room)  # tokens, and the bits of log-probs
+        self._drawn = torch.empty(drawn, dtype=torch.int32, device=device)
+        self._fetched = [torch.empty(drawn, dtype=torch.int32, pin_memory=pinned) for _ in range(2)]
+        self._steps = Steps(
+            seeds_B.view(torch.int64), temperatures_B.view(torch.float32), tokens_B, positions_B, lasts_B, tiles_B4,
+            step.view(torch.int64), self._drawn[0], self._drawn[1].view(torch.float32),
+        )  # fmt: skip
+        self._routes: Tensor | None = None  # [K, B, moe layers, k]
+        self._fetched_routes: list[Tensor] = []
+        self._turn, self._runs = 0, 0
+        self._begun: torch.cuda.Event | None = None
         self._graph: Any = None
-        self._output: _Output | None = None
-        self.runs = 0
+        self.output: _Output | None = None  # of the last step
 
-    def fill(self, work: Sequence[Work]) -> None:
-        """Writes the host's data. The last step's copy has ended, because its tokens were waited for."""
-        for row, item in enumerate(work):
-            blocks = item.generation.blocks
-            held, count = self._written[row]
-            if held is not blocks:
-                count = 0
-            self._tables_BP[row, count : len(blocks)] = blocks[count:]
-            self._written[row] = blocks, len(blocks)
-        self._tokens_B[: len(work)] = [item.generation.tokens[item.start] for item in work]
-        self._positions_B[: len(work)] = [item.start for item in work]
-        filling = slice(len(work), None)
-        self._tables_BP[filling, 0], self._tokens_B[filling], self._positions_B[filling] = self._spare, 0, 0
-        self._written[filling] = [([], 0)] * (len(self._written) - len(work))
-        self._tiles_B4[:, 2] = self._positions_B
-        draws = [item.draw for item in work]
-        sampling_2B = self._sampling_2B.numpy()
-        sampling_2B[0, : len(work)] = [draw.sampling.temperature for draw in draws]
-        sampling_2B[1, : len(work)] = uniform([draw.seed for draw in draws], [draw.position for draw in draws])
+    def start(self, rows: Sequence[Generation | None], starts: Sequence[int]) -> None:
+        """The next steps compute the position `starts` of each row, and go on from there."""
+        host = self._next_host(rows)
+        host.tokens_B[: len(rows)] = [
+            0 if one is None else one.tokens[start] for one, start in zip(rows, starts, strict=True)
+        ]
+        host.positions_B[: len(rows)] = starts
+        host.tokens_B[len(rows) :] = host.positions_B[len(rows) :] = 0
+        host.tiles_B4[:, 2] = host.positions_B
+        self._device.copy_(host.buffer, non_blocking=True)
 
-    def record(self, pool: Any) -> None:
-        graph = torch.cuda.CUDAGraph()
-        # other threads may prepare weights meanwhile; that is not recorded
-        with uncollected(), torch.cuda.graph(graph, pool=pool, capture_error_mode="thread_local"):
-            self._output = self._forward()
-        self._graph = graph
+    def go_on(self, rows: Sequence[Generation | None]) -> None:
+        """The next steps go on where the last one ended."""
+        host = self._next_host(rows)
+        self._device[self._state :].copy_(host.buffer[self._state :], non_blocking=True)
+        self._steps.step.zero_()
 
-    def run(self) -> _Output:
-        """Runs the step. The next step overwrites the output."""
-        self.runs += 1
-        self._device.copy_(self._host, non_blocking=True)
-        self._device_sampling_2B.copy_(self._sampling_2B, non_blocking=True)
-        if self._graph is None:
-            return self._forward()
-        assert self._output is not None
-        self._graph.replay()
-        return self._output
+    def _next_host(self, rows: Sequence[Generation | None]) -> _Host:
+        self._turn ^= 1
+        self._hosts[self._turn].fill(rows)
+        return self._hosts[self._turn]
+
+    def step(self, pool: Any) -> None:
+        """Runs one step. It overwrites the output of the step before."""
+        self._runs += 1
+        if self._graph is not None:
+            self._graph.replay()
+        elif pool is None or self._runs == 1:
+            self.output = self._forward()
+        else:
+            graph = torch.cuda.CUDAGraph()
+            # other threads may prepare weights meanwhile; that is not recorded
+            with uncollected(), torch.cuda.graph(graph, pool=pool, capture_error_mode="thread_local"):
+                self.output = self._forward()
+            self._graph = graph
+            graph.replay()
 
     def _forward(self) -> _Output:
         output = self._model(self._plan.tokens_N, self._plan.positions_N, self._attend)
         logits_MV = fp32_logits(self._model, output.hidden)
-        drawn_M2 = sample_uncut(logits_MV, *self._device_sampling_2B)
-        return _Output(logits_MV, narrow_routes(output.routes, self._model.config), drawn_M2)
+        routes = narrow_routes(output.routes, self._model.config)
+        if routes is not None:
+            self._keep_routes(routes)
+        draw_and_move(logits_MV, self._steps)
+        return _Output(logits_MV, routes)
+
+    def _keep_routes(self, routes: Tensor) -> None:
+        if self._routes is None:
+            shape = (LONGEST_BURST, *routes.shape)
+            self._routes = torch.empty(shape, dtype=routes.dtype, device=routes.device)
+            pinned = routes.is_cuda
+            self._fetched_routes = [torch.empty(shape, dtype=routes.dtype, pin_memory=pinned) for _ in range(2)]
+        self._routes.index_copy_(0, self._steps.step, routes.unsqueeze(0))
+
+    def begin(self) -> None:
+        """A burst begins: its time is measured from here."""
+        self._begun = self._event()
+
+    def _event(self) -> torch.cuda.Event | None:
+        if not self._device.is_cuda:
+            return None
+        event = torch.cuda.Event(enable_timing=True)
+        event.record()
+        return event
+
+    def fetch(self, rows: int, steps: int) -> Callable[[], BurstOutput]:
+        """Copies the draws of the last `steps` steps to the host. The result waits for the copy."""
+        drawn = self._fetched[self._turn]
+        drawn.copy_(self._drawn, non_blocking=True)
+        routes: Tensor | None = None
+        if self._routes is not None:
+            routes = self._fetched_routes[self._turn][:steps]
+            routes.copy_(self._routes[:steps], non_blocking=True)
+        begun, ended = self._begun, self._event()
+
+        def wait() -> BurstOutput:
+            seconds = 0.0
+            if begun is not None and ended is not None:
+                ended.synchronize()
+                seconds = begun.elapsed_time(ended) / 1000
+            tokens_KB, logprobs_KB = drawn[0, :steps, :rows].numpy(), drawn[1, :steps, :rows].numpy()
+            own = None if routes is None else routes[:, :rows].numpy()
+            return BurstOutput(
+                tokens_KB,
+                logprobs_KB.view(np.float32),
+                own if own is None or own.dtype == np.uint8 else own.view(np.uint16),
+                seconds,
+            )
+
+        return wait
 
 
 def _plan(cache: KVCache, work: Sequence[Work]) -> Plan:

@@ -41,7 +41,10 @@ class Generation:
     requeued_seconds: float = 0.0  # the part of it after the first token
     first_token_at: float | None = None
     sent_at: float = 0.0
-    _fresh: list[tuple[int, float, PolicyRef, bytes]] = field(default_factory=list)
+    _sent: int = field(init=False)  # tokens before this one were sent; those after it have what follows
+    _logprobs: list[float] = field(default_factory=list)
+    _policies: list[tuple[PolicyRef, int]] = field(default_factory=list)  # how many tokens each sampled, in order
+    _kept: list[bytes] = field(default_factory=list)
     _best: list[list[tuple[int, float]]] = field(default_factory=list)
     _routes: list[np.ndarray] = field(default_factory=list)
     _routes_sent: int = 0  # positions before this one were reported, and are not reported again if recomputed
@@ -53,6 +56,7 @@ class Generation:
 
     def __post_init__(self) -> None:
         self.tokens = list(self.request.tokens)
+        self._sent = len(self.tokens)
         self._queued_since = self.arrived_at
 
     @property
@@ -128,29 +132,44 @@ class Generation:
         best: list[tuple[int, float]] | None = None,
     ) -> FinishReason | None:
         """`kept` and `best`: the tokens that could be drawn, and the most likely ones, if the request asks for them."""
-        self.tokens.append(token)
-        if self._attended is None:  # later tokens never attend to older ones: weights only move on
-            self._attended = self.oldest
+        if self.request.sampling.cuts:
+            self._kept.append(kept)
         if self.request.top_logprobs:
             self._best.append(best or [])
-        self._fresh.append((token, logprob, policy, kept))
         if self.grammar is not None:
             self.grammar.accept(token)
+        return self._append([token], [logprob], policy)
+
+    def extend(
+        self, tokens: list[int], logprobs: list[float], policy: PolicyRef, routes: np.ndarray | None
+    ) -> FinishReason | None:
+        """Records the tokens of a burst, and that the positions they were drawn after were computed. Only the last may
+        be a stop token."""
+        self.advance(len(tokens), routes, policy)
+        return self._append(tokens, logprobs, policy)
+
+    def _append(self, tokens: list[int], logprobs: list[float], policy: PolicyRef) -> FinishReason | None:
+        self.tokens += tokens
+        self._logprobs += logprobs
+        count = self._policies.pop()[1] if self._policies and self._policies[-1][0] is policy else 0
+        self._policies.append((policy, count + len(tokens)))
+        if self._attended is None:  # later tokens never attend to older ones: weights only move on
+            self._attended = self.oldest
         if self.first_token_at is None:
             self.first_token_at = time.monotonic()
-        if token in self.request.sampling.stop_tokens:
+        if tokens[-1] in self.request.sampling.stop_tokens:
             return "stop"
         return "length" if len(self.tokens) >= self.limit else None
 
     def chunk(self, finish: FinishReason | None = None) -> GenerateChunk:
         """A chunk with everything not sent yet."""
-        policies = list(dict.fromkeys(policy for _, _, policy, _ in self._fresh))
+        policies = list(dict.fromkeys(policy for policy, _ in self._policies))
         chunk = GenerateChunk(
-            tokens=[token for token, _, _, _ in self._fresh],
-            logprobs=[logprob for _, logprob, _, _ in self._fresh],
-            policy=[policies.index(policy) for _, _, policy, _ in self._fresh],
+            tokens=self.tokens[self._sent :],
+            logprobs=self._logprobs,
+            policy=[number for policy, count in self._policies for number in [policies.index(policy)] * count],
             policies=policies,
-            kept=[kept for *_, kept in self._fresh] if self.request.sampling.cuts else [],
+            kept=self._kept,
             routes_start=self._routes_sent,
             routes=np.concatenate(self._routes) if self._routes else None,
             finish=finish,
@@ -162,7 +181,8 @@ class Generation:
                 self.cached_tokens,
                 self._timing(),
             )
-        self._fresh, self._best, self._routes = [], [], []
+        self._sent = len(self.tokens)
+        self._logprobs, self._policies, self._kept, self._best, self._routes = [], [], [], [], []
         self._routes_sent, self._routes_held = self._routes_sent + self._routes_held, 0
         self.sent_at = time.monotonic()
         return chunk

@@ -47,6 +47,13 @@ class Prefixes:
             generation.named = len(context.tokens) // self._size if generation.is_pure(policy) else 0
             self._count(generation, len(context.tokens))
 
+    def finds_next(self, generation: Generation) -> bool:
+        """Whether the page after its last one is there, so that `extend` gets it further."""
+        policy, length = self._policy, min(self._size, generation.missing)
+        if policy is None or not self._at_boundary(generation) or not generation.is_pure(policy):
+            return False
+        return self._pages.find(generation.key_of(len(generation.blocks), length, policy, self._size)) is not None
+
     def extend(self, generation: Generation) -> bool:
         """Takes the pages that hold the next positions. False: another request computes them; wait for it."""
         policy, size = self._policy, self._size

@@ -7,9 +7,9 @@ This runs on any device; on CUDA, `device_runner` does the same with its own ker
 from __future__ import annotations
 
 import itertools
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 import numpy as np
 import torch
@@ -17,6 +17,7 @@ from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 
 from rollmill.inference.embedded.cache import KVCache
+from rollmill.inference.embedded.generation import Generation
 from rollmill.inference.embedded.scheduler import Work
 from rollmill.models.config import ModelConfig
 from rollmill.models.decoder import Decoder
@@ -33,7 +34,6 @@ class StepOutput:
     work: list[Work]  # in the order of `routes`: groups of similar shape together
     routes: Tensor | None  # see `narrow_routes`; the rows of each work, in order
     logits: Tensor  # FP32 [M, vocab], of `sampled_rows`
-    drawn: Tensor | None = None  # [M, 2], see sampler.sample_uncut; set if the step drew tokens too
 
     def host_routes(self) -> np.ndarray | None:
         """uint8 or uint16 [N, moe layers, k]. Waits for the device."""
@@ -55,10 +55,28 @@ def sampled_rows(work: Sequence[Work]) -> list[int]:
     ]
 
 
+class BurstOutput(NamedTuple):
+    """The result of a burst on the host: K steps of B rows."""
+
+    tokens_KB: np.ndarray  # int32
+    logprobs_KB: np.ndarray  # FP32
+    routes: np.ndarray | None  # uint8 or uint16 [K, B, moe layers, k]
+    seconds: float  # that the device took
+
+
 class StepRunner(Protocol):
     model: Decoder
+    bursts: bool  # whether it can `launch`
 
     def run(self, work: Sequence[Work]) -> StepOutput: ...
+
+    def launch(
+        self, rows: Sequence[Generation | None], starts: Sequence[int] | None, steps: int
+    ) -> Callable[[], BurstOutput]:
+        """Starts a burst (see `bursts`): `steps` steps of one position per row, each with the token that the step
+        before drew. `starts` are the rows' first positions; None goes on where the last burst ends. Rows of None are
+        computed and mean nothing. The result waits for the device. It is valid until the launch after the next."""
+        ...
 
 
 def make_runner(model: Decoder, cache: KVCache, longest: int) -> StepRunner:
@@ -82,9 +100,16 @@ def fp32_logits(model: Decoder, hidden_MW: Tensor) -> Tensor:
 
 
 class Runner:
+    bursts = False  # a step takes much longer than the host's part of it
+
     def __init__(self, model: Decoder, cache: KVCache) -> None:
         self.model = model
         self._cache = cache
+
+    def launch(
+        self, rows: Sequence[Generation | None], starts: Sequence[int] | None, steps: int
+    ) -> Callable[[], BurstOutput]:
+        raise NotImplementedError("bursts run on CUDA")
 
     @torch.inference_mode()
     def run(self, work: Sequence[Work]) -> StepOutput:

@@ -20,6 +20,7 @@ from torch import Tensor
 from rollmill.inference.embedded.grammar import GrammarState, apply_masks
 from rollmill.models.kernels.head import log_softmax
 from rollmill.models.shaping import change_logits, change_of, pack_bits
+from rollmill.models.triton import has_triton
 from rollmill.trajectories.kept import encode_kept
 from rollmill.types import Sampling
 
@@ -50,6 +51,20 @@ class Drawn(NamedTuple):
 
 def sample(logits_MV: Tensor, draws: Sequence[Draw]) -> Drawn:
     """Draws one token per row. Waits for the device at the end."""
+    if not has_triton(logits_MV.device):
+        return _sample(logits_MV, draws)
+    # rows with nothing but a temperature are always drawn by the kernel, so a token does not depend on the others
+    plain = [row for row, draw in enumerate(draws) if is_plain(draw)]
+    others = [row for row, draw in enumerate(draws) if not is_plain(draw)]
+    if not others:
+        return _sample_plain(logits_MV, draws)
+    found = list(zip(*_sample(logits_MV[others], [draws[row] for row in others]), strict=True))
+    found += zip(*_sample_plain(logits_MV[plain], [draws[row] for row in plain]), strict=True)
+    rows = sorted(zip(others + plain, found, strict=True))
+    return Drawn(*(list(column) for column in zip(*(one for _, one in rows), strict=True)))
+
+
+def _sample(logits_MV: Tensor, draws: Sequence[Draw]) -> Drawn:
     if not draws:
         return Drawn([], [], [])
     logprobs_MV = log_distribution(logits_MV, draws)
@@ -61,6 +76,18 @@ def sample(logits_MV: Tensor, draws: Sequence[Draw]) -> Drawn:
     return listed(_with_logprobs(tokens_M1, logprobs_MV), _kept(logprobs_MV, draws))
 
 
+def _sample_plain(logits_MV: Tensor, draws: Sequence[Draw]) -> Drawn:
+    from rollmill.inference.embedded.sampler_triton import draw as draw_rows
+
+    device = logits_MV.device
+    seeds = np.array([draw.seed for draw in draws], dtype=np.uint64).view(np.int64)
+    positions = np.array([draw.position - 1 for draw in draws], dtype=np.int32)
+    temperatures = np.array([draw.sampling.temperature for draw in draws], dtype=np.float32)
+    given = [torch.from_numpy(each).to(device, non_blocking=True) for each in (seeds, positions, temperatures)]
+    tokens_M, logprobs_M = draw_rows(logits_MV, *given)
+    return Drawn(tokens_M.tolist(), logprobs_M.tolist(), [b""] * len(draws))
+
+
 def _kept(logprobs_MV: Tensor, draws: Sequence[Draw]) -> list[bytes] | None:
     rows = [row for row, draw in enumerate(draws) if draw.sampling.cuts]
     if not rows:
@@ -69,16 +96,6 @@ def _kept(logprobs_MV: Tensor, draws: Sequence[Draw]) -> list[bytes] | None:
     for row, bits in zip(rows, pack_bits(logprobs_MV[rows] > -torch.inf).cpu().numpy(), strict=True):
         kept[row] = encode_kept(bits)
     return kept
-
-
-def sample_uncut(logits_MV: Tensor, temperatures_M: Tensor, uniform_M: Tensor) -> Tensor:
-    """`sample` for rows with nothing but a temperature, as [M, 2] for `listed`. Runs on the device only, so a graph can
-    record it."""
-    hot_M1 = (temperatures_M > 0).unsqueeze(1)
-    divisor_M1 = torch.where(hot_M1, temperatures_M.unsqueeze(1), 1.0).to(logits_MV.dtype)
-    logprobs_MV = log_softmax(logits_MV / divisor_M1)
-    tokens_M1 = _draw(logprobs_MV, uniform_M.unsqueeze(1))
-    return _with_logprobs(torch.where(hot_M1, tokens_M1, logprobs_MV.argmax(-1, keepdim=True)), logprobs_MV)
 
 
 def most_likely(logits_MV: Tensor, draws: Sequence[Draw], counts: Sequence[int]) -> list[list[tuple[int, float]]]:
@@ -96,9 +113,9 @@ def most_likely(logits_MV: Tensor, draws: Sequence[Draw], counts: Sequence[int])
     return found
 
 
-def needs_host(sampling: Sampling) -> bool:
-    """Whether a token cannot be drawn by `sample_uncut`."""
-    return sampling.cuts or sampling.changes_logits
+def is_plain(draw: Draw) -> bool:
+    """Whether logits are changed by nothing but a temperature."""
+    return not (draw.sampling.cuts or draw.sampling.changes_logits or draw.grammar is not None)
 
 
 def listed(drawn_M2: Tensor, kept: list[bytes] | None = None) -> Drawn:

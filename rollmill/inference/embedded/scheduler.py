@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import itertools
 from collections import OrderedDict
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -75,6 +75,7 @@ class Scheduler:
         self._production: OrderedDict[int, Generation] = OrderedDict()
         self._rollouts: OrderedDict[int, Generation] = OrderedDict()
         self.preemptions = 0
+        self._changed = False  # somebody came or went since the last schedule
 
     @property
     def waiting(self) -> int:
@@ -92,12 +93,14 @@ class Scheduler:
 
     def add(self, generation: Generation) -> None:
         self._queue(generation)[generation.number] = generation
+        self._changed = True
 
     def schedule(self, policy: PolicyRef) -> list[Work]:
         """The work of the next step, with pages reserved. `policy` is served now. Before the step runs, the caller
         copies the pages in `prefixes.copies`."""
         self.prefixes.follow(policy)
         self._admit(policy)
+        self._changed = False
         work = self._choose()
         before = -1
         while not work and len(self.running) != before:  # one that others waited for has lost its place
@@ -115,6 +118,8 @@ class Scheduler:
                 drafts = self._drafts(generation)
                 if self._reserve(generation, generation.computed + 1 + len(drafts)):
                     work.append(Work(generation, generation.computed, 1 + len(drafts), drafts))
+            elif budget <= 0 and not self.prefixes.finds_next(generation):
+                continue
             elif self.prefixes.extend(generation):  # otherwise it waits for pages that another one computes
                 count = self._piece(generation, budget)
                 if count and self._reserve(generation, generation.computed + count):
@@ -146,7 +151,7 @@ class Scheduler:
         """Records that `work` was computed. `routes` has the rows of each work, in order. `wrong`: the number of a
         generation → how many of its guesses were wrong; these are at the end of its positions."""
         if routes is not None:
-            self._store_routes(work, routes)
+            self.store_routes([(item.generation, item.start, item.count) for item in work], routes)
         size, start = self._config.block_size, 0
         for item in work:
             generation, count = item.generation, item.count - wrong.get(item.generation.number, 0)
@@ -155,8 +160,31 @@ class Scheduler:
                 self.prefixes.publish(generation, policy)
             start += item.count
 
+    def reserve_ahead(self, positions: Sequence[tuple[Generation, int]]) -> bool:
+        """Reserves pages for the first `positions` of each generation. False, and nothing is reserved, if that takes
+        pages from others."""
+        size = self._config.block_size
+        needed = [(one, count) for one, end in positions if (count := -(-end // size) - len(one.blocks)) > 0]
+        if sum(count for _, count in needed) > self.pages.available:
+            return False
+        for generation, count in needed:
+            generation.blocks += self.pages.take(count)
+        return True
+
+    @property
+    def nobody_can_join(self) -> bool:
+        """Whether no request that waits could be admitted: the last schedule admitted all it could, and nobody has come
+        or gone since."""
+        return not self.waiting or not self._changed
+
+    def publish(self, generation: Generation, policy: PolicyRef) -> None:
+        """Its new full pages, if any, can be found by content."""
+        if generation.computed // self._config.block_size > generation.named:
+            self.prefixes.publish(generation, policy)
+
     def finish(self, generation: Generation, reason: FinishReason) -> None:
         """The session's next turn goes on from its pages, unless it was aborted."""
+        self._changed = True
         if self.running.pop(generation.number, None) is None:
             del self._queue(generation)[generation.number]
         if reason == "abort" or not generation.blocks:
@@ -173,13 +201,13 @@ class Scheduler:
             self._release(generation)
         self.pages.forget_sessions()
 
-    def _store_routes(self, work: list[Work], routes: np.ndarray) -> None:
+    def store_routes(self, spans: Sequence[tuple[Generation, int, int]], routes: np.ndarray) -> None:
+        """Keeps the routes of computed positions with their pages. A span is (generation, first position, number of
+        positions); `routes` has the rows of all spans, in order."""
         size = self._config.block_size
-        positions = [range(item.start, item.start + item.count) for item in work]
+        positions = [range(start, start + count) for _, start, count in spans]
         pages = [
-            item.generation.blocks[position // size]
-            for item, own in zip(work, positions, strict=True)
-            for position in own
+            one.blocks[position // size] for (one, _, _), own in zip(spans, positions, strict=True) for position in own
         ]
         offsets = np.fromiter(itertools.chain.from_iterable(positions), np.int64, len(pages)) % size
         self.prefixes.routes.write(np.array(pages), offsets, routes)

@@ -29,7 +29,7 @@ def _row_sums(x_ptr, vocabulary, BLOCK: tl.constexpr):
         if start > 0:  # rescale the sums to the new maximum
             weighted = (weighted + total * (top - higher)) * shrink
         weighted += tl.sum(tl.where(powers > 0, powers * (x - higher), 0.0), 0)
-        total = total * shrink + tl.sum(powers, 0)
+        total = tl.fma(total, shrink, tl.sum(powers, 0))  # joined: the engine's sampler must have the same bits
         top = higher
     return top, total, weighted
 
