@@ -1,6 +1,6 @@
 """The embedded engine beside `transformers`: tokens per second, first tokens of a group, cost of the host.
 
-    python -m benchmarks.engine [--quick] [--only CELL …]
+    python -m benchmarks.engine [--quick] [--ours] [--only CELL …]
 
 Same weights, prompts and lengths for all, prefill included, sampled at temperature 1 in one run: our engine, `generate`
 of transformers, and its continuous batching where it runs. On CUDA also the memory-bandwidth floor: the bytes of all
@@ -79,14 +79,16 @@ def cells(device: Device, quick: bool) -> list[Cell]:
     return [Cell("small" if quick else "dense", shape, batch, 32, new) for batch in (1, 32, 128)]
 
 
-def measure(device: Device, quick: bool, only: list[str] | None) -> tuple[dict[str, float], dict[str, dict[str, Any]]]:
+def measure(
+    device: Device, quick: bool, only: list[str] | None, peers: bool = True
+) -> tuple[dict[str, float], dict[str, dict[str, Any]]]:
     figures: dict[str, float] = {}
     bars: dict[str, dict[str, Any]] = {}
     for batch in (256, 1024):
         figures[f"host_us_per_sequence_{batch}"] = host_microseconds(batch, 10)
     for cell in cells(device, quick):
         if only is None or f"{cell.name}_{cell.batch}" in only:
-            _measure_cell(cell, device, figures, bars)
+            _measure_cell(cell if peers else cell._replace(peers=()), device, figures, bars)
             print({name: value for name, value in figures.items() if name.startswith(f"{cell.name}_{cell.batch}_")})
     if only is not None and "group" not in only:
         return figures, bars
@@ -131,19 +133,20 @@ async def _ours(cell: Cell, model: Decoder, device: Device, prompts: list[list[i
 
 
 async def _first_tokens(shape: dict[str, Any], device: Device, prompt: int, shared: bool) -> float:
-    """Seconds until all requests of a group have their first token: on one prompt, or on prompts of their own."""
+    """Seconds until all requests of a group have their first token: on one prompt, or on prompts of their own. The
+    third of three groups."""
     config = ModelConfig.model_validate(shape)
     model = decoder_on(torch.device(device), config)
     draw_(model, 1)
     random = np.random.default_rng(1)
-    prompts = random.integers(1, config.vocab_size, (GROUP, prompt)).tolist()
     async with _engine(config, device, GROUP, prompt + 16) as engine:
         await engine.apply(_update(model))
         sampling = Sampling(max_tokens=1)
-        await _ask(engine, "warm", random.integers(1, config.vocab_size, prompt).tolist(), sampling)
-        started = time.perf_counter()
-        group = [prompts[0] if shared else tokens for tokens in prompts]
-        await asyncio.gather(*(_ask(engine, f"s{n}", tokens, sampling) for n, tokens in enumerate(group)))
+        for turn in range(3):  # kernels are compiled, and steps are recorded when they return
+            prompts = random.integers(1, config.vocab_size, (GROUP, prompt)).tolist()
+            group = [prompts[0] if shared else tokens for tokens in prompts]
+            started = time.perf_counter()
+            await asyncio.gather(*(_ask(engine, f"s{turn}.{n}", tokens, sampling) for n, tokens in enumerate(group)))
         return time.perf_counter() - started
 
 
@@ -211,9 +214,10 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--quick", action="store_true", help="fewer cells, smaller models")
     parser.add_argument("--only", nargs="+", metavar="CELL", help="dense_256 for example, or group")
+    parser.add_argument("--ours", action="store_true", help="without peers")
     options = parser.parse_args()
     device: Device = "cuda" if torch.cuda.is_available() else "cpu"
-    figures, bars = measure(device, options.quick, options.only)
+    figures, bars = measure(device, options.quick, options.only, not options.ours)
     for name, value in figures.items():
         print(f"{name:44} {value:12.4g}")
     finish("engine", figures, bars)

@@ -150,4 +150,5 @@ def _counts(flight: _Flight, output: BurstOutput) -> list[int]:
         ends_KB[:, rows] |= np.isin(output.tokens_KB[:, rows], stops)
     first_B = np.where(ends_KB.any(0), ends_KB.argmax(0) + 1, flight.steps)
     limits_B = np.array([1 if one is None else one.limit - 1 for one in flight.rows]) - flight.starts
-    return np.minimum(first_B, limits_B).tolist()  # type: ignore[no-any-return]
+    counts: list[int] = np.minimum(first_B, limits_B).tolist()
+    return counts

@@ -52,10 +52,20 @@ class KVCache:
 
     def copy(self, pairs: Sequence[tuple[int, int]]) -> None:
         """Copies pages, in order: (source, target) each. A target may be the source of a later pair."""
-        for rows in (self.keys, self.values):
-            pages = self._by_page(rows)
+        while pairs:
+            # as many as do not depend on each other are copied at once
+            targets: set[int] = set()
+            count = 0
             for source, target in pairs:
-                pages[:, target] = pages[:, source]
+                if source in targets or target in targets:
+                    break
+                targets.add(target)
+                count += 1
+            sources_C, targets_C = torch.tensor(pairs[:count], device=self.device).unbind(1)
+            for rows in (self.keys, self.values):
+                pages = self._by_page(rows)
+                pages.index_copy_(1, targets_C, pages.index_select(1, sources_C))
+            pairs = pairs[count:]
 
     def _by_page(self, rows: Tensor) -> Tensor:
         return rows.unflatten(1, (-1, self.kv_heads * self.block_size))

@@ -116,6 +116,13 @@ class DecodeLoop:
         self.scheduler.add(generation)
         self._refuse_other_line(generation)
 
+    def enter(self, generation: Generation) -> None:
+        """`add`, but an error goes to the request: nobody waits for the command."""
+        try:
+            self.add(generation)
+        except Exception as error:
+            self._outbox.append((generation, error))
+
     def abort(self, generation: Generation) -> None:
         if self.scheduler.holds(generation):  # it may have finished before the client left
             self.scheduler.finish(generation, "abort")
@@ -172,6 +179,7 @@ class DecodeLoop:
             idle = True
             while not self._closing:
                 self._take_commands(wait=idle)
+                self._flush()
                 idle = not self._step()
                 self._flush()
         except Exception as error:

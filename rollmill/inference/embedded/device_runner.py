@@ -5,13 +5,13 @@
                                                   └────── burst: the drawn tokens are the next step's ───┘
 
 Decode steps (one new position per sequence) have few shapes, because the number of sequences is rounded up to a power
-of two. Such a step is recorded as a CUDA graph the second time and replayed from then on: launching a thousand kernels
-from Python takes several times as long as running them. Padding rows use the spare page, which no sequence owns.
+of two, and so have small steps with prompts (`plans`). Such a step is recorded as a CUDA graph the second time and
+replayed from then on: launching a thousand kernels from Python takes several times as long as running them. Padding
+rows use the spare page, which no sequence owns.
 """
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
@@ -21,7 +21,9 @@ from torch import Tensor
 
 from rollmill.inference.embedded.cache import KVCache
 from rollmill.inference.embedded.generation import Generation
+from rollmill.inference.embedded.narrow import fits, narrow_pass
 from rollmill.inference.embedded.paged_triton import Plan, TritonAttention, tile_positions
+from rollmill.inference.embedded.plans import MOST_GRAPHS, Prefill, buffer, cut, make_plan, room, shape_of
 from rollmill.inference.embedded.runner import BurstOutput, StepOutput, fp32_logits, narrow_routes, sampled_rows
 from rollmill.inference.embedded.sampler_triton import Steps, draw_and_move
 from rollmill.inference.embedded.scheduler import Work
@@ -38,9 +40,11 @@ class DeviceRunner:
         """`longest` is the number of positions of the longest possible context."""
         self.model = model
         self._cache, self.graphs = cache, model.recordable
+        self.narrow = True  # whether small batches have a pass of their own, with other bits
         self._pages = -(-longest // cache.block_size)
         self._decodes: dict[int, _Decode] = {}  # by the number of sequences there is room for
         self._last: _Decode | None = None  # of the last burst
+        self._prefills: dict[tuple[int, int], Prefill] = {}  # by tokens and sequences
         self._pool: Any = None  # memory shared by all graphs: only the output of the last run is read
 
     @torch.inference_mode()
@@ -48,19 +52,25 @@ class DeviceRunner:
         if all(item.count == 1 and item.completes for item in work):
             decode = self._decode(len(work))
             decode.start([item.generation for item in work], [item.start for item in work])
-            decode.step(self._pool)
+            decode.step(self._graph_pool())
             assert decode.output is not None
             logits_MV, routes = decode.output
             return StepOutput(list(work), None if routes is None else routes[: len(work)], logits_MV[: len(work)])
-        plan = _plan(self._cache, work)
-        output = self.model(
-            plan.tokens_N, plan.positions_N, TritonAttention(self._cache, plan, self._tile, self.model.exact)
-        )
-        rows_M = np.array(sampled_rows(work), dtype=np.int64)
-        hidden_MW = output.hidden.index_select(0, torch.from_numpy(rows_M).to(output.hidden.device, non_blocking=True))
-        return StepOutput(
-            list(work), narrow_routes(output.routes, self.model.config), fp32_logits(self.model, hidden_MW)
-        )
+        logits_MV, routes = self._prefill(work)
+        return StepOutput(list(work), routes, logits_MV)
+
+    def _prefill(self, work: Sequence[Work]) -> tuple[Tensor, Tensor | None]:
+        """(FP32 logits of the sampled rows, routes)."""
+        shape = shape_of(work)
+        if shape is not None and (shape in self._prefills or len(self._prefills) < MOST_GRAPHS):
+            if shape not in self._prefills:
+                self._prefills[shape] = Prefill(self.model, self._cache, *shape, self._pages)
+            return self._prefills[shape].run(work, self._graph_pool())
+        plan, tile = make_plan(self._cache, work), tile_positions(self._cache.group)
+        output = self.model(plan.tokens_N, plan.positions_N, TritonAttention(self._cache, plan, tile, self.model.exact))
+        rows_M = torch.tensor(sampled_rows(work), dtype=torch.int64).to(output.hidden.device, non_blocking=True)
+        logits_MV = fp32_logits(self.model, output.hidden.index_select(0, rows_M))
+        return logits_MV, narrow_routes(output.routes, self.model.config)
 
     @torch.inference_mode()
     def launch(
@@ -74,38 +84,38 @@ class DeviceRunner:
             self._last.go_on(rows)
         self._last.begin()
         for _ in range(steps):
-            self._last.step(self._pool)
+            self._last.step(self._graph_pool())
         return self._last.fetch(len(rows), steps)
 
-    @property
-    def _tile(self) -> int:
-        return tile_positions(self._cache.group)
-
-    def _decode(self, rows: int) -> _Decode:
-        room = 1 << (rows - 1).bit_length()
-        if room not in self._decodes:
-            self._decodes[room] = _Decode(self.model, self._cache, room, self._pages)
+    def _graph_pool(self) -> Any:
+        """None if steps are not recorded."""
         if self.graphs and self._pool is None:
             self._pool = torch.cuda.graph_pool_handle()
-        return self._decodes[room]
+        return self._pool
+
+    def _decode(self, rows: int) -> _Decode:
+        size = 1 << (rows - 1).bit_length()
+        if size not in self._decodes:
+            self._decodes[size] = _Decode(self.model, self._cache, size, self._pages, self.narrow)
+        return self._decodes[size]
 
 
 class _Host:
     """The host's copy of what a burst is given. There are two of them: one may still be read by the device."""
 
     def __init__(self, layout: Sequence[tuple[int, ...]], spare: int) -> None:
-        self.buffer, parts = _buffer(layout)
+        self.buffer, parts = buffer(layout)
         self.step, self.tokens_B, self.positions_B, self.tiles_B4, sequences_B, self.tables_BP, self.lasts_B = parts[:7]
         self.temperatures_B, self.seeds_B = parts[7].view(np.float32), parts[8].view(np.int64)
-        room = len(sequences_B)
-        sequences_B[:] = np.arange(room)
-        self.tiles_B4[:] = np.stack([np.arange(room), np.ones(room), np.zeros(room), np.arange(room)], 1)
+        size = len(sequences_B)
+        sequences_B[:] = np.arange(size)
+        self.tiles_B4[:] = np.stack([np.arange(size), np.ones(size), np.zeros(size), np.arange(size)], 1)
         for part in (self.step, self.tokens_B, self.positions_B, self.lasts_B, self.temperatures_B, self.seeds_B):
             part[:] = 0
         self.tables_BP[:] = spare
         self._spare = spare
         # per row of the table: the list of pages and how many are written (a generation's list only grows)
-        self._written: list[tuple[list[int] | None, int]] = [(None, 0)] * room
+        self._written: list[tuple[list[int] | None, int]] = [(None, 0)] * size
 
     def fill(self, rows: Sequence[Generation | None]) -> None:
         """Writes pages and sampling of all rows. A row of None writes to the spare page and stays at position 0."""
@@ -134,22 +144,23 @@ class _Output(NamedTuple):
 
 
 class _Decode:
-    """Steps of up to `room` sequences with one new position each, in memory that does not move."""
+    """Steps of up to `size` sequences with one new position each, in memory that does not move."""
 
-    def __init__(self, model: Decoder, cache: KVCache, room: int, pages: int) -> None:
+    def __init__(self, model: Decoder, cache: KVCache, size: int, pages: int, narrow: bool = True) -> None:
         self._model, device = model, model.embedding.device
         # what a step changes comes first: a burst that goes on after another one is given only the rest
-        layout = [(2,), (room,), (room,), (room, 4), (room,), (room, pages), (room,), (room,), (2 * room,)]
+        layout = [(2,), (size,), (size,), (size, 4), (size,), (size, pages), (size,), (size,), (2 * size,)]
         self._hosts = [_Host(layout, cache.spare) for _ in range(2)]
         self._device = torch.empty(self._hosts[0].buffer.shape, dtype=torch.int32, device=device)
-        self._state = sum(_room(shape) for shape in layout[:4])
-        step, tokens_B, positions_B, tiles_B4, sequences_B, tables_BP, lasts_B, temperatures_B, seeds_B = _cut(
+        self._state = sum(room(shape) for shape in layout[:4])
+        step, tokens_B, positions_B, tiles_B4, sequences_B, tables_BP, lasts_B, temperatures_B, seeds_B = cut(
             self._device, layout
         )
         self._plan = Plan(tokens_B, positions_B, sequences_B, tiles_B4, tables_BP)
         self._attend = TritonAttention(cache, self._plan, 1, model.exact)
+        self._cache, self._narrow = cache, narrow and fits(model, size)
         pinned = torch.cuda.is_available()
-        drawn = (2, LONGEST_BURST, room)  # tokens, and the bits of log-probs
+        drawn = (2, LONGEST_BURST, size)  # tokens, and the bits of log-probs
         self._drawn = torch.empty(drawn, dtype=torch.int32, device=device)
         self._fetched = [torch.empty(drawn, dtype=torch.int32, pin_memory=pinned) for _ in range(2)]
         self._steps = Steps(
@@ -201,6 +212,10 @@ class _Decode:
             graph.replay()
 
     def _forward(self) -> _Output:
+        if self._narrow:
+            logits_MV = fp32_logits(self._model, narrow_pass(self._model, self._cache, self._plan))
+            draw_and_move(logits_MV, self._steps)
+            return _Output(logits_MV, None)
         output = self._model(self._plan.tokens_N, self._plan.positions_N, self._attend)
         logits_MV = fp32_logits(self._model, output.hidden)
         routes = narrow_routes(output.routes, self._model.config)
@@ -253,48 +268,3 @@ class _Decode:
             )
 
         return wait
-
-
-def _plan(cache: KVCache, work: Sequence[Work]) -> Plan:
-    """The plan for any work: every context is cut into tiles."""
-    tokens = sum(item.count for item in work)
-    size = tile_positions(cache.group)
-    tiles = sum(-(-item.count // size) for item in work)
-    pages = max(-(-(item.start + item.count) // cache.block_size) for item in work)
-    layout = _layout(tokens, tiles, len(work), pages)
-    host, (tokens_N, positions_N, sequences_N, tiles_T4, tables_SP) = _buffer(layout)
-    tables_SP[:] = cache.spare
-    first = tile = 0
-    for row, item in enumerate(work):
-        end, blocks = item.start + item.count, item.generation.blocks[:pages]
-        tokens_N[first : first + item.count] = item.tokens
-        positions_N[first : first + item.count] = np.arange(item.start, end)
-        sequences_N[first : first + item.count] = row
-        tables_SP[row, : len(blocks)] = blocks
-        for offset in range(0, item.count, size):
-            tiles_T4[tile] = first + offset, min(size, item.count - offset), item.start + offset, row
-            tile += 1
-        first += item.count
-    return Plan(*_cut(host.to(cache.device, non_blocking=True), layout))
-
-
-def _layout(tokens: int, tiles: int, sequences: int, pages: int) -> list[tuple[int, ...]]:
-    """The shapes of a plan's tensors."""
-    return [(tokens,), (tokens,), (tokens,), (tiles, 4), (sequences, pages)]
-
-
-def _buffer(layout: Sequence[tuple[int, ...]]) -> tuple[Tensor, list[np.ndarray]]:
-    """Pinned host memory, and its parts as arrays."""
-    size = sum(_room(shape) for shape in layout)
-    host = torch.empty(size, dtype=torch.int32, pin_memory=torch.cuda.is_available())
-    return host, [part.numpy() for part in _cut(host, layout)]
-
-
-def _cut(buffer: Tensor, layout: Sequence[tuple[int, ...]]) -> list[Tensor]:
-    parts = buffer.split([_room(shape) for shape in layout])
-    return [part[: math.prod(shape)].view(shape) for part, shape in zip(parts, layout, strict=True)]
-
-
-def _room(shape: tuple[int, ...]) -> int:
-    """Rounded up to 16 bytes: kernels are compiled again for addresses that are not multiples of 16."""
-    return -(-math.prod(shape) // 4) * 4

@@ -93,7 +93,7 @@ class EmbeddedEngine:
         generation.grammar = grammar
         finish = None
         try:
-            await asyncio.wrap_future(self._decoding.post(lambda: self._decoding.add(generation)))
+            self._decoding.post(lambda: self._decoding.enter(generation))
             while finish is None:
                 chunk = await chunks.get()
                 if isinstance(chunk, Exception):
