@@ -123,8 +123,14 @@ async def _ours(cell: Cell, model: Decoder, device: Device, prompts: list[list[i
     async with _engine(cell.model, device, cell.batch, cell.prompt + cell.new) as engine:
         await engine.apply(_update(model))
         sampling = Sampling(max_tokens=cell.new, seed=1)
-        warm = Sampling(max_tokens=4, seed=1)
-        await asyncio.gather(*(_ask(engine, f"w{n}", [*tokens[:-1], 0], warm) for n, tokens in enumerate(prompts)))
+        warm = Sampling(max_tokens=24, seed=1)
+        for turn in range(2):  # steps are recorded when they return
+            await asyncio.gather(
+                *(
+                    _ask(engine, f"w{turn}.{n}", [*tokens[turn + 1 :], *[turn] * (turn + 1)], warm)
+                    for n, tokens in enumerate(prompts)
+                )
+            )
         before = engine.metrics()["sampled_tokens_total"]
         started = time.perf_counter()
         # other first tokens, so that nothing of the warm-up is found in the KV cache
@@ -134,7 +140,7 @@ async def _ours(cell: Cell, model: Decoder, device: Device, prompts: list[list[i
 
 async def _first_tokens(shape: dict[str, Any], device: Device, prompt: int, shared: bool) -> float:
     """Seconds until all requests of a group have their first token: on one prompt, or on prompts of their own. The
-    third of three groups."""
+    last of five groups."""
     config = ModelConfig.model_validate(shape)
     model = decoder_on(torch.device(device), config)
     draw_(model, 1)
@@ -142,7 +148,7 @@ async def _first_tokens(shape: dict[str, Any], device: Device, prompt: int, shar
     async with _engine(config, device, GROUP, prompt + 16) as engine:
         await engine.apply(_update(model))
         sampling = Sampling(max_tokens=1)
-        for turn in range(3):  # kernels are compiled, and steps are recorded when they return
+        for turn in range(5):  # kernels are compiled, and steps are recorded when they return
             prompts = random.integers(1, config.vocab_size, (GROUP, prompt)).tolist()
             group = [prompts[0] if shared else tokens for tokens in prompts]
             started = time.perf_counter()

@@ -60,6 +60,9 @@ class Stepwise:
         self.model, self._runner, self._spare = model, Runner(model, cache), cache.spare
         self._rows: list[Row | None] = []
 
+    def warm_up(self, rows: int) -> None:
+        pass
+
     def run(self, work: Sequence[Work]) -> StepOutput:
         return self._runner.run(work)
 

@@ -10,7 +10,7 @@ everything in order. From burst 3 on, its row is empty. When somebody can join, 
 recorded and a step is scheduled as usual.
 
 Only requests that are sampled with nothing but a temperature take part. Nobody joins and no weights change inside a
-burst, so it is kept short: SECONDS, and one step if a request waits for a place.
+burst, so it is kept short: SECONDS at most, and one step if a request waits for a place.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from rollmill.inference.embedded.scheduler import Scheduler, Work
 from rollmill.types import PolicyRef
 
 LONGEST = 16  # steps; not more than device_runner.LONGEST_BURST
-SECONDS = 0.03  # that a burst should take
+SECONDS = 0.06  # that a burst should take; a quarter of it if users wait for its tokens
 
 
 class Sampled(NamedTuple):
@@ -105,7 +105,8 @@ class Bursts:
     def _length(self) -> int:
         if not self._scheduler.nobody_can_join:
             return 1
-        return max(1, min(LONGEST, int(SECONDS / max(self._step_seconds, 1e-6))))
+        users = any(not one.is_rollout for one in self._scheduler.running.values())
+        return max(1, min(LONGEST, int((SECONDS / 4 if users else SECONDS) / max(self._step_seconds, 1e-6))))
 
     def _reserve(self, rows: Sequence[Generation | None], starts: np.ndarray, steps: int) -> int:
         """Reserves pages for as many of `steps` steps as there are pages, at least one; else returns 0. Positions at

@@ -69,7 +69,8 @@ class DecodeLoop:
         exact: bool = False,
     ) -> None:
         # no guesses on CUDA: a step with guesses is not recorded as a graph, and its speed was not measured there
-        self.scheduler = Scheduler(config, config.draft_tokens if device.type == "cpu" else 0)
+        on_cpu = device.type == "cpu"
+        self.scheduler = Scheduler(config, config.draft_tokens if on_cpu else 0, prompts_first=not on_cpu)
         self.policy: PolicyRef | None = None
         self.paused = self.draining = False
         self.ended: Future[None] = Future()  # holds the error that stopped the decode loop, if one did
@@ -83,7 +84,7 @@ class DecodeLoop:
         self._cache = KVCache(model, self.scheduler.pages.size, config.block_size, dtype, device)
         self._runner = make_runner(self._model, self._cache, min(model.max_context, config.cache_tokens))
         self._bursts = Bursts(self._runner, self.scheduler)
-        self._closing = False
+        self._closing = self._warm = False
         self._lock = threading.Lock()  # held to end the loop and to post, so that no command is left in the inbox
         self._inbox: queue.SimpleQueue[tuple[Future[Any], Callable[[], Any]]] = queue.SimpleQueue()
         self._outbox: Outbox = []
@@ -152,6 +153,9 @@ class DecodeLoop:
             self.scheduler.forget_keys_and_values()
         seconds = time.monotonic() - started
         self._activity.applied(seconds)
+        if not self._warm:
+            self._runner.warm_up(self._config.max_batch)
+            self._warm = True
         for generation in self.scheduler.everyone():
             self._refuse_other_line(generation)
         return Applied(seconds, len(self.scheduler.running))

@@ -23,7 +23,7 @@ from rollmill.inference.embedded.cache import KVCache
 from rollmill.inference.embedded.generation import Generation
 from rollmill.inference.embedded.narrow import fits, narrow_pass
 from rollmill.inference.embedded.paged_triton import Plan, TritonAttention, tile_positions
-from rollmill.inference.embedded.plans import MOST_GRAPHS, Prefill, buffer, cut, make_plan, room, shape_of
+from rollmill.inference.embedded.plans import MOST_GRAPHS, Prefill, buffer, cut, make_plan, most_tokens, room, shape_of
 from rollmill.inference.embedded.runner import BurstOutput, StepOutput, fp32_logits, narrow_routes, sampled_rows
 from rollmill.inference.embedded.sampler_triton import Steps, draw_and_move
 from rollmill.inference.embedded.scheduler import Work
@@ -41,7 +41,7 @@ class DeviceRunner:
         self.model = model
         self._cache, self.graphs = cache, model.recordable
         self.narrow = True  # whether small batches have a pass of their own, with other bits
-        self._pages = -(-longest // cache.block_size)
+        self._pages, self._most_tokens = -(-longest // cache.block_size), most_tokens(model.config)
         self._decodes: dict[int, _Decode] = {}  # by the number of sequences there is room for
         self._last: _Decode | None = None  # of the last burst
         self._prefills: dict[tuple[int, int], Prefill] = {}  # by tokens and sequences
@@ -61,7 +61,7 @@ class DeviceRunner:
 
     def _prefill(self, work: Sequence[Work]) -> tuple[Tensor, Tensor | None]:
         """(FP32 logits of the sampled rows, routes)."""
-        shape = shape_of(work)
+        shape = shape_of(work, self._most_tokens)
         if shape is not None and (shape in self._prefills or len(self._prefills) < MOST_GRAPHS):
             if shape not in self._prefills:
                 self._prefills[shape] = Prefill(self.model, self._cache, *shape, self._pages)
@@ -86,6 +86,11 @@ class DeviceRunner:
         for _ in range(steps):
             self._last.step(self._graph_pool())
         return self._last.fetch(len(rows), steps)
+
+    @torch.inference_mode()
+    def warm_up(self, rows: int) -> None:
+        for power in range((rows - 1).bit_length() + 1):
+            self.launch([None] * (1 << power), [0] * (1 << power), 2)()
 
     def _graph_pool(self) -> Any:
         """None if steps are not recorded."""

@@ -92,15 +92,19 @@ class Generation:
 
     def key_of(self, page: int, length: int, policy: PolicyRef, size: int) -> bytes:
         """The key of its page number `page` with `length` positions, under `policy`. Full pages have `size`."""
+        if length == size:
+            return self.parent_of(page + 1, policy, size)
+        start = page * size
+        return page_key(self.parent_of(page, policy, size), self.tokens[start : start + length])
+
+    def parent_of(self, page: int, policy: PolicyRef, size: int) -> bytes:
+        """The key of the page before `page`, which is full; for page 0, that of an empty context."""
         if self._keys_policy is not policy:
             self._keys, self._keys_policy = [root_key(policy)], policy
-        while len(self._keys) < page + (2 if length == size else 1):
+        while len(self._keys) <= page:
             start = (len(self._keys) - 1) * size
             self._keys.append(page_key(self._keys[-1], self.tokens[start : start + size]))
-        start = page * size
-        return (
-            self._keys[page + 1] if length == size else page_key(self._keys[page], self.tokens[start : start + length])
-        )
+        return self._keys[page]
 
     def release(self) -> None:
         """Its pages are gone: the context is computed again, with routes as they were reported."""

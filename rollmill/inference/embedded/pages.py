@@ -16,7 +16,7 @@ sessions never take keys and values of an older policy.
 from __future__ import annotations
 
 from array import array
-from collections import OrderedDict
+from collections import Counter, OrderedDict
 from collections.abc import Sequence
 from dataclasses import dataclass
 from hashlib import blake2b
@@ -55,6 +55,9 @@ class Pages:
         self._stamps = [0] * count  # changes when a page gets other contents
         self._keys: list[list[bytes]] = [[] for _ in range(count)]  # of each page: one per length that was named
         self._index: dict[bytes, int] = {}
+        # of pages that are not full: key → (key of the page before, length), and for that key how many have a length
+        self._parts: dict[bytes, tuple[bytes, int]] = {}
+        self._lengths: dict[bytes, Counter[int]] = {}
         self._sessions: OrderedDict[str, KeptContext] = OrderedDict()
         self._condemned: set[int] = set()
         self.unclean: list[int] = []  # condemned pages that nobody holds: zero them, then call `cleaned`
@@ -106,11 +109,19 @@ class Pages:
     def find(self, key: bytes) -> int | None:
         return self._index.get(key)
 
-    def name(self, page: int, key: bytes) -> None:
-        """From now on, `find(key)` returns the page. Of two pages with equal contents the first keeps its name."""
+    def name(self, page: int, key: bytes, part: tuple[bytes, int] | None = None) -> None:
+        """From now on, `find(key)` returns the page. Of two pages with equal contents the first keeps its name. `part`
+        is the key of the page before and the length, for a page that is not full."""
         if key not in self._index and page not in self._condemned:
             self._index[key] = page
             self._keys[page].append(key)
+            if part is not None:
+                self._parts[key] = part
+                self._lengths.setdefault(part[0], Counter())[part[1]] += 1
+
+    def part_lengths(self, parent: bytes) -> list[int]:
+        """The lengths of the pages after `parent` that are not full, longest first."""
+        return sorted(self._lengths.get(parent, ()), reverse=True)
 
     def keep(self, session: str, tokens: list[int], blocks: list[int], oldest: PolicyRef | None) -> None:
         """Remembers the context of a session's finished turn. Its pages may be evicted at any time."""
@@ -158,6 +169,12 @@ class Pages:
     def _unname(self, page: int) -> None:
         for key in self._keys[page]:
             del self._index[key]
+            if key in self._parts:
+                parent, length = self._parts.pop(key)
+                self._lengths[parent][length] -= 1
+                self._lengths[parent] += Counter()  # without zeros
+                if not self._lengths[parent]:
+                    del self._lengths[parent]
         self._keys[page] = []
 
 

@@ -19,11 +19,13 @@ from rollmill.inference.embedded.cache import KVCache
 from rollmill.inference.embedded.paged_triton import Plan, TritonAttention, tile_positions
 from rollmill.inference.embedded.runner import fp32_logits, narrow_routes, sampled_rows
 from rollmill.inference.embedded.scheduler import Work
+from rollmill.models.config import ModelConfig
+from rollmill.models.counts import active_parameters
 from rollmill.models.decoder import Decoder
 from rollmill.models.device import uncollected
 
-MOST_TOKENS, MOST_SEQUENCES = 4096, 64  # of a recorded step; larger ones keep the device busy while they are launched
-MOST_GRAPHS = 48
+MOST_SEQUENCES, MOST_GRAPHS = 128, 32  # of a recorded step, and of such steps
+_LAUNCH_SECONDS, _OPERATIONS = 8e-4, 4e14  # of a layer's launches from Python; per second
 
 
 def make_plan(cache: KVCache, work: Sequence[Work]) -> Plan:
@@ -37,10 +39,17 @@ def make_plan(cache: KVCache, work: Sequence[Work]) -> Plan:
     return Plan(*cut(host.to(cache.device, non_blocking=True), layout))
 
 
-def shape_of(work: Sequence[Work]) -> tuple[int, int] | None:
-    """(tokens, sequences) of the recorded step that has room for `work`. None if it is too large."""
+def most_tokens(model: ModelConfig) -> int:
+    """Of a step that is worth recording: the device is not busy for as long as launching it takes."""
+    most = model.layers * _LAUNCH_SECONDS * _OPERATIONS / (2 * active_parameters(model))
+    return min(16384, int(most))
+
+
+def shape_of(work: Sequence[Work], most: int) -> tuple[int, int] | None:
+    """(tokens, sequences) of the recorded step that has room for `work`. None if it has more than `most` tokens, or too
+    many sequences."""
     tokens, sequences = sum(item.count for item in work), len(work)
-    if tokens > MOST_TOKENS or sequences > MOST_SEQUENCES:
+    if tokens > most or sequences > MOST_SEQUENCES:
         return None
     step = max(32, 1 << (tokens.bit_length() - 3))
     return -(-tokens // step) * step, 1 << (sequences - 1).bit_length()
@@ -82,7 +91,7 @@ class Prefill:
 
     def _step(self, pool: Any) -> tuple[Tensor, Tensor | None]:
         self._runs += 1
-        if pool is None or self._runs == 1:
+        if pool is None or self._runs <= 2:  # most shapes never return
             return self._forward()
         if self._graph is None:
             graph = torch.cuda.CUDAGraph()

@@ -135,7 +135,8 @@ class Prefixes:
 
     def _name(self, generation: Generation, number: int, length: int, policy: PolicyRef) -> None:
         key = generation.key_of(number, length, policy, self._size)
-        self._pages.name(generation.blocks[number], key)
+        part = None if length == self._size else (generation.parent_of(number, policy, self._size), length)
+        self._pages.name(generation.blocks[number], key, part)
         if self._promises.get(key) is generation:
             del self._promises[key]
 
@@ -143,7 +144,9 @@ class Prefixes:
         """Looks for a page that begins like the rest of the context, longest first, and copies it."""
         assert self._policy is not None
         number = len(generation.blocks)
-        for length in range(most, 0, -1):
+        for length in self._pages.part_lengths(generation.parent_of(number, self._policy, self._size)):
+            if length > most:
+                continue
             page = self._pages.find(generation.key_of(number, length, self._policy, self._size))
             if page is not None:
                 self._copy(generation, page, length)

@@ -70,6 +70,10 @@ class StepRunner(Protocol):
 
     def run(self, work: Sequence[Work]) -> StepOutput: ...
 
+    def warm_up(self, rows: int) -> None:
+        """Compiles and records the decode steps of up to `rows` sequences, so that no request waits for it."""
+        ...
+
     def launch(
         self, rows: Sequence[Generation | None], starts: Sequence[int] | None, steps: int
     ) -> Callable[[], BurstOutput]:
@@ -110,6 +114,9 @@ class Runner:
         self, rows: Sequence[Generation | None], starts: Sequence[int] | None, steps: int
     ) -> Callable[[], BurstOutput]:
         raise NotImplementedError("bursts run on CUDA")
+
+    def warm_up(self, rows: int) -> None:
+        pass
 
     @torch.inference_mode()
     def run(self, work: Sequence[Work]) -> StepOutput:

@@ -25,6 +25,7 @@ from rollmill.inference.embedded.prefixes import Prefixes
 from rollmill.inference.embedded.sampler import Draw
 from rollmill.types import FinishReason, PolicyRef
 
+PROMPT_STEPS = 16  # for which running rollouts wait at most
 DRAFTING_BATCH = 4  # requests; a step with more of them takes longer for every position that it computes
 
 
@@ -67,8 +68,11 @@ class Work:
 
 
 class Scheduler:
-    def __init__(self, config: EngineConfig, draft_tokens: int = 0) -> None:
-        self._config, self._draft_tokens = config, draft_tokens
+    def __init__(self, config: EngineConfig, draft_tokens: int = 0, *, prompts_first: bool = False) -> None:
+        """`prompts_first`: while prompts fill whole steps, running rollouts wait for them, for up to PROMPT_STEPS. For
+        devices on which a step with prompts costs much more than one without."""
+        self._config, self._draft_tokens, self._prompts_first = config, draft_tokens, prompts_first
+        self._prompt_steps = 0  # since running rollouts were computed
         self.pages = Pages(config.cache_tokens // config.block_size, config.block_size)
         self.prefixes = Prefixes(self.pages)
         self.running: dict[int, Generation] = {}  # by number
@@ -126,7 +130,18 @@ class Scheduler:
                     budget -= count if generation.missing > 1 else 0
                     work.append(Work(generation, generation.computed, count))
                     self.prefixes.promise(generation)
+        if self._prompts_first:
+            work = self._without_rollouts(work, full=budget <= 0)
         return [item for item in work if item.generation.number in self.running]
+
+    def _without_rollouts(self, work: list[Work], *, full: bool) -> list[Work]:
+        """If prompts fill the step: only they, and production. Running rollouts come after a few such steps."""
+        prompts = [item for item in work if item.count > 1 or not item.generation.is_rollout]
+        if not full or len(prompts) == len(work) or self._prompt_steps >= PROMPT_STEPS:
+            self._prompt_steps = 0
+            return work
+        self._prompt_steps += 1
+        return prompts
 
     def _drafts(self, generation: Generation) -> tuple[int, ...]:
         """Guessed tokens. None for a large batch, which has no time to spare, nor where they would take pages of
