@@ -69,7 +69,7 @@ def host_microseconds(batch: int, bursts: int) -> float:
     loop = DecodeLoop(MODEL, config, activity, lambda outbox: None, device=torch.device("cpu"), form="bf16")
     loop.policy = PolicyRef("main", 0, "bf16", "none")
     loop._runner = InstantRunner(loop, batch)
-    loop._bursts = Bursts(loop._runner, loop.scheduler)
+    loop._bursts = Bursts(loop._runner, loop.scheduler, config.stream_seconds)
     for number in range(batch):
         tokens = [number % 64, number // 64, *[1] * (PROMPT - 2)]  # nobody shares a page
         request = GenerateRequest(f"s{number}", tokens, Sampling(max_tokens=NEW))

@@ -50,8 +50,9 @@ class _Flight(NamedTuple):
 
 
 class Bursts:
-    def __init__(self, runner: StepRunner, scheduler: Scheduler) -> None:
-        self._runner, self._scheduler = runner, scheduler
+    def __init__(self, runner: StepRunner, scheduler: Scheduler, stream_seconds: float) -> None:
+        """`stream_seconds`: no burst with a streamed answer takes longer."""
+        self._runner, self._scheduler, self._stream_seconds = runner, scheduler, stream_seconds
         self._flight: _Flight | None = None
         self._step_seconds = SECONDS / 4  # of the last burst; a guess before the first
         self.steps = 0  # of the burst that was landed last
@@ -105,8 +106,11 @@ class Bursts:
     def _length(self) -> int:
         if not self._scheduler.nobody_can_join:
             return 1
-        users = any(not one.is_rollout for one in self._scheduler.running.values())
-        return max(1, min(LONGEST, int((SECONDS / 4 if users else SECONDS) / max(self._step_seconds, 1e-6))))
+        running = self._scheduler.running.values()
+        seconds = SECONDS / 4 if any(not one.is_rollout for one in running) else SECONDS
+        if self._stream_seconds < seconds and any(one.stream for one in running):
+            seconds = self._stream_seconds
+        return max(1, min(LONGEST, int(seconds / max(self._step_seconds, 1e-6))))
 
     def _reserve(self, rows: Sequence[Generation | None], starts: np.ndarray, steps: int) -> int:
         """Reserves pages for as many of `steps` steps as there are pages, at least one; else returns 0. Positions at

@@ -83,7 +83,7 @@ class DecodeLoop:
         dtype = self._model.embedding.dtype
         self._cache = KVCache(model, self.scheduler.pages.size, config.block_size, dtype, device)
         self._runner = make_runner(self._model, self._cache, min(model.max_context, config.cache_tokens))
-        self._bursts = Bursts(self._runner, self.scheduler)
+        self._bursts = Bursts(self._runner, self.scheduler, config.stream_seconds)
         self._closing = self._warm = False
         self._lock = threading.Lock()  # held to end the loop and to post, so that no command is left in the inbox
         self._inbox: queue.SimpleQueue[tuple[Future[Any], Callable[[], Any]]] = queue.SimpleQueue()
