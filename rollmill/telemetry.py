@@ -432,6 +432,11 @@ EVENTS: Mapping[str, Event] = {
         seconds="seconds since it was needed",
         late="whether that is more than lending.return_s",
     ),
+    "takeover": _event(
+        "A dispatcher plays the groups of another one that has no lease any more.",
+        dispatcher="the one that plays them now",
+        groups="how many",
+    ),
     "restart": _event(
         "The supervisor started a dead process again.",
         target="its role",

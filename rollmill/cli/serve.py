@@ -87,10 +87,10 @@ def _how_to(service: RunDirectory) -> str:
     key = service.data / KEY
     key.touch(mode=0o600)
     key.write_text(service.secrets["production_key"] + "\n")
-    url = f"{service.url('gateway')}/v1"
+    url, *others = (f"{service.url(role)}/v1" for role in service.config.gateways)
     body = '{"model": "rollmill", "messages": [{"role": "user", "content": "Hello"}]}'
     return f"""
-  URL      {url}
+  URL      {", ".join([url, *others])}
   model    rollmill
   API key  in {key}
   logs     {service.logs}

@@ -96,7 +96,8 @@ def _open_sessions(run: RunDirectory) -> list[Session]:
     from rollmill.gateway.sessions.overview import read_sessions
 
     places = [run.path, *sorted((run.path / "services").glob("*"))]
-    return [session for place in places for session in read_sessions(place / "gateway")]
+    logs = [place / role for place in places for role in run.config.gateways]
+    return [session for log in logs for session in read_sessions(log)]
 
 
 def _ended(run: RunDirectory, count: int, still_open: set[str]) -> list[dict[str, Any]]:

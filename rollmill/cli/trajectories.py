@@ -267,13 +267,14 @@ async def _forget_open(run: RunDirectory, user: str) -> int:
     from rollmill.storage.objects import Objects
     from rollmill.trajectories.store import TrajectoryStore
 
-    if not (run.path / "gateway").exists():
+    logs = [log for log in run.session_logs if log.exists()]
+    if not logs:
         return 0
     objects = Objects.open(run.home_store)
     store = TrajectoryStore(open_database(run.database_url), objects)
     try:
-        return await forget_in_log(run.path / "gateway", run.secrets["admin_token"], user, store, objects)
-    except GatewayError:  # it runs
+        return sum([await forget_in_log(log, run.secrets["admin_token"], user, store, objects) for log in logs])
+    except GatewayError:  # they run, and ask each other
         async with GatewayClient(run.url("gateway"), run.secrets["admin_token"], patience_s=10.0) as gateway:
             return int((await gateway.forget(user))["open"])
 
@@ -406,7 +407,8 @@ def _load(run: RunDirectory | None, store: TrajectoryStore, row: TrajectoryRow) 
         return None
     if row.payload_key is not None:
         return store.load(row.id)
-    return read_open_session(run.path / "gateway", row.id) if run is not None else None
+    logs = run.session_logs if run is not None else []
+    return next((found for log in logs if (found := read_open_session(log, row.id)) is not None), None)
 
 
 def _load_tokenizer(path: Path | None) -> Tokenizer:

@@ -1,13 +1,16 @@
-"""Where the gateway of a run is.
+"""Where the gateways of a run are: `gateway`, and with `gateway.replicas` also `gateway-2` …
 
-On one host it has a port that the run keeps. In a cluster it may be on any node, and on another one when its node is
+On one host each has a port that the run keeps. In a cluster it may be on any node, and on another one when its node is
 lost. So it writes its URL into the run's store when it starts, and whoever cannot reach it looks there again.
 """
 
 from __future__ import annotations
 
+import functools
+import itertools
 import json
 import re
+from collections.abc import Callable
 from dataclasses import replace
 
 from rollmill.cluster.ports import free_ports
@@ -15,25 +18,41 @@ from rollmill.cluster.run import RunDirectory
 from rollmill.errors import StorageError
 from rollmill.storage.objects import Objects
 
-KEY = "cluster/gateway.json"
 _URL = re.compile(r"https?://[^/?#@\s]{1,300}")
 
 
-def find_gateway(run: RunDirectory) -> str | None:
-    """The URL of the run's gateway; None if it has not said it yet, or if the store does not answer now."""
-    if "gateway" in run.ports:
-        return run.url("gateway")
+def key_of(role: str) -> str:
+    """The object in which a gateway says its URL."""
+    return f"cluster/{role}.json"
+
+
+def find_gateway(run: RunDirectory, role: str = "gateway") -> str | None:
+    """The URL of a gateway of the run; None if it has not said it yet, or if the store does not answer now."""
+    if role in run.ports:
+        return run.url(role)
     try:
-        url = json.loads(Objects.open(run.home_store).get(KEY))["url"]
+        url = json.loads(Objects.open(run.home_store).get(key_of(role)))["url"]
     except (StorageError, ValueError, LookupError, TypeError):
         return None
     return url if isinstance(url, str) and _URL.fullmatch(url) else None
 
 
-def announce_gateway(run: RunDirectory) -> RunDirectory:
-    """The run with a port for its gateway on this host. If the run keeps none, the URL is written into its store."""
-    if "gateway" in run.ports:
+def gateway_finders(run: RunDirectory) -> list[Callable[[], str | None]]:
+    """For each gateway of the run a function that says where it is now."""
+    return [functools.partial(find_gateway, run, role) for role in run.config.gateways]
+
+
+def any_gateway(run: RunDirectory) -> Callable[[], str | None]:
+    """A function that says where a gateway is, and where another one is when it is called again: the first may be
+    away."""
+    turns = itertools.cycle(gateway_finders(run))
+    return lambda: next(turns)()
+
+
+def announce_gateway(run: RunDirectory, role: str = "gateway") -> RunDirectory:
+    """The run with a port for this gateway on this host. If the run keeps none, the URL is written into its store."""
+    if role in run.ports:
         return run
-    run = replace(run, ports={**run.ports, "gateway": free_ports(1, run.host)[0]})
-    Objects.open(run.home_store).put(KEY, json.dumps({"url": run.url("gateway")}).encode())
+    run = replace(run, ports={**run.ports, role: free_ports(1, run.host)[0]})
+    Objects.open(run.home_store).put(key_of(role), json.dumps({"url": run.url(role)}).encode())
     return run

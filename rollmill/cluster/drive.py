@@ -77,7 +77,8 @@ def _drive_stage(run: RunDirectory, stage: StageSection, trained: bool, launcher
 
         if plays and not trained:
             _start_trainer(launcher, stage)
-        launcher.start("dispatcher", stage.name)
+        for role in run.config.dispatchers:
+            launcher.start(role, stage.name)
         _until_ended(launcher, "dispatcher", tick)
 
 
@@ -107,7 +108,8 @@ def import_weights(run: RunDirectory) -> None:
 def _start_serving(launcher: Launcher, run: RunDirectory, stage: StageSection) -> Engines:
     if run.config.store is None:
         launcher.start("store", service=True)  # other regions read the directory over HTTP
-    launcher.start("gateway", service=True)
+    for role in run.config.gateways:
+        launcher.start(role, service=True)
     engines = Engines(run, launcher, ("line", stage.name, run.config.form))
     engines.adjust()
     return engines

@@ -6,7 +6,7 @@ runs/NAME/
   regions/R/store/ the store of another region R; it reaches the home store over HTTP only
   mill.db          the index (SQLite), unless `database` names a PostgreSQL
   events/ logs/    telemetry and output, one file per process
-  gateway/         the gateway's local log of open sessions
+  gateway/         the gateway's local log of open sessions; gateway-2/ … if there are several
   stages/NAME/     what a stage keeps on this machine, such as an index of its documents
   services/NAME/   what `serve` and `eval` run beside it: own ports (service.json), session log, events, logs, locks
   tokenizer.json   the vocabulary of its model; beside it the files that say how the model chats
@@ -59,7 +59,7 @@ class RunDirectory:
     @classmethod
     def create(cls, root: Path, config: RunConfig) -> RunDirectory:
         path = root / config.name
-        roles = ["gateway", "store", *(spec.role for spec in config.engine_specs)]
+        roles = [*config.gateways, "store", *(spec.role for spec in config.engine_specs)]
         ports = dict(zip(roles, free_ports(len(roles)), strict=True))
         id = f"{config.name}-{secrets.token_hex(4)}"
         run = cls(path, config, id, ports, {name: secrets.token_urlsafe(24) for name in SECRETS})
@@ -102,9 +102,11 @@ class RunDirectory:
         With `canary`, it has one engine more."""
         path = self.path / "services" / name
         path.mkdir(parents=True, exist_ok=True)
+        others = self.config.gateways[1:]
         engines = [spec.role for spec in self.config.engine_specs]
         engines += [f"engine-{self.config.regions[0]}{CANARY}"] if canary else []
         ports = {"gateway": port, **dict(zip(engines, free_ports(len(engines)), strict=True))}
+        ports |= dict(zip(others, free_ports(len(others), host), strict=True))
         (path / SERVICE).write_text(json.dumps({"host": host, "ports": ports}))
         return replace(self, path=path, ports=ports, host=host, service_of=self.path)
 
@@ -173,14 +175,20 @@ class RunDirectory:
         return self.id if stage.name == "main" else f"{self.id}/{stage.name}"
 
     @property
+    def session_logs(self) -> list[Path]:
+        """The directories in which its gateways keep open sessions, if they are on this host."""
+        return [self.path / role for role in self.config.gateways]
+
+    @property
     def fleet(self) -> str:
         """What keys the registrations of its engines: the run, or the service."""
         return self.id if self.service_of is None else f"{self.id}/{self.path.name}"
 
     def url(self, role: str) -> str:
-        anywhere = role != "gateway" or self.host in ("0.0.0.0", "::")  # noqa: S104
+        gateway = role.partition("-")[0] == "gateway"
+        anywhere = not gateway or self.host in ("0.0.0.0", "::")  # noqa: S104
         host = "127.0.0.1" if anywhere else self.host
-        scheme = "https" if role == "gateway" and self.tls else "http"
+        scheme = "https" if gateway and self.tls else "http"
         return f"{scheme}://{f'[{host}]' if ':' in host else host}:{self.ports[role]}"
 
     @property

@@ -77,7 +77,8 @@ def serving(
         telemetry.open_events(service.events, "supervisor")
         cluster = LocalLauncher(service)
         try:
-            cluster.start("gateway", service=True)
+            for role in run.config.gateways:
+                cluster.start(role, service=True)
             for spec in run.config.engine_specs:
                 arguments = (target.kind, target.name, target.form)
                 cluster.start(spec.role, *arguments, threads=run.config.engine.threads, service=True)
@@ -115,7 +116,7 @@ def _claim(run: RunDirectory, kind: str, host: str, port: int, *, canary: bool) 
                 held.enter_context(exclusive(path, "supervisor", patience_s=0.0))
             except LockTaken:
                 continue
-            for stale in ("events", *(["gateway", "logs"] if kind == "eval" else [])):
+            for stale in ("events", *([*run.config.gateways, "logs"] if kind == "eval" else [])):
                 shutil.rmtree(path / stale, ignore_errors=True)
             yield run.make_service(path.name, host, port, canary=canary)
             return

@@ -27,12 +27,17 @@ from rollmill.inference.config import EngineConfig
 from rollmill.inference.sections import EngineSpec, EnginesSection, engine_specs
 from rollmill.models.config import ModelConfig, with_context
 from rollmill.realtime.config import CycleConfig
-from rollmill.rollouts.config import RolloutConfig
+from rollmill.rollouts.config import DispatcherConfig, RolloutConfig
 from rollmill.training.stage import RolloutSettings, StageSection
 from rollmill.types import Version
 
 CANARY = ".canary"  # ends the role of a second engine in a region
 CYCLE = "cycle-"  # begins the names of the lines that real-time RL trains
+
+
+def numbered(role: str, count: int) -> list[str]:
+    """The names of `count` processes of one role. The first has the name of the role."""
+    return [role, *(f"{role}-{number}" for number in range(2, count + 1))]
 
 
 class Start(Config):
@@ -127,6 +132,7 @@ class RunConfig(Config):
         "version of the stage before. None: the run only serves and evaluates its checkpoint.",
     )
     rollouts: RolloutConfig = Field(RolloutConfig(), description="How rollouts are run.")
+    dispatcher: DispatcherConfig = Field(DispatcherConfig(), description="How many dispatchers run them.")
     tasks: TasksSection | None = Field(
         None, description="Where tasks come from. Needed by RL and by evaluations; serving needs none."
     )
@@ -263,6 +269,16 @@ class RunConfig(Config):
     def engine_specs(self) -> list[EngineSpec]:
         """Every engine of the run."""
         return engine_specs(self.engines)
+
+    @property
+    def gateways(self) -> list[str]:
+        """The roles of its gateways: `gateway`, `gateway-2` …"""
+        return numbered("gateway", self.gateway.replicas)
+
+    @property
+    def dispatchers(self) -> list[str]:
+        """The roles of its dispatchers: `dispatcher`, `dispatcher-2` …"""
+        return numbered("dispatcher", self.dispatcher.replicas)
 
     @property
     def regions(self) -> list[str]:

@@ -28,6 +28,7 @@ from rollmill.backoff import Backoff
 from rollmill.cluster.nursery import SUPERVISOR, end_with_parent
 from rollmill.errors import RollmillError
 from rollmill.gateway.access.buckets import shared_file
+from rollmill.gateway.gateways import Gateways
 from rollmill.gateway.recording.workers_log import move_sessions
 from rollmill.gateway.workers import Workers
 
@@ -48,9 +49,10 @@ def run_workers(
     *,
     keepalive_s: float = 75.0,
     tls: ssl.SSLContext | None = None,
+    gateways: Gateways | None = None,
 ) -> None:
     """Returns after SIGTERM or SIGINT. `build` makes the app of one worker, in its process. `directory` holds the
-    session logs. Raises RollmillError if a worker dies again and again."""
+    session logs. `gateways`: if the run has several. Raises RollmillError if a worker dies again and again."""
     placed = move_sessions(directory, count)
     paths, sockets = _open_sockets(directory, count)
     listening.listen(BACKLOG)
@@ -60,7 +62,7 @@ def run_workers(
         def tell() -> None:
             serving[number] = 1
 
-        workers = Workers(number, paths, limits, placed=placed)
+        workers = Workers(number, paths, limits, placed=placed, gateways=gateways)
         asyncio.run(_serve(build(workers), listening, sockets[number], keepalive_s, tls, tell))
 
     _Supervisor(serving, work).run()

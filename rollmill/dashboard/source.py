@@ -98,5 +98,6 @@ class Source:
         # what users say in open sessions may be kept from storage: only rollouts are shown before they end
         if self.run is None or row.traffic != "rollout":
             return None
-        logs: Sequence[Path] = (self.run.path / "gateway", *sorted(self.run.path.glob("services/*/gateway")))
+        services = [path / role for path in self.run.path.glob("services/*") for role in self.run.config.gateways]
+        logs: Sequence[Path] = (*self.run.session_logs, *sorted(services))
         return next((found for log in logs if (found := read_open_session(log, row.id)) is not None), None)

@@ -39,6 +39,14 @@ class GatewayConfig(Config):
         description="Processes that share the gateway's address; each has some of the sessions. Not set: one, and for "
         "`rollmill serve` one per four cores, at most eight. Places and queue are divided between them.",
     )
+    replicas: int = Field(
+        default=1,
+        ge=1,
+        le=64,
+        description="How many gateways a run has. Each has some of the sessions: the hash of a session's id says "
+        "which. All answer production; while one is away, the others answer for it. Limits per minute of a key hold "
+        "per gateway.",
+    )
     max_body_bytes: int = Field(
         default=16 << 20, ge=1024, description="Largest request body in bytes; a larger one gets status 413."
     )

@@ -118,7 +118,7 @@ class ModelRoutes:
         """
         asked = self._responses.parse(await request.read(), self._limits)
         previous = asked.options["previous"]
-        if self._workers.count > 1:
+        if self._workers.shares:
             name = session_in(given_key(request)) or (previous and session_of(previous)) or named_session(request)
             name = name or opening(asked.messages)
             if self._workers.elsewhere(request, name):
@@ -164,7 +164,7 @@ class ModelRoutes:
 
     async def _answer(self, http: web.Request, dialect: Dialect) -> web.StreamResponse:
         request = None
-        if self._workers.count > 1:
+        if self._workers.shares:
             name = session_in(given_key(http)) or named_session(http)
             if name is None:
                 request = dialect.parse(await http.read(), self._limits)

@@ -1,16 +1,22 @@
-"""The dispatcher's calls to the gateway: open the session of a trajectory, seal it, abandon it."""
+"""The dispatcher's calls to the gateways: open the session of a trajectory, seal it, abandon it.
+
+A run may have several gateways. The session of a trajectory is at the one that `gateway_of` names, see
+rollmill/gateway/gateways.py.
+"""
 
 from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import Any, Self
 
 import aiohttp
 
 from rollmill.backoff import Backoff
 from rollmill.errors import GatewayError
+from rollmill.gateway.gateways import gateway_of
 from rollmill.keepalive import keepalive_connector
 from rollmill.types import same_line
 
@@ -20,66 +26,97 @@ _CONNECT_S = 5.0  # a host that is gone does not refuse
 _UNREACHABLE = (aiohttp.ClientConnectionError, aiohttp.ClientPayloadError, TimeoutError)
 
 
+Find = Callable[[], str | None]  # says where a gateway is now; None if that is not known
+
+
+@dataclass
+class _Gateway:
+    find: Find
+    url: str = ""  # empty: it is not known where it is
+    away: float = 0.0
+    away_since: float | None = None  # since then it cannot be reached
+
+    def away_seconds(self) -> float:
+        return self.away + (time.monotonic() - self.away_since if self.away_since is not None else 0.0)
+
+    async def look(self) -> None:
+        """It may be on another host now."""
+        found: str | None = await asyncio.to_thread(self.find)
+        self.url = found or self.url
+
+
 class GatewayClient:
     """Calls to the gateway at a URL, with a key of the scope rollout. `forget` needs the scope admin. Each call retries
-    for `patience_s` while the gateway restarts. `gateway` may be a function that says where it is now."""
+    for `patience_s` while the gateway restarts. `gateway` may be a function that says where it is now, or one such
+    function per gateway."""
 
-    def __init__(self, gateway: str | Callable[[], str | None], key: str, *, patience_s: float = 60.0) -> None:
-        self.base_url = gateway if isinstance(gateway, str) else ""  # empty: it is not known where it is
-        self._find: Callable[[], str | None] = (lambda: gateway) if isinstance(gateway, str) else gateway
+    def __init__(self, gateway: str | Find | Sequence[Find], key: str, *, patience_s: float = 60.0) -> None:
+        if isinstance(gateway, str):
+            self._gateways = [_Gateway(lambda: gateway, gateway)]
+        else:
+            self._gateways = [_Gateway(find) for find in ([gateway] if callable(gateway) else gateway)]
         self._headers = {"Authorization": f"Bearer {key}"}
         self._patience_s = patience_s
         self._session: aiohttp.ClientSession | None = None
-        self._watching: asyncio.Task[None] | None = None
-        self._away = 0.0
-        self._away_since: float | None = None  # since then it cannot be reached
+        self._watching: list[asyncio.Task[None]] = []
 
     async def __aenter__(self) -> Self:
-        await self._look()
         self._session = aiohttp.ClientSession(connector=keepalive_connector())
-        self._watching = asyncio.create_task(self._watch(self._session))
+        for gateway in self._gateways:
+            await gateway.look()
+            self._watching.append(asyncio.create_task(self._watch(gateway, self._session)))
         return self
 
     async def __aexit__(self, *_: object) -> None:
-        if self._session is not None and self._watching is not None:
-            self._watching.cancel()
-            await asyncio.wait([self._watching])
+        for watching in self._watching:
+            watching.cancel()
+        if self._session is not None:
+            await asyncio.gather(*self._watching, return_exceptions=True)
             await self._session.close()
 
-    def away_seconds(self) -> float:
-        """For how long the gateway could not be reached since this client was opened, to about a second."""
-        return self._away + (time.monotonic() - self._away_since if self._away_since is not None else 0.0)
+    @property
+    def base_url(self) -> str:
+        """The URL of the first gateway; empty if it is not known."""
+        return self._gateways[0].url
 
-    async def _watch(self, session: aiohttp.ClientSession) -> None:
+    def url_of(self, trajectory: str) -> str:
+        """The URL of the gateway that has the session of a trajectory."""
+        return self._of(trajectory).url
+
+    def _of(self, trajectory: str) -> _Gateway:
+        return self._gateways[gateway_of(trajectory, len(self._gateways))]
+
+    def away_seconds(self, trajectory: str = "") -> float:
+        """For how long the gateway of a trajectory could not be reached since this client was opened, to about a
+        second."""
+        return self._of(trajectory).away_seconds()
+
+    async def _watch(self, gateway: _Gateway, session: aiohttp.ClientSession) -> None:
         """Ask one small question per second, for all rollouts of this process."""
         answered = time.monotonic()
         while True:
             try:
-                async with session.get(f"{self.base_url}/health", timeout=_WATCH_TIMEOUT):
+                async with session.get(f"{gateway.url}/health", timeout=_WATCH_TIMEOUT):
                     answered = time.monotonic()
-                    self._away, self._away_since = self.away_seconds(), None
+                    gateway.away, gateway.away_since = gateway.away_seconds(), None
             except (aiohttp.ClientError, TimeoutError):
-                if self._away_since is None:
-                    self._away_since = answered
-                await self._look()
+                if gateway.away_since is None:
+                    gateway.away_since = answered
+                await gateway.look()
             await asyncio.sleep(_WATCH_S)
-
-    async def _look(self) -> None:
-        """It may be on another host now."""
-        found = await asyncio.to_thread(self._find)
-        self.base_url = found or self.base_url
 
     async def open_session(self, trajectory: str, **facts: Any) -> str:
         """Returns the key for the harness. The gateway records every request with that key as `trajectory`."""
-        return (await self._call("POST", "/sessions", {"trajectory": trajectory, **facts}))["key"]
+        return (await self._call("POST", "/sessions", {"trajectory": trajectory, **facts}, of=trajectory))["key"]
 
     async def seal(self, trajectory: str, submission_key: str | None) -> dict[str, Any]:
         """Store the session as one object; its trajectory is then finished. Safe to repeat."""
-        return await self._call("POST", f"/sessions/{trajectory}/seal", {"submission_key": submission_key})
+        body = {"submission_key": submission_key}
+        return await self._call("POST", f"/sessions/{trajectory}/seal", body, of=trajectory)
 
     async def waited(self, trajectory: str) -> float:
         """Seconds that requests of this session have waited for an engine, those waiting now included."""
-        return float((await self._call("GET", f"/sessions/{trajectory}", None))["waited_seconds"])
+        return float((await self._call("GET", f"/sessions/{trajectory}", None, of=trajectory))["waited_seconds"])
 
     async def forget(self, user: str) -> dict[str, Any]:
         """Delete everything that was recorded of a production user."""
@@ -87,7 +124,7 @@ class GatewayClient:
 
     async def abandon(self, trajectory: str) -> None:
         """Have the gateway forget a session that will not be finished."""
-        await self._call("DELETE", f"/sessions/{trajectory}", None)
+        await self._call("DELETE", f"/sessions/{trajectory}", None, of=trajectory)
 
     async def wait_until_serving(self, version: int, line: str = "", patience_s: float | None = None) -> None:
         """Return once an engine serves `version` of `line` or a newer one: the gateway then asks no older engine."""
@@ -107,15 +144,19 @@ class GatewayClient:
                 )
             await asyncio.sleep(_FIRST_PAUSE_S)
 
-    async def _call(self, method: str, path: str, body: Any, patience_s: float | None = None) -> dict[str, Any]:
+    async def _call(
+        self, method: str, path: str, body: Any, patience_s: float | None = None, *, of: str | None = None
+    ) -> dict[str, Any]:
+        """The answer of the gateway that has the session `of`, or of the first one."""
         assert self._session is not None, "use as an async context manager"
+        gateway = self._gateways[0] if of is None else self._of(of)
         patience_s = self._patience_s if patience_s is None else patience_s
         backoff = Backoff(_FIRST_PAUSE_S, 1.0, patience=patience_s)
         while True:
             timeout = aiohttp.ClientTimeout(total=max(backoff.left(), 0.1), sock_connect=_CONNECT_S)
             try:
                 async with self._session.request(
-                    method, self.base_url + path, json=body, headers=self._headers, timeout=timeout
+                    method, gateway.url + path, json=body, headers=self._headers, timeout=timeout
                 ) as response:
                     if response.status < 400:
                         return await response.json()
@@ -123,11 +164,11 @@ class GatewayClient:
                     if response.status != 503:
                         raise GatewayError(problem, status=response.status)
             except aiohttp.ContentTypeError as error:
-                problem = f"{self.base_url} is not a gateway: {error.message}"
+                problem = f"{gateway.url} is not a gateway: {error.message}"
             except aiohttp.InvalidURL:
                 problem = "no gateway of the run has said where it is"
             except _UNREACHABLE as error:
-                problem = f"{self.base_url} cannot be reached: {error or type(error).__name__}"
+                problem = f"{gateway.url} cannot be reached: {error or type(error).__name__}"
             pause = backoff.failed()
             if pause >= backoff.left():
                 raise GatewayError(

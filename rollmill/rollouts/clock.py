@@ -37,7 +37,7 @@ class Clock:
         self._gateway, self._trajectory = gateway, trajectory
         self._machine = _TimedMachine(machine)
         self._started = time.monotonic()
-        self._away = gateway.away_seconds()
+        self._away = gateway.away_seconds(trajectory)
         self._spent_s = spent_s
         self._waited = self._waited_before = waited_before
 
@@ -50,7 +50,7 @@ class Clock:
         """The episode's own seconds so far."""
         # a gateway that was restarted may have forgotten its latest waits
         self._waited = max(self._waited, await self._gateway.waited(self._trajectory))
-        elapsed, away = time.monotonic() - self._started, self._gateway.away_seconds() - self._away
+        elapsed, away = time.monotonic() - self._started, self._gateway.away_seconds(self._trajectory) - self._away
         waited = self._waited - self._waited_before + self._machine.waited()
         return self._spent_s + max(0.0, elapsed - away - waited - self._machine.slowed())
 

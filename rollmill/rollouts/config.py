@@ -22,12 +22,22 @@ def check_reward_times(rewards: Sequence[BaseModel], grading_timeout_s: float) -
             )
 
 
+class DispatcherConfig(Config):
+    replicas: int = Field(
+        1,
+        ge=1,
+        le=64,
+        description="How many dispatchers play the groups of a run. Each has `rollouts.concurrency` and a pool of "
+        "machines of its own. The first also evaluates. If one dies, the others play its groups.",
+    )
+
+
 class RolloutConfig(Config):
     concurrency: int = Field(
         192,
         ge=1,
-        description="Most rollouts in progress at once. More keep the engines busier and take more memory for "
-        "machines; `max_staleness` bounds them too.",
+        description="Most rollouts in progress at once, per dispatcher. More keep the engines busier and take more "
+        "memory for machines; `max_staleness` bounds them too.",
     )
     timeout_s: float = Field(
         120.0,

@@ -7,10 +7,12 @@ What each loop waits for, and who unblocks it:
     rollout  waits for the gateway (tokens), its machine (tools), its grader    their processes, or a time limit
     group    waits for all of its rollouts                                      the rollouts
     run      ends when the last step is committed: until then the trainer may need other groups
+    claims   renews the lease of this dispatcher, and takes over the groups of one that has none any more
 
 All counts come from the store, so a dispatcher that is killed and started again continues: it grades sealed
 trajectories from their stored submissions, goes on with those that have a checkpoint, and starts new attempts for those
-that were lost.
+that were lost. Several dispatchers may play the groups of one run: each group has one holder, see
+trajectories/claims.py.
 """
 
 from __future__ import annotations
@@ -25,7 +27,7 @@ from rollmill.environments.machine import expect
 from rollmill.environments.sampler import Sampler
 from rollmill.environments.samplers.uniform import Uniform
 from rollmill.environments.task import Task, TaskSet
-from rollmill.errors import HarnessError
+from rollmill.errors import HarnessError, StorageError, TrajectoryError
 from rollmill.rollouts import checkpoint
 from rollmill.rollouts.choices import Choices
 from rollmill.rollouts.config import RolloutConfig
@@ -42,6 +44,7 @@ from rollmill.rollouts.rollout import (
     run_rollout,
     seal_again,
 )
+from rollmill.trajectories.claims import RENEW_S, Claims
 from rollmill.trajectories.ledger import GroupRow, Ledger
 from rollmill.trajectories.pace import Pace
 from rollmill.trajectories.store import TrajectoryRow
@@ -62,8 +65,11 @@ class Dispatcher:
         seed: int,
         pace: Pace,
         sampler: Sampler | None = None,
+        claims: Claims | None = None,
     ) -> None:
+        """`claims`: of one of several dispatchers. None: this one plays all groups."""
         self._context = context
+        self._claims = claims
         self._ledger = ledger
         self._tasks = tasks
         self._config = config
@@ -81,19 +87,40 @@ class Dispatcher:
         try:
             async with asyncio.TaskGroup() as groups:
                 index = await self._recover(groups)
-                while await self._start_group(index, groups):
-                    index += 1
+                sharing = groups.create_task(self._share(self._claims, groups)) if self._claims else None
+                while (started := await self._start_group(index, groups)) is not None:
+                    index = started + 1
+                if sharing is not None:
+                    sharing.cancel()
         finally:
             clock.cancel()
 
-    async def _start_group(self, index: int, groups: asyncio.TaskGroup) -> bool:
-        """Wait until there is room, then start group `index`. Returns False once the last step is committed."""
-        group_id = f"{as_id(self._run.replace('/', '-'))}-{index:06d}"
-        ids = [f"{group_id}-{member}" for member in range(self._pace.group_size)]
+    async def _share(self, claims: Claims, groups: asyncio.TaskGroup) -> None:
+        """Keep the lease of this dispatcher, and resume the groups of others that have none any more."""
         while True:
+            await asyncio.sleep(RENEW_S)
+            try:
+                if not await asyncio.to_thread(claims.renew):
+                    raise TrajectoryError(f"{claims.name} has lost its lease", hint="others play its groups now")
+                taken = set(await asyncio.to_thread(claims.take_over))
+            except StorageError:  # the database does not answer now: without a lease, others take over
+                continue
+            if taken:
+                telemetry.emit("takeover", dispatcher=claims.name, groups=len(taken))
+                await self._resume(taken, groups)
+
+    async def _start_group(self, index: int, groups: asyncio.TaskGroup) -> int | None:
+        """Wait until there is room, then start group `index`, or a later one if others have started that. Returns its
+        index; None once the last step is committed."""
+        while True:
+            if self._claims is not None and self._slots.locked():  # it would wait here: let another one play it
+                await asyncio.sleep(POLL_S)
+                continue
+            group_id = f"{as_id(self._run.replace('/', '-'))}-{index:06d}"
+            ids = [f"{group_id}-{member}" for member in range(self._pace.group_size)]
             committed, room = await asyncio.to_thread(self._look, index)
             if self._pace.is_last(committed):
-                return False
+                return None
             if room:
                 task = await asyncio.to_thread(self._choices.choose, index, committed)
                 # the open groups are counted in the transaction that starts this one
@@ -106,11 +133,14 @@ class Dispatcher:
                     ids=ids,
                     provenance=_provenance(task),
                     committed=committed,
+                    holder=self._claims.name if self._claims else None,
                 )
                 if version is not None:
                     expect(self._context.machines, task.image, len(ids))  # the next group will need as many
                     groups.create_task(self._run_group(group_id, task, ids, version))
-                    return True
+                    return index
+            if self._claims is not None:
+                index = max(index, await asyncio.to_thread(self._ledger.groups_started))
             await asyncio.sleep(POLL_S)
 
     def _look(self, index: int) -> tuple[int, bool]:
@@ -174,9 +204,18 @@ class Dispatcher:
 
     async def _recover(self, groups: asyncio.TaskGroup) -> int:
         """Resume the groups that an earlier dispatcher left running. Returns how many groups the run has started."""
-        for group in await asyncio.to_thread(self._ledger.groups, GroupState.running):
-            groups.create_task(self._resume_group(group))
+        mine = None
+        if self._claims is not None:
+            await asyncio.to_thread(self._claims.hold)
+            mine = set(await asyncio.to_thread(lambda: self._claims.take_over(own=True)))
+        await self._resume(mine, groups)
         return await asyncio.to_thread(self._ledger.groups_started)
+
+    async def _resume(self, named: set[str] | None, groups: asyncio.TaskGroup) -> None:
+        """Resume running groups: those named, or all."""
+        for group in await asyncio.to_thread(self._ledger.groups, GroupState.running):
+            if named is None or group.id in named:
+                groups.create_task(self._resume_group(group))
 
     async def _resume_group(self, group: GroupRow) -> None:
         rows = await asyncio.to_thread(self._context.trajectories.list, run=self._run, group_id=group.id)

@@ -210,7 +210,7 @@ async def _attempt(
                 trajectory, traffic="rollout", min_version=min_version, line=context.line, task_id=task.id, **facts
             )
         clock, options = await _begin(context, trajectory, machine, min_version, found)
-        url = f"{context.gateway.base_url}/v1"
+        url = f"{context.gateway.url_of(trajectory)}/v1"
         run = context.harness.run(task, clock.machine, base_url=url, api_key=key, sampling=sampling, **options)
         result, seconds = await _run_harness(context, task, clock, asyncio.ensure_future(run), min_version)
         # an agent can make packing slow: its own limit must end it first, so that the agent earns nothing

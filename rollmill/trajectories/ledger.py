@@ -98,6 +98,7 @@ _HAS_PAYLOAD = (
 )
 _ENTERED = sa.select(ledger.c.trajectory).where(ledger.c.run == _of_run, ledger.c.group_id == bindparam("group"))
 _GROUPS = sa.select(*_GROUP_COLUMNS).where(groups.c.run == _of_run).order_by(groups.c.created_at, groups.c.id)
+_HOLDER = sa.select(groups.c.holder).where(groups.c.run == _of_run, groups.c.id.in_(_named))
 _UNTAKEN = sa.select(*_GROUP_COLUMNS).where(
     groups.c.run == _of_run, groups.c.state.in_([GroupState.running.value, GroupState.waiting.value])
 )
@@ -145,13 +146,15 @@ class Ledger:
         provenance: Mapping[str, Any] | None = None,
         traffic: TrafficClass = "rollout",
         committed: int | None = None,
+        holder: str | None = None,
     ) -> int | None:
         """Admit a group and its trajectories. Returns the version committed at that moment: no older version may sample
         for the group. Returns None, and changes nothing, while as many groups are open as `pace` allows, and if
         `committed` is given and is not that version: the task was chosen by the results up to another one.
 
         A repeated call for an admitted group returns its version again, whatever the bound: the first reply may have
-        been lost.
+        been lost. `holder` is the dispatcher that plays the group, see claims.py. If another one has started it, the
+        call returns None.
         """
         if size != len(set(ids)):
             raise TrajectoryError(f"group {group_id} of size {size} was given {len(set(ids))} different ids")
@@ -162,6 +165,7 @@ class Ledger:
             "size": size,
             "state": GroupState.running.value,
             "created_at": time.time(),
+            "holder": holder,
         }
         members = trajectory_rows(self.run, group_id, task_id, ids, provenance or {}, traffic)
 
@@ -170,7 +174,7 @@ class Ledger:
             version = steps.committed(connection, self.run)
             full = connection.execute(_COUNT_OPEN, {"of_run": self.run}).scalar_one() >= pace.most_open(version)
             if full or committed not in (None, version):
-                return self._version_of(connection, group_id, ids)
+                return self._version_of(connection, group_id, ids, holder)
             connection.execute(groups.insert(), {**group, "min_version": version})
             connection.execute(trajectories.insert(), members)
             connection.execute(ledger.insert(), self._admitted(group_id, ids))
@@ -180,8 +184,9 @@ class Ledger:
             return self._write(work)
         except IntegrityError:
             with reading(self._engine) as connection:
-                version = self._version_of(connection, group_id, ids)
-            if version is not None:
+                version = self._version_of(connection, group_id, ids, holder)
+                holds = connection.execute(_HOLDER, {"of_run": self.run, "named": [group_id]}).scalar()
+            if version is not None or (holds is not None and holds != holder):
                 return version
             raise TrajectoryError(
                 f"group {group_id} or one of its trajectories already exists", hint="use new ids for a new group"
@@ -429,13 +434,16 @@ class Ledger:
 
         return writing(self._engine, locked)
 
-    def _version_of(self, connection: sa.Connection, group_id: str, ids: Sequence[str]) -> int | None:
-        """The version of a group that was admitted with these trajectories; None if it was not."""
+    def _version_of(
+        self, connection: sa.Connection, group_id: str, ids: Sequence[str], holder: str | None
+    ) -> int | None:
+        """The version of a group that was admitted with these trajectories for this holder; None if it was not."""
         entered = connection.execute(_ENTERED, {"of_run": self.run, "group": group_id}).scalars()
         if not set(ids) <= set(entered):
             return None
-        query = _GROUPS.where(groups.c.id == group_id)
-        return connection.execute(query, {"of_run": self.run}).one().min_version
+        query = _GROUPS.where(groups.c.id == group_id, groups.c.holder.is_not_distinct_from(holder))
+        found = connection.execute(query, {"of_run": self.run}).first()
+        return found.min_version if found is not None else None
 
     def _admitted(self, group_id: str, ids: Sequence[str]) -> list[dict[str, Any]]:
         entry = {"run": self.run, "group_id": group_id, "state": LedgerState.admitted.value}

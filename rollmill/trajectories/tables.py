@@ -12,6 +12,7 @@
     cycles ──< cycle_moves              the states of real-time RL, and how they came about
     splits                              how the gateway divides production between versions
     engines                             who serves the run now: registrations with a lease
+    dispatchers                         who plays groups now: a lease per dispatcher, by run
 
 Facts and ledgers are separate, so another run can read the same experience again. JSON is stored in text columns: it is
 always read whole, and PostgreSQL's JSON types refuse some of what agents print.
@@ -116,6 +117,7 @@ groups = Table(
     Column("created_at", _Time, nullable=False),
     Column("ready_at", _Time),
     Column("origin", Text),  # the run that it was admitted from; NULL: the run's dispatcher started it
+    Column("holder", Text),  # the dispatcher that plays it
     Index("groups_by_state", "run", "state", "ready_at", "id"),
 )
 ledger = Table(
@@ -224,5 +226,13 @@ engines = Table(
     Column("form", Text, nullable=False),
     Column("wire", Integer, nullable=False),  # version of the contract between gateway and engine
     Column("capacity", Integer, nullable=False),  # requests that it decodes together
+    Column("expires_at", _Time, nullable=False),  # by the database's clock
+)
+dispatchers = Table(
+    "dispatchers",
+    metadata,
+    Column("run", Text, primary_key=True),  # with its stage, as in the ledger
+    Column("name", Text, primary_key=True),
+    Column("process", Text, nullable=False),  # random: which process has the name
     Column("expires_at", _Time, nullable=False),  # by the database's clock
 )

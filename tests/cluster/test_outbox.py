@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from rollmill.cluster import outbox
-from rollmill.cluster.addresses import KEY, announce_gateway, find_gateway
+from rollmill.cluster.addresses import announce_gateway, find_gateway, key_of
 from rollmill.cluster.naming import describe_run, open_by_url, url_of
 from rollmill.cluster.outbox import Outbox, bring, send_report
 from rollmill.cluster.presence import Presence
@@ -97,7 +97,7 @@ def test_a_run_is_named_by_the_url_of_its_objects(tmp_path: Path, monkeypatch: p
     assert find_gateway(elsewhere) is None
     there = announce_gateway(replace(elsewhere, host="127.0.0.9"))
     assert find_gateway(elsewhere) == f"http://127.0.0.9:{there.ports['gateway']}"
-    Objects.open(url).put(KEY, json.dumps({"url": "file:///etc/passwd"}).encode())
+    Objects.open(url).put(key_of("gateway"), json.dumps({"url": "file:///etc/passwd"}).encode())
     assert find_gateway(elsewhere) is None
 
 

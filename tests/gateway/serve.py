@@ -1,7 +1,11 @@
-"""A gateway process for the crash tests: python -m tests.gateway.serve DIRECTORY PORT ENGINE_URL [WORKERS]"""
+"""A gateway process for the crash tests: python -m tests.gateway.serve DIRECTORY PORT ENGINE_URL [WORKERS [PORT…]]
+
+PORT…: the ports of all gateways of the run, this one among them.
+"""
 
 from __future__ import annotations
 
+import functools
 import socket
 import sys
 from pathlib import Path
@@ -16,6 +20,7 @@ from rollmill.cluster.workers import run_workers
 from rollmill.gateway.access.keys import KeyStore
 from rollmill.gateway.app import make_app
 from rollmill.gateway.config import EngineEndpoint, GatewayConfig
+from rollmill.gateway.gateways import Gateways
 from rollmill.gateway.recording.workers_log import move_sessions
 from rollmill.gateway.workers import Workers
 from rollmill.storage.database import open_database
@@ -32,8 +37,11 @@ class GatewayServer(TestServer):
         return await super()._make_runner(**{**options, "handler_cancellation": False})
 
 
-def main(directory: Path, port: int, engine: str, count: int = 1) -> None:
+def main(directory: Path, port: int, engine: str, count: int = 1, *ports: int) -> None:
     tokenizer = Tokenizer.load(directory / "tokenizer.json")
+    finders = [functools.partial(str.format, "http://127.0.0.1:{}", each) for each in ports]
+    gateways = Gateways(ports.index(port), finders, ADMIN) if ports else None
+    log = directory / (f"gateway-{ports.index(port) + 1}" if ports else "gateway")
 
     def build(workers: Workers) -> web.Application:
         objects = Objects.open(directory / "store")
@@ -45,7 +53,7 @@ def main(directory: Path, port: int, engine: str, count: int = 1) -> None:
             [EngineEndpoint(engine, "home")],
             TrajectoryStore(database, objects),
             objects,
-            directory / "gateway",
+            log,
             ADMIN,
             LIVE,
             keys=KeyStore(database, "run"),
@@ -53,11 +61,11 @@ def main(directory: Path, port: int, engine: str, count: int = 1) -> None:
         )
 
     if count == 1:
-        move_sessions(directory / "gateway", 1)
-        web.run_app(build(Workers()), host="127.0.0.1", port=port, print=None, access_log=None)
+        move_sessions(log, 1)
+        web.run_app(build(Workers(gateways=gateways)), host="127.0.0.1", port=port, print=None, access_log=None)
         return
     with socket.create_server(("127.0.0.1", port)) as listening:
-        run_workers(build, listening, directory / "gateway", count)
+        run_workers(build, listening, log, count, gateways=gateways)
 
 
 if __name__ == "__main__":

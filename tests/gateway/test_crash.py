@@ -7,7 +7,7 @@ import contextlib
 import socket
 import subprocess
 import sys
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -25,12 +25,17 @@ from tests.gateway.conftest import USER, Answers, Door, Mill, until
 from tests.gateway.stand_in import StandIn
 
 
+def free_port() -> int:
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        return int(free.getsockname()[1])
+
+
 class Process:
-    def __init__(self, mill: Mill, engine: str, workers: int = 1) -> None:
-        with socket.socket() as free:
-            free.bind(("127.0.0.1", 0))
-            self.port = free.getsockname()[1]
-        settings = [mill.directory, self.port, engine, workers]
+    def __init__(self, mill: Mill, engine: str, workers: int = 1, port: int = 0, ports: Sequence[int] = ()) -> None:
+        """`ports`: those of all gateways, if there are several."""
+        self.port = port or free_port()
+        settings = [mill.directory, self.port, engine, workers, *ports]
         self._arguments = [sys.executable, "-m", "tests.gateway.serve", *map(str, settings)]
         self._process: subprocess.Popen[bytes] | None = None
 

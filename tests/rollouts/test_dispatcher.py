@@ -25,6 +25,8 @@ from rollmill.rollouts.client import GatewayClient
 from rollmill.rollouts.config import RolloutConfig
 from rollmill.rollouts.dispatcher import POLL_S, Dispatcher
 from rollmill.rollouts.rollout import RolloutContext
+from rollmill.storage.database import open_database
+from rollmill.trajectories.claims import Claims
 from rollmill.trajectories.ledger import Ledger
 from rollmill.trajectories.pace import Pace
 from rollmill.types import GroupState, LedgerState, Reward, StepRecord, TrajectoryState, Version
@@ -51,6 +53,7 @@ def make_dispatcher(
     pace: Pace | None = None,
     sampler: Sampler | None = None,
     total: int = 3,
+    claims: Claims | None = None,
     **config: Any,
 ) -> Dispatcher:
     """Without `pace`: three groups at once, one per step."""
@@ -63,6 +66,7 @@ def make_dispatcher(
         seed=0,
         pace=pace or Pace(1, SIZE, max_staleness=2, steps=total),
         sampler=sampler,
+        claims=claims,
     )
 
 
@@ -436,3 +440,56 @@ async def test_a_task_that_no_longer_exists_fails_its_own_group_after_a_restart(
     failed = [row for row in members[first.id] if row.state == TrajectoryState.failed]
     assert all("names no task" in str(row.reason) for row in failed)
     assert await world.open_sessions() == 0
+
+
+# several dispatchers
+
+
+async def test_dispatchers_share_the_groups_and_play_those_of_one_that_died(
+    world: World, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The second dies with a rollout in the middle; the first plays its groups, and both together what is left."""
+    monkeypatch.setattr("rollmill.rollouts.dispatcher.RENEW_S", 0.05)
+    database = open_database(f"sqlite:///{world.directory}/mill.db")
+    pace = Pace(2, SIZE, max_staleness=1, steps=4)
+    blocked = asyncio.Event()
+
+    async def block(session: str, turn: int) -> None:
+        if not blocked.is_set() and f"{RUN}-000000-1" in session:
+            blocked.set()
+            await asyncio.Future()
+
+    def begin(name: str) -> asyncio.Task[None]:
+        claims = Claims(database, RUN, name)
+        return asyncio.create_task(make_dispatcher(world, pace=pace, claims=claims, concurrency=SIZE + 1).run())
+
+    world.engine.on_turn = block
+    dying = begin("dispatcher-2")
+    await blocked.wait()
+    first = begin("dispatcher")
+    await until(lambda: len(world.ledger.groups(GroupState.waiting)) == 3)  # all that the bound allows but the blocked
+    await stop(dying)
+    Claims(database, RUN, "dispatcher-2", lease_s=-1.0).hold()  # as if its lease had expired
+    await until(lambda: len(world.ledger.groups(GroupState.waiting)) == 4)
+    check_books(world, 4)
+    second = begin("dispatcher-2")
+    for _ in range(4):
+        await until(lambda: train_one_step(world.ledger, 2))
+    await asyncio.gather(first, second)
+    groups = world.ledger.groups()
+    assert sorted(group.id for group in groups) == [f"{RUN}-{index:06d}" for index in range(8)]
+    assert all(group.state == GroupState.final for group in groups)
+    rows = world.context.trajectories.list(run=RUN, limit=1000)
+    assert Counter(row.state for row in rows) == {TrajectoryState.graded: 8 * SIZE, TrajectoryState.failed: 1}
+    assert world.ledger.counts()["dropped"] == 1 and sum(world.ledger.counts().values()) == len(rows)
+
+
+async def test_a_dispatcher_whose_name_another_process_has_stops(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("rollmill.rollouts.dispatcher.RENEW_S", 0.01)
+    database = open_database(f"sqlite:///{world.directory}/mill.db")
+    old = asyncio.create_task(make_dispatcher(world, claims=Claims(database, RUN, "dispatcher")).run())
+    await until(lambda: world.ledger.groups_started() == 3)
+    Claims(database, RUN, "dispatcher").hold()
+    with pytest.raises(BaseExceptionGroup) as raised:
+        await old
+    assert "has lost its lease" in str(raised.value.exceptions[0])

@@ -1,16 +1,18 @@
-"""Plays one stage of the run: the evaluation before it, its groups of rollouts, the evaluation after it."""
+"""Plays one stage of the run: the evaluation before it, its groups of rollouts, the evaluation after it.
+
+Of several dispatchers the first evaluates, and all play groups: see trajectories/claims.py.
+"""
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
-import functools
 import json
 from collections.abc import AsyncIterator
 from dataclasses import asdict
 
 from rollmill import telemetry
-from rollmill.cluster.addresses import find_gateway
+from rollmill.cluster.addresses import gateway_finders
 from rollmill.cluster.run import RunDirectory, phase
 from rollmill.cluster.stages import Evaluation, evaluations, is_recorded, last_version, results_key
 from rollmill.environments.environment import build_tasks, open_environment
@@ -25,18 +27,24 @@ from rollmill.rollouts.simulation import SlowMachines
 from rollmill.storage.database import open_database
 from rollmill.storage.objects import Objects
 from rollmill.training.stage import RolloutSettings, StageSection
+from rollmill.trajectories.claims import Claims
 from rollmill.trajectories.ledger import Ledger
+from rollmill.trajectories.pace import Pace
 from rollmill.trajectories.store import TrajectoryStore
 from rollmill.types import Version
 from rollmill.weights.reading.store import WeightStore
 
 # Publishing and loading a large model takes long. The supervisor notices when trainer or engines die meanwhile.
 START_PATIENCE_S = 3600.0
+LOOK_S = 0.5  # between two looks for the results of the first evaluation
 
 
-def main(run: RunDirectory, name: str) -> None:
+def main(run: RunDirectory, *arguments: str) -> None:
+    """`arguments`: the stage; before it the number of this dispatcher, if it is not the first."""
+    name = arguments[-1]
     telemetry.label_events(stage=name)
-    asyncio.run(_dispatch(run, run.config.stage(name)))
+    others = arguments[:-1]
+    asyncio.run(_help(run, run.config.stage(name), others[0]) if others else _dispatch(run, run.config.stage(name)))
 
 
 async def _dispatch(run: RunDirectory, stage: StageSection) -> None:
@@ -47,21 +55,42 @@ async def _dispatch(run: RunDirectory, stage: StageSection) -> None:
             if each.first:
                 await _evaluate_once(run, context, tasks, each)
         if isinstance(stage, RolloutSettings) and stage.steps:
-            key = run.stage_key(stage)
             with phase(stage.name):
-                await Dispatcher(
-                    context,
-                    Ledger(open_database(run.database_url), key),
-                    tasks,
-                    run.config.rollouts,
-                    run=key,
-                    seed=run.config.seed_of(stage),
-                    pace=stage.pace(stage.steps),
-                    sampler=build(run.config.sampler),
-                ).run()
+                await _dispatcher(run, stage, stage.pace(stage.steps), context, tasks, "dispatcher").run()
         for each in due:
             if not each.first:
                 await _evaluate_once(run, context, tasks, each)
+
+
+async def _help(run: RunDirectory, stage: StageSection, number: str) -> None:
+    """Play groups beside the first dispatcher, once it has made the evaluation before them: that one is of version 0,
+    which no step may replace meanwhile."""
+    if not isinstance(stage, RolloutSettings) or not stage.steps:
+        return
+    before = [each for each in evaluations(run.config) if each.stage is stage and each.first]
+    async with open_context(run, stage.name) as context:
+        for each in before:
+            while not await asyncio.to_thread(is_recorded, run, context.objects, each, 0):  # noqa: ASYNC110
+                await asyncio.sleep(LOOK_S)
+        tasks, name = build_tasks(run.config), f"dispatcher-{number}"
+        await _dispatcher(run, stage, stage.pace(stage.steps), context, tasks, name).run()
+
+
+def _dispatcher(
+    run: RunDirectory, stage: StageSection, pace: Pace, context: RolloutContext, tasks: TaskSet, name: str
+) -> Dispatcher:
+    key, database = run.stage_key(stage), open_database(run.database_url)
+    return Dispatcher(
+        context,
+        Ledger(database, key),
+        tasks,
+        run.config.rollouts,
+        run=key,
+        seed=run.config.seed_of(stage),
+        pace=pace,
+        sampler=build(run.config.sampler),
+        claims=Claims(database, key, name) if run.config.dispatcher.replicas > 1 else None,
+    )
 
 
 async def _evaluate_once(run: RunDirectory, context: RolloutContext, tasks: TaskSet, evaluation: Evaluation) -> None:
@@ -73,7 +102,7 @@ async def _evaluate_once(run: RunDirectory, context: RolloutContext, tasks: Task
         return
     suite, label = run.config.evals, evaluation.label
     with phase(f"evaluate {label}"):
-        results = await _evaluate(run, context, tasks, suite, label, number, alone=True)  # a run has one dispatcher
+        results = await _evaluate(run, context, tasks, suite, label, number, alone=True)  # one dispatcher evaluates
         body = json.dumps([asdict(result) for result in results]).encode()
         context.objects.put(results_key(run, label), body)
 
@@ -107,7 +136,7 @@ async def open_context(run: RunDirectory, line: str) -> AsyncIterator[RolloutCon
     objects = Objects.open(run.home_store)
     async with (
         open_environment(config) as environment,
-        GatewayClient(functools.partial(find_gateway, run), run.secrets["rollout_key"]) as gateway,
+        GatewayClient(gateway_finders(run), run.secrets["rollout_key"]) as gateway,
     ):
         machines = environment.machines
         if config.rollouts.simulated_tool_seconds:

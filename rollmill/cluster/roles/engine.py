@@ -6,9 +6,7 @@ What it serves is given by its arguments: KIND NAME FORM, for example `line rl b
 
 from __future__ import annotations
 
-import functools
-
-from rollmill.cluster.addresses import find_gateway
+from rollmill.cluster.addresses import any_gateway
 from rollmill.cluster.prepare import need_tokenizer
 from rollmill.cluster.run import RunDirectory
 from rollmill.cluster.trust import trusting
@@ -50,7 +48,7 @@ def main(run: RunDirectory, engine_name: str, kind: str, name: str, form: str) -
         tokenizer=need_tokenizer(run),
         kind=build(spec.section),
         joining=Joining(
-            functools.partial(find_gateway, run),
+            any_gateway(run),
             run.secrets["engine_token"],
             spec.section.kind,
             run.config.engine.max_batch,

@@ -1,4 +1,4 @@
-"""The gateway: all clients reach the engines through it."""
+"""A gateway: all clients reach the engines through it. A run may have several, see gateway/gateways.py."""
 
 from __future__ import annotations
 
@@ -13,14 +13,16 @@ from aiohttp import web
 
 from rollmill.chat.formats.choice import format_beside
 from rollmill.chat.tokenizer import Tokenizer
-from rollmill.cluster.addresses import announce_gateway
+from rollmill.cluster.addresses import announce_gateway, gateway_finders
 from rollmill.cluster.prepare import need_tokenizer
 from rollmill.cluster.run import CANARY, RunDirectory
+from rollmill.cluster.trust import trusting
 from rollmill.cluster.workers import BACKLOG, run_workers
 from rollmill.errors import ConfigError
 from rollmill.gateway.access.keys import KeyStore
 from rollmill.gateway.app import make_app
 from rollmill.gateway.config import GatewayConfig
+from rollmill.gateway.gateways import Gateways
 from rollmill.gateway.recording.workers_log import move_sessions
 from rollmill.gateway.routing.fleet import Fleet
 from rollmill.gateway.routing.splits import SplitStore
@@ -35,9 +37,14 @@ _SWITCH_S = 0.0005  # how long a thread that can go on waits for a busy one; Pyt
 _MOST_WORKERS, _CORES_PER_WORKER = 8, 4  # if the configuration does not say how many
 
 
-def main(run: RunDirectory) -> None:
-    run, tokenizer = announce_gateway(run), Tokenizer.load(need_tokenizer(run))
-    config, directory = run.config.gateway, run.path / "gateway"
+def main(run: RunDirectory, number: str = "1") -> None:
+    """`number`: of this gateway, from 1."""
+    role = run.config.gateways[int(number) - 1]
+    run, tokenizer = announce_gateway(run, role), Tokenizer.load(need_tokenizer(run))
+    config, directory = run.config.gateway, run.path / role
+    several = None
+    if config.replicas > 1:
+        several = Gateways(int(number) - 1, gateway_finders(run), run.secrets["admin_token"], trusting(run))
     format = format_beside(run.tokenizer, tokenizer, run.config.chat.kept, tools_in_prompt=run.config.tools_in_prompt)
 
     def build(workers: Workers) -> web.Application:
@@ -65,16 +72,16 @@ def main(run: RunDirectory) -> None:
     tls = tls_context(config) if run.tls else None
     count = config.workers or (default_workers() if run.path.name.startswith("serve-") else 1)
     if count > 1:
-        with _listen(run) as listening:
-            run_workers(build, listening, directory, count, keepalive_s=config.idle_s, tls=tls)
+        with _listen(run, role) as listening:
+            run_workers(build, listening, directory, count, keepalive_s=config.idle_s, tls=tls, gateways=several)
         return
     move_sessions(directory, 1)
     web.run_app(
-        build(Workers()),
+        build(Workers(gateways=several)),
         host=run.host,
-        port=run.ports["gateway"],
+        port=run.ports[role],
         backlog=BACKLOG,
-        reuse_port=run.service_of is not None,  # `held_port` holds it for this process
+        reuse_port=run.service_of is not None,  # `held_port` holds that of the first one for this process
         access_log=None,
         print=None,
         shutdown_timeout=1.0,
@@ -88,8 +95,8 @@ def default_workers() -> int:
     return max(1, min(_MOST_WORKERS, len(os.sched_getaffinity(0)) // _CORES_PER_WORKER))
 
 
-def _listen(run: RunDirectory) -> socket.socket:
-    family, _, _, _, address = socket.getaddrinfo(run.host, run.ports["gateway"], type=socket.SOCK_STREAM)[0]
+def _listen(run: RunDirectory, role: str) -> socket.socket:
+    family, _, _, _, address = socket.getaddrinfo(run.host, run.ports[role], type=socket.SOCK_STREAM)[0]
     reuse = run.service_of is not None  # `held_port` holds it for this process
     return socket.create_server(address[:2], family=family, backlog=BACKLOG, reuse_port=reuse)
 

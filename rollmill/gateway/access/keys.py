@@ -39,6 +39,7 @@ from rollmill.trajectories.tables import keys
 
 log = logging.getLogger(__name__)
 SCOPES = ("rollout", "production", "feedback", "read", "engine", "admin")
+SESSION_KEY = "rm-"  # begins the keys of sessions: see sessions/registry.py
 _PREFIX = "rmk-"
 _ID = re.compile(r"[0-9a-f]{8}")
 _MOST_UNKNOWN = 10_000  # ids that are remembered as unknown

@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from rollmill.chat.format import Message
+from rollmill.gateway.access.keys import SESSION_KEY
 from rollmill.gateway.recording.entries import LogEntry, decode_turn, read_entries
 from rollmill.gateway.recording.recorder import LOG_NAME
 from rollmill.gateway.sessions.segments import OpenSegment, Turn
@@ -27,7 +28,6 @@ from rollmill.gateway.workers import log_directories
 from rollmill.types import Trajectory
 
 LIVE = "live-"  # the ids of production sessions that no one opened: requests began them
-_KEY_PREFIX = "rm-"
 _MOST_HISTORIES = 200_000  # digests of conversations, about 40 MB; the oldest are forgotten
 _PRODUCTION = "production"  # id of the run's own production key
 
@@ -91,7 +91,7 @@ class Registry:
 
     def key(self, trajectory: str) -> str:
         proof = hmac.new(self._secret, f"session {trajectory}".encode(), hashlib.sha256).hexdigest()[:40]
-        return f"{_KEY_PREFIX}{trajectory}-{proof}"
+        return f"{SESSION_KEY}{trajectory}-{proof}"
 
     def by_key(self, key: str) -> Session | None:
         """The open session of a key. A key becomes invalid when its session is sealed or given up."""
@@ -213,7 +213,7 @@ def _read_from(directory: Path, trajectory: str) -> Trajectory | None:
 
 def session_in(key: str) -> str | None:
     """The session that a key says it belongs to; None if it is no key of a session."""
-    return key.removeprefix(_KEY_PREFIX).rpartition("-")[0] or None if key.startswith(_KEY_PREFIX) else None
+    return key.removeprefix(SESSION_KEY).rpartition("-")[0] or None if key.startswith(SESSION_KEY) else None
 
 
 def key_id_of(provenance: Mapping[str, Any]) -> str:

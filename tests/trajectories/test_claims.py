@@ -1,0 +1,65 @@
+"""Several dispatchers and one ledger: no group is started twice, and none is left when its dispatcher dies."""
+
+from __future__ import annotations
+
+from concurrent.futures import ThreadPoolExecutor
+
+import pytest
+import sqlalchemy as sa
+
+from rollmill.errors import TrajectoryError
+from rollmill.trajectories.claims import Claims
+from rollmill.trajectories.ledger import Ledger
+from rollmill.trajectories.pace import Pace
+from rollmill.trajectories.store import TrajectoryStore
+from rollmill.types import Reward
+
+PACE = Pace(1000, 1, 0)
+
+
+def start(ledger: Ledger, index: int, holder: str | None) -> int | None:
+    return ledger.start_group(f"g-{index}", "task", 1, pace=PACE, ids=[f"g-{index}-0"], holder=holder)
+
+
+def test_each_group_has_one_holder_among_many_that_want_it(engine: sa.Engine, ledger: Ledger) -> None:
+    def work(holder: str) -> list[int]:
+        own, won = Ledger(engine, "run"), []
+        while (index := own.groups_started()) < 30:
+            if start(own, index, holder) is not None:
+                won.append(index)
+        return won
+
+    with ThreadPoolExecutor(3) as pool:
+        won = list(pool.map(work, ("dispatcher", "dispatcher-2", "dispatcher-3")))
+    assert sorted(index for mine in won for index in mine) == list(range(ledger.groups_started()))
+    assert ledger.groups_started() >= 30 and ledger.counts()["admitted"] == ledger.groups_started()
+
+
+def test_a_group_is_taken_over_when_its_holder_has_no_lease(
+    engine: sa.Engine, ledger: Ledger, store: TrajectoryStore
+) -> None:
+    first, second = Claims(engine, "run", "dispatcher"), Claims(engine, "run", "dispatcher-2", lease_s=-1.0)
+    assert start(ledger, 9, None) == 0  # of a release without claims: whoever comes first takes it
+    first.hold()
+    assert first.take_over(own=True) == ["g-9"] and first.take_over() == []
+    second.hold()  # its lease has expired at once
+    assert start(ledger, 0, "dispatcher-2") == start(ledger, 1, "dispatcher-2") == 0
+    assert start(ledger, 0, "dispatcher") is None, "another one has it"
+    assert start(ledger, 0, "dispatcher-2") == 0, "the reply was lost"
+    store.finish("g-1-0", "p", None, tokens=1, sampled_tokens=1, segments=1)
+    store.grade("g-1-0", Reward(1.0))
+    ledger.group_ready("g-1")
+    assert not second.renew(), "it is too late"
+    assert first.take_over() == ["g-0"] and first.take_over() == []
+    assert first.renew()
+
+    again = Claims(engine, "run", "dispatcher")  # its process was started again
+    again.hold()
+    assert not first.renew() and again.renew()
+    assert again.take_over() == [] and again.take_over(own=True) == ["g-9", "g-0"]
+    # another run, or another stage, is another ledger
+    other = Claims(engine, "other", "dispatcher")
+    other.hold()
+    assert other.take_over(own=True) == [] and again.renew()
+    with pytest.raises(TrajectoryError, match="already exists"):  # a trajectory of this name, in no group of this name
+        ledger.start_group("new", "task", 1, pace=PACE, ids=["g-0-0"], holder="dispatcher")
