@@ -432,6 +432,16 @@ EVENTS: Mapping[str, Event] = {
         seconds="seconds since it was needed",
         late="whether that is more than lending.return_s",
     ),
+    "balance": _event(
+        "How many engines would keep trainer and engines busy. Said when that changes, with the reason.",
+        before="how many engines the home region has",
+        engines="how many it should have",
+        waits="share of the time that the trainer waited for groups",
+        idle="share of the time that engines had no request",
+        filled="share of the places in the batches of busy engines that were used",
+        reason="why, in words",
+        done='whether the run has as many from now on: `balance.scale = "auto"`',
+    ),
     "takeover": _event(
         "A dispatcher plays the groups of another one that has no lease any more.",
         dispatcher="the one that plays them now",

@@ -70,6 +70,8 @@ def status(directory: Directory) -> None:
     """
     from rich.console import Console
 
+    from rollmill.cluster.balance import describe
+    from rollmill.cluster.balancing import read_decisions
     from rollmill.cluster.run import RunDirectory
     from rollmill.cluster.state import bytes_of, state_of
 
@@ -82,6 +84,8 @@ def status(directory: Directory) -> None:
     table.add_row("held-out solve rate", state.result or "not evaluated yet")
     for name, by in state.processes.items():
         table.add_row(name, by)
+    if decisions := read_decisions(run):
+        table.add_row("balance", describe(decisions[-1]))
     table.add_row("age, size", f"{_age(state.age_s)}, {_size(bytes_of(run.path))}")
     for name in ("report.html", "logs"):
         if (run.path / name).exists():

@@ -7,11 +7,13 @@ learns from rollouts    trainer, engines on the stage's line, gateway and dispat
 
 from __future__ import annotations
 
+import contextlib
 import signal
 import time
 from collections.abc import Callable
 
 from rollmill import telemetry
+from rollmill.cluster.balancing import Balance
 from rollmill.cluster.launcher import Cluster, Launcher
 from rollmill.cluster.launchers.local import LocalLauncher, terminable
 from rollmill.cluster.lock import exclusive
@@ -79,7 +81,8 @@ def _drive_stage(run: RunDirectory, stage: StageSection, trained: bool, launcher
             _start_trainer(launcher, stage)
         for role in run.config.dispatchers:
             launcher.start(role, stage.name)
-        _until_ended(launcher, "dispatcher", tick)
+        with Balance(run, stage) if plays and not trained else contextlib.nullcontext():
+            _until_ended(launcher, "dispatcher", tick)
 
 
 def follow(run: RunDirectory) -> None:

@@ -10,6 +10,7 @@ from typing import Any, Literal
 from pydantic import Field, model_validator
 
 from rollmill.chat.config import ChatConfig
+from rollmill.cluster.balance import BalanceConfig
 from rollmill.cluster.launcher import ClusterSection
 from rollmill.cluster.paths import with_absolute_paths
 from rollmill.cluster.shape import model_of_checkpoint, shortened
@@ -159,6 +160,9 @@ class RunConfig(Config):
         description="The engines: what they are, how many, in which region, on which devices.",
     )
     engine: EngineConfig = Field(EngineConfig(), description="Settings of every embedded engine.")
+    balance: BalanceConfig = Field(
+        BalanceConfig(), description="How many engines there are for the trainer: advice, or done by itself."
+    )
     gateway: GatewayConfig = Field(GatewayConfig(), description="The gateway before the engines.")
     lending: LendingConfig | None = Field(
         None,

@@ -204,10 +204,10 @@ class Dispatcher:
 
     async def _recover(self, groups: asyncio.TaskGroup) -> int:
         """Resume the groups that an earlier dispatcher left running. Returns how many groups the run has started."""
-        mine = None
-        if self._claims is not None:
-            await asyncio.to_thread(self._claims.hold)
-            mine = set(await asyncio.to_thread(lambda: self._claims.take_over(own=True)))
+        claims, mine = self._claims, None
+        if claims is not None:
+            await asyncio.to_thread(claims.hold)
+            mine = set(await asyncio.to_thread(claims.take_over, own=True))
         await self._resume(mine, groups)
         return await asyncio.to_thread(self._ledger.groups_started)
 

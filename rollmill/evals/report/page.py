@@ -191,8 +191,18 @@ def incidents(run: RunEvents) -> Markup:
         f"{event.get('target')} was started again after exit code {event.get('exit_code')}" for event in run.restarts
     ]
     lines += [str(event.get("text")) for event in run.all if event["kind"] == "warning"]
+    lines += [
+        f"balance: {event.get('before')} → {event.get('engines')} engines"
+        f"{'' if event.get('done') else ' would be better'}: {event.get('reason')}"
+        for event in run.all
+        if event["kind"] == "balance" and event.get("before") != event.get("engines")
+    ]
     listed = tag("ul", [tag("li", line[:300]) for line in lines[:100]], class_="incidents") if lines else ""
-    return sections.section("What went wrong, and was mended", "Restarts and warnings, in order.", listed)
+    return sections.section(
+        "What went wrong, and was mended",
+        "Restarts and warnings, in order, and changes of the number of engines.",
+        listed,
+    )
 
 
 def every_figure(summary: Mapping[str, Any]) -> Markup:

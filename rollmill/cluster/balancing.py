@@ -1,0 +1,124 @@
+"""Watches the balance of a run while it learns from rollouts, records what balance.py decides, and does it if asked to.
+
+Every decision is a `balance` event and an entry of the object cluster/balance.json, which `rollmill status` shows from
+any host. With `balance.scale = "auto"` the number is asked for as `rollmill scale` does (scale.py): the supervisor
+starts and stops engines. A decision that cannot be done, because there are too few GPUs, says so.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import json
+import threading
+import time
+import urllib.request
+from collections.abc import Mapping
+from dataclasses import replace
+from typing import Any
+
+from rollmill import telemetry
+from rollmill.cluster.addresses import gateway_finders
+from rollmill.cluster.balance import LOOK_S, Balancer, Sample
+from rollmill.cluster.run import RunDirectory
+from rollmill.cluster.scale import ask_scale, read_scale, scaled
+from rollmill.cluster.trust import trusting
+from rollmill.errors import ConfigError, StorageError
+from rollmill.kinds import build
+from rollmill.storage.database import open_database
+from rollmill.storage.objects import Objects
+from rollmill.training.stage import StageSection
+from rollmill.trajectories.ledger import Ledger
+from rollmill.types import GroupState
+
+KEY = "cluster/balance.json"
+MOST_KEPT = 100  # decisions in the store
+
+
+class Balance(contextlib.AbstractContextManager["Balance"]):
+    """The balancer of a stage while it learns from rollouts: a thread of the supervisor. It never raises: a run without
+    advice goes on."""
+
+    def __init__(self, run: RunDirectory, stage: StageSection) -> None:
+        elsewhere = build(run.config.cluster).elsewhere
+        self._run = replace(run, ports={}) if elsewhere else run  # where the gateways are, is in the store then
+        self._stage, self._config = stage, run.config.balance
+        self._stop = threading.Event()
+        self._thread = threading.Thread(target=self._follow, daemon=True, name="balance")
+
+    def __enter__(self) -> Balance:
+        if self._config.scale != "off":
+            self._thread.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._stop.set()
+        if self._thread.is_alive():
+            self._thread.join(2 * LOOK_S)
+
+    def _follow(self) -> None:
+        balancer, region = Balancer(self._config, self._run.config.engine.max_batch), self._run.config.regions[0]
+        while not self._stop.wait(LOOK_S):
+            with contextlib.suppress(StorageError, ConfigError, OSError, ValueError, LookupError, TypeError):
+                sample = self.look()
+                if sample is None:
+                    continue
+                now = scaled(self._run, read_scale(self._run)).config.engine_specs
+                decided = balancer.add(sample, sum(spec.region == region for spec in now))
+                if decided is not None:
+                    self._record(decided)
+
+    @functools.cached_property
+    def _ledger(self) -> Ledger:
+        return Ledger(open_database(self._run.database_url), self._run.stage_key(self._stage))
+
+    def look(self) -> Sample | None:
+        """What trainer and engines do now; None before the first group and after the last step."""
+        ledger = self._ledger
+        if ledger.committed() >= self._stage.steps or not ledger.groups_started():
+            return None
+        engines = _health(self._run)["engines"]
+        ours = [each for each in engines if each["region"] == self._run.config.regions[0] and each["alive"]]
+        return Sample(bool(ledger.groups(GroupState.leased)), [int(each["queued"]) for each in ours])
+
+    def _record(self, decided: Mapping[str, Any]) -> None:
+        done = self._config.scale == "auto" and decided["engines"] != decided["before"]
+        told = {**decided, "done": done}
+        if done:
+            try:
+                ask_scale(self._run, [f"engines={self._count(decided)}"])
+            except ConfigError as error:  # there are too few GPUs
+                told |= {"done": False, "reason": f"{decided['reason']}; not done: {error.message}"}
+        telemetry.emit("balance", **told)
+        objects = Objects.open(self._run.home_store)
+        kept = [*read_decisions(self._run), {"at": time.time(), **told}][-MOST_KEPT:]
+        objects.put(KEY, json.dumps(kept).encode())
+
+    def _count(self, decided: Mapping[str, Any]) -> int:
+        """What the first table of the home region gets: other tables of it keep their number."""
+        tables = [table for table in self._run.config.engines if table.region == self._run.config.regions[0]]
+        return max(1, int(decided["engines"]) - sum(table.count for table in tables[1:]))
+
+
+def read_decisions(run: RunDirectory) -> list[dict[str, Any]]:
+    """What was decided, oldest first; empty if nothing was, or if the store does not answer."""
+    home = run.existing_home()
+    try:
+        tree = json.loads(home.get(KEY)) if home is not None and home.head(KEY) is not None else []
+        return [dict(each) for each in tree]
+    except (StorageError, ValueError, TypeError, RecursionError):
+        return []
+
+
+def _health(run: RunDirectory) -> dict[str, Any]:
+    """What the first gateway that answers says about itself and the engines. Raises OSError if none does."""
+    problem: Exception = ConnectionError("no gateway has said where it is")
+    for find in gateway_finders(run):
+        if (url := find()) is None:
+            continue
+        try:
+            with urllib.request.urlopen(f"{url}/health", timeout=LOOK_S, context=trusting(run)) as response:  # noqa: S310
+                return dict(json.loads(response.read()))
+        except (OSError, ValueError) as error:  # 503 too: no engine is alive
+            problem = error
+    raise ConnectionError(str(problem))

@@ -1,0 +1,131 @@
+"""The balance: what is decided from shares of the time, and that the run follows."""
+
+from __future__ import annotations
+
+import json
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from http.server import BaseHTTPRequestHandler, HTTPServer
+from typing import Any
+
+import pytest
+
+from rollmill import telemetry
+from rollmill.cluster.balance import BalanceConfig, Balancer, Sample, Shares, decide, describe
+from rollmill.cluster.balancing import Balance, read_decisions
+from rollmill.cluster.run import RunDirectory
+from rollmill.cluster.scale import read_scale
+from rollmill.storage.database import open_database
+from rollmill.trajectories.ledger import Ledger
+from rollmill.trajectories.pace import Pace
+
+CONFIG = BalanceConfig(least=1, most=8)
+
+
+@pytest.mark.parametrize(
+    ("shares", "engines", "wanted", "said"),
+    [
+        (Shares(0.5, 0.0, 0.9), 2, 4, "more engines keep the trainer busy"),
+        (Shares(0.9, 0.0, 0.9), 2, 4, "more engines"),  # at most twice as many at once
+        (Shares(0.5, 0.0, 0.9), 8, 8, "balance.most is 8"),
+        (Shares(0.5, 0.0, 0.1), 2, 2, "batches are 10% full"),
+        (Shares(0.0, 0.6, 0.9), 4, 2, "fewer engines are enough"),
+        (Shares(0.0, 0.9, 0.9), 8, 4, "fewer engines"),  # at least half as many
+        (Shares(0.0, 0.9, 0.9), 1, 1, "in balance"),
+        (Shares(0.5, 0.6, 0.9), 4, 4, "rollouts themselves are slow"),
+        (Shares(0.05, 0.2, 0.9), 4, 4, "in balance"),
+        (Shares(1.0, 0.0, 1.0), 1, 2, "more engines"),
+        (Shares(0.0, 1.0, 0.0), 4, 2, "fewer engines"),
+    ],
+)
+def test_decisions(shares: Shares, engines: int, wanted: int, said: str) -> None:
+    decision = decide(shares, engines, CONFIG)
+    assert decision.engines == wanted and said in decision.reason, decision
+
+
+def test_a_decision_needs_a_window_and_is_said_once() -> None:
+    balancer = Balancer(BalanceConfig(window_s=4), capacity=8)
+    busy, starved = Sample(True, [8, 8]), Sample(False, [8, 8])
+    assert [balancer.add(busy, 2) for _ in range(3)] == [None] * 3
+    told = balancer.add(busy, 2)
+    assert told is not None and told["engines"] == 2 and "in balance" in told["reason"]
+    assert all(balancer.add(busy, 2) is None for _ in range(20))
+    changes = [told for _ in range(20) if (told := balancer.add(starved, 2)) is not None]
+    assert changes[0]["before"] == 2 and changes[0]["engines"] > 2 and changes[0]["waits"] > 0
+    assert balancer.add(starved, 4) is None  # two of the four engines are not there yet
+
+
+def simulate(config: BalanceConfig, seconds: int, sampling_s: Any) -> Iterator[tuple[int, bool, int]]:
+    """A simulated load. A trainer takes 10 s per step of 16 groups. An engine makes one group per `sampling_s(now)`
+    seconds while fewer than 32 groups are there. New engines join after 20 s. Yields (second, computes, engines)."""
+    balancer, engines, joining, groups, left = Balancer(config, capacity=8), 1, 0, 0.0, 0
+    for now in range(seconds):
+        room = groups < 32
+        groups += engines / sampling_s(now) if room else 0.0
+        if left == 0 and groups >= 16:
+            groups, left = groups - 16, 10
+        computes, left = left > 0, max(0, left - 1)
+        queued = [8 if room else 0] * (engines if joining == 0 else 0)
+        joining = max(0, joining - 1)
+        told = balancer.add(Sample(computes, queued), engines)
+        if told is not None and told["engines"] != engines:
+            engines, joining = told["engines"], 20
+        yield now, computes, engines
+
+
+def test_the_number_of_engines_follows_a_simulated_load_that_shifts() -> None:
+    """SIMULATED: groups take 2 s of an engine, then 5 s, then 1 s. In balance are 3.2, 8 and 1.6 engines."""
+    config = BalanceConfig(window_s=60, most=12)
+    run = list(simulate(config, 3000, lambda now: 2.0 if now < 1000 else 5.0 if now < 2000 else 1.0))
+    for start, end, fewest, most in ((500, 1000, 3, 5), (1500, 2000, 8, 11), (2700, 3000, 2, 3)):
+        stretch = run[start:end]
+        assert all(fewest <= engines <= most for _, _, engines in stretch), {engines for _, _, engines in stretch}
+        assert sum(computes for _, computes, _ in stretch) > 0.8 * len(stretch)
+    assert len({engines for _, _, engines in run}) <= 8  # it does not swing
+
+
+@contextmanager
+def health(port: int, tree: Any) -> Iterator[None]:
+    """A stand-in for the gateway that only says what its engines do."""
+
+    class Handler(BaseHTTPRequestHandler):
+        def do_GET(self) -> None:
+            self.send_response(200)
+            self.end_headers()
+            self.wfile.write(json.dumps(tree).encode())
+
+        def log_message(self, *_: object) -> None: ...
+
+    with HTTPServer(("127.0.0.1", port), Handler) as server:
+        threading.Thread(target=server.serve_forever, daemon=True).start()
+        yield
+        server.shutdown()
+
+
+@pytest.mark.parametrize("mode", ["auto", "advise", "off"])
+def test_a_run_does_what_was_decided_if_it_may_and_keeps_the_reason(
+    make_run: Callable[..., RunDirectory], monkeypatch: pytest.MonkeyPatch, mode: str
+) -> None:
+    monkeypatch.setattr("rollmill.cluster.balancing.LOOK_S", 0.01)
+    run = make_run(f"balance.scale={mode}", "balance.window_s=0.1", "balance.most=2")
+    stage = run.config.stages[-1]
+    telemetry.open_events(run.events, "supervisor")
+    ledger = Ledger(open_database(run.database_url), run.stage_key(stage))
+    full = run.config.engine.max_batch
+    engine = {"region": "home", "alive": True, "queued": full}
+    engines = [engine, {**engine, "region": "away"}, {**engine, "alive": False}]
+    with health(run.ports["gateway"], {"engines": engines}), Balance(run, stage) as balance:
+        assert balance.look() is None  # no group yet
+        ledger.start_group("g", "task", 1, pace=Pace(4, 1, 0), ids=["g-0"])
+        assert balance.look() == Sample(False, [full])
+        while mode != "off" and not read_decisions(run):
+            time.sleep(0.01)
+    decided = [describe(each) for each in read_decisions(run)]
+    events = [event for event in telemetry.read_events(run.events) if event["kind"] == "balance"]
+    assert [event["engines"] for event in events[:1]] == ([] if mode == "off" else [2])
+    assert read_scale(run) == ({"home": 2} if mode == "auto" else {})
+    if mode != "off":
+        word = "(done)" if mode == "auto" else "(advice)"
+        assert decided[0].startswith(f"1 → 2 engines {word}: the trainer waits 100% of the time")
