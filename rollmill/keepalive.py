@@ -11,6 +11,8 @@ from typing import Any
 
 import aiohttp
 
+from rollmill.tls import own_context
+
 _IDLE_S, _INTERVAL_S, _PROBES = 15, 5, 3
 # per option the names that systems have for it; one that the system does not know is left out
 _OPTIONS = (
@@ -22,8 +24,10 @@ _OPTIONS = (
 
 
 def keepalive_connector(**settings: Any) -> aiohttp.TCPConnector:
-    """A connector for any number of connections. `settings` are those of TCPConnector."""
-    return aiohttp.TCPConnector(limit=0, socket_factory=_open_socket, **settings)
+    """A connector for any number of connections. `settings` are those of TCPConnector. HTTPS: see tls.py."""
+    return aiohttp.TCPConnector(
+        **{"limit": 0, "socket_factory": _open_socket, "ssl": own_context() or True, **settings}
+    )
 
 
 def _open_socket(address: tuple[Any, ...]) -> socket.socket:

@@ -31,6 +31,7 @@ SKIPPED = {".git", ".venv", ".venv-vllm", "runs", "build", "dist", "__pycache__"
 # Imports go downwards only: a module may import from strictly lower rows, and from its own package.
 LAYERS = (
     ("errors",),
+    ("tls",),
     ("backoff", "strict", "keepalive", "histogram", "signals"),
     ("types",),
     ("config",),

@@ -137,7 +137,6 @@ def serve(
     E2B_SANDBOX_URL set to the URL, and E2B_API_KEY set to the key. Images are those that were built on this host.
     """
     import os
-    import ssl
 
     from aiohttp import web
 
@@ -146,6 +145,7 @@ def serve(
     from rollmill.environments.sections import MachineSection
     from rollmill.errors import ConfigError
     from rollmill.kinds import build
+    from rollmill.tls import server_context
 
     key = os.environ.get("ROLLMILL_MACHINES_KEY", "")
     if len(key) < 16:
@@ -155,8 +155,7 @@ def serve(
         )
     tls = None
     if tls_cert is not None:
-        tls = ssl.create_default_context(ssl.Purpose.CLIENT_AUTH)
-        tls.load_cert_chain(tls_cert, tls_key)
+        tls = server_context(str(tls_cert), str(tls_key) if tls_key else None, "--tls-cert")
 
     async def application() -> web.Application:
         machines = build(MachineSection.model_validate({"kind": kind, "image_store": image_store}))

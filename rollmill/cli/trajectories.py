@@ -265,6 +265,7 @@ async def _forget_open(run: RunDirectory, user: str) -> int:
     from rollmill.rollouts.client import GatewayClient
     from rollmill.storage.database import open_database
     from rollmill.storage.objects import Objects
+    from rollmill.tls import trust
     from rollmill.trajectories.store import TrajectoryStore
 
     logs = [log for log in run.session_logs if log.exists()]
@@ -275,6 +276,8 @@ async def _forget_open(run: RunDirectory, user: str) -> int:
     try:
         return sum([await forget_in_log(log, run.secrets["admin_token"], user, store, objects) for log in logs])
     except GatewayError:  # they run, and ask each other
+        if run.config.tls is not None:
+            trust(run.config.tls.ca)
         async with GatewayClient(run.url("gateway"), run.secrets["admin_token"], patience_s=10.0) as gateway:
             return int((await gateway.forget(user))["open"])
 

@@ -18,7 +18,7 @@ from rollmill.environments.task import TaskSet
 from rollmill.errors import ConfigError
 from rollmill.kinds import build
 from rollmill.rollouts.config import check_reward_times
-from rollmill.storage.probe import check_store
+from rollmill.storage.probe import check_database, check_store
 from rollmill.training.stage import RolloutSettings
 from rollmill.types import Version
 from rollmill.weights.files.companions import kept_companions
@@ -39,6 +39,8 @@ def check_here(config: RunConfig) -> None:
 
     if config.store is not None:
         check_store(config.store)
+    if config.database is not None and not config.database.startswith("sqlite"):
+        check_database(config.database)
     if config.device == "cuda":  # the others are always there, and importing torch takes seconds
         from rollmill.models.device import choose_device
 

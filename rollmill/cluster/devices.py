@@ -42,7 +42,8 @@ def give_out(
         needed = [f"{count} for {role}" for role, count in {"trainer": ranks, **own}.items() if count]
         raise ConfigError(
             f"the run needs {ranks + sum(own.values())} GPUs ({', '.join(needed)}), but this host has {len(gpus)}",
-            hint="lower `ranks` of the stages, or `count` or `gpus` of [[engines]]; without `gpus` engines share",
+            hint="lower `ranks` of the stages (with --resume too: `ranks=N`), or `count` or `gpus` of [[engines]]; "
+            "without `gpus` engines share",
         )
     held = held or {}
     given = {"trainer": list(gpus[:ranks])} if trains else {}

@@ -1,4 +1,8 @@
-"""Adds steps to the last stage of a run: `rollmill train --resume RUN steps=64`.
+"""What a run may change when it is resumed: `rollmill train --resume RUN steps=64 ranks=2`.
+
+`steps` adds steps to the last stage. `ranks`, `expert_parallel` and `context_parallel` are those of every stage: the
+trainer goes on from its checkpoint on fewer or more ranks. Sums are then made in another order, so a step that runs
+again may give other bits; it goes on in a new line then, which names its parent.
 
 Recorded steps keep their learning rates, so steps that run again give the same bits although the schedule is now over
 more steps (rollmill/training/objectives/rl.py). The evaluation after training is made again for the new last version.
@@ -17,20 +21,29 @@ from rollmill.config import override_config
 from rollmill.errors import ConfigError
 from rollmill.kinds import build
 
+ELASTIC = ("ranks", "expert_parallel", "context_parallel")
+
 
 def extend(run: RunDirectory, overrides: Sequence[str]) -> RunDirectory:
-    """The run with more steps in its last stage, written to its run.json. Raises ConfigError for anything else."""
+    """The run with more steps in its last stage, or on other ranks, written to its run.json. Raises ConfigError for
+    anything else."""
     if not overrides:
         return run
     last = run.config.stages[-1] if run.config.stages else None
     name = f"stages.{last.name if last else ''}.steps"
-    others = [key for override in overrides if (key := override.partition("=")[0]) not in ("steps", name)]
+    allowed = ("steps", name, *ELASTIC)
+    others = [key for override in overrides if (key := override.partition("=")[0]) not in allowed]
     if others or last is None:
         raise ConfigError(
-            f"--resume can change the `steps` of the last stage only, not `{others[0] if others else 'steps'}`",
+            f"--resume can change the `steps` of the last stage only, and `ranks`, not "
+            f"`{others[0] if others else 'steps'}`",
             hint=f"`rollmill train RUN.toml --from {run.path} VERSION` starts a new run from a version of this one",
         )
-    full = [f"{name}={override.partition('=')[2]}" for override in overrides]
+    full = []
+    for override in overrides:
+        key, _, value = override.partition("=")
+        names = [f"stages.{stage.name}.training.{key}" for stage in run.config.stages] if key in ELASTIC else [name]
+        full += [f"{each}={value}" for each in names]
     config = override_config(RunConfig, run.config.model_dump(mode="json"), full, "the command line")
     steps = config.stages[-1].steps
     if steps < last.steps:
@@ -38,24 +51,24 @@ def extend(run: RunDirectory, overrides: Sequence[str]) -> RunDirectory:
             f"steps is {steps}, but stage {last.name!r} already has {last.steps}: --resume can only add steps",
             hint=f"leave it out to continue up to step {last.steps}",
         )
-    if steps == last.steps:
+    if config.stages == run.config.stages:
         return run
     if outside_rank() > 0:
-        return _wait_for(run, steps)
+        return _wait_for(run, config)
     cluster: Cluster = build(run.config.cluster)
     if cluster.elsewhere and (by := cluster.collect(run)) is not None:
-        raise ConfigError(f"{run.path} is in use: {by}", hint=f"`rollmill stop {run.path}` stops it; then add steps")
+        raise ConfigError(f"{run.path} is in use: {by}", hint=f"`rollmill stop {run.path}` stops it; then change it")
     with exclusive(run.path, "supervisor", patience_s=5.0):
         return run.rewrite(config)
 
 
-def _wait_for(run: RunDirectory, steps: int) -> RunDirectory:
+def _wait_for(run: RunDirectory, config: RunConfig) -> RunDirectory:
     """Rank 0 writes run.json; the other ranks read it."""
     deadline = time.monotonic() + PATIENCE_S
-    while (found := RunDirectory.open(run.path)).config.stages[-1].steps != steps:
+    while (found := RunDirectory.open(run.path)).config.stages != config.stages:
         if time.monotonic() > deadline:
             raise ConfigError(
-                f"rank 0 has not added steps to {run.path} after {PATIENCE_S:.0f} s",
+                f"rank 0 has not changed {run.path} after {PATIENCE_S:.0f} s",
                 hint="its output says why; all machines must see the same run directory",
             )
         time.sleep(0.1)

@@ -10,7 +10,7 @@ from rollmill.training.stage import StageSection
 
 
 def with_absolute_paths(tree: dict[str, Any]) -> dict[str, Any]:
-    """Paths in [[stages]], of the tokenizer and the chat template: relative ones start in `modules`."""
+    """Paths in [[stages]], of the tokenizer, the chat template and [tls]: relative ones start in `modules`."""
     directory = Path(tree["modules"]) if isinstance(tree.get("modules"), str) else Path.cwd()
     tokenizer, stages, chat = tree.get("tokenizer"), tree.get("stages"), tree.get("chat")
     if isinstance(stages, list):
@@ -19,4 +19,11 @@ def with_absolute_paths(tree: dict[str, Any]) -> dict[str, Any]:
         tree = {**tree, "tokenizer": str(directory.absolute() / Path(tokenizer).expanduser())}
     if isinstance(chat, dict) and isinstance(chat.get("template"), str):
         tree = {**tree, "chat": {**chat, "template": str(directory.absolute() / Path(chat["template"]).expanduser())}}
+    if isinstance(tls := tree.get("tls"), dict):
+        absolute = {
+            name: str(directory.absolute() / Path(path).expanduser())
+            for name, path in tls.items()
+            if isinstance(path, str)
+        }
+        tree = {**tree, "tls": {**tls, **absolute}}
     return tree

@@ -21,6 +21,7 @@ from rollmill.cluster.nursery import end_with_parent
 from rollmill.cluster.ranks import outside_rank
 from rollmill.cluster.run import RunDirectory
 from rollmill.errors import ConfigError, HarnessError, RollmillError, TaskError, TrainingError
+from rollmill.tls import trust
 
 FINAL_ERRORS = (ConfigError, HarnessError, TaskError, TrainingError)
 TRAINING = ("trainer",)  # roles that may have several ranks
@@ -33,6 +34,8 @@ def main(role: str, open_run: Callable[[], RunDirectory], *arguments: str) -> in
         run = open_run()
         kind, _, region = role.partition("-")
         assert kind in ROLES, f"no role {kind!r}"
+        if run.config.tls is not None:
+            trust(run.config.tls.ca)
         with contextlib.ExitStack() as held:
             # rank 0 writes the events and holds the lock for all ranks: the others do nothing without it
             if kind not in TRAINING or outside_rank() == 0:

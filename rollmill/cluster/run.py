@@ -188,12 +188,12 @@ class RunDirectory:
         gateway = role.partition("-")[0] == "gateway"
         anywhere = not gateway or self.host in ("0.0.0.0", "::")  # noqa: S104
         host = "127.0.0.1" if anywhere else self.host
-        scheme = "https" if gateway and self.tls else "http"
+        scheme = "https" if self.config.tls is not None or (gateway and self.tls_of_serve) else "http"
         return f"{scheme}://{f'[{host}]' if ':' in host else host}:{self.ports[role]}"
 
     @property
-    def tls(self) -> bool:
-        """Whether its gateway answers HTTPS: those of `rollmill serve`. Others are reached from this host only."""
+    def tls_of_serve(self) -> bool:
+        """Whether its gateway answers with `gateway.tls_cert`: that of `rollmill serve`."""
         return self.path.name.startswith("serve-") and self.config.gateway.tls_cert is not None
 
     @property

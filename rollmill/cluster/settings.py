@@ -55,6 +55,15 @@ class Start(Config):
         return Version(line, int(number))
 
 
+class TlsConfig(Config):
+    """TLS between the processes of a run: gateways, engines and the store answer HTTPS only. The files are at these
+    paths on every host."""
+
+    cert: str = Field(description="Certificate chain of this host, as PEM. It names the addresses of the host.")
+    key: str = Field(description="Private key of `cert`, as PEM, without password.")
+    ca: str = Field(description="CA that the processes trust beside those of the system, as PEM.")
+
+
 class RunConfig(Config):
     """Settings that several parts share. The settings of one part are in its section."""
 
@@ -119,6 +128,11 @@ class RunConfig(Config):
         pattern=r"^(s3|gs|az)://[^/?#]+(/[^?#]*)?$",
         description="Object store of weights, trajectories and results: s3://BUCKET/PREFIX, gs:// or az://. Runs may "
         "share it. Credentials come from the environment. Not set: a directory in the run directory.",
+    )
+    tls: TlsConfig | None = Field(
+        None,
+        description="Encrypts what the processes of the run say to each other, for runs on several hosts. Not set: "
+        "plain HTTP, which on one host stays on loopback.",
     )
     cluster: ClusterSection = Field(
         default={}, validate_default=True, description="Where the processes of the run live."

@@ -1,16 +1,24 @@
-"""TLS of a run's own gateway, as the processes of the run see it."""
+"""TLS of a run: what its servers show, and what its processes and commands trust."""
 
 from __future__ import annotations
 
 import ssl
 
 from rollmill.cluster.run import RunDirectory
+from rollmill.tls import client_context, server_context
+
+
+def server_tls(run: RunDirectory) -> ssl.SSLContext | None:
+    """What the servers of a run show on this host. None: they answer plain HTTP."""
+    tls = run.config.tls
+    return server_context(tls.cert, tls.key) if tls is not None else None
 
 
 def trusting(run: RunDirectory) -> ssl.SSLContext | None:
-    """Trusts the certificate of this gateway, whatever host it names. None: it answers plain HTTP."""
-    if not run.tls:
-        return None
-    context = ssl.create_default_context(cafile=run.config.gateway.tls_cert)
-    context.check_hostname = False
-    return context
+    """What a client of the run's gateways trusts. The certificate of `rollmill serve` is trusted itself, whatever host
+    it names: it is made for clients elsewhere. None: gateways answer plain HTTP."""
+    if run.tls_of_serve:
+        context = ssl.create_default_context(cafile=run.config.gateway.tls_cert)
+        context.check_hostname = False
+        return context
+    return client_context(run.config.tls.ca) if run.config.tls is not None else None

@@ -8,6 +8,7 @@ import hmac
 import json
 import math
 import signal
+import ssl
 from collections.abc import AsyncIterator, Awaitable, Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -261,11 +262,12 @@ def serve_engine(
     tokenizer: Path | None = None,
     kind: EngineKind | None = None,
     joining: Joining | None = None,
+    tls: ssl.SSLContext | None = None,
 ) -> None:
     """Serve an engine until SIGTERM or SIGINT. It follows `line` or `channel`, or stays at version `pinned` of `line`.
 
     With a `token`, requests must carry it as a bearer token. Without a `kind` it is the embedded engine. With
-    `joining` it registers at a gateway.
+    `joining` it registers at a gateway. With `tls` it answers HTTPS.
     """
     source: UpdateSource
     about = {"engine": name, "region": region}
@@ -282,7 +284,10 @@ def serve_engine(
         "name": {"version": f"{line}@{pinned}", "channel": channel, "line": line}[what],
         "context": min(model.max_context, config.cache_tokens),
     }
-    asyncio.run(_serve(kind or Embedded(), context, source, serves, host=host, port=port, token=token, joining=joining))
+    opened = _serve(
+        kind or Embedded(), context, source, serves, host=host, port=port, tls=tls, token=token, joining=joining
+    )
+    asyncio.run(opened)
 
 
 async def _serve(
@@ -293,6 +298,7 @@ async def _serve(
     *,
     host: str,
     port: int,
+    tls: ssl.SSLContext | None,
     token: str | None,
     joining: Joining | None,
 ) -> None:
@@ -301,10 +307,10 @@ async def _serve(
         asyncio.get_running_loop().add_signal_handler(number, stop.set)
     async with kind.open(context) as engine:
         follower = EngineFollower(engine, source, context.settings.poll_seconds)
-        async with serving(make_app(engine, follower, token, serves), host, port) as runner:
+        async with serving(make_app(engine, follower, token, serves), host, port, tls) as runner:
             works: list[Awaitable[Any]] = [stop.wait(), follower.run(), asyncio.wrap_future(engine.ended)]
             if joining is not None:
-                url = f"http://{host}:{runner.addresses[0][1]}"
+                url = f"http{'s' if tls else ''}://{host}:{runner.addresses[0][1]}"
                 works.append(keep_registered(joining, context.name, url, region=context.region, form=context.form))
             tasks = [asyncio.ensure_future(work) for work in works]
             done, pending = await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
@@ -316,12 +322,14 @@ async def _serve(
 
 
 @contextlib.asynccontextmanager
-async def serving(app: web.Application, host: str, port: int) -> AsyncIterator[web.AppRunner]:
+async def serving(
+    app: web.Application, host: str, port: int, tls: ssl.SSLContext | None = None
+) -> AsyncIterator[web.AppRunner]:
     """A listening server. A client that goes away cancels its handler, which frees the request's pages."""
     runner = web.AppRunner(app, handler_cancellation=True, access_log=None, shutdown_timeout=SHUTDOWN_SECONDS)
     await runner.setup()
     try:
-        await web.TCPSite(runner, host, port, backlog=BACKLOG).start()
+        await web.TCPSite(runner, host, port, backlog=BACKLOG, ssl_context=tls).start()
         yield runner
     finally:
         await runner.cleanup()

@@ -44,19 +44,32 @@ def open_database(url: str, *, read_only: bool = False) -> sa.Engine:
     Several processes may open the same database at once: one migrates, the others wait for it. A wrong URL fails here.
     With `read_only` the database itself refuses every write, and an older schema is an error.
     """
+    engine = _connect(url, read_only)
+    _migrate(engine, read_only)
+    return engine
+
+
+def clock_of(url: str) -> float:
+    """The time by the clock of a database, which stays as it is. Raises StorageError if it cannot be reached."""
+    engine = _connect(url, read_only=True)
+    try:
+        with reading(engine) as connection:
+            return float(connection.execute(sa.select(now())).scalar_one())
+    finally:
+        engine.dispose()
+
+
+def _connect(url: str, read_only: bool) -> sa.Engine:
     try:
         parsed = sa.make_url(url)
     except ArgumentError:
         # the URL may contain a password, so it is not repeated
         raise StorageError("the database URL is malformed", hint=_URL_HINT) from None
     if parsed.get_backend_name() == "sqlite":
-        engine = _open_sqlite(parsed, read_only=read_only)
-    elif parsed.get_backend_name() == "postgresql":
-        engine = _open_postgresql(parsed, read_only=read_only)
-    else:
-        raise StorageError(f"no support for databases of the kind {parsed.drivername!r}", hint=_URL_HINT)
-    _migrate(engine, read_only)
-    return engine
+        return _open_sqlite(parsed, read_only=read_only)
+    if parsed.get_backend_name() == "postgresql":
+        return _open_postgresql(parsed, read_only=read_only)
+    raise StorageError(f"no support for databases of the kind {parsed.drivername!r}", hint=_URL_HINT)
 
 
 def newest_revision() -> str:

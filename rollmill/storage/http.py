@@ -28,6 +28,7 @@ from rollmill.backoff import Backoff
 from rollmill.errors import ObjectMissing, StorageError
 from rollmill.storage.objects import PATIENCE_SECONDS, Stat
 from rollmill.strict import parse_json
+from rollmill.tls import own_context
 
 if TYPE_CHECKING:
     from aiohttp import web
@@ -161,10 +162,15 @@ class HttpBackend:
         self._url = url
         self._path = parts.path.rstrip("/")
         self._address = parts.hostname, parts.port
-        self._kind = http.client.HTTPSConnection if parts.scheme == "https" else http.client.HTTPConnection
+        self._tls = parts.scheme == "https"
         self._headers = {"Authorization": f"Bearer {token}"} if token else {}
         self._patience = patience
         self._idle: collections.deque[http.client.HTTPConnection] = collections.deque()  # its methods are atomic
+
+    def _connection(self, timeout: float) -> http.client.HTTPConnection:
+        if self._tls:
+            return http.client.HTTPSConnection(*self._address, timeout=timeout, context=own_context())
+        return http.client.HTTPConnection(*self._address, timeout=timeout)
 
     def get(self, key: str) -> bytes:
         return self._request("GET", key, f"/objects/{quote(key)}").body
@@ -264,7 +270,7 @@ class HttpBackend:
         try:
             connection = self._idle.pop()
         except IndexError:
-            connection = self._kind(*self._address, timeout=timeout)
+            connection = self._connection(timeout)
         kept = False
         try:
             if connection.sock is None:

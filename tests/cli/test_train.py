@@ -98,7 +98,9 @@ def test_only_steps_may_change_and_only_grow(rollmill: Callable[..., Told]) -> N
     run = RunDirectory.create(Path("runs"), load_config(RunConfig, MICRO, ["stages.rl.steps=5"]))
     before = (run.path / "run.json").read_text()
     told = rollmill("train", "--resume", run.path, "steps=9", "seed=3")
-    assert refused(told, "can change the `steps` of the last stage only, not `seed`", f"--from {run.path} VERSION")
+    assert refused(
+        told, "can change the `steps` of the last stage only, and `ranks`, not `seed`", f"--from {run.path} VERSION"
+    )
     told = rollmill("train", "--resume", run.path, "stages.midtrain.steps=900")
     assert refused(told, "not `stages.midtrain.steps`", "--from")
     assert refused(rollmill("train", "--resume", run.path, "stages.rl.steps=4"), "can only add steps", "up to step 5")
@@ -121,6 +123,11 @@ def test_a_run_is_extended_in_its_file(rollmill: Callable[..., Told], monkeypatc
     assert extended == replace(run, config=load_config(RunConfig, MICRO, ["stages.rl.steps=9"]))
     assert (run.path / "run.json").stat().st_mode & 0o777 == 0o600
     assert not list(run.path.glob(".run.json-*"))
+    # it goes on on other ranks, in every stage
+    assert rollmill("train", "--resume", run.path, "ranks=4", "expert_parallel=2").code == 130
+    trainings = [stage.training for stage in RunDirectory.open(run.path).config.stages]
+    assert {(each.ranks, each.expert_parallel) for each in trainings} == {(4, 2)} and len(trainings) > 1
+    assert refused(rollmill("train", "--resume", run.path, "ranks=3"), "must divide ranks (3)", "")
 
 
 def test_a_resumed_run_says_that_code_of_its_own_has_changed(

@@ -139,7 +139,11 @@ async def test_a_service_answers_https_with_a_certificate(tmp_path: Path) -> Non
     run = RunDirectory.create(tmp_path, config)
     [port] = free_ports(1)
     service = run.make_service("serve-1", "127.0.0.1", port)
-    assert (run.tls, service.tls, run.make_service("eval-1", "127.0.0.1", 1).tls) == (False, True, False)
+    assert (run.tls_of_serve, service.tls_of_serve, run.make_service("eval-1", "127.0.0.1", 1).tls_of_serve) == (
+        False,
+        True,
+        False,
+    )
     with pytest.raises(ConfigError, match="tls_cert"):
         tls_context(config.gateway)
     write_certificate(tmp_path)

@@ -9,7 +9,7 @@ from __future__ import annotations
 from rollmill.cluster.addresses import any_gateway
 from rollmill.cluster.prepare import need_tokenizer
 from rollmill.cluster.run import RunDirectory
-from rollmill.cluster.trust import trusting
+from rollmill.cluster.trust import server_tls, trusting
 from rollmill.inference.joining import Joining
 from rollmill.inference.server import serve_engine
 from rollmill.kinds import build
@@ -44,6 +44,7 @@ def main(run: RunDirectory, engine_name: str, kind: str, name: str, form: str) -
         device="cpu" if spec.section.gpus == 0 else run.config.device,
         form=form,
         exact=run.config.numerics == "exact",
+        tls=server_tls(run),
         token=run.secrets["engine_token"],
         tokenizer=need_tokenizer(run),
         kind=build(spec.section),

@@ -16,9 +16,8 @@ from rollmill.chat.tokenizer import Tokenizer
 from rollmill.cluster.addresses import announce_gateway, gateway_finders
 from rollmill.cluster.prepare import need_tokenizer
 from rollmill.cluster.run import CANARY, RunDirectory
-from rollmill.cluster.trust import trusting
+from rollmill.cluster.trust import server_tls, trusting
 from rollmill.cluster.workers import BACKLOG, run_workers
-from rollmill.errors import ConfigError
 from rollmill.gateway.access.keys import KeyStore
 from rollmill.gateway.app import make_app
 from rollmill.gateway.config import GatewayConfig
@@ -29,6 +28,7 @@ from rollmill.gateway.routing.splits import SplitStore
 from rollmill.gateway.workers import Workers
 from rollmill.storage.database import open_database
 from rollmill.storage.objects import Objects
+from rollmill.tls import server_context
 from rollmill.trajectories.store import TrajectoryStore
 
 _OPEN_FILES = 1 << 16  # a stream takes two: its client and its engine
@@ -69,7 +69,7 @@ def main(run: RunDirectory, number: str = "1") -> None:
         prepare_process()
         return app
 
-    tls = tls_context(config) if run.tls else None
+    tls = tls_context(config) if run.tls_of_serve else server_tls(run)
     count = config.workers or (default_workers() if run.path.name.startswith("serve-") else 1)
     if count > 1:
         with _listen(run, role) as listening:
@@ -116,12 +116,4 @@ def prepare_process() -> None:
 
 def tls_context(config: GatewayConfig) -> ssl.SSLContext:
     """The context of `tls_cert` and `tls_key`. Raises ConfigError if they cannot be used."""
-    context = ssl.create_default_context(ssl.Purpose.CLIENT_AUTH)
-    try:
-        context.load_cert_chain(str(config.tls_cert), config.tls_key)
-    except (OSError, ValueError) as error:
-        raise ConfigError(
-            f"gateway.tls_cert {config.tls_cert} cannot be used: {error}",
-            hint="both files in PEM format, without password",
-        ) from None
-    return context
+    return server_context(str(config.tls_cert), config.tls_key, "gateway.tls_cert")

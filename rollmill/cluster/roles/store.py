@@ -5,10 +5,19 @@ from __future__ import annotations
 from aiohttp import web
 
 from rollmill.cluster.run import RunDirectory
+from rollmill.cluster.trust import server_tls
 from rollmill.storage.http import object_app
 from rollmill.storage.objects import Objects
 
 
 def main(run: RunDirectory) -> None:
     app = object_app(Objects.open(run.home_store), run.secrets["store_token"])
-    web.run_app(app, host="127.0.0.1", port=run.ports["store"], access_log=None, print=None, shutdown_timeout=1.0)
+    web.run_app(
+        app,
+        host="127.0.0.1",
+        port=run.ports["store"],
+        access_log=None,
+        print=None,
+        shutdown_timeout=1.0,
+        ssl_context=server_tls(run),
+    )

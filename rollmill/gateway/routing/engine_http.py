@@ -20,6 +20,7 @@ from yarl import URL
 from rollmill.errors import EngineError
 from rollmill.gateway.wake import Wake
 from rollmill.keepalive import notice_lost_host
+from rollmill.tls import own_context
 
 _CONNECT_S = 5.0
 _IDLE_S = 60.0  # a kept connection is not used again after this time: engines close theirs after 75 s
@@ -70,7 +71,7 @@ class EngineConnections:
 
     async def connect(self, origin: _Origin) -> _Connection:
         if origin.tls and self._tls is None:
-            self._tls = ssl.create_default_context()
+            self._tls = own_context() or ssl.create_default_context()
         async with asyncio.timeout(_CONNECT_S):
             _, connection = await asyncio.get_running_loop().create_connection(
                 lambda: _Connection(self, origin), origin.host, origin.port, ssl=self._tls if origin.tls else None

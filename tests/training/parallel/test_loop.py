@@ -146,6 +146,21 @@ def test_one_rank_goes_on_where_two_stopped(prepared: Path, undisturbed: World, 
     assert world.ledger.committed() == STEPS and world.weights.lines() == ["main"]
 
 
+def test_two_ranks_go_on_where_one_stopped(prepared: Path, undisturbed: World, tmp_path: Path) -> None:
+    """More ranks than wrote the checkpoint: the versions so far keep their digests, and the rest is trained as ever."""
+    path = tmp_path / "world"
+    shutil.copytree(prepared, path)
+    alone = World(path)
+    alone.trainer().run(3)  # a checkpoint after step 2; step 3 is run again
+    before = alone.chain()
+    assert finish(start(path, {})) == [0] * RANKS
+    world = World(path)
+    assert world.ledger.committed() == STEPS and world.ledger.counts() == undisturbed.ledger.counts()
+    assert world.chain()[: len(before)] == before, "what is published stays"
+    lines = world.weights.lines()
+    assert lines in (["main"], ["main", "main.2"]), "the same line, or a named new one where bits differ"
+
+
 def test_a_reference_over_ranks(prepared: Path, tmp_path: Path) -> None:
     config = RLConfig(kl_factor=0.1, kl_form="k3", reference="main@0")
     found = []

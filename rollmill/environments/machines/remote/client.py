@@ -27,6 +27,7 @@ from rollmill.environments.machine import Capabilities, ExecResult, Order, Proce
 from rollmill.environments.machines.namespace import wire
 from rollmill.environments.placement import Place, Placement
 from rollmill.errors import ConfigError, MachineError, NoCapacity, TaskError
+from rollmill.keepalive import keepalive_connector
 
 _CAPABILITIES = TypeAdapter(Capabilities)
 _CONNECT_S = 5.0
@@ -100,9 +101,7 @@ class RemoteHost:
                 return
             timeout = aiohttp.ClientTimeout(total=None, sock_connect=_CONNECT_S)
             headers = {"Authorization": f"Bearer {self._key}"}
-            self._session = aiohttp.ClientSession(
-                timeout=timeout, headers=headers, connector=aiohttp.TCPConnector(limit=0)
-            )
+            self._session = aiohttp.ClientSession(timeout=timeout, headers=headers, connector=keepalive_connector())
             asked = await self._look()
             problems = [problem for problem in asked if problem is not None]
             if len(problems) == len(asked):
