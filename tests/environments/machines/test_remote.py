@@ -25,6 +25,7 @@ from rollmill.environments.machines.remote.client import RemoteConfig, RemoteHos
 from rollmill.environments.machines.remote.service import Service
 from rollmill.errors import ConfigError, MachineError, NoCapacity, TaskError
 from tests.environments.conftest import start_host
+from tests.environments.machines.test_processes import until
 from tests.processes import free_port
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
@@ -86,8 +87,6 @@ async def test_a_remote_machine_is_a_machine(url: str, service: Service) -> None
             await asyncio.sleep(0.01)
         assert (await process.state()).exit_code is None
         assert (await process.stop()).exit_code == -9 and (await process.stop()).exit_code == -9
-        with pytest.raises(OSError, match="no port"):
-            await machine.listen()
         with pytest.raises(OSError):
             await machine.pause()  # as a namespace machine answers
 
@@ -108,6 +107,46 @@ async def test_a_remote_machine_is_a_machine(url: str, service: Service) -> None
         with pytest.raises(MachineError):
             await machine.exec(["true"])
     assert service.all() == []
+
+
+_ASK = """
+import socket, sys
+ask = socket.create_connection(("127.0.0.1", int(sys.argv[1])), 20)
+ask.sendall(sys.argv[2].encode() * 300_000)
+ask.shutdown(socket.SHUT_WR)
+answer = b""
+while part := ask.recv(65536): answer += part
+print(len(answer), set(answer.decode()))
+"""
+
+
+async def test_programs_reach_a_port_of_the_client_and_terminals_are_typed_into(url: str, service: Service) -> None:
+    async with remote(url) as host:
+        machine = await host.create(BUILT_IN)
+        listener, port = await machine.listen()
+        server = await asyncio.start_unix_server(_echo, sock=listener)
+        asking = {word: await machine.start(["python", "-c", _ASK, str(port), word]) for word in "ab"}
+        for word, process in asking.items():
+            said = await until(process, b"}")
+            assert said.output.decode() == f"300000 {{{word!r}}}\n"
+        server.close()
+        async with asyncio.timeout(30):
+            while (await machine.exec(["python", "-c", _ASK, str(port), "c"])).exit_code == 0:  # noqa: ASYNC110
+                await asyncio.sleep(0.05)  # the port closes a moment after the socket
+        typed = await machine.start(["sh"], pty=(24, 80))
+        await typed.resize(30, 90)
+        await typed.write(b"stty size; exit 3\n")
+        assert b"30 90" in (await until(typed, b"30 90")).output
+        (lent,) = service.all()
+        assert lent.connections == {}
+        await machine.close()
+
+
+async def _echo(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+    while data := await reader.read(1 << 16):
+        writer.write(data)
+        await writer.drain()
+    writer.close()
 
 
 async def test_a_full_host_refuses_and_a_patient_caller_gets_the_next_place(url: str) -> None:

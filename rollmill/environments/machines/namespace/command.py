@@ -209,9 +209,19 @@ def _go(order: Order) -> NoReturn:
 
 
 def _execute(argv: list[str]) -> NoReturn:
-    """As os.execvp, which costs more: it handles warnings, and tries to execute the program in every directory."""
+    """As os.execvp, which costs more: it handles warnings, and tries to execute the program in every directory.
+
+    Nearly always the first file that may be executed is a program. Python code in a command is dear: each page of
+    memory that it touches is copied.
+    """
     program = argv[0]
     if "/" not in program:
+        for place in os.environ.get("PATH", os.defpath).split(":"):
+            path = f"{place}/{program}"
+            if os.access(path, os.X_OK):
+                with contextlib.suppress(OSError):  # a directory
+                    os.execv(path, argv)  # noqa: S606
+                break
         places = [os.path.join(place, program) for place in os.environ.get("PATH", os.defpath).split(":")]
         found = [place for place in places if os.path.isfile(place)]
         if not found:

@@ -46,6 +46,9 @@ _libc.syscall.restype = ctypes.c_long
 _libc.prctl.argtypes = [ctypes.c_int, *[ctypes.c_ulong] * 4]
 # Found once, here: what is found in a machine is found again in each of them.
 _mount, _capset, _sethostname = _libc.mount, _libc.capset, _libc.sethostname
+_close_range = getattr(_libc, "close_range", None)  # in new C libraries
+if _close_range is not None:
+    _close_range.argtypes = [ctypes.c_uint, ctypes.c_uint, ctypes.c_int]
 _before_fork, _after_fork = ctypes.pythonapi.PyOS_BeforeFork, ctypes.pythonapi.PyOS_AfterFork_Parent
 _after_fork_in_child = ctypes.pythonapi.PyOS_AfterFork_Child
 
@@ -88,7 +91,10 @@ def clone(flags: int, cgroup: int | None = None) -> tuple[int, int]:
 
 def close_from(first: int) -> None:
     """Close all files from `first` on. os.closerange is slow where Python was built for an older C library."""
-    _syscall(_SYS_CLOSE_RANGE, "close_range", first, ctypes.c_uint(0xFFFFFFFF), 0)
+    if _close_range is not None:
+        _check(_close_range(first, 0xFFFFFFFF, 0), "close_range")
+    else:
+        _syscall(_SYS_CLOSE_RANGE, "close_range", first, ctypes.c_uint(0xFFFFFFFF), 0)
 
 
 def mount(source: str, target: str, kind: str | None, flags: int, options: str = "") -> None:

@@ -11,27 +11,13 @@ import asyncio
 import os
 import socket
 import struct
-import tempfile
 from collections.abc import Callable
 from typing import Any
 
+from rollmill.environments.machines.listener import connect, make_listener
 from rollmill.environments.machines.namespace.wire import WireError
 from rollmill.environments.machines.qemu.forward import CONNECT, LISTEN, LISTENING, UNLISTEN
 from rollmill.environments.machines.qemu.streams import CLOSE, NUMBER, Streams
-
-_BACKLOG = 256
-
-
-class _Listener(socket.socket):
-    """Tells when it is closed."""
-
-    on_close: Callable[[], None] | None = None
-
-    def close(self) -> None:
-        super().close()
-        on_close, self.on_close = self.on_close, None
-        if on_close is not None:
-            on_close()
 
 
 class Ports:
@@ -51,7 +37,7 @@ class Ports:
         """OSError: the guest opens no port."""
         self._last += 1
         number = self._last
-        listener, self._names[number] = _make_listener()
+        listener, self._names[number] = make_listener()
         asked = self._asked[number] = self._loop.create_future()
         try:
             self._tell(LISTEN, number)
@@ -125,29 +111,4 @@ class Ports:
         name = self._names.get(number)
         if name is None or self._streams.full:
             return None
-        connection = socket.socket(socket.AF_UNIX)
-        connection.setblocking(False)
-        try:
-            connection.connect(f"/proc/self/fd/{name}")
-        except OSError:
-            connection.close()
-            return None
-        return connection
-
-
-def _make_listener() -> tuple[_Listener, int]:
-    """A listening socket without a name, and an open file by which this process can still connect to it."""
-    listener = _Listener(socket.AF_UNIX)
-    try:
-        with tempfile.TemporaryDirectory() as directory:
-            folder = os.open(directory, os.O_PATH | os.O_DIRECTORY | os.O_CLOEXEC)
-            try:
-                path = f"/proc/self/fd/{folder}/port"  # the name of a socket must be short
-                listener.bind(path)
-                listener.listen(_BACKLOG)
-                return listener, os.open(path, os.O_PATH | os.O_CLOEXEC)
-            finally:
-                os.close(folder)
-    except BaseException:
-        listener.close()
-        raise
+        return connect(name)

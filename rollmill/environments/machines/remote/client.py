@@ -8,8 +8,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import dataclasses
-import errno
 import math
 import os
 import signal
@@ -25,6 +23,7 @@ from pydantic import Field, TypeAdapter, ValidationError
 from rollmill.config import Config
 from rollmill.environments.machine import Capabilities, ExecResult, Order, ProcessState, Snapshot
 from rollmill.environments.machines.namespace import wire
+from rollmill.environments.machines.remote.ports import CHANNEL, RemotePort
 from rollmill.environments.placement import Place, Placement
 from rollmill.errors import ConfigError, MachineError, NoCapacity, TaskError
 from rollmill.keepalive import keepalive_connector
@@ -216,6 +215,16 @@ class RemoteHost:
             raise OSError(int(header["errno"]), str(header.get("message")), header.get("path"))
         return header, body
 
+    async def open_channel(self, place: Place, path: str) -> aiohttp.ClientWebSocketResponse:
+        """A WebSocket to a host. HostLost: it does not answer, or does not want it."""
+        if self._session is None:
+            raise MachineError("the hosts of machines were closed")
+        try:
+            async with asyncio.timeout(_ANSWER_S):
+                return await self._session.ws_connect(place.name + path, **CHANNEL)
+        except (aiohttp.ClientError, OSError, TimeoutError) as error:
+            raise HostLost(f"the host {place.name} does not answer: {error!r}") from None
+
     async def _look(self) -> list[str | None]:
         return list(await asyncio.gather(*(self._introduce(place) for place in self._placement.places)))
 
@@ -260,8 +269,9 @@ class RemoteMachine:
         self.place = place
         self.id = identifier
         self.image = image
-        self.capabilities = dataclasses.replace(capabilities, listen=False)
+        self.capabilities = capabilities
         self._closed = False
+        self._ports: list[RemotePort] = []
 
     async def exec(self, argv: Sequence[str], **options: Any) -> ExecResult:
         order, began = Order(argv, **options), time.monotonic()
@@ -293,7 +303,9 @@ class RemoteMachine:
         await self._ask("write", {"path": path}, data)
 
     async def listen(self) -> tuple[socket.socket, int]:
-        raise OSError(errno.ENOTSUP, "machines of other hosts have no port to this one")
+        port = RemotePort(lambda path: self._host.open_channel(self.place, f"/machines/{self.id}/{path}"))
+        self._ports.append(port)
+        return await port.listen()
 
     async def snapshot(self) -> Snapshot:
         reply, _ = await self._ask("snapshot", {})
@@ -315,6 +327,8 @@ class RemoteMachine:
         if self._closed:
             return
         self._closed = True
+        for port in self._ports:
+            await port.close()
         try:
             with contextlib.suppress(HostLost):
                 await self._host.ask(self.place, "DELETE", f"/machines/{self.id}", b"", timeout_s=0.0)

@@ -16,6 +16,7 @@ from aiohttp import web
 
 from rollmill.environments.machine import ProcessState, Snapshot
 from rollmill.environments.machines.namespace import wire
+from rollmill.environments.machines.remote.ports import serve_connection, serve_port
 from rollmill.environments.machines.remote.service import Kept, Lent, Service
 from rollmill.errors import MachineError, NoCapacity, TaskError
 
@@ -33,6 +34,8 @@ class Routes:
         app.router.add_post("/machines", self.create)
         app.router.add_post("/machines/renew", self.renew)
         app.router.add_post("/machines/{id}/{operation}", self.ask)
+        app.router.add_get("/machines/{id}/listen", self.listen)
+        app.router.add_get("/machines/{id}/connections/{number}", self.connect)
         app.router.add_delete("/machines/{id}", self.end)
         app.router.add_get("/snapshots/{id}", self.export)
         app.router.add_delete("/snapshots/{id}", self.forget)
@@ -116,6 +119,25 @@ class Routes:
             return _answer({"errno": error.errno or errno.EIO, "message": str(error.strerror), "path": error.filename})
         except MachineError as error:
             return _answer({"failed": error.message, "hint": error.hint})
+
+    async def listen(self, request: web.Request) -> web.StreamResponse:
+        """Open a port in a machine, and offer what its programs connect to it (ports.py).
+
+        Needs: the key.
+        Returns: a WebSocket: the port, then one message per connection.
+        """
+        return await serve_port(request, self._find(request))
+
+    async def connect(self, request: web.Request) -> web.StreamResponse:
+        """Carry one connection of a port.
+
+        Needs: the key.
+        Returns: a WebSocket with its bytes.
+        """
+        try:
+            return await serve_connection(request, self._find(request))
+        except (KeyError, ValueError):
+            raise web.HTTPNotFound(text="there is no such connection") from None
 
     async def end(self, request: web.Request) -> web.Response:
         """End a machine.
@@ -241,5 +263,5 @@ def _state(state: ProcessState) -> tuple[dict[str, Any], bytes]:
 
 
 def _describe(lent: Lent) -> dict[str, Any]:
-    able = dataclasses.replace(lent.machine.capabilities, listen=False, network="none")
+    able = dataclasses.replace(lent.machine.capabilities, network="none")
     return {"id": lent.id, "image": lent.machine.image, "capabilities": dataclasses.asdict(able)}

@@ -8,6 +8,7 @@ import errno
 import hmac
 import logging
 import secrets
+import socket
 import time
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -58,10 +59,11 @@ class Lent:
     metadata: dict[str, str] = field(default_factory=dict)
     environment: dict[str, str] = field(default_factory=dict)  # of every command
     processes: dict[int, Kept] = field(default_factory=dict)
+    connections: dict[int, socket.socket] = field(default_factory=dict)  # of its ports, until they are claimed
     next_process: int = 1
 
     def number(self) -> int:
-        """The number of the next process."""
+        """The number of the next process or connection."""
         number, self.next_process = self.next_process, self.next_process + 1
         return number
 
@@ -132,6 +134,8 @@ class Service:
 
     async def end(self, identifier: str) -> None:
         lent = self._lent.pop(identifier)
+        while lent.connections:
+            lent.connections.popitem()[1].close()
         await lent.machine.close()
 
     async def save(self, lent: Lent) -> str:
