@@ -172,14 +172,19 @@ def _virtual_machines() -> list[Check]:
     return [Check("machines (qemu)", "ok", text)]
 
 
-def probe_machines(kinds: Sequence[str] = ("namespace", "qemu")) -> dict[str, Probed | str]:
+def probe_machines(kinds: Sequence[str] = ("namespace", "qemu", "firecracker")) -> dict[str, Probed | str]:
     """Each kind of machine: what it can do, or why it does not work here."""
     from rollmill.environments.machine import MachineHost
+    from rollmill.environments.machines.firecracker.host import FirecrackerHost
     from rollmill.environments.machines.namespace.client import NamespaceHost
     from rollmill.environments.machines.probe import probe
     from rollmill.environments.machines.qemu.host import QemuHost
 
-    made: dict[str, Callable[[], MachineHost]] = {"namespace": NamespaceHost, "qemu": QemuHost}
+    made: dict[str, Callable[[], MachineHost]] = {
+        "namespace": NamespaceHost,
+        "qemu": QemuHost,
+        "firecracker": FirecrackerHost,
+    }
 
     async def attempt(kind: str) -> Probed | str:
         host = made[kind]()

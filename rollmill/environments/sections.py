@@ -41,6 +41,7 @@ class MachineSection(KindSection):
         {
             "namespace": f"{_HERE}.machines.namespace.client:NamespaceHost",
             "qemu": f"{_HERE}.machines.qemu.host:QemuHost",
+            "firecracker": f"{_HERE}.machines.firecracker.host:FirecrackerHost",
             "remote": f"{_HERE}.machines.remote.client:RemoteHost",
         },
         "rollmill.machines",

@@ -154,12 +154,12 @@ class QemuHost:
                 await vm.ask_init({"op": "ping"}, within_s=limit_s)
                 await machine.exec(["true"], timeout_s=limit_s)
                 boot_s = time.monotonic() - began
-                slowdown = await _measure_slowdown(machine, limit_s)
+                slowdown = await measure_slowdown(machine, limit_s)
             if image.services:  # they have time limits of their own
                 machine.capabilities = replace(basic, slowdown=slowdown)
                 await services.begin(machine, image.services, image.services_state(), warm=True)
             async with asyncio.timeout(limit_s):
-                await _warm_up(machine)
+                await warm_up(machine)
             saved = await vm.save()
         except BaseException as error:
             failure = await vm.failed(error)
@@ -178,7 +178,7 @@ class QemuHost:
         }
 
 
-async def _warm_up(machine: QemuMachine) -> None:
+async def warm_up(machine: QemuMachine) -> None:
     """Do what every machine does first, so often that Python has specialised its code, and all that is lazy is done.
 
     What a machine runs for the first time, its QEMU translates: less code is a faster start.
@@ -192,7 +192,7 @@ async def _warm_up(machine: QemuMachine) -> None:
     await machine.renew(trusted=True)
 
 
-async def _measure_slowdown(machine: QemuMachine, limit_s: float) -> float:
+async def measure_slowdown(machine: QemuMachine, limit_s: float) -> float:
     """How many times more CPU time Python takes in the guest than on this host.
 
     The clock of a guest goes on while other work has its processor, so only the CPU time of its QEMU tells. What a

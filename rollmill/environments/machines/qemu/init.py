@@ -30,6 +30,7 @@ import time
 from typing import Any, NoReturn
 
 from rollmill.environments.machines.namespace import agent, command, kernel, layout, wire
+from rollmill.environments.machines.qemu import relay
 from rollmill.environments.machines.qemu.forward import Forwarder
 
 AGENT_PORT, INIT_PORT, PORTS_PORT = "/dev/vport0p1", "/dev/vport0p2", "/dev/vport0p3"
@@ -38,6 +39,7 @@ _RNDADDENTROPY, _RNDRESEEDCRNG = 0x40085203, 0x5207
 _FINIT_MODULE = {"aarch64": 273, "x86_64": 313}
 _POWER_OFF = 0x4321FEDC
 _libc = ctypes.CDLL(None, use_errno=True)
+_relayed: dict[str, int] = {}  # open files in place of virtio ports, where the host comes over vsock
 
 
 def main() -> NoReturn:
@@ -58,6 +60,8 @@ def _run() -> None:
     _mount()
     for path in facts["modules"]:
         _load_module(path)
+    if facts["over_vsock"]:
+        _relayed.update(relay.start((AGENT_PORT, INIT_PORT, PORTS_PORT)))
     port = _open_port(INIT_PORT)
     plan = agent.Plan.of(_limits(facts["limits"]))
     _become_plain(facts)
@@ -87,6 +91,8 @@ def _load_module(path: str) -> None:
 
 
 def _open_port(path: str) -> int:
+    if path in _relayed:
+        return os.dup(_relayed[path])
     while True:
         try:
             return os.open(path, os.O_RDWR | os.O_CLOEXEC)

@@ -43,7 +43,7 @@ _LEFT_OUT = frozenset(
 )
 _LEFT_OUT_STARTS = ("config-", "_tkinter", "_test", "dist-packages")
 _MODULES = "/opt/modules"
-_GUEST_CODE = ("init.py", "forward.py", "streams.py")
+_GUEST_CODE = ("init.py", "forward.py", "relay.py", "streams.py")
 _INIT = """#!/bin/sh
 {exports}
 exec {python} -c 'import sys; sys.path.insert(0, "{code}"); from {package}.init import main; main()'
@@ -51,9 +51,16 @@ exec {python} -c 'import sys; sys.path.insert(0, "{code}"); from {package}.init 
 
 
 def build(
-    parts: Parts, limits: dict[str, int], packages: str | None, file: IO[bytes], extra: Sequence[str] = ()
+    parts: Parts,
+    limits: dict[str, int],
+    packages: str | None,
+    file: IO[bytes],
+    extra: Sequence[str] = (),
+    *,
+    over_vsock: bool = False,
 ) -> None:
-    """Write the archive of a guest to `file`. `limits` are those of namespace/agent.py. `extra`: paths of this host."""
+    """Write the archive of a guest to `file`. `limits` are those of namespace/agent.py. `extra`: paths of this host.
+    The host reaches the guest by virtio ports, or over vsock."""
     archive = Archive()
     for name in (layout.WORK, layout.TEMPORARY, layout.CODE, layout.HOME, "/proc", "/sys", "/dev"):
         archive.directory(name)
@@ -84,6 +91,7 @@ def build(
         "modules_directory": _MODULES,
         "environment": root.environment(),
         "packages": packages is not None,
+        "over_vsock": over_vsock,
     }
     archive.write(f"{layout.CODE}/facts.json", json.dumps(facts).encode())
     archive.save(file)

@@ -1,0 +1,192 @@
+"""Firecracker: its API client against the published contract, the relay of its guests, and why it is not offered here.
+
+There is no KVM where these tests run. stand_in_firecracker.py takes the place of the Firecracker process. Booting a
+real guest is left to `rollmill machines doctor`.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import gzip
+import lzma
+import os
+import shutil
+import struct
+import subprocess
+import sys
+import tempfile
+from collections.abc import AsyncIterator
+from pathlib import Path
+
+import pytest
+import pytest_asyncio
+
+from rollmill.environments.machines.firecracker import host as hosts
+from rollmill.environments.machines.firecracker import launch
+from rollmill.environments.machines.firecracker.api import Api
+from rollmill.environments.machines.firecracker.channel import Channel
+from rollmill.environments.machines.firecracker.host import FirecrackerConfig, FirecrackerHost
+from rollmill.environments.machines.firecracker.launch import FirecrackerParts, command, find_parts, plain_kernel
+from rollmill.environments.machines.images import BUILT_IN
+from rollmill.environments.machines.namespace import wire
+from rollmill.environments.machines.qemu.parts import Parts, architecture
+from rollmill.environments.machines.qemu.relay import PORTS
+from rollmill.errors import MachineError
+from tests.environments.machines.stand_in_firecracker import (
+    CONTRACT,
+    StandInFirecracker,
+    serving,
+    start_guest,
+)
+
+pytestmark = pytest.mark.asyncio(loop_scope="module")
+
+
+@pytest_asyncio.fixture(loop_scope="module")
+async def stand_in(tmp_path: Path) -> AsyncIterator[StandInFirecracker]:
+    stand_in = StandInFirecracker(tmp_path)
+    async with serving(stand_in, tmp_path / "api.sock"):
+        yield stand_in
+
+
+async def test_every_request_is_one_of_the_contract(stand_in: StandInFirecracker, tmp_path: Path) -> None:
+    api = Api(tmp_path / "api.sock")
+    assert await api.wait() == CONTRACT["version"]
+    setting = {"kernel": "kernel", "initrd": "initrd", "arguments": "quiet", "memory_mb": 256, "vsock": "v.sock"}
+    with pytest.raises(MachineError, match="refuses PUT /boot-source: there is no kernel"):
+        await api.configure(**setting)  # type: ignore[arg-type]
+    for name in ("kernel", "initrd"):
+        (tmp_path / name).write_bytes(b"x")
+    await api.configure(**setting)  # type: ignore[arg-type]
+    await api.start()
+    with pytest.raises(MachineError, match="not paused"):
+        await api.save(state="state", memory="memory")
+    await api.pause()
+    await api.save(state="state", memory="memory")
+    await api.resume()
+    with pytest.raises(MachineError, match="not supported after starting"):
+        await api.load(state="state", memory="memory")
+    await api.close()
+    fresh = StandInFirecracker(tmp_path)
+    async with serving(fresh, tmp_path / "fresh.sock"):
+        api = Api(tmp_path / "fresh.sock")
+        await api.load(state="state", memory="memory")
+        assert fresh.state == "Running"
+        await api.close()
+    assert {path for _, path in (*stand_in.asked, *fresh.asked)} == set(CONTRACT["paths"])  # the whole excerpt is used
+    api = Api(tmp_path / "gone.sock")
+    with pytest.raises(MachineError, match="does not answer"):
+        await api.pause()
+    await api.close()
+
+
+async def test_a_guest_is_reached_again_after_its_connections_were_reset(tmp_path: Path) -> None:
+    host, vsock = await start_guest(tmp_path)
+    channel = Channel()
+    with pytest.raises(MachineError, match="port 77 of the guest does not answer"):
+        await channel.connect(tmp_path / "v.sock", 77, within_s=0.05)
+    loop = asyncio.get_running_loop()
+    header = {"op": "exec", "argv": ["sh", "-c", "echo $((6 * 7)); echo x >> seen; cat seen | wc -l"]}
+    header |= {"cwd": "/work", "env": {}, "timeout_s": 10.0, "max_output": 1000}
+    for number in (1, 2, 3):  # the same machine each time: its file grows
+        await channel.connect(tmp_path / "v.sock", PORTS[0], within_s=10.0)
+        await loop.sock_sendall(channel.socket, wire.pack({**header, "id": number}))
+        data = b""
+        while not data.endswith(b"42\n%d\n" % number):
+            part = await loop.sock_recv(channel.socket, 4096)
+            assert part, data
+            data += part
+        vsock.reset()
+        assert await loop.sock_recv(channel.socket, 1) == b"" if number == 3 else True
+        if number < 3:
+            await channel.disconnect()
+    await channel.close()
+    await host.close()
+
+
+@pytest.mark.slow
+async def test_machines_of_a_template_against_the_stand_in(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """Boot, warm up, save, restore, pause, snapshot, fork, end: the requests and the connections of a whole life."""
+    program, kernel = tmp_path / "firecracker", tmp_path / "vmlinux"
+    root = Path(__file__).parents[3]
+    module = "tests.environments.machines.stand_in_firecracker"
+    program.write_text(f'#!/bin/sh\nPYTHONPATH={root} exec {sys.executable} -m {module} "$@"\n')
+    program.chmod(0o755)
+    kernel.write_bytes(b"\x7fELF")
+    guest = Parts(architecture(), "", "", kernel, (), None)
+    parts = FirecrackerParts(str(program), None, str(shutil.which("setpriv")), guest)
+    monkeypatch.setattr(hosts, "find_parts", lambda kernel: parts)
+    short = Path(tempfile.mkdtemp())  # paths of sockets are short
+    host = FirecrackerHost(FirecrackerConfig(directory=str(short)))
+    machine = await host.create(BUILT_IN, {"main.py": b"print(6 * 7)"})
+    assert (await machine.exec(["python", "main.py"])).output == b"42\n"
+    await machine.pause()
+    await machine.resume()
+    snapshot = await machine.snapshot()  # resets its connections
+    assert (await machine.exec(["python", "main.py"])).output == b"42\n"
+    [fork] = await machine.fork()
+    assert (await fork.exec(["true"])).exit_code == 0 and fork.capabilities.snapshot == "full"
+    await host.release(snapshot)
+    processes = [machine.vm.process, fork.vm.process]
+    await host.close()
+    assert all(process.poll() is not None for process in processes)
+    short.rmdir()  # nothing is left
+
+
+async def test_it_is_offered_only_where_its_parts_are(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
+    monkeypatch.setattr(launch, "KVM", tmp_path / "kvm")
+    host = FirecrackerHost()
+    with pytest.raises(MachineError, match="firecracker is not installed"):
+        await host.create(BUILT_IN)
+    await host.close()
+    for program in ("firecracker", "jailer"):
+        with pytest.raises(MachineError, match=r"not installed|cannot be opened"):
+            find_parts()
+        (tmp_path / program).write_text("#!/bin/sh\n")
+        (tmp_path / program).chmod(0o755)
+    with pytest.raises(MachineError, match="needs KVM"):
+        find_parts()
+    (tmp_path / "kvm").touch()
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    with pytest.raises(MachineError, match="vsock modules are not in"):
+        find_parts()
+    parts = find_parts(kernel=str(tmp_path / "vmlinux"))
+    assert parts.guest.kernel == tmp_path / "vmlinux" and parts.guest.modules == ()
+
+
+async def test_the_command_of_the_jailer_and_without_it(tmp_path: Path) -> None:
+    jailed = FirecrackerParts("/opt/firecracker", "/opt/jailer", "/bin/setpriv", None)  # type: ignore[arg-type]
+    words = command(jailed, "vm-1", tmp_path, 7777)
+    assert words[words.index("--") + 1] == "/opt/jailer" and words[-3:] == ["--", "--api-sock", "api.sock"]
+    for option, value in (("--uid", "7777"), ("--gid", "7777"), ("--id", "vm-1"), ("--exec-file", "/opt/firecracker")):
+        assert words[words.index(option) + 1] == value
+    assert launch.jail_root(jailed, "vm-1", tmp_path) == tmp_path / "firecracker" / "vm-1" / "root"
+    plain = FirecrackerParts("/opt/firecracker", None, "/bin/setpriv", None)  # type: ignore[arg-type]
+    words = command(plain, "vm-1", tmp_path, 7777)
+    assert words[-5:] == ["/opt/firecracker", "--id", "vm-1", "--api-sock", "api.sock"] and "--no-new-privs" in words
+
+
+async def test_kernels_are_unpacked_into_the_form_that_firecracker_takes() -> None:
+    image, elf = b"\0" * 56 + b"ARM\x64" + b"kernel", b"\x7fELF" + b"kernel"
+    assert plain_kernel(image) == image and plain_kernel(elf) == elf
+    assert plain_kernel(gzip.compress(image)) == image
+    packed = lzma.compress(elf)
+    bz_image = bytearray(3 * 512 + 100) + packed
+    bz_image[0x1F1], bz_image[0x202:0x206] = 2, b"HdrS"
+    struct.pack_into("<II", bz_image, 0x248, 100, len(packed))
+    assert plain_kernel(bytes(bz_image)) == elf
+    packed = gzip.compress(image)
+    zboot = b"MZ\0\0zimg" + struct.pack("<II", 64, len(packed)) + b"\0" * 48 + packed
+    assert plain_kernel(zboot) == image
+    for damaged in (b"", b"nonsense", zboot[:80], bytes(bz_image[:1700]), gzip.compress(b"no kernel")):
+        with pytest.raises(MachineError, match="kernel"):
+            plain_kernel(damaged)
+
+
+async def test_the_relay_needs_nothing_that_a_guest_lacks() -> None:
+    program = (
+        "import sys, rollmill.environments.machines.qemu.relay; print([m for m in sys.modules if 'rollmill' in m])"
+    )
+    names = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True).stdout  # noqa: ASYNC221
+    assert "namespace" not in names and "errors" not in names
