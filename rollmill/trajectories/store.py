@@ -172,20 +172,16 @@ class TrajectoryStore:
         provenance: Mapping[str, Any],
         traffic: TrafficClass = "rollout",
     ) -> None:
-        rows = trajectory_rows(run, group_id, task_id, ids, provenance, traffic)
-        try:
-            writing(self._engine, lambda connection: connection.execute(trajectories.insert(), rows))
-        except IntegrityError:
+        if not self.add(trajectory_rows(run, group_id, task_id, ids, provenance, traffic)):
             there = {row.id: (row.run, row.group_id, row.task_id) for row in self._rows(ids)}
             if any(there.get(id) != (run, group_id, task_id) for id in ids):
                 raise TrajectoryError(
                     f"one of the ids {', '.join(ids)} belongs to another trajectory",
                     hint="ids are unique in a database; make them from random bytes",
-                ) from None
+                )
 
     def add(self, rows: Sequence[Mapping[str, Any]]) -> bool:
-        """Create all `rows` (see `trajectory_rows`) in one transaction. Returns False, and creates none, if an id is
-        there already."""
+        """Create all `rows` of `trajectory_rows` at once. Returns False, and creates none, if an id exists already."""
         try:
             writing(self._engine, lambda connection: connection.execute(trajectories.insert(), list(rows)))
         except IntegrityError:
