@@ -1,8 +1,8 @@
 """The gateway of `benchmarks.gateway`, in front of a stub engine.
 
-    python -m benchmarks.gateway_served PORT STUB_URL DIRECTORY WORKERS
+    python -m benchmarks.gateway_served PORT STUB_URL DIRECTORY WORKERS [PLACES QUEUE]
 
-The directory holds tokenizer.json.
+The directory holds tokenizer.json. PLACES and QUEUE are how many requests the engine gets at once, and may wait for it.
 """
 
 from __future__ import annotations
@@ -26,14 +26,15 @@ from rollmill.storage.objects import Objects
 from rollmill.trajectories.store import TrajectoryStore
 
 
-def gateway(port: int, engine: str, directory: Path, count: int) -> None:
+def gateway(port: int, engine: str, directory: Path, count: int, places: int = 4096, queue: int = 4096) -> None:
     tokenizer = Tokenizer.load(directory / "tokenizer.json")
     form = format_of(tokenizer)
 
     def build(workers: Workers) -> web.Application:
         objects = Objects.open(directory / "store")
         trajectories = TrajectoryStore(open_database(f"sqlite:///{directory}/mill.db"), objects)
-        config, endpoints = GatewayConfig(engine_requests=4096), [EngineEndpoint(engine, "home")]
+        config = GatewayConfig(engine_requests=places, queue_requests=queue)
+        endpoints = [EngineEndpoint(engine, "home")]
         log = directory / "gateway"
         app = make_app(config, form, tokenizer, endpoints, trajectories, objects, log, ADMIN, KEY, workers=workers)
         prepare_process()
@@ -47,4 +48,4 @@ def gateway(port: int, engine: str, directory: Path, count: int) -> None:
 
 
 if __name__ == "__main__":
-    gateway(int(sys.argv[1]), sys.argv[2], Path(sys.argv[3]), int(sys.argv[4]))
+    gateway(int(sys.argv[1]), sys.argv[2], Path(sys.argv[3]), *map(int, sys.argv[4:]))

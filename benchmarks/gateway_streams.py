@@ -42,7 +42,7 @@ class Stream(asyncio.Protocol):
         self._request, self._totals = request, totals
         self._tail = b""
         self._heard = 0.0
-        self.done: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        self.done: asyncio.Future[str | None] = asyncio.get_running_loop().create_future()  # what went wrong
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         assert isinstance(transport, asyncio.WriteTransport)
@@ -72,7 +72,7 @@ class Stream(asyncio.Protocol):
     def _end(self, fault: str | None) -> None:
         if self.done.done():
             return
-        self.done.set_result(None)
+        self.done.set_result(fault)
         if fault is None:
             self._totals.ended += 1
         else:
@@ -80,16 +80,20 @@ class Stream(asyncio.Protocol):
         self._transport.close()
 
 
+def request_bytes(text: str, tokens: int, pause_ms: int) -> bytes:
+    messages = [{"role": "user", "content": text}]
+    body = {"model": "rollmill", "messages": messages, "max_tokens": tokens, "seed": pause_ms, "stream": True}
+    data = json.dumps(body | {"stream_options": {"include_usage": True}}).encode()
+    head = f"POST /v1/chat/completions HTTP/1.1\r\nHost: x\r\nAuthorization: Bearer {KEY}\r\n"
+    return f"{head}Content-Type: application/json\r\nContent-Length: {len(data)}\r\n\r\n".encode() + data
+
+
 async def hold(port: int, count: int, tokens: int, pause_ms: int) -> Totals:
     totals = Totals()
 
     async def one(number: int) -> None:
         await asyncio.sleep(number / _PER_SECOND)
-        messages = [{"role": "user", "content": f"stream {number}"}]
-        body = {"model": "rollmill", "messages": messages, "max_tokens": tokens, "seed": pause_ms, "stream": True}
-        data = json.dumps(body | {"stream_options": {"include_usage": True}}).encode()
-        head = f"POST /v1/chat/completions HTTP/1.1\r\nHost: x\r\nAuthorization: Bearer {KEY}\r\n"
-        request = f"{head}Content-Type: application/json\r\nContent-Length: {len(data)}\r\n\r\n".encode() + data
+        request = request_bytes(f"stream {number}", tokens, pause_ms)
         try:
             loop = asyncio.get_running_loop()
             _, stream = await loop.create_connection(lambda: Stream(request, totals), "127.0.0.1", port)

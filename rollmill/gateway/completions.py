@@ -172,7 +172,9 @@ class Completions:
         return [each for each in done if isinstance(each, Recorded)]
 
     async def _new_answer(self, session: Session, ask: Ask, stream: EventStream | None, index: int) -> Recorded:
-        request = _numbered(self._constrained(ask.request), index)
+        request, facts = _numbered(self._constrained(ask.request), index), session.facts
+        bare = GenerateRequest(facts.trajectory, [], request.sampling, facts.traffic, facts.min_version, facts.line)
+        self._router.refuse_at_overload(request.model, bare)
         plan = await self._plan(session, request, ask)
         if stream is not None:
             stream.prompt_tokens = len(plan.context)
@@ -183,9 +185,8 @@ class Completions:
                 await self._record(session, turn)
                 opens = turn.segment not in session.segments
                 segment = self._registry.append(session, turn)
-        traffic = session.facts.traffic
-        self._metrics.count("sampled_tokens_total", len(answer.tokens), traffic=traffic)
-        self._metrics.count("prompt_tokens_total", len(plan.prompt), traffic=traffic)
+        self._metrics.count("sampled_tokens_total", len(answer.tokens), traffic=facts.traffic)
+        self._metrics.count("prompt_tokens_total", len(plan.prompt), traffic=facts.traffic)
         if opens:
             self._metrics.count("segments_total", cause=turn.cause)
         if session.ending and answer.finish == "abort":

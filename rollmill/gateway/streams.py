@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 from collections.abc import Sequence
 
 from aiohttp import web
@@ -37,7 +38,8 @@ class EventStream:
         self._request = request
         self._tokenizer = tokenizer
         self._contents = [_content_stream(request, format, tokenizer) for _ in range(request.count)]
-        self._writing = asyncio.Lock()  # several answers share the stream
+        # several answers share the stream
+        self._writing = asyncio.Lock() if request.count > 1 else contextlib.nullcontext()
         self._sent: list[list[str]] = [[] for _ in range(request.count)]
         self._reasoned: list[list[str]] = [[] for _ in range(request.count)]
         self.identity = identity

@@ -129,7 +129,12 @@ async def test_an_answer_never_mixes_lines(mill: Mill, answers: Answers) -> None
     assert segment.tokens[segment.sampled].tolist() == tokens
 
 
-async def test_at_overload_the_served_keep_their_places_and_the_rest_are_told(mill: Mill, answers: Answers) -> None:
+async def test_at_overload_the_served_keep_their_places_and_the_rest_are_told(
+    mill: Mill, answers: Answers, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    tokenised: list[object] = []
+    render = mill.format.render_start
+    monkeypatch.setattr(mill.format, "render_start", lambda *given: tokenised.append(given) or render(*given))
     engine = StandIn([answers.text("x")], gate=asyncio.Event())
     config = QUICK.model_copy(update={"engine_requests": 2, "queue_requests": 3, "engine_wait_s": 60.0})
     door = await mill.gateway(await mill.engine(engine), config=config)
@@ -141,6 +146,7 @@ async def test_at_overload_the_served_keep_their_places_and_the_rest_are_told(mi
         refused += [task.result() for task in done]
         asked = [task for task in asked if not task.done()]
     assert [status for status, _ in refused] == [429] * 7
+    assert len(tokenised) == 5  # nothing is computed for those that are refused
     await engine.asked(2)
     assert len(engine.requests) == 2  # the engine never gets more than it can serve well
     production = asyncio.create_task(door.ask(LIVE, [USER]))  # takes the place of the last rollout that waits

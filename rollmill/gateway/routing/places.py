@@ -38,6 +38,10 @@ class Places:
     def waiting(self) -> int:
         return sum(map(len, self._queues))
 
+    def is_full(self, priority: Priority) -> bool:
+        """Whether a request that finds no place now gets 429."""
+        return priority > 0 and self.waiting >= self._longest_queue and (priority == 2 or not self._queues[2])
+
     async def take(
         self, choose: Callable[[], EngineState | None], priority: Priority, timeout: float, key: Hashable = None
     ) -> EngineState:
@@ -90,11 +94,10 @@ class Places:
                     return
 
     def _enqueue(self, waiter: _Waiter, priority: Priority) -> _Waiter:
+        if self.is_full(priority):
+            raise overloaded(self.waiting)
         if priority and self.waiting >= self._longest_queue:
-            rollouts = self._queues[2]
-            if priority == 2 or not rollouts:
-                raise overloaded(self.waiting)
-            _, last = rollouts.popitem()
+            _, last = self._queues[2].popitem()
             if not last.place.done():  # it may have given up just now
                 last.place.set_exception(overloaded(self.waiting))
         self._number += 1

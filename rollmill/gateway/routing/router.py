@@ -128,6 +128,15 @@ class Router:
         split = self.split.get(name or DEFAULT) if traffic == "production" else None
         return self._divided(split, session) if split else read_target(name, self._channels)
 
+    def refuse_at_overload(self, name: str, request: GenerateRequest) -> None:
+        """Raises 429 for a request that would get it from `generate`. It has no tokens yet: tokenising it would take
+        time from those that are served. `name`: of the model."""
+        if self.places.is_full(_priority(request.traffic)):
+            current_account().traffic = request.traffic
+            target = _within(self.target(name, request.session, request.traffic), request.line)
+            if self._choose(None, None, target, request) is None:
+                raise overloaded(self.places.waiting)
+
     def divide(self, split: Split) -> None:
         """Divide production anew: `split` lies over that of the configuration. Its names are channels, also before an
         engine has followed them."""
@@ -219,7 +228,7 @@ class Router:
         patience: _Patience,
     ) -> EngineState:
         """Waits for a place at a fit engine."""
-        priority: Priority = 0 if begun else 1 if request.traffic == "production" else 2
+        priority: Priority = 0 if begun else _priority(request.traffic)
         # all that decides whether an engine fits; plain values, because it is hashed often
         key = (failed and failed.url, target.line, target.number, target.channel, request.min_version, request.traffic)
         try:
@@ -317,6 +326,10 @@ class _Patience:
             status=503,
             hint="try again; GET /health shows the state of the engines",
         )
+
+
+def _priority(traffic: str) -> Priority:
+    return 1 if traffic == "production" else 2
 
 
 def _within(target: Target, line: str) -> Target:
