@@ -39,9 +39,9 @@ from rollmill.models.host import round_to_form_
 from rollmill.training.batching import MicroBatch, PackedSequence, pack
 from rollmill.training.config import OptimizerConfig, TrainingConfig
 from rollmill.training.fitting import fitted
-from rollmill.training.loop import fix_bits
 from rollmill.training.next_token import NextTokenPasses
 from rollmill.training.optimizer import MasterOptimizer, Update
+from rollmill.training.process import fix_bits
 
 LR = 1e-4
 CONFIG = OptimizerConfig(lr=LR, max_grad_norm=1.0)

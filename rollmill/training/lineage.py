@@ -13,6 +13,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 
+from rollmill.errors import TrainingError
 from rollmill.training.config import FORM
 from rollmill.types import Version
 from rollmill.weights.format.manifest import Manifest
@@ -59,3 +60,20 @@ def next_line(weights: WeightStore, line: str) -> str:
     """A name that no published line has yet: `line`.2, `line`.3 …"""
     newest = newest_line(weights, line)
     return f"{line}.{2 if newest == line else int(newest.rpartition('.')[2]) + 1}"
+
+
+def published_since(weights: WeightStore, line: str, form: str, step: int) -> dict[int, int]:
+    """step → version number, from the newest version that `step` includes to the head of the line."""
+    found: dict[int, int] = {}
+    for number in reversed(weights.numbers(line, form)):
+        published = weights.manifest(Version(line, number), form).step
+        found[number if published is None else published] = number
+        if min(found) <= step:
+            return found
+    if found:  # a line begins with the version of its first checkpoint, so older versions were collected
+        raise TrainingError(
+            f"the newest checkpoint of line {line!r} is of step {step}, and its versions up to step {min(found) - 1} "
+            "were collected: steps that run again could not be compared with them",
+            hint="start another line from the head; keep more versions than there are steps between two checkpoints",
+        )
+    return found

@@ -1,6 +1,10 @@
 """The one step loop, the same for every objective:
 
     next batch ─► forward/backward ─► update ─► publish version ─► checkpoint every k ─► commit
+                                             └─► next batch ─► forward/backward ─► update ─► …
+
+What a step made is copied, and a thread writes it while the next step runs. Steps are written one after the other: an
+update waits until the step before is committed. Steps that run again, and those of several ranks, are written at once.
 
 A restart has no separate path: it loads the newest checkpoint and asks for the next batch. Recorded steps come back
 unchanged and run again; their digests must agree with the versions they published. The effects of step n in order, and
@@ -8,7 +12,7 @@ what a kill −9 right after each leaves behind:
 
     effect                      left behind                            repaired by the next start
     record of n in the ledger   groups leased to a step without        step n is found recorded and is run; no other
-                                a version                              step ever gets its trajectories
+    (n − 1 may be uncommitted)  a version                              step ever gets its trajectories
     update (memory only)        the same                               the same
     objects of version n        bytes that no manifest names           publishing n again writes the same ones
     manifest of version n       published, not committed               n runs again from the checkpoint, its digest is
@@ -30,12 +34,10 @@ from __future__ import annotations
 
 import contextlib
 import math
-import os
-import signal
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any, Generic
+from collections.abc import Mapping, Sequence
+from typing import Any, Generic, NamedTuple
 
 import torch
 from torch import Tensor
@@ -45,14 +47,17 @@ from rollmill.errors import TrainingError
 from rollmill.models.config import ModelConfig
 from rollmill.models.device import Device, choose_device
 from rollmill.storage.objects import Objects
+from rollmill.training.background import Background
 from rollmill.training.batching import MicroBatch
 from rollmill.training.checkpoint import Checkpoint, Checkpoints
 from rollmill.training.config import FORM, TrainingConfig
-from rollmill.training.lineage import form_held, next_line, trace_lineage
+from rollmill.training.lineage import form_held, next_line, published_since, trace_lineage
 from rollmill.training.memory import explain_out_of_memory
 from rollmill.training.objective import Batch, Objective, StepOutcome
 from rollmill.training.optimizer import MasterOptimizer, Update, learning_rate
 from rollmill.training.placement import Placement
+from rollmill.training.process import fix_bits, on_sigterm
+from rollmill.training.state import copies_of
 from rollmill.training.whole import WHOLE
 from rollmill.types import Version
 from rollmill.weights.format.manifest import Manifest
@@ -60,6 +65,16 @@ from rollmill.weights.reading.leases import LONGEST_SECONDS, HeldLeases
 from rollmill.weights.reading.store import WeightStore, newest_line
 
 _BUFFER = "buffer."  # prefix in a checkpoint of tensors that are not parameters
+_MOST_COPIED = 8 << 30  # bytes; a larger state is not copied: the next step waits until it is written
+
+
+class _Written(NamedTuple):
+    """A step whose version is published and committed."""
+
+    step: int
+    manifest: Manifest
+    exported: Any
+    saved: bool  # its checkpoint is written
 
 
 class Trainer(Generic[Batch]):
@@ -109,6 +124,7 @@ class Trainer(Generic[Batch]):
             self._model.compute_exactly()
         self._checkpoints = Checkpoints(checkpoints, config.keep_checkpoints, placement)
         self._stop = threading.Event()
+        self._writing: Background[_Written] = Background("publish")
         self._bad_steps = 0
         self._saved = -1  # step of the newest checkpoint; −1 before the start
         self.step = 0
@@ -120,7 +136,7 @@ class Trainer(Generic[Batch]):
 
     def run(self, until: int) -> Version:
         """Train up to step `until`; returns the newest version of the line. SIGTERM does what `stop` does."""
-        with _on_sigterm(self.stop):
+        with on_sigterm(self.stop):
             if self._saved < 0:
                 with self._explained("the model with its optimizer"):
                     self._start()
@@ -130,6 +146,7 @@ class Trainer(Generic[Batch]):
                     break
                 with self._explained(f"step {self.step + 1}", batch.microbatches):
                     self._run_step(batch)
+            self._settle()
             if self.step == until and self.step not in self._published:
                 self._publish()
             if self._saved != self.step:
@@ -140,30 +157,80 @@ class Trainer(Generic[Batch]):
 
     def _next_batch(self) -> Batch | None:
         batch = None
+        if self._objective.needs_commits:
+            self._settle()
         if self._placement.first:
             lr = learning_rate(self._config.optimizer, self.step + 1, self._steps)
-            batch = self._objective.next_batch(self.step + 1, lr, self._lineage, self._stop.is_set)
+            batch = self._objective.next_batch(self.step + 1, lr, self._lineage, self._is_stopping)
         return self._placement.from_first(batch)
+
+    def _is_stopping(self) -> bool:
+        # without a commit no group starts, so nobody may wait for groups then
+        return self._stop.is_set() or self._writing.failed()
 
     def _run_step(self, batch: Batch) -> None:
         start = time.time()
         with telemetry.busy("step"):
             figures = self._objective.backward(self._model, batch, self._optimizer.accumulate, self._placement)
             update = self._optimizer.update(batch.lr)
+        self._settle()  # the step before
         self.step += 1
         self._bad_steps = 0 if math.isfinite(update.grad_norm) else self._bad_steps + 1
-        manifest = None
-        if self._objective.publishes(self.step) or self.step in self._published:
-            manifest = self._publish({} if update.applied else {"unchanged": _why_unchanged(update)})
-            if manifest is None:
-                self._fork(f"step {self.step}, run again, gave other weights than it was published with")
-                return
-        if self.step % self._config.checkpoint_every == 0:
-            self._save()
-        if manifest is not None:
-            self._commit(manifest)
+        metadata = {} if update.applied else {"unchanged": _why_unchanged(update)}
+        save = self.step % self._config.checkpoint_every == 0
+        if not self._write(metadata, save):
+            self._fork(f"step {self.step}, run again, gave other weights than it was published with")
+            return
         self._objective.report(batch, StepOutcome(self.step, self._steps, update, time.time() - start, figures))
         self._check_numbers(update)
+
+    def _write(self, metadata: dict[str, Any], save: bool) -> bool:
+        """Publish, save and commit this step. Returns False if it was published before with other weights."""
+        again = self.step in self._published
+        if not again and not self._objective.publishes(self.step):
+            if save:
+                self._save()
+        elif again or self._placement.ranks > 1:
+            manifest = self._publish(metadata)
+            if manifest is None:
+                return False
+            if save:
+                self._save()
+            self._commit(manifest)
+        else:
+            self._write_later(metadata, save)
+        return True
+
+    def _write_later(self, metadata: dict[str, Any], save: bool) -> None:
+        """Copy what the step made; a thread writes it. A kill leaves what it would leave if it was written at once."""
+        step, exported = self.step, self._publisher.export(self._model)
+        copied = self._state(copied=True) if save and self._state_bytes() <= _MOST_COPIED else None
+
+        def write() -> _Written:
+            manifest = self._publish_new(step, exported, metadata)
+            if copied is not None:
+                with telemetry.busy("checkpoint"):
+                    self._checkpoints.save(copied)
+            if copied is not None or not save:
+                self._objective.commit(step, manifest.version, manifest.digest)
+            return _Written(step, manifest, exported, copied is not None)
+
+        self._writing.start(write)
+        if save and copied is None:
+            written = self._settle()
+            assert written is not None
+            self._save()
+            self._commit(written.manifest)
+
+    def _settle(self) -> _Written | None:
+        """Wait until the step before is written, if a thread writes it. Raises what went wrong."""
+        written = self._writing.wait()
+        if written is not None:
+            self._remember(written.step, written.manifest, written.exported)
+            if written.saved:
+                self._saved = written.step
+                self._hold_versions()
+        return written
 
     def _commit(self, manifest: Manifest) -> None:
         if self._placement.first:
@@ -174,6 +241,7 @@ class Trainer(Generic[Batch]):
             return
         telemetry.emit("warning", step=self.step, text=f"step {self.step} changed nothing: {_why_unchanged(update)}")
         if self._bad_steps >= self._config.max_bad_steps:
+            self._settle()
             raise TrainingError(
                 f"the gradients of the last {self._bad_steps} steps, up to step {self.step}, were not finite",
                 hint="lower the learning rate; drift and ess of the steps before show whether the policy ran away",
@@ -181,27 +249,27 @@ class Trainer(Generic[Batch]):
 
     def _publish(self, metadata: dict[str, Any] | None = None) -> Manifest | None:
         """Publish the weights of this step as a version. None if the step was published before with other weights."""
-        start = time.time()
+        exported = self._publisher.export(self._model)
+        known = self._published.get(self.step)
+        if known is None:
+            manifest = self._publish_new(self.step, exported, metadata or {})
+        else:
+            manifest = self._weights.manifest(Version(self.line, known), self._form)
+            if not self._publisher.matches(manifest, exported):
+                return None
+        self._remember(self.step, manifest, exported)
+        return manifest
+
+    def _publish_new(self, step: int, exported: Any, metadata: dict[str, Any]) -> Manifest:
+        start, last = time.time(), self._publisher.last
         with telemetry.busy("publish"):
-            exported = self._publisher.export(self._model)
-            known = self._published.get(self.step)
-            if known is not None:
-                manifest = self._weights.manifest(Version(self.line, known), self._form)
-                if not self._publisher.matches(manifest, exported):
-                    return None
-                self._objective.remember(manifest.digest, self._publisher.held(exported))
-                return manifest
-            last = self._publisher.last
             number, parent = (last.number + 1, None) if last else self._beginning
-            manifest = self._publisher.publish(number, exported, parent, {"step": self.step, **(metadata or {})})
-        self._published[self.step] = number
-        self._leases.renew()
-        self._objective.remember(manifest.digest, self._publisher.held(exported))
+            manifest = self._publisher.publish(number, exported, parent, {"step": step, **metadata})
         telemetry.emit(
             "publish",
             line=self.line,
             version=number,
-            step=self.step,
+            step=step,
             encoding=manifest.kind,
             bytes=manifest.bytes,
             delta_bytes=manifest.delta.bytes if manifest.delta else None,
@@ -212,13 +280,25 @@ class Trainer(Generic[Batch]):
         )
         return manifest
 
+    def _remember(self, step: int, manifest: Manifest, exported: Any) -> None:
+        if self._published.get(step) is None:
+            self._published[step] = manifest.number
+            self._leases.renew()
+        self._objective.remember(manifest.digest, self._publisher.held(exported))
+
     def _save(self) -> None:
         with telemetry.busy("checkpoint"):
-            buffers = {f"{_BUFFER}{name}": buffer for name, buffer in self._buffers().items()}
-            tensors = {**self._optimizer.state(), **buffers, "rng": torch.get_rng_state()}
-            self._checkpoints.save(Checkpoint(self.line, self.step, self._bad_steps, tensors))
+            self._checkpoints.save(self._state())
         self._saved = self.step
         self._hold_versions()
+
+    def _state(self, *, copied: bool = False) -> Checkpoint:
+        buffers = {f"{_BUFFER}{name}": buffer for name, buffer in self._buffers().items()}
+        tensors = {**self._optimizer.state(), **buffers, "rng": torch.get_rng_state()}
+        return Checkpoint(self.line, self.step, self._bad_steps, copies_of(tensors) if copied else tensors)
+
+    def _state_bytes(self) -> int:
+        return sum(tensor.nbytes for tensor in self._state().tensors.values())
 
     def _hold_versions(self) -> None:
         """Steps after a checkpoint may run again, and are then compared with their versions. So these are held until
@@ -275,7 +355,7 @@ class Trainer(Generic[Batch]):
 
     def _resume(self, checkpoint: Checkpoint) -> None:
         self._load(checkpoint)
-        published = _published_since(self._weights, self.line, self._form, self.step)
+        published = published_since(self._weights, self.line, self._form, self.step)
         self._published = self._placement.from_first(published)
         if self._published and self.step not in self._published:
             return  # mid-training: this step was not one to publish
@@ -329,44 +409,5 @@ class Trainer(Generic[Batch]):
         telemetry.emit("new_line", line=self.line, parent=str(parent), step=self.step, abandons=names, reason=why)
 
 
-def _published_since(weights: WeightStore, line: str, form: str, step: int) -> dict[int, int]:
-    """step → version number, from the newest version that `step` includes to the head of the line."""
-    found: dict[int, int] = {}
-    for number in reversed(weights.numbers(line, form)):
-        published = weights.manifest(Version(line, number), form).step
-        found[number if published is None else published] = number
-        if min(found) <= step:
-            return found
-    if found:  # a line begins with the version of its first checkpoint, so older versions were collected
-        raise TrainingError(
-            f"the newest checkpoint of line {line!r} is of step {step}, and its versions up to step {min(found) - 1} "
-            "were collected: steps that run again could not be compared with them",
-            hint="start another line from the head; keep more versions than there are steps between two checkpoints",
-        )
-    return found
-
-
-def fix_bits(deterministic: bool) -> None:
-    """Make a re-run of the same steps give the same bits, for the whole process."""
-    # the same switch as use_deterministic_algorithms, which would import the compiler first (a second or two)
-    torch.set_deterministic_debug_mode("error" if deterministic else "default")
-    # the switch also fills all new memory, which finds bugs and costs time
-    torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]
-    if deterministic:  # a workspace for each stream; cuBLAS reads this when it starts
-        os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
-
-
 def _why_unchanged(update: Update) -> str:
     return "there was nothing to learn from" if math.isfinite(update.grad_norm) else "its gradient was not finite"
-
-
-@contextlib.contextmanager
-def _on_sigterm(stop: Callable[[], None]) -> Iterator[None]:
-    if threading.current_thread() is not threading.main_thread():
-        yield  # only the main thread may set handlers; in another thread the caller calls stop()
-        return
-    before = signal.signal(signal.SIGTERM, lambda number, frame: stop())
-    try:
-        yield
-    finally:
-        signal.signal(signal.SIGTERM, before)

@@ -45,6 +45,11 @@ def leave_on_model() -> None:
 
 
 class Objective(Protocol[Batch]):
+    @property
+    def needs_commits(self) -> bool:
+        """Whether a batch depends on the commit of the step before. It is then waited for."""
+        ...
+
     def next_batch(self, number: int, lr: float, lineage: Lineage, stopping: Callable[[], bool]) -> Batch | None:
         """What step `number` trains on; waits until it is there. None once `stopping()`.
 

@@ -113,6 +113,11 @@ def parts_of(tensors: Mapping[str, Tensor]) -> Iterator[dict[str, Tensor]]:
     yield part
 
 
+def copies_of(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """Copies on the host. A thread that writes them then does nothing on a device, where a graph may be recorded."""
+    return {name: tensor.detach().to("cpu", copy=True) for name, tensor in tensors.items()}
+
+
 def _check(data: bytes, digest: str, what: str) -> None:
     if _digest(data) != digest:
         raise ValueError(f"the bytes of {what} do not match their digest")

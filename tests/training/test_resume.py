@@ -77,6 +77,18 @@ def test_killed_after_every_kind_of_effect(prepared: Path, uninterrupted: World,
     assert_same_run(World(path), uninterrupted)
 
 
+def test_killed_between_the_record_of_a_step_and_the_commit_of_the_one_before(
+    prepared: Path, uninterrupted: World, tmp_path: Path
+):
+    path = tmp_path / "world"
+    shutil.copytree(prepared, path)
+    assert finish(path, "late:write_step:4") == -signal.SIGKILL
+    world = World(path)
+    assert (len(world.ledger.steps()), world.ledger.committed()) == (4, 2), "step 3 was being written"
+    assert finish(path, "late:none") == 0
+    assert_same_run(World(path), uninterrupted)
+
+
 def test_an_extended_run_repeats_its_recorded_steps_with_their_learning_rates(
     prepared: Path, uninterrupted: World, tmp_path: Path
 ):

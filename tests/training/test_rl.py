@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from rollmill import telemetry
-from rollmill.errors import TrainingError
+from rollmill.errors import StorageError, TrainingError
 from rollmill.models.decoder import Decoder
 from rollmill.training.batching import STALE, TokenRule, pack
 from rollmill.training.config import OptimizerConfig, RLConfig, TrainingConfig
@@ -20,6 +20,7 @@ from rollmill.trajectories.admission import Experience, Member
 from rollmill.trajectories.ledger import Ledger
 from rollmill.trajectories.pace import Pace
 from rollmill.types import LedgerState, Reward, Sampling, Segment, StepRecord, Version
+from rollmill.weights.writing.publisher import Publisher
 from tests.training.world import MODEL, STEPS, TRAINING, World, honest_segment, make_segment, policy
 
 MAIN = Lineage("main", {"main": 0})
@@ -322,6 +323,25 @@ def test_a_short_step_leaves_running_groups_to_the_next_one(tmp_path: Path):
     assert world.ledger.steps()[1].groups == ("b", "c")
     steps = [event for event in telemetry.read_events(tmp_path / "events") if event["kind"] == "step"]
     assert [step["staleness_mean"] for step in steps] == [0.0, 1.0]
+
+
+def test_a_version_that_cannot_be_written_ends_the_run_although_no_group_comes(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    world, original = World(tmp_path), Publisher.publish
+
+    def publish(self: Publisher, number: int, *rest: Any) -> Any:
+        if number == 1:
+            raise StorageError("the disk is full")
+        return original(self, number, *rest)
+
+    monkeypatch.setattr(Publisher, "publish", publish)
+    world.add_group("a", segments(2), [1.0, 0.0])
+    with pytest.raises(StorageError, match="the disk is full"):
+        world.trainer(pace=Pace(1, 2, 1)).run(2)
+    assert len(world.ledger.steps()) == 1 and world.ledger.committed() == 0
+    monkeypatch.undo()
+    assert world.trainer(pace=Pace(1, 2, 1)).run(1) == Version("main", 1) and world.ledger.committed() == 1
 
 
 def test_steps_that_are_not_finite_are_skipped_and_end_the_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):

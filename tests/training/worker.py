@@ -1,13 +1,15 @@
 """A trainer process that kills itself, with SIGKILL, right after one effect.
 
 The effect is METHOD:COUNT[:TEXT], the COUNT-th call of that method whose first argument contains TEXT. `none` runs to
-the end. `wait` then waits for groups that never come, and reports it with a file `waiting`.
+the end. `wait` then waits for groups that never come, and reports it with a file `waiting`. With `late:` before it, a
+step is committed only when the step after it is recorded.
 """
 
 from __future__ import annotations
 
 import os
 import signal
+import time
 from pathlib import Path
 from typing import Any
 
@@ -37,9 +39,24 @@ def die_after(effect: str) -> None:
     setattr(owner, method, wrapped)
 
 
+def commit_late() -> None:
+    original = Ledger.commit_step
+
+    def wrapped(self: Ledger, number: int, *rest: Any) -> None:
+        end = time.monotonic() + 20.0
+        while number < STEPS and self.step(number + 1) is None and time.monotonic() < end:
+            time.sleep(0.01)
+        original(self, number, *rest)
+
+    setattr(Ledger, "commit_step", wrapped)  # noqa: B010
+
+
 def run_trainer(directory: Path, effect: str, model: ModelConfig = MODEL, parent: Version | None = None) -> None:
     world = World(directory, model)
     telemetry.open_events(directory / "events", "trainer")
+    if effect.startswith("late:"):
+        commit_late()
+        effect = effect.removeprefix("late:")
     if effect not in ("none", "wait"):
         die_after(effect)
     trainer = world.trainer(parent=parent)

@@ -87,6 +87,8 @@ class _Reader:
 
 
 class MidtrainObjective:
+    needs_commits = False
+
     def __init__(
         self,
         config: MidtrainConfig,

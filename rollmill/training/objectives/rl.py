@@ -119,6 +119,10 @@ class RLObjective:
         self._with_signal: set[str] = set()  # waiting groups whose rewards were looked at
         self._reference = Reference(config.reference, weights) if config.reference else None
 
+    @property
+    def needs_commits(self) -> bool:
+        return self._config.baseline == "population"
+
     def next_batch(self, number: int, lr: float, lineage: Lineage, stopping: Callable[[], bool]) -> RolloutBatch | None:
         rule = TokenRule(lineage, base=number - 1, max_staleness=self._pace.max_staleness)
         record = self._ledger.step(number)
