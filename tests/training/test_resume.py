@@ -95,7 +95,7 @@ def test_an_extended_run_repeats_its_recorded_steps_with_their_learning_rates(
     """Step 5 was recorded with a schedule over fewer steps, and no checkpoint covers it."""
     path = tmp_path / "world"
     shutil.copytree(prepared, path)
-    assert finish(path, "commit_step:5") == -signal.SIGKILL
+    assert finish(path, "write_step:5") == -signal.SIGKILL
     world = World(path)
     world.trainer(steps=2 * STEPS).run(STEPS)
     assert world.weights.lines() == ["main"], "every repeated step gave its published weights"
