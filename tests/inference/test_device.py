@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import itertools
 from collections.abc import Sequence
+from typing import Any
 
 import numpy as np
 import pytest
@@ -12,6 +14,7 @@ import torch
 from rollmill.inference.embedded.cache import KVCache
 from rollmill.inference.embedded.generation import Generation
 from rollmill.inference.embedded.runner import Runner, StepRunner
+from rollmill.inference.embedded.sampler import sample
 from rollmill.inference.embedded.scheduler import Work
 from rollmill.models.config import LatentAttention, ModelConfig
 from rollmill.models.decoder import Decoder
@@ -85,10 +88,14 @@ def cache_of(model: Decoder) -> KVCache:
     return KVCache(model.config, BLOCKS, BLOCK_SIZE, model.embedding.dtype, model.embedding.device)
 
 
-def device_steps(model: Decoder, *, graphs: bool = True, narrow: bool = True) -> Steps:
+def runner_of(model: Decoder) -> Any:
     from rollmill.inference.embedded.device_runner import DeviceRunner  # needs triton
 
-    runner = DeviceRunner(model, cache_of(model), 256)
+    return DeviceRunner(model, cache_of(model), 256)
+
+
+def device_steps(model: Decoder, *, graphs: bool = True, narrow: bool = True) -> Steps:
+    runner = runner_of(model)
     assert runner.graphs == model.embedding.is_cuda
     runner.graphs &= graphs
     runner.narrow = narrow
@@ -186,3 +193,39 @@ async def test_the_next_update_detects_damaged_memory() -> None:
         await engine.apply(second)
         assert device_digest(engine._decoding._model) == second.policy.digest
         assert (await generate(engine, request(PROMPT))).policies[0] == second.policy
+
+
+@pytest.mark.kernels
+@pytest.mark.parametrize("shape", ["grouped"] if INTERPRETED else ["grouped", "smollm2"])
+def test_a_burst_on_the_device_samples_what_single_steps_sample(shape: str) -> None:
+    """Three steps, then two more that go on from there. One row has left meanwhile; another has reached its limit."""
+    model = model_of(SHAPES[shape], torch.float32 if INTERPRETED else torch.bfloat16)
+    runner = runner_of(model)
+    generations, expected = make_generations([5, 9, 3]), {}
+    for one in generations:
+        runner.run([Work(one, 0, len(one.tokens))])
+    copies = [(one, list(one.tokens)) for one in generations]
+    generations[1].limit = len(generations[1].tokens) + 3
+    for _ in range(5):
+        output = runner.run([Work(one, len(one.tokens) - 1, 1) for one in generations])
+        drawn, routes = sample(output.logits, [item.draw for item in output.work]), output.host_routes()
+        for row, one in enumerate(generations):
+            key = (row, len(one.tokens))
+            expected[key] = drawn.tokens[row], drawn.logprobs[row], None if routes is None else routes[row].tolist()
+            one.tokens.append(drawn.tokens[row])
+    for one, tokens in copies:
+        one.tokens = tokens
+    starts = [len(one.tokens) - 1 for one in generations]
+    first = runner.launch(generations, starts, 3)()
+    checked = 0
+    for begin, burst, live in (
+        (0, first, (0, 1, 2)),
+        (3, runner.launch([generations[0], None, generations[2]], None, 2)(), (0, 2)),
+    ):
+        for step, row in itertools.product(range(len(burst.tokens_KB)), live):
+            token, logprob, routes = expected[row, starts[row] + 1 + begin + step]
+            assert burst.tokens_KB[step, row] == token
+            assert abs(burst.logprobs_KB[step, row] - logprob) < 1e-4
+            assert burst.routes is None or burst.routes[step, row].tolist() == routes
+            checked += 1
+    assert checked == 13

@@ -51,7 +51,7 @@ def shape_of(work: Sequence[Work], most: int) -> tuple[int, int] | None:
     tokens, sequences = sum(item.count for item in work), len(work)
     if tokens > most or sequences > MOST_SEQUENCES:
         return None
-    step = max(32, 1 << (tokens.bit_length() - 3))
+    step = max(32, (1 << tokens.bit_length()) >> 3)
     return -(-tokens // step) * step, 1 << (sequences - 1).bit_length()
 
 
