@@ -27,7 +27,9 @@ def tell(event: Event) -> None:
         print(f"{at} sft {event['step']}: loss {event['loss']:.3f}", flush=True)
     elif kind == "eval":
         print(f"{at} {measured(event)}, {event['seconds']:.1f} s", flush=True)
-    elif kind in ("warning", "restart"):
+    elif kind == "restart" or (
+        kind == "warning" and not event["text"].startswith("groups_missing")
+    ):  # the step says it
         print(f"{at} {kind}: {event.get('text') or event.get('target')}"[:300], flush=True)
     elif kind == "step":
         print(
