@@ -10,7 +10,7 @@ import numpy as np
 
 from rollmill.inference.embedded.drafts import Drafts
 from rollmill.inference.embedded.grammar import GrammarState
-from rollmill.inference.embedded.pages import page_key, root_key
+from rollmill.inference.embedded.pages import key_of_bytes, page_key, root_key, token_bytes
 from rollmill.inference.engine import GenerateChunk, GenerateRequest
 from rollmill.types import FinishReason, PolicyRef
 
@@ -101,9 +101,11 @@ class Generation:
         """The key of the page before `page`, which is full; for page 0, that of an empty context."""
         if self._keys_policy is not policy:
             self._keys, self._keys_policy = [root_key(policy)], policy
-        while len(self._keys) <= page:
+        if len(self._keys) <= page:
             start = (len(self._keys) - 1) * size
-            self._keys.append(page_key(self._keys[-1], self.tokens[start : start + size]))
+            new = token_bytes(self.tokens[start : page * size])
+            for at in range(0, len(new), 4 * size):
+                self._keys.append(key_of_bytes(self._keys[-1], new[at : at + 4 * size]))
         return self._keys[page]
 
     def release(self) -> None:

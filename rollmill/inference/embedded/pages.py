@@ -33,7 +33,17 @@ def root_key(policy: PolicyRef) -> bytes:
 
 def page_key(parent: bytes, tokens: Sequence[int]) -> bytes:
     """A cryptographic hash: nobody can make a context that finds the pages of another one."""
-    return blake2b(parent + array("i", tokens).tobytes(), digest_size=16).digest()
+    return key_of_bytes(parent, token_bytes(tokens))
+
+
+def token_bytes(tokens: Sequence[int]) -> bytes:
+    """Four bytes per token."""
+    return array("i", tokens).tobytes()
+
+
+def key_of_bytes(parent: bytes, tokens: bytes) -> bytes:
+    """`page_key` for tokens that are bytes already: a long prompt is converted once."""
+    return blake2b(parent + tokens, digest_size=16).digest()
 
 
 @dataclass

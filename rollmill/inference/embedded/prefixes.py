@@ -58,23 +58,41 @@ class Prefixes:
         """Takes the pages that hold the next positions. False: another request computes them; wait for it."""
         policy, size = self._policy, self._size
         assert policy is not None
-        while generation.missing > 1 and self._at_boundary(generation) and generation.is_pure(policy):
-            number, length = len(generation.blocks), min(size, generation.missing)
-            key = generation.key_of(number, length, policy, size)
-            page = self._pages.find(key)
-            if page is None:
-                other = self._promises.get(key)
-                # production does not wait for a rollout, which may have to wait itself
-                if other is not None and other is not generation and other.is_rollout <= generation.is_rollout:
-                    return False
-                self._copy_part(generation, length - 1)
-                return True
-            if generation.missing == length:  # the last position is computed again: it gives the next token
-                self._copy(generation, page, length - 1)
-                return True
-            self._pages.hold(page)
-            self._reuse(generation, [page], size)
+        if not self._at_boundary(generation) or not generation.is_pure(policy):
+            return True
+        self._take_full_pages(generation, policy)
+        if generation.missing <= 1:
+            return True
+        length = min(size, generation.missing)
+        key = generation.key_of(len(generation.blocks), length, policy, size)
+        page = self._pages.find(key)
+        if page is not None:  # the last position is computed again: it gives the next token
+            self._copy(generation, page, length - 1)
+            return True
+        other = self._promises.get(key)
+        # production does not wait for a rollout, which may have to wait itself
+        if other is not None and other is not generation and other.is_rollout <= generation.is_rollout:
+            return False
+        self._copy_part(generation, length - 1)
         return True
+
+    def _take_full_pages(self, generation: Generation, policy: PolicyRef) -> None:
+        """All that are found, but not one that would leave nothing to compute."""
+        pages: list[int] = []
+        first = len(generation.blocks)
+        most = (generation.missing - 1) // self._size
+        if most > 0:  # keys are computed for one page first: most contexts find none
+            wanted = generation.parent_of(first + 1, policy, self._size)
+            while (page := self._pages.find(wanted)) is not None:
+                self._pages.hold(page)
+                pages.append(page)
+                if len(pages) == most:
+                    break
+                if len(pages) == 1:
+                    generation.parent_of(first + most, policy, self._size)  # all keys at once
+                wanted = generation.parent_of(first + len(pages) + 1, policy, self._size)
+        if pages:
+            self._reuse(generation, pages, len(pages) * self._size)
 
     def promise(self, generation: Generation) -> None:
         """It computes the rest of its context. If that is of one policy, others may wait for its pages."""
@@ -82,6 +100,7 @@ class Prefixes:
         assert policy is not None
         if generation.promised or not generation.is_pure(policy):
             return
+        generation.parent_of(len(generation.tokens) // size, policy, size)  # all keys at once
         for start in range(generation.computed // size * size, len(generation.tokens), size):
             length = min(size, len(generation.tokens) - start)
             key = generation.key_of(start // size, length, policy, size)
