@@ -7,6 +7,7 @@ import time
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
+from typing import Any
 
 import numpy as np
 import pytest
@@ -44,9 +45,20 @@ DEVICE: Device = "cpu"  # of engines and of the trainer's models in a test
 
 
 def use_device(device: Device, monkeypatch: pytest.MonkeyPatch) -> Device:
-    """Sets DEVICE for one test."""
-    if device == "cuda" and not torch.cuda.is_available():
-        pytest.skip("no CUDA device")
+    """Sets DEVICE for one test. On CUDA a decode step takes a millisecond at least: a tiny model would answer before a
+    test can pause the engine or change its weights."""
+    if device == "cuda":
+        if not torch.cuda.is_available():
+            pytest.skip("no CUDA device")
+        from rollmill.inference.embedded.device_runner import DeviceRunner  # needs triton
+
+        launch = DeviceRunner.launch
+
+        def paced(runner: DeviceRunner, rows: Any, starts: Any, steps: int) -> Any:
+            time.sleep(0.001 * steps)
+            return launch(runner, rows, starts, steps)
+
+        monkeypatch.setattr(DeviceRunner, "launch", paced)
     monkeypatch.setattr("tests.inference.world.DEVICE", device)
     return device
 
