@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from rollmill.inference.config import EngineConfig
 from rollmill.inference.embedded.generation import Generation
-from rollmill.inference.embedded.scheduler import Scheduler, Work
+from rollmill.inference.embedded.scheduler import PROMPT_STEPS, Scheduler, Work
 from rollmill.inference.engine import GenerateRequest
 from rollmill.types import PolicyRef, Sampling
 
@@ -58,6 +58,10 @@ def check(scheduler: Scheduler, work: list[Work]) -> None:
     assert [held[page] for page in range(pages.size)] == pages._references, "one reference per request"
     assert sorted([*held, *pages._free, *pages._idle]) == list(range(pages.size)), "no page is lost or used twice"
     assert {page: key for key, page in pages._index.items()}.keys() == {n for n, keys in enumerate(pages._keys) if keys}
+    assert set(pages._parts) <= set(pages._index), "a part that is not there is not looked for"
+    assert Counter(pages._parts.values()) == Counter(
+        {(parent, length): count for parent, counts in pages._lengths.items() for length, count in counts.items()}
+    )
     assert len(scheduler.running) <= CONFIG.max_batch
     for item in work:
         generation = item.generation
@@ -175,6 +179,27 @@ def test_a_long_prompt_is_computed_in_pieces_while_others_decode() -> None:
         counts.append({item.generation.number: item.count for item in work})
         run(scheduler, work)
     assert counts == [{1: 1, 2: 8}, {1: 1, 2: 8}, {1: 1, 2: 4}, {1: 1, 2: 1}]
+
+
+def test_prompts_that_fill_whole_steps_go_before_running_rollouts_for_a_while() -> None:
+    scheduler = Scheduler(CONFIG.model_copy(update={"cache_tokens": 480, "max_batch": 4}), prompts_first=True)
+    for generation in (make_generation(1, 4, 60), make_generation(2, 4, 60, "production")):
+        scheduler.add(generation)
+    run(scheduler, scheduler.schedule(POLICY))
+    scheduler.add(make_generation(3, 20, 4))
+    counts = []
+    for _ in range(4):
+        work = scheduler.schedule(POLICY)
+        counts.append({item.generation.number: item.count for item in work})
+        run(scheduler, work)
+    assert counts == [{2: 1, 3: 8}, {2: 1, 3: 8}, {1: 1, 2: 1, 3: 4}, {1: 1, 2: 1, 3: 1}]
+    scheduler.add(make_generation(4, 300, 4))
+    waits = []
+    for _ in range(PROMPT_STEPS + 1):
+        work = scheduler.schedule(POLICY)
+        waits.append(1 not in {item.generation.number for item in work})
+        run(scheduler, work)
+    assert waits == [True] * PROMPT_STEPS + [False]
 
 
 def test_a_request_for_a_later_version_does_not_block_others() -> None:
