@@ -1,6 +1,6 @@
 """Production by day, training by night, on the same engines: `python -m benchmarks.day_night [--quick] [--days N]`.
 
-Production's load is SIMULATED: a curve of DAY_S seconds per day, arrivals drawn from it. The time of decoding is
+Production's load is SIMULATED: a curve of a minute per day, arrivals drawn from it. The time of decoding is
 SIMULATED too: an engine has PLACES requests at a time, and each token waits TOKEN_S. So engines do not take the cores
 from each other, as engines on GPUs do not. Everything else is real: a gateway of production and one of training, engine
 processes, weights that a publisher goes on publishing, registrations, and the lender of `rollmill serve`.
@@ -46,10 +46,10 @@ from rollmill.weights.reading.channels import Channels
 from rollmill.weights.reading.store import WeightStore
 from rollmill.weights.writing.publisher import Publisher
 
-PLACES, TOKEN_S = 4, 0.02
+PLACES, TOKEN_S = 4, 0.05  # few requests per second: the cores of the host should not matter
 ENGINES = 3  # of production; training has one of its own
 ANSWER, ROLLOUT = 16, 48  # tokens
-NIGHT, DAY = 1.0, 20.0  # requests of production per second; an engine answers 12.5
+NIGHT, DAY = 0.5, 8.0  # requests of production per second; an engine answers 5
 LENDING = LendingConfig(line="rl", quiet_s=2.0, return_s=2.0)
 VERSION_S = 4.0  # between two versions of training's line
 
@@ -224,7 +224,7 @@ def main() -> None:
     parser.add_argument("--quick", action="store_true", help="one short day each")
     parser.add_argument("--days", type=int, default=3, help="days with and days without lending")
     given = parser.parse_args()
-    days, seconds = (1, 20.0) if given.quick else (given.days, 60.0)
+    days, seconds = (1, 30.0) if given.quick else (given.days, 60.0)
     passed: dict[str, list[Day]] = {"apart": [], "lent": []}
     events: list[dict[str, Any]] = []
     figures: dict[str, float] = {"load_before": os.getloadavg()[0]}

@@ -11,8 +11,10 @@ from pathlib import Path
 import pytest
 
 from rollmill.errors import GatewayError, StorageError
-from rollmill.gateway.recording.entries import encode_entry
+from rollmill.gateway.recording.entries import encode_entry, encode_open, encode_waited
 from rollmill.gateway.recording.recorder import Recorder
+from rollmill.gateway.sessions.registry import Registry
+from rollmill.gateway.sessions.sessions import SessionFacts
 
 LARGE = 1 << 30
 
@@ -123,3 +125,16 @@ async def test_two_gateways_cannot_share_a_log(tmp_path: Path) -> None:
     async with recording(tmp_path):
         with pytest.raises(GatewayError, match="another gateway"):
             Recorder(tmp_path, compact_bytes=LARGE)
+
+
+async def test_an_answer_that_ends_after_its_session_was_deleted_does_not_hinder_a_restart(tmp_path: Path) -> None:
+    facts = SessionFacts("gone")
+    async with recording(tmp_path) as recorder:
+        await recorder.append("gone", encode_open(facts))
+        await recorder.forget("gone")
+        await recorder.append("gone", encode_waited("gone", 1.0))
+        await recorder.append("stays", encode_open(SessionFacts("stays")))
+    registry, recorder = Registry(""), Recorder(tmp_path, compact_bytes=LARGE)
+    registry.replay(recorder.replay())
+    recorder.close()
+    assert registry.get("gone") is None and registry.get("stays") is not None

@@ -168,6 +168,8 @@ class Registry:
             if entry.op == "response":
                 self._replay_response(session, entry.header)
                 continue
+            if session is None and "facts" not in entry.header:
+                continue  # the session was deleted or sealed while a request of it was being answered
             if session is None:
                 session = self.add(SessionFacts(**entry.header["facts"]))
                 session.logged = True
