@@ -126,6 +126,10 @@ def serve(
     ] = None,
     tls_cert: Annotated[Path | None, typer.Option(help="certificate, as PEM: then HTTPS", show_default=False)] = None,
     tls_key: Annotated[Path | None, typer.Option(help="its private key", show_default=False)] = None,
+    connect: Annotated[
+        str | None,
+        typer.Option(help="URL of a run's `machine.listen`: connect to it, and listen on nothing", show_default=False),
+    ] = None,
 ) -> None:
     """Offer the machines of this host behind a URL, to dispatchers on other hosts and to E2B's SDKs. For example:
 
@@ -134,13 +138,15 @@ def serve(
 
     Every request needs the key, which is read from the environment variable ROLLMILL_MACHINES_KEY. A run uses the hosts
     with [machine] kind = "remote" and hosts = ["https://10.0.0.7:8900"]. E2B's SDKs use them with E2B_API_URL and
-    E2B_SANDBOX_URL set to the URL, and E2B_API_KEY set to the key. Images are those that were built on this host.
+    E2B_SANDBOX_URL set to the URL, and E2B_API_KEY set to the key. Images are those of this host. A host
+    that nobody can reach connects outwards with --connect to the URL of a run that has `listen` in [machine].
     """
+    import asyncio
     import os
 
     from aiohttp import web
 
-    from rollmill.environments.machines.remote.app import make_app
+    from rollmill.environments.machines.remote.app import make_app, serve_outwards
     from rollmill.environments.machines.remote.service import Service
     from rollmill.environments.sections import MachineSection
     from rollmill.errors import ConfigError
@@ -161,5 +167,8 @@ def serve(
         machines = build(MachineSection.model_validate({"kind": kind, "image_store": image_store}))
         return make_app(Service(machines, key, capacity=capacity, starts=starts))
 
+    if connect is not None:
+        print(f"up to {capacity} {kind} machines for {connect}. Ctrl-C stops it.", flush=True)
+        return asyncio.run(serve_outwards(application, connect, key))
     print(f"up to {capacity} {kind} machines at http{'s' if tls else ''}://{host}:{port}. Ctrl-C stops it.", flush=True)
     web.run_app(application(), host=host, port=port, ssl_context=tls, access_log=None, print=None)

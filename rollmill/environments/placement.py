@@ -60,6 +60,10 @@ class Placement:
         self._random = random.Random(seed)
         self._start_s = _START_S  # of recent starts, averaged
 
+    def add(self, place: Place) -> None:
+        self.places.append(place)
+        self._list(place)
+
     def has_room(self, now: float) -> bool:
         """Whether `take` will succeed. A cheap question: whoever waits asks it first."""
         for place in [place for place in self._down if place.down_until is not None and now >= place.down_until]:

@@ -260,3 +260,38 @@ async def test_a_host_that_answers_nonsense_is_an_infrastructure_failure(answer:
     async with listening(app) as url, remote(url) as host:
         with pytest.raises(MachineError):
             await host.create(BUILT_IN)
+
+
+async def test_a_host_that_nobody_can_reach_connects_to_the_run(monkeypatch: pytest.MonkeyPatch) -> None:
+    port = free_port()
+    host = RemoteHost(RemoteConfig(listen=f"127.0.0.1:{port}", patience_s=60.0))
+    arguments = [sys.executable, "-c", SERVE, "machines", "serve", "--connect", f"http://127.0.0.1:{port}"]
+    worker = subprocess.Popen(arguments)  # noqa: ASYNC220  it dials before anyone listens, and again
+    try:
+        machine = await host.create(BUILT_IN, {"main.py": b"print(6 * 7)"})  # waits for the worker
+        assert (await machine.exec(["python", "main.py"])).output == b"42\n"
+        others = await asyncio.gather(*(host.create(BUILT_IN) for _ in range(12)))  # more than connections that wait
+        done = await asyncio.gather(*(each.exec(["sh", "-c", "sleep 0.2; echo up"]) for each in others))
+        assert {result.output for result in done} == {b"up\n"}
+        large = os.urandom(3 << 20)
+        await machine.write("large", large)
+        assert await machine.read("large", max_bytes=1 << 23) == large
+        async with aiohttp.ClientSession() as client:
+            for headers, status in (
+                ({}, 401),
+                ({"Authorization": "Bearer wrong", "X-Rollmill-Worker": "a"}, 401),
+                ({"Authorization": f"Bearer {KEY}", "X-Rollmill-Worker": "a/b"}, 400),
+            ):
+                async with client.get(f"http://127.0.0.1:{port}/workers", headers=headers) as answer:
+                    assert answer.status == status
+        worker.kill()
+        worker.wait()
+        with pytest.raises(MachineError, match="does not answer"):
+            await machine.exec(["true"])
+        assert len(host._placement.places) == 1
+    finally:
+        worker.kill()
+        worker.wait()
+        await host.close()
+    with pytest.raises(ConfigError, match="no host of machines is named"):
+        RemoteHost(RemoteConfig())

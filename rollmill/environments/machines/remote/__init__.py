@@ -8,5 +8,7 @@
       ▼
     any MachineHost of this host
 
+outward.py carries connections the other way round, for hosts that nobody can reach: they dial the run.
+
 A lease ends a machine whose client has gone. Every request needs the service's key, or the token of its machine.
 """

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Awaitable, Callable
 
 from aiohttp import web
 
 from rollmill.environments.machines.namespace import wire
 from rollmill.environments.machines.remote.e2b import E2B
+from rollmill.environments.machines.remote.outward import offer
 from rollmill.environments.machines.remote.routes import Routes
 from rollmill.environments.machines.remote.rpc import RpcError
 from rollmill.environments.machines.remote.service import Service
@@ -25,6 +26,17 @@ def make_app(service: Service) -> web.Application:
 
     app.cleanup_ctx.append(lifetime)
     return app
+
+
+async def serve_outwards(make: Callable[[], Awaitable[web.Application]], url: str, key: str) -> None:
+    """Serve on a port of loopback, and offer it to the run at `url`. Until the process ends."""
+    runner = web.AppRunner(await make(), access_log=None)
+    await runner.setup()
+    try:
+        await web.TCPSite(runner, "127.0.0.1", 0).start()
+        await offer(url, key, runner.addresses[0][1])
+    finally:
+        await runner.cleanup()
 
 
 @web.middleware

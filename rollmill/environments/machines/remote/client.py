@@ -23,10 +23,12 @@ from pydantic import Field, TypeAdapter, ValidationError
 from rollmill.config import Config
 from rollmill.environments.machine import Capabilities, ExecResult, Order, ProcessState, Snapshot
 from rollmill.environments.machines.namespace import wire
+from rollmill.environments.machines.remote.outward import Workers
 from rollmill.environments.machines.remote.ports import CHANNEL, RemotePort
 from rollmill.environments.placement import Place, Placement
 from rollmill.errors import ConfigError, MachineError, NoCapacity, TaskError
 from rollmill.keepalive import keepalive_connector
+from rollmill.tls import server_context
 
 _CAPABILITIES = TypeAdapter(Capabilities)
 _CONNECT_S = 5.0
@@ -46,7 +48,7 @@ class RemoteConfig(Config):
     """Settings of machines on other hosts."""
 
     hosts: list[str] = Field(
-        min_length=1,
+        [],
         description="URLs of `rollmill machines serve`, one per host. A machine goes to a host that has its image and "
         "is not much fuller than the others.",
     )
@@ -54,6 +56,14 @@ class RemoteConfig(Config):
         "ROLLMILL_MACHINES_KEY",
         description="Environment variable with the key of the hosts. The key stands in no file.",
     )
+    listen: str | None = Field(
+        None,
+        pattern=r"^[^:]+:[0-9]+$",
+        description="ADDRESS:PORT at which hosts that nobody can reach connect to this run, with `rollmill machines "
+        "serve --connect URL`. Beyond one host use TLS.",
+    )
+    tls_cert: str | None = Field(None, description="Certificate for `listen`, as PEM: then HTTPS.")
+    tls_key: str | None = Field(None, description="Private key of `tls_cert`, as PEM.")
     patience_s: float = Field(
         60.0,
         ge=0,
@@ -73,11 +83,15 @@ class RemoteHost:
                 f"the environment has no {config.key_env}, the key of the hosts of machines",
                 hint="`rollmill machines serve` uses the variable of the same name",
             )
+        if not config.hosts and config.listen is None:
+            raise ConfigError("no host of machines is named", hint="set `machine.hosts`, `machine.listen`, or both")
+        self.workers: Workers | None = None
         self._placement = Placement([Place(url.rstrip("/"), 1 << 20) for url in config.hosts])
         self._session: aiohttp.ClientSession | None = None
         self._machines: dict[str, RemoteMachine] = {}
         self._renewing: asyncio.Task[None] | None = None
         self._starting = asyncio.Lock()
+        self._joining: set[asyncio.Task[str | None]] = set()
 
     async def create(
         self, image: str, files: Mapping[str, bytes] | None = None, *, snapshot: Snapshot | None = None
@@ -101,14 +115,34 @@ class RemoteHost:
             timeout = aiohttp.ClientTimeout(total=None, sock_connect=_CONNECT_S)
             headers = {"Authorization": f"Bearer {self._key}"}
             self._session = aiohttp.ClientSession(timeout=timeout, headers=headers, connector=keepalive_connector())
+            await self._listen()
             asked = await self._look()
             problems = [problem for problem in asked if problem is not None]
-            if len(problems) == len(asked):
+            if problems and len(problems) == len(asked) and self.workers is None:
                 await self.close()
                 raise MachineError(
                     f"no host of machines answers: {problems[0]}", hint="`machine.hosts` lists their URLs"
                 )
             self._renewing = asyncio.create_task(self._renew())
+
+    async def _listen(self) -> None:
+        """Let hosts connect that nobody can reach."""
+        if self.config.listen is None:
+            return
+        tls = None
+        if self.config.tls_cert is not None:
+            tls = server_context(self.config.tls_cert, self.config.tls_key, "machine.tls_cert")
+        address, _, port = self.config.listen.rpartition(":")
+        self.workers = Workers(self._key, self._join)
+        try:
+            await self.workers.start(address, int(port), tls)
+        except OSError as error:
+            raise MachineError(f"cannot listen at {self.config.listen} for hosts of machines: {error}") from None
+
+    async def _join(self, url: str) -> None:
+        self._placement.add(place := Place(url, 0))
+        self._joining.add(task := asyncio.create_task(self._introduce(place)))
+        task.add_done_callback(self._joining.discard)
 
     async def export(self, snapshot: Snapshot) -> Snapshot | None:
         """The state as bytes, which a machine on any host can start with; None: it cannot leave its host."""
@@ -138,6 +172,9 @@ class RemoteHost:
         for machine in list(self._machines.values()):
             with contextlib.suppress(MachineError):
                 await machine.close()
+        if self.workers is not None:
+            await self.workers.close()
+            self.workers = None
         session, self._session = self._session, None
         if session is not None:
             await session.close()
@@ -149,6 +186,8 @@ class RemoteHost:
         if snapshot is not None and isinstance(snapshot.state, bytes):
             header, body, snapshot = {**header, "state": len(snapshot.state)}, body + snapshot.state, None
         frame = wire.pack(header, body)
+        if not self._placement.places:
+            raise NoCapacity("no host of machines has connected yet", retry_after_s=0.5)
         for _ in self._placement.places:
             place = self._placement.take(image, time.monotonic())
             if snapshot is not None:  # its state is on one host only
