@@ -23,6 +23,7 @@ import time
 from collections import Counter
 from collections.abc import Awaitable, Callable
 from ssl import SSLContext
+from typing import Any
 
 import aiohttp
 from aiohttp import web
@@ -103,7 +104,8 @@ class Workers:
         """Wait until the connection is needed, and then carry. While it waits, only its end is of interest."""
         ending = asyncio.create_task(connection.receive())
         try:
-            await asyncio.wait([ending, slot.taken], return_when=asyncio.FIRST_COMPLETED)
+            either: list[asyncio.Future[Any]] = [ending, slot.taken]
+            await asyncio.wait(either, return_when=asyncio.FIRST_COMPLETED)
             ending.cancel()
             await asyncio.wait([ending])
             if slot.taken.done() and ending.cancelled():
