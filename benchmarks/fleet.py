@@ -1,14 +1,15 @@
 """Several engines against one, Ray against local, an engine lost, an engine added, and what a step costs in S3.
 
-    python -m benchmarks.fleet [--quick] [--no-ray] [--base RUN]
+    python -m benchmarks.fleet [--quick] [--no-ray] [--base RUN] [--repeats N] [--seconds S]
 
 The time of decoding is a SIMULATION: an engine has PLACES requests at a time, and each token of a request waits
 TOKEN_S, as on a GPU that is the bottleneck. Everything else is real: gateway, sessions, records, engine processes, an
 S3 server, Ray. So the ratios say what gateway, launcher and registration cost, not how fast a GPU is: say "simulated
 decode time" wherever they are quoted.
 
-Clients ask as rollouts do and never wait: there are always more of them than places. Launchers take turns, REPEATS
-times each. With --base, a mid-trained run, a few RL steps are trained too, and objects and bytes in S3 are counted.
+Clients ask as rollouts do and never wait: there are always more of them than places. Launchers take turns. Every figure
+is the median of the repeats, beside its spread: the largest over the smallest, minus 1. A few RL steps are trained too,
+and objects and bytes in S3 are counted; --base names a mid-trained run for them, otherwise one is made.
 """
 
 from __future__ import annotations
@@ -25,7 +26,7 @@ import sys
 import tempfile
 import time
 import urllib.request
-from collections.abc import AsyncIterator, Callable, Iterator
+from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -189,9 +190,9 @@ def rate(run: RunDirectory, engines: int, seconds: float, ray: bool = False) -> 
         return (clients.done - before) / (time.monotonic() - began)
 
 
-def disturbed(run: RunDirectory) -> dict[str, float]:
+def disturbed(run: RunDirectory, ray: bool = False) -> dict[str, float]:
     """Seconds from the death of one of two engines to two that serve, and from `scale` to a third one's first token."""
-    with served(run, 2, ray=False) as (_, launcher, fleet):
+    with served(run, 2, ray) as (_, launcher, fleet):
         clients, figures, state = Clients(run, 8), {}, {"since": 0.0, "phase": 0.0}
 
         def until() -> bool:
@@ -215,14 +216,15 @@ def disturbed(run: RunDirectory) -> dict[str, float]:
             fleet.adjust()
 
         asyncio.run(clients.run(until, tick))
-        return {**figures, "failed_requests": float(clients.failed), "answered_requests": float(clients.done)}
+        return {**figures, "failed_requests": float(clients.failed)}
 
 
 def _pid(run: RunDirectory, role: str) -> int:
-    title = f"rollmill {role} {run.path}".encode()
+    title = f"rollmill {role} ".encode()
     for entry in Path("/proc").glob("[0-9]*"):
         with contextlib.suppress(OSError):
-            if (entry / "cmdline").read_bytes().rstrip(b"\0") == title:
+            found = (entry / "cmdline").read_bytes()
+            if found.startswith(title) and (str(run.path).encode() in found or run.id.encode() in found):
                 return int(entry.name)
     raise SystemExit(f"{role} does not run")
 
@@ -292,70 +294,83 @@ def ray_node() -> Iterator[str]:
     program = str(Path(sys.executable).parent / "ray")
     environment = {**os.environ, "RAY_USAGE_STATS_ENABLED": "0", "RAY_worker_niceness": "0", "PYTHONPATH": os.getcwd()}
     options = ["--num-cpus=16", "--include-dashboard=false", "--include-log-monitor=false", "--block"]
-    node = subprocess.Popen(
-        [program, "start", "--head", f"--port={port}", "--node-ip-address=127.0.0.2", *options],
-        stdout=subprocess.DEVNULL,
-        stderr=subprocess.DEVNULL,
-        env=environment,
-        start_new_session=True,
+    with tempfile.TemporaryFile() as log:
+        node = subprocess.Popen(
+            [program, "start", "--head", f"--port={port}", "--node-ip-address=127.0.0.2", *options],
+            stdout=log,
+            stderr=subprocess.STDOUT,
+            env=environment,
+            start_new_session=True,
+        )
+        try:
+            while b"Ray runtime started" not in os.pread(log.fileno(), 1 << 20, 0):
+                if node.poll() is not None:
+                    raise SystemExit(f"Ray does not start: {os.pread(log.fileno(), 1 << 20, 0).decode()}")
+                time.sleep(0.2)
+            yield f"127.0.0.2:{port}"
+        finally:
+            os.killpg(node.pid, signal.SIGTERM)
+            node.wait()
+
+
+def midtrained(root: Path) -> RunDirectory:
+    """A run whose first stage is trained, for RL steps that have something to learn."""
+    run = create(root, "base", "stages.midtrain.steps=140", "stages.midtrain.training.threads=1")
+    subprocess.run([sys.executable, "-m", "rollmill.cluster.role", "trainer", str(run.path), "midtrain"], check=True)
+    return run
+
+
+def measure(
+    measured: dict[str, list[float]], run: RunDirectory, engines: Sequence[int], seconds: float, where: str
+) -> None:
+    """Append one repeat of everything that is measured with one launcher."""
+    for count in engines:
+        measured.setdefault(f"samples_per_s_{where}_{count}", []).append(rate(run, count, seconds, where == "ray"))
+    for name, value in disturbed(run, where == "ray").items():
+        measured.setdefault(f"{name}_{where}", []).append(value)
+    CONSOLE.print(
+        f"{where}: " + ", ".join(f"{name} {each[-1]:.2f}" for name, each in measured.items() if where in name)
     )
-    try:
-        for _ in range(1200):
-            done = subprocess.run([program, "status", f"--address=127.0.0.2:{port}"], capture_output=True, check=False)
-            if done.returncode == 0:
-                break
-            time.sleep(0.5)
-        yield f"127.0.0.2:{port}"
-    finally:
-        os.killpg(node.pid, signal.SIGTERM)
-        node.wait()
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--quick", action="store_true")
+    parser.add_argument("--quick", action="store_true", help="one repeat, no RL steps")
     parser.add_argument("--no-ray", action="store_true")
     parser.add_argument("--base", type=Path, help="a mid-trained run, for what a step costs in S3")
+    parser.add_argument("--repeats", type=int, default=4)
+    parser.add_argument("--seconds", type=float, default=15.0, help="of each measured rate")
     arguments = parser.parse_args()
-    seconds, repeats = (8.0, 1) if arguments.quick else (30.0, 3)
-    figures: dict[str, float] = {"load_before": os.getloadavg()[0]}
-    with tempfile.TemporaryDirectory() as directory, s3() as bucket:
-        root = Path(directory)
-        run = fleet_run(root, "fleet", bucket)
-        rates: dict[str, list[float]] = {}
-        for _ in range(repeats):
-            for engines in (1, 2, 4):
-                rates.setdefault(f"local_{engines}", []).append(rate(run, engines, seconds))
-                CONSOLE.print(
-                    f"{engines} engines: {rates[f'local_{engines}'][-1]:.2f} samples/s (simulated decode time)"
-                )
-        figures |= disturbed(run)
+    seconds, repeats = (5.0, 1) if arguments.quick else (arguments.seconds, arguments.repeats)
+    figures: dict[str, float] = {"load_before": os.getloadavg()[0], "repeats": repeats}
+    measured: dict[str, list[float]] = {}
+    with tempfile.TemporaryDirectory() as directory, contextlib.ExitStack() as stack:
+        root, bucket = Path(directory), stack.enter_context(s3())
+        local = fleet_run(root, "fleet", bucket)
+        there = None
         if not arguments.no_ray:
-            with ray_node() as address:
-                there = fleet_run(
-                    root, "ray", bucket, f"cluster={{kind='ray',address='{address}',scratch='{root}/nodes'}}"
-                )
-                for _ in range(repeats):
-                    rates.setdefault("ray_2", []).append(rate(there, 2, seconds, ray=True))
-                    rates.setdefault("local_2_beside", []).append(rate(run, 2, seconds))
-                    CONSOLE.print(
-                        f"2 engines on Ray: {rates['ray_2'][-1]:.2f}, local: {rates['local_2_beside'][-1]:.2f}"
-                    )
-        if arguments.base is not None:
-            figures |= store_costs(root, bucket, RunDirectory.open(arguments.base), 3 if arguments.quick else 6)
-    for name, each in rates.items():
-        figures[f"samples_per_s_{name}"] = statistics.median(each)
-        figures[f"spread_{name}"] = max(each) / min(each) - 1
+            address = stack.enter_context(ray_node())
+            there = fleet_run(root, "ray", bucket, f"cluster={{kind='ray',address='{address}',scratch='{root}/nodes'}}")
+        for _ in range(repeats):
+            measure(measured, local, (1, 2, 4), seconds, "local")
+            if there is not None:
+                measure(measured, there, (2,), seconds, "ray")
+        if arguments.base is not None or not arguments.quick:
+            base = RunDirectory.open(arguments.base) if arguments.base is not None else midtrained(root)
+            figures |= store_costs(root, bucket, base, 3 if arguments.quick else 6)
+    for name, each in measured.items():
+        figures[name] = statistics.median(each)
+        figures[f"spread_{name}"] = max(each) / min(each) - 1 if min(each) else 0.0
     figures["load_after"] = os.getloadavg()[0]
+    one = figures["samples_per_s_local_1"]
     bars = {
-        f"speedup_{engines}": at_least(
-            figures[f"samples_per_s_local_{engines}"] / figures["samples_per_s_local_1"], bar
-        )
+        f"speedup_{engines}": at_least(figures[f"samples_per_s_local_{engines}"] / one, bar)
         for engines, bar in ((2, 1.8), (4, 3.4))
     }
-    if "ray_2" in rates:
-        overhead = figures["samples_per_s_local_2_beside"] / figures["samples_per_s_ray_2"] - 1
-        bars["ray_overhead"] = at_most(overhead, max(0.03, figures["spread_local_2_beside"], figures["spread_ray_2"]))
+    if there is not None:
+        figures["ray_overhead"] = figures["samples_per_s_local_2"] / figures["samples_per_s_ray_2"] - 1
+        spread = max(figures["spread_samples_per_s_local_2"], figures["spread_samples_per_s_ray_2"])
+        bars["ray_overhead"] = at_most(figures["ray_overhead"], max(0.03, spread))
     finish("fleet", figures, bars)
 
 

@@ -2,6 +2,8 @@
 
 A node has its own mount and process namespaces: an empty /tmp, which hides all directories of the others and of the
 test, and its own home below it. Killing its first process kills everything on it at once, as a lost host would.
+
+The head keeps what it knows in a redis-server outside of all nodes, if there is one: then it too may be lost.
 """
 
 from __future__ import annotations
@@ -34,6 +36,7 @@ QUICK = {  # a node that does not answer is lost after about two seconds, not af
     "RAY_health_check_period_ms": "500",
     "RAY_health_check_timeout_ms": "10000",
     "RAY_health_check_failure_threshold": "4",
+    "RAY_gcs_rpc_server_reconnect_timeout_s": "300",  # nodes wait that long for a lost head
     "RAY_worker_niceness": "0",
     "RAY_USAGE_STATS_ENABLED": "0",
     "OMP_NUM_THREADS": "1",
@@ -68,8 +71,9 @@ class Nodes:
     directory: Path
     seen: Path
     environment: Mapping[str, str]
+    redis: str  # HOST:PORT; empty: a lost head forgets everything
     port: int = field(default_factory=lambda: next(port for port in iter(free_port, None) if port > WORKER_PORTS))
-    alive: list[Node] = field(default_factory=list)
+    alive: list[Node] = field(default_factory=list)  # the head first
     started: int = 0
 
     @property
@@ -80,27 +84,32 @@ class Nodes:
     def head(self) -> Node:
         return self.alive[0]
 
-    def start(self, *options: str) -> Node:
-        """Start one more node; the first one is the head."""
+    def start_head(self) -> Node:
+        """Start the head, also again after it was lost: its address stays the same."""
+        options = ["--head", f"--port={self.port}", "--include-dashboard=false", "--num-cpus=0"]
+        node = self._start("127.0.0.2", options, {"RAY_REDIS_ADDRESS": self.redis} if self.redis else {})
+        self.alive.insert(0, node)
+        return node
+
+    def start_worker(self) -> Node:
+        node = self._start(f"127.0.0.{self.started + 2}", [f"--address={self.address}", "--num-cpus=8"], {})
+        self.alive.append(node)
+        return node
+
+    def _start(self, own: str, options: Sequence[str], environment: Mapping[str, str]) -> Node:
         self.started += 1
-        own = f"127.0.0.{self.started + 1}"
-        which = ["--head", f"--port={self.port}", "--include-dashboard=false"]
-        if self.alive:
-            which = [f"--address={self.address}"]
         ray = [str(Path(sys.executable).parent / "ray"), "start", "--block", f"--node-ip-address={own}"]
         ray += ["--disable-usage-stats", "--include-log-monitor=false", "--object-store-memory=80000000"]
         log = self.directory / f"node-{self.started}.log"
         unshare = ["unshare", "-m", "-p", "--fork", "--mount-proc", "--kill-child"]
         process = subprocess.Popen(
-            [*unshare, "bash", "-c", INSIDE, "bash", str(self.seen), *ray, *which, *options],
+            [*unshare, "bash", "-c", INSIDE, "bash", str(self.seen), *ray, "--labels=region=home", *options],
             stdout=log.open("wb"),
             stderr=subprocess.STDOUT,
-            env={**os.environ, **QUICK, **self.environment},
+            env={**os.environ, **QUICK, **self.environment, **environment},
             start_new_session=True,
         )
-        node = Node(own, log, process)
-        self.alive.append(node)
-        return node
+        return Node(own, log, process)
 
     def wait(self, nodes: Sequence[Node]) -> None:
         deadline = time.monotonic() + PATIENCE_S
@@ -117,13 +126,37 @@ class Nodes:
 
 
 @contextlib.contextmanager
+def redis_server(directory: Path) -> Iterator[str]:
+    """Yields its address; empty if none is installed."""
+    program = shutil.which("redis-server")
+    if program is None:
+        yield ""
+        return
+    port, log = free_port(), directory / "redis.log"
+    options = ["--bind", "127.0.0.1", "--port", str(port), "--save", "", "--dir", str(directory)]
+    process = subprocess.Popen([program, *options], stdout=log.open("wb"), stderr=subprocess.STDOUT)
+    try:
+        while b"Ready to accept connections" not in log.read_bytes():
+            assert process.poll() is None, log.read_text()
+            time.sleep(0.05)
+        yield f"127.0.0.1:{port}"
+    finally:
+        process.kill()
+        process.wait()
+
+
+@contextlib.contextmanager
 def ray_nodes(directory: Path, seen: Path, environment: Mapping[str, str]) -> Iterator[Nodes]:
+    """A head and two workers, in the region `home`."""
     pytest.importorskip("ray")
     if os.getuid() != 0 or shutil.which("unshare") is None or shutil.which("nsenter") is None:
         pytest.skip("nodes with files of their own need root, unshare and nsenter")
-    nodes = Nodes(directory, seen, environment)
-    try:
-        yield nodes
-    finally:
-        for node in reversed(nodes.alive):
-            node.kill()
+    with redis_server(directory) as redis:
+        nodes = Nodes(directory, seen, environment, redis)
+        try:
+            nodes.wait([nodes.start_head()])
+            nodes.wait([nodes.start_worker() for _ in range(2)])
+            yield nodes
+        finally:
+            for node in reversed(nodes.alive):
+                node.kill()

@@ -128,7 +128,8 @@ def check_stores(run: RunDirectory, seen_digests: dict[int, str], seen_finished:
     assert uses and max(uses.values()) == 1
     # nothing that was finished is lost: it is graded, and a step lists it or its group was closed with a reason
     rows = {row.id: row for row in trajectories.list(run=stage_key(run), limit=100_000)}
-    assert seen_finished and all(rows[id].state == TrajectoryState.graded for id in seen_finished)
+    lost = {id: (rows[id].state, rows[id].reason) for id in seen_finished if rows[id].state != TrajectoryState.graded}
+    assert seen_finished and not lost
     decided = {id for step in steps for id in (*step.trajectories, *step.excluded)}
     groups = ledger.groups()
     closed = {group.id for group in groups} - {id for step in steps for id in step.groups}
