@@ -74,14 +74,17 @@ class Decision(NamedTuple):
     reason: str
 
 
-def decide(shares: Shares, engines: int, config: BalanceConfig) -> Decision:
-    """How many engines there should be instead of `engines`. At most twice as many, at least half as many."""
+def decide(shares: Shares, engines: int, config: BalanceConfig, *, room: bool = True) -> Decision:
+    """How many engines there should be instead of `engines`. At most twice as many, at least half as many. `room`:
+    whether one more would have a device of its own."""
     seen = f"the trainer waits {shares.waits:.0%} of the time, engines are idle {shares.idle:.0%} of it"
     wanted = engines * (1 - shares.idle) / max(1 - shares.waits, 0.05) / _BUSY
     if shares.waits > _WAITS and wanted > engines:
         if shares.filled < _FILLED:
             advice = "more engines would not help: raise rollouts.concurrency or max_staleness, or shorten tools"
             return Decision(engines, f"{seen}, and their batches are {shares.filled:.0%} full: {advice}")
+        if not room:
+            return Decision(engines, f"{seen}: more engines would help, but no core or GPU is left for one")
         count = min(math.ceil(wanted), 2 * engines, max(config.most, engines))
         if count == engines:
             return Decision(engines, f"{seen}: more engines would help, but balance.most is {config.most}")
@@ -104,8 +107,8 @@ class Balancer:
         self._samples: list[Sample] = []
         self._last: Decision | None = None
 
-    def add(self, sample: Sample, engines: int) -> dict[str, Any] | None:
-        """What was decided, if that is new. `engines`: how many the run should have now."""
+    def add(self, sample: Sample, engines: int, *, room: bool = True) -> dict[str, Any] | None:
+        """What was decided, if that is new. `engines`: how many the run should have now. `room`: see `decide`."""
         if len(sample.queued) != engines:
             self._samples.clear()  # an engine starts, or was lost: what it does then says nothing
             return None
@@ -113,7 +116,7 @@ class Balancer:
         if len(self._samples) < self._size:
             return None
         shares = Shares.of(self._samples, self._capacity)
-        decision = decide(shares, engines, self._config)
+        decision = decide(shares, engines, self._config, room=room)
         changes = decision.engines != engines
         self._samples = [] if changes else self._samples[-(self._size - self._size // 4) :]  # the next look, later
         if not changes and self._last is not None and _kind(decision) == _kind(self._last):

@@ -10,6 +10,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import json
+import os
 import threading
 import time
 import urllib.request
@@ -20,7 +21,8 @@ from typing import Any
 from rollmill import telemetry
 from rollmill.cluster.addresses import gateway_finders
 from rollmill.cluster.balance import LOOK_S, Balancer, Sample
-from rollmill.cluster.run import RunDirectory
+from rollmill.cluster.devices import present_gpus
+from rollmill.cluster.run import RunConfig, RunDirectory
 from rollmill.cluster.scale import ask_scale, read_scale, scaled
 from rollmill.cluster.trust import trusting
 from rollmill.errors import ConfigError, StorageError
@@ -40,8 +42,8 @@ class Balance(contextlib.AbstractContextManager["Balance"]):
     advice goes on."""
 
     def __init__(self, run: RunDirectory, stage: StageSection) -> None:
-        elsewhere = build(run.config.cluster).elsewhere
-        self._run = replace(run, ports={}) if elsewhere else run  # where the gateways are, is in the store then
+        self._elsewhere = build(run.config.cluster).elsewhere
+        self._run = replace(run, ports={}) if self._elsewhere else run  # where the gateways are, is in the store then
         self._stage, self._config = stage, run.config.balance
         self._stop = threading.Event()
         self._thread = threading.Thread(target=self._follow, daemon=True, name="balance")
@@ -63,8 +65,9 @@ class Balance(contextlib.AbstractContextManager["Balance"]):
                 sample = self.look()
                 if sample is None:
                     continue
-                now = scaled(self._run, read_scale(self._run)).config.engine_specs
-                decided = balancer.add(sample, sum(spec.region == region for spec in now))
+                now = scaled(self._run, read_scale(self._run)).config
+                count = sum(spec.region == region for spec in now.engine_specs)
+                decided = balancer.add(sample, count, room=self._elsewhere or has_room(now))
                 if decided is not None:
                     self._record(decided)
 
@@ -98,6 +101,17 @@ class Balance(contextlib.AbstractContextManager["Balance"]):
         """What the first table of the home region gets: other tables of it keep their number."""
         tables = [table for table in self._run.config.engines if table.region == self._run.config.regions[0]]
         return max(1, int(decided["engines"]) - sum(table.count for table in tables[1:]))
+
+
+def has_room(config: RunConfig) -> bool:
+    """Whether one more engine would have a GPU of this host for itself, or, where nothing computes on GPUs, cores."""
+    ranks = max((stage.training.ranks for stage in config.stages), default=0)
+    gpus = [] if config.device == "cpu" else present_gpus()
+    if gpus:
+        return len(gpus) > ranks + len(config.engine_specs)
+    threads = max((stage.training.ranks * stage.training.threads for stage in config.stages), default=0)
+    cores = len(os.sched_getaffinity(0))
+    return cores >= threads + config.engine.threads * (len(config.engine_specs) + 1)
 
 
 def read_decisions(run: RunDirectory) -> list[dict[str, Any]]:

@@ -12,9 +12,10 @@ from typing import Any
 
 import pytest
 
+from benchmarks.balance import simulate
 from rollmill import telemetry
 from rollmill.cluster.balance import BalanceConfig, Balancer, Sample, Shares, decide, describe
-from rollmill.cluster.balancing import Balance, read_decisions
+from rollmill.cluster.balancing import Balance, has_room, read_decisions
 from rollmill.cluster.run import RunDirectory
 from rollmill.cluster.scale import read_scale
 from rollmill.storage.database import open_database
@@ -45,6 +46,21 @@ def test_decisions(shares: Shares, engines: int, wanted: int, said: str) -> None
     assert decision.engines == wanted and said in decision.reason, decision
 
 
+def test_no_engine_is_added_where_it_would_take_the_cores_of_others(
+    make_run: Callable[..., RunDirectory], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    config = make_run("engines=[{count=2}]", "device=cpu", "engine.threads=2", "stages.rl.training.threads=4").config
+    for cores, room in ((9, False), (10, True)):
+        monkeypatch.setattr("os.sched_getaffinity", lambda _, cores=cores: range(cores))
+        assert has_room(config) is room
+    gpus = config.model_copy(update={"device": "cuda"})
+    for devices, room in (("0,1,2", False), ("0,1,2,3", True)):
+        monkeypatch.setenv("CUDA_VISIBLE_DEVICES", devices)
+        assert has_room(gpus) is room
+    decision = decide(Shares(0.5, 0.0, 0.9), 2, CONFIG, room=False)
+    assert decision.engines == 2 and "no core or GPU is left" in decision.reason
+
+
 def test_a_decision_needs_a_window_and_is_said_once() -> None:
     balancer = Balancer(BalanceConfig(window_s=4), capacity=8)
     busy, starved = Sample(True, [8, 8]), Sample(False, [8, 8])
@@ -57,33 +73,14 @@ def test_a_decision_needs_a_window_and_is_said_once() -> None:
     assert balancer.add(starved, 4) is None  # two of the four engines are not there yet
 
 
-def simulate(config: BalanceConfig, seconds: int, sampling_s: Any) -> Iterator[tuple[int, bool, int]]:
-    """A simulated load. A trainer takes 10 s per step of 16 groups. An engine makes one group per `sampling_s(now)`
-    seconds while fewer than 32 groups are there. New engines join after 20 s. Yields (second, computes, engines)."""
-    balancer, engines, joining, groups, left = Balancer(config, capacity=8), 1, 0, 0.0, 0
-    for now in range(seconds):
-        room = groups < 32
-        groups += engines / sampling_s(now) if room else 0.0
-        if left == 0 and groups >= 16:
-            groups, left = groups - 16, 10
-        computes, left = left > 0, max(0, left - 1)
-        queued = [8 if room else 0] * (engines if joining == 0 else 0)
-        joining = max(0, joining - 1)
-        told = balancer.add(Sample(computes, queued), engines)
-        if told is not None and told["engines"] != engines:
-            engines, joining = told["engines"], 20
-        yield now, computes, engines
-
-
 def test_the_number_of_engines_follows_a_simulated_load_that_shifts() -> None:
     """SIMULATED: groups take 2 s of an engine, then 5 s, then 1 s. In balance are 3.2, 8 and 1.6 engines."""
-    config = BalanceConfig(window_s=60, most=12)
-    run = list(simulate(config, 3000, lambda now: 2.0 if now < 1000 else 5.0 if now < 2000 else 1.0))
+    run = simulate(BalanceConfig(window_s=60, most=12), 3000)
     for start, end, fewest, most in ((500, 1000, 3, 5), (1500, 2000, 8, 11), (2700, 3000, 2, 3)):
         stretch = run[start:end]
-        assert all(fewest <= engines <= most for _, _, engines in stretch), {engines for _, _, engines in stretch}
-        assert sum(computes for _, computes, _ in stretch) > 0.8 * len(stretch)
-    assert len({engines for _, _, engines in run}) <= 8  # it does not swing
+        assert all(fewest <= second.engines <= most for second in stretch), {second.engines for second in stretch}
+        assert sum(second.computes for second in stretch) > 0.8 * len(stretch)
+    assert sum(second.reason is not None for second in run) <= 12  # it does not swing
 
 
 @contextmanager
@@ -109,6 +106,7 @@ def test_a_run_does_what_was_decided_if_it_may_and_keeps_the_reason(
     make_run: Callable[..., RunDirectory], monkeypatch: pytest.MonkeyPatch, mode: str
 ) -> None:
     monkeypatch.setattr("rollmill.cluster.balancing.LOOK_S", 0.01)
+    monkeypatch.setattr("os.sched_getaffinity", lambda _: range(64))
     run = make_run(f"balance.scale={mode}", "balance.window_s=0.1", "balance.most=2")
     stage = run.config.stages[-1]
     telemetry.open_events(run.events, "supervisor")

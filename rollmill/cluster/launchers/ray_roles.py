@@ -170,9 +170,8 @@ class RayLauncher:
 
     def _place(self, role: RoleActors) -> None:
         """Ask Ray for the keepers of a role: ranks near each other, engines far from each other."""
-        kind, selector = role.name.partition("-")[0], self._selector(role.name)
-        needs = self._needs(role)
-        strategy: Any = "SPREAD" if kind == "engine" else "DEFAULT"
+        selector, needs = self._selector(role.name), self._needs(role)
+        strategy: Any = "SPREAD" if "-" in role.name else "DEFAULT"  # engines, and all but the first of other roles
         if role.ranks > 1:
             role.group = self._group(role, needs, selector)
         role.keepers = []

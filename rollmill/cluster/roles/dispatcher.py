@@ -26,6 +26,7 @@ from rollmill.rollouts.rollout import RolloutContext
 from rollmill.rollouts.simulation import SlowMachines
 from rollmill.storage.database import open_database
 from rollmill.storage.objects import Objects
+from rollmill.tls import trust
 from rollmill.training.stage import RolloutSettings, StageSection
 from rollmill.trajectories.claims import Claims
 from rollmill.trajectories.ledger import Ledger
@@ -133,6 +134,8 @@ async def _evaluate(
 @contextlib.asynccontextmanager
 async def open_context(run: RunDirectory, line: str) -> AsyncIterator[RolloutContext]:
     config = run.config
+    if config.tls is not None:  # `rollmill eval` calls this in its own process
+        trust(config.tls.ca)
     objects = Objects.open(run.home_store)
     async with (
         open_environment(config) as environment,
