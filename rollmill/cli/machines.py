@@ -33,11 +33,14 @@ def doctor() -> None:
 
     The exit code is 1 if no kind works.
     """
+    import asyncio
+
     from rich.console import Console
     from rich.markup import escape
     from rich.table import Table
 
     from rollmill.cli.doctor import probe_machines
+    from rollmill.environments.machines.process_snapshot import try_process_snapshot
 
     table = Table("", "kind", "kernel", "snapshot keeps", "slowdown", "start", "restore", "why not")
     works = False
@@ -51,6 +54,7 @@ def doctor() -> None:
         kept = "memory and files" if able.snapshot == "full" else able.snapshot
         table.add_row("[green]ok[/]", kind, able.kernel, kept, f"{able.slowdown:.1f}", *times, "")
     Console().print(table)
+    typer.echo(f"snapshots of the processes of namespace machines: no. {asyncio.run(try_process_snapshot())}")
     if not works:
         raise typer.Exit(1)
 

@@ -44,6 +44,7 @@ def test_setup_without_root_says_what_to_install(
     assert "Traceback" not in told.err
     told = rollmill("machines", "doctor")
     assert "is not" in told.out and "rollmill machines setup" in told.out
+    assert "processes of namespace machines: no. " in told.out, "and why not"
 
 
 def test_without_setpriv_there_are_no_virtual_machines(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -135,7 +135,7 @@ async def _listen(machine: Machine) -> tuple[socket.socket, int]:
     if not machine.capabilities.listen:
         raise HarnessError(
             "this kind of machine cannot lead a program to its model",
-            hint='[machine] kind = "namespace" and "qemu" can; see Machine.listen in docs/reference/python.md',
+            hint='[machine] kind = "namespace", "qemu", "remote" can; see Machine.listen in docs/reference/python.md',
         )
     return await machine.listen()
 
