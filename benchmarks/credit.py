@@ -81,8 +81,7 @@ def make_run(root: Path, name: str, seed: int, settings: tuple[str, ...], base: 
     ]
     run = RunDirectory.create(root, load_config(RunConfig, DEMO, overrides))
     if base is not None:
-        for folder in ("weights", "companions"):
-            shutil.copytree(base / "store" / folder / "midtrain", run.path / "store" / folder / "midtrain")
+        shutil.copytree(base / "store", run.path / "store")
     return run
 
 
