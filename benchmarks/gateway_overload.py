@@ -2,8 +2,8 @@
 
     python -m benchmarks.gateway_overload [--quick]
 
-The stub engine streams an answer in 100 ms and the gateway gives it 8 places, so 80 requests per second can be served.
-16 requests may wait. First half of that rate is asked for, then four times as much. An answer may take 100 ms and the
+The stub engine streams an answer in 100 ms and the gateway gives it 4 places, so 40 requests per second can be served.
+8 requests may wait. First half of that rate is asked for, then four times as much. An answer may take 100 ms and the
 time until a full queue has moved on, 200 ms; the bar allows half as much again for the cores that all processes share.
 """
 
@@ -23,7 +23,7 @@ from benchmarks.gateway_load import percentiles
 from benchmarks.gateway_streams import Stream, Totals, request_bytes
 from benchmarks.output import at_least, at_most, finish
 
-PLACES, QUEUE = 8, 16
+PLACES, QUEUE = 4, 8
 TOKENS, PAUSE_MS = 10, 10
 CAPACITY = PLACES * 1000 / (TOKENS * PAUSE_MS)  # requests per second
 BOUND_MS = TOKENS * PAUSE_MS + QUEUE * 1000 / CAPACITY

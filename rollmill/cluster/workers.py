@@ -169,7 +169,13 @@ async def _serve(
     stopped = asyncio.Event()
     for number in _STOPS:
         asyncio.get_running_loop().add_signal_handler(number, stopped.set)
-    runner = web.AppRunner(app, access_log=None, keepalive_timeout=keepalive_s, shutdown_timeout=1.0)
+    runner = web.AppRunner(
+        app,
+        access_log=None,
+        keepalive_timeout=keepalive_s,
+        shutdown_timeout=1.0,
+        handler_cancellation=False,  # the answer to a client that disconnects is still recorded
+    )
     await runner.setup()
     try:
         await web.SockSite(runner, own, backlog=BACKLOG).start()

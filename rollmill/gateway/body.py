@@ -7,7 +7,7 @@ import math
 from typing import Any, NoReturn
 
 from rollmill.errors import GatewayError, TrajectoryError
-from rollmill.trajectories.storable import check_depth
+from rollmill.trajectories.storable import DEEPEST_JSON, check_depth
 
 
 def parse_object(body: bytes) -> dict[str, Any]:
@@ -16,7 +16,8 @@ def parse_object(body: bytes) -> dict[str, Any]:
         tree = json.loads(body, parse_constant=_refuse_number, parse_float=_finite)
         if b"\\u" in body:  # an escape can be a lone surrogate, which no tokenizer and no database accepts
             tree = _whole_characters(tree)
-        check_depth("the request body", tree)
+        if body.count(b"[") + body.count(b"{") >= DEEPEST_JSON:  # fewer brackets cannot be nested so deep
+            check_depth("the request body", tree)
     except TrajectoryError as error:
         raise GatewayError(error.message) from None
     except (ValueError, RecursionError) as error:

@@ -192,7 +192,7 @@ class ModelRoutes:
             session = self._registry.production(
                 name, request.user, request.messages, key_id=admitted.id, consent=consent
             )
-        if session.facts.traffic == "production":
+        if session.facts.traffic == "production" and self._privacy.redacts:
             given = request
             request = await aside(given, lambda: self._privacy.redact_forged(given, session))
         self._metrics.count("requests_total", traffic=session.facts.traffic)
@@ -209,6 +209,8 @@ class ModelRoutes:
             )
 
     async def _redacted(self, request: ModelRequest) -> ModelRequest:
+        if not self._privacy.redacts:
+            return request
         return await aside(request, lambda: self._privacy.redact_inputs(request))
 
     async def _with_tokens(self, request: ModelRequest) -> ModelRequest:

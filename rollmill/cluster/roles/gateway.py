@@ -86,6 +86,7 @@ def main(run: RunDirectory, number: str = "1") -> None:
         print=None,
         shutdown_timeout=1.0,
         keepalive_timeout=config.idle_s,
+        handler_cancellation=False,  # the answer to a client that disconnects is still recorded
         ssl_context=tls,
     )
 

@@ -40,18 +40,18 @@ class Privacy:
     def __init__(self, default: Consent, redaction: RedactionSection) -> None:
         self._default = default
         self._redactor: Redactor = build(redaction)
-        self._redacts = not (isinstance(self._redactor, Patterns) and self._redactor.is_empty)
+        self.redacts = not (isinstance(self._redactor, Patterns) and self._redactor.is_empty)
 
     def consent(self, headers: Mapping[str, str], of_key: str | None, request: ModelRequest) -> Consent:
         said = headers.get(_HEADER) or of_key or self._default
         if said not in get_args(Consent):
             raise GatewayError(f"{_HEADER} is {said[:80]!r}", hint=f"one of {', '.join(get_args(Consent))}")
         # token ids cannot be redacted
-        return "none" if self._redacts and isinstance(request.prompt, list) else cast(Consent, said)
+        return "none" if self.redacts and isinstance(request.prompt, list) else cast(Consent, said)
 
     def redact_inputs(self, request: ModelRequest) -> ModelRequest:
         """Redacts a request before its session is looked for. Answers in it are left for `redact_forged`."""
-        if not self._redacts:
+        if not self.redacts:
             return request
         prompt = request.prompt
         if isinstance(prompt, str):
@@ -63,7 +63,7 @@ class Privacy:
 
     def redact_forged(self, request: ModelRequest, session: Session) -> ModelRequest:
         """Redacts the answers in a request that the model did not sample in this session."""
-        if not self._redacts:
+        if not self.redacts:
             return request
         sampled: list[Message] = [
             turn.answer.message for segment in session.segments.values() for turn in segment.turns

@@ -1,9 +1,9 @@
 """The gateway's local log of open sessions: append-only, written to disk before an answer is sent.
 
-One thread writes. It gets an entry at once if it is idle. While it waits for the disk, further entries queue up and
-share the next fsync, so the cost of durability does not grow with the number of sessions. A session is removed from the
-log when it is sealed. When most of the file is such dead entries, the live ones are copied to a new file, which
-replaces the old one in one rename.
+One thread writes. It gets all entries of one turn of the event loop at once. While it waits for the disk, further
+entries queue up and share the next fsync, so the cost of durability does not grow with the number of sessions. A
+session is removed from the log when it is sealed. When most of the file is such dead entries, the live ones are copied
+to a new file, which replaces the old one in one rename.
 
 A disk can hang. An `append` with `wait_s` gives up after that time, counted from when the disk stopped answering: while
 it hangs, later appends do not wait again.
@@ -143,9 +143,6 @@ class Recorder:
     def _enqueue(self, session: str, data: bytes, *, closes: bool, erases: bool = False) -> _Write:
         loop = asyncio.get_running_loop()
         write = _Write(session, data, closes, erases, Wake(loop))
-        if self._busy_since is None and not self._gathered:
-            self._queue.put([write])  # the thread is free
-            return write
         if not self._gathered:
             loop.call_soon(self._hand_over)
         self._gathered.append(write)
