@@ -124,7 +124,7 @@ async def _ours(cell: Cell, model: Decoder, device: Device, prompts: list[list[i
         await engine.apply(_update(model))
         sampling = Sampling(max_tokens=cell.new, seed=1)
         warm = Sampling(max_tokens=24, seed=1)
-        for turn in range(2):  # steps are recorded when they return
+        for turn in range(4):  # steps are recorded when they return for the second time
             await asyncio.gather(
                 *(
                     _ask(engine, f"w{turn}.{n}", [*tokens[turn + 1 :], *[turn] * (turn + 1)], warm)

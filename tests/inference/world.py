@@ -45,20 +45,25 @@ DEVICE: Device = "cpu"  # of engines and of the trainer's models in a test
 
 
 def use_device(device: Device, monkeypatch: pytest.MonkeyPatch) -> Device:
-    """Sets DEVICE for one test. On CUDA a decode step takes a millisecond at least: a tiny model would answer before a
-    test can pause the engine or change its weights."""
+    """Sets DEVICE for one test. On CUDA a decode step takes a millisecond at least, and one with prompts five: a tiny
+    model would answer before a test can pause the engine or change its weights."""
     if device == "cuda":
         if not torch.cuda.is_available():
             pytest.skip("no CUDA device")
         from rollmill.inference.embedded.device_runner import DeviceRunner  # needs triton
 
-        launch = DeviceRunner.launch
+        launch, run = DeviceRunner.launch, DeviceRunner.run
 
-        def paced(runner: DeviceRunner, rows: Any, starts: Any, steps: int) -> Any:
+        def paced_launch(runner: DeviceRunner, rows: Any, starts: Any, steps: int) -> Any:
             time.sleep(0.001 * steps)
             return launch(runner, rows, starts, steps)
 
-        monkeypatch.setattr(DeviceRunner, "launch", paced)
+        def paced_run(runner: DeviceRunner, work: Any) -> Any:
+            time.sleep(0.005)
+            return run(runner, work)
+
+        monkeypatch.setattr(DeviceRunner, "launch", paced_launch)
+        monkeypatch.setattr(DeviceRunner, "run", paced_run)
     monkeypatch.setattr("tests.inference.world.DEVICE", device)
     return device
 
