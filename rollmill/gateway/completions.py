@@ -233,7 +233,9 @@ class Completions:
         piecemeal = request.stream or bool(request.stop) or one_call or sampling.max_tokens > self._config.stream_above
         wait = session.waits.begin()
         target = self._router.target(request.model, facts.trajectory, facts.traffic)
-        chunks = self._router.generate(ask, prefer=session.engine, stream=piecemeal, target=target, lost=wait.lost)
+        chunks = self._router.generate(
+            ask, prefer=session.engine, stream=piecemeal, target=target, lost=wait.lost, encoded=plan.encoded
+        )
         try:
             with flight.sampling():
                 async for engine, arrived in chunks:

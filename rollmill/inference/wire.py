@@ -61,8 +61,12 @@ _REQUEST = TypeAdapter(_Request)
 _CHUNK = TypeAdapter(_Chunk)
 
 
-def request_to_json(request: GenerateRequest, *, stream: bool = False) -> bytes:
-    return _REQUEST.dump_json(_Request(**vars(request), stream=stream))
+def request_to_json(request: GenerateRequest, *, stream: bool = False, tokens: bytes | None = None) -> bytes:
+    """`tokens`: JSON of the request's tokens. Making it takes most of the time if there are many."""
+    if tokens is None:
+        return _REQUEST.dump_json(_Request(**vars(request), stream=stream))
+    rest = _REQUEST.dump_json(_Request(**{**vars(request), "tokens": []}, stream=stream))
+    return rest.replace(b'"tokens":[]', b'"tokens":' + tokens, 1)  # no text before it has quotation marks of its own
 
 
 def request_from_json(data: bytes) -> tuple[GenerateRequest, bool]:

@@ -142,6 +142,7 @@ class Histories(RuleBasedStateMachine):
             messages = mutate(messages, kind, draw, len(self.recorded))
         messages = json.loads(json.dumps(messages))
         plan = self.session.plan(messages, TOOLS, self.format, Declared(declared) if declared else None)
+        assert plan.encoded is None or json.loads(plan.encoded) == plan.context
         if kept and kind in ("extend", "same"):
             assert plan.context[: len(kept)] == kept  # nothing is tokenised again
         stack = contextlib.ExitStack()

@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -38,6 +39,10 @@ CHUNK = GenerateChunk(
 def test_a_request_survives_the_wire() -> None:
     assert request_from_json(request_to_json(REQUEST)) == (REQUEST, False)
     assert request_from_json(request_to_json(REQUEST, stream=True)) == (REQUEST, True)
+    encoded = json.dumps(REQUEST.tokens).encode()
+    assert request_from_json(request_to_json(REQUEST, tokens=encoded)) == (REQUEST, False)
+    odd = replace(REQUEST, session='"tokens":[]')
+    assert request_from_json(request_to_json(odd, tokens=encoded)) == (odd, False)
 
 
 def test_a_request_may_omit_fields_with_a_default() -> None:

@@ -16,11 +16,15 @@ from rollmill.inference.wire import chunk_from_json, request_to_json
 
 
 async def ask(
-    connections: EngineConnections, endpoint: EngineEndpoint, request: GenerateRequest, stream: bool
+    connections: EngineConnections,
+    endpoint: EngineEndpoint,
+    request: GenerateRequest,
+    stream: bool,
+    encoded: bytes | None = None,
 ) -> AsyncGenerator[list[GenerateChunk], None]:
-    """Yields the chunks that have arrived since the last time; without `stream` one."""
+    """Yields the chunks that have arrived since the last time; without `stream` one. `encoded`: JSON of the tokens."""
     url = f"{endpoint.url.rstrip('/')}/generate"
-    body = request_to_json(request, stream=stream)
+    body = request_to_json(request, stream=stream, tokens=encoded)
     async with connections.post(url, body, endpoint.token, whole=not stream) as answer:
         if answer.status != 200:
             refuse(answer.status, await answer.read(2000))

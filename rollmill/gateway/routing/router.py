@@ -162,10 +162,11 @@ class Router:
         stream: bool,
         target: Target | None = None,
         lost: Callable[[], None] = lambda: None,
+        encoded: bytes | None = None,
     ) -> AsyncGenerator[tuple[EngineState, list[GenerateChunk]], None]:
         """Yields the chunks of one answer with their engine, those that arrived together in one list. The last has a
-        `finish` other than "abort". Calls `lost` when an engine fails. Raises 400 if `target` is not of the line that
-        the request itself names."""
+        `finish` other than "abort". Calls `lost` when an engine fails. `encoded` is the JSON of the request's tokens,
+        if somebody has it. Raises 400 if `target` is not of the line that the request itself names."""
         target = _within(target or Target(), request.line)
         sampled: list[int] = []
         failed: EngineState | None = None
@@ -180,7 +181,8 @@ class Router:
             try:
                 line = target.line or (engine.policy.line if engine.policy else "")
                 rest = replace(_rest(request, sampled), line=line)
-                async with contextlib.aclosing(self._ask(engine, rest, stream)) as arriving:
+                encoded = None if sampled else encoded
+                async with contextlib.aclosing(self._ask(engine, rest, stream, encoded)) as arriving:
                     async for arrived in arriving:
                         chunks, left = _before_other(arrived, line, target.number)
                         tokens = [token for chunk in chunks for token in chunk.tokens]
@@ -210,13 +212,13 @@ class Router:
             await patience.pause()
 
     def _ask(
-        self, engine: EngineState, request: GenerateRequest, stream: bool
+        self, engine: EngineState, request: GenerateRequest, stream: bool, encoded: bytes | None
     ) -> AsyncGenerator[list[GenerateChunk], None]:
         """Yields the chunks that have arrived since the last time."""
         assert self._client is not None and self._connections is not None, "the router is not started"
         if engine.endpoint.kind == "openai":
             return openai_engine.ask(self._client, engine.endpoint, request, self._timeout, self._encode, stream)
-        return own_engine.ask(self._connections, engine.endpoint, request, stream)
+        return own_engine.ask(self._connections, engine.endpoint, request, stream, encoded)
 
     async def _take(
         self,

@@ -15,6 +15,7 @@ from dataclasses import dataclass, field
 from typing import Any, Literal, NamedTuple
 
 import numpy as np
+from pydantic_core import to_json
 
 from rollmill.chat.format import Message, Tool
 from rollmill.trajectories.kept import join_kept
@@ -93,6 +94,7 @@ class OpenSegment:
         self.delivered = False
         self._carrier: asyncio.BaseTransport | None = None  # see `carried_by`
         self.digested: tuple[int, hashlib.blake2b] | None = None  # (number of messages, their digest)
+        self._encoded = (b"", 0)  # JSON of tokens without brackets, and their number: see `encoded_with`
 
     def append(self, turn: Turn) -> None:
         self.turns.append(turn)
@@ -154,6 +156,18 @@ class OpenSegment:
         for part in reversed(parts):
             tokens += part.tolist()
         return tokens
+
+    def encoded_with(self, prompt: Sequence[int]) -> bytes | None:
+        """JSON of all tokens and `prompt`, for engines. Only tokens that are new since the last call are encoded. None
+        for a branch: it would hold the tokens of its parent once more."""
+        if self.parent is not None or not prompt:
+            return None
+        encoded, count = self._encoded
+        length = self.length
+        if count < length:
+            encoded += (b"," if encoded else b"") + to_json(self.slice(count, length))[1:-1]
+            self._encoded = encoded, length  # as one: requests are planned in threads too
+        return b"[%b,%b" % (encoded, to_json(list(prompt))[1:])
 
     @property
     def closed(self) -> bool:

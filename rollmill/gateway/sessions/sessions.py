@@ -96,6 +96,7 @@ class Plan:
     inherited: int = 0  # number of recorded messages that come before `messages`
     parent: tuple[str, int] | None = None
     cause: Cause = "start"
+    encoded: bytes | None = None  # JSON of `context`, if there is one
 
     def turn(self, answer: Answer) -> Turn:
         return Turn(
@@ -212,7 +213,17 @@ class Session:
             except HistoryRewritten:  # recorded messages hold reasoning that clients do not send back
                 return self._branch(base, shared, base.messages + new, tools, format, "template")
             cache = self._next_id() if any(flight.cache == base.id for flight in self.flights) else base.id
-            return Plan(base.id, cache, base.tokens + prompt, prompt, new, tools, opens=False, inherited=shared)
+            return Plan(
+                base.id,
+                cache,
+                base.tokens + prompt,
+                prompt,
+                new,
+                tools,
+                opens=False,
+                inherited=shared,
+                encoded=base.encoded_with(prompt),
+            )
         return self._branch(base, shared, messages, tools, format)
 
     def plan_tokens(self, tokens: list[int], decode: Callable[[list[int]], str]) -> Plan:
