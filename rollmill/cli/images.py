@@ -31,6 +31,17 @@ def build(
         typer.Option(help="an OCI layout or archive; its files below --inside are taken", show_default=False),
     ] = None,
     inside: Annotated[str, typer.Option(help="directory of the OCI image, such as /app")] = "/",
+    dockerfile: Annotated[
+        Path | None,
+        typer.Option(help="a Dockerfile, built by podman or buildah; as --oci then", show_default=False),
+    ] = None,
+    suite: Annotated[
+        str | None,
+        typer.Option(help="a Debian suite, such as bookworm, instead of this host's programs", show_default=False),
+    ] = None,
+    program: Annotated[
+        list[str] | None, typer.Option(help="a Debian package of the suite; repeatable", show_default=False)
+    ] = None,
     services: Annotated[
         Path | None,
         typer.Option(help="a TOML file with [[services]] that run in every machine", show_default=False),
@@ -51,6 +62,7 @@ def build(
         rollmill images build mini --requirements requirements.txt
         rollmill images build shop --repository src/shop --commit v1.2 --verify "make test"
         rollmill images build app --oci app.tar --inside /app
+        rollmill images build tools --suite bookworm --program ripgrep --program nginx
         rollmill images build shop-db --repository src/shop --services services.toml --verify "make test"
 
     Each source is a layer; images share the layers that are the same. Building the same content again gives the same
@@ -69,12 +81,20 @@ def build(
     from rollmill.environments.machines.verify_image import build_verified
     from rollmill.errors import ConfigError
 
-    if all(each is None for each in (directory, requirements, repository, oci, services)):
-        raise ConfigError("an image of what?", hint="--directory, --requirements, --repository, --oci or --services")
+    if all(each is None for each in (directory, requirements, repository, oci, services, suite, dockerfile)):
+        raise ConfigError(
+            "an image of what?",
+            hint="--directory, --requirements, --repository, --oci, --dockerfile, --suite or --services",
+        )
     check_python(python)
-    sources = {"directory": directory, "requirements": requirements, "repository": repository, "commit": commit}
-    sources |= {"archive": oci, "inside": inside}
-    make: Callable[[str], Any] = functools.partial(build_image, **sources)  # type: ignore[arg-type]
+    sources: dict[str, Any] = {
+        "directory": directory,
+        "requirements": requirements,
+        "repository": repository,
+        "commit": commit,
+    }
+    sources |= {"archive": oci, "inside": inside, "suite": suite, "programs": program or [], "dockerfile": dockerfile}
+    make: Callable[[str], Any] = functools.partial(build_image, **sources)
     if services is not None:
         make = functools.partial(build_with_services, services=read_services(services), make=make)
     record = build_verified(name, verify, kind, make) if verify else make(name)

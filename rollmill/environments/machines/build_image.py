@@ -7,6 +7,7 @@ import shutil
 import subprocess
 import sys
 import tempfile
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Literal, NamedTuple
 
@@ -15,6 +16,7 @@ from pydantic import ValidationError
 from rollmill.environments.machines import images, layers
 from rollmill.environments.machines.images import BUILT_IN, NAME, ImageRecord, LayerRecord, images_directory
 from rollmill.environments.machines.oci import take_files
+from rollmill.environments.machines.os_layer import build_dockerfile, make_debian
 from rollmill.environments.machines.repository import seal
 from rollmill.errors import TaskError
 
@@ -32,8 +34,12 @@ def build_image(
     commit: str = "HEAD",
     archive: Path | None = None,
     inside: str = "/",
+    suite: str | None = None,
+    programs: Sequence[str] = (),
+    dockerfile: Path | None = None,
 ) -> ImageRecord:
-    """Make an image of Python requirements, a repository, an OCI image's files, a directory, or several, and name it.
+    """Make an image of a Debian suite with `programs` (its packages), Python requirements, a repository, files of an
+    OCI image or of a Dockerfile's, a directory, or several, and name it.
 
     Each is a layer of its own, in this order; the same content is kept once.
     """
@@ -44,6 +50,9 @@ def build_image(
     record = ImageRecord(digest="0" * 64)
     with tempfile.TemporaryDirectory(prefix=".building-", dir=root, ignore_cleanup_errors=True) as temporary:
         place = Path(temporary)
+        if suite is not None:
+            make_debian(suite, programs, place / "root")
+            _add(record, "root", place / "root")
         if requirements is not None:
             _install(requirements, place / "packages")
             _add(record, "packages", place / "packages")
@@ -51,6 +60,8 @@ def build_image(
         if repository is not None:
             record.commit = seal(repository, commit, place / "repository")
             _add(record, "work", place / "repository")
+        if dockerfile is not None:
+            build_dockerfile(dockerfile, archive := place / "built.tar")
         if archive is not None:
             take_files(archive, inside, place / "archive")
             _add(record, "work", place / "archive")
@@ -66,7 +77,7 @@ def build_image(
     return record
 
 
-def _add(record: ImageRecord, place: Literal["packages", "work"], directory: Path) -> None:
+def _add(record: ImageRecord, place: Literal["root", "packages", "work"], directory: Path) -> None:
     layer = layers.keep(directory, images_directory())
     record.layers.append(LayerRecord(place=place, digest=layer.digest, bytes=layer.bytes))
 
@@ -167,4 +178,5 @@ def remove_image(name: str) -> int:
     freed = {layer.digest: layer.bytes for layer in record.layers if layer.digest not in used}
     for digest in freed:
         shutil.rmtree(root / "layers" / digest, ignore_errors=True)
+        shutil.rmtree(root / "roots" / digest, ignore_errors=True)
     return sum(freed.values())

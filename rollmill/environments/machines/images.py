@@ -11,6 +11,7 @@ Images share the layers that they have in common (layers.py).
     objects/DIGEST/image.json    its layers, and what they were made of
     layers/DIGEST/               place "packages": mounted read-only; Python imports from it, and its bin/ is on PATH
                                  place "work": copied into the work directory of each machine, later layers over earlier
+                                 place "root": an operating system instead of this host's programs (os_layer.py)
                                  place "services": the files of its services (services.py)
 
 A name that is not here is looked for in the store that `machine.image_store` names, and its layers are fetched.
@@ -35,6 +36,7 @@ from typing import Literal, Protocol
 from pydantic import BaseModel, Field, ValidationError
 
 from rollmill.environments.machines import layers
+from rollmill.environments.machines.os_layer import unpacked_root
 from rollmill.environments.machines.services import STATE, Service
 from rollmill.errors import ObjectMissing, TaskError
 from rollmill.storage.objects import Objects
@@ -44,7 +46,7 @@ NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}")
 
 
 class LayerRecord(BaseModel):
-    place: Literal["packages", "work", "services"]
+    place: Literal["root", "packages", "work", "services"]
     digest: str = Field(pattern=r"^[0-9a-f]{64}$")
     bytes: int = 0
 
@@ -70,7 +72,16 @@ class Image:
     files: Mapping[str, bytes] = field(default_factory=dict)  # by path in the work directory
     packages: str | None = None  # a directory of this host
     services: tuple[Service, ...] = ()
+    root: str | None = None  # directory of this host: an operating system instead of this host's programs
     state: str | None = None  # file of this host: what the services start with
+
+    def check_programs(self, kind: str) -> None:
+        """TaskError if the image has an operating system of its own, for a kind of machine that cannot use one."""
+        if self.root is not None:
+            raise TaskError(
+                f"image {self.name!r} has an operating system of its own, and {kind} machines run this host's programs",
+                hint='use [machine] kind = "namespace"',
+            )
 
     def services_state(self) -> bytes:
         """What the services start with: a tar of their directories."""
@@ -138,13 +149,15 @@ def load_image(name: str, directory: str | None, *, max_bytes: int = 1 << 26) ->
 
 def _load_layers(name: str, record: ImageRecord, max_bytes: int) -> Image:
     files: dict[str, bytes] = {}
-    packages = state = None
+    packages = state = root = None
     for layer in record.layers:
         place = images_directory() / "layers" / layer.digest
         if not place.is_dir():
             raise _damaged(name, layer.digest)
         if layer.place == "packages":
             packages = str(place)
+        elif layer.place == "root":
+            root = unpacked_root(place, images_directory())
         elif layer.place == "services":
             state = str(place / STATE)
         else:
@@ -152,7 +165,7 @@ def _load_layers(name: str, record: ImageRecord, max_bytes: int) -> Image:
     if sum(map(len, files.values())) > max_bytes:
         raise _too_large(name, max_bytes)
     services = tuple(record.services) if state is not None else ()
-    return Image(name, record.digest, MappingProxyType(files), packages, services, state)
+    return Image(name, record.digest, MappingProxyType(files), packages, services, root, state)
 
 
 def built_names() -> list[str]:

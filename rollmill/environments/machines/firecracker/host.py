@@ -110,6 +110,7 @@ class FirecrackerHost:
             self._directory = None
 
     async def _template(self, image: Image) -> Template:
+        image.check_programs("firecracker")
         key = (image.packages, image.digest if image.services else None)
         task = self._templates.get(key)
         if task is None or (task.done() and (task.cancelled() or task.exception() is not None)):

@@ -26,6 +26,9 @@ from rollmill.errors import MachineError, TaskError
 _PACKAGE_ROOT = Path(__file__).resolve().parents[4]
 
 
+Seen = tuple[str | None, str | None]  # directories of an image that all machines of a host see: packages, root
+
+
 class NamespaceConfig(AgentMachineConfig):
     """Settings of namespace machines."""
 
@@ -42,13 +45,14 @@ class NamespaceConfig(AgentMachineConfig):
 class NamespaceHost:
     """Creates namespace machines; starts its machine host process on first use. One per event loop.
 
-    Machines of an image with packages come from a machine host of their own, so that no other machine sees them.
+    Machines of an image with packages or an operating system come from a machine host of their own, so that no other
+    machine sees them.
     """
 
-    def __init__(self, config: NamespaceConfig | None = None, *, packages: str | None = None) -> None:
+    def __init__(self, config: NamespaceConfig | None = None, *, sees: Seen = (None, None)) -> None:
         self.config = config or NamespaceConfig()
-        self._packages = packages
-        self._others: dict[str, NamespaceHost] = {}  # by packages
+        self._sees = sees
+        self._others: dict[Seen, NamespaceHost] = {}
         self.limits: dict[str, Any] = {}  # what bounds machines on this host; known after start()
         self._process: subprocess.Popen[bytes] | None = None
         self._control: socket.socket | None = None
@@ -61,8 +65,8 @@ class NamespaceHost:
         self, image: str, files: Mapping[str, bytes] | None = None, *, snapshot: Snapshot | None = None
     ) -> NamespaceMachine:
         loaded = await obtain_image(image, self.config)
-        if loaded.packages not in (None, self._packages):
-            other = self._others.setdefault(loaded.packages, NamespaceHost(self.config, packages=loaded.packages))
+        if (sees := (loaded.packages, loaded.root)) not in ((None, None), self._sees):
+            other = self._others.setdefault(sees, NamespaceHost(self.config, sees=sees))
             return await other.create(image, files, snapshot=snapshot)
         await self.start()
         self._next += 1
@@ -134,7 +138,7 @@ class NamespaceHost:
             control, other = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
             control.setblocking(False)
             with other:
-                self._process = _launch(other, self.config, self._packages)
+                self._process = _launch(other, self.config, self._sees)
             greeting = await _greeting(control, self._process)
             if "error" in greeting:
                 control.close()
@@ -204,7 +208,7 @@ class NamespaceHost:
                 future.set_exception(MachineError(why))
 
 
-def _launch(control: socket.socket, config: NamespaceConfig, packages: str | None) -> subprocess.Popen[bytes]:
+def _launch(control: socket.socket, config: NamespaceConfig, sees: Seen) -> subprocess.Popen[bytes]:
     limits = {
         "memory": config.memory_mb << 20,
         "disk": config.disk_mb << 20,
@@ -220,7 +224,7 @@ def _launch(control: socket.socket, config: NamespaceConfig, packages: str | Non
             module,
             str(control.fileno()),
             json.dumps(limits),
-            *([packages] if packages else []),
+            json.dumps(sees),
         ],
         stdin=subprocess.DEVNULL,
         stdout=subprocess.DEVNULL,

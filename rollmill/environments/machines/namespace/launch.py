@@ -1,8 +1,9 @@
 """Starts the machine host: enters its namespaces, builds the machines' root, and becomes `host.py` inside it.
 
-    python -m rollmill.environments.machines.namespace.launch CONTROL_FD LIMITS_JSON [PACKAGES]
+    python -m rollmill.environments.machines.namespace.launch CONTROL_FD LIMITS_JSON SEEN_JSON
 
-PACKAGES is a directory of this host: all machines of this machine host see it, read-only.
+SEEN_JSON is a list of two directories of this host, or null: Python packages, and an operating system whose programs
+take the place of this host's. All machines of this machine host see them, read-only.
 What the kernel refuses is reported on the control socket as {"error", "hint"}; the client raises it as MachineError.
 """
 
@@ -22,7 +23,7 @@ _ENTER = f"import sys; sys.path.insert(0, {layout.CODE!r}); from {__package__}.h
 def main() -> None:
     control = socket.socket(fileno=int(sys.argv[1]))
     limits = json.loads(sys.argv[2])
-    packages = sys.argv[3] if len(sys.argv) > 3 else None
+    packages, userland = json.loads(sys.argv[3])
     environment = root.environment()
     try:
         groups = cgroups.find(limits["memory"], limits["processes"])
@@ -31,7 +32,7 @@ def main() -> None:
         if identities == 1:
             _enter_user_namespace()
         kernel.unshare(kernel.CLONE_NEWNS)
-        python = root.enter_new_root(packages)
+        python = root.enter_new_root(packages, userland)
     except OSError as error:
         control.send(json.dumps({"error": f"cannot enter namespaces: {error.strerror}", "hint": hint()}).encode())
         sys.exit(1)

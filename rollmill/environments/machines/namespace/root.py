@@ -15,6 +15,7 @@ packages.
 from __future__ import annotations
 
 import contextlib
+import errno
 import os
 import shutil
 import site
@@ -49,13 +50,17 @@ _SYSTEM_PATH = "/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin"
 _SEALED = kernel.MOUNT_ATTR_RDONLY | kernel.MOUNT_ATTR_NOSUID | kernel.MOUNT_ATTR_NODEV
 
 
-def enter_new_root(packages: str | None) -> str:
+def enter_new_root(packages: str | None, userland: str | None = None) -> str:
     """Build the root in this process's private mount namespace and move into it. Returns the Python to run there.
 
     The source of the machine host is still there, on a mount of its own. The host unmounts it after its imports.
     """
     python_home = Path(sys.base_prefix).resolve()
     hidden = [path for path in _private_directories() if path not in (python_home, *python_home.parents)]
+    if userland is not None:  # it has nothing of this host to hide
+        hidden = [path for path in hidden if not path.is_relative_to("/usr")]
+        if python_home.is_relative_to("/usr"):
+            raise OSError(errno.ENOTSUP, "this Python is part of /usr, where the image has programs of its own")
     kernel.mount("none", "/", None, kernel.MS_REC | kernel.MS_PRIVATE)
     kernel.mount("tmpfs", _STAGE, "tmpfs", kernel.MS_NOSUID | kernel.MS_NODEV, "mode=755")
     os.mkdir(f"{_STAGE}/old")
@@ -65,8 +70,9 @@ def enter_new_root(packages: str | None) -> str:
     new, old = Path("/new"), Path("/old")
     for name in (layout.TEMPORARY, layout.WORK, layout.PROGRAMS, layout.CODE, layout.HOME, "/proc", "/dev/pts", "/etc"):
         (new / name[1:]).mkdir(parents=True)
-    _bind_userland(old, new)
-    _furnish(old, new)
+    base = old if userland is None else old / Path(userland).absolute().relative_to("/")
+    _bind_userland(old, base, new)
+    _furnish(old, base, new)
     if packages is not None:
         _bind(old / Path(packages).absolute().relative_to("/"), new / layout.PACKAGES[1:])
     inside = python_home
@@ -103,17 +109,18 @@ def environment() -> dict[str, str]:
     return variables
 
 
-def _bind_userland(old: Path, new: Path) -> None:
+def _bind_userland(old: Path, base: Path, new: Path) -> None:
+    """Programs and libraries of `base`; devices of this host."""
     for name in USERLAND:
-        entry = old / name
+        entry = base / name
         if entry.is_symlink():
             (new / name).symlink_to(os.readlink(entry))
         elif entry.is_dir():
             _bind(entry, new / name)
     # so that programs find their libraries, Debian's links their targets, and dpkg its packages
     for name in ("etc/ld.so.cache", "etc/alternatives", "var/lib/dpkg"):
-        if (old / name).exists():
-            _bind(old / name, new / name)
+        if (base / name).exists():
+            _bind(base / name, new / name)
     for name, source in _DEVICES.items():
         _bind(old / "dev" / source, new / "dev" / name, kernel.MOUNT_ATTR_NOSUID | kernel.MOUNT_ATTR_NOEXEC)
     for name, target in _LINKS.items():
@@ -122,12 +129,12 @@ def _bind_userland(old: Path, new: Path) -> None:
     _bind(old / "proc", new / "proc", 0)
 
 
-def _furnish(old: Path, new: Path) -> None:
+def _furnish(old: Path, base: Path, new: Path) -> None:
     """Write the files that make a machine an ordinary computer, dated as if it was installed a while ago."""
     for directory in computer.DIRECTORIES:
         (new / directory[1:]).mkdir(parents=True, exist_ok=True)
     texts = {path[1:]: text.encode() for path, text in computer.FILES.items()}
-    texts |= _public(old, "etc", computer.HOST_FILES) | _public(old, "sys", _HARDWARE)
+    texts |= _public(base, "etc", computer.HOST_FILES) | _public(old, "sys", _HARDWARE)
     installed = time.time() - _INSTALLED
     for path, data in texts.items():
         (new / path).parent.mkdir(parents=True, exist_ok=True)

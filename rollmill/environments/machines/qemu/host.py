@@ -97,6 +97,7 @@ class QemuHost:
 
     async def template(self, image: Image) -> Template:
         """The template of an image; booted on first use. MachineError says what this host lacks."""
+        image.check_programs("qemu")
         key = (image.packages, image.digest if image.services else None)
         task = self._templates.get(key)
         if task is None or (task.done() and (task.cancelled() or task.exception() is not None)):

@@ -1,0 +1,160 @@
+"""Operating systems for images: a Debian suite as a layer, and files of an image that a Dockerfile describes.
+
+    --suite bookworm       mmdebstrap or debootstrap makes the tree. Its /usr, /bin, /lib … take the place of this
+                           host's programs in namespace machines
+    --dockerfile FILE      podman or buildah builds it; files below --inside become files of the work directory
+
+A tree has links, so it is kept as one archive (the layer's only file), and unpacked beside the layers when a machine
+first needs it. It may come from a store: its paths stay inside, devices are left out, and nothing in it runs outside
+machines.
+The machines' agent runs on this host's Python in it, so its C library must not be older than this host's.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import re
+import shutil
+import subprocess
+import tarfile
+import tempfile
+from collections.abc import Sequence
+from pathlib import Path
+
+import zstandard
+
+from rollmill.environments.machines import layers
+from rollmill.errors import TaskError
+
+ARCHIVE = "root.tar.zst"  # the layer's file
+_NAME = re.compile(r"[a-z0-9][a-z0-9+.-]{0,63}")
+_BUILD_S = 1800.0
+_LARGEST, _MOST_ENTRIES = 8 << 30, 2_000_000
+
+
+def make_debian(suite: str, packages: Sequence[str], target: Path) -> None:
+    """Write the archive of a Debian suite to the directory `target`. TaskError: what is missing or failed."""
+    for name in (suite, *packages):
+        if not _NAME.fullmatch(name):
+            raise TaskError(f"{name!r} is no name of a Debian suite or package")
+    with tempfile.TemporaryDirectory(prefix="rollmill-suite-") as temporary:
+        archive = Path(temporary, "root.tar")
+        wanted = [f"--include={','.join(packages)}"] if packages else []
+        if (program := shutil.which("mmdebstrap")) is not None:
+            mode = "root" if os.geteuid() == 0 else "unshare"
+            _run([program, "--quiet", "--variant=minbase", f"--mode={mode}", *wanted, suite, str(archive)])
+        elif (program := shutil.which("debootstrap")) is not None and os.geteuid() == 0:
+            tree = Path(temporary, "tree")
+            _run([program, "--variant=minbase", *wanted, suite, str(tree)])
+            _run(["tar", "--numeric-owner", "--sort=name", "-C", str(tree), "-cf", str(archive), "."])
+        else:
+            raise TaskError(
+                "neither mmdebstrap nor, as root, debootstrap is there: a Debian suite cannot be built",
+                hint="apt-get install mmdebstrap",
+            )
+        target.mkdir(parents=True)
+        with archive.open("rb") as source, (target / ARCHIVE).open("wb") as packed:
+            zstandard.ZstdCompressor(level=3).copy_stream(source, packed)
+
+
+def build_dockerfile(dockerfile: Path, target: Path) -> None:
+    """Build a Dockerfile into an OCI archive. TaskError: what is missing or failed."""
+    program = shutil.which("podman") or shutil.which("buildah")
+    if program is None:
+        raise TaskError(
+            f"neither podman nor buildah is there: {dockerfile} cannot be built",
+            hint="apt-get install podman; or build it elsewhere, and give the OCI archive with --oci",
+        )
+    if not dockerfile.is_file():
+        raise TaskError(f"{dockerfile} is not a file", hint="--dockerfile names it; its directory is the context")
+    tag = f"localhost/rollmill-build-{os.getpid()}"
+    context = str(dockerfile.resolve().parent)
+    try:
+        if Path(program).name == "podman":
+            _run([program, "build", "--quiet", "--tag", tag, "--file", str(dockerfile), context])
+            _run([program, "save", "--quiet", "--format", "oci-archive", "--output", str(target), tag])
+        else:
+            _run([program, "build", "--quiet", "--tag", tag, "--file", str(dockerfile), context])
+            _run([program, "push", "--quiet", tag, f"oci-archive:{target}"])
+    finally:
+        removal = [program, "rmi", "--force", tag] if Path(program).name == "podman" else [program, "rmi", tag]
+        subprocess.run(removal, capture_output=True, check=False)
+
+
+def unpacked_root(layer: Path, root: Path) -> str:
+    """The directory with the tree of a layer, unpacked if nobody has done so. TaskError: the archive is damaged."""
+    place = root / "roots" / layer.name
+    if place.is_dir():
+        return str(place)
+    place.parent.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryDirectory(prefix=".unpacking-", dir=root, ignore_cleanup_errors=True) as temporary:
+        tree = Path(temporary, "tree")
+        tree.mkdir()
+        try:
+            with (
+                (layer / ARCHIVE).open("rb") as file,
+                zstandard.ZstdDecompressor().stream_reader(file) as stream,
+                tarfile.open(fileobj=stream, mode="r|") as archive,
+            ):
+                _unpack(archive, tree)
+        except (tarfile.TarError, zstandard.ZstdError, OSError, EOFError) as error:
+            raise TaskError(f"the operating system {layer.name[:12]} cannot be unpacked: {error}") from None
+        tree.chmod(0o755)
+        with contextlib.suppress(OSError):  # another process was faster
+            os.rename(tree, place)
+    return str(place)
+
+
+def _unpack(archive: tarfile.TarFile, tree: Path) -> None:
+    size = 0
+    for count, member in enumerate(archive):
+        size += member.size if member.isreg() else 0
+        if count > _MOST_ENTRIES or size > _LARGEST:
+            raise TaskError(f"an operating system has more than {_LARGEST >> 30} GiB or {_MOST_ENTRIES} files")
+        path = layers.safe_path(member.name)
+        if path is None:
+            if member.name.strip("./"):
+                raise TaskError(f"an operating system has an entry that leads outside: {member.name!r}")
+            continue
+        place = _inside(tree, path)
+        if member.isdir():
+            place.mkdir(exist_ok=True)
+            place.chmod(member.mode & 0o755 | 0o700)
+        elif member.issym():
+            place.symlink_to(member.linkname)
+        elif member.islnk() and (linked := layers.safe_path(member.linkname)) is not None:
+            os.link(_inside(tree, linked), place, follow_symlinks=False)
+        elif member.isreg():
+            source = archive.extractfile(member)
+            assert source is not None
+            with place.open("xb") as file:
+                shutil.copyfileobj(source, file, 1 << 20)
+            place.chmod(member.mode & 0o755 | 0o600)  # nothing runs with the rights of another user
+
+
+def _inside(tree: Path, path: str) -> Path:
+    """The place of an entry. The directories above it may be links, but only to places in the tree."""
+    parent = (tree / path).parent
+    if not parent.resolve().is_relative_to(tree.resolve()):
+        raise TaskError(f"an operating system has an entry that leads outside: {path!r}")
+    parent.mkdir(parents=True, exist_ok=True)
+    return parent / Path(path).name
+
+
+def _run(command: list[str]) -> None:
+    try:
+        done = subprocess.run(
+            command,
+            stdin=subprocess.DEVNULL,
+            capture_output=True,
+            text=True,
+            errors="replace",
+            timeout=_BUILD_S,
+            check=False,
+        )
+    except subprocess.TimeoutExpired:
+        raise TaskError(f"{command[0]} took more than {_BUILD_S:.0f} s") from None
+    if done.returncode != 0:
+        said = (done.stderr or done.stdout).strip()[-1200:]
+        raise TaskError(f"{' '.join(command[:2])} … ended with exit code {done.returncode}: {said}")
