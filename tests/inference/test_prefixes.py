@@ -199,7 +199,7 @@ def test_condemned_pages_are_cleaned_when_the_last_holder_leaves() -> None:
     pages = Pages(2, 4)
     (page,) = pages.take(1)
     pages.name(page, b"key")
-    pages.hold(page)
+    pages.hold([page])
     pages.condemn([page])
     pages.give([page])
     assert pages.find(b"key") is None and pages.unclean == [] and pages.available == 1

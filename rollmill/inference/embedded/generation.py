@@ -108,6 +108,11 @@ class Generation:
                 self._keys.append(key_of_bytes(self._keys[-1], new[at : at + 4 * size]))
         return self._keys[page]
 
+    def full_keys(self, page: int, count: int, policy: PolicyRef, size: int) -> list[bytes]:
+        """The keys of `count` full pages from number `page` on."""
+        self.parent_of(page + count, policy, size)
+        return self._keys[page + 1 : page + count + 1]
+
     def release(self) -> None:
         """Its pages are gone: the context is computed again, with routes as they were reported."""
         self.blocks, self.computed, self.oldest, self.named = [], 0, None, 0

@@ -91,10 +91,11 @@ class Pages:
             self._stamps[page] += 1
         return pages
 
-    def hold(self, page: int) -> None:
-        self._references[page] += 1
-        if self._references[page] == 1:
-            del self._idle[page]
+    def hold(self, pages: Sequence[int]) -> None:
+        for page in pages:
+            self._references[page] += 1
+            if self._references[page] == 1:
+                del self._idle[page]
 
     def give(self, pages: Sequence[int], *, keep: bool = False) -> None:
         """Gives references back. A page that nobody holds becomes idle if it can be found by content, or with `keep`.

@@ -41,8 +41,7 @@ class Prefixes:
             return  # it goes on after it lost its place
         context = self._pages.claim(generation.request.session, generation.tokens)
         if context is not None:
-            for block in context.blocks:
-                self._pages.hold(block)
+            self._pages.hold(context.blocks)
             generation.continue_session(context.blocks, len(context.tokens), context.oldest)
             generation.named = len(context.tokens) // self._size if generation.is_pure(policy) else 0
             self._count(generation, len(context.tokens))
@@ -78,21 +77,19 @@ class Prefixes:
 
     def _take_full_pages(self, generation: Generation, policy: PolicyRef) -> None:
         """All that are found, but not one that would leave nothing to compute."""
+        first, most = len(generation.blocks), (generation.missing - 1) // self._size
+        # keys are computed for one page first: most contexts find none
+        if most <= 0 or self._pages.find(generation.parent_of(first + 1, policy, self._size)) is None:
+            return
+        keys = generation.full_keys(first, most, policy, self._size)
         pages: list[int] = []
-        first = len(generation.blocks)
-        most = (generation.missing - 1) // self._size
-        if most > 0:  # keys are computed for one page first: most contexts find none
-            wanted = generation.parent_of(first + 1, policy, self._size)
-            while (page := self._pages.find(wanted)) is not None:
-                self._pages.hold(page)
-                pages.append(page)
-                if len(pages) == most:
-                    break
-                if len(pages) == 1:
-                    generation.parent_of(first + most, policy, self._size)  # all keys at once
-                wanted = generation.parent_of(first + len(pages) + 1, policy, self._size)
-        if pages:
-            self._reuse(generation, pages, len(pages) * self._size)
+        for key in keys:
+            page = self._pages.find(key)
+            if page is None:
+                break
+            pages.append(page)
+        self._pages.hold(pages)
+        self._reuse(generation, pages, len(pages) * self._size)
 
     def promise(self, generation: Generation) -> None:
         """It computes the rest of its context. If that is of one policy, others may wait for its pages."""
@@ -175,7 +172,7 @@ class Prefixes:
         """Copies a page of which the first `count` positions are wanted: the request goes on to write to it."""
         if not self._pages.available:
             return
-        self._pages.hold(page)  # so that it is not evicted for its own copy
+        self._pages.hold([page])  # so that it is not evicted for its own copy
         if self._pages.available:
             target = self._pages.take(1)[0]
             self.copies.append((page, target))
