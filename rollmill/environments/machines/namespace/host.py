@@ -40,7 +40,6 @@ _HIGHEST_USER = 0x70010000
 _AHEAD = 8  # machines that are made ahead. Moving a process into a version 1 group waits about 10 ms, in which no
 # process of the whole system can fork, but of several moves in a row only the first waits: so more are made only when
 # half of them are used up.
-_FEW = 3  # with fewer, one is made before each message: moves that follow each other closely share one wait
 _EXITING = 4  # a flag in /proc/PID/stat: the process is ending
 _PER_NAMESPACE_COUNTS = (5, 14)  # the first kernel that counts a user's processes per user namespace
 
@@ -98,7 +97,7 @@ class Host:
         self._send({"ready": True, "limits": self._describe_limits()})
         while True:
             events = self._selector.select(0 if self._making_ahead else None)
-            if self._making_ahead and (not events or len(self._spare) < _FEW):
+            if not events:
                 self._make_ahead()
             for key, _ in events:
                 if key.data is not None:
