@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import errno
+import json
 import socket
 import subprocess
 from pathlib import Path
@@ -192,3 +193,25 @@ async def test_refusals_of_the_kernel_have_a_hint(monkeypatch: pytest.MonkeyPatc
 
     monkeypatch.setattr(launch, "_setting", lambda name: "0" if name == "user/max_user_namespaces" else None)
     assert "max_user_namespaces" in launch.hint()
+
+
+async def test_no_message_to_the_machine_host_is_lost_while_its_socket_is_full() -> None:
+    """Hundreds of machines are asked for at once. Messages that were lost held up their rollouts for 20 seconds."""
+    host, loop = NamespaceHost(), asyncio.get_running_loop()
+    ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    with ours, theirs:
+        for end in (ours, theirs):
+            end.setblocking(False)
+        ours.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 4096)
+        host._control = ours
+        telling = [asyncio.create_task(host._tell("create", number)) for number in range(200)]
+        await asyncio.sleep(0)
+        await asyncio.wait(telling, timeout=0.1)
+        assert sum(task.done() for task in telling) < 100, "the socket is full"
+        async with asyncio.timeout(60):
+            seen = [json.loads(await loop.sock_recv(theirs, 1 << 16))["id"] for _ in telling]
+            await asyncio.gather(*telling)
+        assert sorted(seen) == list(range(200))
+        host._control = None
+        with pytest.raises(MachineError, match="not running"):
+            await host._tell("create", 200)

@@ -57,6 +57,7 @@ class NamespaceHost:
         self._process: subprocess.Popen[bytes] | None = None
         self._control: socket.socket | None = None
         self._starting = asyncio.Lock()
+        self._telling = asyncio.Lock()
         self._next = 0
         self._creating: dict[int, asyncio.Future[socket.socket]] = {}
         self._ending: dict[int, asyncio.Future[bool]] = {}
@@ -161,13 +162,15 @@ class NamespaceHost:
             del self._creating[identifier]
 
     async def _tell(self, operation: str, identifier: int) -> None:
-        if self._control is None:
-            raise MachineError("the machine host is not running")
-        try:
-            message = json.dumps({"op": operation, "id": identifier}).encode()
-            await asyncio.get_running_loop().sock_sendall(self._control, message)
-        except OSError as error:
-            raise MachineError(f"the machine host does not answer: {error!r}") from None
+        message = json.dumps({"op": operation, "id": identifier}).encode()
+        # One at a time: while the socket is full, the loop keeps one sender per socket and forgets any other.
+        async with self._telling:
+            if self._control is None:
+                raise MachineError("the machine host is not running")
+            try:
+                await asyncio.get_running_loop().sock_sendall(self._control, message)
+            except OSError as error:
+                raise MachineError(f"the machine host does not answer: {error!r}") from None
 
     def _on_control(self) -> None:
         assert self._control is not None
