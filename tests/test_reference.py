@@ -205,7 +205,7 @@ def overrides(text: str) -> Iterator[str]:
 
 
 def test_settings_named_in_messages_and_help_exist() -> None:
-    others = {"key.path", "steps", "chat.completion", "chat.completion.chunk"}  # the last two are objects of OpenAI
+    others = {"key.path", "steps", "ranks", "chat.completion", "chat.completion.chunk"}  # the last two are of OpenAI
     for where, setting in named_in_messages():
         assert setting in SETTINGS | others, f"{where} names the setting {setting}, which does not exist"
 
@@ -216,7 +216,7 @@ def test_settings_named_in_documents_exist(document: Path) -> None:
     code = "\n".join(snippets(text))
     names = {path.rpartition(".")[2] for path in SETTINGS}
     for setting in [*dotted(code), *overrides(text)]:
-        assert setting in SETTINGS | {"key.path", "steps"}, f"{setting} is no setting"
+        assert setting in SETTINGS | {"key.path", "steps", "ranks"}, f"{setting} is no setting"
     others = {"wants_final_state", "enable_thinking"}  # of a reward class, and of the chat templates of a model
     for setting in re.findall(r"`([a-z_.]+) = [^`]+`", text):
         assert setting in SETTINGS or setting in names | others, f"{setting} is no setting"

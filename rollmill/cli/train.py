@@ -82,7 +82,7 @@ def train(
         config = load_config(RunConfig, source, [*(overrides or ()), *(start_settings(*start) if start else ())])
         if not config.stages:
             raise ConfigError(f"{source} has no [[stages]]: there is nothing to train", hint="`rollmill serve` serves")
-        check_here(config)
+        check_here(config, dry_run=dry_run)
         if dry_run:
             print_config(config)
             return

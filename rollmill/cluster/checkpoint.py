@@ -31,15 +31,15 @@ if TYPE_CHECKING:
 TOKENIZER = "tokenizer.json"
 
 
-def check_here(config: RunConfig) -> None:
+def check_here(config: RunConfig, *, dry_run: bool = False) -> None:
     """Check what a configuration asks of this machine: the device, the checkpoint, the run it starts from, the
-    tokenizer, the tasks; and that its parts agree. Loads no weights."""
+    tokenizer, the tasks; and that its parts agree. Loads no weights. With `dry_run`, the database is not asked."""
     from rollmill.cluster.prepare import check_tokenizer
     from rollmill.cluster.start import check_start
 
     if config.store is not None:
         check_store(config.store)
-    if config.database is not None and not config.database.startswith("sqlite"):
+    if config.database is not None and not config.database.startswith("sqlite") and not dry_run:
         check_database(config.database)
     if config.device == "cuda":  # the others are always there, and importing torch takes seconds
         from rollmill.models.device import choose_device
