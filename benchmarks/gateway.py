@@ -11,7 +11,8 @@ compares the two is left out, and the output says so.
 
 Added latency is the difference of two percentiles: through the gateway, and at the stub itself, both at half of the
 gateway's highest rate, in short turns one after the other. It is the time from the request to the last byte of the
-answer, so it holds the wait for the disk. The disk's fsync time is measured beside it.
+answer, so it holds the wait for the disk. The disk's fsync time is measured before, and beside the latencies: other
+processes that write to the same disk delay it.
 """
 
 from __future__ import annotations
@@ -26,6 +27,7 @@ import statistics
 import subprocess
 import sys
 import tempfile
+import threading
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -35,7 +37,7 @@ import aiohttp
 from rich.console import Console
 from rich.table import Table
 
-from benchmarks.gateway_load import cpu_seconds, resident_mib
+from benchmarks.gateway_load import cpu_seconds, percentiles, resident_mib
 from benchmarks.gateway_stub import KEY, TOKENS
 from benchmarks.output import at_least, at_most, finish
 from rollmill.chat.format import assistant_message
@@ -46,6 +48,7 @@ CONSOLE = Console(width=120)
 HISTORY_TOKENS = 2000
 STREAM_PAUSE_MS = 500  # 2 tokens per second
 LITELLM = "litellm[proxy]==1.103.7"
+_FSYNC_PAUSE_S = 0.02
 Figures = dict[str, float]
 
 
@@ -99,8 +102,10 @@ async def hold_streams(url: str, count: int, tokens: int, pid: int) -> Figures:
     }
 
 
-def fsync_ms(directory: Path, times: int = 50) -> float:
-    """The median of one append of 4 KiB with fsync, on the disk of the session log."""
+def fsync_seconds(
+    directory: Path, times: int, pause_s: float = 0.0, ended: threading.Event | None = None
+) -> list[float]:
+    """Of appends of 4 KiB with fsync, on the disk of the session log, until `ended` is set."""
     seconds = []
     with (directory / "fsync").open("ab", buffering=0) as file:
         for _ in range(times):
@@ -108,7 +113,10 @@ def fsync_ms(directory: Path, times: int = 50) -> float:
             file.write(b"x" * 4096)
             os.fsync(file.fileno())
             seconds.append(time.perf_counter() - started)
-    return statistics.median(seconds) * 1000
+            time.sleep(pause_s)
+            if ended is not None and ended.is_set():
+                break
+    return seconds
 
 
 @contextlib.contextmanager
@@ -176,7 +184,8 @@ async def measure(arguments: argparse.Namespace, directory: Path) -> tuple[Figur
     write_texts(directory)
     seconds = 3.0 if arguments.quick else 10.0
     litellm = None if arguments.streams else arguments.litellm or litellm_program()
-    figures: Figures = {"fsync_ms": fsync_ms(directory), "load_before": os.getloadavg()[0]}
+    fsync_ms = statistics.median(fsync_seconds(directory, 50)) * 1000
+    figures: Figures = {"fsync_ms": fsync_ms, "load_before": os.getloadavg()[0]}
     bars: dict[str, Any] = {}
     stub, url = (f"http://127.0.0.1:{free_port()}" for _ in range(2))
     module = [sys.executable, "-m"]
@@ -233,8 +242,15 @@ async def compare(
     """Added latency at half load."""
     name = "stream" if stream else "whole"
     rate = figures["stream_requests_per_s" if stream else "requests_per_s"] / 2
-    found = await load("latency", directory, port_of(url), port_of(stub), rate, seconds, stream)
+    ended = threading.Event()
+    beside = asyncio.create_task(asyncio.to_thread(fsync_seconds, directory, 1 << 30, _FSYNC_PAUSE_S, ended))
+    try:
+        found = await load("latency", directory, port_of(url), port_of(stub), rate, seconds, stream)
+    finally:
+        ended.set()
+        disk = percentiles(await beside)
     figures[f"half_load_{name}_requests_per_s"] = rate
+    figures |= {f"fsync_beside_{name}_{label}_ms": disk[label] for label in ("p50", "p99")}
     for label, bar in (("p50", 2.0), ("p99", 10.0)):
         added = found["through"][label] - found["direct"][label]
         figures[f"added_{name}_{label}_ms"] = added
