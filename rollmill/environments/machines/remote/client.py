@@ -8,23 +8,21 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import math
 import os
-import signal
-import socket
 import struct
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any
 
 import aiohttp
 from pydantic import Field, TypeAdapter, ValidationError
 
 from rollmill.config import Config
-from rollmill.environments.machine import Capabilities, ExecResult, Order, ProcessState, Snapshot
+from rollmill.environments.machine import Capabilities, Snapshot
 from rollmill.environments.machines.namespace import wire
+from rollmill.environments.machines.remote.machine import HostLost, RemoteMachine
 from rollmill.environments.machines.remote.outward import Workers
-from rollmill.environments.machines.remote.ports import CHANNEL, RemotePort
+from rollmill.environments.machines.remote.ports import CHANNEL
 from rollmill.environments.placement import Place, Placement
 from rollmill.errors import ConfigError, MachineError, NoCapacity, TaskError
 from rollmill.keepalive import keepalive_connector
@@ -33,15 +31,8 @@ from rollmill.tls import server_context
 _CAPABILITIES = TypeAdapter(Capabilities)
 _CONNECT_S = 5.0
 _ANSWER_S = 60.0  # beyond the time of the command itself
-_ANSWERED: dict[str, tuple[str, type]] = {
-    "start": ("process", int),
-    "snapshot": ("snapshot", str),
-    "fork": ("machines", list),
-}
 _FIRST_START_S = 240.0  # a host may have to fetch the image, or to boot its template
-_NOTE = 64  # bytes of the line that replaces the middle of a long output
 _RENEW_S = 15.0
-_STOPPED = (None, "time", "memory", "processes", "machine")
 
 
 class RemoteConfig(Config):
@@ -294,119 +285,6 @@ class RemoteHost:
             with contextlib.suppress(MachineError, OSError):
                 async with asyncio.timeout(_RENEW_S):  # a host that hangs must not cost machines of others their leases
                     await self.ask(place, "POST", "/machines/renew", wire.pack({"ids": ids}), timeout_s=0.0)
-
-
-class HostLost(MachineError):
-    """A host of machines does not answer, or has forgotten a machine."""
-
-
-class RemoteMachine:
-    """One machine of another host."""
-
-    def __init__(self, host: RemoteHost, place: Place, identifier: str, image: str, capabilities: Capabilities) -> None:
-        self._host = host
-        self.place = place
-        self.id = identifier
-        self.image = image
-        self.capabilities = capabilities
-        self._closed = False
-        self._ports: list[RemotePort] = []
-
-    async def exec(self, argv: Sequence[str], **options: Any) -> ExecResult:
-        order, began = Order(argv, **options), time.monotonic()
-        reply, output = await self._ask(
-            "exec", order.header(), order.stdin, timeout_s=order.timeout_s, max_body=order.max_output + _NOTE
-        )
-        try:
-            if reply["stopped"] not in _STOPPED or not math.isfinite(float(reply["seconds"])):
-                raise ValueError
-            return ExecResult(
-                exit_code=int(reply["exit_code"]),
-                output=output,
-                truncated=bool(reply["truncated"]),
-                stopped=reply["stopped"],
-                seconds=min(max(float(reply["seconds"]), 0.0), time.monotonic() - began),
-            )
-        except (KeyError, TypeError, ValueError):
-            raise MachineError(f"the host {self.place.name} answered nonsense to a command") from None
-
-    async def start(self, argv: Sequence[str], **options: Any) -> RemoteProcess:
-        order = Order(argv, **options)
-        reply, _ = await self._ask("start", order.header(), order.stdin)
-        return RemoteProcess(self, reply["process"], order.max_output)
-
-    async def read(self, path: str, *, max_bytes: int = 1 << 20) -> bytes:
-        return (await self._ask("read", {"path": path, "max_bytes": max_bytes}, max_body=max_bytes))[1]
-
-    async def write(self, path: str, data: bytes) -> None:
-        await self._ask("write", {"path": path}, data)
-
-    async def listen(self) -> tuple[socket.socket, int]:
-        port = RemotePort(lambda path: self._host.open_channel(self.place, f"/machines/{self.id}/{path}"))
-        self._ports.append(port)
-        return await port.listen()
-
-    async def snapshot(self) -> Snapshot:
-        reply, _ = await self._ask("snapshot", {})
-        return Snapshot(self.image, (self.place, str(reply["snapshot"])))
-
-    async def fork(self, count: int = 1) -> list[RemoteMachine]:
-        reply, _ = await self._ask("fork", {"count": count})
-        self.place.running += len(reply["machines"])
-        return [self._host.adopt(self.place, answer) for answer in reply["machines"]]
-
-    async def pause(self) -> None:
-        await self._ask("pause", {})
-
-    async def resume(self) -> None:
-        await self._ask("resume", {})
-
-    async def close(self) -> None:
-        """End the machine. If its host does not answer, its lease ends it."""
-        if self._closed:
-            return
-        self._closed = True
-        for port in self._ports:
-            await port.close()
-        try:
-            with contextlib.suppress(HostLost):
-                await self._host.ask(self.place, "DELETE", f"/machines/{self.id}", b"", timeout_s=0.0)
-        finally:
-            self._host.ended(self)
-
-    async def _ask(
-        self, operation: str, header: dict[str, Any], body: bytes = b"", *, timeout_s: float = 0.0, max_body: int = 0
-    ) -> tuple[dict[str, Any], bytes]:
-        path, frame = f"/machines/{self.id}/{operation}", wire.pack(header, body)
-        reply, data = await self._host.ask(self.place, "POST", path, frame, timeout_s=timeout_s, max_body=max_body)
-        wanted = _ANSWERED.get(operation)
-        if wanted is not None and not isinstance(reply.get(wanted[0]), wanted[1]):
-            raise MachineError(f"the host {self.place.name} answered nonsense to {operation!r}")
-        return reply, data
-
-
-class RemoteProcess:
-    def __init__(self, machine: RemoteMachine, number: int, max_output: int) -> None:
-        self._machine, self._number, self._max = machine, number, max_output
-
-    async def state(self) -> ProcessState:
-        return await self._look("state")
-
-    async def stop(self) -> ProcessState:
-        return await self._look("stop")
-
-    async def write(self, data: bytes) -> None:
-        await self._machine._ask("input", {"process": self._number}, data)
-
-    async def resize(self, rows: int, columns: int) -> None:
-        await self._machine._ask("resize", {"process": self._number, "rows": rows, "columns": columns})
-
-    async def _look(self, operation: str) -> ProcessState:
-        header = {"process": self._number}
-        reply, output = await self._machine._ask(operation, header, max_body=self._max + _NOTE)
-        code = reply["exit_code"]
-        ended = -signal.SIGKILL if code is None and reply["stopped"] else code
-        return ProcessState(ended, output, bool(reply["truncated"]), reply["stopped"])
 
 
 def _check_status(place: Place, response: aiohttp.ClientResponse, text: bytes) -> None:

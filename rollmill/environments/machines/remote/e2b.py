@@ -11,9 +11,6 @@ input to a running command, terminals, watching directories, pausing, other user
 
 from __future__ import annotations
 
-import asyncio
-import base64
-import contextlib
 import datetime
 import json
 import os
@@ -25,11 +22,11 @@ from typing import Any
 from aiohttp import BodyPartReader, web
 from pydantic import BaseModel, ConfigDict, Field, TypeAdapter
 
-from rollmill.environments.machine import WORK, Process, ProcessState
 from rollmill.environments.machines.images import BUILT_IN
 from rollmill.environments.machines.remote import rpc
 from rollmill.environments.machines.remote.directories import Directories
-from rollmill.environments.machines.remote.rpc import RpcError, text
+from rollmill.environments.machines.remote.e2b_commands import MOST_BYTES, begin, inside, stream
+from rollmill.environments.machines.remote.rpc import RpcError
 from rollmill.environments.machines.remote.service import Lent, Service
 from rollmill.errors import MachineError, NoCapacity, TaskError
 from rollmill.strict import parse_json
@@ -37,11 +34,7 @@ from rollmill.strict import parse_json
 _VERSION = "0.4.0"  # of E2B's agent in a sandbox that this speaks like
 _LEASE_S = 300.0  # the default of E2B
 _LONGEST_LEASE_S = 86400.0
-_MOST_BYTES = 1 << 26  # of a file, and of the output of a command
-_POLLS_S = (0.005, 0.01, 0.02, 0.05, 0.1)  # pauses between looks at a running command
 _FILE_NAME = re.compile(r'filename="([^"]*)"')  # aiohttp's own would lose the slash at the beginning of a path
-_MOST_KEPT = 8  # commands of a machine before those that have ended are forgotten
-_SPLIT = 'errors=$1; shift; exec "$@" 2>"$errors"'  # a machine joins the two outputs of a command; E2B does not
 
 
 class Asked(BaseModel):
@@ -180,7 +173,7 @@ class E2B:
         """
         lent = self._sandbox(request)
         try:
-            data = await lent.machine.read(_path(request.query.get("path", "")), max_bytes=_MOST_BYTES)
+            data = await lent.machine.read(inside(request.query.get("path", "")), max_bytes=MOST_BYTES)
         except FileNotFoundError as error:
             return _refuse(404, str(error))
         except (OSError, MachineError) as error:
@@ -200,9 +193,9 @@ class E2B:
             async for part in await request.multipart():
                 if isinstance(part, BodyPartReader) and (named := _FILE_NAME.search(_disposition(part))):
                     path = request.query.get("path") or named[1].replace("%22", '"')
-                    files[_path(path)] = bytes(await part.read())
+                    files[inside(path)] = bytes(await part.read())
         else:
-            files[_path(request.query.get("path", ""))] = await request.read()
+            files[inside(request.query.get("path", ""))] = await request.read()
         try:
             for path, data in files.items():
                 await lent.machine.write(path, data)
@@ -244,11 +237,11 @@ class E2B:
             asked = rpc.only_message(await request.read()).get("process")
             if not isinstance(asked, dict):
                 raise RpcError("invalid_argument", "'process' must be an object")
-            number = await self._begin(lent, asked)
+            number = await begin(lent, asked)
         except RpcError as error:
             return error.response()
         limit = request.headers.get("Connect-Timeout-Ms", "")
-        return await self._stream(request, lent, number, float(limit) / 1000 if limit.isdigit() else None)
+        return await stream(request, lent, number, float(limit) / 1000 if limit.isdigit() else None)
 
     async def follow(self, request: web.Request) -> web.StreamResponse:
         """Follow a command that runs already.
@@ -264,7 +257,7 @@ class E2B:
                 raise RpcError("not_found", f"no command {number} runs")
         except RpcError as error:
             return error.response()
-        return await self._stream(request, lent, number)
+        return await stream(request, lent, number)
 
     async def processes(self, request: web.Request) -> web.Response:
         """The commands that run in a machine.
@@ -298,77 +291,6 @@ class E2B:
         except (MachineError, OSError) as error:
             return RpcError("unavailable", str(error)).response()
         return web.json_response({})
-
-    async def _begin(self, lent: Lent, asked: dict[str, Any]) -> int:
-        words = [text(asked, "cmd"), *asked.get("args", [])]
-        environment = {**lent.environment, **asked.get("envs", {})}
-        if not all(isinstance(word, str) for word in [*words, *environment, *environment.values()]):
-            raise RpcError("invalid_argument", "'args' and 'envs' must be strings")
-        await self._forget_ended(lent)
-        directory = _path(asked.get("cwd") or WORK)
-        number = lent.number()  # before anything is awaited: commands may start side by side
-        argv = ["sh", "-c", _SPLIT, "sh", _errors(number), *words]
-        try:
-            process = await lent.machine.start(argv, cwd=directory, env=environment, max_output=_MOST_BYTES >> 2)
-        except (OSError, MachineError) as error:
-            raise RpcError(
-                "unavailable" if isinstance(error, MachineError) else "invalid_argument", str(error)
-            ) from None
-        return lent.keep(process, number)
-
-    async def _forget_ended(self, lent: Lent) -> None:
-        """A machine keeps the output of a command whose client left. Too many of them, and none could start."""
-        if len(lent.processes) < _MOST_KEPT:
-            return
-        for number, process in list(lent.processes.items()):
-            with contextlib.suppress(OSError, MachineError):
-                if (await process.state()).exit_code is not None:
-                    await process.stop()
-                    lent.processes.pop(number, None)
-
-    async def _stream(
-        self, request: web.Request, lent: Lent, number: int, limit_s: float | None = None
-    ) -> web.StreamResponse:
-        """Send the events of a command. At the time limit of its client it ends, with everything that it started."""
-        response = web.StreamResponse(headers={"Content-Type": "application/connect+json"})
-        await response.prepare(request)
-        end: dict[str, Any] = {}
-        try:
-            await response.write(rpc.envelope({"event": {"start": {"pid": number}}}))
-            process = lent.processes[number]
-            try:
-                async with asyncio.timeout(limit_s):
-                    state = await self._watch(response, process)
-            except TimeoutError:
-                end = {"error": {"code": "deadline_exceeded", "message": f"the command ran longer than {limit_s} s"}}
-            await self._send(response, "stderr", await _read_errors(lent, number))
-            if lent.processes.pop(number, None) is not None:  # others may follow the same command
-                await process.stop()
-            if not end:
-                await response.write(rpc.envelope({"event": {"end": _ending(state)}}))
-        except ConnectionResetError:
-            return response  # the client left; the command goes on
-        except (OSError, MachineError, KeyError) as error:
-            end = {"error": {"code": "unavailable", "message": str(error)}}
-        await response.write(rpc.envelope(end, rpc.END))
-        return response
-
-    async def _watch(self, response: web.StreamResponse, process: Process) -> ProcessState:
-        """Send output as it grows, until the command ends."""
-        sent, pauses = 0, list(_POLLS_S)
-        while True:
-            state = await process.state()
-            if not state.truncated or state.exit_code is not None:
-                await self._send(response, "stdout", state.output[sent:])
-                sent = max(sent, len(state.output))
-            if state.exit_code is not None or state.stopped is not None:
-                return state
-            await asyncio.sleep(pauses.pop(0) if len(pauses) > 1 else pauses[0])
-
-    async def _send(self, response: web.StreamResponse, which: str, data: bytes) -> None:
-        if data:
-            content = {"event": {"data": {which: base64.b64encode(data).decode()}}}
-            await response.write(rpc.envelope(content))
 
     # --- who may
 
@@ -410,34 +332,12 @@ def _disposition(part: BodyPartReader) -> str:
     return part.headers.get("Content-Disposition", "")
 
 
-def _path(path: str) -> str:
-    if not isinstance(path, str) or not path:
-        raise RpcError("invalid_argument", "a path is needed")
-    return posixpath.normpath(posixpath.join(WORK, path))
-
-
 def _number(fields: dict[str, Any]) -> int:
     selector = fields.get("process")
     number = selector.get("pid") if isinstance(selector, dict) else None
     if not isinstance(number, int):
         raise RpcError("invalid_argument", "'process.pid' must be a number")
     return number
-
-
-def _errors(number: int) -> str:
-    return f"/tmp/.errors-{number}"  # noqa: S108  in the machine
-
-
-async def _read_errors(lent: Lent, number: int) -> bytes:
-    with contextlib.suppress(OSError):
-        return await lent.machine.read(_errors(number), max_bytes=_MOST_BYTES)
-    return b""
-
-
-def _ending(state: ProcessState) -> dict[str, Any]:
-    if state.stopped is not None:
-        return {"exitCode": -9, "exited": False, "status": f"stopped: {state.stopped}", "error": state.stopped}
-    return {"exitCode": state.exit_code, "exited": True, "status": f"exit status {state.exit_code}"}
 
 
 def _sandbox(lent: Lent) -> dict[str, Any]:
