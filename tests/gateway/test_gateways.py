@@ -61,6 +61,14 @@ async def live(door: Door, session: str, messages: list[Any], headers: Any = ())
     return str(body["rollmill"]["trajectory"])
 
 
+async def say_again(door: Door, key: str, messages: list[Any]) -> None:
+    """Asks like a harness: again while the gateway says that the session's own one is being restarted."""
+    while (told := await door.ask(key, messages))[0] == 503:  # noqa: ASYNC110 - the other process cannot set an event
+        await asyncio.sleep(0.1)
+    assert told[0] == 200, told
+    messages.append(told[1]["choices"][0]["message"])
+
+
 @pytest.mark.parametrize("workers", [1, 2])
 async def test_sessions_are_found_through_any_gateway_and_survive_its_death(
     mill: Mill, tokenizer: Tokenizer, answers: Answers, workers: int
@@ -94,7 +102,7 @@ async def test_sessions_are_found_through_any_gateway_and_survive_its_death(
         assert elsewhere != trajectory and gateway_of(elsewhere, COUNT) == 0
         status, _ = await first.admin("POST", "/forget", {"user": "nobody"})
         assert status == 503, "what a dead gateway knows cannot be forgotten now"
-        waiting = asyncio.create_task(first.say(keys[rollouts[-1]], told[rollouts[-1]]))  # its rollouts wait for it
+        waiting = asyncio.create_task(say_again(first, keys[rollouts[-1]], told[rollouts[-1]]))  # its rollouts wait
         dying.start()
         await waiting
         await up(second)
