@@ -217,7 +217,8 @@ def test_settings_named_in_documents_exist(document: Path) -> None:
     names = {path.rpartition(".")[2] for path in SETTINGS}
     for setting in [*dotted(code), *overrides(text)]:
         assert setting in SETTINGS | {"key.path", "steps", "ranks"}, f"{setting} is no setting"
-    others = {"wants_final_state", "wants_machine", "enable_thinking"}  # of reward and harness classes, and of chat templates
+    # of reward and harness classes, and of the chat templates of a model
+    others = {"wants_final_state", "wants_machine", "resumable", "enable_thinking"}
     for setting in re.findall(r"`([a-z_.]+) = [^`]+`", text):
         assert setting in SETTINGS or setting in names | others, f"{setting} is no setting"
 
