@@ -85,15 +85,18 @@ def make_run(root: Path, name: str, seed: int, settings: tuple[str, ...], base: 
     return run
 
 
-def play(run: RunDirectory) -> tuple[Rates, Rates, int]:
-    """Solved attempts by held-out task before and after RL, and how many rollouts were played."""
+def play(run: RunDirectory) -> tuple[Rates, Rates, int, int]:
+    """Solved attempts by held-out task before and after RL, how many rollouts were played, and how many tokens a
+    teacher with hints saw."""
     drive(run)
     found: dict[str, Rates] = {}
+    hinted = 0
     for event in telemetry.read_events(run.events):
+        hinted += event.get("hinted_tokens", 0)
         if event["kind"] == "eval" and event["mode"] == "sampled":
             found[event["label"]] = event["by_task"]
     store = TrajectoryStore(open_database(run.database_url), Objects.open(run.home_store))
-    return found["before"], found["after"], len(store.find(TrajectoryQuery(run=f"{run.id}/rl")))
+    return found["before"], found["after"], len(store.find(TrajectoryQuery(run=f"{run.id}/rl"))), hinted
 
 
 def rate(by_task: Rates) -> float:
@@ -122,12 +125,12 @@ def main() -> None:
                 subprocess.run(command, check=True)
             after: dict[str, Rates] = {}
             for name, setting in ARMS.items():
-                before, after[name], rollouts = play(make_run(root, name, seed, (*settings, *setting), base))
+                before, after[name], rollouts, hinted = play(make_run(root, name, seed, (*settings, *setting), base))
                 change = clustered_difference(after["plain"], after[name])
                 gains[name].append(change.value)
                 print(
-                    f"seed {seed}, {name}: {rate(before):.3f} → {rate(after[name]):.3f} in {rollouts} rollouts; "
-                    f"against plain {change.value:+.3f} ({change.low:+.3f} to {change.high:+.3f})",
+                    f"seed {seed}, {name}: {rate(before):.3f} → {rate(after[name]):.3f} in {rollouts} rollouts, "
+                    f"{hinted} hinted tokens; against plain {change.value:+.3f} ({change.low:+.3f} to {change.high:+.3f})",
                     flush=True,
                 )
                 figures |= {f"{name}_{seed}_before": rate(before), f"{name}_{seed}_after": rate(after[name])}
