@@ -129,8 +129,9 @@ def main() -> None:
                 change = clustered_difference(after["plain"], after[name])
                 gains[name].append(change.value)
                 print(
-                    f"seed {seed}, {name}: {rate(before):.3f} → {rate(after[name]):.3f} in {rollouts} rollouts, "
-                    f"{hinted} hinted tokens; against plain {change.value:+.3f} ({change.low:+.3f} to {change.high:+.3f})",
+                    f"seed {seed}, {name}: {rate(before):.3f} → {rate(after[name]):.3f} "
+                    f"in {rollouts} rollouts, {hinted} hinted tokens; against plain "
+                    f"{change.value:+.3f} ({change.low:+.3f} to {change.high:+.3f})",
                     flush=True,
                 )
                 figures |= {f"{name}_{seed}_before": rate(before), f"{name}_{seed}_after": rate(after[name])}
