@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 
@@ -70,15 +70,7 @@ def build(
     machines see the commit and its history: no later commit, branch, tag, remote or reflog. Of an OCI image only files
     are taken: machines run the programs and the Python of this host, so packages are installed for that version.
     """
-    import functools
-    from collections.abc import Callable
-    from typing import Any
-
-    from rollmill.environments.machines.build_image import build_image, check_python
-    from rollmill.environments.machines.build_services import build_with_services
-    from rollmill.environments.machines.images import images_directory
-    from rollmill.environments.machines.services import read_services
-    from rollmill.environments.machines.verify_image import build_verified
+    from rollmill.environments.machines.build_image import check_python
     from rollmill.errors import ConfigError
 
     if all(each is None for each in (directory, requirements, repository, oci, services, suite, dockerfile)):
@@ -94,6 +86,19 @@ def build(
         "commit": commit,
     }
     sources |= {"archive": oci, "inside": inside, "suite": suite, "programs": program or [], "dockerfile": dockerfile}
+    _build(name, sources, services, verify, kind)
+
+
+def _build(name: str, sources: dict[str, Any], services: Path | None, verify: list[str] | None, kind: str) -> None:
+    import functools
+    from collections.abc import Callable
+
+    from rollmill.environments.machines.build_image import build_image
+    from rollmill.environments.machines.build_services import build_with_services
+    from rollmill.environments.machines.images import images_directory
+    from rollmill.environments.machines.services import read_services
+    from rollmill.environments.machines.verify_image import build_verified
+
     make: Callable[[str], Any] = functools.partial(build_image, **sources)
     if services is not None:
         make = functools.partial(build_with_services, services=read_services(services), make=make)
