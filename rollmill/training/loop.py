@@ -3,8 +3,9 @@
     next batch ─► forward/backward ─► update ─► publish version ─► checkpoint every k ─► commit
                                              └─► next batch ─► forward/backward ─► update ─► …
 
-What a step made is copied, and a thread writes it while the next step runs. Steps are written one after the other: an
-update waits until the step before is committed. Steps that run again, and those of several ranks, are written at once.
+What a step made is copied, and a thread writes it while the next step runs. Steps are written one after the other: a
+step's write begins when the step before is committed. Steps that run again, and those of several ranks, are written
+at once.
 
 A restart has no separate path: it loads the newest checkpoint and asks for the next batch. Recorded steps come back
 unchanged and run again; their digests must agree with the versions they published. The effects of step n in order, and

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import threading
 from dataclasses import replace
 
 import numpy as np
@@ -322,3 +323,23 @@ async def test_closing_ends_open_requests() -> None:
 def test_the_config_requires_whole_pages() -> None:
     with pytest.raises(ValueError, match="multiple of block_size"):
         type(ENGINE)(cache_tokens=100, block_size=16)
+
+
+async def test_a_request_that_arrives_while_the_decode_loop_breaks_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    async with engine_at(make_update(0)) as engine:
+        stepping, arrived = threading.Event(), threading.Event()
+
+        def breaks() -> bool:
+            stepping.set()
+            arrived.wait(10)
+            raise RuntimeError("a step failed")
+
+        monkeypatch.setattr(engine._decoding, "_step", breaks)
+        first = asyncio.create_task(generate(engine, request(session="first")))
+        await asyncio.to_thread(stepping.wait, 10)
+        second = asyncio.create_task(generate(engine, request(session="second")))
+        await until(lambda: not engine._decoding._inbox.empty())
+        arrived.set()
+        for each in (first, second):
+            with pytest.raises(EngineUnavailable, match="a step failed"):
+                await asyncio.wait_for(each, 10)

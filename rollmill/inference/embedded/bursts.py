@@ -133,7 +133,8 @@ class Bursts:
         """What each row sampled, up to its first stop token, its limit, or a log-prob that is not finite."""
         counts = _counts(flight, output)
         tokens, logprobs = output.tokens_KB.T.tolist(), output.logprobs_KB.T.tolist()
-        routes = None if output.routes is None else np.ascontiguousarray(output.routes.swapaxes(0, 1))
+        # a copy: requests keep their routes, and a later burst writes into this memory
+        routes = None if output.routes is None else output.routes.swapaxes(0, 1).copy()
         for row, (one, count) in enumerate(zip(flight.rows, counts, strict=True)):
             if one is not None and one.number in self._scheduler.running:
                 own = None if routes is None else routes[row, :count]

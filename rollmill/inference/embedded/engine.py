@@ -93,7 +93,8 @@ class EmbeddedEngine:
         generation.grammar = grammar
         finish = None
         try:
-            self._decoding.post(lambda: self._decoding.enter(generation))
+            entering = self._decoding.post(lambda: self._decoding.enter(generation))
+            entering.add_done_callback(lambda done: self._tell_of_error(generation, done))
             while finish is None:
                 chunk = await chunks.get()
                 if isinstance(chunk, Exception):
@@ -173,6 +174,12 @@ class EmbeddedEngine:
         seed = request.sampling.seed
         seed = secrets.randbits(64) if seed is None else seed % 2**64
         return Generation(self._requests, request, stream, limit, seed, chunks.put_nowait)
+
+    def _tell_of_error(self, generation: Generation, entered: Future[None]) -> None:
+        """For a request that had not entered when the decode loop ended."""
+        error = entered.exception()
+        if isinstance(error, Exception):
+            self._send([(generation, error)])
 
     def _send(self, outbox: Outbox) -> None:
         """Called in the decode loop's thread. One call for all: waking the event loop is slow."""
