@@ -65,8 +65,9 @@ class EpisodeProgress:
         if every_s is None or not self._possible or time.monotonic() - self._last < every_s:
             return
         try:
-            self._possible = await self._keep(state)
-        except (OSError, RollmillError) as error:
+            with self._clock.held():
+                self._possible = await self._keep(state)
+        except (OSError, RollmillError, ValueError, TypeError) as error:  # also a state that is no JSON
             log.warning("%s has no new checkpoint: %s", self._trajectory, error)
         self._last = time.monotonic()
 
@@ -86,7 +87,13 @@ class EpisodeProgress:
             harness=state,
             machine=exported.state,
         )
-        await asyncio.to_thread(_store, self._context.objects, self._trajectory, found)
+        storing = asyncio.ensure_future(asyncio.to_thread(_store, self._context.objects, self._trajectory, found))
+        try:
+            await asyncio.shield(storing)
+        except asyncio.CancelledError:  # the thread goes on: it must not store after `forget` has deleted
+            await asyncio.wait([storing])
+            storing.exception()
+            raise
         return True
 
 
@@ -127,7 +134,8 @@ async def start_machine(context: RolloutContext, task: Task, found: Checkpoint |
 
 
 def _store(objects: Objects, trajectory: str, found: Checkpoint) -> None:
-    facts = found.model_dump_json(exclude={"machine"}).encode()
+    # ASCII: names that the agent gave its files may not be Unicode, and then have lone surrogates
+    facts = json.dumps(found.model_dump(exclude={"machine"})).encode("ascii")
     objects.put(_key(trajectory), _LENGTH.pack(len(facts)) + facts + zstandard.compress(found.machine, 1))
 
 

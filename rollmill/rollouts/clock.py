@@ -3,22 +3,25 @@
 It stands still while the episode waits
 
 - for an engine: the gateway says how long the requests of a session waited,
-- for the gateway, while nobody can reach it: `GatewayClient` watches it, and
-- for the machine host: the time of a command that the command itself did not run.
+- for the gateway, while nobody can reach it: `GatewayClient` watches it,
+- for the machine host: the time of a command that the command itself did not run, and
+- for a checkpoint to be taken, up to `_LONGEST_HOLD_S` each time.
 
 Seconds of commands count less in a machine that is slow: they are divided by its measured slowdown.
 """
 
 from __future__ import annotations
 
+import contextlib
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any, cast
 
 from rollmill.environments.machine import ExecResult, Machine
 from rollmill.rollouts.client import GatewayClient
 
 Interval = tuple[float, float]  # start and end
+_LONGEST_HOLD_S = 60.0  # a checkpoint that hangs must not stop the clock for ever
 
 
 class Clock:
@@ -40,18 +43,34 @@ class Clock:
         self._away = gateway.away_seconds(trajectory)
         self._spent_s = spent_s
         self._waited = self._waited_before = waited_before
+        self._held = 0.0
+        self._held_since: float | None = None
 
     @property
     def machine(self) -> Machine:
         """The machine to give to the harness: its commands are timed."""
         return cast(Machine, self._machine)
 
+    @contextlib.contextmanager
+    def held(self) -> Iterator[None]:
+        """The clock stands still in this block."""
+        self._held_since = time.monotonic()
+        try:
+            yield
+        finally:
+            self._held, self._held_since = self._held_seconds(), None
+
+    def _held_seconds(self) -> float:
+        if self._held_since is None:
+            return self._held
+        return self._held + min(time.monotonic() - self._held_since, _LONGEST_HOLD_S)
+
     async def seconds(self) -> float:
         """The episode's own seconds so far."""
         # a gateway that was restarted may have forgotten its latest waits
         self._waited = max(self._waited, await self._gateway.waited(self._trajectory))
         elapsed, away = time.monotonic() - self._started, self._gateway.away_seconds(self._trajectory) - self._away
-        waited = self._waited - self._waited_before + self._machine.waited()
+        waited = self._waited - self._waited_before + self._machine.waited() + self._held_seconds()
         return self._spent_s + max(0.0, elapsed - away - waited - self._machine.slowed())
 
 

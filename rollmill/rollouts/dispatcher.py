@@ -180,6 +180,7 @@ class Dispatcher:
         if version is None:
             return False
         await abandon(self._context, trajectory)
+        await checkpoint.forget(self._context, trajectory)
         await self._run_one(group_id, task, fresh, version)
         return True
 
@@ -226,6 +227,7 @@ class Dispatcher:
             for row in rows:
                 if row.state in (TrajectoryState.running, TrajectoryState.finished):
                     await give_up(self._context, row.id, reason)
+                await checkpoint.forget(self._context, row.id)
         else:
             async with asyncio.TaskGroup() as rollouts:
                 for row in rows:
@@ -234,11 +236,13 @@ class Dispatcher:
 
     async def _resume_one(self, group: GroupRow, task: Task, row: TrajectoryRow) -> None:
         """Grade the trajectory if its submission is stored. If it was interrupted, go on from its checkpoint or replace
-        it. Leave it alone otherwise."""
+        it. Otherwise its state is final: only a checkpoint may be left of it."""
         handed_in = row.submission_key if row.state == TrajectoryState.finished else None
+        if row.state not in (TrajectoryState.running, TrajectoryState.finished):
+            await checkpoint.forget(self._context, row.id)
         if row.state == TrajectoryState.running:
             handed_in = await seal_again(self._context, row.id)
-            if handed_in is None and await checkpoint.find(self._context, row.id) is not None:
+            if handed_in is None and await self._can_go_on(row.id):
                 telemetry.emit("resumed", trajectory=row.id, task=task.id, reason="the dispatcher was restarted")
                 return await self._run_one(group.id, task, row.id, group.min_version)
             why = "the dispatcher was restarted in the middle of this rollout"
@@ -247,6 +251,13 @@ class Dispatcher:
         if handed_in is not None:
             key, facts = handed_in, self._facts(group.id, task)
             await self._in_slot(lambda: regrade(self._context, task, row.id, key, facts=facts))
+
+    async def _can_go_on(self, trajectory: str) -> bool:
+        """Whether an interrupted trajectory has a checkpoint and has handed in nothing. What it handed in may be sealed
+        at any moment by a gateway that does not answer, so it is neither deleted nor replaced."""
+        if await asyncio.to_thread(self._context.objects.head, hand_in_key(trajectory)) is not None:
+            return False
+        return await checkpoint.find(self._context, trajectory) is not None
 
     def _facts(self, group_id: str, task: Task) -> dict[str, Any]:
         return {"run": self._run, "group_id": group_id, "provenance": _provenance(task)}

@@ -7,6 +7,7 @@ import os
 import signal
 import subprocess
 import sys
+import threading
 import time
 from collections import Counter
 from dataclasses import replace
@@ -18,11 +19,13 @@ from rollmill.environments.machine import Snapshot
 from rollmill.environments.machines.namespace.client import NamespaceHost
 from rollmill.environments.machines.remote.client import RemoteConfig, RemoteHost
 from rollmill.rollouts import checkpoint
+from rollmill.rollouts.checkpoint import EpisodeProgress
+from rollmill.rollouts.clock import Clock
 from rollmill.types import GroupState, TrajectoryState
 from tests.environments.machines.test_remote import SERVE, _wait_until_served
 from tests.processes import free_port
-from tests.rollouts.test_dispatcher import SIZE, make_dispatcher, stop, until
-from tests.rollouts.world import RUN, SOLUTION, World
+from tests.rollouts.test_dispatcher import SIZE, StandInGateway, make_dispatcher, stop, until
+from tests.rollouts.world import RUN, SOLUTION, StandInLostGateway, World
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
 EDIT, TEST, DONE = SOLUTION
@@ -120,3 +123,52 @@ async def test_a_checkpoint_that_cannot_be_used_costs_nothing_but_itself(world: 
             raise OSError("no room")
 
     assert (await world.play(id="t2", context=replace(context, machines=Full()))).solved and len(seen) == 2
+
+
+async def test_names_that_are_no_unicode_and_a_limit_while_it_is_stored(
+    world: World, host: NamespaceHost, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    context = replace(world.context, checkpoint_s=0.0)
+    machine = await host.create("host-python")
+    clock = Clock(context.gateway, "t0", machine)
+    monkeypatch.setattr(context.gateway, "waited", lambda _: asyncio.sleep(0.0, 0.0))  # there is no session
+    progress = EpisodeProgress(context, "t0", machine, clock, 0)
+    await progress.reached({"cwd": "/work/\udcff", "n": 1})  # mkdir $'\xff'; cd $'\xff'
+    found = await checkpoint.find(context, "t0")
+    assert found is not None and found.harness == {"cwd": "/work/\udcff", "n": 1}
+    await progress.reached({"cwd": object()})  # kept by nobody, and no error
+    assert await checkpoint.find(context, "t0") == found
+
+    put, go = context.objects.put, threading.Event()
+    monkeypatch.setattr(context.objects, "put", lambda *arguments: go.wait(10.0) and put(*arguments))
+    taking = asyncio.create_task(progress.reached({"n": 2}))
+    await asyncio.sleep(0.5)
+    taking.cancel()
+    await asyncio.sleep(0.1)
+    assert not taking.done()  # else the checkpoint would be stored after it was forgotten
+    go.set()
+    await asyncio.wait([taking])
+    assert taking.cancelled()
+    await checkpoint.forget(context, "t0")
+    assert context.objects.list("checkpoints") == []
+    await machine.close()
+
+
+async def test_nothing_is_left_of_episodes_that_are_over(world: World) -> None:
+    context = replace(world.context, checkpoint_s=0.0)
+    async with StandInGateway(world.context.gateway.base_url, asks=False) as first:
+        dispatching = asyncio.create_task(
+            make_dispatcher(world, context=replace(context, gateway=first), total=1).run()
+        )
+        await until(lambda: first.waiting == SIZE)
+        await stop(dispatching)
+    ids = [f"{RUN}-000000-{member}" for member in range(SIZE)]
+    assert context.objects.list("checkpoints") == [f"checkpoints/{id}" for id in ids]
+    world.context.trajectories.fail(ids[0], "killed before the checkpoint was forgotten")
+    # sealed by a gateway that cannot say so: what was handed in is graded, and no episode is played again
+    async with StandInLostGateway(world.context.gateway.base_url) as second:
+        again = asyncio.create_task(make_dispatcher(world, context=replace(context, gateway=second), total=1).run())
+        await until(lambda: again.done() or len(world.ledger.groups(GroupState.waiting)) == 1)
+        await stop(again)
+    assert [world.row(id).state for id in ids[1:]] == [TrajectoryState.graded] * (SIZE - 1)
+    assert context.objects.list("checkpoints") == []

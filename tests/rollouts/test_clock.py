@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import asyncio
 import time
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
-from rollmill.environments.machine import ExecResult
-from rollmill.rollouts.clock import _only_waiting, _TimedMachine
+from rollmill.environments.machine import Capabilities, ExecResult
+from rollmill.rollouts.clock import Clock, _only_waiting, _TimedMachine
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
 
@@ -36,6 +37,28 @@ async def test_commands_that_wait_together_wait_once() -> None:
     queue.turn.set()
     await asyncio.gather(*commands)
     assert 0.05 <= machine.waited() <= time.monotonic() - began, "and afterwards"
+
+
+class StandInGateway:
+    def away_seconds(self, _: str) -> float:
+        return 0.0
+
+    async def waited(self, _: str) -> float:
+        return 0.0
+
+
+async def test_the_clock_stands_still_while_it_is_held(monkeypatch: pytest.MonkeyPatch) -> None:
+    now = 100.0
+    monkeypatch.setattr("rollmill.rollouts.clock.time", SimpleNamespace(monotonic=lambda: now))
+    queue: Any = StandInQueue()
+    queue.capabilities = Capabilities(kernel="shared", snapshot="files")
+    clock = Clock(StandInGateway(), "t0", queue)  # type: ignore[arg-type]
+    for passes, seconds in ((7.0, 1.0), (600.0, 542.0)):  # a checkpoint that hangs stops the clock for 60 s
+        now += 1.0
+        with clock.held():
+            now += passes
+            assert await clock.seconds() == seconds, "one that is still being written"
+        assert await clock.seconds() == seconds
 
 
 @pytest.mark.parametrize(
