@@ -166,17 +166,23 @@ def push(name: Name, store: Store) -> None:
 
 
 @app.command("pull")
-def pull(name: Name, store: Store) -> None:
+def pull(
+    name: Name,
+    store: Store,
+    trust: Annotated[
+        bool, typer.Option("--trust", help="Take an operating system from there too: parts of it run outside machines.")
+    ] = False,
+) -> None:
     """Get an image from an object store. For example:
 
         rollmill images pull mini s3://bucket/images
 
-    Every layer is checked against its digest.
+    Every layer is checked against its digest. An image with an operating system of its own needs --trust, on each host.
     """
     from rollmill.environments.machines.images import fetch_image
     from rollmill.errors import TaskError
 
-    record = fetch_image(name, store)
+    record = fetch_image(name, store, trust=trust)
     if record is None:
         raise TaskError(f"{store} has no image {name!r}", hint="`rollmill images push` writes one")
     typer.echo(f"{name}@{record.digest[:12]}  {_size(record.bytes)}")

@@ -20,6 +20,7 @@ A name that is not here is looked for in the store that `machine.image_store` na
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import functools
 import hashlib
 import os
@@ -187,8 +188,11 @@ def find_record(name: str) -> ImageRecord | None:
         raise _damaged(name, pointer.digest) from None
 
 
-def fetch_image(name: str, url: str) -> ImageRecord | None:
-    """Get an image from a store, with those of its layers that are not here. None if the store has no such name."""
+def fetch_image(name: str, url: str, *, trust: bool = False) -> ImageRecord | None:
+    """Get an image from a store, with those of its layers that are not here. None if the store has no such name.
+
+    An operating system that no image of this host has is refused unless `trust`: the machine host runs its C library.
+    """
     if not NAME.fullmatch(name):
         return None
     store, root = Objects.open(url), images_directory()
@@ -198,12 +202,28 @@ def fetch_image(name: str, url: str) -> ImageRecord | None:
         return None
     except ValidationError as error:
         raise TaskError(f"machine image {name!r} of {url} is damaged: {error}") from None
+    if not trust and any(layer.place == "root" and layer.digest not in _known_roots() for layer in record.layers):
+        raise TaskError(
+            f"machine image {name!r} of {url} has an operating system that was not built here: its C library would run "
+            "outside machines",
+            hint=f"`rollmill images pull {name} {url} --trust` gets it, if you trust everyone who can write there",
+        )
     for layer in record.layers:
         layers.fetch(layer.digest, root, store)
     if digest_of(record.layers, record.services) != record.digest:
         raise TaskError(f"machine image {name!r} of {url} does not have the layers that its digest stands for")
     keep_record(name, record)
     return record
+
+
+def _known_roots() -> set[str]:
+    """Operating systems of images that were built here, or fetched because the user trusts their store."""
+    known = set()
+    for path in (images_directory() / "objects").glob("*/image.json"):
+        with contextlib.suppress(OSError, ValidationError):
+            record = ImageRecord.model_validate_json(path.read_bytes())
+            known |= {layer.digest for layer in record.layers if layer.place == "root"}
+    return known
 
 
 _fetching = threading.Lock()  # the machines of a group ask for the same image at once

@@ -5,9 +5,10 @@
     --dockerfile FILE      podman or buildah builds it; files below --inside become files of the work directory
 
 A tree has links, so it is kept as one archive (the layer's only file), and unpacked beside the layers when a machine
-first needs it. It may come from a store: its paths stay inside, devices are left out, and nothing in it runs outside
-machines.
-The machines' agent runs on this host's Python in it, so its C library must not be older than this host's.
+first needs it. Its paths stay inside, devices are left out, and links that lead outside are not followed.
+The machines' agent runs on this host's Python in it, so its C library must not be older than this host's. The machine
+host loads that C library too, before it has isolated itself, as root where Rollmill is root. So whoever built the tree
+must be trusted: one from a store is refused unless it was asked for with `rollmill images pull --trust`.
 """
 
 from __future__ import annotations
@@ -119,8 +120,9 @@ def _unpack(archive: tarfile.TarFile, tree: Path) -> None:
             continue
         place = _inside(tree, path)
         if member.isdir():
-            place.mkdir(exist_ok=True)
-            place.chmod(member.mode & 0o755 | 0o700)
+            if not place.is_symlink():  # else both would follow it, perhaps to a directory of this host
+                place.mkdir(exist_ok=True)
+                place.chmod(member.mode & 0o755 | 0o700)
         elif member.issym():
             place.symlink_to(member.linkname)
         elif member.islnk() and (linked := layers.safe_path(member.linkname)) is not None:

@@ -16,9 +16,11 @@ import zstandard
 from rollmill.environments.machines import images, layers, os_layer
 from rollmill.environments.machines.build_image import build_image, remove_image
 from rollmill.environments.machines.images import ImageRecord, LayerRecord
+from rollmill.environments.machines.namespace import root
 from rollmill.environments.machines.namespace.client import NamespaceConfig
 from rollmill.environments.machines.qemu.host import QemuHost
 from rollmill.errors import TaskError
+from rollmill.storage.objects import Objects
 from tests.environments.conftest import start_host
 
 PROGRAMS = ("sh", "cat", "ls", "tar", "echo", "mkdir", "env", "true")
@@ -120,12 +122,47 @@ def test_a_hostile_tree_does_not_leave_its_place(tmp_path: Path) -> None:
         with pytest.raises(TaskError, match=r"outside|cannot be unpacked"):
             images.load_image(f"bad{number}", None)
         assert list(outside.iterdir()) == []
+    outside.chmod(0o700)
+    image_of("link", packed(("link", tarfile.SYMTYPE, str(outside)), ("link", tarfile.DIRTYPE, "")))
+    loaded = images.load_image("link", None)
+    assert loaded.root is not None and outside.stat().st_mode & 0o777 == 0o700
     image_of("device", packed(("null", tarfile.CHRTYPE, ""), ("kept", tarfile.REGTYPE, "")))
     loaded = images.load_image("device", None)
     assert loaded.root is not None and os.listdir(loaded.root) == ["kept"]
     image_of("cut", b"no tar")
     with pytest.raises(TaskError, match="cannot be unpacked"):
         images.load_image("cut", None)
+
+
+def test_links_out_of_a_tree_are_not_followed(tmp_path: Path) -> None:
+    (tmp_path / "secret").write_text("of this host")
+    tree = tmp_path / "tree"
+    (tree / "etc").mkdir(parents=True)
+    (tree / "etc/passwd").symlink_to(tmp_path / "secret")
+    (tree / "etc/services").symlink_to("protocols")
+    (tree / "etc/protocols").write_text("of the tree")
+    found = root._public(tree, "etc", ["passwd", "services"])
+    assert found == {"etc/services": b"of the tree"}
+    assert not root._is_inside(tree / "etc/passwd", tree)
+
+
+def test_an_operating_system_of_a_store_must_be_trusted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    packed = io.BytesIO()
+    tarfile.open(fileobj=packed, mode="w").close()
+    record, url = image_of("own", packed.getvalue()), f"{tmp_path}/store"
+    images.push_image("own", url)
+    assert images.fetch_image("own", url) == record  # it was built here
+    monkeypatch.setenv("ROLLMILL_IMAGES", str(tmp_path / "other-host"))
+
+    layers.fetch(
+        record.layers[0].digest, images.images_directory(), Objects.open(url)
+    )  # that the layer is here is not enough
+    for fetch in (images.fetch_image, images._fetch_once):
+        with pytest.raises(TaskError, match="was not built here"):
+            fetch("own", url)
+    assert images.built_names() == []
+    assert images.fetch_image("own", url, trust=True) == record
+    assert images.fetch_image("own", url) == record
 
 
 def test_what_is_missing_is_said(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

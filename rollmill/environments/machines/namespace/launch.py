@@ -3,7 +3,9 @@
     python -m rollmill.environments.machines.namespace.launch CONTROL_FD LIMITS_JSON SEEN_JSON
 
 SEEN_JSON is a list of two directories of this host, or null: Python packages, and an operating system whose programs
-take the place of this host's. All machines of this machine host see them, read-only.
+take the place of this host's. All machines of this machine host see them, read-only. This process becomes `host.py` by
+running this host's Python with the C library of that operating system, before it gives up its rights: both must be
+trusted, see os_layer.py.
 What the kernel refuses is reported on the control socket as {"error", "hint"}; the client raises it as MachineError.
 """
 

@@ -119,7 +119,7 @@ def _bind_userland(old: Path, base: Path, new: Path) -> None:
             _bind(entry, new / name)
     # so that programs find their libraries, Debian's links their targets, and dpkg its packages
     for name in ("etc/ld.so.cache", "etc/alternatives", "var/lib/dpkg"):
-        if (base / name).exists():
+        if (base / name).exists() and _is_inside(base / name, base):
             _bind(base / name, new / name)
     for name, source in _DEVICES.items():
         _bind(old / "dev" / source, new / "dev" / name, kernel.MOUNT_ATTR_NOSUID | kernel.MOUNT_ATTR_NOEXEC)
@@ -145,14 +145,19 @@ def _furnish(old: Path, base: Path, new: Path) -> None:
     (new / "etc/mtab").symlink_to("../proc/self/mounts")
 
 
-def _public(old: Path, directory: str, names: Iterable[str]) -> dict[str, bytes]:
-    """The files of this host that every user may read, by path."""
+def _is_inside(path: Path, base: Path) -> bool:
+    """A tree from elsewhere may have links to files of this host."""
+    return path.resolve().is_relative_to(base.resolve())
+
+
+def _public(base: Path, directory: str, names: Iterable[str]) -> dict[str, bytes]:
+    """The files of a tree that every user may read, by path."""
     found = {}
     for name in names:
         path = Path(directory, name)
         with contextlib.suppress(OSError):
-            if stat.S_IMODE(os.stat(old / path).st_mode) & stat.S_IROTH:
-                found[str(path)] = (old / path).read_bytes()
+            if _is_inside(base / path, base) and stat.S_IMODE(os.stat(base / path).st_mode) & stat.S_IROTH:
+                found[str(path)] = (base / path).read_bytes()
     return found
 
 
