@@ -229,6 +229,12 @@ class RunConfig(Config):
         return self
 
     @model_validator(mode="after")
+    def _dispatchers_do_not_share_a_port(self) -> RunConfig:
+        if self.dispatcher.replicas > 1 and getattr(self.machine, "listen", None) is not None:
+            raise ValueError("machine.listen is the port of one dispatcher: set dispatcher.replicas to 1")
+        return self
+
+    @model_validator(mode="after")
     def _has_a_beginning(self) -> RunConfig:
         if self.checkpoint is not None and self.start is not None:
             raise ValueError("a run starts from a checkpoint or from a version of another run, not from both")

@@ -57,6 +57,12 @@ def test_a_wrong_configuration_is_named_with_its_place(override: str, complaint:
     assert complaint in raised.value.message
 
 
+def test_several_dispatchers_cannot_listen_at_one_port() -> None:
+    with pytest.raises(ConfigError, match=r"machine\.listen is the port of one dispatcher"):
+        make_config("machine={kind='remote',listen='127.0.0.1:7000'}", "dispatcher.replicas=2")
+    assert make_config("machine={kind='remote',listen='127.0.0.1:7000'}").dispatcher.replicas == 1
+
+
 def test_every_mistake_is_listed_at_once() -> None:
     with pytest.raises(ConfigError) as raised:
         make_config("stages.rl.steps=many", "stages.rl.group_size=0", "colour=red")

@@ -6,6 +6,7 @@ import asyncio
 import errno
 import os
 import signal
+import socket
 import subprocess
 import sys
 import time
@@ -295,3 +296,17 @@ async def test_a_host_that_nobody_can_reach_connects_to_the_run(monkeypatch: pyt
         await host.close()
     with pytest.raises(ConfigError, match="no host of machines is named"):
         RemoteHost(RemoteConfig())
+
+
+async def test_a_port_that_is_taken_leaves_nothing_half_started() -> None:
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        taken.listen()
+        host = RemoteHost(RemoteConfig(listen=f"127.0.0.1:{taken.getsockname()[1]}", patience_s=0.0))
+        for _ in range(2):
+            with pytest.raises(MachineError, match="cannot listen at"):
+                await host.start()
+            assert host._session is None and host.workers is None
+    await host.start()  # the port is free now
+    assert host.workers is not None
+    await host.close()

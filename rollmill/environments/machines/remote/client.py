@@ -106,14 +106,17 @@ class RemoteHost:
             timeout = aiohttp.ClientTimeout(total=None, sock_connect=_CONNECT_S)
             headers = {"Authorization": f"Bearer {self._key}"}
             self._session = aiohttp.ClientSession(timeout=timeout, headers=headers, connector=keepalive_connector())
-            await self._listen()
-            asked = await self._look()
-            problems = [problem for problem in asked if problem is not None]
-            if problems and len(problems) == len(asked) and self.workers is None:
+            try:
+                await self._listen()
+                asked = await self._look()
+                problems = [problem for problem in asked if problem is not None]
+                if problems and len(problems) == len(asked) and self.workers is None:
+                    raise MachineError(
+                        f"no host of machines answers: {problems[0]}", hint="`machine.hosts` lists their URLs"
+                    )
+            except BaseException:  # the next caller starts anew
                 await self.close()
-                raise MachineError(
-                    f"no host of machines answers: {problems[0]}", hint="`machine.hosts` lists their URLs"
-                )
+                raise
             self._renewing = asyncio.create_task(self._renew())
 
     async def _listen(self) -> None:
