@@ -46,7 +46,7 @@ async def _prepare(image: str, services: Sequence[Service]) -> bytes:
         running = RunningServices(await host.create(image), services)
         await running.prepare()
         await running.start(warm=True)
-        await running.stop()
+        await running.stop(within_s=120.0)  # no agent has worked: the files must be whole
         return await running.pack()
     finally:
         await host.close()

@@ -40,6 +40,8 @@ DIRECTORY = f"{layout.HOME}/services"
 STATE = "services.tar"  # the file of the layer
 _LOOK_S = 0.02  # between two looks whether a service is ready
 _COMMAND_S = 120.0
+# once the agent has worked, what it did to its services must not cost more; both times the machine's slowdown
+_STOP_S, _START_AGAIN_S = 15.0, 20.0  # for all services together
 _LENGTH = struct.Struct("!Q")
 
 
@@ -112,22 +114,25 @@ class RunningServices:
                 await self._command(service, "warm")
 
     async def start_again(self) -> None:
-        """Start those that the machine's commands have left able to run."""
+        """Start those that the machine's commands have left able to run, in the time there is."""
         try:
-            await self.start()
-        except (MachineError, TaskError) as error:
-            log.info("a service does not run any more: %s", error)
+            async with asyncio.timeout(_START_AGAIN_S * self._machine.capabilities.slowdown):
+                await self.start()
+        except (MachineError, TaskError, TimeoutError) as error:
+            log.info("a service does not run any more: %r", error)
 
-    async def stop(self) -> None:
-        """End all, the last first. The files are whole afterwards, if `stop` says how."""
+    async def stop(self, *, within_s: float = _STOP_S) -> None:
+        """End all, the last first. The files are whole afterwards, if `stop` says how. Those that have not ended in the
+        time for all of them (the agent may have halted them) are killed."""
+        deadline = time.monotonic() + within_s * self._machine.capabilities.slowdown
         for service in reversed(self._services):
             process = self._processes.pop(service.name, None)
             if process is None:
                 continue
-            if service.stop and (await process.state()).exit_code is None:
-                limit = _COMMAND_S * self._machine.capabilities.slowdown
+            left_s = deadline - time.monotonic()
+            if service.stop and left_s > 0 and (await process.state()).exit_code is None:
                 arguments = ["sh", "-c", service.stop]
-                await self._machine.exec(arguments, cwd=f"{DIRECTORY}/{service.name}", timeout_s=limit)
+                await self._machine.exec(arguments, cwd=f"{DIRECTORY}/{service.name}", timeout_s=left_s)
             await process.stop()
 
     async def pack(self) -> bytes:

@@ -7,11 +7,12 @@ import re
 import shutil
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 
-from rollmill.environments.machine import Machine
-from rollmill.environments.machines import images
+from rollmill.environments.machine import Capabilities, ExecResult, Machine, ProcessState
+from rollmill.environments.machines import images, services
 from rollmill.environments.machines.build_image import build_image
 from rollmill.environments.machines.build_services import build_with_services
 from rollmill.environments.machines.namespace.client import NamespaceConfig
@@ -138,3 +139,39 @@ def test_a_service_that_does_not_work_is_refused_when_the_image_is_built(
         file.write_text(text)
         with pytest.raises(ConfigError, match=why):
             read_services(file)
+
+
+class StandInMachine:
+    """Its services were halted by the agent: the command that stops them takes all the time it is given."""
+
+    capabilities = Capabilities(kernel="shared", snapshot="files")
+
+    def __init__(self) -> None:
+        self.given: list[float] = []
+        self.killed = 0
+
+    async def exec(self, *_: Any, timeout_s: float, **__: Any) -> ExecResult:
+        self.given.append(timeout_s)
+        await asyncio.sleep(timeout_s)
+        return ExecResult(-9, b"", stopped="time")
+
+    async def start(self, *_: Any, **__: Any) -> Any:
+        return self
+
+    async def state(self) -> ProcessState:
+        return ProcessState(None, b"", False, None)
+
+    async def stop(self) -> None:
+        self.killed += 1
+
+
+async def test_services_that_the_agent_halted_cost_a_bounded_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(services, "_START_AGAIN_S", 0.1)
+    machine: Any = StandInMachine()
+    service = Service(name="db", start="exec db", ready="db ready", stop="db stop")
+    running = services.RunningServices(machine, [service, service.model_copy(update={"name": "cache"})])
+    running._processes = {"db": machine, "cache": machine}
+    await running.stop(within_s=0.2)
+    assert machine.killed == 2 and 0.0 < sum(machine.given) <= 0.2
+    async with asyncio.timeout(30.0):
+        await running.start_again()  # nothing is ready in its time, and that is no error
