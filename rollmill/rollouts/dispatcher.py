@@ -7,7 +7,8 @@ What each loop waits for, and who unblocks it:
     rollout  waits for the gateway (tokens), its machine (tools), its grader    their processes, or a time limit
     group    waits for all of its rollouts                                      the rollouts
     run      ends when the last step is committed: until then the trainer may need other groups
-    claims   renews the lease of this dispatcher, and takes over the groups of one that has none any more
+    lease    renews the lease of this dispatcher, and ends it when others may play its groups
+    share    takes over the groups of a dispatcher that has no lease any more
 
 All counts come from the store, so a dispatcher that is killed and started again continues: it grades sealed
 trajectories from their stored submissions, goes on with those that have a checkpoint, and starts new attempts for those
@@ -20,6 +21,7 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import Awaitable, Callable
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 from rollmill import telemetry
@@ -87,26 +89,27 @@ class Dispatcher:
         try:
             async with asyncio.TaskGroup() as groups:
                 index = await self._recover(groups)
-                sharing = groups.create_task(self._share(self._claims, groups)) if self._claims else None
+                claims, sharing = self._claims, []
+                if claims is not None:
+                    sharing = [groups.create_task(work) for work in (_keep(claims), self._share(claims, groups))]
                 while (started := await self._start_group(index, groups)) is not None:
                     index = started + 1
-                if sharing is not None:
-                    sharing.cancel()
+                for each in sharing:
+                    each.cancel()
         finally:
             clock.cancel()
 
     async def _share(self, claims: Claims, groups: asyncio.TaskGroup) -> None:
-        """Keep the lease of this dispatcher, and resume the groups of others that have none any more."""
+        """Resume the groups of dispatchers that have no lease any more."""
         while True:
             await asyncio.sleep(RENEW_S)
             try:
-                if not await asyncio.to_thread(claims.renew):
-                    raise TrajectoryError(f"{claims.name} has lost its lease", hint="others play its groups now")
                 taken = set(await asyncio.to_thread(claims.take_over))
-            except StorageError:  # the database does not answer now: without a lease, others take over
+            except StorageError:  # the database does not answer now
                 continue
             if taken:
                 telemetry.emit("takeover", dispatcher=claims.name, groups=len(taken))
+                await asyncio.sleep(RENEW_S)  # by then their holder knows, if it is alive after all
                 await self._resume(taken, groups)
 
     async def _start_group(self, index: int, groups: asyncio.TaskGroup) -> int | None:
@@ -154,7 +157,18 @@ class Dispatcher:
         async with asyncio.TaskGroup() as rollouts:
             for trajectory in ids:
                 rollouts.create_task(self._run_one(group_id, task, trajectory, min_version))
-        await asyncio.to_thread(self._ledger.group_ready, group_id)
+        await self._group_ready(group_id)
+
+    async def _group_ready(self, group_id: str) -> None:
+        try:
+            await asyncio.to_thread(self._ledger.group_ready, group_id)
+        except TrajectoryError:
+            if not await self._has_moved(group_id):
+                raise
+
+    async def _has_moved(self, group_id: str) -> bool:
+        """Whether another dispatcher plays this group now, or has brought it to its end."""
+        return self._claims is not None and not await asyncio.to_thread(self._claims.plays, group_id)
 
     async def _run_one(self, group_id: str, task: Task, trajectory: str, min_version: int) -> None:
         index, member, attempt = _parts(group_id, trajectory)
@@ -176,7 +190,12 @@ class Dispatcher:
         """Run a fresh attempt in place of a lost one. Returns False if the trajectory is sealed: it is not lost."""
         _, member, attempt = _parts(group_id, trajectory)
         fresh = f"{group_id}-{member}_{attempt + 1}"
-        version = await asyncio.to_thread(self._ledger.replace_lost, group_id, trajectory, fresh, reason)
+        try:
+            version = await asyncio.to_thread(self._ledger.replace_lost, group_id, trajectory, fresh, reason)
+        except TrajectoryError:
+            if await self._has_moved(group_id):
+                return True  # the other dispatcher replaces it
+            raise
         if version is None:
             return False
         await abandon(self._context, trajectory)
@@ -232,7 +251,7 @@ class Dispatcher:
             async with asyncio.TaskGroup() as rollouts:
                 for row in rows:
                     rollouts.create_task(self._resume_one(group, task, row))
-        await asyncio.to_thread(self._ledger.group_ready, group.id)
+        await self._group_ready(group.id)
 
     async def _resume_one(self, group: GroupRow, task: Task, row: TrajectoryRow) -> None:
         """Grade the trajectory if its submission is stored. If it was interrupted, go on from its checkpoint or replace
@@ -271,6 +290,31 @@ class Dispatcher:
             if was_running and self._running:
                 telemetry.emit("busy", what="rollouts", start=start, end=time.time(), running=self._running)
             start = time.time()
+
+
+async def _keep(claims: Claims) -> None:
+    """Keep the lease. Raises TrajectoryError once others play the groups of this dispatcher, or may do so."""
+    loop = asyncio.get_running_loop()
+    thread = ThreadPoolExecutor(1, "lease")  # its own: grading and stores may occupy all threads of the loop
+    try:
+        while True:
+            await asyncio.sleep(RENEW_S)
+            try:
+                # after a pause of the whole process one try is left: perhaps nobody took anything
+                async with asyncio.timeout(max(claims.left_s(), RENEW_S)):
+                    kept = await loop.run_in_executor(thread, claims.renew)
+            except (StorageError, TimeoutError) as error:
+                if claims.left_s() > 0:
+                    continue
+                why = error.message if isinstance(error, StorageError) else "the database does not answer"
+                raise TrajectoryError(
+                    f"{claims.name} could not renew its lease in time: {why}",
+                    hint="others may play its groups now; is the database reachable from this host?",
+                ) from error
+            if not kept:
+                raise TrajectoryError(f"{claims.name} has lost its lease", hint="others play its groups now")
+    finally:
+        thread.shutdown(wait=False)
 
 
 def _parts(group_id: str, trajectory: str) -> tuple[int, int, int]:

@@ -210,7 +210,7 @@ class Ledger:
 
         Returns the version committed at that moment, as `start_group` does. The group keeps the version it was
         admitted with, and so its deadline: its other trajectories have tokens that old. Returns None and changes
-        nothing if the trajectory is sealed: it is not lost.
+        nothing if the trajectory is sealed: it is not lost. A repeated call changes nothing.
         """
 
         def work(connection: sa.Connection) -> int | None:
@@ -219,10 +219,15 @@ class Ledger:
                 .join_from(ledger, trajectories, ledger.c.trajectory == trajectories.c.id)
                 .where(ledger.c.run == self.run, ledger.c.group_id == group_id, ledger.c.trajectory == old_id)
             ).first()
-            if old is None or old.entry != LedgerState.admitted:
+            entered = connection.execute(_ENTERED, {"of_run": self.run, "group": group_id}).scalars()
+            done = old is not None and old.entry == LedgerState.dropped and new_id in set(entered)
+            if not done and (old is None or old.entry != LedgerState.admitted):
                 state = old.entry if old is not None else "unknown"
                 raise TrajectoryError(f"{old_id} cannot be replaced in group {group_id}: it is {state} there")
             self._expect_group(connection, group_id, GroupState.running)
+            if done:  # another holder of the group was first, or the first reply was lost
+                return steps.committed(connection, self.run)
+            assert old is not None
             if fail_unless_sealed(connection, old_id, reason):  # one that a user deleted stays deleted
                 return None
             why = f"replaced by {new_id}: {old.reason or reason}"

@@ -49,9 +49,13 @@ def test_a_group_is_taken_over_when_its_holder_has_no_lease(
     store.finish("g-1-0", "p", None, tokens=1, sampled_tokens=1, segments=1)
     store.grade("g-1-0", Reward(1.0))
     ledger.group_ready("g-1")
-    assert not second.renew(), "it is too late"
+    assert second.renew() and second.left_s() < 0, "it is late, and nobody has taken anything"
+    assert second.plays("g-0") and not second.plays("g-1")
     assert first.take_over() == ["g-0"] and first.take_over() == []
-    assert first.renew()
+    assert first.plays("g-0") and not second.plays("g-0")
+    assert first.renew() and not second.renew() and second.take_over(own=True) == []
+    second.hold()
+    assert second.renew()
 
     again = Claims(engine, "run", "dispatcher")  # its process was started again
     again.hold()
