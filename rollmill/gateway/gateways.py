@@ -22,6 +22,8 @@ from collections.abc import Callable, Sequence
 import aiohttp
 from aiohttp import web
 
+from rollmill.keepalive import keepalive_connector
+
 HEADER = "x-rollmill-gateway"  # of a request that another gateway forwards: the proof that it is one
 _CONNECT_S = 2.0  # a host that is gone does not refuse
 _AWAY_S = 2.0  # for which a gateway that could not be reached is not asked for production
@@ -65,7 +67,7 @@ class Gateways:
     def client(self) -> aiohttp.ClientSession:
         """Connections to the other gateways."""
         return aiohttp.ClientSession(
-            connector=aiohttp.TCPConnector(limit=0, ssl=self._tls or True, keepalive_timeout=30.0),
+            connector=keepalive_connector(ssl=self._tls or True, keepalive_timeout=30.0),
             timeout=aiohttp.ClientTimeout(total=None, sock_connect=_CONNECT_S),
             cookie_jar=aiohttp.DummyCookieJar(),
             auto_decompress=False,

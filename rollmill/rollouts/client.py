@@ -7,6 +7,7 @@ rollmill/gateway/gateways.py.
 from __future__ import annotations
 
 import asyncio
+import itertools
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -22,6 +23,7 @@ from rollmill.types import same_line
 
 _FIRST_PAUSE_S = 0.05
 _WATCH_S, _WATCH_TIMEOUT = 1.0, aiohttp.ClientTimeout(total=10.0)
+_TURN_S = 5.0  # for one of several gateways to say what is served
 _CONNECT_S = 5.0  # a host that is gone does not refuse
 _UNREACHABLE = (aiohttp.ClientConnectionError, aiohttp.ClientPayloadError, TimeoutError)
 
@@ -126,13 +128,22 @@ class GatewayClient:
         """Have the gateway forget a session that will not be finished."""
         await self._call("DELETE", f"/sessions/{trajectory}", None, of=trajectory)
 
-    async def wait_until_serving(self, version: int, line: str = "", patience_s: float | None = None) -> None:
-        """Return once an engine serves `version` of `line` or a newer one: the gateway then asks no older engine."""
+    async def wait_until_serving(
+        self, version: int, line: str = "", patience_s: float | None = None, *, of: str | None = None
+    ) -> None:
+        """Return once an engine serves `version` of `line` or a newer one: the gateway then asks no older engine. `of`:
+        the trajectory whose gateway is asked; None: all gateways in turn, until one says so."""
         patience_s = self._patience_s if patience_s is None else patience_s
         deadline = asyncio.get_running_loop().time() + patience_s
-        while True:
-            engines = (await self._call("GET", "/health", None, patience_s))["engines"]
-            served = [engine["policy"] for engine in engines if engine["alive"]]
+        asked = self._gateways if of is None else [self._of(of)]
+        for gateway in itertools.cycle(asked):
+            try:  # one that is away must not take the time of the others
+                told = await self._ask(gateway, "GET", "/health", None, _TURN_S if asked[1:] else patience_s)
+            except GatewayError as error:
+                if error.status != 503 or not asked[1:] or asyncio.get_running_loop().time() >= deadline:
+                    raise
+                continue
+            served = [engine["policy"] for engine in told["engines"] if engine["alive"]]
             numbers = [policy["number"] for policy in served if not line or same_line(policy["line"], line)]
             if max(numbers, default=-1) >= version:
                 return
@@ -148,8 +159,12 @@ class GatewayClient:
         self, method: str, path: str, body: Any, patience_s: float | None = None, *, of: str | None = None
     ) -> dict[str, Any]:
         """The answer of the gateway that has the session `of`, or of the first one."""
+        return await self._ask(self._gateways[0] if of is None else self._of(of), method, path, body, patience_s)
+
+    async def _ask(
+        self, gateway: _Gateway, method: str, path: str, body: Any, patience_s: float | None
+    ) -> dict[str, Any]:
         assert self._session is not None, "use as an async context manager"
-        gateway = self._gateways[0] if of is None else self._of(of)
         patience_s = self._patience_s if patience_s is None else patience_s
         backoff = Backoff(_FIRST_PAUSE_S, 1.0, patience=patience_s)
         while True:

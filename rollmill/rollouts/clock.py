@@ -37,7 +37,7 @@ class Clock:
         waited_before: float = 0.0,
     ) -> None:
         """An episode that goes on has spent `spent_s` before; the waits of its session were `waited_before` then."""
-        self._gateway, self._trajectory = gateway, trajectory
+        self._gateway, self.trajectory = gateway, trajectory
         self._machine = _TimedMachine(machine)
         self._started = time.monotonic()
         self._away = gateway.away_seconds(trajectory)
@@ -68,8 +68,8 @@ class Clock:
     async def seconds(self) -> float:
         """The episode's own seconds so far."""
         # a gateway that was restarted may have forgotten its latest waits
-        self._waited = max(self._waited, await self._gateway.waited(self._trajectory))
-        elapsed, away = time.monotonic() - self._started, self._gateway.away_seconds(self._trajectory) - self._away
+        self._waited = max(self._waited, await self._gateway.waited(self.trajectory))
+        elapsed, away = time.monotonic() - self._started, self._gateway.away_seconds(self.trajectory) - self._away
         waited = self._waited - self._waited_before + self._machine.waited() + self._held_seconds()
         return self._spent_s + max(0.0, elapsed - away - waited - self._machine.slowed())
 

@@ -304,7 +304,7 @@ async def _run_harness(
         await asyncio.wait([work])
     if not work.cancelled():
         return work.result(), seconds
-    await context.gateway.wait_until_serving(min_version, context.line, patience_s=_HEALTH_S)
+    await context.gateway.wait_until_serving(min_version, context.line, patience_s=_HEALTH_S, of=clock.trajectory)
     return HarnessResult("time", turns=0, tool_calls=0), seconds  # grading counts them in the transcript
 
 
