@@ -96,7 +96,7 @@ class Claims:
 
         return writing(self._database, work)
 
-    def _left(self, alive: sa.ColumnElement[bool], own: bool) -> sa.Select[tuple[str]]:
+    def _left(self, alive: sa.ColumnElement[bool], own: bool) -> sa.Select[str]:
         """The running groups whose holder is none of the dispatchers that are `alive`."""
         leases = sa.select(dispatchers.c.name).where(dispatchers.c.run == self.run, alive)
         left = groups.c.holder.is_(None) | groups.c.holder.not_in(leases)
