@@ -51,7 +51,11 @@ class Template:
 
 
 class FirecrackerHost:
-    """One per event loop. All processes end with this one."""
+    """One per event loop. `close` ends all processes.
+
+    If this process is killed, those without the jailer end with it. Jailed ones do not: the kernel forgets the signal
+    for a parent's death when the jailer changes the user. They and their directory fc-… stay until someone ends them.
+    """
 
     def __init__(self, config: FirecrackerConfig | None = None) -> None:
         self.config = config or FirecrackerConfig()
