@@ -256,10 +256,17 @@ class AgentProcess:
 
     async def write(self, data: bytes) -> None:
         while data:
-            reply = await self._tell({"op": "input"}, data[:_TYPED])
-            data = data[reply["count"] :]
-            if not reply["count"]:
+            data = data[await self.write_some(data, 60.0) :]
+
+    async def write_some(self, data: bytes, within_s: float) -> int:
+        """Type what the terminal takes within `within_s`. Returns how many bytes that were."""
+        deadline, done = time.monotonic() + within_s, 0
+        while done < len(data) and time.monotonic() < deadline:
+            count = (await self._tell({"op": "input"}, data[done : done + _TYPED]))["count"]
+            done += count
+            if not count:
                 await asyncio.sleep(_FULL_S)
+        return done
 
     async def resize(self, rows: int, columns: int) -> None:
         await self._tell({"op": "resize", "rows": rows, "columns": columns})

@@ -23,6 +23,7 @@ from rollmill.environments.machines.images import BUILT_IN
 from rollmill.environments.machines.namespace import wire
 from rollmill.environments.machines.remote.app import make_app
 from rollmill.environments.machines.remote.client import RemoteConfig, RemoteHost
+from rollmill.environments.machines.remote.outward import Workers
 from rollmill.environments.machines.remote.service import Service
 from rollmill.errors import ConfigError, MachineError, NoCapacity, TaskError
 from tests.environments.conftest import start_host
@@ -310,3 +311,35 @@ async def test_a_port_that_is_taken_leaves_nothing_half_started() -> None:
     await host.start()  # the port is free now
     assert host.workers is not None
     await host.close()
+
+
+async def test_connections_that_have_gone_leave_their_places_to_others() -> None:
+    joined = asyncio.Event()
+
+    async def join(_: str) -> None:
+        joined.set()
+
+    workers = Workers(KEY, join)
+    await workers.start("127.0.0.1", 0, None)
+    headers = {"Authorization": f"Bearer {KEY}", "X-Rollmill-Worker": "a"}
+    async with aiohttp.ClientSession(headers=headers) as session:
+        for _ in range(70):
+            connection = await session.ws_connect(f"http://127.0.0.1:{workers.port}/workers")
+            await connection.close()
+        async with session.ws_connect(f"http://127.0.0.1:{workers.port}/workers") as connection:
+            with pytest.raises(TimeoutError):  # it waits, and is not refused
+                await connection.receive(timeout=0.5)
+            assert workers._waiting["a"].qsize() < 5
+    await workers.close()
+
+
+async def test_a_program_that_reads_nothing_does_not_lose_its_host(url: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("rollmill.environments.machines.remote.service._TYPING_S", 0.2)
+    async with remote(url) as host:
+        machine = await host.create(BUILT_IN)
+        typed = await machine.start(["sh", "-c", "stty raw -echo; echo up; sleep 6; exec wc -c"], pty=(24, 80))
+        await until(typed, b"up")
+        reply, _ = await machine._ask("input", {"process": typed._number}, b"x" * 30_000)
+        assert 0 <= reply["count"] < 30_000  # the host answers while the program sleeps
+        await asyncio.wait_for(typed.write(b"x" * 30_000), 60.0)  # all is typed once it reads
+        await machine.close()

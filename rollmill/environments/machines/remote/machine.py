@@ -128,7 +128,12 @@ class RemoteProcess:
         return await self._look("stop")
 
     async def write(self, data: bytes) -> None:
-        await self._machine._ask("input", {"process": self._number}, data)
+        while data:  # a host answers after a few seconds, also if the program reads nothing
+            reply, _ = await self._machine._ask("input", {"process": self._number}, data)
+            count = reply.get("count", len(data))
+            if not isinstance(count, int) or not 0 <= count <= len(data):
+                raise MachineError(f"the host {self._machine.place.name} answered nonsense to 'input'")
+            data = data[count:]
 
     async def resize(self, rows: int, columns: int) -> None:
         await self._machine._ask("resize", {"process": self._number, "rows": rows, "columns": columns})

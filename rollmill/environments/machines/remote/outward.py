@@ -91,6 +91,7 @@ class Workers:
         slot = _Slot()
         self._connected[name] += 1
         try:
+            self._drop_gone(name)
             with contextlib.suppress(asyncio.QueueFull):
                 self._waiting[name].put_nowait(slot)
                 await self._serve(connection, slot)
@@ -99,6 +100,14 @@ class Workers:
             self._left[name] = time.monotonic()
         await connection.close()
         return connection
+
+    def _drop_gone(self, name: str) -> None:
+        """Drop the slots of connections that ended while they waited: they would take the places of others."""
+        queue = self._waiting[name]
+        for _ in range(queue.qsize()):
+            slot = queue.get_nowait()
+            if not slot.taken.done():
+                queue.put_nowait(slot)
 
     async def _serve(self, connection: web.WebSocketResponse, slot: _Slot) -> None:
         """Wait until the connection is needed, and then carry. While it waits, only its end is of interest."""
@@ -154,17 +163,23 @@ async def offer(url: str, key: str, port: int, *, name: str | None = None) -> No
     async with aiohttp.ClientSession(headers=headers) as session, asyncio.TaskGroup() as tasks:
 
         async def keep_one() -> None:
-            backoff = Backoff(0.1, 10.0, jitter=0.5)
+            backoff, replaced = Backoff(0.1, 10.0, jitter=0.5), False
             while True:
                 try:
                     async with session.ws_connect(f"{url.rstrip('/')}/workers", heartbeat=_BEAT_S) as connection:
-                        backoff.reset()
+                        began = time.monotonic()
                         message = await connection.receive()
+                        if time.monotonic() - began > _BEAT_S:  # it was wanted: one that is refused ends at once
+                            backoff.reset()
                         if message.type == aiohttp.WSMsgType.TEXT and message.data == _GO:
+                            replaced = True
                             tasks.create_task(keep_one())  # waits in its place
                             await pump(connection, *await asyncio.open_connection("127.0.0.1", port))
                             return
                 except (aiohttp.ClientError, OSError, TimeoutError) as error:
+                    if replaced:
+                        log.warning("a connection of %s has ended: %r", url, error)
+                        return
                     log.warning("%s does not answer: %r", url, error)
                 await asyncio.sleep(backoff.failed())
 

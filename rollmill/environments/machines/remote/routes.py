@@ -250,7 +250,7 @@ def _answer(header: dict[str, Any], body: bytes = b"") -> web.Response:
 async def _ask_process(kept: Kept, operation: str, header: dict[str, Any], body: bytes) -> tuple[dict[str, Any], bytes]:
     match operation:
         case "input":
-            await kept.write(body)
+            return {"count": await kept.write_some(body)}, b""
         case "resize":
             await kept.resize(header["rows"], header["columns"])
         case _:

@@ -14,10 +14,12 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 from rollmill.environments.machine import Machine, MachineHost, Process, ProcessState, Snapshot, export, release
+from rollmill.environments.machines.agent_machine import AgentProcess
 from rollmill.errors import NoCapacity
 
 log = logging.getLogger(__name__)
 _REAP_S = 1.0
+_TYPING_S = 5.0  # for a terminal to take what is typed, before its client is answered
 _MOST_SNAPSHOTS = 256
 _START_S = 0.5  # about how long a start takes: when to ask again
 
@@ -41,6 +43,13 @@ class Kept:
 
     async def write(self, data: bytes) -> None:
         await self._process.write(data)
+
+    async def write_some(self, data: bytes) -> int:
+        """Type what fits within `_TYPING_S`; a program may read nothing. Returns how many bytes that were."""
+        if isinstance(self._process, AgentProcess):
+            return await self._process.write_some(data, _TYPING_S)
+        await self._process.write(data)
+        return len(data)
 
     async def resize(self, rows: int, columns: int) -> None:
         await self._process.resize(rows, columns)
