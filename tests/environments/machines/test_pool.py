@@ -20,7 +20,7 @@ from rollmill.environments.machines.images import BUILT_IN
 from rollmill.environments.machines.namespace.client import NamespaceHost
 from rollmill.environments.machines.pool import Pool, PoolConfig
 from rollmill.errors import MachineError, NoCapacity
-from tests.environments.machines.test_containment import processes_with, wait_for_processes
+from tests.environments.machines.test_containment import wait_for_processes
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
 
@@ -162,7 +162,7 @@ from rollmill.environments.machines.pool import Pool
 async def main():
     pool = Pool(NamespaceHost())
     machines = [await pool.create("host-python") for _ in range(3)]
-    for machine in machines: await machine.start(["sleep", "9876" + "5.4321"])
+    for machine in machines: await machine.start(["sleep", "9876" + "4.4321"])
     print("up", flush=True)
     await asyncio.sleep(1000)
 asyncio.run(main())
@@ -171,12 +171,15 @@ asyncio.run(main())
     holder = subprocess.Popen([sys.executable, "-c", program], stdout=subprocess.PIPE)  # noqa: ASYNC220
     assert holder.stdout is not None
     assert await asyncio.to_thread(holder.stdout.readline) == b"up\n"
-    left = _descendants(holder.pid)
-    assert len(processes_with("98765.4321")) == 3 and len(left) > 6  # the machine host, and two processes per machine
-    holder.kill()
-    holder.wait()
+    try:
+        await wait_for_processes("98764.4321", 3)
+        left = _descendants(holder.pid)
+        assert len(left) > 6  # the machine host, and two processes per machine
+    finally:
+        holder.kill()
+        holder.wait()
     holder.stdout.close()
-    await wait_for_processes("98765.4321", 0)
+    await wait_for_processes("98764.4321", 0)
     await _until(lambda: not any(Path(f"/proc/{pid}").exists() for pid in left))
     await asyncio.to_thread(_check_groups, left)
     assert Path("/proc/self/mountinfo").read_text() == mounts
