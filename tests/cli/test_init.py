@@ -31,6 +31,7 @@ def shell(script: str, directory: Path) -> str:
     return done.stdout
 
 
+@pytest.mark.slow
 def test_the_files_of_init_pass_their_own_test(rollmill: Callable[..., Told], tmp_path: Path) -> None:
     assert rollmill("init", tmp_path / "own").code == 0
     names = {"my_tasks.py", "my_reward.py", "run.toml", "test_own.py", "README.md"}

@@ -80,6 +80,7 @@ def listening(pid: int) -> set[str]:
     return found
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(300)
 def test_a_run_with_a_ca_of_its_own(tmp_path: Path, trusted: Callable[[Path], None]) -> None:
     """Store, gateway and engine are real processes. The engine registers at the gateway, and the gateway asks it."""

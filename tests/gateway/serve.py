@@ -31,10 +31,10 @@ ADMIN, LIVE = "admin-secret", "production-secret"
 
 
 class GatewayServer(TestServer):
-    """Serves as the role does: what runs for a client that disconnects is not cancelled."""
+    """Serves as the role does: what runs for a client that disconnects is not cancelled, and a stop waits a second."""
 
     async def _make_runner(self, **options: Any) -> web.BaseRunner[web.Request]:
-        return await super()._make_runner(**{**options, "handler_cancellation": False})
+        return await super()._make_runner(**{**options, "handler_cancellation": False, "shutdown_timeout": 1.0})
 
 
 def main(directory: Path, port: int, engine: str, count: int = 1, *ports: int) -> None:

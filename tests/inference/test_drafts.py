@@ -7,6 +7,7 @@ import itertools
 from typing import Any
 
 import numpy as np
+import pytest
 
 from rollmill.inference.embedded.drafts import Drafts, count_right
 from rollmill.inference.engine import GenerateRequest
@@ -73,6 +74,7 @@ async def answers(config: Any) -> tuple[list[Whole], dict[str, float]]:
     return found, metrics
 
 
+@pytest.mark.slow
 async def test_answers_are_the_same_with_and_without_guesses() -> None:
     (guessed, with_guesses), (plain, without) = await answers(GUESSING), await answers(ENGINE)
     for mine, theirs in zip(guessed, plain, strict=True):

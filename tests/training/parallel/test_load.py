@@ -209,6 +209,7 @@ def measured(world: World, path: Path) -> list[Loaded]:
     return [load(world, LARGE, (4, 2, 1), each, "bf16", True) for each in (path, None)]
 
 
+@pytest.mark.slow
 def test_no_rank_reads_or_holds_a_whole_model(tmp_path: Path, pieces: None) -> None:
     small_pieces(4096)
     drawn = Decoder(LARGE)

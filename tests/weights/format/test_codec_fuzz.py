@@ -201,6 +201,7 @@ print("refused", refused)
 """
 
 
+@pytest.mark.slow
 def test_a_payload_cannot_ask_for_more_memory_than_the_chunk_has() -> None:
     done = subprocess.run([sys.executable, "-c", BOMBS], capture_output=True, text=True, env=os.environ, timeout=100)
     assert done.stdout == f"refused {len(CODINGS) * 2 * 4 * 3}\n", done.stderr

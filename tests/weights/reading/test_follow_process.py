@@ -37,6 +37,7 @@ def trained(tensors: dict[str, HostTensor], number: int) -> dict[str, HostTensor
     return tensors
 
 
+@pytest.mark.slow
 def test_following_takes_one_image_and_a_bounded_amount_beside_it(tmp_path: Path) -> None:
     """A snapshot of 256 MiB, and deltas after it."""
     random = np.random.default_rng(0)

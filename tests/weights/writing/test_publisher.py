@@ -222,6 +222,7 @@ print(publish(Publisher(store, "rl", threads=4), 3))  # resuming makes the base,
 """
 
 
+@pytest.mark.slow
 def test_memory_is_the_base_and_a_bounded_rest(tmp_path: Path) -> None:
     process = subprocess.run([sys.executable, "-c", MEMORY, str(tmp_path)], check=True, capture_output=True, text=True)
     delta, both, resumed = map(float, process.stdout.split())
