@@ -9,7 +9,9 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import http.client
 import json
+import logging
 import os
 import threading
 import time
@@ -33,6 +35,7 @@ from rollmill.training.stage import StageSection
 from rollmill.trajectories.ledger import Ledger
 from rollmill.types import GroupState
 
+log = logging.getLogger(__name__)
 KEY = "cluster/balance.json"
 MOST_KEPT = 100  # decisions in the store
 
@@ -61,7 +64,7 @@ class Balance(contextlib.AbstractContextManager["Balance"]):
     def _follow(self) -> None:
         balancer, region = Balancer(self._config, self._run.config.engine.max_batch), self._run.config.regions[0]
         while not self._stop.wait(LOOK_S):
-            with contextlib.suppress(StorageError, ConfigError, OSError, ValueError, LookupError, TypeError):
+            try:
                 sample = self.look()
                 if sample is None:
                     continue
@@ -70,6 +73,8 @@ class Balance(contextlib.AbstractContextManager["Balance"]):
                 decided = balancer.add(sample, count, room=self._elsewhere or has_room(now))
                 if decided is not None:
                     self._record(decided)
+            except Exception as error:  # the next look may succeed
+                log.debug("no look at the balance: %r", error)
 
     @functools.cached_property
     def _ledger(self) -> Ledger:
@@ -81,7 +86,8 @@ class Balance(contextlib.AbstractContextManager["Balance"]):
         if ledger.committed() >= self._stage.steps or not ledger.groups_started():
             return None
         engines = _health(self._run)["engines"]
-        ours = [each for each in engines if each["region"] == self._run.config.regions[0] and each["alive"]]
+        home = [each for each in engines if each["region"] == self._run.config.regions[0] and each["alive"]]
+        ours = [each for each in home if each.get("lent") is None]  # guests come and go: `count` has none of them
         return Sample(bool(ledger.groups(GroupState.leased)), [int(each["queued"]) for each in ours])
 
     def _record(self, decided: Mapping[str, Any]) -> None:
@@ -133,6 +139,6 @@ def _health(run: RunDirectory) -> dict[str, Any]:
         try:
             with urllib.request.urlopen(f"{url}/health", timeout=LOOK_S, context=trusting(run)) as response:  # noqa: S310
                 return dict(json.loads(response.read()))
-        except (OSError, ValueError) as error:  # 503 too: no engine is alive
+        except (OSError, ValueError, http.client.HTTPException) as error:  # 503 too: no engine is alive
             problem = error
     raise ConnectionError(str(problem))

@@ -4,10 +4,19 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import logging
 import threading
 from collections.abc import Iterator
+from typing import TYPE_CHECKING
 
 from rollmill.cluster.run import RunDirectory
+from rollmill.errors import StorageError
+
+if TYPE_CHECKING:
+    import sqlalchemy as sa
+
+log = logging.getLogger(__name__)
+_PAUSE_S = 5.0  # between two tries to open the database
 
 
 @contextlib.contextmanager
@@ -24,7 +33,8 @@ def lending(service: RunDirectory, channel: str) -> Iterator[None]:
     try:
         yield
     finally:
-        loop.call_soon_threadsafe(task.cancel)
+        with contextlib.suppress(RuntimeError):  # its thread has ended, and closed the loop
+            loop.call_soon_threadsafe(task.cancel)
         thread.join()
 
 
@@ -41,10 +51,12 @@ def _run(loop: asyncio.AbstractEventLoop, task: asyncio.Task[None]) -> None:
 async def _lend(service: RunDirectory, channel: str) -> None:
     from rollmill.gateway.routing.fleet import Fleet
     from rollmill.gateway.routing.lending import Lender
-    from rollmill.storage.database import open_database
+    from rollmill.tls import trust
 
-    config, token, database = service.config, service.secrets["engine_token"], open_database(service.database_url)
+    config, token, database = service.config, service.secrets["engine_token"], await _open(service)
     assert config.lending is not None
+    if config.tls is not None:
+        trust(config.tls.ca)
     lender = Lender(
         config.lending,
         Fleet(database, service.fleet, token),
@@ -54,3 +66,15 @@ async def _lend(service: RunDirectory, channel: str) -> None:
         gateway=config.gateway,
     )
     await lender.run()
+
+
+async def _open(service: RunDirectory) -> sa.Engine:
+    """The database, once it can be reached."""
+    from rollmill.storage.database import open_database
+
+    while True:
+        try:
+            return await asyncio.to_thread(open_database, service.database_url)
+        except StorageError as error:
+            log.warning("no engine can be lent now: %s", error)
+            await asyncio.sleep(_PAUSE_S)

@@ -302,7 +302,17 @@ def _may_be_answered_here(http: web.Request) -> bool:
     knows. Its body has been read."""
     asks = http.method == "POST" and "/v1/" in http.path and not http.path.endswith("/v1/feedback")
     of_session = given_key(http).startswith(SESSION_KEY)
-    return asks and not of_session and b'"previous_response_id"' not in (http._read_bytes or b"")
+    return asks and not of_session and not _continues(http._read_bytes or b"")
+
+
+def _continues(body: bytes) -> bool:
+    """Whether the request continues an answer that one gateway has stored."""
+    if b'"previous_response_id"' not in body:
+        return False
+    try:
+        return json.loads(body).get("previous_response_id") is not None
+    except (ValueError, AttributeError, RecursionError):
+        return True
 
 
 def is_from_worker(http: web.Request) -> bool:

@@ -113,7 +113,7 @@ def test_a_run_does_what_was_decided_if_it_may_and_keeps_the_reason(
     ledger = Ledger(open_database(run.database_url), run.stage_key(stage))
     full = run.config.engine.max_batch
     engine = {"region": "home", "alive": True, "queued": full}
-    engines = [engine, {**engine, "region": "away"}, {**engine, "alive": False}]
+    engines = [engine, {**engine, "region": "away"}, {**engine, "alive": False}, {**engine, "lent": "main"}]
     with health(run.ports["gateway"], {"engines": engines}), Balance(run, stage) as balance:
         assert balance.look() is None  # no group yet
         ledger.start_group("g", "task", 1, pace=Pace(4, 1, 0), ids=["g-0"])

@@ -26,6 +26,7 @@ from rollmill import telemetry
 from rollmill.errors import RollmillError
 from rollmill.gateway.config import GatewayConfig, LendingConfig
 from rollmill.gateway.routing.fleet import RENEW_S, Fleet, Registration
+from rollmill.keepalive import keepalive_connector
 from rollmill.types import same_line
 
 log = logging.getLogger(__name__)
@@ -135,6 +136,7 @@ class Lender:
         self._notice_s = 2 * gateway.health_interval_s  # by then every gateway has seen a change
         self._most_places = gateway.engine_requests
         self._registered: list[Registration] = []
+        self._silent: set[str] = set()  # engines that did not answer; said once
         self._done: dict[str, float] = {}  # what is done every RENEW_S → when it was last done
         self._recalled: dict[str, float] = {}  # engine → since when it should return
         self._recalls: dict[str, asyncio.Task[None]] = {}
@@ -142,13 +144,16 @@ class Lender:
     async def run(self) -> None:
         """Runs until it is cancelled; then all engines return."""
         headers = {"Authorization": f"Bearer {self._own.token}"}
-        async with aiohttp.ClientSession(headers=headers, timeout=_TIMEOUT) as client:
+        async with aiohttp.ClientSession(headers=headers, timeout=_TIMEOUT, connector=keepalive_connector()) as client:
             try:
                 while True:
                     try:
                         await self.tick(client)
                     except _FAILURES as error:
                         log.warning("engines cannot be lent or recalled now: %s", error)
+                    except Exception:
+                        log.exception("engines cannot be lent or recalled now")
+                        await asyncio.sleep(_LOOK_S)
                     await asyncio.sleep(TICK_S)
             finally:
                 with contextlib.suppress(*_FAILURES):
@@ -184,12 +189,16 @@ class Lender:
         try:
             async with client.get(f"{engine.url}/health") as response:
                 health: dict[str, Any] = await response.json(content_type=None)
+            self._silent.discard(engine.name)
             serves, policy = health["serves"], health["policy"]
             if (serves["kind"], serves["name"]) != ("channel", self._channel) or policy is None:
                 return None
             busy, places = int(health["running"]) + int(health["waiting"]), min(engine.capacity, self._most_places)
             return Seen(engine, places, busy, health["lent"], health["loan"], str(policy["line"]))
-        except _FAILURES:
+        except _FAILURES as error:
+            if engine.name not in self._silent:
+                self._silent.add(engine.name)
+                log.warning("%s cannot be lent now: %s/health: %r", engine.name, engine.url, error)
             return None
 
     async def _lend(self, client: aiohttp.ClientSession, engine: Seen) -> None:
