@@ -32,9 +32,9 @@ class StandInClaims(Claims):
         raise StorageError("the database is away")
 
 
-@pytest.mark.parametrize(("hangs_s", "said"), [(0.0, "is away"), (3.0, "does not answer")])
+@pytest.mark.parametrize("hangs_s", [0.0, 3.0])
 async def test_a_dispatcher_without_a_database_ends_when_its_lease_is_over(
-    world: World, monkeypatch: pytest.MonkeyPatch, hangs_s: float, said: str
+    world: World, monkeypatch: pytest.MonkeyPatch, hangs_s: float
 ) -> None:
     monkeypatch.setattr("rollmill.rollouts.dispatcher.RENEW_S", 0.02)
     database = open_database(f"sqlite:///{world.directory}/mill.db")
@@ -42,7 +42,7 @@ async def test_a_dispatcher_without_a_database_ends_when_its_lease_is_over(
     claims.hangs_s = hangs_s
     claims.hold()
     began = time.monotonic()
-    with pytest.raises(TrajectoryError, match=f"could not renew its lease in time: .*{said}"):
+    with pytest.raises(TrajectoryError, match="could not renew its lease in time"):
         await _keep(claims)
     assert 0.2 < time.monotonic() - began < 2.5
 
@@ -65,16 +65,16 @@ async def test_a_group_that_another_dispatcher_has_brought_to_its_end_ends_nobod
     claims = Claims(database, RUN, "dispatcher")
     claims.hold()
     pace = Pace(1, 1, 0, steps=5)
-    assert ledger.start_group("g", "train/0", 1, pace=pace, ids=["g-0"], holder="dispatcher") == 0
+    assert ledger.start_group("g-000000", "train/0", 1, pace=pace, ids=["g-000000-0"], holder="dispatcher") == 0
     playing = make_dispatcher(world, pace=pace, claims=claims)
-    with pytest.raises(TrajectoryError, match="g-0 is running"):
-        await playing._group_ready("g")
-    world.context.trajectories.finish("g-0", "p", None, tokens=1, sampled_tokens=1, segments=1)
-    world.context.trajectories.grade("g-0", Reward(1.0))
-    ledger.group_ready("g")
+    with pytest.raises(TrajectoryError, match="g-000000-0 is running"):
+        await playing._group_ready("g-000000")
+    world.context.trajectories.finish("g-000000-0", "p", None, tokens=1, sampled_tokens=1, segments=1)
+    world.context.trajectories.grade("g-000000-0", Reward(1.0))
+    ledger.group_ready("g-000000")
     assert train_one_step(ledger, 1)
-    await playing._group_ready("g")
-    assert await playing._replace("g", make_dispatcher(world)._tasks.get("train/0"), "g-0", "lost")
+    await playing._group_ready("g-000000")
+    assert await playing._replace("g-000000", make_dispatcher(world)._tasks.get("train/0"), "g-000000-0", "lost")
 
 
 async def test_a_gateway_that_is_away_does_not_hide_that_another_one_serves(
