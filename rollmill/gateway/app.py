@@ -157,7 +157,7 @@ class Gateway:
             access, self._registry, self._sealer, self._recorder, trajectories, admin_token, workers, self._early
         )
         self._completions = Completions(
-            config, format, tokenizer, self._router, self._recorder, self._registry, self._metrics
+            config, format, tokenizer, self._router, self._recorder, self._registry, self._metrics, workers
         )
         self.model_routes = ModelRoutes(
             config,

@@ -38,7 +38,7 @@ from rollmill.gateway.sessions.sessions import Plan, Session
 from rollmill.gateway.sessions.stored import Stored
 from rollmill.gateway.streams import EventStream, token_logprobs
 from rollmill.gateway.watching.metrics import Metrics
-from rollmill.gateway.workers import is_from_worker
+from rollmill.gateway.workers import Workers, is_from_worker
 from rollmill.inference.engine import GenerateRequest
 
 
@@ -73,7 +73,9 @@ class Completions:
         recorder: Recorder,
         registry: Registry,
         metrics: Metrics,
+        workers: Workers,
     ) -> None:
+        self._workers = workers
         self._config = config
         self._format = format
         self._tokenizer = tokenizer
@@ -125,7 +127,7 @@ class Completions:
         if request.stream:
             identity = Identity(session=session.facts.trajectory)
             stream = EventStream(ask.http, request, ask.dialect, self._format, self._tokenizer, identity)
-            stream.response.headers[HEADER] = session.name
+            stream.response.headers[HEADER] = self._name(session)
         segment = session.undelivered(request.messages, request.tools) if request.count == 1 else None
         if segment is not None and (segment.turns[-1].answer.top_logprobs or not request.top_logprobs):
             return await self._repeat(session, segment, ask, stream)
@@ -320,12 +322,17 @@ class Completions:
             answer.top_logprobs = [] if arrived else answer.top_logprobs  # only needed to repeat it
         if stream is not None:
             return stream.response
-        headers = {HEADER: session.name}
+        headers = {HEADER: self._name(session)}
         response = web.Response(body=ask.dialect.reply(reply), content_type="application/json", headers=headers)
         with contextlib.suppress(ConnectionResetError):  # sent here: the server would do it a little later
             await response.prepare(ask.http)
             await response.write_eof()
         return response
+
+    def _name(self, session: Session) -> str:
+        """What a client sends to continue this session. If another gateway has the client's name for it, the id of the
+        trajectory: feedback by the name would reach another trajectory there."""
+        return session.name if self._workers.has_name(session.name) else session.facts.trajectory
 
     async def _keep(self, session: Session, stored: Stored, recorded: Recorded) -> None:
         """Stores a response. It survives a restart if its turn is in the log; the answer is sent in any case."""

@@ -127,12 +127,15 @@ class Workers:
             return self._placed[name]
         return int.from_bytes(hashlib.blake2b(name.encode(errors="replace"), digest_size=8).digest()) % self.count
 
+    def has_name(self, name: str) -> bool:
+        """Whether sessions of this name belong to this gateway."""
+        return self.gateways is None or self.gateways.owner(name) == self.gateways.number
+
     def fresh(self, prefix: str = "") -> str:
         """A new id that belongs to this worker of this gateway."""
         while True:
             name = prefix + uuid.uuid4().hex
-            here = self.gateways is None or self.gateways.owner(name) == self.gateways.number
-            if here and (self.count == 1 or self.owner(name) == self.number):
+            if self.has_name(name) and (self.count == 1 or self.owner(name) == self.number):
                 return name
 
     def elsewhere(self, http: web.Request, name: str) -> bool:

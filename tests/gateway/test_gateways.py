@@ -13,7 +13,7 @@ import pytest
 from rollmill.chat.tokenizer import Tokenizer
 from rollmill.gateway.gateways import HEADER, Gateways, gateway_of
 from rollmill.gateway.sessions.overview import read_sessions
-from rollmill.gateway.workers import Workers
+from rollmill.gateway.workers import Workers, _continues
 from rollmill.rollouts.client import GatewayClient
 from rollmill.storage.database import open_database
 from rollmill.storage.objects import Objects
@@ -100,6 +100,9 @@ async def test_sessions_are_found_through_any_gateway_and_survive_its_death(
         dying.kill()
         elsewhere = await live(first, chat, [*messages, dict(USER)])  # the other one answers meanwhile
         assert elsewhere != trajectory and gateway_of(elsewhere, COUNT) == 0
+        asked, sent = {"messages": [dict(USER)]}, {"Authorization": f"Bearer {LIVE}", "x-rollmill-session": chat}
+        async with first.http.post(f"{first.url}/v1/chat/completions", json=asked, headers=sent) as response:
+            assert response.headers["x-rollmill-session"] == elsewhere, "feedback by the name would go to the other"
         status, _ = await first.admin("POST", "/forget", {"user": "nobody"})
         assert status == 503, "what a dead gateway knows cannot be forgotten now"
         waiting = asyncio.create_task(say_again(first, keys[rollouts[-1]], told[rollouts[-1]]))  # its rollouts wait
@@ -126,3 +129,17 @@ def test_ids_are_divided_evenly_and_a_worker_makes_ids_of_its_own_gateway() -> N
     workers = Workers(1, ["", ""], gateways=gateways)
     made = [workers.fresh("live-") for _ in range(20)]
     assert {(gateways.owner(id), workers.owner(id)) for id in made} == {(1, 1)}
+
+
+@pytest.mark.parametrize(
+    ("body", "continues"),
+    [
+        (b"{}", False),
+        (b'{"previous_response_id": null}', False),
+        (b'{"previous_response_id": "resp_1"}', True),
+        (b'{"input": "\\"previous_response_id\\""}', False),
+        (b'["previous_response_id"]', True),
+    ],
+)
+def test_only_a_named_response_is_continued(body: bytes, continues: bool) -> None:
+    assert _continues(body) == continues
