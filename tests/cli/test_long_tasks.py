@@ -66,6 +66,7 @@ def blocks() -> Iterator[list[str]]:
     server.server_close()
 
 
+@pytest.mark.slow
 def test_the_guide_to_long_tasks_works_word_by_word(blocks: list[str], tmp_path: Path) -> None:
     printed = shell("\n".join(blocks[:2]), tmp_path)
     assert "[harness.summaries]" in printed and "Please summarise" in printed, "the dry run shows the settings"

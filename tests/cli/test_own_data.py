@@ -43,6 +43,7 @@ def train(run: Path) -> None:
         trainer.main(opened, stage.name)
 
 
+@pytest.mark.slow
 def test_the_example_for_sft_runs(tmp_path: Path) -> None:
     shutil.copytree(ROOT / "examples" / "sft", tmp_path / "sft")
     config = load_config(RunConfig, tmp_path / "sft" / "run.toml", SMALL)

@@ -93,6 +93,7 @@ def test_a_run_is_finished_when_its_last_version_was_evaluated_and_reported(tmp_
     assert not is_finished(run) and state_of(run).word == "stopped"
 
 
+@pytest.mark.slow
 def test_rm_asks_first(tmp_path: Path) -> None:
     run = finished_run(tmp_path)
     for answer in ("n\n", ""):

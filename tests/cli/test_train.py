@@ -94,6 +94,7 @@ def test_resuming_is_refused_with_a_reason(rollmill: Callable[..., Told], tmp_pa
     assert refused(rollmill("train", "--resume", tmp_path, "--from", "runs/a", 1), "no --from", "start a new run")
 
 
+@pytest.mark.slow
 def test_only_steps_may_change_and_only_grow(rollmill: Callable[..., Told]) -> None:
     run = RunDirectory.create(Path("runs"), load_config(RunConfig, MICRO, ["stages.rl.steps=5"]))
     before = (run.path / "run.json").read_text()

@@ -232,6 +232,7 @@ DOORS = [  # a role, a request that asks for a token, and the secrets that open 
 ]
 
 
+@pytest.mark.slow
 def test_each_token_opens_one_door(run: RunDirectory, cluster: LocalLauncher, tokenizer: Tokenizer) -> None:  # noqa: F811
     tokenizer.save(run.tokenizer)
     (run.path / "run.json").unlink()  # it has all secrets: no role opens it

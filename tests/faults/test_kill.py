@@ -15,6 +15,7 @@ from tests.faults.world import World, broken, open_weights
 KILLS = 40
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("seed", [1, 2])
 def test_everybody_dies_at_random_moments(world: World, seed: int) -> None:
     dice = random.Random(seed)

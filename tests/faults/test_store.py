@@ -19,6 +19,7 @@ PATIENCE = 1.5  # of a client, in seconds
 ATTEMPTS = 15
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("mode", "said"), [("busy", "503"), ("stall", "timeout|timed out|error sending request"), ("half", "error")]
 )
@@ -69,6 +70,7 @@ class Forgetful(Front):
         request.close_connection = True
 
 
+@pytest.mark.slow
 def test_answers_that_are_lost(world: World) -> None:
     """A `create` that succeeded is sent again and refused. The trainer finds that the object is its own."""
     url = new_bucket()

@@ -99,6 +99,7 @@ async def fuzz(door: Door, *keys: str, **options: Any) -> dict[str, set[int]]:
     return seen
 
 
+@pytest.mark.slow
 async def test_requests_made_from_the_openapi_document_get_no_500(mill: Mill, answers: Answers) -> None:
     door = await mill.gateway(await mill.engine(StandIn([answers.text("x")])))
     await fuzz(door, LIVE, ADMIN)

@@ -69,6 +69,7 @@ async def say_again(door: Door, key: str, messages: list[Any]) -> None:
     messages.append(told[1]["choices"][0]["message"])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("workers", [1, 2])
 async def test_sessions_are_found_through_any_gateway_and_survive_its_death(
     mill: Mill, tokenizer: Tokenizer, answers: Answers, workers: int

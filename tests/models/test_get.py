@@ -178,6 +178,7 @@ def test_a_directory_is_checked_and_copied(link: bool, tmp_path: Path) -> None:
     assert not (tmp_path / "other").exists()
 
 
+@pytest.mark.slow
 def test_an_unreachable_hub_has_a_hint(tmp_path: Path) -> None:
     script = "from rollmill.cli.main import main; main()"
     done = subprocess.run(

@@ -145,6 +145,7 @@ async def test_examples_in_a_task_are_not_turns_of_an_episode_that_was_cut_off(w
     assert with_counts(episode).result == HarnessResult("time", turns=2, tool_calls=2, bad_tool_calls=1)
 
 
+@pytest.mark.slow
 async def test_a_command_that_takes_too_long_is_graded_on_what_it_left(world: World) -> None:
     solution = write("def f(x):\n    return x + 7\n")
     world.says(solution, ("write", {"path": "test.py", "content": "while True: pass\n"}), ("run", {}))

@@ -56,6 +56,7 @@ def answers(store: TrajectoryStore, rows: Iterable[TrajectoryRow]) -> Answers:
     return found
 
 
+@pytest.mark.slow
 @on_one_loop
 async def test_the_same_seed_gives_the_same_tokens(world: World) -> None:
     """Two runs against the real engine with random weights, and an evaluation each; then another seed."""

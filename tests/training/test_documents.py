@@ -109,6 +109,7 @@ def on_rank(world: World, path: Path, corpus: Path) -> list[Any]:
     return [batches(objective, model, placement), read]
 
 
+@pytest.mark.slow
 def test_order_and_batches_do_not_depend_on_the_number_of_ranks(corpus: Path, tmp_path: Path) -> None:
     model = Decoder(validate_config(ModelConfig, SHAPE, "test"))
     model.initialise(1)

@@ -121,6 +121,7 @@ class Attended(Function):
         return out
 
 
+@pytest.mark.slow
 @pytest.mark.kernels
 @variants
 @pytest.mark.parametrize("name", MODELS)

@@ -60,6 +60,7 @@ def go_on(path: Path, versions: list, follower: Follower) -> None:
     assert update is not None and same(update.tensors, versions[-1])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("first", [0, 1, 2], ids=["snapshot", "delta", "both"])
 def test_a_publisher_killed_at_every_call_of_the_store(tmp_path: Path, first: int) -> None:
     """Before and after each call, from taking over the line to the last one."""

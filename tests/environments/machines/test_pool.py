@@ -129,6 +129,7 @@ async def test_machines_are_ready_before_they_are_needed(host: NamespaceHost) ->
     assert pool.counts == {"starting": 0, "ready": 0, "in_use": 0}
 
 
+@pytest.mark.slow
 async def test_a_machine_pauses_while_nobody_asks_and_ends_with_its_lease(host: NamespaceHost) -> None:
     kind = Pausable(host)
     pool = Pool(kind, PoolConfig(pause_after_s=0.05, lease_s=3.0))

@@ -264,6 +264,7 @@ async def test_a_host_that_answers_nonsense_is_an_infrastructure_failure(answer:
             await host.create(BUILT_IN)
 
 
+@pytest.mark.slow
 async def test_a_host_that_nobody_can_reach_connects_to_the_run(monkeypatch: pytest.MonkeyPatch) -> None:
     port = free_port()
     host = RemoteHost(RemoteConfig(listen=f"127.0.0.1:{port}", patience_s=60.0))

@@ -24,7 +24,8 @@ async def converse(process: Process) -> None:
     await process.resize(40, 132)
     await process.write(b"import os; print(tuple(os.get_terminal_size()), os.ttyname(0), os.environ['TERM'])\n")
     assert b"(132, 40) /dev/pts/0 xterm-256color" in (await until(process, b"(132, 40)")).output
-    await process.write(b"while True: pass\n\n")
+    await process.write(b"import time; print('wai' + 'ting'); time.sleep(600)\n")
+    await until(process, b"waiting")  # what is typed behind a Ctrl-C that nobody has read is dropped
     await process.write(b"\x03")  # Ctrl-C
     await until(process, b"KeyboardInterrupt")
     await process.write(b"print('still', 'here')\n")

@@ -151,6 +151,7 @@ def test_skipped(): pass
 """
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("test", "passes"),
     [

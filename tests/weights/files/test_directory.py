@@ -297,6 +297,7 @@ def test_progress_adds_up(tmp_path: Path) -> None:
     assert total(read) == size
 
 
+@pytest.mark.slow
 def test_a_killed_import_can_be_repeated(tmp_path: Path) -> None:
     """kill -9 before and after every call of the object store: the line is complete, or does not exist."""
     tensors = make_tensors()

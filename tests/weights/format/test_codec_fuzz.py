@@ -70,6 +70,7 @@ def streams_of(payload: bytes) -> list[np.ndarray]:
     return found
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("width", WIDTHS)
 @pytest.mark.parametrize("coding", CODINGS)
 def test_truncated(coding: Coding, width: int) -> None:

@@ -41,6 +41,7 @@ def make_pair(width: int, share: float, seed: int = 0, size: int = ELEMENTS) -> 
     return old, new
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("width", [1, 2, 4])
 @pytest.mark.parametrize("share", [0, 0.0003, 0.012, 0.4, 1])
 def test_both_give_the_same_bytes_and_read_them(monkeypatch: pytest.MonkeyPatch, width: int, share: float) -> None:

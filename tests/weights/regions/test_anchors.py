@@ -149,6 +149,7 @@ def test_damage_and_bad_memory_never_become_an_anchor(tmp_path: Path, store: Wei
     assert np.array_equal(store.load(Version("rl", 4))["embed.weight"].data, versions[4]["embed.weight"].data)
 
 
+@pytest.mark.slow
 def test_a_builder_killed_at_every_call(tmp_path: Path) -> None:
     versions = publish_line(tmp_path / "line", 5)
     for step in range(200):

@@ -255,6 +255,7 @@ def delta_pack_of(store: WeightStore) -> str:
     return pack_prefix("rl", "bf16", 4) + delta.packs[0].digest
 
 
+@pytest.mark.slow
 def test_killed_at_every_call_and_collected_again(tmp_path: Path) -> None:
     line = tmp_path / "line"
     versions = publish_line(line, 9, snapshot_every=3)

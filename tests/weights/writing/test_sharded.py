@@ -193,6 +193,7 @@ def test_a_version_that_exists_is_compared(tmp_path: Path) -> None:
     assert publish(ranks, 3, train_step(versions[2], 3)).delta is not None
 
 
+@pytest.mark.slow
 def test_four_processes_with_kills_and_a_restart(tmp_path: Path) -> None:
     versions = history(4)
     store = WeightStore(Objects.open(tmp_path))

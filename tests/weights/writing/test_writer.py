@@ -106,6 +106,7 @@ def test_concurrent_take_overs_get_different_epochs(tmp_path: Path) -> None:
     assert all(mine == sorted(mine) for mine in epochs)
 
 
+@pytest.mark.slow
 def test_two_trainers_at_full_speed(tmp_path: Path, store: WeightStore) -> None:
     """One publishes, a second takes over in the middle, then a third: never two at the same time."""
     writers = [worker("race", tmp_path, 0, 10_000)]
