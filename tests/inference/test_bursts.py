@@ -54,8 +54,6 @@ class Row:
 
 
 class Stepwise:
-    bursts = True
-
     def __init__(self, model: Decoder, cache: KVCache, longest: int) -> None:
         self.model, self._runner, self._spare = model, Runner(model, cache), cache.spare
         self._rows: list[Row | None] = []

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import errno
 import math
 import os
 import signal
@@ -18,14 +17,9 @@ from aiohttp import web
 from aiohttp.test_utils import TestServer, unused_port
 
 from rollmill import telemetry
-from rollmill.chat.format import assistant_message
-from rollmill.chat.formats.compact import CompactFormat
 from rollmill.environments.episode import Episode
 from rollmill.environments.harness import HarnessResult
-from rollmill.environments.harnesses.chat import ChatConfig, ChatHarness
-from rollmill.environments.machines.folder import Folder
 from rollmill.environments.machines.namespace.client import NamespaceHost, NamespaceMachine
-from rollmill.environments.task import WholeDiff
 from rollmill.errors import GatewayError, RewardUnavailable, StorageError
 from rollmill.rollouts import rollout
 from rollmill.rollouts.client import GatewayClient
@@ -498,29 +492,3 @@ async def test_sealing_again(world: World) -> None:
     assert await seal_again(world.context, "unknown") is None  # never handed in
     world.context.objects.create("submissions/t9.json", b"{}")
     assert await seal_again(world.context, "t9") is None  # handed in, but the gateway has no such session
-
-
-async def test_a_chat_gets_a_folder_and_no_machine_until_it_is_graded(world: World) -> None:
-    """The host of agents' machines only fails; grading has a real one."""
-    harness = ChatHarness(ChatConfig(request_deadline_s=60.0))
-    broken = StandInHost(lambda asked: True)
-    context = replace(world.context, harness=harness, machines=broken)
-    text = assistant_message("def f(x):\n    return x + 7\n", [])
-    world.says(CompactFormat(world.tokenizer).render_answer(text, []))
-    solved = await world.play(context=context)
-    assert solved.solved and broken.asked == 0
-    assert [message["role"] for message in world.context.trajectories.load("t0").messages][-1] == "assistant"
-    whole = await world.play(make_task(submission=WholeDiff()), "t1", context)
-    assert whole.reward is None and broken.asked == 1, "what changed is found by comparing machines"
-    await harness.close()
-
-
-async def test_a_folder_holds_files_and_has_limits() -> None:
-    folder = Folder(make_task())
-    await folder.write("./sub/../answer.txt", b"x" * 11)
-    assert await folder.read("/work/answer.txt") == b"x" * 11 and (await folder.read("main.py")).startswith(b"def f")
-    for path, limit, number in (("answer.txt", 10, errno.EFBIG), ("absent", 10, errno.ENOENT)):
-        with pytest.raises(OSError) as raised:
-            await folder.read(path, max_bytes=limit)
-        assert raised.value.errno == number
-    await folder.close()

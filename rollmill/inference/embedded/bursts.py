@@ -21,7 +21,7 @@ from typing import NamedTuple
 import numpy as np
 
 from rollmill.inference.embedded.generation import Generation
-from rollmill.inference.embedded.runner import BurstOutput, StepRunner
+from rollmill.inference.embedded.runner import BurstOutput, BurstRunner
 from rollmill.inference.embedded.sampler import is_plain
 from rollmill.inference.embedded.scheduler import Scheduler, Work
 from rollmill.types import PolicyRef
@@ -50,7 +50,7 @@ class _Flight(NamedTuple):
 
 
 class Bursts:
-    def __init__(self, runner: StepRunner, scheduler: Scheduler, stream_seconds: float) -> None:
+    def __init__(self, runner: BurstRunner, scheduler: Scheduler, stream_seconds: float) -> None:
         """`stream_seconds`: no burst with a streamed answer takes longer."""
         self._runner, self._scheduler, self._stream_seconds = runner, scheduler, stream_seconds
         self._flight: _Flight | None = None
@@ -69,7 +69,7 @@ class Bursts:
 
     def start(self, work: Sequence[Work], policy: PolicyRef) -> bool:
         """Launches a burst for `work`, whose pages are reserved for one step. False if it cannot be one."""
-        if not self._runner.bursts or not all(_can_burst(item) for item in work):
+        if not all(_can_burst(item) for item in work):
             return False
         rows: list[Generation | None] = [item.generation for item in work]
         starts = np.array([item.start for item in work])

@@ -33,7 +33,7 @@ from rollmill.inference.embedded.cache import KVCache
 from rollmill.inference.embedded.drafts import count_right
 from rollmill.inference.embedded.generation import Generation
 from rollmill.inference.embedded.loading import make_loader
-from rollmill.inference.embedded.runner import make_runner
+from rollmill.inference.embedded.runner import BurstRunner, make_runner
 from rollmill.inference.embedded.sampler import most_likely, sample
 from rollmill.inference.embedded.scheduler import Scheduler, Work
 from rollmill.inference.engine import Applied, EngineBusy, EngineUnavailable, GenerateChunk
@@ -83,7 +83,9 @@ class DecodeLoop:
         dtype = self._model.embedding.dtype
         self._cache = KVCache(model, self.scheduler.pages.size, config.block_size, dtype, device)
         self._runner = make_runner(self._model, self._cache, min(model.max_context, config.cache_tokens))
-        self._bursts = Bursts(self._runner, self.scheduler, config.stream_seconds)
+        self._bursts: Bursts | None = None
+        if isinstance(self._runner, BurstRunner):
+            self._bursts = Bursts(self._runner, self.scheduler, config.stream_seconds)
         self._closing = self._warm = False
         self._lock = threading.Lock()  # held to end the loop and to post, so that no command is left in the inbox
         self._inbox: queue.SimpleQueue[tuple[Future[Any], Callable[[], Any]]] = queue.SimpleQueue()
@@ -153,7 +155,7 @@ class DecodeLoop:
             self.scheduler.forget_keys_and_values()
         seconds = time.monotonic() - started
         self._activity.applied(seconds)
-        if not self._warm:
+        if isinstance(self._runner, BurstRunner) and not self._warm:
             self._runner.warm_up(self._config.max_batch)
             self._warm = True
         for generation in self.scheduler.everyone():
@@ -205,8 +207,8 @@ class DecodeLoop:
         while wait or not self._inbox.empty():
             future, command = self._next_command()
             wait = False
-            if self._bursts.flying:
-                self._land(go_on=False)  # a command finds every token recorded
+            if self._bursts is not None and self._bursts.flying:
+                self._land(self._bursts, go_on=False)  # a command finds every token recorded
             if not future.set_running_or_notify_cancel():
                 continue  # the sender has gone
             try:
@@ -224,8 +226,8 @@ class DecodeLoop:
     def _step(self) -> bool:
         """Runs one step. False if there is nothing to compute."""
         policy = self.policy
-        if self._bursts.flying:
-            self._land(go_on=self._inbox.empty() and self.scheduler.nobody_can_join)
+        if self._bursts is not None and self._bursts.flying:
+            self._land(self._bursts, go_on=self._inbox.empty() and self.scheduler.nobody_can_join)
             return True
         if self.paused or policy is None:
             return False
@@ -234,7 +236,7 @@ class DecodeLoop:
         self._copy_pages()
         if not work:
             return False
-        if self._bursts.start(work, policy):
+        if self._bursts is not None and self._bursts.start(work, policy):
             return True
         started = time.time()
         output = self._runner.run(work)
@@ -254,10 +256,10 @@ class DecodeLoop:
         self._activity.step(started, len(complete), computed, len(self.scheduler.running), self.scheduler.waiting)
         return True
 
-    def _land(self, *, go_on: bool) -> None:
+    def _land(self, bursts: Bursts, *, go_on: bool) -> None:
         """Records the burst on its way. With `go_on` the next one is launched before."""
-        policy, started = self._bursts.policy, time.time()
-        sampled = list(self._bursts.land(go_on))
+        policy, started = bursts.policy, time.time()
+        sampled = list(bursts.land(go_on))
         now, total = time.monotonic(), sum(len(one.tokens) for one in sampled)
         found = [one.routes for one in sampled if one.routes is not None]
         if found:
@@ -273,7 +275,7 @@ class DecodeLoop:
             self.scheduler.publish(generation, policy)
             self._send_fresh(generation, finish, now)
         running, waiting = len(self.scheduler.running), self.scheduler.waiting
-        self._activity.step(started, total, total, running, waiting, steps=self._bursts.steps)
+        self._activity.step(started, total, total, running, waiting, steps=bursts.steps)
 
     def _accept(self, complete: list[Work], rows: list[_Row], policy: PolicyRef) -> tuple[list[_Row], dict[int, int]]:
         """Samples the guesses that are right. Returns the row of each work that comes after them, and how many guesses

@@ -34,8 +34,6 @@ LONGEST_BURST = 16  # steps
 
 
 class DeviceRunner:
-    bursts = True
-
     def __init__(self, model: Decoder, cache: KVCache, longest: int) -> None:
         """`longest` is the number of positions of the longest possible context."""
         self.model = model

@@ -9,7 +9,7 @@ from __future__ import annotations
 import itertools
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import NamedTuple, Protocol
+from typing import NamedTuple, Protocol, runtime_checkable
 
 import numpy as np
 import torch
@@ -66,9 +66,13 @@ class BurstOutput(NamedTuple):
 
 class StepRunner(Protocol):
     model: Decoder
-    bursts: bool  # whether it can `launch`
 
     def run(self, work: Sequence[Work]) -> StepOutput: ...
+
+
+@runtime_checkable
+class BurstRunner(StepRunner, Protocol):
+    """Runs several decode steps without the host too. For devices on which a step is short beside the host's part."""
 
     def warm_up(self, rows: int) -> None:
         """Compiles and records the decode steps of up to `rows` sequences, so that no request waits for it."""
@@ -104,19 +108,9 @@ def fp32_logits(model: Decoder, hidden_MW: Tensor) -> Tensor:
 
 
 class Runner:
-    bursts = False  # a step takes much longer than the host's part of it
-
     def __init__(self, model: Decoder, cache: KVCache) -> None:
         self.model = model
         self._cache = cache
-
-    def launch(
-        self, rows: Sequence[Generation | None], starts: Sequence[int] | None, steps: int
-    ) -> Callable[[], BurstOutput]:
-        raise NotImplementedError("bursts run on CUDA")
-
-    def warm_up(self, rows: int) -> None:
-        pass
 
     @torch.inference_mode()
     def run(self, work: Sequence[Work]) -> StepOutput:

@@ -20,9 +20,9 @@ from rollmill.environments.machines.firecracker.launch import FirecrackerParts, 
 from rollmill.environments.machines.firecracker.vm import FirecrackerVm, SavedFiles
 from rollmill.environments.machines.images import Image, obtain_image
 from rollmill.environments.machines.qemu import initramfs
-from rollmill.environments.machines.qemu.host import measure_slowdown, warm_up
+from rollmill.environments.machines.qemu.host import limits_of, measure_slowdown, warm_up
 from rollmill.environments.machines.qemu.machine import QemuMachine
-from rollmill.errors import MachineError, TaskError
+from rollmill.errors import MachineError
 
 _BOOT_S = 20.0
 _LONGEST = 60  # of the path of a socket the kernel takes 107 bytes
@@ -74,20 +74,8 @@ class FirecrackerHost:
             vm = await FirecrackerVm.restore_files(template.parts, self._place(), saved)
         self._running.add(vm)
         machine = self._machine(loaded, vm, template.capabilities, begun=snapshot is not None)
-        try:
-            if not await machine.renew(trusted=snapshot is None):
-                return machine
-            wanted = {**(loaded.files if snapshot is None else {}), **(files or {})}
-            if wanted:
-                await machine.write_all(wanted)
-        except OSError as error:
-            await machine.close()
-            hint = "`machine.disk_mb` is the size of the work directory"
-            raise TaskError(f"the files of a task cannot be written to a machine: {error}", hint=hint) from None
-        except BaseException:
-            await machine.close()
-            raise
-        return machine
+        wanted = {**(loaded.files if snapshot is None else {}), **(files or {})}
+        return await machine.begin(wanted, trusted=snapshot is None)
 
     async def slowdown(self, image: str) -> float:
         return (await self._template(await obtain_image(image, self.config))).capabilities.slowdown
@@ -129,7 +117,7 @@ class FirecrackerHost:
             kernel.write_bytes(await asyncio.to_thread(lambda: plain_kernel(parts.guest.kernel.read_bytes())))
             with initrd.open("w+b") as file:
                 extra = [path for service in image.services for path in service.files]
-                limits = self._limits()
+                limits = limits_of(self.config)
                 await asyncio.to_thread(
                     lambda: initramfs.build(parts.guest, limits, image.packages, file, extra, over_vsock=True)
                 )
@@ -174,11 +162,6 @@ class FirecrackerHost:
                 raise MachineError(f"{self._directory} is too long for sockets in it", hint="set `machine.directory`")
             self._directory.chmod(0o755)  # jailed processes are other users
         return self._directory
-
-    def _limits(self) -> dict[str, int]:
-        config = self.config
-        kept = {"processes": config.processes, "open_files": config.open_files}
-        return {"memory": config.memory_mb << 20, "disk": config.disk_mb << 20, **kept}
 
 
 def _state_of(snapshot: Snapshot) -> SavedFiles:

@@ -20,7 +20,7 @@ from rollmill.environments.machines.qemu.launch import KVM, Accelerator, Shape
 from rollmill.environments.machines.qemu.machine import QemuMachine, state_of
 from rollmill.environments.machines.qemu.parts import find_parts
 from rollmill.environments.machines.qemu.vm import Saved, StateRefused, Vm
-from rollmill.errors import MachineError, TaskError
+from rollmill.errors import MachineError
 
 _BOOT_S: dict[Accelerator, float] = {"kvm": 10.0, "tcg": 180.0}  # until the first command has run
 _MOST_SLOWDOWN = 100.0
@@ -76,20 +76,8 @@ class QemuHost:
                 return QemuMachine(self, loaded, error.vm, template.capabilities, begun=True)
         self._running.add(vm)
         machine = QemuMachine(self, loaded, vm, template.capabilities, begun=snapshot is not None)
-        try:
-            if not await machine.renew(trusted=snapshot is None):
-                return machine
-            wanted = {**(loaded.files if snapshot is None else {}), **(files or {})}
-            if wanted:
-                await machine.write_all(wanted)
-        except OSError as error:
-            await machine.close()
-            hint = "`machine.disk_mb` is the size of the work directory"
-            raise TaskError(f"the files of a task cannot be written to a machine: {error}", hint=hint) from None
-        except BaseException:
-            await machine.close()
-            raise
-        return machine
+        wanted = {**(loaded.files if snapshot is None else {}), **(files or {})}
+        return await machine.begin(wanted, trusted=snapshot is None)
 
     async def slowdown(self, image: str) -> float:
         loaded = await obtain_image(image, self.config)
@@ -142,7 +130,7 @@ class QemuHost:
         began = time.monotonic()
         with open(ram.create(0, "initramfs"), "w+b") as file:
             extra = [path for service in image.services for path in service.files]
-            await asyncio.to_thread(initramfs.build, shape.parts, self._limits(), image.packages, file, extra)
+            await asyncio.to_thread(initramfs.build, shape.parts, limits_of(self.config), image.packages, file, extra)
             file.flush()
             vm = await Vm.boot(shape, file)
         self._running.add(vm)
@@ -170,13 +158,15 @@ class QemuHost:
         vm.agent.close()
         return Template(shape, saved, replace(basic, slowdown=slowdown), boot_s)
 
-    def _limits(self) -> dict[str, int]:
-        return {
-            "memory": self.config.memory_mb << 20,
-            "disk": self.config.disk_mb << 20,
-            "processes": self.config.processes,
-            "open_files": self.config.open_files,
-        }
+
+def limits_of(config: AgentMachineConfig) -> dict[str, int]:
+    """What a guest's init limits its agent to."""
+    return {
+        "memory": config.memory_mb << 20,
+        "disk": config.disk_mb << 20,
+        "processes": config.processes,
+        "open_files": config.open_files,
+    }
 
 
 async def warm_up(machine: QemuMachine) -> None:

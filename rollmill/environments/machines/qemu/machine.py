@@ -5,14 +5,15 @@ from __future__ import annotations
 import asyncio
 import errno
 import socket
-from typing import TYPE_CHECKING
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Self
 
 from rollmill.environments.machine import Capabilities, Snapshot
 from rollmill.environments.machines.agent_machine import AgentMachine, Ended
 from rollmill.environments.machines.images import Image
 from rollmill.environments.machines.qemu.ports import Ports
 from rollmill.environments.machines.qemu.vm import END_S, FROM_OUTSIDE, Saved, Vm
-from rollmill.errors import MachineError
+from rollmill.errors import MachineError, TaskError
 
 if TYPE_CHECKING:
     from rollmill.environments.machines.qemu.host import QemuHost
@@ -79,6 +80,21 @@ class QemuMachine(AgentMachine):
         if not await self.vm.wait(END_S):
             raise MachineError(f"machine {self._name}: {why}")
         await self._lose(why, self._begun)
+
+    async def begin(self, files: Mapping[str, bytes], *, trusted: bool) -> Self:
+        """What a restored machine needs before anyone uses it: entropy and time of its own, and its files. It is closed
+        if that fails. `trusted`: see `renew`."""
+        try:
+            if await self.renew(trusted=trusted) and files:
+                await self.write_all(files)
+        except OSError as error:
+            await self.close()
+            hint = "`machine.disk_mb` is the size of the work directory"
+            raise TaskError(f"the files of a task cannot be written to a machine: {error}", hint=hint) from None
+        except BaseException:
+            await self.close()
+            raise
+        return self
 
     async def renew(self, *, trusted: bool, restored: bool = True) -> bool:
         """Give the guest entropy of its own and the time. Returns whether it took them.
