@@ -13,7 +13,7 @@ import torch
 
 from rollmill.inference.embedded.cache import KVCache
 from rollmill.inference.embedded.generation import Generation
-from rollmill.inference.embedded.runner import Runner, StepRunner
+from rollmill.inference.embedded.runner import BurstRunner, Runner, StepRunner
 from rollmill.inference.embedded.sampler import sample
 from rollmill.inference.embedded.scheduler import Work
 from rollmill.models.config import LatentAttention, ModelConfig
@@ -201,6 +201,7 @@ def test_a_burst_on_the_device_samples_what_single_steps_sample(shape: str) -> N
     """Three steps, then two more that go on from there. One row has left meanwhile; another has reached its limit."""
     model = model_of(SHAPES[shape], torch.float32 if INTERPRETED else torch.bfloat16)
     runner = runner_of(model)
+    assert isinstance(runner, BurstRunner)  # the decode loop asks this
     generations, expected = make_generations([5, 9, 3]), {}
     for one in generations:
         runner.run([Work(one, 0, len(one.tokens))])
