@@ -1,6 +1,7 @@
 """Machines: from start to the first command, with `bwrap` beside them in the same run; then virtual machines.
 
-    python -m benchmarks.machines [--quick] [--starts 400] [--bwrap PATH] [--only namespaces|qemu|held] [--held 200]
+    python -m benchmarks.machines [--quick] [--starts 400] [--bwrap PATH] [--held 200]
+                                  [--only namespaces|forks|qemu|held]
 
 - p50 and p99 are of the time from `create` to the end of the first command, `true`. One machine at a time; each is
   closed before the next one starts.
@@ -12,6 +13,9 @@
 `bwrap` is Debian's package bubblewrap. It runs `true` in the same kinds of namespaces (user, mount, pid, net, ipc,
 uts), without limits on memory and processes, without a filter of system calls, and without a process that stays for the
 next command. Without `bwrap` its row is left out. Both take turns, so that other work on this host meets both.
+
+Forks (machines_forks.py): a namespace machine with 500 MB of files forks: until the fork is there, and until it has run
+`true`. Beside it, the same files are copied inside a machine, with `cp -r` and with `tar`.
 
 Virtual machines (machines_qemu.py) have rows of their own, where QEMU is set up. A cold boot counts from the request to
 the end of the first command, and includes making the guest's files. Memory of paused machines: each has run a command;
@@ -36,12 +40,12 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
-from benchmarks import machines_qemu, machines_soak
+from benchmarks import machines_forks, machines_qemu, machines_soak
 from benchmarks.output import at_least, at_most, finish
 from rollmill.environments.machines.images import BUILT_IN
 from rollmill.environments.machines.namespace.client import NamespaceHost
 
-PARTS = ("namespaces", "qemu", "held")
+PARTS = ("namespaces", "forks", "qemu", "held")
 AT_ONCE = 4
 ROUNDS = 4
 ROOT = ["--ro-bind", "/usr", "/usr", "--proc", "/proc", "--dev", "/dev", "--tmpfs", "/tmp", "--tmpfs", "/work"]
@@ -159,7 +163,12 @@ def main() -> None:
     bars: dict[str, dict[str, Any]] = {}
     if arguments.only in (None, "namespaces"):
         figures, bars = namespace_figures(80 if arguments.quick else arguments.starts, arguments.bwrap)
-    if arguments.only != "namespaces":
+    if arguments.only in (None, "forks"):
+        measured = asyncio.run(machines_forks.measure(64 if arguments.quick else 500, 5 if arguments.quick else 20))
+        show_figures("forks of files", measured)
+        figures |= measured
+        bars |= machines_forks.bars(measured)
+    if arguments.only in (None, "qemu", "held"):
         measured = virtual_figures(arguments.only == "held", arguments.quick, arguments.held)
         figures |= measured
         bars |= machines_qemu.bars(measured) if measured else {}

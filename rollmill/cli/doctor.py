@@ -126,7 +126,8 @@ def _machines() -> list[Check]:
         return [Check("machines (namespaces)", "missing", error.message, error.hint or "")]
     found = f"a command ran {milliseconds:.0f} ms after the request"
     identity = "each machine has its own user id" if limits["separate_users"] else "machines share your user id"
-    checks = [Check("machines (namespaces)", "ok", f"{found}; {identity}")]
+    forks = "forks share files" if limits["shared_forks"] else "forks copy files"
+    checks = [Check("machines (namespaces)", "ok", f"{found}; {identity}; {forks}")]
     missing_groups = {"memory", "pids"} - set(limits["control_groups"])
     if missing_groups:
         remedy = (

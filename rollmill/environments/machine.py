@@ -88,6 +88,7 @@ class Capabilities:
 
     kernel: Literal["shared", "own"]
     snapshot: Literal["none", "files", "full"]  # what it keeps, and a fork: files, or memory too
+    shared_fork: bool = False  # forks share files with their parent; a fork takes no longer if there are more of them
     pause: bool = False
     network: Literal["none", "policy"] = "none"  # policy: the host can allow chosen addresses
     listen: bool = False  # `listen` works: an agent program in the machine can reach its model

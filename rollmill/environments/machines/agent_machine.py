@@ -15,7 +15,7 @@ import signal
 import socket
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Mapping, Sequence
+from collections.abc import AsyncIterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 from pydantic import Field
@@ -147,9 +147,7 @@ class AgentMachine(ABC):
         self._number += 1
         number = self._number
         frame = wire.pack({**header, "id": number}, body)
-        async with self._lock:
-            if self._pending is not None:
-                await asyncio.wait([self._pending])  # its caller was cancelled; nobody wants the answer
+        async with self._nothing_pending():
             if self._ruined:
                 return None
             begun_before = self._begun
@@ -173,6 +171,14 @@ class AgentMachine(ABC):
         if "errno" in reply:
             raise OSError(reply["errno"], os.strerror(reply["errno"]), reply.get("path"))
         return reply, data
+
+    @contextlib.asynccontextmanager
+    async def _nothing_pending(self) -> AsyncIterator[None]:
+        """Keep other requests from the machine for a while."""
+        async with self._lock:
+            if self._pending is not None:
+                await asyncio.wait([self._pending])  # its caller was cancelled; nobody wants the answer
+            yield
 
     async def _exchange(
         self, frame: bytes, operation: str, number: int, timeout_s: float, max_body: int
@@ -308,6 +314,8 @@ def _checked(operation: str, reply: dict[str, Any]) -> dict[str, Any]:
         valid = _is_count(reply.get("process" if operation == "start" else "port"), 1 << 32)
     elif operation == "input":
         valid = reply.get("count") == 0 or _is_count(reply.get("count"), _TYPED)
+    elif operation == "busy":
+        valid = isinstance(reply.get("busy"), bool)
     else:
         valid = True
     if not valid:

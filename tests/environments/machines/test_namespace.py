@@ -113,7 +113,8 @@ async def test_each_warm_python_starts_fresh(machine: NamespaceMachine) -> None:
     assert result.output == b"[]\n"
 
 
-async def test_snapshot_and_fork_carry_regular_files(host: NamespaceHost) -> None:
+async def test_snapshot_and_copies_carry_regular_files(bare_host: NamespaceHost) -> None:
+    host = bare_host  # its forks are copies; test_forks.py has those that share files
     original = await host.create(BUILT_IN, {"main.py": b"x = 1\n", "folder/data": b"\x00" * 5000})
     await original.exec(["sh", "-c", "ln -s /etc/passwd link; mkfifo pipe; mkdir empty; chmod 755 main.py"])
     copy, other = await original.fork(2)

@@ -4,7 +4,8 @@
       │  starts one
       ▼
     launch.py    builds the root file system of all machines in a mount namespace (root.py), then becomes
-    host.py      the machine host: single-threaded, forks one machine per request, reaps it, bounds it (cgroups.py)
+    host.py      the machine host: single-threaded, forks one machine per request, reaps it, bounds it (cgroups.py),
+                 and lets forks share files (forks.py)
       │  clone3 into user, mount, pid, net, ipc and uts namespaces
       ▼
     agent.py     pid 1 of a machine: serves files and commands to the client over its own socket (wire.py), and counts

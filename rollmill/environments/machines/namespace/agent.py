@@ -16,6 +16,7 @@ become that user and to end commands.
     {"op": "snapshot", "max_bytes"}            {} + tar
     {"op": "restore"} + tar                    {}
     {"op": "listen"}                           {"port"} + a listening socket, handed over
+    {"op": "busy"}                             {"busy"}: whether a process runs that "start" started
     {"op": "prepare"}                          {}: if `ahead`, a process waits for the next command
     {"op": "interrupt"}                        none: ends the command that is running
     a request that cannot be served: {"errno": number, "path": …}; a machine that cannot go on: {"error": text}
@@ -153,7 +154,7 @@ def _lock_in(plan: Plan) -> Watchdog:
     kernel.prctl(kernel.PR_SET_NO_NEW_PRIVS, 1)  # commands inherit it
     kernel.set_capabilities(_CAPABILITIES if plan.own_user else command.NO_CAPABILITIES)
     _protect()
-    os.chdir(layout.WORK)
+    os.chdir("/")  # not the work directory, which could then not be unmounted when the machine forks
     return plan.watchdog._replace(sockets=sockets)
 
 
@@ -234,6 +235,9 @@ def _serve(connection: int, plan: Plan, watchdog: Watchdog) -> None:
                 reply, data = {"process": number}, b""
             elif header["op"] in ("state", "input", "resize"):
                 reply, data = _ask_process(processes.get(header["process"]), header, body)
+            elif header["op"] == "busy":
+                processes.reap()
+                reply, data = {"busy": processes.running()}, b""
             elif header["op"] == "prepare":
                 ready = ready or (command.Ready.make(confinement) if plan.ahead else None)
                 reply, data = {}, b""
@@ -255,7 +259,8 @@ def _serve(connection: int, plan: Plan, watchdog: Watchdog) -> None:
 
 
 def _order(header: dict[str, Any], body: bytes) -> command.Order:
-    return command.Order(stdin=body, **{key: header[key] for key in command.Order._fields if key in header})
+    order = command.Order(stdin=body, **{key: header[key] for key in command.Order._fields if key in header})
+    return order if order.cwd[:1] in ("/", "") else order._replace(cwd=f"{layout.WORK}/{order.cwd}")
 
 
 def _open_terminal(own_user: bool, rows: int, columns: int) -> tuple[int, int]:

@@ -18,7 +18,7 @@ from rollmill.environments.machine import Snapshot
 from rollmill.environments.machines import agent_machine, services
 from rollmill.environments.machines.agent_machine import AgentMachineConfig
 from rollmill.environments.machines.egress import ENTRY
-from rollmill.environments.machines.images import obtain_image
+from rollmill.environments.machines.images import Image, obtain_image
 from rollmill.environments.machines.namespace import cgroups
 from rollmill.environments.machines.namespace.machine import NamespaceMachine
 from rollmill.errors import MachineError, TaskError
@@ -61,6 +61,7 @@ class NamespaceHost:
         self._next = 0
         self._creating: dict[int, asyncio.Future[socket.socket]] = {}
         self._ending: dict[int, asyncio.Future[bool]] = {}
+        self._sharing: dict[int, asyncio.Future[bool]] = {}
 
     async def create(
         self, image: str, files: Mapping[str, bytes] | None = None, *, snapshot: Snapshot | None = None
@@ -69,11 +70,7 @@ class NamespaceHost:
         if (sees := (loaded.packages, loaded.root)) not in ((None, None), self._sees):
             other = self._others.setdefault(sees, NamespaceHost(self.config, sees=sees))
             return await other.create(image, files, snapshot=snapshot)
-        await self.start()
-        self._next += 1
-        identifier = self._next
-        connection = await self._connect(identifier)
-        machine = NamespaceMachine(self, identifier, loaded, connection)
+        machine = await self._connect(loaded)
         try:
             if snapshot is not None:
                 work, state = services.split(snapshot.state) if loaded.services else (snapshot.state, b"")
@@ -87,12 +84,34 @@ class NamespaceHost:
                 machine.services = await services.begin(machine, loaded.services, loaded.services_state())
             elif loaded.services:
                 machine.services = await services.go_on(machine, loaded.services, state)
-            if self.config.egress:
-                await machine.open_egress(self.config.egress, self.config.egress_log)
+            await machine.open_egress()
         except BaseException:
             await machine.close()
             raise
         return machine
+
+    async def create_empty(self, image: Image) -> NamespaceMachine:
+        """A machine whose work directory is empty, of an image that this host has made machines of."""
+        machine = await self._connect(image)
+        try:
+            await machine.write_all({})  # the answer says that the machine could be set up
+        except BaseException:
+            await machine.close()
+            raise
+        return machine
+
+    async def share(self, parent: int, children: list[int]) -> bool:
+        """Let children have the files of their parent (forks.py). False: it is not possible now."""
+        number = self._number()
+        future = self._sharing[number] = asyncio.get_running_loop().create_future()
+        try:
+            async with asyncio.timeout(agent_machine.GRACE_S):
+                await self._tell("share", number, parent=parent, children=children)
+                return await future
+        except TimeoutError:
+            raise MachineError("the machine host does not answer", hint="is the host overloaded?") from None
+        finally:
+            del self._sharing[number]
 
     async def export(self, snapshot: Snapshot) -> Snapshot:
         return snapshot  # it is bytes
@@ -149,20 +168,26 @@ class NamespaceHost:
             self._control = control
             asyncio.get_running_loop().add_reader(control, self._on_control)
 
-    async def _connect(self, identifier: int) -> socket.socket:
-        """Have the machine host create a machine; returns the machine's socket."""
+    def _number(self) -> int:
+        self._next += 1
+        return self._next
+
+    async def _connect(self, image: Image) -> NamespaceMachine:
+        """Have the machine host create a machine. Nothing says yet that it could be set up."""
+        await self.start()
+        identifier = self._number()
         future = self._creating[identifier] = asyncio.get_running_loop().create_future()
         try:
             async with asyncio.timeout(agent_machine.GRACE_S):
                 await self._tell("create", identifier)
-                return await future
+                return NamespaceMachine(self, identifier, image, await future)
         except TimeoutError:
             raise MachineError("the machine host does not answer", hint="is the host overloaded?") from None
         finally:
             del self._creating[identifier]
 
-    async def _tell(self, operation: str, identifier: int) -> None:
-        message = json.dumps({"op": operation, "id": identifier}).encode()
+    async def _tell(self, operation: str, identifier: int, **more: Any) -> None:
+        message = json.dumps({"op": operation, "id": identifier, **more}).encode()
         # One at a time: while the socket is full, the loop keeps one sender per socket and forgets any other.
         async with self._telling:
             if self._control is None:
@@ -188,6 +213,10 @@ class NamespaceHost:
             if ended is not None:
                 ended.set_result(reply["killed"])
             return
+        if "shared" in reply:
+            if (sharing := self._sharing.get(reply["shared"])) is not None and not sharing.done():
+                sharing.set_result(reply["error"] is None)
+            return
         connection = socket.socket(fileno=handed_over[0]) if handed_over else None
         created = self._creating.get(reply["id"])
         if created is None or created.done():
@@ -205,7 +234,7 @@ class NamespaceHost:
         if control is not None:
             asyncio.get_running_loop().remove_reader(control)
             control.close()
-        waiting: list[asyncio.Future[Any]] = [*self._creating.values(), *self._ending.values()]
+        waiting: list[asyncio.Future[Any]] = [*self._creating.values(), *self._ending.values(), *self._sharing.values()]
         for future in waiting:
             if not future.done():
                 future.set_exception(MachineError(why))

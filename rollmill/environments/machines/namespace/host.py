@@ -7,6 +7,8 @@ A few machines are made ahead, while nobody waits for this process: then a calle
 
     client: {"op": "create", "id": 7}   host: {"id": 7} + the machine's socket, or {"id": 7, "error": "…"}
     client: {"op": "close", "id": 7}    host: {"closed": 7, "killed": …} once no process of the machine is left
+    client: {"op": "share", "id": 9, "parent": 7, "children": [8]}
+                                        host: {"shared": 9, "error": …}: 8 has the files of 7 (forks.py), or why not
 
 `killed`: someone outside has killed the machine. Nothing inside can: the kernel shields pid 1 from its own tree, and
 where it kills for lack of memory, it says so.
@@ -24,7 +26,7 @@ import socket
 import sys
 from typing import Any, NamedTuple
 
-from rollmill.environments.machines.namespace import agent, cgroups, kernel, layout, seccomp
+from rollmill.environments.machines.namespace import agent, cgroups, forks, kernel, layout, seccomp
 
 _NAMESPACES = (
     kernel.CLONE_NEWUSER
@@ -55,6 +57,7 @@ class _Machine(NamedTuple):
     pid: int
     pidfd: int
     slot: _Slot
+    tree: forks.Tree
     client_end: socket.socket
     memory_kills: int = 0  # of its slot, before it
 
@@ -73,6 +76,7 @@ class Host:
             filter=seccomp.prepare(seccomp.build(memory_counted=memory_counted)),
         )
         self._plan = agent.Plan.of(self._limits)
+        self._forks = self._usable_forks()
         self._selector = selectors.DefaultSelector()
         self._machines: dict[int, _Machine] = {}  # by the client's identifier
         self._identifiers: dict[int, int] = {}  # pid -> identifier
@@ -111,6 +115,8 @@ class Host:
         request = json.loads(message)
         if request["op"] == "create":
             self._create(request["id"])
+        elif request["op"] == "share":
+            self._share(request["id"], request["parent"], request["children"])
         elif machine := self._machines.get(request["id"]):
             if not _is_ending(machine.pid):
                 self._ending.add(machine.pid)
@@ -133,6 +139,21 @@ class Host:
         with machine.client_end:
             self._send({"id": identifier}, machine.client_end)
         self._making_ahead |= len(self._spare) < _AHEAD // 2
+
+    def _share(self, number: int, parent: int, children: list[int]) -> None:
+        machines = [self._machines.get(identifier) for identifier in (parent, *children)]
+        error = None
+        try:
+            trees = [machine.tree for machine in machines if machine is not None]
+            if self._forks is None or len(trees) < len(machines):
+                raise OSError("no such machine, or this host cannot")
+            self._forks.share(trees[0], trees[1:])
+        except OSError as problem:
+            error = str(problem)
+        except forks.Lost as problem:
+            error = str(problem)
+            _kill(self._machines[parent].pidfd)
+        self._send({"shared": number, "error": error})
 
     def _make_ahead(self) -> None:
         """Make one more. At a failure this stops: if the reason persists, the next create reports it."""
@@ -159,9 +180,10 @@ class Host:
                 raise
             if pid == 0:
                 agent.main(machine_end.fileno(), self._plan)  # never returns
-        machine = _Machine(pid, pidfd, slot, client_end, slot.group.memory_kills() if slot.group else 0)
+        tree = forks.Tree(pid, self._user_of(slot.number), slot)
+        machine = _Machine(pid, pidfd, slot, tree, client_end, slot.group.memory_kills() if slot.group else 0)
         try:
-            self._map_identity(pid, slot)
+            self._map_identity(pid, tree.user)
             if slot.group:
                 slot.group.add(pid)
             client_end.send(b"g")  # identities and limits are in place: go
@@ -170,12 +192,13 @@ class Host:
             raise
         return machine
 
-    def _map_identity(self, pid: int, slot: _Slot) -> None:
-        if self._identities == 1:
-            lines = f"{layout.USER_ID} 0 1\n"
-        else:
-            commands = min(self._identities, _HIGHEST_USER) - 1 - 2 * slot.number
-            lines = f"0 {commands - 1} 1\n{layout.USER_ID} {commands} 1\n"
+    def _user_of(self, number: int) -> int:
+        """The real user id of the commands of a slot; one less is that of pid 1."""
+        return 0 if self._identities == 1 else min(self._identities, _HIGHEST_USER) - 1 - 2 * number
+
+    def _map_identity(self, pid: int, user: int) -> None:
+        pid_one = "" if self._identities == 1 else f"0 {user - 1} 1\n"
+        lines = f"{pid_one}{layout.USER_ID} {user} 1\n"
         for name in ("uid_map", "gid_map"):
             file = os.open(f"/proc/{pid}/{name}", os.O_WRONLY)
             try:
@@ -207,7 +230,8 @@ class Host:
         _, status = os.waitpid(machine.pid, 0)
         os.close(machine.pidfd)
         machine.client_end.close()
-        self._free.append(machine.slot)
+        left = [machine.tree] if self._forks is None else self._forks.leave(machine.tree)
+        self._free += [tree.slot for tree in left]
         asked = machine.pid in self._ending
         self._ending.discard(machine.pid)
         kills = machine.slot.group.memory_kills() if machine.slot.group else 0
@@ -227,6 +251,16 @@ class Host:
         release = os.uname().release.split("-")[0].split(".")
         return self._identities > 1 or (int(release[0]), int(release[1])) >= _PER_NAMESPACE_COUNTS
 
+    def _usable_forks(self) -> forks.Forks | None:
+        """Only where a control group counts what frozen layers hold."""
+        if self._identities == 1 or not self._limits.memory_counted:
+            return None
+        try:
+            usable = forks.Forks(self._plan.mounts[0])
+        except OSError:
+            return None
+        return usable if usable.works((self._user_of(0), self._user_of(1)), self._map_identity) else None
+
     def _describe_limits(self) -> dict[str, Any]:
         """What bounds a machine on this host. `rollmill doctor` shows it."""
         return {
@@ -234,6 +268,7 @@ class Host:
             "process_rlimit": self._limits.count_processes,
             "seccomp": self._limits.filter is not None,
             "separate_users": self._identities > 1,
+            "shared_forks": self._forks is not None,
         }
 
 

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import _socket  # not socket: its Python part costs a machine more time than the call
+import contextlib
 import ctypes
 import fcntl
 import os
 import signal
 import struct
+from collections.abc import Iterator
 
 CLONE_NEWNS = 0x00020000
 CLONE_NEWUTS = 0x04000000
@@ -18,7 +20,7 @@ CLONE_NEWNET = 0x40000000
 CLONE_PIDFD = 0x00001000
 CLONE_INTO_CGROUP = 0x200000000
 
-MS_RDONLY, MS_NOSUID, MS_NODEV, MS_NOEXEC = 1, 2, 4, 8
+MS_RDONLY, MS_NOSUID, MS_NODEV, MS_NOEXEC, MS_REMOUNT = 1, 2, 4, 8, 32
 MS_BIND, MS_REC, MS_PRIVATE = 4096, 16384, 1 << 18
 MNT_DETACH = 2
 MOUNT_ATTR_RDONLY, MOUNT_ATTR_NOSUID, MOUNT_ATTR_NODEV, MOUNT_ATTR_NOEXEC = 1, 2, 4, 8
@@ -28,15 +30,22 @@ PR_SET_DUMPABLE = 4
 PR_SET_SECCOMP = 22
 PR_SET_NO_NEW_PRIVS = 38
 
+CAP_CHOWN, CAP_DAC_OVERRIDE, CAP_DAC_READ_SEARCH, CAP_FOWNER, CAP_FSETID = 0, 1, 2, 3, 4
 CAP_KILL, CAP_SETGID, CAP_SETUID, CAP_SYS_ADMIN = 5, 6, 7, 21
 
 # these numbers are the same on every architecture; for older calls we use the C library
+_SYS_OPEN_TREE = 428
+_SYS_MOVE_MOUNT = 429
 _SYS_CLONE3 = 435
 _SYS_CLOSE_RANGE = 436
 _SYS_MOUNT_SETATTR = 442
 _AT_FDCWD = -100
 _SIOCSIFFLAGS, _IFF_UP = 0x8914, 1
 _AT_RECURSIVE = 0x8000
+_AT_EMPTY_PATH = 0x1000
+_OPEN_TREE_CLONE, _OPEN_TREE_CLOEXEC = 1, os.O_CLOEXEC
+_MOVE_MOUNT_F_EMPTY_PATH = 4
+_MOUNT_ATTR_IDMAP = 0x00100000
 _RAISE_LOOPBACK = struct.pack("16sH22x", b"lo", _IFF_UP)
 _CAPABILITY_HEADER = ctypes.create_string_buffer(struct.pack("=Ii", 0x20080522, 0))  # version 3, this process
 
@@ -110,8 +119,32 @@ def restrict_mount(target: str, attributes: int, *, recursive: bool = False) -> 
     _syscall(_SYS_MOUNT_SETATTR, what, _AT_FDCWD, target.encode(), flags, buffer, ctypes.c_size_t(32))
 
 
-def unmount(target: str) -> None:
-    _check(_libc.umount2(target.encode(), MNT_DETACH), f"umount {target}")
+def unmount(target: str, flags: int = MNT_DETACH) -> None:
+    """With `flags` 0: EBUSY while anything in it is open or a working directory."""
+    _check(_libc.umount2(target.encode(), flags), f"umount {target}")
+
+
+def copy_mount(path: str) -> int:
+    """An open file: a second mount of what is mounted at `path`, or of a directory in it. `place_mount` attaches it."""
+    flags = ctypes.c_uint(_OPEN_TREE_CLONE | _OPEN_TREE_CLOEXEC)
+    return _syscall(_SYS_OPEN_TREE, f"open_tree {path}", _AT_FDCWD, path.encode(), flags)
+
+
+def place_mount(mount: int, target: str) -> None:
+    flags = ctypes.c_uint(_MOVE_MOUNT_F_EMPTY_PATH)
+    _syscall(_SYS_MOVE_MOUNT, f"move_mount {target}", mount, b"", _AT_FDCWD, target.encode(), flags)
+
+
+def map_owners(mount: int, user_namespace: int) -> None:
+    """Show the files of a mount that is not attached yet as if they belonged to users of that namespace."""
+    buffer = ctypes.create_string_buffer(struct.pack("=4Q", _MOUNT_ATTR_IDMAP, 0, 0, user_namespace))
+    flags = ctypes.c_uint(_AT_EMPTY_PATH)
+    _syscall(_SYS_MOUNT_SETATTR, "mount_setattr (owners)", mount, b"", flags, buffer, ctypes.c_size_t(32))
+
+
+def enter_mounts(namespace: int) -> None:
+    """Enter a mount namespace, an open file. Root and working directory become its root."""
+    _check(_libc.setns(namespace, CLONE_NEWNS), "setns")
 
 
 def pivot_root(new: str, old: str) -> None:
@@ -132,6 +165,30 @@ def capability_sets(*kept: int) -> ctypes.Array[ctypes.c_char]:
 def set_capabilities(sets: ctypes.Array[ctypes.c_char]) -> None:
     """Drop every capability that is not in `sets`. With no_new_privs no later exec brings one back."""
     _check(_capset(_CAPABILITY_HEADER, sets), "capset")
+
+
+def get_capabilities() -> ctypes.Array[ctypes.c_char]:
+    sets = ctypes.create_string_buffer(24)
+    _check(_libc.capget(_CAPABILITY_HEADER, sets), "capget")
+    return sets
+
+
+@contextlib.contextmanager
+def files_as(user: int, *capabilities: int) -> Iterator[None]:
+    """Create files as `user` of the same group, with no other effective capabilities than these, for a while."""
+    before = get_capabilities()
+    _, permitted, inheritable, _, permitted_high, inheritable_high = struct.unpack("=6I", before.raw)
+    effective = sum(1 << capability for capability in capabilities)
+    sets = struct.pack("=6I", effective, permitted, inheritable, 0, permitted_high, inheritable_high)
+    try:
+        _libc.setfsgid(user)
+        _libc.setfsuid(user)  # it also drops effective capabilities
+        set_capabilities(ctypes.create_string_buffer(sets))
+        yield
+    finally:
+        _libc.setfsuid(0)
+        _libc.setfsgid(0)
+        set_capabilities(before)
 
 
 def has_capability(capability: int) -> bool:

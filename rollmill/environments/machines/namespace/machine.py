@@ -6,8 +6,9 @@ import asyncio
 import errno
 import logging
 import socket
-from collections.abc import Sequence
-from typing import TYPE_CHECKING
+from collections.abc import Coroutine, Iterable
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any
 
 from rollmill.environments.machine import Capabilities, Snapshot
 from rollmill.environments.machines import services
@@ -32,10 +33,12 @@ class NamespaceMachine(AgentMachine):
         super().__init__(image.reference, connection, str(identifier))
         self._host = host
         self._id = identifier
-        self._image = image.name
+        self._image = image
         self._egress: Egress | None = None
         self._killed = False  # by someone outside
         self.services: RunningServices | None = None
+        if host.limits["shared_forks"]:
+            self.capabilities = replace(self.capabilities, shared_fork=True)
 
     async def snapshot(self) -> Snapshot:
         """The work directory, in the memory of this process: it is small (`disk_mb`). Services stop for it."""
@@ -57,9 +60,37 @@ class NamespaceMachine(AgentMachine):
         await self._request_files({"op": "restore"}, work)
 
     async def fork(self, count: int = 1) -> list[NamespaceMachine]:
+        """Share the files with `count` new machines (forks.py). Where that is not possible, they get copies.
+
+        It is not possible while a process or a service runs in the machine.
+        """
+        if self.services is None and self.capabilities.shared_fork and not await self._busy():
+            children = await _all_or_none(self._host.create_empty(self._image) for _ in range(count))
+            if await self._share_with(children):
+                return children
         snapshot = await self.snapshot()
-        made = (self._host.create(self._image, snapshot=snapshot) for _ in range(count))
-        return list(await asyncio.gather(*made))
+        return await _all_or_none(self._host.create(self._image.name, snapshot=snapshot) for _ in range(count))
+
+    async def _busy(self) -> bool:
+        answer = await self._request({"op": "busy"}, max_body=0)
+        return answer is None or answer[0]["busy"]
+
+    async def _share_with(self, children: list[NamespaceMachine]) -> bool:
+        """Returns whether the children have the files; if not, they are closed."""
+        shared = False
+        try:
+            async with self._nothing_pending():
+                shared = await self._host.share(self._id, [child._id for child in children])
+            if shared:
+                for child in children:
+                    await child.open_egress()
+        except BaseException:
+            shared = False
+            raise
+        finally:
+            if not shared:
+                await asyncio.gather(*(child.close() for child in children))
+        return shared
 
     async def pause(self) -> None:
         raise OSError(errno.ENOTSUP, "namespace machines cannot be paused")
@@ -73,8 +104,11 @@ class NamespaceMachine(AgentMachine):
             raise OSError(errno.ENETDOWN, "the machine's commands ended it")
         return self._handed_over.pop(), reply["port"]
 
-    async def open_egress(self, allowed: Sequence[str], log_file: str | None) -> None:
-        """Let commands reach the names in `allowed`, through a proxy whose variables they find in their environment."""
+    async def open_egress(self) -> None:
+        """Let commands reach the names of `egress`, through a proxy whose variables they find in their environment."""
+        allowed, log_file = self._host.config.egress, self._host.config.egress_log
+        if not allowed:
+            return
         listener, port = await self.listen()
         self._egress = Egress(listener, allowed, lambda line: _write_log(line, log_file), self._name)
         await self._egress.start()
@@ -101,6 +135,19 @@ class NamespaceMachine(AgentMachine):
         if self._killed:
             return Ended(True, "; someone killed its first process", "is the host out of memory?")
         return Ended(False, "", "is the host overloaded?" if begun else launch.hint())
+
+
+async def _all_or_none(starting: Iterable[Coroutine[Any, Any, NamespaceMachine]]) -> list[NamespaceMachine]:
+    """Start machines at once. If one cannot start, the others are closed."""
+    tasks = [asyncio.ensure_future(each) for each in starting]
+    try:
+        return list(await asyncio.gather(*tasks))
+    except BaseException:
+        for task in tasks:
+            task.cancel()
+        made = await asyncio.gather(*tasks, return_exceptions=True)
+        await asyncio.gather(*(each.close() for each in made if isinstance(each, NamespaceMachine)))
+        raise
 
 
 def _write_log(line: str, file: str | None) -> None:
