@@ -24,7 +24,6 @@ import signal
 import socket
 import stat
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field
 from typing import Any
 
 from rollmill.environments.machines.namespace import kernel, layout
@@ -51,32 +50,25 @@ class Lost(Exception):
     """The parent has no work directory any more."""
 
 
-@dataclass(eq=False)
 class Layer:
-    number: int
-    writer: Tree  # its control group counts what the layer holds
-    own: bool  # mounted by the machine host, not by the writer in its user namespace
-    users: int = 1  # trees that have it
-
-    @property
-    def mount(self) -> str:
-        return f"{_PLACE}/{self.number}"
-
-    @property
-    def files(self) -> str:
-        return f"{self.mount}/{_UPPER}" if self.own else self.mount
+    def __init__(self, number: int, writer: Tree, *, own: bool) -> None:
+        self.writer = writer  # its control group counts what the layer holds
+        self.own = own  # mounted by the machine host, not by the writer in its user namespace
+        self.users = 1  # trees that have it
+        self.mount = f"{_PLACE}/{number}"
+        self.files = f"{self.mount}/{_UPPER}" if own else self.mount
 
 
-@dataclass(eq=False)
 class Tree:
     """The work directory of one machine."""
 
-    pid: int  # of the machine's first process
-    user: int  # real user id of its commands
-    slot: Any = None  # what the machine host can give to another machine once nothing of this one is left
-    layers: list[Layer] = field(default_factory=list)  # newest first; the first is written to. Empty: never forked
-    written: int = 0  # layers of which it is the writer, frozen or not
-    ended: bool = False
+    def __init__(self, pid: int, user: int, slot: Any = None) -> None:
+        self.pid = pid  # of the machine's first process
+        self.user = user  # real user id of its commands
+        self.slot = slot  # what the machine host can give to another machine once nothing of this one is left
+        self.layers: list[Layer] = []  # newest first; the first is written to. Empty: it never forked
+        self.written = 0  # layers of which it is the writer, frozen or not
+        self.ended = False
 
 
 class Forks:
@@ -209,7 +201,7 @@ class Forks:
 
     def _new_layer(self, writer: Tree, *, own: bool) -> Layer:
         self._made += 1
-        layer = Layer(self._made, writer, own)
+        layer = Layer(self._made, writer, own=own)
         os.mkdir(layer.mount)
         writer.written += 1
         return layer
