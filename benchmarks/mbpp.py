@@ -1,6 +1,6 @@
 """A real model gets better: SFT, then asynchronous RL on MBPP, measured on problems that were kept out.
 
-    python -m benchmarks.mbpp MBPP.jsonl MODEL [--seconds 540] [--base] [--begin WORK] [--quick] [SETTING=VALUE …]
+    python -m benchmarks.mbpp MBPP.jsonl MODEL [--seconds 540] [--base | --sft | --begin WORK] [--quick] [KEY=VALUE …]
 
 MODEL is a checkpoint directory (`rollmill model get smollm2-135m`). The recipe is examples/mbpp/sft.toml; settings are
 laid over it. 128 problems, chosen by a hash of their id, are never trained on. Three measurements on them, each attempt
@@ -11,7 +11,8 @@ with the same seed in all three, intervals by a bootstrap over problems:
     after     after RL; `gain` is after minus before, paired by problem
 
 `--begin WORK` compares settings: RL alone, from the SFT version of the run in another work directory (MODEL is then not
-read). That version is not measured again: its measurement there is `before` here too.
+read). That version is not measured again: its measurement there is `before` here too. `--sft` makes such a directory
+without RL.
 
 The run ends in time: RL is stopped early enough to measure its newest version. `--quick` takes one tiny step of each
 stage: it shows that the benchmark runs, not what a model learns.
@@ -44,8 +45,10 @@ from rollmill.config import load_config, validate_config
 from rollmill.environments.environment import build_tasks
 from rollmill.environments.harnesses.turns import start
 from rollmill.environments.tasks.programs import MAIN
+from rollmill.errors import WeightsError
 from rollmill.storage.objects import Objects
 from rollmill.telemetry import EventTail, read_events
+from rollmill.weights import WeightStore
 
 RECIPE = Path(__file__).parents[1] / "examples" / "mbpp" / "sft.toml"
 HELD_OUT = 128
@@ -88,10 +91,20 @@ def without_sft(recipe: str) -> str:
     return "".join(line for line in head.splitlines(True) if not line.startswith("checkpoint")) + "[[stages]]" + rest
 
 
-def sft_version(work: Path) -> tuple[Path, str]:
-    """The run in a work directory, and the last version of its SFT."""
+def run_in(work: Path) -> Path:
+    """The run in a work directory."""
     (run,) = (path.parent for path in (work / "runs").glob("*/run.json") if not path.parent.name.endswith(BASE))
-    return run, f"sft@{RunDirectory.open(run).config.stage('sft').steps}"
+    return run
+
+
+def sft_version(work: Path) -> tuple[Path, str]:
+    """The run in a work directory, and the last version of its SFT. Versions count what was published, not steps."""
+    run = run_in(work)
+    store = WeightStore(Objects.open(RunDirectory.open(run).home_store))
+    numbers = [number for form in store.forms("sft") for number in store.numbers("sft", form)]
+    if not numbers:
+        raise WeightsError(f"{run} has no version of its SFT", hint="`--sft` makes one")
+    return run, f"sft@{max(numbers)}"
 
 
 def solutions(config: RunConfig) -> Iterable[list[dict[str, Any]]]:
@@ -144,9 +157,16 @@ class Bench:
     """One run with its time limit, and the measurements of its versions."""
 
     def __init__(
-        self, config: RunConfig, work: Path, settings: list[str], seconds: float, begin: Path | None = None
+        self,
+        config: RunConfig,
+        work: Path,
+        settings: list[str],
+        seconds: float,
+        begin: Path | None = None,
+        sft: bool = False,
     ) -> None:
-        self.config, self.work, self.settings, self.begin = config, work, settings, begin
+        """`sft`: stop when the version after SFT is measured."""
+        self.config, self.work, self.settings, self.begin, self.sft = config, work, settings, begin, sft
         self.end = time.time() + seconds
         self.run, self.base = (work / "runs" / name for name in (config.name, f"{config.name}{BASE}"))
         self.log = work / "log.txt"
@@ -161,7 +181,7 @@ class Bench:
 
     def _begin_elsewhere(self, begin: Path) -> None:
         """Create a run whose weights were measured in the run of `begin`."""
-        other = RunDirectory.open(sft_version(begin)[0])
+        other = RunDirectory.open(run_in(begin))
         run = begin_run(self.run.parent, self.config)
         measured = Objects.open(other.home_store).get(results_key(other, BEFORE))
         Objects.open(run.home_store).put(results_key(run, BEFORE), measured)
@@ -173,12 +193,14 @@ class Bench:
     def _measured_elsewhere(self) -> Event | None:
         if self.begin is None:
             return None
-        return last(read_events(sft_version(self.begin)[0] / "events"), "eval", label="before")
+        return last(read_events(run_in(self.begin) / "events"), "eval", label="before")
 
     def ends(self, events: list[Event]) -> float:
         """When training must stop: with time left for the last measurement, unless it is at it already."""
         if last(events, "step") is not None and last(events, "phase", phase="rl", state="end") is None:
             self.roles.look()
+        if self.sft:
+            return self.end if self.before(events) is None else 0.0
         if any(event["kind"] == "phase" and event["phase"] == "evaluate after" for event in events):
             return self.end
         return self.end - 1.5 * self.measuring_s(events) - START_S
@@ -211,7 +233,7 @@ def evaluate(bench: Bench) -> dict[str, Event | None]:
     bench.train()
     events = read_events(bench.run / "events")
     found = {"before": bench.before(events), "after": last(events, "eval", label="after")}
-    if found["before"] is not None and found["after"] is None and last(events, "step") is not None:
+    if found["before"] is not None and found["after"] is None and last(events, "step") is not None and not bench.sft:
         bench.measure(bench.run)
         found["after"] = last(read_events(evaluated(bench.run)), "eval")
     return found | {"base": last(read_events(evaluated(bench.base)), "eval")}
@@ -226,8 +248,10 @@ def main() -> None:
         "--work", type=Path, default=Path("build/mbpp"), help="where the run is; continued if it is there"
     )
     parser.add_argument("--seconds", type=float, default=540.0, help="for everything")
-    parser.add_argument("--begin", type=Path, help="start from the SFT version in this work directory")
-    parser.add_argument("--base", action="store_true", help="only measure the checkpoint")
+    only = parser.add_mutually_exclusive_group()
+    only.add_argument("--begin", type=Path, help="start from the SFT version in this work directory")
+    only.add_argument("--base", action="store_true", help="only measure the checkpoint")
+    only.add_argument("--sft", action="store_true", help="no RL: a work directory for --begin")
     parser.add_argument("--quick", action="store_true", help="one tiny step of each stage")
     arguments = parser.parse_intermixed_args()
     begin = arguments.begin
@@ -238,7 +262,7 @@ def main() -> None:
     if begin is not None:
         settings = [each for each in settings if not each.startswith("stages.sft.")]
     config = prepare(arguments.data, arguments.work, settings, begin)
-    bench = Bench(config, arguments.work, settings, arguments.seconds, begin)
+    bench = Bench(config, arguments.work, settings, arguments.seconds, begin, arguments.sft)
     if arguments.base:
         bench.measure_base()
         figures = figures_of({"base": last(read_events(evaluated(bench.base)), "eval")})

@@ -188,10 +188,10 @@ class RoleTimes:
         return found | self._machines(parents)
 
     def _machines(self, parents: Mapping[int, str]) -> dict[str, float]:
-        """The machine host is a child of the dispatcher. Its own time counts, and that of machines that have ended."""
+        """Machine hosts are children of dispatchers. Their own time counts, and that of machines that have ended."""
         total = 0.0
         for pid, role in parents.items():
-            if role != "dispatcher":
+            if not role.startswith("dispatcher"):
                 continue
             try:
                 children = itertools.chain.from_iterable(

@@ -1,11 +1,11 @@
 """The peer of `benchmarks.mbpp`: TRL's GRPOTrainer with the same weights, problems, group size and learning rate.
 
-    python -m benchmarks.mbpp_trl WORK MODEL [--seconds 220] [--steps N] [--continuous]
+    python -m benchmarks.mbpp_trl WORK [--seconds 220] [--steps N] [--continuous]
 
-WORK is the directory of `benchmarks.mbpp`, MODEL the version that its RL began from (`rollmill weights export`). TRL
-generates with transformers: `generate`, or its continuous batching with `--continuous`. Rewards are ours, in the same
-machines. Settings that the two do not share stay at TRL's defaults, but for gradient checkpointing, which is off:
-faster, and there is memory. Each step says its seconds, and how many of them were generation and rewards.
+WORK is the directory of `benchmarks.mbpp`. The version that its RL began from is exported into WORK/sft. TRL generates
+with transformers: `generate`, or its continuous batching with `--continuous`. Rewards are ours, in the same machines.
+Settings that the two do not share stay at TRL's defaults, but for gradient checkpointing, which is off: faster, and
+there is memory. Each step says its seconds, and how many of them were generation and rewards.
 
 Time to the same reward: both curves are means of the last 1,024 samples of training problems, over the seconds since RL
 began, compilation included and the loading of weights not. `--ours WORK` is the run that is compared with.
@@ -16,6 +16,7 @@ from __future__ import annotations
 import argparse
 import asyncio
 import statistics
+import subprocess
 import threading
 import time
 from collections import defaultdict
@@ -23,7 +24,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from benchmarks.mbpp import sft_version
+from benchmarks.mbpp import rollmill, run_in, sft_version
 from benchmarks.mbpp_figures import Curve, curve, rl_figures, seconds_to, smoothed
 from benchmarks.output import at_least, finish
 from rollmill.cluster.run import RunConfig
@@ -83,6 +84,14 @@ class Timed:
                 self.seconds[name] += time.perf_counter() - began
 
         return timed
+
+
+def export(work: Path) -> Path:
+    """The version after SFT as a directory that transformers reads."""
+    run, version = sft_version(work)
+    if not (work / "sft").exists():
+        subprocess.run(rollmill("weights", "export", run, version, work / "sft"), check=True)
+    return work / "sft"
 
 
 def arguments_of(config: RunConfig, stage: Any, work: Path, steps: int, per_pass: int, continuous: bool) -> Any:
@@ -181,7 +190,6 @@ def train(
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("work", type=Path)
-    parser.add_argument("model", type=Path)
     parser.add_argument("settings", nargs="*", help="settings laid over the recipe, as for benchmarks.mbpp")
     parser.add_argument("--seconds", type=float, default=220.0, help="no step begins after this")
     parser.add_argument("--steps", type=int, default=1000)
@@ -189,10 +197,11 @@ def main() -> None:
     parser.add_argument("--per-pass", type=int, default=128, help="trajectories in one forward pass of the trainer")
     parser.add_argument("--continuous", action="store_true", help="generate with transformers' continuous batching")
     given = parser.parse_intermixed_args()
-    settings = [f'checkpoint="{given.model.absolute()}"', *given.settings]
+    model = export(given.work)
+    settings = [f'checkpoint="{model.absolute()}"', *given.settings]
     config = load_config(RunConfig, given.work / "run.toml", settings)
     stage: Any = config.stage("rl")
-    rows = train(config, given.work, given.model, given.seconds, given.steps, given.per_pass, given.continuous)
+    rows = train(config, given.work, model, given.seconds, given.steps, given.per_pass, given.continuous)
     warm = rows[3:] or rows  # as in benchmarks.mbpp
     step = statistics.median(row["seconds"] for row in warm)
     generation = statistics.median(row["generation_s"] for row in warm)
@@ -212,7 +221,7 @@ def main() -> None:
         "solved_last": statistics.mean(row["solved"] for row in rows[-few:]),
     }
     theirs = smoothed((row["at"], row["solved"], samples) for row in rows)
-    events = read_events(sft_version(given.ours or given.work)[0] / "events")
+    events = read_events(run_in(given.ours or given.work) / "events")
     ours = rl_figures(events)
     figures |= compared(figures, theirs, ours, curve(events))
     for name, value in figures.items():

@@ -9,11 +9,13 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks.mbpp import QUICK, RECIPE, Bench, follow, prepare, without_sft
+from benchmarks.mbpp import QUICK, RECIPE, Bench, follow, prepare, sft_version, without_sft
 from benchmarks.mbpp_figures import WINDOW, curve, figures_of, rl_figures, seconds_to, smoothed
 from benchmarks.mbpp_trl import compared
+from rollmill.cluster.run import RunDirectory
 from rollmill.environments.environment import build_tasks
 from tests.test_repo import SMOLLM2
+from tests.weights.build import publish_line
 
 
 def test_what_is_kept_out_is_not_learnt_from(tmp_path: Path) -> None:
@@ -43,6 +45,11 @@ def test_what_is_kept_out_is_not_learnt_from(tmp_path: Path) -> None:
     measured = {"kind": "eval", "seconds": 40.0}
     assert bench.end - bench.ends([measured]) == 80.0  # the last measurement, slower than the first, and its start
     assert bench.ends([measured, {"kind": "phase", "phase": "evaluate after"}]) == bench.end
+    alone = Bench(config, tmp_path / "work", settings, 500.0, sft=True)
+    assert alone.ends([{"kind": "document_step"}]) == alone.end and alone.ends([measured | {"label": "before"}]) == 0.0
+    run = RunDirectory.create(tmp_path / "work" / "runs", config)
+    publish_line(Path(run.home_store), 2, "sft")
+    assert sft_version(tmp_path / "work") == (run.path, "sft@1")  # twenty steps publish once
 
 
 def test_figures_pair_the_problems() -> None:
